@@ -1,0 +1,1 @@
+"""What is built on the library: command line, experiments, reports. Never imported by it."""

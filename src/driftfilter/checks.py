@@ -1,0 +1,69 @@
+"""Refusals: every error names the field, the value it got and what is allowed."""
+
+import math
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+class NotPositiveDefiniteError(ValueError):
+    """A covariance or precision that is not (or would no longer be) positive definite."""
+
+
+def require(condition: bool, field: str, value: Any, allowed: str) -> None:
+    """Raise ``ValueError`` naming the field unless ``condition`` holds."""
+    if not condition:
+        raise ValueError(f"{field} must be {allowed}, got {value!r}")
+
+
+def require_number(field: str, value: Any, low: float, high: float, *, open_low: bool = False, open_high: bool = False) -> None:
+    """Raise unless ``value`` is a finite real number inside the interval."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    inside = number and (low < value if open_low else low <= value) and (value < high if open_high else value <= high)
+    left = "(" if open_low or math.isinf(low) else "["
+    right = ")" if open_high or math.isinf(high) else "]"
+    require(inside, field, value, f"a finite number in {left}{low:g}, {high:g}{right}")
+
+
+def require_count(field: str, value: Any, low: int) -> None:
+    """Raise unless ``value`` is an integer of at least ``low``."""
+    require(isinstance(value, int) and not isinstance(value, bool) and value >= low, field, value, f"an integer >= {low}")
+
+
+def require_finite(field: str, values: Tensor) -> None:
+    """Raise if a tensor holds NaN or infinity, saying how many and where the first one is."""
+    # A finite sum proves finite entries and costs one reduction; only a suspicious sum pays for the full look.
+    if math.isfinite(values.sum().item()):
+        return
+    bad = ~torch.isfinite(values)
+    if bad.any():
+        where = tuple(bad.nonzero()[0].tolist())
+        value = values[where].item()
+        raise ValueError(
+            f"{field} must be finite, got {value} at index {list(where)} ({int(bad.sum())} of {values.numel()} values)"
+        )
+
+
+def require_shape(field: str, values: Any, allowed: str, *shape: int | None) -> None:
+    """Raise unless ``values`` is a tensor of this shape (``None`` stands for any length >= 1)."""
+    if not isinstance(values, Tensor):
+        raise ValueError(f"{field} must be a tensor of shape {allowed}, got {type(values).__name__}")
+    sizes = values.shape
+    if len(sizes) != len(shape) or any(size < 1 or want not in (None, size) for size, want in zip(sizes, shape, strict=True)):
+        raise ValueError(f"{field} must be of shape {allowed}, got shape {list(sizes)}")
+
+
+def require_floating(field: str, values: Tensor) -> None:
+    """Raise unless a tensor is float32 or float64 (half precision cannot carry a covariance)."""
+    if values.dtype not in (torch.float32, torch.float64):
+        raise ValueError(f"{field} must be float32 or float64, got {values.dtype}")
+
+
+def unchecked(cls: type[T], **fields: Any) -> T:
+    """An instance without its checks, for results that are right by construction."""
+    instance = object.__new__(cls)
+    instance.__dict__.update(fields)
+    return instance

@@ -1,0 +1,196 @@
+"""The filter: one step is transition, inference, prediction. Read this file first.
+
+    prior      = transition(belief)             N(G μ + c, G Σ Gᵀ + W)
+    posterior  = inference(prior, energy)       ∝ prior · exp(-E)
+    prediction = rule(posterior or prior)       ∫ p(y given x, θ) N(θ) dθ
+
+State goes in; state, prediction and info come out. Nothing is changed in place.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Literal, NamedTuple, final
+
+import torch
+from torch import Tensor
+
+from driftfilter.belief import Belief
+from driftfilter.checks import require, require_finite
+from driftfilter.dynamics import MeanReversion
+from driftfilter.inference import Inference, Linearized
+from driftfilter.observation import Energy, Gibbs
+from driftfilter.prediction import MAP, Prediction, PredictionRule, Query
+from driftfilter.predictive import LogitFunction, PredictiveModel, ReadOut, lift
+from driftfilter.randomness import Randomness
+from driftfilter.transition import BoundTransition, Stationary, Transition
+from driftfilter.weighting import Memory
+
+
+class NoInformationWarning(UserWarning):
+    """A batch too small for the loss or the curvature: only the transition was applied."""
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class FilterState:
+    """Everything a filter remembers."""
+
+    belief: Belief  # over the parameters, with the hidden states of the dynamic
+    source: Belief  # where the stream started: what reversion and stationary noise refer to
+    parameters: int  # of the belief's dimensions; the others are hidden states
+    seed: int
+    step: int = 0
+    memory: Memory = field(default_factory=lambda: MappingProxyType({}))  # named statistics of weighting and inference
+
+
+class StepInfo(NamedTuple):
+    """What a step did; diagnostics only, no step depends on them."""
+
+    step: int
+    informative: bool  # False: the batch carried no information and only the transition was applied
+    reason: str  # why not, empty otherwise
+    losses: Tensor  # [views, n], ℓ_i at the prior mean, by view
+    weights: Tensor  # [n], w_i of every sample; 0 where it was left out
+    coefficients: Tensor  # [n], w_i / n
+
+    @property
+    def energy(self) -> Tensor:
+        """E at the prior mean, a scalar []."""
+        return self.coefficients @ self.losses.sum(0)
+
+
+@final
+class Outputs(list[Prediction]):
+    """The predictions of a stream, one per batch; as attributes, those of all samples one after the other."""
+
+    def __init__(self, predictions: Iterable[Prediction], infos: Iterable[StepInfo]) -> None:
+        super().__init__(predictions)
+        self.infos = list(infos)
+
+    @property
+    def log_probabilities(self) -> Tensor:
+        """log p(y given x) of every sample [samples, k]."""
+        return torch.cat([prediction.log_probabilities for prediction in self])
+
+    @property
+    def probabilities(self) -> Tensor:
+        """p(y given x) of every sample [samples, k]."""
+        return self.log_probabilities.exp()
+
+    @property
+    def labels(self) -> Tensor:
+        """The most likely class of every sample [samples]."""
+        return self.log_probabilities.argmax(-1)
+
+
+@final
+@dataclass(frozen=True)
+class Filter:
+    """A Gaussian filter over the parameters of a classifier, on a stream without labels.
+
+    ``predict_from``: "posterior" predicts a batch after adapting to it, "prior" before.
+
+    >>> import torch, driftfilter as df
+    >>> filt = df.Filter(logits=df.LinearHead(classes=2), inference=df.Linearized(df.Hessian()))
+    >>> state = filt.init(df.Belief(torch.tensor([1.0, -1.0]), df.Full(torch.eye(2))), seed=0)
+    >>> state, prediction, info = filt.step(state, torch.tensor([[2.0, 0.5], [-1.0, 1.0]]))
+    >>> prediction.labels
+    tensor([1, 0])
+    """
+
+    logits: LogitFunction | PredictiveModel
+    transition: Transition = field(default_factory=lambda: Transition(MeanReversion(), Stationary()))
+    observation: Gibbs = field(default_factory=Gibbs)
+    inference: Inference = field(default_factory=Linearized)
+    prediction: PredictionRule = field(default_factory=MAP)
+    predict_from: Literal["prior", "posterior"] = "posterior"
+
+    def __post_init__(self) -> None:
+        allowed = self.predict_from in ("prior", "posterior")
+        require(allowed, "Filter.predict_from", self.predict_from, "'prior' or 'posterior'")
+        object.__setattr__(self, "logits", lift(self.logits))
+        object.__setattr__(self, "_bound", None)
+        object.__setattr__(self, "_warned", False)
+
+    def init(self, belief: Belief, seed: int = 0) -> FilterState:
+        """The state before the first batch, from a belief over the parameters, which is taken as the source."""
+        require(isinstance(belief, Belief), "Filter.init: belief", belief, "a Belief")
+        whole = isinstance(seed, int) and not isinstance(seed, bool)
+        require(whole, "Filter.init: seed", seed, "an integer")
+        source = self.transition.augment(belief)
+        self.transition(source, source)  # refuses now what a structure cannot carry, not at the first batch
+        return FilterState(source, source, belief.dimension, seed)
+
+    @torch.no_grad()
+    def step(self, state: FilterState, inputs: Tensor) -> tuple[FilterState, Prediction, StepInfo]:
+        """Adapt to one unlabeled batch [n, ...] and predict it."""
+        _check_inputs(inputs)
+        transition, model = self._bind(state)
+        randomness = Randomness(state.seed, state.step, state.belief.mean.device)
+
+        prior = transition(state.belief)
+        energy, memory = self.observation(model, prior.mean, inputs, state.memory, randomness)
+        reason = self._why_uninformative(energy)
+        posterior = prior
+        if not reason:
+            posterior, memory = self.inference(prior, energy, memory, randomness)
+        belief = posterior if self.predict_from == "posterior" else prior
+        known = energy.evaluation.logits[0] if belief.mean is energy.anchor else None
+        prediction = self.prediction(belief, Query(model, inputs, randomness, known))
+
+        if math.isnan(prediction.log_probabilities.sum().item()):
+            raise ValueError("the model's logits must be finite, got NaN at the updated parameters; the state is unchanged")
+        info = StepInfo(state.step, not reason, reason, energy.evaluation.expansion.value, *energy.samples[1:3])
+        state = FilterState(posterior, state.source, state.parameters, state.seed, state.step + 1, memory)
+        return state, prediction, info
+
+    def run(self, state: FilterState, batches: Iterable[Tensor]) -> tuple[FilterState, Outputs]:
+        """A whole stream: batches [n, ...] one after the other, or one tensor [steps, n, ...]."""
+        predictions: list[Prediction] = []
+        infos: list[StepInfo] = []
+        for batch in batches:
+            state, prediction, info = self.step(state, batch)
+            predictions.append(prediction)
+            infos.append(info)
+        return state, Outputs(predictions, infos)
+
+    def _bind(self, state: FilterState) -> tuple[BoundTransition, PredictiveModel]:
+        """Transition and model for a source; the last one is kept, since a stream has only one."""
+        bound: tuple[Belief, BoundTransition, PredictiveModel] | None = self.__dict__["_bound"]
+        if bound is None or bound[0] is not state.source:
+            model: PredictiveModel = self.logits  # type: ignore[assignment]  # lifted in __post_init__
+            matrix = self.transition.read_out(state.parameters)
+            if matrix is not None:
+                model = ReadOut(model, matrix.to(state.source.mean))
+            bound = (state.source, self.transition.bind(state.source), model)
+            object.__setattr__(self, "_bound", bound)
+        return bound[1], bound[2]
+
+    def _why_uninformative(self, energy: Energy) -> str:
+        """Why a batch can say nothing about the parameters; empty where it can."""
+        needed = max(energy.loss.minimum, self.inference.curvature.minimum)
+        if energy.samples.used >= needed:
+            return ""
+        if energy.samples.used == 0:
+            return "no sample passed the weighting"
+        reason = (
+            f"{energy.samples.used} sample with a weight, {type(energy.loss).__name__} under {self.inference} needs {needed}"
+        )
+        if not self.__dict__["_warned"]:
+            object.__setattr__(self, "_warned", True)
+            warnings.warn(f"no information in the batch, transition only: {reason}", NoInformationWarning, stacklevel=4)
+        return reason
+
+
+def _check_inputs(inputs: Tensor) -> None:
+    if not isinstance(inputs, Tensor):
+        raise ValueError(f"inputs must be a tensor [n, ...], got {type(inputs).__name__}")
+    if inputs.dim() == 0 or inputs.shape[0] == 0:
+        raise ValueError(f"inputs must be a batch [n, ...] with n >= 1, got shape {list(inputs.shape)}")
+    if inputs.is_floating_point():
+        require_finite("inputs", inputs)

@@ -1,0 +1,385 @@
+"""Unsupervised losses in logit space: value, gradient and Hessian of ℓ_i in the k logits of sample i; no model.
+
+A loss sees logits [v, ..., n, k]: the clean inputs first, then augmented views where it asks for them. What must not
+be differentiated (pseudo-labels, targets) is fixed once a step, at the prior mean.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple, Protocol, TypeAlias, final
+
+import torch
+from torch import Tensor
+
+from driftfilter.checks import require, require_number
+from driftfilter.covariance import positive_root
+
+Targets: TypeAlias = "Tensor | tuple[Targets, ...] | None"
+
+FLOOR = -1e4  # of log-probabilities: exp underflows far above it, and 0 · log 0 stays 0
+
+
+class Expansion(NamedTuple):
+    """A loss to second order in the logits."""
+
+    value: Tensor  # [v, ..., n]; a sample's loss is the sum over its views
+    gradient: Tensor  # [v, ..., n, k]
+    hessian: Callable[[], Tensor]  # [v, ..., n, k, k], computed when asked for; indefinite as a rule
+    root: Callable[[], Tensor]  # R [v, ..., n, k, r], R Rᵀ = the positive part of the Hessian
+    shares: tuple[float, ...] = (1.0,)  # weight of each view in the loss, for curvature that comes from the model alone
+
+
+class Loss(Protocol):
+    """A loss of unlabeled samples. The defaults fit a loss of the clean logits alone."""
+
+    @property
+    def minimum(self) -> int:
+        """Samples below which the loss is constant."""
+        return 1
+
+    @property
+    def copies(self) -> int:
+        """Augmented views of each sample."""
+        return 0
+
+    @property
+    def is_coupled(self) -> bool:
+        """Whether samples, or the views of a sample, enter jointly."""
+        return False
+
+    def views(self, inputs: Tensor, generator: Callable[[], torch.Generator]) -> tuple[Tensor, ...]:
+        """The inputs the loss looks at, clean ones first."""
+        return (inputs,)
+
+    def targets(self, logits: Tensor) -> Targets:
+        """What is fixed at the prior mean, from the clean logits [n, k] there."""
+        return None
+
+    def selected(self, targets: Targets) -> Tensor | None:
+        """1 for samples the loss looks at, 0 for others [n]; None for all."""
+        return None
+
+    def expand(self, logits: Tensor, targets: Targets, weights: Tensor) -> Expansion:
+        """The loss at logits [v, ..., n, k], for samples of these weights [n]."""
+
+
+def log_softmax(logits: Tensor) -> Tensor:
+    """log p with a floor."""
+    return logits.log_softmax(-1).clamp_min(FLOOR)
+
+
+@cache
+def _contrasts(k: int) -> Tensor:
+    """Orthonormal basis of the vectors that sum to 0, [k, k - 1]."""
+    ones = torch.ones(k, 1, dtype=torch.float64)
+    columns: Tensor = torch.linalg.qr(torch.cat((ones, torch.eye(k, dtype=torch.float64)[:, : k - 1]), 1))[0]
+    return columns[:, 1:]
+
+
+def _invariant_root(hessian: Tensor) -> Tensor:
+    """The same with k - 1 columns, for losses that do not see a shift of the logits: their Hessians have rows of sum 0."""
+    basis = _contrasts(hessian.shape[-1]).to(hessian)
+    return basis @ positive_root(basis.mT @ hessian @ basis)
+
+
+def separable(value: Tensor | None, p: Tensor, first: Tensor, second: Tensor, shares: tuple[float, ...] = (1.0,)) -> Expansion:
+    """Every loss Σ_k g_k(p_k), from first = p g'(p) and second = p² g''(p), which stay finite as p -> 0:
+
+    ∇ = u = first - p Σfirst,  ∇² = diag(v) - v pᵀ - p vᵀ + (Σb) p pᵀ  with b = second, v = u + b.
+    A constant in g' cancels, since Σp = 1. The value is Σfirst where none is given.
+    """
+    total = first.sum(-1, keepdim=True)
+    gradient = torch.addcmul(first, p, total, value=-1.0)
+
+    def hessian() -> Tensor:
+        v = gradient + second
+        halved = torch.addcmul(v, p, second.sum(-1, keepdim=True), value=-0.5)  # so that (Σb) p pᵀ comes along
+        outer = halved[..., :, None] * p[..., None, :]
+        return torch.diag_embed(v) - outer - outer.mT
+
+    def root() -> Tensor:
+        if p.shape[-1] != 2:
+            return _invariant_root(hessian())
+        p0, b0 = p[..., :1], second[..., :1]  # two classes: ∇² = a [[1, -1], [-1, 1]]
+        v0 = gradient[..., :1] + b0
+        halved = torch.addcmul(v0, p0, second.sum(-1, keepdim=True), value=-0.5)
+        a = torch.addcmul(v0, p0, halved, value=-2.0).clamp_min_(0).sqrt_()
+        return torch.cat((a, -a), -1)[..., None]
+
+    return Expansion(total.squeeze(-1) if value is None else value, gradient, hessian, root, shares)
+
+
+def differentiate(function: Callable[[Tensor], Tensor], logits: Tensor) -> Expansion:
+    """Any function logits [n, k] -> [n] to second order, by automatic differentiation on the clean view."""
+    clean = logits[:1].flatten(0, -2)  # [m, k]
+
+    def one(row: Tensor) -> Tensor:
+        return function(row[None])[0]
+
+    gradient, value = torch.func.vmap(torch.func.grad_and_value(one))(clean)
+
+    def hessian() -> Tensor:
+        matrices: Tensor = torch.func.vmap(torch.func.hessian(one))(clean)
+        return matrices.reshape(*logits[:1].shape, logits.shape[-1])
+
+    values, gradients = value.reshape(logits[:1].shape[:-1]), gradient.reshape(logits[:1].shape)
+    return Expansion(values, gradients, hessian, lambda: positive_root(hessian()))
+
+
+def one_hot(logits: Tensor) -> Tensor:
+    """The most likely class, 1 there and 0 elsewhere."""
+    return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
+
+
+def _cross_entropy(logp: Tensor, p: Tensor, targets: Tensor) -> Expansion:
+    """-Σ t log p: ∇ = p Σt - t, ∇² = (Σt)(diag p - p pᵀ)."""
+    return separable(-(targets * logp).sum(-1), p, -targets.expand_as(p), targets)
+
+
+@final
+@dataclass(frozen=True)
+class Entropy(Loss):
+    """H(p) = -Σ p log p: decision boundaries belong where data are rare. Its Hessian is indefinite near ties."""
+
+    def expand(self, logits: Tensor, targets: Targets, weights: Tensor) -> Expansion:
+        logp = log_softmax(logits)
+        p = logp.exp()
+        minus_p = -p
+        return separable(None, p, minus_p * logp, minus_p)
+
+
+def _soft_likelihood_ratio(logits: Tensor) -> Tensor:
+    k = logits.shape[-1]
+    eye = torch.eye(k, dtype=torch.bool, device=logits.device)
+    others = logits[..., None, :].expand(*logits.shape[:-1], k, k).masked_fill(eye, -torch.inf).logsumexp(-1)
+    return -(logits.softmax(-1) * (logits - others)).sum(-1)
+
+
+@final
+@dataclass(frozen=True)
+class SoftLikelihoodRatio(Loss):
+    """-Σ p log(p / (1 - p)): gradients do not vanish for confident samples.
+
+    It is unbounded below while its curvature vanishes: on a linear model the parameters run away and the filter
+    collapses, so use it with a bounded partner or a strong prior (docs/gotchas.md).
+    """
+
+    def expand(self, logits: Tensor, targets: Targets, weights: Tensor) -> Expansion:
+        require(logits.shape[-1] >= 2, "SoftLikelihoodRatio: logits", f"{logits.shape[-1]} class", "of 2 classes or more")
+        logp = log_softmax(logits)
+        p = logp.exp()
+        top = one_hot(logits).bool()
+        # log(1 - p): the largest class by the sum of the others, the rest (p <= 1/2) directly; nothing cancels.
+        rest = logits.masked_fill(top, -torch.inf).logsumexp(-1, keepdim=True) - logits.logsumexp(-1, keepdim=True)
+        complement = torch.where(top, rest.clamp_min(FLOOR), torch.log1p(-p.masked_fill(top, 0.0)))
+        odds = logp - complement
+        mean_odds = (p * odds).sum(-1, keepdim=True)
+        # Σ_{c≠j} p_c p_j / (1 - p_c), with the largest class (whose p/(1 - p) may overflow) apart.
+        ratios = odds.masked_fill(top, -torch.inf).exp()
+        pulled = p * (ratios.sum(-1, keepdim=True) - ratios)
+        share = (p * top).sum(-1, keepdim=True) * (logp - rest.clamp_min(FLOOR)).masked_fill(top, -torch.inf).exp()
+        gradient = pulled + share - p - p * (odds - mean_odds)
+        hessian = differentiate(_soft_likelihood_ratio, logits).hessian
+        return Expansion(-mean_odds.squeeze(-1), gradient, hessian, lambda: _invariant_root(hessian()))
+
+
+@final
+@dataclass(frozen=True)
+class PseudoLabel(Loss):
+    """-log p_ŷ with ŷ the most likely class at the prior mean; samples less confident than ``threshold`` are left out."""
+
+    threshold: float = 0.0
+
+    def __post_init__(self) -> None:
+        require_number("PseudoLabel.threshold", self.threshold, 0, 1, open_high=True)
+
+    def targets(self, logits: Tensor) -> Tensor:
+        confident = logits.softmax(-1).amax(-1, keepdim=True) >= self.threshold
+        return one_hot(logits) * confident
+
+    def selected(self, targets: Targets) -> Tensor | None:
+        assert isinstance(targets, Tensor)
+        return targets.sum(-1) if self.threshold > 0 else None
+
+    def expand(self, logits: Tensor, targets: Targets, weights: Tensor) -> Expansion:
+        assert isinstance(targets, Tensor)
+        logp = log_softmax(logits)
+        return _cross_entropy(logp, logp.exp(), targets)
+
+
+@final
+@dataclass(frozen=True)
+class GeneralizedCrossEntropy(Loss):
+    """(1 - p_ŷ^q) / q, between cross-entropy (q -> 0) and mean absolute error (q = 1): robust to wrong labels."""
+
+    q: float = 0.8
+
+    def __post_init__(self) -> None:
+        require_number("GeneralizedCrossEntropy.q", self.q, 0, 1, open_low=True)
+
+    def targets(self, logits: Tensor) -> Tensor:
+        return one_hot(logits)
+
+    def expand(self, logits: Tensor, targets: Targets, weights: Tensor) -> Expansion:
+        assert isinstance(targets, Tensor)
+        logp = log_softmax(logits)
+        powered = targets * (self.q * logp).exp()  # t p^q
+        value = (1 - powered.sum(-1)) / self.q
+        return separable(value, logp.exp(), -powered, (1 - self.q) * powered)
+
+
+@final
+@dataclass(frozen=True)
+class InformationMaximization(Loss):
+    """mean_i H(p_i) - H(p̄): confident samples, diverse batch.
+
+    Not a mean of per-sample terms: ℓ_i = -KL(p_i ‖ p̄) with p̄ not differentiated has exactly the same gradient.
+    Constant for a single sample.
+    """
+
+    @property
+    def minimum(self) -> int:
+        return 2
+
+    @property
+    def is_coupled(self) -> bool:
+        return True
+
+    def expand(self, logits: Tensor, targets: Targets, weights: Tensor) -> Expansion:
+        logp = log_softmax(logits)
+        p = logp.exp()
+        shares = weights / weights.sum().clamp_min(torch.finfo(weights.dtype).tiny)
+        mean = (shares[:, None] * p).sum(-2, keepdim=True)
+        surprise = mean.log().clamp_min(FLOOR) - logp
+        return separable(None, p, p * surprise, -p)
+
+
+@final
+@dataclass(frozen=True)
+class ConjugatePseudoLabel(Loss):
+    """Conjugate of poly-cross-entropy, the loss of the source: log Σ exp f - y·f + ε y·(1 - p),
+
+    y = (I + ε (diag p - p pᵀ))⁻¹ p, differentiated through y; ε = 0, plain cross-entropy, gives exactly the entropy.
+    """
+
+    epsilon: float = 1.0
+
+    def __post_init__(self) -> None:
+        require_number("ConjugatePseudoLabel.epsilon", self.epsilon, 0, math.inf)
+
+    def _value(self, logits: Tensor) -> Tensor:
+        logp = logits.log_softmax(-1)
+        p = logp.exp()
+        scaled = p / (1 + self.epsilon * p)  # Sherman–Morrison on I + ε diag p - ε p pᵀ
+        label = scaled / (1 - self.epsilon * (p * scaled).sum(-1, keepdim=True))
+        return (label * (self.epsilon * (1 - p) - logp.clamp_min(FLOOR))).sum(-1)
+
+    def expand(self, logits: Tensor, targets: Targets, weights: Tensor) -> Expansion:
+        return differentiate(self._value, logits)
+
+
+@final
+@dataclass(frozen=True)
+class MarginalLikelihood(Loss):
+    """-log Σ_k exp f_k, for prototype heads whose logits are log π_k + log p(features given class k).
+
+    The exact negative log marginal likelihood of the mixture; its logit Hessian is negative semi-definite, so give it
+    an EmpiricalFisher or GaussNewton curvature.
+    """
+
+    def expand(self, logits: Tensor, targets: Targets, weights: Tensor) -> Expansion:
+        p = logits.softmax(-1)
+
+        def hessian() -> Tensor:
+            return p[..., :, None] * p[..., None, :] - torch.diag_embed(p)
+
+        return Expansion(-logits.logsumexp(-1), -p, hessian, lambda: positive_root(hessian()))
+
+
+@final
+@dataclass(frozen=True)
+class Sum(Loss):
+    """Σ_j c_j ℓ_j; terms that need augmented views get their own."""
+
+    terms: tuple[Loss, ...] = (Entropy(), InformationMaximization())
+    coefficients: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "terms", tuple(self.terms))
+        object.__setattr__(self, "coefficients", tuple(self.coefficients) or (1.0,) * len(self.terms))
+        require(len(self.terms) > 0, "Sum.terms", self.terms, "one loss or more")
+        allowed = f"one for each of the {len(self.terms)} terms"
+        require(len(self.coefficients) == len(self.terms), "Sum.coefficients", self.coefficients, allowed)
+        for coefficient in self.coefficients:
+            require_number("Sum.coefficients", coefficient, 0, math.inf)
+
+    @property
+    def minimum(self) -> int:
+        return min(term.minimum for term in self.terms)
+
+    @property
+    def copies(self) -> int:
+        return sum(term.copies for term in self.terms)
+
+    @property
+    def is_coupled(self) -> bool:
+        return any(term.is_coupled for term in self.terms)
+
+    def views(self, inputs: Tensor, generator: Callable[[], torch.Generator]) -> tuple[Tensor, ...]:
+        drawn: torch.Generator | None = None
+
+        def shared() -> torch.Generator:  # one generator for all terms, so that their augmentations differ
+            nonlocal drawn
+            drawn = drawn or generator()
+            return drawn
+
+        own = [term.views(inputs, shared)[1:] for term in self.terms]
+        return (inputs, *(view for views in own for view in views))
+
+    def targets(self, logits: Tensor) -> Targets:
+        return tuple(term.targets(logits) for term in self.terms)
+
+    def selected(self, targets: Targets) -> Tensor | None:
+        assert isinstance(targets, tuple)
+        masks = [term.selected(target) for term, target in zip(self.terms, targets, strict=True)]
+        known = [mask for mask in masks if mask is not None]
+        return torch.stack(known).amax(0) if len(known) == len(masks) else None
+
+    def expand(self, logits: Tensor, targets: Targets, weights: Tensor) -> Expansion:
+        assert isinstance(targets, tuple)
+        value, gradient = torch.zeros_like(logits[..., 0]), torch.zeros_like(logits)
+        shares = [0.0] * len(logits)
+        pieces: list[tuple[float, list[int], Expansion]] = []
+        start = 1
+        for term, coefficient, target in zip(self.terms, self.coefficients, targets, strict=True):
+            index = [0, *range(start, start + term.copies)]
+            start += term.copies
+            piece = term.expand(logits[index], target, weights)
+            value[index] += coefficient * piece.value
+            gradient[index] += coefficient * piece.gradient
+            for position, share in zip(index, piece.shares, strict=True):
+                shares[position] += coefficient * share
+            pieces.append((coefficient, index, piece))
+
+        def hessian() -> Tensor:
+            total = logits.new_zeros(*logits.shape, logits.shape[-1])
+            for coefficient, index, piece in pieces:
+                total[index] += coefficient * piece.hessian()
+            return total
+
+        return Expansion(value, gradient, hessian, lambda: positive_root(hessian()), tuple(shares))
+
+
+@final
+@dataclass(frozen=True)
+class Custom(Loss):
+    """Any differentiable function of the clean logits, [n, k] -> [n], sample by sample."""
+
+    function: Callable[[Tensor], Tensor]
+
+    def expand(self, logits: Tensor, targets: Targets, weights: Tensor) -> Expansion:
+        return differentiate(self.function, logits)

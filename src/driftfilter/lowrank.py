@@ -1,0 +1,175 @@
+"""Diagonal plus low rank: the covariance of models with too many parameters for a matrix."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import final
+
+import torch
+from torch import Tensor
+
+from driftfilter.checks import NotPositiveDefiniteError, require, require_finite, require_floating, require_shape, unchecked
+from driftfilter.covariance import Gain, Index, Noise, cholesky, column_energy, identity_like, normals, refuse
+
+
+def _gram(rows: Tensor) -> Tensor:
+    """F Fᵀ for rows [m, d], computing the lower triangle only where that is faster."""
+    count, width = rows.shape
+    if rows.is_cuda or count < 80 or width < 4 * count:
+        return rows @ rows.mT
+    gram = rows.new_empty(count, count)
+    # Row panels of 40: few enough wasted products above the diagonal, large enough for a fast product.
+    for start in range(0, count, 40):
+        stop = min(start + 40, count)
+        gram[start:stop, :stop] = rows[start:stop] @ rows[:stop].mT
+    return gram.tril_() + gram.tril(-1).mT
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class LowRank:
+    """Diagonal plus low rank in precision form: Σ⁻¹ = diag(u) + WᵀW, O(d r) memory, never d×d.
+
+    Conditioning appends the rows of F; ``truncate`` keeps the ``rank`` strongest directions (in the metric u⁻¹, so
+    that one Gram matrix serves the solve and the truncation) and moves what it drops into u: diag(Σ⁻¹) is kept.
+    """
+
+    diagonal: Tensor  # [d], u: diagonal part of the precision
+    factor: Tensor  # [r, d], W
+    rank: int
+
+    def __post_init__(self) -> None:
+        require_shape("LowRank.diagonal", self.diagonal, "[d]", None)
+        dimension = self.diagonal.shape[0]
+        require(isinstance(self.factor, Tensor), "LowRank.factor", type(self.factor).__name__, "a tensor [r, d]")
+        fits = self.factor.dim() == 2 and self.factor.shape[1] == dimension
+        require(fits, "LowRank.factor", f"shape {list(self.factor.shape)}", f"of shape [r, {dimension}]")
+        require_floating("LowRank.diagonal", self.diagonal)
+        require(self.factor.dtype == self.diagonal.dtype, "LowRank.factor", self.factor.dtype, f"{self.diagonal.dtype}")
+        require_finite("LowRank.diagonal", self.diagonal)
+        require_finite("LowRank.factor", self.factor)
+        if not (self.diagonal > 0).all():
+            raise NotPositiveDefiniteError(
+                f"LowRank.diagonal must be > 0, got a smallest value of {self.diagonal.min().item():g}"
+            )
+        whole = isinstance(self.rank, int) and not isinstance(self.rank, bool)
+        require(whole and 0 <= self.rank <= dimension, "LowRank.rank", self.rank, f"an integer in [0, {dimension}] (d)")
+
+    @classmethod
+    def isotropic(cls, variance: float, dimension: int, rank: int, like: Tensor | None = None) -> LowRank:
+        """σ² I with room for ``rank`` directions; dtype and device as ``like``."""
+        like = torch.empty(0) if like is None else like
+        require(variance > 0 and math.isfinite(variance), "LowRank.variance", variance, "a finite number > 0")
+        return cls(like.new_full((dimension,), 1 / variance), like.new_zeros(0, dimension), rank)
+
+    @property
+    def dimension(self) -> int:
+        return self.diagonal.shape[0]
+
+    @cached_property
+    def _whitened(self) -> Tensor:
+        """W u^(-1/2) [r, d]."""
+        return self.factor * self.diagonal.rsqrt()
+
+    @cached_property
+    def _energy(self) -> Tensor:
+        """W u⁻¹ Wᵀ [r, r]."""
+        return _gram(self._whitened)
+
+    @cached_property
+    def _core(self) -> Tensor:
+        """Lower Cholesky factor of I + W u⁻¹ Wᵀ [r, r]."""
+        return cholesky(identity_like(self._energy) + self._energy, "I + W u⁻¹ Wᵀ")
+
+    def apply(self, vectors: Tensor) -> Tensor:
+        scale = self.diagonal.rsqrt()
+        flat = (vectors * scale).reshape(-1, self.dimension)
+        weights = torch.cholesky_solve(self._whitened @ flat.mT, self._core)  # [r, ...]
+        return torch.addmm(flat, weights.mT, self._whitened, alpha=-1.0).mul_(scale).reshape(vectors.shape)
+
+    def solve(self, vectors: Tensor) -> Tensor:
+        return vectors * self.diagonal + (vectors @ self.factor.mT) @ self.factor
+
+    def condition(self, factor: Tensor) -> LowRank:
+        if self.factor.shape[0]:
+            factor = torch.cat((self.factor, factor))
+        return _low_rank(self.diagonal, factor, self.rank)
+
+    def truncate(self) -> LowRank:
+        if self.factor.shape[0] <= self.rank:
+            return self
+        _, directions = torch.linalg.eigh(self._energy)  # ascending
+        factor = directions[:, directions.shape[1] - self.rank :].mT @ self.factor
+        dropped = (column_energy(self.factor) - column_energy(factor)).clamp_min_(0)
+        return _low_rank(self.diagonal + dropped, factor, self.rank)
+
+    def propagate(self, gain: Gain, noise: Noise) -> LowRank:
+        """Exact for diagonal G and W = diag(q) + low rank: with D₁ = g²/u, D₂ = q, u' = 1/(D₁ + D₂),
+
+        Σ⁻¹ = diag(u') + Rᵀ (I + A Aᵀ)⁻¹ R,  R = [W g/u ; W₂ D₂] u',  A = [W √(D₂u'/u) ; -W₂ sign(g) √(D₁D₂u')].
+        """
+        if isinstance(gain, Tensor) and gain.dim() == 2:
+            raise refuse("LowRank", "a dynamic that mixes coordinates", "Full, or Blocks of Full")
+        if isinstance(noise, Tensor) and noise.dim() == 2:
+            raise refuse("LowRank", "noise given as a matrix", "Full, or diagonal noise")
+        added = noise if isinstance(noise, LowRank) else None
+        if not isinstance(noise, (float, Tensor, LowRank)):
+            if noise.precision().dim() == 2:
+                raise refuse("LowRank", "noise that correlates coordinates", "Full")
+            noise = noise.variance()
+        variance = added.diagonal.reciprocal() if added is not None else noise  # D₂
+        if isinstance(variance, float) and variance == 0.0:
+            if not (gain if isinstance(gain, float) else gain.all()):
+                raise NotPositiveDefiniteError("a gain of 0 without noise leaves no covariance: add noise")
+            return _low_rank(self.diagonal / (gain * gain), self.factor / gain, self.rank)
+        assert isinstance(variance, (float, Tensor))
+        diagonal = (gain * gain / self.diagonal + variance).reciprocal()  # u'
+        if isinstance(gain, float) and gain == 0.0:
+            rows = added.factor if added is not None else self.factor[:0]
+            return _low_rank(diagonal, rows, self.rank).truncate()
+        coupling = self.factor * (variance * diagonal / self.diagonal).sqrt()
+        rows = self.factor * (gain * diagonal / self.diagonal)
+        if added is not None and added.factor.shape[0]:
+            sign = math.copysign(1.0, gain) if isinstance(gain, float) else gain.sign()
+            shared = (gain * gain / self.diagonal * variance * diagonal).sqrt() * sign
+            coupling = torch.cat((coupling, added.factor * -shared))
+            rows = torch.cat((rows, added.factor * (variance * diagonal)))
+        core = _gram(coupling)
+        root = cholesky(core + identity_like(core), "I + A Aᵀ")
+        return _low_rank(diagonal, torch.linalg.solve_triangular(root, rows, upper=False), self.rank).truncate()
+
+    def sample(self, count: int, generator: torch.Generator) -> Tensor:
+        """Matheron's rule: x + u⁻¹ Wᵀ (I + W u⁻¹ Wᵀ)⁻¹ (e - W x), x ~ N(0, u⁻¹), e ~ N(0, I)."""
+        scale = self.diagonal.rsqrt()
+        white = normals(count, self.diagonal, generator)
+        noise = torch.randn(count, self.factor.shape[0], generator=generator, dtype=white.dtype, device=white.device)
+        weights = torch.cholesky_solve((noise - white @ self._whitened.mT).mT, self._core)
+        return (white + weights.mT @ self._whitened) * scale
+
+    def variance(self) -> Tensor:
+        half = torch.linalg.solve_triangular(self._core, self._whitened, upper=False)
+        return (1 - column_energy(half)) / self.diagonal
+
+    def precision(self) -> Tensor:
+        if self.factor.shape[0]:
+            raise refuse("LowRank", "a dense precision", "Full, or a source without low-rank part")
+        return self.diagonal
+
+    def marginal(self, index: Index) -> LowRank:
+        """Schur complement: u_A, W_A and the core of the coordinates left out, I + W_B u_B⁻¹ W_Bᵀ."""
+        rest = torch.ones(self.dimension, dtype=torch.bool, device=self.diagonal.device)
+        rest[index] = False
+        core = _gram(self._whitened[:, rest])
+        root = cholesky(core + identity_like(core), "I + W u⁻¹ Wᵀ")
+        factor = torch.linalg.solve_triangular(root, self.factor[:, index], upper=False)
+        diagonal = self.diagonal[index]
+        return _low_rank(diagonal, factor, min(self.rank, diagonal.shape[0]))
+
+    def dense(self) -> Tensor:
+        return self.apply(torch.diag(torch.ones_like(self.diagonal)))
+
+
+def _low_rank(diagonal: Tensor, factor: Tensor, rank: int) -> LowRank:
+    return unchecked(LowRank, diagonal=diagonal, factor=factor, rank=rank)

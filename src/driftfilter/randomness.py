@@ -1,0 +1,40 @@
+"""All randomness comes from (seed, step, purpose), so a resumed run replays bit for bit."""
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import final
+
+import torch
+
+_MASK = (1 << 64) - 1
+
+
+class Purpose(IntEnum):
+    """Independent streams of random numbers inside one step."""
+
+    VIEWS = 1
+    INFERENCE = 2
+    PREDICTION = 3
+
+
+def _mix(value: int) -> int:
+    """SplitMix64's finaliser: neighbouring integers give unrelated seeds."""
+    value = (value + 0x9E3779B97F4A7C15) & _MASK
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)
+
+
+@final
+@dataclass(frozen=True)
+class Randomness:
+    """The random numbers of one step; generators are made only when a rule asks for one."""
+
+    seed: int
+    step: int
+    device: torch.device
+
+    def generator(self, purpose: Purpose) -> torch.Generator:
+        """A fresh generator: the same (seed, step, purpose) always gives the same draws."""
+        mixed = _mix(_mix(_mix(self.seed & _MASK) ^ self.step) ^ purpose)
+        return torch.Generator(device=self.device).manual_seed(mixed >> 1)

@@ -1,0 +1,158 @@
+"""The one table of variants, by role and name, and their form in TOML.
+
+A variant is a frozen dataclass; in TOML it is a table whose ``kind`` names the class, other keys being its fields.
+Adding a class to the table adds its conformance tests (tests/test_conformance.py).
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import sys
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from driftfilter import (
+    augmentation,
+    curvature,
+    dynamics,
+    inference,
+    losses,
+    observation,
+    prediction,
+    predictive,
+    transition,
+    weighting,
+)
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+VARIANTS: dict[str, dict[str, type[Any]]] = {
+    "model": {"LinearHead": predictive.LinearHead},
+    "dynamics": {
+        "RandomWalk": dynamics.RandomWalk,
+        "MeanReversion": dynamics.MeanReversion,
+        "PrecisionReversion": dynamics.PrecisionReversion,
+        "LocalTrend": dynamics.LocalTrend,
+        "Seasonal": dynamics.Seasonal,
+        "BlockDynamics": transition.BlockDynamics,
+        "Affine": dynamics.Affine,
+    },
+    "noise": {
+        "Isotropic": transition.Isotropic,
+        "FullNoise": transition.FullNoise,
+        "Discount": transition.Discount,
+        "Reset": transition.Reset,
+        "Stationary": transition.Stationary,
+        "Restore": transition.Restore,
+        "NoNoise": transition.NoNoise,
+    },
+    "transition": {"Transition": transition.Transition},
+    "loss": {
+        "Entropy": losses.Entropy,
+        "SoftLikelihoodRatio": losses.SoftLikelihoodRatio,
+        "PseudoLabel": losses.PseudoLabel,
+        "InformationMaximization": losses.InformationMaximization,
+        "Consistency": augmentation.Consistency,
+        "MarginalEntropy": augmentation.MarginalEntropy,
+        "GeneralizedCrossEntropy": losses.GeneralizedCrossEntropy,
+        "ConjugatePseudoLabel": losses.ConjugatePseudoLabel,
+        "MarginalLikelihood": losses.MarginalLikelihood,
+        "Sum": losses.Sum,
+    },
+    "augmentation": {"GaussianNoise": augmentation.GaussianNoise},
+    "weighting": {
+        "Constant": weighting.Constant,
+        "Reliability": weighting.Reliability,
+        "EntropyGate": weighting.EntropyGate,
+        "DiversityGate": weighting.DiversityGate,
+        "Product": weighting.Product,
+    },
+    "observation": {"Gibbs": observation.Gibbs},
+    "curvature": {
+        "Hessian": curvature.Hessian,
+        "EmpiricalFisher": curvature.EmpiricalFisher,
+        "GaussNewton": curvature.GaussNewton,
+        "NoCurvature": curvature.NoCurvature,
+    },
+    "inference": {
+        "Linearized": inference.Linearized,
+        "Bong": inference.Bong,
+        "Variational": inference.Variational,
+        "GradientStep": inference.GradientStep,
+    },
+    "optimizer": {"SGD": inference.SGD, "Adam": inference.Adam},
+    "prediction": {
+        "MAP": prediction.MAP,
+        "MonteCarlo": prediction.MonteCarlo,
+        "LinearizedGaussian": prediction.LinearizedGaussian,
+        "LinearizedProbit": prediction.LinearizedProbit,
+    },
+}
+
+_CLASSES = {name: cls for role in VARIANTS.values() for name, cls in role.items()}
+
+
+def to_dict(variant: Any) -> dict[str, Any]:
+    """A variant as plain data: its kind and its fields."""
+    name = type(variant).__name__
+    if _CLASSES.get(name) is not type(variant):
+        raise ValueError(f"{variant!r} cannot be written as data: {name} is not in the table of variants")
+    return {"kind": name, **{item.name: _plain(getattr(variant, item.name)) for item in fields(variant)}}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (tuple, list)):
+        return [_plain(item) for item in value]
+    if isinstance(value, (bool, int, float, str)):
+        return value
+    if is_dataclass(value):
+        return to_dict(value)
+    raise ValueError(f"{value!r} cannot be written as data: only variants in the table, numbers, texts and lists can")
+
+
+def from_dict(data: dict[str, Any]) -> Any:
+    """The variant that plain data describe; a name that is not known is an error that names the nearest one."""
+    kind = data.get("kind")
+    cls = _CLASSES.get(kind) if isinstance(kind, str) else None
+    if cls is None:
+        raise ValueError(f"kind must be the name of a variant, got {kind!r}{_nearest(str(kind), list(_CLASSES))}")
+    known = [item.name for item in fields(cls)]
+    for key in data:
+        if key != "kind" and key not in known:
+            raise ValueError(f"{kind} has no field {key!r}{_nearest(key, known)}; its fields are {known}")
+    return cls(**{key: _built(value) for key, value in data.items() if key != "kind"})
+
+
+def _nearest(name: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def _built(value: Any) -> Any:
+    if isinstance(value, dict):
+        return from_dict(value)
+    return tuple(_built(item) for item in value) if isinstance(value, list) else value
+
+
+def to_toml(variant: Any) -> str:
+    """A variant as a TOML document."""
+    return "".join(f"{key} = {_toml(value)}\n" for key, value in to_dict(variant).items())
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{key} = {_toml(item)}" for key, item in value.items()) + " }"
+    if isinstance(value, list):
+        return "[" + ", ".join(_toml(item) for item in value) + "]"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
+
+
+def from_toml(text: str) -> Any:
+    """The variant that a TOML document describes."""
+    return from_dict(tomllib.loads(text))

@@ -1,0 +1,384 @@
+"""The transition p(θ_t given θ_{t-1}) = N(G θ + c, W): a dynamic (dynamics.py) and a noise."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol, final
+
+import torch
+from torch import Tensor
+
+from driftfilter.belief import Belief
+from driftfilter.checks import require, require_count, require_number, unchecked
+from driftfilter.covariance import Blocks, Covariance, Diagonal, Full, Gain, Noise, block_diagonal, positive_root
+from driftfilter.dynamics import Dynamics, Layout, Matrix, Motion, RandomWalk, Spread, SpreadRule, as_config, as_matrix
+
+
+class NoiseModel(Protocol):
+    """System noise: what the covariance gains beside the motion, Σ⁻ = keep · G Σ Gᵀ + W."""
+
+    def __call__(self, gain: Gain, source: Belief) -> SpreadRule:
+        """The spread, or a function that gives it for the belief that moves."""
+
+
+@final
+@dataclass(frozen=True)
+class NoNoise:
+    """W = 0: the parameters move deterministically."""
+
+    def __call__(self, gain: Gain, source: Belief) -> SpreadRule:
+        return Spread(1.0, 0.0)
+
+
+@final
+@dataclass(frozen=True)
+class Isotropic:
+    """W = σ² I."""
+
+    variance: float = 1e-4
+
+    def __post_init__(self) -> None:
+        require_number("Isotropic.variance", self.variance, 0, math.inf)
+
+    def __call__(self, gain: Gain, source: Belief) -> SpreadRule:
+        return Spread(1.0, float(self.variance))
+
+
+@final
+@dataclass(frozen=True)
+class FullNoise:
+    """W a symmetric positive semi-definite matrix over the (augmented) state."""
+
+    matrix: Matrix
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "matrix", as_config("FullNoise.matrix", self.matrix))
+        dense = torch.tensor(self.matrix, dtype=torch.float64)
+        square = dense.dim() == 2 and dense.shape[0] == dense.shape[1]
+        require(square, "FullNoise.matrix", f"shape {list(dense.shape)}", "a matrix [d, d]")
+        require(torch.allclose(dense, dense.mT), "FullNoise.matrix", self.matrix, "symmetric")
+        smallest = torch.linalg.eigvalsh(dense)[0].item()
+        allowed = smallest >= -1e-12 * dense.abs().max().item()
+        require(allowed, "FullNoise.matrix", f"smallest eigenvalue {smallest:g}", "positive semi-definite")
+
+    def __call__(self, gain: Gain, source: Belief) -> SpreadRule:
+        noise = as_matrix(self.matrix, source.mean)
+        assert isinstance(noise, Tensor)
+        fits = noise.shape[0] == source.dimension
+        require(fits, "FullNoise.matrix", f"shape {list(noise.shape)}", f"of shape [{source.dimension}, {source.dimension}]")
+        return Spread(1.0, noise)
+
+
+@final
+@dataclass(frozen=True)
+class Discount:
+    """W = ((1 - δ)/δ) G Σ Gᵀ, that is Σ⁻ = G Σ Gᵀ / δ: evidence fades by δ a step (δ = 1: no noise).
+
+    A direction the data never excite winds up as δ⁻ᵗ. As a part of BlockDynamics it inflates its own block only.
+    """
+
+    delta: float = 0.99
+
+    def __post_init__(self) -> None:
+        require_number("Discount.delta", self.delta, 0, 1, open_low=True)
+
+    def __call__(self, gain: Gain, source: Belief) -> SpreadRule:
+        return Spread(1 / self.delta, 0.0)
+
+
+@final
+@dataclass(frozen=True)
+class Reset:
+    """Σ⁻ = σ² I whatever Σ was: past curvature is dropped, the mean is kept."""
+
+    variance: float = 0.01
+
+    def __post_init__(self) -> None:
+        require_number("Reset.variance", self.variance, 0, math.inf, open_low=True)
+
+    def __call__(self, gain: Gain, source: Belief) -> SpreadRule:
+        return Spread(0.0, float(self.variance))
+
+
+@final
+@dataclass(frozen=True)
+class Stationary:
+    """W = Σ₀ - G Σ₀ Gᵀ: without data the source belief stays as it is, neither winding up nor contracting."""
+
+    def __call__(self, gain: Gain, source: Belief) -> SpreadRule:
+        covariance = source.covariance
+        if isinstance(gain, float):
+            require(abs(gain) <= 1, "Stationary: the gain", gain, "at most 1 in size (a stable dynamic)")
+            if abs(gain) == 1:
+                return Spread(1.0, 0.0)
+            return Spread(1.0, covariance.propagate(math.sqrt(1 - gain * gain), 0.0))
+        if gain.dim() == 1 and covariance.precision().dim() == 1:
+            noise = covariance.variance() * (1 - gain * gain)
+            smallest = noise.min().item()
+        else:
+            before = covariance.dense()
+            after = covariance.propagate(gain, 0.0).dense()
+            noise = before - after
+            smallest = torch.linalg.eigvalsh(noise)[0].item() / before.abs().max().item()
+        rounding = 100 * torch.finfo(noise.dtype).eps
+        require(smallest >= -rounding, "Stationary: the gain", "a dynamic that is not stable", "one with G Σ₀ Gᵀ <= Σ₀")
+        return Spread(1.0, noise)
+
+
+@final
+@dataclass(frozen=True)
+class Restore:
+    """CoTTA's stochastic restore, moment-matched; use it with MeanReversion(rho = 1 - p).
+
+    Each parameter jumps back to its source value with probability p = 1 - ρ: G = ρ I, c = p μ₀ and
+    W = p (1 - p) diag(Σ_ii + (μ_i - μ₀_i)²).
+    """
+
+    def __call__(self, gain: Gain, source: Belief) -> SpreadRule:
+        allowed = isinstance(gain, float) and 0 <= gain <= 1
+        require(allowed, "Restore: the gain", gain, "a number in [0, 1] (use MeanReversion)")
+        assert isinstance(gain, float)
+
+        def spread(belief: Belief) -> Spread:
+            distance = (belief.mean - source.mean).square()
+            return Spread(1.0, gain * (1 - gain) * (belief.covariance.variance() + distance))
+
+        return spread
+
+
+@final
+@dataclass(frozen=True)
+class Transition:
+    """One move of the belief: μ⁻ = G μ + c, Σ⁻ = G Σ Gᵀ + W.
+
+    >>> import torch, driftfilter as df
+    >>> source = df.Belief(torch.zeros(2), df.Full(torch.eye(2)))
+    >>> df.Transition(df.MeanReversion(rho=0.5), df.Stationary())(source, source).covariance.variance()
+    tensor([1., 1.])
+    """
+
+    dynamics: Dynamics = field(default_factory=RandomWalk)
+    noise: NoiseModel = field(default_factory=NoNoise)
+
+    def __call__(self, belief: Belief, source: Belief) -> Belief:
+        return self.bind(source)(belief)
+
+    def bind(self, source: Belief) -> BoundTransition:
+        """Everything that depends on the source only, computed once."""
+        motion = self.dynamics(source)
+        if motion.spread is None:
+            return BoundTransition(motion.gain, motion.drift, self.noise(motion.gain, source))
+        parts_decide = isinstance(self.noise, NoNoise)
+        require(parts_decide, "Transition.noise", self.noise, "NoNoise() under BlockDynamics, whose parts have their own")
+        return BoundTransition(motion.gain, motion.drift, motion.spread)
+
+    def augment(self, belief: Belief) -> Belief:
+        """A belief over parameters as a belief over the states of the dynamic; hidden states start around 0."""
+        layout = self.dynamics.layout(belief.dimension)
+        if layout is None:
+            return belief
+        covariance = belief.covariance
+        hidden = layout.hidden.to(belief.mean)
+        (index,) = (hidden == 0).nonzero(as_tuple=True)
+        mean = torch.zeros_like(hidden).index_copy(0, index, belief.mean)
+        if isinstance(covariance, Blocks) and isinstance(self.dynamics, BlockDynamics):
+            pieces = self.dynamics.split(belief)
+            augmented = [part.augment(piece) for part, piece in zip(self.dynamics.parts, pieces, strict=True)]
+            return Belief(mean, Blocks(tuple(piece.covariance for piece in augmented)))
+        if not isinstance(covariance, Full):
+            structure, dynamic = type(covariance).__name__, type(self.dynamics).__name__
+            raise ValueError(
+                f"{structure} cannot carry {dynamic}, whose hidden states correlate with the parameters;"
+                " use Full, or Blocks of Full with BlockDynamics of the same sizes"
+            )
+        matrix = torch.diag(hidden)
+        matrix[index[:, None], index] = covariance.matrix
+        return Belief(mean, Full(matrix))
+
+    def read_out(self, parameters: int) -> Tensor | None:
+        """E [d, states] with θ = E s; None where the state is the parameters."""
+        layout = self.dynamics.layout(parameters)
+        return None if layout is None else layout.read_out
+
+    def sample_paths(self, source: Belief, steps: int, count: int, seed: int = 0) -> Tensor:
+        """Prior paths without data, [count, steps + 1, states]; their moments are those of the filter's own prior."""
+        require_count("sample_paths: steps", steps, 0)
+        require_count("sample_paths: count", count, 1)
+        bound = self.bind(source)
+        generator = torch.Generator(device=source.mean.device).manual_seed(seed)
+        belief = source
+        deviation = source.covariance.sample(count, generator)
+        paths = [belief.mean + deviation]
+        for _ in range(steps):
+            deviation = bound.move_sample(deviation, belief, generator)
+            belief = bound(belief)
+            paths.append(belief.mean + deviation)
+        return torch.stack(paths, 1)
+
+
+class BoundTransition(NamedTuple):
+    """A transition whose constants are worked out for one source."""
+
+    gain: Gain
+    drift: float | Tensor
+    spread: SpreadRule
+
+    def spread_of(self, belief: Belief) -> Spread:
+        """keep and noise for the belief that moves."""
+        return self.spread if isinstance(self.spread, Spread) else self.spread(belief)
+
+    def __call__(self, belief: Belief) -> Belief:
+        keep, noise = self.spread_of(belief)
+        covariance = belief.covariance
+        if not (_is(self.gain, 1.0) and _is(keep, 1.0) and _is(noise, 0.0)):
+            covariance = covariance.propagate(_scaled(self.gain, keep), noise)
+        return unchecked(Belief, mean=self._move(belief.mean), covariance=covariance)
+
+    def _move(self, mean: Tensor) -> Tensor:
+        moved = mean if _is(self.gain, 1.0) else _apply(self.gain, mean)
+        return moved if _is(self.drift, 0.0) else moved + self.drift
+
+    def move_sample(self, deviation: Tensor, belief: Belief, generator: torch.Generator) -> Tensor:
+        """Deviations from the mean [count, d] after one step: G e + w, where w makes up the rest of Σ⁻."""
+        keep, noise = self.spread_of(belief)
+        drawn = _draw(noise, deviation, generator)
+        if isinstance(keep, float) and keep > 1:
+            extra = belief.covariance.sample(len(deviation), generator) * math.sqrt(keep - 1)
+            return drawn + _apply(self.gain, deviation + extra)
+        return drawn + _apply(_scaled(self.gain, keep), deviation)
+
+
+@final
+@dataclass(frozen=True)
+class BlockDynamics(Dynamics):
+    """A transition of its own for each part of θ, block-diagonally: the paper's dynamic generalised linear model.
+
+    G = diag(G₁, G₂, …), W = diag(W₁, W₂, …); covariances between parts move by the gains alone. Part i takes the next
+    ``sizes[i]`` parameters.
+
+    >>> import driftfilter as df
+    >>> bias = df.Transition(df.RandomWalk(), df.Isotropic(0.01))
+    >>> weights = df.Transition(df.PrecisionReversion(0.001), df.Stationary())
+    >>> dynamics = df.Transition(df.BlockDynamics(sizes=(1, 2), parts=(bias, weights)))
+    """
+
+    sizes: tuple[int, ...]
+    parts: tuple[Transition, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "sizes", tuple(self.sizes))
+        object.__setattr__(self, "parts", tuple(self.parts))
+        whole = len(self.sizes) > 0 and all(isinstance(size, int) and size >= 1 for size in self.sizes)
+        require(whole, "BlockDynamics.sizes", self.sizes, "one or more integers >= 1")
+        require(len(self.parts) == len(self.sizes), "BlockDynamics.parts", self.parts, f"{len(self.sizes)} transitions")
+
+    def _states(self) -> list[int]:
+        layouts = [part.dynamics.layout(size) for part, size in zip(self.parts, self.sizes, strict=True)]
+        return [s if part is None else len(part.hidden) for part, s in zip(layouts, self.sizes, strict=True)]
+
+    def split(self, belief: Belief) -> list[Belief]:
+        """The belief over each part, given one over parameters or over states."""
+        sizes = self.sizes if belief.dimension == sum(self.sizes) else self._states()
+        require(
+            belief.dimension == sum(sizes),
+            "BlockDynamics.sizes",
+            self.sizes,
+            f"sizes that add up to the {belief.dimension} parameters of the belief",
+        )
+        starts = [sum(sizes[:position]) for position in range(len(sizes))]
+        return [belief.marginal(slice(start, start + size)) for start, size in zip(starts, sizes, strict=True)]
+
+    def __call__(self, source: Belief) -> Motion:
+        sizes, mean = self._states(), source.mean
+        bound = [part.bind(piece) for part, piece in zip(self.parts, self.split(source), strict=True)]
+        gain = _concatenated([part.gain for part in bound], sizes, mean)
+        drift = _concatenated([part.drift for part in bound], sizes, mean)
+
+        def spread(belief: Belief) -> Spread:
+            pieces = self.split(belief)
+            keeps: list[float | Tensor] = []
+            noises: list[Noise] = []
+            for part, piece in zip(bound, pieces, strict=True):
+                keep, noise = part.spread_of(piece)
+                if isinstance(keep, float) and keep > 1:  # inflate this block, leave its cross-covariances alone
+                    keep, noise = 1.0, piece.covariance.propagate(_scaled(part.gain, keep - 1), noise)
+                keeps.append(keep)
+                noises.append(noise)
+            return Spread(_concatenated(keeps, sizes, mean), _joined(noises, sizes, mean))
+
+        fixed = [part.spread for part in bound if isinstance(part.spread, Spread)]
+        if len(fixed) == len(bound) and all(_is(part.keep, 1.0) for part in fixed):
+            return Motion(gain, drift, Spread(1.0, _joined([part.noise for part in fixed], sizes, mean)))
+        return Motion(gain, drift, spread)
+
+    def layout(self, parameters: int) -> Layout | None:
+        total = sum(self.sizes)
+        require(parameters == total, "BlockDynamics.sizes", self.sizes, f"sizes that add up to {parameters} parameters")
+        layouts = [part.dynamics.layout(size) for part, size in zip(self.parts, self.sizes, strict=True)]
+        if all(layout is None for layout in layouts):
+            return None
+        plain = [Layout(torch.eye(size, dtype=torch.float64), torch.zeros(size, dtype=torch.float64)) for size in self.sizes]
+        known = [layout or other for layout, other in zip(layouts, plain, strict=True)]
+        return Layout(block_diagonal([k.read_out for k in known]), torch.cat([k.hidden for k in known]))
+
+
+def _is(value: object, number: float) -> bool:
+    return isinstance(value, float) and value == number
+
+
+def _apply(gain: Gain, vectors: Tensor) -> Tensor:
+    """G v for rows v [..., d]."""
+    return vectors * gain if isinstance(gain, float) or gain.dim() == 1 else vectors @ gain.mT
+
+
+def _scaled(gain: Gain, keep: float | Tensor) -> Gain:
+    """The gain √keep G, whose square multiplies the covariance by keep."""
+    if isinstance(keep, float):
+        return gain if keep == 1.0 else gain * math.sqrt(keep)
+    root = keep.sqrt()
+    return root * gain if isinstance(gain, float) or gain.dim() == 1 else root[:, None] * gain
+
+
+def _draw(noise: Noise, like: Tensor, generator: torch.Generator) -> Tensor:
+    """Draws of N(0, W) [count, d] for a W that may be singular."""
+    if isinstance(noise, Full):
+        noise = noise.matrix
+    if isinstance(noise, Blocks):
+        pieces = like.split(noise.sizes, -1)
+        return torch.cat([_draw(part, piece, generator) for part, piece in zip(noise.parts, pieces, strict=True)], -1)
+    if not isinstance(noise, (float, Tensor)):
+        return noise.sample(len(like), generator)
+    normals = torch.randn(like.shape, generator=generator, dtype=like.dtype, device=like.device)
+    if isinstance(noise, float):
+        return normals * math.sqrt(noise)
+    if noise.dim() == 1:
+        return normals * noise.clamp_min(0).sqrt()
+    return normals @ positive_root(noise).mT
+
+
+def _concatenated(values: Sequence[float | Tensor], sizes: Sequence[int], like: Tensor) -> float | Tensor:
+    """Numbers, vectors and matrices of the parts as one number, vector or block-diagonal matrix."""
+    if all(isinstance(value, float) and value == values[0] for value in values):
+        return values[0]
+    pieces = [like.new_full((size,), v) if isinstance(v, float) else v for v, size in zip(values, sizes, strict=True)]
+    if all(piece.dim() == 1 for piece in pieces):
+        return torch.cat(pieces)
+    return block_diagonal(pieces)
+
+
+def _joined(noises: Sequence[Noise], sizes: Sequence[int], like: Tensor) -> Noise:
+    """The noises of the parts as one: diagonal where all are, blocks otherwise."""
+    plain = [noise for noise in noises if isinstance(noise, float) or (isinstance(noise, Tensor) and noise.dim() == 1)]
+    if len(plain) == len(noises):
+        return _concatenated(plain, sizes, like)
+    parts: list[Covariance] = []
+    for noise, size in zip(noises, sizes, strict=True):
+        if isinstance(noise, float):
+            parts.append(unchecked(Diagonal, values=like.new_full((size,), noise)))
+        elif isinstance(noise, Tensor):
+            parts.append(unchecked(Diagonal, values=noise) if noise.dim() == 1 else unchecked(Full, matrix=noise))
+        else:
+            parts.append(noise)
+    return Blocks(tuple(parts))

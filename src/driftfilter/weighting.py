@@ -1,0 +1,129 @@
+"""Weightings β_{t,i}: how much each sample of a batch counts, from its logits at the prior mean.
+
+A weighting multiplies the weights it is given and may keep small named statistics from step to step. Every weight is
+finite for a batch of one and for constant batches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias, final
+
+from torch import Tensor
+
+from driftfilter.checks import require, require_number
+
+Memory: TypeAlias = Mapping[str, Tensor]
+
+
+class Weighting(Protocol):
+    """Weights of the samples of one batch."""
+
+    def __call__(self, logits: Tensor, weights: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
+        """New weights [n] from logits [n, k] and the weights so far [n]; memory is replaced, never changed."""
+
+
+def entropy(logits: Tensor) -> Tensor:
+    """H(softmax f) for logits [..., k]."""
+    logp = logits.log_softmax(-1).clamp_min(-1e4)
+    return -(logp.exp() * logp).sum(-1)
+
+
+def _require_beta(field: str, beta: float) -> None:
+    require_number(field, beta, 0, math.inf, open_low=True)
+
+
+@final
+@dataclass(frozen=True)
+class Constant:
+    """w_i = β."""
+
+    beta: float = 1.0
+
+    def __post_init__(self) -> None:
+        _require_beta("Constant.beta", self.beta)
+
+    def __call__(self, logits: Tensor, weights: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
+        return weights * self.beta, memory
+
+
+@final
+@dataclass(frozen=True)
+class Reliability:
+    """w_i = β (1 - H_i / ln k): uncertain samples inject less, β is the ceiling."""
+
+    beta: float = 1.0
+
+    def __post_init__(self) -> None:
+        _require_beta("Reliability.beta", self.beta)
+
+    def __call__(self, logits: Tensor, weights: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
+        largest = math.log(max(logits.shape[-1], 2))
+        return weights * (self.beta * (1 - entropy(logits) / largest)).clamp_min(0), memory
+
+
+@final
+@dataclass(frozen=True)
+class EntropyGate:
+    """w_i = β exp(E₀ - H_i) where H_i < E₀ = fraction · ln k, else 0."""
+
+    fraction: float = 0.4
+    beta: float = 1.0
+
+    def __post_init__(self) -> None:
+        require_number("EntropyGate.fraction", self.fraction, 0, 1, open_low=True)
+        _require_beta("EntropyGate.beta", self.beta)
+
+    def __call__(self, logits: Tensor, weights: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
+        margin = self.fraction * math.log(max(logits.shape[-1], 2)) - entropy(logits)
+        return weights * (self.beta * margin.exp() * (margin > 0)), memory
+
+
+@final
+@dataclass(frozen=True)
+class DiversityGate:
+    """w_i = 1 where |cos(p_i, p̄)| < similarity, else 0; p̄ is a running mean prediction of the samples kept.
+
+    p̄ ← momentum · p̄ + (1 - momentum) · mean of the kept p_i, starting at the first kept mean; with no p̄ all are kept.
+    """
+
+    similarity: float = 0.4
+    momentum: float = 0.9
+
+    def __post_init__(self) -> None:
+        require_number("DiversityGate.similarity", self.similarity, 0, 1, open_low=True)
+        require_number("DiversityGate.momentum", self.momentum, 0, 1)
+
+    def __call__(self, logits: Tensor, weights: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
+        name = "weighting.mean_prediction"
+        p = logits.softmax(-1)
+        running = memory.get(name)
+        if running is not None:
+            require(running.shape == p.shape[-1:], "logits", f"{p.shape[-1]} classes", f"{running.shape[0]} classes as before")
+            cosine = (p @ running) / (p.norm(dim=-1) * running.norm())
+            weights = weights * (cosine.abs() < self.similarity)
+        kept = weights > 0
+        if not kept.any():
+            return weights, memory
+        mean = p[kept].mean(0)
+        updated = mean if running is None else self.momentum * running + (1 - self.momentum) * mean
+        return weights, {**memory, name: updated}
+
+
+@final
+@dataclass(frozen=True)
+class Product:
+    """Several weightings, one after the other; later ones see which samples the earlier ones kept."""
+
+    factors: tuple[Weighting, ...] = (EntropyGate(), DiversityGate())
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "factors", tuple(self.factors))
+        require(len(self.factors) > 0, "Product.factors", self.factors, "one weighting or more")
+
+    def __call__(self, logits: Tensor, weights: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
+        for factor in self.factors:
+            weights, memory = factor(logits, weights, memory)
+        return weights, memory
