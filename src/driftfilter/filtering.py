@@ -149,6 +149,13 @@ class Filter:
         state = FilterState(posterior, state.source, state.parameters, state.seed, state.step + 1, memory)
         return state, prediction, info
 
+    @torch.no_grad()
+    def predict(self, state: FilterState, inputs: Tensor) -> Prediction:
+        """Predict inputs [n, ...] with the belief as it stands, without adapting to them."""
+        _check_inputs(inputs)
+        randomness = Randomness(state.seed, state.step, state.belief.mean.device)
+        return self.prediction(state.belief, Query(self._bind(state)[1], inputs, randomness))
+
     def run(self, state: FilterState, batches: Iterable[Tensor]) -> tuple[FilterState, Outputs]:
         """A whole stream: batches [n, ...] one after the other, or one tensor [steps, n, ...]."""
         predictions: list[Prediction] = []

@@ -53,7 +53,9 @@ class Linearized:
 def _expected(
     belief: Belief, energy: Energy, curvature: Curvature, samples: int, nodes: int, randomness: Randomness
 ) -> tuple[Tensor, Tensor]:
-    """E_q[g] [d] and F [m, d] with FᵀF = E_q[FᵀF] under q = belief, by quadrature (nodes > 0) or by draws."""
+    """E_q[g] [d] and F [m, d] with FᵀF = E_q[FᵀF] under q = belief, by quadrature, by draws or (neither) at the mean."""
+    if samples == 0 and nodes == 0:
+        return curvature(energy.at(belief.mean))
     if nodes:
         return _expected_by_quadrature(belief, energy, curvature, nodes)
     draws = antithetic(belief.covariance, samples, randomness.generator(Purpose.INFERENCE))
@@ -104,7 +106,7 @@ class Bong:
     """Bayesian online natural gradient: the linearised update with E_q[g] and E_q[FᵀF], q = the prior N(μ⁻, Σ⁻).
 
     Expectations by ``samples`` antithetic draws of θ or, for a model linear in θ, exactly by ``nodes`` quadrature points
-    for each logit direction.
+    for each logit direction; with 0 of both at the mean, which is the linearised update.
     """
 
     curvature: Curvature = field(default_factory=Hessian)
@@ -112,7 +114,7 @@ class Bong:
     nodes: int = 0
 
     def __post_init__(self) -> None:
-        require_count("Bong.samples", self.samples, 1)
+        require_count("Bong.samples", self.samples, 0)
         require_count("Bong.nodes", self.nodes, 0)
 
     def __call__(self, prior: Belief, energy: Energy, memory: Memory, randomness: Randomness) -> tuple[Belief, Memory]:
@@ -127,7 +129,8 @@ class Variational:
 
     P ← (1 - r) P + r (P⁻ + E_q[FᵀF]),  μ ← μ - r P⁻¹ (P⁻(μ - μ⁻) + E_q[g]); the first step from the prior with r = 1 is
     BONG. Stops when the mean moves by less than ``tolerance`` posterior standard deviations, or after ``iterations``.
-    The fixed point is the exact optimum where the curvature is the exact Hessian (a linear head and a convex loss).
+    The fixed point is the exact optimum where the curvature is the exact Hessian (a linear head and a convex loss). With
+    0 samples and 0 nodes it is Newton's method to the mode and the Laplace approximation there.
     """
 
     curvature: Curvature = field(default_factory=Hessian)
@@ -138,7 +141,7 @@ class Variational:
     tolerance: float = 1e-6
 
     def __post_init__(self) -> None:
-        require_count("Variational.samples", self.samples, 1)
+        require_count("Variational.samples", self.samples, 0)
         require_count("Variational.nodes", self.nodes, 0)
         require_number("Variational.rate", self.rate, 0, 1, open_low=True)
         require_count("Variational.iterations", self.iterations, 1)

@@ -153,10 +153,11 @@ class Entropy(Loss):
 
 
 def _soft_likelihood_ratio(logits: Tensor) -> Tensor:
+    logp = log_softmax(logits)
     k = logits.shape[-1]
     eye = torch.eye(k, dtype=torch.bool, device=logits.device)
-    others = logits[..., None, :].expand(*logits.shape[:-1], k, k).masked_fill(eye, -torch.inf).logsumexp(-1)
-    return -(logits.softmax(-1) * (logits - others)).sum(-1)
+    others = logp[..., None, :].expand(*logp.shape[:-1], k, k).masked_fill(eye, -torch.inf).logsumexp(-1)
+    return -(logp.exp() * (logp - others)).sum(-1)
 
 
 @final
@@ -174,14 +175,14 @@ class SoftLikelihoodRatio(Loss):
         p = logp.exp()
         top = one_hot(logits).bool()
         # log(1 - p): the largest class by the sum of the others, the rest (p <= 1/2) directly; nothing cancels.
-        rest = logits.masked_fill(top, -torch.inf).logsumexp(-1, keepdim=True) - logits.logsumexp(-1, keepdim=True)
-        complement = torch.where(top, rest.clamp_min(FLOOR), torch.log1p(-p.masked_fill(top, 0.0)))
+        rest = logp.masked_fill(top, -torch.inf).logsumexp(-1, keepdim=True)
+        complement = torch.where(top, rest, torch.log1p(-p.masked_fill(top, 0.0)))
         odds = logp - complement
         mean_odds = (p * odds).sum(-1, keepdim=True)
         # Σ_{c≠j} p_c p_j / (1 - p_c), with the largest class (whose p/(1 - p) may overflow) apart.
         ratios = odds.masked_fill(top, -torch.inf).exp()
         pulled = p * (ratios.sum(-1, keepdim=True) - ratios)
-        share = (p * top).sum(-1, keepdim=True) * (logp - rest.clamp_min(FLOOR)).masked_fill(top, -torch.inf).exp()
+        share = (p * top).sum(-1, keepdim=True) * (logp - rest).masked_fill(top, -torch.inf).exp()
         gradient = pulled + share - p - p * (odds - mean_odds)
         hessian = differentiate(_soft_likelihood_ratio, logits).hessian
         return Expansion(-mean_odds.squeeze(-1), gradient, hessian, lambda: _invariant_root(hessian()))
@@ -228,7 +229,7 @@ class GeneralizedCrossEntropy(Loss):
         assert isinstance(targets, Tensor)
         logp = log_softmax(logits)
         powered = targets * (self.q * logp).exp()  # t p^q
-        value = (1 - powered.sum(-1)) / self.q
+        value = -(targets * torch.expm1(self.q * logp)).sum(-1) / self.q  # exact as q -> 0
         return separable(value, logp.exp(), -powered, (1 - self.q) * powered)
 
 
@@ -274,8 +275,8 @@ class ConjugatePseudoLabel(Loss):
     def _value(self, logits: Tensor) -> Tensor:
         logp = logits.log_softmax(-1)
         p = logp.exp()
-        scaled = p / (1 + self.epsilon * p)  # Sherman–Morrison on I + ε diag p - ε p pᵀ
-        label = scaled / (1 - self.epsilon * (p * scaled).sum(-1, keepdim=True))
+        scaled = p / (1 + self.epsilon * p)  # Sherman–Morrison on I + ε diag p - ε p pᵀ: y = scaled up to a factor, Σy = 1
+        label = scaled / scaled.sum(-1, keepdim=True)
         return (label * (self.epsilon * (1 - p) - logp.clamp_min(FLOOR))).sum(-1)
 
     def expand(self, logits: Tensor, targets: Targets, weights: Tensor) -> Expansion:

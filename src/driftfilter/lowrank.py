@@ -14,17 +14,29 @@ from driftfilter.checks import NotPositiveDefiniteError, require, require_finite
 from driftfilter.covariance import Gain, Index, Noise, cholesky, column_energy, identity_like, normals, refuse
 
 
-def _gram(rows: Tensor) -> Tensor:
-    """F Fᵀ for rows [m, d], computing the lower triangle only where that is faster."""
+def _gram(rows: Tensor, weights: Tensor | None = None) -> Tensor:
+    """F diag(w) Fᵀ for rows F [m, d] (w = 1 unless given), computing the lower triangle only where that is faster."""
+    if weights is not None:
+        low, high = torch.aminmax(weights)
+        if low.item() == high.item():  # an isotropic prior: no need to scale every row
+            return _gram(rows).mul_(low)
     count, width = rows.shape
     if rows.is_cuda or count < 80 or width < 4 * count:
-        return rows @ rows.mT
-    gram = rows.new_empty(count, count)
-    # Row panels of 40: few enough wasted products above the diagonal, large enough for a fast product.
-    for start in range(0, count, 40):
-        stop = min(start + 40, count)
-        gram[start:stop, :stop] = rows[start:stop] @ rows[:stop].mT
+        return (rows if weights is None else rows * weights) @ rows.mT
+    gram = rows.new_zeros(count, count)
+    # Panels of 40 rows waste few products above the diagonal; slices of 2,048 columns stay in the cache.
+    for left in range(0, width, 2048):
+        part = rows[:, left : left + 2048]
+        scaled = part if weights is None else part * weights[left : left + 2048]
+        for start in range(0, count, 40):
+            stop = min(start + 40, count)
+            gram[start:stop, :stop].addmm_(scaled[start:stop], part[:stop].mT)
     return gram.tril_() + gram.tril(-1).mT
+
+
+def _root_of_one_plus(gram: Tensor) -> Tensor:
+    """Lower Cholesky factor of I + gram."""
+    return cholesky(identity_like(gram) + gram, "I + F diag(w) Fᵀ")
 
 
 @final
@@ -69,25 +81,20 @@ class LowRank:
         return self.diagonal.shape[0]
 
     @cached_property
-    def _whitened(self) -> Tensor:
-        """W u^(-1/2) [r, d]."""
-        return self.factor * self.diagonal.rsqrt()
-
-    @cached_property
     def _energy(self) -> Tensor:
         """W u⁻¹ Wᵀ [r, r]."""
-        return _gram(self._whitened)
+        return _gram(self.factor, self.diagonal.reciprocal())
 
     @cached_property
     def _core(self) -> Tensor:
         """Lower Cholesky factor of I + W u⁻¹ Wᵀ [r, r]."""
-        return cholesky(identity_like(self._energy) + self._energy, "I + W u⁻¹ Wᵀ")
+        return _root_of_one_plus(self._energy)
 
     def apply(self, vectors: Tensor) -> Tensor:
-        scale = self.diagonal.rsqrt()
-        flat = (vectors * scale).reshape(-1, self.dimension)
-        weights = torch.cholesky_solve(self._whitened @ flat.mT, self._core)  # [r, ...]
-        return torch.addmm(flat, weights.mT, self._whitened, alpha=-1.0).mul_(scale).reshape(vectors.shape)
+        """Woodbury: Σ v = v/u - u⁻¹ Wᵀ (I + W u⁻¹ Wᵀ)⁻¹ W v/u."""
+        scaled = (vectors / self.diagonal).reshape(-1, self.dimension)
+        weights = torch.cholesky_solve(self.factor @ scaled.mT, self._core)  # [r, ...]
+        return (scaled - (weights.mT @ self.factor).div_(self.diagonal)).reshape(vectors.shape)
 
     def solve(self, vectors: Tensor) -> Tensor:
         return vectors * self.diagonal + (vectors @ self.factor.mT) @ self.factor
@@ -129,28 +136,29 @@ class LowRank:
         if isinstance(gain, float) and gain == 0.0:
             rows = added.factor if added is not None else self.factor[:0]
             return _low_rank(diagonal, rows, self.rank).truncate()
-        coupling = self.factor * (variance * diagonal / self.diagonal).sqrt()
+        shrink = variance * diagonal / self.diagonal
         rows = self.factor * (gain * diagonal / self.diagonal)
         if added is not None and added.factor.shape[0]:
             sign = math.copysign(1.0, gain) if isinstance(gain, float) else gain.sign()
             shared = (gain * gain / self.diagonal * variance * diagonal).sqrt() * sign
-            coupling = torch.cat((coupling, added.factor * -shared))
+            coupling = torch.cat((self.factor * shrink.sqrt(), added.factor * -shared))
+            core = _gram(coupling)
             rows = torch.cat((rows, added.factor * (variance * diagonal)))
-        core = _gram(coupling)
-        root = cholesky(core + identity_like(core), "I + A Aᵀ")
+        else:
+            core = _gram(self.factor, shrink)
+        root = _root_of_one_plus(core)
         return _low_rank(diagonal, torch.linalg.solve_triangular(root, rows, upper=False), self.rank).truncate()
 
     def sample(self, count: int, generator: torch.Generator) -> Tensor:
         """Matheron's rule: x + u⁻¹ Wᵀ (I + W u⁻¹ Wᵀ)⁻¹ (e - W x), x ~ N(0, u⁻¹), e ~ N(0, I)."""
-        scale = self.diagonal.rsqrt()
-        white = normals(count, self.diagonal, generator)
-        noise = torch.randn(count, self.factor.shape[0], generator=generator, dtype=white.dtype, device=white.device)
-        weights = torch.cholesky_solve((noise - white @ self._whitened.mT).mT, self._core)
-        return (white + weights.mT @ self._whitened) * scale
+        plain = normals(count, self.diagonal, generator) * self.diagonal.rsqrt()
+        noise = torch.randn(count, self.factor.shape[0], generator=generator, dtype=plain.dtype, device=plain.device)
+        weights = torch.cholesky_solve((noise - plain @ self.factor.mT).mT, self._core)
+        return plain + (weights.mT @ self.factor).div_(self.diagonal)
 
     def variance(self) -> Tensor:
-        half = torch.linalg.solve_triangular(self._core, self._whitened, upper=False)
-        return (1 - column_energy(half)) / self.diagonal
+        half = torch.linalg.solve_triangular(self._core, self.factor, upper=False)
+        return (1 - column_energy(half) / self.diagonal) / self.diagonal
 
     def precision(self) -> Tensor:
         if self.factor.shape[0]:
@@ -161,8 +169,7 @@ class LowRank:
         """Schur complement: u_A, W_A and the core of the coordinates left out, I + W_B u_B⁻¹ W_Bᵀ."""
         rest = torch.ones(self.dimension, dtype=torch.bool, device=self.diagonal.device)
         rest[index] = False
-        core = _gram(self._whitened[:, rest])
-        root = cholesky(core + identity_like(core), "I + W u⁻¹ Wᵀ")
+        root = _root_of_one_plus(_gram(self.factor[:, rest], self.diagonal[rest].reciprocal()))
         factor = torch.linalg.solve_triangular(root, self.factor[:, index], upper=False)
         diagonal = self.diagonal[index]
         return _low_rank(diagonal, factor, min(self.rank, diagonal.shape[0]))

@@ -41,7 +41,7 @@ class Gibbs:
         """The energy of a batch, with weights and targets fixed at the prior mean θ."""
         loss: Loss = self.loss  # type: ignore[assignment]  # made a Loss in __post_init__
         views = loss.views(inputs, lambda: randomness.generator(Purpose.VIEWS))
-        pulled = [_pulled_back(model, theta, view) for view in views]
+        pulled = [pulled_back(model, theta, view) for view in views]
         logits = pulled[0][0]
         weights, memory = self.weighting(logits, logits.new_ones(logits.shape[0]), memory)
         targets = loss.targets(logits)
@@ -52,10 +52,10 @@ class Gibbs:
         used = weights.shape[0] if keeps_all else int(weights.count_nonzero())
         coefficients = weights / (weights.shape[0] if self.over == "batch" else max(used, 1))
         samples = Samples(targets, weights, coefficients, used)
-        return Energy(model, loss, views, samples, theta, _evaluate(loss, pulled, samples)), memory
+        return Energy(model, loss, views, samples, theta, evaluate(loss, pulled, samples)), memory
 
 
-def _pulled_back(model: PredictiveModel, theta: Tensor, inputs: Tensor) -> tuple[Tensor, Pullback]:
+def pulled_back(model: PredictiveModel, theta: Tensor, inputs: Tensor) -> tuple[Tensor, Pullback]:
     """The model's pullback, its logits checked."""
     logits, pullback = model.pullback(theta, inputs)
     if logits.dim() != 2 or logits.shape[0] != inputs.shape[0] or logits.shape[1] < 1:
@@ -87,10 +87,11 @@ class Energy(NamedTuple):
         """The energy and its derivatives at θ."""
         if theta is self.anchor:
             return self.evaluation
-        return _evaluate(self.loss, [_pulled_back(self.model, theta, view) for view in self.views], self.samples)
+        return evaluate(self.loss, [pulled_back(self.model, theta, view) for view in self.views], self.samples)
 
 
-def _evaluate(loss: Loss, pulled: list[tuple[Tensor, Pullback]], samples: Samples) -> Evaluation:
+def evaluate(loss: Loss, pulled: list[tuple[Tensor, Pullback]], samples: Samples) -> Evaluation:
+    """A loss at the logits of each view, with the way back to parameters."""
     views = [logits for logits, _ in pulled]
     logits = torch.stack(views) if len(views) > 1 else views[0][None]
     expansion = loss.expand(logits, samples.targets, samples.weights)
