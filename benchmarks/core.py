@@ -149,7 +149,7 @@ def main() -> None:
     d = 17_952
     for structure, rank, bar in (("LowRank", 200, "15"), ("LowRank", 10, ""), ("Diagonal", 0, "")):
         call, name = beyond_gradients(d, 200, structure, rank)
-        with LargestTensor() as largest:
+        with LargestTensor() as largest:  # type: ignore[no-untyped-call]
             call()
         figures[name] = milliseconds(call, budget)
         figures[f"{name}: largest tensor / d²"] = largest.elements / d**2

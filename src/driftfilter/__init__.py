@@ -1,108 +1,26 @@
-"""driftfilter: online test-time adaptation as Gaussian filtering of a classifier's parameters."""
+"""driftfilter: online test-time adaptation as Gaussian filtering of a classifier's parameters.
 
-from driftfilter.augmentation import Consistency, GaussianNoise, MarginalEntropy
-from driftfilter.belief import Belief
-from driftfilter.checks import NotPositiveDefiniteError
-from driftfilter.covariance import Blocks, Covariance, Diagonal, Full
-from driftfilter.curvature import EmpiricalFisher, GaussNewton, Hessian, NoCurvature
-from driftfilter.dynamics import Affine, LocalTrend, MeanReversion, PrecisionReversion, RandomWalk, Seasonal
-from driftfilter.filtering import Filter, FilterState, NoInformationWarning, Outputs, StepInfo
-from driftfilter.inference import SGD, Adam, Bong, GradientStep, Linearized, Variational
-from driftfilter.losses import (
-    ConjugatePseudoLabel,
-    Entropy,
-    GeneralizedCrossEntropy,
-    InformationMaximization,
-    MarginalLikelihood,
-    PseudoLabel,
-    SoftLikelihoodRatio,
-    Sum,
-)
-from driftfilter.lowrank import LowRank
-from driftfilter.observation import Gibbs
-from driftfilter.prediction import MAP, LinearizedGaussian, LinearizedProbit, MonteCarlo, Prediction
-from driftfilter.predictive import LinearHead, PredictiveModel
-from driftfilter.recipe import VARIANTS, from_toml, to_toml
-from driftfilter.source import fit_laplace
-from driftfilter.transition import (
-    BlockDynamics,
-    Discount,
-    FullNoise,
-    Isotropic,
-    NoNoise,
-    Reset,
-    Restore,
-    Stationary,
-    Transition,
-)
-from driftfilter.weighting import Constant, DiversityGate, EntropyGate, Product, Reliability
+The public names are listed in _api.py and loaded on first use, so that ``driftfilter --help`` need not wait for torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from driftfilter._api import *  # noqa: F403
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "MAP",
-    "SGD",
-    "VARIANTS",
-    "Adam",
-    "Affine",
-    "Belief",
-    "BlockDynamics",
-    "Blocks",
-    "Bong",
-    "ConjugatePseudoLabel",
-    "Consistency",
-    "Constant",
-    "Covariance",
-    "Diagonal",
-    "Discount",
-    "DiversityGate",
-    "EmpiricalFisher",
-    "Entropy",
-    "EntropyGate",
-    "Filter",
-    "FilterState",
-    "Full",
-    "FullNoise",
-    "GaussNewton",
-    "GaussianNoise",
-    "GeneralizedCrossEntropy",
-    "Gibbs",
-    "GradientStep",
-    "Hessian",
-    "InformationMaximization",
-    "Isotropic",
-    "LinearHead",
-    "Linearized",
-    "LinearizedGaussian",
-    "LinearizedProbit",
-    "LocalTrend",
-    "LowRank",
-    "MarginalEntropy",
-    "MarginalLikelihood",
-    "MeanReversion",
-    "MonteCarlo",
-    "NoCurvature",
-    "NoInformationWarning",
-    "NoNoise",
-    "NotPositiveDefiniteError",
-    "Outputs",
-    "PrecisionReversion",
-    "Prediction",
-    "PredictiveModel",
-    "Product",
-    "PseudoLabel",
-    "RandomWalk",
-    "Reliability",
-    "Reset",
-    "Restore",
-    "Seasonal",
-    "SoftLikelihoodRatio",
-    "Stationary",
-    "StepInfo",
-    "Sum",
-    "Transition",
-    "Variational",
-    "fit_laplace",
-    "from_toml",
-    "to_toml",
-]
+
+def __getattr__(name: str) -> Any:
+    api = import_module("driftfilter._api")
+    names = getattr(api, "__all__", ())  # none while _api is still being loaded
+    if name == "__all__":
+        return names
+    if name in names:
+        return getattr(api, name)
+    raise AttributeError(f"module 'driftfilter' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*import_module("driftfilter._api").__all__, "__version__"]

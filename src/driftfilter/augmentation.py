@@ -15,7 +15,7 @@ from driftfilter.losses import FLOOR, Expansion, Loss, Targets, log_softmax, one
 
 Augmentation: TypeAlias = Callable[[Tensor, torch.Generator], Tensor]  # (inputs, generator) -> inputs
 
-_TARGET_FLOOR = math.log(1e-4)  # stands for a hard label's log 0 in symmetric cross-entropy
+_TARGET_FLOOR = math.log(1e-4)  # of log t in symmetric cross-entropy
 
 
 @final
@@ -29,12 +29,18 @@ class GaussianNoise:
         require_number("GaussianNoise.scale", self.scale, 0, math.inf)
 
     def __call__(self, inputs: Tensor, generator: torch.Generator) -> Tensor:
+        require(inputs.is_floating_point(), "inputs of GaussianNoise", inputs.dtype, "floating point")
         noise = torch.randn(inputs.shape, generator=generator, dtype=inputs.dtype, device=inputs.device)
         return inputs + self.scale * noise
 
 
 def _augmented(augmentation: Augmentation, inputs: Tensor, views: int, generator: torch.Generator) -> tuple[Tensor, ...]:
-    return (inputs, *(augmentation(inputs, generator) for _ in range(views)))
+    drawn = tuple(augmentation(inputs, generator) for _ in range(views))
+    for view in drawn:
+        if not isinstance(view, Tensor) or view.shape[:1] != inputs.shape[:1]:
+            got = f"shape {list(view.shape)}" if isinstance(view, Tensor) else type(view).__name__
+            raise ValueError(f"the augmentation must give a tensor of {len(inputs)} samples, as many as the inputs, got {got}")
+    return (inputs, *drawn)
 
 
 @final
@@ -43,7 +49,8 @@ class Consistency(Loss):
     """Augmented views should get the label of the clean input: mean over views of a divergence D(p_view, target).
 
     ``brier`` Σ (p - t)², ``cross_entropy`` -Σ t log p, ``symmetric`` half of it and half of -Σ p log t; the target t
-    is the most likely class (``hard``) or the probabilities (``soft``) of the clean input at the prior mean.
+    is the most likely class (``hard``) or the probabilities (``soft``) of the clean input at the prior mean. There log t
+    is no less than log 1e-4, which stands for a hard label's log 0.
     """
 
     augmentation: Augmentation = field(default_factory=GaussianNoise)

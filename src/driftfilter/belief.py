@@ -28,8 +28,11 @@ class Belief:
     def __post_init__(self) -> None:
         require_shape("Belief.mean", self.mean, "[d]", None)
         require_floating("Belief.mean", self.mean)
-        size = self.covariance.dimension
+        structured = hasattr(self.covariance, "condition")
+        require(structured, "Belief.covariance", self.covariance, "a covariance such as Full(matrix)")
+        size, dtype = self.covariance.dimension, self.covariance.dtype
         require(size == self.dimension, "Belief.covariance", f"dimension {size}", f"of dimension {self.dimension}, as the mean")
+        require(dtype == self.mean.dtype, "Belief.covariance", dtype, f"{self.mean.dtype}, as the mean")
         require_finite("Belief.mean", self.mean)
 
     @property

@@ -6,6 +6,7 @@ these or another covariance. What a structure cannot represent it refuses, namin
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -34,6 +35,10 @@ class Covariance(Protocol):
     @property
     def dimension(self) -> int:
         """d."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """float32 or float64."""
 
     def apply(self, vectors: Tensor) -> Tensor:
         """Σ v for rows v [..., d]."""
@@ -77,12 +82,19 @@ def cholesky(matrix: Tensor, what: str) -> Tensor:
     root, status = torch.linalg.cholesky_ex(matrix)
     if status.item() != 0:
         raise NotPositiveDefiniteError(f"{what} is not positive definite (Cholesky failed at row {int(status)})")
+    if not math.isfinite(root.diagonal().sum().item()):  # infinite pivots pass
+        raise NotPositiveDefiniteError(f"{what} is not finite: it overflowed {matrix.dtype}")
     return root
 
 
 def identity_like(matrix: Tensor) -> Tensor:
     """I of the same size, dtype and device."""
     return torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
+
+
+def symmetrized(matrix: Tensor) -> Tensor:
+    """(M + Mᵀ) / 2: conditioning never shrinks an antisymmetric rounding error, and discounting makes it grow as δ⁻ᵗ."""
+    return (matrix + matrix.mT).mul_(0.5)
 
 
 def column_energy(rows: Tensor) -> Tensor:
@@ -92,9 +104,9 @@ def column_energy(rows: Tensor) -> Tensor:
 
 def positive_root(matrices: Tensor) -> Tensor:
     """R [..., k, k] with R Rᵀ = the positive part of symmetric matrices: negative eigenvalues become 0."""
-    values, vectors = torch.linalg.eigh(matrices)
+    values, vectors = torch.linalg.eigh(matrices.double())  # in float32 it may fail to converge
     root: Tensor = vectors * values.clamp_min(0).sqrt()[..., None, :]
-    return root
+    return root.to(matrices.dtype)
 
 
 def block_diagonal(pieces: Sequence[Tensor]) -> Tensor:
@@ -120,11 +132,16 @@ class Full:
         require_finite("Full.matrix", self.matrix)
         asymmetry = (self.matrix - self.matrix.mT).abs().max().item()
         require(asymmetry <= 1e-5 * self.matrix.abs().max().item(), "Full.matrix", f"asymmetry {asymmetry:.3g}", "symmetric")
+        object.__setattr__(self, "matrix", symmetrized(self.matrix))
         cholesky(self.matrix, "Full.matrix")
 
     @property
     def dimension(self) -> int:
         return self.matrix.shape[0]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.matrix.dtype
 
     @cached_property
     def root(self) -> Tensor:
@@ -145,13 +162,17 @@ class Full:
             if rows == 1:
                 vector = factor[0]
                 cross = self.matrix.mv(vector)
-                matrix = torch.addr(self.matrix, cross, cross, alpha=-1 / (1 + cross.dot(vector).item()))
+                scale = 1 + cross.dot(vector).item()
+                if not 0 < scale < math.inf:
+                    raise NotPositiveDefiniteError(f"1 + F Σ Fᵀ must be positive and finite, got {scale:g}")
+                cross = cross / math.sqrt(scale)
+                matrix = self.matrix - torch.outer(cross, cross)  # symmetric to the last bit, as torch.addr is not
             else:
                 cross = factor @ self.matrix  # F Σ [m, d]
                 inner = cross @ factor.mT
                 inner.diagonal().add_(1)
                 whitened = torch.linalg.solve_triangular(cholesky(inner, "I + F Σ Fᵀ"), cross, upper=False)
-                matrix = torch.addmm(self.matrix, whitened.mT, whitened, alpha=-1.0)
+                matrix = symmetrized(torch.addmm(self.matrix, whitened.mT, whitened, alpha=-1.0))
             root, status = torch.linalg.cholesky_ex(matrix)
             if status.item() == 0:
                 return unchecked(Full, matrix=matrix, root=root)
@@ -162,7 +183,7 @@ class Full:
         stacked = torch.cat((factor @ self.root, identity_like(self.matrix)))
         _, triangle = torch.linalg.qr(stacked, mode="r")
         half = torch.linalg.solve_triangular(triangle.mT, self.root.mT, upper=False)
-        matrix = half.mT @ half
+        matrix = symmetrized(half.mT @ half)
         return unchecked(Full, matrix=matrix, root=cholesky(matrix, "the posterior covariance"))
 
     def truncate(self) -> Full:
@@ -172,10 +193,9 @@ class Full:
         if isinstance(gain, float):
             moved = self.matrix * (gain * gain)
         elif gain.dim() == 1:
-            moved = gain[:, None] * self.matrix * gain
+            moved = self.matrix * torch.outer(gain, gain)
         else:
-            moved = gain @ self.matrix @ gain.mT
-            moved = (moved + moved.mT) * 0.5
+            moved = symmetrized(gain @ self.matrix @ gain.mT)
         if isinstance(noise, float) or (isinstance(noise, Tensor) and noise.dim() == 1):
             moved.diagonal().add_(noise)
             return unchecked(Full, matrix=moved)
@@ -218,6 +238,10 @@ class Diagonal:
     def dimension(self) -> int:
         return self.values.shape[0]
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.values.dtype
+
     def apply(self, vectors: Tensor) -> Tensor:
         return vectors * self.values
 
@@ -239,7 +263,7 @@ class Diagonal:
         if isinstance(noise, Tensor) and noise.dim() == 2:
             raise refuse("Diagonal", "noise that correlates coordinates", "Full or Blocks")
         if not isinstance(noise, (float, Tensor)):
-            if noise.precision().dim() == 2:
+            if not _is_diagonal(noise):
                 raise refuse("Diagonal", "noise that correlates coordinates", "Full or Blocks")
             noise = noise.variance()
         return unchecked(Diagonal, values=self.values * (gain * gain) + noise)
@@ -272,11 +296,18 @@ class Blocks:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "parts", tuple(self.parts))
-        require(len(self.parts) > 0, "Blocks.parts", self.parts, "one covariance or more")
+        covariances = len(self.parts) > 0 and all(hasattr(part, "condition") for part in self.parts)
+        require(covariances, "Blocks.parts", self.parts, "one covariance or more")
+        dtypes = [part.dtype for part in self.parts]
+        require(len(set(dtypes)) == 1, "Blocks.parts", dtypes, "covariances of one dtype")
 
     @property
     def dimension(self) -> int:
         return sum(self.sizes)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.parts[0].dtype
 
     @cached_property
     def sizes(self) -> list[int]:
@@ -314,7 +345,7 @@ class Blocks:
         pieces = [row.split(self.sizes, 1)[position] for position, row in enumerate(value.split(self.sizes, 0))]
         if sum(int(piece.count_nonzero()) for piece in pieces) != int(value.count_nonzero()):
             raise refuse("Blocks", what, "Full, or blocks that match the parts of BlockDynamics")
-        return pieces
+        return [_simplest(piece) for piece in pieces]
 
     def sample(self, count: int, generator: torch.Generator) -> Tensor:
         return torch.cat([part.sample(count, generator) for part in self.parts], -1)
@@ -329,7 +360,7 @@ class Blocks:
         return block_diagonal(pieces)
 
     def marginal(self, index: Index) -> Covariance:
-        wanted = torch.arange(self.dimension)[index]
+        wanted = torch.arange(self.dimension)[index.cpu() if isinstance(index, Tensor) else index]
         starts = torch.tensor([0, *self.sizes]).cumsum(0)
         require(bool((wanted.diff() > 0).all()), "Blocks.marginal index", index, "in ascending order")
         kept: list[Covariance] = []
@@ -341,6 +372,19 @@ class Blocks:
 
     def dense(self) -> Tensor:
         return block_diagonal([part.dense() for part in self.parts])
+
+
+def _is_diagonal(covariance: Covariance) -> bool:
+    """Whether a covariance, which as a noise may be singular, has no correlations by its structure."""
+    if isinstance(covariance, Blocks):
+        return all(_is_diagonal(part) for part in covariance.parts)
+    return isinstance(covariance, Diagonal)
+
+
+def _simplest(matrix: Tensor) -> Tensor:
+    """A matrix as the vector of its diagonal where it has nothing else."""
+    diagonal = matrix.diagonal()
+    return diagonal if int(matrix.count_nonzero()) == int(diagonal.count_nonzero()) else matrix
 
 
 def normals(count: int, like: Tensor, generator: torch.Generator) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Protocol, final, runtime_checkable
 import torch
 from torch import Tensor
 
-from driftfilter.checks import require_number
+from driftfilter.checks import require, require_number
 from driftfilter.observation import Evaluation
 
 
@@ -77,6 +77,7 @@ class EmpiricalFisher(Curvature):
     scale: float = 1.0
 
     def __post_init__(self) -> None:
+        require(isinstance(self.centered, bool), "EmpiricalFisher.centered", self.centered, "True or False")
         require_number("EmpiricalFisher.scale", self.scale, 0, math.inf, open_low=True)
 
     @property
@@ -84,13 +85,13 @@ class EmpiricalFisher(Curvature):
         return 2 if self.centered else 1
 
     def __call__(self, evaluation: Evaluation) -> tuple[Tensor, Tensor]:
-        rows = evaluation.rows()
-        gradient = evaluation.coefficients @ rows
-        scale = evaluation.coefficients.sqrt() * self.scale
-        factor = rows * scale[:, None]
-        if self.centered:
-            factor.addr_(scale, gradient / evaluation.coefficients.sum(), alpha=-1.0)
-        return gradient, factor
+        rows, coefficients = evaluation.rows(), evaluation.coefficients
+        scale = (coefficients.sqrt() * self.scale)[:, None]
+        if not self.centered:
+            return coefficients @ rows, rows * scale
+        total = coefficients.sum().clamp_min(torch.finfo(rows.dtype).tiny)
+        mean = (coefficients / total) @ rows  # shares that sum to 1, so that a single sample gives exactly 0
+        return total * mean, (rows - mean).mul_(scale)
 
 
 @final

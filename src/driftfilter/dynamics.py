@@ -72,7 +72,10 @@ def as_config(field: str, value: object) -> Matrix:
         return float(value)
     require(isinstance(value, Sequence) and not isinstance(value, str), field, value, "a number, vector or matrix")
     assert isinstance(value, Sequence)
-    return tuple(as_config(field, item) for item in value)  # type: ignore[return-value]
+    items = tuple(as_config(field, item) for item in value)
+    lengths = {len(item) if isinstance(item, tuple) else 0 for item in items}
+    require(len(lengths) == 1, field, value, "a number, a vector or a matrix with rows of equal length")
+    return items  # type: ignore[return-value]
 
 
 def _augmented(read_out: Sequence[float], scale: float, parameters: int) -> Layout:

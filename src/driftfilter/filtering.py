@@ -9,11 +9,9 @@ State goes in; state, prediction and info come out. Nothing is changed in place.
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Literal, NamedTuple, final
 
 import torch
@@ -45,7 +43,7 @@ class FilterState:
     parameters: int  # of the belief's dimensions; the others are hidden states
     seed: int
     step: int = 0
-    memory: Memory = field(default_factory=lambda: MappingProxyType({}))  # named statistics of weighting and inference
+    memory: Memory = field(default_factory=dict)  # named statistics of weighting and inference
 
 
 class StepInfo(NamedTuple):
@@ -113,16 +111,23 @@ class Filter:
     def __post_init__(self) -> None:
         allowed = self.predict_from in ("prior", "posterior")
         require(allowed, "Filter.predict_from", self.predict_from, "'prior' or 'posterior'")
+        require(isinstance(self.transition, Transition), "Filter.transition", self.transition, "a Transition")
+        require(isinstance(self.observation, Gibbs), "Filter.observation", self.observation, "a Gibbs")
+        require(isinstance(self.inference, Inference), "Filter.inference", self.inference, "a rule such as Linearized()")
+        rule = callable(self.prediction) and not isinstance(self.prediction, type)
+        require(rule, "Filter.prediction", self.prediction, "a rule such as MAP()")
         object.__setattr__(self, "logits", lift(self.logits))
         object.__setattr__(self, "_bound", None)
         object.__setattr__(self, "_warned", False)
 
+    @torch.no_grad()
     def init(self, belief: Belief, seed: int = 0) -> FilterState:
         """The state before the first batch, from a belief over the parameters, which is taken as the source."""
         require(isinstance(belief, Belief), "Filter.init: belief", belief, "a Belief")
         whole = isinstance(seed, int) and not isinstance(seed, bool)
         require(whole, "Filter.init: seed", seed, "an integer")
-        source = self.transition.augment(belief)
+        mean = belief.mean.detach().clone()  # often a model's own parameters, which may be trained on
+        source = self.transition.augment(Belief(mean, belief.covariance))
         self.transition(source, source)  # refuses now what a structure cannot carry, not at the first batch
         return FilterState(source, source, belief.dimension, seed)
 
@@ -141,10 +146,7 @@ class Filter:
             posterior, memory = self.inference(prior, energy, memory, randomness)
         belief = posterior if self.predict_from == "posterior" else prior
         known = energy.evaluation.logits[0] if belief.mean is energy.anchor else None
-        prediction = self.prediction(belief, Query(model, inputs, randomness, known))
-
-        if math.isnan(prediction.log_probabilities.sum().item()):
-            raise ValueError("the model's logits must be finite, got NaN at the updated parameters; the state is unchanged")
+        prediction = self._predict(belief, Query(model, inputs, randomness, known))
         info = StepInfo(state.step, not reason, reason, energy.evaluation.expansion.value, *energy.samples[1:3])
         state = FilterState(posterior, state.source, state.parameters, state.seed, state.step + 1, memory)
         return state, prediction, info
@@ -153,8 +155,9 @@ class Filter:
     def predict(self, state: FilterState, inputs: Tensor) -> Prediction:
         """Predict inputs [n, ...] with the belief as it stands, without adapting to them."""
         _check_inputs(inputs)
+        _, model = self._bind(state)
         randomness = Randomness(state.seed, state.step, state.belief.mean.device)
-        return self.prediction(state.belief, Query(self._bind(state)[1], inputs, randomness))
+        return self._predict(state.belief, Query(model, inputs, randomness))
 
     def run(self, state: FilterState, batches: Iterable[Tensor]) -> tuple[FilterState, Outputs]:
         """A whole stream: batches [n, ...] one after the other, or one tensor [steps, n, ...]."""
@@ -166,8 +169,18 @@ class Filter:
             infos.append(info)
         return state, Outputs(predictions, infos)
 
+    def _predict(self, belief: Belief, query: Query) -> Prediction:
+        """The rule's prediction, checked: logits that turn NaN or infinite at the parameters it uses are refused."""
+        prediction = self.prediction(belief, query)
+        require_finite("log-probabilities (the model's logits at the parameters predicted with)", prediction.log_probabilities)
+        return prediction
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "_bound": None}  # worked out again after unpickling
+
     def _bind(self, state: FilterState) -> tuple[BoundTransition, PredictiveModel]:
         """Transition and model for a source; the last one is kept, since a stream has only one."""
+        require(isinstance(state, FilterState), "state", type(state).__name__, "a FilterState (see Filter.init)")
         bound: tuple[Belief, BoundTransition, PredictiveModel] | None = self.__dict__["_bound"]
         if bound is None or bound[0] is not state.source:
             model: PredictiveModel = self.logits  # type: ignore[assignment]  # lifted in __post_init__

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass, field
-from typing import Protocol, final
+from typing import Protocol, final, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from driftfilter.randomness import Purpose, Randomness
 from driftfilter.weighting import Memory
 
 
+@runtime_checkable
 class Inference(Protocol):
     """A posterior from a prior and an energy."""
 
@@ -67,18 +68,17 @@ def _expected(
 def _expected_by_quadrature(belief: Belief, energy: Energy, curvature: Curvature, nodes: int) -> tuple[Tensor, Tensor]:
     """For a model linear in θ the logits of sample i are N(f_i, J_i Σ J_iᵀ): integrate over those k numbers instead.
 
-    Trapezoid rule on ±8.5 standard deviations in the eigenvectors of J Σ Jᵀ: on these analytic integrands it converges
-    faster than Gauss–Hermite, which at a logit sd of 3 is off by 1e-3 with 20 nodes.
+    Trapezoid rule in the eigenvectors of J Σ Jᵀ: on these analytic integrands it converges faster than Gauss–Hermite,
+    which at a logit sd of 3 is off by 1e-3 with 20 nodes.
     """
     require(energy.model.linear, "nodes", nodes, "0 unless the model is linear in θ (LinearHead); use samples")
     require(not energy.loss.is_coupled, "nodes", nodes, "0 for losses that couple samples or views; use samples")
     require(isinstance(curvature, LogitMetric), "nodes", nodes, f"0 for {curvature}; use samples")
     assert isinstance(curvature, LogitMetric)
     center = energy.at(belief.mean)
-    views = list(zip(center.logits, center.pullbacks, strict=True))
-    clouds = [_logit_cloud(f, logit_covariance(belief.covariance, f, pull), nodes) for f, pull in views]
-    logits = torch.stack([cloud for cloud, _ in clouds])  # [v, m, n, k]
-    weights = clouds[0][1]  # [m]
+    views = zip(center.logits, center.pullbacks, strict=True)
+    covariance = torch.stack([logit_covariance(belief.covariance, f, pull) for f, pull in views])
+    logits, weights = _logit_cloud(center.logits, covariance, nodes)
     expansion = energy.loss.expand(logits, energy.samples.targets, energy.samples.weights)
     evaluation = center._replace(expansion=expansion, logits=logits)
     cotangents = torch.einsum("m,vmnk->vnk", weights, evaluation.expansion.gradient)
@@ -88,16 +88,22 @@ def _expected_by_quadrature(belief: Belief, energy: Energy, curvature: Curvature
 
 
 def _logit_cloud(logits: Tensor, covariance: Tensor, nodes: int) -> tuple[Tensor, Tensor]:
-    """Quadrature points of Gaussian logits with means [n, k] and covariances [n, k, k]: [m, n, k], and weights [m]."""
+    """Quadrature points [v, m, n, k] of Gaussian logits with means [v, n, k], covariances [v, n, k, k], and weights [m].
+
+    The nodes reach √(π (nodes - 1)) standard deviations, where cutting off the tails costs as much as the spacing, or 8.5.
+    """
     values, vectors = torch.linalg.eigh(covariance)
     # Directions without variance in any sample (class 0 of a reduced head) need no nodes.
-    active = int((values > 1e-14 * values.max()).any(0).sum())
-    require(nodes**active <= 100_000, "nodes", nodes, f"at most {int(100_000 ** (1 / active))} for {active} logit directions")
-    root = (vectors * values.clamp_min(0).sqrt()[:, None, :])[..., values.shape[-1] - active :]  # [n, k, active]
-    line = torch.linspace(-8.5, 8.5, nodes, dtype=logits.dtype, device=logits.device)
+    rounding = 10 * logits.shape[-1] * torch.finfo(logits.dtype).eps * values[..., -1:]
+    active = max(1, int((values > rounding).flatten(0, -2).any(0).sum()))
+    most = int(100_000 ** (1 / active))
+    require(nodes <= most, "nodes", nodes, f"at most {most} for {active} logit directions; or use samples")
+    root = (vectors * values.clamp_min(0).sqrt()[..., None, :])[..., values.shape[-1] - active :]  # [v, n, k, active]
+    reach = min(8.5, math.sqrt(math.pi * (nodes - 1)))
+    line = torch.linspace(-reach, reach, nodes, dtype=logits.dtype, device=logits.device)
     density = torch.softmax(-line.square() / 2, 0)
     grid = torch.tensor(list(itertools.product(range(nodes), repeat=active)), device=logits.device)
-    return logits + torch.einsum("ma,nka->mnk", line[grid], root), density[grid].prod(-1)
+    return logits[:, None] + torch.einsum("ma,vnka->vmnk", line[grid], root), density[grid].prod(-1)
 
 
 @final
@@ -128,7 +134,8 @@ class Variational:
     """Variational Bayes: minimise E_q[E(θ)] + KL(q ‖ prior) over Gaussian q by damped natural-gradient steps.
 
     P ← (1 - r) P + r (P⁻ + E_q[FᵀF]),  μ ← μ - r P⁻¹ (P⁻(μ - μ⁻) + E_q[g]); the first step from the prior with r = 1 is
-    BONG. Stops when the mean moves by less than ``tolerance`` posterior standard deviations, or after ``iterations``.
+    BONG. Stops when a full step (r = 1) would move the mean by less than ``tolerance`` posterior standard deviations and no
+    variance by more than that fraction, or after ``iterations``.
     The fixed point is the exact optimum where the curvature is the exact Hessian (a linear head and a convex loss). With
     0 samples and 0 nodes it is Newton's method to the mode and the Laplace approximation there.
     """
@@ -151,15 +158,16 @@ class Variational:
         posterior = prior
         accumulated = prior.mean.new_zeros(0, prior.dimension)
         for _ in range(self.iterations):
-            moments = _expected(posterior, energy, self.curvature, self.samples, self.nodes, randomness)
-            gradient, factor = moments
+            gradient, factor = _expected(posterior, energy, self.curvature, self.samples, self.nodes, randomness)
             accumulated = _blend(accumulated, factor, self.rate)
             covariance = prior.covariance.condition(accumulated)
             slope = prior.covariance.solve(posterior.mean - prior.mean) + gradient
-            move = self.rate * covariance.apply(slope)
-            size = (move @ covariance.solve(move)).clamp_min(0).sqrt().item()
-            posterior = Belief(posterior.mean - move, covariance.truncate())
-            if size < self.tolerance:
+            step = covariance.apply(slope)
+            covariance = covariance.truncate()
+            changes = covariance.variance() / posterior.covariance.variance() - 1
+            posterior = Belief(posterior.mean - self.rate * step, covariance)
+            # step @ slope is the squared length of the step in posterior standard deviations
+            if step @ slope < self.tolerance**2 and changes.abs().max() < self.tolerance * self.rate:
                 break
         return posterior, memory
 
@@ -185,6 +193,7 @@ class SGD:
     def __post_init__(self) -> None:
         require_number("SGD.lr", self.lr, 0, math.inf, open_low=True)
         require_number("SGD.momentum", self.momentum, 0, 1, open_high=True)
+        require(self.momentum > 0 or not self.nesterov, "SGD.nesterov", self.nesterov, "False without momentum")
 
     def __call__(self, gradient: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
         """The step to subtract [d], and the memory after it."""
@@ -207,9 +216,9 @@ class Adam:
     eps: float = 1e-8
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "betas", tuple(self.betas))
         require_number("Adam.lr", self.lr, 0, math.inf, open_low=True)
-        require(len(self.betas) == 2, "Adam.betas", self.betas, "two numbers")
+        require(isinstance(self.betas, (tuple, list)) and len(self.betas) == 2, "Adam.betas", self.betas, "two numbers")
+        object.__setattr__(self, "betas", tuple(self.betas))
         for beta in self.betas:
             require_number("Adam.betas", beta, 0, 1, open_high=True)
         require_number("Adam.eps", self.eps, 0, math.inf, open_low=True)

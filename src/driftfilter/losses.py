@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple, Protocol, TypeAlias, final
+from typing import Any, NamedTuple, Protocol, TypeAlias, final
 
 import torch
 from torch import Tensor
@@ -116,18 +116,35 @@ def separable(value: Tensor | None, p: Tensor, first: Tensor, second: Tensor, sh
 def differentiate(function: Callable[[Tensor], Tensor], logits: Tensor) -> Expansion:
     """Any function logits [n, k] -> [n] to second order, by automatic differentiation on the clean view."""
     clean = logits[:1].flatten(0, -2)  # [m, k]
-
-    def one(row: Tensor) -> Tensor:
-        return function(row[None])[0]
-
-    gradient, value = torch.func.vmap(torch.func.grad_and_value(one))(clean)
-
-    def hessian() -> Tensor:
-        matrices: Tensor = torch.func.vmap(torch.func.hessian(one))(clean)
-        return matrices.reshape(*logits[:1].shape, logits.shape[-1])
-
+    gradient, value = torch.func.vmap(torch.func.grad_and_value(_one_sample(function)))(clean)
+    hessian = _hessians(function, logits)
     values, gradients = value.reshape(logits[:1].shape[:-1]), gradient.reshape(logits[:1].shape)
     return Expansion(values, gradients, hessian, lambda: positive_root(hessian()))
+
+
+def _hessians(function: Callable[[Tensor], Tensor], logits: Tensor) -> Callable[[], Tensor]:
+    """∇² of a function logits [n, k] -> [n] at every sample of the clean view, when asked for."""
+
+    def hessian() -> Tensor:
+        # Reverse over reverse: torch's forward mode takes two seconds to load and warns while it does.
+        second = torch.func.jacrev(torch.func.grad(_one_sample(function)))
+        matrices: Tensor = torch.func.vmap(second)(logits[:1].flatten(0, -2))
+        return matrices.reshape(*logits[:1].shape, logits.shape[-1])
+
+    return hessian
+
+
+def _one_sample(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """The same function from the logits of one sample [k] to one value []."""
+
+    def one(row: Tensor) -> Tensor:
+        value = function(row[None])
+        if not isinstance(value, Tensor) or value.shape != (1,):
+            got = f"shape {list(value.shape)} for n = 1" if isinstance(value, Tensor) else type(value).__name__
+            raise ValueError(f"the loss function must give one value a sample, shape [n], got {got}")
+        return value[0]
+
+    return one
 
 
 def one_hot(logits: Tensor) -> Tensor:
@@ -175,16 +192,17 @@ class SoftLikelihoodRatio(Loss):
         p = logp.exp()
         top = one_hot(logits).bool()
         # log(1 - p): the largest class by the sum of the others, the rest (p <= 1/2) directly; nothing cancels.
-        rest = logp.masked_fill(top, -torch.inf).logsumexp(-1, keepdim=True)
+        others = logp.masked_fill(top, -torch.inf)
+        rest = others.logsumexp(-1, keepdim=True)
         complement = torch.where(top, rest, torch.log1p(-p.masked_fill(top, 0.0)))
         odds = logp - complement
         mean_odds = (p * odds).sum(-1, keepdim=True)
         # Σ_{c≠j} p_c p_j / (1 - p_c), with the largest class (whose p/(1 - p) may overflow) apart.
         ratios = odds.masked_fill(top, -torch.inf).exp()
         pulled = p * (ratios.sum(-1, keepdim=True) - ratios)
-        share = (p * top).sum(-1, keepdim=True) * (logp - rest).masked_fill(top, -torch.inf).exp()
+        share = (p * top).sum(-1, keepdim=True) * others.softmax(-1)
         gradient = pulled + share - p - p * (odds - mean_odds)
-        hessian = differentiate(_soft_likelihood_ratio, logits).hessian
+        hessian = _hessians(_soft_likelihood_ratio, logits)
         return Expansion(-mean_odds.squeeze(-1), gradient, hessian, lambda: _invariant_root(hessian()))
 
 
@@ -304,13 +322,13 @@ class MarginalLikelihood(Loss):
 @final
 @dataclass(frozen=True)
 class Sum(Loss):
-    """Σ_j c_j ℓ_j; terms that need augmented views get their own."""
+    """Σ_j c_j ℓ_j; terms that need augmented views get their own, and a function logits [n, k] -> [n] is a term too."""
 
     terms: tuple[Loss, ...] = (Entropy(), InformationMaximization())
     coefficients: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "terms", tuple(self.terms))
+        object.__setattr__(self, "terms", tuple(as_loss("Sum.terms", term) for term in self.terms))
         object.__setattr__(self, "coefficients", tuple(self.coefficients) or (1.0,) * len(self.terms))
         require(len(self.terms) > 0, "Sum.terms", self.terms, "one loss or more")
         allowed = f"one for each of the {len(self.terms)} terms"
@@ -378,9 +396,16 @@ class Sum(Loss):
 @final
 @dataclass(frozen=True)
 class Custom(Loss):
-    """Any differentiable function of the clean logits, [n, k] -> [n], sample by sample."""
+    """Any differentiable function of the clean logits, [n, k] -> [n], sample by sample (called on batches of one)."""
 
     function: Callable[[Tensor], Tensor]
 
     def expand(self, logits: Tensor, targets: Targets, weights: Tensor) -> Expansion:
         return differentiate(self.function, logits)
+
+
+def as_loss(field: str, loss: Any) -> Loss:
+    """A loss as it is; a function logits [n, k] -> [n] as a custom one."""
+    allowed = callable(loss) or hasattr(loss, "expand")
+    require(allowed and not isinstance(loss, (type, Tensor)), field, loss, "a loss or a function logits [n, k] -> [n]")
+    return loss if hasattr(loss, "expand") else Custom(loss)

@@ -11,12 +11,24 @@ import torch
 from torch import Tensor
 
 from driftfilter.checks import NotPositiveDefiniteError, require, require_finite, require_floating, require_shape, unchecked
-from driftfilter.covariance import Gain, Index, Noise, cholesky, column_energy, identity_like, normals, refuse
+from driftfilter.covariance import (
+    Blocks,
+    Covariance,
+    Diagonal,
+    Gain,
+    Index,
+    Noise,
+    cholesky,
+    column_energy,
+    identity_like,
+    normals,
+    refuse,
+)
 
 
 def _gram(rows: Tensor, weights: Tensor | None = None) -> Tensor:
     """F diag(w) Fᵀ for rows F [m, d] (w = 1 unless given), computing the lower triangle only where that is faster."""
-    if weights is not None:
+    if weights is not None and weights.shape[0]:
         low, high = torch.aminmax(weights)
         if low.item() == high.item():  # an isotropic prior: no need to scale every row
             return _gram(rows).mul_(low)
@@ -80,6 +92,10 @@ class LowRank:
     def dimension(self) -> int:
         return self.diagonal.shape[0]
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.diagonal.dtype
+
     @cached_property
     def _energy(self) -> Tensor:
         """W u⁻¹ Wᵀ [r, r]."""
@@ -107,8 +123,8 @@ class LowRank:
     def truncate(self) -> LowRank:
         if self.factor.shape[0] <= self.rank:
             return self
-        _, directions = torch.linalg.eigh(self._energy)  # ascending
-        factor = directions[:, directions.shape[1] - self.rank :].mT @ self.factor
+        _, directions = torch.linalg.eigh(self._energy.double())  # ascending; in float32 it may fail to converge
+        factor = directions[:, directions.shape[1] - self.rank :].mT.to(self.dtype) @ self.factor
         dropped = (column_energy(self.factor) - column_energy(factor)).clamp_min_(0)
         return _low_rank(self.diagonal + dropped, factor, self.rank)
 
@@ -121,18 +137,14 @@ class LowRank:
             raise refuse("LowRank", "a dynamic that mixes coordinates", "Full, or Blocks of Full")
         if isinstance(noise, Tensor) and noise.dim() == 2:
             raise refuse("LowRank", "noise given as a matrix", "Full, or diagonal noise")
-        added = noise if isinstance(noise, LowRank) else None
-        if not isinstance(noise, (float, Tensor, LowRank)):
-            if noise.precision().dim() == 2:
-                raise refuse("LowRank", "noise that correlates coordinates", "Full")
-            noise = noise.variance()
-        variance = added.diagonal.reciprocal() if added is not None else noise  # D₂
-        if isinstance(variance, float) and variance == 0.0:
-            if not (gain if isinstance(gain, float) else gain.all()):
-                raise NotPositiveDefiniteError("a gain of 0 without noise leaves no covariance: add noise")
-            return _low_rank(self.diagonal / (gain * gain), self.factor / gain, self.rank)
+        added = None if isinstance(noise, (float, Tensor)) else _as_low_rank(noise)
+        variance = noise if added is None else added.diagonal.reciprocal()  # D₂
         assert isinstance(variance, (float, Tensor))
         diagonal = (gain * gain / self.diagonal + variance).reciprocal()  # u'
+        if not math.isfinite(diagonal.max().item()):
+            raise NotPositiveDefiniteError("a gain of 0 without noise leaves no covariance: add noise")
+        if isinstance(variance, float) and variance == 0.0:
+            return _low_rank(diagonal, self.factor / gain, self.rank)
         if isinstance(gain, float) and gain == 0.0:
             rows = added.factor if added is not None else self.factor[:0]
             return _low_rank(diagonal, rows, self.rank).truncate()
@@ -158,7 +170,9 @@ class LowRank:
 
     def variance(self) -> Tensor:
         half = torch.linalg.solve_triangular(self._core, self.factor, upper=False)
-        return (1 - column_energy(half) / self.diagonal) / self.diagonal
+        subtracted = (1 - column_energy(half) / self.diagonal) / self.diagonal
+        # Where the subtraction cancels, Σ_ii >= 1 / (Σ⁻¹)_ii still holds.
+        return torch.maximum(subtracted, (self.diagonal + column_energy(self.factor)).reciprocal())
 
     def precision(self) -> Tensor:
         if self.factor.shape[0]:
@@ -180,3 +194,16 @@ class LowRank:
 
 def _low_rank(diagonal: Tensor, factor: Tensor, rank: int) -> LowRank:
     return unchecked(LowRank, diagonal=diagonal, factor=factor, rank=rank)
+
+
+def _as_low_rank(noise: Covariance) -> LowRank:
+    """A noise without or with few correlations as diagonal plus low rank; a variance of 0 becomes u = ∞."""
+    if isinstance(noise, LowRank):
+        return noise
+    if isinstance(noise, Diagonal):
+        return _low_rank(noise.values.reciprocal(), noise.values.new_zeros(0, noise.dimension), 0)
+    if isinstance(noise, Blocks):
+        parts = [_as_low_rank(part) for part in noise.parts]
+        factor = torch.block_diag(*[part.factor for part in parts])
+        return _low_rank(torch.cat([part.diagonal for part in parts]), factor, 0)
+    raise refuse("LowRank", "noise that correlates coordinates", "Full")

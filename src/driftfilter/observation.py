@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from driftfilter.checks import require, require_finite
-from driftfilter.losses import Custom, Entropy, Expansion, Loss, Targets
+from driftfilter.losses import Entropy, Expansion, Loss, Targets, as_loss
 from driftfilter.predictive import PredictiveModel, Pullback
 from driftfilter.randomness import Purpose, Randomness
 from driftfilter.weighting import Constant, Memory, Weighting
@@ -31,23 +31,22 @@ class Gibbs:
 
     def __post_init__(self) -> None:
         require(self.over in ("batch", "kept"), "Gibbs.over", self.over, "'batch' or 'kept'")
-        if not hasattr(self.loss, "expand"):
-            require(callable(self.loss), "Gibbs.loss", self.loss, "a loss or a function logits -> values")
-            object.__setattr__(self, "loss", Custom(self.loss))
+        object.__setattr__(self, "loss", as_loss("Gibbs.loss", self.loss))
+        weighs = callable(self.weighting) and not isinstance(self.weighting, type)
+        require(weighs, "Gibbs.weighting", self.weighting, "a weighting")
 
     def __call__(
         self, model: PredictiveModel, theta: Tensor, inputs: Tensor, memory: Memory, randomness: Randomness
     ) -> tuple[Energy, Memory]:
         """The energy of a batch, with weights and targets fixed at the prior mean θ."""
-        loss: Loss = self.loss  # type: ignore[assignment]  # made a Loss in __post_init__
+        loss: Loss = self.loss  # type: ignore[assignment]  # as_loss in __post_init__
         views = loss.views(inputs, lambda: randomness.generator(Purpose.VIEWS))
         pulled = [pulled_back(model, theta, view) for view in views]
         logits = pulled[0][0]
-        weights, memory = self.weighting(logits, logits.new_ones(logits.shape[0]), memory)
         targets = loss.targets(logits)
         selected = loss.selected(targets)
-        if selected is not None:
-            weights = weights * selected
+        start = logits.new_ones(logits.shape[0]) if selected is None else selected
+        weights, memory = self.weighting(logits, start, memory)
         keeps_all = selected is None and isinstance(self.weighting, Constant)
         used = weights.shape[0] if keeps_all else int(weights.count_nonzero())
         coefficients = weights / (weights.shape[0] if self.over == "batch" else max(used, 1))

@@ -57,10 +57,9 @@ def logit_covariance(covariance: Covariance, logits: Tensor, pullback: Pullback)
 
 def lift(function: LogitFunction | PredictiveModel) -> PredictiveModel:
     """A plain function as a predictive model; a predictive model as it is."""
-    if isinstance(function, PredictiveModel):
-        return function
-    require(callable(function), "Filter.logits", function, "a function (theta, inputs) -> logits or a PredictiveModel")
-    return Lifted(function)
+    usable = callable(function) and not isinstance(function, type)
+    require(usable, "Filter.logits", function, "a function (theta, inputs) -> logits or a PredictiveModel")
+    return function if isinstance(function, PredictiveModel) else Lifted(function)
 
 
 @final
@@ -82,6 +81,7 @@ class LinearHead:
 
     def __post_init__(self) -> None:
         require_count("LinearHead.classes", self.classes, 1)
+        require(isinstance(self.intercept, bool), "LinearHead.intercept", self.intercept, "True or False")
 
     def _features(self, inputs: Tensor, theta: Tensor) -> tuple[Tensor, int]:
         """Features [n, D], and the first class that has a row in θ: 1 where class 0 is fixed at 0, else 0."""
@@ -90,7 +90,7 @@ class LinearHead:
         if inputs.dtype != theta.dtype:
             inputs = inputs.to(theta.dtype)
         if self.intercept:
-            inputs = torch.cat((torch.ones_like(inputs[:, :1]), inputs), -1)
+            inputs = torch.cat((inputs.new_ones(len(inputs), 1), inputs), -1)
         width, length = inputs.shape[1], theta.shape[-1]
         first = self.classes - length // width if width else -1
         if first not in (0, 1) or length % width:
@@ -142,22 +142,31 @@ class Lifted:
     linear = False
 
     def __call__(self, theta: Tensor, inputs: Tensor) -> Tensor:
-        return self.function(theta, inputs)
+        logits = self.function(theta, inputs)
+        if not isinstance(logits, Tensor) or logits.dim() != 2 or logits.shape[0] != inputs.shape[0]:
+            got = f"shape {list(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__
+            raise ValueError(f"the model's logits must be a tensor of shape [n, k], for n = {inputs.shape[0]}, got {got}")
+        return logits.to(theta.dtype)
 
     def pullback(self, theta: Tensor, inputs: Tensor) -> tuple[Tensor, Pullback]:
         with torch.enable_grad():
             leaf = theta.detach().requires_grad_()
             if inputs.shape[0] == 1:
                 copies = leaf[None]
-                logits = self.function(copies[0], inputs)
+                logits = self(copies[0], inputs)
             else:
                 copies = leaf.expand(inputs.shape[0], -1)
-                logits = torch.func.vmap(lambda row, x: self.function(row, x[None])[0])(copies, inputs)
+                logits = torch.func.vmap(lambda row, x: self(row, x[None])[0])(copies, inputs)
+        if not logits.requires_grad:
+            raise ValueError(
+                "the model's logits must be differentiable in theta, got logits without a gradient: the function does not"
+                " use theta, detaches it, or runs under torch.no_grad or torch.inference_mode"
+            )
         return logits.detach(), _LiftedPullback(leaf, copies, logits)
 
     def pushforward(self, theta: Tensor, inputs: Tensor, tangents: Tensor) -> Tensor:
         def push(tangent: Tensor) -> Tensor:
-            moved: Tensor = torch.func.jvp(lambda point: self.function(point, inputs), (theta,), (tangent,))[1]
+            moved: Tensor = torch.func.jvp(lambda point: self(point, inputs), (theta,), (tangent,))[1]
             return moved
 
         return torch.func.vmap(push)(tangents)

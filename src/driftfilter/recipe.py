@@ -9,21 +9,19 @@ from __future__ import annotations
 import difflib
 import json
 import sys
-from dataclasses import fields, is_dataclass
+from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import Any
 
-from driftfilter import (
-    augmentation,
-    curvature,
-    dynamics,
-    inference,
-    losses,
-    observation,
-    prediction,
-    predictive,
-    transition,
-    weighting,
-)
+import driftfilter.augmentation as augmentation
+import driftfilter.curvature as curvature
+import driftfilter.dynamics as dynamics
+import driftfilter.inference as inference
+import driftfilter.losses as losses
+import driftfilter.observation as observation
+import driftfilter.prediction as prediction
+import driftfilter.predictive as predictive
+import driftfilter.transition as transition
+import driftfilter.weighting as weighting
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -94,6 +92,7 @@ VARIANTS: dict[str, dict[str, type[Any]]] = {
 }
 
 _CLASSES = {name: cls for role in VARIANTS.values() for name, cls in role.items()}
+_ROLES = {cls: role for role, classes in VARIANTS.items() for cls in classes.values()}
 
 
 def to_dict(variant: Any) -> dict[str, Any]:
@@ -119,12 +118,31 @@ def from_dict(data: dict[str, Any]) -> Any:
     kind = data.get("kind")
     cls = _CLASSES.get(kind) if isinstance(kind, str) else None
     if cls is None:
-        raise ValueError(f"kind must be the name of a variant, got {kind!r}{_nearest(str(kind), list(_CLASSES))}")
-    known = [item.name for item in fields(cls)]
+        hint = _nearest(kind, list(_CLASSES)) if isinstance(kind, str) else f", in {data!r}"
+        raise ValueError(f"kind must be the name of a variant, got {kind!r}{hint}")
+    known = {item.name: item for item in fields(cls)}
     for key in data:
         if key != "kind" and key not in known:
-            raise ValueError(f"{kind} has no field {key!r}{_nearest(key, known)}; its fields are {known}")
-    return cls(**{key: _built(value) for key, value in data.items() if key != "kind"})
+            raise ValueError(f"{kind} has no field {key!r}{_nearest(key, list(known))}; its fields are {list(known)}")
+    for name, item in known.items():
+        if name not in data and item.default is MISSING and item.default_factory is MISSING:
+            raise ValueError(f"{kind}.{name} must be given: it has no default")
+    values = {key: _built(value) for key, value in data.items() if key != "kind"}
+    for key, value in values.items():
+        _require_role(f"{kind}.{key}", value, known[key])
+    return cls(**values)
+
+
+def _require_role(where: str, value: Any, field: Field[Any]) -> None:
+    """Raise where a field whose default is a variant, or a tuple of them, gets anything but its role."""
+    default: Any = field.default if field.default_factory is MISSING else field.default_factory()
+    several = isinstance(default, tuple) and len(default) > 0
+    role = _ROLES.get(type(default[0] if several else default))
+    listed = value if several else (value,)
+    fits = isinstance(listed, tuple) and all(_ROLES.get(type(item)) == role for item in listed)
+    if role is not None and not fits:
+        what = f"a list of variants of role {role}" if several else f"a variant of role {role}"
+        raise ValueError(f"{where} must be {what}, from {list(VARIANTS[role])}, got {value!r}")
 
 
 def _nearest(name: str, known: list[str]) -> str:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from driftfilter.belief import Belief
 from driftfilter.checks import require, require_count, require_number, unchecked
-from driftfilter.covariance import Blocks, Covariance, Diagonal, Full, Gain, Noise, block_diagonal, positive_root
+from driftfilter.covariance import Blocks, Covariance, Diagonal, Full, Gain, Noise, block_diagonal, positive_root, symmetrized
 from driftfilter.dynamics import Dynamics, Layout, Matrix, Motion, RandomWalk, Spread, SpreadRule, as_config, as_matrix
 
 
@@ -58,7 +58,9 @@ class FullNoise:
         dense = torch.tensor(self.matrix, dtype=torch.float64)
         square = dense.dim() == 2 and dense.shape[0] == dense.shape[1]
         require(square, "FullNoise.matrix", f"shape {list(dense.shape)}", "a matrix [d, d]")
-        require(torch.allclose(dense, dense.mT), "FullNoise.matrix", self.matrix, "symmetric")
+        asymmetry = (dense - dense.mT).abs().max().item()
+        allowed = asymmetry <= 1e-5 * dense.abs().max().item()
+        require(allowed, "FullNoise.matrix", f"asymmetry {asymmetry:.3g}", "symmetric")
         smallest = torch.linalg.eigvalsh(dense)[0].item()
         allowed = smallest >= -1e-12 * dense.abs().max().item()
         require(allowed, "FullNoise.matrix", f"smallest eigenvalue {smallest:g}", "positive semi-definite")
@@ -68,7 +70,7 @@ class FullNoise:
         assert isinstance(noise, Tensor)
         fits = noise.shape[0] == source.dimension
         require(fits, "FullNoise.matrix", f"shape {list(noise.shape)}", f"of shape [{source.dimension}, {source.dimension}]")
-        return Spread(1.0, noise)
+        return Spread(1.0, symmetrized(noise))
 
 
 @final
@@ -115,15 +117,17 @@ class Stationary:
                 return Spread(1.0, 0.0)
             return Spread(1.0, covariance.propagate(math.sqrt(1 - gain * gain), 0.0))
         if gain.dim() == 1 and covariance.precision().dim() == 1:
-            noise = covariance.variance() * (1 - gain * gain)
-            smallest = noise.min().item()
+            lost = 1 - gain * gain
+            smallest = lost.min().item()
+            noise = covariance.variance() * lost.clamp_min(0)
         else:
             before = covariance.dense()
             after = covariance.propagate(gain, 0.0).dense()
             noise = before - after
             smallest = torch.linalg.eigvalsh(noise)[0].item() / before.abs().max().item()
         rounding = 100 * torch.finfo(noise.dtype).eps
-        require(smallest >= -rounding, "Stationary: the gain", "a dynamic that is not stable", "one with G Σ₀ Gᵀ <= Σ₀")
+        excess = f"a dynamic that is not stable (smallest eigenvalue of the noise {smallest:.3g} of the source)"
+        require(smallest >= -rounding, "Stationary: the gain", excess, "one with G Σ₀ Gᵀ <= Σ₀")
         return Spread(1.0, noise)
 
 
@@ -162,6 +166,12 @@ class Transition:
     dynamics: Dynamics = field(default_factory=RandomWalk)
     noise: NoiseModel = field(default_factory=NoNoise)
 
+    def __post_init__(self) -> None:
+        moves = hasattr(self.dynamics, "layout") and not isinstance(self.dynamics, type)
+        require(moves, "Transition.dynamics", self.dynamics, "a dynamic such as RandomWalk()")
+        spreads = callable(self.noise) and not isinstance(self.noise, type) and not hasattr(self.noise, "layout")
+        require(spreads, "Transition.noise", self.noise, "a noise such as Isotropic(0.01)")
+
     def __call__(self, belief: Belief, source: Belief) -> Belief:
         return self.bind(source)(belief)
 
@@ -183,12 +193,13 @@ class Transition:
         hidden = layout.hidden.to(belief.mean)
         (index,) = (hidden == 0).nonzero(as_tuple=True)
         mean = torch.zeros_like(hidden).index_copy(0, index, belief.mean)
-        if isinstance(covariance, Blocks) and isinstance(self.dynamics, BlockDynamics):
-            pieces = self.dynamics.split(belief)
-            augmented = [part.augment(piece) for part, piece in zip(self.dynamics.parts, pieces, strict=True)]
+        dynamics = self.dynamics
+        if isinstance(covariance, Blocks) and isinstance(dynamics, BlockDynamics) and covariance.sizes == list(dynamics.sizes):
+            pieces = dynamics.split(belief)
+            augmented = [part.augment(piece) for part, piece in zip(dynamics.parts, pieces, strict=True)]
             return Belief(mean, Blocks(tuple(piece.covariance for piece in augmented)))
         if not isinstance(covariance, Full):
-            structure, dynamic = type(covariance).__name__, type(self.dynamics).__name__
+            structure, dynamic = type(covariance).__name__, type(dynamics).__name__
             raise ValueError(
                 f"{structure} cannot carry {dynamic}, whose hidden states correlate with the parameters;"
                 " use Full, or Blocks of Full with BlockDynamics of the same sizes"
@@ -272,7 +283,8 @@ class BlockDynamics(Dynamics):
         object.__setattr__(self, "parts", tuple(self.parts))
         whole = len(self.sizes) > 0 and all(isinstance(size, int) and size >= 1 for size in self.sizes)
         require(whole, "BlockDynamics.sizes", self.sizes, "one or more integers >= 1")
-        require(len(self.parts) == len(self.sizes), "BlockDynamics.parts", self.parts, f"{len(self.sizes)} transitions")
+        fits = len(self.parts) == len(self.sizes) and all(isinstance(part, Transition) for part in self.parts)
+        require(fits, "BlockDynamics.parts", self.parts, f"{len(self.sizes)} transitions, one for each size")
 
     def _states(self) -> list[int]:
         layouts = [part.dynamics.layout(size) for part, size in zip(self.parts, self.sizes, strict=True)]

@@ -1,0 +1,106 @@
+"""Every public name; ``driftfilter`` itself loads them on first use."""
+
+from driftfilter.augmentation import Consistency, GaussianNoise, MarginalEntropy
+from driftfilter.belief import Belief
+from driftfilter.checks import NotPositiveDefiniteError
+from driftfilter.covariance import Blocks, Covariance, Diagonal, Full
+from driftfilter.curvature import EmpiricalFisher, GaussNewton, Hessian, NoCurvature
+from driftfilter.dynamics import Affine, LocalTrend, MeanReversion, PrecisionReversion, RandomWalk, Seasonal
+from driftfilter.filtering import Filter, FilterState, NoInformationWarning, Outputs, StepInfo
+from driftfilter.inference import SGD, Adam, Bong, GradientStep, Linearized, Variational
+from driftfilter.losses import (
+    ConjugatePseudoLabel,
+    Entropy,
+    GeneralizedCrossEntropy,
+    InformationMaximization,
+    MarginalLikelihood,
+    PseudoLabel,
+    SoftLikelihoodRatio,
+    Sum,
+)
+from driftfilter.lowrank import LowRank
+from driftfilter.observation import Gibbs
+from driftfilter.prediction import MAP, LinearizedGaussian, LinearizedProbit, MonteCarlo, Prediction
+from driftfilter.predictive import LinearHead, PredictiveModel
+from driftfilter.recipe import VARIANTS, from_toml, to_toml
+from driftfilter.source import fit_laplace
+from driftfilter.transition import (
+    BlockDynamics,
+    Discount,
+    FullNoise,
+    Isotropic,
+    NoNoise,
+    Reset,
+    Restore,
+    Stationary,
+    Transition,
+)
+from driftfilter.weighting import Constant, DiversityGate, EntropyGate, Product, Reliability
+
+__all__ = [
+    "MAP",
+    "SGD",
+    "VARIANTS",
+    "Adam",
+    "Affine",
+    "Belief",
+    "BlockDynamics",
+    "Blocks",
+    "Bong",
+    "ConjugatePseudoLabel",
+    "Consistency",
+    "Constant",
+    "Covariance",
+    "Diagonal",
+    "Discount",
+    "DiversityGate",
+    "EmpiricalFisher",
+    "Entropy",
+    "EntropyGate",
+    "Filter",
+    "FilterState",
+    "Full",
+    "FullNoise",
+    "GaussNewton",
+    "GaussianNoise",
+    "GeneralizedCrossEntropy",
+    "Gibbs",
+    "GradientStep",
+    "Hessian",
+    "InformationMaximization",
+    "Isotropic",
+    "LinearHead",
+    "Linearized",
+    "LinearizedGaussian",
+    "LinearizedProbit",
+    "LocalTrend",
+    "LowRank",
+    "MarginalEntropy",
+    "MarginalLikelihood",
+    "MeanReversion",
+    "MonteCarlo",
+    "NoCurvature",
+    "NoInformationWarning",
+    "NoNoise",
+    "NotPositiveDefiniteError",
+    "Outputs",
+    "PrecisionReversion",
+    "Prediction",
+    "PredictiveModel",
+    "Product",
+    "PseudoLabel",
+    "RandomWalk",
+    "Reliability",
+    "Reset",
+    "Restore",
+    "Seasonal",
+    "SoftLikelihoodRatio",
+    "Stationary",
+    "StepInfo",
+    "Sum",
+    "Transition",
+    "Variational",
+    "fit_laplace",
+    "from_toml",
+    "to_toml",
+]

@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import driftfilter as df
+from oracles import STRUCTURES, array, assert_equal, normals, tensor
+
+
+@pytest.mark.parametrize("name", STRUCTURES)
+@pytest.mark.parametrize("index", [slice(0, 2), torch.tensor([1, 2, 5])], ids=["slice", "index"])
+def test_marginal_picks_mean_and_block(name: str, index: slice | Tensor) -> None:
+    example, mean = STRUCTURES[name](0), normals(6, seed=1)
+    part = df.Belief(tensor(mean), example.covariance).marginal(index)
+    chosen = array(torch.arange(6)[index]).astype(int)
+    assert part.dimension == len(chosen)
+    assert_equal(part.mean, mean[chosen])
+    assert_equal(part.covariance.dense(), example.dense[np.ix_(chosen, chosen)])
+
+
+def test_large_finite_values_are_finite() -> None:
+    """Their sum overflows, they do not."""
+    mean = torch.full((4,), 3e38)
+    assert torch.equal(df.Belief(mean, df.Diagonal(torch.ones(4))).mean, mean)
+
+
+ONES = torch.ones(2)
+UNIT = df.Diagonal(ONES)
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: df.Belief(torch.ones(3), UNIT), "Belief.covariance must be of dimension 3, as the mean, got 'dimension 2'"),
+        (lambda: df.Belief(torch.ones(1, 2), UNIT), r"Belief.mean must be of shape \[d\], got shape \[1, 2\]"),
+        (lambda: df.Belief(torch.ones(0), UNIT), r"Belief.mean must be of shape \[d\], got shape \[0\]"),
+        (lambda: df.Belief([1.0, 1.0], UNIT), r"Belief.mean must be a tensor of shape \[d\], got list"),  # type: ignore[arg-type]
+        (lambda: df.Belief(torch.ones(2).long(), UNIT), "Belief.mean must be float32 or float64, got torch.int64"),
+        (lambda: df.Belief(torch.ones(2).bfloat16(), UNIT), "Belief.mean must be float32 or float64, got torch.bfloat16"),
+        (lambda: df.Belief(ONES.double(), UNIT), "Belief.covariance must be torch.float64, as the mean, got torch.float32"),
+        (lambda: df.Belief(ONES, df.Full(torch.eye(2).double())), "Belief.covariance must be torch.float32, as the mean"),
+        (
+            lambda: df.Belief(ONES, df.LowRank.isotropic(1.0, 2, 1, like=ONES.double())),
+            "Belief.covariance must be torch.float32, as the mean, got torch.float64",
+        ),
+        (
+            lambda: df.Belief(torch.tensor([0.0, math.nan]), UNIT),
+            r"Belief.mean must be finite, got nan at index \[1\] \(1 of 2 values\)",
+        ),
+        (
+            lambda: df.Belief(torch.tensor([math.inf, -math.inf]), UNIT),
+            r"Belief.mean must be finite, got inf at index \[0\] \(2 of 2 values\)",
+        ),
+        (
+            lambda: df.Belief(ONES, torch.eye(2)),  # type: ignore[arg-type]
+            r"Belief.covariance must be a covariance such as Full\(matrix\), got tensor",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused(build: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build()

@@ -1,0 +1,70 @@
+"""The command line as a user meets it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from driftfilter import VARIANTS, __version__
+from driftfilter.app.cli import main
+
+
+def test_demo_prints_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--seeds", "1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    frozen = next(line for line in lines if line.startswith("frozen source"))
+    adapted = next(line for line in lines if line.startswith("driftfilter"))
+    assert float(adapted.split()[1]) > float(frozen.split()[2])
+
+
+def test_list_names_every_variant_with_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list"]) == 0
+    printed = capsys.readouterr().out
+    for variants in VARIANTS.values():
+        for name in variants:
+            assert any(line.split()[0] == name and len(line.split()) > 2 for line in printed.splitlines() if line.strip())
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"driftfilter {__version__}\n"
+
+
+def test_no_command_prints_help_and_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert "demo" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["demo", "--seeds", "0"], "must be an integer >= 1, got '0'"),
+        (["demo", "--seeds", "many"], "must be an integer >= 1, got 'many'"),
+        (["dmo"], "invalid choice: 'dmo'"),
+    ],
+)
+def test_mistakes(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        main(arguments)
+    assert exit_info.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_help_does_not_import_torch() -> None:
+    code = "\n".join(
+        [
+            "import sys",
+            "from driftfilter.app import cli",
+            "try: cli.main(['--help'])",
+            "except SystemExit: pass",
+            "assert 'torch' not in sys.modules",
+        ]
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_the_library_does_not_import_what_only_the_app_needs() -> None:
+    code = "import sys, driftfilter\nassert not {'matplotlib', 'rich', 'tyro', 'sklearn'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

@@ -1,0 +1,132 @@
+"""The table of variants and TOML: what is read is what was written, and typos are loud."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from dataclasses import dataclass, fields
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import driftfilter as df
+from driftfilter.recipe import VARIANTS, from_dict, to_dict
+
+TREND = df.Transition(df.LocalTrend(order=2, dt=0.5), df.FullNoise(((0.5, 0.1), (0.1, 0.25))))
+NESTED = df.Transition(
+    df.BlockDynamics((1, 2), (TREND, df.Transition(df.Affine((0.5, 1e-300), -math.pi), df.Discount(0.9)))), df.NoNoise()
+)
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [
+        NESTED,
+        df.Gibbs(df.Sum((df.Consistency(df.GaussianNoise(0.3), target="soft"), df.Entropy()), (1, 0.5)), df.Product(), "kept"),
+        df.Variational(df.EmpiricalFisher(False, 0.1 + 0.2), tolerance=5e-324, iterations=10**12),
+        df.GradientStep(df.Adam(1e22, (0.0, 0.999))),
+        df.LinearHead(3, intercept=True),
+    ],
+    ids=lambda variant: type(variant).__name__,
+)
+def test_what_is_read_is_what_was_written(variant: Any) -> None:
+    read = df.from_toml(df.to_toml(variant))
+    assert read == variant
+    assert repr(read) == repr(variant)
+    assert from_dict(to_dict(variant)) == variant
+
+
+def test_hand_written_toml() -> None:
+    text = """
+    # a comment
+    kind = "Transition"
+    [dynamics]
+    kind = "BlockDynamics"
+    sizes = [1, 2]
+    [[dynamics.parts]]
+    kind = "Transition"
+    noise = { kind = "Isotropic", variance = 0.01 }
+    [[dynamics.parts]]
+    kind = "Transition"
+    [dynamics.parts.dynamics]
+    kind = "PrecisionReversion"
+    eta = 1e-3
+    [dynamics.parts.noise]
+    kind = "Stationary"
+    """
+    bias = df.Transition(df.RandomWalk(), df.Isotropic(0.01))
+    weights = df.Transition(df.PrecisionReversion(0.001), df.Stationary())
+    assert df.from_toml(text) == df.Transition(df.BlockDynamics((1, 2), (bias, weights)))
+
+
+def test_fields_left_out_keep_their_defaults() -> None:
+    assert df.from_toml('kind = "Gibbs"\nover = "kept"') == df.Gibbs(over="kept")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('kind = "Entropie"', r"kind must be the name of a variant, got 'Entropie' \(did you mean 'Entropy'\?\)"),
+        ("kind = 3", r"kind must be the name of a variant, got 3, in \{'kind': 3\}"),
+        ("beta = 1.0", r"kind must be the name of a variant, got None, in \{'beta': 1.0\}"),
+        ('kind = "Gibbs"\nweighting = { beta = 2.0 }', r"kind must be .*, got None, in \{'beta': 2.0\}"),
+        ('kind = "MeanReversion"\nrhoo = 0.9', r"MeanReversion has no field 'rhoo' \(did you mean 'rho'\?\).*\['rho'\]"),
+        ('kind = "Entropy"\nbeta = 0.9', r"Entropy has no field 'beta'; its fields are \[\]"),
+        ('kind = "LinearHead"\nintercept = true', "LinearHead.classes must be given: it has no default"),
+        ('kind = "MeanReversion"\nrho = 1.5', r"MeanReversion.rho must be a finite number in \[0, 1\], got 1.5"),
+        ('kind = "MeanReversion"\nrho = "0.9"', r"MeanReversion.rho must be a finite number in \[0, 1\], got '0.9'"),
+        ('kind = "MeanReversion"\nrho = true', r"MeanReversion.rho must be a finite number in \[0, 1\], got True"),
+        ('kind = "Gibbs"\nweighting = { kind = "MAP" }', r"Gibbs.weighting must be a variant of role weighting.*got MAP\(\)"),
+        ('kind = "Gibbs"\nweighting = 1.0', "Gibbs.weighting must be a variant of role weighting.*'Constant'.*got 1.0"),
+        ('kind = "Gibbs"\nloss = "Entropy"', "Gibbs.loss must be a variant of role loss.*got 'Entropy'"),
+        ('kind = "Sum"\nterms = [{ kind = "MAP" }]', "Sum.terms must be a list of variants of role loss"),
+        ('kind = "Sum"\nterms = { kind = "Entropy" }', "Sum.terms must be a list of variants of role loss"),
+        ('kind = "Transition"\ndynamics = [{ kind = "RandomWalk" }]', "Transition.dynamics must be a variant of role dynamics"),
+        ('kind = "Entropy', "expected '\"'|Illegal character|Unterminated"),
+    ],
+)
+def test_mistakes_are_loud(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        df.from_toml(text)
+
+
+@dataclass(frozen=True)
+class Entropy:
+    """A user's own class under the name of a variant."""
+
+
+@pytest.mark.parametrize(
+    ("variant", "message"),
+    [
+        (df.Gibbs(lambda logits: logits[:, 0]), "Custom is not in the table of variants"),
+        (Entropy(), "Entropy is not in the table of variants"),
+        (df.Consistency(lambda inputs, generator: inputs), "cannot be written as data: only variants in the table"),
+    ],
+)
+def test_what_has_no_name_cannot_be_written(variant: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        df.to_toml(variant)
+
+
+def test_every_name_stands_once_and_is_public() -> None:
+    names = [name for classes in VARIANTS.values() for name in classes]
+    assert len(set(names)) == len(names)
+    for classes in VARIANTS.values():
+        for name, cls in classes.items():
+            assert getattr(df, name) is cls
+            assert cls.__name__ == name
+            assert "kind" not in [item.name for item in fields(cls)]
+
+
+def test_tensors_become_plain_numbers() -> None:
+    gain: Tensor = torch.tensor([[0.5, 0.25], [0.0, 1.0]])
+    variant = df.Affine(gain, torch.zeros(2))  # type: ignore[arg-type]  # taken, and turned into plain numbers
+    assert df.from_toml(df.to_toml(variant)) == variant == df.Affine(((0.5, 0.25), (0.0, 1.0)), (0.0, 0.0))
+
+
+def test_the_table_can_be_imported_before_anything_else() -> None:
+    """It names every module, and the package loads it in turn."""
+    subprocess.run([sys.executable, "-c", "import driftfilter.recipe"], check=True)
