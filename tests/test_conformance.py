@@ -208,19 +208,21 @@ def test_deterministic_and_without_side_effects(device: str, base: str, role: st
 @BASES
 @EVERYWHERE
 def test_float32_agrees_with_float64(device: str, base: str, role: str, name: str) -> None:
-    """To float32's accuracy; draws may differ between types, so what moves with the seed agrees as far as seeds do."""
-    results = []
-    for dtype, seed in ((torch.float32, 0), (torch.float64, 0), (torch.float64, 1)):
+    """To float32's accuracy; where draws differ between the types, as well as one seed agrees with others."""
+
+    def result(dtype: torch.dtype, seed: int) -> Tensor:
         variant = setting(role, name, base, dtype, device)
         state = variant.start(seed=seed)
         if state is None:
-            return
+            return torch.zeros(1)
         state, outputs = variant.run(state, inputs(dtype, device))
         parts = (state.belief.mean, state.belief.covariance.dense().flatten(), outputs.probabilities.flatten())
-        results.append(torch.cat(parts).double())
-    single, double, reseeded = results
-    spread = (double - reseeded).abs().max()
-    assert ((single - double).abs() <= 2e-5 * (1 + double.abs()) + 4 * spread).all()
+        return torch.cat(parts).double()
+
+    single, double = result(torch.float32, 0), result(torch.float64, 0)
+    if not torch.allclose(single, double, rtol=2e-5, atol=2e-5):
+        others = torch.stack([result(torch.float64, seed) for seed in range(1, 9)])
+        assert ((single - others.mean(0)).abs() <= 2e-5 * (1 + double.abs()) + 6 * others.std(0)).all()
 
 
 @EVERY
@@ -233,8 +235,7 @@ def test_batch_of_one_and_extreme_inputs_give_finite_results(device: str, base: 
         for means, stream in (
             (1.0, [ordinary[:1], other[:1]]),
             (1.0, [1e4 * other]),
-            (1e3, [1e4 * other]),
-            (1e3, [torch.cat((ordinary, 1e-30 * other))]),
+            (1e3, [torch.cat((ordinary, 1e4 * other, 1e-30 * other))]),
             (1.0, [1e-30 * other]),
         ):
             state = variant.start(means)

@@ -290,7 +290,7 @@ PAIR = df.Blocks((df.Diagonal(ONES[:1]), df.Diagonal(ONES[:1])))
         (lambda: PAIR.propagate(1 + EYE, 0.0), "Blocks cannot carry a dynamic that mixes blocks; use Full, or blocks that"),
         (lambda: PAIR.propagate(1.0, 1 + EYE), "Blocks cannot carry noise that correlates blocks; use Full, or blocks that"),
         (lambda: PAIR.propagate(1.0, df.Full(1 + EYE)), "Blocks cannot carry noise that correlates blocks; use Full"),
-        (lambda: df.Diagonal(1e-300 * ONES).condition(1e200 * EYE), "posterior variance underflowed to 0"),
+        (lambda: df.Diagonal(1e-300 * ONES).condition(1e200 * EYE), "no posterior variance is left"),
         (lambda: df.Full(EYE).condition(1e200 * EYE[:1]), r"1 \+ F Σ Fᵀ must be positive and finite, got inf"),
         (lambda: df.Full(EYE).propagate(0.0, 0.0).condition(EYE[:1]), "the covariance is not positive definite"),
     ],

@@ -103,7 +103,7 @@ def gaussian_grid(mean: Tensor, matrix: Tensor, points: int) -> tuple[Tensor, Te
 
 def expected(p: Problem, function: LossFunction, mean: Tensor, matrix: Tensor) -> tuple[Tensor, Tensor]:
     """E_q[∇E] [d] and E_q[clipped curvature] [d, d] under q = N(mean, matrix), by quadrature over θ itself."""
-    theta, weights = gaussian_grid(mean, matrix, 60_001 if len(mean) == 1 else 161)
+    theta, weights = gaussian_grid(mean, matrix, 30_001 if len(mean) == 1 else 161)
     gradient, hessian = derivatives(function, p.logits(theta), hard_labels(p.logits(p.mean[None])[0]))
     J, scale = p.jacobian(), BETA / len(p.inputs)
     g = scale * torch.einsum("m,mnk,nkd->d", weights, gradient, J)
@@ -225,7 +225,7 @@ def test_low_rank_moves_the_mean_before_it_truncates(rule: Inference) -> None:
 def test_bong_with_nodes_is_quadrature_over_parameters(name: str, loss: Loss, function: LossFunction) -> None:
     p = PROBLEMS[name]
     directions = 2 if name in ("3 classes", "all rows") else 1
-    posterior = infer(df.Bong(nodes=301 if directions == 2 else 40_001), p, loss)
+    posterior = infer(df.Bong(nodes=301 if directions == 2 else 20_001), p, loss)
     # A clipped curvature has kinks, where a rule of spacing h is off by h²; only a line can be cut finely enough.
     atol = 1e-8 if loss is CONVEX[0] or name == "1d" else 1e-4
     assert_belief(posterior, *updated(p, *expected(p, function, p.mean, p.matrix)), atol=atol)
@@ -335,23 +335,23 @@ def test_damped_variational_steps_follow_their_formula(structure: str) -> None:
         assert_belief(infer(rule, p, df.PseudoLabel(), structure), mean, torch.linalg.inv(precision), atol=1e-8)
 
 
-@pytest.mark.parametrize("rate", [0.2, 0.5, 1.0])
+@pytest.mark.parametrize("rate", [0.3, 1.0])
 @pytest.mark.parametrize("name", ["1d", "2d"])
 def test_variational_fixed_point_for_an_indefinite_loss(name: str, rate: float) -> None:
     """Σ⁻¹ = (Σ⁻)⁻¹ + E_q[FᵀF] and (Σ⁻)⁻¹(μ - μ⁻) + E_q[g] = 0 with q the posterior itself, whatever the rate."""
     p = PROBLEMS[name]
-    posterior = infer(df.Variational(nodes=2001, rate=rate, iterations=300), p, df.Entropy())
+    posterior = infer(df.Variational(nodes=1001, rate=rate, iterations=300), p, df.Entropy())
     matrix = posterior.covariance.dense()
     g, H = expected(p, entropy, posterior.mean, matrix)
     torch.testing.assert_close(torch.linalg.inv(matrix), torch.linalg.inv(p.matrix) + H, rtol=0, atol=1e-4)
     torch.testing.assert_close(torch.linalg.solve(p.matrix, p.mean - posterior.mean), g, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("rate", [0.1, 0.5, 1.0])
+@pytest.mark.parametrize("rate", [0.1, 1.0])
 def test_variational_goes_on_while_only_the_covariance_moves(rate: float) -> None:
     """At a mean of 0 the expected gradient of entropy is 0 by symmetry: the mean never moves."""
     p = PROBLEMS["2d"]._replace(mean=vector(0, 0))
-    posterior = infer(df.Variational(nodes=2001, rate=rate, iterations=300), p, df.Entropy())
+    posterior = infer(df.Variational(nodes=1001, rate=rate, iterations=300), p, df.Entropy())
     H = expected(p, entropy, p.mean, posterior.covariance.dense())[1]
     assert_belief(posterior, p.mean, torch.linalg.inv(torch.linalg.inv(p.matrix) + H), atol=1e-5)
 

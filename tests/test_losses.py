@@ -159,9 +159,9 @@ class Case:
         targets = self.loss.targets(torch.tensor(self.anchor, dtype=dtype))
         return self.loss.expand(torch.tensor(self.logits, dtype=dtype), targets, torch.tensor(self.weights, dtype=dtype))
 
-    def plain(self, logits: Array, means: Array | None = None) -> Array:
-        """The formula at other logits, p̄ moving along unless it is held at those of ``means``."""
-        fixed = Fixed(self.anchor, self.weights, logits if means is None else means)
+    def plain(self, logits: Array) -> Array:
+        """The formula at other logits, a mean prediction moving along."""
+        fixed = Fixed(self.anchor, self.weights, logits)
         return FORMULAS[type(self.loss).__name__](self.loss, logits, fixed)
 
 
@@ -195,18 +195,18 @@ def test_gradient_is_that_of_the_batch_loss(loss: Loss, kind: str, n: int, k: in
 
 @every_loss
 @cases
-def test_hessian_is_that_of_each_sample(loss: Loss, kind: str, n: int, k: int) -> None:
-    """With the mean prediction held fixed, where there is one; in each view alone (two of them are looked at)."""
+def test_hessian_is_the_block_of_each_sample(loss: Loss, kind: str, n: int, k: int) -> None:
+    """The block of the batch loss's Hessian for one view of one sample, a mean prediction moving along."""
     case, h = Case(loss, kind, n, k), 4e-3
     hessian, units = case.expand().hessian().numpy(), np.eye(k)
     assert hessian.shape == (*case.logits.shape, k)
-    directions = np.stack((units[:, None] + units, units[:, None] - units))[:, :, :, None, None]  # e_i ± e_j
-    for view in range(len(hessian)):
-        moved = np.tile(case.logits[:, None, None, None, None], (1, 2, k, k, 4, 1, 1))
-        moved[view] += h * STEPS[:, None, None] * directions
-        plus, minus = np.einsum("zijsn,s->znij", case.plain(moved, case.logits), BEND) / h**2
-        expected = (plus - minus) / 4
-        np.testing.assert_allclose(hessian[view], expected, rtol=1e-7, atol=2e-8)
+    directions = np.stack((units[:, None] + units, units[:, None] - units))[:, :, :, None]  # e_i ± e_j
+    for view, sample in np.ndindex(*hessian.shape[:2]):
+        moved = np.tile(case.logits[:, None, None, None, None], (1, 2, k, k, 5, 1, 1))
+        moved[view, :, :, :, :4, sample] += h * STEPS[:, None] * directions
+        batch = case.plain(moved) @ case.weights / case.weights[sample]  # [±, i, j, moves and the middle]
+        plus, minus = ((batch[..., :4] - batch[..., 4:]) @ BEND) / h**2
+        np.testing.assert_allclose(hessian[view, sample], (plus - minus) / 4, rtol=1e-7, atol=2e-8)
 
 
 @every_loss

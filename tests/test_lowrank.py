@@ -49,6 +49,18 @@ def test_truncate_keeps_the_best_directions_and_the_diagonal(rows: int, rank: in
     assert_equal(short.dense(), np.linalg.inv(precision(short)))
 
 
+@pytest.mark.parametrize("seed", [1, 5, 6, 8, 9])
+def test_truncate_rows_of_very_different_size_in_float32(seed: int) -> None:
+    """A few samples that count, many saturated ones: an eigensolver in float32 does not converge on these."""
+    rows = torch.zeros(109, 2)
+    rows[0] = torch.tensor([-0.5, -0.125])
+    random = torch.Generator().manual_seed(seed)
+    chosen = torch.randperm(108, generator=random)[:9] + 1
+    rows[chosen] = torch.randn(9, 2, generator=random) * 10.0 ** (-20 * torch.rand(9, 1, generator=random))
+    short = df.LowRank(torch.tensor([1.0, 0.5]), rows, 1).truncate()
+    assert_equal(torch.tensor(precision(short)), truncated(np.array([1.0, 0.5]), array(rows), 1), 1e-5)
+
+
 def test_truncate_within_the_rank_changes_nothing() -> None:
     covariance = low_rank(3, 3)
     assert covariance.truncate() is covariance

@@ -12,9 +12,6 @@ from torch import Tensor
 from driftfilter.covariance import Diagonal, Full
 from driftfilter.predictive import Lifted, LinearHead, PredictiveModel, ReadOut, lift, logit_covariance
 
-# torch 2.13 warns about itself when its forward mode, which pushforward needs, is first loaded.
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
-
 K, D = 3, 4
 
 
@@ -221,11 +218,27 @@ def test_lift_leaves_models_alone() -> None:
     assert lift(network) == Lifted(network)
 
 
-@pytest.mark.parametrize("n", [1, 5])
-@pytest.mark.parametrize("function", [lambda t, x: x, lambda t, x: network(t.detach(), x), torch.no_grad()(network)])
-def test_logits_without_a_gradient_are_refused(n: int, function: Callable[[Tensor, Tensor], Tensor]) -> None:
-    with pytest.raises(ValueError, match="the model's logits must be differentiable in theta"):
-        Lifted(function).pullback(draw(30), draw(n, D))
+LAYER = torch.nn.Linear(D, K, dtype=torch.float64)  # has a gradient, but none in θ
+
+
+@batches
+@pytest.mark.parametrize(
+    "function", [lambda t, x: x[:, :K], lambda t, x: LAYER(x), lambda t, x: network(t.detach(), x), torch.no_grad()(network)]
+)
+@pytest.mark.parametrize(
+    "use", [lambda pullback, c: pullback(c), lambda pullback, c: pullback(c[None]), lambda pullback, c: pullback.total(c)]
+)
+def test_logits_without_a_gradient_are_refused(n: int, function: Any, use: Any) -> None:
+    message = "the model's logits must be differentiable in theta, got logits without a gradient"
+    with torch.no_grad():
+        _, pullback = Lifted(function).pullback(draw(30), draw(n, D))
+        with pytest.raises(ValueError, match=message):
+            use(pullback, draw(n, K))
+        assert not torch.is_grad_enabled()
+    with torch.inference_mode():
+        _, pullback = Lifted(network).pullback(draw(30), draw(n, D))
+        with pytest.raises(ValueError, match=message):
+            use(pullback, draw(n, K))
 
 
 def test_inputs_of_any_shape_and_type_go_to_the_function() -> None:

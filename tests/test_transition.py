@@ -43,7 +43,7 @@ BLOCKS = [
 def can_pair(motion: str, noise: str) -> bool:
     if noise == "Stationary":
         return motion not in ("LocalTrend 1", "LocalTrend 2")
-    return noise != "Restore" or motion in ("RandomWalk", "MeanReversion")
+    return noise != "Restore" or motion == "MeanReversion"
 
 
 PAIRS = [(Part(motion, noise, 3),) for motion, noise in product(MOTIONS, NOISES) if can_pair(motion, noise)]
@@ -309,14 +309,18 @@ def parts(*sizes: int) -> df.Transition:
         ),
         (
             lambda: df.Transition(df.RandomWalk(), df.FullNoise(spd(2, 0).tolist()))(THREE, THREE),
-            r"FullNoise.matrix must be of shape \[3, 3\], got 'shape \[2, 2\]'",
+            r"FullNoise.matrix must be of length 3 .* got 'shape \[2, 2\]'",
         ),
         (lambda: df.FullNoise(((1.0, 0.2), (0.1, 1.0))), "FullNoise.matrix must be symmetric, got 'asymmetry 0.1'"),
         (
             lambda: df.FullNoise(((1.0, 2.0), (2.0, 1.0))),
             "FullNoise.matrix must be positive semi-definite, got 'smallest eigenvalue -1'",
         ),
-        (lambda: df.FullNoise((1.0, 2.0)), r"FullNoise.matrix must be a matrix \[d, d\], got 'shape \[2\]'"),
+        (lambda: df.FullNoise((1.0, -2.0)), r"FullNoise.matrix must be positive semi-definite, got 'smallest eigenvalue -2'"),
+        (
+            lambda: df.FullNoise(((1.0, 2.0),)),
+            r"FullNoise.matrix must be a matrix \[d, d\] or a vector .* got 'shape \[1, 2\]'",
+        ),
         (lambda: df.FullNoise(((1.0, 0.0), (1.0,))), "FullNoise.matrix must be .* rows of equal length, got"),
         (lambda: df.Isotropic(-1.0), r"Isotropic.variance must be a finite number in \[0, inf\), got -1.0"),
         (lambda: df.Isotropic(np.nan), r"Isotropic.variance must be a finite number in \[0, inf\), got nan"),
@@ -341,7 +345,7 @@ def parts(*sizes: int) -> df.Transition:
         ),
         (
             lambda: df.Transition(df.PrecisionReversion(), df.Restore())(THREE, THREE),
-            r"Restore: the gain must be a number in \[0, 1\] \(use MeanReversion\)",
+            r"Restore: the gain must be a number in \[0, 1\), which is 1 - p \(use MeanReversion\)",
         ),
         (lambda: parts(1, 1)(THREE, THREE), r"BlockDynamics.sizes must be sizes that add up to the 3 .* got \(1, 1\)"),
         (lambda: parts(2, 2).augment(THREE), r"BlockDynamics.sizes must be sizes that add up to 3 .* got \(2, 2\)"),
@@ -366,3 +370,18 @@ def parts(*sizes: int) -> df.Transition:
 def test_what_cannot_be_is_refused(build: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build()
+
+
+@pytest.mark.parametrize(
+    "covariance",
+    [
+        df.Full(torch.eye(3).double()),
+        df.Diagonal(torch.ones(3).double()),
+        df.LowRank.isotropic(1.0, 3, 1, torch.zeros(1).double()),
+    ],
+    ids=lambda covariance: type(covariance).__name__,
+)
+def test_a_vector_of_noise_is_the_diagonal_of_its_matrix(covariance: df.Covariance) -> None:
+    source, variances = df.Belief(tensor(SOURCE.mean), covariance), (0.1, 0.0, 2.0)
+    moved = df.Transition(df.MeanReversion(0.5), df.FullNoise(variances))(source, source)
+    assert_equal(moved.covariance.dense(), np.diag([0.35, 0.25, 2.25]))

@@ -4,15 +4,16 @@ from driftfilter.augmentation import Consistency, GaussianNoise, MarginalEntropy
 from driftfilter.belief import Belief
 from driftfilter.checks import NotPositiveDefiniteError
 from driftfilter.covariance import Blocks, Covariance, Diagonal, Full
-from driftfilter.curvature import EmpiricalFisher, GaussNewton, Hessian, NoCurvature
-from driftfilter.dynamics import Affine, LocalTrend, MeanReversion, PrecisionReversion, RandomWalk, Seasonal
+from driftfilter.curvature import Curvature, EmpiricalFisher, GaussNewton, Hessian, NoCurvature
+from driftfilter.dynamics import Affine, Dynamics, LocalTrend, MeanReversion, PrecisionReversion, RandomWalk, Seasonal
 from driftfilter.filtering import Filter, FilterState, NoInformationWarning, Outputs, StepInfo
-from driftfilter.inference import SGD, Adam, Bong, GradientStep, Linearized, Variational
+from driftfilter.inference import SGD, Adam, Bong, GradientStep, Inference, Linearized, Variational
 from driftfilter.losses import (
     ConjugatePseudoLabel,
     Entropy,
     GeneralizedCrossEntropy,
     InformationMaximization,
+    Loss,
     MarginalLikelihood,
     PseudoLabel,
     SoftLikelihoodRatio,
@@ -20,7 +21,7 @@ from driftfilter.losses import (
 )
 from driftfilter.lowrank import LowRank
 from driftfilter.observation import Gibbs
-from driftfilter.prediction import MAP, LinearizedGaussian, LinearizedProbit, MonteCarlo, Prediction
+from driftfilter.prediction import MAP, LinearizedGaussian, LinearizedProbit, MonteCarlo, Prediction, PredictionRule
 from driftfilter.predictive import LinearHead, PredictiveModel
 from driftfilter.recipe import VARIANTS, from_toml, to_toml
 from driftfilter.source import fit_laplace
@@ -29,13 +30,14 @@ from driftfilter.transition import (
     Discount,
     FullNoise,
     Isotropic,
+    NoiseModel,
     NoNoise,
     Reset,
     Restore,
     Stationary,
     Transition,
 )
-from driftfilter.weighting import Constant, DiversityGate, EntropyGate, Product, Reliability
+from driftfilter.weighting import Constant, DiversityGate, EntropyGate, Product, Reliability, Weighting
 
 __all__ = [
     "MAP",
@@ -51,9 +53,11 @@ __all__ = [
     "Consistency",
     "Constant",
     "Covariance",
+    "Curvature",
     "Diagonal",
     "Discount",
     "DiversityGate",
+    "Dynamics",
     "EmpiricalFisher",
     "Entropy",
     "EntropyGate",
@@ -67,6 +71,7 @@ __all__ = [
     "Gibbs",
     "GradientStep",
     "Hessian",
+    "Inference",
     "InformationMaximization",
     "Isotropic",
     "LinearHead",
@@ -74,6 +79,7 @@ __all__ = [
     "LinearizedGaussian",
     "LinearizedProbit",
     "LocalTrend",
+    "Loss",
     "LowRank",
     "MarginalEntropy",
     "MarginalLikelihood",
@@ -82,10 +88,12 @@ __all__ = [
     "NoCurvature",
     "NoInformationWarning",
     "NoNoise",
+    "NoiseModel",
     "NotPositiveDefiniteError",
     "Outputs",
     "PrecisionReversion",
     "Prediction",
+    "PredictionRule",
     "PredictiveModel",
     "Product",
     "PseudoLabel",
@@ -100,6 +108,7 @@ __all__ = [
     "Sum",
     "Transition",
     "Variational",
+    "Weighting",
     "fit_laplace",
     "from_toml",
     "to_toml",

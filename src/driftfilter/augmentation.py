@@ -35,7 +35,7 @@ class GaussianNoise:
 
 
 def _augmented(augmentation: Augmentation, inputs: Tensor, views: int, generator: torch.Generator) -> tuple[Tensor, ...]:
-    drawn = tuple(augmentation(inputs, generator) for _ in range(views))
+    drawn = tuple(augmentation(inputs.clone(), generator) for _ in range(views))
     for view in drawn:
         if not isinstance(view, Tensor) or view.shape[:1] != inputs.shape[:1]:
             got = f"shape {list(view.shape)}" if isinstance(view, Tensor) else type(view).__name__
@@ -94,7 +94,8 @@ class Consistency(Loss):
 class MarginalEntropy(Loss):
     """H(p̄_i), p̄_i the mean prediction over augmented views of input i: confident and alike under augmentation.
 
-    Computed as the mean over views of -Σ p log p̄ with p̄ not differentiated: the same value and gradient.
+    Computed as the mean over views of -Σ p log p̄ with p̄ not differentiated: the same value and gradient. The Hessian is
+    that of each view alone, p̄ moving along.
     """
 
     augmentation: Augmentation = field(default_factory=GaussianNoise)
@@ -117,7 +118,7 @@ class MarginalEntropy(Loss):
         p = log_softmax(logits).exp()
         share = torch.full_like(p[..., :1], 1 / self.copies)
         share[0] = 0.0
-        surprise = -(share * p).sum(0, keepdim=True).log().clamp_min(FLOOR)
-        first = share * p * surprise
-        shares = (0.0, *[1 / self.copies] * self.copies)
-        return separable(None, p, first, torch.zeros_like(p), shares)
+        mean = (share * p).sum(0, keepdim=True)
+        first = -share * p * mean.log().clamp_min(FLOOR)
+        second = -(share * p).square() / mean.clamp_min(torch.finfo(p.dtype).tiny)
+        return separable(None, p, first, second, (0.0, *[1 / self.copies] * self.copies))

@@ -251,7 +251,7 @@ class Diagonal:
     def condition(self, factor: Tensor) -> Diagonal:
         values = self.values / (1 + self.values * column_energy(factor))
         if not values.min().item() > 0:
-            raise NotPositiveDefiniteError("the posterior variance underflowed to 0 (or is NaN): the curvature is too large")
+            raise NotPositiveDefiniteError("no posterior variance is left: the prior had none, or the curvature is too large")
         return unchecked(Diagonal, values=values)
 
     def truncate(self) -> Diagonal:

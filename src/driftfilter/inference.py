@@ -92,7 +92,7 @@ def _logit_cloud(logits: Tensor, covariance: Tensor, nodes: int) -> tuple[Tensor
 
     The nodes reach √(π (nodes - 1)) standard deviations, where cutting off the tails costs as much as the spacing, or 8.5.
     """
-    values, vectors = torch.linalg.eigh(covariance)
+    values, vectors = (part.to(logits.dtype) for part in torch.linalg.eigh(covariance.double()))
     # Directions without variance in any sample (class 0 of a reduced head) need no nodes.
     rounding = 10 * logits.shape[-1] * torch.finfo(logits.dtype).eps * values[..., -1:]
     active = max(1, int((values > rounding).flatten(0, -2).any(0).sum()))

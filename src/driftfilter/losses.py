@@ -256,8 +256,8 @@ class GeneralizedCrossEntropy(Loss):
 class InformationMaximization(Loss):
     """mean_i H(p_i) - H(p̄): confident samples, diverse batch.
 
-    Not a mean of per-sample terms: ℓ_i = -KL(p_i ‖ p̄) with p̄ not differentiated has exactly the same gradient.
-    Constant for a single sample.
+    Not a mean of per-sample terms: ℓ_i = -KL(p_i ‖ p̄) with p̄ not differentiated has exactly the same gradient. The
+    Hessian is the sample's own block of the batch's, p̄ moving along. Constant for a single sample.
     """
 
     @property
@@ -271,10 +271,11 @@ class InformationMaximization(Loss):
     def expand(self, logits: Tensor, targets: Targets, weights: Tensor) -> Expansion:
         logp = log_softmax(logits)
         p = logp.exp()
-        shares = weights / weights.sum().clamp_min(torch.finfo(weights.dtype).tiny)
-        mean = (shares[:, None] * p).sum(-2, keepdim=True)
+        tiny = torch.finfo(weights.dtype).tiny
+        shares = (weights / weights.sum().clamp_min(tiny))[:, None]
+        mean = (shares * p).sum(-2, keepdim=True)
         surprise = mean.log().clamp_min(FLOOR) - logp
-        return separable(None, p, p * surprise, -p)
+        return separable(None, p, p * surprise, shares * p.square() / mean.clamp_min(tiny) - p)
 
 
 @final
@@ -328,6 +329,7 @@ class Sum(Loss):
     coefficients: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
+        require(isinstance(self.terms, (tuple, list)), "Sum.terms", self.terms, "a tuple of losses")
         object.__setattr__(self, "terms", tuple(as_loss("Sum.terms", term) for term in self.terms))
         object.__setattr__(self, "coefficients", tuple(self.coefficients) or (1.0,) * len(self.terms))
         require(len(self.terms) > 0, "Sum.terms", self.terms, "one loss or more")

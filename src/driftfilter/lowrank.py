@@ -125,8 +125,10 @@ class LowRank:
             return self
         _, directions = torch.linalg.eigh(self._energy.double())  # ascending; in float32 it may fail to converge
         factor = directions[:, directions.shape[1] - self.rank :].mT.to(self.dtype) @ self.factor
-        dropped = (column_energy(self.factor) - column_energy(factor)).clamp_min_(0)
-        return _low_rank(self.diagonal + dropped, factor, self.rank)
+        before = column_energy(self.factor)
+        dropped = before - column_energy(factor)
+        rounding = 16 * torch.finfo(self.dtype).eps * before  # which would swamp u where W is strong
+        return _low_rank(self.diagonal + dropped.masked_fill_(dropped <= rounding, 0.0), factor, self.rank)
 
     def propagate(self, gain: Gain, noise: Noise) -> LowRank:
         """Exact for diagonal G and W = diag(q) + low rank: with D₁ = g²/u, D₂ = q, u' = 1/(D₁ + D₂),

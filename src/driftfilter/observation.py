@@ -48,6 +48,8 @@ class Gibbs:
         start = logits.new_ones(logits.shape[0]) if selected is None else selected
         weights, memory = self.weighting(logits, start, memory)
         keeps_all = selected is None and isinstance(self.weighting, Constant)
+        if not keeps_all and not (weights >= 0).all():
+            raise ValueError(f"the weights of the samples must be >= 0, got {weights.min().item():g} from {self.weighting}")
         used = weights.shape[0] if keeps_all else int(weights.count_nonzero())
         coefficients = weights / (weights.shape[0] if self.over == "batch" else max(used, 1))
         samples = Samples(targets, weights, coefficients, used)

@@ -103,8 +103,10 @@ class LinearHead:
     def _logits(self, theta: Tensor, features: Tensor, first: int) -> Tensor:
         """[..., d] -> [..., n, k]."""
         width = features.shape[1]
-        rows = theta.view(-1, width) if theta.dim() == 1 else theta.unflatten(-1, (-1, width))
-        logits = features @ rows.mT
+        if theta.dim() == 1:
+            logits = torch.nn.functional.linear(features, theta.view(-1, width))
+        else:
+            logits = features @ theta.unflatten(-1, (-1, width)).mT
         return torch.cat((logits.new_zeros(*logits.shape[:-1], 1), logits), -1) if first else logits
 
     def __call__(self, theta: Tensor, inputs: Tensor) -> Tensor:
@@ -157,11 +159,6 @@ class Lifted:
             else:
                 copies = leaf.expand(inputs.shape[0], -1)
                 logits = torch.func.vmap(lambda row, x: self(row, x[None])[0])(copies, inputs)
-        if not logits.requires_grad:
-            raise ValueError(
-                "the model's logits must be differentiable in theta, got logits without a gradient: the function does not"
-                " use theta, detaches it, or runs under torch.no_grad or torch.inference_mode"
-            )
         return logits.detach(), _LiftedPullback(leaf, copies, logits)
 
     def pushforward(self, theta: Tensor, inputs: Tensor, tangents: Tensor) -> Tensor:
@@ -180,9 +177,16 @@ class _LiftedPullback(NamedTuple):
     def _gradient(self, at: Tensor, cotangents: Tensor) -> Tensor:
         batched = cotangents.dim() > 2
         flat = cotangents.flatten(0, -3) if batched else cotangents
-        (gradient,) = torch.autograd.grad(
-            self.logits, at, flat, retain_graph=True, is_grads_batched=batched, materialize_grads=True
-        )
+        gradient: Tensor | None = None
+        if self.logits.requires_grad:
+            (gradient,) = torch.autograd.grad(
+                self.logits, at, flat, retain_graph=True, is_grads_batched=batched, allow_unused=True
+            )
+        if gradient is None:
+            raise ValueError(
+                "the model's logits must be differentiable in theta, got logits without a gradient: the function does not"
+                " use theta, detaches it, or runs under torch.no_grad or torch.inference_mode"
+            )
         return gradient.unflatten(0, cotangents.shape[:-2]) if batched else gradient
 
     def __call__(self, cotangents: Tensor) -> Tensor:

@@ -49,28 +49,29 @@ class Isotropic:
 @final
 @dataclass(frozen=True)
 class FullNoise:
-    """W a symmetric positive semi-definite matrix over the (augmented) state."""
+    """W any symmetric positive semi-definite matrix over the (augmented) state, or a vector for its diagonal."""
 
     matrix: Matrix
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "matrix", as_config("FullNoise.matrix", self.matrix))
         dense = torch.tensor(self.matrix, dtype=torch.float64)
-        square = dense.dim() == 2 and dense.shape[0] == dense.shape[1]
-        require(square, "FullNoise.matrix", f"shape {list(dense.shape)}", "a matrix [d, d]")
-        asymmetry = (dense - dense.mT).abs().max().item()
-        allowed = asymmetry <= 1e-5 * dense.abs().max().item()
-        require(allowed, "FullNoise.matrix", f"asymmetry {asymmetry:.3g}", "symmetric")
-        smallest = torch.linalg.eigvalsh(dense)[0].item()
-        allowed = smallest >= -1e-12 * dense.abs().max().item()
+        square = dense.dim() in (1, 2) and dense.shape[0] == dense.shape[-1]
+        require(square, "FullNoise.matrix", f"shape {list(dense.shape)}", "a matrix [d, d] or a vector [d]")
+        largest, smallest = dense.abs().max().item(), dense.min().item()
+        if dense.dim() == 2:
+            asymmetry = (dense - dense.mT).abs().max().item()
+            require(asymmetry <= 1e-5 * largest, "FullNoise.matrix", f"asymmetry {asymmetry:.3g}", "symmetric")
+            smallest = torch.linalg.eigvalsh(dense)[0].item()
+        allowed = smallest >= -1e-12 * largest
         require(allowed, "FullNoise.matrix", f"smallest eigenvalue {smallest:g}", "positive semi-definite")
 
     def __call__(self, gain: Gain, source: Belief) -> SpreadRule:
         noise = as_matrix(self.matrix, source.mean)
         assert isinstance(noise, Tensor)
         fits = noise.shape[0] == source.dimension
-        require(fits, "FullNoise.matrix", f"shape {list(noise.shape)}", f"of shape [{source.dimension}, {source.dimension}]")
-        return Spread(1.0, symmetrized(noise))
+        require(fits, "FullNoise.matrix", f"shape {list(noise.shape)}", f"of length {source.dimension} (d) in each dimension")
+        return Spread(1.0, symmetrized(noise) if noise.dim() == 2 else noise)
 
 
 @final
@@ -141,8 +142,8 @@ class Restore:
     """
 
     def __call__(self, gain: Gain, source: Belief) -> SpreadRule:
-        allowed = isinstance(gain, float) and 0 <= gain <= 1
-        require(allowed, "Restore: the gain", gain, "a number in [0, 1] (use MeanReversion)")
+        allowed = isinstance(gain, float) and 0 <= gain < 1
+        require(allowed, "Restore: the gain", gain, "a number in [0, 1), which is 1 - p (use MeanReversion)")
         assert isinstance(gain, float)
 
         def spread(belief: Belief) -> Spread:
@@ -214,7 +215,10 @@ class Transition:
         return None if layout is None else layout.read_out
 
     def sample_paths(self, source: Belief, steps: int, count: int, seed: int = 0) -> Tensor:
-        """Prior paths without data, [count, steps + 1, states]; their moments are those of the filter's own prior."""
+        """Prior paths without data, [count, steps + 1, states], from a source over the states (see ``augment``).
+
+        Their moments are those of the filter's own prior, up to what a LowRank belief truncates on the way.
+        """
         require_count("sample_paths: steps", steps, 0)
         require_count("sample_paths: count", count, 1)
         bound = self.bind(source)

@@ -121,7 +121,8 @@ class Product:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "factors", tuple(self.factors))
-        require(len(self.factors) > 0, "Product.factors", self.factors, "one weighting or more")
+        usable = all(callable(factor) and not isinstance(factor, type) for factor in self.factors)
+        require(len(self.factors) > 0 and usable, "Product.factors", self.factors, "one weighting or more")
 
     def __call__(self, logits: Tensor, weights: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
         for factor in self.factors:
