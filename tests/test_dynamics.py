@@ -119,7 +119,7 @@ def test_affine_takes_tensors_and_lists_as_values() -> None:
     """They compare and hash by value, so they can stand in a configuration."""
     rows = ((1.0, 2.0), (0.0, 1.0))
     assert df.Affine(torch.tensor(rows), [1, 2]) == df.Affine(rows, (1.0, 2.0))  # type: ignore[arg-type]
-    assert hash(df.Affine(torch.tensor(rows))) == hash(df.Affine(rows))  # type: ignore[arg-type]
+    assert hash(df.Affine(torch.tensor(rows))) == hash(df.Affine(rows))
 
 
 LARGEST = float(np.linalg.eigvalsh(np.linalg.inv(SOURCE.covariance))[-1])

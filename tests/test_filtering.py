@@ -419,3 +419,26 @@ def test_hidden_states_are_read_out() -> None:
     torch.testing.assert_close(
         filt.predict(state, GOOD).probabilities, binary(state.belief.mean[:2], GOOD).softmax(-1), rtol=0, atol=1e-12
     )
+
+
+def plain_head(theta: Tensor, inputs: Tensor) -> Tensor:
+    score = inputs @ theta
+    return torch.stack((torch.zeros_like(score), score), -1)
+
+
+@pytest.mark.parametrize("model", [df.LinearHead(2), plain_head], ids=["head", "lifted"])
+@pytest.mark.parametrize(
+    "loss", [df.Entropy(), df.ConjugatePseudoLabel(), df.Consistency()], ids=lambda loss: type(loss).__name__
+)
+def test_inference_mode_changes_nothing(model: Any, loss: df.Loss) -> None:
+    filt = df.Filter(model, observation=df.Gibbs(loss), inference=df.Linearized(df.Hessian()))
+    start = df.Belief(torch.tensor([1.0, -0.5]), df.Full(torch.eye(2)))
+    inputs = torch.randn(4, 2, generator=torch.Generator().manual_seed(0))
+    expected, predicted, _ = filt.step(filt.init(start), inputs)
+    with torch.inference_mode():
+        state, prediction, _ = filt.step(filt.init(start), inputs + 0)  # inputs made in inference mode
+        later = filt.predict(state, inputs + 0)
+    assert torch.equal(state.belief.mean, expected.belief.mean)
+    assert torch.equal(prediction.probabilities, predicted.probabilities)
+    assert not state.belief.mean.is_inference()
+    assert not later.log_probabilities.is_inference()

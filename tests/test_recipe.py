@@ -123,7 +123,7 @@ def test_every_name_stands_once_and_is_public() -> None:
 
 def test_tensors_become_plain_numbers() -> None:
     gain: Tensor = torch.tensor([[0.5, 0.25], [0.0, 1.0]])
-    variant = df.Affine(gain, torch.zeros(2))  # type: ignore[arg-type]  # taken, and turned into plain numbers
+    variant = df.Affine(gain, torch.zeros(2))  # taken, and turned into plain numbers
     assert df.from_toml(df.to_toml(variant)) == variant == df.Affine(((0.5, 0.25), (0.0, 1.0)), (0.0, 0.0))
 
 

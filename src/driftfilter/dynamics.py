@@ -58,7 +58,7 @@ class Dynamics(Protocol):
         return None
 
 
-def as_matrix(value: Matrix, like: Tensor) -> Gain:
+def as_matrix(value: Matrix | Tensor, like: Tensor) -> Gain:
     """A configured number, vector or matrix as the algebra takes it."""
     return float(value) if isinstance(value, (int, float)) else like.new_tensor(value)
 
@@ -220,8 +220,8 @@ class Seasonal(Dynamics):
 class Affine(Dynamics):
     """Any affine map: G a number, a vector (diagonal) or a matrix; c a number or a vector."""
 
-    gain: Matrix = 1.0
-    drift: Matrix = 0.0
+    gain: Matrix | Tensor = 1.0
+    drift: Matrix | Tensor = 0.0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "gain", as_config("Affine.gain", self.gain))

@@ -9,10 +9,11 @@ State goes in; state, prediction and info come out. Nothing is changed in place.
 
 from __future__ import annotations
 
+import functools
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, final
+from typing import Literal, NamedTuple, ParamSpec, TypeVar, final
 
 import torch
 from torch import Tensor
@@ -27,6 +28,23 @@ from driftfilter.predictive import LogitFunction, PredictiveModel, ReadOut, lift
 from driftfilter.randomness import Randomness
 from driftfilter.transition import BoundTransition, Stationary, Transition
 from driftfilter.weighting import Memory
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _without_gradients(method: Callable[P, R]) -> Callable[P, R]:
+    """No gradients, and no torch.inference_mode either: a model could not differentiate the tensors made in it."""
+
+    @functools.wraps(method)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):
+                return wrapped(*args, **kwargs)
+        with torch.no_grad():
+            return method(*args, **kwargs)
+
+    return wrapped
 
 
 class NoInformationWarning(UserWarning):
@@ -120,7 +138,7 @@ class Filter:
         object.__setattr__(self, "_bound", None)
         object.__setattr__(self, "_warned", False)
 
-    @torch.no_grad()
+    @_without_gradients
     def init(self, belief: Belief, seed: int = 0) -> FilterState:
         """The state before the first batch, from a belief over the parameters, which is taken as the source."""
         require(isinstance(belief, Belief), "Filter.init: belief", belief, "a Belief")
@@ -131,10 +149,10 @@ class Filter:
         self.transition(source, source)  # refuses now what a structure cannot carry, not at the first batch
         return FilterState(source, source, belief.dimension, seed)
 
-    @torch.no_grad()
+    @_without_gradients
     def step(self, state: FilterState, inputs: Tensor) -> tuple[FilterState, Prediction, StepInfo]:
         """Adapt to one unlabeled batch [n, ...] and predict it."""
-        _check_inputs(inputs)
+        inputs = _checked(inputs)
         transition, model = self._bind(state)
         randomness = Randomness(state.seed, state.step, state.belief.mean.device)
 
@@ -151,10 +169,10 @@ class Filter:
         state = FilterState(posterior, state.source, state.parameters, state.seed, state.step + 1, memory)
         return state, prediction, info
 
-    @torch.no_grad()
+    @_without_gradients
     def predict(self, state: FilterState, inputs: Tensor) -> Prediction:
         """Predict inputs [n, ...] with the belief as it stands, without adapting to them."""
-        _check_inputs(inputs)
+        inputs = _checked(inputs)
         _, model = self._bind(state)
         randomness = Randomness(state.seed, state.step, state.belief.mean.device)
         return self._predict(state.belief, Query(model, inputs, randomness))
@@ -207,10 +225,12 @@ class Filter:
         return reason
 
 
-def _check_inputs(inputs: Tensor) -> None:
+def _checked(inputs: Tensor) -> Tensor:
+    """The inputs, refused if unusable, as a tensor that may enter a graph."""
     if not isinstance(inputs, Tensor):
         raise ValueError(f"inputs must be a tensor [n, ...], got {type(inputs).__name__}")
     if inputs.dim() == 0 or inputs.shape[0] == 0:
         raise ValueError(f"inputs must be a batch [n, ...] with n >= 1, got shape {list(inputs.shape)}")
     if inputs.is_floating_point():
         require_finite("inputs", inputs)
+    return inputs.clone() if inputs.is_inference() else inputs

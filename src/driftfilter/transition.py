@@ -51,7 +51,7 @@ class Isotropic:
 class FullNoise:
     """W any symmetric positive semi-definite matrix over the (augmented) state, or a vector for its diagonal."""
 
-    matrix: Matrix
+    matrix: Matrix | Tensor
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "matrix", as_config("FullNoise.matrix", self.matrix))
