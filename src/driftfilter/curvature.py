@@ -85,13 +85,16 @@ class EmpiricalFisher(Curvature):
         return 2 if self.centered else 1
 
     def __call__(self, evaluation: Evaluation) -> tuple[Tensor, Tensor]:
-        rows, coefficients = evaluation.rows(), evaluation.coefficients
-        scale = (coefficients.sqrt() * self.scale)[:, None]
+        root = evaluation.coefficients.sqrt()
+        scale = root * self.scale
+        rows = evaluation.rows(scale)  # λ √a_i g_i, a_i = w_i/n
+        gradient = (root / self.scale) @ rows
         if not self.centered:
-            return coefficients @ rows, rows * scale
-        total = coefficients.sum().clamp_min(torch.finfo(rows.dtype).tiny)
-        mean = (coefficients / total) @ rows  # shares that sum to 1, so that a single sample gives exactly 0
-        return total * mean, (rows - mean).mul_(scale)
+            return gradient, rows
+        if rows.shape[0] == 1:
+            return gradient, torch.zeros_like(rows)
+        total = evaluation.coefficients.sum().clamp_min(torch.finfo(rows.dtype).tiny)
+        return gradient, torch.addcmul(rows, scale[:, None], gradient / total, value=-1.0)
 
 
 @final

@@ -107,9 +107,10 @@ class Evaluation(NamedTuple):
     pullbacks: list[Pullback]  # one for each view
     coefficients: Tensor  # [n]
 
-    def rows(self) -> Tensor:
-        """∇ℓ_i of every sample [n, d]."""
-        return _total([pull(self.expansion.gradient[view]) for view, pull in enumerate(self.pullbacks)])
+    def rows(self, scale: Tensor) -> Tensor:
+        """s_i ∇ℓ_i of every sample [n, d], for scales s [n]: applied to k cotangents, not to d gradients."""
+        weighted = self.expansion.gradient * scale[:, None]
+        return _total([pull(weighted[view]) for view, pull in enumerate(self.pullbacks)])
 
     def gradient(self, cotangents: Tensor | None = None) -> Tensor:
         """∇E = Σ_i (w_i / n) J_iᵀ c_i [d], for the loss's own logit gradients c [v, n, k] or others."""
