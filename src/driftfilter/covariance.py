@@ -98,8 +98,10 @@ def symmetrized(matrix: Tensor) -> Tensor:
 
 
 def column_energy(rows: Tensor) -> Tensor:
-    """Σ_m F_mj² for rows [m, d]; as a product with ones, several times faster than a reduction over rows."""
-    return rows.new_ones(rows.shape[0]) @ rows.square()
+    """Σ_m F_mj² for rows [m, d], a few rows at a time so that the squares stay in the cache."""
+    if rows.is_cuda or rows.shape[0] <= 16:
+        return rows.square().sum(0)
+    return torch.stack([part.square().sum(0) for part in rows.split(16)]).sum(0)
 
 
 def positive_root(matrices: Tensor) -> Tensor:

@@ -94,7 +94,7 @@ class EmpiricalFisher(Curvature):
         if rows.shape[0] == 1:
             return gradient, torch.zeros_like(rows)
         total = evaluation.coefficients.sum().clamp_min(torch.finfo(rows.dtype).tiny)
-        return gradient, torch.addcmul(rows, scale[:, None], gradient / total, value=-1.0)
+        return gradient, rows.addcmul_(scale[:, None], gradient / total, value=-1.0)
 
 
 @final

@@ -80,6 +80,11 @@ def _contrasts(k: int) -> Tensor:
     return columns[:, 1:]
 
 
+@cache
+def _opposite(dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.tensor([1.0, -1.0], dtype=dtype, device=device)
+
+
 def _invariant_root(hessian: Tensor) -> Tensor:
     """The same with k - 1 columns, for losses that do not see a shift of the logits: their Hessians have rows of sum 0."""
     basis = _contrasts(hessian.shape[-1]).to(hessian)
@@ -104,11 +109,10 @@ def separable(value: Tensor | None, p: Tensor, first: Tensor, second: Tensor, sh
     def root() -> Tensor:
         if p.shape[-1] != 2:
             return _invariant_root(hessian())
-        p0, b0 = p[..., :1], second[..., :1]  # two classes: ∇² = a [[1, -1], [-1, 1]]
-        v0 = gradient[..., :1] + b0
-        halved = torch.addcmul(v0, p0, second.sum(-1, keepdim=True), value=-0.5)
-        a = torch.addcmul(v0, p0, halved, value=-2.0).clamp_min_(0).sqrt_()
-        return torch.cat((a, -a), -1)[..., None]
+        v = gradient + second  # two classes: ∇² = a [[1, -1], [-1, 1]], both diagonal entries are a
+        halved = torch.addcmul(v, p, second.sum(-1, keepdim=True), value=-0.5)
+        a = torch.addcmul(v, p, halved, value=-2.0).clamp_min_(0).sqrt_()
+        return (a * _opposite(p.dtype, p.device))[..., None]
 
     return Expansion(total.squeeze(-1) if value is None else value, gradient, hessian, root, shares)
 

@@ -45,12 +45,14 @@ class Gibbs:
         logits = pulled[0][0]
         targets = loss.targets(logits)
         selected = loss.selected(targets)
-        start = logits.new_ones(logits.shape[0]) if selected is None else selected
-        weights, memory = self.weighting(logits, start, memory)
-        keeps_all = selected is None and isinstance(self.weighting, Constant)
-        if not keeps_all and not (weights >= 0).all():
-            raise ValueError(f"the weights of the samples must be >= 0, got {weights.min().item():g} from {self.weighting}")
-        used = weights.shape[0] if keeps_all else int(weights.count_nonzero())
+        if selected is None and isinstance(self.weighting, Constant):  # the common case: nothing to look at
+            weights, used = logits.new_full(logits.shape[:1], self.weighting.beta), logits.shape[0]
+        else:
+            start = logits.new_ones(logits.shape[0]) if selected is None else selected
+            weights, memory = self.weighting(logits, start, memory)
+            if not (weights >= 0).all():
+                raise ValueError(f"the weights of the samples must be >= 0, got {weights.min().item():g} from {self.weighting}")
+            used = int(weights.count_nonzero())
         coefficients = weights / (weights.shape[0] if self.over == "batch" else max(used, 1))
         samples = Samples(targets, weights, coefficients, used)
         return Energy(model, loss, views, samples, theta, evaluate(loss, pulled, samples)), memory
@@ -119,7 +121,7 @@ class Evaluation(NamedTuple):
 
     def factor(self, roots: Tensor) -> Tensor:
         """F [m, d] with FᵀF = Σ_i (w_i / n) J_iᵀ (R_i R_iᵀ) J_i, for roots R of logit-space metrics [v, n, k, r]."""
-        weighted = roots.movedim(-1, 1) * self.coefficients.sqrt()[:, None]  # [v, r, n, k]
+        weighted = roots.permute(0, 3, 1, 2) * self.coefficients.sqrt()[:, None]  # [v, r, n, k]
         pieces = [pull(weighted[view]).flatten(0, 1) for view, pull in enumerate(self.pullbacks)]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 

@@ -23,7 +23,7 @@ class Pullback(Protocol):
     """Jᵀ c at one (θ, inputs)."""
 
     def __call__(self, cotangents: Tensor) -> Tensor:
-        """Per-sample rows J_iᵀ c_i: [..., n, k] -> [..., n, d]."""
+        """Per-sample rows J_iᵀ c_i: [..., n, k] -> [..., n, d], a tensor the caller may change."""
 
     def total(self, cotangents: Tensor) -> Tensor:
         """Their sum Σ_i J_iᵀ c_i, without the rows: [n, k] -> [d]."""
