@@ -127,7 +127,8 @@ def test_gauss_newton(model: PredictiveModel, d: int, loss: Loss) -> None:
 
     def metric(v: int, i: int) -> Tensor:
         p = energy.evaluation.logits[v, i].softmax(-1)
-        return shares[v] * (torch.diag(p) - torch.outer(p, p))
+        share = shares[v]
+        return (share if isinstance(share, float) else share[i]) * (torch.diag(p) - torch.outer(p, p))
 
     assert_curvature(GaussNewton(), energy, brute_force(energy, metric))
 

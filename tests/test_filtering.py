@@ -333,8 +333,8 @@ def test_bad_input_is_refused_and_changes_nothing(filt: df.Filter, inputs: Any, 
         (lambda: build(predict_from="after"), "Filter.predict_from must be 'prior' or 'posterior', got 'after'"),
         (lambda: build(transition=df.RandomWalk()), "Filter.transition must be a Transition, got RandomWalk()"),
         (lambda: df.Filter(df.LinearHead(2), observation=df.Entropy()), "Filter.observation must be a Gibbs, got Entropy()"),  # type: ignore[arg-type]
-        (lambda: build(inference=df.MAP()), "Filter.inference must be a rule such as Linearized(), got MAP()"),  # type: ignore[arg-type]
-        (lambda: build(prediction=df.MAP), "Filter.prediction must be a rule such as MAP(), got <class"),  # type: ignore[arg-type]
+        (lambda: build(inference=df.MAP()), "Filter.inference must be of role 'inference', such as Linearized(), got MAP()"),  # type: ignore[arg-type]
+        (lambda: build(prediction=df.MAP), "Filter.prediction must be of role 'prediction', such as MAP(), got <class"),  # type: ignore[arg-type]
         (lambda: build(logits=3), "Filter.logits must be a function (theta, inputs) -> logits or a PredictiveModel, got 3"),
         (lambda: build().init(belief().mean), "Filter.init: belief must be a Belief, got tensor("),  # type: ignore[arg-type]
         (lambda: build().init(belief(), seed=1.5), "Filter.init: seed must be an integer, got 1.5"),  # type: ignore[arg-type]
@@ -442,3 +442,42 @@ def test_inference_mode_changes_nothing(model: Any, loss: df.Loss) -> None:
     assert torch.equal(prediction.probabilities, predicted.probabilities)
     assert not state.belief.mean.is_inference()
     assert not later.log_probabilities.is_inference()
+
+
+def test_variances_that_a_transition_loses_are_refused() -> None:
+    """Also on steps whose batch carries no information, where nothing else looks at the covariance."""
+    start = df.Belief(torch.zeros(2), df.Diagonal(torch.ones(2)))
+    filt = df.Filter(df.LinearHead(2), df.Transition(df.MeanReversion(0.0), df.NoNoise()))
+    with (
+        pytest.warns(df.NoInformationWarning),
+        pytest.raises(df.NotPositiveDefiniteError, match="got 0 to 0 after the transition"),
+    ):
+        filt.step(filt.init(start), torch.ones(1, 2))
+    winding = df.Filter(df.LinearHead(2), df.Transition(df.RandomWalk(), df.Discount(0.1)), inference=df.GradientStep())
+    with pytest.raises(df.NotPositiveDefiniteError, match="to inf after the transition"):
+        winding.run(winding.init(start), torch.zeros(60, 1, 2))
+
+
+def test_the_state_does_not_share_memory_with_the_caller() -> None:
+    mean, variances, diagonal, factor = torch.zeros(2), torch.ones(2), torch.ones(2), torch.ones(1, 2)
+    filt = df.Filter(df.LinearHead(2))
+    states = [filt.init(df.Belief(mean, c)) for c in (df.Diagonal(variances), df.LowRank(diagonal, factor, 1))]
+    before = [(state.belief.mean.clone(), state.belief.covariance.dense().clone()) for state in states]
+    for tensor in (mean, variances, diagonal, factor):
+        tensor.fill_(-5.0)
+    for state, (point, matrix) in zip(states, before, strict=True):
+        assert torch.equal(state.belief.mean, point)
+        assert torch.equal(state.belief.covariance.dense(), matrix)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (torch.nn.Linear(2, 2), "for a module write lambda theta, inputs: torch.func.functional_call"),
+        (3.0, "Filter.logits must be a function (theta, inputs) -> logits or a PredictiveModel, got 3.0"),
+        (type("Model", (), {"__call__": None, "pullback": None, "pushforward": None})(), "a pullback but without ['linear']"),
+    ],
+)
+def test_models_that_cannot_be_filtered(model: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        df.Filter(model)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import driftfilter as df
 from driftfilter.curvature import Curvature
-from driftfilter.inference import Inference
+from driftfilter.inference import Inference, _expected
 from driftfilter.losses import Loss
 from driftfilter.observation import Energy
 from driftfilter.predictive import LogitFunction, PredictiveModel, lift
@@ -240,16 +240,14 @@ def test_bong_with_nodes_for_every_structure(structure: str) -> None:
     assert_belief(infer(df.Bong(nodes=81), p, df.PseudoLabel(), structure), *updated(p, g, H, structure), atol=1e-8)
 
 
-@pytest.mark.parametrize(("nodes", "atol"), [(5, 2e-2), (9, 1e-3), (21, 1e-5), (41, 1e-11)])
+@pytest.mark.parametrize(("nodes", "atol"), [(7, 5e-3), (9, 1e-3), (21, 1e-5), (41, 1e-11)])
 def test_few_nodes_reach_no_farther_than_they_resolve(nodes: int, atol: float) -> None:
     p = PROBLEMS["2d"]
     exact = updated(p, *expected(p, cross_entropy, p.mean, p.matrix))
     assert_belief(infer(df.Bong(nodes=nodes), p, df.PseudoLabel()), *exact, atol=atol)
 
 
-@pytest.mark.parametrize(
-    "rule", [df.Bong(nodes=1), df.Bong(samples=0), df.Variational(samples=0, rate=1, iterations=1)], ids=repr
-)
+@pytest.mark.parametrize("rule", [df.Bong(samples=0), df.Variational(samples=0, rate=1, iterations=1)], ids=repr)
 def test_expectation_at_the_mean_is_the_linearized_update(rule: Inference) -> None:
     p = PROBLEMS["3 classes"]
     exact = infer(df.Linearized(df.Hessian()), p, df.Entropy())
@@ -390,10 +388,10 @@ def test_nodes_integrate_each_view_and_sample_over_its_own_spread() -> None:
 @pytest.mark.parametrize(
     ("logits", "loss", "curvature", "nodes", "message"),
     [
-        (linear, df.Entropy(), df.Hessian(), 5, "nodes must be 0 unless the model is linear in θ .*use samples, got 5"),
-        (df.LinearHead(3), df.InformationMaximization(), df.Hessian(), 5, "nodes must be 0 for losses that couple .*got 5"),
-        (df.LinearHead(3), df.Sum(), df.Hessian(), 5, "nodes must be 0 for losses that couple .*got 5"),
-        (df.LinearHead(3), df.Entropy(), df.EmpiricalFisher(), 5, r"nodes must be 0 for EmpiricalFisher\(.*use samples, got 5"),
+        (linear, df.Entropy(), df.Hessian(), 7, "nodes must be 0 unless the model is linear in θ .*use samples, got 7"),
+        (df.LinearHead(3), df.InformationMaximization(), df.Hessian(), 7, "nodes must be 0 for losses that couple .*got 7"),
+        (df.LinearHead(3), df.Sum(), df.Hessian(), 7, "nodes must be 0 for losses that couple .*got 7"),
+        (df.LinearHead(3), df.Entropy(), df.EmpiricalFisher(), 7, r"nodes must be 0 for EmpiricalFisher\(.*use samples, got 7"),
         (df.LinearHead(3), df.Entropy(), df.Hessian(), 47, "nodes must be at most 46 for 3 logit directions.*got 47"),
     ],
 )
@@ -452,6 +450,24 @@ def test_plain_sgd_is_the_filter_without_curvature_from_an_isotropic_prior() -> 
     [
         (df.Bong, {"samples": -1}, "Bong.samples must be an integer >= 0, got -1"),
         (df.Bong, {"nodes": 2.0}, "Bong.nodes must be an integer >= 0, got 2.0"),
+        (df.Bong, {"nodes": 6}, "Bong.nodes must be 0 (none) or at least 7, below which the rule is rough, got 6"),
+        (df.Bong, {"curvature": 8}, "Bong.curvature must be of role 'curvature', such as Hessian(), got 8"),
+        (
+            df.Linearized,
+            {"curvature": df.Hessian},
+            "Linearized.curvature must be of role 'curvature', such as Hessian(), got <class",
+        ),
+        (
+            df.Linearized,
+            {"curvature": df.Entropy()},
+            "Linearized.curvature must be of role 'curvature', such as Hessian(), got Entropy()",
+        ),
+        (
+            df.GradientStep,
+            {"rule": df.Adam},
+            "GradientStep.rule must be of role 'optimizer', such as SGD() or Adam(), got <class",
+        ),
+        (df.GradientStep, {"rule": 1e-3}, "GradientStep.rule must be of role 'optimizer', such as SGD() or Adam(), got 0.001"),
         (df.Variational, {"rate": 0.0}, "Variational.rate must be a finite number in (0, 1], got 0.0"),
         (df.Variational, {"rate": 1.5}, "Variational.rate must be a finite number in (0, 1], got 1.5"),
         (df.Variational, {"iterations": 0}, "Variational.iterations must be an integer >= 1, got 0"),
@@ -467,3 +483,17 @@ def test_plain_sgd_is_the_filter_without_curvature_from_an_isotropic_prior() -> 
 def test_settings_out_of_range_are_refused(rule: Callable[..., object], settings: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         rule(**settings)
+
+
+def test_variational_reaches_the_mean_field_optimum_of_correlated_features() -> None:
+    """A projected precision makes the undamped and the half-damped iteration diverge here."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = 1.5 + 0.3 * torch.randn(40, 20, generator=generator, dtype=torch.float64)
+    prior = df.Belief(0.1 * torch.randn(20, generator=generator, dtype=torch.float64), df.Diagonal(torch.ones(20).double()))
+    batch = df.Gibbs(df.PseudoLabel(), df.Constant(40.0))(df.LinearHead(2), prior.mean, inputs, {}, RANDOMNESS)[0]
+    rule = df.Variational(nodes=21, iterations=2000)
+    posterior, memory = rule(prior, batch, {}, RANDOMNESS)
+    assert memory["inference.residual"] < rule.tolerance
+    gradient, factor = _expected(posterior, batch, rule.curvature, 0, 21, RANDOMNESS)
+    assert (posterior.mean - prior.mean + gradient).abs().max() < 1e-4  # P⁻ (μ - μ⁻) + E_q[g] = 0
+    torch.testing.assert_close(posterior.covariance.precision(), 1 + factor.square().sum(0), rtol=1e-4, atol=0)

@@ -397,7 +397,7 @@ def test_a_function_must_give_one_value_a_sample(function: Callable[[Tensor], Te
         (lambda: Sum(()), r"Sum.terms must be one loss or more, got \(\)"),
         (lambda: Sum((Entropy(),), (1.0, 2.0)), r"Sum.coefficients must be one for each of the 1 terms, got \(1.0, 2.0\)"),
         (lambda: Sum((Entropy(),), (-1.0,)), r"Sum.coefficients must be a finite number in \[0, inf\), got -1.0"),
-        (lambda: Sum((Entropy,)), r"Sum.terms must be a loss or a function .*, got <class"),  # type: ignore[arg-type]
+        (lambda: Sum((Entropy,)), r"Sum.terms must be of role .loss., .*, got <class"),  # type: ignore[arg-type]
         (
             lambda: SoftLikelihoodRatio().expand(torch.zeros(1, 2, 1), None, torch.ones(2)),
             r"SoftLikelihoodRatio: logits must be of 2 classes or more, got '1 class'",
@@ -407,3 +407,23 @@ def test_a_function_must_give_one_value_a_sample(function: Callable[[Tensor], Te
 def test_refusals_name_field_value_and_range(make: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_a_custom_loss_that_couples_samples_is_refused() -> None:
+    """Its derivatives are taken sample by sample, where such a loss is another one."""
+
+    def infomax(f: Tensor) -> Tensor:
+        p = f.softmax(-1)
+        return (p * (p.mean(0).log() - p.log())).sum(-1)
+
+    logits = torch.randn(1, 4, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    with pytest.raises(ValueError, match="the loss function must be one of each sample alone"):
+        Custom(infomax).expand(logits, None, torch.ones(4, dtype=torch.float64))
+    assert Custom(infomax).expand(logits[:, :1], None, torch.ones(1, dtype=torch.float64)).value.item() == 0
+
+
+def test_a_term_that_leaves_a_sample_out_has_no_share_in_it() -> None:
+    loss = Sum((Entropy(), PseudoLabel(0.9)), (1.0, 2.0))
+    logits = torch.tensor([[[9.0, 0.0], [0.1, 0.0]]])
+    (share,) = loss.expand(logits, loss.targets(logits[0]), torch.ones(2)).shares
+    assert torch.as_tensor(share).tolist() == [3.0, 1.0]

@@ -258,11 +258,11 @@ class Broken:
     ("call", "message"),
     [
         (lambda: Gibbs(over="all"), "Gibbs.over must be 'batch' or 'kept', got 'all'"),  # type: ignore[arg-type]
-        (lambda: Gibbs(loss=3.0), r"Gibbs.loss must be a loss or a function logits \[n, k\] -> \[n\], got 3.0"),  # type: ignore[arg-type]
-        (lambda: Gibbs(loss=Entropy), r"Gibbs.loss must be a loss or a function .*, got <class"),  # type: ignore[arg-type]
-        (lambda: Gibbs(loss=torch.zeros(3)), r"Gibbs.loss must be a loss or a function .*, got tensor"),  # type: ignore[arg-type]
-        (lambda: Gibbs(weighting=0.5), "Gibbs.weighting must be a weighting, got 0.5"),  # type: ignore[arg-type]
-        (lambda: Gibbs(weighting=Constant), "Gibbs.weighting must be a weighting, got <class"),  # type: ignore[arg-type]
+        (lambda: Gibbs(loss=3.0), "Gibbs.loss must be of role .loss., .*, got 3.0"),  # type: ignore[arg-type]
+        (lambda: Gibbs(loss=Entropy), "Gibbs.loss must be of role .loss., .*, got <class"),  # type: ignore[arg-type]
+        (lambda: Gibbs(loss=torch.zeros(3)), "Gibbs.loss must be of role .loss., .*, got tensor"),  # type: ignore[arg-type]
+        (lambda: Gibbs(weighting=0.5), "Gibbs.weighting must be of role .weighting., such as .*, got 0.5"),  # type: ignore[arg-type]
+        (lambda: Gibbs(weighting=Constant), "Gibbs.weighting must be of role .weighting., such as .*, got <class"),  # type: ignore[arg-type]
         (lambda: broken(draw(3)), r"the model's logits must be of shape \[4, k\], got shape \[3\]"),
         (lambda: broken(draw(3, 2)), r"the model's logits must be of shape \[4, k\], got shape \[3, 2\]"),
         (lambda: broken(draw(4, 2)[:, :0]), r"the model's logits must be of shape \[4, k\], got shape \[4, 0\]"),

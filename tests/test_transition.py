@@ -202,7 +202,7 @@ def test_parameters_read_out_of_the_augmented_belief(parts: tuple[Part, ...]) ->
 
 def assert_paths(transition: df.Transition, source: df.Belief, kept: Array | None) -> None:
     """Moments of sampled paths are those of repeated moves, and two steps covary as the gain says (``kept`` = √keep G)."""
-    paths = array(transition.sample_paths(source, steps=3, count=20_000, seed=7))
+    paths = array(transition.sample_states(source, steps=3, count=20_000, seed=7))
     assert paths.shape == (20_000, 4, source.dimension)
     moving = source
     for step in range(4):
@@ -360,9 +360,9 @@ def parts(*sizes: int) -> df.Transition:
             lambda: df.Transition(parts(3).dynamics, df.Isotropic())(THREE, THREE),
             r"Transition.noise must be NoNoise\(\) under BlockDynamics, .* got Isotropic",
         ),
-        (lambda: df.Transition(df.Isotropic()), "Transition.dynamics must be a dynamic such as"),  # type: ignore[arg-type]
-        (lambda: df.Transition(df.RandomWalk), "Transition.dynamics must be a dynamic such as"),  # type: ignore[arg-type]
-        (lambda: df.Transition(noise=df.RandomWalk()), "Transition.noise must be a noise such as"),  # type: ignore[arg-type]
+        (lambda: df.Transition(df.Isotropic()), "Transition.dynamics must be of role .dynamics., such as"),  # type: ignore[arg-type]
+        (lambda: df.Transition(df.RandomWalk), "Transition.dynamics must be of role .dynamics., such as"),  # type: ignore[arg-type]
+        (lambda: df.Transition(noise=df.RandomWalk()), "Transition.noise must be of role .noise., such as"),  # type: ignore[arg-type]
         (lambda: TREND.sample_paths(THREE, -1, 1), "sample_paths: steps must be an integer >= 0, got -1"),
         (lambda: TREND.sample_paths(THREE, 1, 0), "sample_paths: count must be an integer >= 1, got 0"),
     ],
@@ -385,3 +385,12 @@ def test_a_vector_of_noise_is_the_diagonal_of_its_matrix(covariance: df.Covarian
     source, variances = df.Belief(tensor(SOURCE.mean), covariance), (0.1, 0.0, 2.0)
     moved = df.Transition(df.MeanReversion(0.5), df.FullNoise(variances))(source, source)
     assert_equal(moved.covariance.dense(), np.diag([0.35, 0.25, 2.25]))
+
+
+@pytest.mark.parametrize("dynamics", [df.RandomWalk(), df.LocalTrend(2), df.Seasonal(6, 3)], ids=repr)
+def test_paths_of_the_parameters_are_read_out_of_those_of_the_states(dynamics: df.Dynamics) -> None:
+    transition = df.Transition(dynamics, df.Isotropic(0.1))
+    states = transition.sample_states(transition.augment(belief(SOURCE)), 3, 5, seed=1)
+    matrix = transition.read_out(3)
+    expected = states if matrix is None else torch.einsum("ds,cts->ctd", matrix, states)
+    assert_equal(transition.sample_paths(belief(SOURCE), 3, 5, seed=1), array(expected))

@@ -222,9 +222,9 @@ def test_neither_arguments_nor_memory_are_changed(weighting: Weighting) -> None:
         (lambda: EntropyGate(beta=math.inf), r"EntropyGate.beta must be a finite number in \(0, inf\), got inf"),
         (lambda: DiversityGate(similarity=1.5), r"DiversityGate.similarity must be a finite number in \(0, 1\], got 1.5"),
         (lambda: DiversityGate(momentum=-0.1), r"DiversityGate.momentum must be a finite number in \[0, 1\], got -0.1"),
-        (lambda: Product(()), r"Product.factors must be one weighting or more, got \(\)"),
-        (lambda: Product((0.5,)), r"Product.factors must be one weighting or more, got \(0.5,\)"),  # type: ignore[arg-type]
-        (lambda: Product((Constant,)), r"Product.factors must be one weighting or more, got \(<class"),  # type: ignore[arg-type]
+        (lambda: Product(()), r"Product.factors must be a tuple of one weighting or more, got \(\)"),
+        (lambda: Product((0.5,)), r"Product.factors must be of role .weighting., such as .*, got 0.5"),  # type: ignore[arg-type]
+        (lambda: Product((Constant,)), r"Product.factors must be of role .weighting., such as .*, got <class"),  # type: ignore[arg-type]
     ],
 )
 def test_refusals_name_field_value_and_range(make: Callable[[], object], message: str) -> None:

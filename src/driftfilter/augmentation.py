@@ -10,7 +10,7 @@ from typing import Literal, TypeAlias, final
 import torch
 from torch import Tensor
 
-from driftfilter.checks import require, require_count, require_number
+from driftfilter.checks import require, require_count, require_number, require_role
 from driftfilter.losses import FLOOR, Expansion, Loss, Targets, log_softmax, one_hot, separable
 
 Augmentation: TypeAlias = Callable[[Tensor, torch.Generator], Tensor]  # (inputs, generator) -> inputs
@@ -63,7 +63,7 @@ class Consistency(Loss):
         require(self.divergence in names, "Consistency.divergence", self.divergence, f"one of {names}")
         require(self.target in ("hard", "soft"), "Consistency.target", self.target, "'hard' or 'soft'")
         require_count("Consistency.copies", self.copies, 1)
-        require(callable(self.augmentation), "Consistency.augmentation", self.augmentation, "a callable (inputs, generator)")
+        require_role("Consistency.augmentation", self.augmentation, "augmentation", "GaussianNoise(0.1)")
 
     def views(self, inputs: Tensor, generator: Callable[[], torch.Generator]) -> tuple[Tensor, ...]:
         return _augmented(self.augmentation, inputs, self.copies, generator())
@@ -107,9 +107,7 @@ class MarginalEntropy(Loss):
 
     def __post_init__(self) -> None:
         require_count("MarginalEntropy.copies", self.copies, 1)
-        require(
-            callable(self.augmentation), "MarginalEntropy.augmentation", self.augmentation, "a callable (inputs, generator)"
-        )
+        require_role("MarginalEntropy.augmentation", self.augmentation, "augmentation", "GaussianNoise(0.1)")
 
     def views(self, inputs: Tensor, generator: Callable[[], torch.Generator]) -> tuple[Tensor, ...]:
         return _augmented(self.augmentation, inputs, self.copies, generator())

@@ -1,6 +1,7 @@
 """Refusals: every error names the field, the value it got and what is allowed."""
 
 import math
+from numbers import Integral, Real
 from typing import Any, TypeVar
 
 import torch
@@ -21,7 +22,7 @@ def require(condition: bool, field: str, value: Any, allowed: str) -> None:
 
 def require_number(field: str, value: Any, low: float, high: float, *, open_low: bool = False, open_high: bool = False) -> None:
     """Raise unless ``value`` is a finite real number inside the interval."""
-    number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    number = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
     inside = number and (low < value if open_low else low <= value) and (value < high if open_high else value <= high)
     left = "(" if open_low or math.isinf(low) else "["
     right = ")" if open_high or math.isinf(high) else "]"
@@ -30,7 +31,16 @@ def require_number(field: str, value: Any, low: float, high: float, *, open_low:
 
 def require_count(field: str, value: Any, low: int) -> None:
     """Raise unless ``value`` is an integer of at least ``low``."""
-    require(isinstance(value, int) and not isinstance(value, bool) and value >= low, field, value, f"an integer >= {low}")
+    whole = isinstance(value, Integral) and not isinstance(value, bool)
+    require(whole and value >= low, field, value, f"an integer >= {low}")
+
+
+def require_role(field: str, value: Any, role: str, example: str) -> None:
+    """Raise unless ``value`` can play a role: an instance and not a class, and no variant of another role."""
+    from driftfilter.recipe import role_of
+
+    usable = (callable(value) or hasattr(value, "expand")) and not isinstance(value, (type, Tensor))
+    require(usable and role_of(value) in (None, role), field, value, f"of role {role!r}, such as {example}")
 
 
 def require_finite(field: str, values: Tensor) -> None:

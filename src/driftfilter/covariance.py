@@ -134,7 +134,7 @@ class Full:
         require_finite("Full.matrix", self.matrix)
         asymmetry = (self.matrix - self.matrix.mT).abs().max().item()
         require(asymmetry <= 1e-5 * self.matrix.abs().max().item(), "Full.matrix", f"asymmetry {asymmetry:.3g}", "symmetric")
-        object.__setattr__(self, "matrix", symmetrized(self.matrix))
+        object.__setattr__(self, "matrix", symmetrized(self.matrix.detach()))
         cholesky(self.matrix, "Full.matrix")
 
     @property
@@ -232,6 +232,7 @@ class Diagonal:
     def __post_init__(self) -> None:
         require_shape("Diagonal.values", self.values, "[d]", None)
         require_floating("Diagonal.values", self.values)
+        object.__setattr__(self, "values", self.values.detach().clone())
         require_finite("Diagonal.values", self.values)
         if not (self.values > 0).all():
             raise NotPositiveDefiniteError(f"Diagonal.values must be > 0, got a smallest value of {self.values.min().item():g}")
@@ -297,6 +298,7 @@ class Blocks:
     parts: tuple[Covariance, ...]
 
     def __post_init__(self) -> None:
+        require(isinstance(self.parts, (tuple, list)), "Blocks.parts", self.parts, "a tuple of covariances")
         object.__setattr__(self, "parts", tuple(self.parts))
         covariances = len(self.parts) > 0 and all(hasattr(part, "condition") for part in self.parts)
         require(covariances, "Blocks.parts", self.parts, "one covariance or more")

@@ -57,8 +57,9 @@ class GaussNewton(LogitMetric):
     def roots(self, evaluation: Evaluation) -> Tensor:
         p = evaluation.logits.softmax(-1)
         root = p.sqrt()
-        shares = p.new_tensor(evaluation.expansion.shares).sqrt()
-        scale = shares.reshape(-1, *[1] * p.dim())
+        samples = p.new_ones(p.shape[-2])
+        shares = torch.stack([samples * share for share in evaluation.expansion.shares]).sqrt()  # [v, n]
+        scale = shares.reshape(len(shares), *[1] * (p.dim() - 3), -1, 1, 1)
         return (torch.diag_embed(root) - p[..., :, None] * root[..., None, :]) * scale
 
     def __call__(self, evaluation: Evaluation) -> tuple[Tensor, Tensor]:

@@ -44,7 +44,8 @@ class Layout(NamedTuple):
     """Where the parameters stand in the augmented state."""
 
     read_out: Tensor  # [d, states], θ = E s
-    hidden: Tensor  # [states], prior variance of each hidden state, 0 where the state is the parameter itself
+    places: Tensor  # [d], the states that start as the parameters themselves
+    variance: Tensor  # [states], where the hidden states start
 
 
 class Dynamics(Protocol):
@@ -80,9 +81,8 @@ def as_config(field: str, value: object) -> Matrix:
 
 def _augmented(read_out: Sequence[float], scale: float, parameters: int) -> Layout:
     eye = torch.eye(parameters, dtype=torch.float64)
-    hidden = torch.full((len(read_out), parameters), scale**2, dtype=torch.float64)
-    hidden[0] = 0.0
-    return Layout(torch.kron(torch.tensor([read_out], dtype=torch.float64), eye), hidden.flatten())
+    variance = torch.full((len(read_out) * parameters,), scale**2, dtype=torch.float64)
+    return Layout(torch.kron(torch.tensor([read_out], dtype=torch.float64), eye), torch.arange(parameters), variance)
 
 
 def _repeat(block: Tensor, source: Belief) -> Tensor:

@@ -10,16 +10,18 @@ State goes in; state, prediction and info come out. Nothing is changed in place.
 from __future__ import annotations
 
 import functools
+import math
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Literal, NamedTuple, ParamSpec, TypeVar, final
 
 import torch
 from torch import Tensor
 
 from driftfilter.belief import Belief
-from driftfilter.checks import require, require_finite
+from driftfilter.checks import NotPositiveDefiniteError, require, require_finite, require_role
 from driftfilter.dynamics import MeanReversion
 from driftfilter.inference import Inference, Linearized
 from driftfilter.observation import Energy, Gibbs
@@ -131,9 +133,8 @@ class Filter:
         require(allowed, "Filter.predict_from", self.predict_from, "'prior' or 'posterior'")
         require(isinstance(self.transition, Transition), "Filter.transition", self.transition, "a Transition")
         require(isinstance(self.observation, Gibbs), "Filter.observation", self.observation, "a Gibbs")
-        require(isinstance(self.inference, Inference), "Filter.inference", self.inference, "a rule such as Linearized()")
-        rule = callable(self.prediction) and not isinstance(self.prediction, type)
-        require(rule, "Filter.prediction", self.prediction, "a rule such as MAP()")
+        require_role("Filter.inference", self.inference, "inference", "Linearized()")
+        require_role("Filter.prediction", self.prediction, "prediction", "MAP()")
         object.__setattr__(self, "logits", lift(self.logits))
         object.__setattr__(self, "_bound", None)
         object.__setattr__(self, "_warned", False)
@@ -142,12 +143,12 @@ class Filter:
     def init(self, belief: Belief, seed: int = 0) -> FilterState:
         """The state before the first batch, from a belief over the parameters, which is taken as the source."""
         require(isinstance(belief, Belief), "Filter.init: belief", belief, "a Belief")
-        whole = isinstance(seed, int) and not isinstance(seed, bool)
+        whole = isinstance(seed, Integral) and not isinstance(seed, bool)
         require(whole, "Filter.init: seed", seed, "an integer")
         mean = belief.mean.detach().clone()  # often a model's own parameters, which may be trained on
         source = self.transition.augment(Belief(mean, belief.covariance))
         self.transition(source, source)  # refuses now what a structure cannot carry, not at the first batch
-        return FilterState(source, source, belief.dimension, seed)
+        return FilterState(source, source, belief.dimension, int(seed))
 
     @_without_gradients
     def step(self, state: FilterState, inputs: Tensor) -> tuple[FilterState, Prediction, StepInfo]:
@@ -162,10 +163,13 @@ class Filter:
         posterior = prior
         if not reason:
             posterior, memory = self.inference(prior, energy, memory, randomness)
+        if posterior.covariance is prior.covariance:
+            _require_proper(prior)
         belief = posterior if self.predict_from == "posterior" else prior
         known = energy.evaluation.logits[0] if belief.mean is energy.anchor else None
         prediction = self._predict(belief, Query(model, inputs, randomness, known))
-        info = StepInfo(state.step, not reason, reason, energy.evaluation.expansion.value, *energy.samples[1:3])
+        losses, samples = energy.evaluation.expansion.value, energy.samples
+        info = StepInfo(state.step, not reason, reason, losses, samples.weights, samples.coefficients)
         state = FilterState(posterior, state.source, state.parameters, state.seed, state.step + 1, memory)
         return state, prediction, info
 
@@ -221,8 +225,21 @@ class Filter:
         )
         if not self.__dict__["_warned"]:
             object.__setattr__(self, "_warned", True)
-            warnings.warn(f"no information in the batch, transition only: {reason}", NoInformationWarning, stacklevel=4)
+            advice = "use larger batches, EmpiricalFisher(centered=False) or Hessian(), or a loss of single samples"
+            message = f"no information in the batch, transition only: {reason}; {advice}"
+            warnings.warn(message, NoInformationWarning, stacklevel=4)
         return reason
+
+
+def _require_proper(belief: Belief) -> None:
+    """Raise where a transition without data has left no covariance, or an infinite one; conditioning checks its own."""
+    variance = belief.covariance.variance()
+    low, high = variance.min().item(), variance.max().item()
+    if not 0 < low <= high < math.inf:
+        raise NotPositiveDefiniteError(
+            f"variances must be finite and > 0, got {low:g} to {high:g} after the transition: a gain of 0 without noise, or a"
+            " discount of directions that no batch informs"
+        )
 
 
 def _checked(inputs: Tensor) -> Tensor:

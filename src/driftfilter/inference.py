@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from dataclasses import dataclass, field
 from typing import Protocol, final, runtime_checkable
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from driftfilter.belief import Belief
-from driftfilter.checks import require, require_count, require_finite, require_number, unchecked
+from driftfilter.checks import require, require_count, require_finite, require_number, require_role, unchecked
 from driftfilter.covariance import antithetic, positive_root
 from driftfilter.curvature import Curvature, EmpiricalFisher, Hessian, LogitMetric, NoCurvature
 from driftfilter.observation import Energy
@@ -47,6 +46,9 @@ class Linearized:
 
     curvature: Curvature = field(default_factory=EmpiricalFisher)
 
+    def __post_init__(self) -> None:
+        require_role("Linearized.curvature", self.curvature, "curvature", "Hessian()")
+
     def __call__(self, prior: Belief, energy: Energy, memory: Memory, randomness: Randomness) -> tuple[Belief, Memory]:
         return newton_step(prior, *self.curvature(energy.at(prior.mean))), memory
 
@@ -68,8 +70,8 @@ def _expected(
 def _expected_by_quadrature(belief: Belief, energy: Energy, curvature: Curvature, nodes: int) -> tuple[Tensor, Tensor]:
     """For a model linear in θ the logits of sample i are N(f_i, J_i Σ J_iᵀ): integrate over those k numbers instead.
 
-    Trapezoid rule in the eigenvectors of J Σ Jᵀ: on these analytic integrands it converges faster than Gauss–Hermite,
-    which at a logit sd of 3 is off by 1e-3 with 20 nodes.
+    Trapezoid rule in the eigenvectors of J Σ Jᵀ: on analytic integrands it converges faster than Gauss–Hermite, which at a
+    logit sd of 3 is off by 1e-3 with 20 nodes. A clipped Hessian has kinks, where any rule converges slowly (1e-4 or so).
     """
     require(energy.model.linear, "nodes", nodes, "0 unless the model is linear in θ (LinearHead); use samples")
     require(not energy.loss.is_coupled, "nodes", nodes, "0 for losses that couple samples or views; use samples")
@@ -102,8 +104,13 @@ def _logit_cloud(logits: Tensor, covariance: Tensor, nodes: int) -> tuple[Tensor
     reach = min(8.5, math.sqrt(math.pi * (nodes - 1)))
     line = torch.linspace(-reach, reach, nodes, dtype=logits.dtype, device=logits.device)
     density = torch.softmax(-line.square() / 2, 0)
-    grid = torch.tensor(list(itertools.product(range(nodes), repeat=active)), device=logits.device)
+    grid = torch.cartesian_prod(*[torch.arange(nodes, device=logits.device)] * active).reshape(-1, active)
     return logits[:, None] + torch.einsum("ma,vnka->vmnk", line[grid], root), density[grid].prod(-1)
+
+
+def _require_nodes(field: str, nodes: int) -> None:
+    require_count(field, nodes, 0)
+    require(nodes == 0 or nodes >= 7, field, nodes, "0 (none) or at least 7, below which the rule is rough")
 
 
 @final
@@ -111,8 +118,8 @@ def _logit_cloud(logits: Tensor, covariance: Tensor, nodes: int) -> tuple[Tensor
 class Bong:
     """Bayesian online natural gradient: the linearised update with E_q[g] and E_q[FᵀF], q = the prior N(μ⁻, Σ⁻).
 
-    Expectations by ``samples`` antithetic draws of θ or, for a model linear in θ, exactly by ``nodes`` quadrature points
-    for each logit direction; with 0 of both at the mean, which is the linearised update.
+    Expectations by ``samples`` antithetic draws of θ or, for a model linear in θ, by ``nodes`` quadrature points for each
+    logit direction; with 0 of both at the mean, which is the linearised update.
     """
 
     curvature: Curvature = field(default_factory=Hessian)
@@ -120,8 +127,9 @@ class Bong:
     nodes: int = 0
 
     def __post_init__(self) -> None:
+        require_role("Bong.curvature", self.curvature, "curvature", "Hessian()")
         require_count("Bong.samples", self.samples, 0)
-        require_count("Bong.nodes", self.nodes, 0)
+        _require_nodes("Bong.nodes", self.nodes)
 
     def __call__(self, prior: Belief, energy: Energy, memory: Memory, randomness: Randomness) -> tuple[Belief, Memory]:
         moments = _expected(prior, energy, self.curvature, self.samples, self.nodes, randomness)
@@ -135,7 +143,8 @@ class Variational:
 
     P ← (1 - r) P + r (P⁻ + E_q[FᵀF]),  μ ← μ - r P⁻¹ (P⁻(μ - μ⁻) + E_q[g]); the first step from the prior with r = 1 is
     BONG. Stops when a full step (r = 1) would move the mean by less than ``tolerance`` posterior standard deviations and no
-    variance by more than that fraction, or after ``iterations``.
+    variance by more than that fraction, or after ``iterations``; ``memory["inference.residual"]`` is the length of a further
+    full step. The rate is halved whenever that length grows, as it may under a projected covariance.
     The fixed point is the exact optimum where the curvature is the exact Hessian (a linear head and a convex loss). With
     0 samples and 0 nodes it is Newton's method to the mode and the Laplace approximation there.
     """
@@ -148,28 +157,32 @@ class Variational:
     tolerance: float = 1e-6
 
     def __post_init__(self) -> None:
+        require_role("Variational.curvature", self.curvature, "curvature", "Hessian()")
         require_count("Variational.samples", self.samples, 0)
-        require_count("Variational.nodes", self.nodes, 0)
+        _require_nodes("Variational.nodes", self.nodes)
         require_number("Variational.rate", self.rate, 0, 1, open_low=True)
         require_count("Variational.iterations", self.iterations, 1)
         require_number("Variational.tolerance", self.tolerance, 0, math.inf)
 
     def __call__(self, prior: Belief, energy: Energy, memory: Memory, randomness: Randomness) -> tuple[Belief, Memory]:
-        posterior = prior
+        posterior, rate, before = prior, float(self.rate), math.inf
         accumulated = prior.mean.new_zeros(0, prior.dimension)
         for _ in range(self.iterations):
             gradient, factor = _expected(posterior, energy, self.curvature, self.samples, self.nodes, randomness)
-            accumulated = _blend(accumulated, factor, self.rate)
+            accumulated = _blend(accumulated, factor, rate)
             covariance = prior.covariance.condition(accumulated)
             slope = prior.covariance.solve(posterior.mean - prior.mean) + gradient
             step = covariance.apply(slope)
             covariance = covariance.truncate()
             changes = covariance.variance() / posterior.covariance.variance() - 1
-            posterior = Belief(posterior.mean - self.rate * step, covariance)
-            # step @ slope is the squared length of the step in posterior standard deviations
-            if step @ slope < self.tolerance**2 and changes.abs().max() < self.tolerance * self.rate:
+            posterior = Belief(posterior.mean - rate * step, covariance)
+            residual = (step @ slope).clamp_min(0).sqrt()  # length of the full step in posterior standard deviations
+            if residual < self.tolerance and changes.abs().max() < self.tolerance * rate:
                 break
-        return posterior, memory
+            if residual > max(before, self.tolerance):
+                rate /= 2
+            before = residual.item()
+        return posterior, {**memory, "inference.residual": residual}
 
 
 def _blend(old: Tensor, new: Tensor, rate: float) -> Tensor:
@@ -245,6 +258,9 @@ class GradientStep:
 
     rule: SGD | Adam = field(default_factory=SGD)
     curvature = NoCurvature()
+
+    def __post_init__(self) -> None:
+        require_role("GradientStep.rule", self.rule, "optimizer", "SGD() or Adam()")
 
     def __call__(self, prior: Belief, energy: Energy, memory: Memory, randomness: Randomness) -> tuple[Belief, Memory]:
         step, memory = self.rule(energy.at(prior.mean).gradient(), memory)

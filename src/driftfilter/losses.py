@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, final
 import torch
 from torch import Tensor
 
-from driftfilter.checks import require, require_number
+from driftfilter.checks import require, require_number, require_role
 from driftfilter.covariance import positive_root
 
 Targets: TypeAlias = "Tensor | tuple[Targets, ...] | None"
@@ -30,7 +30,7 @@ class Expansion(NamedTuple):
     gradient: Tensor  # [v, ..., n, k]
     hessian: Callable[[], Tensor]  # [v, ..., n, k, k], computed when asked for; indefinite as a rule
     root: Callable[[], Tensor]  # R [v, ..., n, k, r], R Rᵀ = the positive part of the Hessian
-    shares: tuple[float, ...] = (1.0,)  # weight of each view in the loss, for curvature that comes from the model alone
+    shares: tuple[float | Tensor, ...] = (1.0,)  # weight of each view (number or [n]), for curvature from the model alone
 
 
 class Loss(Protocol):
@@ -91,7 +91,9 @@ def _invariant_root(hessian: Tensor) -> Tensor:
     return basis @ positive_root(basis.mT @ hessian @ basis)
 
 
-def separable(value: Tensor | None, p: Tensor, first: Tensor, second: Tensor, shares: tuple[float, ...] = (1.0,)) -> Expansion:
+def separable(
+    value: Tensor | None, p: Tensor, first: Tensor, second: Tensor, shares: tuple[float | Tensor, ...] = (1.0,)
+) -> Expansion:
     """Every loss Σ_k g_k(p_k), from first = p g'(p) and second = p² g''(p), which stay finite as p -> 0:
 
     ∇ = u = first - p Σfirst,  ∇² = diag(v) - v pᵀ - p vᵀ + (Σb) p pᵀ  with b = second, v = u + b.
@@ -158,7 +160,7 @@ def one_hot(logits: Tensor) -> Tensor:
 
 def _cross_entropy(logp: Tensor, p: Tensor, targets: Tensor) -> Expansion:
     """-Σ t log p: ∇ = p Σt - t, ∇² = (Σt)(diag p - p pᵀ)."""
-    return separable(-(targets * logp).sum(-1), p, -targets.expand_as(p), targets)
+    return separable(-(targets * logp).sum(-1), p, -targets.expand_as(p), targets, (targets.sum(-1),))
 
 
 @final
@@ -377,7 +379,7 @@ class Sum(Loss):
     def expand(self, logits: Tensor, targets: Targets, weights: Tensor) -> Expansion:
         assert isinstance(targets, tuple)
         value, gradient = torch.zeros_like(logits[..., 0]), torch.zeros_like(logits)
-        shares = [0.0] * len(logits)
+        shares: list[float | Tensor] = [0.0] * len(logits)
         pieces: list[tuple[float, list[int], Expansion]] = []
         start = 1
         for term, coefficient, target in zip(self.terms, self.coefficients, targets, strict=True):
@@ -407,11 +409,15 @@ class Custom(Loss):
     function: Callable[[Tensor], Tensor]
 
     def expand(self, logits: Tensor, targets: Targets, weights: Tensor) -> Expansion:
-        return differentiate(self.function, logits)
+        expansion = differentiate(self.function, logits)
+        values = expansion.value[0]
+        together = self.function(logits[0]) if logits.dim() == 3 and logits.shape[1] > 1 else values
+        alone = together.shape == values.shape and torch.allclose(together, values, rtol=1e-3, atol=1e-5)
+        require(alone, "the loss function", self.function, "one of each sample alone: here the others change its value")
+        return expansion
 
 
 def as_loss(field: str, loss: Any) -> Loss:
     """A loss as it is; a function logits [n, k] -> [n] as a custom one."""
-    allowed = callable(loss) or hasattr(loss, "expand")
-    require(allowed and not isinstance(loss, (type, Tensor)), field, loss, "a loss or a function logits [n, k] -> [n]")
+    require_role(field, loss, "loss", "Entropy() or a function logits [n, k] -> [n]")
     return loss if hasattr(loss, "expand") else Custom(loss)

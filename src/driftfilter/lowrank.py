@@ -72,6 +72,8 @@ class LowRank:
         require(fits, "LowRank.factor", f"shape {list(self.factor.shape)}", f"of shape [r, {dimension}]")
         require_floating("LowRank.diagonal", self.diagonal)
         require(self.factor.dtype == self.diagonal.dtype, "LowRank.factor", self.factor.dtype, f"{self.diagonal.dtype}")
+        object.__setattr__(self, "diagonal", self.diagonal.detach().clone())
+        object.__setattr__(self, "factor", self.factor.detach().clone())
         require_finite("LowRank.diagonal", self.diagonal)
         require_finite("LowRank.factor", self.factor)
         if not (self.diagonal > 0).all():

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple, final
 import torch
 from torch import Tensor
 
-from driftfilter.checks import require, require_finite
+from driftfilter.checks import require, require_finite, require_role
 from driftfilter.losses import Entropy, Expansion, Loss, Targets, as_loss
 from driftfilter.predictive import PredictiveModel, Pullback
 from driftfilter.randomness import Purpose, Randomness
@@ -32,8 +32,7 @@ class Gibbs:
     def __post_init__(self) -> None:
         require(self.over in ("batch", "kept"), "Gibbs.over", self.over, "'batch' or 'kept'")
         object.__setattr__(self, "loss", as_loss("Gibbs.loss", self.loss))
-        weighs = callable(self.weighting) and not isinstance(self.weighting, type)
-        require(weighs, "Gibbs.weighting", self.weighting, "a weighting")
+        require_role("Gibbs.weighting", self.weighting, "weighting", "Constant(1.0)")
 
     def __call__(
         self, model: PredictiveModel, theta: Tensor, inputs: Tensor, memory: Memory, randomness: Randomness

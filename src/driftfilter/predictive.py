@@ -57,8 +57,13 @@ def logit_covariance(covariance: Covariance, logits: Tensor, pullback: Pullback)
 
 def lift(function: LogitFunction | PredictiveModel) -> PredictiveModel:
     """A plain function as a predictive model; a predictive model as it is."""
-    usable = callable(function) and not isinstance(function, type)
-    require(usable, "Filter.logits", function, "a function (theta, inputs) -> logits or a PredictiveModel")
+    allowed = "a function (theta, inputs) -> logits or a PredictiveModel"
+    require(callable(function) and not isinstance(function, type), "Filter.logits", function, allowed)
+    missing = [name for name in ("linear", "pushforward") if hasattr(function, "pullback") and not hasattr(function, name)]
+    require(not missing, "Filter.logits", f"a model with a pullback but without {missing}", allowed)
+    module = isinstance(function, torch.nn.Module) and not hasattr(function, "pullback")
+    hint = f"{allowed}; for a module write lambda theta, inputs: torch.func.functional_call(module, parameters(theta), inputs)"
+    require(not module, "Filter.logits", type(function).__name__, hint)
     return function if isinstance(function, PredictiveModel) else Lifted(function)
 
 

@@ -10,6 +10,7 @@ import difflib
 import json
 import sys
 from dataclasses import MISSING, Field, fields, is_dataclass
+from numbers import Integral, Real
 from typing import Any
 
 import driftfilter.augmentation as augmentation
@@ -95,6 +96,11 @@ _CLASSES = {name: cls for role in VARIANTS.values() for name, cls in role.items(
 _ROLES = {cls: role for role, classes in VARIANTS.items() for cls in classes.values()}
 
 
+def role_of(value: Any) -> str | None:
+    """The role of a variant in the table; None for anything else."""
+    return _ROLES.get(type(value))
+
+
 def to_dict(variant: Any) -> dict[str, Any]:
     """A variant as plain data: its kind and its fields."""
     name = type(variant).__name__
@@ -106,8 +112,10 @@ def to_dict(variant: Any) -> dict[str, Any]:
 def _plain(value: Any) -> Any:
     if isinstance(value, (tuple, list)):
         return [_plain(item) for item in value]
-    if isinstance(value, (bool, int, float, str)):
+    if isinstance(value, (bool, str)):
         return value
+    if isinstance(value, Real):
+        return int(value) if isinstance(value, Integral) else float(value)
     if is_dataclass(value):
         return to_dict(value)
     raise ValueError(f"{value!r} cannot be written as data: only variants in the table, numbers, texts and lists can")

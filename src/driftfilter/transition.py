@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from driftfilter.belief import Belief
-from driftfilter.checks import require, require_count, require_number, unchecked
+from driftfilter.checks import require, require_count, require_number, require_role, unchecked
 from driftfilter.covariance import Blocks, Covariance, Diagonal, Full, Gain, Noise, block_diagonal, positive_root, symmetrized
 from driftfilter.dynamics import Dynamics, Layout, Matrix, Motion, RandomWalk, Spread, SpreadRule, as_config, as_matrix
 
@@ -168,10 +168,8 @@ class Transition:
     noise: NoiseModel = field(default_factory=NoNoise)
 
     def __post_init__(self) -> None:
-        moves = hasattr(self.dynamics, "layout") and not isinstance(self.dynamics, type)
-        require(moves, "Transition.dynamics", self.dynamics, "a dynamic such as RandomWalk()")
-        spreads = callable(self.noise) and not isinstance(self.noise, type) and not hasattr(self.noise, "layout")
-        require(spreads, "Transition.noise", self.noise, "a noise such as Isotropic(0.01)")
+        require_role("Transition.dynamics", self.dynamics, "dynamics", "RandomWalk()")
+        require_role("Transition.noise", self.noise, "noise", "Isotropic(0.01)")
 
     def __call__(self, belief: Belief, source: Belief) -> Belief:
         return self.bind(source)(belief)
@@ -190,11 +188,9 @@ class Transition:
         layout = self.dynamics.layout(belief.dimension)
         if layout is None:
             return belief
-        covariance = belief.covariance
-        hidden = layout.hidden.to(belief.mean)
-        (index,) = (hidden == 0).nonzero(as_tuple=True)
-        mean = torch.zeros_like(hidden).index_copy(0, index, belief.mean)
-        dynamics = self.dynamics
+        covariance, dynamics = belief.covariance, self.dynamics
+        index, variance = layout.places.to(belief.mean.device), layout.variance.to(belief.mean)
+        mean = torch.zeros_like(variance).index_copy(0, index, belief.mean)
         if isinstance(covariance, Blocks) and isinstance(dynamics, BlockDynamics) and covariance.sizes == list(dynamics.sizes):
             pieces = dynamics.split(belief)
             augmented = [part.augment(piece) for part, piece in zip(dynamics.parts, pieces, strict=True)]
@@ -205,7 +201,7 @@ class Transition:
                 f"{structure} cannot carry {dynamic}, whose hidden states correlate with the parameters;"
                 " use Full, or Blocks of Full with BlockDynamics of the same sizes"
             )
-        matrix = torch.diag(hidden)
+        matrix = torch.diag(variance)
         matrix[index[:, None], index] = covariance.matrix
         return Belief(mean, Full(matrix))
 
@@ -214,11 +210,17 @@ class Transition:
         layout = self.dynamics.layout(parameters)
         return None if layout is None else layout.read_out
 
-    def sample_paths(self, source: Belief, steps: int, count: int, seed: int = 0) -> Tensor:
-        """Prior paths without data, [count, steps + 1, states], from a source over the states (see ``augment``).
+    def sample_paths(self, belief: Belief, steps: int, count: int, seed: int = 0) -> Tensor:
+        """Paths of the parameters without data, [count, steps + 1, d], from a belief over the parameters.
 
         Their moments are those of the filter's own prior, up to what a LowRank belief truncates on the way.
         """
+        matrix = self.read_out(belief.dimension)
+        states = self.sample_states(self.augment(belief), steps, count, seed)
+        return states if matrix is None else states @ matrix.to(states).mT
+
+    def sample_states(self, source: Belief, steps: int, count: int, seed: int = 0) -> Tensor:
+        """The same with the hidden states, [count, steps + 1, states], from a source over the states (see ``augment``)."""
         require_count("sample_paths: steps", steps, 0)
         require_count("sample_paths: count", count, 1)
         bound = self.bind(source)
@@ -292,7 +294,7 @@ class BlockDynamics(Dynamics):
 
     def _states(self) -> list[int]:
         layouts = [part.dynamics.layout(size) for part, size in zip(self.parts, self.sizes, strict=True)]
-        return [s if part is None else len(part.hidden) for part, s in zip(layouts, self.sizes, strict=True)]
+        return [s if part is None else len(part.variance) for part, s in zip(layouts, self.sizes, strict=True)]
 
     def split(self, belief: Belief) -> list[Belief]:
         """The belief over each part, given one over parameters or over states."""
@@ -326,7 +328,10 @@ class BlockDynamics(Dynamics):
 
         fixed = [part.spread for part in bound if isinstance(part.spread, Spread)]
         if len(fixed) == len(bound) and all(_is(part.keep, 1.0) for part in fixed):
-            return Motion(gain, drift, Spread(1.0, _joined([part.noise for part in fixed], sizes, mean)))
+            noise = _joined([part.noise for part in fixed], sizes, mean)
+            if isinstance(source.covariance, Full) and not isinstance(noise, (float, Tensor)):
+                noise = noise.dense()  # once, instead of at every step
+            return Motion(gain, drift, Spread(1.0, noise))
         return Motion(gain, drift, spread)
 
     def layout(self, parameters: int) -> Layout | None:
@@ -335,9 +340,16 @@ class BlockDynamics(Dynamics):
         layouts = [part.dynamics.layout(size) for part, size in zip(self.parts, self.sizes, strict=True)]
         if all(layout is None for layout in layouts):
             return None
-        plain = [Layout(torch.eye(size, dtype=torch.float64), torch.zeros(size, dtype=torch.float64)) for size in self.sizes]
-        known = [layout or other for layout, other in zip(layouts, plain, strict=True)]
-        return Layout(block_diagonal([k.read_out for k in known]), torch.cat([k.hidden for k in known]))
+        pieces: list[Layout] = []
+        for layout, size in zip(layouts, self.sizes, strict=True):
+            eye, nothing = torch.eye(size, dtype=torch.float64), torch.zeros(size, dtype=torch.float64)
+            pieces.append(layout or Layout(eye, torch.arange(size), nothing))
+        starts = [sum(len(piece.variance) for piece in pieces[:position]) for position in range(len(pieces))]
+        return Layout(
+            block_diagonal([piece.read_out for piece in pieces]),
+            torch.cat([piece.places + start for piece, start in zip(pieces, starts, strict=True)]),
+            torch.cat([piece.variance for piece in pieces]),
+        )
 
 
 def _is(value: object, number: float) -> bool:

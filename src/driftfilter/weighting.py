@@ -13,7 +13,8 @@ from typing import Protocol, TypeAlias, final
 
 from torch import Tensor
 
-from driftfilter.checks import require, require_number
+from driftfilter.checks import require, require_number, require_role
+from driftfilter.losses import log_softmax
 
 Memory: TypeAlias = Mapping[str, Tensor]
 
@@ -27,7 +28,7 @@ class Weighting(Protocol):
 
 def entropy(logits: Tensor) -> Tensor:
     """H(softmax f) for logits [..., k]."""
-    logp = logits.log_softmax(-1).clamp_min(-1e4)
+    logp = log_softmax(logits)
     return -(logp.exp() * logp).sum(-1)
 
 
@@ -120,9 +121,13 @@ class Product:
     factors: tuple[Weighting, ...] = (EntropyGate(), DiversityGate())
 
     def __post_init__(self) -> None:
+        listed = isinstance(self.factors, (tuple, list)) and len(self.factors) > 0
+        require(listed, "Product.factors", self.factors, "a tuple of one weighting or more")
         object.__setattr__(self, "factors", tuple(self.factors))
-        usable = all(callable(factor) and not isinstance(factor, type) for factor in self.factors)
-        require(len(self.factors) > 0 and usable, "Product.factors", self.factors, "one weighting or more")
+        for factor in self.factors:
+            require_role("Product.factors", factor, "weighting", "EntropyGate()")
+        gates = sum(isinstance(factor, DiversityGate) for factor in self.factors)
+        require(gates <= 1, "Product.factors", self.factors, "with one DiversityGate at most: they share their memory")
 
     def __call__(self, logits: Tensor, weights: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
         for factor in self.factors:
