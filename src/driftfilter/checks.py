@@ -47,8 +47,11 @@ def require_finite(field: str, values: Tensor) -> None:
     """Raise if a tensor holds NaN or infinity, saying how many and where the first one is."""
     # A finite sum proves finite entries and costs one reduction; only a suspicious sum pays for the full look. A handful of
     # numbers is read out faster than it is summed.
-    few = values.numel() <= 16
-    if all(map(math.isfinite, values.flatten().tolist())) if few else math.isfinite(values.sum().item()):
+    if values.numel() <= 16:
+        finite = all(map(math.isfinite, (values if values.dim() == 1 else values.flatten()).tolist()))
+    else:
+        finite = math.isfinite(values.sum().item())
+    if finite:
         return
     bad = ~torch.isfinite(values)
     if bad.any():

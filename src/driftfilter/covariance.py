@@ -162,7 +162,7 @@ class Full:
             return self
         if rows < self.dimension:
             if rows == 1:
-                vector = factor[0]
+                vector = factor.select(0, 0)
                 cross = self.matrix.mv(vector)
                 scale = 1 + cross.dot(vector).item()
                 if not 0 < scale < math.inf:

@@ -41,8 +41,10 @@ def _without_gradients(method: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(method)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
         if torch.is_inference_mode_enabled():
-            with torch.inference_mode(False):
-                return wrapped(*args, **kwargs)
+            with torch.inference_mode(False), torch.no_grad():
+                return method(*args, **kwargs)
+        if not torch.is_grad_enabled():
+            return method(*args, **kwargs)
         with torch.no_grad():
             return method(*args, **kwargs)
 
@@ -181,6 +183,7 @@ class Filter:
         randomness = Randomness(state.seed, state.step, state.belief.mean.device)
         return self._predict(state.belief, Query(model, inputs, randomness))
 
+    @_without_gradients
     def run(self, state: FilterState, batches: Iterable[Tensor]) -> tuple[FilterState, Outputs]:
         """A whole stream: batches [n, ...] one after the other, or one tensor [steps, n, ...]."""
         predictions: list[Prediction] = []

@@ -114,7 +114,7 @@ def separable(
         v = gradient + second  # two classes: ∇² = a [[1, -1], [-1, 1]], both diagonal entries are a
         halved = torch.addcmul(v, p, second.sum(-1, keepdim=True), value=-0.5)
         a = torch.addcmul(v, p, halved, value=-2.0).clamp_min_(0).sqrt_()
-        return (a * _opposite(p.dtype, p.device))[..., None]
+        return (a * _opposite(p.dtype, p.device)).unsqueeze(-1)
 
     return Expansion(total.squeeze(-1) if value is None else value, gradient, hessian, root, shares)
 

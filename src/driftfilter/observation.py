@@ -95,7 +95,7 @@ class Energy(NamedTuple):
 def evaluate(loss: Loss, pulled: list[tuple[Tensor, Pullback]], samples: Samples) -> Evaluation:
     """A loss at the logits of each view, with the way back to parameters."""
     views = [logits for logits, _ in pulled]
-    logits = torch.stack(views) if len(views) > 1 else views[0][None]
+    logits = torch.stack(views) if len(views) > 1 else views[0].unsqueeze(0)
     expansion = loss.expand(logits, samples.targets, samples.weights)
     return Evaluation(expansion, logits, [pullback for _, pullback in pulled], samples.coefficients)
 
@@ -110,18 +110,18 @@ class Evaluation(NamedTuple):
 
     def rows(self, scale: Tensor) -> Tensor:
         """s_i ∇ℓ_i of every sample [n, d], for scales s [n]: applied to k cotangents, not to d gradients."""
-        weighted = self.expansion.gradient * scale[:, None]
-        return _total([pull(weighted[view]) for view, pull in enumerate(self.pullbacks)])
+        weighted = self.expansion.gradient * scale.unsqueeze(1)
+        return _total([pull(weighted.select(0, view)) for view, pull in enumerate(self.pullbacks)])
 
     def gradient(self, cotangents: Tensor | None = None) -> Tensor:
         """∇E = Σ_i (w_i / n) J_iᵀ c_i [d], for the loss's own logit gradients c [v, n, k] or others."""
-        weighted = (self.expansion.gradient if cotangents is None else cotangents) * self.coefficients[:, None]
-        return _total([pull.total(weighted[view]) for view, pull in enumerate(self.pullbacks)])
+        weighted = (self.expansion.gradient if cotangents is None else cotangents) * self.coefficients.unsqueeze(1)
+        return _total([pull.total(weighted.select(0, view)) for view, pull in enumerate(self.pullbacks)])
 
     def factor(self, roots: Tensor) -> Tensor:
         """F [m, d] with FᵀF = Σ_i (w_i / n) J_iᵀ (R_i R_iᵀ) J_i, for roots R of logit-space metrics [v, n, k, r]."""
-        weighted = roots.permute(0, 3, 1, 2) * self.coefficients.sqrt()[:, None]  # [v, r, n, k]
-        pieces = [pull(weighted[view]).flatten(0, 1) for view, pull in enumerate(self.pullbacks)]
+        weighted = roots.permute(0, 3, 1, 2) * self.coefficients.sqrt().unsqueeze(1)  # [v, r, n, k]
+        pieces = [pull(weighted.select(0, view)).flatten(0, 1) for view, pull in enumerate(self.pullbacks)]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 

@@ -130,10 +130,12 @@ class _LinearPullback(NamedTuple):
     first: int  # class that has the first row in θ
 
     def __call__(self, cotangents: Tensor) -> Tensor:
-        return (cotangents[..., self.first :, None] * self.features[:, None, :]).flatten(-2)
+        own = cotangents.narrow(-1, self.first, cotangents.shape[-1] - self.first)
+        return (own.unsqueeze(-1) * self.features.unsqueeze(1)).flatten(-2)
 
     def total(self, cotangents: Tensor) -> Tensor:
-        return (cotangents[:, self.first :].mT @ self.features).view(-1)
+        own = cotangents.narrow(-1, self.first, cotangents.shape[-1] - self.first)
+        return torch.mm(own.t(), self.features).view(-1)
 
 
 @final

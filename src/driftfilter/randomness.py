@@ -1,8 +1,7 @@
 """All randomness comes from (seed, step, purpose), so a resumed run replays bit for bit."""
 
-from dataclasses import dataclass
 from enum import IntEnum
-from typing import final
+from typing import NamedTuple
 
 import torch
 
@@ -25,9 +24,7 @@ def _mix(value: int) -> int:
     return value ^ (value >> 31)
 
 
-@final
-@dataclass(frozen=True)
-class Randomness:
+class Randomness(NamedTuple):
     """The random numbers of one step; generators are made only when a rule asks for one."""
 
     seed: int

@@ -254,6 +254,8 @@ class BoundTransition(NamedTuple):
         return unchecked(Belief, mean=self._move(belief.mean), covariance=covariance)
 
     def _move(self, mean: Tensor) -> Tensor:
+        if isinstance(self.gain, float) and isinstance(self.drift, Tensor):
+            return torch.add(self.drift, mean, alpha=self.gain)
         moved = mean if _is(self.gain, 1.0) else _apply(self.gain, mean)
         return moved if _is(self.drift, 0.0) else moved + self.drift
 
