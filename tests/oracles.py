@@ -16,7 +16,7 @@ import driftfilter as df
 from driftfilter.covariance import Blocks, Covariance, Diagonal, Full
 from driftfilter.dynamics import Dynamics
 from driftfilter.lowrank import LowRank
-from driftfilter.transition import NoiseModel
+from driftfilter.noise import NoiseModel
 
 Array: TypeAlias = npt.NDArray[Any]
 

@@ -15,9 +15,9 @@ from torch import Tensor
 from driftfilter import VARIANTS
 from driftfilter.augmentation import Consistency, GaussianNoise, MarginalEntropy
 from driftfilter.curvature import Curvature, EmpiricalFisher, GaussNewton, Hessian, LogitMetric, NoCurvature
+from driftfilter.expansion import Expansion
 from driftfilter.losses import (
     Entropy,
-    Expansion,
     GeneralizedCrossEntropy,
     InformationMaximization,
     Loss,

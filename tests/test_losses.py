@@ -13,11 +13,11 @@ from torch import Tensor
 
 from driftfilter import VARIANTS
 from driftfilter.augmentation import Consistency, MarginalEntropy
+from driftfilter.expansion import Expansion
 from driftfilter.losses import (
     ConjugatePseudoLabel,
     Custom,
     Entropy,
-    Expansion,
     GeneralizedCrossEntropy,
     InformationMaximization,
     Loss,

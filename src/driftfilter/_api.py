@@ -20,23 +20,13 @@ from driftfilter.losses import (
     Sum,
 )
 from driftfilter.lowrank import LowRank
+from driftfilter.noise import Discount, FullNoise, Isotropic, NoiseModel, NoNoise, Reset, Restore, Stationary
 from driftfilter.observation import Gibbs
 from driftfilter.prediction import MAP, LinearizedGaussian, LinearizedProbit, MonteCarlo, Prediction, PredictionRule
 from driftfilter.predictive import LinearHead, PredictiveModel
 from driftfilter.recipe import VARIANTS, from_toml, to_toml
 from driftfilter.source import fit_laplace
-from driftfilter.transition import (
-    BlockDynamics,
-    Discount,
-    FullNoise,
-    Isotropic,
-    NoiseModel,
-    NoNoise,
-    Reset,
-    Restore,
-    Stationary,
-    Transition,
-)
+from driftfilter.transition import BlockDynamics, Transition
 from driftfilter.weighting import Constant, DiversityGate, EntropyGate, Product, Reliability, Weighting
 
 __all__ = [

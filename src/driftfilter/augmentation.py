@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from driftfilter.checks import require, require_count, require_number, require_role
-from driftfilter.losses import FLOOR, Expansion, Loss, Targets, log_softmax, one_hot, separable
+from driftfilter.expansion import FLOOR, Expansion, log_softmax, separable
+from driftfilter.losses import Loss, Targets, one_hot
 
 Augmentation: TypeAlias = Callable[[Tensor, torch.Generator], Tensor]  # (inputs, generator) -> inputs
 

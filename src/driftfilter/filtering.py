@@ -24,11 +24,12 @@ from driftfilter.belief import Belief
 from driftfilter.checks import NotPositiveDefiniteError, require, require_finite, require_role
 from driftfilter.dynamics import MeanReversion
 from driftfilter.inference import Inference, Linearized
+from driftfilter.noise import Stationary
 from driftfilter.observation import Energy, Gibbs
 from driftfilter.prediction import MAP, Prediction, PredictionRule, Query
 from driftfilter.predictive import LogitFunction, PredictiveModel, ReadOut, lift
 from driftfilter.randomness import Randomness
-from driftfilter.transition import BoundTransition, Stationary, Transition
+from driftfilter.transition import BoundTransition, Transition
 from driftfilter.weighting import Memory
 
 P = ParamSpec("P")

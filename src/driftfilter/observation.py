@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from driftfilter.checks import require, require_finite, require_role
-from driftfilter.losses import Entropy, Expansion, Loss, Targets, as_loss
+from driftfilter.expansion import Expansion
+from driftfilter.losses import Entropy, Loss, Targets, as_loss
 from driftfilter.predictive import PredictiveModel, Pullback
 from driftfilter.randomness import Purpose, Randomness
 from driftfilter.weighting import Constant, Memory, Weighting

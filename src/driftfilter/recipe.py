@@ -18,6 +18,7 @@ import driftfilter.curvature as curvature
 import driftfilter.dynamics as dynamics
 import driftfilter.inference as inference
 import driftfilter.losses as losses
+import driftfilter.noise as noise
 import driftfilter.observation as observation
 import driftfilter.prediction as prediction
 import driftfilter.predictive as predictive
@@ -41,13 +42,13 @@ VARIANTS: dict[str, dict[str, type[Any]]] = {
         "Affine": dynamics.Affine,
     },
     "noise": {
-        "Isotropic": transition.Isotropic,
-        "FullNoise": transition.FullNoise,
-        "Discount": transition.Discount,
-        "Reset": transition.Reset,
-        "Stationary": transition.Stationary,
-        "Restore": transition.Restore,
-        "NoNoise": transition.NoNoise,
+        "Isotropic": noise.Isotropic,
+        "FullNoise": noise.FullNoise,
+        "Discount": noise.Discount,
+        "Reset": noise.Reset,
+        "Stationary": noise.Stationary,
+        "Restore": noise.Restore,
+        "NoNoise": noise.NoNoise,
     },
     "transition": {"Transition": transition.Transition},
     "loss": {

@@ -14,7 +14,7 @@ from typing import Protocol, TypeAlias, final
 from torch import Tensor
 
 from driftfilter.checks import require, require_number, require_role
-from driftfilter.losses import log_softmax
+from driftfilter.expansion import log_softmax
 
 Memory: TypeAlias = Mapping[str, Tensor]
 
