@@ -155,7 +155,7 @@ def test_run_is_a_loop_of_steps(inference: Inference, prediction: PredictionRule
     looped, predictions = filt.init(belief(), seed=1), []
     for inputs in stream:
         looped, predicted, _ = filt.step(looped, inputs)
-        predictions.append(predicted.log_probabilities)
+        predictions.append(predicted)
 
     def generated() -> Iterator[Tensor]:
         yield from stream
@@ -163,7 +163,8 @@ def test_run_is_a_loop_of_steps(inference: Inference, prediction: PredictionRule
     for same in (stream, list(stream), generated()):
         state, outputs = filt.run(filt.init(belief(), seed=1), same)
         assert_same(state, looped)
-        assert torch.equal(outputs.log_probabilities, torch.cat(predictions))
+        assert torch.equal(outputs.log_probabilities, torch.cat([each.log_probabilities for each in predictions]))
+        assert torch.equal(outputs.logit_variance, torch.cat([each.logit_variance for each in predictions]))
         assert [info.step for info in outputs.infos] == [0, 1, 2, 3]
 
 

@@ -99,6 +99,11 @@ class Outputs(list[Prediction]):
         return torch.cat([prediction.log_probabilities for prediction in self])
 
     @property
+    def logit_variance(self) -> Tensor:
+        """Variance of the logits of every sample [samples, k]."""
+        return torch.cat([prediction.logit_variance for prediction in self])
+
+    @property
     def probabilities(self) -> Tensor:
         """p(y given x) of every sample [samples, k]."""
         return self.log_probabilities.exp()
