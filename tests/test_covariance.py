@@ -298,3 +298,15 @@ PAIR = df.Blocks((df.Diagonal(ONES[:1]), df.Diagonal(ONES[:1])))
 def test_what_cannot_be_is_refused(build: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build()
+
+
+@pytest.mark.parametrize("rows", [1, 2, 9])
+def test_float32_keeps_the_mean_step_where_the_data_are_strong(rows: int) -> None:
+    """Σ g for g in the span of F: a Σ rounded to float32 would leave a tenth of it wrong."""
+    factor = 1e3 * torch.randn(rows, 6, generator=torch.Generator().manual_seed(rows))
+    gradient = torch.randn(rows, generator=torch.Generator().manual_seed(9)) @ factor
+    posterior = df.Full(torch.eye(6)).condition(factor)
+    exact = torch.linalg.inv(torch.eye(6).double() + factor.double().mT @ factor.double()) @ gradient.double()
+    assert (posterior.apply(gradient).double() - exact).norm() < 1e-5 * exact.norm()
+    assert posterior.dtype == posterior.apply(gradient).dtype == torch.float32
+    torch.testing.assert_close(posterior.truncate().dense(), posterior.dense())

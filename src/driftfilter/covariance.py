@@ -151,7 +151,9 @@ class Full:
         return cholesky(self.matrix, "the covariance")
 
     def apply(self, vectors: Tensor) -> Tensor:
-        return self.matrix.mv(vectors) if vectors.dim() == 1 else vectors @ self.matrix
+        matrix: Tensor = self.__dict__.get("precise", self.matrix)
+        applied = (vectors if vectors.dtype == matrix.dtype else vectors.to(matrix.dtype)) @ matrix
+        return applied if applied.dtype == self.dtype else applied.to(self.dtype)
 
     def solve(self, vectors: Tensor) -> Tensor:
         return torch.cholesky_solve(vectors.reshape(-1, self.dimension).mT, self.root).mT.reshape(vectors.shape)
@@ -160,6 +162,13 @@ class Full:
         rows = factor.shape[0]
         if rows == 0:
             return self
+        if self.dtype == torch.float32:
+            # The mean step Σ g would lose eps · F Σ Fᵀ of its accuracy if Σ were rounded first.
+            exact = unchecked(Full, matrix=self.matrix.double()).condition(factor.double()).matrix
+            root, status = torch.linalg.cholesky_ex(exact.float())
+            if status.item() == 0:
+                return unchecked(Full, matrix=exact.float(), root=root, precise=exact)
+            return unchecked(Full, **self._condition_by_roots(factor).__dict__, precise=exact)
         if rows < self.dimension:
             if rows == 1:
                 vector = factor.select(0, 0)
@@ -189,7 +198,7 @@ class Full:
         return unchecked(Full, matrix=matrix, root=cholesky(matrix, "the posterior covariance"))
 
     def truncate(self) -> Full:
-        return self
+        return unchecked(Full, matrix=self.matrix, root=self.root) if "precise" in self.__dict__ else self
 
     def propagate(self, gain: Gain, noise: Noise) -> Full:
         if isinstance(gain, float):

@@ -1,0 +1,68 @@
+"""The shipped networks and images are the ones they claim to be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from driftfilter.app import models
+from driftfilter.app.streams import sample_images
+
+
+def test_sample_images() -> None:
+    images, labels = sample_images()
+    assert images.shape == (2000, 3, 32, 32)
+    assert labels.shape == (2000,)
+    assert labels.bincount().tolist() == [196, 198, 195, 199, 198, 185, 216, 193, 217, 203]
+    assert images.min() == 0
+    assert images.max() == 1
+    mean = images.mean((0, 2, 3))
+    torch.testing.assert_close(mean, torch.tensor(models.MEAN), rtol=0, atol=0.01)  # genuine CIFAR-10 pixels
+
+
+@pytest.mark.parametrize(("name", "accuracy"), [("resnet20", 0.9208), ("resnet20_gn", 0.8578)])
+def test_shipped_networks_reach_their_clean_accuracy(name: str, accuracy: float) -> None:
+    """The reference is over 10,000 test images: on 500 of them it may differ by three standard errors."""
+    network = models.load(name)
+    images, labels = sample_images()
+    with torch.no_grad():
+        hits = (network(images[:500]).argmax(-1) == labels[:500]).float().mean().item()
+    assert hits == pytest.approx(accuracy, abs=3 * (accuracy * (1 - accuracy) / 500) ** 0.5)
+    assert not network.training
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "affine"),
+    [
+        ("resnet20", 272_474, 1_568),
+        ("resnet20_gn", 272_474, 1_568),
+        ("resnet26_w32", 1_472_554, 4_032),
+        ("wrn28_10", 36_479_194, 17_952),
+    ],
+)
+def test_architectures_have_the_published_sizes(name: str, parameters: int, affine: int) -> None:
+    with torch.device("meta"):
+        network = models.build(name)
+    norms = [module for module in network.modules() if isinstance(module, (nn.BatchNorm2d, nn.GroupNorm))]
+    assert sum(parameter.numel() for parameter in network.parameters()) == parameters
+    assert sum(parameter.numel() for norm in norms for parameter in norm.parameters()) == affine
+
+
+def test_features_and_head_make_the_logits() -> None:
+    network = models.build("resnet20")
+    images = torch.rand(2, 3, 32, 32)
+    torch.testing.assert_close(network.head(network.features(images)), network(images))
+
+
+def test_mistakes_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"model name must be one of \['resnet20', .*got 'resnet'"):
+        models.load("resnet")
+    with pytest.raises(ValueError, match=r"model name must be one of .* or give its weights file, got 'wrn28_10'"):
+        models.load("wrn28_10")
+    save_file({"stem.weight": torch.zeros(16, 3, 3, 3)}, tmp_path / "some.safetensors")
+    with pytest.raises(ValueError, match=r"weights must be those of resnet20, got .*missing \['norm.weight'"):
+        models.load("resnet20", tmp_path / "some.safetensors")
