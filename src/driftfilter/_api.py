@@ -20,8 +20,10 @@ from driftfilter.losses import (
     Sum,
 )
 from driftfilter.lowrank import LowRank
+from driftfilter.network import Network
 from driftfilter.noise import Discount, FullNoise, Isotropic, NoiseModel, NoNoise, Reset, Restore, Stationary
 from driftfilter.observation import Gibbs
+from driftfilter.parameters import AllParameters, ByName, Head, NormAffine, Selection
 from driftfilter.prediction import MAP, LinearizedGaussian, LinearizedProbit, MonteCarlo, Prediction, PredictionRule
 from driftfilter.predictive import LinearHead, PredictiveModel
 from driftfilter.recipe import VARIANTS, from_toml, to_toml
@@ -35,10 +37,12 @@ __all__ = [
     "VARIANTS",
     "Adam",
     "Affine",
+    "AllParameters",
     "Belief",
     "BlockDynamics",
     "Blocks",
     "Bong",
+    "ByName",
     "ConjugatePseudoLabel",
     "Consistency",
     "Constant",
@@ -60,6 +64,7 @@ __all__ = [
     "GeneralizedCrossEntropy",
     "Gibbs",
     "GradientStep",
+    "Head",
     "Hessian",
     "Inference",
     "InformationMaximization",
@@ -75,10 +80,12 @@ __all__ = [
     "MarginalLikelihood",
     "MeanReversion",
     "MonteCarlo",
+    "Network",
     "NoCurvature",
     "NoInformationWarning",
     "NoNoise",
     "NoiseModel",
+    "NormAffine",
     "NotPositiveDefiniteError",
     "Outputs",
     "PrecisionReversion",
@@ -92,6 +99,7 @@ __all__ = [
     "Reset",
     "Restore",
     "Seasonal",
+    "Selection",
     "SoftLikelihoodRatio",
     "Stationary",
     "StepInfo",
