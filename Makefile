@@ -26,6 +26,7 @@ lint: setup
 
 bench: setup
 	$(BIN)/python benchmarks/core.py
+	$(BIN)/python benchmarks/step.py
 
 docs: setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[docs]"

@@ -25,16 +25,39 @@ _INSTANCE = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
 
 def twin(model: nn.Module) -> nn.Module:
-    """A module tree of its own that shares every parameter and buffer, in evaluation mode."""
-    shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    """A module tree of its own in evaluation mode, on the memory of every parameter and buffer; its parameters are frozen."""
+    shared: dict[int, Tensor] = {id(buffer): buffer for buffer in model.buffers()}
+    for parameter in model.parameters():  # frozen, or a backward pass would work out gradients that nobody asks for
+        shared[id(parameter)] = nn.Parameter(parameter.detach(), requires_grad=False)
     return copy.deepcopy(model, shared).eval()
+
+
+class _BatchStatistics(_BatchNorm):
+    """Batch normalisation by the statistics of the batch, which it keeps for whoever wants the rows."""
+
+    statistics: tuple[Tensor, Tensor]  # mean and 1 / standard deviation of each channel [c]
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs, mean, scale = torch.native_batch_norm(inputs, self.weight, self.bias, None, None, True, 0.0, self.eps)
+        self.statistics = (mean.detach(), scale.detach())
+        return outputs
+
+
+def _batch_norm_rows(module: _BatchNorm, inputs: Tensor, flow: Tensor) -> dict[str, Tensor]:
+    """Σ_s δ x̂ and Σ_s δ over the positions s of each sample, x̂ = (x - mean) / deviation, without forming x̂."""
+    if isinstance(module, _BatchStatistics):
+        mean, scale = module.statistics
+    else:
+        assert module.running_mean is not None
+        assert module.running_var is not None
+        mean, scale = module.running_mean, (module.running_var + module.eps).rsqrt()
+    deltas, values = flow.reshape(*flow.shape[:2], -1), inputs.reshape(*inputs.shape[:2], -1)
+    total = deltas.sum(-1)
+    return {"weight": (torch.linalg.vecdot(deltas, values) - total * mean) * scale, "bias": total}
 
 
 def _normalized(module: nn.Module, inputs: Tensor) -> Tensor:
     """What a normalisation layer gives before its scale and shift."""
-    if isinstance(module, _BatchNorm):
-        batch = module.running_mean is None
-        return functional.batch_norm(inputs, module.running_mean, module.running_var, training=batch, eps=module.eps)
     if isinstance(module, nn.GroupNorm):
         return functional.group_norm(inputs, module.num_groups, eps=module.eps)
     if isinstance(module, nn.LayerNorm):
@@ -48,7 +71,7 @@ def _normalized(module: nn.Module, inputs: Tensor) -> Tensor:
 def _per_sample(values: Tensor, shape: torch.Size, channels_first: bool) -> Tensor:
     """Σ over all positions of each sample: [n, …] -> [n, *shape]."""
     if channels_first:
-        return values.flatten(2).sum(-1) if values.dim() > 2 else values
+        return values.flatten(2).sum(-1)
     return values.reshape(len(values), -1, *shape).sum(1)
 
 
@@ -57,6 +80,8 @@ def _layer_rows(module: nn.Module, inputs: Tensor, flow: Tensor) -> dict[str, Te
     if isinstance(module, nn.Linear):
         flat, into = flow.reshape(len(flow), -1, flow.shape[-1]), inputs.reshape(len(inputs), -1, inputs.shape[-1])
         return {"weight": flat.mT @ into, "bias": flat.sum(1)}
+    if isinstance(module, _BatchNorm):
+        return _batch_norm_rows(module, inputs, flow)
     weight = module.weight
     assert isinstance(weight, Tensor)
     channels_first = not isinstance(module, (nn.LayerNorm, nn.RMSNorm))
@@ -72,6 +97,14 @@ class _Tape(NamedTuple):
 
     rows: dict[str, Tensor]
     wanted: list[bool]
+
+
+class _Graph(NamedTuple):
+    """A forward pass that can be differentiated once more."""
+
+    logits: Tensor  # [n, k]
+    leaves: dict[str, Tensor]
+    tape: _Tape
 
 
 @final
@@ -103,6 +136,8 @@ class Network:
         for module in self.module.modules():
             if statistics == "batch" and isinstance(module, _BatchNorm):
                 module.track_running_stats, module.running_mean, module.running_var = False, None, None
+                if module.affine:
+                    module.__class__ = _BatchStatistics  # the twin's own layer: the same one, with its statistics at hand
         self._watch()
 
     def mean(self) -> Tensor:
@@ -112,7 +147,9 @@ class Network:
     def _watch(self) -> None:
         owners = {name: name.rpartition(".")[0] for name in self.shapes}
         modules = dict(self.module.named_modules())
-        strange = sorted({owner for owner in owners.values() if not isinstance(modules[owner], (*NORMS, nn.Linear))})
+        strange = sorted(
+            {owner for owner in owners.values() if not isinstance(modules[owner], (*NORMS, _BatchStatistics, nn.Linear))}
+        )
         require(not strange, "Network: selection", f"parameters of {strange}", "parameters of normalisation and linear layers")
         for owner in dict.fromkeys(owners.values()):
             modules[owner].register_forward_hook(self._record(owner))
@@ -151,16 +188,19 @@ class Network:
     def __call__(self, theta: Tensor, inputs: Tensor) -> Tensor:
         return self._forward(self._pieces(theta), inputs)
 
-    def pullback(self, theta: Tensor, inputs: Tensor) -> tuple[Tensor, Pullback]:
+    def _graph(self, theta: Tensor, inputs: Tensor) -> _Graph:
         tape = _Tape({}, [])
         with torch.enable_grad():
             leaves = {name: piece.detach().requires_grad_() for name, piece in self._pieces(theta).items()}
             self._tape = tape
             try:
-                logits = self._forward(leaves, inputs)
+                return _Graph(self._forward(leaves, inputs), leaves, tape)
             finally:
                 self._tape = None
-        return logits.detach(), _NetworkPullback(logits, leaves, tape)
+
+    def pullback(self, theta: Tensor, inputs: Tensor) -> tuple[Tensor, Pullback]:
+        graph = self._graph(theta, inputs)
+        return graph.logits.detach(), _NetworkPullback(graph, lambda: self._graph(theta, inputs))
 
     def pushforward(self, theta: Tensor, inputs: Tensor, tangents: Tensor) -> Tensor:
         def along(tangent: Tensor) -> Tensor:
@@ -170,25 +210,42 @@ class Network:
         return torch.stack([along(tangent) for tangent in tangents])
 
 
-class _NetworkPullback(NamedTuple):
-    logits: Tensor  # [n, k], with its graph
-    leaves: dict[str, Tensor]
-    tape: _Tape
+@final
+class _NetworkPullback:
+    """Most rules ask once: the graph's memory is freed as the backward pass goes, and a second question runs a new forward."""
+
+    def __init__(self, graph: _Graph, renew: Callable[[], _Graph]) -> None:
+        self._fresh: _Graph | None = graph
+        self._renew = renew
+
+    def _take(self) -> _Graph:
+        graph, self._fresh = self._fresh or self._renew(), None
+        return graph
 
     def total(self, cotangents: Tensor) -> Tensor:
-        gradients = torch.autograd.grad(self.logits, list(self.leaves.values()), cotangents, retain_graph=True)
-        return torch.cat([gradient.flatten() for gradient in gradients])
+        return _backward(self._take(), cotangents, retain=False)
 
     def __call__(self, cotangents: Tensor) -> Tensor:
+        graph = self._take()
         flat = cotangents.reshape(-1, *cotangents.shape[-2:])
-        rows = torch.stack([self._rows(each) for each in flat])
-        return rows.reshape(*cotangents.shape[:-1], -1)
+        rows = [_rows(graph, each, retain=position + 1 < len(flat)) for position, each in enumerate(flat)]
+        return (
+            torch.stack(rows).reshape(*cotangents.shape[:-1], -1)
+            if len(rows) > 1
+            else rows[0].reshape(*cotangents.shape[:-1], -1)
+        )
 
-    def _rows(self, cotangents: Tensor) -> Tensor:
-        self.tape.rows.clear()
-        self.tape.wanted.append(True)
-        try:
-            self.total(cotangents)
-        finally:
-            self.tape.wanted.pop()
-        return torch.cat([self.tape.rows[name].flatten(1) for name in self.leaves], 1)
+
+def _backward(graph: _Graph, cotangents: Tensor, retain: bool) -> Tensor:
+    gradients = torch.autograd.grad(graph.logits, list(graph.leaves.values()), cotangents, retain_graph=retain)
+    return torch.cat([gradient.flatten() for gradient in gradients])
+
+
+def _rows(graph: _Graph, cotangents: Tensor, retain: bool) -> Tensor:
+    graph.tape.rows.clear()
+    graph.tape.wanted.append(True)
+    try:
+        _backward(graph, cotangents, retain)
+    finally:
+        graph.tape.wanted.pop()
+    return torch.cat([graph.tape.rows[name].flatten(1) for name in graph.leaves], 1)
