@@ -26,7 +26,7 @@ from driftfilter.app import models
 
 def hand_written_tent(source: nn.Module, images: Tensor) -> Callable[[], object]:
     model = copy.deepcopy(source)
-    parameters: list[nn.Parameter] = []
+    parameters: list[Tensor] = []
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     for module in model.modules():

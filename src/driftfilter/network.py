@@ -35,9 +35,11 @@ def twin(model: nn.Module) -> nn.Module:
 class _BatchStatistics(_BatchNorm):
     """Batch normalisation by the statistics of the batch, which it keeps for whoever wants the rows."""
 
-    statistics: tuple[Tensor, Tensor]  # mean and 1 / standard deviation of each channel [c]
+    statistics: tuple[Tensor, Tensor] | None = None  # mean and 1 / standard deviation of each channel [c]
 
     def forward(self, inputs: Tensor) -> Tensor:
+        if inputs.is_cuda:  # cuDNN is faster but keeps them to itself, and they are quickly worked out again there
+            return functional.batch_norm(inputs, None, None, self.weight, self.bias, training=True, eps=self.eps)
         outputs, mean, scale = torch.native_batch_norm(inputs, self.weight, self.bias, None, None, True, 0.0, self.eps)
         self.statistics = (mean.detach(), scale.detach())
         return outputs
@@ -46,7 +48,7 @@ class _BatchStatistics(_BatchNorm):
 def _batch_norm_rows(module: _BatchNorm, inputs: Tensor, flow: Tensor) -> dict[str, Tensor]:
     """Σ_s δ x̂ and Σ_s δ over the positions s of each sample, x̂ = (x - mean) / deviation, without forming x̂."""
     if isinstance(module, _BatchStatistics):
-        mean, scale = module.statistics
+        mean, scale = module.statistics or torch.batch_norm_stats(inputs, module.eps)
     else:
         assert module.running_mean is not None
         assert module.running_var is not None
