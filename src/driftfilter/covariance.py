@@ -202,6 +202,8 @@ class Full:
 
     def propagate(self, gain: Gain, noise: Noise) -> Full:
         if isinstance(gain, float):
+            if isinstance(noise, Tensor) and noise.dim() == 2:
+                return unchecked(Full, matrix=torch.add(noise, self.matrix, alpha=gain * gain))
             moved = self.matrix * (gain * gain)
         elif gain.dim() == 1:
             moved = self.matrix * torch.outer(gain, gain)

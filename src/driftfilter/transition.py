@@ -42,10 +42,10 @@ class Transition:
         """Everything that depends on the source only, computed once."""
         motion = self.dynamics(source)
         if motion.spread is None:
-            return BoundTransition(motion.gain, motion.drift, self.noise(motion.gain, source))
+            return BoundTransition(motion.gain, motion.drift, _settled(self.noise(motion.gain, source), source))
         parts_decide = isinstance(self.noise, NoNoise)
         require(parts_decide, "Transition.noise", self.noise, "NoNoise() under BlockDynamics, whose parts have their own")
-        return BoundTransition(motion.gain, motion.drift, motion.spread)
+        return BoundTransition(motion.gain, motion.drift, _settled(motion.spread, source))
 
     def augment(self, belief: Belief) -> Belief:
         """A belief over parameters as a belief over the states of the dynamic; hidden states start around 0."""
@@ -194,10 +194,7 @@ class BlockDynamics(Dynamics):
 
         fixed = [part.spread for part in bound if isinstance(part.spread, Spread)]
         if len(fixed) == len(bound) and all(_is(part.keep, 1.0) for part in fixed):
-            noise = _joined([part.noise for part in fixed], sizes, mean)
-            if isinstance(source.covariance, Full) and not isinstance(noise, (float, Tensor)):
-                noise = noise.dense()  # once, instead of at every step
-            return Motion(gain, drift, Spread(1.0, noise))
+            return Motion(gain, drift, Spread(1.0, _joined([part.noise for part in fixed], sizes, mean)))
         return Motion(gain, drift, spread)
 
     def layout(self, parameters: int) -> Layout | None:
@@ -216,6 +213,18 @@ class BlockDynamics(Dynamics):
             torch.cat([piece.places + start for piece, start in zip(pieces, starts, strict=True)]),
             torch.cat([piece.variance for piece in pieces]),
         )
+
+
+def _settled(spread: SpreadRule, source: Belief) -> SpreadRule:
+    """A constant noise as a matrix where the covariance is one: once, instead of at every step."""
+    if not isinstance(spread, Spread) or not isinstance(source.covariance, Full) or _is(spread.noise, 0.0):
+        return spread
+    noise = spread.noise
+    if isinstance(noise, float):
+        noise = source.mean.new_full((source.dimension,), noise)
+    if isinstance(noise, Tensor):
+        return Spread(spread.keep, torch.diag(noise) if noise.dim() == 1 else noise)
+    return Spread(spread.keep, noise.dense())
 
 
 def _is(value: object, number: float) -> bool:
