@@ -153,8 +153,8 @@ def test_gaussian_noise_has_the_scale_it_says(dtype: torch.dtype) -> None:
     [
         (lambda: GaussianNoise(scale=-0.1), r"GaussianNoise.scale must be a finite number in \[0, inf\), got -0.1"),
         (lambda: Consistency(divergence="kl"), r"Consistency.divergence must be one of \('brier', .*\), got 'kl'"),  # type: ignore[arg-type]
-        (lambda: Consistency(target="both"), r"Consistency.target must be 'hard' or 'soft', got 'both'"),  # type: ignore[arg-type]
-        (lambda: Consistency(copies=0), r"Consistency.copies must be an integer >= 1, got 0"),
+        (lambda: Consistency(target="both"), r"Consistency.target must be one of .'hard', 'soft', 'moving'., got 'both'"),  # type: ignore[arg-type]
+        (lambda: Consistency(copies=0), r"Consistency.copies must be an integer >= 1 with an augmentation, got 0"),
         (lambda: Consistency(augmentation=0.1), "Consistency.augmentation must be of role 'augmentation', .*, got 0.1"),  # type: ignore[arg-type]
         (lambda: MarginalEntropy(copies=0), r"MarginalEntropy.copies must be an integer >= 1, got 0"),
         (
@@ -170,7 +170,7 @@ def test_gaussian_noise_has_the_scale_it_says(dtype: torch.dtype) -> None:
             r"the augmentation must give a tensor of 3 samples, as many as the inputs, got shape \[2, 2\]",
         ),
         (
-            lambda: MarginalEntropy(lambda x, generator: None).views(torch.zeros(3, 2), draws()),  # type: ignore[arg-type,return-value]
+            lambda: MarginalEntropy(lambda x, generator: None).views(torch.zeros(3, 2), draws()),
             r"the augmentation must give a tensor of 3 samples, as many as the inputs, got NoneType",
         ),
     ],

@@ -98,6 +98,16 @@ STRUCTURES: dict[str, Callable[[Tensor], df.Covariance]] = {
     "LowRank": lambda matrix: df.LowRank(matrix.diagonal().clone(), 0.5 * matrix[:1], rank=1),
     "Blocks": lambda matrix: df.Blocks((df.Diagonal(matrix[0, :1]), df.Full(matrix[1:, 1:]))),
 }
+NOISE = df.GaussianNoise()
+
+
+def on_vectors(augmentation: Any) -> Any:
+    """An augmentation of vectors, of images 1 pixel high where it wants images."""
+    if not isinstance(augmentation, df.ImageViews):
+        return augmentation
+    return lambda inputs, generator: augmentation(inputs[:, None, None], generator)[:, 0, 0]
+
+
 BASES = pytest.mark.parametrize("base", [*STRUCTURES, "lifted"])
 ROLES: dict[str, Callable[[Any], dict[str, Any]]] = {  # role -> the part of a Filter where a variant of it stands
     "model": lambda variant: {"logits": variant},
@@ -105,13 +115,15 @@ ROLES: dict[str, Callable[[Any], dict[str, Any]]] = {  # role -> the part of a F
     "noise": lambda variant: {"transition": df.Transition(df.MeanReversion(0.9), variant)},
     "transition": lambda variant: {"transition": variant},
     "loss": lambda variant: {"observation": df.Gibbs(variant)},
-    "augmentation": lambda variant: {"observation": df.Gibbs(df.Consistency(variant))},
+    "augmentation": lambda variant: {"observation": df.Gibbs(df.Consistency(on_vectors(variant)))},
     "weighting": lambda variant: {"observation": df.Gibbs(df.Entropy(), variant)},
     "observation": lambda variant: {"observation": variant},
+    "teacher": lambda variant: {"observation": df.Gibbs(df.PseudoLabel(), teacher=replace(variant, augmentation=NOISE))},
+    "upkeep": lambda variant: {"upkeep": variant, "inference": df.GradientStep(df.SGD(0.1), keep_gradient=True)},
     "curvature": lambda variant: {"inference": df.Linearized(variant)},
     "inference": lambda variant: {"inference": variant},
     "optimizer": lambda variant: {"inference": df.GradientStep(variant)},
-    "prediction": lambda variant: {"prediction": variant},
+    "prediction": lambda variant: {"prediction": variant, "observation": df.Gibbs(teacher=df.Teacher(augmentation=NOISE))},
 }
 
 

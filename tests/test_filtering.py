@@ -303,7 +303,7 @@ BIG_STEP = df.GradientStep(df.SGD(lr=100.0))
         (build(), torch.full_like(GOOD, math.nan), "inputs must be finite, got nan at index [0, 0] (8 of 8 values)"),
         (build(), GOOD[:0], "inputs must be a batch [n, ...] with n >= 1, got shape [0, 2]"),
         (build(), GOOD[0, 0], "inputs must be a batch [n, ...] with n >= 1, got shape []"),
-        (build(), GOOD.tolist(), "inputs must be a tensor [n, ...], got list"),
+        (build(), GOOD.tolist(), "inputs must be a tensor [n, ...], or a tuple or dict of them, got a list"),
         (build(), GOOD[0], "inputs must be of shape [n, features], got shape [2]"),
         (build(), torch.cat((GOOD, GOOD[:, :1]), 1), "the belief must be over 3 or 6 parameters for 2 classes and 3 features"),
         (build(lambda theta, x: x @ theta), GOOD, "the model's logits must be"),

@@ -38,7 +38,7 @@ def test_no_two_triples_share_a_stream() -> None:
     seeds = [*range(-5, 30), 2**31, 2**32, 2**63, 2**64 - 40]
     triples = itertools.product(seeds, range(40), Purpose)
     initial = [Randomness(seed, step, CPU).generator(purpose).initial_seed() for seed, step, purpose in triples]
-    assert len(set(initial)) == len(initial) == len(seeds) * 40 * 3
+    assert len(set(initial)) == len(initial) == len(seeds) * 40 * len(Purpose)
 
 
 def test_neighbouring_streams_are_uncorrelated() -> None:

@@ -1,6 +1,6 @@
 """Every public name; ``driftfilter`` itself loads them on first use."""
 
-from driftfilter.augmentation import Consistency, GaussianNoise, MarginalEntropy
+from driftfilter.augmentation import Consistency, GaussianNoise, ImageViews, MarginalEntropy
 from driftfilter.belief import Belief
 from driftfilter.checks import NotPositiveDefiniteError
 from driftfilter.covariance import Blocks, Covariance, Diagonal, Full
@@ -22,14 +22,24 @@ from driftfilter.losses import (
 from driftfilter.lowrank import LowRank
 from driftfilter.network import Network
 from driftfilter.noise import Discount, FullNoise, Isotropic, NoiseModel, NoNoise, Reset, Restore, Stationary
-from driftfilter.observation import Gibbs
+from driftfilter.observation import Gibbs, Teacher
 from driftfilter.parameters import AllParameters, ByName, Head, NormAffine, Selection
-from driftfilter.prediction import MAP, LinearizedGaussian, LinearizedProbit, MonteCarlo, Prediction, PredictionRule
+from driftfilter.prediction import (
+    MAP,
+    FromTeacher,
+    LinearizedGaussian,
+    LinearizedProbit,
+    MonteCarlo,
+    Prediction,
+    PredictionRule,
+    PriorCorrection,
+)
 from driftfilter.predictive import LinearHead, PredictiveModel
 from driftfilter.recipe import VARIANTS, from_toml, to_toml
 from driftfilter.source import fit_laplace
 from driftfilter.transition import BlockDynamics, Transition
-from driftfilter.weighting import Constant, DiversityGate, EntropyGate, Product, Reliability, Weighting
+from driftfilter.upkeep import ContinualMomentum, ResetBelow, ResetEvery, RestoreIrrelevant, RestoreRandomly, Upkeep
+from driftfilter.weighting import CertaintyDiversity, Constant, DiversityGate, EntropyGate, Product, Reliability, Weighting
 
 __all__ = [
     "MAP",
@@ -43,9 +53,11 @@ __all__ = [
     "Blocks",
     "Bong",
     "ByName",
+    "CertaintyDiversity",
     "ConjugatePseudoLabel",
     "Consistency",
     "Constant",
+    "ContinualMomentum",
     "Covariance",
     "Curvature",
     "Diagonal",
@@ -57,6 +69,7 @@ __all__ = [
     "EntropyGate",
     "Filter",
     "FilterState",
+    "FromTeacher",
     "Full",
     "FullNoise",
     "GaussNewton",
@@ -66,6 +79,7 @@ __all__ = [
     "GradientStep",
     "Head",
     "Hessian",
+    "ImageViews",
     "Inference",
     "InformationMaximization",
     "Isotropic",
@@ -92,19 +106,26 @@ __all__ = [
     "Prediction",
     "PredictionRule",
     "PredictiveModel",
+    "PriorCorrection",
     "Product",
     "PseudoLabel",
     "RandomWalk",
     "Reliability",
     "Reset",
+    "ResetBelow",
+    "ResetEvery",
     "Restore",
+    "RestoreIrrelevant",
+    "RestoreRandomly",
     "Seasonal",
     "Selection",
     "SoftLikelihoodRatio",
     "Stationary",
     "StepInfo",
     "Sum",
+    "Teacher",
     "Transition",
+    "Upkeep",
     "Variational",
     "Weighting",
     "fit_laplace",

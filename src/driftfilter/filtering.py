@@ -3,6 +3,7 @@
     prior      = transition(belief)             N(G μ + c, G Σ Gᵀ + W)
     posterior  = inference(prior, energy)       ∝ prior · exp(-E)
     prediction = rule(posterior or prior)       ∫ p(y given x, θ) N(θ) dθ
+    posterior  = upkeep(posterior)              restores and resets, where there are any
 
 State goes in; state, prediction and info come out. Nothing is changed in place.
 """
@@ -24,12 +25,14 @@ from driftfilter.belief import Belief
 from driftfilter.checks import NotPositiveDefiniteError, require, require_finite, require_role
 from driftfilter.dynamics import MeanReversion
 from driftfilter.inference import Inference, Linearized
+from driftfilter.inputs import Inputs, checked
 from driftfilter.noise import Stationary
 from driftfilter.observation import Energy, Gibbs
 from driftfilter.prediction import MAP, Prediction, PredictionRule, Query
-from driftfilter.predictive import LogitFunction, PredictiveModel, ReadOut, lift
+from driftfilter.predictive import LogitFunction, PredictiveModel, ReadOut, Recalling, lift
 from driftfilter.randomness import Randomness
 from driftfilter.transition import BoundTransition, Transition
+from driftfilter.upkeep import Upkeep
 from driftfilter.weighting import Memory
 
 P = ParamSpec("P")
@@ -119,7 +122,8 @@ class Outputs(list[Prediction]):
 class Filter:
     """A Gaussian filter over the parameters of a classifier, on a stream without labels.
 
-    ``predict_from``: "posterior" predicts a batch after adapting to it, "prior" before.
+    ``predict_from``: "posterior" predicts a batch after adapting to it, "prior" before. ``upkeep``: what else happens to
+    the belief between two steps (restores and resets).
 
     >>> import torch, driftfilter as df
     >>> filt = df.Filter(logits=df.LinearHead(classes=2), inference=df.Linearized(df.Hessian()))
@@ -135,6 +139,7 @@ class Filter:
     inference: Inference = field(default_factory=Linearized)
     prediction: PredictionRule = field(default_factory=MAP)
     predict_from: Literal["prior", "posterior"] = "posterior"
+    upkeep: Upkeep | None = None
 
     def __post_init__(self) -> None:
         allowed = self.predict_from in ("prior", "posterior")
@@ -143,6 +148,8 @@ class Filter:
         require(isinstance(self.observation, Gibbs), "Filter.observation", self.observation, "a Gibbs")
         require_role("Filter.inference", self.inference, "inference", "Linearized()")
         require_role("Filter.prediction", self.prediction, "prediction", "MAP()")
+        if self.upkeep is not None:
+            require_role("Filter.upkeep", self.upkeep, "upkeep", "ResetEvery(1000)")
         object.__setattr__(self, "logits", lift(self.logits))
         object.__setattr__(self, "_bound", None)
         object.__setattr__(self, "_warned", False)
@@ -159,38 +166,44 @@ class Filter:
         return FilterState(source, source, belief.dimension, int(seed))
 
     @_without_gradients
-    def step(self, state: FilterState, inputs: Tensor) -> tuple[FilterState, Prediction, StepInfo]:
+    def step(self, state: FilterState, inputs: Inputs) -> tuple[FilterState, Prediction, StepInfo]:
         """Adapt to one unlabeled batch [n, ...] and predict it."""
-        inputs = _checked(inputs)
+        inputs = checked(inputs)
         transition, model = self._bind(state)
         randomness = Randomness(state.seed, state.step, state.belief.mean.device)
 
         prior = transition(state.belief)
-        energy, memory = self.observation(model, prior.mean, inputs, state.memory, randomness)
+        energy, memory = self.observation(model, prior.mean, inputs, state.memory, randomness, state.source)
         reason = self._why_uninformative(energy)
         posterior = prior
         if not reason:
             posterior, memory = self.inference(prior, energy, memory, randomness)
-        if posterior.covariance is prior.covariance:
-            _require_proper(prior)
+        if posterior.covariance is prior.covariance and prior.covariance is not state.belief.covariance:
+            _require_proper(prior, state.source)
         belief = posterior if self.predict_from == "posterior" else prior
         known = energy.evaluation.logits[0] if belief.mean is energy.anchor else None
-        prediction = self._predict(belief, Query(model, inputs, randomness, known))
+        prediction = self._predict(belief, Query(model, inputs, randomness, known, energy.taught))
+        if self.observation.teacher is not None:
+            memory = self.observation.teacher.follow(posterior.mean, memory, state.source)
+        if self.upkeep is not None:
+            posterior, memory = self.upkeep(posterior, energy, memory, randomness)
         losses, samples = energy.evaluation.expansion.value, energy.samples
         info = StepInfo(state.step, not reason, reason, losses, samples.weights, samples.coefficients)
         state = FilterState(posterior, state.source, state.parameters, state.seed, state.step + 1, memory)
         return state, prediction, info
 
     @_without_gradients
-    def predict(self, state: FilterState, inputs: Tensor) -> Prediction:
+    def predict(self, state: FilterState, inputs: Inputs) -> Prediction:
         """Predict inputs [n, ...] with the belief as it stands, without adapting to them."""
-        inputs = _checked(inputs)
+        inputs = checked(inputs)
         _, model = self._bind(state)
         randomness = Randomness(state.seed, state.step, state.belief.mean.device)
-        return self._predict(state.belief, Query(model, inputs, randomness))
+        teacher = self.observation.teacher
+        taught = None if teacher is None else teacher.logits(model, inputs, state.memory, state.source, randomness)
+        return self._predict(state.belief, Query(model, inputs, randomness, None, taught))
 
     @_without_gradients
-    def run(self, state: FilterState, batches: Iterable[Tensor]) -> tuple[FilterState, Outputs]:
+    def run(self, state: FilterState, batches: Iterable[Inputs]) -> tuple[FilterState, Outputs]:
         """A whole stream: batches [n, ...] one after the other, or one tensor [steps, n, ...]."""
         predictions: list[Prediction] = []
         infos: list[StepInfo] = []
@@ -210,7 +223,7 @@ class Filter:
         return {**self.__dict__, "_bound": None}  # worked out again after unpickling
 
     def _bind(self, state: FilterState) -> tuple[BoundTransition, PredictiveModel]:
-        """Transition and model for a source; the last one is kept, since a stream has only one."""
+        """Transition and model for a state; what depends on the source only is kept, since a stream has only one."""
         require(isinstance(state, FilterState), "state", type(state).__name__, "a FilterState (see Filter.init)")
         bound: tuple[Belief, BoundTransition, PredictiveModel] | None = self.__dict__["_bound"]
         if bound is None or bound[0] is not state.source:
@@ -220,7 +233,8 @@ class Filter:
                 model = ReadOut(model, matrix.to(state.source.mean))
             bound = (state.source, self.transition.bind(state.source), model)
             object.__setattr__(self, "_bound", bound)
-        return bound[1], bound[2]
+        transition, model = bound[1:]
+        return transition, model.recall(state.memory) if isinstance(model, Recalling) else model
 
     def _why_uninformative(self, energy: Energy) -> str:
         """Why a batch can say nothing about the parameters; empty where it can."""
@@ -240,23 +254,17 @@ class Filter:
         return reason
 
 
-def _require_proper(belief: Belief) -> None:
-    """Raise where a transition without data has left no covariance, or an infinite one; conditioning checks its own."""
+def _require_proper(belief: Belief, source: Belief) -> None:
+    """Raise where a transition without data has left no covariance, or an infinite one; conditioning checks its own.
+
+    A stream that starts from a point mass may stay one.
+    """
     variance = belief.covariance.variance()
     low, high = variance.min().item(), variance.max().item()
+    if low == 0 and high < math.inf and source.covariance.variance().min().item() == 0:
+        return
     if not 0 < low <= high < math.inf:
         raise NotPositiveDefiniteError(
             f"variances must be finite and > 0, got {low:g} to {high:g} after the transition: a gain of 0 without noise, or a"
             " discount of directions that no batch informs"
         )
-
-
-def _checked(inputs: Tensor) -> Tensor:
-    """The inputs, refused if unusable, as a tensor that may enter a graph."""
-    if not isinstance(inputs, Tensor):
-        raise ValueError(f"inputs must be a tensor [n, ...], got {type(inputs).__name__}")
-    if inputs.dim() == 0 or inputs.shape[0] == 0:
-        raise ValueError(f"inputs must be a batch [n, ...] with n >= 1, got shape {list(inputs.shape)}")
-    if inputs.is_floating_point():
-        require_finite("inputs", inputs)
-    return inputs.clone() if inputs.is_inference() else inputs

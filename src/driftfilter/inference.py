@@ -254,14 +254,39 @@ class GradientStep:
     """The point-estimate limit of published methods: the mean takes an optimiser's step on E, the covariance stays.
 
     SGD without momentum is ``Linearized(NoCurvature())`` from Σ⁻ = lr I; Adam is no filter, and is called what it is.
+    ``anchor`` α adds α Λ_S (μ⁻ - μ_S) to the gradient, the pull of a fixed source posterior (EATA, PETAL). With a
+    ``radius`` ρ the gradient is taken at μ⁻ + ρ g/|g| (SAM), samples being weighed again there. ``keep_gradient`` leaves
+    the gradient in the memory for an upkeep that needs it.
     """
 
     rule: SGD | Adam = field(default_factory=SGD)
+    anchor: float = 0.0
+    radius: float = 0.0
+    keep_gradient: bool = False
     curvature = NoCurvature()
 
     def __post_init__(self) -> None:
         require_role("GradientStep.rule", self.rule, "optimizer", "SGD() or Adam()")
+        require_number("GradientStep.anchor", self.anchor, 0, math.inf)
+        require_number("GradientStep.radius", self.radius, 0, math.inf)
+        require(isinstance(self.keep_gradient, bool), "GradientStep.keep_gradient", self.keep_gradient, "True or False")
 
     def __call__(self, prior: Belief, energy: Energy, memory: Memory, randomness: Randomness) -> tuple[Belief, Memory]:
-        step, memory = self.rule(energy.at(prior.mean).gradient(), memory)
-        return Belief(prior.mean - step, prior.covariance), memory
+        gradient = energy.at(prior.mean).gradient()
+        if self.radius:
+            length = gradient.norm().clamp_min(1e-12)
+            sharp = energy.reweighed_at(prior.mean + gradient * (self.radius / length))
+            if not sharp.coefficients.any():  # every sample left: nothing to step on
+                return prior, memory
+            gradient, memory = sharp.gradient(), {**memory, "inference.loss": sharp.value()}
+        if self.anchor:
+            source = energy.source
+            require(source is not None, "GradientStep.anchor", self.anchor, "0 where the energy does not know the source")
+            assert source is not None
+            gradient = gradient + self.anchor * source.covariance.solve(prior.mean - source.mean)
+        step, memory = self.rule(gradient, memory)
+        if self.keep_gradient:
+            memory = {**memory, "inference.gradient": gradient}
+        mean = prior.mean - step
+        require_finite("the posterior mean", mean)
+        return unchecked(Belief, mean=mean, covariance=prior.covariance), memory

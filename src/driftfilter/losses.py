@@ -17,6 +17,7 @@ from torch import Tensor
 from driftfilter.checks import require, require_number, require_role
 from driftfilter.covariance import positive_root
 from driftfilter.expansion import FLOOR, Expansion, differentiate, hessians, invariant_root, log_softmax, separable
+from driftfilter.inputs import Inputs
 
 Targets: TypeAlias = "Tensor | tuple[Targets, ...] | None"
 
@@ -39,7 +40,7 @@ class Loss(Protocol):
         """Whether samples, or the views of a sample, enter jointly."""
         return False
 
-    def views(self, inputs: Tensor, generator: Callable[[], torch.Generator]) -> tuple[Tensor, ...]:
+    def views(self, inputs: Inputs, generator: Callable[[], torch.Generator]) -> tuple[Inputs, ...]:
         """The inputs the loss looks at, clean ones first."""
         return (inputs,)
 
@@ -85,17 +86,37 @@ def _soft_likelihood_ratio(logits: Tensor) -> Tensor:
     return -(logp.exp() * (logp - others)).sum(-1)
 
 
+def _bounded_likelihood_ratio(logits: Tensor, ceiling: float) -> Expansion:
+    """Σ g(min(p, ceiling)), g(p) = -p log(r + ε), r = p / (1 - p), ε = 1e-5."""
+    p = log_softmax(logits).exp()
+    inside, c = p < ceiling, p.clamp_max(ceiling)
+    odds = c / (1 - c) + 1e-5
+    slope = (1 - c).square().reciprocal()  # r'
+    rate = slope / odds
+    first = -odds.log() - c * rate  # g'
+    second = -2 * rate - c * (2 * slope / (1 - c) / odds - rate.square())  # g''
+    return separable(-(c * odds.log()).sum(-1), p, p * first * inside, p.square() * second * inside)
+
+
 @final
 @dataclass(frozen=True)
 class SoftLikelihoodRatio(Loss):
     """-Σ p log(p / (1 - p)): gradients do not vanish for confident samples.
 
     It is unbounded below while its curvature vanishes: on a linear model the parameters run away and the filter
-    collapses, so use it with a bounded partner or a strong prior (docs/gotchas.md).
+    collapses, so use it with a bounded partner or a strong prior (docs/gotchas.md). A ``ceiling`` below 1 bounds it as
+    ROID's code does: p above the ceiling counts as the ceiling and is not differentiated, and 1e-5 is added to the odds.
     """
+
+    ceiling: float = 1.0
+
+    def __post_init__(self) -> None:
+        require_number("SoftLikelihoodRatio.ceiling", self.ceiling, 0, 1, open_low=True)
 
     def expand(self, logits: Tensor, targets: Targets, weights: Tensor) -> Expansion:
         require(logits.shape[-1] >= 2, "SoftLikelihoodRatio: logits", f"{logits.shape[-1]} class", "of 2 classes or more")
+        if self.ceiling < 1:
+            return _bounded_likelihood_ratio(logits, self.ceiling)
         logp = log_softmax(logits)
         p = logp.exp()
         top = one_hot(logits).bool()
@@ -258,7 +279,7 @@ class Sum(Loss):
     def is_coupled(self) -> bool:
         return any(term.is_coupled for term in self.terms)
 
-    def views(self, inputs: Tensor, generator: Callable[[], torch.Generator]) -> tuple[Tensor, ...]:
+    def views(self, inputs: Inputs, generator: Callable[[], torch.Generator]) -> tuple[Inputs, ...]:
         drawn: torch.Generator | None = None
 
         def shared() -> torch.Generator:  # one generator for all terms, so that their augmentations differ

@@ -9,12 +9,54 @@ from typing import Literal, NamedTuple, final
 import torch
 from torch import Tensor
 
-from driftfilter.checks import require, require_finite, require_role
+from driftfilter.augmentation import Augmentation, ImageViews, augmented
+from driftfilter.belief import Belief
+from driftfilter.checks import require, require_count, require_finite, require_number, require_role
 from driftfilter.expansion import Expansion
+from driftfilter.inputs import Inputs, batch_size
 from driftfilter.losses import Entropy, Loss, Targets, as_loss
 from driftfilter.predictive import PredictiveModel, Pullback
 from driftfilter.randomness import Purpose, Randomness
 from driftfilter.weighting import Constant, Memory, Weighting
+
+_TEACHER = "teacher"
+
+
+@final
+@dataclass(frozen=True)
+class Teacher:
+    """Targets from a slow average φ of the adapted parameters: φ ← a φ + (1 - a) θ after each step, from φ = θ_S.
+
+    ȳ = f(x; φ), or its mean over augmented copies where the source is unsure of the batch:
+    mean_i max_c p_c(x_i; θ_S) < ``confidence``.
+    """
+
+    momentum: float = 0.999
+    augmentation: Augmentation = field(default_factory=ImageViews)
+    copies: int = 32
+    confidence: float = 0.92
+
+    def __post_init__(self) -> None:
+        require_number("Teacher.momentum", self.momentum, 0, 1)
+        require_role("Teacher.augmentation", self.augmentation, "augmentation", "ImageViews()")
+        require_count("Teacher.copies", self.copies, 1)
+        require_number("Teacher.confidence", self.confidence, 0, 1)
+
+    def logits(self, model: PredictiveModel, inputs: Inputs, memory: Memory, source: Belief, randomness: Randomness) -> Tensor:
+        """ȳ [n, k]."""
+        teacher = memory.get(_TEACHER, source.mean)
+        sure = self.confidence == 0 or model(source.mean, inputs).softmax(-1).amax(-1).mean().item() >= self.confidence
+        if sure:
+            return model(teacher, inputs)
+        generator = randomness.generator(Purpose.TEACHER)
+        total = model(teacher, augmented(self.augmentation, inputs, generator))
+        for _ in range(self.copies - 1):
+            total = total + model(teacher, augmented(self.augmentation, inputs, generator))
+        return total / self.copies
+
+    def follow(self, mean: Tensor, memory: Memory, source: Belief) -> Memory:
+        """The memory with the teacher one step closer to θ."""
+        return {**memory, _TEACHER: torch.lerp(mean, memory.get(_TEACHER, source.mean), self.momentum)}
 
 
 @final
@@ -23,46 +65,72 @@ class Gibbs:
     """A loss and a weighting; the temperature β is the weighting's.
 
     E = Σ_i w_i ℓ_i / n (``over`` "batch") or divided by the number of samples with a positive weight ("kept").
-    ``loss`` may be any function logits [n, k] -> [n].
+    ``loss`` may be any function logits [n, k] -> [n]. Targets of the loss (pseudo-labels) are those of the parameters
+    themselves at the prior mean, or of a ``teacher``.
     """
 
     loss: Loss | Callable[[Tensor], Tensor] = field(default_factory=Entropy)
     weighting: Weighting = field(default_factory=Constant)
     over: Literal["batch", "kept"] = "batch"
+    teacher: Teacher | None = None
 
     def __post_init__(self) -> None:
         require(self.over in ("batch", "kept"), "Gibbs.over", self.over, "'batch' or 'kept'")
         object.__setattr__(self, "loss", as_loss("Gibbs.loss", self.loss))
         require_role("Gibbs.weighting", self.weighting, "weighting", "Constant(1.0)")
+        require(self.teacher is None or isinstance(self.teacher, Teacher), "Gibbs.teacher", self.teacher, "a Teacher or None")
 
     def __call__(
-        self, model: PredictiveModel, theta: Tensor, inputs: Tensor, memory: Memory, randomness: Randomness
+        self,
+        model: PredictiveModel,
+        theta: Tensor,
+        inputs: Inputs,
+        memory: Memory,
+        randomness: Randomness,
+        source: Belief | None = None,
     ) -> tuple[Energy, Memory]:
         """The energy of a batch, with weights and targets fixed at the prior mean θ."""
         loss: Loss = self.loss  # type: ignore[assignment]  # as_loss in __post_init__
         views = loss.views(inputs, lambda: randomness.generator(Purpose.VIEWS))
         pulled = [pulled_back(model, theta, view) for view in views]
-        logits = pulled[0][0]
-        targets = loss.targets(logits)
-        selected = loss.selected(targets)
-        if selected is None and isinstance(self.weighting, Constant):  # the common case: nothing to look at
-            weights, used = logits.new_full(logits.shape[:1], self.weighting.beta), logits.shape[0]
-        else:
-            start = logits.new_ones(logits.shape[0]) if selected is None else selected
-            weights, memory = self.weighting(logits, start, memory)
-            if not (weights >= 0).all():
-                raise ValueError(f"the weights of the samples must be >= 0, got {weights.min().item():g} from {self.weighting}")
-            used = int(weights.count_nonzero())
-        coefficients = weights / (weights.shape[0] if self.over == "batch" else max(used, 1))
-        samples = Samples(targets, weights, coefficients, used)
-        return Energy(model, loss, views, samples, theta, evaluate(loss, pulled, samples)), memory
+        logits, pullback = pulled[0]
+        taught = None
+        if self.teacher is not None:
+            require(source is not None, "source", source, "the source belief where there is a teacher")
+            assert source is not None
+            taught = self.teacher.logits(model, inputs, memory, source, randomness)
+        targets = loss.targets(logits if taught is None else taught)
+        weights, used, memory = self.weigh(logits, loss.selected(targets), memory)
+        samples = Samples(targets, weights, self._coefficients(weights, used), used)
+        evaluation = evaluate(loss, pulled, samples)
+        carried: Memory = getattr(pullback, "memory", {})  # statistics of the model itself, such as running means
+        return Energy(self, model, views, samples, theta, evaluation, source, taught), {**memory, **carried}
+
+    def weigh(self, logits: Tensor, start: Tensor | None, memory: Memory) -> tuple[Tensor, int, Memory]:
+        """Weights [n] of samples from their logits [n, k], how many have one, and the weighting's memory."""
+        if start is None and isinstance(self.weighting, Constant):  # the common case: nothing to look at
+            return logits.new_full(logits.shape[:1], self.weighting.beta), logits.shape[0], memory
+        start = logits.new_ones(logits.shape[0]) if start is None else start
+        weights, memory = self.weighting(logits, start, memory)
+        if not (weights >= 0).all():
+            raise ValueError(f"the weights of the samples must be >= 0, got {weights.min().item():g} from {self.weighting}")
+        return weights, int(weights.count_nonzero()), memory
+
+    def _coefficients(self, weights: Tensor, used: int) -> Tensor:
+        return weights / (weights.shape[0] if self.over == "batch" else max(used, 1))
+
+    def reweighed(self, samples: Samples, logits: Tensor) -> Samples:
+        """The samples with the weights that their logits at another θ give to those that had one; no memory is kept."""
+        weights, used, _ = self.weigh(logits, (samples.weights > 0).to(logits.dtype), {})
+        return Samples(samples.targets, weights, self._coefficients(weights, used), used)
 
 
-def pulled_back(model: PredictiveModel, theta: Tensor, inputs: Tensor) -> tuple[Tensor, Pullback]:
+def pulled_back(model: PredictiveModel, theta: Tensor, inputs: Inputs) -> tuple[Tensor, Pullback]:
     """The model's pullback, its logits checked."""
     logits, pullback = model.pullback(theta, inputs)
-    if logits.dim() != 2 or logits.shape[0] != inputs.shape[0] or logits.shape[1] < 1:
-        raise ValueError(f"the model's logits must be of shape [{len(inputs)}, k], got shape {list(logits.shape)}")
+    n = batch_size(inputs)
+    if logits.dim() != 2 or logits.shape[0] != n or logits.shape[1] < 1:
+        raise ValueError(f"the model's logits must be of shape [{n}, k], got shape {list(logits.shape)}")
     require_finite("the model's logits", logits)
     return logits, pullback
 
@@ -79,18 +147,31 @@ class Samples(NamedTuple):
 class Energy(NamedTuple):
     """E(θ) of one batch, as a function of θ."""
 
+    observation: Gibbs
     model: PredictiveModel
-    loss: Loss
-    views: tuple[Tensor, ...]
+    views: tuple[Inputs, ...]
     samples: Samples
     anchor: Tensor  # [d], the prior mean
     evaluation: Evaluation  # there
+    source: Belief | None = None  # where the stream started
+    taught: Tensor | None = None  # the teacher's logits [n, k]
+
+    @property
+    def loss(self) -> Loss:
+        """ℓ."""
+        return self.observation.loss  # type: ignore[return-value]  # as_loss in Gibbs
 
     def at(self, theta: Tensor) -> Evaluation:
         """The energy and its derivatives at θ."""
-        if theta is self.anchor:
-            return self.evaluation
-        return evaluate(self.loss, [pulled_back(self.model, theta, view) for view in self.views], self.samples)
+        return self.evaluation if theta is self.anchor else evaluate(self.loss, self._pulled(theta), self.samples)
+
+    def reweighed_at(self, theta: Tensor) -> Evaluation:
+        """The same with the weights of samples worked out again at θ: those left out stay out, others may leave."""
+        pulled = self._pulled(theta)
+        return evaluate(self.loss, pulled, self.observation.reweighed(self.samples, pulled[0][0]))
+
+    def _pulled(self, theta: Tensor) -> list[tuple[Tensor, Pullback]]:
+        return [pulled_back(self.model, theta, view) for view in self.views]
 
 
 def evaluate(loss: Loss, pulled: list[tuple[Tensor, Pullback]], samples: Samples) -> Evaluation:
@@ -108,6 +189,10 @@ class Evaluation(NamedTuple):
     logits: Tensor  # [v, ..., n, k]
     pullbacks: list[Pullback]  # one for each view
     coefficients: Tensor  # [n]
+
+    def value(self) -> Tensor:
+        """E, a scalar []."""
+        return self.coefficients @ self.expansion.value.sum(0)
 
     def rows(self, scale: Tensor) -> Tensor:
         """s_i ∇ℓ_i of every sample [n, d], for scales s [n]: applied to k cotangents, not to d gradients."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from driftfilter.belief import Belief
 from driftfilter.checks import require, require_count
 from driftfilter.covariance import antithetic
+from driftfilter.inputs import Inputs
 from driftfilter.predictive import PredictiveModel, logit_covariance
 from driftfilter.randomness import Purpose, Randomness
 
@@ -39,9 +40,10 @@ class Query(NamedTuple):
     """What is to be predicted."""
 
     model: PredictiveModel
-    inputs: Tensor  # [n, ...]
+    inputs: Inputs  # [n, ...]
     randomness: Randomness
     known: Tensor | None = None  # logits at the mean [n, k], where the caller has them already
+    taught: Tensor | None = None  # logits of the teacher [n, k], where there is one
 
     def logits(self, belief: Belief) -> Tensor:
         """Logits at the mean [n, k]."""
@@ -67,6 +69,34 @@ class MAP:
     def __call__(self, belief: Belief, query: Query) -> Prediction:
         logits = query.logits(belief)
         return Prediction(logits.log_softmax(-1), torch.zeros_like(logits))
+
+
+@final
+@dataclass(frozen=True)
+class FromTeacher:
+    """softmax ȳ of the observation's teacher: what the loss was trained towards is also what is predicted."""
+
+    def __call__(self, belief: Belief, query: Query) -> Prediction:
+        require(query.taught is not None, "Filter.prediction", self, "another rule where the observation has no teacher")
+        assert query.taught is not None
+        return Prediction(query.taught.log_softmax(-1), torch.zeros_like(query.taught))
+
+
+@final
+@dataclass(frozen=True)
+class PriorCorrection:
+    """softmax(f(μ) ⊙ r), r = (p̄ + s) / (1 + s k) the smoothed mean prediction of the batch, s = max(1/n, 1/k) / max p̄.
+
+    ROID's correction as its code has it: it scales logits, so a shift of the logits changes it.
+    """
+
+    def __call__(self, belief: Belief, query: Query) -> Prediction:
+        logits = query.logits(belief)
+        n, k = logits.shape
+        mean = logits.softmax(-1).mean(0)
+        smoothing = max(1 / n, 1 / k) / mean.max()
+        ratio = (mean + smoothing) / (1 + smoothing * k)
+        return Prediction((logits * ratio).log_softmax(-1), torch.zeros_like(logits))
 
 
 def _averaged(logits: Tensor) -> Tensor:

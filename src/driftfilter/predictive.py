@@ -6,7 +6,7 @@ tangents forward to logits; nothing else knows whether it is a linear head, a pl
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeAlias, final, runtime_checkable
 
@@ -15,8 +15,9 @@ from torch import Tensor
 
 from driftfilter.checks import require, require_count
 from driftfilter.covariance import Covariance
+from driftfilter.inputs import Inputs
 
-LogitFunction: TypeAlias = Callable[[Tensor, Tensor], Tensor]  # (theta [d], inputs [n, ...]) -> logits [n, k]
+LogitFunction: TypeAlias = Callable[[Tensor, Inputs], Tensor]  # (theta [d], inputs [n, ...]) -> logits [n, k]
 
 
 class Pullback(Protocol):
@@ -37,14 +38,22 @@ class PredictiveModel(Protocol):
     def linear(self) -> bool:
         """Whether f is linear in θ, so that the Jacobian is the same at every θ."""
 
-    def __call__(self, theta: Tensor, inputs: Tensor) -> Tensor:
+    def __call__(self, theta: Tensor, inputs: Inputs) -> Tensor:
         """Logits [n, k]."""
 
-    def pullback(self, theta: Tensor, inputs: Tensor) -> tuple[Tensor, Pullback]:
+    def pullback(self, theta: Tensor, inputs: Inputs) -> tuple[Tensor, Pullback]:
         """Logits [n, k] and the pullback there."""
 
-    def pushforward(self, theta: Tensor, inputs: Tensor, tangents: Tensor) -> Tensor:
+    def pushforward(self, theta: Tensor, inputs: Inputs, tangents: Tensor) -> Tensor:
         """J v for rows v [s, d] -> [s, n, k]."""
+
+
+@runtime_checkable
+class Recalling(PredictiveModel, Protocol):
+    """A model with statistics of its own in the filter's memory; its pullbacks have the ``memory`` to keep."""
+
+    def recall(self, memory: Mapping[str, Tensor]) -> PredictiveModel:
+        """The model with the statistics in this memory."""
 
 
 def logit_covariance(covariance: Covariance, logits: Tensor, pullback: Pullback) -> Tensor:
@@ -215,14 +224,14 @@ class ReadOut:
     def linear(self) -> bool:
         return self.model.linear
 
-    def __call__(self, theta: Tensor, inputs: Tensor) -> Tensor:
+    def __call__(self, theta: Tensor, inputs: Inputs) -> Tensor:
         return self.model(theta @ self.matrix.mT, inputs)
 
-    def pullback(self, theta: Tensor, inputs: Tensor) -> tuple[Tensor, Pullback]:
+    def pullback(self, theta: Tensor, inputs: Inputs) -> tuple[Tensor, Pullback]:
         logits, inner = self.model.pullback(theta @ self.matrix.mT, inputs)
         return logits, _ReadOutPullback(inner, self.matrix)
 
-    def pushforward(self, theta: Tensor, inputs: Tensor, tangents: Tensor) -> Tensor:
+    def pushforward(self, theta: Tensor, inputs: Inputs, tangents: Tensor) -> Tensor:
         return self.model.pushforward(theta @ self.matrix.mT, inputs, tangents @ self.matrix.mT)
 
 

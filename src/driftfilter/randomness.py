@@ -14,6 +14,8 @@ class Purpose(IntEnum):
     VIEWS = 1
     INFERENCE = 2
     PREDICTION = 3
+    TEACHER = 4
+    UPKEEP = 5
 
 
 def _mix(value: int) -> int:

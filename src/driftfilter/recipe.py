@@ -23,6 +23,7 @@ import driftfilter.observation as observation
 import driftfilter.prediction as prediction
 import driftfilter.predictive as predictive
 import driftfilter.transition as transition
+import driftfilter.upkeep as upkeep
 import driftfilter.weighting as weighting
 
 if sys.version_info >= (3, 11):
@@ -63,14 +64,16 @@ VARIANTS: dict[str, dict[str, type[Any]]] = {
         "MarginalLikelihood": losses.MarginalLikelihood,
         "Sum": losses.Sum,
     },
-    "augmentation": {"GaussianNoise": augmentation.GaussianNoise},
+    "augmentation": {"GaussianNoise": augmentation.GaussianNoise, "ImageViews": augmentation.ImageViews},
     "weighting": {
         "Constant": weighting.Constant,
         "Reliability": weighting.Reliability,
         "EntropyGate": weighting.EntropyGate,
         "DiversityGate": weighting.DiversityGate,
+        "CertaintyDiversity": weighting.CertaintyDiversity,
         "Product": weighting.Product,
     },
+    "teacher": {"Teacher": observation.Teacher},
     "observation": {"Gibbs": observation.Gibbs},
     "curvature": {
         "Hessian": curvature.Hessian,
@@ -90,8 +93,19 @@ VARIANTS: dict[str, dict[str, type[Any]]] = {
         "MonteCarlo": prediction.MonteCarlo,
         "LinearizedGaussian": prediction.LinearizedGaussian,
         "LinearizedProbit": prediction.LinearizedProbit,
+        "PriorCorrection": prediction.PriorCorrection,
+        "FromTeacher": prediction.FromTeacher,
+    },
+    "upkeep": {
+        "ResetEvery": upkeep.ResetEvery,
+        "ResetBelow": upkeep.ResetBelow,
+        "RestoreRandomly": upkeep.RestoreRandomly,
+        "RestoreIrrelevant": upkeep.RestoreIrrelevant,
+        "ContinualMomentum": upkeep.ContinualMomentum,
     },
 }
+
+_NOTHING = "None"  # the kind of a field that is left empty, for TOML has no null
 
 _CLASSES = {name: cls for role in VARIANTS.values() for name, cls in role.items()}
 _ROLES = {cls: role for role, classes in VARIANTS.items() for cls in classes.values()}
@@ -107,12 +121,16 @@ def to_dict(variant: Any) -> dict[str, Any]:
     name = type(variant).__name__
     if _CLASSES.get(name) is not type(variant):
         raise ValueError(f"{variant!r} cannot be written as data: {name} is not in the table of variants")
-    return {"kind": name, **{item.name: _plain(getattr(variant, item.name)) for item in fields(variant)}}
+    values = {item.name: getattr(variant, item.name) for item in fields(variant)}
+    absent = {item.name for item in fields(variant) if item.default is None and values[item.name] is None}
+    return {"kind": name, **{key: _plain(value) for key, value in values.items() if key not in absent}}
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, (tuple, list)):
         return [_plain(item) for item in value]
+    if value is None:
+        return {"kind": _NOTHING}
     if isinstance(value, (bool, str)):
         return value
     if isinstance(value, Real):
@@ -147,6 +165,8 @@ def _require_role(where: str, value: Any, field: Field[Any]) -> None:
     default: Any = field.default if field.default_factory is MISSING else field.default_factory()
     several = isinstance(default, tuple) and len(default) > 0
     role = _ROLES.get(type(default[0] if several else default))
+    if value is None:  # whether a field may be empty is the class's own check
+        return
     listed = value if several else (value,)
     fits = isinstance(listed, tuple) and all(_ROLES.get(type(item)) == role for item in listed)
     if role is not None and not fits:
@@ -161,7 +181,7 @@ def _nearest(name: str, known: list[str]) -> str:
 
 def _built(value: Any) -> Any:
     if isinstance(value, dict):
-        return from_dict(value)
+        return None if value == {"kind": _NOTHING} else from_dict(value)
     return tuple(_built(item) for item in value) if isinstance(value, list) else value
 
 

@@ -11,7 +11,7 @@ from driftfilter.covariance import Covariance, Diagonal, Full
 from driftfilter.curvature import Hessian
 from driftfilter.losses import PseudoLabel
 from driftfilter.lowrank import LowRank
-from driftfilter.observation import Energy, Evaluation, Samples, evaluate, pulled_back
+from driftfilter.observation import Energy, Evaluation, Gibbs, Samples, evaluate, pulled_back
 from driftfilter.predictive import LogitFunction, PredictiveModel, lift
 
 
@@ -60,7 +60,7 @@ def _labeled(model: PredictiveModel, prior: Belief, inputs: Tensor, labels: Tens
     ones = prior.mean.new_ones(len(inputs))
     samples = Samples(targets, ones, ones, len(inputs))
     loss = PseudoLabel()  # cross-entropy to the targets it is given
-    return Energy(model, loss, (inputs,), samples, prior.mean, evaluate(loss, [pulled], samples))
+    return Energy(Gibbs(loss), model, (inputs,), samples, prior.mean, evaluate(loss, [pulled], samples))
 
 
 def _exact(covariance: Covariance) -> Covariance:

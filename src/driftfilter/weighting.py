@@ -11,12 +11,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias, final
 
+import torch
 from torch import Tensor
 
 from driftfilter.checks import require, require_number, require_role
 from driftfilter.expansion import log_softmax
 
 Memory: TypeAlias = Mapping[str, Tensor]
+
+_MEAN_PREDICTION = "weighting.mean_prediction"
 
 
 class Weighting(Protocol):
@@ -68,18 +71,29 @@ class Reliability:
 @final
 @dataclass(frozen=True)
 class EntropyGate:
-    """w_i = β exp(E₀ - H_i) where H_i < E₀ = fraction · ln k, else 0."""
+    """w_i = β exp(E₀ - H_i) where H_i < E₀ = fraction · ln k, else 0; not ``weighted``, w_i = β or 0."""
 
     fraction: float = 0.4
     beta: float = 1.0
+    weighted: bool = True
 
     def __post_init__(self) -> None:
+        require(isinstance(self.weighted, bool), "EntropyGate.weighted", self.weighted, "True or False")
         require_number("EntropyGate.fraction", self.fraction, 0, 1, open_low=True)
         _require_beta("EntropyGate.beta", self.beta)
 
     def __call__(self, logits: Tensor, weights: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
         margin = self.fraction * math.log(max(logits.shape[-1], 2)) - entropy(logits)
-        return weights * (self.beta * margin.exp() * (margin > 0)), memory
+        kept = margin.exp() * (margin > 0) if self.weighted else (margin > 0).to(margin.dtype)
+        return weights * (self.beta * kept), memory
+
+
+def _running(memory: Memory, p: Tensor) -> Tensor | None:
+    """The running mean prediction [k], if there is one yet."""
+    running = memory.get(_MEAN_PREDICTION)
+    if running is not None:
+        require(running.shape == p.shape[-1:], "logits", f"{p.shape[-1]} classes", f"{running.shape[0]} classes as before")
+    return running
 
 
 @final
@@ -98,11 +112,9 @@ class DiversityGate:
         require_number("DiversityGate.momentum", self.momentum, 0, 1)
 
     def __call__(self, logits: Tensor, weights: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
-        name = "weighting.mean_prediction"
         p = logits.softmax(-1)
-        running = memory.get(name)
+        running = _running(memory, p)
         if running is not None:
-            require(running.shape == p.shape[-1:], "logits", f"{p.shape[-1]} classes", f"{running.shape[0]} classes as before")
             cosine = (p @ running) / (p.norm(dim=-1) * running.norm())
             weights = weights * (cosine.abs() < self.similarity)
         kept = weights > 0
@@ -110,7 +122,42 @@ class DiversityGate:
             return weights, memory
         mean = p[kept].mean(0)
         updated = mean if running is None else self.momentum * running + (1 - self.momentum) * mean
-        return weights, {**memory, name: updated}
+        return weights, {**memory, _MEAN_PREDICTION: updated}
+
+
+def _scaled(values: Tensor) -> Tensor:
+    """Values [n] of order one moved to [0, 1]; 0 where all are the same but for rounding."""
+    low, high = values.min(), values.max()
+    spread = high - low > 32 * torch.finfo(values.dtype).eps
+    return (values - low) * spread / torch.where(spread, high - low, torch.ones_like(high))
+
+
+@final
+@dataclass(frozen=True)
+class CertaintyDiversity:
+    """w_i = β exp(d_i c_i / temperature), d_i = 1 - cos(p_i, p̄) and c_i = -H_i each scaled to [0, 1] in the batch.
+
+    0 where d_i is below its mean; p̄ ← momentum · p̄ + (1 - momentum) · mean p_i, from the uniform distribution.
+    """
+
+    temperature: float = 1 / 3
+    momentum: float = 0.9
+    beta: float = 1.0
+
+    def __post_init__(self) -> None:
+        require_number("CertaintyDiversity.temperature", self.temperature, 0, math.inf, open_low=True)
+        require_number("CertaintyDiversity.momentum", self.momentum, 0, 1)
+        _require_beta("CertaintyDiversity.beta", self.beta)
+
+    def __call__(self, logits: Tensor, weights: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
+        p = logits.softmax(-1)
+        running = _running(memory, p)
+        running = torch.full_like(p[0], 1 / p.shape[-1]) if running is None else running
+        diversity = _scaled(1 - (p @ running) / (p.norm(dim=-1) * running.norm()))
+        certainty = _scaled(-entropy(logits))
+        own = (diversity * certainty / self.temperature).exp() * (diversity >= diversity.mean())
+        updated = self.momentum * running + (1 - self.momentum) * p.mean(0)
+        return weights * (self.beta * own), {**memory, _MEAN_PREDICTION: updated}
 
 
 @final
@@ -126,8 +173,9 @@ class Product:
         object.__setattr__(self, "factors", tuple(self.factors))
         for factor in self.factors:
             require_role("Product.factors", factor, "weighting", "EntropyGate()")
-        gates = sum(isinstance(factor, DiversityGate) for factor in self.factors)
-        require(gates <= 1, "Product.factors", self.factors, "with one DiversityGate at most: they share their memory")
+        gates = sum(isinstance(factor, (DiversityGate, CertaintyDiversity)) for factor in self.factors)
+        alone = "with one DiversityGate or CertaintyDiversity at most: they share their memory"
+        require(gates <= 1, "Product.factors", self.factors, alone)
 
     def __call__(self, logits: Tensor, weights: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
         for factor in self.factors:
