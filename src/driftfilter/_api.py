@@ -6,6 +6,7 @@ from driftfilter.checks import NotPositiveDefiniteError
 from driftfilter.covariance import Blocks, Covariance, Diagonal, Full
 from driftfilter.curvature import Curvature, EmpiricalFisher, GaussNewton, Hessian, NoCurvature
 from driftfilter.dynamics import Affine, Dynamics, LocalTrend, MeanReversion, PrecisionReversion, RandomWalk, Seasonal
+from driftfilter.features import Backbone, OnFeatures, find_head
 from driftfilter.filtering import Filter, FilterState, NoInformationWarning, Outputs, StepInfo
 from driftfilter.inference import SGD, Adam, Bong, GradientStep, Inference, Linearized, Variational
 from driftfilter.losses import (
@@ -48,6 +49,7 @@ __all__ = [
     "Adam",
     "Affine",
     "AllParameters",
+    "Backbone",
     "Belief",
     "BlockDynamics",
     "Blocks",
@@ -101,6 +103,7 @@ __all__ = [
     "NoiseModel",
     "NormAffine",
     "NotPositiveDefiniteError",
+    "OnFeatures",
     "Outputs",
     "PrecisionReversion",
     "Prediction",
@@ -128,6 +131,7 @@ __all__ = [
     "Upkeep",
     "Variational",
     "Weighting",
+    "find_head",
     "fit_laplace",
     "from_toml",
     "to_toml",
