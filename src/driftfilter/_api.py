@@ -8,6 +8,7 @@ from driftfilter.curvature import Curvature, EmpiricalFisher, GaussNewton, Hessi
 from driftfilter.dynamics import Affine, Dynamics, LocalTrend, MeanReversion, PrecisionReversion, RandomWalk, Seasonal
 from driftfilter.filtering import Filter, FilterState, NoInformationWarning, Outputs, StepInfo
 from driftfilter.inference import SGD, Adam, Bong, GradientStep, Inference, Linearized, Variational
+from driftfilter.kronecker import Kronecker
 from driftfilter.losses import (
     ConjugatePseudoLabel,
     Entropy,
@@ -27,7 +28,7 @@ from driftfilter.parameters import AllParameters, ByName, Head, NormAffine, Sele
 from driftfilter.prediction import MAP, LinearizedGaussian, LinearizedProbit, MonteCarlo, Prediction, PredictionRule
 from driftfilter.predictive import LinearHead, PredictiveModel
 from driftfilter.recipe import VARIANTS, from_toml, to_toml
-from driftfilter.source import fit_laplace
+from driftfilter.source import Gaussian, Laplace, PointMass, SourceData, fit_laplace, marginal_source
 from driftfilter.transition import BlockDynamics, Transition
 from driftfilter.weighting import Constant, DiversityGate, EntropyGate, Product, Reliability, Weighting
 
@@ -60,6 +61,7 @@ __all__ = [
     "Full",
     "FullNoise",
     "GaussNewton",
+    "Gaussian",
     "GaussianNoise",
     "GeneralizedCrossEntropy",
     "Gibbs",
@@ -69,6 +71,8 @@ __all__ = [
     "Inference",
     "InformationMaximization",
     "Isotropic",
+    "Kronecker",
+    "Laplace",
     "LinearHead",
     "Linearized",
     "LinearizedGaussian",
@@ -88,6 +92,7 @@ __all__ = [
     "NormAffine",
     "NotPositiveDefiniteError",
     "Outputs",
+    "PointMass",
     "PrecisionReversion",
     "Prediction",
     "PredictionRule",
@@ -101,6 +106,7 @@ __all__ = [
     "Seasonal",
     "Selection",
     "SoftLikelihoodRatio",
+    "SourceData",
     "Stationary",
     "StepInfo",
     "Sum",
@@ -109,5 +115,6 @@ __all__ = [
     "Weighting",
     "fit_laplace",
     "from_toml",
+    "marginal_source",
     "to_toml",
 ]

@@ -22,6 +22,7 @@ import driftfilter.noise as noise
 import driftfilter.observation as observation
 import driftfilter.prediction as prediction
 import driftfilter.predictive as predictive
+import driftfilter.source as source
 import driftfilter.transition as transition
 import driftfilter.weighting as weighting
 
@@ -91,6 +92,7 @@ VARIANTS: dict[str, dict[str, type[Any]]] = {
         "LinearizedGaussian": prediction.LinearizedGaussian,
         "LinearizedProbit": prediction.LinearizedProbit,
     },
+    "source": {"PointMass": source.PointMass, "Gaussian": source.Gaussian, "Laplace": source.Laplace},
 }
 
 _CLASSES = {name: cls for role in VARIANTS.values() for name, cls in role.items()}
