@@ -1,16 +1,19 @@
-"""The source posterior against a general-purpose optimiser and finite differences."""
+"""The source posterior against a general-purpose optimiser, automatic differentiation, quadrature and dense algebra."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from scipy.optimize import minimize
-from torch import Tensor
+from scipy.integrate import dblquad
+from scipy.optimize import minimize, minimize_scalar
+from torch import Tensor, nn
 
 import driftfilter as df
+from driftfilter.evidence import log_evidence
 
 
 def problem(classes: int, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -116,3 +119,275 @@ def test_a_mode_that_is_not_reached_is_an_error() -> None:
     prior = df.Belief(torch.zeros(2, dtype=torch.float64), df.Full(1e4 * torch.eye(2, dtype=torch.float64)))
     with pytest.raises(ValueError, match="iterations must be enough to reach the mode, got 1: the next Newton step"):
         df.fit_laplace(df.LinearHead(2), prior, 5 * inputs, (inputs[:, 0] > 0).long(), iterations=1)
+
+
+anything: Any = df  # for values that the types forbid
+HEAD = df.LinearHead(3, intercept=True)
+THETA = torch.tensor([0.3, -1.0, 0.5, 0.0, 0.8, -0.4, -0.2, 0.1, 0.6], dtype=torch.float64)
+
+
+def losses(theta: Tensor, inputs: Tensor, labels: Tensor) -> Tensor:
+    values: Tensor = nn.functional.cross_entropy(HEAD(theta, inputs), labels, reduction="none")
+    return values
+
+
+def hessian(inputs: Tensor, labels: Tensor) -> Tensor:
+    matrix: Tensor = torch.autograd.functional.hessian(lambda theta: losses(theta, inputs, labels).sum(), THETA)
+    return matrix
+
+
+def gradients(inputs: Tensor, labels: Tensor) -> Tensor:
+    """Per-sample gradients [n, d] by automatic differentiation."""
+    rows: Tensor = torch.autograd.functional.jacobian(lambda theta: losses(theta, inputs, labels), THETA)
+    return rows
+
+
+def precision(belief: df.Belief) -> Tensor:
+    matrix: Tensor = torch.linalg.inv(belief.covariance.dense())
+    return matrix
+
+
+def close(actual: Tensor, expected: Tensor, tolerance: float = 1e-9) -> None:
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+def perceptron(seed: int = 0) -> nn.Sequential:
+    """Batch and layer norms between linear layers, trained statistics, in float64."""
+    torch.manual_seed(seed)
+    layers = (nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 5), nn.LayerNorm(5), nn.Tanh(), nn.Linear(5, 3))
+    model = nn.Sequential(*layers).double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+        model.train()(torch.randn(64, 2, dtype=torch.float64))
+    model.eval()
+    return model
+
+
+def test_source_data_in_batches() -> None:
+    inputs, labels = problem(3)
+    batches = list(df.SourceData(inputs, labels, batch_size=25))
+    assert [len(batch) for batch, _ in batches] == [25, 25, 10]
+    assert torch.equal(torch.cat([batch for batch, _ in batches]), inputs)
+    assert torch.equal(torch.cat([batch for _, batch in batches if batch is not None]), labels)
+    assert [batch for _, batch in df.SourceData(inputs)] == [None]
+    pairs: list[Any] = list(df.SourceData([(inputs[:3], labels[:3]), inputs[3:]]))
+    assert torch.equal(pairs[0][0], inputs[:3])
+    assert torch.equal(pairs[0][1], labels[:3])
+    assert torch.equal(pairs[1][0], inputs[3:])
+    assert pairs[1][1] is None
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(inputs, labels), batch_size=32)
+    assert [len(batch) for batch, _ in df.SourceData(loader)] == [32, 28]
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: df.SourceData(torch.zeros(4, 2), batch_size=0), "SourceData.batch_size must be an integer >= 1, got 0"),
+        (lambda: df.SourceData(torch.zeros(4, 2), torch.zeros(3)), r"SourceData.labels must be of shape \[4\]"),
+        (lambda: df.SourceData([torch.zeros(4, 2)], torch.zeros(4)), "SourceData.labels must be a tensor beside a tensor"),
+        (lambda: anything.SourceData(3), "SourceData.inputs must be a tensor"),
+        (lambda: list(anything.SourceData(["x"])), "SourceData.inputs must be batches"),
+        (lambda: anything.Gaussian(variance=0), "Gaussian.variance must be"),
+        (lambda: anything.Gaussian(structure="dense"), "Gaussian.structure must be one of"),
+        (lambda: anything.Laplace(scale="all"), "Laplace.scale must be a number or one of"),
+        (lambda: anything.Laplace(precision=0.0), "Laplace.precision must be a finite number in"),
+        (lambda: anything.Laplace(labels="none"), "Laplace.labels must be one of"),
+        (lambda: anything.Laplace(curvature=df.Entropy()), "Laplace.curvature must be of role 'curvature'"),
+        (lambda: anything.Laplace("low_rank", precision="marginal_likelihood"), "Laplace.structure must be another one"),
+        (lambda: anything.Laplace()(HEAD, THETA), "Laplace: data must be SourceData"),
+        (lambda: anything.Laplace()(HEAD, THETA, df.SourceData([])), "Laplace: data must be one batch or more"),
+        (lambda: anything.Gaussian(structure="kronecker")(HEAD, THETA), "structure must be 'full', 'diagonal' or 'low_rank'"),
+    ],
+)
+def test_refusals_name_the_field(build: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build()
+
+
+def test_point_mass_and_gaussian() -> None:
+    network = df.Network(perceptron(), df.AllParameters(), statistics="source")
+    mean = network.mean()
+    belief = df.PointMass()(network, mean)
+    close(belief.mean, mean)
+    assert not belief.covariance.dense().any()
+    for structure in ("full", "diagonal", "low_rank", "kronecker"):
+        belief = df.Gaussian(0.25, structure)(network, mean)
+        close(belief.mean, mean)
+        close(belief.covariance.dense(), 0.25 * torch.eye(len(mean), dtype=torch.float64))
+    assert isinstance(belief.covariance, df.Blocks)
+    kinds = ["Kronecker" if len(shape) == 2 else "Diagonal" for shape in network.shapes.values()]
+    assert [type(part).__name__ for part in belief.covariance.parts] == kinds
+
+
+@pytest.mark.parametrize("curvature", [df.GaussNewton(), df.Hessian()], ids=repr)
+@pytest.mark.parametrize("labeled", [True, False])
+def test_laplace_adds_the_hessian_of_every_batch(curvature: df.Curvature, labeled: bool) -> None:
+    inputs, labels = problem(3)
+    data = df.SourceData(inputs, labels if labeled else None, batch_size=7)
+    expected = 2 * torch.eye(9, dtype=torch.float64) + hessian(inputs, labels)
+    full = df.Laplace("full", curvature=curvature, precision=2.0)(HEAD, THETA, data)
+    close(full.mean, THETA)
+    close(precision(full), expected)
+    diagonal = df.Laplace("diagonal", curvature=curvature, precision=2.0)(HEAD, THETA, data)
+    close(precision(diagonal), torch.diag(expected.diagonal()))
+    everything = df.Laplace("low_rank", rank=9, curvature=curvature, precision=2.0)(HEAD, THETA, data)
+    close(precision(everything), expected)
+    small = df.Laplace("low_rank", rank=2, curvature=curvature, precision=2.0)(HEAD, THETA, data)
+    assert isinstance(small.covariance, df.LowRank)
+    assert len(small.covariance.factor) == 2
+    close(precision(small).diagonal(), expected.diagonal())
+
+
+def test_laplace_with_the_empirical_fisher_of_each_labeling() -> None:
+    inputs, labels = problem(3)
+    data = df.SourceData(inputs, labels, batch_size=7)
+    fisher = df.EmpiricalFisher(centered=False)
+    for labeling, used in (("given", labels), ("predicted", HEAD(THETA, inputs).argmax(-1))):
+        rows = gradients(inputs, used)
+        belief = anything.Laplace("full", curvature=fisher, labels=labeling)(HEAD, THETA, data)
+        close(precision(belief), torch.eye(9, dtype=torch.float64) + rows.mT @ rows)
+    with pytest.raises(ValueError, match="must be 'predicted' or 'drawn' for data without labels, got 'given'"):
+        df.Laplace(curvature=fisher)(HEAD, THETA, df.SourceData(inputs))
+
+
+def test_drawn_labels_estimate_the_fisher_information_and_replay() -> None:
+    inputs, _ = problem(3)
+    data = df.SourceData(inputs, batch_size=7)
+    many = df.SourceData(inputs.repeat(200, 1), batch_size=3000)
+    drawn = df.Laplace("full", curvature=df.EmpiricalFisher(centered=False), labels="drawn", scale="mean", seed=3)
+    torch.manual_seed(0)
+    first = precision(drawn(HEAD, THETA, data))
+    torch.manual_seed(1)
+    assert torch.equal(precision(drawn(HEAD, THETA, data)), first)
+    estimate = precision(drawn(HEAD, THETA, many)) - torch.eye(9, dtype=torch.float64)
+    exact = hessian(inputs, torch.zeros(60, dtype=torch.long)) / 60
+    assert (estimate - exact).abs().max() < 0.03 * exact.abs().max()  # 12,000 draws
+    assert (first - torch.eye(9, dtype=torch.float64) - exact).abs().max() > 0.03 * exact.abs().max()  # 60 draws
+
+
+@pytest.mark.parametrize("structure", ["full", "diagonal", "low_rank"])
+def test_scale_multiplies_the_curvature_and_not_the_prior(structure: Any) -> None:
+    inputs, labels = problem(3)
+    data = df.SourceData(inputs, labels, batch_size=7)
+    eye = torch.eye(9, dtype=torch.float64)
+    total = precision(df.Laplace(structure, rank=9, precision=0.3)(HEAD, THETA, data)) - 0.3 * eye
+    for scale, factor in (("mean", 1 / 60), (1.0, 1 / 60), (600.0, 10.0)):
+        belief = anything.Laplace(structure, rank=9, precision=0.3, scale=scale)(HEAD, THETA, data)
+        close(precision(belief), 0.3 * eye + factor * total)
+
+
+def test_eata_fisher_is_the_mean_of_squared_batch_gradients() -> None:
+    """The loop of EATA's own code, on a network with batch statistics."""
+    model, inputs = perceptron(), problem(3)[0]
+    network = df.Network(model, df.NormAffine(), statistics="batch")
+    source = df.Laplace("diagonal", per="batch", labels="predicted", scale="mean", precision=1e-10)
+    belief = source(network, network.mean(), df.SourceData(inputs, batch_size=20))
+
+    reference = perceptron()
+    reference[1].train()
+    norms = [*reference[1].parameters(), *reference[4].parameters()]
+    fisher = torch.zeros(18, dtype=torch.float64)
+    for batch in inputs.split(20):
+        outputs = reference(batch)
+        loss = nn.functional.cross_entropy(outputs, outputs.max(1)[1])
+        fisher += torch.cat([g.flatten() for g in torch.autograd.grad(loss, norms)]).square() / 3
+    assert fisher.min() > 1e-8
+    close(belief.covariance.precision(), fisher, 1e-9)
+    per_sample = df.Laplace("diagonal", curvature=df.EmpiricalFisher(centered=False), labels="predicted", scale="mean")
+    other = per_sample(network, network.mean(), df.SourceData(inputs, batch_size=20)).covariance.precision() - 1
+    assert other.sum() > 1.5 * fisher.sum()  # another quantity: signs cancel inside a batch
+
+
+def dense_log_evidence(lam: float, curvature: Tensor, mean: Tensor, log_likelihood: float) -> float:
+    """log p(D given θ) + log N(θ; 0, I/λ) - log N(θ; θ, Λ⁻¹), by torch's densities."""
+    eye = torch.eye(len(mean), dtype=torch.float64)
+    prior = torch.distributions.MultivariateNormal(0 * mean, precision_matrix=lam * eye)
+    posterior = torch.distributions.MultivariateNormal(mean, precision_matrix=lam * eye + curvature)
+    return float(log_likelihood + prior.log_prob(mean) - posterior.log_prob(mean))
+
+
+@pytest.mark.parametrize("structure", ["full", "diagonal", "kronecker"])
+@pytest.mark.parametrize("scale", ["sum", "mean", 600.0])
+def test_prior_precision_of_greatest_evidence(structure: Any, scale: Any) -> None:
+    inputs, labels = problem(3)
+    network = df.Network(perceptron(), df.ByName(("3.*", "6.*")), statistics="source")
+    mean, data = network.mean(), df.SourceData(inputs, labels)
+    fixed = df.Laplace(structure, scale=scale)(network, mean, data)
+    curvature = precision(fixed) - torch.eye(len(mean), dtype=torch.float64)
+    best = minimize_scalar(
+        lambda log_lam: -dense_log_evidence(np.exp(log_lam), curvature, mean, 0.0),
+        bounds=(-12, 12),
+        method="bounded",
+        options={"xatol": 1e-10},
+    )
+    belief = df.Laplace(structure, scale=scale, precision="marginal_likelihood")(network, mean, data)
+    found = (precision(belief) - curvature).diagonal()
+    assert -11 < best.x < 11
+    torch.testing.assert_close(found, torch.full_like(found, np.exp(best.x)), rtol=1e-6, atol=1e-7)
+    close(belief.mean, mean)
+    lam = float(found[0])
+    assert log_evidence(fixed.covariance, 1.0, mean, -3.0) == pytest.approx(
+        dense_log_evidence(1.0, curvature, mean, -3.0), abs=1e-9
+    )
+    assert log_evidence(belief.covariance, lam, mean, -3.0) == pytest.approx(-best.fun - 3.0, abs=1e-9)
+
+
+def test_log_evidence_against_quadrature() -> None:
+    """Two parameters, 300 samples: the integral of the likelihood under the prior, up to Laplace's O(1/n)."""
+    generator = torch.Generator().manual_seed(4)
+    inputs = torch.randn(300, 2, generator=generator, dtype=torch.float64)
+    chance = torch.sigmoid(inputs @ torch.tensor([1.0, -0.5], dtype=torch.float64))
+    labels = (torch.rand(300, generator=generator, dtype=torch.float64) < chance).long()
+    head, lam = df.LinearHead(2), 0.7
+    prior = df.Belief(torch.zeros(2, dtype=torch.float64), df.Full(torch.eye(2, dtype=torch.float64) / lam))
+    mode = df.fit_laplace(head, prior, inputs, labels).mean
+    belief = df.Laplace("full", precision=lam)(head, mode, df.SourceData(inputs, labels))
+
+    def log_likelihood(theta: Tensor) -> float:
+        return -nn.functional.cross_entropy(head(theta, inputs), labels, reduction="sum").item()
+
+    peak = log_likelihood(mode)
+
+    def joint(y: float, x: float) -> float:
+        theta = torch.tensor([x, y], dtype=torch.float64)
+        return float(np.exp(log_likelihood(theta) - peak - 0.5 * lam * float(theta @ theta))) * lam / (2 * np.pi)
+
+    reach = 7 * belief.covariance.variance().sqrt()
+    (left, bottom), (right, top) = (mode - reach).tolist(), (mode + reach).tolist()
+    integral, _ = dblquad(joint, left, right, bottom, top, epsabs=0, epsrel=1e-4)
+    assert log_evidence(belief.covariance, lam, mode, peak) == pytest.approx(np.log(integral) + peak, abs=0.01)
+
+
+def test_no_marginal_likelihood_without_information() -> None:
+    source = df.Laplace("diagonal", precision="marginal_likelihood")
+    data = df.SourceData(problem(3)[0])
+    with pytest.raises(ValueError, match="Laplace: mean must be other than 0"):
+        source(HEAD, 0 * THETA, data)
+    with pytest.raises(ValueError, match="Laplace: data must be data that inform the parameters"):
+        replace(source, curvature=df.NoCurvature(), labels="predicted")(HEAD, THETA, data)
+
+
+@pytest.mark.parametrize("structure", ["full", "low_rank", "kronecker", "diagonal"])
+def test_marginal_over_the_adapted_subset_is_the_block_of_the_covariance(structure: Any) -> None:
+    inputs, labels = problem(3)
+    model, data = perceptron(), df.SourceData(inputs, labels, batch_size=20)
+    wide = df.Network(model, df.AllParameters(), statistics="source")
+    narrow = df.Network(model, df.ByName(("1.bias", "3.weight", "4.*")), statistics="source")
+    whole = df.Laplace(structure, rank=6, precision=0.5)(wide, wide.mean(), data)
+    marginal = df.marginal_source(wide, narrow, whole)
+    close(marginal.mean, narrow.mean())
+    kept = torch.tensor([name in narrow.shapes for name in wide.shapes]).repeat_interleave(torch.tensor(wide.sizes))
+    dense = whole.covariance.dense()
+    close(marginal.covariance.dense(), dense[kept][:, kept])
+    conditional = torch.linalg.inv(torch.linalg.inv(dense)[kept][:, kept])
+    if structure in ("full", "low_rank"):
+        fitted = df.Laplace("full", precision=0.5)(narrow, narrow.mean(), data).covariance.dense()
+        if structure == "full":
+            close(fitted, conditional)  # a fit on the subset takes the others as known
+        assert (marginal.covariance.variance() > 1.01 * conditional.diagonal()).any()
+        assert (marginal.covariance.variance() >= (1 - 1e-9) * conditional.diagonal()).all()
+    else:
+        close(marginal.covariance.dense(), conditional)  # blocks are independent of each other
+    with pytest.raises(ValueError, match="marginal_source: network must be with parameters of wide"):
+        df.marginal_source(narrow, wide, marginal)

@@ -9,6 +9,7 @@ from driftfilter.dynamics import Affine, Dynamics, LocalTrend, MeanReversion, Pr
 from driftfilter.features import Backbone, OnFeatures, find_head
 from driftfilter.filtering import Filter, FilterState, NoInformationWarning, Outputs, StepInfo
 from driftfilter.inference import SGD, Adam, Bong, GradientStep, Inference, Linearized, Variational
+from driftfilter.kronecker import Kronecker
 from driftfilter.losses import (
     ConjugatePseudoLabel,
     Entropy,
@@ -37,7 +38,7 @@ from driftfilter.prediction import (
 )
 from driftfilter.predictive import LinearHead, PredictiveModel
 from driftfilter.recipe import VARIANTS, from_toml, to_toml
-from driftfilter.source import fit_laplace
+from driftfilter.source import Gaussian, Laplace, PointMass, SourceData, fit_laplace, marginal_source
 from driftfilter.transition import BlockDynamics, Transition
 from driftfilter.upkeep import ContinualMomentum, ResetBelow, ResetEvery, RestoreIrrelevant, RestoreRandomly, Upkeep
 from driftfilter.weighting import CertaintyDiversity, Constant, DiversityGate, EntropyGate, Product, Reliability, Weighting
@@ -75,6 +76,7 @@ __all__ = [
     "Full",
     "FullNoise",
     "GaussNewton",
+    "Gaussian",
     "GaussianNoise",
     "GeneralizedCrossEntropy",
     "Gibbs",
@@ -85,6 +87,8 @@ __all__ = [
     "Inference",
     "InformationMaximization",
     "Isotropic",
+    "Kronecker",
+    "Laplace",
     "LinearHead",
     "Linearized",
     "LinearizedGaussian",
@@ -105,6 +109,7 @@ __all__ = [
     "NotPositiveDefiniteError",
     "OnFeatures",
     "Outputs",
+    "PointMass",
     "PrecisionReversion",
     "Prediction",
     "PredictionRule",
@@ -123,6 +128,7 @@ __all__ = [
     "Seasonal",
     "Selection",
     "SoftLikelihoodRatio",
+    "SourceData",
     "Stationary",
     "StepInfo",
     "Sum",
@@ -134,5 +140,6 @@ __all__ = [
     "find_head",
     "fit_laplace",
     "from_toml",
+    "marginal_source",
     "to_toml",
 ]

@@ -22,6 +22,7 @@ import driftfilter.noise as noise
 import driftfilter.observation as observation
 import driftfilter.prediction as prediction
 import driftfilter.predictive as predictive
+import driftfilter.source as source
 import driftfilter.transition as transition
 import driftfilter.upkeep as upkeep
 import driftfilter.weighting as weighting
@@ -103,6 +104,7 @@ VARIANTS: dict[str, dict[str, type[Any]]] = {
         "RestoreIrrelevant": upkeep.RestoreIrrelevant,
         "ContinualMomentum": upkeep.ContinualMomentum,
     },
+    "source": {"PointMass": source.PointMass, "Gaussian": source.Gaussian, "Laplace": source.Laplace},
 }
 
 _NOTHING = "None"  # the kind of a field that is left empty, for TOML has no null
