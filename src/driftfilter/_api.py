@@ -8,7 +8,7 @@ from driftfilter.curvature import Curvature, EmpiricalFisher, GaussNewton, Hessi
 from driftfilter.dynamics import Affine, Dynamics, LocalTrend, MeanReversion, PrecisionReversion, RandomWalk, Seasonal
 from driftfilter.features import Backbone, OnFeatures, find_head
 from driftfilter.filtering import Filter, FilterState, NoInformationWarning, Outputs, StepInfo
-from driftfilter.inference import SGD, Adam, Bong, GradientStep, Inference, Linearized, Variational
+from driftfilter.inference import SGD, Adam, Bong, Frozen, GradientStep, Inference, Linearized, Variational
 from driftfilter.kronecker import Kronecker
 from driftfilter.losses import (
     ConjugatePseudoLabel,
@@ -73,6 +73,7 @@ __all__ = [
     "Filter",
     "FilterState",
     "FromTeacher",
+    "Frozen",
     "Full",
     "FullNoise",
     "GaussNewton",

@@ -29,7 +29,7 @@ from driftfilter.inputs import Inputs, checked
 from driftfilter.noise import Stationary
 from driftfilter.observation import Energy, Gibbs
 from driftfilter.prediction import MAP, Prediction, PredictionRule, Query
-from driftfilter.predictive import LogitFunction, PredictiveModel, ReadOut, Recalling, lift
+from driftfilter.predictive import LogitFunction, PredictiveModel, ReadOut, lift, recalled
 from driftfilter.randomness import Randomness
 from driftfilter.transition import BoundTransition, Transition
 from driftfilter.upkeep import Upkeep
@@ -168,6 +168,17 @@ class Filter:
     @_without_gradients
     def step(self, state: FilterState, inputs: Inputs) -> tuple[FilterState, Prediction, StepInfo]:
         """Adapt to one unlabeled batch [n, ...] and predict it."""
+        state, prediction, info = self._advance(state, inputs, predicting=True)
+        assert prediction is not None
+        return state, prediction, info
+
+    @_without_gradients
+    def update(self, state: FilterState, inputs: Inputs) -> tuple[FilterState, StepInfo]:
+        """Adapt to one unlabeled batch [n, ...] without predicting it: the state is that of ``step``."""
+        state, _, info = self._advance(state, inputs, predicting=False)
+        return state, info
+
+    def _advance(self, state: FilterState, inputs: Inputs, predicting: bool) -> tuple[FilterState, Prediction | None, StepInfo]:
         inputs = checked(inputs)
         transition, model = self._bind(state)
         randomness = Randomness(state.seed, state.step, state.belief.mean.device)
@@ -180,9 +191,11 @@ class Filter:
             posterior, memory = self.inference(prior, energy, memory, randomness)
         if posterior.covariance is prior.covariance and prior.covariance is not state.belief.covariance:
             _require_proper(prior, state.source)
-        belief = posterior if self.predict_from == "posterior" else prior
-        known = energy.evaluation.logits[0] if belief.mean is energy.anchor else None
-        prediction = self._predict(belief, Query(model, inputs, randomness, known, energy.taught))
+        prediction = None
+        if predicting:
+            belief = posterior if self.predict_from == "posterior" else prior
+            known = energy.evaluation.logits[0] if belief.mean is energy.anchor else None
+            prediction = self._predict(belief, Query(model, inputs, randomness, known, energy.taught))
         if self.observation.teacher is not None:
             memory = self.observation.teacher.follow(posterior.mean, memory, state.source)
         if self.upkeep is not None:
@@ -233,8 +246,8 @@ class Filter:
                 model = ReadOut(model, matrix.to(state.source.mean))
             bound = (state.source, self.transition.bind(state.source), model)
             object.__setattr__(self, "_bound", bound)
-        transition, model = bound[1:]
-        return transition, model.recall(state.memory) if isinstance(model, Recalling) else model
+        _, transition, model = bound
+        return transition, recalled(model, state.memory) if state.memory else model
 
     def _why_uninformative(self, energy: Energy) -> str:
         """Why a batch can say nothing about the parameters; empty where it can."""
@@ -250,7 +263,7 @@ class Filter:
             object.__setattr__(self, "_warned", True)
             advice = "use larger batches, EmpiricalFisher(centered=False) or Hessian(), or a loss of single samples"
             message = f"no information in the batch, transition only: {reason}; {advice}"
-            warnings.warn(message, NoInformationWarning, stacklevel=4)
+            warnings.warn(message, NoInformationWarning, stacklevel=5)
         return reason
 
 

@@ -31,6 +31,17 @@ class Inference(Protocol):
         """The posterior, and the memory with what the rule wants to keep."""
 
 
+@final
+@dataclass(frozen=True)
+class Frozen:
+    """The posterior is the prior: nothing is learned from the batch."""
+
+    curvature = NoCurvature()
+
+    def __call__(self, prior: Belief, energy: Energy, memory: Memory, randomness: Randomness) -> tuple[Belief, Memory]:
+        return prior, memory
+
+
 def newton_step(prior: Belief, gradient: Tensor, factor: Tensor) -> Belief:
     """Σ = ((Σ⁻)⁻¹ + FᵀF)⁻¹, μ = μ⁻ - Σ g; the mean moves before Σ is truncated."""
     covariance = prior.covariance.condition(factor)

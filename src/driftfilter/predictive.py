@@ -48,12 +48,16 @@ class PredictiveModel(Protocol):
         """J v for rows v [s, d] -> [s, n, k]."""
 
 
-@runtime_checkable
-class Recalling(PredictiveModel, Protocol):
-    """A model with statistics of its own in the filter's memory; its pullbacks have the ``memory`` to keep."""
+def recalled(model: PredictiveModel, memory: Mapping[str, Tensor]) -> PredictiveModel:
+    """The model with the statistics of its own that a filter's memory holds (running means); most have none.
 
-    def recall(self, memory: Mapping[str, Tensor]) -> PredictiveModel:
-        """The model with the statistics in this memory."""
+    Such a model has a method ``recall``, and its pullbacks the ``memory`` to keep after a step.
+    """
+    recall = getattr(model, "recall", None)
+    if recall is None:
+        return model
+    with_statistics: PredictiveModel = recall(memory)
+    return with_statistics
 
 
 def logit_covariance(covariance: Covariance, logits: Tensor, pullback: Pullback) -> Tensor:
@@ -227,6 +231,10 @@ class ReadOut:
     def __call__(self, theta: Tensor, inputs: Inputs) -> Tensor:
         return self.model(theta @ self.matrix.mT, inputs)
 
+    def recall(self, memory: Mapping[str, Tensor]) -> ReadOut:
+        """The same on the model with the statistics in this memory."""
+        return ReadOut(recalled(self.model, memory), self.matrix)
+
     def pullback(self, theta: Tensor, inputs: Inputs) -> tuple[Tensor, Pullback]:
         logits, inner = self.model.pullback(theta @ self.matrix.mT, inputs)
         return logits, _ReadOutPullback(inner, self.matrix)
@@ -238,6 +246,12 @@ class ReadOut:
 class _ReadOutPullback(NamedTuple):
     inner: Pullback
     matrix: Tensor  # [d, states]
+
+    @property
+    def memory(self) -> Mapping[str, Tensor]:
+        """What the model itself wants to keep after the step."""
+        kept: Mapping[str, Tensor] = getattr(self.inner, "memory", {})
+        return kept
 
     def __call__(self, cotangents: Tensor) -> Tensor:
         return self.inner(cotangents) @ self.matrix

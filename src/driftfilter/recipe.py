@@ -87,6 +87,7 @@ VARIANTS: dict[str, dict[str, type[Any]]] = {
         "Bong": inference.Bong,
         "Variational": inference.Variational,
         "GradientStep": inference.GradientStep,
+        "Frozen": inference.Frozen,
     },
     "optimizer": {"SGD": inference.SGD, "Adam": inference.Adam},
     "prediction": {
