@@ -194,6 +194,7 @@ def test_source_data_in_batches() -> None:
         (lambda: anything.Laplace(precision=0.0), "Laplace.precision must be a finite number in"),
         (lambda: anything.Laplace(labels="none"), "Laplace.labels must be one of"),
         (lambda: anything.Laplace(curvature=df.Entropy()), "Laplace.curvature must be of role 'curvature'"),
+        (lambda: anything.Laplace(curvature=df.EmpiricalFisher()), "Laplace.curvature must be that of single samples"),
         (lambda: anything.Laplace("low_rank", precision="marginal_likelihood"), "Laplace.structure must be another one"),
         (lambda: anything.Laplace()(HEAD, THETA), "Laplace: data must be SourceData"),
         (lambda: anything.Laplace()(HEAD, THETA, df.SourceData([])), "Laplace: data must be one batch or more"),
@@ -366,6 +367,29 @@ def test_no_marginal_likelihood_without_information() -> None:
         source(HEAD, 0 * THETA, data)
     with pytest.raises(ValueError, match="Laplace: data must be data that inform the parameters"):
         replace(source, curvature=df.NoCurvature(), labels="predicted")(HEAD, THETA, data)
+
+
+EVIDENCE = "marginal_likelihood"
+
+
+@pytest.mark.parametrize(
+    ("structure", "precision"),
+    [("full", 0.5), ("diagonal", 0.5), ("low_rank", 0.5), ("kronecker", 0.5), ("full", EVIDENCE), ("kronecker", EVIDENCE)],
+)
+def test_float32_follows_float64_and_the_model_stays(structure: Any, precision: Any) -> None:
+    model = perceptron()
+    before = [value.clone() for value in model.state_dict().values()]
+    inputs, labels = problem(3)
+    results = []
+    for dtype in (torch.float64, torch.float32):
+        network = df.Network(model.to(dtype), df.ByName(("1.*", "3.*")), statistics="source")
+        source = df.Laplace(structure, rank=3, precision=precision)
+        belief = source(network, network.mean(), df.SourceData(inputs.to(dtype), labels, batch_size=7))
+        assert belief.mean.dtype == belief.covariance.dtype == dtype
+        results.append(belief.covariance.dense().double())
+    torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-4)
+    for value, old in zip(model.state_dict().values(), before, strict=True):
+        assert torch.equal(value, old.to(value.dtype))
 
 
 @pytest.mark.parametrize("structure", ["full", "low_rank", "kronecker", "diagonal"])

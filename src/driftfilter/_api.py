@@ -28,7 +28,7 @@ from driftfilter.parameters import AllParameters, ByName, Head, NormAffine, Sele
 from driftfilter.prediction import MAP, LinearizedGaussian, LinearizedProbit, MonteCarlo, Prediction, PredictionRule
 from driftfilter.predictive import LinearHead, PredictiveModel
 from driftfilter.recipe import VARIANTS, from_toml, to_toml
-from driftfilter.source import Gaussian, Laplace, PointMass, SourceData, fit_laplace, marginal_source
+from driftfilter.source import Gaussian, Laplace, PointMass, Source, SourceData, fit_laplace, marginal_source
 from driftfilter.transition import BlockDynamics, Transition
 from driftfilter.weighting import Constant, DiversityGate, EntropyGate, Product, Reliability, Weighting
 
@@ -106,6 +106,7 @@ __all__ = [
     "Seasonal",
     "Selection",
     "SoftLikelihoodRatio",
+    "Source",
     "SourceData",
     "Stationary",
     "StepInfo",

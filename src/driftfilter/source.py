@@ -174,6 +174,9 @@ class Laplace:
     def __post_init__(self) -> None:
         _require_structure("Laplace", self.structure, self.rank)
         require_role("Laplace.curvature", self.curvature, "curvature", "GaussNewton()")
+        # Centring is a matter of one batch: its sum over batches would depend on how the data were cut.
+        alone = self.curvature.minimum == 1
+        require(alone, "Laplace.curvature", self.curvature, "that of single samples, such as EmpiricalFisher(centered=False)")
         require(self.per in ("sample", "batch"), "Laplace.per", self.per, "'sample' or 'batch'")
         _require_choice("Laplace.scale", self.scale, "sum", "mean")
         _require_choice("Laplace.precision", self.precision, "marginal_likelihood")
@@ -268,6 +271,7 @@ def _labeled(model: PredictiveModel, mean: Tensor, inputs: Tensor, labeling: Lab
     sample = isinstance(inputs, Tensor) and inputs.dim() >= 1 and inputs.shape[0] >= 1
     require(sample, "inputs", getattr(inputs, "shape", type(inputs).__name__), "a tensor [n, ...] with n >= 1")
     require_finite("inputs", inputs)
+    inputs = inputs.to(mean.device)  # a data loader's are on the CPU
     pulled = pulled_back(model, mean, inputs)
     classes = pulled[0].shape[-1]
     labels = labeling(pulled[0])
