@@ -13,7 +13,9 @@ from scipy.optimize import minimize, minimize_scalar
 from torch import Tensor, nn
 
 import driftfilter as df
+from driftfilter import source
 from driftfilter.evidence import log_evidence
+from oracles import Allocations
 
 
 def problem(classes: int, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -194,6 +196,7 @@ def test_source_data_in_batches() -> None:
         (lambda: anything.Laplace(precision=0.0), "Laplace.precision must be a finite number in"),
         (lambda: anything.Laplace(labels="none"), "Laplace.labels must be one of"),
         (lambda: anything.Laplace(curvature=df.Entropy()), "Laplace.curvature must be of role 'curvature'"),
+        (lambda: anything.Laplace(curvature=df.EmpiricalFisher()), "Laplace.curvature must be that of single samples"),
         (lambda: anything.Laplace("low_rank", precision="marginal_likelihood"), "Laplace.structure must be another one"),
         (lambda: anything.Laplace()(HEAD, THETA), "Laplace: data must be SourceData"),
         (lambda: anything.Laplace()(HEAD, THETA, df.SourceData([])), "Laplace: data must be one batch or more"),
@@ -239,6 +242,22 @@ def test_laplace_adds_the_hessian_of_every_batch(curvature: df.Curvature, labele
     close(precision(small).diagonal(), expected.diagonal())
 
 
+def test_many_classes_take_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row for every sample and class would be 50 · 20 rows of 60 numbers."""
+    head, inputs = df.LinearHead(20, intercept=True), problem(2)[0][:50]
+    theta = torch.linspace(-1, 1, 60, dtype=torch.float64)
+    whole = df.Laplace()(head, theta, df.SourceData(inputs))
+    monkeypatch.setattr(source, "BUDGET", 5_000)
+    with Allocations() as allocations:
+        belief = df.Laplace()(head, theta, df.SourceData(inputs))
+    assert allocations.largest < 50 * 20 * 60 / 2
+    close(belief.covariance.variance(), whole.covariance.variance())
+    network = df.Network(perceptron(), df.AllParameters())  # asked for one column at a time
+    parts = df.Laplace("full")(network, network.mean(), df.SourceData(inputs, batch_size=25))
+    monkeypatch.undo()
+    close(precision(parts), precision(df.Laplace("full")(network, network.mean(), df.SourceData(inputs, batch_size=25))))
+
+
 def test_laplace_with_the_empirical_fisher_of_each_labeling() -> None:
     inputs, labels = problem(3)
     data = df.SourceData(inputs, labels, batch_size=7)
@@ -281,8 +300,8 @@ def test_eata_fisher_is_the_mean_of_squared_batch_gradients() -> None:
     """The loop of EATA's own code, on a network with batch statistics."""
     model, inputs = perceptron(), problem(3)[0]
     network = df.Network(model, df.NormAffine(), statistics="batch")
-    source = df.Laplace("diagonal", per="batch", labels="predicted", scale="mean", precision=1e-10)
-    belief = source(network, network.mean(), df.SourceData(inputs, batch_size=20))
+    chosen = df.Laplace("diagonal", per="batch", labels="predicted", scale="mean", precision=1e-10)
+    belief = chosen(network, network.mean(), df.SourceData(inputs, batch_size=20))
 
     reference = perceptron()
     reference[1].train()
@@ -360,12 +379,35 @@ def test_log_evidence_against_quadrature() -> None:
 
 
 def test_no_marginal_likelihood_without_information() -> None:
-    source = df.Laplace("diagonal", precision="marginal_likelihood")
+    chosen = df.Laplace("diagonal", precision="marginal_likelihood")
     data = df.SourceData(problem(3)[0])
     with pytest.raises(ValueError, match="Laplace: mean must be other than 0"):
-        source(HEAD, 0 * THETA, data)
+        chosen(HEAD, 0 * THETA, data)
     with pytest.raises(ValueError, match="Laplace: data must be data that inform the parameters"):
-        replace(source, curvature=df.NoCurvature(), labels="predicted")(HEAD, THETA, data)
+        replace(chosen, curvature=df.NoCurvature(), labels="predicted")(HEAD, THETA, data)
+
+
+EVIDENCE = "marginal_likelihood"
+
+
+@pytest.mark.parametrize(
+    ("structure", "precision"),
+    [("full", 0.5), ("diagonal", 0.5), ("low_rank", 0.5), ("kronecker", 0.5), ("full", EVIDENCE), ("kronecker", EVIDENCE)],
+)
+def test_float32_follows_float64_and_the_model_stays(structure: Any, precision: Any) -> None:
+    model = perceptron()
+    before = [value.clone() for value in model.state_dict().values()]
+    inputs, labels = problem(3)
+    results = []
+    for dtype in (torch.float64, torch.float32):
+        network = df.Network(model.to(dtype), df.ByName(("1.*", "3.*")), statistics="source")
+        chosen = df.Laplace(structure, rank=3, precision=precision)
+        belief = chosen(network, network.mean(), df.SourceData(inputs.to(dtype), labels, batch_size=7))
+        assert belief.mean.dtype == belief.covariance.dtype == dtype
+        results.append(belief.covariance.dense().double())
+    torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-4)
+    for value, old in zip(model.state_dict().values(), before, strict=True):
+        assert torch.equal(value, old.to(value.dtype))
 
 
 @pytest.mark.parametrize("structure", ["full", "low_rank", "kronecker", "diagonal"])

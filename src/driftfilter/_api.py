@@ -38,7 +38,7 @@ from driftfilter.prediction import (
 )
 from driftfilter.predictive import LinearHead, PredictiveModel
 from driftfilter.recipe import VARIANTS, from_toml, to_toml
-from driftfilter.source import Gaussian, Laplace, PointMass, SourceData, fit_laplace, marginal_source
+from driftfilter.source import Gaussian, Laplace, PointMass, Source, SourceData, fit_laplace, marginal_source
 from driftfilter.transition import BlockDynamics, Transition
 from driftfilter.upkeep import ContinualMomentum, ResetBelow, ResetEvery, RestoreIrrelevant, RestoreRandomly, Upkeep
 from driftfilter.weighting import CertaintyDiversity, Constant, DiversityGate, EntropyGate, Product, Reliability, Weighting
@@ -129,6 +129,7 @@ __all__ = [
     "Seasonal",
     "Selection",
     "SoftLikelihoodRatio",
+    "Source",
     "SourceData",
     "Stationary",
     "StepInfo",

@@ -21,7 +21,7 @@ from driftfilter.checks import (
     unchecked,
 )
 from driftfilter.covariance import Blocks, Covariance, Diagonal, Full
-from driftfilter.curvature import Curvature, GaussNewton, Hessian
+from driftfilter.curvature import Curvature, GaussNewton, Hessian, LogitMetric
 from driftfilter.evidence import marginal_precision, reweighted
 from driftfilter.kronecker import Kronecker
 from driftfilter.losses import PseudoLabel
@@ -32,6 +32,7 @@ from driftfilter.predictive import LogitFunction, PredictiveModel, lift
 from driftfilter.randomness import Purpose, Randomness
 
 Structure: TypeAlias = Literal["full", "diagonal", "low_rank", "kronecker"]
+BUDGET = 1 << 27  # numbers in a factor of the curvature
 Labeling: TypeAlias = Callable[[Tensor], Tensor]  # logits [n, k] -> class indices [n]
 
 
@@ -174,6 +175,9 @@ class Laplace:
     def __post_init__(self) -> None:
         _require_structure("Laplace", self.structure, self.rank)
         require_role("Laplace.curvature", self.curvature, "curvature", "GaussNewton()")
+        # Centring is a matter of one batch: its sum over batches would depend on how the data were cut.
+        alone = self.curvature.minimum == 1
+        require(alone, "Laplace.curvature", self.curvature, "that of single samples, such as EmpiricalFisher(centered=False)")
         require(self.per in ("sample", "batch"), "Laplace.per", self.per, "'sample' or 'batch'")
         _require_choice("Laplace.scale", self.scale, "sum", "mean")
         _require_choice("Laplace.precision", self.precision, "marginal_likelihood")
@@ -191,19 +195,24 @@ class Laplace:
         covariance, count = _isotropic(self.structure, 1 / start, self.rank, model, mean), 0
         for step, (inputs, labels) in enumerate(data):
             labeling = self._labeling(labels, Randomness(self.seed, step, mean.device))
-            rows = self._rows(_labeled(model, mean, inputs, labeling).evaluation)
-            covariance = covariance.condition(rows).truncate()
+            for rows in self._rows(_labeled(model, mean, inputs, labeling).evaluation, len(mean)):
+                covariance = covariance.condition(rows).truncate()
             count += len(inputs) if self.per == "sample" else 1
         require(count > 0, "Laplace: data", "no batch", "one batch or more")
         weight = self._weight(count)
         precision = marginal_precision(covariance, start, mean, weight) if isinstance(self.precision, str) else start
         return Belief(mean, reweighted(covariance, start, precision, weight))
 
-    def _rows(self, evaluation: Evaluation) -> Tensor:
-        """F [m, d] of a batch, whose FᵀF is its part of the sum."""
+    def _rows(self, evaluation: Evaluation, dimension: int) -> Iterator[Tensor]:
+        """Factors F [m, d] of a batch, whose FᵀF add up to its part of the sum, each of bounded memory."""
+        samples = len(evaluation.coefficients)
         if self.per == "batch":
-            return evaluation.gradient()[None] / len(evaluation.coefficients)
-        return self.curvature(evaluation)[1]
+            yield evaluation.gradient()[None] / samples
+        elif isinstance(self.curvature, LogitMetric):  # a row for every sample and class is too many for many classes
+            for roots in self.curvature.roots(evaluation).split(max(1, BUDGET // (samples * dimension)), -1):
+                yield evaluation.factor(roots)
+        else:
+            yield self.curvature(evaluation)[1]
 
     def _weight(self, count: int) -> float:
         """c, for N samples or batches."""
@@ -268,6 +277,7 @@ def _labeled(model: PredictiveModel, mean: Tensor, inputs: Tensor, labeling: Lab
     sample = isinstance(inputs, Tensor) and inputs.dim() >= 1 and inputs.shape[0] >= 1
     require(sample, "inputs", getattr(inputs, "shape", type(inputs).__name__), "a tensor [n, ...] with n >= 1")
     require_finite("inputs", inputs)
+    inputs = inputs.to(mean.device)  # a data loader's are on the CPU
     pulled = pulled_back(model, mean, inputs)
     classes = pulled[0].shape[-1]
     labels = labeling(pulled[0])
