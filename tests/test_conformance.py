@@ -99,6 +99,10 @@ STRUCTURES: dict[str, Callable[[Tensor], df.Covariance]] = {
     "Blocks": lambda matrix: df.Blocks((df.Diagonal(matrix[0, :1]), df.Full(matrix[1:, 1:]))),
 }
 BASES = pytest.mark.parametrize("base", [*STRUCTURES, "lifted"])
+PROTOTYPES = {  # inference that needs a model of its own: one class, two features
+    df.Supports: {"logits": df.PrototypeHead(torch.tensor([[1.0, -0.5]]), family="inner_product")},
+    df.Mixture: {"logits": df.PrototypeHead(torch.tensor([[1.0, -0.5]]))},
+}
 ROLES: dict[str, Callable[[Any], dict[str, Any]]] = {  # role -> the part of a Filter where a variant of it stands
     "model": lambda variant: {"logits": variant},
     "dynamics": lambda variant: {"transition": df.Transition(variant)},
@@ -109,7 +113,7 @@ ROLES: dict[str, Callable[[Any], dict[str, Any]]] = {  # role -> the part of a F
     "weighting": lambda variant: {"observation": df.Gibbs(df.Entropy(), variant)},
     "observation": lambda variant: {"observation": variant},
     "curvature": lambda variant: {"inference": df.Linearized(variant)},
-    "inference": lambda variant: {"inference": variant},
+    "inference": lambda variant: {"inference": variant, **PROTOTYPES.get(type(variant), {})},
     "optimizer": lambda variant: {"inference": df.GradientStep(variant)},
     "prediction": lambda variant: {"prediction": variant},
 }

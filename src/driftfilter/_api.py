@@ -27,6 +27,7 @@ from driftfilter.observation import Gibbs
 from driftfilter.parameters import AllParameters, ByName, Head, NormAffine, Selection
 from driftfilter.prediction import MAP, LinearizedGaussian, LinearizedProbit, MonteCarlo, Prediction, PredictionRule
 from driftfilter.predictive import LinearHead, PredictiveModel
+from driftfilter.prototypes import Mixture, PrototypeHead, Prototypes, Supports
 from driftfilter.recipe import VARIANTS, from_toml, to_toml
 from driftfilter.source import fit_laplace
 from driftfilter.transition import BlockDynamics, Transition
@@ -81,6 +82,7 @@ __all__ = [
     "MarginalEntropy",
     "MarginalLikelihood",
     "MeanReversion",
+    "Mixture",
     "MonteCarlo",
     "Network",
     "NoCurvature",
@@ -96,6 +98,8 @@ __all__ = [
     "PredictionRule",
     "PredictiveModel",
     "Product",
+    "PrototypeHead",
+    "Prototypes",
     "PseudoLabel",
     "RandomWalk",
     "Reliability",
@@ -107,6 +111,7 @@ __all__ = [
     "Stationary",
     "StepInfo",
     "Sum",
+    "Supports",
     "Transition",
     "Variational",
     "Weighting",

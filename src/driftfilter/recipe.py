@@ -22,6 +22,7 @@ import driftfilter.noise as noise
 import driftfilter.observation as observation
 import driftfilter.prediction as prediction
 import driftfilter.predictive as predictive
+import driftfilter.prototypes as prototypes
 import driftfilter.transition as transition
 import driftfilter.weighting as weighting
 
@@ -83,6 +84,8 @@ VARIANTS: dict[str, dict[str, type[Any]]] = {
         "Bong": inference.Bong,
         "Variational": inference.Variational,
         "GradientStep": inference.GradientStep,
+        "Supports": prototypes.Supports,
+        "Mixture": prototypes.Mixture,
     },
     "optimizer": {"SGD": inference.SGD, "Adam": inference.Adam},
     "prediction": {
