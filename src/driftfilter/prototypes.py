@@ -4,7 +4,8 @@
     von_mises_fisher   f_k = a_k + κ A_D(γ_k) ρ_k·h      h = z/|z|, w_k = γ_k ρ_k, A_D(γ) = I_{D/2}(γ) / I_{D/2-1}(γ)
     inner_product      f_k = a_k + κ z·w_k/|w_k|
 
-θ is w_1, …, w_k one after the other, or with class weights a_k = log π_k (up to a constant) [a_1, w_1], …, [a_k, w_k].
+z are features, relative to a center. θ is w_1, …, w_k one after the other or, with class weights a_k = log π_k (up to a
+constant), [a_1, w_1], …, [a_k, w_k].
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from driftfilter.belief import Belief
 from driftfilter.checks import require, require_count, require_finite, require_number, require_shape, unchecked
 from driftfilter.covariance import Blocks, Covariance, Diagonal
 from driftfilter.curvature import NoCurvature
-from driftfilter.features import Backbone, OnFeatures
+from driftfilter.features import Backbone, Inputs, OnFeatures
 from driftfilter.losses import one_hot
 from driftfilter.observation import Energy
 from driftfilter.predictive import Pullback
@@ -59,7 +60,8 @@ class PrototypeHead:
     """p(y given z, θ) of prototypes w_k, closed forms throughout; ``concentration`` is κ.
 
     ``weight`` and ``bias`` are the source head's: what it says about a sample labels it where a method asks for that.
-    ``intercept`` puts a_k before w_k in θ; without it all classes weigh the same.
+    ``intercept`` puts a_k before w_k in θ; without it all classes weigh the same. ``center`` is subtracted from features:
+    a head does not see a part that all classes share, but prototypes do (see Prototypes).
     """
 
     weight: Tensor  # [k, D]
@@ -67,18 +69,26 @@ class PrototypeHead:
     family: Family = "gaussian"
     concentration: float = 1.0
     intercept: bool = False
+    center: Tensor | None = None  # [D]
     linear = False
 
     def __post_init__(self) -> None:
         require_shape("PrototypeHead.weight", self.weight, "[k, D]", None, None)
         if self.bias is not None:
             require_shape("PrototypeHead.bias", self.bias, f"[{self.classes}]", self.classes)
+        if self.center is not None:
+            width = self.weight.shape[1]
+            require_shape("PrototypeHead.center", self.center, f"[{width}]", width)
         _require_family("PrototypeHead", self.family, self.concentration, self.intercept)
 
     @property
     def classes(self) -> int:
         """k."""
         return self.weight.shape[0]
+
+    def relative(self, features: Tensor) -> Tensor:
+        """Features relative to the center [n, D]."""
+        return features if self.center is None else features - self.center.to(features)
 
     def source_logits(self, features: Tensor) -> Tensor:
         """Logits of the source head [n, k]."""
@@ -102,7 +112,7 @@ class PrototypeHead:
 
     def _jacobian(self, theta: Tensor, inputs: Tensor) -> _Jacobian:
         require(inputs.dim() == 2, "inputs", f"shape {list(inputs.shape)}", "of shape [n, features]")
-        features = inputs.to(theta.dtype)
+        features = self.relative(inputs.to(theta.dtype))
         a, w = self.split(theta)
         kappa, squares = self.concentration, w.square().sum(-1)
         if self.family == "gaussian":
@@ -174,6 +184,10 @@ class Prototypes:
     Gaussian prototypes start where their logits are those of the source head: w_k = W_k/κ + v, with the v that leaves the
     classes equal weights (exactly so where the rows of W are affinely independent; ``intercept`` takes up the rest).
     Directions start at ``strength`` · W_k/|W_k|, the row counting as much as that many samples of concentration 1.
+
+    Give ``build`` a sample of inputs, such as the first batch, whose mean feature becomes the center. Rows of a head are
+    class means up to a vector that all classes share; features after a ReLU have a large one, and without a center the
+    first prototype to find it takes every sample.
     """
 
     family: Family = "gaussian"
@@ -185,9 +199,10 @@ class Prototypes:
         _require_family("Prototypes", self.family, self.concentration, self.intercept)
         require_number("Prototypes.strength", self.strength, 0, math.inf, open_low=True)
 
-    def build(self, backbone: Backbone) -> tuple[OnFeatures, Tensor]:
+    def build(self, backbone: Backbone, sample: Inputs | None = None) -> tuple[OnFeatures, Tensor]:
         """The predictive model of raw inputs, and where θ starts [d]."""
-        head = PrototypeHead(backbone.weight, backbone.bias, self.family, self.concentration, self.intercept)
+        center = None if sample is None else backbone(sample).mean(0)
+        head = PrototypeHead(backbone.weight, backbone.bias, self.family, self.concentration, self.intercept, center)
         if self.family == "gaussian":
             return OnFeatures(backbone, head), _matched(head)
         rows = self.strength * functional.normalize(head.weight, dim=-1)
@@ -197,12 +212,12 @@ class Prototypes:
 def _matched(head: PrototypeHead) -> Tensor:
     """θ of Gaussian prototypes whose logits differ from the source head's by a number that is the same for all classes.
 
-    W_k·z + b_k = κ z·w_k - κ/2 |w_k|² + a_k + (any function of z), w_k = W_k/κ + v, a_k = b_k + |W_k|²/2κ + W_k·v.
+    W_k·z + b_k = κ z·w_k - κ/2 |w_k|² + a_k + (any function of z), w_k = W_k/κ + v, a_k = b_k + |W_k|²/2κ + W_k·v; b_k are
+    the logits at the center.
     """
     rows = head.weight.double()
-    weights = rows.square().sum(-1) / (2 * head.concentration)
-    if head.bias is not None:
-        weights = weights + head.bias.double()
+    center = rows.new_zeros(rows.shape[1]) if head.center is None else head.center.double()
+    weights = rows.square().sum(-1) / (2 * head.concentration) + head.source_logits(center)
     centered = rows - rows.mean(0)
     shift = -torch.linalg.pinv(centered) @ (weights - weights.mean())
     a = torch.log_softmax(weights + rows @ shift, -1)
@@ -243,7 +258,7 @@ class Supports:
         require(directional, "Supports: the prototypes' family", head.family, "'inner_product' or 'von_mises_fisher'")
         a, w = head.split(prior.mean)
         logits = head.source_logits(features)
-        directions = functional.normalize(features, dim=-1) * energy.samples.weights.unsqueeze(-1)
+        directions = functional.normalize(head.relative(features), dim=-1) * energy.samples.weights.unsqueeze(-1)
         if self.capacity == 0:
             w = w + one_hot(logits).mT @ directions
         else:
@@ -259,7 +274,8 @@ class Supports:
         supports = prototypes.new_zeros(head.classes, self.capacity, prototypes.shape[-1])
         entropies = prototypes.new_full((head.classes, self.capacity), math.inf)
         supports[:, 0] = prototypes
-        entropies[:, 0] = entropy(head.source_logits(head.weight.to(prototypes)))
+        rows = head.weight if head.center is None else head.weight + head.center
+        entropies[:, 0] = entropy(head.source_logits(rows.to(prototypes)))
         return {**memory, names[0]: supports, names[1]: entropies}
 
     def _kept(self, memory: dict[str, Tensor], directions: Tensor, logits: Tensor, weights: Tensor) -> Memory:
@@ -313,7 +329,7 @@ class Mixture:
             logits = head.source_logits(features) if self.labels == "source" else _expected_logits(head, posterior, features)
             shares = one_hot(logits) if self.labels == "source" else logits.softmax(-1)
             shares = shares * energy.samples.weights.unsqueeze(-1)
-            posterior = (_gaussian_update if gaussian else _directional_update)(prior, head, features, shares)
+            posterior = (_gaussian_update if gaussian else _directional_update)(prior, head, head.relative(features), shares)
             posterior = self._weighed(posterior, prior, head, shares)
         require_finite("the posterior mean", posterior.mean)
         return posterior, memory
