@@ -115,6 +115,10 @@ def on_vectors(augmentation: Any) -> Any:
 
 
 BASES = pytest.mark.parametrize("base", [*STRUCTURES, "lifted"])
+PROTOTYPES = {  # inference that needs a model of its own: one class, two features
+    df.Supports: {"logits": df.PrototypeHead(torch.tensor([[1.0, -0.5]]), family="inner_product")},
+    df.Mixture: {"logits": df.PrototypeHead(torch.tensor([[1.0, -0.5]]))},
+}
 ROLES: dict[str, Callable[[Any], dict[str, Any]]] = {  # role -> the part of a Filter where a variant of it stands
     "model": lambda variant: {"logits": variant},
     "dynamics": lambda variant: {"transition": df.Transition(variant)},
@@ -127,7 +131,7 @@ ROLES: dict[str, Callable[[Any], dict[str, Any]]] = {  # role -> the part of a F
     "teacher": lambda variant: {"observation": df.Gibbs(df.PseudoLabel(), teacher=replace(variant, augmentation=NOISE))},
     "upkeep": lambda variant: {"upkeep": variant, "inference": df.GradientStep(df.SGD(0.1), keep_gradient=True)},
     "curvature": lambda variant: {"inference": df.Linearized(variant)},
-    "inference": lambda variant: {"inference": variant},
+    "inference": lambda variant: {"inference": variant, **PROTOTYPES.get(type(variant), {})},
     "optimizer": lambda variant: {"inference": df.GradientStep(variant)},
     "prediction": lambda variant: {"prediction": variant, "observation": df.Gibbs(teacher=df.Teacher(augmentation=NOISE))},
 }

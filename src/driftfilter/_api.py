@@ -37,6 +37,7 @@ from driftfilter.prediction import (
     PriorCorrection,
 )
 from driftfilter.predictive import LinearHead, PredictiveModel
+from driftfilter.prototypes import Mixture, PrototypeHead, Prototypes, Supports
 from driftfilter.recipe import VARIANTS, from_toml, to_toml
 from driftfilter.source import Gaussian, Laplace, PointMass, Source, SourceData, fit_laplace, marginal_source
 from driftfilter.transition import BlockDynamics, Transition
@@ -100,6 +101,7 @@ __all__ = [
     "MarginalEntropy",
     "MarginalLikelihood",
     "MeanReversion",
+    "Mixture",
     "MonteCarlo",
     "Network",
     "NoCurvature",
@@ -117,6 +119,8 @@ __all__ = [
     "PredictiveModel",
     "PriorCorrection",
     "Product",
+    "PrototypeHead",
+    "Prototypes",
     "PseudoLabel",
     "RandomWalk",
     "Reliability",
@@ -134,6 +138,7 @@ __all__ = [
     "Stationary",
     "StepInfo",
     "Sum",
+    "Supports",
     "Teacher",
     "Transition",
     "Upkeep",

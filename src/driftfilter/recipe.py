@@ -22,6 +22,7 @@ import driftfilter.noise as noise
 import driftfilter.observation as observation
 import driftfilter.prediction as prediction
 import driftfilter.predictive as predictive
+import driftfilter.prototypes as prototypes
 import driftfilter.source as source
 import driftfilter.transition as transition
 import driftfilter.upkeep as upkeep
@@ -88,6 +89,8 @@ VARIANTS: dict[str, dict[str, type[Any]]] = {
         "Variational": inference.Variational,
         "GradientStep": inference.GradientStep,
         "Frozen": inference.Frozen,
+        "Supports": prototypes.Supports,
+        "Mixture": prototypes.Mixture,
     },
     "optimizer": {"SGD": inference.SGD, "Adam": inference.Adam},
     "prediction": {
