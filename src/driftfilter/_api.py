@@ -23,11 +23,12 @@ from driftfilter.lowrank import LowRank
 from driftfilter.network import Network
 from driftfilter.noise import Discount, FullNoise, Isotropic, NoiseModel, NoNoise, Reset, Restore, Stationary
 from driftfilter.observation import Gibbs
-from driftfilter.parameters import AllParameters, ByName, Head, NormAffine, Selection
+from driftfilter.parameters import AllParameters, ByName, Head, NormAffine, Selection, select
 from driftfilter.prediction import MAP, LinearizedGaussian, LinearizedProbit, MonteCarlo, Prediction, PredictionRule
 from driftfilter.predictive import LinearHead, PredictiveModel
 from driftfilter.recipe import VARIANTS, from_toml, to_toml
 from driftfilter.source import fit_laplace
+from driftfilter.statistics import Ema, PseudoCount
 from driftfilter.transition import BlockDynamics, Transition
 from driftfilter.weighting import Constant, DiversityGate, EntropyGate, Product, Reliability, Weighting
 
@@ -52,6 +53,7 @@ __all__ = [
     "Discount",
     "DiversityGate",
     "Dynamics",
+    "Ema",
     "EmpiricalFisher",
     "Entropy",
     "EntropyGate",
@@ -93,6 +95,7 @@ __all__ = [
     "PredictionRule",
     "PredictiveModel",
     "Product",
+    "PseudoCount",
     "PseudoLabel",
     "RandomWalk",
     "Reliability",
@@ -109,5 +112,6 @@ __all__ = [
     "Weighting",
     "fit_laplace",
     "from_toml",
+    "select",
     "to_toml",
 ]

@@ -22,6 +22,7 @@ import driftfilter.noise as noise
 import driftfilter.observation as observation
 import driftfilter.prediction as prediction
 import driftfilter.predictive as predictive
+import driftfilter.statistics as statistics
 import driftfilter.transition as transition
 import driftfilter.weighting as weighting
 
@@ -32,6 +33,7 @@ else:
 
 VARIANTS: dict[str, dict[str, type[Any]]] = {
     "model": {"LinearHead": predictive.LinearHead},
+    "statistics": {"PseudoCount": statistics.PseudoCount, "Ema": statistics.Ema},
     "dynamics": {
         "RandomWalk": dynamics.RandomWalk,
         "MeanReversion": dynamics.MeanReversion,
