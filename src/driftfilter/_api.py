@@ -8,6 +8,7 @@ from driftfilter.curvature import Curvature, EmpiricalFisher, GaussNewton, Hessi
 from driftfilter.dynamics import Affine, Dynamics, LocalTrend, MeanReversion, PrecisionReversion, RandomWalk, Seasonal
 from driftfilter.filtering import Filter, FilterState, NoInformationWarning, Outputs, StepInfo
 from driftfilter.inference import SGD, Adam, Bong, GradientStep, Inference, Linearized, Variational
+from driftfilter.lora import LoRA
 from driftfilter.losses import (
     ConjugatePseudoLabel,
     Entropy,
@@ -75,6 +76,7 @@ __all__ = [
     "Linearized",
     "LinearizedGaussian",
     "LinearizedProbit",
+    "LoRA",
     "LocalTrend",
     "Loss",
     "LowRank",

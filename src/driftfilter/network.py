@@ -14,32 +14,22 @@ from __future__ import annotations
 import copy
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from driftfilter.checks import require
 from driftfilter.parameters import Chosen, NormAffine, Selection, select
-from driftfilter.predictive import Pullback
-from driftfilter.rows import Call, per_sample, rule_of
-from driftfilter.statistics import Ema, Statistics, TwinBatchNorm, prepare, require_statistics
+from driftfilter.rows import layer_rows, per_sample
+from driftfilter.statistics import Ema, Statistics, require_statistics
+from driftfilter.twins import Record, Twin, twin
 
 Inputs: TypeAlias = Any  # a tensor [n, …], a tuple or list of arguments, or a mapping of keyword arguments
 Memory: TypeAlias = Mapping[str, Tensor]
 STATISTICS = "network.statistics"  # in the memory: means, then variances, of every batch norm [2 · channels]
-
-
-def twin(model: nn.Module) -> nn.Module:
-    """A module tree of its own in evaluation mode, on the memory of every parameter and buffer; its parameters are frozen."""
-    shared: dict[int, Tensor] = {id(buffer): buffer for buffer in model.buffers()}
-    for parameter in model.parameters():  # frozen, or a backward pass would work out gradients that nobody asks for
-        shared[id(parameter)] = nn.Parameter(parameter.detach(), requires_grad=False)
-    return copy.deepcopy(model, shared).eval()
 
 
 def _arguments(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -56,8 +46,8 @@ def _arguments(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
 def _each(inputs: Inputs, change: Callable[[Tensor], Tensor]) -> Inputs:
     """The inputs with every tensor changed; what is not a tensor stays."""
     args, kwargs = _arguments(inputs)
-    changed = tuple(change(value) if isinstance(value, Tensor) else value for value in args)
-    named = {name: change(value) if isinstance(value, Tensor) else value for name, value in kwargs.items()}
+    changed = tuple(change(value) if isinstance(value, Tensor) and value.dim() > 0 else value for value in args)
+    named = {name: change(value) if isinstance(value, Tensor) and value.dim() > 0 else value for name, value in kwargs.items()}
     return named if isinstance(inputs, Mapping) else changed[0] if isinstance(inputs, Tensor) else changed
 
 
@@ -84,71 +74,10 @@ def _picked(result: Any) -> Tensor:
     )
 
 
-@dataclass
-class _Record:
-    """One call of a layer whose rows may be wanted."""
-
-    owner: str
-    call: Call | None  # None once its rows are worked out
-    node: Any  # of the outputs in the graph
-    position: int  # of the outputs among what the node gives
-
-
-class _Twin:
-    """A twin of one thread: its tensors are replaced for the time of a call."""
-
-    def __init__(self, base: nn.Module, targets: set[str], statistics: Statistics) -> None:
-        self.module = twin(base)
-        self.norms: list[TwinBatchNorm] = prepare(self.module, statistics)
-        self.coupled = any(isinstance(layer, TwinBatchNorm) or _without_source(layer) for layer in self.module.modules())
-        self.records: list[_Record] | None = None
-        named = list(self.module.named_parameters(remove_duplicate=False))
-        canonical = {id(parameter): name for name, parameter in self.module.named_parameters()}
-        self.slots: list[tuple[str, nn.Module, str]] = []
-        self.names: dict[tuple[str, str], str] = {}  # (owner, own name) -> the parameter's name in θ
-        for name, parameter in named:
-            target = canonical[id(parameter)]
-            if target in targets:
-                owner, _, own = name.rpartition(".")
-                self.slots.append((target, self.module.get_submodule(owner), own))
-                self.names[owner, own] = target
-        for owner in {owner: None for owner, _ in self.names}:
-            layer = self.module.get_submodule(owner)
-            if rule_of(layer) is not None:
-                layer.register_forward_hook(self._recorder(owner), with_kwargs=True)
-
-    def _recorder(self, owner: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Tensor) -> None:
-            if self.records is None or outputs.grad_fn is None:
-                return
-            inputs = args[0] if args else next(iter(kwargs.values()))
-            moments = module.moments if isinstance(module, TwinBatchNorm) else None
-            call = Call(module, inputs.detach(), moments)
-            self.records.append(_Record(owner, call, outputs.grad_fn, outputs.output_nr))
-
-        return hook
-
-    @contextmanager
-    def holding(self, tensors: Mapping[str, Tensor]) -> Iterator[nn.Module]:
-        """The module with these tensors in the place of its parameters."""
-        before = [(module, own, module._parameters[own]) for _, module, own in self.slots]
-        try:
-            for target, module, own in self.slots:
-                _place(module, own, tensors[target])
-            yield self.module
-        finally:
-            for module, own, parameter in before:
-                _place(module, own, parameter)
-
-
-def _without_source(layer: nn.Module) -> bool:
-    return isinstance(layer, _BatchNorm) and layer.running_mean is None
-
-
-def _place(module: nn.Module, own: str, tensor: Tensor | None) -> None:
-    module._parameters[own] = tensor  # type: ignore[assignment]  # torch.func.functional_call does the same
-    if isinstance(module, nn.RNNBase):  # reads its parameters from a list of its own
-        module._flat_weights[module._flat_weights_names.index(own)] = tensor
+def _require_logits(logits: Any, samples: int) -> None:
+    got = f"shape {list(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__
+    if not isinstance(logits, Tensor) or logits.dim() != 2 or len(logits) != samples or logits.shape[1] < 1:
+        raise ValueError(f"the model's logits must be of shape [{samples}, k], got {got}")
 
 
 @dataclass
@@ -157,7 +86,7 @@ class _Graph:
 
     logits: Tensor  # [n, k]
     leaves: dict[str, Tensor]  # pieces of θ
-    records: list[_Record]
+    records: list[Record]
     names: Mapping[tuple[str, str], str]
     memory: Memory
 
@@ -220,11 +149,11 @@ class Network:
         empty = [name for name, tensor in self._base.state_dict().items() if tensor.is_meta]
         require(not empty, "Network: model", f"{empty[:4]} on the meta device", "a module with values: load its weights first")
 
-    def _twin(self) -> _Twin:
-        own: _Twin | None = getattr(self._local, "twin", None)
+    def _own(self) -> Twin:
+        own: Twin | None = getattr(self._local, "twin", None)
         if own is None:
             self._require_values()
-            own = self._local.twin = _Twin(self._base, self.chosen.targets, self.statistics)
+            own = self._local.twin = Twin(self._base, self.chosen.targets, self.statistics)
         return own
 
     def _pieces(self, theta: Tensor) -> dict[str, Tensor]:
@@ -237,44 +166,24 @@ class Network:
         plain = inputs.is_floating_point() and not torch.is_autocast_enabled(inputs.device.type)
         return inputs.to(self._dtype) if plain else inputs
 
-    def _forward(self, own: _Twin, pieces: dict[str, Tensor], inputs: Inputs) -> Tensor:
+    def _forward(self, own: Twin, pieces: dict[str, Tensor], inputs: Inputs) -> Tensor:
         dtype = next(iter(pieces.values())).dtype
         args, kwargs = _arguments(_each(inputs, self._cast))
-        self._place_carried(own)
+        own.carry(self._carried)
         with own.holding(self.chosen.replacements(pieces)) as module:
             logits = self.output(module(*args, **kwargs))
-        fits = isinstance(logits, Tensor) and logits.dim() == 2 and len(logits) == _batch_size(inputs) and logits.shape[1] > 0
-        got = f"shape {list(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__
-        if not fits:
-            raise ValueError(f"the model's logits must be of shape [{_batch_size(inputs)}, k], got {got}")
+        _require_logits(logits, _batch_size(inputs))
         return logits.to(dtype)
 
-    def _place_carried(self, own: _Twin) -> None:
-        if not isinstance(self.statistics, Ema):
-            return
-        norms = [norm for norm in own.norms if norm.blend is not None]
-        carried = self._carried
-        if carried is None:
-            pieces = [(norm.running_mean, norm.running_var) for norm in norms]
-        else:
-            sizes = [norm.num_features for norm in norms for _ in range(2)]
-            require(len(carried) == sum(sizes), STATISTICS, f"{len(carried)} values", f"{sum(sizes)} values of this network")
-            flat = carried.split(sizes)
-            pieces = list(zip(flat[::2], flat[1::2], strict=True))
-        for norm, piece in zip(norms, pieces, strict=True):
-            norm.carried = norm.blended = piece  # type: ignore[assignment]
-
-    def _memory(self, own: _Twin) -> Memory:
-        if not isinstance(self.statistics, Ema):
-            return {}
-        blended = [part.detach() for norm in own.norms if norm.blend is not None for part in norm.blended]
-        return {STATISTICS: torch.cat(blended)} if blended else {}
+    def _memory(self, own: Twin) -> Memory:
+        return {STATISTICS: own.carried()} if isinstance(self.statistics, Ema) and own.blending else {}
 
     def __call__(self, theta: Tensor, inputs: Inputs) -> Tensor:
-        return self._forward(self._twin(), self._pieces(theta), inputs)
+        return self._forward(self._own(), self._pieces(theta), inputs)
 
     def _graph(self, theta: Tensor, inputs: Inputs) -> _Graph:
-        own, records = self._twin(), []  # type: ignore[var-annotated]
+        own = self._own()
+        records: list[Record] = []
         with torch.enable_grad():
             leaves = {name: piece.detach().requires_grad_() for name, piece in self._pieces(theta).items()}
             own.records = records
@@ -298,18 +207,20 @@ class Network:
     def sample_rows(self, theta: Tensor, inputs: Inputs, cotangents: Tensor, names: list[str]) -> Tensor:
         """Rows [n, d] of any parameters, by a forward pass for each sample: for the parameters named, which have no rule."""
         require(
-            not self._twin().coupled,
+            not self._own().coupled,
             "Network: selection",
             f"parameters {names}",
             "parameters of normalisation, linear, convolution and embedding layers where batch statistics couple the samples;"
             " use statistics='source', or an inference without per-sample gradients such as GradientStep",
         )
 
+        samples = len(cotangents)
+
         def energy(point: Tensor, index: Tensor, cotangent: Tensor) -> Tensor:
-            one = _each(inputs, lambda value: value.index_select(0, index.view(1)))
+            one = _each(inputs, lambda value: value.index_select(0, index.view(1)) if len(value) == samples else value)
             return (self(point, one) * cotangent).sum()
 
-        gradient, indices = torch.func.grad(energy), torch.arange(len(cotangents), device=cotangents.device)
+        gradient, indices = torch.func.grad(energy), torch.arange(samples, device=cotangents.device)
         try:
             with warnings.catch_warnings():  # of layers that torch can only map one sample at a time
                 warnings.simplefilter("ignore")
@@ -350,7 +261,8 @@ class NetworkPullback:
 
     def _rows(self, graph: _Graph, cotangents: Tensor, retain: bool) -> Tensor:
         rows: dict[str, Tensor] = {}
-        handles = [record.node.register_prehook(self._collector(graph, record, rows, retain)) for record in graph.records]
+        lost: set[str] = set()  # used where no sample can be told from another
+        handles = [record.node.register_prehook(self._collector(graph, record, rows, lost, retain)) for record in graph.records]
         try:
             gradients = torch.autograd.grad(
                 graph.logits, list(graph.leaves.values()), cotangents, retain_graph=retain, allow_unused=True
@@ -359,7 +271,7 @@ class NetworkPullback:
             for handle in handles:
                 handle.remove()
         used = {name for name, gradient in zip(graph.leaves, gradients, strict=True) if gradient is not None}
-        without = [name for name in graph.leaves if name in used and name not in rows]
+        without = [name for name in graph.leaves if name in used and (name not in rows or name in lost)]
         if without:
             return self._network.sample_rows(self._theta, self._inputs, cotangents, without)
         n = len(cotangents)
@@ -372,26 +284,27 @@ class NetworkPullback:
         )
 
     def _collector(
-        self, graph: _Graph, record: _Record, rows: dict[str, Tensor], retain: bool
+        self, graph: _Graph, record: Record, rows: dict[str, Tensor], lost: set[str], retain: bool
     ) -> Callable[[tuple[Tensor | None, ...]], None]:
-        dtype, samples = graph.logits.dtype, len(graph.logits)
+        dtype, samples, chosen = graph.logits.dtype, len(graph.logits), self._network.chosen
 
         def collect(flows: tuple[Tensor | None, ...]) -> None:
             flow, call = flows[record.position], record.call
-            if flow is None or call is None or len(flow) % samples:
+            if flow is None or call is None:
                 return
             if not retain:
                 record.call = None
-            rule = rule_of(call.module)
-            assert rule is not None
             with torch.autocast(flow.device.type, enabled=False):
-                for own, work in rule(call.cast(dtype), flow.to(dtype)).items():
-                    name = graph.names.get((record.owner, own))
-                    if name in graph.leaves:
-                        found = per_sample(work(), samples)
+                call, flow = call.cast(dtype), flow.to(dtype)
+                for own, work in layer_rows(call, flow).items():
+                    target = graph.names.get((record.owner, own))
+                    if target is None:
+                        continue
+                    if len(flow) % samples:
+                        lost.update(chosen.pieces_of(target))
+                        continue
+                    for name, found in chosen.rows(target, call, flow, graph.leaves, work).items():
+                        found = per_sample(found, samples)
                         rows[name] = rows[name] + found if name in rows else found
 
         return collect
-
-
-__all__ = ["Network", "NetworkPullback", "Pullback", "twin"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Protocol, final
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from driftfilter.checks import require
+from driftfilter.rows import Call
 
 NORMS: tuple[type[nn.Module], ...] = (
     nn.BatchNorm1d,
@@ -48,6 +49,16 @@ class Chosen(dict[str, Tensor]):
     def replacements(self, pieces: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The network's tensors for pieces of θ, in the network's dtypes."""
         return {name: piece.to(self[name].dtype) for name, piece in pieces.items()}
+
+    def pieces_of(self, target: str) -> list[str]:
+        """Names of the pieces that a parameter of the network is made of."""
+        return [target]
+
+    def rows(
+        self, target: str, call: Call, flow: Tensor, pieces: Mapping[str, Tensor], weight_rows: Callable[[], Tensor]
+    ) -> dict[str, Tensor]:
+        """Rows of the pieces at a call of the parameter's layer, where δ is the flow and the parameter has these rows."""
+        return {target: weight_rows()}
 
     def __str__(self) -> str:
         lines = [(name, self.kinds[name], str(list(piece.shape)), f"{piece.numel():,}") for name, piece in self.items()]

@@ -55,22 +55,24 @@ def _products(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _linear(call: Call, flow: Tensor) -> Rows:
-    deltas, values = flow.reshape(len(flow), -1, flow.shape[-1]), _positions(call)
+    deltas, values = flow.reshape(len(flow), -1, flow.shape[-1]), positions(call)
     return {"weight": lambda: deltas.mT @ values, "bias": lambda: deltas.sum(1)}
 
 
-def _positions(call: Call) -> Tensor:
+def positions(call: Call) -> Tensor:
+    """Inputs of a linear layer [m, s, in], s the positions of a sample."""
     return call.inputs.reshape(len(call.inputs), -1, call.inputs.shape[-1])
 
 
-def _padded(module: _ConvNd, inputs: Tensor) -> Tensor:
+def padded(module: _ConvNd, inputs: Tensor) -> Tensor:
+    """Inputs of a convolution with the padding that it puts around them."""
     mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
     return functional.pad(inputs, module._reversed_padding_repeated_twice, mode)
 
 
 def convolution_weight_rows(call: Call, flow: Tensor, filters: int) -> Tensor:
     """Rows [m, filters, …] of a convolution's weight: one grouped convolution that takes every sample as a group."""
-    module, inputs = call.module, _padded(call.module, call.inputs)
+    module, inputs = call.module, padded(call.module, call.inputs)
     shape = (len(inputs) * filters, module.in_channels // module.groups, *module.kernel_size)
     gradient = next(rule for kind, rule in _CONVOLUTIONS.items() if isinstance(module, kind))
     flat: Tensor = gradient(
@@ -154,6 +156,13 @@ _RULES: dict[type[nn.Module], Callable[[Call, Tensor], Rows]] = {
     nn.InstanceNorm3d: _INSTANCE,
     _BatchNorm: _batch_norm,
 }
+
+
+def layer_rows(call: Call, flow: Tensor) -> Rows:
+    """Rows of the parameters of a layer that has a rule."""
+    rule = rule_of(call.module)
+    assert rule is not None
+    return rule(call, flow)
 
 
 def rule_of(module: nn.Module) -> Callable[[Call, Tensor], Rows] | None:

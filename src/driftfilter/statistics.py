@@ -109,7 +109,7 @@ class TwinBatchNorm(_BatchNorm):
     def _mixture(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
         assert self.blend is not None
         assert self.carried is not None
-        mean, variance = self.carried
+        mean, variance = (part if part.dtype == torch.float64 else part.float() for part in self.carried)
         share = self.blend.share(len(inputs))
         others = [dim for dim in range(inputs.dim()) if dim != 1]
         batch_variance, batch_mean = torch.var_mean(inputs.to(mean.dtype), others, correction=0)
