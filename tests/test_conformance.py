@@ -25,10 +25,10 @@ EXAMPLES: dict[str, Any] = {  # for variants that have no default
 }
 TABLE = [(role, name) for role, classes in VARIANTS.items() for name in classes]
 EVERY = pytest.mark.parametrize(("role", "name"), TABLE, ids=[name for _, name in TABLE])
-
-
-# A source makes the belief that a filter starts from and has no place inside a Filter: see tests/test_source.py.
-STREAMED = [(role, name) for role, name in TABLE if role != "source"]
+# These have no place inside a Filter: a source makes the belief it starts from, statistics and parameters belong to a network,
+# and a recipe holds all of them (tests/test_source.py, test_statistics.py, test_parameters.py, test_presets.py).
+OUTSIDE = ("source", "statistics", "parameters", "recipe")
+STREAMED = [(role, name) for role, name in TABLE if role not in OUTSIDE]
 EVERY_STREAMED = pytest.mark.parametrize(("role", "name"), STREAMED, ids=[name for _, name in STREAMED])
 
 

@@ -56,7 +56,7 @@ def test_every_kind_of_norm_is_found(norm: type[nn.Module]) -> None:
         (
             df.NormAffine(),
             nn.Linear(2, 2),
-            r"NormAffine\(\) must select one parameter or more, got none of 2; .* \['Linear'\]",
+            r"NormAffine\(exclude=\(\)\) must select one parameter or more, got none of 2; .* \['Linear'\]",
         ),
         (df.ByName(("head.*",)), network(), r"must select one parameter or more, got none of 9; .*'BatchNorm2d', 'Conv2d'"),
         (df.Head("fc"), network(), r"Head.name must be the name of a linear layer, one of \['2', '4'\], got 'fc'"),

@@ -10,6 +10,7 @@ from driftfilter.features import Backbone, OnFeatures, find_head
 from driftfilter.filtering import Filter, FilterState, NoInformationWarning, Outputs, StepInfo
 from driftfilter.inference import SGD, Adam, Bong, Frozen, GradientStep, Inference, Linearized, Variational
 from driftfilter.kronecker import Kronecker
+from driftfilter.lora import LoRA
 from driftfilter.losses import (
     ConjugatePseudoLabel,
     Entropy,
@@ -25,7 +26,7 @@ from driftfilter.lowrank import LowRank
 from driftfilter.network import Network
 from driftfilter.noise import Discount, FullNoise, Isotropic, NoiseModel, NoNoise, Reset, Restore, Stationary
 from driftfilter.observation import Gibbs, Teacher
-from driftfilter.parameters import AllParameters, ByName, Head, NormAffine, Selection
+from driftfilter.parameters import AllParameters, ByName, Head, NormAffine, Selection, select
 from driftfilter.prediction import (
     MAP,
     FromTeacher,
@@ -40,6 +41,7 @@ from driftfilter.predictive import LinearHead, PredictiveModel
 from driftfilter.prototypes import Mixture, PrototypeHead, Prototypes, Supports
 from driftfilter.recipe import VARIANTS, from_toml, to_toml
 from driftfilter.source import Gaussian, Laplace, PointMass, Source, SourceData, fit_laplace, marginal_source
+from driftfilter.statistics import Ema, PseudoCount
 from driftfilter.transition import BlockDynamics, Transition
 from driftfilter.upkeep import ContinualMomentum, ResetBelow, ResetEvery, RestoreIrrelevant, RestoreRandomly, Upkeep
 from driftfilter.weighting import CertaintyDiversity, Constant, DiversityGate, EntropyGate, Product, Reliability, Weighting
@@ -68,6 +70,7 @@ __all__ = [
     "Discount",
     "DiversityGate",
     "Dynamics",
+    "Ema",
     "EmpiricalFisher",
     "Entropy",
     "EntropyGate",
@@ -95,6 +98,7 @@ __all__ = [
     "Linearized",
     "LinearizedGaussian",
     "LinearizedProbit",
+    "LoRA",
     "LocalTrend",
     "Loss",
     "LowRank",
@@ -121,6 +125,7 @@ __all__ = [
     "Product",
     "PrototypeHead",
     "Prototypes",
+    "PseudoCount",
     "PseudoLabel",
     "RandomWalk",
     "Reliability",
@@ -148,5 +153,6 @@ __all__ = [
     "fit_laplace",
     "from_toml",
     "marginal_source",
+    "select",
     "to_toml",
 ]

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from driftfilter.checks import require
-from driftfilter.network import twin
 from driftfilter.predictive import LinearHead, PredictiveModel, Pullback
+from driftfilter.twins import twin
 
 Inputs: TypeAlias = "Tensor | Sequence[Any] | Mapping[str, Any]"  # one argument, positional arguments or keyword arguments
 Output: TypeAlias = "Callable[[Any], Tensor] | None"  # picks the logits out of what the module returns

@@ -1,120 +1,106 @@
 """A torch module as a predictive model: a flat θ for the selected parameters, everything else frozen.
 
-The user's module is never changed: it is called through a twin, a module tree of its own that shares its tensors.
-Per-sample gradient rows of normalisation and linear layers come from one backward pass, from what flows in and out of
-each layer. With batch statistics the samples of a batch are coupled: row i is then the part of the batch's gradient
-that enters through sample i's own scale and shift (rows still sum to the exact batch gradient).
+The user's module is never changed: it is called through a twin, a module tree of its own that shares its tensors, one
+for each thread. Per-sample gradient rows come from one backward pass, from what flows in and out of each layer. With batch
+statistics the samples of a batch are coupled: row i is then the part of the batch's gradient that enters through sample
+i's own use of a parameter (rows still sum to the exact batch gradient). Parameters of layers without a rule for rows get
+theirs from a forward pass for each sample, which needs samples that are not coupled.
+
+The first dimension of what a layer sees must be that of the samples, or a multiple of it with those of a sample together.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, final
+import threading
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from driftfilter.checks import require
-from driftfilter.parameters import NORMS, NormAffine, Selection, select
-from driftfilter.predictive import Pullback
+from driftfilter.parameters import Chosen, NormAffine, Selection, select
+from driftfilter.rows import layer_rows, per_sample
+from driftfilter.statistics import Ema, Statistics, require_statistics
+from driftfilter.twins import Record, Twin, twin
 
-_INSTANCE = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
-
-
-def twin(model: nn.Module) -> nn.Module:
-    """A module tree of its own in evaluation mode, on the memory of every parameter and buffer; its parameters are frozen."""
-    shared: dict[int, Tensor] = {id(buffer): buffer for buffer in model.buffers()}
-    for parameter in model.parameters():  # frozen, or a backward pass would work out gradients that nobody asks for
-        shared[id(parameter)] = nn.Parameter(parameter.detach(), requires_grad=False)
-    return copy.deepcopy(model, shared).eval()
+Inputs: TypeAlias = Any  # a tensor [n, …], a tuple or list of arguments, or a mapping of keyword arguments
+Memory: TypeAlias = Mapping[str, Tensor]
+STATISTICS = "network.statistics"  # in the memory: means, then variances, of every batch norm [2 · channels]
 
 
-class _BatchStatistics(_BatchNorm):
-    """Batch normalisation by the statistics of the batch, which it keeps for whoever wants the rows."""
-
-    statistics: tuple[Tensor, Tensor] | None = None  # mean and 1 / standard deviation of each channel [c]
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        if inputs.is_cuda:  # cuDNN is faster but keeps them to itself, and they are quickly worked out again there
-            return functional.batch_norm(inputs, None, None, self.weight, self.bias, training=True, eps=self.eps)
-        outputs, mean, scale = torch.native_batch_norm(inputs, self.weight, self.bias, None, None, True, 0.0, self.eps)
-        self.statistics = (mean.detach(), scale.detach())
-        return outputs
+def _arguments(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword arguments of the module."""
+    if isinstance(inputs, Tensor):
+        return (inputs,), {}
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    if isinstance(inputs, (tuple, list)):
+        return tuple(inputs), {}
+    raise ValueError(f"inputs must be a tensor, a tuple, a list or a mapping of tensors, got {type(inputs).__name__}")
 
 
-def _batch_norm_rows(module: _BatchNorm, inputs: Tensor, flow: Tensor) -> dict[str, Tensor]:
-    """Σ_s δ x̂ and Σ_s δ over the positions s of each sample, x̂ = (x - mean) / deviation, without forming x̂."""
-    if isinstance(module, _BatchStatistics):
-        mean, scale = module.statistics or torch.batch_norm_stats(inputs, module.eps)
-    else:
-        assert module.running_mean is not None
-        assert module.running_var is not None
-        mean, scale = module.running_mean, (module.running_var + module.eps).rsqrt()
-    deltas, values = flow.reshape(*flow.shape[:2], -1), inputs.reshape(*inputs.shape[:2], -1)
-    total = deltas.sum(-1)
-    return {"weight": (torch.linalg.vecdot(deltas, values) - total * mean) * scale, "bias": total}
+def _each(inputs: Inputs, change: Callable[[Tensor], Tensor]) -> Inputs:
+    """The inputs with every tensor changed; what is not a tensor stays."""
+    args, kwargs = _arguments(inputs)
+    changed = tuple(change(value) if isinstance(value, Tensor) and value.dim() > 0 else value for value in args)
+    named = {name: change(value) if isinstance(value, Tensor) and value.dim() > 0 else value for name, value in kwargs.items()}
+    return named if isinstance(inputs, Mapping) else changed[0] if isinstance(inputs, Tensor) else changed
 
 
-def _normalized(module: nn.Module, inputs: Tensor) -> Tensor:
-    """What a normalisation layer gives before its scale and shift."""
-    if isinstance(module, nn.GroupNorm):
-        return functional.group_norm(inputs, module.num_groups, eps=module.eps)
-    if isinstance(module, nn.LayerNorm):
-        return functional.layer_norm(inputs, module.normalized_shape, eps=module.eps)
-    if isinstance(module, nn.RMSNorm):
-        return functional.rms_norm(inputs, module.normalized_shape, eps=module.eps)
-    assert isinstance(module, _INSTANCE)
-    return functional.instance_norm(inputs, eps=module.eps)
+def _batch_size(inputs: Inputs) -> int:
+    args, kwargs = _arguments(inputs)
+    sizes = [len(value) for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.dim() > 0]
+    require(len(sizes) > 0, "inputs", inputs, "or hold a tensor [n, ...]")
+    return sizes[0]
 
 
-def _per_sample(values: Tensor, shape: torch.Size, channels_first: bool) -> Tensor:
-    """Σ over all positions of each sample: [n, …] -> [n, *shape]."""
-    if channels_first:
-        return values.flatten(2).sum(-1)
-    return values.reshape(len(values), -1, *shape).sum(1)
+def _picked(result: Any) -> Tensor:
+    """The logits in what a module returns."""
+    if isinstance(result, (tuple, list)) and len(result) == 1:
+        result = result[0]
+    if not isinstance(result, Tensor):
+        result = result.get("logits", result) if isinstance(result, Mapping) else getattr(result, "logits", result)
+    if isinstance(result, Tensor):
+        return result
+    keys = f" with keys {list(result)}" if isinstance(result, Mapping) else ""
+    length = f" of {len(result)}" if isinstance(result, (tuple, list)) else ""
+    raise ValueError(
+        f"the module must return logits, or something with .logits or ['logits'], got a {type(result).__name__}{length}{keys};"
+        " give Network an output function that picks them"
+    )
 
 
-def _layer_rows(module: nn.Module, inputs: Tensor, flow: Tensor) -> dict[str, Tensor]:
-    """Rows [n, …] of a layer's own parameters, from its inputs and the gradient at its outputs."""
-    if isinstance(module, nn.Linear):
-        flat, into = flow.reshape(len(flow), -1, flow.shape[-1]), inputs.reshape(len(inputs), -1, inputs.shape[-1])
-        return {"weight": flat.mT @ into, "bias": flat.sum(1)}
-    if isinstance(module, _BatchNorm):
-        return _batch_norm_rows(module, inputs, flow)
-    weight = module.weight
-    assert isinstance(weight, Tensor)
-    channels_first = not isinstance(module, (nn.LayerNorm, nn.RMSNorm))
-    scaled = flow * _normalized(module, inputs)
-    return {
-        "weight": _per_sample(scaled, weight.shape, channels_first),
-        "bias": _per_sample(flow, weight.shape, channels_first),
-    }
+def _require_logits(logits: Any, samples: int) -> None:
+    got = f"shape {list(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__
+    if not isinstance(logits, Tensor) or logits.dim() != 2 or len(logits) != samples or logits.shape[1] < 1:
+        raise ValueError(f"the model's logits must be of shape [{samples}, k], got {got}")
 
 
-class _Tape(NamedTuple):
-    """Rows of one backward pass, by parameter name; hooks write here while ``wanted`` holds something."""
-
-    rows: dict[str, Tensor]
-    wanted: list[bool]
-
-
-class _Graph(NamedTuple):
+@dataclass
+class _Graph:
     """A forward pass that can be differentiated once more."""
 
     logits: Tensor  # [n, k]
-    leaves: dict[str, Tensor]
-    tape: _Tape
+    leaves: dict[str, Tensor]  # pieces of θ
+    records: list[Record]
+    names: Mapping[tuple[str, str], str]
+    memory: Memory
 
 
 @final
 class Network:
     """p(y given x, θ) of a module, θ the selected parameters one after the other.
 
-    ``statistics``: batch normalisation by the "batch" it sees or by the running statistics of the "source". ``output`` picks
-    the logits out of what the module returns.
+    ``statistics``: batch normalisation by the "batch" it sees, by the running statistics of the "source", or by a blend of
+    both, ``PseudoCount`` or ``Ema``. A layer that sees one value a channel has no variance, and uses the source's; one without
+    running statistics always uses the batch's. ``output`` picks the logits out of what the module returns; without it they
+    are the result, its ``logits``, or its only element.
+    Inputs are a tensor, a tuple or list (positional arguments) or a mapping (keyword arguments). θ is float32, or float64
+    where the module is; floating inputs get the module's dtype except under autocast.
     """
 
     linear = False
@@ -123,131 +109,202 @@ class Network:
         self,
         model: nn.Module,
         selection: Selection | None = None,
-        statistics: Literal["batch", "source"] = "batch",
+        statistics: Statistics = "batch",
         output: Callable[[Any], Tensor] | None = None,
     ) -> None:
         require(isinstance(model, nn.Module), "Network: model", model, "a torch module")
-        require(statistics in ("batch", "source"), "Network: statistics", statistics, "'batch' or 'source'")
-        self.module = twin(model)
-        self.output = output
-        parameters = select(self.module, selection or NormAffine())
-        self.shapes = {name: parameter.shape for name, parameter in parameters.items()}
-        self.sizes = [parameter.numel() for parameter in parameters.values()]
-        self._start = torch.cat([parameter.detach().flatten() for parameter in parameters.values()]).clone()
-        self._tape: _Tape | None = None
-        for module in self.module.modules():
-            if statistics == "batch" and isinstance(module, _BatchNorm):
-                module.track_running_stats, module.running_mean, module.running_var = False, None, None
-                if module.affine:
-                    module.__class__ = _BatchStatistics  # the twin's own layer: the same one, with its statistics at hand
-        self._watch()
+        require_statistics(statistics)
+        self.statistics = statistics
+        self.output = output or _picked
+        self._base = twin(model)  # never called: every thread takes its own twin of it
+        self.chosen: Chosen = select(self._base, selection or NormAffine())
+        self.shapes = {name: tensor.shape for name, tensor in self.chosen.items()}
+        self.sizes = [tensor.numel() for tensor in self.chosen.values()]
+        dtypes = [parameter.dtype for parameter in self._base.parameters() if parameter.is_floating_point()]
+        self._dtype = dtypes[0]
+        self._start = self.chosen.start()
+        self._carried: Tensor | None = None
+        self._local = threading.local()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_local"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _local=threading.local())
 
     def mean(self) -> Tensor:
         """θ of the module as it was given [d]."""
+        self._require_values()
         return self._start.clone()
 
-    def _watch(self) -> None:
-        owners = {name: name.rpartition(".")[0] for name in self.shapes}
-        modules = dict(self.module.named_modules())
-        strange = sorted(
-            {owner for owner in owners.values() if not isinstance(modules[owner], (*NORMS, _BatchStatistics, nn.Linear))}
-        )
-        require(not strange, "Network: selection", f"parameters of {strange}", "parameters of normalisation and linear layers")
-        for owner in dict.fromkeys(owners.values()):
-            modules[owner].register_forward_hook(self._record(owner))
+    def recall(self, memory: Memory) -> Network:
+        """The model with the statistics that a memory carries; itself where it carries none."""
+        if not isinstance(self.statistics, Ema) or STATISTICS not in memory:
+            return self
+        other = copy.copy(self)
+        other._local, other._carried = self._local, memory[STATISTICS]
+        return other
 
-    def _record(self, owner: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
-        def hook(module: nn.Module, inputs: tuple[Tensor, ...], outputs: Tensor) -> None:
-            tape = self._tape
-            if tape is None or not outputs.requires_grad:
-                return
-            into = inputs[0].detach()
+    def _require_values(self) -> None:
+        empty = [name for name, tensor in self._base.state_dict().items() if tensor.is_meta]
+        require(not empty, "Network: model", f"{empty[:4]} on the meta device", "a module with values: load its weights first")
 
-            def flowing(flow: Tensor) -> None:
-                if not tape.wanted:
-                    return
-                for name, rows in _layer_rows(module, into, flow).items():
-                    key = f"{owner}.{name}" if owner else name
-                    if key in self.shapes:
-                        tape.rows[key] = tape.rows[key] + rows if key in tape.rows else rows
-
-            outputs.register_hook(flowing)
-
-        return hook
+    def _own(self) -> Twin:
+        own: Twin | None = getattr(self._local, "twin", None)
+        if own is None:
+            self._require_values()
+            own = self._local.twin = Twin(self._base, self.chosen.targets, self.statistics)
+        return own
 
     def _pieces(self, theta: Tensor) -> dict[str, Tensor]:
-        require(
-            theta.shape[-1] == sum(self.sizes), "belief", f"{theta.shape[-1]} parameters", f"over {sum(self.sizes)} parameters"
-        )
+        length = sum(self.sizes)
+        require(theta.shape[-1] == length, "belief", f"{theta.shape[-1]} parameters", f"over {length} parameters")
         pieces = theta.split(self.sizes)
         return {name: piece.view(shape) for (name, shape), piece in zip(self.shapes.items(), pieces, strict=True)}
 
-    def _forward(self, pieces: dict[str, Tensor], inputs: Tensor) -> Tensor:
-        result = torch.func.functional_call(self.module, pieces, (inputs,))
-        logits: Tensor = result if self.output is None else self.output(result)
-        return logits
+    def _cast(self, inputs: Tensor) -> Tensor:
+        plain = inputs.is_floating_point() and not torch.is_autocast_enabled(inputs.device.type)
+        return inputs.to(self._dtype) if plain else inputs
 
-    def __call__(self, theta: Tensor, inputs: Tensor) -> Tensor:
-        return self._forward(self._pieces(theta), inputs)
+    def _forward(self, own: Twin, pieces: dict[str, Tensor], inputs: Inputs) -> Tensor:
+        dtype = next(iter(pieces.values())).dtype
+        args, kwargs = _arguments(_each(inputs, self._cast))
+        own.carry(self._carried)
+        with own.holding(self.chosen.replacements(pieces)) as module:
+            logits = self.output(module(*args, **kwargs))
+        _require_logits(logits, _batch_size(inputs))
+        return logits.to(dtype)
 
-    def _graph(self, theta: Tensor, inputs: Tensor) -> _Graph:
-        tape = _Tape({}, [])
+    def _memory(self, own: Twin) -> Memory:
+        return {STATISTICS: own.carried()} if isinstance(self.statistics, Ema) and own.blending else {}
+
+    def __call__(self, theta: Tensor, inputs: Inputs) -> Tensor:
+        return self._forward(self._own(), self._pieces(theta), inputs)
+
+    def _graph(self, theta: Tensor, inputs: Inputs) -> _Graph:
+        own = self._own()
+        records: list[Record] = []
         with torch.enable_grad():
             leaves = {name: piece.detach().requires_grad_() for name, piece in self._pieces(theta).items()}
-            self._tape = tape
+            own.records = records
             try:
-                return _Graph(self._forward(leaves, inputs), leaves, tape)
+                logits = self._forward(own, leaves, inputs)
             finally:
-                self._tape = None
+                own.records = None
+        return _Graph(logits, leaves, records, own.names, self._memory(own))
 
-    def pullback(self, theta: Tensor, inputs: Tensor) -> tuple[Tensor, Pullback]:
+    def pullback(self, theta: Tensor, inputs: Inputs) -> tuple[Tensor, NetworkPullback]:
         graph = self._graph(theta, inputs)
-        return graph.logits.detach(), _NetworkPullback(graph, lambda: self._graph(theta, inputs))
+        return graph.logits.detach(), NetworkPullback(self, theta, inputs, graph)
 
-    def pushforward(self, theta: Tensor, inputs: Tensor, tangents: Tensor) -> Tensor:
+    def pushforward(self, theta: Tensor, inputs: Inputs, tangents: Tensor) -> Tensor:
         def along(tangent: Tensor) -> Tensor:
             moved: Tensor = torch.func.jvp(lambda point: self(point, inputs), (theta,), (tangent,))[1]
             return moved
 
         return torch.stack([along(tangent) for tangent in tangents])
 
+    def sample_rows(self, theta: Tensor, inputs: Inputs, cotangents: Tensor, names: list[str]) -> Tensor:
+        """Rows [n, d] of any parameters, by a forward pass for each sample: for the parameters named, which have no rule."""
+        require(
+            not self._own().coupled,
+            "Network: selection",
+            f"parameters {names}",
+            "parameters of normalisation, linear, convolution and embedding layers where batch statistics couple the samples;"
+            " use statistics='source', or an inference without per-sample gradients such as GradientStep",
+        )
+
+        samples = len(cotangents)
+
+        def energy(point: Tensor, index: Tensor, cotangent: Tensor) -> Tensor:
+            one = _each(inputs, lambda value: value.index_select(0, index.view(1)) if len(value) == samples else value)
+            return (self(point, one) * cotangent).sum()
+
+        gradient, indices = torch.func.grad(energy), torch.arange(samples, device=cotangents.device)
+        try:
+            with warnings.catch_warnings():  # of layers that torch can only map one sample at a time
+                warnings.simplefilter("ignore")
+                rows: Tensor = torch.func.vmap(gradient, in_dims=(None, 0, 0))(theta, indices, cotangents)
+        except RuntimeError:  # a layer that torch cannot map, such as a GRU
+            pairs = zip(indices, cotangents, strict=True)
+            rows = torch.stack([gradient(theta, index, cotangent) for index, cotangent in pairs])
+        return rows
+
 
 @final
-class _NetworkPullback:
+class NetworkPullback:
     """Most rules ask once: the graph's memory is freed as the backward pass goes, and a second question runs a new forward."""
 
-    def __init__(self, graph: _Graph, renew: Callable[[], _Graph]) -> None:
+    def __init__(self, network: Network, theta: Tensor, inputs: Inputs, graph: _Graph) -> None:
+        self._network, self._theta, self._inputs = network, theta, inputs
         self._fresh: _Graph | None = graph
-        self._renew = renew
+        self.memory = graph.memory  # what the network carries to the next step
 
     def _take(self) -> _Graph:
-        graph, self._fresh = self._fresh or self._renew(), None
+        graph, self._fresh = self._fresh or self._network._graph(self._theta, self._inputs), None
         return graph
 
     def total(self, cotangents: Tensor) -> Tensor:
-        return _backward(self._take(), cotangents, retain=False)
+        graph = self._take()
+        graph.records.clear()  # or they would hold the layers' inputs beyond their turn
+        leaves = list(graph.leaves.values())
+        gradients = torch.autograd.grad(graph.logits, leaves, cotangents, allow_unused=True)
+        pairs = zip(gradients, leaves, strict=True)
+        return torch.cat([(torch.zeros_like(leaf) if grad is None else grad).flatten() for grad, leaf in pairs])
 
     def __call__(self, cotangents: Tensor) -> Tensor:
         graph = self._take()
         flat = cotangents.reshape(-1, *cotangents.shape[-2:])
-        rows = [_rows(graph, each, retain=position + 1 < len(flat)) for position, each in enumerate(flat)]
-        return (
-            torch.stack(rows).reshape(*cotangents.shape[:-1], -1)
-            if len(rows) > 1
-            else rows[0].reshape(*cotangents.shape[:-1], -1)
+        rows = [self._rows(graph, each, retain=position + 1 < len(flat)) for position, each in enumerate(flat)]
+        stacked = torch.stack(rows) if len(rows) > 1 else rows[0]
+        return stacked.reshape(*cotangents.shape[:-1], -1)
+
+    def _rows(self, graph: _Graph, cotangents: Tensor, retain: bool) -> Tensor:
+        rows: dict[str, Tensor] = {}
+        lost: set[str] = set()  # used where no sample can be told from another
+        handles = [record.node.register_prehook(self._collector(graph, record, rows, lost, retain)) for record in graph.records]
+        try:
+            gradients = torch.autograd.grad(
+                graph.logits, list(graph.leaves.values()), cotangents, retain_graph=retain, allow_unused=True
+            )
+        finally:
+            for handle in handles:
+                handle.remove()
+        used = {name for name, gradient in zip(graph.leaves, gradients, strict=True) if gradient is not None}
+        without = [name for name in graph.leaves if name in used and (name not in rows or name in lost)]
+        if without:
+            return self._network.sample_rows(self._theta, self._inputs, cotangents, without)
+        n = len(cotangents)
+        return torch.cat(
+            [
+                rows[name].reshape(n, -1) if name in rows else leaf.new_zeros(n, leaf.numel())
+                for name, leaf in graph.leaves.items()
+            ],
+            1,
         )
 
+    def _collector(
+        self, graph: _Graph, record: Record, rows: dict[str, Tensor], lost: set[str], retain: bool
+    ) -> Callable[[tuple[Tensor | None, ...]], None]:
+        dtype, samples, chosen = graph.logits.dtype, len(graph.logits), self._network.chosen
 
-def _backward(graph: _Graph, cotangents: Tensor, retain: bool) -> Tensor:
-    gradients = torch.autograd.grad(graph.logits, list(graph.leaves.values()), cotangents, retain_graph=retain)
-    return torch.cat([gradient.flatten() for gradient in gradients])
+        def collect(flows: tuple[Tensor | None, ...]) -> None:
+            flow, call = flows[record.position], record.call
+            if flow is None or call is None:
+                return
+            if not retain:
+                record.call = None
+            with torch.autocast(flow.device.type, enabled=False):
+                call, flow = call.cast(dtype), flow.to(dtype)
+                for own, work in layer_rows(call, flow).items():
+                    target = graph.names.get((record.owner, own))
+                    if target is None:
+                        continue
+                    if len(flow) % samples:
+                        lost.update(chosen.pieces_of(target))
+                        continue
+                    for name, found in chosen.rows(target, call, flow, graph.leaves, work).items():
+                        found = per_sample(found, samples)
+                        rows[name] = rows[name] + found if name in rows else found
 
-
-def _rows(graph: _Graph, cotangents: Tensor, retain: bool) -> Tensor:
-    graph.tape.rows.clear()
-    graph.tape.wanted.append(True)
-    try:
-        _backward(graph, cotangents, retain)
-    finally:
-        graph.tape.wanted.pop()
-    return torch.cat([graph.tape.rows[name].flatten(1) for name in graph.leaves], 1)
+        return collect

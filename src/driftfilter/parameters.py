@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Protocol, TypeAlias, final
+from typing import Protocol, final
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from driftfilter.checks import require
+from driftfilter.rows import Call
 
 NORMS: tuple[type[nn.Module], ...] = (
     nn.BatchNorm1d,
@@ -22,14 +25,65 @@ NORMS: tuple[type[nn.Module], ...] = (
     nn.RMSNorm,
 )
 
-Parameters: TypeAlias = dict[str, nn.Parameter]
+
+class Chosen(dict[str, Tensor]):
+    """What is adapted: the pieces of θ by name, as they start; printed as a table.
+
+    Parameters of the network, or whatever a selection makes them of: ``replacements`` gives the network's tensors at a θ.
+    """
+
+    def __init__(self, pieces: Mapping[str, Tensor], kinds: Mapping[str, str]) -> None:
+        super().__init__(pieces)
+        self.kinds = dict(kinds)  # layer type of every piece
+
+    @property
+    def targets(self) -> set[str]:
+        """Names of the network's parameters that depend on θ."""
+        return set(self)
+
+    def start(self) -> Tensor:
+        """θ [d], in float32 or, where a piece is, in float64."""
+        dtype = torch.float64 if any(piece.dtype == torch.float64 for piece in self.values()) else torch.float32
+        return torch.cat([piece.detach().flatten().to(dtype) for piece in self.values()])
+
+    def replacements(self, pieces: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The network's tensors for pieces of θ, in the network's dtypes."""
+        return {name: piece.to(self[name].dtype) for name, piece in pieces.items()}
+
+    def pieces_of(self, target: str) -> list[str]:
+        """Names of the pieces that a parameter of the network is made of."""
+        return [target]
+
+    def rows(
+        self, target: str, call: Call, flow: Tensor, pieces: Mapping[str, Tensor], weight_rows: Callable[[], Tensor]
+    ) -> dict[str, Tensor]:
+        """Rows of the pieces at a call of the parameter's layer, where δ is the flow and the parameter has these rows."""
+        return {target: weight_rows()}
+
+    def __str__(self) -> str:
+        lines = [(name, self.kinds[name], str(list(piece.shape)), f"{piece.numel():,}") for name, piece in self.items()]
+        total = f"{sum(piece.numel() for piece in self.values()):,}"
+        table = [("parameter", "layer", "shape", "count"), *lines, ("total", "", "", total)]
+        widths = [max(len(line[column]) for line in table) for column in range(4)]
+        return "\n".join(_aligned(line, widths) for line in table)
+
+
+def _aligned(line: Iterable[str], widths: list[int]) -> str:
+    *words, count = line
+    cells = [word.ljust(width) for word, width in zip(words, widths, strict=False)]
+    return "  ".join([*cells, count.rjust(widths[-1])])
 
 
 class Selection(Protocol):
-    """A subset of a network's parameters, θ_t ⊆ θ_S."""
+    """A subset of a network's parameters, θ_t ⊆ θ_S, or new ones that they are made of."""
 
-    def __call__(self, model: nn.Module) -> list[str]:
-        """Names of the selected parameters."""
+    def __call__(self, model: nn.Module) -> list[str] | Chosen:
+        """Names of the selected parameters, or what is adapted in their place."""
+
+
+def matches(name: str, patterns: Iterable[str]) -> bool:
+    """Whether a name matches one of these shell patterns."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def _own(name: str, module: nn.Module) -> list[str]:
@@ -40,11 +94,21 @@ def _own(name: str, module: nn.Module) -> list[str]:
 @final
 @dataclass(frozen=True)
 class NormAffine:
-    """Scale and shift of every normalisation layer: few, and enough to undo most covariate shifts."""
+    """Scale and shift of every normalisation layer: few, and enough to undo most covariate shifts.
+
+    ``exclude``: shell patterns of layer names to leave out, such as "layer4.*".
+    """
+
+    exclude: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        require(isinstance(self.exclude, (tuple, list)), "NormAffine.exclude", self.exclude, "a tuple of patterns")
+        object.__setattr__(self, "exclude", tuple(self.exclude))
 
     def __call__(self, model: nn.Module) -> list[str]:
         norms = [(name, module) for name, module in model.named_modules() if isinstance(module, NORMS)]
-        return [parameter for name, module in norms for parameter in _own(name, module)]
+        kept = [(name, module) for name, module in norms if not matches(name, self.exclude)]
+        return [parameter for name, module in kept for parameter in _own(name, module)]
 
 
 @final
@@ -85,17 +149,29 @@ class ByName:
 
     def __call__(self, model: nn.Module) -> list[str]:
         names = [name for name, _ in model.named_parameters()]
-        return [name for name in names if any(fnmatchcase(name, pattern) for pattern in self.patterns)]
+        return [name for name in names if matches(name, self.patterns)]
 
 
-def select(model: nn.Module, selection: Selection) -> Parameters:
-    """The selected parameters by name; selecting nothing is an error that lists what could be selected."""
+def select(model: nn.Module, selection: Selection) -> Chosen:
+    """The selected parameters by name; selecting nothing is an error that lists what could be selected.
+
+    >>> print(select(nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4)), NormAffine()))
+    parameter  layer      shape  count
+    1.weight   LayerNorm  [4]        4
+    1.bias     LayerNorm  [4]        4
+    total                            8
+    """
     known = dict(model.named_parameters())
-    names = selection(model)
-    if not names:
+    chosen = selection(model)
+    if not chosen:
         kinds = sorted({type(module).__name__ for module in model.modules() if any(True for _ in module.parameters(False))})
         raise ValueError(
             f"{selection} must select one parameter or more, got none of {len(known)}; the network has parameters in {kinds},"
             f" named {list(known)[:6]}{' …' if len(known) > 6 else ''}"
         )
-    return {name: known[name] for name in names}
+    if isinstance(chosen, Chosen):
+        return chosen
+    kinds_of = {name: type(model.get_submodule(name.rpartition(".")[0])).__name__ for name in chosen}
+    tied = [name for name in chosen if name not in known]
+    require(not tied, str(selection), tied, f"of parameters of the network, such as {list(known)[:6]}")
+    return Chosen({name: known[name] for name in chosen}, kinds_of)

@@ -24,6 +24,7 @@ import driftfilter.prediction as prediction
 import driftfilter.predictive as predictive
 import driftfilter.prototypes as prototypes
 import driftfilter.source as source
+import driftfilter.statistics as statistics
 import driftfilter.transition as transition
 import driftfilter.upkeep as upkeep
 import driftfilter.weighting as weighting
@@ -35,6 +36,7 @@ else:
 
 VARIANTS: dict[str, dict[str, type[Any]]] = {
     "model": {"LinearHead": predictive.LinearHead},
+    "statistics": {"PseudoCount": statistics.PseudoCount, "Ema": statistics.Ema},
     "dynamics": {
         "RandomWalk": dynamics.RandomWalk,
         "MeanReversion": dynamics.MeanReversion,

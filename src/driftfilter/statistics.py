@@ -1,0 +1,148 @@
+"""By which statistics batch normalisation normalises: the source's, the batch's, or a blend; part of the predictive model.
+
+A blend with share α of the batch has the moments of the mixture:
+
+    mean = (1 - α) m + α m_b,   variance = (1 - α) v + α v_b + α (1 - α) (m_b - m)²
+
+with the batch's variance v_b the biased one, by which torch normalises. Gradients flow through the batch's part.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias, final
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from driftfilter.checks import require, require_number
+
+Moments: TypeAlias = tuple[Tensor, Tensor]  # mean and 1 / standard deviation of each channel [c]
+
+
+@final
+@dataclass(frozen=True)
+class PseudoCount:
+    """The source's statistics count as ``count`` samples: a blend with share α = n / (count + n) of a batch of n.
+
+    The posterior mean of the moments under a normal-inverse-gamma prior of that many observations.
+    """
+
+    count: float = 16.0
+
+    def __post_init__(self) -> None:
+        require_number("PseudoCount.count", self.count, 0, math.inf)
+
+    def share(self, samples: int) -> float:
+        """α."""
+        return samples / (self.count + samples)
+
+
+@final
+@dataclass(frozen=True)
+class Ema:
+    """Carried statistics, the source's at first; each step blends them with the batch's at share α = ``momentum``, and
+    normalises by and carries on the blend."""
+
+    momentum: float = 0.1
+
+    def __post_init__(self) -> None:
+        require_number("Ema.momentum", self.momentum, 0, 1)
+
+    def share(self, samples: int) -> float:
+        """α."""
+        return self.momentum
+
+
+Statistics: TypeAlias = Literal["batch", "source"] | PseudoCount | Ema
+
+
+def require_statistics(statistics: Any) -> None:
+    """Raise for anything but statistics."""
+    known = isinstance(statistics, (PseudoCount, Ema)) or statistics in ("batch", "source")
+    require(known, "Network: statistics", statistics, "'batch', 'source', PseudoCount(count) or Ema(momentum)")
+
+
+class TwinBatchNorm(_BatchNorm):
+    """A batch norm of a twin that keeps the moments by which it last normalised, for whoever wants rows or carries them."""
+
+    blend: PseudoCount | Ema | None  # None: the batch's statistics
+    carried: tuple[Tensor, Tensor] | None  # mean and variance [c]; None: the running ones, if there are any
+    moments: Moments  # of the last call
+    blended: tuple[Tensor, Tensor]  # mean and variance [c] of the last call
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        pass
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.carried is None or (self.blend is None and inputs.numel() > self.num_features):
+            return self._by_batch(inputs)
+        return self._by_source(inputs) if self.blend is None else self._by_blend(inputs)
+
+    def _by_batch(self, inputs: Tensor) -> Tensor:
+        # F.batch_norm itself, for every backend, with the statistics that it works out and drops
+        outputs, mean, scale, *_ = torch._batch_norm_impl_index(
+            inputs, self.weight, self.bias, None, None, True, 0.0, self.eps, torch.backends.cudnn.enabled
+        )
+        self.moments = (mean.detach(), scale.detach())
+        return outputs
+
+    def _by_source(self, inputs: Tensor) -> Tensor:
+        """For a batch with one value a channel, which has no variance."""
+        assert self.carried is not None
+        mean, variance = self.carried
+        self.moments = (mean, (variance + self.eps).rsqrt())
+        return functional.batch_norm(inputs, mean, variance, self.weight, self.bias, False, 0.0, self.eps)
+
+    def _by_blend(self, inputs: Tensor) -> Tensor:
+        mean, variance = self._mixture(inputs)
+        scale = (variance + self.eps).rsqrt()
+        self.moments, self.blended = (mean.detach(), scale.detach()), (mean.detach(), variance.detach())
+        slope = scale if self.weight is None else scale * self.weight
+        shift = -mean * slope if self.bias is None else self.bias - mean * slope
+        shape = (-1, *[1] * (inputs.dim() - 2))
+        return torch.addcmul(shift.view(shape), inputs.to(mean.dtype), slope.view(shape)).to(inputs.dtype)
+
+    def _mixture(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        assert self.blend is not None
+        assert self.carried is not None
+        mean, variance = (part if part.dtype == torch.float64 else part.float() for part in self.carried)
+        share = self.blend.share(len(inputs))
+        others = [dim for dim in range(inputs.dim()) if dim != 1]
+        batch_variance, batch_mean = torch.var_mean(inputs.to(mean.dtype), others, correction=0)
+        shift = batch_mean - mean
+        spread = (batch_variance - variance) + (1 - share) * shift.square()
+        return mean + share * shift, variance + share * spread
+
+
+def is_plain(module: nn.Module) -> bool:
+    """Whether a layer is a batch norm that does what torch's does."""
+    known = (_BatchNorm.forward, nn.SyncBatchNorm.forward, TwinBatchNorm.forward)
+    return isinstance(module, _BatchNorm) and type(module).forward in known
+
+
+def prepare(module: nn.Module, statistics: Statistics) -> list[TwinBatchNorm]:
+    """Turn the batch norms of a twin, in place, into ones that use these statistics; those that change are listed."""
+    found = []
+    for name, layer in module.named_modules():
+        if not isinstance(layer, _BatchNorm) or (statistics == "source" and layer.running_mean is not None):
+            continue
+        if is_plain(layer):
+            found.append(_turned(layer, statistics))
+            continue
+        batch = statistics == "batch" or layer.running_mean is None
+        require(batch, "Network: statistics", statistics, f"'batch' or 'source' for {name}, a {type(layer).__name__}")
+        layer.track_running_stats, layer.running_mean, layer.running_var = False, None, None
+    return found
+
+
+def _turned(layer: Any, statistics: Statistics) -> TwinBatchNorm:
+    missing = layer.running_mean is None
+    layer.__class__ = TwinBatchNorm  # the twin's own layer: the same one, with other statistics
+    layer.blend = None if isinstance(statistics, str) or missing else statistics
+    layer.carried = None if missing else (layer.running_mean, layer.running_var)
+    turned: TwinBatchNorm = layer
+    return turned

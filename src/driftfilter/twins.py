@@ -1,0 +1,114 @@
+"""The twin of a module: a module tree of its own on the same tensors, whose parameters are replaced for the time of a call."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from driftfilter.checks import require
+from driftfilter.rows import Call, rule_of
+from driftfilter.statistics import Statistics, TwinBatchNorm, prepare
+
+
+def twin(model: nn.Module) -> nn.Module:
+    """A module tree of its own in evaluation mode, on the memory of every parameter and buffer; its parameters are frozen."""
+    shared: dict[int, Tensor] = {id(buffer): buffer for buffer in model.buffers()}
+    for parameter in model.parameters():  # frozen, or a backward pass would work out gradients that nobody asks for
+        shared[id(parameter)] = nn.Parameter(parameter.detach(), requires_grad=False)
+    return copy.deepcopy(model, shared).eval()
+
+
+@dataclass
+class Record:
+    """One call of a layer whose rows may be wanted."""
+
+    owner: str
+    call: Call | None  # None once its rows are worked out
+    node: Any  # of the outputs in the graph
+    position: int  # of the outputs among what the node gives
+
+
+class Twin:
+    """A twin of one thread: its tensors are replaced for the time of a call."""
+
+    def __init__(self, base: nn.Module, targets: set[str], statistics: Statistics) -> None:
+        self.module = twin(base)
+        self.norms: list[TwinBatchNorm] = prepare(self.module, statistics)
+        self.coupled = any(isinstance(layer, TwinBatchNorm) or _without_source(layer) for layer in self.module.modules())
+        self.records: list[Record] | None = None
+        named = list(self.module.named_parameters(remove_duplicate=False))
+        canonical = {id(parameter): name for name, parameter in self.module.named_parameters()}
+        self.slots: list[tuple[str, nn.Module, str]] = []
+        self.names: dict[tuple[str, str], str] = {}  # (owner, own name) -> the parameter's name in θ
+        for name, parameter in named:
+            target = canonical[id(parameter)]
+            if target in targets:
+                owner, _, own = name.rpartition(".")
+                self.slots.append((target, self.module.get_submodule(owner), own))
+                self.names[owner, own] = target
+        for owner in {owner: None for owner, _ in self.names}:
+            layer = self.module.get_submodule(owner)
+            if rule_of(layer) is not None:
+                layer.register_forward_hook(self._recorder(owner), with_kwargs=True)
+
+    def _recorder(self, owner: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Tensor) -> None:
+            if self.records is None or outputs.grad_fn is None:
+                return
+            inputs = args[0] if args else next(iter(kwargs.values()))
+            moments = module.moments if isinstance(module, TwinBatchNorm) else None
+            call = Call(module, inputs.detach(), moments)
+            self.records.append(Record(owner, call, outputs.grad_fn, outputs.output_nr))
+
+        return hook
+
+    @property
+    def blending(self) -> list[TwinBatchNorm]:
+        """The batch norms that blend a batch's statistics with carried ones."""
+        return [norm for norm in self.norms if norm.blend is not None]
+
+    def carry(self, statistics: Tensor | None) -> None:
+        """Blend with these statistics, the mean and then the variance of each layer; with the source's where there are none."""
+        norms = self.blending
+        sizes = [norm.num_features for norm in norms for _ in range(2)]
+        if statistics is not None:
+            require(len(statistics) == sum(sizes), "carried statistics", f"{len(statistics)} values", f"{sum(sizes)} values")
+        pieces: Any = iter(() if statistics is None else statistics.split(sizes))
+        for norm in norms:
+            assert norm.running_mean is not None
+            assert norm.running_var is not None
+            norm.carried = (norm.running_mean, norm.running_var) if statistics is None else (next(pieces), next(pieces))
+            norm.blended = norm.carried  # should it not be called
+
+    def carried(self) -> Tensor:
+        """The statistics to carry on, after a call."""
+        return torch.cat([part.detach() for norm in self.blending for part in norm.blended])
+
+    @contextmanager
+    def holding(self, tensors: Mapping[str, Tensor]) -> Iterator[nn.Module]:
+        """The module with these tensors in the place of its parameters."""
+        before = [(module, own, module._parameters[own]) for _, module, own in self.slots]
+        try:
+            for target, module, own in self.slots:
+                _place(module, own, tensors[target])
+            yield self.module
+        finally:
+            for module, own, parameter in before:
+                _place(module, own, parameter)
+
+
+def _without_source(layer: nn.Module) -> bool:
+    return isinstance(layer, _BatchNorm) and layer.running_mean is None
+
+
+def _place(module: nn.Module, own: str, tensor: Tensor | None) -> None:
+    module._parameters[own] = tensor  # type: ignore[assignment]  # torch.func.functional_call does the same
+    if isinstance(module, nn.RNNBase):  # reads its parameters from a list of its own
+        module._flat_weights[module._flat_weights_names.index(own)] = tensor

@@ -1,0 +1,213 @@
+"""Per-sample rows of every kind of layer, against plain autograd on one sample at a time."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import driftfilter as df
+
+
+class Net(nn.Module):
+    """A layer between fixed random maps, so that its flow is not trivial; [n, …] -> [n, 3]."""
+
+    def __init__(self, layer: nn.Module, pick: Callable[[Any], Tensor] = lambda result: result) -> None:
+        super().__init__()
+        self.layer, self.pick = layer, pick
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = torch.tanh(self.pick(self.layer(inputs))).flatten(1)
+        mixing = torch.linspace(-1, 1, hidden.shape[1] * 3, dtype=hidden.dtype).sin().view(-1, 3)
+        return hidden @ mixing
+
+
+class Scaled(nn.Module):
+    """A layer of a kind that torch does not have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(4))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs * self.scale
+
+
+class Shifted(nn.Linear):
+    """A linear layer that does something else."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return 2 * super().forward(inputs) + self.bias.square()
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.MultiheadAttention(4, 2, batch_first=True)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        attended: Tensor = self.inner(inputs, inputs, inputs)[0]
+        return attended
+
+
+class Windows(nn.Module):
+    """A layer norm on windows [n · 3, 2, 4] of each sample's six tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mix = nn.LayerNorm(4), nn.Linear(4, 4)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        mixed: Tensor = self.mix(self.norm(inputs.reshape(-1, 2, 4)))
+        return mixed.reshape(len(inputs), 6, 4)
+
+
+class SequenceFirst(nn.Module):
+    """A layer norm on [tokens, n, 4], where no sample can be told from another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(4)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        normal: Tensor = self.norm(inputs.transpose(0, 1))
+        return normal.transpose(0, 1)
+
+
+class Shared(nn.Module):
+    """One linear layer used twice, and its weight once more under another name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.two.weight = self.one.weight
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        last: Tensor = self.two(torch.tanh(self.one(torch.tanh(self.one(inputs)))))
+        return last
+
+
+def first(result: Any) -> Tensor:
+    picked: Tensor = result[0]
+    return picked
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "linear": (lambda: Net(nn.Linear(4, 5)), (4,)),
+    "linear on tokens": (lambda: Net(nn.Linear(4, 5, bias=False)), (2, 3, 4)),
+    "conv1d": (lambda: Net(nn.Conv1d(4, 6, 3, padding=1, groups=2)), (4, 7)),
+    "conv2d strided": (lambda: Net(nn.Conv2d(4, 6, (3, 2), stride=2, padding=(1, 0), dilation=(1, 2), groups=2)), (4, 8, 7)),
+    "conv2d depthwise": (lambda: Net(nn.Conv2d(4, 8, 3, groups=4, bias=False)), (4, 5, 5)),
+    "conv2d same": (lambda: Net(nn.Conv2d(2, 3, (2, 4), padding="same")), (2, 5, 5)),
+    "conv2d valid": (lambda: Net(nn.Conv2d(2, 3, 3, padding="valid")), (2, 5, 5)),
+    "conv2d circular": (lambda: Net(nn.Conv2d(2, 3, 3, padding=1, padding_mode="circular")), (2, 5, 4)),
+    "conv2d reflect": (lambda: Net(nn.Conv2d(2, 3, 3, padding=(2, 1), padding_mode="reflect", stride=2)), (2, 5, 4)),
+    "conv3d": (lambda: Net(nn.Conv3d(2, 3, 2, padding=1, stride=(1, 2, 1))), (2, 3, 4, 3)),
+    "layer norm": (lambda: Net(nn.LayerNorm((3, 4))), (2, 3, 4)),
+    "instance norm tracked": (lambda: Net(nn.InstanceNorm1d(3, affine=True, track_running_stats=True)), (3, 5)),
+    "windows": (lambda: Net(Windows()), (6, 4)),
+    "shared": (lambda: Net(Shared()), (4,)),
+    "own parameter": (lambda: Net(Scaled()), (4,)),
+    "overridden forward": (lambda: Net(Shifted(4, 3)), (4,)),
+    "sequence first": (lambda: Net(SequenceFirst()), (7, 4)),
+    "transposed convolution": (lambda: Net(nn.ConvTranspose2d(2, 3, 2)), (2, 3, 3)),
+    "attention": (lambda: Net(Attention()), (3, 4)),
+    "lstm": (lambda: Net(nn.LSTM(4, 3, num_layers=2, batch_first=True), first), (5, 4)),
+    "gru": (lambda: Net(nn.GRU(4, 3, batch_first=True, bidirectional=True), first), (5, 4)),
+}
+cases = pytest.mark.parametrize("case", CASES)
+WITHOUT_RULE = ("own parameter", "overridden forward", "sequence first", "transposed convolution", "attention", "lstm", "gru")
+
+
+def alone(model: nn.Module, names: list[str], inputs: Tensor, cotangents: Tensor) -> Tensor:
+    """Rows from a backward pass for each sample."""
+    known = dict(model.named_parameters())
+    rows = []
+    for sample, cotangent in zip(inputs, cotangents, strict=True):
+        gradients = torch.autograd.grad(model(sample[None]), [known[name] for name in names], cotangent[None])
+        rows.append(torch.cat([gradient.flatten() for gradient in gradients]))
+    return torch.stack(rows)
+
+
+def rows_of(model: nn.Module, inputs: Tensor, selection: df.Selection) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows, their total and what both should be."""
+    network = df.Network(model, selection, "source")
+    logits, pullback = network.pullback(network.mean(), inputs)
+    cotangents = torch.randn_like(logits)
+    return pullback(cotangents), pullback.total(cotangents), alone(model.eval(), list(network.shapes), inputs, cotangents)
+
+
+@cases
+def test_rows_are_the_gradients_of_each_sample_alone(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    if case not in WITHOUT_RULE:
+        monkeypatch.delattr(df.Network, "sample_rows")  # they need one backward pass only
+    build, shape = CASES[case]
+    model, inputs = build().double(), torch.randn(5, *shape, dtype=torch.float64)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Using padding='same' with even kernel")  # torch's own
+        rows, total, expected = rows_of(model, inputs, df.AllParameters())
+    torch.testing.assert_close(rows, expected)
+    torch.testing.assert_close(total, expected.sum(0))
+    assert expected.count_nonzero() > 0.5 * expected.numel()
+
+
+@pytest.mark.parametrize("padding", [None, 2])
+def test_embedding_rows(padding: int | None) -> None:
+    torch.manual_seed(0)
+    model = Net(nn.Embedding(6, 3, padding_idx=padding)).double()
+    words = torch.tensor([[1, 1, 2, 4], [2, 0, 5, 5], [3, 3, 3, 3]])
+    rows, total, expected = rows_of(model, words, df.AllParameters())
+    torch.testing.assert_close(rows, expected)
+    torch.testing.assert_close(total, expected.sum(0))
+
+
+@pytest.mark.parametrize("own", ["weight", "bias"])
+def test_one_parameter_of_a_layer(own: str) -> None:
+    torch.manual_seed(0)
+    model, inputs = Net(nn.Conv2d(2, 3, 3)).double(), torch.randn(4, 2, 5, 5, dtype=torch.float64)
+    rows, total, expected = rows_of(model, inputs, df.ByName((f"*.{own}",)))
+    torch.testing.assert_close(rows, expected)
+    torch.testing.assert_close(total, expected.sum(0))
+
+
+def test_rows_of_convolutions_under_batch_statistics_sum_to_the_gradient_of_the_batch() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.Tanh(), nn.Flatten(), nn.Linear(27, 3)).double()
+    inputs = torch.randn(4, 2, 5, 5, dtype=torch.float64)
+    network = df.Network(model, df.AllParameters())
+    logits, pullback = network.pullback(network.mean(), inputs)
+    cotangents = torch.randn_like(logits)
+    expected = torch.autograd.grad(model.train()(inputs), list(model.parameters()), cotangents)
+    torch.testing.assert_close(pullback(cotangents).sum(0), torch.cat([gradient.flatten() for gradient in expected]))
+
+
+def test_parameters_that_the_network_does_not_use_have_rows_of_zeros() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 2))
+    model.register_parameter("spare", nn.Parameter(torch.ones(3)))
+    network = df.Network(model, df.AllParameters())
+    logits, pullback = network.pullback(network.mean(), torch.randn(5, 4))
+    at = dict(zip(network.shapes, torch.arange(len(network.mean())).split(network.sizes), strict=True))["spare"]
+    assert pullback(torch.ones_like(logits))[:, at].count_nonzero() == 0
+    assert pullback.total(torch.ones_like(logits))[at].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("statistics", ["batch", df.PseudoCount(), df.Ema()], ids=str)
+def test_layers_without_a_rule_beside_batch_statistics_have_a_total_but_no_rows(statistics: Any) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Scaled(), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
+    inputs = torch.randn(5, 4, dtype=torch.float64)
+    network = df.Network(model, df.AllParameters(), statistics)
+    theta = network.mean()
+    logits, pullback = network.pullback(theta, inputs)
+    total, step = pullback.total(torch.ones_like(logits)), 1e-6 * functional.one_hot(torch.tensor(1), len(theta))
+    slope = (network(theta + step, inputs) - network(theta - step, inputs)).sum() / 2e-6
+    torch.testing.assert_close(total[1], slope, rtol=1e-6, atol=1e-8)
+    with pytest.raises(ValueError, match=r"Network: selection must be .* couple .*, got \"parameters \['0.scale'\]\""):
+        pullback(torch.ones_like(logits))

@@ -1,0 +1,231 @@
+"""Statistics of batch normalisation: formulas written out, carried from step to step, and their gradients."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import driftfilter as df
+
+KINDS: list[Any] = ["batch", "source", df.PseudoCount(3.0), df.Ema(0.3)]
+kinds = pytest.mark.parametrize("statistics", KINDS, ids=str)
+
+
+def trained(*layers: nn.Module) -> nn.Sequential:
+    """A network in float64 whose statistics are not the initial ones."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*layers).double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+        for layer in model.modules():
+            if isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.running_mean is not None:
+                assert layer.running_var is not None
+                layer.running_mean.normal_()
+                layer.running_var.uniform_(0.5, 2.0)
+    return model
+
+
+def convolutional() -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.Tanh(), nn.Conv2d(3, 4, 2), nn.BatchNorm2d(4), nn.Tanh()
+    return trained(*layers, nn.Flatten(), nn.Linear(16, 3))
+
+
+def images(samples: int = 5, seed: int = 1) -> Tensor:
+    return torch.randn(samples, 2, 5, 5, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def blended(values: Tensor, mean: Tensor, variance: Tensor, share: float) -> tuple[Tensor, Tensor]:
+    """Moments of a mixture: of the draws with probability 1 - α from the first, α from the batch."""
+    columns = values.transpose(0, 1).flatten(1)
+    batch, second = columns.mean(1), columns.square().mean(1)
+    mixed = (1 - share) * mean + share * batch
+    return mixed, (1 - share) * (variance + mean.square()) + share * second - mixed.square()
+
+
+def reference(model: nn.Sequential, inputs: Tensor, share: float, carried: list[tuple[Tensor, Tensor]] | None = None) -> Any:
+    """Logits and blended statistics, layer by layer."""
+    found: list[tuple[Tensor, Tensor]] = []
+    hidden = inputs
+    for layer in model:
+        if not isinstance(layer, nn.BatchNorm2d):
+            hidden = layer(hidden)
+            continue
+        assert layer.running_mean is not None
+        assert layer.running_var is not None
+        before = carried[len(found)] if carried else (layer.running_mean, layer.running_var)
+        mean, variance = blended(hidden, *before, share)
+        found.append((mean, variance))
+        scaled = (hidden - mean[:, None, None]) / (variance + layer.eps).sqrt()[:, None, None]
+        hidden = scaled * layer.weight[:, None, None] + layer.bias[:, None, None]
+    return hidden, found
+
+
+@pytest.mark.parametrize(("statistics", "share"), [(df.PseudoCount(3.0), 5 / 8), (df.Ema(0.3), 0.3)], ids=str)
+def test_logits_and_gradient_of_a_blend(statistics: Any, share: float) -> None:
+    model, inputs = convolutional(), images()
+    network = df.Network(model, statistics=statistics)
+    logits, pullback = network.pullback(network.mean(), inputs)
+    expected, _ = reference(model, inputs, share)
+    torch.testing.assert_close(logits, expected)
+    cotangents = torch.randn_like(logits)
+    known = dict(model.named_parameters())
+    gradients = torch.autograd.grad(expected, [known[name] for name in network.shapes], cotangents)
+    gradient = torch.cat([each.flatten() for each in gradients])
+    torch.testing.assert_close(pullback.total(cotangents), gradient)
+    torch.testing.assert_close(pullback(cotangents).sum(0), gradient)
+
+
+def test_rows_of_a_blend_are_those_of_the_own_scale_and_shift_of_each_sample() -> None:
+    model, inputs = trained(nn.BatchNorm1d(3)), torch.randn(4, 3, dtype=torch.float64)
+    network = df.Network(model, statistics=df.PseudoCount(2.0))
+    layer: Any = model[0]
+    mean, variance = blended(inputs, layer.running_mean, layer.running_var, 4 / 6)
+    cotangents = torch.randn(4, 3, dtype=torch.float64)
+    expected = torch.cat((cotangents * (inputs - mean) / (variance + layer.eps).sqrt(), cotangents), 1)
+    torch.testing.assert_close(network.pullback(network.mean(), inputs)[1](cotangents), expected)
+
+
+def test_ema_carries_its_statistics() -> None:
+    model = convolutional()
+    network = df.Network(model, statistics=df.Ema(0.3))
+    theta, carried = network.mean(), None
+    memory: Mapping[str, Tensor] = {}
+    for step in range(3):
+        inputs = images(seed=step)
+        model_now = network.recall(memory)
+        logits, pullback = model_now.pullback(theta, inputs)
+        expected, carried = reference(model, inputs, 0.3, carried)
+        torch.testing.assert_close(logits, expected)
+        torch.testing.assert_close(model_now(theta, inputs), expected)
+        memory = pullback.memory
+        torch.testing.assert_close(memory["network.statistics"], torch.cat([part for pair in carried for part in pair]))
+    start = reference(model, inputs, 0.3)[0]
+    torch.testing.assert_close(network(theta, inputs), start)  # the network itself remembers nothing
+    assert not torch.allclose(start, expected)
+
+
+@pytest.mark.parametrize("statistics", KINDS[:3], ids=str)
+def test_other_statistics_carry_nothing(statistics: Any) -> None:
+    network = df.Network(convolutional(), statistics=statistics)
+    _, pullback = network.pullback(network.mean(), images())
+    assert pullback.memory == {}
+    assert network.recall({"network.statistics": torch.zeros(14)}) is network
+
+
+def test_statistics_of_another_network_are_refused() -> None:
+    network = df.Network(convolutional(), statistics=df.Ema())
+    with pytest.raises(ValueError, match="carried statistics must be 14 values, got '3 values'"):
+        network.recall({"network.statistics": torch.zeros(3)})(network.mean(), images())
+
+
+def test_the_ends_of_the_blends_are_batch_and_source() -> None:
+    model, inputs = convolutional(), images()
+    theta = df.Network(model).mean()
+    batch, source = (df.Network(model, statistics=kind)(theta, inputs) for kind in ("batch", "source"))
+    torch.testing.assert_close(df.Network(model, statistics=df.PseudoCount(0.0))(theta, inputs), batch)
+    torch.testing.assert_close(df.Network(model, statistics=df.PseudoCount(1e15))(theta, inputs), source)
+    torch.testing.assert_close(df.Network(model, statistics=df.Ema(1.0))(theta, inputs), batch)
+    torch.testing.assert_close(df.Network(model, statistics=df.Ema(0.0))(theta, inputs), source)
+
+
+@kinds
+def test_pushforward_is_the_slope_of_the_logits(statistics: Any) -> None:
+    network, inputs = df.Network(convolutional(), statistics=statistics), images()
+    theta, tangent = network.mean(), torch.randn(len(network.mean()), dtype=torch.float64)
+    difference = network(theta + 1e-5 * tangent, inputs) - network(theta - 1e-5 * tangent, inputs)
+    torch.testing.assert_close(network.pushforward(theta, inputs, tangent[None])[0], difference / 2e-5, rtol=1e-6, atol=1e-7)
+
+
+@kinds
+def test_total_is_the_slope_of_the_logits(statistics: Any) -> None:
+    network, inputs = df.Network(convolutional(), df.AllParameters(), statistics), images()
+    theta, tangent = network.mean(), torch.randn(len(network.mean()), dtype=torch.float64)
+    logits, pullback = network.pullback(theta, inputs)
+    cotangents = torch.randn_like(logits)
+    difference = network(theta + 1e-5 * tangent, inputs) - network(theta - 1e-5 * tangent, inputs)
+    torch.testing.assert_close(
+        pullback.total(cotangents) @ tangent, (difference * cotangents).sum() / 2e-5, rtol=1e-6, atol=1e-7
+    )
+    torch.testing.assert_close(pullback(cotangents).sum(0), pullback.total(cotangents))
+
+
+@pytest.mark.parametrize("shape", [(3,), (3, 1, 1)], ids=str)
+def test_one_value_a_channel_has_no_variance_and_uses_the_source(shape: tuple[int, ...]) -> None:
+    norm = nn.BatchNorm1d(3) if len(shape) == 1 else nn.BatchNorm2d(3)
+    model, inputs = trained(norm, nn.Flatten()), torch.randn(1, *shape, dtype=torch.float64)
+    batch, source = df.Network(model), df.Network(model, statistics="source")
+    torch.testing.assert_close(batch(batch.mean(), inputs), model.eval()(inputs))
+    cotangents = torch.randn(1, 3, dtype=torch.float64)
+    rows = [network.pullback(network.mean(), inputs)[1](cotangents) for network in (batch, source)]
+    torch.testing.assert_close(rows[0], rows[1])
+    assert rows[0].count_nonzero() == rows[0].numel()
+
+
+@kinds
+def test_layers_without_running_statistics_use_those_of_the_batch(statistics: Any) -> None:
+    model = trained(nn.BatchNorm1d(3, track_running_stats=False), nn.Linear(3, 2))
+    inputs, network = torch.randn(4, 3, dtype=torch.float64), df.Network(model, statistics=statistics)
+    logits, pullback = network.pullback(network.mean(), inputs)
+    torch.testing.assert_close(logits, model(inputs))
+    gradients = torch.autograd.grad(model(inputs), list(model[0].parameters()), torch.ones_like(logits))
+    torch.testing.assert_close(pullback(torch.ones_like(logits)).sum(0), torch.cat(gradients))
+
+
+@kinds
+def test_layers_without_scale_and_shift(statistics: Any) -> None:
+    model = trained(nn.BatchNorm1d(3, affine=False), nn.Linear(3, 2))
+    inputs, network = torch.randn(4, 3, dtype=torch.float64), df.Network(model, df.Head(), statistics)
+    layer: Any = model[0]
+    share = {"batch": 1.0, "source": 0.0}[statistics] if isinstance(statistics, str) else statistics.share(4)
+    mean, variance = blended(inputs, layer.running_mean, layer.running_var, share)
+    torch.testing.assert_close(network(network.mean(), inputs), model[1]((inputs - mean) / (variance + layer.eps).sqrt()))
+
+
+@kinds
+def test_the_statistics_of_the_module_are_left_as_they_were(statistics: Any) -> None:
+    model = convolutional()
+    before = copy.deepcopy(model.state_dict())
+    network = df.Network(model, statistics=statistics)
+    logits, pullback = network.pullback(network.mean(), images())
+    pullback(torch.ones_like(logits))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(type(layer).__module__.startswith("torch") for layer in model)
+
+
+def test_a_batch_norm_with_a_forward_of_its_own() -> None:
+    class Activated(nn.BatchNorm1d):
+        def forward(self, inputs: Tensor) -> Tensor:
+            return super().forward(inputs).relu()
+
+    model, inputs = trained(Activated(3), nn.Linear(3, 2)), torch.randn(4, 3, dtype=torch.float64)
+    source = df.Network(model, statistics="source")
+    batch = df.Network(model)
+    torch.testing.assert_close(source(source.mean(), inputs), model.eval()(inputs))
+    torch.testing.assert_close(batch(batch.mean(), inputs), copy.deepcopy(model).train()(inputs))
+    logits, pullback = batch.pullback(batch.mean(), inputs)
+    with pytest.raises(ValueError, match=r"couple .* got \"parameters \['0.weight', '0.bias'\]\""):
+        pullback(torch.ones_like(logits))
+    with pytest.raises(ValueError, match="statistics must be 'batch' or 'source' for 0, a Activated"):
+        df.Network(model, statistics=df.Ema()).pullback(batch.mean(), inputs)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: df.PseudoCount(-1.0), r"PseudoCount.count must be a finite number in \[0, inf\), got -1.0"),
+        (lambda: df.PseudoCount(math.inf), r"PseudoCount.count must be a finite number"),
+        (lambda: df.Ema(1.5), r"Ema.momentum must be a finite number in \[0, 1\], got 1.5"),
+    ],
+    ids=["negative", "infinite", "momentum"],
+)
+def test_refusals(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
