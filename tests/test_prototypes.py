@@ -517,20 +517,34 @@ def test_the_center_is_the_mean_feature_of_the_sample() -> None:
     torch.testing.assert_close(built.model.center, backbone(sample).mean(0))
 
 
-def test_with_a_center_a_real_network_gains_and_does_not_collapse() -> None:
-    """Noisy CIFAR-10 images under the shipped network: 53 % right as it is, 67 % with directions that adapt."""
-    images, labels = sample_images()
-    images, labels = images[:1000], labels[:1000]
+def test_a_real_network_needs_the_center() -> None:
+    """Noisy CIFAR-10 images under the shipped network: without a center the prototypes collapse, with one they do not.
+
+    The gain over the source head (51 % right; 64 %) is the center's: frozen prototypes have it too.
+    """
+    images, labels = (part[:1000] for part in sample_images())
     noise = 0.08 * torch.randn(images.shape, generator=torch.Generator().manual_seed(0))
     batches = list((images + noise).clamp(0, 1).split(50))
     network = models.load("resnet20_gn")
     backbone = Backbone(network, find_head(network, batches[0][:2]))
-    model, start = df.Prototypes("von_mises_fisher", 30.0, strength=1000.0).build(backbone, batches[0])
-    filt = df.Filter(model, STAY, inference=df.Mixture(transition_concentration=1000.0))
-    _, outputs = filt.run(filt.init(df.Belief(start, df.Diagonal(torch.ones_like(start)))), batches)
+    features = [backbone(batch) for batch in batches]
+
+    def accuracy(predicted: Tensor) -> float:
+        return (predicted == labels).double().mean().item()
+
+    def adapted(sample: Tensor | None) -> tuple[float, float]:
+        built, start = df.Prototypes("von_mises_fisher", 5.0, strength=1000.0).build(backbone, sample)
+        filt = df.Filter(built.model, STAY, inference=df.Mixture(transition_concentration=1000.0))
+        _, outputs = filt.run(filt.init(df.Belief(start, df.Diagonal(torch.ones_like(start)))), features)
+        return accuracy(outputs.labels), accuracy(built.model(start, torch.cat(features)).argmax(-1))
+
     linear, head = build_head(backbone)
-    frozen = torch.cat([linear(head, batch).argmax(-1) for batch in batches])
-    assert (outputs.labels == labels).double().mean() > (frozen == labels).double().mean() + 0.08
+    source = accuracy(linear.model(head, torch.cat(features)).argmax(-1))
+    without, _ = adapted(None)
+    centered, frozen = adapted(batches[0])
+    assert without < source - 0.2
+    assert centered > source + 0.1
+    assert abs(centered - frozen) < 0.03
 
 
 # ---- adaptation pays: two-dimensional clusters that drift

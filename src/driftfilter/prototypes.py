@@ -46,7 +46,7 @@ def bessel_ratios(concentration: Tensor, dimension: int) -> tuple[Tensor, Tensor
     ratio = shrink / (low + (low * low + square * shrink).sqrt())
     following = ratio
     for step in range(_STEPS, 0, -1):
-        following, ratio = ratio, 1 / (dimension + 2 * (step - 1) + square * ratio)
+        following, ratio = ratio, (square * ratio).add_(dimension + 2 * (step - 1)).reciprocal_()
     return ratio.to(concentration.dtype), following.to(concentration.dtype)
 
 
