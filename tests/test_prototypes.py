@@ -280,6 +280,19 @@ def test_samples_without_weight_are_no_supports(capacity: int) -> None:
     plain = df.Filter(head, STAY, inference=df.Supports(capacity))
     other, _, _ = plain.step(plain.init(belief), features[kept])
     torch.testing.assert_close(state.belief.mean, other.belief.mean)
+    assert state.memory.keys() == other.memory.keys()
+    assert all(torch.equal(value, other.memory[name]) for name, value in state.memory.items())
+
+
+def test_a_step_leaves_the_supports_of_the_state_before_it() -> None:
+    head = df.PrototypeHead(draw(3, 4, seed=1), family="inner_product")
+    filt = df.Filter(head, STAY, inference=df.Supports(5))
+    belief = df.Belief(draw(12), df.Diagonal(torch.ones(12, dtype=torch.float64)))
+    state = filt.step(filt.init(belief), draw(6, 4, seed=2))[0]
+    before = {name: value.clone() for name, value in state.memory.items()}
+    after = filt.step(state, draw(6, 4, seed=3))[0]
+    assert all(torch.equal(value, before[name]) for name, value in state.memory.items())
+    assert not any(torch.equal(value, before[name]) for name, value in after.memory.items())
 
 
 def test_supports_are_a_mixture_with_the_source_heads_labels() -> None:
@@ -343,6 +356,19 @@ def test_gaussian_mixture(structure: str, iterations: int, steps: int) -> None:
         torch.testing.assert_close(state.belief.covariance.dense(), torch.from_numpy(matrix))
         expected = -kappa / 2 * ((features.numpy()[:, None, :] - mean.reshape(K, D)) ** 2).sum(-1)
         torch.testing.assert_close(prediction.probabilities, torch.from_numpy(softmax(expected)))
+
+
+def test_gaussian_mixture_under_a_low_rank_covariance_is_exact() -> None:
+    head = df.PrototypeHead(draw(K, D), concentration=1.3)
+    covariance = df.LowRank(1 + draw(K * D, seed=8).square(), draw(2, K * D, seed=9), rank=2)
+    belief, features = df.Belief(2 * draw(K * D, seed=1), covariance), 2 * draw(7, D, seed=20)
+    filt = df.Filter(head, STAY, inference=df.Mixture(3))
+    state = filt.step(filt.init(belief), features)[0]
+    mean, matrix = gaussian_reference(belief.mean.numpy(), covariance.dense().numpy(), features.numpy(), 1.3, 3)
+    torch.testing.assert_close(state.belief.mean, torch.from_numpy(mean))
+    torch.testing.assert_close(state.belief.covariance.dense(), torch.from_numpy(matrix))
+    assert isinstance(state.belief.covariance, df.LowRank)
+    assert len(state.belief.covariance.factor) == 2
 
 
 @pytest.mark.parametrize("structure", ["Full", "Diagonal"])

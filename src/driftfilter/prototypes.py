@@ -24,6 +24,7 @@ from driftfilter.covariance import Blocks, Covariance, Diagonal
 from driftfilter.curvature import NoCurvature
 from driftfilter.features import Backbone, Inputs, OnFeatures
 from driftfilter.losses import one_hot
+from driftfilter.lowrank import LowRank
 from driftfilter.observation import Energy
 from driftfilter.predictive import Pullback
 from driftfilter.randomness import Randomness
@@ -376,6 +377,8 @@ def _informed(covariance: Covariance, information: Tensor) -> Covariance:
     if isinstance(covariance, Blocks):
         pieces = zip(covariance.parts, information.split(covariance.sizes), strict=True)
         return Blocks(tuple(_informed(part, piece) for part, piece in pieces))
+    if isinstance(covariance, LowRank):  # exact, with nothing to truncate
+        return LowRank(covariance.diagonal + information, covariance.factor, covariance.rank)
     root = information.sqrt()
     return covariance.condition(root.unsqueeze(0) if isinstance(covariance, Diagonal) else torch.diag(root))
 
