@@ -280,6 +280,19 @@ def test_samples_without_weight_are_no_supports(capacity: int) -> None:
     plain = df.Filter(head, STAY, inference=df.Supports(capacity))
     other, _, _ = plain.step(plain.init(belief), features[kept])
     torch.testing.assert_close(state.belief.mean, other.belief.mean)
+    assert state.memory.keys() == other.memory.keys()
+    assert all(torch.equal(value, other.memory[name]) for name, value in state.memory.items())
+
+
+def test_a_step_leaves_the_supports_of_the_state_before_it() -> None:
+    head = df.PrototypeHead(draw(3, 4, seed=1), family="inner_product")
+    filt = df.Filter(head, STAY, inference=df.Supports(5))
+    belief = df.Belief(draw(12), df.Diagonal(torch.ones(12, dtype=torch.float64)))
+    state = filt.step(filt.init(belief), draw(6, 4, seed=2))[0]
+    before = {name: value.clone() for name, value in state.memory.items()}
+    after = filt.step(state, draw(6, 4, seed=3))[0]
+    assert all(torch.equal(value, before[name]) for name, value in state.memory.items())
+    assert not any(torch.equal(value, before[name]) for name, value in after.memory.items())
 
 
 def test_supports_are_a_mixture_with_the_source_heads_labels() -> None:
@@ -343,6 +356,19 @@ def test_gaussian_mixture(structure: str, iterations: int, steps: int) -> None:
         torch.testing.assert_close(state.belief.covariance.dense(), torch.from_numpy(matrix))
         expected = -kappa / 2 * ((features.numpy()[:, None, :] - mean.reshape(K, D)) ** 2).sum(-1)
         torch.testing.assert_close(prediction.probabilities, torch.from_numpy(softmax(expected)))
+
+
+def test_gaussian_mixture_under_a_low_rank_covariance_is_exact() -> None:
+    head = df.PrototypeHead(draw(K, D), concentration=1.3)
+    covariance = df.LowRank(1 + draw(K * D, seed=8).square(), draw(2, K * D, seed=9), rank=2)
+    belief, features = df.Belief(2 * draw(K * D, seed=1), covariance), 2 * draw(7, D, seed=20)
+    filt = df.Filter(head, STAY, inference=df.Mixture(3))
+    state = filt.step(filt.init(belief), features)[0]
+    mean, matrix = gaussian_reference(belief.mean.numpy(), covariance.dense().numpy(), features.numpy(), 1.3, 3)
+    torch.testing.assert_close(state.belief.mean, torch.from_numpy(mean))
+    torch.testing.assert_close(state.belief.covariance.dense(), torch.from_numpy(matrix))
+    assert isinstance(state.belief.covariance, df.LowRank)
+    assert len(state.belief.covariance.factor) == 2
 
 
 @pytest.mark.parametrize("structure", ["Full", "Diagonal"])
@@ -517,20 +543,34 @@ def test_the_center_is_the_mean_feature_of_the_sample() -> None:
     torch.testing.assert_close(built.model.center, backbone(sample).mean(0))
 
 
-def test_with_a_center_a_real_network_gains_and_does_not_collapse() -> None:
-    """Noisy CIFAR-10 images under the shipped network: 53 % right as it is, 67 % with directions that adapt."""
-    images, labels = sample_images()
-    images, labels = images[:1000], labels[:1000]
+def test_a_real_network_needs_the_center() -> None:
+    """Noisy CIFAR-10 images under the shipped network: without a center the prototypes collapse, with one they do not.
+
+    The gain over the source head (51 % right; 64 %) is the center's: frozen prototypes have it too.
+    """
+    images, labels = (part[:1000] for part in sample_images())
     noise = 0.08 * torch.randn(images.shape, generator=torch.Generator().manual_seed(0))
     batches = list((images + noise).clamp(0, 1).split(50))
     network = models.load("resnet20_gn")
     backbone = Backbone(network, find_head(network, batches[0][:2]))
-    model, start = df.Prototypes("von_mises_fisher", 30.0, strength=1000.0).build(backbone, batches[0])
-    filt = df.Filter(model, STAY, inference=df.Mixture(transition_concentration=1000.0))
-    _, outputs = filt.run(filt.init(df.Belief(start, df.Diagonal(torch.ones_like(start)))), batches)
+    features = [backbone(batch) for batch in batches]
+
+    def accuracy(predicted: Tensor) -> float:
+        return (predicted == labels).double().mean().item()
+
+    def adapted(sample: Tensor | None) -> tuple[float, float]:
+        built, start = df.Prototypes("von_mises_fisher", 5.0, strength=1000.0).build(backbone, sample)
+        filt = df.Filter(built.model, STAY, inference=df.Mixture(transition_concentration=1000.0))
+        _, outputs = filt.run(filt.init(df.Belief(start, df.Diagonal(torch.ones_like(start)))), features)
+        return accuracy(outputs.labels), accuracy(built.model(start, torch.cat(features)).argmax(-1))
+
     linear, head = build_head(backbone)
-    frozen = torch.cat([linear(head, batch).argmax(-1) for batch in batches])
-    assert (outputs.labels == labels).double().mean() > (frozen == labels).double().mean() + 0.08
+    source = accuracy(linear.model(head, torch.cat(features)).argmax(-1))
+    without, _ = adapted(None)
+    centered, frozen = adapted(batches[0])
+    assert without < source - 0.2
+    assert centered > source + 0.1
+    assert abs(centered - frozen) < 0.03
 
 
 # ---- adaptation pays: two-dimensional clusters that drift

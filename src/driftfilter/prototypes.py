@@ -24,6 +24,7 @@ from driftfilter.covariance import Blocks, Covariance, Diagonal
 from driftfilter.curvature import NoCurvature
 from driftfilter.features import Backbone, Inputs, OnFeatures
 from driftfilter.losses import one_hot
+from driftfilter.lowrank import LowRank
 from driftfilter.observation import Energy
 from driftfilter.predictive import Pullback
 from driftfilter.randomness import Randomness
@@ -46,7 +47,7 @@ def bessel_ratios(concentration: Tensor, dimension: int) -> tuple[Tensor, Tensor
     ratio = shrink / (low + (low * low + square * shrink).sqrt())
     following = ratio
     for step in range(_STEPS, 0, -1):
-        following, ratio = ratio, 1 / (dimension + 2 * (step - 1) + square * ratio)
+        following, ratio = ratio, (square * ratio).add_(dimension + 2 * (step - 1)).reciprocal_()
     return ratio.to(concentration.dtype), following.to(concentration.dtype)
 
 
@@ -376,6 +377,8 @@ def _informed(covariance: Covariance, information: Tensor) -> Covariance:
     if isinstance(covariance, Blocks):
         pieces = zip(covariance.parts, information.split(covariance.sizes), strict=True)
         return Blocks(tuple(_informed(part, piece) for part, piece in pieces))
+    if isinstance(covariance, LowRank):  # exact, with nothing to truncate
+        return LowRank(covariance.diagonal + information, covariance.factor, covariance.rank)
     root = information.sqrt()
     return covariance.condition(root.unsqueeze(0) if isinstance(covariance, Diagonal) else torch.diag(root))
 
