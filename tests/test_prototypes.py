@@ -17,7 +17,8 @@ from torch import Tensor, nn
 import driftfilter as df
 from driftfilter.app import models
 from driftfilter.app.streams import sample_images
-from driftfilter.features import Backbone, build_head, find_head
+from driftfilter.features import Backbone, OnFeatures, build_head, find_head
+from driftfilter.initialization import initialize
 from driftfilter.prototypes import Family, bessel_ratios
 
 Array = npt.NDArray[np.float64]
@@ -497,8 +498,8 @@ def convnet(classes: int = 4) -> nn.Module:
 @pytest.mark.parametrize(("classes", "intercept"), [(4, False), (6, False), (9, True)])
 def test_gaussian_prototypes_start_as_the_source_head(classes: int, intercept: bool, centered: bool) -> None:
     model, inputs = convnet(classes), draw(8, 2, 6, 6)
-    selection, sample = df.Prototypes(concentration=0.8, intercept=intercept), inputs[:5] if centered else None
-    built, start = selection.build(Backbone(model, "5"), sample)
+    selection, backbone = df.Prototypes(concentration=0.8, intercept=intercept), Backbone(model, "5")
+    built, start = selection.build(backbone, backbone(inputs[:5]).mean(0) if centered else None)
     torch.testing.assert_close(built(start, inputs).softmax(-1), model.eval()(inputs).softmax(-1).detach())
 
 
@@ -535,12 +536,15 @@ def test_on_a_network_as_on_its_features(method: str) -> None:
     assert not torch.equal(state.belief.mean, start)
 
 
-def test_the_center_is_the_mean_feature_of_the_sample() -> None:
-    backbone, sample = Backbone(convnet(), "5"), draw(7, 2, 6, 6)
-    built, _ = df.Prototypes("von_mises_fisher").build(backbone, sample)
-    assert isinstance(built.model, df.PrototypeHead)
-    assert built.model.center is not None
-    torch.testing.assert_close(built.model.center, backbone(sample).mean(0))
+def test_the_center_is_the_mean_feature_of_the_first_batch() -> None:
+    model, sample = convnet(), draw(7, 2, 6, 6)
+    start = initialize(model, df.Prototypes("von_mises_fisher", centered=True), "source", None, sample)
+    assert isinstance(start.model, OnFeatures)
+    assert isinstance(start.model.model, df.PrototypeHead)
+    assert start.model.model.center is not None
+    torch.testing.assert_close(start.model.model.center, Backbone(model, "5")(sample).mean(0))
+    again = initialize(model, df.Prototypes("von_mises_fisher", centered=True), "source", buffers=start.buffers)
+    assert torch.equal(again.model(again.mean, sample), start.model(start.mean, sample))
 
 
 def test_a_real_network_needs_the_center() -> None:
@@ -559,7 +563,9 @@ def test_a_real_network_needs_the_center() -> None:
         return (predicted == labels).double().mean().item()
 
     def adapted(sample: Tensor | None) -> tuple[float, float]:
-        built, start = df.Prototypes("von_mises_fisher", 5.0, strength=1000.0).build(backbone, sample)
+        built, start = df.Prototypes("von_mises_fisher", 5.0, strength=1000.0).build(
+            backbone, None if sample is None else backbone(sample).mean(0)
+        )
         filt = df.Filter(built.model, STAY, inference=df.Mixture(transition_concentration=1000.0))
         _, outputs = filt.run(filt.init(df.Belief(start, df.Diagonal(torch.ones_like(start)))), features)
         return accuracy(outputs.labels), accuracy(built.model(start, torch.cat(features)).argmax(-1))

@@ -1,5 +1,7 @@
 """Every public name; ``driftfilter`` itself loads them on first use."""
 
+from driftfilter import presets
+from driftfilter.adapter import Adapter, adapt
 from driftfilter.augmentation import Consistency, GaussianNoise, ImageViews, MarginalEntropy
 from driftfilter.belief import Belief
 from driftfilter.checks import NotPositiveDefiniteError
@@ -39,7 +41,7 @@ from driftfilter.prediction import (
 )
 from driftfilter.predictive import LinearHead, PredictiveModel
 from driftfilter.prototypes import Mixture, PrototypeHead, Prototypes, Supports
-from driftfilter.recipe import VARIANTS, from_toml, to_toml
+from driftfilter.recipe import VARIANTS, Recipe, from_toml, to_toml
 from driftfilter.source import Gaussian, Laplace, PointMass, Source, SourceData, fit_laplace, marginal_source
 from driftfilter.statistics import Ema, PseudoCount
 from driftfilter.transition import BlockDynamics, Transition
@@ -51,6 +53,7 @@ __all__ = [
     "SGD",
     "VARIANTS",
     "Adam",
+    "Adapter",
     "Affine",
     "AllParameters",
     "Backbone",
@@ -128,6 +131,7 @@ __all__ = [
     "PseudoCount",
     "PseudoLabel",
     "RandomWalk",
+    "Recipe",
     "Reliability",
     "Reset",
     "ResetBelow",
@@ -149,10 +153,12 @@ __all__ = [
     "Upkeep",
     "Variational",
     "Weighting",
+    "adapt",
     "find_head",
     "fit_laplace",
     "from_toml",
     "marginal_source",
+    "presets",
     "select",
     "to_toml",
 ]

@@ -1,5 +1,6 @@
 """Refusals: every error names the field, the value it got and what is allowed."""
 
+import difflib
 import math
 from numbers import Integral, Real
 from typing import Any, TypeVar
@@ -40,7 +41,8 @@ def require_role(field: str, value: Any, role: str, example: str) -> None:
     from driftfilter.recipe import role_of
 
     usable = (callable(value) or hasattr(value, "expand")) and not isinstance(value, (type, Tensor))
-    require(usable and role_of(value) in (None, role), field, value, f"of role {role!r}, such as {example}")
+    fits = role_of(value) == role or (usable and role_of(value) is None)
+    require(fits, field, value, f"of role {role!r}, such as {example}")
 
 
 def require_finite(field: str, values: Tensor) -> None:
@@ -75,6 +77,12 @@ def require_floating(field: str, values: Tensor) -> None:
     """Raise unless a tensor is float32 or float64 (half precision cannot carry a covariance)."""
     if values.dtype not in (torch.float32, torch.float64):
         raise ValueError(f"{field} must be float32 or float64, got {values.dtype}")
+
+
+def nearest(name: str, known: list[str]) -> str:
+    """The known name that one that is not known resembles, as the end of an error message; empty where none does."""
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 def unchecked(cls: type[T], **fields: Any) -> T:

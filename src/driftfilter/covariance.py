@@ -104,6 +104,14 @@ def column_energy(rows: Tensor) -> Tensor:
     return torch.stack([part.square().sum(0) for part in rows.split(16)]).sum(0)
 
 
+def compacted(rows: Tensor) -> Tensor:
+    """Rows with the same FᵀF, no more of them than columns."""
+    if rows.shape[0] <= rows.shape[1]:
+        return rows
+    triangle: Tensor = torch.linalg.qr(rows, mode="r")[1]
+    return triangle
+
+
 def positive_root(matrices: Tensor) -> Tensor:
     """R [..., k, k] with R Rᵀ = the positive part of symmetric matrices: negative eigenvalues become 0."""
     values, vectors = torch.linalg.eigh(matrices.double())  # in float32 it may fail to converge

@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from driftfilter.checks import require
 from driftfilter.predictive import LinearHead, PredictiveModel, Pullback
+from driftfilter.statistics import Ema, Statistics, prepare, require_statistics
 from driftfilter.twins import twin
 
 Inputs: TypeAlias = "Tensor | Sequence[Any] | Mapping[str, Any]"  # one argument, positional arguments or keyword arguments
@@ -131,17 +132,20 @@ def _frozen() -> Iterator[None]:
 class Backbone:
     """Inputs -> features z [n, D], what enters the linear layer ``head`` of a frozen network in evaluation mode.
 
-    The logits must be z Wᵀ + b and nothing after it; the first batch proves it.
+    The logits must be z Wᵀ + b and nothing after it; the first batch proves it. ``statistics`` are those of its batch norms,
+    as in Network; carried ones (Ema) are not a part of features.
     """
 
     weight: Tensor  # W [k, D]
     bias: Tensor | None  # b [k]
 
-    def __init__(self, model: nn.Module, head: str, output: Output = None) -> None:
+    def __init__(self, model: nn.Module, head: str, output: Output = None, statistics: Statistics = "source") -> None:
         require(isinstance(model, nn.Module), "Backbone: model", model, "a torch module")
         layers = _linear_layers(model)
         require(head in layers, "Backbone: head", head, f"the name of a linear layer, one of {list(layers)}")
-        self.head, self.output = head, output
+        require_statistics(statistics)
+        require(not isinstance(statistics, Ema), "Backbone: statistics", statistics, "'batch', 'source' or PseudoCount(count)")
+        self.head, self.output, self.statistics = head, output, statistics
         with _frozen():
             self._module = _private(model)
             layer = _linear_layers(self._module)[head]
@@ -166,6 +170,7 @@ class Backbone:
         copy: _Copy | None = self._local.copy
         if copy is None:
             copy = self._local.copy = _Copy(_private(self._module), [])
+            prepare(copy.module, self.statistics)
             copy.module.get_submodule(self.head).register_forward_pre_hook(_watch(copy.seen), with_kwargs=True)
         return copy
 

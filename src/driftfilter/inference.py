@@ -11,7 +11,7 @@ from torch import Tensor
 
 from driftfilter.belief import Belief
 from driftfilter.checks import require, require_count, require_finite, require_number, require_role, unchecked
-from driftfilter.covariance import antithetic, positive_root
+from driftfilter.covariance import antithetic, compacted, positive_root
 from driftfilter.curvature import Curvature, EmpiricalFisher, Hessian, LogitMetric, NoCurvature
 from driftfilter.observation import Energy
 from driftfilter.predictive import logit_covariance
@@ -198,11 +198,7 @@ class Variational:
 
 def _blend(old: Tensor, new: Tensor, rate: float) -> Tensor:
     """A factor of (1 - r) FᵀF + r F'ᵀF', with no more rows than columns."""
-    rows = torch.cat((old * math.sqrt(1 - rate), new * math.sqrt(rate))) if rate < 1 else new
-    if len(rows) <= rows.shape[1]:
-        return rows
-    triangle: Tensor = torch.linalg.qr(rows, mode="r")[1]
-    return triangle
+    return compacted(torch.cat((old * math.sqrt(1 - rate), new * math.sqrt(rate))) if rate < 1 else new)
 
 
 @final

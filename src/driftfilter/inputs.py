@@ -42,7 +42,7 @@ def checked(inputs: Inputs) -> Inputs:
             require_finite(name, part if isinstance(inputs, Tensor) else part.masked_fill(part.isinf(), 0.0))  # masks hold -inf
     if not any(part.is_inference() for _, part in tensors):
         return inputs
-    return _map(inputs, lambda part: part.clone() if part.is_inference() else part)
+    return each(inputs, lambda part: part.clone() if part.is_inference() else part)
 
 
 def joined(pieces: Sequence[Inputs]) -> Inputs:
@@ -56,17 +56,19 @@ def joined(pieces: Sequence[Inputs]) -> Inputs:
     return together if isinstance(first, Mapping) else tuple(together.values())
 
 
+def samples(inputs: Inputs, start: int, stop: int) -> Inputs:
+    """Some samples of a batch; what does not go sample by sample stays whole."""
+    n = batch_size(inputs)
+    return each(inputs, lambda part: part[start:stop] if part.dim() and part.shape[0] == n else part)
+
+
 def split(inputs: Inputs, size: int) -> list[Inputs]:
     """A batch cut into batches of this size, the last one shorter."""
-    n = batch_size(inputs)
-
-    def cut(start: int) -> Inputs:  # what does not go sample by sample stays whole
-        return _map(inputs, lambda part: part[start : start + size] if part.dim() and part.shape[0] == n else part)
-
-    return [cut(start) for start in range(0, n, size)]
+    return [samples(inputs, start, start + size) for start in range(0, batch_size(inputs), size)]
 
 
-def _map(inputs: Inputs, change: Callable[[Tensor], Tensor]) -> Inputs:
+def each(inputs: Inputs, change: Callable[[Tensor], Tensor]) -> Inputs:
+    """The inputs with every tensor changed; what is not a tensor stays."""
     if isinstance(inputs, Tensor):
         return change(inputs)
     if isinstance(inputs, Mapping):

@@ -20,6 +20,7 @@ from driftfilter.covariance import (
     Noise,
     cholesky,
     column_energy,
+    compacted,
     identity_like,
     normals,
     refuse,
@@ -120,7 +121,7 @@ class LowRank:
     def condition(self, factor: Tensor) -> LowRank:
         if self.factor.shape[0]:
             factor = torch.cat((self.factor, factor))
-        return _low_rank(self.diagonal, factor, self.rank)
+        return _low_rank(self.diagonal, compacted(factor), self.rank)
 
     def truncate(self) -> LowRank:
         if self.factor.shape[0] <= self.rank:

@@ -118,12 +118,16 @@ class Head:
 
     name: str = ""
 
-    def __call__(self, model: nn.Module) -> list[str]:
-        linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    def layer(self, model: nn.Module) -> str:
+        """The layer's name."""
+        linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
         known = self.name in linear or (not self.name and len(linear) > 0)
-        require(known, "Head.name", self.name, f"the name of a linear layer, one of {list(linear)}")
-        name = self.name or list(linear)[-1]
-        return _own(name, linear[name])
+        require(known, "Head.name", self.name, f"the name of a linear layer, one of {linear}")
+        return self.name or linear[-1]
+
+    def __call__(self, model: nn.Module) -> list[str]:
+        name = self.layer(model)
+        return _own(name, model.get_submodule(name))
 
 
 @final

@@ -22,7 +22,7 @@ from driftfilter.belief import Belief
 from driftfilter.checks import require, require_count, require_finite, require_number, require_shape, unchecked
 from driftfilter.covariance import Blocks, Covariance, Diagonal
 from driftfilter.curvature import NoCurvature
-from driftfilter.features import Backbone, Inputs, OnFeatures
+from driftfilter.features import Backbone, OnFeatures
 from driftfilter.losses import one_hot
 from driftfilter.lowrank import LowRank
 from driftfilter.observation import Energy
@@ -186,23 +186,25 @@ class Prototypes:
     classes equal weights (exactly so where the rows of W are affinely independent; ``intercept`` takes up the rest).
     Directions start at ``strength`` · W_k/|W_k|, the row counting as much as that many samples of concentration 1.
 
-    Give ``build`` a sample of inputs, such as the first batch, whose mean feature becomes the center. Rows of a head are
-    class means up to a vector that all classes share; features after a ReLU have a large one, and without a center the
-    first prototype to find it takes every sample.
+    ``centered`` ones are relative to the mean feature of the first batch. Rows of a head are class means up to a vector that
+    all classes share; features after a ReLU have a large one, and without a center the first prototype to find it takes
+    every sample.
     """
 
     family: Family = "gaussian"
     concentration: float = 1.0
     strength: float = 1.0
     intercept: bool = False
+    centered: bool = False
+    name: str = ""  # of the last layer; empty: the one that gives the logits
 
     def __post_init__(self) -> None:
         _require_family("Prototypes", self.family, self.concentration, self.intercept)
         require_number("Prototypes.strength", self.strength, 0, math.inf, open_low=True)
+        require(isinstance(self.centered, bool), "Prototypes.centered", self.centered, "True or False")
 
-    def build(self, backbone: Backbone, sample: Inputs | None = None) -> tuple[OnFeatures, Tensor]:
-        """The predictive model of raw inputs, and where θ starts [d]."""
-        center = None if sample is None else backbone(sample).mean(0)
+    def build(self, backbone: Backbone, center: Tensor | None = None) -> tuple[OnFeatures, Tensor]:
+        """The predictive model of raw inputs, for features relative to a center [D], and where θ starts [d]."""
         head = PrototypeHead(backbone.weight, backbone.bias, self.family, self.concentration, self.intercept, center)
         if self.family == "gaussian":
             return OnFeatures(backbone, head), _matched(head)

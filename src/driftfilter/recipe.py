@@ -1,4 +1,4 @@
-"""The one table of variants, by role and name, and their form in TOML.
+"""A recipe: one choice for every building block. And the one table of variants, by role and name, with their form in TOML.
 
 A variant is a frozen dataclass; in TOML it is a table whose ``kind`` names the class, other keys being its fields.
 Adding a class to the table adds its conformance tests (tests/test_conformance.py).
@@ -6,20 +6,22 @@ Adding a class to the table adds its conformance tests (tests/test_conformance.p
 
 from __future__ import annotations
 
-import difflib
 import json
 import sys
-from dataclasses import MISSING, Field, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, Literal, final
 
 import driftfilter.augmentation as augmentation
 import driftfilter.curvature as curvature
 import driftfilter.dynamics as dynamics
+import driftfilter.filtering as filtering
 import driftfilter.inference as inference
+import driftfilter.lora as lora
 import driftfilter.losses as losses
 import driftfilter.noise as noise
 import driftfilter.observation as observation
+import driftfilter.parameters as parameters
 import driftfilter.prediction as prediction
 import driftfilter.predictive as predictive
 import driftfilter.prototypes as prototypes
@@ -28,11 +30,46 @@ import driftfilter.statistics as statistics
 import driftfilter.transition as transition
 import driftfilter.upkeep as upkeep
 import driftfilter.weighting as weighting
+from driftfilter.checks import nearest, require_count, require_role
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
+
+
+@final
+@dataclass(frozen=True)
+class Recipe:
+    """What to adapt, where it starts, how it moves, what is learned from a batch, and how it is predicted.
+
+    ``parameters`` of the network, ``statistics`` of its batch normalisation, the ``source`` posterior; the other fields are
+    those of ``Filter``. ``chunk``: batches are cut into pieces of this many samples, each a step of its own (0: never).
+    """
+
+    parameters: Any = field(default_factory=parameters.NormAffine)
+    statistics: Any = "batch"
+    source: Any = field(default_factory=source.PointMass)
+    transition: transition.Transition = field(default_factory=transition.Transition)
+    observation: observation.Gibbs = field(default_factory=observation.Gibbs)
+    inference: Any = field(default_factory=inference.Linearized)
+    prediction: Any = field(default_factory=prediction.MAP)
+    predict_from: Literal["prior", "posterior"] = "posterior"
+    upkeep: Any = None
+    chunk: int = 0
+
+    def __post_init__(self) -> None:
+        require_role("Recipe.parameters", self.parameters, "parameters", "NormAffine()")
+        statistics.require_statistics(self.statistics)
+        require_role("Recipe.source", self.source, "source", "PointMass()")
+        require_count("Recipe.chunk", self.chunk, 0)
+        self.filter(predictive.LinearHead(2))  # checks the other fields
+
+    def filter(self, model: predictive.PredictiveModel) -> filtering.Filter:
+        """The filter on a model."""
+        rules = (self.transition, self.observation, self.inference, self.prediction)
+        return filtering.Filter(model, *rules, self.predict_from, self.upkeep)
+
 
 VARIANTS: dict[str, dict[str, type[Any]]] = {
     "model": {"LinearHead": predictive.LinearHead},
@@ -110,6 +147,15 @@ VARIANTS: dict[str, dict[str, type[Any]]] = {
         "RestoreIrrelevant": upkeep.RestoreIrrelevant,
         "ContinualMomentum": upkeep.ContinualMomentum,
     },
+    "parameters": {
+        "NormAffine": parameters.NormAffine,
+        "Head": parameters.Head,
+        "AllParameters": parameters.AllParameters,
+        "ByName": parameters.ByName,
+        "LoRA": lora.LoRA,
+        "Prototypes": prototypes.Prototypes,
+    },
+    "recipe": {"Recipe": Recipe},
     "source": {"PointMass": source.PointMass, "Gaussian": source.Gaussian, "Laplace": source.Laplace},
 }
 
@@ -153,12 +199,12 @@ def from_dict(data: dict[str, Any]) -> Any:
     kind = data.get("kind")
     cls = _CLASSES.get(kind) if isinstance(kind, str) else None
     if cls is None:
-        hint = _nearest(kind, list(_CLASSES)) if isinstance(kind, str) else f", in {data!r}"
+        hint = nearest(kind, list(_CLASSES)) if isinstance(kind, str) else f", in {data!r}"
         raise ValueError(f"kind must be the name of a variant, got {kind!r}{hint}")
     known = {item.name: item for item in fields(cls)}
     for key in data:
         if key != "kind" and key not in known:
-            raise ValueError(f"{kind} has no field {key!r}{_nearest(key, list(known))}; its fields are {list(known)}")
+            raise ValueError(f"{kind} has no field {key!r}{nearest(key, list(known))}; its fields are {list(known)}")
     for name, item in known.items():
         if name not in data and item.default is MISSING and item.default_factory is MISSING:
             raise ValueError(f"{kind}.{name} must be given: it has no default")
@@ -180,11 +226,6 @@ def _require_role(where: str, value: Any, field: Field[Any]) -> None:
     if role is not None and not fits:
         what = f"a list of variants of role {role}" if several else f"a variant of role {role}"
         raise ValueError(f"{where} must be {what}, from {list(VARIANTS[role])}, got {value!r}")
-
-
-def _nearest(name: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 def _built(value: Any) -> Any:
