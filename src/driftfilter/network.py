@@ -29,6 +29,7 @@ from driftfilter.twins import Record, Twin, twin
 
 Inputs: TypeAlias = Any  # a tensor [n, …], a tuple or list of arguments, or a mapping of keyword arguments
 Memory: TypeAlias = Mapping[str, Tensor]
+_FORWARD_MODE = threading.Lock()  # torch's forward mode has one state for all threads
 STATISTICS = "network.statistics"  # in the memory: means, then variances, of every batch norm [2 · channels]
 
 
@@ -202,7 +203,8 @@ class Network:
             moved: Tensor = torch.func.jvp(lambda point: self(point, inputs), (theta,), (tangent,))[1]
             return moved
 
-        return torch.stack([along(tangent) for tangent in tangents])
+        with _FORWARD_MODE:
+            return torch.stack([along(tangent) for tangent in tangents])
 
     def sample_rows(self, theta: Tensor, inputs: Inputs, cotangents: Tensor, names: list[str]) -> Tensor:
         """Rows [n, d] of any parameters, by a forward pass for each sample: for the parameters named, which have no rule."""
