@@ -109,6 +109,18 @@ class Shared(nn.Module):
         return last
 
 
+class Aliased(nn.Module):
+    """One layer under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = self.two = nn.Linear(4, 4)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        last: Tensor = self.two(torch.tanh(self.one(inputs)))
+        return last
+
+
 def first(result: Any) -> Tensor:
     picked: Tensor = result[0]
     return picked
@@ -129,6 +141,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "instance norm tracked": (lambda: Net(nn.InstanceNorm1d(3, affine=True, track_running_stats=True)), (3, 5)),
     "windows": (lambda: Net(Windows()), (6, 4)),
     "shared": (lambda: Net(Shared()), (4,)),
+    "aliased": (lambda: Net(Aliased()), (4,)),
     "own parameter": (lambda: Net(Scaled()), (4,)),
     "overridden forward": (lambda: Net(Shifted(4, 3)), (4,)),
     "sequence first": (lambda: Net(SequenceFirst()), (7, 4)),

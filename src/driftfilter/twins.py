@@ -58,8 +58,8 @@ class Twin:
     def _watch(self) -> None:
         """Record the calls of layers that hold a piece of θ and have a rule for rows."""
         sequences = tuple(_sequence_first(self.module))
-        for owner in dict.fromkeys(owner for owner, _ in self.names):
-            layer = self.module.get_submodule(owner)
+        layers = {self.module.get_submodule(owner): owner for owner, _ in self.names}  # one layer may have several names
+        for layer, owner in layers.items():
             if rule_of(layer) is not None:
                 suspect = _takes_channels_last(layer) and owner.startswith(sequences)
                 layer.register_forward_hook(self._recorder(owner, suspect), with_kwargs=True)
