@@ -266,3 +266,15 @@ def test_networks_of_one_module_are_told_apart() -> None:
     alone = [everything(df.Network(copy.deepcopy(model), *rest), images()) for rest in ((), (df.Head(), "source"))]
     for network, expected in ((norms, alone[0]), (head, alone[1]), (norms, alone[0])):
         assert all(torch.equal(one, other) for one, other in zip(everything(network, images()), expected, strict=True))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@statistics_
+@pytest.mark.parametrize("selection", SELECTIONS, ids=str)
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_gpu(memory_format: torch.memory_format, selection: df.Selection, statistics: Any) -> None:
+    expected = everything(df.Network(convolutional().double(), selection, statistics), images().double())
+    network = df.Network(convolutional().double().cuda(), selection, statistics)
+    found = everything(network, images().double().cuda().contiguous(memory_format=memory_format))
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one.cpu(), other)
