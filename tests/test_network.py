@@ -178,19 +178,6 @@ def test_a_layer_that_is_used_twice_gets_both_contributions() -> None:
     torch.testing.assert_close(pullback(torch.ones_like(logits)).sum(0), expected)
 
 
-def test_logits_picked_out_of_a_structured_output() -> None:
-    class Structured(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = nn.LayerNorm(3)
-
-        def forward(self, inputs: Tensor) -> dict[str, Tensor]:
-            return {"logits": self.norm(inputs), "other": inputs}
-
-    network = df.Network(Structured(), output=lambda result: result["logits"])
-    assert network(network.mean(), torch.randn(2, 3)).shape == (2, 3)
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [

@@ -79,6 +79,23 @@ class SequenceFirst(nn.Module):
         return normal.transpose(0, 1)
 
 
+class Transformer(nn.Module):
+    """Torch's own encoder, on [tokens, n, 4] or on [n, tokens, 4]."""
+
+    def __init__(self, batch_first: bool) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(4, 2, 6, batch_first=batch_first)
+        self.batch_first = batch_first
+        self.encoder = nn.TransformerEncoder(layer, 2, nn.LayerNorm(4), enable_nested_tensor=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.batch_first:
+            encoded: Tensor = self.encoder(inputs)
+            return encoded
+        sequence: Tensor = self.encoder(inputs.transpose(0, 1))
+        return sequence.transpose(0, 1)
+
+
 class Shared(nn.Module):
     """One linear layer used twice, and its weight once more under another name."""
 
@@ -89,6 +106,18 @@ class Shared(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         last: Tensor = self.two(torch.tanh(self.one(torch.tanh(self.one(inputs)))))
+        return last
+
+
+class Aliased(nn.Module):
+    """One layer under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = self.two = nn.Linear(4, 4)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        last: Tensor = self.two(torch.tanh(self.one(inputs)))
         return last
 
 
@@ -112,6 +141,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "instance norm tracked": (lambda: Net(nn.InstanceNorm1d(3, affine=True, track_running_stats=True)), (3, 5)),
     "windows": (lambda: Net(Windows()), (6, 4)),
     "shared": (lambda: Net(Shared()), (4,)),
+    "aliased": (lambda: Net(Aliased()), (4,)),
     "own parameter": (lambda: Net(Scaled()), (4,)),
     "overridden forward": (lambda: Net(Shifted(4, 3)), (4,)),
     "sequence first": (lambda: Net(SequenceFirst()), (7, 4)),
@@ -155,6 +185,24 @@ def test_rows_are_the_gradients_of_each_sample_alone(case: str, monkeypatch: pyt
     torch.testing.assert_close(rows, expected)
     torch.testing.assert_close(total, expected.sum(0))
     assert expected.count_nonzero() > 0.5 * expected.numel()
+
+
+@pytest.mark.parametrize("selection", [df.NormAffine(), df.AllParameters(), df.LoRA(2)], ids=str)
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_transformers(batch_first: bool, selection: df.Selection) -> None:
+    """With as many tokens as would pass for samples."""
+    torch.manual_seed(0)
+    model, inputs = Net(Transformer(batch_first)).double(), torch.randn(3, 6, 4, dtype=torch.float64)
+    network = df.Network(model, selection)
+    theta = network.mean() + 0.01
+    logits, pullback = network.pullback(theta, inputs)
+    cotangents, tangent = torch.randn_like(logits), torch.randn_like(theta)
+    alone = [network.pullback(theta, inputs[i : i + 1])[1].total(cotangents[i : i + 1]) for i in range(3)]
+    torch.testing.assert_close(pullback(cotangents), torch.stack(alone))
+    slope = (network(theta + 1e-5 * tangent, inputs) - network(theta - 1e-5 * tangent, inputs)) / 2e-5
+    torch.testing.assert_close(pullback.total(cotangents) @ tangent, (slope * cotangents).sum(), rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(network.pushforward(theta, inputs, tangent[None])[0], slope, rtol=1e-6, atol=1e-7)
+    assert torch.backends.mha.get_fastpath_enabled()
 
 
 @pytest.mark.parametrize("padding", [None, 2])

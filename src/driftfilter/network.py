@@ -6,7 +6,8 @@ statistics the samples of a batch are coupled: row i is then the part of the bat
 i's own use of a parameter (rows still sum to the exact batch gradient). Parameters of layers without a rule for rows get
 theirs from a forward pass for each sample, which needs samples that are not coupled.
 
-The first dimension of what a layer sees must be that of the samples, or a multiple of it with those of a sample together.
+The first dimension of what a layer sees must be that of the samples, or a multiple of it with those of a sample together;
+layers beside a recurrent or attention layer that is not ``batch_first`` are taken to see sequences first.
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ from __future__ import annotations
 import copy
 import threading
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from driftfilter.checks import require
 from driftfilter.parameters import Chosen, NormAffine, Selection, select
@@ -29,7 +32,20 @@ from driftfilter.twins import Record, Twin, twin
 
 Inputs: TypeAlias = Any  # a tensor [n, …], a tuple or list of arguments, or a mapping of keyword arguments
 Memory: TypeAlias = Mapping[str, Tensor]
+_LOCK = threading.Lock()
 STATISTICS = "network.statistics"  # in the memory: means, then variances, of every batch norm [2 · channels]
+
+
+@contextmanager
+def _forward_mode() -> Iterator[None]:
+    """torch's forward mode has one state for all threads, and no rule for fused attention."""
+    with _LOCK, sdpa_kernel(SDPBackend.MATH):
+        fused = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            yield
+        finally:
+            torch.backends.mha.set_fastpath_enabled(fused)
 
 
 def _arguments(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -202,7 +218,8 @@ class Network:
             moved: Tensor = torch.func.jvp(lambda point: self(point, inputs), (theta,), (tangent,))[1]
             return moved
 
-        return torch.stack([along(tangent) for tangent in tangents])
+        with _forward_mode():
+            return torch.stack([along(tangent) for tangent in tangents])
 
     def sample_rows(self, theta: Tensor, inputs: Inputs, cotangents: Tensor, names: list[str]) -> Tensor:
         """Rows [n, d] of any parameters, by a forward pass for each sample: for the parameters named, which have no rule."""
@@ -300,7 +317,7 @@ class NetworkPullback:
                     target = graph.names.get((record.owner, own))
                     if target is None:
                         continue
-                    if len(flow) % samples:
+                    if len(flow) % samples or (record.sequence_first and flow.dim() > 2):
                         lost.update(chosen.pieces_of(target))
                         continue
                     for name, found in chosen.rows(target, call, flow, graph.leaves, work).items():

@@ -47,7 +47,7 @@ def per_sample(values: Tensor, samples: int) -> Tensor:
 
 def _products(left: Tensor, right: Tensor) -> Tensor:
     """Σ_s a b of [m, c, s], a few samples at a time so that the products stay in the cache."""
-    if left.is_cuda or left[:1].numel() * len(left) < 1 << 20:
+    if left.numel() < 1 << 20:
         whole: Tensor = torch.linalg.vecdot(left, right)
         return whole
     pieces = zip(left.split(8), right.split(8), strict=True)
@@ -111,9 +111,20 @@ def _batch_norm(call: Call, flow: Tensor) -> Rows:
     """Σ_s δ x̂ and Σ_s δ over the positions s of each sample, x̂ = (x - mean) / deviation, without forming x̂."""
     module = call.module
     mean, scale = call.moments or (module.running_mean, (module.running_var + module.eps).rsqrt())
+    if flow.is_cuda:
+        return _batch_norm_on_gpu(call.inputs, flow, mean, scale)
     deltas, values = flow.reshape(*flow.shape[:2], -1), call.inputs.reshape(*call.inputs.shape[:2], -1)
     total = deltas.sum(-1)
     return {"weight": lambda: (_products(deltas, values) - total * mean) * scale, "bias": lambda: total}
+
+
+def _batch_norm_on_gpu(inputs: Tensor, flow: Tensor, mean: Tensor, scale: Tensor) -> Rows:
+    """The same from torch's own reduction, Σ δ and Σ δ (x - mean) in one pass, with each sample's channels as channels."""
+    m, c = flow.shape[:2]
+    flat = (flow.reshape(1, m * c, -1), inputs.reshape(1, m * c, -1))
+    moments = (mean.to(flow.dtype).repeat(m), scale.to(flow.dtype).repeat(m))
+    total, spread, _, _ = torch.batch_norm_backward_reduce(*flat, *moments, None, True, False, False)
+    return {"weight": lambda: spread.view(m, c) * scale, "bias": lambda: total.view(m, c)}
 
 
 def _norm_by(normalize: Callable[[Any, Tensor], Tensor], channels_first: bool) -> Callable[[Call, Tensor], Rows]:

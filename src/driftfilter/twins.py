@@ -33,6 +33,7 @@ class Record:
     call: Call | None  # None once its rows are worked out
     node: Any  # of the outputs in the graph
     position: int  # of the outputs among what the node gives
+    sequence_first: bool  # it may see [tokens, n, …]
 
 
 class Twin:
@@ -43,29 +44,34 @@ class Twin:
         self.norms: list[TwinBatchNorm] = prepare(self.module, statistics)
         self.coupled = any(isinstance(layer, TwinBatchNorm) or _without_source(layer) for layer in self.module.modules())
         self.records: list[Record] | None = None
-        named = list(self.module.named_parameters(remove_duplicate=False))
         canonical = {id(parameter): name for name, parameter in self.module.named_parameters()}
         self.slots: list[tuple[str, nn.Module, str]] = []
         self.names: dict[tuple[str, str], str] = {}  # (owner, own name) -> the parameter's name in θ
-        for name, parameter in named:
+        for name, parameter in self.module.named_parameters(remove_duplicate=False):
             target = canonical[id(parameter)]
             if target in targets:
                 owner, _, own = name.rpartition(".")
                 self.slots.append((target, self.module.get_submodule(owner), own))
                 self.names[owner, own] = target
-        for owner in {owner: None for owner, _ in self.names}:
-            layer = self.module.get_submodule(owner)
-            if rule_of(layer) is not None:
-                layer.register_forward_hook(self._recorder(owner), with_kwargs=True)
+        self._watch()
 
-    def _recorder(self, owner: str) -> Callable[..., None]:
+    def _watch(self) -> None:
+        """Record the calls of layers that hold a piece of θ and have a rule for rows."""
+        sequences = tuple(_sequence_first(self.module))
+        layers = {self.module.get_submodule(owner): owner for owner, _ in self.names}  # one layer may have several names
+        for layer, owner in layers.items():
+            if rule_of(layer) is not None:
+                suspect = _takes_channels_last(layer) and owner.startswith(sequences)
+                layer.register_forward_hook(self._recorder(owner, suspect), with_kwargs=True)
+
+    def _recorder(self, owner: str, suspect: bool) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Tensor) -> None:
             if self.records is None or outputs.grad_fn is None:
                 return
             inputs = args[0] if args else next(iter(kwargs.values()))
             moments = module.moments if isinstance(module, TwinBatchNorm) else None
             call = Call(module, inputs.detach(), moments)
-            self.records.append(Record(owner, call, outputs.grad_fn, outputs.output_nr))
+            self.records.append(Record(owner, call, outputs.grad_fn, outputs.output_nr, suspect))
 
         return hook
 
@@ -102,6 +108,22 @@ class Twin:
         finally:
             for module, own, parameter in before:
                 _place(module, own, parameter)
+
+
+def _takes_channels_last(layer: nn.Module) -> bool:
+    """Whether a layer works on the last dimension, whatever stands before it."""
+    return isinstance(layer, (nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.Embedding))
+
+
+def _sequence_first(model: nn.Module) -> set[str]:
+    """Beginnings of the names of layers near an attention or recurrent layer that takes [tokens, n, …]."""
+    found = [name for name, layer in model.named_modules() if getattr(layer, "batch_first", True) is False]
+    places = {name.rpartition(".")[0] for name in found}
+    stacks = (nn.TransformerEncoder, nn.TransformerDecoder, nn.Transformer)
+    around = {
+        name for name, layer in model.named_modules() if isinstance(layer, stacks) and any(f.startswith(name) for f in found)
+    }
+    return {f"{place}." if place else "" for place in places | around}
 
 
 def _without_source(layer: nn.Module) -> bool:
