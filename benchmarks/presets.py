@@ -27,7 +27,7 @@ from driftfilter.app import models
 CORRUPTIONS = ["gaussian_noise", "glass_blur", "fog", "jpeg_compression"]
 
 
-def as_images(array: np.ndarray, device: str) -> Tensor:  # type: ignore[type-arg]
+def as_images(array: np.ndarray, device: str) -> Tensor:
     return torch.from_numpy(array).permute(0, 3, 1, 2).float().div(255).to(device)
 
 

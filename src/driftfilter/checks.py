@@ -2,6 +2,9 @@
 
 import difflib
 import math
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from numbers import Integral, Real
 from typing import Any, TypeVar
 
@@ -45,8 +48,44 @@ def require_role(field: str, value: Any, role: str, example: str) -> None:
     require(fits, field, value, f"of role {role!r}, such as {example}")
 
 
+class _Waiting(threading.local):
+    """Checks of this thread that wait for the end of a step; None where checks are made at once."""
+
+    checks: list[tuple[str, Tensor, Tensor]] | None = None  # field, values and their sum
+
+
+_WAITING = _Waiting()
+
+
+@contextmanager
+def finite_at_the_end() -> Iterator[None]:
+    """Checks of tensors on an accelerator wait until the end, to look at the device once: each look would stop its queue.
+
+    Where something fails before, the checks come first: the cause is raised, not what follows from it.
+    """
+    waiting = _WAITING.checks = []
+    try:
+        yield
+    except Exception:
+        _WAITING.checks = None
+        _check_all(waiting)
+        raise
+    finally:
+        _WAITING.checks = None
+    _check_all(waiting)
+
+
+def _check_all(waiting: list[tuple[str, Tensor, Tensor]]) -> None:
+    if waiting and not torch.stack([total.double() for _, _, total in waiting]).isfinite().all().item():
+        for field, values, _ in waiting:
+            require_finite(field, values)
+
+
 def require_finite(field: str, values: Tensor) -> None:
     """Raise if a tensor holds NaN or infinity, saying how many and where the first one is."""
+    if values.is_cuda and _WAITING.checks is not None:
+        _WAITING.checks.append((field, values, values.sum()))
+        return
     # A finite sum proves finite entries and costs one reduction; only a suspicious sum pays for the full look. A handful of
     # numbers is read out faster than it is summed.
     if values.numel() <= 16:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from driftfilter.belief import Belief
-from driftfilter.checks import NotPositiveDefiniteError, require, require_finite, require_role
+from driftfilter.checks import NotPositiveDefiniteError, finite_at_the_end, require, require_finite, require_role
 from driftfilter.dynamics import MeanReversion
 from driftfilter.inference import Inference, Linearized
 from driftfilter.inputs import Inputs, checked
@@ -179,6 +179,15 @@ class Filter:
         return state, info
 
     def _advance(self, state: FilterState, inputs: Inputs, predicting: bool) -> tuple[FilterState, Prediction | None, StepInfo]:
+        require(isinstance(state, FilterState), "state", type(state).__name__, "a FilterState (see Filter.init)")
+        if not state.belief.mean.is_cuda:
+            return self._one_step(state, inputs, predicting)
+        with finite_at_the_end():
+            return self._one_step(state, inputs, predicting)
+
+    def _one_step(
+        self, state: FilterState, inputs: Inputs, predicting: bool
+    ) -> tuple[FilterState, Prediction | None, StepInfo]:
         inputs = checked(inputs)
         transition, model = self._bind(state)
         randomness = Randomness(state.seed, state.step, state.belief.mean.device)
@@ -263,7 +272,7 @@ class Filter:
             object.__setattr__(self, "_warned", True)
             advice = "use larger batches, EmpiricalFisher(centered=False) or Hessian(), or a loss of single samples"
             message = f"no information in the batch, transition only: {reason}; {advice}"
-            warnings.warn(message, NoInformationWarning, stacklevel=5)
+            warnings.warn(message, NoInformationWarning, stacklevel=6)
         return reason
 
 
@@ -273,7 +282,7 @@ def _require_proper(belief: Belief, source: Belief) -> None:
     A stream that starts from a point mass may stay one.
     """
     variance = belief.covariance.variance()
-    low, high = variance.min().item(), variance.max().item()
+    low, high = torch.stack(variance.aminmax()).tolist()
     if low == 0 and high < math.inf and source.covariance.variance().min().item() == 0:
         return
     if not 0 < low <= high < math.inf:

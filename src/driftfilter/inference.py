@@ -245,10 +245,11 @@ class Adam:
 
     def __call__(self, gradient: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
         """The step to subtract [d], and the memory after it."""
-        zeros = torch.zeros_like(gradient)
-        count = int(memory.get("inference.count", zeros.new_zeros(()))) + 1
-        first = torch.lerp(memory.get("inference.first", zeros), gradient, 1 - self.betas[0])
-        second = memory.get("inference.second", zeros) * self.betas[1] + (1 - self.betas[1]) * gradient.square()
+        count, first, second = 1, (1 - self.betas[0]) * gradient, (1 - self.betas[1]) * gradient.square()
+        if "inference.count" in memory:
+            count += int(memory["inference.count"])
+            first = torch.lerp(memory["inference.first"], gradient, 1 - self.betas[0])
+            second = second.add_(memory["inference.second"], alpha=self.betas[1])
         scale = (second / (1 - self.betas[1] ** count)).sqrt() + self.eps
         step = self.lr / (1 - self.betas[0] ** count) * first / scale
         kept = {"inference.first": first, "inference.second": second, "inference.count": torch.tensor(count)}

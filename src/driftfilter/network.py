@@ -176,7 +176,8 @@ class Network:
         length = sum(self.sizes)
         require(theta.shape[-1] == length, "belief", f"{theta.shape[-1]} parameters", f"over {length} parameters")
         pieces = theta.split(self.sizes)
-        return {name: piece.view(shape) for (name, shape), piece in zip(self.shapes.items(), pieces, strict=True)}
+        named = zip(self.shapes.items(), pieces, strict=True)
+        return {name: piece if len(shape) == 1 else piece.view(shape) for (name, shape), piece in named}
 
     def _cast(self, inputs: Tensor) -> Tensor:
         plain = inputs.is_floating_point() and not torch.is_autocast_enabled(inputs.device.type)
@@ -201,7 +202,7 @@ class Network:
         own = self._own()
         records: list[Record] = []
         with torch.enable_grad():
-            leaves = {name: piece.detach().requires_grad_() for name, piece in self._pieces(theta).items()}
+            leaves = {name: piece.requires_grad_() for name, piece in self._pieces(theta.detach()).items()}
             own.records = records
             try:
                 logits = self._forward(own, leaves, inputs)

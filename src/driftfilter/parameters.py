@@ -48,7 +48,9 @@ class Chosen(dict[str, Tensor]):
 
     def replacements(self, pieces: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The network's tensors for pieces of θ, in the network's dtypes."""
-        return {name: piece.to(self[name].dtype) for name, piece in pieces.items()}
+        return {
+            name: piece if piece.dtype == self[name].dtype else piece.to(self[name].dtype) for name, piece in pieces.items()
+        }
 
     def pieces_of(self, target: str) -> list[str]:
         """Names of the pieces that a parameter of the network is made of."""

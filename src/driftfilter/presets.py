@@ -297,16 +297,21 @@ def _paper(structure: Structure, beta: float, variance: float, rank: int = 256) 
         transition=Transition(RandomWalk(), Reset(variance)),
         observation=Gibbs(InformationMaximization(), Constant(beta)),
         inference=Linearized(EmpiricalFisher()),
+        predict_from="prior",
     )
 
 
-def opgd(beta: float = 2.0, variance: float = 0.02, rank: int = 256) -> Recipe:
+def opgd(beta: float = 2.0, variance: float = 0.1, rank: int = 256) -> Recipe:
     """The paper's online preconditioned gradient descent: information maximisation with β = 2, and the full empirical
-    Fisher of the batch against an isotropic prior that every step renews. Exact in the mean for any ``rank``."""
+    Fisher of the batch against an isotropic prior that every step renews. Exact in the mean for any ``rank``.
+
+    Predicts before the step, which saves a forward pass; ``predict_from="posterior"`` gains a little. The variance was chosen
+    on speckle, blur, saturation and spatter with the shipped ResNet-20.
+    """
     return _paper("low_rank", beta, variance, rank)
 
 
-def opgd_diag(beta: float = 2.0, variance: float = 0.02) -> Recipe:
+def opgd_diag(beta: float = 2.0, variance: float = 0.1) -> Recipe:
     """The same with the diagonal of the Fisher."""
     return _paper("diagonal", beta, variance)
 

@@ -87,7 +87,7 @@ class TwinBatchNorm(_BatchNorm):
         outputs, mean, scale, *_ = torch._batch_norm_impl_index(
             inputs, self.weight, self.bias, None, None, True, 0.0, self.eps, torch.backends.cudnn.enabled
         )
-        self.moments = (mean.detach(), scale.detach())
+        self.__dict__["moments"] = (mean.detach(), scale.detach())  # a module's own __setattr__ takes as long as a kernel
         return outputs
 
     def _by_source(self, inputs: Tensor) -> Tensor:
