@@ -278,7 +278,7 @@ def stad(concentration: float = 1.0, variance: float = 0.01, drift: float = 1e-4
 
 
 def stad_vmf(concentration: float = 20.0, transition: float = 1000.0, strength: float = 1000.0, iterations: int = 3) -> Recipe:
-    """STAD with von Mises–Fisher prototypes: the same on the sphere, with the transition of concentration κ_trans."""
+    """STAD with von Mises–Fisher prototypes, because it is the same on the sphere, the transition of concentration κ_trans."""
     return Recipe(
         parameters=Prototypes("von_mises_fisher", concentration, strength, centered=True),
         statistics="source",
