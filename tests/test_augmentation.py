@@ -249,7 +249,7 @@ def test_views_have_their_noise_and_stay_where_images_are() -> None:
     noisy = viewed(replace(STILL, noise=0.1), 0.5 + 0 * IMAGES)
     assert (noisy - 0.5).std() == pytest.approx(0.1, rel=0.05)
     clipped = viewed(ImageViews(noise=0.5))
-    assert (clipped.min(), clipped.max()) == (0, 1)
+    assert (clipped.min().item(), clipped.max().item()) == (0, 1)
     normalised = viewed(ImageViews(noise=0.5), 4 * IMAGES - 2)
     assert normalised.min() < -1.5
     assert normalised.max() > 1.5
