@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from driftfilter.augmentation import Augmentation, Consistency, GaussianNoise, MarginalEntropy
+from driftfilter.augmentation import Augmentation, Consistency, GaussianNoise, ImageViews, MarginalEntropy
 from driftfilter.losses import Entropy, Loss, Sum
 from driftfilter.randomness import Purpose, Randomness
 
@@ -178,3 +179,90 @@ def test_gaussian_noise_has_the_scale_it_says(dtype: torch.dtype) -> None:
 def test_refusals_name_field_value_and_range(make: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
+
+
+# ------------------------------------------------------------------ views of images
+
+STILL = ImageViews(flip=False, degrees=0.0, shift=0.0, zoom=0.0, brightness=0.0, contrast=0.0, noise=0.0)
+IMAGES = torch.rand(64, 3, 8, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+def viewed(views: ImageViews, images: Tensor = IMAGES, seed: int = 0) -> Tensor:
+    return views(images, draws(seed)())
+
+
+def test_views_that_change_nothing() -> None:
+    torch.testing.assert_close(viewed(STILL), IMAGES, rtol=0, atol=1e-12)
+
+
+def test_flips_are_mirror_images_of_about_half() -> None:
+    views = viewed(replace(STILL, flip=True))
+    same, mirrored = ((views - other).abs().amax((1, 2, 3)) < 1e-12 for other in (IMAGES, IMAGES.flip(-1)))
+    assert torch.equal(same, ~mirrored)
+    assert 16 < same.sum() < 48
+
+
+@pytest.mark.parametrize("field", ["brightness", "contrast"])
+def test_brightness_and_contrast_are_factors_of_each_image(field: str) -> None:
+    images = 0.4 + 0.2 * IMAGES  # no view is clipped
+    change: dict[str, Any] = {field: 0.3}
+    views = viewed(replace(STILL, **change), images)
+    centers = images.mean((1, 2, 3), keepdim=True) if field == "contrast" else torch.zeros(64, 1, 1, 1).double()
+    factors = (views - centers) / (images - centers)
+    own = factors.mean((1, 2, 3), keepdim=True)
+    torch.testing.assert_close(factors, own.expand_as(factors), rtol=1e-6, atol=0)
+    assert 0.7 <= own.min() < 0.8
+    assert 1.2 < own.max() <= 1.3
+
+
+def test_a_shift_moves_a_ramp_by_a_number_that_is_its_own() -> None:
+    """On a ramp a shift of s pixels adds s times the slope, away from the border."""
+    ramp = torch.linspace(0.3, 0.6, 16, dtype=torch.float64).expand(64, 1, 16, 16).contiguous()
+    moved = (viewed(replace(STILL, shift=0.1), ramp) - ramp)[..., 4:12, 4:12] / (0.3 / 15)
+    own = moved.mean((1, 2, 3))
+    torch.testing.assert_close(moved, own.view(-1, 1, 1, 1).expand_as(moved), rtol=0, atol=1e-6)
+    assert -1.6 - 1e-6 <= own.min() < -1  # a tenth of 16 pixels
+    assert 1 < own.max() <= 1.6 + 1e-6
+
+
+@pytest.mark.parametrize(("field", "size"), [("degrees", 20.0), ("zoom", 0.3)])
+def test_turns_and_zooms_keep_angles_and_ratios(field: str, size: float) -> None:
+    """A linear image stays linear; its slope turns by up to the angle, or shrinks by up to the factor."""
+    line = torch.linspace(-1, 1, 32, dtype=torch.float64)
+    images = (0.5 + 0.1 * line).expand(64, 1, 32, 32).contiguous()
+    change: dict[str, Any] = {field: size}
+    views = viewed(replace(STILL, **change), images)[:, 0, 8:24, 8:24]
+    across, down = views.diff(dim=2)[:, 8, 8], views.diff(dim=1)[:, 8, 8]
+    torch.testing.assert_close(views.diff(dim=2), across.view(-1, 1, 1).expand(64, 16, 15), rtol=0, atol=1e-9)
+    torch.testing.assert_close(views.diff(dim=1), down.view(-1, 1, 1).expand(64, 15, 16), rtol=0, atol=1e-9)
+    unit = 0.2 / 31
+    if field == "degrees":
+        torch.testing.assert_close(across.square() + down.square(), torch.full_like(across, unit**2), rtol=1e-6, atol=0)
+        assert 15 < torch.rad2deg(torch.atan2(down, across)).abs().max() <= 20
+    else:
+        assert down.abs().max() < 1e-9
+        assert 0.7 <= (unit / across).min() < 0.8
+        assert 1.2 < (unit / across).max() <= 1.3 + 1e-9
+
+
+def test_views_have_their_noise_and_stay_where_images_are() -> None:
+    noisy = viewed(replace(STILL, noise=0.1), 0.5 + 0 * IMAGES)
+    assert (noisy - 0.5).std() == pytest.approx(0.1, rel=0.05)
+    clipped = viewed(ImageViews(noise=0.5))
+    assert (clipped.min().item(), clipped.max().item()) == (0, 1)
+    normalised = viewed(ImageViews(noise=0.5), 4 * IMAGES - 2)
+    assert normalised.min() < -1.5
+    assert normalised.max() > 1.5
+
+
+def test_the_same_seed_gives_the_same_images_and_leaves_them() -> None:
+    before = IMAGES.clone()
+    assert torch.equal(viewed(ImageViews()), viewed(ImageViews()))
+    assert not torch.equal(viewed(ImageViews()), viewed(ImageViews(), seed=1))
+    assert torch.equal(IMAGES, before)
+
+
+@pytest.mark.parametrize("inputs", [torch.zeros(3, 4), torch.zeros(1, 3, 8, 8, dtype=torch.uint8)], ids=["vectors", "bytes"])
+def test_image_views_of_what_is_no_image(inputs: Tensor) -> None:
+    with pytest.raises(ValueError, match=r"inputs of ImageViews must be floating-point images \[n, c, h, w\]"):
+        ImageViews()(inputs, draws()())

@@ -497,3 +497,56 @@ def test_variational_reaches_the_mean_field_optimum_of_correlated_features() -> 
     gradient, factor = _expected(posterior, batch, rule.curvature, 0, 21, RANDOMNESS)
     assert (posterior.mean - prior.mean + gradient).abs().max() < 1e-4  # P⁻ (μ - μ⁻) + E_q[g] = 0
     torch.testing.assert_close(posterior.covariance.precision(), 1 + factor.square().sum(0), rtol=1e-4, atol=0)
+
+
+def tied_to_the_source(observation: df.Gibbs, mean: Tensor, inputs: Tensor, source: df.Belief) -> Energy:
+    return observation(lift(network), mean, inputs, {}, RANDOMNESS, source)[0]
+
+
+@pytest.mark.parametrize("matrix", ["full", "diagonal"])
+def test_an_anchor_is_the_gradient_of_a_quadratic_around_the_source(matrix: str) -> None:
+    dense = spread(10) if matrix == "full" else torch.diag(spread(10).diagonal())
+    covariance = df.Full(dense) if matrix == "full" else df.Diagonal(dense.diagonal().clone())
+    source, inputs, theta = df.Belief(normal(10, seed=5), covariance), normal(4, 2), normal(10, seed=6).requires_grad_()
+    away = theta - source.mean
+    (entropy(network(theta, inputs), inputs).mean() + 0.7 / 2 * away @ torch.linalg.inv(dense) @ away).backward()
+    assert theta.grad is not None
+    prior = df.Belief(theta.detach(), df.Full(spread(10)))
+    rule = df.GradientStep(df.SGD(0.1), anchor=0.7, keep_gradient=True)
+    posterior, memory = rule(prior, tied_to_the_source(df.Gibbs(), prior.mean, inputs, source), {}, RANDOMNESS)
+    assert_belief(posterior, theta.detach() - 0.1 * theta.grad, spread(10), atol=1e-12)
+    torch.testing.assert_close(memory["inference.gradient"], theta.grad, rtol=1e-11, atol=1e-13)
+    with pytest.raises(ValueError, match=r"GradientStep.anchor must be 0 where the energy does not know the source"):
+        rule(prior, energy(lift(network), df.Entropy(), prior.mean, inputs), {}, RANDOMNESS)
+
+
+def test_a_radius_takes_the_gradient_at_the_worst_point_of_the_samples_still_kept() -> None:
+    gate = df.Gibbs(df.Entropy(), df.EntropyGate(0.9, weighted=False), over="kept")
+    inputs, theta, limit = normal(12, 2), normal(10, seed=8), 0.9 * math.log(len(network(normal(10), normal(1, 2))[0]))
+
+    def mean_entropy(point: Tensor, chosen: Tensor) -> Tensor:
+        return entropy(network(point, inputs), inputs)[chosen].mean()
+
+    first = entropy(network(theta, inputs), inputs) < limit
+    slope = torch.func.grad(mean_entropy)(theta, first)
+    sharp = theta + 0.5 * slope / slope.norm()
+    second = first & (entropy(network(sharp, inputs), inputs) < limit)
+    assert 0 < second.sum() < first.sum() < 12
+    prior = df.Belief(theta, df.Full(spread(10)))
+    rule = df.GradientStep(df.SGD(0.1), radius=0.5)
+    posterior, memory = rule(prior, tied_to_the_source(gate, theta, inputs, prior), {}, RANDOMNESS)
+    assert_belief(posterior, theta - 0.1 * torch.func.grad(mean_entropy)(sharp, second), spread(10), atol=1e-12)
+    torch.testing.assert_close(memory["inference.loss"], mean_entropy(sharp, second), rtol=1e-12, atol=0)
+    far = df.GradientStep(df.SGD(0.1, momentum=0.9), radius=1.5)
+    assert not (first & (entropy(network(theta + 1.5 * slope / slope.norm(), inputs), inputs) < limit)).any()
+    still, memory = far(prior, tied_to_the_source(gate, theta, inputs, prior), {"inference.velocity": slope}, RANDOMNESS)
+    assert still is prior  # every sample has left
+    assert memory["inference.loss"].isnan()
+    assert memory["inference.velocity"] is slope
+
+
+def test_frozen_gives_back_the_prior() -> None:
+    prior, memory = df.Belief(normal(10), df.Full(spread(10))), {"other": normal(1)}
+    posterior, after = df.Frozen()(prior, energy(lift(network), df.Entropy(), prior.mean, normal(4, 2)), memory, RANDOMNESS)
+    assert posterior is prior
+    assert after is memory

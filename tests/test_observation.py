@@ -11,8 +11,10 @@ from torch import Tensor
 
 from driftfilter import VARIANTS
 from driftfilter.augmentation import Consistency, GaussianNoise, MarginalEntropy
+from driftfilter.belief import Belief
+from driftfilter.covariance import Diagonal
 from driftfilter.losses import Custom, Entropy, GeneralizedCrossEntropy, InformationMaximization, Loss, PseudoLabel, Sum
-from driftfilter.observation import Energy, Evaluation, Gibbs
+from driftfilter.observation import Energy, Evaluation, Gibbs, Teacher
 from driftfilter.predictive import Lifted, LinearHead, PredictiveModel, ReadOut
 from driftfilter.randomness import Purpose, Randomness
 from driftfilter.weighting import Constant, DiversityGate, EntropyGate, Memory, Product, Reliability
@@ -280,3 +282,47 @@ def test_refusals_name_field_value_and_range(call: Callable[[], object], message
 
 def broken(logits: Tensor) -> object:
     return energy_of(Gibbs(), Broken(logits), draw(2), draw(4, 2))  # type: ignore[arg-type]
+
+
+# ------------------------------------------------------------------ a teacher
+
+
+@pytest.mark.parametrize("confidence", [0.0, 0.2, 1.0])
+def test_a_teacher_gives_targets_from_its_own_parameters(confidence: float) -> None:
+    """Its logits, or their mean over augmented copies where the source is unsure of the batch."""
+    source = Belief(draw(15), Diagonal(torch.ones(15).double()))
+    theta, slow, inputs = draw(15, seed=1), draw(15, seed=2), draw(5, 2)
+    teacher = Teacher(0.9, GaussianNoise(0.3), copies=3, confidence=confidence)
+    energy, _ = Gibbs(Consistency(None, "cross_entropy", "soft", copies=0), teacher=teacher)(
+        Lifted(network), theta, inputs, {"teacher": slow}, RANDOMNESS, source
+    )
+    generator = RANDOMNESS.generator(Purpose.TEACHER)
+    views = [inputs + 0.3 * torch.randn(5, 2, generator=generator, dtype=torch.float64) for _ in range(3)]
+    sure = network(source.mean, inputs).softmax(-1).max(-1)[0].mean() >= confidence
+    assert bool(sure) is (confidence < 1)
+    taught = network(slow, inputs) if sure else torch.stack([network(slow, view) for view in views]).mean(0)
+    assert energy.taught is not None
+    torch.testing.assert_close(energy.taught, taught, rtol=1e-12, atol=1e-14)
+
+    def plain(point: Tensor) -> Tensor:
+        return -(taught.softmax(-1) * network(point, inputs).log_softmax(-1)).sum(-1).mean()
+
+    torch.testing.assert_close(energy.evaluation.value(), plain(theta), rtol=1e-12, atol=0)
+    torch.testing.assert_close(energy.evaluation.gradient(), torch.func.grad(plain)(theta), rtol=1e-10, atol=1e-12)
+
+
+def test_a_teacher_follows_slowly_from_the_source() -> None:
+    source, teacher = Belief(draw(4), Diagonal(torch.ones(4).double())), Teacher(0.75)
+    memory: Memory = {"other": draw(1)}
+    slow = source.mean
+    for seed in (1, 2, 3):
+        memory = teacher.follow(draw(4, seed=seed), memory, source)
+        slow = 0.75 * slow + 0.25 * draw(4, seed=seed)
+        torch.testing.assert_close(memory["teacher"], slow, rtol=1e-13, atol=1e-15)
+    assert torch.equal(memory["other"], draw(1))
+
+
+def test_a_teacher_needs_to_know_the_source() -> None:
+    observation = Gibbs(PseudoLabel(), teacher=Teacher(augmentation=GaussianNoise()))
+    with pytest.raises(ValueError, match="source must be the source belief where there is a teacher, got None"):
+        observation(Lifted(network), draw(15), draw(5, 2), {}, RANDOMNESS)

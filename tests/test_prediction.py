@@ -228,3 +228,24 @@ def test_logits_known_to_the_caller_are_used(rule: PredictionRule) -> None:
 def test_settings_out_of_range_are_refused(rule: Callable[..., object], settings: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         rule(**settings)
+
+
+@pytest.mark.parametrize("n", [3, 1])
+def test_prior_correction_scales_the_logits_by_the_smoothed_mean_prediction(n: int) -> None:
+    logits = curved(MEAN, INPUTS[:n])
+    p = [sum(row[c] for row in logits.softmax(-1).tolist()) / n for c in range(3)]
+    s = max(1 / n, 1 / 3) / max(p)
+    ratios = torch.tensor([(share + s) / (1 + 3 * s) for share in p], dtype=torch.float64)
+    prediction = predict(df.PriorCorrection(), df.Full(MATRIX), curved, INPUTS[:n])
+    torch.testing.assert_close(prediction.probabilities, (logits * ratios).softmax(-1), rtol=1e-12, atol=0)
+    assert prediction.logit_variance.abs().max() == 0
+    assert_normalized(prediction)
+
+
+def test_from_teacher_is_the_softmax_of_the_teachers_logits() -> None:
+    belief, taught = df.Belief(MEAN, df.Full(MATRIX)), torch.tensor([[1.0, -2.0, 0.5]], dtype=torch.float64)
+    prediction = df.FromTeacher()(belief, Query(lift(curved), INPUTS[:1], RANDOMNESS, None, taught))
+    exponents = taught.exp()
+    torch.testing.assert_close(prediction.probabilities, exponents / exponents.sum(), rtol=1e-12, atol=0)
+    with pytest.raises(ValueError, match=r"Filter.prediction must be another rule where the observation has no teacher"):
+        df.FromTeacher()(belief, Query(lift(curved), INPUTS, RANDOMNESS))

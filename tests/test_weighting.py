@@ -16,7 +16,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from driftfilter import VARIANTS
-from driftfilter.weighting import Constant, DiversityGate, EntropyGate, Memory, Product, Reliability, Weighting, entropy
+from driftfilter.weighting import (
+    CertaintyDiversity,
+    Constant,
+    DiversityGate,
+    EntropyGate,
+    Memory,
+    Product,
+    Reliability,
+    Weighting,
+    entropy,
+)
 
 NAME = "weighting.mean_prediction"
 WEIGHTINGS: list[Weighting] = [
@@ -230,3 +240,40 @@ def test_neither_arguments_nor_memory_are_changed(weighting: Weighting) -> None:
 def test_refusals_name_field_value_and_range(make: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
+
+
+# ------------------------------------------------------------------ gates without weights, certainty and diversity
+
+
+def test_a_gate_that_does_not_weigh_keeps_or_drops() -> None:
+    logits = batch(30, 5)
+    kept = entropies(logits) < 0.5 * math.log(5)
+    assert 0 < kept.sum() < 30
+    weights, memory = weigh(EntropyGate(0.5, beta=1.5, weighted=False), logits, torch.full((30,), 2.0).double())
+    np.testing.assert_array_equal(weights.numpy(), 3.0 * kept)
+    assert memory == {}
+
+
+@pytest.mark.parametrize("temperature", [1 / 3, 2.0])
+@pytest.mark.parametrize("momentum", [0.9, 0.0])
+def test_certainty_and_diversity_over_a_stream(temperature: float, momentum: float) -> None:
+    """Each scaled to [0, 1] in its batch, from a uniform running mean; below the mean diversity a sample is left out."""
+    running, memory = np.full(4, 0.25), None
+    for seed in range(4):
+        logits = batch(9, 4, seed=seed)
+        p, certain = softmax(logits), -entropies(logits)
+        diverse = 1 - p @ running / np.linalg.norm(p, axis=1) / np.linalg.norm(running)
+        d, c = ((values - values.min()) / (values.max() - values.min()) for values in (diverse, certain))
+        expected = 2.0 * np.exp(d * c / temperature) * (d >= d.mean())
+        weights, memory = weigh(CertaintyDiversity(temperature, momentum, 2.0), logits, memory=memory)
+        running = momentum * running + (1 - momentum) * p.mean(0)
+        np.testing.assert_allclose(weights.numpy(), expected, rtol=1e-10)
+        np.testing.assert_allclose(memory[NAME].numpy(), running, rtol=1e-13)
+        assert 0 < (expected > 0).sum() < 9
+
+
+def test_certainty_and_diversity_of_samples_that_are_all_alike() -> None:
+    """Nothing tells them apart, so that every one counts the same."""
+    for n in (1, 5):
+        weights, _ = weigh(CertaintyDiversity(beta=3.0), batch(1, 4).expand(n, 4))
+        assert weights.tolist() == [3.0] * n

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor, nn
 
-from driftfilter import presets
+import driftfilter.presets as presets
 from driftfilter.belief import Belief
 from driftfilter.checkpoint import from_tensors, moved, to_tensors
 from driftfilter.checks import require, require_count

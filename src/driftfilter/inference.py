@@ -284,8 +284,8 @@ class GradientStep:
         if self.radius:
             length = gradient.norm().clamp_min(1e-12)
             sharp = energy.reweighed_at(prior.mean + gradient * (self.radius / length))
-            if not sharp.coefficients.any():  # every sample left: nothing to step on
-                return prior, memory
+            if not sharp.coefficients.any():  # every sample left: nothing to step on, and the mean loss of none
+                return prior, {**memory, "inference.loss": torch.full_like(length, math.nan)}
             gradient, memory = sharp.gradient(), {**memory, "inference.loss": sharp.value()}
         if self.anchor:
             source = energy.source

@@ -215,7 +215,8 @@ def sar(
     samples still reliable there, and a running loss below a threshold resets the model.
 
     The last norm layers are ``frozen``, by the authors' names. A reset also clears the running loss (in the authors' code it
-    survives). The threshold 0.2 and the learning rate are for 1,000 classes.
+    survives). A step that keeps no sample does nothing (theirs goes on along the momentum). The threshold 0.2 and the learning
+    rate are for 1,000 classes.
     """
     return Recipe(
         parameters=NormAffine(exclude=frozen),
@@ -230,7 +231,8 @@ def memo(lr: float = 5e-3, copies: int = 32, augmentation: Augmentation | None =
     """MEMO, because every sample is an episode of its own (ρ = 0 returns to the source before it): one SGD step of all
     parameters on the entropy of the mean prediction over augmentations, then its prediction.
 
-    Batch normalisation counts the source as 16 samples. The authors' augmentation is AugMix.
+    Batch normalisation counts the source as 16 samples, and sees one view at a time where the authors normalise all views of
+    a sample together. The authors' augmentation is AugMix.
     """
     return Recipe(
         parameters=AllParameters(),
@@ -278,7 +280,7 @@ def stad(concentration: float = 1.0, variance: float = 0.01, drift: float = 1e-4
 
 
 def stad_vmf(concentration: float = 20.0, transition: float = 1000.0, strength: float = 1000.0, iterations: int = 3) -> Recipe:
-    """STAD with von Mises–Fisher prototypes: the same on the sphere, with the transition of concentration κ_trans."""
+    """STAD with von Mises–Fisher prototypes, because it is the same on the sphere, the transition of concentration κ_trans."""
     return Recipe(
         parameters=Prototypes("von_mises_fisher", concentration, strength, centered=True),
         statistics="source",

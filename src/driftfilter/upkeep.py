@@ -68,9 +68,9 @@ class ResetBelow:
 
     def __call__(self, belief: Belief, energy: Energy, memory: Memory, randomness: Randomness) -> tuple[Belief, Memory]:
         kept = {name: value for name, value in memory.items() if name != "inference.loss"}
-        if energy.samples.used == 0:
-            return belief, kept
         now = memory.get("inference.loss", energy.evaluation.value())
+        if energy.samples.used == 0 or now.isnan():
+            return belief, kept
         before = memory.get("upkeep.loss", now)
         running = self.momentum * before + (1 - self.momentum) * now
         return (_source(energy), {}) if running.item() < self.loss else (belief, {**kept, "upkeep.loss": running})
@@ -106,10 +106,11 @@ class RestoreIrrelevant:
         require_number("RestoreIrrelevant.quantile", self.quantile, 0, 1)
 
     def __call__(self, belief: Belief, energy: Energy, memory: Memory, randomness: Randomness) -> tuple[Belief, Memory]:
-        gradient = memory.get("inference.gradient")
-        if gradient is None:
-            require(energy.samples.used == 0, "the gradient in the memory", None, "there: GradientStep(keep_gradient=True)")
+        if energy.samples.used == 0:  # a gradient in the memory would be an earlier step's
             return belief, memory
+        gradient = memory.get("inference.gradient")
+        require(gradient is not None, "the gradient in the memory", None, "there: GradientStep(keep_gradient=True)")
+        assert gradient is not None
         fisher = gradient.square()
         position = self.quantile * (len(fisher) - 1)  # torch.quantile, which is limited in size
         low = fisher.kthvalue(int(position) + 1).values
