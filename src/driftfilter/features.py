@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from driftfilter.checks import require
+from driftfilter.checks import require, require_finite
 from driftfilter.inputs import arguments, batch_size, each, picked, require_logits
 from driftfilter.predictive import LinearHead, PredictiveModel, Pullback
 from driftfilter.statistics import Ema, Statistics, prepare, require_statistics
@@ -165,6 +165,7 @@ class Backbone:
         """Raise unless features are one row a sample and the logits are those of the head."""
         where = f"what enters the head {self.head!r}"
         require(features.dim() == 2, where, f"shape {list(features.shape)}", "of shape [n, D]: one vector a sample, no tokens")
+        require_finite(where, features)
         expected = functional.linear(features, self.weight, self.bias)
         rounding = torch.finfo(logits.dtype).eps ** 0.5 * (1 + expected.abs().max().item())
         same = expected.shape == logits.shape and torch.allclose(expected.to(logits.dtype), logits, rtol=0, atol=rounding)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from driftfilter.checkpoint import as_tensor, as_text
-from driftfilter.checks import require, require_finite
+from driftfilter.checks import require
 from driftfilter.features import Backbone, build_head, find_head
 from driftfilter.inputs import Inputs
 from driftfilter.network import Network
@@ -75,7 +75,6 @@ def initialize(
         return Start(*build_head(backbone), told)
     if example is not None and "center" in wanted(parameters) - set(told):
         told["center"] = backbone(example).mean(0)
-        require_finite("features of the first batch", told["center"])
     if "center" in told:
         told["center"] = told["center"].to(backbone.weight)
     return Start(*parameters.build(backbone, told.get("center")), told)
