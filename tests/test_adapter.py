@@ -386,6 +386,14 @@ def test_the_warning_about_missing_data_points_here() -> None:
         df.adapt(network(), df.Recipe(source=df.Laplace()))
 
 
+def test_the_warning_about_an_uninformative_batch_points_here() -> None:
+    asks: list[Any] = [lambda it: it(images(1)), lambda it: it.update(images(1))]
+    for ask in asks:
+        with pytest.warns(df.NoInformationWarning) as caught:
+            ask(adapter("opgd_diag"))
+        assert [warning.filename for warning in caught] == [__file__]
+
+
 def test_threads_that_predict_see_whole_states() -> None:
     """Also with a window, where the samples seen lately must be those of the state."""
     batches, asked, window = [images(4, seed) for seed in range(24)], images(2, 99), 10

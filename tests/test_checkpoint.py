@@ -203,8 +203,8 @@ def test_a_wrong_checkpoint_leaves_no_trace(case: str) -> None:
     assert torch.equal(running(images(1)), untouched(images(1)))
 
 
-def test_hyperparameters_may_change_between_runs() -> None:
-    running, slower = adapter("tent"), adapter("tent", lr=1e-5)
+def test_hyperparameters_and_predictions_may_change_between_runs() -> None:
+    running, slower = adapter("tent"), adapter("tent", lr=1e-5, prediction=df.MonteCarlo(4), predict_from="posterior")
     running(images(0))
     slower.load_state_dict(running.state_dict())
     assert torch.equal(slower.predict(images(1)).log_probabilities, running.predict(images(1)).log_probabilities)

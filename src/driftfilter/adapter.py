@@ -24,7 +24,7 @@ from driftfilter.filtering import Filter, FilterState, StepInfo
 from driftfilter.inference import GradientStep
 from driftfilter.initialization import check, initialize, wanted
 from driftfilter.inputs import Inputs, batch_size, checked, each, joined, samples, split
-from driftfilter.prediction import Prediction
+from driftfilter.prediction import MAP, Prediction
 from driftfilter.recipe import Recipe
 from driftfilter.source import Laplace, PointMass, SourceData
 from driftfilter.twins import full_precision, twin
@@ -283,7 +283,7 @@ class Adapter(nn.Module):
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         now = self._ready(None)
         found = {_MODEL + name: tensor for name, tensor in now.found.items()}
-        own = {"recipe": as_tensor(kinds(self.recipe)), "calls": torch.tensor(now.calls)}
+        own = {"recipe": as_tensor(_memory_of(self.recipe)), "calls": torch.tensor(now.calls)}
         for name, tensor in {**own, **to_tensors(now.current), **_named(now.recent), **found}.items():
             destination[prefix + name] = tensor.detach()
 
@@ -306,7 +306,7 @@ class Adapter(nn.Module):
 
     def _loaded(self, own: Mapping[str, Tensor]) -> _Now:
         """What named tensors describe; refused unless all of it is there and of this recipe."""
-        mine, theirs = kinds(self.recipe), as_text(own["recipe"]) if "recipe" in own else "none"
+        mine, theirs = _memory_of(self.recipe), as_text(own["recipe"]) if "recipe" in own else "none"
         require(mine == theirs, "state 'recipe'", theirs, f"the same as the adapter's, {mine}")
         found: Mapping[str, Tensor] = {
             name.removeprefix(_MODEL): value for name, value in own.items() if name.startswith(_MODEL)
@@ -351,6 +351,11 @@ def _unnamed(tensors: Mapping[str, Tensor]) -> Inputs | None:
     if not recent or "tensor" in recent:
         return recent.get("tensor")
     return {int(name[1:-1]) if name.startswith("[") else name: value for name, value in recent.items()}
+
+
+def _memory_of(recipe: Recipe) -> str:
+    """The kind of memory a recipe has: how it predicts leaves no trace, and may change between runs."""
+    return kinds(replace(recipe, prediction=MAP(), predict_from="posterior"))
 
 
 def _as_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
