@@ -164,7 +164,7 @@ def test_gaussian_noise_has_the_scale_it_says(dtype: torch.dtype) -> None:
         ),
         (
             lambda: GaussianNoise()(torch.zeros(3, 2, dtype=torch.int64), draws()()),
-            r"inputs of GaussianNoise must be floating point, got torch.int64",
+            r"inputs of GaussianNoise must be floating point, and one tensor, got torch.int64",
         ),
         (
             lambda: Consistency(lambda x, generator: x[:2]).views(torch.zeros(3, 2), draws()),

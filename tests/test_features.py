@@ -135,8 +135,10 @@ def test_the_output_function_picks_the_logits() -> None:
     pick = lambda result: result["logits"]  # noqa: E731
     assert find_head(wrapped, inputs, pick) == "inner.head"
     torch.testing.assert_close(Backbone(wrapped, "inner.head", pick)(inputs), model.eval().features(inputs))
-    with pytest.raises(ValueError, match=r"the model's output must be a tensor of logits \[n, k\].*got 'dict'"):
-        find_head(wrapped, inputs)
+    assert find_head(wrapped, inputs) == "inner.head"  # "logits" is found without being told
+    other = Around(model, lambda logits: {"scores": logits})
+    with pytest.raises(ValueError, match=r"must return logits.*got a dict with keys \['scores'\]"):
+        find_head(other, inputs)
 
 
 def test_no_head_is_an_error_that_lists_the_linear_layers() -> None:
@@ -174,7 +176,7 @@ REFUSED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "temperature": (lambda f: f / 2, "nothing may follow the head"),
     "log-softmax": (lambda f: f.log_softmax(-1), "nothing may follow the head"),
     "fewer classes": (lambda f: f[:, :2], r"got 'logits of shape \[6, 2\]'"),
-    "not a matrix": (lambda f: f.sum(-1), r"a tensor of logits \[n, k\]"),
+    "not a matrix": (lambda f: f.sum(-1), r"logits must be of shape \[6, k\], got shape \[6\]"),
 }
 
 

@@ -221,7 +221,7 @@ def bacs() -> Case:
         rule.step()
         spread = torch.diag(1 / precision)
         steps.append(by_hand.Step(by_hand.flat(parameters), torch.stack(members).mean(0), covariance=spread))
-    return Case(adapter_of("bacs", lr=0.02, strength=0.05, samples=6, data=df.SourceData(data)), STREAM, steps)
+    return Case(adapter_of("bacs", lr=0.02, strength=0.05, samples=6, precision=1.0, data=df.SourceData(data)), STREAM, steps)
 
 
 def in_episodes(samples: list[Tensor], steps: Iterable[by_hand.Step], size: int = 4) -> tuple[list[Tensor], list[by_hand.Step]]:
@@ -278,7 +278,7 @@ def paper(preset: str, diagonal: bool, samples: int = 0) -> Case:
         return antithetic(spread, samples, draws_of(Purpose.INFERENCE, step))
 
     steps = dense.paper_loop(MODEL, STREAM, 3.0, variance, diagonal, draws if samples else None)
-    options: dict[str, Any] = {"samples": samples} if samples else {}
+    options: dict[str, Any] = {"predict_from": "posterior", **({"samples": samples} if samples else {})}
     return Case(adapter_of(preset, beta=3.0, variance=variance, **options), STREAM, list(steps))
 
 
@@ -299,7 +299,7 @@ HEAD: dict[str, Any] = {"beta": 5.0, "variance": 0.2, "rho": 0.8}
 def head(preset: str, samples: int = 0) -> Case:
     around = drawn(Purpose.INFERENCE, samples) if samples else None
     steps = dense.head_loop(MODEL, STREAM, **HEAD, around=around, predictive=drawn(Purpose.PREDICTION, 32))
-    options: dict[str, Any] = {"samples": samples} if samples else {}
+    options: dict[str, Any] = {"predict_from": "posterior", **({"samples": samples} if samples else {})}
     return Case(adapter_of(preset, structure="full", **HEAD, **options), STREAM, list(steps))
 
 

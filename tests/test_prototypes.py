@@ -543,7 +543,7 @@ def test_the_center_is_the_mean_feature_of_the_first_batch() -> None:
     assert isinstance(start.model.model, df.PrototypeHead)
     assert start.model.model.center is not None
     torch.testing.assert_close(start.model.model.center, Backbone(model, "5")(sample).mean(0))
-    again = initialize(model, df.Prototypes("von_mises_fisher", centered=True), "source", buffers=start.buffers)
+    again = initialize(model, df.Prototypes("von_mises_fisher", centered=True), "source", found=start.found)
     assert torch.equal(again.model(again.mean, sample), start.model(start.mean, sample))
 
 

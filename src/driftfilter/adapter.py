@@ -6,27 +6,31 @@ state, a value that is replaced whole at the end of a step, so that predictions 
 
 from __future__ import annotations
 
+import functools
 import threading
-import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple, final
+from numbers import Integral
+from typing import Any, NamedTuple, ParamSpec, TypeVar, final
 
 import torch
 from torch import Tensor, nn
 
 import driftfilter.presets as presets
 from driftfilter.belief import Belief
-from driftfilter.checkpoint import from_tensors, moved, to_tensors
-from driftfilter.checks import require, require_count
+from driftfilter.checkpoint import as_tensor, as_text, from_tensors, kinds, moved, to_tensors
+from driftfilter.checks import require, require_count, require_finite, warn
 from driftfilter.filtering import Filter, FilterState, StepInfo
 from driftfilter.inference import GradientStep
-from driftfilter.initialization import check, initialize, wants_example
+from driftfilter.initialization import check, initialize, wanted
 from driftfilter.inputs import Inputs, batch_size, checked, each, joined, samples, split
-from driftfilter.prediction import Prediction
+from driftfilter.prediction import MAP, Prediction
 from driftfilter.recipe import Recipe
 from driftfilter.source import Laplace, PointMass, SourceData
-from driftfilter.twins import twin
+from driftfilter.twins import full_precision, twin
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def adapt(model: nn.Module, recipe: str | Recipe = "opgd_diag", **options: Any) -> Adapter:
@@ -53,10 +57,49 @@ def adapt(model: nn.Module, recipe: str | Recipe = "opgd_diag", **options: Any) 
 class _Bound(NamedTuple):
     """A filter on the model as it was when it was read, and the state to start from."""
 
-    module: nn.Module  # a frozen twin, for whose sake the user's tensors are kept alive
+    read: tuple[Tensor, ...]  # the user's tensors, kept so that no other can take their place in memory
+    versions: tuple[int, ...]  # of these tensors: how often they had been written to
     filter: Filter
     start: FilterState
     final: bool  # whether a batch could tell nothing more about the parameters
+
+    def reads(self, model: nn.Module, values: bool) -> bool:
+        """Whether the model's tensors are where they were and, if ``values`` matter, have not been written to since."""
+        now = (*model.parameters(), *model.buffers())
+        same = len(now) == len(self.read) and all(map(_same_place, now, self.read))
+        return same and (not values or self.versions == _versions(now))
+
+
+class _Now(NamedTuple):
+    """All that calls change: replaced whole, so that other threads see one moment or the other."""
+
+    bound: _Bound | None = None
+    found: Mapping[str, Tensor] = {}  # what the first batch has told about the model
+    state: FilterState | None = None  # None: no batch has come
+    recent: Inputs | None = None  # samples seen lately, for a window or until the next update
+    calls: int = 0
+    info: StepInfo | None = None
+
+    @property
+    def filter(self) -> Filter:
+        assert self.bound is not None
+        return self.bound.filter
+
+    @property
+    def current(self) -> FilterState:
+        assert self.bound is not None
+        return self.bound.start if self.state is None else self.state
+
+
+def _apart(method: Callable[P, R]) -> Callable[P, R]:
+    """Without gradients, inference mode or autocast, whatever the caller is under; only the model sees the autocast."""
+
+    @functools.wraps(method)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+        with full_precision(), torch.inference_mode(False), torch.no_grad():
+            return method(*args, **kwargs)
+
+    return wrapped
 
 
 @final
@@ -80,94 +123,101 @@ class Adapter(nn.Module):
         super().__init__()
         require(isinstance(model, nn.Module), "adapt: model", type(model).__name__, "a torch module")
         require(isinstance(recipe, Recipe), "adapt: recipe", recipe, "the name of a preset or a Recipe")
+        require(isinstance(seed, Integral) and not isinstance(seed, bool), "adapt: seed", seed, "an integer")
         require_count("adapt: update_every", update_every, 1)
         require_count("adapt: window", window, 0)
         require(output is None or callable(output), "adapt: output", output, "a function of what the model returns")
+        model = getattr(model, "_orig_mod", model)  # of torch.compile: it would compile every twin anew
         check(model, recipe.parameters)
         self.recipe = _possible(recipe, data is not None)
         self.update_every, self.window, self.seed = update_every, window, seed
         self._data, self._output = _as_source_data(data), output
         self._model = [model]  # in a list, or it would become a part of this module, and its parameters ours
-        self._bound: _Bound | None = None
-        self._state: FilterState | None = None
-        self._found: Mapping[str, Tensor] = {}  # what the model has taken from the first batch
-        self._recent: Inputs | None = None  # samples seen lately, for a window or until the next update
-        self._calls = 0
+        self._now = _Now()
         self._lock = threading.RLock()  # of updates; predictions need none
-        self.last_info: StepInfo | None = None
 
     # What users call
 
+    @_apart
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Adapt to a batch and predict it: log-probabilities [n, k], which are valid logits too."""
         inputs = checked(_as_inputs(args, kwargs))
+        outputs = []
         with self._lock:
-            pieces = split(inputs, self.recipe.chunk) if self.recipe.chunk else [inputs]
-            state, recent, calls, infos = self._start(inputs), self._recent, self._calls, [self.last_info]
-            outputs = []
-            for piece in pieces:
-                calls += 1
-                seen, recent = self._seen(piece, recent)
-                state, prediction, info = self._step(state, piece, seen, calls % self.update_every == 0)
-                infos.append(info or infos[-1])
-                if calls % self.update_every == 0 and not self.window:
-                    recent = None
+            now = self._ready(inputs)
+            for piece in self._pieces(inputs):
+                now, prediction = self._stepped(now, piece)
                 outputs.append(prediction.log_probabilities)
-            self._state, self._recent, self._calls, self.last_info = state, recent, calls, infos[-1]
+            self._now = now
         return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
+    @_apart
     def predict(self, *args: Any, **kwargs: Any) -> Prediction:
         """Predict a batch with the belief as it stands; changes nothing, and may run while another thread updates."""
         inputs = checked(_as_inputs(args, kwargs))
-        state = self._start(inputs)
-        return self._predicted(state, inputs, self._seen(inputs, self._recent)[0] if self.window else inputs)
+        now = self._ready(inputs)
+        return _together([self._predicted(now, piece) for piece in self._pieces(inputs)])
 
+    @_apart
     def update(self, *args: Any, **kwargs: Any) -> StepInfo:
-        """Adapt to a batch now, without predicting it."""
+        """Adapt to a batch now, without predicting it; of a batch cut into pieces, the last one's info."""
         inputs = checked(_as_inputs(args, kwargs))
         with self._lock:
-            state = self._start(inputs)
-            seen, recent = self._seen(inputs, self._recent)
-            state, info = self._filter.update(state, seen)
-            self._state, self._recent, self.last_info = state, recent if self.window else None, info
+            now = self._ready(inputs)
+            for piece in self._pieces(inputs):
+                seen, recent = self._seen(piece, now.recent)
+                state, info = now.filter.update(now.current, seen)
+                now = now._replace(state=state, recent=recent if self.window else None, info=info)
+            self._now = now
         return info
 
     def reset(self) -> None:
         """Back to the source, as if no batch had come."""
         with self._lock:
-            self._state, self._recent, self._calls, self.last_info = None, None, 0, None
+            self._now = _Now(None if self._now.found else self._now.bound)
 
     @property
     def state(self) -> FilterState:
         """All that has been learned; an immutable value."""
-        return self._start(None)
+        return self._ready(None).current
 
     @property
     def belief(self) -> Belief:
         """The belief over the adapted parameters."""
         return self.state.belief
 
+    @property
+    def last_info(self) -> StepInfo | None:
+        """What the last update did; None before the first."""
+        return self._now.info
+
     def extra_repr(self) -> str:
         return f"{type(self._model[0]).__name__}, {self.recipe}"
 
     # The steps
 
-    def _step(
-        self, state: FilterState, inputs: Inputs, seen: Inputs, adapting: bool
-    ) -> tuple[FilterState, Prediction, StepInfo | None]:
-        if not adapting:
-            return state, self._predicted(state, inputs, seen if self.window else inputs), None
-        state, prediction, info = self._filter.step(state, seen)
-        return state, _last(prediction, batch_size(inputs)), info
+    def _pieces(self, inputs: Inputs) -> list[Inputs]:
+        return split(inputs, self.recipe.chunk) if self.recipe.chunk else [inputs]
 
-    def _predicted(self, state: FilterState, inputs: Inputs, seen: Inputs) -> Prediction:
-        return _last(self._filter.predict(state, seen), batch_size(inputs))
+    def _stepped(self, now: _Now, inputs: Inputs) -> tuple[_Now, Prediction]:
+        """One call: a step, or a prediction alone until the time for one has come."""
+        seen, recent = self._seen(inputs, now.recent)
+        calls = now.calls + 1
+        if calls % self.update_every:
+            return now._replace(recent=recent, calls=calls), self._predicted(now, inputs)
+        state, prediction, info = now.filter.step(now.current, seen)
+        now = now._replace(state=state, recent=recent if self.window else None, calls=calls, info=info)
+        return now, _last(prediction, batch_size(inputs))
+
+    def _predicted(self, now: _Now, inputs: Inputs) -> Prediction:
+        seen = self._seen(inputs, now.recent)[0] if self.window else inputs
+        return _last(now.filter.predict(now.current, seen), batch_size(inputs))
 
     def _seen(self, inputs: Inputs, recent: Inputs | None) -> tuple[Inputs, Inputs | None]:
         """What an update sees, this batch last, and what of it to keep."""
         if not self.window and self.update_every == 1:
             return inputs, None
-        together = inputs if recent is None else joined([recent, inputs])
+        together = each(inputs, torch.clone) if recent is None else joined([recent, inputs])  # kept: the user may write to it
         if not self.window:
             return together, together
         total, wanted = batch_size(together), max(self.window, batch_size(inputs))
@@ -176,62 +226,68 @@ class Adapter(nn.Module):
 
     # Binding to the model
 
-    @property
-    def _filter(self) -> Filter:
-        assert self._bound is not None
-        return self._bound.filter
+    @_apart
+    def _ready(self, example: Inputs | None) -> _Now:
+        """What is known now; the model is read on first use, and again where the user has moved it since.
 
-    def _start(self, example: Inputs | None) -> FilterState:
-        """The state now; the model is read on first use, and again where the user has moved it since."""
-        if not self._is_bound(example):
-            with self._lock:
-                if not self._is_bound(example):
-                    self._bind(example)
-        assert self._bound is not None
-        state = self._state
-        return self._bound.start if state is None else state
+        What an example tells is not kept here, but with the state of the step that saw it.
+        """
+        now = self._now
+        if self._fits(now, example):
+            return now
+        with self._lock:
+            now = self._now
+            if not self._fits(now, example):
+                now = self._bound_anew(now, example)
+                if set(now.found) == set(self._now.found):
+                    self._now = now
+        return now
 
-    def _is_bound(self, example: Inputs | None) -> bool:
-        bound = self._bound
+    def _fits(self, now: _Now, example: Inputs | None) -> bool:
+        bound = now.bound
         if bound is None or (example is not None and not bound.final):
             return False
-        return _same_place(bound.module, self._model[0])
+        return bound.reads(self._model[0], values=now.state is None)
 
-    def _bind(self, example: Inputs | None) -> None:
-        recipe, frozen = self.recipe, twin(self._model[0])
-        start = initialize(frozen, recipe.parameters, recipe.statistics, self._output, example, self._found)
-        model, mean, self._found = start
-        filt = recipe.filter(model)
-        with torch.inference_mode(False):
-            first = filt.init(recipe.source(model, mean, self._data), self.seed)
-        if self._state is not None:
-            self._state = moved(self._state, lambda tensor: tensor.to(mean.device))
-        final = example is not None or not wants_example(recipe.parameters)
-        self._bound = _Bound(frozen, filt, first, final)
+    def _bound_anew(self, now: _Now, example: Inputs | None) -> _Now:
+        """The same on the model as it is now, with the state where the model is."""
+        bound, found = self._bind(now.found, example)
+        if now.state is None:
+            return now._replace(bound=bound, found=found)
+        size, new = now.state.belief.dimension, bound.start.belief.dimension
+        require(size == new, "adapt: model", f"{new} adapted parameters", f"as it was, with {size}, until reset() is called")
+        state = moved(now.state, lambda tensor: tensor.to(bound.start.belief.mean))
+        return now._replace(bound=bound, found=found, state=state)
+
+    def _bind(self, found: Mapping[str, Tensor], example: Inputs | None) -> tuple[_Bound, Mapping[str, Tensor]]:
+        """The filter on the model as it is now, and what has been found from batches."""
+        recipe, model = self.recipe, self._model[0]
+        read = tuple(tensor.detach() for tensor in (*model.parameters(), *model.buffers()))
+        frozen = twin(model)
+        logits, mean, told = initialize(frozen, recipe.parameters, recipe.statistics, self._output, example, found)
+        filt = recipe.filter(logits)
+        start = filt.init(recipe.source(logits, mean, self._data), self.seed)
+        return _Bound(read, _versions(read), filt, start, wanted(recipe.parameters) <= set(told)), told
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Adapter:
         """``to``, ``cuda``, ``double``: the adapter takes a copy of the model along; the user's stays where it is."""
         with self._lock:
-            state = self.state
+            now = self._now
+            recent = None if now.recent is None else each(now.recent, fn)
             self._model = [twin(self._model[0])._apply(fn)]
-            self._bound = None
-            self._state = None
-            fresh = self.state  # binds to the copy
-            dtype = fresh.belief.mean.dtype
-            self._state = moved(state, lambda tensor: fn(tensor).to(dtype))
-            self._recent = None if self._recent is None else each(self._recent, fn)
+            self._now = now._replace(recent=recent)  # the state follows when the copy is read
         return self
 
     # Saving
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        for name, tensor in to_tensors(self.state).items():
-            destination[prefix + name] = tensor.detach()
-        destination[f"{prefix}calls"] = torch.tensor(self._calls)
-        others = {**_named(self._recent), **{_MODEL + name: tensor for name, tensor in self._found.items()}}
-        for name, tensor in others.items():
+        now = self._ready(None)
+        found = {_MODEL + name: tensor for name, tensor in now.found.items()}
+        own = {"recipe": as_tensor(_memory_of(self.recipe)), "calls": torch.tensor(now.calls)}
+        for name, tensor in {**own, **to_tensors(now.current), **_named(now.recent), **found}.items():
             destination[prefix + name] = tensor.detach()
 
+    @_apart
     def _load_from_state_dict(
         self,
         state_dict: Mapping[str, Any],
@@ -243,16 +299,33 @@ class Adapter(nn.Module):
         error_msgs: list[str],
     ) -> None:
         own = {name.removeprefix(prefix): value for name, value in state_dict.items() if name.startswith(prefix)}
+        wrong = [name for name, value in own.items() if not isinstance(value, Tensor)]
+        require(not wrong, "state", f"{wrong} that are no tensors", "the state_dict of an adapter")
         with self._lock:
-            kept = {name: value for name, value in own.items() if not name.startswith((_RECENT, _MODEL)) and name != "calls"}
-            state = from_tensors(kept, self._start(None))
-            calls = int(own.get("calls", torch.tensor(0)))
-            self._found = {name.removeprefix(_MODEL): value for name, value in own.items() if name.startswith(_MODEL)}
-            self._bound = None if self._found else self._bound
-            self._state, self._recent, self._calls = state, _unnamed(own), calls
+            self._now = self._loaded(own)
+
+    def _loaded(self, own: Mapping[str, Tensor]) -> _Now:
+        """What named tensors describe; refused unless all of it is there and of this recipe."""
+        mine, theirs = _memory_of(self.recipe), as_text(own["recipe"]) if "recipe" in own else "none"
+        require(mine == theirs, "state 'recipe'", theirs, f"the same as the adapter's, {mine}")
+        found: Mapping[str, Tensor] = {
+            name.removeprefix(_MODEL): value for name, value in own.items() if name.startswith(_MODEL)
+        }
+        for name, value in found.items():
+            require_finite(f"state {_MODEL + name!r}", value)
+        bound = self._ready(None).bound
+        if found or self._now.found:
+            bound, found = self._bind(found, None)
+        assert bound is not None
+        beside = ("recipe", "calls", _RECENT, _MODEL)
+        state = from_tensors({name: value for name, value in own.items() if not name.startswith(beside)}, bound.start)
+        recent, calls = _unnamed(own), int(own.get("calls", torch.tensor(0)))
+        # Where a batch would have told more than was saved, none had come: the state is the start.
+        return _Now(bound, found, state if bound.final else None, None if recent is None else checked(recent), calls)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_lock"}
+        kept = {name: value for name, value in self.__dict__.items() if name != "_lock"}
+        return {**kept, "_now": self._now._replace(bound=None)}  # the model is read again
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _lock=threading.RLock())
@@ -267,15 +340,22 @@ def _named(recent: Inputs | None) -> dict[str, Tensor]:
         return {}
     if isinstance(recent, Tensor):
         return {f"{_RECENT}tensor": recent}
-    items = recent.items() if isinstance(recent, Mapping) else ((f"[{at}]", part) for at, part in enumerate(recent))
-    return {f"{_RECENT}{name}": part for name, part in items if isinstance(part, Tensor)}
+    items = recent.items() if isinstance(recent, Mapping) else enumerate(recent)
+    named = ((f"[{key}]" if isinstance(key, int) else key, part) for key, part in items)
+    return {f"{_RECENT}{name}": part for name, part in named if isinstance(part, Tensor)}
 
 
 def _unnamed(tensors: Mapping[str, Tensor]) -> Inputs | None:
+    """Recent samples by what the model takes them by, a name or a place; what were no tensors the next batch brings along."""
     recent = {name.removeprefix(_RECENT): value for name, value in tensors.items() if name.startswith(_RECENT)}
     if not recent or "tensor" in recent:
         return recent.get("tensor")
-    return tuple(recent.values()) if all(name.startswith("[") for name in recent) else recent
+    return {int(name[1:-1]) if name.startswith("[") else name: value for name, value in recent.items()}
+
+
+def _memory_of(recipe: Recipe) -> str:
+    """The kind of memory a recipe has: how it predicts leaves no trace, and may change between runs."""
+    return kinds(replace(recipe, prediction=MAP(), predict_from="posterior"))
 
 
 def _as_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
@@ -298,16 +378,23 @@ def _possible(recipe: Recipe, data: bool) -> Recipe:
         return recipe
     anchored = isinstance(recipe.inference, GradientStep)
     require(anchored, "adapt: data", None, f"source inputs, which {recipe.source} needs")
-    warnings.warn(
-        "no source data (adapt: data=...): the source posterior that anchors the parameters is left out", stacklevel=5
-    )
+    warn("no source data (adapt: data=...): the source posterior that anchors the parameters is left out")
     return replace(recipe, source=PointMass(), inference=replace(recipe.inference, anchor=0.0))
 
 
-def _same_place(ours: nn.Module, theirs: nn.Module) -> bool:
-    """Whether the user's tensors are still the ones that were read."""
-    pairs = zip(ours.parameters(), theirs.parameters(), strict=True)
-    return all(one.data_ptr() == other.data_ptr() and one.device == other.device for one, other in pairs)
+def _versions(tensors: Iterable[Tensor]) -> tuple[int, ...]:
+    return tuple(0 if tensor.is_inference() else tensor._version for tensor in tensors)
+
+
+def _same_place(one: Tensor, other: Tensor) -> bool:
+    return one.data_ptr() == other.data_ptr() and one.device == other.device
+
+
+def _together(predictions: list[Prediction]) -> Prediction:
+    if len(predictions) == 1:
+        return predictions[0]
+    columns = ((each.log_probabilities, each.logit_variance) for each in predictions)
+    return Prediction(*map(torch.cat, zip(*columns, strict=True)))
 
 
 def _last(prediction: Prediction, samples: int) -> Prediction:

@@ -32,7 +32,9 @@ class GaussianNoise:
         require_number("GaussianNoise.scale", self.scale, 0, math.inf)
 
     def __call__(self, inputs: Tensor, generator: torch.Generator) -> Tensor:
-        require(inputs.is_floating_point(), "inputs of GaussianNoise", inputs.dtype, "floating point")
+        got = inputs.dtype if isinstance(inputs, Tensor) else type(inputs).__name__
+        floating = isinstance(inputs, Tensor) and inputs.is_floating_point()
+        require(floating, "inputs of GaussianNoise", got, "floating point, and one tensor")
         noise = torch.randn(inputs.shape, generator=generator, dtype=inputs.dtype, device=inputs.device)
         return inputs + self.scale * noise
 

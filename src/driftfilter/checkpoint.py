@@ -16,7 +16,8 @@ from driftfilter.filtering import FilterState
 
 def to_tensors(state: FilterState) -> dict[str, Tensor]:
     """The state as tensors by name."""
-    counts = {"step": torch.tensor(state.step), "seed": torch.tensor(state.seed & ((1 << 63) - 1))}
+    seed = (state.seed + (1 << 63)) % (1 << 64) - (1 << 63)  # its lower 64 bits are all that counts
+    counts = {"step": torch.tensor(state.step), "seed": torch.tensor(seed)}
     memory = {f"memory.{name}": value for name, value in state.memory.items()}
     return {**counts, **_flat("belief", state.belief), **_flat("source", state.source), **memory}
 
@@ -29,7 +30,10 @@ def from_tensors(tensors: Mapping[str, Tensor], like: FilterState) -> FilterStat
     belief, source = _built("belief", like.belief, tensors), _built("source", like.source, tensors)
     fits = belief.dimension == source.dimension == like.belief.dimension
     require(fits, "state 'belief.mean'", f"{belief.dimension} values", f"{like.belief.dimension} values")
-    memory = {name.removeprefix("memory."): value for name, value in tensors.items() if name.startswith("memory.")}
+    for name, variance in (("belief", belief.covariance.variance()), ("source", source.covariance.variance())):
+        require(bool((variance >= 0).all()), f"state '{name}.covariance'", variance.min().item(), "of variances >= 0")
+    kept = {name.removeprefix("memory."): value for name, value in tensors.items() if name.startswith("memory.")}
+    memory = moved(kept, lambda value: value.to(belief.mean, copy=True))
     return FilterState(belief, source, like.parameters, int(_one("seed", tensors)), int(_one("step", tensors)), memory)
 
 
@@ -51,7 +55,10 @@ def _flat(name: str, value: Any) -> dict[str, Tensor]:
 def _built(name: str, value: Any, tensors: Mapping[str, Tensor]) -> Any:
     """The same dataclass with the tensors and numbers of this name."""
     if isinstance(value, Tensor):
-        return _one(name, tensors).to(value)
+        found, rows = _one(name, tensors), name.endswith(".factor")  # of a low rank, which grows with the batches seen
+        fits = found.dim() == value.dim() and found.shape[rows:] == value.shape[rows:]
+        require(fits, f"state {name!r}", f"shape {list(found.shape)}", f"of shape {list(value.shape)}")
+        return found.to(value, copy=True)
     if isinstance(value, (bool, int, float)):
         return type(value)(_one(name, tensors).item())
     if isinstance(value, tuple):
@@ -59,6 +66,26 @@ def _built(name: str, value: Any, tensors: Mapping[str, Tensor]) -> Any:
     assert is_dataclass(value)
     parts = {item.name: _built(f"{name}.{item.name}", getattr(value, item.name), tensors) for item in fields(value)}
     return Belief(**parts) if isinstance(value, Belief) else unchecked(type(value), **parts)
+
+
+def as_tensor(text: str) -> Tensor:
+    """A text as a tensor of bytes, for a checkpoint holds nothing else."""
+    return torch.tensor(list(text.encode()), dtype=torch.uint8)
+
+
+def as_text(tensor: Tensor) -> str:
+    """The text in a tensor of bytes."""
+    return bytes(tensor.tolist()).decode()
+
+
+def kinds(variant: Any) -> str:
+    """What a recipe is made of, without its numbers: a checkpoint of one kind says nothing to a filter of another."""
+    if isinstance(variant, tuple):
+        return "[" + ", ".join(map(kinds, variant)) + "]"
+    if not is_dataclass(variant):
+        return variant if isinstance(variant, str) else "" if isinstance(variant, (int, float)) else type(variant).__name__
+    parts = [kinds(getattr(variant, item.name)) for item in fields(variant)]
+    return f"{type(variant).__name__}({', '.join(part for part in parts if part)})"
 
 
 def moved(value: Any, change: Any) -> Any:

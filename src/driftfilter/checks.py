@@ -1,8 +1,10 @@
 """Refusals: every error names the field, the value it got and what is allowed."""
 
 import difflib
+import inspect
 import math
 import threading
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from numbers import Integral, Real
@@ -122,6 +124,14 @@ def nearest(name: str, known: list[str]) -> str:
     """The known name that one that is not known resembles, as the end of an error message; empty where none does."""
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def warn(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warn at the line outside this package, and outside torch's calls of modules, that led here."""
+    frame, level = inspect.currentframe(), 1
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("driftfilter", "torch"):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, category, stacklevel=level)
 
 
 def unchecked(cls: type[T], **fields: Any) -> T:

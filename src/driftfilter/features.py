@@ -17,41 +17,28 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from driftfilter.checks import require
+from driftfilter.checks import require, require_finite
+from driftfilter.inputs import arguments, batch_size, each, picked, require_logits
 from driftfilter.predictive import LinearHead, PredictiveModel, Pullback
 from driftfilter.statistics import Ema, Statistics, prepare, require_statistics
-from driftfilter.twins import twin
+from driftfilter.twins import as_called, cast, dtype_of, ordinary, private
 
 Inputs: TypeAlias = "Tensor | Sequence[Any] | Mapping[str, Any]"  # one argument, positional arguments or keyword arguments
 Output: TypeAlias = "Callable[[Any], Tensor] | None"  # picks the logits out of what the module returns
 
 
-def _private(model: nn.Module) -> nn.Module:
-    """A twin with buffers of its own too: a layer that counts its calls must not count ours."""
-    copy = twin(model)
-    for module in copy.modules():
-        for name, buffer in module._buffers.items():
-            module._buffers[name] = None if buffer is None else buffer.detach().clone()
-    return copy
-
-
-def _ordinary(value: Any) -> Any:
-    """A tensor that may enter a graph; anything else as it is."""
-    return value.clone() if isinstance(value, Tensor) and value.is_inference() else value
-
-
 def _logits(model: nn.Module, inputs: Inputs, output: Output) -> Tensor:
     """One forward pass, refused unless it gives logits [n, k]."""
-    if isinstance(inputs, Mapping):
-        result = model(**{name: _ordinary(value) for name, value in inputs.items()})
-    else:
-        result = model(*map(_ordinary, inputs if isinstance(inputs, (tuple, list)) else (inputs,)))
-    logits = result if output is None else output(result)
-    got = f"shape {list(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__
-    matrix = isinstance(logits, Tensor) and logits.dim() == 2
-    require(matrix, "the model's output", got, "a tensor of logits [n, k]; output=function picks them out of what it returns")
-    assert isinstance(logits, Tensor)
+    with as_called():
+        args, kwargs = arguments(each(inputs, lambda part: cast(ordinary(part), dtype_of(model))))
+        logits = (output or picked)(model(*args, **kwargs))
+    require_logits(logits, batch_size(inputs))
     return logits
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """In float32, or in float64 where it is: half precision cannot carry a belief."""
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
 def _linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
@@ -64,7 +51,7 @@ def find_head(model: nn.Module, inputs: Inputs, output: Output = None) -> str:
     It is read off the autograd graph of one forward pass in evaluation mode, so the order of registration does not matter.
     """
     with torch.inference_mode(False), torch.enable_grad():
-        copy = _private(model)
+        copy = private(model)
         layers = _linear_layers(copy)
         owners = _owners(layers)
         logits = _logits(copy, inputs, output)
@@ -147,10 +134,10 @@ class Backbone:
         require(not isinstance(statistics, Ema), "Backbone: statistics", statistics, "'batch', 'source' or PseudoCount(count)")
         self.head, self.output, self.statistics = head, output, statistics
         with _frozen():
-            self._module = _private(model)
+            self._module = private(model)
             layer = _linear_layers(self._module)[head]
-            self.weight = layer.weight.detach().clone()
-            self.bias = None if layer.bias is None else layer.bias.detach().clone()
+            self.weight = _wide(layer.weight.detach().clone())
+            self.bias = None if layer.bias is None else _wide(layer.bias.detach().clone())
         self._local = _Local()
         self._proven = False
 
@@ -160,7 +147,7 @@ class Backbone:
             copy.seen.clear()
             logits = _logits(copy.module, inputs, self.output)
             require(len(copy.seen) == 1, "Backbone: head", self.head, f"used once a forward pass, not {len(copy.seen)} times")
-            features = copy.seen.pop().detach()
+            features = copy.seen.pop().detach().to(self.weight.dtype)
             if not self._proven:
                 self._prove(features, logits)
         return features
@@ -169,7 +156,7 @@ class Backbone:
         """This thread's network: hooks write to it, so that threads cannot share one."""
         copy: _Copy | None = self._local.copy
         if copy is None:
-            copy = self._local.copy = _Copy(_private(self._module), [])
+            copy = self._local.copy = _Copy(private(self._module), [])
             prepare(copy.module, self.statistics)
             copy.module.get_submodule(self.head).register_forward_pre_hook(_watch(copy.seen), with_kwargs=True)
         return copy
@@ -178,8 +165,9 @@ class Backbone:
         """Raise unless features are one row a sample and the logits are those of the head."""
         where = f"what enters the head {self.head!r}"
         require(features.dim() == 2, where, f"shape {list(features.shape)}", "of shape [n, D]: one vector a sample, no tokens")
+        require_finite(where, features)
         expected = functional.linear(features, self.weight, self.bias)
-        rounding = torch.finfo(expected.dtype).eps ** 0.5 * (1 + expected.abs().max().item())
+        rounding = torch.finfo(logits.dtype).eps ** 0.5 * (1 + expected.abs().max().item())
         same = expected.shape == logits.shape and torch.allclose(expected.to(logits.dtype), logits, rtol=0, atol=rounding)
         got = f"logits of shape {list(logits.shape)}" + ("" if expected.shape != logits.shape else " with other values")
         allowed = "its output as it is: nothing may follow the head (such as a temperature, a softmax or a mean)"

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import math
-import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from numbers import Integral
@@ -22,7 +21,7 @@ import torch
 from torch import Tensor
 
 from driftfilter.belief import Belief
-from driftfilter.checks import NotPositiveDefiniteError, finite_at_the_end, require, require_finite, require_role
+from driftfilter.checks import NotPositiveDefiniteError, finite_at_the_end, require, require_finite, require_role, warn
 from driftfilter.dynamics import MeanReversion
 from driftfilter.inference import Inference, Linearized
 from driftfilter.inputs import Inputs, checked
@@ -272,7 +271,7 @@ class Filter:
             object.__setattr__(self, "_warned", True)
             advice = "use larger batches, EmpiricalFisher(centered=False) or Hessian(), or a loss of single samples"
             message = f"no information in the batch, transition only: {reason}; {advice}"
-            warnings.warn(message, NoInformationWarning, stacklevel=6)
+            warn(message, NoInformationWarning)
         return reason
 
 

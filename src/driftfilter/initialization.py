@@ -11,7 +11,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
+from driftfilter.checkpoint import as_tensor, as_text
+from driftfilter.checks import require
 from driftfilter.features import Backbone, build_head, find_head
 from driftfilter.inputs import Inputs
 from driftfilter.network import Network
@@ -19,6 +22,7 @@ from driftfilter.parameters import Head, Selection, select
 from driftfilter.predictive import PredictiveModel
 from driftfilter.prototypes import Prototypes
 from driftfilter.statistics import Statistics
+from driftfilter.twins import require_values
 
 
 class Start(NamedTuple):
@@ -26,18 +30,22 @@ class Start(NamedTuple):
 
     model: PredictiveModel
     mean: Tensor  # θ_0 [d]
-    buffers: Mapping[str, Tensor] = {}  # what the model has taken from the example, to build it again without one
+    found: Mapping[str, Tensor] = {}  # what an example has told, to build the model again without one
 
 
 def check(module: nn.Module, parameters: Selection | Prototypes) -> None:
     """Raise where nothing could be selected; needs no values, so that a module on the meta device will do."""
+    python = not isinstance(module, torch.jit.ScriptModule)
+    require(python, "adapt: model", type(module).__name__, "a module in Python: adapt it before torch.jit.script or trace")
+    lazy = [name for name, parameter in module.named_parameters() if is_lazy(parameter)]
+    require(not lazy, "adapt: model", f"parameters {lazy[:4]} without a shape", "called once before: it has lazy layers")
     select(module, Head(parameters.name) if isinstance(parameters, Prototypes) else parameters)
 
 
-def wants_example(parameters: Selection | Prototypes) -> bool:
-    """Whether a batch tells more about the parameters than the module does."""
-    on_features = isinstance(parameters, (Head, Prototypes)) and not parameters.name
-    return on_features or (isinstance(parameters, Prototypes) and parameters.centered)
+def wanted(parameters: Selection | Prototypes) -> set[str]:
+    """What only a batch can tell: the "head", a layer's name, and the "center", the mean feature [D] of the first batch."""
+    head = {"head"} if isinstance(parameters, (Head, Prototypes)) and not parameters.name else set()
+    return head | ({"center"} if isinstance(parameters, Prototypes) and parameters.centered else set())
 
 
 @torch.no_grad()
@@ -47,23 +55,26 @@ def initialize(
     statistics: Statistics = "batch",
     output: Callable[[Any], Tensor] | None = None,
     example: Inputs | None = None,
-    buffers: Mapping[str, Tensor] | None = None,
+    found: Mapping[str, Tensor] | None = None,
 ) -> Start:
     """The predictive model of the selected parameters and θ_0.
 
     ``example``, a batch, lets the head be found from the graph of a forward pass; without it, it is the last linear layer
-    registered, which the first batch has to confirm.
+    registered, which the first batch has to confirm. What has been ``found`` before stands.
     """
+    require_values(module)
     if not isinstance(parameters, (Head, Prototypes)):
         network = Network(module, parameters, statistics, output)
         return Start(network, network.mean())
-    name = parameters.name
-    if not name and example is not None:
-        name = find_head(module, example, output)
+    told = {name: tensor for name, tensor in (found or {}).items() if name in wanted(parameters)}
+    if example is not None and "head" in wanted(parameters) - set(told):
+        told["head"] = as_tensor(find_head(module, example, output))
+    name = as_text(told["head"]) if "head" in told else parameters.name
     backbone = Backbone(module, Head(name).layer(module), output, statistics)
     if isinstance(parameters, Head):
-        return Start(*build_head(backbone))
-    center = (buffers or {}).get("center")
-    if center is None and parameters.centered and example is not None:
-        center = backbone(example).mean(0)
-    return Start(*parameters.build(backbone, center), {} if center is None else {"center": center})
+        return Start(*build_head(backbone), told)
+    if example is not None and "center" in wanted(parameters) - set(told):
+        told["center"] = backbone(example).mean(0)
+    if "center" in told:
+        told["center"] = told["center"].to(backbone.weight)
+    return Start(*parameters.build(backbone, told.get("center")), told)

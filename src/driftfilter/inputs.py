@@ -1,4 +1,7 @@
-"""What a model is called with: one tensor, several, or tensors by name; the first tensor says how many samples there are."""
+"""What a model is called with: one tensor, several, or tensors by name; the first tensor says how many samples there are.
+
+And the logits in what it returns.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from driftfilter.checks import require_finite
+from driftfilter.checks import require, require_finite
 
 Inputs: TypeAlias = Any  # a tensor [n, ...], a tuple of what the model takes by place, or a mapping by name
 
@@ -46,20 +49,34 @@ def checked(inputs: Inputs) -> Inputs:
 
 
 def joined(pieces: Sequence[Inputs]) -> Inputs:
-    """Batches one after the other as one batch."""
-    first = pieces[0]
-    if isinstance(first, Tensor):
-        return torch.cat([piece for piece in pieces if isinstance(piece, Tensor)])
-    keys: list[Any] = list(first) if isinstance(first, Mapping) else list(range(len(first)))
-    columns: dict[Any, list[Any]] = {key: [piece[key] for piece in pieces] for key in keys}
-    together = {key: torch.cat(column) if isinstance(column[0], Tensor) else column[0] for key, column in columns.items()}
-    return together if isinstance(first, Mapping) else tuple(together.values())
+    """Batches one after the other as one batch; what does not go sample by sample is that of the last one."""
+    last, n = pieces[-1], batch_size(pieces[-1])
+    if isinstance(last, Tensor):
+        return _concatenated("inputs", pieces)
+    keys: list[Any] = list(last) if isinstance(last, Mapping) else list(range(len(last)))
+    together = {
+        key: _concatenated(f"inputs[{key!r}]", [piece[key] for piece in pieces]) if _counts(last[key], n) else last[key]
+        for key in keys
+    }
+    return together if isinstance(last, Mapping) else tuple(together.values())
+
+
+def _counts(part: Any, samples: int) -> bool:
+    """Whether a part of the inputs goes sample by sample."""
+    return isinstance(part, Tensor) and part.dim() > 0 and part.shape[0] == samples
+
+
+def _concatenated(name: str, pieces: Sequence[Tensor]) -> Tensor:
+    shapes = sorted({tuple(piece.shape[1:]) for piece in pieces})
+    allowed = "of one shape but for their number, where several batches are adapted to at once (window, update_every)"
+    require(len(shapes) == 1, name, f"samples of shapes {shapes}", allowed)
+    return torch.cat(list(pieces))
 
 
 def samples(inputs: Inputs, start: int, stop: int) -> Inputs:
     """Some samples of a batch; what does not go sample by sample stays whole."""
     n = batch_size(inputs)
-    return each(inputs, lambda part: part[start:stop] if part.dim() and part.shape[0] == n else part)
+    return each(inputs, lambda part: part[start:stop] if _counts(part, n) else part)
 
 
 def split(inputs: Inputs, size: int) -> list[Inputs]:
@@ -74,3 +91,37 @@ def each(inputs: Inputs, change: Callable[[Tensor], Tensor]) -> Inputs:
     if isinstance(inputs, Mapping):
         return {name: change(part) if isinstance(part, Tensor) else part for name, part in inputs.items()}
     return tuple(change(part) if isinstance(part, Tensor) else part for part in inputs)
+
+
+def arguments(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword arguments of the module."""
+    if isinstance(inputs, Tensor):
+        return (inputs,), {}
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    if isinstance(inputs, (tuple, list)):
+        return tuple(inputs), {}
+    raise ValueError(f"inputs must be a tensor, a tuple, a list or a mapping of tensors, got {type(inputs).__name__}")
+
+
+def picked(result: Any) -> Tensor:
+    """The logits in what a module returns."""
+    if isinstance(result, (tuple, list)) and len(result) == 1:
+        result = result[0]
+    if not isinstance(result, Tensor):
+        result = result.get("logits", result) if isinstance(result, Mapping) else getattr(result, "logits", result)
+    if isinstance(result, Tensor):
+        return result
+    keys = f" with keys {list(result)}" if isinstance(result, Mapping) else ""
+    length = f" of {len(result)}" if isinstance(result, (tuple, list)) else ""
+    raise ValueError(
+        f"the module must return logits, or something with .logits or ['logits'], got a {type(result).__name__}{length}{keys};"
+        " give an output function that picks them (output=...)"
+    )
+
+
+def require_logits(logits: Any, samples: int) -> None:
+    """Raise unless logits are a tensor [samples, k]."""
+    got = f"shape {list(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__
+    if not isinstance(logits, Tensor) or logits.dim() != 2 or len(logits) != samples or logits.shape[1] < 1:
+        raise ValueError(f"the model's logits must be of shape [{samples}, k], got {got}")

@@ -25,10 +25,11 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from driftfilter.checks import require
+from driftfilter.inputs import arguments, picked, require_logits
 from driftfilter.parameters import Chosen, NormAffine, Selection, select
 from driftfilter.rows import layer_rows, per_sample
 from driftfilter.statistics import Ema, Statistics, require_statistics
-from driftfilter.twins import Record, Twin, twin
+from driftfilter.twins import Record, Twin, as_called, cast, dtype_of, require_values, twin
 
 Inputs: TypeAlias = Any  # a tensor [n, …], a tuple or list of arguments, or a mapping of keyword arguments
 Memory: TypeAlias = Mapping[str, Tensor]
@@ -48,52 +49,19 @@ def _forward_mode() -> Iterator[None]:
             torch.backends.mha.set_fastpath_enabled(fused)
 
 
-def _arguments(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword arguments of the module."""
-    if isinstance(inputs, Tensor):
-        return (inputs,), {}
-    if isinstance(inputs, Mapping):
-        return (), dict(inputs)
-    if isinstance(inputs, (tuple, list)):
-        return tuple(inputs), {}
-    raise ValueError(f"inputs must be a tensor, a tuple, a list or a mapping of tensors, got {type(inputs).__name__}")
-
-
 def _each(inputs: Inputs, change: Callable[[Tensor], Tensor]) -> Inputs:
     """The inputs with every tensor changed; what is not a tensor stays."""
-    args, kwargs = _arguments(inputs)
+    args, kwargs = arguments(inputs)
     changed = tuple(change(value) if isinstance(value, Tensor) and value.dim() > 0 else value for value in args)
     named = {name: change(value) if isinstance(value, Tensor) and value.dim() > 0 else value for name, value in kwargs.items()}
     return named if isinstance(inputs, Mapping) else changed[0] if isinstance(inputs, Tensor) else changed
 
 
 def _batch_size(inputs: Inputs) -> int:
-    args, kwargs = _arguments(inputs)
+    args, kwargs = arguments(inputs)
     sizes = [len(value) for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.dim() > 0]
     require(len(sizes) > 0, "inputs", inputs, "or hold a tensor [n, ...]")
     return sizes[0]
-
-
-def _picked(result: Any) -> Tensor:
-    """The logits in what a module returns."""
-    if isinstance(result, (tuple, list)) and len(result) == 1:
-        result = result[0]
-    if not isinstance(result, Tensor):
-        result = result.get("logits", result) if isinstance(result, Mapping) else getattr(result, "logits", result)
-    if isinstance(result, Tensor):
-        return result
-    keys = f" with keys {list(result)}" if isinstance(result, Mapping) else ""
-    length = f" of {len(result)}" if isinstance(result, (tuple, list)) else ""
-    raise ValueError(
-        f"the module must return logits, or something with .logits or ['logits'], got a {type(result).__name__}{length}{keys};"
-        " give Network an output function that picks them"
-    )
-
-
-def _require_logits(logits: Any, samples: int) -> None:
-    got = f"shape {list(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__
-    if not isinstance(logits, Tensor) or logits.dim() != 2 or len(logits) != samples or logits.shape[1] < 1:
-        raise ValueError(f"the model's logits must be of shape [{samples}, k], got {got}")
 
 
 @dataclass
@@ -131,13 +99,13 @@ class Network:
         require(isinstance(model, nn.Module), "Network: model", model, "a torch module")
         require_statistics(statistics)
         self.statistics = statistics
-        self.output = output or _picked
+        self.output = output or picked
         self._base = twin(model)  # never called: every thread takes its own twin of it
         self.chosen: Chosen = select(self._base, selection or NormAffine())
         self.shapes = {name: tensor.shape for name, tensor in self.chosen.items()}
         self.sizes = [tensor.numel() for tensor in self.chosen.values()]
-        dtypes = [parameter.dtype for parameter in self._base.parameters() if parameter.is_floating_point()]
-        self._dtype = dtypes[0]
+        self._dtype = dtype_of(self._base)
+        self._classes: list[int] = []  # k, once it is known
         self._start = self.chosen.start()
         self._carried: Tensor | None = None
         self._local = threading.local()
@@ -150,7 +118,7 @@ class Network:
 
     def mean(self) -> Tensor:
         """θ of the module as it was given [d]."""
-        self._require_values()
+        require_values(self._base)
         return self._start.clone()
 
     def recall(self, memory: Memory) -> Network:
@@ -161,14 +129,10 @@ class Network:
         other._local, other._carried = self._local, memory[STATISTICS]
         return other
 
-    def _require_values(self) -> None:
-        empty = [name for name, tensor in self._base.state_dict().items() if tensor.is_meta]
-        require(not empty, "Network: model", f"{empty[:4]} on the meta device", "a module with values: load its weights first")
-
     def _own(self) -> Twin:
         own: Twin | None = getattr(self._local, "twin", None)
         if own is None:
-            self._require_values()
+            require_values(self._base)
             own = self._local.twin = Twin(self._base, self.chosen.targets, self.statistics)
         return own
 
@@ -179,18 +143,22 @@ class Network:
         named = zip(self.shapes.items(), pieces, strict=True)
         return {name: piece if len(shape) == 1 else piece.view(shape) for (name, shape), piece in named}
 
-    def _cast(self, inputs: Tensor) -> Tensor:
-        plain = inputs.is_floating_point() and not torch.is_autocast_enabled(inputs.device.type)
-        return inputs.to(self._dtype) if plain else inputs
-
     def _forward(self, own: Twin, pieces: dict[str, Tensor], inputs: Inputs) -> Tensor:
         dtype = next(iter(pieces.values())).dtype
-        args, kwargs = _arguments(_each(inputs, self._cast))
+        tensors = self.chosen.replacements(pieces)
         own.carry(self._carried)
-        with own.holding(self.chosen.replacements(pieces)) as module:
+        with as_called(), own.holding(tensors) as module:
+            args, kwargs = arguments(_each(inputs, lambda tensor: cast(tensor, self._dtype)))
             logits = self.output(module(*args, **kwargs))
-        _require_logits(logits, _batch_size(inputs))
+        self._require_logits(logits, _batch_size(inputs))
         return logits.to(dtype)
+
+    def _require_logits(self, logits: Any, samples: int) -> None:
+        require_logits(logits, samples)
+        if not self._classes:
+            self._classes.append(logits.shape[1])
+        k = self._classes[0]
+        require(logits.shape[1] == k, "the model's logits", f"shape {list(logits.shape)}", f"of {k} classes, as before")
 
     def _memory(self, own: Twin) -> Memory:
         return {STATISTICS: own.carried()} if isinstance(self.statistics, Ema) and own.blending else {}

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,10 +20,86 @@ from driftfilter.statistics import Statistics, TwinBatchNorm, prepare
 
 def twin(model: nn.Module) -> nn.Module:
     """A module tree of its own in evaluation mode, on the memory of every parameter and buffer; its parameters are frozen."""
-    shared: dict[int, Tensor] = {id(buffer): buffer for buffer in model.buffers()}
-    for parameter in model.parameters():  # frozen, or a backward pass would work out gradients that nobody asks for
-        shared[id(parameter)] = nn.Parameter(parameter.detach(), requires_grad=False)
-    return copy.deepcopy(model, shared).eval()
+    with torch.inference_mode(False):
+        shared: dict[int, Any] = {id(buffer): ordinary(buffer) for buffer in model.buffers()}
+        for parameter in model.parameters():  # frozen, or a backward pass would work out gradients that nobody asks for
+            shared[id(parameter)] = nn.Parameter(ordinary(parameter.detach()), requires_grad=False)
+        for tensor in _computed(model):
+            shared[id(tensor)] = tensor.detach()
+        try:
+            return copy.deepcopy(model, shared).eval()
+        except TypeError as error:
+            raise ValueError(
+                f"the model must be one that copy.deepcopy can copy, got {type(model).__name__}: {error}"
+            ) from error
+
+
+def private(model: nn.Module) -> nn.Module:
+    """A twin with buffers of its own too: a layer that counts its calls must not count ours."""
+    own = twin(model)
+    for module in own.modules():
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else buffer.detach().clone()
+    return own
+
+
+def ordinary(tensor: Tensor) -> Tensor:
+    """The tensor itself, or a copy of one made under torch.inference_mode, which could not enter a graph."""
+    return tensor.clone() if tensor.is_inference() else tensor
+
+
+def _computed(model: nn.Module) -> list[Tensor]:
+    """Tensors with a history among the attributes of layers, such as the weight under torch.nn.utils.weight_norm."""
+    values = [value for layer in model.modules() for value in vars(layer).values()]
+    return [value for value in values if isinstance(value, Tensor) and value.grad_fn is not None]
+
+
+def require_values(model: nn.Module) -> None:
+    """Raise for a module on the meta device."""
+    empty = [name for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor) and tensor.is_meta]
+    require(not empty, "Network: model", f"{empty[:4]} on the meta device", "a module with values: load its weights first")
+
+
+_AUTOCAST: ContextVar[tuple[tuple[str, torch.dtype], ...]] = ContextVar("autocast", default=())  # device type and dtype
+
+
+@contextmanager
+def full_precision() -> Iterator[None]:
+    """The algebra of a filter in the dtypes of its tensors, whatever autocast the caller is under: see ``as_called``."""
+    found = tuple((kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind))
+    if not found:
+        yield
+        return
+    before = _AUTOCAST.set(found)
+    try:
+        with ExitStack() as stack:
+            for kind, _ in found:
+                stack.enter_context(torch.autocast(kind, enabled=False))
+            yield
+    finally:
+        _AUTOCAST.reset(before)
+
+
+@contextmanager
+def as_called() -> Iterator[None]:
+    """The autocast that ``full_precision`` has put aside, for a call of the module itself."""
+    with ExitStack() as stack:
+        for kind, dtype in _AUTOCAST.get():
+            stack.enter_context(torch.autocast(kind, dtype))
+        yield
+
+
+def cast(inputs: Any, dtype: torch.dtype) -> Any:
+    """Floating inputs in the dtype of a module; under autocast only float64, which autocast leaves alone."""
+    if not isinstance(inputs, Tensor) or not inputs.is_floating_point():
+        return inputs
+    automatic = torch.is_autocast_enabled(inputs.device.type) and inputs.dtype != torch.float64
+    return inputs if automatic else inputs.to(dtype)
+
+
+def dtype_of(module: nn.Module) -> torch.dtype:
+    """The dtype of the module's first floating parameter."""
+    return next(parameter.dtype for parameter in module.parameters() if parameter.is_floating_point())
 
 
 @dataclass
@@ -40,7 +117,7 @@ class Twin:
     """A twin of one thread: its tensors are replaced for the time of a call."""
 
     def __init__(self, base: nn.Module, targets: set[str], statistics: Statistics) -> None:
-        self.module = twin(base)
+        self.module = private(base)
         self.norms: list[TwinBatchNorm] = prepare(self.module, statistics)
         self.coupled = any(isinstance(layer, TwinBatchNorm) or _without_source(layer) for layer in self.module.modules())
         self.records: list[Record] | None = None
