@@ -28,7 +28,7 @@ from driftfilter.inputs import Inputs, checked
 from driftfilter.noise import Stationary
 from driftfilter.observation import Energy, Gibbs
 from driftfilter.prediction import MAP, Prediction, PredictionRule, Query
-from driftfilter.predictive import LogitFunction, PredictiveModel, ReadOut, lift, recalled
+from driftfilter.predictive import LogitFunction, PredictiveModel, ReadOut, lift, observing, recalled
 from driftfilter.randomness import Randomness
 from driftfilter.transition import BoundTransition, Transition
 from driftfilter.upkeep import Upkeep
@@ -192,7 +192,8 @@ class Filter:
         randomness = Randomness(state.seed, state.step, state.belief.mean.device)
 
         prior = transition(state.belief)
-        energy, memory = self.observation(model, prior.mean, inputs, state.memory, randomness, state.source)
+        seen = observing(model)
+        energy, memory = self.observation(seen, prior.mean, inputs, state.memory, randomness, state.source)
         reason = self._why_uninformative(energy)
         posterior = prior
         if not reason:
@@ -202,7 +203,7 @@ class Filter:
         prediction = None
         if predicting:
             belief = posterior if self.predict_from == "posterior" else prior
-            known = energy.evaluation.logits[0] if belief.mean is energy.anchor else None
+            known = energy.evaluation.logits[0] if belief.mean is energy.anchor and seen is model else None
             prediction = self._predict(belief, Query(model, inputs, randomness, known, energy.taught))
         if self.observation.teacher is not None:
             memory = self.observation.teacher.follow(posterior.mean, memory, state.source)

@@ -64,7 +64,7 @@ def initialize(
     """
     require_values(module)
     if not isinstance(parameters, (Head, Prototypes)):
-        network = Network(module, parameters, statistics, output)
+        network = Network(module, parameters, statistics, output, observed)
         return Start(network, network.mean())
     told = {name: tensor for name, tensor in (found or {}).items() if name in wanted(parameters)}
     if example is not None and "head" in wanted(parameters) - set(told):

@@ -82,7 +82,8 @@ class Network:
     ``statistics``: batch normalisation by the "batch" it sees, by the running statistics of the "source", or by a blend of
     both, ``PseudoCount`` or ``Ema``. A layer that sees one value a channel has no variance, and uses the source's; one without
     running statistics always uses the batch's. ``output`` picks the logits out of what the module returns; without it they
-    are the result, its ``logits``, or its only element.
+    are the result, its ``logits``, or its only element. ``observed`` picks what the loss sees, where that is something else
+    [n, any]: the outputs of a head of its own for self-supervision, or logits and features side by side.
     Inputs are a tensor, a tuple or list (positional arguments) or a mapping (keyword arguments). θ is float32, or float64
     where the module is; floating inputs get the module's dtype except under autocast.
     """
@@ -95,6 +96,7 @@ class Network:
         selection: Selection | None = None,
         statistics: Statistics = "batch",
         output: Callable[[Any], Tensor] | None = None,
+        observed: Callable[[Any], Tensor] | None = None,
     ) -> None:
         require(isinstance(model, nn.Module), "Network: model", model, "a torch module")
         require_statistics(statistics)
@@ -105,7 +107,9 @@ class Network:
         self.shapes = {name: tensor.shape for name, tensor in self.chosen.items()}
         self.sizes = [tensor.numel() for tensor in self.chosen.values()]
         self._dtype = dtype_of(self._base)
+        self._observed = observed
         self._classes: list[int] = []  # k, once it is known
+        self._watched: list[int] = []  # the same of what the loss sees
         self._start = self.chosen.start()
         self._carried: Tensor | None = None
         self._local = threading.local()
@@ -120,6 +124,16 @@ class Network:
         """θ of the module as it was given [d]."""
         require_values(self._base)
         return self._start.clone()
+
+    @property
+    def observing(self) -> Network:
+        """The same network as the loss sees it."""
+        if self._observed is None:
+            return self
+        other = copy.copy(self)
+        other.output, other._observed, other._classes = self._observed, None, self._watched
+        other._local = self._local
+        return other
 
     def recall(self, memory: Memory) -> Network:
         """The model with the statistics that a memory carries; itself where it carries none."""

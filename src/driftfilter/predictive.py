@@ -60,6 +60,12 @@ def recalled(model: PredictiveModel, memory: Mapping[str, Tensor]) -> Predictive
     return with_statistics
 
 
+def observing(model: PredictiveModel) -> PredictiveModel:
+    """The model as the loss sees it: itself, unless it has outputs for the loss alone."""
+    seen: PredictiveModel = getattr(model, "observing", model)
+    return seen
+
+
 def logit_covariance(covariance: Covariance, logits: Tensor, pullback: Pullback) -> Tensor:
     """J_i Σ J_iᵀ of every sample [n, k, k], the covariance of the linearised logits."""
     k = logits.shape[-1]
