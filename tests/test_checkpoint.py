@@ -174,7 +174,7 @@ WRONG: dict[str, tuple[str, Callable[[Tensors], Any], str]] = {
     "no source": ("opgd", without("source.covariance.diagonal"), "got \"no 'source.covariance.diagonal'\""),
     "NaN": ("tent", with_("belief.mean", nan), r"state 'belief.mean' must be finite, got nan at index \[3\]"),
     "NaN in the memory": ("tent", with_("memory.inference.first", nan), "state 'memory.inference.first' must be finite"),
-    "NaN in the window": ("tent", with_("recent.tensor", nan), "inputs must be finite, got nan"),
+    "NaN in the window": ("tent", with_("recent.[]", nan), "inputs must be finite, got nan"),
     "NaN center": ("stad", with_("model.center", nan), "state 'model.center' must be finite"),
     "another size": ("tent", with_("belief.mean", torch.zeros(5)), r"'belief.mean' must be of shape \[12\], got 'shape \[5\]'"),
     "another covariance": ("opgd_diag", with_("belief.covariance.values", torch.ones(1)), r"must be of shape \[12\]"),

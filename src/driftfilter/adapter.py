@@ -339,7 +339,7 @@ def _named(recent: Inputs | None) -> dict[str, Tensor]:
     if recent is None:
         return {}
     if isinstance(recent, Tensor):
-        return {f"{_RECENT}tensor": recent}
+        return {f"{_RECENT}[]": recent}
     items = recent.items() if isinstance(recent, Mapping) else enumerate(recent)
     named = ((f"[{key}]" if isinstance(key, int) else key, part) for key, part in items)
     return {f"{_RECENT}{name}": part for name, part in named if isinstance(part, Tensor)}
@@ -348,8 +348,8 @@ def _named(recent: Inputs | None) -> dict[str, Tensor]:
 def _unnamed(tensors: Mapping[str, Tensor]) -> Inputs | None:
     """Recent samples by what the model takes them by, a name or a place; what were no tensors the next batch brings along."""
     recent = {name.removeprefix(_RECENT): value for name, value in tensors.items() if name.startswith(_RECENT)}
-    if not recent or "tensor" in recent:
-        return recent.get("tensor")
+    if not recent or "[]" in recent:  # no name that a model could take
+        return recent.get("[]")
     return {int(name[1:-1]) if name.startswith("[") else name: value for name, value in recent.items()}
 
 
