@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar, final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 import driftfilter.presets as presets
 from driftfilter.belief import Belief
@@ -33,12 +34,16 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+_OPTIONS = ("data", "output", "observed", "seed", "update_every", "window")
+
+
 def adapt(model: nn.Module, recipe: str | Recipe = "opgd_diag", **options: Any) -> Adapter:
     """A module that takes the place of ``model`` and adapts to the unlabeled inputs it sees.
 
     ``recipe`` is the name of a preset or a Recipe. Options of the adapter: ``data`` (source inputs, with labels or without,
-    for recipes with a source posterior), ``output`` (picks the logits out of what the model returns), ``seed``,
-    ``update_every`` and ``window``. Any other option is one of the preset's, such as ``lr``.
+    for recipes with a source posterior), ``output`` (picks the logits out of what the model returns), ``observed`` (picks
+    what the loss sees, where that is something else), ``seed``, ``update_every`` and ``window``. Any other option is one of
+    the preset's, such as ``lr``.
 
     >>> import torch, driftfilter as df
     >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
@@ -46,8 +51,10 @@ def adapt(model: nn.Module, recipe: str | Recipe = "opgd_diag", **options: Any) 
     >>> adapter(torch.randn(16, 4)).shape  # log-probabilities
     torch.Size([16, 3])
     """
-    own = {name: options.pop(name) for name in ("data", "output", "seed", "update_every", "window") if name in options}
+    own = {name: options.pop(name) for name in _OPTIONS if name in options}
     if isinstance(recipe, str):
+        if recipe in presets.FOR_BATCH_NORM and "lr" not in options and _has_group_norm(model):
+            warn(f"{recipe!r} at its published rate was seen to lose accuracy under group norm (docs/presets.md); lower lr")
         recipe = presets.get(recipe, **options)
     else:
         require(not options, "adapt", f"options {list(options)}", "given in the recipe where it is not a preset's name")
@@ -116,6 +123,7 @@ class Adapter(nn.Module):
         recipe: Recipe,
         data: SourceData | Tensor | tuple[Tensor, Tensor] | None = None,
         output: Callable[[Any], Tensor] | None = None,
+        observed: Callable[[Any], Tensor] | None = None,
         seed: int = 0,
         update_every: int = 1,
         window: int = 0,
@@ -127,11 +135,12 @@ class Adapter(nn.Module):
         require_count("adapt: update_every", update_every, 1)
         require_count("adapt: window", window, 0)
         require(output is None or callable(output), "adapt: output", output, "a function of what the model returns")
+        require(observed is None or callable(observed), "adapt: observed", observed, "a function of what the model returns")
         model = getattr(model, "_orig_mod", model)  # of torch.compile: it would compile every twin anew
         check(model, recipe.parameters)
         self.recipe = _possible(recipe, data is not None)
         self.update_every, self.window, self.seed = update_every, window, seed
-        self._data, self._output = _as_source_data(data), output
+        self._data, self._output, self._observed = _as_source_data(data), output, observed
         self._model = [model]  # in a list, or it would become a part of this module, and its parameters ours
         self._now = _Now()
         self._lock = threading.RLock()  # of updates; predictions need none
@@ -264,7 +273,8 @@ class Adapter(nn.Module):
         recipe, model = self.recipe, self._model[0]
         read = tuple(tensor.detach() for tensor in (*model.parameters(), *model.buffers()))
         frozen = twin(model)
-        logits, mean, told = initialize(frozen, recipe.parameters, recipe.statistics, self._output, example, found)
+        picks = (self._output, example, found, self._observed)
+        logits, mean, told = initialize(frozen, recipe.parameters, recipe.statistics, *picks)
         filt = recipe.filter(logits)
         start = filt.init(recipe.source(logits, mean, self._data), self.seed)
         return _Bound(read, _versions(read), filt, start, wanted(recipe.parameters) <= set(told)), told
@@ -370,6 +380,13 @@ def _as_source_data(data: SourceData | Tensor | tuple[Tensor, Tensor] | None) ->
     if data is None or isinstance(data, SourceData):
         return data
     return SourceData(*data) if isinstance(data, tuple) else SourceData(data)
+
+
+def _has_group_norm(model: nn.Module) -> bool:
+    """Whether a network normalises by groups, and nowhere by batches."""
+    layers = list(model.modules()) if isinstance(model, nn.Module) else []
+    grouped = any(isinstance(layer, nn.GroupNorm) for layer in layers)
+    return grouped and not any(isinstance(layer, _BatchNorm) for layer in layers)
 
 
 def _possible(recipe: Recipe, data: bool) -> Recipe:

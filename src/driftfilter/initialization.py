@@ -56,6 +56,7 @@ def initialize(
     output: Callable[[Any], Tensor] | None = None,
     example: Inputs | None = None,
     found: Mapping[str, Tensor] | None = None,
+    observed: Callable[[Any], Tensor] | None = None,
 ) -> Start:
     """The predictive model of the selected parameters and θ_0.
 
@@ -66,6 +67,7 @@ def initialize(
     if not isinstance(parameters, (Head, Prototypes)):
         network = Network(module, parameters, statistics, output, observed)
         return Start(network, network.mean())
+    require(observed is None, "adapt: observed", observed, "None where only a head is adapted: no loss can see more of it")
     told = {name: tensor for name, tensor in (found or {}).items() if name in wanted(parameters)}
     if example is not None and "head" in wanted(parameters) - set(told):
         told["head"] = as_tensor(find_head(module, example, output))
