@@ -252,6 +252,7 @@ def sar_loop(
         rule.zero_grad()
         loss.backward()
         assign(parameters, here)
+        rule.param_groups[0]["lr"] = lr * min(1.0, len(batch) / 32)  # the authors': (lr / 64) · n · 2 below 32 samples
         rule.step()
         running = loss.item() if running is None else 0.9 * running + 0.1 * loss.item()
         note = f"{running}"

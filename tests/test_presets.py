@@ -127,7 +127,7 @@ def rdumb() -> Case:
 
 
 def sar() -> Case:
-    options: dict[str, Any] = {"lr": 0.05, "margin": 0.8, "radius": 0.4}
+    options: dict[str, Any] = {"lr": 0.05 * 32 / 12, "margin": 0.8, "radius": 0.4}
     batches = [STREAM[0], STREAM[2], STREAM[1]]
     free = [float(step.note) for step in by_hand.sar_loop(MODEL, batches, **options, threshold=-1.0)]
     threshold = (free[0] + free[1]) / 2
