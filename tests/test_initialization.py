@@ -100,3 +100,9 @@ def test_refusals(case: str) -> None:
     model, parameters, message = REFUSED[case]
     with pytest.raises(ValueError, match=message):
         check(model, parameters)
+
+
+def test_a_center_from_hardly_any_samples_is_worth_a_warning() -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)).eval()
+    with pytest.warns(UserWarning, match="the mean feature of the first batch, of 1 samples here"):
+        initialize(model, df.Prototypes(centered=True), "source", None, torch.randn(1, 4))

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from driftfilter.checkpoint import as_tensor, as_text
-from driftfilter.checks import require
+from driftfilter.checks import require, warn
 from driftfilter.features import Backbone, build_head, find_head
-from driftfilter.inputs import Inputs
+from driftfilter.inputs import Inputs, batch_size
 from driftfilter.network import Network
 from driftfilter.parameters import Head, Selection, select
 from driftfilter.predictive import PredictiveModel
@@ -76,6 +76,9 @@ def initialize(
     if isinstance(parameters, Head):
         return Start(*build_head(backbone), told)
     if example is not None and "center" in wanted(parameters) - set(told):
+        n = batch_size(example)
+        if n < 4:  # one sample would be its own center
+            warn(f"centered prototypes take the mean feature of the first batch, of {n} samples here: give more, or a window")
         told["center"] = backbone(example).mean(0)
     if "center" in told:
         told["center"] = told["center"].to(backbone.weight)
