@@ -28,7 +28,7 @@ CORRUPTIONS = ["gaussian_noise", "glass_blur", "fog", "jpeg_compression"]
 
 
 def as_images(array: np.ndarray, device: str) -> Tensor:
-    return torch.from_numpy(array).permute(0, 3, 1, 2).float().div(255).to(device)
+    return torch.from_numpy(array).permute(0, 3, 1, 2).float().div(255).contiguous().to(device)
 
 
 def accuracy(adapter: df.Adapter, images: Tensor, labels: Tensor, batch: int) -> float:

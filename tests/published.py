@@ -252,6 +252,7 @@ def sar_loop(
         rule.zero_grad()
         loss.backward()
         assign(parameters, here)
+        rule.param_groups[0]["lr"] = lr * min(1.0, len(batch) / 32)  # the authors': (lr / 64) · n · 2 below 32 samples
         rule.step()
         running = loss.item() if running is None else 0.9 * running + 0.1 * loss.item()
         note = f"{running}"
@@ -269,7 +270,13 @@ def _scaled(values: Tensor) -> Tensor:
 
 
 def roid_loop(
-    model: nn.Module, batches: list[Tensor], lr: float, rho: float, augment: Augment, kalman: bool = False
+    model: nn.Module,
+    batches: list[Tensor],
+    lr: float,
+    rho: float,
+    augment: Augment,
+    kalman: bool = False,
+    process: float = 0.005,
 ) -> Iterator[Step]:
     """ROID; with ``kalman`` CMF. Every sample is augmented, also those left out, which changes the view's statistics."""
     model = by_batch(model)
@@ -295,7 +302,7 @@ def roid_loop(
         rule.step()
         proposed = flat(parameters)
         if kalman:
-            q = 0.005 * len(proposed) / 38400
+            q = process * len(proposed) / 38400
             hidden, variance = rho * hidden + (1 - rho) * source, rho**2 * variance + q
             share = min(max((1 - q) / (variance + 1 - q), 0.89), 1.0)
             hidden, variance = share * hidden + (1 - share) * proposed, share * variance

@@ -160,10 +160,12 @@ def t3a_loop(model: nn.Module, batches: list[Tensor], capacity: int) -> Iterator
     """Parameters: the sums of each class's supports; ``kept``: how many supports there are."""
     body, weight, bias = _body_and_head(model)
     supports, labels, uncertain = weight.clone(), torch.arange(len(weight)), entropies(weight @ weight.T + bias)
+    rows = torch.ones(len(weight), dtype=torch.bool)
     for batch in batches:
         features = body(batch)
         logits = features @ weight.T + bias
         supports = torch.cat((supports, features))
+        rows = torch.cat((rows, torch.zeros(len(features), dtype=torch.bool)))
         labels = torch.cat((labels, logits.argmax(1)))
         uncertain = torch.cat((uncertain, entropies(logits)))
         lists = []
@@ -171,9 +173,10 @@ def t3a_loop(model: nn.Module, batches: list[Tensor], capacity: int) -> Iterator
             own = (labels == label).nonzero()[:, 0]
             lists.append(own[uncertain[own].argsort()][: capacity or None])
         chosen = torch.cat(lists)
-        supports, labels, uncertain = supports[chosen], labels[chosen], uncertain[chosen]
+        supports, labels, uncertain, rows = supports[chosen], labels[chosen], uncertain[chosen], rows[chosen]
         sums = functional.one_hot(labels, len(weight)).double().T @ functional.normalize(supports, dim=1)
-        yield Step(sums.flatten(), (features @ functional.normalize(sums, dim=1).T).softmax(1), len(supports))
+        probabilities = (features @ functional.normalize(sums, dim=1).T).softmax(1)
+        yield Step(sums.flatten(), probabilities, len(supports), note=f"{int(rows.sum())} rows")
 
 
 @torch.no_grad()

@@ -9,6 +9,7 @@ import pytest
 
 from driftfilter import VARIANTS, __version__
 from driftfilter.app.cli import main
+from driftfilter.presets import PRESETS
 
 
 def test_demo_prints_the_table(capsys: pytest.CaptureFixture[str]) -> None:
@@ -22,9 +23,8 @@ def test_demo_prints_the_table(capsys: pytest.CaptureFixture[str]) -> None:
 def test_list_names_every_variant_with_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list"]) == 0
     printed = capsys.readouterr().out
-    for variants in VARIANTS.values():
-        for name in variants:
-            assert any(line.split()[0] == name and len(line.split()) > 2 for line in printed.splitlines() if line.strip())
+    for name in [name for variants in VARIANTS.values() for name in variants] + list(PRESETS):
+        assert any(line.split()[0] == name and len(line.split()) > 2 for line in printed.splitlines() if line.strip())
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

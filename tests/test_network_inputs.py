@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+import subprocess
+import sys
 from collections import UserDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -278,3 +280,19 @@ def test_gpu(memory_format: torch.memory_format, selection: df.Selection, statis
     found = everything(network, images().double().cuda().contiguous(memory_format=memory_format))
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one.cpu(), other)
+
+
+def test_group_norm_in_channels_last_format_does_not_crash_the_process() -> None:
+    """torch's own backward pass does, on a CPU, where the gradient is an expanded tensor: a process of its own tries it."""
+    program = """
+import torch, driftfilter as df
+from torch.nn import AdaptiveAvgPool2d, Conv2d, Flatten, GroupNorm, Linear, ReLU, Sequential
+model = Sequential(Conv2d(3, 16, 3), GroupNorm(8, 16), ReLU(), AdaptiveAvgPool2d(1), Flatten(), Linear(16, 3)).eval()
+images = torch.rand(2, 3, 8, 8)
+plain, other = df.adapt(model, "shot_im"), df.adapt(model, "shot_im")
+one, two = plain(images), other(images.to(memory_format=torch.channels_last))
+torch.testing.assert_close(one, two)
+torch.testing.assert_close(plain.belief.mean, other.belief.mean)
+"""
+    finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stderr[-500:]

@@ -264,12 +264,14 @@ class GradientStep:
     SGD without momentum is ``Linearized(NoCurvature())`` from Σ⁻ = lr I; Adam is no filter, and is called what it is.
     ``anchor`` α adds α Λ_S (μ⁻ - μ_S) to the gradient, the pull of a fixed source posterior (EATA, PETAL). With a
     ``radius`` ρ the gradient is taken at μ⁻ + ρ g/|g| (SAM), samples being weighed again there. ``keep_gradient`` leaves
-    the gradient in the memory for an upkeep that needs it.
+    the gradient in the memory for an upkeep that needs it. Steps on fewer than ``reference`` samples shrink in proportion,
+    by n / reference, as a rate chosen for large batches should on small ones (0: never).
     """
 
     rule: SGD | Adam = field(default_factory=SGD)
     anchor: float = 0.0
     radius: float = 0.0
+    reference: int = 0
     keep_gradient: bool = False
     curvature = NoCurvature()
 
@@ -277,6 +279,7 @@ class GradientStep:
         require_role("GradientStep.rule", self.rule, "optimizer", "SGD() or Adam()")
         require_number("GradientStep.anchor", self.anchor, 0, math.inf)
         require_number("GradientStep.radius", self.radius, 0, math.inf)
+        require_count("GradientStep.reference", self.reference, 0)
         require(isinstance(self.keep_gradient, bool), "GradientStep.keep_gradient", self.keep_gradient, "True or False")
 
     def __call__(self, prior: Belief, energy: Energy, memory: Memory, randomness: Randomness) -> tuple[Belief, Memory]:
@@ -295,6 +298,7 @@ class GradientStep:
         step, memory = self.rule(gradient, memory)
         if self.keep_gradient:
             memory = {**memory, "inference.gradient": gradient}
-        mean = prior.mean - step
+        n = energy.samples.weights.shape[0]
+        mean = torch.sub(prior.mean, step, alpha=min(1.0, n / self.reference) if self.reference else 1.0)
         require_finite("the posterior mean", mean)
         return unchecked(Belief, mean=mean, covariance=prior.covariance), memory

@@ -214,14 +214,15 @@ def sar(
     """SAR, because the gradient of the entropy of reliable samples is taken at the worst point within a radius, on the
     samples still reliable there, and a running loss below a threshold resets the model.
 
-    The last norm layers are ``frozen``, by the authors' names. A reset also clears the running loss (in the authors' code it
+    Below 32 samples the rate shrinks in proportion (the authors double it again for one sample). The last norm layers are
+    ``frozen``, by their names. A reset also clears the running loss (in the authors' code it
     survives). A step that keeps no sample does nothing (theirs goes on along the momentum). The threshold 0.2 and the learning
     rate are for 1,000 classes.
     """
     return Recipe(
         parameters=NormAffine(exclude=frozen),
         observation=Gibbs(Entropy(), EntropyGate(margin, weighted=False), over="kept"),
-        inference=GradientStep(SGD(lr, momentum=0.9), radius=radius),
+        inference=GradientStep(SGD(lr, momentum=0.9), radius=radius, reference=32),
         predict_from="prior",
         upkeep=ResetBelow(loss),
     )
@@ -406,7 +407,7 @@ def get(name: str, **options: Any) -> Recipe:
     """The recipe of a preset, with some of its hyper-parameters, or fields of the recipe, changed.
 
     >>> get("tent", lr=0.01).inference
-    GradientStep(rule=Adam(lr=0.01, betas=(0.9, 0.999), eps=1e-08), anchor=0.0, radius=0.0, keep_gradient=False)
+    GradientStep(rule=Adam(lr=0.01, betas=(0.9, 0.999), eps=1e-08), anchor=0.0, radius=0.0, reference=0, keep_gradient=False)
     """
     known = isinstance(name, str) and name in PRESETS
     require(known, "preset", name, f"one of {names()}{nearest(str(name), names())}")

@@ -136,6 +136,9 @@ class Twin:
                 self.slots.append((target, self.module.get_submodule(owner), own))
                 self.names[owner, own] = target
         self._watch()
+        for layer in self.module.modules():
+            if isinstance(layer, nn.GroupNorm):
+                layer.register_forward_pre_hook(_in_plain_format)
 
     def _watch(self) -> None:
         """Record the calls of layers that hold a piece of θ and have a rule for rows."""
@@ -190,6 +193,14 @@ class Twin:
         finally:
             for module, own, parameter in before:
                 _place(module, own, parameter)
+
+
+def _in_plain_format(layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """torch's group norm on a CPU crashes the process where channels-last inputs meet an expanded gradient, as a mean gives."""
+    first = args[0] if args else None
+    if not isinstance(first, Tensor) or first.device.type != "cpu" or first.is_contiguous():
+        return None
+    return (first.contiguous(), *args[1:])
 
 
 def _takes_channels_last(layer: nn.Module) -> bool:

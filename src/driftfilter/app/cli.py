@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import textwrap
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -24,7 +25,7 @@ def _run(arguments: Sequence[str] | None) -> int:
     commands = parser.add_subparsers(dest="command", metavar="command")
     demo = commands.add_parser("demo", help="the paper's linear example: a drifting stream, frozen model against filter")
     demo.add_argument("--seeds", type=_count, default=20, metavar="N", help="number of seeds (default 20)")
-    commands.add_parser("list", help="every building block, with one line each")
+    commands.add_parser("list", help="every building block and preset, with one line each")
     parsed = parser.parse_args(arguments)
     if parsed.version:
         return _version()
@@ -74,13 +75,15 @@ def _demo(seeds: int) -> int:
 
 
 def _list() -> int:
+    from driftfilter.presets import PRESETS
     from driftfilter.recipe import VARIANTS
 
-    for role, variants in VARIANTS.items():
+    table: dict[str, Mapping[str, object]] = {**VARIANTS, "preset": PRESETS}
+    for role, entries in table.items():
         print(role)
-        for name, cls in variants.items():
-            first = (cls.__doc__ or "").strip().splitlines()[0]
-            print(f"  {name:<24} {first}")
+        for name, entry in entries.items():
+            summary = (entry.__doc__ or "").strip().partition("\n\n")[0]
+            print(f"  {name:<24} {textwrap.shorten(summary, 120, placeholder=' …')}")
     return 0
 
 

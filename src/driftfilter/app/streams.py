@@ -21,4 +21,4 @@ def sample_images() -> Images:
     """The first 2,000 images of the CIFAR-10 test set, which ship with the package."""
     with as_file(files("driftfilter.app") / "data" / "cifar10_test_first2000.npz") as path, np.load(path) as arrays:
         images, labels = torch.from_numpy(arrays["images"]), torch.from_numpy(arrays["labels"])
-    return Images(images.permute(0, 3, 1, 2).float() / 255, labels.long())
+    return Images((images.permute(0, 3, 1, 2).float() / 255).contiguous(), labels.long())
