@@ -28,14 +28,13 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from driftfilter.checks import require
-from driftfilter.inputs import arguments, picked, require_logits
+from driftfilter.inputs import Inputs, arguments, batch_size, each, picked, require_logits, sample
 from driftfilter.parameters import Chosen, NormAffine, Selection, select
 from driftfilter.proof import Pattern, pattern_of, some, tolerance_of, wrong_rows
 from driftfilter.rows import layer_rows, per_sample
 from driftfilter.statistics import Ema, Statistics, require_statistics
 from driftfilter.twins import Record, Twin, as_called, cast, dtype_of, require_values, twin
 
-Inputs: TypeAlias = Any  # a tensor [n, …], a tuple or list of arguments, or a mapping of keyword arguments
 Memory: TypeAlias = Mapping[str, Tensor]
 _LOCK = threading.Lock()
 STATISTICS = "network.statistics"  # in the memory: means, then variances, of every batch norm [2 · channels]
@@ -51,26 +50,6 @@ def _forward_mode() -> Iterator[None]:
             yield
         finally:
             torch.backends.mha.set_fastpath_enabled(fused)
-
-
-def _each(inputs: Inputs, change: Callable[[Tensor], Tensor]) -> Inputs:
-    """The inputs with every tensor changed; what is not a tensor stays."""
-    args, kwargs = arguments(inputs)
-    changed = tuple(change(value) if isinstance(value, Tensor) and value.dim() > 0 else value for value in args)
-    named = {name: change(value) if isinstance(value, Tensor) and value.dim() > 0 else value for name, value in kwargs.items()}
-    return named if isinstance(inputs, Mapping) else changed[0] if isinstance(inputs, Tensor) else changed
-
-
-def _batch_size(inputs: Inputs) -> int:
-    args, kwargs = arguments(inputs)
-    sizes = [len(value) for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.dim() > 0]
-    require(len(sizes) > 0, "inputs", inputs, "or hold a tensor [n, ...]")
-    return sizes[0]
-
-
-def _sample(inputs: Inputs, index: Tensor, samples: int) -> Inputs:
-    """One sample as a batch, its index [1] given."""
-    return _each(inputs, lambda value: value.index_select(0, index) if len(value) == samples else value)
 
 
 @dataclass
@@ -177,9 +156,9 @@ class Network:
     def _forward(self, own: Twin, tensors: dict[str, Tensor], inputs: Inputs, dtype: torch.dtype) -> Tensor:
         own.carry(self._carried)
         with as_called(), own.holding(tensors) as module:
-            args, kwargs = arguments(_each(inputs, lambda tensor: cast(tensor, self._dtype)))
+            args, kwargs = arguments(each(inputs, lambda tensor: cast(tensor, self._dtype)))
             logits = self.output(module(*args, **kwargs))
-        self._require_logits(logits, _batch_size(inputs))
+        self._require_logits(logits, batch_size(inputs))
         return logits.to(dtype)
 
     def _require_logits(self, logits: Any, samples: int) -> None:
@@ -231,7 +210,7 @@ class Network:
         if self._own().coupled or len(logits) == 1:
             return self._own().coupled
         first = torch.zeros(1, dtype=torch.long, device=logits.device)
-        apart = (self(theta, _sample(inputs, first, len(logits))) - logits[:1]).abs().max()
+        apart = (self(theta, sample(inputs, first)) - logits[:1]).abs().max()
         return bool(apart > tolerance_of(self._dtype, logits.device) * (1e-6 + logits.abs().max()))
 
     def sample_rows(self, theta: Tensor, inputs: Inputs, logits: Tensor, cotangents: Tensor, names: list[str]) -> Tensor:
@@ -246,7 +225,7 @@ class Network:
         )
 
         def energy(point: Tensor, index: Tensor, cotangent: Tensor) -> Tensor:
-            return (self(point, _sample(inputs, index.view(1), len(cotangents))) * cotangent).sum()
+            return (self(point, sample(inputs, index.view(1))) * cotangent).sum()
 
         gradient, indices = torch.func.grad(energy), torch.arange(len(cotangents), device=cotangents.device)
         try:
