@@ -327,7 +327,14 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "seed": (lambda: df.adapt(network(), seed=0.5), "adapt: seed must be an integer, got 0.5"),
     "output": (lambda: df.adapt(network(), output=1), "adapt: output must be a function of what the model returns, got 1"),
     "lazy": (lambda: df.adapt(nn.Sequential(nn.LazyLinear(3))), r"adapt: model must be called once before"),
-    "two ways": (lambda: df.adapt(network())(images(), other=images()), r"called by place or by name, not both"),
+    "two ways": (
+        lambda: df.adapt(nn.DataParallel(network()))(images(), other=images()),
+        r"called by place or by name, not both, for this model, got \"1 arguments and \['other'\]\"",
+    ),
+    "twice": (
+        lambda: df.adapt(network())(images(), input=images()),
+        r"adapter must be called with every argument once, got \"\['input'\] by place too\"",
+    ),
     "uncopyable": (
         lambda: adapter("tent", uncopyable()).state,
         "must be one that copy.deepcopy can copy, got Seq",
@@ -428,3 +435,21 @@ def test_threads_that_adapt_take_turns() -> None:
         list(pool.map(lambda seed: adapted(images(4, seed)), range(30)))
     assert adapted.state.step == 15
     assert int(adapted.state_dict()["calls"]) == 30
+
+
+def test_arguments_by_place_and_by_name_are_those_of_the_model() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.head = nn.LayerNorm(4), nn.Linear(4, 3)
+
+        def forward(self, values: Tensor, scale: float = 1.0, mask: Tensor | None = None) -> Tensor:
+            normed = self.norm(values) * scale
+            return self.head(normed if mask is None else normed * mask)  # type: ignore[no-any-return]
+
+    torch.manual_seed(0)
+    model, values, mask = Masked().eval(), torch.randn(5, 4), torch.rand(5, 4)
+    expected = model(values, 2.0, mask=mask).detach().log_softmax(-1)
+    torch.testing.assert_close(df.adapt(model, "tent")(values, 2.0, mask=mask), expected)
+    with pytest.raises(TypeError, match="other"):  # as the model itself says
+        df.adapt(model, "tent")(values, other=mask)

@@ -72,14 +72,14 @@ def noisy_views(purpose: Purpose, copies: int) -> Callable[[Tensor, int], list[T
 
 
 def source() -> Case:
-    frozen = by_hand.flat(by_hand.norms(by_hand.by_batch(MODEL)))
+    frozen = min(MODEL.parameters(), key=Tensor.numel).detach().flatten()
     steps = [by_hand.Step(frozen, MODEL(batch).detach().softmax(1)) for batch in STREAM]
     return Case(adapter_of("source"), STREAM, steps, learns=False)
 
 
 def bn(statistics: Any = "batch") -> Case:
     model: nn.Module = by_hand.by_batch(MODEL)
-    frozen = by_hand.flat(by_hand.norms(model))
+    frozen = min(MODEL.parameters(), key=Tensor.numel).detach().flatten()
     if statistics == df.PseudoCount(16):
         model = by_hand.counted(MODEL)
     if statistics == df.Ema(0.1):
@@ -478,3 +478,21 @@ def test_low_rank_head_filter_is_the_full_one_where_the_rank_is_enough() -> None
 @pytest.mark.parametrize("module", ["adapter", "presets", "_api"])
 def test_a_module_can_be_imported_before_the_package_has_loaded(module: str) -> None:
     subprocess.run([sys.executable, "-c", f"import driftfilter.{module}"], check=True)
+
+
+@pytest.mark.parametrize("preset", ["source", "bn"])
+def test_presets_that_learn_nothing_need_no_norm_parameters(preset: str) -> None:
+    model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4, affine=False), nn.Linear(4, 3)).eval()
+    inputs = torch.randn(8, 6)
+    expected = model.train(preset == "bn")(inputs).detach().log_softmax(-1)
+    torch.testing.assert_close(df.adapt(model, preset)(inputs), expected)
+    assert df.adapt(nn.Linear(6, 3), preset)(inputs).shape == (8, 3)
+
+
+def test_sar_freezes_the_authors_layers_under_any_prefix() -> None:
+    model = nn.Sequential()
+    model.add_module("layer3", nn.LayerNorm(4))
+    model.add_module("layer4", nn.LayerNorm(4))
+    for wrapped in (model, nn.Sequential(model)):
+        chosen = df.select(wrapped, df.presets.get("sar").parameters)
+        assert all("layer3" in name for name in chosen)

@@ -433,3 +433,23 @@ def test_marginal_over_the_adapted_subset_is_the_block_of_the_covariance(structu
         close(marginal.covariance.dense(), conditional)  # blocks are independent of each other
     with pytest.raises(ValueError, match="marginal_source: network must be with parameters of wide"):
         df.marginal_source(narrow, wide, marginal)
+
+
+def test_batches_by_name_and_batches_of_one() -> None:
+    class Named(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.head = torch.nn.LayerNorm(4), torch.nn.Linear(4, 3)
+
+        def forward(self, values: Tensor) -> Tensor:
+            return self.head(self.norm(values))  # type: ignore[no-any-return]
+
+    torch.manual_seed(0)
+    network, values, labels = df.Network(Named().double()), torch.randn(6, 4, dtype=torch.float64), torch.arange(6) % 3
+    laplace = df.Laplace(curvature=df.EmpiricalFisher(centered=False), scale="mean")
+    expected = laplace(network, network.mean(), df.SourceData(values, labels)).covariance.variance()
+    named = df.SourceData([({"values": half}, own) for half, own in zip(values.split(3), labels.split(3), strict=True)])
+    torch.testing.assert_close(laplace(network, network.mean(), named).covariance.variance(), expected)
+    loader = [[half] for half in values.split(3)]  # as a data loader without labels gives
+    fisher = df.Laplace()(network, network.mean(), df.SourceData(values)).covariance.variance()
+    torch.testing.assert_close(df.Laplace()(network, network.mean(), df.SourceData(loader)).covariance.variance(), fisher)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 import driftfilter as df
 
@@ -200,20 +201,52 @@ def test_the_statistics_of_the_module_are_left_as_they_were(statistics: Any) -> 
     assert all(type(layer).__module__.startswith("torch") for layer in model)
 
 
-def test_a_batch_norm_with_a_forward_of_its_own() -> None:
-    class Activated(nn.BatchNorm1d):
-        def forward(self, inputs: Tensor) -> Tensor:
-            return super().forward(inputs).relu()
+class Activated(nn.BatchNorm1d):
+    """As timm's BatchNormAct2d: what torch's forward does, and an activation."""
 
-    model, inputs = trained(Activated(3), nn.Linear(3, 2)), torch.randn(4, 3, dtype=torch.float64)
-    source = df.Network(model, statistics="source")
+    def forward(self, inputs: Tensor) -> Tensor:
+        own = self.training or self.running_mean is None
+        moments = (None, None) if own else (self.running_mean, self.running_var)
+        return functional.batch_norm(inputs, *moments, self.weight, self.bias, own, 0.1, self.eps).relu()
+
+
+class Inherited(nn.BatchNorm1d):
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(inputs).relu()
+
+
+@pytest.mark.parametrize("layer", [Activated, Inherited])
+@kinds
+def test_a_batch_norm_with_a_forward_of_its_own(layer: Callable[[int], nn.Module], statistics: Any) -> None:
+    model, inputs = trained(layer(3), nn.Linear(3, 2)), torch.randn(4, 3, dtype=torch.float64)
+    plain = nn.Sequential(nn.BatchNorm1d(3), nn.ReLU(), nn.Linear(3, 2)).double()
+    plain.load_state_dict({name.replace("1.", "2.", 1): tensor for name, tensor in model.state_dict().items()})
+    own, other = df.Network(model, statistics=statistics), df.Network(plain, statistics=statistics)
+    for batch in (inputs, inputs[:1]):
+        (logits, pullback), (expected, expected_pullback) = (each.pullback(own.mean(), batch) for each in (own, other))
+        torch.testing.assert_close(logits, expected)
+        cotangents = torch.randn_like(logits)
+        torch.testing.assert_close(pullback(cotangents), expected_pullback(cotangents))
+        torch.testing.assert_close(pullback.memory, expected_pullback.memory)
+    tangents = torch.randn(2, own.mean().numel(), dtype=torch.float64)
+    pushed = own.pushforward(own.mean(), inputs, tangents)
+    torch.testing.assert_close(pushed, other.pushforward(own.mean(), inputs, tangents))
+    assert model[0].running_mean is not None  # the user's layer is as it was
+    assert "inner" not in dict(model[0].named_modules())
+
+
+def test_a_batch_norm_that_normalises_by_hand_has_a_total_but_neither_rows_nor_a_blend() -> None:
+    class ByHand(nn.BatchNorm1d):
+        def forward(self, inputs: Tensor) -> Tensor:
+            variance, mean = torch.var_mean(inputs, 0, correction=0)
+            return (inputs - mean) * (variance + self.eps).rsqrt() * self.weight + self.bias
+
+    model, inputs = trained(ByHand(3), nn.Linear(3, 2)), torch.randn(4, 3, dtype=torch.float64)
     batch = df.Network(model)
-    torch.testing.assert_close(source(source.mean(), inputs), model.eval()(inputs))
-    torch.testing.assert_close(batch(batch.mean(), inputs), copy.deepcopy(model).train()(inputs))
     logits, pullback = batch.pullback(batch.mean(), inputs)
     with pytest.raises(ValueError, match=r"couple .* got \"parameters \['0.weight', '0.bias'\]\""):
         pullback(torch.ones_like(logits))
-    with pytest.raises(ValueError, match="statistics must be 'batch' or 'source' for 0, a Activated"):
+    with pytest.raises(ValueError, match="statistics must be 'batch' or 'source' for 0, a ByHand"):
         df.Network(model, statistics=df.Ema()).pullback(batch.mean(), inputs)
 
 

@@ -28,7 +28,7 @@ from driftfilter.lowrank import LowRank
 from driftfilter.network import Network
 from driftfilter.noise import Discount, FullNoise, Isotropic, NoiseModel, NoNoise, Reset, Restore, Stationary
 from driftfilter.observation import Gibbs, Teacher
-from driftfilter.parameters import AllParameters, ByName, Head, NormAffine, Selection, select
+from driftfilter.parameters import AllParameters, ByName, Head, NormAffine, Selection, Smallest, select
 from driftfilter.prediction import (
     MAP,
     FromTeacher,
@@ -141,6 +141,7 @@ __all__ = [
     "RestoreRandomly",
     "Seasonal",
     "Selection",
+    "Smallest",
     "SoftLikelihoodRatio",
     "Source",
     "SourceData",

@@ -7,6 +7,7 @@ state, a value that is replaced whole at the end of a step, so that predictions 
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -150,7 +151,7 @@ class Adapter(nn.Module):
     @_apart
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Adapt to a batch and predict it: log-probabilities [n, k], which are valid logits too."""
-        inputs = checked(_as_inputs(args, kwargs))
+        inputs = checked(_as_inputs(self._model[0], args, kwargs))
         outputs = []
         with self._lock:
             now = self._ready(inputs)
@@ -163,14 +164,14 @@ class Adapter(nn.Module):
     @_apart
     def predict(self, *args: Any, **kwargs: Any) -> Prediction:
         """Predict a batch with the belief as it stands; changes nothing, and may run while another thread updates."""
-        inputs = checked(_as_inputs(args, kwargs))
+        inputs = checked(_as_inputs(self._model[0], args, kwargs))
         now = self._ready(inputs)
         return _together([self._predicted(now, piece) for piece in self._pieces(inputs)])
 
     @_apart
     def update(self, *args: Any, **kwargs: Any) -> StepInfo:
         """Adapt to a batch now, without predicting it; of a batch cut into pieces, the last one's info."""
-        inputs = checked(_as_inputs(args, kwargs))
+        inputs = checked(_as_inputs(self._model[0], args, kwargs))
         with self._lock:
             now = self._ready(inputs)
             for piece in self._pieces(inputs):
@@ -368,12 +369,18 @@ def _memory_of(recipe: Recipe) -> str:
     return kinds(replace(recipe, prediction=MAP(), predict_from="posterior"))
 
 
-def _as_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
-    """What the model is to be called with, from what the adapter was called with."""
-    require(
-        not (args and kwargs), "adapter", f"{len(args)} arguments and {list(kwargs)}", "called by place or by name, not both"
-    )
-    return kwargs or (args[0] if len(args) == 1 else args)
+def _as_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
+    """What the model is to be called with, from what the adapter was called with: by place, or all by name."""
+    if not args or not kwargs:
+        return kwargs or (args[0] if len(args) == 1 else args)
+    taken = list(inspect.signature(model.forward).parameters.values())[: len(args)]
+    named = len(taken) == len(args) and all(parameter.kind is parameter.POSITIONAL_OR_KEYWORD for parameter in taken)
+    got, allowed = f"{len(args)} arguments and {list(kwargs)}", "called by place or by name, not both, for this model"
+    require(named, "adapter", got, allowed)
+    placed = {parameter.name: value for parameter, value in zip(taken, args, strict=True)}
+    twice = sorted(set(placed) & set(kwargs))
+    require(not twice, "adapter", f"{twice} by place too", "called with every argument once")
+    return {**placed, **kwargs}
 
 
 def _as_source_data(data: SourceData | Tensor | tuple[Tensor, Tensor] | None) -> SourceData | None:

@@ -79,6 +79,12 @@ def samples(inputs: Inputs, start: int, stop: int) -> Inputs:
     return each(inputs, lambda part: part[start:stop] if _counts(part, n) else part)
 
 
+def sample(inputs: Inputs, index: Tensor) -> Inputs:
+    """One sample of a batch as a batch, its index [1] given; what does not go sample by sample stays whole."""
+    n = batch_size(inputs)
+    return each(inputs, lambda part: part.index_select(0, index) if _counts(part, n) else part)
+
+
 def split(inputs: Inputs, size: int) -> list[Inputs]:
     """A batch cut into batches of this size, the last one shorter."""
     return [samples(inputs, start, start + size) for start in range(0, batch_size(inputs), size)]
@@ -88,9 +94,10 @@ def each(inputs: Inputs, change: Callable[[Tensor], Tensor]) -> Inputs:
     """The inputs with every tensor changed; what is not a tensor stays."""
     if isinstance(inputs, Tensor):
         return change(inputs)
+    args, kwargs = arguments(inputs)
     if isinstance(inputs, Mapping):
-        return {name: change(part) if isinstance(part, Tensor) else part for name, part in inputs.items()}
-    return tuple(change(part) if isinstance(part, Tensor) else part for part in inputs)
+        return {name: change(part) if isinstance(part, Tensor) else part for name, part in kwargs.items()}
+    return tuple(change(part) if isinstance(part, Tensor) else part for part in args)
 
 
 def arguments(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -6,8 +6,11 @@ statistics the samples of a batch are coupled: row i is then the part of the bat
 i's own use of a parameter (rows still sum to the exact batch gradient). Parameters of layers without a rule for rows get
 theirs from a forward pass for each sample, which needs samples that are not coupled.
 
-The first dimension of what a layer sees must be that of the samples, or a multiple of it with those of a sample together;
-layers beside a recurrent or attention layer that is not ``batch_first`` are taken to see sequences first.
+Rows suppose that a parameter is used by its layer only, and that the first dimension of what a layer sees is that of the
+samples, or a multiple of it with those of a sample together. The first backward pass proves it (proof.py); where it does
+not hold, as in a head tied to an embedding by a functional call or a layer that sees tokens first, rows come from a
+forward pass for each sample too. Layers beside a recurrent or attention layer that is not ``batch_first`` are taken to see
+sequences first.
 """
 
 from __future__ import annotations
@@ -25,13 +28,13 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from driftfilter.checks import require
-from driftfilter.inputs import arguments, picked, require_logits
+from driftfilter.inputs import Inputs, arguments, batch_size, each, picked, require_logits, sample
 from driftfilter.parameters import Chosen, NormAffine, Selection, select
+from driftfilter.proof import Pattern, pattern_of, some, tolerance_of, wrong_rows
 from driftfilter.rows import layer_rows, per_sample
 from driftfilter.statistics import Ema, Statistics, require_statistics
 from driftfilter.twins import Record, Twin, as_called, cast, dtype_of, require_values, twin
 
-Inputs: TypeAlias = Any  # a tensor [n, …], a tuple or list of arguments, or a mapping of keyword arguments
 Memory: TypeAlias = Mapping[str, Tensor]
 _LOCK = threading.Lock()
 STATISTICS = "network.statistics"  # in the memory: means, then variances, of every batch norm [2 · channels]
@@ -49,30 +52,23 @@ def _forward_mode() -> Iterator[None]:
             torch.backends.mha.set_fastpath_enabled(fused)
 
 
-def _each(inputs: Inputs, change: Callable[[Tensor], Tensor]) -> Inputs:
-    """The inputs with every tensor changed; what is not a tensor stays."""
-    args, kwargs = arguments(inputs)
-    changed = tuple(change(value) if isinstance(value, Tensor) and value.dim() > 0 else value for value in args)
-    named = {name: change(value) if isinstance(value, Tensor) and value.dim() > 0 else value for name, value in kwargs.items()}
-    return named if isinstance(inputs, Mapping) else changed[0] if isinstance(inputs, Tensor) else changed
-
-
-def _batch_size(inputs: Inputs) -> int:
-    args, kwargs = arguments(inputs)
-    sizes = [len(value) for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.dim() > 0]
-    require(len(sizes) > 0, "inputs", inputs, "or hold a tensor [n, ...]")
-    return sizes[0]
-
-
 @dataclass
 class _Graph:
     """A forward pass that can be differentiated once more."""
 
     logits: Tensor  # [n, k]
     leaves: dict[str, Tensor]  # pieces of θ
+    tensors: dict[str, Tensor]  # the module's, made of them
+    own: Twin
     records: list[Record]
-    names: Mapping[tuple[str, str], str]
     memory: Memory
+
+    def backward(self, cotangents: Tensor, retain: bool = False) -> dict[str, Tensor | None]:
+        """Gradients by piece; None where a piece was not used."""
+        leaves = list(self.leaves.values())
+        with self.own.holding(self.tensors):  # checkpointed segments run again
+            gradients = torch.autograd.grad(self.logits, leaves, cotangents, retain_graph=retain, allow_unused=True)
+        return dict(zip(self.leaves, gradients, strict=True))
 
 
 @final
@@ -157,14 +153,12 @@ class Network:
         named = zip(self.shapes.items(), pieces, strict=True)
         return {name: piece if len(shape) == 1 else piece.view(shape) for (name, shape), piece in named}
 
-    def _forward(self, own: Twin, pieces: dict[str, Tensor], inputs: Inputs) -> Tensor:
-        dtype = next(iter(pieces.values())).dtype
-        tensors = self.chosen.replacements(pieces)
+    def _forward(self, own: Twin, tensors: dict[str, Tensor], inputs: Inputs, dtype: torch.dtype) -> Tensor:
         own.carry(self._carried)
         with as_called(), own.holding(tensors) as module:
-            args, kwargs = arguments(_each(inputs, lambda tensor: cast(tensor, self._dtype)))
+            args, kwargs = arguments(each(inputs, lambda tensor: cast(tensor, self._dtype)))
             logits = self.output(module(*args, **kwargs))
-        self._require_logits(logits, _batch_size(inputs))
+        self._require_logits(logits, batch_size(inputs))
         return logits.to(dtype)
 
     def _require_logits(self, logits: Any, samples: int) -> None:
@@ -178,19 +172,20 @@ class Network:
         return {STATISTICS: own.carried()} if isinstance(self.statistics, Ema) and own.blending else {}
 
     def __call__(self, theta: Tensor, inputs: Inputs) -> Tensor:
-        return self._forward(self._own(), self._pieces(theta), inputs)
+        return self._forward(self._own(), self.chosen.replacements(self._pieces(theta)), inputs, theta.dtype)
 
     def _graph(self, theta: Tensor, inputs: Inputs) -> _Graph:
         own = self._own()
         records: list[Record] = []
         with torch.enable_grad():
             leaves = {name: piece.requires_grad_() for name, piece in self._pieces(theta.detach()).items()}
+            tensors = self.chosen.replacements(leaves)
             own.records = records
             try:
-                logits = self._forward(own, leaves, inputs)
+                logits = self._forward(own, tensors, inputs, theta.dtype)
             finally:
                 own.records = None
-        return _Graph(logits, leaves, records, own.names, self._memory(own))
+        return _Graph(logits, leaves, tensors, own, records, self._memory(own))
 
     def pullback(self, theta: Tensor, inputs: Inputs) -> tuple[Tensor, NetworkPullback]:
         graph = self._graph(theta, inputs)
@@ -204,23 +199,35 @@ class Network:
         with _forward_mode():
             return torch.stack([along(tangent) for tangent in tangents])
 
-    def sample_rows(self, theta: Tensor, inputs: Inputs, cotangents: Tensor, names: list[str]) -> Tensor:
+    @property
+    def proofs(self) -> dict[Pattern, list[str]]:
+        """What is known about rows, by how a batch went through the layers: the pieces whose rows would be wrong."""
+        known: dict[Pattern, list[str]] = self._local.__dict__.setdefault("proofs", {})
+        return known
+
+    def couples(self, theta: Tensor, inputs: Inputs, logits: Tensor) -> bool:
+        """Whether the samples of a batch with these logits are coupled, by batch statistics or in a way of the module's own."""
+        if self._own().coupled or len(logits) == 1:
+            return self._own().coupled
+        first = torch.zeros(1, dtype=torch.long, device=logits.device)
+        apart = (self(theta, sample(inputs, first)) - logits[:1]).abs().max()
+        return bool(apart > tolerance_of(self._dtype, logits.device) * (1e-6 + logits.abs().max()))
+
+    def sample_rows(self, theta: Tensor, inputs: Inputs, logits: Tensor, cotangents: Tensor, names: list[str]) -> Tensor:
         """Rows [n, d] of any parameters, by a forward pass for each sample: for the parameters named, which have no rule."""
         require(
-            not self._own().coupled,
+            not self.couples(theta, inputs, logits),
             "Network: selection",
             f"parameters {names}",
-            "parameters of normalisation, linear, convolution and embedding layers where batch statistics couple the samples;"
-            " use statistics='source', or an inference without per-sample gradients such as GradientStep",
+            "parameters of normalisation, linear, convolution and embedding layers (with torch's own forward), and used by"
+            " these alone, where batch statistics or the module itself couple the samples; use statistics='source', or an"
+            " inference without per-sample gradients such as GradientStep",
         )
 
-        samples = len(cotangents)
-
         def energy(point: Tensor, index: Tensor, cotangent: Tensor) -> Tensor:
-            one = _each(inputs, lambda value: value.index_select(0, index.view(1)) if len(value) == samples else value)
-            return (self(point, one) * cotangent).sum()
+            return (self(point, sample(inputs, index.view(1))) * cotangent).sum()
 
-        gradient, indices = torch.func.grad(energy), torch.arange(samples, device=cotangents.device)
+        gradient, indices = torch.func.grad(energy), torch.arange(len(cotangents), device=cotangents.device)
         try:
             with warnings.catch_warnings():  # of layers that torch can only map one sample at a time
                 warnings.simplefilter("ignore")
@@ -247,34 +254,42 @@ class NetworkPullback:
     def total(self, cotangents: Tensor) -> Tensor:
         graph = self._take()
         graph.records.clear()  # or they would hold the layers' inputs beyond their turn
-        leaves = list(graph.leaves.values())
-        gradients = torch.autograd.grad(graph.logits, leaves, cotangents, allow_unused=True)
-        pairs = zip(gradients, leaves, strict=True)
+        gradients = graph.backward(cotangents)
+        pairs = [(gradients[name], leaf) for name, leaf in graph.leaves.items()]
         return torch.cat([(torch.zeros_like(leaf) if grad is None else grad).flatten() for grad, leaf in pairs])
 
     def __call__(self, cotangents: Tensor) -> Tensor:
         graph = self._take()
         flat = cotangents.reshape(-1, *cotangents.shape[-2:])
-        rows = [self._rows(graph, each, retain=position + 1 < len(flat)) for position, each in enumerate(flat)]
+        pattern = (self._network.output, *pattern_of(graph.records, len(graph.logits)))
+        if pattern not in self._network.proofs and len(graph.logits) > 1 and not graph.own.coupled:
+            self._prove(graph, flat, pattern)
+        rows = [self._rows(graph, each, pattern, retain=position + 1 < len(flat)) for position, each in enumerate(flat)]
         stacked = torch.stack(rows) if len(rows) > 1 else rows[0]
         return stacked.reshape(*cotangents.shape[:-1], -1)
 
-    def _rows(self, graph: _Graph, cotangents: Tensor, retain: bool) -> Tensor:
-        rows: dict[str, Tensor] = {}
-        lost: set[str] = set()  # used where no sample can be told from another
-        handles = [record.node.register_prehook(self._collector(graph, record, rows, lost, retain)) for record in graph.records]
-        try:
-            gradients = torch.autograd.grad(
-                graph.logits, list(graph.leaves.values()), cotangents, retain_graph=retain, allow_unused=True
-            )
-        finally:
-            for handle in handles:
-                handle.remove()
-        used = {name for name, gradient in zip(graph.leaves, gradients, strict=True) if gradient is not None}
-        without = [name for name in graph.leaves if name in used and (name not in rows or name in lost)]
-        if without:
-            return self._network.sample_rows(self._theta, self._inputs, cotangents, without)
-        n = len(cotangents)
+    def _prove(self, graph: _Graph, flat: Tensor, pattern: Pattern) -> None:
+        """Ask about some samples only: they must get all of the gradient, and others none of it."""
+        cotangents, asked = some(flat)
+        if not cotangents.any():  # would prove nothing
+            return
+        rows, gradients, without = self._sweep(graph, cotangents, retain=True)
+        tolerance = tolerance_of(self._network._dtype, flat.device)
+        astray = wrong_rows(rows, gradients, tolerance, asked)
+        if astray and self._network.couples(self._theta, self._inputs, graph.logits.detach()):
+            astray = wrong_rows(rows, gradients, tolerance)
+        self._network.proofs[pattern] = [*without, *astray]
+
+    def _rows(self, graph: _Graph, cotangents: Tensor, pattern: Pattern, retain: bool) -> Tensor:
+        proofs, n = self._network.proofs, len(cotangents)
+        wrong = proofs.get(pattern)
+        if not wrong:
+            rows, gradients, wrong = self._sweep(graph, cotangents, retain)
+            if pattern not in proofs and cotangents.any():
+                wrong += wrong_rows(rows, gradients, tolerance_of(self._network._dtype, cotangents.device))
+                proofs[pattern] = wrong
+        if wrong:
+            return self._network.sample_rows(self._theta, self._inputs, graph.logits.detach(), cotangents, wrong)
         return torch.cat(
             [
                 rows[name].reshape(n, -1) if name in rows else leaf.new_zeros(n, leaf.numel())
@@ -282,6 +297,21 @@ class NetworkPullback:
             ],
             1,
         )
+
+    def _sweep(
+        self, graph: _Graph, cotangents: Tensor, retain: bool
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor | None], list[str]]:
+        """Rows by piece, the whole gradients that the same backward pass gives, and pieces that have these but no rows."""
+        rows: dict[str, Tensor] = {}
+        lost: set[str] = set()  # used where no sample can be told from another
+        handles = [record.node.register_prehook(self._collector(graph, record, rows, lost, retain)) for record in graph.records]
+        try:
+            gradients = graph.backward(cotangents, retain)
+        finally:
+            for handle in handles:
+                handle.remove()
+        used = [name for name, gradient in gradients.items() if gradient is not None]
+        return rows, gradients, [name for name in used if name not in rows or name in lost]
 
     def _collector(
         self, graph: _Graph, record: Record, rows: dict[str, Tensor], lost: set[str], retain: bool
@@ -297,7 +327,7 @@ class NetworkPullback:
             with torch.autocast(flow.device.type, enabled=False):
                 call, flow = call.cast(dtype), flow.to(dtype)
                 for own, work in layer_rows(call, flow).items():
-                    target = graph.names.get((record.owner, own))
+                    target = graph.own.names.get((record.owner, own))
                     if target is None:
                         continue
                     if len(flow) % samples or (record.sequence_first and flow.dim() > 2):

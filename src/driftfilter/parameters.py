@@ -158,6 +158,16 @@ class ByName:
         return [name for name in names if matches(name, self.patterns)]
 
 
+@final
+@dataclass(frozen=True)
+class Smallest:
+    """The smallest parameter of the network, in the place of none: for recipes that learn nothing, on any network."""
+
+    def __call__(self, model: nn.Module) -> list[str]:
+        known = {name: parameter for name, parameter in model.named_parameters() if parameter.is_floating_point()}
+        return [min(known, key=lambda name: known[name].numel())] if known else []
+
+
 def select(model: nn.Module, selection: Selection) -> Chosen:
     """The selected parameters by name; selecting nothing is an error that lists what could be selected.
 

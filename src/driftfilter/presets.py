@@ -31,7 +31,7 @@ from driftfilter.losses import (
 )
 from driftfilter.noise import Isotropic, Reset, Stationary
 from driftfilter.observation import Gibbs, Teacher
-from driftfilter.parameters import AllParameters, Head, NormAffine
+from driftfilter.parameters import AllParameters, Head, NormAffine, Smallest
 from driftfilter.prediction import FromTeacher, LinearizedGaussian, MonteCarlo, PriorCorrection
 from driftfilter.prototypes import Mixture, Prototypes, Supports
 from driftfilter.recipe import Recipe
@@ -49,7 +49,7 @@ def _descent(loss: Loss, lr: float, **others: Any) -> Recipe:
 
 def source() -> Recipe:
     """The model as it was trained, because nothing is learned and batch normalisation keeps the source's statistics."""
-    return Recipe(statistics="source", inference=Frozen(), predict_from="prior")
+    return Recipe(Smallest(), statistics="source", inference=Frozen(), predict_from="prior")
 
 
 def bn(statistics: Statistics = "batch") -> Recipe:
@@ -58,7 +58,7 @@ def bn(statistics: Statistics = "batch") -> Recipe:
     ``PseudoCount(16)`` is Schneider et al.'s blend with the source (with the mixture's variance term, which most code
     omits), ``Ema(0.1)`` running statistics.
     """
-    return Recipe(statistics=statistics, inference=Frozen(), predict_from="prior")
+    return Recipe(Smallest(), statistics=statistics, inference=Frozen(), predict_from="prior")
 
 
 def tent(lr: float = 1e-3) -> Recipe:
@@ -205,7 +205,7 @@ def bacs(lr: float = 1e-3, strength: float = 1e-4, samples: int = 10, precision:
     return _descent(Entropy(), lr, source=posterior, inference=anchored, prediction=MonteCarlo(samples))
 
 
-_SAR_FROZEN = ("layer4*", "blocks.9*", "blocks.10*", "blocks.11*", "norm")
+_SAR_FROZEN = ("*layer4*", "*blocks.9*", "*blocks.10*", "*blocks.11*", "norm")  # anywhere in a name, as theirs
 
 
 def sar(

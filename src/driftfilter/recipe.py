@@ -152,6 +152,7 @@ VARIANTS: dict[str, dict[str, type[Any]]] = {
         "Head": parameters.Head,
         "AllParameters": parameters.AllParameters,
         "ByName": parameters.ByName,
+        "Smallest": parameters.Smallest,
         "LoRA": lora.LoRA,
         "Prototypes": prototypes.Prototypes,
     },

@@ -14,7 +14,6 @@ from driftfilter.belief import Belief
 from driftfilter.checks import (
     require,
     require_count,
-    require_finite,
     require_number,
     require_role,
     require_shape,
@@ -23,6 +22,7 @@ from driftfilter.checks import (
 from driftfilter.covariance import Blocks, Covariance, Diagonal, Full
 from driftfilter.curvature import Curvature, GaussNewton, Hessian, LogitMetric
 from driftfilter.evidence import marginal_precision, reweighted
+from driftfilter.inputs import Inputs, batch_size, checked, each
 from driftfilter.kronecker import Kronecker
 from driftfilter.losses import PseudoLabel
 from driftfilter.lowrank import LowRank
@@ -41,15 +41,16 @@ Labeling: TypeAlias = Callable[[Tensor], Tensor]  # logits [n, k] -> class indic
 class SourceData:
     """Source samples in batches, with class indices or without.
 
-    ``inputs``: one tensor [N, ...], cut into batches of ``batch_size`` with its ``labels`` [N]; or batches [n, ...] or pairs of
-    inputs and labels, such as a data loader gives, one after the other.
+    ``inputs``: one tensor [N, ...], cut into batches of ``batch_size`` with its ``labels`` [N]; or batches one after the other,
+    such as a data loader gives: a tensor [n, ...], a mapping of what the model takes by name, or a pair of one and its labels.
+    They are read again where the model has changed: give a list or a loader, not an iterator.
 
     >>> import torch
     >>> [len(inputs) for inputs, _ in SourceData(torch.zeros(5, 3), batch_size=2)]
     [2, 2, 1]
     """
 
-    inputs: Tensor | Iterable[Tensor | tuple[Tensor, Tensor]]
+    inputs: Tensor | Iterable[Inputs | tuple[Inputs, Tensor]]
     labels: Tensor | None = None
     batch_size: int = 64
 
@@ -64,17 +65,17 @@ class SourceData:
             )
             require_shape("SourceData.labels", self.labels, f"[{len(self.inputs)}]", len(self.inputs))  # type: ignore[arg-type]
 
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor | None]]:
+    def __iter__(self) -> Iterator[tuple[Inputs, Tensor | None]]:
         if isinstance(self.inputs, Tensor):
             pieces = self.inputs.split(self.batch_size)
             labels = [None] * len(pieces) if self.labels is None else self.labels.split(self.batch_size)
             yield from zip(pieces, labels, strict=True)
             return
         for batch in self.inputs:
-            pair = (batch, None) if isinstance(batch, Tensor) else batch
-            paired = isinstance(pair, (tuple, list)) and len(pair) == 2
+            pair = (batch, None) if isinstance(batch, (Tensor, Mapping)) else batch
+            paired = isinstance(pair, (tuple, list)) and len(pair) in (1, 2)  # a loader without labels gives lists of one
             require(paired, "SourceData.inputs", type(batch).__name__, "batches [n, ...] or pairs of inputs and labels")
-            yield pair[0], pair[1]
+            yield pair[0], pair[1] if len(pair) == 2 else None
 
 
 @runtime_checkable
@@ -197,7 +198,7 @@ class Laplace:
             labeling = self._labeling(labels, Randomness(self.seed, step, mean.device))
             for rows in self._rows(_labeled(model, mean, inputs, labeling).evaluation, len(mean)):
                 covariance = covariance.condition(rows).truncate()
-            count += len(inputs) if self.per == "sample" else 1
+            count += batch_size(inputs) if self.per == "sample" else 1
         require(count > 0, "Laplace: data", "no batch", "one batch or more")
         weight = self._weight(count)
         precision = marginal_precision(covariance, start, mean, weight) if isinstance(self.precision, str) else start
@@ -272,25 +273,23 @@ def fit_laplace(
     )
 
 
-def _labeled(model: PredictiveModel, mean: Tensor, inputs: Tensor, labeling: Labeling) -> Energy:
+def _labeled(model: PredictiveModel, mean: Tensor, inputs: Inputs, labeling: Labeling) -> Energy:
     """The energy Σ_i -log p(y_i given x_i, θ) of samples whose labels are given, or follow from the logits at the mean."""
-    sample = isinstance(inputs, Tensor) and inputs.dim() >= 1 and inputs.shape[0] >= 1
-    require(sample, "inputs", getattr(inputs, "shape", type(inputs).__name__), "a tensor [n, ...] with n >= 1")
-    require_finite("inputs", inputs)
-    inputs = inputs.to(mean.device)  # a data loader's are on the CPU
+    inputs = each(checked(inputs), lambda part: part.to(mean.device))  # a data loader's are on the CPU
+    samples = batch_size(inputs)
     pulled = pulled_back(model, mean, inputs)
     classes = pulled[0].shape[-1]
     labels = labeling(pulled[0])
     require(isinstance(labels, Tensor), "labels", type(labels).__name__, "a tensor of integers")
-    whole = labels.shape == inputs.shape[:1] and not labels.is_floating_point()
-    require(whole, "labels", f"{labels.dtype} of shape {list(labels.shape)}", f"integers of shape [{len(inputs)}]")
+    whole = labels.shape == (samples,) and not labels.is_floating_point()
+    require(whole, "labels", f"{labels.dtype} of shape {list(labels.shape)}", f"integers of shape [{samples}]")
     inside = int(labels.min()) >= 0 and int(labels.max()) < classes
     require(inside, "labels", f"values from {int(labels.min())} to {int(labels.max())}", f"in [0, {classes - 1}]")
     targets = torch.nn.functional.one_hot(labels.long(), classes).to(mean)
-    ones = mean.new_ones(len(inputs))
-    samples = Samples(targets, ones, ones, len(inputs))
+    ones = mean.new_ones(samples)
+    fixed = Samples(targets, ones, ones, samples)
     loss = PseudoLabel()  # cross-entropy to the targets it is given
-    return Energy(Gibbs(loss), model, (inputs,), samples, mean, evaluate(loss, [pulled], samples))
+    return Energy(Gibbs(loss), model, (inputs,), fixed, mean, evaluate(loss, [pulled], fixed))
 
 
 def _exact(covariance: Covariance) -> Covariance:

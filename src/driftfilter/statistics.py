@@ -9,6 +9,7 @@ with the batch's variance v_b the biased one, by which torch normalises. Gradien
 
 from __future__ import annotations
 
+import inspect
 import math
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, final
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode
 
 from driftfilter.checks import require, require_number
 
@@ -127,16 +129,48 @@ def is_plain(module: nn.Module) -> bool:
 def prepare(module: nn.Module, statistics: Statistics) -> list[TwinBatchNorm]:
     """Turn the batch norms of a twin, in place, into ones that use these statistics; those that change are listed."""
     found = []
-    for name, layer in module.named_modules():
+    for name, layer in list(module.named_modules()):
         if not isinstance(layer, _BatchNorm) or (statistics == "source" and layer.running_mean is not None):
             continue
-        if is_plain(layer):
-            found.append(_turned(layer, statistics))
-            continue
-        batch = statistics == "batch" or layer.running_mean is None
-        require(batch, "Network: statistics", statistics, f"'batch' or 'source' for {name}, a {type(layer).__name__}")
-        layer.track_running_stats, layer.running_mean, layer.running_var = False, None, None
+        found.append(_turned(layer if is_plain(layer) else _inside(layer, name, statistics), statistics))
     return found
+
+
+def _inside(layer: Any, name: str, statistics: Statistics) -> nn.Module:
+    """The normalisation inside a batch norm with a forward of its own (with an activation, say), as a layer within it."""
+    inner = nn.BatchNorm1d(layer.num_features, layer.eps)
+    inner._parameters.update({own: layer._parameters[own] for own in ("weight", "bias")})
+    inner._buffers.update(layer._buffers)
+    own, blending = layer.forward, not isinstance(statistics, str) and layer.running_mean is not None
+    layer.track_running_stats, layer.running_mean, layer.running_var = False, None, None  # should it normalise by itself
+    layer.inner = inner.eval()
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with _Redirected(layer) as redirected:
+            outputs = own(*args, **kwargs)
+        known = redirected.called or not blending
+        require(known, "Network: statistics", statistics, f"'batch' or 'source' for {name}, a {type(layer).__name__}")
+        return outputs
+
+    layer.forward = forward
+    return layer.inner  # type: ignore[no-any-return]
+
+
+class _Redirected(TorchFunctionMode):
+    """F.batch_norm with a layer's own scale and shift goes to the layer inside it."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.layer, self.called = layer, False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is functional.batch_norm:
+            given = inspect.signature(functional.batch_norm).bind(*args, **kwargs).arguments
+            if given.get("weight") is self.layer.weight and given.get("bias") is self.layer.bias:
+                self.called = True
+                return self.layer.inner(given["input"])
+        return func(*args, **kwargs)
 
 
 def _turned(layer: Any, statistics: Statistics) -> TwinBatchNorm:

@@ -89,6 +89,11 @@ def as_called() -> Iterator[None]:
         yield
 
 
+def under_autocast(kind: str) -> bool:
+    """Whether a call of the module on this kind of device would be under autocast."""
+    return torch.is_autocast_enabled(kind) or any(kind == found for found, _ in _AUTOCAST.get())
+
+
 def cast(inputs: Any, dtype: torch.dtype) -> Any:
     """Floating inputs in the dtype of a module; under autocast only float64, which autocast leaves alone."""
     if not isinstance(inputs, Tensor) or not inputs.is_floating_point():
