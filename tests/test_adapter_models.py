@@ -257,6 +257,7 @@ def test_nothing_learned_is_the_model_in_evaluation_mode(case: str, recipe: str 
 @models
 @pytest.mark.parametrize("preset", ["opgd", "head_ekf", "stad_vmf"])
 @pytest.mark.filterwarnings("ignore::driftfilter.NoInformationWarning")  # of one image
+@pytest.mark.filterwarnings("ignore:centered prototypes")
 def test_filters_with_a_covariance_run_and_replay(case: str, preset: str) -> None:
     runs = []
     for _ in range(2):
