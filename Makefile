@@ -17,7 +17,7 @@ demo: setup
 	$(BIN)/driftfilter demo
 
 test: setup
-	$(BIN)/python -m pytest -n 2 --quiet
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --quiet  # one thread for each of two workers
 
 lint: setup
 	$(BIN)/ruff check .
