@@ -47,6 +47,8 @@ def save(figure: Figure, stem: Path) -> None:
     """Write stem.png and stem.svg."""
     stem.parent.mkdir(parents=True, exist_ok=True)
     with mpl.rc_context(STYLE):
+        figure.draw_without_rendering()
+        figure.set_layout_engine("none")  # laid out once, not for every file
         figure.savefig(stem.with_suffix(".png"), dpi=160)
         figure.savefig(stem.with_suffix(".svg"), dpi=160, metadata={"Date": None})
 
@@ -126,6 +128,8 @@ def draw_boundaries(example: Example, problem: Problem, beliefs: Sequence[df.Bel
             picture = _draw_map(bottom, example, metrics.entropy(logp)[:, None], **limits)
             _draw_boundary(bottom, example, logp, "-")
             _draw_samples(bottom, problem, position, "white")
+        lines = [Line2D([], [], color="black", linestyle=style, linewidth=1) for style in ("-", "--")]
+        axes[0, -1].legend(lines, ["filter", "source"], loc="lower right", fontsize=6, frameon=True, framealpha=0.8)
         axes[0, 0].set_ylabel("class probability")
         axes[1, 0].set_ylabel("predictive entropy")
         bar = figure.colorbar(picture, ax=axes.ravel().tolist(), shrink=0.48, pad=0.01, aspect=16, anchor=(0.0, 0.0))

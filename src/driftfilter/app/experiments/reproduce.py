@@ -25,7 +25,6 @@ from driftfilter.app.experiments.trial import TIMES, Doubt, Example, Run, Scores
 
 STREAMS: dict[str, Example] = {"linear": Linear(), "moons": Moons(), "pinwheel": Pinwheel()}
 NAMES = ("dynamics", *STREAMS)
-FIRST_SEED = 1000  # nothing was chosen on the seeds from here on; choices were made on seeds 0 to 9
 Progress: TypeAlias = Callable[[str, int, int], None]  # example, seeds done, seeds
 
 
@@ -193,7 +192,7 @@ def _mean_of(values: Sequence[Any]) -> torch.Tensor:
 
 
 def _table(rows: Sequence[Case], measured: Mapping[str, Any]) -> str:
-    heads = "".join(f"{head:>15}" for head in ("stream acc.", "end acc.", "NLL", "ECE"))
+    heads = "".join(f"{head:>16}" for head in ("stream acc.", "end acc.", "NLL", "ECE"))
     lines = [f"{'':<20}{heads}{'least share':>13}{'collapsed':>11}{'alarms':>8}{'ms/step':>9}"]
     results, seconds = measured["cases"], measured["seconds"]
     lines += [f"{case.name:<20}" + _cells(results[case.name], seconds[case.name] / case.example.steps) for case in rows]
@@ -222,7 +221,7 @@ def _cells(measured: Mapping[str, Any], seconds: float) -> str:
         return note
     values = {field: torch.tensor(numbers, dtype=torch.float64) for field, numbers in measured["scores"].items()}
     shown = [values[field] for field in ("accuracy", "end_accuracy", "nll", "ece")]
-    cells = "".join(f"{f'{v.mean():.3f} ± {v.std(correction=0):.3f}':>15}" for v in shown)
+    cells = "".join(f"{f'{v.mean():.3f} ± {v.std(correction=0):.3f}':>16}" for v in shown)
     count, collapsed, alarms = len(values["accuracy"]), sum(measured["collapsed"]), sum(measured["alarmed"])
     cells += f"{values['least_share'].mean():>13.2f}{collapsed:>8}/{count:<2}{alarms:>5}/{count:<2}"
     return cells + f"{1000 * seconds:>9.2f}" + note

@@ -85,7 +85,7 @@ class Scores(NamedTuple):
     end_accuracy: float  # of the last belief, on fresh samples from where the stream ended
     nll: float  # mean negative log-likelihood over the stream
     ece: float  # expected calibration error over the stream
-    least_share: float  # of a class among the predictions of the last fifth, times k
+    least_share: float  # of a class among the predictions of the last tenth, times k
     distance: float  # of the last mean from the source's, √(Δᵀ Σ₀⁻¹ Δ / d): source standard deviations
 
 
@@ -218,7 +218,7 @@ def _scored(problem: Problem, logp: Tensor, end: df.Prediction, beliefs: list[df
         metrics.accuracy(end.log_probabilities, problem.current[-1].labels),
         metrics.negative_log_likelihood(logp, labels),
         metrics.calibration_error(logp, labels),
-        metrics.least_share(logp[-(len(logp) // 5) :]),
+        metrics.least_share(logp[-(len(logp) // 10) :]),
         _distance(beliefs[0], beliefs[-1]),
     )
     pieces = zip(logp.tensor_split(WINDOWS), labels.tensor_split(WINDOWS), strict=True)
