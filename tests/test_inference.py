@@ -263,6 +263,22 @@ def test_bong_with_draws_approaches_quadrature(name: str, loss: Loss, function: 
     assert (infer(df.Linearized(df.Hessian()), p, loss).mean - exact[0]).abs().max() > 2e-3
 
 
+@LOSSES
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("curvature", [df.Hessian(), df.GaussNewton()], ids=repr)
+def test_draws_on_a_linear_model_are_those_of_a_plain_function(
+    curvature: Curvature, structure: str, loss: Loss, function: LossFunction
+) -> None:
+    """A model known to be linear averages metrics before it pulls back; a function takes every draw apart."""
+    p = PROBLEMS["3 classes"]
+    prior = df.Belief(p.mean, STRUCTURES[structure](p.matrix))
+    plain = lift(lambda theta, inputs: df.LinearHead(p.classes)(theta, inputs))
+    rule = df.Bong(curvature, samples=7)
+    apart, _ = rule(prior, energy(plain, loss, prior.mean, p.inputs), {}, RANDOMNESS)
+    together, _ = rule(prior, energy(df.LinearHead(p.classes), loss, prior.mean, p.inputs), {}, RANDOMNESS)
+    assert_belief(together, apart.mean, apart.covariance.dense(), atol=1e-12)
+
+
 def optimum(p: Problem, structure: str = "full") -> tuple[Tensor, Tensor]:
     """The Gaussian that minimises E_q[E] + KL(q ‖ prior) for pseudo-label cross-entropy: scipy on a grid of θ."""
     d = len(p.mean)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from driftfilter.app.experiments.linear import Linear, Scores, run_seeds
+from driftfilter.app.experiments.linear import Linear
+from driftfilter.app.experiments.trial import Scores, run_pairs
 
 
 @pytest.fixture(scope="module")
 def linear() -> tuple[torch.Tensor, torch.Tensor]:
-    frozen, adapted = run_seeds(Linear(), range(20))
+    frozen, adapted = run_pairs(Linear(), range(20))
     return torch.tensor(frozen), torch.tensor(adapted)
 
 
@@ -33,11 +34,11 @@ def test_linear_example_never_collapses(linear: tuple[torch.Tensor, torch.Tensor
 
 
 def test_the_control_without_drift_stays_at_the_source() -> None:
-    frozen, adapted = run_seeds(Linear(shift=0.0, steps=300), range(5))
+    frozen, adapted = run_pairs(Linear(shift=0.0, steps=300), range(5))
     assert column(torch.tensor(adapted), "accuracy").mean() >= column(torch.tensor(frozen), "accuracy").mean() - 0.005
 
 
 def test_a_run_is_determined_by_its_seed() -> None:
     example = Linear(steps=50, test_samples=100)
-    assert example.run(3) == example.run(3)
-    assert example.run(3) != example.run(4)
+    assert run_pairs(example, [3]) == run_pairs(example, [3])
+    assert run_pairs(example, [3]) != run_pairs(example, [4])

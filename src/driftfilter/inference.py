@@ -13,7 +13,7 @@ from driftfilter.belief import Belief
 from driftfilter.checks import require, require_count, require_finite, require_number, require_role, unchecked
 from driftfilter.covariance import antithetic, compacted, positive_root
 from driftfilter.curvature import Curvature, EmpiricalFisher, Hessian, LogitMetric, NoCurvature
-from driftfilter.observation import Energy
+from driftfilter.observation import Energy, Evaluation
 from driftfilter.predictive import logit_covariance
 from driftfilter.randomness import Purpose, Randomness
 from driftfilter.weighting import Memory
@@ -73,6 +73,12 @@ def _expected(
     if nodes:
         return _expected_by_quadrature(belief, energy, curvature, nodes)
     draws = antithetic(belief.covariance, samples, randomness.generator(Purpose.INFERENCE))
+    if energy.model.linear and isinstance(curvature, LogitMetric) and not energy.loss.is_coupled:
+        # The Jacobian is the same at every draw: average k×k metrics first, and one pullback serves them all.
+        center = energy.at(belief.mean)
+        moves = torch.stack([energy.model.pushforward(belief.mean, view, draws) for view in energy.views])  # [v, s, n, k]
+        weights = moves.new_full((samples,), 1 / samples)
+        return _expected_over(center.logits[:, None] + moves, weights, center, energy, curvature)
     pieces = [curvature(energy.at(belief.mean + draw)) for draw in draws]
     gradient = torch.stack([gradient for gradient, _ in pieces]).mean(0)
     return gradient, torch.cat([factor for _, factor in pieces]) / math.sqrt(samples)
@@ -91,7 +97,13 @@ def _expected_by_quadrature(belief: Belief, energy: Energy, curvature: Curvature
     center = energy.at(belief.mean)
     views = zip(center.logits, center.pullbacks, strict=True)
     covariance = torch.stack([logit_covariance(belief.covariance, f, pull) for f, pull in views])
-    logits, weights = _logit_cloud(center.logits, covariance, nodes)
+    return _expected_over(*_logit_cloud(center.logits, covariance, nodes), center, energy, curvature)
+
+
+def _expected_over(
+    logits: Tensor, weights: Tensor, center: Evaluation, energy: Energy, curvature: LogitMetric
+) -> tuple[Tensor, Tensor]:
+    """The same over logits [v, m, n, k] with weights [m], for a model whose Jacobian is that of the center everywhere."""
     expansion = energy.loss.expand(logits, energy.samples.targets, energy.samples.weights)
     evaluation = center._replace(expansion=expansion, logits=logits)
     cotangents = torch.einsum("m,vmnk->vnk", weights, evaluation.expansion.gradient)

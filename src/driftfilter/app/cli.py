@@ -8,6 +8,11 @@ import sys
 import textwrap
 import time
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+EXAMPLES = ("dynamics", "linear", "moons", "pinwheel")
+FIRST_SEED = 3000  # nothing was chosen on the seeds from here on
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -25,12 +30,23 @@ def _run(arguments: Sequence[str] | None) -> int:
     commands = parser.add_subparsers(dest="command", metavar="command")
     demo = commands.add_parser("demo", help="the paper's linear example: a drifting stream, frozen model against filter")
     demo.add_argument("--seeds", type=_count, default=20, metavar="N", help="number of seeds (default 20)")
+    again = commands.add_parser("reproduce", help="the paper's examples: figures, metrics.json and a table for each")
+    again.add_argument("example", choices=(*EXAMPLES, "all"), help="which example")
+    again.add_argument("--seeds", type=_count, default=20, metavar="N", help="number of seeds (default 20)")
+    again.add_argument("--first-seed", type=int, default=FIRST_SEED, metavar="S", help=f"the first of them ({FIRST_SEED})")
+    again.add_argument("--out", default="runs/reproduce", metavar="DIR", help="where to write (default runs/reproduce)")
+    again.add_argument(
+        "--workers", type=_count, default=os.cpu_count() or 1, metavar="N", help="processes (default: one a core)"
+    )
+    again.add_argument("--no-figures", action="store_true", help="numbers only, without matplotlib")
     commands.add_parser("list", help="every building block and preset, with one line each")
     parsed = parser.parse_args(arguments)
     if parsed.version:
         return _version()
     if parsed.command == "demo":
         return _demo(parsed.seeds)
+    if parsed.command == "reproduce":
+        return _reproduce(parsed)
     if parsed.command == "list":
         return _list()
     parser.print_help()
@@ -51,26 +67,45 @@ def _version() -> int:
 
 
 def _demo(seeds: int) -> int:
-    import torch
+    from driftfilter.app.experiments.linear import Linear
+    from driftfilter.app.experiments.trial import HEADER, run_pairs, summarize
 
-    from driftfilter.app.experiments.linear import HEADER, Linear, run_seeds, summarize
-
-    torch.set_num_threads(1)  # the matrices are 3 by 3
     example = Linear()
     print("2-D logistic regression; both classes drift diagonally by 3 while no label is ever seen")
     print(f"{example.source_samples} labeled source samples, {example.steps} single-sample steps, {seeds} seeds\n")
-
-    def progress(done: int) -> None:
-        if sys.stderr.isatty():
-            print(f"\r  seed {done}/{seeds}", end="" if done < seeds else "\r" + " " * 20 + "\r", file=sys.stderr, flush=True)
-
     start = time.perf_counter()
-    frozen, adapted = run_seeds(example, range(seeds), progress)
+    frozen, adapted = run_pairs(example, range(seeds), lambda done: _progress("linear", done, seeds))
     elapsed = time.perf_counter() - start
     print(HEADER)
     print(summarize("frozen source", frozen))
     print(summarize("driftfilter", adapted))
     print(f"\nmean ± sd over seeds; {seeds * example.steps} steps in {elapsed:.1f} s")
+    return 0
+
+
+def _progress(name: str, done: int, total: int) -> None:
+    """On a terminal one line that changes, elsewhere one line at the end."""
+    line = f"  {name}: seed {done}/{total}"
+    if sys.stderr.isatty():
+        print(f"\r{line:<40}", end="" if done < total else "\n", file=sys.stderr, flush=True)
+    elif done == total:
+        print(line, file=sys.stderr, flush=True)
+
+
+def _reproduce(parsed: argparse.Namespace) -> int:
+    if not parsed.no_figures and find_spec("matplotlib") is None:
+        print("figures need matplotlib: pip install 'driftfilter[report]', or give --no-figures", file=sys.stderr)
+        return 1
+    from driftfilter.app.experiments.reproduce import reproduce
+
+    names = EXAMPLES if parsed.example == "all" else (parsed.example,)
+    seeds = range(parsed.first_seed, parsed.first_seed + parsed.seeds)
+    out = Path(parsed.out)
+    start = time.perf_counter()
+    tables = reproduce(names, seeds, out, parsed.workers, _progress, figures=not parsed.no_figures)
+    for name, table in tables.items():
+        print(f"{name}\n\n{table}\n")
+    print(f"wrote {', '.join(str(out / name) for name in tables)} in {time.perf_counter() - start:.0f} s")
     return 0
 
 

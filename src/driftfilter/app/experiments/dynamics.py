@@ -1,0 +1,91 @@
+"""Prior dynamics of a regression line y = intercept + slope x without data: four transitions, paths and moments.
+
+The moments are those of the filter's own prior, step by step; the paths are drawn apart from them, and the largest
+disagreement between the two is part of the result.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, final
+
+import torch
+from torch import Tensor
+
+import driftfilter as df
+
+
+class Prior(NamedTuple):
+    """What a transition says about (intercept, slope) at every step, before any data."""
+
+    mean: Tensor  # [steps + 1, 2]
+    covariance: Tensor  # [steps + 1, 2, 2]
+    paths: Tensor  # [count, steps + 1, 2]
+
+    def disagreement(self) -> tuple[float, float]:
+        """Largest z-score of the paths' sample means, and of their sample variances, over all steps after the first."""
+        count = len(self.paths)
+        variance = self.covariance.diagonal(dim1=-2, dim2=-1)[1:]  # [steps, 2]
+        means = (self.paths.mean(0)[1:] - self.mean[1:]) / (variance / count).sqrt()
+        variances = (self.paths.var(0)[1:] / variance - 1) / (2 / (count - 1)) ** 0.5
+        return means.abs().max().item(), variances.abs().max().item()
+
+
+@final
+@dataclass(frozen=True)
+class Dynamics:
+    """The settings of the example."""
+
+    steps: int = 100
+    paths: int = 4000
+    intercept: float = 0.0
+    slope: float = 0.5
+    deviation: float = 0.02  # of each parameter at the start
+    noise: float = 0.03  # sd of the steps of the random walk and of mean reversion
+    velocity: float = 0.004  # sd of the trend's hidden velocity at the start
+    period: float = 32.0  # not a fraction of the times drawn, at which lines would be back where they began
+    amplitude: float = 0.25  # sd of the seasonal harmonics at the start
+    rho: float = 0.95
+
+    def belief(self) -> df.Belief:
+        """Where both parameters start."""
+        mean = torch.tensor([self.intercept, self.slope], dtype=torch.float64)
+        return df.Belief(mean, df.Full(self.deviation**2 * torch.eye(2, dtype=torch.float64)))
+
+    def transitions(self) -> dict[str, df.Transition]:
+        """The paper's four transitions."""
+        step = df.Isotropic(self.noise**2)
+        small = df.Isotropic((self.noise / 30) ** 2)
+        return {
+            "random walk": df.Transition(df.RandomWalk(), step),
+            "polynomial trend": df.Transition(df.LocalTrend(order=1, scale=self.velocity), small),
+            "seasonal": df.Transition(df.Seasonal(period=self.period, scale=self.amplitude), small),
+            "mean reversion": df.Transition(df.MeanReversion(self.rho), step),
+        }
+
+    def run(self, seed: int) -> dict[str, Prior]:
+        """Moments and paths under every transition."""
+        return {
+            name: _prior(transition, self.start(transition), self.steps, self.paths, seed)
+            for name, transition in self.transitions().items()
+        }
+
+    def start(self, transition: df.Transition) -> df.Belief:
+        """The states at the start; harmonics start in the phase in which a parameter is where it should be."""
+        source = transition.augment(self.belief())
+        if not isinstance(transition.dynamics, df.Seasonal):
+            return source
+        variance = source.covariance.variance().clone()
+        variance[2:4] = self.deviation**2  # states are level, a, b of both parameters, and a is what is read out
+        return df.Belief(source.mean, df.Full(torch.diag(variance)))
+
+
+def _prior(transition: df.Transition, source: df.Belief, steps: int, count: int, seed: int) -> Prior:
+    matrix = transition.read_out(2)
+    read = torch.eye(2, dtype=torch.float64) if matrix is None else matrix
+    bound, beliefs = transition.bind(source), [source]
+    for _ in range(steps):
+        beliefs.append(bound(beliefs[-1]))
+    mean = torch.stack([read @ state.mean for state in beliefs])
+    covariance = torch.stack([read @ state.covariance.dense() @ read.mT for state in beliefs])
+    return Prior(mean, covariance, transition.sample_states(source, steps, count, seed) @ read.mT)

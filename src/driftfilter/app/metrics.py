@@ -1,0 +1,65 @@
+"""What a run is judged by: accuracy, likelihood, calibration, collapse, and uncertainty near and far from the data."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from driftfilter.belief import Belief
+from driftfilter.inputs import Inputs
+from driftfilter.predictive import PredictiveModel
+
+BINS = 15
+
+
+def accuracy(log_probabilities: Tensor, labels: Tensor) -> float:
+    """Share of labels [n] that are the most likely class of log-probabilities [n, k]."""
+    return (log_probabilities.argmax(-1) == labels).double().mean().item()
+
+
+def negative_log_likelihood(log_probabilities: Tensor, labels: Tensor) -> float:
+    """-(1/n) Σ log p_i(y_i), for log-probabilities [n, k] and labels [n]."""
+    return -log_probabilities.gather(-1, labels[:, None]).mean().item()
+
+
+def calibration_error(log_probabilities: Tensor, labels: Tensor, bins: int = BINS) -> float:
+    """Expected calibration error Σ_b (n_b/n) |accuracy_b - confidence_b| of [n, k], over equal bins of the confidence."""
+    confidence, predicted = log_probabilities.exp().max(-1)
+    place = (confidence * bins).ceil().long().clamp(1, bins) - 1
+    gap = (predicted == labels).to(confidence) - confidence
+    return (confidence.new_zeros(bins).index_add(0, place, gap).abs().sum() / len(labels)).item()
+
+
+def least_share(log_probabilities: Tensor) -> float:
+    """k times the smallest share of a class among the predicted ones [n, k]: 1 is balanced, 0 a class that vanished."""
+    k = log_probabilities.shape[-1]
+    return k * torch.bincount(log_probabilities.argmax(-1), minlength=k).min().item() / len(log_probabilities)
+
+
+def entropy(log_probabilities: Tensor) -> Tensor:
+    """-Σ p log p [..., k] -> [...]."""
+    total: Tensor = torch.special.entr(log_probabilities.exp()).sum(-1)
+    return total
+
+
+class Uncertainty(NamedTuple):
+    """Of each input [n], in nats."""
+
+    predictive: Tensor  # H(E_q p), all of it
+    mutual: Tensor  # H(E_q p) - E_q H(p): the part that knowing θ would remove
+
+
+def uncertainty(model: PredictiveModel, belief: Belief, inputs: Inputs, draws: int = 200, seed: int = 0) -> Uncertainty:
+    """Predictive entropy and mutual information between label and θ, by draws of θ under q = belief."""
+    generator = torch.Generator(belief.mean.device).manual_seed(seed)
+    moves = belief.covariance.sample(draws, generator)
+    if model.linear:  # all draws in one product
+        logits = model(belief.mean, inputs) + model.pushforward(belief.mean, inputs, moves)
+    else:
+        logits = torch.stack([model(belief.mean + move, inputs) for move in moves])
+    logp = logits.log_softmax(-1)  # [s, n, k]
+    predictive = entropy(logp.logsumexp(0) - math.log(draws))
+    return Uncertainty(predictive, (predictive - entropy(logp).mean(0)).clamp_min(0))

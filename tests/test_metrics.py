@@ -1,0 +1,62 @@
+"""Metrics of the app against formulas written out by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import driftfilter as df
+from driftfilter.app import metrics
+
+LOGP = torch.tensor([[0.9, 0.1], [0.55, 0.45], [0.3, 0.7], [0.52, 0.48]], dtype=torch.float64).log()
+LABELS = torch.tensor([0, 1, 1, 0])
+
+
+def test_accuracy_and_likelihood() -> None:
+    assert metrics.accuracy(LOGP, LABELS) == 0.75
+    expected = -(math.log(0.9) + math.log(0.45) + math.log(0.7) + math.log(0.52)) / 4
+    assert metrics.negative_log_likelihood(LOGP, LABELS) == pytest.approx(expected, rel=1e-14)
+
+
+def test_calibration_error_pools_the_samples_of_a_bin() -> None:
+    # confidences 0.55 (wrong) and 0.52 (right) share the bin (0.5, 0.6] of ten; 0.9 and 0.7 stand alone
+    expected = (abs(1 - 0.9) + abs(1 - 0.55 - 0.52) + abs(1 - 0.7)) / 4
+    assert metrics.calibration_error(LOGP, LABELS, bins=10) == pytest.approx(expected, rel=1e-12)
+
+
+def test_calibrated_predictions_have_no_calibration_error() -> None:
+    logp = torch.tensor([[0.75, 0.25]] * 4, dtype=torch.float64).log()
+    assert metrics.calibration_error(logp, torch.tensor([0, 0, 0, 1])) == pytest.approx(0, abs=1e-15)
+
+
+def test_least_share() -> None:
+    assert metrics.least_share(LOGP) == 0.5  # three to one: twice a quarter
+    assert metrics.least_share(LOGP[:2]) == 0.0
+
+
+def test_entropy_of_certain_and_even_predictions() -> None:
+    logp = torch.tensor([[0.0, -math.inf], [-math.log(2), -math.log(2)]], dtype=torch.float64)
+    torch.testing.assert_close(metrics.entropy(logp), torch.tensor([0.0, math.log(2)], dtype=torch.float64))
+
+
+def test_mutual_information_is_what_two_certain_and_opposite_parameters_disagree_about() -> None:
+    """θ = ±20 with equal chance, nearly: all of the uncertainty is about θ; at x = 0 none of it is."""
+    belief = df.Belief(torch.zeros(1, dtype=torch.float64), df.Full(torch.full((1, 1), 1e6, dtype=torch.float64)))
+    inputs = torch.tensor([[1.0], [0.0]], dtype=torch.float64)
+    predictive, mutual = metrics.uncertainty(df.LinearHead(2), belief, inputs, draws=20_000)
+    torch.testing.assert_close(predictive, torch.full_like(predictive, math.log(2)), atol=1e-3, rtol=0)
+    assert mutual[0] > 0.68
+    assert mutual[1] == pytest.approx(0, abs=1e-12)
+
+
+def test_uncertainty_of_a_linear_model_is_that_of_the_same_function() -> None:
+    mean = torch.tensor([0.4, -1.0], dtype=torch.float64)
+    belief = df.Belief(mean, df.Full(torch.tensor([[1.0, 0.3], [0.3, 2.0]], dtype=torch.float64)))
+    inputs = torch.tensor([[1.0, 2.0], [0.3, -1.0]], dtype=torch.float64)
+    head = df.LinearHead(2)
+    plain = df.Filter(logits=lambda theta, x: head(theta, x)).logits
+    assert isinstance(plain, df.PredictiveModel)
+    for ours, other in zip(metrics.uncertainty(head, belief, inputs), metrics.uncertainty(plain, belief, inputs), strict=True):
+        torch.testing.assert_close(ours, other, atol=1e-12, rtol=0)
