@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -12,12 +14,20 @@ from driftfilter.app.cli import main
 from driftfilter.presets import PRESETS
 
 
-def test_demo_prints_the_table(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["demo", "--seeds", "1"]) == 0
+def test_demo_prints_its_tables_and_says_where_they_are(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["demo", "--seeds", "1", "--out", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    frozen = next(line for line in lines if line.startswith("frozen source"))
-    adapted = next(line for line in lines if line.startswith("driftfilter"))
-    assert float(adapted.split()[1]) > float(frozen.split()[2])
+    adapted, frozen = (next(line.split() for line in lines if line.startswith(name)) for name in ("filter", "frozen source"))
+    assert float(adapted[1]) > float(frozen[2])
+    scores = {
+        line.split()[0]: float(line.split()[1])
+        for line in lines
+        if line.split()[:1] and len(line.split()) == 5 and line[0] in "sbto"
+    }
+    assert scores["source"] < scores["bn"] < scores["tent"] < scores["opgd_diag"]
+    assert lines[-1] == f"wrote {tmp_path / 'linear'} and {tmp_path / 'images'}"
+    assert json.loads((tmp_path / "images" / "metrics.json").read_text())["presets"]["source"]["accuracy"] == scores["source"]
+    assert (tmp_path / "linear" / "metrics.json").exists()
 
 
 def test_list_names_every_variant_with_one_line(capsys: pytest.CaptureFixture[str]) -> None:

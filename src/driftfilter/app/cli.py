@@ -28,8 +28,9 @@ def _run(arguments: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(prog="driftfilter", description="Online test-time adaptation as Gaussian filtering.")
     parser.add_argument("--version", action="store_true", help="print the version and exit")
     commands = parser.add_subparsers(dest="command", metavar="command")
-    demo = commands.add_parser("demo", help="the paper's linear example: a drifting stream, frozen model against filter")
+    demo = commands.add_parser("demo", help="the paper's linear example, and a short image stream")
     demo.add_argument("--seeds", type=_count, default=20, metavar="N", help="number of seeds (default 20)")
+    demo.add_argument("--out", default="runs/demo", metavar="DIR", help="where to write (default runs/demo)")
     again = commands.add_parser("reproduce", help="the paper's examples: figures, metrics.json and a table for each")
     again.add_argument("example", choices=(*EXAMPLES, "all"), help="which example")
     again.add_argument("--seeds", type=_count, default=20, metavar="N", help="number of seeds (default 20)")
@@ -44,7 +45,7 @@ def _run(arguments: Sequence[str] | None) -> int:
     if parsed.version:
         return _version()
     if parsed.command == "demo":
-        return _demo(parsed.seeds)
+        return _demo(parsed)
     if parsed.command == "reproduce":
         return _reproduce(parsed)
     if parsed.command == "list":
@@ -66,26 +67,26 @@ def _version() -> int:
     return 0
 
 
-def _demo(seeds: int) -> int:
+def _demo(parsed: argparse.Namespace) -> int:
+    from driftfilter.app.experiments.images import ImageStream
     from driftfilter.app.experiments.linear import Linear
-    from driftfilter.app.experiments.trial import HEADER, run_pairs, summarize
+    from driftfilter.app.experiments.reproduce import reproduce
 
-    example = Linear()
+    out, example, stream = Path(parsed.out), Linear(), ImageStream()
+    figures = find_spec("matplotlib") is not None
     print("2-D logistic regression; both classes drift diagonally by 3 while no label is ever seen")
-    print(f"{example.source_samples} labeled source samples, {example.steps} single-sample steps, {seeds} seeds\n")
-    start = time.perf_counter()
-    frozen, adapted = run_pairs(example, range(seeds), lambda done: _progress("linear", done, seeds))
-    elapsed = time.perf_counter() - start
-    print(HEADER)
-    print(summarize("frozen source", frozen))
-    print(summarize("driftfilter", adapted))
-    print(f"\nmean ± sd over seeds; {seeds * example.steps} steps in {elapsed:.1f} s")
+    print(f"{example.source_samples} labeled source samples, {example.steps} single-sample steps, {parsed.seeds} seeds\n")
+    seeds = range(FIRST_SEED, FIRST_SEED + parsed.seeds)
+    print(reproduce(("linear",), seeds, out, os.cpu_count() or 1, _progress, figures=figures)["linear"])
+    print(f"\nthe shipped ResNet-20 on {stream.images} CIFAR-10 images with noise, batches of {stream.batch}, no labels\n")
+    print(stream.run(out / "images", lambda done, total: _progress("images", done, total, "preset")))
+    print(f"\nwrote {out / 'linear'} and {out / 'images'}")
     return 0
 
 
-def _progress(name: str, done: int, total: int) -> None:
+def _progress(name: str, done: int, total: int, what: str = "seed") -> None:
     """On a terminal one line that changes, elsewhere one line at the end."""
-    line = f"  {name}: seed {done}/{total}"
+    line = f"  {name}: {what} {done}/{total}"
     if sys.stderr.isatty():
         print(f"\r{line:<40}", end="" if done < total else "\n", file=sys.stderr, flush=True)
     elif done == total:
