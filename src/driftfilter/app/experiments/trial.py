@@ -277,26 +277,11 @@ def doubt(example: Example, problem: Problem, beliefs: Sequence[df.Belief]) -> D
     )
 
 
-def run_pairs(
-    example: Example, seeds: Sequence[int], progress: Callable[[int], None] = lambda done: None
-) -> tuple[list[Scores], list[Scores]]:
-    """Scores of source and filter for every seed; ``progress`` is told how many are done."""
+def run_pairs(example: Example, seeds: Sequence[int]) -> tuple[list[Scores], list[Scores]]:
+    """Scores of source and filter for every seed."""
     pairs = []
-    for position, seed in enumerate(seeds):
+    for seed in seeds:
         problem = example.problem(seed)
         belief = example.source(problem.source)
         pairs.append([run(example, belief, problem, seed).scores for run in (frozen, adapted)])
-        progress(position + 1)
     return tuple([scores for scores in column if scores] for column in zip(*pairs, strict=True))  # type: ignore[return-value]
-
-
-def summarize(name: str, scores: Sequence[Scores]) -> str:
-    """One line of the table: mean ± standard deviation over seeds, worst end accuracy, collapsed seeds."""
-    values = torch.tensor([score[:3] for score in scores], dtype=torch.float64)
-    spread = values.std(0, correction=0).tolist()
-    cells = [f"{mean:.3f} ± {sd:.3f}" for mean, sd in zip(values.mean(0).tolist(), spread, strict=True)]
-    worst, collapsed = values[:, 1].min().item(), int((values[:, 1] < 0.55).sum())
-    return f"{name:<14}" + "".join(f"{cell:>18}" for cell in cells) + f"{worst:>12.3f}{collapsed:>7d}/{len(scores)}"
-
-
-HEADER = f"{'':<14}{'stream accuracy':>18}{'end accuracy':>18}{'NLL':>18}{'worst end':>12}{'collapsed':>10}"
