@@ -20,7 +20,17 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 import driftfilter.presets as presets
 from driftfilter.belief import Belief
-from driftfilter.checkpoint import as_tensor, as_text, from_tensors, kinds, moved, to_tensors
+from driftfilter.checkpoint import (
+    RECENT,
+    as_tensor,
+    as_text,
+    from_tensors,
+    kinds,
+    moved,
+    samples_from_tensors,
+    samples_to_tensors,
+    to_tensors,
+)
 from driftfilter.checks import require, require_count, require_finite, warn
 from driftfilter.filtering import Filter, FilterState, StepInfo
 from driftfilter.inference import GradientStep
@@ -295,7 +305,7 @@ class Adapter(nn.Module):
         now = self._ready(None)
         found = {_MODEL + name: tensor for name, tensor in now.found.items()}
         own = {"recipe": as_tensor(_memory_of(self.recipe)), "calls": torch.tensor(now.calls)}
-        for name, tensor in {**own, **to_tensors(now.current), **_named(now.recent), **found}.items():
+        for name, tensor in {**own, **to_tensors(now.current), **samples_to_tensors(now.recent), **found}.items():
             destination[prefix + name] = tensor.detach()
 
     @_apart
@@ -328,9 +338,9 @@ class Adapter(nn.Module):
         if found or self._now.found:
             bound, found = self._bind(found, None)
         assert bound is not None
-        beside = ("recipe", "calls", _RECENT, _MODEL)
+        beside = ("recipe", "calls", RECENT, _MODEL)
         state = from_tensors({name: value for name, value in own.items() if not name.startswith(beside)}, bound.start)
-        recent, calls = _unnamed(own), int(own.get("calls", torch.tensor(0)))
+        recent, calls = samples_from_tensors(own), int(own.get("calls", torch.tensor(0)))
         # Where a batch would have told more than was saved, none had come: the state is the start.
         return _Now(bound, found, state if bound.final else None, None if recent is None else checked(recent), calls)
 
@@ -342,26 +352,7 @@ class Adapter(nn.Module):
         self.__dict__.update(state, _lock=threading.RLock())
 
 
-_RECENT, _MODEL = "recent.", "model."  # in a checkpoint: recent samples, and buffers of the model
-
-
-def _named(recent: Inputs | None) -> dict[str, Tensor]:
-    """Recent samples by name, for a checkpoint."""
-    if recent is None:
-        return {}
-    if isinstance(recent, Tensor):
-        return {f"{_RECENT}[]": recent}
-    items = recent.items() if isinstance(recent, Mapping) else enumerate(recent)
-    named = ((f"[{key}]" if isinstance(key, int) else key, part) for key, part in items)
-    return {f"{_RECENT}{name}": part for name, part in named if isinstance(part, Tensor)}
-
-
-def _unnamed(tensors: Mapping[str, Tensor]) -> Inputs | None:
-    """Recent samples by what the model takes them by, a name or a place; what were no tensors the next batch brings along."""
-    recent = {name.removeprefix(_RECENT): value for name, value in tensors.items() if name.startswith(_RECENT)}
-    if not recent or "[]" in recent:  # no name that a model could take
-        return recent.get("[]")
-    return {int(name[1:-1]) if name.startswith("[") else name: value for name, value in recent.items()}
+_MODEL = "model."  # in a checkpoint: buffers of the model
 
 
 def _memory_of(recipe: Recipe) -> str:

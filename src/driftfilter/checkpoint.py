@@ -12,6 +12,9 @@ from torch import Tensor
 from driftfilter.belief import Belief
 from driftfilter.checks import require, require_finite, unchecked
 from driftfilter.filtering import FilterState
+from driftfilter.inputs import Inputs
+
+RECENT = "recent."  # samples that a window or the next update still needs
 
 
 def to_tensors(state: FilterState) -> dict[str, Tensor]:
@@ -66,6 +69,25 @@ def _built(name: str, value: Any, tensors: Mapping[str, Tensor]) -> Any:
     assert is_dataclass(value)
     parts = {item.name: _built(f"{name}.{item.name}", getattr(value, item.name), tensors) for item in fields(value)}
     return Belief(**parts) if isinstance(value, Belief) else unchecked(type(value), **parts)
+
+
+def samples_to_tensors(recent: Inputs | None) -> dict[str, Tensor]:
+    """Recent samples by name, for a checkpoint."""
+    if recent is None:
+        return {}
+    if isinstance(recent, Tensor):
+        return {f"{RECENT}[]": recent}
+    items = recent.items() if isinstance(recent, Mapping) else enumerate(recent)
+    named = ((f"[{key}]" if isinstance(key, int) else key, part) for key, part in items)
+    return {f"{RECENT}{name}": part for name, part in named if isinstance(part, Tensor)}
+
+
+def samples_from_tensors(tensors: Mapping[str, Tensor]) -> Inputs | None:
+    """Recent samples by what the model takes them by, a name or a place; what were no tensors the next batch brings along."""
+    recent = {name.removeprefix(RECENT): value for name, value in tensors.items() if name.startswith(RECENT)}
+    if not recent or "[]" in recent:  # no name that a model could take
+        return recent.get("[]")
+    return {int(name[1:-1]) if name.startswith("[") else name: value for name, value in recent.items()}
 
 
 def as_tensor(text: str) -> Tensor:

@@ -270,7 +270,7 @@ class Filter:
         )
         if not self.__dict__["_warned"]:
             object.__setattr__(self, "_warned", True)
-            advice = "use larger batches (adapt: window=32), EmpiricalFisher(centered=False) or Hessian(), or a loss of single samples"
+            advice = "use larger batches (adapt: window=32), EmpiricalFisher(centered=False) or Hessian(), or another loss"
             message = f"no information in the batch, transition only: {reason}; {advice}"
             warn(message, NoInformationWarning)
         return reason
