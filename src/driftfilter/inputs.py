@@ -29,23 +29,33 @@ def _parts(inputs: Inputs) -> Iterator[tuple[str, Any]]:
 
 def batch_size(inputs: Inputs) -> int:
     """n, the length of the first tensor."""
+    if isinstance(inputs, Tensor):
+        return inputs.shape[0]
     return next(int(part.shape[0]) for _, part in _parts(inputs) if isinstance(part, Tensor))
 
 
 def checked(inputs: Inputs) -> Inputs:
     """The inputs, refused if unusable, as tensors that may enter a graph."""
+    if isinstance(inputs, Tensor):  # nearly always, and a small filter feels every loop
+        _require_batch("inputs", inputs)
+        if inputs.is_floating_point():
+            require_finite("inputs", inputs)
+        return inputs.clone() if inputs.is_inference() else inputs
     tensors = [(name, part) for name, part in _parts(inputs) if isinstance(part, Tensor)]
     if not tensors:
         raise ValueError(f"inputs must be a tensor [n, ...], or a tuple or dict of them, got a {type(inputs).__name__}")
-    name, first = tensors[0]
-    if first.dim() == 0 or first.shape[0] == 0:
-        raise ValueError(f"{name} must be a batch [n, ...] with n >= 1, got shape {list(first.shape)}")
+    _require_batch(*tensors[0])
     for name, part in tensors:
         if part.is_floating_point():
-            require_finite(name, part if isinstance(inputs, Tensor) else part.masked_fill(part.isinf(), 0.0))  # masks hold -inf
+            require_finite(name, part.masked_fill(part.isinf(), 0.0))  # masks hold -inf
     if not any(part.is_inference() for _, part in tensors):
         return inputs
     return each(inputs, lambda part: part.clone() if part.is_inference() else part)
+
+
+def _require_batch(name: str, part: Tensor) -> None:
+    if part.dim() == 0 or part.shape[0] == 0:
+        raise ValueError(f"{name} must be a batch [n, ...] with n >= 1, got shape {list(part.shape)}")
 
 
 def joined(pieces: Sequence[Inputs]) -> Inputs:

@@ -103,8 +103,9 @@ class Gibbs:
         weights, used, memory = self.weigh(logits, loss.selected(targets), memory)
         samples = Samples(targets, weights, self._coefficients(weights, used), used)
         evaluation = evaluate(loss, pulled, samples)
-        carried: Memory = getattr(pullback, "memory", {})  # statistics of the model itself, such as running means
-        return Energy(self, model, views, samples, theta, evaluation, source, taught), {**memory, **carried}
+        carried: Memory | None = getattr(pullback, "memory", None)  # statistics of the model itself, such as running means
+        energy = Energy(self, model, views, samples, theta, evaluation, source, taught)
+        return energy, {**memory, **carried} if carried else memory
 
     def weigh(self, logits: Tensor, start: Tensor | None, memory: Memory) -> tuple[Tensor, int, Memory]:
         """Weights [n] of samples from their logits [n, k], how many have one, and the weighting's memory."""
