@@ -75,17 +75,20 @@ def adapt(model: nn.Module, recipe: str | Recipe = "opgd_diag", **options: Any) 
 class _Bound(NamedTuple):
     """A filter on the model as it was when it was read, and the state to start from."""
 
-    read: tuple[Tensor, ...]  # the user's tensors, kept so that no other can take their place in memory
-    versions: tuple[int, ...]  # of these tensors: how often they had been written to
+    model: nn.Module  # the user's, or the copy that an adapter takes along
+    links: list[tuple[dict[str, Any], str, Any]]  # its tree: what every module has under every name
+    owned: tuple[Tensor, ...]  # its parameters and buffers
+    read: tuple[Tensor, ...]  # their values, kept so that no other tensor can take their place in memory
+    places: list[int]  # where these are
+    versions: tuple[int, ...]  # how often they had been written to
     filter: Filter
     start: FilterState
     final: bool  # whether a batch could tell nothing more about the parameters
 
-    def reads(self, model: nn.Module, values: bool) -> bool:
+    def reads(self, values: bool) -> bool:
         """Whether the model's tensors are where they were and, if ``values`` matter, have not been written to since."""
-        now = (*model.parameters(), *model.buffers())
-        same = len(now) == len(self.read) and all(map(_same_place, now, self.read))
-        return same and (not values or self.versions == _versions(now))
+        same = all(names.get(name) is value for names, name, value in self.links) and _places(self.owned) == self.places
+        return same and (not values or self.versions == _versions(self.owned))
 
 
 class _Now(NamedTuple):
@@ -265,9 +268,9 @@ class Adapter(nn.Module):
 
     def _fits(self, now: _Now, example: Inputs | None) -> bool:
         bound = now.bound
-        if bound is None or (example is not None and not bound.final):
+        if bound is None or bound.model is not self._model[0] or (example is not None and not bound.final):
             return False
-        return bound.reads(self._model[0], values=now.state is None)
+        return bound.reads(values=now.state is None)
 
     def _bound_anew(self, now: _Now, example: Inputs | None) -> _Now:
         """The same on the model as it is now, with the state where the model is."""
@@ -282,13 +285,15 @@ class Adapter(nn.Module):
     def _bind(self, found: Mapping[str, Tensor], example: Inputs | None) -> tuple[_Bound, Mapping[str, Tensor]]:
         """The filter on the model as it is now, and what has been found from batches."""
         recipe, model = self.recipe, self._model[0]
-        read = tuple(tensor.detach() for tensor in (*model.parameters(), *model.buffers()))
+        owned = (*model.parameters(), *model.buffers())
+        read = tuple(tensor.detach() for tensor in owned)
         frozen = twin(model)
         picks = (self._output, example, found, self._observed)
         logits, mean, told = initialize(frozen, recipe.parameters, recipe.statistics, *picks)
         filt = recipe.filter(logits)
         start = filt.init(recipe.source(logits, mean, self._data), self.seed)
-        return _Bound(read, _versions(read), filt, start, wanted(recipe.parameters) <= set(told)), told
+        final = wanted(recipe.parameters) <= set(told)
+        return _Bound(model, _links(model), owned, read, _places(read), _versions(read), filt, start, final), told
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Adapter:
         """``to``, ``cuda``, ``double``: the adapter takes a copy of the model along; the user's stays where it is."""
@@ -401,8 +406,15 @@ def _versions(tensors: Iterable[Tensor]) -> tuple[int, ...]:
     return tuple(0 if tensor.is_inference() else tensor._version for tensor in tensors)
 
 
-def _same_place(one: Tensor, other: Tensor) -> bool:
-    return one.data_ptr() == other.data_ptr() and one.device == other.device
+def _links(model: nn.Module) -> list[tuple[dict[str, Any], str, Any]]:
+    """The tree of a module as plain references: walking it by torch's own methods takes as long as a small network."""
+    tables = [table for module in model.modules() for table in (module._parameters, module._buffers, module._modules)]
+    return [(table, name, value) for table in tables for name, value in table.items()]
+
+
+def _places(tensors: Iterable[Tensor]) -> list[int]:
+    """Addresses, which no two devices share: before each step, so it must not take long."""
+    return [tensor.data_ptr() for tensor in tensors]
 
 
 def _together(predictions: list[Prediction]) -> Prediction:
