@@ -1,7 +1,7 @@
 """The 15 + 4 corruptions of CIFAR-10-C at severities 1 to 5, with the constants of the published generator.
 
 The constants are those for 32-pixel images. Larger images are corrupted as if the picture had been enlarged: lengths in pixels
-(blur radii and deviations, displacements, zooms of noise layers, cells of the pixelation) grow by min(h, w) / 32, and amplitudes,
+(blur radii and deviations, displacements, zooms of noise layers, cells of the pixelation) grow by min(h, w) / 32; amplitudes,
 thresholds, mixing weights and JPEG qualities stay. The generator's frost photographs are not shipped: see ``frost``.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 import torch
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: N812
 from torch import Generator, Tensor
 
 from driftfilter.checks import nearest, require, require_count, require_finite, require_floating, require_shape
@@ -105,8 +105,9 @@ def motion_blur(images: Tensor, severity: int, generator: Generator) -> Tensor:
 
 def zoom_blur(images: Tensor, severity: int, generator: Generator) -> Tensor:
     """Mean of the image and of its zooms by 1, 1.01, …; [n, 3, h, w]."""
-    steps = (7, 12, 16, 21, 26)[severity - 1]  # the first two reach one further, by the rounding of the generator's range
-    zooms = [_zoom(images, 1 + step / 100) for step in range(steps)]
+    # Rounded as numpy's ranges are: the first two reach one step further, and the last digit decides the size of some zooms.
+    steps = (7, 12, 16, 21, 26)[severity - 1]
+    zooms = [_zoom(images, 1 + step * (1.01 - 1)) for step in range(steps)]
     return (images + torch.stack(zooms).sum(0)) / (steps + 1)
 
 
@@ -122,7 +123,7 @@ def snow(images: Tensor, severity: int, generator: Generator) -> Tensor:
     noise = loc + deviation * _normal((len(images), 1, *images.shape[2:]), generator)
     layer = _zoom(noise, zoom * _scale(images))
     layer = _bytes(layer * (layer >= threshold)) / 255
-    layer = _streak(layer, radius, sigma, -45 - 90 * _uniform((len(images),), generator))
+    layer = (255 * _streak(layer, radius, sigma, -45 - 90 * _uniform((len(images),), generator))).round() / 255
     pale = torch.maximum(images, 1.5 * _grey(images) + 0.5)
     return mix * images + (1 - mix) * pale + layer + layer.rot90(2, (2, 3))
 
@@ -170,9 +171,8 @@ def contrast(images: Tensor, severity: int, generator: Generator) -> Tensor:
 
 def elastic_transform(images: Tensor, severity: int, generator: Generator) -> Tensor:
     """x at A(p) + d(p): a random affine map A, then smooth random displacements d; [n, 3, h, w]."""
-    alpha, sigma, jitter = ((0, 0, 0.08), (0.05, 0.2, 0.07), (0.08, 0.06, 0.06), (0.1, 0.04, 0.05), (0.1, 0.03, 0.03))[
-        severity - 1
-    ]
+    alpha = (0, 0.05, 0.08, 0.1, 0.1)[severity - 1]
+    sigma, jitter = ((0, 0.08), (0.2, 0.07), (0.06, 0.06), (0.04, 0.05), (0.03, 0.03))[severity - 1]
     size = min(images.shape[2:])
     y, x = _grid(images)
     made = _sample(images, *_affine(images, jitter * size, generator), edges=False)
@@ -345,7 +345,7 @@ def _shuffle(images: Tensor, delta: int, generator: Generator) -> Tensor:
 
 
 def _streak(images: Tensor, radius: float, sigma: float, degrees: Tensor) -> Tensor:
-    """Σ_i k_i x(p + i u), i = 0 … 2r, k a half Gaussian and u the direction of each angle [n], to the nearest pixel, in 8 bits."""
+    """Σ_i k_i x(p + i u), i = 0 … 2r, k a half Gaussian and u the direction of an angle [n], to the nearest pixel."""
     reach = 2 * math.ceil(radius * _scale(images))
     weights = torch.softmax(-(torch.arange(reach + 1) ** 2) / (2 * (sigma * _scale(images)) ** 2), 0).tolist()
     y, x = _grid(images)
@@ -353,7 +353,7 @@ def _streak(images: Tensor, radius: float, sigma: float, degrees: Tensor) -> Ten
     made = torch.zeros_like(images)
     for i, weight in enumerate(weights):
         made += weight * _take(images, y + (i * down - 0.5).ceil().long(), x + (i * right - 0.5).ceil().long())
-    return (made * 255).round() / 255
+    return made
 
 
 def _zoom(images: Tensor, factor: float) -> Tensor:
@@ -392,11 +392,11 @@ def _frost_texture(images: Tensor, generator: Generator) -> Tensor:
     ridged = layers[:, :1] - layers[:, 1:].abs()
     ridged = (ridged - ridged.mean((2, 3), keepdim=True)) / ridged.std((2, 3), keepdim=True)
     level, blueness, spread = _uniform((3, n, 1, 1, 1), generator)
-    level = 0.38 + 0.47 * level
-    tint = torch.where(
-        blueness < 0.2, images.new_tensor([-0.25, 0, 0.05]).view(3, 1, 1), images.new_tensor([-0.04, 0, 0.045]).view(3, 1, 1)
-    )
-    return (level + (0.14 - 0.1 * level) * (0.6 + 0.8 * spread) * ridged + tint).clamp(0, 1)
+    level = 0.42 + 0.46 * level
+    red = torch.where(blueness < 0.2, -0.25, -0.04)  # one photograph in five is deep blue
+    tint = torch.cat([red, 0 * red, 0.045 + 0 * red], 1)
+    texture: Tensor = level + (0.14 - 0.1 * level) * (0.6 + 0.8 * spread) * ridged + tint
+    return texture.clamp(0, 1)
 
 
 def _plasma(images: Tensor, decay: float, generator: Generator) -> Tensor:
@@ -436,7 +436,7 @@ def _affine(images: Tensor, jitter: float, generator: Generator) -> tuple[Tensor
 
 
 def _sample(images: Tensor, y: Tensor, x: Tensor, edges: bool) -> Tensor:
-    """Linear interpolation at rows and columns [n, h, w], mirrored about the edges of the last pixels or about their centres."""
+    """Linear interpolation at rows and columns [n, h, w], mirrored about the edges or about the centres of the last pixels."""
     height, width = images.shape[2:]
     y, x = ((2 * y + 1) / height - 1, (2 * x + 1) / width - 1) if edges else (2 * y / (height - 1) - 1, 2 * x / (width - 1) - 1)
     return F.grid_sample(images, torch.stack([x, y], -1), padding_mode="reflection", align_corners=not edges)
@@ -472,8 +472,13 @@ def _equalise(levels: Tensor) -> Tensor:
 
 
 # JPEG, as libjpeg does it: the tables of the standard's annex K, row by row.
-_LUMA = (16,11,10,16,24,40,51,61,12,12,14,19,26,58,60,55,14,13,16,24,40,57,69,56,14,17,22,29,51,87,80,62,18,22,37,56,68,109,103,77,24,35,55,64,81,104,113,92,49,64,78,87,103,121,120,101,72,92,95,98,112,100,103,99)  # fmt: skip
-_CHROMA = (17,18,24,47,99,99,99,99,18,21,26,66,99,99,99,99,24,26,56,99,99,99,99,99,47,66,99,99,99,99,99,99,99) + (99,) * 31  # fmt: skip
+_LUMA = (
+    *(16, 11, 10, 16, 24, 40, 51, 61, 12, 12, 14, 19, 26, 58, 60, 55, 14, 13, 16, 24, 40, 57, 69, 56),
+    *(14, 17, 22, 29, 51, 87, 80, 62),
+    *(18, 22, 37, 56, 68, 109, 103, 77, 24, 35, 55, 64, 81, 104, 113, 92),
+    *(49, 64, 78, 87, 103, 121, 120, 101, 72, 92, 95, 98, 112, 100, 103, 99),
+)
+_CHROMA = (17, 18, 24, 47, *[99] * 4, 18, 21, 26, 66, *[99] * 4, 24, 26, 56, *[99] * 5, 47, 66, *[99] * 38)
 _TO_YCC = torch.tensor([[0.299, 0.587, 0.114], [-0.168735892, -0.331264108, 0.5], [0.5, -0.418687589, -0.081312411]])
 
 
@@ -487,7 +492,8 @@ def _quantise(values: Tensor, table: tuple[int, ...], quality: int) -> Tensor:
     cosine[0] /= math.sqrt(2)
     cosine = cosine.to(values)
     blocks = values.view(n, height // 8, 8, width // 8, 8).transpose(2, 3) - 128
-    kept = (cosine @ blocks @ cosine.T / steps).round() * steps
+    scaled = cosine @ blocks @ cosine.T / steps
+    kept = scaled.sign() * (scaled.abs() + 0.5 + 1e-4).floor() * steps  # halves go outwards, and are common
     made = (cosine.T @ kept @ cosine + 128).round().clamp(0, 255)
     return made.transpose(2, 3).reshape_as(values)
 
