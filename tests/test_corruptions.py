@@ -4,6 +4,7 @@ import colorsys
 import io
 import math
 from collections.abc import Callable
+from functools import cache
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ NAMES = [*CORRUPTIONS, *EXTRA]
 SEVERITIES = [1, 2, 3, 4, 5]
 
 
+@cache
 def _images(n: int, size: int = 32) -> Tensor:
     images = sample_images().images[:n]
     if size == 32:
@@ -79,8 +81,8 @@ def test_rectangles_and_single_images(name: str) -> None:
 
 
 # Not monotone by the published constants: saturate (grey first, then vivid), spatter (water, then mud), glass (the fourth blurs
-# less than the third), elastic (less affine, more local), snow (the fourth has fewer flakes than the third) and frost (the fourth
-# only darkens the image under the frost of the third).
+# less than the third), elastic (less affine, more local), snow (the fourth has fewer flakes than the third) and frost (the
+# fourth only darkens the image under the frost of the third).
 NOT_MONOTONE = ("saturate", "spatter", "glass_blur", "elastic_transform", "snow", "frost")
 
 
@@ -165,8 +167,8 @@ def test_jpeg_against_pillow(severity: int, size: int) -> None:
         Image.fromarray(image).save(file, "JPEG", quality=[80, 65, 58, 50, 40][severity - 1])
         expected.append(np.array(Image.open(file)))
     wrong = _difference(corrupt(_images(20, size), "jpeg_compression", severity), np.stack(expected))
-    assert wrong.mean() < 0.4  # of 255: libjpeg's integer arithmetic decides ties
-    assert (wrong <= 1).mean() > 0.98
+    assert wrong.mean() < 0.3  # of 255: libjpeg's integer arithmetic decides halves, and a coefficient moves 64 pixels
+    assert (wrong <= 1).mean() > 0.92
 
 
 def _published_zoom(image: np.ndarray, factor: float) -> np.ndarray:
@@ -197,9 +199,8 @@ def test_moments_of_the_noises(severity: int) -> None:
     }
     for name, deviation in expected.items():  # ⌊⌋ costs half a unit of the mean, and beats against the steps of shot noise
         noise = corrupt(flat, name, severity) - flat
-        assert noise.std().item() == pytest.approx(
-            math.hypot(deviation, 1 / 255 / math.sqrt(12)), rel=0.03 if name == "shot_noise" else 0.01
-        )
+        near = pytest.approx(math.hypot(deviation, 1 / 255 / math.sqrt(12)), rel=0.03 if name == "shot_noise" else 0.01)
+        assert noise.std().item() == near
         assert abs(noise.mean().item() + 0.5 / 255) < 0.1 / 255 + 5 * deviation / math.sqrt(flat.numel())
     share = [0.01, 0.02, 0.03, 0.05, 0.07][severity - 1]
     struck = corrupt(flat, "impulse_noise", severity)

@@ -492,9 +492,10 @@ def _quantise(values: Tensor, table: tuple[int, ...], quality: int) -> Tensor:
     cosine[0] /= math.sqrt(2)
     cosine = cosine.to(values)
     blocks = values.view(n, height // 8, 8, width // 8, 8).transpose(2, 3) - 128
-    scaled = cosine @ blocks @ cosine.T / steps
-    kept = scaled.sign() * (scaled.abs() + 0.5 + 1e-4).floor() * steps  # halves go outwards, and are common
-    made = (cosine.T @ kept @ cosine + 128).round().clamp(0, 255)
+    fine = 4 * math.sqrt(8)  # libjpeg's integers between the two axes, and 8 to the unit after them: they decide many halves
+    scaled = (cosine @ (fine * blocks @ cosine.T).round() * (8 / fine)).round() / (8 * steps)
+    kept = scaled.sign() * (scaled.abs() + 0.5 + 1e-5).floor() * steps
+    made = ((fine * cosine.T @ kept).round() @ cosine / fine + 128 + 0.5 + 1e-4).floor().clamp(0, 255)
     return made.transpose(2, 3).reshape_as(values)
 
 
