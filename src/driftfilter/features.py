@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeAlias, final
 
@@ -18,12 +18,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from driftfilter.checks import require, require_finite
-from driftfilter.inputs import arguments, batch_size, each, picked, require_logits
+from driftfilter.inputs import Inputs, arguments, batch_size, each, picked, require_logits
 from driftfilter.predictive import LinearHead, PredictiveModel, Pullback
 from driftfilter.statistics import Ema, Statistics, prepare, require_statistics
 from driftfilter.twins import as_called, cast, dtype_of, ordinary, private
 
-Inputs: TypeAlias = "Tensor | Sequence[Any] | Mapping[str, Any]"  # one argument, positional arguments or keyword arguments
 Output: TypeAlias = "Callable[[Any], Tensor] | None"  # picks the logits out of what the module returns
 
 

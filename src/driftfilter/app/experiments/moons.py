@@ -69,7 +69,7 @@ class Moons:
 
     def filter(self) -> df.Filter:
         return df.Filter(
-            logits=df.OnFeatures(features, df.LinearHead(2)),  # type: ignore[arg-type]  # inputs are always one tensor here
+            logits=df.OnFeatures(features, df.LinearHead(2)),
             transition=df.Transition(df.MeanReversion(self.rho), df.Stationary()),
             observation=df.Gibbs(df.Entropy(), df.Constant(self.beta)),
             inference=df.Bong(df.Hessian(), samples=0, nodes=self.nodes),

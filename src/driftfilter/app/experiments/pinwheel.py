@@ -71,7 +71,7 @@ class Pinwheel:
     def filter(self) -> df.Filter:
         loss = df.Consistency(df.GaussianNoise(self.noise), divergence="brier", target="hard", copies=self.copies)
         return df.Filter(
-            logits=df.OnFeatures(features, df.LinearHead(3)),  # type: ignore[arg-type]  # inputs are always one tensor here
+            logits=df.OnFeatures(features, df.LinearHead(3)),
             transition=df.Transition(df.MeanReversion(self.rho), df.Stationary()),
             observation=df.Gibbs(loss, df.Constant(self.beta)),
             inference=df.Bong(df.Hessian(), samples=self.samples, nodes=self.nodes),
