@@ -1,24 +1,368 @@
-"""Where the data of streams come from."""
+"""Where the data of streams come from: images under many shifts, made here or read from files."""
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
 from importlib.resources import as_file, files
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, TypeAlias, final
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+
+from driftfilter.app.corruptions import CORRUPTIONS, EXTRA, FROST_TEXTURE, SIZE, corrupt
+from driftfilter.app.files import (
+    Bytes,
+    Integers,
+    digest,
+    open_array,
+    open_arrays,
+    open_batch,
+    picture,
+    picture_depth,
+    picture_size,
+    pictures_by_class,
+    require_images,
+    require_labels,
+    subfolders,
+)
+from driftfilter.checks import nearest, require, require_count, require_floating, require_shape
+
+SEVERITIES = (1, 2, 3, 4, 5)
 
 
 class Images(NamedTuple):
     """Images with the labels that only the evaluation sees."""
 
-    images: Tensor  # [n, 3, 32, 32], RGB in [0, 1]
+    images: Tensor  # [n, 3, h, w], RGB in [0, 1]
     labels: Tensor  # [n]
+
+
+class Shift(NamedTuple):
+    """A domain: what happened to the images, and how badly (0 for clean, else 1 to 5)."""
+
+    corruption: str
+    severity: int = 5
+
+
+CLEAN = Shift("clean", 0)
+
+
+def shift_of(corruption: str, severity: int) -> Shift:
+    """The shift of a name at a severity, which clean images do not have."""
+    return CLEAN if corruption == CLEAN.corruption else Shift(corruption, severity)
+
+
+class Domains(Protocol):
+    """The same N samples, in the same order, under every shift."""
+
+    @property
+    def labels(self) -> Tensor:
+        """int64 [N], on the CPU."""
+
+    @property
+    def shifts(self) -> tuple[str, ...]:
+        """The names that can be asked for."""
+
+    def describe(self) -> dict[str, str]:
+        """What a report says of the data: kind, path, texture of the frost, sha256."""
+
+    def require(self, shift: Shift) -> None:
+        """Raise unless the shift can be taken."""
+
+    def take(self, shift: Shift, index: Tensor, device: torch.device) -> Tensor:
+        """Samples ``index`` [n] under the shift: uint8 [n, 3, h, w] on the device."""
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Generated:
+    """Corruptions made here of clean images [N, 3, h, w], each shift once and for all N: ``corrupt(images, …, seed)``.
+
+    What was made stays in memory, 8 bits a value, on the device it was asked for.
+    """
+
+    clean: Images
+    seed: int = 0
+    _made: dict[tuple[Shift, torch.device], Tensor] = field(default_factory=dict, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        images, labels = self.clean
+        require_shape("clean.images", images, "[n, 3, h, w] (RGB, channels before pixels)", None, 3, None, None)
+        require_floating("clean.images", images)
+        require(min(images.shape[2:]) >= SIZE, "clean.images", list(images.shape), f"at least {SIZE} pixels high and wide")
+        low, high = images.min().item(), images.max().item()
+        require(low >= 0 and high <= 1, "clean.images", [low, high], "in [0, 1] (divide 8-bit values by 255)")
+        require_labels("clean.labels", labels.cpu().numpy(), len(images))
+        require_count("seed", self.seed, 0)
+
+    @property
+    def labels(self) -> Tensor:
+        """[N]"""
+        return self.clean.labels.long().cpu()
+
+    @property
+    def shifts(self) -> tuple[str, ...]:
+        """Every corruption, and clean."""
+        return (CLEAN.corruption, *CORRUPTIONS, *EXTRA)
+
+    def describe(self) -> dict[str, str]:
+        """What a report says of the data."""
+        content = self._bytes(CLEAN, torch.device("cpu")).numpy().tobytes() + self.labels.numpy().tobytes()
+        found = hashlib.sha256(content).hexdigest()
+        return {"kind": "generated", "path": "generated", "frost": FROST_TEXTURE, "seed": str(self.seed), "sha256": found}
+
+    def require(self, shift: Shift) -> None:
+        """Raise unless the shift can be taken."""
+        _require_known(shift, {CLEAN, *(Shift(name, each) for name in self.shifts[1:] for each in SEVERITIES)})
+
+    def take(self, shift: Shift, index: Tensor, device: torch.device) -> Tensor:
+        """Samples ``index`` [n] under the shift: uint8 [n, 3, h, w] on the device."""
+        self.require(shift)
+        _require_index(index, len(self.clean.labels))
+        if (shift, device) not in self._made:
+            self._made[shift, device] = self._bytes(shift, device)
+        return self._made[shift, device][index.to(device)]
+
+    def _bytes(self, shift: Shift, device: torch.device) -> Tensor:
+        images = self.clean.images.to(device)
+        made = images if shift == CLEAN else corrupt(images, shift.corruption, shift.severity, self.seed)
+        return (255 * made).round().byte()
+
+
+Rows: TypeAlias = Callable[[Integers], Bytes]  # sample numbers [n] -> images [n, h, w, 3]
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Stored:
+    """Shifted images that lie in files, read as they are asked for; ``published``, ``arrays`` and ``folders`` open them."""
+
+    kind: str
+    path: Path
+    labels: Tensor  # [N]
+    rows: Mapping[Shift, Rows]
+    sha256: Callable[[], str]
+
+    @property
+    def shifts(self) -> tuple[str, ...]:
+        """The names found."""
+        return tuple(dict.fromkeys(shift.corruption for shift in self.rows))
+
+    def describe(self) -> dict[str, str]:
+        """What a report says of the data."""
+        return {"kind": self.kind, "path": str(self.path), "frost": "as stored", "sha256": self._sha256}
+
+    @cached_property
+    def _sha256(self) -> str:
+        return self.sha256()
+
+    def require(self, shift: Shift) -> None:
+        """Raise unless the shift can be taken."""
+        _require_known(shift, self.rows, f" in {self.path}")
+
+    def take(self, shift: Shift, index: Tensor, device: torch.device) -> Tensor:
+        """Samples ``index`` [n] under the shift: uint8 [n, 3, h, w] on the device."""
+        self.require(shift)
+        _require_index(index, len(self.labels))
+        rows = np.ascontiguousarray(self.rows[shift](index.cpu().numpy()))
+        return torch.from_numpy(rows).to(device).permute(0, 3, 1, 2).contiguous()
+
+
+def _require_known(shift: Shift, known: Collection[Shift], where: str = "") -> None:
+    names = list(dict.fromkeys(each.corruption for each in known))
+    name, severity = shift
+    require(name in names, "shift", name, f"one of {', '.join(names)}{where}{nearest(str(name), names)}")
+    severities = sorted(each.severity for each in known if each.corruption == name)
+    require(shift in known, "severity", severity, f"one of {', '.join(map(str, severities))} for {name!r}{where}")
+
+
+def _require_index(index: Tensor, count: int) -> None:
+    require(index.dim() == 1 and index.dtype == torch.int64, "index", f"{index.dtype} {list(index.shape)}", "int64 [n]")
+    if len(index):
+        low, high = int(index.min()), int(index.max())
+        require(low >= 0 and high < count, "index", [low, high], f"sample numbers from 0 to {count - 1}")
+
+
+def published(folder: Path, clean: Images | None = None, names: Collection[str] = tuple(CORRUPTIONS)) -> Stored:
+    """CIFAR-10-C as published: <name>.npy [5N, 32, 32, 3] and labels.npy [5N], severity s in rows (s-1)N … sN.
+
+    All of ``names`` must be there, the four extra corruptions may. ``clean``: the images they were made of, for "clean".
+    """
+    path = folder / "labels.npy"
+    labels = severity_labels(path)
+    found = [*names, *(name for name in EXTRA if name not in names and (folder / f"{name}.npy").is_file())]
+    paths = {name: folder / f"{name}.npy" for name in found}
+    images = _alike({str(each): open_array(each) for each in paths.values()}, 5 * len(labels))
+    rows = {
+        Shift(name, each): _block(block, each, len(labels))
+        for name, block in zip(found, images, strict=True)
+        for each in SEVERITIES
+    }
+    given = {} if clean is None else _clean_rows(clean, labels)
+    return Stored("CIFAR-10-C", folder, torch.from_numpy(labels), rows | given, lambda: digest([path, *paths.values()]))
+
+
+def severity_labels(path: Path, classes: int = 10) -> Integers:
+    """Labels [N] of a file that holds them five times over, once for each severity."""
+    labels = require_labels(str(path), open_array(path), None, classes)
+    require(len(labels) % 5 == 0, str(path), f"{len(labels)} labels", "5 N labels long, N for each severity")
+    blocks: Integers = labels.reshape(5, -1)
+    require(bool((blocks == blocks[0]).all()), str(path), "blocks that differ", "the same N labels for each of 5 severities")
+    return labels[: len(labels) // 5]
+
+
+def _block(images: Bytes, severity: int, count: int) -> Rows:
+    return lambda index: images[(severity - 1) * count + index]
+
+
+def _clean_rows(clean: Images, labels: Integers) -> dict[Shift, Rows]:
+    """The first N clean images as rows, once their labels are known to be the same."""
+    same = len(clean.labels) >= len(labels) and np.array_equal(clean.labels[: len(labels)].cpu().numpy(), labels)
+    require(same, "clean.labels", "others", f"the {len(labels)} labels of the shifted images, in their order")
+    images = (255 * clean.images[: len(labels)]).round().byte().permute(0, 2, 3, 1).cpu().numpy()
+    return {CLEAN: lambda index: images[index]}
+
+
+def arrays(file: Path, labels: Path | None = None, clean: Images | None = None, severity: int = 5) -> Stored:
+    """Images of an ``.npz`` file: one array [N, h, w, 3] for each corruption, all of this severity, and "labels" [N].
+
+    Without labels inside they come from the file ``labels`` (.npy, or "labels" of an .npz), or are those of the first N
+    images of ``clean``, of which the arrays were made.
+    """
+    found = open_arrays(file)
+    inside = found.pop("labels", None)
+    require(bool(found), str(file), "none", "an .npz with an array of images for each corruption")
+    images = _alike({f"{file}: {name}": array for name, array in found.items()})
+    known = _labels(file, inside, labels, clean, len(images[0]))
+    rows = {shift_of(name, severity): array.__getitem__ for name, array in zip(found, images, strict=True)}
+    given = {} if clean is None else _clean_rows(clean, known)
+    read = [file] if labels is None else [file, labels]
+    return Stored("arrays", file, torch.from_numpy(known), given | rows, lambda: digest(read))
+
+
+def _alike(arrays: Mapping[str, NDArray[Any]], count: int | None = None) -> list[Bytes]:
+    """Arrays of images [n, h, w, 3] by name, known to be of one shape."""
+    images = [require_images(name, array, count) for name, array in arrays.items()]
+    for name, array in zip(arrays, images, strict=True):
+        require(array.shape == images[0].shape, name, list(array.shape), f"{list(images[0].shape)}, as {next(iter(arrays))} is")
+    return images
+
+
+def _labels(file: Path, inside: NDArray[Any] | None, beside: Path | None, clean: Images | None, count: int) -> Integers:
+    """Labels [count] of an ``.npz`` file: those of the file beside, else those inside, else those of the clean images."""
+    if beside is not None:
+        array = open_array(beside) if beside.suffix == ".npy" else open_arrays(beside).get("labels", np.empty(0, int))
+        return require_labels(str(beside), array, count)
+    if inside is not None:
+        return require_labels(f"{file}: labels", inside, count)
+    expected = 'given with labels: "labels" inside, another file, or clean images'
+    if clean is None:
+        raise ValueError(f"{file} must be {expected}, got none")
+    return require_labels("clean.labels", clean.labels[:count].cpu().numpy(), count)
+
+
+def folders(root: Path, severity: int = 5) -> Stored:
+    """Pictures in folders: root/<shift>/<class>/*.png, root/<shift>/<severity>/<class>/*.png or, clean, root/<class>/*.png.
+
+    Classes count from 0 by name; samples are shuffled once, always alike, so that the first so many are of all classes. Every
+    shift holds the same pictures by class and name, all of one size: the header of each is read at once, its pixels when
+    asked for. ``severity`` is that of shifts without one. The hash is of names and sizes.
+    """
+    found = {shift: pictures_by_class(folder) for shift, folder in _shift_folders(root, severity).items()}
+    first = next(iter(found.values()))
+    for shift, classes in found.items():
+        _require_same(root, shift, classes, first)
+    paths = {shift: [path for each in classes.values() for path in each] for shift, classes in found.items()}
+    _require_one_size([path for each in paths.values() for path in each])
+    labels = np.repeat(np.arange(len(first)), [len(each) for each in first.values()])
+    order = np.random.default_rng(0).permutation(len(labels))
+    rows = {shift: _pictures([each[sample] for sample in order]) for shift, each in paths.items()}
+    return Stored("folders", root, torch.from_numpy(labels[order]), rows, lambda: _names(root, paths))
+
+
+def _shift_folders(root: Path, severity: int) -> dict[Shift, Path]:
+    """Where the class folders of each shift are, from how deep the pictures lie."""
+    depth = picture_depth(root)
+    expected = "a folder root/<shift>/<class>/*.png, root/<shift>/<severity>/<class>/*.png or root/<class>/*.png"
+    require(depth in (1, 2, 3), str(root), f"pictures {depth} folders deep" if depth else "no picture", expected)
+    if depth == 1:
+        return {CLEAN: root}
+    if depth == 2:
+        return {shift_of(each.name, severity): each for each in subfolders(root)}
+    levels = [level for each in subfolders(root) for level in subfolders(each)]
+    for level in levels:
+        allowed = "0" if level.parent.name == CLEAN.corruption else "12345"
+        require(level.name in tuple(allowed), str(level), level.name, f"named after a severity, one of {', '.join(allowed)}")
+    return {Shift(level.parent.name, int(level.name)): level for level in levels}
+
+
+def _require_same(root: Path, shift: Shift, classes: dict[str, list[Path]], first: dict[str, list[Path]]) -> None:
+    """Raise unless a shift has the classes, and in each the pictures by name, of the first one."""
+    require(
+        list(classes) == list(first), f"{root}: classes of {shift}", list(classes), f"those of the first shift, {list(first)}"
+    )
+    for name, paths in classes.items():
+        stems, expected = [path.stem for path in paths], [path.stem for path in first[name]]
+        odd = sorted(set(stems) ^ set(expected))
+        require(
+            stems == expected, f"{root}: class {name!r} of {shift}", odd[:3], "the same pictures by name as in the first shift"
+        )
+
+
+def _require_one_size(paths: list[Path]) -> None:
+    expected = picture_size(paths[0])
+    for path in paths:
+        size = picture_size(path)
+        require(size == expected, str(path), f"{size[0]}x{size[1]}", f"{expected[0]}x{expected[1]} pixels, as {paths[0]} is")
+
+
+def _pictures(paths: list[Path]) -> Rows:
+    return lambda index: np.stack([picture(paths[each]) for each in index])
+
+
+def _names(root: Path, paths: Mapping[Shift, Iterable[Path]]) -> str:
+    lines = [f"{path.relative_to(root).as_posix()} {path.stat().st_size}" for each in paths.values() for path in each]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 def sample_images() -> Images:
     """The first 2,000 images of the CIFAR-10 test set, which ship with the package."""
-    with as_file(files("driftfilter.app") / "data" / "cifar10_test_first2000.npz") as path, np.load(path) as arrays:
-        images, labels = torch.from_numpy(arrays["images"]), torch.from_numpy(arrays["labels"])
-    return Images((images.permute(0, 3, 1, 2).float() / 255).contiguous(), labels.long())
+    with as_file(files("driftfilter.app") / "data" / "cifar10_test_first2000.npz") as path:
+        return cifar10(path)
+
+
+def cifar10(path: Path) -> Images:
+    """CIFAR-10's test images: from the folder of its python version, or "images" [n, 32, 32, 3] and "labels" of an ``.npz``."""
+    if path.is_dir():
+        images, labels = open_batch(path / "test_batch")
+    else:
+        found = open_arrays(path)
+        for name in ("images", "labels"):
+            require(name in found, str(path), list(found), f"an .npz with {name!r}")
+        images = require_images(f"{path}: images", found["images"])
+        labels = require_labels(f"{path}: labels", found["labels"], len(images), 10)
+    pixels = torch.from_numpy(np.ascontiguousarray(images.transpose(0, 3, 1, 2)))
+    return Images(pixels.float() / 255, torch.from_numpy(labels))
+
+
+def open_domains(path: Path | None, clean: Images | None = None, seed: int = 0, severity: int = 5) -> Domains:
+    """The data at a path, by what lies there; without a path, corruptions made of ``clean`` or of the images that ship.
+
+    ``severity`` is that of data that does not name its own: an ``.npz`` of corruptions, folders without severities.
+    """
+    if path is None:
+        return Generated(sample_images() if clean is None else clean, seed)
+    require(path.exists(), "path", str(path), "a file or folder of data")
+    if path.is_file():
+        return Generated(cifar10(path), seed) if "images" in open_arrays(path) else arrays(path, None, clean, severity)
+    if (path / "test_batch").is_file():
+        return Generated(cifar10(path), seed)
+    if any(path.glob("*.npy")):
+        return published(path, clean)
+    return folders(path, severity)
