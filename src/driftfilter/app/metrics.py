@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from driftfilter.belief import Belief
+from driftfilter.checks import require
 from driftfilter.inputs import Inputs
 from driftfilter.predictive import PredictiveModel
 
@@ -26,11 +28,56 @@ def negative_log_likelihood(log_probabilities: Tensor, labels: Tensor) -> float:
 
 
 def calibration_error(log_probabilities: Tensor, labels: Tensor, bins: int = BINS) -> float:
-    """Expected calibration error Σ_b (n_b/n) |accuracy_b - confidence_b| of [n, k], over equal bins of the confidence."""
+    """Expected calibration error Σ_b (n_b/n) |accuracy_b - confidence_b| of [n, k], over equal bins [low, high)."""
     confidence, predicted = log_probabilities.exp().max(-1)
-    place = (confidence * bins).ceil().long().clamp(1, bins) - 1
+    edges = torch.linspace(0, 1, bins + 1).to(confidence)[1:-1]  # certainty belongs to the last bin
+    place = torch.bucketize(confidence, edges, right=True)
     gap = (predicted == labels).to(confidence) - confidence
     return (confidence.new_zeros(bins).index_add(0, place, gap).abs().sum() / len(labels)).item()
+
+
+def brier(log_probabilities: Tensor, labels: Tensor) -> float:
+    """Brier score (1/n) Σ_i Σ_c (p_ic - [c = y_i])², from 0 to 2, for log-probabilities [n, k] and labels [n]."""
+    probabilities = log_probabilities.double().exp()
+    right = probabilities.gather(-1, labels[:, None]).squeeze(-1)
+    return (probabilities.square().sum(-1) - 2 * right + 1).mean().item()
+
+
+class Quality(NamedTuple):
+    """What the benchmark says about predictions."""
+
+    accuracy: float
+    nll: float
+    brier: float
+    ece: float  # 15 bins
+    n: int  # samples
+
+
+def quality(log_probabilities: Tensor, labels: Tensor) -> Quality:
+    """Of log-probabilities [n, k], n >= 1, and labels [n], where they are; accuracy and calibration by torchmetrics."""
+    multiclass_accuracy, multiclass_calibration_error = torchmetrics()
+    n, k = log_probabilities.shape
+    require(n > 0 and int(labels.max()) < k, "labels", labels, f"of at least one sample and below the {k} classes predicted")
+    # Rounding may lift exp to just above 1, which torchmetrics takes for logits: it would apply a softmax again. And exactly 1
+    # would be a bin of its own.
+    probabilities = log_probabilities.float().exp().clamp(max=1 - 2**-24)
+    return Quality(
+        # of the log-probabilities: what rounds to equal probabilities is no tie there
+        multiclass_accuracy(log_probabilities.argmax(-1), labels, k, average="micro").item(),
+        negative_log_likelihood(log_probabilities.double(), labels),
+        brier(log_probabilities, labels),
+        multiclass_calibration_error(probabilities, labels, k, n_bins=BINS, norm="l1").item(),
+        n,
+    )
+
+
+def torchmetrics() -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+    """Its accuracy and calibration error; an error says how to install it where it is missing."""
+    try:
+        from torchmetrics.functional.classification import multiclass_accuracy, multiclass_calibration_error
+    except ImportError as error:
+        raise ImportError("the benchmark's metrics need torchmetrics: pip install 'driftfilter[bench]'") from error
+    return multiclass_accuracy, multiclass_calibration_error
 
 
 def least_share(log_probabilities: Tensor) -> float:

@@ -1,0 +1,316 @@
+"""One task of the benchmark: a preset on a model through one stream, and all that is measured of it."""
+
+from __future__ import annotations
+
+import itertools
+import platform
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor, nn
+
+import driftfilter as df
+from driftfilter.app import metrics
+from driftfilter.app.protocols import PROTOCOLS, Plan, Step, Stream
+from driftfilter.app.streams import CLEAN, Domains, Shift
+from driftfilter.checks import nearest, require, require_count
+
+WARM_UP = 5  # steps that are not timed
+PROBED = 500  # clean images
+
+# Told after every step: how many are done, of how many, and the accuracy so far, which is looked up on the device when asked.
+Watch = Callable[[int, int, Callable[[], float]], None]
+
+
+@final
+@dataclass(frozen=True)
+class Choice:
+    """A name and options, written ``name:option=value,option=value``."""
+
+    name: str
+    options: tuple[tuple[str, Any], ...] = ()
+
+    def __str__(self) -> str:
+        return self.name + "".join(f"{',' if i else ':'}{key}={value}" for i, (key, value) in enumerate(self.options))
+
+
+@final
+@dataclass(frozen=True)
+class Network:
+    """A classifier of images [n, 3, h, w] in [0, 1], which it normalises itself, and what tells its weights from others."""
+
+    name: str
+    module: nn.Module
+    weights: str  # sha256 of their file
+
+
+@final
+@dataclass(frozen=True)
+class Task:
+    """One stream from beginning to end."""
+
+    preset: Choice
+    protocol: Choice
+    model: str
+    seed: int
+
+    def __str__(self) -> str:
+        return f"{self.preset} · {self.protocol} · {self.model} · seed {self.seed}"
+
+    def recipe(self) -> df.Recipe:
+        """Of the preset; an error names what is not known."""
+        return df.presets.get(self.preset.name, **dict(self.preset.options))
+
+    def plan(self, stream: Stream, labels: Tensor) -> Plan:
+        """Of the protocol, with this seed."""
+        plan: Plan = protocol(self.protocol)(replace(stream, seed=self.seed), labels)
+        return plan
+
+
+def protocol(choice: Choice) -> Any:
+    """The protocol of this name, with its options."""
+    known = list(PROTOCOLS)
+    require(choice.name in known, "protocol", choice.name, f"one of {known}{nearest(choice.name, known)}")
+    cls = PROTOCOLS[choice.name]
+    possible = [item.name for item in fields(cls)]
+    for key, _ in choice.options:
+        require(key in possible, f"option of protocol {choice.name!r}", key, f"one of {possible}{nearest(key, possible)}")
+    return cls(**dict(choice.options))
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Bench:
+    """What all tasks share.
+
+    ``window`` of the adapter; ``before``: also predict every batch before the update; ``probe_every`` so many steps predict
+    clean images (0: never).
+    """
+
+    data: Domains
+    networks: Mapping[str, Network]
+    stream: Stream
+    device: torch.device
+    window: int = 0
+    before: bool = False
+    probe_every: int = 0
+
+    def __post_init__(self) -> None:
+        require_count("window", self.window, 0)
+        require_count("probe_every", self.probe_every, 0)
+        if self.probe_every:
+            self.data.require(CLEAN)
+
+    @cached_property
+    def described(self) -> dict[str, str]:
+        """The data, for reports; kept, for it reads all of them."""
+        return self.data.describe()
+
+
+def settings(bench: Bench, task: Task) -> dict[str, Any]:
+    """All that determines a result, JSON-ready."""
+    recipe, chosen = task.recipe(), protocol(task.protocol)
+    return {
+        "preset": str(task.preset),
+        "recipe": repr(recipe),
+        "statistics": str(recipe.statistics),
+        "predict_from": recipe.predict_from,
+        "protocol": {"name": str(task.protocol), **asdict(chosen)},
+        "model": task.model,
+        "weights_sha256": bench.networks[task.model].weights,
+        "normalisation": "inside the model",
+        "stream": {**asdict(bench.stream), "corruptions": list(bench.stream.corruptions), "seed": task.seed},
+        "data": bench.described,
+        "window": bench.window,
+        "before": bench.before,
+        "probe_every": bench.probe_every,
+        "device": _device_name(bench.device),
+        "tf32": {"products": torch.backends.cuda.matmul.allow_tf32, "convolutions": torch.backends.cudnn.allow_tf32},
+        "versions": {"driftfilter": df.__version__, "torch": torch.__version__, "python": platform.python_version()},
+    }
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return device.type
+
+
+def run_task(bench: Bench, task: Task, watch: Watch | None = None) -> dict[str, Any]:
+    """Settings and results of a task, JSON-ready."""
+    start = time.perf_counter()
+    if bench.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(bench.device)
+    plan = task.plan(bench.stream, bench.data.labels)
+    options = dict(task.preset.options)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        module = bench.networks[task.model].module
+        adapter = df.adapt(module, task.preset.name, seed=task.seed, window=bench.window, **options)
+        trace = _follow(bench, adapter, plan, watch)
+    timed = trace.milliseconds[WARM_UP:] or trace.milliseconds
+    memory, what = _peak_memory(bench.device)
+    result = {
+        **_judged(trace, plan, bench),
+        "probe": trace.probe,
+        "ms_per_step": statistics.median(timed),
+        "steps": len(plan.steps),
+        "timed_steps": len(timed),
+        "peak_memory_mb": memory,
+        "peak_memory_of": what,
+        "seconds": time.perf_counter() - start,
+        "warnings": sorted({str(item.message) for item in caught}),
+    }
+    return {"settings": settings(bench, task), "result": result}
+
+
+class _Trace(NamedTuple):
+    """What a stream has left behind."""
+
+    log_probabilities: Tensor  # [samples, k]
+    before: Tensor | None  # classes predicted before the update [samples]; None: not asked for, or the prediction itself
+    milliseconds: list[float]  # a step
+    probe: list[dict[str, float]]  # accuracy on clean images by step
+
+
+def _follow(bench: Bench, adapter: df.Adapter, plan: Plan, watch: Watch | None) -> _Trace:
+    """Adapter through all steps; the device is never waited for here, but where the watch or a probe looks."""
+    labels, device = bench.data.labels, bench.device
+    ask = bench.before and adapter.recipe.predict_from == "posterior"
+    clock, probe = _Clock(device), _Probe(bench)
+    outputs: list[Tensor] = []
+    before: list[Tensor] = []
+    right, seen = torch.zeros((), dtype=torch.int64, device=device), 0
+    for number, step in enumerate(plan.steps):
+        if step.reset:
+            adapter.reset()
+        probe(adapter, number)
+        images = _images(bench.data, plan, step, device)
+        if ask:
+            before.append(adapter.predict(images).labels)
+        with clock:
+            outputs.append(adapter(images))
+        if watch is not None:
+            right, seen = right + (outputs[-1].argmax(-1) == labels[step.index].to(device)).sum(), seen + len(step.index)
+            watch(number + 1, len(plan.steps), lambda right=right, seen=seen: right.item() / seen)  # type: ignore[misc]
+    probe(adapter, len(plan.steps))
+    return _Trace(torch.cat(outputs), torch.cat(before) if before else None, clock.milliseconds(), probe.accuracies())
+
+
+def _images(data: Domains, plan: Plan, step: Step, device: torch.device) -> Tensor:
+    """A batch in [0, 1] [n, 3, h, w], every sample from its own domain."""
+    present = step.domain.unique().tolist()
+    if len(present) == 1:
+        return data.take(plan.domains[present[0]], step.index, device).float() / 255
+    places = [(step.domain == domain).nonzero().squeeze(1) for domain in present]
+    parts = [data.take(plan.domains[domain], step.index[at], device) for domain, at in zip(present, places, strict=True)]
+    return torch.cat(parts)[torch.cat(places).argsort().to(device)].float() / 255
+
+
+class _Clock:
+    """Milliseconds of each use, known at the end: on a GPU by marks in its queue, which nobody waits for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._marks: list[Any] = []
+
+    def _mark(self) -> None:
+        if self._device.type == "cuda":
+            event = torch.cuda.Event(enable_timing=True)
+            event.record(torch.cuda.current_stream(self._device))
+            self._marks.append(event)
+        else:
+            self._marks.append(time.perf_counter())
+
+    def __enter__(self) -> None:
+        self._mark()
+
+    def __exit__(self, *_: object) -> None:
+        self._mark()
+
+    def milliseconds(self) -> list[float]:
+        pairs = list(zip(self._marks[::2], self._marks[1::2], strict=True))
+        if self._device.type != "cuda":
+            return [1000 * (end - start) for start, end in pairs]
+        torch.cuda.synchronize(self._device)
+        return [start.elapsed_time(end) for start, end in pairs]
+
+
+class _Probe:
+    """Accuracy on the first clean images, now and then."""
+
+    def __init__(self, bench: Bench) -> None:
+        self._every, self._right = bench.probe_every, dict[int, Tensor]()
+        if self._every:
+            index = torch.arange(min(PROBED, len(bench.data.labels)))
+            self._images = bench.data.take(CLEAN, index, bench.device).float() / 255
+            self._labels = bench.data.labels[index].to(bench.device)
+
+    def __call__(self, adapter: df.Adapter, step: int) -> None:
+        if self._every and step % self._every == 0:
+            self._right[step] = (adapter.predict(self._images).labels == self._labels).double().mean()
+
+    def accuracies(self) -> list[dict[str, float]]:
+        return [{"step": step, "accuracy": share.item()} for step, share in self._right.items()]
+
+
+def _peak_memory(device: torch.device) -> tuple[float, str]:
+    """Megabytes, and of what."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1e6, "the device in this task, the stream's images included"
+    import resource
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e6, "the process since it started"
+
+
+def _judged(trace: _Trace, plan: Plan, bench: Bench) -> dict[str, Any]:
+    """Quality by domain, over all samples, and along the stream."""
+    index, domain = torch.cat([step.index for step in plan.steps]), torch.cat([step.domain for step in plan.steps])
+    logp, labels = trace.log_probabilities, bench.data.labels[index].to(bench.device)
+    right = (logp.argmax(-1) == labels).cpu()
+    before = right if trace.before is None else (trace.before == labels).cpu()
+    rows = []
+    for number, shift in enumerate(plan.domains):
+        here = domain == number
+        if here.any():
+            at = here.to(logp.device)
+            row = {**shift._asdict(), **metrics.quality(logp[at], labels[at])._asdict()}
+            rows.append({**row, "before": _share(before[here])} if bench.before else row)
+    judged: dict[str, Any] = {
+        "domains": rows,
+        "mean": {name: statistics.fmean(row[name] for row in rows) for name in ("accuracy", "nll", "brier", "ece")},
+        "pooled": metrics.quality(logp, labels)._asdict(),
+        "visits": _visits(plan, right),
+    }
+    if bench.before:
+        how = "the prediction itself (predict_from='prior')" if trace.before is None else "predicted before each update"
+        judged["before"] = {"accuracy": _share(before), "how": how}
+    return judged
+
+
+def _share(right: Tensor) -> float:
+    return right.double().mean().item()
+
+
+def _visits(plan: Plan, right: Tensor) -> list[dict[str, Any]]:
+    """Accuracy along the stream, one entry for each run of steps in one domain (for a mixture, of steps that mix)."""
+
+    def place(step: Step) -> Shift:
+        first = plan.domains[int(step.domain[0])]
+        return first if bool((step.domain == step.domain[0]).all()) else first._replace(corruption="mixed")
+
+    visits, at = [], 0
+    for shift, steps in itertools.groupby(plan.steps, place):
+        sizes = [len(step.index) for step in steps]
+        samples = right[at : at + sum(sizes)]
+        at += sum(sizes)
+        visits.append({**shift._asdict(), "steps": len(sizes), "n": len(samples), "accuracy": _share(samples)})
+    return visits
