@@ -6,7 +6,8 @@ import hashlib
 import os
 import pickle
 import zipfile
-from collections.abc import Iterable
+import zlib
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -44,10 +45,18 @@ def open_arrays(path: Path) -> dict[str, NDArray[Any]]:
     """The arrays of an ``.npz`` file by name, all read."""
     require(path.is_file(), str(path), "no such file", "an .npz file")
     try:
-        with np.load(path) as arrays:
+        with path.open("rb") as file, np.load(file) as arrays:
             return dict(arrays)
-    except (ValueError, TypeError, AttributeError, OSError, EOFError, zipfile.BadZipFile) as error:
+    except (ValueError, TypeError, AttributeError, OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise ValueError(f"{path} must be a whole .npz file of numbers, got {error}") from error
+
+
+def holds(path: Path, name: str) -> bool:
+    """Whether an ``.npz`` file has an array of this name."""
+    if not zipfile.is_zipfile(path):
+        return False
+    with zipfile.ZipFile(path) as archive:
+        return f"{name}.npy" in archive.namelist()
 
 
 def require_images(name: str, array: NDArray[Any], count: int | None = None) -> Bytes:
@@ -56,7 +65,7 @@ def require_images(name: str, array: NDArray[Any], count: int | None = None) -> 
     require(array.dtype == np.uint8, name, f"{array.dtype} {shape}{_range(array)}", IMAGES)
     hint = " (channels first: transpose(0, 2, 3, 1))" if len(shape) == 4 and shape[1] == 3 else ""
     require(len(shape) == 4 and shape[3] == 3 and min(shape) > 0, name, f"{shape}{hint}", IMAGES)
-    require(count in (None, len(array)), name, f"{len(array)} images", f"{count} images long")
+    require(count in (None, len(array)), name, f"{len(array)} images", f"{count} images, one for each label")
     require(array[:100].max() > 1, name, "0 … 1 in the first images", f"{IMAGES}, not 0 … 1")
     return array
 
@@ -110,13 +119,11 @@ def open_batch(path: Path) -> tuple[Bytes, Integers]:
     return images, require_labels(f"{path}: labels", labels, len(images), 10)
 
 
-def picture_depth(root: Path) -> int:
-    """How many folders lie between the root and its pictures."""
+def pictures(root: Path) -> Iterator[Path]:
+    """Every picture under a folder, found as it is asked for."""
     for folder, folders, names in os.walk(root):
         folders.sort()
-        if any(_is_picture(name) for name in names):
-            return len(Path(folder).relative_to(root).parts)
-    return 0
+        yield from (Path(folder) / name for name in sorted(names) if _is_picture(name))
 
 
 def _is_picture(name: str) -> bool:

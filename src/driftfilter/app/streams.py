@@ -20,12 +20,13 @@ from driftfilter.app.files import (
     Bytes,
     Integers,
     digest,
+    holds,
     open_array,
     open_arrays,
     open_batch,
     picture,
-    picture_depth,
     picture_size,
+    pictures,
     pictures_by_class,
     require_images,
     require_labels,
@@ -56,6 +57,10 @@ CLEAN = Shift("clean", 0)
 def shift_of(corruption: str, severity: int) -> Shift:
     """The shift of a name at a severity, which clean images do not have."""
     return CLEAN if corruption == CLEAN.corruption else Shift(corruption, severity)
+
+
+# What can be made here.
+MADE = (CLEAN, *(Shift(name, severity) for name in (*CORRUPTIONS, *EXTRA) for severity in SEVERITIES))
 
 
 class Domains(Protocol):
@@ -109,7 +114,7 @@ class Generated:
     @property
     def shifts(self) -> tuple[str, ...]:
         """Every corruption, and clean."""
-        return (CLEAN.corruption, *CORRUPTIONS, *EXTRA)
+        return tuple(dict.fromkeys(shift.corruption for shift in MADE))
 
     def describe(self) -> dict[str, str]:
         """What a report says of the data."""
@@ -119,7 +124,7 @@ class Generated:
 
     def require(self, shift: Shift) -> None:
         """Raise unless the shift can be taken."""
-        _require_known(shift, {CLEAN, *(Shift(name, each) for name in self.shifts[1:] for each in SEVERITIES)})
+        _require_known(shift, MADE)
 
     def take(self, shift: Shift, index: Tensor, device: torch.device) -> Tensor:
         """Samples ``index`` [n] under the shift: uint8 [n, 3, h, w] on the device."""
@@ -175,11 +180,13 @@ class Stored:
 
 
 def _require_known(shift: Shift, known: Collection[Shift], where: str = "") -> None:
+    if shift in known:
+        return
     names = list(dict.fromkeys(each.corruption for each in known))
     name, severity = shift
     require(name in names, "shift", name, f"one of {', '.join(names)}{where}{nearest(str(name), names)}")
     severities = sorted(each.severity for each in known if each.corruption == name)
-    require(shift in known, "severity", severity, f"one of {', '.join(map(str, severities))} for {name!r}{where}")
+    require(False, "severity", severity, f"one of {', '.join(map(str, severities))} for {name!r}{where}")
 
 
 def _require_index(index: Tensor, count: int) -> None:
@@ -288,9 +295,13 @@ def folders(root: Path, severity: int = 5) -> Stored:
 
 def _shift_folders(root: Path, severity: int) -> dict[Shift, Path]:
     """Where the class folders of each shift are, from how deep the pictures lie."""
-    depth = picture_depth(root)
-    expected = "a folder root/<shift>/<class>/*.png, root/<shift>/<severity>/<class>/*.png or root/<class>/*.png"
-    require(depth in (1, 2, 3), str(root), f"pictures {depth} folders deep" if depth else "no picture", expected)
+    first = next(pictures(root), None)
+    depth = 0 if first is None else len(first.relative_to(root).parts) - 1
+    expected = (
+        "CIFAR-10-C (<corruption>.npy), CIFAR-10's python version (test_batch), or pictures in root/<shift>/<class>/*.png, "
+        "root/<shift>/<severity>/<class>/*.png or root/<class>/*.png"
+    )
+    require(depth in (1, 2, 3), str(root), "no picture" if first is None else str(first), expected)
     if depth == 1:
         return {CLEAN: root}
     if depth == 2:
@@ -337,8 +348,9 @@ def sample_images() -> Images:
         return cifar10(path)
 
 
-def cifar10(path: Path) -> Images:
+def cifar10(path: Path | str) -> Images:
     """CIFAR-10's test images: from the folder of its python version, or "images" [n, 32, 32, 3] and "labels" of an ``.npz``."""
+    path = Path(path)
     if path.is_dir():
         images, labels = open_batch(path / "test_batch")
     else:
@@ -351,16 +363,17 @@ def cifar10(path: Path) -> Images:
     return Images(pixels.float() / 255, torch.from_numpy(labels))
 
 
-def open_domains(path: Path | None, clean: Images | None = None, seed: int = 0, severity: int = 5) -> Domains:
+def open_domains(path: Path | str | None, clean: Images | None = None, seed: int = 0, severity: int = 5) -> Domains:
     """The data at a path, by what lies there; without a path, corruptions made of ``clean`` or of the images that ship.
 
     ``severity`` is that of data that does not name its own: an ``.npz`` of corruptions, folders without severities.
     """
     if path is None:
         return Generated(sample_images() if clean is None else clean, seed)
+    path = Path(path)
     require(path.exists(), "path", str(path), "a file or folder of data")
     if path.is_file():
-        return Generated(cifar10(path), seed) if "images" in open_arrays(path) else arrays(path, None, clean, severity)
+        return Generated(cifar10(path), seed) if holds(path, "images") else arrays(path, None, clean, severity)
     if (path / "test_batch").is_file():
         return Generated(cifar10(path), seed)
     if any(path.glob("*.npy")):
