@@ -6,12 +6,23 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from driftfilter import VARIANTS, __version__
+from driftfilter.app import task
+from driftfilter.app.bench import QUICK_PRESETS
 from driftfilter.app.cli import main
 from driftfilter.presets import PRESETS
+
+
+def _table(lines: list[str]) -> dict[str, dict[str, str]]:
+    """The rows of a printed table of the benchmark by preset, each by column."""
+    start = next(number for number, line in enumerate(lines) if line.startswith("preset "))
+    head = lines[start].split()
+    rows = [line.split() for line in lines[start + 1 : lines.index("", start)]]
+    return {row[0]: dict(zip(head, row, strict=True)) for row in rows}
 
 
 def test_demo_prints_its_tables_and_says_where_they_are(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -19,15 +30,103 @@ def test_demo_prints_its_tables_and_says_where_they_are(capsys: pytest.CaptureFi
     lines = capsys.readouterr().out.splitlines()
     adapted, frozen = (next(line.split() for line in lines if line.startswith(name)) for name in ("filter", "frozen source"))
     assert float(adapted[1]) > float(frozen[2])
-    scores = {
-        line.split()[0]: float(line.split()[1])
-        for line in lines
-        if line.split()[:1] and len(line.split()) == 5 and line[0] in "sbto"
-    }
-    assert scores["source"] < scores["bn"] < scores["tent"] < scores["opgd_diag"]
-    assert lines[-1] == f"wrote {tmp_path / 'linear'} and {tmp_path / 'images'}"
-    assert json.loads((tmp_path / "images" / "metrics.json").read_text())["presets"]["source"]["accuracy"] == scores["source"]
+    scores = {preset: float(row["mean"]) for preset, row in _table(lines).items()}
+    assert list(scores) == QUICK_PRESETS.split(",")
+    assert scores["source"] < scores["bn"] < scores["tent"]
+    assert f"wrote {tmp_path / 'linear'}" in lines
+    assert lines[-1] == f"wrote {tmp_path / 'images'}"
+    (written,) = (tmp_path / "images").glob("tent_*.json")
+    assert f"{json.loads(written.read_text())['result']['mean']['accuracy']:.3f}" == _table(lines)["tent"]["mean"]
     assert (tmp_path / "linear" / "metrics.json").exists()
+
+
+SMALL = ["bench", "--quick", "--images", "40", "--batch", "20", "--corruptions", "contrast", "--presets", "source,bn"]
+
+
+def test_bench_runs_lists_and_resumes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    command = [*SMALL, "--out", str(tmp_path)]
+    assert main([*command, "--list"]) == 0
+    assert capsys.readouterr().out.split("\n") == [
+        "to do  source · reset · resnet20 · seed 0",
+        "to do  bn · reset · resnet20 · seed 0",
+        "",
+    ]
+    assert not list(tmp_path.iterdir())
+    assert main(command) == 0
+    first = capsys.readouterr()
+    assert list(_table(first.out.splitlines())) == ["source", "bn"]
+    assert f"command: driftfilter {' '.join(command)}" in first.out
+    assert [line[:6] for line in first.err.splitlines()] == ["1 of 2", "2 of 2"]
+    assert main(command) == 0
+    second = capsys.readouterr()
+    assert second.err == "resumed: 2 of 2 done\n"
+    assert second.out == first.out
+    assert main([*command, "--list"]) == 0
+    assert capsys.readouterr().out.count("done") == 2
+
+
+def test_bench_says_what_failed_and_fails(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("driftfilter.app.bench.run_task", _failing)
+    assert main([*SMALL, "--out", str(tmp_path)]) == 1
+    assert "failed: bn, seed 0: RuntimeError: no memory" in capsys.readouterr().out
+    assert not list(tmp_path.glob("*.json"))
+
+
+def _failing(*_: object) -> None:
+    raise RuntimeError("no memory")
+
+
+def test_bench_interrupted_keeps_what_is_done(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def once(*arguments: Any) -> dict[str, Any]:
+        if list(tmp_path.iterdir()):
+            raise KeyboardInterrupt
+        return task.run_task(*arguments)
+
+    monkeypatch.setattr("driftfilter.app.bench.run_task", once)
+    assert main([*SMALL, "--out", str(tmp_path)]) == 130
+    assert "the same command goes on" in capsys.readouterr().err
+    assert len(list(tmp_path.iterdir())) == 1
+    monkeypatch.undo()
+    assert main([*SMALL, "--out", str(tmp_path)]) == 0
+    assert "resumed: 1 of 2 done" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--presets", "tnt", "did you mean 'tent'?"),
+        ("--protocols", "mixt", "did you mean 'mixed'?"),
+        ("--models", "resnet2", "did you mean 'resnet20'?"),
+        ("--corruptions", "contrst", "did you mean 'contrast'?"),
+        ("--data", "nowhere", "nowhere"),
+    ],
+    ids=["preset", "protocol", "model", "corruption", "data"],
+)
+def test_bench_names_the_nearest(
+    option: str, value: str, message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main([*SMALL, option, value, "--out", str(tmp_path / "run")]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_bench_without_torchmetrics_says_how_to_get_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torchmetrics.functional.classification", None)
+    assert main(SMALL) == 2
+    assert "pip install 'driftfilter[bench]'" in capsys.readouterr().err
+
+
+def test_data_explains_and_checks(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["data"]) == 0
+    assert "CIFAR-10-C" in capsys.readouterr().out
+    assert main(["data", str(tmp_path)]) == 1
+    assert str(tmp_path) in capsys.readouterr().out
 
 
 def test_list_names_every_variant_with_one_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -52,6 +151,8 @@ def test_no_command_prints_help_and_fails(capsys: pytest.CaptureFixture[str]) ->
     [
         (["demo", "--seeds", "0"], "must be an integer >= 1, got '0'"),
         (["demo", "--seeds", "many"], "must be an integer >= 1, got 'many'"),
+        (["bench", "--batch", "0"], "must be an integer >= 1, got '0'"),
+        (["bench", "--order", "random"], "invalid choice: 'random'"),
         (["dmo"], "invalid choice: 'dmo'"),
     ],
 )
@@ -67,14 +168,15 @@ def test_help_does_not_import_torch() -> None:
         [
             "import sys",
             "from driftfilter.app import cli",
-            "try: cli.main(['--help'])",
-            "except SystemExit: pass",
-            "assert 'torch' not in sys.modules",
+            "for command in ([], ['bench']):",
+            "    try: cli.main([*command, '--help'])",
+            "    except SystemExit: pass",
+            "assert not {'torch', 'rich', 'torchmetrics'} & set(sys.modules)",
         ]
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
 def test_the_library_does_not_import_what_only_the_app_needs() -> None:
-    code = "import sys, driftfilter\nassert not {'matplotlib', 'rich', 'tyro', 'sklearn'} & set(sys.modules)"
+    code = "import sys, driftfilter\nassert not {'matplotlib', 'rich', 'torchmetrics', 'tyro', 'sklearn'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -29,6 +30,65 @@ def test_calibration_error_pools_the_samples_of_a_bin() -> None:
 def test_calibrated_predictions_have_no_calibration_error() -> None:
     logp = torch.tensor([[0.75, 0.25]] * 4, dtype=torch.float64).log()
     assert metrics.calibration_error(logp, torch.tensor([0, 0, 0, 1])) == pytest.approx(0, abs=1e-15)
+
+
+def _predictions(seed: int, n: int, k: int, sharpness: float) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    logits = sharpness * torch.randn(n, k, generator=generator)
+    return logits.log_softmax(-1), torch.randint(k, (n,), generator=generator)
+
+
+TIED = torch.tensor([[0.5, 0.5, 0.0], [0.4, 0.2, 0.4]]).log(), torch.tensor([1, 0])
+SURE = torch.tensor([[0.0, -200.0]] * 3), torch.tensor([0, 0, 1])  # probabilities of exactly 1
+CASES = {
+    "many": _predictions(0, 1000, 10, 2.0),
+    "sharp": _predictions(1, 1000, 10, 40.0),
+    "one sample": _predictions(2, 1, 5, 1.0),
+    "two classes": _predictions(3, 50, 2, 1.0),
+    "class absent": (_predictions(4, 60, 5, 1.0)[0], _predictions(4, 60, 5, 1.0)[1] % 4),
+    "ties": TIED,
+    "certain": SURE,
+    "on an edge": (torch.full((4, 5), 0.2).log(), torch.tensor([0, 0, 1, 2])),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_quality_is_what_the_formulas_say(case: str) -> None:
+    """The functions that reproduce uses, and numpy, against torchmetrics."""
+    logp, labels = CASES[case]
+    found = metrics.quality(logp, labels)
+    assert found.n == len(labels)
+    assert found.accuracy == pytest.approx(metrics.accuracy(logp, labels), abs=1e-6)
+    assert found.ece == pytest.approx(metrics.calibration_error(logp, labels), abs=2e-6)
+    p, y = logp.double().exp().numpy(), labels.numpy()
+    assert found.nll == pytest.approx(-logp.double().numpy()[np.arange(len(y)), y].mean(), rel=1e-12)
+    assert found.brier == pytest.approx(((p - np.eye(p.shape[1])[y]) ** 2).sum(1).mean(), rel=1e-9, abs=1e-15)
+    gaps = np.zeros(metrics.BINS)
+    for row, label in zip(p, y, strict=True):
+        place = min(int(np.nextafter(np.float32(row.max()), np.float32(2)) * metrics.BINS), metrics.BINS - 1)
+        gaps[place] += (row.argmax() == label) - row.max()
+    assert found.ece == pytest.approx(abs(gaps).sum() / len(y), abs=2e-6)
+
+
+def test_quality_by_hand() -> None:
+    found = metrics.quality(*SURE)
+    assert found.accuracy == pytest.approx(2 / 3, abs=1e-6)
+    assert found.ece == pytest.approx(1 / 3, abs=1e-6)
+    assert found.nll == pytest.approx(200 / 3, rel=1e-6)
+    assert found.brier == pytest.approx(2 / 3, rel=1e-6)
+    assert metrics.quality(*TIED).accuracy == 0.5  # of equal probabilities the first class is taken
+
+
+def test_rounding_above_one_is_not_taken_for_logits() -> None:
+    """torchmetrics applies a softmax to what leaves [0, 1]: ECE would be that of nearly even predictions."""
+    logp = torch.tensor([[1e-7, -20.0], [1e-7, -20.0]])
+    assert logp.exp().max() > 1
+    assert metrics.quality(logp, torch.tensor([0, 0])).ece == pytest.approx(0, abs=1e-6)
+
+
+def test_labels_beyond_the_classes_are_refused() -> None:
+    with pytest.raises(ValueError, match="below the 2 classes"):
+        metrics.quality(SURE[0], torch.tensor([0, 1, 2]))
 
 
 def test_least_share() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 import textwrap
 import time
@@ -12,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 EXAMPLES = ("dynamics", "linear", "moons", "pinwheel")
+DEMO_BENCH = ("bench", "--quick", "--images", "500", "--corruptions", "gaussian_noise,contrast")
 FIRST_SEED = 3000  # nothing was chosen on the seeds from here on
 
 
@@ -40,6 +42,9 @@ def _run(arguments: Sequence[str] | None) -> int:
         "--workers", type=_count, default=os.cpu_count() or 1, metavar="N", help="processes (default: one a core)"
     )
     again.add_argument("--no-figures", action="store_true", help="numbers only, without matplotlib")
+    _add_bench(commands.add_parser("bench", help="presets × protocols × models × seeds on corrupted images, as a table"))
+    data = commands.add_parser("data", help="where to get CIFAR-10-C, and whether a folder holds it")
+    data.add_argument("folder", nargs="?", metavar="FOLDER", help="the folder to check")
     commands.add_parser("list", help="every building block and preset, with one line each")
     parsed = parser.parse_args(arguments)
     if parsed.version:
@@ -48,10 +53,41 @@ def _run(arguments: Sequence[str] | None) -> int:
         return _demo(parsed)
     if parsed.command == "reproduce":
         return _reproduce(parsed)
+    if parsed.command == "bench":
+        return _bench(parsed, sys.argv[1:] if arguments is None else arguments)
+    if parsed.command == "data":
+        return _data(parsed)
     if parsed.command == "list":
         return _list()
     parser.print_help()
     return 2
+
+
+def _add_bench(bench: argparse.ArgumentParser) -> None:
+    """Its options; those not given are left to ``app.bench.Options``."""
+    bench.argument_default = argparse.SUPPRESS
+    add = bench.add_argument
+    add("--quick", action="store_true", help="4 corruptions of the shipped images in batches of 100: minutes on a CPU")
+    add("--presets", metavar="A,B", help="names, with options as in cotta:copies=4,lr=0.001 (default: those of --quick)")
+    add("--protocols", metavar="A,B", help="reset (default), continual, gradual, mixed, correlated, recurring")
+    add("--models", metavar="A,B", help="shipped networks, or name=weights.safetensors (default resnet20)")
+    add("--seeds", metavar="N", help="how many, or a list: 4,7 (default 1)")
+    add("--data", metavar="PATH", help="CIFAR-10-C folder, .npz or image folder (default: corruptions are generated)")
+    add("--clean", metavar="PATH", help="CIFAR-10 test images, folder or .npz (default: the shipped first 2,000)")
+    add("--corruptions", metavar="A,B", help="all (default: the 15), extra (the 4 for tuning), or names")
+    add("--severity", type=_count, metavar="N", help="1 to 5 (default 5)")
+    add("--batch", type=_count, metavar="N", help="samples a step (default 200)")
+    add("--images", type=_count, metavar="N", help="a corruption (default: all)")
+    add("--order", choices=("given", "shuffled"), help="of the corruptions (default given)")
+    add("--shuffled", action="store_true", help="images of a corruption in random order, by the seed")
+    add("--rounds", type=_count, metavar="N", help="of the protocols that have rounds")
+    add("--window", type=_count, metavar="N", help="of the adapter, for small batches: samples it looks back on (default 0)")
+    add("--device", metavar="NAME", help="auto (default), cpu or cuda")
+    add("--tf32", action=argparse.BooleanOptionalAction, help="on a GPU (default: as torch has it)")
+    add("--before", action="store_true", help="also the accuracy before the update on the same batch")
+    add("--probe-every", type=_count, metavar="N", help="steps between two looks at clean images (default: none)")
+    add("--out", default="runs/bench", metavar="DIR", help="where to write, and to go on from (default runs/bench)")
+    add("--list", action="store_true", default=False, help="print the tasks and which are done; run nothing")
 
 
 def _count(text: str) -> int:
@@ -68,20 +104,60 @@ def _version() -> int:
 
 
 def _demo(parsed: argparse.Namespace) -> int:
-    from driftfilter.app.experiments.images import ImageStream
     from driftfilter.app.experiments.linear import Linear
     from driftfilter.app.experiments.reproduce import reproduce
 
-    out, example, stream = Path(parsed.out), Linear(), ImageStream()
+    out, example = Path(parsed.out), Linear()
     figures = find_spec("matplotlib") is not None
     print("2-D logistic regression; both classes drift diagonally by 3 while no label is ever seen")
     print(f"{example.source_samples} labeled source samples, {example.steps} single-sample steps, {parsed.seeds} seeds\n")
     seeds = range(FIRST_SEED, FIRST_SEED + parsed.seeds)
     print(reproduce(("linear",), seeds, out, os.cpu_count() or 1, _progress, figures=figures)["linear"])
-    print(f"\nthe shipped ResNet-20 on {stream.images} CIFAR-10 images with noise, batches of {stream.batch}, no labels\n")
-    print(stream.run(out / "images", lambda done, total: _progress("images", done, total, "preset")))
-    print(f"\nwrote {out / 'linear'} and {out / 'images'}")
-    return 0
+    print(f"\nwrote {out / 'linear'}\n")
+    if find_spec("torchmetrics") is None:
+        print("the image stream needs torchmetrics: pip install 'driftfilter[bench]'")
+        return 0
+    return _run([*DEMO_BENCH, "--out", str(out / "images")])
+
+
+def _bench(parsed: argparse.Namespace, arguments: Sequence[str]) -> int:
+    given = {key: value for key, value in vars(parsed).items() if key not in ("version", "command", "quick", "out", "list")}
+    from driftfilter.app import bench, tables
+
+    try:
+        made, tasks = bench.prepare(bench.Options(**{**(bench.QUICK if "quick" in parsed else {}), **given}))
+    except (ValueError, OSError, ImportError) as error:
+        print(f"driftfilter bench: error: {error}", file=sys.stderr)
+        return 2
+    folder = Path(parsed.out)
+    done = bench.done(made, tasks, folder)
+    if parsed.list:
+        print("\n".join(f"{'done' if ready else 'to do'}  {task}" for ready, task in zip(done, tasks, strict=True)))
+        return 0
+    if any(done):
+        print(f"resumed: {sum(done)} of {len(done)} done", file=sys.stderr)
+    try:
+        with tables.progress() as display:
+            documents = bench.run(made, tasks, folder, display)
+    except KeyboardInterrupt:
+        print(f"interrupted: the same command goes on from {folder}", file=sys.stderr)
+        return 130
+    for table in tables.write(documents, folder, shlex.join(["driftfilter", *arguments])):
+        tables.show(table)
+        print()
+    print(f"wrote {folder}")
+    return 1 if any("error" in document for document in documents) else 0
+
+
+def _data(parsed: argparse.Namespace) -> int:
+    from driftfilter.app import data
+
+    if parsed.folder is None:
+        print(data.explain())
+        return 0
+    report, good = data.check(Path(parsed.folder))
+    print(report)
+    return 0 if good else 1
 
 
 def _progress(name: str, done: int, total: int, what: str = "seed") -> None:
