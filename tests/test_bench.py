@@ -290,7 +290,7 @@ def test_the_table_shows_the_numbers_of_the_files(shared: Bench, tmp_path: Path)
     for said in (
         "inside the model",
         "batch 20",
-        "all images",
+        "70 images",
         "frost procedural",
         "seed 0",
         "command: driftfilter bench --quick",
@@ -300,6 +300,46 @@ def test_the_table_shows_the_numbers_of_the_files(shared: Bench, tmp_path: Path)
     assert float(lines[1]["NLL"]) == documents[1]["result"]["mean"]["nll"]
     assert float(lines[0]["contrast"]) == _accuracies(documents[0]["result"])["contrast"]
     assert [line["preset"] for line in lines] == ["source", "tent"]
+
+
+def test_what_else_was_asked_for_has_its_column(shared: Bench, tmp_path: Path) -> None:
+    documents, _ = _run(replace(shared, before=True, probe_every=4), tmp_path, _task("conjugate"), _task("eata"))
+    (table,) = tables.tables(documents, "")
+    for row, document in zip(table.rows, documents, strict=True):
+        result = document["result"]
+        cells = dict(zip(table.head, row, strict=True))
+        assert cells["before"] == f"{result['before']['accuracy']:.3f}"
+        assert cells["clean"] == f"{result['probe'][-1]['accuracy']:.3f}"
+    assert documents[1]["result"]["warnings"]  # no source data for its anchor
+    assert f"warning of eata: {documents[1]['result']['warnings'][0]}" in table.notes
+
+
+def test_on_a_terminal_tables_have_rules_or_stay_plain(
+    shared: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    documents, _ = _run(shared, tmp_path, _task("source"))
+    (table,) = tables.tables(documents, "")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    for width, ruled in ((200, True), (40, False)):
+        monkeypatch.setenv("COLUMNS", str(width))
+        tables.show(table)
+        shown = capsys.readouterr().out
+        assert ("━" in shown or "─" in shown) == ruled
+        assert all(cell in shown for cell in table.rows[0])
+
+
+def test_the_bar_shows_the_accuracy_so_far(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", "150")
+    with tables.progress() as display:
+        watch = display.begin("1 of 1: tent")
+        assert watch is not None
+        watch(3, 12, lambda: 0.625)
+        watch(4, 12, lambda: pytest.fail("asked again at once"))
+        display.end("1 of 1: tent: done")
+    shown = capsys.readouterr().err
+    assert "1 of 1: tent: done" in shown
+    assert "accuracy 0.625" in shown
 
 
 def test_seeds_are_averaged(shared: Bench, tmp_path: Path) -> None:

@@ -118,7 +118,7 @@ class Options:
     probe_every: int = 0
 
 
-QUICK: dict[str, Any] = {"corruptions": "gaussian_noise,defocus_blur,contrast,jpeg_compression", "batch": 100, "device": "cpu"}
+QUICK: dict[str, Any] = {"corruptions": "gaussian_noise,defocus_blur,contrast,jpeg_compression", "batch": 100}
 
 
 def prepare(options: Options) -> tuple[Bench, tuple[Task, ...]]:

@@ -51,6 +51,7 @@ class Row(NamedTuple):
     seeds: list[int]
     values: dict[str, list[float]]
     errors: list[str]
+    warnings: list[str]
 
 
 def collect(documents: Iterable[Document]) -> dict[tuple[str, str], list[Row]]:
@@ -67,6 +68,10 @@ def _row(documents: Sequence[Document]) -> Row:
     names = documents[0]["settings"]["stream"]["corruptions"]
     values = {name: [_accuracy(result["domains"], name) for result in results] for name in names}
     values |= {title: [result["mean"][name] for result in results] for title, name in MEASURES.items()}
+    if documents[0]["settings"]["before"]:
+        values["before"] = [result["before"]["accuracy"] for result in results]
+    if documents[0]["settings"]["probe_every"]:
+        values["clean"] = [result["probe"][-1]["accuracy"] for result in results]
     values["ms"] = [result["ms_per_step"] for result in results]
     seeds = [document["settings"]["stream"]["seed"] for document in documents]
     errors = [
@@ -74,7 +79,8 @@ def _row(documents: Sequence[Document]) -> Row:
         for seed, document in zip(seeds, documents, strict=True)
         if "error" in document
     ]
-    return Row(documents[0]["settings"], seeds, values, errors)
+    warned = {f"{documents[0]['settings']['preset']}: {text}" for result in results for text in result["warnings"]}
+    return Row(documents[0]["settings"], seeds, values, errors, sorted(warned))
 
 
 def _accuracy(domains: Iterable[Mapping[str, Any]], corruption: str) -> float:
@@ -111,20 +117,20 @@ def _notes(rows: Sequence[Row], command: str) -> list[str]:
     made = rows[0].settings
     stream, versions = made["stream"], made["versions"]
     options = ", ".join(f"{key} {value}" for key, value in made["protocol"].items() if key != "name")
-    images = "all" if stream["images"] is None else f"{stream['images']:,}"
-    order = f"corruptions {stream['order']}, images {'shuffled' if stream['shuffled'] else 'in the order of the data'}"
+    order = f"corruptions in {stream['order']} order, images {'shuffled' if stream['shuffled'] else 'in the order of the data'}"
     tf32 = ", ".join(f"{key} {'on' if value else 'off'}" for key, value in made["tf32"].items())
     several = len(rows[0].seeds) > 1
     return [
         f"model {made['model']}, normalisation {made['normalisation']}, weights sha256 {made['weights_sha256'][:12]}",
         f"protocol {made['protocol']['name']}" + (f" ({options})" if options else "") + f", severity {stream['severity']}, "
-        f"{images} images a corruption, batch {stream['batch']}, window {made['window']}, {order}",
+        f"{stream['images']:,} images a corruption, batch {stream['batch']}, window {made['window']}, {order}",
         "data: " + ", ".join(f"{key} {value}" for key, value in made["data"].items()),
         f"seed {', '.join(map(str, rows[0].seeds))}" + (": mean ± standard deviation over them" if several else ""),
         "accuracy by corruption; mean, ECE (15 bins), NLL and Brier (sum over classes) are means over the domains",
         f"from: predicted from the prior (before the update on the batch) or posterior; ms: median step on {made['device']}",
         f"driftfilter {versions['driftfilter']}, torch {versions['torch']}, python {versions['python']}; TF32: {tf32}",
         f"command: {command}",
+        *(f"warning of {text}" for row in rows for text in row.warnings),
     ]
 
 
@@ -193,8 +199,9 @@ def show(table: Table) -> None:
     console = Console(highlight=False)
     for line in table.notes:
         console.print(line, style="dim", markup=False)
-    if console.measure(grid).minimum > console.width:
-        print(plain(table).split("\n\n", 1)[1])  # a grid that does not fit would lose its columns
+    body = plain(table).split("\n\n", 1)[1]
+    if max(map(len, body.splitlines())) + len(table.head) > console.width:
+        print(body)  # a grid that does not fit would lose its columns
         return
     console.print(grid)
     for error in table.failures:
@@ -228,11 +235,12 @@ class Bar:
         now = time.monotonic()
         if now - self._shown > 0.5:  # to ask for the accuracy is to wait for the device
             self._shown = now
-            self._progress.update(self._current, completed=step, total=steps, accuracy=f"accuracy {accuracy():.3f}")
+            told = {"completed": step, "total": steps, "accuracy": f"accuracy {accuracy():.3f}"}
+            self._progress.update(self._current, refresh=True, **told)
 
     def end(self, line: str) -> None:
-        self._progress.remove_task(self._current)
         self._progress.console.print(line, markup=False, highlight=False)
+        self._progress.remove_task(self._current)
 
 
 @contextmanager

@@ -117,6 +117,7 @@ class Bench:
 def settings(bench: Bench, task: Task) -> dict[str, Any]:
     """All that determines a result, JSON-ready."""
     recipe, chosen = task.recipe(), protocol(task.protocol)
+    images = len(bench.data.labels) if bench.stream.images is None else bench.stream.images
     return {
         "preset": str(task.preset),
         "recipe": repr(recipe),
@@ -126,7 +127,7 @@ def settings(bench: Bench, task: Task) -> dict[str, Any]:
         "model": task.model,
         "weights_sha256": bench.networks[task.model].weights,
         "normalisation": "inside the model",
-        "stream": {**asdict(bench.stream), "corruptions": list(bench.stream.corruptions), "seed": task.seed},
+        "stream": {**asdict(bench.stream), "images": images, "corruptions": list(bench.stream.corruptions), "seed": task.seed},
         "data": bench.described,
         "window": bench.window,
         "before": bench.before,
