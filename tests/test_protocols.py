@@ -158,6 +158,16 @@ def _entropy(plan: Plan, labels: torch.Tensor) -> float:
     return float(torch.stack([torch.distributions.Categorical(share).entropy() for share in shares]).mean())
 
 
+def test_one_slot_brings_each_class_whole_in_an_order_of_its_own() -> None:
+    pairs = _pairs(Correlated(slots=1)(Stream(NAMES), LABELS))
+    runs = [label for label, _ in groupby(LABELS[sample].item() for _, sample in pairs[:1000])]
+    assert sorted(runs) == list(range(10))
+    orders = {
+        tuple(dict.fromkeys(LABELS[sample].item() for _, sample in pairs[start : start + 1000])) for start in (0, 1000, 2000)
+    }
+    assert len(orders) == 3
+
+
 def test_correlated_visits_differ() -> None:
     pairs = _pairs(Correlated()(Stream(NAMES), LABELS))
     first, second = ([sample for shift, sample in pairs if shift.corruption == name] for name in NAMES[:2])

@@ -1,5 +1,6 @@
 """Data of streams against arrays and folders made by hand."""
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -197,6 +198,7 @@ FOG = _pixels(0, 5 * COUNT)
             _truncate,
             "must be 307328 bytes long for uint8 \\[100, 32, 32, 3\\] \\(truncated copy\\?\\), got '306328 bytes'",
         ),
+        ("fog", lambda path: path.write_bytes(path.read_bytes() + b"more"), "must be 307328 bytes long .* got '307332 bytes'"),
         ("fog", lambda path: path.write_bytes(b"\x93NUMPY"), "must be an .npy file, got"),
         ("fog", lambda path: path.write_bytes(b""), "must be an .npy file, got"),
         ("fog", lambda path: np.save(path, np.array([{}])), "must be an array of numbers"),
@@ -222,7 +224,21 @@ FOG = _pixels(0, 5 * COUNT)
         ("labels", lambda path: np.save(path, np.eye(10, dtype=int)), "integer labels from 0 to 10 - 1, got \\[10, 10\\]"),
     ],
     ids=[
-        *("missing", "truncated", "header", "empty", "objects", "floats", "ones", "layout", "grey", "short", "size", "extra"),
+        *(
+            "missing",
+            "truncated",
+            "longer",
+            "header",
+            "empty",
+            "objects",
+            "floats",
+            "ones",
+            "layout",
+            "grey",
+            "short",
+            "size",
+            "extra",
+        ),
         *(
             "no-labels",
             "truncated-labels",
@@ -397,6 +413,12 @@ class TestFolders:
         with pytest.raises(ValueError, match="6 must be named after a severity, one of 1, 2, 3, 4, 5, got '6'"):
             folders(tmp_path)
 
+    def test_without_pillow(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        _save_pictures(tmp_path, _pixels(0, 4))
+        monkeypatch.setitem(sys.modules, "PIL", None)
+        with pytest.raises(ImportError, match="folders of pictures need pillow"):
+            folders(tmp_path)
+
     def test_a_picture_cut_short_is_named_when_read(self, tmp_path: Path) -> None:
         _save_pictures(tmp_path, _pixels(0, 4))
         _truncate(tmp_path / "class0" / "002.png")
@@ -424,6 +446,14 @@ class TestOpening:
         np.savez(tmp_path / "cifar.npz", images=_pixels(0))
         with pytest.raises(ValueError, match=r"cifar\.npz must be an \.npz with 'labels'"):
             open_domains(tmp_path / "cifar.npz")
+
+    @pytest.mark.parametrize("severity", [0, 6, 2.0], ids=str)
+    def test_severities_that_are_none(self, tmp_path: Path, severity: int) -> None:
+        np.savez(tmp_path / "own.npz", fog=_pixels(0), labels=LABELS)
+        _save_pictures(tmp_path / "pictures" / "fog", _pixels(0, 4))
+        for path in (tmp_path / "own.npz", tmp_path / "pictures"):
+            with pytest.raises(ValueError, match=f"severity must be an integer from 1 to 5, got {severity}"):
+                open_domains(path, severity=severity)
 
     @pytest.mark.parametrize("name", ["nowhere", "empty"])
     def test_nothing_there(self, tmp_path: Path, name: str) -> None:

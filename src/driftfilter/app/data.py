@@ -72,7 +72,7 @@ def _findings(path: Path) -> Iterator[Finding]:
 def _look(name: str, describe: Callable[[], str]) -> Finding:
     try:
         return Finding(name, True, describe())
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ImportError) as error:
         return Finding(name, False, str(error))
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from driftfilter.app.corruptions import CORRUPTIONS
-from driftfilter.app.streams import SEVERITIES, Shift, shift_of
+from driftfilter.app.streams import Shift, shift_of
 from driftfilter.checks import require, require_count, require_number
 
 
@@ -55,8 +55,7 @@ class Stream:
         named = isinstance(self.corruptions, tuple) and len(self.corruptions) > 0
         distinct = named and len(set(self.corruptions)) == len(self.corruptions)
         require(distinct, "corruptions", self.corruptions, "a tuple of distinct names, at least one")
-        whole = type(self.severity) is int and self.severity in SEVERITIES
-        require(whole, "severity", self.severity, "an integer from 1 to 5")
+        shift_of(self.corruptions[0], self.severity)
         require_count("batch", self.batch, 1)
         if self.images is not None:
             require_count("images", self.images, 1)

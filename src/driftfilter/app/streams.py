@@ -56,6 +56,8 @@ CLEAN = Shift("clean", 0)
 
 def shift_of(corruption: str, severity: int) -> Shift:
     """The shift of a name at a severity, which clean images do not have."""
+    whole = type(severity) is int and severity in SEVERITIES
+    require(whole, "severity", severity, "an integer from 1 to 5")
     return CLEAN if corruption == CLEAN.corruption else Shift(corruption, severity)
 
 
@@ -180,13 +182,13 @@ class Stored:
 
 
 def _require_known(shift: Shift, known: Collection[Shift], where: str = "") -> None:
-    if shift in known:
+    if shift in known:  # the rest is for the message
         return
     names = list(dict.fromkeys(each.corruption for each in known))
     name, severity = shift
     require(name in names, "shift", name, f"one of {', '.join(names)}{where}{nearest(str(name), names)}")
     severities = sorted(each.severity for each in known if each.corruption == name)
-    require(False, "severity", severity, f"one of {', '.join(map(str, severities))} for {name!r}{where}")
+    require(shift in known, "severity", severity, f"one of {', '.join(map(str, severities))} for {name!r}{where}")
 
 
 def _require_index(index: Tensor, count: int) -> None:
