@@ -40,6 +40,17 @@ def test_demo_prints_its_tables_and_says_where_they_are(capsys: pytest.CaptureFi
     assert (tmp_path / "linear" / "metrics.json").exists()
 
 
+def test_demo_goes_without_what_is_not_installed(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("driftfilter.app.cli.find_spec", lambda name: None)
+    monkeypatch.setattr("driftfilter.app.experiments.reproduce.reproduce", lambda *_, figures: {"linear": f"figures {figures}"})
+    assert main(["demo", "--seeds", "1", "--out", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "figures False" in lines
+    assert lines[-1].endswith("pip install 'driftfilter[bench]'")
+
+
 SMALL = ["bench", "--quick", "--images", "40", "--batch", "20", "--corruptions", "contrast", "--presets", "source,bn"]
 
 

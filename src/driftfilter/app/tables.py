@@ -117,7 +117,7 @@ def _notes(rows: Sequence[Row], command: str) -> list[str]:
     made = rows[0].settings
     stream, versions = made["stream"], made["versions"]
     options = ", ".join(f"{key} {value}" for key, value in made["protocol"].items() if key != "name")
-    order = f"corruptions in {stream['order']} order, images {'shuffled' if stream['shuffled'] else 'in the order of the data'}"
+    order = f"corruptions in {stream['order']} order, images {'shuffled' if stream['shuffled'] else 'not shuffled'}"
     tf32 = ", ".join(f"{key} {'on' if value else 'off'}" for key, value in made["tf32"].items())
     several = len(rows[0].seeds) > 1
     return [
