@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import io
 import json
 import re
@@ -13,10 +14,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import driftfilter as df
-from driftfilter.app import bench, tables, task
+from driftfilter.app import bench, models, tables, task
 from driftfilter.app.bench import choices, seeds
 from driftfilter.app.protocols import Stream
 from driftfilter.app.streams import CLEAN, Generated, Images, Shift
@@ -370,6 +372,19 @@ def test_choices() -> None:
     assert [str(choice) for choice in choices("b:x=1;y=0.5;c")] == ["b:x=1,y=0.5", "c"]
     with pytest.raises(ValueError, match="after a name"):
         choices("x=1")
+    assert choices("a,b:x=1,a,b:x=1,b") == (Choice("a"), Choice("b", (("x", 1),)), Choice("b"))
+
+
+def test_weights_that_would_share_a_name_are_refused(tmp_path: Path) -> None:
+    paths = [tmp_path / name / "weights.safetensors" for name in ("one", "two")]
+    for path in paths:
+        path.parent.mkdir()
+        save_file(models.load("resnet20").state_dict(), path)
+    with pytest.raises(ValueError, match="models must be files of distinct names"):
+        bench.prepare(bench.Options(models=",".join(f"resnet20={path}" for path in paths)))
+    made, tasks = bench.prepare(bench.Options(models=f"resnet20={paths[0]}", presets="bn"))
+    assert [task.model for task in tasks] == ["resnet20=weights"]
+    assert made.networks["resnet20=weights"].weights == hashlib.sha256(paths[0].read_bytes()).hexdigest()
 
 
 def test_seeds() -> None:

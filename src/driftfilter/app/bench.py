@@ -47,7 +47,7 @@ def choices(text: str) -> tuple[Choice, ...]:
             key, _, value = option.partition("=")
             found[-1] = replace(found[-1], options=(*found[-1].options, (key, _value(value))))
     require(bool(found), "list of names", text, "name,name:option=value,…")
-    return tuple(found)
+    return tuple({str(choice): choice for choice in found}.values())  # each once
 
 
 def _value(text: str) -> Any:
@@ -129,6 +129,7 @@ def prepare(options: Options) -> tuple[Bench, tuple[Task, ...]]:
     if options.tf32 is not None:
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = options.tf32
     networks = {made.name: made for made in (load_network(text, device) for text in options.models.split(","))}
+    require(len(networks) == len(set(options.models.split(","))), "models", options.models, "files of distinct names")
     each = itertools.product(networks, protocols, presets, seeds(options.seeds))
     tasks = tuple(Task(preset, chosen, model, seed) for model, chosen, preset, seed in each)
     clean = None if options.clean is None else cifar10(Path(options.clean))
