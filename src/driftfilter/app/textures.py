@@ -21,29 +21,43 @@ def uniform(shape: tuple[int, ...], generator: Generator) -> Tensor:
 
 
 # Five kinds of frost, measured on the published images less the images under them: mean red, green and blue and their common
-# deviation between crops, deviation within a crop (all of 255), decay of the spectrum and bend of the values (skewness / 6).
+# deviation between crops, deviation within a crop (all of 255), knee of the spectrum and bend of the values (skewness / 6).
 _FROSTS = (
-    (96, 108, 120, 10, 32.0, 1.0, 0.08),
-    (74, 147, 164, 10, 14.0, 1.75, 0.06),
-    (142, 157, 169, 11, 26.5, 1.0, -0.03),
-    (190, 193, 202, 5, 20.5, 1.2, -0.17),
-    (204, 209, 219, 5, 16.0, 1.35, -0.17),
+    (96, 108, 120, 10, 32.0, 0.2, 0.08),
+    (74, 147, 164, 10, 14.0, 0.4, 0.06),
+    (142, 157, 169, 11, 26.5, 0.13, -0.03),
+    (190, 193, 202, 5, 20.5, 0.18, -0.17),
+    (204, 209, 219, 5, 16.0, 0.22, -0.17),
 )
+_PATCHINESS = 0.4  # of the contrast within a crop: the deviation of its logarithm
 
 
 def frost(images: Tensor, generator: Generator) -> Tensor:
-    """colour + shift + spread · u, u = v + b (v² - 1), v Gaussian of power |frequency|^(-p), a kind an image; [n, 3, h, w]."""
+    """colour + shift + spread · u, u = (v + b (v² - 1)) e^w; [n, 3, h, w].
+
+    Gaussian v of power 1 + (knee / frequency)² and w of power 1 / frequency², standardised; one kind for each image.
+    """
     n, _, height, width = images.shape
     kind = torch.randint(len(_FROSTS), (n,), generator=generator, device=generator.device)
-    *colour, shift, spread, decay, bend = images.new_tensor(_FROSTS)[kind].T[..., None, None, None]  # each [n, 1, 1, 1]
-    rise, run = torch.fft.fftfreq(height)[:, None], torch.fft.rfftfreq(width)
-    frequency = torch.hypot(rise, run).clamp(min=1 / max(height, width)).to(images.device)
-    waves = torch.fft.rfft2(normal((n, 1, height, width), generator)) * frequency ** (-decay / 2)
-    layer = _standard(torch.fft.irfft2(waves, s=(height, width)))
-    layer = _standard(layer + bend * layer**2)
+    *colour, shift, spread, knee, bend = images.new_tensor(_FROSTS)[kind].T[..., None, None, None]  # each [n, 1, 1, 1]
+    frequency = _frequency(height, width).to(images.device)
+    fine, broad = normal((2, n, 1, height, width), generator)
+    layer = _coloured(fine, 1 + (knee / frequency) ** 2)
+    layer = _standard((layer + bend * (layer**2 - 1)) * (_PATCHINESS * _coloured(broad, frequency**-2)).exp())
     level, contrast = normal((2, n, 1, 1, 1), generator)
     texture: Tensor = torch.cat(colour, 1) + shift * level + spread * (0.15 * contrast).exp() * layer
     return (texture / 255).clamp(0, 1)
+
+
+def _frequency(height: int, width: int) -> Tensor:
+    """Cycles per pixel [h, w // 2 + 1] of the waves of a real image; the mean counts as the longest wave."""
+    rise, run = torch.fft.fftfreq(height)[:, None], torch.fft.rfftfreq(width)
+    return torch.hypot(rise, run).clamp(min=1 / max(height, width))
+
+
+def _coloured(noise: Tensor, power: Tensor) -> Tensor:
+    """White noise [n, 1, h, w] given a spectrum [n or 1, 1, h, w // 2 + 1], standardised."""
+    return _standard(torch.fft.irfft2(torch.fft.rfft2(noise) * power.sqrt(), s=noise.shape[2:]))
 
 
 def _standard(layer: Tensor) -> Tensor:
