@@ -94,7 +94,7 @@ def water(liquid: Tensor) -> Tensor:
     steep = correlate(liquid, slope, "replicate").abs() + correlate(liquid, slope.T, "replicate").abs() > 150
     far = _distance(steep & (liquid > 0)).clamp(max=20 * enlargement(liquid))
     box, emboss = torch.full((3, 3), 1 / 9), torch.tensor([[-2.0, -1, 0], [-1, 1, 1], [0, 1, 2]])
-    relief = correlate(_equalise(correlate(far, box).floor()), emboss).clamp(0, 255)
+    relief = correlate(_equalise((correlate(far, box) + 1e-3).floor()), emboss).clamp(0, 255)
     shade = liquid * correlate(relief, box).round()
     return shade / shade.amax((2, 3), keepdim=True).clamp(min=1e-12)
 
