@@ -218,6 +218,23 @@ def test_motion_blur_of_a_point_is_a_half_gaussian_to_the_left() -> None:
     assert made[..., 16, 16].unique().numpy() * 255 == pytest.approx([math.floor(255 * heaviest)])
 
 
+@pytest.mark.parametrize("severity", SEVERITIES)
+def test_motion_blur_is_a_sum_of_shifted_copies_at_some_angle(severity: int) -> None:
+    """Against the formula pixel by pixel, borders repeated, at the angles that the same seed draws."""
+    radius, sigma = [(6, 1.0), (6, 1.5), (6, 2.0), (8, 2.0), (9, 2.5)][severity - 1]
+    angles = np.deg2rad(90 * torch.rand(3, generator=torch.Generator().manual_seed(5)).double().numpy() - 45)
+    weights = np.exp(-((np.arange(2 * radius + 1) / sigma) ** 2) / 2)
+    expected = np.zeros((3, 32, 32, 3))
+    for made, image, angle in zip(expected, _arrays(_images(3)), angles, strict=True):
+        for i, weight in enumerate(weights / weights.sum()):
+            rows = np.clip(np.arange(32) + math.ceil(i * math.sin(angle) - 0.5), 0, 31)
+            columns = np.clip(np.arange(32) + math.ceil(i * math.cos(angle) - 0.5), 0, 31)
+            made += weight * image[rows][:, columns]
+    wrong = _difference(corrupt(_images(3), "motion_blur", severity, seed=5), np.floor(expected + 1e-3))
+    assert wrong.max() <= 1
+    assert (wrong > 0).mean() < 0.002
+
+
 def test_glass_moves_only_whole_pixels_of_the_neighbourhood() -> None:
     y, x = np.mgrid[:32, :32]
     images = torch.from_numpy(np.stack([y, x, 0 * x]) / 255).float()[None]
