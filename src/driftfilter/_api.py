@@ -2,7 +2,7 @@
 
 from driftfilter import presets
 from driftfilter.adapter import Adapter, adapt
-from driftfilter.augmentation import Consistency, GaussianNoise, ImageViews, MarginalEntropy
+from driftfilter.augmentation import Consistency, GaussianNoise, ImageViews, MarginalEntropy, Mirror
 from driftfilter.belief import Belief
 from driftfilter.checks import NotPositiveDefiniteError
 from driftfilter.covariance import Blocks, Covariance, Diagonal, Full
@@ -38,6 +38,7 @@ from driftfilter.prediction import (
     Prediction,
     PredictionRule,
     PriorCorrection,
+    Tempered,
 )
 from driftfilter.predictive import LinearHead, PredictiveModel
 from driftfilter.prototypes import Mixture, PrototypeHead, Prototypes, Supports
@@ -108,6 +109,7 @@ __all__ = [
     "MarginalEntropy",
     "MarginalLikelihood",
     "MeanReversion",
+    "Mirror",
     "Mixture",
     "MonteCarlo",
     "Network",
@@ -150,6 +152,7 @@ __all__ = [
     "Sum",
     "Supports",
     "Teacher",
+    "Tempered",
     "Transition",
     "Upkeep",
     "Variational",

@@ -41,6 +41,18 @@ class GaussianNoise:
 
 @final
 @dataclass(frozen=True)
+class Mirror:
+    """Augmentation: images [n, c, h, w] with left and right exchanged. Draws nothing."""
+
+    def __call__(self, inputs: Tensor, generator: torch.Generator) -> Tensor:
+        image = isinstance(inputs, Tensor) and inputs.dim() == 4
+        got = f"a tensor of shape {list(inputs.shape)}" if isinstance(inputs, Tensor) else type(inputs).__name__
+        require(image, "inputs of Mirror", got, "images [n, c, h, w] (give another augmentation)")
+        return inputs.flip(-1)
+
+
+@final
+@dataclass(frozen=True)
 class ImageViews:
     """Augmentation of images [n, c, h, w]: each is flipped, turned, shifted, zoomed and recoloured a little, at random.
 

@@ -25,11 +25,12 @@ from driftfilter.checks import NotPositiveDefiniteError, finite_at_the_end, requ
 from driftfilter.dynamics import MeanReversion
 from driftfilter.inference import Inference, Linearized
 from driftfilter.inputs import Inputs, checked
+from driftfilter.losses import Loss
 from driftfilter.noise import Stationary
 from driftfilter.observation import Energy, Gibbs
 from driftfilter.prediction import MAP, Prediction, PredictionRule, Query
 from driftfilter.predictive import LogitFunction, PredictiveModel, ReadOut, lift, observing, recalled
-from driftfilter.randomness import Randomness
+from driftfilter.randomness import Purpose, Randomness
 from driftfilter.transition import BoundTransition, Transition
 from driftfilter.upkeep import Upkeep
 from driftfilter.weighting import Memory
@@ -203,8 +204,8 @@ class Filter:
         prediction = None
         if predicting:
             belief = posterior if self.predict_from == "posterior" else prior
-            known = energy.evaluation.logits[0] if belief.mean is energy.anchor and seen is model else None
-            prediction = self._predict(belief, Query(model, inputs, randomness, known, energy.taught))
+            known = energy.evaluation.logits if belief.mean is energy.anchor and seen is model else None
+            prediction = self._predict(belief, Query(model, inputs, randomness, known, energy.taught, lambda: energy.views))
         if self.observation.teacher is not None:
             memory = self.observation.teacher.follow(posterior.mean, memory, state.source)
         if self.upkeep is not None:
@@ -222,7 +223,12 @@ class Filter:
         randomness = Randomness(state.seed, state.step, state.belief.mean.device)
         teacher = self.observation.teacher
         taught = None if teacher is None else teacher.logits(model, inputs, state.memory, state.source, randomness)
-        return self._predict(state.belief, Query(model, inputs, randomness, None, taught))
+        loss: Loss = self.observation.loss  # type: ignore[assignment]  # as_loss in Gibbs
+
+        def views() -> tuple[Inputs, ...]:
+            return loss.views(inputs, lambda: randomness.generator(Purpose.VIEWS))
+
+        return self._predict(state.belief, Query(model, inputs, randomness, None, taught, views))
 
     @_without_gradients
     def run(self, state: FilterState, batches: Iterable[Inputs]) -> tuple[FilterState, Outputs]:

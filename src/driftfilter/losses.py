@@ -7,7 +7,7 @@ be differentiated (pseudo-labels, targets) is fixed once a step, at the prior me
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, final
 
@@ -252,10 +252,14 @@ class MarginalLikelihood(Loss):
 @final
 @dataclass(frozen=True)
 class Sum(Loss):
-    """Σ_j c_j ℓ_j; terms that need augmented views get their own, and a function logits [n, k] -> [n] is a term too."""
+    """Σ_j c_j ℓ_j; terms that need augmented views get their own, and a function logits [n, k] -> [n] is a term too.
+
+    ``each_view``: a term that needs none is the mean of its values at every view, those of other terms included.
+    """
 
     terms: tuple[Loss, ...] = (Entropy(), InformationMaximization())
     coefficients: tuple[float, ...] = ()
+    each_view: bool = False
 
     def __post_init__(self) -> None:
         require(isinstance(self.terms, (tuple, list)), "Sum.terms", self.terms, "a tuple of losses")
@@ -266,6 +270,7 @@ class Sum(Loss):
         require(len(self.coefficients) == len(self.terms), "Sum.coefficients", self.coefficients, allowed)
         for coefficient in self.coefficients:
             require_number("Sum.coefficients", coefficient, 0, math.inf)
+        require(isinstance(self.each_view, bool), "Sum.each_view", self.each_view, "True or False")
 
     @property
     def minimum(self) -> int:
@@ -304,10 +309,7 @@ class Sum(Loss):
         value, gradient = torch.zeros_like(logits[..., 0]), torch.zeros_like(logits)
         shares: list[float | Tensor] = [0.0] * len(logits)
         pieces: list[tuple[float, list[int], Expansion]] = []
-        start = 1
-        for term, coefficient, target in zip(self.terms, self.coefficients, targets, strict=True):
-            index = [0, *range(start, start + term.copies)]
-            start += term.copies
+        for coefficient, index, term, target in self._parts(len(logits), targets):
             piece = term.expand(logits[index], target, weights)
             value[index] += coefficient * piece.value
             gradient[index] += coefficient * piece.gradient
@@ -322,6 +324,16 @@ class Sum(Loss):
             return total
 
         return Expansion(value, gradient, hessian, lambda: positive_root(hessian()), tuple(shares))
+
+    def _parts(self, views: int, targets: tuple[Targets, ...]) -> Iterator[tuple[float, list[int], Loss, Targets]]:
+        """Every term with the views that it sees, and what it counts there."""
+        start = 1
+        for term, coefficient, target in zip(self.terms, self.coefficients, targets, strict=True):
+            if self.each_view and term.copies == 0:
+                yield from ((coefficient / views, [view], term, target) for view in range(views))
+            else:
+                yield coefficient, [0, *range(start, start + term.copies)], term, target
+            start += term.copies
 
 
 @final

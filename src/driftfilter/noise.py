@@ -93,15 +93,16 @@ class Discount:
 @final
 @dataclass(frozen=True)
 class Reset:
-    """Σ⁻ = σ² I whatever Σ was: past curvature is dropped, the mean is kept."""
+    """Σ⁻ = σ² I whatever Σ was, or Σ⁻ = Σ₀ where no variance is given: past curvature is dropped, the mean is kept."""
 
-    variance: float = 0.01
+    variance: float | None = 0.01
 
     def __post_init__(self) -> None:
-        require_number("Reset.variance", self.variance, 0, math.inf, open_low=True)
+        if self.variance is not None:
+            require_number("Reset.variance", self.variance, 0, math.inf, open_low=True)
 
     def __call__(self, gain: Gain, source: Belief) -> SpreadRule:
-        return Spread(0.0, float(self.variance))
+        return Spread(0.0, source.covariance if self.variance is None else float(self.variance))
 
 
 @final

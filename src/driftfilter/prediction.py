@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol, final
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from driftfilter.belief import Belief
-from driftfilter.checks import require, require_count
+from driftfilter.checks import require, require_count, require_number
 from driftfilter.covariance import antithetic
 from driftfilter.inputs import Inputs
 from driftfilter.predictive import PredictiveModel, logit_covariance
@@ -42,12 +43,20 @@ class Query(NamedTuple):
     model: PredictiveModel
     inputs: Inputs  # [n, ...]
     randomness: Randomness
-    known: Tensor | None = None  # logits at the mean [n, k], where the caller has them already
+    known: Tensor | None = None  # logits at the mean [v, n, k] of every view of the loss, where the caller has them already
     taught: Tensor | None = None  # logits of the teacher [n, k], where there is one
+    views: Callable[[], tuple[Inputs, ...]] | None = None  # what the loss looks at, clean inputs first
 
     def logits(self, belief: Belief) -> Tensor:
         """Logits at the mean [n, k]."""
-        return self.model(belief.mean, self.inputs) if self.known is None else self.known
+        return self.model(belief.mean, self.inputs) if self.known is None else self.known[0]
+
+    def view_logits(self, belief: Belief) -> Tensor:
+        """Logits at the mean of every view of the loss [v, n, k]."""
+        if self.known is not None:
+            return self.known
+        views = (self.inputs,) if self.views is None else self.views()
+        return torch.stack([self.model(belief.mean, view) for view in views])
 
     def draws(self, belief: Belief, samples: int) -> Tensor:
         """Deviations of θ from the mean [samples, d]."""
@@ -69,6 +78,28 @@ class MAP:
     def __call__(self, belief: Belief, query: Query) -> Prediction:
         logits = query.logits(belief)
         return Prediction(logits.log_softmax(-1), torch.zeros_like(logits))
+
+
+@final
+@dataclass(frozen=True)
+class Tempered:
+    """softmax(f(μ) / T): what Gaussian logits of one variance v everywhere come to, T = √(1 + π v / 4) by the probit
+    approximation of each pair of classes, without a derivative. It never changes the most likely class.
+
+    ``over_views``: f is the mean of the logits over the views of the loss (an image and its mirror image, say).
+    """
+
+    temperature: float = 2.0
+    over_views: bool = False
+
+    def __post_init__(self) -> None:
+        require_number("Tempered.temperature", self.temperature, 0, math.inf, open_low=True)
+        require(isinstance(self.over_views, bool), "Tempered.over_views", self.over_views, "True or False")
+
+    def __call__(self, belief: Belief, query: Query) -> Prediction:
+        logits = query.view_logits(belief).mean(0) if self.over_views else query.logits(belief)
+        variance = 4 / math.pi * max(self.temperature**2 - 1, 0.0)
+        return Prediction((logits / self.temperature).log_softmax(-1), torch.full_like(logits, variance))
 
 
 @final

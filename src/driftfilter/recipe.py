@@ -105,7 +105,11 @@ VARIANTS: dict[str, dict[str, type[Any]]] = {
         "MarginalLikelihood": losses.MarginalLikelihood,
         "Sum": losses.Sum,
     },
-    "augmentation": {"GaussianNoise": augmentation.GaussianNoise, "ImageViews": augmentation.ImageViews},
+    "augmentation": {
+        "GaussianNoise": augmentation.GaussianNoise,
+        "ImageViews": augmentation.ImageViews,
+        "Mirror": augmentation.Mirror,
+    },
     "weighting": {
         "Constant": weighting.Constant,
         "Reliability": weighting.Reliability,
@@ -135,6 +139,7 @@ VARIANTS: dict[str, dict[str, type[Any]]] = {
     "prediction": {
         "MAP": prediction.MAP,
         "MonteCarlo": prediction.MonteCarlo,
+        "Tempered": prediction.Tempered,
         "LinearizedGaussian": prediction.LinearizedGaussian,
         "LinearizedProbit": prediction.LinearizedProbit,
         "PriorCorrection": prediction.PriorCorrection,

@@ -98,18 +98,40 @@ class PointMass:
 @final
 @dataclass(frozen=True)
 class Gaussian:
-    """N(θ_S, σ² I), in the structure that the filter is to carry; ``rank`` is that of "low_rank"."""
+    """N(θ_S, σ² I), in the structure that the filter is to carry; ``rank`` is that of "low_rank".
+
+    ``taper`` a: the variance of layer l of L, in the order in which the module has them, is σ² (1 - l/L)^a, l = 0, 1, …: the
+    deeper a layer, the less a shift of the inputs is a reason to move it ("diagonal" only, of a network).
+    """
 
     variance: float = 0.01
     structure: Structure = "diagonal"
     rank: int = 10
+    taper: float = 0.0
 
     def __post_init__(self) -> None:
         require_number("Gaussian.variance", self.variance, 0, math.inf, open_low=True)
         _require_structure("Gaussian", self.structure, self.rank)
+        require_number("Gaussian.taper", self.taper, 0, math.inf)
+        tapers = self.taper == 0 or self.structure == "diagonal"
+        require(tapers, "Gaussian.structure", self.structure, "'diagonal' with a taper")
 
     def __call__(self, model: PredictiveModel, mean: Tensor, data: SourceData | None = None) -> Belief:
+        if self.taper:
+            return Belief(mean, Diagonal(self.variance * _depths(model, mean).pow(self.taper)))
         return Belief(mean, _isotropic(self.structure, self.variance, self.rank, model, mean))
+
+
+def _depths(model: PredictiveModel, mean: Tensor) -> Tensor:
+    """1 - l/L of every parameter [d], l the place of its layer among the L that have parameters in θ."""
+    shapes = getattr(model, "shapes", None)
+    known = isinstance(shapes, Mapping)
+    require(known, "Gaussian.taper", "a model without named parameters", "0 for it")
+    assert isinstance(shapes, Mapping)
+    names = [name.rpartition(".")[0] for name in shapes]
+    places = {name: place for place, name in enumerate(dict.fromkeys(names))}
+    sizes = mean.new_tensor([shape.numel() for shape in shapes.values()]).long()
+    return mean.new_tensor([1 - places[name] / len(places) for name in names]).repeat_interleave(sizes)
 
 
 def _require_structure(name: str, structure: str, rank: int) -> None:

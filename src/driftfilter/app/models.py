@@ -85,13 +85,16 @@ class ResidualNetwork(nn.Module):
         self.register_buffer("deviation", torch.tensor(DEVIATION).view(3, 1, 1), persistent=False)
         block = _PreactivationBlock if preactivation else _Block
         self.stem = _conv(3, widths[0], 3)
-        self.norm = norm(widths[3] if preactivation else widths[0])
+        if not preactivation:
+            self.norm = norm(widths[0])
         self.blocks = nn.ModuleList()
         inside = widths[0]
         for group, outside in enumerate(widths[1:]):
             for position in range(depth):
                 self.blocks.append(block(inside, outside, 2 if group > 0 and position == 0 else 1, norm))
                 inside = outside
+        if preactivation:
+            self.norm = norm(inside)
         self.head = nn.Linear(inside, classes)
 
     def features(self, inputs: Tensor) -> Tensor:
