@@ -16,6 +16,7 @@ import driftfilter as df
 
 KINDS: list[Any] = ["batch", "source", df.PseudoCount(3.0), df.Ema(0.3)]
 kinds = pytest.mark.parametrize("statistics", KINDS, ids=str)
+exact = pytest.mark.parametrize("statistics", [*KINDS[:3], df.Ema(1.0)], ids=str)  # those with the derivative of their values
 
 
 def trained(*layers: nn.Module) -> nn.Sequential:
@@ -43,7 +44,7 @@ def images(samples: int = 5, seed: int = 1) -> Tensor:
     return torch.randn(samples, 2, 5, 5, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def blended(values: Tensor, mean: Tensor, variance: Tensor, share: float) -> tuple[Tensor, Tensor]:
+def blended(values: Tensor, mean: Tensor, variance: Tensor, share: float | Tensor) -> tuple[Tensor, Tensor]:
     """Moments of a mixture: of the draws with probability 1 - α from the first, α from the batch."""
     columns = values.transpose(0, 1).flatten(1)
     batch, second = columns.mean(1), columns.square().mean(1)
@@ -51,12 +52,27 @@ def blended(values: Tensor, mean: Tensor, variance: Tensor, share: float) -> tup
     return mixed, (1 - share) * (variance + mean.square()) + share * second - mixed.square()
 
 
-def reference(model: nn.Sequential, inputs: Tensor, share: float, carried: list[tuple[Tensor, Tensor]] | None = None) -> Any:
+def renormalized(values: Tensor, mean: Tensor, variance: Tensor, eps: float) -> Tensor:
+    """Batch normalisation, corrected to other moments by an r and a d that have no derivative."""
+    wide = [1, -1, *[1] * (values.dim() - 2)]
+    columns = values.transpose(0, 1).flatten(1)
+    batch, deviation = columns.mean(1), (columns.var(1, correction=0) + eps).sqrt()
+    r, d = (deviation / (variance + eps).sqrt()).detach(), ((batch - mean) / (variance + eps).sqrt()).detach()
+    return (values - batch.view(wide)) / deviation.view(wide) * r.view(wide) + d.view(wide)
+
+
+def reference(
+    model: nn.Sequential,
+    inputs: Tensor,
+    share: float | Tensor,
+    carried: list[tuple[Tensor, Tensor]] | None = None,
+    renormalizing: bool = False,
+) -> Any:
     """Logits and blended statistics, layer by layer."""
     found: list[tuple[Tensor, Tensor]] = []
     hidden = inputs
     for layer in model:
-        if not isinstance(layer, nn.BatchNorm2d):
+        if not isinstance(layer, nn.modules.batchnorm._BatchNorm):
             hidden = layer(hidden)
             continue
         assert layer.running_mean is not None
@@ -64,31 +80,48 @@ def reference(model: nn.Sequential, inputs: Tensor, share: float, carried: list[
         before = carried[len(found)] if carried else (layer.running_mean, layer.running_var)
         mean, variance = blended(hidden, *before, share)
         found.append((mean, variance))
-        scaled = (hidden - mean[:, None, None]) / (variance + layer.eps).sqrt()[:, None, None]
-        hidden = scaled * layer.weight[:, None, None] + layer.bias[:, None, None]
+        wide = [-1, *[1] * (hidden.dim() - 2)]
+        scaled = (hidden - mean.view(wide)) / (variance + layer.eps).sqrt().view(wide)
+        if renormalizing:
+            scaled = renormalized(hidden, mean, variance, layer.eps)
+        hidden = scaled * layer.weight.view(wide) + layer.bias.view(wide) if layer.affine else scaled
     return hidden, found
 
 
+def dense(affine: bool) -> nn.Sequential:
+    return trained(nn.Linear(50, 3), nn.BatchNorm1d(3, affine=affine), nn.Tanh(), nn.Linear(3, 3))
+
+
+MODELS: dict[str, Callable[[], nn.Sequential]] = {
+    "convolutional": convolutional,
+    "bare": lambda: trained(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3, affine=False), nn.Tanh(), nn.Flatten(), nn.Linear(27, 3)),
+    "dense": lambda: trained(nn.Flatten(), *dense(True)),
+    "dense_bare": lambda: trained(nn.Flatten(), *dense(False)),
+}
+
+
+@pytest.mark.parametrize("case", MODELS)
 @pytest.mark.parametrize(("statistics", "share"), [(df.PseudoCount(3.0), 5 / 8), (df.Ema(0.3), 0.3)], ids=str)
-def test_logits_and_gradient_of_a_blend(statistics: Any, share: float) -> None:
-    model, inputs = convolutional(), images()
-    network = df.Network(model, statistics=statistics)
+def test_logits_and_gradient_of_a_blend(statistics: Any, share: float, case: str) -> None:
+    model, inputs = MODELS[case](), images()
+    network = df.Network(model, df.AllParameters(), statistics)
     logits, pullback = network.pullback(network.mean(), inputs)
-    expected, _ = reference(model, inputs, share)
-    torch.testing.assert_close(logits, expected)
+    torch.testing.assert_close(logits, reference(model, inputs, share)[0], rtol=1e-10, atol=1e-10)
+    expected = reference(model, inputs, share, renormalizing=isinstance(statistics, df.Ema))[0]
     cotangents = torch.randn_like(logits)
     known = dict(model.named_parameters())
     gradients = torch.autograd.grad(expected, [known[name] for name in network.shapes], cotangents)
     gradient = torch.cat([each.flatten() for each in gradients])
-    torch.testing.assert_close(pullback.total(cotangents), gradient)
-    torch.testing.assert_close(pullback(cotangents).sum(0), gradient)
+    torch.testing.assert_close(pullback.total(cotangents), gradient, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(pullback(cotangents).sum(0), gradient, rtol=1e-10, atol=1e-10)
 
 
-def test_rows_of_a_blend_are_those_of_the_own_scale_and_shift_of_each_sample() -> None:
+@pytest.mark.parametrize(("statistics", "share"), [(df.PseudoCount(2.0), 4 / 6), (df.Ema(0.3), 0.3)], ids=str)
+def test_rows_of_a_blend_are_those_of_the_own_scale_and_shift_of_each_sample(statistics: Any, share: float) -> None:
     model, inputs = trained(nn.BatchNorm1d(3)), torch.randn(4, 3, dtype=torch.float64)
-    network = df.Network(model, statistics=df.PseudoCount(2.0))
+    network = df.Network(model, statistics=statistics)
     layer: Any = model[0]
-    mean, variance = blended(inputs, layer.running_mean, layer.running_var, 4 / 6)
+    mean, variance = blended(inputs, layer.running_mean, layer.running_var, share)
     cotangents = torch.randn(4, 3, dtype=torch.float64)
     expected = torch.cat((cotangents * (inputs - mean) / (variance + layer.eps).sqrt(), cotangents), 1)
     torch.testing.assert_close(network.pullback(network.mean(), inputs)[1](cotangents), expected)
@@ -137,7 +170,7 @@ def test_the_ends_of_the_blends_are_batch_and_source() -> None:
     torch.testing.assert_close(df.Network(model, statistics=df.Ema(0.0))(theta, inputs), source)
 
 
-@kinds
+@exact
 def test_pushforward_is_the_slope_of_the_logits(statistics: Any) -> None:
     network, inputs = df.Network(convolutional(), statistics=statistics), images()
     theta, tangent = network.mean(), torch.randn(len(network.mean()), dtype=torch.float64)
@@ -146,6 +179,16 @@ def test_pushforward_is_the_slope_of_the_logits(statistics: Any) -> None:
 
 
 @kinds
+def test_pushforward_is_the_adjoint_of_the_pullback(statistics: Any) -> None:
+    network, inputs = df.Network(convolutional(), df.AllParameters(), statistics), images()
+    theta, tangent = network.mean(), torch.randn(len(network.mean()), dtype=torch.float64)
+    logits, pullback = network.pullback(theta, inputs)
+    cotangents = torch.randn_like(logits)
+    pushed = network.pushforward(theta, inputs, tangent[None])[0]
+    torch.testing.assert_close((pushed * cotangents).sum(), pullback.total(cotangents) @ tangent, rtol=1e-10, atol=1e-10)
+
+
+@exact
 def test_total_is_the_slope_of_the_logits(statistics: Any) -> None:
     network, inputs = df.Network(convolutional(), df.AllParameters(), statistics), images()
     theta, tangent = network.mean(), torch.randn(len(network.mean()), dtype=torch.float64)
@@ -168,6 +211,17 @@ def test_one_value_a_channel_has_no_variance_and_uses_the_source(shape: tuple[in
     rows = [network.pullback(network.mean(), inputs)[1](cotangents) for network in (batch, source)]
     torch.testing.assert_close(rows[0], rows[1])
     assert rows[0].count_nonzero() == rows[0].numel()
+
+
+def test_one_value_a_channel_has_the_derivative_of_its_values_under_ema() -> None:
+    model, inputs = MODELS["dense"](), images(1)
+    network = df.Network(model, df.AllParameters(), df.Ema(0.3))
+    logits, pullback = network.pullback(network.mean(), inputs)
+    expected = reference(model, inputs, 0.3)[0]
+    torch.testing.assert_close(logits, expected)
+    cotangents = torch.randn_like(logits)
+    gradient = torch.cat([each.flatten() for each in torch.autograd.grad(expected, list(model.parameters()), cotangents)])
+    torch.testing.assert_close(pullback.total(cotangents), gradient, rtol=1e-10, atol=1e-10)
 
 
 @kinds
@@ -256,8 +310,10 @@ def test_a_batch_norm_that_normalises_by_hand_has_a_total_but_neither_rows_nor_a
         (lambda: df.PseudoCount(-1.0), r"PseudoCount.count must be a finite number in \[0, inf\), got -1.0"),
         (lambda: df.PseudoCount(math.inf), r"PseudoCount.count must be a finite number"),
         (lambda: df.Ema(1.5), r"Ema.momentum must be a finite number in \[0, 1\], got 1.5"),
+        (lambda: df.Ema(0.1, -1.0), r"Ema.diversity must be a finite number in \[0, inf\), got -1.0"),
+        (lambda: df.Ema(0.1, math.nan), r"Ema.diversity must be a finite number in \[0, inf\), got nan"),
     ],
-    ids=["negative", "infinite", "momentum"],
+    ids=["negative", "infinite", "momentum", "diversity", "nan"],
 )
 def test_refusals(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
