@@ -318,3 +318,162 @@ def test_a_batch_norm_that_normalises_by_hand_has_a_total_but_neither_rows_nor_a
 def test_refusals(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def effective_share(logits: Tensor) -> Tensor:
+    """D, with the entropy written out."""
+    mean = logits.softmax(-1).mean(0)
+    return (-(mean * mean.log()).sum()).exp() / logits.shape[1]
+
+
+def diverse(model: nn.Module, momentum: float = 0.5, diversity: float = 4.0, **changes: Any) -> Any:
+    recipe = df.presets.get("tent", statistics=df.Ema(momentum, diversity), **changes)
+    return df.adapt(model, recipe)
+
+
+def unbalanced() -> nn.Sequential:
+    """A network that sees more of one class."""
+    model = convolutional()
+    bias: Tensor = model[-1].bias  # type: ignore[assignment]
+    bias.data[0] += 2
+    return model
+
+
+def kept(adapter: Any) -> tuple[Tensor, Tensor]:
+    """Carried statistics and D."""
+    state = adapter.state_dict()
+    return state["memory.network.statistics"], state["memory.network.diversity"]
+
+
+def moved_to(model: nn.Sequential, theta: Tensor) -> nn.Sequential:
+    """A copy with these parameters of its batch norms."""
+    own = copy.deepcopy(model)
+    norms = [layer for layer in own if isinstance(layer, nn.BatchNorm2d)]
+    nn.utils.vector_to_parameters(theta, [parameter for layer in norms for parameter in layer.parameters()])
+    return own
+
+
+def test_the_share_of_a_batch_follows_the_diversity_of_the_one_before() -> None:
+    model = unbalanced()
+    adapter, share, carried = diverse(model, inference=df.GradientStep(df.SGD(0.1))), torch.tensor(0.5).double(), None
+    for step in range(4):
+        inputs, theta = images(seed=step), adapter.belief.mean
+        found = adapter(inputs)
+        logits, carried = reference(moved_to(model, theta), inputs, share, carried)
+        torch.testing.assert_close(found, logits.log_softmax(-1))
+        statistics, diversity = kept(adapter)
+        torch.testing.assert_close(statistics, torch.cat([part for pair in carried for part in pair]))
+        torch.testing.assert_close(diversity, effective_share(logits))
+        assert diversity.shape == ()
+        share = 0.5 * effective_share(logits) ** 4
+        assert share < 0.45
+    assert not torch.equal(adapter.belief.mean, theta)
+
+
+def one_class(bias: float) -> nn.Sequential:
+    """A batch norm and a head that, with a large bias, sees one class everywhere."""
+    model = trained(nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(50, 4))
+    head: Any = model[2]
+    head.weight.data.zero_()
+    head.bias.data.copy_(torch.tensor([bias, 0.0, 0.0, 0.0]))
+    return model
+
+
+@pytest.mark.parametrize(("bias", "share"), [(0.0, 0.5), (60.0, 0.5 / 4**4)], ids=["all_classes", "one_class"])
+def test_a_batch_of_one_class_lowers_the_share_of_the_next(bias: float, share: float) -> None:
+    model = one_class(bias)
+    adapter = diverse(model, inference=df.Frozen())
+    layer: Any = model[0]
+    first = blended(images(seed=1), layer.running_mean, layer.running_var, 0.5)
+    adapter(images(seed=1))
+    torch.testing.assert_close(kept(adapter)[0], torch.cat(first))
+    torch.testing.assert_close(kept(adapter)[1].item(), 1.0 if bias == 0 else 0.25)
+    adapter(images(seed=2))
+    torch.testing.assert_close(kept(adapter)[0], torch.cat(blended(images(seed=2), *first, share)))
+
+
+@pytest.mark.parametrize(("diversity", "weight"), [(0.0, 0.9**20), (4.0, 0.9 * (1 - 0.1 / 4**4) ** 19)], ids=str)
+def test_single_samples_stay_near_the_source(diversity: float, weight: float) -> None:
+    model = one_class(60.0)
+    adapter = diverse(model, 0.1, diversity, inference=df.Frozen())
+    layer: Any = model[0]
+    for _ in range(20):
+        adapter(torch.full((1, 2, 5, 5), 7.0, dtype=torch.float64))
+    mean = adapter.state_dict()["memory.network.statistics"][:2]
+    torch.testing.assert_close((mean - 7) / (layer.running_mean - 7), torch.full((2,), weight, dtype=torch.float64))
+
+
+def test_without_diversity_none_is_kept() -> None:
+    adapter = diverse(unbalanced(), diversity=0.0)
+    adapter(images())
+    assert [name for name in adapter.state_dict() if "network" in name] == ["memory.network.statistics"]
+
+
+def test_a_checkpoint_carries_the_diversity() -> None:
+    first, second = diverse(unbalanced()), diverse(unbalanced())
+    for seed in range(2):
+        first(images(seed=seed))
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    for seed in range(2, 4):
+        assert torch.equal(first(images(seed=seed)), second(images(seed=seed)))
+        assert all(torch.equal(one, other) for one, other in zip(kept(first), kept(second), strict=True))
+    without = {name: value for name, value in first.state_dict().items() if name != "memory.network.diversity"}
+    second.load_state_dict(without)  # D = 1 then, so that it was D that the others had in common
+    assert not torch.equal(first(images(seed=4)), second(images(seed=4)))
+
+
+def test_predict_uses_the_diversity_kept_and_keeps_none() -> None:
+    model = unbalanced()
+    adapter = diverse(model, inference=df.Frozen())
+    adapter(images(seed=0))
+    before = {name: value.clone() for name, value in adapter.state_dict().items()}
+    logits, carried = reference(model, images(seed=0), 0.5)
+    expected = reference(model, images(seed=1), 0.5 * effective_share(logits) ** 4, carried)[0].softmax(-1)
+    for _ in range(2):
+        torch.testing.assert_close(adapter.predict(images(seed=1)).probabilities, expected)
+    assert all(torch.equal(value, before[name]) for name, value in adapter.state_dict().items())
+
+
+def test_reset_forgets_the_diversity() -> None:
+    adapter = diverse(unbalanced())
+    first = adapter(images(seed=0))
+    adapter(images(seed=1))
+    adapter.reset()
+    assert not [name for name in adapter.state_dict() if "network" in name]
+    assert torch.equal(adapter(images(seed=0)), first)
+
+
+class Sides(nn.Module):
+    """Logits of classes, and others for the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.side = unbalanced(), nn.Linear(3, 2).double()
+
+    def forward(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.body(inputs)
+        return logits, 9 * self.side(logits)
+
+
+def test_the_diversity_is_that_of_the_classes_where_the_loss_sees_something_else() -> None:
+    model = Sides()
+    network = df.Network(model, None, df.Ema(0.5, 4.0), lambda sides: sides[0], lambda sides: sides[1])
+    seen, pullback = network.observing.pullback(network.mean(), images())
+    logits = reference(model.body, images(), 0.5)[0]
+    torch.testing.assert_close(seen, 9 * model.side(logits))
+    torch.testing.assert_close(pullback.memory["network.diversity"], effective_share(logits))
+    recalled = network.recall(pullback.memory).observing.pullback(network.mean(), images(seed=2))[1]
+    carried = reference(model.body, images(), 0.5)[1]
+    logits, _ = reference(model.body, images(seed=2), 0.5 * effective_share(logits) ** 4, carried)
+    torch.testing.assert_close(recalled.memory["network.diversity"], effective_share(logits))
+
+
+def test_the_diversity_is_of_the_belief_s_precision_under_autocast() -> None:
+    model, inputs = unbalanced().float(), images().float()
+    network = df.Network(model, statistics=df.Ema(0.5, 4.0))
+    expected = network.pullback(network.mean(), inputs)[1].memory["network.diversity"]
+    with torch.autocast("cpu", torch.bfloat16):
+        found = network.pullback(network.mean(), inputs)[1].memory["network.diversity"]
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, expected, rtol=0.02, atol=0)
+    assert not torch.equal(found, expected)

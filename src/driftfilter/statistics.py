@@ -9,9 +9,8 @@ stands. That of ``Ema`` has the derivative of batch renormalisation (Ioffe, 2017
 
     (x - mean) / σ = (x - m_b) / σ_b · r + d,   r = σ_b / σ,  d = (m_b - mean) / σ
 
-where m_b and σ_b are differentiated as in batch normalisation, r and d are not. A small share would let almost nothing of
-the batch's own moments into the derivative: a step could then move the mean and scale of all samples together, which the
-next blend does not undo, and adaptation by the exact derivative collapses.
+where m_b and σ_b are differentiated as in batch normalisation, r and d are not. In the exact derivative the batch's moments
+have the share α only, so that a step may move the mean and scale of all samples together, and adaptation was seen to collapse.
 """
 
 from __future__ import annotations
@@ -59,8 +58,8 @@ class Ema:
         α_t = momentum · D_{t-1}^diversity,   D = exp(H(p̄)) / k in (0, 1]
 
     D the effective share of the k classes in the mean prediction p̄ of the last batch observed, 1 at first. A batch of few
-    classes (labels that come in runs, few samples) says little about the statistics of a domain, and the batch after it is
-    most often like it. ``diversity`` 0: every batch has the same share.
+    classes (labels that come in runs, few samples) says little about the statistics of a domain; its own D is known only once
+    it is normalised, and the batch before it is most often like it. ``diversity`` 0: every batch has the same share.
     """
 
     momentum: float = 0.1
