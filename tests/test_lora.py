@@ -97,7 +97,7 @@ def test_logits_and_rows(scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(pullback.total(cotangents), torch.stack(rows).sum(0))
 
 
-@pytest.mark.parametrize("statistics", ["batch", df.Ema()], ids=str)
+@pytest.mark.parametrize("statistics", ["batch", df.PseudoCount(), df.Ema(1.0)], ids=str)
 def test_derivatives_under_batch_statistics(statistics: Any) -> None:
     network = df.Network(model(), df.LoRA(rank=1), statistics)
     theta = point(network)
@@ -108,6 +108,19 @@ def test_derivatives_under_batch_statistics(statistics: Any) -> None:
     total = pullback.total(torch.ones_like(logits))
     torch.testing.assert_close(total @ tangent, slope.sum(), rtol=1e-6, atol=1e-7)
     torch.testing.assert_close(pullback(torch.ones_like(logits)).sum(0), total)
+
+
+def test_derivatives_under_carried_statistics_agree() -> None:
+    """They are not those of the values (statistics.py): the pushforward, the total and the rows are held against each other."""
+    network = df.Network(model(), df.LoRA(rank=1), df.Ema())
+    theta = point(network)
+    tangent = torch.randn_like(theta)
+    logits, pullback = network.pullback(theta, images())
+    cotangents = torch.randn_like(logits)
+    total = pullback.total(cotangents)
+    pushed = network.pushforward(theta, images(), tangent[None])[0]
+    torch.testing.assert_close((pushed * cotangents).sum(), total @ tangent)
+    torch.testing.assert_close(pullback(cotangents).sum(0), total)
 
 
 def test_the_first_linearised_step_leaves_the_belief_over_a_at_its_prior() -> None:

@@ -246,7 +246,7 @@ def test_parameters_that_the_network_does_not_use_have_rows_of_zeros() -> None:
     assert pullback.total(torch.ones_like(logits))[at].count_nonzero() == 0
 
 
-@pytest.mark.parametrize("statistics", ["batch", df.PseudoCount(), df.Ema()], ids=str)
+@pytest.mark.parametrize("statistics", ["batch", df.PseudoCount(), df.Ema(1.0)], ids=str)
 def test_layers_without_a_rule_beside_batch_statistics_have_a_total_but_no_rows(statistics: Any) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(Scaled(), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()

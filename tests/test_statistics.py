@@ -16,6 +16,7 @@ import driftfilter as df
 
 KINDS: list[Any] = ["batch", "source", df.PseudoCount(3.0), df.Ema(0.3)]
 kinds = pytest.mark.parametrize("statistics", KINDS, ids=str)
+exact = pytest.mark.parametrize("statistics", [*KINDS[:3], df.Ema(1.0)], ids=str)  # those with the derivative of their values
 
 
 def trained(*layers: nn.Module) -> nn.Sequential:
@@ -43,7 +44,7 @@ def images(samples: int = 5, seed: int = 1) -> Tensor:
     return torch.randn(samples, 2, 5, 5, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def blended(values: Tensor, mean: Tensor, variance: Tensor, share: float) -> tuple[Tensor, Tensor]:
+def blended(values: Tensor, mean: Tensor, variance: Tensor, share: float | Tensor) -> tuple[Tensor, Tensor]:
     """Moments of a mixture: of the draws with probability 1 - α from the first, α from the batch."""
     columns = values.transpose(0, 1).flatten(1)
     batch, second = columns.mean(1), columns.square().mean(1)
@@ -51,12 +52,27 @@ def blended(values: Tensor, mean: Tensor, variance: Tensor, share: float) -> tup
     return mixed, (1 - share) * (variance + mean.square()) + share * second - mixed.square()
 
 
-def reference(model: nn.Sequential, inputs: Tensor, share: float, carried: list[tuple[Tensor, Tensor]] | None = None) -> Any:
+def renormalized(values: Tensor, mean: Tensor, variance: Tensor, eps: float) -> Tensor:
+    """Batch normalisation, corrected to other moments by an r and a d that have no derivative."""
+    wide = [1, -1, *[1] * (values.dim() - 2)]
+    columns = values.transpose(0, 1).flatten(1)
+    batch, deviation = columns.mean(1), (columns.var(1, correction=0) + eps).sqrt()
+    r, d = (deviation / (variance + eps).sqrt()).detach(), ((batch - mean) / (variance + eps).sqrt()).detach()
+    return (values - batch.view(wide)) / deviation.view(wide) * r.view(wide) + d.view(wide)
+
+
+def reference(
+    model: nn.Sequential,
+    inputs: Tensor,
+    share: float | Tensor,
+    carried: list[tuple[Tensor, Tensor]] | None = None,
+    renormalizing: bool = False,
+) -> Any:
     """Logits and blended statistics, layer by layer."""
     found: list[tuple[Tensor, Tensor]] = []
     hidden = inputs
     for layer in model:
-        if not isinstance(layer, nn.BatchNorm2d):
+        if not isinstance(layer, nn.modules.batchnorm._BatchNorm):
             hidden = layer(hidden)
             continue
         assert layer.running_mean is not None
@@ -64,31 +80,48 @@ def reference(model: nn.Sequential, inputs: Tensor, share: float, carried: list[
         before = carried[len(found)] if carried else (layer.running_mean, layer.running_var)
         mean, variance = blended(hidden, *before, share)
         found.append((mean, variance))
-        scaled = (hidden - mean[:, None, None]) / (variance + layer.eps).sqrt()[:, None, None]
-        hidden = scaled * layer.weight[:, None, None] + layer.bias[:, None, None]
+        wide = [-1, *[1] * (hidden.dim() - 2)]
+        scaled = (hidden - mean.view(wide)) / (variance + layer.eps).sqrt().view(wide)
+        if renormalizing:
+            scaled = renormalized(hidden, mean, variance, layer.eps)
+        hidden = scaled * layer.weight.view(wide) + layer.bias.view(wide) if layer.affine else scaled
     return hidden, found
 
 
+def dense(affine: bool) -> nn.Sequential:
+    return trained(nn.Linear(50, 3), nn.BatchNorm1d(3, affine=affine), nn.Tanh(), nn.Linear(3, 3))
+
+
+MODELS: dict[str, Callable[[], nn.Sequential]] = {
+    "convolutional": convolutional,
+    "bare": lambda: trained(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3, affine=False), nn.Tanh(), nn.Flatten(), nn.Linear(27, 3)),
+    "dense": lambda: trained(nn.Flatten(), *dense(True)),
+    "dense_bare": lambda: trained(nn.Flatten(), *dense(False)),
+}
+
+
+@pytest.mark.parametrize("case", MODELS)
 @pytest.mark.parametrize(("statistics", "share"), [(df.PseudoCount(3.0), 5 / 8), (df.Ema(0.3), 0.3)], ids=str)
-def test_logits_and_gradient_of_a_blend(statistics: Any, share: float) -> None:
-    model, inputs = convolutional(), images()
-    network = df.Network(model, statistics=statistics)
+def test_logits_and_gradient_of_a_blend(statistics: Any, share: float, case: str) -> None:
+    model, inputs = MODELS[case](), images()
+    network = df.Network(model, df.AllParameters(), statistics)
     logits, pullback = network.pullback(network.mean(), inputs)
-    expected, _ = reference(model, inputs, share)
-    torch.testing.assert_close(logits, expected)
+    torch.testing.assert_close(logits, reference(model, inputs, share)[0], rtol=1e-10, atol=1e-10)
+    expected = reference(model, inputs, share, renormalizing=isinstance(statistics, df.Ema))[0]
     cotangents = torch.randn_like(logits)
     known = dict(model.named_parameters())
     gradients = torch.autograd.grad(expected, [known[name] for name in network.shapes], cotangents)
     gradient = torch.cat([each.flatten() for each in gradients])
-    torch.testing.assert_close(pullback.total(cotangents), gradient)
-    torch.testing.assert_close(pullback(cotangents).sum(0), gradient)
+    torch.testing.assert_close(pullback.total(cotangents), gradient, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(pullback(cotangents).sum(0), gradient, rtol=1e-10, atol=1e-10)
 
 
-def test_rows_of_a_blend_are_those_of_the_own_scale_and_shift_of_each_sample() -> None:
+@pytest.mark.parametrize(("statistics", "share"), [(df.PseudoCount(2.0), 4 / 6), (df.Ema(0.3), 0.3)], ids=str)
+def test_rows_of_a_blend_are_those_of_the_own_scale_and_shift_of_each_sample(statistics: Any, share: float) -> None:
     model, inputs = trained(nn.BatchNorm1d(3)), torch.randn(4, 3, dtype=torch.float64)
-    network = df.Network(model, statistics=df.PseudoCount(2.0))
+    network = df.Network(model, statistics=statistics)
     layer: Any = model[0]
-    mean, variance = blended(inputs, layer.running_mean, layer.running_var, 4 / 6)
+    mean, variance = blended(inputs, layer.running_mean, layer.running_var, share)
     cotangents = torch.randn(4, 3, dtype=torch.float64)
     expected = torch.cat((cotangents * (inputs - mean) / (variance + layer.eps).sqrt(), cotangents), 1)
     torch.testing.assert_close(network.pullback(network.mean(), inputs)[1](cotangents), expected)
@@ -137,7 +170,7 @@ def test_the_ends_of_the_blends_are_batch_and_source() -> None:
     torch.testing.assert_close(df.Network(model, statistics=df.Ema(0.0))(theta, inputs), source)
 
 
-@kinds
+@exact
 def test_pushforward_is_the_slope_of_the_logits(statistics: Any) -> None:
     network, inputs = df.Network(convolutional(), statistics=statistics), images()
     theta, tangent = network.mean(), torch.randn(len(network.mean()), dtype=torch.float64)
@@ -146,6 +179,16 @@ def test_pushforward_is_the_slope_of_the_logits(statistics: Any) -> None:
 
 
 @kinds
+def test_pushforward_is_the_adjoint_of_the_pullback(statistics: Any) -> None:
+    network, inputs = df.Network(convolutional(), df.AllParameters(), statistics), images()
+    theta, tangent = network.mean(), torch.randn(len(network.mean()), dtype=torch.float64)
+    logits, pullback = network.pullback(theta, inputs)
+    cotangents = torch.randn_like(logits)
+    pushed = network.pushforward(theta, inputs, tangent[None])[0]
+    torch.testing.assert_close((pushed * cotangents).sum(), pullback.total(cotangents) @ tangent, rtol=1e-10, atol=1e-10)
+
+
+@exact
 def test_total_is_the_slope_of_the_logits(statistics: Any) -> None:
     network, inputs = df.Network(convolutional(), df.AllParameters(), statistics), images()
     theta, tangent = network.mean(), torch.randn(len(network.mean()), dtype=torch.float64)
@@ -168,6 +211,17 @@ def test_one_value_a_channel_has_no_variance_and_uses_the_source(shape: tuple[in
     rows = [network.pullback(network.mean(), inputs)[1](cotangents) for network in (batch, source)]
     torch.testing.assert_close(rows[0], rows[1])
     assert rows[0].count_nonzero() == rows[0].numel()
+
+
+def test_one_value_a_channel_has_the_derivative_of_its_values_under_ema() -> None:
+    model, inputs = MODELS["dense"](), images(1)
+    network = df.Network(model, df.AllParameters(), df.Ema(0.3))
+    logits, pullback = network.pullback(network.mean(), inputs)
+    expected = reference(model, inputs, 0.3)[0]
+    torch.testing.assert_close(logits, expected)
+    cotangents = torch.randn_like(logits)
+    gradient = torch.cat([each.flatten() for each in torch.autograd.grad(expected, list(model.parameters()), cotangents)])
+    torch.testing.assert_close(pullback.total(cotangents), gradient, rtol=1e-10, atol=1e-10)
 
 
 @kinds
@@ -256,9 +310,170 @@ def test_a_batch_norm_that_normalises_by_hand_has_a_total_but_neither_rows_nor_a
         (lambda: df.PseudoCount(-1.0), r"PseudoCount.count must be a finite number in \[0, inf\), got -1.0"),
         (lambda: df.PseudoCount(math.inf), r"PseudoCount.count must be a finite number"),
         (lambda: df.Ema(1.5), r"Ema.momentum must be a finite number in \[0, 1\], got 1.5"),
+        (lambda: df.Ema(0.1, -1.0), r"Ema.diversity must be a finite number in \[0, inf\), got -1.0"),
+        (lambda: df.Ema(0.1, math.nan), r"Ema.diversity must be a finite number in \[0, inf\), got nan"),
     ],
-    ids=["negative", "infinite", "momentum"],
+    ids=["negative", "infinite", "momentum", "diversity", "nan"],
 )
 def test_refusals(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def effective_share(logits: Tensor) -> Tensor:
+    """D, with the entropy written out."""
+    mean = logits.softmax(-1).mean(0)
+    return (-(mean * mean.log()).sum()).exp() / logits.shape[1]
+
+
+def diverse(model: nn.Module, momentum: float = 0.5, diversity: float = 4.0, **changes: Any) -> Any:
+    recipe = df.presets.get("tent", statistics=df.Ema(momentum, diversity), **changes)
+    return df.adapt(model, recipe)
+
+
+def unbalanced() -> nn.Sequential:
+    """A network that sees more of one class."""
+    model = convolutional()
+    bias: Tensor = model[-1].bias  # type: ignore[assignment]
+    bias.data[0] += 2
+    return model
+
+
+def kept(adapter: Any) -> tuple[Tensor, Tensor]:
+    """Carried statistics and D."""
+    state = adapter.state_dict()
+    return state["memory.network.statistics"], state["memory.network.diversity"]
+
+
+def moved_to(model: nn.Sequential, theta: Tensor) -> nn.Sequential:
+    """A copy with these parameters of its batch norms."""
+    own = copy.deepcopy(model)
+    norms = [layer for layer in own if isinstance(layer, nn.BatchNorm2d)]
+    nn.utils.vector_to_parameters(theta, [parameter for layer in norms for parameter in layer.parameters()])
+    return own
+
+
+def test_the_share_of_a_batch_follows_the_diversity_of_the_one_before() -> None:
+    model = unbalanced()
+    adapter, share, carried = diverse(model, inference=df.GradientStep(df.SGD(0.1))), torch.tensor(0.5).double(), None
+    for step in range(4):
+        inputs, theta = images(seed=step), adapter.belief.mean
+        found = adapter(inputs)
+        logits, carried = reference(moved_to(model, theta), inputs, share, carried)
+        torch.testing.assert_close(found, logits.log_softmax(-1))
+        statistics, diversity = kept(adapter)
+        torch.testing.assert_close(statistics, torch.cat([part for pair in carried for part in pair]))
+        torch.testing.assert_close(diversity, effective_share(logits))
+        assert diversity.shape == ()
+        share = 0.5 * effective_share(logits) ** 4
+        assert share < 0.45
+    assert not torch.equal(adapter.belief.mean, theta)
+
+
+def one_class(bias: float) -> nn.Sequential:
+    """A batch norm and a head that, with a large bias, sees one class everywhere."""
+    model = trained(nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(50, 4))
+    head: Any = model[2]
+    head.weight.data.zero_()
+    head.bias.data.copy_(torch.tensor([bias, 0.0, 0.0, 0.0]))
+    return model
+
+
+@pytest.mark.parametrize(("bias", "share"), [(0.0, 0.5), (60.0, 0.5 / 4**4)], ids=["all_classes", "one_class"])
+def test_a_batch_of_one_class_lowers_the_share_of_the_next(bias: float, share: float) -> None:
+    model = one_class(bias)
+    adapter = diverse(model, inference=df.Frozen())
+    layer: Any = model[0]
+    first = blended(images(seed=1), layer.running_mean, layer.running_var, 0.5)
+    adapter(images(seed=1))
+    torch.testing.assert_close(kept(adapter)[0], torch.cat(first))
+    torch.testing.assert_close(kept(adapter)[1].item(), 1.0 if bias == 0 else 0.25)
+    adapter(images(seed=2))
+    torch.testing.assert_close(kept(adapter)[0], torch.cat(blended(images(seed=2), *first, share)))
+
+
+@pytest.mark.parametrize(("diversity", "weight"), [(0.0, 0.9**20), (4.0, 0.9 * (1 - 0.1 / 4**4) ** 19)], ids=str)
+def test_single_samples_stay_near_the_source(diversity: float, weight: float) -> None:
+    model = one_class(60.0)
+    adapter = diverse(model, 0.1, diversity, inference=df.Frozen())
+    layer: Any = model[0]
+    for _ in range(20):
+        adapter(torch.full((1, 2, 5, 5), 7.0, dtype=torch.float64))
+    mean = adapter.state_dict()["memory.network.statistics"][:2]
+    torch.testing.assert_close((mean - 7) / (layer.running_mean - 7), torch.full((2,), weight, dtype=torch.float64))
+
+
+def test_without_diversity_none_is_kept() -> None:
+    adapter = diverse(unbalanced(), diversity=0.0)
+    adapter(images())
+    assert [name for name in adapter.state_dict() if "network" in name] == ["memory.network.statistics"]
+
+
+def test_a_checkpoint_carries_the_diversity() -> None:
+    first, second = diverse(unbalanced()), diverse(unbalanced())
+    for seed in range(2):
+        first(images(seed=seed))
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    for seed in range(2, 4):
+        assert torch.equal(first(images(seed=seed)), second(images(seed=seed)))
+        assert all(torch.equal(one, other) for one, other in zip(kept(first), kept(second), strict=True))
+    without = {name: value for name, value in first.state_dict().items() if name != "memory.network.diversity"}
+    second.load_state_dict(without)  # D = 1 then, so that it was D that the others had in common
+    assert not torch.equal(first(images(seed=4)), second(images(seed=4)))
+
+
+def test_predict_uses_the_diversity_kept_and_keeps_none() -> None:
+    model = unbalanced()
+    adapter = diverse(model, inference=df.Frozen())
+    adapter(images(seed=0))
+    before = {name: value.clone() for name, value in adapter.state_dict().items()}
+    logits, carried = reference(model, images(seed=0), 0.5)
+    expected = reference(model, images(seed=1), 0.5 * effective_share(logits) ** 4, carried)[0].softmax(-1)
+    for _ in range(2):
+        torch.testing.assert_close(adapter.predict(images(seed=1)).probabilities, expected)
+    assert all(torch.equal(value, before[name]) for name, value in adapter.state_dict().items())
+
+
+def test_reset_forgets_the_diversity() -> None:
+    adapter = diverse(unbalanced())
+    first = adapter(images(seed=0))
+    adapter(images(seed=1))
+    adapter.reset()
+    assert not [name for name in adapter.state_dict() if "network" in name]
+    assert torch.equal(adapter(images(seed=0)), first)
+
+
+class Sides(nn.Module):
+    """Logits of classes, and others for the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.side = unbalanced(), nn.Linear(3, 2).double()
+
+    def forward(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.body(inputs)
+        return logits, 9 * self.side(logits)
+
+
+def test_the_diversity_is_that_of_the_classes_where_the_loss_sees_something_else() -> None:
+    model = Sides()
+    network = df.Network(model, None, df.Ema(0.5, 4.0), lambda sides: sides[0], lambda sides: sides[1])
+    seen, pullback = network.observing.pullback(network.mean(), images())
+    logits = reference(model.body, images(), 0.5)[0]
+    torch.testing.assert_close(seen, 9 * model.side(logits))
+    torch.testing.assert_close(pullback.memory["network.diversity"], effective_share(logits))
+    recalled = network.recall(pullback.memory).observing.pullback(network.mean(), images(seed=2))[1]
+    carried = reference(model.body, images(), 0.5)[1]
+    logits, _ = reference(model.body, images(seed=2), 0.5 * effective_share(logits) ** 4, carried)
+    torch.testing.assert_close(recalled.memory["network.diversity"], effective_share(logits))
+
+
+def test_the_diversity_is_of_the_belief_s_precision_under_autocast() -> None:
+    model, inputs = unbalanced().float(), images().float()
+    network = df.Network(model, statistics=df.Ema(0.5, 4.0))
+    expected = network.pullback(network.mean(), inputs)[1].memory["network.diversity"]
+    with torch.autocast("cpu", torch.bfloat16):
+        found = network.pullback(network.mean(), inputs)[1].memory["network.diversity"]
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, expected, rtol=0.02, atol=0)
+    assert not torch.equal(found, expected)

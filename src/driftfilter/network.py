@@ -32,12 +32,13 @@ from driftfilter.inputs import Inputs, arguments, batch_size, each, picked, requ
 from driftfilter.parameters import Chosen, NormAffine, Selection, select
 from driftfilter.proof import Pattern, pattern_of, some, tolerance_of, wrong_rows
 from driftfilter.rows import layer_rows, per_sample
-from driftfilter.statistics import Ema, Statistics, require_statistics
+from driftfilter.statistics import Ema, Statistics, diversity, require_statistics
 from driftfilter.twins import Record, Twin, as_called, cast, dtype_of, require_values, twin
 
 Memory: TypeAlias = Mapping[str, Tensor]
 _LOCK = threading.Lock()
 STATISTICS = "network.statistics"  # in the memory: means, then variances, of every batch norm [2 · channels]
+DIVERSITY = "network.diversity"  # in the memory, where Ema asks for it: D of the last batch observed []
 
 
 @contextmanager
@@ -79,7 +80,8 @@ class Network:
     both, ``PseudoCount`` or ``Ema``. A layer that sees one value a channel has no variance, and uses the source's; one without
     running statistics always uses the batch's. ``output`` picks the logits out of what the module returns; without it they
     are the result, its ``logits``, or its only element. ``observed`` picks what the loss sees, where that is something else
-    [n, any]: the outputs of a head of its own for self-supervision, or logits and features side by side.
+    [n, any]: the outputs of a head of its own for self-supervision, or logits and features side by side. The diversity of a
+    batch (``Ema``) is that of the logits even then.
     Inputs are a tensor, a tuple or list (positional arguments) or a mapping (keyword arguments). θ is float32, or float64
     where the module is; floating inputs get the module's dtype except under autocast.
     """
@@ -97,7 +99,7 @@ class Network:
         require(isinstance(model, nn.Module), "Network: model", model, "a torch module")
         require_statistics(statistics)
         self.statistics = statistics
-        self.output = output or picked
+        self.output = self._classifying = output or picked  # what is asked for; and the logits of classes, always
         self._base = twin(model)  # never called: every thread takes its own twin of it
         self.chosen: Chosen = select(self._base, selection or NormAffine())
         self.shapes = {name: tensor.shape for name, tensor in self.chosen.items()}
@@ -108,6 +110,7 @@ class Network:
         self._watched: list[int] = []  # the same of what the loss sees
         self._start = self.chosen.start()
         self._carried: Tensor | None = None
+        self._trust: Tensor | float = 1.0
         self._local = threading.local()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -137,6 +140,7 @@ class Network:
             return self
         other = copy.copy(self)
         other._local, other._carried = self._local, memory[STATISTICS]
+        other._trust = memory[DIVERSITY] ** self.statistics.diversity if DIVERSITY in memory else 1.0
         return other
 
     def _own(self) -> Twin:
@@ -153,13 +157,15 @@ class Network:
         named = zip(self.shapes.items(), pieces, strict=True)
         return {name: piece if len(shape) == 1 else piece.view(shape) for (name, shape), piece in named}
 
-    def _forward(self, own: Twin, tensors: dict[str, Tensor], inputs: Inputs, dtype: torch.dtype) -> Tensor:
-        own.carry(self._carried)
+    def _forward(self, own: Twin, tensors: dict[str, Tensor], inputs: Inputs, dtype: torch.dtype) -> tuple[Tensor, Any]:
+        """Logits [n, k], and what the module returned, of which they are a part."""
+        own.carry(self._carried, self._trust)
         with as_called(), own.holding(tensors) as module:
             args, kwargs = arguments(each(inputs, lambda tensor: cast(tensor, self._dtype)))
-            logits = self.output(module(*args, **kwargs))
+            outputs = module(*args, **kwargs)
+            logits = self.output(outputs)
         self._require_logits(logits, batch_size(inputs))
-        return logits.to(dtype)
+        return logits.to(dtype), outputs
 
     def _require_logits(self, logits: Any, samples: int) -> None:
         require_logits(logits, samples)
@@ -168,11 +174,19 @@ class Network:
         k = self._classes[0]
         require(logits.shape[1] == k, "the model's logits", f"shape {list(logits.shape)}", f"of {k} classes, as before")
 
-    def _memory(self, own: Twin) -> Memory:
-        return {STATISTICS: own.carried()} if isinstance(self.statistics, Ema) and own.blending else {}
+    def _memory(self, own: Twin, logits: Tensor, outputs: Any) -> Memory:
+        if not isinstance(self.statistics, Ema) or not own.blending:
+            return {}
+        carried = {STATISTICS: own.carried()}
+        if self.statistics.diversity > 0:
+            with as_called():
+                classes = self._classifying(outputs)
+            require_logits(classes, len(logits))
+            carried[DIVERSITY] = diversity(classes.detach().to(logits.dtype))
+        return carried
 
     def __call__(self, theta: Tensor, inputs: Inputs) -> Tensor:
-        return self._forward(self._own(), self.chosen.replacements(self._pieces(theta)), inputs, theta.dtype)
+        return self._forward(self._own(), self.chosen.replacements(self._pieces(theta)), inputs, theta.dtype)[0]
 
     def _graph(self, theta: Tensor, inputs: Inputs) -> _Graph:
         own = self._own()
@@ -182,10 +196,10 @@ class Network:
             tensors = self.chosen.replacements(leaves)
             own.records = records
             try:
-                logits = self._forward(own, tensors, inputs, theta.dtype)
+                logits, outputs = self._forward(own, tensors, inputs, theta.dtype)
             finally:
                 own.records = None
-        return _Graph(logits, leaves, tensors, own, records, self._memory(own))
+        return _Graph(logits, leaves, tensors, own, records, self._memory(own, logits, outputs))
 
     def pullback(self, theta: Tensor, inputs: Inputs) -> tuple[Tensor, NetworkPullback]:
         graph = self._graph(theta, inputs)

@@ -4,7 +4,13 @@ A blend with share α of the batch has the moments of the mixture:
 
     mean = (1 - α) m + α m_b,   variance = (1 - α) v + α v_b + α (1 - α) (m_b - m)²
 
-with the batch's variance v_b the biased one, by which torch normalises. Gradients flow through the batch's part.
+with the batch's variance v_b the biased one, by which torch normalises. The blend of ``PseudoCount`` is differentiated as it
+stands. That of ``Ema`` has the derivative of batch renormalisation (Ioffe, 2017): with σ² = variance + ε, σ_b² = v_b + ε,
+
+    (x - mean) / σ = (x - m_b) / σ_b · r + d,   r = σ_b / σ,  d = (m_b - mean) / σ
+
+where m_b and σ_b are differentiated as in batch normalisation, r and d are not. In the exact derivative the batch's moments
+have the share α only, so that a step may move the mean and scale of all samples together, and adaptation was seen to collapse.
 """
 
 from __future__ import annotations
@@ -46,16 +52,25 @@ class PseudoCount:
 @final
 @dataclass(frozen=True)
 class Ema:
-    """Carried statistics, the source's at first; each step blends them with the batch's at share α = ``momentum``, and
-    normalises by and carries on the blend."""
+    """Carried statistics, the source's at first; each step blends them with the batch's, and normalises by and carries on the
+    blend. The share of the batch is
+
+        α_t = momentum · D_{t-1}^diversity,   D = exp(H(p̄)) / k in (0, 1]
+
+    D the effective share of the k classes in the mean prediction p̄ of the last batch observed, 1 at first. A batch of few
+    classes (labels that come in runs, few samples) says little about the statistics of a domain; its own D is known only once
+    it is normalised, and the batch before it is most often like it. ``diversity`` 0: every batch has the same share.
+    """
 
     momentum: float = 0.1
+    diversity: float = 0.0
 
     def __post_init__(self) -> None:
         require_number("Ema.momentum", self.momentum, 0, 1)
+        require_number("Ema.diversity", self.diversity, 0, math.inf)
 
     def share(self, samples: int) -> float:
-        """α."""
+        """α at D = 1."""
         return self.momentum
 
 
@@ -68,10 +83,18 @@ def require_statistics(statistics: Any) -> None:
     require(known, "Network: statistics", statistics, "'batch', 'source', PseudoCount(count) or Ema(momentum)")
 
 
+def diversity(logits: Tensor) -> Tensor:
+    """D = exp(H(p̄)) / k of a batch's logits [n, k], a scalar []: 1 where every class has the same mean probability."""
+    entropy = torch.special.entr(logits.softmax(-1).mean(0)).sum()
+    share: Tensor = entropy.exp() / logits.shape[1]
+    return share.clamp(max=1)  # but for rounding
+
+
 class TwinBatchNorm(_BatchNorm):
     """A batch norm of a twin that keeps the moments by which it last normalised, for whoever wants rows or carries them."""
 
     blend: PseudoCount | Ema | None  # None: the batch's statistics
+    trust: Tensor | float  # D^diversity, by which the share of the batch is multiplied
     carried: tuple[Tensor, Tensor] | None  # mean and variance [c]; None: the running ones, if there are any
     moments: Moments  # of the last call
     blended: tuple[Tensor, Tensor]  # mean and variance [c] of the last call
@@ -85,12 +108,16 @@ class TwinBatchNorm(_BatchNorm):
         return self._by_source(inputs) if self.blend is None else self._by_blend(inputs)
 
     def _by_batch(self, inputs: Tensor) -> Tensor:
-        # F.batch_norm itself, for every backend, with the statistics that it works out and drops
-        outputs, mean, scale, *_ = torch._batch_norm_impl_index(
-            inputs, self.weight, self.bias, None, None, True, 0.0, self.eps, torch.backends.cudnn.enabled
-        )
+        outputs, mean, scale = self._fused(inputs, self.weight, self.bias)
         self.__dict__["moments"] = (mean.detach(), scale.detach())  # a module's own __setattr__ takes as long as a kernel
         return outputs
+
+    def _fused(self, inputs: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """F.batch_norm itself, for every backend, with the statistics that it works out and drops."""
+        outputs, mean, scale, *_ = torch._batch_norm_impl_index(
+            inputs, weight, bias, None, None, True, 0.0, self.eps, torch.backends.cudnn.enabled
+        )
+        return outputs, mean, scale
 
     def _by_source(self, inputs: Tensor) -> Tensor:
         """For a batch with one value a channel, which has no variance."""
@@ -100,23 +127,42 @@ class TwinBatchNorm(_BatchNorm):
         return functional.batch_norm(inputs, mean, variance, self.weight, self.bias, False, 0.0, self.eps)
 
     def _by_blend(self, inputs: Tensor) -> Tensor:
-        mean, variance = self._mixture(inputs)
+        fixed = isinstance(self.blend, Ema) and inputs.numel() > self.num_features
+        batch = self._batch(inputs.detach() if fixed else inputs)
+        mean, variance = self._mixture(batch, len(inputs))
         scale = (variance + self.eps).rsqrt()
         self.moments, self.blended = (mean.detach(), scale.detach()), (mean.detach(), variance.detach())
+        return self._renormalized(inputs, batch, self.moments) if fixed else self._scaled(inputs, mean, scale)
+
+    def _scaled(self, inputs: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
         slope = scale if self.weight is None else scale * self.weight
         shift = -mean * slope if self.bias is None else self.bias - mean * slope
         shape = (-1, *[1] * (inputs.dim() - 2))
         return torch.addcmul(shift.view(shape), inputs.to(mean.dtype), slope.view(shape)).to(inputs.dtype)
 
-    def _mixture(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+    def _renormalized(self, inputs: Tensor, batch: tuple[Tensor, Tensor], moments: Moments) -> Tensor:
+        """The same values by batch normalisation with the scale w r and the shift b + w d: see the top of this file."""
+        (batch_mean, batch_variance), (mean, scale) = batch, moments
+        r, d = (batch_variance + self.eps).sqrt() * scale, (batch_mean - mean) * scale
+        slope, shift = (r, d) if self.weight is None else (self.weight * r, self.weight * d)
+        shift = shift if self.bias is None else self.bias + shift
+        dtype = torch.promote_types(inputs.dtype, torch.float32)  # half precision is normalised by moments in float32
+        return self._fused(inputs, slope.to(dtype), shift.to(dtype))[0]
+
+    def _batch(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and variance [c] of the batch."""
+        assert self.carried is not None
+        wide = torch.promote_types(self.carried[0].dtype, torch.float32)
+        others = [dim for dim in range(inputs.dim()) if dim != 1]
+        variance, mean = torch.var_mean(inputs.to(wide), others, correction=0)
+        return mean, variance
+
+    def _mixture(self, batch: tuple[Tensor, Tensor], samples: int) -> tuple[Tensor, Tensor]:
         assert self.blend is not None
         assert self.carried is not None
-        mean, variance = (part if part.dtype == torch.float64 else part.float() for part in self.carried)
-        share = self.blend.share(len(inputs))
-        others = [dim for dim in range(inputs.dim()) if dim != 1]
-        batch_variance, batch_mean = torch.var_mean(inputs.to(mean.dtype), others, correction=0)
-        shift = batch_mean - mean
-        spread = (batch_variance - variance) + (1 - share) * shift.square()
+        mean, variance = (part.to(batch[0].dtype) for part in self.carried)
+        share, shift = self.blend.share(samples) * self.trust, batch[0] - mean
+        spread = (batch[1] - variance) + (1 - share) * shift.square()
         return mean + share * shift, variance + share * spread
 
 
@@ -177,6 +223,7 @@ def _turned(layer: Any, statistics: Statistics) -> TwinBatchNorm:
     missing = layer.running_mean is None
     layer.__class__ = TwinBatchNorm  # the twin's own layer: the same one, with other statistics
     layer.blend = None if isinstance(statistics, str) or missing else statistics
+    layer.trust = 1.0
     layer.carried = None if missing else (layer.running_mean, layer.running_var)
     turned: TwinBatchNorm = layer
     return turned

@@ -165,8 +165,11 @@ class Twin:
         """The batch norms that blend a batch's statistics with carried ones."""
         return [norm for norm in self.norms if norm.blend is not None]
 
-    def carry(self, statistics: Tensor | None) -> None:
-        """Blend with these statistics, the mean and then the variance of each layer; with the source's where there are none."""
+    def carry(self, statistics: Tensor | None, trust: Tensor | float) -> None:
+        """Blend with these statistics, the mean and then the variance of each layer; with the source's where there are none.
+
+        The share of a batch is multiplied by the trust in it.
+        """
         norms = self.blending
         sizes = [norm.num_features for norm in norms for _ in range(2)]
         if statistics is not None:
@@ -176,6 +179,7 @@ class Twin:
             assert norm.running_mean is not None
             assert norm.running_var is not None
             norm.carried = (norm.running_mean, norm.running_var) if statistics is None else (next(pieces), next(pieces))
+            norm.trust = trust
             norm.blended = norm.carried  # should it not be called
 
     def carried(self) -> Tensor:
