@@ -72,6 +72,8 @@ class EmpiricalFisher(Curvature):
     """F_i = λ √(w_i/n) (g_i - ḡ), g_i = ∇ℓ_i and ḡ their weighted mean (0 when not ``centered``).
 
     With w_i = β this is F_i = √(β λ²/n) (g_i - ḡ); ``scale`` is λ. Centred, a single sample carries no curvature.
+    Where batch statistics couple the samples, a row cannot be told from the weights of others: from rows r_i that sum to the
+    gradient g of the energy, F_i = λ (r_i - g/n) / √ā, ā the mean of w_i/n, which for equal weights is the same.
     """
 
     centered: bool = True
@@ -86,16 +88,16 @@ class EmpiricalFisher(Curvature):
         return 2 if self.centered else 1
 
     def __call__(self, evaluation: Evaluation) -> tuple[Tensor, Tensor]:
-        root = evaluation.coefficients.sqrt()
-        scale = root * self.scale
-        rows = evaluation.rows(scale)  # λ √a_i g_i, a_i = w_i/n
-        gradient = (root / self.scale) @ rows
-        if not self.centered:
-            return gradient, rows
-        if rows.shape[0] == 1:
+        rows = evaluation.rows()  # a_i g_i, a_i = w_i/n
+        gradient = rows.sum(0)
+        if self.centered and rows.shape[0] == 1:
             return gradient, torch.zeros_like(rows)
-        total = evaluation.coefficients.sum().clamp_min(torch.finfo(rows.dtype).tiny)
-        return gradient, rows.addcmul_(scale[:, None], gradient / total, value=-1.0)
+        weights = evaluation.coefficients.clamp_min(torch.finfo(rows.dtype).tiny)
+        if evaluation.is_coupled:
+            weights = weights.mean().expand_as(weights)
+        if self.centered:
+            rows = rows.addcmul_(weights[:, None], gradient / weights.sum(), value=-1.0)
+        return gradient, rows.mul_((self.scale * weights.rsqrt())[:, None])
 
 
 @final

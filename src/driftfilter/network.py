@@ -260,6 +260,7 @@ class NetworkPullback:
         self._network, self._theta, self._inputs = network, theta, inputs
         self._fresh: _Graph | None = graph
         self.memory = graph.memory  # what the network carries to the next step
+        self.is_coupled = graph.own.coupled
 
     def _take(self) -> _Graph:
         graph, self._fresh = self._fresh or self._network._graph(self._theta, self._inputs), None

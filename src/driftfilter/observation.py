@@ -195,9 +195,14 @@ class Evaluation(NamedTuple):
         """E, a scalar []."""
         return self.coefficients @ self.expansion.value.sum(0)
 
-    def rows(self, scale: Tensor) -> Tensor:
-        """s_i ∇ℓ_i of every sample [n, d], for scales s [n]: applied to k cotangents, not to d gradients."""
-        weighted = self.expansion.gradient * scale.unsqueeze(1)
+    @property
+    def is_coupled(self) -> bool:
+        """Whether batch statistics tie the samples together: a row then holds a part of other samples' losses too."""
+        return any(getattr(pull, "is_coupled", False) for pull in self.pullbacks)
+
+    def rows(self) -> Tensor:
+        """(w_i / n) ∇ℓ_i of every sample [n, d]; they sum to ∇E, also where samples are coupled."""
+        weighted = self.expansion.gradient * self.coefficients.unsqueeze(1)
         return _total([pull(weighted.select(0, view)) for view, pull in enumerate(self.pullbacks)])
 
     def gradient(self, cotangents: Tensor | None = None) -> Tensor:

@@ -237,6 +237,12 @@ class ReadOut:
     def __call__(self, theta: Tensor, inputs: Inputs) -> Tensor:
         return self.model(theta @ self.matrix.mT, inputs)
 
+    @property
+    def observing(self) -> ReadOut:
+        """The same on the model as the loss sees it; itself where that is no other."""
+        seen = observing(self.model)
+        return self if seen is self.model else ReadOut(seen, self.matrix)
+
     def recall(self, memory: Mapping[str, Tensor]) -> ReadOut:
         """The same on the model with the statistics in this memory."""
         return ReadOut(recalled(self.model, memory), self.matrix)
@@ -252,6 +258,11 @@ class ReadOut:
 class _ReadOutPullback(NamedTuple):
     inner: Pullback
     matrix: Tensor  # [d, states]
+
+    @property
+    def is_coupled(self) -> bool:
+        """Whether the model's samples are coupled."""
+        return bool(getattr(self.inner, "is_coupled", False))
 
     @property
     def memory(self) -> Mapping[str, Tensor]:

@@ -28,6 +28,7 @@ from driftfilter.losses import (
     PseudoLabel,
     SoftLikelihoodRatio,
     Sum,
+    as_loss,
 )
 from driftfilter.noise import Isotropic, Reset, Stationary
 from driftfilter.observation import Gibbs, Teacher
@@ -365,7 +366,8 @@ def driftfilter_aug(augmentation: Augmentation | None = None, consistency: float
     """
     recipe = driftfilter(**options)
     agreement = Consistency(augmentation or Mirror(), divergence="symmetric", target="moving")
-    loss = Sum((recipe.observation.loss, agreement), (1.0, consistency), each_view=True)
+    own = as_loss("driftfilter_aug", recipe.observation.loss)
+    loss = Sum((own, agreement), (1.0, consistency), each_view=True)
     return replace(
         recipe,
         observation=replace(recipe.observation, loss=loss),

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from driftfilter.app.corruptions import CORRUPTIONS, EXTRA, FROST_TEXTURE, SIZE, corrupt
+from driftfilter.app.corruptions import CORRUPTIONS, EXTRA, FROST_TEXTURE, corrupt
 from driftfilter.app.files import (
     Bytes,
     Integers,
@@ -32,6 +32,7 @@ from driftfilter.app.files import (
     require_labels,
     subfolders,
 )
+from driftfilter.app.filters import SIZE
 from driftfilter.checks import nearest, require, require_count, require_floating, require_shape
 
 SEVERITIES = (1, 2, 3, 4, 5)
