@@ -20,6 +20,7 @@ from torch import Tensor, nn
 import driftfilter as df
 from driftfilter.app import bench, models, tables, task
 from driftfilter.app.bench import choices, seeds
+from driftfilter.app.machine import Machine
 from driftfilter.app.protocols import Stream
 from driftfilter.app.streams import CLEAN, Generated, Images, Shift
 from driftfilter.app.task import Bench, Choice, Network, Task, run_task, settings
@@ -64,7 +65,7 @@ def data() -> Generated:
 @pytest.fixture
 def shared(data: Generated) -> Bench:
     network = Network("tiny", _Tiny().eval(), "0" * 64)
-    return Bench(data, {"tiny": network}, Stream(NAMES, batch=20), CPU)
+    return Bench(data, {"tiny": network}, Stream(NAMES, batch=20), Machine(CPU))
 
 
 def _task(preset: str = "tent:lr=0.05", protocol: str = "reset", seed: int = 0) -> Task:
@@ -136,6 +137,7 @@ def test_visits_of_a_second_round_are_told_apart(shared: Bench) -> None:
     assert [visit["corruption"] for visit in result["visits"]] == [*NAMES, *NAMES]
     assert [row["n"] for row in result["domains"]] == [140] * 3
     first, second = result["visits"][:3], result["visits"][3:]
+    assert [visit.pop("round") for visit in (*first, *second)] == [0, 0, 0, 1, 1, 1]
     assert first == second  # bn learns nothing
 
 
@@ -196,7 +198,8 @@ def test_settings_say_all_that_a_report_needs(shared: Bench) -> None:
 
 def _run(shared: Bench, folder: Path, *tasks: Task) -> tuple[list[dict[str, Any]], _Log]:
     log = _Log()
-    return bench.run(shared, tasks, folder, log), log
+    documents = bench.run(shared, tasks, folder, log)
+    return [document for document in documents if document is not None], log
 
 
 def test_what_is_done_is_not_run_again(shared: Bench, tmp_path: Path) -> None:
@@ -249,7 +252,7 @@ def test_a_task_that_fails_does_not_stop_the_others(shared: Bench, tmp_path: Pat
     assert "failed" in log.ended[0]
     (trace,) = tmp_path.glob("*.failed.txt")
     assert "Traceback" in trace.read_text()
-    table, _ = tables.write([failed, good], tmp_path, "command")
+    table, *_ = tables.write([failed, good], tmp_path, "command")
     assert table.failures == ["tent, seed 0: RuntimeError: out of order"]
     assert set(table.rows[0][3:]) == {"failed"}
     assert failed["error"] in tables.plain(table)
