@@ -6,12 +6,15 @@ import csv
 import hashlib
 import io
 import json
+import os
 import re
+import socket
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -20,10 +23,12 @@ from torch import Tensor, nn
 import driftfilter as df
 from driftfilter.app import bench, models, tables, task
 from driftfilter.app.bench import choices, seeds
+from driftfilter.app.claims import claim_of
+from driftfilter.app.corruptions import corrupt
 from driftfilter.app.machine import Machine
 from driftfilter.app.protocols import Stream
 from driftfilter.app.streams import CLEAN, Generated, Images, Shift
-from driftfilter.app.task import Bench, Choice, Network, Task, run_task, settings
+from driftfilter.app.task import Bench, Choice, Network, Source, Task, run_task, settings
 
 CPU = torch.device("cpu")
 NAMES = ("gaussian_noise", "contrast", "brightness")
@@ -141,6 +146,99 @@ def test_visits_of_a_second_round_are_told_apart(shared: Bench) -> None:
     assert first == second  # bn learns nothing
 
 
+def test_rounds_of_a_single_corruption_are_told_apart(shared: Bench) -> None:
+    alone = replace(shared, stream=replace(shared.stream, corruptions=NAMES[:1]))
+    visits = _result(alone, "bn", "continual:rounds=3")["visits"]
+    assert [(visit["round"], visit["steps"], visit["n"]) for visit in visits] == [(number, 4, 70) for number in range(3)]
+    visits = _result(alone, "bn", "recurring:rounds=2")["visits"]
+    assert [(visit["round"], visit["steps"], visit["n"]) for visit in visits] == [(0, 2, 35), (1, 2, 35)]
+
+
+def test_bf16_calls_the_adapter_under_autocast(shared: Bench, data: Generated) -> None:
+    exact, rough = _result(shared), _result(replace(shared, machine=Machine(CPU, "bf16")))
+    adapter = df.adapt(_Tiny().eval(), "tent", lr=0.05)
+    for row, name in zip(rough["domains"], NAMES, strict=True):
+        adapter.reset()
+        logps = []
+        for index in torch.arange(70).split(20):
+            with torch.autocast("cpu", torch.bfloat16):
+                logps.append(adapter(data.take(Shift(name, 5), index, CPU).float() / 255).double())
+        assert row["nll"] == pytest.approx(-torch.cat(logps)[torch.arange(70), data.labels].mean().item(), rel=1e-6)
+    assert rough["mean"]["nll"] == pytest.approx(exact["mean"]["nll"], rel=0.05)
+    assert rough["mean"]["nll"] != pytest.approx(exact["mean"]["nll"], rel=1e-5)
+
+
+def test_what_is_predicted_beside_the_steps_is_as_precise(shared: Bench) -> None:
+    """Probe and prediction before the update, of a network that tells what it was called under."""
+    seen: list[bool] = []
+
+    class Spy(_Tiny):
+        def forward(self, images: Tensor) -> Tensor:
+            seen.append(torch.is_autocast_enabled("cpu"))
+            return super().forward(images)
+
+    networks = {"tiny": Network("tiny", Spy().eval(), "0" * 64)}
+    spied = replace(shared, networks=networks, machine=Machine(CPU, "bf16"), before=True, probe_every=3)
+    result = _result(spied, "conjugate")
+    assert "before each update" in result["before"]["how"]
+    assert len(result["probe"]) == 5
+    assert seen[0] is False  # the question how many classes there are
+    assert len(seen) > 12 + 12 + 5
+    assert all(seen[1:])
+
+
+def _source(labels: Tensor | None) -> Source:
+    images = (255 * _random(50, 3, 32, 32, seed=5)).byte()
+    return Source(images, labels, "train.npz", "3" * 64)
+
+
+def test_source_samples_reach_the_presets_that_want_them(shared: Bench, data: Generated) -> None:
+    source = _source(torch.arange(50) % 4)
+    given = replace(shared, source=source)
+    assert source.labels is not None
+    document = run_task(given, _task("eata:lr=0.5,alpha=100.0"))
+    with_data, without = document["result"], _result(shared, "eata:lr=0.5,alpha=100.0")
+    pair = (source.images.float() / 255, source.labels)
+    adapter = df.adapt(_Tiny().eval(), "eata", lr=0.5, alpha=100.0, data=pair)
+    logp = torch.cat([adapter(data.take(Shift(NAMES[0], 5), index, CPU).float() / 255) for index in torch.arange(70).split(20)])
+    expected = -logp.double()[torch.arange(70), data.labels].mean().item()
+    assert with_data["domains"][0]["nll"] == pytest.approx(expected, rel=1e-6)
+    assert with_data["domains"][0]["nll"] != pytest.approx(without["domains"][0]["nll"], rel=1e-4)
+    assert with_data["warnings"] == []
+    described = {"path": "train.npz", "images": 50, "labeled": True, "sha256": "3" * 64}
+    assert document["settings"]["source_data"] == described
+    assert settings(shared, _task("eata"))["source_data"] is None
+    assert settings(given, _task("tent")) == settings(shared, _task("tent"))  # which has no use for them
+    assert replace(given, source=_source(None)).source_data.labels is None  # type: ignore[union-attr]
+    (table,) = tables.tables([document], "")
+    assert "source data of eata:lr=0.5,alpha=100.0: labeled, 50 images of train.npz, sha256 333333333333" in table.notes
+
+
+def test_labels_that_the_model_does_not_have_are_refused(shared: Bench, data: Generated) -> None:
+    more = replace(shared, data=Generated(data.clean._replace(labels=data.labels + 1)))
+    message = "labels of data generated must be below 4, the classes of model 'tiny', got 'up to 4'"
+    with pytest.raises(ValueError, match=message):
+        run_task(more, _task())
+    given = replace(shared, source=_source(torch.full((50,), 9)))
+    with pytest.raises(ValueError, match=r"labels of source train\.npz must be below 4"):
+        run_task(given, _task("eata"))
+    run_task(given, _task("bn"))  # has no use for them
+
+
+def test_tasks_share_what_was_made(shared: Bench, data: Generated, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+
+    def counted(images: Tensor, name: str, *rest: Any) -> Tensor:
+        made.append(name)
+        return corrupt(images, name, *rest)
+
+    monkeypatch.setattr("driftfilter.app.streams.corrupt", counted)
+    fresh = replace(shared, data=Generated(data.clean))
+    for preset in ("bn", "tent", "source"):
+        run_task(fresh, _task(preset))
+    assert made == list(NAMES)
+
+
 def test_mixed_samples_come_from_their_own_corruption(shared: Bench) -> None:
     """The source model predicts each sample by itself, so that the order cannot matter."""
     mixed, apart = _result(shared, "source", "mixed"), _result(shared, "source", "reset")
@@ -213,6 +311,55 @@ def test_what_is_done_is_not_run_again(shared: Bench, tmp_path: Path) -> None:
     assert all(path.suffix == ".json" for path in tmp_path.iterdir())  # nothing half-written is left
 
 
+def test_what_another_process_is_at_is_left_to_it(shared: Bench, tmp_path: Path) -> None:
+    tasks = (_task("source"), _task("bn"))
+    claim = claim_of(bench.path_of(tmp_path, settings(shared, tasks[0])))
+    claim.write_text(json.dumps({"host": socket.gethostname(), "pid": os.getppid()}))
+    log = _Log()
+    documents = bench.run(shared, tasks, tmp_path, log)
+    assert documents[0] is None
+    assert documents[1] is not None
+    assert log.begun == [f"2 of 2: {tasks[1]}"]
+    assert claim.exists()
+    assert bench.finished(shared, tasks, tmp_path) == documents[1:]
+
+
+def test_what_others_left_meanwhile_is_done_in_the_end(shared: Bench, tmp_path: Path) -> None:
+    """The claim on the first task goes while the second one runs."""
+    tasks = (_task("source"), _task("bn"))
+    claim = claim_of(bench.path_of(tmp_path, settings(shared, tasks[0])))
+    claim.write_text(json.dumps({"host": "another", "pid": 1}))
+
+    class Log(_Log):
+        def end(self, line: str) -> None:
+            super().end(line)
+            claim.unlink(missing_ok=True)
+
+    log = Log()
+    documents = bench.run(shared, tasks, tmp_path, log)
+    assert None not in documents
+    assert log.begun == [f"2 of 2: {tasks[1]}", f"1 of 2: {tasks[0]}"]
+    assert all(path.suffix == ".json" for path in tmp_path.iterdir())
+
+
+def test_all_that_is_finished_in_the_folder_is_shown(shared: Bench, tmp_path: Path) -> None:
+    """In tables by condition; what is no document of this version is passed over."""
+    small = replace(shared, stream=replace(shared.stream, batch=10))
+    (first, other), _ = _run(shared, tmp_path, _task("tent"), _task("tent", seed=1))
+    (apart,), _ = _run(small, tmp_path, _task("bn"))
+    (tmp_path / "old.json").write_text(json.dumps({"settings": {"preset": "bn"}, "result": {}}))
+    (tmp_path / "none.json").write_text("{")
+    found = bench.finished(shared, (_task("tent", seed=1), _task("sar")), tmp_path)
+    assert found[0] == other
+    assert sorted(map(json.dumps, found)) == sorted(map(json.dumps, (first, other, apart)))
+    own = next(table for table in tables.tables(found, "") if table.rows[0][0] == "tent")
+    assert len(own.rows) == 1
+    assert "seed 0, 1: mean ± standard deviation over them" in own.notes
+    more, _ = _run(shared, tmp_path, _task("bn"))
+    assert "seed tent 0, 1; bn 0: mean ± standard deviation over them" in tables.tables([first, other, *more], "")[0].notes
+    assert len(tables.tables(found, "")) == 2
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"settings": {}, "result": {}}'], ids=["empty", "cut", "other", "wrong"])
 def test_a_file_that_does_not_hold_the_task_is_done_again(text: str, shared: Bench, tmp_path: Path) -> None:
     first, _ = _run(shared, tmp_path, _task("source"))
@@ -228,6 +375,7 @@ CHANGES: dict[str, Callable[[Bench], tuple[Bench, Task]]] = {
     "option": lambda shared: (shared, _task("tent:lr=0.1")),
     "protocol": lambda shared: (shared, _task("tent", "continual")),
     "seed": lambda shared: (shared, _task("tent", seed=1)),
+    "precision": lambda shared: (replace(shared, machine=Machine(CPU, "bf16")), _task("tent")),
     "window": lambda shared: (replace(shared, window=30), _task("tent")),
     "batch": lambda shared: (replace(shared, stream=replace(shared.stream, batch=10)), _task("tent")),
     "weights": lambda shared: (replace(shared, networks={"tiny": Network("tiny", _Tiny().eval(), "1" * 64)}), _task("tent")),
@@ -347,6 +495,34 @@ def test_the_bar_shows_the_accuracy_so_far(monkeypatch: pytest.MonkeyPatch, caps
     assert "accuracy 0.625" in shown
 
 
+def test_rounds_have_their_columns(shared: Bench, tmp_path: Path) -> None:
+    documents, _ = _run(shared, tmp_path, _task("tent:lr=1.0", "continual:rounds=3"), _task("tent", "continual:rounds=1"))
+    long, short, _ = tables.tables(documents, "")
+    visits = [visit["accuracy"] for visit in documents[0]["result"]["visits"]]
+    cells = dict(zip(long.head, long.rows[0], strict=True))
+    assert cells["first round"] == f"{sum(visits[:3]) / 3:.3f}"
+    assert cells["last round"] == f"{sum(visits[6:]) / 3:.3f}"
+    assert cells["first round"] != cells["last round"]
+    assert not any("round" in name for name in short.head)
+
+
+def test_the_summary_is_across_protocols(shared: Bench, tmp_path: Path) -> None:
+    tasks = [_task(preset, protocol) for protocol in ("reset", "mixed") for preset in ("source", "tent")]
+    documents, _ = _run(shared, tmp_path, *tasks, _task("bn", "mixed"))
+    *_, summary = tables.write(documents, tmp_path, "")
+    assert summary.head[3:] == ["reset", "mixed"]
+    assert [row[:3] for row in summary.rows] == [[name, "tiny", ""] for name in ("source", "tent", "bn")]
+    means = [document["result"]["mean"] for document in documents]
+    shown = [f"{mean['accuracy']:.3f} / {mean['ece']:.3f}" for mean in means]
+    assert [row[3:] for row in summary.rows] == [[shown[0], shown[2]], [shown[1], shown[3]], ["", shown[4]]]
+    assert "| " + " | ".join(summary.rows[1]) + " |" in (tmp_path / "table.md").read_text()
+    lines = list(csv.DictReader(io.StringIO((tmp_path / "summary.csv").read_text())))
+    assert [(line["preset"], line["protocol"]) for line in lines] == [
+        (document["settings"]["preset"], document["settings"]["protocol"]["name"]) for document in documents
+    ]
+    assert [float(line["ece"]) for line in lines] == [mean["ece"] for mean in means]
+
+
 def test_seeds_are_averaged(shared: Bench, tmp_path: Path) -> None:
     shuffled = replace(shared, stream=replace(shared.stream, shuffled=True))
     documents, _ = _run(shuffled, tmp_path, *(_task("tent:lr=0.5", "continual", seed) for seed in range(3)))
@@ -390,6 +566,23 @@ def test_weights_that_would_share_a_name_are_refused(tmp_path: Path) -> None:
     assert made.networks["resnet20=weights"].weights == hashlib.sha256(paths[0].read_bytes()).hexdigest()
 
 
+def test_source_samples_are_read_with_labels_or_without(tmp_path: Path) -> None:
+    path = tmp_path / "train.npz"
+    images = (np.arange(2 * 32 * 32 * 3) % 251).astype(np.uint8).reshape(2, 32, 32, 3)
+    np.savez(path, images=images, labels=np.array([3, 1]))
+    made, _ = bench.prepare(bench.Options(source=str(path), presets="bn"))
+    assert made.source is not None
+    assert made.source.labels is not None
+    assert made.source.labels.tolist() == [3, 1]
+    assert torch.equal(made.source.images[1, 2], torch.from_numpy(images[1, :, :, 2]))
+    np.savez(path, images=images)
+    assert bench.open_source(path).labels is None
+    assert bench.open_source(path).sha256 != made.source.sha256
+    np.savez(path, labels=np.array([3, 1]))
+    with pytest.raises(ValueError, match=r"an \.npz with 'images'"):
+        bench.open_source(path)
+
+
 def test_seeds() -> None:
     assert seeds("3") == (0, 1, 2)
     assert seeds("4,7") == (4, 7)
@@ -413,6 +606,8 @@ def test_seeds() -> None:
         ("severity", 6, "severity must be"),
         ("images", 3000, "images must be at most 2000"),
         ("device", "tpu", "device must be"),
+        ("precision", "fp8", "precision must be"),
+        ("source", "nowhere.npz", "nowhere.npz"),
         ("seeds", "none", "seeds must be"),
         ("data", "nowhere", "nowhere"),
         ("clean", "nowhere", "nowhere"),

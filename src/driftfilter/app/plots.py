@@ -16,6 +16,7 @@ from driftfilter.app.tables import Document, by_condition, by_preset, condition,
 # Okabe–Ito, told apart by all readers; where they do not suffice they come again in other dashes.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#7F7F7F")
 DASHES = ("-", "--", ":", "-.")
+NAMES_A_COLUMN = 18  # what fits beside the axes
 
 
 class Curve(NamedTuple):
@@ -25,6 +26,7 @@ class Curve(NamedTuple):
     visits: list[float]
     round_steps: list[float]  # the middle of each round
     rounds: list[float]  # mean over its visits
+    length: int  # steps in all
 
 
 def write(documents: Sequence[Document], folder: Path) -> list[str]:
@@ -59,18 +61,18 @@ def _digest(settings: Mapping[str, Any]) -> str:
 def _title(group: Sequence[Document]) -> str:
     made = group[0]["settings"]
     stream = made["stream"]
+    count = len(stream["corruptions"])
     seeds = len({document["settings"]["stream"]["seed"] for document in group})
     return (
         f"{made['model']}, {made['protocol']['name'].partition(':')[0]}, {made['protocol']['rounds']} rounds of "
-        f"{len(stream['corruptions'])} corruptions at severity {stream['severity']}, batch {stream['batch']}"
+        f"{count} corruption{'s' if count > 1 else ''} at severity {stream['severity']}, batch {stream['batch']}"
         + (f", mean of {seeds} seeds" if seeds > 1 else "")
     )
 
 
 def _curves(group: Sequence[Document]) -> list[tuple[str, Curve]]:
-    """By preset, in the order in which they end, the best first."""
-    found = [(each[0]["settings"]["preset"], [one["result"]["visits"] for one in each]) for each in by_preset(group)]
-    return sorted(((name, _curve(visits)) for name, visits in found), key=lambda pair: -pair[1].rounds[-1])
+    """By preset, in the order of the tasks."""
+    return [(each[0]["settings"]["preset"], _curve([one["result"]["visits"] for one in each])) for each in by_preset(group)]
 
 
 def _curve(seeds: Sequence[Sequence[Mapping[str, Any]]]) -> Curve:
@@ -80,7 +82,7 @@ def _curve(seeds: Sequence[Sequence[Mapping[str, Any]]]) -> Curve:
     visits = [statistics.fmean(visit["accuracy"] for visit in each) for each in zip(*seeds, strict=True)]
     places = list(rounds(seeds[0]).values())
     middle = [(ends[each[0]] + ends[each[-1] + 1]) / 2 for each in places]
-    return Curve(steps, visits, middle, [statistics.fmean(visits[place] for place in each) for each in places])
+    return Curve(steps, visits, middle, [statistics.fmean(visits[place] for place in each) for each in places], ends[-1])
 
 
 def _draw(title: str, curves: Sequence[tuple[str, Curve]], path: Path) -> None:
@@ -88,19 +90,20 @@ def _draw(title: str, curves: Sequence[tuple[str, Curve]], path: Path) -> None:
     from matplotlib.figure import Figure
 
     style: Any = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False}
-    looks = itertools.product(DASHES, COLORS)
+    looks = itertools.cycle(itertools.product(DASHES, COLORS))  # by task: a preset looks alike in all figures of a run
+    drawn = sorted(zip(curves, looks, strict=False), key=lambda each: -each[0][1].rounds[-1])  # the legend as the lines end
     with mpl.rc_context(style):
         figure = Figure(figsize=(8, 4.2), layout="constrained")
         axes = figure.subplots()
-        for (name, curve), (dash, color) in zip(curves, itertools.cycle(looks), strict=False):
+        for (name, curve), (dash, color) in drawn:
             axes.plot(curve.steps, curve.visits, ".", color=color, alpha=0.25, markersize=4, markeredgewidth=0)
             axes.plot(curve.round_steps, curve.rounds, dash, color=color, linewidth=1.8, label=name)
-        axes.set_title(title, fontsize=9, loc="left")
+        axes.set_title(f"{title}\nlines: mean of each round; dots: its visits", fontsize=9, loc="left")
         axes.set_xlabel("step")
-        axes.set_ylabel("accuracy (line: mean of a round, dots: visits)")
-        axes.set_xlim(left=0)
+        axes.set_ylabel("accuracy")
+        axes.set_xlim(0, max(curve.length for _, curve in curves))
         axes.grid(axis="y", color="0.92", linewidth=0.6)
         axes.set_axisbelow(True)
-        figure.legend(loc="outside right center")
+        figure.legend(loc="outside right center", ncols=1 + (len(curves) - 1) // NAMES_A_COLUMN)
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=160)

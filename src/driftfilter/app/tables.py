@@ -147,13 +147,14 @@ def summaries(each: Sequence[Sequence[Row]]) -> list[Table]:
 
 def _summary(rows: Sequence[Row]) -> Table:
     protocols = list(dict.fromkeys(row.settings["protocol"]["name"] for row in rows))
-    cells: dict[tuple[str, str, str], dict[str, str]] = {}
+    cells: dict[tuple[str, ...], dict[str, str]] = {}
     for row in rows:
         made = row.settings
         data = "" if made["source_data"] is None else f"{made['source_data']['images']:,}"
         text = " / ".join(_cell(name, row.values[name]) for name in ("mean", "ECE")) if row.values["mean"] else "failed"
-        cells.setdefault((made["preset"], made["model"], data), {})[made["protocol"]["name"]] = text
-    body = [[*key, *(found.get(name, "") for name in protocols)] for key, found in cells.items()]
+        key = (made["preset"], made["model"], data, made["recipe"], made["weights_sha256"])
+        cells.setdefault(key, {})[made["protocol"]["name"]] = text
+    body = [[*key[:3], *(found.get(name, "") for name in protocols)] for key, found in cells.items()]
     stream = rows[0].settings["stream"]
     notes = [
         "mean accuracy / ECE over the domains of each protocol",
@@ -176,6 +177,14 @@ def _source(rows: Sequence[Row]) -> list[str]:
         f"sha256 {data['sha256'][:12]}"
         for name, data in used
     ]
+
+
+def _seeds(rows: Sequence[Row]) -> str:
+    """Of all rows alike, or of each where some are not done yet."""
+    each = [", ".join(map(str, sorted(row.seeds))) for row in rows]
+    named = [f"{row.settings['preset']} {seeds}" for row, seeds in zip(rows, each, strict=True)]
+    text = each[0] if len(set(each)) == 1 else "; ".join(named)
+    return f"seed {text}" + (": mean ± standard deviation over them" if any("," in seeds for seeds in each) else "")
 
 
 def _table(rows: Sequence[Row], command: str) -> Table:
@@ -202,13 +211,12 @@ def _notes(rows: Sequence[Row], command: str) -> list[str]:
     stream, versions = made["stream"], made["versions"]
     options = ", ".join(f"{key} {value}" for key, value in made["protocol"].items() if key != "name")
     order = f"corruptions in {stream['order']} order, images {'shuffled' if stream['shuffled'] else 'not shuffled'}"
-    several = len(rows[0].seeds) > 1
     return [
         f"model {made['model']}, normalisation {made['normalisation']}, weights sha256 {made['weights_sha256'][:12]}",
         f"protocol {made['protocol']['name']}" + (f" ({options})" if options else "") + f", severity {stream['severity']}, "
         f"{stream['images']:,} images a corruption, batch {stream['batch']}, window {made['window']}, {order}",
         "data: " + ", ".join(f"{key} {value}" for key, value in made["data"].items()),
-        f"seed {', '.join(map(str, rows[0].seeds))}" + (": mean ± standard deviation over them" if several else ""),
+        _seeds(rows),
         "accuracy by corruption; mean, ECE (15 bins), NLL and Brier (sum over classes) are means over the domains",
         "from: predicted from the prior (before the update on the batch) or posterior; ms: median step",
         _machine(made),
