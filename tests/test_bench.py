@@ -1,261 +1,151 @@
-"""The benchmark: what it measures against the adapter itself, resuming, failures, and its tables."""
+"""The benchmark: resuming, sharing a folder, failures, and its options."""
 
 from __future__ import annotations
 
-import csv
 import hashlib
-import io
 import json
+import os
 import re
+import socket
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import Tensor, nn
 
-import driftfilter as df
-from driftfilter.app import bench, models, tables, task
+from driftfilter.app import bench, models, tables
 from driftfilter.app.bench import choices, seeds
-from driftfilter.app.protocols import Stream
-from driftfilter.app.streams import CLEAN, Generated, Images, Shift
-from driftfilter.app.task import Bench, Choice, Network, Task, run_task, settings
-
-CPU = torch.device("cpu")
-NAMES = ("gaussian_noise", "contrast", "brightness")
-
-
-def _random(*shape: int, seed: int) -> Tensor:
-    return torch.rand(shape, generator=torch.Generator().manual_seed(seed))
-
-
-class _Tiny(nn.Module):
-    """Four classes by pooled colours; batch norm gives the presets something to adapt."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.pool, self.norm, self.head = nn.AvgPool2d(16), nn.BatchNorm1d(12), nn.Linear(12, 4)
-        with torch.no_grad():
-            self.head.weight.copy_(_random(4, 12, seed=1) * 4 - 2)
-            self.head.bias.zero_()
-        self.norm.running_mean.fill_(0.5)  # type: ignore[union-attr]
-        self.norm.running_var.fill_(0.01)  # type: ignore[union-attr]
-
-    def forward(self, images: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.norm(self.pool(images).flatten(1)))
-        return logits
-
-
-class _Broken(_Tiny):
-    def forward(self, images: Tensor) -> Tensor:
-        raise RuntimeError("out of order")
+from driftfilter.app.claims import claim_of
+from driftfilter.app.machine import Machine
+from driftfilter.app.streams import Generated
+from driftfilter.app.task import Bench, Choice, Network, Task, settings
+from tiny import CPU, Broken, Log, Tiny, made_bench, made_data, run_all, task_of
 
 
 @pytest.fixture(scope="module")
 def data() -> Generated:
-    coarse = _random(70, 3, 4, 4, seed=2)
-    images = nn.functional.interpolate(coarse, size=(32, 32))
-    return Generated(Images(images, _Tiny().eval()(images).argmax(-1)))
+    return made_data()
 
 
 @pytest.fixture
 def shared(data: Generated) -> Bench:
-    network = Network("tiny", _Tiny().eval(), "0" * 64)
-    return Bench(data, {"tiny": network}, Stream(NAMES, batch=20), CPU)
-
-
-def _task(preset: str = "tent:lr=0.05", protocol: str = "reset", seed: int = 0) -> Task:
-    return Task(choices(preset)[0], choices(protocol)[0], "tiny", seed)
-
-
-def _result(shared: Bench, *args: Any) -> dict[str, Any]:
-    result: dict[str, Any] = run_task(shared, _task(*args))["result"]
-    return result
-
-
-def _accuracies(result: dict[str, Any]) -> dict[str, float]:
-    return {row["corruption"]: row["accuracy"] for row in result["domains"]}
-
-
-class _Log:
-    """A display that remembers."""
-
-    def __init__(self) -> None:
-        self.begun: list[str] = []
-        self.ended: list[str] = []
-        self.seen: list[tuple[int, int, float]] = []
-
-    def begin(self, title: str) -> task.Watch:
-        self.begun.append(title)
-        return lambda step, steps, accuracy: self.seen.append((step, steps, accuracy()))
-
-    def end(self, line: str) -> None:
-        self.ended.append(line)
-
-
-# What is measured
-
-
-def test_a_task_measures_what_the_adapter_predicts(shared: Bench, data: Generated) -> None:
-    """By hand: an adapter for each corruption from the source, batches of 20 with a last one of 10."""
-    result = _result(shared)
-    logps = []
-    for row, name in zip(result["domains"], NAMES, strict=True):
-        adapter = df.adapt(_Tiny().eval(), "tent", lr=0.05)
-        batches = [data.take(Shift(name, 5), index, CPU).float() / 255 for index in torch.arange(70).split(20)]
-        logp = torch.cat([adapter(batch) for batch in batches]).double()
-        logps.append(logp)
-        right = logp.argmax(-1) == data.labels
-        likelihood = logp[torch.arange(70), data.labels]
-        errors = (logp.exp() - nn.functional.one_hot(data.labels, 4)).square().sum(-1)
-        assert (row["corruption"], row["severity"], row["n"]) == (name, 5, 70)
-        assert row["accuracy"] == pytest.approx(right.double().mean().item(), abs=1e-6)
-        assert row["nll"] == pytest.approx(-likelihood.mean().item(), rel=1e-6)
-        assert row["brier"] == pytest.approx(errors.mean().item(), rel=1e-6)
-    assert result["mean"]["nll"] == pytest.approx(sum(row["nll"] for row in result["domains"]) / 3, rel=1e-12)
-    pooled = -torch.cat(logps)[torch.arange(210), data.labels.repeat(3)].mean().item()
-    assert result["pooled"]["nll"] == pytest.approx(pooled, rel=1e-6)
-    assert (result["pooled"]["n"], result["steps"], result["timed_steps"]) == (210, 12, 7)
-    assert [(visit["corruption"], visit["steps"], visit["n"]) for visit in result["visits"]] == [(n, 4, 70) for n in NAMES]
-    for visit in result["visits"]:
-        assert visit["accuracy"] == pytest.approx(_accuracies(result)[visit["corruption"]], abs=1e-6)
-
-
-def test_a_reset_stream_is_its_corruptions_alone_and_a_continual_one_is_not(shared: Bench) -> None:
-    last = replace(shared, stream=replace(shared.stream, corruptions=NAMES[-1:]))
-    alone = _result(last)["domains"][0]
-    assert _result(shared)["domains"][-1] == alone
-    assert _result(shared, "tent:lr=0.05", "continual")["domains"][-1]["nll"] != pytest.approx(alone["nll"], rel=1e-3)
-
-
-def test_visits_of_a_second_round_are_told_apart(shared: Bench) -> None:
-    result = _result(shared, "bn", "continual:rounds=2")
-    assert [visit["corruption"] for visit in result["visits"]] == [*NAMES, *NAMES]
-    assert [row["n"] for row in result["domains"]] == [140] * 3
-    first, second = result["visits"][:3], result["visits"][3:]
-    assert first == second  # bn learns nothing
-
-
-def test_mixed_samples_come_from_their_own_corruption(shared: Bench) -> None:
-    """The source model predicts each sample by itself, so that the order cannot matter."""
-    mixed, apart = _result(shared, "source", "mixed"), _result(shared, "source", "reset")
-    for ours, other in zip(mixed["domains"], apart["domains"], strict=True):
-        assert ours.pop("corruption") == other.pop("corruption")
-        assert ours == pytest.approx(other, rel=1e-5)
-    assert [visit["corruption"] for visit in mixed["visits"]] == ["mixed"]
-
-
-def test_accuracy_before_the_update(shared: Bench, data: Generated) -> None:
-    shared = replace(shared, before=True)
-    result = _result(shared, "conjugate:lr=1.0", "continual")
-    adapter, right = df.adapt(_Tiny().eval(), "conjugate", lr=1.0), []
-    for name in NAMES:
-        for index in torch.arange(70).split(20):
-            images = data.take(Shift(name, 5), index, CPU).float() / 255
-            right.append(adapter.predict(images).labels == data.labels[index])
-            adapter(images)
-    assert result["before"]["accuracy"] == pytest.approx(torch.cat(right).double().mean().item(), abs=1e-12)
-    assert result["before"]["accuracy"] != pytest.approx(result["pooled"]["accuracy"], abs=1e-3)
-    assert result["domains"][0]["before"] == pytest.approx(torch.cat(right[:4]).double().mean().item(), abs=1e-12)
-    free = _result(shared, "tent")
-    assert free["before"]["accuracy"] == pytest.approx(free["pooled"]["accuracy"], abs=1e-6)
-    assert "prior" in free["before"]["how"]
-
-
-def test_the_probe_changes_nothing_and_sees_the_source_at_first(shared: Bench, data: Generated) -> None:
-    plain, probed = _result(shared), _result(replace(shared, probe_every=5))
-    assert probed["domains"] == plain["domains"]
-    assert [look["step"] for look in probed["probe"]] == [0, 5, 10]
-    clean = data.take(CLEAN, torch.arange(70), CPU).float() / 255
-    right = df.adapt(_Tiny().eval(), "tent").predict(clean).labels == data.labels
-    assert probed["probe"][0]["accuracy"] == right.double().mean().item()
-    assert plain["probe"] == []
-
-
-def test_the_watch_hears_of_every_step_and_the_accuracy_so_far(shared: Bench) -> None:
-    log = _Log()
-    result = run_task(shared, _task(), log.begin(""))["result"]
-    assert [seen[:2] for seen in log.seen] == [(step, 12) for step in range(1, 13)]
-    assert log.seen[-1][2] == pytest.approx(result["pooled"]["accuracy"], abs=1e-6)
-
-
-def test_settings_say_all_that_a_report_needs(shared: Bench) -> None:
-    made = json.loads(json.dumps(settings(shared, _task("conjugate", "continual:rounds=2", 3))))
-    assert (made["preset"], made["predict_from"], made["statistics"]) == ("conjugate", "posterior", "batch")
-    assert made["protocol"] == {"name": "continual:rounds=2", "rounds": 2}
-    assert made["stream"]["seed"] == 3
-    assert made["data"]["frost"] == "procedural"
-    assert made["versions"]["driftfilter"] == df.__version__
+    return made_bench(data)
 
 
 # The run folder
 
 
-def _run(shared: Bench, folder: Path, *tasks: Task) -> tuple[list[dict[str, Any]], _Log]:
-    log = _Log()
-    return bench.run(shared, tasks, folder, log), log
-
-
 def test_what_is_done_is_not_run_again(shared: Bench, tmp_path: Path) -> None:
-    tasks = (_task("source"), _task("tent"))
-    first, log = _run(shared, tmp_path, *tasks)
+    tasks = (task_of("source"), task_of("tent"))
+    first, log = run_all(shared, tmp_path, *tasks)
     assert len(log.begun) == 2
-    again, log = _run(shared, tmp_path, *tasks)
+    again, log = run_all(shared, tmp_path, *tasks)
     assert log.begun == []
     assert again == first
-    assert bench.done(shared, (*tasks, _task("bn")), tmp_path) == [True, True, False]
+    assert bench.done(shared, (*tasks, task_of("bn")), tmp_path) == [True, True, False]
     assert all(path.suffix == ".json" for path in tmp_path.iterdir())  # nothing half-written is left
+
+
+def test_what_another_process_is_at_is_left_to_it(shared: Bench, tmp_path: Path) -> None:
+    tasks = (task_of("source"), task_of("bn"))
+    claim = claim_of(bench.path_of(tmp_path, settings(shared, tasks[0])))
+    claim.write_text(json.dumps({"host": socket.gethostname(), "pid": os.getppid()}))
+    log = Log()
+    documents = bench.run(shared, tasks, tmp_path, log)
+    assert documents[0] is None
+    assert documents[1] is not None
+    assert log.begun == [f"2 of 2: {tasks[1]}"]
+    assert claim.exists()
+    assert bench.finished(shared, tasks, tmp_path) == documents[1:]
+
+
+def test_what_others_left_meanwhile_is_done_in_the_end(shared: Bench, tmp_path: Path) -> None:
+    """The claim on the first task goes while the second one runs."""
+    tasks = (task_of("source"), task_of("bn"))
+    claim = claim_of(bench.path_of(tmp_path, settings(shared, tasks[0])))
+    claim.write_text(json.dumps({"host": "another", "pid": 1}))
+
+    class Late(Log):
+        def end(self, line: str) -> None:
+            super().end(line)
+            claim.unlink(missing_ok=True)
+
+    log = Late()
+    documents = bench.run(shared, tasks, tmp_path, log)
+    assert None not in documents
+    assert log.begun == [f"2 of 2: {tasks[1]}", f"1 of 2: {tasks[0]}"]
+    assert all(path.suffix == ".json" for path in tmp_path.iterdir())
+
+
+def test_all_that_is_finished_in_the_folder_is_shown(shared: Bench, tmp_path: Path) -> None:
+    """In tables by condition; what is no document of this version is passed over."""
+    small = replace(shared, stream=replace(shared.stream, batch=10))
+    (first, other), _ = run_all(shared, tmp_path, task_of("tent"), task_of("tent", seed=1))
+    (apart,), _ = run_all(small, tmp_path, task_of("bn"))
+    (tmp_path / "old.json").write_text(json.dumps({"settings": {"preset": "bn"}, "result": {}}))
+    (tmp_path / "none.json").write_text("{")
+    found = bench.finished(shared, (task_of("tent", seed=1), task_of("sar")), tmp_path)
+    assert found[0] == other
+    assert sorted(map(json.dumps, found)) == sorted(map(json.dumps, (first, other, apart)))
+    own = next(table for table in tables.tables(found, "") if table.rows[0][0] == "tent")
+    assert len(own.rows) == 1
+    assert "seed 0, 1: mean ± standard deviation over them" in own.notes
+    more, _ = run_all(shared, tmp_path, task_of("bn"))
+    assert "seed tent 0, 1; bn 0: mean ± standard deviation over them" in tables.tables([first, other, *more], "")[0].notes
+    assert len(tables.tables(found, "")) == 2
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"settings": {}, "result": {}}'], ids=["empty", "cut", "other", "wrong"])
 def test_a_file_that_does_not_hold_the_task_is_done_again(text: str, shared: Bench, tmp_path: Path) -> None:
-    first, _ = _run(shared, tmp_path, _task("source"))
+    first, _ = run_all(shared, tmp_path, task_of("source"))
     (path,) = tmp_path.iterdir()
     path.write_text(text)
-    again, log = _run(shared, tmp_path, _task("source"))
+    again, log = run_all(shared, tmp_path, task_of("source"))
     assert len(log.begun) == 1
     assert json.loads(path.read_text()) == again[0]
     assert again[0]["result"]["domains"] == first[0]["result"]["domains"]
 
 
 CHANGES: dict[str, Callable[[Bench], tuple[Bench, Task]]] = {
-    "option": lambda shared: (shared, _task("tent:lr=0.1")),
-    "protocol": lambda shared: (shared, _task("tent", "continual")),
-    "seed": lambda shared: (shared, _task("tent", seed=1)),
-    "window": lambda shared: (replace(shared, window=30), _task("tent")),
-    "batch": lambda shared: (replace(shared, stream=replace(shared.stream, batch=10)), _task("tent")),
-    "weights": lambda shared: (replace(shared, networks={"tiny": Network("tiny", _Tiny().eval(), "1" * 64)}), _task("tent")),
+    "option": lambda shared: (shared, task_of("tent:lr=0.1")),
+    "protocol": lambda shared: (shared, task_of("tent", "continual")),
+    "seed": lambda shared: (shared, task_of("tent", seed=1)),
+    "precision": lambda shared: (replace(shared, machine=Machine(CPU, "bf16")), task_of("tent")),
+    "window": lambda shared: (replace(shared, window=30), task_of("tent")),
+    "batch": lambda shared: (replace(shared, stream=replace(shared.stream, batch=10)), task_of("tent")),
+    "weights": lambda shared: (replace(shared, networks={"tiny": Network("tiny", Tiny().eval(), "1" * 64)}), task_of("tent")),
 }
 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_is_a_task_of_its_own(change: str, shared: Bench, tmp_path: Path) -> None:
-    _run(shared, tmp_path, _task("tent"))
-    _, log = _run(*CHANGES[change](shared)[:1], tmp_path, CHANGES[change](shared)[1])
+    run_all(shared, tmp_path, task_of("tent"))
+    _, log = run_all(*CHANGES[change](shared)[:1], tmp_path, CHANGES[change](shared)[1])
     assert len(log.begun) == 1
     assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_a_task_that_fails_does_not_stop_the_others(shared: Bench, tmp_path: Path) -> None:
-    networks = {**shared.networks, "broken": Network("broken", _Broken().eval(), "2" * 64)}
-    broken = replace(_task("tent"), model="broken")
+    networks = {**shared.networks, "broken": Network("broken", Broken().eval(), "2" * 64)}
+    broken = replace(task_of("tent"), model="broken")
     shared = replace(shared, networks=networks)
-    (failed, good), log = _run(shared, tmp_path, broken, _task("bn"))
+    (failed, good), log = run_all(shared, tmp_path, broken, task_of("bn"))
     assert "result" in good
     assert failed["error"] == "RuntimeError: out of order"
     assert "failed" in log.ended[0]
     (trace,) = tmp_path.glob("*.failed.txt")
     assert "Traceback" in trace.read_text()
-    table, _ = tables.write([failed, good], tmp_path, "command")
+    table, *_ = tables.write([failed, good], tmp_path, "command")
     assert table.failures == ["tent, seed 0: RuntimeError: out of order"]
     assert set(table.rows[0][3:]) == {"failed"}
     assert failed["error"] in tables.plain(table)
     assert bench.done(shared, (broken,), tmp_path) == [False]
-    repaired = {**networks, "broken": replace(networks["broken"], module=_Tiny().eval())}
-    again, _ = _run(replace(shared, networks=repaired), tmp_path, broken)
+    repaired = {**networks, "broken": replace(networks["broken"], module=Tiny().eval())}
+    again, _ = run_all(replace(shared, networks=repaired), tmp_path, broken)
     assert "result" in again[0]
     assert not trace.exists()
 
@@ -272,96 +162,6 @@ def test_an_interrupted_write_leaves_what_was_there(tmp_path: Path, monkeypatch:
         bench.write_whole(path, "new")
     assert [each.name for each in tmp_path.iterdir()] == ["file.json"]
     assert path.read_text() == "old"
-
-
-# Tables
-
-
-def test_the_table_shows_the_numbers_of_the_files(shared: Bench, tmp_path: Path) -> None:
-    documents, _ = _run(shared, tmp_path, _task("source"), _task("tent"))
-    (table,) = tables.write(documents, tmp_path, "driftfilter bench --quick")
-    assert table.head == ["preset", "from", "statistics", "gauss", "contr", "bright", "mean", "ECE", "NLL", "Brier", "ms"]
-    for row, document in zip(table.rows, documents, strict=True):
-        result, mean = document["result"], document["result"]["mean"]
-        numbers = [*_accuracies(result).values(), mean["accuracy"], mean["ece"], mean["nll"], mean["brier"]]
-        assert row[3:-1] == [f"{number:.3f}" for number in numbers]
-        assert row[-1] == f"{result['ms_per_step']:.1f}"
-    assert table.rows[0][:3] == ["source", "prior", "source"]
-    page = (tmp_path / "table.md").read_text()
-    assert "| " + " | ".join(table.rows[1]) + " |" in page
-    for said in (
-        "inside the model",
-        "batch 20",
-        "70 images",
-        "frost procedural",
-        "seed 0",
-        "command: driftfilter bench --quick",
-    ):
-        assert said in page
-    lines = list(csv.DictReader(io.StringIO((tmp_path / "table.csv").read_text())))
-    assert float(lines[1]["NLL"]) == documents[1]["result"]["mean"]["nll"]
-    assert float(lines[0]["contrast"]) == _accuracies(documents[0]["result"])["contrast"]
-    assert [line["preset"] for line in lines] == ["source", "tent"]
-
-
-def test_what_else_was_asked_for_has_its_column(shared: Bench, tmp_path: Path) -> None:
-    documents, _ = _run(replace(shared, before=True, probe_every=4), tmp_path, _task("conjugate"), _task("eata"))
-    (table,) = tables.tables(documents, "")
-    for row, document in zip(table.rows, documents, strict=True):
-        result = document["result"]
-        cells = dict(zip(table.head, row, strict=True))
-        assert cells["before"] == f"{result['before']['accuracy']:.3f}"
-        assert cells["clean"] == f"{result['probe'][-1]['accuracy']:.3f}"
-    assert documents[1]["result"]["warnings"]  # no source data for its anchor
-    assert f"warning of eata: {documents[1]['result']['warnings'][0]}" in table.notes
-
-
-def test_on_a_terminal_tables_have_rules_or_stay_plain(
-    shared: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    documents, _ = _run(shared, tmp_path, _task("source"))
-    (table,) = tables.tables(documents, "")
-    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
-    for width, ruled in ((200, True), (40, False)):
-        monkeypatch.setenv("COLUMNS", str(width))
-        tables.show(table)
-        shown = capsys.readouterr().out
-        assert ("━" in shown or "─" in shown) == ruled
-        assert all(cell in shown for cell in table.rows[0])
-
-
-def test_the_bar_shows_the_accuracy_so_far(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
-    monkeypatch.setenv("COLUMNS", "150")
-    with tables.progress() as display:
-        watch = display.begin("1 of 1: tent")
-        assert watch is not None
-        watch(3, 12, lambda: 0.625)
-        watch(4, 12, lambda: pytest.fail("asked again at once"))
-        display.end("1 of 1: tent: done")
-    shown = capsys.readouterr().err
-    assert "1 of 1: tent: done" in shown
-    assert "accuracy 0.625" in shown
-
-
-def test_seeds_are_averaged(shared: Bench, tmp_path: Path) -> None:
-    shuffled = replace(shared, stream=replace(shared.stream, shuffled=True))
-    documents, _ = _run(shuffled, tmp_path, *(_task("tent:lr=0.5", "continual", seed) for seed in range(3)))
-    values = torch.tensor([document["result"]["mean"]["nll"] for document in documents], dtype=torch.float64)
-    (table,) = tables.tables(documents, "")
-    assert table.rows[0][table.head.index("NLL")] == f"{values.mean():.3f} ± {values.std():.3f}"
-    assert values.std() > 1e-4
-    assert len(table.rows) == 1
-
-
-def test_gradual_severities_are_one_column(shared: Bench, tmp_path: Path) -> None:
-    documents, _ = _run(shared, tmp_path, _task("source", "gradual"))
-    result = documents[0]["result"]
-    (table,) = tables.tables(documents, "")
-    assert len(result["domains"]) == 15
-    rows = [row for row in result["domains"] if row["corruption"] == "contrast"]
-    right = sum(row["accuracy"] * row["n"] for row in rows)
-    assert table.rows[0][4] == f"{right / 70:.3f}"
 
 
 # Options
@@ -387,6 +187,23 @@ def test_weights_that_would_share_a_name_are_refused(tmp_path: Path) -> None:
     assert made.networks["resnet20=weights"].weights == hashlib.sha256(paths[0].read_bytes()).hexdigest()
 
 
+def test_source_samples_are_read_with_labels_or_without(tmp_path: Path) -> None:
+    path = tmp_path / "train.npz"
+    images = (np.arange(2 * 32 * 32 * 3) % 251).astype(np.uint8).reshape(2, 32, 32, 3)
+    np.savez(path, images=images, labels=np.array([3, 1]))
+    made, _ = bench.prepare(bench.Options(source=str(path), presets="bn"))
+    assert made.source is not None
+    assert made.source.labels is not None
+    assert made.source.labels.tolist() == [3, 1]
+    assert torch.equal(made.source.images[1, 2], torch.from_numpy(images[1, :, :, 2]))
+    np.savez(path, images=images)
+    assert bench.open_source(path).labels is None
+    assert bench.open_source(path).sha256 != made.source.sha256
+    np.savez(path, labels=np.array([3, 1]))
+    with pytest.raises(ValueError, match=r"an \.npz with 'images'"):
+        bench.open_source(path)
+
+
 def test_seeds() -> None:
     assert seeds("3") == (0, 1, 2)
     assert seeds("4,7") == (4, 7)
@@ -410,6 +227,8 @@ def test_seeds() -> None:
         ("severity", 6, "severity must be"),
         ("images", 3000, "images must be at most 2000"),
         ("device", "tpu", "device must be"),
+        ("precision", "fp8", "precision must be"),
+        ("source", "nowhere.npz", "nowhere.npz"),
         ("seeds", "none", "seeds must be"),
         ("data", "nowhere", "nowhere"),
         ("clean", "nowhere", "nowhere"),

@@ -20,7 +20,7 @@ from driftfilter.presets import PRESETS
 def _table(lines: list[str]) -> dict[str, dict[str, str]]:
     """The rows of a printed table of the benchmark by preset, each by column."""
     start = next(number for number, line in enumerate(lines) if line.startswith("preset "))
-    head = lines[start].split()
+    head = lines[start].replace(" round", "-round").split()
     rows = [line.split() for line in lines[start + 1 : lines.index("", start)]]
     return {row[0]: dict(zip(head, row, strict=True)) for row in rows}
 
@@ -93,7 +93,7 @@ def test_bench_interrupted_keeps_what_is_done(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def once(*arguments: Any) -> dict[str, Any]:
-        if list(tmp_path.iterdir()):
+        if list(tmp_path.glob("*.json")):
             raise KeyboardInterrupt
         return task.run_task(*arguments)
 
@@ -104,6 +104,32 @@ def test_bench_interrupted_keeps_what_is_done(
     monkeypatch.undo()
     assert main([*SMALL, "--out", str(tmp_path)]) == 0
     assert "resumed: 1 of 2 done" in capsys.readouterr().err
+
+
+def test_two_processes_share_a_folder(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second runs, from beginning to end, while the first is at its first task: it does all the others."""
+    command = [*SMALL, "--presets", "source,bn,tent", "--protocols", "continual", "--rounds", "2", "--out", str(tmp_path)]
+    seconds: list[subprocess.CompletedProcess[str]] = []
+
+    def meanwhile(*arguments: Any) -> dict[str, Any]:
+        code = [sys.executable, "-m", "driftfilter.app.cli", *command]
+        seconds.append(subprocess.run(code, check=False, capture_output=True, text=True))
+        return task.run_task(*arguments)
+
+    monkeypatch.setattr("driftfilter.app.bench.run_task", meanwhile)
+    assert main(command) == 0
+    (second,), first = seconds, capfd.readouterr()
+    assert second.returncode == 0
+    assert [line[:6] for line in second.stderr.splitlines()] == ["2 of 3", "3 of 3", "1 of 3"]
+    assert second.stderr.splitlines()[-1] == "1 of 3 are another process's and not done yet"
+    assert list(_table(second.stdout.splitlines())) == ["bn", "tent"]
+    assert [line[:6] for line in first.err.splitlines()] == ["1 of 3"]
+    assert list(_table(first.out.splitlines())) == ["source", "bn", "tent"]
+    assert len(list(tmp_path.glob("*.json"))) == 3
+    assert not list(tmp_path.glob("*.claim"))
+    assert (tmp_path / "stream-continual-rounds=2_resnet20.png").exists()
 
 
 @pytest.mark.parametrize(
@@ -163,6 +189,7 @@ def test_no_command_prints_help_and_fails(capsys: pytest.CaptureFixture[str]) ->
         (["demo", "--seeds", "0"], "must be an integer >= 1, got '0'"),
         (["demo", "--seeds", "many"], "must be an integer >= 1, got 'many'"),
         (["bench", "--batch", "0"], "must be an integer >= 1, got '0'"),
+        (["bench", "--precision", "fp8"], "invalid choice: 'fp8'"),
         (["bench", "--order", "random"], "invalid choice: 'random'"),
         (["dmo"], "invalid choice: 'dmo'"),
     ],

@@ -106,6 +106,7 @@ def test_continual_is_reset_without_resets_and_repeats() -> None:
     again = Continual(rounds=3)(stream, LABELS)
     assert _pairs(again) == 3 * _pairs(once)
     assert len(again.steps) == 3 * len(once.steps)
+    assert [step.round for step in again.steps] == [number for number in range(3) for _ in once.steps]
 
 
 def test_gradual_severities_rise_and_fall() -> None:

@@ -21,10 +21,13 @@ from typing import Any, Literal, Protocol, final
 import torch
 
 from driftfilter.app import metrics, models
+from driftfilter.app.claims import claimed
 from driftfilter.app.corruptions import CORRUPTIONS, EXTRA
+from driftfilter.app.files import digest, open_arrays, require_images, require_labels
+from driftfilter.app.machine import Machine, machine_of
 from driftfilter.app.protocols import Stream
 from driftfilter.app.streams import Domains, cifar10, open_domains
-from driftfilter.app.task import Bench, Choice, Network, Task, Watch, protocol, run_task, settings
+from driftfilter.app.task import Bench, Choice, Network, Source, Task, Watch, protocol, run_task, settings
 from driftfilter.checks import nearest, require
 
 # In the order of accuracy they are expected to have.
@@ -57,13 +60,13 @@ def _value(text: str) -> Any:
         return text
 
 
-def load_network(text: str, device: torch.device) -> Network:
+def load_network(text: str, machine: Machine) -> Network:
     """``name`` of a network that ships with the package, or ``name=weights.safetensors``."""
     name, _, path = text.partition("=")
     known = list(models.ARCHITECTURES)
     require(name in known, "model", name, f"one of {known}{nearest(name, known)}")
     require(not path or Path(path).is_file(), f"weights of model {name!r}", path, "a file")
-    module = models.load(name, Path(path) if path else None).to(device)
+    module = machine.place(models.load(name, Path(path) if path else None))
     with as_file(files("driftfilter.app") / "data" / f"{name}.safetensors") as shipped:
         weights = (Path(path) if path else shipped).read_bytes()
     return Network(f"{name}={Path(path).stem}" if path else name, module, hashlib.sha256(weights).hexdigest())
@@ -86,11 +89,14 @@ def corruption_names(text: str, data: Domains) -> tuple[str, ...]:
     return tuple(EXTRA) if text == "extra" else tuple(filter(None, text.replace(" ", "").split(",")))
 
 
-def device_of(text: str) -> torch.device:
-    """``auto``: the GPU where there is one."""
-    found = torch.cuda.is_available()
-    require(text in ("auto", "cpu") or (text.partition(":")[0] == "cuda" and found), "device", text, "there: auto, cpu or cuda")
-    return torch.device("cuda" if text == "auto" and found else "cpu" if text == "auto" else text)
+def open_source(path: Path) -> Source:
+    """An ``.npz`` with "images" [n, h, w, 3], 8 bits, and, where they are known, "labels" [n]."""
+    found = open_arrays(path)
+    require("images" in found, str(path), list(found), "an .npz with 'images'")
+    images = require_images(f"{path}: images", found["images"])
+    labels = require_labels(f"{path}: labels", found["labels"], len(images)) if "labels" in found else None
+    pixels = torch.from_numpy(images).permute(0, 3, 1, 2).contiguous()
+    return Source(pixels, None if labels is None else torch.from_numpy(labels), str(path), digest([path]))
 
 
 @final
@@ -104,6 +110,7 @@ class Options:
     seeds: str = "1"
     data: str | None = None
     clean: str | None = None
+    source: str | None = None
     corruptions: str = "all"
     severity: int = 5
     batch: int = 200
@@ -113,7 +120,7 @@ class Options:
     rounds: int | None = None
     window: int = 0
     device: str = "auto"
-    tf32: bool | None = None
+    precision: str | None = None
     before: bool = False
     probe_every: int = 0
 
@@ -124,11 +131,9 @@ QUICK: dict[str, Any] = {"corruptions": "gaussian_noise,defocus_blur,contrast,jp
 def prepare(options: Options) -> tuple[Bench, tuple[Task, ...]]:
     """All that is needed, and every task; a wrong option or missing file is an error here, before anything runs."""
     metrics.torchmetrics()
-    device, presets = device_of(options.device), choices(options.presets)
+    machine, presets = machine_of(options.device, options.precision), choices(options.presets)
     protocols = tuple(_with_rounds(choice, options.rounds) for choice in choices(options.protocols))
-    if options.tf32 is not None:
-        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = options.tf32
-    networks = {made.name: made for made in (load_network(text, device) for text in options.models.split(","))}
+    networks = {made.name: made for made in (load_network(text, machine) for text in options.models.split(","))}
     require(len(networks) == len(set(options.models.split(","))), "models", options.models, "files of distinct names")
     each = itertools.product(networks, protocols, presets, seeds(options.seeds))
     tasks = tuple(Task(preset, chosen, model, seed) for model, chosen, preset, seed in each)
@@ -136,7 +141,8 @@ def prepare(options: Options) -> tuple[Bench, tuple[Task, ...]]:
     data = open_domains(options.data, clean, severity=options.severity)
     shared = {item.name: getattr(options, item.name) for item in fields(Stream) if hasattr(options, item.name)}
     stream = Stream(**{**shared, "corruptions": corruption_names(options.corruptions, data)})
-    bench = Bench(data, networks, stream, device, options.window, options.before, options.probe_every)
+    source = None if options.source is None else open_source(Path(options.source))
+    bench = Bench(data, networks, stream, machine, options.window, options.before, options.probe_every, source)
     for task in tasks:
         task.recipe()
         for shift in task.plan(stream, data.labels).domains:
@@ -163,11 +169,8 @@ def path_of(folder: Path, made: Mapping[str, Any]) -> Path:
 
 def read_done(path: Path, made: Mapping[str, Any]) -> dict[str, Any] | None:
     """What a whole file of these settings holds; None where there is none."""
-    try:
-        document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return document if document["settings"] == json.loads(json.dumps(made)) and "result" in document else None
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    document = _document(path)
+    return document if document is not None and document["settings"] == json.loads(json.dumps(made)) else None
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -191,28 +194,44 @@ class Display(Protocol):
         """It has ended."""
 
 
-def run(bench: Bench, tasks: Sequence[Task], folder: Path, display: Display) -> list[dict[str, Any]]:
-    """A document for each task, of settings and ``result``, or ``error`` where it failed; what is done is not run again."""
-    documents = []
-    for number, task in enumerate(tasks, 1):
-        made = settings(bench, task)
-        document = read_done(path_of(folder, made), made)
-        if document is None:
-            document = _tried(bench, task, folder, display, f"{number} of {len(tasks)}")
-        documents.append(document)
+def run(bench: Bench, tasks: Sequence[Task], folder: Path, display: Display) -> list[dict[str, Any] | None]:
+    """A document for each task, of settings and ``result``, or ``error`` where it failed; what is done is not run again.
+
+    None for what another process is at. What others had claimed is looked at again as long as there was something to do.
+    """
+    documents: list[dict[str, Any] | None] = [None] * len(tasks)
+    moved = True
+    while moved and None in documents:
+        moved = False
+        for number, task in enumerate(tasks):
+            if documents[number] is None:
+                documents[number] = _had(bench, task, folder, display, f"{number + 1} of {len(tasks)}")
+                moved |= documents[number] is not None
     return documents
 
 
-def _tried(bench: Bench, task: Task, folder: Path, display: Display, place: str) -> dict[str, Any]:
+def _had(bench: Bench, task: Task, folder: Path, display: Display, place: str) -> dict[str, Any] | None:
+    """The document of a task, found or made here."""
     made = settings(bench, task)
     path = path_of(folder, made)
+    document = read_done(path, made)
+    if document is not None:
+        return document
+    with claimed(path) as mine:
+        if not mine:
+            return None
+        # Another may have ended it between the look and the claim.
+        return read_done(path, made) or _tried(bench, task, path, display, place)
+
+
+def _tried(bench: Bench, task: Task, path: Path, display: Display, place: str) -> dict[str, Any]:
     failure = path.with_suffix(".failed.txt")
     try:
         document = run_task(bench, task, display.begin(f"{place}: {task}"))
     except Exception as error:  # of whatever kind: the other tasks go on
         write_whole(failure, traceback.format_exc())
         display.end(f"{place}: {task}: failed, {type(error).__name__}: {error} (see {failure})")
-        return {"settings": made, "error": f"{type(error).__name__}: {error}"}
+        return {"settings": settings(bench, task), "error": f"{type(error).__name__}: {error}"}
     write_whole(path, json.dumps(document, indent=1, ensure_ascii=False) + "\n")
     failure.unlink(missing_ok=True)
     result = document["result"]
@@ -224,3 +243,21 @@ def done(bench: Bench, tasks: Sequence[Task], folder: Path) -> list[bool]:
     """Which tasks have their file."""
     made = [settings(bench, task) for task in tasks]
     return [read_done(path_of(folder, each), each) is not None for each in made]
+
+
+def finished(bench: Bench, tasks: Sequence[Task], folder: Path) -> list[dict[str, Any]]:
+    """The documents of all that is finished in the folder: first of these tasks, in their order, then of others like them."""
+    kind = set(settings(bench, tasks[0]))
+    own = [path_of(folder, settings(bench, task)) for task in tasks]
+    others = sorted(set(folder.glob("*.json")) - set(own))
+    found = [_document(path) for path in (*own, *others)]
+    return [document for document in found if document is not None and set(document["settings"]) == kind]
+
+
+def _document(path: Path) -> dict[str, Any] | None:
+    """What a file of a task holds; None where it is none."""
+    try:
+        document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return document if isinstance(document["settings"], dict) and "result" in document else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

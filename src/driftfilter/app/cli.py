@@ -74,6 +74,7 @@ def _add_bench(bench: argparse.ArgumentParser) -> None:
     add("--seeds", metavar="N", help="how many, or a list: 4,7 (default 1)")
     add("--data", metavar="PATH", help="CIFAR-10-C folder, .npz or image folder (default: corruptions are generated)")
     add("--clean", metavar="PATH", help="CIFAR-10 test images, folder or .npz (default: the shipped first 2,000)")
+    add("--source", metavar="PATH", help=".npz of source images, for presets with a source posterior (default: none)")
     add("--corruptions", metavar="A,B", help="all (default: the 15), extra (the 4 for tuning), or names")
     add("--severity", type=_count, metavar="N", help="1 to 5 (default 5)")
     add("--batch", type=_count, metavar="N", help="samples a step (default 200)")
@@ -83,10 +84,15 @@ def _add_bench(bench: argparse.ArgumentParser) -> None:
     add("--rounds", type=_count, metavar="N", help="of the protocols that have rounds")
     add("--window", type=_count, metavar="N", help="of the adapter, for small batches: samples it looks back on (default 0)")
     add("--device", metavar="NAME", help="auto (default), cpu or cuda")
-    add("--tf32", action=argparse.BooleanOptionalAction, help="on a GPU (default: as torch has it)")
+    add("--precision", choices=("float32", "tf32", "bf16"), help="(default: tf32 on a GPU, float32 on a CPU)")
     add("--before", action="store_true", help="also the accuracy before the update on the same batch")
     add("--probe-every", type=_count, metavar="N", help="steps between two looks at clean images (default: none)")
-    add("--out", default="runs/bench", metavar="DIR", help="where to write, and to go on from (default runs/bench)")
+    add(
+        "--out",
+        default="runs/bench",
+        metavar="DIR",
+        help="to write to and go on from; processes may share it (runs/bench)",
+    )
     add("--list", action="store_true", default=False, help="print the tasks and which are done; run nothing")
 
 
@@ -122,7 +128,7 @@ def _demo(parsed: argparse.Namespace) -> int:
 
 def _bench(parsed: argparse.Namespace, arguments: Sequence[str]) -> int:
     given = {key: value for key, value in vars(parsed).items() if key not in ("version", "command", "quick", "out", "list")}
-    from driftfilter.app import bench, tables
+    from driftfilter.app import bench, plots, tables
 
     try:
         made, tasks = bench.prepare(bench.Options(**{**(bench.QUICK if "quick" in parsed else {}), **given}))
@@ -142,11 +148,17 @@ def _bench(parsed: argparse.Namespace, arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         print(f"interrupted: the same command goes on from {folder}", file=sys.stderr)
         return 130
-    for table in tables.write(documents, folder, shlex.join(["driftfilter", *arguments])):
+    failed = [document for document in documents if document is not None and "error" in document]
+    shown = [*bench.finished(made, tasks, folder), *failed]
+    for table in tables.write(shown, folder, shlex.join(["driftfilter", *arguments])):
         tables.show(table)
         print()
+    for line in plots.write(shown, folder):
+        print(line, file=sys.stderr)
+    if None in documents:
+        print(f"{documents.count(None)} of {len(tasks)} are another process's and not done yet", file=sys.stderr)
     print(f"wrote {folder}")
-    return 1 if any("error" in document for document in documents) else 0
+    return 1 if failed else 0
 
 
 def _data(parsed: argparse.Namespace) -> int:

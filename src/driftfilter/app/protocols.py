@@ -23,6 +23,7 @@ class Step:
     index: Tensor  # [n], sample numbers
     domain: Tensor  # [n], the shift of each sample: a position in the domains of the plan
     reset: bool  # start again from the source before this step
+    round: int = 0  # how often the sequence of corruptions has come before
 
 
 @final
@@ -70,6 +71,7 @@ class Visit(NamedTuple):
     corruption: str
     severity: int
     samples: Tensor  # [n]
+    round: int = 0
 
 
 @final
@@ -94,7 +96,8 @@ class Continual:
 
     def __call__(self, stream: Stream, labels: Tensor) -> Plan:
         """The plan for samples with labels [N]."""
-        return _plan(stream, _visits(stream, labels, _random(stream)) * self.rounds)
+        visits = _visits(stream, labels, _random(stream))
+        return _plan(stream, [visit._replace(round=number) for number in range(self.rounds) for visit in visits])
 
 
 @final
@@ -111,7 +114,7 @@ class Gradual:
         stages = [*range(1, stream.severity), *range(stream.severity, 0, -1)]
         visits = _visits(stream, labels, _random(stream))
         parts = [zip(stages, visit.samples.tensor_split(len(stages)), strict=True) for visit in visits]
-        return _plan(stream, [Visit(name, *each) for (name, _, _), part in zip(visits, parts, strict=True) for each in part])
+        return _plan(stream, [Visit(name, *each) for (name, *_), part in zip(visits, parts, strict=True) for each in part])
 
 
 @final
@@ -174,10 +177,8 @@ class Recurring:
         """The plan for samples with labels [N]."""
         visits = _visits(stream, labels, _random(stream))
         parts = [visit.samples.tensor_split(self.rounds) for visit in visits]
-        rounds = [
-            [visit._replace(samples=part[r]) for visit, part in zip(visits, parts, strict=True)] for r in range(self.rounds)
-        ]
-        return _plan(stream, [visit for each in rounds for visit in each])
+        each = [(number, *pair) for number in range(self.rounds) for pair in zip(visits, parts, strict=True)]
+        return _plan(stream, [visit._replace(samples=part[number], round=number) for number, visit, part in each])
 
 
 AnyProtocol: TypeAlias = Reset | Continual | Gradual | Mixed | Correlated | Recurring
@@ -211,12 +212,12 @@ def _samples(count: int, shuffled: bool, random: np.random.Generator) -> Tensor:
 
 def _plan(stream: Stream, visits: Iterable[Visit], reset: bool = False) -> Plan:
     """Visits cut in batches; ``reset`` before each visit."""
-    shifts = [(shift_of(*visit[:2]), visit.samples) for visit in visits if len(visit.samples)]
+    shifts = [(shift_of(*visit[:2]), visit) for visit in visits if len(visit.samples)]
     domains = tuple(dict.fromkeys(shift for shift, _ in shifts))
     steps = [
-        Step(part, torch.full_like(part, domains.index(shift)), reset and number == 0)
-        for shift, index in shifts
-        for number, part in enumerate(index.split(stream.batch))
+        Step(part, torch.full_like(part, domains.index(shift)), reset and number == 0, visit.round)
+        for shift, visit in shifts
+        for number, part in enumerate(visit.samples.split(stream.batch))
     ]
     return Plan(tuple(steps), domains)
 

@@ -178,8 +178,10 @@ class Stored:
         """Samples ``index`` [n] under the shift: uint8 [n, 3, h, w] on the device."""
         self.require(shift)
         _require_index(index, len(self.labels))
-        rows = np.ascontiguousarray(self.rows[shift](index.cpu().numpy()))
-        return torch.from_numpy(rows).to(device).permute(0, 3, 1, 2).contiguous()
+        rows = torch.from_numpy(np.ascontiguousarray(self.rows[shift](index.cpu().numpy())))
+        if device.type == "cuda":  # from pinned memory, or the copy would wait for the steps before it
+            rows = rows.pin_memory()
+        return rows.to(device, non_blocking=True).permute(0, 3, 1, 2).contiguous()
 
 
 def _require_known(shift: Shift, known: Collection[Shift], where: str = "") -> None:

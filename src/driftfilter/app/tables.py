@@ -5,10 +5,11 @@ from __future__ import annotations
 import csv
 import io
 import itertools
+import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,6 +33,7 @@ SHORT = {
     "saturate": "satur",
     "spatter": "spatt",
 }
+ENDS = {"first": 0, "last": -1}
 MEASURES = {"mean": "accuracy", "ECE": "ece", "NLL": "nll", "Brier": "brier"}
 
 
@@ -54,13 +56,37 @@ class Row(NamedTuple):
     warnings: list[str]
 
 
-def collect(documents: Iterable[Document]) -> dict[tuple[str, str], list[Row]]:
-    """Rows by (model, protocol), in the order of the tasks."""
-    found: dict[tuple[str, str], dict[str, list[Document]]] = {}
+# What rows of one table, and columns of one summary, may differ in.
+OF_PRESET = frozenset({"preset", "recipe", "statistics", "predict_from", "source_data"})
+OF_TABLE = frozenset({"model", "weights_sha256", "protocol"})
+
+
+def condition(settings: Mapping[str, Any], apart: Set[str] = OF_PRESET) -> str:
+    """What a document was measured under, ``apart`` from these settings and the seed: a text to compare."""
+    stream = {**settings["stream"], "seed": None}
+    return json.dumps({key: value for key, value in {**settings, "stream": stream}.items() if key not in apart}, sort_keys=True)
+
+
+def collect(documents: Iterable[Document]) -> list[list[Row]]:
+    """Rows for each model and protocol, all under the same condition, in the order of the tasks."""
+    return [[_row(seeds) for seeds in by_preset(group)] for group in by_condition(documents)]
+
+
+def by_condition(documents: Iterable[Document]) -> list[list[Document]]:
+    """Those that belong in one table together."""
+    found: dict[str, list[Document]] = {}
     for document in documents:
-        made = document["settings"]
-        found.setdefault((made["model"], made["protocol"]["name"]), {}).setdefault(made["preset"], []).append(document)
-    return {key: [_row(group) for group in presets.values()] for key, presets in found.items()}
+        found.setdefault(condition(document["settings"]), []).append(document)
+    return list(found.values())
+
+
+def by_preset(documents: Iterable[Document]) -> list[list[Document]]:
+    """Those of one table that differ in their seeds alone."""
+    found: dict[str, list[Document]] = {}
+    for document in documents:
+        same = {key: value for key, value in document["settings"].items() if key in OF_PRESET}
+        found.setdefault(json.dumps(same), []).append(document)
+    return list(found.values())
 
 
 def _row(documents: Sequence[Document]) -> Row:
@@ -68,6 +94,8 @@ def _row(documents: Sequence[Document]) -> Row:
     names = documents[0]["settings"]["stream"]["corruptions"]
     values = {name: [_accuracy(result["domains"], name) for result in results] for name in names}
     values |= {title: [result["mean"][name] for result in results] for title, name in MEASURES.items()}
+    if documents[0]["settings"]["protocol"].get("rounds", 1) > 1:
+        values |= {f"{title} round": [_round(result["visits"], place) for result in results] for title, place in ENDS.items()}
     if documents[0]["settings"]["before"]:
         values["before"] = [result["before"]["accuracy"] for result in results]
     if documents[0]["settings"]["probe_every"]:
@@ -89,9 +117,74 @@ def _accuracy(domains: Iterable[Mapping[str, Any]], corruption: str) -> float:
     return statistics.fmean([row["accuracy"] for row in here], [row["n"] for row in here])
 
 
+def rounds(visits: Sequence[Mapping[str, Any]]) -> dict[int, list[int]]:
+    """The places of the visits of each round."""
+    found: dict[int, list[int]] = {}
+    for place, visit in enumerate(visits):
+        found.setdefault(visit["round"], []).append(place)
+    return found
+
+
+def _round(visits: Sequence[Mapping[str, Any]], place: int) -> float:
+    """Accuracy of a round, a mean over its visits."""
+    return statistics.fmean(visits[each]["accuracy"] for each in list(rounds(visits).values())[place])
+
+
 def tables(documents: Sequence[Document], command: str) -> list[Table]:
-    """One for each model and protocol."""
-    return [_table(rows, command) for rows in collect(documents).values()]
+    """One for each model and protocol, and a summary across them where there are several."""
+    each = collect(documents)
+    return [*(_table(rows, command) for rows in each), *summaries(each)]
+
+
+def summaries(each: Sequence[Sequence[Row]]) -> list[Table]:
+    """Across protocols: a row for each model and preset, a column for each protocol."""
+    alike: dict[str, list[Row]] = {}
+    for row in itertools.chain.from_iterable(each):
+        alike.setdefault(condition(row.settings, OF_PRESET | OF_TABLE), []).append(row)
+    measured = [(rows, {(row.settings["model"], row.settings["protocol"]["name"]) for row in rows}) for rows in alike.values()]
+    return [_summary(rows) for rows, pairs in measured if len(pairs) > 1]  # of one table it would say nothing new
+
+
+def _summary(rows: Sequence[Row]) -> Table:
+    protocols = list(dict.fromkeys(row.settings["protocol"]["name"] for row in rows))
+    cells: dict[tuple[str, ...], dict[str, str]] = {}
+    for row in rows:
+        made = row.settings
+        data = "" if made["source_data"] is None else f"{made['source_data']['images']:,}"
+        text = " / ".join(_cell(name, row.values[name]) for name in ("mean", "ECE")) if row.values["mean"] else "failed"
+        key = (made["preset"], made["model"], data, made["recipe"], made["weights_sha256"])
+        cells.setdefault(key, {})[made["protocol"]["name"]] = text
+    body = [[*key[:3], *(found.get(name, "") for name in protocols)] for key, found in cells.items()]
+    stream = rows[0].settings["stream"]
+    notes = [
+        "mean accuracy / ECE over the domains of each protocol",
+        f"severity {stream['severity']}, {stream['images']:,} images a corruption, batch {stream['batch']}, "
+        f"window {rows[0].settings['window']}, {_machine(rows[0].settings)}",
+    ]
+    return Table(notes, ["preset", "model", "source images", *protocols], body, [])
+
+
+def _machine(made: Mapping[str, Any]) -> str:
+    tried = ", cuDNN benchmark" if made["cudnn_benchmark"] else ""
+    return f"{made['device']}, precision {made['precision']}{tried}, {made['layout']}"
+
+
+def _source(rows: Sequence[Row]) -> list[str]:
+    """Which presets used source samples, and which."""
+    used = [(row.settings["preset"], row.settings["source_data"]) for row in rows if row.settings["source_data"] is not None]
+    return [
+        f"source data of {name}: {'' if data['labeled'] else 'un'}labeled, {data['images']:,} images of {data['path']}, "
+        f"sha256 {data['sha256'][:12]}"
+        for name, data in used
+    ]
+
+
+def _seeds(rows: Sequence[Row]) -> str:
+    """Of all rows alike, or of each where some are not done yet."""
+    each = [", ".join(map(str, sorted(row.seeds))) for row in rows]
+    named = [f"{row.settings['preset']} {seeds}" for row, seeds in zip(rows, each, strict=True)]
+    text = each[0] if len(set(each)) == 1 else "; ".join(named)
+    return f"seed {text}" + (": mean ± standard deviation over them" if any("," in seeds for seeds in each) else "")
 
 
 def _table(rows: Sequence[Row], command: str) -> Table:
@@ -118,17 +211,17 @@ def _notes(rows: Sequence[Row], command: str) -> list[str]:
     stream, versions = made["stream"], made["versions"]
     options = ", ".join(f"{key} {value}" for key, value in made["protocol"].items() if key != "name")
     order = f"corruptions in {stream['order']} order, images {'shuffled' if stream['shuffled'] else 'not shuffled'}"
-    tf32 = ", ".join(f"{key} {'on' if value else 'off'}" for key, value in made["tf32"].items())
-    several = len(rows[0].seeds) > 1
     return [
         f"model {made['model']}, normalisation {made['normalisation']}, weights sha256 {made['weights_sha256'][:12]}",
         f"protocol {made['protocol']['name']}" + (f" ({options})" if options else "") + f", severity {stream['severity']}, "
         f"{stream['images']:,} images a corruption, batch {stream['batch']}, window {made['window']}, {order}",
         "data: " + ", ".join(f"{key} {value}" for key, value in made["data"].items()),
-        f"seed {', '.join(map(str, rows[0].seeds))}" + (": mean ± standard deviation over them" if several else ""),
+        _seeds(rows),
         "accuracy by corruption; mean, ECE (15 bins), NLL and Brier (sum over classes) are means over the domains",
-        f"from: predicted from the prior (before the update on the batch) or posterior; ms: median step on {made['device']}",
-        f"driftfilter {versions['driftfilter']}, torch {versions['torch']}, python {versions['python']}; TF32: {tf32}",
+        "from: predicted from the prior (before the update on the batch) or posterior; ms: median step",
+        _machine(made),
+        *_source(rows),
+        f"driftfilter {versions['driftfilter']}, torch {versions['torch']}, python {versions['python']}",
         f"command: {command}",
         *(f"warning of {text}" for row in rows for text in row.warnings),
     ]
@@ -167,6 +260,24 @@ def comma_separated(documents: Sequence[Document]) -> str:
         if "result" in document:
             values = {name: value for name, (value,) in _row([document]).values.items()}
             lines.append({**own, "protocol": made["protocol"]["name"], "seed": made["stream"]["seed"], **values})
+    return _csv(lines)
+
+
+def summary_csv(documents: Iterable[Document]) -> str:
+    """Means over the seeds in full, one line for each preset, model and protocol."""
+    lines = []
+    for row in itertools.chain.from_iterable(collect(documents)):
+        made, done = row.settings, [row.values[name] for name in MEASURES]
+        own = {name: made[name] for name in ("model", "preset", "precision")}
+        own |= {"protocol": made["protocol"]["name"], "batch": made["stream"]["batch"], "seeds": len(done[0])}
+        own |= {"source_images": 0 if made["source_data"] is None else made["source_data"]["images"]}
+        if done[0]:
+            means = {name: statistics.fmean(values) for name, values in zip(MEASURES.values(), done, strict=True)}
+            lines.append({**own, **means})
+    return _csv(lines)
+
+
+def _csv(lines: Sequence[Mapping[str, Any]]) -> str:
     columns = list(dict.fromkeys(itertools.chain.from_iterable(lines)))
     text = io.StringIO()
     writer = csv.DictWriter(text, columns, lineterminator="\n")
@@ -176,10 +287,11 @@ def comma_separated(documents: Sequence[Document]) -> str:
 
 
 def write(documents: Sequence[Document], folder: Path, command: str) -> list[Table]:
-    """table.md and table.csv in the run folder; the tables."""
+    """table.md, table.csv and summary.csv in the run folder; the tables."""
     made = tables(documents, command)
     write_whole(folder / "table.md", "\n\n".join(map(markdown, made)) + "\n")
     write_whole(folder / "table.csv", comma_separated(documents))
+    write_whole(folder / "summary.csv", summary_csv(documents))
     return made
 
 

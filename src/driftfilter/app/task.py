@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import driftfilter as df
 from driftfilter.app import metrics
+from driftfilter.app.machine import Machine
 from driftfilter.app.protocols import PROTOCOLS, Plan, Step, Stream
 from driftfilter.app.streams import CLEAN, Domains, Shift
 from driftfilter.checks import nearest, require, require_count
@@ -49,6 +50,25 @@ class Network:
     name: str
     module: nn.Module
     weights: str  # sha256 of their file
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Source:
+    """Source samples for the recipes whose source posterior is worked out from them."""
+
+    images: Tensor  # [n, 3, h, w], 8 bits
+    labels: Tensor | None  # [n]
+    path: str
+    sha256: str  # of their file
+
+    def describe(self) -> dict[str, Any]:
+        """What a report says of them."""
+        return {"path": self.path, "images": len(self.images), "labeled": self.labels is not None, "sha256": self.sha256}
+
+    def on(self, machine: Machine) -> df.SourceData:
+        """As the adapter takes them."""
+        return df.SourceData(machine.pixels(self.images), None if self.labels is None else self.labels.to(machine.device))
 
 
 @final
@@ -97,16 +117,22 @@ class Bench:
     data: Domains
     networks: Mapping[str, Network]
     stream: Stream
-    device: torch.device
+    machine: Machine
     window: int = 0
     before: bool = False
     probe_every: int = 0
+    source: Source | None = None
 
     def __post_init__(self) -> None:
         require_count("window", self.window, 0)
         require_count("probe_every", self.probe_every, 0)
         if self.probe_every:
             self.data.require(CLEAN)
+
+    @cached_property
+    def source_data(self) -> df.SourceData | None:
+        """The source samples where the tasks run; kept, for it moves all of them."""
+        return None if self.source is None else self.source.on(self.machine)
 
     @cached_property
     def described(self) -> dict[str, str]:
@@ -132,32 +158,29 @@ def settings(bench: Bench, task: Task) -> dict[str, Any]:
         "window": bench.window,
         "before": bench.before,
         "probe_every": bench.probe_every,
-        "device": _device_name(bench.device),
-        "tf32": {"products": torch.backends.cuda.matmul.allow_tf32, "convolutions": torch.backends.cudnn.allow_tf32},
+        "source_data": bench.source.describe() if bench.source is not None and _wants_data(recipe) else None,
+        **bench.machine.settings(),
         "versions": {"driftfilter": df.__version__, "torch": torch.__version__, "python": platform.python_version()},
     }
 
 
-def _device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return device.type
+def _wants_data(recipe: df.Recipe) -> bool:
+    """Whether source samples would change a result."""
+    return isinstance(recipe.source, df.Laplace)
 
 
 def run_task(bench: Bench, task: Task, watch: Watch | None = None) -> dict[str, Any]:
     """Settings and results of a task, JSON-ready."""
     start = time.perf_counter()
-    if bench.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(bench.device)
+    if bench.machine.cuda:
+        torch.cuda.reset_peak_memory_stats(bench.machine.device)
     plan = task.plan(bench.stream, bench.data.labels)
-    options = dict(task.preset.options)
-    with warnings.catch_warnings(record=True) as caught:
+    with warnings.catch_warnings(record=True) as caught, bench.machine.ready():
         warnings.simplefilter("default")
-        module = bench.networks[task.model].module
-        adapter = df.adapt(module, task.preset.name, seed=task.seed, window=bench.window, **options)
-        trace = _follow(bench, adapter, plan, watch)
+        _require_classes(bench, task, plan)
+        trace = _follow(bench, _adapter(bench, task), plan, watch)
     timed = trace.milliseconds[WARM_UP:] or trace.milliseconds
-    memory, what = _peak_memory(bench.device)
+    memory, what = _peak_memory(bench.machine)
     result = {
         **_judged(trace, plan, bench),
         "probe": trace.probe,
@@ -172,6 +195,26 @@ def run_task(bench: Bench, task: Task, watch: Watch | None = None) -> dict[str, 
     return {"settings": settings(bench, task), "result": result}
 
 
+def _adapter(bench: Bench, task: Task) -> df.Adapter:
+    data = bench.source_data if _wants_data(task.recipe()) else None
+    module, options = bench.networks[task.model].module, dict(task.preset.options)
+    return df.adapt(module, task.preset.name, data=data, seed=task.seed, window=bench.window, **options)
+
+
+def _require_classes(bench: Bench, task: Task, plan: Plan) -> None:
+    """Raise where the model does not have the classes of the data; it is asked with one image."""
+    first = plan.steps[0]
+    image = bench.data.take(plan.domains[int(first.domain[0])], first.index[:1], bench.machine.device)
+    with torch.no_grad():
+        k = bench.networks[task.model].module(bench.machine.pixels(image)).shape[-1]
+    given = [(f"data {bench.described['path']}", bench.data.labels)]
+    if bench.source is not None and bench.source.labels is not None and _wants_data(task.recipe()):
+        given.append((f"source {bench.source.path}", bench.source.labels))
+    for name, labels in given:
+        highest = int(labels.max())
+        require(highest < k, f"labels of {name}", f"up to {highest}", f"below {k}, the classes of model {task.model!r}")
+
+
 class _Trace(NamedTuple):
     """What a stream has left behind."""
 
@@ -183,49 +226,52 @@ class _Trace(NamedTuple):
 
 def _follow(bench: Bench, adapter: df.Adapter, plan: Plan, watch: Watch | None) -> _Trace:
     """Adapter through all steps; the device is never waited for here, but where the watch or a probe looks."""
-    labels, device = bench.data.labels, bench.device
+    labels, machine = bench.data.labels, bench.machine
     ask = bench.before and adapter.recipe.predict_from == "posterior"
-    clock, probe = _Clock(device), _Probe(bench)
+    clock, probe = _Clock(machine), _Probe(bench)
     outputs: list[Tensor] = []
     before: list[Tensor] = []
-    right, seen = torch.zeros((), dtype=torch.int64, device=device), 0
+    right, seen = torch.zeros((), dtype=torch.int64, device=machine.device), 0
     for number, step in enumerate(plan.steps):
         if step.reset:
             adapter.reset()
         probe(adapter, number)
-        images = _images(bench.data, plan, step, device)
+        images = _images(bench.data, plan, step, machine)
         if ask:
-            before.append(adapter.predict(images).labels)
-        with clock:
+            with machine.autocast():
+                before.append(adapter.predict(images).labels)
+        with clock, machine.autocast():
             outputs.append(adapter(images))
         if watch is not None:
-            right, seen = right + (outputs[-1].argmax(-1) == labels[step.index].to(device)).sum(), seen + len(step.index)
+            right = right + (outputs[-1].argmax(-1) == labels[step.index].to(machine.device)).sum()
+            seen += len(step.index)
             watch(number + 1, len(plan.steps), lambda right=right, seen=seen: right.item() / seen)  # type: ignore[misc]
     probe(adapter, len(plan.steps))
     return _Trace(torch.cat(outputs), torch.cat(before) if before else None, clock.milliseconds(), probe.accuracies())
 
 
-def _images(data: Domains, plan: Plan, step: Step, device: torch.device) -> Tensor:
+def _images(data: Domains, plan: Plan, step: Step, machine: Machine) -> Tensor:
     """A batch in [0, 1] [n, 3, h, w], every sample from its own domain."""
     present = step.domain.unique().tolist()
     if len(present) == 1:
-        return data.take(plan.domains[present[0]], step.index, device).float() / 255
+        return machine.pixels(data.take(plan.domains[present[0]], step.index, machine.device))
     places = [(step.domain == domain).nonzero().squeeze(1) for domain in present]
-    parts = [data.take(plan.domains[domain], step.index[at], device) for domain, at in zip(present, places, strict=True)]
-    return torch.cat(parts)[torch.cat(places).argsort().to(device)].float() / 255
+    pairs = zip(present, places, strict=True)
+    parts = [data.take(plan.domains[domain], step.index[at], machine.device) for domain, at in pairs]
+    return machine.pixels(torch.cat(parts)[torch.cat(places).argsort().to(machine.device)])
 
 
 class _Clock:
     """Milliseconds of each use, known at the end: on a GPU by marks in its queue, which nobody waits for."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
         self._marks: list[Any] = []
 
     def _mark(self) -> None:
-        if self._device.type == "cuda":
+        if self._machine.cuda:
             event = torch.cuda.Event(enable_timing=True)
-            event.record(torch.cuda.current_stream(self._device))
+            event.record(torch.cuda.current_stream(self._machine.device))
             self._marks.append(event)
         else:
             self._marks.append(time.perf_counter())
@@ -238,9 +284,9 @@ class _Clock:
 
     def milliseconds(self) -> list[float]:
         pairs = list(zip(self._marks[::2], self._marks[1::2], strict=True))
-        if self._device.type != "cuda":
+        if not self._machine.cuda:
             return [1000 * (end - start) for start, end in pairs]
-        torch.cuda.synchronize(self._device)
+        torch.cuda.synchronize(self._machine.device)
         return [start.elapsed_time(end) for start, end in pairs]
 
 
@@ -248,24 +294,25 @@ class _Probe:
     """Accuracy on the first clean images, now and then."""
 
     def __init__(self, bench: Bench) -> None:
-        self._every, self._right = bench.probe_every, dict[int, Tensor]()
+        self._every, self._machine, self._right = bench.probe_every, bench.machine, dict[int, Tensor]()
         if self._every:
             index = torch.arange(min(PROBED, len(bench.data.labels)))
-            self._images = bench.data.take(CLEAN, index, bench.device).float() / 255
-            self._labels = bench.data.labels[index].to(bench.device)
+            self._images = bench.machine.pixels(bench.data.take(CLEAN, index, bench.machine.device))
+            self._labels = bench.data.labels[index].to(bench.machine.device)
 
     def __call__(self, adapter: df.Adapter, step: int) -> None:
         if self._every and step % self._every == 0:
-            self._right[step] = (adapter.predict(self._images).labels == self._labels).double().mean()
+            with self._machine.autocast():
+                self._right[step] = (adapter.predict(self._images).labels == self._labels).double().mean()
 
     def accuracies(self) -> list[dict[str, float]]:
         return [{"step": step, "accuracy": share.item()} for step, share in self._right.items()]
 
 
-def _peak_memory(device: torch.device) -> tuple[float, str]:
+def _peak_memory(machine: Machine) -> tuple[float, str]:
     """Megabytes, and of what."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 1e6, "the device in this task, the stream's images included"
+    if machine.cuda:
+        return torch.cuda.max_memory_allocated(machine.device) / 1e6, "the device in this task, the stream's images included"
     import resource
 
     unit = 1 if sys.platform == "darwin" else 1024
@@ -275,7 +322,7 @@ def _peak_memory(device: torch.device) -> tuple[float, str]:
 def _judged(trace: _Trace, plan: Plan, bench: Bench) -> dict[str, Any]:
     """Quality by domain, over all samples, and along the stream."""
     index, domain = torch.cat([step.index for step in plan.steps]), torch.cat([step.domain for step in plan.steps])
-    logp, labels = trace.log_probabilities, bench.data.labels[index].to(bench.device)
+    logp, labels = trace.log_probabilities, bench.data.labels[index].to(bench.machine.device)
     right = (logp.argmax(-1) == labels).cpu()
     before = right if trace.before is None else (trace.before == labels).cpu()
     rows = []
@@ -302,16 +349,18 @@ def _share(right: Tensor) -> float:
 
 
 def _visits(plan: Plan, right: Tensor) -> list[dict[str, Any]]:
-    """Accuracy along the stream, one entry for each run of steps in one domain (for a mixture, of steps that mix)."""
+    """Accuracy along the stream, one entry for each run of a round's steps in one domain (for a mixture, of steps that mix)."""
 
-    def place(step: Step) -> Shift:
+    def place(step: Step) -> tuple[int, Shift]:
         first = plan.domains[int(step.domain[0])]
-        return first if bool((step.domain == step.domain[0]).all()) else first._replace(corruption="mixed")
+        mixed = not bool((step.domain == step.domain[0]).all())
+        return step.round, first._replace(corruption="mixed") if mixed else first
 
     visits, at = [], 0
-    for shift, steps in itertools.groupby(plan.steps, place):
+    for (number, shift), steps in itertools.groupby(plan.steps, place):
         sizes = [len(step.index) for step in steps]
         samples = right[at : at + sum(sizes)]
         at += sum(sizes)
-        visits.append({**shift._asdict(), "steps": len(sizes), "n": len(samples), "accuracy": _share(samples)})
+        seen = {"round": number, "steps": len(sizes), "n": len(samples), "accuracy": _share(samples)}
+        visits.append({**shift._asdict(), **seen})
     return visits

@@ -1,0 +1,78 @@
+"""Where tasks run, how precisely, and in which memory layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from driftfilter.checks import require
+
+PRECISIONS = ("float32", "tf32", "bf16")
+
+
+@final
+@dataclass(frozen=True)
+class Machine:
+    """A device and how it is used.
+
+    float32: no TF32. tf32: for convolutions alone, as torch has it by itself. bf16: the model under autocast, TF32 as in tf32.
+    On CUDA cuDNN tries its algorithms for every new shape, and images and weights lie channels last.
+    """
+
+    device: torch.device
+    precision: str = "float32"
+
+    def __post_init__(self) -> None:
+        require(self.precision in PRECISIONS, "precision", self.precision, f"one of {PRECISIONS}")
+
+    @property
+    def cuda(self) -> bool:
+        """Whether it is an NVIDIA GPU, or one that torch takes for it."""
+        return self.device.type == "cuda"
+
+    def settings(self) -> dict[str, Any]:
+        """All of it that may change a result, JSON-ready."""
+        name = torch.cuda.get_device_name(self.device) if self.cuda else self.device.type
+        layout = "channels last" if self.cuda else "contiguous"
+        return {"device": name, "precision": self.precision, "cudnn_benchmark": self.cuda, "layout": layout}
+
+    def place(self, module: nn.Module) -> nn.Module:
+        """The module, moved there."""
+        there = module.to(self.device)
+        return there.to(memory_format=torch.channels_last) if self.cuda else there  # type: ignore[call-overload]
+
+    def pixels(self, images: Tensor) -> Tensor:
+        """8-bit images [n, 3, h, w] as float32 in [0, 1], there."""
+        layout = torch.channels_last if self.cuda else torch.contiguous_format
+        return (images.to(self.device).float() / 255).contiguous(memory_format=layout)
+
+    def autocast(self) -> torch.autocast:
+        """For one call of the adapter: an autocast over many steps would keep a copy of every step's parameters."""
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16")
+
+    @contextmanager
+    def ready(self) -> Iterator[None]:
+        """With the switches of the backends set for a task, and as they were afterwards."""
+        products, convolutions = torch.backends.cuda.matmul, torch.backends.cudnn
+        before = products.allow_tf32, convolutions.allow_tf32, convolutions.benchmark
+        products.allow_tf32, convolutions.allow_tf32, convolutions.benchmark = False, self.precision != "float32", self.cuda
+        try:
+            yield
+        finally:
+            products.allow_tf32, convolutions.allow_tf32, convolutions.benchmark = before
+
+
+def machine_of(device: str, precision: str | None = None) -> Machine:
+    """Device ``auto``: the GPU where there is one; precision None: tf32 there, float32 on a CPU, where tf32 is the same."""
+    require(precision in (None, *PRECISIONS), "precision", precision, f"one of {PRECISIONS}")
+    found = torch.cuda.is_available()
+    known = device in ("auto", "cpu") or (device.partition(":")[0] == "cuda" and found)
+    require(known, "device", device, "there: auto, cpu or cuda")
+    place = torch.device("cuda" if device == "auto" and found else "cpu" if device == "auto" else device)
+    exact = place.type != "cuda" and precision in (None, "tf32")
+    return Machine(place, "float32" if exact else precision or "tf32")

@@ -1,0 +1,76 @@
+"""Where tasks run: what each precision switches, and that it is switched back."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from driftfilter.app.machine import PRECISIONS, Machine, machine_of
+
+CPU = torch.device("cpu")
+
+
+def test_on_a_cpu_tf32_is_float32() -> None:
+    assert machine_of("cpu") == machine_of("cpu", "tf32") == machine_of("cpu", "float32") == Machine(CPU, "float32")
+    assert machine_of("cpu", "bf16") == Machine(CPU, "bf16")
+
+
+def test_on_a_gpu_tf32_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert machine_of("auto") == Machine(torch.device("cuda"), "tf32")
+    assert machine_of("cuda:1", "float32") == Machine(torch.device("cuda:1"), "float32")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "H200")
+    assert machine_of("auto", "bf16").settings() == {
+        "device": "H200",
+        "precision": "bf16",
+        "cudnn_benchmark": True,
+        "layout": "channels last",
+    }
+
+
+def test_what_a_report_says_of_a_cpu() -> None:
+    expected = {"device": "cpu", "precision": "float32", "cudnn_benchmark": False, "layout": "contiguous"}
+    assert machine_of("cpu").settings() == expected
+
+
+def test_unknown_precisions_are_refused() -> None:
+    message = re.escape(f"precision must be one of {PRECISIONS}")
+    with pytest.raises(ValueError, match=message):
+        machine_of("cpu", "fp8")
+    with pytest.raises(ValueError, match=message):
+        Machine(CPU, "half")
+
+
+def _switches() -> tuple[bool, bool, bool]:
+    cudnn = torch.backends.cudnn
+    return torch.backends.cuda.matmul.allow_tf32, cudnn.allow_tf32, cudnn.benchmark
+
+
+@pytest.mark.parametrize("place", ["cpu", "cuda"])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_switches_are_set_for_a_task_and_as_they_were_afterwards(place: str, precision: str) -> None:
+    before = _switches()
+    with Machine(torch.device(place), precision).ready():
+        assert _switches() == (False, precision != "float32", place == "cuda")
+    assert _switches() == before
+    with pytest.raises(KeyError), Machine(torch.device(place), precision).ready():
+        raise KeyError
+    assert _switches() == before
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_only_bf16_is_autocast(precision: str) -> None:
+    layer, inputs = nn.Linear(3, 2), torch.ones(4, 3)
+    with Machine(CPU, precision).autocast():
+        assert layer(inputs).dtype == (torch.bfloat16 if precision == "bf16" else torch.float32)
+    assert layer(inputs).dtype == torch.float32
+
+
+def test_pixels_are_shares_of_255() -> None:
+    images = torch.arange(256, dtype=torch.uint8).view(1, 4, 8, 8).expand(2, -1, -1, -1)[:, :3]
+    pixels = Machine(CPU).pixels(images)
+    assert pixels.is_contiguous()
+    assert torch.equal(pixels, images.float() / 255)
