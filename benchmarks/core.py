@@ -103,7 +103,7 @@ def beyond_gradients(
     inference = df.Linearized(df.EmpiricalFisher())
     return (
         lambda: inference(prior, energy, {}, randomness),
-        lambda: energy.evaluation.rows(energy.samples.coefficients),
+        lambda: energy.evaluation.rows(),
         f"{structure}, d = {d:,}, n = {n}, rank = {rank}",
     )
 

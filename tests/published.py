@@ -155,8 +155,8 @@ def im_loss(logits: Tensor) -> Tensor:
     return entropies(logits).mean() + (mean * mean.log()).sum()
 
 
-def slr_each(logits: Tensor) -> Tensor:
-    p = logits.softmax(1).clamp(max=0.99)
+def slr_each(logits: Tensor, ceiling: float = 0.99) -> Tensor:
+    p = logits.softmax(1).clamp(max=ceiling)
     return -(p * (p / (1 - p) + 1e-5).log()).sum(1)
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from driftfilter.augmentation import Augmentation, Consistency, GaussianNoise, ImageViews, MarginalEntropy
+from driftfilter.augmentation import Augmentation, Consistency, GaussianNoise, ImageViews, MarginalEntropy, Mirror
 from driftfilter.losses import Entropy, Loss, Sum
 from driftfilter.randomness import Purpose, Randomness
 
@@ -266,3 +266,15 @@ def test_the_same_seed_gives_the_same_images_and_leaves_them() -> None:
 def test_image_views_of_what_is_no_image(inputs: Tensor) -> None:
     with pytest.raises(ValueError, match=r"inputs of ImageViews must be floating-point images \[n, c, h, w\]"):
         ImageViews()(inputs, draws()())
+
+
+def test_mirror_exchanges_left_and_right_and_draws_nothing() -> None:
+    images = torch.arange(24.0).view(1, 2, 3, 4)
+    generator = torch.Generator().manual_seed(0)
+    before = generator.get_state()
+    mirrored = Mirror()(images, generator)
+    assert torch.equal(mirrored[0, 1, 2], torch.tensor([23.0, 22.0, 21.0, 20.0]))
+    assert torch.equal(Mirror()(mirrored, generator), images)
+    assert torch.equal(generator.get_state(), before)
+    with pytest.raises(ValueError, match=r"inputs of Mirror must be images \[n, c, h, w\] .*, got 'a tensor of shape \[3, 4\]"):
+        Mirror()(torch.zeros(3, 4), generator)

@@ -109,7 +109,7 @@ NOISE = df.GaussianNoise()
 
 def on_vectors(augmentation: Any) -> Any:
     """An augmentation of vectors, of images 1 pixel high where it wants images."""
-    if not isinstance(augmentation, df.ImageViews):
+    if not isinstance(augmentation, (df.ImageViews, df.Mirror)):
         return augmentation
     return lambda inputs, generator: augmentation(inputs[:, None, None], generator)[:, 0, 0]
 

@@ -100,9 +100,13 @@ def marginal_entropy(x: Array, fixed: Fixed) -> Array:
 def weighted_sum(loss: Sum, x: Array, fixed: Fixed) -> Array:
     total, start = np.zeros(x.shape[1:-1]), 1
     for term, coefficient in zip(loss.terms, loss.coefficients, strict=True):
-        views = [0, *range(start, start + term.copies)]
+        seen = [[0, *range(start, start + term.copies)]]
         start += term.copies
-        total += coefficient * FORMULAS[type(term).__name__](term, x[views], fixed._replace(means=fixed.means[views]))
+        if loss.each_view and term.copies == 0:
+            seen = [[view] for view in range(len(x))]
+        for views in seen:
+            formula = FORMULAS[type(term).__name__](term, x[views], fixed._replace(means=fixed.means[views]))
+            total += coefficient / len(seen) * formula
     return total
 
 
@@ -132,6 +136,8 @@ OTHERS: list[Loss] = [
     Consistency(None, "cross_entropy", "soft", copies=0),
     Consistency(None, "symmetric", "hard", copies=0),
     Sum((SoftLikelihoodRatio(ceiling=0.9), Consistency(divergence="symmetric", target="moving"))),
+    Sum((Entropy(), InformationMaximization(), Consistency(copies=2)), (0.5, 2.0, 1.5), each_view=True),
+    Sum((Sum((SoftLikelihoodRatio(), Entropy())), Consistency(divergence="symmetric", target="moving")), each_view=True),
     MarginalEntropy(copies=3),
     Sum((Consistency(copies=2), Entropy(), MarginalEntropy(copies=2)), (0.5, 2.0, 1.5)),
     Sum((Sum((Entropy(), Consistency()), (0.3, 0.7)), Sum((PseudoLabel(), MarginalLikelihood())), InformationMaximization())),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -213,7 +214,7 @@ def test_probabilities_stay_finite_at_saturated_logits(rule: PredictionRule) -> 
 def test_logits_known_to_the_caller_are_used(rule: PredictionRule) -> None:
     belief = df.Belief(MEAN, df.Full(MATRIX))
     query = Query(df.LinearHead(2), INPUTS, RANDOMNESS)
-    known = query._replace(known=df.LinearHead(2)(MEAN, INPUTS))
+    known = query._replace(known=df.LinearHead(2)(MEAN, INPUTS)[None])
     assert torch.equal(rule(belief, query).log_probabilities, rule(belief, known).log_probabilities)
 
 
@@ -223,6 +224,8 @@ def test_logits_known_to_the_caller_are_used(rule: PredictionRule) -> None:
         (df.MonteCarlo, {"samples": 0}, "MonteCarlo.samples must be an integer >= 1, got 0"),
         (df.LinearizedGaussian, {"samples": 2.5}, "LinearizedGaussian.samples must be an integer >= 1, got 2.5"),
         (df.LinearizedProbit, {"form": "both"}, "LinearizedProbit.form must be 'pairwise' or 'per_class', got 'both'"),
+        (df.Tempered, {"temperature": 0.0}, r"Tempered.temperature must be a finite number in \(0, inf\), got 0.0"),
+        (df.Tempered, {"over_views": 1}, "Tempered.over_views must be True or False, got 1"),
     ],
 )
 def test_settings_out_of_range_are_refused(rule: Callable[..., object], settings: dict[str, object], message: str) -> None:
@@ -249,3 +252,36 @@ def test_from_teacher_is_the_softmax_of_the_teachers_logits() -> None:
     torch.testing.assert_close(prediction.probabilities, exponents / exponents.sum(), rtol=1e-12, atol=0)
     with pytest.raises(ValueError, match=r"Filter.prediction must be another rule where the observation has no teacher"):
         df.FromTeacher()(belief, Query(lift(curved), INPUTS, RANDOMNESS))
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_tempered_divides_the_logits(temperature: float) -> None:
+    logits = curved(MEAN, INPUTS)
+    prediction = predict(df.Tempered(temperature), df.Full(MATRIX), curved, INPUTS)
+    powered = logits.softmax(-1) ** (1 / temperature)
+    torch.testing.assert_close(prediction.probabilities, powered / powered.sum(-1, keepdim=True), rtol=1e-12, atol=0)
+    assert torch.equal(prediction.labels, logits.argmax(-1))
+
+
+def test_tempered_is_the_mean_over_gaussian_logits_of_one_variance() -> None:
+    """Two classes, by quadrature over the difference of their logits, whose variance is twice that of one."""
+    prediction = predict(df.Tempered(1.8), df.Full(MATRIX), df.LinearHead(2), INPUTS)
+    variance = prediction.logit_variance
+    assert variance.max() == variance.min()
+    gaps = df.LinearHead(2)(MEAN, INPUTS) @ torch.tensor([-1.0, 1.0], dtype=torch.float64)
+    nodes, mass = np.polynomial.hermite_e.hermegauss(60)
+    spread = (2 * variance[0, 0]).sqrt() * torch.from_numpy(nodes)
+    exact = ((gaps[:, None] + spread).sigmoid() @ torch.from_numpy(mass)) / mass.sum()
+    torch.testing.assert_close(prediction.probabilities[:, 1], exact, rtol=0, atol=0.02)
+
+
+def test_tempered_over_views_averages_their_logits() -> None:
+    belief, views = df.Belief(MEAN, df.Full(MATRIX)), (INPUTS, INPUTS.flip(0), 2 * INPUTS)
+    query = Query(lift(curved), INPUTS, RANDOMNESS, views=lambda: views)
+    mean = torch.stack([curved(MEAN, view) for view in views]).mean(0)
+    rule = df.Tempered(1.5, over_views=True)
+    torch.testing.assert_close(rule(belief, query).log_probabilities, (mean / 1.5).log_softmax(-1))
+    known = query._replace(known=torch.stack([curved(MEAN, view) for view in views]), views=None)
+    torch.testing.assert_close(rule(belief, known).log_probabilities, (mean / 1.5).log_softmax(-1))
+    alone = Query(lift(curved), INPUTS, RANDOMNESS)
+    torch.testing.assert_close(rule(belief, alone).log_probabilities, (curved(MEAN, INPUTS) / 1.5).log_softmax(-1))

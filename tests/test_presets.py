@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
+from copy import deepcopy
 from dataclasses import fields
 from functools import partial
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from scipy import special
 from torch import Tensor, nn
 
 import driftfilter as df
+import own_filters
 import published as by_hand
 import published_filters as dense
 from driftfilter.adapter import Adapter
@@ -309,6 +311,17 @@ def head(preset: str, samples: int = 0) -> Case:
     return Case(adapter_of(preset, structure="full", **HEAD, **options), STREAM, list(steps))
 
 
+OWN: dict[str, Any] = {
+    "beta": 3.0, "variance": 0.2, "taper": 1.5, "rho": 0.8, "ceiling": 0.9, "balance": 2.0,
+    "temperature": 1.7, "momentum": 0.6, "diversity": 3.0,
+}  # fmt: skip
+
+
+def own(preset: str) -> Case:
+    steps = own_filters.own_loop(deepcopy(MODEL), STREAM, preset == "driftfilter_aug", **OWN)
+    return Case(adapter_of(preset, **OWN), STREAM, list(steps))
+
+
 CASES: dict[str, Callable[[], Case]] = {
     "source": source,
     "bn": bn,
@@ -337,6 +350,8 @@ CASES: dict[str, Callable[[], Case]] = {
     "stad": stad,
     "stad_vmf": stad_vmf,
     "rdumb": rdumb,
+    "driftfilter": lambda: own("driftfilter"),
+    "driftfilter_aug": lambda: own("driftfilter_aug"),
     "opgd": lambda: paper("opgd", diagonal=False),
     "opgd_diag": lambda: paper("opgd_diag", diagonal=True),
     "bong_diag": lambda: paper("bong_diag", diagonal=True, samples=4),
@@ -407,7 +422,7 @@ def test_fifty_steps_on_resnet20_stay_with_the_plain_loop(name: str, lr: float) 
 
 # The table ---------------------------------------------------------------------------------------------------------------
 
-PAPER = ("opgd", "opgd_diag", "bong_diag", "bong_lowrank", "head_ekf", "head_bong")
+PAPER = ("driftfilter", "driftfilter_aug", "opgd", "opgd_diag", "bong_diag", "bong_lowrank", "head_ekf", "head_bong")
 every_preset = pytest.mark.parametrize("name", df.presets.names())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -453,3 +454,28 @@ def test_batches_by_name_and_batches_of_one() -> None:
     loader = [[half] for half in values.split(3)]  # as a data loader without labels gives
     fisher = df.Laplace()(network, network.mean(), df.SourceData(values)).covariance.variance()
     torch.testing.assert_close(df.Laplace()(network, network.mean(), df.SourceData(loader)).covariance.variance(), fisher)
+
+
+def test_a_taper_gives_deeper_layers_less_variance() -> None:
+    layers = [nn.Linear(4, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 3), nn.LayerNorm(3), nn.Linear(3, 2)]
+    network = df.Network(nn.Sequential(*layers).double().eval(), df.AllParameters())
+    belief = df.Gaussian(0.3, taper=2.0)(network, network.mean())
+    sizes = [25, 10, 18, 6, 8]  # numbers in each layer that has some, weight and bias
+    expected = torch.cat(
+        [torch.full((size,), 0.3 * (1 - place / 5) ** 2, dtype=torch.float64) for place, size in enumerate(sizes)]
+    )
+    close(belief.covariance.variance(), expected)
+    close(df.Gaussian(0.3)(network, network.mean()).covariance.variance(), torch.full((67,), 0.3, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: df.Gaussian(taper=-1.0), "Gaussian.taper must be a finite number"),
+        (lambda: df.Gaussian(structure="full", taper=1.0), "Gaussian.structure must be 'diagonal' with a taper, got 'full'"),
+        (lambda: df.Gaussian(taper=1.0)(HEAD, THETA), "Gaussian.taper must be 0 for it, got 'a model without named parameters"),
+    ],
+)
+def test_a_taper_out_of_place_is_refused(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()

@@ -48,7 +48,7 @@ R = TypeVar("R")
 _OPTIONS = ("data", "output", "observed", "seed", "update_every", "window")
 
 
-def adapt(model: nn.Module, recipe: str | Recipe = "opgd_diag", **options: Any) -> Adapter:
+def adapt(model: nn.Module, recipe: str | Recipe = "driftfilter", **options: Any) -> Adapter:
     """A module that takes the place of ``model`` and adapts to the unlabeled inputs it sees.
 
     ``recipe`` is the name of a preset or a Recipe. Options of the adapter: ``data`` (source inputs, with labels or without,

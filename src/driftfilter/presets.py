@@ -360,11 +360,23 @@ def driftfilter(
     )
 
 
-def driftfilter_aug(augmentation: Augmentation | None = None, consistency: float = 1.0, **options: Any) -> Recipe:
+def driftfilter_aug(
+    beta: float = 2.0,
+    variance: float = 0.1,
+    taper: float = 2.0,
+    rho: float = 0.985,
+    ceiling: float = 0.9999,
+    balance: float = 3.0,
+    temperature: float = 2.0,
+    momentum: float = 0.7,
+    diversity: float = 4.0,
+    consistency: float = 1.0,
+    augmentation: Augmentation | None = None,
+) -> Recipe:
     """The same for inputs and their mirror images: the loss is that of both, plus the symmetric cross-entropy between them,
     and the prediction is from their mean logits. Another ``augmentation`` that preserves labels may take the mirror's place.
     """
-    recipe = driftfilter(**options)
+    recipe = driftfilter(beta, variance, taper, rho, ceiling, balance, temperature, momentum, diversity)
     agreement = Consistency(augmentation or Mirror(), divergence="symmetric", target="moving")
     own = as_loss("driftfilter_aug", recipe.observation.loss)
     loss = Sum((own, agreement), (1.0, consistency), each_view=True)

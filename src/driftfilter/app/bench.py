@@ -31,7 +31,7 @@ from driftfilter.app.task import Bench, Choice, Network, Source, Task, Watch, pr
 from driftfilter.checks import nearest, require
 
 # In the order of accuracy they are expected to have.
-QUICK_PRESETS = "source,bn,tent,opgd_diag,shot_im"
+QUICK_PRESETS = "source,bn,tent,driftfilter,driftfilter_aug"
 
 # What the options say
 
