@@ -340,7 +340,7 @@ class NetworkPullback:
             if not retain:
                 record.call = None
             with torch.autocast(flow.device.type, enabled=False):
-                call, flow = call.cast(dtype), flow.to(dtype)
+                call, flow = call.cast(flow, dtype)
                 for own, work in layer_rows(call, flow).items():
                     target = graph.own.names.get((record.owner, own))
                     if target is None:
@@ -349,7 +349,7 @@ class NetworkPullback:
                         lost.update(chosen.pieces_of(target))
                         continue
                     for name, found in chosen.rows(target, call, flow, graph.leaves, work).items():
-                        found = per_sample(found, samples)
+                        found = per_sample(found, samples).to(dtype)
                         rows[name] = rows[name] + found if name in rows else found
 
         return collect

@@ -338,7 +338,7 @@ def driftfilter(
     ceiling: float = 0.9999,
     balance: float = 3.0,
     temperature: float = 2.0,
-    momentum: float = 0.7,
+    momentum: float = 0.5,
     diversity: float = 4.0,
 ) -> Recipe:
     """Ours, the default: one forward and one backward pass, no augmentation. The soft likelihood ratio of reliable samples,
@@ -368,7 +368,7 @@ def driftfilter_aug(
     ceiling: float = 0.9999,
     balance: float = 3.0,
     temperature: float = 2.0,
-    momentum: float = 0.7,
+    momentum: float = 0.5,
     diversity: float = 4.0,
     consistency: float = 1.0,
     augmentation: Augmentation | None = None,

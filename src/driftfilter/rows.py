@@ -34,10 +34,15 @@ class Call(NamedTuple):
     inputs: Tensor  # [m, …]
     moments: Moments | None  # by which a batch norm normalised them
 
-    def cast(self, dtype: torch.dtype) -> Call:
-        """The same in θ's dtype, where it was in half precision."""
+    def cast(self, flow: Tensor, dtype: torch.dtype) -> tuple[Call, Tensor]:
+        """The same and the gradient at its outputs in θ's dtype, where they were in half precision.
+
+        A batch norm on a GPU needs no copies: its sums are accumulated in the dtype of its moments.
+        """
+        if flow.is_cuda and isinstance(self.module, _BatchNorm):
+            return self, flow
         lower = self.inputs.is_floating_point() and self.inputs.dtype != dtype
-        return self._replace(inputs=self.inputs.to(dtype)) if lower else self
+        return self._replace(inputs=self.inputs.to(dtype)) if lower else self, flow.to(dtype)
 
 
 def per_sample(values: Tensor, samples: int) -> Tensor:
@@ -119,8 +124,18 @@ def _batch_norm(call: Call, flow: Tensor) -> Rows:
 
 
 def _batch_norm_on_gpu(inputs: Tensor, flow: Tensor, mean: Tensor, scale: Tensor) -> Rows:
-    """The same from torch's own reduction, Σ δ and Σ δ (x - mean) in one pass, with each sample's channels as channels."""
+    """The same from torch's own reduction, Σ δ and Σ δ (x - mean) in one pass, with each sample's channels as channels.
+
+    In another layout than channels first, or in half precision, by plain sums: the reduction would need a copy.
+    """
     m, c = flow.shape[:2]
+    if not (flow.dtype == mean.dtype == inputs.dtype and flow.is_contiguous() and inputs.is_contiguous()):
+
+        def summed(values: Tensor) -> Tensor:
+            return values.flatten(2).sum(2, dtype=mean.dtype) if values.dim() > 2 else values.to(mean.dtype)
+
+        whole = summed(flow)
+        return {"weight": lambda: (summed(flow * inputs) - whole * mean) * scale, "bias": lambda: whole}
     flat = (flow.reshape(1, m * c, -1), inputs.reshape(1, m * c, -1))
     moments = (mean.to(flow.dtype).repeat(m), scale.to(flow.dtype).repeat(m))
     total, spread, _, _ = torch.batch_norm_backward_reduce(*flat, *moments, None, True, False, False)

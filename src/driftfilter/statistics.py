@@ -152,6 +152,9 @@ class TwinBatchNorm(_BatchNorm):
     def _batch(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and variance [c] of the batch."""
         assert self.carried is not None
+        if inputs.is_cuda and not inputs.requires_grad:  # torch's own kernel, for any layout, several times as fast
+            mean, scale = torch.batch_norm_stats(inputs, self.eps)
+            return mean, (scale.square().reciprocal() - self.eps).clamp_min(0)
         wide = torch.promote_types(self.carried[0].dtype, torch.float32)
         others = [dim for dim in range(inputs.dim()) if dim != 1]
         variance, mean = torch.var_mean(inputs.to(wide), others, correction=0)
