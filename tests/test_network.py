@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import driftfilter as df
 from driftfilter.app import models
 from driftfilter.app.streams import sample_images
+from driftfilter.randomness import Randomness
 
 
 class Tokens(nn.Module):
@@ -215,3 +216,23 @@ def test_adaptation_of_a_shipped_network_under_noise() -> None:
     _, outputs = filt.run(filt.init(start), stream)
     accuracies = [(guess == truth).float().mean().item() for guess in (source, statistics, outputs.labels)]
     assert accuracies[0] + 0.2 < accuracies[1] < accuracies[2]
+
+
+@pytest.mark.parametrize("centered", [True, False])
+def test_the_fisher_of_weighted_samples_that_batch_statistics_couple(centered: bool) -> None:
+    """The gradient is the slope of the energy; rows that sum to it make the factor, by the mean weight."""
+    model, inputs = setting("batch norm 2d")
+    network = df.Network(model, statistics="batch")
+    theta = network.mean()
+    observation = df.Gibbs(df.Entropy(), df.Reliability(2.0))
+    energy, _ = observation(network, theta, inputs, {}, Randomness(0, 0, theta.device))
+    gradient, factor = df.EmpiricalFisher(centered, scale=1.5)(energy.evaluation)
+    weights = energy.samples.coefficients
+    assert weights.max() > 1.1 * weights.min()
+    leaf = theta.clone().requires_grad_()
+    p = network(leaf, inputs).softmax(-1)
+    expected = torch.autograd.grad((weights * torch.special.entr(p).sum(-1)).sum(), leaf)[0]
+    torch.testing.assert_close(gradient, expected, rtol=1e-8, atol=1e-10)
+    rows = factor * weights.mean().sqrt() / 1.5 + (gradient / len(weights) if centered else 0)
+    torch.testing.assert_close(rows.sum(0), expected, rtol=1e-8, atol=1e-10)
+    torch.testing.assert_close(rows, energy.evaluation.pullbacks[0](energy.evaluation.expansion.gradient[0] * weights[:, None]))

@@ -112,3 +112,20 @@ def test_only_functions_pick_outputs_and_heads_have_no_more_to_show() -> None:
     adapter = df.adapt(network(), "head_ekf", output=lambda heads: heads[0], observed=lambda heads: heads[1])
     with pytest.raises(ValueError, match="adapt: observed must be None where only a head is adapted"):
         adapter(images())
+
+
+def test_outputs_for_the_loss_under_a_dynamic_with_hidden_states() -> None:
+    """A trend of every parameter: the loss still sees its own outputs, here those of four turns and not of three classes."""
+    seen: list[int] = []
+
+    def loss(observed: Tensor) -> Tensor:
+        seen.append(observed.shape[-1])
+        return observed.logsumexp(-1)
+
+    model = TwoHeads().double().eval()
+    net = df.Network(model, statistics="source", output=lambda heads: heads[0], observed=lambda heads: heads[1])
+    filt = df.Filter(net, df.Transition(df.LocalTrend(order=1), df.Isotropic(0.01)), df.Gibbs(loss))
+    state = filt.init(df.Belief(net.mean(), df.Full(0.1 * torch.eye(len(net.mean()), dtype=torch.float64))))
+    state, prediction, _ = filt.step(state, torch.randn(6, 2, 5, 5, dtype=torch.float64))
+    assert set(seen) == {4}
+    assert prediction.probabilities.shape == (6, 3)

@@ -394,3 +394,24 @@ def test_paths_of_the_parameters_are_read_out_of_those_of_the_states(dynamics: d
     matrix = transition.read_out(3)
     expected = states if matrix is None else torch.einsum("ds,cts->ctd", matrix, states)
     assert_equal(transition.sample_paths(belief(SOURCE), 3, 5, seed=1), array(expected))
+
+
+@pytest.mark.parametrize("structure", ["full", "diagonal", "low_rank", "blocks"])
+def test_a_reset_without_a_variance_is_to_the_source(structure: str) -> None:
+    """The mean goes its way, the covariance is the source's again, whatever a batch has made of it."""
+    matrix = torch.diag(torch.tensor([0.5, 0.2, 0.9], dtype=torch.float64))
+    if structure in ("full", "blocks"):
+        matrix[1, 2] = matrix[2, 1] = 0.1
+    built: dict[str, Covariance] = {
+        "full": df.Full(matrix),
+        "diagonal": df.Diagonal(matrix.diagonal()),
+        "low_rank": df.LowRank(matrix.diagonal().reciprocal(), torch.tensor([[0.3, 0.0, 1.0]]).double(), rank=2),
+        "blocks": df.Blocks((df.Diagonal(matrix[0, :1]), df.Full(matrix[1:, 1:]))),
+    }
+    covariance = built[structure]
+    mean = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
+    source = df.Belief(mean, covariance)
+    moved = df.Belief(2 * mean, covariance.condition(torch.tensor([[0.0, 3.0, 1.0]], dtype=torch.float64)))
+    prior = df.Transition(df.MeanReversion(0.9), df.Reset(None))(moved, source)
+    torch.testing.assert_close(prior.mean, 1.9 * mean)
+    torch.testing.assert_close(prior.covariance.dense(), covariance.dense())
