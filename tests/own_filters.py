@@ -81,7 +81,7 @@ def own_loop(
             assert layer.running_mean is not None
             assert layer.running_var is not None
             carried[name] = (layer.running_mean[None, :, None, None], layer.running_var[None, :, None, None])
-    share = momentum
+    share = momentum * min(1, len(batches[0]) / 64)
     for batch in batches:
         here = rho * here + (1 - rho) * source
         pieces = here.split([p.numel() for p in parameters])
@@ -93,12 +93,13 @@ def own_loop(
         p = logits[0].detach().softmax(1)
         k, n = p.shape[1], len(batch)
         weights = beta * (1 - torch.special.entr(p).sum(1) / math.log(k))
-        energy = (weights * losses_of(logits, weights, ceiling, balance)).sum() / n
+        energy = (weights * losses_of(logits, weights, ceiling, balance)).sum() / max(n, 100)
         rows = torch.cat(torch.autograd.grad(energy, leaves), 1)
-        covariance = 1 / (1 / prior + (rows**2).sum(0) / (weights.mean() / n))
+        covariance = 1 / (1 / prior + (rows**2).sum(0) / (weights.mean() / max(n, 100)))
         here = here - covariance * rows.sum(0)
         carried = passes[0][1]
-        share = momentum * (torch.special.entr(p.mean(0)).sum().exp().item() / k) ** diversity
+        seen = torch.special.entr(p.mean(0)).sum().exp().item() / (k * (1 - (1 - 1 / k) ** n))
+        share = momentum * min(1, n / 64) * min(1, seen) ** diversity
         mean = torch.stack(logits).mean(0).detach()
         yield Step(here, functional.softmax(mean / temperature, 1), covariance=torch.diag(covariance))
     assign(parameters, source)

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import driftfilter as df
+from driftfilter.app import models, streams
+from driftfilter.app.corruptions import corrupt
 from driftfilter.checkpoint import to_tensors
 
 COPIES = {"cotta": 2, "petal": 2, "memo": 2, "lora": 2}  # few, to be quick
@@ -453,3 +455,19 @@ def test_arguments_by_place_and_by_name_are_those_of_the_model() -> None:
     torch.testing.assert_close(df.adapt(model, "tent")(values, 2.0, mask=mask), expected)
     with pytest.raises(TypeError, match="other"):  # as the model itself says
         df.adapt(model, "tent")(values, other=mask)
+
+
+@pytest.mark.parametrize("batch", [1, 16])
+@pytest.mark.parametrize("name", ["resnet20", "resnet20_gn"])
+def test_the_default_holds_in_small_batches(name: str, batch: int) -> None:
+    """At the source or above it, with batch norm far above it, under noise that no batch shows in full."""
+    images, labels = (part[:160] for part in streams.sample_images())
+    noisy, model = corrupt(images, "speckle_noise"), models.load(name)
+
+    def accuracy(preset: str) -> float:
+        adapter = df.adapt(model, preset)
+        found = torch.cat([adapter(piece) for piece in noisy.split(batch)])
+        return (found.argmax(-1) == labels).double().mean().item()
+
+    gain = accuracy("driftfilter") - accuracy("source")
+    assert gain > (0.08 if name == "resnet20" else -0.02)

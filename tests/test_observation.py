@@ -326,3 +326,16 @@ def test_a_teacher_needs_to_know_the_source() -> None:
     observation = Gibbs(PseudoLabel(), teacher=Teacher(augmentation=GaussianNoise()))
     with pytest.raises(ValueError, match="source must be the source belief where there is a teacher, got None"):
         observation(Lifted(network), draw(15), draw(5, 2), {}, RANDOMNESS)
+
+
+@pytest.mark.parametrize("over", ["batch", "kept"])
+def test_a_batch_below_the_reference_tells_less(over: Any) -> None:
+    theta, inputs = draw(6), draw(8, 2, seed=1)
+    gate = EntropyGate(0.9)
+    plain = energy_of(Gibbs(Entropy(), gate, over), LinearHead(3), theta, inputs)
+    small, large = (energy_of(Gibbs(Entropy(), gate, over, reference=r), LinearHead(3), theta, inputs) for r in (2, 40))
+    counted = 8 if over == "batch" else plain.samples.used
+    assert 2 < plain.samples.used < 8
+    assert torch.equal(small.samples.coefficients, plain.samples.coefficients)
+    torch.testing.assert_close(large.samples.coefficients, plain.samples.coefficients * counted / 40)
+    torch.testing.assert_close(large.evaluation.gradient(), plain.evaluation.gradient() * counted / 40)

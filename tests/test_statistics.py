@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import driftfilter as df
+from driftfilter.statistics import diversity
 
 KINDS: list[Any] = ["batch", "source", df.PseudoCount(3.0), df.Ema(0.3)]
 kinds = pytest.mark.parametrize("statistics", KINDS, ids=str)
@@ -321,9 +322,18 @@ def test_refusals(make: Any, message: str) -> None:
 
 
 def effective_share(logits: Tensor) -> Tensor:
-    """D, with the entropy written out."""
+    """D, with the entropy written out: effective classes over those that as many balanced draws show."""
+    n, k = logits.shape
     mean = logits.softmax(-1).mean(0)
-    return (-(mean * mean.log()).sum()).exp() / logits.shape[1]
+    return ((-(mean * mean.log()).sum()).exp() / (k * (1 - (1 - 1 / k) ** n))).clamp(max=1)
+
+
+def full_share(samples: int, momentum: float = 0.5) -> float:
+    """α at D = 1: fewer than 64 samples count in proportion."""
+    return momentum * min(1.0, samples / 64)
+
+
+SHARE = full_share(len(images()))
 
 
 def diverse(model: nn.Module, momentum: float = 0.5, diversity: float = 4.0, **changes: Any) -> Any:
@@ -355,18 +365,18 @@ def moved_to(model: nn.Sequential, theta: Tensor) -> nn.Sequential:
 
 def test_the_share_of_a_batch_follows_the_diversity_of_the_one_before() -> None:
     model = unbalanced()
-    adapter, share, carried = diverse(model, inference=df.GradientStep(df.SGD(0.1))), torch.tensor(0.5).double(), None
+    adapter, share, carried = diverse(model, inference=df.GradientStep(df.SGD(0.1))), torch.tensor(SHARE).double(), None
     for step in range(4):
         inputs, theta = images(seed=step), adapter.belief.mean
         found = adapter(inputs)
         logits, carried = reference(moved_to(model, theta), inputs, share, carried)
         torch.testing.assert_close(found, logits.log_softmax(-1))
-        statistics, diversity = kept(adapter)
+        statistics, found_share = kept(adapter)
         torch.testing.assert_close(statistics, torch.cat([part for pair in carried for part in pair]))
-        torch.testing.assert_close(diversity, effective_share(logits))
-        assert diversity.shape == ()
-        share = 0.5 * effective_share(logits) ** 4
-        assert share < 0.45
+        torch.testing.assert_close(found_share, effective_share(logits))
+        assert found_share.shape == ()
+        share = SHARE * effective_share(logits) ** 4
+        assert share < 0.9 * SHARE
     assert not torch.equal(adapter.belief.mean, theta)
 
 
@@ -379,20 +389,21 @@ def one_class(bias: float) -> nn.Sequential:
     return model
 
 
-@pytest.mark.parametrize(("bias", "share"), [(0.0, 0.5), (60.0, 0.5 / 4**4)], ids=["all_classes", "one_class"])
-def test_a_batch_of_one_class_lowers_the_share_of_the_next(bias: float, share: float) -> None:
+@pytest.mark.parametrize("bias", [0.0, 60.0], ids=["all_classes", "one_class"])
+def test_a_batch_of_one_class_lowers_the_share_of_the_next(bias: float) -> None:
+    found = 1.0 if bias == 0 else 0.25 / (1 - 0.75 ** len(images()))
     model = one_class(bias)
     adapter = diverse(model, inference=df.Frozen())
     layer: Any = model[0]
-    first = blended(images(seed=1), layer.running_mean, layer.running_var, 0.5)
+    first = blended(images(seed=1), layer.running_mean, layer.running_var, SHARE)
     adapter(images(seed=1))
     torch.testing.assert_close(kept(adapter)[0], torch.cat(first))
-    torch.testing.assert_close(kept(adapter)[1].item(), 1.0 if bias == 0 else 0.25)
+    torch.testing.assert_close(kept(adapter)[1].item(), found)
     adapter(images(seed=2))
-    torch.testing.assert_close(kept(adapter)[0], torch.cat(blended(images(seed=2), *first, share)))
+    torch.testing.assert_close(kept(adapter)[0], torch.cat(blended(images(seed=2), *first, SHARE * found**4)))
 
 
-@pytest.mark.parametrize(("diversity", "weight"), [(0.0, 0.9**20), (4.0, 0.9 * (1 - 0.1 / 4**4) ** 19)], ids=str)
+@pytest.mark.parametrize(("diversity", "weight"), [(0.0, 0.9**20), (4.0, (1 - 0.1 / 64) ** 20)], ids=str)
 def test_single_samples_stay_near_the_source(diversity: float, weight: float) -> None:
     model = one_class(60.0)
     adapter = diverse(model, 0.1, diversity, inference=df.Frozen())
@@ -427,8 +438,8 @@ def test_predict_uses_the_diversity_kept_and_keeps_none() -> None:
     adapter = diverse(model, inference=df.Frozen())
     adapter(images(seed=0))
     before = {name: value.clone() for name, value in adapter.state_dict().items()}
-    logits, carried = reference(model, images(seed=0), 0.5)
-    expected = reference(model, images(seed=1), 0.5 * effective_share(logits) ** 4, carried)[0].softmax(-1)
+    logits, carried = reference(model, images(seed=0), SHARE)
+    expected = reference(model, images(seed=1), SHARE * effective_share(logits) ** 4, carried)[0].softmax(-1)
     for _ in range(2):
         torch.testing.assert_close(adapter.predict(images(seed=1)).probabilities, expected)
     assert all(torch.equal(value, before[name]) for name, value in adapter.state_dict().items())
@@ -459,12 +470,12 @@ def test_the_diversity_is_that_of_the_classes_where_the_loss_sees_something_else
     model = Sides()
     network = df.Network(model, None, df.Ema(0.5, 4.0), lambda sides: sides[0], lambda sides: sides[1])
     seen, pullback = network.observing.pullback(network.mean(), images())
-    logits = reference(model.body, images(), 0.5)[0]
+    logits = reference(model.body, images(), SHARE)[0]
     torch.testing.assert_close(seen, 9 * model.side(logits))
     torch.testing.assert_close(pullback.memory["network.diversity"], effective_share(logits))
     recalled = network.recall(pullback.memory).observing.pullback(network.mean(), images(seed=2))[1]
-    carried = reference(model.body, images(), 0.5)[1]
-    logits, _ = reference(model.body, images(seed=2), 0.5 * effective_share(logits) ** 4, carried)
+    carried = reference(model.body, images(), SHARE)[1]
+    logits, _ = reference(model.body, images(seed=2), SHARE * effective_share(logits) ** 4, carried)
     torch.testing.assert_close(recalled.memory["network.diversity"], effective_share(logits))
 
 
@@ -477,3 +488,13 @@ def test_the_diversity_is_of_the_belief_s_precision_under_autocast() -> None:
     assert found.dtype == torch.float32
     torch.testing.assert_close(found, expected, rtol=0.02, atol=0)
     assert not torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(("k", "n"), [(10, 200), (100, 64), (1000, 200), (1000, 64), (2, 1)])
+def test_balanced_labels_have_the_full_share_whatever_the_number_of_classes(k: int, n: int) -> None:
+    """Confident predictions of n labels drawn uniformly from k classes: about as many classes as there can be."""
+    labels = torch.randint(k, (n,), generator=torch.Generator().manual_seed(0))
+    logits = 50.0 * functional.one_hot(labels, k).double()
+    assert 0.8 < diversity(logits).item() <= 1.0
+    same = 50.0 * functional.one_hot(torch.zeros(n, dtype=torch.long), k).double()
+    assert n == 1 or diversity(same).item() < 2 / min(n, k)

@@ -66,7 +66,8 @@ def adapt(model: nn.Module, recipe: str | Recipe = "driftfilter", **options: Any
     if isinstance(recipe, str):
         if recipe in presets.FOR_BATCH_NORM and "lr" not in options and _has_group_norm(model):
             warn(f"{recipe!r} at its published rate was seen to lose accuracy under group norm (docs/presets.md); lower lr")
-        recipe = presets.get(recipe, **options)
+        safer = {} if _has_batch_norm(model) else presets.WITHOUT_BATCH_NORM.get(recipe, {})
+        recipe = presets.get(recipe, **{**safer, **options})
     else:
         require(not options, "adapt", f"options {list(options)}", "given in the recipe where it is not a preset's name")
     return Adapter(model, recipe, **own)
@@ -385,11 +386,17 @@ def _as_source_data(data: SourceData | Tensor | tuple[Tensor, Tensor] | None) ->
     return SourceData(*data) if isinstance(data, tuple) else SourceData(data)
 
 
+def _layers(model: nn.Module) -> list[nn.Module]:
+    return list(model.modules()) if isinstance(model, nn.Module) else []
+
+
+def _has_batch_norm(model: nn.Module) -> bool:
+    return any(isinstance(layer, _BatchNorm) for layer in _layers(model))
+
+
 def _has_group_norm(model: nn.Module) -> bool:
     """Whether a network normalises by groups, and nowhere by batches."""
-    layers = list(model.modules()) if isinstance(model, nn.Module) else []
-    grouped = any(isinstance(layer, nn.GroupNorm) for layer in layers)
-    return grouped and not any(isinstance(layer, _BatchNorm) for layer in layers)
+    return any(isinstance(layer, nn.GroupNorm) for layer in _layers(model)) and not _has_batch_norm(model)
 
 
 def _possible(recipe: Recipe, data: bool) -> Recipe:

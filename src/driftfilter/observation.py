@@ -64,7 +64,8 @@ class Teacher:
 class Gibbs:
     """A loss and a weighting; the temperature β is the weighting's.
 
-    E = Σ_i w_i ℓ_i / n (``over`` "batch") or divided by the number of samples with a positive weight ("kept").
+    E = Σ_i w_i ℓ_i / n (``over`` "batch") or divided by the number of samples with a positive weight ("kept"); by no less than
+    ``reference``, so that a batch of fewer samples tells less.
     ``loss`` may be any function logits [n, k] -> [n]. Targets of the loss (pseudo-labels) are those of the parameters
     themselves at the prior mean, or of a ``teacher``.
     """
@@ -73,8 +74,10 @@ class Gibbs:
     weighting: Weighting = field(default_factory=Constant)
     over: Literal["batch", "kept"] = "batch"
     teacher: Teacher | None = None
+    reference: int = 0
 
     def __post_init__(self) -> None:
+        require_count("Gibbs.reference", self.reference, 0)
         require(self.over in ("batch", "kept"), "Gibbs.over", self.over, "'batch' or 'kept'")
         object.__setattr__(self, "loss", as_loss("Gibbs.loss", self.loss))
         require_role("Gibbs.weighting", self.weighting, "weighting", "Constant(1.0)")
@@ -118,7 +121,7 @@ class Gibbs:
         return weights, int(weights.count_nonzero()), memory
 
     def _coefficients(self, weights: Tensor, used: int) -> Tensor:
-        return weights / (weights.shape[0] if self.over == "batch" else max(used, 1))
+        return weights / max(weights.shape[0] if self.over == "batch" else used, self.reference, 1)
 
     def reweighed(self, samples: Samples, logits: Tensor) -> Samples:
         """The samples with the weights that their logits at another θ give to those that had one; no memory is kept."""
@@ -141,7 +144,7 @@ class Samples(NamedTuple):
 
     targets: Targets
     weights: Tensor  # [n], w_i
-    coefficients: Tensor  # [n], w_i / n
+    coefficients: Tensor  # [n], w_i / n, or over another number of samples (see Gibbs)
     used: int  # samples with a weight
 
 

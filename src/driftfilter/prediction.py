@@ -84,7 +84,7 @@ class MAP:
 @dataclass(frozen=True)
 class Tempered:
     """softmax(f(μ) / T): what Gaussian logits of one variance v everywhere come to, T = √(1 + π v / 4) by the probit
-    approximation of each pair of classes, without a derivative. It never changes the most likely class.
+    approximation of each pair of classes, without a derivative. The most likely class is that of f.
 
     ``over_views``: f is the mean of the logits over the views of the loss (an image and its mirror image, say).
     """

@@ -37,7 +37,7 @@ class Call(NamedTuple):
     def cast(self, flow: Tensor, dtype: torch.dtype) -> tuple[Call, Tensor]:
         """The same and the gradient at its outputs in θ's dtype, where they were in half precision.
 
-        A batch norm on a GPU needs no copies: its sums are accumulated in the dtype of its moments.
+        A batch norm on a GPU sees to that itself.
         """
         if flow.is_cuda and isinstance(self.module, _BatchNorm):
             return self, flow
@@ -126,7 +126,8 @@ def _batch_norm(call: Call, flow: Tensor) -> Rows:
 def _batch_norm_on_gpu(inputs: Tensor, flow: Tensor, mean: Tensor, scale: Tensor) -> Rows:
     """The same from torch's own reduction, Σ δ and Σ δ (x - mean) in one pass, with each sample's channels as channels.
 
-    In another layout than channels first, or in half precision, by plain sums: the reduction would need a copy.
+    In another layout than channels first, or in half precision, by plain sums in the dtype of the moments: the reduction would
+    need a copy in the layout that it knows.
     """
     m, c = flow.shape[:2]
     if not (flow.dtype == mean.dtype == inputs.dtype and flow.is_contiguous() and inputs.is_contiguous()):
@@ -134,8 +135,8 @@ def _batch_norm_on_gpu(inputs: Tensor, flow: Tensor, mean: Tensor, scale: Tensor
         def summed(values: Tensor) -> Tensor:
             return values.flatten(2).sum(2, dtype=mean.dtype) if values.dim() > 2 else values.to(mean.dtype)
 
-        whole = summed(flow)
-        return {"weight": lambda: (summed(flow * inputs) - whole * mean) * scale, "bias": lambda: whole}
+        centers = mean.view(-1, *[1] * (inputs.dim() - 2))
+        return {"weight": lambda: summed(flow * (inputs - centers)) * scale, "bias": lambda: summed(flow)}
     flat = (flow.reshape(1, m * c, -1), inputs.reshape(1, m * c, -1))
     moments = (mean.to(flow.dtype).repeat(m), scale.to(flow.dtype).repeat(m))
     total, spread, _, _ = torch.batch_norm_backward_reduce(*flat, *moments, None, True, False, False)

@@ -28,6 +28,8 @@ from torch.overrides import TorchFunctionMode
 
 from driftfilter.checks import require, require_number
 
+_ENOUGH = 64  # samples whose statistics count in full
+
 Moments: TypeAlias = tuple[Tensor, Tensor]  # mean and 1 / standard deviation of each channel [c]
 
 
@@ -55,11 +57,12 @@ class Ema:
     """Carried statistics, the source's at first; each step blends them with the batch's, and normalises by and carries on the
     blend. The share of the batch is
 
-        α_t = momentum · D_{t-1}^diversity,   D = exp(H(p̄)) / k in (0, 1]
+        α_t = momentum · min(1, n/64) · D_{t-1}^diversity,   D = exp(H(p̄)) / (k (1 - (1 - 1/k)ⁿ)), at most 1
 
-    D the effective share of the k classes in the mean prediction p̄ of the last batch observed, 1 at first. A batch of few
-    classes (labels that come in runs, few samples) says little about the statistics of a domain; its own D is known only once
-    it is normalised, and the batch before it is most often like it. ``diversity`` 0: every batch has the same share.
+    D compares the effective number of classes in the mean prediction p̄ of the last batch observed with the number that n
+    balanced draws from k classes show; it is 1 at first. A batch of few classes (labels that come in runs) or of few samples
+    says little about the statistics of a domain. A batch's own D is known only once it is normalised, and the batch before it
+    is most often like it: the first batch of a run is not guarded. ``diversity`` 0: every batch has the share ``momentum``.
     """
 
     momentum: float = 0.1
@@ -71,7 +74,7 @@ class Ema:
 
     def share(self, samples: int) -> float:
         """α at D = 1."""
-        return self.momentum
+        return self.momentum * min(1.0, samples / _ENOUGH) if self.diversity > 0 else self.momentum
 
 
 Statistics: TypeAlias = Literal["batch", "source"] | PseudoCount | Ema
@@ -84,10 +87,11 @@ def require_statistics(statistics: Any) -> None:
 
 
 def diversity(logits: Tensor) -> Tensor:
-    """D = exp(H(p̄)) / k of a batch's logits [n, k], a scalar []: 1 where every class has the same mean probability."""
+    """D of a batch's logits [n, k], a scalar []: 1 where as many classes are predicted as n balanced draws would show."""
+    n, k = logits.shape
     entropy = torch.special.entr(logits.softmax(-1).mean(0)).sum()
-    share: Tensor = entropy.exp() / logits.shape[1]
-    return share.clamp(max=1)  # but for rounding
+    share: Tensor = entropy.exp() / (k * -math.expm1(n * math.log1p(-1 / k)) if k > 1 else 1)
+    return share.clamp(max=1)
 
 
 class TwinBatchNorm(_BatchNorm):
