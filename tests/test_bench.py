@@ -66,6 +66,8 @@ def test_what_another_process_is_at_is_left_to_it(shared: Bench, tmp_path: Path)
         assert said in line
     claim.write_text("")
     assert "a process that is not known" in bench.undone(shared, tasks, documents, tmp_path)[0]
+    claim.unlink()
+    assert "left by another process meanwhile; give the command again" in bench.undone(shared, tasks, documents, tmp_path)[0]
 
 
 def test_what_others_left_meanwhile_is_done_in_the_end(shared: Bench, tmp_path: Path) -> None:
@@ -256,11 +258,8 @@ def test_only_the_files_asked_for_are_needed(tmp_path: Path) -> None:
     (tmp_path / "spatter.npy").write_bytes(b"")
     made, _ = bench.prepare(bench.Options(data=str(tmp_path), corruptions="fog", presets="bn"))
     assert made.data.shifts == made.stream.corruptions == ("fog",)
-    for names, message in (
-        ("fog,snow", "snow.npy must be"),
-        ("all", "gaussian_noise.npy must be"),
-        ("fogg", "did you mean 'fog'"),
-    ):
+    refused = {"fog,snow": "snow.npy must be", "all": "gaussian_noise.npy must be", "fogg": "did you mean 'fog'"}
+    for names, message in refused.items():
         with pytest.raises(ValueError, match=re.escape(message)):
             bench.prepare(bench.Options(data=str(tmp_path), corruptions=names, presets="bn"))
 
@@ -268,8 +267,8 @@ def test_only_the_files_asked_for_are_needed(tmp_path: Path) -> None:
 def test_reports_name_the_clean_images_that_were_given(tmp_path: Path) -> None:
     path = tmp_path / "clean.npz"
     np.savez(path, images=np.full((4, 32, 32, 3), 7, np.uint8), labels=np.arange(4))
-    for given in ({"clean": str(path)}, {"data": str(path)}):
-        made, tasks = bench.prepare(bench.Options(presets="bn", **given))
+    for options in (bench.Options(clean=str(path)), bench.Options(data=str(path))):
+        made, tasks = bench.prepare(options)
         assert settings(made, tasks[0])["data"]["path"] == str(path)
     assert bench.prepare(bench.Options(presets="bn"))[0].described["path"] == "generated"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -126,9 +127,8 @@ def test_two_processes_share_a_folder(
     assert second.returncode == 1
     *ended, left = second.stderr.splitlines()
     assert [line[:6] for line in ended] == ["2 of 3", "3 of 3"]
-    assert left.startswith(
-        f"not done: source · continual:rounds=2 · resnet20 · seed 0, claimed by process {os.getpid()} on host "
-    )
+    assert left.startswith("not done: source · continual:rounds=2 · resnet20 · seed 0, claimed by process ")
+    assert f" {os.getpid()} on host {socket.gethostname()};" in left
     assert list(_table(second.stdout.splitlines())) == ["bn", "tent"]
     assert [line[:6] for line in first.err.splitlines()] == ["1 of 3"]
     assert list(_table(first.out.splitlines())) == ["source", "bn", "tent"]

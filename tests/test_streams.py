@@ -161,7 +161,7 @@ class TestPublished:
         (folder / "spatter.npy").write_bytes(b"")
         assert published(folder, names=("snow",)).shifts == ("snow",)
         assert published(folder, _images(_pixels(0)), ("clean", "snow")).shifts == ("snow", "clean")
-        with pytest.raises(ValueError, match="shift must be one of .* \\(did you mean 'snow'\\?\\), got 'snw'"):
+        with pytest.raises(ValueError, match=r"shift must be one of .* \(did you mean 'snow'\?\), got 'snw'"):
             published(folder, names=("snw",))
         assert published(folder, names=("snow",)).seeded(3).shifts == ("snow",)
 

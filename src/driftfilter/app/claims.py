@@ -39,6 +39,8 @@ def claimed(path: Path) -> Iterator[bool]:
 def holder(path: Path) -> str:
     """Who is at the task, and what to do where nobody is any more."""
     claim = claim_of(path)
+    if not claim.exists():
+        return "left by another process meanwhile; give the command again"
     try:
         found = json.loads(_read(claim))
         who = f"process {found['pid']} on host {found['host']}"
