@@ -61,6 +61,13 @@ def test_what_another_process_is_at_is_left_to_it(shared: Bench, tmp_path: Path)
     assert log.begun == [f"2 of 2: {tasks[1]}"]
     assert claim.exists()
     assert bench.finished(shared, tasks, tmp_path) == documents[1:]
+    (line,) = bench.undone(shared, tasks, documents, tmp_path)
+    for said in (str(tasks[0]), f"process {os.getppid()} on host {socket.gethostname()}", f"remove {claim}"):
+        assert said in line
+    claim.write_text("")
+    assert "a process that is not known" in bench.undone(shared, tasks, documents, tmp_path)[0]
+    claim.unlink()
+    assert "left by another process meanwhile; give the command again" in bench.undone(shared, tasks, documents, tmp_path)[0]
 
 
 def test_what_others_left_meanwhile_is_done_in_the_end(shared: Bench, tmp_path: Path) -> None:
@@ -91,12 +98,13 @@ def test_all_that_is_finished_in_the_folder_is_shown(shared: Bench, tmp_path: Pa
     found = bench.finished(shared, (task_of("tent", seed=1), task_of("sar")), tmp_path)
     assert found[0] == other
     assert sorted(map(json.dumps, found)) == sorted(map(json.dumps, (first, other, apart)))
-    own = next(table for table in tables.tables(found, "") if table.rows[0][0] == "tent")
+    own = next(table for table in tables.tables(found) if table.rows[0][0] == "tent")
     assert len(own.rows) == 1
-    assert "seed 0, 1: mean ± standard deviation over them" in own.notes
+    assert "seed 0, 1 (of corruptions, order, draws): mean ± standard deviation over them" in own.notes
     more, _ = run_all(shared, tmp_path, task_of("bn"))
-    assert "seed tent 0, 1; bn 0: mean ± standard deviation over them" in tables.tables([first, other, *more], "")[0].notes
-    assert len(tables.tables(found, "")) == 2
+    (both,) = tables.tables([first, other, *more])
+    assert "seed tent 0, 1; bn 0 (of corruptions, order, draws): mean ± standard deviation over them" in both.notes
+    assert len(tables.tables(found)) == 2
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"settings": {}, "result": {}}'], ids=["empty", "cut", "other", "wrong"])
@@ -139,7 +147,7 @@ def test_a_task_that_fails_does_not_stop_the_others(shared: Bench, tmp_path: Pat
     assert "failed" in log.ended[0]
     (trace,) = tmp_path.glob("*.failed.txt")
     assert "Traceback" in trace.read_text()
-    table, *_ = tables.write([failed, good], tmp_path, "command")
+    table, *_ = tables.write([failed, good], tmp_path)
     assert table.failures == ["tent, seed 0: RuntimeError: out of order"]
     assert set(table.rows[0][3:]) == {"failed"}
     assert failed["error"] in tables.plain(table)
@@ -172,6 +180,9 @@ def test_choices() -> None:
     assert [str(choice) for choice in choices("b:x=1;y=0.5;c")] == ["b:x=1,y=0.5", "c"]
     with pytest.raises(ValueError, match="after a name"):
         choices("x=1")
+    for wrong in ("tent:lr", "tent:", "tent:lr=", "tent:=1", "tent:lr=1,steps="):
+        with pytest.raises(ValueError, match="option must be option=value, as in tent:option=value"):
+            choices(wrong)
     assert choices("a,b:x=1,a,b:x=1,b") == (Choice("a"), Choice("b", (("x", 1),)), Choice("b"))
 
 
@@ -208,7 +219,7 @@ def test_seeds() -> None:
     assert seeds("3") == (0, 1, 2)
     assert seeds("4,7") == (4, 7)
     assert seeds("4,") == (4,)
-    for wrong in ("0", "", "x", "1,-2"):
+    for wrong in ("0", "", "x", "1,-2", "4,4", "1,2,01"):
         with pytest.raises(ValueError, match="seeds must be"):
             seeds(wrong)
 
@@ -238,6 +249,28 @@ def test_seeds() -> None:
 def test_wrong_options_are_refused_before_anything_runs(option: str, value: Any, message: str) -> None:
     with pytest.raises((ValueError, OSError), match=re.escape(message)):
         bench.prepare(bench.Options(**{option: value}))
+
+
+def test_only_the_files_asked_for_are_needed(tmp_path: Path) -> None:
+    np.save(tmp_path / "labels.npy", np.zeros(10, int))
+    np.save(tmp_path / "fog.npy", np.full((10, 32, 32, 3), 7, np.uint8))
+    (tmp_path / "snow.npy").write_bytes(b"")
+    (tmp_path / "spatter.npy").write_bytes(b"")
+    made, _ = bench.prepare(bench.Options(data=str(tmp_path), corruptions="fog", presets="bn"))
+    assert made.data.shifts == made.stream.corruptions == ("fog",)
+    refused = {"fog,snow": "snow.npy must be", "all": "gaussian_noise.npy must be", "fogg": "did you mean 'fog'"}
+    for names, message in refused.items():
+        with pytest.raises(ValueError, match=re.escape(message)):
+            bench.prepare(bench.Options(data=str(tmp_path), corruptions=names, presets="bn"))
+
+
+def test_reports_name_the_clean_images_that_were_given(tmp_path: Path) -> None:
+    path = tmp_path / "clean.npz"
+    np.savez(path, images=np.full((4, 32, 32, 3), 7, np.uint8), labels=np.arange(4))
+    for options in (bench.Options(clean=str(path)), bench.Options(data=str(path))):
+        made, tasks = bench.prepare(options)
+        assert settings(made, tasks[0])["data"]["path"] == str(path)
+    assert bench.prepare(bench.Options(presets="bn"))[0].described["path"] == "generated"
 
 
 def test_prepared_tasks_are_the_product_in_order() -> None:

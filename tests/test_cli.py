@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -20,8 +23,8 @@ from driftfilter.presets import PRESETS
 def _table(lines: list[str]) -> dict[str, dict[str, str]]:
     """The rows of a printed table of the benchmark by preset, each by column."""
     start = next(number for number, line in enumerate(lines) if line.startswith("preset "))
-    head = lines[start].replace(" round", "-round").split()
-    rows = [line.split() for line in lines[start + 1 : lines.index("", start)]]
+    head = re.split(" {2,}", lines[start])
+    rows = [re.split(" {2,}", line) for line in lines[start + 1 : lines.index("", start)]]
     return {row[0]: dict(zip(head, row, strict=True)) for row in rows}
 
 
@@ -121,15 +124,53 @@ def test_two_processes_share_a_folder(
     monkeypatch.setattr("driftfilter.app.bench.run_task", meanwhile)
     assert main(command) == 0
     (second,), first = seconds, capfd.readouterr()
-    assert second.returncode == 0
-    assert [line[:6] for line in second.stderr.splitlines()] == ["2 of 3", "3 of 3", "1 of 3"]
-    assert second.stderr.splitlines()[-1] == "1 of 3 are another process's and not done yet"
+    assert second.returncode == 1
+    *ended, left = second.stderr.splitlines()
+    assert [line[:6] for line in ended] == ["2 of 3", "3 of 3"]
+    assert left.startswith("not done: source · continual:rounds=2 · resnet20 · seed 0, claimed by process ")
+    assert f" {os.getpid()} on host {socket.gethostname()};" in left
     assert list(_table(second.stdout.splitlines())) == ["bn", "tent"]
     assert [line[:6] for line in first.err.splitlines()] == ["1 of 3"]
     assert list(_table(first.out.splitlines())) == ["source", "bn", "tent"]
     assert len(list(tmp_path.glob("*.json"))) == 3
     assert not list(tmp_path.glob("*.claim"))
     assert (tmp_path / "stream-continual-rounds=2_resnet20.png").exists()
+
+
+def test_a_claim_of_another_host_is_named_and_no_table_is_lost(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    command = [*SMALL, "--presets", "bn", "--out", str(tmp_path)]
+    assert main(command) == 0
+    (done,) = tmp_path.glob("*.json")
+    done.rename(done.with_suffix(".claim"))
+    done.with_suffix(".claim").write_text(json.dumps({"host": "far", "pid": 17}))
+    before = (tmp_path / "table.md").read_text()
+    capsys.readouterr()
+    assert main(command) == 1
+    shown = capsys.readouterr()
+    assert f"claimed by process 17 on host far; where it runs no more, remove {done.with_suffix('.claim')}" in shown.err
+    assert shown.out == ""
+    assert (tmp_path / "table.md").read_text() == before
+
+
+def test_only_tables_of_the_run_are_shown(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    first, second = ([*SMALL, "--presets", "bn", "--batch", size, "--out", str(tmp_path)] for size in ("20", "10"))
+    assert main(first) == main(second) == 0
+    shown, page = capsys.readouterr().out.split("wrote")[1], (tmp_path / "table.md").read_text()
+    for command, here in ((first, False), (second, True)):
+        assert (f"command: driftfilter {' '.join(command)}" in shown) == here
+        assert f"command: driftfilter {' '.join(command)}" in page
+
+
+@pytest.mark.parametrize("below", ["", "below"], ids=["file", "below-a-file"])
+@pytest.mark.parametrize("command", [SMALL, ["demo"], ["reproduce", "linear"]], ids=lambda command: command[0])
+def test_out_must_be_a_folder(command: list[str], below: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("mine")
+    with pytest.raises(SystemExit) as exit_info:
+        main([*command, "--out", str(file / below)])
+    assert exit_info.value.code == 2
+    assert f"argument --out: must be a folder, or where one can be made, got the file '{file}'" in capsys.readouterr().err
+    assert file.read_text() == "mine"
 
 
 @pytest.mark.parametrize(

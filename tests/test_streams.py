@@ -158,7 +158,12 @@ class TestPublished:
 
     def test_some_corruptions_suffice_where_asked(self, folder: Path) -> None:
         (folder / "fog.npy").unlink()
-        assert published(folder, names=("snow",)).shifts == ("snow", "spatter")
+        (folder / "spatter.npy").write_bytes(b"")
+        assert published(folder, names=("snow",)).shifts == ("snow",)
+        assert published(folder, _images(_pixels(0)), ("clean", "snow")).shifts == ("snow", "clean")
+        with pytest.raises(ValueError, match=r"shift must be one of .* \(did you mean 'snow'\?\), got 'snw'"):
+            published(folder, names=("snw",))
+        assert published(folder, names=("snow",)).seeded(3).shifts == ("snow",)
 
     def test_description_follows_the_files(self, folder: Path) -> None:
         before = published(folder).describe()
@@ -446,6 +451,11 @@ class TestOpening:
         np.savez(tmp_path / "cifar.npz", images=_pixels(0))
         with pytest.raises(ValueError, match=r"cifar\.npz must be an \.npz with 'labels'"):
             open_domains(tmp_path / "cifar.npz")
+
+    def test_clean_images_among_corruptions(self, tmp_path: Path) -> None:
+        np.savez(tmp_path / "both.npz", images=_pixels(0), fog=_pixels(1), labels=LABELS)
+        with pytest.raises(ValueError, match=r"both\.npz must be .* of clean 'images' alone, .* got \['images', 'fog'\]"):
+            open_domains(tmp_path / "both.npz")
 
     @pytest.mark.parametrize("severity", [0, 6, 2.0], ids=str)
     def test_severities_that_are_none(self, tmp_path: Path, severity: int) -> None:

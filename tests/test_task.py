@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torchmetrics
 from torch import Tensor, nn
 
 import driftfilter as df
@@ -134,7 +138,7 @@ def test_source_samples_reach_the_presets_that_want_them(shared: Bench, data: Ge
     assert settings(shared, task_of("eata"))["source_data"] is None
     assert settings(given, task_of("tent")) == settings(shared, task_of("tent"))  # which has no use for them
     assert replace(given, source=_source(None)).source_data.labels is None  # type: ignore[union-attr]
-    (table,) = tables.tables([document], "")
+    (table,) = tables.tables([document])
     assert "source data of eata:lr=0.5,alpha=100.0: labeled, 50 images of train.npz, sha256 333333333333" in table.notes
 
 
@@ -192,11 +196,38 @@ def test_accuracy_before_the_update(shared: Bench, data: Generated) -> None:
 def test_the_probe_changes_nothing_and_sees_the_source_at_first(shared: Bench, data: Generated) -> None:
     plain, probed = result_of(shared), result_of(replace(shared, probe_every=5))
     assert probed["domains"] == plain["domains"]
-    assert [look["step"] for look in probed["probe"]] == [0, 5, 10]
+    assert [look["step"] for look in probed["probe"]] == [0, 5, 10, 12]
     clean = data.take(CLEAN, torch.arange(70), CPU).float() / 255
     right = df.adapt(Tiny().eval(), "tent").predict(clean).labels == data.labels
     assert probed["probe"][0]["accuracy"] == right.double().mean().item()
     assert plain["probe"] == []
+
+
+@pytest.mark.parametrize("every", [4, 100], ids=["at-resets", "at-the-end"])
+def test_the_probe_sees_the_adapted_model_before_a_reset_and_at_the_end(every: int, shared: Bench, data: Generated) -> None:
+    """Four steps a corruption from the source: after each of them the accuracy is that of an adapter by hand."""
+    looks = result_of(replace(shared, probe_every=every), "tent:lr=3.0")["probe"]
+    clean, expected = data.take(CLEAN, torch.arange(70), CPU).float() / 255, {}
+    for number, name in enumerate(NAMES, 1):
+        adapter = df.adapt(Tiny().eval(), "tent", lr=3.0)
+        first = adapter.predict(clean).labels == data.labels
+        for index in torch.arange(70).split(20):
+            adapter(data.take(Shift(name, 5), index, CPU).float() / 255)
+        expected[4 * number] = (adapter.predict(clean).labels == data.labels).double().mean().item()
+        assert expected[4 * number] != first.double().mean().item()
+    assert [look["step"] for look in looks] == ([0, 4, 8, 12] if every == 4 else [0, 12])
+    assert [look["accuracy"] for look in looks[1:]] == [expected[look["step"]] for look in looks[1:]]
+
+
+def test_seeds_have_corruptions_of_their_own(shared: Bench, data: Generated) -> None:
+    """The source model, which neither order nor draws can change, on noise of the task's seed; each is made once."""
+    noise = replace(shared, stream=replace(shared.stream, corruptions=NAMES[:1]), data=Generated(data.clean))
+    for seed in (0, 3):
+        images = corrupt(data.clean.images, NAMES[0], 5, seed)
+        expected = nn.functional.cross_entropy(Tiny().eval()(images).double(), data.labels).item()
+        assert result_of(noise, "source", "reset", seed)["mean"]["nll"] == pytest.approx(expected, rel=1e-5)
+    assert noise.data.seeded(3) is noise.data.seeded(3)
+    assert noise.data.seeded(0) is noise.data
 
 
 def test_the_watch_hears_of_every_step_and_the_accuracy_so_far(shared: Bench) -> None:
@@ -213,3 +244,16 @@ def test_settings_say_all_that_a_report_needs(shared: Bench) -> None:
     assert made["stream"]["seed"] == 3
     assert made["data"]["frost"] == "procedural"
     assert made["versions"]["driftfilter"] == df.__version__
+    assert {name: made["versions"][name] for name in ("numpy", "torchmetrics")} == {
+        "numpy": np.__version__,
+        "torchmetrics": torchmetrics.__version__,
+    }
+    root = Path(df.__file__).parent
+    content = b"".join(path.read_bytes() for path in sorted(root.rglob("*.py")))
+    assert made["versions"]["code"] == hashlib.sha256(content).hexdigest()[:12]
+
+
+def test_statistics_are_none_without_batch_norm(shared: Bench) -> None:
+    module = nn.Sequential(nn.Flatten(), nn.LayerNorm(3072), nn.Linear(3072, 4)).eval()
+    plain = replace(shared, networks={"tiny": Network("tiny", module, "0" * 64)})
+    assert settings(plain, task_of("tent"))["statistics"] == "none"

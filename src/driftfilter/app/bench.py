@@ -21,7 +21,7 @@ from typing import Any, Literal, Protocol, final
 import torch
 
 from driftfilter.app import metrics, models
-from driftfilter.app.claims import claimed
+from driftfilter.app.claims import claimed, holder
 from driftfilter.app.corruptions import CORRUPTIONS, EXTRA
 from driftfilter.app.files import digest, open_arrays, require_images, require_labels
 from driftfilter.app.machine import Machine, machine_of
@@ -40,14 +40,15 @@ def choices(text: str) -> tuple[Choice, ...]:
     """``a,b:x=1,y=2,c``: separated by commas; what has an ``=`` and no ``:`` is a further option of the one before."""
     found: list[Choice] = []
     for part in filter(None, re.split("[,;]", text.replace(" ", ""))):
-        name, _, option = part.partition(":")
-        if not option and "=" in part:
+        name, colon, option = part.partition(":")
+        if not colon and "=" in part:
             require(bool(found), "option", part, "after a name: name:option=value")
             option = part
         else:
             found.append(Choice(name))
-        if option:
+        if colon or option:
             key, _, value = option.partition("=")
+            require(bool(key and value), "option", part, f"option=value, as in {found[-1].name}:option=value")
             found[-1] = replace(found[-1], options=(*found[-1].options, (key, _value(value))))
     require(bool(found), "list of names", text, "name,name:option=value,…")
     return tuple({str(choice): choice for choice in found}.values())  # each once
@@ -78,15 +79,21 @@ def seeds(text: str) -> tuple[int, ...]:
     require(bool(parts) and all(part.isdigit() for part in parts), "seeds", text, "a number of seeds, or a list: 4,7")
     numbers = tuple(int(part) for part in parts)
     require("," in text or numbers[0] > 0, "seeds", text, "at least 1")
+    require("," not in text or len(set(numbers)) == len(numbers), "seeds", text, "distinct: each is run once")
     return numbers if "," in text else tuple(range(numbers[0]))
 
 
-def corruption_names(text: str, data: Domains) -> tuple[str, ...]:
-    """``all``: the 15 of CIFAR-10-C, or what the data have instead; ``extra``: the four for tuning; or a list of names."""
+def corruption_names(text: str) -> tuple[str, ...] | None:
+    """A list of names; ``extra``: the four for tuning; None for ``all``."""
     if text == "all":
-        others = tuple(name for name in data.shifts if name not in ("clean", *EXTRA))
-        return tuple(CORRUPTIONS) if set(CORRUPTIONS) <= set(data.shifts) else others
+        return None
     return tuple(EXTRA) if text == "extra" else tuple(filter(None, text.replace(" ", "").split(",")))
+
+
+def all_names(data: Domains) -> tuple[str, ...]:
+    """The 15 of CIFAR-10-C, or what the data have instead."""
+    others = tuple(name for name in data.shifts if name not in ("clean", *EXTRA))
+    return tuple(CORRUPTIONS) if set(CORRUPTIONS) <= set(data.shifts) else others
 
 
 def open_source(path: Path) -> Source:
@@ -138,9 +145,10 @@ def prepare(options: Options) -> tuple[Bench, tuple[Task, ...]]:
     each = itertools.product(networks, protocols, presets, seeds(options.seeds))
     tasks = tuple(Task(preset, chosen, model, seed) for model, chosen, preset, seed in each)
     clean = None if options.clean is None else cifar10(Path(options.clean))
-    data = open_domains(options.data, clean, severity=options.severity)
+    names = corruption_names(options.corruptions)
+    data = open_domains(options.data, clean, 0, options.severity, names, options.clean or "generated")
     shared = {item.name: getattr(options, item.name) for item in fields(Stream) if hasattr(options, item.name)}
-    stream = Stream(**{**shared, "corruptions": corruption_names(options.corruptions, data)})
+    stream = Stream(**{**shared, "corruptions": all_names(data) if names is None else names})
     source = None if options.source is None else open_source(Path(options.source))
     bench = Bench(data, networks, stream, machine, options.window, options.before, options.probe_every, source)
     for task in tasks:
@@ -194,8 +202,10 @@ class Display(Protocol):
         """It has ended."""
 
 
-def run(bench: Bench, tasks: Sequence[Task], folder: Path, display: Display) -> list[dict[str, Any] | None]:
+def run(bench: Bench, tasks: Sequence[Task], folder: Path, display: Display, command: str = "") -> list[dict[str, Any] | None]:
     """A document for each task, of settings and ``result``, or ``error`` where it failed; what is done is not run again.
+
+    A document keeps the ``command`` that made it.
 
     None for what another process is at. What others had claimed is looked at again as long as there was something to do.
     """
@@ -205,12 +215,12 @@ def run(bench: Bench, tasks: Sequence[Task], folder: Path, display: Display) -> 
         moved = False
         for number, task in enumerate(tasks):
             if documents[number] is None:
-                documents[number] = _had(bench, task, folder, display, f"{number + 1} of {len(tasks)}")
-                moved |= documents[number] is not None
+                document = _had(bench, task, folder, display, command, f"{number + 1} of {len(tasks)}")
+                documents[number], moved = document, moved or document is not None
     return documents
 
 
-def _had(bench: Bench, task: Task, folder: Path, display: Display, place: str) -> dict[str, Any] | None:
+def _had(bench: Bench, task: Task, folder: Path, display: Display, command: str, place: str) -> dict[str, Any] | None:
     """The document of a task, found or made here."""
     made = settings(bench, task)
     path = path_of(folder, made)
@@ -221,17 +231,17 @@ def _had(bench: Bench, task: Task, folder: Path, display: Display, place: str) -
         if not mine:
             return None
         # Another may have ended it between the look and the claim.
-        return read_done(path, made) or _tried(bench, task, path, display, place)
+        return read_done(path, made) or _tried(bench, task, path, display, command, place)
 
 
-def _tried(bench: Bench, task: Task, path: Path, display: Display, place: str) -> dict[str, Any]:
+def _tried(bench: Bench, task: Task, path: Path, display: Display, command: str, place: str) -> dict[str, Any]:
     failure = path.with_suffix(".failed.txt")
     try:
-        document = run_task(bench, task, display.begin(f"{place}: {task}"))
+        document = {"command": command, **run_task(bench, task, display.begin(f"{place}: {task}"))}
     except Exception as error:  # of whatever kind: the other tasks go on
         write_whole(failure, traceback.format_exc())
         display.end(f"{place}: {task}: failed, {type(error).__name__}: {error} (see {failure})")
-        return {"settings": settings(bench, task), "error": f"{type(error).__name__}: {error}"}
+        return {"command": command, "settings": settings(bench, task), "error": f"{type(error).__name__}: {error}"}
     write_whole(path, json.dumps(document, indent=1, ensure_ascii=False) + "\n")
     failure.unlink(missing_ok=True)
     result = document["result"]
@@ -243,6 +253,12 @@ def done(bench: Bench, tasks: Sequence[Task], folder: Path) -> list[bool]:
     """Which tasks have their file."""
     made = [settings(bench, task) for task in tasks]
     return [read_done(path_of(folder, each), each) is not None for each in made]
+
+
+def undone(bench: Bench, tasks: Sequence[Task], documents: Sequence[Any], folder: Path) -> list[str]:
+    """A line for each task that ``run`` left to another process."""
+    left = [task for task, document in zip(tasks, documents, strict=True) if document is None]
+    return [f"not done: {task}, {holder(path_of(folder, settings(bench, task)))}" for task in left]
 
 
 def finished(bench: Bench, tasks: Sequence[Task], folder: Path) -> list[dict[str, Any]]:

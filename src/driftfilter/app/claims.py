@@ -36,6 +36,19 @@ def claimed(path: Path) -> Iterator[bool]:
             claim.unlink(missing_ok=True)
 
 
+def holder(path: Path) -> str:
+    """Who is at the task, and what to do where nobody is any more."""
+    claim = claim_of(path)
+    if not claim.exists():
+        return "left by another process meanwhile; give the command again"
+    try:
+        found = json.loads(_read(claim))
+        who = f"process {found['pid']} on host {found['host']}"
+    except (ValueError, KeyError, TypeError):
+        who = "a process that is not known"
+    return f"claimed by {who}; where it runs no more, remove {claim} and give the command again"
+
+
 def _create(claim: Path) -> bool:
     claim.parent.mkdir(parents=True, exist_ok=True)
     try:

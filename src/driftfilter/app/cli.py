@@ -32,12 +32,14 @@ def _run(arguments: Sequence[str] | None) -> int:
     commands = parser.add_subparsers(dest="command", metavar="command")
     demo = commands.add_parser("demo", help="the paper's linear example, and a short image stream")
     demo.add_argument("--seeds", type=_count, default=20, metavar="N", help="number of seeds (default 20)")
-    demo.add_argument("--out", default="runs/demo", metavar="DIR", help="where to write (default runs/demo)")
+    demo.add_argument("--out", type=_folder, default="runs/demo", metavar="DIR", help="where to write (default runs/demo)")
     again = commands.add_parser("reproduce", help="the paper's examples: figures, metrics.json and a table for each")
     again.add_argument("example", choices=(*EXAMPLES, "all"), help="which example")
     again.add_argument("--seeds", type=_count, default=20, metavar="N", help="number of seeds (default 20)")
     again.add_argument("--first-seed", type=int, default=FIRST_SEED, metavar="S", help=f"the first of them ({FIRST_SEED})")
-    again.add_argument("--out", default="runs/reproduce", metavar="DIR", help="where to write (default runs/reproduce)")
+    again.add_argument(
+        "--out", type=_folder, default="runs/reproduce", metavar="DIR", help="where to write (default runs/reproduce)"
+    )
     again.add_argument(
         "--workers", type=_count, default=os.cpu_count() or 1, metavar="N", help="processes (default: one a core)"
     )
@@ -71,7 +73,7 @@ def _add_bench(bench: argparse.ArgumentParser) -> None:
     add("--presets", metavar="A,B", help="names, with options as in cotta:copies=4,lr=0.001 (default: those of --quick)")
     add("--protocols", metavar="A,B", help="reset (default), continual, gradual, mixed, correlated, recurring")
     add("--models", metavar="A,B", help="shipped networks, or name=weights.safetensors (default resnet20)")
-    add("--seeds", metavar="N", help="how many, or a list: 4,7 (default 1)")
+    add("--seeds", metavar="N", help="of generated corruptions, order, draws: how many, or a list: 4,7 (default 1)")
     add("--data", metavar="PATH", help="CIFAR-10-C folder, .npz or image folder (default: corruptions are generated)")
     add("--clean", metavar="PATH", help="CIFAR-10 test images, folder or .npz (default: the shipped first 2,000)")
     add("--source", metavar="PATH", help=".npz of source images, for presets with a source posterior (default: none)")
@@ -86,9 +88,15 @@ def _add_bench(bench: argparse.ArgumentParser) -> None:
     add("--device", metavar="NAME", help="auto (default), cpu or cuda")
     add("--precision", choices=("float32", "tf32", "bf16"), help="(default: tf32 on a GPU, float32 on a CPU)")
     add("--before", action="store_true", help="also the accuracy before the update on the same batch")
-    add("--probe-every", type=_count, metavar="N", help="steps between two looks at clean images (default: none)")
+    add(
+        "--probe-every",
+        type=_count,
+        metavar="N",
+        help="steps between two looks at clean images; one more at the end (default: none)",
+    )
     add(
         "--out",
+        type=_folder,
         default="runs/bench",
         metavar="DIR",
         help="to write to and go on from; processes may share it (runs/bench)",
@@ -102,6 +110,14 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def _folder(text: str) -> Path:
+    path = Path(text)
+    there = next(each for each in (path, *path.parents, Path()) if each.exists())
+    if not there.is_dir():
+        raise argparse.ArgumentTypeError(f"must be a folder, or where one can be made, got the file {str(there)!r}")
+    return path
+
+
 def _version() -> int:
     from driftfilter import __version__
 
@@ -113,7 +129,7 @@ def _demo(parsed: argparse.Namespace) -> int:
     from driftfilter.app.experiments.linear import Linear
     from driftfilter.app.experiments.reproduce import reproduce
 
-    out, example = Path(parsed.out), Linear()
+    out, example = parsed.out, Linear()
     figures = find_spec("matplotlib") is not None
     print("2-D logistic regression; both classes drift diagonally by 3 while no label is ever seen")
     print(f"{example.source_samples} labeled source samples, {example.steps} single-sample steps, {parsed.seeds} seeds\n")
@@ -135,7 +151,7 @@ def _bench(parsed: argparse.Namespace, arguments: Sequence[str]) -> int:
     except (ValueError, OSError, ImportError) as error:
         print(f"driftfilter bench: error: {error}", file=sys.stderr)
         return 2
-    folder = Path(parsed.out)
+    folder = parsed.out
     done = bench.done(made, tasks, folder)
     if parsed.list:
         print("\n".join(f"{'done' if ready else 'to do'}  {task}" for ready, task in zip(done, tasks, strict=True)))
@@ -144,21 +160,24 @@ def _bench(parsed: argparse.Namespace, arguments: Sequence[str]) -> int:
         print(f"resumed: {sum(done)} of {len(done)} done", file=sys.stderr)
     try:
         with tables.progress() as display:
-            documents = bench.run(made, tasks, folder, display)
+            documents = bench.run(made, tasks, folder, display, shlex.join(["driftfilter", *arguments]))
     except KeyboardInterrupt:
         print(f"interrupted: the same command goes on from {folder}", file=sys.stderr)
         return 130
     failed = [document for document in documents if document is not None and "error" in document]
     shown = [*bench.finished(made, tasks, folder), *failed]
-    for table in tables.write(shown, folder, shlex.join(["driftfilter", *arguments])):
-        tables.show(table)
-        print()
+    own = {tables.condition(document["settings"]) for document in documents if document is not None}
+    for table in tables.write(shown, folder):
+        if own & table.conditions:
+            tables.show(table)
+            print()
     for line in plots.write(shown, folder):
         print(line, file=sys.stderr)
-    if None in documents:
-        print(f"{documents.count(None)} of {len(tasks)} are another process's and not done yet", file=sys.stderr)
-    print(f"wrote {folder}")
-    return 1 if failed else 0
+    for line in bench.undone(made, tasks, documents, folder):
+        print(line, file=sys.stderr)
+    if shown:
+        print(f"wrote {folder}")
+    return 1 if failed or None in documents else 0
 
 
 def _data(parsed: argparse.Namespace) -> int:
@@ -189,7 +208,7 @@ def _reproduce(parsed: argparse.Namespace) -> int:
 
     names = EXAMPLES if parsed.example == "all" else (parsed.example,)
     seeds = range(parsed.first_seed, parsed.first_seed + parsed.seeds)
-    out = Path(parsed.out)
+    out = parsed.out
     start = time.perf_counter()
     tables = reproduce(names, seeds, out, parsed.workers, _progress, figures=not parsed.no_figures)
     for name, table in tables.items():

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from driftfilter.app.corruptions import CORRUPTIONS, EXTRA
-from driftfilter.app.files import digest, open_array, picture, pictures, require_images
-from driftfilter.app.streams import cifar10, open_domains, published, severity_labels
+from driftfilter.app.files import digest, open_array, picture, pictures, require_images, severity_labels
+from driftfilter.app.streams import cifar10, open_domains, published
 
 # md5 of the archives, as published with them.
 ARCHIVES = {

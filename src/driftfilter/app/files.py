@@ -51,12 +51,16 @@ def open_arrays(path: Path) -> dict[str, NDArray[Any]]:
         raise ValueError(f"{path} must be a whole .npz file of numbers, got {error}") from error
 
 
-def holds(path: Path, name: str) -> bool:
-    """Whether an ``.npz`` file has an array of this name."""
+def holds_clean(path: Path) -> bool:
+    """Whether an ``.npz`` file holds clean "images", known to be alone; else it may hold an array for each corruption."""
     if not zipfile.is_zipfile(path):
         return False
     with zipfile.ZipFile(path) as archive:
-        return f"{name}.npy" in archive.namelist()
+        if "images.npy" not in archive.namelist():
+            return False
+    others = [name for name, array in open_arrays(path).items() if name != "images" and array.ndim == 4]
+    require(not others, str(path), ["images", *others], "an .npz of clean 'images' alone, or of corruptions by their names")
+    return True
 
 
 def require_images(name: str, array: NDArray[Any], count: int | None = None) -> Bytes:
@@ -83,6 +87,15 @@ def require_labels(name: str, array: NDArray[Any], count: int | None = None, cla
     low, high = int(array.min()), int(array.max())
     require(low >= 0 and (classes is None or high < classes), name, f"labels from {low} to {high}", expected)
     return array.astype(np.int64)
+
+
+def severity_labels(path: Path, classes: int = 10) -> Integers:
+    """Labels [N] of a file that holds them five times over, once for each severity."""
+    labels = require_labels(str(path), open_array(path), None, classes)
+    require(len(labels) % 5 == 0, str(path), f"{len(labels)} labels", "5 N labels long, N for each severity")
+    blocks: Integers = labels.reshape(5, -1)
+    require(bool((blocks == blocks[0]).all()), str(path), "blocks that differ", "the same N labels for each of 5 severities")
+    return labels[: len(labels) // 5]
 
 
 _ADMITTED: dict[tuple[str, str], Any] = {
@@ -149,6 +162,14 @@ def picture_size(path: Path) -> tuple[int, int]:
     image = _open_picture(path)
     with image:
         return image.height, image.width
+
+
+def require_one_size(paths: list[Path]) -> None:
+    """Raise unless all pictures are as high and as wide as the first."""
+    expected = picture_size(paths[0])
+    for path in paths:
+        size = picture_size(path)
+        require(size == expected, str(path), f"{size[0]}x{size[1]}", f"{expected[0]}x{expected[1]} pixels, as {paths[0]} is")
 
 
 def picture(path: Path) -> Bytes:

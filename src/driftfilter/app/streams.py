@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib.resources import as_file, files
 from pathlib import Path
@@ -20,16 +20,17 @@ from driftfilter.app.files import (
     Bytes,
     Integers,
     digest,
-    holds,
+    holds_clean,
     open_array,
     open_arrays,
     open_batch,
     picture,
-    picture_size,
     pictures,
     pictures_by_class,
     require_images,
     require_labels,
+    require_one_size,
+    severity_labels,
     subfolders,
 )
 from driftfilter.app.filters import SIZE
@@ -80,6 +81,9 @@ class Domains(Protocol):
     def describe(self) -> dict[str, str]:
         """What a report says of the data: kind, path, texture of the frost, sha256."""
 
+    def seeded(self, seed: int) -> Domains:
+        """The same samples, with the corruptions of this seed where they are made here."""
+
     def require(self, shift: Shift) -> None:
         """Raise unless the shift can be taken."""
 
@@ -92,11 +96,13 @@ class Domains(Protocol):
 class Generated:
     """Corruptions made here of clean images [N, 3, h, w], each shift once and for all N: ``corrupt(images, …, seed)``.
 
-    What was made stays in memory, 8 bits a value, on the device it was asked for.
+    What was made stays in memory, 8 bits a value, on the device it was asked for. ``path``: where the clean images lie.
     """
 
     clean: Images
     seed: int = 0
+    path: str = "generated"
+    _seeded: dict[int, Generated] = field(default_factory=dict, init=False, repr=False)
     _made: dict[tuple[Shift, torch.device], Tensor] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -120,10 +126,16 @@ class Generated:
         return tuple(dict.fromkeys(shift.corruption for shift in MADE))
 
     def describe(self) -> dict[str, str]:
-        """What a report says of the data."""
+        """What a report says of the data, which is the same for all seeds."""
         content = self._bytes(CLEAN, torch.device("cpu")).numpy().tobytes() + self.labels.numpy().tobytes()
         found = hashlib.sha256(content).hexdigest()
-        return {"kind": "generated", "path": "generated", "frost": FROST_TEXTURE, "seed": str(self.seed), "sha256": found}
+        return {"kind": "generated", "path": self.path, "frost": FROST_TEXTURE, "sha256": found}
+
+    def seeded(self, seed: int) -> Generated:
+        """The same images under the corruptions of this seed, kept with all that they make."""
+        if seed != self.seed and seed not in self._seeded:
+            self._seeded[seed] = replace(self, seed=seed)
+        return self if seed == self.seed else self._seeded[seed]
 
     def require(self, shift: Shift) -> None:
         """Raise unless the shift can be taken."""
@@ -166,6 +178,10 @@ class Stored:
         """What a report says of the data."""
         return {"kind": self.kind, "path": str(self.path), "frost": "as stored", "sha256": self._sha256}
 
+    def seeded(self, seed: int) -> Stored:
+        """Itself: what is stored has no seed."""
+        return self
+
     @cached_property
     def _sha256(self) -> str:
         return self.sha256()
@@ -201,14 +217,19 @@ def _require_index(index: Tensor, count: int) -> None:
         require(low >= 0 and high < count, "index", [low, high], f"sample numbers from 0 to {count - 1}")
 
 
-def published(folder: Path, clean: Images | None = None, names: Collection[str] = tuple(CORRUPTIONS)) -> Stored:
+def published(folder: Path, clean: Images | None = None, names: Collection[str] | None = None) -> Stored:
     """CIFAR-10-C as published: <name>.npy [5N, 32, 32, 3] and labels.npy [5N], severity s in rows (s-1)N … sN.
 
-    All of ``names`` must be there, the four extra corruptions may. ``clean``: the images they were made of, for "clean".
+    All of ``names`` must be there, and no other is read; None: the 15, and of the four extra corruptions what is there.
+    ``clean``: the images they were made of, for "clean".
     """
+    known = [*CORRUPTIONS, *EXTRA]
+    for name in names or ():
+        require(name in (CLEAN.corruption, *known), "shift", name, f"one of {', '.join(known)}{nearest(name, known)}")
     path = folder / "labels.npy"
     labels = severity_labels(path)
-    found = [*names, *(name for name in EXTRA if name not in names and (folder / f"{name}.npy").is_file())]
+    there = [name for name in known if name in CORRUPTIONS or (folder / f"{name}.npy").is_file()]
+    found = there if names is None else [name for name in names if name != CLEAN.corruption]
     paths = {name: folder / f"{name}.npy" for name in found}
     images = _alike({str(each): open_array(each) for each in paths.values()}, 5 * len(labels))
     rows = {
@@ -218,15 +239,6 @@ def published(folder: Path, clean: Images | None = None, names: Collection[str] 
     }
     given = {} if clean is None else _clean_rows(clean, labels)
     return Stored("CIFAR-10-C", folder, torch.from_numpy(labels), rows | given, lambda: digest([path, *paths.values()]))
-
-
-def severity_labels(path: Path, classes: int = 10) -> Integers:
-    """Labels [N] of a file that holds them five times over, once for each severity."""
-    labels = require_labels(str(path), open_array(path), None, classes)
-    require(len(labels) % 5 == 0, str(path), f"{len(labels)} labels", "5 N labels long, N for each severity")
-    blocks: Integers = labels.reshape(5, -1)
-    require(bool((blocks == blocks[0]).all()), str(path), "blocks that differ", "the same N labels for each of 5 severities")
-    return labels[: len(labels) // 5]
 
 
 def _block(images: Bytes, severity: int, count: int) -> Rows:
@@ -291,7 +303,7 @@ def folders(root: Path, severity: int = 5) -> Stored:
     for shift, classes in found.items():
         _require_same(root, shift, classes, first)
     paths = {shift: [path for each in classes.values() for path in each] for shift, classes in found.items()}
-    _require_one_size([path for each in paths.values() for path in each])
+    require_one_size([path for each in paths.values() for path in each])
     labels = np.repeat(np.arange(len(first)), [len(each) for each in first.values()])
     order = np.random.default_rng(0).permutation(len(labels))
     rows = {shift: _pictures([each[sample] for sample in order]) for shift, each in paths.items()}
@@ -331,13 +343,6 @@ def _require_same(root: Path, shift: Shift, classes: dict[str, list[Path]], firs
         )
 
 
-def _require_one_size(paths: list[Path]) -> None:
-    expected = picture_size(paths[0])
-    for path in paths:
-        size = picture_size(path)
-        require(size == expected, str(path), f"{size[0]}x{size[1]}", f"{expected[0]}x{expected[1]} pixels, as {paths[0]} is")
-
-
 def _pictures(paths: list[Path]) -> Rows:
     return lambda index: np.stack([picture(paths[each]) for each in index])
 
@@ -368,19 +373,25 @@ def cifar10(path: Path | str) -> Images:
     return Images(pixels.float() / 255, torch.from_numpy(labels))
 
 
-def open_domains(path: Path | str | None, clean: Images | None = None, seed: int = 0, severity: int = 5) -> Domains:
+def open_domains(
+    path: Path | str | None,
+    clean: Images | None = None,
+    seed: int = 0,
+    severity: int = 5,
+    names: Collection[str] | None = None,
+    clean_path: str = "generated",
+) -> Domains:
     """The data at a path, by what lies there; without a path, corruptions made of ``clean`` or of the images that ship.
 
-    ``severity`` is that of data that does not name its own: an ``.npz`` of corruptions, folders without severities.
+    ``severity`` is that of data that does not name its own: an ``.npz`` of corruptions, folders without severities. ``names``
+    are the corruptions that CIFAR-10-C must have, None for the 15; ``clean_path`` is what reports say of ``clean``.
     """
     if path is None:
-        return Generated(sample_images() if clean is None else clean, seed)
+        return Generated(sample_images() if clean is None else clean, seed, clean_path)
     path = Path(path)
     require(path.exists(), "path", str(path), "a file or folder of data")
-    if path.is_file():
-        return Generated(cifar10(path), seed) if holds(path, "images") else arrays(path, None, clean, severity)
-    if (path / "test_batch").is_file():
-        return Generated(cifar10(path), seed)
-    if any(path.glob("*.npy")):
-        return published(path, clean)
-    return folders(path, severity)
+    if path.is_file() and not holds_clean(path):
+        return arrays(path, None, clean, severity)
+    if path.is_file() or (path / "test_batch").is_file():
+        return Generated(cifar10(path), seed, str(path))
+    return published(path, clean, names) if any(path.glob("*.npy")) else folders(path, severity)

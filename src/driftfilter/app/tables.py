@@ -44,6 +44,7 @@ class Table(NamedTuple):
     head: list[str]
     rows: list[list[str]]
     failures: list[str]
+    conditions: frozenset[str]  # of the documents in it
 
 
 class Row(NamedTuple):
@@ -54,6 +55,7 @@ class Row(NamedTuple):
     values: dict[str, list[float]]
     errors: list[str]
     warnings: list[str]
+    commands: list[str]
 
 
 # What rows of one table, and columns of one summary, may differ in.
@@ -108,7 +110,8 @@ def _row(documents: Sequence[Document]) -> Row:
         if "error" in document
     ]
     warned = {f"{documents[0]['settings']['preset']}: {text}" for result in results for text in result["warnings"]}
-    return Row(documents[0]["settings"], seeds, values, errors, sorted(warned))
+    commands = [document["command"] for document in documents if document.get("command")]
+    return Row(documents[0]["settings"], seeds, values, errors, sorted(warned), commands)
 
 
 def _accuracy(domains: Iterable[Mapping[str, Any]], corruption: str) -> float:
@@ -130,10 +133,10 @@ def _round(visits: Sequence[Mapping[str, Any]], place: int) -> float:
     return statistics.fmean(visits[each]["accuracy"] for each in list(rounds(visits).values())[place])
 
 
-def tables(documents: Sequence[Document], command: str) -> list[Table]:
+def tables(documents: Sequence[Document]) -> list[Table]:
     """One for each model and protocol, and a summary across them where there are several."""
     each = collect(documents)
-    return [*(_table(rows, command) for rows in each), *summaries(each)]
+    return [*map(_table, each), *summaries(each)]
 
 
 def summaries(each: Sequence[Sequence[Row]]) -> list[Table]:
@@ -160,8 +163,18 @@ def _summary(rows: Sequence[Row]) -> Table:
         "mean accuracy / ECE over the domains of each protocol",
         f"severity {stream['severity']}, {stream['images']:,} images a corruption, batch {stream['batch']}, "
         f"window {rows[0].settings['window']}, {_machine(rows[0].settings)}",
+        *_commands(rows),
     ]
-    return Table(notes, ["preset", "model", "source images", *protocols], body, [])
+    return Table(notes, ["preset", "model", "source images", *protocols], body, [], _conditions(rows))
+
+
+def _conditions(rows: Sequence[Row]) -> frozenset[str]:
+    return frozenset(condition(row.settings) for row in rows)
+
+
+def _commands(rows: Sequence[Row]) -> list[str]:
+    """Those that made the rows, each once."""
+    return list(dict.fromkeys(f"command: {command}" for row in rows for command in row.commands))
 
 
 def _machine(made: Mapping[str, Any]) -> str:
@@ -184,14 +197,15 @@ def _seeds(rows: Sequence[Row]) -> str:
     each = [", ".join(map(str, sorted(row.seeds))) for row in rows]
     named = [f"{row.settings['preset']} {seeds}" for row, seeds in zip(rows, each, strict=True)]
     text = each[0] if len(set(each)) == 1 else "; ".join(named)
-    return f"seed {text}" + (": mean ± standard deviation over them" if any("," in seeds for seeds in each) else "")
+    made = "corruptions, order, draws" if rows[0].settings["data"]["kind"] == "generated" else "order, draws"
+    return f"seed {text} (of {made})" + (": mean ± standard deviation over them" if any("," in seeds for seeds in each) else "")
 
 
-def _table(rows: Sequence[Row], command: str) -> Table:
+def _table(rows: Sequence[Row]) -> Table:
     head = ["preset", "from", "statistics", *map(_short, rows[0].values)]
     own = [[row.settings[name] for name in ("preset", "predict_from", "statistics")] for row in rows]
     cells = [[*first, *map(_cell, row.values, row.values.values())] for first, row in zip(own, rows, strict=True)]
-    return Table(_notes(rows, command), head, cells, [error for row in rows for error in row.errors])
+    return Table(_notes(rows), head, cells, [error for row in rows for error in row.errors], _conditions(rows))
 
 
 def _short(name: str) -> str:
@@ -206,9 +220,9 @@ def _cell(column: str, values: Sequence[float]) -> str:
     return f"{mean} ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else mean
 
 
-def _notes(rows: Sequence[Row], command: str) -> list[str]:
+def _notes(rows: Sequence[Row]) -> list[str]:
     made = rows[0].settings
-    stream, versions = made["stream"], made["versions"]
+    stream = made["stream"]
     options = ", ".join(f"{key} {value}" for key, value in made["protocol"].items() if key != "name")
     order = f"corruptions in {stream['order']} order, images {'shuffled' if stream['shuffled'] else 'not shuffled'}"
     return [
@@ -221,8 +235,8 @@ def _notes(rows: Sequence[Row], command: str) -> list[str]:
         "from: predicted from the prior (before the update on the batch) or posterior; ms: median step",
         _machine(made),
         *_source(rows),
-        f"driftfilter {versions['driftfilter']}, torch {versions['torch']}, python {versions['python']}",
-        f"command: {command}",
+        ", ".join(f"{name} {version}" for name, version in made["versions"].items()),
+        *_commands(rows),
         *(f"warning of {text}" for row in rows for text in row.warnings),
     ]
 
@@ -286,9 +300,11 @@ def _csv(lines: Sequence[Mapping[str, Any]]) -> str:
     return text.getvalue()
 
 
-def write(documents: Sequence[Document], folder: Path, command: str) -> list[Table]:
-    """table.md, table.csv and summary.csv in the run folder; the tables."""
-    made = tables(documents, command)
+def write(documents: Sequence[Document], folder: Path) -> list[Table]:
+    """table.md, table.csv and summary.csv in the run folder, where there is something to say; the tables."""
+    if not documents:
+        return []
+    made = tables(documents)
     write_whole(folder / "table.md", "\n\n".join(map(markdown, made)) + "\n")
     write_whole(folder / "table.csv", comma_separated(documents))
     write_whole(folder / "summary.csv", summary_csv(documents))

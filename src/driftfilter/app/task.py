@@ -10,7 +10,9 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from functools import cached_property
+from functools import cache, cached_property
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any, NamedTuple, final
 
 import torch
@@ -18,6 +20,7 @@ from torch import Tensor, nn
 
 import driftfilter as df
 from driftfilter.app import metrics
+from driftfilter.app.files import digest
 from driftfilter.app.machine import Machine
 from driftfilter.app.protocols import PROTOCOLS, Plan, Step, Stream
 from driftfilter.app.streams import CLEAN, Domains, Shift
@@ -110,8 +113,8 @@ def protocol(choice: Choice) -> Any:
 class Bench:
     """What all tasks share.
 
-    ``window`` of the adapter; ``before``: also predict every batch before the update; ``probe_every`` so many steps predict
-    clean images (0: never).
+    ``window`` of the adapter; ``before``: also predict every batch before the update; ``probe_every`` so many steps, and
+    after the last, predict clean images (0: never).
     """
 
     data: Domains
@@ -147,7 +150,7 @@ def settings(bench: Bench, task: Task) -> dict[str, Any]:
     return {
         "preset": str(task.preset),
         "recipe": repr(recipe),
-        "statistics": str(recipe.statistics),
+        "statistics": str(recipe.statistics) if _has_batch_norm(bench.networks[task.model].module) else "none",
         "predict_from": recipe.predict_from,
         "protocol": {"name": str(task.protocol), **asdict(chosen)},
         "model": task.model,
@@ -160,8 +163,20 @@ def settings(bench: Bench, task: Task) -> dict[str, Any]:
         "probe_every": bench.probe_every,
         "source_data": bench.source.describe() if bench.source is not None and _wants_data(recipe) else None,
         **bench.machine.settings(),
-        "versions": {"driftfilter": df.__version__, "torch": torch.__version__, "python": platform.python_version()},
+        "versions": _versions(),
     }
+
+
+@cache
+def _versions() -> dict[str, str]:
+    """Of what computes the results; ``code`` is a hash of this package's own, which changes between versions."""
+    code = digest(sorted(Path(__file__).parents[1].rglob("*.py")))[:12]
+    own = {"driftfilter": df.__version__, "code": code, "torch": torch.__version__, "python": platform.python_version()}
+    return own | {name: version(name) for name in ("numpy", "torchmetrics")}
+
+
+def _has_batch_norm(module: nn.Module) -> bool:
+    return any(isinstance(each, nn.modules.batchnorm._BatchNorm) for each in module.modules())
 
 
 def _wants_data(recipe: df.Recipe) -> bool:
@@ -177,8 +192,9 @@ def run_task(bench: Bench, task: Task, watch: Watch | None = None) -> dict[str, 
     plan = task.plan(bench.stream, bench.data.labels)
     with warnings.catch_warnings(record=True) as caught, bench.machine.ready():
         warnings.simplefilter("default")
-        _require_classes(bench, task, plan)
-        trace = _follow(bench, _adapter(bench, task), plan, watch)
+        data = bench.data.seeded(task.seed)
+        _require_classes(bench, task, data, plan)
+        trace = _follow(bench, _adapter(bench, task), data, plan, watch)
     timed = trace.milliseconds[WARM_UP:] or trace.milliseconds
     memory, what = _peak_memory(bench.machine)
     result = {
@@ -201,10 +217,10 @@ def _adapter(bench: Bench, task: Task) -> df.Adapter:
     return df.adapt(module, task.preset.name, data=data, seed=task.seed, window=bench.window, **options)
 
 
-def _require_classes(bench: Bench, task: Task, plan: Plan) -> None:
+def _require_classes(bench: Bench, task: Task, data: Domains, plan: Plan) -> None:
     """Raise where the model does not have the classes of the data; it is asked with one image."""
     first = plan.steps[0]
-    image = bench.data.take(plan.domains[int(first.domain[0])], first.index[:1], bench.machine.device)
+    image = data.take(plan.domains[int(first.domain[0])], first.index[:1], bench.machine.device)
     with torch.no_grad():
         k = bench.networks[task.model].module(bench.machine.pixels(image)).shape[-1]
     given = [(f"data {bench.described['path']}", bench.data.labels)]
@@ -224,19 +240,19 @@ class _Trace(NamedTuple):
     probe: list[dict[str, float]]  # accuracy on clean images by step
 
 
-def _follow(bench: Bench, adapter: df.Adapter, plan: Plan, watch: Watch | None) -> _Trace:
+def _follow(bench: Bench, adapter: df.Adapter, data: Domains, plan: Plan, watch: Watch | None) -> _Trace:
     """Adapter through all steps; the device is never waited for here, but where the watch or a probe looks."""
-    labels, machine = bench.data.labels, bench.machine
+    labels, machine = data.labels, bench.machine
     ask = bench.before and adapter.recipe.predict_from == "posterior"
-    clock, probe = _Clock(machine), _Probe(bench)
+    clock, probe = _Clock(machine), _Probe(bench, len(plan.steps))
     outputs: list[Tensor] = []
     before: list[Tensor] = []
     right, seen = torch.zeros((), dtype=torch.int64, device=machine.device), 0
     for number, step in enumerate(plan.steps):
+        probe(adapter, number)  # before a reset, which would undo what it looks at
         if step.reset:
             adapter.reset()
-        probe(adapter, number)
-        images = _images(bench.data, plan, step, machine)
+        images = _images(data, plan, step, machine)
         if ask:
             with machine.autocast():
                 before.append(adapter.predict(images).labels)
@@ -291,17 +307,18 @@ class _Clock:
 
 
 class _Probe:
-    """Accuracy on the first clean images, now and then."""
+    """Accuracy on the first clean images, now and then and after the last step."""
 
-    def __init__(self, bench: Bench) -> None:
-        self._every, self._machine, self._right = bench.probe_every, bench.machine, dict[int, Tensor]()
+    def __init__(self, bench: Bench, steps: int) -> None:
+        self._every, self._steps, self._machine = bench.probe_every, steps, bench.machine
+        self._right: dict[int, Tensor] = {}
         if self._every:
             index = torch.arange(min(PROBED, len(bench.data.labels)))
             self._images = bench.machine.pixels(bench.data.take(CLEAN, index, bench.machine.device))
             self._labels = bench.data.labels[index].to(bench.machine.device)
 
     def __call__(self, adapter: df.Adapter, step: int) -> None:
-        if self._every and step % self._every == 0:
+        if self._every and (step % self._every == 0 or step == self._steps):
             with self._machine.autocast():
                 self._right[step] = (adapter.predict(self._images).labels == self._labels).double().mean()
 
