@@ -21,20 +21,8 @@ from driftfilter.app import bench, models, tables
 from driftfilter.app.bench import choices, seeds
 from driftfilter.app.claims import claim_of
 from driftfilter.app.machine import Machine
-from driftfilter.app.streams import Generated
 from driftfilter.app.task import Bench, Choice, Network, Task, settings
-from tiny import CPU, Broken, Log, Tiny, made_bench, made_data, run_all, task_of
-
-
-@pytest.fixture(scope="module")
-def data() -> Generated:
-    return made_data()
-
-
-@pytest.fixture
-def shared(data: Generated) -> Bench:
-    return made_bench(data)
-
+from tiny import CPU, Broken, Log, Tiny, run_all, task_of
 
 # The run folder
 

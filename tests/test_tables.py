@@ -12,19 +12,8 @@ import pytest
 import torch
 
 from driftfilter.app import tables
-from driftfilter.app.streams import Generated
 from driftfilter.app.task import Bench
-from tiny import accuracies, made_bench, made_data, run_all, task_of
-
-
-@pytest.fixture(scope="module")
-def data() -> Generated:
-    return made_data()
-
-
-@pytest.fixture
-def shared(data: Generated) -> Bench:
-    return made_bench(data)
+from tiny import accuracies, run_all, task_of
 
 
 def test_the_table_shows_the_numbers_of_the_files(shared: Bench, tmp_path: Path) -> None:

@@ -20,17 +20,7 @@ from driftfilter.app.corruptions import corrupt
 from driftfilter.app.machine import Machine
 from driftfilter.app.streams import CLEAN, Generated, Shift
 from driftfilter.app.task import Bench, Network, Source, run_task, settings
-from tiny import CPU, NAMES, Log, Tiny, accuracies, made_bench, made_data, result_of, task_of, uniform
-
-
-@pytest.fixture(scope="module")
-def data() -> Generated:
-    return made_data()
-
-
-@pytest.fixture
-def shared(data: Generated) -> Bench:
-    return made_bench(data)
+from tiny import CPU, NAMES, Log, Tiny, accuracies, result_of, task_of, uniform
 
 
 def test_a_task_measures_what_the_adapter_predicts(shared: Bench, data: Generated) -> None:
