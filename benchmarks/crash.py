@@ -42,7 +42,7 @@ from torch import nn
 
 def make():
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(20, 400), nn.BatchNorm1d(400), nn.ReLU(), nn.Linear(400, 400), nn.ReLU(), nn.Linear(400, 10))
+    return nn.Sequential(nn.Linear(20, 800), nn.BatchNorm1d(800), nn.ReLU(), nn.Linear(800, 800), nn.ReLU(), nn.Linear(800, 10))
 """
 
 
@@ -135,7 +135,7 @@ def kills(folder: Path, model: str, count: int, steps: int, rng: random.Random) 
     while found["kills"] < count:
         out = f"run{found['runs']}"
         while True:
-            child, patience = start(out), rng.uniform(0, seconds) if found["kills"] < count else 600.0
+            child, patience = start(out), rng.uniform(0, 0.6 * seconds) if found["kills"] < count else 600.0
             until = time.perf_counter() + patience
             while (over := os.waitpid(child, os.WNOHANG)) == (0, 0) and time.perf_counter() < until:
                 time.sleep(0.0002)
@@ -219,7 +219,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--flips", type=int, default=2000)
     parser.add_argument("--truncations", type=int, default=200)
-    parser.add_argument("--steps", type=int, default=25, help="of the unbroken run")
+    parser.add_argument("--steps", type=int, default=40, help="of the unbroken run")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     return parser.parse_args()

@@ -137,7 +137,8 @@ def _decoded(data: bytes) -> tuple[dict[str, Any], dict[str, Tensor]]:
     if header["format"] > FORMAT:
         written = f"driftfilter {header.get('library', '(unknown)')}"
         raise ValueError(f"it is of format {header['format']}, written by {written}; this is {__version__}, format {FORMAT}")
-    return header, read_tensors(data)
+    # Copies in memory of torch's own: where numbers lie can change the last bit of a product.
+    return header, {name: tensor.clone() for name, tensor in read_tensors(data).items()}
 
 
 # Whether it fits

@@ -201,7 +201,8 @@ class Form:
         if len(shape) == 4 and (self.layout == "last" or (self.layout == "auto" and last)):
             array = np.moveaxis(array, 3, 1)
         whole = array.dtype.kind in "iu" and not bytes_ and self.scale is None
-        tensor = torch.from_numpy(np.ascontiguousarray(array, np.int64 if whole else None))
+        # A copy in memory of torch, which lies at multiples of 64 bytes: where numbers lie can change the last bit of a product.
+        tensor = torch.from_numpy(np.ascontiguousarray(array, np.int64 if whole else None)).clone()
         if not whole:
             tensor = tensor.to(self.dtype)
             tensor = tensor * self.scale if self.scale is not None else tensor / 255 if bytes_ else tensor
