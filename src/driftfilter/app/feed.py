@@ -100,21 +100,15 @@ def open_feed(text: str, integers: frozenset[str] = frozenset()) -> Feed:
     found = open_arrays(path)
     labels = next((found.pop(name) for name in ("labels", "y") if name in found), None)
     key = next((name for name in ("x", "images") if name in found), next(iter(found)) if len(found) == 1 else None)
-    require(
-        key is not None, text, list(found), "an .npz with an array 'x' or 'images', and 'labels' or 'y' where they are known"
-    )
+    require(key is not None, text, list(found), "an .npz with 'x' or 'images', and 'labels' or 'y' where they are known")
     assert key is not None
     return _array(f"{text}: {key}", found[key], labels)
 
 
 def _array(name: str, array: NDArray[Any], labels: NDArray[Any] | None = None) -> Stored:
-    require(
-        array.dtype.kind in "fiub" and array.dtype.itemsize <= 8,
-        name,
-        f"{array.dtype} {list(array.shape)}",
-        "an array of numbers [n, ...]",
-    )
-    require(array.ndim > 1 and array.size > 0, name, f"shape {list(array.shape)}", "samples [n, ...]")
+    numbers = array.dtype.kind in "fiub" and array.dtype.itemsize <= 8
+    fits = numbers and array.ndim > 1 and array.size > 0
+    require(fits, name, f"{array.dtype} {list(array.shape)}", "an array of numbers [n, ...]")
     known = None if labels is None else require_labels(f"{name}: labels", labels, len(array))
     native = array.dtype.newbyteorder("=")
     return Stored(name, len(array), lambda first, last: np.array(array[first:last], native), known)
@@ -136,9 +130,8 @@ def _stacked(samples: list[NDArray[Any]]) -> NDArray[Any]:
 def _decoded(lines: list[bytes], integers: frozenset[str]) -> Raw:
     samples = [_sample(line, integers) for line in lines]
     keys = list(samples[0])
-    require(
-        all(list(sample) == keys for sample in samples), "lines", "parts of other names", f"alike: {keys} as in the first one"
-    )
+    alike = all(sample.keys() == samples[0].keys() for sample in samples)
+    require(alike, "lines", "parts of other names", f"alike: {keys}, as in the first one")
     parts = {key: _stacked([sample[key] for sample in samples]) for key in keys}
     return parts[""] if keys == [""] else parts
 
@@ -201,7 +194,7 @@ class Form:
         if len(shape) == 4 and (self.layout == "last" or (self.layout == "auto" and last)):
             array = np.moveaxis(array, 3, 1)
         whole = array.dtype.kind in "iu" and not bytes_ and self.scale is None
-        # A copy in memory of torch, which lies at multiples of 64 bytes: where numbers lie can change the last bit of a product.
+        # A copy in memory of torch, at a multiple of 64 bytes: where numbers lie can change the last bit of a product.
         tensor = torch.from_numpy(np.ascontiguousarray(array, np.int64 if whole else None)).clone()
         if not whole:
             tensor = tensor.to(self.dtype)

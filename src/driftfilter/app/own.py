@@ -54,10 +54,8 @@ def _made(text: str) -> nn.Module:
 
 
 def _called(text: str, factory: Callable[[], Any]) -> nn.Module:
-    kind = type(factory).__name__
-    require(
-        callable(factory) and not isinstance(factory, nn.Module), "MODEL", f"{text} ({kind})", "a function without arguments"
-    )
+    usable = callable(factory) and not isinstance(factory, nn.Module)
+    require(usable, "MODEL", f"{text} (a {type(factory).__name__})", "a function without arguments that returns the model")
     try:
         model = factory()
     except Exception as error:
