@@ -43,6 +43,7 @@ from driftfilter.prediction import (
 from driftfilter.predictive import LinearHead, PredictiveModel
 from driftfilter.prototypes import Mixture, PrototypeHead, Prototypes, Supports
 from driftfilter.recipe import VARIANTS, Recipe, from_toml, to_toml
+from driftfilter.saving import CheckpointError, load, save
 from driftfilter.source import Gaussian, Laplace, PointMass, Source, SourceData, fit_laplace, marginal_source
 from driftfilter.statistics import Ema, PseudoCount
 from driftfilter.transition import BlockDynamics, Transition
@@ -64,6 +65,7 @@ __all__ = [
     "Bong",
     "ByName",
     "CertaintyDiversity",
+    "CheckpointError",
     "ConjugatePseudoLabel",
     "Consistency",
     "Constant",
@@ -161,8 +163,10 @@ __all__ = [
     "find_head",
     "fit_laplace",
     "from_toml",
+    "load",
     "marginal_source",
     "presets",
+    "save",
     "select",
     "to_toml",
 ]
