@@ -80,7 +80,7 @@ def trained(model: nn.Module, rounds: int = 300) -> nn.Module:
     optimizer = torch.optim.Adam(model.double().train().parameters(), 0.02, weight_decay=1e-2)
     for _ in range(rounds):
         optimizer.zero_grad()
-        nn.functional.cross_entropy(model(inputs), labels).backward()  # type: ignore[no-untyped-call]
+        nn.functional.cross_entropy(model(inputs), labels).backward()
         optimizer.step()
     return model.eval()
 
@@ -108,7 +108,7 @@ def head(dtype: torch.dtype) -> Run:
     return Run(step, lambda: state.belief)
 
 
-def network(dtype: torch.dtype, **options: float) -> Run:
+def network(dtype: torch.dtype, **options: Any) -> Run:
     torch.manual_seed(0)
     layers = nn.Linear(FEATURES, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, CLASSES)
     adapter = df.adapt(trained(nn.Sequential(*layers)).to(dtype), **options)
@@ -162,7 +162,8 @@ def live_tensors() -> int:
 def eigenvalues(belief: df.Belief) -> Tensor:
     """Of the covariance [d], in float64, ascending."""
     unit = torch.eye(belief.dimension, dtype=belief.mean.dtype)
-    return torch.linalg.eigvalsh(belief.covariance.apply(unit).double())
+    values: Tensor = torch.linalg.eigvalsh(belief.covariance.apply(unit).double())
+    return values
 
 
 def soak(name: str, steps: int) -> dict[str, Any]:

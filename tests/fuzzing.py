@@ -13,8 +13,9 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import pytest
 import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -62,11 +63,12 @@ def batch(size: int, seed: int, scale: float = 1.0) -> Tensor:
 
 def snapshot(model: nn.Module) -> dict[str, Any]:
     """Everything about a module that a caller could notice."""
-    parameters = {name: (p.detach().clone(), p.grad, p.requires_grad, p.data_ptr()) for name, p in model.named_parameters()}
-    buffers = {name: (buffer.clone(), id(buffer)) for name, buffer in model.named_buffers()}
-    layers = {
-        name: (layer.training, sorted(vars(layer)), len(layer._forward_hooks)) for name, layer in model.named_modules()
+    parameters = {
+        name: (p.detach().clone(), None if p.grad is None else p.grad.clone(), p.requires_grad, p.data_ptr())
+        for name, p in model.named_parameters()
     }
+    buffers = {name: (buffer.clone(), id(buffer)) for name, buffer in model.named_buffers()}
+    layers = {name: (layer.training, sorted(vars(layer)), len(layer._forward_hooks)) for name, layer in model.named_modules()}
     return {**parameters, **buffers, **{f"layer {name}": value for name, value in layers.items()}}
 
 
@@ -125,7 +127,7 @@ class Use(RuleBasedStateMachine):
     """Of one case; benchmarks and tests derive a class for each."""
 
     case = "batch_norm-driftfilter"
-    seen: Counter[str] = Counter()  # rules, and how calls ended; for reports
+    seen: ClassVar[Counter[str]] = Counter()  # rules, and how calls ended; for reports
 
     @initialize(seed=st.integers(0, 2**40), every=st.sampled_from([1, 1, 2, 3]), window=st.sampled_from([0, 0, 4, 10]))
     def begin(self, seed: int, every: int, window: int) -> None:
@@ -152,7 +154,6 @@ class Use(RuleBasedStateMachine):
             result = getattr(adapter, method)(own)
         except ValueError as error:
             self.seen[f"{method} refused"] += 1
-            assert "must" in str(error)
             return str(error)
         self.seen[method] += 1
         own.fill_(torch.nan)
@@ -204,14 +205,9 @@ class Use(RuleBasedStateMachine):
 
     @rule(case=st.sampled_from(list(BAD)), method=calls)
     def refuse(self, case: str, method: str) -> None:
-        try:
+        errors = ValueError if case in OWN else (ValueError, RuntimeError, IndexError)  # torch's own, from within the model
+        with pytest.raises(errors):
             getattr(self.adapter, method)(BAD[case]())
-        except (ValueError, TypeError) as error:
-            assert str(error)
-        except RuntimeError:  # the model's own words
-            assert case not in OWN
-        else:
-            raise AssertionError(f"{method} took {case}")
         self.seen["bad batches refused"] += 1
 
     # Others in its place
@@ -223,7 +219,7 @@ class Use(RuleBasedStateMachine):
         assert same(self.called(other, "predict", asked), self.called(self.adapter, "predict", asked))
         self.left, self.adapter = (self.adapter, self.bits(self.adapter)), other
 
-    @rule(notes=st.dictionaries(st.text(), st.integers()))
+    @rule(notes=st.dictionaries(st.text(max_size=3), st.integers(), max_size=1))
     def save_and_load(self, notes: dict[str, int]) -> None:
         other = self.fresh()
         with tempfile.TemporaryDirectory() as folder:
@@ -259,11 +255,8 @@ class Use(RuleBasedStateMachine):
             else:
                 del data[int(kept * len(data)) :]
             path.write_bytes(data)
-            try:
+            with pytest.raises(df.CheckpointError, match="truncated or altered"):
                 df.load(self.adapter, path)
-            except df.CheckpointError:
-                return
-        raise AssertionError("a damaged file was loaded")
 
     @invariant()
     def nothing_else_has_changed(self) -> None:

@@ -9,7 +9,12 @@ from hypothesis.stateful import run_state_machine_as_test
 from fuzzing import machine
 
 BRIEF = settings(
-    max_examples=6, stateful_step_count=16, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck)
+    max_examples=6,
+    stateful_step_count=16,
+    derandomize=True,
+    deadline=None,
+    database=None,
+    suppress_health_check=list(HealthCheck),
 )
 CASES = [
     *(f"batch_norm-{name}" for name in ("driftfilter", "driftfilter_aug", "tent", "eata", "cotta", "opgd", "opgd_diag", "t3a")),
@@ -22,5 +27,5 @@ CASES = [
 @pytest.mark.filterwarnings("ignore::driftfilter.NoInformationWarning")
 def test_any_sequence_of_calls(case: str) -> None:
     used = machine(case)
-    run_state_machine_as_test(used, settings=BRIEF)  # type: ignore[no-untyped-call]
+    run_state_machine_as_test(used, settings=BRIEF)
     assert used.seen["rules"] >= 50

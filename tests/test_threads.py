@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -75,7 +76,7 @@ def test_eight_threads_see_whole_states(case: str, ask: Callable[[df.Adapter], B
     for number in range(UPDATES):
         alone.update(batch(6, number))
         known.append(ask(alone))
-    assert not any(same(one, other) for one, other in zip(known, known[1:], strict=False))  # or they would tell nothing
+    assert not any(same(one, other) for one, other in itertools.pairwise(known))  # or they would tell nothing
     answers = answers_during(lambda number: adapted.update(batch(6, number)), lambda: ask(adapted))
     assert len(answers) >= UPDATES
     assert all(any(same(answer, each) for each in known) for answer in answers)
