@@ -236,13 +236,15 @@ def main() -> int:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     where = {"machine": platform.machine(), "torch": torch.__version__, "date": datetime.date.today().isoformat()}
-    rows = {name: soak(name, arguments.images_steps if name == "resnet20" else arguments.steps) for name in arguments.cases}
+    rows: dict[str, dict[str, Any]] = {}
+    for name in arguments.cases:
+        rows[name] = soak(name, arguments.images_steps if name == "resnet20" else arguments.steps)
+        if arguments.json:  # what is known so far
+            arguments.json.write_text(json.dumps({**where, "cases": rows}, indent=1) + "\n")
     print(", ".join(f"{key} {value}" for key, value in where.items()) + "\n")
     print(f"{'':<32}" + "".join(f"{name:>14}" for name in rows))
     for figure in next(iter(rows.values())):
         print(f"{figure:<32}" + "".join(f"{shown(row[figure]):>14}" for row in rows.values()))
-    if arguments.json:
-        arguments.json.write_text(json.dumps({**where, "cases": rows}, indent=1) + "\n")
     bad = [figure for name, row in rows.items() for figure in wrong(name, row)]
     print(f"\nWRONG: {bad}" if bad else "\nall as it should be")
     return 1 if bad else 0
