@@ -111,6 +111,14 @@ def test_samples_of_different_shapes_do_not_join() -> None:
         joined([{"x": X}, {"x": torch.zeros(1, 3)}])
 
 
+def test_integers_do_not_join_floating_numbers() -> None:
+    """Torch would make them floating, and a model would take what it refuses alone; precisions may differ."""
+    message = r"inputs must be all floating or all of one dtype, .*, got \"samples of dtypes \['floating', 'torch.int64'\]\""
+    with pytest.raises(ValueError, match=message):
+        joined([X, X.long()])
+    assert torch.equal(joined([X, X.double()]), torch.cat((X, X)).double())
+
+
 def test_logits_are_found_or_asked_for() -> None:
     logits = torch.zeros(6, 3)
     for result in (logits, (logits,), [logits], {"logits": logits, "other": X}):

@@ -78,8 +78,11 @@ def _counts(part: Any, samples: int) -> bool:
 
 def _concatenated(name: str, pieces: Sequence[Tensor]) -> Tensor:
     shapes = sorted({tuple(piece.shape[1:]) for piece in pieces})
-    allowed = "of one shape but for their number, where several batches are adapted to at once (window, update_every)"
-    require(len(shapes) == 1, name, f"samples of shapes {shapes}", allowed)
+    together = "where several batches are adapted to at once (window, update_every)"
+    require(len(shapes) == 1, name, f"samples of shapes {shapes}", f"of one shape but for their number, {together}")
+    # Torch would turn integers into floating numbers, and a model take what it refuses alone.
+    kinds = sorted({"floating" if piece.is_floating_point() else str(piece.dtype) for piece in pieces})
+    require(len(kinds) == 1, name, f"samples of dtypes {kinds}", f"all floating or all of one dtype, {together}")
     return torch.cat(list(pieces))
 
 
