@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from driftfilter import presets
 from driftfilter.adapter import Adapter
 from driftfilter.checks import require, require_count
+from driftfilter.filtering import Filter
 from driftfilter.initialization import initialize
 from driftfilter.network import STATISTICS
 from driftfilter.recipe import Recipe
@@ -199,18 +200,16 @@ class AdaptiveClassifier(ClassifierMixin, MetaEstimatorMixin, BaseEstimator):  #
         ready = len(rows) - len(rows) % self._size
         if ready:
             self.adapter_.update(torch.from_numpy(rows[:ready]))
+            self._still = self._at_rest()
         self.waiting_ = rows[ready:]
         return self
 
     def predict_proba(self, X: Any) -> Array:
         """p(y given x) [n, k] as adapted so far, each row by itself; changes nothing."""
         self._started()
-        rows = torch.from_numpy(self._inputs(X))
-        adapter, recipe = self.adapter_, self.adapter_.recipe
-        if recipe.statistics == "source":
-            return adapter.predict(rows).probabilities.numpy()
-        still = initialize(self._at_rest(), recipe.parameters, "source").model
-        return recipe.filter(still).predict(adapter.state, rows).probabilities.numpy()
+        rows, still = torch.from_numpy(self._inputs(X)), self._still
+        prediction = self.adapter_.predict(rows) if still is None else still.predict(self.adapter_.state, rows)
+        return prediction.probabilities.numpy()
 
     def predict(self, X: Any) -> Array:
         """The most likely class of each row [n]."""
@@ -297,20 +296,26 @@ class AdaptiveClassifier(ClassifierMixin, MetaEstimatorMixin, BaseEstimator):  #
         self.adapter_ = Adapter(module, replace(recipe, chunk=self.batch_size))
         self.estimator_, self.moments_, self._module, self._size = estimator, moments, module, self.batch_size
         self.waiting_ = np.empty((0, len(moments.mean)))
+        self._still = self._at_rest()
 
     def _inputs(self, X: Any) -> Array:
         """Standardised features z [n, D]."""
         inputs: Array = (_features(self.estimator_, X) - self.moments_.mean) / self.moments_.deviation
         return inputs
 
-    def _at_rest(self) -> nn.Module:
-        """The module with the statistics carried so far as its own: the rows of a batch are then predicted apart."""
+    def _at_rest(self) -> Filter | None:
+        """The filter on the module with the moments carried so far as its own, so that rows are predicted apart.
+
+        None where the recipe carries none, and the adapter predicts rows apart itself. Worked out once an update.
+        """
+        recipe = self.adapter_.recipe
+        if recipe.statistics == "source":
+            return None
         module = copy.deepcopy(self._module)
         carried = self.adapter_.state.memory.get(STATISTICS)
         if carried is not None:
-            norm = module[0]
-            norm.running_mean, norm.running_var = carried.clone().chunk(2)
-        return module
+            module[0].running_mean, module[0].running_var = carried.clone().chunk(2)
+        return recipe.filter(initialize(module, recipe.parameters, "source").model)
 
     def _row(self, x: Mapping[Any, float]) -> Any:
         """One row as a table, in the order of the features."""
