@@ -1,0 +1,330 @@
+"""scikit-learn: a fitted classifier that adapts to the unlabeled rows it meets. Needs the extra ``driftfilter[sklearn]``.
+
+The classifier becomes a torch module whose first layer is a batch norm over its inputs, which starts at the moments of the
+training data and leaves them as they are. What ``adapt`` does with batch norms it then does with the features of a table.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple, final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from sklearn.base import BaseEstimator, ClassifierMixin, MetaEstimatorMixin, clone
+from sklearn.exceptions import NotFittedError
+from sklearn.frozen import FrozenEstimator
+from sklearn.linear_model import LogisticRegression, SGDClassifier
+from sklearn.neural_network import MLPClassifier
+from sklearn.pipeline import Pipeline
+from sklearn.preprocessing import StandardScaler
+from sklearn.utils import get_tags
+from sklearn.utils.validation import check_is_fitted, validate_data
+from torch import Tensor, nn
+
+from driftfilter import presets
+from driftfilter.adapter import Adapter
+from driftfilter.checks import require, require_count
+from driftfilter.filtering import Filter
+from driftfilter.initialization import initialize
+from driftfilter.network import STATISTICS
+from driftfilter.recipe import Recipe
+from driftfilter.statistics import Ema
+
+Array = NDArray[Any]
+
+_ACTIVATIONS = {"identity": nn.Identity, "logistic": nn.Sigmoid, "tanh": nn.Tanh, "relu": nn.ReLU}
+# Chosen on synthetic tables, wine and iris (docs/sklearn.md); losses that move weights gained nothing there.
+_RECIPE = presets.bn(Ema(momentum=0.5, diversity=4.0))
+
+
+class Moments(NamedTuple):
+    """Mean and standard deviation of the features that enter a classifier, over its training data."""
+
+    mean: Array  # [D]
+    deviation: Array  # [D], 1 where a feature does not vary
+
+    @classmethod
+    def of(cls, features: Array) -> Moments:
+        """Those of features [n, D]."""
+        mean, deviation = features.mean(0), features.std(0)
+        varies = deviation > 1e-12 * np.abs(mean)
+        return cls(mean, np.where(varies, deviation, 1.0))
+
+
+class _OneVersusRest(nn.Module):
+    """f [n, k] -> log σ(f): their softmax is σ(f_c) / Σ_j σ(f_j), as scikit-learn normalises one-versus-rest."""
+
+    def forward(self, outputs: Tensor) -> Tensor:
+        return nn.functional.logsigmoid(outputs)
+
+
+def as_module(classifier: Any, moments: Moments | None = None) -> nn.Sequential:
+    """A fitted classifier as a float64 module: features [n, D] -> logits [n, k], whose softmax is its predict_proba.
+
+    With ``moments`` the module takes standardised features z = (x - mean) / deviation, and a batch norm comes first.
+    """
+    weights, biases, activation, softmax = _layers(classifier)
+    require(len(classifier.classes_) > 1, "estimator.classes_", classifier.classes_, "two classes or more")
+    layers: list[nn.Module] = []
+    if moments is not None:  # W x + b = (W deviation) z + (b + W mean)
+        layers = [nn.BatchNorm1d(len(moments.mean), dtype=torch.float64)]
+        biases[0] = biases[0] + weights[0] @ moments.mean
+        weights[0] = weights[0] * (moments.deviation * np.sqrt(1 + layers[0].eps))  # type: ignore[operator]
+    if len(biases[-1]) == 1:  # p = σ(f) of the second class is the softmax of (0, f)
+        weights[-1], biases[-1], softmax = _with_zeros(weights[-1]), _with_zeros(biases[-1]), True
+    for place, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
+        layers += [activation()] * (place > 0) + [_linear(weight, bias)]
+    return nn.Sequential(*layers, *([] if softmax else [_OneVersusRest()])).eval()
+
+
+def _layers(classifier: Any) -> tuple[list[Array], list[Array], type[nn.Module], bool]:
+    """Weights [out, in] and biases [out] of every layer, what comes between them, and whether a softmax comes last."""
+    if isinstance(classifier, MLPClassifier):
+        softmax = classifier.out_activation_ == "softmax"
+        require(softmax or classifier.n_outputs_ == 1, "estimator", classifier, "a classifier of one label a row")
+        weights = [np.asarray(weight.T, np.float64) for weight in classifier.coefs_]
+        return weights, list(classifier.intercepts_), _ACTIVATIONS[classifier.activation], softmax
+    logistic = isinstance(classifier, LogisticRegression)
+    known = logistic or (isinstance(classifier, SGDClassifier) and classifier.loss == "log_loss")
+    allowed = "LogisticRegression, SGDClassifier(loss='log_loss'), MLPClassifier, or a Pipeline that ends in one"
+    require(known, "estimator", classifier, allowed)
+    weight = classifier.coef_.toarray() if hasattr(classifier.coef_, "toarray") else classifier.coef_  # sparsify()
+    return [np.asarray(weight, np.float64)], [np.broadcast_to(classifier.intercept_, len(weight))], nn.Identity, logistic
+
+
+def _with_zeros(rows: Array) -> Array:
+    return np.concatenate((np.zeros_like(rows), rows))
+
+
+def _linear(weight: Array, bias: Array) -> nn.Linear:
+    layer: nn.Linear = nn.utils.skip_init(nn.Linear, weight.shape[1], weight.shape[0], dtype=torch.float64)
+    with torch.no_grad():
+        layer.weight.copy_(torch.tensor(weight))
+        layer.bias.copy_(torch.tensor(bias))
+    return layer
+
+
+def _parts(estimator: Any) -> tuple[list[Any], Any]:
+    """The transformers of a pipeline, and the classifier at its end."""
+    if isinstance(estimator, FrozenEstimator):
+        return _parts(estimator.estimator)
+    if not isinstance(estimator, Pipeline):
+        return [], estimator
+    *before, (_, last) = estimator.steps
+    inner, classifier = _parts(last)
+    return [step for _, step in before if step not in (None, "passthrough")] + inner, classifier
+
+
+def _features(estimator: Any, X: Any) -> Array:
+    """What enters the classifier [n, D], checked as the classifier checks it."""
+    transformers, classifier = _parts(estimator)
+    for transformer in transformers:
+        X = transformer.transform(X)
+    features: Array = validate_data(classifier, X, reset=False, dtype=np.float64)
+    return features
+
+
+def _known_moments(estimator: Any) -> Moments | None:
+    """The moments that a StandardScaler in front of the classifier remembers; None without one."""
+    transformers, _ = _parts(estimator)
+    scaler = transformers[-1] if transformers else None
+    scaler = scaler.estimator if isinstance(scaler, FrozenEstimator) else scaler
+    if not isinstance(scaler, StandardScaler) or not scaler.with_std:
+        return None
+    mean = np.zeros_like(scaler.mean_) if scaler.with_mean else scaler.mean_ / scaler.scale_
+    return Moments(mean, np.ones_like(scaler.scale_))
+
+
+@final
+class AdaptiveClassifier(ClassifierMixin, MetaEstimatorMixin, BaseEstimator):  # type: ignore[misc]
+    """A classifier that follows a stream of rows without labels.
+
+    Parameters
+    ----------
+    estimator : LogisticRegression, SGDClassifier(loss="log_loss"), MLPClassifier, or a Pipeline that ends in one
+        Fitted: used as it is, where a StandardScaler stands before the classifier (its moments are the reference).
+        Fitted, in a FrozenEstimator: ``fit(X)`` keeps it, and takes the moments of X. Otherwise ``fit(X, y)`` fits a clone.
+    recipe : Recipe, name of a preset, or None
+        What adapts. None: the location and scale of every feature follow the stream, the weights stay.
+    batch_size : int
+        Rows are adapted to so many at a time, however many come in a call; the rest waits for more, in ``waiting_``.
+
+    What ``set_params`` changes counts from the next ``fit``, or ``reset``, on.
+
+    Attributes
+    ----------
+    classes_, n_features_in_, feature_names_in_ : those of the fitted estimator
+    estimator_ : the fitted estimator
+    adapter_ : driftfilter.Adapter, whose state is what has been learned
+
+    Examples
+    --------
+    >>> from sklearn.datasets import load_wine
+    >>> from sklearn.linear_model import LogisticRegression
+    >>> from sklearn.pipeline import make_pipeline
+    >>> from sklearn.preprocessing import StandardScaler
+    >>> X, y = load_wine(return_X_y=True)
+    >>> model = AdaptiveClassifier(make_pipeline(StandardScaler(), LogisticRegression()).fit(X, y))
+    >>> moved = 1.3 * X
+    >>> before = model.score(moved, y)
+    >>> bool(model.partial_fit(moved).score(moved, y) > before)
+    True
+    """
+
+    adapter_: Adapter
+    waiting_: Array  # [m, D], m < batch_size: rows that have come, standardised, and wait for more
+    moments_: Moments
+
+    def __init__(self, estimator: Any, recipe: Recipe | str | None = None, batch_size: int = 32) -> None:
+        self.estimator = estimator
+        self.recipe = recipe
+        self.batch_size = batch_size
+
+    # scikit-learn's manner
+
+    def fit(self, X: Any, y: Any = None) -> AdaptiveClassifier:
+        """Fit a clone of the estimator (a FrozenEstimator stays as it is), and take the moments of X as the source's."""
+        estimator = clone(self.estimator).fit(X, y)
+        self._start(estimator, Moments.of(_features(estimator, X)))
+        return self
+
+    def partial_fit(self, X: Any, y: None = None) -> AdaptiveClassifier:
+        """Adapt to rows X [n, features] without labels; labels are refused, for they would be ignored."""
+        require(y is None, "AdaptiveClassifier.partial_fit: y", type(y).__name__, "None: it learns without labels")
+        self._started()
+        rows = np.concatenate((self.waiting_, self._inputs(X)))
+        ready = len(rows) - len(rows) % self._size
+        if ready:
+            self.adapter_.update(torch.from_numpy(rows[:ready]))
+            self._still = self._at_rest()
+        self.waiting_ = rows[ready:]
+        return self
+
+    def predict_proba(self, X: Any) -> Array:
+        """p(y given x) [n, k] as adapted so far, each row by itself; changes nothing."""
+        self._started()
+        rows, still = torch.from_numpy(self._inputs(X)), self._still
+        prediction = self.adapter_.predict(rows) if still is None else still.predict(self.adapter_.state, rows)
+        return prediction.probabilities.numpy()
+
+    def predict(self, X: Any) -> Array:
+        """The most likely class of each row [n]."""
+        labels: Array = self.classes_[self.predict_proba(X).argmax(1)]
+        return labels
+
+    def reset(self) -> AdaptiveClassifier:
+        """Back to the source, as if no row had come since ``fit``."""
+        self._started()
+        self._start(self.estimator_, self.moments_)
+        return self
+
+    # river's manner
+
+    def learn_one(self, x: Mapping[Any, float]) -> None:
+        """Adapt to one row, its values by feature name (by position 0, 1, … where the estimator knows no names)."""
+        self.partial_fit(self._row(x))
+
+    def predict_proba_one(self, x: Mapping[Any, float]) -> dict[Any, float]:
+        """The probability of every class for one row."""
+        return dict(zip(self.classes_.tolist(), self.predict_proba(self._row(x))[0].tolist(), strict=True))
+
+    def predict_one(self, x: Mapping[Any, float]) -> Any:
+        """The most likely class of one row."""
+        return self.predict(self._row(x)).tolist()[0]
+
+    # What scikit-learn asks about
+
+    @property
+    def classes_(self) -> Array:
+        """The labels [k], in the order of probabilities."""
+        classes: Array = self._fitted().classes_
+        return classes
+
+    @property
+    def n_features_in_(self) -> int:
+        """How many columns a table has."""
+        return int(self._fitted().n_features_in_)
+
+    @property
+    def feature_names_in_(self) -> Array:
+        """Their names; there are none where the estimator was fitted on an array."""
+        names: Array = self._fitted().feature_names_in_
+        return names
+
+    def __sklearn_is_fitted__(self) -> bool:
+        try:
+            self._fitted()
+        except NotFittedError:
+            return False
+        return True
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.input_tags.allow_nan = get_tags(self.estimator).input_tags.allow_nan
+        return tags
+
+    # How it is done
+
+    def _fitted(self) -> Any:
+        """The estimator that adapts: the one fitted here, or the one given where it is fitted already."""
+        fitted = self.__dict__.get("estimator_")
+        if fitted is None:
+            check_is_fitted(self.estimator)
+            fitted = self.estimator
+        return fitted
+
+    def _started(self) -> None:
+        """Raise unless there is something to adapt; an estimator that came fitted starts here."""
+        check_is_fitted(self)
+        if "adapter_" not in self.__dict__:
+            self._start(self._fitted(), _known_moments(self.estimator))
+
+    def _start(self, estimator: Any, moments: Moments | None) -> None:
+        require_count("AdaptiveClassifier.batch_size", self.batch_size, 1)
+        allowed = "known: put the estimator into a FrozenEstimator and call fit(X) with rows it was trained on"
+        require(moments is not None, "AdaptiveClassifier: the moments of the training data", moments, allowed)
+        assert moments is not None
+        recipe = presets.get(self.recipe) if isinstance(self.recipe, str) else self.recipe or _RECIPE
+        alone = isinstance(recipe, Recipe) and (isinstance(recipe.statistics, Ema) or recipe.statistics == "source")
+        rule = "a Recipe whose statistics are Ema(...) or 'source', so that each row can be predicted by itself"
+        require(alone, "AdaptiveClassifier.recipe", self.recipe, rule)
+        module = as_module(_parts(estimator)[1], moments)
+        self.adapter_ = Adapter(module, replace(recipe, chunk=self.batch_size))
+        self.estimator_, self.moments_, self._module, self._size = estimator, moments, module, self.batch_size
+        self.waiting_ = np.empty((0, len(moments.mean)))
+        self._still = self._at_rest()
+
+    def _inputs(self, X: Any) -> Array:
+        """Standardised features z [n, D]."""
+        inputs: Array = (_features(self.estimator_, X) - self.moments_.mean) / self.moments_.deviation
+        return inputs
+
+    def _at_rest(self) -> Filter | None:
+        """The filter on the module with the moments carried so far as its own, so that rows are predicted apart.
+
+        None where the recipe carries none, and the adapter predicts rows apart itself. Worked out once an update.
+        """
+        recipe = self.adapter_.recipe
+        if recipe.statistics == "source":
+            return None
+        module = copy.deepcopy(self._module)
+        carried = self.adapter_.state.memory.get(STATISTICS)
+        if carried is not None:
+            module[0].running_mean, module[0].running_var = carried.clone().chunk(2)
+        return recipe.filter(initialize(module, recipe.parameters, "source").model)
+
+    def _row(self, x: Mapping[Any, float]) -> Any:
+        """One row as a table, in the order of the features."""
+        self._started()
+        names = list(getattr(self, "feature_names_in_", range(self.n_features_in_)))
+        require(set(x) == set(names), "x", sorted(map(str, x)), f"a mapping from {names}")
+        values = [[x[name] for name in names]]
+        if not hasattr(self, "feature_names_in_"):
+            return np.array(values)
+        import pandas as pd  # the estimator was fitted on a table with names
+
+        return pd.DataFrame(values, columns=names)
