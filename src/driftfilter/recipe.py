@@ -30,7 +30,7 @@ import driftfilter.statistics as statistics
 import driftfilter.transition as transition
 import driftfilter.upkeep as upkeep
 import driftfilter.weighting as weighting
-from driftfilter.checks import nearest, require_count, require_role
+from driftfilter.checks import nearest, require, require_count, require_role
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -238,6 +238,40 @@ def _built(value: Any) -> Any:
     if isinstance(value, dict):
         return None if value == {"kind": _NOTHING} else from_dict(value)
     return tuple(_built(item) for item in value) if isinstance(value, list) else value
+
+
+def changed(variant: Any, path: str, text: str) -> Any:
+    """The variant with the field at a path, such as ``transition.dynamics.rho``, set to a TOML value; a bare word is a text.
+
+    >>> changed(Recipe(), "observation.weighting.beta", "3.0").observation.weighting
+    Constant(beta=3.0)
+    """
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    data = to_dict(variant)
+    part: Any = data
+    *names, last = path.split(".")
+    for depth, name in enumerate(names):
+        part = _inside(part, name, path, ".".join(names[:depth]))
+    if isinstance(part, list):
+        _inside(part, last, path, ".".join(names))
+        part[int(last)] = value
+    else:
+        require(isinstance(part, dict), path, text, f"the path of a field; {'.'.join(names)} is {part!r}")
+        part[last] = value
+    return from_dict(data)
+
+
+def _inside(part: Any, name: str, path: str, where: str) -> Any:
+    """The part of plain data of this name or, in a list, at this place."""
+    if isinstance(part, list):
+        require(name.isdigit() and int(name) < len(part), path, name, f"a place below {len(part)} in {where}")
+        return part[int(name)]
+    known = [key for key in part if key != "kind"] if isinstance(part, dict) else []
+    require(name in known, path, name, f"one of the fields {known} of {where or part['kind']}{nearest(name, known)}")
+    return part[name]
 
 
 def to_toml(variant: Any) -> str:

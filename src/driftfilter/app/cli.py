@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import inspect
+import json
 import os
 import shlex
 import sys
@@ -55,7 +57,9 @@ def _run(arguments: Sequence[str] | None) -> int:
     )
     data = commands.add_parser("data", help="where to get CIFAR-10-C, and whether a folder holds it")
     data.add_argument("folder", nargs="?", metavar="FOLDER", help="the folder to check")
-    commands.add_parser("list", help="every building block and preset, with one line each")
+    _add_inspect(commands.add_parser("inspect", help="what adaptation would change in a model, and what it would cost"))
+    listing = commands.add_parser("list", help="every building block and preset, with one line each")
+    listing.add_argument("--json", action="store_true", help="as JSON: role, name, summary, fields with their defaults")
     parsed = parser.parse_args(arguments)
     if parsed.version:
         return _version()
@@ -69,8 +73,10 @@ def _run(arguments: Sequence[str] | None) -> int:
         return _adapt(parsed, sys.argv[1:] if arguments is None else arguments)
     if parsed.command == "data":
         return _data(parsed)
+    if parsed.command == "inspect":
+        return _inspect(parsed)
     if parsed.command == "list":
-        return _list()
+        return _list(parsed.json)
     parser.print_help()
     return 2
 
@@ -123,6 +129,9 @@ def _add_run(run: argparse.ArgumentParser) -> None:
     add("--weights", metavar="FILE", help=".safetensors, or .pt that holds tensors only (default: as the factory makes it)")
     add("--preset", metavar="NAME", help="with options as in tent:lr=0.001 (default driftfilter)")
     add("--recipe", metavar="FILE", help="TOML of a recipe, instead of a preset")
+    add(
+        "--set", action="append", metavar="PATH=VALUE", help="a field of the recipe, as in transition.dynamics.rho=0.99; repeat"
+    )
     add("--source", metavar="FILE", help="source samples, as DATA, for recipes with a source posterior")
     add("--labels", metavar="FILE", help=".npy, or .npz with labels or y: for the accuracy, never for adapting")
     add("--batch", type=_count, metavar="N", help="samples a step (default 200)")
@@ -142,6 +151,23 @@ def _add_run(run: argparse.ArgumentParser) -> None:
     add("--on-bad-batch", choices=("stop", "skip"), help="not finite, out of range, of another shape (default stop)")
     add("--quiet", action="store_true", default=False, help="no progress, only warnings and errors")
     add("--out", type=_folder, default=Path("runs/run"), metavar="DIR", help="to write to (default runs/run)")
+
+
+def _add_inspect(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="package.module:factory (called without arguments), or a shipped network's name")
+    add("--weights", type=Path, metavar="FILE", help=".safetensors, or .pt that holds tensors only")
+    add("--input", type=_shape, metavar="A,B", help="shape of a sample, as in 3,32,32: has steps timed on random inputs")
+    add("--batch", type=_count, default=200, metavar="N", help="samples a step (default 200)")
+    add("--names", action="store_true", help="list every parameter of every subset")
+    add("--json", action="store_true", help="as JSON")
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    parts = text.split(",")
+    if not all(part.isdigit() and int(part) > 0 for part in parts):
+        raise argparse.ArgumentTypeError(f"must be sizes such as 3,32,32, got {text!r}")
+    return tuple(map(int, parts))
 
 
 def _count(text: str) -> int:
@@ -280,17 +306,42 @@ def _reproduce(parsed: argparse.Namespace) -> int:
     return 0
 
 
-def _list() -> int:
+def _inspect(parsed: argparse.Namespace) -> int:
+    from driftfilter.app import inspection
+
+    try:
+        found = inspection.inspect(parsed.model, parsed.weights, parsed.input, parsed.batch)
+    except (ValueError, OSError, TypeError) as error:
+        return _failed("inspect", error, 2)
+    print(json.dumps(found.to_dict(), indent=1) if parsed.json else "\n".join(inspection.lines(found, parsed.names)))
+    return 0
+
+
+def _list(as_json: bool) -> int:
     from driftfilter.presets import PRESETS
     from driftfilter.recipe import VARIANTS
 
     table: dict[str, Mapping[str, object]] = {**VARIANTS, "preset": PRESETS}
-    for role, entries in table.items():
+    entries = [(role, name, entry) for role, named in table.items() for name, entry in named.items()]
+    if as_json:
+        print(json.dumps([_entry(*each) for each in entries], indent=1))
+        return 0
+    for role, named in table.items():
         print(role)
-        for name, entry in entries.items():
-            summary = (entry.__doc__ or "").strip().partition("\n\n")[0]
-            print(f"  {name:<24} {textwrap.shorten(summary, 120, placeholder=' …')}")
+        for name, entry in named.items():
+            print(f"  {name:<24} {textwrap.shorten(_summary(entry), 120, placeholder=' …')}")
     return 0
+
+
+def _summary(entry: object) -> str:
+    return " ".join((entry.__doc__ or "").strip().partition("\n\n")[0].split())
+
+
+def _entry(role: str, name: str, entry: object) -> dict[str, object]:
+    """A line of the list as data; what a field is when it is not given, as Python writes it."""
+    given = inspect.signature(entry).parameters.values()  # type: ignore[arg-type]
+    fields = {each.name: "" if each.default is each.empty else repr(each.default) for each in given}
+    return {"role": role, "name": name, "summary": _summary(entry), "fields": fields}
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import json
 import math
 import platform
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +31,7 @@ from driftfilter.app.own import open_model
 from driftfilter.app.stopping import Stop
 from driftfilter.checks import require
 from driftfilter.inputs import Inputs
-from driftfilter.recipe import to_dict
+from driftfilter.recipe import changed, to_dict
 from driftfilter.whole import whole_file
 
 STATE = "state.safetensors"
@@ -48,6 +48,7 @@ class Options:
     weights: str | None = None
     preset: str | None = None
     recipe: str | None = None
+    set: Sequence[str] = ()
     source: str | None = None
     labels: str | None = None
     batch: int = 200
@@ -150,10 +151,23 @@ def _adapter(options: Options, model: nn.Module, form: Form) -> df.Adapter:
         own["data"] = df.SourceData(form(next(source.batches(source.count or 1, 0)).read()), known)
     if options.recipe is not None:
         require(options.preset is None, "--preset", options.preset, "left out where there is a --recipe")
-        return df.adapt(model, _recipe(Path(options.recipe)), **own)
+        return _changed(df.adapt(model, _recipe(Path(options.recipe)), **own), options.set, model, own)
     (chosen, *others) = choices(options.preset or "driftfilter")
     require(not others, "--preset", options.preset, "one preset, as in tent:lr=0.001")
-    return df.adapt(model, chosen.name, **own, **dict(chosen.options))
+    return _changed(df.adapt(model, chosen.name, **own, **dict(chosen.options)), options.set, model, own)
+
+
+def _changed(adapter: df.Adapter, settings: Sequence[str], model: nn.Module, own: dict[str, Any]) -> df.Adapter:
+    """The adapter, or one whose recipe has some fields set, each written PATH=VALUE."""
+    recipe = adapter.recipe
+    for setting in settings:
+        path, sign, text = setting.partition("=")
+        require(bool(path and sign), "--set", setting, "PATH=VALUE, as in transition.dynamics.rho=0.99")
+        try:
+            recipe = changed(recipe, path, text)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"--set {setting}: {error}") from error
+    return df.adapt(model, recipe, **own) if settings else adapter
 
 
 def _recipe(path: Path) -> df.Recipe:
