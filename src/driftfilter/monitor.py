@@ -1,0 +1,364 @@
+"""Alarms for a stream: the signals of every step against their history, and what is done when one is out of bounds.
+
+Nothing here knows labels. What the stream looks like (predicted classes, how certain) is judged against the batches before,
+in units that account for the number of samples n and of classes k; where the parameters are, against the source.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, final, get_args
+
+import torch
+from torch import Tensor
+
+from driftfilter.checkpoint import as_tensor, as_text, from_tensors, moved, to_tensors
+from driftfilter.checks import require, require_count, require_number
+from driftfilter.divergence import deviation, kl_divergence
+from driftfilter.filtering import FilterState, StepInfo
+from driftfilter.history import LEAST, Evidence, compared, faded, rise, shape_of, short, summary, windows
+
+Response: TypeAlias = Literal["record", "warn", "inflate", "probation", "revert", "reset", "freeze"]  # mildest first
+Ask: TypeAlias = Callable[[FilterState], Tensor]  # log-probabilities [n, k] of the current batch under another state
+KEPT = 1000  # events
+
+
+class AlarmWarning(UserWarning):
+    """An alarm whose response is to warn."""
+
+
+class Detector(Protocol):
+    """A drift detector as in river: ADWIN, PageHinkley, KSWIN."""
+
+    drift_detected: bool
+
+    def update(self, x: float) -> Any:
+        """Take the next value."""
+
+
+@final
+@dataclass(frozen=True)
+class Event:
+    """An alarm, and what was done about it."""
+
+    step: int  # batches that the monitor had seen before
+    signal: str
+    value: float
+    threshold: float
+    response: str
+
+
+class Signals(NamedTuple):
+    """What the monitor saw in the last step; NaN where there was nothing to see or to compare with."""
+
+    entropy_lost: float = math.nan  # H(history) - H(short window) of the predicted classes, in nats
+    entropy_eroded: float = math.nan  # the same of the long window
+    share_gained: float = math.nan  # by the class that gained most, in nats a sample (see Monitor)
+    uncertainty: float = math.nan  # rise of the mean predictive entropy, in standard deviations of a sample
+    distance: float = math.nan  # of the mean from the source, in prior standard deviations (see deviation)
+    divergence: float = math.nan  # KL(belief ‖ source) / d in nats, where the monitor has a threshold for it
+    marginal_entropy: float = math.nan  # of the classes predicted in this batch, in nats
+    largest_share: float = math.nan  # of a class in this batch
+    predictive_entropy: float = math.nan  # mean H(p_i) of this batch, in nats
+    effective_samples: float = math.nan  # (Σ w)² / Σ w² of this update
+    energy: float = math.nan  # E at the prior mean
+
+
+MONITOR = "monitor."  # in a checkpoint
+_PLAIN = ("batches", "age", "away", "trying", "alarmed", "frozen")
+LABELS, PARAMETERS = ("entropy_lost", "entropy_eroded", "share_gained"), ("distance", "divergence")
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class MonitorState:
+    """All that a monitor remembers; an immutable value. Summaries: [k + 2], samples by predicted class, Σ H_i, Σ H_i²."""
+
+    batches: int = 0
+    history: Tensor | None = None  # [k + 2], of batches taken for good
+    recent: Tensor | None = None  # [2, k + 2], the short window and the long one
+    good: FilterState | None = None  # what to go back to; None: the start of the stream
+    newer: FilterState | None = None  # takes its place when the next snapshot is due
+    age: float = 0.0  # ticks since that snapshot; a tick is a batch, or as many small ones as fill a short window
+    away: float = 0.0  # ticks since the stream left the history: batches kept out of it, or on probation
+    trying: bool = False  # on probation: the belief goes on adapting, and the good one waits
+    trial: Tensor | None = None  # [k + 2], what the good belief predicts meanwhile
+    alarmed: tuple[str, ...] = ()  # signals out of bounds in the last step
+    frozen: bool = False
+    signals: Signals = field(default_factory=Signals)
+    events: tuple[Event, ...] = ()
+
+    def moved_to(self, mean: Tensor) -> MonitorState:
+        """The same where a mean is; states in its dtype too."""
+
+        def there(state: FilterState | None) -> FilterState | None:
+            return None if state is None else moved(state, lambda tensor: tensor.to(mean))
+
+        tensors: dict[str, Any] = {name: tensor.to(mean.device) for name, tensor in self._tensors().items()}
+        return replace(self, **tensors, good=there(self.good), newer=there(self.newer))
+
+    def _tensors(self) -> dict[str, Tensor]:
+        named = {"history": self.history, "recent": self.recent, "trial": self.trial}
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+    def to_tensors(self) -> dict[str, Tensor]:
+        """As named tensors, for a checkpoint; the source of the states is not repeated."""
+        plain = {name: getattr(self, name) for name in _PLAIN}
+        plain |= {"signals": list(self.signals), "events": [list(asdict(event).values()) for event in self.events]}
+        found = self._tensors()
+        for name, state in (("good", self.good), ("newer", self.newer)):
+            parts = {} if state is None else to_tensors(state)
+            found |= {f"{name}.{key}": value for key, value in parts.items() if not key.startswith("source.")}
+        return {MONITOR + name: value for name, value in {"told": as_tensor(json.dumps(plain)), **found}.items()}
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor], like: FilterState) -> MonitorState:
+        """What named tensors describe, for states of the structure and source of another one; a fresh one of none."""
+        own = {name.removeprefix(MONITOR): value for name, value in tensors.items() if name.startswith(MONITOR)}
+        if "told" not in own:
+            return cls()
+        plain = json.loads(as_text(own["told"]))
+        plain |= {
+            "alarmed": tuple(plain["alarmed"]),
+            "signals": Signals(*plain["signals"]),
+            "events": tuple(Event(*event) for event in plain["events"]),
+        }
+        source = {name: value for name, value in tensors.items() if name.startswith("source.")}
+        states: dict[str, Any] = {}
+        for name in ("good", "newer"):
+            parts = {key.removeprefix(f"{name}."): value for key, value in own.items() if key.startswith(f"{name}.")}
+            states[name] = from_tensors({**parts, **source}, like) if parts else None
+        found: dict[str, Any] = {name: own[name] for name in ("history", "recent", "trial") if name in own}
+        return cls(**plain, **states, **found).moved_to(like.belief.mean)
+
+    def logged(self, *events: Event) -> MonitorState:
+        """With more events; the last thousand are kept."""
+        return replace(self, events=(*self.events, *events)[-KEPT:]) if events else self
+
+
+@final
+@dataclass(frozen=True)
+class Monitor:
+    """Alarms, their thresholds and what is done about them.
+
+    Predicted classes in a window, N samples with shares s, against the history, M samples with shares q (pooled: m):
+
+        entropy_lost    H(q) - H(s) >= entropy[0] over a short window, entropy[1] over a long one (entropy_eroded), while
+                        predictions are no less certain than before, and G = N KL(s ‖ m) + M KL(q ‖ m) is no chance
+        share_gained    G_c / N >= share, G_c the same for one class against all others, the class that gained most
+
+    "No chance": under the history's shares 2 G is χ² with k - 1 degrees of freedom (1 for one class, of k); a tail below
+    ``false_alarm`` by Chernoff's bound. Windows are max(n, 5 k, 64) and 50 k samples. ``uncertainty``: the mean predictive
+    entropy rises by so many standard deviations of a sample: a harder domain, or garbage. ``distance`` and ``divergence``
+    (off by default: it costs up to d³) are of the belief from the source.
+
+    Responses, mildest first; of several alarms the strongest is done: "record" (an event), "warn", "inflate" (the covariance,
+    ×``inflation``), "probation" (go on, but ask the last good belief now and then, and revert to it as soon as what it predicts
+    is as certain as its history: the stream is back), "revert" (to the last good belief, a snapshot ``lag`` to 2 ``lag`` ticks
+    old, batch after batch), "reset" (to the source), "freeze" (revert, and adapt no more until ``resume``). After ``patience``
+    ticks off the history the stream has changed for good: what came lately becomes the history, and a belief on probation the
+    good one. What the parameters do is never accepted so. A tick is a batch, or as many small ones as fill a short window.
+    ``detectors``: signal -> detector (river).
+    """
+
+    entropy: tuple[float, float] = (0.3, 0.1)
+    share: float = 0.5
+    uncertainty: float = 0.4
+    distance: float = 3.0
+    divergence: float | None = None
+    false_alarm: float = 1e-5
+    lag: int = 5
+    patience: int = 200
+    inflation: float = 4.0
+    on_labels: Response = "revert"
+    on_uncertainty: Response = "probation"
+    on_parameters: Response = "revert"
+    on_detector: Response = "record"
+    detectors: Mapping[str, Detector] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        pair = isinstance(self.entropy, (tuple, list)) and len(self.entropy) == 2
+        require(pair, "Monitor.entropy", self.entropy, "two numbers, for the short and the long window")
+        object.__setattr__(self, "entropy", tuple(self.entropy))
+        thresholds = {"share": self.share, "uncertainty": self.uncertainty, "distance": self.distance}
+        for name, value in (*thresholds.items(), *(("entropy", value) for value in self.entropy)):
+            require_number(f"Monitor.{name}", value, 0, math.inf, open_low=True)
+        if self.divergence is not None:
+            require_number("Monitor.divergence", self.divergence, 0, math.inf, open_low=True)
+        require_number("Monitor.false_alarm", self.false_alarm, 0, 1, open_low=True, open_high=True)
+        require_count("Monitor.lag", self.lag, 1)
+        require_count("Monitor.patience", self.patience, 1)
+        require_number("Monitor.inflation", self.inflation, 1, math.inf, open_low=True)
+        for name in ("on_labels", "on_uncertainty", "on_parameters", "on_detector"):
+            value, allowed = getattr(self, name), get_args(Response)
+            require(value in allowed, f"Monitor.{name}", value, f"one of {allowed}")
+        for signal, detector in self.detectors.items():
+            require(signal in Signals._fields, "Monitor.detectors", signal, f"a signal: one of {Signals._fields}")
+            fits = hasattr(detector, "update") and hasattr(detector, "drift_detected")
+            require(fits, f"Monitor.detectors[{signal!r}]", detector, "a detector with update(value) and drift_detected")
+
+    @classmethod
+    def recording(cls) -> Monitor:
+        """One that changes nothing."""
+        return cls(on_labels="record", on_uncertainty="record", on_parameters="record")
+
+    def observe(self, past: MonitorState, state: FilterState, info: StepInfo, log_probabilities: Tensor | None) -> Observed:
+        """The signals of a step that led to ``state`` and predicted ``log_probabilities`` [n, k] (None: it did not predict)."""
+        named = self._of_belief(state) | _of_update(info)
+        if log_probabilities is None:
+            signals = Signals(**_numbers(named))
+            return Observed(signals, self._out_of_bounds(signals, Evidence()), None, past.recent, 0)
+        samples, classes = log_probabilities.shape
+        batch = summary(log_probabilities)
+        recent = windows(past.recent, batch, samples)
+        against = {} if past.history is None else compared(recent, past.history)
+        numbers = _numbers(named | shape_of(batch) | against)  # the only look at the device
+        evidence = Evidence.of({name: numbers.pop(name) for name in against}, classes) if against else Evidence()
+        signals = Signals(*evidence.signals, **numbers)
+        return Observed(signals, self._out_of_bounds(signals, evidence), batch, recent, samples)
+
+    def _of_belief(self, state: FilterState) -> dict[str, Tensor]:
+        found = {"distance": deviation(state.belief.mean, state.source)}
+        if self.divergence is not None:
+            found["divergence"] = kl_divergence(state.belief, state.source) / state.belief.dimension
+        return found
+
+    def _out_of_bounds(self, signals: Signals, evidence: Evidence) -> dict[str, float]:
+        """Signals beyond their thresholds, with these."""
+        limits = (*self.entropy, self.share, self.uncertainty, self.distance, self.divergence or math.inf)
+        chance = -math.log(self.false_alarm)
+        certain = (*(tail >= chance for tail in evidence.tails), True, True)
+        pairs = zip(Signals._fields, signals, limits, certain, strict=False)
+        return {name: limit for name, value, limit, sure in pairs if sure and value >= limit}
+
+    def response(self, signal: str) -> Response:
+        """What is done about an alarm of this signal."""
+        if signal.startswith(_DETECTOR):
+            return self.on_detector
+        if signal in LABELS:
+            return self.on_labels
+        return self.on_uncertainty if signal == "uncertainty" else self.on_parameters
+
+    def step(
+        self,
+        past: MonitorState,
+        start: FilterState,
+        state: FilterState,
+        info: StepInfo,
+        log_probabilities: Tensor | None,
+        ask: Ask,
+        detectors: Mapping[str, Detector],
+    ) -> tuple[MonitorState, FilterState]:
+        """What the monitor remembers after a step, and the state to go on with."""
+        seen = self.observe(past, state, info, log_probabilities)
+        seen.alarms.update(_detected(detectors, seen.signals))
+        acts = {signal: self.response(signal) for signal in seen.alarms}
+        worst = max(acts.values(), key=_severity, default="record")
+        told = [signal for signal in seen.alarms if signal not in past.alarmed or _severity(acts[signal]) > _PROBATION]
+        values = seen.signals._asdict()
+        events = [
+            Event(past.batches, name, values[name.removeprefix(_DETECTOR)], seen.alarms[name], acts[name]) for name in told
+        ]
+        now = replace(past, batches=past.batches + 1, recent=seen.recent, alarmed=tuple(seen.alarms), signals=seen.signals)
+        now = now.logged(*events)
+        good = start if past.good is None else past.good
+        if _severity(worst) > _PROBATION:
+            now = replace(now, newer=past.good, age=0.0, trying=False, trial=None, frozen=worst == "freeze")
+            now, state = self._away(now, seen, state), replace(start if worst == "reset" else good, step=state.step)
+        elif worst == "probation" or past.trying:
+            now, state = self._tried(replace(now, trying=True), seen, state, good, ask)
+        else:
+            if worst == "inflate":
+                covariance = state.belief.covariance.propagate(math.sqrt(self.inflation), 0.0)
+                state = replace(state, belief=replace(state.belief, covariance=covariance))
+            now = self._taken(now, seen, state)
+        return now, state
+
+    def _taken(self, now: MonitorState, seen: Observed, state: FilterState) -> MonitorState:
+        """With the batch in the history and, where one is due and nothing is wrong, a snapshot of the state."""
+        if seen.batch is not None:
+            now = replace(now, history=seen.batch if now.history is None else now.history + seen.batch, away=0.0)
+        if seen.alarms:
+            return now
+        age = now.age + seen.ticks
+        return replace(now, age=age) if age < self.lag else replace(now, good=now.newer, newer=state, age=0.0)
+
+    def _tried(
+        self, now: MonitorState, seen: Observed, state: FilterState, good: FilterState, ask: Ask
+    ) -> tuple[MonitorState, FilterState]:
+        """A step on probation: back to the good belief where that is at home again."""
+        history = now.history
+        if seen.batch is not None and history is not None and now.batches % self.lag == 0:
+            trial = faded(now.trial, summary(ask(good)), seen.samples)
+            now, rose = replace(now, trial=trial), self._at_home(trial, history)
+            if rose is not None:
+                event = Event(now.batches - 1, "uncertainty", rose, self.uncertainty / 2, "revert")
+                back = replace(now, trying=False, trial=None, away=0.0, newer=now.good, age=0.0).logged(event)
+                return back, replace(good, step=state.step)
+        return self._away(now, seen, state), state
+
+    def _at_home(self, trial: Tensor, history: Tensor) -> float | None:
+        """The rise of uncertainty of the good belief, where enough samples say that it is none."""
+        count, rose = torch.stack((trial[:-2].sum(), rise(trial, history))).tolist()
+        return float(rose) if count >= LEAST / 2 and rose < self.uncertainty / 2 else None
+
+    def _away(self, now: MonitorState, seen: Observed, state: FilterState) -> MonitorState:
+        """One more batch that is not in the history; after enough of them the long window becomes the history."""
+        away, recent = now.away + seen.ticks, now.recent
+        if recent is None or (not now.trying and all(signal in PARAMETERS for signal in seen.alarms)):
+            return now
+        if away < self.patience:
+            return replace(now, away=away)
+        event = Event(now.batches - 1, next(iter(seen.alarms), "uncertainty"), away, float(self.patience), "accept")
+        if now.trying:
+            now = replace(now, good=state, newer=state, age=0.0, trying=False, trial=None)
+        return replace(now, history=recent[1], away=0.0).logged(event)
+
+
+def _severity(response: str) -> int:
+    return get_args(Response).index(response)
+
+
+_PROBATION = _severity("probation")
+_DETECTOR = "detector of "
+
+
+def _detected(detectors: Mapping[str, Detector], signals: Signals) -> dict[str, float]:
+    """Alarms of detectors that have been given the signals; they have no threshold that could be named."""
+    alarms = {}
+    for name, value in signals._asdict().items():
+        if name in detectors and not math.isnan(value):
+            detectors[name].update(value)
+            if detectors[name].drift_detected:
+                alarms[_DETECTOR + name] = math.inf
+    return alarms
+
+
+class Observed(NamedTuple):
+    """What a monitor saw in a step."""
+
+    signals: Signals
+    alarms: dict[str, float]  # signal -> threshold
+    batch: Tensor | None  # [k + 2], its summary
+    recent: Tensor | None  # [2, k + 2], with it
+    samples: int
+
+    @property
+    def ticks(self) -> float:
+        """1, or the part of a short window that a small batch fills."""
+        return 1.0 if self.batch is None else min(1.0, self.samples / short(self.batch.shape[0] - 2))
+
+
+def _of_update(info: StepInfo) -> dict[str, Tensor]:
+    """Effective number of samples and energy of an update."""
+    weights = info.weights
+    effective = weights.sum().square() / weights.square().sum().clamp_min(1e-30)
+    return {"effective_samples": effective, "energy": info.energy}
+
+
+def _numbers(named: dict[str, Tensor]) -> dict[str, float]:
+    values: list[float] = torch.stack([value.double() for value in named.values()]).tolist()
+    return dict(zip(named, values, strict=True))
