@@ -1,7 +1,8 @@
 """What was predicted lately against what was predicted before, in units that hold for any batch size and class count.
 
-A summary of samples is a vector [k + 2]: how many were predicted to be of each class, Σ H_i and Σ H_i² of their predictive
-entropies. Summaries add up; a window is a sum in which older batches fade.
+A summary of samples is a vector [k + 3]: how many were predicted to be of each class; how many there were, Σ H_i and Σ H_i² of
+their predictive entropies. A window is a sum in which older batches fade. In the history the classes never fade, or a slow
+collapse would become the rule; the entropies do, for a model that adapts grows more certain.
 """
 
 from __future__ import annotations
@@ -12,31 +13,36 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-SHORT, LONG = 5, 50  # samples of a class in a window, on average: enough to compare shares, and to see them erode
-LEAST = 64  # samples in a window, however few classes there are
+SHORT = 64  # samples in the short window, or the batch where that is larger
+ENOUGH, LONG = 5, 50  # samples of a class, on average: to compare shares at all, and in the long window
 
 
 class Evidence(NamedTuple):
     """How far windows are from the history, and -ln of the chance of that (at least; 0 where too few samples tell)."""
 
-    signals: tuple[float, ...] = (math.nan,) * 4  # entropy lost, short and long; share gained; rise of uncertainty
-    tails: tuple[float, ...] = (0.0,) * 4
+    signals: tuple[float, ...] = (math.nan,) * 5  # entropy lost, short and long; share gained; rise, short and long
+    tails: tuple[float, ...] = (0.0,) * 5
 
     @classmethod
     def of(cls, found: dict[str, float], classes: int) -> Evidence:
         """From what ``compared`` found."""
-        n, m = found["short"], found["past"]
-        lost = [found[f"lost_{window}"] for window in ("short", "long")]
-        tails = [
-            improbability(found[f"g_{window}"], (classes - 1) / 2)
-            if m >= short(classes) and found[window] >= wanted * classes and found[f"calmer_{window}"] >= 0
-            else 0.0
-            for window, wanted in (("short", SHORT), ("long", LONG / 2))
+        if found["past"] < SHORT:
+            return cls()
+        windows = (("short", ENOUGH * classes), ("long", LONG * classes / 2))
+        lost, rises = ([found[f"{what}_{window}"] for window, _ in windows] for what in ("lost", "rise"))
+        # Shares are compared where there are enough samples for all of them, and the model has not become less certain.
+        settled = [found["past"] >= ENOUGH * classes and found[window] >= least for window, least in windows]
+        calm = [rise <= 0 for rise in rises]
+        entropies = [
+            max(improbability(found[f"g_{window}"], (classes - 1) / 2), max(found[f"z_{window}"], 0.0) ** 2 / 2)
+            for window, _ in windows
         ]
-        one, rise = improbability(found["g_class"], 0.5) - math.log(classes), found["rise"]
-        surprise = rise * abs(rise) / 2 * n * m / (n + m)
-        tails += [one, surprise] if m >= LEAST else [0.0, 0.0]
-        return cls((*lost, found["g_class"] / n, rise), tuple(tails))
+        entropies = [tail * (a and b) for tail, a, b in zip(entropies, settled, calm, strict=True)]
+        share = improbability(found["g_class"], 0.5) - math.log(classes)
+        pooled = [found[window] * found["lately"] / (found[window] + found["lately"]) for window, _ in windows]
+        surprises = [rise * abs(rise) / 2 * size for rise, size in zip(rises, pooled, strict=True)]
+        surprises[1] *= settled[1]
+        return cls((*lost, found["g_class"] / found["short"], *rises), (*entropies, share, *surprises))
 
 
 def improbability(statistic: float, shape: float) -> float:
@@ -49,18 +55,13 @@ def improbability(statistic: float, shape: float) -> float:
     return statistic - shape - shape * math.log(statistic / shape)
 
 
-def short(classes: int) -> int:
-    """Samples in the short window."""
-    return max(SHORT * classes, LEAST)
-
-
 def summary(log_probabilities: Tensor) -> Tensor:
-    """[k + 2]: samples by predicted class, Σ H_i, Σ H_i²."""
+    """[k + 3]: samples by predicted class; samples, Σ H_i, Σ H_i²."""
     counts = log_probabilities.new_zeros(log_probabilities.shape[1], dtype=torch.float64)
     labels = log_probabilities.argmax(-1)
     counts = counts.scatter_add(0, labels, counts.new_ones(len(labels)))
-    certainty = _entropies(log_probabilities)
-    return torch.cat((counts, torch.stack((certainty.sum(), certainty.square().sum()))))
+    moments = torch.stack([_entropies(log_probabilities).pow(power).sum() for power in range(3)])
+    return torch.cat((counts, moments))
 
 
 def _entropies(log_probabilities: Tensor) -> Tensor:
@@ -70,52 +71,64 @@ def _entropies(log_probabilities: Tensor) -> Tensor:
 
 
 def windows(recent: Tensor | None, batch: Tensor, samples: int) -> Tensor:
-    """[2, k + 2]: the windows with a batch in them; older ones fade so that a window has the weight of its samples."""
+    """[2, k + 3]: the windows with a batch in them; older ones fade so that a window has the weight of its samples."""
     if recent is None:
         return torch.stack((batch, batch))
-    long = max(LONG * (batch.shape[0] - 2), LEAST)
+    long = max(LONG * (batch.shape[0] - 3), SHORT)
     return torch.stack((faded(recent[0], batch, samples), recent[1] * max(0.0, 1 - samples / long) + batch))
+
+
+def extended(history: Tensor | None, batch: Tensor, samples: int) -> Tensor:
+    """The history with a batch in it."""
+    if history is None:
+        return batch
+    share = max(0.0, 1 - samples / (4 * LONG * (batch.shape[0] - 3)))
+    return torch.cat((history[:-3], history[-3:] * share)) + batch
 
 
 def faded(window: Tensor | None, batch: Tensor, samples: int) -> Tensor:
     """A short window with a batch in it."""
-    return batch if window is None else window * max(0.0, 1 - samples / short(batch.shape[0] - 2)) + batch
+    return batch if window is None else window * max(0.0, 1 - samples / SHORT) + batch
 
 
 def shape_of(batch: Tensor) -> dict[str, Tensor]:
     """Entropy of the predicted classes, share of the largest, mean predictive entropy."""
-    counts = batch[:-2]
+    counts = batch[:-3]
     n = counts.sum()
     entropy = torch.special.entr(counts / n).sum()
-    return {"marginal_entropy": entropy, "largest_share": counts.max() / n, "predictive_entropy": batch[-2] / n}
+    return {"marginal_entropy": entropy, "largest_share": counts.max() / n, "predictive_entropy": batch[-2] / batch[-3]}
 
 
 def compared(recent: Tensor, history: Tensor) -> dict[str, Tensor]:
-    """Windows [2, k + 2], short and long, against the history [k + 2]: scalars by name.
+    """Windows [2, k + 3], short and long, against the history [k + 3]: scalars by name.
 
     G = N KL(s ‖ m) + M KL(q ‖ m) for shares s of N samples and q of M, pooled m; the same for one class against all others,
-    the class that gained most.
+    the class that gained most. z: how many deviations Σ (s - q) ln q, the loss of entropy to first order, is from 0; it sees
+    what happens to classes together that were unlike from the start.
     """
-    counts, past = recent[:, :-2], history[:-2]
+    counts, past = recent[:, :-3], history[:-3]
     n, m = counts.sum(1), past.sum()
     s, q = counts / n[:, None], past / m
     pooled = (counts + past) / (n + m)[:, None]
     lost = torch.special.entr(q).sum() - torch.special.entr(s).sum(1)
     g = n * _kl(s, pooled).sum(1) + m * _kl(q.expand_as(s), pooled).sum(1)
     one = n[0] * _binary(s[0], pooled[0]) + m * _binary(q, pooled[0])
-    calmer = history[-2] / m - recent[:, -2] / n
-    found = {"past": m, "g_class": (one * (s[0] > q)).max(), "rise": rise(recent[0], history)}
+    surprisal = -torch.special.xlogy(q > 0, q)
+    spread = ((q * surprisal.square()).sum() - (q * surprisal).sum().square()).clamp_min(1e-12).sqrt()
+    z = ((q - s) * surprisal).sum(1) / (spread * (1 / n + 1 / m).sqrt())
+    found = {"past": m, "lately": history[-3], "g_class": (one * (s[0] > q)).max()}
     for row, window in enumerate(("short", "long")):
-        found |= {window: n[row], f"lost_{window}": lost[row], f"g_{window}": g[row], f"calmer_{window}": calmer[row]}
+        rose = rise(recent[row], history)
+        found |= {window: n[row], f"lost_{window}": lost[row], f"g_{window}": g[row], f"z_{window}": z[row]}
+        found[f"rise_{window}"] = rose
     return found
 
 
 def rise(window: Tensor, history: Tensor) -> Tensor:
     """Of the mean predictive entropy, in standard deviations of a sample."""
-    n, m = window[:-2].sum(), history[:-2].sum()
-    mean = history[-2] / m
-    spread = (history[-1] / m - mean.square()).clamp_min(1e-12).sqrt()
-    return (window[-2] / n - mean) / spread
+    mean = history[-2] / history[-3]
+    spread = (history[-1] / history[-3] - mean.square()).clamp_min(1e-12).sqrt()
+    return (window[-2] / window[-3] - mean) / spread
 
 
 def _kl(p: Tensor, q: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from driftfilter.checkpoint import as_tensor, as_text, from_tensors, moved, to_t
 from driftfilter.checks import require, require_count, require_number
 from driftfilter.divergence import deviation, kl_divergence
 from driftfilter.filtering import FilterState, StepInfo
-from driftfilter.history import LEAST, Evidence, compared, faded, rise, shape_of, short, summary, windows
+from driftfilter.history import SHORT, Evidence, compared, extended, faded, rise, shape_of, summary, windows
 
 Response: TypeAlias = Literal["record", "warn", "inflate", "probation", "revert", "reset", "freeze"]  # mildest first
 Ask: TypeAlias = Callable[[FilterState], Tensor]  # log-probabilities [n, k] of the current batch under another state
@@ -57,7 +57,8 @@ class Signals(NamedTuple):
     entropy_lost: float = math.nan  # H(history) - H(short window) of the predicted classes, in nats
     entropy_eroded: float = math.nan  # the same of the long window
     share_gained: float = math.nan  # by the class that gained most, in nats a sample (see Monitor)
-    uncertainty: float = math.nan  # rise of the mean predictive entropy, in standard deviations of a sample
+    uncertainty: float = math.nan  # rise of the mean predictive entropy of the short window, in deviations of a sample
+    uncertainty_grown: float = math.nan  # the same of the long window
     distance: float = math.nan  # of the mean from the source, in prior standard deviations (see deviation)
     divergence: float = math.nan  # KL(belief ‖ source) / d in nats, where the monitor has a threshold for it
     marginal_entropy: float = math.nan  # of the classes predicted in this batch, in nats
@@ -68,6 +69,7 @@ class Signals(NamedTuple):
 
 
 MONITOR = "monitor."  # in a checkpoint
+_TENSORS = ("history", "recent", "known", "later", "trial")
 _PLAIN = ("batches", "age", "away", "trying", "alarmed", "frozen")
 LABELS, PARAMETERS = ("entropy_lost", "entropy_eroded", "share_gained"), ("distance", "divergence")
 
@@ -75,21 +77,28 @@ LABELS, PARAMETERS = ("entropy_lost", "entropy_eroded", "share_gained"), ("dista
 @final
 @dataclass(frozen=True, eq=False)
 class MonitorState:
-    """All that a monitor remembers; an immutable value. Summaries: [k + 2], samples by predicted class, Σ H_i, Σ H_i²."""
+    """All that a monitor remembers; an immutable value. Summaries [k + 3]: see history."""
 
     batches: int = 0
-    history: Tensor | None = None  # [k + 2], of batches taken for good
-    recent: Tensor | None = None  # [2, k + 2], the short window and the long one
+    history: Tensor | None = None  # [k + 3], of batches taken for good
+    recent: Tensor | None = None  # [2, k + 3], the short window and the long one
     good: FilterState | None = None  # what to go back to; None: the start of the stream
     newer: FilterState | None = None  # takes its place when the next snapshot is due
+    known: Tensor | None = None  # [k + 3], the history at the time of the good state: what the windows are compared with
+    later: Tensor | None = None  # [k + 3], that at the time of the newer one
     age: float = 0.0  # ticks since that snapshot; a tick is a batch, or as many small ones as fill a short window
     away: float = 0.0  # ticks since the stream left the history: batches kept out of it, or on probation
     trying: bool = False  # on probation: the belief goes on adapting, and the good one waits
-    trial: Tensor | None = None  # [k + 2], what the good belief predicts meanwhile
+    trial: Tensor | None = None  # [k + 3], what the good belief predicts meanwhile
     alarmed: tuple[str, ...] = ()  # signals out of bounds in the last step
     frozen: bool = False
     signals: Signals = field(default_factory=Signals)
     events: tuple[Event, ...] = ()
+
+    @property
+    def reference(self) -> Tensor | None:
+        """[k + 3], the history without the latest batches, once there is so much."""
+        return self.history if self.known is None else self.known
 
     def moved_to(self, mean: Tensor) -> MonitorState:
         """The same where a mean is; states in its dtype too."""
@@ -101,7 +110,7 @@ class MonitorState:
         return replace(self, **tensors, good=there(self.good), newer=there(self.newer))
 
     def _tensors(self) -> dict[str, Tensor]:
-        named = {"history": self.history, "recent": self.recent, "trial": self.trial}
+        named = {name: getattr(self, name) for name in _TENSORS}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
     def to_tensors(self) -> dict[str, Tensor]:
@@ -131,7 +140,7 @@ class MonitorState:
         for name in ("good", "newer"):
             parts = {key.removeprefix(f"{name}."): value for key, value in own.items() if key.startswith(f"{name}.")}
             states[name] = from_tensors({**parts, **source}, like) if parts else None
-        found: dict[str, Any] = {name: own[name] for name in ("history", "recent", "trial") if name in own}
+        found: dict[str, Any] = {name: own[name] for name in _TENSORS if name in own}
         return cls(**plain, **states, **found).moved_to(like.belief.mean)
 
     def logged(self, *events: Event) -> MonitorState:
@@ -151,9 +160,11 @@ class Monitor:
         share_gained    G_c / N >= share, G_c the same for one class against all others, the class that gained most
 
     "No chance": under the history's shares 2 G is χ² with k - 1 degrees of freedom (1 for one class, of k); a tail below
-    ``false_alarm`` by Chernoff's bound. Windows are max(n, 5 k, 64) and 50 k samples. ``uncertainty``: the mean predictive
-    entropy rises by so many standard deviations of a sample: a harder domain, or garbage. ``distance`` and ``divergence``
-    (off by default: it costs up to d³) are of the belief from the source.
+    ``false_alarm`` by Chernoff's bound. (For entropies it also counts if Σ (s - q) ln q, the loss to first order, is that many
+    deviations from 0.) Windows are max(n, 64) and 50 k samples; the history is that at the time of the last good belief.
+    ``uncertainty``: the mean predictive entropy rises by so many standard deviations of a sample over the short window, the
+    long one: a harder domain, or garbage. ``distance`` and ``divergence`` (off by default: it costs up to d³) are of the belief
+    from the source, in units of a prior that is most often chosen, not learned: by default an alarm is recorded only.
 
     Responses, mildest first; of several alarms the strongest is done: "record" (an event), "warn", "inflate" (the covariance,
     ×``inflation``), "probation" (go on, but ask the last good belief now and then, and revert to it as soon as what it predicts
@@ -164,28 +175,31 @@ class Monitor:
     ``detectors``: signal -> detector (river).
     """
 
-    entropy: tuple[float, float] = (0.3, 0.1)
+    entropy: tuple[float, float] = (0.3, 0.05)
     share: float = 0.5
-    uncertainty: float = 0.4
+    uncertainty: tuple[float, float] = (0.4, 0.2)
     distance: float = 3.0
     divergence: float | None = None
-    false_alarm: float = 1e-5
+    false_alarm: float = 1e-4
     lag: int = 5
     patience: int = 200
     inflation: float = 4.0
     on_labels: Response = "revert"
     on_uncertainty: Response = "probation"
-    on_parameters: Response = "revert"
+    on_parameters: Response = "record"
     on_detector: Response = "record"
     detectors: Mapping[str, Detector] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        pair = isinstance(self.entropy, (tuple, list)) and len(self.entropy) == 2
-        require(pair, "Monitor.entropy", self.entropy, "two numbers, for the short and the long window")
-        object.__setattr__(self, "entropy", tuple(self.entropy))
-        thresholds = {"share": self.share, "uncertainty": self.uncertainty, "distance": self.distance}
-        for name, value in (*thresholds.items(), *(("entropy", value) for value in self.entropy)):
-            require_number(f"Monitor.{name}", value, 0, math.inf, open_low=True)
+        for name in ("entropy", "uncertainty"):
+            pair = getattr(self, name)
+            fits = isinstance(pair, (tuple, list)) and len(pair) == 2
+            require(fits, f"Monitor.{name}", pair, "two numbers, for the short and the long window")
+            object.__setattr__(self, name, tuple(pair))
+        thresholds = {"entropy": self.entropy, "share": (self.share,), "uncertainty": self.uncertainty}
+        for name, values in {**thresholds, "distance": (self.distance,)}.items():
+            for value in values:
+                require_number(f"Monitor.{name}", value, 0, math.inf, open_low=True)
         if self.divergence is not None:
             require_number("Monitor.divergence", self.divergence, 0, math.inf, open_low=True)
         require_number("Monitor.false_alarm", self.false_alarm, 0, 1, open_low=True, open_high=True)
@@ -203,7 +217,7 @@ class Monitor:
     @classmethod
     def recording(cls) -> Monitor:
         """One that changes nothing."""
-        return cls(on_labels="record", on_uncertainty="record", on_parameters="record")
+        return cls(on_labels="record", on_uncertainty="record")
 
     def observe(self, past: MonitorState, state: FilterState, info: StepInfo, log_probabilities: Tensor | None) -> Observed:
         """The signals of a step that led to ``state`` and predicted ``log_probabilities`` [n, k] (None: it did not predict)."""
@@ -214,7 +228,7 @@ class Monitor:
         samples, classes = log_probabilities.shape
         batch = summary(log_probabilities)
         recent = windows(past.recent, batch, samples)
-        against = {} if past.history is None else compared(recent, past.history)
+        against = {} if past.reference is None else compared(recent, past.reference)
         numbers = _numbers(named | shape_of(batch) | against)  # the only look at the device
         evidence = Evidence.of({name: numbers.pop(name) for name in against}, classes) if against else Evidence()
         signals = Signals(*evidence.signals, **numbers)
@@ -228,7 +242,7 @@ class Monitor:
 
     def _out_of_bounds(self, signals: Signals, evidence: Evidence) -> dict[str, float]:
         """Signals beyond their thresholds, with these."""
-        limits = (*self.entropy, self.share, self.uncertainty, self.distance, self.divergence or math.inf)
+        limits = (*self.entropy, self.share, *self.uncertainty, self.distance, self.divergence or math.inf)
         chance = -math.log(self.false_alarm)
         certain = (*(tail >= chance for tail in evidence.tails), True, True)
         pairs = zip(Signals._fields, signals, limits, certain, strict=False)
@@ -240,7 +254,7 @@ class Monitor:
             return self.on_detector
         if signal in LABELS:
             return self.on_labels
-        return self.on_uncertainty if signal == "uncertainty" else self.on_parameters
+        return self.on_parameters if signal in PARAMETERS else self.on_uncertainty
 
     def step(
         self,
@@ -257,53 +271,48 @@ class Monitor:
         seen.alarms.update(_detected(detectors, seen.signals))
         acts = {signal: self.response(signal) for signal in seen.alarms}
         worst = max(acts.values(), key=_severity, default="record")
-        told = [signal for signal in seen.alarms if signal not in past.alarmed or _severity(acts[signal]) > _PROBATION]
-        values = seen.signals._asdict()
-        events = [
-            Event(past.batches, name, values[name.removeprefix(_DETECTOR)], seen.alarms[name], acts[name]) for name in told
-        ]
         now = replace(past, batches=past.batches + 1, recent=seen.recent, alarmed=tuple(seen.alarms), signals=seen.signals)
-        now = now.logged(*events)
+        now = now.logged(*_told(past, seen, acts))
         good = start if past.good is None else past.good
         if _severity(worst) > _PROBATION:
-            now = replace(now, newer=past.good, age=0.0, trying=False, trial=None, frozen=worst == "freeze")
-            now, state = self._away(now, seen, state), replace(start if worst == "reset" else good, step=state.step)
-        elif worst == "probation" or past.trying:
-            now, state = self._tried(replace(now, trying=True), seen, state, good, ask)
-        else:
-            if worst == "inflate":
-                covariance = state.belief.covariance.propagate(math.sqrt(self.inflation), 0.0)
-                state = replace(state, belief=replace(state.belief, covariance=covariance))
-            now = self._taken(now, seen, state)
-        return now, state
+            now = self._away(replace(now, trying=False, trial=None, frozen=worst == "freeze"), seen, state)
+            return _back(now, worst), replace(start if worst == "reset" else good, step=state.step)
+        if worst == "probation" or past.trying:
+            return self._tried(replace(now, trying=True), seen, state, good, ask)
+        if worst == "inflate":
+            covariance = state.belief.covariance.propagate(math.sqrt(self.inflation), 0.0)
+            state = replace(state, belief=replace(state.belief, covariance=covariance))
+        return self._taken(now, seen, state), state
 
     def _taken(self, now: MonitorState, seen: Observed, state: FilterState) -> MonitorState:
         """With the batch in the history and, where one is due and nothing is wrong, a snapshot of the state."""
         if seen.batch is not None:
-            now = replace(now, history=seen.batch if now.history is None else now.history + seen.batch, away=0.0)
+            now = replace(now, history=extended(now.history, seen.batch, seen.samples), away=0.0)
         if seen.alarms:
             return now
         age = now.age + seen.ticks
-        return replace(now, age=age) if age < self.lag else replace(now, good=now.newer, newer=state, age=0.0)
+        if age < self.lag:
+            return replace(now, age=age)
+        return replace(now, good=now.newer, known=now.later, newer=state, later=now.history, age=0.0)
 
     def _tried(
         self, now: MonitorState, seen: Observed, state: FilterState, good: FilterState, ask: Ask
     ) -> tuple[MonitorState, FilterState]:
         """A step on probation: back to the good belief where that is at home again."""
-        history = now.history
+        history = now.reference
         if seen.batch is not None and history is not None and now.batches % self.lag == 0:
             trial = faded(now.trial, summary(ask(good)), seen.samples)
             now, rose = replace(now, trial=trial), self._at_home(trial, history)
             if rose is not None:
-                event = Event(now.batches - 1, "uncertainty", rose, self.uncertainty / 2, "revert")
-                back = replace(now, trying=False, trial=None, away=0.0, newer=now.good, age=0.0).logged(event)
-                return back, replace(good, step=state.step)
+                event = Event(now.batches - 1, "uncertainty", rose, self.uncertainty[1], "revert")
+                now = replace(now, trying=False, trial=None, away=0.0, recent=torch.stack((trial, trial))).logged(event)
+                return _back(now, "revert"), replace(good, step=state.step)
         return self._away(now, seen, state), state
 
     def _at_home(self, trial: Tensor, history: Tensor) -> float | None:
         """The rise of uncertainty of the good belief, where enough samples say that it is none."""
-        count, rose = torch.stack((trial[:-2].sum(), rise(trial, history))).tolist()
-        return float(rose) if count >= LEAST / 2 and rose < self.uncertainty / 2 else None
+        count, rose = torch.stack((trial[:-3].sum(), rise(trial, history))).tolist()
+        return float(rose) if count >= SHORT / 2 and rose < self.uncertainty[1] else None
 
     def _away(self, now: MonitorState, seen: Observed, state: FilterState) -> MonitorState:
         """One more batch that is not in the history; after enough of them the long window becomes the history."""
@@ -315,7 +324,21 @@ class Monitor:
         event = Event(now.batches - 1, next(iter(seen.alarms), "uncertainty"), away, float(self.patience), "accept")
         if now.trying:
             now = replace(now, good=state, newer=state, age=0.0, trying=False, trial=None)
-        return replace(now, history=recent[1], away=0.0).logged(event)
+        return replace(now, history=recent[1], known=None, later=None, away=0.0).logged(event)
+
+
+def _told(past: MonitorState, seen: Observed, acts: Mapping[str, str]) -> list[Event]:
+    """Events of the alarms: every time where the belief goes back, else when one begins."""
+    values, known = seen.signals._asdict(), [*past.alarmed, *(("uncertainty", "uncertainty_grown") if past.trying else ())]
+    new = [name for name, response in acts.items() if name not in known or _severity(response) > _PROBATION]
+    return [Event(past.batches, name, values[name.removeprefix(_DETECTOR)], seen.alarms[name], acts[name]) for name in new]
+
+
+def _back(now: MonitorState, response: str) -> MonitorState:
+    """After the belief went back: a newer one is no good, and the long window begins again with the short one."""
+    recent = None if now.recent is None else torch.stack((now.recent[0], now.recent[0]))
+    good = None if response == "reset" else now.good
+    return replace(now, good=good, newer=good, later=now.known, history=now.reference, age=0.0, recent=recent)
 
 
 def _severity(response: str) -> int:
@@ -342,14 +365,14 @@ class Observed(NamedTuple):
 
     signals: Signals
     alarms: dict[str, float]  # signal -> threshold
-    batch: Tensor | None  # [k + 2], its summary
-    recent: Tensor | None  # [2, k + 2], with it
+    batch: Tensor | None  # [k + 3], its summary
+    recent: Tensor | None  # [2, k + 3], with it
     samples: int
 
     @property
     def ticks(self) -> float:
         """1, or the part of a short window that a small batch fills."""
-        return 1.0 if self.batch is None else min(1.0, self.samples / short(self.batch.shape[0] - 2))
+        return 1.0 if self.batch is None else min(1.0, self.samples / SHORT)
 
 
 def _of_update(info: StepInfo) -> dict[str, Tensor]:
