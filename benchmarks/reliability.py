@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import math
 import platform
 import statistics
 import time
@@ -134,7 +135,7 @@ class Fault(NamedTuple):
     stream: Callable[[int], list[Batch]]
 
 
-def faults(labels: Tensor, data: dict[str, Tensor], n: int) -> list[Fault]:
+def faults(labels: Tensor, data: dict[str, Tensor]) -> list[Fault]:
     """Learning rate × 10; labels that begin to come in runs; ten passes (of a network without batch normalisation)."""
     noise = data["gaussian_noise"]
     return [
@@ -145,7 +146,7 @@ def faults(labels: Tensor, data: dict[str, Tensor], n: int) -> list[Fault]:
             1e-3,
             lambda seed: shuffled(noise, labels, 200, seed)[:8] + in_runs(noise, labels, 200, seed),
         ),
-        Fault("10 passes", "resnet20_gn", 1e-3, lambda seed: shuffled(data["pixelate"][:500], labels[:500], n, seed, 10)),
+        Fault("10 passes", "resnet20_gn", 1e-3, lambda seed: shuffled(data["pixelate"][:600], labels[:600], 200, seed, 10)),
     ]
 
 
@@ -160,19 +161,19 @@ def fallen(score: list[float], size: int) -> int | None:
     return None
 
 
-def collapse(labels: Tensor, data: dict[str, Tensor], n: int, seeds: int) -> list[dict[str, object]]:
+def collapse(labels: Tensor, data: dict[str, Tensor], seeds: int) -> list[dict[str, object]]:
     """Batch of the first alarm against the batch of the fall."""
     rows = []
     print(
         f"{'stream':<22}{'seed':>5}{'batches':>9}{'alarm at':>13}{'by':>16}{'fallen at':>11}{'last accuracy':>15}{'guarded':>9}"
     )
-    for name, network, lr, make in faults(labels, data, n):
+    for name, network, lr, make in faults(labels, data):
         model = models.load(network)
         for seed in range(seeds):
             stream = make(seed)
             adapter = df.adapt(model, "tent", lr=lr, monitor=df.Monitor.recording())
             score = scores(adapter, stream)
-            guarded = scores(df.adapt(model, "tent", lr=lr), stream)
+            guarded = scores(df.adapt(model, "tent", lr=lr), stream) if seed == 0 else [math.nan]
             first = adapter.events[0] if adapter.events else None
             span = max(1, JUDGED // len(stream[0][1]))
             row = {"stream": name, "seed": seed, "alarm": first and first.step, "signal": first and first.signal,
@@ -229,7 +230,7 @@ def main() -> None:
     figures: dict[str, object] = {"where": where, "date": date, "batch": n, "torch": torch.__version__}
     parts: dict[str, Callable[[], list[dict[str, object]]]] = {
         "poison": lambda: poison(labels, data, n, arguments.presets),
-        "collapse": lambda: collapse(labels, data, n, arguments.seeds),
+        "collapse": lambda: collapse(labels, data, arguments.seeds),
         "healthy": lambda: healthy(labels, data, n, arguments.seeds),
     }
     for part in arguments.parts:
