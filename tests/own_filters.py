@@ -66,6 +66,7 @@ def own_loop(
     rho: float,
     ceiling: float,
     balance: float,
+    radius: float,
     temperature: float,
     momentum: float,
     diversity: float,
@@ -96,7 +97,9 @@ def own_loop(
         energy = (weights * losses_of(logits, weights, ceiling, balance)).sum() / max(n, 100)
         rows = torch.cat(torch.autograd.grad(energy, leaves), 1)
         covariance = 1 / (1 / prior + (rows**2).sum(0) / (weights.mean() / max(n, 100)))
-        here = here - covariance * rows.sum(0)
+        step = covariance * rows.sum(0)
+        length = ((rows @ step) / (weights.mean() / max(n, 100)).sqrt()).norm()
+        here = here - step * min(1.0, radius / length.item())
         carried = passes[0][1]
         seen = torch.special.entr(p.mean(0)).sum().exp().item() / (k * (1 - (1 - 1 / k) ** n))
         share = momentum * min(1, n / 64) * min(1, seen) ** diversity

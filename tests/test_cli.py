@@ -247,7 +247,7 @@ def test_help_does_not_import_torch() -> None:
         [
             "import sys",
             "from driftfilter.app import cli",
-            "for command in ([], ['bench']):",
+            "for command in ([], ['bench'], ['run']):",
             "    try: cli.main([*command, '--help'])",
             "    except SystemExit: pass",
             "assert not {'torch', 'rich', 'torchmetrics'} & set(sys.modules)",

@@ -205,6 +205,25 @@ def test_linearized_is_the_information_form(
     assert list(memory) == ["kept"]
 
 
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("share", [0.3, 3.0])
+def test_a_radius_shortens_the_step_in_the_metric_of_the_whole_curvature(structure: str, share: float) -> None:
+    """Δ times r / sqrt(Δᵀ H Δ) where that is below 1, H without the structure's projection; the covariance as without."""
+    p = PROBLEMS["2d"]
+    logits = p.logits(p.mean[None])[0]
+    gradient, hessian = derivatives(cross_entropy, logits, hard_labels(logits))
+    J, scale = p.jacobian(), BETA / len(p.inputs)
+    g = scale * torch.einsum("nk,nkd->d", gradient, J)
+    H = scale * torch.einsum("nkd,nkl,nle->de", J, hessian, J)
+    mean, covariance = updated(p, g, H, structure)
+    step = mean - p.mean
+    radius = share * (step @ H @ step).sqrt().item()
+    posterior = infer(df.Linearized(df.Hessian(), radius), p, df.PseudoLabel(), structure)
+    assert_belief(posterior, p.mean + min(1.0, share) * step, covariance, atol=1e-12)
+    without = infer(df.Linearized(df.NoCurvature()), p, df.PseudoLabel(), structure)
+    assert torch.equal(infer(df.Linearized(df.NoCurvature(), radius), p, df.PseudoLabel(), structure).mean, without.mean)
+
+
 @pytest.mark.parametrize("rule", [df.Linearized(df.Hessian()), df.Bong(nodes=9), df.Variational(nodes=9, rate=1, iterations=1)])
 def test_low_rank_moves_the_mean_before_it_truncates(rule: Inference) -> None:
     p = Problem(3, 3, normal(9, seed=3), spread(9, 0.2), normal(6, 3, seed=4))
@@ -464,6 +483,7 @@ def test_plain_sgd_is_the_filter_without_curvature_from_an_isotropic_prior() -> 
 @pytest.mark.parametrize(
     ("rule", "settings", "message"),
     [
+        (df.Linearized, {"radius": -1.0}, "Linearized.radius must be a finite number in [0, inf), got -1.0"),
         (df.Bong, {"samples": -1}, "Bong.samples must be an integer >= 0, got -1"),
         (df.Bong, {"nodes": 2.0}, "Bong.nodes must be an integer >= 0, got 2.0"),
         (df.Bong, {"nodes": 6}, "Bong.nodes must be 0 (none) or at least 7, below which the rule is rough, got 6"),

@@ -312,7 +312,7 @@ def head(preset: str, samples: int = 0) -> Case:
 
 
 OWN: dict[str, Any] = {
-    "beta": 3.0, "variance": 0.2, "taper": 1.5, "rho": 0.8, "ceiling": 0.9, "balance": 2.0,
+    "beta": 3.0, "variance": 0.2, "taper": 1.5, "rho": 0.8, "ceiling": 0.9, "balance": 2.0, "radius": 0.4,
     "temperature": 1.7, "momentum": 0.6, "diversity": 3.0,
 }  # fmt: skip
 

@@ -45,6 +45,7 @@ from driftfilter.prediction import (
 from driftfilter.predictive import LinearHead, PredictiveModel
 from driftfilter.prototypes import Mixture, PrototypeHead, Prototypes, Supports
 from driftfilter.recipe import VARIANTS, Recipe, from_toml, to_toml
+from driftfilter.saving import CheckpointError, load, save
 from driftfilter.source import Gaussian, Laplace, PointMass, Source, SourceData, fit_laplace, marginal_source
 from driftfilter.statistics import Ema, PseudoCount
 from driftfilter.transition import BlockDynamics, Transition
@@ -67,6 +68,7 @@ __all__ = [
     "Bong",
     "ByName",
     "CertaintyDiversity",
+    "CheckpointError",
     "ConjugatePseudoLabel",
     "Consistency",
     "Constant",
@@ -169,8 +171,10 @@ __all__ = [
     "fit_laplace",
     "from_toml",
     "kl_divergence",
+    "load",
     "marginal_source",
     "presets",
+    "save",
     "select",
     "to_toml",
 ]

@@ -42,6 +42,7 @@ from driftfilter.inputs import Inputs, batch_size, checked, each, joined, sample
 from driftfilter.monitor import MONITOR, AlarmWarning, Detector, Event, Monitor, MonitorState, Signals
 from driftfilter.prediction import MAP, Prediction
 from driftfilter.recipe import Recipe
+from driftfilter.saving import Fingerprint, fingerprint
 from driftfilter.source import Laplace, PointMass, SourceData
 from driftfilter.twins import full_precision, twin
 
@@ -168,6 +169,7 @@ class Adapter(nn.Module):
         self._data, self._output, self._observed = _as_source_data(data), output, observed
         self._model = [model]  # in a list, or it would become a part of this module, and its parameters ours
         self._now = _Now()
+        self._known: tuple[_Bound, Fingerprint] | None = None
         self._lock = threading.RLock()  # of updates; predictions need none
 
     # What users call
@@ -240,6 +242,15 @@ class Adapter(nn.Module):
     def signals(self) -> Signals:
         """What the monitor saw in the last update."""
         return self._now.watch.signals
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        """What tells the model from others; worked out again only where it has been written to since."""
+        bound, known = self._ready(None).bound, self._known
+        assert bound is not None
+        if known is None or known[0] is not bound or not bound.reads(values=True):
+            known = self._known = bound, fingerprint(self._model[0])
+        return known[1]
 
     def extra_repr(self) -> str:
         return f"{type(self._model[0]).__name__}, {self.recipe}"
@@ -418,7 +429,7 @@ class Adapter(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         kept = {name: value for name, value in self.__dict__.items() if name != "_lock"}
-        return {**kept, "_now": self._now._replace(bound=None)}  # the model is read again
+        return {**kept, "_now": self._now._replace(bound=None), "_known": None}  # the model is read again
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _lock=threading.RLock())

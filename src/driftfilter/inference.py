@@ -42,10 +42,14 @@ class Frozen:
         return prior, memory
 
 
-def newton_step(prior: Belief, gradient: Tensor, factor: Tensor) -> Belief:
-    """Σ = ((Σ⁻)⁻¹ + FᵀF)⁻¹, μ = μ⁻ - Σ g; the mean moves before Σ is truncated."""
+def newton_step(prior: Belief, gradient: Tensor, factor: Tensor, radius: float = 0.0) -> Belief:
+    """Σ = ((Σ⁻)⁻¹ + FᵀF)⁻¹, μ = μ⁻ - Σ g, shortened to abs(F Σ g) <= radius if > 0; the mean moves before Σ is truncated."""
     covariance = prior.covariance.condition(factor)
-    mean = prior.mean - covariance.apply(gradient)
+    step = covariance.apply(gradient)
+    if radius:
+        length = torch.mv(factor, step).norm().clamp_min(torch.finfo(step.dtype).tiny)
+        step = step * (radius / length).clamp_max(1.0)
+    mean = prior.mean - step
     require_finite("the posterior mean", mean)
     return unchecked(Belief, mean=mean, covariance=covariance.truncate())
 
@@ -53,15 +57,21 @@ def newton_step(prior: Belief, gradient: Tensor, factor: Tensor) -> Belief:
 @final
 @dataclass(frozen=True)
 class Linearized:
-    """Second-order expansion of the energy at the prior mean: an extended Kalman step, one Newton step."""
+    """Second-order expansion of the energy at the prior mean: an extended Kalman step, one Newton step.
+
+    ``radius`` r > 0 is a trust region: the mean's step Δ is shortened to |F Δ| ≤ r, so that the quadratic energy changes by
+    at most ½ r² nats beside its slope. A diagonal Σ does not see how parameters act together, and oversteps without it.
+    """
 
     curvature: Curvature = field(default_factory=EmpiricalFisher)
+    radius: float = 0.0
 
     def __post_init__(self) -> None:
         require_role("Linearized.curvature", self.curvature, "curvature", "Hessian()")
+        require_number("Linearized.radius", self.radius, 0, math.inf)
 
     def __call__(self, prior: Belief, energy: Energy, memory: Memory, randomness: Randomness) -> tuple[Belief, Memory]:
-        return newton_step(prior, *self.curvature(energy.at(prior.mean))), memory
+        return newton_step(prior, *self.curvature(energy.at(prior.mean)), self.radius), memory
 
 
 def _expected(

@@ -336,18 +336,19 @@ def driftfilter(
     taper: float = 2.0,
     rho: float = 0.985,
     ceiling: float = 0.9999,
-    balance: float = 3.0,
+    balance: float = 0.5,
+    radius: float = 2.0,
     temperature: float = 2.0,
     momentum: float = 0.5,
     diversity: float = 4.0,
 ) -> Recipe:
     """Ours, the default: one forward and one backward pass, no augmentation. The soft likelihood ratio of reliable samples,
     with ``balance`` times information maximisation against collapse, moves the norm parameters, the early layers more than
-    the deep ones, and they revert to the source.
+    the deep ones, by at most ``radius`` a step, and they revert to the source.
 
     Batch normalisation carries its statistics, and trusts a batch the less the fewer classes are in it. Predicts before the
     step, at a temperature. Batches below 100 samples take smaller steps. All was chosen on speckle noise, blur, saturation and
-    spatter (docs/benchmarks.md); without batch normalisation `adapt` takes a smaller ``variance``.
+    spatter (docs/benchmarks.md); without batch normalisation `adapt` takes a smaller ``variance`` and more ``balance``.
     """
     loss = Sum((SoftLikelihoodRatio(ceiling), InformationMaximization()), (1.0, balance))
     return Recipe(
@@ -355,7 +356,7 @@ def driftfilter(
         source=Gaussian(variance, taper=taper),
         transition=Transition(MeanReversion(rho), Reset(None)),
         observation=Gibbs(loss, Reliability(beta), reference=100),
-        inference=Linearized(EmpiricalFisher(centered=False)),
+        inference=Linearized(EmpiricalFisher(centered=False), radius),
         prediction=Tempered(temperature),
         predict_from="prior",
     )
@@ -367,7 +368,8 @@ def driftfilter_aug(
     taper: float = 2.0,
     rho: float = 0.985,
     ceiling: float = 0.9999,
-    balance: float = 3.0,
+    balance: float = 0.5,
+    radius: float = 2.0,
     temperature: float = 2.0,
     momentum: float = 0.5,
     diversity: float = 4.0,
@@ -377,7 +379,7 @@ def driftfilter_aug(
     """The same for inputs and their mirror images: the loss is that of both, plus the symmetric cross-entropy between them,
     and the prediction is from their mean logits. Another ``augmentation`` that preserves labels may take the mirror's place.
     """
-    recipe = driftfilter(beta, variance, taper, rho, ceiling, balance, temperature, momentum, diversity)
+    recipe = driftfilter(beta, variance, taper, rho, ceiling, balance, radius, temperature, momentum, diversity)
     agreement = Consistency(augmentation or Mirror(), divergence="symmetric", target="moving")
     own = as_loss("driftfilter_aug", recipe.observation.loss)
     loss = Sum((own, agreement), (1.0, consistency), each_view=True)
@@ -458,8 +460,10 @@ PRESETS: dict[str, Callable[..., Recipe]] = {
 # shipped network with group normalisation they fall below the source (docs/presets.md).
 FOR_BATCH_NORM = ("tent", "pl", "rpl", "conjugate", "slr", "roid", "cmf", "bacs")
 
-# What is safe in place of a default for networks without batch normalisation, whose gradients are larger.
-WITHOUT_BATCH_NORM: dict[str, dict[str, float]] = {"driftfilter": {"variance": 0.01}, "driftfilter_aug": {"variance": 0.01}}
+# What is safe in place of a default for networks without batch normalisation: their gradients are larger, and nothing but
+# information maximisation keeps the classes apart.
+_SAFE = {"variance": 0.01, "balance": 3.0}
+WITHOUT_BATCH_NORM: dict[str, dict[str, float]] = {"driftfilter": _SAFE, "driftfilter_aug": _SAFE}
 
 
 def names() -> list[str]:

@@ -9,7 +9,6 @@ import ast
 import hashlib
 import itertools
 import json
-import os
 import re
 import traceback
 from collections.abc import Mapping, Sequence
@@ -29,6 +28,7 @@ from driftfilter.app.protocols import Stream
 from driftfilter.app.streams import Domains, cifar10, open_domains
 from driftfilter.app.task import Bench, Choice, Network, Source, Task, Watch, protocol, run_task, settings
 from driftfilter.checks import nearest, require
+from driftfilter.whole import whole_file
 
 # In the order of accuracy they are expected to have.
 QUICK_PRESETS = "source,bn,tent,driftfilter,driftfilter_aug"
@@ -184,12 +184,8 @@ def read_done(path: Path, made: Mapping[str, Any]) -> dict[str, Any] | None:
 def write_whole(path: Path, text: str) -> None:
     """Write a file so that it is there whole or as it was, whatever happens meanwhile."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        part.write_text(text, encoding="utf-8")
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
+    with whole_file(path) as file:
+        file.write(text.encode())
 
 
 class Display(Protocol):

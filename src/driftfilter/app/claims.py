@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from driftfilter.checks import require
+from driftfilter.whole import is_alive
 
 WRITTEN_WITHIN = 60  # seconds; a claim that is empty for longer was not finished by a process that still lives
 
@@ -94,14 +95,4 @@ def _gone(claim: Path, text: str) -> bool:
         except FileNotFoundError:
             return True
     # This process's own number, without its claim: an earlier process had it.
-    return host == socket.gethostname() and (pid == os.getpid() or not _alive(pid))
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # another user's
-        pass
-    return True
+    return host == socket.gethostname() and (pid == os.getpid() or not is_alive(pid))

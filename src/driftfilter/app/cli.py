@@ -45,6 +45,14 @@ def _run(arguments: Sequence[str] | None) -> int:
     )
     again.add_argument("--no-figures", action="store_true", help="numbers only, without matplotlib")
     _add_bench(commands.add_parser("bench", help="presets × protocols × models × seeds on corrupted images, as a table"))
+    _add_run(
+        commands.add_parser(
+            "run",
+            help="adapt your own model over your own data, with checkpoints",
+            epilog="exit status: 0 done, or ended by SIGTERM and saved; 1 failed; 2 wrong usage; 3 done, but batches were "
+            "skipped; 130 ended by Ctrl-C and saved",
+        )
+    )
     data = commands.add_parser("data", help="where to get CIFAR-10-C, and whether a folder holds it")
     data.add_argument("folder", nargs="?", metavar="FOLDER", help="the folder to check")
     commands.add_parser("list", help="every building block and preset, with one line each")
@@ -57,6 +65,8 @@ def _run(arguments: Sequence[str] | None) -> int:
         return _reproduce(parsed)
     if parsed.command == "bench":
         return _bench(parsed, sys.argv[1:] if arguments is None else arguments)
+    if parsed.command == "run":
+        return _adapt(parsed, sys.argv[1:] if arguments is None else arguments)
     if parsed.command == "data":
         return _data(parsed)
     if parsed.command == "list":
@@ -104,6 +114,36 @@ def _add_bench(bench: argparse.ArgumentParser) -> None:
     add("--list", action="store_true", default=False, help="print the tasks and which are done; run nothing")
 
 
+def _add_run(run: argparse.ArgumentParser) -> None:
+    """Its options; those not given are left to ``app.run.Options``."""
+    run.argument_default = argparse.SUPPRESS
+    add = run.add_argument
+    add("model", metavar="MODEL", help="package.module:factory (called without arguments), or resnet20, resnet20_gn")
+    add("data", metavar="DATA", help=".npy [n, ...], .npz with x or images, a folder of pictures, or - for lines of JSON")
+    add("--weights", metavar="FILE", help=".safetensors, or .pt that holds tensors only (default: as the factory makes it)")
+    add("--preset", metavar="NAME", help="with options as in tent:lr=0.001 (default driftfilter)")
+    add("--recipe", metavar="FILE", help="TOML of a recipe, instead of a preset")
+    add("--source", metavar="FILE", help="source samples, as DATA, for recipes with a source posterior")
+    add("--labels", metavar="FILE", help=".npy, or .npz with labels or y: for the accuracy, never for adapting")
+    add("--batch", type=_count, metavar="N", help="samples a step (default 200)")
+    add("--window", type=_count, metavar="N", help="samples the adapter looks back on, for small batches (default 0)")
+    add("--update-every", type=_count, metavar="N", help="steps between two updates (default 1)")
+    add("--seed", type=int, metavar="S", help="of all draws (default 0)")
+    add("--device", metavar="NAME", help="auto (default), cpu or cuda")
+    add("--layout", choices=("auto", "first", "last"), help="of image channels (auto: 8-bit [n, h, w, 3] are last)")
+    add("--scale", type=float, metavar="X", help="factor of all values (default: 1/255 for 8-bit images, else 1)")
+    add("--range", metavar="LOW,HIGH", help="a batch with values outside, after scaling, is bad (default: any finite value)")
+    add("--integers", metavar="A,B", help="parts of a JSON object that are integers, such as input_ids")
+    add("--predictions", choices=("npz", "csv"), help="predictions.npz in the end (default), or .csv that grows")
+    add("--checkpoint-every", type=_count, metavar="N", help="steps between two saves (default: only when it ends)")
+    add("--keep", type=_count, metavar="K", help="checkpoints to keep (default 1)")
+    add("--resume", action="store_true", help="go on from the checkpoint in --out; from the beginning where there is none")
+    add("--live", action="store_true", help="on resuming, stdin goes on where it stopped (default: it starts again)")
+    add("--on-bad-batch", choices=("stop", "skip"), help="not finite, out of range, of another shape (default stop)")
+    add("--quiet", action="store_true", default=False, help="no progress, only warnings and errors")
+    add("--out", type=_folder, default=Path("runs/run"), metavar="DIR", help="to write to (default runs/run)")
+
+
 def _count(text: str) -> int:
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be an integer >= 1, got {text!r}")
@@ -149,8 +189,7 @@ def _bench(parsed: argparse.Namespace, arguments: Sequence[str]) -> int:
     try:
         made, tasks = bench.prepare(bench.Options(**{**(bench.QUICK if "quick" in parsed else {}), **given}))
     except (ValueError, OSError, ImportError) as error:
-        print(f"driftfilter bench: error: {error}", file=sys.stderr)
-        return 2
+        return _failed("bench", error, 2)
     folder = parsed.out
     done = bench.done(made, tasks, folder)
     if parsed.list:
@@ -178,6 +217,30 @@ def _bench(parsed: argparse.Namespace, arguments: Sequence[str]) -> int:
     if shown:
         print(f"wrote {folder}")
     return 1 if failed or None in documents else 0
+
+
+def _adapt(parsed: argparse.Namespace, arguments: Sequence[str]) -> int:
+    given = {key: value for key, value in vars(parsed).items() if key not in ("version", "command", "quiet")}
+    from driftfilter.app import run, telling
+
+    with telling.warnings_in_one_line():
+        try:
+            made = run.prepare(run.Options(**given))
+        except (ValueError, OSError, ImportError) as error:
+            return _failed("run", error, 2)
+        try:
+            with telling.progress(parsed.quiet) as watch:
+                ending = run.run(made, watch, telling.warn, shlex.join(["driftfilter", *arguments]))
+        except (ValueError, OSError, RuntimeError) as error:
+            return _failed("run", error, 1)
+        except KeyboardInterrupt:
+            return _failed("run", "interrupted twice: nothing was saved since the last checkpoint", 130)
+    return telling.conclude(ending, parsed.out)
+
+
+def _failed(command: str, error: object, status: int) -> int:
+    print(f"driftfilter {command}: error: {error}", file=sys.stderr)
+    return status
 
 
 def _data(parsed: argparse.Namespace) -> int:

@@ -1,0 +1,122 @@
+"""What a run writes as it goes on: files that only grow, so that a resumed run cuts off what its checkpoint does not cover."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from driftfilter.checks import require
+from driftfilter.whole import whole_file
+
+
+class Journal:
+    """A file that only grows, from the size it had."""
+
+    def __init__(self, path: Path, size: int = 0) -> None:
+        have = path.stat().st_size if path.exists() else 0
+        require(have >= size, str(path), f"{have} bytes", f"of at least the {size} bytes that the checkpoint covers")
+        self.path, self._file = path, path.open("ab", buffering=0)
+        self._file.truncate(size)
+        self._file.seek(size)
+
+    def append(self, data: bytes) -> None:
+        """Add to the end, for others to see at once."""
+        rest = memoryview(data)
+        try:
+            while rest:
+                rest = rest[self._file.write(rest) :]
+        except OSError as error:  # which does not name the file
+            raise OSError(error.errno, error.strerror, str(self.path)) from error
+
+    def sync(self) -> int:
+        """Bring it to the disk; its size."""
+        os.fsync(self._file.fileno())
+        return self._file.tell()
+
+    def close(self) -> None:
+        """End it."""
+        self._file.close()
+
+
+class Columns(NamedTuple):
+    """What is said of samples; of one that was skipped -1 and NaN."""
+
+    label: NDArray[Any]  # [n], the most likely class
+    probability: NDArray[Any]  # [n], of it
+    entropy: NDArray[Any]  # [n], of the predictive distribution, in nats
+    probabilities: NDArray[Any]  # [n, k]
+
+
+def columns(logs: NDArray[Any]) -> Columns:
+    """From log-probabilities [n, k]."""
+    skipped = np.isnan(logs).any(1)
+    probabilities = np.exp(logs)
+    label = np.where(skipped, -1, np.where(skipped[:, None], 0, logs).argmax(1))
+    terms = np.where(probabilities == 0, 0, probabilities * np.where(probabilities == 0, 0, logs))
+    return Columns(label, probabilities[np.arange(len(logs)), label], -terms.sum(1), probabilities)
+
+
+class Predictions:
+    """The predictions of a run: ``predictions.csv``, a line a sample; or log-probabilities, in the end ``predictions.npz``.
+
+    Of samples that were skipped before the number of classes was known, the rows are written when it is.
+    """
+
+    def __init__(self, folder: Path, kind: Literal["npz", "csv"], dtype: Any, rows: int, classes: int, size: int) -> None:
+        self.classes, self._kind, self._folder, self._dtype = classes, kind, folder, np.dtype(dtype)
+        self._rows, self._waiting = (rows, 0) if classes else (0, rows)
+        self.journal = Journal(folder / ("predictions.csv" if kind == "csv" else "predictions.part"), size)
+
+    def append(self, logs: NDArray[Any]) -> None:
+        """Log-probabilities [n, k] of the next n samples."""
+        if not self.classes:
+            self.classes = logs.shape[1]
+            if self._kind == "csv":
+                names = ",".join(f"p{place}" for place in range(self.classes))
+                self.journal.append(f"row,label,probability,entropy,{names}\n".encode())
+            self._write(self._nothing(self._waiting))
+        require(logs.shape[1] == self.classes, "the model's classes", logs.shape[1], f"{self.classes}, as they were before")
+        self._write(logs.astype(self._dtype))
+
+    def skip(self, rows: int) -> None:
+        """Of the next samples there is nothing to be said."""
+        if self.classes:
+            self._write(self._nothing(rows))
+        else:
+            self._waiting += rows
+
+    def export(self) -> Path:
+        """The file for the user, with what is known so far."""
+        if self._kind == "csv":
+            return self.journal.path
+        logs = (
+            np.fromfile(self.journal.path, self._dtype).reshape(-1, self.classes)
+            if self.classes
+            else self._nothing(self._waiting)
+        )
+        path = self._folder / "predictions.npz"
+        with whole_file(path) as file:
+            np.savez(file, **columns(logs)._asdict())
+        return path
+
+    def _nothing(self, rows: int) -> NDArray[Any]:
+        return np.full((rows, max(self.classes, 1)), np.nan, self._dtype)
+
+    def _write(self, logs: NDArray[Any]) -> None:
+        self.journal.append(self._lines(logs) if self._kind == "csv" else logs.tobytes())
+        self._rows += len(logs)
+
+    def _lines(self, logs: NDArray[Any]) -> bytes:
+        """As many digits as tell one number from the next."""
+        digits, said = 9 if self._dtype == np.float32 else 17, columns(logs)
+        numbers = np.column_stack((said.probability, said.entropy, said.probabilities))
+        rows = zip(said.label.tolist(), numbers.tolist(), strict=True)
+        texts = (
+            f"{self._rows + place},{label}," + ",".join(f"{number:.{digits}g}" for number in row) + "\n"
+            for place, (label, row) in enumerate(rows)
+        )
+        return "".join(texts).encode()

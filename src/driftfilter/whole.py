@@ -1,0 +1,104 @@
+"""Files that are there whole or as they were, whatever happens meanwhile: a crash, a kill, a full disk.
+
+Written beside their place under another name and brought to the disk, then renamed, which happens at once or not at all.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+import shutil
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO
+
+_WRITING = threading.RLock()  # a part is named after its process: one at a time of a process
+
+
+@contextmanager
+def whole_file(path: Path, keep: int = 1) -> Iterator[IO[bytes]]:
+    """A file to write to, which is ``path`` once the block has ended well, and nothing where it has not.
+
+    The last ``keep`` files stay: of ``state.safetensors`` the one before it as ``state.1.safetensors``, and so on.
+    """
+    part = _beside(path, "new")
+    with _WRITING:
+        _sweep(path)
+        try:
+            with part.open("wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            _rotate(path, keep)
+            os.replace(part, path)
+            _sync_folder(path.parent)
+        finally:
+            with suppress(OSError):  # the error that led here says more
+                part.unlink(missing_ok=True)
+
+
+def earlier(path: Path, number: int) -> Path:
+    """Where the file that was ``number`` files before this one is kept."""
+    return path.with_suffix(f".{number}{path.suffix}") if number else path
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process of this host has not ended, as far as can be known."""
+    if os.name != "posix":  # there, os.kill kills
+        return True
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, OverflowError):  # another user's; or no number of a process
+        pass
+    return True
+
+
+def _beside(path: Path, what: str) -> Path:
+    return path.with_name(f".{path.name}.{os.getpid()}-{what}.part")
+
+
+def _sweep(path: Path) -> None:
+    """Remove the parts that killed processes have left."""
+    for part in path.parent.glob(f".{glob.escape(path.name)}.*.part"):
+        found = re.fullmatch(r"\.(\d+)-(new|old)\.part", part.name.removeprefix(f".{path.name}"))
+        if found and (int(found[1]) == os.getpid() or not is_alive(int(found[1]))):
+            part.unlink(missing_ok=True)
+
+
+def _rotate(path: Path, keep: int) -> None:
+    """Every file one place back, the oldest away; ``path`` itself stays until the new one takes its place."""
+    for number in range(keep - 1, 1, -1):
+        if earlier(path, number - 1).exists():
+            os.replace(earlier(path, number - 1), earlier(path, number))
+    if keep > 1 and path.exists():
+        _copy(path, earlier(path, 1))
+    beyond = max(keep, 1)
+    while earlier(path, beyond).exists():
+        earlier(path, beyond).unlink()
+        beyond += 1
+
+
+def _copy(path: Path, target: Path) -> None:
+    """A second name for a file, or a copy where the file system knows no such thing."""
+    aside = _beside(path, "old")
+    try:
+        os.link(path, aside)
+    except OSError:
+        shutil.copyfile(path, aside)
+    os.replace(aside, target)
+    aside.unlink(missing_ok=True)  # left where both were the same file already
+
+
+def _sync_folder(folder: Path) -> None:
+    """The new name, too, is to outlast a loss of power."""
+    if os.name == "posix":
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
