@@ -2,10 +2,10 @@
 
     python benchmarks/reliability.py [poison] [collapse] [healthy] [--seeds 5] [--batch 50] [--json FILE]
 
-Poison: 20 genuine batches, 100 of garbage, 20 genuine ones to recover, then 40 that are judged; beside the same stream without
+Poison: 20 genuine batches, 100 of garbage, 20 genuine ones to recover, then 20 that are judged; beside the same stream without
 garbage. Collapse: streams on which TENT breaks down; where the first alarm comes (the monitor only records) against where the
-accuracy over the last 500 images has first fallen 5 points below its best. Healthy: false alarms over five passes of a stream,
-and what a guarded and an unguarded adapter score on a stream whose corruption changes.
+accuracy over the last 1,000 images has first fallen 5 points below its best. Healthy: false alarms over five passes of a
+stream, and what a guarded and an unguarded adapter score on a stream whose corruption changes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from driftfilter.app.corruptions import CORRUPTIONS, corrupt
 from driftfilter.app.streams import sample_images
 
 Batch = tuple[Tensor, Tensor]  # images [n, 3, 32, 32], labels [n]
-FALL, JUDGED = 0.05, 500  # what counts as fallen, and the images that an accuracy is taken over
+FALL, JUDGED = 0.05, 1000  # what counts as fallen, and the images that an accuracy is taken over
 
 
 def shuffled(images: Tensor, labels: Tensor, batch: int, seed: int, passes: int = 1) -> list[Batch]:
@@ -101,7 +101,7 @@ def poison(labels: Tensor, data: dict[str, Tensor], n: int, presets: list[str]) 
     """Points on the last genuine batches, with and without garbage before them."""
     model, images = models.load("resnet20"), data["gaussian_noise"]
     before = shuffled(images, labels, n, 1)[:20]
-    after = shuffled(images, labels, n, 2, 2)[:60]
+    after = shuffled(images, labels, n, 2, 2)[:40]
     kinds, rows = poisons(model, images, labels, n), []
     cases = [(preset, monitor) for preset in presets for monitor in (df.Monitor(), None)]
     garbage = {kind: make() for kind, make in kinds.items()}
@@ -137,16 +137,16 @@ class Fault(NamedTuple):
 
 def faults(labels: Tensor, data: dict[str, Tensor]) -> list[Fault]:
     """Learning rate × 10; labels that begin to come in runs; ten passes (of a network without batch normalisation)."""
-    noise = data["gaussian_noise"]
+    blur, noise, pixels = data["defocus_blur"][:1000], data["gaussian_noise"][:1000], data["pixelate"][:300]
     return [
-        Fault("learning rate × 10", "resnet20", 1e-2, lambda seed: shuffled(noise[:1500], labels[:1500], 50, seed, 3)),
+        Fault("learning rate × 10", "resnet20", 1e-2, lambda seed: shuffled(blur, labels[:1000], 20, seed, 3)),
         Fault(
             "labels in runs",
             "resnet20",
             1e-3,
-            lambda seed: shuffled(noise, labels, 200, seed)[:8] + in_runs(noise, labels, 200, seed),
+            lambda seed: shuffled(noise, labels[:1000], 100, seed) + in_runs(noise, labels[:1000], 100, seed),
         ),
-        Fault("10 passes", "resnet20_gn", 1e-3, lambda seed: shuffled(data["pixelate"][:600], labels[:600], 200, seed, 10)),
+        Fault("10 passes", "resnet20_gn", 1e-3, lambda seed: shuffled(pixels, labels[:300], 50, seed, 10)),
     ]
 
 
@@ -197,12 +197,12 @@ def healthy(labels: Tensor, data: dict[str, Tensor], n: int, seeds: int) -> list
     for preset in ("driftfilter", "tent"):
         for seed, name in enumerate(names):
             adapter = df.adapt(model, preset)
-            stream = shuffled(data[name][:600], labels[:600], n, seed, 5)
+            stream = shuffled(data[name][:300], labels[:300], n, seed, 5)
             scores(adapter, stream)
             rows.append({"corruption": name, "preset": preset, "alarms": len(adapter.events), "batches": len(stream)})
             print(f"{name:<22}{preset:<14}{len(stream):>9}{len(adapter.events):>14}", flush=True)
     print(f"\n{'one corruption after the other':<32}{'guarded':>9}{'unguarded':>11}{'events':>8}")
-    stream = [batch for name, images in data.items() for batch in shuffled(images[:500], labels[:500], n, 3)]
+    stream = [batch for name, images in data.items() for batch in shuffled(images[:200], labels[:200], n, 3)]
     for preset in ("driftfilter", "tent"):
         guarded, plain = df.adapt(model, preset), df.adapt(model, preset, monitor=None)
         row = {"preset": preset, "guarded": mean(scores(guarded, stream)), "unguarded": mean(scores(plain, stream)),
@@ -223,7 +223,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     begun, n = time.perf_counter(), arguments.batch
     images, labels = sample_images()
-    wanted = list(CORRUPTIONS) if "healthy" in arguments.parts else ["gaussian_noise", "pixelate"]
+    wanted = list(CORRUPTIONS) if "healthy" in arguments.parts else ["gaussian_noise", "defocus_blur", "pixelate"]
     data = {name: corrupt(images, name, 5, 0) for name in wanted}
     where, date = f"{platform.machine()}, {torch.get_num_threads()} threads", datetime.date.today().isoformat()
     print(f"severity 5, batch {n}, {where}, torch {torch.__version__}, {date}")

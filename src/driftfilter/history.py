@@ -1,8 +1,8 @@
-"""What was predicted lately against what was predicted before, in units that hold for any batch size and class count.
+"""What was predicted lately against what was predicted before, or would be from the source, for any batch size and class count.
 
 A summary of samples is a vector [k + 3]: how many were predicted to be of each class; how many there were, Σ H_i and Σ H_i² of
 their predictive entropies. A window is a sum in which older batches fade. In the history the classes never fade, or a slow
-collapse would become the rule; the entropies do, for a model that adapts grows more certain.
+change would become the rule; the entropies do, for a model that adapts grows more certain.
 """
 
 from __future__ import annotations
@@ -13,36 +13,30 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-SHORT = 64  # samples in the short window, or the batch where that is larger
-ENOUGH, LONG = 5, 50  # samples of a class, on average: to compare shares at all, and in the long window
+SHORT = 64  # samples in a window, or the batch where that is larger; and the fewest that are compared
+LONG = 50  # samples of a class, on average, that are remembered of pairs
 
 
 class Evidence(NamedTuple):
-    """How far windows are from the history, and -ln of the chance of that (at least; 0 where too few samples tell)."""
+    """How far lately is from before, and -ln of the chance of that (at least; 0 where too few samples tell)."""
 
-    signals: tuple[float, ...] = (math.nan,) * 5  # entropy lost, short and long; share gained; rise, short and long
-    tails: tuple[float, ...] = (0.0,) * 5
+    signals: tuple[float, ...] = (math.nan,) * 3  # classes lost, share gained, rise of uncertainty
+    tails: tuple[float, ...] = (0.0,) * 3
 
     @classmethod
     def of(cls, found: dict[str, float], classes: int) -> Evidence:
-        """From what ``compared`` found."""
-        if found["past"] < SHORT:
-            return cls()
-        windows = (("short", ENOUGH * classes), ("long", LONG * classes / 2))
-        lost, rises = ([found[f"{what}_{window}"] for window, _ in windows] for what in ("lost", "rise"))
-        # Shares are compared where there are enough samples for all of them, and the model has not become less certain.
-        settled = [found["past"] >= ENOUGH * classes and found[window] >= least for window, least in windows]
-        calm = [rise <= 0 for rise in rises]
-        entropies = [
-            max(improbability(found[f"g_{window}"], (classes - 1) / 2), max(found[f"z_{window}"], 0.0) ** 2 / 2)
-            for window, _ in windows
-        ]
-        entropies = [tail * (a and b) for tail, a, b in zip(entropies, settled, calm, strict=True)]
-        share = improbability(found["g_class"], 0.5) - math.log(classes)
-        pooled = [found[window] * found["lately"] / (found[window] + found["lately"]) for window, _ in windows]
-        surprises = [rise * abs(rise) / 2 * size for rise, size in zip(rises, pooled, strict=True)]
-        surprises[1] *= settled[1]
-        return cls((*lost, found["g_class"] / found["short"], *rises), (*entropies, share, *surprises))
+        """From what ``lost`` and ``compared`` found."""
+        signals, tails = [math.nan] * 3, [0.0] * 3
+        if found.get("pairs", 0) >= SHORT:
+            signals[0], tails[0] = found["lost"], found["lost_tail"]
+        if found.get("past", 0) >= SHORT:
+            pooled = found["window"] * found["lately"] / (found["window"] + found["lately"])
+            signals[1:] = found["g_class"] / found["window"], found["rise"]
+            tails[1:] = (
+                improbability(found["g_class"], 0.5) - math.log(classes),
+                found["rise"] * abs(found["rise"]) / 2 * pooled,
+            )
+        return cls(tuple(signals), tuple(tails))
 
 
 def improbability(statistic: float, shape: float) -> float:
@@ -57,9 +51,7 @@ def improbability(statistic: float, shape: float) -> float:
 
 def summary(log_probabilities: Tensor) -> Tensor:
     """[k + 3]: samples by predicted class; samples, Σ H_i, Σ H_i²."""
-    counts = log_probabilities.new_zeros(log_probabilities.shape[1], dtype=torch.float64)
-    labels = log_probabilities.argmax(-1)
-    counts = counts.scatter_add(0, labels, counts.new_ones(len(labels)))
+    counts = _counts(log_probabilities.argmax(-1), log_probabilities.shape[1])
     moments = torch.stack([_entropies(log_probabilities).pow(power).sum() for power in range(3)])
     return torch.cat((counts, moments))
 
@@ -70,12 +62,10 @@ def _entropies(log_probabilities: Tensor) -> Tensor:
     return entropies
 
 
-def windows(recent: Tensor | None, batch: Tensor, samples: int) -> Tensor:
-    """[2, k + 3]: the windows with a batch in them; older ones fade so that a window has the weight of its samples."""
-    if recent is None:
-        return torch.stack((batch, batch))
-    long = max(LONG * (batch.shape[0] - 3), SHORT)
-    return torch.stack((faded(recent[0], batch, samples), recent[1] * max(0.0, 1 - samples / long) + batch))
+def _counts(labels: Tensor, classes: int) -> Tensor:
+    """How often each of k classes is among labels [n]: [k]."""
+    ones = torch.ones_like(labels, dtype=torch.float64)
+    return ones.new_zeros(classes).scatter_add(0, labels, ones)
 
 
 def extended(history: Tensor | None, batch: Tensor, samples: int) -> Tensor:
@@ -100,28 +90,37 @@ def shape_of(batch: Tensor) -> dict[str, Tensor]:
 
 
 def compared(recent: Tensor, history: Tensor) -> dict[str, Tensor]:
-    """Windows [2, k + 3], short and long, against the history [k + 3]: scalars by name.
+    """A window [k + 3] against the history [k + 3]: scalars by name.
 
-    G = N KL(s ‖ m) + M KL(q ‖ m) for shares s of N samples and q of M, pooled m; the same for one class against all others,
-    the class that gained most. z: how many deviations Σ (s - q) ln q, the loss of entropy to first order, is from 0; it sees
-    what happens to classes together that were unlike from the start.
+    G = N KL(s ‖ m) + M KL(q ‖ m) for the share s of a class among N samples and q among M, pooled m, against all others: that
+    of the class that gained most.
     """
-    counts, past = recent[:, :-3], history[:-3]
-    n, m = counts.sum(1), past.sum()
-    s, q = counts / n[:, None], past / m
-    pooled = (counts + past) / (n + m)[:, None]
-    lost = torch.special.entr(q).sum() - torch.special.entr(s).sum(1)
-    g = n * _kl(s, pooled).sum(1) + m * _kl(q.expand_as(s), pooled).sum(1)
-    one = n[0] * _binary(s[0], pooled[0]) + m * _binary(q, pooled[0])
-    surprisal = -torch.special.xlogy(q > 0, q)
-    spread = ((q * surprisal.square()).sum() - (q * surprisal).sum().square()).clamp_min(1e-12).sqrt()
-    z = ((q - s) * surprisal).sum(1) / (spread * (1 / n + 1 / m).sqrt())
-    found = {"past": m, "lately": history[-3], "g_class": (one * (s[0] > q)).max()}
-    for row, window in enumerate(("short", "long")):
-        rose = rise(recent[row], history)
-        found |= {window: n[row], f"lost_{window}": lost[row], f"g_{window}": g[row], f"z_{window}": z[row]}
-        found[f"rise_{window}"] = rose
-    return found
+    counts, past = recent[:-3], history[:-3]
+    n, m = counts.sum(), past.sum()
+    s, q, pooled = counts / n, past / m, (counts + past) / (n + m)
+    g = n * _binary(s, pooled) + m * _binary(q, pooled)
+    return {"window": n, "past": m, "lately": history[-3], "g_class": (g * (s > q)).max(), "rise": rise(recent, history)}
+
+
+def with_pairs(pairs: Tensor | None, own: Tensor, source: Tensor) -> Tensor:
+    """[2, w], the labels that a belief and the source give the same samples: the last 50 k, these ones among them."""
+    new = torch.stack((own.argmax(-1), source.argmax(-1)))
+    joined = new if pairs is None else torch.cat((pairs, new), 1)
+    return joined[:, -max(LONG * own.shape[1], SHORT) :]
+
+
+def lost(pairs: Tensor, classes: int) -> dict[str, Tensor]:
+    """What the labels a_i have lost in entropy against b_i, pairs [2, w], with -ln of its chance: scalars by name.
+
+    L = Σ_i ln m(a_i) - ln m(b_i), m the shares in both together, is w (H(b) - H(a)) up to third order in the difference of
+    shares. Were a_i and b_i exchangeable, each term had its sign by chance, and P(L >= l) <= exp(-l² / 2 Σ (terms)²), whatever
+    the classes and their number. Labels that stay the same say nothing, nor does a change of the stream, which both have seen.
+    """
+    surprise = -(_counts(pairs.flatten(), classes) / pairs.numel()).log()
+    terms = surprise[pairs[1]] - surprise[pairs[0]]
+    total = terms.sum()
+    tail = total.clamp_min(0).square() / (2 * terms.square().sum()).clamp_min(1e-30)
+    return {"pairs": total.new_tensor(pairs.shape[1]), "lost": total / pairs.shape[1], "lost_tail": tail}
 
 
 def rise(window: Tensor, history: Tensor) -> Tensor:
