@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import warnings
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 import driftfilter as df
 from driftfilter.checkpoint import to_tensors
-from driftfilter.history import ENOUGH, LONG, SHORT, compared, extended, improbability, summary, windows
+from driftfilter.history import LONG, SHORT, compared, extended, faded, improbability, lost, summary, with_pairs
 from driftfilter.monitor import MonitorState
 
 FIELDS = df.Signals._fields
@@ -67,52 +68,81 @@ def test_the_g_statistic_is_scipys(n: int, m: int, k: int) -> None:
     generator = torch.Generator().manual_seed(k)
     new, old = (torch.randint(k, (size,), generator=generator) for size in (n, m))
     batch, history = (summary(log_probabilities(labels, k)) for labels in (new, old))
-    found = {name: value.item() for name, value in compared(torch.stack((batch, batch)), history).items()}
     table = torch.stack((new.bincount(minlength=k), old.bincount(minlength=k))).numpy()
-    g = scipy.stats.chi2_contingency(table, correction=False, lambda_="log-likelihood").statistic / 2
-    assert found["g_short"] == pytest.approx(g, rel=1e-9)
     single = [
         scipy.stats.chi2_contingency([[a, n - a], [b, m - b]], correction=False, lambda_="log-likelihood").statistic / 2
         for a, b in table.T
         if a / n > b / m
     ]
-    assert found["g_class"] == pytest.approx(max(single), rel=1e-9)
-    entropies = [scipy.stats.entropy(row) for row in table]
-    assert found["lost_long"] == pytest.approx(entropies[1] - entropies[0], abs=1e-12)
+    assert compared(batch, history)["g_class"].item() == pytest.approx(max(single), rel=1e-9)
 
 
-@pytest.mark.parametrize("shape", [0.5, 4.5, 499.5])
-def test_the_chance_is_bounded_by_the_chi_square_tail(shape: float) -> None:
-    for factor in (0.5, 1.0, 1.1, 1.5, 2.0):
-        exact = -scipy.stats.chi2.logsf(2 * factor * shape, 2 * shape)
-        bound = improbability(factor * shape, shape)
+def test_the_chance_is_bounded_by_the_chi_square_tail() -> None:
+    for statistic in (0.0, 0.3, 0.5, 1.0, 5.0, 50.0):
+        exact, bound = -scipy.stats.chi2.logsf(2 * statistic, 1), improbability(statistic)
         assert 0 <= bound <= exact
-        if factor == 2.0:
-            assert bound > 0.3 * exact - 1
+        assert bound >= exact - math.log(2 * statistic + 1) - 1
+
+
+def labels_in_pairs(k: int, w: int, changed: float, seed: int = 0) -> Tensor:
+    """[2, w], labels of which a part is drawn anew, on both sides alike: exchangeable."""
+    generator = torch.Generator().manual_seed(seed)
+    pairs = torch.randint(k, (w,), generator=generator).expand(2, w).clone()
+    anew = torch.rand(2, w, generator=generator) < changed
+    pairs[anew] = torch.randint(k, (int(anew.sum()),), generator=generator)
+    return pairs
+
+
+@pytest.mark.parametrize("k", [2, 10, 100])
+def test_classes_lost_is_the_difference_of_entropies(k: int) -> None:
+    pairs = labels_in_pairs(k, 200 * k, 0.1)
+    some = torch.rand(200 * k, generator=torch.Generator().manual_seed(1)) < 0.3
+    pairs[0, some] = pairs[0, some] // 2
+    own, source = (scipy.stats.entropy(row.bincount(minlength=k)) for row in pairs)
+    assert source - own > 0.002
+    assert lost(pairs, k)["lost"].item() == pytest.approx(source - own, rel=0.02)
+    assert lost(pairs.flip(0), k)["lost"].item() == pytest.approx(own - source, rel=0.02)
+
+
+def test_the_chance_of_classes_lost_is_bounded_over_all_exchanges() -> None:
+    pairs = torch.tensor([[0, 0, 0, 1, 0, 2, 0, 0, 1, 2, 0, 0], [1, 2, 1, 0, 0, 1, 2, 3, 1, 2, 3, 1]])
+    found = lost(pairs, 4)
+    swaps = [torch.tensor(each).bool() for each in itertools.product((0, 1), repeat=12)]
+    values = torch.stack([lost(torch.where(swap, pairs.flip(0), pairs), 4)["lost"] for swap in swaps])
+    chance = (values >= found["lost"] - 1e-12).double().mean().item()
+    assert 0.01 < chance < 0.2
+    assert 0.5 < found["lost_tail"].item() <= -math.log(chance)
+
+
+def test_labels_that_stay_tell_nothing_and_pairs_are_bounded() -> None:
+    pairs = labels_in_pairs(10, 600, 0.0)
+    assert lost(pairs, 10)["lost"].item() == lost(pairs, 10)["lost_tail"].item() == 0
+    first, second = (log_probabilities(row, 10) for row in labels_in_pairs(10, 400, 0.5))
+    joined = with_pairs(with_pairs(None, first, second), second, first)
+    assert joined.shape == (2, LONG * 10)
+    assert torch.equal(joined[:, -400:], torch.stack((second.argmax(1), first.argmax(1))))
+    assert torch.equal(joined[:, :100], torch.stack((first.argmax(1), second.argmax(1)))[:, -100:])
 
 
 def test_the_rise_of_uncertainty_is_in_deviations_of_a_sample() -> None:
     logits = torch.randn(300, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     old, new = (logits[:200] * 4).log_softmax(-1), (logits[200:] * 2).log_softmax(-1)
     before, after = (scipy.stats.entropy(part.exp().numpy(), axis=1) for part in (old, new))
-    batch = summary(new)
-    found = compared(torch.stack((batch, batch)), summary(old))
-    assert found["rise_short"].item() == pytest.approx((after.mean() - before.mean()) / before.std(), rel=1e-9)
+    found = compared(summary(new), summary(old))
+    assert found["rise"].item() == pytest.approx((after.mean() - before.mean()) / before.std(), rel=1e-9)
 
 
-def test_windows_fade_and_classes_of_the_history_do_not() -> None:
+def test_the_window_fades_and_classes_of_the_history_do_not() -> None:
     k, n = 3, 20
     batches = [summary(log_probabilities(torch.full((n,), label % k), k)) for label in range(40)]
     recent, history = None, None
     for batch in batches:
-        recent, history = windows(recent, batch, n), extended(history, batch, n)
+        recent, history = faded(recent, batch, n), extended(history, batch, n)
     assert recent is not None
     assert history is not None
     assert history[:k].sum().item() == 40 * n
-    limits = [SHORT, LONG * k]
-    for row, limit in zip(recent, limits, strict=True):
-        weights = (1 - n / limit) ** torch.arange(40, dtype=torch.float64).flip(0)
-        torch.testing.assert_close(row, torch.stack(batches).mul(weights[:, None]).sum(0))
+    weights = (1 - n / SHORT) ** torch.arange(40, dtype=torch.float64).flip(0)
+    torch.testing.assert_close(recent, torch.stack(batches).mul(weights[:, None]).sum(0))
     assert history[k].item() == pytest.approx(4 * LONG * k * (1 - (1 - n / (4 * LONG * k)) ** 40), rel=1e-9)
 
 
@@ -185,26 +215,29 @@ def test_signals_of_a_step() -> None:
 @pytest.mark.parametrize("n", [1, 16, 256])
 @pytest.mark.parametrize("skew", [0.0, 1.0], ids=["balanced", "skewed"])
 def test_a_stationary_stream_is_no_alarm(k: int, n: int, skew: float) -> None:
-    """Classes from one distribution, certainty as it comes: at most 1e-4 a batch, and none in 400 batches."""
+    """Classes from one distribution, any certainty, a third of the labels apart from the source's: none in 400 batches."""
     generator = torch.Generator().manual_seed(0)
     shares = (torch.arange(k) + 1.0).pow(-skew)
-    labels = torch.multinomial(shares, 400 * n, replacement=True, generator=generator).view(400, n)
-    certainty = torch.rand(400, n, generator=generator) * 0.9 + 0.05
-    assert not alarms(labels, certainty, k)
+    labels, other = torch.multinomial(shares, 800 * n, replacement=True, generator=generator).view(2, 400, n)
+    certainty = torch.rand(400, n, generator=generator) * 0.4 + 0.55
+    source = torch.where(torch.rand(400, n, generator=generator) < 1 / 3, other, labels)
+    assert not alarms(labels, certainty, k, source)
 
 
-def alarms(labels: Tensor, certainty: Tensor, k: int, monitor: df.Monitor | None = None) -> list[tuple[int, str]]:
-    """Steps and signals of the alarms, of predictions [steps, n] without a model."""
-    monitor = monitor or df.Monitor.recording()
+def alarms(labels: Tensor, certainty: Tensor, k: int, source: Tensor | None = None) -> list[tuple[int, str]]:
+    """Steps and signals of the alarms, of predictions [steps, n] without a model, and those of the source."""
+    monitor = df.Monitor.recording()
     filt = df.Filter(df.LinearHead(classes=2))
-    state = filt.init(df.Belief(torch.zeros(2), df.Diagonal(torch.ones(2))))
+    start = filt.init(df.Belief(torch.zeros(2), df.Diagonal(torch.ones(2))))
+    state = replace(start, belief=df.Belief(torch.ones(2), df.Diagonal(torch.ones(2))))
     info = df.StepInfo(0, True, "", torch.zeros(1, 1), torch.ones(1), torch.ones(1))
     watch = MonitorState()
     found = []
     for step, (row, sure) in enumerate(zip(labels, certainty, strict=True)):
         rest = ((1 - sure) / (k - 1)).clamp_min(1e-12)
         logp = rest[:, None].expand(-1, k).scatter(1, row[:, None], sure[:, None]).log()
-        watch, _ = monitor.step(watch, state, state, info, logp, lambda _: logp, {})  # noqa: B023
+        asked = logp if source is None else log_probabilities(source[step], k)
+        watch, _ = monitor.step(watch, start, state, info, logp, lambda _: asked, {})  # noqa: B023
         found += [(step, signal) for signal in watch.alarmed]
     return found
 
@@ -213,30 +246,40 @@ def alarms(labels: Tensor, certainty: Tensor, k: int, monitor: df.Monitor | None
 @pytest.mark.parametrize("n", [1, 16, 256])
 def test_one_class_is_an_alarm_at_once(k: int, n: int) -> None:
     generator = torch.Generator().manual_seed(0)
-    before = -(-max(2 * ENOUGH * k, 4 * SHORT) // n)
+    before = max(8, -(-max(10 * k, 4 * SHORT) // n))
     labels = torch.randint(k, (before + -(-5 * SHORT // n), n), generator=generator)
     labels[before:] = 0
     found = alarms(labels, torch.full(labels.shape, 0.9), k)
     assert found
     assert found[0][0] >= before
+    assert found[0][1] == "share_gained"
     assert (found[0][0] - before + 1) * n <= max(n, 4 * SHORT if k == 2 else SHORT)
 
 
-@pytest.mark.parametrize("n", [20, 200])
-def test_erosion_of_half_the_classes_is_an_alarm_and_a_harder_stream_is_none(n: int) -> None:
+@pytest.mark.parametrize(("k", "n"), [(2, 1), (2, 200), (10, 20), (10, 200), (100, 200)])
+def test_classes_that_only_the_belief_loses_are_a_collapse(k: int, n: int) -> None:
+    """Two in five labels go to the lower half of the classes; where the source's do so too, it is the stream."""
     generator = torch.Generator().manual_seed(0)
-    labels = torch.randint(10, (6000 // n, n), generator=generator)
-    half = labels.clone()
-    half[3000 // n :] //= 2
-    sure, unsure = torch.full(labels.shape, 0.9), torch.full(labels.shape, 0.9)
+    steps = max(40, 160 * k // n)
+    labels = torch.randint(k, (steps, n), generator=generator)
+    moved = torch.where(torch.rand(steps, n, generator=generator) < 0.4, labels // 2, labels)
+    moved[: steps // 4] = labels[: steps // 4]
+    certainty = torch.rand(steps, n, generator=generator) * 0.4 + 0.55
+    found = alarms(moved, certainty, k, labels)
+    assert {signal for _, signal in found} == {"classes_lost"}
+    assert found[0][0] >= steps // 4
+    assert not alarms(moved, certainty, k, moved)
+    assert not alarms(labels, certainty, k, moved)  # the source predicts fewer classes: the belief has gained them
+
+
+def test_a_harder_stream_is_uncertainty_alone() -> None:
+    labels = torch.randint(10, (60, 100), generator=torch.Generator().manual_seed(0))
+    sure = torch.full(labels.shape, 0.9)
     sure[:, ::2] = 0.8
-    unsure[:] = sure
-    sure[3000 // n :] = 0.95
-    found = alarms(half, sure, 10)
-    assert found[0][1] in ("entropy_lost", "entropy_eroded")
-    assert 3000 <= found[0][0] * n <= 3400
-    unsure[3000 // n :] = 0.6
-    assert {signal for _, signal in alarms(half, unsure, 10)} == {"uncertainty", "uncertainty_grown"}
+    sure[30:] = 0.6
+    found = alarms(labels, sure, 10)
+    assert found[0] == (30, "uncertainty")
+    assert {signal for _, signal in found} == {"uncertainty"}
 
 
 # Responses
@@ -281,12 +324,10 @@ def test_warning_says_once_what_is_wrong() -> None:
     adapted = poisoned(df.Monitor(on_labels="warn", on_uncertainty="record"), count=0)
     with pytest.warns(df.AlarmWarning, match="beyond"):
         adapted(garbage(100))
-    with pytest.warns(df.AlarmWarning, match="entropy_eroded"):
-        adapted(garbage(101))
     with warnings.catch_warnings():
         warnings.simplefilter("error", df.AlarmWarning)
-        adapted(garbage(102))
-    assert same(bits(adapted), bits(poisoned(None, count=3)))
+        adapted(garbage(101))
+    assert same(bits(adapted), bits(poisoned(None, count=2)))
 
 
 def test_inflating_multiplies_the_covariance() -> None:
@@ -316,7 +357,7 @@ def test_freezing_stops_until_told_to_go_on() -> None:
 
 
 def test_the_strongest_of_several_responses_is_done() -> None:
-    adapted = adapter("driftfilter", monitor=df.Monitor(on_labels="freeze", distance=1e-9, on_parameters="record"))
+    adapted = adapter("driftfilter", monitor=df.Monitor(on_labels="freeze", distance=1e-9, classes=9.0))
     for seed in range(30):
         adapted(inputs(seed))
     assert [(event.signal, event.response) for event in adapted.events] == [("distance", "record")]
@@ -326,13 +367,56 @@ def test_the_strongest_of_several_responses_is_done() -> None:
     assert same(bits(adapted), before)
 
 
+def test_a_collapse_goes_back_to_the_source_and_begins_anew() -> None:
+    """Tent far too fast, on inputs that stay the same."""
+    adapted, plain = (adapter(lr=0.1, monitor=monitor) for monitor in (df.Monitor(), None))
+    counts = {}
+    for name, each in (("guarded", adapted), ("plain", plain)):
+        for seed in range(60):
+            labels = each(inputs(seed)).argmax(-1)
+        counts[name] = labels.bincount(minlength=4).max().item()
+    events = [(event.signal, event.response) for event in adapted.events]
+    assert events[0] == ("classes_lost", "reset")
+    assert all(event.value >= 0.03 == event.threshold for event in adapted.events if event.signal == "classes_lost")
+    assert counts["plain"] > 50 > counts["guarded"]
+    first = adapted.events[0].step
+    again = adapter(lr=0.1)
+    for seed in range(first + 1):
+        again(inputs(seed))
+    assert torch.equal(again.belief.mean, again.state.source.mean)
+    assert again.state.step == first + 1
+
+
+def test_the_source_is_asked_every_second_batch_with_the_statistics_of_now() -> None:
+    start = adapter("driftfilter", statistics=df.PseudoCount(16), monitor=df.Monitor(probe=2))
+    asked = []
+    predict = df.Filter.predict
+
+    def noted(self: df.Filter, state: df.FilterState, batch: Tensor) -> df.Prediction:
+        asked.append(state)
+        return predict(self, state, batch)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(df.Filter, "predict", noted)
+        for seed in range(4):
+            start(inputs(seed))
+            assert len(asked) == (seed + 1) // 2
+            if seed % 2:
+                assert asked[-1].belief is start.state.source
+                assert asked[-1].memory is start.state.memory
+        plain = adapter("source")
+        plain(inputs(0))
+        plain(inputs(1))
+    assert len(asked) == 2  # a belief that is the source is not compared with itself
+
+
 def blurred(seed: int) -> Tensor:
     """Inputs close to zero: the model is unsure of all of them."""
     return inputs(seed) * 0.05
 
 
 def test_on_probation_the_belief_adapts_and_goes_back_when_the_stream_does() -> None:
-    adapted, plain = adapter(monitor=df.Monitor(share=50.0, entropy=(50.0, 50.0))), adapter(monitor=None)
+    adapted, plain = adapter(monitor=df.Monitor(share=50.0)), adapter(monitor=None)
     for seed in range(30):
         assert torch.equal(adapted(inputs(seed)), plain(inputs(seed)))
     for seed in range(20):
@@ -451,13 +535,14 @@ def test_detectors_are_asked_and_copied() -> None:
 
 def test_a_detector_of_river() -> None:
     drift = pytest.importorskip("river.drift")
-    adapted = poisoned(df.Monitor.recording(), count=0)
-    adapted = adapter(monitor=replace(df.Monitor.recording(), detectors={"predictive_entropy": drift.ADWIN()}))
+    detectors = {"predictive_entropy": drift.PageHinkley(threshold=1.0)}
+    adapted = adapter("source", monitor=replace(df.Monitor.recording(), detectors=detectors))
     for seed in range(60):
         adapted(inputs(seed))
-    for seed in range(60):
+    assert not [event for event in adapted.events if event.signal.startswith("detector")]
+    for seed in range(30):
         adapted(blurred(seed))
-    assert any(event.signal == "detector of predictive_entropy" for event in adapted.events)
+    assert next(event.step for event in adapted.events if event.signal == "detector of predictive_entropy") in range(60, 70)
 
 
 def test_only_the_last_thousand_events_are_kept() -> None:
@@ -469,9 +554,9 @@ def test_only_the_last_thousand_events_are_kept() -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("entropy", 0.3), ("entropy", (0.3, 0.0)), ("uncertainty", (1.0,)), ("share", -1.0), ("distance", math.nan),
-     ("divergence", 0.0), ("false_alarm", 1.0), ("lag", 0), ("patience", 0.5), ("inflation", 1.0),
-     ("on_labels", "panic"), ("on_detector", None), ("detectors", {"energie": Jump(1)}), ("detectors", {"energy": 3})],
+    [("classes", 0.0), ("uncertainty", (1.0,)), ("share", -1.0), ("distance", math.nan), ("divergence", 0.0),
+     ("false_alarm", 1.0), ("probe", 0), ("lag", 0), ("patience", 0.5), ("inflation", 1.0), ("on_labels", "panic"),
+     ("on_collapse", "stop"), ("on_detector", None), ("detectors", {"energie": Jump(1)}), ("detectors", {"energy": 3})],
     ids=str,
 )  # fmt: skip
 def test_wrong_values_are_refused_by_name(name: str, value: Any) -> None:

@@ -32,21 +32,14 @@ class Evidence(NamedTuple):
         if found.get("past", 0) >= SHORT:
             pooled = found["window"] * found["lately"] / (found["window"] + found["lately"])
             signals[1:] = found["g_class"] / found["window"], found["rise"]
-            tails[1:] = (
-                improbability(found["g_class"], 0.5) - math.log(classes),
-                found["rise"] * abs(found["rise"]) / 2 * pooled,
-            )
+            tails[1] = improbability(found["g_class"]) - math.log(classes)
+            tails[2] = found["rise"] * abs(found["rise"]) / 2 * pooled
         return cls(tuple(signals), tuple(tails))
 
 
-def improbability(statistic: float, shape: float) -> float:
-    """-ln P(X >= g) of X ~ Gamma(shape), half a χ² with 2 · shape degrees of freedom; from below, by Chernoff:
-
-    g - a - a ln(g / a) for g > a, else 0.
-    """
-    if not statistic > shape or shape <= 0:
-        return 0.0
-    return statistic - shape - shape * math.log(statistic / shape)
+def improbability(statistic: float) -> float:
+    """-ln P(X >= 2 g) of X ~ χ² with one degree of freedom; from below, by Chernoff: g - ½ - ½ ln 2 g for g > ½, else 0."""
+    return statistic - 0.5 - math.log(2 * statistic) / 2 if statistic > 0.5 else 0.0
 
 
 def summary(log_probabilities: Tensor) -> Tensor:

@@ -67,7 +67,7 @@ class Signals(NamedTuple):
 
 
 MONITOR = "monitor."  # in a checkpoint
-_TENSORS = ("history", "recent", "pairs", "trial")
+_TENSORS = ("history", "recent", "known", "later", "pairs", "trial")
 _PLAIN = ("batches", "age", "away", "trying", "alarmed", "frozen")
 OF_MODEL = ("classes_lost", "distance", "divergence")  # what no stream is to blame for
 
@@ -83,6 +83,8 @@ class MonitorState:
     pairs: Tensor | None = None  # [2, w], what the belief and the source called the same samples
     good: FilterState | None = None  # what to go back to; None: the start of the stream
     newer: FilterState | None = None  # takes its place when the next snapshot is due
+    known: Tensor | None = None  # [k + 3], the history at the time of the good state: what the window is compared with
+    later: Tensor | None = None  # [k + 3], that at the time of the newer one
     age: float = 0.0  # ticks since that snapshot; a tick is a batch, or as many small ones as fill a window
     away: float = 0.0  # ticks since the stream left the history: batches kept out of it, or on probation
     trying: bool = False  # on probation: the belief goes on adapting, and the good one waits
@@ -91,6 +93,11 @@ class MonitorState:
     frozen: bool = False
     signals: Signals = field(default_factory=Signals)
     events: tuple[Event, ...] = ()
+
+    @property
+    def reference(self) -> Tensor | None:
+        """[k + 3], the history without the latest batches, once there is so much."""
+        return self.history if self.known is None else self.known
 
     def moved_to(self, mean: Tensor) -> MonitorState:
         """The same where a mean is; states in its dtype too."""
@@ -217,7 +224,7 @@ class Monitor:
         batch = summary(log_probabilities)
         recent = faded(past.recent, batch, samples)
         pairs = self._probed(past, state, log_probabilities, ask)
-        against = {} if past.history is None else compared(recent, past.history)
+        against = {} if past.reference is None else compared(recent, past.reference)
         against |= {} if pairs is None else lost(pairs, classes)
         numbers = _numbers(named | shape_of(batch) | against)  # the only look at the device
         evidence = Evidence.of({name: numbers.pop(name) for name in against}, classes)
@@ -276,8 +283,8 @@ class Monitor:
         good = start if past.good is None else past.good
         if _severity(worst) > _PROBATION:
             now = self._away(replace(now, trying=False, trial=None, frozen=worst == "freeze"), seen, state)
-            if acts.get("classes_lost") == "reset":
-                now = replace(now, history=None, recent=None)  # what a model in collapse predicted is nothing to go by
+            if acts.get("classes_lost") == "reset":  # what a model in collapse predicted is nothing to go by
+                now = replace(now, history=None, known=None, recent=None)
             return _back(now, worst), replace(start if worst == "reset" else good, step=state.step)
         if worst == "probation" or past.trying:
             return self._tried(replace(now, trying=True), seen, state, good, ask)
@@ -295,13 +302,13 @@ class Monitor:
         age = now.age + seen.ticks
         if age < self.lag:
             return replace(now, age=age)
-        return replace(now, good=now.newer, newer=state, age=0.0)
+        return replace(now, good=now.newer, known=now.later, newer=state, later=now.history, age=0.0)
 
     def _tried(
         self, now: MonitorState, seen: Observed, state: FilterState, good: FilterState, ask: Ask
     ) -> tuple[MonitorState, FilterState]:
         """A step on probation: back to the good belief where that is at home again."""
-        history = now.history
+        history = now.reference
         if seen.batch is not None and history is not None and now.batches % self.lag == 0:
             trial = faded(now.trial, summary(ask(good)), seen.samples)
             now, rose = replace(now, trial=trial), self._at_home(trial, history)
@@ -326,7 +333,7 @@ class Monitor:
         event = Event(now.batches - 1, next(iter(seen.alarms), "uncertainty"), away, float(self.patience), "accept")
         if now.trying:
             now = replace(now, good=state, newer=state, age=0.0, trying=False, trial=None)
-        return replace(now, history=now.recent, away=0.0).logged(event)
+        return replace(now, history=now.recent, known=None, later=None, away=0.0).logged(event)
 
 
 def _told(past: MonitorState, seen: Observed, acts: Mapping[str, str]) -> list[Event]:
@@ -339,7 +346,7 @@ def _told(past: MonitorState, seen: Observed, acts: Mapping[str, str]) -> list[E
 def _back(now: MonitorState, response: str) -> MonitorState:
     """After the belief went back: a newer one is no good, and pairs tell of another one."""
     good = None if response == "reset" else now.good
-    return replace(now, good=good, newer=good, age=0.0, pairs=None)
+    return replace(now, good=good, newer=good, later=now.known, history=now.reference, age=0.0, pairs=None)
 
 
 def _severity(response: str) -> int:
