@@ -246,7 +246,7 @@ def alarms(labels: Tensor, certainty: Tensor, k: int, source: Tensor | None = No
 @pytest.mark.parametrize("n", [1, 16, 256])
 def test_one_class_is_an_alarm_at_once(k: int, n: int) -> None:
     generator = torch.Generator().manual_seed(0)
-    before = max(8, -(-max(10 * k, 4 * SHORT) // n))
+    before = max(8, -(-max(10 * k, 16 * SHORT) // n))
     labels = torch.randint(k, (before + -(-5 * SHORT // n), n), generator=generator)
     labels[before:] = 0
     found = alarms(labels, torch.full(labels.shape, 0.9), k)
@@ -522,6 +522,9 @@ class Jump:
 
     def update(self, x: float) -> None:
         self.drift_detected, self.seen = x > self.bound, self.seen + 1
+
+    def __repr__(self) -> str:
+        return f"Jump({self.bound})"  # in ids of tests
 
 
 def test_detectors_are_asked_and_copied() -> None:

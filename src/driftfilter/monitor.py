@@ -233,7 +233,7 @@ class Monitor:
 
     def _probed(self, past: MonitorState, state: FilterState, log_probabilities: Tensor, ask: Ask) -> Tensor | None:
         """[2, w], with the labels of this batch where it is one to probe, and there is another belief than the source."""
-        if (past.batches + 1) % self.probe or state.belief.mean is state.source.mean:
+        if (past.batches + 1) % self.probe or torch.equal(state.belief.mean, state.source.mean):
             return past.pairs
         return with_pairs(past.pairs, log_probabilities, ask(replace(state, belief=state.source)))
 
