@@ -471,3 +471,16 @@ def test_damaged_files_of_a_run(folder: Path, capsys: pytest.CaptureFixture[str]
     os.replace("o/state.1.safetensors", "o/state.safetensors")
     assert run("--out", "o", "--resume") == 0
     assert Path("o/predictions.npz").read_bytes() == whole["predictions.npz"]
+
+
+def test_alarms_are_found_though_old_ones_are_dropped(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = np.random.default_rng(0).normal(size=(800, 5)).astype(np.float32)
+    labels = network()(torch.from_numpy(rows)).argmax(1)
+    rows[400:] = rows[(labels == labels.bincount().argmin()).nonzero()[0]]
+    np.save("x.npy", rows)
+    assert run("--out", "whole", preset="source", batch=50) == 0
+    monkeypatch.setattr("driftfilter.monitor.KEPT", 2)
+    assert run("--out", "few", preset="source", batch=50) == 0
+    found = [[line.get("alarms") for line in steps(out)] for out in ("whole", "few")]
+    assert found[0] == found[1]
+    assert sum(map(bool, found[0])) >= 5

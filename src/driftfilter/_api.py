@@ -4,9 +4,10 @@ from driftfilter import presets
 from driftfilter.adapter import Adapter, adapt
 from driftfilter.augmentation import Consistency, GaussianNoise, ImageViews, MarginalEntropy, Mirror
 from driftfilter.belief import Belief
-from driftfilter.checks import NotPositiveDefiniteError
+from driftfilter.checks import NotFiniteError, NotPositiveDefiniteError
 from driftfilter.covariance import Blocks, Covariance, Diagonal, Full
 from driftfilter.curvature import Curvature, EmpiricalFisher, GaussNewton, Hessian, NoCurvature
+from driftfilter.divergence import kl_divergence
 from driftfilter.dynamics import Affine, Dynamics, LocalTrend, MeanReversion, PrecisionReversion, RandomWalk, Seasonal
 from driftfilter.features import Backbone, OnFeatures, find_head
 from driftfilter.filtering import Filter, FilterState, NoInformationWarning, Outputs, StepInfo
@@ -25,6 +26,7 @@ from driftfilter.losses import (
     Sum,
 )
 from driftfilter.lowrank import LowRank
+from driftfilter.monitor import AlarmWarning, Event, Monitor, Signals
 from driftfilter.network import Network
 from driftfilter.noise import Discount, FullNoise, Isotropic, NoiseModel, NoNoise, Reset, Restore, Stationary
 from driftfilter.observation import Gibbs, Teacher
@@ -57,6 +59,7 @@ __all__ = [
     "Adam",
     "Adapter",
     "Affine",
+    "AlarmWarning",
     "AllParameters",
     "Backbone",
     "Belief",
@@ -80,6 +83,7 @@ __all__ = [
     "EmpiricalFisher",
     "Entropy",
     "EntropyGate",
+    "Event",
     "Filter",
     "FilterState",
     "FromTeacher",
@@ -113,6 +117,7 @@ __all__ = [
     "MeanReversion",
     "Mirror",
     "Mixture",
+    "Monitor",
     "MonteCarlo",
     "Network",
     "NoCurvature",
@@ -120,6 +125,7 @@ __all__ = [
     "NoNoise",
     "NoiseModel",
     "NormAffine",
+    "NotFiniteError",
     "NotPositiveDefiniteError",
     "OnFeatures",
     "Outputs",
@@ -145,6 +151,7 @@ __all__ = [
     "RestoreRandomly",
     "Seasonal",
     "Selection",
+    "Signals",
     "Smallest",
     "SoftLikelihoodRatio",
     "Source",
@@ -163,6 +170,7 @@ __all__ = [
     "find_head",
     "fit_laplace",
     "from_toml",
+    "kl_divergence",
     "load",
     "marginal_source",
     "presets",

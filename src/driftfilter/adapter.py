@@ -6,10 +6,13 @@ state, a value that is replaced whole at the end of a step, so that predictions 
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
+import math
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from numbers import Integral
 from typing import Any, NamedTuple, ParamSpec, TypeVar, final
@@ -31,11 +34,12 @@ from driftfilter.checkpoint import (
     samples_to_tensors,
     to_tensors,
 )
-from driftfilter.checks import require, require_count, require_finite, warn
+from driftfilter.checks import NotFiniteError, NotPositiveDefiniteError, require, require_count, require_finite, warn
 from driftfilter.filtering import Filter, FilterState, StepInfo
 from driftfilter.inference import GradientStep
 from driftfilter.initialization import check, initialize, wanted
 from driftfilter.inputs import Inputs, batch_size, checked, each, joined, samples, split
+from driftfilter.monitor import MONITOR, AlarmWarning, Detector, Event, Monitor, MonitorState, Signals
 from driftfilter.prediction import MAP, Prediction
 from driftfilter.recipe import Recipe
 from driftfilter.saving import Fingerprint, fingerprint
@@ -44,9 +48,10 @@ from driftfilter.twins import full_precision, twin
 
 P = ParamSpec("P")
 R = TypeVar("R")
+_DEFAULT = Monitor()
 
 
-_OPTIONS = ("data", "output", "observed", "seed", "update_every", "window")
+_OPTIONS = ("data", "output", "observed", "seed", "update_every", "window", "monitor")
 
 
 def adapt(model: nn.Module, recipe: str | Recipe = "driftfilter", **options: Any) -> Adapter:
@@ -54,8 +59,8 @@ def adapt(model: nn.Module, recipe: str | Recipe = "driftfilter", **options: Any
 
     ``recipe`` is the name of a preset or a Recipe. Options of the adapter: ``data`` (source inputs, with labels or without,
     for recipes with a source posterior), ``output`` (picks the logits out of what the model returns), ``observed`` (picks
-    what the loss sees, where that is something else), ``seed``, ``update_every`` and ``window``. Any other option is one of
-    the preset's, such as ``lr``.
+    what the loss sees, where that is something else), ``seed``, ``update_every``, ``window`` and ``monitor`` (a Monitor, or
+    None for no alarms). Any other option is one of the preset's, such as ``lr``.
 
     >>> import torch, driftfilter as df
     >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
@@ -102,6 +107,7 @@ class _Now(NamedTuple):
     recent: Inputs | None = None  # samples seen lately, for a window or until the next update
     calls: int = 0
     info: StepInfo | None = None
+    watch: MonitorState = MonitorState()
 
     @property
     def filter(self) -> Filter:
@@ -143,6 +149,7 @@ class Adapter(nn.Module):
         seed: int = 0,
         update_every: int = 1,
         window: int = 0,
+        monitor: Monitor | None = _DEFAULT,
     ) -> None:
         super().__init__()
         require(isinstance(model, nn.Module), "adapt: model", type(model).__name__, "a torch module")
@@ -152,10 +159,13 @@ class Adapter(nn.Module):
         require_count("adapt: window", window, 0)
         require(output is None or callable(output), "adapt: output", output, "a function of what the model returns")
         require(observed is None or callable(observed), "adapt: observed", observed, "a function of what the model returns")
+        require(monitor is None or isinstance(monitor, Monitor), "adapt: monitor", monitor, "a Monitor or None")
         model = getattr(model, "_orig_mod", model)  # of torch.compile: it would compile every twin anew
         check(model, recipe.parameters)
         self.recipe = _possible(recipe, data is not None)
         self.update_every, self.window, self.seed = update_every, window, seed
+        self.monitor = monitor
+        self._detectors = _fresh_detectors(monitor)  # beside the state: they change in place
         self._data, self._output, self._observed = _as_source_data(data), output, observed
         self._model = [model]  # in a list, or it would become a part of this module, and its parameters ours
         self._now = _Now()
@@ -167,14 +177,14 @@ class Adapter(nn.Module):
     @_apart
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Adapt to a batch and predict it: log-probabilities [n, k], which are valid logits too."""
-        inputs = checked(_as_inputs(self._model[0], args, kwargs))
         outputs = []
-        with self._lock:
+        with self._lock, self._noted():
+            inputs = checked(_as_inputs(self._model[0], args, kwargs))
             now = self._ready(inputs)
             for piece in self._pieces(inputs):
                 now, prediction = self._stepped(now, piece)
                 outputs.append(prediction.log_probabilities)
-            self._now = now
+            self._done(now)
         return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
     @_apart
@@ -187,20 +197,26 @@ class Adapter(nn.Module):
     @_apart
     def update(self, *args: Any, **kwargs: Any) -> StepInfo:
         """Adapt to a batch now, without predicting it; of a batch cut into pieces, the last one's info."""
-        inputs = checked(_as_inputs(self._model[0], args, kwargs))
-        with self._lock:
+        with self._lock, self._noted():
+            inputs = checked(_as_inputs(self._model[0], args, kwargs))
             now = self._ready(inputs)
             for piece in self._pieces(inputs):
                 seen, recent = self._seen(piece, now.recent)
                 state, info = now.filter.update(now.current, seen)
-                now = now._replace(state=state, recent=recent if self.window else None, info=info)
-            self._now = now
+                now = self._watched(now._replace(recent=recent if self.window else None), state, info, None, seen)
+            self._done(now)
         return info
 
     def reset(self) -> None:
         """Back to the source, as if no batch had come."""
         with self._lock:
             self._now = _Now(None if self._now.found else self._now.bound)
+            self._detectors = _fresh_detectors(self.monitor)
+
+    def resume(self) -> None:
+        """Adapt again after an alarm whose response was to freeze."""
+        with self._lock:
+            self._now = self._now._replace(watch=replace(self._now.watch, frozen=False))
 
     @property
     def state(self) -> FilterState:
@@ -216,6 +232,16 @@ class Adapter(nn.Module):
     def last_info(self) -> StepInfo | None:
         """What the last update did; None before the first."""
         return self._now.info
+
+    @property
+    def events(self) -> tuple[Event, ...]:
+        """The alarms since the stream began, the last thousand of them."""
+        return self._now.watch.events
+
+    @property
+    def signals(self) -> Signals:
+        """What the monitor saw in the last update."""
+        return self._now.watch.signals
 
     @property
     def fingerprint(self) -> Fingerprint:
@@ -241,8 +267,44 @@ class Adapter(nn.Module):
         if calls % self.update_every:
             return now._replace(recent=recent, calls=calls), self._predicted(now, inputs)
         state, prediction, info = now.filter.step(now.current, seen)
-        now = now._replace(state=state, recent=recent if self.window else None, calls=calls, info=info)
-        return now, _last(prediction, batch_size(inputs))
+        own = _last(prediction, batch_size(inputs))
+        new = own if self.window else prediction  # what no step has seen before
+        now = now._replace(recent=recent if self.window else None, calls=calls)
+        return self._watched(now, state, info, new.log_probabilities, seen), own
+
+    def _watched(self, now: _Now, state: FilterState, info: StepInfo, new: Tensor | None, seen: Inputs) -> _Now:
+        """With the state of a step, or the one that the monitor goes back to."""
+        if self.monitor is None:
+            return now._replace(state=state, info=info)
+        if now.watch.frozen:
+            return now._replace(info=info)
+
+        def ask(other: FilterState) -> Tensor:
+            log_probabilities = now.filter.predict(other, seen).log_probabilities
+            return log_probabilities if new is None else log_probabilities[-len(new) :]
+
+        assert now.bound is not None
+        watch, state = self.monitor.step(now.watch, now.bound.start, state, info, new, ask, self._detectors)
+        return now._replace(state=state, info=info, watch=watch)
+
+    def _done(self, now: _Now) -> None:
+        """A call is over: what it changed is for all to see, and warnings are given."""
+        before, self._now = self._now.watch.batches, now
+        for event in now.watch.events:
+            if event.response == "warn" and event.step >= before:
+                warn(f"{event.signal} is {event.value:.3g}, beyond {event.threshold:.3g} (batch {event.step})", AlarmWarning)
+
+    @contextmanager
+    def _noted(self) -> Iterator[None]:
+        """A call that fails for numbers that are not finite changes nothing, but is an event."""
+        try:
+            yield
+        except (NotFiniteError, NotPositiveDefiniteError):
+            watch = self._now.watch
+            event = Event(watch.batches, "not_finite", math.inf, math.inf, "record")
+            if self.monitor is not None:
+                self._now = self._now._replace(watch=watch.logged(event))
+            raise
 
     def _predicted(self, now: _Now, inputs: Inputs) -> Prediction:
         seen = self._seen(inputs, now.recent)[0] if self.window else inputs
@@ -292,7 +354,8 @@ class Adapter(nn.Module):
         size, new = now.state.belief.dimension, bound.start.belief.dimension
         require(size == new, "adapt: model", f"{new} adapted parameters", f"as it was, with {size}, until reset() is called")
         state = moved(now.state, lambda tensor: tensor.to(bound.start.belief.mean))
-        return now._replace(bound=bound, found=found, state=state)
+        watch = now.watch.moved_to(state.belief.mean)
+        return now._replace(bound=bound, found=found, state=state, watch=watch)
 
     def _bind(self, found: Mapping[str, Tensor], example: Inputs | None) -> tuple[_Bound, Mapping[str, Tensor]]:
         """The filter on the model as it is now, and what has been found from batches."""
@@ -322,7 +385,8 @@ class Adapter(nn.Module):
         now = self._ready(None)
         found = {_MODEL + name: tensor for name, tensor in now.found.items()}
         own = {"recipe": as_tensor(_memory_of(self.recipe)), "calls": torch.tensor(now.calls)}
-        for name, tensor in {**own, **to_tensors(now.current), **samples_to_tensors(now.recent), **found}.items():
+        watch = {} if self.monitor is None else now.watch.to_tensors()
+        for name, tensor in {**own, **to_tensors(now.current), **samples_to_tensors(now.recent), **found, **watch}.items():
             destination[prefix + name] = tensor.detach()
 
     @_apart
@@ -355,11 +419,13 @@ class Adapter(nn.Module):
         if found or self._now.found:
             bound, found = self._bind(found, None)
         assert bound is not None
-        beside = ("recipe", "calls", RECENT, _MODEL)
+        beside = ("recipe", "calls", RECENT, _MODEL, MONITOR)
         state = from_tensors({name: value for name, value in own.items() if not name.startswith(beside)}, bound.start)
         recent, calls = samples_from_tensors(own), int(own.get("calls", torch.tensor(0)))
         # Where a batch would have told more than was saved, none had come: the state is the start.
-        return _Now(bound, found, state if bound.final else None, None if recent is None else checked(recent), calls)
+        watch = MonitorState() if self.monitor is None else MonitorState.from_tensors(own, bound.start)
+        kept = None if recent is None else checked(recent)
+        return _Now(bound, found, state if bound.final else None, kept, calls, watch=watch)
 
     def __getstate__(self) -> dict[str, Any]:
         kept = {name: value for name, value in self.__dict__.items() if name != "_lock"}
@@ -370,6 +436,10 @@ class Adapter(nn.Module):
 
 
 _MODEL = "model."  # in a checkpoint: buffers of the model
+
+
+def _fresh_detectors(monitor: Monitor | None) -> dict[str, Detector]:
+    return {} if monitor is None else {name: copy.deepcopy(detector) for name, detector in monitor.detectors.items()}
 
 
 def _memory_of(recipe: Recipe) -> str:

@@ -20,6 +20,10 @@ class NotPositiveDefiniteError(ValueError):
     """A covariance or precision that is not (or would no longer be) positive definite."""
 
 
+class NotFiniteError(ValueError):
+    """NaN or infinity where numbers are needed."""
+
+
 def require(condition: bool, field: str, value: Any, allowed: str) -> None:
     """Raise ``ValueError`` naming the field unless ``condition`` holds."""
     if not condition:
@@ -100,7 +104,7 @@ def require_finite(field: str, values: Tensor) -> None:
     if bad.any():
         where = tuple(bad.nonzero()[0].tolist())
         value = values[where].item()
-        raise ValueError(
+        raise NotFiniteError(
             f"{field} must be finite, got {value} at index {list(where)} ({int(bad.sum())} of {values.numel()} values)"
         )
 

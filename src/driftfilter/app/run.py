@@ -294,7 +294,7 @@ def _write_config(made: Made, command: str) -> None:
 
 def _stepped(made: Made, tally: Tally, batch: Batch, said: Predictions) -> tuple[Tally, dict[str, Any]]:
     """Adapt to a batch and predict it: how far the run is then, and its line in the log."""
-    begun, before, alarms = time.perf_counter(), made.adapter.last_info, len(_events(made.adapter))
+    begun, before, known = time.perf_counter(), made.adapter.last_info, made.adapter.events
     inputs, logs = _predicted(made, tally, batch)
     said.append(logs)
     after = _judged(made, tally, logs)._replace(
@@ -309,14 +309,16 @@ def _stepped(made: Made, tally: Tally, batch: Batch, said: Predictions) -> tuple
         "used": int((info.weights != 0).sum()) if info is not None and new else 0,
         "entropy": _number(columns(logs).entropy.mean()),
         **({} if after.accuracy is None else {"accuracy": after.accuracy}),
-        **({"alarms": fresh} if (fresh := [str(event) for event in _events(made.adapter)[alarms:]]) else {}),
+        **({"alarms": alarms} if (alarms := _since(known, made.adapter.events)) else {}),
         "ms": round(1000 * (time.perf_counter() - begun), 3),
     }
     return after, line
 
 
-def _events(adapter: df.Adapter) -> tuple[Any, ...]:
-    return tuple(getattr(adapter, "events", ()))
+def _since(known: tuple[df.Event, ...], events: tuple[df.Event, ...]) -> list[str]:
+    """Events that were not there before; neither their number tells, for old ones are dropped, nor equality with old ones."""
+    old = set(map(id, known))
+    return [str(event) for event in events if id(event) not in old]
 
 
 def _number(value: Any) -> float | None:

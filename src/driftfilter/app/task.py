@@ -200,6 +200,7 @@ def run_task(bench: Bench, task: Task, watch: Watch | None = None) -> dict[str, 
     result = {
         **_judged(trace, plan, bench),
         "probe": trace.probe,
+        "alarms": trace.alarms,
         "ms_per_step": statistics.median(timed),
         "steps": len(plan.steps),
         "timed_steps": len(timed),
@@ -214,7 +215,8 @@ def run_task(bench: Bench, task: Task, watch: Watch | None = None) -> dict[str, 
 def _adapter(bench: Bench, task: Task) -> df.Adapter:
     data = bench.source_data if _wants_data(task.recipe()) else None
     module, options = bench.networks[task.model].module, dict(task.preset.options)
-    return df.adapt(module, task.preset.name, data=data, seed=task.seed, window=bench.window, **options)
+    monitor = df.Monitor.recording()  # methods as published: an alarm changes nothing
+    return df.adapt(module, task.preset.name, data=data, seed=task.seed, window=bench.window, monitor=monitor, **options)
 
 
 def _require_classes(bench: Bench, task: Task, data: Domains, plan: Plan) -> None:
@@ -238,6 +240,7 @@ class _Trace(NamedTuple):
     before: Tensor | None  # classes predicted before the update [samples]; None: not asked for, or the prediction itself
     milliseconds: list[float]  # a step
     probe: list[dict[str, float]]  # accuracy on clean images by step
+    alarms: int
 
 
 def _follow(bench: Bench, adapter: df.Adapter, data: Domains, plan: Plan, watch: Watch | None) -> _Trace:
@@ -247,10 +250,12 @@ def _follow(bench: Bench, adapter: df.Adapter, data: Domains, plan: Plan, watch:
     clock, probe = _Clock(machine), _Probe(bench, len(plan.steps))
     outputs: list[Tensor] = []
     before: list[Tensor] = []
+    alarms = 0
     right, seen = torch.zeros((), dtype=torch.int64, device=machine.device), 0
     for number, step in enumerate(plan.steps):
         probe(adapter, number)  # before a reset, which would undo what it looks at
         if step.reset:
+            alarms += len(adapter.events)
             adapter.reset()
         images = _images(data, plan, step, machine)
         if ask:
@@ -263,7 +268,9 @@ def _follow(bench: Bench, adapter: df.Adapter, data: Domains, plan: Plan, watch:
             seen += len(step.index)
             watch(number + 1, len(plan.steps), lambda right=right, seen=seen: right.item() / seen)  # type: ignore[misc]
     probe(adapter, len(plan.steps))
-    return _Trace(torch.cat(outputs), torch.cat(before) if before else None, clock.milliseconds(), probe.accuracies())
+    alarms += len(adapter.events)
+    known = torch.cat(before) if before else None
+    return _Trace(torch.cat(outputs), known, clock.milliseconds(), probe.accuracies(), alarms)
 
 
 def _images(data: Domains, plan: Plan, step: Step, machine: Machine) -> Tensor:

@@ -1,0 +1,134 @@
+"""What was predicted lately against what was predicted before, or would be from the source, for any batch size and class count.
+
+A summary of samples is a vector [k + 3]: how many were predicted to be of each class; how many there were, Σ H_i and Σ H_i² of
+their predictive entropies. A window is a sum in which older batches fade. In the history the classes never fade, or a slow
+change would become the rule; the entropies do, for a model that adapts grows more certain.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+SHORT = 64  # samples in a window, or the batch where that is larger; and the fewest that are compared
+LONG = 50  # samples of a class, on average, that are remembered of pairs
+
+
+class Evidence(NamedTuple):
+    """How far lately is from before, and -ln of the chance of that (at least; 0 where too few samples tell)."""
+
+    signals: tuple[float, ...] = (math.nan,) * 3  # classes lost, share gained, rise of uncertainty
+    tails: tuple[float, ...] = (0.0,) * 3
+
+    @classmethod
+    def of(cls, found: dict[str, float], classes: int) -> Evidence:
+        """From what ``lost`` and ``compared`` found."""
+        signals, tails = [math.nan] * 3, [0.0] * 3
+        if found.get("pairs", 0) >= SHORT:
+            signals[0], tails[0] = found["lost"], found["lost_tail"]
+        if found.get("past", 0) >= SHORT:
+            pooled = found["window"] * found["lately"] / (found["window"] + found["lately"])
+            signals[1:] = found["g_class"] / found["window"], found["rise"]
+            tails[1] = improbability(found["g_class"]) - math.log(classes)
+            tails[2] = found["rise"] * abs(found["rise"]) / 2 * pooled
+        return cls(tuple(signals), tuple(tails))
+
+
+def improbability(statistic: float) -> float:
+    """-ln P(X >= 2 g) of X ~ χ² with one degree of freedom; from below, by Chernoff: g - ½ - ½ ln 2 g for g > ½, else 0."""
+    return statistic - 0.5 - math.log(2 * statistic) / 2 if statistic > 0.5 else 0.0
+
+
+def summary(log_probabilities: Tensor) -> Tensor:
+    """[k + 3]: samples by predicted class; samples, Σ H_i, Σ H_i²."""
+    counts = _counts(log_probabilities.argmax(-1), log_probabilities.shape[1])
+    moments = torch.stack([_entropies(log_probabilities).pow(power).sum() for power in range(3)])
+    return torch.cat((counts, moments))
+
+
+def _entropies(log_probabilities: Tensor) -> Tensor:
+    """H(p_i) [n]; 0 · ln 0 = 0."""
+    entropies: Tensor = torch.special.entr(log_probabilities.exp()).sum(-1).double()
+    return entropies
+
+
+def _counts(labels: Tensor, classes: int) -> Tensor:
+    """How often each of k classes is among labels [n]: [k]."""
+    ones = torch.ones_like(labels, dtype=torch.float64)
+    return ones.new_zeros(classes).scatter_add(0, labels, ones)
+
+
+def extended(history: Tensor | None, batch: Tensor, samples: int) -> Tensor:
+    """The history with a batch in it."""
+    if history is None:
+        return batch
+    share = max(0.0, 1 - samples / (4 * LONG * (batch.shape[0] - 3)))
+    return torch.cat((history[:-3], history[-3:] * share)) + batch
+
+
+def faded(window: Tensor | None, batch: Tensor, samples: int) -> Tensor:
+    """A short window with a batch in it."""
+    return batch if window is None else window * max(0.0, 1 - samples / SHORT) + batch
+
+
+def shape_of(batch: Tensor) -> dict[str, Tensor]:
+    """Entropy of the predicted classes, share of the largest, mean predictive entropy."""
+    counts = batch[:-3]
+    n = counts.sum()
+    entropy = torch.special.entr(counts / n).sum()
+    return {"marginal_entropy": entropy, "largest_share": counts.max() / n, "predictive_entropy": batch[-2] / batch[-3]}
+
+
+def compared(recent: Tensor, history: Tensor) -> dict[str, Tensor]:
+    """A window [k + 3] against the history [k + 3]: scalars by name.
+
+    G = N KL(s ‖ m) + M KL(q ‖ m) for the share s of a class among N samples and q among M, pooled m, against all others: that
+    of the class that gained most.
+    """
+    counts, past = recent[:-3], history[:-3]
+    n, m = counts.sum(), past.sum()
+    s, q, pooled = counts / n, past / m, (counts + past) / (n + m)
+    g = n * _binary(s, pooled) + m * _binary(q, pooled)
+    return {"window": n, "past": m, "lately": history[-3], "g_class": (g * (s > q)).max(), "rise": rise(recent, history)}
+
+
+def with_pairs(pairs: Tensor | None, own: Tensor, source: Tensor) -> Tensor:
+    """[2, w], the labels that a belief and the source give the same samples: the last 50 k, these ones among them."""
+    new = torch.stack((own.argmax(-1), source.argmax(-1)))
+    joined = new if pairs is None else torch.cat((pairs, new), 1)
+    return joined[:, -max(LONG * own.shape[1], SHORT) :]
+
+
+def lost(pairs: Tensor, classes: int) -> dict[str, Tensor]:
+    """What the labels a_i have lost in entropy against b_i, pairs [2, w], with -ln of its chance: scalars by name.
+
+    L = Σ_i ln m(a_i) - ln m(b_i), m the shares in both together, is w (H(b) - H(a)) up to third order in the difference of
+    shares. Were a_i and b_i exchangeable, each term had its sign by chance, and P(L >= l) <= exp(-l² / 2 Σ (terms)²), whatever
+    the classes and their number. Labels that stay the same say nothing, nor does a change of the stream, which both have seen.
+    """
+    surprise = -(_counts(pairs.flatten(), classes) / pairs.numel()).log()
+    terms = surprise[pairs[1]] - surprise[pairs[0]]
+    total = terms.sum()
+    tail = total.clamp_min(0).square() / (2 * terms.square().sum()).clamp_min(1e-30)
+    return {"pairs": total.new_tensor(pairs.shape[1]), "lost": total / pairs.shape[1], "lost_tail": tail}
+
+
+def rise(window: Tensor, history: Tensor) -> Tensor:
+    """Of the mean predictive entropy, in standard deviations of a sample."""
+    mean = history[-2] / history[-3]
+    spread = (history[-1] / history[-3] - mean.square()).clamp_min(1e-12).sqrt()
+    return (window[-2] / window[-3] - mean) / spread
+
+
+def _kl(p: Tensor, q: Tensor) -> Tensor:
+    """p ln(p / q), 0 where p is."""
+    pieces: Tensor = torch.special.xlogy(p, p) - torch.special.xlogy(p, q)
+    return pieces
+
+
+def _binary(p: Tensor, q: Tensor) -> Tensor:
+    """KL of one class against all others."""
+    return _kl(p, q) + _kl(1 - p, 1 - q)
