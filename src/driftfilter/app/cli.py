@@ -140,6 +140,8 @@ def _add_run(run: argparse.ArgumentParser) -> None:
     add("--resume", action="store_true", help="go on from the checkpoint in --out; from the beginning where there is none")
     add("--live", action="store_true", help="on resuming, stdin goes on where it stopped (default: it starts again)")
     add("--on-bad-batch", choices=("stop", "skip"), help="not finite, out of range, of another shape (default stop)")
+    add("--baseline", action="store_true", help="also predict with the model as it is, for the report: one more forward pass")
+    add("--classes", metavar="FILE", help="names of the classes, one a line, for the report (default: their numbers)")
     add("--quiet", action="store_true", default=False, help="no progress, only warnings and errors")
     add("--out", type=_folder, default=Path("runs/run"), metavar="DIR", help="to write to (default runs/run)")
 
