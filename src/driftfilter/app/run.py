@@ -234,7 +234,7 @@ class _Files(NamedTuple):
     def save(self, tally: Tally) -> None:
         """The journals first: a checkpoint must not cover what is not on the disk."""
         sizes = {"steps": self.steps.sync(), "predictions": self.said.journal.sync()}
-        sizes |= {} if self.source is None else {"source": self.source.journal.sync()}
+        sizes |= {} if self.source is None else {"baseline": self.source.journal.sync()}
         notes = {"settled": self.made.options.settled(), "tally": tally._asdict(), "sizes": sizes}
         df.save(self.made.adapter, self.made.options.out / STATE, self.made.options.keep, notes)
 
@@ -249,7 +249,7 @@ def _opened(made: Made, tally: Tally, sizes: dict[str, int], stack: ExitStack) -
         stack.enter_context(closing(found.journal))
         return found
 
-    return _Files(made, steps, said("predictions"), None if made.source is None else said("source"))
+    return _Files(made, steps, said("predictions"), None if made.source is None else said("baseline"))
 
 
 def _followed(
@@ -332,8 +332,8 @@ def _stepped(files: _Files, tally: Tally, batch: Batch) -> tuple[Tally, dict[str
     }
     if source is not None and files.source is not None:
         files.source.append(source)
-        line |= {"source_entropy": _number(columns(source).entropy.mean())}
-        line |= {} if after.accuracy is None else {"source_right": _judged(made, tally, source)[0]}
+        line |= {"baseline_entropy": _number(columns(source).entropy.mean())}
+        line |= {} if after.accuracy is None else {"baseline_right": _judged(made, tally, source)[0]}
     return after, line
 
 

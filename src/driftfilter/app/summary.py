@@ -22,7 +22,7 @@ from driftfilter.app.files import Integers
 from driftfilter.app.journal import columns
 from driftfilter.app.movement import movement
 from driftfilter.checks import require
-from driftfilter.whole import whole_file
+from driftfilter.whole import whole_file, write_whole
 
 FORMAT = 1  # of summary.json
 SUMMARY, MOVEMENT, EXAMPLES = "summary.json", "movement.json", "examples.npz"
@@ -103,7 +103,7 @@ def _finite(value: float) -> float | None:
 def _classes(finished: Finished, usable: NDArray[Any]) -> list[dict[str, Any]]:
     """How often each class was predicted, after and before, and where labels are known how often it was right."""
     k = finished.logs.shape[1]
-    said = {"": finished.logs} if finished.source is None else {"": finished.logs, "source_": finished.source}
+    said = {"": finished.logs} if finished.source is None else {"": finished.logs, "baseline_": finished.source}
     labels = None if finished.labels is None else finished.labels[: len(usable)]
     counts: dict[str, list[int]] = {}
     for prefix, logs in said.items():
@@ -164,5 +164,4 @@ def _shown(form: Form, feed: Stored, row: int) -> NDArray[Any]:
 
 def write_json(path: Path, document: Any) -> None:
     """A file that is there whole or as it was."""
-    with whole_file(path) as file:
-        file.write((json.dumps(document, indent=1, ensure_ascii=False) + "\n").encode())
+    write_whole(path, json.dumps(document, indent=1, ensure_ascii=False) + "\n")
