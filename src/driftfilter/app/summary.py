@@ -102,6 +102,8 @@ def _finite(value: float) -> float | None:
 
 def _classes(finished: Finished, usable: NDArray[Any]) -> list[dict[str, Any]]:
     """How often each class was predicted, after and before, and where labels are known how often it was right."""
+    if not usable.any():
+        return []  # and so nobody knows how many classes there are
     k = finished.logs.shape[1]
     said = {"": finished.logs} if finished.source is None else {"": finished.logs, "baseline_": finished.source}
     labels = None if finished.labels is None else finished.labels[: len(usable)]

@@ -16,6 +16,7 @@ WIDTH = 400
 LETTER = 6.1  # width of one, at the size the style sheet gives them
 SOURCE = "ref"  # the colour of the frozen source
 COLORS = 6
+FEW = 0.005  # of the samples: a bin that says little
 DASHES = ("", "6 3", "2 3", "8 3 2 3")
 
 
@@ -209,11 +210,11 @@ def reliability(name: str, says: str, bins: Mapping[str, Sequence[float]], style
     width, most = side / count, max(*bins["samples"], 1)
     body = []
     for place, (n, sure, right) in enumerate(zip(bins["samples"], bins["confidence"], bins["accuracy"], strict=True)):
-        x = left + width * place
+        x, few = left + width * place, " few" if n < FEW * sum(bins["samples"]) else ""
         if n:
-            body.append(_box(x + 0.7, bottom - side * right, width - 1.4, side * right, f"fill {style.color}"))
+            body.append(_box(x + 0.7, bottom - side * right, width - 1.4, side * right, f"fill {style.color}{few}"))
             high, low = max(sure, right), min(sure, right)
-            body.append(_box(x + 0.7, bottom - side * high, width - 1.4, side * (high - low), "gap"))
+            body.append(_box(x + 0.7, bottom - side * high, width - 1.4, side * (high - low), f"gap{few}"))
             body.append(_box(x + 0.7, bottom + 42 - 20 * n / most, width - 1.4, 20 * n / most, "count"))
     body += [_line(left, bottom, left + side, top, "ideal"), _line(left, bottom, left + side, bottom, "axis")]
     for tick in (0, 0.5, 1):

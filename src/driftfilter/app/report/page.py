@@ -32,7 +32,7 @@ def render(streams: Sequence[Stream]) -> str:
 
 def percent(value: float | None) -> str:
     """A share."""
-    return "–" if value is None else f"{100 * value:.1f} %"
+    return "–" if value is None else f"{100 * value:.1f}\u00a0%"
 
 
 def number(value: float | None) -> str:
@@ -51,7 +51,9 @@ def duration(ms: float | None) -> str:
     """Milliseconds, or seconds where there are many."""
     if ms is None:
         return "–"
-    return f"{ms:.1f} ms" if ms < 10 else f"{ms:.0f} ms" if ms < 10_000 else f"{ms / 1000:.1f} s"
+    if ms < 1000:
+        return f"{ms:.1f} ms" if ms < 10 else f"{ms:.0f} ms"
+    return f"{ms / 1000:.2f} s" if ms < 10_000 else f"{ms / 1000:,.0f} s"
 
 
 def count(value: int) -> str:
@@ -92,7 +94,7 @@ def _view(stream: Stream, place: int) -> dict[str, Any]:
         "entropy": _over_time(stream, styled, "entropy"),
         "parts": _parts(styled, stream.part),
         "reliability": [(entry, _reliability(entry, style)) for entry, style in styled],
-        "movement": [(entry, *_movement(entry, style)) for entry, style in styled if entry.movement],
+        "movement": [(entry, *_movement(entry, styles[id(entry)])) for entry in stream.entries if entry.movement],
         "examples": [_examples(entry) for entry in stream.entries],
         "best": best(stream),
         "alarms": [(entry.name, *alarm) for entry in stream.entries for alarm in entry.alarms],
@@ -220,7 +222,7 @@ def spread(entry: Entry, measure: str) -> str:
 def _movement(entry: Entry, style: Style) -> tuple[Markup | None, str]:
     """Bars by layer, and what they say."""
     if not any(row["rms"] for row in entry.movement):
-        return None, "No parameter moved."
+        return None, "no parameter moved."
     spread = all(row["sigmas"] is not None for row in entry.movement)
     key = "sigmas" if spread else "relative" if all(row["relative"] is not None for row in entry.movement) else "rms"
     shown = _largest(entry.movement, key)

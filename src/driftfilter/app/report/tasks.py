@@ -35,7 +35,7 @@ def _stream(documents: Sequence[Document]) -> Stream:
     made, result = documents[0]["settings"], documents[0]["result"]
     marks, at = [], 0
     for visit in result["visits"]:
-        marks.append((at, visit["corruption"]))
+        marks.append((at, _words(visit["corruption"])))
         at += visit["steps"]
     title = f"{made['model']}, {made['protocol']['name']} protocol"
     others = [entry for entry in entries if entry is not source]
@@ -51,6 +51,10 @@ def _sentence(made: Mapping[str, Any], result: Mapping[str, Any], count: int) ->
         f"{_plural(kinds, 'corruption')} of severity {stream['severity']}, {stream['batch']} at a time "
         f"({made['protocol']['name']} protocol), on {made['device']}."
     )
+
+
+def _words(name: str) -> str:
+    return name.replace("_", " ")
 
 
 def _plural(count: int, what: str) -> str:
@@ -125,10 +129,10 @@ def _parts(results: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     rows = [row for result in results for row in result["domains"]]
     names = dict.fromkeys(row["corruption"] for row in rows)
     right = {name: sum(row["accuracy"] * row["n"] for row in rows if row["corruption"] == name) for name in names}
-    return {name: right[name] / sum(row["n"] for row in rows if row["corruption"] == name) for name in names}
+    return {_words(name): right[name] / sum(row["n"] for row in rows if row["corruption"] == name) for name in names}
 
 
 def _example(made: Mapping[str, Any], each: Mapping[str, Any]) -> Example:
     known = made["data"]["kind"] in ("generated", "CIFAR-10-C")
     label, truth = (CIFAR10[each[key]] if known and each[key] < len(CIFAR10) else str(each[key]) for key in ("label", "truth"))
-    return Example(each["most"], label, truth, each["probability"], each["where"], each["png"])
+    return Example(each["most"], label, truth, each["probability"], _words(each["where"]), each["png"])
