@@ -20,7 +20,7 @@ import pytest
 
 import driftfilter as df
 from driftfilter.app.cli import main
-from driftfilter.app.report import collect, write
+from driftfilter.app.report import LIMIT, ReportError, collect, write
 from driftfilter.app.report.draw import Axis, spanning
 from driftfilter.app.report.page import percent, render
 from driftfilter.app.task import Bench
@@ -28,7 +28,6 @@ from test_run import LABELS, MODULE, N, run, samples
 from tiny import run_all, task_of
 
 EVIL = '<script>alert("x")</script>'
-LIMIT = 3_000_000  # bytes
 ENV = {**os.environ, "PYTHONPATH": str(Path(df.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
 
 
@@ -260,6 +259,27 @@ def test_it_is_one_small_file_that_loads_nothing(folder: Path) -> None:
     links = [attrs[key] or "" for _, attrs in shown.tags for key in ("src", "href", "srcset", "data", "action") if key in attrs]
     assert all(link.startswith(("data:image/png;base64,", "data:,")) for link in links)
     assert not {"script", "iframe", "object", "embed", "form"} & {tag for tag, _ in shown.tags}
+
+
+def test_a_large_benchmark_keeps_the_pictures_of_the_best(shared: Bench, tmp_path: Path) -> None:
+    run_all(shared, tmp_path, task_of("source"), task_of("tent"))
+    (first,) = tmp_path.glob("tent_*.json")
+    document = json.loads(first.read_text())
+    for number in range(60):
+        changed = {**document["settings"], "preset": f"tent:lr={number}"}
+        mean = {**document["result"]["mean"], "accuracy": number / 60}
+        pictures = [{**each, "png": each["png"][:1] * 5000} for each in document["result"]["examples"]]
+        result = {**document["result"], "mean": mean, "examples": pictures}
+        (tmp_path / f"copy{number}.json").write_text(json.dumps({"settings": changed, "result": result}))
+    shown = Page(write([tmp_path]))
+    assert len(shown.source.encode()) < LIMIT
+    assert "tent:lr=30: left out, so that the page stays small." in shown.text
+    assert "tent:lr=59: left out" not in shown.text
+    for number in range(200):
+        text = (tmp_path / "copy1.json").read_text().replace("tent:lr=1", f"bn:x={number}")
+        (tmp_path / f"more{number}.json").write_text(text)
+    with pytest.raises(ReportError, match="MB, more than 3: report fewer at once"):
+        write([tmp_path])
 
 
 def test_charts_are_whole_and_described(folder: Path) -> None:

@@ -14,15 +14,20 @@ from driftfilter.whole import write_whole
 
 T = TypeVar("T")
 
-__all__ = ["ReportError", "collect", "write"]
+__all__ = ["LIMIT", "ReportError", "collect", "write"]
 
 MOST = 8  # folders on one page
+LIMIT = 3_000_000  # bytes of it
 
 
 def write(folders: Sequence[Path], out: Path | None = None) -> Path:
     """The report of these folders, of ``run`` or of ``bench``, at ``out``, or as report.html in the first of them."""
     path = folders[0] / "report.html" if out is None else out
     page = render(collect(folders))
+    if len(page.encode()) > LIMIT:
+        raise ReportError(
+            f"the page would have {len(page.encode()) / 1e6:.1f} MB, more than {LIMIT / 1e6:g}: report fewer at once"
+        )
     write_whole(path, page)
     return path
 

@@ -73,7 +73,7 @@ class Stream(NamedTuple):
     says: str  # what was run, in one sentence
     entries: Sequence[Entry]
     source: Entry | None  # the frozen model; None: not recorded
-    part: str  # what the parts are: "shift", "stretch"
+    part: str  # what the parts are: "shift", "stretch of the stream"
     marks: Sequence[tuple[int, str]] = ()  # the steps with which parts begin
 
     @property

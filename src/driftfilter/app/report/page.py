@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Sequence, Set
 from importlib.resources import files
 from typing import Any, NamedTuple
 
@@ -16,13 +17,16 @@ from driftfilter.app.report.draw import Axis, Series, Style
 
 LAYERS = 40  # bars of a chart
 CLASSES = 20  # rows of a table
+PICTURES = 1_000_000  # bytes of all of them
+ALARMS = 200  # marks of a chart
 
 
 def render(streams: Sequence[Stream]) -> str:
     """The whole page; every string in it is escaped."""
     made = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     source = (files("driftfilter.app.report") / "page.html.jinja").read_text(encoding="utf-8")
-    views = [_view(stream, place) for place, stream in enumerate(streams)]
+    pictured = _pictured(streams)
+    views = [_view(stream, place, pictured) for place, stream in enumerate(streams)]
     title = streams[0].title if len(streams) == 1 else f"{len(streams)} streams"
     return made.from_string(source).render(title=title, streams=views, version=__version__, **_SAID)
 
@@ -80,7 +84,19 @@ class Legend(NamedTuple):
     name: str
 
 
-def _view(stream: Stream, place: int) -> dict[str, Any]:
+def _pictured(streams: Sequence[Stream]) -> set[int]:
+    """The entries whose examples there is room for, the best of every stream first."""
+    room, kept = PICTURES, set()
+    first = [best(stream) for stream in streams]
+    for entry in (*first, *(entry for stream in streams for entry in stream.entries if entry not in first)):
+        size = sum(len(each.image) for each in entry.examples)
+        if size <= room:
+            room -= size
+            kept.add(id(entry))
+    return kept
+
+
+def _view(stream: Stream, place: int, pictured: Set[int]) -> dict[str, Any]:
     styles = {id(entry): draw.style(at) for at, entry in enumerate(stream.entries)}
     styled = [(entry, styles.get(id(entry), Style())) for entry in stream.all]
     return {
@@ -95,7 +111,7 @@ def _view(stream: Stream, place: int) -> dict[str, Any]:
         "parts": _parts(styled, stream.part),
         "reliability": [(entry, _reliability(entry, style)) for entry, style in styled],
         "movement": [(entry, *_movement(entry, styles[id(entry)])) for entry in stream.entries if entry.movement],
-        "examples": [_examples(entry) for entry in stream.entries],
+        "examples": [_examples(entry, id(entry) in pictured) for entry in stream.entries],
         "best": best(stream),
         "alarms": [(entry.name, *alarm) for entry in stream.entries for alarm in entry.alarms],
         "calibrated": any(entry.bins is not None for entry in stream.all),
@@ -165,6 +181,7 @@ def _over_time(stream: Stream, styled: Styled, what: str) -> Markup | None:
         up = Axis("entropy", low, high, lambda value: f"{value:g}")
     says = "; ".join(f"{each.name} from {up.text(each.points[0][1])} to {up.text(each.points[-1][1])}" for each in known)
     alarms = sorted({step for entry, _ in styled for step, _ in entry.alarms})
+    alarms = alarms[:: math.ceil(len(alarms) / ALARMS) or 1]
     across = Axis("step", 0, last, lambda value: f"{value:,.0f}")
     return draw.lines(f"{what.capitalize()} over time", says, known, across, up, stream.marks, alarms)
 
@@ -244,7 +261,9 @@ def _largest(rows: Iterable[Any], key: str) -> list[Any]:
     return [row for row in every if row[key] >= least][:LAYERS]
 
 
-def _examples(entry: Entry) -> dict[str, Any]:
+def _examples(entry: Entry, pictured: bool) -> dict[str, Any]:
+    if not pictured:
+        return {"name": entry.name, "why": "left out, so that the page stays small", "groups": []}
     groups = [(name, [each for each in entry.examples if each.most == most]) for name, most in _CERTAIN]
     return {"name": entry.name, "why": entry.no_examples, "groups": [(name, found) for name, found in groups if found]}
 

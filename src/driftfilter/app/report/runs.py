@@ -79,7 +79,7 @@ def _stream(runs: Sequence[Run]) -> Stream:
     source = next((_source(run) for run in runs if run.summary["quality"]["before"] or _has_baseline(run)), None)
     options = runs[0].config["options"]
     data = "stdin" if options["data"] == "-" else Path(options["data"]).name
-    return Stream(f"{options['model']} on {data}", _sentence(runs, names, data), entries, source, "stretch")
+    return Stream(f"{options['model']} on {data}", _sentence(runs, names, data), entries, source, "stretch of the stream")
 
 
 def _name(run: Run) -> str:
