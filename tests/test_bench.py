@@ -22,6 +22,7 @@ from driftfilter.app.bench import choices, seeds
 from driftfilter.app.claims import claim_of
 from driftfilter.app.machine import Machine
 from driftfilter.app.task import Bench, Choice, Network, Task, settings
+from driftfilter.whole import write_whole
 from tiny import CPU, Broken, Log, Tiny, run_all, task_of
 
 # The run folder
@@ -148,14 +149,14 @@ def test_a_task_that_fails_does_not_stop_the_others(shared: Bench, tmp_path: Pat
 
 def test_an_interrupted_write_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "file.json"
-    bench.write_whole(path, "old")
+    write_whole(path, "old")
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("os.replace", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        bench.write_whole(path, "new")
+        write_whole(path, "new")
     assert [each.name for each in tmp_path.iterdir()] == ["file.json"]
     assert path.read_text() == "old"
 

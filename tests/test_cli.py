@@ -37,7 +37,7 @@ def test_demo_prints_its_tables_and_says_where_they_are(capsys: pytest.CaptureFi
     assert list(scores) == QUICK_PRESETS.split(",") == ["source", "bn", "tent", "driftfilter", "driftfilter_aug"]
     assert list(scores) == sorted(scores, key=lambda preset: scores[preset])
     assert f"wrote {tmp_path / 'linear'}" in lines
-    assert lines[-1] == f"wrote {tmp_path / 'images'}"
+    assert lines[-2:] == [f"wrote {tmp_path / 'images'}", f"wrote {tmp_path / 'images' / 'report.html'}"]
     (written,) = (tmp_path / "images").glob("tent_*.json")
     assert f"{json.loads(written.read_text())['result']['mean']['accuracy']:.3f}" == _table(lines)["tent"]["mean"]
     assert (tmp_path / "linear" / "metrics.json").exists()
@@ -247,7 +247,7 @@ def test_help_does_not_import_torch() -> None:
         [
             "import sys",
             "from driftfilter.app import cli",
-            "for command in ([], ['bench'], ['run']):",
+            "for command in ([], ['bench'], ['run'], ['report']):",
             "    try: cli.main([*command, '--help'])",
             "    except SystemExit: pass",
             "assert not {'torch', 'rich', 'torchmetrics'} & set(sys.modules)",

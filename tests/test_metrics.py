@@ -120,3 +120,17 @@ def test_uncertainty_of_a_linear_model_is_that_of_the_same_function() -> None:
     assert isinstance(plain, df.PredictiveModel)
     for ours, other in zip(metrics.uncertainty(head, belief, inputs), metrics.uncertainty(plain, belief, inputs), strict=True):
         torch.testing.assert_close(ours, other, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_reliability_counts_every_sample_once(case: str) -> None:
+    logp, labels = CASES[case]
+    found = metrics.reliability(logp, labels)
+    confidence, predicted = (each.numpy() for each in logp.exp().max(-1))
+    right = predicted == labels.numpy()
+    assert sum(found.samples) == len(labels)
+    assert sum(n * sure for n, sure in zip(found.samples, found.confidence, strict=True)) == pytest.approx(confidence.sum())
+    assert sum(n * share for n, share in zip(found.samples, found.accuracy, strict=True)) == pytest.approx(right.sum())
+    for place, n in enumerate(found.samples):
+        low, high = place / metrics.BINS, (place + 1) / metrics.BINS
+        assert n == 0 or low - 1e-6 <= found.confidence[place] <= high + 1e-6

@@ -40,6 +40,13 @@ def whole_file(path: Path, keep: int = 1) -> Iterator[IO[bytes]]:
                 part.unlink(missing_ok=True)
 
 
+def write_whole(path: Path, text: str) -> None:
+    """Write a file so that it is there whole or as it was, whatever happens meanwhile."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with whole_file(path) as file:
+        file.write(text.encode())
+
+
 def earlier(path: Path, number: int) -> Path:
     """Where the file that was ``number`` files before this one is kept."""
     return path.with_suffix(f".{number}{path.suffix}") if number else path

@@ -28,7 +28,7 @@ from driftfilter.app.protocols import Stream
 from driftfilter.app.streams import Domains, cifar10, open_domains
 from driftfilter.app.task import Bench, Choice, Network, Source, Task, Watch, protocol, run_task, settings
 from driftfilter.checks import nearest, require
-from driftfilter.whole import whole_file
+from driftfilter.whole import write_whole
 
 # In the order of accuracy they are expected to have.
 QUICK_PRESETS = "source,bn,tent,driftfilter,driftfilter_aug"
@@ -179,13 +179,6 @@ def read_done(path: Path, made: Mapping[str, Any]) -> dict[str, Any] | None:
     """What a whole file of these settings holds; None where there is none."""
     document = _document(path)
     return document if document is not None and document["settings"] == json.loads(json.dumps(made)) else None
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file so that it is there whole or as it was, whatever happens meanwhile."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with whole_file(path) as file:
-        file.write(text.encode())
 
 
 class Display(Protocol):

@@ -55,6 +55,9 @@ def _run(arguments: Sequence[str] | None) -> int:
             "skipped; 130 ended by Ctrl-C and saved",
         )
     )
+    report = commands.add_parser("report", help="runs and benchmarks side by side, as one HTML file that loads nothing")
+    report.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of driftfilter run or bench")
+    report.add_argument("--out", type=Path, metavar="FILE", help="to write to (default: report.html in the first folder)")
     data = commands.add_parser("data", help="where to get CIFAR-10-C, and whether a folder holds it")
     data.add_argument("folder", nargs="?", metavar="FOLDER", help="the folder to check")
     _add_inspect(commands.add_parser("inspect", help="what adaptation would change in a model, and what it would cost"))
@@ -71,6 +74,8 @@ def _run(arguments: Sequence[str] | None) -> int:
         return _bench(parsed, sys.argv[1:] if arguments is None else arguments)
     if parsed.command == "run":
         return _adapt(parsed, sys.argv[1:] if arguments is None else arguments)
+    if parsed.command == "report":
+        return _report(parsed.runs, parsed.out)
     if parsed.command == "data":
         return _data(parsed)
     if parsed.command == "inspect":
@@ -149,6 +154,8 @@ def _add_run(run: argparse.ArgumentParser) -> None:
     add("--resume", action="store_true", help="go on from the checkpoint in --out; from the beginning where there is none")
     add("--live", action="store_true", help="on resuming, stdin goes on where it stopped (default: it starts again)")
     add("--on-bad-batch", choices=("stop", "skip"), help="not finite, out of range, of another shape (default stop)")
+    add("--baseline", action="store_true", help="also predict with the model as it is, for the report: one more forward pass")
+    add("--classes", metavar="FILE", help="names of the classes, one a line, for the report (default: their numbers)")
     add("--quiet", action="store_true", default=False, help="no progress, only warnings and errors")
     add("--out", type=_folder, default=Path("runs/run"), metavar="DIR", help="to write to (default runs/run)")
 
@@ -205,7 +212,8 @@ def _demo(parsed: argparse.Namespace) -> int:
     if find_spec("torchmetrics") is None:
         print("the image stream needs torchmetrics: pip install 'driftfilter[bench]'")
         return 0
-    return _run([*DEMO_BENCH, "--out", str(out / "images")])
+    failed = _run([*DEMO_BENCH, "--out", str(out / "images")])
+    return failed or _report([out / "images"])
 
 
 def _bench(parsed: argparse.Namespace, arguments: Sequence[str]) -> int:
@@ -262,6 +270,16 @@ def _adapt(parsed: argparse.Namespace, arguments: Sequence[str]) -> int:
         except KeyboardInterrupt:
             return _failed("run", "interrupted twice: nothing was saved since the last checkpoint", 130)
     return telling.conclude(ending, parsed.out)
+
+
+def _report(folders: Sequence[Path], out: Path | None = None) -> int:
+    from driftfilter.app import report
+
+    try:
+        print(f"wrote {report.write(folders, out)}")
+    except (report.ReportError, OSError) as error:
+        return _failed("report", error, 1)
+    return 0
 
 
 def _failed(command: str, error: object, status: int) -> int:

@@ -63,13 +63,23 @@ def columns(logs: NDArray[Any]) -> Columns:
 class Predictions:
     """The predictions of a run: ``predictions.csv``, a line a sample; or log-probabilities, in the end ``predictions.npz``.
 
-    Of samples that were skipped before the number of classes was known, the rows are written when it is.
+    ``stem``: another name of the file. Of samples that were skipped before the number of classes was known, the rows are
+    written when it is.
     """
 
-    def __init__(self, folder: Path, kind: Literal["npz", "csv"], dtype: Any, rows: int, classes: int, size: int) -> None:
-        self.classes, self._kind, self._folder, self._dtype = classes, kind, folder, np.dtype(dtype)
+    def __init__(
+        self,
+        folder: Path,
+        kind: Literal["npz", "csv"],
+        dtype: Any,
+        rows: int,
+        classes: int,
+        size: int,
+        stem: str = "predictions",
+    ) -> None:
+        self.classes, self._kind, self._path, self._dtype = classes, kind, folder / f"{stem}.npz", np.dtype(dtype)
         self._rows, self._waiting = (rows, 0) if classes else (0, rows)
-        self.journal = Journal(folder / ("predictions.csv" if kind == "csv" else "predictions.part"), size)
+        self.journal = Journal(folder / f"{stem}.{'csv' if kind == 'csv' else 'part'}", size)
 
     def append(self, logs: NDArray[Any]) -> None:
         """Log-probabilities [n, k] of the next n samples."""
@@ -93,15 +103,20 @@ class Predictions:
         """The file for the user, with what is known so far."""
         if self._kind == "csv":
             return self.journal.path
-        logs = (
-            np.fromfile(self.journal.path, self._dtype).reshape(-1, self.classes)
-            if self.classes
-            else self._nothing(self._waiting)
-        )
-        path = self._folder / "predictions.npz"
-        with whole_file(path) as file:
-            np.savez(file, **columns(logs)._asdict())
-        return path
+        with whole_file(self._path) as file:
+            np.savez(file, **columns(self.logs())._asdict())
+        return self._path
+
+    def logs(self) -> NDArray[Any]:
+        """Log-probabilities [n, k] of all samples so far; of a CSV the logarithms of what it says, none below the dtype's."""
+        if not self.classes:
+            return self._nothing(self._waiting)
+        if self._kind == "npz":
+            return np.fromfile(self.journal.path, self._dtype).reshape(-1, self.classes)
+        chosen = range(4, 4 + self.classes)
+        said = np.loadtxt(self.journal.path, self._dtype, delimiter=",", skiprows=1, usecols=chosen, ndmin=2)
+        logs: NDArray[Any] = np.log(np.maximum(said, np.finfo(self._dtype).tiny))
+        return logs
 
     def _nothing(self, rows: int) -> NDArray[Any]:
         return np.full((rows, max(self.classes, 1)), np.nan, self._dtype)

@@ -27,13 +27,31 @@ def negative_log_likelihood(log_probabilities: Tensor, labels: Tensor) -> float:
     return -log_probabilities.gather(-1, labels[:, None]).mean().item()
 
 
-def calibration_error(log_probabilities: Tensor, labels: Tensor, bins: int = BINS) -> float:
-    """Expected calibration error Σ_b (n_b/n) |accuracy_b - confidence_b| of [n, k], over equal bins [low, high)."""
+class Reliability(NamedTuple):
+    """Of predictions in equal bins [low, high) of their confidence; an empty bin has a mean of 0."""
+
+    samples: list[int]
+    confidence: list[float]  # mean of each bin
+    accuracy: list[float]  # of each bin
+
+
+def reliability(log_probabilities: Tensor, labels: Tensor, bins: int = BINS) -> Reliability:
+    """Confidence and accuracy by bin, of log-probabilities [n, k] and labels [n]."""
     confidence, predicted = log_probabilities.exp().max(-1)
     edges = torch.linspace(0, 1, bins + 1).to(confidence)[1:-1]  # certainty belongs to the last bin
     place = torch.bucketize(confidence, edges, right=True)
-    gap = (predicted == labels).to(confidence) - confidence
-    return (confidence.new_zeros(bins).index_add(0, place, gap).abs().sum() / len(labels)).item()
+    count = torch.bincount(place, minlength=bins)
+    sums = [
+        confidence.new_zeros(bins, dtype=torch.float64).index_add(0, place, each.double())
+        for each in (confidence, predicted == labels)
+    ]
+    return Reliability(count.tolist(), *((each / count.clamp(min=1)).tolist() for each in sums))
+
+
+def calibration_error(log_probabilities: Tensor, labels: Tensor, bins: int = BINS) -> float:
+    """Expected calibration error Σ_b (n_b/n) |accuracy_b - confidence_b| of [n, k], over equal bins [low, high)."""
+    found = reliability(log_probabilities, labels, bins)
+    return sum(n * abs(right - sure) for n, sure, right in zip(*found, strict=True)) / len(labels)
 
 
 def brier(log_probabilities: Tensor, labels: Tensor) -> float:

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 import driftfilter as df
+from driftfilter.app import summary
 from driftfilter.app.bench import choices
 from driftfilter.app.claims import claimed, holder
 from driftfilter.app.feed import Batch, Feed, Form, Shapes, open_feed, open_labels, require_shapes, shapes_of
@@ -29,10 +30,10 @@ from driftfilter.app.journal import Journal, Predictions, columns
 from driftfilter.app.machine import Machine, machine_of
 from driftfilter.app.own import open_model
 from driftfilter.app.stopping import Stop
+from driftfilter.app.task import peak_memory
 from driftfilter.checks import require
 from driftfilter.inputs import Inputs
 from driftfilter.recipe import changed, to_dict
-from driftfilter.whole import whole_file
 
 STATE = "state.safetensors"
 
@@ -66,10 +67,12 @@ class Options:
     resume: bool = False
     live: bool = False
     on_bad_batch: Literal["stop", "skip"] = "stop"
+    baseline: bool = False
+    classes: str | None = None
 
     def settled(self) -> dict[str, Any]:
         """What must not change between the parts of a run, beside the model and the recipe, which a checkpoint knows."""
-        names = ("batch", "seed", "layout", "scale", "range", "integers", "predictions")
+        names = ("batch", "seed", "layout", "scale", "range", "integers", "predictions", "baseline")
         return {**{name: getattr(self, name) for name in names}, "labels": "none" if self.labels is None else "given"}
 
 
@@ -101,6 +104,9 @@ class Made:
     form: Form
     labels: Integers | None
     machine: Machine
+    model: nn.Module
+    source: df.Adapter | None = None  # the model as it is, where a baseline is asked for
+    classes: tuple[str, ...] = ()  # their names
 
     @property
     def dtype(self) -> str:
@@ -126,7 +132,9 @@ def prepare(options: Options) -> Made:
     model = machine.place(open_model(options.model, None if options.weights is None else Path(options.weights)))
     within = None if options.range is None else _range(options.range)
     form = Form(_dtype(model), machine.device, options.layout, options.scale, within)
-    return Made(options, _adapter(options, model, form), feed, form, labels, machine)
+    source = df.adapt(model, "source") if options.baseline else None
+    classes = () if options.classes is None else summary.open_classes(Path(options.classes))
+    return Made(options, _adapter(options, model, form), feed, form, labels, machine, model, source, classes)
 
 
 def _dtype(model: nn.Module) -> torch.dtype:
@@ -209,31 +217,53 @@ def run(made: Made, watch: Watch, warn: Callable[[str], None], command: str = ""
         batches = made.feed.batches(options.batch, 0 if options.live else first.rows)
         files = _opened(made, first, sizes, stack)
         _write_config(made, command)
+        summary.clear(options.out)
         with made.machine.ready(), stop.listening():
             last, error = _followed(files, first, stop.each(batches), watch, warn)
             files.save(last)
-            return Ending(last, files.said.export(), first.step, stop.signal, error)
+            ending = Ending(last, files.said.export(), first.step, stop.signal, error)
+            _summed_up(files, ending)
+            return ending
+
+
+def _summed_up(files: _Files, ending: Ending) -> None:
+    """For the report."""
+    made, source, out = files.made, files.source, files.made.options.out
+    if source is not None:
+        source.export()
+    finished = summary.Finished(files.said.logs(), None if source is None else source.logs(), made.labels, made.classes)
+    why = summary.write_examples(out, finished, made.feed, made.form)
+    memory, what = peak_memory(made.machine)
+    ended = {"signal": ending.signal, "error": ending.error, "no_examples": why, "tally": ending.tally._asdict()}
+    others = {**ended, "peak_memory_mb": memory, "peak_memory_of": what}
+    summary.write(out, finished, made.adapter, made.model, others)
 
 
 class _Files(NamedTuple):
     made: Made
     steps: Journal
     said: Predictions
+    source: Predictions | None
 
     def save(self, tally: Tally) -> None:
         """The journals first: a checkpoint must not cover what is not on the disk."""
         sizes = {"steps": self.steps.sync(), "predictions": self.said.journal.sync()}
+        sizes |= {} if self.source is None else {"baseline": self.source.journal.sync()}
         notes = {"settled": self.made.options.settled(), "tally": tally._asdict(), "sizes": sizes}
         df.save(self.made.adapter, self.made.options.out / STATE, self.made.options.keep, notes)
 
 
 def _opened(made: Made, tally: Tally, sizes: dict[str, int], stack: ExitStack) -> _Files:
     """The journals, cut to what the checkpoint covers."""
-    out, kind = made.options.out, made.options.predictions
-    steps = stack.enter_context(closing(Journal(out / "steps.jsonl", sizes.get("steps", 0))))
-    said = Predictions(out, kind, made.dtype, tally.rows, tally.classes, sizes.get("predictions", 0))
-    stack.enter_context(closing(said.journal))
-    return _Files(made, steps, said)
+    steps = stack.enter_context(closing(Journal(made.options.out / "steps.jsonl", sizes.get("steps", 0))))
+
+    def said(stem: str) -> Predictions:
+        known = (tally.rows, tally.classes, sizes.get(stem, 0))
+        found = Predictions(made.options.out, made.options.predictions, made.dtype, *known, stem)
+        stack.enter_context(closing(found.journal))
+        return found
+
+    return _Files(made, steps, said("predictions"), None if made.source is None else said("baseline"))
 
 
 def _followed(
@@ -243,12 +273,13 @@ def _followed(
     options = files.made.options
     for batch in batches:
         try:
-            tally, line = _stepped(files.made, tally, batch, files.said)
+            tally, line = _stepped(files, tally, batch)
         except BadBatchError as bad:
             if options.on_bad_batch == "stop":
                 return tally, f"step {tally.step} (samples {tally.rows} to {tally.rows + batch.rows - 1}): {bad}"
             warn(f"step {tally.step} skipped: {bad}")
-            files.said.skip(batch.rows)
+            for said in filter(None, (files.said, files.source)):
+                said.skip(batch.rows)
             line = {"step": tally.step, "n": batch.rows, "skipped": str(bad)}
             tally = tally._replace(step=tally.step + 1, rows=tally.rows + batch.rows, skipped=tally.skipped + 1)
         files.steps.append((json.dumps(line) + "\n").encode())
@@ -266,7 +297,7 @@ def _resumed(made: Made) -> tuple[Tally, dict[str, int]]:
     notes = df.load(made.adapter, path)
     require("tally" in notes, str(path), "a checkpoint of something else", "one of driftfilter run")
     settled = json.loads(json.dumps(made.options.settled()))
-    for name, before in notes["settled"].items():
+    for name, before in {"baseline": False, **notes["settled"]}.items():
         allowed = f"{before!r}, as it was when the run began (or give another --out)"
         require(settled[name] == before, f"--{name}", settled[name], allowed)
     return Tally(**notes["tally"]), notes["sizes"]
@@ -288,18 +319,19 @@ def _write_config(made: Made, command: str) -> None:
         "machine": made.machine.settings(),
         "versions": {"driftfilter": df.__version__, "torch": torch.__version__, "python": platform.python_version()},
     }
-    with whole_file(made.options.out / "config.json") as file:
-        file.write((json.dumps(document, indent=1, ensure_ascii=False) + "\n").encode())
+    summary.write_json(made.options.out / "config.json", document)
 
 
-def _stepped(made: Made, tally: Tally, batch: Batch, said: Predictions) -> tuple[Tally, dict[str, Any]]:
+def _stepped(files: _Files, tally: Tally, batch: Batch) -> tuple[Tally, dict[str, Any]]:
     """Adapt to a batch and predict it: how far the run is then, and its line in the log."""
+    made = files.made
     begun, before, known = time.perf_counter(), made.adapter.last_info, made.adapter.events
-    inputs, logs = _predicted(made, tally, batch)
-    said.append(logs)
-    after = _judged(made, tally, logs)._replace(
-        step=tally.step + 1, rows=tally.rows + batch.rows, classes=logs.shape[1], shapes=shapes_of(inputs)
-    )
+    inputs, logs, source, apart = _predicted(made, tally, batch)
+    _require_classes(made, tally, logs.shape[1])
+    files.said.append(logs)
+    right, judged = _judged(made, tally, logs)
+    after = tally._replace(right=tally.right + right, judged=tally.judged + judged, classes=logs.shape[1])
+    after = after._replace(step=tally.step + 1, rows=tally.rows + batch.rows, shapes=shapes_of(inputs))
     info = made.adapter.last_info
     new = info is not None and info is not before
     line = {
@@ -308,10 +340,14 @@ def _stepped(made: Made, tally: Tally, batch: Batch, said: Predictions) -> tuple
         "energy": _number(info.energy) if info is not None and new else None,
         "used": int((info.weights != 0).sum()) if info is not None and new else 0,
         "entropy": _number(columns(logs).entropy.mean()),
-        **({} if after.accuracy is None else {"accuracy": after.accuracy}),
+        **({} if after.accuracy is None else {"accuracy": after.accuracy, "judged": judged, "right": right}),
         **({"alarms": alarms} if (alarms := _since(known, made.adapter.events)) else {}),
-        "ms": round(1000 * (time.perf_counter() - begun), 3),
+        "ms": round(1000 * (time.perf_counter() - begun - apart), 3),
     }
+    if source is not None and files.source is not None:
+        files.source.append(source)
+        line |= {"baseline_entropy": _number(columns(source).entropy.mean())}
+        line |= {} if after.accuracy is None else {"baseline_right": _judged(made, tally, source)[0]}
     return after, line
 
 
@@ -326,13 +362,25 @@ def _number(value: Any) -> float | None:
     return float(value) if math.isfinite(value) else None
 
 
-def _predicted(made: Made, tally: Tally, batch: Batch) -> tuple[Inputs, NDArray[Any]]:
-    """The inputs of a batch and their log-probabilities [n, k]; the adapter as it was where that fails."""
+class _Said(NamedTuple):
+    inputs: Inputs
+    logs: NDArray[Any]  # log-probabilities [n, k]
+    source: NDArray[Any] | None  # of the model as it is [n, k], where asked for
+    apart: float  # seconds that took
+
+
+def _predicted(made: Made, tally: Tally, batch: Batch) -> _Said:
+    """Of a batch; the adapter, which comes last, as it was where that fails."""
     try:
         inputs = made.form(batch.read())
         require_shapes(inputs, tally.shapes)
-        logs = made.adapter(**inputs) if isinstance(inputs, dict) else made.adapter(inputs)
-        return inputs, logs.cpu().numpy().astype(made.dtype)
+        named = inputs if isinstance(inputs, dict) else {}
+        given = () if named else (inputs,)
+        begun, source = time.perf_counter(), None
+        if made.source is not None:
+            source = made.source.predict(*given, **named).log_probabilities.cpu().numpy().astype(made.dtype)
+        apart = time.perf_counter() - begun
+        return _Said(inputs, made.adapter(*given, **named).cpu().numpy().astype(made.dtype), source, apart)
     except torch.OutOfMemoryError:
         raise  # nothing is wrong with the batch
     except (ValueError, TypeError) as error:
@@ -341,13 +389,20 @@ def _predicted(made: Made, tally: Tally, batch: Batch) -> tuple[Inputs, NDArray[
         raise BadBatchError(f"the model failed: {str(error).partition(chr(10))[0]}") from error
 
 
-def _judged(made: Made, tally: Tally, logs: NDArray[Any]) -> Tally:
-    """With the labels of these samples, as far as they are known."""
+def _require_classes(made: Made, tally: Tally, k: int) -> None:
+    """Raise at the first batch where labels or names are not of the model's k classes."""
+    if tally.classes:
+        return
+    highest = -1 if made.labels is None else int(made.labels.max())
+    require(highest < k, "labels", f"up to {highest}", f"below {k}, the classes of the model")
+    require(
+        len(made.classes) in (0, k), "--classes", f"{len(made.classes)} names", f"{k} names, one for each class of the model"
+    )
+
+
+def _judged(made: Made, tally: Tally, logs: NDArray[Any]) -> tuple[int, int]:
+    """How many of these samples are right, of how many whose label is known."""
     if made.labels is None:
-        return tally
-    if not tally.classes:
-        highest = int(made.labels.max())
-        require(highest < logs.shape[1], "labels", f"up to {highest}", f"below {logs.shape[1]}, the classes of the model")
+        return 0, 0
     known = made.labels[tally.rows : tally.rows + len(logs)]
-    right = int(np.sum(logs[: len(known)].argmax(1) == known))
-    return tally._replace(right=tally.right + right, judged=tally.judged + len(known))
+    return int(np.sum(logs[: len(known)].argmax(1) == known)), len(known)

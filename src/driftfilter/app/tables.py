@@ -12,10 +12,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from driftfilter.app.bench import Display, write_whole
-from driftfilter.app.task import Watch
+from driftfilter.whole import write_whole
+
+if TYPE_CHECKING:  # they need torch, which tables do not
+    from driftfilter.app.bench import Display
+    from driftfilter.app.task import Watch
 
 Document = Mapping[str, Any]  # settings and result, or settings and error
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import platform
 import statistics
 import sys
@@ -13,17 +12,18 @@ from dataclasses import asdict, dataclass, fields, replace
 from functools import cache, cached_property
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
 import driftfilter as df
-from driftfilter.app import metrics
 from driftfilter.app.files import digest
+from driftfilter.app.judging import Trace, examples, judged
 from driftfilter.app.machine import Machine
+from driftfilter.app.movement import movement
 from driftfilter.app.protocols import PROTOCOLS, Plan, Step, Stream
-from driftfilter.app.streams import CLEAN, Domains, Shift
+from driftfilter.app.streams import CLEAN, Domains
 from driftfilter.checks import nearest, require, require_count
 
 WARM_UP = 5  # steps that are not timed
@@ -194,13 +194,17 @@ def run_task(bench: Bench, task: Task, watch: Watch | None = None) -> dict[str, 
         warnings.simplefilter("default")
         data = bench.data.seeded(task.seed)
         _require_classes(bench, task, data, plan)
-        trace = _follow(bench, _adapter(bench, task), data, plan, watch)
+        adapter = _adapter(bench, task)
+        trace = _follow(bench, adapter, data, plan, watch)
+        moved = movement(adapter, bench.networks[task.model].module)
     timed = trace.milliseconds[WARM_UP:] or trace.milliseconds
-    memory, what = _peak_memory(bench.machine)
+    memory, what = peak_memory(bench.machine)
     result = {
-        **_judged(trace, plan, bench),
+        **judged(trace, plan, bench),
         "probe": trace.probe,
         "alarms": trace.alarms,
+        "movement": moved,
+        "examples": examples(trace, plan, data, bench.machine.device),
         "ms_per_step": statistics.median(timed),
         "steps": len(plan.steps),
         "timed_steps": len(timed),
@@ -233,17 +237,7 @@ def _require_classes(bench: Bench, task: Task, data: Domains, plan: Plan) -> Non
         require(highest < k, f"labels of {name}", f"up to {highest}", f"below {k}, the classes of model {task.model!r}")
 
 
-class _Trace(NamedTuple):
-    """What a stream has left behind."""
-
-    log_probabilities: Tensor  # [samples, k]
-    before: Tensor | None  # classes predicted before the update [samples]; None: not asked for, or the prediction itself
-    milliseconds: list[float]  # a step
-    probe: list[dict[str, float]]  # accuracy on clean images by step
-    alarms: int
-
-
-def _follow(bench: Bench, adapter: df.Adapter, data: Domains, plan: Plan, watch: Watch | None) -> _Trace:
+def _follow(bench: Bench, adapter: df.Adapter, data: Domains, plan: Plan, watch: Watch | None) -> Trace:
     """Adapter through all steps; the device is never waited for here, but where the watch or a probe looks."""
     labels, machine = data.labels, bench.machine
     ask = bench.before and adapter.recipe.predict_from == "posterior"
@@ -270,7 +264,7 @@ def _follow(bench: Bench, adapter: df.Adapter, data: Domains, plan: Plan, watch:
     probe(adapter, len(plan.steps))
     alarms += len(adapter.events)
     known = torch.cat(before) if before else None
-    return _Trace(torch.cat(outputs), known, clock.milliseconds(), probe.accuracies(), alarms)
+    return Trace(torch.cat(outputs), known, clock.milliseconds(), probe.accuracies(), alarms)
 
 
 def _images(data: Domains, plan: Plan, step: Step, machine: Machine) -> Tensor:
@@ -333,7 +327,7 @@ class _Probe:
         return [{"step": step, "accuracy": share.item()} for step, share in self._right.items()]
 
 
-def _peak_memory(machine: Machine) -> tuple[float, str]:
+def peak_memory(machine: Machine) -> tuple[float, str]:
     """Megabytes, and of what."""
     if machine.cuda:
         return torch.cuda.max_memory_allocated(machine.device) / 1e6, "the device in this task, the stream's images included"
@@ -341,50 +335,3 @@ def _peak_memory(machine: Machine) -> tuple[float, str]:
 
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e6, "the process since it started"
-
-
-def _judged(trace: _Trace, plan: Plan, bench: Bench) -> dict[str, Any]:
-    """Quality by domain, over all samples, and along the stream."""
-    index, domain = torch.cat([step.index for step in plan.steps]), torch.cat([step.domain for step in plan.steps])
-    logp, labels = trace.log_probabilities, bench.data.labels[index].to(bench.machine.device)
-    right = (logp.argmax(-1) == labels).cpu()
-    before = right if trace.before is None else (trace.before == labels).cpu()
-    rows = []
-    for number, shift in enumerate(plan.domains):
-        here = domain == number
-        if here.any():
-            at = here.to(logp.device)
-            row = {**shift._asdict(), **metrics.quality(logp[at], labels[at])._asdict()}
-            rows.append({**row, "before": _share(before[here])} if bench.before else row)
-    judged: dict[str, Any] = {
-        "domains": rows,
-        "mean": {name: statistics.fmean(row[name] for row in rows) for name in ("accuracy", "nll", "brier", "ece")},
-        "pooled": metrics.quality(logp, labels)._asdict(),
-        "visits": _visits(plan, right),
-    }
-    if bench.before:
-        how = "the prediction itself (predict_from='prior')" if trace.before is None else "predicted before each update"
-        judged["before"] = {"accuracy": _share(before), "how": how}
-    return judged
-
-
-def _share(right: Tensor) -> float:
-    return right.double().mean().item()
-
-
-def _visits(plan: Plan, right: Tensor) -> list[dict[str, Any]]:
-    """Accuracy along the stream, one entry for each run of a round's steps in one domain (for a mixture, of steps that mix)."""
-
-    def place(step: Step) -> tuple[int, Shift]:
-        first = plan.domains[int(step.domain[0])]
-        mixed = not bool((step.domain == step.domain[0]).all())
-        return step.round, first._replace(corruption="mixed") if mixed else first
-
-    visits, at = [], 0
-    for (number, shift), steps in itertools.groupby(plan.steps, place):
-        sizes = [len(step.index) for step in steps]
-        samples = right[at : at + sum(sizes)]
-        at += sum(sizes)
-        seen = {"round": number, "steps": len(sizes), "n": len(samples), "accuracy": _share(samples)}
-        visits.append({**shift._asdict(), **seen})
-    return visits

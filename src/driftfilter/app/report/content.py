@@ -1,0 +1,103 @@
+"""What a report shows, as plain data: entries side by side on a stream, and the frozen source beside them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+MEASURES = ("accuracy", "ece", "nll", "brier")
+DRAWN = 60  # pieces of a line
+
+
+class ReportError(ValueError):
+    """What a folder holds cannot be reported; says which file, and why."""
+
+
+class Example(NamedTuple):
+    """A sample to look at."""
+
+    most: bool  # of the most certain
+    label: str
+    truth: str  # empty: not known
+    probability: float
+    where: str
+    image: str = ""  # a PNG in base64
+    values: Sequence[float] = ()
+
+
+class Cost(NamedTuple):
+    """What a stream took; None where it is not recorded."""
+
+    steps: int
+    samples: int
+    ms: float | None  # the median step
+    seconds: float | None
+    memory_mb: float | None
+    memory_of: str
+
+
+class Entry(NamedTuple):
+    """One way of predicting a stream."""
+
+    name: str
+    where: str  # its folder
+    quality: Mapping[str, float | None]  # by measure; empty: no labels
+    along: Sequence[Mapping[str, Any]]  # see ``app.along``
+    spread: Mapping[str, float] = {}  # standard deviation over seeds
+    bins: Mapping[str, Sequence[float]] | None = None
+    parts: Mapping[str, float] = {}  # accuracy by shift, or by stretch
+    alarms: Sequence[tuple[int, str]] = ()
+    movement: Sequence[Mapping[str, Any]] = ()
+    examples: Sequence[Example] = ()
+    no_examples: str = "not recorded"
+    classes: Sequence[Mapping[str, Any]] = ()
+    changed: float | None = None  # share of the predictions that are not the source's
+    cost: Cost | None = None
+    configuration: Mapping[str, str] = {}
+    environment: Mapping[str, str] = {}
+    notes: Sequence[str] = ()
+
+    @property
+    def entropy(self) -> float | None:
+        """Mean over all samples."""
+        known = [piece for piece in self.along if piece.get("entropy") is not None]
+        return sum(piece["n"] * piece["entropy"] for piece in known) / sum(piece["n"] for piece in known) if known else None
+
+
+class Stream(NamedTuple):
+    """Entries that have seen the same samples."""
+
+    title: str
+    says: str  # what was run, in one sentence
+    entries: Sequence[Entry]
+    source: Entry | None  # the frozen model; None: not recorded
+    part: str  # what the parts are: "shift", "stretch of the stream"
+    marks: Sequence[tuple[int, str]] = ()  # the steps with which parts begin
+
+    @property
+    def all(self) -> list[Entry]:
+        """The frozen source first."""
+        return [*([] if self.source is None else [self.source]), *self.entries]
+
+
+def read_json(path: Path) -> Any:
+    """What a file holds; an error names it."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ReportError(f"{path} could not be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise ReportError(f"{path} is damaged: it must hold JSON, got {error}") from error
+
+
+def flat(document: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Nested settings as lines: names with dots, values as text; what is not set is left out."""
+    lines: dict[str, str] = {}
+    for key, value in document.items():
+        if isinstance(value, dict):
+            lines |= flat(value, f"{prefix}{key}.")
+        elif value not in (None, "", [], False):
+            lines[prefix + key] = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return lines

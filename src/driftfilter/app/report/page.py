@@ -1,0 +1,282 @@
+"""The page: charts, tables and sentences of the streams, put into the template."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence, Set
+from importlib.resources import files
+from typing import Any, NamedTuple
+
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
+
+from driftfilter import __version__
+from driftfilter.app.report import draw
+from driftfilter.app.report.content import Entry, Stream
+from driftfilter.app.report.draw import Axis, Series, Style
+
+LAYERS = 40  # bars of a chart
+CLASSES = 20  # rows of a table
+PICTURES = 1_000_000  # bytes of all of them
+ALARMS = 200  # marks of a chart
+
+
+def render(streams: Sequence[Stream]) -> str:
+    """The whole page; every string in it is escaped."""
+    made = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    source = (files("driftfilter.app.report") / "page.html.jinja").read_text(encoding="utf-8")
+    pictured = _pictured(streams)
+    views = [_view(stream, place, pictured) for place, stream in enumerate(streams)]
+    title = streams[0].title if len(streams) == 1 else f"{len(streams)} streams"
+    return made.from_string(source).render(title=title, streams=views, version=__version__, **_SAID)
+
+
+# Numbers as text
+
+
+def percent(value: float | None) -> str:
+    """A share."""
+    return "–" if value is None else f"{100 * value:.1f}\u00a0%"
+
+
+def number(value: float | None) -> str:
+    """Three digits that count, or three places."""
+    if value is None:
+        return "–"
+    return f"{value:.3f}" if abs(value) < 10 else f"{value:.3g}"
+
+
+def points(now: float | None, then: float | None) -> str:
+    """The difference of two shares, in points."""
+    return "–" if now is None or then is None else f"{100 * (now - then):+.1f}".replace("-", "−")
+
+
+def duration(ms: float | None) -> str:
+    """Milliseconds, or seconds where there are many."""
+    if ms is None:
+        return "–"
+    if ms < 1000:
+        return f"{ms:.1f} ms" if ms < 10 else f"{ms:.0f} ms"
+    return f"{ms / 1000:.2f} s" if ms < 10_000 else f"{ms / 1000:,.0f} s"
+
+
+def count(value: int) -> str:
+    """With a mark between thousands."""
+    return f"{value:,}"
+
+
+# What the template is given
+
+
+class Card(NamedTuple):
+    """A headline."""
+
+    name: str
+    value: str
+    note: str
+    good: bool | None = None  # better than the source, worse, or neither
+
+
+class Legend(NamedTuple):
+    """A line of a legend."""
+
+    swatch: Markup
+    name: str
+
+
+def _pictured(streams: Sequence[Stream]) -> set[int]:
+    """The entries whose examples there is room for, the best of every stream first."""
+    room, kept = PICTURES, set()
+    first = [best(stream) for stream in streams]
+    for entry in (*first, *(entry for stream in streams for entry in stream.entries if entry not in first)):
+        size = sum(len(each.image) for each in entry.examples)
+        if size <= room:
+            room -= size
+            kept.add(id(entry))
+    return kept
+
+
+def _view(stream: Stream, place: int, pictured: Set[int]) -> dict[str, Any]:
+    styles = {id(entry): draw.style(at) for at, entry in enumerate(stream.entries)}
+    styled = [(entry, styles.get(id(entry), Style())) for entry in stream.all]
+    return {
+        "id": f"stream{place}",
+        "stream": stream,
+        "cards": _cards(stream),
+        "legend": [Legend(draw.swatch(style), entry.name) for entry, style in styled],
+        "alarm": draw.alarm_swatch(),
+        "ranking": _ranking(styled),
+        "accuracy": _over_time(stream, styled, "accuracy"),
+        "entropy": _over_time(stream, styled, "entropy"),
+        "parts": _parts(styled, stream.part),
+        "reliability": [(entry, _reliability(entry, style)) for entry, style in styled],
+        "movement": [(entry, *_movement(entry, styles[id(entry)])) for entry in stream.entries if entry.movement],
+        "examples": [_examples(entry, id(entry) in pictured) for entry in stream.entries],
+        "best": best(stream),
+        "alarms": [(entry.name, *alarm) for entry in stream.entries for alarm in entry.alarms],
+        "calibrated": any(entry.bins is not None for entry in stream.all),
+        "classes": [_classes(entry) for entry in stream.entries if entry.classes],
+    }
+
+
+def best(stream: Stream) -> Entry:
+    """Of the highest accuracy, or the first where that is not known."""
+    return max(stream.entries, key=lambda entry: entry.quality.get("accuracy") or 0.0)
+
+
+def _cards(stream: Stream) -> list[Card]:
+    """The headline numbers of one entry against the source."""
+    entry, source = best(stream), stream.source
+    before = {} if source is None else source.quality
+    cards = []
+    if entry.quality:
+        now, then = entry.quality["accuracy"], before.get("accuracy")
+        note = "frozen source: not recorded" if then is None else f"{points(now, then)} points on {percent(then)}"
+        cards.append(Card("Accuracy", percent(now), note, _better(now, then, 1)))
+        for name, key in (("Calibration error", "ece"), ("Negative log-likelihood", "nll")):
+            now, then = entry.quality[key], before.get(key)
+            note = "frozen source: not recorded" if then is None else f"frozen source {number(then)}"
+            cards.append(Card(name, number(now), note, _better(now, then, -1)))
+    else:
+        then = None if source is None else source.entropy
+        note = "frozen source: not recorded" if then is None else f"frozen source {number(then)}"
+        cards.append(Card("Mean entropy, nats", number(entry.entropy), note))
+        if entry.changed is not None:
+            cards.append(Card("Predictions changed", percent(entry.changed), "against the frozen source"))
+    if entry.cost is not None:
+        cost, slow = entry.cost, None if source is None or source.cost is None else source.cost.ms
+        note = f"median of {count(cost.steps)} steps" if not slow else f"frozen source {duration(slow)}"
+        cards.append(Card("A step takes", duration(cost.ms), note))
+    return cards
+
+
+def _better(now: float | None, then: float | None, sign: int) -> bool | None:
+    return None if now is None or then is None or now == then else sign * (now - then) > 0
+
+
+Styled = Sequence[tuple[Entry, Style]]
+
+
+def _ranking(styled: Styled) -> Markup | None:
+    """Accuracy of each entry as bars."""
+    known = [(entry.name, entry.quality.get("accuracy"), style) for entry, style in styled]
+    rows = [(name, value, style) for name, value, style in known if value is not None]
+    if len(rows) < 2:
+        return None
+    says = "; ".join(f"{name} {percent(value)}" for name, value, _ in rows)
+    return draw.bars("Accuracy", says, rows, Axis("", 0, max(value for _, value, _ in rows), percent))
+
+
+def _over_time(stream: Stream, styled: Styled, what: str) -> Markup | None:
+    series = [Series(entry.name, style, _curve(entry, what)) for entry, style in styled]
+    known = [each for each in series if each.points]
+    if not known:
+        return None
+    values = [value for each in known for _, value in each.points]
+    low, high = draw.spanning(values) if what == "accuracy" else draw.spanning(values, low=0)
+    last = max(piece["step"] + piece["steps"] for entry, _ in styled for piece in entry.along)
+    if what == "accuracy":
+        up = Axis("accuracy", max(low, 0), min(high, 1), lambda value: f"{100 * value:.0f} %")
+    else:
+        up = Axis("entropy", low, high, lambda value: f"{value:g}")
+    says = "; ".join(f"{each.name} from {up.text(each.points[0][1])} to {up.text(each.points[-1][1])}" for each in known)
+    alarms = sorted({step for entry, _ in styled for step, _ in entry.alarms})
+    alarms = alarms[:: math.ceil(len(alarms) / ALARMS) or 1]
+    across = Axis("step", 0, last, lambda value: f"{value:,.0f}")
+    return draw.lines(f"{what.capitalize()} over time", says, known, across, up, stream.marks, alarms)
+
+
+def _curve(entry: Entry, what: str) -> list[tuple[float, float]]:
+    """In the middle of each piece."""
+    middles = [(piece["step"] + piece["steps"] / 2, piece) for piece in entry.along]
+    if what == "accuracy":
+        return [(step, piece["right"] / piece["judged"]) for step, piece in middles if piece.get("judged") and "right" in piece]
+    return [(step, piece["entropy"]) for step, piece in middles if piece.get("entropy") is not None]
+
+
+def _parts(styled: Styled, part: str) -> dict[str, Any] | None:
+    """Accuracy by shift or stretch, as dots and as a table."""
+    known = [(entry, style) for entry, style in styled if entry.parts]
+    if not known:
+        return None
+    names = list(dict.fromkeys(name for entry, _ in known for name in entry.parts))
+    rows = {name: [(style, entry.parts[name]) for entry, style in known if name in entry.parts] for name in names}
+    low, high = draw.spanning(value for values in rows.values() for _, value in values)
+    says = f"Accuracy of {', '.join(entry.name for entry, _ in known)} by {part}; the table has the numbers."
+    across = Axis("accuracy", max(low, 0), min(high, 1), lambda value: f"{100 * value:.0f} %")
+    chart = draw.dots(f"Accuracy by {part}", says, rows, across)
+    cells = [(name, [entry.parts.get(name) for entry, _ in known]) for name in names]
+    best_of = {name: max((value for value in values if value is not None), default=None) for name, values in cells}
+    return {"chart": chart, "head": [entry.name for entry, _ in known], "rows": cells, "best": best_of}
+
+
+def _reliability(entry: Entry, style: Style) -> Markup | None:
+    if entry.bins is None:
+        return None
+    says = "; ".join(
+        f"confidence {sure:.2f}, accuracy {right:.2f}, {n} samples"
+        for n, sure, right in zip(entry.bins["samples"], entry.bins["confidence"], entry.bins["accuracy"], strict=True)
+        if n
+    )
+    return draw.reliability(f"Reliability of {entry.name}", says, entry.bins, style)
+
+
+def ece(entry: Entry) -> float | None:
+    """Of the samples in the diagram: Σ_b (n_b/n) |accuracy_b - confidence_b|."""
+    if entry.bins is None:
+        return None
+    rows = zip(entry.bins["samples"], entry.bins["confidence"], entry.bins["accuracy"], strict=True)
+    return sum(n * abs(right - sure) for n, sure, right in rows) / max(sum(entry.bins["samples"]), 1)
+
+
+def spread(entry: Entry, measure: str) -> str:
+    """Over the seeds, where there are several."""
+    if measure not in entry.spread:
+        return ""
+    return f" ± {100 * entry.spread[measure]:.1f}" if measure == "accuracy" else f" ± {number(entry.spread[measure])}"
+
+
+def _movement(entry: Entry, style: Style) -> tuple[Markup | None, str]:
+    """Bars by layer, and what they say."""
+    if not any(row["rms"] for row in entry.movement):
+        return None, "no parameter moved."
+    spread = all(row["sigmas"] is not None for row in entry.movement)
+    key = "sigmas" if spread else "relative" if all(row["relative"] is not None for row in entry.movement) else "rms"
+    shown = _largest(entry.movement, key)
+    name = {"sigmas": "prior standard deviations", "relative": "relative to the start", "rms": "root mean square"}[key]
+    text = (lambda value: f"{value:.2f} σ") if key == "sigmas" else percent if key == "relative" else number
+    rows = [(row["layer"], row[key], style) for row in shown]
+    says = "; ".join(f"{layer} {text(value)}" for layer, value, _ in rows)
+    left_out = f" The {LAYERS} of {len(entry.movement)} layers that moved most." if len(shown) < len(entry.movement) else ""
+    why = "" if spread else " The prior of this recipe has no spread, so that there are no standard deviations to count in."
+    top = max(row[key] for row in shown)
+    chart = draw.bars(f"Movement of {entry.name} by layer", says, rows, Axis(name, 0, top, text))
+    return chart, f"Root mean square over the parameters of each layer.{why}{left_out}"
+
+
+def _largest(rows: Iterable[Any], key: str) -> list[Any]:
+    """In the order of the network."""
+    every = list(rows)
+    least = sorted((row[key] for row in every), reverse=True)[:LAYERS][-1]
+    return [row for row in every if row[key] >= least][:LAYERS]
+
+
+def _examples(entry: Entry, pictured: bool) -> dict[str, Any]:
+    if not pictured:
+        return {"name": entry.name, "why": "left out, so that the page stays small", "groups": []}
+    groups = [(name, [each for each in entry.examples if each.most == most]) for name, most in _CERTAIN]
+    return {"name": entry.name, "why": entry.no_examples, "groups": [(name, found) for name, found in groups if found]}
+
+
+_CERTAIN = (("Most certain", True), ("Least certain", False))
+
+
+def _classes(entry: Entry) -> dict[str, Any]:
+    """The classes predicted most often."""
+    shown = sorted(entry.classes, key=lambda row: -row["predicted"])[:CLASSES]
+    total = max(sum(row["predicted"] for row in entry.classes), 1)
+    before = max(sum(row.get("baseline_predicted", 0) for row in entry.classes), 1)
+    return {"name": entry.name, "rows": shown, "total": total, "before": before, "left_out": len(entry.classes) - len(shown)}
+
+
+_SAID = {each.__name__: each for each in (percent, number, duration, count, spread, ece)}

@@ -1,0 +1,203 @@
+"""A folder of ``driftfilter run`` as an entry of a report."""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import json
+import math
+import statistics
+import zipfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from driftfilter.app.along import along
+from driftfilter.app.examples import png
+from driftfilter.app.report.content import DRAWN, MEASURES, Cost, Entry, Example, ReportError, Stream, flat, read_json
+
+FORMAT = 1  # of summary.json that is understood
+PARTS = 8
+
+
+class Run(NamedTuple):
+    """What a folder holds."""
+
+    folder: Path
+    config: Mapping[str, Any]
+    summary: Mapping[str, Any]
+    steps: Sequence[Mapping[str, Any]]
+    movement: Sequence[Mapping[str, Any]]
+
+
+def read_run(folder: Path) -> Run:
+    """A run that has ended; else an error says what is wrong with it."""
+    config = read_json(folder / "config.json")
+    if not (folder / "summary.json").exists():
+        raise ReportError(
+            f"{folder} holds a run that has not ended (or one of an older driftfilter): there is no summary.json; the same "
+            "command with --resume brings it to its end"
+        )
+    summary = read_json(folder / "summary.json")
+    known = summary.get("format") if isinstance(summary, dict) else None
+    if known != FORMAT:
+        written = config.get("versions", {}).get("driftfilter", "unknown") if isinstance(config, dict) else "unknown"
+        raise ReportError(f"{folder / 'summary.json'} is of format {known!r}, of driftfilter {written}; known here is {FORMAT}")
+    run = Run(folder, config, summary, _steps(folder / "steps.jsonl"), read_json(folder / "movement.json"))
+    if all("skipped" in step for step in run.steps):
+        raise ReportError(f"{folder} holds an empty run: no sample was predicted")
+    return run
+
+
+def _steps(path: Path) -> list[dict[str, Any]]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError) as error:
+        raise ReportError(f"{path} could not be read: {error}") from error
+    try:
+        return [json.loads(line) for line in lines]
+    except ValueError as error:
+        raise ReportError(f"{path} is damaged: every line must hold JSON, got {error}") from error
+
+
+def streams(runs: Sequence[Run]) -> list[Stream]:
+    """Those that adapted the same model to the same data side by side."""
+    groups = [list(group) for _, group in itertools.groupby(sorted(runs, key=_same), _same)]
+    return [_stream(group) for group in sorted(groups, key=lambda group: runs.index(group[0]))]
+
+
+def _same(run: Run) -> str:
+    return json.dumps([run.config["model"], run.config["options"]["data"], run.summary["tally"]["rows"]])
+
+
+def _stream(runs: Sequence[Run]) -> Stream:
+    names = [_name(run) for run in runs]
+    unique = [name if names.count(name) == 1 else f"{name} · {run.folder.name}" for name, run in zip(names, runs, strict=True)]
+    entries = [_entry(run, name) for run, name in zip(runs, unique, strict=True)]
+    source = next((_source(run) for run in runs if run.summary["quality"]["before"] or _has_baseline(run)), None)
+    options = runs[0].config["options"]
+    data = "stdin" if options["data"] == "-" else Path(options["data"]).name
+    return Stream(f"{options['model']} on {data}", _sentence(runs, names, data), entries, source, "stretch of the stream")
+
+
+def _name(run: Run) -> str:
+    options = run.config["options"]
+    return Path(options["recipe"]).stem if options["recipe"] else options["preset"] or "driftfilter"
+
+
+def _sentence(runs: Sequence[Run], names: Sequence[str], data: str) -> str:
+    tally, options = runs[0].summary["tally"], runs[0].config["options"]
+    who = " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
+    batches = sorted({run.config["options"]["batch"] for run in runs})
+    return (
+        f"{who} adapted {options['model']} to {tally['rows']:,} unlabeled samples of {data}, "
+        f"{' or '.join(map(str, batches))} at a time, on {runs[0].config['machine']['device']}."
+    )
+
+
+def _has_baseline(run: Run) -> bool:
+    return any("baseline_entropy" in step for step in run.steps)
+
+
+def _entry(run: Run, name: str) -> Entry:
+    config, summary, tally = run.config, run.summary, run.summary["tally"]
+    quality, used = summary["quality"]["after"], [step for step in run.steps if "skipped" not in step]
+    times = [step["ms"] for step in used]
+    options = {key: value for key, value in config["options"].items() if key not in ("model", "data")}
+    recipe = config["recipe"] if isinstance(config["recipe"], dict) else {"repr": config["recipe"]}
+    examples, why = _examples(run)
+    return Entry(
+        name,
+        str(run.folder),
+        {} if quality is None else {each: quality[each] for each in MEASURES},
+        along(used, DRAWN),
+        bins=None if quality is None else quality["bins"],
+        parts=_parts(used, "right"),
+        alarms=[(step["step"], str(text)) for step in run.steps for text in step.get("alarms", ())],
+        movement=run.movement,
+        examples=examples,
+        no_examples=why,
+        classes=summary["classes"],
+        changed=summary["changed"],
+        cost=Cost(
+            len(used),
+            tally["rows"],
+            statistics.median(times),
+            sum(times) / 1000,
+            summary["peak_memory_mb"],
+            summary["peak_memory_of"],
+        ),
+        configuration={
+            "command": config["command"],
+            "model": config["options"]["model"],
+            "data": config["options"]["data"],
+            **flat(options),
+            **flat(recipe, "recipe."),
+        },
+        environment={**flat(config["machine"]), **flat(config["versions"]), "model weights": config["model"]["weights"][:12]},
+        notes=_notes(run),
+    )
+
+
+def _notes(run: Run) -> list[str]:
+    summary, tally, count = run.summary, run.summary["tally"], run.config["samples"]
+    skipped = tally["skipped"]
+    return [
+        *([f"ended by a signal after {tally['rows']:,} of {count or 'unknown'} samples"] if summary["signal"] else []),
+        *([f"ended by a bad batch: {summary['error']}"] if summary["error"] else []),
+        *([f"{skipped} of {tally['step']} steps were skipped: their batches were bad"] if skipped else []),
+    ]
+
+
+def _source(run: Run) -> Entry:
+    """The frozen model, as the run has recorded it."""
+    quality, used = run.summary["quality"]["before"], [step for step in run.steps if "skipped" not in step]
+    names = {"n": "n", "judged": "judged", "baseline_entropy": "entropy", "baseline_right": "right"}
+    steps = [{new: step[old] for old, new in names.items() if old in step} for step in used]
+    return Entry(
+        "frozen source",
+        str(run.folder),
+        {} if quality is None else {each: quality[each] for each in MEASURES},
+        along(steps, DRAWN),
+        bins=None if quality is None else quality["bins"],
+        parts=_parts(used, "baseline_right"),
+        no_examples="",
+    )
+
+
+def _parts(steps: Sequence[Mapping[str, Any]], right: str) -> dict[str, float]:
+    """Accuracy by stretch of equally many steps, as far as labels are known."""
+    pieces = along([{**step, "right": step[right]} for step in steps if step.get("judged") and right in step], PARTS)
+    last = [piece["step"] + piece["steps"] - 1 for piece in pieces]
+    return {
+        f"steps {piece['step']}–{end}" if end > piece["step"] else f"step {end}": piece["right"] / piece["judged"]
+        for piece, end in zip(pieces, last, strict=True)
+    }
+
+
+def _examples(run: Run) -> tuple[list[Example], str]:
+    """And why there are none."""
+    path = run.folder / "examples.npz"
+    if not path.exists():
+        return [], run.summary["no_examples"] or "not recorded"
+    try:
+        with np.load(path) as arrays:
+            found = dict(arrays)
+    except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
+        raise ReportError(f"{path} is damaged: {error}") from error
+    names = [each["name"] for each in run.summary["classes"]]
+    images = found["values"].ndim == 4
+    return [
+        Example(
+            bool(found["most"][place]),
+            names[found["label"][place]],
+            names[found["truth"][place]] if found["truth"][place] >= 0 else "",
+            float(found["probability"][place]),
+            f"row {found['row'][place]}",
+            base64.b64encode(png(value)).decode() if images else "",
+            () if images else [float(number) for number in value if math.isfinite(number)],
+        )
+        for place, value in enumerate(found["values"])
+    ], ""
