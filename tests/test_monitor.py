@@ -387,7 +387,8 @@ def test_a_collapse_goes_back_to_the_source_and_begins_anew() -> None:
     assert again.state.step == first + 1
 
 
-def test_the_source_is_asked_every_second_batch_with_the_statistics_of_now() -> None:
+@pytest.mark.parametrize(("samples", "every"), [(20, 2), (50, 2), (64, 3), (100, 4)])
+def test_the_source_is_asked_now_and_then_with_the_statistics_of_now(samples: int, every: int) -> None:
     start = adapter("driftfilter", statistics=df.PseudoCount(16), monitor=df.Monitor(probe=2))
     asked = []
     predict = df.Filter.predict
@@ -398,10 +399,10 @@ def test_the_source_is_asked_every_second_batch_with_the_statistics_of_now() -> 
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(df.Filter, "predict", noted)
-        for seed in range(4):
-            start(inputs(seed))
-            assert len(asked) == (seed + 1) // 2
-            if seed % 2:
+        for seed in range(2 * every):
+            start(torch.cat((inputs(seed), inputs(seed + 50)))[:samples])
+            assert len(asked) == (seed + 1) // every
+            if (seed + 1) % every == 0:
                 assert asked[-1].belief is start.state.source
                 assert asked[-1].memory is start.state.memory
         plain = adapter("source")

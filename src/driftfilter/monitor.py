@@ -24,6 +24,7 @@ from driftfilter.history import SHORT, Evidence, compared, extended, faded, lost
 Response: TypeAlias = Literal["record", "warn", "inflate", "probation", "revert", "reset", "freeze"]  # mildest first
 Ask: TypeAlias = Callable[[FilterState], Tensor]  # log-probabilities [n, k] of the current batch under another state
 KEPT = 1000  # events
+_USUAL = 50  # samples of a batch
 
 
 class AlarmWarning(UserWarning):
@@ -153,7 +154,8 @@ class Monitor:
     """Alarms, their thresholds and what is done about them.
 
         classes_lost    H(b) - H(a) >= classes, a and b the classes that the belief and the source (with the batch-norm
-                        statistics of now) predict for the same samples: the last 50 k of every ``probe``-th batch
+                        statistics of now) predict for the same samples: the last 50 k of every ``probe``-th batch, and of
+                        fewer where batches are larger than 50 samples (of every eighth at 200), which tell as much
         share_gained    G_c / N >= share, G_c = N KL(s ‖ m) + M KL(q ‖ m) of a class with share s in a window of N = max(n, 64)
                         samples, q in the history of M, pooled m, against all others; of the class that gained most
         uncertainty     the mean predictive entropy of the window rises by so many standard deviations of a sample
@@ -233,7 +235,8 @@ class Monitor:
 
     def _probed(self, past: MonitorState, state: FilterState, log_probabilities: Tensor, ask: Ask) -> Tensor | None:
         """[2, w], with the labels of this batch where it is one to probe, and there is another belief than the source."""
-        if (past.batches + 1) % self.probe or torch.equal(state.belief.mean, state.source.mean):
+        every = math.ceil(self.probe * max(1.0, len(log_probabilities) / _USUAL))
+        if (past.batches + 1) % every or torch.equal(state.belief.mean, state.source.mean):
             return past.pairs
         return with_pairs(past.pairs, log_probabilities, ask(replace(state, belief=state.source)))
 
