@@ -97,9 +97,9 @@ def mean(values: list[float]) -> float:
     return 100 * statistics.fmean(values)
 
 
-def poison(labels: Tensor, data: dict[str, Tensor], n: int, presets: list[str]) -> list[dict[str, object]]:
+def poison(labels: Tensor, images: Tensor, n: int, presets: list[str]) -> list[dict[str, object]]:
     """Points on the last genuine batches, with and without garbage before them."""
-    model, images = models.load("resnet20"), data["gaussian_noise"]
+    model = models.load("resnet20")
     before = shuffled(images, labels, n, 1)[:40]
     after = shuffled(images, labels, n, 2, 2)[:60]
     kinds, rows = poisons(model, images, labels, n), []
@@ -222,18 +222,20 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--batch", type=int, default=50)
     parser.add_argument("--presets", nargs="+", default=["driftfilter", "tent"], help="under poison")
+    parser.add_argument("--corruption", default="gaussian_noise", choices=list(CORRUPTIONS), help="under poison")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     begun, n = time.perf_counter(), arguments.batch
     images, labels = sample_images()
-    wanted = list(CORRUPTIONS) if "healthy" in arguments.parts else ["gaussian_noise", "defocus_blur", "pixelate"]
+    few = {arguments.corruption, "gaussian_noise", "defocus_blur", "pixelate"}
+    wanted = [name for name in CORRUPTIONS if "healthy" in arguments.parts or name in few]
     data = {name: corrupt(images, name, 5, 0) for name in wanted}
     where, date = f"{platform.machine()}, {torch.get_num_threads()} threads", datetime.date.today().isoformat()
     print(f"severity 5, batch {n}, {where}, torch {torch.__version__}, {date}")
     figures: dict[str, object] = {"where": where, "date": date, "batch": n, "torch": torch.__version__}
     parts: dict[str, Callable[[], list[dict[str, object]]]] = {
-        "poison": lambda: poison(labels, data, n, arguments.presets),
+        "poison": lambda: poison(labels, data[arguments.corruption], n, arguments.presets),
         "collapse": lambda: collapse(labels, data, arguments.seeds),
         "healthy": lambda: healthy(labels, data, n, arguments.seeds),
     }

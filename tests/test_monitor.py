@@ -16,7 +16,19 @@ from torch import Tensor, nn
 
 import driftfilter as df
 from driftfilter.checkpoint import to_tensors
-from driftfilter.history import LONG, SHORT, compared, extended, faded, improbability, lost, summary, with_pairs
+from driftfilter.history import (
+    LONG,
+    SHORT,
+    Evidence,
+    bernstein,
+    compared,
+    extended,
+    faded,
+    improbability,
+    lost,
+    summary,
+    with_pairs,
+)
 from driftfilter.monitor import MonitorState
 
 FIELDS = df.Signals._fields
@@ -576,3 +588,56 @@ def test_a_monitor_is_a_value() -> None:
         df.Monitor().share = 1.0  # type: ignore[misc]
     with pytest.raises(ValueError, match="adapt: monitor"):
         df.adapt(network(), "tent", monitor="on")
+
+
+@pytest.mark.parametrize("share", [0.01, 0.1, 0.4])
+@pytest.mark.parametrize("samples", [64, 500])
+def test_the_tail_of_a_rise_is_below_the_exact_one_of_rare_events(share: float, samples: int) -> None:
+    """Samples that are 0 or 1, their number binomial: -ln P(mean >= share + t), by scipy."""
+    deviation = math.sqrt(share * (1 - share))
+    for count in range(math.ceil(samples * share) + 1, samples // 2 + samples // 4, max(1, samples // 16)):
+        rise = (count / samples - share) / deviation
+        exact = -scipy.stats.binom.logsf(count - 1, samples, share)
+        assert 0 < bernstein(rise, samples, 1 / deviation) <= exact
+    assert bernstein(-0.1, samples, 1.0) == 0
+
+
+def test_rare_hard_samples_are_no_rise_of_uncertainty() -> None:
+    """Independent samples, one in a hundred uncertain, the others nearly sure: 30 streams of 60 batches, no alarm."""
+    for seed in range(30):
+        draw = torch.Generator().manual_seed(seed)
+        hard = torch.rand(60, 64, generator=draw) < 0.01
+        wrong = torch.where(hard, 0.05 + 0.4 * torch.rand(60, 64, generator=draw), 1e-6).double()
+        history, window = None, None
+        for batch in wrong:
+            p = (batch / 3)[:, None].repeat(1, 4)
+            p[torch.arange(64), torch.randint(0, 4, (64,), generator=draw)] = 1 - batch
+            found = summary(p.log())
+            window = faded(window, found, 64)
+            if history is not None:
+                evidence = Evidence.of({name: value.item() for name, value in compared(window, history).items()}, 4)
+                assert evidence.tails[2] < -math.log(1e-4)
+            history = extended(history, found, 64)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("history", lambda value: value * math.nan, "monitor.history.* must be finite"),
+        ("history", lambda value: value[:-1], "monitor.* must be summaries of one length"),
+        ("pairs", lambda value: value + 99, "monitor.pairs.* must be two rows of labels below 4"),
+    ],
+)
+def test_a_state_with_a_damaged_history_is_refused(name: str, change: Any, message: str) -> None:
+    first, second = adapter(), adapter()
+    for seed in range(9):
+        first(inputs(seed))
+    state = first.state_dict()
+    state[f"monitor.{name}"] = change(state[f"monitor.{name}"])
+    with pytest.raises(ValueError, match=message):
+        second.load_state_dict(state)
+
+
+def test_prototypes_are_only_recorded_by_default() -> None:
+    assert adapter("t3a").monitor == df.Monitor.recording()
+    assert adapter("t3a", monitor=df.Monitor()).monitor == df.Monitor()

@@ -41,6 +41,7 @@ from driftfilter.initialization import check, initialize, wanted
 from driftfilter.inputs import Inputs, batch_size, checked, each, joined, samples, split
 from driftfilter.monitor import MONITOR, AlarmWarning, Detector, Event, Monitor, MonitorState, Signals
 from driftfilter.prediction import MAP, Prediction
+from driftfilter.prototypes import Prototypes
 from driftfilter.recipe import Recipe
 from driftfilter.saving import Fingerprint, fingerprint
 from driftfilter.source import Laplace, PointMass, SourceData
@@ -164,8 +165,10 @@ class Adapter(nn.Module):
         check(model, recipe.parameters)
         self.recipe = _possible(recipe, data is not None)
         self.update_every, self.window, self.seed = update_every, window, seed
-        self.monitor = monitor
-        self._detectors = _fresh_detectors(monitor)  # beside the state: they change in place
+        # Prototypes follow the features at once: what they predict changes with the stream, and is no sign of collapse.
+        at_once = monitor is _DEFAULT and isinstance(recipe.parameters, Prototypes)
+        self.monitor = Monitor.recording() if at_once else monitor
+        self._detectors = _fresh_detectors(self.monitor)  # beside the state: they change in place
         self._data, self._output, self._observed = _as_source_data(data), output, observed
         self._model = [model]  # in a list, or it would become a part of this module, and its parameters ours
         self._now = _Now()
@@ -405,6 +408,7 @@ class Adapter(nn.Module):
         require(not wrong, "state", f"{wrong} that are no tensors", "the state_dict of an adapter")
         with self._lock:
             self._now = self._loaded(own)
+            self._detectors = _fresh_detectors(self.monitor)
 
     def _loaded(self, own: Mapping[str, Tensor]) -> _Now:
         """What named tensors describe; refused unless all of it is there and of this recipe."""

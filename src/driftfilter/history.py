@@ -33,13 +33,21 @@ class Evidence(NamedTuple):
             pooled = found["window"] * found["lately"] / (found["window"] + found["lately"])
             signals[1:] = found["g_class"] / found["window"], found["rise"]
             tails[1] = improbability(found["g_class"]) - math.log(classes)
-            tails[2] = found["rise"] * abs(found["rise"]) / 2 * pooled
+            tails[2] = bernstein(found["rise"], pooled, math.log(classes) / found["spread"])
         return cls(tuple(signals), tuple(tails))
 
 
 def improbability(statistic: float) -> float:
     """-ln P(X >= 2 g) of X ~ χ² with one degree of freedom; from below, by Chernoff: g - ½ - ½ ln 2 g for g > ½, else 0."""
     return statistic - 0.5 - math.log(2 * statistic) / 2 if statistic > 0.5 else 0.0
+
+
+def bernstein(rise: float, samples: float, reach: float) -> float:
+    """-ln of the chance that a mean rises by r deviations of a sample: at least N r² / 2 (1 + r reach / 3), 0 if it falls.
+
+    ``reach``: how many deviations a sample can be off. A model that is sure of nearly all has few samples that are far off.
+    """
+    return samples * rise * rise / 2 / (1 + rise * reach / 3) if rise > 0 else 0.0
 
 
 def summary(log_probabilities: Tensor) -> Tensor:
@@ -92,7 +100,8 @@ def compared(recent: Tensor, history: Tensor) -> dict[str, Tensor]:
     n, m = counts.sum(), past.sum()
     s, q, pooled = counts / n, past / m, (counts + past) / (n + m)
     g = n * _binary(s, pooled) + m * _binary(q, pooled)
-    return {"window": n, "past": m, "lately": history[-3], "g_class": (g * (s > q)).max(), "rise": rise(recent, history)}
+    entropies = {"lately": history[-3], "rise": rise(recent, history), "spread": _spread(history)}
+    return {"window": n, "past": m, "g_class": (g * (s > q)).max(), **entropies}
 
 
 def with_pairs(pairs: Tensor | None, own: Tensor, source: Tensor) -> Tensor:
@@ -118,9 +127,12 @@ def lost(pairs: Tensor, classes: int) -> dict[str, Tensor]:
 
 def rise(window: Tensor, history: Tensor) -> Tensor:
     """Of the mean predictive entropy, in standard deviations of a sample."""
-    mean = history[-2] / history[-3]
-    spread = (history[-1] / history[-3] - mean.square()).clamp_min(1e-12).sqrt()
-    return (window[-2] / window[-3] - mean) / spread
+    return (window[-2] / window[-3] - history[-2] / history[-3]) / _spread(history)
+
+
+def _spread(history: Tensor) -> Tensor:
+    """Standard deviation of the predictive entropies of samples, in nats."""
+    return (history[-1] / history[-3] - (history[-2] / history[-3]).square()).clamp_min(1e-12).sqrt()
 
 
 def _kl(p: Tensor, q: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from driftfilter.checkpoint import as_tensor, as_text, from_tensors, moved, to_tensors
-from driftfilter.checks import require, require_count, require_number
+from driftfilter.checks import require, require_count, require_finite, require_number
 from driftfilter.divergence import deviation, kl_divergence
 from driftfilter.filtering import FilterState, StepInfo
 from driftfilter.history import SHORT, Evidence, compared, extended, faded, lost, rise, shape_of, summary, with_pairs
@@ -141,11 +141,25 @@ class MonitorState:
             parts = {key.removeprefix(f"{name}."): value for key, value in own.items() if key.startswith(f"{name}.")}
             states[name] = from_tensors({**parts, **source}, like) if parts else None
         found: dict[str, Any] = {name: own[name] for name in _TENSORS if name in own}
+        _require_fit(found)
         return cls(**plain, **states, **found).moved_to(like.belief.mean)
 
     def logged(self, *events: Event) -> MonitorState:
         """With more events; the last thousand are kept."""
         return replace(self, events=(*self.events, *events)[-KEPT:]) if events else self
+
+
+def _require_fit(found: Mapping[str, Tensor]) -> None:
+    """Raise unless summaries [k + 3] are finite and of one length, and the labels of pairs below k."""
+    summaries = {name: tensor for name, tensor in found.items() if name != "pairs"}
+    for name, tensor in summaries.items():
+        require_finite(f"state {MONITOR + name!r}", tensor)
+    lengths = {tensor.shape for tensor in summaries.values()}
+    require(len(lengths) <= 1, f"state '{MONITOR}…'", f"shapes {sorted(map(list, lengths))}", "summaries of one length")
+    if "pairs" in found and lengths:
+        pairs, classes = found["pairs"], lengths.pop()[0] - 3
+        fits = pairs.dim() == 2 and bool(((pairs >= 0) & (pairs < classes)).all())
+        require(fits, f"state '{MONITOR}pairs'", f"{list(pairs.shape)}", f"two rows of labels below {classes}")
 
 
 @final
