@@ -7,6 +7,7 @@ in the state or in what comes later. Run at length by benchmarks/fuzz.py.
 from __future__ import annotations
 
 import copy
+import json
 import pickle
 import tempfile
 from collections import Counter
@@ -22,6 +23,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from torch import Tensor, nn
 
 import driftfilter as df
+from driftfilter.checkpoint import as_text
 
 CLASSES, SHAPE = 4, (3, 4, 4)
 FEW = {name: {"copies": 2} for name in ("cotta", "petal", "memo", "lora")}  # to be quick
@@ -144,8 +146,12 @@ class Use(RuleBasedStateMachine):
         data = df.SourceData(batch(8, 99), torch.arange(8) % CLASSES)  # those that have no use for it leave it
         return df.adapt(self.model if model is None else model, preset, data=data, **self.options, **chosen)
 
-    def bits(self, adapter: df.Adapter) -> dict[str, Tensor]:
-        return {name: value.clone() for name, value in adapter.state_dict().items()}
+    def bits(self, adapter: df.Adapter) -> dict[str, Any]:
+        state = {name: value.clone() for name, value in adapter.state_dict().items()}
+        told = json.loads(as_text(state.pop("monitor.told")))
+        # A batch that is refused leaves an event in the log, and nothing else.
+        events = [event for event in told.pop("events") if event[1] != "not_finite"]
+        return {**state, "told": repr((told, events))}
 
     def called(self, adapter: df.Adapter, method: str, inputs: Tensor) -> Outcome:
         """What a call returns; the inputs are the caller's, who writes to them afterwards."""
