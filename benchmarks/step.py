@@ -3,7 +3,9 @@
     python benchmarks/step.py [--model resnet20] [--weights FILE] [--batch 200] [--device cpu] [--rounds 9] [--json FILE]
 
 The hand-written step is forward, entropy, backward and torch's Adam on the norm parameters, nothing else. Every case
-adapts to the same batch and predicts before the step, as TENT does.
+adapts to the same batch and predicts before the step, as TENT does, or with Gaussian logits where its name says so. "Fast":
+on a GPU bfloat16 autocast, channels last, and cuDNN tries its algorithms; the others are as torch has it by itself (TF32
+convolutions). "Tuned": TF32 with the latter two.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import random
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -48,9 +51,42 @@ def hand_written_tent(source: nn.Module, images: Tensor) -> Callable[[], object]
     return step
 
 
-def adapted(source: nn.Module, images: Tensor, preset: str) -> Callable[[], object]:
-    adapter = df.adapt(source, preset)
+def adapted(source: nn.Module, images: Tensor, preset: str, **options: Any) -> Callable[[], object]:
+    adapter = df.adapt(source, preset, **options)
     return lambda: adapter(images)
+
+
+def tuned(step: Callable[[], object], bf16: bool) -> Callable[[], object]:
+    """A step for which cuDNN tries its algorithms, under autocast if wanted."""
+
+    def run() -> None:
+        before, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, True
+        try:
+            with torch.autocast("cuda", torch.bfloat16, enabled=bf16):
+                step()
+        finally:
+            torch.backends.cudnn.benchmark = before
+
+    return run
+
+
+def cases_on(source: nn.Module, images: Tensor) -> dict[str, Callable[[], object]]:
+    cases = {"hand-written TENT": hand_written_tent(source, images)}
+    cases |= {preset: adapted(source, images, preset) for preset in ("tent", "opgd_diag", "opgd", "driftfilter")}
+    if images.device.type == "cpu":
+        return cases
+    last = torch.channels_last
+    source, images = copy.deepcopy(source).to(memory_format=last), images.contiguous(memory_format=last)  # type: ignore[call-overload]
+    cases["hand-written TENT, tuned"] = tuned(hand_written_tent(source, images), bf16=False)
+    gaussian: dict[str, Any] = {"prediction": df.LinearizedGaussian()}
+    fast = {
+        "tent, fast": adapted(source, images, "tent"),
+        "driftfilter, fast": adapted(source, images, "driftfilter"),
+        "driftfilter, fast, no monitor": adapted(source, images, "driftfilter", monitor=None),
+        "driftfilter, fast, Gaussian logits": adapted(source, images, "driftfilter", **gaussian),
+        "driftfilter_aug, fast": adapted(source, images, "driftfilter_aug"),
+    }
+    return cases | {name: tuned(step, bf16=True) for name, step in fast.items()}
 
 
 def main() -> None:
@@ -67,9 +103,7 @@ def main() -> None:
     source = models.load(arguments.model, arguments.weights) if shipped else models.build(arguments.model)
     source = source.to(arguments.device)
     images = torch.rand(arguments.batch, 3, 32, 32, generator=torch.Generator().manual_seed(0)).to(arguments.device)
-    cases: dict[str, Callable[[], object]] = {"hand-written TENT": hand_written_tent(source, images)}
-    for preset in ("tent", "opgd_diag", "opgd"):
-        cases[preset] = adapted(source, images, preset)
+    cases = cases_on(source, images)
     times: dict[str, list[float]] = {name: [] for name in cases}
     peaks: dict[str, float] = {}
     order = random.Random(0)  # a step pays for the memory that the one before it gave back to the system

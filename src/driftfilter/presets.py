@@ -373,7 +373,7 @@ def driftfilter_aug(
     temperature: float = 2.0,
     momentum: float = 0.5,
     diversity: float = 4.0,
-    consistency: float = 1.0,
+    consistency: float = 0.3,
     augmentation: Augmentation | None = None,
 ) -> Recipe:
     """The same for inputs and their mirror images: the loss is that of both, plus the symmetric cross-entropy between them,

@@ -16,6 +16,7 @@ from torch.nn import grad as convolutions
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
+from driftfilter.kernels import SampleSums, fits
 from driftfilter.statistics import Moments, is_plain
 
 Rows: TypeAlias = dict[str, Callable[[], Tensor]]  # by parameter name, worked out when asked for
@@ -115,7 +116,10 @@ def _embedding(call: Call, flow: Tensor) -> Rows:
 def _batch_norm(call: Call, flow: Tensor) -> Rows:
     """Σ_s δ x̂ and Σ_s δ over the positions s of each sample, x̂ = (x - mean) / deviation, without forming x̂."""
     module = call.module
-    mean, scale = call.moments or (module.running_mean, (module.running_var + module.eps).rsqrt())
+    mean, scale, sums = call.moments or Moments(module.running_mean, (module.running_var + module.eps).rsqrt())
+    if sums is not None or fits(call.inputs):
+        total, spread = (sums or SampleSums(call.inputs, mean)).of(flow)
+        return {"weight": lambda: spread * scale, "bias": lambda: total}
     if flow.is_cuda:
         return _batch_norm_on_gpu(call.inputs, flow, mean, scale)
     deltas, values = flow.reshape(*flow.shape[:2], -1), call.inputs.reshape(*call.inputs.shape[:2], -1)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import inspect
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, final
+from typing import Any, Literal, NamedTuple, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
@@ -27,10 +27,17 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
 from driftfilter.checks import require, require_number
+from driftfilter.kernels import Renormalized, SampleSums, fits
 
 _ENOUGH = 64  # samples whose statistics count in full
 
-Moments: TypeAlias = tuple[Tensor, Tensor]  # mean and 1 / standard deviation of each channel [c]
+
+class Moments(NamedTuple):
+    """By which a layer normalised."""
+
+    mean: Tensor  # [c]
+    scale: Tensor  # [c], 1 / standard deviation
+    sums: SampleSums | None = None  # of the gradient to come, where the layer's own backward pass needs them too
 
 
 @final
@@ -113,7 +120,9 @@ class TwinBatchNorm(_BatchNorm):
 
     def _by_batch(self, inputs: Tensor) -> Tensor:
         outputs, mean, scale = self._fused(inputs, self.weight, self.bias)
-        self.__dict__["moments"] = (mean.detach(), scale.detach())  # a module's own __setattr__ takes as long as a kernel
+        self.__dict__["moments"] = Moments(
+            mean.detach(), scale.detach()
+        )  # a module's own __setattr__ takes as long as a kernel
         return outputs
 
     def _fused(self, inputs: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -127,15 +136,17 @@ class TwinBatchNorm(_BatchNorm):
         """For a batch with one value a channel, which has no variance."""
         assert self.carried is not None
         mean, variance = self.carried
-        self.moments = (mean, (variance + self.eps).rsqrt())
+        self.moments = Moments(mean, (variance + self.eps).rsqrt())
         return functional.batch_norm(inputs, mean, variance, self.weight, self.bias, False, 0.0, self.eps)
 
     def _by_blend(self, inputs: Tensor) -> Tensor:
         fixed = isinstance(self.blend, Ema) and inputs.numel() > self.num_features
+        if fixed and self._fits_kernels(inputs):
+            return self._renormalized_by_kernel(inputs)
         batch = self._batch_by_kernel(inputs.detach()) if fixed else self._batch(inputs)
         mean, variance = self._mixture(batch, len(inputs))
         scale = (variance + self.eps).rsqrt()
-        self.moments, self.blended = (mean.detach(), scale.detach()), (mean.detach(), variance.detach())
+        self.moments, self.blended = Moments(mean.detach(), scale.detach()), (mean.detach(), variance.detach())
         return self._renormalized(inputs, batch, self.moments) if fixed else self._scaled(inputs, mean, scale)
 
     def _scaled(self, inputs: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
@@ -146,12 +157,30 @@ class TwinBatchNorm(_BatchNorm):
 
     def _renormalized(self, inputs: Tensor, batch: tuple[Tensor, Tensor], moments: Moments) -> Tensor:
         """The same values by batch normalisation with the scale w r and the shift b + w d: see the top of this file."""
-        (batch_mean, batch_variance), (mean, scale) = batch, moments
+        (batch_mean, batch_variance), (mean, scale, _) = batch, moments
         r, d = (batch_variance + self.eps).sqrt() * scale, (batch_mean - mean) * scale
         slope, shift = (r, d) if self.weight is None else (self.weight * r, self.weight * d)
         shift = shift if self.bias is None else self.bias + shift
         dtype = torch.promote_types(inputs.dtype, torch.float32)  # half precision is normalised by moments in float32
         return self._fused(inputs, slope.to(dtype), shift.to(dtype))[0]
+
+    def _fits_kernels(self, inputs: Tensor) -> bool:
+        affine = self.weight is not None and self.bias is not None and self.weight.dtype == torch.float32
+        return affine and fits(inputs) and not torch._C._are_functorch_transforms_active()
+
+    def _renormalized_by_kernel(self, inputs: Tensor) -> Tensor:
+        """The same on a GPU; the sums that the rows of the parameters need serve the backward pass too."""
+        values = inputs.detach()
+        batch_mean, batch_scale = torch.batch_norm_stats(values, self.eps)
+        variance = (batch_scale.square().reciprocal() - self.eps).clamp_min(0)
+        mean, variance = self._mixture((batch_mean, variance), len(inputs))
+        scale = (variance + self.eps).rsqrt()
+        sums = SampleSums(values, mean)
+        self.moments, self.blended = Moments(mean, scale, sums), (mean, variance)
+        outputs: Tensor = Renormalized.apply(  # type: ignore[no-untyped-call]
+            inputs, self.weight, self.bias, (batch_mean, batch_scale), (mean, scale), sums
+        )
+        return outputs
 
     def _batch(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and variance [c] of the batch."""
