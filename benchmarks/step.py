@@ -28,13 +28,30 @@ import driftfilter as df
 from driftfilter.app import models
 
 
+class VisionTransformer(nn.Module):
+    """ViT-B/16 by its sizes: 12 layers of width 768, 12 heads, 1,000 classes, images of 224 pixels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, 768, 16, 16)
+        self.places = nn.Parameter(torch.randn(1, 196, 768) / 50)
+        layer = nn.TransformerEncoderLayer(768, 12, 3072, 0.0, "gelu", batch_first=True, norm_first=True)
+        self.layers = nn.TransformerEncoder(layer, 12, nn.LayerNorm(768), enable_nested_tensor=False)
+        self.head = nn.Linear(768, 1000)
+
+    def forward(self, images: Tensor) -> Tensor:
+        tokens = self.patches(images).flatten(2).mT + self.places
+        logits: Tensor = self.head(self.layers(tokens).mean(1))
+        return logits
+
+
 def hand_written_tent(source: nn.Module, images: Tensor) -> Callable[[], object]:
     model = copy.deepcopy(source)
     parameters: list[Tensor] = []
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     for module in model.modules():
-        if isinstance(module, (nn.BatchNorm2d, nn.GroupNorm)):
+        if isinstance(module, (nn.BatchNorm2d, nn.GroupNorm, nn.LayerNorm)):
             if isinstance(module, nn.BatchNorm2d):
                 module.track_running_stats, module.running_mean, module.running_var = False, None, None
             parameters += [parameter.requires_grad_() for parameter in module.parameters()]
@@ -78,20 +95,29 @@ def cases_on(source: nn.Module, images: Tensor) -> dict[str, Callable[[], object
     last = torch.channels_last
     source, images = copy.deepcopy(source).to(memory_format=last), images.contiguous(memory_format=last)  # type: ignore[call-overload]
     cases["hand-written TENT, tuned"] = tuned(hand_written_tent(source, images), bf16=False)
-    gaussian: dict[str, Any] = {"prediction": df.LinearizedGaussian()}
     fast = {
         "tent, fast": adapted(source, images, "tent"),
         "driftfilter, fast": adapted(source, images, "driftfilter"),
         "driftfilter, fast, no monitor": adapted(source, images, "driftfilter", monitor=None),
-        "driftfilter, fast, Gaussian logits": adapted(source, images, "driftfilter", **gaussian),
+        "driftfilter, fast, graphs": adapted(source, images, "driftfilter", cuda_graphs=True),
+        "driftfilter, fast, graphs, no monitor": adapted(source, images, "driftfilter", cuda_graphs=True, monitor=None),
         "driftfilter_aug, fast": adapted(source, images, "driftfilter_aug"),
+        "driftfilter_aug, fast, graphs": adapted(source, images, "driftfilter_aug", cuda_graphs=True),
     }
     return cases | {name: tuned(step, bf16=True) for name, step in fast.items()}
 
 
+def network(name: str, weights: Path | None) -> nn.Module:
+    """A network of this name, with random weights where it has no others."""
+    if name == "vit_b":
+        return VisionTransformer()
+    shipped = weights is not None or name in models.SHIPPED
+    return models.load(name, weights) if shipped else models.build(name)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="resnet20", choices=list(models.ARCHITECTURES))
+    parser.add_argument("--model", default="resnet20", choices=[*models.ARCHITECTURES, "vit_b"])
     parser.add_argument("--weights", type=Path, help="weights file for a network that does not ship with the package")
     parser.add_argument("--batch", type=int, default=200)
     parser.add_argument("--device", default="cpu")
@@ -99,10 +125,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     arguments = parser.parse_args()
 
-    shipped = arguments.weights is not None or arguments.model in models.SHIPPED
-    source = models.load(arguments.model, arguments.weights) if shipped else models.build(arguments.model)
-    source = source.to(arguments.device)
-    images = torch.rand(arguments.batch, 3, 32, 32, generator=torch.Generator().manual_seed(0)).to(arguments.device)
+    source = network(arguments.model, arguments.weights).eval().to(arguments.device)
+    pixels = 224 if arguments.model == "vit_b" else 32
+    images = torch.rand(arguments.batch, 3, pixels, pixels, generator=torch.Generator().manual_seed(0)).to(arguments.device)
     cases = cases_on(source, images)
     times: dict[str, list[float]] = {name: [] for name in cases}
     peaks: dict[str, float] = {}

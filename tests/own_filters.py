@@ -12,6 +12,7 @@ from torch.nn import functional
 from published import Step, assign, flat, norms, slr_each
 from published_filters import norm_names
 
+CONSISTENCY = 0.3  # of the symmetric cross-entropy between two views, as the preset has it
 Moments = dict[str, tuple[Tensor, Tensor]]
 
 
@@ -52,7 +53,7 @@ def losses_of(logits: list[Tensor], weights: Tensor, ceiling: float, balance: fl
         total = total + (slr_each(view, ceiling) + balance * diversity) / len(logits)
     if len(logits) == 2:
         one, other = (view.log_softmax(1) for view in logits)
-        total = total - ((one.exp() * other).sum(1) + (other.exp() * one).sum(1)) / 2
+        total = total - CONSISTENCY * ((one.exp() * other).sum(1) + (other.exp() * one).sum(1)) / 2
     return total
 
 

@@ -40,6 +40,7 @@ from driftfilter.inference import GradientStep
 from driftfilter.initialization import check, initialize, wanted
 from driftfilter.inputs import Inputs, batch_size, checked, each, joined, samples, split
 from driftfilter.monitor import MONITOR, AlarmWarning, Detector, Event, Monitor, MonitorState, Signals
+from driftfilter.network import Network
 from driftfilter.prediction import MAP, Prediction
 from driftfilter.prototypes import Prototypes
 from driftfilter.recipe import Recipe
@@ -52,7 +53,7 @@ R = TypeVar("R")
 _DEFAULT = Monitor()
 
 
-_OPTIONS = ("data", "output", "observed", "seed", "update_every", "window", "monitor")
+_OPTIONS = ("data", "output", "observed", "seed", "update_every", "window", "monitor", "cuda_graphs")
 
 
 def adapt(model: nn.Module, recipe: str | Recipe = "driftfilter", **options: Any) -> Adapter:
@@ -60,8 +61,9 @@ def adapt(model: nn.Module, recipe: str | Recipe = "driftfilter", **options: Any
 
     ``recipe`` is the name of a preset or a Recipe. Options of the adapter: ``data`` (source inputs, with labels or without,
     for recipes with a source posterior), ``output`` (picks the logits out of what the model returns), ``observed`` (picks
-    what the loss sees, where that is something else), ``seed``, ``update_every``, ``window`` and ``monitor`` (a Monitor, or
-    None for no alarms). Any other option is one of the preset's, such as ``lr``.
+    what the loss sees, where that is something else), ``seed``, ``update_every``, ``window``, ``monitor`` (a Monitor, or None
+    for no alarms) and ``cuda_graphs`` (on a GPU, passes over batches of a shape seen before are one launch each: for models
+    without steps on the CPU). Any other option is one of the preset's, such as ``lr``.
 
     >>> import torch, driftfilter as df
     >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
@@ -151,6 +153,7 @@ class Adapter(nn.Module):
         update_every: int = 1,
         window: int = 0,
         monitor: Monitor | None = _DEFAULT,
+        cuda_graphs: bool = False,
     ) -> None:
         super().__init__()
         require(isinstance(model, nn.Module), "adapt: model", type(model).__name__, "a torch module")
@@ -161,6 +164,7 @@ class Adapter(nn.Module):
         require(output is None or callable(output), "adapt: output", output, "a function of what the model returns")
         require(observed is None or callable(observed), "adapt: observed", observed, "a function of what the model returns")
         require(monitor is None or isinstance(monitor, Monitor), "adapt: monitor", monitor, "a Monitor or None")
+        require(isinstance(cuda_graphs, bool), "adapt: cuda_graphs", cuda_graphs, "True or False")
         model = getattr(model, "_orig_mod", model)  # of torch.compile: it would compile every twin anew
         check(model, recipe.parameters)
         self.recipe = _possible(recipe, data is not None)
@@ -170,6 +174,7 @@ class Adapter(nn.Module):
         self.monitor = Monitor.recording() if at_once else monitor
         self._detectors = _fresh_detectors(self.monitor)  # beside the state: they change in place
         self._data, self._output, self._observed = _as_source_data(data), output, observed
+        self.cuda_graphs = cuda_graphs
         self._model = [model]  # in a list, or it would become a part of this module, and its parameters ours
         self._now = _Now()
         self._known: tuple[_Bound, Fingerprint] | None = None
@@ -368,6 +373,8 @@ class Adapter(nn.Module):
         frozen = twin(model)
         picks = (self._output, example, found, self._observed)
         logits, mean, told = initialize(frozen, recipe.parameters, recipe.statistics, *picks)
+        if isinstance(logits, Network):
+            logits.capturing = self.cuda_graphs
         filt = recipe.filter(logits)
         start = filt.init(recipe.source(logits, mean, self._data), self.seed)
         final = wanted(recipe.parameters) <= set(told)

@@ -113,6 +113,16 @@ def each(inputs: Inputs, change: Callable[[Tensor], Tensor]) -> Inputs:
     return tuple(change(part) if isinstance(part, Tensor) else part for part in args)
 
 
+def tensors(inputs: Inputs) -> list[Tensor]:
+    """The tensors among the inputs, in their order."""
+    return [part for _, part in _parts(inputs) if isinstance(part, Tensor)]
+
+
+def others(inputs: Inputs) -> list[Any]:
+    """What is no tensor among them."""
+    return [part for _, part in _parts(inputs) if not isinstance(part, Tensor)]
+
+
 def arguments(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Positional and keyword arguments of the module."""
     if isinstance(inputs, Tensor):

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from driftfilter.captured import CapturedPullback, Captures, Question, key_of, possible
 from driftfilter.checks import require
 from driftfilter.inputs import Inputs, arguments, batch_size, each, picked, require_logits, sample
 from driftfilter.parameters import Chosen, NormAffine, Selection, select
@@ -111,6 +112,7 @@ class Network:
         self._start = self.chosen.start()
         self._carried: Tensor | None = None
         self._trust: Tensor | float = 1.0
+        self.capturing = False  # passes as CUDA graphs, one for each shape of a batch
         self._local = threading.local()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -138,10 +140,22 @@ class Network:
         """The model with the statistics that a memory carries; itself where it carries none."""
         if not isinstance(self.statistics, Ema) or STATISTICS not in memory:
             return self
+        trust = memory[DIVERSITY] ** self.statistics.diversity if DIVERSITY in memory else 1.0
+        return self.carrying(memory[STATISTICS], trust)
+
+    def carrying(self, statistics: Tensor, trust: Tensor | float) -> Network:
+        """The model with these statistics [2 · channels], and trust in the next batch."""
         other = copy.copy(self)
-        other._local, other._carried = self._local, memory[STATISTICS]
-        other._trust = memory[DIVERSITY] ** self.statistics.diversity if DIVERSITY in memory else 1.0
+        other._local, other._carried, other._trust = self._local, statistics, trust
         return other
+
+    def carried(self) -> tuple[Tensor, Tensor] | None:
+        """The statistics that the next batch is blended with and the trust in it; None where nothing is blended."""
+        own = self._own()
+        if not own.blending:
+            return None
+        statistics = own.start() if self._carried is None else self._carried
+        return statistics, torch.as_tensor(self._trust, dtype=torch.float32, device=statistics.device)
 
     def _own(self) -> Twin:
         own: Twin | None = getattr(self._local, "twin", None)
@@ -201,7 +215,21 @@ class Network:
                 own.records = None
         return _Graph(logits, leaves, tensors, own, records, self._memory(own, logits, outputs))
 
-    def pullback(self, theta: Tensor, inputs: Inputs) -> tuple[Tensor, NetworkPullback]:
+    def pullback(self, theta: Tensor, inputs: Inputs) -> tuple[Tensor, NetworkPullback | CapturedPullback]:
+        if not self.capturing or not possible(theta, inputs):
+            return self.eager(theta, inputs)
+        captures: Captures = self._local.__dict__.setdefault("captures", Captures())
+        key = key_of(theta, inputs, self.output)
+        taken = captures.take(self, key, theta, inputs)
+        if taken is None:
+            logits, pull = self.eager(theta, inputs)
+            pull.asked = lambda question: captures.note(key, question)
+            return logits, pull
+        captured = CapturedPullback(self, theta, inputs, captures, key, taken)
+        return captured.logits, captured
+
+    def eager(self, theta: Tensor, inputs: Inputs) -> tuple[Tensor, NetworkPullback]:
+        """A pullback by a pass of its own."""
         graph = self._graph(theta, inputs)
         return graph.logits.detach(), NetworkPullback(self, theta, inputs, graph)
 
@@ -261,12 +289,14 @@ class NetworkPullback:
         self._fresh: _Graph | None = graph
         self.memory = graph.memory  # what the network carries to the next step
         self.is_coupled = graph.own.coupled
+        self.asked: Callable[[Question | None], None] = lambda question: None  # who wants to know what is asked
 
     def _take(self) -> _Graph:
         graph, self._fresh = self._fresh or self._network._graph(self._theta, self._inputs), None
         return graph
 
     def total(self, cotangents: Tensor) -> Tensor:
+        self.asked("total")
         graph = self._take()
         graph.records.clear()  # or they would hold the layers' inputs beyond their turn
         gradients = graph.backward(cotangents)
@@ -274,6 +304,7 @@ class NetworkPullback:
         return torch.cat([(torch.zeros_like(leaf) if grad is None else grad).flatten() for grad, leaf in pairs])
 
     def __call__(self, cotangents: Tensor) -> Tensor:
+        self.asked("rows" if cotangents.dim() == 2 else None)
         graph = self._take()
         flat = cotangents.reshape(-1, *cotangents.shape[-2:])
         pattern = (self._network.output, *pattern_of(graph.records, len(graph.logits)))

@@ -27,7 +27,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
 from driftfilter.checks import require, require_number
-from driftfilter.kernels import Renormalized, SampleSums, fits
+from driftfilter.kernels import Renormalized, SampleSums, blend, fits
 
 _ENOUGH = 64  # samples whose statistics count in full
 
@@ -165,21 +165,20 @@ class TwinBatchNorm(_BatchNorm):
         return self._fused(inputs, slope.to(dtype), shift.to(dtype))[0]
 
     def _fits_kernels(self, inputs: Tensor) -> bool:
-        affine = self.weight is not None and self.bias is not None and self.weight.dtype == torch.float32
-        return affine and fits(inputs) and not torch._C._are_functorch_transforms_active()
+        single = all(part is not None and part.dtype == torch.float32 for part in (self.weight, self.bias, self.running_mean))
+        return single and fits(inputs) and not torch._C._are_functorch_transforms_active()
 
     def _renormalized_by_kernel(self, inputs: Tensor) -> Tensor:
         """The same on a GPU; the sums that the rows of the parameters need serve the backward pass too."""
-        values = inputs.detach()
-        batch_mean, batch_scale = torch.batch_norm_stats(values, self.eps)
-        variance = (batch_scale.square().reciprocal() - self.eps).clamp_min(0)
-        mean, variance = self._mixture((batch_mean, variance), len(inputs))
-        scale = (variance + self.eps).rsqrt()
+        assert self.blend is not None
+        assert self.carried is not None
+        trust = self.trust if isinstance(self.trust, Tensor) else inputs.new_full((), self.trust, dtype=torch.float32)
+        values, carried = inputs.detach(), (self.carried[0].float(), self.carried[1].float())
+        moments = blend(values, carried, trust.float(), self.blend.share(len(inputs)), self.eps)
+        mean, variance, scale, _, _ = moments
         sums = SampleSums(values, mean)
-        self.moments, self.blended = Moments(mean, scale, sums), (mean, variance)
-        outputs: Tensor = Renormalized.apply(  # type: ignore[no-untyped-call]
-            inputs, self.weight, self.bias, (batch_mean, batch_scale), (mean, scale), sums
-        )
+        self.__dict__.update(moments=Moments(mean, scale, sums), blended=(mean, variance))
+        outputs: Tensor = Renormalized.apply(inputs, self.weight, self.bias, moments, sums)  # type: ignore[no-untyped-call]
         return outputs
 
     def _batch(self, inputs: Tensor) -> tuple[Tensor, Tensor]:

@@ -89,9 +89,15 @@ def as_called() -> Iterator[None]:
         yield
 
 
+def autocast_of_model() -> tuple[tuple[str, torch.dtype], ...]:
+    """The autocast that a call of the module would be under: device types and dtypes."""
+    direct = tuple((kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind))
+    return direct + _AUTOCAST.get()
+
+
 def under_autocast(kind: str) -> bool:
     """Whether a call of the module on this kind of device would be under autocast."""
-    return torch.is_autocast_enabled(kind) or any(kind == found for found, _ in _AUTOCAST.get())
+    return any(kind == found for found, _ in autocast_of_model())
 
 
 def cast(inputs: Any, dtype: torch.dtype) -> Any:
@@ -181,6 +187,10 @@ class Twin:
             norm.carried = (norm.running_mean, norm.running_var) if statistics is None else (next(pieces), next(pieces))
             norm.trust = trust
             norm.blended = norm.carried  # should it not be called
+
+    def start(self) -> Tensor:
+        """The source's statistics, in the order of those carried."""
+        return torch.cat([part for norm in self.blending for part in (norm.running_mean, norm.running_var) if part is not None])
 
     def carried(self) -> Tensor:
         """The statistics to carry on, after a call."""
