@@ -4,6 +4,7 @@ from driftfilter import presets
 from driftfilter.adapter import Adapter, adapt
 from driftfilter.augmentation import Consistency, GaussianNoise, ImageViews, MarginalEntropy, Mirror
 from driftfilter.belief import Belief
+from driftfilter.callbacks import Callback, StepRecord
 from driftfilter.checks import NotFiniteError, NotPositiveDefiniteError
 from driftfilter.covariance import Blocks, Covariance, Diagonal, Full
 from driftfilter.curvature import Curvature, EmpiricalFisher, GaussNewton, Hessian, NoCurvature
@@ -67,6 +68,7 @@ __all__ = [
     "Blocks",
     "Bong",
     "ByName",
+    "Callback",
     "CertaintyDiversity",
     "CheckpointError",
     "ConjugatePseudoLabel",
@@ -158,6 +160,7 @@ __all__ = [
     "SourceData",
     "Stationary",
     "StepInfo",
+    "StepRecord",
     "Sum",
     "Supports",
     "Teacher",
