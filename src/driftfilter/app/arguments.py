@@ -6,7 +6,7 @@ import argparse
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from driftfilter.spelling import nearest
 
@@ -26,6 +26,10 @@ class Parser(argparse.ArgumentParser):
             near = next((nearest(each.partition("=")[0], options) for each in unknown if each.startswith("-")), "")
             self.error(f"unrecognized arguments: {' '.join(unknown)}{near}")
         return found, unknown
+
+    def error(self, message: str) -> NoReturn:
+        """The mistake itself, not thirty options before it."""
+        self.exit(2, f"{self.prog}: error: {message}\n{self.prog} --help says what it can be told\n")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
@@ -58,7 +62,7 @@ def parser() -> Parser:
     )
     report = commands.add_parser("report", help="runs and benchmarks side by side, as one HTML file that loads nothing")
     report.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of driftfilter run or bench")
-    report.add_argument("--out", type=Path, metavar="FILE", help="to write to (default: report.html in the first folder)")
+    report.add_argument("--out", type=_file, metavar="FILE", help="to write to (default: report.html in the first folder)")
     data = commands.add_parser("data", help="where to get CIFAR-10-C, and whether a folder holds it")
     data.add_argument("folder", nargs="?", metavar="FOLDER", help="the folder to check")
     _add_inspect(commands.add_parser("inspect", help="what adaptation would change in a model, and what it would cost"))
@@ -183,6 +187,12 @@ def _count(text: str) -> int:
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be an integer >= 1, got {text!r}")
     return int(text)
+
+
+def _file(text: str) -> Path:
+    if Path(text).is_dir():
+        raise argparse.ArgumentTypeError(f"must be a file, got the folder {text!r}")
+    return Path(text)
 
 
 def _folder(text: str) -> Path:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import final
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
@@ -76,9 +76,7 @@ class Dashboard:
         grid = Table.grid(padding=(0, 2))
         for name, shown in self._rows():
             grid.add_row(Text(name, style="dim"), shown)
-        return Panel(
-            Group(ProgressBar(self._count, self._tally.rows, pulse=self._count is None), grid), title="driftfilter run"
-        )
+        return Panel(grid, title="driftfilter run")
 
     def _rows(self) -> list[tuple[str, RenderableType]]:
         tally = self._tally
@@ -92,7 +90,8 @@ class Dashboard:
             ("distance", "unknown" if math.isnan(self._distance) else f"{self._distance:.3f} prior deviations from the source"),
             ("alarms", "\n".join([str(self._alarms), *self._last])),
         ]
-        return [*((name, Text(text)) for name, text in rows), ("classes", self._bars())]
+        bar = ProgressBar(self._count, tally.rows, width=60, pulse=self._count is None)
+        return [("progress", bar), *((name, Text(text)) for name, text in rows), ("classes", self._bars())]
 
     def _rate(self) -> str:
         seconds, rows = time.monotonic() - self._started, self._tally.rows - self._begun.rows

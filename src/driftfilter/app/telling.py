@@ -122,6 +122,8 @@ def conclude(ending: Ending, out: Path, output: Output) -> tuple[int, dict[str, 
 def _status(ending: Ending, out: Path) -> int:
     if ending.error:
         print(f"driftfilter run: error: {ending.error}", file=sys.stderr)
+        if not ending.tally.step:
+            print("it was the first batch: does the model take samples like these? (--layout, --scale)", file=sys.stderr)
         print(f"the steps before it are saved; --resume --on-bad-batch skip goes on from {out} without it", file=sys.stderr)
         return 1
     if ending.signal is not None:
