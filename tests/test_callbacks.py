@@ -7,6 +7,7 @@ import json
 import math
 import pickle
 import re
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -170,6 +171,11 @@ def test_what_cannot_be_told_is_refused(wrong: Any) -> None:
 
 
 # The writers
+
+
+def test_they_are_found_by_the_short_name() -> None:
+    code = "import driftfilter as df, sys; assert df.callbacks.JsonLines; sys.exit('tensorboard' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_json_lines_are_added_to_what_is_there(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """Every public name; ``driftfilter`` itself loads them on first use."""
 
-from driftfilter import presets
+from driftfilter import callbacks, presets
 from driftfilter.adapter import Adapter, adapt
 from driftfilter.augmentation import Consistency, GaussianNoise, ImageViews, MarginalEntropy, Mirror
 from driftfilter.belief import Belief
@@ -170,6 +170,7 @@ __all__ = [
     "Variational",
     "Weighting",
     "adapt",
+    "callbacks",
     "find_head",
     "fit_laplace",
     "from_toml",
