@@ -46,7 +46,7 @@ def test_demo_prints_its_tables_and_says_where_they_are(capsys: pytest.CaptureFi
 def test_demo_goes_without_what_is_not_installed(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("driftfilter.app.cli.find_spec", lambda name: None)
+    monkeypatch.setattr("driftfilter.app.commands.find_spec", lambda name: None)
     monkeypatch.setattr("driftfilter.app.experiments.reproduce.reproduce", lambda *_, figures: {"linear": f"figures {figures}"})
     assert main(["demo", "--seeds", "1", "--out", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()

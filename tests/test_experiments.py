@@ -15,7 +15,7 @@ import torch
 from scipy import stats
 
 import driftfilter as df
-from driftfilter.app import cli
+from driftfilter.app import arguments, cli, commands
 from driftfilter.app.experiments import cases, reproduce
 from driftfilter.app.experiments.dynamics import Dynamics
 from driftfilter.app.experiments.linear import Linear
@@ -285,11 +285,11 @@ def test_the_command_writes_and_says_where(tmp_path: Path, capsys: pytest.Captur
 
 
 def test_the_command_knows_the_examples() -> None:
-    assert cli.EXAMPLES == reproduce.NAMES
+    assert arguments.EXAMPLES == reproduce.NAMES
 
 
 def test_figures_need_matplotlib_and_say_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(cli, "find_spec", lambda name: None)
+    monkeypatch.setattr(commands, "find_spec", lambda name: None)
     assert cli.main(["reproduce", "dynamics"]) == 1
     assert "driftfilter[report]" in capsys.readouterr().err
 

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from scipy.special import entr, log_softmax
 
-from driftfilter.app.journal import Journal, Predictions, columns
+from driftfilter.app.journal import Predictions, columns
+from driftfilter.growing import Journal
 
 LOGS = log_softmax(np.random.default_rng(0).normal(size=(7, 3)) * 3, axis=1)
 

@@ -241,7 +241,7 @@ def test_stdin_starts_again_or_goes_on(live: bool, folder: Path, monkeypatch: py
     monkeypatch.setattr(sys, "stdin", Stdin(as_lines(samples()[:20])))
     assert run("--out", "o", data="-") == 0
     monkeypatch.setattr(sys, "stdin", Stdin(as_lines(samples()[20:] if live else samples())))
-    assert run("--out", "o", "--resume", *(["--live"] if live else []), data="-") == 0
+    assert run("--out", "o", "--resume", *(["--stdin-continues"] if live else []), data="-") == 0
     assert_equal("o", "whole")
     monkeypatch.setattr(sys, "stdin", Stdin(as_lines(samples()[:20])))
     assert run("--out", "o", "--resume", data="-") == 1

@@ -1,9 +1,10 @@
 """Every public name; ``driftfilter`` itself loads them on first use."""
 
-from driftfilter import presets
+from driftfilter import callbacks, presets
 from driftfilter.adapter import Adapter, adapt
 from driftfilter.augmentation import Consistency, GaussianNoise, ImageViews, MarginalEntropy, Mirror
 from driftfilter.belief import Belief
+from driftfilter.callbacks import Callback, StepRecord
 from driftfilter.checks import NotFiniteError, NotPositiveDefiniteError
 from driftfilter.covariance import Blocks, Covariance, Diagonal, Full
 from driftfilter.curvature import Curvature, EmpiricalFisher, GaussNewton, Hessian, NoCurvature
@@ -67,6 +68,7 @@ __all__ = [
     "Blocks",
     "Bong",
     "ByName",
+    "Callback",
     "CertaintyDiversity",
     "CheckpointError",
     "ConjugatePseudoLabel",
@@ -158,6 +160,7 @@ __all__ = [
     "SourceData",
     "Stationary",
     "StepInfo",
+    "StepRecord",
     "Sum",
     "Supports",
     "Teacher",
@@ -167,6 +170,7 @@ __all__ = [
     "Variational",
     "Weighting",
     "adapt",
+    "callbacks",
     "find_head",
     "fit_laplace",
     "from_toml",

@@ -11,6 +11,7 @@ import functools
 import inspect
 import math
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -23,6 +24,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 import driftfilter.presets as presets
 from driftfilter.belief import Belief
+from driftfilter.callbacks import Callback, StepRecord, require_callbacks
 from driftfilter.checkpoint import (
     RECENT,
     as_tensor,
@@ -53,7 +55,7 @@ R = TypeVar("R")
 _DEFAULT = Monitor()
 
 
-_OPTIONS = ("data", "output", "observed", "seed", "update_every", "window", "monitor", "cuda_graphs")
+_OPTIONS = ("data", "output", "observed", "seed", "update_every", "window", "monitor", "callbacks", "cuda_graphs")
 
 
 def adapt(model: nn.Module, recipe: str | Recipe = "driftfilter", **options: Any) -> Adapter:
@@ -62,8 +64,8 @@ def adapt(model: nn.Module, recipe: str | Recipe = "driftfilter", **options: Any
     ``recipe`` is the name of a preset or a Recipe. Options of the adapter: ``data`` (source inputs, with labels or without,
     for recipes with a source posterior), ``output`` (picks the logits out of what the model returns), ``observed`` (picks
     what the loss sees, where that is something else), ``seed``, ``update_every``, ``window``, ``monitor`` (a Monitor, or None
-    for no alarms) and ``cuda_graphs`` (on a GPU, passes over batches of a shape seen before are one launch each: for models
-    without steps on the CPU). Any other option is one of the preset's, such as ``lr``.
+    for no alarms), ``callbacks`` (told after every step) and ``cuda_graphs`` (on a GPU, passes over batches of a shape seen
+    before are one launch each: for models without steps on the CPU). Any other option is one of the preset's, such as ``lr``.
 
     >>> import torch, driftfilter as df
     >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
@@ -113,6 +115,11 @@ class _Now(NamedTuple):
     watch: MonitorState = MonitorState()
 
     @property
+    def steps(self) -> int:
+        """So many have been: updates are not counted as calls, nor calls without one as steps of the filter."""
+        return max(self.calls, 0 if self.state is None else self.state.step)
+
+    @property
     def filter(self) -> Filter:
         assert self.bound is not None
         return self.bound.filter
@@ -153,6 +160,7 @@ class Adapter(nn.Module):
         update_every: int = 1,
         window: int = 0,
         monitor: Monitor | None = _DEFAULT,
+        callbacks: Iterable[Callback] = (),
         cuda_graphs: bool = False,
     ) -> None:
         super().__init__()
@@ -173,6 +181,7 @@ class Adapter(nn.Module):
         at_once = monitor is _DEFAULT and isinstance(recipe.parameters, Prototypes)
         self.monitor = Monitor.recording() if at_once else monitor
         self._detectors = _fresh_detectors(self.monitor)  # beside the state: they change in place
+        self.callbacks = require_callbacks(callbacks)
         self._data, self._output, self._observed = _as_source_data(data), output, observed
         self.cuda_graphs = cuda_graphs
         self._model = [model]  # in a list, or it would become a part of this module, and its parameters ours
@@ -185,15 +194,17 @@ class Adapter(nn.Module):
     @_apart
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Adapt to a batch and predict it: log-probabilities [n, k], which are valid logits too."""
-        outputs = []
-        with self._lock, self._noted():
-            inputs = checked(_as_inputs(self._model[0], args, kwargs))
-            now = self._ready(inputs)
-            for piece in self._pieces(inputs):
-                now, prediction = self._stepped(now, piece)
-                outputs.append(prediction.log_probabilities)
-            self._done(now)
-        return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+        begun, outputs = time.perf_counter(), []
+        with self._lock:
+            with self._noted():
+                inputs = checked(_as_inputs(self._model[0], args, kwargs))
+                now = self._ready(inputs)
+                for piece in self._pieces(inputs):
+                    now, prediction = self._stepped(now, piece)
+                    outputs.append(prediction.log_probabilities)
+            together = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+            self._done(now, begun, len(together), together)
+        return together
 
     @_apart
     def predict(self, *args: Any, **kwargs: Any) -> Prediction:
@@ -205,14 +216,16 @@ class Adapter(nn.Module):
     @_apart
     def update(self, *args: Any, **kwargs: Any) -> StepInfo:
         """Adapt to a batch now, without predicting it; of a batch cut into pieces, the last one's info."""
-        with self._lock, self._noted():
-            inputs = checked(_as_inputs(self._model[0], args, kwargs))
-            now = self._ready(inputs)
-            for piece in self._pieces(inputs):
-                seen, recent = self._seen(piece, now.recent)
-                state, info = now.filter.update(now.current, seen)
-                now = self._watched(now._replace(recent=recent if self.window else None), state, info, None, seen)
-            self._done(now)
+        begun = time.perf_counter()
+        with self._lock:
+            with self._noted():
+                inputs = checked(_as_inputs(self._model[0], args, kwargs))
+                now = self._ready(inputs)
+                for piece in self._pieces(inputs):
+                    seen, recent = self._seen(piece, now.recent)
+                    state, info = now.filter.update(now.current, seen)
+                    now = self._watched(now._replace(recent=recent if self.window else None), state, info, None, seen)
+            self._done(now, begun, batch_size(inputs), None)
         return info
 
     def reset(self) -> None:
@@ -295,11 +308,19 @@ class Adapter(nn.Module):
         watch, state = self.monitor.step(now.watch, now.bound.start, state, info, new, ask, self._detectors)
         return now._replace(state=state, info=info, watch=watch)
 
-    def _done(self, now: _Now) -> None:
-        """A call is over: what it changed is for all to see, and warnings are given."""
-        before, self._now = self._now.watch.batches, now
+    def _done(self, now: _Now, begun: float, samples: int, log_probabilities: Tensor | None) -> None:
+        """A call is over: what it changed is for all to see, callbacks are told, and warnings are given."""
+        before, self._now = self._now, now
+        if self.callbacks:
+            ms = 1000 * (time.perf_counter() - begun)
+            info = None if now.info is before.info else now.info
+            signals = Signals() if now.watch is before.watch else now.watch.signals
+            events = now.watch.since(before.watch)
+            record = StepRecord(before.steps, samples, ms, info, log_probabilities, signals, events)
+            for callback in self.callbacks:
+                callback.on_step(record)
         for event in now.watch.events:
-            if event.response == "warn" and event.step >= before:
+            if event.response == "warn" and event.step >= before.watch.batches:
                 warn(f"{event.signal} is {event.value:.3g}, beyond {event.threshold:.3g} (batch {event.step})", AlarmWarning)
 
     @contextmanager
@@ -440,7 +461,8 @@ class Adapter(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         kept = {name: value for name, value in self.__dict__.items() if name != "_lock"}
-        return {**kept, "_now": self._now._replace(bound=None), "_known": None}  # the model is read again
+        # The model is read again; whom to tell, a copy does not know: two would write to one file.
+        return {**kept, "_now": self._now._replace(bound=None), "_known": None, "callbacks": []}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _lock=threading.RLock())

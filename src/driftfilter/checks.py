@@ -1,6 +1,5 @@
 """Refusals: every error names the field, the value it got and what is allowed."""
 
-import difflib
 import inspect
 import math
 import threading
@@ -12,6 +11,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+from driftfilter.spelling import nearest as nearest  # where refusals are made, too
 
 T = TypeVar("T")
 
@@ -122,12 +123,6 @@ def require_floating(field: str, values: Tensor) -> None:
     """Raise unless a tensor is float32 or float64 (half precision cannot carry a covariance)."""
     if values.dtype not in (torch.float32, torch.float64):
         raise ValueError(f"{field} must be float32 or float64, got {values.dtype}")
-
-
-def nearest(name: str, known: list[str]) -> str:
-    """The known name that one that is not known resembles, as the end of an error message; empty where none does."""
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:

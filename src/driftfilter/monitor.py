@@ -144,6 +144,11 @@ class MonitorState:
         _require_fit(found)
         return cls(**plain, **states, **found).moved_to(like.belief.mean)
 
+    def since(self, before: MonitorState) -> tuple[Event, ...]:
+        """New events; neither their number tells, for old ones are dropped, nor equality with old ones."""
+        old = set(map(id, before.events))
+        return tuple(event for event in self.events if id(event) not in old)
+
     def logged(self, *events: Event) -> MonitorState:
         """With more events; the last thousand are kept."""
         return replace(self, events=(*self.events, *events)[-KEPT:]) if events else self

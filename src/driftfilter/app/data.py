@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -50,11 +50,21 @@ Check a folder or a file, unpacked or not, with: driftfilter data FOLDER"""
 
 def check(path: Path | str) -> tuple[str, bool]:
     """A report on every file of a folder (or on one ``.npz``), and whether all is as it should be."""
-    findings = list(_findings(Path(path)))
-    wrong = sum(not finding.ok for finding in findings)
-    lines = [f"{'ok   ' if ok else 'WRONG'}  {name:<24} {text}" for name, ok, text in findings]
-    verdict = "all is as it should be" if not wrong else f"{wrong} of {len(findings)} not as they should be"
-    return "\n".join([*lines, f"{path}: {verdict}"]), not wrong
+    found = findings(Path(path))
+    return told(path, found), all(finding.ok for finding in found)
+
+
+def findings(path: Path) -> list[Finding]:
+    """What there is to say of every file."""
+    return list(_findings(path))
+
+
+def told(path: Path | str, found: Sequence[Finding]) -> str:
+    """As text."""
+    wrong = sum(not finding.ok for finding in found)
+    lines = [f"{'ok   ' if ok else 'WRONG'}  {name:<24} {text}" for name, ok, text in found]
+    verdict = "all is as it should be" if not wrong else f"{wrong} of {len(found)} not as they should be"
+    return "\n".join([*lines, f"{path}: {verdict}"])
 
 
 def _findings(path: Path) -> Iterator[Finding]:

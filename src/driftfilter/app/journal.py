@@ -1,8 +1,7 @@
-"""What a run writes as it goes on: files that only grow, so that a resumed run cuts off what its checkpoint does not cover."""
+"""The predictions that a run writes as it goes on."""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -10,36 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from driftfilter.checks import require
+from driftfilter.growing import Journal
 from driftfilter.whole import whole_file
-
-
-class Journal:
-    """A file that only grows, from the size it had."""
-
-    def __init__(self, path: Path, size: int = 0) -> None:
-        have = path.stat().st_size if path.exists() else 0
-        require(have >= size, str(path), f"{have} bytes", f"of at least the {size} bytes that the checkpoint covers")
-        self.path, self._file = path, path.open("ab", buffering=0)
-        self._file.truncate(size)
-        self._file.seek(size)
-
-    def append(self, data: bytes) -> None:
-        """Add to the end, for others to see at once."""
-        rest = memoryview(data)
-        try:
-            while rest:
-                rest = rest[self._file.write(rest) :]
-        except OSError as error:  # which does not name the file
-            raise OSError(error.errno, error.strerror, str(self.path)) from error
-
-    def sync(self) -> int:
-        """Bring it to the disk; its size."""
-        os.fsync(self._file.fileno())
-        return self._file.tell()
-
-    def close(self) -> None:
-        """End it."""
-        self._file.close()
 
 
 class Columns(NamedTuple):

@@ -27,11 +27,19 @@ def open_model(text: str, weights: Path | None = None) -> nn.Module:
         model = _made(text)
     else:
         known = list(models.ARCHITECTURES)
-        require(text in known, "MODEL", text, f"{EXPECTED}; there are {known}{nearest(text, known)}")
+        require(text in known, "MODEL", text, f"{EXPECTED}; there are {known}{_meant(text, known)}")
         model = models.load(text) if weights is None else models.build(text)
     if weights is not None:
         _fill(model, open_weights(weights), weights)
     return model.eval()
+
+
+def _meant(text: str, known: list[str]) -> str:
+    """What a name without a colon may be."""
+    module, dot, last = text.rpartition(".")
+    if not dot or "/" in text:
+        return nearest(text, known)
+    return f" (did you mean '{module}:{'FACTORY' if last == 'py' else last}'?)"
 
 
 def _made(text: str) -> nn.Module:

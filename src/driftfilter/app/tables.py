@@ -352,6 +352,16 @@ class Lines:
         print(line, file=sys.stderr, flush=True)
 
 
+class Nothing:
+    """Silence."""
+
+    def begin(self, title: str) -> Watch | None:
+        return None
+
+    def end(self, line: str) -> None:
+        pass
+
+
 class Bar:
     """A bar for the task that runs, with the accuracy so far; finished tasks stand above it."""
 
@@ -375,10 +385,10 @@ class Bar:
 
 
 @contextmanager
-def progress() -> Iterator[Display]:
-    """Shown on stderr: a bar where it is a terminal, lines elsewhere."""
-    if not sys.stderr.isatty():
-        yield Lines()
+def progress(quiet: bool = False) -> Iterator[Display]:
+    """Shown on stderr: a bar where it is a terminal, lines elsewhere, nothing where asked."""
+    if quiet or not sys.stderr.isatty():
+        yield Nothing() if quiet else Lines()
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn

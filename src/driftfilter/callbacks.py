@@ -1,0 +1,145 @@
+"""Callbacks: who is told after every step of an adapter or of ``driftfilter run``, and two that write it down.
+
+The state is whole before anyone is told: a callback that fails, fails the call, but not the adapter.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol, final
+
+from torch import Tensor
+
+from driftfilter.checks import require
+from driftfilter.filtering import StepInfo
+from driftfilter.growing import Journal
+from driftfilter.history import summary
+from driftfilter.monitor import Event, Signals
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class StepRecord:
+    """What happened in one step; what is not a field is worked out when it is asked for."""
+
+    number: int  # steps before it
+    samples: int  # n
+    ms: float  # of the call, by the clock on the wall
+    info: StepInfo | None = None  # None: no update was due, or made
+    log_probabilities: Tensor | None = None  # [n, k]; None: nothing was predicted
+    signals: Signals = field(default_factory=Signals)  # all NaN where no monitor has looked
+    events: tuple[Event, ...] = ()  # alarms of this step
+    right: int = 0  # of this step's samples, as far as somebody knows their labels
+    judged: int = 0  # how many are known
+    accuracy: float | None = None  # of all samples so far whose labels are known
+    notes: Mapping[str, Any] = field(default_factory=dict)  # what else is to be logged, JSON-ready
+
+    @cached_property
+    def _counted(self) -> list[float]:
+        """[k + 3], see ``history.summary``; the only look at the device."""
+        return [] if self.log_probabilities is None else list(summary(self.log_probabilities).tolist())
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """Of each class among the predicted labels [k]; empty where nothing was predicted."""
+        return tuple(count / self.samples for count in self._counted[:-3])
+
+    @property
+    def largest_share(self) -> float:
+        """The largest of these; NaN where nothing was predicted."""
+        return max(self.shares, default=math.nan)
+
+    @property
+    def entropy(self) -> float:
+        """Mean predictive entropy (1/n) Σ H(p_i) in nats; NaN where nothing was predicted."""
+        return self._counted[-2] / self._counted[-3] if self._counted else math.nan
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready: a line of a journal."""
+        begun: dict[str, Any] = {"step": self.number, "n": self.samples}
+        if self.info is None and self.log_probabilities is None:
+            return {**begun, **self.notes}
+        known = {"accuracy": self.accuracy, "judged": self.judged, "right": self.right}
+        return {
+            **begun,
+            "energy": None if self.info is None else _number(self.info.energy),
+            "used": 0 if self.info is None else int((self.info.weights != 0).sum()),
+            "entropy": _number(self.entropy),
+            "largest_share": _number(self.largest_share),
+            "distance": _number(self.signals.distance),
+            **({} if self.accuracy is None else known),
+            **({"alarms": list(map(str, self.events))} if self.events else {}),
+            "ms": round(self.ms, 3),
+            **self.notes,
+        }
+
+    def numbers(self) -> dict[str, float]:
+        """What a chart over steps can show."""
+        named = {**self.to_dict(), "alarms": len(self.events)}
+        return {name: value for name, value in named.items() if isinstance(value, (int, float)) and name != "step"}
+
+
+def _number(value: Any) -> float | None:
+    """For JSON, which knows no NaN."""
+    return float(value) if math.isfinite(value) else None
+
+
+class Callback(Protocol):
+    """Told after every step."""
+
+    def on_step(self, step: StepRecord) -> None:
+        """A step is over, and its state is there for all to see."""
+
+
+def require_callbacks(callbacks: Iterable[Callback]) -> list[Callback]:
+    """A list of them; raise where one cannot be told."""
+    require(isinstance(callbacks, Iterable), "adapt: callbacks", callbacks, "a list of callbacks")
+    found = list(callbacks)
+    for each in found:
+        fits = callable(getattr(each, "on_step", None)) and not isinstance(each, type)
+        require(fits, "adapt: callbacks", each, "objects with a method on_step(step)")
+    return found
+
+
+@final
+class JsonLines:
+    """A line of JSON a step, seen by others at once; added to what is there, or to the first ``size`` bytes of it."""
+
+    def __init__(self, path: str | Path, size: int | None = None) -> None:
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.journal = Journal(path, (path.stat().st_size if path.exists() else 0) if size is None else size)
+
+    def on_step(self, step: StepRecord) -> None:
+        self.journal.append((json.dumps(step.to_dict()) + "\n").encode())
+
+    def close(self) -> None:
+        """End the file."""
+        self.journal.close()
+
+
+@final
+class TensorBoard:
+    """Curves for TensorBoard, one for each number of a step, under ``driftfilter/``; alarms as text too."""
+
+    def __init__(self, folder: str | Path) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ImportError("callbacks.TensorBoard needs tensorboard: pip install 'driftfilter[tensorboard]'") from error
+        self._writer = SummaryWriter(str(folder))
+
+    def on_step(self, step: StepRecord) -> None:
+        for name, value in step.numbers().items():
+            self._writer.add_scalar(f"driftfilter/{name}", value, step.number)
+        for event in step.events:
+            self._writer.add_text("driftfilter/alarms", str(event), step.number)
+
+    def close(self) -> None:
+        """Write what waits, and end the file."""
+        self._writer.close()

@@ -1,0 +1,261 @@
+"""Callbacks: what they are told, when, and what the writers write."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import pickle
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from scipy.special import entr
+from torch import Tensor, nn
+
+import driftfilter as df
+from driftfilter import callbacks
+from driftfilter.callbacks import JsonLines, TensorBoard
+
+ROOT = Path(__file__).parent.parent
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3)).eval()
+
+
+def batch(number: int, n: int = 16) -> Tensor:
+    return torch.randn(n, 4, generator=torch.Generator().manual_seed(number))
+
+
+class Kept(list[df.StepRecord]):
+    def on_step(self, step: df.StepRecord) -> None:
+        self.append(step)
+
+
+def adapted(*given: df.Callback, **options: Any) -> df.Adapter:
+    return df.adapt(network(), "driftfilter", callbacks=given, **options)
+
+
+# What is told
+
+
+def test_a_step_is_told_as_it_was() -> None:
+    told = Kept()
+    adapter, alone = adapted(told), adapted()
+    for number in range(3):
+        logs = adapter(batch(number))
+        assert torch.equal(logs, alone(batch(number)))  # to be watched changes nothing
+        step = told[number]
+        p = logs.exp().double().numpy()
+        assert (step.number, step.samples, step.events, step.accuracy) == (number, 16, (), None)
+        assert step.entropy == pytest.approx(entr(p).sum(1).mean(), rel=1e-6)
+        assert step.shares == tuple((p.argmax(1) == label).mean() for label in range(3))
+        assert step.largest_share == max(step.shares)
+        assert step.info is not None
+        assert step.info is adapter.last_info
+        assert step.signals is adapter.signals
+        assert step.ms > 0
+        line = step.to_dict()
+        used = sum(weight != 0 for weight in step.info.weights.tolist())
+        expected = (step.info.energy.item(), used, adapter.signals.distance)
+        assert (line["energy"], line["used"], line["distance"]) == expected
+
+
+def test_a_step_without_update_and_an_update_without_prediction() -> None:
+    told = Kept()
+    adapter = adapted(told, update_every=2)
+    for number in range(4):
+        adapter(batch(number))
+    assert [step.number for step in told] == [0, 1, 2, 3]
+    assert [step.info is None for step in told] == [True, False, True, False]
+    assert [math.isnan(step.signals.distance) for step in told] == [True, False, True, False]
+    assert [step.to_dict()["energy"] is None for step in told] == [True, False, True, False]
+    told.clear()
+    adapter = adapted(told)
+    for number in range(2):
+        info = adapter.update(batch(number))
+    assert [step.number for step in told] == [0, 1]
+    assert told[1].info is info
+    assert (told[1].samples, told[1].shares, math.isnan(told[1].entropy)) == (16, (), True)
+    assert told[1].to_dict()["entropy"] is None
+
+
+def test_numbers_go_on_after_a_checkpoint() -> None:
+    told = Kept()
+    adapter, other = adapted(), adapted(told)
+    for number in range(3):
+        adapter(batch(number))
+    other.load_state_dict(adapter.state_dict())
+    other(batch(3))
+    assert told[0].number == 3
+    other.reset()
+    other(batch(3))
+    assert told[1].number == 0
+
+
+def test_events_are_those_of_the_step() -> None:
+    told = Kept()
+    adapter = adapted(told, monitor=df.Monitor(distance=1e-6))
+    for number in range(4):
+        adapter(batch(number))
+    assert told[0].events
+    assert tuple(event for step in told for event in step.events) == adapter.events
+    assert told[0].to_dict()["alarms"] == [str(event) for event in told[0].events]
+    assert told[0].numbers()["alarms"] == len(told[0].events)
+    assert told[3].numbers()["alarms"] == len(told[3].events)
+
+
+def test_a_callback_that_fails_leaves_a_whole_state() -> None:
+    class Fails:
+        def on_step(self, step: df.StepRecord) -> None:
+            raise df.NotFiniteError(f"no more after {step.number}")
+
+    adapter, alone, told = adapted(Fails()), adapted(), Kept()
+    adapter.callbacks.append(told)
+    for call in (adapter, adapter.update):
+        with pytest.raises(df.NotFiniteError, match="no more"):
+            call(batch(0))
+    alone(batch(0))
+    alone.update(batch(0))
+    mine, theirs = adapter.state_dict(), alone.state_dict()
+    assert mine.keys() == theirs.keys()
+    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+    assert adapter.events == ()  # the numbers of the stream were finite
+    assert told == []
+
+
+def test_a_refused_batch_is_not_told() -> None:
+    told = Kept()
+    adapter = adapted(told)
+    with pytest.raises(df.NotFiniteError):
+        adapter(batch(0) * math.nan)
+    assert told == []
+
+
+def test_nothing_is_computed_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise AssertionError("computed")
+
+    monkeypatch.setattr(callbacks, "summary", fails)
+    told = Kept()
+    adapted(told)(batch(0))  # nor before it is asked for
+    with pytest.raises(AssertionError, match="computed"):
+        _ = told[0].entropy
+    monkeypatch.setattr("driftfilter.adapter.StepRecord", fails)
+    adapted()(batch(0))
+
+
+def test_a_copy_tells_nobody(tmp_path: Path) -> None:
+    writer = JsonLines(tmp_path / "steps.jsonl")
+    adapter = adapted(writer)
+    for other in (copy.deepcopy(adapter), pickle.loads(pickle.dumps(adapter))):
+        other(batch(0))
+        assert other.callbacks == []
+    assert (tmp_path / "steps.jsonl").read_bytes() == b""
+    writer.close()
+
+
+@pytest.mark.parametrize("wrong", [print, Kept, 3], ids=["function", "class", "number"])
+def test_what_cannot_be_told_is_refused(wrong: Any) -> None:
+    with pytest.raises(ValueError, match=r"adapt: callbacks must be objects with a method on_step\(step\), got"):
+        df.adapt(network(), "tent", callbacks=[wrong])
+    with pytest.raises(ValueError, match="adapt: callbacks must be a list of callbacks, got 3"):
+        df.adapt(network(), "tent", callbacks=3)
+
+
+# The writers
+
+
+def test_they_are_found_by_the_short_name() -> None:
+    code = "import driftfilter as df, sys; assert df.callbacks.JsonLines; sys.exit('tensorboard' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_json_lines_are_added_to_what_is_there(tmp_path: Path) -> None:
+    path, told = tmp_path / "new" / "steps.jsonl", Kept()
+    for number in range(2):
+        writer = JsonLines(path)
+        adapted(writer, told)(batch(number))
+        writer.close()
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [step.to_dict() for step in told]
+    writer = JsonLines(path, size=0)
+    assert path.read_bytes() == b""
+    writer.close()
+
+
+def test_lines_know_no_nan(tmp_path: Path) -> None:
+    path = tmp_path / "steps.jsonl"
+    writer = JsonLines(path)
+    adapted(writer, monitor=None).update(batch(0))
+    writer.close()
+    (line,) = path.read_text().splitlines()
+    assert "NaN" not in line
+    assert (json.loads(line)["distance"], json.loads(line)["entropy"]) == (None, None)
+
+
+def test_tensorboard_has_every_number(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    writer, told = TensorBoard(tmp_path), Kept()
+    adapter = adapted(writer, told, monitor=df.Monitor(distance=1e-6))
+    for number in range(3):
+        adapter(batch(number))
+    writer.close()
+    found = EventAccumulator(str(tmp_path))
+    found.Reload()
+    for name in ("energy", "entropy", "largest_share", "distance", "ms", "alarms", "n", "used"):
+        curve = [(each.step, each.value) for each in found.Scalars(f"driftfilter/{name}")]
+        assert curve == [(step.number, pytest.approx(step.numbers()[name], rel=1e-6)) for step in told]
+    assert "driftfilter/step" not in found.Tags()["scalars"]
+    assert found.Tensors("driftfilter/alarms/text_summary")[0].step == 0
+
+
+def test_tensorboard_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(ImportError, match=re.escape("pip install 'driftfilter[tensorboard]'")):
+        TensorBoard(tmp_path)
+
+
+# Recipes of the documentation
+
+
+class Told:
+    """A module that remembers how it was called."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        def called(*args: Any, **kwargs: Any) -> SimpleNamespace:
+            self.calls.append((name, args, kwargs))
+            return SimpleNamespace(log=self.log)
+
+        return called
+
+    def of(self, name: str) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+        return [(args, kwargs) for called, args, kwargs in self.calls if called == name]
+
+
+@pytest.mark.parametrize(("module", "call"), [("mlflow", "log_metrics"), ("wandb", "log")])
+def test_recipes(module: str, call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = Told()
+    monkeypatch.setitem(sys.modules, module, fake)
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "callbacks.md").read_text(), re.DOTALL)
+    (block,) = (each for each in blocks if f"import {module}" in each)
+    assert len(block[block.index("class ") :].split("\n\n\n")[0].splitlines()) < 15
+    exec(compile(block, "documentation", "exec"), {"__name__": "documentation"})
+    logged = fake.of(call)
+    assert [kwargs["step"] for _, kwargs in logged] == list(range(len(logged)))
+    assert len(logged) >= 2
+    for (numbers,), _ in logged:
+        assert all(isinstance(value, (int, float)) and math.isfinite(value) for value in numbers.values())
+        assert any(name.endswith("entropy") for name in numbers)
