@@ -1,4 +1,4 @@
-"""Passes as CUDA graphs give what ordinary ones give; on a CPU the option changes nothing."""
+"""Options for speed: autocast, channels last, and passes as CUDA graphs, which on a CPU change nothing."""
 
 from __future__ import annotations
 
@@ -83,6 +83,57 @@ def test_a_model_that_was_changed_in_place_is_seen() -> None:
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
 
 
-def test_a_wrong_option_is_refused() -> None:
-    with pytest.raises(ValueError, match="adapt: cuda_graphs must be True or False, got 1"):
-        df.adapt(model(), cuda_graphs=1)
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "cuda_graphs": ({"cuda_graphs": 1}, "adapt: cuda_graphs must be True or False, got 1"),
+    "channels_last": ({"channels_last": "yes"}, "adapt: channels_last must be True or False, got 'yes'"),
+    "autocast": (
+        {"autocast": torch.float32},
+        "adapt: autocast must be torch.bfloat16, torch.float16 or None, got",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_option_is_refused(name: str) -> None:
+    options, message = WRONG[name]
+    with pytest.raises(ValueError, match=message):
+        df.adapt(model(), **options)
+
+
+def test_channels_last_gives_the_same_and_leaves_the_model_alone() -> None:
+    own, batches = model(), stream([16] * 4)
+    weights = own.state_dict(keep_vars=True)
+    before = {name: (tensor.data_ptr(), tensor.stride(), tensor.clone()) for name, tensor in weights.items()}
+    one, other = df.adapt(own, channels_last=True), df.adapt(own)
+    for batch in batches:
+        torch.testing.assert_close(one(batch), other(batch), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(one.belief.mean, other.belief.mean, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(
+        one.predict(batches[0]).probabilities, other.predict(batches[0]).probabilities, rtol=1e-3, atol=1e-4
+    )
+    for name, tensor in own.state_dict(keep_vars=True).items():
+        assert (tensor.data_ptr(), tensor.stride()) == before[name][:2]
+        assert torch.equal(tensor, before[name][2])
+
+
+def test_channels_last_sees_what_is_written_to_the_model() -> None:
+    own, batches = model(), stream([16] * 4)
+    adapters = df.adapt(own, channels_last=True), df.adapt(own)
+    for adapter in adapters:
+        adapter(batches[0])
+    with torch.no_grad():
+        own.body[0].weight.mul_(0.5)  # type: ignore[index, union-attr]
+    one, other = (adapter(batches[1]) for adapter in adapters)
+    torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+def test_autocast_as_an_option_is_autocast_around_the_call() -> None:
+    batches = stream([16] * 3)
+    one, other, plain = df.adapt(model(), autocast=torch.bfloat16), df.adapt(model()), df.adapt(model())
+    for batch in batches:
+        with torch.autocast(DEVICE, torch.bfloat16):
+            wanted = other(batch)
+        found = one(batch)
+        assert torch.equal(found, wanted)
+        assert not torch.equal(found, plain(batch))
+    assert torch.equal(one.belief.mean, other.belief.mean)

@@ -55,7 +55,19 @@ R = TypeVar("R")
 _DEFAULT = Monitor()
 
 
-_OPTIONS = ("data", "output", "observed", "seed", "update_every", "window", "monitor", "callbacks", "cuda_graphs")
+_OPTIONS = (
+    "data",
+    "output",
+    "observed",
+    "seed",
+    "update_every",
+    "window",
+    "monitor",
+    "callbacks",
+    "autocast",
+    "channels_last",
+    "cuda_graphs",
+)
 
 
 def adapt(model: nn.Module, recipe: str | Recipe = "driftfilter", **options: Any) -> Adapter:
@@ -64,8 +76,10 @@ def adapt(model: nn.Module, recipe: str | Recipe = "driftfilter", **options: Any
     ``recipe`` is the name of a preset or a Recipe. Options of the adapter: ``data`` (source inputs, with labels or without,
     for recipes with a source posterior), ``output`` (picks the logits out of what the model returns), ``observed`` (picks
     what the loss sees, where that is something else), ``seed``, ``update_every``, ``window``, ``monitor`` (a Monitor, or None
-    for no alarms), ``callbacks`` (told after every step) and ``cuda_graphs`` (on a GPU, passes over batches of a shape seen
-    before are one launch each: for models without steps on the CPU). Any other option is one of the preset's, such as ``lr``.
+    for no alarms) and ``callbacks`` (told after every step). For speed: ``autocast`` (torch.bfloat16: the precision of the
+    model's own operations), ``channels_last`` (for images: a copy of convolution weights in that layout, on a CPU too) and
+    ``cuda_graphs`` (on a GPU, passes over batches of a shape seen before are one launch each: for models without steps on the
+    CPU). Any other option is one of the preset's, such as ``lr``.
 
     >>> import torch, driftfilter as df
     >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
@@ -135,7 +149,8 @@ def _apart(method: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(method)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
-        with full_precision(), torch.inference_mode(False), torch.no_grad():
+        own = args[0].autocast if isinstance(args[0], Adapter) else None
+        with full_precision(own), torch.inference_mode(False), torch.no_grad():
             return method(*args, **kwargs)
 
     return wrapped
@@ -161,6 +176,8 @@ class Adapter(nn.Module):
         window: int = 0,
         monitor: Monitor | None = _DEFAULT,
         callbacks: Iterable[Callback] = (),
+        autocast: torch.dtype | None = None,
+        channels_last: bool = False,
         cuda_graphs: bool = False,
     ) -> None:
         super().__init__()
@@ -172,6 +189,9 @@ class Adapter(nn.Module):
         require(output is None or callable(output), "adapt: output", output, "a function of what the model returns")
         require(observed is None or callable(observed), "adapt: observed", observed, "a function of what the model returns")
         require(monitor is None or isinstance(monitor, Monitor), "adapt: monitor", monitor, "a Monitor or None")
+        known = (None, torch.bfloat16, torch.float16)
+        require(autocast in known, "adapt: autocast", autocast, "torch.bfloat16, torch.float16 or None")
+        require(isinstance(channels_last, bool), "adapt: channels_last", channels_last, "True or False")
         require(isinstance(cuda_graphs, bool), "adapt: cuda_graphs", cuda_graphs, "True or False")
         model = getattr(model, "_orig_mod", model)  # of torch.compile: it would compile every twin anew
         check(model, recipe.parameters)
@@ -183,7 +203,7 @@ class Adapter(nn.Module):
         self._detectors = _fresh_detectors(self.monitor)  # beside the state: they change in place
         self.callbacks = require_callbacks(callbacks)
         self._data, self._output, self._observed = _as_source_data(data), output, observed
-        self.cuda_graphs = cuda_graphs
+        self.autocast, self.channels_last, self.cuda_graphs = autocast, channels_last, cuda_graphs
         self._model = [model]  # in a list, or it would become a part of this module, and its parameters ours
         self._now = _Now()
         self._known: tuple[_Bound, Fingerprint] | None = None
@@ -197,7 +217,7 @@ class Adapter(nn.Module):
         begun, outputs = time.perf_counter(), []
         with self._lock:
             with self._noted():
-                inputs = checked(_as_inputs(self._model[0], args, kwargs))
+                inputs = self._inputs(args, kwargs)
                 now = self._ready(inputs)
                 for piece in self._pieces(inputs):
                     now, prediction = self._stepped(now, piece)
@@ -209,7 +229,7 @@ class Adapter(nn.Module):
     @_apart
     def predict(self, *args: Any, **kwargs: Any) -> Prediction:
         """Predict a batch with the belief as it stands; changes nothing, and may run while another thread updates."""
-        inputs = checked(_as_inputs(self._model[0], args, kwargs))
+        inputs = self._inputs(args, kwargs)
         now = self._ready(inputs)
         return _together([self._predicted(now, piece) for piece in self._pieces(inputs)])
 
@@ -219,7 +239,7 @@ class Adapter(nn.Module):
         begun = time.perf_counter()
         with self._lock:
             with self._noted():
-                inputs = checked(_as_inputs(self._model[0], args, kwargs))
+                inputs = self._inputs(args, kwargs)
                 now = self._ready(inputs)
                 for piece in self._pieces(inputs):
                     seen, recent = self._seen(piece, now.recent)
@@ -335,6 +355,11 @@ class Adapter(nn.Module):
                 self._now = self._now._replace(watch=watch.logged(event))
             raise
 
+    def _inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
+        """What the model is called with, checked."""
+        inputs = checked(_as_inputs(self._model[0], args, kwargs))
+        return each(inputs, _channels_last) if self.channels_last else inputs
+
     def _predicted(self, now: _Now, inputs: Inputs) -> Prediction:
         seen = self._seen(inputs, now.recent)[0] if self.window else inputs
         return _last(now.filter.predict(now.current, seen), batch_size(inputs))
@@ -373,7 +398,7 @@ class Adapter(nn.Module):
         bound = now.bound
         if bound is None or bound.model is not self._model[0] or (example is not None and not bound.final):
             return False
-        return bound.reads(values=now.state is None)
+        return bound.reads(values=now.state is None or self.channels_last)  # a copy does not see what is written to the model
 
     def _bound_anew(self, now: _Now, example: Inputs | None) -> _Now:
         """The same on the model as it is now, with the state where the model is."""
@@ -391,7 +416,7 @@ class Adapter(nn.Module):
         recipe, model = self.recipe, self._model[0]
         owned = (*model.parameters(), *model.buffers())
         read = tuple(tensor.detach() for tensor in owned)
-        frozen = twin(model)
+        frozen = twin(model, self.channels_last)
         picks = (self._output, example, found, self._observed)
         logits, mean, told = initialize(frozen, recipe.parameters, recipe.statistics, *picks)
         if isinstance(logits, Network):
@@ -543,6 +568,11 @@ def _together(predictions: list[Prediction]) -> Prediction:
         return predictions[0]
     columns = ((each.log_probabilities, each.logit_variance) for each in predictions)
     return Prediction(*map(torch.cat, zip(*columns, strict=True)))
+
+
+def _channels_last(values: Tensor) -> Tensor:
+    """Images in that layout; anything else as it is."""
+    return values.contiguous(memory_format=torch.channels_last) if values.dim() == 4 else values
 
 
 def _last(prediction: Prediction, samples: int) -> Prediction:

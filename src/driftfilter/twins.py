@@ -18,8 +18,11 @@ from driftfilter.rows import Call, rule_of
 from driftfilter.statistics import Statistics, TwinBatchNorm, prepare
 
 
-def twin(model: nn.Module) -> nn.Module:
-    """A module tree of its own in evaluation mode, on the memory of every parameter and buffer; its parameters are frozen."""
+def twin(model: nn.Module, channels_last: bool = False) -> nn.Module:
+    """A module tree of its own in evaluation mode, on the memory of every parameter and buffer; its parameters are frozen.
+
+    ``channels_last``: weights of convolutions are copied into that layout.
+    """
     with torch.inference_mode(False):
         shared: dict[int, Any] = {id(buffer): ordinary(buffer) for buffer in model.buffers()}
         for parameter in model.parameters():  # frozen, or a backward pass would work out gradients that nobody asks for
@@ -27,7 +30,8 @@ def twin(model: nn.Module) -> nn.Module:
         for tensor in _computed(model):
             shared[id(tensor)] = tensor.detach()
         try:
-            return copy.deepcopy(model, shared).eval()
+            found = copy.deepcopy(model, shared).eval()
+            return found.to(memory_format=torch.channels_last) if channels_last else found  # type: ignore[call-overload]
         except TypeError as error:
             raise ValueError(
                 f"the model must be one that copy.deepcopy can copy, got {type(model).__name__}: {error}"
@@ -64,13 +68,18 @@ _AUTOCAST: ContextVar[tuple[tuple[str, torch.dtype], ...]] = ContextVar("autocas
 
 
 @contextmanager
-def full_precision() -> Iterator[None]:
-    """The algebra of a filter in the dtypes of its tensors, whatever autocast the caller is under: see ``as_called``."""
-    found = tuple((kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind))
-    if not found:
+def full_precision(own: torch.dtype | None = None) -> Iterator[None]:
+    """The algebra of a filter in the dtypes of its tensors, whatever autocast the caller is under: see ``as_called``.
+
+    With a dtype of its ``own`` the module is under that autocast instead.
+    """
+    found = _autocast_now()
+    kinds = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+    wanted = found if own is None else tuple((kind, own) for kind in kinds)
+    if not wanted:
         yield
         return
-    before = _AUTOCAST.set(found)
+    before = _AUTOCAST.set(wanted)
     try:
         with ExitStack() as stack:
             for kind, _ in found:
@@ -91,8 +100,11 @@ def as_called() -> Iterator[None]:
 
 def autocast_of_model() -> tuple[tuple[str, torch.dtype], ...]:
     """The autocast that a call of the module would be under: device types and dtypes."""
-    direct = tuple((kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind))
-    return direct + _AUTOCAST.get()
+    return _autocast_now() + _AUTOCAST.get()
+
+
+def _autocast_now() -> tuple[tuple[str, torch.dtype], ...]:
+    return tuple((kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind))
 
 
 def under_autocast(kind: str) -> bool:
