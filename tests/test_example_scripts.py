@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).parent.parent / "examples"
-CLAIMS: dict[
-    str, dict[str, tuple[float, float | None]]
-] = {  # least gain in accuracy, and in nats of NLL, of each line over "frozen"; None: no such number is printed
+# Least gain in accuracy, and in nats of NLL, of each line over "frozen"; None: no such number is printed.
+CLAIMS: dict[str, dict[str, tuple[float, float | None]]] = {
     "own_cnn": {"adapted": (0.5, 1.5)},
     "resume": {"adapted": (0.4, None)},
     "serving": {"one for each": (0.07, 0.15)},
