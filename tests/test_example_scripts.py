@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).parent.parent / "examples"
-# Least gain in accuracy, and in nats of NLL, of each line over "frozen"; None: no such number is printed.
+# Least gain in accuracy, and in nats of NLL, of each line over "frozen"; None: no such number is printed. Set below what was
+# seen (the scripts are seeded): they notice that an example has broken, and are no evidence of how much adaptation gains.
 CLAIMS: dict[str, dict[str, tuple[float, float | None]]] = {
     "own_cnn": {"adapted": (0.5, 1.5)},
     "resume": {"adapted": (0.4, None)},
     "serving": {"one for each": (0.07, 0.15)},
     "tabular": {"adapted": (0.15, 0.7)},
-    "text": {"adapted": (0.02, 0.5)},
+    "text": {"adapted": (0.02, 0.3)},
     "vit": {"adapted": (0.03, 0.05), "variance=0.1": (0.07, 0.15)},
 }
 BESIDE = {  # what else it prints
