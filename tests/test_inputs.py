@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from driftfilter.inputs import arguments, batch_size, checked, each, joined, picked, require_logits, samples, split
+from driftfilter.inputs import arguments, batch_size, checked, doubt, each, joined, picked, require_logits, samples, split
 
 X, Y = torch.arange(12.0).view(6, 2), torch.arange(6)
 MASK = torch.eye(4)  # does not go sample by sample
@@ -89,7 +89,8 @@ def test_masks_may_hold_infinities_and_images_may_not() -> None:
 
 BAD: dict[str, tuple[Any, str]] = {
     "text": ("x", r"inputs must be a tensor \[n, ...\], or a tuple or dict of them, got str"),
-    "nothing": (None, "got NoneType"),
+    "nothing": (None, "got NoneType$"),
+    "array": (X.numpy(), r"got ndarray \(torch.as_tensor makes one of it\)"),
     "no tensors": ((1, 2), "got a tuple"),
     "empty": ({}, "got a dict"),
     "no samples": ({"x": X[:0]}, r"inputs\['x'\] must be a batch \[n, ...\] with n >= 1, got shape \[0, 2\]"),
@@ -130,3 +131,18 @@ def test_logits_are_found_or_asked_for() -> None:
     for wrong, got in wrongs:
         with pytest.raises(ValueError, match=rf"the model's logits must be of shape \[6, k\], got {got}"):
             require_logits(wrong, 6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_probabilities_are_no_logits(dtype: torch.dtype) -> None:
+    logits = 5 * torch.randn(200, 10, generator=torch.Generator().manual_seed(0)).to(dtype)
+    assert doubt(logits) == doubt(logits.log_softmax(-1)) == ""
+    assert "returns probabilities" in doubt(logits.softmax(-1))
+    assert "returns probabilities" in doubt(torch.eye(10, dtype=dtype))
+    mixed = logits.softmax(-1)
+    mixed[7] *= 1.5  # one sample is enough to show that they are none
+    assert doubt(mixed) == ""
+
+
+def test_one_logit_is_doubted() -> None:
+    assert "returns one logit" in doubt(torch.randn(4, 1))

@@ -296,3 +296,28 @@ torch.testing.assert_close(plain.belief.mean, other.belief.mean)
 """
     finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert finished.returncode == 0, finished.stderr[-500:]
+
+
+def test_probabilities_are_warned_about_once_and_the_hint_helps() -> None:
+    torch.manual_seed(0)
+    body, x = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)).eval(), torch.randn(16, 4)
+    adapter = df.adapt(nn.Sequential(body, nn.Softmax(-1)))
+    with pytest.warns(UserWarning, match="returns probabilities"):
+        adapter(x)
+    adapter(x)  # a second warning would be an error
+    helped = df.adapt(nn.Sequential(body, nn.Softmax(-1)), output=lambda result: result.clamp_min(1e-12).log())
+    for _ in range(3):
+        expected = helped(x)
+    direct = df.adapt(body)
+    for _ in range(3):
+        found = direct(x)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_one_logit_is_warned_about_and_the_hint_makes_two_classes() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)).eval(), torch.randn(16, 4)
+    with pytest.warns(UserWarning, match="returns one logit"):
+        df.adapt(model, "tent")(x)
+    adapter = df.adapt(model, "source", output=lambda result: torch.cat((torch.zeros_like(result), result), -1))
+    torch.testing.assert_close(adapter(x).exp()[:, 1:], model(x).detach().sigmoid())

@@ -24,7 +24,8 @@ def _parts(inputs: Inputs) -> Iterator[tuple[str, Any]]:
     elif isinstance(inputs, (tuple, list)):
         yield from ((f"inputs[{position}]", part) for position, part in enumerate(inputs))
     else:
-        raise ValueError(f"inputs must be a tensor [n, ...], or a tuple or dict of them, got {type(inputs).__name__}")
+        hint = " (torch.as_tensor makes one of it)" if hasattr(inputs, "__array__") else ""
+        raise ValueError(f"inputs must be a tensor [n, ...], or a tuple or dict of them, got {type(inputs).__name__}{hint}")
 
 
 def batch_size(inputs: Inputs) -> int:
@@ -155,3 +156,19 @@ def require_logits(logits: Any, samples: int) -> None:
     got = f"shape {list(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__
     if not isinstance(logits, Tensor) or logits.dim() != 2 or len(logits) != samples or logits.shape[1] < 1:
         raise ValueError(f"the model's logits must be of shape [{samples}, k], got {got}")
+
+
+def doubt(logits: Tensor) -> str:
+    """What is wrong with logits [n, k] that a classifier would hardly give, and what to do about it; empty for others."""
+    if logits.shape[1] == 1:
+        return (
+            "the model returns one logit, so its only class is certain: where it is that of the second of two classes, give"
+            " adapt output=lambda result: torch.cat((torch.zeros_like(result), result), -1)"
+        )
+    rounding = 16 * torch.finfo(logits.dtype).eps if logits.is_floating_point() else 0.0
+    if bool((logits >= 0).all() and ((logits.sum(-1) - 1).abs() <= rounding).all()):
+        return (
+            "the model returns probabilities, which are taken for logits: leave its softmax out, or give adapt"
+            " output=lambda result: result.clamp_min(1e-12).log()"
+        )
+    return ""

@@ -28,8 +28,8 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from driftfilter.captured import CapturedPullback, Captures, Question, key_of, possible
-from driftfilter.checks import require
-from driftfilter.inputs import Inputs, arguments, batch_size, each, picked, require_logits, sample
+from driftfilter.checks import require, warn
+from driftfilter.inputs import Inputs, arguments, batch_size, doubt, each, picked, require_logits, sample
 from driftfilter.parameters import Chosen, NormAffine, Selection, select
 from driftfilter.proof import Pattern, pattern_of, some, tolerance_of, wrong_rows
 from driftfilter.rows import layer_rows, per_sample
@@ -185,6 +185,8 @@ class Network:
         require_logits(logits, samples)
         if not self._classes:
             self._classes.append(logits.shape[1])
+            if self.output is self._classifying and (wrong := doubt(logits.detach())):
+                warn(wrong)
         k = self._classes[0]
         require(logits.shape[1] == k, "the model's logits", f"shape {list(logits.shape)}", f"of {k} classes, as before")
 

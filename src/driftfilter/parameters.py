@@ -181,9 +181,10 @@ def select(model: nn.Module, selection: Selection) -> Chosen:
     chosen = selection(model)
     if not chosen:
         kinds = sorted({type(module).__name__ for module in model.modules() if any(True for _ in module.parameters(False))})
+        hint = "; adapt(model, 'head_ekf') adapts the last linear layer" if isinstance(selection, NormAffine) else ""
         raise ValueError(
             f"{selection} must select one parameter or more, got none of {len(known)}; the network has parameters in {kinds},"
-            f" named {list(known)[:6]}{' …' if len(known) > 6 else ''}"
+            f" named {list(known)[:6]}{' …' if len(known) > 6 else ''}{hint}"
         )
     if isinstance(chosen, Chosen):
         return chosen

@@ -1,0 +1,64 @@
+"""A vision transformer: no batch norm, so the scales and shifts of its layer norms are what adapts.
+
+Trains a tiny ViT (16 patches of 2x2 pixels) on half of scikit-learn's digits, then shows it the other half overexposed, in
+batches of 32 without labels. Prints accuracy and NLL as it is, with the default preset, and with larger steps: without
+batch norm the default is a careful one.
+"""
+
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+
+import driftfilter as df
+
+torch.manual_seed(0)
+digits = load_digits()
+images = torch.tensor(digits.images, dtype=torch.float32) / 16  # [1797, 8, 8]
+labels = torch.tensor(digits.target)
+
+
+class ViT(nn.Module):
+    """Patches as tokens, a class token, pre-norm transformer blocks."""
+
+    def __init__(self, width: int = 48, depth: int = 2) -> None:
+        super().__init__()
+        self.embed = nn.Linear(4, width)
+        self.token = nn.Parameter(torch.zeros(1, 1, width))
+        self.position = nn.Parameter(0.02 * torch.randn(1, 17, width))
+        block = nn.TransformerEncoderLayer(width, 4, 2 * width, dropout=0.1, batch_first=True, norm_first=True)
+        self.blocks = nn.TransformerEncoder(block, depth, enable_nested_tensor=False)
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, 10)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """Images [n, 8, 8] -> logits [n, 10]."""
+        patches = images.unfold(1, 2, 2).unfold(2, 2, 2).reshape(len(images), 16, 4)
+        tokens = torch.cat((self.token.expand(len(images), -1, -1), self.embed(patches)), 1)
+        return self.head(self.norm(self.blocks(tokens + self.position))[:, 0])
+
+
+model = ViT()
+optimizer = torch.optim.AdamW(model.parameters(), 2e-3)
+for _ in range(22):
+    for index in torch.randperm(900).split(64):
+        loss = nn.functional.cross_entropy(model(images[index]), labels[index])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+model.eval()
+
+stream, truth = 0.7 * images[900:] + 0.3, labels[900:]
+
+
+def score(name: str, log_probabilities: torch.Tensor) -> None:
+    """Accuracy and negative log-likelihood of predictions [n, 10]."""
+    accuracy = (log_probabilities.argmax(-1) == truth).double().mean()
+    print(f"{name:14} accuracy {accuracy:.3f}  NLL {nn.functional.nll_loss(log_probabilities, truth):.3f}")
+
+
+print(df.select(model, df.NormAffine()))  # what will be adapted
+with torch.no_grad():
+    score("frozen", model(stream).log_softmax(-1))
+for name, options in {"adapted": {}, "variance=0.1": {"variance": 0.1}}.items():
+    adapter = df.adapt(model, **options)
+    score(name, torch.cat([adapter(batch) for batch in stream.split(32)]))
