@@ -1,9 +1,9 @@
-"""Cost of the core: single steps, and growth in parameters d, batch n and rank; one thread.
+"""Cost of the core: single steps, and growth in parameters d, batch n, rank and classes k; one thread.
 
     python benchmarks/core.py [--json FILE] [--quick]
 
 "beyond the gradients" is the time of an update (curvature, conditioning, mean step) on per-sample gradient rows that are
-already there, less the time of handing out those rows.
+already there, less the time of handing out those rows. Memory is that of the largest tensor which an update makes.
 """
 
 from __future__ import annotations
@@ -128,6 +128,15 @@ def eager_step(logits: object, curvature: object) -> Callable[[], object]:
     return step
 
 
+def head_step(k: int) -> tuple[Callable[[], object], Callable[[], object], str]:
+    """One whole step of a head on 32 features, 16 samples, with the curvature of the loss: n k rows of 32 k parameters."""
+    generator = torch.Generator().manual_seed(0)
+    filt = df.Filter(logits=df.LinearHead(k), inference=df.Linearized(df.Hessian()))
+    state = filt.init(df.Belief(torch.randn(32 * k, generator=generator) / 8, df.Diagonal(torch.full((32 * k,), 0.02))))
+    features = torch.randn(16, 32, generator=generator)
+    return lambda: filt.step(state, features), lambda: None, f"LinearHead, k = {k}"
+
+
 def plain_function(theta: Tensor, inputs: Tensor) -> Tensor:
     scores = inputs @ theta
     return torch.stack((torch.zeros_like(scores), scores), -1)
@@ -189,7 +198,7 @@ def main() -> None:
         figures[name] = 1e3 * milliseconds(eager_step(logits, curvature), budget)
         print(f"{name:<62}{figures[name]:>9.0f}{bar:>8}")
 
-    print(f"\n{'growth, ms (base d = 4,096, n = 64, rank = 32)':<34}{'sizes and times':<78}{'exponent':>9}")
+    print(f"\n{'growth, ms (base d = 4,096, n = 64, rank = 32)':<34}{'sizes and times':<78}{'exponent':>9}{'memory':>8}")
     sweeps: list[tuple[str, str, list[int]]] = [
         ("LowRank", "d", [1024, 2048, 4096, 8192, 16384, 32768]),
         ("LowRank", "n", [16, 32, 64, 128, 256, 512]),
@@ -197,17 +206,22 @@ def main() -> None:
         ("Diagonal", "d", [1024, 4096, 16384, 65536, 262144]),
         ("Diagonal", "n", [16, 32, 64, 128, 256, 512]),
         ("Full", "d", [64, 128, 256, 512, 1024, 2048]),
+        ("LinearHead", "k", [4, 8, 16, 32, 64]),
     ]
     for structure, axis, sizes in sweeps:
-        times: list[float] = []
+        times, elements = [], []
         for size in sizes:
             settings = {"d": 4096, "n": 64, "rank": 32, axis: size}
-            case = beyond_gradients(settings["d"], settings["n"], structure, settings["rank"])
+            rows = (settings["d"], settings["n"], structure, settings["rank"])
+            case = head_step(size) if axis == "k" else beyond_gradients(*rows)
+            with LargestTensor() as largest:  # type: ignore[no-untyped-call]
+                case[0]()
             times.append(update_milliseconds(case, budget / 4))
-        slope = exponent(sizes, times)
-        figures[f"{structure} against {axis}"] = {"sizes": sizes, "ms": times, "exponent": slope}
+            elements.append(float(largest.elements))
+        slope, memory = exponent(sizes, times), exponent(sizes, elements)
+        figures[f"{structure} against {axis}"] = {"sizes": sizes, "ms": times, "exponent": slope, "memory exponent": memory}
         cells = "  ".join(f"{size}: {value:.2f}" for size, value in zip(sizes, times, strict=True))
-        print(f"{structure + ' against ' + axis:<34}{cells:<78}{slope:>9.2f}")
+        print(f"{structure + ' against ' + axis:<34}{cells:<78}{slope:>9.2f}{memory:>8.2f}")
     if arguments.json:
         arguments.json.write_text(json.dumps(figures, indent=1) + "\n")
 
