@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar, final
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.nn.modules.batchnorm import _BatchNorm
 
 import driftfilter.presets as presets
@@ -35,6 +36,7 @@ from driftfilter.checkpoint import (
     to_tensors,
 )
 from driftfilter.checks import NotFiniteError, NotPositiveDefiniteError, require, require_count, require_finite, warn
+from driftfilter.distributed import join, require_same, sharded, shared
 from driftfilter.filtering import Filter, FilterState, StepInfo
 from driftfilter.inference import GradientStep
 from driftfilter.initialization import check, initialize, wanted
@@ -43,7 +45,8 @@ from driftfilter.monitor import MONITOR, AlarmWarning, Detector, Event, Monitor,
 from driftfilter.prediction import MAP, Prediction
 from driftfilter.prototypes import Prototypes
 from driftfilter.recipe import Recipe
-from driftfilter.saving import Fingerprint, fingerprint
+from driftfilter.saving import Fingerprint, fingerprint, plain
+from driftfilter.shards import among, current
 from driftfilter.source import Laplace, PointMass, SourceData
 from driftfilter.twins import full_precision, twin
 
@@ -52,7 +55,7 @@ R = TypeVar("R")
 _DEFAULT = Monitor()
 
 
-_OPTIONS = ("data", "output", "observed", "seed", "update_every", "window", "monitor")
+_OPTIONS = ("data", "output", "observed", "seed", "update_every", "window", "monitor", "distributed")
 
 
 def adapt(model: nn.Module, recipe: str | Recipe = "driftfilter", **options: Any) -> Adapter:
@@ -60,8 +63,9 @@ def adapt(model: nn.Module, recipe: str | Recipe = "driftfilter", **options: Any
 
     ``recipe`` is the name of a preset or a Recipe. Options of the adapter: ``data`` (source inputs, with labels or without,
     for recipes with a source posterior), ``output`` (picks the logits out of what the model returns), ``observed`` (picks
-    what the loss sees, where that is something else), ``seed``, ``update_every``, ``window`` and ``monitor`` (a Monitor, or
-    None for no alarms). Any other option is one of the preset's, such as ``lr``.
+    what the loss sees, where that is something else), ``seed``, ``update_every``, ``window``, ``monitor`` (a Monitor, or
+    None for no alarms) and ``distributed`` (True, or a process group: every process gets a shard of each batch, and all hold
+    the same belief). Any other option is one of the preset's, such as ``lr``.
 
     >>> import torch, driftfilter as df
     >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
@@ -151,6 +155,7 @@ class Adapter(nn.Module):
         update_every: int = 1,
         window: int = 0,
         monitor: Monitor | None = _DEFAULT,
+        distributed: bool | ProcessGroup = False,
     ) -> None:
         super().__init__()
         require(isinstance(model, nn.Module), "adapt: model", type(model).__name__, "a torch module")
@@ -174,6 +179,9 @@ class Adapter(nn.Module):
         self._now = _Now()
         self._known: tuple[_Bound, Fingerprint] | None = None
         self._lock = threading.RLock()  # of updates; predictions need none
+        self._ranks = join(distributed, recipe, window, update_every)
+        if self._ranks is not None:
+            require_same(self._ranks, self._identity(data is not None))
 
     # What users call
 
@@ -181,8 +189,7 @@ class Adapter(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Adapt to a batch and predict it: log-probabilities [n, k], which are valid logits too."""
         outputs = []
-        with self._lock, self._noted():
-            inputs = checked(_as_inputs(self._model[0], args, kwargs))
+        with self._lock, self._noted(), self._given("adapter(x)", args, kwargs) as inputs:
             now = self._ready(inputs)
             for piece in self._pieces(inputs):
                 now, prediction = self._stepped(now, piece)
@@ -193,15 +200,14 @@ class Adapter(nn.Module):
     @_apart
     def predict(self, *args: Any, **kwargs: Any) -> Prediction:
         """Predict a batch with the belief as it stands; changes nothing, and may run while another thread updates."""
-        inputs = checked(_as_inputs(self._model[0], args, kwargs))
-        now = self._ready(inputs)
-        return _together([self._predicted(now, piece) for piece in self._pieces(inputs)])
+        with self._given("predict", args, kwargs) as inputs:
+            now = self._ready(inputs)
+            return _together([self._predicted(now, piece) for piece in self._pieces(inputs)])
 
     @_apart
     def update(self, *args: Any, **kwargs: Any) -> StepInfo:
         """Adapt to a batch now, without predicting it; of a batch cut into pieces, the last one's info."""
-        with self._lock, self._noted():
-            inputs = checked(_as_inputs(self._model[0], args, kwargs))
+        with self._lock, self._noted(), self._given("update", args, kwargs) as inputs:
             now = self._ready(inputs)
             for piece in self._pieces(inputs):
                 seen, recent = self._seen(piece, now.recent)
@@ -259,6 +265,23 @@ class Adapter(nn.Module):
         return f"{type(self._model[0]).__name__}, {self.recipe}"
 
     # The steps
+
+    @contextmanager
+    def _given(self, call: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Inputs]:
+        """The inputs of a call, checked; where the stream is distributed, for a call of all ranks."""
+        inputs, now = _as_inputs(self._model[0], args, kwargs), self._now
+        if self._ranks is None:
+            yield checked(inputs)
+            return
+        step, mean = (0, None) if now.state is None else (now.state.step, now.state.belief.mean)
+        with shared(self._ranks, inputs, call, step, mean) as own:
+            yield own
+
+    def _identity(self, data: bool) -> dict[str, Any]:
+        """What must be the same on all ranks."""
+        watching = None if self.monitor is None else (replace(self.monitor, detectors={}), sorted(self.monitor.detectors))
+        known = {"model": fingerprint(self._model[0]), "recipe": plain(self.recipe), "seed": self.seed, "monitor": watching}
+        return {**known, "choice of source data": data, "version of torch": torch.__version__}
 
     def _pieces(self, inputs: Inputs) -> list[Inputs]:
         return split(inputs, self.recipe.chunk) if self.recipe.chunk else [inputs]
@@ -368,8 +391,9 @@ class Adapter(nn.Module):
         frozen = twin(model)
         picks = (self._output, example, found, self._observed)
         logits, mean, told = initialize(frozen, recipe.parameters, recipe.statistics, *picks)
-        filt = recipe.filter(logits)
-        start = filt.init(recipe.source(logits, mean, self._data), self.seed)
+        filt = recipe.filter(logits if self._ranks is None else sharded(logits))
+        with among(None):  # source data are the same on all ranks
+            start = filt.init(recipe.source(logits, mean, self._data), self.seed)
         final = wanted(recipe.parameters) <= set(told)
         return _Bound(model, _links(model), owned, read, _places(read), _versions(read), filt, start, final), told
 
@@ -517,6 +541,8 @@ def _together(predictions: list[Prediction]) -> Prediction:
 
 
 def _last(prediction: Prediction, samples: int) -> Prediction:
-    if len(prediction.log_probabilities) == samples:
+    shards = current()
+    if shards is None and len(prediction.log_probabilities) == samples:
         return prediction
-    return Prediction(prediction.log_probabilities[-samples:], prediction.logit_variance[-samples:])
+    mine = slice(-samples, None) if shards is None else shards.mine
+    return Prediction(prediction.log_probabilities[mine], prediction.logit_variance[mine])
