@@ -36,6 +36,9 @@ class Ranks:
     def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
         return self  # the same processes
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise TypeError("an adapter of a distributed stream belongs to its processes: save it with driftfilter.save")
+
     def gather(self, tensor: Tensor) -> Tensor:
         """What every rank has, of one shape [...] everywhere: [ranks, ...]."""
         pieces = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(self.size)]

@@ -219,7 +219,9 @@ def _demo(parsed: argparse.Namespace) -> int:
 def _bench(parsed: argparse.Namespace, arguments: Sequence[str]) -> int:
     given = {key: value for key, value in vars(parsed).items() if key not in ("version", "command", "quick", "out", "list")}
     from driftfilter.app import bench, plots, tables
+    from driftfilter.app.workers import worker
 
+    me = worker()
     try:
         made, tasks = bench.prepare(bench.Options(**{**(bench.QUICK if "quick" in parsed else {}), **given}))
     except (ValueError, OSError, ImportError) as error:
@@ -233,7 +235,8 @@ def _bench(parsed: argparse.Namespace, arguments: Sequence[str]) -> int:
         print(f"resumed: {sum(done)} of {len(done)} done", file=sys.stderr)
     try:
         with tables.progress() as display:
-            documents = bench.run(made, tasks, folder, display, shlex.join(["driftfilter", *arguments]))
+            command = shlex.join(["driftfilter", *arguments])
+            documents = bench.run(made, tasks, folder, display, command, me.first(len(tasks)))
     except KeyboardInterrupt:
         print(f"interrupted: the same command goes on from {folder}", file=sys.stderr)
         return 130
@@ -250,7 +253,8 @@ def _bench(parsed: argparse.Namespace, arguments: Sequence[str]) -> int:
         print(line, file=sys.stderr)
     if shown:
         print(f"wrote {folder}")
-    return 1 if failed or None in documents else 0
+    # Among several workers what one leaves is another's; torchrun would end them all for a status that is not 0.
+    return 1 if failed or (None in documents and me.workers == 1) else 0
 
 
 def _adapt(parsed: argparse.Namespace, arguments: Sequence[str]) -> int:
