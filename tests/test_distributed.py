@@ -267,10 +267,16 @@ def bereaved(rank: int, act: Callable[[], None], timeout: float | None, folder: 
     adapter(batch)
     before = adapter.state
     found: dict[str, Any] = {"first": failing(lambda: adapter(batch)), "again": failing(lambda: adapter(batch))}
-    df.save(adapter, folder / "survivor.safetensors")
-    if timeout is not None:
+    df.save(adapter, folder / f"{rank}.safetensors")
+    if (folder / "sleeper").exists():
         os.kill(int((folder / "sleeper").read_text()), signal.SIGKILL)
+    if act is _failed:  # neither ends before the other has seen it
+        dist.barrier()
     return {**found, "unchanged": adapter.state is before}
+
+
+def _failed() -> None:
+    raise RuntimeError("out of memory")
 
 
 class Sleep:
@@ -292,7 +298,16 @@ def test_a_rank_that_is_gone_is_an_error_on_the_others(kind: str, tmp_path: Path
     assert survivor["first"].startswith("RankError: rank 0 of 2 got no answer")
     assert survivor["again"].startswith("RankError: rank 0 of 2 is alone")
     assert survivor["unchanged"]
-    assert (tmp_path / "survivor.safetensors").is_file()
+    assert (tmp_path / "0.safetensors").is_file()
+
+
+def test_a_rank_that_fails_in_the_middle_of_a_call_tells_the_others(tmp_path: Path) -> None:
+    other, failed = on_two_ranks(bereaved, tmp_path, _failed, None, tmp_path)
+    assert failed["first"] == "RuntimeError: out of memory"
+    assert failed["again"].startswith("RankError: rank 1 of 2 is alone since a call before failed: RuntimeError")
+    assert other["first"].startswith("RankError: rank 0 of 2 got no answer")
+    assert failed["unchanged"]
+    assert other["unchanged"]
 
 
 # In this process

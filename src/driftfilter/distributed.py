@@ -18,12 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from driftfilter.checks import require
+from driftfilter.checks import NotFiniteError, NotPositiveDefiniteError, require
 from driftfilter.features import OnFeatures
 from driftfilter.inputs import Inputs, batch_size, checked, each
 from driftfilter.predictive import PredictiveModel, Pullback, observing, recalled
 from driftfilter.recipe import Recipe
-from driftfilter.shards import Ranks, Shards, among, current
+from driftfilter.shards import RankError, Ranks, Shards, among, current
 
 TIMEOUT = timedelta(seconds=30)  # until a rank that does not answer is given up
 
@@ -113,7 +113,7 @@ def join(distributed: bool | dist.ProcessGroup, recipe: Recipe, window: int, upd
     require(update_every == 1, "adapt: update_every", update_every, together)
     ready = dist.is_available() and dist.is_initialized()
     require(ready, "adapt: distributed", distributed, "False until torch.distributed.init_process_group() has been called")
-    return Ranks(dist.new_group(timeout=TIMEOUT) if distributed is True else distributed)
+    return Ranks(dist.new_group(timeout=TIMEOUT), own=True) if distributed is True else Ranks(distributed)
 
 
 def require_same(ranks: Ranks, facts: Mapping[str, Any]) -> None:
@@ -148,8 +148,14 @@ def shared(ranks: Ranks, inputs: Inputs, call: str, step: int, mean: Tensor | No
         same = len(set(numbers)) == 1
         require(same, f"the {what} of the ranks", numbers, "the same on all: what one calls, resets or loads, all do")
     require(sum(sizes) > 0, "inputs", "no sample on any rank", "a batch [n, ...] with n >= 1 over all ranks")
-    with among(Shards(ranks, tuple(sizes))):
-        yield inputs
+    try:
+        with among(Shards(ranks, tuple(sizes))):
+            yield inputs
+    except (NotFiniteError, NotPositiveDefiniteError, RankError):
+        raise  # of numbers that all ranks have: they raise it too
+    except Exception as error:
+        ranks.leave(f"{type(error).__name__}: {error}")
+        raise
 
 
 _CALLS = ("adapter(x)", "predict", "update")

@@ -25,10 +25,10 @@ class RankError(RuntimeError):
 
 @final
 class Ranks:
-    """The processes of one stream."""
+    """The processes of one stream; ``own``: nobody else uses their group."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
+    def __init__(self, group: dist.ProcessGroup, own: bool = False) -> None:
+        self._group, self._own = group, own
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.device = torch.device("cuda" if "nccl" in dist.get_backend(group) else "cpu")  # where small numbers travel
         self._failed = ""
@@ -52,6 +52,17 @@ class Ranks:
         with self._answered():
             dist.all_reduce(summed, group=self._group)
         return summed
+
+    def leave(self, reason: str) -> None:
+        """Take no further part: this rank failed in the middle of a call, and the others wait for what will not come.
+
+        Where nobody else uses the group its connections are closed, which tells them at once.
+        """
+        self._failed = reason
+        if self._own:
+            self._own = False
+            dist.destroy_process_group(self._group)
+            del self._group
 
     @contextmanager
     def _answered(self) -> Iterator[None]:
