@@ -15,11 +15,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from numbers import Integral
-from typing import Any, NamedTuple, ParamSpec, TypeVar, final
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar, final
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.nn.modules.batchnorm import _BatchNorm
 
 import driftfilter.presets as presets
@@ -49,6 +48,9 @@ from driftfilter.saving import Fingerprint, fingerprint, plain
 from driftfilter.shards import among, current
 from driftfilter.source import Laplace, PointMass, SourceData
 from driftfilter.twins import full_precision, twin
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup  # not in every build of torch
 
 P = ParamSpec("P")
 R = TypeVar("R")
