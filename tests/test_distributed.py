@@ -8,6 +8,7 @@ import pickle
 import signal
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -213,6 +214,11 @@ def disagreeing(rank: int) -> dict[str, str]:
         adapter.load_state_dict({**state, "belief.mean": state["belief.mean"] + 1e-12})
     found["belief"] = failing(lambda: adapter(batch))
     adapter.reset()
+    adapter(batch)
+    if rank:  # as after an alarm, and a resume() on the other rank alone
+        adapter._now = adapter._now._replace(watch=replace(adapter._now.watch, frozen=True))
+    found["monitor of a step"] = failing(lambda: adapter(batch))
+    adapter.reset()
     assert torch.equal(adapter(batch).isfinite().all(), torch.tensor(True))
     return found
 
@@ -227,6 +233,7 @@ def test_ranks_that_disagree_are_told_so_and_go_on(tmp_path: Path) -> None:
     assert first["empty"] == second["empty"]
     assert "no sample on any rank" in first["empty"]
     assert "['predict', 'update']" in first["call"]
+    assert "the monitor of the ranks must be the same on all" in first["monitor of a step"]
     for what in ("call", "step", "belief"):
         assert first[what] == second[what]
         assert f"the {what} of the ranks must be the same on all" in first[what]

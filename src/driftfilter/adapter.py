@@ -35,7 +35,7 @@ from driftfilter.checkpoint import (
     to_tensors,
 )
 from driftfilter.checks import NotFiniteError, NotPositiveDefiniteError, require, require_count, require_finite, warn
-from driftfilter.distributed import join, require_same, sharded, shared
+from driftfilter.distributed import checksum, join, require_same, sharded, shared
 from driftfilter.filtering import Filter, FilterState, StepInfo
 from driftfilter.inference import GradientStep
 from driftfilter.initialization import check, initialize, wanted
@@ -275,8 +275,9 @@ class Adapter(nn.Module):
         if self._ranks is None:
             yield checked(inputs)
             return
-        step, mean = (0, None) if now.state is None else (now.state.step, now.state.belief.mean)
-        with shared(self._ranks, inputs, call, step, mean) as own:
+        step, belief = (0, 0) if now.state is None else (now.state.step, checksum(now.state.belief.mean))
+        watch = 2 * now.watch.batches + now.watch.frozen
+        with shared(self._ranks, inputs, call, {"step": step, "monitor": watch, "belief": belief}) as own:
             yield own
 
     def _identity(self, data: bool) -> dict[str, Any]:

@@ -127,8 +127,8 @@ def require_same(ranks: Ranks, facts: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def shared(ranks: Ranks, inputs: Inputs, call: str, step: int, mean: Tensor | None) -> Iterator[Inputs]:
-    """A call of all ranks, each with a shard that may be empty; refused on all of them where it is on one.
+def shared(ranks: Ranks, inputs: Inputs, call: str, facts: Mapping[str, int]) -> Iterator[Inputs]:
+    """A call of all ranks, each with a shard that may be empty; refused on all of them where it is on one, or facts differ.
 
     The inputs are new tensors (what is known of a batch must not depend on the rank), a sample that does not count for none.
     """
@@ -137,14 +137,13 @@ def shared(ranks: Ranks, inputs: Inputs, call: str, step: int, mean: Tensor | No
         samples, inputs = _counted(inputs)
     except Exception as error:  # to be raised when the others know
         problem, samples = error, 0
-    belief = 0 if mean is None else _checksum(mean)
-    own = torch.tensor([problem is not None, samples, _CALLS.index(call), step, belief], device=ranks.device)
-    failed, sizes, calls, steps, beliefs = ranks.gather(own).T.tolist()
+    own = torch.tensor([problem is not None, samples, _CALLS.index(call), *facts.values()], device=ranks.device)
+    failed, sizes, calls, *known = ranks.gather(own).T.tolist()
     if problem is not None:
         raise problem
     refusing = [rank for rank, refuses in enumerate(failed) if refuses]
     require(not refusing, "inputs", f"a shard that rank {refusing} refused", "usable on every rank: nothing was changed")
-    for what, numbers in {"call": [_CALLS[number] for number in calls], "step": steps, "belief": beliefs}.items():
+    for what, numbers in {"call": [_CALLS[number] for number in calls], **dict(zip(facts, known, strict=True))}.items():
         same = len(set(numbers)) == 1
         require(same, f"the {what} of the ranks", numbers, "the same on all: what one calls, resets or loads, all do")
     require(sum(sizes) > 0, "inputs", "no sample on any rank", "a batch [n, ...] with n >= 1 over all ranks")
@@ -153,7 +152,7 @@ def shared(ranks: Ranks, inputs: Inputs, call: str, step: int, mean: Tensor | No
             yield inputs
     except (NotFiniteError, NotPositiveDefiniteError, RankError):
         raise  # of numbers that all ranks have: they raise it too
-    except Exception as error:
+    except BaseException as error:  # an interruption too
         ranks.leave(f"{type(error).__name__}: {error}")
         raise
 
@@ -170,8 +169,8 @@ def _counted(inputs: Inputs) -> tuple[int, Inputs]:
     return samples, each(checked(inputs), lambda part: part.view_as(part))
 
 
-def _checksum(values: Tensor) -> int:
-    """Of the bits of numbers."""
+def checksum(values: Tensor) -> int:
+    """Of the bits of numbers [d]."""
     bits = values.contiguous().view(torch.int64 if values.dtype == torch.float64 else torch.int32)
     places = torch.arange(1, len(bits) + 1, device=bits.device)
     return int((bits.long() * places).sum())
