@@ -47,6 +47,7 @@ from driftfilter.predictive import LinearHead, PredictiveModel
 from driftfilter.prototypes import Mixture, PrototypeHead, Prototypes, Supports
 from driftfilter.recipe import VARIANTS, Recipe, from_toml, to_toml
 from driftfilter.saving import CheckpointError, load, save
+from driftfilter.shards import RankError
 from driftfilter.source import Gaussian, Laplace, PointMass, Source, SourceData, fit_laplace, marginal_source
 from driftfilter.statistics import Ema, PseudoCount
 from driftfilter.transition import BlockDynamics, Transition
@@ -143,6 +144,7 @@ __all__ = [
     "PseudoCount",
     "PseudoLabel",
     "RandomWalk",
+    "RankError",
     "Recipe",
     "Reliability",
     "Reset",

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from numbers import Integral
-from typing import Any, NamedTuple, ParamSpec, TypeVar, final
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar, final
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,7 @@ from driftfilter.checkpoint import (
     to_tensors,
 )
 from driftfilter.checks import NotFiniteError, NotPositiveDefiniteError, require, require_count, require_finite, warn
+from driftfilter.distributed import checksum, join, require_same, sharded, shared
 from driftfilter.filtering import Filter, FilterState, StepInfo
 from driftfilter.inference import GradientStep
 from driftfilter.initialization import check, initialize, wanted
@@ -46,28 +47,21 @@ from driftfilter.network import Network
 from driftfilter.prediction import MAP, Prediction
 from driftfilter.prototypes import Prototypes
 from driftfilter.recipe import Recipe
-from driftfilter.saving import Fingerprint, fingerprint
+from driftfilter.saving import Fingerprint, fingerprint, plain
+from driftfilter.shards import among, current
 from driftfilter.source import Laplace, PointMass, SourceData
 from driftfilter.twins import full_precision, twin
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup  # not in every build of torch
 
 P = ParamSpec("P")
 R = TypeVar("R")
 _DEFAULT = Monitor()
 
 
-_OPTIONS = (
-    "data",
-    "output",
-    "observed",
-    "seed",
-    "update_every",
-    "window",
-    "monitor",
-    "callbacks",
-    "autocast",
-    "channels_last",
-    "cuda_graphs",
-)
+_OPTIONS = ("data", "output", "observed", "seed", "update_every", "window", "monitor", "callbacks")
+_SPEED = ("autocast", "channels_last", "cuda_graphs", "distributed")
 
 
 def adapt(model: nn.Module, recipe: str | Recipe = "driftfilter", **options: Any) -> Adapter:
@@ -77,9 +71,10 @@ def adapt(model: nn.Module, recipe: str | Recipe = "driftfilter", **options: Any
     for recipes with a source posterior), ``output`` (picks the logits out of what the model returns), ``observed`` (picks
     what the loss sees, where that is something else), ``seed``, ``update_every``, ``window``, ``monitor`` (a Monitor, or None
     for no alarms) and ``callbacks`` (told after every step). For speed: ``autocast`` (torch.bfloat16: the precision of the
-    model's own operations), ``channels_last`` (for images: a copy of convolution weights in that layout, on a CPU too) and
+    model's own operations), ``channels_last`` (for images: a copy of convolution weights in that layout, on a CPU too),
     ``cuda_graphs`` (on a GPU, passes over batches of a shape seen before are one launch each: for models without steps on the
-    CPU). Any other option is one of the preset's, such as ``lr``.
+    CPU) and ``distributed`` (True, or a process group: every process gets a shard of each batch, and all hold the same belief).
+    Any other option is one of the preset's, such as ``lr``.
 
     >>> import torch, driftfilter as df
     >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
@@ -87,7 +82,7 @@ def adapt(model: nn.Module, recipe: str | Recipe = "driftfilter", **options: Any
     >>> adapter(torch.randn(16, 4)).shape  # log-probabilities
     torch.Size([16, 3])
     """
-    own = {name: options.pop(name) for name in _OPTIONS if name in options}
+    own = {name: options.pop(name) for name in (*_OPTIONS, *_SPEED) if name in options}
     if isinstance(recipe, str):
         if recipe in presets.FOR_BATCH_NORM and "lr" not in options and _has_group_norm(model):
             warn(f"{recipe!r} at its published rate was seen to lose accuracy under group norm (docs/presets.md); lower lr")
@@ -179,6 +174,7 @@ class Adapter(nn.Module):
         autocast: torch.dtype | None = None,
         channels_last: bool = False,
         cuda_graphs: bool = False,
+        distributed: bool | ProcessGroup = False,
     ) -> None:
         super().__init__()
         require(isinstance(model, nn.Module), "adapt: model", type(model).__name__, "a torch module")
@@ -193,6 +189,8 @@ class Adapter(nn.Module):
         require(autocast in known, "adapt: autocast", autocast, "torch.bfloat16, torch.float16 or None")
         require(isinstance(channels_last, bool), "adapt: channels_last", channels_last, "True or False")
         require(isinstance(cuda_graphs, bool), "adapt: cuda_graphs", cuda_graphs, "True or False")
+        alone = distributed is False or not cuda_graphs
+        require(alone, "adapt: cuda_graphs", cuda_graphs, "False where a stream is distributed")
         model = getattr(model, "_orig_mod", model)  # of torch.compile: it would compile every twin anew
         check(model, recipe.parameters)
         self.recipe = _possible(recipe, data is not None)
@@ -208,6 +206,9 @@ class Adapter(nn.Module):
         self._now = _Now()
         self._known: tuple[_Bound, Fingerprint] | None = None
         self._lock = threading.RLock()  # of updates; predictions need none
+        self._ranks = join(distributed, recipe, window, update_every)
+        if self._ranks is not None:
+            require_same(self._ranks, self._identity(data is not None))
 
     # What users call
 
@@ -216,8 +217,7 @@ class Adapter(nn.Module):
         """Adapt to a batch and predict it: log-probabilities [n, k], which are valid logits too."""
         begun, outputs = time.perf_counter(), []
         with self._lock:
-            with self._noted():
-                inputs = self._inputs(args, kwargs)
+            with self._noted(), self._given("adapter(x)", args, kwargs) as inputs:
                 now = self._ready(inputs)
                 for piece in self._pieces(inputs):
                     now, prediction = self._stepped(now, piece)
@@ -229,17 +229,16 @@ class Adapter(nn.Module):
     @_apart
     def predict(self, *args: Any, **kwargs: Any) -> Prediction:
         """Predict a batch with the belief as it stands; changes nothing, and may run while another thread updates."""
-        inputs = self._inputs(args, kwargs)
-        now = self._ready(inputs)
-        return _together([self._predicted(now, piece) for piece in self._pieces(inputs)])
+        with self._given("predict", args, kwargs) as inputs:
+            now = self._ready(inputs)
+            return _together([self._predicted(now, piece) for piece in self._pieces(inputs)])
 
     @_apart
     def update(self, *args: Any, **kwargs: Any) -> StepInfo:
         """Adapt to a batch now, without predicting it; of a batch cut into pieces, the last one's info."""
         begun = time.perf_counter()
         with self._lock:
-            with self._noted():
-                inputs = self._inputs(args, kwargs)
+            with self._noted(), self._given("update", args, kwargs) as inputs:
                 now = self._ready(inputs)
                 for piece in self._pieces(inputs):
                     seen, recent = self._seen(piece, now.recent)
@@ -298,6 +297,27 @@ class Adapter(nn.Module):
 
     # The steps
 
+    @contextmanager
+    def _given(self, call: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Inputs]:
+        """The inputs of a call, checked; where the stream is distributed, for a call of all ranks."""
+        inputs, now = _as_inputs(self._model[0], args, kwargs), self._now
+        if self._ranks is None:
+            yield self._laid_out(checked(inputs))
+            return
+        step, belief = (0, 0) if now.state is None else (now.state.step, checksum(now.state.belief.mean))
+        watch = 2 * now.watch.batches + now.watch.frozen
+        with shared(self._ranks, inputs, call, {"step": step, "monitor": watch, "belief": belief}) as own:
+            yield self._laid_out(own)
+
+    def _laid_out(self, inputs: Inputs) -> Inputs:
+        return each(inputs, _channels_last) if self.channels_last else inputs
+
+    def _identity(self, data: bool) -> dict[str, Any]:
+        """What must be the same on all ranks."""
+        watching = None if self.monitor is None else (replace(self.monitor, detectors={}), sorted(self.monitor.detectors))
+        known = {"model": fingerprint(self._model[0]), "recipe": plain(self.recipe), "seed": self.seed, "monitor": watching}
+        return {**known, "choice of source data": data, "version of torch": torch.__version__}
+
     def _pieces(self, inputs: Inputs) -> list[Inputs]:
         return split(inputs, self.recipe.chunk) if self.recipe.chunk else [inputs]
 
@@ -354,11 +374,6 @@ class Adapter(nn.Module):
             if self.monitor is not None:
                 self._now = self._now._replace(watch=watch.logged(event))
             raise
-
-    def _inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
-        """What the model is called with, checked."""
-        inputs = checked(_as_inputs(self._model[0], args, kwargs))
-        return each(inputs, _channels_last) if self.channels_last else inputs
 
     def _predicted(self, now: _Now, inputs: Inputs) -> Prediction:
         seen = self._seen(inputs, now.recent)[0] if self.window else inputs
@@ -421,8 +436,9 @@ class Adapter(nn.Module):
         logits, mean, told = initialize(frozen, recipe.parameters, recipe.statistics, *picks)
         if isinstance(logits, Network):
             logits.capturing = self.cuda_graphs
-        filt = recipe.filter(logits)
-        start = filt.init(recipe.source(logits, mean, self._data), self.seed)
+        filt = recipe.filter(logits if self._ranks is None else sharded(logits))
+        with among(None):  # source data are the same on all ranks
+            start = filt.init(recipe.source(logits, mean, self._data), self.seed)
         final = wanted(recipe.parameters) <= set(told)
         return _Bound(model, _links(model), owned, read, _places(read), _versions(read), filt, start, final), told
 
@@ -576,6 +592,8 @@ def _channels_last(values: Tensor) -> Tensor:
 
 
 def _last(prediction: Prediction, samples: int) -> Prediction:
-    if len(prediction.log_probabilities) == samples:
+    shards = current()
+    if shards is None and len(prediction.log_probabilities) == samples:
         return prediction
-    return Prediction(prediction.log_probabilities[-samples:], prediction.logit_variance[-samples:])
+    mine = slice(-samples, None) if shards is None else shards.mine
+    return Prediction(prediction.log_probabilities[mine], prediction.logit_variance[mine])

@@ -15,6 +15,7 @@ from driftfilter.checks import require, require_count, require_number, require_r
 from driftfilter.expansion import FLOOR, Expansion, log_softmax, separable
 from driftfilter.inputs import Inputs, batch_size
 from driftfilter.losses import Loss, Targets, one_hot
+from driftfilter.shards import placed, taken
 
 Augmentation: TypeAlias = Callable[[Inputs, torch.Generator], Inputs]  # (inputs, generator) -> inputs
 
@@ -99,7 +100,7 @@ class ImageViews:
 
 def augmented(augmentation: Augmentation, inputs: Inputs, generator: torch.Generator) -> Inputs:
     """One augmented view, checked."""
-    view = augmentation(inputs.clone() if isinstance(inputs, Tensor) else inputs, generator)
+    view = taken(augmentation(placed(inputs.clone() if isinstance(inputs, Tensor) else inputs), generator))
     n = batch_size(inputs)
     if isinstance(inputs, Tensor) and (not isinstance(view, Tensor) or view.shape[:1] != (n,)):
         got = f"shape {list(view.shape)}" if isinstance(view, Tensor) else type(view).__name__

@@ -20,6 +20,7 @@ from torch.nn import functional
 from driftfilter.checks import require, require_finite
 from driftfilter.inputs import Inputs, arguments, batch_size, each, picked, require_logits
 from driftfilter.predictive import LinearHead, PredictiveModel, Pullback
+from driftfilter.shards import gathered
 from driftfilter.statistics import Ema, Statistics, prepare, require_statistics
 from driftfilter.twins import as_called, cast, dtype_of, ordinary, private
 
@@ -149,7 +150,7 @@ class Backbone:
             features = copy.seen.pop().detach().to(self.weight.dtype)
             if not self._proven:
                 self._prove(features, logits)
-        return features
+        return gathered(features)
 
     def _copy(self) -> _Copy:
         """This thread's network: hooks write to it, so that threads cannot share one."""

@@ -21,6 +21,7 @@ from driftfilter.network import Network
 from driftfilter.parameters import Head, Selection, select
 from driftfilter.predictive import PredictiveModel
 from driftfilter.prototypes import Prototypes
+from driftfilter.shards import total_samples
 from driftfilter.statistics import Statistics
 from driftfilter.twins import require_values
 
@@ -76,7 +77,7 @@ def initialize(
     if isinstance(parameters, Head):
         return Start(*build_head(backbone), told)
     if example is not None and "center" in wanted(parameters) - set(told):
-        n = batch_size(example)
+        n = total_samples(batch_size(example))
         if n < 4:  # one sample would be its own center
             warn(f"centered prototypes take the mean feature of the first batch, of {n} samples here: give more, or a window")
         told["center"] = backbone(example).mean(0)

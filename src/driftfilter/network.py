@@ -33,6 +33,7 @@ from driftfilter.inputs import Inputs, arguments, batch_size, doubt, each, picke
 from driftfilter.parameters import Chosen, NormAffine, Selection, select
 from driftfilter.proof import Pattern, pattern_of, some, tolerance_of, wrong_rows
 from driftfilter.rows import layer_rows, per_sample
+from driftfilter.shards import gathered
 from driftfilter.statistics import Ema, Statistics, diversity, require_statistics
 from driftfilter.twins import Record, Twin, as_called, cast, dtype_of, require_values, twin
 
@@ -198,7 +199,7 @@ class Network:
             with as_called():
                 classes = self._classifying(outputs)
             require_logits(classes, len(logits))
-            carried[DIVERSITY] = diversity(classes.detach().to(logits.dtype))
+            carried[DIVERSITY] = diversity(gathered(classes.detach().to(logits.dtype)))
         return carried
 
     def __call__(self, theta: Tensor, inputs: Inputs) -> Tensor:

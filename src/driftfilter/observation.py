@@ -17,6 +17,7 @@ from driftfilter.inputs import Inputs, batch_size
 from driftfilter.losses import Entropy, Loss, Targets, as_loss
 from driftfilter.predictive import PredictiveModel, Pullback
 from driftfilter.randomness import Purpose, Randomness
+from driftfilter.shards import total_samples
 from driftfilter.weighting import Constant, Memory, Weighting
 
 _TEACHER = "teacher"
@@ -132,7 +133,7 @@ class Gibbs:
 def pulled_back(model: PredictiveModel, theta: Tensor, inputs: Inputs) -> tuple[Tensor, Pullback]:
     """The model's pullback, its logits checked."""
     logits, pullback = model.pullback(theta, inputs)
-    n = batch_size(inputs)
+    n = total_samples(batch_size(inputs))
     if logits.dim() != 2 or logits.shape[0] != n or logits.shape[1] < 1:
         raise ValueError(f"the model's logits must be of shape [{n}, k], got shape {list(logits.shape)}")
     require_finite("the model's logits", logits)

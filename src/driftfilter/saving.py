@@ -101,7 +101,7 @@ def _encoded(adapter: Adapter, notes: Mapping[str, Any]) -> list[Any]:
     header = {
         "format": FORMAT,
         "library": __version__,
-        "recipe": _plain(adapter.recipe),
+        "recipe": plain(adapter.recipe),
         "adapter": _options(adapter),
         "model": adapter.fingerprint._asdict(),
         "step": int(state["step"]),
@@ -151,7 +151,7 @@ def _require_fit(header: Mapping[str, Any], adapter: Adapter, strict: bool) -> N
         raise ValueError(f"it was saved with another model, of other {what}")
     if not strict:
         return
-    pairs = ((header["recipe"], _plain(adapter.recipe)), (header["adapter"], _options(adapter)))
+    pairs = ((header["recipe"], plain(adapter.recipe)), (header["adapter"], _options(adapter)))
     for difference in (_difference(there, here) for there, here in pairs):
         if difference is not None:
             name, there, here = difference
@@ -162,7 +162,7 @@ def _options(adapter: Adapter) -> dict[str, int]:
     return {"update_every": adapter.update_every, "window": adapter.window}
 
 
-def _plain(recipe: Any) -> Any:
+def plain(recipe: Any) -> Any:
     """A recipe as JSON data; one with parts of the user's own as text, without addresses in memory."""
     try:
         return json.loads(json.dumps(to_dict(recipe)))

@@ -28,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 
 from driftfilter.checks import require, require_number
 from driftfilter.kernels import Renormalized, SampleSums, blend, fits
+from driftfilter.shards import Shards, current
 
 _ENOUGH = 64  # samples whose statistics count in full
 
@@ -114,6 +115,9 @@ class TwinBatchNorm(_BatchNorm):
         pass
 
     def forward(self, inputs: Tensor) -> Tensor:
+        shards = current()
+        if shards is not None:
+            return self._among(inputs, shards)
         if self.carried is None or (self.blend is None and inputs.numel() > self.num_features):
             return self._by_batch(inputs)
         return self._by_source(inputs) if self.blend is None else self._by_blend(inputs)
@@ -147,22 +151,39 @@ class TwinBatchNorm(_BatchNorm):
         mean, variance = self._mixture(batch, len(inputs))
         scale = (variance + self.eps).rsqrt()
         self.moments, self.blended = Moments(mean.detach(), scale.detach()), (mean.detach(), variance.detach())
-        return self._renormalized(inputs, batch, self.moments) if fixed else self._scaled(inputs, mean, scale)
+        return (
+            self._renormalized(inputs, batch, self.moments) if fixed else _scaled(inputs, mean, scale, self.weight, self.bias)
+        )
 
-    def _scaled(self, inputs: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
-        slope = scale if self.weight is None else scale * self.weight
-        shift = -mean * slope if self.bias is None else self.bias - mean * slope
-        shape = (-1, *[1] * (inputs.dim() - 2))
-        return torch.addcmul(shift.view(shape), inputs.to(mean.dtype), slope.view(shape)).to(inputs.dtype)
+    def _among(self, inputs: Tensor, shards: Shards) -> Tensor:
+        """The same where other ranks have a part of the batch, whose moments are those of all its parts."""
+        own = (*self._batch(inputs), inputs.numel() // self.num_features, len(inputs))
+        batch_mean, batch_variance, values, samples = shards.moments(*own)
+        if self.carried is not None and self.blend is None and values == 1:
+            return self._by_source(inputs)
+        mean, variance = batch_mean, batch_variance
+        if self.blend is not None:
+            mean, variance = self._mixture((mean, variance), samples)
+            self.blended = (mean.detach(), variance.detach())
+        scale = (variance + self.eps).rsqrt()
+        self.moments = Moments(mean.detach(), scale.detach())
+        if not isinstance(self.blend, Ema) or values == 1:
+            return _scaled(inputs, mean, scale, self.weight, self.bias)
+        corrected = self._corrected((batch_mean.detach(), batch_variance.detach()), self.moments)
+        return _scaled(inputs, batch_mean, (batch_variance + self.eps).rsqrt(), *corrected)
 
     def _renormalized(self, inputs: Tensor, batch: tuple[Tensor, Tensor], moments: Moments) -> Tensor:
-        """The same values by batch normalisation with the scale w r and the shift b + w d: see the top of this file."""
+        """The same values by batch normalisation with another scale and shift: see the top of this file."""
+        slope, shift = self._corrected(batch, moments)
+        dtype = torch.promote_types(inputs.dtype, torch.float32)  # half precision is normalised by moments in float32
+        return self._fused(inputs, slope.to(dtype), shift.to(dtype))[0]
+
+    def _corrected(self, batch: tuple[Tensor, Tensor], moments: Moments) -> tuple[Tensor, Tensor]:
+        """The scale w r and the shift b + w d [c]."""
         (batch_mean, batch_variance), (mean, scale, _) = batch, moments
         r, d = (batch_variance + self.eps).sqrt() * scale, (batch_mean - mean) * scale
         slope, shift = (r, d) if self.weight is None else (self.weight * r, self.weight * d)
-        shift = shift if self.bias is None else self.bias + shift
-        dtype = torch.promote_types(inputs.dtype, torch.float32)  # half precision is normalised by moments in float32
-        return self._fused(inputs, slope.to(dtype), shift.to(dtype))[0]
+        return slope, shift if self.bias is None else self.bias + shift
 
     def _fits_kernels(self, inputs: Tensor) -> bool:
         single = all(part is not None and part.dtype == torch.float32 for part in (self.weight, self.bias, self.running_mean))
@@ -183,8 +204,7 @@ class TwinBatchNorm(_BatchNorm):
 
     def _batch(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and variance [c] of the batch."""
-        assert self.carried is not None
-        wide = torch.promote_types(self.carried[0].dtype, torch.float32)
+        wide = torch.promote_types(inputs.dtype if self.carried is None else self.carried[0].dtype, torch.float32)
         others = [dim for dim in range(inputs.dim()) if dim != 1]
         variance, mean = torch.var_mean(inputs.to(wide), others, correction=0)
         return mean, variance
@@ -206,6 +226,14 @@ class TwinBatchNorm(_BatchNorm):
         share, shift = self.blend.share(samples) * self.trust, batch[0] - mean
         spread = (batch[1] - variance) + (1 - share) * shift.square()
         return mean + share * shift, variance + share * spread
+
+
+def _scaled(inputs: Tensor, mean: Tensor, scale: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """(x - mean) scale w + b, for channels' [c]."""
+    slope = scale if weight is None else scale * weight
+    shift = -mean * slope if bias is None else bias - mean * slope
+    shape = (-1, *[1] * (inputs.dim() - 2))
+    return torch.addcmul(shift.view(shape), inputs.to(mean.dtype), slope.view(shape)).to(inputs.dtype)
 
 
 def is_plain(module: nn.Module) -> bool:

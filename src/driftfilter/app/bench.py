@@ -191,10 +191,12 @@ class Display(Protocol):
         """It has ended."""
 
 
-def run(bench: Bench, tasks: Sequence[Task], folder: Path, display: Display, command: str = "") -> list[dict[str, Any] | None]:
+def run(
+    bench: Bench, tasks: Sequence[Task], folder: Path, display: Display, command: str = "", first: int = 0
+) -> list[dict[str, Any] | None]:
     """A document for each task, of settings and ``result``, or ``error`` where it failed; what is done is not run again.
 
-    A document keeps the ``command`` that made it.
+    A document keeps the ``command`` that made it. The ``first`` task is the one to begin with; those before it come last.
 
     None for what another process is at. What others had claimed is looked at again as long as there was something to do.
     """
@@ -202,9 +204,9 @@ def run(bench: Bench, tasks: Sequence[Task], folder: Path, display: Display, com
     moved = True
     while moved and None in documents:
         moved = False
-        for number, task in enumerate(tasks):
+        for number in (*range(first, len(tasks)), *range(first)):
             if documents[number] is None:
-                document = _had(bench, task, folder, display, command, f"{number + 1} of {len(tasks)}")
+                document = _had(bench, tasks[number], folder, display, command, f"{number + 1} of {len(tasks)}")
                 documents[number], moved = document, moved or document is not None
     return documents
 

@@ -95,7 +95,9 @@ def bench(parsed: argparse.Namespace, arguments: Sequence[str], output: Output) 
     given = {key: value for key, value in vars(parsed).items() if key not in (*_SHARED, *own)}
     from driftfilter.app import bench as benchmark
     from driftfilter.app.tables import progress
+    from driftfilter.app.workers import worker
 
+    me = worker()
     try:
         made, tasks = benchmark.prepare(benchmark.Options(**{**(benchmark.QUICK if "quick" in parsed else {}), **given}))
     except (ValueError, OSError, ImportError) as error:
@@ -109,7 +111,8 @@ def bench(parsed: argparse.Namespace, arguments: Sequence[str], output: Output) 
         output.note(f"resumed: {sum(done)} of {len(done)} done")
     try:
         with progress(output.quiet) as display:
-            documents = benchmark.run(made, tasks, folder, display, shlex.join(["driftfilter", *arguments]))
+            command = shlex.join(["driftfilter", *arguments])
+            documents = benchmark.run(made, tasks, folder, display, command, me.first(len(tasks)))
     except KeyboardInterrupt:
         return failed("bench", f"interrupted: the same command goes on from {folder}", 130)
     wrong = [document for document in documents if document is not None and "error" in document]
@@ -121,7 +124,9 @@ def bench(parsed: argparse.Namespace, arguments: Sequence[str], output: Output) 
         print(line, file=sys.stderr)
     if shown:
         output.say(f"wrote {folder}")
-    return 1 if wrong or left else 0, {"out": str(folder), "not_done": left, "results": [each for each in documents if each]}
+    # Among several workers what one leaves is another's; torchrun would end them all for a status that is not 0.
+    missing = left and me.workers == 1
+    return 1 if wrong or missing else 0, {"out": str(folder), "not_done": left, "results": [each for each in documents if each]}
 
 
 def _show(own: Sequence[dict[str, Any]], shown: Sequence[dict[str, Any]], folder: Path, output: Output) -> None:

@@ -10,6 +10,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from driftfilter.app.workers import worker
 from driftfilter.checks import require
 
 PRECISIONS = ("float32", "tf32", "bf16")
@@ -74,5 +75,7 @@ def machine_of(device: str, precision: str | None = None) -> Machine:
     known = device in ("auto", "cpu") or (device.partition(":")[0] == "cuda" and found)
     require(known, "device", device, "there: auto, cpu or cuda")
     place = torch.device("cuda" if device == "auto" and found else "cpu" if device == "auto" else device)
+    if place.type == "cuda" and place.index is None and worker().workers > 1:  # each worker of a host takes its own
+        place = torch.device("cuda", worker().local % torch.cuda.device_count())
     exact = place.type != "cuda" and precision in (None, "tf32")
     return Machine(place, "float32" if exact else precision or "tf32")
