@@ -11,6 +11,7 @@ from driftfilter.divergence import kl_divergence
 from driftfilter.dynamics import Affine, Dynamics, LocalTrend, MeanReversion, PrecisionReversion, RandomWalk, Seasonal
 from driftfilter.features import Backbone, OnFeatures, find_head
 from driftfilter.filtering import Filter, FilterState, NoInformationWarning, Outputs, StepInfo
+from driftfilter.fleet import Fleet
 from driftfilter.inference import SGD, Adam, Bong, Frozen, GradientStep, Inference, Linearized, Variational
 from driftfilter.kronecker import Kronecker
 from driftfilter.lora import LoRA
@@ -46,6 +47,7 @@ from driftfilter.predictive import LinearHead, PredictiveModel
 from driftfilter.prototypes import Mixture, PrototypeHead, Prototypes, Supports
 from driftfilter.recipe import VARIANTS, Recipe, from_toml, to_toml
 from driftfilter.saving import CheckpointError, load, save
+from driftfilter.scan import why_eager
 from driftfilter.source import Gaussian, Laplace, PointMass, Source, SourceData, fit_laplace, marginal_source
 from driftfilter.statistics import Ema, PseudoCount
 from driftfilter.transition import BlockDynamics, Transition
@@ -86,6 +88,7 @@ __all__ = [
     "Event",
     "Filter",
     "FilterState",
+    "Fleet",
     "FromTeacher",
     "Frozen",
     "Full",
@@ -177,4 +180,5 @@ __all__ = [
     "save",
     "select",
     "to_toml",
+    "why_eager",
 ]

@@ -49,14 +49,20 @@ from driftfilter.compiled_parts import (
 
 
 @compiled
-def _spread(gains: Floats, factor: Floats, mean: Numbers, v: Numbers, vectors: Floats) -> bool:
-    """v⁻ into the workspace; whether all are positive and finite."""
-    proper = True
+def _spread(gains: Floats, factor: Floats, mean: Numbers, v: Numbers, vectors: Floats) -> None:
+    """v⁻ into the workspace."""
     for j in range(mean.shape[0]):
         away = mean[j] - gains[ORIGIN, j]
         vectors[VALUES, j] = factor[0, j] * v[j] + gains[DIAGONAL, j] + gains[KAPPA, j] * away * away
-        proper = proper and 0 < vectors[VALUES, j] < math.inf
-    return proper
+
+
+@compiled
+def _is_proper(vectors: Floats) -> bool:
+    """Whether all variances are positive and finite."""
+    good = 0
+    for j in range(vectors.shape[1]):
+        good += 1 if 0 < vectors[VALUES, j] < math.inf else 0
+    return bool(good == vectors.shape[1])
 
 
 @compiled
@@ -78,34 +84,36 @@ def _metric(rules: Rules, w: Floats, root: Floats, n: int, out: Floats, start: i
 def _condition(
     rules: Rules, first: int, w: Floats, vectors: Floats, X: Floats, n: int, out: Floats, start: int
 ) -> bool:  # fmt: skip
-    """Variances conditioned on a batch, and its gradient, in the vectors VALUES and STEP; whether variances stay positive."""
-    k, width, total, positive = w.shape[2], X.shape[1], 0.0, True
+    """Variances v conditioned on a batch, and v ∘ g, in the vectors VALUES and STEP; whether variances stay positive."""
+    k, width, total, good = w.shape[2], X.shape[1], 0.0, 0
     for i in range(n):
         total += out[start + i, 2 * k + 2]
     for c in range(first, k):
-        place = (c - first) * width
+        begin, end = (c - first) * width, (c - first + 1) * width
+        slope, energy = vectors[STEP, begin:end], vectors[AFTER, begin:end]
         for j in range(width):
-            vectors[STEP, place + j] = 0.0
-            vectors[AFTER, place + j] = 0.0
+            slope[j] = 0.0
+            energy[j] = 0.0
         for i in range(n):
-            own, energy = out[start + i, 2 * k + 2] * w[i, U, c], w[i, V, c]
+            x, own, metric = X[start + i], out[start + i, 2 * k + 2] * w[i, U, c], w[i, V, c]
             for j in range(width):
-                vectors[STEP, place + j] += own * X[start + i, j]
-                vectors[AFTER, place + j] += energy * X[start + i, j] * X[start + i, j]
+                slope[j] += own * x[j]
+                energy[j] += metric * x[j] * x[j]
         if rules.curvature == CENTERED_FISHER:
             for j in range(width):
-                vectors[AFTER, place + j] = 0.0
+                energy[j] = 0.0
             for i in range(n):
-                own, scale = w[i, U, c], out[start + i, 2 * k + 2] * rules.scale * rules.scale
+                x, own, scale = X[start + i], w[i, U, c], out[start + i, 2 * k + 2] * rules.scale * rules.scale
                 for j in range(width):
-                    row = own * X[start + i, j] - vectors[STEP, place + j] / total
-                    vectors[AFTER, place + j] += scale * row * row
-        for j in range(width):
-            value = vectors[VALUES, place + j]
-            value /= 1 + value * vectors[AFTER, place + j]
-            vectors[VALUES, place + j] = value
-            positive = positive and value > 0
-    return positive
+                    row = own * x[j] - slope[j] / total
+                    energy[j] += scale * row * row
+    for j in range(vectors.shape[1]):
+        value = vectors[VALUES, j]
+        value /= 1 + value * vectors[AFTER, j]
+        vectors[VALUES, j] = value
+        vectors[STEP, j] *= value
+        good += 1 if value > 0 else 0
+    return bool(good == vectors.shape[1])
 
 
 @compiled
@@ -127,8 +135,6 @@ def _move(
     """μ = μ⁻ - v ∘ g; whether it is finite."""
     d, total, share = vectors.shape[1], 0.0, 1.0
     own, width = w.shape[2] - first, X.shape[1]
-    for j in range(d):
-        vectors[STEP, j] *= vectors[VALUES, j]
     if rules.radius > 0:
         m = root_columns(rules, w, root, n, first, out, start, R)
         for q in range(n * own):
@@ -145,26 +151,26 @@ def _move(
 
 @kernel
 def scan_diagonal(
-    rules: Rules, motion: Motion, head: Head, X: Floats, offsets: Integers, begin: int, end: int, mean: Numbers, v: Numbers,
-    room: Room, warned: bool, out: Floats, used: Integers,
+    rules: Rules, motion: Motion, head: Head, X: Floats, offsets: Integers, begin: int, end: int, old: Numbers, values: Numbers,
+    mean: Numbers, v: Numbers, room: Room, warned: bool, out: Floats, used: Integers,
 ) -> int:  # fmt: skip
-    """Steps begin to end on mean and variances, which are changed; returns the first step not taken."""
+    """Steps begin to end from mean old and variances values, into mean and v; returns the first step not taken."""
     w, root, square, vectors, theta, R, _, Q, _ = room
     gains, matrix, factor, _, still, _, _ = motion
     first, read_out = head
     k, row = w.shape[2], G if rules.posterior else F
     for t in range(begin, end):
         start, n = offsets[t], offsets[t + 1] - offsets[t]
-        move_mean(gains, matrix, mean, vectors)
+        move_mean(gains, matrix, old, vectors)
         if not logits(first, read_out, theta, X, start, n, vectors, PRIOR, w, F):
             return t
-        proper = _spread(gains, factor, mean, v, vectors)
+        _spread(gains, factor, old, values, vectors)
         for i in range(n):
             log_softmax(w, i, F)
         used[t] = weigh(rules, w, n, out, start)
         expand(rules, w, n, out, start)
         learns = used[t] >= rules.minimum
-        if not learns and ((used[t] > 0 and not warned) or not (proper or still)):
+        if not learns and ((used[t] > 0 and not warned) or not (still or _is_proper(vectors))):
             return t
         if learns:
             if rules.curvature == HESSIAN or rules.curvature == GAUSS_NEWTON:
@@ -189,5 +195,7 @@ def scan_diagonal(
                     vectors[AFTER, j] = vectors[PRIOR, j]
         for j in range(mean.shape[0]):
             mean[j] = vectors[AFTER, j]
+        for j in range(mean.shape[0]):
             v[j] = vectors[VALUES, j]
+        old, values = mean, v
     return end

@@ -80,14 +80,12 @@ def logits(
             theta[i] += read_out[i, j] * vectors[which, j]
     for i in range(n):
         w[i, row, 0] = 0.0
+        x = X[start + i]
         for c in range(w.shape[2] - first):
+            own = theta[c * width : (c + 1) * width] if theta.shape[0] > 0 else vectors[which, c * width : (c + 1) * width]
             value = 0.0
-            if theta.shape[0] > 0:
-                for j in range(width):
-                    value += X[start + i, j] * theta[c * width + j]
-            else:
-                for j in range(width):
-                    value += X[start + i, j] * vectors[which, c * width + j]
+            for j in range(width):
+                value += x[j] * own[j]
             w[i, row, first + c] = value
             total += abs(value)
     return math.isfinite(total)

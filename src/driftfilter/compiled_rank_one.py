@@ -72,12 +72,13 @@ def _metric(rules: Rules, w: Floats, root: Floats, square: Floats, coefficient: 
 
 @kernel
 def scan_rank_one(
-    rules: Rules, motion: Motion, X: Floats, begin: int, end: int, mean: Numbers, S: Numbers, low: float, eps: float,
+    rules: Rules, motion: Motion, X: Floats, begin: int, end: int, mean: Numbers, S: Numbers, bounds: Floats,
     room: Room, warned: bool, out: Floats, used: Integers,
 ) -> int:  # fmt: skip
     """As compiled_steps.scan_full, for two classes, class 0 fixed, and batches of one."""
     w, root, square, vectors, _, _, Z, _, _ = room
     gains, _, factor, noise, still, shrink, floor = motion
+    low, eps = bounds[0], bounds[1]
     d, row = mean.shape[0], G if rules.posterior else F
     for j in range(d):
         Z[TAKEN, j] = 0.0
@@ -129,6 +130,7 @@ def scan_rank_one(
             return t
         for j in range(d):
             mean[j] = vectors[AFTER, j]
+    bounds[0] = low
     for i in range(d):
         for j in range(i + 1):
             S[i, j] -= Z[TAKEN, i] * Z[TAKEN, j]

@@ -223,16 +223,17 @@ def _move(
 @kernel
 def scan_full(
     rules: Rules, motion: Motion, head: Head, X: Floats, offsets: Integers, begin: int, end: int, mean: Numbers, S: Numbers,
-    low: float, eps: float, room: Room, warned: bool, out: Floats, used: Integers,
+    bounds: Floats, room: Room, warned: bool, out: Floats, used: Integers,
 ) -> int:  # fmt: skip
     """Steps begin to end on mean and Σ, which are changed; returns the first step not taken, Σ then being of no use.
 
-    ``low`` is a lower bound of Σ's eigenvalues: rounding may cost Σ its definiteness, and where the bound cannot exclude it
-    the step is the eager path's, which looks (a Cholesky factor).
+    ``bounds``: a lower one of Σ's eigenvalues, which is kept up, and the rounding error of a number. Rounding may cost Σ its
+    definiteness; where the bound cannot exclude it the step is the eager path's, which looks (a Cholesky factor).
     """
     w, root, square, vectors, theta, R, Z, Q, half = room
     gains, matrix, factor, noise, still, shrink, floor = motion
     first, read_out = head
+    low, eps = bounds[0], bounds[1]
     k, d, waiting, place = w.shape[2], mean.shape[0], 0, R.shape[1]
     row = G if rules.posterior else F
     for t in range(begin, end):
@@ -293,6 +294,7 @@ def scan_full(
                 return t
         for j in range(d):
             mean[j] = vectors[AFTER, j]
+    bounds[0] = low
     _take(S, Z, 2 * place, waiting)
     for i in range(d):
         for j in range(i):

@@ -20,7 +20,7 @@ from driftfilter.checks import unchecked
 from driftfilter.covariance import Diagonal, Full
 from driftfilter.filtering import Filter, FilterState, Outputs, StepInfo
 from driftfilter.prediction import Prediction
-from driftfilter.predictive import LinearHead, ReadOut
+from driftfilter.predictive import LinearHead
 from driftfilter.scan_plan import Uncovered, motion_of, rules_of
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class Plan(NamedTuple):
         """Whether every batch is one sample of logistic regression, and the transition no matrix product."""
         simple = len(self.head.read_out) == 0 and len(self.motion.matrix) == 0 and self.motion.factor.shape == (1, 1)
         one_logit = self.head.first == 1 and self.features.shape[1] == self.motion.vectors.shape[1]
-        return simple and one_logit and len(self.features) == len(self.batches)
+        return simple and one_logit and bool((np.diff(self.offsets) == 1).all())
 
 
 def _plan(filt: Filter, state: FilterState, batches: Iterable[Any]) -> Plan:
@@ -77,7 +77,7 @@ def _plan(filt: Filter, state: FilterState, batches: Iterable[Any]) -> Plan:
     if count < STEPS:
         raise Uncovered(f"{count} steps are fewer than {STEPS}")
     _require_numba()
-    head = _head(filt, state)
+    head = head_of(filt, state)
     rules = rules_of(filt)
     features, offsets, odd = _gathered(batches, head.intercept, state.belief.mean.dtype)
     width, parameters = features.shape[1], state.parameters
@@ -98,9 +98,9 @@ def _require_numba() -> None:
         raise Uncovered("numba is not installed (pip install driftfilter[fast])")
 
 
-def _head(filt: Filter, state: FilterState) -> LinearHead:
+def head_of(filt: Filter, state: FilterState) -> LinearHead:
     """The linear head of a filter whose belief the compiled step can carry."""
-    model = filt.logits.model if isinstance(filt.logits, ReadOut) else filt.logits
+    model = filt.logits
     if type(model) is not LinearHead or model.classes < 2:
         raise Uncovered("the model is not a LinearHead of 2 classes or more")
     belief = state.belief
@@ -193,18 +193,19 @@ class _Scan:
         mean = belief.mean.clone(memory_format=torch.contiguous_format)
         values = belief.covariance.dense() if isinstance(belief.covariance, Full) else belief.covariance.variance()
         values = values.clone(memory_format=torch.contiguous_format)
-        stream = (plan.rules, plan.motion, plan.head, plan.features.numpy(), plan.offsets, begin, end)
-        record = (space, bool(self.filter.__dict__["_warned"]), self.out.numpy(), self.used)
+        stream: Any = (plan.rules, plan.motion, plan.head, plan.features.numpy(), plan.offsets, begin, end)
+        record: Any = (space, bool(self.filter.__dict__["_warned"]), self.out.numpy(), self.used)
         if full:
-            bounds = (torch.linalg.eigvalsh(values)[0].item(), torch.finfo(values.dtype).eps)
-            moving = (mean.numpy(), values.numpy(), *bounds)
+            bounds = np.array([torch.linalg.eigvalsh(values)[0].item(), torch.finfo(values.dtype).eps])
+            moving: Any = (mean.numpy(), values.numpy(), bounds)
             if plan.is_rank_one:
-                few = (plan.rules, plan.motion, plan.features.numpy(), begin, end)
+                few: Any = (plan.rules, plan.motion, plan.features.numpy(), begin, end)
                 reached = compiled_rank_one.scan_rank_one(*few, *moving, *record)
             else:
                 reached = compiled_steps.scan_full(*stream, *moving, *record)
             return reached, unchecked(Belief, mean=mean, covariance=unchecked(Full, matrix=values))
-        reached = compiled_diagonal.scan_diagonal(*stream, mean.numpy(), values.numpy(), *record)
+        same: Any = [mean.numpy(), values.numpy()] * 2
+        reached = compiled_diagonal.scan_diagonal(*stream, *same, *record)
         return reached, unchecked(Belief, mean=mean, covariance=unchecked(Diagonal, values=values))
 
     def _outputs(self, state: FilterState, begun: int) -> Outputs:
