@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import importlib
 import json
 import platform
 import time
@@ -55,9 +56,8 @@ def numpy_loop(mean: Array, stream: Array) -> Array:
 
 def jax_scan(mean: Array, streams: Array, symmetric: bool) -> Callable[[], Any]:
     """Streams [steps, d], or [streams, steps, d] by vmap."""
-    import jax
-    import jax.numpy as jnp
-
+    jax: Any = importlib.import_module("jax")
+    jnp: Any = importlib.import_module("jax.numpy")
     jax.config.update("jax_enable_x64", True)
     source = jnp.asarray(mean)
     eye = NOISE * jnp.eye(len(mean))
