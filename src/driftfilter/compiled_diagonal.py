@@ -7,44 +7,28 @@ from __future__ import annotations
 
 import math
 
-from driftfilter.compiled_losses import (
+from driftfilter.compiled_losses import F, G, U, V, compiled, expand, kernel, log_softmax, predict, roots, weigh
+from driftfilter.compiled_parts import Room, logits, move_mean, root_columns, step_length
+from driftfilter.kernel_terms import (
+    AFTER,
     CENTERED_FISHER,
+    DIAGONAL,
     FISHER,
     GAUSS_NEWTON,
     HESSIAN,
-    NONE,
-    TEMPERED,
-    F,
-    Floats,
-    G,
-    Integers,
-    Rules,
-    U,
-    V,
-    compiled,
-    expand,
-    kernel,
-    log_softmax,
-    predict,
-    roots,
-    weigh,
-)
-from driftfilter.compiled_parts import (
-    AFTER,
-    DIAGONAL,
     KAPPA,
+    NONE,
     ORIGIN,
     PRIOR,
     STEP,
+    TEMPERED,
     VALUES,
+    Floats,
     Head,
+    Integers,
     Motion,
     Numbers,
-    Room,
-    logits,
-    move_mean,
-    root_columns,
-    step_length,
+    Rules,
 )
 
 

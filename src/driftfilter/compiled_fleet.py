@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from driftfilter.compiled_diagonal import scan_diagonal
-from driftfilter.compiled_losses import Floats, Integers, Rules, kernel
-from driftfilter.compiled_parts import Head, Motion, Numbers, Room
+from driftfilter.compiled_losses import kernel
+from driftfilter.compiled_parts import Room
 from driftfilter.compiled_rank_one import scan_rank_one
 from driftfilter.compiled_steps import scan_full
+from driftfilter.kernel_terms import Floats, Head, Integers, Motion, Numbers, Rules
 
 
 @kernel

@@ -9,23 +9,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numba
-import numpy as np
-from numpy.typing import NDArray
 
-Floats = NDArray[np.float64]
-Integers = NDArray[np.int64]
+from driftfilter.kernel_terms import (
+    BOUNDED_RATIO,
+    ENTROPY,
+    FLOOR,
+    GAUSS_NEWTON,
+    GENERALIZED,
+    INFORMATION,
+    PAIRWISE,
+    PSEUDO_LABEL,
+    RELIABILITY,
+    TEMPERED,
+    TINY,
+    WEIGHTED_GATE,
+    Floats,
+    Rules,
+)
+
 Call = TypeVar("Call", bound=Callable[..., Any])
-
-FLOOR = -1e4  # of log-probabilities, as expansion.FLOOR
-TINY = 2.2250738585072014e-308
-
-ENTROPY, BOUNDED_RATIO, PSEUDO_LABEL, GENERALIZED, INFORMATION = range(5)
-RELIABILITY, WEIGHTED_GATE, GATE = range(3)
-NONE, HESSIAN, GAUSS_NEWTON, FISHER, CENTERED_FISHER = range(5)
-TEMPERED, PAIRWISE, PER_CLASS = range(3)
 
 # Rows of the workspace w [n, 7, k] of a batch: logits at the prior mean, log p, p, gradient u, u + b (expansion.separable),
 # logits at the mean to predict from, and anything
@@ -50,24 +55,6 @@ def _compiled(function: Call, **options: Any) -> Call:
     except RuntimeError:  # no folder for the cache
         made = numba.njit(**options)(function)
     return made
-
-
-class Rules(NamedTuple):
-    """What is done with the logits of a batch."""
-
-    terms: Floats  # [terms, 3] of the loss
-    gates: Floats  # [gates, 3] of the weighting
-    beta: float  # weight of every sample before the gates
-    masked: bool  # whether only samples that a pseudo-label selects have a weight
-    kept: bool  # divide by the samples with a weight, not by all
-    reference: int
-    minimum: int  # samples with a weight below which nothing is learned
-    curvature: int
-    scale: float  # λ of the empirical Fisher
-    radius: float  # of the trust region, 0 for none
-    prediction: int
-    temperature: float
-    posterior: bool  # predict from the posterior
 
 
 def columns(k: int) -> int:

@@ -3,35 +3,23 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from driftfilter.compiled_losses import CENTERED_FISHER, FISHER, NONE, Floats, Rules, U, columns, compiled
-
-GAIN, DRIFT, DIAGONAL, KAPPA, ORIGIN = range(5)  # rows of Motion.vectors
-PRIOR, AFTER, STEP, VALUES = range(4)  # rows of Room.vectors: μ⁻, μ, anything, anything
-
-Numbers = Any  # an array of the belief's own dtype
-
-
-class Motion(NamedTuple):
-    """μ⁻ = G μ + c; Σ⁻ = A ∘ (G Σ Gᵀ) + W + diag(κ (μ - μ₀)²), with a vector gain of the covariance inside A."""
-
-    vectors: Floats  # [5, d]: gain of the mean (where G is no matrix), c, diagonal of W (where it is one), κ, μ₀
-    matrix: Floats  # G [d, d], or [0, 0]
-    factor: Floats  # A [d, d], or [1, 1]; for a diagonal covariance [1, d]
-    noise: Floats  # W [d, d] where it is no diagonal, or [0, 0]
-    still: bool  # whether Σ⁻ = Σ
-    shrink: float  # a lower bound of Σ⁻'s eigenvalues is shrink · (that of Σ's) + floor
-    floor: float
-
-
-class Head(NamedTuple):
-    """The linear head."""
-
-    first: int  # class of the first row of θ
-    read_out: Floats  # E [parameters, d], θ = E s, or [0, 0]
+from driftfilter.compiled_losses import U, columns, compiled
+from driftfilter.kernel_terms import (
+    CENTERED_FISHER,
+    DRIFT,
+    FISHER,
+    GAIN,
+    NONE,
+    PRIOR,
+    Floats,
+    Head,
+    Numbers,
+    Rules,
+)
 
 
 class Room(NamedTuple):

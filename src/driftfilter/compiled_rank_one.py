@@ -8,25 +8,25 @@ from __future__ import annotations
 
 import math
 
-from driftfilter.compiled_losses import (
+from driftfilter.compiled_losses import F, G, U, compiled, expand, kernel, log_softmax, predict, roots, weigh
+from driftfilter.compiled_parts import Room
+from driftfilter.kernel_terms import (
+    AFTER,
+    DIAGONAL,
+    DRIFT,
     FISHER,
+    GAIN,
     GAUSS_NEWTON,
     HESSIAN,
-    F,
+    KAPPA,
+    ORIGIN,
+    PRIOR,
     Floats,
-    G,
     Integers,
+    Motion,
+    Numbers,
     Rules,
-    U,
-    compiled,
-    expand,
-    kernel,
-    log_softmax,
-    predict,
-    roots,
-    weigh,
 )
-from driftfilter.compiled_parts import AFTER, DIAGONAL, DRIFT, GAIN, KAPPA, ORIGIN, PRIOR, Motion, Numbers, Room
 
 TAKEN, Y = 0, 1  # rows of Z: what waits to be taken from Σ, and Σ⁻ x
 

@@ -10,39 +10,24 @@ from __future__ import annotations
 
 import math
 
-from driftfilter.compiled_losses import (
-    GAUSS_NEWTON,
-    HESSIAN,
-    TEMPERED,
-    F,
-    Floats,
-    G,
-    Integers,
-    Rules,
-    U,
-    compiled,
-    expand,
-    kernel,
-    log_softmax,
-    predict,
-    roots,
-    weigh,
-)
-from driftfilter.compiled_parts import (
+from driftfilter.compiled_losses import F, G, U, compiled, expand, kernel, log_softmax, predict, roots, weigh
+from driftfilter.compiled_parts import Room, logits, move_mean, root_columns, step_length
+from driftfilter.kernel_terms import (
     AFTER,
     DIAGONAL,
+    GAUSS_NEWTON,
+    HESSIAN,
     KAPPA,
     ORIGIN,
     PRIOR,
     STEP,
+    TEMPERED,
+    Floats,
     Head,
+    Integers,
     Motion,
     Numbers,
-    Room,
-    logits,
-    move_mean,
-    root_columns,
-    step_length,
+    Rules,
 )
 
 

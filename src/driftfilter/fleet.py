@@ -17,6 +17,7 @@ from driftfilter.checks import require, require_finite, unchecked
 from driftfilter.covariance import Diagonal, Full
 from driftfilter.filtering import Filter, FilterState
 from driftfilter.fleet_step import batched_step
+from driftfilter.kernel_terms import Head
 from driftfilter.prediction import Prediction
 from driftfilter.saving import CheckpointError, sealed, unsealed
 from driftfilter.scan import head_of
@@ -48,7 +49,7 @@ class Fleet:
         self.filter, self._start = filt, filt.init(belief, seed)
         try:
             self._head = head_of(filt, self._start)
-            self._rules = rules_of(filt) if find_spec("numba") is not None and belief.mean.device.type == "cpu" else None
+            self._rules = rules_of(filt)
         except Uncovered as reason:
             raise ValueError(f"Fleet: filt must be a filter of closed forms, but {reason}") from None
         require(
@@ -167,7 +168,7 @@ class Fleet:
         features = features.to(self._mean)
         if self._head.intercept:
             features = torch.cat((features.new_ones(*features.shape[:-1], 1), features), -1)
-        compiled = self._rules is not None and self._mean.device.type == "cpu"
+        compiled = find_spec("numba") is not None and self._mean.device.type == "cpu"
         beliefs, predictions = self._compiled(features, rows) if compiled else self._batched(features, rows)
         return rows, beliefs, predictions
 
@@ -201,7 +202,7 @@ class Fleet:
     def _compiled(self, features: Tensor, rows: Tensor) -> tuple[Beliefs, Predictions]:
         """All streams in compiled code, on torch's threads; a stream that refuses a step takes it eagerly."""
         from driftfilter import compiled_fleet as fleet_kernels
-        from driftfilter.compiled_parts import Head, room
+        from driftfilter.compiled_parts import room
 
         m, per, n, width = features.shape
         k, d, whole = self._head.classes, self._start.parameters, len(rows) == len(self)

@@ -12,11 +12,11 @@ from driftfilter.belief import Belief
 from driftfilter.checks import NotFiniteError, NotPositiveDefiniteError, require
 from driftfilter.covariance import identity_like, symmetrized
 from driftfilter.curvature import EmpiricalFisher, GaussNewton, Hessian
+from driftfilter.kernel_terms import Motion
 from driftfilter.losses import Loss
 from driftfilter.prediction import LinearizedProbit, Prediction, Tempered
 
 if TYPE_CHECKING:
-    from driftfilter.compiled_parts import Motion
     from driftfilter.filtering import Filter
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, final
+from typing import Any, NamedTuple, TypeVar, final
 
 import numpy as np
 import torch
@@ -19,13 +19,10 @@ from driftfilter.belief import Belief
 from driftfilter.checks import unchecked
 from driftfilter.covariance import Diagonal, Full
 from driftfilter.filtering import Filter, FilterState, Outputs, StepInfo
+from driftfilter.kernel_terms import Head, Motion, Rules
 from driftfilter.prediction import Prediction
 from driftfilter.predictive import LinearHead
 from driftfilter.scan_plan import Uncovered, motion_of, rules_of
-
-if TYPE_CHECKING:
-    from driftfilter.compiled_losses import Rules
-    from driftfilter.compiled_parts import Head, Motion
 
 STEPS = 64  # below which compiled code does not pay for being loaded
 WORK = 4_000_000  # multiplications a step above which libraries of linear algebra are faster
@@ -86,8 +83,6 @@ def _plan(filt: Filter, state: FilterState, batches: Iterable[Any]) -> Plan:
         raise Uncovered("the features do not fit the belief")
     _require_small(state, int(np.diff(offsets).max(initial=0)), head.classes - first)
     matrix = filt.transition.read_out(parameters)
-    from driftfilter.compiled_parts import Head
-
     read_out = np.zeros((0, 0)) if matrix is None else np.ascontiguousarray(matrix.double().numpy())
     motion = motion_of(filt.transition, state.source)
     return Plan(batches, features, offsets, odd, rules, motion, Head(first, read_out))

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from driftfilter import kernel_terms as kinds
 from driftfilter.belief import Belief
 from driftfilter.checkpoint import moved
 from driftfilter.checks import unchecked
@@ -16,6 +17,7 @@ from driftfilter.covariance import Covariance, Diagonal, Full
 from driftfilter.curvature import EmpiricalFisher, GaussNewton, Hessian, NoCurvature
 from driftfilter.dynamics import Spread
 from driftfilter.inference import Linearized
+from driftfilter.kernel_terms import PSEUDO_LABEL, Motion, Rules
 from driftfilter.losses import (
     Entropy,
     GeneralizedCrossEntropy,
@@ -29,8 +31,6 @@ from driftfilter.transition import BlockDynamics, BoundTransition, Transition
 from driftfilter.weighting import Constant, EntropyGate, Product, Reliability
 
 if TYPE_CHECKING:
-    from driftfilter.compiled_losses import Rules
-    from driftfilter.compiled_parts import Motion
     from driftfilter.filtering import Filter
 
 
@@ -40,8 +40,6 @@ class Uncovered(Exception):  # noqa: N818  # no error: the eager path takes over
 
 def rules_of(filt: Filter) -> Rules:
     """Loss, weighting, curvature and prediction as numbers."""
-    from driftfilter.compiled_losses import PSEUDO_LABEL, Rules
-
     observation, inference = filt.observation, filt.inference
     if observation.teacher is not None or filt.upkeep is not None:
         raise Uncovered("the filter has a teacher or an upkeep")
@@ -70,8 +68,6 @@ def rules_of(filt: Filter) -> Rules:
 
 def _terms(loss: Any, coefficient: float) -> list[tuple[int, float, float]]:
     """A loss as terms: kind, own parameter, coefficient."""
-    from driftfilter import compiled_losses as kinds
-
     if type(loss) is Sum:
         pairs = zip(loss.terms, loss.coefficients, strict=True)
         return [term for part, own in pairs for term in _terms(part, coefficient * own)]
@@ -88,8 +84,6 @@ def _terms(loss: Any, coefficient: float) -> list[tuple[int, float, float]]:
 
 
 def _curvature(curvature: Any) -> tuple[int, float]:
-    from driftfilter import compiled_losses as kinds
-
     if type(curvature) is EmpiricalFisher:
         return (kinds.CENTERED_FISHER if curvature.centered else kinds.FISHER), float(curvature.scale)
     known = {Hessian: kinds.HESSIAN, GaussNewton: kinds.GAUSS_NEWTON, NoCurvature: kinds.NONE}
@@ -100,8 +94,6 @@ def _curvature(curvature: Any) -> tuple[int, float]:
 
 def _weights(weighting: Any) -> tuple[float, list[tuple[int, float, float]]]:
     """β of every sample, and the factors that depend on it: kind, β, fraction."""
-    from driftfilter import compiled_losses as kinds
-
     if type(weighting) is Constant:
         return float(weighting.beta), []
     if type(weighting) is Reliability:
@@ -116,8 +108,6 @@ def _weights(weighting: Any) -> tuple[float, list[tuple[int, float, float]]]:
 
 
 def _prediction(rule: Any) -> tuple[int, float]:
-    from driftfilter import compiled_losses as kinds
-
     if type(rule) is MAP:
         return kinds.TEMPERED, 1.0
     if type(rule) is Tempered:
@@ -129,8 +119,6 @@ def _prediction(rule: Any) -> tuple[int, float]:
 
 def motion_of(transition: Transition, source: Belief) -> Motion:
     """A transition from this source as arrays."""
-    from driftfilter.compiled_parts import Motion
-
     source = moved(source, lambda tensor: tensor.double())
     bound, d = transition.bind(source), source.dimension
     full = isinstance(source.covariance, Full)
