@@ -3,7 +3,7 @@
     python benchmarks/scan.py [--steps 10000] [--rounds 7] [--json FILE]
 
 The same filter everywhere (mean reversion, isotropic noise, entropy, uncentred empirical Fisher, float64): each gives the
-log-probabilities of every step. JAX is jit + lax.scan with the rank-one update, the fastest of several ways to write it; 1,000
+log-probabilities of every step. JAX is jit + lax.scan with the rank-one update, written in two ways; 1,000
 streams at once are its vmap, and a Fleet. Times are of whole calls, results ready, the best of several rounds taking turns.
 """
 
