@@ -12,6 +12,7 @@ from driftfilter.divergence import kl_divergence
 from driftfilter.dynamics import Affine, Dynamics, LocalTrend, MeanReversion, PrecisionReversion, RandomWalk, Seasonal
 from driftfilter.features import Backbone, OnFeatures, find_head
 from driftfilter.filtering import Filter, FilterState, NoInformationWarning, Outputs, StepInfo
+from driftfilter.fleet import Fleet
 from driftfilter.inference import SGD, Adam, Bong, Frozen, GradientStep, Inference, Linearized, Variational
 from driftfilter.kronecker import Kronecker
 from driftfilter.lora import LoRA
@@ -47,6 +48,7 @@ from driftfilter.predictive import LinearHead, PredictiveModel
 from driftfilter.prototypes import Mixture, PrototypeHead, Prototypes, Supports
 from driftfilter.recipe import VARIANTS, Recipe, from_toml, to_toml
 from driftfilter.saving import CheckpointError, load, save
+from driftfilter.scan import why_eager
 from driftfilter.shards import RankError
 from driftfilter.source import Gaussian, Laplace, PointMass, Source, SourceData, fit_laplace, marginal_source
 from driftfilter.statistics import Ema, PseudoCount
@@ -89,6 +91,7 @@ __all__ = [
     "Event",
     "Filter",
     "FilterState",
+    "Fleet",
     "FromTeacher",
     "Frozen",
     "Full",
@@ -183,4 +186,5 @@ __all__ = [
     "save",
     "select",
     "to_toml",
+    "why_eager",
 ]

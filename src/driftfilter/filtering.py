@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
-from typing import Literal, NamedTuple, ParamSpec, TypeVar, final
+from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar, final
 
 import torch
 from torch import Tensor
@@ -89,22 +89,37 @@ class StepInfo(NamedTuple):
 
 
 @final
-class Outputs(list[Prediction]):
-    """The predictions of a stream, one per batch; as attributes, those of all samples one after the other."""
+class Outputs(Sequence[Prediction]):
+    """The predictions of a stream, one per batch; as attributes, those of all samples one after the other.
 
-    def __init__(self, predictions: Iterable[Prediction], infos: Iterable[StepInfo]) -> None:
-        super().__init__(predictions)
-        self.infos = list(infos)
+    ``infos``: the StepInfo of every batch. ``compiled``: how many steps ran in compiled code (docs/speed.md).
+    """
+
+    def __init__(
+        self,
+        predictions: Sequence[Prediction],
+        infos: Sequence[StepInfo],
+        together: tuple[Tensor, Tensor] | None = None,
+        compiled: int = 0,
+    ) -> None:
+        self._predictions, self.infos, self.compiled = predictions, infos, compiled
+        self._together = together  # log-probabilities and logit variances [samples, k], where they are one tensor already
+
+    def __len__(self) -> int:
+        return len(self._predictions)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._predictions[index]
 
     @property
     def log_probabilities(self) -> Tensor:
         """log p(y given x) of every sample [samples, k]."""
-        return torch.cat([prediction.log_probabilities for prediction in self])
+        return self._together[0] if self._together else torch.cat([prediction.log_probabilities for prediction in self])
 
     @property
     def logit_variance(self) -> Tensor:
         """Variance of the logits of every sample [samples, k]."""
-        return torch.cat([prediction.logit_variance for prediction in self])
+        return self._together[1] if self._together else torch.cat([prediction.logit_variance for prediction in self])
 
     @property
     def probabilities(self) -> Tensor:
@@ -232,7 +247,16 @@ class Filter:
 
     @_without_gradients
     def run(self, state: FilterState, batches: Iterable[Inputs]) -> tuple[FilterState, Outputs]:
-        """A whole stream: batches [n, ...] one after the other, or one tensor [steps, n, ...]."""
+        """A whole stream: batches [n, ...] one after the other, or one tensor [steps, n, ...].
+
+        Long streams of a linear head run in compiled code where numba is installed (docs/speed.md).
+        """
+        from driftfilter import scan
+
+        require(isinstance(state, FilterState), "state", type(state).__name__, "a FilterState (see Filter.init)")
+        done = scan.run(self, state, batches)
+        if done is not None:
+            return done
         predictions: list[Prediction] = []
         infos: list[StepInfo] = []
         for batch in batches:
@@ -265,21 +289,28 @@ class Filter:
         return transition, recalled(model, state.memory) if state.memory else model
 
     def _why_uninformative(self, energy: Energy) -> str:
-        """Why a batch can say nothing about the parameters; empty where it can."""
-        needed = max(energy.loss.minimum, self.inference.curvature.minimum)
-        if energy.samples.used >= needed:
-            return ""
-        if energy.samples.used == 0:
-            return "no sample passed the weighting"
-        reason = (
-            f"{energy.samples.used} sample with a weight, {type(energy.loss).__name__} under {self.inference} needs {needed}"
-        )
-        if not self.__dict__["_warned"]:
+        """Why a batch can say nothing about the parameters; empty where it can. The first one too small for the rules warns."""
+        reason = self.reason(energy.samples.used)
+        if reason and energy.samples.used and not self.__dict__["_warned"]:
             object.__setattr__(self, "_warned", True)
             advice = "use larger batches (adapt: window=32), EmpiricalFisher(centered=False) or Hessian(), or another loss"
             message = f"no information in the batch, transition only: {reason}; {advice}"
             warn(message, NoInformationWarning)
         return reason
+
+    @property
+    def needed(self) -> int:
+        """Samples with a weight below which a batch says nothing."""
+        loss: Loss = self.observation.loss  # type: ignore[assignment]  # as_loss in Gibbs
+        return max(loss.minimum, self.inference.curvature.minimum)
+
+    def reason(self, used: int) -> str:
+        """Why a batch with this many samples of a weight says nothing; empty where it says something."""
+        if used >= self.needed:
+            return ""
+        if used == 0:
+            return "no sample passed the weighting"
+        return f"{used} sample with a weight, {type(self.observation.loss).__name__} under {self.inference} needs {self.needed}"
 
 
 def _require_proper(belief: Belief, source: Belief) -> None:

@@ -187,12 +187,15 @@ class LinearizedProbit:
 
     def __call__(self, belief: Belief, query: Query) -> Prediction:
         logits, pullback = query.model.pullback(belief.mean, query.inputs)
-        covariance = logit_covariance(belief.covariance, logits, pullback)
+        return self.of(logits, logit_covariance(belief.covariance, logits, pullback))
+
+    def of(self, logits: Tensor, covariance: Tensor) -> Prediction:
+        """The prediction for Gaussian logits with means [..., k] and covariances [..., k, k]."""
         variance = covariance.diagonal(dim1=-2, dim2=-1).clamp_min(0)
         if self.form == "per_class":
             return Prediction((_kappa(variance) * logits).log_softmax(-1), variance)
-        gaps = logits[:, :, None] - logits[:, None, :]
-        spread = (variance[:, :, None] + variance[:, None, :] - 2 * covariance).clamp_min(0)
+        gaps = logits[..., :, None] - logits[..., None, :]
+        spread = (variance[..., :, None] + variance[..., None, :] - 2 * covariance).clamp_min(0)
         scores = -torch.logsumexp(-_kappa(spread) * gaps, -1)
         return Prediction(scores.log_softmax(-1), variance)
 

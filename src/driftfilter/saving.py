@@ -71,7 +71,7 @@ def load(adapter: Adapter, path: str | Path, strict: bool = True) -> dict[str, A
     """
     path = Path(path)
     try:
-        header, tensors = _decoded(path.read_bytes())
+        header, tensors = unsealed(path.read_bytes())
         _require_fit(header, adapter, strict)
         adapter.load_state_dict(tensors)
     except _FAILURES as error:
@@ -121,7 +121,7 @@ def sealed(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> list[Any
     return [data[: found.start(1)], hashlib.sha256(data).hexdigest().encode(), data[found.end(1) :]]
 
 
-def _decoded(data: bytes) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def unsealed(data: bytes) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Header and tensors of a file; refused unless every bit is as it was written."""
     length = int.from_bytes(data[:8], "little")
     found = _CHECKSUM.search(data, 8, min(8 + length, len(data)))

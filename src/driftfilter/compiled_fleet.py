@@ -1,0 +1,47 @@
+"""The compiled steps for many streams at once: a stream's belief is read and written once, all else stays in the cache."""
+
+from __future__ import annotations
+
+from driftfilter.compiled_diagonal import scan_diagonal
+from driftfilter.compiled_losses import kernel
+from driftfilter.compiled_parts import Room
+from driftfilter.compiled_rank_one import scan_rank_one
+from driftfilter.compiled_steps import scan_full
+from driftfilter.kernel_terms import Floats, Head, Integers, Motion, Numbers, Rules
+
+
+@kernel
+def each_diagonal(
+    rules: Rules, motion: Motion, head: Head, X: Floats, offsets: Integers, per: int, begin: int, end: int, rows: Integers,
+    before: Numbers, values: Numbers, mean: Numbers, v: Numbers, room: Room, warned: bool, out: Floats, used: Integers,
+    reached: Integers,
+) -> None:  # fmt: skip
+    """``per`` steps of the streams begin to end, whose beliefs are rows of before and values; results go to mean and v."""
+    for s in range(begin, end):
+        old, variances, new, own = before[rows[s]], values[rows[s]], mean[s], v[s]
+        stop = (s + 1) * per
+        stream = scan_diagonal(
+            rules, motion, head, X, offsets, s * per, stop, old, variances, new, own, room, warned, out, used
+        )
+        reached[s] = stream == stop
+
+
+@kernel
+def each_full(
+    rules: Rules, motion: Motion, head: Head, X: Floats, offsets: Integers, per: int, begin: int, end: int, rows: Integers,
+    before: Numbers, values: Numbers, mean: Numbers, S: Numbers, bounds: Floats, is_rank_one: bool, room: Room, warned: bool,
+    out: Floats, used: Integers, reached: Integers,
+) -> None:  # fmt: skip
+    """The same with full covariances, and bounds [streams, 2] of their eigenvalues."""
+    for s in range(begin, end):
+        old, matrix, new, own = before[rows[s]], values[rows[s]], mean[s], S[s]
+        for i in range(mean.shape[1]):
+            new[i] = old[i]
+            for j in range(i + 1):  # the steps use the lower triangle alone
+                own[i, j] = matrix[i, j]
+        first, stop = s * per, (s + 1) * per
+        if is_rank_one:
+            stream = scan_rank_one(rules, motion, X, first, stop, new, own, bounds[s], room, warned, out, used)
+        else:
+            stream = scan_full(rules, motion, head, X, offsets, first, stop, new, own, bounds[s], room, warned, out, used)
+        reached[s] = stream == stop
