@@ -69,7 +69,8 @@ def _condition(
     rules: Rules, first: int, w: Floats, vectors: Floats, X: Floats, n: int, out: Floats, start: int
 ) -> bool:  # fmt: skip
     """Variances v conditioned on a batch, and v ∘ g, in the vectors VALUES and STEP; whether variances stay positive."""
-    k, width, total, good = w.shape[2], X.shape[1], 0.0, 0
+    k, width, good = w.shape[2], X.shape[1], 0
+    total, one = vectors.dtype.type(0), vectors.dtype.type(1)  # in single precision all of it is
     for i in range(n):
         total += out[start + i, 2 * k + 2]
     for c in range(first, k):
@@ -93,7 +94,7 @@ def _condition(
                     energy[j] += scale * row * row
     for j in range(vectors.shape[1]):
         value = vectors[VALUES, j]
-        value /= 1 + value * vectors[AFTER, j]
+        value /= one + value * vectors[AFTER, j]
         vectors[VALUES, j] = value
         vectors[STEP, j] *= value
         good += 1 if value > 0 else 0
@@ -117,16 +118,16 @@ def _move(
     start: int,
 ) -> bool:  # fmt: skip
     """μ = μ⁻ - v ∘ g; whether it is finite."""
-    d, total, share = vectors.shape[1], 0.0, 1.0
+    d, total, share = vectors.shape[1], vectors.dtype.type(0), vectors.dtype.type(1)
     own, width = w.shape[2] - first, X.shape[1]
     if rules.radius > 0:
         m = root_columns(rules, w, root, n, first, out, start, R)
         for q in range(n * own):
-            moved = 0.0
+            moved = vectors.dtype.type(0)
             for j in range(width):
                 moved += X[start + q // own, j] * vectors[STEP, q % own * width + j]
             Q[2, 0, q] = moved
-        share = step_length(rules.radius, R, m, n * own, Q)
+        share = vectors.dtype.type(step_length(rules.radius, R, m, n * own, Q))
     for j in range(d):
         vectors[AFTER, j] = vectors[PRIOR, j] - share * vectors[STEP, j]
         total += abs(vectors[AFTER, j])

@@ -7,8 +7,10 @@ over few arrays, for these compile fast.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numba
@@ -37,6 +39,20 @@ Call = TypeVar("Call", bound=Callable[..., Any])
 F, LOGP, P, U, V, G, ANY = range(7)
 
 
+def _forget_stale() -> None:
+    """Remove compiled code that is older than a source of the kernels: numba looks at the file of the outermost one only."""
+    folder = Path(__file__).parent
+    sources = [*folder.glob("compiled_*.py"), folder / "kernel_terms.py"]
+    newest = max(source.stat().st_mtime for source in sources)
+    for kept in (folder / "__pycache__").glob("compiled_*.nb[ic]"):
+        with contextlib.suppress(OSError):  # another process did it, or nobody may
+            if kept.stat().st_mtime < newest:
+                kept.unlink()
+
+
+_forget_stale()
+
+
 def compiled(function: Call) -> Call:
     """A part of a kernel; only what Python itself calls needs a way in from there (``kernel``)."""
     return _compiled(function, inline="always", no_cpython_wrapper=True, no_cfunc_wrapper=True)
@@ -49,7 +65,7 @@ def kernel(function: Call) -> Call:
 
 def _compiled(function: Call, **options: Any) -> Call:
     # Sums may be reordered, to use vector registers; NaN and infinity keep their meaning, the checks rely on it.
-    options |= {"_nrt": False, "nogil": True, "fastmath": {"reassoc", "contract", "nsz", "arcp"}, "error_model": "numpy"}
+    options |= {"nogil": True, "fastmath": {"reassoc", "contract", "nsz", "arcp"}, "error_model": "numpy"}
     try:
         made: Call = numba.njit(cache=True, **options)(function)
     except RuntimeError:  # no folder for the cache

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -36,13 +36,13 @@ class Room(NamedTuple):
     half: Floats  # [d, d] for a matrix gain, or [0, 0]
 
 
-def room(n: int, k: int, d: int, head: Head, full: bool, turned: bool = False) -> Room:
+def room(n: int, k: int, d: int, head: Head, full: bool, turned: bool = False, dtype: Any = np.float64) -> Room:
     """Workspace for batches of up to n samples; turned: by a matrix gain."""
     p, m = n * (k - head.first), n * columns(k)
     wide, square, side = d if full else 0, p if full else 1, d if turned else 0
     workspaces = ((n, 7, k), (n, k, columns(k)), (2, k, k), (4, d), (len(head.read_out),))
     shapes = (*workspaces, (m + 1, p), (2 * p + m, wide), (3, square, p), (side, side))
-    return Room(*[np.zeros(shape) for shape in shapes])
+    return Room(*[np.zeros(shape, dtype) for shape in shapes])
 
 
 @compiled
@@ -61,7 +61,7 @@ def logits(
     first: int, read_out: Floats, theta: Floats, X: Floats, start: int, n: int, vectors: Floats, which: int, w: Floats, row: int
 ) -> bool:
     """Logits of samples at one of the vectors, into a row of the workspace; whether all are finite."""
-    total, width = 0.0, X.shape[1]
+    total, width = vectors.dtype.type(0), X.shape[1]
     for i in range(theta.shape[0]):
         theta[i] = 0.0
         for j in range(vectors.shape[1]):
@@ -71,7 +71,7 @@ def logits(
         x = X[start + i]
         for c in range(w.shape[2] - first):
             own = theta[c * width : (c + 1) * width] if theta.shape[0] > 0 else vectors[which, c * width : (c + 1) * width]
-            value = 0.0
+            value = vectors.dtype.type(0)
             for j in range(width):
                 value += x[j] * own[j]
             w[i, row, first + c] = value

@@ -17,7 +17,7 @@ from driftfilter.checks import require, require_finite, unchecked
 from driftfilter.covariance import Diagonal, Full
 from driftfilter.filtering import Filter, FilterState
 from driftfilter.fleet_step import batched_step
-from driftfilter.kernel_terms import Head
+from driftfilter.kernel_terms import Head, Motion
 from driftfilter.prediction import Prediction
 from driftfilter.saving import CheckpointError, sealed, unsealed
 from driftfilter.scan import head_of
@@ -118,8 +118,6 @@ class Fleet:
         """Rows of streams [m]; refused where one is not known, or named twice."""
         unknown = [stream for stream in streams if stream not in self._rows]
         require(not unknown, "Fleet: streams", unknown[:3], f"streams that were added, of which there are {len(self)}")
-        if len(streams) == len(self) and streams == self.streams:
-            return torch.arange(len(self))
         require(len(set(streams)) == len(streams), "Fleet: streams", streams, "named once each")
         return torch.tensor([self._rows[stream] for stream in streams], dtype=torch.int64)
 
@@ -156,15 +154,14 @@ class Fleet:
     @torch.no_grad()
     def run(self, features: Tensor, streams: Sequence[Stream] | None = None) -> Prediction:
         """Adapt to several batches of each stream, features [m, steps, n, D], and predict each; tensors [m, steps, n, k]."""
-        streams = self.streams if streams is None else list(streams)
-        rows, after, (logp, variance) = self._advanced(features, streams)
+        rows, after, (logp, variance) = self._advanced(features, None if streams is None else list(streams))
         self._commit(rows, after, features.shape[1])
         return Prediction(logp, variance)
 
-    def _advanced(self, features: Tensor, streams: Sequence[Stream]) -> tuple[Tensor, Beliefs, Predictions]:
-        """Rows of the streams, their beliefs after the batches and predictions; nothing is changed yet."""
-        rows = self._indices(streams)
-        self._require_features(features, len(streams))
+    def _advanced(self, features: Tensor, streams: Sequence[Stream] | None) -> tuple[Tensor, Beliefs, Predictions]:
+        """Rows of the streams (None: all), their beliefs after the batches and predictions; nothing is changed yet."""
+        rows = torch.arange(len(self)) if streams is None else self._indices(streams)
+        self._require_features(features, len(rows))
         features = features.to(self._mean)
         if self._head.intercept:
             features = torch.cat((features.new_ones(*features.shape[:-1], 1), features), -1)
@@ -206,21 +203,24 @@ class Fleet:
 
         m, per, n, width = features.shape
         k, d, whole = self._head.classes, self._start.parameters, len(rows) == len(self)
-        head = Head(k - d // width, np.zeros((0, 0)))
         mean, values = self._spare or (torch.empty_like(self._mean), torch.empty_like(self._values))
         if not whole:
             mean, values = mean[:m].clone(), values[:m].clone()
         bounds = torch.stack((self._low[rows], torch.full((m,), torch.finfo(mean.dtype).eps, dtype=torch.float64)), 1)
-        out = np.zeros((m * per * n, 2 * k + 3))
+        single = not self._full and mean.dtype == torch.float32  # rounding does no harm without a matrix to invert
+        dtype = np.float32 if single else np.float64
+        out = np.zeros((m * per * n, 2 * k + 3), dtype)
+        head = Head(k - d // width, np.zeros((0, 0), dtype))
         used, reached = np.zeros(m * per, np.int64), np.zeros(m, np.int64)
-        flat: Any = features.reshape(-1, width).double().numpy()
-        stream: Any = (self._rules, self._motion, head, flat, np.arange(m * per + 1) * n, per)
+        flat: Any = features.reshape(-1, width).to(torch.float32 if single else torch.float64).numpy()
+        motion = _in_single(self._motion) if single else self._motion
+        stream: Any = (self._rules, motion, head, flat, np.arange(m * per + 1) * n, per)
         beliefs: Any = [tensor.numpy() for tensor in (rows, self._mean, self._values, mean, values)]
         warned, kernels = bool(self.filter.__dict__["_warned"]), cast(Any, fleet_kernels)
         is_rank_one = self._full and n == 1 and head.first == 1 and k == 2 and self._motion.factor.shape == (1, 1)
 
         def work(begin: int, end: int) -> None:
-            space = room(n, k, d, head, self._full, len(self._motion.matrix) > 0)
+            space = room(n, k, d, head, self._full, len(self._motion.matrix) > 0, dtype)
             record: Any = (space, warned, out, used, reached)
             if self._full:
                 own: Any = (bounds.numpy(), is_rank_one and len(self._motion.matrix) == 0)
@@ -270,6 +270,12 @@ class Fleet:
         self._mean, self._values = tensors["mean"].to(self._mean.device), tensors["values"].to(self._mean.device)
         self._low, self._steps, self._seeds = tensors["low"], tensors["step"], tensors["seed"]
         self._spare = None
+
+
+def _in_single(motion: Motion) -> Motion:
+    """The same in single precision."""
+    vectors, matrix, factor, noise = (part.astype(np.float32) for part in motion[:4])
+    return motion._replace(vectors=vectors, matrix=matrix, factor=factor, noise=noise)  # type: ignore[arg-type]
 
 
 def _shared(work: Any, count: int) -> None:
