@@ -165,6 +165,13 @@ def test_channels_last_gives_the_same_and_leaves_the_model_alone() -> None:
         assert torch.equal(tensor, before[name][2])
 
 
+def test_channels_last_leaves_volumes_as_they_are() -> None:
+    torch.manual_seed(0)
+    body = nn.Sequential(nn.Conv3d(1, 4, 3), nn.BatchNorm3d(4), nn.AdaptiveAvgPool3d(1), nn.Flatten(), nn.Linear(4, 3))
+    own, batch = body.eval().to(DEVICE), torch.randn(8, 1, 5, 5, 5).to(DEVICE)
+    assert torch.equal(df.adapt(own, channels_last=True)(batch), df.adapt(own)(batch))
+
+
 def test_channels_last_sees_what_is_written_to_the_model() -> None:
     own, batches = model(), stream([16] * 4)
     adapters = df.adapt(own, channels_last=True), df.adapt(own)

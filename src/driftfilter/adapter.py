@@ -48,7 +48,7 @@ from driftfilter.prototypes import Prototypes
 from driftfilter.recipe import Recipe
 from driftfilter.saving import Fingerprint, fingerprint
 from driftfilter.source import Laplace, PointMass, SourceData
-from driftfilter.twins import full_precision, twin
+from driftfilter.twins import full_precision, in_channels_last, twin
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -358,7 +358,7 @@ class Adapter(nn.Module):
     def _inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
         """What the model is called with, checked."""
         inputs = checked(_as_inputs(self._model[0], args, kwargs))
-        return each(inputs, _channels_last) if self.channels_last else inputs
+        return each(inputs, in_channels_last) if self.channels_last else inputs
 
     def _predicted(self, now: _Now, inputs: Inputs) -> Prediction:
         seen = self._seen(inputs, now.recent)[0] if self.window else inputs
@@ -568,11 +568,6 @@ def _together(predictions: list[Prediction]) -> Prediction:
         return predictions[0]
     columns = ((each.log_probabilities, each.logit_variance) for each in predictions)
     return Prediction(*map(torch.cat, zip(*columns, strict=True)))
-
-
-def _channels_last(values: Tensor) -> Tensor:
-    """Images in that layout; anything else as it is."""
-    return values.contiguous(memory_format=torch.channels_last) if values.dim() == 4 else values
 
 
 def _last(prediction: Prediction, samples: int) -> Prediction:
