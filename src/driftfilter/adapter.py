@@ -92,7 +92,7 @@ def adapt(model: nn.Module, recipe: str | Recipe = "driftfilter", **options: Any
         if recipe in presets.FOR_BATCH_NORM and "lr" not in options and _has_group_norm(model):
             warn(f"{recipe!r} at its published rate was seen to lose accuracy under group norm (docs/presets.md); lower lr")
         safer = {} if _has_batch_norm(model) else presets.WITHOUT_BATCH_NORM.get(recipe, {})
-        recipe = presets.get(recipe, **{**safer, **options})
+        recipe = presets.recipe_of(recipe, {**safer, **options}, _OPTIONS)
     else:
         require(not options, "adapt", f"options {list(options)}", "given in the recipe where it is not a preset's name")
     return Adapter(model, recipe, **own)
