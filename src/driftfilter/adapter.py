@@ -302,9 +302,11 @@ class Adapter(nn.Module):
         return split(inputs, self.recipe.chunk) if self.recipe.chunk else [inputs]
 
     def _stepped(self, now: _Now, inputs: Inputs) -> tuple[_Now, Prediction]:
-        """One call: a step, or a prediction alone until the time for one has come."""
+        """One call: a step, or a prediction alone until the time for one has come, or while the monitor has it frozen."""
         seen, recent = self._seen(inputs, now.recent)
         calls = now.calls + 1
+        if self.monitor is not None and now.watch.frozen:
+            return now._replace(recent=recent if self.window else None, calls=calls), self._predicted(now, inputs)
         if calls % self.update_every:
             return now._replace(recent=recent, calls=calls), self._predicted(now, inputs)
         state, prediction, info = now.filter.step(now.current, seen)
@@ -318,7 +320,7 @@ class Adapter(nn.Module):
         if self.monitor is None:
             return now._replace(state=state, info=info)
         if now.watch.frozen:
-            return now._replace(info=info)
+            return now
 
         def ask(other: FilterState) -> Tensor:
             log_probabilities = now.filter.predict(other, seen).log_probabilities
