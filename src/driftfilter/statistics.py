@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias, final
 
@@ -110,10 +111,13 @@ class TwinBatchNorm(_BatchNorm):
     moments: Moments  # of the last call
     blended: tuple[Tensor, Tensor]  # mean and variance [c] of the last call
 
+    own_check: Callable[[Any, Tensor], None]  # of the dimensions of its inputs, by the class it was
+
     def _check_input_dim(self, input: Tensor) -> None:
         pass
 
     def forward(self, inputs: Tensor) -> Tensor:
+        self.own_check(self, inputs)
         if self.carried is None or (self.blend is None and inputs.numel() > self.num_features):
             return self._by_batch(inputs)
         return self._by_source(inputs) if self.blend is None else self._by_blend(inputs)
@@ -226,7 +230,7 @@ def prepare(module: nn.Module, statistics: Statistics) -> list[TwinBatchNorm]:
 
 def _inside(layer: Any, name: str, statistics: Statistics) -> nn.Module:
     """The normalisation inside a batch norm with a forward of its own (with an activation, say), as a layer within it."""
-    inner = nn.BatchNorm1d(layer.num_features, layer.eps)
+    inner = TwinBatchNorm(layer.num_features, layer.eps)  # of any dimensions: the layer around it has checked them
     inner._parameters.update({own: layer._parameters[own] for own in ("weight", "bias")})
     inner._buffers.update(layer._buffers)
     own, blending = layer.forward, not isinstance(statistics, str) and layer.running_mean is not None
@@ -263,6 +267,7 @@ class _Redirected(TorchFunctionMode):
 
 def _turned(layer: Any, statistics: Statistics) -> TwinBatchNorm:
     missing = layer.running_mean is None
+    layer.__dict__["own_check"] = type(layer)._check_input_dim
     layer.__class__ = TwinBatchNorm  # the twin's own layer: the same one, with other statistics
     layer.blend = None if isinstance(statistics, str) or missing else statistics
     layer.trust = 1.0
