@@ -319,6 +319,10 @@ def mlp(*norms: nn.Module) -> nn.Sequential:
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "no module": (lambda: df.adapt("resnet"), "adapt: model must be a torch module, got 'str'"),  # type: ignore[arg-type]
     "unknown preset": (lambda: df.adapt(network(), "tnt"), r"preset must be one of .*did you mean 'tent'\?\), got 'tnt'"),
+    "misspelt option of its own": (
+        lambda: df.adapt(network(), windw=32),
+        r"'window', .*did you mean 'window'\?\), got 'windw'",
+    ),
     "unknown option": (lambda: df.adapt(network(), "tent", rl=1), r"option of preset 'tent' must be one of \['lr'.* got 'rl'"),
     "options beside a recipe": (lambda: df.adapt(network(), df.Recipe(), lr=1), r"options \['lr'\]"),
     "no recipe": (lambda: df.adapt(network(), df.Recipe), "adapt: recipe must be the name of a preset or a Recipe"),  # type: ignore[arg-type]

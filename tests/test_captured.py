@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import driftfilter as df
+from driftfilter import captured
+from driftfilter.inputs import Inputs, picked
 
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -59,6 +61,53 @@ def test_graphs_are_used() -> None:
         adapter(batch)
     captures = adapter._now.bound.filter.logits._local.captures  # type: ignore[union-attr]
     assert [len(free) for free in captures._free.values()] == [1]
+
+
+TOKENS = torch.zeros(2, 5, dtype=torch.long)
+OTHERS: dict[str, tuple[Inputs, Inputs]] = {  # what one capture cannot serve both of
+    "order of names": ({"ids": TOKENS, "mask": TOKENS}, {"mask": TOKENS, "ids": TOKENS}),
+    "names": ({"ids": TOKENS, "mask": TOKENS}, {"ids": TOKENS, "types": TOKENS}),
+    "places": ((TOKENS, None, TOKENS), (TOKENS, TOKENS, None)),
+    "values": ((TOKENS, 1), (TOKENS, True)),
+    "dtype": (TOKENS, TOKENS.float()),
+}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_a_capture_is_for_inputs_of_the_same_names_and_places(case: str) -> None:
+    one, other = (captured.key_of(torch.zeros(3), inputs, picked) for inputs in OTHERS[case])
+    assert one != other
+    assert one == captured.key_of(torch.ones(3), OTHERS[case][0], picked)
+
+
+@GPU
+def test_inputs_by_name_may_come_in_any_order() -> None:
+    class Named(Convolutional):
+        def forward(self, images: Tensor, others: Tensor) -> Tensor:  # type: ignore[override]
+            return super().forward(images + 0.1 * others)
+
+    torch.manual_seed(0)
+    own, found = Named().eval().to(DEVICE), []
+    for graphs in (True, False):
+        adapter, outputs = df.adapt(own, cuda_graphs=graphs), []
+        for step, batch in enumerate(stream([16] * 6)):
+            named = {"images": batch, "others": -batch.flip(0)}
+            outputs.append(adapter(**(named if step < 3 else dict(reversed(named.items())))))
+        found.append(torch.cat(outputs))
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+
+
+def test_captures_do_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(captured, "Capture", lambda *arguments: object())
+    captures, network, theta = captured.Captures(), Any, torch.zeros(3)
+    keys = [captured.key_of(theta, torch.zeros(n, 2), picked) for n in range(1, 40)]
+    for key in keys:
+        captures.note(key, "total")
+    taken = [captures.take(network, key, theta, theta) for key in keys]  # type: ignore[arg-type]
+    assert [found is not None for found in taken] == [True] * 16 + [False] * 23
+    assert taken[0] is not None
+    captures.give_back(keys[0], "total", taken[0][0])
+    assert captures.take(network, keys[0], theta, theta) == taken[0]  # type: ignore[arg-type]
 
 
 @GPU
@@ -114,6 +163,13 @@ def test_channels_last_gives_the_same_and_leaves_the_model_alone() -> None:
     for name, tensor in own.state_dict(keep_vars=True).items():
         assert (tensor.data_ptr(), tensor.stride()) == before[name][:2]
         assert torch.equal(tensor, before[name][2])
+
+
+def test_channels_last_leaves_volumes_as_they_are() -> None:
+    torch.manual_seed(0)
+    body = nn.Sequential(nn.Conv3d(1, 4, 3), nn.BatchNorm3d(4), nn.AdaptiveAvgPool3d(1), nn.Flatten(), nn.Linear(4, 3))
+    own, batch = body.eval().to(DEVICE), torch.randn(8, 1, 5, 5, 5).to(DEVICE)
+    assert torch.equal(df.adapt(own, channels_last=True)(batch), df.adapt(own)(batch))
 
 
 def test_channels_last_sees_what_is_written_to_the_model() -> None:

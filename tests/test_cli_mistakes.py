@@ -120,6 +120,13 @@ def test_the_documents_say_what_happened(capsys: pytest.CaptureFixture[str]) -> 
     assert err.startswith("driftfilter data: error: path must be a file or folder of data, got 'nowhere'")
 
 
+def test_what_a_model_prints_is_no_part_of_the_document(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "loud.py").write_text("import run_network\nmake = lambda: print('loading') or run_network.make()\n")
+    status, out, err = called(capsys, "run", "loud:make", *RUN[2:], "--json", "--out", "o")
+    assert (status, json.loads(out)["samples"]) == (0, N)
+    assert "loading\n" in err
+
+
 def test_what_json_does_not_know_is_null() -> None:
     found = finite({"a": float("nan"), "b": [1.0, float("inf"), (2, "x", None, True)]})
     assert found == {"a": None, "b": [1.0, None, [2, "x", None, True]]}
@@ -140,7 +147,7 @@ def test_a_failed_task_is_told_though_quiet(capsys: pytest.CaptureFixture[str], 
 def test_a_run_that_ends_badly_says_so_as_data(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, err = called(capsys, "run", "resnet20", "x.npy", "--json", "--out", "o")
     assert status == 1
-    assert json.loads(out)["error"].startswith("step 0 (samples 0 to 45): the model failed: ")
+    assert json.loads(out)["error"] == "step 0 (samples 0 to 45): expected 4D input (got 3D input)"
     assert "it was the first batch: does the model take samples like these?" in err
 
 
@@ -164,7 +171,10 @@ MISTAKES: dict[str, tuple[list[str], int, str]] = {
     "run dot": (["run", "run_network.make", "x.npy"], 2, "(did you mean 'run_network:make'?), got 'run_network.make'"),
     "run set": ([*RUN, "--set", "inference.rule.ls=1"], 2, "--set inference.rule.ls=1: "),
     "run live": ([*RUN, "--live", "--quiet"], 2, "--live and --quiet contradict each other"),
-    "run labels": (["run", MODEL, "x.npy", "--labels", "text.txt"], 2, "driftfilter run: error: "),
+    "run labels": (["run", MODEL, "x.npy", "--labels", "text.txt"], 2, "npz file of numbers, got a file of another kind\n"),
+    "run stdin": ([*RUN, "--stdin-continues"], 2, "--stdin-continues must be left out unless DATA is -, got 'x.npy'"),
+    "run integers": ([*RUN, "--integers", "ids"], 2, "--integers must be left out unless DATA is -, got 'x.npy'"),
+    "run range": ([*RUN, "--range", "-1,-2"], 2, "--range must be LOW,HIGH: two numbers, the lower one first, got '-1,-2'"),
     "report nothing": (["report"], 2, "the following arguments are required: RUN"),
     "report nowhere": (["report", "nowhere"], 1, "RUN must be a folder of driftfilter run or bench, got 'nowhere'"),
     "report empty": (["report", "."], 1, "holds no run"),

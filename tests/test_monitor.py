@@ -7,6 +7,7 @@ import math
 import warnings
 from collections.abc import Iterator
 from dataclasses import FrozenInstanceError, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -366,6 +367,25 @@ def test_freezing_stops_until_told_to_go_on() -> None:
     adapted.resume()
     adapted(inputs(50))
     assert not same(bits(adapted), before)
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 96}, {"update_every": 2}], ids=["plain", "window", "update_every"])
+def test_a_frozen_adapter_predicts_by_the_belief_it_keeps(options: dict[str, Any]) -> None:
+    """Not by that of a step which is thrown away, and no step is told."""
+    told: list[df.StepRecord] = []
+    watcher = SimpleNamespace(on_step=told.append)
+    monitor = df.Monitor(distance=1e-9, on_parameters="freeze")
+    adapted = adapter("opgd", predict_from="posterior", monitor=monitor, callbacks=[watcher], **options)
+    while not adapted.events:
+        adapted(inputs(len(told)))
+    last = adapted.last_info
+    for seed in range(50, 53):
+        expected = adapted.predict(inputs(seed)).log_probabilities
+        assert torch.equal(adapted(inputs(seed)), expected)
+        assert told[-1].info is None
+    adapted.update(inputs(53))
+    assert told[-1].info is None
+    assert adapted.last_info is last
 
 
 def test_the_strongest_of_several_responses_is_done() -> None:

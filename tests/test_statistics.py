@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -223,6 +224,16 @@ def test_one_value_a_channel_has_the_derivative_of_its_values_under_ema() -> Non
     cotangents = torch.randn_like(logits)
     gradient = torch.cat([each.flatten() for each in torch.autograd.grad(expected, list(model.parameters()), cotangents)])
     torch.testing.assert_close(pullback.total(cotangents), gradient, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("statistics", ["batch", "source", df.PseudoCount(), df.Ema()], ids=repr)
+def test_an_image_that_is_no_batch_is_refused_as_by_the_module_itself(statistics: Any) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2)).eval()
+    image = torch.randn(3, 6, 6)  # four rows are left of it, as many as there are channels
+    with pytest.raises(ValueError, match="expected 4D input") as own:
+        model(image)
+    with pytest.raises(ValueError, match=re.escape(str(own.value))):
+        df.adapt(model, "tent", statistics=statistics)(image)
 
 
 @kinds

@@ -50,7 +50,7 @@ from driftfilter.recipe import Recipe
 from driftfilter.saving import Fingerprint, fingerprint, plain
 from driftfilter.shards import among, current
 from driftfilter.source import Laplace, PointMass, SourceData
-from driftfilter.twins import full_precision, twin
+from driftfilter.twins import full_precision, in_channels_last, twin
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # not in every build of torch
@@ -87,7 +87,7 @@ def adapt(model: nn.Module, recipe: str | Recipe = "driftfilter", **options: Any
         if recipe in presets.FOR_BATCH_NORM and "lr" not in options and _has_group_norm(model):
             warn(f"{recipe!r} at its published rate was seen to lose accuracy under group norm (docs/presets.md); lower lr")
         safer = {} if _has_batch_norm(model) else presets.WITHOUT_BATCH_NORM.get(recipe, {})
-        recipe = presets.get(recipe, **{**safer, **options})
+        recipe = presets.recipe_of(recipe, {**safer, **options}, _OPTIONS)
     else:
         require(not options, "adapt", f"options {list(options)}", "given in the recipe where it is not a preset's name")
     return Adapter(model, recipe, **own)
@@ -310,7 +310,7 @@ class Adapter(nn.Module):
             yield self._laid_out(own)
 
     def _laid_out(self, inputs: Inputs) -> Inputs:
-        return each(inputs, _channels_last) if self.channels_last else inputs
+        return each(inputs, in_channels_last) if self.channels_last else inputs
 
     def _identity(self, data: bool) -> dict[str, Any]:
         """What must be the same on all ranks."""
@@ -322,9 +322,11 @@ class Adapter(nn.Module):
         return split(inputs, self.recipe.chunk) if self.recipe.chunk else [inputs]
 
     def _stepped(self, now: _Now, inputs: Inputs) -> tuple[_Now, Prediction]:
-        """One call: a step, or a prediction alone until the time for one has come."""
+        """One call: a step, or a prediction alone until the time for one has come, or while the monitor has it frozen."""
         seen, recent = self._seen(inputs, now.recent)
         calls = now.calls + 1
+        if self.monitor is not None and now.watch.frozen:
+            return now._replace(recent=recent if self.window else None, calls=calls), self._predicted(now, inputs)
         if calls % self.update_every:
             return now._replace(recent=recent, calls=calls), self._predicted(now, inputs)
         state, prediction, info = now.filter.step(now.current, seen)
@@ -338,7 +340,7 @@ class Adapter(nn.Module):
         if self.monitor is None:
             return now._replace(state=state, info=info)
         if now.watch.frozen:
-            return now._replace(info=info)
+            return now
 
         def ask(other: FilterState) -> Tensor:
             log_probabilities = now.filter.predict(other, seen).log_probabilities
@@ -584,11 +586,6 @@ def _together(predictions: list[Prediction]) -> Prediction:
         return predictions[0]
     columns = ((each.log_probabilities, each.logit_variance) for each in predictions)
     return Prediction(*map(torch.cat, zip(*columns, strict=True)))
-
-
-def _channels_last(values: Tensor) -> Tensor:
-    """Images in that layout; anything else as it is."""
-    return values.contiguous(memory_format=torch.channels_last) if values.dim() == 4 else values
 
 
 def _last(prediction: Prediction, samples: int) -> Prediction:

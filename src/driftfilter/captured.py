@@ -1,7 +1,8 @@
 """A network's passes as CUDA graphs: for batches of one shape, a forward and a backward pass are one launch each.
 
 Small batches wait for Python to launch hundreds of kernels. The first batch of a shape runs as ever, the second is captured,
-all others are replayed with their own θ, inputs and carried statistics. A capture serves one pullback at a time.
+all others are replayed with their own θ, inputs and carried statistics. A capture serves one pullback at a time. Shapes that
+come when there are captures enough run as ever.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, final
 import torch
 from torch import Tensor
 
-from driftfilter.inputs import Inputs, each, others, tensors
+from driftfilter.inputs import Inputs, each, parts, tensors
 from driftfilter.twins import autocast_of_model
 
 if TYPE_CHECKING:
@@ -20,18 +21,26 @@ if TYPE_CHECKING:
 
 Question: TypeAlias = Literal["rows", "total"]
 Key: TypeAlias = tuple[Any, ...]
+_PLAIN = (type(None), bool, int, float, str)
+_MOST = 16  # captures of a thread, each with memory of its own: texts may come in any length
 _WARM = 3  # passes before a capture: cuDNN's trials and kernels' compilation cannot be captured
 
 
 def key_of(theta: Tensor, inputs: Inputs, output: Callable[..., Any]) -> Key:
-    """What a capture is good for: batches of one shape, dtype and layout, under one autocast."""
-    shapes = [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors(inputs)]
-    return (theta.dtype, theta.device, *shapes, repr(others(inputs)), autocast_of_model(), output)
+    """What a capture is good for: batches of one shape, dtype and layout in the same places, under one autocast."""
+    return (theta.dtype, theta.device, *((name, _kind(part)) for name, part in parts(inputs)), autocast_of_model(), output)
+
+
+def _kind(part: Any) -> tuple[Any, ...]:
+    """What a capture takes for granted about a part of the inputs: of a tensor its form, of anything else all of it."""
+    return (part.shape, part.stride(), part.dtype) if isinstance(part, Tensor) else (type(part), part)
 
 
 def possible(theta: Tensor, inputs: Inputs) -> bool:
-    """Whether all of a batch is on the GPU."""
-    return theta.is_cuda and all(tensor.is_cuda for tensor in tensors(inputs))
+    """Whether all of a batch is on the GPU, but for plain values, by which captures can be told apart."""
+    return theta.is_cuda and all(
+        part.is_cuda if isinstance(part, Tensor) else isinstance(part, _PLAIN) for _, part in parts(inputs)
+    )
 
 
 @final
@@ -89,6 +98,7 @@ class Captures:
 
     def __init__(self) -> None:
         self._free: dict[tuple[Key, Question], list[Capture]] = {}
+        self._made = 0
         self._asked: dict[Key, Question | None] = {}
 
     def note(self, key: Key, question: Question | None) -> None:
@@ -96,12 +106,17 @@ class Captures:
         self._asked[key] = question
 
     def take(self, network: Network, key: Key, theta: Tensor, inputs: Inputs) -> tuple[Capture, Question] | None:
-        """One that is free, or a new one; None where it is not yet known what will be asked."""
+        """One that is free, or a new one; None where it is not yet known what will be asked, or there are enough."""
         question = self._asked.get(key)
         if question is None:
             return None
         free = self._free.setdefault((key, question), [])
-        return (free.pop() if free else Capture(network, theta, inputs, question)), question
+        if not free:
+            if self._made >= _MOST:
+                return None
+            free.append(Capture(network, theta, inputs, question))
+            self._made += 1
+        return free.pop(), question
 
     def give_back(self, key: Key, question: Question, capture: Capture) -> None:
         """It is free for another pass."""

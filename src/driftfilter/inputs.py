@@ -16,7 +16,8 @@ from driftfilter.checks import require, require_finite
 Inputs: TypeAlias = Any  # a tensor [n, ...], a tuple of what the model takes by place, or a mapping by name
 
 
-def _parts(inputs: Inputs) -> Iterator[tuple[str, Any]]:
+def parts(inputs: Inputs) -> Iterator[tuple[str, Any]]:
+    """What the inputs consist of, tensors or not, each with its name in an error."""
     if isinstance(inputs, Tensor):
         yield "inputs", inputs
     elif isinstance(inputs, Mapping):
@@ -32,7 +33,7 @@ def batch_size(inputs: Inputs) -> int:
     """n, the length of the first tensor."""
     if isinstance(inputs, Tensor):
         return inputs.shape[0]
-    return next(int(part.shape[0]) for _, part in _parts(inputs) if isinstance(part, Tensor))
+    return next(int(part.shape[0]) for _, part in parts(inputs) if isinstance(part, Tensor))
 
 
 def checked(inputs: Inputs) -> Inputs:
@@ -42,7 +43,7 @@ def checked(inputs: Inputs) -> Inputs:
         if inputs.is_floating_point():
             require_finite("inputs", inputs)
         return inputs.clone() if inputs.is_inference() else inputs
-    tensors = [(name, part) for name, part in _parts(inputs) if isinstance(part, Tensor)]
+    tensors = [(name, part) for name, part in parts(inputs) if isinstance(part, Tensor)]
     if not tensors:
         raise ValueError(f"inputs must be a tensor [n, ...], or a tuple or dict of them, got a {type(inputs).__name__}")
     _require_batch(*tensors[0])
@@ -116,12 +117,7 @@ def each(inputs: Inputs, change: Callable[[Tensor], Tensor]) -> Inputs:
 
 def tensors(inputs: Inputs) -> list[Tensor]:
     """The tensors among the inputs, in their order."""
-    return [part for _, part in _parts(inputs) if isinstance(part, Tensor)]
-
-
-def others(inputs: Inputs) -> list[Any]:
-    """What is no tensor among them."""
-    return [part for _, part in _parts(inputs) if not isinstance(part, Tensor)]
+    return [part for _, part in parts(inputs) if isinstance(part, Tensor)]
 
 
 def arguments(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -9,7 +9,7 @@ centroid pseudo-labels of SHOT, which need the whole target set.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -477,6 +477,11 @@ def get(name: str, **options: Any) -> Recipe:
     >>> get("tent", lr=0.01).inference
     GradientStep(rule=Adam(lr=0.01, betas=(0.9, 0.999), eps=1e-08), anchor=0.0, radius=0.0, reference=0, keep_gradient=False)
     """
+    return recipe_of(name, options)
+
+
+def recipe_of(name: str, options: Mapping[str, Any], beside: Sequence[str] = ()) -> Recipe:
+    """The same; an error about an option that is not known names those ``beside`` the preset's, too."""
     known = isinstance(name, str) and name in PRESETS
     require(known, "preset", name, f"one of {names()}{nearest(str(name), names())}")
     signature = inspect.signature(PRESETS[name])
@@ -484,6 +489,6 @@ def get(name: str, **options: Any) -> Recipe:
     others = {key: value for key, value in options.items() if key not in own}
     known_fields = [item.name for item in fields(Recipe)]
     for key in others:
-        possible = [*signature.parameters, *known_fields]
+        possible = [*signature.parameters, *known_fields, *beside]
         require(key in known_fields, f"option of preset {name!r}", key, f"one of {possible}{nearest(key, possible)}")
     return replace(PRESETS[name](**own), **others)

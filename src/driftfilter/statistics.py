@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias, final
 
@@ -111,10 +112,13 @@ class TwinBatchNorm(_BatchNorm):
     moments: Moments  # of the last call
     blended: tuple[Tensor, Tensor]  # mean and variance [c] of the last call
 
+    own_check: Callable[[Any, Tensor], None]  # of the dimensions of its inputs, by the class it was
+
     def _check_input_dim(self, input: Tensor) -> None:
         pass
 
     def forward(self, inputs: Tensor) -> Tensor:
+        self.own_check(self, inputs)
         shards = current()
         if shards is not None:
             return self._among(inputs, shards)
@@ -254,7 +258,7 @@ def prepare(module: nn.Module, statistics: Statistics) -> list[TwinBatchNorm]:
 
 def _inside(layer: Any, name: str, statistics: Statistics) -> nn.Module:
     """The normalisation inside a batch norm with a forward of its own (with an activation, say), as a layer within it."""
-    inner = nn.BatchNorm1d(layer.num_features, layer.eps)
+    inner = TwinBatchNorm(layer.num_features, layer.eps)  # of any dimensions: the layer around it has checked them
     inner._parameters.update({own: layer._parameters[own] for own in ("weight", "bias")})
     inner._buffers.update(layer._buffers)
     own, blending = layer.forward, not isinstance(statistics, str) and layer.running_mean is not None
@@ -291,6 +295,7 @@ class _Redirected(TorchFunctionMode):
 
 def _turned(layer: Any, statistics: Statistics) -> TwinBatchNorm:
     missing = layer.running_mean is None
+    layer.__dict__["own_check"] = type(layer)._check_input_dim
     layer.__class__ = TwinBatchNorm  # the twin's own layer: the same one, with other statistics
     layer.blend = None if isinstance(statistics, str) or missing else statistics
     layer.trust = 1.0

@@ -31,11 +31,16 @@ def twin(model: nn.Module, channels_last: bool = False) -> nn.Module:
             shared[id(tensor)] = tensor.detach()
         try:
             found = copy.deepcopy(model, shared).eval()
-            return found.to(memory_format=torch.channels_last) if channels_last else found  # type: ignore[call-overload]
+            return found._apply(in_channels_last) if channels_last else found
         except TypeError as error:
             raise ValueError(
                 f"the model must be one that copy.deepcopy can copy, got {type(model).__name__}: {error}"
             ) from error
+
+
+def in_channels_last(values: Tensor) -> Tensor:
+    """Images, and weights of their convolutions, in that layout; anything else as it is."""
+    return values.contiguous(memory_format=torch.channels_last) if values.dim() == 4 else values
 
 
 def private(model: nn.Module) -> nn.Module:

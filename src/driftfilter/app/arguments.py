@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -17,6 +18,10 @@ HELP = "COMMAND --help lists its options; exit status: 0 done, 1 failed, 2 wrong
 
 class Parser(argparse.ArgumentParser):
     """One whose errors name what is nearest to a wrong command, option or choice."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._negative_number_matcher = re.compile(r"-\.?\d")  # no option begins so: --range -1,1 has a value
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As argparse does it, but what is not known is an error here, where the options of the command are known."""

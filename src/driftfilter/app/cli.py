@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext, redirect_stdout
 
 from driftfilter.app.arguments import parse, parser
 from driftfilter.app.output import Output
@@ -38,7 +39,8 @@ def _run(arguments: Sequence[str]) -> int:
     from driftfilter.app.commands import COMMANDS
 
     output = Output(parsed.quiet, parsed.json)
-    status, document = COMMANDS[parsed.command](parsed, arguments, output)
+    with redirect_stdout(sys.stderr) if output.json else nullcontext():  # a user's own model may print
+        status, document = COMMANDS[parsed.command](parsed, arguments, output)
     if document is not None:
         output.document(document)
     return status

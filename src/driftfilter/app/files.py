@@ -48,7 +48,13 @@ def open_arrays(path: Path) -> dict[str, NDArray[Any]]:
         with path.open("rb") as file, np.load(file) as arrays:
             return dict(arrays)
     except (ValueError, TypeError, AttributeError, OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        raise ValueError(f"{path} must be a whole .npz file of numbers, got {error}") from error
+        raise ValueError(f"{path} must be a whole .npz file of numbers, got {_found(path, error)}") from error
+
+
+def _found(path: Path, error: Exception) -> str:
+    """What is wrong with it: numpy takes a file of any other kind for a pickle, and says how to load that."""
+    with path.open("rb") as file:
+        return str(error) if file.read(2) == b"PK" else "a file of another kind"
 
 
 def holds_clean(path: Path) -> bool:

@@ -86,6 +86,9 @@ def prepare(options: Options) -> Made:
     started = (options.out / "config.json").exists()
     allowed = "a folder without a run (or give --resume, to go on with that one)"
     require(options.resume or not started, "--out", str(options.out), allowed)
+    for option in ("stdin_continues", "integers"):
+        given = getattr(options, option)
+        require(not given or options.data == "-", f"--{option.replace('_', '-')}", options.data, "left out unless DATA is -")
     machine = machine_of(options.device)
     feed = open_feed(options.data, frozenset(filter(None, options.integers.split(","))))
     labels = feed.labels if options.labels is None else open_labels(Path(options.labels), feed.count)
