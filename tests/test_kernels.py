@@ -29,11 +29,26 @@ for dtype in (torch.float32, torch.bfloat16):
         wide, centered = delta.double(), x.double() - mean.double().view(-1, 1, 1)
         torch.testing.assert_close(total.double(), wide.sum((2, 3)), rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(spread.double(), (wide * centered).sum((2, 3)), rtol=1e-5, atol=1e-5)
+
+        carried, trust, eps = torch.rand(70) + 0.5, torch.tensor(0.7), 1e-5
+        moments = kernels.blend(x, (mean, carried), trust, 0.5, eps)
+        variance, own = torch.var_mean(x.double(), (0, 2, 3), correction=0)
+        shift, share = own - mean, 0.35
+        mixed = carried + share * (variance - carried + (1 - share) * shift**2)
+        wanted = torch.stack((mean + share * shift, mixed, (mixed + eps).rsqrt(), own, (variance + eps).rsqrt()))
+        torch.testing.assert_close(moments.double(), wanted, rtol=1e-4, atol=1e-5)
+
+        weight, found = torch.randn(70), torch.empty(4, 70)
+        kernels._totals[3,](torch.stack((total, spread)), weight, moments, found, 5, 70, C=32, M=128)
+        every, about = total.sum(0), spread.sum(0)
+        slope = weight * moments[2] / moments[4]
+        wanted = torch.stack((every, about * moments[2], about + (moments[0] - moments[3]) * every, slope))
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
 """
 
 
 @pytest.mark.skipif(not kernels.available or torch.cuda.is_available(), reason="needs Triton; on a GPU see below")
-def test_sums_of_every_sample_in_tritons_interpreter() -> None:
+def test_kernels_in_tritons_interpreter() -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run([sys.executable, "-c", INTERPRETED], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

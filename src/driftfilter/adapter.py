@@ -359,7 +359,7 @@ class Adapter(nn.Module):
             signals = Signals() if now.watch is before.watch else now.watch.signals
             events = now.watch.since(before.watch)
             record = StepRecord(before.steps, samples, ms, info, log_probabilities, signals, events)
-            for callback in self.callbacks:
+            for callback in tuple(self.callbacks):
                 callback.on_step(record)
         for event in now.watch.events:
             if event.response == "warn" and event.step >= before.watch.batches:
