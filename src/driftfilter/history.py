@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 SHORT = 64  # samples in a window, or the batch where that is larger; and the fewest that are compared
+STEADY = 2 * SHORT  # samples whose entropies are in it: garbage may raise them by half a deviation only
 LONG = 50  # samples of a class, on average, that are remembered of pairs
 
 
@@ -30,10 +31,10 @@ class Evidence(NamedTuple):
         if found.get("pairs", 0) >= SHORT:
             signals[0], tails[0] = found["lost"], found["lost_tail"]
         if found.get("past", 0) >= SHORT:
-            pooled = found["window"] * found["lately"] / (found["window"] + found["lately"])
+            pooled = found["told"] * found["lately"] / (found["told"] + found["lately"])
             signals[1:] = found["g_class"] / found["window"], found["rise"]
             tails[1] = improbability(found["g_class"]) - math.log(classes)
-            tails[2] = bernstein(found["rise"], pooled, math.log(classes) / found["spread"])
+            tails[2] = bernstein(found["rise"], pooled, (math.log(classes) - found["usual"]) / found["spread"])
         return cls(tuple(signals), tuple(tails))
 
 
@@ -45,7 +46,7 @@ def improbability(statistic: float) -> float:
 def bernstein(rise: float, samples: float, reach: float) -> float:
     """-ln of the chance that a mean rises by r deviations of a sample: at least N r² / 2 (1 + r reach / 3), 0 if it falls.
 
-    ``reach``: how many deviations a sample can be off. A model that is sure of nearly all has few samples that are far off.
+    ``reach``: how many deviations a sample can be above the mean. A model that is sure of nearly all has few that are far off.
     """
     return samples * rise * rise / 2 / (1 + rise * reach / 3) if rise > 0 else 0.0
 
@@ -77,9 +78,12 @@ def extended(history: Tensor | None, batch: Tensor, samples: int) -> Tensor:
     return torch.cat((history[:-3], history[-3:] * share)) + batch
 
 
-def faded(window: Tensor | None, batch: Tensor, samples: int) -> Tensor:
-    """A short window with a batch in it."""
-    return batch if window is None else window * max(0.0, 1 - samples / SHORT) + batch
+def faded(window: Tensor | None, batch: Tensor, samples: int, entropies: int = SHORT) -> Tensor:
+    """A short window with a batch in it, which remembers the entropies of so many samples."""
+    if window is None:
+        return batch
+    classes, moments = (max(0.0, 1 - samples / memory) for memory in (SHORT, entropies))
+    return torch.cat((window[:-3] * classes, window[-3:] * moments)) + batch
 
 
 def shape_of(batch: Tensor) -> dict[str, Tensor]:
@@ -100,7 +104,8 @@ def compared(recent: Tensor, history: Tensor) -> dict[str, Tensor]:
     n, m = counts.sum(), past.sum()
     s, q, pooled = counts / n, past / m, (counts + past) / (n + m)
     g = n * _binary(s, pooled) + m * _binary(q, pooled)
-    entropies = {"lately": history[-3], "rise": rise(recent, history), "spread": _spread(history)}
+    entropies = {"told": recent[-3], "lately": history[-3], "usual": history[-2] / history[-3]}
+    entropies |= {"rise": rise(recent, history), "spread": _spread(history)}
     return {"window": n, "past": m, "g_class": (g * (s > q)).max(), **entropies}
 
 

@@ -19,7 +19,7 @@ from driftfilter.checkpoint import as_tensor, as_text, from_tensors, moved, to_t
 from driftfilter.checks import require, require_count, require_finite, require_number
 from driftfilter.divergence import deviation, kl_divergence
 from driftfilter.filtering import FilterState, StepInfo
-from driftfilter.history import SHORT, Evidence, compared, extended, faded, lost, rise, shape_of, summary, with_pairs
+from driftfilter.history import SHORT, STEADY, Evidence, compared, extended, faded, lost, rise, shape_of, summary, with_pairs
 
 Response: TypeAlias = Literal["record", "warn", "inflate", "probation", "revert", "reset", "freeze"]  # mildest first
 Ask: TypeAlias = Callable[[FilterState], Tensor]  # log-probabilities [n, k] of the current batch under another state
@@ -243,7 +243,7 @@ class Monitor:
             return Observed(signals, self._out_of_bounds(signals, Evidence()), None, past.recent, past.pairs, 0)
         samples, classes = log_probabilities.shape
         batch = summary(log_probabilities)
-        recent = faded(past.recent, batch, samples)
+        recent = faded(past.recent, batch, samples, STEADY)
         pairs = self._probed(past, state, log_probabilities, ask)
         against = {} if past.reference is None else compared(recent, past.reference)
         against |= {} if pairs is None else lost(pairs, classes)
