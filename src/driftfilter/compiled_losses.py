@@ -98,12 +98,12 @@ def log_softmax(w: Floats, i: int, row: int) -> None:
 @compiled
 def weigh(rules: Rules, w: Floats, n: int, out: Floats, start: int) -> int:
     """w_i and w_i / n of the samples from their log-probabilities; returns how many have a weight."""
-    k = w.shape[2]
-    largest = math.log(max(k, 2))
-    used = 0
+    k, used = w.shape[2], 0
+    looks = rules.gates.shape[0] > 0 or rules.masked
+    largest = math.log(max(k, 2)) if looks else 1.0
     for i in range(n):
         weight, entropy, top = rules.beta, 0.0, 0.0
-        for c in range(k):
+        for c in range(k if looks else 0):
             top = max(top, w[i, P, c])
             entropy -= w[i, P, c] * max(w[i, LOGP, c], FLOOR)
         for g in range(rules.gates.shape[0]):
@@ -115,7 +115,7 @@ def weigh(rules: Rules, w: Floats, n: int, out: Floats, start: int) -> int:
             else:
                 weight = 0.0
         confident = not rules.masked
-        for t in range(rules.terms.shape[0]):
+        for t in range(rules.terms.shape[0] if rules.masked else 0):
             confident = confident or top >= rules.terms[t, 1]
         out[start + i, 2 * k + 1] = weight if confident else 0.0
         used += out[start + i, 2 * k + 1] != 0

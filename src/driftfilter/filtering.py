@@ -167,6 +167,7 @@ class Filter:
             require_role("Filter.upkeep", self.upkeep, "upkeep", "ResetEvery(1000)")
         object.__setattr__(self, "logits", lift(self.logits))
         object.__setattr__(self, "_bound", None)
+        object.__setattr__(self, "_motion", None)
         object.__setattr__(self, "_warned", False)
 
     @_without_gradients
@@ -272,7 +273,7 @@ class Filter:
         return prediction
 
     def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_bound": None}  # worked out again after unpickling
+        return {**self.__dict__, "_bound": None, "_motion": None}  # worked out again after unpickling
 
     def _bind(self, state: FilterState) -> tuple[BoundTransition, PredictiveModel]:
         """Transition and model for a state; what depends on the source only is kept, since a stream has only one."""

@@ -84,8 +84,17 @@ def _plan(filt: Filter, state: FilterState, batches: Iterable[Any]) -> Plan:
     _require_small(state, int(np.diff(offsets).max(initial=0)), head.classes - first)
     matrix = filt.transition.read_out(parameters)
     read_out = np.zeros((0, 0)) if matrix is None else np.ascontiguousarray(matrix.double().numpy())
-    motion = motion_of(filt.transition, state.source)
+    motion = _motion(filt, state.source)
     return Plan(batches, features, offsets, odd, rules, motion, Head(first, read_out))
+
+
+def _motion(filt: Filter, source: Belief) -> Motion:
+    """The transition for the kernels; kept, since a stream has one source only."""
+    kept: tuple[Belief, Motion] | None = filt.__dict__["_motion"]
+    if kept is None or kept[0] is not source:
+        kept = (source, motion_of(filt.transition, source))
+        object.__setattr__(filt, "_motion", kept)
+    return kept[1]
 
 
 def _require_numba() -> None:
