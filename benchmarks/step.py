@@ -91,8 +91,11 @@ def cases_on(source: nn.Module, images: Tensor) -> dict[str, Callable[[], object
     cases = {"hand-written TENT": hand_written_tent(source, images)}
     cases |= {preset: adapted(source, images, preset) for preset in ("tent", "opgd_diag", "opgd", "driftfilter")}
     if images.device.type == "cpu":
-        last = {"driftfilter, channels last": {}, "driftfilter, channels last, no monitor": {"monitor": None}}
-        more = {name: adapted(source, images, "driftfilter", channels_last=True, **own) for name, own in last.items()}
+        layouts: dict[str, dict[str, Any]] = {
+            "driftfilter, channels last": {},
+            "driftfilter, channels last, no monitor": {"monitor": None},
+        }
+        more = {name: adapted(source, images, "driftfilter", channels_last=True, **own) for name, own in layouts.items()}
         return cases | more
     last = torch.channels_last
     source, images = copy.deepcopy(source).to(memory_format=last), images.contiguous(memory_format=last)  # type: ignore[call-overload]
