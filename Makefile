@@ -25,8 +25,9 @@ lint: setup
 	$(BIN)/mypy
 
 bench: setup
-	$(BIN)/python benchmarks/core.py
-	$(BIN)/python benchmarks/step.py
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt jax
+	mkdir -p runs/benchmarks
+	for name in core step scan fleet; do OMP_NUM_THREADS=1 $(BIN)/python benchmarks/$$name.py --json runs/benchmarks/$$name.json || exit 1; done
 
 docs: setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[docs]"
