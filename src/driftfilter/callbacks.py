@@ -17,7 +17,7 @@ from torch import Tensor
 
 from driftfilter.checks import require
 from driftfilter.filtering import StepInfo
-from driftfilter.growing import Journal
+from driftfilter.growing import Journal, whole_lines
 from driftfilter.history import summary
 from driftfilter.monitor import Event, Signals
 
@@ -108,12 +108,12 @@ def require_callbacks(callbacks: Iterable[Callback]) -> list[Callback]:
 
 @final
 class JsonLines:
-    """A line of JSON a step, seen by others at once; added to what is there, or to the first ``size`` bytes of it."""
+    """A line of JSON a step, seen by others at once; added to the whole lines that are there, or to the first ``size`` bytes."""
 
     def __init__(self, path: str | Path, size: int | None = None) -> None:
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        self.journal = Journal(path, (path.stat().st_size if path.exists() else 0) if size is None else size)
+        self.journal = Journal(path, whole_lines(path) if size is None else size)
 
     def on_step(self, step: StepRecord) -> None:
         self.journal.append((json.dumps(step.to_dict()) + "\n").encode())

@@ -35,3 +35,8 @@ class Journal:
     def close(self) -> None:
         """End it."""
         self._file.close()
+
+
+def whole_lines(path: Path) -> int:
+    """Bytes of a file without the beginning of a line at its end, which a crash may leave; 0 where there is none."""
+    return path.read_bytes().rfind(b"\n") + 1 if path.exists() else 0
