@@ -264,6 +264,8 @@ def test_recipes(module: str, call: str, tmp_path: Path, monkeypatch: pytest.Mon
 def test_lines_go_on_after_a_line_that_a_crash_has_torn(tmp_path: Path) -> None:
     path = tmp_path / "steps.jsonl"
     path.write_text('{"step": 0}\n{"step": 1}\n{"ste')
-    adapted(JsonLines(path))(batch(0))
+    writer = JsonLines(path)
+    adapted(writer)(batch(0))
+    writer.close()
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["step"] for line in lines] == [0, 1, 0]

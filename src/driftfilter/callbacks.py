@@ -108,7 +108,7 @@ def require_callbacks(callbacks: Iterable[Callback]) -> list[Callback]:
 
 @final
 class JsonLines:
-    """A line of JSON a step, seen by others at once; added to the whole lines that are there, or to the first ``size`` bytes."""
+    """A line of JSON a step, seen by others at once; added to the whole lines there are, or to the first ``size`` bytes."""
 
     def __init__(self, path: str | Path, size: int | None = None) -> None:
         path = Path(path)
