@@ -264,9 +264,28 @@ def test_one_class_is_an_alarm_at_once(k: int, n: int) -> None:
     labels[before:] = 0
     found = alarms(labels, torch.full(labels.shape, 0.9), k)
     assert found
-    assert found[0][0] >= before
-    assert found[0][1] == "share_gained"
-    assert (found[0][0] - before + 1) * n <= max(n, 4 * SHORT if k == 2 else SHORT)
+    assert found[0][0] >= before  # nor is anything noticed before
+    first = next(step for step, signal in found if signal == "share_gained")
+    assert (first - before + 1) * n <= max(n, 4 * SHORT if k == 2 else SHORT)
+
+
+def test_half_of_a_share_is_recorded_once_and_nothing_is_done() -> None:
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.randint(10, (60, 50), generator=generator)
+    labels[40:, :18] = 0  # 0.28 nats: from a tenth to four tenths
+    start = df.Filter(df.LinearHead(2)).init(df.Belief(torch.zeros(2), df.Diagonal(torch.ones(2))))
+    state = replace(start, belief=df.Belief(torch.ones(2), df.Diagonal(torch.ones(2))))
+    info = df.StepInfo(0, True, "", torch.zeros(1, 1), torch.ones(1), torch.ones(1))
+    monitor, watch = df.Monitor(), MonitorState()
+    for row in labels:
+        logp = log_probabilities(row, 10)
+        watch, after = monitor.step(watch, start, state, info, logp, lambda _: logp, {})  # noqa: B023
+        assert after is state
+    events = [(event.signal, event.response, event.threshold) for event in watch.events]
+    assert events[:1] == [("share_gained", "record", 0.25)]
+    assert {response for _, response, _ in events} == {"record"}
+    assert watch.events[0].step in (40, 41)
+    assert 0.25 <= watch.events[0].value < 0.5
 
 
 @pytest.mark.parametrize(("k", "n"), [(2, 1), (2, 200), (10, 20), (10, 200), (100, 200)])

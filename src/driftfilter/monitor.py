@@ -176,7 +176,8 @@ class Monitor:
                         statistics of now) predict for the same samples: the last 50 k of every ``probe``-th batch, and of
                         fewer where batches are larger than 50 samples (of every eighth at 200), which tell as much
         share_gained    G_c / N >= share, G_c = N KL(s ‖ m) + M KL(q ‖ m) of a class with share s in a window of N = max(n, 64)
-                        samples, q in the history of M, pooled m, against all others; of the class that gained most
+                        samples, q in the history of M, pooled m, against all others; of the class that gained most.
+                        From half of it on it is recorded
         uncertainty     the mean predictive entropy of the window rises by so many standard deviations of a sample
         distance, divergence (off by default: it costs up to d³)    of the belief from the source, in units of a prior that is
                         most often chosen, not learned: by default an alarm is recorded only
@@ -240,7 +241,7 @@ class Monitor:
         named = self._of_belief(state) | _of_update(info)
         if log_probabilities is None:
             signals = Signals(**_numbers(named))
-            return Observed(signals, self._out_of_bounds(signals, Evidence()), None, past.recent, past.pairs, 0)
+            return Observed(signals, self._out_of_bounds(signals, Evidence()), False, None, past.recent, past.pairs, 0)
         samples, classes = log_probabilities.shape
         batch = summary(log_probabilities)
         recent = faded(past.recent, batch, samples, STEADY)
@@ -250,7 +251,8 @@ class Monitor:
         numbers = _numbers(named | shape_of(batch) | against)  # the only look at the device
         evidence = Evidence.of({name: numbers.pop(name) for name in against}, classes)
         signals = Signals(*evidence.signals, **numbers)
-        return Observed(signals, self._out_of_bounds(signals, evidence), batch, recent, pairs, samples)
+        early = self._certain(evidence)[1] and signals.share_gained >= self.share / 2
+        return Observed(signals, self._out_of_bounds(signals, evidence), early, batch, recent, pairs, samples)
 
     def _probed(self, past: MonitorState, state: FilterState, log_probabilities: Tensor, ask: Ask) -> Tensor | None:
         """[2, w], with the labels of this batch where it is one to probe, and there is another belief than the source."""
@@ -268,10 +270,12 @@ class Monitor:
     def _out_of_bounds(self, signals: Signals, evidence: Evidence) -> dict[str, float]:
         """Signals beyond their thresholds, with these."""
         limits = (self.classes, self.share, self.uncertainty, self.distance, self.divergence or math.inf)
-        chance = -math.log(self.false_alarm)
-        certain = (*(tail >= chance for tail in evidence.tails), True, True)
-        pairs = zip(Signals._fields, signals, limits, certain, strict=False)
+        pairs = zip(Signals._fields, signals, limits, (*self._certain(evidence), True, True), strict=False)
         return {name: limit for name, value, limit, sure in pairs if sure and value >= limit}
+
+    def _certain(self, evidence: Evidence) -> list[bool]:
+        """Whether classes lost, a share gained and a rise of uncertainty are no chance."""
+        return [tail >= -math.log(self.false_alarm) for tail in evidence.tails]
 
     def response(self, signal: str, trying: bool = False) -> Response:
         """What is done about an alarm of this signal; on probation a good belief waits, which is better than the source."""
@@ -301,7 +305,8 @@ class Monitor:
         acts = {signal: self.response(signal, past.trying) for signal in seen.alarms}
         worst = max(acts.values(), key=_severity, default="record")
         now = replace(past, batches=past.batches + 1, recent=seen.recent, pairs=seen.pairs, signals=seen.signals)
-        now = replace(now, alarmed=tuple(seen.alarms)).logged(*_told(past, seen, acts))
+        alarmed = (*seen.alarms, *((_EARLY,) if seen.early else ()))
+        now = replace(now, alarmed=alarmed).logged(*self._noticed(past, seen), *_told(past, seen, acts))
         good = start if past.good is None else past.good
         if _severity(worst) > _PROBATION:
             now = self._away(replace(now, trying=False, trial=None, frozen=worst == "freeze"), seen, state)
@@ -314,6 +319,11 @@ class Monitor:
             covariance = state.belief.covariance.propagate(math.sqrt(self.inflation), 0.0)
             state = replace(state, belief=replace(state.belief, covariance=covariance))
         return self._taken(now, seen, state), state
+
+    def _noticed(self, past: MonitorState, seen: Observed) -> list[Event]:
+        """That labels begin to come in runs: to be known early, and too little to act upon."""
+        new = seen.early and "share_gained" not in seen.alarms and _EARLY not in past.alarmed
+        return [Event(past.batches, "share_gained", seen.signals.share_gained, self.share / 2, "record")] if new else []
 
     def _taken(self, now: MonitorState, seen: Observed, state: FilterState) -> MonitorState:
         """With the batch in the history and, where one is due and nothing is wrong, a snapshot of the state."""
@@ -377,6 +387,7 @@ def _severity(response: str) -> int:
 
 _PROBATION = _severity("probation")
 _DETECTOR = "detector of "
+_EARLY = "share_gained, half of it"
 
 
 def _detected(detectors: Mapping[str, Detector], signals: Signals) -> dict[str, float]:
@@ -395,6 +406,7 @@ class Observed(NamedTuple):
 
     signals: Signals
     alarms: dict[str, float]  # signal -> threshold
+    early: bool  # whether a share has gained half of what is an alarm
     batch: Tensor | None  # [k + 3], its summary
     recent: Tensor | None  # [k + 3], the window with it
     pairs: Tensor | None  # [2, w], with it where it was probed
