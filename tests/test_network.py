@@ -236,3 +236,28 @@ def test_the_fisher_of_weighted_samples_that_batch_statistics_couple(centered: b
     rows = factor * weights.mean().sqrt() / 1.5 + (gradient / len(weights) if centered else 0)
     torch.testing.assert_close(rows.sum(0), expected, rtol=1e-8, atol=1e-10)
     torch.testing.assert_close(rows, energy.evaluation.pullbacks[0](energy.evaluation.expansion.gradient[0] * weights[:, None]))
+
+
+class Looking(nn.Module):
+    """Branches on a number, which torch cannot do for several tangents at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.head = nn.LayerNorm(4), nn.Linear(4, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        values = self.norm(inputs)
+        logits: Tensor = self.head(values if values.sum().item() < 1e9 else -values)
+        return logits
+
+
+def test_products_of_several_tangents_are_those_of_each_alone() -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Conv2d(2, 5, 3), nn.BatchNorm2d(5), nn.ReLU(), nn.Flatten(), nn.Linear(45, 3))
+    for model, inputs in ((plain, torch.randn(6, 2, 5, 5)), (Looking(), torch.randn(6, 4))):
+        network = df.Network(model.double().eval())
+        theta, inputs = network.mean(), inputs.double()
+        tangents = torch.randn(7, len(theta), dtype=torch.float64)
+        step = 1e-6 * tangents
+        wanted = torch.stack([(network(theta + each, inputs) - network(theta - each, inputs)) / 2e-6 for each in step])
+        torch.testing.assert_close(network.pushforward(theta, inputs, tangents), wanted, rtol=1e-6, atol=1e-7)
