@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -238,23 +238,36 @@ def test_the_fisher_of_weighted_samples_that_batch_statistics_couple(centered: b
     torch.testing.assert_close(rows, energy.evaluation.pullbacks[0](energy.evaluation.expansion.gradient[0] * weights[:, None]))
 
 
-class Looking(nn.Module):
-    """Branches on a number, which torch cannot do for several tangents at once."""
+class Twice(torch.autograd.Function):
+    """A function that torch cannot map over several tangents."""
 
+    @staticmethod
+    def forward(inputs: Tensor) -> Tensor:
+        return 2 * inputs
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor) -> Tensor:
+        return 2 * tangent
+
+
+class Doubled(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.head = nn.LayerNorm(4), nn.Linear(4, 3)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        values = self.norm(inputs)
-        logits: Tensor = self.head(values if values.sum().item() < 1e9 else -values)
+        logits: Tensor = self.head(Twice.apply(self.norm(inputs)))  # type: ignore[no-untyped-call]
         return logits
 
 
 def test_products_of_several_tangents_are_those_of_each_alone() -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Conv2d(2, 5, 3), nn.BatchNorm2d(5), nn.ReLU(), nn.Flatten(), nn.Linear(45, 3))
-    for model, inputs in ((plain, torch.randn(6, 2, 5, 5)), (Looking(), torch.randn(6, 4))):
+    for model, inputs in ((plain, torch.randn(6, 2, 5, 5)), (Doubled(), torch.randn(6, 4))):
         network = df.Network(model.double().eval())
         theta, inputs = network.mean(), inputs.double()
         tangents = torch.randn(7, len(theta), dtype=torch.float64)
