@@ -9,7 +9,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from subprocess import PIPE
 from typing import Any
@@ -195,23 +196,30 @@ def test_a_shipped_network_on_pictures(folder: Path) -> None:
 # Going on
 
 
-@pytest.mark.parametrize("kind", ["npz", "csv"])
-@pytest.mark.parametrize("covered", [0, 2, 3])
-def test_a_resumed_run_equals_an_unbroken_one(covered: int, kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It failed in the step after the next one; what the journals hold beyond the checkpoint is said anew."""
-    options = ["--predictions", kind, "--labels", "y.npy", "--window", "12", "--checkpoint-every", "1"]
-    assert run("--out", "whole", *options) == 0
+@contextmanager
+def saving_only(times: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The disk is full after so many saves."""
     save, calls = df.save, 0
 
     def fails(*args: Any) -> None:
         nonlocal calls
-        if calls == covered:
+        if calls == times:
             raise df.CheckpointError("the disk is full")
         calls += 1
         save(*args)
 
     with monkeypatch.context() as patched:
         patched.setattr(df, "save", fails, raising=False)
+        yield
+
+
+@pytest.mark.parametrize("kind", ["npz", "csv"])
+@pytest.mark.parametrize("covered", [0, 2, 3])
+def test_a_resumed_run_equals_an_unbroken_one(covered: int, kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It failed in the step after the next one; what the journals hold beyond the checkpoint is said anew."""
+    options = ["--predictions", kind, "--labels", "y.npy", "--window", "12", "--checkpoint-every", "1"]
+    assert run("--out", "whole", *options) == 0
+    with saving_only(covered, monkeypatch):
         assert run("--out", "o", *options) == 1
     assert len(steps("o")) == covered + 1
     assert run("--out", "o", "--resume", *options) == 0

@@ -13,7 +13,21 @@ from numpy.typing import NDArray
 
 import driftfilter as df
 from driftfilter.app import metrics
-from test_run import BATCH, LABELS, MODULE, N, assert_equal, bad, expected, network, predictions, run, samples, steps
+from test_run import (
+    BATCH,
+    LABELS,
+    MODULE,
+    N,
+    assert_equal,
+    bad,
+    expected,
+    network,
+    predictions,
+    run,
+    samples,
+    saving_only,
+    steps,
+)
 
 NAMES = ("left", "right", "über <b>")
 
@@ -117,17 +131,7 @@ def test_a_resumed_run_records_the_same(covered: int, kind: str, folder: Path, m
     """It failed in a save, with more in its journals than the checkpoint covers."""
     options = [*FULL, "--predictions", kind, "--checkpoint-every", "1"]
     assert run("--out", "whole", *options) == 0
-    save, calls = df.save, 0
-
-    def fails(*args: Any) -> None:
-        nonlocal calls
-        if calls == covered:
-            raise df.CheckpointError("the disk is full")
-        calls += 1
-        save(*args)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(df, "save", fails, raising=False)
+    with saving_only(covered, monkeypatch):
         assert run("--out", "o", *options) == 1
     assert not Path("o/summary.json").exists()
     assert run("--out", "o", "--resume", *options) == 0

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from torch import Tensor
 from driftfilter.checks import NotFiniteError, NotPositiveDefiniteError, require
 from driftfilter.features import OnFeatures
 from driftfilter.inputs import Inputs, batch_size, checked, each
-from driftfilter.predictive import PredictiveModel, Pullback, observing, recalled
+from driftfilter.predictive import AroundPullback, PredictiveModel, Pullback, observing, recalled
 from driftfilter.recipe import Recipe
 from driftfilter.shards import RankError, Ranks, Shards, among, current
 
@@ -63,20 +63,8 @@ class Sharded:
         return _whole().cat(self.model.pushforward(theta, inputs, tangents), 1)
 
 
-class _ShardedPullback(NamedTuple):
-    inner: Pullback
-
-    @property
-    def is_coupled(self) -> bool:
-        """Whether the model's samples are coupled."""
-        return bool(getattr(self.inner, "is_coupled", False))
-
-    @property
-    def memory(self) -> Mapping[str, Tensor]:
-        """What the model itself wants to keep after the step."""
-        kept: Mapping[str, Tensor] = getattr(self.inner, "memory", {})
-        return kept
-
+@final
+class _ShardedPullback(AroundPullback):
     def __call__(self, cotangents: Tensor) -> Tensor:
         shards = _whole()
         return shards.cat(self.inner(shards.own(cotangents, -2)), -2)

@@ -255,9 +255,11 @@ class ReadOut:
         return self.model.pushforward(theta @ self.matrix.mT, inputs, tangents @ self.matrix.mT)
 
 
-class _ReadOutPullback(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class AroundPullback:
+    """What a pullback around another one says of the model: what the inner one does."""
+
     inner: Pullback
-    matrix: Tensor  # [d, states]
 
     @property
     def is_coupled(self) -> bool:
@@ -269,6 +271,12 @@ class _ReadOutPullback(NamedTuple):
         """What the model itself wants to keep after the step."""
         kept: Mapping[str, Tensor] = getattr(self.inner, "memory", {})
         return kept
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class _ReadOutPullback(AroundPullback):
+    matrix: Tensor  # [d, states]
 
     def __call__(self, cotangents: Tensor) -> Tensor:
         return self.inner(cotangents) @ self.matrix
