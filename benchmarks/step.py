@@ -5,7 +5,8 @@
 The hand-written step is forward, entropy, backward and torch's Adam on the norm parameters, nothing else. Every case
 adapts to the same batch and predicts before the step, as TENT does, or with Gaussian logits where its name says so. "Fast":
 on a GPU bfloat16 autocast, channels last, and cuDNN tries its algorithms; the others are as torch has it by itself (TF32
-convolutions). "Tuned": TF32 with the latter two.
+convolutions). "Tuned": TF32 with the latter two. Times are medians, which leave out the monitor's probe of every few batches.
+Peak memory is that of the process: captured graphs keep theirs, so that with graphs it tells nothing of one case.
 """
 
 from __future__ import annotations
