@@ -68,7 +68,7 @@ def own_loop(
     ceiling: float,
     balance: float,
     radius: float,
-    temperature: float,
+    temperature: float | None,
     momentum: float,
     diversity: float,
 ) -> Iterator[Step]:
@@ -84,6 +84,7 @@ def own_loop(
             assert layer.running_var is not None
             carried[name] = (layer.running_mean[None, :, None, None], layer.running_var[None, :, None, None])
     share = momentum * min(1, len(batches[0]) / 64)
+    fading, sums = 1 - len(batches[0]) / 100, torch.zeros(2)
     for batch in batches:
         here = rho * here + (1 - rho) * source
         pieces = here.split([p.numel() for p in parameters])
@@ -96,7 +97,10 @@ def own_loop(
         k, n = p.shape[1], len(batch)
         weights = beta * (1 - torch.special.entr(p).sum(1) / math.log(k))
         energy = (weights * losses_of(logits, weights, ceiling, balance)).sum() / max(n, 100)
+        slopes = torch.stack(torch.autograd.grad(energy, logits, retain_graph=True)).sum(0)
         rows = torch.cat(torch.autograd.grad(energy, leaves), 1)
+        sums = fading * sums + torch.stack(((rows**2 * prior).sum(), (slopes**2).sum()))
+        moderated = (1 + math.pi / 4 * 0.01 * sums[0].item() / sums[1].item()) ** 0.5
         covariance = 1 / (1 / prior + (rows**2).sum(0) / (weights.mean() / max(n, 100)))
         step = covariance * rows.sum(0)
         length = ((rows @ step) / (weights.mean() / max(n, 100)).sqrt()).norm()
@@ -105,5 +109,5 @@ def own_loop(
         seen = torch.special.entr(p.mean(0)).sum().exp().item() / (k * (1 - (1 - 1 / k) ** n))
         share = momentum * min(1, n / 64) * min(1, seen) ** diversity
         mean = torch.stack(logits).mean(0).detach()
-        yield Step(here, functional.softmax(mean / temperature, 1), covariance=torch.diag(covariance))
+        yield Step(here, functional.softmax(mean / (temperature or moderated), 1), covariance=torch.diag(covariance))
     assign(parameters, source)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -226,6 +227,10 @@ def test_logits_known_to_the_caller_are_used(rule: PredictionRule) -> None:
         (df.LinearizedProbit, {"form": "both"}, "LinearizedProbit.form must be 'pairwise' or 'per_class', got 'both'"),
         (df.Tempered, {"temperature": 0.0}, r"Tempered.temperature must be a finite number in \(0, inf\), got 0.0"),
         (df.Tempered, {"over_views": 1}, "Tempered.over_views must be True or False, got 1"),
+        (df.Moderated, {"scale": -1.0}, r"Moderated.scale must be a finite number in \[0, inf\), got -1.0"),
+        (df.Moderated, {"limit": 0.5}, r"Moderated.limit must be a finite number in \[1, inf\), got 0.5"),
+        (df.Moderated, {"samples": 0}, "Moderated.samples must be an integer >= 1, got 0"),
+        (df.Moderated, {"over_views": None}, "Moderated.over_views must be True or False, got None"),
     ],
 )
 def test_settings_out_of_range_are_refused(rule: Callable[..., object], settings: dict[str, object], message: str) -> None:
@@ -285,3 +290,119 @@ def test_tempered_over_views_averages_their_logits() -> None:
     torch.testing.assert_close(rule(belief, known).log_probabilities, (mean / 1.5).log_softmax(-1))
     alone = Query(lift(curved), INPUTS, RANDOMNESS)
     torch.testing.assert_close(rule(belief, alone).log_probabilities, (curved(MEAN, INPUTS) / 1.5).log_softmax(-1))
+
+
+def moderating(logits: LogitFunction | PredictiveModel, **settings: Any) -> df.Filter:
+    return df.Filter(
+        logits,
+        transition=df.Transition(df.MeanReversion(0.9), df.Isotropic(0.1)),
+        observation=df.Gibbs(df.Entropy(), df.Reliability(2.0)),
+        inference=df.Linearized(df.EmpiricalFisher(centered=False)),
+        prediction=df.Moderated(**{"limit": 1e6, **settings}),
+        predict_from="prior",
+    )
+
+
+def sums_of(belief: df.Belief, inputs: Tensor) -> tuple[float, float]:
+    """Σ gᵀ Σ g and Σ |u|² of a batch of the curved model, by autograd for each sample alone."""
+    along, length = 0.0, 0.0
+    for x in inputs:
+        leaf = belief.mean.clone().requires_grad_()
+        f = curved(leaf, x[None])
+        p = f.softmax(-1).detach()
+        weight = 2 * (1 + (p * p.log()).sum() / math.log(3)) / len(inputs)
+        entropy = -(f.softmax(-1) * f.log_softmax(-1)).sum()
+        (u,) = torch.autograd.grad(weight * entropy, f, retain_graph=True)
+        (g,) = torch.autograd.grad(weight * entropy, leaf)
+        along, length = along + (g @ belief.covariance.dense() @ g).item(), length + (u @ u.T).item()
+    return along, length
+
+
+def prior_of(filt: df.Filter, state: df.FilterState) -> df.Belief:
+    return filt.transition(state.belief, state.source)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_moderated_has_the_variance_of_the_logits_along_the_loss(structure: str) -> None:
+    filt = moderating(curved, scale=0.7, samples=2)
+    state = filt.init(df.Belief(MEAN, STRUCTURES[structure]()))
+    along, length = sums_of(prior_of(filt, state), INPUTS)
+    _, prediction, _ = filt.step(state, INPUTS)
+    variance = 0.7 * along / length
+    torch.testing.assert_close(prediction.logit_variance, torch.full((3, 3), variance, dtype=torch.float64), rtol=1e-9, atol=0)
+    logits = curved(prior_of(filt, state).mean, INPUTS)
+    torch.testing.assert_close(
+        prediction.log_probabilities, (logits / math.sqrt(1 + math.pi / 4 * variance)).log_softmax(-1), rtol=1e-9, atol=0
+    )
+
+
+def test_moderated_is_the_probit_of_one_sample_of_two_classes() -> None:
+    filt = moderating(df.LinearHead(2), scale=0.3)
+    state = filt.init(df.Belief(MEAN, df.Full(MATRIX)))
+    prior = prior_of(filt, state)
+    scaled = df.Belief(prior.mean, df.Full(0.3 * prior.covariance.dense()))
+    for x in INPUTS:
+        expected = df.LinearizedProbit()(scaled, Query(df.LinearHead(2), x[None], RANDOMNESS))
+        _, prediction, _ = filt.step(state, x[None])
+        torch.testing.assert_close(prediction.log_probabilities, expected.log_probabilities, rtol=1e-9, atol=0)
+
+
+def test_moderated_fades_the_sums_of_small_batches() -> None:
+    filt = moderating(curved, scale=1.0, samples=10)
+    state = filt.init(df.Belief(MEAN, df.Full(MATRIX)))
+    along, length = 0.0, 0.0
+    for batch in (INPUTS, 2 * INPUTS, INPUTS[:2]):
+        now = sums_of(prior_of(filt, state), batch)
+        fading = 1 - len(batch) / 10
+        along, length = fading * along + now[0], fading * length + now[1]
+        state, prediction, _ = filt.step(state, batch)
+        assert prediction.logit_variance.max().item() == pytest.approx(along / length, rel=1e-9)
+    resting = filt.predict(state, 3 * INPUTS)  # no batch to learn from: that of the last one
+    assert resting.logit_variance.max().item() == pytest.approx(along / length, rel=1e-9)
+    large = INPUTS.repeat(4, 1)
+    now = sums_of(prior_of(filt, state), large)
+    _, prediction, _ = filt.step(state, large)
+    assert prediction.logit_variance.max().item() == pytest.approx(now[0] / now[1], rel=1e-9)
+
+
+def test_moderated_before_the_first_batch_is_map_and_never_beyond_its_limit() -> None:
+    filt = moderating(curved, scale=1e9, limit=1.5)
+    state = filt.init(df.Belief(MEAN, df.Full(MATRIX)))
+    assert torch.equal(filt.predict(state, INPUTS).log_probabilities, curved(MEAN, INPUTS).log_softmax(-1))
+    _, prediction, _ = filt.step(state, INPUTS)
+    logits = curved(prior_of(filt, state).mean, INPUTS)
+    torch.testing.assert_close(prediction.log_probabilities, (logits / 1.5).log_softmax(-1))
+
+
+def test_moderated_learns_in_an_update_too_and_asks_for_rows_once() -> None:
+    asked = []
+
+    class Counting:
+        linear = False
+
+        def __init__(self) -> None:
+            self.inner = lift(curved)
+
+        def __call__(self, theta: Tensor, inputs: Any) -> Tensor:
+            return self.inner(theta, inputs)
+
+        def pushforward(self, theta: Tensor, inputs: Any, tangents: Tensor) -> Tensor:
+            return self.inner.pushforward(theta, inputs, tangents)
+
+        def pullback(self, theta: Tensor, inputs: Any) -> tuple[Tensor, Any]:
+            logits, pull = self.inner.pullback(theta, inputs)
+
+            def counted(cotangents: Tensor) -> Tensor:
+                asked.append(cotangents)
+                return pull(cotangents)
+
+            return logits, counted
+
+    filt = moderating(Counting())
+    start = filt.init(df.Belief(MEAN, df.Diagonal(MATRIX.diagonal().clone())))
+    stepped, _, _ = filt.step(start, INPUTS)
+    assert len(asked) == 1
+    updated, _ = filt.update(start, INPUTS)
+    assert torch.equal(stepped.memory["prediction.slopes"], updated.memory["prediction.slopes"])
+    plain, _, _ = moderating(curved, scale=0.0).step(start, INPUTS)
+    assert torch.equal(stepped.belief.mean, plain.belief.mean)

@@ -313,13 +313,14 @@ def head(preset: str, samples: int = 0) -> Case:
 
 OWN: dict[str, Any] = {
     "beta": 3.0, "variance": 0.2, "taper": 1.5, "rho": 0.8, "ceiling": 0.9, "balance": 2.0, "radius": 0.4,
-    "temperature": 1.7, "momentum": 0.6, "diversity": 3.0,
+    "momentum": 0.6, "diversity": 3.0,
 }  # fmt: skip
 
 
-def own(preset: str) -> Case:
-    steps = own_filters.own_loop(deepcopy(MODEL), STREAM, preset == "driftfilter_aug", **OWN)
-    return Case(adapter_of(preset, **OWN), STREAM, list(steps))
+def own(preset: str, temperature: float | None = None) -> Case:
+    options = {**OWN, "temperature": temperature}
+    steps = own_filters.own_loop(deepcopy(MODEL), STREAM, preset == "driftfilter_aug", **options)
+    return Case(adapter_of(preset, **options), STREAM, list(steps))
 
 
 CASES: dict[str, Callable[[], Case]] = {
@@ -352,6 +353,8 @@ CASES: dict[str, Callable[[], Case]] = {
     "rdumb": rdumb,
     "driftfilter": lambda: own("driftfilter"),
     "driftfilter_aug": lambda: own("driftfilter_aug"),
+    "driftfilter at a temperature": lambda: own("driftfilter", 1.7),
+    "driftfilter_aug at a temperature": lambda: own("driftfilter_aug", 1.7),
     "opgd": lambda: paper("opgd", diagonal=False),
     "opgd_diag": lambda: paper("opgd_diag", diagonal=True),
     "bong_diag": lambda: paper("bong_diag", diagonal=True, samples=4),

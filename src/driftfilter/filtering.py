@@ -28,7 +28,7 @@ from driftfilter.inputs import Inputs, checked
 from driftfilter.losses import Loss
 from driftfilter.noise import Stationary
 from driftfilter.observation import Energy, Gibbs
-from driftfilter.prediction import MAP, Prediction, PredictionRule, Query
+from driftfilter.prediction import MAP, Prediction, PredictionRule, Query, learned
 from driftfilter.predictive import LogitFunction, PredictiveModel, ReadOut, lift, observing, recalled
 from driftfilter.randomness import Purpose, Randomness
 from driftfilter.transition import BoundTransition, Transition
@@ -214,6 +214,8 @@ class Filter:
         reason = self._why_uninformative(energy)
         posterior = prior
         if not reason:
+            if seen is model:
+                memory = learned(self.prediction, prior, energy.evaluation, memory)
             posterior, memory = self.inference(prior, energy, memory, randomness)
         if posterior.covariance is prior.covariance and prior.covariance is not state.belief.covariance:
             _require_proper(prior, state.source)
@@ -221,7 +223,8 @@ class Filter:
         if predicting:
             belief = posterior if self.predict_from == "posterior" else prior
             known = energy.evaluation.logits if belief.mean is energy.anchor and seen is model else None
-            prediction = self._predict(belief, Query(model, inputs, randomness, known, energy.taught, lambda: energy.views))
+            query = Query(model, inputs, randomness, known, energy.taught, lambda: energy.views, memory)
+            prediction = self._predict(belief, query)
         if self.observation.teacher is not None:
             memory = self.observation.teacher.follow(posterior.mean, memory, state.source)
         if self.upkeep is not None:
@@ -244,7 +247,7 @@ class Filter:
         def views() -> tuple[Inputs, ...]:
             return loss.views(inputs, lambda: randomness.generator(Purpose.VIEWS))
 
-        return self._predict(state.belief, Query(model, inputs, randomness, None, taught, views))
+        return self._predict(state.belief, Query(model, inputs, randomness, None, taught, views, state.memory))
 
     @_without_gradients
     def run(self, state: FilterState, batches: Iterable[Inputs]) -> tuple[FilterState, Outputs]:

@@ -115,7 +115,7 @@ def _expected_over(
 ) -> tuple[Tensor, Tensor]:
     """The same over logits [v, m, n, k] with weights [m], for a model whose Jacobian is that of the center everywhere."""
     expansion = energy.loss.expand(logits, energy.samples.targets, energy.samples.weights)
-    evaluation = center._replace(expansion=expansion, logits=logits)
+    evaluation = center._replace(expansion=expansion, logits=logits, kept=[])
     cotangents = torch.einsum("m,vmnk->vnk", weights, evaluation.expansion.gradient)
     roots = curvature.roots(evaluation)
     metric = torch.einsum("m,vmnkr,vmnlr->vnkl", weights, roots, roots)

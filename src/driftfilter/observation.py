@@ -184,7 +184,7 @@ def evaluate(loss: Loss, pulled: list[tuple[Tensor, Pullback]], samples: Samples
     views = [logits for logits, _ in pulled]
     logits = torch.stack(views) if len(views) > 1 else views[0].unsqueeze(0)
     expansion = loss.expand(logits, samples.targets, samples.weights)
-    return Evaluation(expansion, logits, [pullback for _, pullback in pulled], samples.coefficients)
+    return Evaluation(expansion, logits, [pullback for _, pullback in pulled], samples.coefficients, [])
 
 
 class Evaluation(NamedTuple):
@@ -194,6 +194,7 @@ class Evaluation(NamedTuple):
     logits: Tensor  # [v, ..., n, k]
     pullbacks: list[Pullback]  # one for each view
     coefficients: Tensor  # [n]
+    kept: list[Tensor]  # rows, where somebody else wants them too: most networks answer once
 
     def value(self) -> Tensor:
         """E, a scalar []."""
@@ -206,12 +207,24 @@ class Evaluation(NamedTuple):
 
     def rows(self) -> Tensor:
         """(w_i / n) ∇ℓ_i of every sample [n, d]; they sum to ∇E, also where samples are coupled."""
-        weighted = self.expansion.gradient * self.coefficients.unsqueeze(1)
+        if self.kept:
+            return self.kept[0].clone()
+        weighted = self.slopes()
         return _total([pull(weighted.select(0, view)) for view, pull in enumerate(self.pullbacks)])
+
+    def keep_rows(self) -> Tensor:
+        """The same, to be read only: later calls need no pass of their own."""
+        if not self.kept:
+            self.kept.append(self.rows())
+        return self.kept[0]
+
+    def slopes(self, cotangents: Tensor | None = None) -> Tensor:
+        """(w_i / n) c_i [v, n, k], for the loss's own logit gradients c or others."""
+        return (self.expansion.gradient if cotangents is None else cotangents) * self.coefficients.unsqueeze(1)
 
     def gradient(self, cotangents: Tensor | None = None) -> Tensor:
         """∇E = Σ_i (w_i / n) J_iᵀ c_i [d], for the loss's own logit gradients c [v, n, k] or others."""
-        weighted = (self.expansion.gradient if cotangents is None else cotangents) * self.coefficients.unsqueeze(1)
+        weighted = self.slopes(cotangents)
         return _total([pull.total(weighted.select(0, view)) for view, pull in enumerate(self.pullbacks)])
 
     def factor(self, roots: Tensor) -> Tensor:

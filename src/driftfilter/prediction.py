@@ -14,8 +14,12 @@ from driftfilter.belief import Belief
 from driftfilter.checks import require, require_count, require_number
 from driftfilter.covariance import antithetic
 from driftfilter.inputs import Inputs
+from driftfilter.observation import Evaluation
 from driftfilter.predictive import PredictiveModel, logit_covariance
 from driftfilter.randomness import Purpose, Randomness
+from driftfilter.weighting import Memory
+
+_SLOPES = "prediction.slopes"  # in the memory: Σ_i g_iᵀ Σ⁻ g_i and Σ_i |u_i|² [2], see Moderated
 
 
 @final
@@ -46,6 +50,7 @@ class Query(NamedTuple):
     known: Tensor | None = None  # logits at the mean [v, n, k] of every view of the loss, where the caller has them already
     taught: Tensor | None = None  # logits of the teacher [n, k], where there is one
     views: Callable[[], tuple[Inputs, ...]] | None = None  # what the loss looks at, clean inputs first
+    memory: Memory = {}  # noqa: RUF012  # nobody writes it  # what the rule has learned from batches (``learn``)
 
     def logits(self, belief: Belief) -> Tensor:
         """Logits at the mean [n, k]."""
@@ -68,6 +73,12 @@ class PredictionRule(Protocol):
 
     def __call__(self, belief: Belief, query: Query) -> Prediction:
         """The prediction of the inputs in question."""
+
+
+def learned(rule: PredictionRule, prior: Belief, evaluation: Evaluation, memory: Memory) -> Memory:
+    """The memory with what a rule wants to keep of a batch, evaluated at the prior; most have no method ``learn``."""
+    learn = getattr(rule, "learn", None)
+    return memory if learn is None else learn(prior, evaluation, memory)
 
 
 @final
@@ -98,8 +109,56 @@ class Tempered:
 
     def __call__(self, belief: Belief, query: Query) -> Prediction:
         logits = query.view_logits(belief).mean(0) if self.over_views else query.logits(belief)
-        variance = 4 / math.pi * max(self.temperature**2 - 1, 0.0)
-        return Prediction((logits / self.temperature).log_softmax(-1), torch.full_like(logits, variance))
+        return Prediction((logits / self.temperature).log_softmax(-1), torch.full_like(logits, _variance_at(self.temperature)))
+
+
+@final
+@dataclass(frozen=True)
+class Moderated:
+    """softmax(f(μ) / T) at the temperature of Gaussian logits of one variance v (``Tempered``), the belief's along the loss.
+
+    With u_i = (w_i / n) ∇_f ℓ_i and g_i = J_iᵀ u_i, the slopes of a batch in logits and in parameters, and ``scale`` s,
+
+        T² = 1 + π v / 4,   v = s Σ_i g_iᵀ Σ⁻ g_i / Σ_i |u_i|² = s Σ_i u_iᵀ (J_i Σ⁻ J_iᵀ) u_i / Σ_i |u_i|²
+
+    The update has these gradients already where its curvature is the empirical Fisher: the prediction then costs no pass more.
+    One sample of two classes is predicted as by ``LinearizedProbit`` from s Σ⁻. With more classes the variance along u is taken
+    for that of all directions, with more samples the batch's for that of each. The most likely class is that of f.
+
+    E is a mean: a sum over n samples with the prior Σ/n has the same mode, and 1/n of the covariance. So s = 0.01 is the belief
+    that counts each sample of a batch of a hundred in full. (On the extra corruptions 0.009 was best, docs/benchmarks.md.)
+
+    T is at most ``limit``. Batches of n < ``samples`` fade the sums of those before by 1 - n / samples, and add their own.
+    Inputs predicted without adapting to them have the T of the last batch; T = 1 before the first one, and where the loss sees
+    other outputs than the logits.
+    """
+
+    scale: float = 0.01
+    limit: float = 4.0
+    samples: int = 100
+    over_views: bool = False
+
+    def __post_init__(self) -> None:
+        require_number("Moderated.scale", self.scale, 0, math.inf)
+        require_number("Moderated.limit", self.limit, 1, math.inf)
+        require_count("Moderated.samples", self.samples, 1)
+        require(isinstance(self.over_views, bool), "Moderated.over_views", self.over_views, "True or False")
+
+    def learn(self, prior: Belief, evaluation: Evaluation, memory: Memory) -> Memory:
+        """The memory with the two sums of a batch."""
+        rows, slopes = evaluation.keep_rows(), evaluation.slopes().sum(0)
+        sums = torch.stack(((rows * prior.covariance.apply(rows)).sum(), slopes.square().sum()))
+        fading = 1 - len(slopes) / self.samples
+        if fading > 0 and _SLOPES in memory:
+            sums = sums + fading * memory[_SLOPES]
+        return {**memory, _SLOPES: sums}
+
+    def __call__(self, belief: Belief, query: Query) -> Prediction:
+        logits = query.view_logits(belief).mean(0) if self.over_views else query.logits(belief)
+        along, length = query.memory[_SLOPES] if _SLOPES in query.memory else logits.new_tensor((0.0, 0.0))
+        variance = (self.scale * along / length.clamp_min(torch.finfo(length.dtype).tiny)).to(logits.dtype)
+        variance = variance.clamp(0, _variance_at(self.limit))
+        return Prediction((logits / (1 + math.pi / 4 * variance).sqrt()).log_softmax(-1), variance.expand_as(logits))
 
 
 @final
@@ -198,6 +257,11 @@ class LinearizedProbit:
         spread = (variance[..., :, None] + variance[..., None, :] - 2 * covariance).clamp_min(0)
         scores = -torch.logsumexp(-_kappa(spread) * gaps, -1)
         return Prediction(scores.log_softmax(-1), variance)
+
+
+def _variance_at(temperature: float) -> float:
+    """v of Gaussian logits that come to this temperature."""
+    return 4 / math.pi * max(temperature**2 - 1, 0.0)
 
 
 def _kappa(variance: Tensor) -> Tensor:

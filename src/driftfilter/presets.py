@@ -33,7 +33,7 @@ from driftfilter.losses import (
 from driftfilter.noise import Isotropic, Reset, Stationary
 from driftfilter.observation import Gibbs, Teacher
 from driftfilter.parameters import AllParameters, Head, NormAffine, Smallest
-from driftfilter.prediction import FromTeacher, LinearizedGaussian, MonteCarlo, PriorCorrection, Tempered
+from driftfilter.prediction import FromTeacher, LinearizedGaussian, Moderated, MonteCarlo, PriorCorrection, Tempered
 from driftfilter.prototypes import Mixture, Prototypes, Supports
 from driftfilter.recipe import Recipe
 from driftfilter.source import Gaussian, Laplace, Structure
@@ -338,7 +338,7 @@ def driftfilter(
     ceiling: float = 0.9999,
     balance: float = 0.5,
     radius: float = 2.0,
-    temperature: float = 2.0,
+    temperature: float | None = None,
     momentum: float = 0.5,
     diversity: float = 4.0,
 ) -> Recipe:
@@ -347,8 +347,9 @@ def driftfilter(
     the deep ones, by at most ``radius`` a step, and they revert to the source.
 
     Batch normalisation carries its statistics, and trusts a batch the less the fewer classes are in it. Predicts before the
-    step, at a temperature. Batches below 100 samples take smaller steps. All was chosen on speckle noise, blur, saturation and
-    spatter (docs/benchmarks.md); without batch normalisation `adapt` takes a smaller ``variance`` and more ``balance``.
+    step, at the ``temperature`` that the belief's own variance of the logits asks for (``Moderated``), or at one that is given.
+    Batches below 100 samples take smaller steps. All was chosen on speckle noise, blur, saturation and spatter
+    (docs/benchmarks.md); without batch normalisation `adapt` takes a smaller ``variance``, more ``balance`` and temperature 2.
     """
     loss = Sum((SoftLikelihoodRatio(ceiling), InformationMaximization()), (1.0, balance))
     return Recipe(
@@ -357,7 +358,7 @@ def driftfilter(
         transition=Transition(MeanReversion(rho), Reset(None)),
         observation=Gibbs(loss, Reliability(beta), reference=100),
         inference=Linearized(EmpiricalFisher(centered=False), radius),
-        prediction=Tempered(temperature),
+        prediction=Moderated() if temperature is None else Tempered(temperature),
         predict_from="prior",
     )
 
@@ -370,7 +371,7 @@ def driftfilter_aug(
     ceiling: float = 0.9999,
     balance: float = 0.5,
     radius: float = 2.0,
-    temperature: float = 2.0,
+    temperature: float | None = None,
     momentum: float = 0.5,
     diversity: float = 4.0,
     consistency: float = 0.3,
@@ -462,7 +463,7 @@ FOR_BATCH_NORM = ("tent", "pl", "rpl", "conjugate", "slr", "roid", "cmf", "bacs"
 
 # What is safe in place of a default for networks without batch normalisation: their gradients are larger, and nothing but
 # information maximisation keeps the classes apart.
-_SAFE = {"variance": 0.01, "balance": 3.0}
+_SAFE = {"variance": 0.01, "balance": 3.0, "temperature": 2.0}
 WITHOUT_BATCH_NORM: dict[str, dict[str, float]] = {"driftfilter": _SAFE, "driftfilter_aug": _SAFE}
 
 

@@ -140,6 +140,7 @@ VARIANTS: dict[str, dict[str, type[Any]]] = {
         "MAP": prediction.MAP,
         "MonteCarlo": prediction.MonteCarlo,
         "Tempered": prediction.Tempered,
+        "Moderated": prediction.Moderated,
         "LinearizedGaussian": prediction.LinearizedGaussian,
         "LinearizedProbit": prediction.LinearizedProbit,
         "PriorCorrection": prediction.PriorCorrection,
