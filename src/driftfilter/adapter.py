@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, final
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 import driftfilter.presets as presets
 from driftfilter.belief import Belief
@@ -71,10 +70,7 @@ def adapt(model: nn.Module, recipe: str | Recipe = "driftfilter", **options: Any
     """
     own = {name: options.pop(name) for name in (*_OPTIONS, *_SPEED) if name in options}
     if isinstance(recipe, str):
-        if recipe in presets.FOR_BATCH_NORM and "lr" not in options and _has_group_norm(model):
-            warn(f"{recipe!r} at its published rate was seen to lose accuracy under group norm (docs/presets.md); lower lr")
-        safer = {} if _has_batch_norm(model) else presets.WITHOUT_BATCH_NORM.get(recipe, {})
-        recipe = presets.recipe_of(recipe, {**safer, **options}, _OPTIONS)
+        recipe = presets.for_model(model, recipe, options, _OPTIONS)
     else:
         require(not options, "adapt", f"options {list(options)}", "given in the recipe where it is not a preset's name")
     return Adapter(model, recipe, **own)
@@ -402,19 +398,6 @@ class Adapter(nn.Module):
 
 def _fresh_detectors(monitor: Monitor | None) -> dict[str, Detector]:
     return {} if monitor is None else {name: copy.deepcopy(detector) for name, detector in monitor.detectors.items()}
-
-
-def _layers(model: nn.Module) -> list[nn.Module]:
-    return list(model.modules()) if isinstance(model, nn.Module) else []
-
-
-def _has_batch_norm(model: nn.Module) -> bool:
-    return any(isinstance(layer, _BatchNorm) for layer in _layers(model))
-
-
-def _has_group_norm(model: nn.Module) -> bool:
-    """Whether a network normalises by groups, and nowhere by batches."""
-    return any(isinstance(layer, nn.GroupNorm) for layer in _layers(model)) and not _has_batch_norm(model)
 
 
 def _together(predictions: list[Prediction]) -> Prediction:
