@@ -6,7 +6,6 @@ state, a value that is replaced whole at the end of a step, so that predictions 
 
 from __future__ import annotations
 
-import copy
 import functools
 import math
 import threading
@@ -29,7 +28,8 @@ from driftfilter.filtering import FilterState, StepInfo
 from driftfilter.initialization import check
 from driftfilter.inputs import Inputs, batch_size, called_with, checked, each, joined, samples, split
 from driftfilter.moment import Moment, found_in
-from driftfilter.monitor import AlarmWarning, Detector, Event, Monitor, Signals
+from driftfilter.monitor import AlarmWarning, Monitor, fresh_detectors
+from driftfilter.monitor_state import Event, Signals
 from driftfilter.prediction import Prediction
 from driftfilter.prototypes import Prototypes
 from driftfilter.recipe import Recipe
@@ -131,7 +131,7 @@ class Adapter(nn.Module):
         # Prototypes follow the features at once: what they predict changes with the stream, and is no sign of collapse.
         at_once = monitor is _DEFAULT and isinstance(recipe.parameters, Prototypes)
         self.monitor = Monitor.recording() if at_once else monitor
-        self._detectors = _fresh_detectors(self.monitor)  # beside the state: they change in place
+        self._detectors = fresh_detectors(self.monitor)  # beside the state
         self.callbacks = require_callbacks(callbacks)
         self.autocast, self.channels_last, self.cuda_graphs = autocast, channels_last, cuda_graphs
         self._model = [model]  # in a list, or it would become a part of this module, and its parameters ours
@@ -183,7 +183,7 @@ class Adapter(nn.Module):
         """Back to the source, as if no batch had come."""
         with self._lock:
             self._now = Moment(None if self._now.found else self._now.bound)
-            self._detectors = _fresh_detectors(self.monitor)
+            self._detectors = fresh_detectors(self.monitor)
 
     def resume(self) -> None:
         """Adapt again after an alarm whose response was to freeze."""
@@ -377,7 +377,7 @@ class Adapter(nn.Module):
         require(not wrong, "state", f"{wrong} that are no tensors", "the state_dict of an adapter")
         with self._lock:
             self._now = self._loaded(own)
-            self._detectors = _fresh_detectors(self.monitor)
+            self._detectors = fresh_detectors(self.monitor)
 
     def _loaded(self, own: Mapping[str, Tensor]) -> Moment:
         """What named tensors describe; refused unless all of it is there and of this recipe."""
@@ -394,10 +394,6 @@ class Adapter(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _lock=threading.RLock())
-
-
-def _fresh_detectors(monitor: Monitor | None) -> dict[str, Detector]:
-    return {} if monitor is None else {name: copy.deepcopy(detector) for name, detector in monitor.detectors.items()}
 
 
 def _together(predictions: list[Prediction]) -> Prediction:

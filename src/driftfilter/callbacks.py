@@ -19,7 +19,7 @@ from driftfilter.checks import require
 from driftfilter.filtering import StepInfo
 from driftfilter.growing import Journal, whole_lines
 from driftfilter.history import summary
-from driftfilter.monitor import Event, Signals
+from driftfilter.monitor_state import Event, Signals
 
 
 @final

@@ -15,7 +15,7 @@ from driftfilter.checkpoint import to_tensors as state_to_tensors
 from driftfilter.checks import require, require_finite
 from driftfilter.filtering import Filter, FilterState, StepInfo
 from driftfilter.inputs import Inputs, checked
-from driftfilter.monitor import MONITOR, MonitorState
+from driftfilter.monitor_state import MONITOR, MonitorState
 from driftfilter.prediction import MAP
 from driftfilter.recipe import Recipe
 
