@@ -21,12 +21,12 @@ from torch import Tensor, nn
 import driftfilter.presets as presets
 from driftfilter.belief import Belief
 from driftfilter.binding import Binding, Bound, possible
-from driftfilter.callbacks import Callback, StepRecord, require_callbacks
+from driftfilter.callbacks import Callback, require_callbacks
 from driftfilter.checks import NotFiniteError, NotPositiveDefiniteError, require, require_count, warn
 from driftfilter.distributed import checksum, join, require_same, shared
 from driftfilter.filtering import FilterState, StepInfo
 from driftfilter.initialization import check
-from driftfilter.inputs import Inputs, batch_size, called_with, checked, each, joined, samples, split
+from driftfilter.inputs import Inputs, batch_size, called_with, checked, each, split
 from driftfilter.moment import Moment, found_in
 from driftfilter.monitor import AlarmWarning, Monitor, fresh_detectors
 from driftfilter.monitor_state import Event, Signals
@@ -173,7 +173,7 @@ class Adapter(nn.Module):
             with self._noted(), self._given("update", args, kwargs) as inputs:
                 now = self._ready(inputs)
                 for piece in self._pieces(inputs):
-                    seen, recent = self._seen(piece, now.recent)
+                    seen, recent = now.seen(piece, self.window, self.update_every)
                     state, info = now.filter.update(now.current, seen)
                     now = self._watched(now._replace(recent=recent if self.window else None), state, info, None, seen)
             self._done(now, begun, batch_size(inputs), None)
@@ -255,7 +255,7 @@ class Adapter(nn.Module):
 
     def _stepped(self, now: Moment, inputs: Inputs) -> tuple[Moment, Prediction]:
         """One call: a step, or a prediction alone until the time for one has come, or while the monitor has it frozen."""
-        seen, recent = self._seen(inputs, now.recent)
+        seen, recent = now.seen(inputs, self.window, self.update_every)
         calls = now.calls + 1
         if self.monitor is not None and now.watch.frozen:
             return now._replace(recent=recent if self.window else None, calls=calls), self._predicted(now, inputs)
@@ -283,19 +283,19 @@ class Adapter(nn.Module):
         return now._replace(state=state, info=info, watch=watch)
 
     def _done(self, now: Moment, begun: float, samples: int, log_probabilities: Tensor | None) -> None:
-        """A call is over: what it changed is for all to see, callbacks are told, and warnings are given."""
-        before, self._now = self._now, now
-        if self.callbacks:
-            ms = 1000 * (time.perf_counter() - begun)
-            info = None if now.info is before.info else now.info
-            signals = Signals() if now.watch is before.watch else now.watch.signals
-            events = now.watch.since(before.watch)
-            record = StepRecord(before.steps, samples, ms, info, log_probabilities, signals, events)
-            for callback in tuple(self.callbacks):
-                callback.on_step(record)
-        for event in now.watch.events:
-            if event.response == "warn" and event.step >= before.watch.batches:
-                warn(f"{event.signal} is {event.value:.3g}, beyond {event.threshold:.3g} (batch {event.step})", AlarmWarning)
+        """A call is over: what it changed is for all to see, callbacks are told and, even if one fails, warnings given."""
+        before, self._now = self._now, now._replace(number=self._now.number + 1)
+        try:
+            if self.callbacks:
+                ms = 1000 * (time.perf_counter() - begun)
+                record = now.told_after(before, samples, ms, log_probabilities)
+                for callback in tuple(self.callbacks):
+                    callback.on_step(record)
+        finally:
+            for event in now.watch.since(before.watch):
+                if event.response == "warn":
+                    beyond = f"{event.value:.3g}, beyond {event.threshold:.3g} (batch {event.step})"
+                    warn(f"{event.signal} is {beyond}", AlarmWarning)
 
     @contextmanager
     def _noted(self) -> Iterator[None]:
@@ -310,19 +310,8 @@ class Adapter(nn.Module):
             raise
 
     def _predicted(self, now: Moment, inputs: Inputs) -> Prediction:
-        seen = self._seen(inputs, now.recent)[0] if self.window else inputs
+        seen = now.seen(inputs, self.window, self.update_every)[0] if self.window else inputs
         return _last(now.filter.predict(now.current, seen), batch_size(inputs))
-
-    def _seen(self, inputs: Inputs, recent: Inputs | None) -> tuple[Inputs, Inputs | None]:
-        """What an update sees, this batch last, and what of it to keep."""
-        if not self.window and self.update_every == 1:
-            return inputs, None
-        together = each(inputs, torch.clone) if recent is None else joined([recent, inputs])  # kept: the user may write to it
-        if not self.window:
-            return together, together
-        total, wanted = batch_size(together), max(self.window, batch_size(inputs))
-        kept = samples(together, total - wanted, total) if total > wanted else together
-        return kept, kept
 
     # Binding to the model
 
