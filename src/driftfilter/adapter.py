@@ -119,13 +119,11 @@ class Adapter(nn.Module):
         require_count("adapt: update_every", update_every, 1)
         require_count("adapt: window", window, 0)
         require(monitor is None or isinstance(monitor, Monitor), "adapt: monitor", monitor, "a Monitor or None")
-        known = (None, torch.bfloat16, torch.float16)
-        require(autocast in known, "adapt: autocast", autocast, "torch.bfloat16, torch.float16 or None")
         model = getattr(model, "_orig_mod", model)  # of torch.compile: it would compile every twin anew
         check(model, recipe.parameters)
         source = SourceData.of(data)
         self.recipe = possible(recipe, source)
-        reading = (output, observed, seed, channels_last, cuda_graphs, distributed is not False)
+        reading = (output, observed, seed, autocast, channels_last, cuda_graphs, distributed is not False)
         self._binding = Binding(self.recipe, source, *reading)
         self.update_every, self.window, self.seed = update_every, window, seed
         # Prototypes follow the features at once: what they predict changes with the stream, and is no sign of collapse.

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import Any, final
 
+import torch
 from torch import Tensor, nn
 
 from driftfilter.checkpoint import moved
@@ -21,10 +22,12 @@ from driftfilter.inference import GradientStep
 from driftfilter.initialization import initialize, wanted
 from driftfilter.inputs import Inputs
 from driftfilter.network import Network
+from driftfilter.parameters import Head
+from driftfilter.prototypes import Prototypes
 from driftfilter.recipe import Recipe
 from driftfilter.shards import among
 from driftfilter.source import Laplace, PointMass, SourceData
-from driftfilter.twins import twin
+from driftfilter.twins import AUTOCAST, twin
 
 
 def possible(recipe: Recipe, data: SourceData | None) -> Recipe:
@@ -47,6 +50,7 @@ class Binding:
     output: Callable[[Any], Tensor] | None
     observed: Callable[[Any], Tensor] | None
     seed: int
+    autocast: torch.dtype | None
     channels_last: bool
     cuda_graphs: bool
     distributed: bool  # other processes have the rest of each batch
@@ -57,11 +61,15 @@ class Binding:
             require(given is None or callable(given), f"adapt: {name}", given, "a function of what the model returns")
         whole = isinstance(self.seed, Integral) and not isinstance(self.seed, bool)
         require(whole, "adapt: seed", self.seed, "an integer")
+        known = (None, torch.bfloat16, torch.float16)
+        require(self.autocast in known, "adapt: autocast", self.autocast, "torch.bfloat16, torch.float16 or None")
         for name in ("channels_last", "cuda_graphs"):
             given = getattr(self, name)
             require(isinstance(given, bool), f"adapt: {name}", given, "True or False")
         alone = not (self.cuda_graphs and self.distributed)
         require(alone, "adapt: cuda_graphs", self.cuda_graphs, "False where a stream is distributed")
+        if self.cuda_graphs and isinstance(self.recipe.parameters, (Head, Prototypes)):
+            warn("adapt: cuda_graphs is ignored: no pass over the network is differentiated where its head alone is adapted")
 
     def __call__(self, model: nn.Module, found: Mapping[str, Tensor], example: Inputs | None) -> Bound:
         """The filter on the model as it is now, by what earlier batches told about it, and an example where there is one."""
@@ -74,7 +82,18 @@ class Binding:
         filt = recipe.filter(sharded(logits) if self.distributed else logits)
         with among(None):  # source data are the same on all ranks
             start = filt.init(recipe.source(logits, mean, self.data), self.seed)
+        for reason in self.ignored_on(start.belief.mean.device):
+            warn(reason)
         return Bound(filt, start, told, wanted(recipe.parameters) <= set(told), self.channels_last, read)
+
+    def ignored_on(self, device: torch.device) -> list[str]:
+        """Options that do nothing for a model there; a script that runs without a GPU too is not told so on such a machine."""
+        found = []
+        if self.cuda_graphs and device.type != "cuda" and torch.cuda.is_available():
+            found.append(f"adapt: cuda_graphs is ignored: the model is on {device.type}, though there is a GPU")
+        if self.autocast is not None and device.type not in AUTOCAST:
+            found.append(f"adapt: autocast is ignored: the model is on {device.type}, not on one of {AUTOCAST}")
+        return found
 
 
 @final

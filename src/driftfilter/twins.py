@@ -69,6 +69,7 @@ def require_values(model: nn.Module) -> None:
     require(not empty, "Network: model", f"{empty[:4]} on the meta device", "a module with values: load its weights first")
 
 
+AUTOCAST = ("cpu", "cuda")  # kinds of devices whose autocast is put aside and given back
 _AUTOCAST: ContextVar[tuple[tuple[str, torch.dtype], ...]] = ContextVar("autocast", default=())  # device type and dtype
 
 
@@ -79,7 +80,7 @@ def full_precision(own: torch.dtype | None = None) -> Iterator[None]:
     With a dtype of its ``own`` the module is under that autocast instead.
     """
     found = _autocast_now()
-    kinds = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+    kinds = [kind for kind in AUTOCAST if kind != "cuda" or torch.cuda.is_available()]
     wanted = found if own is None else tuple((kind, own) for kind in kinds)
     if not wanted:
         yield
@@ -109,7 +110,7 @@ def autocast_of_model() -> tuple[tuple[str, torch.dtype], ...]:
 
 
 def _autocast_now() -> tuple[tuple[str, torch.dtype], ...]:
-    return tuple((kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind))
+    return tuple((kind, torch.get_autocast_dtype(kind)) for kind in AUTOCAST if torch.is_autocast_enabled(kind))
 
 
 def under_autocast(kind: str) -> bool:
