@@ -44,7 +44,11 @@ def in_channels_last(values: Tensor) -> Tensor:
 
 
 def private(model: nn.Module) -> nn.Module:
-    """A twin with buffers of its own too: a layer that counts its calls must not count ours."""
+    """A twin with buffers of its own too, all of them: a layer that counts its calls must not count ours.
+
+    Which layers write is not to be known beforehand: one of torch's writes to its statistics if a module around it sets it to
+    training mode, and that module may write to them itself.
+    """
     own = twin(model)
     for module in own.modules():
         for name, buffer in module._buffers.items():
