@@ -59,8 +59,8 @@ def adapt(model: nn.Module, recipe: str | Recipe = "driftfilter", **options: Any
     for no alarms) and ``callbacks`` (told after every step). For speed: ``autocast`` (torch.bfloat16: the precision of the
     model's own operations), ``channels_last`` (for images: a copy of convolution weights in that layout, on a CPU too),
     ``cuda_graphs`` (on a GPU, passes over batches of a shape seen before are one launch each: for models without steps on the
-    CPU) and ``distributed`` (True, or a process group: every process gets a shard of each batch, and all hold the same belief).
-    Any other option is one of the preset's, such as ``lr``.
+    CPU; without a GPU nothing) and ``distributed`` (True, or a process group: every process gets a shard of each batch, and
+    all hold the same belief). Any other option is one of the preset's, such as ``lr``.
 
     >>> import torch, driftfilter as df
     >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
