@@ -104,6 +104,35 @@ def test_the_model_stays_as_it_was(preset: str) -> None:
     assert list(adapted.parameters()) == list(adapted.buffers()) == list(adapted.children()) == []
 
 
+class Following(nn.Module):
+    """Writes to the statistics of torch's own batch norm within it, whatever its mode: by itself, and by training mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm2d(6)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.norm.get_buffer("running_mean").mul_(0.9)
+        self.norm.train()
+        outputs: Tensor = self.norm(inputs)
+        return outputs
+
+
+@pytest.mark.parametrize("preset", ["source", "bn", "tent", "driftfilter", "t3a"])
+def test_no_buffer_is_shared_with_the_model_for_any_layer_may_write_to_any(preset: str) -> None:
+    model = network().eval()
+    model[1] = Following().eval()
+    with torch.no_grad():
+        model(images())  # is as if in training mode since
+    before, others = snapshot(model)
+    adapted = adapter(preset, model)
+    adapted(images())
+    adapted.predict(images())
+    after, others_after = snapshot(model)
+    assert_same(before, after)
+    assert others == others_after
+
+
 @presets
 def test_predictions_and_other_adapters_change_nothing(preset: str) -> None:
     """A stream with predictions (the first before any batch) and another adapter of the same model in between."""

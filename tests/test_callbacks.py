@@ -9,6 +9,7 @@ import pickle
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -100,6 +101,60 @@ def test_numbers_go_on_after_a_checkpoint() -> None:
     assert told[1].number == 0
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"update_every": 2}, {"chunk": 5}, {"window": 20}], ids=["plain", "every", "chunk", "window"]
+)
+def test_numbers_count_calls_of_either_kind(options: dict[str, Any]) -> None:
+    told = Kept()
+    adapter = adapted(told, **options)
+    calls: list[Callable[..., Any]] = [adapter, adapter, adapter.update, adapter.update, adapter, adapter.update, adapter]
+    for number, call in enumerate(calls):
+        call(batch(number))
+        adapter.predict(batch(number))  # changes nothing, and is not told
+    assert [step.number for step in told] == list(range(7))
+
+
+def test_numbers_go_on_while_an_adapter_is_frozen() -> None:
+    told = Kept()
+    adapter = adapted(told, monitor=df.Monitor(distance=1e-6, on_parameters="freeze"))
+    for number in range(2):
+        adapter(batch(number))
+        adapter.update(batch(number))
+    assert [step.info is None for step in told] == [False, True, True, True]
+    assert [step.number for step in told] == [0, 1, 2, 3]
+
+
+def test_numbers_go_on_after_a_checkpoint_of_updates_and_calls() -> None:
+    told = Kept()
+    adapter, other = adapted(update_every=2), adapted(told, update_every=2)
+    for call in (adapter, adapter.update, adapter):
+        call(batch(0))
+    saved = adapter.state_dict()
+    other.load_state_dict(saved)
+    other(batch(1))
+    assert told[0].number == 3
+    older = {name: value for name, value in saved.items() if name != "number"}  # of a version that did not count
+    other.load_state_dict(older)
+    other(batch(1))
+    assert told[1].number == 2  # at least so many there were
+
+
+def test_what_is_told_and_what_is_returned_are_apart() -> None:
+    class Writes:
+        def on_step(self, step: df.StepRecord) -> None:
+            assert step.log_probabilities is not None
+            step.log_probabilities.zero_()
+
+    told = Kept()
+    adapter, writing, alone = adapted(told), adapted(Writes()), adapted()
+    wanted = alone(batch(0))
+    assert torch.equal(writing(batch(0)), wanted)
+    adapter(batch(0)).zero_()
+    assert told[0].log_probabilities is not None
+    assert torch.equal(told[0].log_probabilities, wanted)
+    assert told[0].entropy == pytest.approx(entr(wanted.exp().double().numpy()).sum(1).mean(), rel=1e-6)
+
+
 def test_events_are_those_of_the_step() -> None:
     told = Kept()
     adapter = adapted(told, monitor=df.Monitor(distance=1e-6))
@@ -131,6 +186,28 @@ def test_a_callback_that_fails_leaves_a_whole_state() -> None:
     assert told == []
 
 
+class Refuses:
+    def on_step(self, step: df.StepRecord) -> None:
+        raise OSError("no space left")
+
+
+def test_an_alarm_is_given_though_a_callback_fails() -> None:
+    adapter = adapted(Refuses(), monitor=df.Monitor(distance=1e-6, on_parameters="warn"))
+    with pytest.warns(df.AlarmWarning, match="distance is"), pytest.raises(OSError, match="no space left"):
+        adapter(batch(0))
+    adapter.callbacks.clear()
+    adapter(batch(1))  # it goes on: told once
+
+
+def test_an_alarm_that_is_an_error_does_not_hide_the_callback_s() -> None:
+    told = Kept()
+    adapter = adapted(told, Refuses(), monitor=df.Monitor(distance=1e-6, on_parameters="warn"))
+    with pytest.raises(df.AlarmWarning) as caught:  # warnings are errors in these tests
+        adapter(batch(0))
+    assert isinstance(caught.value.__context__, OSError)
+    assert len(told) == 1
+
+
 def test_a_refused_batch_is_not_told() -> None:
     told = Kept()
     adapter = adapted(told)
@@ -148,7 +225,7 @@ def test_nothing_is_computed_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None
     adapted(told)(batch(0))  # nor before it is asked for
     with pytest.raises(AssertionError, match="computed"):
         _ = told[0].entropy
-    monkeypatch.setattr("driftfilter.adapter.StepRecord", fails)
+    monkeypatch.setattr("driftfilter.moment.StepRecord", fails)
     adapted()(batch(0))
 
 

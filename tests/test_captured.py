@@ -149,6 +149,49 @@ def test_a_wrong_option_is_refused(name: str) -> None:
         df.adapt(model(), **options)
 
 
+@pytest.mark.parametrize("preset", ["head_ekf", "t3a"])
+def test_graphs_for_a_head_are_said_to_do_nothing(preset: str) -> None:
+    (batch,) = stream([16])
+    with pytest.warns(UserWarning, match="adapt: cuda_graphs is ignored: no pass over the network is differentiated") as told:
+        adapter = df.adapt(model(), preset, cuda_graphs=True)
+    assert [each.filename for each in told] == [__file__]
+    assert torch.equal(adapter(batch), df.adapt(model(), preset)(batch))  # and no more is said
+
+
+def test_graphs_for_a_model_that_was_left_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    (batch,) = stream([16])
+    own, batch = model().cpu(), batch.cpu()
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    wanted = df.adapt(own, cuda_graphs=True)(batch)  # one script for machines with and without a GPU: nothing to say
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    adapter = df.adapt(own, cuda_graphs=True)  # it may yet be moved
+    with pytest.warns(UserWarning, match="adapt: cuda_graphs is ignored: the model is on cpu, though there is a GPU") as told:
+        assert torch.equal(adapter(batch), wanted)
+    assert [each.filename for each in told] == [__file__]
+    adapter(batch)
+    adapter.reset()
+    adapter(batch)  # once
+
+
+@pytest.mark.parametrize(
+    ("device", "options", "ignored"),
+    [
+        ("mps", {"autocast": torch.bfloat16}, ["autocast"]),
+        ("mps", {"autocast": torch.bfloat16, "cuda_graphs": True}, ["cuda_graphs", "autocast"]),
+        ("cpu", {"autocast": torch.bfloat16, "cuda_graphs": True}, ["cuda_graphs"]),
+        ("cuda", {"autocast": torch.float16, "cuda_graphs": True}, []),
+        ("xpu", {}, []),
+    ],
+    ids=["mps", "mps with graphs", "cpu", "cuda", "xpu without options"],
+)
+def test_what_a_device_leaves_out_is_said(
+    device: str, options: dict[str, Any], ignored: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    found = df.adapt(model(), **options)._binding.ignored_on(torch.device(device))
+    assert [text.split(" ")[1] for text in found] == ignored
+
+
 def test_channels_last_gives_the_same_and_leaves_the_model_alone() -> None:
     own, batches = model(), stream([16] * 4)
     weights = own.state_dict(keep_vars=True)

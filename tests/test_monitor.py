@@ -30,7 +30,7 @@ from driftfilter.history import (
     summary,
     with_pairs,
 )
-from driftfilter.monitor import MonitorState
+from driftfilter.monitor_state import MonitorState
 
 FIELDS = df.Signals._fields
 

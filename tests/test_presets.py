@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
@@ -473,6 +474,12 @@ def test_own_options_come_before_fields_of_the_recipe() -> None:
 def test_mistakes_name_the_nearest(name: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         df.presets.get(name, **options)
+
+
+def test_ours_has_the_same_defaults_with_views_and_without() -> None:
+    """Both signatures are written out, for readers and for types; they must not drift apart."""
+    plain, views = (inspect.signature(df.presets.PRESETS[name]).parameters for name in ("driftfilter", "driftfilter_aug"))
+    assert list(views.values())[: len(plain)] == list(plain.values())
 
 
 @pytest.mark.parametrize("name", ["eata", "petal", "bacs"])

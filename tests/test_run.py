@@ -487,7 +487,7 @@ def test_alarms_are_found_though_old_ones_are_dropped(folder: Path, monkeypatch:
     rows[400:] = rows[(labels == labels.bincount().argmin()).nonzero()[0]]
     np.save("x.npy", rows)
     assert run("--out", "whole", preset="source", batch=50) == 0
-    monkeypatch.setattr("driftfilter.monitor.KEPT", 2)
+    monkeypatch.setattr("driftfilter.monitor_state.KEPT", 2)
     assert run("--out", "few", preset="source", batch=50) == 0
     found = [[line.get("alarms") for line in steps(out)] for out in ("whole", "few")]
     assert found[0] == found[1]

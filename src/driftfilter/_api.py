@@ -28,7 +28,8 @@ from driftfilter.losses import (
     Sum,
 )
 from driftfilter.lowrank import LowRank
-from driftfilter.monitor import AlarmWarning, Event, Monitor, Signals
+from driftfilter.monitor import AlarmWarning, Monitor
+from driftfilter.monitor_state import Event, Signals
 from driftfilter.network import Network
 from driftfilter.noise import Discount, FullNoise, Isotropic, NoiseModel, NoNoise, Reset, Restore, Stationary
 from driftfilter.observation import Gibbs, Teacher

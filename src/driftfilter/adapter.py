@@ -6,50 +6,36 @@ state, a value that is replaced whole at the end of a step, so that predictions 
 
 from __future__ import annotations
 
-import copy
 import functools
-import inspect
 import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from numbers import Integral
-from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar, final
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, final
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 import driftfilter.presets as presets
 from driftfilter.belief import Belief
-from driftfilter.callbacks import Callback, StepRecord, require_callbacks
-from driftfilter.checkpoint import (
-    RECENT,
-    as_tensor,
-    as_text,
-    from_tensors,
-    kinds,
-    moved,
-    samples_from_tensors,
-    samples_to_tensors,
-    to_tensors,
-)
-from driftfilter.checks import NotFiniteError, NotPositiveDefiniteError, require, require_count, require_finite, warn
-from driftfilter.distributed import checksum, join, require_same, sharded, shared
-from driftfilter.filtering import Filter, FilterState, StepInfo
-from driftfilter.inference import GradientStep
-from driftfilter.initialization import check, initialize, wanted
-from driftfilter.inputs import Inputs, batch_size, checked, each, joined, samples, split
-from driftfilter.monitor import MONITOR, AlarmWarning, Detector, Event, Monitor, MonitorState, Signals
-from driftfilter.network import Network
-from driftfilter.prediction import MAP, Prediction
+from driftfilter.binding import Binding, Bound, possible
+from driftfilter.callbacks import Callback, require_callbacks
+from driftfilter.checks import NotFiniteError, NotPositiveDefiniteError, require, require_count, warn
+from driftfilter.distributed import checksum, join, require_same, shared
+from driftfilter.filtering import FilterState, StepInfo
+from driftfilter.initialization import check
+from driftfilter.inputs import Inputs, batch_size, called_with, checked, each, split
+from driftfilter.moment import Moment, found_in
+from driftfilter.monitor import AlarmWarning, Monitor, fresh_detectors
+from driftfilter.monitor_state import Event, Signals
+from driftfilter.prediction import Prediction
 from driftfilter.prototypes import Prototypes
 from driftfilter.recipe import Recipe
 from driftfilter.saving import Fingerprint, fingerprint, plain
-from driftfilter.shards import among, current
-from driftfilter.source import Laplace, PointMass, SourceData
+from driftfilter.shards import current
+from driftfilter.source import SourceData
 from driftfilter.twins import full_precision, in_channels_last, twin
 
 if TYPE_CHECKING:
@@ -73,8 +59,8 @@ def adapt(model: nn.Module, recipe: str | Recipe = "driftfilter", **options: Any
     for no alarms) and ``callbacks`` (told after every step). For speed: ``autocast`` (torch.bfloat16: the precision of the
     model's own operations), ``channels_last`` (for images: a copy of convolution weights in that layout, on a CPU too),
     ``cuda_graphs`` (on a GPU, passes over batches of a shape seen before are one launch each: for models without steps on the
-    CPU) and ``distributed`` (True, or a process group: every process gets a shard of each batch, and all hold the same belief).
-    Any other option is one of the preset's, such as ``lr``.
+    CPU; without a GPU nothing) and ``distributed`` (True, or a process group: every process gets a shard of each batch, and
+    all hold the same belief). Any other option is one of the preset's, such as ``lr``.
 
     >>> import torch, driftfilter as df
     >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
@@ -84,59 +70,10 @@ def adapt(model: nn.Module, recipe: str | Recipe = "driftfilter", **options: Any
     """
     own = {name: options.pop(name) for name in (*_OPTIONS, *_SPEED) if name in options}
     if isinstance(recipe, str):
-        if recipe in presets.FOR_BATCH_NORM and "lr" not in options and _has_group_norm(model):
-            warn(f"{recipe!r} at its published rate was seen to lose accuracy under group norm (docs/presets.md); lower lr")
-        safer = {} if _has_batch_norm(model) else presets.WITHOUT_BATCH_NORM.get(recipe, {})
-        recipe = presets.recipe_of(recipe, {**safer, **options}, _OPTIONS)
+        recipe = presets.for_model(model, recipe, options, _OPTIONS)
     else:
         require(not options, "adapt", f"options {list(options)}", "given in the recipe where it is not a preset's name")
     return Adapter(model, recipe, **own)
-
-
-class _Bound(NamedTuple):
-    """A filter on the model as it was when it was read, and the state to start from."""
-
-    model: nn.Module  # the user's, or the copy that an adapter takes along
-    links: list[tuple[dict[str, Any], str, Any]]  # its tree: what every module has under every name
-    owned: tuple[Tensor, ...]  # its parameters and buffers
-    read: tuple[Tensor, ...]  # their values, kept so that no other tensor can take their place in memory
-    places: list[int]  # where these are
-    versions: tuple[int, ...]  # how often they had been written to
-    filter: Filter
-    start: FilterState
-    final: bool  # whether a batch could tell nothing more about the parameters
-
-    def reads(self, values: bool) -> bool:
-        """Whether the model's tensors are where they were and, if ``values`` matter, have not been written to since."""
-        same = all(names.get(name) is value for names, name, value in self.links) and _places(self.owned) == self.places
-        return same and (not values or self.versions == _versions(self.owned))
-
-
-class _Now(NamedTuple):
-    """All that calls change: replaced whole, so that other threads see one moment or the other."""
-
-    bound: _Bound | None = None
-    found: Mapping[str, Tensor] = {}  # what the first batch has told about the model
-    state: FilterState | None = None  # None: no batch has come
-    recent: Inputs | None = None  # samples seen lately, for a window or until the next update
-    calls: int = 0
-    info: StepInfo | None = None
-    watch: MonitorState = MonitorState()
-
-    @property
-    def steps(self) -> int:
-        """So many have been: updates are not counted as calls, nor calls without one as steps of the filter."""
-        return max(self.calls, 0 if self.state is None else self.state.step)
-
-    @property
-    def filter(self) -> Filter:
-        assert self.bound is not None
-        return self.bound.filter
-
-    @property
-    def current(self) -> FilterState:
-        assert self.bound is not None
-        return self.bound.start if self.state is None else self.state
 
 
 def _apart(method: Callable[P, R]) -> Callable[P, R]:
@@ -179,32 +116,25 @@ class Adapter(nn.Module):
         super().__init__()
         require(isinstance(model, nn.Module), "adapt: model", type(model).__name__, "a torch module")
         require(isinstance(recipe, Recipe), "adapt: recipe", recipe, "the name of a preset or a Recipe")
-        require(isinstance(seed, Integral) and not isinstance(seed, bool), "adapt: seed", seed, "an integer")
         require_count("adapt: update_every", update_every, 1)
         require_count("adapt: window", window, 0)
-        require(output is None or callable(output), "adapt: output", output, "a function of what the model returns")
-        require(observed is None or callable(observed), "adapt: observed", observed, "a function of what the model returns")
         require(monitor is None or isinstance(monitor, Monitor), "adapt: monitor", monitor, "a Monitor or None")
-        known = (None, torch.bfloat16, torch.float16)
-        require(autocast in known, "adapt: autocast", autocast, "torch.bfloat16, torch.float16 or None")
-        require(isinstance(channels_last, bool), "adapt: channels_last", channels_last, "True or False")
-        require(isinstance(cuda_graphs, bool), "adapt: cuda_graphs", cuda_graphs, "True or False")
-        alone = distributed is False or not cuda_graphs
-        require(alone, "adapt: cuda_graphs", cuda_graphs, "False where a stream is distributed")
         model = getattr(model, "_orig_mod", model)  # of torch.compile: it would compile every twin anew
         check(model, recipe.parameters)
-        self.recipe = _possible(recipe, data is not None)
+        source = SourceData.of(data)
+        self.recipe = possible(recipe, source)
+        reading = (output, observed, seed, autocast, channels_last, cuda_graphs, distributed is not False)
+        self._binding = Binding(self.recipe, source, *reading)
         self.update_every, self.window, self.seed = update_every, window, seed
         # Prototypes follow the features at once: what they predict changes with the stream, and is no sign of collapse.
         at_once = monitor is _DEFAULT and isinstance(recipe.parameters, Prototypes)
         self.monitor = Monitor.recording() if at_once else monitor
-        self._detectors = _fresh_detectors(self.monitor)  # beside the state: they change in place
+        self._detectors = fresh_detectors(self.monitor)  # beside the state
         self.callbacks = require_callbacks(callbacks)
-        self._data, self._output, self._observed = _as_source_data(data), output, observed
         self.autocast, self.channels_last, self.cuda_graphs = autocast, channels_last, cuda_graphs
         self._model = [model]  # in a list, or it would become a part of this module, and its parameters ours
-        self._now = _Now()
-        self._known: tuple[_Bound, Fingerprint] | None = None
+        self._now = Moment()
+        self._known: tuple[Bound, Fingerprint] | None = None
         self._lock = threading.RLock()  # of updates; predictions need none
         self._ranks = join(distributed, recipe, window, update_every)
         if self._ranks is not None:
@@ -241,7 +171,7 @@ class Adapter(nn.Module):
             with self._noted(), self._given("update", args, kwargs) as inputs:
                 now = self._ready(inputs)
                 for piece in self._pieces(inputs):
-                    seen, recent = self._seen(piece, now.recent)
+                    seen, recent = now.seen(piece, self.window, self.update_every)
                     state, info = now.filter.update(now.current, seen)
                     now = self._watched(now._replace(recent=recent if self.window else None), state, info, None, seen)
             self._done(now, begun, batch_size(inputs), None)
@@ -250,8 +180,8 @@ class Adapter(nn.Module):
     def reset(self) -> None:
         """Back to the source, as if no batch had come."""
         with self._lock:
-            self._now = _Now(None if self._now.found else self._now.bound)
-            self._detectors = _fresh_detectors(self.monitor)
+            self._now = Moment(None if self._now.found else self._now.bound)
+            self._detectors = fresh_detectors(self.monitor)
 
     def resume(self) -> None:
         """Adapt again after an alarm whose response was to freeze."""
@@ -288,7 +218,7 @@ class Adapter(nn.Module):
         """What tells the model from others; worked out again only where it has been written to since."""
         bound, known = self._ready(None).bound, self._known
         assert bound is not None
-        if known is None or known[0] is not bound or not bound.reads(values=True):
+        if known is None or known[0] is not bound or not bound.is_exact():
             known = self._known = bound, fingerprint(self._model[0])
         return known[1]
 
@@ -300,7 +230,7 @@ class Adapter(nn.Module):
     @contextmanager
     def _given(self, call: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Inputs]:
         """The inputs of a call, checked; where the stream is distributed, for a call of all ranks."""
-        inputs, now = _as_inputs(self._model[0], args, kwargs), self._now
+        inputs, now = called_with(self._model[0], args, kwargs), self._now
         if self._ranks is None:
             yield self._laid_out(checked(inputs))
             return
@@ -321,9 +251,9 @@ class Adapter(nn.Module):
     def _pieces(self, inputs: Inputs) -> list[Inputs]:
         return split(inputs, self.recipe.chunk) if self.recipe.chunk else [inputs]
 
-    def _stepped(self, now: _Now, inputs: Inputs) -> tuple[_Now, Prediction]:
+    def _stepped(self, now: Moment, inputs: Inputs) -> tuple[Moment, Prediction]:
         """One call: a step, or a prediction alone until the time for one has come, or while the monitor has it frozen."""
-        seen, recent = self._seen(inputs, now.recent)
+        seen, recent = now.seen(inputs, self.window, self.update_every)
         calls = now.calls + 1
         if self.monitor is not None and now.watch.frozen:
             return now._replace(recent=recent if self.window else None, calls=calls), self._predicted(now, inputs)
@@ -335,7 +265,7 @@ class Adapter(nn.Module):
         now = now._replace(recent=recent if self.window else None, calls=calls)
         return self._watched(now, state, info, new.log_probabilities, seen), own
 
-    def _watched(self, now: _Now, state: FilterState, info: StepInfo, new: Tensor | None, seen: Inputs) -> _Now:
+    def _watched(self, now: Moment, state: FilterState, info: StepInfo, new: Tensor | None, seen: Inputs) -> Moment:
         """With the state of a step, or the one that the monitor goes back to."""
         if self.monitor is None:
             return now._replace(state=state, info=info)
@@ -350,20 +280,20 @@ class Adapter(nn.Module):
         watch, state = self.monitor.step(now.watch, now.bound.start, state, info, new, ask, self._detectors)
         return now._replace(state=state, info=info, watch=watch)
 
-    def _done(self, now: _Now, begun: float, samples: int, log_probabilities: Tensor | None) -> None:
-        """A call is over: what it changed is for all to see, callbacks are told, and warnings are given."""
-        before, self._now = self._now, now
-        if self.callbacks:
-            ms = 1000 * (time.perf_counter() - begun)
-            info = None if now.info is before.info else now.info
-            signals = Signals() if now.watch is before.watch else now.watch.signals
-            events = now.watch.since(before.watch)
-            record = StepRecord(before.steps, samples, ms, info, log_probabilities, signals, events)
-            for callback in tuple(self.callbacks):
-                callback.on_step(record)
-        for event in now.watch.events:
-            if event.response == "warn" and event.step >= before.watch.batches:
-                warn(f"{event.signal} is {event.value:.3g}, beyond {event.threshold:.3g} (batch {event.step})", AlarmWarning)
+    def _done(self, now: Moment, begun: float, samples: int, log_probabilities: Tensor | None) -> None:
+        """A call is over: what it changed is for all to see, callbacks are told and, even if one fails, warnings given."""
+        before, self._now = self._now, now._replace(number=self._now.number + 1)
+        try:
+            if self.callbacks:
+                ms = 1000 * (time.perf_counter() - begun)
+                record = now.told_after(before, samples, ms, log_probabilities)
+                for callback in tuple(self.callbacks):
+                    callback.on_step(record)
+        finally:
+            for event in now.watch.since(before.watch):
+                if event.response == "warn":
+                    beyond = f"{event.value:.3g}, beyond {event.threshold:.3g} (batch {event.step})"
+                    warn(f"{event.signal} is {beyond}", AlarmWarning)
 
     @contextmanager
     def _noted(self) -> Iterator[None]:
@@ -377,25 +307,14 @@ class Adapter(nn.Module):
                 self._now = self._now._replace(watch=watch.logged(event))
             raise
 
-    def _predicted(self, now: _Now, inputs: Inputs) -> Prediction:
-        seen = self._seen(inputs, now.recent)[0] if self.window else inputs
+    def _predicted(self, now: Moment, inputs: Inputs) -> Prediction:
+        seen = now.seen(inputs, self.window, self.update_every)[0] if self.window else inputs
         return _last(now.filter.predict(now.current, seen), batch_size(inputs))
-
-    def _seen(self, inputs: Inputs, recent: Inputs | None) -> tuple[Inputs, Inputs | None]:
-        """What an update sees, this batch last, and what of it to keep."""
-        if not self.window and self.update_every == 1:
-            return inputs, None
-        together = each(inputs, torch.clone) if recent is None else joined([recent, inputs])  # kept: the user may write to it
-        if not self.window:
-            return together, together
-        total, wanted = batch_size(together), max(self.window, batch_size(inputs))
-        kept = samples(together, total - wanted, total) if total > wanted else together
-        return kept, kept
 
     # Binding to the model
 
     @_apart
-    def _ready(self, example: Inputs | None) -> _Now:
+    def _ready(self, example: Inputs | None) -> Moment:
         """What is known now; the model is read on first use, and again where the user has moved it since.
 
         What an example tells is not kept here, but with the state of the step that saw it.
@@ -406,43 +325,13 @@ class Adapter(nn.Module):
         with self._lock:
             now = self._now
             if not self._fits(now, example):
-                now = self._bound_anew(now, example)
+                now = now.on(self._binding(self._model[0], now.found, example))
                 if set(now.found) == set(self._now.found):
                     self._now = now
         return now
 
-    def _fits(self, now: _Now, example: Inputs | None) -> bool:
-        bound = now.bound
-        if bound is None or bound.model is not self._model[0] or (example is not None and not bound.final):
-            return False
-        return bound.reads(values=now.state is None or self.channels_last)  # a copy does not see what is written to the model
-
-    def _bound_anew(self, now: _Now, example: Inputs | None) -> _Now:
-        """The same on the model as it is now, with the state where the model is."""
-        bound, found = self._bind(now.found, example)
-        if now.state is None:
-            return now._replace(bound=bound, found=found)
-        size, new = now.state.belief.dimension, bound.start.belief.dimension
-        require(size == new, "adapt: model", f"{new} adapted parameters", f"as it was, with {size}, until reset() is called")
-        state = moved(now.state, lambda tensor: tensor.to(bound.start.belief.mean))
-        watch = now.watch.moved_to(state.belief.mean)
-        return now._replace(bound=bound, found=found, state=state, watch=watch)
-
-    def _bind(self, found: Mapping[str, Tensor], example: Inputs | None) -> tuple[_Bound, Mapping[str, Tensor]]:
-        """The filter on the model as it is now, and what has been found from batches."""
-        recipe, model = self.recipe, self._model[0]
-        owned = (*model.parameters(), *model.buffers())
-        read = tuple(tensor.detach() for tensor in owned)
-        frozen = twin(model, self.channels_last)
-        picks = (self._output, example, found, self._observed)
-        logits, mean, told = initialize(frozen, recipe.parameters, recipe.statistics, *picks)
-        if isinstance(logits, Network):
-            logits.capturing = self.cuda_graphs
-        filt = recipe.filter(logits if self._ranks is None else sharded(logits))
-        with among(None):  # source data are the same on all ranks
-            start = filt.init(recipe.source(logits, mean, self._data), self.seed)
-        final = wanted(recipe.parameters) <= set(told)
-        return _Bound(model, _links(model), owned, read, _places(read), _versions(read), filt, start, final), told
+    def _fits(self, now: Moment, example: Inputs | None) -> bool:
+        return now.bound is not None and now.bound.fits(self._model[0], example, learned=now.state is not None)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Adapter:
         """``to``, ``cuda``, ``double``: the adapter takes a copy of the model along; the user's stays where it is."""
@@ -456,12 +345,8 @@ class Adapter(nn.Module):
     # Saving
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        now = self._ready(None)
-        found = {_MODEL + name: tensor for name, tensor in now.found.items()}
-        own = {"recipe": as_tensor(_memory_of(self.recipe)), "calls": torch.tensor(now.calls)}
-        watch = {} if self.monitor is None else now.watch.to_tensors()
-        for name, tensor in {**own, **to_tensors(now.current), **samples_to_tensors(now.recent), **found, **watch}.items():
-            destination[prefix + name] = tensor.detach()
+        tensors = self._ready(None).to_tensors(self.recipe, watched=self.monitor is not None)
+        destination.update({prefix + name: tensor.detach() for name, tensor in tensors.items()})
 
     @_apart
     def _load_from_state_dict(
@@ -479,28 +364,15 @@ class Adapter(nn.Module):
         require(not wrong, "state", f"{wrong} that are no tensors", "the state_dict of an adapter")
         with self._lock:
             self._now = self._loaded(own)
-            self._detectors = _fresh_detectors(self.monitor)
+            self._detectors = fresh_detectors(self.monitor)
 
-    def _loaded(self, own: Mapping[str, Tensor]) -> _Now:
+    def _loaded(self, own: Mapping[str, Tensor]) -> Moment:
         """What named tensors describe; refused unless all of it is there and of this recipe."""
-        mine, theirs = _memory_of(self.recipe), as_text(own["recipe"]) if "recipe" in own else "none"
-        require(mine == theirs, "state 'recipe'", theirs, f"the same as the adapter's, {mine}")
-        found: Mapping[str, Tensor] = {
-            name.removeprefix(_MODEL): value for name, value in own.items() if name.startswith(_MODEL)
-        }
-        for name, value in found.items():
-            require_finite(f"state {_MODEL + name!r}", value)
-        bound = self._ready(None).bound
+        found, bound = found_in(own, self.recipe), self._ready(None).bound
         if found or self._now.found:
-            bound, found = self._bind(found, None)
+            bound = self._binding(self._model[0], found, None)
         assert bound is not None
-        beside = ("recipe", "calls", RECENT, _MODEL, MONITOR)
-        state = from_tensors({name: value for name, value in own.items() if not name.startswith(beside)}, bound.start)
-        recent, calls = samples_from_tensors(own), int(own.get("calls", torch.tensor(0)))
-        # Where a batch would have told more than was saved, none had come: the state is the start.
-        watch = MonitorState() if self.monitor is None else MonitorState.from_tensors(own, bound.start)
-        kept = None if recent is None else checked(recent)
-        return _Now(bound, found, state if bound.final else None, kept, calls, watch=watch)
+        return Moment.from_tensors(own, bound, watched=self.monitor is not None)
 
     def __getstate__(self) -> dict[str, Any]:
         kept = {name: value for name, value in self.__dict__.items() if name != "_lock"}
@@ -509,76 +381,6 @@ class Adapter(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _lock=threading.RLock())
-
-
-_MODEL = "model."  # in a checkpoint: buffers of the model
-
-
-def _fresh_detectors(monitor: Monitor | None) -> dict[str, Detector]:
-    return {} if monitor is None else {name: copy.deepcopy(detector) for name, detector in monitor.detectors.items()}
-
-
-def _memory_of(recipe: Recipe) -> str:
-    """The kind of memory a recipe has: how it predicts leaves no trace, and may change between runs."""
-    return kinds(replace(recipe, prediction=MAP(), predict_from="posterior"))
-
-
-def _as_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
-    """What the model is to be called with, from what the adapter was called with: by place, or all by name."""
-    if not args or not kwargs:
-        return kwargs or (args[0] if len(args) == 1 else args)
-    taken = list(inspect.signature(model.forward).parameters.values())[: len(args)]
-    named = len(taken) == len(args) and all(parameter.kind is parameter.POSITIONAL_OR_KEYWORD for parameter in taken)
-    got, allowed = f"{len(args)} arguments and {list(kwargs)}", "called by place or by name, not both, for this model"
-    require(named, "adapter", got, allowed)
-    placed = {parameter.name: value for parameter, value in zip(taken, args, strict=True)}
-    twice = sorted(set(placed) & set(kwargs))
-    require(not twice, "adapter", f"{twice} by place too", "called with every argument once")
-    return {**placed, **kwargs}
-
-
-def _as_source_data(data: SourceData | Tensor | tuple[Tensor, Tensor] | None) -> SourceData | None:
-    if data is None or isinstance(data, SourceData):
-        return data
-    return SourceData(*data) if isinstance(data, tuple) else SourceData(data)
-
-
-def _layers(model: nn.Module) -> list[nn.Module]:
-    return list(model.modules()) if isinstance(model, nn.Module) else []
-
-
-def _has_batch_norm(model: nn.Module) -> bool:
-    return any(isinstance(layer, _BatchNorm) for layer in _layers(model))
-
-
-def _has_group_norm(model: nn.Module) -> bool:
-    """Whether a network normalises by groups, and nowhere by batches."""
-    return any(isinstance(layer, nn.GroupNorm) for layer in _layers(model)) and not _has_batch_norm(model)
-
-
-def _possible(recipe: Recipe, data: bool) -> Recipe:
-    """The recipe, or the nearest one where there are no source data for its posterior."""
-    if data or not isinstance(recipe.source, Laplace):
-        return recipe
-    anchored = isinstance(recipe.inference, GradientStep)
-    require(anchored, "adapt: data", None, f"source inputs, which {recipe.source} needs")
-    warn("no source data (adapt: data=...): the source posterior that anchors the parameters is left out")
-    return replace(recipe, source=PointMass(), inference=replace(recipe.inference, anchor=0.0))
-
-
-def _versions(tensors: Iterable[Tensor]) -> tuple[int, ...]:
-    return tuple(0 if tensor.is_inference() else tensor._version for tensor in tensors)
-
-
-def _links(model: nn.Module) -> list[tuple[dict[str, Any], str, Any]]:
-    """The tree of a module as plain references: walking it by torch's own methods takes as long as a small network."""
-    tables = [table for module in model.modules() for table in (module._parameters, module._buffers, module._modules)]
-    return [(table, name, value) for table in tables for name, value in table.items()]
-
-
-def _places(tensors: Iterable[Tensor]) -> list[int]:
-    """Addresses, which no two devices share: before each step, so it must not take long."""
-    return [tensor.data_ptr() for tensor in tensors]
 
 
 def _together(predictions: list[Prediction]) -> Prediction:

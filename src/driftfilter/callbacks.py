@@ -1,6 +1,6 @@
 """Callbacks: who is told after every step of an adapter or of ``driftfilter run``, and two that write it down.
 
-The state is whole before anyone is told: a callback that fails, fails the call, but not the adapter.
+The state is whole before anyone is told: a callback that fails, fails the call, but not the adapter, and hides no alarm.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from driftfilter.checks import require
 from driftfilter.filtering import StepInfo
 from driftfilter.growing import Journal, whole_lines
 from driftfilter.history import summary
-from driftfilter.monitor import Event, Signals
+from driftfilter.monitor_state import Event, Signals
 
 
 @final
@@ -27,11 +27,11 @@ from driftfilter.monitor import Event, Signals
 class StepRecord:
     """What happened in one step; what is not a field is worked out when it is asked for."""
 
-    number: int  # steps before it
+    number: int  # calls before it, of the adapter or its update: 0, 1, 2, …
     samples: int  # n
     ms: float  # of the call, by the clock on the wall
     info: StepInfo | None = None  # None: no update was due, or made
-    log_probabilities: Tensor | None = None  # [n, k]; None: nothing was predicted
+    log_probabilities: Tensor | None = None  # [n, k], not what the caller got but a copy; None: nothing was predicted
     signals: Signals = field(default_factory=Signals)  # all NaN where no monitor has looked
     events: tuple[Event, ...] = ()  # alarms of this step
     right: int = 0  # of this step's samples, as far as somebody knows their labels

@@ -5,11 +5,12 @@ And the logits in what it returns.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from driftfilter.checks import require, require_finite
 
@@ -129,6 +130,20 @@ def arguments(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(inputs, (tuple, list)):
         return tuple(inputs), {}
     raise ValueError(f"inputs must be a tensor, a tuple, a list or a mapping of tensors, got {type(inputs).__name__}")
+
+
+def called_with(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
+    """The way back: the inputs of a call in the place of the model's, by place or, where some came by name, all by name."""
+    if not args or not kwargs:
+        return kwargs or (args[0] if len(args) == 1 else args)
+    taken = list(inspect.signature(model.forward).parameters.values())[: len(args)]
+    named = len(taken) == len(args) and all(parameter.kind is parameter.POSITIONAL_OR_KEYWORD for parameter in taken)
+    got, allowed = f"{len(args)} arguments and {list(kwargs)}", "called by place or by name, not both, for this model"
+    require(named, "adapter", got, allowed)
+    placed = {parameter.name: value for parameter, value in zip(taken, args, strict=True)}
+    twice = sorted(set(placed) & set(kwargs))
+    require(not twice, "adapter", f"{twice} by place too", "called with every argument once")
+    return {**placed, **kwargs}
 
 
 def picked(result: Any) -> Tensor:

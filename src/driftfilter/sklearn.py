@@ -31,6 +31,7 @@ from driftfilter.checks import require, require_count
 from driftfilter.filtering import Filter
 from driftfilter.initialization import initialize
 from driftfilter.network import STATISTICS
+from driftfilter.published import bn
 from driftfilter.recipe import Recipe
 from driftfilter.statistics import Ema
 
@@ -38,7 +39,7 @@ Array = NDArray[Any]
 
 _ACTIVATIONS = {"identity": nn.Identity, "logistic": nn.Sigmoid, "tanh": nn.Tanh, "relu": nn.ReLU}
 # Chosen on synthetic tables, wine and iris (docs/sklearn.md); losses that move weights gained nothing there.
-_RECIPE = presets.bn(Ema(momentum=0.5, diversity=4.0))
+_RECIPE = bn(Ema(momentum=0.5, diversity=4.0))
 
 
 class Moments(NamedTuple):

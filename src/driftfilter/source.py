@@ -65,6 +65,13 @@ class SourceData:
             )
             require_shape("SourceData.labels", self.labels, f"[{len(self.inputs)}]", len(self.inputs))  # type: ignore[arg-type]
 
+    @classmethod
+    def of(cls, data: SourceData | Tensor | tuple[Tensor, Tensor] | None) -> SourceData | None:
+        """Inputs [N, ...], alone or with their labels [N], as source data; None where there are none."""
+        if data is None or isinstance(data, SourceData):
+            return data
+        return cls(*data) if isinstance(data, tuple) else cls(data)
+
     def __iter__(self) -> Iterator[tuple[Inputs, Tensor | None]]:
         if isinstance(self.inputs, Tensor):
             pieces = self.inputs.split(self.batch_size)

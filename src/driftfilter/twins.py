@@ -44,7 +44,11 @@ def in_channels_last(values: Tensor) -> Tensor:
 
 
 def private(model: nn.Module) -> nn.Module:
-    """A twin with buffers of its own too: a layer that counts its calls must not count ours."""
+    """A twin with buffers of its own too, all of them: a layer that counts its calls must not count ours.
+
+    Which layers write is not to be known beforehand: one of torch's writes to its statistics if a module around it sets it to
+    training mode, and that module may write to them itself.
+    """
     own = twin(model)
     for module in own.modules():
         for name, buffer in module._buffers.items():
@@ -69,6 +73,7 @@ def require_values(model: nn.Module) -> None:
     require(not empty, "Network: model", f"{empty[:4]} on the meta device", "a module with values: load its weights first")
 
 
+AUTOCAST = ("cpu", "cuda")  # kinds of devices whose autocast is put aside and given back
 _AUTOCAST: ContextVar[tuple[tuple[str, torch.dtype], ...]] = ContextVar("autocast", default=())  # device type and dtype
 
 
@@ -79,7 +84,7 @@ def full_precision(own: torch.dtype | None = None) -> Iterator[None]:
     With a dtype of its ``own`` the module is under that autocast instead.
     """
     found = _autocast_now()
-    kinds = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+    kinds = [kind for kind in AUTOCAST if kind != "cuda" or torch.cuda.is_available()]
     wanted = found if own is None else tuple((kind, own) for kind in kinds)
     if not wanted:
         yield
@@ -109,7 +114,7 @@ def autocast_of_model() -> tuple[tuple[str, torch.dtype], ...]:
 
 
 def _autocast_now() -> tuple[tuple[str, torch.dtype], ...]:
-    return tuple((kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind))
+    return tuple((kind, torch.get_autocast_dtype(kind)) for kind in AUTOCAST if torch.is_autocast_enabled(kind))
 
 
 def under_autocast(kind: str) -> bool:
