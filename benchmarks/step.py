@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import copy
 import datetime
-import json
 import platform
 import random
 import time
@@ -27,6 +26,7 @@ from torch import Tensor, nn
 
 import driftfilter as df
 from driftfilter.app import models
+from figures import write
 
 
 class VisionTransformer(nn.Module):
@@ -163,9 +163,8 @@ def main() -> None:
     for name, median in medians.items():
         memory = f"{peaks[name]:>10.0f}{peaks[name] / peaks['hand-written TENT']:>8.2f}" if peaks else ""
         print(f"{name:<40}{median:>9.1f}{median / base:>8.2f}{memory}")
-    if arguments.json:
-        figures = {"model": arguments.model, "where": where, "date": date, "ms": medians, "peak MiB": peaks}
-        arguments.json.write_text(json.dumps(figures, indent=1) + "\n")
+    figures = {"model": arguments.model, "batch": arguments.batch, "ms": medians, "peak MiB": peaks}
+    write(arguments.json, figures, device=arguments.device)
 
 
 if __name__ == "__main__":
