@@ -114,7 +114,7 @@ def milliseconds(call: Callable[[], object], budget: float = 1.0) -> float:
 def beyond_gradients(
     d: int, n: int, structure: str, rank: int, k: int = 10
 ) -> tuple[Callable[[], object], Callable[[], object], str]:
-    """One Linearized(EmpiricalFisher()) update in float32 without the gradients, from an isotropic prior unless it carries rows."""
+    """One Linearized(EmpiricalFisher()) update in float32 without the gradients; isotropic prior unless it carries rows."""
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(n, d, generator=generator) / math.sqrt(d)
     covariance: df.Covariance = df.Diagonal(torch.full((d,), 0.02))
