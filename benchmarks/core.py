@@ -294,6 +294,16 @@ def growth(budget: float) -> list[dict[str, Any]]:
     return found
 
 
+def measured(budget: float) -> dict[str, Any]:
+    """All figures, each over about ``budget`` seconds."""
+    return {
+        "updates": updates(budget),
+        "eager steps": eager_steps(budget),
+        "beside posteriors": beside_posteriors(budget),
+        "growth": growth(budget),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
@@ -302,13 +312,7 @@ def main() -> None:
     budget = 0.1 if arguments.quick else 1.0
     torch.set_num_threads(1)
     print(", ".join(f"{key} {value}" for key, value in header("posteriors").items()))
-    figures = {
-        "updates": updates(budget),
-        "eager steps": eager_steps(budget),
-        "beside posteriors": beside_posteriors(budget),
-        "growth": growth(budget),
-    }
-    write(arguments.json, figures, "posteriors")
+    write(arguments.json, measured(budget), "posteriors")
 
 
 if __name__ == "__main__":
