@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: setup demo test lint bench docs clean
+.PHONY: setup demo test lint bench page docs clean
 
 setup: $(READY)
 
@@ -24,10 +24,16 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: setup
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt jax
+bench: setup  # the CPU part; `make page` takes its figures over
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt jax posteriors
 	mkdir -p runs/benchmarks
-	for name in core step scan fleet; do OMP_NUM_THREADS=1 $(BIN)/python benchmarks/$$name.py --json runs/benchmarks/$$name.json || exit 1; done
+	begun=$$(date +%s); for name in core step scan fleet; do \
+	    OMP_NUM_THREADS=1 $(BIN)/python benchmarks/$$name.py --json runs/benchmarks/$$name.json || exit 1; \
+	done; echo "make bench took $$(($$(date +%s) - begun)) s"
+
+page: setup  # docs/benchmarks.md from benchmarks/results, with what `make bench` has measured here if it has
+	for file in runs/benchmarks/*.json; do test ! -e $$file || cp $$file benchmarks/results/; done
+	$(BIN)/python benchmarks/page.py
 
 docs: setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[docs]"

@@ -1,21 +1,23 @@
-"""Cost of the core: single steps, and growth in parameters d, batch n, rank and classes k; one thread.
+"""Cost of the core: single steps, beside posteriors' too, and growth in parameters d, batch n, rank and classes k; one thread.
 
     python benchmarks/core.py [--json FILE] [--quick]
 
 "beyond the gradients" is the time of an update (curvature, conditioning, mean step) on per-sample gradient rows that are
-already there, less the time of handing out those rows. Memory is that of the largest tensor which an update makes.
+already there, less the time of handing out those rows. Memory is what tensors made by an update, the rows handed out among
+them, take at most at one time. The extended Kalman filters of posteriors take part where it is installed.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
+import importlib.util
 import math
-import platform
 import time
+import warnings
+import weakref
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +26,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import driftfilter as df
 from driftfilter.predictive import Pullback
 from driftfilter.randomness import Randomness
+from figures import exponent, header, write
+
+NOISE, START = 1e-3, 0.1  # variances of the random walk beside posteriors
 
 
 class GivenRows:
@@ -54,17 +59,38 @@ class GivenRows:
             return self.rows.sum(0)
 
 
-class LargestTensor(TorchDispatchMode):
-    """Remembers the largest tensor any operation returned."""
+class Memory(TorchDispatchMode):
+    """Bytes of the tensors that operations made and that are still there, at most; and the elements of the largest."""
 
-    elements = 0
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.largest, self.peak, self.now = 0, 0, 0
+        self.live: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         result = func(*args, **(kwargs or {}))
         for value in result if isinstance(result, (tuple, list)) else [result]:
             if isinstance(value, Tensor):
-                self.elements = max(self.elements, value.numel())
+                self.largest = max(self.largest, value.numel())
+                self.made(value.untyped_storage())
         return result
+
+    def made(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key not in self.live:  # a view has the storage of its base
+            self.live[key] = weakref.ref(storage, lambda _: self.freed(key)), storage.nbytes()
+            self.now += storage.nbytes()
+            self.peak = max(self.peak, self.now)
+
+    def freed(self, key: int) -> None:
+        self.now -= self.live.pop(key)[1]
+
+
+def memory_of(call: Callable[[], object]) -> Memory:
+    memory = Memory()
+    with memory:
+        call()
+    return memory
 
 
 def update_milliseconds(case: tuple[Callable[[], object], Callable[[], object], str], budget: float) -> float:
@@ -88,12 +114,14 @@ def milliseconds(call: Callable[[], object], budget: float = 1.0) -> float:
 def beyond_gradients(
     d: int, n: int, structure: str, rank: int, k: int = 10
 ) -> tuple[Callable[[], object], Callable[[], object], str]:
-    """One Linearized(EmpiricalFisher()) update from an isotropic prior in float32, without the gradients."""
+    """One Linearized(EmpiricalFisher()) update in float32 without the gradients; isotropic prior unless it carries rows."""
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(n, d, generator=generator) / math.sqrt(d)
     covariance: df.Covariance = df.Diagonal(torch.full((d,), 0.02))
     if structure == "LowRank":
         covariance = df.LowRank.isotropic(0.02, d, rank)
+    elif structure == "LowRank, carrying its rank":
+        covariance = df.LowRank(torch.full((d,), 50.0), torch.randn(rank, d, generator=generator) / math.sqrt(d), rank)
     elif structure == "Full":
         covariance = df.Full(0.02 * torch.eye(d))
     prior = df.Belief(torch.zeros(d), covariance)
@@ -142,12 +170,138 @@ def plain_function(theta: Tensor, inputs: Tensor) -> Tensor:
     return torch.stack((torch.zeros_like(scores), scores), -1)
 
 
-def exponent(sizes: list[int], times: list[float]) -> float:
-    """Least-squares slope of log time against log size, over the upper half where overhead no longer counts."""
-    half = len(sizes) // 2
-    x = torch.tensor(sizes[half:], dtype=torch.float64).log()
-    y = torch.tensor(times[half:], dtype=torch.float64).log()
-    return float(((x - x.mean()) * (y - y.mean())).sum() / (x - x.mean()).square().sum())
+def entropies(theta: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor]:
+    logits = plain_function(theta, inputs)
+    logs = logits.log_softmax(-1)
+    return -(logs.exp() * logs).sum(-1), logits
+
+
+def kalman(structure: str, d: int) -> Any:
+    """The extended Kalman filter of posteriors with this covariance.
+
+    Its dense one has Λ - ε F where Λ + ε F is meant; ε = -1 and the energy in place of the log-likelihood make it right.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of tensordict, about its next version
+        ekf = importlib.import_module("posteriors").ekf
+    if structure == "Full":
+        eye = torch.eye(d, dtype=torch.float64)
+        return ekf.dense_fisher.build(entropies, -1.0, NOISE * eye, per_sample=True, init_cov=START * eye)
+
+    def log_likelihood(theta: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        losses, logits = entropies(theta, inputs)
+        return -losses, logits
+
+    return ekf.diag_fisher.build(log_likelihood, 1.0, NOISE**0.5, per_sample=True, init_sds=START**0.5)
+
+
+Walk = Callable[[], tuple[Tensor, Tensor, Tensor]]  # mean, variances and last log-probabilities at the end of a stream
+
+
+def walks(structure: str, d: int, stream: Tensor) -> dict[str, Walk]:
+    """The same filter over the same stream, step by step, predicting after each: a random walk, entropy, uncentred Fisher."""
+    mean = torch.randn(d, generator=torch.Generator().manual_seed(0), dtype=torch.float64) / d**0.5
+    variances = torch.full((d,), START, dtype=torch.float64)
+    belief = df.Belief(mean, df.Full(variances.diag()) if structure == "Full" else df.Diagonal(variances))
+
+    transform = kalman(structure, d)
+
+    def theirs() -> tuple[Tensor, Tensor, Tensor]:
+        state = transform.init(mean)
+        for inputs in stream:
+            state, _ = transform.update(state, inputs)
+            logs = plain_function(state.params, inputs).log_softmax(-1)
+        return state.params, state.cov.diagonal() if structure == "Full" else state.sd_diag**2, logs
+
+    def ours(logits: Any) -> tuple[Tensor, Tensor, Tensor]:
+        transition = df.Transition(df.RandomWalk(), df.Isotropic(NOISE))
+        filt = df.Filter(logits, transition, inference=df.Linearized(df.EmpiricalFisher(centered=False)))
+        state = filt.init(belief)
+        for inputs in stream:
+            state, prediction, _ = filt.step(state, inputs)
+        return state.belief.mean, state.belief.covariance.variance(), prediction.log_probabilities
+
+    return {"posteriors": theirs, "plain function": lambda: ours(plain_function), "LinearHead": lambda: ours(df.LinearHead(2))}
+
+
+def beside_posteriors(budget: float) -> list[dict[str, Any]]:
+    """Steps of the same filter here and there, µs; none where posteriors is not installed."""
+    if importlib.util.find_spec("posteriors") is None:
+        print("\nposteriors is not installed: not compared")
+        return []
+    print("\none step of the same filter, one sample, float64, µs")
+    found = []
+    for structure, d in (("Full", 3), ("Full", 108), ("Diagonal", 3), ("Diagonal", 108)):
+        stream = torch.randn(100, 1, d, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        cases = walks(structure, d, stream)
+        for name, walk in cases.items():
+            torch.testing.assert_close(walk(), cases["LinearHead"](), atol=1e-9, rtol=1e-9, msg=f"{name}, {structure}, {d}")
+        times = {name: 1e3 * milliseconds(walk, budget) / len(stream) for name, walk in cases.items()}
+        found.append({"covariance": structure, "d": d, "µs": times})
+        print(f"{structure + ', d = ' + str(d):<20}" + "; ".join(f"{name} {spent:.0f}" for name, spent in times.items()))
+    return found
+
+
+def updates(budget: float) -> list[dict[str, Any]]:
+    print(f"\n{'one update beyond the gradients, float32':<62}{'ms':>9}{'bar':>8}")
+    d, n, found = 17_952, 200, []
+    for structure, rank, bar in (("LowRank", 200, "15"), ("LowRank", 10, ""), ("Diagonal", 0, "")):
+        case = beyond_gradients(d, n, structure, rank)
+        memory, spent = memory_of(case[0]), update_milliseconds(case, budget)
+        sizes = {"covariance": structure, "d": d, "n": n, "rank": rank}
+        found.append({**sizes, "ms": spent, "largest tensor": memory.largest, "peak bytes": memory.peak})
+        print(f"{case[2]:<62}{spent:>9.2f}{bar:>8}   largest tensor {memory.largest / d**2:.4f} d²")
+    return found
+
+
+def eager_steps(budget: float) -> list[dict[str, Any]]:
+    print(f"\n{'one eager step, d = 3, one sample, float64':<62}{'µs':>9}{'bar':>8}")
+    found = []
+    for model, logits, bar in (("LinearHead", df.LinearHead(2), "200"), ("plain function", plain_function, "2000")):
+        for curvature in (df.EmpiricalFisher(centered=False), df.Hessian()):
+            spent = 1e3 * milliseconds(eager_step(logits, curvature), budget)
+            found.append({"model": model, "curvature": repr(curvature), "µs": spent})
+            print(f"{model + ', ' + repr(curvature):<62}{spent:>9.0f}{bar:>8}")
+    return found
+
+
+SWEEPS: list[tuple[str, str, list[int]]] = [
+    ("LowRank", "d", [1024, 2048, 4096, 8192, 16384, 32768]),
+    ("LowRank", "n", [16, 32, 64, 128, 256, 512]),
+    ("LowRank, carrying its rank", "rank", [16, 32, 64, 128, 256, 512]),
+    ("Diagonal", "d", [1024, 4096, 16384, 65536, 262144]),
+    ("Diagonal", "n", [16, 32, 64, 128, 256, 512]),
+    ("Full", "d", [64, 128, 256, 512, 1024, 2048]),
+    ("LinearHead", "k", [4, 8, 16, 32, 64]),
+]
+BASE = {"d": 4096, "n": 64, "rank": 32}
+
+
+def growth(budget: float) -> list[dict[str, Any]]:
+    print(f"\n{'growth, ms (base d = 4,096, n = 64, rank = 32)':<47}{'sizes and times':<78}{'exponent':>9}{'memory':>8}")
+    found = []
+    for structure, axis, sizes in SWEEPS:
+        times, peaks = [], []
+        for size in sizes:
+            settings = {**BASE, axis: size}
+            rows = (settings["d"], settings["n"], structure, settings["rank"])
+            case = head_step(size) if axis == "k" else beyond_gradients(*rows)
+            peaks.append(memory_of(case[0]).peak)
+            times.append(update_milliseconds(case, budget / 4))
+        found.append({"covariance": structure, "against": axis, "sizes": sizes, "ms": times, "peak bytes": peaks})
+        cells = "  ".join(f"{size}: {value:.2f}" for size, value in zip(sizes, times, strict=True))
+        print(f"{structure + ' against ' + axis:<47}{cells:<78}{exponent(sizes, times):>9.2f}{exponent(sizes, peaks):>8.2f}")
+    return found
+
+
+def measured(budget: float) -> dict[str, Any]:
+    """All figures, each over about ``budget`` seconds."""
+    return {
+        "updates": updates(budget),
+        "eager steps": eager_steps(budget),
+        "beside posteriors": beside_posteriors(budget),
+        "growth": growth(budget),
+    }
 
 
 def main() -> None:
@@ -157,73 +311,8 @@ def main() -> None:
     arguments = parser.parse_args()
     budget = 0.1 if arguments.quick else 1.0
     torch.set_num_threads(1)
-    machine = f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}, one thread"
-    figures: dict[str, object] = {
-        "date": datetime.date.today().isoformat(),
-        "machine": machine,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
-    print(", ".join(f"{key} {value}" for key, value in figures.items()))
-
-    print(f"\n{'one update beyond the gradients, float32':<62}{'ms':>9}{'bar':>8}")
-    d = 17_952
-    for structure, rank, bar in (("LowRank", 200, "15"), ("LowRank", 10, ""), ("Diagonal", 0, "")):
-        case = beyond_gradients(d, 200, structure, rank)
-        name = case[2]
-        with LargestTensor() as largest:  # type: ignore[no-untyped-call]
-            case[0]()
-        figures[name] = update_milliseconds(case, budget)
-        figures[f"{name}: largest tensor / d²"] = largest.elements / d**2
-        print(f"{name:<62}{figures[name]:>9.2f}{bar:>8}   largest tensor {largest.elements / d**2:.4f} d²")
-
-    print(f"\n{'one eager step, d = 3, one sample, float64':<62}{'µs':>9}{'bar':>8}")
-    cases: list[tuple[str, object, object, str]] = [
-        (
-            "LinearHead, Linearized(EmpiricalFisher(centered=False))",
-            df.LinearHead(2),
-            df.EmpiricalFisher(centered=False),
-            "200",
-        ),
-        ("LinearHead, Linearized(Hessian())", df.LinearHead(2), df.Hessian(), "200"),
-        (
-            "plain function, Linearized(EmpiricalFisher(centered=False))",
-            plain_function,
-            df.EmpiricalFisher(centered=False),
-            "2000",
-        ),
-        ("plain function, Linearized(Hessian())", plain_function, df.Hessian(), "2000"),
-    ]
-    for name, logits, curvature, bar in cases:
-        figures[name] = 1e3 * milliseconds(eager_step(logits, curvature), budget)
-        print(f"{name:<62}{figures[name]:>9.0f}{bar:>8}")
-
-    print(f"\n{'growth, ms (base d = 4,096, n = 64, rank = 32)':<34}{'sizes and times':<78}{'exponent':>9}{'memory':>8}")
-    sweeps: list[tuple[str, str, list[int]]] = [
-        ("LowRank", "d", [1024, 2048, 4096, 8192, 16384, 32768]),
-        ("LowRank", "n", [16, 32, 64, 128, 256, 512]),
-        ("LowRank", "rank", [2, 4, 8, 16, 32]),
-        ("Diagonal", "d", [1024, 4096, 16384, 65536, 262144]),
-        ("Diagonal", "n", [16, 32, 64, 128, 256, 512]),
-        ("Full", "d", [64, 128, 256, 512, 1024, 2048]),
-        ("LinearHead", "k", [4, 8, 16, 32, 64]),
-    ]
-    for structure, axis, sizes in sweeps:
-        times, elements = [], []
-        for size in sizes:
-            settings = {"d": 4096, "n": 64, "rank": 32, axis: size}
-            rows = (settings["d"], settings["n"], structure, settings["rank"])
-            case = head_step(size) if axis == "k" else beyond_gradients(*rows)
-            with LargestTensor() as largest:  # type: ignore[no-untyped-call]
-                case[0]()
-            times.append(update_milliseconds(case, budget / 4))
-            elements.append(float(largest.elements))
-        slope, memory = exponent(sizes, times), exponent(sizes, elements)
-        figures[f"{structure} against {axis}"] = {"sizes": sizes, "ms": times, "exponent": slope, "memory exponent": memory}
-        cells = "  ".join(f"{size}: {value:.2f}" for size, value in zip(sizes, times, strict=True))
-        print(f"{structure + ' against ' + axis:<34}{cells:<78}{slope:>9.2f}{memory:>8.2f}")
-    if arguments.json:
-        arguments.json.write_text(json.dumps(figures, indent=1) + "\n")
+    print(", ".join(f"{key} {value}" for key, value in header("posteriors").items()))
+    write(arguments.json, measured(budget), "posteriors")
 
 
 if __name__ == "__main__":

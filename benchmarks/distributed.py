@@ -25,6 +25,7 @@ from torch.multiprocessing.spawn import spawn
 import driftfilter as df
 from driftfilter.app import models
 from driftfilter.shards import Ranks
+from figures import write
 
 PRESETS = ("tent", "opgd_diag", "opgd", "driftfilter")
 
@@ -89,8 +90,8 @@ def main() -> None:
         alone, shared = one[preset]["milliseconds"], several[preset]["milliseconds"]
         sent = several[preset]
         print(f"{preset:12}  {alone:9.1f}  {shared:10.1f}  {alone / shared:8.2f}  {sent['messages']:8}  {sent['bytes']:,}")
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps({"one": one, "several": several}, indent=1) + "\n", encoding="utf-8")
+    figures = {"model": arguments.model, "batch": arguments.batch, "ranks": arguments.ranks, "one": one, "several": several}
+    write(arguments.json, figures, threads=1)
 
 
 if __name__ == "__main__":

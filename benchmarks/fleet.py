@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import json
 import platform
 import time
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from pathlib import Path
 import torch
 
 import driftfilter as df
+from figures import write
 
 WIDTH, CLASSES = 64, 10
 
@@ -58,9 +58,7 @@ def main() -> None:
     print(f"{arguments.streams:,} streams of {WIDTH}x{CLASSES}, {where}, {date}: {moved / 1e6:.0f} MB read and written a step")
     for name, value in best.items():
         print(f"{name:<12}{value:>9.1f} ms{value / best['addcmul']:>7.2f}{moved / value / 1e6:>8.1f} GB/s")
-    if arguments.json:
-        figures = {"where": where, "date": date, "streams": arguments.streams, "bytes": moved, "ms": best}
-        arguments.json.write_text(json.dumps(figures, indent=1) + "\n")
+    write(arguments.json, {"streams": arguments.streams, "bytes": moved, "ms": best}, "numba")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import importlib
-import json
 import platform
 import time
 from collections.abc import Callable
@@ -24,6 +23,7 @@ import torch
 from numpy.typing import NDArray
 
 import driftfilter as df
+from figures import write
 
 RHO, NOISE, START = 0.99, 1e-3, 0.1
 Array = NDArray[np.float64]
@@ -139,9 +139,7 @@ def main() -> None:
     }
     times = {name: 1e6 * value / steps for name, value in measured(cases, arguments.rounds).items()}
     rows["1,000 streams, d = 3"] = report("1,000 streams, d = 3", times)
-    if arguments.json:
-        figures = {"where": where, "date": date, "µs a step": rows}
-        arguments.json.write_text(json.dumps(figures, indent=1, ensure_ascii=False) + "\n")
+    write(arguments.json, {"steps": arguments.steps, "µs a step": rows}, "numpy", "numba", "jax")
 
 
 def report(name: str, times: dict[str, float]) -> dict[str, float]:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import copy
 import datetime
-import json
 import platform
 import random
 import statistics
@@ -33,6 +32,7 @@ from torch import Tensor, nn
 
 import driftfilter as df
 from driftfilter.app import models
+from figures import write
 
 
 class VisionTransformer(nn.Module):
@@ -198,9 +198,8 @@ def main() -> None:
     for name, median in medians.items():
         memory = f"{peaks[name]:>10.0f}{peaks[name] / peaks['hand-written TENT']:>8.2f}" if peaks else ""
         print(f"{name:<46}{median:>9.1f}{median / base:>8.2f}{means[name]:>9.1f}{memory}")
-    if arguments.json:
-        figures = {"model": arguments.model, "where": where, "date": date, "ms": medians, "mean ms": means, "peak MiB": peaks}
-        arguments.json.write_text(json.dumps(figures, indent=1) + "\n")
+    figures = {"model": arguments.model, "batch": arguments.batch, "ms": medians, "mean ms": means, "peak MiB": peaks}
+    write(arguments.json, figures, device=arguments.device)
 
 
 if __name__ == "__main__":
