@@ -5,7 +5,6 @@ from __future__ import annotations
 from driftfilter.compiled_diagonal import scan_diagonal
 from driftfilter.compiled_losses import kernel
 from driftfilter.compiled_parts import Room
-from driftfilter.compiled_rank_one import scan_rank_one
 from driftfilter.compiled_steps import scan_full
 from driftfilter.kernel_terms import Floats, Head, Integers, Motion, Numbers, Rules
 
@@ -29,7 +28,7 @@ def each_diagonal(
 @kernel
 def each_full(
     rules: Rules, motion: Motion, head: Head, X: Floats, offsets: Integers, per: int, begin: int, end: int, rows: Integers,
-    before: Numbers, values: Numbers, mean: Numbers, S: Numbers, bounds: Floats, is_rank_one: bool, room: Room, warned: bool,
+    before: Numbers, values: Numbers, mean: Numbers, S: Numbers, bounds: Floats, room: Room, warned: bool,
     out: Floats, used: Integers, reached: Integers,
 ) -> None:  # fmt: skip
     """The same with full covariances, and bounds [streams, 2] of their eigenvalues."""
@@ -40,8 +39,5 @@ def each_full(
             for j in range(i + 1):  # the steps use the lower triangle alone
                 own[i, j] = matrix[i, j]
         first, stop = s * per, (s + 1) * per
-        if is_rank_one:
-            stream = scan_rank_one(rules, motion, X, first, stop, new, own, bounds[s], room, warned, out, used)
-        else:
-            stream = scan_full(rules, motion, head, X, offsets, first, stop, new, own, bounds[s], room, warned, out, used)
+        stream = scan_full(rules, motion, head, X, offsets, first, stop, new, own, bounds[s], room, warned, out, used)
         reached[s] = stream == stop
