@@ -46,28 +46,48 @@ def workspaces(d: int) -> tuple[Floats, Floats]:
 
 
 @part
-def _sweep(gains: Floats, alpha: float, noise: Floats, mean: Floats, S: Floats, v: Floats, x: Floats, w: Floats) -> None:
-    """Σ ← α (Σ - z zᵀ) + W and y ← Σ x, and what the variances are."""
-    largest, proper = 0.0, True
-    for i in range(S.shape[0]):
-        own, keep, xi, total = v[WAITING, i], alpha, x[i], 0.0
-        if noise.shape[0] > 0:
-            for j in range(i + 1):
-                S[i, j] = alpha * (S[i, j] - own * v[WAITING, j]) + noise[i, j]
-            own, keep = 0.0, 1.0
+def _variance(gains: Floats, alpha: float, mean: Floats, S: Floats, v: Floats, i: int) -> float:
+    """Σ_ii ← α (Σ_ii - z_i²) + W_ii + κ_i (μ_i - μ₀_i)²."""
+    away = mean[i] - gains[ORIGIN, i]
+    value = alpha * (S[i, i] - v[WAITING, i] * v[WAITING, i]) + gains[DIAGONAL, i] + gains[KAPPA, i] * away * away
+    S[i, i] = value
+    return float(value)
+
+
+@part
+def _sweep(gains: Floats, alpha: float, mean: Floats, S: Floats, v: Floats, x: Floats) -> None:
+    """Σ ← α (Σ - z zᵀ) + diagonal and y ← Σ x, two rows at a time: what is read and written for a row serves both."""
+    odd = S.shape[0] % 2
+    if odd:
+        v[Y, 0] = _variance(gains, alpha, mean, S, v, odd - 1) * x[0]
+    for i in range(odd, S.shape[0], 2):
+        z, below, x_i, x_below = v[WAITING, i], v[WAITING, i + 1], x[i], x[i + 1]
+        total, total_below = 0.0, 0.0
         for j in range(i):
-            value = keep * (S[i, j] - own * v[WAITING, j])
-            S[i, j] = value
-            total += value * x[j]
-            v[Y, j] += value * xi
-        away = mean[i] - gains[ORIGIN, i]
-        value = keep * (S[i, i] - own * own) + gains[DIAGONAL, i] + gains[KAPPA, i] * away * away
-        S[i, i] = value
-        v[Y, i] = total + value * xi
-        proper = proper and 0 < value < math.inf
-        largest = max(largest, value)
-    w[LARGEST] = largest
-    w[PROPER] = 1.0 if proper else 0.0
+            one = alpha * (S[i, j] - z * v[WAITING, j])
+            other = alpha * (S[i + 1, j] - below * v[WAITING, j])
+            S[i, j] = one
+            S[i + 1, j] = other
+            total += one * x[j]
+            total_below += other * x[j]
+            v[Y, j] += one * x_i + other * x_below
+        between = alpha * (S[i + 1, i] - z * below)
+        S[i + 1, i] = between
+        v[Y, i] = total + _variance(gains, alpha, mean, S, v, i) * x_i + between * x_below
+        v[Y, i + 1] = total_below + between * x_i + _variance(gains, alpha, mean, S, v, i + 1) * x_below
+
+
+@part
+def _spread(noise: Floats, alpha: float, S: Floats, v: Floats) -> float:
+    """Σ ← α (Σ - z zᵀ) + W where W is no diagonal; returns the α that is left to do."""
+    if noise.shape[0] == 0:
+        return alpha
+    for i in range(noise.shape[0]):
+        for j in range(i + 1):
+            S[i, j] = alpha * (S[i, j] - v[WAITING, i] * v[WAITING, j]) + noise[i, j]
+    for i in range(noise.shape[0]):
+        v[WAITING, i] = 0.0
+    return 1.0
 
 
 @part
@@ -100,18 +120,22 @@ def scan_rank_one(
     d, reached, share = mean.shape[0], end, 1.0 / max(rules.reference, 1)
     w[LOW], w[GOOD] = bounds[0], 1.0
     for t in range(begin, end):
-        f, size, spread = 0.0, 0.0, 0.0
+        f, size, spread, largest, proper = 0.0, 0.0, 0.0, 0.0, True
         for j in range(d):
             prior = gains[DRIFT, j] + gains[GAIN, j] * mean[j]
             v[PRIOR, j] = prior
             f += X[t, j] * prior
             size += X[t, j] * X[t, j]
-        w[F] = f
-        w[SIZE] = size
-        _sweep(gains, factor[0, 0], noise, mean, S, v, X[t], w)
+        _sweep(gains, _spread(noise, factor[0, 0], S, v), mean, S, v, X[t])
         for j in range(d):
             spread += X[t, j] * v[Y, j]
+            largest = max(largest, S[j, j])
+            proper = proper and 0 < S[j, j] < math.inf
+        w[F] = f
+        w[SIZE] = size
         w[SPREAD] = spread
+        w[LARGEST] = largest
+        w[PROPER] = 1.0 if proper else 0.0
         probabilities(w, 1)
         weigh(rules, w, 1)
         slopes(rules, w, 1)

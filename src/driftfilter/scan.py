@@ -61,12 +61,7 @@ class Plan(NamedTuple):
     rules: Rules
     motion: Motion
     head: Head
-
-    @property
-    def is_rank_one(self) -> bool:
-        """Whether all is along x: every batch is one sample."""
-        width = self.features.shape[1]
-        return self.sizes == (1, 1) and is_along_x(self.rules, self.motion, self.head, width)
+    is_rank_one: bool  # whether all is along x: every batch is one sample
 
 
 def is_along_x(rules: Rules, motion: Motion, head: Head, width: int) -> bool:
@@ -94,7 +89,9 @@ def _plan(filt: Filter, state: FilterState, batches: Iterable[Any]) -> Plan:
     matrix = filt.transition.read_out(parameters)
     read_out = np.zeros((0, 0)) if matrix is None else np.ascontiguousarray(matrix.double().numpy())
     motion = _motion(filt, state.source)
-    return Plan(batches, features, offsets, sizes, odd, rules, motion, Head(first, read_out))
+    own = Head(first, read_out)
+    is_rank_one = sizes == (1, 1) and isinstance(state.belief.covariance, Full) and is_along_x(rules, motion, own, width)
+    return Plan(batches, features, offsets, sizes, odd, rules, motion, own, is_rank_one)
 
 
 def _motion(filt: Filter, source: Belief) -> Motion:
@@ -249,8 +246,8 @@ class _Scan:
 
     def _outputs(self, state: FilterState, begun: int) -> Outputs:
         out = self.out.to(state.belief.mean.dtype)
-        by_logit = self.plan.is_rank_one and isinstance(state.belief.covariance, Full)
-        record = Record(self.filter, out, self.classes, self.plan.offsets, self.used, self.eager, begun, by_logit)
+        kept = (self.plan.offsets, self.used, self.eager, begun, self.plan.is_rank_one)
+        record = Record(self.filter, out, self.classes, *kept)
         predictions, infos = Recorded(record.prediction, len(self.used)), Recorded(record.info, len(self.used))
         together = None if self.eager else (record.log_probabilities, record.logit_variance)
         return Outputs(predictions, infos, together, len(self.used) - len(self.eager))
