@@ -1,6 +1,6 @@
 """The compiled steps of compiled_rank_one.py for many streams abreast: vector registers hold numbers of different streams.
 
-A block of streams goes through its steps together. Its workspace v [rows, lanes] has a lane for each stream, and rows for
+A block of streams goes through its steps together. Its workspace v [rows, BLOCK] has a lane for each stream, and rows for
 x [d], μ [d], y = Σ⁻x [d], what waits to be taken from Σ [d], and the lower triangle of Σ, row by row.
 """
 
@@ -36,14 +36,12 @@ from driftfilter.compiled_logit import (
 from driftfilter.compiled_losses import kernel, part
 from driftfilter.kernel_terms import DIAGONAL, DRIFT, GAIN, KAPPA, ORIGIN, Floats, Integers, Motion, Numbers, Rules
 
-NEAR = 3000  # numbers that stay in the nearest cache, beside the workspace of the logits
+ABREAST = 16  # parameters above which a stream fills vector registers by itself, and a block of them no near cache
 
 
 def workspaces(d: int) -> tuple[Floats, Floats]:
-    """w (compiled_logit) and v, with as many lanes as fit into the nearest cache, a vector register's 8 at least."""
-    rows = 4 * d + d * (d + 1) // 2
-    lanes = min(max(NEAR // rows // 8 * 8, 8), BLOCK)
-    return np.zeros(ROWS * BLOCK), np.zeros((rows, lanes))
+    """w (compiled_logit) and v."""
+    return np.zeros(ROWS * BLOCK), np.zeros((4 * d + d * (d + 1) // 2, BLOCK))
 
 
 @part
@@ -132,14 +130,14 @@ def _move(posterior: bool, d: int, n: int, w: Floats, v: Floats) -> None:
 
 
 @kernel
-def each_rank_one(
+def each_abreast(
     rules: Rules, motion: Motion, X: Floats, per: int, begin: int, end: int, rows: Integers, before: Numbers, values: Numbers,
     mean: Numbers, S: Numbers, bounds: Floats, w: Floats, v: Floats, warned: bool, out: Floats, reached: Integers,
 ) -> None:  # fmt: skip
-    """As compiled_fleet.each_full; out has predictions alone [samples, 4]. A stream that refuses a step goes on in vain."""
+    """As compiled_fleet.each_rank_one; out has predictions alone [samples, 4]. A stream that refuses a step goes on in vain."""
     d = before.shape[1]
-    for start in range(begin, end, v.shape[1]):
-        n = min(v.shape[1], end - start)
+    for start in range(begin, end, BLOCK):
+        n = min(BLOCK, end - start)
         _load(before, values, rows, bounds, start, n, w, v)
         for t in range(per):
             _sweep(motion, X, start * per + t, per, d, n, w, v)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from driftfilter.compiled_diagonal import scan_diagonal
 from driftfilter.compiled_losses import kernel
 from driftfilter.compiled_parts import Room
+from driftfilter.compiled_rank_one import scan_rank_one
 from driftfilter.compiled_steps import scan_full
 from driftfilter.kernel_terms import Floats, Head, Integers, Motion, Numbers, Rules
 
@@ -40,4 +41,22 @@ def each_full(
                 own[i, j] = matrix[i, j]
         first, stop = s * per, (s + 1) * per
         stream = scan_full(rules, motion, head, X, offsets, first, stop, new, own, bounds[s], room, warned, out, used)
+        reached[s] = stream == stop
+
+
+@kernel
+def each_rank_one(
+    rules: Rules, motion: Motion, X: Floats, per: int, begin: int, end: int, rows: Integers, before: Numbers, values: Numbers,
+    mean: Numbers, S: Numbers, bounds: Floats, w: Floats, v: Floats, warned: bool, out: Floats, used: Integers,
+    reached: Integers,
+) -> None:  # fmt: skip
+    """The same for logistic regression on single observations."""
+    for s in range(begin, end):
+        old, matrix, new, own = before[rows[s]], values[rows[s]], mean[s], S[s]
+        for i in range(mean.shape[1]):
+            new[i] = old[i]
+            for j in range(i + 1):
+                own[i, j] = matrix[i, j]
+        first, stop = s * per, (s + 1) * per
+        stream = scan_rank_one(rules, motion, X, first, stop, new, own, bounds[s], w, v, warned, out, used)
         reached[s] = stream == stop

@@ -42,7 +42,7 @@ PRIOR, Y, WAITING = range(3)  # rows of a workspace v [3, d]: μ⁻, Σ⁻ x, an
 
 def workspaces(d: int) -> tuple[Floats, Floats]:
     """w (compiled_logit) and v."""
-    return np.empty(ROWS * BLOCK), np.zeros((3, d))
+    return np.empty(ROWS * BLOCK), np.empty((3, d))
 
 
 @part
@@ -118,7 +118,10 @@ def scan_rank_one(
     """As compiled_steps.scan_full, for two classes, class 0 fixed, and batches of one; in place of losses it leaves logits."""
     gains, _, factor, noise, still, shrink, floor = motion
     d, reached, share = mean.shape[0], end, 1.0 / max(rules.reference, 1)
-    w[LOW], w[GOOD] = bounds[0], 1.0
+    w[LOW] = bounds[0]
+    w[GOOD] = 1.0
+    for j in range(d):
+        v[WAITING, j] = 0.0
     for t in range(begin, end):
         f, size, spread, largest, proper = 0.0, 0.0, 0.0, 0.0, True
         for j in range(d):

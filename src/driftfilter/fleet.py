@@ -198,6 +198,7 @@ class Fleet:
 
     def _compiled(self, features: Tensor, rows: Tensor) -> tuple[Beliefs, Predictions]:
         """All streams in compiled code, on torch's threads; a stream that refuses a step takes it eagerly."""
+        from driftfilter import compiled_abreast, compiled_rank_one
         from driftfilter import compiled_fleet as fleet_kernels
         from driftfilter.compiled_parts import room
 
@@ -211,7 +212,8 @@ class Fleet:
         dtype = np.float32 if single else np.float64
         head = Head(k - d // width, np.zeros((0, 0), dtype))
         is_rank_one = self._full and n == 1 and is_along_x(self._rules, self._motion, head, width)
-        out = np.empty((m * per, 4)) if is_rank_one else np.zeros((m * per * n, 2 * k + 3), dtype)
+        abreast = is_rank_one and d <= compiled_abreast.ABREAST
+        out = np.empty((m * per, 4)) if abreast else np.zeros((m * per * n, 2 * k + 3), dtype)
         used, reached = np.zeros(m * per, np.int64), np.zeros(m, np.int64)
         flat: Any = features.reshape(-1, width).to(torch.float32 if single else torch.float64).numpy()
         motion = _in_single(self._motion) if single else self._motion
@@ -220,14 +222,16 @@ class Fleet:
         warned, kernels = bool(self.filter.__dict__["_warned"]), cast(Any, fleet_kernels)
 
         def work(begin: int, end: int) -> None:
+            few: Any = (self._rules, motion, flat, per, begin, end, *beliefs, bounds.numpy())
+            if abreast:
+                record: Any = (*compiled_abreast.workspaces(d), warned, out, reached)
+                compiled_abreast.each_abreast(*few, *record)
+                return
             if is_rank_one:
-                from driftfilter.compiled_abreast import each_rank_one, workspaces
-
-                own: Any = (bounds.numpy(), *workspaces(d), warned, out, reached)
-                each_rank_one(self._rules, motion, flat, per, begin, end, *beliefs, *own)
+                kernels.each_rank_one(*few, *compiled_rank_one.workspaces(d), warned, out, used, reached)
                 return
             space = room(n, k, d, head, self._full, len(self._motion.matrix) > 0, dtype)
-            record: Any = (space, warned, out, used, reached)
+            record = (space, warned, out, used, reached)
             if self._full:
                 kernels.each_full(*stream, begin, end, *beliefs, bounds.numpy(), *record)
             else:
