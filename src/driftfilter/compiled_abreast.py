@@ -106,7 +106,7 @@ def _sweep(motion: Motion, X: Floats, first: int, per: int, d: int, n: int, w: F
             v[d + i, s] = drift + gain * mean
             w[F + s] += x * (drift + gain * mean)
             w[SIZE + s] += x * x
-            w[LARGEST + s] = max(w[LARGEST + s], value)
+            w[LARGEST + s] = value if value > w[LARGEST + s] else w[LARGEST + s]  # faster than max
             w[PROPER + s] *= 1.0 if 0 < value < math.inf else 0.0
         place += 1
     for i in range(d):

@@ -73,7 +73,7 @@ def weigh(rules: Rules, w: Floats, n: int) -> None:
             entropy = _entropy(w[F + i], w[P + i], w[Q + i])
             margin = level - entropy
             gated = (exp(margin) if kind == WEIGHTED_GATE else 1.0) if margin > 0 else 0.0
-            w[WEIGHT + i] *= beta * (max(1 - entropy / LN2, 0.0) if kind == RELIABILITY else gated)
+            w[WEIGHT + i] *= beta * (max(LN2 - entropy, 0.0) / LN2 if kind == RELIABILITY else gated)
 
 
 @part
@@ -137,12 +137,12 @@ def settle(rules: Rules, still: bool, shrink: float, floor: float, eps: float, w
     hessian = 1.0 if rules.curvature == HESSIAN else 0.0
     newton = 1.0 if rules.curvature == GAUSS_NEWTON else 0.0
     fisher = rules.scale * rules.scale if rules.curvature >= FISHER else 0.0
-    radius = rules.radius if rules.radius > 0 else math.inf
     for i in range(n):
         p, q, u, spread = w[P + i], w[Q + i], w[U + i], w[SPREAD + i]
         coefficient = w[WEIGHT + i] * share
         h = coefficient * (hessian * max(u * (q - p) + w[BEND + i], 0.0) + newton * w[SHARE + i] * p * q + fisher * u * u)
         scale = 1 + h * spread
+        inverse = 1 / scale
         low = max(shrink * w[LOW + i] + floor, 0.0)
         rounding = eps * w[LARGEST + i] if h > 0 else 0.0
         low = low / (1 + low * h * w[SIZE + i]) - rounding
@@ -151,11 +151,14 @@ def settle(rules: Rules, still: bool, shrink: float, floor: float, eps: float, w
         definite = h == 0 or (0 < scale < math.inf and low > rounding)
         quiet = learns or warned or w[WEIGHT + i] == 0
         w[GOOD + i] *= 1.0 if proper and definite and quiet and abs(w[F + i]) < math.inf else 0.0
-        step = coefficient * u / scale
-        length = math.sqrt(h) * abs(step) * spread
-        w[STEP + i] = step * (radius / length if length > radius else 1.0)
-        w[TAKEN + i] = math.sqrt(h / scale)
-        w[VARIANCE + i] = spread / scale if rules.posterior else spread
+        w[STEP + i] = coefficient * u * inverse
+        w[TAKEN + i] = math.sqrt(h * inverse)
+        w[VARIANCE + i] = spread * inverse if rules.posterior else spread
+        w[BEND + i] = math.sqrt(h) * spread if rules.radius > 0 else 0.0
+    if rules.radius > 0:
+        for i in range(n):  # √h Δf is no longer than the radius
+            length = abs(w[STEP + i]) * w[BEND + i]
+            w[STEP + i] *= rules.radius / length if length > rules.radius else 1.0
 
 
 @part

@@ -217,7 +217,8 @@ class Fleet:
         used, reached = np.zeros(m * per, np.int64), np.zeros(m, np.int64)
         flat: Any = features.reshape(-1, width).to(torch.float32 if single else torch.float64).numpy()
         motion = _in_single(self._motion) if single else self._motion
-        stream: Any = (self._rules, motion, head, flat, np.arange(m * per + 1) * n, per)
+        offsets = np.arange(0 if is_rank_one else m * per + 1) * n
+        stream: Any = (self._rules, motion, head, flat, offsets, per)
         beliefs: Any = [tensor.numpy() for tensor in (rows, self._mean, self._values, mean, values)]
         warned, kernels = bool(self.filter.__dict__["_warned"]), cast(Any, fleet_kernels)
 
