@@ -214,7 +214,7 @@ class Fleet:
         is_rank_one = self._full and n == 1 and is_along_x(self._rules, self._motion, head, width)
         abreast = is_rank_one and d <= compiled_abreast.ABREAST
         out = np.empty((m * per, 4)) if abreast else np.zeros((m * per * n, 2 * k + 3), dtype)
-        used, reached = np.zeros(m * per, np.int64), np.zeros(m, np.int64)
+        used, reached = np.zeros(0 if abreast else m * per, np.int64), np.zeros(m, np.int64)
         flat: Any = features.reshape(-1, width).to(torch.float32 if single else torch.float64).numpy()
         motion = _in_single(self._motion) if single else self._motion
         offsets = np.arange(0 if is_rank_one else m * per + 1) * n
