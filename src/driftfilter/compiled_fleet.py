@@ -29,7 +29,7 @@ def each_diagonal(
 @kernel
 def each_full(
     rules: Rules, motion: Motion, head: Head, X: Floats, offsets: Integers, per: int, begin: int, end: int, rows: Integers,
-    before: Numbers, values: Numbers, mean: Numbers, S: Numbers, bounds: Floats, is_rank_one: bool, room: Room, warned: bool,
+    before: Numbers, values: Numbers, mean: Numbers, S: Numbers, bounds: Floats, room: Room, warned: bool,
     out: Floats, used: Integers, reached: Integers,
 ) -> None:  # fmt: skip
     """The same with full covariances, and bounds [streams, 2] of their eigenvalues."""
@@ -40,8 +40,23 @@ def each_full(
             for j in range(i + 1):  # the steps use the lower triangle alone
                 own[i, j] = matrix[i, j]
         first, stop = s * per, (s + 1) * per
-        if is_rank_one:
-            stream = scan_rank_one(rules, motion, X, first, stop, new, own, bounds[s], room, warned, out, used)
-        else:
-            stream = scan_full(rules, motion, head, X, offsets, first, stop, new, own, bounds[s], room, warned, out, used)
+        stream = scan_full(rules, motion, head, X, offsets, first, stop, new, own, bounds[s], room, warned, out, used)
+        reached[s] = stream == stop
+
+
+@kernel
+def each_rank_one(
+    rules: Rules, motion: Motion, X: Floats, per: int, begin: int, end: int, rows: Integers, before: Numbers, values: Numbers,
+    mean: Numbers, S: Numbers, bounds: Floats, w: Floats, v: Floats, warned: bool, out: Floats, used: Integers,
+    reached: Integers,
+) -> None:  # fmt: skip
+    """The same for logistic regression on single observations."""
+    for s in range(begin, end):
+        old, matrix, new, own = before[rows[s]], values[rows[s]], mean[s], S[s]
+        for i in range(mean.shape[1]):
+            new[i] = old[i]
+            for j in range(i + 1):
+                own[i, j] = matrix[i, j]
+        first, stop = s * per, (s + 1) * per
+        stream = scan_rank_one(rules, motion, X, first, stop, new, own, bounds[s], w, v, warned, out, used)
         reached[s] = stream == stop

@@ -1,138 +1,169 @@
-"""The compiled step of logistic regression on single observations with a full covariance: everything is along x.
+"""The compiled steps of logistic regression on single observations with a full covariance: everything is along x.
 
-With y = Σ⁻ x, q = xᵀ Σ⁻ x and a curvature h of the energy in the logit: Σ = Σ⁻ - h y yᵀ / (1 + h q), μ = μ⁻ - γ y / (1 + h q).
-One pass over the lower triangle of Σ a step: it takes away what the step before left, moves Σ on, and makes y.
+With y = Σ⁻ x: Σ and μ change along y alone (compiled_logit.settle). One pass over the lower triangle of Σ a step takes away
+what the step before left, moves Σ on, and makes y. Losses and predictions, which no step depends on, come after the last one.
 """
 
 from __future__ import annotations
 
 import math
 
-from driftfilter.compiled_losses import F, G, U, compiled, expand, kernel, log_softmax, predict, roots, weigh
-from driftfilter.compiled_parts import Room
-from driftfilter.kernel_terms import (
-    AFTER,
-    DIAGONAL,
-    DRIFT,
-    FISHER,
-    GAIN,
-    GAUSS_NEWTON,
-    HESSIAN,
-    KAPPA,
-    ORIGIN,
-    PRIOR,
-    Floats,
-    Integers,
-    Motion,
-    Numbers,
-    Rules,
+import numpy as np
+
+from driftfilter.compiled_logit import (
+    BLOCK,
+    FIXED,
+    GOOD,
+    LARGEST,
+    LOG0,
+    LOG1,
+    LOW,
+    PROPER,
+    ROWS,
+    SIZE,
+    SPREAD,
+    STEP,
+    TAKEN,
+    VARIANCE,
+    WEIGHT,
+    F,
+    G,
+    predict,
+    probabilities,
+    settle,
+    slopes,
+    weigh,
 )
+from driftfilter.compiled_losses import kernel, part
+from driftfilter.kernel_terms import DIAGONAL, DRIFT, GAIN, KAPPA, ORIGIN, Floats, Integers, Motion, Rules
 
-TAKEN, Y = 0, 1  # rows of Z: what waits to be taken from Σ, and Σ⁻ x
-
-
-@compiled
-def _sweep(gains: Floats, alpha: float, noise: Floats, mean: Numbers, S: Numbers, Z: Floats, X: Floats, t: int) -> float:
-    """Σ ← α (Σ - z zᵀ) + W and y ← Σ x; returns the largest variance, or -1 where one is not positive and finite."""
-    largest, proper, full = 0.0, True, noise.shape[0] > 0
-    for i in range(S.shape[0]):
-        own, x, total = Z[TAKEN, i], X[t, i], 0.0
-        if full:
-            for j in range(i):
-                value = alpha * (S[i, j] - own * Z[TAKEN, j]) + noise[i, j]
-                S[i, j] = value
-                total += value * X[t, j]
-                Z[Y, j] += value * x
-        else:
-            for j in range(i):
-                value = alpha * (S[i, j] - own * Z[TAKEN, j])
-                S[i, j] = value
-                total += value * X[t, j]
-                Z[Y, j] += value * x
-        away = mean[i] - gains[ORIGIN, i]
-        value = alpha * (S[i, i] - own * own) + gains[DIAGONAL, i] + gains[KAPPA, i] * away * away
-        value += noise[i, i] if full else 0.0
-        S[i, i] = value
-        Z[Y, i] = total + value * x
-        proper = proper and 0 < value < math.inf
-        largest = max(largest, value)
-    return largest if proper else -1.0
+PRIOR, Y, WAITING = range(3)  # rows of a workspace v [3, d]: μ⁻, Σ⁻ x, and what waits to be taken from Σ
 
 
-@compiled
-def _metric(rules: Rules, w: Floats, root: Floats, square: Floats, coefficient: float) -> float:
-    """h, the curvature of the energy in the logit of class 1."""
-    if rules.curvature == HESSIAN or rules.curvature == GAUSS_NEWTON:
-        roots(rules, w, 1, root, square)
-        return float(coefficient * root[0, 1, 0] * root[0, 1, 0])
-    if rules.curvature >= FISHER:
-        return float(coefficient * rules.scale * rules.scale * w[0, U, 1] * w[0, U, 1])
-    return 0.0
+def workspaces(d: int) -> tuple[Floats, Floats]:
+    """w (compiled_logit) and v."""
+    return np.empty(ROWS * BLOCK), np.empty((3, d))
+
+
+@part
+def _variance(gains: Floats, alpha: float, mean: Floats, S: Floats, v: Floats, i: int) -> float:
+    """Σ_ii ← α (Σ_ii - z_i²) + W_ii + κ_i (μ_i - μ₀_i)²."""
+    away = mean[i] - gains[ORIGIN, i]
+    value = alpha * (S[i, i] - v[WAITING, i] * v[WAITING, i]) + gains[DIAGONAL, i] + gains[KAPPA, i] * away * away
+    S[i, i] = value
+    return float(value)
+
+
+@part
+def _sweep(gains: Floats, alpha: float, mean: Floats, S: Floats, v: Floats, x: Floats) -> None:
+    """Σ ← α (Σ - z zᵀ) + diagonal and y ← Σ x, two rows at a time: what is read and written for a row serves both."""
+    odd = S.shape[0] % 2
+    if odd:
+        v[Y, 0] = _variance(gains, alpha, mean, S, v, odd - 1) * x[0]
+    for i in range(odd, S.shape[0], 2):
+        z, below, x_i, x_below = v[WAITING, i], v[WAITING, i + 1], x[i], x[i + 1]
+        total, total_below = 0.0, 0.0
+        for j in range(i):
+            one = alpha * (S[i, j] - z * v[WAITING, j])
+            other = alpha * (S[i + 1, j] - below * v[WAITING, j])
+            S[i, j] = one
+            S[i + 1, j] = other
+            total += one * x[j]
+            total_below += other * x[j]
+            v[Y, j] += one * x_i + other * x_below
+        between = alpha * (S[i + 1, i] - z * below)
+        S[i + 1, i] = between
+        v[Y, i] = total + _variance(gains, alpha, mean, S, v, i) * x_i + between * x_below
+        v[Y, i + 1] = total_below + between * x_i + _variance(gains, alpha, mean, S, v, i + 1) * x_below
+
+
+@part
+def _spread(noise: Floats, alpha: float, S: Floats, v: Floats) -> float:
+    """Σ ← α (Σ - z zᵀ) + W where W is no diagonal; returns the α that is left to do."""
+    if noise.shape[0] == 0:
+        return alpha
+    for i in range(noise.shape[0]):
+        for j in range(i + 1):
+            S[i, j] = alpha * (S[i, j] - v[WAITING, i] * v[WAITING, j]) + noise[i, j]
+    for i in range(noise.shape[0]):
+        v[WAITING, i] = 0.0
+    return 1.0
+
+
+@part
+def _predictions(rules: Rules, w: Floats, out: Floats, begin: int, end: int) -> int:
+    """Predictions of steps that left a logit and its variance in their rows of out; returns the first that is not finite."""
+    for start in range(begin, end, BLOCK):
+        n = min(BLOCK, end - start)
+        for i in range(n):
+            w[G + i] = out[start + i, 0]
+            w[VARIANCE + i] = out[start + i, 3]
+            w[GOOD + i] = 1.0
+        predict(rules, w, n)
+        for i in range(n):
+            if w[GOOD + i] == 0:
+                return start + i
+            out[start + i, 0] = w[LOG0 + i]
+            out[start + i, 1] = w[LOG1 + i]
+            out[start + i, 2] = w[FIXED + i]
+            out[start + i, 3] = w[VARIANCE + i]
+    return end
 
 
 @kernel
 def scan_rank_one(
-    rules: Rules, motion: Motion, X: Floats, begin: int, end: int, mean: Numbers, S: Numbers, bounds: Floats,
-    room: Room, warned: bool, out: Floats, used: Integers,
+    rules: Rules, motion: Motion, X: Floats, begin: int, end: int, mean: Floats, S: Floats, bounds: Floats, w: Floats,
+    v: Floats, warned: bool, out: Floats, used: Integers,
 ) -> int:  # fmt: skip
-    """As compiled_steps.scan_full, for two classes, class 0 fixed, and batches of one."""
-    w, root, square, vectors, _, _, Z, _, _ = room
+    """As compiled_steps.scan_full, for two classes, class 0 fixed, and batches of one; in place of losses it leaves logits."""
     gains, _, factor, noise, still, shrink, floor = motion
-    low, eps = bounds[0], bounds[1]
-    d, row = mean.shape[0], G if rules.posterior else F
+    d, reached, share = mean.shape[0], end, 1.0 / max(rules.reference, 1)
+    w[LOW] = bounds[0]
+    w[GOOD] = 1.0
     for j in range(d):
-        Z[TAKEN, j] = 0.0
+        v[WAITING, j] = 0.0
     for t in range(begin, end):
-        f, size, q = 0.0, 0.0, 0.0
+        f, size, spread, largest, proper = 0.0, 0.0, 0.0, 0.0, True
         for j in range(d):
-            vectors[PRIOR, j] = gains[DRIFT, j] + gains[GAIN, j] * mean[j]
-            f += X[t, j] * vectors[PRIOR, j]
+            prior = gains[DRIFT, j] + gains[GAIN, j] * mean[j]
+            v[PRIOR, j] = prior
+            f += X[t, j] * prior
             size += X[t, j] * X[t, j]
-        if not math.isfinite(f):
-            return t
-        largest = _sweep(gains, factor[0, 0], noise, mean, S, Z, X, t)
+        _sweep(gains, _spread(noise, factor[0, 0], S, v), mean, S, v, X[t])
         for j in range(d):
-            q += X[t, j] * Z[Y, j]
-        w[0, F, 0] = 0.0
-        w[0, F, 1] = f
-        log_softmax(w, 0, F)
-        used[t] = weigh(rules, w, 1, out, t)
-        expand(rules, w, 1, out, t)
-        learns = used[t] >= rules.minimum
-        if not learns and used[t] > 0 and not warned:
-            return t
-        h, step = 0.0, 0.0
-        if learns:
-            h = _metric(rules, w, root, square, out[t, 6])
-            step = out[t, 6] * w[0, U, 1] / (1 + h * q)
-        if h == 0 and not still and largest < 0:
-            return t
-        low = shrink * low + floor
-        if h > 0:
-            rounding = 4 * d * eps * largest
-            low = 1 / (1 / low + h * size) - rounding
-            if not 0 < 1 + h * q < math.inf or not low > rounding or largest < 0:
-                return t
-            if rules.radius > 0 and step != 0:
-                step *= min(1.0, rules.radius / (math.sqrt(h) * abs(step) * q))
-        taken, g, total = math.sqrt(h / (1 + h * q)), 0.0, 0.0
+            spread += X[t, j] * v[Y, j]
+            largest = max(largest, S[j, j])
+            proper = proper and 0 < S[j, j] < math.inf
+        w[F] = f
+        w[SIZE] = size
+        w[SPREAD] = spread
+        w[LARGEST] = largest
+        w[PROPER] = 1.0 if proper else 0.0
+        probabilities(w, 1)
+        weigh(rules, w, 1)
+        slopes(rules, w, 1)
+        settle(rules, still, shrink, floor, 4 * d * bounds[1], warned, w, 1)
+        taken, step, g, total = w[TAKEN], w[STEP], 0.0, 0.0
         for j in range(d):
-            after = vectors[PRIOR, j] - step * Z[Y, j]
-            vectors[AFTER, j] = after
-            Z[TAKEN, j] = taken * Z[Y, j]
+            after = v[PRIOR, j] - step * v[Y, j]
+            v[PRIOR, j] = after
+            v[WAITING, j] = taken * v[Y, j]
             g += X[t, j] * after
             total += abs(after)
-        w[0, G, 0] = 0.0
-        w[0, G, 1] = g
-        square[0, 0, 0] = square[0, 0, 1] = square[0, 1, 0] = 0.0
-        square[0, 1, 1] = q / (1 + h * q) if rules.posterior else q
-        if not math.isfinite(total) or not predict(rules, w, 0, row, square, out, t):
-            return t
+        if w[GOOD] == 0 or not math.isfinite(total):
+            reached = t
+            break
         for j in range(d):
-            mean[j] = vectors[AFTER, j]
-    bounds[0] = low
+            mean[j] = v[PRIOR, j]
+        used[t] = w[WEIGHT] != 0
+        out[t, 0] = g if rules.posterior else f
+        out[t, 3] = w[VARIANCE]
+        out[t, 4] = f
+        out[t, 5] = w[WEIGHT]
+        out[t, 6] = w[WEIGHT] * share
+    bounds[0] = w[LOW]
     for i in range(d):
         for j in range(i + 1):
-            S[i, j] -= Z[TAKEN, i] * Z[TAKEN, j]
+            S[i, j] -= v[WAITING, i] * v[WAITING, j]
             S[j, i] = S[i, j]
-    return end
+    return _predictions(rules, w, out, begin, reached)

@@ -20,7 +20,7 @@ from driftfilter.fleet_step import batched_step
 from driftfilter.kernel_terms import Head, Motion
 from driftfilter.prediction import Prediction
 from driftfilter.saving import CheckpointError, sealed, unsealed
-from driftfilter.scan import head_of
+from driftfilter.scan import head_of, is_along_x
 from driftfilter.scan_plan import Uncovered, motion_of, rules_of
 from driftfilter.whole import whole_file
 
@@ -198,6 +198,7 @@ class Fleet:
 
     def _compiled(self, features: Tensor, rows: Tensor) -> tuple[Beliefs, Predictions]:
         """All streams in compiled code, on torch's threads; a stream that refuses a step takes it eagerly."""
+        from driftfilter import compiled_abreast, compiled_rank_one
         from driftfilter import compiled_fleet as fleet_kernels
         from driftfilter.compiled_parts import room
 
@@ -209,22 +210,31 @@ class Fleet:
         bounds = torch.stack((self._low[rows], torch.full((m,), torch.finfo(mean.dtype).eps, dtype=torch.float64)), 1)
         single = not self._full and mean.dtype == torch.float32  # rounding does no harm without a matrix to invert
         dtype = np.float32 if single else np.float64
-        out = np.zeros((m * per * n, 2 * k + 3), dtype)
         head = Head(k - d // width, np.zeros((0, 0), dtype))
-        used, reached = np.zeros(m * per, np.int64), np.zeros(m, np.int64)
+        is_rank_one = self._full and n == 1 and is_along_x(self._rules, self._motion, head, width)
+        abreast = is_rank_one and d <= compiled_abreast.ABREAST
+        out = np.empty((m * per, 4)) if abreast else np.zeros((m * per * n, 2 * k + 3), dtype)
+        used, reached = np.zeros(0 if abreast else m * per, np.int64), np.zeros(m, np.int64)
         flat: Any = features.reshape(-1, width).to(torch.float32 if single else torch.float64).numpy()
         motion = _in_single(self._motion) if single else self._motion
-        stream: Any = (self._rules, motion, head, flat, np.arange(m * per + 1) * n, per)
+        offsets = np.arange(0 if is_rank_one else m * per + 1) * n
+        stream: Any = (self._rules, motion, head, flat, offsets, per)
         beliefs: Any = [tensor.numpy() for tensor in (rows, self._mean, self._values, mean, values)]
         warned, kernels = bool(self.filter.__dict__["_warned"]), cast(Any, fleet_kernels)
-        is_rank_one = self._full and n == 1 and head.first == 1 and k == 2 and self._motion.factor.shape == (1, 1)
 
         def work(begin: int, end: int) -> None:
+            few: Any = (self._rules, motion, flat, per, begin, end, *beliefs, bounds.numpy())
+            if abreast:
+                record: Any = (*compiled_abreast.workspaces(d), warned, out, reached)
+                compiled_abreast.each_abreast(*few, *record)
+                return
+            if is_rank_one:
+                kernels.each_rank_one(*few, *compiled_rank_one.workspaces(d), warned, out, used, reached)
+                return
             space = room(n, k, d, head, self._full, len(self._motion.matrix) > 0, dtype)
-            record: Any = (space, warned, out, used, reached)
+            record = (space, warned, out, used, reached)
             if self._full:
-                own: Any = (bounds.numpy(), is_rank_one and len(self._motion.matrix) == 0)
-                kernels.each_full(*stream, begin, end, *beliefs, *own, *record)
+                kernels.each_full(*stream, begin, end, *beliefs, bounds.numpy(), *record)
             else:
                 kernels.each_diagonal(*stream, begin, end, *beliefs, *record)
 

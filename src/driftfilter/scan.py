@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from importlib.util import find_spec
 from typing import Any, NamedTuple, TypeVar, final
 
@@ -19,7 +20,8 @@ from driftfilter.belief import Belief
 from driftfilter.checks import unchecked
 from driftfilter.covariance import Diagonal, Full
 from driftfilter.filtering import Filter, FilterState, Outputs, StepInfo
-from driftfilter.kernel_terms import Head, Motion, Rules
+from driftfilter.kernel_terms import INFORMATION, Head, Motion, Rules
+from driftfilter.losses import Loss
 from driftfilter.prediction import Prediction
 from driftfilter.predictive import LinearHead
 from driftfilter.scan_plan import Uncovered, motion_of, rules_of
@@ -53,18 +55,20 @@ class Plan(NamedTuple):
 
     batches: Any  # as they were given
     features: Tensor  # [samples, D] float64, of all usable batches
-    offsets: Any  # [steps + 1] first sample of each batch
+    offsets: Any  # [steps + 1] first sample of each batch; a range where all are of one size
+    sizes: tuple[int, int]  # of the smallest and the largest batch
     odd: list[int]  # batches that only the eager path can judge, then the number of steps
     rules: Rules
     motion: Motion
     head: Head
+    is_rank_one: bool  # whether all is along x: every batch is one sample
 
-    @property
-    def is_rank_one(self) -> bool:
-        """Whether every batch is one sample of logistic regression, and the transition no matrix product."""
-        simple = len(self.head.read_out) == 0 and len(self.motion.matrix) == 0 and self.motion.factor.shape == (1, 1)
-        one_logit = self.head.first == 1 and self.features.shape[1] == self.motion.vectors.shape[1]
-        return simple and one_logit and bool((np.diff(self.offsets) == 1).all())
+
+def is_along_x(rules: Rules, motion: Motion, head: Head, width: int) -> bool:
+    """Whether a sample is one logit xᵀμ, whose loss is its own, and the transition no matrix product."""
+    one_logit = head.first == 1 and len(head.read_out) == 0 and motion.vectors.shape[1] == width
+    simple = len(motion.matrix) == 0 and motion.factor.shape == (1, 1)
+    return one_logit and simple and all(term[0] != INFORMATION for term in rules.terms.tolist())
 
 
 def _plan(filt: Filter, state: FilterState, batches: Iterable[Any]) -> Plan:
@@ -75,26 +79,42 @@ def _plan(filt: Filter, state: FilterState, batches: Iterable[Any]) -> Plan:
         raise Uncovered(f"{count} steps are fewer than {STEPS}")
     _require_numba()
     head = head_of(filt, state)
-    rules = rules_of(filt)
-    features, offsets, odd = _gathered(batches, head.intercept, state.belief.mean.dtype)
+    kept = _kept(filt, state)
+    features, offsets, sizes, odd = _gathered(batches, head.intercept, state.belief.mean.dtype)
     width, parameters = features.shape[1], state.parameters
     first = head.classes - parameters // width if width else -1
     if first not in (0, 1) or parameters % width:
         raise Uncovered("the features do not fit the belief")
-    _require_small(state, int(np.diff(offsets).max(initial=0)), head.classes - first)
-    matrix = filt.transition.read_out(parameters)
-    read_out = np.zeros((0, 0)) if matrix is None else np.ascontiguousarray(matrix.double().numpy())
-    motion = _motion(filt, state.source)
-    return Plan(batches, features, offsets, odd, rules, motion, Head(first, read_out))
+    _require_small(state, sizes[1], head.classes - first)
+    own = Head(first, kept.read_out)
+    is_single = sizes == (1, 1) and isinstance(state.belief.covariance, Full)
+    is_rank_one = is_single and is_along_x(kept.rules, kept.motion, own, width)
+    return Plan(batches, features, offsets, sizes, odd, kept.rules, kept.motion, own, is_rank_one)
 
 
-def _motion(filt: Filter, source: Belief) -> Motion:
-    """The transition for the kernels; kept, since a stream has one source only."""
-    kept: tuple[Belief, Motion] | None = filt.__dict__["_motion"]
-    if kept is None or kept[0] is not source:
-        kept = (source, motion_of(filt.transition, source))
+class Kept(NamedTuple):
+    """What of a plan depends on the filter and the source only; a stream has one source."""
+
+    source: Belief
+    rules: Rules
+    motion: Motion
+    read_out: Any  # [parameters, d], or [0, 0]
+    low: float  # a lower bound of the eigenvalues of the source's covariance, where it is full
+
+
+def _kept(filt: Filter, state: FilterState) -> Kept:
+    kept: Kept | None = filt.__dict__["_motion"]
+    if kept is None or kept.source is not state.source:
+        source, matrix = state.source, filt.transition.read_out(state.parameters)
+        read_out = np.zeros((0, 0)) if matrix is None else np.ascontiguousarray(matrix.double().numpy())
+        low = _lowest(source.covariance) if isinstance(source.covariance, Full) else 0.0
+        kept = Kept(source, rules_of(filt), motion_of(filt.transition, source), read_out, low)
         object.__setattr__(filt, "_motion", kept)
-    return kept[1]
+    return kept
+
+
+def _lowest(covariance: Full) -> float:
+    return float(np.linalg.eigvalsh(covariance.dense().numpy())[0])
 
 
 def _require_numba() -> None:
@@ -122,12 +142,14 @@ def _require_small(state: FilterState, n: int, own: int) -> None:
         raise Uncovered(f"a step on {n} samples with {d} parameters is large enough for libraries of linear algebra")
 
 
-def _gathered(batches: Any, intercept: bool, dtype: torch.dtype) -> tuple[Tensor, Any, list[int]]:
-    """Features of all usable batches [samples, D], the first sample of each [steps + 1], and the batches left out."""
+def _gathered(batches: Any, intercept: bool, dtype: torch.dtype) -> tuple[Tensor, Any, tuple[int, int], list[int]]:
+    """Features of all usable batches [samples, D], the first sample of each [steps + 1], their sizes, the batches left out."""
+    offsets: Any
     if isinstance(batches, Tensor):
-        if batches.dim() != 3 or 0 in batches.shape or not _usable(batches[0], batches.shape[2]):
+        if batches.dim() != 3 or 0 in batches.shape or not _is_plain(batches):
             raise Uncovered(f"the stream is not a real tensor [steps, n, D] on the CPU, but of shape {list(batches.shape)}")
-        features, sizes, odd = batches.flatten(0, 1), np.full(len(batches), batches.shape[1]), []
+        n = batches.shape[1]
+        features, offsets, least, most, odd = batches.flatten(0, 1), range(0, len(batches) * n + 1, n), n, n, []
     else:
         widths = {batch.shape[-1] for batch in batches if isinstance(batch, Tensor) and batch.dim() == 2}
         if len(widths) != 1:
@@ -140,17 +162,23 @@ def _gathered(batches: Any, intercept: bool, dtype: torch.dtype) -> tuple[Tensor
         if not good_ones:
             raise Uncovered("no batch is a tensor [n, D] on the CPU")
         features = torch.cat([batch.detach().to(dtype) for batch in good_ones])
-    features = features.detach().to(dtype).double()
+        offsets, least, most = np.concatenate(([0], np.cumsum(sizes))), int(sizes.min()), int(sizes.max())
+    if features.dtype != torch.float64 or dtype != torch.float64:
+        features = features.to(dtype).double()
     if intercept:
         features = torch.cat((features.new_ones(len(features), 1), features), 1)
-    return features.contiguous(), np.concatenate((np.zeros(1, np.int64), np.cumsum(sizes))), [*odd, len(batches)]
+    return features.contiguous(), offsets, (least, most), [*odd, len(batches)]
 
 
 def _usable(batch: Any, width: int) -> bool:
     """Whether a batch is a real tensor [n, width] on the CPU; what its numbers are the compiled step sees itself."""
-    if not isinstance(batch, Tensor) or batch.device.type != "cpu" or batch.is_complex() or batch.layout is not torch.strided:
-        return False
-    return batch.dim() == 2 and batch.shape[0] > 0 and batch.shape[1] == width
+    return (
+        isinstance(batch, Tensor) and _is_plain(batch) and batch.dim() == 2 and batch.shape[0] > 0 and batch.shape[1] == width
+    )
+
+
+def _is_plain(batch: Tensor) -> bool:
+    return batch.device.type == "cpu" and not batch.is_complex() and batch.layout is torch.strided
 
 
 @final
@@ -159,7 +187,7 @@ class _Scan:
 
     def __init__(self, filt: Filter, plan: Plan) -> None:
         self.filter, self.plan, self.classes = filt, plan, filt.logits.classes  # type: ignore[union-attr]
-        self.out = torch.zeros(len(plan.features), 2 * self.classes + 3, dtype=torch.float64)  # see Record
+        self.out = np.empty((len(plan.features), 2 * self.classes + 3))  # see Record
         self.used = np.zeros(len(plan.batches), np.int64)
         self.eager: dict[int, tuple[Prediction, StepInfo]] = {}
 
@@ -189,36 +217,73 @@ class _Scan:
         return end, FilterState(belief, state.source, state.parameters, state.seed, state.step + end - begin, state.memory)
 
     def _advance(self, belief: Belief, begin: int, end: int) -> tuple[int, Belief]:
-        from driftfilter import compiled_diagonal, compiled_parts, compiled_rank_one, compiled_steps
+        if not isinstance(belief.covariance, Full):
+            return self._advance_diagonal(belief, begin, end)
+        values = belief.covariance.dense()
+        kept: Kept = self.filter.__dict__["_motion"]
+        low = kept.low if belief is kept.source else _lowest(belief.covariance)
+        bounds = np.array([low, torch.finfo(values.dtype).eps])
+        if self.plan.is_rank_one:
+            return self._advance_rank_one(belief, values, bounds, begin, end)
+        from driftfilter.compiled_steps import scan_full
 
-        plan, full, d = self.plan, isinstance(belief.covariance, Full), belief.dimension
-        n = int(np.diff(plan.offsets)[begin:end].max())
-        space = compiled_parts.room(n, self.classes, d, plan.head, full, len(plan.motion.matrix) > 0)
-        mean = belief.mean.clone(memory_format=torch.contiguous_format)
-        values = belief.covariance.dense() if isinstance(belief.covariance, Full) else belief.covariance.variance()
-        values = values.clone(memory_format=torch.contiguous_format)
-        stream: Any = (plan.rules, plan.motion, plan.head, plan.features.numpy(), plan.offsets, begin, end)
-        record: Any = (space, bool(self.filter.__dict__["_warned"]), self.out.numpy(), self.used)
-        if full:
-            bounds = np.array([torch.linalg.eigvalsh(values)[0].item(), torch.finfo(values.dtype).eps])
-            moving: Any = (mean.numpy(), values.numpy(), bounds)
-            if plan.is_rank_one:
-                few: Any = (plan.rules, plan.motion, plan.features.numpy(), begin, end)
-                reached = compiled_rank_one.scan_rank_one(*few, *moving, *record)
-            else:
-                reached = compiled_steps.scan_full(*stream, *moving, *record)
-            return reached, unchecked(Belief, mean=mean, covariance=unchecked(Full, matrix=values))
+        mean, values = _copied(belief.mean), _copied(values)
+        moving: Any = (mean.numpy(), values.numpy(), bounds)
+        reached = scan_full(*self._stream(begin, end), *moving, *self._record(belief, begin, end))
+        return reached, unchecked(Belief, mean=mean, covariance=unchecked(Full, matrix=values))
+
+    def _advance_rank_one(self, belief: Belief, values: Tensor, bounds: Any, begin: int, end: int) -> tuple[int, Belief]:
+        from driftfilter.compiled_rank_one import scan_rank_one, workspaces
+
+        plan, dtype = self.plan, values.dtype
+        mean, values = _copied(belief.mean, torch.float64), _copied(values, torch.float64)
+        stream: Any = (plan.rules, plan.motion, plan.features.numpy(), begin, end)
+        moving: Any = (mean.numpy(), values.numpy(), bounds, *workspaces(len(mean)))
+        record: Any = (self._warned, self.out, self.used)
+        reached = scan_rank_one(*stream, *moving, *record)
+        if dtype != torch.float64:
+            mean, values = mean.to(dtype), values.to(dtype)
+        return reached, unchecked(Belief, mean=mean, covariance=unchecked(Full, matrix=values))
+
+    def _advance_diagonal(self, belief: Belief, begin: int, end: int) -> tuple[int, Belief]:
+        from driftfilter.compiled_diagonal import scan_diagonal
+
+        mean, values = _copied(belief.mean), _copied(belief.covariance.variance())
         same: Any = [mean.numpy(), values.numpy()] * 2
-        reached = compiled_diagonal.scan_diagonal(*stream, *same, *record)
+        reached = scan_diagonal(*self._stream(begin, end), *same, *self._record(belief, begin, end))
         return reached, unchecked(Belief, mean=mean, covariance=unchecked(Diagonal, values=values))
 
+    def _stream(self, begin: int, end: int) -> Any:
+        plan = self.plan
+        equal = isinstance(plan.offsets, range)
+        offsets = np.arange(0, plan.offsets.stop, plan.offsets.step) if equal else plan.offsets
+        return plan.rules, plan.motion, plan.head, plan.features.numpy(), offsets, begin, end
+
+    def _record(self, belief: Belief, begin: int, end: int) -> Any:
+        from driftfilter.compiled_parts import room
+
+        plan, full = self.plan, isinstance(belief.covariance, Full)
+        space = room(plan.sizes[1], self.classes, belief.dimension, plan.head, full, len(plan.motion.matrix) > 0)
+        return space, self._warned, self.out, self.used
+
+    @property
+    def _warned(self) -> bool:
+        return bool(self.filter.__dict__["_warned"])
+
     def _outputs(self, state: FilterState, begun: int) -> Outputs:
-        record = Record(
-            self.filter, self.out.to(state.belief.mean.dtype), self.classes, self.plan.offsets, self.used, self.eager, begun
-        )
+        dtype, out = state.belief.mean.dtype, torch.from_numpy(self.out)
+        out = out if dtype == torch.float64 else out.to(dtype)
+        kept = (self.plan.offsets, self.used, self.eager, begun, self.plan.is_rank_one)
+        record = Record(self.filter, out, self.classes, *kept)
         predictions, infos = Recorded(record.prediction, len(self.used)), Recorded(record.info, len(self.used))
         together = None if self.eager else (record.log_probabilities, record.logit_variance)
         return Outputs(predictions, infos, together, len(self.used) - len(self.eager))
+
+
+def _copied(values: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """A contiguous copy that a kernel may change."""
+    values = values.clone(memory_format=torch.contiguous_format)
+    return values if dtype is None or dtype == values.dtype else values.to(dtype)
 
 
 @final
@@ -227,12 +292,23 @@ class Record:
     """What every step of a scan left behind, samples one after the other; predictions and infos are views of it."""
 
     filter: Filter
-    out: Tensor  # [samples, 2 k + 3]: log-probabilities, logit variances, loss, weight, coefficient
+    out: Tensor  # [samples, 2 k + 3]: log-probabilities, logit variances, loss (or logit), weight, coefficient
     classes: int
     offsets: Any  # [steps + 1]
     used: Any  # [steps]
     eager: dict[int, tuple[Prediction, StepInfo]]
     begun: int  # step count before the first
+    by_logit: bool  # whether the logit of class 1 stands in place of the loss
+
+    @cached_property
+    def losses(self) -> Tensor:
+        """ℓ of every sample [samples], from its logit only when asked for."""
+        column = self.out[:, 2 * self.classes]
+        if not self.by_logit:
+            return column
+        loss: Loss = self.filter.observation.loss  # type: ignore[assignment]  # as_loss in Gibbs
+        logits = torch.stack((torch.zeros_like(column), column), 1)
+        return loss.expand(logits[None], loss.targets(logits), self.out[:, -2]).value[0]
 
     @property
     def log_probabilities(self) -> Tensor:
@@ -255,9 +331,10 @@ class Record:
         """Of the step at this place."""
         if t in self.eager:
             return self.eager[t][1]
-        losses, weights, coefficients = self.out[self._rows(t), -3:].unbind(1)
+        rows = self._rows(t)
+        weights, coefficients = self.out[rows, -2:].unbind(1)
         reason = self.filter.reason(int(self.used[t]))
-        return StepInfo(self.begun + t, not reason, reason, losses[None], weights, coefficients)
+        return StepInfo(self.begun + t, not reason, reason, self.losses[rows][None], weights, coefficients)
 
     def _rows(self, t: int) -> slice:
         return slice(int(self.offsets[t]), int(self.offsets[t + 1]))
