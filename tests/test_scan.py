@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import math
+import os
 import pickle
+import shutil
+import subprocess
+import sys
+import time
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -378,3 +384,24 @@ def test_outputs_are_a_sequence_that_can_be_sliced_and_pickled() -> None:
     again = pickle.loads(pickle.dumps(outputs))
     assert torch.equal(again.log_probabilities, outputs.log_probabilities)
     assert again.infos[2].step == 2
+
+
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["beside the sources", "NUMBA_CACHE_DIR"])
+def test_compiled_code_older_than_a_source_is_forgotten(elsewhere: bool, tmp_path: Path) -> None:
+    """A kernel is inlined from several files, numba looks at the outermost one's only."""
+    shutil.copytree(Path(df.__file__).parent, tmp_path / "driftfilter", ignore=shutil.ignore_patterns("__pycache__", "app"))
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "NUMBA_CACHE_DIR": str(tmp_path / "cache") if elsewhere else ""}
+    script = "from driftfilter.compiled_rank_one import scan_rank_one; print(scan_rank_one.stats.cache_path)"
+
+    def imported() -> Path:
+        told = subprocess.run([sys.executable, "-c", script], env=environment, check=True, capture_output=True, text=True)
+        return Path(told.stdout.strip())
+
+    folder = imported()
+    assert folder.is_relative_to(tmp_path)
+    ages = {"compiled_x.scan-1.nbi": 1.0, "compiled_x.scan-2.nbi": time.time() + 60, "mine.scan-1.nbi": 1.0}
+    for name, age in ages.items():
+        (folder / name).touch()
+        os.utime(folder / name, (age, age))
+    imported()
+    assert [(folder / name).exists() for name in ages] == [False, True, True]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -42,18 +43,15 @@ _OPTIONS: Any = {"nogil": True, "fastmath": {"reassoc", "contract", "nsz", "arcp
 F, LOGP, P, U, V, G, ANY = range(7)
 
 
-def _forget_stale() -> None:
+@cache
+def _forget_stale(folder: str) -> None:
     """Remove compiled code that is older than a source of the kernels: numba looks at the file of the outermost one only."""
-    folder = Path(__file__).parent
-    sources = [*folder.glob("compiled_*.py"), folder / "kernel_terms.py"]
-    newest = max(source.stat().st_mtime for source in sources)
-    for kept in (folder / "__pycache__").glob("compiled_*.nb[ic]"):
+    own = Path(__file__).parent
+    newest = max(source.stat().st_mtime for source in (*own.glob("compiled_*.py"), own / "kernel_terms.py"))
+    for kept in Path(folder).glob("compiled_*.nb[ic]"):
         with contextlib.suppress(OSError):  # another process did it, or nobody may
             if kept.stat().st_mtime < newest:
                 kept.unlink()
-
-
-_forget_stale()
 
 
 def compiled(function: Call) -> Call:
@@ -76,10 +74,13 @@ def kernel(function: Call) -> Call:
 def _compiled(function: Call, **options: Any) -> Call:
     options |= _OPTIONS
     try:
-        made: Call = numba.njit(cache=True, **options)(function)
+        made: Any = numba.njit(cache=True, **options)(function)
     except RuntimeError:  # no folder for the cache
         made = numba.njit(**options)(function)
-    return made
+    else:
+        _forget_stale(made.stats.cache_path)
+    kernel: Call = made
+    return kernel
 
 
 def columns(k: int) -> int:
