@@ -210,11 +210,8 @@ def _learn(
     rules: Rules, head: Head, X: Floats, start: int, n: int, ahead: Pair, mean: Numbers, v: Numbers, room: Room, out: Floats
 ) -> bool:
     """μ and v after a batch, and its logits there; whether they are finite and variances positive."""
-    w, root, square, vectors, theta, R, _, Q, _ = room
+    w, root, _, vectors, theta, R, _, Q, _ = room
     first, read_out = head
-    if rules.curvature == HESSIAN or rules.curvature == GAUSS_NEWTON:
-        roots(rules, w, n, root, square)
-    _metric(rules, w, root, n, out, start)
     if n == 1 and rules.radius == 0 and theta.shape[0] == 0:
         return _learn_one(first, w, vectors, X, out, start, ahead, mean, v)
     if not _condition(rules, first, w, vectors, X, n, out, start, ahead):
@@ -231,7 +228,7 @@ def step_diagonal(
     mean: Numbers, v: Numbers, room: Room, warned: bool, out: Floats, used: Integers, t: int,
 ) -> bool:  # fmt: skip
     """Step t from the belief old into mean and v; whether it was taken. The belief ahead is wanted next."""
-    w, _, square, vectors, theta, _, _, _, _ = room
+    w, root, square, vectors, theta, _, _, _, _ = room
     gains, matrix, factor, _, still, _, _ = motion
     first, read_out = head
     move_mean(gains, matrix, old[0], vectors)
@@ -245,6 +242,10 @@ def step_diagonal(
     learns = used[t] >= rules.minimum
     if not learns and ((used[t] > 0 and not warned) or not (still or _is_proper(vectors[VALUES]))):
         return False
+    if learns:  # before a prediction takes the place of p
+        if rules.curvature == HESSIAN or rules.curvature == GAUSS_NEWTON:
+            roots(rules, w, n, root, square)
+        _metric(rules, w, root, n, out, start)
     for turn in range(2):  # predictions come before the update or after it
         if turn == rules.posterior:
             for i in range(n):
