@@ -76,13 +76,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.filterwarnings("ignore::driftfilter.NoInformationWarning")
 @pytest.mark.parametrize("structure", ["full", "diagonal"])
+@pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("name", VARIANTS)
-def test_fleet_is_as_many_filters(name: str, structure: str, path: str) -> None:
+def test_fleet_is_as_many_filters(name: str, n: int, structure: str, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     filt = build(**VARIANTS[name])
+    if name != "centered":  # whose first step without information is the filter's own
+        monkeypatch.delattr(df.Filter, "run")  # no stream falls back to its filter
     fleet = df.Fleet(filt, start(structure), NAMES)
     states = {stream: filt.init(start(structure)) for stream in NAMES}
     for position, arriving in enumerate((NAMES, ["d", "b"], NAMES)):
-        x = features(len(arriving), 2, D, seed=position)
+        x = features(len(arriving), n, D, seed=position)
         together = fleet.step(x, arriving)
         for row, stream in enumerate(arriving):
             states[stream], prediction, _ = filt.step(states[stream], x[row])
@@ -125,9 +128,37 @@ def test_single_precision_and_threads(path: str, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     x = features(150, 1, D).float()
     fleet = df.Fleet(filt, belief, range(150))
-    fleet.step(x)
+    together = fleet.step(x)
     for stream in (0, 74, 75, 149):
-        assert_state(fleet, stream, filt.step(filt.init(belief), x[stream])[0], 1e-6)
+        state, prediction, _ = filt.step(filt.init(belief), x[stream])
+        assert_state(fleet, stream, state, 1e-6)
+        assert_close(together.log_probabilities[stream], prediction.log_probabilities, 1e-6)
+
+
+@pytest.mark.parametrize("width", [5, 40])
+def test_single_precision_over_many_steps(width: int, path: str) -> None:
+    """Widths that fill no vector register, and fill some and a part; twenty steps of entropy, to 1e-6."""
+    filt = build(observation=df.Gibbs(df.Entropy()), inference=df.Linearized(df.EmpiricalFisher(centered=False)))
+    belief = df.Belief(features(3 * width).float() / 8, df.Diagonal(torch.full((3 * width,), 0.02)))
+    x = features(len(NAMES), 20, 1, width).float()
+    fleet, states = df.Fleet(filt, belief, NAMES), {stream: filt.init(belief) for stream in NAMES}
+    together = fleet.run(x)
+    for row, stream in enumerate(NAMES):
+        for t in range(20):
+            states[stream], prediction, _ = filt.step(states[stream], x[row, t])
+            assert_close(together.log_probabilities[row, t], prediction.log_probabilities, 1e-6)
+        assert_state(fleet, stream, states[stream], 1e-6)
+
+
+def test_streams_that_compiled_code_refuses_step_by_themselves() -> None:
+    """One gradient less its mean holds no information: the first such step is the filter's own, and warns."""
+    pytest.importorskip("numba")
+    filt, belief = build(observation=df.Gibbs(df.Entropy()), inference=df.Linearized(df.EmpiricalFisher())), start("diagonal")
+    fleet, x = df.Fleet(filt, belief, NAMES), features(5, 1, D)
+    with pytest.warns(df.NoInformationWarning):
+        fleet.step(x)
+    state = filt.step(filt.init(belief), x[2])[0]
+    assert_state(fleet, "c", state)
 
 
 def test_coupled_losses_need_compiled_code(path: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from driftfilter.compiled_diagonal import scan_diagonal
+from driftfilter.compiled_diagonal import is_pulled, step_diagonal
 from driftfilter.compiled_losses import kernel
 from driftfilter.compiled_parts import Room
 from driftfilter.compiled_rank_one import scan_rank_one
@@ -17,13 +17,17 @@ def each_diagonal(
     reached: Integers,
 ) -> None:  # fmt: skip
     """``per`` steps of the streams begin to end, whose beliefs are rows of before and values; results go to mean and v."""
+    pulled = is_pulled(motion.vectors)
     for s in range(begin, end):
-        old, variances, new, own = before[rows[s]], values[rows[s]], mean[s], v[s]
-        stop = (s + 1) * per
-        stream = scan_diagonal(
-            rules, motion, head, X, offsets, s * per, stop, old, variances, new, own, room, warned, out, used
-        )
-        reached[s] = stream == stop
+        here, there = rows[s], rows[min(s + 1, end - 1)]
+        old, ahead = (before[here], values[here]), (before[there], values[there])
+        new, own, t, stop = mean[s], v[s], s * per, (s + 1) * per
+        while t < stop:
+            start, n = offsets[t], offsets[t + 1] - offsets[t]
+            if not step_diagonal(rules, motion, head, pulled, X, start, n, old, ahead, new, own, room, warned, out, used, t):
+                break
+            old, t = (new, own), t + 1
+        reached[s] = t == stop
 
 
 @kernel

@@ -35,8 +35,9 @@ from driftfilter.kernel_terms import (
 
 Call = TypeVar("Call", bound=Callable[..., Any])
 
-# Sums may be reordered, to use vector registers; NaN and infinity keep their meaning, the checks rely on it.
-_OPTIONS: Any = {"nogil": True, "fastmath": {"reassoc", "contract", "nsz", "arcp"}, "error_model": "numpy"}
+# Sums may be reordered, to use vector registers; NaN and infinity keep their meaning, the checks rely on it. Without _nrt no
+# references are counted (two atomic operations for each view of an array): kernels make no arrays, callers hold them.
+_OPTIONS: Any = {"_nrt": False, "nogil": True, "fastmath": {"reassoc", "contract", "nsz", "arcp"}, "error_model": "numpy"}
 
 # Rows of the workspace w [n, 7, k] of a batch: logits at the prior mean, log p, p, gradient u, u + b (expansion.separable),
 # logits at the mean to predict from, and anything
@@ -56,7 +57,7 @@ def _forget_stale(folder: str) -> None:
 
 def compiled(function: Call) -> Call:
     """A part of a kernel; only what Python itself calls needs a way in from there (``kernel``)."""
-    return _compiled(function, inline="always", no_cpython_wrapper=True, no_cfunc_wrapper=True)
+    return _compiled(function, forceinline=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
 
 def part(function: Call) -> Call:
@@ -92,14 +93,13 @@ def columns(k: int) -> int:
 def log_softmax(w: Floats, i: int, row: int) -> None:
     """log p and p of sample i from the logits in a row of the workspace."""
     k = w.shape[2]
-    top = w[i, row, 0]
+    top, total, one = w[i, row, 0], w.dtype.type(0), w.dtype.type(1)
     for c in range(1, k):
         top = max(top, w[i, row, c])
-    total = 0.0
     for c in range(k):
-        w[i, P, c] = 1.0 if w[i, row, c] == top else math.exp(w[i, row, c] - top)
+        w[i, P, c] = math.exp(w[i, row, c] - top)
         total += w[i, P, c]
-    norm, share = top + math.log(total), 1 / total
+    norm, share = top + math.log(total), one / total
     for c in range(k):
         w[i, LOGP, c] = w[i, row, c] - norm
         w[i, P, c] *= share
@@ -194,11 +194,13 @@ def expand(rules: Rules, w: Floats, n: int, out: Floats, start: int) -> None:
             if kind in (PSEUDO_LABEL, GENERALIZED):
                 out[start + i, 2 * k] += _labelled(w, i, kind, number, coefficient)
             elif kind == ENTROPY:
+                own, floor, total = w.dtype.type(coefficient), w.dtype.type(FLOOR), w.dtype.type(0)
                 for c in range(k):
-                    term = -coefficient * w[i, P, c] * max(w[i, LOGP, c], FLOOR)
+                    term = -own * w[i, P, c] * max(w[i, LOGP, c], floor)
                     w[i, U, c] += term
-                    w[i, V, c] -= coefficient * w[i, P, c]
-                    out[start + i, 2 * k] += term
+                    w[i, V, c] -= own * w[i, P, c]
+                    total += term
+                out[start + i, 2 * k] += total
             elif kind == BOUNDED_RATIO:
                 for c in range(k):
                     p = min(w[i, P, c], number)
@@ -211,11 +213,11 @@ def expand(rules: Rules, w: Floats, n: int, out: Floats, start: int) -> None:
                         bend = 2 * rate + p * (2 * slope / (1 - p) / odds - rate * rate)
                         w[i, V, c] -= coefficient * p * p * bend
     for i in range(n):
-        total = 0.0
+        whole = w.dtype.type(0)
         for c in range(k):
-            total += w[i, U, c]
+            whole += w[i, U, c]
         for c in range(k):
-            w[i, U, c] -= w[i, P, c] * total
+            w[i, U, c] -= w[i, P, c] * whole
             w[i, V, c] += w[i, U, c]
 
 
@@ -297,18 +299,19 @@ def _rotate(square: Floats, c: int, e: int) -> None:
 @compiled
 def predict(rules: Rules, w: Floats, i: int, row: int, square: Floats, out: Floats, start: int) -> bool:
     """log p(y given x) and logit variances of sample i from a row of logits and their covariance square[0]; whether finite."""
-    k = w.shape[2]
+    k, temperature = w.shape[2], w.dtype.type(rules.temperature)
+    constant = w.dtype.type(4 / math.pi * max(rules.temperature * rules.temperature - 1, 0.0))
     for c in range(k):
         if rules.prediction == TEMPERED:
-            out[start + i, k + c] = 4 / math.pi * max(rules.temperature * rules.temperature - 1, 0.0)
-            w[i, ANY, c] = w[i, row, c] / rules.temperature
+            out[start + i, k + c] = constant
+            w[i, ANY, c] = w[i, row, c] / temperature
         else:
             out[start + i, k + c] = max(square[0, c, c], 0.0)
             w[i, ANY, c] = w[i, row, c] / math.sqrt(1 + math.pi / 8 * out[start + i, k + c])
     if rules.prediction == PAIRWISE:
         _pairwise(w, i, row, square, out, start)
     log_softmax(w, i, ANY)
-    total = 0.0
+    total = w.dtype.type(0)
     for c in range(k):
         out[start + i, c] = w[i, LOGP, c]
         total += w[i, LOGP, c]

@@ -121,6 +121,10 @@ class Fleet:
         require(len(set(streams)) == len(streams), "Fleet: streams", streams, "named once each")
         return torch.tensor([self._rows[stream] for stream in streams], dtype=torch.int64)
 
+    def _are_all(self, rows: Tensor) -> bool:
+        """Whether rows are those of all streams, in order."""
+        return len(rows) == len(self) and torch.equal(rows, torch.arange(len(self)))
+
     @torch.no_grad()
     def step(self, batches: Mapping[Any, Tensor] | Tensor, streams: Sequence[Stream] | None = None) -> Any:
         """Adapt some streams to a batch each and predict it.
@@ -180,16 +184,19 @@ class Fleet:
 
     def _commit(self, rows: Tensor, after: Beliefs, steps: int) -> None:
         mean, values, low = after
-        if len(rows) == len(self) and torch.equal(rows, torch.arange(len(self))):
+        if self._are_all(rows):
             self._spare = (self._mean, self._values)  # the next step writes where this one read
             self._mean, self._values, self._low = mean, values, low
+            self._steps += steps
         else:
             self._mean[rows], self._values[rows], self._low[rows] = mean, values, low
-        self._steps[rows] += steps
+            self._steps[rows] += steps
 
     def _batched(self, features: Tensor, rows: Tensor) -> tuple[Beliefs, Predictions]:
-        index = rows.to(self._mean.device)
-        mean, values, out = self._mean[index], self._values[index], []
+        mean, values, out = self._mean, self._values, []
+        if not self._are_all(rows):
+            index = rows.to(mean.device)
+            mean, values = mean[index], values[index]
         for batch in features.unbind(1):
             mean, values, *predicted = batched_step(self.filter, self._motion, self._start.source, batch, mean, values)
             out.append(predicted)
@@ -213,7 +220,7 @@ class Fleet:
         head = Head(k - d // width, np.zeros((0, 0), dtype))
         is_rank_one = self._full and n == 1 and is_along_x(self._rules, self._motion, head, width)
         abreast = is_rank_one and d <= compiled_abreast.ABREAST
-        out = np.empty((m * per, 4)) if abreast else np.zeros((m * per * n, 2 * k + 3), dtype)
+        out = np.empty((m * per, 4) if abreast else (m * per * n, 2 * k + 3), np.float64 if abreast else dtype)
         used, reached = np.zeros(0 if abreast else m * per, np.int64), np.zeros(m, np.int64)
         flat: Any = features.reshape(-1, width).to(torch.float32 if single else torch.float64).numpy()
         motion = _in_single(self._motion) if single else self._motion

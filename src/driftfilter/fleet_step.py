@@ -12,7 +12,7 @@ from driftfilter.belief import Belief
 from driftfilter.checks import NotFiniteError, NotPositiveDefiniteError, require
 from driftfilter.covariance import identity_like, symmetrized
 from driftfilter.curvature import EmpiricalFisher, GaussNewton, Hessian
-from driftfilter.kernel_terms import Motion
+from driftfilter.kernel_terms import KAPPA, Motion
 from driftfilter.losses import Loss
 from driftfilter.prediction import LinearizedProbit, Prediction, Tempered
 
@@ -29,20 +29,19 @@ def batched_step(
     mean, values = _moved(motion, mean, values)
     classes: int = filt.logits.classes  # type: ignore[union-attr]
     prior = _logits(mean, x, classes)
-    _require(torch.isfinite(prior).flatten(1).all(1), NotFiniteError, "the model's logits must be finite")
+    _require(_finite(prior.flatten(1)), NotFiniteError, "the model's logits must be finite")
     targets = loss.targets(prior)
     selected = loss.selected(targets)
     weights, _ = filt.observation.weighting(prior, torch.ones_like(prior[..., 0]) if selected is None else selected, {})
     used = weights.count_nonzero(-1)
     over = used if filt.observation.over == "kept" else torch.full_like(used, x.shape[1])
     coefficients = weights / over.clamp_min(max(filt.observation.reference, 1))[:, None]
+    coefficients = coefficients * (used >= filt.needed)[:, None]  # with none of them a stream learns nothing
     expansion = loss.expand(prior[None], targets, weights)
-    learns = used >= filt.needed
-    gradient = expansion.gradient[0] * coefficients[..., None]
     rows = _factor(filt.inference.curvature, expansion, prior, x, coefficients, mean.shape[1])
-    slope = _pulled(gradient, x, mean.shape[1]).sum(1)
-    after, left = _conditioned(mean, values, rows * learns[:, None, None], slope * learns[:, None], filt)
-    _require(torch.isfinite(after).all(1), NotFiniteError, "the posterior mean must be finite")
+    slope = _summed(expansion.gradient[0] * coefficients[..., None], x, mean.shape[1])
+    after, left = _conditioned(mean, values, rows, slope, filt)
+    _require(_finite(after), NotFiniteError, "the posterior mean must be finite")
     posterior = filt.predict_from == "posterior"
     logits = _logits(after, x, classes) if posterior else prior
     prediction = _predicted(filt.prediction, logits, left if posterior else values, x)
@@ -57,14 +56,21 @@ def _require(good: Tensor, error: type[Exception], what: str) -> None:
         )
 
 
+def _finite(rows: Tensor) -> Tensor:
+    """Whether the numbers of each row [m, ...] are finite; a finite sum proves it, at the cost of one reduction."""
+    proven = torch.isfinite(rows.sum(1))
+    return proven if bool(proven.all()) else torch.isfinite(rows).all(1)
+
+
 def _moved(motion: Motion, mean: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     """The transition: means and covariances of all streams."""
     arrays = [torch.from_numpy(array).to(mean) for array in motion[:4]]
     (gain, drift, diagonal, kappa, origin), matrix, factor, noise = arrays
-    prior = mean * gain + drift
-    extra = diagonal + kappa * (mean - origin).square()
+    prior = torch.addcmul(drift, mean, gain)
+    pulled = motion.vectors[KAPPA].any()
+    extra = torch.addcmul(diagonal, kappa, (mean - origin).square()) if pulled else diagonal.expand_as(mean)
     if values.dim() == 2:
-        return prior, values * factor[0] + extra
+        return prior, torch.addcmul(extra, values, factor[0])
     if matrix.numel():
         prior, values = prior + mean @ matrix.mT, matrix @ values @ matrix.mT
     values = values * factor + torch.diag_embed(extra)
@@ -77,21 +83,31 @@ def _logits(mean: Tensor, x: Tensor, classes: int) -> Tensor:
     return logits if logits.shape[-1] == classes else torch.nn.functional.pad(logits, (1, 0))
 
 
+def _own(cotangents: Tensor, x: Tensor, d: int) -> Tensor:
+    """Those of the classes that have parameters: the first one may have none."""
+    return cotangents[..., cotangents.shape[-1] - d // x.shape[-1] :]
+
+
 def _pulled(cotangents: Tensor, x: Tensor, d: int) -> Tensor:
     """Rows J_iᵀ c_i: [m, n, k] -> [m, n, d]."""
-    own = cotangents[..., cotangents.shape[-1] - d // x.shape[-1] :]
-    return (own[..., None] * x[..., None, :]).flatten(-2)
+    return (_own(cotangents, x, d)[..., None] * x[..., None, :]).flatten(-2)
+
+
+def _summed(cotangents: Tensor, x: Tensor, d: int) -> Tensor:
+    """Σ_i J_iᵀ c_i: [m, n, k] -> [m, d]."""
+    return (_own(cotangents, x, d).mT @ x).flatten(1)
 
 
 def _factor(curvature: Any, expansion: Any, logits: Tensor, x: Tensor, coefficients: Tensor, d: int) -> Tensor:
     """F [m, rows, d]."""
     scale = coefficients.sqrt()[..., None]
     if isinstance(curvature, EmpiricalFisher):
-        rows = _pulled(expansion.gradient[0], x, d)
-        if curvature.centered:
-            total = coefficients.sum(1).clamp_min(torch.finfo(x.dtype).tiny)[:, None, None]
-            rows = rows - (coefficients[..., None] * rows).sum(1, keepdim=True) / total
-        return rows * (curvature.scale * scale)
+        gradient, scale = expansion.gradient[0], curvature.scale * scale
+        if not curvature.centered:
+            return _pulled(gradient * scale, x, d)
+        shares = coefficients / coefficients.sum(1, keepdim=True).clamp_min(torch.finfo(x.dtype).tiny)
+        middle = _summed(gradient * shares[..., None], x, d)
+        return (_pulled(gradient, x, d) - middle[:, None]) * scale
     if isinstance(curvature, Hessian):
         root = expansion.root()[0]
     elif isinstance(curvature, GaussNewton):
@@ -107,9 +123,10 @@ def _conditioned(mean: Tensor, values: Tensor, rows: Tensor, slope: Tensor, filt
     """Σ = ((Σ⁻)⁻¹ + FᵀF)⁻¹ and μ = μ⁻ - Σ g of all streams."""
     radius: float = filt.inference.radius  # type: ignore[attr-defined]
     if values.dim() == 2:
-        left = values / (1 + values * rows.square().sum(1))
-        _require((left > 0).all(1), NotPositiveDefiniteError, "variances must stay positive")
-        step = left * slope
+        energy = rows[:, 0].square() if rows.shape[1] == 1 else rows.square().sum(1)
+        left = values / energy.mul_(values).add_(1)
+        _require(left.amin(1) > 0, NotPositiveDefiniteError, "variances must stay positive")
+        step = slope.mul_(left)
     else:
         cross = rows.double() @ values.double()
         root, status = torch.linalg.cholesky_ex(cross @ rows.double().mT + identity_like(cross @ rows.double().mT))
