@@ -47,7 +47,7 @@ _DEFAULT = Monitor()
 
 
 _OPTIONS = ("data", "output", "observed", "seed", "update_every", "window", "monitor", "callbacks")
-_SPEED = ("autocast", "channels_last", "cuda_graphs", "distributed")
+_SPEED = ("autocast", "channels_last", "cuda_graphs", "compile", "distributed")
 
 
 def adapt(model: nn.Module, recipe: str | Recipe = "driftfilter", **options: Any) -> Adapter:
@@ -59,8 +59,9 @@ def adapt(model: nn.Module, recipe: str | Recipe = "driftfilter", **options: Any
     for no alarms) and ``callbacks`` (told after every step). For speed: ``autocast`` (torch.bfloat16: the precision of the
     model's own operations), ``channels_last`` (for images: a copy of convolution weights in that layout, on a CPU too),
     ``cuda_graphs`` (on a GPU, passes over batches of a shape seen before are one launch each: for models without steps on the
-    CPU; without a GPU nothing) and ``distributed`` (True, or a process group: every process gets a shard of each batch, and
-    all hold the same belief). Any other option is one of the preset's, such as ``lr``.
+    CPU; without a GPU nothing), ``compile`` (True, or a backend's name: attention, perceptrons and other parts of the model
+    without an adapted or batch-norm layer go through torch.compile) and ``distributed`` (True, or a process group: every
+    process gets a shard of each batch, and all hold the same belief). Any other option is one of the preset's, such as ``lr``.
 
     >>> import torch, driftfilter as df
     >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
@@ -111,6 +112,7 @@ class Adapter(nn.Module):
         autocast: torch.dtype | None = None,
         channels_last: bool = False,
         cuda_graphs: bool = False,
+        compile: bool | str = False,
         distributed: bool | ProcessGroup = False,
     ) -> None:
         super().__init__()
@@ -123,7 +125,7 @@ class Adapter(nn.Module):
         check(model, recipe.parameters)
         source = SourceData.of(data)
         self.recipe = possible(recipe, source)
-        reading = (output, observed, seed, autocast, channels_last, cuda_graphs, distributed is not False)
+        reading = (output, observed, seed, autocast, channels_last, cuda_graphs, compile, distributed is not False)
         self._binding = Binding(self.recipe, source, *reading)
         self.update_every, self.window, self.seed = update_every, window, seed
         # Prototypes follow the features at once: what they predict changes with the stream, and is no sign of collapse.

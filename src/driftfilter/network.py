@@ -35,7 +35,7 @@ from driftfilter.proof import Pattern, pattern_of, some, tolerance_of, wrong_row
 from driftfilter.rows import layer_rows, per_sample
 from driftfilter.shards import gathered
 from driftfilter.statistics import Ema, Statistics, diversity, require_statistics
-from driftfilter.twins import Record, Twin, as_called, cast, dtype_of, require_values, twin
+from driftfilter.twins import Record, Twin, as_called, cast, dtype_of, frozen_parts, require_values, twin
 
 Memory: TypeAlias = Mapping[str, Tensor]
 _LOCK = threading.Lock()
@@ -46,8 +46,8 @@ DIVERSITY = "network.diversity"  # in the memory, where Ema asks for it: D of th
 
 @contextmanager
 def _forward_mode() -> Iterator[None]:
-    """torch's forward mode has one state for all threads, and no rule for fused attention."""
-    with _LOCK, sdpa_kernel(SDPBackend.MATH):
+    """torch's forward mode has one state for all threads, and no rule for fused attention or compiled code."""
+    with _LOCK, sdpa_kernel(SDPBackend.MATH), torch.compiler.set_stance("force_eager"):
         fused = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)
         try:
@@ -115,6 +115,7 @@ class Network:
         self._carried: Tensor | None = None
         self._trust: Tensor | float = 1.0
         self.capturing = False  # passes as CUDA graphs, one for each shape of a batch
+        self._backend: str | None = None  # of torch.compile
         self._local = threading.local()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -127,6 +128,11 @@ class Network:
         """θ of the module as it was given [d]."""
         require_values(self._base)
         return self._start.clone()
+
+    def compile(self, backend: str) -> bool:
+        """Have the parts of the module without a piece of θ compiled by torch; whether there is one of several layers."""
+        self._backend, self._local = backend, threading.local()
+        return bool(frozen_parts(self._base, self.chosen.targets))
 
     @property
     def observing(self) -> Network:
@@ -163,7 +169,7 @@ class Network:
         own: Twin | None = getattr(self._local, "twin", None)
         if own is None:
             require_values(self._base)
-            own = self._local.twin = Twin(self._base, self.chosen.targets, self.statistics)
+            own = self._local.twin = Twin(self._base, self.chosen.targets, self.statistics, self._backend)
         return own
 
     def _pieces(self, theta: Tensor) -> dict[str, Tensor]:
@@ -281,12 +287,16 @@ class Network:
 
         gradient, indices = torch.func.grad(energy), torch.arange(len(cotangents), device=cotangents.device)
         try:
-            with warnings.catch_warnings():  # of layers that torch can only map one sample at a time
+            with (
+                warnings.catch_warnings(),
+                torch.compiler.set_stance("force_eager"),
+            ):  # of layers torch maps one at a time
                 warnings.simplefilter("ignore")
                 rows: Tensor = torch.func.vmap(gradient, in_dims=(None, 0, 0))(theta, indices, cotangents)
         except RuntimeError:  # a layer that torch cannot map, such as a GRU
             pairs = zip(indices, cotangents, strict=True)
-            rows = torch.stack([gradient(theta, index, cotangent) for index, cotangent in pairs])
+            with torch.compiler.set_stance("force_eager"):
+                rows = torch.stack([gradient(theta, index, cotangent) for index, cotangent in pairs])
         return rows
 
 
