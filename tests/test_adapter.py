@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -156,8 +157,14 @@ POSTERIOR = [name for name in df.presets.names() if name not in PRIOR and isinst
 @pytest.mark.parametrize("preset", PRIOR)
 def test_a_prediction_before_the_step_is_what_the_step_says(preset: str) -> None:
     adapted = adapter(preset)
-    said = adapted.predict(images())
-    torch.testing.assert_close(adapted(images()), said.log_probabilities, rtol=0, atol=1e-6)
+    said, stepped = adapted.predict(images()), adapted(images())
+    if isinstance(adapted.recipe.prediction, df.Moderated):  # the step knows the temperature that the batch asks for
+        state = adapted.state
+        along, length = state.memory["prediction.slopes"].tolist()
+        temperature = math.sqrt(1 + math.pi / 4 * 0.01 * along / length)
+        assert temperature > 1
+        stepped = (temperature * stepped).log_softmax(1)
+    torch.testing.assert_close(stepped, said.log_probabilities, rtol=0, atol=1e-6)
     torch.testing.assert_close(said.probabilities.sum(1), torch.ones(8))
 
 
