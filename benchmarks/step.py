@@ -5,7 +5,8 @@
 The hand-written step is forward, entropy, backward and torch's Adam on the norm parameters, nothing else. Every case
 adapts to the same batch and predicts before the step, as TENT does. "Fast": on a GPU bfloat16 autocast, channels last, and
 cuDNN tries its algorithms; the others are as torch has it by itself (TF32 convolutions). "Tuned": TF32 with the latter two.
-`driftfilter` predicts with Gaussian logits of the variance that its update shows (Moderated) unless a case says otherwise.
+With batch norm `driftfilter` predicts with Gaussian logits of the variance that its update shows (Moderated), without it at
+a temperature of 2, unless a case says otherwise.
 Times are medians, which leave out the monitor's probe of every few batches, and means, which do not. Peak memory on a GPU is
 what torch took from it in four steps in a process of the case's own, captured graphs included.
 """

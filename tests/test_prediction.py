@@ -304,13 +304,13 @@ def moderating(logits: LogitFunction | PredictiveModel, **settings: Any) -> df.F
 
 
 def sums_of(belief: df.Belief, inputs: Tensor) -> tuple[float, float]:
-    """Σ gᵀ Σ g and Σ |u|² of a batch of the curved model, by autograd for each sample alone."""
+    """Σ gᵀ Σ g and Σ |u|² of a batch of the curved model, times n², by autograd for each sample alone."""
     along, length = 0.0, 0.0
     for x in inputs:
         leaf = belief.mean.clone().requires_grad_()
         f = curved(leaf, x[None])
         p = f.softmax(-1).detach()
-        weight = 2 * (1 + (p * p.log()).sum() / math.log(3)) / len(inputs)
+        weight = 2 * (1 + (p * p.log()).sum() / math.log(3))
         entropy = -(f.softmax(-1) * f.log_softmax(-1)).sum()
         (u,) = torch.autograd.grad(weight * entropy, f, retain_graph=True)
         (g,) = torch.autograd.grad(weight * entropy, leaf)
@@ -351,7 +351,7 @@ def test_moderated_fades_the_sums_of_small_batches() -> None:
     filt = moderating(curved, scale=1.0, samples=10)
     state = filt.init(df.Belief(MEAN, df.Full(MATRIX)))
     along, length = 0.0, 0.0
-    for batch in (INPUTS, 2 * INPUTS, INPUTS[:2]):
+    for batch in (INPUTS, 2 * INPUTS, INPUTS[:2], 3 * INPUTS[:1]):  # each sample counts once, in whatever company
         now = sums_of(prior_of(filt, state), batch)
         fading = 1 - len(batch) / 10
         along, length = fading * along + now[0], fading * length + now[1]
@@ -406,3 +406,15 @@ def test_moderated_learns_in_an_update_too_and_asks_for_rows_once() -> None:
     assert torch.equal(stepped.memory["prediction.slopes"], updated.memory["prediction.slopes"])
     plain, _, _ = moderating(curved, scale=0.0).step(start, INPUTS)
     assert torch.equal(stepped.belief.mean, plain.belief.mean)
+
+
+def test_moderated_leaves_gradients_and_rows_what_they_are() -> None:
+    """Whoever asks after the rule has: rows are handed over, and their sum is the gradient."""
+    filt = moderating(curved)
+    belief = df.Belief(MEAN, df.Full(MATRIX))
+    energy, _ = filt.observation(lift(curved), belief.mean, INPUTS, {}, RANDOMNESS)
+    other, _ = filt.observation(lift(curved), belief.mean, INPUTS, {}, RANDOMNESS)
+    kept = energy.evaluation.keep_rows()
+    torch.testing.assert_close(energy.evaluation.gradient(), other.evaluation.gradient(), rtol=1e-12, atol=1e-15)
+    assert energy.evaluation.rows() is kept
+    torch.testing.assert_close(energy.evaluation.rows(), other.evaluation.rows(), rtol=1e-12, atol=0)

@@ -386,6 +386,34 @@ def test_outputs_are_a_sequence_that_can_be_sliced_and_pickled() -> None:
     assert again.infos[2].step == 2
 
 
+@pytest.mark.parametrize("over", ["kept", "batch"])
+@pytest.mark.parametrize("structure", ["full", "diagonal"])
+@pytest.mark.parametrize("classes", [2, 3, 4])
+def test_samples_of_a_tie_have_no_weight_anywhere(classes: int, structure: str, over: Any) -> None:
+    """Rounding of 1 - H / ln k is not to decide how many samples there are (padded ones, say)."""
+    observation = df.Gibbs(df.Entropy(), df.Reliability(), over=over)
+    transition = df.Transition(df.RandomWalk(), df.Isotropic(1e-3))
+    filt = df.Filter(df.LinearHead(classes), transition, observation, df.Linearized(df.Hessian()))
+    x = torch.randn(20, 4, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    x[:, 1:] = 0.0
+    state = first = filt.init(start(3 * classes, structure))
+    infos = []
+    for batch in x:
+        state, _, info = filt.step(state, batch)
+        infos.append(info)
+    end, outputs = filt.run(first, x)
+    fleet = df.Fleet(filt, first.belief, [0])
+    fleet.run(x[None])
+    assert outputs.compiled == 20
+    for other in (end, fleet.state(0)):
+        torch.testing.assert_close(other.belief.mean, state.belief.mean, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(other.belief.covariance.dense(), state.belief.covariance.dense(), rtol=1e-9, atol=1e-9)
+    for own, eager in zip(outputs.infos, infos, strict=True):
+        assert (own.weights[1:] == 0).all()
+        assert (eager.weights[1:] == 0).all()
+        torch.testing.assert_close(own.coefficients, eager.coefficients, rtol=1e-9, atol=0)
+
+
 @pytest.mark.parametrize("elsewhere", [False, True], ids=["beside the sources", "NUMBA_CACHE_DIR"])
 def test_compiled_code_older_than_a_source_is_forgotten(elsewhere: bool, tmp_path: Path) -> None:
     """A kernel is inlined from several files, numba looks at the outermost one's only."""

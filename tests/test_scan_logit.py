@@ -202,3 +202,34 @@ def test_streams_without_information_warn_once() -> None:
         fleet.run(x)
     assert len(caught) == 1
     assert_alike(filt, 3, x)
+
+
+VANISHING = {
+    "vanishes": (df.Transition(df.MeanReversion(0.5), df.NoNoise()), 1.0),
+    "explodes": (df.Transition(df.RandomWalk(), df.Discount(0.4)), 0.0),
+}
+
+
+@pytest.mark.parametrize("d", [3, 18])
+@pytest.mark.parametrize("case", VANISHING)
+def test_single_precision_refuses_what_the_eager_loop_refuses(case: str, d: int) -> None:
+    """The kernels work in double precision, where such a covariance is still a good one."""
+    transition, scale = VANISHING[case]
+    filt, belief = build(transition=transition), df.Belief(torch.full((d,), 0.3), df.Full(torch.eye(d)))
+    x = scale * torch.randn(128, 1, d, generator=torch.Generator().manual_seed(0))
+    states = [filt.init(belief)]
+
+    def eagerly() -> None:
+        for batch in x:
+            states.append(filt.step(states[-1], batch)[0])
+
+    with pytest.raises(df.NotPositiveDefiniteError):
+        eagerly()
+    assert 30 < states[-1].step < 128
+    with pytest.raises(df.NotPositiveDefiniteError):
+        filt.run(filt.init(belief), x)
+    fleet = df.Fleet(filt, belief, range(3))
+    with pytest.raises(df.NotPositiveDefiniteError):
+        fleet.run(x.expand(3, -1, -1, -1))
+    assert fleet.state(0).step == 0
+    torch.testing.assert_close(fleet.state(0).belief.covariance.dense(), torch.eye(d))

@@ -77,7 +77,9 @@ def _store(mean: Numbers, S: Numbers, bounds: Floats, start: int, n: int, w: Flo
 
 
 @part
-def _sweep(motion: Motion, X: Floats, first: int, per: int, d: int, n: int, w: Floats, v: Floats) -> None:
+def _sweep(
+    motion: Motion, X: Floats, first: int, per: int, d: int, n: int, least: float, most: float, w: Floats, v: Floats
+) -> None:  # fmt: skip
     """As compiled_rank_one's, with μ⁻ and f = xᵀμ⁻; x of lane s is row first + s per of X."""
     gains, _, factor, noise, _, _, _ = motion
     alpha, full, place = factor[0, 0], noise.shape[0] > 0, 4 * d
@@ -107,7 +109,7 @@ def _sweep(motion: Motion, X: Floats, first: int, per: int, d: int, n: int, w: F
             w[F + s] += x * (drift + gain * mean)
             w[SIZE + s] += x * x
             w[LARGEST + s] = value if value > w[LARGEST + s] else w[LARGEST + s]  # faster than max
-            w[PROPER + s] *= 1.0 if 0 < value < math.inf else 0.0
+            w[PROPER + s] *= 1.0 if least < value < most else 0.0
         place += 1
     for i in range(d):
         for s in range(n):
@@ -140,7 +142,7 @@ def each_abreast(
         n = min(BLOCK, end - start)
         _load(before, values, rows, bounds, start, n, w, v)
         for t in range(per):
-            _sweep(motion, X, start * per + t, per, d, n, w, v)
+            _sweep(motion, X, start * per + t, per, d, n, bounds[start, 2], bounds[start, 3], w, v)
             probabilities(w, n)
             weigh(rules, w, n)
             slopes(rules, w, n)

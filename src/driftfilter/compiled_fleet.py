@@ -36,7 +36,7 @@ def each_full(
     before: Numbers, values: Numbers, mean: Numbers, S: Numbers, bounds: Floats, room: Room, warned: bool,
     out: Floats, used: Integers, reached: Integers,
 ) -> None:  # fmt: skip
-    """The same with full covariances, and bounds [streams, 2] of their eigenvalues."""
+    """The same with full covariances, and bounds [streams, 4] as scan.limits has them."""
     for s in range(begin, end):
         old, matrix, new, own = before[rows[s]], values[rows[s]], mean[s], S[s]
         for i in range(mean.shape[1]):

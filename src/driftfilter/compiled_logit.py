@@ -22,6 +22,7 @@ from driftfilter.kernel_terms import (
     PSEUDO_LABEL,
     RELIABILITY,
     TEMPERED,
+    TIE,
     WEIGHTED_GATE,
     Floats,
     Rules,
@@ -73,7 +74,8 @@ def weigh(rules: Rules, w: Floats, n: int) -> None:
             entropy = _entropy(w[F + i], w[P + i], w[Q + i])
             margin = level - entropy
             gated = (exp(margin) if kind == WEIGHTED_GATE else 1.0) if margin > 0 else 0.0
-            w[WEIGHT + i] *= beta * (max(LN2 - entropy, 0.0) / LN2 if kind == RELIABILITY else gated)
+            sure = 1 - entropy / LN2
+            w[WEIGHT + i] *= beta * ((sure if sure > TIE else 0.0) if kind == RELIABILITY else gated)
 
 
 @part

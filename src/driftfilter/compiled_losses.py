@@ -27,6 +27,7 @@ from driftfilter.kernel_terms import (
     PSEUDO_LABEL,
     RELIABILITY,
     TEMPERED,
+    TIE,
     TINY,
     WEIGHTED_GATE,
     Floats,
@@ -119,7 +120,8 @@ def weigh(rules: Rules, w: Floats, n: int, out: Floats, start: int) -> int:
         for g in range(rules.gates.shape[0]):
             beta, margin = rules.gates[g, 1], rules.gates[g, 2] * largest - entropy
             if rules.gates[g, 0] == RELIABILITY:
-                weight *= max(beta * (1 - entropy / largest), 0.0)
+                sure = 1 - entropy / largest
+                weight *= beta * sure if sure > TIE else 0.0
             elif margin > 0:
                 weight *= beta * (math.exp(margin) if rules.gates[g, 0] == WEIGHTED_GATE else 1.0)
             else:

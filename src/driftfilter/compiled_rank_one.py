@@ -133,7 +133,7 @@ def scan_rank_one(
         for j in range(d):
             spread += X[t, j] * v[Y, j]
             largest = max(largest, S[j, j])
-            proper = proper and 0 < S[j, j] < math.inf
+            proper = proper and bounds[2] < S[j, j] < bounds[3]
         w[F] = f
         w[SIZE] = size
         w[SPREAD] = spread

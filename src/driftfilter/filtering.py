@@ -215,7 +215,7 @@ class Filter:
         posterior = prior
         if not reason:
             if seen is model:
-                memory = learned(self.prediction, prior, energy.evaluation, memory)
+                memory = learned(self.prediction, prior, energy, memory)
             posterior, memory = self.inference(prior, energy, memory, randomness)
         if posterior.covariance is prior.covariance and prior.covariance is not state.belief.covariance:
             _require_proper(prior, state.source)

@@ -20,7 +20,7 @@ from driftfilter.fleet_step import batched_step
 from driftfilter.kernel_terms import Head, Motion
 from driftfilter.prediction import Prediction
 from driftfilter.saving import CheckpointError, sealed, unsealed
-from driftfilter.scan import head_of, is_along_x
+from driftfilter.scan import head_of, is_along_x, limits
 from driftfilter.scan_plan import Uncovered, motion_of, rules_of
 from driftfilter.whole import whole_file
 
@@ -214,7 +214,8 @@ class Fleet:
         mean, values = self._spare or (torch.empty_like(self._mean), torch.empty_like(self._values))
         if not whole:
             mean, values = mean[:m].clone(), values[:m].clone()
-        bounds = torch.stack((self._low[rows], torch.full((m,), torch.finfo(mean.dtype).eps, dtype=torch.float64)), 1)
+        fixed = torch.tensor(limits(mean.dtype), dtype=torch.float64).expand(m, 3)
+        bounds = torch.cat((self._low[rows, None], fixed), 1)
         single = not self._full and mean.dtype == torch.float32  # rounding does no harm without a matrix to invert
         dtype = np.float32 if single else np.float64
         head = Head(k - d // width, np.zeros((0, 0), dtype))

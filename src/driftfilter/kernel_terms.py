@@ -12,6 +12,7 @@ Integers = NDArray[np.int64]
 
 FLOOR = -1e4  # of log-probabilities, as expansion.FLOOR
 TINY = 2.2250738585072014e-308
+TIE = 1e-6  # certainty 1 - H / ln k of a sample below which it has none: rounding decides what is left of it
 
 ENTROPY, BOUNDED_RATIO, PSEUDO_LABEL, GENERALIZED, INFORMATION = range(5)
 RELIABILITY, WEIGHTED_GATE, GATE = range(3)

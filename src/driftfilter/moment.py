@@ -103,5 +103,5 @@ def found_in(own: Mapping[str, Tensor], recipe: Recipe) -> dict[str, Tensor]:
 
 
 def _memory_of(recipe: Recipe) -> str:
-    """The kind of memory a recipe has: how it predicts leaves no trace, and may change between runs."""
+    """The kind of memory a recipe has: how it predicts leaves nothing for other rules, and may change between runs."""
     return kinds(replace(recipe, prediction=MAP(), predict_from="posterior"))

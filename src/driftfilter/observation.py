@@ -208,12 +208,12 @@ class Evaluation(NamedTuple):
     def rows(self) -> Tensor:
         """(w_i / n) ∇ℓ_i of every sample [n, d]; they sum to ∇E, also where samples are coupled."""
         if self.kept:
-            return self.kept[0].clone()
+            return self.kept.pop()
         weighted = self.slopes()
         return _total([pull(weighted.select(0, view)) for view, pull in enumerate(self.pullbacks)])
 
     def keep_rows(self) -> Tensor:
-        """The same, to be read only: later calls need no pass of their own."""
+        """The same, to be read only: the next call of ``rows`` or ``gradient`` needs no pass of its own."""
         if not self.kept:
             self.kept.append(self.rows())
         return self.kept[0]
@@ -224,6 +224,8 @@ class Evaluation(NamedTuple):
 
     def gradient(self, cotangents: Tensor | None = None) -> Tensor:
         """∇E = Σ_i (w_i / n) J_iᵀ c_i [d], for the loss's own logit gradients c [v, n, k] or others."""
+        if self.kept and cotangents is None:
+            return self.kept[0].sum(0)
         weighted = self.slopes(cotangents)
         return _total([pull.total(weighted.select(0, view)) for view, pull in enumerate(self.pullbacks)])
 

@@ -14,7 +14,7 @@ from driftfilter.belief import Belief
 from driftfilter.checks import require, require_count, require_number
 from driftfilter.covariance import antithetic
 from driftfilter.inputs import Inputs
-from driftfilter.observation import Evaluation
+from driftfilter.observation import Energy
 from driftfilter.predictive import PredictiveModel, logit_covariance
 from driftfilter.randomness import Purpose, Randomness
 from driftfilter.weighting import Memory
@@ -75,10 +75,10 @@ class PredictionRule(Protocol):
         """The prediction of the inputs in question."""
 
 
-def learned(rule: PredictionRule, prior: Belief, evaluation: Evaluation, memory: Memory) -> Memory:
-    """The memory with what a rule wants to keep of a batch, evaluated at the prior; most have no method ``learn``."""
+def learned(rule: PredictionRule, prior: Belief, energy: Energy, memory: Memory) -> Memory:
+    """The memory with what a rule wants to keep of a batch, its energy at the prior; most have no method ``learn``."""
     learn = getattr(rule, "learn", None)
-    return memory if learn is None else learn(prior, evaluation, memory)
+    return memory if learn is None else learn(prior, energy, memory)
 
 
 @final
@@ -119,11 +119,13 @@ class Moderated:
 
     With u_i = (w_i / n) ∇_f ℓ_i and g_i = J_iᵀ u_i, the slopes of a batch in logits and in parameters, and ``scale`` s,
 
-        T² = 1 + π v / 4,   v = s Σ_i g_iᵀ Σ⁻ g_i / Σ_i |u_i|² = s Σ_i u_iᵀ (J_i Σ⁻ J_iᵀ) u_i / Σ_i |u_i|²
+        T² = 1 + π v / 4,   v = s Σ_i g_iᵀ Σ⁻ g_i / Σ_i |u_i|²   (= s Σ_i u_iᵀ (J_i Σ⁻ J_iᵀ) u_i / Σ_i |u_i|²)
 
-    The update has these gradients already where its curvature is the empirical Fisher: the prediction then costs no pass more.
-    One sample of two classes is predicted as by ``LinearizedProbit`` from s Σ⁻. With more classes the variance along u is taken
-    for that of all directions, with more samples the batch's for that of each. The most likely class is that of f.
+    g_i are the rows of network.py: where batch statistics couple the samples they hold parts of other samples' slopes, and v is
+    larger than what stands in brackets. For a point mass v is 0. The update has these gradients already where its curvature is
+    the empirical Fisher: the prediction then costs no pass more. One sample of two classes is predicted as by
+    ``LinearizedProbit`` from s Σ⁻. With more classes the variance along u is taken for that of all directions, with more
+    samples the batch's for that of each. The most likely class is that of f.
 
     E is a mean: a sum over n samples with the prior Σ/n has the same mode, and 1/n of the covariance. So s = 0.01 is the belief
     that counts each sample of a batch of a hundred in full. (On the extra corruptions 0.009 was best, docs/benchmarks.md.)
@@ -144,10 +146,13 @@ class Moderated:
         require_count("Moderated.samples", self.samples, 1)
         require(isinstance(self.over_views, bool), "Moderated.over_views", self.over_views, "True or False")
 
-    def learn(self, prior: Belief, evaluation: Evaluation, memory: Memory) -> Memory:
-        """The memory with the two sums of a batch."""
-        rows, slopes = evaluation.keep_rows(), evaluation.slopes().sum(0)
-        sums = torch.stack(((rows * prior.covariance.apply(rows)).sum(), slopes.square().sum()))
+    def learn(self, prior: Belief, energy: Energy, memory: Memory) -> Memory:
+        """The memory with the two sums of a batch, with w_i in place of w_i / n: batches count by their samples."""
+        rows, slopes = energy.evaluation.keep_rows(), energy.evaluation.slopes().sum(0)
+        along = torch.dot(rows.flatten(), prior.covariance.apply(rows).flatten())
+        samples = energy.samples
+        divisor = (samples.weights.sum() / samples.coefficients.sum()).square()
+        sums = divisor * torch.stack((along, slopes.square().sum()))
         fading = 1 - len(slopes) / self.samples
         if fading > 0 and _SLOPES in memory:
             sums = sums + fading * memory[_SLOPES]
@@ -158,7 +163,7 @@ class Moderated:
         along, length = query.memory[_SLOPES] if _SLOPES in query.memory else logits.new_tensor((0.0, 0.0))
         variance = (self.scale * along / length.clamp_min(torch.finfo(length.dtype).tiny)).to(logits.dtype)
         variance = variance.clamp(0, _variance_at(self.limit))
-        return Prediction((logits / (1 + math.pi / 4 * variance).sqrt()).log_softmax(-1), variance.expand_as(logits))
+        return Prediction((logits / (1 + math.pi / 4 * variance).sqrt()).log_softmax(-1), variance.expand_as(logits).clone())
 
 
 @final

@@ -113,6 +113,12 @@ def _kept(filt: Filter, state: FilterState) -> Kept:
     return kept
 
 
+def limits(dtype: torch.dtype) -> tuple[float, float, float]:
+    """Rounding error of a number, and the variances between which a kernel in double precision decides what is proper."""
+    numbers = torch.finfo(dtype)
+    return numbers.eps, 4 * numbers.tiny, numbers.max / 4
+
+
 def _lowest(covariance: Full) -> float:
     return float(np.linalg.eigvalsh(covariance.dense().numpy())[0])
 
@@ -222,7 +228,7 @@ class _Scan:
         values = belief.covariance.dense()
         kept: Kept = self.filter.__dict__["_motion"]
         low = kept.low if belief is kept.source else _lowest(belief.covariance)
-        bounds = np.array([low, torch.finfo(values.dtype).eps])
+        bounds = np.array([low, *limits(values.dtype)])
         if self.plan.is_rank_one:
             return self._advance_rank_one(belief, values, bounds, begin, end)
         from driftfilter.compiled_steps import scan_full

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from driftfilter.checks import require, require_number, require_role
 from driftfilter.expansion import log_softmax
+from driftfilter.kernel_terms import TIE
 
 Memory: TypeAlias = Mapping[str, Tensor]
 
@@ -56,7 +57,7 @@ class Constant:
 @final
 @dataclass(frozen=True)
 class Reliability:
-    """w_i = β (1 - H_i / ln k): uncertain samples inject less, β is the ceiling."""
+    """w_i = β (1 - H_i / ln k): uncertain samples inject less, β is the ceiling; 0 below 1e-6 β, a tie but for rounding."""
 
     beta: float = 1.0
 
@@ -65,7 +66,8 @@ class Reliability:
 
     def __call__(self, logits: Tensor, weights: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
         largest = math.log(max(logits.shape[-1], 2))
-        return weights * (self.beta * (1 - entropy(logits) / largest)).clamp_min(0), memory
+        sure = 1 - entropy(logits) / largest
+        return weights * (self.beta * sure.where(sure > TIE, 0)), memory
 
 
 @final
