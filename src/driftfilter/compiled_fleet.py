@@ -62,5 +62,5 @@ def each_rank_one(
             for j in range(i + 1):
                 own[i, j] = matrix[i, j]
         first, stop = s * per, (s + 1) * per
-        stream = scan_rank_one(rules, motion, X, first, stop, new, own, bounds[s], w, v, warned, out, used)
+        stream = scan_rank_one(rules, motion, X, first, stop, new, own, bounds[s], w, v, warned, out, used, ())
         reached[s] = stream == stop

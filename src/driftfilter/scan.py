@@ -136,7 +136,7 @@ def head_of(filt: Filter, state: FilterState) -> LinearHead:
     belief = state.belief
     if type(belief.covariance) not in (Full, Diagonal) or type(state.source.covariance) is not type(belief.covariance):
         raise Uncovered(f"the covariance is {type(belief.covariance).__name__}, not Full or Diagonal")
-    if belief.mean.device.type != "cpu":
+    if not belief.mean.is_cpu:
         raise Uncovered(f"the belief is on {belief.mean.device}, not on the CPU")
     return model
 
@@ -184,7 +184,7 @@ def _usable(batch: Any, width: int) -> bool:
 
 
 def _is_plain(batch: Tensor) -> bool:
-    return batch.device.type == "cpu" and not batch.is_complex() and batch.layout is torch.strided
+    return batch.is_cpu and not batch.is_complex() and batch.layout is torch.strided
 
 
 @final
@@ -239,13 +239,13 @@ class _Scan:
         return reached, unchecked(Belief, mean=mean, covariance=unchecked(Full, matrix=values))
 
     def _advance_rank_one(self, belief: Belief, values: Tensor, bounds: Any, begin: int, end: int) -> tuple[int, Belief]:
-        from driftfilter.compiled_rank_one import scan_rank_one, workspaces
+        from driftfilter.compiled_rank_one import FEW, scan_rank_one, workspaces
 
         plan, dtype = self.plan, values.dtype
         mean, values = _copied(belief.mean, torch.float64), _copied(values, torch.float64)
         stream: Any = (plan.rules, plan.motion, plan.features.numpy(), begin, end)
         moving: Any = (mean.numpy(), values.numpy(), bounds, *workspaces(len(mean)))
-        record: Any = (self._warned, self.out, self.used)
+        record: Any = (self._warned, self.out, self.used, (0,) * len(mean) if len(mean) <= FEW else ())
         reached = scan_rank_one(*stream, *moving, *record)
         if dtype != torch.float64:
             mean, values = mean.to(dtype), values.to(dtype)
