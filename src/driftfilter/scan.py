@@ -194,7 +194,7 @@ class _Scan:
     def __init__(self, filt: Filter, plan: Plan) -> None:
         self.filter, self.plan, self.classes = filt, plan, filt.logits.classes  # type: ignore[union-attr]
         self.out = np.empty((len(plan.features), 2 * self.classes + 3))  # see Record
-        self.used = np.zeros(len(plan.batches), np.int64)
+        self.used = np.empty(len(plan.batches), np.int64)
         self.eager: dict[int, tuple[Prediction, StepInfo]] = {}
 
     def run(self, state: FilterState) -> tuple[FilterState, Outputs]:
