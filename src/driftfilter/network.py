@@ -18,14 +18,12 @@ from __future__ import annotations
 import copy
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from driftfilter.captured import CapturedPullback, Captures, Question, key_of, possible
 from driftfilter.checks import require, warn
@@ -35,25 +33,12 @@ from driftfilter.proof import Pattern, pattern_of, some, tolerance_of, wrong_row
 from driftfilter.rows import layer_rows, per_sample
 from driftfilter.shards import gathered
 from driftfilter.statistics import Ema, Statistics, diversity, require_statistics
-from driftfilter.twins import Record, Twin, as_called, cast, dtype_of, frozen_parts, require_values, twin
+from driftfilter.twins import Record, Twin, as_called, cast, dtype_of, forward_mode, frozen_parts, require_values, twin
 
 Memory: TypeAlias = Mapping[str, Tensor]
-_LOCK = threading.Lock()
 _TOGETHER = 4  # tangents that share a forward pass; more of them take as long and more memory
 STATISTICS = "network.statistics"  # in the memory: means, then variances, of every batch norm [2 · channels]
 DIVERSITY = "network.diversity"  # in the memory, where Ema asks for it: D of the last batch observed []
-
-
-@contextmanager
-def _forward_mode() -> Iterator[None]:
-    """torch's forward mode has one state for all threads, and no rule for fused attention or compiled code."""
-    with _LOCK, sdpa_kernel(SDPBackend.MATH), torch.compiler.set_stance("force_eager"):
-        fused = torch.backends.mha.get_fastpath_enabled()
-        torch.backends.mha.set_fastpath_enabled(False)
-        try:
-            yield
-        finally:
-            torch.backends.mha.set_fastpath_enabled(fused)
 
 
 @dataclass
@@ -248,7 +233,7 @@ class Network:
             moved: Tensor = torch.func.jvp(lambda point: self(point, inputs), (theta,), (tangent,))[1]
             return moved
 
-        with _forward_mode():
+        with forward_mode():
             try:
                 with warnings.catch_warnings():  # of layers that torch can only map one at a time
                     warnings.simplefilter("ignore")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from driftfilter.checks import require
@@ -73,6 +75,7 @@ def require_values(model: nn.Module) -> None:
     require(not empty, "Network: model", f"{empty[:4]} on the meta device", "a module with values: load its weights first")
 
 
+_LOCK = threading.Lock()
 AUTOCAST = ("cpu", "cuda")  # kinds of devices whose autocast is put aside and given back
 _AUTOCAST: ContextVar[tuple[tuple[str, torch.dtype], ...]] = ContextVar("autocast", default=())  # device type and dtype
 
@@ -120,6 +123,18 @@ def _autocast_now() -> tuple[tuple[str, torch.dtype], ...]:
 def under_autocast(kind: str) -> bool:
     """Whether a call of the module on this kind of device would be under autocast."""
     return any(kind == found for found, _ in autocast_of_model())
+
+
+@contextmanager
+def forward_mode() -> Iterator[None]:
+    """torch's forward mode has one state for all threads, and no rule for fused attention or compiled code."""
+    with _LOCK, sdpa_kernel(SDPBackend.MATH), torch.compiler.set_stance("force_eager"):
+        fused = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            yield
+        finally:
+            torch.backends.mha.set_fastpath_enabled(fused)
 
 
 def cast(inputs: Any, dtype: torch.dtype) -> Any:
