@@ -418,3 +418,16 @@ def test_moderated_leaves_gradients_and_rows_what_they_are() -> None:
     torch.testing.assert_close(energy.evaluation.gradient(), other.evaluation.gradient(), rtol=1e-12, atol=1e-15)
     assert energy.evaluation.rows() is kept
     torch.testing.assert_close(energy.evaluation.rows(), other.evaluation.rows(), rtol=1e-12, atol=0)
+
+
+def test_moderated_learns_nothing_of_logits_from_a_loss_of_other_outputs() -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.LayerNorm(6), torch.nn.Linear(6, 3)).eval()
+    plain = df.adapt(model, "driftfilter", prediction=df.Moderated())
+    other = df.adapt(model, "driftfilter", prediction=df.Moderated(), observed=lambda outputs: 3 * outputs)
+    for adapter in (plain, other):
+        adapter(torch.randn(8, 4))
+    assert "prediction.slopes" in plain.state.memory
+    assert "prediction.slopes" not in other.state.memory
+    x = torch.randn(8, 4)
+    assert other.predict(x).logit_variance.max() == 0 < plain.predict(x).logit_variance.max()
