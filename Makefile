@@ -23,6 +23,7 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 
 bench: setup  # the CPU part; `make page` takes its figures over
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt jax posteriors

@@ -24,8 +24,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import driftfilter as df
-from driftfilter.predictive import Pullback
-from driftfilter.randomness import Randomness
+from driftfilter.base.randomness import Randomness
+from driftfilter.model.predictive import Pullback
 from figures import exponent, header, write
 
 NOISE, START = 1e-3, 0.1  # variances of the random walk beside posteriors

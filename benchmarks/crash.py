@@ -33,8 +33,8 @@ import torch
 
 import driftfilter as df
 from driftfilter.app import cli
-from driftfilter.app.options import Made, Options, prepare
-from driftfilter.app.run import STATE
+from driftfilter.app.run.options import Made, Options, prepare
+from driftfilter.app.run.run import STATE
 
 # Everything is adapted by Adam, so that a checkpoint is of some megabytes and a good part of the time goes into saves.
 NETWORK = """

@@ -24,7 +24,7 @@ from torch.multiprocessing.spawn import spawn
 
 import driftfilter as df
 from driftfilter.app import models
-from driftfilter.shards import Ranks
+from driftfilter.base.sharding import Ranks
 from figures import write
 
 PRESETS = ("tent", "opgd_diag", "opgd", "driftfilter")

@@ -52,7 +52,7 @@ def roofline(count: int) -> Callable[[], object]:
 def step(fleet: df.Fleet, x: Tensor, compiled: bool = True) -> object:
     if compiled:
         return fleet.step(x)
-    with mock.patch("driftfilter.fleet.find_spec", return_value=None):
+    with mock.patch("driftfilter.compiled.fleet.find_spec", return_value=None):
         return fleet.step(x)
 
 

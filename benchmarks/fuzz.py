@@ -1,4 +1,4 @@
-"""Adapters in random sequences of calls, at length: what tests/test_fuzz.py does in a moment.
+"""Adapters in random sequences of calls, at length: what tests/conformance/test_fuzz.py does in a moment.
 
     python benchmarks/fuzz.py [--examples 2000] [--steps 30] [--cases batch_norm-tent ...] [--seed 0] [--minutes 10]
                               [--no-shrink] [--json FILE]

@@ -169,10 +169,13 @@ def of_filter(name: str, filt: df.Filter, structure: str, data: Tensor) -> Itera
 def of_fleets() -> Iterator[tuple[str, str]]:
     for structure in ("Full", "Diagonal"):
         for precision, dtype in DTYPES.items():
-            for loss in (df.Entropy(), df.InformationMaximization()):
+            for loss in (df.Entropy(), df.PseudoLabel()):
                 for prediction in (df.MAP(), df.LinearizedProbit()):
                     filt = df.Filter(
-                        df.LinearHead(3), observation=df.Gibbs(loss), inference=df.Linearized(df.Hessian()), prediction=prediction
+                        df.LinearHead(3),
+                        observation=df.Gibbs(loss),
+                        inference=df.Linearized(df.Hessian()),
+                        prediction=prediction,
                     )
                     belief = df.Belief(torch.linspace(-1, 1, 12, dtype=dtype), STRUCTURES[structure](12, dtype))
                     data = features(40, 6, dtype).reshape(8, 5, 6, 4)
@@ -190,7 +193,9 @@ def batched(fleet: df.Fleet, data: Tensor) -> df.Prediction:
     import importlib.util
 
     find = importlib.util.find_spec
-    modules = [module for name, module in sys.modules.items() if name.startswith("driftfilter") and hasattr(module, "find_spec")]
+    modules = [
+        module for name, module in sys.modules.items() if name.startswith("driftfilter") and hasattr(module, "find_spec")
+    ]
     try:
         for module in modules:
             module.find_spec = lambda name: None if name == "numba" else find(name)  # type: ignore[attr-defined]

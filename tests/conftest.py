@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from driftfilter.app.bench.task import Bench
 from driftfilter.app.streams import Generated
-from driftfilter.app.task import Bench
 from tiny import made_bench, made_data
 
 

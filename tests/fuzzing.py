@@ -23,7 +23,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from torch import Tensor, nn
 
 import driftfilter as df
-from driftfilter.checkpoint import as_text
+from driftfilter.base.tensors import as_text
 
 CLASSES, SHAPE = 4, (3, 4, 4)
 FEW = {name: {"copies": 2} for name in ("cotta", "petal", "memo", "lora")}  # to be quick

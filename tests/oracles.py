@@ -13,10 +13,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import driftfilter as df
-from driftfilter.covariance import Blocks, Covariance, Diagonal, Full
-from driftfilter.dynamics import Dynamics
-from driftfilter.lowrank import LowRank
-from driftfilter.noise import NoiseModel
+from driftfilter.gaussian.blocks import Blocks
+from driftfilter.gaussian.covariance import Covariance
+from driftfilter.gaussian.diagonal import Diagonal
+from driftfilter.gaussian.full import Full
+from driftfilter.gaussian.lowrank import LowRank
+from driftfilter.model.dynamics import Dynamics
+from driftfilter.model.noise import NoiseModel
 
 Array: TypeAlias = npt.NDArray[Any]
 

@@ -225,7 +225,7 @@ def test_nothing_is_computed_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None
     adapted(told)(batch(0))  # nor before it is asked for
     with pytest.raises(AssertionError, match="computed"):
         _ = told[0].entropy
-    monkeypatch.setattr("driftfilter.moment.StepRecord", fails)
+    monkeypatch.setattr("driftfilter.adapter.state.StepRecord", fails)
     adapted()(batch(0))
 
 

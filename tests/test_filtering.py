@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 import driftfilter as df
-from driftfilter.inference import Inference
-from driftfilter.losses import Loss
-from driftfilter.prediction import PredictionRule, Query
-from driftfilter.predictive import LogitFunction
-from driftfilter.randomness import Randomness
+from driftfilter.base.randomness import Randomness
+from driftfilter.inference.linearized import Inference
+from driftfilter.inference.prediction import PredictionRule, Query
+from driftfilter.model.losses import Loss
+from driftfilter.model.predictive import LogitFunction
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 SAMPLES = 4

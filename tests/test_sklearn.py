@@ -24,8 +24,8 @@ from sklearn.preprocessing import MinMaxScaler, OneHotEncoder, StandardScaler
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
 import driftfilter as df
+from driftfilter.networks.batch_norm import diversity
 from driftfilter.sklearn import AdaptiveClassifier, Moments, as_module
-from driftfilter.statistics import diversity
 
 _LABELS = "the check gives labels to partial_fit, which learns without: it refuses them, where ignoring would mislead"
 EXPECTED_FAILURES = {

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from driftfilter.app import bench, task
-from driftfilter.app.bench import choices
+from driftfilter.app.bench import bench, task
+from driftfilter.app.bench.bench import choices
+from driftfilter.app.bench.protocols import Stream
+from driftfilter.app.bench.task import Bench, Network, Task, run_task
 from driftfilter.app.machine import Machine
-from driftfilter.app.protocols import Stream
 from driftfilter.app.streams import Generated, Images
-from driftfilter.app.task import Bench, Network, Task, run_task
 
 CPU = torch.device("cpu")
 NAMES = ("gaussian_noise", "contrast", "brightness")

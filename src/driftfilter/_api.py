@@ -1,40 +1,25 @@
 """Every public name; ``driftfilter`` itself loads them on first use."""
 
 from driftfilter import callbacks, presets
-from driftfilter.adapter import Adapter, adapt
-from driftfilter.augmentation import Consistency, GaussianNoise, ImageViews, MarginalEntropy, Mirror
-from driftfilter.belief import Belief
+from driftfilter.adapter.adapter import Adapter, adapt
+from driftfilter.adapter.checkpoint import load, save
+from driftfilter.base.checks import NotFiniteError, NotPositiveDefiniteError
+from driftfilter.base.sharding import RankError
 from driftfilter.callbacks import Callback, StepRecord
-from driftfilter.checks import NotFiniteError, NotPositiveDefiniteError
-from driftfilter.covariance import Blocks, Covariance, Diagonal, Full
-from driftfilter.curvature import Curvature, EmpiricalFisher, GaussNewton, Hessian, NoCurvature
-from driftfilter.divergence import kl_divergence
-from driftfilter.dynamics import Affine, Dynamics, LocalTrend, MeanReversion, PrecisionReversion, RandomWalk, Seasonal
-from driftfilter.features import Backbone, OnFeatures, find_head
+from driftfilter.compiled.fleet import Fleet
+from driftfilter.compiled.scan import why_eager
 from driftfilter.filtering import Filter, FilterState, NoInformationWarning, Outputs, StepInfo
-from driftfilter.fleet import Fleet
-from driftfilter.inference import SGD, Adam, Bong, Frozen, GradientStep, Inference, Linearized, Variational
-from driftfilter.kronecker import Kronecker
-from driftfilter.lora import LoRA
-from driftfilter.losses import (
-    ConjugatePseudoLabel,
-    Entropy,
-    GeneralizedCrossEntropy,
-    InformationMaximization,
-    Loss,
-    MarginalLikelihood,
-    PseudoLabel,
-    SoftLikelihoodRatio,
-    Sum,
-)
-from driftfilter.lowrank import LowRank
-from driftfilter.monitor import AlarmWarning, Monitor
-from driftfilter.monitor_state import Event, Signals
-from driftfilter.network import Network
-from driftfilter.noise import Discount, FullNoise, Isotropic, NoiseModel, NoNoise, Reset, Restore, Stationary
-from driftfilter.observation import Gibbs, Teacher
-from driftfilter.parameters import AllParameters, ByName, Head, NormAffine, Selection, Smallest, select
-from driftfilter.prediction import (
+from driftfilter.gaussian.belief import Belief, kl_divergence
+from driftfilter.gaussian.blocks import Blocks
+from driftfilter.gaussian.covariance import Covariance
+from driftfilter.gaussian.diagonal import Diagonal
+from driftfilter.gaussian.full import Full
+from driftfilter.gaussian.kronecker import Kronecker
+from driftfilter.gaussian.lowrank import LowRank
+from driftfilter.inference.curvature import Curvature, EmpiricalFisher, GaussNewton, Hessian, NoCurvature
+from driftfilter.inference.linearized import Bong, Frozen, Inference, Linearized
+from driftfilter.inference.optimizers import SGD, Adam, GradientStep
+from driftfilter.inference.prediction import (
     MAP,
     FromTeacher,
     LinearizedGaussian,
@@ -46,17 +31,45 @@ from driftfilter.prediction import (
     PriorCorrection,
     Tempered,
 )
-from driftfilter.predictive import LinearHead, PredictiveModel
-from driftfilter.prototypes import Mixture, PrototypeHead, Prototypes, Supports
+from driftfilter.inference.resets import ContinualMomentum, ResetBelow, ResetEvery, RestoreIrrelevant, RestoreRandomly, Upkeep
+from driftfilter.inference.variational import Variational
+from driftfilter.model.dynamics import Affine, Dynamics, LocalTrend, MeanReversion, PrecisionReversion, RandomWalk, Seasonal
+from driftfilter.model.losses import (
+    ConjugatePseudoLabel,
+    Entropy,
+    GeneralizedCrossEntropy,
+    InformationMaximization,
+    Loss,
+    MarginalLikelihood,
+    PseudoLabel,
+    SoftLikelihoodRatio,
+    Sum,
+)
+from driftfilter.model.noise import Discount, FullNoise, Isotropic, NoiseModel, NoNoise, Reset, Restore, Stationary
+from driftfilter.model.observation import Gibbs, Teacher
+from driftfilter.model.predictive import LinearHead, PredictiveModel
+from driftfilter.model.transition import BlockDynamics, Transition
+from driftfilter.model.views import Consistency, GaussianNoise, ImageViews, MarginalEntropy, Mirror
+from driftfilter.model.weighting import (
+    CertaintyDiversity,
+    Constant,
+    DiversityGate,
+    EntropyGate,
+    Product,
+    Reliability,
+    Weighting,
+)
+from driftfilter.monitor.monitor import AlarmWarning, Monitor
+from driftfilter.monitor.state import Event, Signals
+from driftfilter.networks.batch_norm import Ema, PseudoCount
+from driftfilter.networks.features import Backbone, OnFeatures, find_head
+from driftfilter.networks.lora import LoRA
+from driftfilter.networks.network import Network
+from driftfilter.networks.parameters import AllParameters, ByName, Head, NormAffine, Selection, Smallest, select
+from driftfilter.networks.prototypes import Mixture, PrototypeHead, Prototypes, Supports
 from driftfilter.recipe import VARIANTS, Recipe, from_toml, to_toml
-from driftfilter.saving import CheckpointError, load, save
-from driftfilter.scan import why_eager
-from driftfilter.shards import RankError
-from driftfilter.source import Gaussian, Laplace, PointMass, Source, SourceData, fit_laplace, marginal_source
-from driftfilter.statistics import Ema, PseudoCount
-from driftfilter.transition import BlockDynamics, Transition
-from driftfilter.upkeep import ContinualMomentum, ResetBelow, ResetEvery, RestoreIrrelevant, RestoreRandomly, Upkeep
-from driftfilter.weighting import CertaintyDiversity, Constant, DiversityGate, EntropyGate, Product, Reliability, Weighting
+from driftfilter.source.posterior import Gaussian, Laplace, PointMass, Source, SourceData, fit_laplace, marginal_source
+from driftfilter.storage.sealed import CheckpointError
 
 __all__ = [
     "MAP",

@@ -15,11 +15,11 @@ from typing import Any, Protocol, final
 
 from torch import Tensor
 
-from driftfilter.checks import require
+from driftfilter.base.checks import require
 from driftfilter.filtering import StepInfo
-from driftfilter.growing import Journal, whole_lines
-from driftfilter.history import summary
-from driftfilter.monitor_state import Event, Signals
+from driftfilter.monitor.drift_tests import summary
+from driftfilter.monitor.state import Event, Signals
+from driftfilter.storage.append_log import Journal, whole_lines
 
 
 @final

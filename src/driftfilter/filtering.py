@@ -20,20 +20,20 @@ from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar, final
 import torch
 from torch import Tensor
 
-from driftfilter.belief import Belief
-from driftfilter.checks import NotPositiveDefiniteError, finite_at_the_end, require, require_finite, require_role, warn
-from driftfilter.dynamics import MeanReversion
-from driftfilter.inference import Inference, Linearized
-from driftfilter.inputs import Inputs, checked
-from driftfilter.losses import Loss
-from driftfilter.noise import Stationary
-from driftfilter.observation import Energy, Gibbs
-from driftfilter.prediction import MAP, Prediction, PredictionRule, Query, learned
-from driftfilter.predictive import LogitFunction, PredictiveModel, ReadOut, lift, observing, recalled
-from driftfilter.randomness import Purpose, Randomness
-from driftfilter.transition import BoundTransition, Transition
-from driftfilter.upkeep import Upkeep
-from driftfilter.weighting import Memory
+from driftfilter.base.checks import NotPositiveDefiniteError, finite_at_the_end, require, require_finite, require_role, warn
+from driftfilter.base.inputs import Inputs, checked
+from driftfilter.base.randomness import Purpose, Randomness
+from driftfilter.gaussian.belief import Belief
+from driftfilter.inference.linearized import Inference, Linearized
+from driftfilter.inference.prediction import MAP, Prediction, PredictionRule, Query, learned
+from driftfilter.inference.resets import Upkeep
+from driftfilter.model.dynamics import MeanReversion
+from driftfilter.model.losses import Loss
+from driftfilter.model.noise import Stationary
+from driftfilter.model.observation import Energy, Gibbs
+from driftfilter.model.predictive import LogitFunction, PredictiveModel, ReadOut, lift, observing, recalled
+from driftfilter.model.transition import BoundTransition, Transition
+from driftfilter.model.weighting import Memory
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -255,7 +255,7 @@ class Filter:
 
         Long streams of a linear head run in compiled code where numba is installed (docs/speed.md).
         """
-        from driftfilter import scan
+        from driftfilter.compiled import scan
 
         require(isinstance(state, FilterState), "state", type(state).__name__, "a FilterState (see Filter.init)")
         done = scan.run(self, state, batches)

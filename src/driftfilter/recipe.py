@@ -1,7 +1,7 @@
 """A recipe: one choice for every building block. And the one table of variants, by role and name, with their form in TOML.
 
 A variant is a frozen dataclass; in TOML it is a table whose ``kind`` names the class, other keys being its fields.
-Adding a class to the table adds its conformance tests (tests/test_conformance.py).
+Adding a class to the table adds its conformance tests (tests/conformance/test_conformance.py).
 """
 
 from __future__ import annotations
@@ -12,25 +12,27 @@ from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from numbers import Integral, Real
 from typing import Any, Literal, final
 
-import driftfilter.augmentation as augmentation
-import driftfilter.curvature as curvature
-import driftfilter.dynamics as dynamics
 import driftfilter.filtering as filtering
-import driftfilter.inference as inference
-import driftfilter.lora as lora
-import driftfilter.losses as losses
-import driftfilter.noise as noise
-import driftfilter.observation as observation
-import driftfilter.parameters as parameters
-import driftfilter.prediction as prediction
-import driftfilter.predictive as predictive
-import driftfilter.prototypes as prototypes
-import driftfilter.source as source
-import driftfilter.statistics as statistics
-import driftfilter.transition as transition
-import driftfilter.upkeep as upkeep
-import driftfilter.weighting as weighting
-from driftfilter.checks import nearest, require, require_count, require_role
+import driftfilter.inference.curvature as curvature
+import driftfilter.inference.linearized as linearized
+import driftfilter.inference.optimizers as optimizers
+import driftfilter.inference.prediction as prediction
+import driftfilter.inference.resets as resets
+import driftfilter.inference.variational as variational
+import driftfilter.model.dynamics as dynamics
+import driftfilter.model.losses as losses
+import driftfilter.model.noise as noise
+import driftfilter.model.observation as observation
+import driftfilter.model.predictive as predictive
+import driftfilter.model.transition as transition
+import driftfilter.model.views as views
+import driftfilter.model.weighting as weighting
+import driftfilter.networks.batch_norm as batch_norm
+import driftfilter.networks.lora as lora
+import driftfilter.networks.parameters as parameters
+import driftfilter.networks.prototypes as prototypes
+import driftfilter.source.posterior as posterior
+from driftfilter.base.checks import ROLES, nearest, require, require_count, require_role
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -49,10 +51,10 @@ class Recipe:
 
     parameters: Any = field(default_factory=parameters.NormAffine)
     statistics: Any = "batch"
-    source: Any = field(default_factory=source.PointMass)
+    source: Any = field(default_factory=posterior.PointMass)
     transition: transition.Transition = field(default_factory=transition.Transition)
     observation: observation.Gibbs = field(default_factory=observation.Gibbs)
-    inference: Any = field(default_factory=inference.Linearized)
+    inference: Any = field(default_factory=linearized.Linearized)
     prediction: Any = field(default_factory=prediction.MAP)
     predict_from: Literal["prior", "posterior"] = "posterior"
     upkeep: Any = None
@@ -60,7 +62,7 @@ class Recipe:
 
     def __post_init__(self) -> None:
         require_role("Recipe.parameters", self.parameters, "parameters", "NormAffine()")
-        statistics.require_statistics(self.statistics)
+        batch_norm.require_statistics(self.statistics)
         require_role("Recipe.source", self.source, "source", "PointMass()")
         require_count("Recipe.chunk", self.chunk, 0)
         self.filter(predictive.LinearHead(2))  # checks the other fields
@@ -73,7 +75,7 @@ class Recipe:
 
 VARIANTS: dict[str, dict[str, type[Any]]] = {
     "model": {"LinearHead": predictive.LinearHead},
-    "statistics": {"PseudoCount": statistics.PseudoCount, "Ema": statistics.Ema},
+    "statistics": {"PseudoCount": batch_norm.PseudoCount, "Ema": batch_norm.Ema},
     "dynamics": {
         "RandomWalk": dynamics.RandomWalk,
         "MeanReversion": dynamics.MeanReversion,
@@ -98,17 +100,17 @@ VARIANTS: dict[str, dict[str, type[Any]]] = {
         "SoftLikelihoodRatio": losses.SoftLikelihoodRatio,
         "PseudoLabel": losses.PseudoLabel,
         "InformationMaximization": losses.InformationMaximization,
-        "Consistency": augmentation.Consistency,
-        "MarginalEntropy": augmentation.MarginalEntropy,
+        "Consistency": views.Consistency,
+        "MarginalEntropy": views.MarginalEntropy,
         "GeneralizedCrossEntropy": losses.GeneralizedCrossEntropy,
         "ConjugatePseudoLabel": losses.ConjugatePseudoLabel,
         "MarginalLikelihood": losses.MarginalLikelihood,
         "Sum": losses.Sum,
     },
     "augmentation": {
-        "GaussianNoise": augmentation.GaussianNoise,
-        "ImageViews": augmentation.ImageViews,
-        "Mirror": augmentation.Mirror,
+        "GaussianNoise": views.GaussianNoise,
+        "ImageViews": views.ImageViews,
+        "Mirror": views.Mirror,
     },
     "weighting": {
         "Constant": weighting.Constant,
@@ -127,15 +129,15 @@ VARIANTS: dict[str, dict[str, type[Any]]] = {
         "NoCurvature": curvature.NoCurvature,
     },
     "inference": {
-        "Linearized": inference.Linearized,
-        "Bong": inference.Bong,
-        "Variational": inference.Variational,
-        "GradientStep": inference.GradientStep,
-        "Frozen": inference.Frozen,
+        "Linearized": linearized.Linearized,
+        "Bong": linearized.Bong,
+        "Variational": variational.Variational,
+        "GradientStep": optimizers.GradientStep,
+        "Frozen": linearized.Frozen,
         "Supports": prototypes.Supports,
         "Mixture": prototypes.Mixture,
     },
-    "optimizer": {"SGD": inference.SGD, "Adam": inference.Adam},
+    "optimizer": {"SGD": optimizers.SGD, "Adam": optimizers.Adam},
     "prediction": {
         "MAP": prediction.MAP,
         "MonteCarlo": prediction.MonteCarlo,
@@ -147,11 +149,11 @@ VARIANTS: dict[str, dict[str, type[Any]]] = {
         "FromTeacher": prediction.FromTeacher,
     },
     "upkeep": {
-        "ResetEvery": upkeep.ResetEvery,
-        "ResetBelow": upkeep.ResetBelow,
-        "RestoreRandomly": upkeep.RestoreRandomly,
-        "RestoreIrrelevant": upkeep.RestoreIrrelevant,
-        "ContinualMomentum": upkeep.ContinualMomentum,
+        "ResetEvery": resets.ResetEvery,
+        "ResetBelow": resets.ResetBelow,
+        "RestoreRandomly": resets.RestoreRandomly,
+        "RestoreIrrelevant": resets.RestoreIrrelevant,
+        "ContinualMomentum": resets.ContinualMomentum,
     },
     "parameters": {
         "NormAffine": parameters.NormAffine,
@@ -163,18 +165,13 @@ VARIANTS: dict[str, dict[str, type[Any]]] = {
         "Prototypes": prototypes.Prototypes,
     },
     "recipe": {"Recipe": Recipe},
-    "source": {"PointMass": source.PointMass, "Gaussian": source.Gaussian, "Laplace": source.Laplace},
+    "source": {"PointMass": posterior.PointMass, "Gaussian": posterior.Gaussian, "Laplace": posterior.Laplace},
 }
 
 _NOTHING = "None"  # the kind of a field that is left empty, for TOML has no null
 
 _CLASSES = {name: cls for role in VARIANTS.values() for name, cls in role.items()}
-_ROLES = {cls: role for role, classes in VARIANTS.items() for cls in classes.values()}
-
-
-def role_of(value: Any) -> str | None:
-    """The role of a variant in the table; None for anything else."""
-    return _ROLES.get(type(value))
+ROLES.update({cls: role for role, classes in VARIANTS.items() for cls in classes.values()})
 
 
 def to_dict(variant: Any) -> dict[str, Any]:
@@ -225,11 +222,11 @@ def _require_role(where: str, value: Any, field: Field[Any]) -> None:
     """Raise where a field whose default is a variant, or a tuple of them, gets anything but its role."""
     default: Any = field.default if field.default_factory is MISSING else field.default_factory()
     several = isinstance(default, tuple) and len(default) > 0
-    role = _ROLES.get(type(default[0] if several else default))
+    role = ROLES.get(type(default[0] if several else default))
     if value is None:  # whether a field may be empty is the class's own check
         return
     listed = value if several else (value,)
-    fits = isinstance(listed, tuple) and all(_ROLES.get(type(item)) == role for item in listed)
+    fits = isinstance(listed, tuple) and all(ROLES.get(type(item)) == role for item in listed)
     if role is not None and not fits:
         what = f"a list of variants of role {role}" if several else f"a variant of role {role}"
         raise ValueError(f"{where} must be {what}, from {list(VARIANTS[role])}, got {value!r}")

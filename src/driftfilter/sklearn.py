@@ -26,14 +26,14 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor, nn
 
 from driftfilter import presets
-from driftfilter.adapter import Adapter
-from driftfilter.checks import require, require_count
+from driftfilter.adapter.adapter import Adapter
+from driftfilter.base.checks import require, require_count
 from driftfilter.filtering import Filter
-from driftfilter.initialization import initialize
-from driftfilter.network import STATISTICS
-from driftfilter.published import bn
+from driftfilter.networks.batch_norm import Ema
+from driftfilter.networks.initialization import initialize
+from driftfilter.networks.network import STATISTICS
+from driftfilter.presets.published import bn
 from driftfilter.recipe import Recipe
-from driftfilter.statistics import Ema
 
 Array = NDArray[Any]
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from driftfilter.spelling import nearest
+from driftfilter.base.suggest import nearest
 
 EXAMPLES = ("dynamics", "linear", "moons", "pinwheel")
 FIRST_SEED = 3000  # nothing was chosen on the seeds from here on

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext, redirect_stdout
 
 from driftfilter.app.arguments import parse, parser
-from driftfilter.app.output import Output
+from driftfilter.app.terminal import Output
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

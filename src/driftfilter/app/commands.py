@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from driftfilter.app.arguments import EXAMPLES, FIRST_SEED, parse
-from driftfilter.app.output import Output
+from driftfilter.app.terminal import Output
 
 Found: TypeAlias = tuple[int, Any]  # exit status, and what was found; None where the error says it all
 DEMO_BENCH = ("bench", "--quick", "--images", "500", "--corruptions", "gaussian_noise,contrast")
@@ -34,8 +34,8 @@ def failed(command: str, error: object, status: int) -> Found:
 
 def demo(parsed: argparse.Namespace, arguments: Sequence[str], output: Output) -> Found:
     """The paper's linear example, and a short image stream."""
-    from driftfilter.app.experiments.linear import Linear
-    from driftfilter.app.experiments.reproduce import reproduce
+    from driftfilter.app.paper.linear import Linear
+    from driftfilter.app.paper.reproduce import reproduce
 
     out, example = parsed.out, Linear()
     output.say("2-D logistic regression; both classes drift diagonally by 3 while no label is ever seen")
@@ -77,7 +77,7 @@ def reproduce(parsed: argparse.Namespace, arguments: Sequence[str], output: Outp
     """The paper's examples."""
     if not parsed.no_figures and find_spec("matplotlib") is None:
         return failed("reproduce", "figures need matplotlib: pip install 'driftfilter[report]', or give --no-figures", 1)
-    from driftfilter.app.experiments.reproduce import reproduce as run_all
+    from driftfilter.app.paper.reproduce import reproduce as run_all
 
     names, out = EXAMPLES if parsed.example == "all" else (parsed.example,), parsed.out
     seeds, start = range(parsed.first_seed, parsed.first_seed + parsed.seeds), time.perf_counter()
@@ -93,9 +93,9 @@ def bench(parsed: argparse.Namespace, arguments: Sequence[str], output: Output) 
     """Presets × protocols × models × seeds."""
     own = ("quick", "out", "list")
     given = {key: value for key, value in vars(parsed).items() if key not in (*_SHARED, *own)}
-    from driftfilter.app import bench as benchmark
-    from driftfilter.app.tables import progress
-    from driftfilter.app.workers import worker
+    from driftfilter.app.bench import bench as benchmark
+    from driftfilter.app.bench.ranks import worker
+    from driftfilter.app.bench.tables import progress
 
     me = worker()
     try:
@@ -131,7 +131,7 @@ def bench(parsed: argparse.Namespace, arguments: Sequence[str], output: Output) 
 
 def _show(own: Sequence[dict[str, Any]], shown: Sequence[dict[str, Any]], folder: Path, output: Output) -> None:
     """Write tables and pictures of all that is in the folder, and print the tables of this run."""
-    from driftfilter.app import plots, tables
+    from driftfilter.app.bench import plots, tables
 
     conditions = {tables.condition(document["settings"]) for document in own}
     for table in tables.write(shown, folder):
@@ -147,8 +147,9 @@ def run(parsed: argparse.Namespace, arguments: Sequence[str], output: Output) ->
     given = {key: value for key, value in vars(parsed).items() if key not in (*_SHARED, "live")}
     if parsed.live and output.quiet:
         return failed("run", "--live and --quiet contradict each other: give one of them", 2)
-    from driftfilter.app import options, telling
-    from driftfilter.app.run import run as adapt
+    from driftfilter.app.run import options
+    from driftfilter.app.run import progress as telling
+    from driftfilter.app.run.run import run as adapt
 
     with telling.warnings_in_one_line():
         try:
@@ -184,7 +185,7 @@ def _reported(folders: Sequence[Path], out: Path | None, output: Output) -> tupl
 
 def data(parsed: argparse.Namespace, arguments: Sequence[str], output: Output) -> Found:
     """Where to get CIFAR-10-C, and whether a folder holds it."""
-    from driftfilter.app import data as checking
+    from driftfilter.app.images import check as checking
 
     if parsed.folder is None:
         output.say(checking.explain())
@@ -200,7 +201,7 @@ def data(parsed: argparse.Namespace, arguments: Sequence[str], output: Output) -
 
 def look(parsed: argparse.Namespace, arguments: Sequence[str], output: Output) -> Found:
     """What adaptation would change in a model."""
-    from driftfilter.app import inspection
+    from driftfilter.app import inspect_model as inspection
 
     try:
         found = inspection.inspect(parsed.model, parsed.weights, parsed.input, parsed.batch)

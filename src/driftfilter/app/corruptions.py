@@ -14,8 +14,8 @@ from typing import TypeAlias
 import torch
 from torch import Generator, Tensor
 
-from driftfilter.app import textures
-from driftfilter.app.filters import (
+from driftfilter.app.images import weather as textures
+from driftfilter.app.images.image_filters import (
     SIZE,
     affine_grid,
     blur,
@@ -30,9 +30,9 @@ from driftfilter.app.filters import (
     to_bytes,
     zoom,
 )
-from driftfilter.app.jpeg import recompress
-from driftfilter.app.textures import normal, uniform
-from driftfilter.checks import nearest, require, require_count, require_finite, require_floating, require_shape
+from driftfilter.app.images.jpeg import recompress
+from driftfilter.app.images.weather import normal, uniform
+from driftfilter.base.checks import nearest, require, require_count, require_finite, require_floating, require_shape
 
 Corruption: TypeAlias = Callable[[Tensor, int, Generator], Tensor]  # images [n, 3, h, w], severity, generator -> [n, 3, h, w]
 

@@ -10,8 +10,8 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from driftfilter.app.workers import worker
-from driftfilter.checks import require
+from driftfilter.app.bench.ranks import worker
+from driftfilter.base.checks import require
 
 PRECISIONS = ("float32", "tf32", "bf16")
 

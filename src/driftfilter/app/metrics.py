@@ -9,10 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from driftfilter.belief import Belief
-from driftfilter.checks import require
-from driftfilter.inputs import Inputs
-from driftfilter.predictive import PredictiveModel
+from driftfilter.base.checks import require
+from driftfilter.base.inputs import Inputs
+from driftfilter.gaussian.belief import Belief
+from driftfilter.model.predictive import PredictiveModel
 
 BINS = 15
 

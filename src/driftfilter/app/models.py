@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from driftfilter.checks import require
+from driftfilter.base.checks import require
 
 Norm: TypeAlias = Callable[[int], nn.Module]
 
@@ -137,7 +137,7 @@ def load(name: str, weights: Path | None = None) -> ResidualNetwork:
     network = build(name)
     require(weights is not None or name in SHIPPED, "model name", name, f"one of {SHIPPED}, or give its weights file")
     if weights is None:
-        with as_file(files("driftfilter.app") / "data" / f"{name}.safetensors") as path:
+        with as_file(files("driftfilter.app") / "assets" / f"{name}.safetensors") as path:
             tensors = load_file(path)
     else:
         tensors = load_file(weights)

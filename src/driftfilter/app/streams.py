@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from driftfilter.app.corruptions import CORRUPTIONS, EXTRA, FROST_TEXTURE, corrupt
-from driftfilter.app.files import (
+from driftfilter.app.images.files import (
     Bytes,
     Integers,
     digest,
@@ -33,8 +33,8 @@ from driftfilter.app.files import (
     severity_labels,
     subfolders,
 )
-from driftfilter.app.filters import SIZE
-from driftfilter.checks import nearest, require, require_count, require_floating, require_shape
+from driftfilter.app.images.image_filters import SIZE
+from driftfilter.base.checks import nearest, require, require_count, require_floating, require_shape
 
 SEVERITIES = (1, 2, 3, 4, 5)
 
@@ -354,7 +354,7 @@ def _names(root: Path, paths: Mapping[Shift, Iterable[Path]]) -> str:
 
 def sample_images() -> Images:
     """The first 2,000 images of the CIFAR-10 test set, which ship with the package."""
-    with as_file(files("driftfilter.app") / "data" / "cifar10_test_first2000.npz") as path:
+    with as_file(files("driftfilter.app") / "assets" / "cifar10_test_first2000.npz") as path:
         return cifar10(path)
 
 

@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+from driftfilter.app.bench.tables import Document
 from driftfilter.app.report import runs, tasks
 from driftfilter.app.report.content import ReportError, Stream
 from driftfilter.app.report.page import render
-from driftfilter.app.tables import Document
-from driftfilter.whole import write_whole
+from driftfilter.storage.atomic import write_whole
 
 T = TypeVar("T")
 

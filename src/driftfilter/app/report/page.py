@@ -11,9 +11,9 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from driftfilter import __version__
-from driftfilter.app.report import draw
+from driftfilter.app.report import svg as draw
 from driftfilter.app.report.content import Entry, Stream
-from driftfilter.app.report.draw import Axis, Series, Style
+from driftfilter.app.report.svg import Axis, Series, Style
 
 LAYERS = 40  # bars of a chart
 CLASSES = 20  # rows of a table

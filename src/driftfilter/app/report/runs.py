@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from driftfilter.app.along import along
-from driftfilter.app.examples import png
+from driftfilter.app.downsample import along
 from driftfilter.app.report.content import DRAWN, MEASURES, Cost, Entry, Example, ReportError, Stream, flat, read_json
+from driftfilter.app.thumbnails import png
 
 FORMAT = 1  # of summary.json that is understood
 PARTS = 8

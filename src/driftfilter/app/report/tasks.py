@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from driftfilter.app.along import along, together
+from driftfilter.app.bench.tables import Document, by_condition, by_preset
+from driftfilter.app.downsample import along, together
 from driftfilter.app.report.content import DRAWN, MEASURES, Cost, Entry, Example, Stream, flat, read_json
-from driftfilter.app.tables import Document, by_condition, by_preset
 
 CIFAR10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 

@@ -1,0 +1,1 @@
+"""The front door: a model that adapts while it predicts."""

@@ -1,0 +1,401 @@
+"""The front door: ``adapter = driftfilter.adapt(model, "eata")``, then ``adapter(x)`` where ``model(x)`` stood.
+
+The user's module is never changed. An adapter is a module without parameters of its own; what it has learned is a filter
+state, a value that is replaced whole at the end of a step, so that predictions in other threads see only whole states.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, final
+
+import torch
+from torch import Tensor, nn
+
+import driftfilter.presets as presets
+from driftfilter.adapter.bind import Binding, Bound, possible
+from driftfilter.adapter.checkpoint import Fingerprint, fingerprint, plain
+from driftfilter.adapter.state import Moment, found_in
+from driftfilter.base.checks import NotFiniteError, NotPositiveDefiniteError, require, require_count, warn
+from driftfilter.base.inputs import Inputs, batch_size, called_with, checked, each, split
+from driftfilter.base.sharding import current
+from driftfilter.callbacks import Callback, require_callbacks
+from driftfilter.distributed.stream import checksum, join, require_same, shared
+from driftfilter.filtering import FilterState, StepInfo
+from driftfilter.gaussian.belief import Belief
+from driftfilter.inference.prediction import Prediction
+from driftfilter.monitor.monitor import AlarmWarning, Monitor, fresh_detectors
+from driftfilter.monitor.state import Event, Signals
+from driftfilter.networks.autocast import full_precision
+from driftfilter.networks.initialization import check
+from driftfilter.networks.prototypes import Prototypes
+from driftfilter.networks.shared_copy import in_channels_last, twin
+from driftfilter.recipe import Recipe
+from driftfilter.source.posterior import SourceData
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup  # not in every build of torch
+
+P = ParamSpec("P")
+R = TypeVar("R")
+_DEFAULT = Monitor()
+
+
+_OPTIONS = ("data", "output", "observed", "seed", "update_every", "window", "monitor", "callbacks")
+_SPEED = ("autocast", "channels_last", "cuda_graphs", "compile", "distributed")
+
+
+def adapt(model: nn.Module, recipe: str | Recipe = "driftfilter", **options: Any) -> Adapter:
+    """A module that takes the place of ``model`` and adapts to the unlabeled inputs it sees.
+
+    ``recipe`` is the name of a preset or a Recipe. Options of the adapter: ``data`` (source inputs, with labels or without,
+    for recipes with a source posterior), ``output`` (picks the logits out of what the model returns), ``observed`` (picks
+    what the loss sees, where that is something else), ``seed``, ``update_every``, ``window``, ``monitor`` (a Monitor, or None
+    for no alarms) and ``callbacks`` (told after every step). For speed: ``autocast`` (torch.bfloat16: the precision of the
+    model's own operations), ``channels_last`` (for images: a copy of convolution weights in that layout, on a CPU too),
+    ``cuda_graphs`` (on a GPU, passes over batches of a shape seen before are one launch each: for models without steps on the
+    CPU; without a GPU nothing), ``compile`` (True, or a backend's name: attention, perceptrons and other parts of the model
+    without an adapted or batch-norm layer go through torch.compile) and ``distributed`` (True, or a process group: every
+    process gets a shard of each batch, and all hold the same belief). Any other option is one of the preset's, such as ``lr``.
+
+    >>> import torch, driftfilter as df
+    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
+    >>> adapter = df.adapt(model.eval(), "tent", lr=0.01)
+    >>> adapter(torch.randn(16, 4)).shape  # log-probabilities
+    torch.Size([16, 3])
+    """
+    own = {name: options.pop(name) for name in (*_OPTIONS, *_SPEED) if name in options}
+    if isinstance(recipe, str):
+        recipe = presets.for_model(model, recipe, options, _OPTIONS)
+    else:
+        require(not options, "adapt", f"options {list(options)}", "given in the recipe where it is not a preset's name")
+    return Adapter(model, recipe, **own)
+
+
+def _apart(method: Callable[P, R]) -> Callable[P, R]:
+    """Without gradients, inference mode or autocast, whatever the caller is under; only the model sees the autocast."""
+
+    @functools.wraps(method)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+        own = args[0].autocast if isinstance(args[0], Adapter) else None
+        with full_precision(own), torch.inference_mode(False), torch.no_grad():
+            return method(*args, **kwargs)
+
+    return wrapped
+
+
+@final
+class Adapter(nn.Module):
+    """A classifier that adapts while it predicts; see ``adapt``.
+
+    ``update_every`` m: predict every batch at once, adapt on every m-th one to all samples since the last time.
+    ``window`` w: adapt to, and take batch statistics over, the last w samples, for streams of single samples.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        recipe: Recipe,
+        data: SourceData | Tensor | tuple[Tensor, Tensor] | None = None,
+        output: Callable[[Any], Tensor] | None = None,
+        observed: Callable[[Any], Tensor] | None = None,
+        seed: int = 0,
+        update_every: int = 1,
+        window: int = 0,
+        monitor: Monitor | None = _DEFAULT,
+        callbacks: Iterable[Callback] = (),
+        autocast: torch.dtype | None = None,
+        channels_last: bool = False,
+        cuda_graphs: bool = False,
+        compile: bool | str = False,
+        distributed: bool | ProcessGroup = False,
+    ) -> None:
+        super().__init__()
+        require(isinstance(model, nn.Module), "adapt: model", type(model).__name__, "a torch module")
+        require(isinstance(recipe, Recipe), "adapt: recipe", recipe, "the name of a preset or a Recipe")
+        require_count("adapt: update_every", update_every, 1)
+        require_count("adapt: window", window, 0)
+        require(monitor is None or isinstance(monitor, Monitor), "adapt: monitor", monitor, "a Monitor or None")
+        model = getattr(model, "_orig_mod", model)  # of torch.compile: it would compile every twin anew
+        check(model, recipe.parameters)
+        source = SourceData.of(data)
+        self.recipe = possible(recipe, source)
+        reading = (output, observed, seed, autocast, channels_last, cuda_graphs, compile, distributed is not False)
+        self._binding = Binding(self.recipe, source, *reading)
+        self.update_every, self.window, self.seed = update_every, window, seed
+        # Prototypes follow the features at once: what they predict changes with the stream, and is no sign of collapse.
+        at_once = monitor is _DEFAULT and isinstance(recipe.parameters, Prototypes)
+        self.monitor = Monitor.recording() if at_once else monitor
+        self._detectors = fresh_detectors(self.monitor)  # beside the state
+        self.callbacks = require_callbacks(callbacks)
+        self.autocast, self.channels_last, self.cuda_graphs = autocast, channels_last, cuda_graphs
+        self._model = [model]  # in a list, or it would become a part of this module, and its parameters ours
+        self._now = Moment()
+        self._known: tuple[Bound, Fingerprint] | None = None
+        self._lock = threading.RLock()  # of updates; predictions need none
+        self._ranks = join(distributed, recipe, window, update_every)
+        if self._ranks is not None:
+            require_same(self._ranks, self._identity(data is not None))
+
+    # What users call
+
+    @_apart
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Adapt to a batch and predict it: log-probabilities [n, k], which are valid logits too."""
+        begun, outputs = time.perf_counter(), []
+        with self._lock:
+            with self._noted(), self._given("adapter(x)", args, kwargs) as inputs:
+                now = self._ready(inputs)
+                for piece in self._pieces(inputs):
+                    now, prediction = self._stepped(now, piece)
+                    outputs.append(prediction.log_probabilities)
+            together = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+            self._done(now, begun, len(together), together)
+        return together
+
+    @_apart
+    def predict(self, *args: Any, **kwargs: Any) -> Prediction:
+        """Predict a batch with the belief as it stands; changes nothing, and may run while another thread updates."""
+        with self._given("predict", args, kwargs) as inputs:
+            now = self._ready(inputs)
+            return _together([self._predicted(now, piece) for piece in self._pieces(inputs)])
+
+    @_apart
+    def update(self, *args: Any, **kwargs: Any) -> StepInfo:
+        """Adapt to a batch now, without predicting it; of a batch cut into pieces, the last one's info."""
+        begun = time.perf_counter()
+        with self._lock:
+            with self._noted(), self._given("update", args, kwargs) as inputs:
+                now = self._ready(inputs)
+                for piece in self._pieces(inputs):
+                    seen, recent = now.seen(piece, self.window, self.update_every)
+                    state, info = now.filter.update(now.current, seen)
+                    now = self._watched(now._replace(recent=recent if self.window else None), state, info, None, seen)
+            self._done(now, begun, batch_size(inputs), None)
+        return info
+
+    def reset(self) -> None:
+        """Back to the source, as if no batch had come."""
+        with self._lock:
+            self._now = Moment(None if self._now.found else self._now.bound)
+            self._detectors = fresh_detectors(self.monitor)
+
+    def resume(self) -> None:
+        """Adapt again after an alarm whose response was to freeze."""
+        with self._lock:
+            self._now = self._now._replace(watch=replace(self._now.watch, frozen=False))
+
+    @property
+    def state(self) -> FilterState:
+        """All that has been learned; an immutable value."""
+        return self._ready(None).current
+
+    @property
+    def belief(self) -> Belief:
+        """The belief over the adapted parameters."""
+        return self.state.belief
+
+    @property
+    def last_info(self) -> StepInfo | None:
+        """What the last update did; None before the first."""
+        return self._now.info
+
+    @property
+    def events(self) -> tuple[Event, ...]:
+        """The alarms since the stream began, the last thousand of them."""
+        return self._now.watch.events
+
+    @property
+    def signals(self) -> Signals:
+        """What the monitor saw in the last update."""
+        return self._now.watch.signals
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        """What tells the model from others; worked out again only where it has been written to since."""
+        bound, known = self._ready(None).bound, self._known
+        assert bound is not None
+        if known is None or known[0] is not bound or not bound.is_exact():
+            known = self._known = bound, fingerprint(self._model[0])
+        return known[1]
+
+    def extra_repr(self) -> str:
+        return f"{type(self._model[0]).__name__}, {self.recipe}"
+
+    # The steps
+
+    @contextmanager
+    def _given(self, call: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Inputs]:
+        """The inputs of a call, checked; where the stream is distributed, for a call of all ranks."""
+        inputs, now = called_with(self._model[0], args, kwargs), self._now
+        if self._ranks is None:
+            yield self._laid_out(checked(inputs))
+            return
+        step, belief = (0, 0) if now.state is None else (now.state.step, checksum(now.state.belief.mean))
+        watch = 2 * now.watch.batches + now.watch.frozen
+        with shared(self._ranks, inputs, call, {"step": step, "monitor": watch, "belief": belief}) as own:
+            yield self._laid_out(own)
+
+    def _laid_out(self, inputs: Inputs) -> Inputs:
+        return each(inputs, in_channels_last) if self.channels_last else inputs
+
+    def _identity(self, data: bool) -> dict[str, Any]:
+        """What must be the same on all ranks."""
+        watching = None if self.monitor is None else (replace(self.monitor, detectors={}), sorted(self.monitor.detectors))
+        known = {"model": fingerprint(self._model[0]), "recipe": plain(self.recipe), "seed": self.seed, "monitor": watching}
+        return {**known, "choice of source data": data, "version of torch": torch.__version__}
+
+    def _pieces(self, inputs: Inputs) -> list[Inputs]:
+        return split(inputs, self.recipe.chunk) if self.recipe.chunk else [inputs]
+
+    def _stepped(self, now: Moment, inputs: Inputs) -> tuple[Moment, Prediction]:
+        """One call: a step, or a prediction alone until the time for one has come, or while the monitor has it frozen."""
+        seen, recent = now.seen(inputs, self.window, self.update_every)
+        calls = now.calls + 1
+        if self.monitor is not None and now.watch.frozen:
+            return now._replace(recent=recent if self.window else None, calls=calls), self._predicted(now, inputs)
+        if calls % self.update_every:
+            return now._replace(recent=recent, calls=calls), self._predicted(now, inputs)
+        state, prediction, info = now.filter.step(now.current, seen)
+        own = _last(prediction, batch_size(inputs))
+        new = own if self.window else prediction  # what no step has seen before
+        now = now._replace(recent=recent if self.window else None, calls=calls)
+        return self._watched(now, state, info, new.log_probabilities, seen), own
+
+    def _watched(self, now: Moment, state: FilterState, info: StepInfo, new: Tensor | None, seen: Inputs) -> Moment:
+        """With the state of a step, or the one that the monitor goes back to."""
+        if self.monitor is None:
+            return now._replace(state=state, info=info)
+        if now.watch.frozen:
+            return now
+
+        def ask(other: FilterState) -> Tensor:
+            log_probabilities = now.filter.predict(other, seen).log_probabilities
+            return log_probabilities if new is None else log_probabilities[-len(new) :]
+
+        assert now.bound is not None
+        watch, state = self.monitor.step(now.watch, now.bound.start, state, info, new, ask, self._detectors)
+        return now._replace(state=state, info=info, watch=watch)
+
+    def _done(self, now: Moment, begun: float, samples: int, log_probabilities: Tensor | None) -> None:
+        """A call is over: what it changed is for all to see, callbacks are told and, even if one fails, warnings given."""
+        before, self._now = self._now, now._replace(number=self._now.number + 1)
+        try:
+            if self.callbacks:
+                ms = 1000 * (time.perf_counter() - begun)
+                record = now.told_after(before, samples, ms, log_probabilities)
+                for callback in tuple(self.callbacks):
+                    callback.on_step(record)
+        finally:
+            for event in now.watch.since(before.watch):
+                if event.response == "warn":
+                    beyond = f"{event.value:.3g}, beyond {event.threshold:.3g} (batch {event.step})"
+                    warn(f"{event.signal} is {beyond}", AlarmWarning)
+
+    @contextmanager
+    def _noted(self) -> Iterator[None]:
+        """A call that fails for numbers that are not finite changes nothing, but is an event."""
+        try:
+            yield
+        except (NotFiniteError, NotPositiveDefiniteError):
+            watch = self._now.watch
+            event = Event(watch.batches, "not_finite", math.inf, math.inf, "record")
+            if self.monitor is not None:
+                self._now = self._now._replace(watch=watch.logged(event))
+            raise
+
+    def _predicted(self, now: Moment, inputs: Inputs) -> Prediction:
+        seen = now.seen(inputs, self.window, self.update_every)[0] if self.window else inputs
+        return _last(now.filter.predict(now.current, seen), batch_size(inputs))
+
+    # Binding to the model
+
+    @_apart
+    def _ready(self, example: Inputs | None) -> Moment:
+        """What is known now; the model is read on first use, and again where the user has moved it since.
+
+        What an example tells is not kept here, but with the state of the step that saw it.
+        """
+        now = self._now
+        if self._fits(now, example):
+            return now
+        with self._lock:
+            now = self._now
+            if not self._fits(now, example):
+                now = now.on(self._binding(self._model[0], now.found, example))
+                if set(now.found) == set(self._now.found):
+                    self._now = now
+        return now
+
+    def _fits(self, now: Moment, example: Inputs | None) -> bool:
+        return now.bound is not None and now.bound.fits(self._model[0], example, learned=now.state is not None)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Adapter:
+        """``to``, ``cuda``, ``double``: the adapter takes a copy of the model along; the user's stays where it is."""
+        with self._lock:
+            now = self._now
+            recent = None if now.recent is None else each(now.recent, fn)
+            self._model = [twin(self._model[0])._apply(fn)]
+            self._now = now._replace(recent=recent)  # the state follows when the copy is read
+        return self
+
+    # Saving
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        tensors = self._ready(None).to_tensors(self.recipe, watched=self.monitor is not None)
+        destination.update({prefix + name: tensor.detach() for name, tensor in tensors.items()})
+
+    @_apart
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        own = {name.removeprefix(prefix): value for name, value in state_dict.items() if name.startswith(prefix)}
+        wrong = [name for name, value in own.items() if not isinstance(value, Tensor)]
+        require(not wrong, "state", f"{wrong} that are no tensors", "the state_dict of an adapter")
+        with self._lock:
+            self._now = self._loaded(own)
+            self._detectors = fresh_detectors(self.monitor)
+
+    def _loaded(self, own: Mapping[str, Tensor]) -> Moment:
+        """What named tensors describe; refused unless all of it is there and of this recipe."""
+        found, bound = found_in(own, self.recipe), self._ready(None).bound
+        if found or self._now.found:
+            bound = self._binding(self._model[0], found, None)
+        assert bound is not None
+        return Moment.from_tensors(own, bound, watched=self.monitor is not None)
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept = {name: value for name, value in self.__dict__.items() if name != "_lock"}
+        # The model is read again; whom to tell, a copy does not know: two would write to one file.
+        return {**kept, "_now": self._now._replace(bound=None), "_known": None, "callbacks": []}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _lock=threading.RLock())
+
+
+def _together(predictions: list[Prediction]) -> Prediction:
+    if len(predictions) == 1:
+        return predictions[0]
+    columns = ((each.log_probabilities, each.logit_variance) for each in predictions)
+    return Prediction(*map(torch.cat, zip(*columns, strict=True)))
+
+
+def _last(prediction: Prediction, samples: int) -> Prediction:
+    shards = current()
+    if shards is None and len(prediction.log_probabilities) == samples:
+        return prediction
+    mine = slice(-samples, None) if shards is None else shards.mine
+    return Prediction(prediction.log_probabilities[mine], prediction.logit_variance[mine])

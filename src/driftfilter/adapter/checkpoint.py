@@ -1,0 +1,148 @@
+"""Checkpoints: what an adapter has learned in a file that is written whole, and refused where a single bit has changed.
+
+A safetensors file that any reader of the format can open. Its metadata hold one JSON header under "driftfilter"; the last
+entry of it is the SHA-256 of the whole file, those 64 digits read as zeros. Nothing is ever pickled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+
+from driftfilter import __version__
+from driftfilter.base.checks import require_count
+from driftfilter.recipe import to_dict
+from driftfilter.storage.atomic import earlier, whole_file
+
+if TYPE_CHECKING:
+    from driftfilter.adapter.adapter import Adapter
+from driftfilter.storage.sealed import FORMAT, CheckpointError, sealed, unsealed
+
+_FAILURES = (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError)
+
+
+class Fingerprint(NamedTuple):
+    """What tells a model from others, wherever it is placed."""
+
+    architecture: str  # SHA-256 of the names, shapes and dtypes of parameters and buffers
+    weights: str  # of their values
+
+
+def save(adapter: Adapter, path: str | Path, keep: int = 1, notes: Mapping[str, Any] | None = None) -> None:
+    """Write what the adapter has learned to a file, which is there whole or as it was; the last ``keep`` files stay.
+
+    Of ``state.safetensors`` the one before is kept as ``state.1.safetensors``, and so on. ``notes``, JSON data such as the
+    place in a stream, come back from ``load``.
+    """
+    require_count("save: keep", keep, 1)
+    path = Path(path)
+    encoded = _encoded(adapter, notes or {})
+    try:
+        with whole_file(path, keep) as file:
+            file.writelines(encoded)
+    except OSError as error:
+        before = "; the checkpoint that was there is as it was" if path.is_file() else ""
+        raise CheckpointError(f"{path} could not be written: {error.strerror or error}{before}") from error
+
+
+def load(adapter: Adapter, path: str | Path, strict: bool = True) -> dict[str, Any]:
+    """Go on from a file of ``save``; returns its notes. What does not fit raises ``CheckpointError`` and changes nothing.
+
+    The model must be the same, bit for bit, and so must the recipe; with ``strict=False`` its numbers and its prediction may
+    be others.
+    """
+    path = Path(path)
+    try:
+        header, tensors = unsealed(path.read_bytes())
+        _require_fit(header, adapter, strict)
+        adapter.load_state_dict(tensors)
+    except _FAILURES as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        older = f"; the one before it is {earlier(path, 1)}" if earlier(path, 1).is_file() else ""
+        raise CheckpointError(f"{path} was not loaded: {reason}{older}") from error
+    notes: dict[str, Any] = header["notes"]
+    return notes
+
+
+def fingerprint(model: nn.Module) -> Fingerprint:
+    """Of the parameters and buffers as they are now."""
+    shapes, values = hashlib.sha256(), hashlib.sha256()
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        shapes.update(f"{name} {list(tensor.shape)} {tensor.dtype}\n".encode())
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        values.update(flat.view(torch.uint8).numpy().data)
+    return Fingerprint(shapes.hexdigest(), values.hexdigest())
+
+
+def _encoded(adapter: Adapter, notes: Mapping[str, Any]) -> list[Any]:
+    """The bytes of a checkpoint, in pieces."""
+    state = adapter.state_dict()
+    header = {
+        "format": FORMAT,
+        "library": __version__,
+        "recipe": plain(adapter.recipe),
+        "adapter": _options(adapter),
+        "model": adapter.fingerprint._asdict(),
+        "step": int(state["step"]),
+        "seed": int(state["seed"]),
+        "notes": notes,
+    }
+    return sealed(header, state)
+
+
+def _require_fit(header: Mapping[str, Any], adapter: Adapter, strict: bool) -> None:
+    theirs, mine = Fingerprint(**header["model"]), adapter.fingerprint
+    what = "names, shapes or dtypes of parameters or buffers" if theirs.architecture != mine.architecture else "weights"
+    if theirs != mine:
+        raise ValueError(f"it was saved with another model, of other {what}")
+    if not strict:
+        return
+    pairs = ((header["recipe"], plain(adapter.recipe)), (header["adapter"], _options(adapter)))
+    for difference in (_difference(there, here) for there, here in pairs):
+        if difference is not None:
+            name, there, here = difference
+            raise ValueError(f"it was saved with another recipe: {name or 'recipe'} was {there!r}, here it is {here!r}")
+
+
+def _options(adapter: Adapter) -> dict[str, int]:
+    return {"update_every": adapter.update_every, "window": adapter.window}
+
+
+def plain(recipe: Any) -> Any:
+    """A recipe as JSON data; one with parts of the user's own as text, without addresses in memory."""
+    try:
+        return json.loads(json.dumps(to_dict(recipe)))
+    except ValueError:
+        return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(recipe))
+
+
+def _difference(there: Any, here: Any, name: str = "") -> tuple[str, Any, Any] | None:
+    """The first field in which two data differ, and what it is in each."""
+    if isinstance(there, dict) and isinstance(here, dict) and there.get("kind") == here.get("kind"):
+        keys: Iterable[str] = dict.fromkeys((*there, *here))
+        pairs = ((there.get(key), here.get(key), f"{name}.{key}".lstrip(".")) for key in keys)
+        return next((found for pair in pairs if (found := _difference(*pair)) is not None), None)
+    if isinstance(there, list) and isinstance(here, list) and len(there) == len(here):
+        parts = ((one, other, f"{name}[{place}]") for place, (one, other) in enumerate(zip(there, here, strict=True)))
+        return next((found for part in parts if (found := _difference(*part)) is not None), None)
+    if there == here:
+        return None
+    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(str(there), str(here), strict=False))
+    start = sum(1 for _ in same)
+    return name, _short(there, start), _short(here, start)
+
+
+def _short(value: Any, start: int) -> Any:
+    """A variant by its name, of a long text what stands about the place where it differs."""
+    if isinstance(value, str) and len(value) > 80:
+        return value[max(0, start - 40) : start + 40]
+    return value["kind"] if isinstance(value, dict) and "kind" in value else value

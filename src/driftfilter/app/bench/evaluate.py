@@ -1,0 +1,105 @@
+"""What a task of the benchmark is judged by: quality by domain and along the stream, and a few samples to look at."""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import statistics
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from driftfilter.app import metrics
+from driftfilter.app.bench.protocols import Plan, Step
+from driftfilter.app.downsample import along
+from driftfilter.app.streams import Domains, Shift
+from driftfilter.app.thumbnails import extremes, png, thumbnail
+
+if TYPE_CHECKING:
+    from driftfilter.app.bench.task import Bench
+
+
+class Trace(NamedTuple):
+    """What a stream has left behind."""
+
+    log_probabilities: Tensor  # [samples, k]
+    before: Tensor | None  # classes predicted before the update [samples]; None: not asked for, or the prediction itself
+    milliseconds: list[float]  # a step
+    probe: list[dict[str, float]]  # accuracy on clean images by step
+    alarms: int
+
+
+def judged(trace: Trace, plan: Plan, bench: Bench) -> dict[str, Any]:
+    """Quality by domain, over all samples, and along the stream."""
+    index, domain = torch.cat([step.index for step in plan.steps]), torch.cat([step.domain for step in plan.steps])
+    logp, labels = trace.log_probabilities, bench.data.labels[index].to(bench.machine.device)
+    right = (logp.argmax(-1) == labels).cpu()
+    before = right if trace.before is None else (trace.before == labels).cpu()
+    rows = []
+    for number, shift in enumerate(plan.domains):
+        here = domain == number
+        if here.any():
+            at = here.to(logp.device)
+            row = {**shift._asdict(), **metrics.quality(logp[at], labels[at])._asdict()}
+            rows.append({**row, "before": _share(before[here])} if bench.before else row)
+    judged: dict[str, Any] = {
+        "domains": rows,
+        "mean": {name: statistics.fmean(row[name] for row in rows) for name in ("accuracy", "nll", "brier", "ece")},
+        "pooled": metrics.quality(logp, labels)._asdict(),
+        "bins": metrics.reliability(logp, labels)._asdict(),
+        "visits": _visits(plan, right),
+        "along": _along(plan, right, metrics.entropy(logp).cpu()),
+    }
+    if bench.before:
+        how = "the prediction itself (predict_from='prior')" if trace.before is None else "predicted before each update"
+        judged["before"] = {"accuracy": _share(before), "how": how}
+    return judged
+
+
+def examples(trace: Trace, plan: Plan, data: Domains, device: torch.device) -> list[dict[str, Any]]:
+    """The most and the least certain samples of the stream, as thumbnails."""
+    index, domain = torch.cat([step.index for step in plan.steps]), torch.cat([step.domain for step in plan.steps])
+    logp = trace.log_probabilities.double().cpu()
+    most, least = extremes(metrics.entropy(logp).numpy())
+    found: list[dict[str, Any]] = []
+    for place in (*most.tolist(), *least.tolist()):
+        shift, row = plan.domains[int(domain[place])], index[place : place + 1]
+        picture = thumbnail(data.take(shift, row, device)[0].cpu().numpy())
+        said = {
+            "label": int(logp[place].argmax()),
+            "truth": int(data.labels[row]),
+            "probability": logp[place].max().exp().item(),
+        }
+        about = {"row": int(row), "truth": int(data.labels[row]), "where": shift.corruption, "most": len(found) < len(most)}
+        found.append({**about, **said, "png": base64.b64encode(png(picture)).decode()})
+    return found
+
+
+def _share(right: Tensor) -> float:
+    return right.double().mean().item()
+
+
+def _visits(plan: Plan, right: Tensor) -> list[dict[str, Any]]:
+    """Accuracy along the stream, one entry for each run of a round's steps in one domain (for a mixture, of steps that mix)."""
+
+    def place(step: Step) -> tuple[int, Shift]:
+        first = plan.domains[int(step.domain[0])]
+        mixed = not bool((step.domain == step.domain[0]).all())
+        return step.round, first._replace(corruption="mixed") if mixed else first
+
+    visits, at = [], 0
+    for (number, shift), steps in itertools.groupby(plan.steps, place):
+        sizes = [len(step.index) for step in steps]
+        samples = right[at : at + sum(sizes)]
+        at += sum(sizes)
+        seen = {"round": number, "steps": len(sizes), "n": len(samples), "accuracy": _share(samples)}
+        visits.append({**shift._asdict(), **seen})
+    return visits
+
+
+def _along(plan: Plan, right: Tensor, entropy: Tensor) -> list[dict[str, Any]]:
+    """The stream as a report draws it."""
+    sizes = [len(step.index) for step in plan.steps]
+    pieces = zip(sizes, right.split(sizes), entropy.split(sizes), strict=True)
+    return along([{"n": n, "judged": n, "right": int(known.sum()), "entropy": said.mean().item()} for n, known, said in pieces])

@@ -1,0 +1,399 @@
+"""What a benchmark shows: progress while it runs, and its tables on the terminal, in Markdown and in CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+import itertools
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from driftfilter.storage.atomic import write_whole
+
+if TYPE_CHECKING:  # they need torch, which tables do not
+    from driftfilter.app.bench.bench import Display
+    from driftfilter.app.bench.task import Watch
+
+Document = Mapping[str, Any]  # settings and result, or settings and error
+
+SHORT = {
+    "gaussian_noise": "gauss",
+    "impulse_noise": "impul",
+    "defocus_blur": "defoc",
+    "brightness": "bright",
+    "contrast": "contr",
+    "elastic_transform": "elast",
+    "pixelate": "pixel",
+    "jpeg_compression": "jpeg",
+    "speckle_noise": "speck",
+    "gaussian_blur": "gblur",
+    "saturate": "satur",
+    "spatter": "spatt",
+}
+ENDS = {"first": 0, "last": -1}
+MEASURES = {"mean": "accuracy", "ECE": "ece", "NLL": "nll", "Brier": "brier"}
+
+
+class Table(NamedTuple):
+    """Of one model under one protocol."""
+
+    notes: list[str]  # what it was measured with
+    head: list[str]
+    rows: list[list[str]]
+    failures: list[str]
+    conditions: frozenset[str]  # of the documents in it
+
+
+class Row(NamedTuple):
+    """A preset over its seeds; values by column, one a seed that did not fail."""
+
+    settings: Mapping[str, Any]
+    seeds: list[int]
+    values: dict[str, list[float]]
+    errors: list[str]
+    warnings: list[str]
+    commands: list[str]
+
+
+# What rows of one table, and columns of one summary, may differ in.
+OF_PRESET = frozenset({"preset", "recipe", "statistics", "predict_from", "source_data"})
+OF_TABLE = frozenset({"model", "weights_sha256", "protocol"})
+
+
+def condition(settings: Mapping[str, Any], apart: Set[str] = OF_PRESET) -> str:
+    """What a document was measured under, ``apart`` from these settings and the seed: a text to compare."""
+    stream = {**settings["stream"], "seed": None}
+    return json.dumps({key: value for key, value in {**settings, "stream": stream}.items() if key not in apart}, sort_keys=True)
+
+
+def collect(documents: Iterable[Document]) -> list[list[Row]]:
+    """Rows for each model and protocol, all under the same condition, in the order of the tasks."""
+    return [[_row(seeds) for seeds in by_preset(group)] for group in by_condition(documents)]
+
+
+def by_condition(documents: Iterable[Document]) -> list[list[Document]]:
+    """Those that belong in one table together."""
+    found: dict[str, list[Document]] = {}
+    for document in documents:
+        found.setdefault(condition(document["settings"]), []).append(document)
+    return list(found.values())
+
+
+def by_preset(documents: Iterable[Document]) -> list[list[Document]]:
+    """Those of one table that differ in their seeds alone."""
+    found: dict[str, list[Document]] = {}
+    for document in documents:
+        same = {key: value for key, value in document["settings"].items() if key in OF_PRESET}
+        found.setdefault(json.dumps(same), []).append(document)
+    return list(found.values())
+
+
+def _row(documents: Sequence[Document]) -> Row:
+    results = [document["result"] for document in documents if "result" in document]
+    names = documents[0]["settings"]["stream"]["corruptions"]
+    values = {name: [_accuracy(result["domains"], name) for result in results] for name in names}
+    values |= {title: [result["mean"][name] for result in results] for title, name in MEASURES.items()}
+    if documents[0]["settings"]["protocol"].get("rounds", 1) > 1:
+        values |= {f"{title} round": [_round(result["visits"], place) for result in results] for title, place in ENDS.items()}
+    if documents[0]["settings"]["before"]:
+        values["before"] = [result["before"]["accuracy"] for result in results]
+    if documents[0]["settings"]["probe_every"]:
+        values["clean"] = [result["probe"][-1]["accuracy"] for result in results]
+    values["ms"] = [result["ms_per_step"] for result in results]
+    seeds = [document["settings"]["stream"]["seed"] for document in documents]
+    errors = [
+        f"{document['settings']['preset']}, seed {seed}: {document['error']}"
+        for seed, document in zip(seeds, documents, strict=True)
+        if "error" in document
+    ]
+    warned = {f"{documents[0]['settings']['preset']}: {text}" for result in results for text in result["warnings"]}
+    commands = [document["command"] for document in documents if document.get("command")]
+    return Row(documents[0]["settings"], seeds, values, errors, sorted(warned), commands)
+
+
+def _accuracy(domains: Iterable[Mapping[str, Any]], corruption: str) -> float:
+    """Over all samples of a corruption, whatever their severity."""
+    here = [row for row in domains if row["corruption"] == corruption]
+    return statistics.fmean([row["accuracy"] for row in here], [row["n"] for row in here])
+
+
+def rounds(visits: Sequence[Mapping[str, Any]]) -> dict[int, list[int]]:
+    """The places of the visits of each round."""
+    found: dict[int, list[int]] = {}
+    for place, visit in enumerate(visits):
+        found.setdefault(visit["round"], []).append(place)
+    return found
+
+
+def _round(visits: Sequence[Mapping[str, Any]], place: int) -> float:
+    """Accuracy of a round, a mean over its visits."""
+    return statistics.fmean(visits[each]["accuracy"] for each in list(rounds(visits).values())[place])
+
+
+def tables(documents: Sequence[Document]) -> list[Table]:
+    """One for each model and protocol, and a summary across them where there are several."""
+    each = collect(documents)
+    return [*map(_table, each), *summaries(each)]
+
+
+def summaries(each: Sequence[Sequence[Row]]) -> list[Table]:
+    """Across protocols: a row for each model and preset, a column for each protocol."""
+    alike: dict[str, list[Row]] = {}
+    for row in itertools.chain.from_iterable(each):
+        alike.setdefault(condition(row.settings, OF_PRESET | OF_TABLE), []).append(row)
+    measured = [(rows, {(row.settings["model"], row.settings["protocol"]["name"]) for row in rows}) for rows in alike.values()]
+    return [_summary(rows) for rows, pairs in measured if len(pairs) > 1]  # of one table it would say nothing new
+
+
+def _summary(rows: Sequence[Row]) -> Table:
+    protocols = list(dict.fromkeys(row.settings["protocol"]["name"] for row in rows))
+    cells: dict[tuple[str, ...], dict[str, str]] = {}
+    for row in rows:
+        made = row.settings
+        data = "" if made["source_data"] is None else f"{made['source_data']['images']:,}"
+        text = " / ".join(_cell(name, row.values[name]) for name in ("mean", "ECE")) if row.values["mean"] else "failed"
+        key = (made["preset"], made["model"], data, made["recipe"], made["weights_sha256"])
+        cells.setdefault(key, {})[made["protocol"]["name"]] = text
+    body = [[*key[:3], *(found.get(name, "") for name in protocols)] for key, found in cells.items()]
+    stream = rows[0].settings["stream"]
+    notes = [
+        "mean accuracy / ECE over the domains of each protocol",
+        f"severity {stream['severity']}, {stream['images']:,} images a corruption, batch {stream['batch']}, "
+        f"window {rows[0].settings['window']}, {_machine(rows[0].settings)}",
+        *_commands(rows),
+    ]
+    return Table(notes, ["preset", "model", "source images", *protocols], body, [], _conditions(rows))
+
+
+def _conditions(rows: Sequence[Row]) -> frozenset[str]:
+    return frozenset(condition(row.settings) for row in rows)
+
+
+def _commands(rows: Sequence[Row]) -> list[str]:
+    """Those that made the rows, each once."""
+    return list(dict.fromkeys(f"command: {command}" for row in rows for command in row.commands))
+
+
+def _machine(made: Mapping[str, Any]) -> str:
+    tried = ", cuDNN benchmark" if made["cudnn_benchmark"] else ""
+    return f"{made['device']}, precision {made['precision']}{tried}, {made['layout']}"
+
+
+def _source(rows: Sequence[Row]) -> list[str]:
+    """Which presets used source samples, and which."""
+    used = [(row.settings["preset"], row.settings["source_data"]) for row in rows if row.settings["source_data"] is not None]
+    return [
+        f"source data of {name}: {'' if data['labeled'] else 'un'}labeled, {data['images']:,} images of {data['path']}, "
+        f"sha256 {data['sha256'][:12]}"
+        for name, data in used
+    ]
+
+
+def _seeds(rows: Sequence[Row]) -> str:
+    """Of all rows alike, or of each where some are not done yet."""
+    each = [", ".join(map(str, sorted(row.seeds))) for row in rows]
+    named = [f"{row.settings['preset']} {seeds}" for row, seeds in zip(rows, each, strict=True)]
+    text = each[0] if len(set(each)) == 1 else "; ".join(named)
+    made = "corruptions, order, draws" if rows[0].settings["data"]["kind"] == "generated" else "order, draws"
+    return f"seed {text} (of {made})" + (": mean ± standard deviation over them" if any("," in seeds for seeds in each) else "")
+
+
+def _table(rows: Sequence[Row]) -> Table:
+    head = ["preset", "from", "statistics", *map(_short, rows[0].values)]
+    own = [[row.settings[name] for name in ("preset", "predict_from", "statistics")] for row in rows]
+    cells = [[*first, *map(_cell, row.values, row.values.values())] for first, row in zip(own, rows, strict=True)]
+    return Table(_notes(rows), head, cells, [error for row in rows for error in row.errors], _conditions(rows))
+
+
+def _short(name: str) -> str:
+    return SHORT.get(name, name.removesuffix("_noise").removesuffix("_blur"))
+
+
+def _cell(column: str, values: Sequence[float]) -> str:
+    if not values:
+        return "failed"
+    digits = 1 if column == "ms" else 3
+    mean = f"{statistics.fmean(values):.{digits}f}"
+    return f"{mean} ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else mean
+
+
+def _notes(rows: Sequence[Row]) -> list[str]:
+    made = rows[0].settings
+    stream = made["stream"]
+    options = ", ".join(f"{key} {value}" for key, value in made["protocol"].items() if key != "name")
+    order = f"corruptions in {stream['order']} order, images {'shuffled' if stream['shuffled'] else 'not shuffled'}"
+    return [
+        f"model {made['model']}, normalisation {made['normalisation']}, weights sha256 {made['weights_sha256'][:12]}",
+        f"protocol {made['protocol']['name']}" + (f" ({options})" if options else "") + f", severity {stream['severity']}, "
+        f"{stream['images']:,} images a corruption, batch {stream['batch']}, window {made['window']}, {order}",
+        "data: " + ", ".join(f"{key} {value}" for key, value in made["data"].items()),
+        _seeds(rows),
+        "accuracy by corruption; mean, ECE (15 bins), NLL and Brier (sum over classes) are means over the domains",
+        "from: predicted from the prior (before the update on the batch) or posterior; ms: median step",
+        _machine(made),
+        *_source(rows),
+        ", ".join(f"{name} {version}" for name, version in made["versions"].items()),
+        *_commands(rows),
+        *(f"warning of {text}" for row in rows for text in row.warnings),
+    ]
+
+
+# Three ways to write a table
+
+
+def plain(table: Table) -> str:
+    """For a terminal or a pipe."""
+    grid = [table.head, *table.rows]
+    widths = [max(len(cell) for cell in column) for column in zip(*grid, strict=True)]
+    lines = ["  ".join(map(_padded, range(len(widths)), row, widths)).rstrip() for row in grid]
+    failed = [f"failed: {error}" for error in table.failures]
+    return "\n".join([*table.notes, "", *lines, *failed])
+
+
+def _padded(place: int, cell: str, width: int) -> str:
+    return cell.ljust(width) if place < 3 else cell.rjust(width)  # names left, numbers right
+
+
+def markdown(table: Table) -> str:
+    """For a page."""
+    grid = [table.head, ["---"] * 3 + ["---:"] * (len(table.head) - 3), *table.rows]
+    lines = ["| " + " | ".join(row) + " |" for row in grid]
+    notes = [f"- {note}" for note in [*table.notes, *(f"failed: {error}" for error in table.failures)]]
+    return "\n".join([*lines, "", *notes])
+
+
+def comma_separated(documents: Sequence[Document]) -> str:
+    """All numbers in full, one line for each task that did not fail."""
+    lines = []
+    for document in documents:
+        made = document["settings"]
+        own = {name: made[name] for name in ("model", "preset", "predict_from", "statistics")}
+        if "result" in document:
+            values = {name: value for name, (value,) in _row([document]).values.items()}
+            lines.append({**own, "protocol": made["protocol"]["name"], "seed": made["stream"]["seed"], **values})
+    return _csv(lines)
+
+
+def summary_csv(documents: Iterable[Document]) -> str:
+    """Means over the seeds in full, one line for each preset, model and protocol."""
+    lines = []
+    for row in itertools.chain.from_iterable(collect(documents)):
+        made, done = row.settings, [row.values[name] for name in MEASURES]
+        own = {name: made[name] for name in ("model", "preset", "precision")}
+        own |= {"protocol": made["protocol"]["name"], "batch": made["stream"]["batch"], "seeds": len(done[0])}
+        own |= {"source_images": 0 if made["source_data"] is None else made["source_data"]["images"]}
+        if done[0]:
+            means = {name: statistics.fmean(values) for name, values in zip(MEASURES.values(), done, strict=True)}
+            lines.append({**own, **means})
+    return _csv(lines)
+
+
+def _csv(lines: Sequence[Mapping[str, Any]]) -> str:
+    columns = list(dict.fromkeys(itertools.chain.from_iterable(lines)))
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(lines)
+    return text.getvalue()
+
+
+def write(documents: Sequence[Document], folder: Path) -> list[Table]:
+    """table.md, table.csv and summary.csv in the run folder, where there is something to say; the tables."""
+    if not documents:
+        return []
+    made = tables(documents)
+    write_whole(folder / "table.md", "\n\n".join(map(markdown, made)) + "\n")
+    write_whole(folder / "table.csv", comma_separated(documents))
+    write_whole(folder / "summary.csv", summary_csv(documents))
+    return made
+
+
+def show(table: Table) -> None:
+    """On the terminal, with rules and colours where it is one."""
+    if not sys.stdout.isatty():
+        print(plain(table))
+        return
+    from rich.console import Console
+    from rich.table import Table as Rich
+
+    grid = Rich(*table.head, padding=(0, 0, 0, 1), show_edge=False)
+    for place, column in enumerate(grid.columns):
+        column.justify, column.no_wrap = ("left" if place < 3 else "right"), True
+    for row in table.rows:
+        grid.add_row(*row)
+    console = Console(highlight=False)
+    for line in table.notes:
+        console.print(line, style="dim", markup=False)
+    body = plain(table).split("\n\n", 1)[1]
+    if max(map(len, body.splitlines())) + len(table.head) > console.width:
+        print(body)  # a grid that does not fit would lose its columns
+        return
+    console.print(grid)
+    for error in table.failures:
+        console.print(f"failed: {error}", style="red", markup=False)
+
+
+# Progress
+
+
+class Lines:
+    """One line a task, for logs."""
+
+    def begin(self, title: str) -> Watch | None:
+        return None
+
+    def end(self, line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+
+class Nothing:
+    """Silence."""
+
+    def begin(self, title: str) -> Watch | None:
+        return None
+
+    def end(self, line: str) -> None:
+        pass
+
+
+class Bar:
+    """A bar for the task that runs, with the accuracy so far; finished tasks stand above it."""
+
+    def __init__(self, progress: Any) -> None:
+        self._progress, self._current, self._shown = progress, None, 0.0
+
+    def begin(self, title: str) -> Watch | None:
+        self._current = self._progress.add_task(title, total=None, accuracy="")
+        return self._watch
+
+    def _watch(self, step: int, steps: int, accuracy: Callable[[], float]) -> None:
+        now = time.monotonic()
+        if now - self._shown > 0.5:  # to ask for the accuracy is to wait for the device
+            self._shown = now
+            told = {"completed": step, "total": steps, "accuracy": f"accuracy {accuracy():.3f}"}
+            self._progress.update(self._current, refresh=True, **told)
+
+    def end(self, line: str) -> None:
+        self._progress.console.print(line, markup=False, highlight=False)
+        self._progress.remove_task(self._current)
+
+
+@contextmanager
+def progress(quiet: bool = False) -> Iterator[Display]:
+    """Shown on stderr: a bar where it is a terminal, lines elsewhere, nothing where asked."""
+    if quiet or not sys.stderr.isatty():
+        yield Nothing() if quiet else Lines()
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    texts = TextColumn("{task.description}"), TextColumn("{task.fields[accuracy]}")
+    console = Console(stderr=True)
+    with Progress(texts[0], BarColumn(), MofNCompleteColumn(), texts[1], TimeRemainingColumn(), console=console) as shown:
+        yield Bar(shown)

@@ -1,0 +1,337 @@
+"""One task of the benchmark: a preset on a model through one stream, and all that is measured of it."""
+
+from __future__ import annotations
+
+import platform
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from functools import cache, cached_property
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+import driftfilter as df
+from driftfilter.app.bench.evaluate import Trace, examples, judged
+from driftfilter.app.bench.protocols import PROTOCOLS, Plan, Step, Stream
+from driftfilter.app.images.files import digest
+from driftfilter.app.machine import Machine
+from driftfilter.app.parameter_shift import movement
+from driftfilter.app.streams import CLEAN, Domains
+from driftfilter.base.checks import nearest, require, require_count
+
+WARM_UP = 5  # steps that are not timed
+PROBED = 500  # clean images
+
+# Told after every step: how many are done, of how many, and the accuracy so far, which is looked up on the device when asked.
+Watch = Callable[[int, int, Callable[[], float]], None]
+
+
+@final
+@dataclass(frozen=True)
+class Choice:
+    """A name and options, written ``name:option=value,option=value``."""
+
+    name: str
+    options: tuple[tuple[str, Any], ...] = ()
+
+    def __str__(self) -> str:
+        return self.name + "".join(f"{',' if i else ':'}{key}={value}" for i, (key, value) in enumerate(self.options))
+
+
+@final
+@dataclass(frozen=True)
+class Network:
+    """A classifier of images [n, 3, h, w] in [0, 1], which it normalises itself, and what tells its weights from others."""
+
+    name: str
+    module: nn.Module
+    weights: str  # sha256 of their file
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Source:
+    """Source samples for the recipes whose source posterior is worked out from them."""
+
+    images: Tensor  # [n, 3, h, w], 8 bits
+    labels: Tensor | None  # [n]
+    path: str
+    sha256: str  # of their file
+
+    def describe(self) -> dict[str, Any]:
+        """What a report says of them."""
+        return {"path": self.path, "images": len(self.images), "labeled": self.labels is not None, "sha256": self.sha256}
+
+    def on(self, machine: Machine) -> df.SourceData:
+        """As the adapter takes them."""
+        return df.SourceData(machine.pixels(self.images), None if self.labels is None else self.labels.to(machine.device))
+
+
+@final
+@dataclass(frozen=True)
+class Task:
+    """One stream from beginning to end."""
+
+    preset: Choice
+    protocol: Choice
+    model: str
+    seed: int
+
+    def __str__(self) -> str:
+        return f"{self.preset} · {self.protocol} · {self.model} · seed {self.seed}"
+
+    def recipe(self) -> df.Recipe:
+        """Of the preset; an error names what is not known."""
+        return df.presets.get(self.preset.name, **dict(self.preset.options))
+
+    def plan(self, stream: Stream, labels: Tensor) -> Plan:
+        """Of the protocol, with this seed."""
+        plan: Plan = protocol(self.protocol)(replace(stream, seed=self.seed), labels)
+        return plan
+
+
+def protocol(choice: Choice) -> Any:
+    """The protocol of this name, with its options."""
+    known = list(PROTOCOLS)
+    require(choice.name in known, "protocol", choice.name, f"one of {known}{nearest(choice.name, known)}")
+    cls = PROTOCOLS[choice.name]
+    possible = [item.name for item in fields(cls)]
+    for key, _ in choice.options:
+        require(key in possible, f"option of protocol {choice.name!r}", key, f"one of {possible}{nearest(key, possible)}")
+    return cls(**dict(choice.options))
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Bench:
+    """What all tasks share.
+
+    ``window`` of the adapter; ``before``: also predict every batch before the update; ``probe_every`` so many steps, and
+    after the last, predict clean images (0: never).
+    """
+
+    data: Domains
+    networks: Mapping[str, Network]
+    stream: Stream
+    machine: Machine
+    window: int = 0
+    before: bool = False
+    probe_every: int = 0
+    source: Source | None = None
+
+    def __post_init__(self) -> None:
+        require_count("window", self.window, 0)
+        require_count("probe_every", self.probe_every, 0)
+        if self.probe_every:
+            self.data.require(CLEAN)
+
+    @cached_property
+    def source_data(self) -> df.SourceData | None:
+        """The source samples where the tasks run; kept, for it moves all of them."""
+        return None if self.source is None else self.source.on(self.machine)
+
+    @cached_property
+    def described(self) -> dict[str, str]:
+        """The data, for reports; kept, for it reads all of them."""
+        return self.data.describe()
+
+
+def settings(bench: Bench, task: Task) -> dict[str, Any]:
+    """All that determines a result, JSON-ready."""
+    recipe, chosen = task.recipe(), protocol(task.protocol)
+    images = len(bench.data.labels) if bench.stream.images is None else bench.stream.images
+    return {
+        "preset": str(task.preset),
+        "recipe": repr(recipe),
+        "statistics": str(recipe.statistics) if _has_batch_norm(bench.networks[task.model].module) else "none",
+        "predict_from": recipe.predict_from,
+        "protocol": {"name": str(task.protocol), **asdict(chosen)},
+        "model": task.model,
+        "weights_sha256": bench.networks[task.model].weights,
+        "normalisation": "inside the model",
+        "stream": {**asdict(bench.stream), "images": images, "corruptions": list(bench.stream.corruptions), "seed": task.seed},
+        "data": bench.described,
+        "window": bench.window,
+        "before": bench.before,
+        "probe_every": bench.probe_every,
+        "source_data": bench.source.describe() if bench.source is not None and _wants_data(recipe) else None,
+        **bench.machine.settings(),
+        "versions": _versions(),
+    }
+
+
+@cache
+def _versions() -> dict[str, str]:
+    """Of what computes the results; ``code`` is a hash of this package's own, which changes between versions."""
+    code = digest(sorted(Path(df.__file__).parent.rglob("*.py")))[:12]
+    own = {"driftfilter": df.__version__, "code": code, "torch": torch.__version__, "python": platform.python_version()}
+    return own | {name: version(name) for name in ("numpy", "torchmetrics")}
+
+
+def _has_batch_norm(module: nn.Module) -> bool:
+    return any(isinstance(each, nn.modules.batchnorm._BatchNorm) for each in module.modules())
+
+
+def _wants_data(recipe: df.Recipe) -> bool:
+    """Whether source samples would change a result."""
+    return isinstance(recipe.source, df.Laplace)
+
+
+def run_task(bench: Bench, task: Task, watch: Watch | None = None) -> dict[str, Any]:
+    """Settings and results of a task, JSON-ready."""
+    start = time.perf_counter()
+    if bench.machine.cuda:
+        torch.cuda.reset_peak_memory_stats(bench.machine.device)
+    plan = task.plan(bench.stream, bench.data.labels)
+    with warnings.catch_warnings(record=True) as caught, bench.machine.ready():
+        warnings.simplefilter("default")
+        data = bench.data.seeded(task.seed)
+        _require_classes(bench, task, data, plan)
+        adapter = _adapter(bench, task)
+        trace = _follow(bench, adapter, data, plan, watch)
+        moved = movement(adapter, bench.networks[task.model].module)
+    timed = trace.milliseconds[WARM_UP:] or trace.milliseconds
+    memory, what = peak_memory(bench.machine)
+    result = {
+        **judged(trace, plan, bench),
+        "probe": trace.probe,
+        "alarms": trace.alarms,
+        "movement": moved,
+        "examples": examples(trace, plan, data, bench.machine.device),
+        "ms_per_step": statistics.median(timed),
+        "steps": len(plan.steps),
+        "timed_steps": len(timed),
+        "peak_memory_mb": memory,
+        "peak_memory_of": what,
+        "seconds": time.perf_counter() - start,
+        "warnings": sorted({str(item.message) for item in caught}),
+    }
+    return {"settings": settings(bench, task), "result": result}
+
+
+def _adapter(bench: Bench, task: Task) -> df.Adapter:
+    data = bench.source_data if _wants_data(task.recipe()) else None
+    module, options = bench.networks[task.model].module, dict(task.preset.options)
+    monitor = df.Monitor.recording()  # methods as published: an alarm changes nothing
+    return df.adapt(module, task.preset.name, data=data, seed=task.seed, window=bench.window, monitor=monitor, **options)
+
+
+def _require_classes(bench: Bench, task: Task, data: Domains, plan: Plan) -> None:
+    """Raise where the model does not have the classes of the data; it is asked with one image."""
+    first = plan.steps[0]
+    image = data.take(plan.domains[int(first.domain[0])], first.index[:1], bench.machine.device)
+    with torch.no_grad():
+        k = bench.networks[task.model].module(bench.machine.pixels(image)).shape[-1]
+    given = [(f"data {bench.described['path']}", bench.data.labels)]
+    if bench.source is not None and bench.source.labels is not None and _wants_data(task.recipe()):
+        given.append((f"source {bench.source.path}", bench.source.labels))
+    for name, labels in given:
+        highest = int(labels.max())
+        require(highest < k, f"labels of {name}", f"up to {highest}", f"below {k}, the classes of model {task.model!r}")
+
+
+def _follow(bench: Bench, adapter: df.Adapter, data: Domains, plan: Plan, watch: Watch | None) -> Trace:
+    """Adapter through all steps; the device is never waited for here, but where the watch or a probe looks."""
+    labels, machine = data.labels, bench.machine
+    ask = bench.before and adapter.recipe.predict_from == "posterior"
+    clock, probe = _Clock(machine), _Probe(bench, len(plan.steps))
+    outputs: list[Tensor] = []
+    before: list[Tensor] = []
+    alarms = 0
+    right, seen = torch.zeros((), dtype=torch.int64, device=machine.device), 0
+    for number, step in enumerate(plan.steps):
+        probe(adapter, number)  # before a reset, which would undo what it looks at
+        if step.reset:
+            alarms += len(adapter.events)
+            adapter.reset()
+        images = _images(data, plan, step, machine)
+        if ask:
+            with machine.autocast():
+                before.append(adapter.predict(images).labels)
+        with clock, machine.autocast():
+            outputs.append(adapter(images))
+        if watch is not None:
+            right = right + (outputs[-1].argmax(-1) == labels[step.index].to(machine.device)).sum()
+            seen += len(step.index)
+            watch(number + 1, len(plan.steps), lambda right=right, seen=seen: right.item() / seen)  # type: ignore[misc]
+    probe(adapter, len(plan.steps))
+    alarms += len(adapter.events)
+    known = torch.cat(before) if before else None
+    return Trace(torch.cat(outputs), known, clock.milliseconds(), probe.accuracies(), alarms)
+
+
+def _images(data: Domains, plan: Plan, step: Step, machine: Machine) -> Tensor:
+    """A batch in [0, 1] [n, 3, h, w], every sample from its own domain."""
+    present = step.domain.unique().tolist()
+    if len(present) == 1:
+        return machine.pixels(data.take(plan.domains[present[0]], step.index, machine.device))
+    places = [(step.domain == domain).nonzero().squeeze(1) for domain in present]
+    pairs = zip(present, places, strict=True)
+    parts = [data.take(plan.domains[domain], step.index[at], machine.device) for domain, at in pairs]
+    return machine.pixels(torch.cat(parts)[torch.cat(places).argsort().to(machine.device)])
+
+
+class _Clock:
+    """Milliseconds of each use, known at the end: on a GPU by marks in its queue, which nobody waits for."""
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+        self._marks: list[Any] = []
+
+    def _mark(self) -> None:
+        if self._machine.cuda:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record(torch.cuda.current_stream(self._machine.device))
+            self._marks.append(event)
+        else:
+            self._marks.append(time.perf_counter())
+
+    def __enter__(self) -> None:
+        self._mark()
+
+    def __exit__(self, *_: object) -> None:
+        self._mark()
+
+    def milliseconds(self) -> list[float]:
+        pairs = list(zip(self._marks[::2], self._marks[1::2], strict=True))
+        if not self._machine.cuda:
+            return [1000 * (end - start) for start, end in pairs]
+        torch.cuda.synchronize(self._machine.device)
+        return [start.elapsed_time(end) for start, end in pairs]
+
+
+class _Probe:
+    """Accuracy on the first clean images, now and then and after the last step."""
+
+    def __init__(self, bench: Bench, steps: int) -> None:
+        self._every, self._steps, self._machine = bench.probe_every, steps, bench.machine
+        self._right: dict[int, Tensor] = {}
+        if self._every:
+            index = torch.arange(min(PROBED, len(bench.data.labels)))
+            self._images = bench.machine.pixels(bench.data.take(CLEAN, index, bench.machine.device))
+            self._labels = bench.data.labels[index].to(bench.machine.device)
+
+    def __call__(self, adapter: df.Adapter, step: int) -> None:
+        if self._every and (step % self._every == 0 or step == self._steps):
+            with self._machine.autocast():
+                self._right[step] = (adapter.predict(self._images).labels == self._labels).double().mean()
+
+    def accuracies(self) -> list[dict[str, float]]:
+        return [{"step": step, "accuracy": share.item()} for step, share in self._right.items()]
+
+
+def peak_memory(machine: Machine) -> tuple[float, str]:
+    """Megabytes, and of what."""
+    if machine.cuda:
+        return torch.cuda.max_memory_allocated(machine.device) / 1e6, "the device in this task, the stream's images included"
+    import resource
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e6, "the process since it started"

@@ -1,0 +1,1 @@
+"""Images: filters, weather, files."""

@@ -1,0 +1,127 @@
+"""``driftfilter inspect``: what adaptation would change in a model, and what it would cost."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+import driftfilter as df
+from driftfilter.app.models import ARCHITECTURES
+from driftfilter.app.run.load_model import open_model
+from driftfilter.base.checks import require
+from driftfilter.networks.parameters import NORMS
+
+SUBSETS: tuple[df.Selection, ...] = (df.NormAffine(), df.Head(), df.AllParameters())
+TIMED = ("source", "tent", "driftfilter")  # presets: no update, a plain one, the default
+REPEATS = 5
+
+
+@final
+class Subset(NamedTuple):
+    """What a selection takes of a model."""
+
+    selection: str
+    tensors: int
+    numbers: int  # d
+    names: list[str]
+    problem: str = ""  # why it takes nothing
+
+    def memory(self) -> dict[str, float]:
+        """Megabytes of a belief over it in float32, by covariance; beside it, a batch of n has n d numbers of gradients."""
+        d = self.numbers
+        return {"diagonal": 8 * d / 1e6, "low rank 10": 4 * 12 * d / 1e6, "full": 4 * (d + d * d) / 1e6}
+
+
+@final
+class Inspection(NamedTuple):
+    """All that is known of a model without data."""
+
+    model: str
+    parameters: int
+    norms: dict[str, int]  # layers by kind
+    batch_norm: bool
+    subsets: list[Subset]
+    milliseconds: dict[str, float]  # a step of a preset on random inputs; empty: not timed
+    batch: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        subsets = [{**subset._asdict(), "memory_mb": subset.memory()} for subset in self.subsets]
+        return {**self._asdict(), "subsets": subsets, "statistics": self.statistics}
+
+    @property
+    def statistics(self) -> str:
+        """What the statistics policy of a recipe means for this model."""
+        if not self.batch_norm:
+            return "no batch normalisation: statistics policies have no effect; the default takes smaller steps"
+        return "batch normalisation: the default carries statistics from batch to batch (Ema), most others use the batch's"
+
+
+def inspect(text: str, weights: Any, shape: tuple[int, ...] | None, batch: int) -> Inspection:
+    """A model by name or ``package.module:factory``; timed where the shape of an input is known."""
+    model = open_model(text, weights)
+    shape = (3, 32, 32) if shape is None and text in ARCHITECTURES else shape
+    norms = Counter(type(layer).__name__ for layer in model.modules() if isinstance(layer, NORMS))
+    has = any(isinstance(layer, _BatchNorm) for layer in model.modules())
+    timed = {} if shape is None else _timed(model, torch.rand(batch, *shape))
+    count = sum(parameter.numel() for parameter in model.parameters())
+    return Inspection(text, count, dict(norms), has, [_subset(model, each) for each in SUBSETS], timed, batch)
+
+
+def _subset(model: nn.Module, selection: df.Selection) -> Subset:
+    try:
+        chosen = df.select(model, selection)
+    except ValueError as error:
+        return Subset(str(selection), 0, 0, [], str(error))
+    return Subset(str(selection), len(chosen), sum(piece.numel() for piece in chosen.values()), list(chosen))
+
+
+def _timed(model: nn.Module, inputs: Tensor) -> dict[str, float]:
+    """Median milliseconds of the model itself and of a step of some presets."""
+    with torch.no_grad():
+        try:
+            logits = model(inputs)
+        except (RuntimeError, ValueError, TypeError) as error:
+            reason = str(error).partition("\n")[0]
+            raise ValueError(
+                f"--input {list(inputs.shape[1:])} must be the shape of a sample, but the model failed: {reason}"
+            ) from error
+    require(isinstance(logits, Tensor) and logits.dim() == 2, "MODEL", type(logits).__name__, "one that returns logits [n, k]")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about accuracy, which random inputs have none of
+        adapters = {name: df.adapt(model, name) for name in TIMED}
+    calls: dict[str, Callable[[Tensor], Any]] = {"model": torch.no_grad()(model), **adapters}
+    return {name: _median(call, inputs) for name, call in calls.items()}
+
+
+def _median(call: Callable[[Tensor], Any], inputs: Tensor) -> float:
+    call(inputs)
+    times = []
+    for _ in range(REPEATS):
+        start = time.perf_counter()
+        call(inputs)
+        times.append(1000 * (time.perf_counter() - start))
+    return sorted(times)[REPEATS // 2]
+
+
+def lines(found: Inspection, names: bool) -> list[str]:
+    """For a terminal."""
+    norms = ", ".join(f"{count} {kind}" for kind, count in found.norms.items()) or "none"
+    out = [f"{found.model}: {found.parameters:,} parameters; norm layers: {norms}", found.statistics, ""]
+    out.append(f"{'subset':<26}{'tensors':>8}{'numbers':>13}   belief in MB: diagonal, low rank 10, full")
+    for subset in found.subsets:
+        sizes = ", ".join(f"{size:,.3g}" for size in subset.memory().values())
+        out.append(f"{subset.selection:<26}{subset.tensors:>8}{subset.numbers:>13,}   {subset.problem or sizes}")
+        out.extend(f"    {name}" for name in subset.names if names)
+    if not found.milliseconds:
+        return [*out, "", "cost: give the shape of a sample, as in --input 3,32,32, to have it timed"]
+    base = found.milliseconds["model"]
+    times = (f"{name} {ms:.1f} ms ({ms / base:.1f}×)" for name, ms in found.milliseconds.items())
+    return [*out, "", f"cost of a batch of {found.batch} on this machine: {', '.join(times)}"]

@@ -1,0 +1,151 @@
+"""Which runs stand in an example's table, honest ones beside the good ones, and what the example claims."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple, TypeAlias, final
+
+from driftfilter.app.paper.linear import Linear
+from driftfilter.app.paper.moons import Moons
+from driftfilter.app.paper.pinwheel import Pinwheel
+from driftfilter.app.paper.trial import Example, Run, Runner, Scores, adapted, frozen, raw_hessian, supervised
+
+SOURCE, FILTER = "frozen source", "filter"
+
+
+@final
+@dataclass(frozen=True)
+class Case:
+    """A row of the table."""
+
+    name: str
+    example: Example
+    runner: Runner
+
+
+def _pair(name: str, example: Example) -> list[Case]:
+    return [Case(f"{name}, source", example, frozen), Case(f"{name}, filter", example, adapted)]
+
+
+def linear(example: Linear) -> list[Case]:
+    """Rows of the linear example."""
+    return [
+        Case(SOURCE, example, frozen),
+        Case(FILTER, example, adapted),
+        Case("labels (bound)", example, supervised),
+        *_pair("no shift", replace(example, shift=0.0)),
+        *_pair("share 0.9", replace(example, share=0.9)),
+        Case("beta 100", replace(example, beta=100.0), adapted),
+        Case("raw Hessian", example, raw_hessian),
+    ]
+
+
+def moons(example: Moons) -> list[Case]:
+    """Rows of the two moons."""
+    return [
+        Case(SOURCE, example, frozen),
+        Case(FILTER, example, adapted),
+        Case("filter, diagonal", replace(example, structure="diagonal"), adapted),
+        Case("filter, low rank", replace(example, structure="low rank"), adapted),
+        Case("labels (bound)", example, supervised),
+        *_pair("no shift", replace(example, end=example.start)),
+        *_pair("share 0.9", replace(example, share=0.9)),
+        Case("beta 10000", replace(example, beta=10_000.0), adapted),
+        Case("raw Hessian", example, raw_hessian),
+    ]
+
+
+def pinwheel(example: Pinwheel) -> list[Case]:
+    """Rows of the pinwheel, growing and rotating."""
+    return [
+        Case(SOURCE, example, frozen),
+        Case(FILTER, example, adapted),
+        Case("filter, diagonal", replace(example, structure="diagonal"), adapted),
+        Case("filter, low rank", replace(example, structure="low rank"), adapted),
+        Case("labels (bound)", example, supervised),
+        *_pair("rotated", rotated(example)),
+        *_pair("no shift", replace(example, radius=1.0)),
+        *_pair("share 0.9", replace(example, share=0.9)),
+        Case("beta 30000", replace(example, beta=30_000.0), adapted),
+        Case("raw Hessian", example, raw_hessian),
+    ]
+
+
+def rotated(example: Pinwheel) -> Pinwheel:
+    """The second variant: the blades turn by π/2 where they are."""
+    return replace(example, radius=1.0, turn=math.pi / 2)
+
+
+def run_all(cases: Sequence[Case], seed: int) -> dict[str, Run]:
+    """Every case on one seed; cases of the same settings share the draw and the source."""
+    runs = {}
+    for case in cases:
+        problem = case.example.problem(seed)
+        runs[case.name] = case.runner(case.example, case.example.source(problem.source), problem, seed)
+    return runs
+
+
+Table: TypeAlias = "Mapping[str, Sequence[Scores]]"  # case -> scores over seeds
+
+
+class Claim(NamedTuple):
+    """A statement with its bar."""
+
+    text: str
+    value: Callable[[Table], float]
+    bar: float
+    at_least: bool = True
+
+    def is_met(self, table: Table) -> bool:
+        """Whether the bar is reached."""
+        return self.value(table) >= self.bar if self.at_least else self.value(table) <= self.bar
+
+
+def _mean(case: str, field: str) -> Callable[[Table], float]:
+    return lambda table: sum(getattr(scores, field) for scores in table[case]) / len(table[case])
+
+
+def _gain(case: str, source: str, field: str) -> Callable[[Table], float]:
+    return lambda table: _mean(case, field)(table) - _mean(source, field)(table)
+
+
+def _worst(case: str, source: str) -> Callable[[Table], float]:
+    """Least advantage of a case over its source in stream accuracy, over seeds."""
+    return lambda table: min(a.accuracy - b.accuracy for a, b in zip(table[case], table[source], strict=True))
+
+
+def _common(case: str, source: str) -> list[Claim]:
+    return [
+        Claim(f"{case}: NLL less the source's", _gain(case, source, "nll"), 0.0, at_least=False),
+        Claim(f"{case}: ECE less the source's", _gain(case, source, "ece"), 0.0, at_least=False),
+    ]
+
+
+def _control() -> list[Claim]:
+    ours, source = "no shift, filter", "no shift, source"
+    return [
+        Claim("no shift: mean accuracy against the source", _gain(ours, source, "accuracy"), -0.005),
+        Claim("no shift: worst seed against its source", _worst(ours, source), -0.005),
+    ]
+
+
+CLAIMS: dict[str, list[Claim]] = {
+    "linear": [Claim("filter: stream accuracy", _mean(FILTER, "accuracy"), 0.97), *_common(FILTER, SOURCE), *_control()],
+    "moons": [
+        Claim("filter: stream accuracy", _mean(FILTER, "accuracy"), 0.975),
+        Claim("filter: end accuracy", _mean(FILTER, "end_accuracy"), 0.88),
+        *_common(FILTER, SOURCE),
+        *_control(),
+    ],
+    "pinwheel": [
+        Claim("filter: stream accuracy", _mean(FILTER, "accuracy"), 0.965),
+        Claim("filter: end accuracy", _mean(FILTER, "end_accuracy"), 0.86),
+        Claim("filter: worst seed against its source", _worst(FILTER, SOURCE), -0.01),
+        Claim("rotated: stream accuracy", _mean("rotated, filter", "accuracy"), 0.98),
+        *_common(FILTER, SOURCE),
+        *_common("rotated, filter", "rotated, source"),
+        *_control(),
+    ],
+}

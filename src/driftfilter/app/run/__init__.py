@@ -1,0 +1,1 @@
+"""``driftfilter run``."""

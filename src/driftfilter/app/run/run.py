@@ -1,0 +1,267 @@
+"""``driftfilter run``: adapt a user's own model over a user's own data, and go on where a run was ended or killed.
+
+A run writes to one folder: what a checkpoint covers is a prefix of its journals, and what lies beyond is cut off on resuming.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple, final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+import driftfilter as df
+from driftfilter.app.bench.locks import claimed, holder
+from driftfilter.app.bench.task import peak_memory
+from driftfilter.app.run import summary
+from driftfilter.app.run.options import Made
+from driftfilter.app.run.predictions import Predictions, columns
+from driftfilter.app.run.reader import Batch, Shapes, require_shapes, shapes_of
+from driftfilter.app.run.signals import Stop
+from driftfilter.base.checks import require
+from driftfilter.base.inputs import Inputs
+from driftfilter.callbacks import JsonLines
+from driftfilter.recipe import to_dict
+
+STATE = "state.safetensors"
+
+
+class Tally(NamedTuple):
+    """How far a run is."""
+
+    step: int = 0
+    rows: int = 0
+    skipped: int = 0  # steps
+    right: int = 0
+    judged: int = 0  # samples whose label is known
+    classes: int = 0  # 0: not known yet
+    shapes: Shapes | None = None  # of a sample
+
+    @property
+    def accuracy(self) -> float | None:
+        """Of the samples so far whose label is known."""
+        return self.right / self.judged if self.judged else None
+
+    def after(self, step: df.StepRecord) -> Tally:
+        """With one more step."""
+        skipped, right, judged = "skipped" in step.notes, self.right + step.right, self.judged + step.judged
+        done = self._replace(step=self.step + 1, rows=self.rows + step.samples)
+        return done._replace(skipped=self.skipped + skipped, right=right, judged=judged)
+
+
+class BadBatchError(ValueError):
+    """A batch that no model can be adapted to; the state is as if it had not come."""
+
+
+@final
+@dataclass(frozen=True)
+class Ending:
+    """How a run ended."""
+
+    tally: Tally
+    predictions: Path
+    begun: int  # the step it began with
+    signal: int | None = None
+    error: str = ""
+
+
+# Told after every step, for as long as it is entered; it is made where a run begins, of how many samples.
+Shown = Callable[[Tally, int | None], AbstractContextManager[df.Callback]]
+
+
+def run(made: Made, shown: Shown, warn: Callable[[str], None], command: str = "") -> Ending:
+    """From the beginning, or from the checkpoint, to the end of the data, a signal or a bad batch; then the state is saved."""
+    options, stop = made.options, Stop()
+    options.out.mkdir(parents=True, exist_ok=True)
+    with claimed(options.out / STATE) as mine, ExitStack() as stack:
+        if not mine:
+            raise ValueError(f"--out {options.out} is in use: {holder(options.out / STATE)}")
+        first, sizes = _resumed(made)
+        batches = made.feed.batches(options.batch, 0 if options.stdin_continues else first.rows)
+        files = _opened(made, first, sizes, stack)
+        _write_config(made, command)
+        summary.clear(options.out)
+        with made.machine.ready(), stop.listening(), shown(first, made.feed.count) as callback:
+            last, error = _followed(files, first, stop.each(batches), (files.steps, callback), warn)
+            files.save(last)
+            ending = Ending(last, files.said.export(), first.step, stop.signal, error)
+            _summed_up(files, ending)
+            return ending
+
+
+def _summed_up(files: _Files, ending: Ending) -> None:
+    """For the report."""
+    made, source, out = files.made, files.source, files.made.options.out
+    if source is not None:
+        source.export()
+    finished = summary.Finished(files.said.logs(), None if source is None else source.logs(), made.labels, made.classes)
+    why = summary.write_examples(out, finished, made.feed, made.form)
+    memory, what = peak_memory(made.machine)
+    ended = {"signal": ending.signal, "error": ending.error, "no_examples": why, "tally": ending.tally._asdict()}
+    others = {**ended, "peak_memory_mb": memory, "peak_memory_of": what}
+    summary.write(out, finished, made.adapter, made.model, others)
+
+
+class _Files(NamedTuple):
+    made: Made
+    steps: JsonLines
+    said: Predictions
+    source: Predictions | None
+
+    def save(self, tally: Tally) -> None:
+        """The journals first: a checkpoint must not cover what is not on the disk."""
+        sizes = {"steps": self.steps.journal.sync(), "predictions": self.said.journal.sync()}
+        sizes |= {} if self.source is None else {"baseline": self.source.journal.sync()}
+        notes = {"settled": self.made.options.settled(), "tally": tally._asdict(), "sizes": sizes}
+        df.save(self.made.adapter, self.made.options.out / STATE, self.made.options.keep, notes)
+
+
+def _opened(made: Made, tally: Tally, sizes: dict[str, int], stack: ExitStack) -> _Files:
+    """The journals, cut to what the checkpoint covers."""
+    steps = stack.enter_context(closing(JsonLines(made.options.out / "steps.jsonl", sizes.get("steps", 0))))
+
+    def said(stem: str) -> Predictions:
+        known = (tally.rows, tally.classes, sizes.get(stem, 0))
+        found = Predictions(made.options.out, made.options.predictions, made.dtype, *known, stem)
+        stack.enter_context(closing(found.journal))
+        return found
+
+    return _Files(made, steps, said("predictions"), None if made.source is None else said("baseline"))
+
+
+def _followed(
+    files: _Files, tally: Tally, batches: Iterable[Batch], callbacks: Sequence[df.Callback], warn: Callable[[str], None]
+) -> tuple[Tally, str]:
+    """One step after the other: how far it came, and which bad batch ended it."""
+    options = files.made.options
+    files.made.adapter.callbacks.append(latest := _Latest())
+    for batch in batches:
+        try:
+            tally, record = _stepped(files, tally, batch, latest)
+        except BadBatchError as bad:
+            if options.on_bad_batch == "stop":
+                return tally, f"step {tally.step} (samples {tally.rows} to {tally.rows + batch.rows - 1}): {bad}"
+            warn(f"step {tally.step} skipped: {bad}")
+            for said in filter(None, (files.said, files.source)):
+                said.skip(batch.rows)
+            record = df.StepRecord(tally.step, batch.rows, 0.0, notes={"skipped": str(bad)})
+            tally = tally.after(record)
+        for callback in callbacks:
+            callback.on_step(record)
+        if options.checkpoint_every and tally.step % options.checkpoint_every == 0:
+            files.save(tally)
+    return tally, ""
+
+
+class _Latest:
+    """The record that the adapter gave last, which knows neither labels nor skipped steps."""
+
+    record: df.StepRecord
+
+    def on_step(self, step: df.StepRecord) -> None:
+        self.record = step
+
+
+def _resumed(made: Made) -> tuple[Tally, dict[str, int]]:
+    """How far the checkpoint is, and the sizes of the journals then; the adapter goes on from it."""
+    path = made.options.out / STATE
+    if not made.options.resume or not path.exists():
+        return Tally(), {}
+    notes = df.load(made.adapter, path)
+    require("tally" in notes, str(path), "a checkpoint of something else", "one of driftfilter run")
+    settled = json.loads(json.dumps(made.options.settled()))
+    for name, before in {"baseline": False, **notes["settled"]}.items():
+        allowed = f"{before!r}, as it was when the run began (or give another --out)"
+        require(settled[name] == before, f"--{name}", settled[name], allowed)
+    return Tally(**notes["tally"]), notes["sizes"]
+
+
+def _write_config(made: Made, command: str) -> None:
+    """What was asked for, what it means, and with what it was run; for the reader, nothing depends on it."""
+    try:
+        recipe: Any = to_dict(made.adapter.recipe)
+    except ValueError:
+        recipe = repr(made.adapter.recipe)
+    options = {name: str(value) if isinstance(value, Path) else value for name, value in vars(made.options).items()}
+    document = {
+        "command": command,
+        "options": options,
+        "recipe": recipe,
+        "samples": made.feed.count,
+        "model": made.adapter.fingerprint._asdict(),
+        "machine": made.machine.settings(),
+        "versions": {"driftfilter": df.__version__, "torch": torch.__version__, "python": platform.python_version()},
+    }
+    summary.write_json(made.options.out / "config.json", document)
+
+
+def _stepped(files: _Files, tally: Tally, batch: Batch, latest: _Latest) -> tuple[Tally, df.StepRecord]:
+    """Adapt to a batch and predict it: how far the run is then, and what is to be told of the step."""
+    made, begun = files.made, time.perf_counter()
+    inputs, logs, source, apart = _predicted(made, tally, batch)
+    _require_classes(made, tally, logs.shape[1])
+    files.said.append(logs)
+    right, judged = _judged(made, tally, logs)
+    ms = 1000 * (time.perf_counter() - begun - apart)
+    notes: dict[str, Any] = {}
+    if source is not None and files.source is not None:
+        files.source.append(source)
+        notes = {"baseline_entropy": float(columns(source).entropy.mean())}
+        notes |= {"baseline_right": _judged(made, tally, source)[0]} if tally.judged + judged else {}
+    record = replace(latest.record, number=tally.step, ms=ms, right=right, judged=judged, notes=notes)
+    after = tally.after(record)._replace(classes=logs.shape[1], shapes=shapes_of(inputs))
+    return after, replace(record, accuracy=after.accuracy)
+
+
+class _Said(NamedTuple):
+    inputs: Inputs
+    logs: NDArray[Any]  # log-probabilities [n, k]
+    source: NDArray[Any] | None  # of the model as it is [n, k], where asked for
+    apart: float  # seconds that took
+
+
+def _predicted(made: Made, tally: Tally, batch: Batch) -> _Said:
+    """Of a batch; the adapter, which comes last, as it was where that fails."""
+    try:
+        inputs = made.form(batch.read())
+        require_shapes(inputs, tally.shapes)
+        named = inputs if isinstance(inputs, dict) else {}
+        given = () if named else (inputs,)
+        begun, source = time.perf_counter(), None
+        if made.source is not None:
+            source = made.source.predict(*given, **named).log_probabilities.cpu().numpy().astype(made.dtype)
+        apart = time.perf_counter() - begun
+        return _Said(inputs, made.adapter(*given, **named).cpu().numpy().astype(made.dtype), source, apart)
+    except torch.OutOfMemoryError:
+        raise  # nothing is wrong with the batch
+    except (ValueError, TypeError) as error:
+        raise BadBatchError(str(error)) from error
+    except (RuntimeError, IndexError) as error:
+        raise BadBatchError(f"the model failed: {str(error).partition(chr(10))[0]}") from error
+
+
+def _require_classes(made: Made, tally: Tally, k: int) -> None:
+    """Raise at the first batch where labels or names are not of the model's k classes."""
+    if tally.classes:
+        return
+    highest = -1 if made.labels is None else int(made.labels.max())
+    require(highest < k, "labels", f"up to {highest}", f"below {k}, the classes of the model")
+    require(
+        len(made.classes) in (0, k), "--classes", f"{len(made.classes)} names", f"{k} names, one for each class of the model"
+    )
+
+
+def _judged(made: Made, tally: Tally, logs: NDArray[Any]) -> tuple[int, int]:
+    """How many of these samples are right, of how many whose label is known."""
+    if made.labels is None:
+        return 0, 0
+    known = made.labels[tally.rows : tally.rows + len(logs)]
+    return int(np.sum(logs[: len(known)].argmax(1) == known)), len(known)

@@ -1,0 +1,169 @@
+"""What a run writes at its end, for its report: how good it was, what moved, a few samples to look at."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+import driftfilter as df
+from driftfilter.app import metrics
+from driftfilter.app.images.files import Integers
+from driftfilter.app.parameter_shift import movement
+from driftfilter.app.run.predictions import columns
+from driftfilter.app.run.reader import Feed, Form, Stored
+from driftfilter.app.thumbnails import VALUES, extremes, is_image, thumbnail
+from driftfilter.base.checks import require
+from driftfilter.storage.atomic import whole_file, write_whole
+
+FORMAT = 1  # of summary.json
+SUMMARY, MOVEMENT, EXAMPLES = "summary.json", "movement.json", "examples.npz"
+
+
+def open_classes(path: Path) -> tuple[str, ...]:
+    """The names of the classes, one a line."""
+    require(path.is_file(), "--classes", str(path), "a text file that is there")
+    try:
+        names = tuple(line.strip() for line in path.read_text(encoding="utf-8").splitlines())
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--classes {path} must be a text file in UTF-8, got {error}") from error
+    require(bool(names) and all(names), "--classes", str(path), "a text file with one name a line, none of them empty")
+    return names
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Finished:
+    """What is known at the end of a run."""
+
+    logs: NDArray[Any]  # log-probabilities [n, k], NaN where skipped
+    source: NDArray[Any] | None  # of the frozen source [n, k]; None: not recorded
+    labels: Integers | None  # [n] or fewer, where they are known
+    classes: Sequence[str] = ()  # names [k]; none: numbers
+
+
+def clear(out: Path) -> None:
+    """Before a run goes on: what an earlier end has written is not of this one."""
+    for name in (SUMMARY, MOVEMENT, EXAMPLES):
+        (out / name).unlink(missing_ok=True)
+
+
+def write(out: Path, finished: Finished, adapter: df.Adapter, model: nn.Module, others: dict[str, Any]) -> None:
+    """movement.json and, last of all, summary.json with ``others`` in it."""
+    write_json(out / MOVEMENT, movement(adapter, model))
+    write_json(out / SUMMARY, {"format": FORMAT, **others, **summary(finished)})
+
+
+def summary(finished: Finished) -> dict[str, Any]:
+    """Quality after and before adapting, and the classes, JSON-ready; None for what cannot be known."""
+    logs, source = finished.logs, finished.source
+    usable = ~np.isnan(logs).any(1)
+    sides = {"after": logs, "before": source}
+    return {
+        "quality": {name: None if side is None else _quality(side, finished.labels) for name, side in sides.items()},
+        "changed": None if source is None else _share((logs.argmax(1) != source.argmax(1))[usable]),
+        "classes": _classes(finished, usable),
+    }
+
+
+def _share(chosen: NDArray[Any]) -> float | None:
+    return float(chosen.mean()) if len(chosen) else None
+
+
+def _quality(logs: NDArray[Any], labels: Integers | None) -> dict[str, Any] | None:
+    """Of the samples with a prediction and a label."""
+    known = logs[: 0 if labels is None else len(labels)]
+    usable = ~np.isnan(known).any(1)
+    if labels is None or not usable.any():
+        return None
+    logp, truth = torch.from_numpy(known[usable]), torch.from_numpy(labels[: len(known)][usable])
+    return {
+        "accuracy": metrics.accuracy(logp, truth),
+        "nll": _finite(metrics.negative_log_likelihood(logp.double(), truth)),
+        "brier": metrics.brier(logp, truth),
+        "ece": metrics.calibration_error(logp, truth),
+        "n": len(truth),
+        "bins": metrics.reliability(logp, truth)._asdict(),
+    }
+
+
+def _finite(value: float) -> float | None:
+    """For JSON, which knows no infinity."""
+    return value if math.isfinite(value) else None
+
+
+def _classes(finished: Finished, usable: NDArray[Any]) -> list[dict[str, Any]]:
+    """How often each class was predicted, after and before, and where labels are known how often it was right."""
+    if not usable.any():
+        return []  # and so nobody knows how many classes there are
+    k = finished.logs.shape[1]
+    said = {"": finished.logs} if finished.source is None else {"": finished.logs, "baseline_": finished.source}
+    labels = None if finished.labels is None else finished.labels[: len(usable)]
+    counts: dict[str, list[int]] = {}
+    for prefix, logs in said.items():
+        predicted = np.where(usable, np.where(np.isnan(logs), 0, logs).argmax(1), -1)
+        counts[prefix + "predicted"] = _counts(predicted[usable], k)
+        if labels is not None:
+            counts[prefix + "right"] = _counts(labels[predicted[: len(labels)] == labels], k)
+    if labels is not None:
+        counts["labeled"] = _counts(labels[usable[: len(labels)]], k)
+    return [
+        {"name": name, **{key: found[place] for key, found in counts.items()}} for place, name in enumerate(_names(finished))
+    ]
+
+
+def _counts(labels: NDArray[Any], k: int) -> list[int]:
+    found: list[int] = np.bincount(labels, minlength=k).tolist()
+    return found
+
+
+def _names(finished: Finished) -> list[str]:
+    return list(finished.classes) or [str(place) for place in range(finished.logs.shape[1])]
+
+
+def write_examples(out: Path, finished: Finished, feed: Feed, form: Form) -> str:
+    """The most and the least certain samples, read again, as examples.npz; else why there are none."""
+    if not isinstance(feed, Stored):
+        return "the data cannot be read again"
+    said = columns(finished.logs)
+    most, least = extremes(said.entropy)
+    rows = np.concatenate((most, least))
+    try:
+        values = [_shown(form, feed, int(row)) for row in rows]
+    except (ValueError, OSError, ImportError) as error:
+        return f"the data could not be read again: {error}"
+    if not values or len({(value.shape, value.dtype) for value in values}) > 1:
+        return "there are no samples of one shape to show"
+    labels = np.full(len(rows), -1) if finished.labels is None else _at(finished.labels, rows)
+    about = {"row": rows, "most": np.arange(len(rows)) < len(most), "truth": labels}
+    about |= {"label": said.label[rows], "probability": said.probability[rows], "entropy": said.entropy[rows]}
+    with whole_file(out / EXAMPLES) as file:
+        np.savez(file, values=np.stack(values), **about)  # type: ignore[arg-type]
+    return ""
+
+
+def _at(labels: Integers, rows: NDArray[Any]) -> NDArray[Any]:
+    """Labels of these rows, -1 where they are not known."""
+    known = rows < len(labels)
+    return np.where(known, labels[np.where(known, rows, 0)], -1)
+
+
+def _shown(form: Form, feed: Stored, row: int) -> NDArray[Any]:
+    """A thumbnail [h, w, 3] of 8 bits, or the first numbers of a sample [v]."""
+    inputs = form(feed.take(row, row + 1))
+    assert not isinstance(inputs, dict)  # only lines of JSON have parts
+    sample = inputs[0].cpu().numpy()
+    return thumbnail(sample) if is_image(sample) else sample.astype(np.float64).ravel()[:VALUES]
+
+
+def write_json(path: Path, document: Any) -> None:
+    """A file that is there whole or as it was."""
+    write_whole(path, json.dumps(document, indent=1, ensure_ascii=False) + "\n")

@@ -1,0 +1,1 @@
+"""What everything stands on: checks, inputs, random numbers."""

@@ -1,0 +1,35 @@
+"""Tensors inside of values: moved to another device or dtype; and texts as tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from driftfilter.base.checks import unchecked
+
+
+def as_tensor(text: str) -> Tensor:
+    """A text as a tensor of bytes, for a checkpoint holds nothing else."""
+    return torch.tensor(list(text.encode()), dtype=torch.uint8)
+
+
+def as_text(tensor: Tensor) -> str:
+    """The text in a tensor of bytes."""
+    return bytes(tensor.tolist()).decode()
+
+
+def moved(value: Any, change: Any) -> Any:
+    """A state, belief or covariance with every floating tensor changed, for another device or dtype."""
+    if isinstance(value, Tensor):
+        return change(value) if value.is_floating_point() else value
+    if isinstance(value, Mapping):
+        return {name: moved(part, change) for name, part in value.items()}
+    if isinstance(value, tuple):
+        return tuple(moved(part, change) for part in value)
+    if is_dataclass(value):
+        return unchecked(type(value), **{item.name: moved(getattr(value, item.name), change) for item in fields(value)})
+    return value

@@ -1,0 +1,1 @@
+"""The step of small filters in compiled code; nothing above needs it."""

@@ -1,0 +1,1 @@
+"""One stream over several processes."""

@@ -1,0 +1,1 @@
+"""N(μ, Σ): beliefs and the structures of their covariances."""

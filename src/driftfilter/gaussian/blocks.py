@@ -1,0 +1,113 @@
+"""Independent groups of coordinates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import final
+
+import torch
+from torch import Tensor
+
+from driftfilter.base.checks import (
+    require,
+)
+from driftfilter.gaussian.covariance import Covariance, Gain, Index, Noise, block_diagonal, refuse
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Blocks:
+    """Independent groups of coordinates, each with a structure of its own, one after the other.
+
+    Conditioning keeps the diagonal blocks of the precision: Σ_b⁻¹ ← Σ_b⁻¹ + F_bᵀF_b.
+    """
+
+    parts: tuple[Covariance, ...]
+
+    def __post_init__(self) -> None:
+        require(isinstance(self.parts, (tuple, list)), "Blocks.parts", self.parts, "a tuple of covariances")
+        object.__setattr__(self, "parts", tuple(self.parts))
+        covariances = len(self.parts) > 0 and all(hasattr(part, "condition") for part in self.parts)
+        require(covariances, "Blocks.parts", self.parts, "one covariance or more")
+        dtypes = [part.dtype for part in self.parts]
+        require(len(set(dtypes)) == 1, "Blocks.parts", dtypes, "covariances of one dtype")
+
+    @property
+    def dimension(self) -> int:
+        return sum(self.sizes)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.parts[0].dtype
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """Coordinates of each part."""
+        return [part.dimension for part in self.parts]
+
+    def apply(self, vectors: Tensor) -> Tensor:
+        return torch.cat([part.apply(v) for part, v in zip(self.parts, vectors.split(self.sizes, -1), strict=True)], -1)
+
+    def solve(self, vectors: Tensor) -> Tensor:
+        return torch.cat([part.solve(v) for part, v in zip(self.parts, vectors.split(self.sizes, -1), strict=True)], -1)
+
+    def condition(self, factor: Tensor) -> Blocks:
+        return Blocks(tuple(p.condition(f) for p, f in zip(self.parts, factor.split(self.sizes, -1), strict=True)))
+
+    def truncate(self) -> Blocks:
+        return Blocks(tuple(part.truncate() for part in self.parts))
+
+    def propagate(self, gain: Gain, noise: Noise) -> Blocks:
+        gains = self._split_matrix(gain, "a dynamic that mixes blocks")
+        noises: Sequence[Noise]
+        if isinstance(noise, (float, Tensor)):
+            noises = self._split_matrix(noise, "noise that correlates blocks")
+        elif isinstance(noise, Blocks) and noise.sizes == self.sizes:
+            noises = noise.parts
+        else:
+            noises = self._split_matrix(noise.dense(), "noise that correlates blocks")
+        return Blocks(tuple(p.propagate(g, w) for p, g, w in zip(self.parts, gains, noises, strict=True)))
+
+    def _split_matrix(self, value: float | Tensor, what: str) -> Sequence[float | Tensor]:
+        if isinstance(value, float):
+            return [value] * len(self.parts)
+        if value.dim() == 1:
+            return list(value.split(self.sizes))
+        pieces = [row.split(self.sizes, 1)[position] for position, row in enumerate(value.split(self.sizes, 0))]
+        if sum(int(piece.count_nonzero()) for piece in pieces) != int(value.count_nonzero()):
+            raise refuse("Blocks", what, "Full, or blocks that match the parts of BlockDynamics")
+        return [_simplest(piece) for piece in pieces]
+
+    def sample(self, count: int, generator: torch.Generator) -> Tensor:
+        return torch.cat([part.sample(count, generator) for part in self.parts], -1)
+
+    def variance(self) -> Tensor:
+        return torch.cat([part.variance() for part in self.parts])
+
+    def precision(self) -> Tensor:
+        pieces = [part.precision() for part in self.parts]
+        if all(piece.dim() == 1 for piece in pieces):
+            return torch.cat(pieces)
+        return block_diagonal(pieces)
+
+    def marginal(self, index: Index) -> Covariance:
+        wanted = torch.arange(self.dimension)[index.cpu() if isinstance(index, Tensor) else index]
+        starts = torch.tensor([0, *self.sizes]).cumsum(0)
+        require(bool((wanted.diff() > 0).all()), "Blocks.marginal index", index, "in ascending order")
+        kept: list[Covariance] = []
+        for part, start, stop in zip(self.parts, starts[:-1], starts[1:], strict=True):
+            inside = wanted[(wanted >= start) & (wanted < stop)]
+            if len(inside):
+                kept.append(part.marginal(inside - start))
+        return kept[0] if len(kept) == 1 else Blocks(tuple(kept))
+
+    def dense(self) -> Tensor:
+        return block_diagonal([part.dense() for part in self.parts])
+
+
+def _simplest(matrix: Tensor) -> Tensor:
+    """A matrix as the vector of its diagonal where it has nothing else."""
+    diagonal = matrix.diagonal()
+    return diagonal if int(matrix.count_nonzero()) == int(diagonal.count_nonzero()) else matrix

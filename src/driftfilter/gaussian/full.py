@@ -1,0 +1,134 @@
+"""A dense covariance."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import final
+
+import torch
+from torch import Tensor
+
+from driftfilter.base.checks import (
+    NotPositiveDefiniteError,
+    require,
+    require_finite,
+    require_floating,
+    require_shape,
+    unchecked,
+)
+from driftfilter.gaussian.covariance import Gain, Index, Noise, cholesky, identity_like, normals, symmetrized
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Full:
+    """Dense covariance: every correlation, O(d²) memory.
+
+    Condition: Σ - (F Σ)ᵀ (I + F Σ Fᵀ)⁻¹ (F Σ), O(m d²).
+    """
+
+    matrix: Tensor  # [d, d]
+
+    def __post_init__(self) -> None:
+        require_shape("Full.matrix", self.matrix, "[d, d]", None, None)
+        require_shape("Full.matrix", self.matrix, "[d, d]", *[self.matrix.shape[0]] * 2)
+        require_floating("Full.matrix", self.matrix)
+        require_finite("Full.matrix", self.matrix)
+        asymmetry = (self.matrix - self.matrix.mT).abs().max().item()
+        require(asymmetry <= 1e-5 * self.matrix.abs().max().item(), "Full.matrix", f"asymmetry {asymmetry:.3g}", "symmetric")
+        object.__setattr__(self, "matrix", symmetrized(self.matrix.detach()))
+        cholesky(self.matrix, "Full.matrix")
+
+    @property
+    def dimension(self) -> int:
+        return self.matrix.shape[0]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.matrix.dtype
+
+    @cached_property
+    def root(self) -> Tensor:
+        """Lower Cholesky factor L, Σ = L Lᵀ."""
+        return cholesky(self.matrix, "the covariance")
+
+    def apply(self, vectors: Tensor) -> Tensor:
+        matrix: Tensor = self.__dict__.get("precise", self.matrix)
+        applied = (vectors if vectors.dtype == matrix.dtype else vectors.to(matrix.dtype)) @ matrix
+        return applied if applied.dtype == self.dtype else applied.to(self.dtype)
+
+    def solve(self, vectors: Tensor) -> Tensor:
+        return torch.cholesky_solve(vectors.reshape(-1, self.dimension).mT, self.root).mT.reshape(vectors.shape)
+
+    def condition(self, factor: Tensor) -> Full:
+        rows = factor.shape[0]
+        if rows == 0:
+            return self
+        if self.dtype == torch.float32:
+            # The mean step Σ g would lose eps · F Σ Fᵀ of its accuracy if Σ were rounded first.
+            exact = unchecked(Full, matrix=self.matrix.double()).condition(factor.double()).matrix
+            root, status = torch.linalg.cholesky_ex(exact.float())
+            if status.item() == 0:
+                return unchecked(Full, matrix=exact.float(), root=root, precise=exact)
+            return unchecked(Full, **self._condition_by_roots(factor).__dict__, precise=exact)
+        if rows < self.dimension:
+            if rows == 1:
+                vector = factor.select(0, 0)
+                cross = self.matrix.mv(vector)
+                scale = 1 + cross.dot(vector).item()
+                if not 0 < scale < math.inf:
+                    raise NotPositiveDefiniteError(f"1 + F Σ Fᵀ must be positive and finite, got {scale:g}")
+                cross = cross / math.sqrt(scale)
+                matrix = self.matrix - torch.outer(cross, cross)  # symmetric to the last bit, as torch.addr is not
+            else:
+                cross = factor @ self.matrix  # F Σ [m, d]
+                inner = cross @ factor.mT
+                inner.diagonal().add_(1)
+                whitened = torch.linalg.solve_triangular(cholesky(inner, "I + F Σ Fᵀ"), cross, upper=False)
+                matrix = symmetrized(torch.addmm(self.matrix, whitened.mT, whitened, alpha=-1.0))
+            root, status = torch.linalg.cholesky_ex(matrix)
+            if status.item() == 0:
+                return unchecked(Full, matrix=matrix, root=root)
+        return self._condition_by_roots(factor)
+
+    def _condition_by_roots(self, factor: Tensor) -> Full:
+        """L (I + Lᵀ FᵀF L)⁻¹ Lᵀ by QR of [F L; I]: no subtraction, so nothing cancels."""
+        stacked = torch.cat((factor @ self.root, identity_like(self.matrix)))
+        _, triangle = torch.linalg.qr(stacked, mode="r")
+        half = torch.linalg.solve_triangular(triangle.mT, self.root.mT, upper=False)
+        matrix = symmetrized(half.mT @ half)
+        return unchecked(Full, matrix=matrix, root=cholesky(matrix, "the posterior covariance"))
+
+    def truncate(self) -> Full:
+        return unchecked(Full, matrix=self.matrix, root=self.root) if "precise" in self.__dict__ else self
+
+    def propagate(self, gain: Gain, noise: Noise) -> Full:
+        if isinstance(gain, float):
+            if isinstance(noise, Tensor) and noise.dim() == 2:
+                return unchecked(Full, matrix=torch.add(noise, self.matrix, alpha=gain * gain))
+            moved = self.matrix * (gain * gain)
+        elif gain.dim() == 1:
+            moved = self.matrix * torch.outer(gain, gain)
+        else:
+            moved = symmetrized(gain @ self.matrix @ gain.mT)
+        if isinstance(noise, float) or (isinstance(noise, Tensor) and noise.dim() == 1):
+            moved.diagonal().add_(noise)
+            return unchecked(Full, matrix=moved)
+        return unchecked(Full, matrix=moved.add_(noise if isinstance(noise, Tensor) else noise.dense()))
+
+    def sample(self, count: int, generator: torch.Generator) -> Tensor:
+        return normals(count, self.matrix, generator) @ self.root.mT
+
+    def variance(self) -> Tensor:
+        return self.matrix.diagonal()
+
+    def precision(self) -> Tensor:
+        return torch.cholesky_inverse(self.root)
+
+    def marginal(self, index: Index) -> Full:
+        return unchecked(Full, matrix=self.matrix[index][:, index])
+
+    def dense(self) -> Tensor:
+        return self.matrix

@@ -1,0 +1,1 @@
+"""How it is computed: curvature, posterior, prediction, resets."""

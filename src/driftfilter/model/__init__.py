@@ -1,0 +1,1 @@
+"""What is assumed: predictive model, observation, transition."""

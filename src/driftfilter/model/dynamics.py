@@ -1,0 +1,236 @@
+"""Dynamics: how the mean of the parameters moves between two steps, θ_t = G θ_{t-1} + c + noise.
+
+A dynamic is called with the source belief and gives the affine map. Trend and seasonal dynamics keep hidden states
+beside each parameter (velocity, harmonics): the belief is then over the augmented state s, parameters are read out
+as θ = E s. For d parameters and m states each, s = [states 1 of all d, states 2 of all d, …].
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, TypeAlias, final
+
+import torch
+from torch import Tensor
+
+from driftfilter.base.checks import require, require_count, require_number
+from driftfilter.gaussian.belief import Belief
+from driftfilter.gaussian.covariance import Gain, Noise, block_diagonal
+
+Matrix: TypeAlias = "float | tuple[float, ...] | tuple[tuple[float, ...], ...]"
+
+
+class Spread(NamedTuple):
+    """What happens to a covariance besides the gain: Σ⁻ = keep · G Σ Gᵀ + noise."""
+
+    keep: float | Tensor
+    noise: Noise
+
+
+SpreadRule: TypeAlias = "Spread | Callable[[Belief], Spread]"  # constant, or a function of the belief that moves
+
+
+class Motion(NamedTuple):
+    """μ⁻ = G μ + c; a dynamic that also decides the noise says so in ``spread``."""
+
+    gain: Gain
+    drift: float | Tensor
+    spread: SpreadRule | None = None
+
+
+class Layout(NamedTuple):
+    """Where the parameters stand in the augmented state."""
+
+    read_out: Tensor  # [d, states], θ = E s
+    places: Tensor  # [d], the states that start as the parameters themselves
+    variance: Tensor  # [states], where the hidden states start
+
+
+class Dynamics(Protocol):
+    """An affine map of the parameters, fixed by the source belief."""
+
+    def __call__(self, source: Belief) -> Motion:
+        """The motion, for a source belief over the (augmented) state."""
+
+    def layout(self, parameters: int) -> Layout | None:
+        """The augmented state for this many parameters; None where the state is the parameters."""
+        return None
+
+
+def as_matrix(value: Matrix | Tensor, like: Tensor) -> Gain:
+    """A configured number, vector or matrix as the algebra takes it."""
+    return float(value) if isinstance(value, (int, float)) else like.new_tensor(value)
+
+
+def as_config(field: str, value: object) -> Matrix:
+    """Numbers, sequences and tensors as plain nested tuples, so that they compare, print and go to TOML."""
+    if isinstance(value, Tensor):
+        value = value.tolist()
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        require_number(field, value, -math.inf, math.inf)
+        return float(value)
+    require(isinstance(value, Sequence) and not isinstance(value, str), field, value, "a number, vector or matrix")
+    assert isinstance(value, Sequence)
+    items = tuple(as_config(field, item) for item in value)
+    lengths = {len(item) if isinstance(item, tuple) else 0 for item in items}
+    require(len(lengths) == 1, field, value, "a number, a vector or a matrix with rows of equal length")
+    return items  # type: ignore[return-value]
+
+
+def _augmented(read_out: Sequence[float], scale: float, parameters: int) -> Layout:
+    eye = torch.eye(parameters, dtype=torch.float64)
+    variance = torch.full((len(read_out) * parameters,), scale**2, dtype=torch.float64)
+    return Layout(torch.kron(torch.tensor([read_out], dtype=torch.float64), eye), torch.arange(parameters), variance)
+
+
+def _repeat(block: Tensor, source: Belief) -> Tensor:
+    """The same small gain for every parameter: block ⊗ I."""
+    require(
+        source.dimension % block.shape[0] == 0,
+        "source belief",
+        f"dimension {source.dimension}",
+        f"over the augmented state, a multiple of {block.shape[0]} (see Transition.augment)",
+    )
+    eye = torch.eye(source.dimension // block.shape[0], dtype=torch.float64)
+    return torch.kron(block, eye).to(source.mean)
+
+
+@final
+@dataclass(frozen=True)
+class RandomWalk(Dynamics):
+    """No direction of drift: G = I, c = 0."""
+
+    def __call__(self, source: Belief) -> Motion:
+        return Motion(1.0, 0.0)
+
+
+@final
+@dataclass(frozen=True)
+class MeanReversion(Dynamics):
+    """Decay to the source mean without evidence: G = ρ I, c = (1 - ρ) μ₀."""
+
+    rho: float = 0.99
+
+    def __post_init__(self) -> None:
+        require_number("MeanReversion.rho", self.rho, 0, 1)
+
+    def __call__(self, source: Belief) -> Motion:
+        return Motion(float(self.rho), (1 - self.rho) * source.mean)
+
+
+@final
+@dataclass(frozen=True)
+class PrecisionReversion(Dynamics):
+    """Decay to the source mean, fastest where the source was certain: G = I - η Λ₀, c = η Λ₀ μ₀.
+
+    Stable only for η λ_max(Λ₀) < 2, which is checked against the source.
+    """
+
+    eta: float = 0.001
+
+    def __post_init__(self) -> None:
+        require_number("PrecisionReversion.eta", self.eta, 0, math.inf)
+
+    def __call__(self, source: Belief) -> Motion:
+        precision = source.covariance.precision()
+        largest = (precision.max() if precision.dim() == 1 else torch.linalg.eigvalsh(precision)[-1]).item()
+        require(
+            self.eta * largest < 2,
+            "PrecisionReversion.eta",
+            self.eta,
+            f"below 2 / λ_max = {2 / largest:g} for this source (largest precision {largest:g})",
+        )
+        if precision.dim() == 1:
+            return Motion(1 - self.eta * precision, self.eta * precision * source.mean)
+        gain = torch.eye(source.dimension).to(precision) - self.eta * precision
+        return Motion(gain, self.eta * (precision @ source.mean))
+
+
+@final
+@dataclass(frozen=True)
+class LocalTrend(Dynamics):
+    """Local polynomial trend: θ_t = θ_{t-1} + dt v_{t-1}, v_t = v_{t-1} + dt a_{t-1}, … (order 0 is a random walk).
+
+    G = I + dt N, the Jordan block of order + 1 states for each parameter; hidden states start at N(0, scale²).
+    """
+
+    order: int = 1
+    dt: float = 1.0
+    scale: float = 0.1
+
+    def __post_init__(self) -> None:
+        require_count("LocalTrend.order", self.order, 0)
+        require_number("LocalTrend.dt", self.dt, 0, math.inf, open_low=True)
+        require_number("LocalTrend.scale", self.scale, 0, math.inf, open_low=True)
+
+    def __call__(self, source: Belief) -> Motion:
+        states = self.order + 1
+        block = torch.eye(states, dtype=torch.float64) + self.dt * torch.diag(torch.ones(self.order), 1).double()
+        return Motion(1.0, 0.0) if states == 1 else Motion(_repeat(block, source), 0.0)
+
+    def layout(self, parameters: int) -> Layout | None:
+        read_out = [1.0, *[0.0] * self.order]
+        return _augmented(read_out, self.scale, parameters) if self.order else None
+
+
+@final
+@dataclass(frozen=True)
+class Seasonal(Dynamics):
+    """Level plus Fourier harmonics: θ = level + Σ_j a_j, (a_j, b_j) rotates by 2πj/period a step.
+
+    G = diag(1, R(2π/period), R(4π/period), …), R(w) = [[cos w, sin w], [-sin w, cos w]]; the harmonic j = period/2
+    is a single state with gain -1. Harmonics start at N(0, scale²), the level at the parameter.
+    """
+
+    period: float = 24.0
+    harmonics: int = 1
+    scale: float = 0.1
+
+    def __post_init__(self) -> None:
+        require_number("Seasonal.period", self.period, 2, math.inf)
+        require_count("Seasonal.harmonics", self.harmonics, 1)
+        require(
+            2 * self.harmonics <= self.period, "Seasonal.harmonics", self.harmonics, f"at most period/2 = {self.period / 2:g}"
+        )
+        require_number("Seasonal.scale", self.scale, 0, math.inf, open_low=True)
+
+    def _is_single(self, harmonic: int) -> bool:
+        return 2 * harmonic == self.period
+
+    def __call__(self, source: Belief) -> Motion:
+        blocks = [torch.ones(1, 1, dtype=torch.float64)]
+        for harmonic in range(1, self.harmonics + 1):
+            angle = 2 * math.pi * harmonic / self.period
+            cosine, sine = math.cos(angle), math.sin(angle)
+            rotation = [[-1.0]] if self._is_single(harmonic) else [[cosine, sine], [-sine, cosine]]
+            blocks.append(torch.tensor(rotation, dtype=torch.float64))
+        return Motion(_repeat(block_diagonal(blocks), source), 0.0)
+
+    def layout(self, parameters: int) -> Layout:
+        read_out = [1.0]
+        for harmonic in range(1, self.harmonics + 1):
+            read_out += [1.0] if self._is_single(harmonic) else [1.0, 0.0]
+        return _augmented(read_out, self.scale, parameters)
+
+
+@final
+@dataclass(frozen=True)
+class Affine(Dynamics):
+    """Any affine map: G a number, a vector (diagonal) or a matrix; c a number or a vector."""
+
+    gain: Matrix | Tensor = 1.0
+    drift: Matrix | Tensor = 0.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "gain", as_config("Affine.gain", self.gain))
+        object.__setattr__(self, "drift", as_config("Affine.drift", self.drift))
+
+    def __call__(self, source: Belief) -> Motion:
+        gain, drift = as_matrix(self.gain, source.mean), as_matrix(self.drift, source.mean)
+        for field, value, most in (("Affine.gain", gain, 2), ("Affine.drift", drift, 1)):
+            if isinstance(value, Tensor):
+                fits = value.dim() <= most and all(size == source.dimension for size in value.shape)
+                require(fits, field, f"shape {list(value.shape)}", f"of length {source.dimension} (d) in each dimension")
+        return Motion(gain, drift)

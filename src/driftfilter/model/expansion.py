@@ -1,0 +1,110 @@
+"""A loss to second order in the logits of each sample: how value, gradient and Hessian are computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from driftfilter.gaussian.covariance import positive_root
+
+FLOOR = -1e4  # of log-probabilities: exp underflows far above it, and 0 · log 0 stays 0
+
+
+class Expansion(NamedTuple):
+    """A loss to second order in the logits."""
+
+    value: Tensor  # [v, ..., n]; a sample's loss is the sum over its views
+    gradient: Tensor  # [v, ..., n, k]
+    hessian: Callable[[], Tensor]  # [v, ..., n, k, k], computed when asked for; indefinite as a rule
+    root: Callable[[], Tensor]  # R [v, ..., n, k, r], R Rᵀ = the positive part of the Hessian
+    shares: tuple[float | Tensor, ...] = (1.0,)  # weight of each view (number or [n]), for curvature from the model alone
+
+
+def log_softmax(logits: Tensor) -> Tensor:
+    """log p with a floor."""
+    return logits.log_softmax(-1).clamp_min(FLOOR)
+
+
+@cache
+def _contrasts(k: int) -> Tensor:
+    """Orthonormal basis of the vectors that sum to 0, [k, k - 1]."""
+    ones = torch.ones(k, 1, dtype=torch.float64)
+    columns: Tensor = torch.linalg.qr(torch.cat((ones, torch.eye(k, dtype=torch.float64)[:, : k - 1]), 1))[0]
+    return columns[:, 1:]
+
+
+@cache
+def _opposite(dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.tensor([1.0, -1.0], dtype=dtype, device=device)
+
+
+def invariant_root(hessian: Tensor) -> Tensor:
+    """The same with k - 1 columns, for losses that do not see a shift of the logits: their Hessians have rows of sum 0."""
+    basis = _contrasts(hessian.shape[-1]).to(hessian)
+    return basis @ positive_root(basis.mT @ hessian @ basis)
+
+
+def separable(
+    value: Tensor | None, p: Tensor, first: Tensor, second: Tensor, shares: tuple[float | Tensor, ...] = (1.0,)
+) -> Expansion:
+    """Every loss Σ_k g_k(p_k), from first = p g'(p) and second = p² g''(p), which stay finite as p -> 0:
+
+    ∇ = u = first - p Σfirst,  ∇² = diag(v) - v pᵀ - p vᵀ + (Σb) p pᵀ  with b = second, v = u + b.
+    A constant in g' cancels, since Σp = 1. The value is Σfirst where none is given.
+    """
+    total = first.sum(-1, keepdim=True)
+    gradient = torch.addcmul(first, p, total, value=-1.0)
+
+    def hessian() -> Tensor:
+        v = gradient + second
+        halved = torch.addcmul(v, p, second.sum(-1, keepdim=True), value=-0.5)  # so that (Σb) p pᵀ comes along
+        outer = halved[..., :, None] * p[..., None, :]
+        return torch.diag_embed(v) - outer - outer.mT
+
+    def root() -> Tensor:
+        if p.shape[-1] != 2:
+            return invariant_root(hessian())
+        v = gradient + second  # two classes: ∇² = a [[1, -1], [-1, 1]], both diagonal entries are a
+        halved = torch.addcmul(v, p, second.sum(-1, keepdim=True), value=-0.5)
+        a = torch.addcmul(v, p, halved, value=-2.0).clamp_min_(0).sqrt_()
+        return (a * _opposite(p.dtype, p.device)).unsqueeze(-1)
+
+    return Expansion(total.squeeze(-1) if value is None else value, gradient, hessian, root, shares)
+
+
+def differentiate(function: Callable[[Tensor], Tensor], logits: Tensor) -> Expansion:
+    """Any function logits [n, k] -> [n] to second order, by automatic differentiation on the clean view."""
+    clean = logits[:1].flatten(0, -2)  # [m, k]
+    gradient, value = torch.func.vmap(torch.func.grad_and_value(_one_sample(function)))(clean)
+    hessian = hessians(function, logits)
+    values, gradients = value.reshape(logits[:1].shape[:-1]), gradient.reshape(logits[:1].shape)
+    return Expansion(values, gradients, hessian, lambda: positive_root(hessian()))
+
+
+def hessians(function: Callable[[Tensor], Tensor], logits: Tensor) -> Callable[[], Tensor]:
+    """∇² of a function logits [n, k] -> [n] at every sample of the clean view, when asked for."""
+
+    def hessian() -> Tensor:
+        # Reverse over reverse: torch's forward mode takes two seconds to load and warns while it does.
+        second = torch.func.jacrev(torch.func.grad(_one_sample(function)))
+        matrices: Tensor = torch.func.vmap(second)(logits[:1].flatten(0, -2))
+        return matrices.reshape(*logits[:1].shape, logits.shape[-1])
+
+    return hessian
+
+
+def _one_sample(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """The same function from the logits of one sample [k] to one value []."""
+
+    def one(row: Tensor) -> Tensor:
+        value = function(row[None])
+        if not isinstance(value, Tensor) or value.shape != (1,):
+            got = f"shape {list(value.shape)} for n = 1" if isinstance(value, Tensor) else type(value).__name__
+            raise ValueError(f"the loss function must give one value a sample, shape [n], got {got}")
+        return value[0]
+
+    return one

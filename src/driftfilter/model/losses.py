@@ -1,0 +1,358 @@
+"""Unsupervised losses in logit space: value, gradient and Hessian of ℓ_i in the k logits of sample i; no model.
+
+A loss sees logits [v, ..., n, k]: the clean inputs first, then augmented views where it asks for them. What must not
+be differentiated (pseudo-labels, targets) is fixed once a step, at the prior mean.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias, final
+
+import torch
+from torch import Tensor
+
+from driftfilter.base.checks import require, require_number, require_role
+from driftfilter.base.inputs import Inputs
+from driftfilter.gaussian.covariance import positive_root
+from driftfilter.model.expansion import FLOOR, Expansion, differentiate, hessians, invariant_root, log_softmax, separable
+
+Targets: TypeAlias = "Tensor | tuple[Targets, ...] | None"
+
+
+class Loss(Protocol):
+    """A loss of unlabeled samples. The defaults fit a loss of the clean logits alone."""
+
+    @property
+    def minimum(self) -> int:
+        """Samples below which the loss is constant."""
+        return 1
+
+    @property
+    def copies(self) -> int:
+        """Augmented views of each sample."""
+        return 0
+
+    @property
+    def is_coupled(self) -> bool:
+        """Whether samples, or the views of a sample, enter jointly."""
+        return False
+
+    def views(self, inputs: Inputs, generator: Callable[[], torch.Generator]) -> tuple[Inputs, ...]:
+        """The inputs the loss looks at, clean ones first."""
+        return (inputs,)
+
+    def targets(self, logits: Tensor) -> Targets:
+        """What is fixed at the prior mean, from the clean logits [n, k] there."""
+        return None
+
+    def selected(self, targets: Targets) -> Tensor | None:
+        """1 for samples the loss looks at, 0 for others [n]; None for all."""
+        return None
+
+    def expand(self, logits: Tensor, targets: Targets, weights: Tensor) -> Expansion:
+        """The loss at logits [v, ..., n, k], for samples of these weights [n]."""
+
+
+def one_hot(logits: Tensor) -> Tensor:
+    """The most likely class, 1 there and 0 elsewhere."""
+    return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
+
+
+def _cross_entropy(logp: Tensor, p: Tensor, targets: Tensor) -> Expansion:
+    """-Σ t log p: ∇ = p Σt - t, ∇² = (Σt)(diag p - p pᵀ)."""
+    return separable(-(targets * logp).sum(-1), p, -targets.expand_as(p), targets, (targets.sum(-1),))
+
+
+@final
+@dataclass(frozen=True)
+class Entropy(Loss):
+    """H(p) = -Σ p log p: decision boundaries belong where data are rare. Its Hessian is indefinite near ties."""
+
+    def expand(self, logits: Tensor, targets: Targets, weights: Tensor) -> Expansion:
+        logp = log_softmax(logits)
+        p = logp.exp()
+        minus_p = -p
+        return separable(None, p, minus_p * logp, minus_p)
+
+
+def _soft_likelihood_ratio(logits: Tensor) -> Tensor:
+    logp = log_softmax(logits)
+    k = logits.shape[-1]
+    eye = torch.eye(k, dtype=torch.bool, device=logits.device)
+    others = logp[..., None, :].expand(*logp.shape[:-1], k, k).masked_fill(eye, -torch.inf).logsumexp(-1)
+    return -(logp.exp() * (logp - others)).sum(-1)
+
+
+def _bounded_likelihood_ratio(logits: Tensor, ceiling: float) -> Expansion:
+    """Σ g(min(p, ceiling)), g(p) = -p log(r + ε), r = p / (1 - p), ε = 1e-5."""
+    p = log_softmax(logits).exp()
+    inside, c = p < ceiling, p.clamp_max(ceiling)
+    odds = c / (1 - c) + 1e-5
+    slope = (1 - c).square().reciprocal()  # r'
+    rate = slope / odds
+    first = -odds.log() - c * rate  # g'
+    second = -2 * rate - c * (2 * slope / (1 - c) / odds - rate.square())  # g''
+    return separable(-(c * odds.log()).sum(-1), p, p * first * inside, p.square() * second * inside)
+
+
+@final
+@dataclass(frozen=True)
+class SoftLikelihoodRatio(Loss):
+    """-Σ p log(p / (1 - p)): gradients do not vanish for confident samples.
+
+    It is unbounded below while its curvature vanishes: on a linear model the parameters run away and the filter
+    collapses, so use it with a bounded partner or a strong prior (docs/gotchas.md). A ``ceiling`` below 1 bounds it as
+    ROID's code does: p above the ceiling counts as the ceiling and is not differentiated, and 1e-5 is added to the odds.
+    """
+
+    ceiling: float = 1.0
+
+    def __post_init__(self) -> None:
+        require_number("SoftLikelihoodRatio.ceiling", self.ceiling, 0, 1, open_low=True)
+
+    def expand(self, logits: Tensor, targets: Targets, weights: Tensor) -> Expansion:
+        require(logits.shape[-1] >= 2, "SoftLikelihoodRatio: logits", f"{logits.shape[-1]} class", "of 2 classes or more")
+        if self.ceiling < 1:
+            return _bounded_likelihood_ratio(logits, self.ceiling)
+        logp = log_softmax(logits)
+        p = logp.exp()
+        top = one_hot(logits).bool()
+        # log(1 - p): the largest class by the sum of the others, the rest (p <= 1/2) directly; nothing cancels.
+        others = logp.masked_fill(top, -torch.inf)
+        rest = others.logsumexp(-1, keepdim=True)
+        complement = torch.where(top, rest, torch.log1p(-p.masked_fill(top, 0.0)))
+        odds = logp - complement
+        mean_odds = (p * odds).sum(-1, keepdim=True)
+        # Σ_{c≠j} p_c p_j / (1 - p_c), with the largest class (whose p/(1 - p) may overflow) apart.
+        ratios = odds.masked_fill(top, -torch.inf).exp()
+        pulled = p * (ratios.sum(-1, keepdim=True) - ratios)
+        share = (p * top).sum(-1, keepdim=True) * others.softmax(-1)
+        gradient = pulled + share - p - p * (odds - mean_odds)
+        hessian = hessians(_soft_likelihood_ratio, logits)
+        return Expansion(-mean_odds.squeeze(-1), gradient, hessian, lambda: invariant_root(hessian()))
+
+
+@final
+@dataclass(frozen=True)
+class PseudoLabel(Loss):
+    """-log p_ŷ with ŷ the most likely class at the prior mean; samples less confident than ``threshold`` are left out."""
+
+    threshold: float = 0.0
+
+    def __post_init__(self) -> None:
+        require_number("PseudoLabel.threshold", self.threshold, 0, 1, open_high=True)
+
+    def targets(self, logits: Tensor) -> Tensor:
+        confident = logits.softmax(-1).amax(-1, keepdim=True) >= self.threshold
+        return one_hot(logits) * confident
+
+    def selected(self, targets: Targets) -> Tensor | None:
+        assert isinstance(targets, Tensor)
+        return targets.sum(-1) if self.threshold > 0 else None
+
+    def expand(self, logits: Tensor, targets: Targets, weights: Tensor) -> Expansion:
+        assert isinstance(targets, Tensor)
+        logp = log_softmax(logits)
+        return _cross_entropy(logp, logp.exp(), targets)
+
+
+@final
+@dataclass(frozen=True)
+class GeneralizedCrossEntropy(Loss):
+    """(1 - p_ŷ^q) / q, between cross-entropy (q -> 0) and mean absolute error (q = 1): robust to wrong labels."""
+
+    q: float = 0.8
+
+    def __post_init__(self) -> None:
+        require_number("GeneralizedCrossEntropy.q", self.q, 0, 1, open_low=True)
+
+    def targets(self, logits: Tensor) -> Tensor:
+        return one_hot(logits)
+
+    def expand(self, logits: Tensor, targets: Targets, weights: Tensor) -> Expansion:
+        assert isinstance(targets, Tensor)
+        logp = log_softmax(logits)
+        powered = targets * (self.q * logp).exp()  # t p^q
+        value = -(targets * torch.expm1(self.q * logp)).sum(-1) / self.q  # exact as q -> 0
+        return separable(value, logp.exp(), -powered, (1 - self.q) * powered)
+
+
+@final
+@dataclass(frozen=True)
+class InformationMaximization(Loss):
+    """mean_i H(p_i) - H(p̄): confident samples, diverse batch.
+
+    Not a mean of per-sample terms: ℓ_i = -KL(p_i ‖ p̄) with p̄ not differentiated has exactly the same gradient. The
+    Hessian is the sample's own block of the batch's, p̄ moving along. Constant for a single sample.
+    """
+
+    @property
+    def minimum(self) -> int:
+        return 2
+
+    @property
+    def is_coupled(self) -> bool:
+        return True
+
+    def expand(self, logits: Tensor, targets: Targets, weights: Tensor) -> Expansion:
+        logp = log_softmax(logits)
+        p = logp.exp()
+        tiny = torch.finfo(weights.dtype).tiny
+        shares = (weights / weights.sum().clamp_min(tiny))[:, None]
+        mean = (shares * p).sum(-2, keepdim=True)
+        surprise = mean.log().clamp_min(FLOOR) - logp
+        return separable(None, p, p * surprise, shares * p.square() / mean.clamp_min(tiny) - p)
+
+
+@final
+@dataclass(frozen=True)
+class ConjugatePseudoLabel(Loss):
+    """Conjugate of poly-cross-entropy, the loss of the source: log Σ exp f - y·f + ε y·(1 - p),
+
+    y = (I + ε (diag p - p pᵀ))⁻¹ p, differentiated through y; ε = 0, plain cross-entropy, gives exactly the entropy.
+    """
+
+    epsilon: float = 1.0
+
+    def __post_init__(self) -> None:
+        require_number("ConjugatePseudoLabel.epsilon", self.epsilon, 0, math.inf)
+
+    def _value(self, logits: Tensor) -> Tensor:
+        logp = logits.log_softmax(-1)
+        p = logp.exp()
+        scaled = p / (1 + self.epsilon * p)  # Sherman–Morrison on I + ε diag p - ε p pᵀ: y = scaled up to a factor, Σy = 1
+        label = scaled / scaled.sum(-1, keepdim=True)
+        return (label * (self.epsilon * (1 - p) - logp.clamp_min(FLOOR))).sum(-1)
+
+    def expand(self, logits: Tensor, targets: Targets, weights: Tensor) -> Expansion:
+        return differentiate(self._value, logits)
+
+
+@final
+@dataclass(frozen=True)
+class MarginalLikelihood(Loss):
+    """-log Σ_k exp f_k, for prototype heads whose logits are log π_k + log p(features given class k).
+
+    The exact negative log marginal likelihood of the mixture; its logit Hessian is negative semi-definite, so give it
+    an EmpiricalFisher or GaussNewton curvature.
+    """
+
+    def expand(self, logits: Tensor, targets: Targets, weights: Tensor) -> Expansion:
+        p = logits.softmax(-1)
+
+        def hessian() -> Tensor:
+            return p[..., :, None] * p[..., None, :] - torch.diag_embed(p)
+
+        return Expansion(-logits.logsumexp(-1), -p, hessian, lambda: positive_root(hessian()))
+
+
+@final
+@dataclass(frozen=True)
+class Sum(Loss):
+    """Σ_j c_j ℓ_j; terms that need augmented views get their own, and a function logits [n, k] -> [n] is a term too.
+
+    ``each_view``: a term that needs none is the mean of its values at every view, those of other terms included.
+    """
+
+    terms: tuple[Loss, ...] = (Entropy(), InformationMaximization())
+    coefficients: tuple[float, ...] = ()
+    each_view: bool = False
+
+    def __post_init__(self) -> None:
+        require(isinstance(self.terms, (tuple, list)), "Sum.terms", self.terms, "a tuple of losses")
+        object.__setattr__(self, "terms", tuple(as_loss("Sum.terms", term) for term in self.terms))
+        object.__setattr__(self, "coefficients", tuple(self.coefficients) or (1.0,) * len(self.terms))
+        require(len(self.terms) > 0, "Sum.terms", self.terms, "one loss or more")
+        allowed = f"one for each of the {len(self.terms)} terms"
+        require(len(self.coefficients) == len(self.terms), "Sum.coefficients", self.coefficients, allowed)
+        for coefficient in self.coefficients:
+            require_number("Sum.coefficients", coefficient, 0, math.inf)
+        require(isinstance(self.each_view, bool), "Sum.each_view", self.each_view, "True or False")
+
+    @property
+    def minimum(self) -> int:
+        return min(term.minimum for term in self.terms)
+
+    @property
+    def copies(self) -> int:
+        return sum(term.copies for term in self.terms)
+
+    @property
+    def is_coupled(self) -> bool:
+        return any(term.is_coupled for term in self.terms)
+
+    def views(self, inputs: Inputs, generator: Callable[[], torch.Generator]) -> tuple[Inputs, ...]:
+        drawn: torch.Generator | None = None
+
+        def shared() -> torch.Generator:  # one generator for all terms, so that their augmentations differ
+            nonlocal drawn
+            drawn = drawn or generator()
+            return drawn
+
+        own = [term.views(inputs, shared)[1:] for term in self.terms]
+        return (inputs, *(view for views in own for view in views))
+
+    def targets(self, logits: Tensor) -> Targets:
+        return tuple(term.targets(logits) for term in self.terms)
+
+    def selected(self, targets: Targets) -> Tensor | None:
+        assert isinstance(targets, tuple)
+        masks = [term.selected(target) for term, target in zip(self.terms, targets, strict=True)]
+        known = [mask for mask in masks if mask is not None]
+        return torch.stack(known).amax(0) if len(known) == len(masks) else None
+
+    def expand(self, logits: Tensor, targets: Targets, weights: Tensor) -> Expansion:
+        assert isinstance(targets, tuple)
+        value, gradient = torch.zeros_like(logits[..., 0]), torch.zeros_like(logits)
+        shares: list[float | Tensor] = [0.0] * len(logits)
+        pieces: list[tuple[float, list[int], Expansion]] = []
+        for coefficient, index, term, target in self._parts(len(logits), targets):
+            piece = term.expand(logits[index], target, weights)
+            value[index] += coefficient * piece.value
+            gradient[index] += coefficient * piece.gradient
+            for position, share in zip(index, piece.shares, strict=True):
+                shares[position] += coefficient * share
+            pieces.append((coefficient, index, piece))
+
+        def hessian() -> Tensor:
+            total = logits.new_zeros(*logits.shape, logits.shape[-1])
+            for coefficient, index, piece in pieces:
+                total[index] += coefficient * piece.hessian()
+            return total
+
+        return Expansion(value, gradient, hessian, lambda: positive_root(hessian()), tuple(shares))
+
+    def _parts(self, views: int, targets: tuple[Targets, ...]) -> Iterator[tuple[float, list[int], Loss, Targets]]:
+        """Every term with the views that it sees, and what it counts there."""
+        start = 1
+        for term, coefficient, target in zip(self.terms, self.coefficients, targets, strict=True):
+            if self.each_view and term.copies == 0:
+                yield from ((coefficient / views, [view], term, target) for view in range(views))
+            else:
+                yield coefficient, [0, *range(start, start + term.copies)], term, target
+            start += term.copies
+
+
+@final
+@dataclass(frozen=True)
+class Custom(Loss):
+    """Any differentiable function of the clean logits, [n, k] -> [n], sample by sample (called on batches of one)."""
+
+    function: Callable[[Tensor], Tensor]
+
+    def expand(self, logits: Tensor, targets: Targets, weights: Tensor) -> Expansion:
+        expansion = differentiate(self.function, logits)
+        values = expansion.value[0]
+        together = self.function(logits[0]) if logits.dim() == 3 and logits.shape[1] > 1 else values
+        alone = together.shape == values.shape and torch.allclose(together, values, rtol=1e-3, atol=1e-5)
+        require(alone, "the loss function", self.function, "one of each sample alone: here the others change its value")
+        return expansion
+
+
+def as_loss(field: str, loss: Any) -> Loss:
+    """A loss as it is; a function logits [n, k] -> [n] as a custom one."""
+    require_role(field, loss, "loss", "Entropy() or a function logits [n, k] -> [n]")
+    return loss if hasattr(loss, "expand") else Custom(loss)

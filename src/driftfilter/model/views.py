@@ -1,0 +1,219 @@
+"""Losses of augmented views: the same label under a change that should not matter."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias, final
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from driftfilter.base.checks import require, require_count, require_number, require_role
+from driftfilter.base.inputs import Inputs, batch_size
+from driftfilter.base.sharding import placed, taken
+from driftfilter.model.expansion import FLOOR, Expansion, log_softmax, separable
+from driftfilter.model.losses import Loss, Targets, one_hot
+
+Augmentation: TypeAlias = Callable[[Inputs, torch.Generator], Inputs]  # (inputs, generator) -> inputs
+
+_TARGET_FLOOR = math.log(1e-4)  # of log t in symmetric cross-entropy
+
+
+@final
+@dataclass(frozen=True)
+class GaussianNoise:
+    """Augmentation: inputs plus N(0, scale²) noise."""
+
+    scale: float = 0.1
+
+    def __post_init__(self) -> None:
+        require_number("GaussianNoise.scale", self.scale, 0, math.inf)
+
+    def __call__(self, inputs: Tensor, generator: torch.Generator) -> Tensor:
+        got = inputs.dtype if isinstance(inputs, Tensor) else type(inputs).__name__
+        floating = isinstance(inputs, Tensor) and inputs.is_floating_point()
+        require(floating, "inputs of GaussianNoise", got, "floating point, and one tensor")
+        noise = torch.randn(inputs.shape, generator=generator, dtype=inputs.dtype, device=inputs.device)
+        return inputs + self.scale * noise
+
+
+@final
+@dataclass(frozen=True)
+class Mirror:
+    """Augmentation: images [n, c, h, w] with left and right exchanged. Draws nothing."""
+
+    def __call__(self, inputs: Tensor, generator: torch.Generator) -> Tensor:
+        image = isinstance(inputs, Tensor) and inputs.dim() == 4
+        got = f"a tensor of shape {list(inputs.shape)}" if isinstance(inputs, Tensor) else type(inputs).__name__
+        require(image, "inputs of Mirror", got, "images [n, c, h, w] (give another augmentation)")
+        return inputs.flip(-1)
+
+
+@final
+@dataclass(frozen=True)
+class ImageViews:
+    """Augmentation of images [n, c, h, w]: each is flipped, turned, shifted, zoomed and recoloured a little, at random.
+
+    Angles are uniform in ±``degrees``, shifts in ±``shift`` of the size, zooms in 1 ± ``zoom``, brightness and contrast
+    factors in 1 ± ``brightness`` and 1 ± ``contrast``; then N(0, noise²). Images in [0, 1] stay there.
+    """
+
+    flip: bool = True
+    degrees: float = 8.0
+    shift: float = 1 / 16
+    zoom: float = 0.05
+    brightness: float = 0.2
+    contrast: float = 0.15
+    noise: float = 0.005
+
+    def __post_init__(self) -> None:
+        require(isinstance(self.flip, bool), "ImageViews.flip", self.flip, "True or False")
+        require_number("ImageViews.degrees", self.degrees, 0, 180)
+        for name in ("shift", "zoom", "brightness", "contrast"):
+            require_number(f"ImageViews.{name}", getattr(self, name), 0, 1, open_high=True)
+        require_number("ImageViews.noise", self.noise, 0, math.inf)
+
+    def __call__(self, inputs: Tensor, generator: torch.Generator) -> Tensor:
+        image = isinstance(inputs, Tensor) and inputs.dim() == 4 and inputs.is_floating_point()
+        got = f"{inputs.dtype} of shape {list(inputs.shape)}" if isinstance(inputs, Tensor) else type(inputs).__name__
+        require(image, "inputs of ImageViews", got, "floating-point images [n, c, h, w] (GaussianNoise takes any tensor)")
+        low, high = inputs.aminmax()
+        draws = torch.rand(8, len(inputs), generator=generator, dtype=inputs.dtype, device=inputs.device) * 2 - 1  # in ±1
+        views = self._moved(inputs, draws)
+        brighter = views * (1 + self.brightness * draws[5]).view(-1, 1, 1, 1)
+        center = brighter.mean((1, 2, 3), keepdim=True)
+        views = center + (brighter - center) * (1 + self.contrast * draws[6]).view(-1, 1, 1, 1)
+        views = views + self.noise * torch.randn(views.shape, generator=generator, dtype=views.dtype, device=views.device)
+        return views.clamp(0, 1) if low >= 0 and high <= 1 else views
+
+    def _moved(self, inputs: Tensor, draws: Tensor) -> Tensor:
+        angle, zoom = draws[0] * math.radians(self.degrees), 1 + self.zoom * draws[1]
+        mirror = torch.where(draws[4] < 0, -1.0, 1.0).to(inputs.dtype) if self.flip else torch.ones_like(angle)
+        cos, sin = angle.cos() / zoom, angle.sin() / zoom
+        rows = (cos * mirror, -sin, 2 * self.shift * draws[2], sin * mirror, cos, 2 * self.shift * draws[3])
+        grid = functional.affine_grid(torch.stack(rows, -1).view(-1, 2, 3), list(inputs.shape), align_corners=False)
+        return functional.grid_sample(inputs, grid, padding_mode="border", align_corners=False)
+
+
+def augmented(augmentation: Augmentation, inputs: Inputs, generator: torch.Generator) -> Inputs:
+    """One augmented view, checked."""
+    view = taken(augmentation(placed(inputs.clone() if isinstance(inputs, Tensor) else inputs), generator))
+    n = batch_size(inputs)
+    if isinstance(inputs, Tensor) and (not isinstance(view, Tensor) or view.shape[:1] != (n,)):
+        got = f"shape {list(view.shape)}" if isinstance(view, Tensor) else type(view).__name__
+        raise ValueError(f"the augmentation must give a tensor of {n} samples, as many as the inputs, got {got}")
+    return view
+
+
+def _views(augmentation: Augmentation, inputs: Inputs, copies: int, generator: torch.Generator) -> tuple[Inputs, ...]:
+    return (inputs, *(augmented(augmentation, inputs, generator) for _ in range(copies)))
+
+
+@final
+@dataclass(frozen=True)
+class Consistency(Loss):
+    """Augmented views should get the label of the clean input: mean over views of a divergence D(p_view, target).
+
+    ``brier`` Σ (p - t)², ``cross_entropy`` -Σ t log p, ``symmetric`` half of it and half of -Σ p log t; the target t
+    is the most likely class (``hard``) or the probabilities (``soft``) of the clean input at the prior mean, or of the
+    observation's teacher. There log t is no less than log 1e-4, which stands for a hard label's log 0. With the target
+    ``moving`` t is the clean prediction itself, differentiated too (symmetric only, as in ROID). Without an augmentation
+    (None, and 0 copies) the clean input itself is held against the target.
+    """
+
+    augmentation: Augmentation | None = field(default_factory=GaussianNoise)
+    divergence: Literal["brier", "cross_entropy", "symmetric"] = "brier"
+    target: Literal["hard", "soft", "moving"] = "hard"
+    copies: int = 1
+
+    def __post_init__(self) -> None:
+        names, targets = ("brier", "cross_entropy", "symmetric"), ("hard", "soft", "moving")
+        require(self.divergence in names, "Consistency.divergence", self.divergence, f"one of {names}")
+        require(self.target in targets, "Consistency.target", self.target, f"one of {targets}")
+        moving = self.target == "moving"
+        allowed = self.divergence == "symmetric" or not moving
+        require(allowed, "Consistency.divergence", self.divergence, "'symmetric' for a moving target")
+        require_count("Consistency.copies", self.copies, 0)
+        if self.augmentation is None:
+            require(self.copies == 0, "Consistency.copies", self.copies, "0 without an augmentation")
+            require(not moving, "Consistency.target", self.target, "'hard' or 'soft' without an augmentation")
+        else:
+            require(self.copies >= 1, "Consistency.copies", self.copies, "an integer >= 1 with an augmentation")
+            require_role("Consistency.augmentation", self.augmentation, "augmentation", "GaussianNoise(0.1)")
+
+    @property
+    def is_coupled(self) -> bool:
+        return self.target == "moving"
+
+    def views(self, inputs: Inputs, generator: Callable[[], torch.Generator]) -> tuple[Inputs, ...]:
+        return (inputs,) if self.augmentation is None else _views(self.augmentation, inputs, self.copies, generator())
+
+    def targets(self, logits: Tensor) -> Targets:
+        if self.target == "moving":
+            return None
+        return one_hot(logits) if self.target == "hard" else logits.softmax(-1)
+
+    def expand(self, logits: Tensor, targets: Targets, weights: Tensor) -> Expansion:
+        logp = log_softmax(logits)
+        shares = (0.0, *[1 / self.copies] * self.copies) if self.copies else (1.0,)
+        share = logits.new_tensor(shares).view(-1, *[1] * (logits.dim() - 1))
+        if self.target == "moving":
+            return self._expand_moving(logp, share)
+        assert isinstance(targets, Tensor)
+        p = logp.exp()
+        t = targets.expand_as(p)
+        if self.divergence == "brier":
+            value, first, second = (p - t).square(), 2 * p * (p - t), 2 * p * p
+        else:
+            value, first, second = -t * logp, -t, t
+        if self.divergence == "symmetric":
+            reverse = -p * t.log().clamp_min(_TARGET_FLOOR)
+            value, first, second = (value + reverse) / 2, (first + reverse) / 2, second / 2
+        return separable((value * share).sum(-1), p, first * share, second * share, shares)
+
+    def _expand_moving(self, logp: Tensor, share: Tensor) -> Expansion:
+        """-½ Σ t log p - ½ Σ p log t in p and in t: each view sees the other's prediction as its target."""
+        p, others = logp.exp(), logp[:1].expand_as(logp).clone()
+        others[0] = 0.0
+        t = others.exp()
+        first, second = share * (-t - p * others) / 2, share * t / 2
+        value = (share * (-t * logp - p * others)).sum(-1) / 2
+        first[0] = (share * (-p - p[:1] * logp) / 2).sum(0)
+        second[0] = (share * p / 2).sum(0)
+        return separable(value, p, first, second, (0.5, *[0.5 / self.copies] * self.copies))
+
+
+@final
+@dataclass(frozen=True)
+class MarginalEntropy(Loss):
+    """H(p̄_i), p̄_i the mean prediction over augmented views of input i: confident and alike under augmentation.
+
+    Computed as the mean over views of -Σ p log p̄ with p̄ not differentiated: the same value and gradient. The Hessian is
+    that of each view alone, p̄ moving along.
+    """
+
+    augmentation: Augmentation = field(default_factory=GaussianNoise)
+    copies: int = 8
+
+    @property
+    def is_coupled(self) -> bool:
+        return True
+
+    def __post_init__(self) -> None:
+        require_count("MarginalEntropy.copies", self.copies, 1)
+        require_role("MarginalEntropy.augmentation", self.augmentation, "augmentation", "GaussianNoise(0.1)")
+
+    def views(self, inputs: Inputs, generator: Callable[[], torch.Generator]) -> tuple[Inputs, ...]:
+        return _views(self.augmentation, inputs, self.copies, generator())
+
+    def expand(self, logits: Tensor, targets: Targets, weights: Tensor) -> Expansion:
+        p = log_softmax(logits).exp()
+        share = torch.full_like(p[..., :1], 1 / self.copies)
+        share[0] = 0.0
+        mean = (share * p).sum(0, keepdim=True)
+        first = -share * p * mean.log().clamp_min(FLOOR)
+        second = -(share * p).square() / mean.clamp_min(torch.finfo(p.dtype).tiny)
+        return separable(None, p, first, second, (0.0, *[1 / self.copies] * self.copies))

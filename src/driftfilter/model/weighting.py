@@ -1,0 +1,186 @@
+"""Weightings β_{t,i}: how much each sample of a batch counts, from its logits at the prior mean.
+
+A weighting multiplies the weights it is given and may keep small named statistics from step to step. Every weight is
+finite for a batch of one and for constant batches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias, final
+
+import torch
+from torch import Tensor
+
+from driftfilter.base.checks import require, require_number, require_role
+from driftfilter.model.expansion import log_softmax
+
+Memory: TypeAlias = Mapping[str, Tensor]
+
+TIE = 1e-6  # certainty 1 - H / ln k of a sample below which it has none: rounding decides what is left of it
+
+_MEAN_PREDICTION = "weighting.mean_prediction"
+
+
+class Weighting(Protocol):
+    """Weights of the samples of one batch."""
+
+    def __call__(self, logits: Tensor, weights: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
+        """New weights [n] from logits [n, k] and the weights so far [n]; memory is replaced, never changed."""
+
+
+def entropy(logits: Tensor) -> Tensor:
+    """H(softmax f) for logits [..., k]."""
+    logp = log_softmax(logits)
+    return -(logp.exp() * logp).sum(-1)
+
+
+def _require_beta(field: str, beta: float) -> None:
+    require_number(field, beta, 0, math.inf, open_low=True)
+
+
+@final
+@dataclass(frozen=True)
+class Constant:
+    """w_i = β."""
+
+    beta: float = 1.0
+
+    def __post_init__(self) -> None:
+        _require_beta("Constant.beta", self.beta)
+
+    def __call__(self, logits: Tensor, weights: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
+        return weights * self.beta, memory
+
+
+@final
+@dataclass(frozen=True)
+class Reliability:
+    """w_i = β (1 - H_i / ln k): uncertain samples inject less, β is the ceiling; 0 below 1e-6 β, a tie but for rounding."""
+
+    beta: float = 1.0
+
+    def __post_init__(self) -> None:
+        _require_beta("Reliability.beta", self.beta)
+
+    def __call__(self, logits: Tensor, weights: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
+        largest = math.log(max(logits.shape[-1], 2))
+        sure = 1 - entropy(logits) / largest
+        return weights * (self.beta * sure.where(sure > TIE, 0)), memory
+
+
+@final
+@dataclass(frozen=True)
+class EntropyGate:
+    """w_i = β exp(E₀ - H_i) where H_i < E₀ = fraction · ln k, else 0; not ``weighted``, w_i = β or 0."""
+
+    fraction: float = 0.4
+    beta: float = 1.0
+    weighted: bool = True
+
+    def __post_init__(self) -> None:
+        require(isinstance(self.weighted, bool), "EntropyGate.weighted", self.weighted, "True or False")
+        require_number("EntropyGate.fraction", self.fraction, 0, 1, open_low=True)
+        _require_beta("EntropyGate.beta", self.beta)
+
+    def __call__(self, logits: Tensor, weights: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
+        margin = self.fraction * math.log(max(logits.shape[-1], 2)) - entropy(logits)
+        kept = margin.exp() * (margin > 0) if self.weighted else (margin > 0).to(margin.dtype)
+        return weights * (self.beta * kept), memory
+
+
+def _running(memory: Memory, p: Tensor) -> Tensor | None:
+    """The running mean prediction [k], if there is one yet."""
+    running = memory.get(_MEAN_PREDICTION)
+    if running is not None:
+        require(running.shape == p.shape[-1:], "logits", f"{p.shape[-1]} classes", f"{running.shape[0]} classes as before")
+    return running
+
+
+@final
+@dataclass(frozen=True)
+class DiversityGate:
+    """w_i = 1 where |cos(p_i, p̄)| < similarity, else 0; p̄ is a running mean prediction of the samples kept.
+
+    p̄ ← momentum · p̄ + (1 - momentum) · mean of the kept p_i, starting at the first kept mean; with no p̄ all are kept.
+    """
+
+    similarity: float = 0.4
+    momentum: float = 0.9
+
+    def __post_init__(self) -> None:
+        require_number("DiversityGate.similarity", self.similarity, 0, 1, open_low=True)
+        require_number("DiversityGate.momentum", self.momentum, 0, 1)
+
+    def __call__(self, logits: Tensor, weights: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
+        p = logits.softmax(-1)
+        running = _running(memory, p)
+        if running is not None:
+            cosine = (p @ running) / (p.norm(dim=-1) * running.norm())
+            weights = weights * (cosine.abs() < self.similarity)
+        kept = weights > 0
+        if not kept.any():
+            return weights, memory
+        mean = p[kept].mean(0)
+        updated = mean if running is None else self.momentum * running + (1 - self.momentum) * mean
+        return weights, {**memory, _MEAN_PREDICTION: updated}
+
+
+def _scaled(values: Tensor) -> Tensor:
+    """Values [n] of order one moved to [0, 1]; 0 where all are the same but for rounding."""
+    low, high = values.min(), values.max()
+    spread = high - low > 32 * torch.finfo(values.dtype).eps
+    return (values - low) * spread / torch.where(spread, high - low, torch.ones_like(high))
+
+
+@final
+@dataclass(frozen=True)
+class CertaintyDiversity:
+    """w_i = β exp(d_i c_i / temperature), d_i = 1 - cos(p_i, p̄) and c_i = -H_i each scaled to [0, 1] in the batch.
+
+    0 where d_i is below its mean; p̄ ← momentum · p̄ + (1 - momentum) · mean p_i, from the uniform distribution.
+    """
+
+    temperature: float = 1 / 3
+    momentum: float = 0.9
+    beta: float = 1.0
+
+    def __post_init__(self) -> None:
+        require_number("CertaintyDiversity.temperature", self.temperature, 0, math.inf, open_low=True)
+        require_number("CertaintyDiversity.momentum", self.momentum, 0, 1)
+        _require_beta("CertaintyDiversity.beta", self.beta)
+
+    def __call__(self, logits: Tensor, weights: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
+        p = logits.softmax(-1)
+        running = _running(memory, p)
+        running = torch.full_like(p[0], 1 / p.shape[-1]) if running is None else running
+        diversity = _scaled(1 - (p @ running) / (p.norm(dim=-1) * running.norm()))
+        certainty = _scaled(-entropy(logits))
+        own = (diversity * certainty / self.temperature).exp() * (diversity >= diversity.mean())
+        updated = self.momentum * running + (1 - self.momentum) * p.mean(0)
+        return weights * (self.beta * own), {**memory, _MEAN_PREDICTION: updated}
+
+
+@final
+@dataclass(frozen=True)
+class Product:
+    """Several weightings, one after the other; later ones see which samples the earlier ones kept."""
+
+    factors: tuple[Weighting, ...] = (EntropyGate(), DiversityGate())
+
+    def __post_init__(self) -> None:
+        listed = isinstance(self.factors, (tuple, list)) and len(self.factors) > 0
+        require(listed, "Product.factors", self.factors, "a tuple of one weighting or more")
+        object.__setattr__(self, "factors", tuple(self.factors))
+        for factor in self.factors:
+            require_role("Product.factors", factor, "weighting", "EntropyGate()")
+        gates = sum(isinstance(factor, (DiversityGate, CertaintyDiversity)) for factor in self.factors)
+        alone = "with one DiversityGate or CertaintyDiversity at most: they share their memory"
+        require(gates <= 1, "Product.factors", self.factors, alone)
+
+    def __call__(self, logits: Tensor, weights: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
+        for factor in self.factors:
+            weights, memory = factor(logits, weights, memory)
+        return weights, memory

@@ -1,0 +1,1 @@
+"""Alarms: what an adapter's stream looks like, and when it looks wrong."""

@@ -1,0 +1,259 @@
+"""Frozen features: the network up to its last linear layer, and predictive models that stand on what enters it.
+
+The backbone runs once a batch without gradients; everything that is adapted lives after it, where derivatives have closed
+forms. The user's module is never changed: it is called through twins, one for each thread.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple, TypeAlias, final
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from driftfilter.base.checks import require, require_finite
+from driftfilter.base.inputs import Inputs, arguments, batch_size, each, picked, require_logits
+from driftfilter.base.sharding import gathered
+from driftfilter.model.predictive import LinearHead, PredictiveModel, Pullback
+from driftfilter.networks.autocast import as_called, cast, dtype_of
+from driftfilter.networks.batch_norm import Ema, Statistics, prepare, require_statistics
+from driftfilter.networks.shared_copy import ordinary, private
+
+Output: TypeAlias = "Callable[[Any], Tensor] | None"  # picks the logits out of what the module returns
+
+
+def _logits(model: nn.Module, inputs: Inputs, output: Output) -> Tensor:
+    """One forward pass, refused unless it gives logits [n, k]."""
+    with as_called():
+        args, kwargs = arguments(each(inputs, lambda part: cast(ordinary(part), dtype_of(model))))
+        logits = (output or picked)(model(*args, **kwargs))
+    require_logits(logits, batch_size(inputs))
+    return logits
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """In float32, or in float64 where it is: half precision cannot carry a belief."""
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
+def _linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+
+
+def find_head(model: nn.Module, inputs: Inputs, output: Output = None) -> str:
+    """Name of the linear layer that gives the logits: the first one met on the way back from them.
+
+    It is read off the autograd graph of one forward pass in evaluation mode, so the order of registration does not matter.
+    """
+    with torch.inference_mode(False), torch.enable_grad():
+        copy = private(model)
+        layers = _linear_layers(copy)
+        owners = _owners(layers)
+        logits = _logits(copy, inputs, output)
+    for parameter in _parameters_behind(logits):
+        if id(parameter) in owners:
+            return owners[id(parameter)]
+    raise ValueError(
+        "the model must compute its logits from a linear layer, got logits that no such layer leads to by differentiable"
+        f" steps; its linear layers are {list(layers)}"
+    )
+
+
+def _owners(layers: dict[str, nn.Linear]) -> dict[int, str]:
+    """The layer of every parameter behind a weight, by identity; these now take part in graphs."""
+    owners: dict[int, str] = {}
+    for name, layer in layers.items():
+        for own, parameter in layer.named_parameters():  # a parametrised weight is made of several
+            if own != "bias":
+                parameter.requires_grad_()
+                owners.setdefault(id(parameter), name)
+    return owners
+
+
+def _parameters_behind(logits: Tensor) -> Iterator[Tensor]:
+    """Parameters that a tensor was computed from, the nearest first (breadth first)."""
+    waiting, seen = deque([logits.grad_fn]), {logits.grad_fn}
+    while waiting:
+        node = waiting.popleft()
+        if node is None:
+            continue
+        if hasattr(node, "variable"):
+            yield node.variable
+        for following, _ in node.next_functions:
+            if following not in seen:
+                seen.add(following)
+                waiting.append(following)
+
+
+class _Copy(NamedTuple):
+    """A thread's own network; each forward pass leaves in ``seen`` what entered the head."""
+
+    module: nn.Module
+    seen: list[Tensor]
+
+
+class _Local(threading.local):
+    """What a thread keeps to itself; a copy made by pickle or copy.deepcopy starts empty."""
+
+    def __init__(self) -> None:
+        self.copy: _Copy | None = None
+        self.recent: deque[_Kept] = deque(maxlen=8)  # a batch and its augmented views
+
+    def __reduce__(self) -> tuple[type[_Local], tuple[()]]:
+        return _Local, ()
+
+
+@contextmanager
+def _frozen() -> Iterator[None]:
+    """No gradients, but tensors that may enter a graph later."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+@final
+class Backbone:
+    """Inputs -> features z [n, D], what enters the linear layer ``head`` of a frozen network in evaluation mode.
+
+    The logits must be z Wᵀ + b and nothing after it; the first batch proves it. ``statistics`` are those of its batch norms,
+    as in Network; carried ones (Ema) are not a part of features.
+    """
+
+    weight: Tensor  # W [k, D]
+    bias: Tensor | None  # b [k]
+
+    def __init__(self, model: nn.Module, head: str, output: Output = None, statistics: Statistics = "source") -> None:
+        require(isinstance(model, nn.Module), "Backbone: model", model, "a torch module")
+        layers = _linear_layers(model)
+        require(head in layers, "Backbone: head", head, f"the name of a linear layer, one of {list(layers)}")
+        require_statistics(statistics)
+        require(not isinstance(statistics, Ema), "Backbone: statistics", statistics, "'batch', 'source' or PseudoCount(count)")
+        self.head, self.output, self.statistics = head, output, statistics
+        with _frozen():
+            self._module = private(model)
+            layer = _linear_layers(self._module)[head]
+            self.weight = _wide(layer.weight.detach().clone())
+            self.bias = None if layer.bias is None else _wide(layer.bias.detach().clone())
+        self._local = _Local()
+        self._proven = False
+
+    def __call__(self, inputs: Inputs) -> Tensor:
+        with _frozen():
+            copy = self._copy()
+            copy.seen.clear()
+            logits = _logits(copy.module, inputs, self.output)
+            require(len(copy.seen) == 1, "Backbone: head", self.head, f"used once a forward pass, not {len(copy.seen)} times")
+            features = copy.seen.pop().detach().to(self.weight.dtype)
+            if not self._proven:
+                self._prove(features, logits)
+        return gathered(features)
+
+    def _copy(self) -> _Copy:
+        """This thread's network: hooks write to it, so that threads cannot share one."""
+        copy: _Copy | None = self._local.copy
+        if copy is None:
+            copy = self._local.copy = _Copy(private(self._module), [])
+            prepare(copy.module, self.statistics)
+            copy.module.get_submodule(self.head).register_forward_pre_hook(_watch(copy.seen), with_kwargs=True)
+        return copy
+
+    def _prove(self, features: Tensor, logits: Tensor) -> None:
+        """Raise unless features are one row a sample and the logits are those of the head."""
+        where = f"what enters the head {self.head!r}"
+        require(features.dim() == 2, where, f"shape {list(features.shape)}", "of shape [n, D]: one vector a sample, no tokens")
+        require_finite(where, features)
+        expected = functional.linear(features, self.weight, self.bias)
+        rounding = torch.finfo(logits.dtype).eps ** 0.5 * (1 + expected.abs().max().item())
+        same = expected.shape == logits.shape and torch.allclose(expected.to(logits.dtype), logits, rtol=0, atol=rounding)
+        got = f"logits of shape {list(logits.shape)}" + ("" if expected.shape != logits.shape else " with other values")
+        allowed = "its output as it is: nothing may follow the head (such as a temperature, a softmax or a mean)"
+        require(same, f"the model's logits, with the head {self.head!r},", got, allowed)
+        self._proven = True
+
+
+def _watch(seen: list[Tensor]) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        seen.append(args[0] if args else kwargs["input"])
+
+    return hook
+
+
+class _Kept(NamedTuple):
+    """Features of a batch, for as long as its tensors live and are not written to."""
+
+    names: tuple[str, ...]
+    tensors: list[weakref.ref[Tensor]]
+    versions: list[int]
+    features: Tensor
+
+    def belongs_to(self, names: tuple[str, ...], tensors: list[Tensor]) -> bool:
+        same = names == self.names and len(tensors) == len(self.tensors)
+        pairs = zip(tensors, self.tensors, self.versions, strict=False)
+        return same and all(kept() is tensor and tensor._version == version for tensor, kept, version in pairs)
+
+
+def _tensors(inputs: Inputs) -> list[Tensor] | None:
+    """The tensors of a batch; None where there is anything else, or one whose changes torch does not count."""
+    parts = [inputs] if isinstance(inputs, Tensor) else list(inputs.values() if isinstance(inputs, Mapping) else inputs)
+    counted = all(isinstance(part, Tensor) and not part.is_inference() for part in parts)
+    return parts if counted else None
+
+
+@final
+class OnFeatures:
+    """A model p(y given z, θ) on the features z of a backbone, as a predictive model of the raw inputs.
+
+    The features of the last few batches are kept (by identity), so that all a step asks about a batch runs the backbone
+    once. Writing to a batch through torch is noticed; writing to it behind torch's back, through NumPy, is not.
+    """
+
+    def __init__(self, backbone: Callable[[Inputs], Tensor], model: PredictiveModel) -> None:
+        require(callable(backbone), "OnFeatures: backbone", backbone, "a Backbone, or a function inputs -> features [n, D]")
+        require(isinstance(model, PredictiveModel), "OnFeatures: model", model, "a PredictiveModel such as LinearHead(10)")
+        self.backbone, self.model = backbone, model
+        self._local = _Local()
+
+    @property
+    def linear(self) -> bool:
+        return self.model.linear
+
+    def features(self, inputs: Inputs) -> Tensor:
+        """z [n, D]."""
+        tensors = _tensors(inputs)
+        if tensors is None:
+            return self.backbone(inputs)
+        names = tuple(inputs) if isinstance(inputs, Mapping) else ()
+        recent: deque[_Kept] = self._local.recent
+        for kept in recent:
+            if kept.belongs_to(names, tensors):
+                return kept.features
+        features = self.backbone(inputs)
+        versions = [tensor._version for tensor in tensors]
+        recent.append(_Kept(names, [weakref.ref(tensor) for tensor in tensors], versions, features))
+        return features
+
+    def __call__(self, theta: Tensor, inputs: Inputs) -> Tensor:
+        return self.model(theta, self.features(inputs))
+
+    def pullback(self, theta: Tensor, inputs: Inputs) -> tuple[Tensor, Pullback]:
+        return self.model.pullback(theta, self.features(inputs))
+
+    def pushforward(self, theta: Tensor, inputs: Inputs, tangents: Tensor) -> Tensor:
+        return self.model.pushforward(theta, self.features(inputs), tangents)
+
+
+def head_start(backbone: Backbone) -> Tensor:
+    """θ of the source head as LinearHead reads it: [b_c, w_c] class by class, or w_c where it has no bias [d]."""
+    rows = backbone.weight if backbone.bias is None else torch.cat((backbone.bias[:, None], backbone.weight), 1)
+    return rows.flatten().clone()
+
+
+def build_head(backbone: Backbone) -> tuple[OnFeatures, Tensor]:
+    """The last layer as a model linear in θ on frozen features, and θ of the source head [d]."""
+    head = LinearHead(len(backbone.weight), intercept=backbone.bias is not None)
+    return OnFeatures(backbone, head), head_start(backbone)

@@ -1,0 +1,393 @@
+"""Class prototypes on features, as a predictive model and as the state of a filter.
+
+    gaussian           f_k = a_k - κ/2 |z - w_k|²
+    von_mises_fisher   f_k = a_k + κ A_D(γ_k) ρ_k·h      h = z/|z|, w_k = γ_k ρ_k, A_D(γ) = I_{D/2}(γ) / I_{D/2-1}(γ)
+    inner_product      f_k = a_k + κ z·w_k/|w_k|
+
+z are features, relative to a center. θ is w_1, …, w_k one after the other or, with class weights a_k = log π_k (up to a
+constant), [a_1, w_1], …, [a_k, w_k].
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, final
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from driftfilter.base.checks import require, require_count, require_finite, require_number, require_shape, unchecked
+from driftfilter.base.randomness import Randomness
+from driftfilter.gaussian.belief import Belief
+from driftfilter.gaussian.blocks import Blocks
+from driftfilter.gaussian.covariance import Covariance
+from driftfilter.gaussian.diagonal import Diagonal
+from driftfilter.gaussian.lowrank import LowRank
+from driftfilter.inference.curvature import NoCurvature
+from driftfilter.model.losses import one_hot
+from driftfilter.model.observation import Energy
+from driftfilter.model.predictive import Pullback
+from driftfilter.model.weighting import Memory, entropy
+from driftfilter.networks.features import Backbone, OnFeatures
+
+_STEPS = 64  # of the recurrence: a relative error of 5e-11 at worst, near γ = 1000
+
+
+def bessel_ratios(concentration: Tensor, dimension: int) -> tuple[Tensor, Tensor]:
+    """A_D(γ) / γ and A_{D+2}(γ) / γ, A_D = I_{D/2} / I_{D/2-1}, for γ >= 0 of any shape.
+
+    q_D = 1 / (D + γ² q_{D+2}) backwards, a stable direction, from an order where Amos's bound, put once through the
+    Riccati equation of the ratio, is accurate.
+    """
+    square = concentration.double().square()
+    order = dimension / 2 + _STEPS
+    low, high = order - 0.5, order + 0.5
+    root = (low * high + square).sqrt()
+    shrink = 1 - low * (root + high) / (root * (low + root).square())
+    ratio = shrink / (low + (low * low + square * shrink).sqrt())
+    following = ratio
+    for step in range(_STEPS, 0, -1):
+        following, ratio = ratio, (square * ratio).add_(dimension + 2 * (step - 1)).reciprocal_()
+    return ratio.to(concentration.dtype), following.to(concentration.dtype)
+
+
+Family = Literal["gaussian", "von_mises_fisher", "inner_product"]
+_FAMILIES = ("gaussian", "von_mises_fisher", "inner_product")
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class PrototypeHead:
+    """p(y given z, θ) of prototypes w_k, closed forms throughout; ``concentration`` is κ.
+
+    ``weight`` and ``bias`` are the source head's: what it says about a sample labels it where a method asks for that.
+    ``intercept`` puts a_k before w_k in θ; without it all classes weigh the same. ``center`` is subtracted from features:
+    a head does not see a part that all classes share, but prototypes do (see Prototypes).
+    """
+
+    weight: Tensor  # [k, D]
+    bias: Tensor | None = None  # [k]
+    family: Family = "gaussian"
+    concentration: float = 1.0
+    intercept: bool = False
+    center: Tensor | None = None  # [D]
+    linear = False
+
+    def __post_init__(self) -> None:
+        require_shape("PrototypeHead.weight", self.weight, "[k, D]", None, None)
+        if self.bias is not None:
+            require_shape("PrototypeHead.bias", self.bias, f"[{self.classes}]", self.classes)
+        if self.center is not None:
+            width = self.weight.shape[1]
+            require_shape("PrototypeHead.center", self.center, f"[{width}]", width)
+        _require_family("PrototypeHead", self.family, self.concentration, self.intercept)
+
+    @property
+    def classes(self) -> int:
+        """k."""
+        return self.weight.shape[0]
+
+    def relative(self, features: Tensor) -> Tensor:
+        """Features relative to the center [n, D]."""
+        return features if self.center is None else features - self.center.to(features)
+
+    def source_logits(self, features: Tensor) -> Tensor:
+        """Logits of the source head [n, k]."""
+        bias = None if self.bias is None else self.bias.to(features)
+        return functional.linear(features, self.weight.to(features), bias)
+
+    def split(self, theta: Tensor) -> tuple[Tensor, Tensor]:
+        """Class weights a [..., k] and prototypes w [..., k, D] of θ [..., d]."""
+        width = self.weight.shape[1] + self.intercept
+        length = theta.shape[-1]
+        require(length == self.classes * width, "belief", f"{length} parameters", f"over {self.classes * width} parameters")
+        rows = theta.unflatten(-1, (self.classes, width))
+        if self.intercept:
+            return rows[..., 0], rows[..., 1:]
+        return rows.new_zeros(rows.shape[:-1]), rows
+
+    def join(self, intercepts: Tensor, prototypes: Tensor) -> Tensor:
+        """θ [..., d] of class weights [..., k] and prototypes [..., k, D]."""
+        rows = torch.cat((intercepts.unsqueeze(-1), prototypes), -1) if self.intercept else prototypes
+        return rows.flatten(-2)
+
+    def _jacobian(self, theta: Tensor, inputs: Tensor) -> _Jacobian:
+        require(inputs.dim() == 2, "inputs", f"shape {list(inputs.shape)}", "of shape [n, features]")
+        features = self.relative(inputs.to(theta.dtype))
+        a, w = self.split(theta)
+        kappa, squares = self.concentration, w.square().sum(-1)
+        if self.family == "gaussian":
+            logits = a - kappa / 2 * _distances(features, w).square()
+            along, own = torch.full_like(a, kappa), torch.full_like(logits, -kappa)
+            return _Jacobian(self, logits, features, w, along, own)
+        if self.family == "von_mises_fisher":
+            features = functional.normalize(features, dim=-1)
+            ratio, following = bessel_ratios(squares.sqrt(), w.shape[-1])
+            along, slope = kappa * ratio, kappa * ratio * (following - ratio)  # d(A/γ)/dγ = A/γ (A_{D+2} - A_D)
+        else:
+            along = kappa / squares.sqrt().clamp_min(1e-12)
+            slope = -along / squares.clamp_min(1e-24)
+        products = features @ w.mT
+        return _Jacobian(self, a + along * products, features, w, along, slope * products)
+
+    def __call__(self, theta: Tensor, inputs: Tensor) -> Tensor:
+        return self._jacobian(theta, inputs).logits
+
+    def pullback(self, theta: Tensor, inputs: Tensor) -> tuple[Tensor, Pullback]:
+        jacobian = self._jacobian(theta, inputs)
+        return jacobian.logits, jacobian
+
+    def pushforward(self, theta: Tensor, inputs: Tensor, tangents: Tensor) -> Tensor:
+        return self._jacobian(theta, inputs).push(tangents)
+
+
+def _distances(features: Tensor, prototypes: Tensor) -> Tensor:
+    """|z_n - w_k| [n, k], from the differences: expanding the square would cancel where both are far from 0."""
+    return torch.cdist(features, prototypes, compute_mode="donot_use_mm_for_euclid_dist")
+
+
+class _Jacobian(NamedTuple):
+    """∂f_k/∂w_k = along_k x_n + own_nk w_k, of every family; ∂f_k/∂a_k = 1."""
+
+    head: PrototypeHead
+    logits: Tensor  # [n, k]
+    features: Tensor  # x [n, D]: z, or h for directions
+    prototypes: Tensor  # [k, D]
+    along: Tensor  # [k]
+    own: Tensor  # [n, k]
+
+    def __call__(self, cotangents: Tensor) -> Tensor:
+        outward = (cotangents * self.along).unsqueeze(-1) * self.features.unsqueeze(1)
+        return self.head.join(cotangents, outward + (cotangents * self.own).unsqueeze(-1) * self.prototypes)
+
+    def total(self, cotangents: Tensor) -> Tensor:
+        outward = (cotangents * self.along).mT @ self.features
+        inward = (cotangents * self.own).sum(0).unsqueeze(-1) * self.prototypes
+        return self.head.join(cotangents.sum(0), outward + inward)
+
+    def push(self, tangents: Tensor) -> Tensor:
+        a, w = self.head.split(tangents)  # [s, k], [s, k, D]
+        outward = self.along * (self.features @ w.mT)
+        return a.unsqueeze(1) + outward + self.own * (w * self.prototypes).sum(-1).unsqueeze(1)
+
+
+def _require_family(owner: str, family: str, concentration: float, intercept: bool) -> None:
+    require(family in _FAMILIES, f"{owner}.family", family, f"one of {list(_FAMILIES)}")
+    require_number(f"{owner}.concentration", concentration, 0, math.inf, open_low=True)
+    require(isinstance(intercept, bool), f"{owner}.intercept", intercept, "True or False")
+
+
+@final
+@dataclass(frozen=True)
+class Prototypes:
+    """Class prototypes on the features of a network, starting from the rows of its last layer.
+
+    Gaussian prototypes start where their logits are those of the source head: w_k = W_k/κ + v, with the v that leaves the
+    classes equal weights (exactly so where the rows of W are affinely independent; ``intercept`` takes up the rest).
+    Directions start at ``strength`` · W_k/|W_k|, the row counting as much as that many samples of concentration 1.
+
+    ``centered`` ones are relative to the mean feature of the first batch. Rows of a head are class means up to a vector that
+    all classes share; features after a ReLU have a large one, and without a center the first prototype to find it takes
+    every sample.
+    """
+
+    family: Family = "gaussian"
+    concentration: float = 1.0
+    strength: float = 1.0
+    intercept: bool = False
+    centered: bool = False
+    name: str = ""  # of the last layer; empty: the one that gives the logits
+
+    def __post_init__(self) -> None:
+        _require_family("Prototypes", self.family, self.concentration, self.intercept)
+        require_number("Prototypes.strength", self.strength, 0, math.inf, open_low=True)
+        require(isinstance(self.centered, bool), "Prototypes.centered", self.centered, "True or False")
+
+    def build(self, backbone: Backbone, center: Tensor | None = None) -> tuple[OnFeatures, Tensor]:
+        """The predictive model of raw inputs, for features relative to a center [D], and where θ starts [d]."""
+        head = PrototypeHead(backbone.weight, backbone.bias, self.family, self.concentration, self.intercept, center)
+        if self.family == "gaussian":
+            return OnFeatures(backbone, head), _matched(head)
+        rows = self.strength * functional.normalize(head.weight, dim=-1)
+        return OnFeatures(backbone, head), head.join(rows.new_zeros(len(rows)), rows)
+
+
+def _matched(head: PrototypeHead) -> Tensor:
+    """θ of Gaussian prototypes whose logits differ from the source head's by a number that is the same for all classes.
+
+    W_k·z + b_k = κ z·w_k - κ/2 |w_k|² + a_k + (any function of z), w_k = W_k/κ + v, a_k = b_k + |W_k|²/2κ + W_k·v; b_k are
+    the logits at the center.
+    """
+    rows = head.weight.double()
+    center = rows.new_zeros(rows.shape[1]) if head.center is None else head.center.double()
+    weights = rows.square().sum(-1) / (2 * head.concentration) + head.source_logits(center)
+    centered = rows - rows.mean(0)
+    shift = -torch.linalg.pinv(centered) @ (weights - weights.mean())
+    a = torch.log_softmax(weights + rows @ shift, -1)
+    return head.join(a, rows / head.concentration + shift).to(head.weight.dtype)
+
+
+def _head_and_features(energy: Energy) -> tuple[PrototypeHead, Tensor]:
+    """The prototypes' model and the features of the batch [n, D]."""
+    model, features = energy.model, energy.views[0]
+    if isinstance(model, OnFeatures):
+        features = model.features(features)
+        model = model.model
+    require(isinstance(model, PrototypeHead), "the model", type(model).__name__, "a PrototypeHead, alone or on features")
+    assert isinstance(model, PrototypeHead)
+    return model, features.to(energy.anchor.dtype)
+
+
+@final
+@dataclass(frozen=True)
+class Supports:
+    """w_k = Σ of the supports of class k: its source prototype and the directions h = z/|z| that the source head calls k.
+
+    Each class keeps the ``capacity`` supports of lowest entropy under the source head (0: all). With all of them the sum is
+    the conjugate update of von Mises–Fisher prototypes, and the transition may forget; with a capacity the supports
+    themselves are the state, in the memory, and the transition of θ has no say. The covariance stays. A sample of weight w
+    counts w times. With inner products and ``predict_from="posterior"`` this is T3A.
+    """
+
+    capacity: int = 100
+    curvature = NoCurvature()
+
+    def __post_init__(self) -> None:
+        require_count("Supports.capacity", self.capacity, 0)
+
+    def __call__(self, prior: Belief, energy: Energy, memory: Memory, randomness: Randomness) -> tuple[Belief, Memory]:
+        head, features = _head_and_features(energy)
+        directional = head.family != "gaussian"
+        require(directional, "Supports: the prototypes' family", head.family, "'inner_product' or 'von_mises_fisher'")
+        a, w = head.split(prior.mean)
+        logits = head.source_logits(features)
+        directions = functional.normalize(head.relative(features), dim=-1) * energy.samples.weights.unsqueeze(-1)
+        if self.capacity == 0:
+            w = w + one_hot(logits).mT @ directions
+        else:
+            memory = self._kept(self._buffer(head, w, memory), directions, logits, energy.samples.weights)
+            w = memory["inference.supports"].sum(1)
+        return unchecked(Belief, mean=head.join(a, w), covariance=prior.covariance), memory
+
+    def _buffer(self, head: PrototypeHead, prototypes: Tensor, memory: Memory) -> dict[str, Tensor]:
+        """A copy of the memory, with one support a class before the first batch: the source prototypes."""
+        names = ("inference.supports", "inference.entropies")
+        if names[0] in memory:
+            return {**memory, **{name: memory[name].clone() for name in names}}
+        supports = prototypes.new_zeros(head.classes, self.capacity, prototypes.shape[-1])
+        entropies = prototypes.new_full((head.classes, self.capacity), math.inf)
+        supports[:, 0] = prototypes
+        rows = head.weight if head.center is None else head.weight + head.center
+        entropies[:, 0] = entropy(head.source_logits(rows.to(prototypes)))
+        return {**memory, names[0]: supports, names[1]: entropies}
+
+    def _kept(self, memory: dict[str, Tensor], directions: Tensor, logits: Tensor, weights: Tensor) -> Memory:
+        """The buffer [k, capacity] with a batch's samples, each class's lowest entropies first."""
+        supports, entropies = memory["inference.supports"], memory["inference.entropies"]
+        labels, uncertain = logits.argmax(-1), entropy(logits)
+        for label in labels[weights > 0].unique().tolist():
+            chosen = (labels == label) & (weights > 0)
+            every = torch.cat((entropies[label], uncertain[chosen]))
+            lowest = every.sort(stable=True).indices[: self.capacity]
+            entropies[label] = every[lowest]
+            supports[label] = torch.cat((supports[label], directions[chosen]))[lowest]
+        return memory
+
+
+@final
+@dataclass(frozen=True)
+class Mixture:
+    """Prototypes as the components of a mixture that features come from: expectation-maximisation from the prior.
+
+    Shares λ_nk ∝ exp E_q[f_k(z_n)] under the posterior so far, or the source head's label (``labels`` "source"); given them
+
+        gaussian           Σ_k⁻¹ = (Σ⁻_k)⁻¹ + κ Σ_n λ_nk I,   w_k = w⁻_k + Σ_k κ Σ_n λ_nk (z_n - w⁻_k)
+        von_mises_fisher   w_k = b_k + κ Σ_n λ_nk h_n,   b_k = w⁻_k or, with a ``transition_concentration`` τ, τ A_D(γ⁻_k) ρ⁻_k
+
+    and, with a ``pseudo_count`` c and prototypes that have class weights, π_k = (c π⁻_k + Σ_n λ_nk) / (c + n). A sample of
+    weight w counts w times; the sum is not divided by n, so β = 1 is Bayes' rule. The transition of directions is no Gaussian
+    one, which is why it stands here; their covariance stays (γ_k says how sure they are). This is STAD with a window of one.
+    """
+
+    iterations: int = 3
+    labels: Literal["posterior", "source"] = "posterior"
+    transition_concentration: float = 0.0  # 0: nothing is forgotten
+    pseudo_count: float = 0.0  # 0: class weights stay
+    curvature = NoCurvature()
+
+    def __post_init__(self) -> None:
+        require_count("Mixture.iterations", self.iterations, 1)
+        require(self.labels in ("posterior", "source"), "Mixture.labels", self.labels, "'posterior' or 'source'")
+        require_number("Mixture.transition_concentration", self.transition_concentration, 0, math.inf)
+        require_number("Mixture.pseudo_count", self.pseudo_count, 0, math.inf)
+
+    def __call__(self, prior: Belief, energy: Energy, memory: Memory, randomness: Randomness) -> tuple[Belief, Memory]:
+        head, features = _head_and_features(energy)
+        generative = head.family != "inner_product"
+        require(generative, "Mixture: the prototypes' family", head.family, "'gaussian' or 'von_mises_fisher'")
+        gaussian = head.family == "gaussian"
+        prior = prior if gaussian else self._forgotten(prior, head)
+        posterior = prior
+        for _ in range(self.iterations):
+            logits = head.source_logits(features) if self.labels == "source" else _expected_logits(head, posterior, features)
+            shares = one_hot(logits) if self.labels == "source" else logits.softmax(-1)
+            shares = shares * energy.samples.weights.unsqueeze(-1)
+            posterior = (_gaussian_update if gaussian else _directional_update)(prior, head, head.relative(features), shares)
+            posterior = self._weighed(posterior, prior, head, shares)
+        require_finite("the posterior mean", posterior.mean)
+        return posterior, memory
+
+    def _forgotten(self, prior: Belief, head: PrototypeHead) -> Belief:
+        if self.transition_concentration == 0:
+            return prior
+        a, w = head.split(prior.mean)
+        ratio, _ = bessel_ratios(w.norm(dim=-1, keepdim=True), w.shape[-1])
+        return unchecked(Belief, mean=head.join(a, self.transition_concentration * ratio * w), covariance=prior.covariance)
+
+    def _weighed(self, posterior: Belief, prior: Belief, head: PrototypeHead, shares: Tensor) -> Belief:
+        """The posterior with the class weights of these shares."""
+        if self.pseudo_count == 0 or not head.intercept:
+            return posterior
+        before = head.split(prior.mean)[0].softmax(-1)
+        weights = (self.pseudo_count * before + shares.sum(0)) / (self.pseudo_count + shares.sum())
+        mean = head.join(weights.clamp_min(torch.finfo(weights.dtype).tiny).log(), head.split(posterior.mean)[1])
+        return unchecked(Belief, mean=mean, covariance=posterior.covariance)
+
+
+def _expected_logits(head: PrototypeHead, belief: Belief, features: Tensor) -> Tensor:
+    """E_q[f_k(z_n)] [n, k]: f of directions is an expectation already, A_D(γ) ρ being the mean direction."""
+    logits = head(belief.mean, features)
+    if head.family != "gaussian":
+        return logits
+    spread = head.split(belief.covariance.variance())[1].sum(-1)
+    return logits - head.concentration / 2 * spread
+
+
+def _gaussian_update(prior: Belief, head: PrototypeHead, features: Tensor, shares: Tensor) -> Belief:
+    _, w = head.split(prior.mean)
+    counts = shares.sum(0)
+    pull = head.concentration * (shares.mT @ features - counts.unsqueeze(-1) * w)
+    information = (head.concentration * counts).unsqueeze(-1).expand_as(w)
+    none = torch.zeros_like(counts)
+    covariance = _informed(prior.covariance, head.join(none, information))
+    mean = prior.mean + covariance.apply(head.join(none, pull))
+    return unchecked(Belief, mean=mean, covariance=covariance.truncate())
+
+
+def _informed(covariance: Covariance, information: Tensor) -> Covariance:
+    """(Σ⁻¹ + diag i)⁻¹ for i [d]; one row stands for the whole factor where a structure reads its column sums only."""
+    if isinstance(covariance, Blocks):
+        pieces = zip(covariance.parts, information.split(covariance.sizes), strict=True)
+        return Blocks(tuple(_informed(part, piece) for part, piece in pieces))
+    if isinstance(covariance, LowRank):  # exact, with nothing to truncate
+        return LowRank(covariance.diagonal + information, covariance.factor, covariance.rank)
+    root = information.sqrt()
+    return covariance.condition(root.unsqueeze(0) if isinstance(covariance, Diagonal) else torch.diag(root))
+
+
+def _directional_update(prior: Belief, head: PrototypeHead, features: Tensor, shares: Tensor) -> Belief:
+    a, w = head.split(prior.mean)
+    moved = w + head.concentration * (shares.mT @ functional.normalize(features, dim=-1))
+    return unchecked(Belief, mean=head.join(a, moved), covariance=prior.covariance)

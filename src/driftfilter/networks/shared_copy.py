@@ -1,0 +1,221 @@
+"""The twin of a module: a module tree of its own on the same tensors, whose parameters are replaced for the time of a call."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from driftfilter.base.checks import require
+from driftfilter.networks.batch_norm import Statistics, TwinBatchNorm, prepare
+from driftfilter.networks.sample_gradients import Call, rule_of
+
+
+def twin(model: nn.Module, channels_last: bool = False) -> nn.Module:
+    """A module tree of its own in evaluation mode, on the memory of every parameter and buffer; its parameters are frozen.
+
+    ``channels_last``: weights of convolutions are copied into that layout.
+    """
+    with torch.inference_mode(False):
+        shared: dict[int, Any] = {id(buffer): ordinary(buffer) for buffer in model.buffers()}
+        for parameter in model.parameters():  # frozen, or a backward pass would work out gradients that nobody asks for
+            shared[id(parameter)] = nn.Parameter(ordinary(parameter.detach()), requires_grad=False)
+        for tensor in _computed(model):
+            shared[id(tensor)] = tensor.detach()
+        try:
+            found = copy.deepcopy(model, shared).eval()
+            return found._apply(in_channels_last) if channels_last else found
+        except TypeError as error:
+            raise ValueError(
+                f"the model must be one that copy.deepcopy can copy, got {type(model).__name__}: {error}"
+            ) from error
+
+
+def in_channels_last(values: Tensor) -> Tensor:
+    """Images, and weights of their convolutions, in that layout; anything else as it is."""
+    return values.contiguous(memory_format=torch.channels_last) if values.dim() == 4 else values
+
+
+def private(model: nn.Module) -> nn.Module:
+    """A twin with buffers of its own too, all of them: a layer that counts its calls must not count ours.
+
+    Which layers write is not to be known beforehand: one of torch's writes to its statistics if a module around it sets it to
+    training mode, and that module may write to them itself.
+    """
+    own = twin(model)
+    for module in own.modules():
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else buffer.detach().clone()
+    return own
+
+
+def ordinary(tensor: Tensor) -> Tensor:
+    """The tensor itself, or a copy of one made under torch.inference_mode, which could not enter a graph."""
+    return tensor.clone() if tensor.is_inference() else tensor
+
+
+def _computed(model: nn.Module) -> list[Tensor]:
+    """Tensors with a history among the attributes of layers, such as the weight under torch.nn.utils.weight_norm."""
+    values = [value for layer in model.modules() for value in vars(layer).values()]
+    return [value for value in values if isinstance(value, Tensor) and value.grad_fn is not None]
+
+
+def require_values(model: nn.Module) -> None:
+    """Raise for a module on the meta device."""
+    empty = [name for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor) and tensor.is_meta]
+    require(not empty, "Network: model", f"{empty[:4]} on the meta device", "a module with values: load its weights first")
+
+
+@dataclass
+class Record:
+    """One call of a layer whose rows may be wanted."""
+
+    owner: str
+    call: Call | None  # None once its rows are worked out
+    node: Any  # of the outputs in the graph
+    position: int  # of the outputs among what the node gives
+    sequence_first: bool  # it may see [tokens, n, …]
+
+
+class Twin:
+    """A twin of one thread: its tensors are replaced for the time of a call."""
+
+    def __init__(self, base: nn.Module, targets: set[str], statistics: Statistics, backend: str | None = None) -> None:
+        self.module = private(base)
+        self.norms: list[TwinBatchNorm] = prepare(self.module, statistics)
+        self.coupled = any(isinstance(layer, TwinBatchNorm) or _without_source(layer) for layer in self.module.modules())
+        self.records: list[Record] | None = None
+        canonical = {id(parameter): name for name, parameter in self.module.named_parameters()}
+        self.slots: list[tuple[str, nn.Module, str]] = []
+        self.names: dict[tuple[str, str], str] = {}  # (owner, own name) -> the parameter's name in θ
+        for name, parameter in self.module.named_parameters(remove_duplicate=False):
+            target = canonical[id(parameter)]
+            if target in targets:
+                owner, _, own = name.rpartition(".")
+                self.slots.append((target, self.module.get_submodule(owner), own))
+                self.names[owner, own] = target
+        self._watch()
+        for layer in self.module.modules():
+            if isinstance(layer, nn.GroupNorm):
+                layer.register_forward_pre_hook(_in_plain_format)
+        for part in frozen_parts(self.module, targets) if backend else ():
+            part.compile(backend=backend)
+
+    def _watch(self) -> None:
+        """Record the calls of layers that hold a piece of θ and have a rule for rows."""
+        sequences = tuple(_sequence_first(self.module))
+        layers = {self.module.get_submodule(owner): owner for owner, _ in self.names}  # one layer may have several names
+        for layer, owner in layers.items():
+            if rule_of(layer) is not None:
+                suspect = _takes_channels_last(layer) and owner.startswith(sequences)
+                layer.register_forward_hook(self._recorder(owner, suspect), with_kwargs=True)
+
+    def _recorder(self, owner: str, suspect: bool) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Tensor) -> None:
+            if self.records is None or outputs.grad_fn is None:
+                return
+            inputs = args[0] if args else next(iter(kwargs.values()))
+            moments = module.moments if isinstance(module, TwinBatchNorm) else None
+            call = Call(module, inputs.detach(), moments)
+            self.records.append(Record(owner, call, outputs.grad_fn, outputs.output_nr, suspect))
+
+        return hook
+
+    @property
+    def blending(self) -> list[TwinBatchNorm]:
+        """The batch norms that blend a batch's statistics with carried ones."""
+        return [norm for norm in self.norms if norm.blend is not None]
+
+    def carry(self, statistics: Tensor | None, trust: Tensor | float) -> None:
+        """Blend with these statistics, the mean and then the variance of each layer; with the source's where there are none.
+
+        The share of a batch is multiplied by the trust in it.
+        """
+        norms = self.blending
+        sizes = [norm.num_features for norm in norms for _ in range(2)]
+        if statistics is not None:
+            require(len(statistics) == sum(sizes), "carried statistics", f"{len(statistics)} values", f"{sum(sizes)} values")
+        pieces: Any = iter(() if statistics is None else statistics.split(sizes))
+        for norm in norms:
+            assert norm.running_mean is not None
+            assert norm.running_var is not None
+            norm.carried = (norm.running_mean, norm.running_var) if statistics is None else (next(pieces), next(pieces))
+            norm.trust = trust
+            norm.blended = norm.carried  # should it not be called
+
+    def start(self) -> Tensor:
+        """The source's statistics, in the order of those carried."""
+        return torch.cat([part for norm in self.blending for part in (norm.running_mean, norm.running_var) if part is not None])
+
+    def carried(self) -> Tensor:
+        """The statistics to carry on, after a call."""
+        return torch.cat([part.detach() for norm in self.blending for part in norm.blended])
+
+    @contextmanager
+    def holding(self, tensors: Mapping[str, Tensor]) -> Iterator[nn.Module]:
+        """The module with these tensors in the place of its parameters."""
+        before = [(module, own, module._parameters[own]) for _, module, own in self.slots]
+        try:
+            for target, module, own in self.slots:
+                _place(module, own, tensors[target])
+            yield self.module
+        finally:
+            for module, own, parameter in before:
+                _place(module, own, parameter)
+
+
+def frozen_parts(model: nn.Module, targets: set[str]) -> list[nn.Module]:
+    """The largest modules of several layers without any of these parameters, a batch norm or a hook: what may be compiled."""
+    busy = {model.get_submodule(name.rpartition(".")[0]) for name, _ in model.named_parameters() if name in targets}
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    busy |= {layer for layer in model.modules() if isinstance(layer, _BatchNorm) or any(getattr(layer, name) for name in hooks)}
+
+    def parts(module: nn.Module) -> Iterator[nn.Module]:
+        callable_ = not isinstance(module, (nn.ModuleList, nn.ModuleDict)) and any(True for _ in module.children())
+        if callable_ and busy.isdisjoint(module.modules()):
+            yield module
+            return
+        for child in module.children():
+            yield from parts(child)
+
+    return list(dict.fromkeys(parts(model)))
+
+
+def _in_plain_format(layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """torch's group norm on a CPU crashes the process where channels-last inputs meet an expanded gradient, as a mean gives."""
+    first = args[0] if args else None
+    if not isinstance(first, Tensor) or first.device.type != "cpu" or first.is_contiguous():
+        return None
+    return (first.contiguous(), *args[1:])
+
+
+def _takes_channels_last(layer: nn.Module) -> bool:
+    """Whether a layer works on the last dimension, whatever stands before it."""
+    return isinstance(layer, (nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.Embedding))
+
+
+def _sequence_first(model: nn.Module) -> set[str]:
+    """Beginnings of the names of layers near an attention or recurrent layer that takes [tokens, n, …]."""
+    found = [name for name, layer in model.named_modules() if getattr(layer, "batch_first", True) is False]
+    places = {name.rpartition(".")[0] for name in found}
+    stacks = (nn.TransformerEncoder, nn.TransformerDecoder, nn.Transformer)
+    around = {
+        name for name, layer in model.named_modules() if isinstance(layer, stacks) and any(f.startswith(name) for f in found)
+    }
+    return {f"{place}." if place else "" for place in places | around}
+
+
+def _without_source(layer: nn.Module) -> bool:
+    return isinstance(layer, _BatchNorm) and layer.running_mean is None
+
+
+def _place(module: nn.Module, own: str, tensor: Tensor | None) -> None:
+    module._parameters[own] = tensor  # type: ignore[assignment]  # torch.func.functional_call does the same
+    if isinstance(module, nn.RNNBase):  # reads its parameters from a list of its own
+        module._flat_weights[module._flat_weights_names.index(own)] = tensor

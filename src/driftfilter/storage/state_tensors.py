@@ -1,0 +1,101 @@
+"""Everything a filter remembers as named tensors, and back: what a checkpoint holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from driftfilter.base.checks import require, require_finite, unchecked
+from driftfilter.base.inputs import Inputs
+from driftfilter.base.tensors import moved
+from driftfilter.filtering import FilterState
+from driftfilter.gaussian.belief import Belief
+
+RECENT = "recent."  # samples that a window or the next update still needs
+
+
+def to_tensors(state: FilterState) -> dict[str, Tensor]:
+    """The state as tensors by name."""
+    seed = (state.seed + (1 << 63)) % (1 << 64) - (1 << 63)  # its lower 64 bits are all that counts
+    counts = {"step": torch.tensor(state.step), "seed": torch.tensor(seed)}
+    memory = {f"memory.{name}": value for name, value in state.memory.items()}
+    return {**counts, **_flat("belief", state.belief), **_flat("source", state.source), **memory}
+
+
+def from_tensors(tensors: Mapping[str, Tensor], like: FilterState) -> FilterState:
+    """The state that named tensors describe, of the structure of another one; refused unless all of it is there and finite."""
+    for name, value in tensors.items():
+        if value.is_floating_point():
+            require_finite(f"state {name!r}", value.masked_fill(value == torch.inf, 0.0))  # empty supports have entropy ∞
+    belief, source = _built("belief", like.belief, tensors), _built("source", like.source, tensors)
+    fits = belief.dimension == source.dimension == like.belief.dimension
+    require(fits, "state 'belief.mean'", f"{belief.dimension} values", f"{like.belief.dimension} values")
+    for name, variance in (("belief", belief.covariance.variance()), ("source", source.covariance.variance())):
+        require(bool((variance >= 0).all()), f"state '{name}.covariance'", variance.min().item(), "of variances >= 0")
+    kept = {name.removeprefix("memory."): value for name, value in tensors.items() if name.startswith("memory.")}
+    memory = moved(kept, lambda value: value.to(belief.mean, copy=True))
+    return FilterState(belief, source, like.parameters, int(_one("seed", tensors)), int(_one("step", tensors)), memory)
+
+
+def _one(name: str, tensors: Mapping[str, Tensor]) -> Tensor:
+    require(name in tensors, "state", f"no {name!r}", f"complete, not only {sorted(tensors)}")
+    return tensors[name]
+
+
+def _flat(name: str, value: Any) -> dict[str, Tensor]:
+    """The tensors and numbers in a dataclass, by the path of their fields."""
+    if isinstance(value, Tensor):
+        return {name: value}
+    if isinstance(value, (bool, int, float)):
+        return {name: torch.tensor(value)}
+    parts = enumerate(value) if isinstance(value, tuple) else ((item.name, getattr(value, item.name)) for item in fields(value))
+    return {key: tensor for position, part in parts for key, tensor in _flat(f"{name}.{position}", part).items()}
+
+
+def _built(name: str, value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """The same dataclass with the tensors and numbers of this name."""
+    if isinstance(value, Tensor):
+        found, rows = _one(name, tensors), name.endswith(".factor")  # of a low rank, which grows with the batches seen
+        fits = found.dim() == value.dim() and found.shape[rows:] == value.shape[rows:]
+        require(fits, f"state {name!r}", f"shape {list(found.shape)}", f"of shape {list(value.shape)}")
+        return found.to(value, copy=True)
+    if isinstance(value, (bool, int, float)):
+        return type(value)(_one(name, tensors).item())
+    if isinstance(value, tuple):
+        return tuple(_built(f"{name}.{position}", part, tensors) for position, part in enumerate(value))
+    assert is_dataclass(value)
+    parts = {item.name: _built(f"{name}.{item.name}", getattr(value, item.name), tensors) for item in fields(value)}
+    return Belief(**parts) if isinstance(value, Belief) else unchecked(type(value), **parts)
+
+
+def samples_to_tensors(recent: Inputs | None) -> dict[str, Tensor]:
+    """Recent samples by name, for a checkpoint."""
+    if recent is None:
+        return {}
+    if isinstance(recent, Tensor):
+        return {f"{RECENT}[]": recent}
+    items = recent.items() if isinstance(recent, Mapping) else enumerate(recent)
+    named = ((f"[{key}]" if isinstance(key, int) else key, part) for key, part in items)
+    return {f"{RECENT}{name}": part for name, part in named if isinstance(part, Tensor)}
+
+
+def samples_from_tensors(tensors: Mapping[str, Tensor]) -> Inputs | None:
+    """Recent samples by what the model takes them by, a name or a place; what were no tensors the next batch brings along."""
+    recent = {name.removeprefix(RECENT): value for name, value in tensors.items() if name.startswith(RECENT)}
+    if not recent or "[]" in recent:  # no name that a model could take
+        return recent.get("[]")
+    return {int(name[1:-1]) if name.startswith("[") else name: value for name, value in recent.items()}
+
+
+def kinds(variant: Any) -> str:
+    """What a recipe is made of, without its numbers: a checkpoint of one kind says nothing to a filter of another."""
+    if isinstance(variant, tuple):
+        return "[" + ", ".join(map(kinds, variant)) + "]"
+    if not is_dataclass(variant):
+        return variant if isinstance(variant, str) else "" if isinstance(variant, (int, float)) else type(variant).__name__
+    parts = [kinds(getattr(variant, item.name)) for item in fields(variant)]
+    return f"{type(variant).__name__}({', '.join(part for part in parts if part)})"

@@ -1,0 +1,431 @@
+"""The report of runs and benchmarks: its numbers, its escaping, its errors; and how a browser shows it."""
+
+from __future__ import annotations
+
+import html
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+from test_run import LABELS, MODULE, N, run, samples
+
+import driftfilter as df
+from driftfilter.app.bench.task import Bench
+from driftfilter.app.cli import main
+from driftfilter.app.report import LIMIT, ReportError, collect, write
+from driftfilter.app.report.page import percent, render
+from driftfilter.app.report.svg import Axis, spanning
+from tiny import run_all, task_of
+
+EVIL = '<script>alert("x")</script>'
+ENV = {**os.environ, "PYTHONPATH": str(Path(df.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, with a model, data and names that want to be code in it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "run_network.py").write_text(MODULE)
+    (tmp_path / "names.txt").write_text(f"left\nright & wrong\n{EVIL}\n")
+    np.save("x.npy", samples())
+    np.save("y.npy", LABELS)
+    return tmp_path
+
+
+FULL = ("--baseline", "--labels", "y.npy", "--classes", "names.txt")
+ODD = "<script>alert(1)<"  # a folder's name
+
+
+class Page(HTMLParser):
+    """The tags of a page, its tables as rows of cells, and its visible text."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.source = path.read_text(encoding="utf-8")
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.rows: list[list[str]] = []
+        self.text = ""
+        self._open: list[str] = []
+        self.feed(self.source)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in ("meta", "link", "img", "br"):
+            self._open.append(tag)
+        if tag == "tr":
+            self.rows.append([])
+        elif tag in ("td", "th"):
+            self.rows[-1].append("")
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag, f"</{tag}> closes something else"
+
+    def handle_data(self, data: str) -> None:
+        if "style" not in self._open:
+            self.text += data
+        if self._open[-1:] in (["td"], ["th"], ["b"]) and "tr" in self._open:
+            self.rows[-1][-1] += data
+
+    def row(self, name: str) -> list[str]:
+        """The first row of this name, without it."""
+        return next(row[1:] for row in self.rows if row and row[0] == name)
+
+
+def page(*folders: str) -> Page:
+    assert main(["report", *folders, "--out", "page.html"]) == 0
+    found = Page(Path("page.html"))
+    assert not found._open
+    return found
+
+
+def summary(out: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((Path(out) / "summary.json").read_text(encoding="utf-8"))
+    return found
+
+
+# What it says
+
+
+def test_numbers_of_a_run_are_those_of_its_files(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--out", "o", *FULL) == 0
+    assert main(["report", "o"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "wrote o/report.html"
+    shown, found = Page(Path("o/report.html")), summary("o")
+    for name, side in (("frozen source", "before"), ("tent:lr=0.01", "after")):
+        quality = found["quality"][side]
+        expected = [f"{100 * quality['accuracy']:.1f}\u00a0%", *(f"{quality[key]:.3f}" for key in ("ece", "nll", "brier"))]
+        assert shown.row(name)[:4] == expected
+    right = [json.loads(line)["right"] for line in Path("o/steps.jsonl").read_text().splitlines()]
+    assert shown.row("step 0")[1] == percent(right[0] / 10)
+    assert shown.row("step 4")[1] == percent(right[4] / 6)
+    left = found["classes"][0]
+    assert shown.row("left") == [
+        percent(left["predicted"] / N),
+        percent(left["baseline_predicted"] / N),
+        str(left["labeled"]),
+        percent(left["right"] / left["labeled"]),
+        percent(left["baseline_right"] / left["labeled"]),
+    ]
+    moved = json.loads(Path("o/movement.json").read_text())
+    assert f"1 {percent(moved[0]['relative'])}" in shown.text  # described for those who do not see the bars
+    with np.load("o/examples.npz") as examples:
+        first = shown.row(f"row {examples['row'][0]}")
+        assert first[1] == percent(float(examples["probability"][0]))
+        assert first[3] == f"{samples()[examples['row'][0], 0]:.3f}"
+    assert f"adapted {'run_network:make'} to {N} unlabeled samples of x.npy, 10 at a time" in shown.text
+    assert "No alarms." in shown.text
+
+
+def test_runs_side_by_side(folder: Path) -> None:
+    for out, preset in (("a", "tent:lr=0.01"), ("b", "bn"), ("c", "bn")):
+        assert run("--out", out, *FULL, preset=preset) == 0
+    np.save("other.npy", samples()[::-1])
+    assert run("--out", "d", data="other.npy") == 0
+    shown = page("a", "b", "c", "d", "a")
+    assert len(collect([Path(each) for each in "abcd"])) == 2
+    assert shown.row("bn · b") == shown.row("bn · c") != shown.row("tent:lr=0.01")
+    assert "tent:lr=0.01, bn and bn adapted" in shown.text
+    assert "bn · b: no parameter moved." in shown.text
+    assert len([tag for tag, _ in shown.tags if tag == "section"]) == 2
+
+
+def test_what_is_not_recorded_is_said(folder: Path) -> None:
+    assert run("--out", "o") == 0
+    shown = page("o")
+    for said in (
+        "No labels were given",
+        "Frozen source: not recorded (driftfilter run --baseline)",
+        "frozen source: not recorded",
+    ):
+        assert said in shown.text
+    assert shown.row("tent:lr=0.01")[:4] == ["–"] * 4
+    assert shown.row("tent:lr=0.01")[4] != "–"
+
+
+def test_lines_of_json_have_no_examples(folder: Path) -> None:
+    lines = "".join(json.dumps(row.tolist()) + "\n" for row in samples())
+    options = ["run", "run_network:make", "-", "--preset", "bn", "--batch", "10", "--baseline", "--quiet"]
+    code = f"import sys; from driftfilter.app.cli import main; sys.exit(main({options!r}))"
+    subprocess.run([sys.executable, "-c", code], input=lines.encode(), check=True, env=ENV)
+    shown = page("runs/run")
+    assert "bn: the data cannot be read again." in shown.text
+    assert "Predictions changed" in shown.text
+
+
+def test_alarms_are_marks_and_a_list(folder: Path) -> None:
+    assert run("--out", "o", *FULL) == 0
+    lines = [json.loads(line) for line in Path("o/steps.jsonl").read_text().splitlines()]
+    lines[2]["alarms"] = [f"entropy {EVIL}", "accuracy"]
+    Path("o/steps.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    shown = page("o")
+    assert f"tent:lr=0.01, step 2: entropy {EVIL}" in shown.text
+    assert "2 alarms" in shown.text
+    assert "No alarms." not in shown.text
+    marks = [attrs for tag, attrs in shown.tags if tag == "path" and attrs.get("class") == "alarm"]
+    assert len(marks) == 3  # in the legend and in both charts, where one step is one mark
+
+
+def test_an_interrupted_run_says_so(folder: Path) -> None:
+    data = samples()
+    data[25] = np.nan
+    np.save("x.npy", data)
+    assert run("--out", "o", *FULL) == 1
+    assert "ended by a bad batch: step 2 (samples 20 to 29)" in page("o").text
+    assert run("--out", "o", *FULL, "--resume", "--on-bad-batch", "skip") == 3
+    shown = page("o")
+    assert "1 of 5 steps were skipped" in shown.text
+    assert shown.row("tent:lr=0.01")[0] == percent(summary("o")["quality"]["after"]["accuracy"])
+
+
+def test_a_benchmark(shared: Bench, tmp_path: Path) -> None:
+    tasks = [task_of(preset, seed=seed) for preset in ("source", "tent:lr=0.05") for seed in (0, 1)]
+    documents, _ = run_all(shared, tmp_path, *tasks)
+    path = write([tmp_path])
+    assert path == tmp_path / "report.html"
+    shown = Page(path)
+    results = [document["result"] for document in documents if document is not None]
+    for name, (one, other) in {"frozen source": results[:2], "tent:lr=0.05": results[2:]}.items():
+        values = [each["mean"]["accuracy"] for each in (one, other)]
+        assert shown.row(name)[0] == f"{percent(np.mean(values).item())} ± {100 * np.std(values, ddof=1):.1f}"
+        rows = [row for each in (one, other) for row in each["domains"] if row["corruption"] == "gaussian_noise"]
+        share = sum(row["accuracy"] * row["n"] for row in rows) / sum(row["n"] for row in rows)
+        assert shown.row("gaussian noise")[0 if name == "frozen source" else 1] == percent(share)
+    (stream,) = collect([tmp_path])
+    assert stream.source is not None
+    assert stream.source.bins is not None
+    pooled = [result["bins"] for result in results[:2]]
+    assert sum(stream.source.bins["samples"]) == sum(sum(each["samples"]) for each in pooled)
+    images = [attrs["src"] or "" for tag, attrs in shown.tags if tag == "img"]
+    assert len(images) == 12
+    assert all(each.startswith("data:image/png;base64,") for each in images)
+    pieces = stream.entries[0].along
+    right = sum(row["accuracy"] * row["n"] for result in results[2:] for row in result["domains"])
+    assert sum(piece["right"] for piece in pieces) == round(right)
+
+
+def test_results_from_before_there_were_reports(shared: Bench, tmp_path: Path) -> None:
+    run_all(shared, tmp_path, task_of("tent"))
+    (path,) = tmp_path.glob("*.json")
+    document = json.loads(path.read_text())
+    for name in ("bins", "along", "movement", "examples"):
+        del document["result"][name]
+    path.write_text(json.dumps(document))
+    shown = Page(write([tmp_path]))
+    assert "Not recorded." in shown.text
+    assert "tent: not recorded." in shown.text
+    assert shown.row("tent")[0] == percent(document["result"]["mean"]["accuracy"])
+
+
+# What it must not do
+
+
+def test_every_string_of_the_user_is_escaped(folder: Path) -> None:
+    odd = folder / ODD / "script>"
+    odd.mkdir(parents=True)
+    np.save(odd / "x.npy", samples())
+    assert run("--out", str(odd / "o"), *FULL, data=str(odd / "x.npy")) == 0
+    shown = page(str(odd / "o"))
+    assert "<script" not in shown.source.lower()
+    assert "script" not in [tag for tag, _ in shown.tags]
+    assert EVIL in shown.text  # the class, as it is written
+    assert html.escape(str(odd / "x.npy")) in shown.source
+    assert "right & wrong" in shown.text
+
+
+def test_it_is_one_small_file_that_loads_nothing(folder: Path) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (24, 96, 96, 3), dtype=np.uint8)  # noise: nothing to compress
+    np.save("p.npy", pixels)
+    for place in range(8):
+        assert run("--out", f"o{place}", model="resnet20", data="p.npy", batch=24, preset="bn") == 0
+    shown = page(*(f"o{place}" for place in range(8)))
+    assert len(shown.source.encode()) < LIMIT
+    assert "http" not in shown.source
+    assert "url(" not in shown.source
+    assert "@import" not in shown.source
+    links = [attrs[key] or "" for _, attrs in shown.tags for key in ("src", "href", "srcset", "data", "action") if key in attrs]
+    assert all(link.startswith(("data:image/png;base64,", "data:,")) for link in links)
+    assert not {"script", "iframe", "object", "embed", "form"} & {tag for tag, _ in shown.tags}
+
+
+def test_a_large_benchmark_keeps_the_pictures_of_the_best(shared: Bench, tmp_path: Path) -> None:
+    run_all(shared, tmp_path, task_of("source"), task_of("tent"))
+    (first,) = tmp_path.glob("tent_*.json")
+    document = json.loads(first.read_text())
+    for number in range(60):
+        changed = {**document["settings"], "preset": f"tent:lr={number}"}
+        mean = {**document["result"]["mean"], "accuracy": number / 60}
+        pictures = [{**each, "png": each["png"][:1] * 5000} for each in document["result"]["examples"]]
+        result = {**document["result"], "mean": mean, "examples": pictures}
+        (tmp_path / f"copy{number}.json").write_text(json.dumps({"settings": changed, "result": result}))
+    shown = Page(write([tmp_path]))
+    assert len(shown.source.encode()) < LIMIT
+    assert "tent:lr=30: left out, so that the page stays small." in shown.text
+    assert "tent:lr=59: left out" not in shown.text
+    for number in range(200):
+        text = (tmp_path / "copy1.json").read_text().replace("tent:lr=1", f"bn:x={number}")
+        (tmp_path / f"more{number}.json").write_text(text)
+    with pytest.raises(ReportError, match="MB, more than 3: report fewer at once"):
+        write([tmp_path])
+
+
+def test_charts_are_whole_and_described(folder: Path) -> None:
+    assert run("--out", "o", *FULL) == 0
+    shown = page("o")
+    charts = re.findall(r"<svg.*?</svg>", shown.source, re.S)
+    pictures = [ElementTree.fromstring(each) for each in charts]
+    described = [each for each in pictures if each.get("role") == "img"]
+    assert len(described) >= 6
+    for each in described:
+        assert each.findtext("title")
+        assert each.findtext("desc")
+        numbers = [float(x) for part in each.iter() for x in (part.get(key) for key in ("x", "y", "x1", "y1", "width")) if x]
+        assert all(-1e-6 <= number <= 640 for number in numbers)
+    assert all(each.get("aria-hidden") == "true" for each in pictures if each not in described)
+    assert "nan" not in "".join(charts)
+
+
+def test_the_report_needs_no_torch(folder: Path) -> None:
+    assert run("--out", "o", *FULL) == 0
+    code = "import sys; from driftfilter.app.cli import main; main(['report', 'o']); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, env=ENV).returncode == 0
+
+
+# Errors
+
+
+def _without(name: str) -> Callable[[Path], object]:
+    return lambda out: (out / name).unlink()
+
+
+def _holding(name: str, text: str) -> Callable[[Path], object]:
+    return lambda out: (out / name).write_text(text)
+
+
+def _with_format(out: Path) -> None:
+    (out / "summary.json").write_text(json.dumps({**summary(str(out)), "format": 99}))
+
+
+def _older(out: Path) -> None:
+    (out / "summary.json").write_text(json.dumps({"format": 1, "tally": {"rows": 3}}))
+
+
+WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
+    "unfinished": (_without("summary.json"), "o holds a run that has not ended"),
+    "damaged config": (_holding("config.json", "{"), "o/config.json is damaged: it must hold JSON"),
+    "damaged steps": (_holding("steps.jsonl", '{"step": 0'), "o/steps.jsonl is damaged: every line must hold JSON"),
+    "no steps": (_without("steps.jsonl"), "o/steps.jsonl could not be read"),
+    "empty": (_holding("steps.jsonl", ""), "o holds an empty run: no sample was predicted"),
+    "damaged examples": (_holding("examples.npz", "PK"), "o/examples.npz is damaged"),
+    "newer": (_with_format, "o/summary.json is of format 99, of driftfilter"),
+    "another version's": (_older, "o is of another version of driftfilter, or damaged: KeyError"),
+    "a list": (_holding("config.json", "[]"), "o is of another version of driftfilter, or damaged: TypeError"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_run_that_cannot_be_reported(case: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--out", "o") == 0
+    spoil, reason = WRONG[case]
+    spoil(Path("o"))
+    assert main(["report", "o"]) == 1
+    assert f"driftfilter report: error: {reason}" in capsys.readouterr().err
+    assert not Path("o/report.html").exists()
+
+
+def test_folders_without_a_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "empty").mkdir()
+    (folder / "damaged").mkdir()
+    (folder / "damaged" / "task.json").write_text("{")
+    (folder / "old").mkdir()
+    (folder / "old" / "task.json").write_text('{"settings": {"preset": "tent"}, "result": {}}')
+    for name, reason in (
+        ("missing", "RUN must be a folder of driftfilter run or bench, got 'missing', which is none"),
+        ("empty", "empty holds no run"),
+        ("damaged", "damaged/task.json is damaged: it must hold JSON"),
+        ("old", "old/task.json is of another version of driftfilter, or damaged: KeyError 'stream'"),
+    ):
+        assert main(["report", name]) == 1
+        assert reason in capsys.readouterr().err
+    assert main(["report", *map(str, range(9))]) == 1
+    assert "a report is of 8 folders at most, got 9" in capsys.readouterr().err
+
+
+# Axes
+
+
+@pytest.mark.parametrize("values", [(0.1, 0.93), (0.0, 0.0), (12.0, 3400.0), (0.5, 0.5001), (1e-7, 3e-7)], ids=str)
+def test_axes_span_their_values_with_round_numbers(values: tuple[float, float]) -> None:
+    low, high = spanning(values)
+    assert low <= min(values) + 1e-12
+    assert high >= max(values) - 1e-12
+    assert high > low
+    ticks = Axis("", low, high, str).ticks()
+    assert 2 <= len(ticks) <= 11
+    assert all(low - 1e-9 <= tick <= high + 1e-9 for tick in ticks)
+
+
+def test_nothing_to_report_is_still_a_page() -> None:
+    assert render([]).startswith("<!doctype html>")
+
+
+# In a browser
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+QUIET = ("--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--disable-dev-shm-usage", "--disable-extensions")
+
+
+def browse(folder: Path, page: Path, *arguments: str) -> tuple[str, list[str]]:
+    """What the browser prints of a page; what the page said on the console, and asked of the network."""
+    assert BROWSER is not None
+    log = folder / "net.json"
+    own = (f"--user-data-dir={folder / 'profile'}", "--enable-logging=stderr", f"--log-net-log={log}")
+    command = [BROWSER, *QUIET, *own, *arguments, page.as_uri()]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
+    asked = [event.get("params", {}) for event in json.loads(log.read_text())["events"]]
+    # Others are the browser's own, of no page.
+    urls = [each["url"] for each in asked if str(each.get("network_isolation_key")).startswith("file:")]
+    return done.stdout, [*(line for line in done.stderr.splitlines() if "CONSOLE" in line), *urls]
+
+
+@pytest.mark.skipif(BROWSER is None, reason="chromium is not installed")
+def test_a_browser_shows_it(folder: Path) -> None:
+    """At the widths of a desk and of a phone, without an error on the console and without a request."""
+    image = pytest.importorskip("PIL.Image")
+    for out, preset in (("a", "tent:lr=0.01"), ("b", "bn")):
+        assert run("--out", out, *FULL, preset=preset) == 0
+    found = page("a", "b")
+    (folder / "seen.html").write_text("<script>console.error(1)</script><img src='http://127.0.0.1:9/x.png'>")
+    assert len(browse(folder, folder / "seen.html", "--dump-dom")[1]) == 2  # neither would go unseen
+    dom, noticed = browse(folder, folder / "page.html", "--dump-dom")
+    assert noticed == []
+    (folder / "dom.html").write_text(dom)
+    for side, name in (("before", "frozen source"), ("after", "tent:lr=0.01")):
+        assert Page(folder / "dom.html").row(name) == found.row(name)
+        assert found.row(name)[0] == percent(summary("a")["quality"][side]["accuracy"])
+    for width in (1280, 390):
+        # No window is narrower than 500: a phone is a frame in it, which says how wide its content is.
+        script = "onload = () => document.title = frames[0].document.documentElement.scrollWidth"
+        frame = f'<iframe src="page.html" style="border:0;width:{width}px;height:900px"></iframe><script>{script}</script>'
+        (folder / "frame.html").write_text(f'<body style="margin:0">{frame}')
+        local, shot = "--allow-file-access-from-files", folder / f"{width}.png"
+        dom, noticed = browse(folder, folder / "frame.html", "--dump-dom", local)
+        assert noticed == []
+        assert f"<title>{width}</title>" in dom  # nothing sticks out
+        browse(folder, folder / "frame.html", f"--window-size={width},900", f"--screenshot={shot}", local)
+        with image.open(shot) as picture:
+            assert picture.size == (width, 900)
+            assert len(picture.convert("RGB").resize((200, 200)).getcolors(1 << 16)) > 50  # no empty page

@@ -1,0 +1,261 @@
+"""The command line as a user meets it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from driftfilter import VARIANTS, __version__
+from driftfilter.app.bench import task
+from driftfilter.app.bench.bench import QUICK_PRESETS
+from driftfilter.app.cli import main
+from driftfilter.presets import PRESETS
+
+
+def _table(lines: list[str]) -> dict[str, dict[str, str]]:
+    """The rows of a printed table of the benchmark by preset, each by column."""
+    start = next(number for number, line in enumerate(lines) if line.startswith("preset "))
+    head = re.split(" {2,}", lines[start])
+    rows = [re.split(" {2,}", line) for line in lines[start + 1 : lines.index("", start)]]
+    return {row[0]: dict(zip(head, row, strict=True)) for row in rows}
+
+
+def test_demo_prints_its_tables_and_says_where_they_are(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["demo", "--seeds", "1", "--out", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    adapted, frozen = (next(line.split() for line in lines if line.startswith(name)) for name in ("filter", "frozen source"))
+    assert float(adapted[1]) > float(frozen[2])
+    scores = {preset: float(row["mean"]) for preset, row in _table(lines).items()}
+    assert list(scores) == QUICK_PRESETS.split(",") == ["source", "bn", "tent", "driftfilter", "driftfilter_aug"]
+    assert list(scores) == sorted(scores, key=lambda preset: scores[preset])
+    assert f"wrote {tmp_path / 'linear'}" in lines
+    assert lines[-2:] == [f"wrote {tmp_path / 'images'}", f"wrote {tmp_path / 'images' / 'report.html'}"]
+    (written,) = (tmp_path / "images").glob("tent_*.json")
+    assert f"{json.loads(written.read_text())['result']['mean']['accuracy']:.3f}" == _table(lines)["tent"]["mean"]
+    assert (tmp_path / "linear" / "metrics.json").exists()
+
+
+def test_demo_goes_without_what_is_not_installed(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("driftfilter.app.commands.find_spec", lambda name: None)
+    monkeypatch.setattr("driftfilter.app.paper.reproduce.reproduce", lambda *_, figures: {"linear": f"figures {figures}"})
+    assert main(["demo", "--seeds", "1", "--out", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "figures False" in lines
+    assert lines[-1].endswith("pip install 'driftfilter[bench]'")
+
+
+SMALL = ["bench", "--quick", "--images", "40", "--batch", "20", "--corruptions", "contrast", "--presets", "source,bn"]
+
+
+def test_bench_runs_lists_and_resumes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    command = [*SMALL, "--out", str(tmp_path)]
+    assert main([*command, "--list"]) == 0
+    assert capsys.readouterr().out.split("\n") == [
+        "to do  source · reset · resnet20 · seed 0",
+        "to do  bn · reset · resnet20 · seed 0",
+        "",
+    ]
+    assert not list(tmp_path.iterdir())
+    assert main(command) == 0
+    first = capsys.readouterr()
+    assert list(_table(first.out.splitlines())) == ["source", "bn"]
+    assert f"command: driftfilter {' '.join(command)}" in first.out
+    assert [line[:6] for line in first.err.splitlines()] == ["1 of 2", "2 of 2"]
+    assert main(command) == 0
+    second = capsys.readouterr()
+    assert second.err == "resumed: 2 of 2 done\n"
+    assert second.out == first.out
+    assert main([*command, "--list"]) == 0
+    assert capsys.readouterr().out.count("done") == 2
+
+
+def test_bench_says_what_failed_and_fails(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("driftfilter.app.bench.bench.run_task", _failing)
+    assert main([*SMALL, "--out", str(tmp_path)]) == 1
+    assert "failed: bn, seed 0: RuntimeError: no memory" in capsys.readouterr().out
+    assert not list(tmp_path.glob("*.json"))
+
+
+def _failing(*_: object) -> None:
+    raise RuntimeError("no memory")
+
+
+def test_bench_interrupted_keeps_what_is_done(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def once(*arguments: Any) -> dict[str, Any]:
+        if list(tmp_path.glob("*.json")):
+            raise KeyboardInterrupt
+        return task.run_task(*arguments)
+
+    monkeypatch.setattr("driftfilter.app.bench.bench.run_task", once)
+    assert main([*SMALL, "--out", str(tmp_path)]) == 130
+    assert "the same command goes on" in capsys.readouterr().err
+    assert len(list(tmp_path.iterdir())) == 1
+    monkeypatch.undo()
+    assert main([*SMALL, "--out", str(tmp_path)]) == 0
+    assert "resumed: 1 of 2 done" in capsys.readouterr().err
+
+
+def test_two_processes_share_a_folder(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second runs, from beginning to end, while the first is at its first task: it does all the others."""
+    command = [*SMALL, "--presets", "source,bn,tent", "--protocols", "continual", "--rounds", "2", "--out", str(tmp_path)]
+    seconds: list[subprocess.CompletedProcess[str]] = []
+
+    def meanwhile(*arguments: Any) -> dict[str, Any]:
+        code = [sys.executable, "-m", "driftfilter.app.cli", *command]
+        seconds.append(subprocess.run(code, check=False, capture_output=True, text=True))
+        return task.run_task(*arguments)
+
+    monkeypatch.setattr("driftfilter.app.bench.bench.run_task", meanwhile)
+    assert main(command) == 0
+    (second,), first = seconds, capfd.readouterr()
+    assert second.returncode == 1
+    *ended, left = second.stderr.splitlines()
+    assert [line[:6] for line in ended] == ["2 of 3", "3 of 3"]
+    assert left.startswith("not done: source · continual:rounds=2 · resnet20 · seed 0, claimed by process ")
+    assert f" {os.getpid()} on host {socket.gethostname()};" in left
+    assert list(_table(second.stdout.splitlines())) == ["bn", "tent"]
+    assert [line[:6] for line in first.err.splitlines()] == ["1 of 3"]
+    assert list(_table(first.out.splitlines())) == ["source", "bn", "tent"]
+    assert len(list(tmp_path.glob("*.json"))) == 3
+    assert not list(tmp_path.glob("*.claim"))
+    assert (tmp_path / "stream-continual-rounds=2_resnet20.png").exists()
+
+
+def test_a_claim_of_another_host_is_named_and_no_table_is_lost(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    command = [*SMALL, "--presets", "bn", "--out", str(tmp_path)]
+    assert main(command) == 0
+    (done,) = tmp_path.glob("*.json")
+    done.rename(done.with_suffix(".claim"))
+    done.with_suffix(".claim").write_text(json.dumps({"host": "far", "pid": 17}))
+    before = (tmp_path / "table.md").read_text()
+    capsys.readouterr()
+    assert main(command) == 1
+    shown = capsys.readouterr()
+    assert f"claimed by process 17 on host far; where it runs no more, remove {done.with_suffix('.claim')}" in shown.err
+    assert shown.out == ""
+    assert (tmp_path / "table.md").read_text() == before
+
+
+def test_only_tables_of_the_run_are_shown(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    first, second = ([*SMALL, "--presets", "bn", "--batch", size, "--out", str(tmp_path)] for size in ("20", "10"))
+    assert main(first) == main(second) == 0
+    shown, page = capsys.readouterr().out.split("wrote")[1], (tmp_path / "table.md").read_text()
+    for command, here in ((first, False), (second, True)):
+        assert (f"command: driftfilter {' '.join(command)}" in shown) == here
+        assert f"command: driftfilter {' '.join(command)}" in page
+
+
+@pytest.mark.parametrize("below", ["", "below"], ids=["file", "below-a-file"])
+@pytest.mark.parametrize("command", [SMALL, ["demo"], ["reproduce", "linear"]], ids=lambda command: command[0])
+def test_out_must_be_a_folder(command: list[str], below: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("mine")
+    with pytest.raises(SystemExit) as exit_info:
+        main([*command, "--out", str(file / below)])
+    assert exit_info.value.code == 2
+    assert f"argument --out: must be a folder, or where one can be made, got the file '{file}'" in capsys.readouterr().err
+    assert file.read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--presets", "tnt", "did you mean 'tent'?"),
+        ("--protocols", "mixt", "did you mean 'mixed'?"),
+        ("--models", "resnet2", "did you mean 'resnet20'?"),
+        ("--corruptions", "contrst", "did you mean 'contrast'?"),
+        ("--data", "nowhere", "nowhere"),
+    ],
+    ids=["preset", "protocol", "model", "corruption", "data"],
+)
+def test_bench_names_the_nearest(
+    option: str, value: str, message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main([*SMALL, option, value, "--out", str(tmp_path / "run")]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_bench_without_torchmetrics_says_how_to_get_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torchmetrics.functional.classification", None)
+    assert main(SMALL) == 2
+    assert "pip install 'driftfilter[bench]'" in capsys.readouterr().err
+
+
+def test_data_explains_and_checks(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["data"]) == 0
+    assert "CIFAR-10-C" in capsys.readouterr().out
+    assert main(["data", str(tmp_path)]) == 1
+    assert str(tmp_path) in capsys.readouterr().out
+
+
+def test_list_names_every_variant_with_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list"]) == 0
+    printed = capsys.readouterr().out
+    for name in [name for variants in VARIANTS.values() for name in variants] + list(PRESETS):
+        assert any(line.split()[0] == name and len(line.split()) > 2 for line in printed.splitlines() if line.strip())
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"driftfilter {__version__}\n"
+
+
+def test_no_command_prints_help_and_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert "demo" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["demo", "--seeds", "0"], "must be an integer >= 1, got '0'"),
+        (["demo", "--seeds", "many"], "must be an integer >= 1, got 'many'"),
+        (["bench", "--batch", "0"], "must be an integer >= 1, got '0'"),
+        (["bench", "--precision", "fp8"], "invalid choice: 'fp8'"),
+        (["bench", "--order", "random"], "invalid choice: 'random'"),
+        (["dmo"], "invalid choice: 'dmo'"),
+    ],
+)
+def test_mistakes(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        main(arguments)
+    assert exit_info.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_help_does_not_import_torch() -> None:
+    code = "\n".join(
+        [
+            "import sys",
+            "from driftfilter.app import cli",
+            "for command in ([], ['bench'], ['run'], ['report']):",
+            "    try: cli.main([*command, '--help'])",
+            "    except SystemExit: pass",
+            "assert not {'torch', 'rich', 'torchmetrics'} & set(sys.modules)",
+        ]
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_the_library_does_not_import_what_only_the_app_needs() -> None:
+    code = "import sys, driftfilter\nassert not {'matplotlib', 'rich', 'torchmetrics', 'tyro', 'sklearn'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

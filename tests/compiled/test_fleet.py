@@ -1,0 +1,264 @@
+"""A fleet against as many filters of their own; arrivals, errors that change nothing, files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import driftfilter as df
+from driftfilter.compiled import fleet as module
+
+D, NAMES = 3, ["a", "b", "c", "d", "e"]
+PATHS = ["compiled", "batched"]
+
+
+def build(**parts: Any) -> df.Filter:
+    usual: dict[str, Any] = {
+        "logits": df.LinearHead(3),
+        "transition": df.Transition(df.MeanReversion(0.9), df.Stationary()),
+        "observation": df.Gibbs(df.PseudoLabel(), df.EntropyGate(0.9, 2.0)),
+        "inference": df.Linearized(df.Hessian()),
+        "prediction": df.LinearizedProbit(),
+    }
+    return df.Filter(**{**usual, **parts})
+
+
+def start(structure: str, d: int = 3 * D, dtype: torch.dtype = torch.float64) -> df.Belief:
+    generator = torch.Generator().manual_seed(0)
+    root = torch.randn(d, d, generator=generator, dtype=torch.float64)
+    matrix = root @ root.mT / d + 0.1 * torch.eye(d, dtype=torch.float64)
+    covariance = df.Full(matrix.to(dtype)) if structure == "full" else df.Diagonal(matrix.diagonal().to(dtype))
+    return df.Belief(torch.randn(d, generator=generator, dtype=torch.float64).to(dtype), covariance)
+
+
+def features(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@pytest.fixture(params=PATHS)
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "batched":
+        monkeypatch.setattr(module, "find_spec", lambda name: None)
+    else:
+        pytest.importorskip("numba")
+    return str(request.param)
+
+
+def assert_close(one: Any, other: Any, tolerance: float = 1e-9) -> None:
+    torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+
+
+def assert_state(fleet: df.Fleet, stream: Any, state: df.FilterState, tolerance: float = 1e-9) -> None:
+    mine = fleet.state(stream)
+    assert mine.step == state.step
+    assert_close(mine.belief.mean, state.belief.mean, tolerance)
+    assert_close(mine.belief.covariance.dense(), state.belief.covariance.dense(), tolerance)
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "hessian": {},
+    "fisher": {"inference": df.Linearized(df.EmpiricalFisher(centered=False, scale=0.8), radius=0.3)},
+    "centered": {"inference": df.Linearized(df.EmpiricalFisher())},
+    "gauss newton": {"inference": df.Linearized(df.GaussNewton()), "predict_from": "prior"},
+    "no curvature": {"inference": df.Linearized(df.NoCurvature()), "prediction": df.Tempered(1.5)},
+    "kept": {"observation": df.Gibbs(df.PseudoLabel(0.6), df.Reliability(2.0), "kept", reference=2)},
+    "restore": {
+        "transition": df.Transition(df.MeanReversion(0.8), df.Restore()),
+        "prediction": df.LinearizedProbit("per_class"),
+    },
+    "sum": {"observation": df.Gibbs(df.Sum((df.Entropy(), df.GeneralizedCrossEntropy())))},
+}
+
+
+@pytest.mark.filterwarnings("ignore::driftfilter.NoInformationWarning")
+@pytest.mark.parametrize("structure", ["full", "diagonal"])
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_fleet_is_as_many_filters(name: str, n: int, structure: str, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    filt = build(**VARIANTS[name])
+    if name != "centered":  # whose first step without information is the filter's own
+        monkeypatch.delattr(df.Filter, "run")  # no stream falls back to its filter
+    fleet = df.Fleet(filt, start(structure), NAMES)
+    states = {stream: filt.init(start(structure)) for stream in NAMES}
+    for position, arriving in enumerate((NAMES, ["d", "b"], NAMES)):
+        x = features(len(arriving), n, D, seed=position)
+        together = fleet.step(x, arriving)
+        for row, stream in enumerate(arriving):
+            states[stream], prediction, _ = filt.step(states[stream], x[row])
+            assert_close(together.log_probabilities[row], prediction.log_probabilities)
+            assert_close(together.logit_variance[row], prediction.logit_variance)
+    for stream, state in states.items():
+        assert_state(fleet, stream, state)
+
+
+def test_batches_of_different_sizes(path: str) -> None:
+    filt, belief = build(), start("diagonal")
+    fleet = df.Fleet(filt, belief, NAMES)
+    batches = {"e": features(2, D), "a": features(1, D), "c": features(2, D, seed=5)}
+    predictions = fleet.step(batches)
+    assert list(predictions) == ["e", "a", "c"]
+    for stream, batch in batches.items():
+        state, prediction, _ = filt.step(filt.init(belief), batch)
+        assert_state(fleet, stream, state)
+        assert_close(predictions[stream].log_probabilities, prediction.log_probabilities)
+    assert [fleet.state(stream).step for stream in NAMES] == [1, 0, 1, 0, 1]
+
+
+@pytest.mark.parametrize("structure", ["full", "diagonal"])
+@pytest.mark.parametrize("classes", [2, 3])
+def test_run_is_steps(classes: int, structure: str, path: str) -> None:
+    belief = start(structure, (classes - 1) * (D + 1))
+    filt = build(logits=df.LinearHead(classes, intercept=True))
+    x = features(5, 4, 1, D)
+    whole, stepped = (df.Fleet(filt, belief, NAMES) for _ in range(2))
+    together = whole.run(x)
+    for t in range(4):
+        assert_close(stepped.step(x[:, t]).log_probabilities, together.log_probabilities[:, t])
+    for stream in NAMES:
+        assert_state(whole, stream, stepped.state(stream))
+
+
+def test_single_precision_and_threads(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Enough streams for two threads; compared with filters of their own to 1e-6."""
+    filt, belief = build(), start("diagonal", dtype=torch.float32)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    x = features(150, 1, D).float()
+    fleet = df.Fleet(filt, belief, range(150))
+    together = fleet.step(x)
+    for stream in (0, 74, 75, 149):
+        state, prediction, _ = filt.step(filt.init(belief), x[stream])
+        assert_state(fleet, stream, state, 1e-6)
+        assert_close(together.log_probabilities[stream], prediction.log_probabilities, 1e-6)
+
+
+@pytest.mark.parametrize("width", [5, 40])
+def test_single_precision_over_many_steps(width: int, path: str) -> None:
+    """Widths that fill no vector register, and fill some and a part; twenty steps of entropy, to 1e-6."""
+    filt = build(observation=df.Gibbs(df.Entropy()), inference=df.Linearized(df.EmpiricalFisher(centered=False)))
+    belief = df.Belief(features(3 * width).float() / 8, df.Diagonal(torch.full((3 * width,), 0.02)))
+    x = features(len(NAMES), 20, 1, width).float()
+    fleet, states = df.Fleet(filt, belief, NAMES), {stream: filt.init(belief) for stream in NAMES}
+    together = fleet.run(x)
+    for row, stream in enumerate(NAMES):
+        for t in range(20):
+            states[stream], prediction, _ = filt.step(states[stream], x[row, t])
+            assert_close(together.log_probabilities[row, t], prediction.log_probabilities, 1e-6)
+        assert_state(fleet, stream, states[stream], 1e-6)
+
+
+def test_streams_that_compiled_code_refuses_step_by_themselves() -> None:
+    """One gradient less its mean holds no information: the first such step is the filter's own, and warns."""
+    pytest.importorskip("numba")
+    filt, belief = build(observation=df.Gibbs(df.Entropy()), inference=df.Linearized(df.EmpiricalFisher())), start("diagonal")
+    fleet, x = df.Fleet(filt, belief, NAMES), features(5, 1, D)
+    with pytest.warns(df.NoInformationWarning):
+        fleet.step(x)
+    state = filt.step(filt.init(belief), x[2])[0]
+    assert_state(fleet, "c", state)
+
+
+def test_coupled_losses_need_compiled_code(path: str) -> None:
+    filt = build(observation=df.Gibbs(df.InformationMaximization()))
+    fleet, x = df.Fleet(filt, start("full"), NAMES), features(5, 3, D)
+    if path == "batched":
+        with pytest.raises(ValueError, match="each sample alone"):
+            fleet.step(x)
+        return
+    fleet.step(x)
+    assert_state(fleet, "c", filt.step(filt.init(start("full")), x[2])[0])
+
+
+def test_add_and_drop(path: str) -> None:
+    filt, belief = build(), start("diagonal")
+    fleet = df.Fleet(filt, belief, NAMES, seed=7)
+    x = features(5, 1, D)
+    fleet.step(x)
+    fleet.drop(["b", "d"])
+    fleet.add(["new"], seed=40)
+    assert fleet.streams == ["a", "c", "e", "new"]
+    assert len(fleet) == 4
+    assert "b" not in fleet
+    assert_state(fleet, "e", filt.step(filt.init(belief), x[4])[0])
+    assert [fleet.state(stream).seed for stream in fleet.streams] == [7, 9, 11, 40]
+    assert fleet.state("new").step == 0
+
+
+BAD: dict[str, tuple[Any, Any, str]] = {
+    "unknown": (features(2, 1, D), ["a", "z"], "streams that were added"),
+    "twice": (features(2, 1, D), ["a", "a"], "named once"),
+    "wide": (features(5, 1, D + 1), None, "width"),
+    "empty": (features(5, 0, D), None, "n >= 1"),
+    "fewer": (features(4, 1, D), None, r"\[5, n, D\]"),
+    "nan": (torch.full((5, 1, D), torch.nan), None, "finite"),
+    "list": ([1.0], None, "a tensor"),
+    "mapping": ({"a": features(D)}, None, r"\[n, D\]"),
+    "none": ({}, None, "one stream or more"),
+    "one bad batch": ({"a": features(1, D), "b": features(2, D) * torch.nan}, None, "finite"),
+    "overflow": (features(5, 1, D) * torch.tensor([1, 1, 1, 1, 1e308])[:, None, None], None, "."),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_an_error_changes_no_stream(name: str, path: str) -> None:
+    batches, streams, message = BAD[name]
+    fleet = df.Fleet(build(), start("diagonal"), NAMES)
+    fleet.step(features(5, 1, D))
+    before = {stream: fleet.state(stream) for stream in NAMES}
+    with pytest.raises(ValueError, match=message):
+        fleet.step(batches, streams)
+    for stream in NAMES:
+        assert torch.equal(fleet.state(stream).belief.mean, before[stream].belief.mean)
+        assert_state(fleet, stream, before[stream], 0.0)
+
+
+def test_refused_filters_and_names() -> None:
+    with pytest.raises(ValueError, match="closed forms, but the inference is Bong"):
+        df.Fleet(build(inference=df.Bong()), start("full"))
+    with pytest.raises(ValueError, match="hidden states"):
+        df.Fleet(build(transition=df.Transition(df.LocalTrend())), start("full"))
+    with pytest.raises(ValueError, match="new, each named once"):
+        df.Fleet(build(), start("full"), ["a", "a"])
+    fleet = df.Fleet(build(), start("full"), ["a"])
+    with pytest.raises(ValueError, match="new, each named once"):
+        fleet.add(["b", "a"])
+    assert fleet.streams == ["a"]
+
+
+@pytest.mark.parametrize("structure", ["full", "diagonal"])
+def test_saved_and_loaded(structure: str, path: str, tmp_path: Path) -> None:
+    file, x = tmp_path / "fleet.safetensors", features(5, 1, D)
+    one, other = (df.Fleet(build(), start(structure), streams) for streams in (NAMES, ["x"]))
+    one.step(x)
+    one.save(file)
+    other.load(file)
+    assert other.streams == NAMES
+    for fleet in (one, other):
+        fleet.step({"c": x[0], "d": x[1]})
+    for stream in NAMES:
+        assert_state(other, stream, one.state(stream), 0.0)
+
+
+def test_files_that_do_not_fit_change_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "fleet.safetensors"
+    fleet = df.Fleet(build(), start("diagonal"), NAMES)
+    fleet.save(file)
+    others = [
+        df.Fleet(build(prediction=df.MAP()), start("diagonal"), ["x"]),
+        df.Fleet(build(), start("full"), ["x"]),
+        df.Fleet(build(), start("diagonal", dtype=torch.float32), ["x"]),
+    ]
+    for other in others:
+        with pytest.raises(df.CheckpointError, match="was not loaded"):
+            other.load(file)
+        assert other.streams == ["x"]
+    damaged = bytearray(file.read_bytes())
+    damaged[-1] ^= 1
+    file.write_bytes(damaged)
+    with pytest.raises(df.CheckpointError, match="checksum"):
+        fleet.load(file)
+    with pytest.raises(ValueError, match="texts or whole numbers"):
+        df.Fleet(build(), start("diagonal"), [(1, 2)]).save(file)

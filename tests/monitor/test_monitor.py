@@ -1,0 +1,682 @@
+"""The monitor: signals against independent formulas, alarms that hold for any class count, and what each response does."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import warnings
+from collections.abc import Iterator
+from dataclasses import FrozenInstanceError, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import scipy.stats
+import torch
+from torch import Tensor, nn
+
+import driftfilter as df
+from driftfilter.monitor.drift_tests import (
+    LONG,
+    SHORT,
+    Evidence,
+    bernstein,
+    compared,
+    extended,
+    faded,
+    improbability,
+    lost,
+    summary,
+    with_pairs,
+)
+from driftfilter.monitor.state import MonitorState
+from driftfilter.storage.state_tensors import to_tensors
+
+FIELDS = df.Signals._fields
+
+
+def network(classes: int = 4) -> nn.Module:
+    """Classes by the sign of inputs; batch norm gives the presets something to adapt."""
+    torch.manual_seed(0)
+    head = nn.Linear(16, classes)
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), head)
+    with torch.no_grad():
+        model(torch.randn(256, 8))
+        head.weight.mul_(4)
+    return model.eval()
+
+
+def inputs(seed: int, n: int = 64) -> Tensor:
+    return torch.randn(n, 8, generator=torch.Generator().manual_seed(seed))
+
+
+def garbage(seed: int, n: int = 64) -> Tensor:
+    """One sample over and over: one class is predicted, whatever the statistics."""
+    return inputs(seed, 1).expand(n, 8).contiguous() * 3
+
+
+def adapter(preset: str = "tent", **options: Any) -> df.Adapter:
+    return df.adapt(network(), preset, **{"statistics": "source", **options})
+
+
+def log_probabilities(labels: Tensor, classes: int, certainty: float = 0.9) -> Tensor:
+    """Predictions of these classes, all as certain."""
+    rest = (1 - certainty) / (classes - 1)
+    return torch.full((len(labels), classes), rest).scatter(1, labels[:, None], certainty).log()
+
+
+def bits(adapted: df.Adapter) -> dict[str, Tensor]:
+    return to_tensors(adapted.state)
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+# Signals
+
+
+@pytest.mark.parametrize(("n", "m", "k"), [(64, 500, 2), (100, 80, 10), (500, 2000, 30)])
+def test_the_g_statistic_is_scipys(n: int, m: int, k: int) -> None:
+    generator = torch.Generator().manual_seed(k)
+    new, old = (torch.randint(k, (size,), generator=generator) for size in (n, m))
+    batch, history = (summary(log_probabilities(labels, k)) for labels in (new, old))
+    table = torch.stack((new.bincount(minlength=k), old.bincount(minlength=k))).numpy()
+    single = [
+        scipy.stats.chi2_contingency([[a, n - a], [b, m - b]], correction=False, lambda_="log-likelihood").statistic / 2
+        for a, b in table.T
+        if a / n > b / m
+    ]
+    assert compared(batch, history)["g_class"].item() == pytest.approx(max(single), rel=1e-9)
+
+
+def test_the_chance_is_bounded_by_the_chi_square_tail() -> None:
+    for statistic in (0.0, 0.3, 0.5, 1.0, 5.0, 50.0):
+        exact, bound = -scipy.stats.chi2.logsf(2 * statistic, 1), improbability(statistic)
+        assert 0 <= bound <= exact
+        assert bound >= exact - math.log(2 * statistic + 1) - 1
+
+
+def labels_in_pairs(k: int, w: int, changed: float, seed: int = 0) -> Tensor:
+    """[2, w], labels of which a part is drawn anew, on both sides alike: exchangeable."""
+    generator = torch.Generator().manual_seed(seed)
+    pairs = torch.randint(k, (w,), generator=generator).expand(2, w).clone()
+    anew = torch.rand(2, w, generator=generator) < changed
+    pairs[anew] = torch.randint(k, (int(anew.sum()),), generator=generator)
+    return pairs
+
+
+@pytest.mark.parametrize("k", [2, 10, 100])
+def test_classes_lost_is_the_difference_of_entropies(k: int) -> None:
+    pairs = labels_in_pairs(k, 200 * k, 0.1)
+    some = torch.rand(200 * k, generator=torch.Generator().manual_seed(1)) < 0.3
+    pairs[0, some] = pairs[0, some] // 2
+    own, source = (scipy.stats.entropy(row.bincount(minlength=k)) for row in pairs)
+    assert source - own > 0.002
+    assert lost(pairs, k)["lost"].item() == pytest.approx(source - own, rel=0.02)
+    assert lost(pairs.flip(0), k)["lost"].item() == pytest.approx(own - source, rel=0.02)
+
+
+def test_the_chance_of_classes_lost_is_bounded_over_all_exchanges() -> None:
+    pairs = torch.tensor([[0, 0, 0, 1, 0, 2, 0, 0, 1, 2, 0, 0], [1, 2, 1, 0, 0, 1, 2, 3, 1, 2, 3, 1]])
+    found = lost(pairs, 4)
+    swaps = [torch.tensor(each).bool() for each in itertools.product((0, 1), repeat=12)]
+    values = torch.stack([lost(torch.where(swap, pairs.flip(0), pairs), 4)["lost"] for swap in swaps])
+    chance = (values >= found["lost"] - 1e-12).double().mean().item()
+    assert 0.01 < chance < 0.2
+    assert 0.5 < found["lost_tail"].item() <= -math.log(chance)
+
+
+def test_labels_that_stay_tell_nothing_and_pairs_are_bounded() -> None:
+    pairs = labels_in_pairs(10, 600, 0.0)
+    assert lost(pairs, 10)["lost"].item() == lost(pairs, 10)["lost_tail"].item() == 0
+    first, second = (log_probabilities(row, 10) for row in labels_in_pairs(10, 400, 0.5))
+    joined = with_pairs(with_pairs(None, first, second), second, first)
+    assert joined.shape == (2, LONG * 10)
+    assert torch.equal(joined[:, -400:], torch.stack((second.argmax(1), first.argmax(1))))
+    assert torch.equal(joined[:, :100], torch.stack((first.argmax(1), second.argmax(1)))[:, -100:])
+
+
+def test_the_rise_of_uncertainty_is_in_deviations_of_a_sample() -> None:
+    logits = torch.randn(300, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    old, new = (logits[:200] * 4).log_softmax(-1), (logits[200:] * 2).log_softmax(-1)
+    before, after = (scipy.stats.entropy(part.exp().numpy(), axis=1) for part in (old, new))
+    found = compared(summary(new), summary(old))
+    assert found["rise"].item() == pytest.approx((after.mean() - before.mean()) / before.std(), rel=1e-9)
+
+
+def test_the_window_fades_and_classes_of_the_history_do_not() -> None:
+    k, n = 3, 20
+    batches = [summary(log_probabilities(torch.full((n,), label % k), k)) for label in range(40)]
+    recent, history = None, None
+    for batch in batches:
+        recent, history = faded(recent, batch, n), extended(history, batch, n)
+    assert recent is not None
+    assert history is not None
+    assert history[:k].sum().item() == 40 * n
+    weights = (1 - n / SHORT) ** torch.arange(40, dtype=torch.float64).flip(0)
+    torch.testing.assert_close(recent, torch.stack(batches).mul(weights[:, None]).sum(0))
+    assert history[k].item() == pytest.approx(4 * LONG * k * (1 - (1 - n / (4 * LONG * k)) ** 40), rel=1e-9)
+
+
+def beliefs() -> Iterator[tuple[str, df.Belief, df.Belief]]:
+    generator = torch.Generator().manual_seed(0)
+    rows, mean, start = (torch.randn(*size, dtype=torch.float64, generator=generator) for size in ((4, 6), (6,), (6,)))
+    diagonal, full = df.Diagonal(mean.square() + 0.5), df.Full(rows.T @ rows + torch.eye(6, dtype=torch.float64))
+    flat = df.LowRank.isotropic(0.5, 6, 3, mean)
+    low, blocks = flat.condition(rows[:3]), df.Blocks((df.Diagonal(mean[:2].square() + 1), df.Full(full.matrix[2:, 2:])))
+    kronecker = df.Kronecker.isotropic(0.5, 2, 3, mean).condition(rows)
+    covariances: dict[str, df.Covariance] = {
+        "diagonal": diagonal,
+        "full": full,
+        "low rank": low,
+        "blocks": blocks,
+        "kronecker": kronecker,
+        "flat": flat,
+    }
+    for name, new in covariances.items():
+        for other, old in covariances.items():
+            yield f"{name} from {other}", df.Belief(mean, new), df.Belief(start, old)
+
+
+@pytest.mark.parametrize(("belief", "source"), [pair[1:] for pair in beliefs()], ids=[pair[0] for pair in beliefs()])
+def test_the_divergence_is_that_of_dense_normals(belief: df.Belief, source: df.Belief) -> None:
+    one, other = (
+        torch.distributions.MultivariateNormal(each.mean, each.covariance.dense(), validate_args=False)
+        for each in (belief, source)
+    )
+    exact = torch.distributions.kl_divergence(one, other)
+    torch.testing.assert_close(df.kl_divergence(belief, source), exact, rtol=1e-9, atol=1e-12)
+
+
+def test_the_divergence_of_point_masses() -> None:
+    mean = torch.ones(3)
+    point, spread = df.PointMass()(None, mean), df.Belief(mean, df.Diagonal(mean))  # type: ignore[arg-type]
+    moved = df.Belief(mean + 1, point.covariance)
+    assert df.kl_divergence(point, point) == 0
+    assert df.kl_divergence(moved, point) == df.kl_divergence(spread, point) == df.kl_divergence(point, spread) == math.inf
+
+
+def test_signals_of_a_step() -> None:
+    adapted = adapter("driftfilter", monitor=df.Monitor(divergence=100.0))
+    logp = adapted(inputs(0))
+    signals, state, info = adapted.signals, adapted.state, adapted.last_info
+    assert info is not None
+    shares = logp.argmax(-1).bincount(minlength=4) / 64
+    moved = (state.belief.mean - state.source.mean) / state.source.covariance.variance().sqrt()
+    expected = {
+        "distance": moved.square().mean().sqrt().item(),
+        "divergence": df.kl_divergence(state.belief, state.source).item() / state.belief.dimension,
+        "marginal_entropy": scipy.stats.entropy(shares),
+        "largest_share": shares.max().item(),
+        "predictive_entropy": scipy.stats.entropy(logp.exp().numpy(), axis=1).mean(),
+        "effective_samples": (info.weights.sum().square() / info.weights.square().sum()).item(),
+        "energy": info.energy.item(),
+    }
+    for name, value in expected.items():
+        assert getattr(signals, name) == pytest.approx(value, rel=1e-4), name
+    assert all(math.isnan(getattr(signals, name)) for name in set(FIELDS) - set(expected))
+    adapted.update(inputs(1))
+    assert math.isnan(adapted.signals.largest_share)
+    assert adapted.signals.distance > 0
+
+
+# False alarms
+
+
+@pytest.mark.parametrize("k", [2, 10, 1000])
+@pytest.mark.parametrize("n", [1, 16, 256])
+@pytest.mark.parametrize("skew", [0.0, 1.0], ids=["balanced", "skewed"])
+def test_a_stationary_stream_is_no_alarm(k: int, n: int, skew: float) -> None:
+    """Classes from one distribution, any certainty, a third of the labels apart from the source's: none in 400 batches."""
+    generator = torch.Generator().manual_seed(0)
+    shares = (torch.arange(k) + 1.0).pow(-skew)
+    labels, other = torch.multinomial(shares, 800 * n, replacement=True, generator=generator).view(2, 400, n)
+    certainty = torch.rand(400, n, generator=generator) * 0.4 + 0.55
+    source = torch.where(torch.rand(400, n, generator=generator) < 1 / 3, other, labels)
+    assert not alarms(labels, certainty, k, source)
+
+
+def alarms(labels: Tensor, certainty: Tensor, k: int, source: Tensor | None = None) -> list[tuple[int, str]]:
+    """Steps and signals of the alarms, of predictions [steps, n] without a model, and those of the source."""
+    monitor = df.Monitor.recording()
+    filt = df.Filter(df.LinearHead(classes=2))
+    start = filt.init(df.Belief(torch.zeros(2), df.Diagonal(torch.ones(2))))
+    state = replace(start, belief=df.Belief(torch.ones(2), df.Diagonal(torch.ones(2))))
+    info = df.StepInfo(0, True, "", torch.zeros(1, 1), torch.ones(1), torch.ones(1))
+    watch = MonitorState()
+    found = []
+    for step, (row, sure) in enumerate(zip(labels, certainty, strict=True)):
+        rest = ((1 - sure) / (k - 1)).clamp_min(1e-12)
+        logp = rest[:, None].expand(-1, k).scatter(1, row[:, None], sure[:, None]).log()
+        asked = logp if source is None else log_probabilities(source[step], k)
+        watch, _ = monitor.step(watch, start, state, info, logp, lambda _: asked, {})  # noqa: B023
+        found += [(step, signal) for signal in watch.alarmed]
+    return found
+
+
+@pytest.mark.parametrize("k", [2, 10, 300])
+@pytest.mark.parametrize("n", [1, 16, 256])
+def test_one_class_is_an_alarm_at_once(k: int, n: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    before = max(8, -(-max(10 * k, 16 * SHORT) // n))
+    labels = torch.randint(k, (before + -(-5 * SHORT // n), n), generator=generator)
+    labels[before:] = 0
+    found = alarms(labels, torch.full(labels.shape, 0.9), k)
+    assert found
+    assert found[0][0] >= before  # nor is anything noticed before
+    first = next(step for step, signal in found if signal == "share_gained")
+    assert (first - before + 1) * n <= max(n, 4 * SHORT if k == 2 else SHORT)
+
+
+def test_half_of_a_share_is_recorded_once_and_nothing_is_done() -> None:
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.randint(10, (60, 50), generator=generator)
+    labels[40:, :18] = 0  # 0.28 nats: from a tenth to four tenths
+    start = df.Filter(df.LinearHead(2)).init(df.Belief(torch.zeros(2), df.Diagonal(torch.ones(2))))
+    state = replace(start, belief=df.Belief(torch.ones(2), df.Diagonal(torch.ones(2))))
+    info = df.StepInfo(0, True, "", torch.zeros(1, 1), torch.ones(1), torch.ones(1))
+    monitor, watch = df.Monitor(), MonitorState()
+    for row in labels:
+        logp = log_probabilities(row, 10)
+        watch, after = monitor.step(watch, start, state, info, logp, lambda _: logp, {})  # noqa: B023
+        assert after is state
+    events = [(event.signal, event.response, event.threshold) for event in watch.events]
+    assert events[:1] == [("share_gained", "record", 0.25)]
+    assert {response for _, response, _ in events} == {"record"}
+    assert watch.events[0].step in (40, 41)
+    assert 0.25 <= watch.events[0].value < 0.5
+
+
+@pytest.mark.parametrize(("k", "n"), [(2, 1), (2, 200), (10, 20), (10, 200), (100, 200)])
+def test_classes_that_only_the_belief_loses_are_a_collapse(k: int, n: int) -> None:
+    """Two in five labels go to the lower half of the classes; where the source's do so too, it is the stream."""
+    generator = torch.Generator().manual_seed(0)
+    steps = max(40, 160 * k // n)
+    labels = torch.randint(k, (steps, n), generator=generator)
+    moved = torch.where(torch.rand(steps, n, generator=generator) < 0.4, labels // 2, labels)
+    moved[: steps // 4] = labels[: steps // 4]
+    certainty = torch.rand(steps, n, generator=generator) * 0.4 + 0.55
+    found = alarms(moved, certainty, k, labels)
+    assert {signal for _, signal in found} == {"classes_lost"}
+    assert found[0][0] >= steps // 4
+    assert not alarms(moved, certainty, k, moved)
+    assert not alarms(labels, certainty, k, moved)  # the source predicts fewer classes: the belief has gained them
+
+
+def test_a_harder_stream_is_uncertainty_alone() -> None:
+    labels = torch.randint(10, (60, 100), generator=torch.Generator().manual_seed(0))
+    sure = torch.full(labels.shape, 0.9)
+    sure[:, ::2] = 0.8
+    sure[30:] = 0.6
+    found = alarms(labels, sure, 10)
+    assert found[0] == (30, "uncertainty")
+    assert {signal for _, signal in found} == {"uncertainty"}
+
+
+# Responses
+
+
+def poisoned(monitor: df.Monitor | None, preset: str = "tent", count: int = 5, **options: Any) -> df.Adapter:
+    adapted = adapter(preset, monitor=monitor, **options)
+    for seed in range(30):
+        adapted(inputs(seed))
+    assert not adapted.events
+    for seed in range(count):
+        adapted(garbage(seed + 100))
+    return adapted
+
+
+def test_reverting_goes_back_to_a_belief_before_the_alarm_and_stays_there() -> None:
+    adapted, plain = adapter(monitor=df.Monitor()), adapter(monitor=None)
+    beliefs = []
+    for seed in range(30):
+        assert torch.equal(adapted(inputs(seed)), plain(inputs(seed)))
+        beliefs.append(plain.belief.mean)
+    for seed in range(3):
+        adapted(garbage(seed + 100))
+        assert [torch.equal(adapted.belief.mean, mean) for mean in beliefs].index(True) in range(30 - 2 * 5 - 1, 30 - 5)
+        assert adapted.state.step == 31 + seed
+    assert {event.response for event in adapted.events} == {"revert"}
+    assert [event.step for event in adapted.events if event.signal == "share_gained"] == [30, 31, 32]
+    adapted(inputs(200))
+    assert adapted.events[-1].step == 32
+    assert not any(torch.equal(adapted.belief.mean, mean) for mean in beliefs)
+
+
+def test_recording_changes_nothing_but_the_log() -> None:
+    watched, plain = poisoned(df.Monitor.recording()), poisoned(None)
+    assert same(bits(watched), bits(plain))
+    assert watched.events
+    assert {event.response for event in watched.events} == {"record"}
+    assert not plain.events
+
+
+def test_warning_says_once_what_is_wrong() -> None:
+    adapted = poisoned(df.Monitor(on_labels="warn", on_uncertainty="record"), count=0)
+    with pytest.warns(df.AlarmWarning, match="beyond"):
+        adapted(garbage(100))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", df.AlarmWarning)
+        adapted(garbage(101))
+    assert same(bits(adapted), bits(poisoned(None, count=2)))
+
+
+def test_inflating_multiplies_the_covariance() -> None:
+    options = {"transition": df.Transition(df.RandomWalk(), df.NoNoise())}
+    monitor = df.Monitor(on_labels="inflate", on_uncertainty="record", inflation=9.0)
+    inflated, plain = (poisoned(each, "opgd_diag", 1, **options) for each in (monitor, None))
+    torch.testing.assert_close(inflated.belief.covariance.variance(), 9 * plain.belief.covariance.variance())
+    assert torch.equal(inflated.belief.mean, plain.belief.mean)
+
+
+def test_resetting_goes_back_to_the_source() -> None:
+    adapted = poisoned(df.Monitor(on_labels="reset"), count=1)
+    assert torch.equal(adapted.belief.mean, adapted.state.source.mean)
+    assert [event.response for event in adapted.events] == ["reset"] * len(adapted.events) != []
+
+
+def test_freezing_stops_until_told_to_go_on() -> None:
+    adapted = poisoned(df.Monitor(on_labels="freeze"), count=1)
+    before = bits(adapted)
+    logp = adapted(inputs(50))
+    adapted.update(inputs(51))
+    assert logp.shape == (64, 4)
+    assert same(bits(adapted), before)
+    adapted.resume()
+    adapted(inputs(50))
+    assert not same(bits(adapted), before)
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 96}, {"update_every": 2}], ids=["plain", "window", "update_every"])
+def test_a_frozen_adapter_predicts_by_the_belief_it_keeps(options: dict[str, Any]) -> None:
+    """Not by that of a step which is thrown away, and no step is told."""
+    told: list[df.StepRecord] = []
+    watcher = SimpleNamespace(on_step=told.append)
+    monitor = df.Monitor(distance=1e-9, on_parameters="freeze")
+    adapted = adapter("opgd", predict_from="posterior", monitor=monitor, callbacks=[watcher], **options)
+    while not adapted.events:
+        adapted(inputs(len(told)))
+    last = adapted.last_info
+    for seed in range(50, 53):
+        expected = adapted.predict(inputs(seed)).log_probabilities
+        assert torch.equal(adapted(inputs(seed)), expected)
+        assert told[-1].info is None
+    adapted.update(inputs(53))
+    assert told[-1].info is None
+    assert adapted.last_info is last
+
+
+def test_the_strongest_of_several_responses_is_done() -> None:
+    adapted = adapter("driftfilter", monitor=df.Monitor(on_labels="freeze", distance=1e-9, classes=9.0))
+    for seed in range(30):
+        adapted(inputs(seed))
+    assert [(event.signal, event.response) for event in adapted.events] == [("distance", "record")]
+    adapted(garbage(100))
+    before = bits(adapted)
+    adapted(inputs(31))
+    assert same(bits(adapted), before)
+
+
+def test_a_collapse_goes_back_to_the_source_and_begins_anew() -> None:
+    """Tent far too fast, on inputs that stay the same."""
+    adapted, plain = (adapter(lr=0.1, monitor=monitor) for monitor in (df.Monitor(), None))
+    counts = {}
+    for name, each in (("guarded", adapted), ("plain", plain)):
+        for seed in range(60):
+            labels = each(inputs(seed)).argmax(-1)
+        counts[name] = labels.bincount(minlength=4).max().item()
+    events = [(event.signal, event.response) for event in adapted.events]
+    assert events[0] == ("classes_lost", "reset")
+    assert all(event.value >= 0.03 == event.threshold for event in adapted.events if event.signal == "classes_lost")
+    assert counts["plain"] > 50 > counts["guarded"]
+    first = adapted.events[0].step
+    again = adapter(lr=0.1)
+    for seed in range(first + 1):
+        again(inputs(seed))
+    assert torch.equal(again.belief.mean, again.state.source.mean)
+    assert again.state.step == first + 1
+
+
+@pytest.mark.parametrize(("samples", "every"), [(20, 2), (50, 2), (64, 3), (100, 4)])
+def test_the_source_is_asked_now_and_then_with_the_statistics_of_now(samples: int, every: int) -> None:
+    start = adapter("driftfilter", statistics=df.PseudoCount(16), monitor=df.Monitor(probe=2))
+    asked = []
+    predict = df.Filter.predict
+
+    def noted(self: df.Filter, state: df.FilterState, batch: Tensor) -> df.Prediction:
+        asked.append(state)
+        return predict(self, state, batch)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(df.Filter, "predict", noted)
+        for seed in range(2 * every):
+            start(torch.cat((inputs(seed), inputs(seed + 50)))[:samples])
+            assert len(asked) == (seed + 1) // every
+            if (seed + 1) % every == 0:
+                assert asked[-1].belief is start.state.source
+                assert asked[-1].memory is start.state.memory
+        plain = adapter("source")
+        plain(inputs(0))
+        plain(inputs(1))
+    assert len(asked) == 2  # a belief that is the source is not compared with itself
+
+
+def blurred(seed: int) -> Tensor:
+    """Inputs close to zero: the model is unsure of all of them."""
+    return inputs(seed) * 0.05
+
+
+def test_on_probation_the_belief_adapts_and_goes_back_when_the_stream_does() -> None:
+    adapted, plain = adapter(monitor=df.Monitor(share=50.0)), adapter(monitor=None)
+    for seed in range(30):
+        assert torch.equal(adapted(inputs(seed)), plain(inputs(seed)))
+    for seed in range(20):
+        assert torch.equal(adapted(blurred(seed)), plain(blurred(seed)))
+    assert [event.response for event in adapted.events] == ["probation"]
+    for seed in range(30, 45):
+        adapted(inputs(seed))
+    assert [event.response for event in adapted.events] == ["probation", "revert"]
+    assert adapted.events[-1].step in range(50, 65)
+    for seed in range(45, 70):
+        adapted(inputs(seed))
+    assert len(adapted.events) == 2
+
+
+@pytest.mark.parametrize("stream", ["garbage", "blurred"])
+def test_after_enough_patience_the_stream_is_the_new_history(stream: str) -> None:
+    adapted = poisoned(df.Monitor(patience=15), "source" if stream == "garbage" else "tent", count=0)
+    bring = {"garbage": lambda _: garbage(100), "blurred": blurred}[stream]
+    for seed in range(40):
+        adapted(bring(seed))
+    accepted = [event for event in adapted.events if event.response == "accept"]
+    assert accepted[0].step == 30 + 14
+    first = adapted.events.index(accepted[0])
+    assert len(adapted.events[:first]) > 0
+    assert not [event for event in adapted.events[first + 1 :] if event.signal == "share_gained"]
+
+
+def test_parameters_far_from_the_source_are_never_accepted() -> None:
+    adapted = adapter("driftfilter", monitor=df.Monitor(distance=0.01, patience=2, on_parameters="revert"))
+    for seed in range(12):
+        adapted(inputs(seed))
+    assert {(event.signal, event.response) for event in adapted.events} == {("distance", "revert")}
+    assert adapted.events[-1].value >= adapted.events[-1].threshold == 0.01
+
+
+# What the adapter does with it
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 32}, {"update_every": 3}], ids=["plain", "window", "update_every"])
+@pytest.mark.parametrize("preset", ["tent", "driftfilter", "t3a", "stad", "head_ekf", "opgd"])
+def test_without_alarms_nothing_changes(preset: str, options: dict[str, int]) -> None:
+    watched, plain = (df.adapt(network(), preset, monitor=monitor, **options) for monitor in (df.Monitor(), None))
+    for seed in range(12):
+        n = 4 if "window" in options else 32
+        assert torch.equal(watched(inputs(seed, n)), plain(inputs(seed, n)))
+    assert {event.response for event in watched.events} <= {"record"}
+    assert same(bits(watched), bits(plain))
+
+
+def test_a_resumed_run_is_that_of_an_unbroken_one() -> None:
+    stream = [*map(inputs, range(30)), *map(garbage, range(100, 103)), *map(inputs, range(30, 36))]
+    stream += [*map(blurred, range(12)), *map(inputs, range(40, 50))]
+    for cut in (3, 31, 45, 53):
+        whole, first, second = adapter(), adapter(), adapter()
+        for batch in stream:
+            whole(batch)
+        for batch in stream[:cut]:
+            first(batch)
+        second.load_state_dict(first.state_dict())
+        assert second.events == first.events
+        for batch in stream[cut:]:
+            second(batch)
+        assert second.events == whole.events
+        assert {event.response for event in whole.events} == {"revert", "probation"}
+        one, other = whole.state_dict(), second.state_dict()
+        assert list(one) == list(other)
+        assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_state_without_a_monitor_starts_a_history() -> None:
+    plain, watched = adapter(monitor=None), poisoned(df.Monitor())
+    plain(inputs(0))
+    assert not any(name.startswith("monitor.") for name in plain.state_dict())
+    watched.load_state_dict(plain.state_dict())
+    assert watched.events == ()
+    plain.load_state_dict(poisoned(df.Monitor()).state_dict())
+    assert plain.events == ()
+
+
+def test_a_reset_clears_the_log() -> None:
+    adapted = poisoned(df.Monitor())
+    adapted.reset()
+    assert adapted.events == ()
+    assert all(math.isnan(value) for value in adapted.signals)
+
+
+def test_values_that_are_not_finite_are_an_error_and_an_event() -> None:
+    adapted = adapter()
+    adapted(inputs(0))
+    before = bits(adapted)
+    for call in (adapted, adapted.update):
+        with pytest.raises(df.NotFiniteError, match="finite"):
+            call(inputs(1).fill_(math.nan))
+    assert same(bits(adapted), before)
+    assert [(event.signal, event.response, event.step) for event in adapted.events] == [("not_finite", "record", 1)] * 2
+
+
+class Jump:
+    """A detector of values above a bound, with river's two names."""
+
+    def __init__(self, bound: float) -> None:
+        self.bound, self.drift_detected, self.seen = bound, False, 0
+
+    def update(self, x: float) -> None:
+        self.drift_detected, self.seen = x > self.bound, self.seen + 1
+
+    def __repr__(self) -> str:
+        return f"Jump({self.bound})"  # in ids of tests
+
+
+def test_detectors_are_asked_and_copied() -> None:
+    detector = Jump(0.9)
+    adapted = poisoned(df.Monitor(on_labels="record", detectors={"largest_share": detector}, on_detector="reset"), count=1)
+    event = adapted.events[-1]
+    assert (event.signal, event.response, event.value) == ("detector of largest_share", "reset", 1.0)
+    assert torch.equal(adapted.belief.mean, adapted.state.source.mean)
+    assert detector.seen == 0
+
+
+def test_a_detector_of_river() -> None:
+    drift = pytest.importorskip("river.drift")
+    detectors = {"predictive_entropy": drift.PageHinkley(threshold=1.0)}
+    adapted = adapter("source", monitor=replace(df.Monitor.recording(), detectors=detectors))
+    for seed in range(60):
+        adapted(inputs(seed))
+    assert not [event for event in adapted.events if event.signal.startswith("detector")]
+    for seed in range(30):
+        adapted(blurred(seed))
+    assert next(event.step for event in adapted.events if event.signal == "detector of predictive_entropy") in range(60, 70)
+
+
+def test_only_the_last_thousand_events_are_kept() -> None:
+    event = df.Event(0, "distance", 1.0, 0.5, "record")
+    watch = MonitorState().logged(*[event] * 999)
+    assert len(watch.logged(event, replace(event, step=1), replace(event, step=2)).events) == 1000
+    assert watch.logged(event, replace(event, step=2)).events[-1].step == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("classes", 0.0), ("uncertainty", (1.0,)), ("share", -1.0), ("distance", math.nan), ("divergence", 0.0),
+     ("false_alarm", 1.0), ("probe", 0), ("lag", 0), ("patience", 0.5), ("inflation", 1.0), ("on_labels", "panic"),
+     ("on_collapse", "stop"), ("on_detector", None), ("detectors", {"energie": Jump(1)}), ("detectors", {"energy": 3})],
+    ids=str,
+)  # fmt: skip
+def test_wrong_values_are_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=rf"Monitor.{name}"):
+        df.Monitor(**{name: value})
+
+
+def test_a_monitor_is_a_value() -> None:
+    assert df.Monitor() == df.Monitor()
+    assert eval(repr(df.Monitor()), {"Monitor": df.Monitor}) == df.Monitor()
+    assert hash(df.Monitor()) == hash(df.Monitor())
+    with pytest.raises(FrozenInstanceError):
+        df.Monitor().share = 1.0  # type: ignore[misc]
+    with pytest.raises(ValueError, match="adapt: monitor"):
+        df.adapt(network(), "tent", monitor="on")
+
+
+@pytest.mark.parametrize("share", [0.01, 0.1, 0.4])
+@pytest.mark.parametrize("samples", [64, 500])
+def test_the_tail_of_a_rise_is_below_the_exact_one_of_rare_events(share: float, samples: int) -> None:
+    """Samples that are 0 or 1, their number binomial: -ln P(mean >= share + t), by scipy."""
+    deviation = math.sqrt(share * (1 - share))
+    for count in range(math.ceil(samples * share) + 1, samples // 2 + samples // 4, max(1, samples // 16)):
+        rise = (count / samples - share) / deviation
+        exact = -scipy.stats.binom.logsf(count - 1, samples, share)
+        assert 0 < bernstein(rise, samples, 1 / deviation) <= exact
+    assert bernstein(-0.1, samples, 1.0) == 0
+
+
+def test_rare_hard_samples_are_no_rise_of_uncertainty() -> None:
+    """Independent samples, one in a hundred uncertain, the others nearly sure: 30 streams of 60 batches, no alarm."""
+    for seed in range(30):
+        draw = torch.Generator().manual_seed(seed)
+        hard = torch.rand(60, 64, generator=draw) < 0.01
+        wrong = torch.where(hard, 0.05 + 0.4 * torch.rand(60, 64, generator=draw), 1e-6).double()
+        history, window = None, None
+        for batch in wrong:
+            p = (batch / 3)[:, None].repeat(1, 4)
+            p[torch.arange(64), torch.randint(0, 4, (64,), generator=draw)] = 1 - batch
+            found = summary(p.log())
+            window = faded(window, found, 64)
+            if history is not None:
+                evidence = Evidence.of({name: value.item() for name, value in compared(window, history).items()}, 4)
+                assert evidence.tails[2] < -math.log(1e-4)
+            history = extended(history, found, 64)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("history", lambda value: value * math.nan, "monitor.history.* must be finite"),
+        ("history", lambda value: value[:-1], "monitor.* must be summaries of one length"),
+        ("pairs", lambda value: value + 99, "monitor.pairs.* must be two rows of labels below 4"),
+    ],
+)
+def test_a_state_with_a_damaged_history_is_refused(name: str, change: Any, message: str) -> None:
+    first, second = adapter(), adapter()
+    for seed in range(9):
+        first(inputs(seed))
+    state = first.state_dict()
+    state[f"monitor.{name}"] = change(state[f"monitor.{name}"])
+    with pytest.raises(ValueError, match=message):
+        second.load_state_dict(state)
+
+
+def test_prototypes_are_only_recorded_by_default() -> None:
+    assert adapter("t3a").monitor == df.Monitor.recording()
+    assert adapter("t3a", monitor=df.Monitor()).monitor == df.Monitor()

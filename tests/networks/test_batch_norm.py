@@ -1,0 +1,511 @@
+"""Statistics of batch normalisation: formulas written out, carried from step to step, and their gradients."""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import driftfilter as df
+from driftfilter.networks.batch_norm import diversity
+
+KINDS: list[Any] = ["batch", "source", df.PseudoCount(3.0), df.Ema(0.3)]
+kinds = pytest.mark.parametrize("statistics", KINDS, ids=str)
+exact = pytest.mark.parametrize("statistics", [*KINDS[:3], df.Ema(1.0)], ids=str)  # those with the derivative of their values
+
+
+def trained(*layers: nn.Module) -> nn.Sequential:
+    """A network in float64 whose statistics are not the initial ones."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*layers).double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+        for layer in model.modules():
+            if isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.running_mean is not None:
+                assert layer.running_var is not None
+                layer.running_mean.normal_()
+                layer.running_var.uniform_(0.5, 2.0)
+    return model
+
+
+def convolutional() -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.Tanh(), nn.Conv2d(3, 4, 2), nn.BatchNorm2d(4), nn.Tanh()
+    return trained(*layers, nn.Flatten(), nn.Linear(16, 3))
+
+
+def images(samples: int = 5, seed: int = 1) -> Tensor:
+    return torch.randn(samples, 2, 5, 5, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def blended(values: Tensor, mean: Tensor, variance: Tensor, share: float | Tensor) -> tuple[Tensor, Tensor]:
+    """Moments of a mixture: of the draws with probability 1 - α from the first, α from the batch."""
+    columns = values.transpose(0, 1).flatten(1)
+    batch, second = columns.mean(1), columns.square().mean(1)
+    mixed = (1 - share) * mean + share * batch
+    return mixed, (1 - share) * (variance + mean.square()) + share * second - mixed.square()
+
+
+def renormalized(values: Tensor, mean: Tensor, variance: Tensor, eps: float) -> Tensor:
+    """Batch normalisation, corrected to other moments by an r and a d that have no derivative."""
+    wide = [1, -1, *[1] * (values.dim() - 2)]
+    columns = values.transpose(0, 1).flatten(1)
+    batch, deviation = columns.mean(1), (columns.var(1, correction=0) + eps).sqrt()
+    r, d = (deviation / (variance + eps).sqrt()).detach(), ((batch - mean) / (variance + eps).sqrt()).detach()
+    return (values - batch.view(wide)) / deviation.view(wide) * r.view(wide) + d.view(wide)
+
+
+def reference(
+    model: nn.Sequential,
+    inputs: Tensor,
+    share: float | Tensor,
+    carried: list[tuple[Tensor, Tensor]] | None = None,
+    renormalizing: bool = False,
+) -> Any:
+    """Logits and blended statistics, layer by layer."""
+    found: list[tuple[Tensor, Tensor]] = []
+    hidden = inputs
+    for layer in model:
+        if not isinstance(layer, nn.modules.batchnorm._BatchNorm):
+            hidden = layer(hidden)
+            continue
+        assert layer.running_mean is not None
+        assert layer.running_var is not None
+        before = carried[len(found)] if carried else (layer.running_mean, layer.running_var)
+        mean, variance = blended(hidden, *before, share)
+        found.append((mean, variance))
+        wide = [-1, *[1] * (hidden.dim() - 2)]
+        scaled = (hidden - mean.view(wide)) / (variance + layer.eps).sqrt().view(wide)
+        if renormalizing:
+            scaled = renormalized(hidden, mean, variance, layer.eps)
+        hidden = scaled * layer.weight.view(wide) + layer.bias.view(wide) if layer.affine else scaled
+    return hidden, found
+
+
+def dense(affine: bool) -> nn.Sequential:
+    return trained(nn.Linear(50, 3), nn.BatchNorm1d(3, affine=affine), nn.Tanh(), nn.Linear(3, 3))
+
+
+MODELS: dict[str, Callable[[], nn.Sequential]] = {
+    "convolutional": convolutional,
+    "bare": lambda: trained(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3, affine=False), nn.Tanh(), nn.Flatten(), nn.Linear(27, 3)),
+    "dense": lambda: trained(nn.Flatten(), *dense(True)),
+    "dense_bare": lambda: trained(nn.Flatten(), *dense(False)),
+}
+
+
+@pytest.mark.parametrize("case", MODELS)
+@pytest.mark.parametrize(("statistics", "share"), [(df.PseudoCount(3.0), 5 / 8), (df.Ema(0.3), 0.3)], ids=str)
+def test_logits_and_gradient_of_a_blend(statistics: Any, share: float, case: str) -> None:
+    model, inputs = MODELS[case](), images()
+    network = df.Network(model, df.AllParameters(), statistics)
+    logits, pullback = network.pullback(network.mean(), inputs)
+    torch.testing.assert_close(logits, reference(model, inputs, share)[0], rtol=1e-10, atol=1e-10)
+    expected = reference(model, inputs, share, renormalizing=isinstance(statistics, df.Ema))[0]
+    cotangents = torch.randn_like(logits)
+    known = dict(model.named_parameters())
+    gradients = torch.autograd.grad(expected, [known[name] for name in network.shapes], cotangents)
+    gradient = torch.cat([each.flatten() for each in gradients])
+    torch.testing.assert_close(pullback.total(cotangents), gradient, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(pullback(cotangents).sum(0), gradient, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(("statistics", "share"), [(df.PseudoCount(2.0), 4 / 6), (df.Ema(0.3), 0.3)], ids=str)
+def test_rows_of_a_blend_are_those_of_the_own_scale_and_shift_of_each_sample(statistics: Any, share: float) -> None:
+    model, inputs = trained(nn.BatchNorm1d(3)), torch.randn(4, 3, dtype=torch.float64)
+    network = df.Network(model, statistics=statistics)
+    layer: Any = model[0]
+    mean, variance = blended(inputs, layer.running_mean, layer.running_var, share)
+    cotangents = torch.randn(4, 3, dtype=torch.float64)
+    expected = torch.cat((cotangents * (inputs - mean) / (variance + layer.eps).sqrt(), cotangents), 1)
+    torch.testing.assert_close(network.pullback(network.mean(), inputs)[1](cotangents), expected)
+
+
+def test_ema_carries_its_statistics() -> None:
+    model = convolutional()
+    network = df.Network(model, statistics=df.Ema(0.3))
+    theta, carried = network.mean(), None
+    memory: Mapping[str, Tensor] = {}
+    for step in range(3):
+        inputs = images(seed=step)
+        model_now = network.recall(memory)
+        logits, pullback = model_now.pullback(theta, inputs)
+        expected, carried = reference(model, inputs, 0.3, carried)
+        torch.testing.assert_close(logits, expected)
+        torch.testing.assert_close(model_now(theta, inputs), expected)
+        memory = pullback.memory
+        torch.testing.assert_close(memory["network.statistics"], torch.cat([part for pair in carried for part in pair]))
+    start = reference(model, inputs, 0.3)[0]
+    torch.testing.assert_close(network(theta, inputs), start)  # the network itself remembers nothing
+    assert not torch.allclose(start, expected)
+
+
+@pytest.mark.parametrize("statistics", KINDS[:3], ids=str)
+def test_other_statistics_carry_nothing(statistics: Any) -> None:
+    network = df.Network(convolutional(), statistics=statistics)
+    _, pullback = network.pullback(network.mean(), images())
+    assert pullback.memory == {}
+    assert network.recall({"network.statistics": torch.zeros(14)}) is network
+
+
+def test_statistics_of_another_network_are_refused() -> None:
+    network = df.Network(convolutional(), statistics=df.Ema())
+    with pytest.raises(ValueError, match="carried statistics must be 14 values, got '3 values'"):
+        network.recall({"network.statistics": torch.zeros(3)})(network.mean(), images())
+
+
+def test_the_ends_of_the_blends_are_batch_and_source() -> None:
+    model, inputs = convolutional(), images()
+    theta = df.Network(model).mean()
+    batch, source = (df.Network(model, statistics=kind)(theta, inputs) for kind in ("batch", "source"))
+    torch.testing.assert_close(df.Network(model, statistics=df.PseudoCount(0.0))(theta, inputs), batch)
+    torch.testing.assert_close(df.Network(model, statistics=df.PseudoCount(1e15))(theta, inputs), source)
+    torch.testing.assert_close(df.Network(model, statistics=df.Ema(1.0))(theta, inputs), batch)
+    torch.testing.assert_close(df.Network(model, statistics=df.Ema(0.0))(theta, inputs), source)
+
+
+@exact
+def test_pushforward_is_the_slope_of_the_logits(statistics: Any) -> None:
+    network, inputs = df.Network(convolutional(), statistics=statistics), images()
+    theta, tangent = network.mean(), torch.randn(len(network.mean()), dtype=torch.float64)
+    difference = network(theta + 1e-5 * tangent, inputs) - network(theta - 1e-5 * tangent, inputs)
+    torch.testing.assert_close(network.pushforward(theta, inputs, tangent[None])[0], difference / 2e-5, rtol=1e-6, atol=1e-7)
+
+
+@kinds
+def test_pushforward_is_the_adjoint_of_the_pullback(statistics: Any) -> None:
+    network, inputs = df.Network(convolutional(), df.AllParameters(), statistics), images()
+    theta, tangent = network.mean(), torch.randn(len(network.mean()), dtype=torch.float64)
+    logits, pullback = network.pullback(theta, inputs)
+    cotangents = torch.randn_like(logits)
+    pushed = network.pushforward(theta, inputs, tangent[None])[0]
+    torch.testing.assert_close((pushed * cotangents).sum(), pullback.total(cotangents) @ tangent, rtol=1e-10, atol=1e-10)
+
+
+@exact
+def test_total_is_the_slope_of_the_logits(statistics: Any) -> None:
+    network, inputs = df.Network(convolutional(), df.AllParameters(), statistics), images()
+    theta, tangent = network.mean(), torch.randn(len(network.mean()), dtype=torch.float64)
+    logits, pullback = network.pullback(theta, inputs)
+    cotangents = torch.randn_like(logits)
+    difference = network(theta + 1e-5 * tangent, inputs) - network(theta - 1e-5 * tangent, inputs)
+    torch.testing.assert_close(
+        pullback.total(cotangents) @ tangent, (difference * cotangents).sum() / 2e-5, rtol=1e-6, atol=1e-7
+    )
+    torch.testing.assert_close(pullback(cotangents).sum(0), pullback.total(cotangents))
+
+
+@pytest.mark.parametrize("shape", [(3,), (3, 1, 1)], ids=str)
+def test_one_value_a_channel_has_no_variance_and_uses_the_source(shape: tuple[int, ...]) -> None:
+    norm = nn.BatchNorm1d(3) if len(shape) == 1 else nn.BatchNorm2d(3)
+    model, inputs = trained(norm, nn.Flatten()), torch.randn(1, *shape, dtype=torch.float64)
+    batch, source = df.Network(model), df.Network(model, statistics="source")
+    torch.testing.assert_close(batch(batch.mean(), inputs), model.eval()(inputs))
+    cotangents = torch.randn(1, 3, dtype=torch.float64)
+    rows = [network.pullback(network.mean(), inputs)[1](cotangents) for network in (batch, source)]
+    torch.testing.assert_close(rows[0], rows[1])
+    assert rows[0].count_nonzero() == rows[0].numel()
+
+
+def test_one_value_a_channel_has_the_derivative_of_its_values_under_ema() -> None:
+    model, inputs = MODELS["dense"](), images(1)
+    network = df.Network(model, df.AllParameters(), df.Ema(0.3))
+    logits, pullback = network.pullback(network.mean(), inputs)
+    expected = reference(model, inputs, 0.3)[0]
+    torch.testing.assert_close(logits, expected)
+    cotangents = torch.randn_like(logits)
+    gradient = torch.cat([each.flatten() for each in torch.autograd.grad(expected, list(model.parameters()), cotangents)])
+    torch.testing.assert_close(pullback.total(cotangents), gradient, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("statistics", ["batch", "source", df.PseudoCount(), df.Ema()], ids=repr)
+def test_an_image_that_is_no_batch_is_refused_as_by_the_module_itself(statistics: Any) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2)).eval()
+    image = torch.randn(3, 6, 6)  # four rows are left of it, as many as there are channels
+    with pytest.raises(ValueError, match="expected 4D input") as own:
+        model(image)
+    with pytest.raises(ValueError, match=re.escape(str(own.value))):
+        df.adapt(model, "tent", statistics=statistics)(image)
+
+
+@kinds
+def test_layers_without_running_statistics_use_those_of_the_batch(statistics: Any) -> None:
+    model = trained(nn.BatchNorm1d(3, track_running_stats=False), nn.Linear(3, 2))
+    inputs, network = torch.randn(4, 3, dtype=torch.float64), df.Network(model, statistics=statistics)
+    logits, pullback = network.pullback(network.mean(), inputs)
+    torch.testing.assert_close(logits, model(inputs))
+    gradients = torch.autograd.grad(model(inputs), list(model[0].parameters()), torch.ones_like(logits))
+    torch.testing.assert_close(pullback(torch.ones_like(logits)).sum(0), torch.cat(gradients))
+
+
+@kinds
+def test_layers_without_scale_and_shift(statistics: Any) -> None:
+    model = trained(nn.BatchNorm1d(3, affine=False), nn.Linear(3, 2))
+    inputs, network = torch.randn(4, 3, dtype=torch.float64), df.Network(model, df.Head(), statistics)
+    layer: Any = model[0]
+    share = {"batch": 1.0, "source": 0.0}[statistics] if isinstance(statistics, str) else statistics.share(4)
+    mean, variance = blended(inputs, layer.running_mean, layer.running_var, share)
+    torch.testing.assert_close(network(network.mean(), inputs), model[1]((inputs - mean) / (variance + layer.eps).sqrt()))
+
+
+@kinds
+def test_the_statistics_of_the_module_are_left_as_they_were(statistics: Any) -> None:
+    model = convolutional()
+    before = copy.deepcopy(model.state_dict())
+    network = df.Network(model, statistics=statistics)
+    logits, pullback = network.pullback(network.mean(), images())
+    pullback(torch.ones_like(logits))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(type(layer).__module__.startswith("torch") for layer in model)
+
+
+class Activated(nn.BatchNorm1d):
+    """As timm's BatchNormAct2d: what torch's forward does, and an activation."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        own = self.training or self.running_mean is None
+        moments = (None, None) if own else (self.running_mean, self.running_var)
+        return functional.batch_norm(inputs, *moments, self.weight, self.bias, own, 0.1, self.eps).relu()
+
+
+class Inherited(nn.BatchNorm1d):
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(inputs).relu()
+
+
+@pytest.mark.parametrize("layer", [Activated, Inherited])
+@kinds
+def test_a_batch_norm_with_a_forward_of_its_own(layer: Callable[[int], nn.Module], statistics: Any) -> None:
+    model, inputs = trained(layer(3), nn.Linear(3, 2)), torch.randn(4, 3, dtype=torch.float64)
+    plain = nn.Sequential(nn.BatchNorm1d(3), nn.ReLU(), nn.Linear(3, 2)).double()
+    plain.load_state_dict({name.replace("1.", "2.", 1): tensor for name, tensor in model.state_dict().items()})
+    own, other = df.Network(model, statistics=statistics), df.Network(plain, statistics=statistics)
+    for batch in (inputs, inputs[:1]):
+        (logits, pullback), (expected, expected_pullback) = (each.pullback(own.mean(), batch) for each in (own, other))
+        torch.testing.assert_close(logits, expected)
+        cotangents = torch.randn_like(logits)
+        torch.testing.assert_close(pullback(cotangents), expected_pullback(cotangents))
+        torch.testing.assert_close(pullback.memory, expected_pullback.memory)
+    tangents = torch.randn(2, own.mean().numel(), dtype=torch.float64)
+    pushed = own.pushforward(own.mean(), inputs, tangents)
+    torch.testing.assert_close(pushed, other.pushforward(own.mean(), inputs, tangents))
+    assert model[0].running_mean is not None  # the user's layer is as it was
+    assert "inner" not in dict(model[0].named_modules())
+
+
+def test_a_batch_norm_that_normalises_by_hand_has_a_total_but_neither_rows_nor_a_blend() -> None:
+    class ByHand(nn.BatchNorm1d):
+        def forward(self, inputs: Tensor) -> Tensor:
+            variance, mean = torch.var_mean(inputs, 0, correction=0)
+            return (inputs - mean) * (variance + self.eps).rsqrt() * self.weight + self.bias
+
+    model, inputs = trained(ByHand(3), nn.Linear(3, 2)), torch.randn(4, 3, dtype=torch.float64)
+    batch = df.Network(model)
+    logits, pullback = batch.pullback(batch.mean(), inputs)
+    with pytest.raises(ValueError, match=r"couple .* got \"parameters \['0.weight', '0.bias'\]\""):
+        pullback(torch.ones_like(logits))
+    with pytest.raises(ValueError, match="statistics must be 'batch' or 'source' for 0, a ByHand"):
+        df.Network(model, statistics=df.Ema()).pullback(batch.mean(), inputs)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: df.PseudoCount(-1.0), r"PseudoCount.count must be a finite number in \[0, inf\), got -1.0"),
+        (lambda: df.PseudoCount(math.inf), r"PseudoCount.count must be a finite number"),
+        (lambda: df.Ema(1.5), r"Ema.momentum must be a finite number in \[0, 1\], got 1.5"),
+        (lambda: df.Ema(0.1, -1.0), r"Ema.diversity must be a finite number in \[0, inf\), got -1.0"),
+        (lambda: df.Ema(0.1, math.nan), r"Ema.diversity must be a finite number in \[0, inf\), got nan"),
+    ],
+    ids=["negative", "infinite", "momentum", "diversity", "nan"],
+)
+def test_refusals(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def effective_share(logits: Tensor) -> Tensor:
+    """D, with the entropy written out: effective classes over those that as many balanced draws show."""
+    n, k = logits.shape
+    mean = logits.softmax(-1).mean(0)
+    return ((-(mean * mean.log()).sum()).exp() / (k * (1 - (1 - 1 / k) ** n))).clamp(max=1)
+
+
+def full_share(samples: int, momentum: float = 0.5) -> float:
+    """α at D = 1: fewer than 64 samples count in proportion."""
+    return momentum * min(1.0, samples / 64)
+
+
+SHARE = full_share(len(images()))
+
+
+def diverse(model: nn.Module, momentum: float = 0.5, diversity: float = 4.0, **changes: Any) -> Any:
+    recipe = df.presets.get("tent", statistics=df.Ema(momentum, diversity), **changes)
+    return df.adapt(model, recipe)
+
+
+def unbalanced() -> nn.Sequential:
+    """A network that sees more of one class."""
+    model = convolutional()
+    bias: Tensor = model[-1].bias  # type: ignore[assignment]
+    bias.data[0] += 2
+    return model
+
+
+def kept(adapter: Any) -> tuple[Tensor, Tensor]:
+    """Carried statistics and D."""
+    state = adapter.state_dict()
+    return state["memory.network.statistics"], state["memory.network.diversity"]
+
+
+def moved_to(model: nn.Sequential, theta: Tensor) -> nn.Sequential:
+    """A copy with these parameters of its batch norms."""
+    own = copy.deepcopy(model)
+    norms = [layer for layer in own if isinstance(layer, nn.BatchNorm2d)]
+    nn.utils.vector_to_parameters(theta, [parameter for layer in norms for parameter in layer.parameters()])
+    return own
+
+
+def test_the_share_of_a_batch_follows_the_diversity_of_the_one_before() -> None:
+    model = unbalanced()
+    adapter, share, carried = diverse(model, inference=df.GradientStep(df.SGD(0.1))), torch.tensor(SHARE).double(), None
+    for step in range(4):
+        inputs, theta = images(seed=step), adapter.belief.mean
+        found = adapter(inputs)
+        logits, carried = reference(moved_to(model, theta), inputs, share, carried)
+        torch.testing.assert_close(found, logits.log_softmax(-1))
+        statistics, found_share = kept(adapter)
+        torch.testing.assert_close(statistics, torch.cat([part for pair in carried for part in pair]))
+        torch.testing.assert_close(found_share, effective_share(logits))
+        assert found_share.shape == ()
+        share = SHARE * effective_share(logits) ** 4
+        assert share < 0.9 * SHARE
+    assert not torch.equal(adapter.belief.mean, theta)
+
+
+def one_class(bias: float) -> nn.Sequential:
+    """A batch norm and a head that, with a large bias, sees one class everywhere."""
+    model = trained(nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(50, 4))
+    head: Any = model[2]
+    head.weight.data.zero_()
+    head.bias.data.copy_(torch.tensor([bias, 0.0, 0.0, 0.0]))
+    return model
+
+
+@pytest.mark.parametrize("bias", [0.0, 60.0], ids=["all_classes", "one_class"])
+def test_a_batch_of_one_class_lowers_the_share_of_the_next(bias: float) -> None:
+    found = 1.0 if bias == 0 else 0.25 / (1 - 0.75 ** len(images()))
+    model = one_class(bias)
+    adapter = diverse(model, inference=df.Frozen())
+    layer: Any = model[0]
+    first = blended(images(seed=1), layer.running_mean, layer.running_var, SHARE)
+    adapter(images(seed=1))
+    torch.testing.assert_close(kept(adapter)[0], torch.cat(first))
+    torch.testing.assert_close(kept(adapter)[1].item(), found)
+    adapter(images(seed=2))
+    torch.testing.assert_close(kept(adapter)[0], torch.cat(blended(images(seed=2), *first, SHARE * found**4)))
+
+
+@pytest.mark.parametrize(("diversity", "weight"), [(0.0, 0.9**20), (4.0, (1 - 0.1 / 64) ** 20)], ids=str)
+def test_single_samples_stay_near_the_source(diversity: float, weight: float) -> None:
+    model = one_class(60.0)
+    adapter = diverse(model, 0.1, diversity, inference=df.Frozen())
+    layer: Any = model[0]
+    for _ in range(20):
+        adapter(torch.full((1, 2, 5, 5), 7.0, dtype=torch.float64))
+    mean = adapter.state_dict()["memory.network.statistics"][:2]
+    torch.testing.assert_close((mean - 7) / (layer.running_mean - 7), torch.full((2,), weight, dtype=torch.float64))
+
+
+def test_without_diversity_none_is_kept() -> None:
+    adapter = diverse(unbalanced(), diversity=0.0)
+    adapter(images())
+    assert [name for name in adapter.state_dict() if "network" in name] == ["memory.network.statistics"]
+
+
+def test_a_checkpoint_carries_the_diversity() -> None:
+    first, second = diverse(unbalanced()), diverse(unbalanced())
+    for seed in range(2):
+        first(images(seed=seed))
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    for seed in range(2, 4):
+        assert torch.equal(first(images(seed=seed)), second(images(seed=seed)))
+        assert all(torch.equal(one, other) for one, other in zip(kept(first), kept(second), strict=True))
+    without = {name: value for name, value in first.state_dict().items() if name != "memory.network.diversity"}
+    second.load_state_dict(without)  # D = 1 then, so that it was D that the others had in common
+    assert not torch.equal(first(images(seed=4)), second(images(seed=4)))
+
+
+def test_predict_uses_the_diversity_kept_and_keeps_none() -> None:
+    model = unbalanced()
+    adapter = diverse(model, inference=df.Frozen())
+    adapter(images(seed=0))
+    before = {name: value.clone() for name, value in adapter.state_dict().items()}
+    logits, carried = reference(model, images(seed=0), SHARE)
+    expected = reference(model, images(seed=1), SHARE * effective_share(logits) ** 4, carried)[0].softmax(-1)
+    for _ in range(2):
+        torch.testing.assert_close(adapter.predict(images(seed=1)).probabilities, expected)
+    assert all(torch.equal(value, before[name]) for name, value in adapter.state_dict().items())
+
+
+def test_reset_forgets_the_diversity() -> None:
+    adapter = diverse(unbalanced())
+    first = adapter(images(seed=0))
+    adapter(images(seed=1))
+    adapter.reset()
+    assert not [name for name in adapter.state_dict() if "network" in name]
+    assert torch.equal(adapter(images(seed=0)), first)
+
+
+class Sides(nn.Module):
+    """Logits of classes, and others for the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.side = unbalanced(), nn.Linear(3, 2).double()
+
+    def forward(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.body(inputs)
+        return logits, 9 * self.side(logits)
+
+
+def test_the_diversity_is_that_of_the_classes_where_the_loss_sees_something_else() -> None:
+    model = Sides()
+    network = df.Network(model, None, df.Ema(0.5, 4.0), lambda sides: sides[0], lambda sides: sides[1])
+    seen, pullback = network.observing.pullback(network.mean(), images())
+    logits = reference(model.body, images(), SHARE)[0]
+    torch.testing.assert_close(seen, 9 * model.side(logits))
+    torch.testing.assert_close(pullback.memory["network.diversity"], effective_share(logits))
+    recalled = network.recall(pullback.memory).observing.pullback(network.mean(), images(seed=2))[1]
+    carried = reference(model.body, images(), SHARE)[1]
+    logits, _ = reference(model.body, images(seed=2), SHARE * effective_share(logits) ** 4, carried)
+    torch.testing.assert_close(recalled.memory["network.diversity"], effective_share(logits))
+
+
+def test_the_diversity_is_of_the_belief_s_precision_under_autocast() -> None:
+    model, inputs = unbalanced().float(), images().float()
+    network = df.Network(model, statistics=df.Ema(0.5, 4.0))
+    expected = network.pullback(network.mean(), inputs)[1].memory["network.diversity"]
+    with torch.autocast("cpu", torch.bfloat16):
+        found = network.pullback(network.mean(), inputs)[1].memory["network.diversity"]
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, expected, rtol=0.02, atol=0)
+    assert not torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(("k", "n"), [(10, 200), (100, 64), (1000, 200), (1000, 64), (2, 1)])
+def test_balanced_labels_have_the_full_share_whatever_the_number_of_classes(k: int, n: int) -> None:
+    """Confident predictions of n labels drawn uniformly from k classes: about as many classes as there can be."""
+    labels = torch.randint(k, (n,), generator=torch.Generator().manual_seed(0))
+    logits = 50.0 * functional.one_hot(labels, k).double()
+    assert 0.8 < diversity(logits).item() <= 1.0
+    same = 50.0 * functional.one_hot(torch.zeros(n, dtype=torch.long), k).double()
+    assert n == 1 or diversity(same).item() < 2 / min(n, k)

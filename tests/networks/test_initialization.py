@@ -1,0 +1,108 @@
+"""Where the adapted parameters start, and what a batch can tell about the model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import driftfilter as df
+from driftfilter.base.tensors import as_text
+from driftfilter.networks.features import Backbone
+from driftfilter.networks.initialization import check, initialize, wanted
+
+
+class Backwards(nn.Module):
+    """Registers its head first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.head, self.norm, self.first = nn.Linear(6, 3), nn.LayerNorm(6), nn.Linear(4, 6)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.norm(self.first(inputs)).relu())
+        return logits
+
+
+BATCH = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
+CHOICES: dict[str, tuple[Any, set[str]]] = {
+    "norms": (df.NormAffine(), set()),
+    "all": (df.AllParameters(), set()),
+    "lora": (df.LoRA(2), set()),
+    "head": (df.Head(), {"head"}),
+    "named head": (df.Head("head"), set()),
+    "prototypes": (df.Prototypes(), {"head"}),
+    "centered": (df.Prototypes(centered=True), {"head", "center"}),
+    "named and centered": (df.Prototypes(centered=True, name="head"), {"center"}),
+}
+choices = pytest.mark.parametrize("choice", CHOICES)
+
+
+@choices
+def test_what_a_batch_tells_is_found_once_and_stands(choice: str) -> None:
+    parameters, wants = CHOICES[choice]
+    assert wanted(parameters) == wants
+    model = Backwards()
+    start = initialize(model, parameters, "source", None, BATCH)
+    assert set(start.found) == wants
+    if "head" in wants:
+        assert as_text(start.found["head"]) == "head"
+    if "center" in wants:
+        torch.testing.assert_close(start.found["center"], Backbone(model, "head")(BATCH).mean(0))
+    for example in (None, BATCH + 1):
+        again = initialize(model, parameters, "source", None, example, start.found)
+        assert torch.equal(again.mean, start.mean)
+        assert torch.equal(again.model(again.mean, BATCH), start.model(start.mean, BATCH))
+        assert again.found.keys() == start.found.keys()
+
+
+@choices
+def test_adaptation_starts_at_the_model(choice: str) -> None:
+    """Up to a number that all classes share, which probabilities do not see."""
+    model = Backwards()
+    start = initialize(model, CHOICES[choice][0], "source", None, BATCH)
+    found, expected = start.model(start.mean, BATCH).log_softmax(-1), model(BATCH).log_softmax(-1)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+
+
+def test_without_a_batch_the_head_is_the_last_layer_registered() -> None:
+    start = initialize(Backwards(), df.Head(), "source")
+    assert start.mean.shape == (6 * (4 + 1),)
+    assert start.found == {}
+
+
+def test_a_first_batch_with_infinite_features_is_refused() -> None:
+    with pytest.raises(ValueError, match="what enters the head 'head' must be finite"):
+        initialize(Backwards(), df.Prototypes(centered=True), "source", None, BATCH * 1e38)
+
+
+@choices
+def test_values_are_needed_only_to_start(choice: str) -> None:
+    with torch.device("meta"):
+        model = Backwards()
+    check(model, CHOICES[choice][0])
+    with pytest.raises(ValueError, match=r"must be a module with values: load its weights first, got .* on the meta device"):
+        initialize(model, CHOICES[choice][0], "source", None, BATCH)
+
+
+REFUSED: dict[str, tuple[nn.Module, Any, str]] = {
+    "no norms": (nn.Linear(2, 3), df.NormAffine(), r"must select one parameter or more, got none of 2; .* \['Linear'\], named"),
+    "no such head": (Backwards(), df.Prototypes(name="haed"), r"Head.name must be .* \['head', 'first'\], got 'haed'"),
+    "lazy": (nn.LazyLinear(3), df.AllParameters(), r"must be called once before: .* got \"parameters \['weight', 'bias'\]"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refusals(case: str) -> None:
+    model, parameters, message = REFUSED[case]
+    with pytest.raises(ValueError, match=message):
+        check(model, parameters)
+
+
+def test_a_center_from_hardly_any_samples_is_worth_a_warning() -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)).eval()
+    with pytest.warns(UserWarning, match="the mean feature of the first batch, of 1 samples here"):
+        initialize(model, df.Prototypes(centered=True), "source", None, torch.randn(1, 4))

@@ -1,0 +1,299 @@
+"""The paper's examples: their data, their honest rows, what the command writes, and the bars on a couple of seeds."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from scipy import stats
+
+import driftfilter as df
+from driftfilter.app import arguments, cli, commands
+from driftfilter.app.paper import cases, reproduce
+from driftfilter.app.paper.dynamics import Dynamics
+from driftfilter.app.paper.linear import Linear
+from driftfilter.app.paper.moons import Moons
+from driftfilter.app.paper.pinwheel import Pinwheel
+from driftfilter.app.paper.trial import (
+    TIMES,
+    Example,
+    Run,
+    Runner,
+    Scores,
+    adapted,
+    alarmed,
+    doubt,
+    far_points,
+    frozen,
+    polynomial,
+    raw_hessian,
+    run_pairs,
+    supervised,
+)
+
+SHORT: dict[str, Example] = {
+    "linear": Linear(steps=40, test_samples=50),
+    "moons": Moons(steps=10, test_samples=50),
+    "pinwheel": Pinwheel(steps=8, test_samples=50, samples=2),
+}
+SEEDS = (2000, 2001)
+
+
+def run(example: Example, runner: Runner, seed: int) -> Run:
+    problem = example.problem(seed)
+    return runner(example, example.source(problem.source), problem, seed)
+
+
+def scores(example: Example, runner: Runner, seed: int) -> Scores:
+    measured = run(example, runner, seed).scores
+    assert measured is not None
+    return measured
+
+
+def test_polynomial_features_are_all_monomials() -> None:
+    inputs = torch.randn(5, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    x, y = inputs.T
+    expected = torch.stack([torch.ones_like(x), x, y, x * x, x * y, y * y, x**3, x * x * y, x * y * y, y**3], -1)
+    torch.testing.assert_close(polynomial(inputs, 3), expected)
+    assert polynomial(inputs, 7).shape == (5, 36)
+
+
+def test_moons_lie_on_their_arcs_at_beta_angles() -> None:
+    example = Moons(noise=0.0)
+    places = torch.full((4000,), 0.8, dtype=torch.float64)
+    inputs, labels = example.draw(places, 0.5, torch.Generator().manual_seed(0))
+    centers = torch.tensor([[0.0, 0.0], [1.0, 0.5]], dtype=torch.float64)[labels]
+    torch.testing.assert_close((inputs - centers).norm(dim=-1), torch.ones(4000, dtype=torch.float64))
+    side = torch.where(labels == 0, 1.0, -1.0)[:, None]
+    angles = torch.atan2(*((inputs - centers) * side).flip(-1).T) / math.pi
+    assert stats.kstest(angles, stats.beta(6.4, 1.6).cdf).pvalue > 0.01
+
+
+def test_pinwheel_unwinds_to_its_blades() -> None:
+    example = Pinwheel(turn=0.3)
+    inputs, labels = example.draw(torch.full((4000,), 0.5, dtype=torch.float64), 1 / 3, torch.Generator().manual_seed(0))
+    radius = inputs.norm(dim=-1)  # of (r + 0.3 e₁, 0.1 e₂): nearly its first coordinate
+    angle = torch.atan2(inputs[:, 1], inputs[:, 0]) - 2 * math.pi * labels / 3 - 0.15 - 0.25 * radius.exp()
+    across = radius * torch.sin(angle)
+    assert across.std().item() == pytest.approx(0.1, rel=0.1)
+    assert radius.mean().item() == pytest.approx(1.45, abs=0.02)
+    assert torch.bincount(labels).tolist() == pytest.approx([4000 / 3] * 3, rel=0.06)
+
+
+def test_linear_classes_move_together() -> None:
+    inputs, labels = Linear().draw(torch.full((4000,), 2.0, dtype=torch.float64), 0.9, torch.Generator().manual_seed(0))
+    assert labels.double().mean().item() == pytest.approx(0.9, abs=0.02)
+    assert inputs[labels == 0].mean(0).tolist() == pytest.approx([0.5, 2.0], abs=0.12)
+    assert inputs[labels == 1].mean(0).tolist() == pytest.approx([3.5, 2.0], abs=0.04)
+
+
+@pytest.mark.parametrize("name", ["random walk", "polynomial trend", "seasonal", "mean reversion"])
+def test_drawn_paths_have_the_moments_of_the_prior(name: str) -> None:
+    example = Dynamics()
+    prior = example.run(2000)[name]
+    steps, count = torch.arange(example.steps + 1, dtype=torch.float64), len(prior.paths)
+    start, noise, small = example.deviation**2, example.noise**2, (example.noise / 30) ** 2
+    angle = 2 * math.pi * steps / example.period
+    closed = {
+        "random walk": start + steps * noise,
+        "polynomial trend": start
+        + steps**2 * example.velocity**2
+        + small * (steps + (steps - 1) * steps * (2 * steps - 1) / 6),
+        "seasonal": start * (1 + angle.cos() ** 2) + (example.amplitude * angle.sin()) ** 2 + 2 * small * steps,
+        "mean reversion": example.rho ** (2 * steps) * start + noise * (1 - example.rho ** (2 * steps)) / (1 - example.rho**2),
+    }[name]
+    for index, value in ((0, example.intercept), (1, example.slope)):
+        torch.testing.assert_close(prior.mean[:, index], torch.full_like(steps, value))
+        torch.testing.assert_close(prior.covariance[:, index, index], closed, rtol=1e-9, atol=1e-12)
+    means, variances = prior.disagreement()
+    assert means < 4.5, f"{count} paths"
+    assert variances < 4.5, f"{count} paths"
+
+
+def test_disagreement_sees_paths_of_other_moments() -> None:
+    prior = Dynamics(steps=20).run(0)["random walk"]
+    shifted = prior._replace(paths=prior.paths + 0.1)
+    wider = prior._replace(paths=prior.mean + 1.2 * (prior.paths - prior.mean))
+    assert shifted.disagreement()[0] > 10
+    assert wider.disagreement()[1] > 10
+
+
+@pytest.mark.parametrize(
+    ("example", "stream", "end"),
+    [(Moons(), 0.96, 0.84), (Pinwheel(), 0.93, 0.72), (cases.rotated(Pinwheel()), 0.97, 0.95)],
+    ids=["moons", "pinwheel", "rotated"],
+)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_filter_follows_what_the_source_loses(example: Example, stream: float, end: float, seed: int) -> None:
+    source, ours = scores(example, frozen, seed), scores(example, adapted, seed)
+    assert ours.accuracy >= stream
+    assert ours.end_accuracy >= end
+    assert ours.accuracy >= source.accuracy + 0.05
+    assert ours.nll < source.nll
+    assert ours.ece < source.ece
+    assert not alarmed(example, ours)
+
+
+@pytest.mark.parametrize("structure", ["diagonal", "low rank"])
+def test_moons_under_every_structure(structure: str) -> None:
+    (source,), (ours,) = run_pairs(Moons(structure=structure), [SEEDS[0]])
+    assert ours.accuracy >= 0.95
+    assert ours.nll < source.nll
+
+
+@pytest.mark.parametrize(
+    "example",
+    [Linear(shift=0.0, steps=300), Moons(end=0.8, steps=50), Pinwheel(radius=1.0, steps=40)],
+    ids=["linear", "moons", "pinwheel"],
+)
+def test_without_a_shift_nothing_is_lost(example: Example) -> None:
+    source, ours = run_pairs(example, SEEDS)
+    assert min(a.accuracy - b.accuracy for a, b in zip(ours, source, strict=True)) >= -0.005
+
+
+def test_labels_bound_the_filter_from_above() -> None:
+    seed, example = SEEDS[0], Moons()
+    assert scores(example, supervised, seed).end_accuracy >= scores(example, adapted, seed).end_accuracy
+
+
+@pytest.mark.parametrize(
+    "example", [Linear(beta=100.0), Moons(beta=100_000.0), Pinwheel(beta=30_000.0)], ids=["linear", "moons", "pinwheel"]
+)
+def test_too_large_a_temperature_raises_the_alarm(example: Example) -> None:
+    ours = scores(example, adapted, SEEDS[0])
+    assert ours.accuracy < 0.93
+    assert alarmed(example, ours)
+
+
+def test_a_raw_hessian_is_refused() -> None:
+    """With the step at which it was, and no half-made scores."""
+    measured = run(Pinwheel(steps=100), raw_hessian, SEEDS[0])
+    assert measured.scores is None
+    assert measured.refused_at is not None
+    assert 1 <= measured.refused_at <= 100
+
+
+def test_a_raw_hessian_that_is_positive_is_the_clipped_one() -> None:
+    """Cross-entropy is convex: nothing to clip, so both curvatures give the same run."""
+    example, seed = Moons(steps=5), SEEDS[0]
+    problem = example.problem(seed)
+    belief = example.source(problem.source)
+    convex = replace(example.filter(), observation=df.Gibbs(df.PseudoLabel(), df.Constant(5.0)))
+    from driftfilter.app.paper.trial import RawHessian
+
+    raw, clipped = replace(convex, inference=RawHessian()), replace(convex, inference=df.Linearized(df.Hessian()))
+    ends = [filt.run(filt.init(belief), problem.stream.inputs)[0].belief for filt in (raw, clipped)]
+    torch.testing.assert_close(ends[0].mean, ends[1].mean, rtol=1e-7, atol=1e-9)
+    torch.testing.assert_close(ends[0].covariance.dense(), ends[1].covariance.dense(), rtol=1e-6, atol=1e-9)
+
+
+def test_the_supervised_bound_is_the_laplace_posterior_of_all_labels_where_nothing_moves() -> None:
+    """Without a transition, labels taken in one batch are one fit."""
+    example = Moons(steps=1, batch=30, rho=1.0)
+    problem = example.problem(SEEDS[0])
+    belief = example.source(problem.source)
+    ours = supervised(example, belief, problem, 0).beliefs[-1]
+    model = example.filter().logits
+    whole = df.fit_laplace(model, belief, problem.stream.inputs[0], problem.stream.labels[0])
+    torch.testing.assert_close(ours.mean, whole.mean)
+    torch.testing.assert_close(ours.covariance.dense(), whole.covariance.dense())
+
+
+def test_uncertainty_falls_where_the_data_come_and_stays_where_they_do_not() -> None:
+    example = Moons()
+    problem = example.problem(SEEDS[0])
+    near, ahead, far = doubt(example, problem, run(example, adapted, SEEDS[0]).beliefs)
+    assert len(near) == len(ahead) == len(far) == len(TIMES)
+    assert ahead[-1][0] < 0.5 * ahead[0][0]
+    assert far[-1][0] > 0.5 * far[0][0]
+    assert far[-1][1] > 20 * near[-1][1]
+    seen = torch.cat((problem.source.inputs, problem.stream.inputs.flatten(0, 1)))
+    assert torch.cdist(far_points(example, problem), seen).min() > example.far
+
+
+def test_alarms() -> None:
+    fine = Scores(0.9, 0.9, 0.1, 0.1, 0.5, 1.0)
+    assert not alarmed(Moons(), fine)
+    assert alarmed(Moons(), fine._replace(least_share=0.0))
+    assert alarmed(Moons(), fine._replace(distance=6.0))
+    assert not alarmed(Linear(), fine._replace(distance=6.0))
+
+
+def test_claims_are_checked_against_their_bars() -> None:
+    good, bad = Scores(0.98, 0.95, 0.1, 0.01, 1.0, 1.0), Scores(0.5, 0.5, 0.9, 0.4, 1.0, 1.0)
+    names = ("frozen source", "filter", "no shift, source", "no shift, filter", "rotated, source", "rotated, filter")
+    won = {name: [bad if "source" in name else good] for name in names}
+    lost = {name: [good if "source" in name else bad] for name in names}
+    for claim in itertools.chain(*cases.CLAIMS.values()):
+        assert claim.is_met(won), claim.text
+        assert not claim.is_met(lost), claim.text
+
+
+def _metrics(folder: Path, name: str) -> dict[str, object]:
+    measured: dict[str, object] = json.loads((folder / name / "metrics.json").read_text(encoding="utf-8"))
+    measured.pop("seconds", None)  # the only part that differs between runs
+    return measured
+
+
+def test_a_run_is_determined_by_its_seeds_however_many_processes(tmp_path: Path) -> None:
+    for workers, folder in ((1, "one"), (2, "two")):
+        reproduce.reproduce(("moons",), SEEDS, tmp_path / folder, workers, examples=SHORT, figures=False)
+    one, two = _metrics(tmp_path / "one", "moons"), _metrics(tmp_path / "two", "moons")
+    assert one == two
+    assert one["seeds"] == list(SEEDS)
+    assert not (tmp_path / "one" / "moons" / "moons.png").exists()
+
+
+def test_figures_tables_and_metrics_are_written(tmp_path: Path) -> None:
+    done: list[tuple[str, int, int]] = []
+    short = Dynamics(steps=10, paths=50)
+    stems = {"dynamics": ["dynamics"], "pinwheel": ["pinwheel", "rotated", "pinwheel_over_time", "rotated_over_time"]}
+    tables = reproduce.reproduce(list(stems), [5], tmp_path, 1, lambda *news: done.append(news), examples=SHORT, dynamics=short)
+    for name, figures in stems.items():
+        assert (tmp_path / name / "table.txt").read_text(encoding="utf-8") == tables[name] + "\n"
+        assert _metrics(tmp_path, name)["example"] == name
+        for stem in figures:
+            assert (tmp_path / name / f"{stem}.png").read_bytes().startswith(b"\x89PNG")
+            assert "</svg>" in (tmp_path / name / f"{stem}.svg").read_text(encoding="utf-8")
+    assert done == [("pinwheel", 1, 1)]
+    for case in cases.pinwheel(Pinwheel()):
+        assert any(line.startswith(case.name) for line in tables["pinwheel"].splitlines())
+
+
+def test_figures_are_the_same_file_every_time(tmp_path: Path) -> None:
+    short = Dynamics(steps=5, paths=20)
+    for folder in ("a", "b"):
+        reproduce.reproduce(("dynamics",), [5], tmp_path / folder, dynamics=short)
+    for suffix in ("png", "svg"):
+        first, second = ((tmp_path / folder / "dynamics" / f"dynamics.{suffix}").read_bytes() for folder in ("a", "b"))
+        assert first == second
+
+
+def test_the_command_writes_and_says_where(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["reproduce", "dynamics", "--out", str(tmp_path), "--no-figures", "--first-seed", "3"]) == 0
+    printed = capsys.readouterr().out
+    assert f"wrote {tmp_path / 'dynamics'}" in printed
+    assert "mean reversion" in printed
+    assert _metrics(tmp_path, "dynamics")["seed"] == 3
+
+
+def test_the_command_knows_the_examples() -> None:
+    assert arguments.EXAMPLES == reproduce.NAMES
+
+
+def test_figures_need_matplotlib_and_say_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(commands, "find_spec", lambda name: None)
+    assert cli.main(["reproduce", "dynamics"]) == 1
+    assert "driftfilter[report]" in capsys.readouterr().err
+
+
+def test_numbers_alone_do_not_import_matplotlib() -> None:
+    code = "import sys, driftfilter.app.paper.reproduce\nassert 'matplotlib' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

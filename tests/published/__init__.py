@@ -1,0 +1,1 @@
+"""Published methods as their authors wrote them: the oracles of the presets."""
