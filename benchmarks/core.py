@@ -1,10 +1,12 @@
-"""Cost of the core: single steps, beside posteriors' too, and growth in parameters d, batch n, rank and classes k; one thread.
+"""Cost of the core: single steps, beside posteriors' too, and growth in parameters d, batch n, rank
+and classes k; one thread.
 
     python benchmarks/core.py [--json FILE] [--quick]
 
-"beyond the gradients" is the time of an update (curvature, conditioning, mean step) on per-sample gradient rows that are
-already there, less the time of handing out those rows. Memory is what tensors made by an update, the rows handed out among
-them, take at most at one time. The extended Kalman filters of posteriors take part where it is installed.
+"beyond the gradients" is the time of an update (curvature, conditioning, mean step) on per-sample
+gradient rows that are already there, less the time of handing out those rows. Memory is what
+tensors made by an update, the rows handed out among them, take at most at one time. The extended
+Kalman filters of posteriors take part where it is installed.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ NOISE, START = 1e-3, 0.1  # variances of the random walk beside posteriors
 
 
 class GivenRows:
-    """A model whose per-sample gradients are already there: what remains is the filter's own work."""
+    """A model whose per-sample gradients are already there: what remains is the filter's own
+    work.
+    """
 
     linear = False
 
@@ -60,7 +64,9 @@ class GivenRows:
 
 
 class Memory(TorchDispatchMode):
-    """Bytes of the tensors that operations made and that are still there, at most; and the elements of the largest."""
+    """Bytes of the tensors that operations made and that are still there, at most; and the elements
+    of the largest.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -93,7 +99,9 @@ def memory_of(call: Callable[[], object]) -> Memory:
     return memory
 
 
-def update_milliseconds(case: tuple[Callable[[], object], Callable[[], object], str], budget: float) -> float:
+def update_milliseconds(
+    case: tuple[Callable[[], object], Callable[[], object], str], budget: float
+) -> float:
     update, hand_out, _ = case
     return milliseconds(update, budget) - milliseconds(hand_out, budget / 2)
 
@@ -114,14 +122,18 @@ def milliseconds(call: Callable[[], object], budget: float = 1.0) -> float:
 def beyond_gradients(
     d: int, n: int, structure: str, rank: int, k: int = 10
 ) -> tuple[Callable[[], object], Callable[[], object], str]:
-    """One Linearized(EmpiricalFisher()) update in float32 without the gradients; isotropic prior unless it carries rows."""
+    """One Linearized(EmpiricalFisher()) update in float32 without the gradients; isotropic prior
+    unless it carries rows.
+    """
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(n, d, generator=generator) / math.sqrt(d)
     covariance: df.Covariance = df.Diagonal(torch.full((d,), 0.02))
     if structure == "LowRank":
         covariance = df.LowRank.isotropic(0.02, d, rank)
     elif structure == "LowRank, carrying its rank":
-        covariance = df.LowRank(torch.full((d,), 50.0), torch.randn(rank, d, generator=generator) / math.sqrt(d), rank)
+        covariance = df.LowRank(
+            torch.full((d,), 50.0), torch.randn(rank, d, generator=generator) / math.sqrt(d), rank
+        )
     elif structure == "Full":
         covariance = df.Full(0.02 * torch.eye(d))
     prior = df.Belief(torch.zeros(d), covariance)
@@ -137,7 +149,9 @@ def beyond_gradients(
 
 
 def eager_step(logits: object, curvature: object) -> Callable[[], object]:
-    """One whole step at d = 3, one sample, full covariance, float64: adapt, predict from the posterior."""
+    """One whole step at d = 3, one sample, full covariance, float64: adapt, predict from the
+    posterior.
+    """
     filt = df.Filter(
         logits=logits,  # type: ignore[arg-type]
         transition=df.Transition(df.MeanReversion(0.99), df.Isotropic(1e-3)),
@@ -145,7 +159,9 @@ def eager_step(logits: object, curvature: object) -> Callable[[], object]:
     )
     mean = torch.tensor([0.1, 1.0, -1.0], dtype=torch.float64)
     state = filt.init(df.Belief(mean, df.Full(0.5 * torch.eye(3, dtype=torch.float64))))
-    stream = torch.randn(1000, 1, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    stream = torch.randn(
+        1000, 1, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    )
     position = 0
 
     def step() -> None:
@@ -157,10 +173,16 @@ def eager_step(logits: object, curvature: object) -> Callable[[], object]:
 
 
 def head_step(k: int) -> tuple[Callable[[], object], Callable[[], object], str]:
-    """One whole step of a head on 32 features, 16 samples, with the curvature of the loss: n k rows of 32 k parameters."""
+    """One whole step of a head on 32 features, 16 samples, with the curvature of the loss: n k rows
+    of 32 k parameters.
+    """
     generator = torch.Generator().manual_seed(0)
     filt = df.Filter(logits=df.LinearHead(k), inference=df.Linearized(df.Hessian()))
-    state = filt.init(df.Belief(torch.randn(32 * k, generator=generator) / 8, df.Diagonal(torch.full((32 * k,), 0.02))))
+    state = filt.init(
+        df.Belief(
+            torch.randn(32 * k, generator=generator) / 8, df.Diagonal(torch.full((32 * k,), 0.02))
+        )
+    )
     features = torch.randn(16, 32, generator=generator)
     return lambda: filt.step(state, features), lambda: None, f"LinearHead, k = {k}"
 
@@ -179,30 +201,41 @@ def entropies(theta: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor]:
 def kalman(structure: str, d: int) -> Any:
     """The extended Kalman filter of posteriors with this covariance.
 
-    Its dense one has Λ - ε F where Λ + ε F is meant; ε = -1 and the energy in place of the log-likelihood make it right.
+    Its dense one has Λ - ε F where Λ + ε F is meant; ε = -1 and the energy in place of the
+    log-likelihood make it right.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of tensordict, about its next version
         ekf = importlib.import_module("posteriors").ekf
     if structure == "Full":
         eye = torch.eye(d, dtype=torch.float64)
-        return ekf.dense_fisher.build(entropies, -1.0, NOISE * eye, per_sample=True, init_cov=START * eye)
+        return ekf.dense_fisher.build(
+            entropies, -1.0, NOISE * eye, per_sample=True, init_cov=START * eye
+        )
 
     def log_likelihood(theta: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor]:
         losses, logits = entropies(theta, inputs)
         return -losses, logits
 
-    return ekf.diag_fisher.build(log_likelihood, 1.0, NOISE**0.5, per_sample=True, init_sds=START**0.5)
+    return ekf.diag_fisher.build(
+        log_likelihood, 1.0, NOISE**0.5, per_sample=True, init_sds=START**0.5
+    )
 
 
-Walk = Callable[[], tuple[Tensor, Tensor, Tensor]]  # mean, variances and last log-probabilities at the end of a stream
+Walk = Callable[
+    [], tuple[Tensor, Tensor, Tensor]
+]  # mean, variances and last log-probabilities at the end of a stream
 
 
 def walks(structure: str, d: int, stream: Tensor) -> dict[str, Walk]:
-    """The same filter over the same stream, step by step, predicting after each: a random walk, entropy, uncentred Fisher."""
+    """The same filter over the same stream, step by step, predicting after each: a random walk,
+    entropy, uncentred Fisher.
+    """
     mean = torch.randn(d, generator=torch.Generator().manual_seed(0), dtype=torch.float64) / d**0.5
     variances = torch.full((d,), START, dtype=torch.float64)
-    belief = df.Belief(mean, df.Full(variances.diag()) if structure == "Full" else df.Diagonal(variances))
+    belief = df.Belief(
+        mean, df.Full(variances.diag()) if structure == "Full" else df.Diagonal(variances)
+    )
 
     transform = kalman(structure, d)
 
@@ -215,13 +248,19 @@ def walks(structure: str, d: int, stream: Tensor) -> dict[str, Walk]:
 
     def ours(logits: Any) -> tuple[Tensor, Tensor, Tensor]:
         transition = df.Transition(df.RandomWalk(), df.Isotropic(NOISE))
-        filt = df.Filter(logits, transition, inference=df.Linearized(df.EmpiricalFisher(centered=False)))
+        filt = df.Filter(
+            logits, transition, inference=df.Linearized(df.EmpiricalFisher(centered=False))
+        )
         state = filt.init(belief)
         for inputs in stream:
             state, prediction, _ = filt.step(state, inputs)
         return state.belief.mean, state.belief.covariance.variance(), prediction.log_probabilities
 
-    return {"posteriors": theirs, "plain function": lambda: ours(plain_function), "LinearHead": lambda: ours(df.LinearHead(2))}
+    return {
+        "posteriors": theirs,
+        "plain function": lambda: ours(plain_function),
+        "LinearHead": lambda: ours(df.LinearHead(2)),
+    }
 
 
 def beside_posteriors(budget: float) -> list[dict[str, Any]]:
@@ -232,13 +271,22 @@ def beside_posteriors(budget: float) -> list[dict[str, Any]]:
     print("\none step of the same filter, one sample, float64, µs")
     found = []
     for structure, d in (("Full", 3), ("Full", 108), ("Diagonal", 3), ("Diagonal", 108)):
-        stream = torch.randn(100, 1, d, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        stream = torch.randn(
+            100, 1, d, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+        )
         cases = walks(structure, d, stream)
         for name, walk in cases.items():
-            torch.testing.assert_close(walk(), cases["LinearHead"](), atol=1e-9, rtol=1e-9, msg=f"{name}, {structure}, {d}")
-        times = {name: 1e3 * milliseconds(walk, budget) / len(stream) for name, walk in cases.items()}
+            torch.testing.assert_close(
+                walk(), cases["LinearHead"](), atol=1e-9, rtol=1e-9, msg=f"{name}, {structure}, {d}"
+            )
+        times = {
+            name: 1e3 * milliseconds(walk, budget) / len(stream) for name, walk in cases.items()
+        }
         found.append({"covariance": structure, "d": d, "µs": times})
-        print(f"{structure + ', d = ' + str(d):<20}" + "; ".join(f"{name} {spent:.0f}" for name, spent in times.items()))
+        print(
+            f"{structure + ', d = ' + str(d):<20}"
+            + "; ".join(f"{name} {spent:.0f}" for name, spent in times.items())
+        )
     return found
 
 
@@ -249,7 +297,9 @@ def updates(budget: float) -> list[dict[str, Any]]:
         case = beyond_gradients(d, n, structure, rank)
         memory, spent = memory_of(case[0]), update_milliseconds(case, budget)
         sizes = {"covariance": structure, "d": d, "n": n, "rank": rank}
-        found.append({**sizes, "ms": spent, "largest tensor": memory.largest, "peak bytes": memory.peak})
+        found.append(
+            {**sizes, "ms": spent, "largest tensor": memory.largest, "peak bytes": memory.peak}
+        )
         print(f"{case[2]:<62}{spent:>9.2f}{bar:>8}   largest tensor {memory.largest / d**2:.4f} d²")
     return found
 
@@ -257,7 +307,10 @@ def updates(budget: float) -> list[dict[str, Any]]:
 def eager_steps(budget: float) -> list[dict[str, Any]]:
     print(f"\n{'one eager step, d = 3, one sample, float64':<62}{'µs':>9}{'bar':>8}")
     found = []
-    for model, logits, bar in (("LinearHead", df.LinearHead(2), "200"), ("plain function", plain_function, "2000")):
+    for model, logits, bar in (
+        ("LinearHead", df.LinearHead(2), "200"),
+        ("plain function", plain_function, "2000"),
+    ):
         for curvature in (df.EmpiricalFisher(centered=False), df.Hessian()):
             spent = 1e3 * milliseconds(eager_step(logits, curvature), budget)
             found.append({"model": model, "curvature": repr(curvature), "µs": spent})
@@ -278,7 +331,10 @@ BASE = {"d": 4096, "n": 64, "rank": 32}
 
 
 def growth(budget: float) -> list[dict[str, Any]]:
-    print(f"\n{'growth, ms (base d = 4,096, n = 64, rank = 32)':<47}{'sizes and times':<78}{'exponent':>9}{'memory':>8}")
+    print(
+        f"\n{'growth, ms (base d = 4,096, n = 64, rank = 32)':<47}{'sizes and times':<78}"
+        f"{'exponent':>9}{'memory':>8}"
+    )
     found = []
     for structure, axis, sizes in SWEEPS:
         times, peaks = [], []
@@ -288,9 +344,20 @@ def growth(budget: float) -> list[dict[str, Any]]:
             case = head_step(size) if axis == "k" else beyond_gradients(*rows)
             peaks.append(memory_of(case[0]).peak)
             times.append(update_milliseconds(case, budget / 4))
-        found.append({"covariance": structure, "against": axis, "sizes": sizes, "ms": times, "peak bytes": peaks})
+        found.append(
+            {
+                "covariance": structure,
+                "against": axis,
+                "sizes": sizes,
+                "ms": times,
+                "peak bytes": peaks,
+            }
+        )
         cells = "  ".join(f"{size}: {value:.2f}" for size, value in zip(sizes, times, strict=True))
-        print(f"{structure + ' against ' + axis:<47}{cells:<78}{exponent(sizes, times):>9.2f}{exponent(sizes, peaks):>8.2f}")
+        print(
+            f"{structure + ' against ' + axis:<47}{cells:<78}"
+            f"{exponent(sizes, times):>9.2f}{exponent(sizes, peaks):>8.2f}"
+        )
     return found
 
 
@@ -305,9 +372,13 @@ def measured(budget: float) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
-    parser.add_argument("--quick", action="store_true", help="a tenth of the time, for a first look")
+    parser.add_argument(
+        "--quick", action="store_true", help="a tenth of the time, for a first look"
+    )
     arguments = parser.parse_args()
     budget = 0.1 if arguments.quick else 1.0
     torch.set_num_threads(1)

@@ -1,11 +1,13 @@
 """Kills, bit flips, truncations and full disks against the checkpoints of ``driftfilter run``.
 
-    python benchmarks/crash.py [--model small|resnet20] [--kills 200] [--flips 2000] [--truncations 200] [--json FILE]
+    python benchmarks/crash.py [--model small|resnet20] [--kills 200] [--flips 2000] \
+        [--truncations 200] [--json FILE]
 
-Runs with a checkpoint at every step are killed (SIGKILL) at random moments and resumed, over and over; after every kill the
-newest checkpoint must load, and every run that reaches its end must have predicted, bit for bit, what an unbroken one did.
-A kill "in a save" left the file being written behind, one "in a step" did not. Children are forked from this process, which
-has imported torch but never used it, so that a run costs no start.
+Runs with a checkpoint at every step are killed (SIGKILL) at random moments and resumed, over and
+over; after every kill the newest checkpoint must load, and every run that reaches its end must have
+predicted, bit for bit, what an unbroken one did. A kill "in a save" left the file being written
+behind, one "in a step" did not. Children are forked from this process, which has imported torch but
+never used it, so that a run costs no start.
 """
 
 from __future__ import annotations
@@ -36,14 +38,16 @@ from driftfilter.app import cli
 from driftfilter.app.run.options import Made, Options, prepare
 from driftfilter.app.run.run import STATE
 
-# Everything is adapted by Adam, so that a checkpoint is of some megabytes and a good part of the time goes into saves.
+# Everything is adapted by Adam, so that a checkpoint is of some megabytes and a good part of the
+# time goes into saves.
 NETWORK = """
 import torch
 from torch import nn
 
 def make():
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(20, 800), nn.BatchNorm1d(800), nn.ReLU(), nn.Linear(800, 800), nn.ReLU(), nn.Linear(800, 10))
+    layers = (nn.Linear(20, 800), nn.BatchNorm1d(800), nn.ReLU(), nn.Linear(800, 800), nn.ReLU())
+    return nn.Sequential(*layers, nn.Linear(800, 10))
 """
 
 
@@ -54,7 +58,16 @@ def recipe() -> str:
 
 def command(folder: Path, model: str, out: str, steps: int) -> list[str]:
     """Of a run in the folder, which holds all it needs."""
-    common = ["--out", str(folder / out), "--checkpoint-every", "1", "--keep", "2", "--resume", "--quiet"]
+    common = [
+        "--out",
+        str(folder / out),
+        "--checkpoint-every",
+        "1",
+        "--keep",
+        "2",
+        "--resume",
+        "--quiet",
+    ]
     if model == "small":
         size = ["--batch", "32", "--recipe", str(folder / "recipe.toml")]
         return ["run", "crash_network:make", str(folder / "x.npy"), *size, *common]
@@ -78,7 +91,11 @@ def forked(work: Callable[[], int], log: Path) -> int:
         return child
     status = 70
     try:
-        with log.open("a") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
+        with (
+            log.open("a") as file,
+            contextlib.redirect_stdout(file),
+            contextlib.redirect_stderr(file),
+        ):
             try:
                 status = work()
             except BaseException:
@@ -96,7 +113,9 @@ def made(folder: Path, model: str, steps: int) -> Made:
     given = command(folder, model, "look", steps)
     options = dict(zip(given[3::2], given[4::2], strict=False))
     chosen = {"recipe": options.get("--recipe"), "preset": options.get("--preset")}
-    return prepare(Options(given[1], given[2], folder / "look", batch=int(options["--batch"]), **chosen))  # type: ignore[arg-type]
+    return prepare(
+        Options(given[1], given[2], folder / "look", batch=int(options["--batch"]), **chosen)  # type: ignore[arg-type]
+    )
 
 
 def same(one: Path, other: Path) -> bool:
@@ -118,7 +137,9 @@ def kills(folder: Path, model: str, count: int, steps: int, rng: random.Random) 
         return forked(lambda: cli.main(command(folder, model, out, steps)), log)
 
     def loads(out: str) -> int:
-        return forked(lambda: df.load(made(folder, model, steps).adapter, folder / out / STATE) is None, log)
+        return forked(
+            lambda: df.load(made(folder, model, steps).adapter, folder / out / STATE) is None, log
+        )
 
     begun = time.perf_counter()
     if ended(start("unbroken")) != 0:
@@ -136,7 +157,10 @@ def kills(folder: Path, model: str, count: int, steps: int, rng: random.Random) 
     while found["kills"] < count:
         out = f"run{found['runs']}"
         while True:
-            child, patience = start(out), rng.uniform(0, 0.6 * seconds) if found["kills"] < count else 600.0
+            child, patience = (
+                start(out),
+                rng.uniform(0, 0.6 * seconds) if found["kills"] < count else 600.0,
+            )
             until = time.perf_counter() + patience
             while (over := os.waitpid(child, os.WNOHANG)) == (0, 0) and time.perf_counter() < until:
                 time.sleep(0.0002)
@@ -154,10 +178,17 @@ def kills(folder: Path, model: str, count: int, steps: int, rng: random.Random) 
         found["differ"] += not same(folder / out, folder / "unbroken")
         shutil.rmtree(folder / out)
     size = (folder / "unbroken" / STATE).stat().st_size
-    return {**found, "checkpoint bytes": size, "unbroken seconds": round(seconds, 2), "log": log.read_text()[-2000:]}
+    return {
+        **found,
+        "checkpoint bytes": size,
+        "unbroken seconds": round(seconds, 2),
+        "log": log.read_text()[-2000:],
+    }
 
 
-def corruption(folder: Path, model: str, flips: int, truncations: int, steps: int, rng: random.Random) -> dict[str, Any]:
+def corruption(
+    folder: Path, model: str, flips: int, truncations: int, steps: int, rng: random.Random
+) -> dict[str, Any]:
     """Every damage must be refused as such, the adapter as it was."""
     path = folder / "damaged.safetensors"
     good = (folder / "unbroken" / STATE).read_bytes()
@@ -181,14 +212,18 @@ def corruption(folder: Path, model: str, flips: int, truncations: int, steps: in
         except df.CheckpointError as error:
             result = "refused" if "altered" in str(error) else f"refused otherwise: {error}"
         found[f"{kind} {result}"] = found.get(f"{kind} {result}", 0) + 1
-    touched = [name for name, value in adapter.state_dict().items() if not torch.equal(value, before[name])]
+    touched = [
+        name for name, value in adapter.state_dict().items() if not torch.equal(value, before[name])
+    ]
     path.write_bytes(good)
     df.load(adapter, path)  # what was damaged was whole
     return {**found, "adapter touched": len(touched)}
 
 
 def disk(folder: Path, model: str, steps: int) -> dict[str, str]:
-    """Saves to a disk that is full and to one that cannot be written to; both are mounted in memory, which needs root."""
+    """Saves to a disk that is full and to one that cannot be written to; both are mounted in
+    memory, which needs root.
+    """
     place, adapter = folder / "disk", made(folder, model, steps).adapter
     df.load(adapter, folder / "unbroken" / STATE)
     size = (folder / "unbroken" / STATE).stat().st_size
@@ -200,22 +235,31 @@ def disk(folder: Path, model: str, steps: int) -> dict[str, str]:
     try:
         df.save(adapter, path)
         before = path.read_bytes()
-        for name, prepare_disk in (("full", []), ("read-only", ["mount", "-o", "remount,ro", str(place)])):
+        for name, prepare_disk in (
+            ("full", []),
+            ("read-only", ["mount", "-o", "remount,ro", str(place)]),
+        ):
             if prepare_disk:
                 subprocess.run(prepare_disk, check=True)
             try:
                 df.save(adapter, path)
                 found[name] = "WRONG: no error"
             except df.CheckpointError as error:
-                whole = path.read_bytes() == before and [each.name for each in place.iterdir()] == [STATE]
-                found[name] = f"{'intact' if whole else 'WRONG'}: {str(error).replace(str(folder), '…')}"
+                whole = path.read_bytes() == before and [each.name for each in place.iterdir()] == [
+                    STATE
+                ]
+                found[name] = (
+                    f"{'intact' if whole else 'WRONG'}: {str(error).replace(str(folder), '…')}"
+                )
     finally:
         subprocess.run(["umount", str(place)], check=True)
     return found
 
 
 def parsed() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="small", choices=("small", "resnet20"))
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--flips", type=int, default=2000)
@@ -234,22 +278,45 @@ def main() -> int:
         folder = Path(text)
         sys.path.insert(0, text)
         furnish(folder, arguments.model, arguments.steps)
-        result: dict[str, Any] = {"kills": kills(folder, arguments.model, arguments.kills, arguments.steps, rng)}
+        result: dict[str, Any] = {
+            "kills": kills(folder, arguments.model, arguments.kills, arguments.steps, rng)
+        }
         damage = (arguments.flips, arguments.truncations, arguments.steps, rng)
         result["corruption"] = corruption(folder, arguments.model, *damage)
         result["disk"] = disk(folder, arguments.model, arguments.steps)
     log = result["kills"].pop("log")
-    where = {"model": arguments.model, "seed": arguments.seed, "machine": platform.machine(), "torch": torch.__version__}
-    document = {**where, "date": datetime.date.today().isoformat(), "seconds": round(time.perf_counter() - begun), **result}
-    print(", ".join(f"{name} {value}" for name, value in document.items() if not isinstance(value, dict)), "\n")
+    where = {
+        "model": arguments.model,
+        "seed": arguments.seed,
+        "machine": platform.machine(),
+        "torch": torch.__version__,
+    }
+    document = {
+        **where,
+        "date": datetime.date.today().isoformat(),
+        "seconds": round(time.perf_counter() - begun),
+        **result,
+    }
+    print(
+        ", ".join(
+            f"{name} {value}" for name, value in document.items() if not isinstance(value, dict)
+        ),
+        "\n",
+    )
     for part, rows in result.items():
         print(part)
         print("\n".join(f"  {name:<32} {value}" for name, value in rows.items()))
     if arguments.json:
         arguments.json.write_text(json.dumps(document, indent=1) + "\n")
     bad = [name for name in ("does not load", "differ", "failed") if result["kills"][name]]
-    wrong = [name for name in result["corruption"] if not name.endswith(" refused") and name != "adapter touched"]
-    harmed = result["corruption"]["adapter touched"] or any(value.startswith("WRONG") for value in result["disk"].values())
+    wrong = [
+        name
+        for name in result["corruption"]
+        if not name.endswith(" refused") and name != "adapter touched"
+    ]
+    harmed = result["corruption"]["adapter touched"] or any(
+        value.startswith("WRONG") for value in result["disk"].values()
+    )
     if bad or wrong or harmed:
         print(f"WRONG: {bad} {wrong}\n{log}")
     return 1 if bad or wrong or harmed else 0

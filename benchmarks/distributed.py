@@ -1,9 +1,12 @@
-"""One stream over several processes on the CPU: time of a step beside one process, and what is exchanged.
+"""One stream over several processes on the CPU: time of a step beside one process, and what is
+exchanged.
 
-    python benchmarks/distributed.py [--ranks 2] [--batch 200] [--steps 8] [--model resnet20] [--json FILE]
+    python benchmarks/distributed.py [--ranks 2] [--batch 200] [--steps 8] [--model resnet20] \
+        [--json FILE]
 
-The same batches in one process and then divided evenly over gloo ranks of one thread each; medians over the steps after the
-first two. Bytes are what a rank sends in a step: each tensor once, whatever way the backend takes.
+The same batches in one process and then divided evenly over gloo ranks of one thread each; medians
+over the steps after the first two. Bytes are what a rank sends in a step: each tensor once,
+whatever way the backend takes.
 """
 
 from __future__ import annotations
@@ -40,7 +43,10 @@ class Count:
         Ranks.total = lambda ranks, tensor: total(ranks, self.seen(tensor))  # type: ignore[assignment, method-assign]
 
     def seen(self, tensor: Tensor) -> Tensor:
-        self.messages, self.bytes = self.messages + 1, self.bytes + tensor.numel() * tensor.element_size()
+        self.messages, self.bytes = (
+            self.messages + 1,
+            self.bytes + tensor.numel() * tensor.element_size(),
+        )
         return tensor
 
 
@@ -49,7 +55,9 @@ def measured(preset: str, arguments: argparse.Namespace, rank: int, ranks: int) 
     adapter = df.adapt(models.build(arguments.model), preset, monitor=None, distributed=ranks > 1)
     generator, times = torch.Generator().manual_seed(0), []
     for step in range(arguments.steps + 2):
-        batch = torch.rand(arguments.batch, 3, 32, 32, generator=generator).tensor_split(ranks)[rank]
+        batch = torch.rand(arguments.batch, 3, 32, 32, generator=generator).tensor_split(ranks)[
+            rank
+        ]
         if step == 2:
             count.messages = count.bytes = 0
         start = time.perf_counter()
@@ -63,7 +71,9 @@ def work(rank: int, ranks: int, folder: str, arguments: argparse.Namespace) -> N
     torch.set_num_threads(1)
     torch.manual_seed(0)
     if ranks > 1:
-        dist.init_process_group("gloo", init_method=f"file://{folder}/meeting{ranks}", rank=rank, world_size=ranks)
+        dist.init_process_group(
+            "gloo", init_method=f"file://{folder}/meeting{ranks}", rank=rank, world_size=ranks
+        )
     found = {}
     for preset in PRESETS:
         torch.manual_seed(0)
@@ -73,7 +83,9 @@ def work(rank: int, ranks: int, folder: str, arguments: argparse.Namespace) -> N
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--batch", type=int, default=200)
     parser.add_argument("--steps", type=int, default=8)
@@ -83,14 +95,31 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for ranks in (1, arguments.ranks):
             spawn(work, (ranks, folder, arguments), ranks)
-        one, several = (json.loads(Path(folder, f"{ranks}.json").read_text()) for ranks in (1, arguments.ranks))
-    print(f"{arguments.model}, batch {arguments.batch}, one thread a rank, {platform.processor() or platform.machine()}")
-    print(f"preset        1 rank ms  {arguments.ranks} ranks ms  speed-up  messages  bytes sent by a rank")
+        one, several = (
+            json.loads(Path(folder, f"{ranks}.json").read_text()) for ranks in (1, arguments.ranks)
+        )
+    print(
+        f"{arguments.model}, batch {arguments.batch}, one thread a rank, "
+        f"{platform.processor() or platform.machine()}"
+    )
+    print(
+        f"preset        1 rank ms  {arguments.ranks} ranks ms  speed-up  messages  bytes sent by "
+        "a rank"
+    )
     for preset in PRESETS:
         alone, shared = one[preset]["milliseconds"], several[preset]["milliseconds"]
         sent = several[preset]
-        print(f"{preset:12}  {alone:9.1f}  {shared:10.1f}  {alone / shared:8.2f}  {sent['messages']:8}  {sent['bytes']:,}")
-    figures = {"model": arguments.model, "batch": arguments.batch, "ranks": arguments.ranks, "one": one, "several": several}
+        print(
+            f"{preset:12}  {alone:9.1f}  {shared:10.1f}  {alone / shared:8.2f}  "
+            f"{sent['messages']:8}  {sent['bytes']:,}"
+        )
+    figures = {
+        "model": arguments.model,
+        "batch": arguments.batch,
+        "ranks": arguments.ranks,
+        "one": one,
+        "several": several,
+    }
     write(arguments.json, figures, threads=1)
 
 

@@ -1,10 +1,12 @@
 """Our corruptions against the published ones: source and bn accuracy (in points), severity 5.
 
-    python benchmarks/fidelity.py --assets DIR [--model resnet20] [--device cpu] [--images 1000] [--batch 200] [--seeds 3]
+    python benchmarks/fidelity.py --assets DIR [--model resnet20] [--device cpu] [--images 1000] \
+        [--batch 200] [--seeds 3]
 
-DIR holds data/cifar10_test.npz, data/cifar10c_severity5_first1000.npz and models/NAME.safetensors. Up to 1,000 images, ours are
-held against the published arrays of the same images; all 10,000, against the reference values of the assets if there are any.
-The published arrays are themselves one draw: a difference is to be judged by the deviation between our seeds, printed after ±.
+DIR holds data/cifar10_test.npz, data/cifar10c_severity5_first1000.npz and models/NAME.safetensors.
+Up to 1,000 images, ours are held against the published arrays of the same images; all 10,000,
+against the reference values of the assets if there are any. The published arrays are themselves one
+draw: a difference is to be judged by the deviation between our seeds, printed after ±.
 """
 
 from __future__ import annotations
@@ -28,8 +30,40 @@ from driftfilter.app.corruptions import CORRUPTIONS, FROST_TEXTURE, corrupt
 POLICIES = ("source", "bn")
 # All 10,000 images, batch 200, published generator; in the order of CORRUPTIONS.
 REFERENCE = {
-    ("wrn28_10", "source"): (22.9, 28.8, 25.7, 59.4, 45.8, 65.6, 64.4, 76.2, 62.0, 75.8, 90.7, 42.7, 71.2, 40.6, 69.2),
-    ("wrn28_10", "bn"): (68.4, 69.6, 60.9, 87.1, 63.4, 85.4, 87.5, 82.0, 81.2, 85.7, 91.2, 88.3, 74.9, 78.3, 71.1),
+    ("wrn28_10", "source"): (
+        22.9,
+        28.8,
+        25.7,
+        59.4,
+        45.8,
+        65.6,
+        64.4,
+        76.2,
+        62.0,
+        75.8,
+        90.7,
+        42.7,
+        71.2,
+        40.6,
+        69.2,
+    ),
+    ("wrn28_10", "bn"): (
+        68.4,
+        69.6,
+        60.9,
+        87.1,
+        63.4,
+        85.4,
+        87.5,
+        82.0,
+        81.2,
+        85.7,
+        91.2,
+        88.3,
+        74.9,
+        78.3,
+        71.1,
+    ),
 }
 REFERENCE_MEAN = {
     ("wrn28_10", "source"): 56.06,
@@ -56,7 +90,9 @@ def cell(scores: list[float], reference: float | None) -> str:
     """Reference, mean of ours, deviation between seeds, difference."""
     ours = statistics.mean(scores)
     deviation = f"±{statistics.stdev(scores):4.2f}" if len(scores) > 1 else ""
-    wanted, difference = ("-", "") if reference is None else (f"{reference:.1f}", f"{ours - reference:+.1f}")
+    wanted, difference = (
+        ("-", "") if reference is None else (f"{reference:.1f}", f"{ours - reference:+.1f}")
+    )
     return f"{wanted:>11}{ours:>7.1f}{deviation:>7}{difference:>7}"
 
 
@@ -64,7 +100,10 @@ def verdict(policy: str, rows: list[tuple[float, float | None]], reference: floa
     """How many (ours, reference) are near, and the means."""
     differences = [abs(ours - wanted) for ours, wanted in rows if wanted is not None]
     mean = statistics.mean(ours for ours, _ in rows)
-    parts = [f"mean {mean:.2f}" + ("" if reference is None else f" against {reference:.2f} ({mean - reference:+.2f})")]
+    parts = [
+        f"mean {mean:.2f}"
+        + ("" if reference is None else f" against {reference:.2f} ({mean - reference:+.2f})")
+    ]
     if differences:
         near = sum(difference <= WITHIN for difference in differences)
         parts.append(f"{near} of {len(differences)} corruptions within {WITHIN} points")
@@ -72,14 +111,18 @@ def verdict(policy: str, rows: list[tuple[float, float | None]], reference: floa
 
 
 def parsed() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--assets", type=Path, required=True)
     parser.add_argument("--model", default="resnet20", choices=list(models.ARCHITECTURES))
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--images", type=int, default=1000)
     parser.add_argument("--batch", type=int, default=200)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--corruptions", nargs="+", default=list(CORRUPTIONS), choices=list(CORRUPTIONS))
+    parser.add_argument(
+        "--corruptions", nargs="+", default=list(CORRUPTIONS), choices=list(CORRUPTIONS)
+    )
     return parser.parse_args()
 
 
@@ -91,18 +134,25 @@ def main() -> None:
         images = as_images(test["images"][: arguments.images], device)
         labels = torch.from_numpy(test["labels"][: arguments.images]).long().to(device)
     published = np.load(data / "cifar10c_severity5_first1000.npz") if len(images) <= 1000 else None
-    model = models.load(arguments.model, arguments.assets / "models" / f"{arguments.model}.safetensors").to(device)
+    model = models.load(
+        arguments.model, arguments.assets / "models" / f"{arguments.model}.safetensors"
+    ).to(device)
     adapters = {policy: df.adapt(model, policy) for policy in POLICIES}
 
     def reference(name: str, policy: str) -> float | None:
         if published is not None:
-            return accuracy(adapters[policy], as_images(published[name][: len(images)], device), labels, batch)
+            return accuracy(
+                adapters[policy], as_images(published[name][: len(images)], device), labels, batch
+            )
         known = REFERENCE.get((arguments.model, policy)) if len(images) == 10_000 else None
         return None if known is None else known[list(CORRUPTIONS).index(name)]
 
-    print(f"{arguments.model}, {len(images)} images, batch {batch}, severity 5, seeds 0 to {arguments.seeds - 1},"
-          f" frost {FROST_TEXTURE}, {platform.machine()} {device}, torch {torch.__version__},"
-          f" {datetime.date.today().isoformat()}\n")  # fmt: skip
+    print(
+        f"{arguments.model}, {len(images)} images, batch {batch}, severity 5, "
+        f"seeds 0 to {arguments.seeds - 1},"
+        f" frost {FROST_TEXTURE}, {platform.machine()} {device}, torch {torch.__version__},"
+        f" {datetime.date.today().isoformat()}\n"
+    )
     columns = f"{'published':>11}{'ours':>7}{'':>7}{'diff':>7}"
     print(f"{'':<18}" + "".join(f"{policy:>32}" for policy in POLICIES))
     print(f"{'corruption':<18}{columns}{columns}{'generate':>10}")
@@ -114,7 +164,10 @@ def main() -> None:
         seconds = (time.perf_counter() - begun) / arguments.seeds
         line = f"{name:<18}"
         for policy, adapter in adapters.items():
-            scores, wanted = [accuracy(adapter, stream, labels, batch) for stream in made], reference(name, policy)
+            scores, wanted = (
+                [accuracy(adapter, stream, labels, batch) for stream in made],
+                reference(name, policy),
+            )
             rows[policy].append((statistics.mean(scores), wanted))
             line += cell(scores, wanted)
         print(f"{line}{seconds:>9.2f}s", flush=True)

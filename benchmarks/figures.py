@@ -1,4 +1,6 @@
-"""What every benchmark writes, in one form that page.py reads: command, machine, threads, versions, date and figures."""
+"""What every benchmark writes, in one form that page.py reads: command, machine, threads, versions,
+date and figures.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ import driftfilter as df
 def machine(device: str) -> str:
     if torch.device(device).type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}, {os.cpu_count()} cores"
+    return (
+        f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}, {os.cpu_count()} cores"
+    )
 
 
 def command() -> str:
@@ -42,8 +46,14 @@ def installed(packages: Sequence[str]) -> dict[str, str]:
 
 
 def header(*packages: str, device: str = "cpu", threads: int | None = None) -> dict[str, Any]:
-    """Where and how figures came about; ``packages``: whose versions matter beside torch's, where they are installed."""
-    versions = {"python": platform.python_version(), "driftfilter": df.__version__, "torch": torch.__version__}
+    """Where and how figures came about; ``packages``: whose versions matter beside torch's, where
+    they are installed.
+    """
+    versions = {
+        "python": platform.python_version(),
+        "driftfilter": df.__version__,
+        "torch": torch.__version__,
+    }
     return {
         "command": command(),
         "machine": machine(device),
@@ -53,7 +63,9 @@ def header(*packages: str, device: str = "cpu", threads: int | None = None) -> d
     }
 
 
-def write(path: Path | None, figures: Any, *packages: str, device: str = "cpu", threads: int | None = None) -> None:
+def write(
+    path: Path | None, figures: Any, *packages: str, device: str = "cpu", threads: int | None = None
+) -> None:
     """The figures under their header, as JSON; nowhere if there is no path."""
     if path is not None:
         record = {**header(*packages, device=device, threads=threads), "figures": figures}
@@ -61,7 +73,9 @@ def write(path: Path | None, figures: Any, *packages: str, device: str = "cpu", 
 
 
 def exponent(sizes: Sequence[float], values: Sequence[float]) -> float:
-    """b of values ≈ a sizes^b by least squares of the logarithms, over the upper half, where overhead no longer counts."""
+    """b of values ≈ a sizes^b by least squares of the logarithms, over the upper half, where
+    overhead no longer counts.
+    """
     half = len(sizes) // 2
     logs = [[math.log(number) for number in numbers[half:]] for numbers in (sizes, values)]
     return statistics.linear_regression(*logs).slope

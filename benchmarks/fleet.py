@@ -1,11 +1,13 @@
-"""One step of 10,000 streams beside the cost of moving their beliefs through memory; ratios from one run. Growth with streams.
+"""One step of 10,000 streams beside the cost of moving their beliefs through memory; ratios from
+one run. Growth with streams.
 
     python benchmarks/fleet.py [--streams 10000] [--rounds 40] [--json FILE]
 
-A head of 64 features and 10 classes a stream, diagonal covariance, one observation each. The roofline is torch.addcmul on
-tensors of the beliefs' size, once for the means and once for the variances: the same bytes are read and written. "torch alone"
-is what a fleet does without numba, and on other devices. Times are the best of the rounds, for what a busy machine adds is not
-the step's; memory is what the fleet holds between steps, with the buffers that the next one writes.
+A head of 64 features and 10 classes a stream, diagonal covariance, one observation each. The
+roofline is torch.addcmul on tensors of the beliefs' size, once for the means and once for the
+variances: the same bytes are read and written. "torch alone" is what a fleet does without numba,
+and on other devices. Times are the best of the rounds, for what a busy machine adds is not the
+step's; memory is what the fleet holds between steps, with the buffers that the next one writes.
 """
 
 from __future__ import annotations
@@ -33,8 +35,14 @@ def streams(count: int) -> tuple[df.Fleet, Tensor]:
     """A fleet, and one observation of each stream [count, 1, WIDTH]."""
     d, generator = WIDTH * CLASSES, torch.Generator().manual_seed(0)
     transition = df.Transition(df.MeanReversion(0.99), df.Isotropic(1e-3))
-    filt = df.Filter(df.LinearHead(CLASSES), transition, inference=df.Linearized(df.EmpiricalFisher(centered=False)))
-    belief = df.Belief(0.1 * torch.randn(d, generator=generator), df.Diagonal(torch.full((d,), 0.1)))
+    filt = df.Filter(
+        df.LinearHead(CLASSES),
+        transition,
+        inference=df.Linearized(df.EmpiricalFisher(centered=False)),
+    )
+    belief = df.Belief(
+        0.1 * torch.randn(d, generator=generator), df.Diagonal(torch.full((d,), 0.1))
+    )
     return df.Fleet(filt, belief, range(count)), torch.randn(count, 1, WIDTH, generator=generator)
 
 
@@ -69,7 +77,11 @@ def best(cases: dict[str, Callable[[], object]], rounds: int) -> dict[str, float
 
 def held(fleet: df.Fleet) -> int:
     """Bytes of the tensors of a fleet."""
-    parts = [part for value in vars(fleet).values() for part in (value if isinstance(value, tuple) else (value,))]
+    parts = [
+        part
+        for value in vars(fleet).values()
+        for part in (value if isinstance(value, tuple) else (value,))
+    ]
     return sum(part.numel() * part.element_size() for part in parts if isinstance(part, Tensor))
 
 
@@ -78,13 +90,17 @@ def growth(rounds: int) -> tuple[list[float], list[float]]:
     times, memory = [], []
     for size in SIZES:
         fleet, x = streams(size)
-        times.append(best({"step": partial(step, fleet, x)}, rounds * (10 if size < 3_000 else 1))["step"])
+        times.append(
+            best({"step": partial(step, fleet, x)}, rounds * (10 if size < 3_000 else 1))["step"]
+        )
         memory.append(float(held(fleet)))
     return times, memory
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--streams", type=int, default=10_000)
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
@@ -92,21 +108,39 @@ def main() -> None:
 
     fleet, x = streams(arguments.streams)
     other, _ = streams(arguments.streams)
-    cases: dict[str, Callable[[], object]] = {"addcmul": roofline(arguments.streams), "Fleet.step": lambda: step(fleet, x)}
+    cases: dict[str, Callable[[], object]] = {
+        "addcmul": roofline(arguments.streams),
+        "Fleet.step": lambda: step(fleet, x),
+    }
     shortest = best(cases, arguments.rounds)
-    shortest |= best({"torch alone": lambda: step(other, x, compiled=False)}, max(3, arguments.rounds // 4))
+    shortest |= best(
+        {"torch alone": lambda: step(other, x, compiled=False)}, max(3, arguments.rounds // 4)
+    )
     where = f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
     date = datetime.date.today().isoformat()
     moved = 4 * arguments.streams * WIDTH * CLASSES * x.element_size()
-    print(f"{arguments.streams:,} streams of {WIDTH}x{CLASSES}, {where}, {date}: {moved / 1e6:.0f} MB read and written a step")
+    print(
+        f"{arguments.streams:,} streams of {WIDTH}x{CLASSES}, {where}, {date}: {moved / 1e6:.0f} "
+        "MB read and written a step"
+    )
     for name, value in shortest.items():
-        print(f"{name:<12}{value:>9.1f} ms{value / shortest['addcmul']:>7.2f}{moved / value / 1e6:>8.1f} GB/s")
+        print(
+            f"{name:<12}{value:>9.1f} "
+            f"ms{value / shortest['addcmul']:>7.2f}{moved / value / 1e6:>8.1f} GB/s"
+        )
     times, memory = growth(max(3, arguments.rounds // 2))
     cells = "  ".join(f"{size:,}: {value:.2f}" for size, value in zip(SIZES, times, strict=True))
     print(f"growth, ms    {cells}; exponent {exponent(SIZES, times):.2f}")
-    print(f"memory        {memory[-1] / SIZES[-1]:,.0f} bytes a stream; exponent {exponent(SIZES, memory):.2f}")
+    print(
+        f"memory        {memory[-1] / SIZES[-1]:,.0f} bytes a stream; exponent "
+        f"{exponent(SIZES, memory):.2f}"
+    )
     curve = {"against": "streams", "sizes": SIZES, "ms": times, "peak bytes": memory}
-    write(arguments.json, {"streams": arguments.streams, "bytes": moved, "ms": shortest, "growth": [curve]}, "numba")
+    write(
+        arguments.json,
+        {"streams": arguments.streams, "bytes": moved, "ms": shortest, "growth": [curve]},
+        "numba",
+    )
 
 
 if __name__ == "__main__":

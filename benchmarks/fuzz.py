@@ -1,12 +1,15 @@
-"""Adapters in random sequences of calls, at length: what tests/conformance/test_fuzz.py does in a moment.
+"""Adapters in random sequences of calls, at length: what tests/conformance/test_fuzz.py does in a
+moment.
 
-    python benchmarks/fuzz.py [--examples 2000] [--steps 30] [--cases batch_norm-tent ...] [--seed 0] [--minutes 10]
+    python benchmarks/fuzz.py [--examples 2000] [--steps 30] [--cases batch_norm-tent ...] \
+        [--seed 0] [--minutes 10]
                               [--no-shrink] [--json FILE]
 
-Every example is a new adapter and up to ``steps`` rules (tests/fuzzing.py): steps, updates, predictions in this and in another
-thread, resets, saves, loads, copies, damaged files, bad batches. ``examples`` are shared out among the cases, each a network
-and a preset, in random order; after ``minutes`` no new case is begun. Prints the counts; a failure is printed with the
-shortest sequence that shows it.
+Every example is a new adapter and up to ``steps`` rules (tests/fuzzing.py): steps, updates,
+predictions in this and in another thread, resets, saves, loads, copies, damaged files, bad batches.
+``examples`` are shared out among the cases, each a network and a preset, in random order; after
+``minutes`` no new case is begun. Prints the counts; a failure is printed with the shortest sequence
+that shows it.
 """
 
 from __future__ import annotations
@@ -31,7 +34,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from fuzzing import CASES, machine
 
 
-def fuzz(case: str, examples: int, steps: int, begin: int, shrink: bool) -> tuple[Counter[str], str]:
+def fuzz(
+    case: str, examples: int, steps: int, begin: int, shrink: bool
+) -> tuple[Counter[str], str]:
     """Counts of what was done, and the failure, empty where there is none."""
     phases = [Phase.generate, *([Phase.shrink] if shrink else [])]
     chosen = settings(
@@ -51,13 +56,17 @@ def fuzz(case: str, examples: int, steps: int, begin: int, shrink: bool) -> tupl
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--examples", type=int, default=2000)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--cases", nargs="+", default=CASES, choices=CASES, metavar="CASE")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=float("inf"))
-    parser.add_argument("--no-shrink", action="store_true", help="print failures as they were found")
+    parser.add_argument(
+        "--no-shrink", action="store_true", help="print failures as they were found"
+    )
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -69,14 +78,29 @@ def main() -> int:
         if time.perf_counter() - begun > 60 * arguments.minutes:
             print(f"time is up: {cases[number:]} not done")
             break
-        seen, failure = fuzz(case, each, arguments.steps, arguments.seed + number, not arguments.no_shrink)
+        seen, failure = fuzz(
+            case, each, arguments.steps, arguments.seed + number, not arguments.no_shrink
+        )
         total += seen
-        print(f"{case:<28}{seen['examples']:>6} examples{seen['rules']:>8} rules{'  FAILED' if failure else ''}", flush=True)
+        print(
+            f"{case:<28}{seen['examples']:>6} examples{seen['rules']:>8} "
+            f"rules{'  FAILED' if failure else ''}",
+            flush=True,
+        )
         if failure:
             failures[case] = failure
             print(failure, flush=True)
-    where = {"machine": platform.machine(), "torch": torch.__version__, "date": datetime.date.today().isoformat()}
-    result = {**where, "seconds": round(time.perf_counter() - begun), "seen": dict(sorted(total.items())), "failures": failures}
+    where = {
+        "machine": platform.machine(),
+        "torch": torch.__version__,
+        "date": datetime.date.today().isoformat(),
+    }
+    result = {
+        **where,
+        "seconds": round(time.perf_counter() - begun),
+        "seen": dict(sorted(total.items())),
+        "failures": failures,
+    }
     print("\n" + "\n".join(f"{name:<28}{count:>10,}" for name, count in sorted(total.items())))
     print(f"{'failures':<28}{len(failures):>10}")
     if arguments.json:

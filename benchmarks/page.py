@@ -1,16 +1,19 @@
-"""docs/benchmarks.md from page.md.jinja beside this file (the prose) and results/*.json (every figure).
+"""docs/benchmarks.md from page.md.jinja beside this file (the prose) and results/*.json (every
+figure).
 
     python benchmarks/page.py [--check] [--results FOLDER] [--page FILE]
 
-Writes the page; with --check it exits with 1 where the page is not what template and results give. Ratios and exponents are
-computed here, from times and sizes.
+Writes the page; with --check it exits with 1 where the page is not what template and results give.
+Ratios and exponents are computed here, from times and sizes.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
+import textwrap
 from decimal import ROUND_HALF_UP, Decimal
 from itertools import zip_longest
 from pathlib import Path
@@ -25,7 +28,9 @@ RESULTS, PAGE, TEMPLATE = HERE / "results", HERE.parent / "docs" / "benchmarks.m
 
 
 class MissingError(Exception):
-    """The template asks for a figure that is not there. No LookupError: jinja2 would make an empty value of it."""
+    """The template asks for a figure that is not there. No LookupError: jinja2 would make an empty
+    value of it.
+    """
 
 
 class Named(dict[str, Any]):
@@ -36,13 +41,19 @@ class Named(dict[str, Any]):
         self.where = where
 
     def __missing__(self, key: str) -> Any:
-        raise MissingError(f"{self.where} has no {key!r}; it has {', '.join(map(repr, self)) or 'nothing'}")
+        raise MissingError(
+            f"{self.where} has no {key!r}; it has {', '.join(map(repr, self)) or 'nothing'}"
+        )
 
 
 def named(where: str, value: Any) -> Any:
     if isinstance(value, dict):
         return Named(where, value)
-    return [named(f"{where} {number}", each) for number, each in enumerate(value)] if isinstance(value, list) else value
+    return (
+        [named(f"{where} {number}", each) for number, each in enumerate(value)]
+        if isinstance(value, list)
+        else value
+    )
 
 
 def read(folder: Path) -> Named:
@@ -55,7 +66,9 @@ def read(folder: Path) -> Named:
 
 def one(entries: list[Named], **wanted: Any) -> Named:
     """The only entry of a list with these values."""
-    fitting = [entry for entry in entries if all(entry[key] == value for key, value in wanted.items())]
+    fitting = [
+        entry for entry in entries if all(entry[key] == value for key, value in wanted.items())
+    ]
     if len(fitting) != 1:
         where = entries[0].where if entries else "an empty list"
         raise MissingError(f"{len(fitting)} entries with {wanted}, one is needed ({where} and on)")
@@ -75,11 +88,18 @@ def number(value: float, digits: int = 0) -> str:
 
 def made(record: Named) -> str:
     """Command, machine, versions and date of a result, and what else has to be said about it."""
-    threads = f", {record['threads']} thread{'s' * (record['threads'] > 1)}" if record["threads"] else ""
+    threads = (
+        f", {record['threads']} thread{'s' * (record['threads'] > 1)}" if record["threads"] else ""
+    )
     hidden = ("driftfilter", "code", "torchmetrics")  # in the file
-    versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items() if name not in hidden)
+    versions = ", ".join(
+        f"{name} {version}" for name, version in record["versions"].items() if name not in hidden
+    )
     remarks = "".join(f"; {record[name]}" for name in ("note", "transcribed") if name in record)
-    return f"`{record['command']}`: {record['machine']}{threads}, {versions}, {record['date']}{remarks}."
+    return (
+        f"`{record['command']}`: {record['machine']}{threads}, {versions}, "
+        f"{record['date']}{remarks}."
+    )
 
 
 def render(folder: Path) -> str:
@@ -92,7 +112,30 @@ def render(folder: Path) -> str:
     )
     environment.filters |= {"share": share, "number": number}
     environment.globals |= {"one": one, "made": made, "exponent": exponent, "zip": zip}
-    return environment.get_template(TEMPLATE).render(results=read(folder))
+    return wrap(environment.get_template(TEMPLATE).render(results=read(folder)))
+
+
+def wrap(page: str) -> str:
+    """Paragraphs and items of lists in lines of at most 100 characters; commands stay whole."""
+    blocks = re.split(
+        r"(^```.*?^```$|\n\s*\n|\n(?=- )|\n(?=\|)|(?<=\|)\n)", page, flags=re.M | re.S
+    )
+    kept = ("|", "#", "<", "```")
+    return "".join(b if b.startswith(kept) or len(b) <= 100 else fill(b) for b in blocks)
+
+
+def fill(block: str) -> str:
+    begun = "- " if block.startswith("- ") else ""
+    whole = re.sub(r"`[^`]*`", lambda code: code[0].replace(" ", "\0"), block.removeprefix(begun))
+    filled = textwrap.fill(
+        " ".join(whole.split(" ")).replace("\n", " "),
+        100,
+        initial_indent=begun,
+        subsequent_indent=" " * len(begun),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return filled.replace("\0", " ") + "\n" * block.endswith("\n")
 
 
 def difference(page: str, wanted: str) -> str:
@@ -104,8 +147,14 @@ def difference(page: str, wanted: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 where the page would change")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="write nothing; exit with 1 where the page would change",
+    )
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--page", type=Path, default=PAGE)
     arguments = parser.parse_args()
@@ -117,7 +166,9 @@ def main() -> None:
         arguments.page.write_text(wanted, encoding="utf-8")
     elif differs := difference(arguments.page.read_text(encoding="utf-8"), wanted):
         source = f"benchmarks/{TEMPLATE} and {arguments.results} give"
-        sys.exit(f"{arguments.page} is not what {source}: {differs}\nRun: python benchmarks/page.py")
+        sys.exit(
+            f"{arguments.page} is not what {source}: {differs}\nRun: python benchmarks/page.py"
+        )
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
 """What the monitor does under faults, on the ResNets and images that ship with the package.
 
-    python benchmarks/reliability.py [poison] [collapse] [healthy] [--seeds 5] [--batch 50] [--json FILE]
+    python benchmarks/reliability.py [poison] [collapse] [healthy] [--seeds 5] [--batch 50] \
+        [--json FILE]
 
-Poison: 40 genuine batches, 100 of garbage, 20 genuine ones to recover, then 40 that are judged; beside the same stream without
-garbage. Collapse: streams on which TENT breaks down; where the first alarm comes (the monitor only records) against where the
-accuracy over the last 1,000 images has first fallen 5 points below its best. Healthy: false alarms over five passes of a
-stream, and what a guarded and an unguarded adapter score on a stream whose corruption changes.
+Poison: 40 genuine batches, 100 of garbage, 20 genuine ones to recover, then 40 that are judged;
+beside the same stream without garbage. Collapse: streams on which TENT breaks down; where the first
+alarm comes (the monitor only records) against where the accuracy over the last 1,000 images has
+first fallen 5 points below its best. Healthy: false alarms over five passes of a stream, and what a
+guarded and an unguarded adapter score on a stream whose corruption changes.
 """
 
 from __future__ import annotations
@@ -38,13 +40,21 @@ def shuffled(images: Tensor, labels: Tensor, batch: int, seed: int, passes: int 
     """Full batches, in another order each pass."""
     generator = torch.Generator().manual_seed(seed)
     orders = [torch.randperm(len(labels), generator=generator) for _ in range(passes)]
-    return [(images[at], labels[at]) for order in orders for at in order.split(batch) if len(at) == batch]
+    return [
+        (images[at], labels[at])
+        for order in orders
+        for at in order.split(batch)
+        if len(at) == batch
+    ]
 
 
 def in_runs(images: Tensor, labels: Tensor, batch: int, seed: int) -> list[Batch]:
     """One class after the other."""
     generator = torch.Generator().manual_seed(seed)
-    order, classes = torch.randperm(len(labels), generator=generator), torch.randperm(10, generator=generator)
+    order, classes = (
+        torch.randperm(len(labels), generator=generator),
+        torch.randperm(10, generator=generator),
+    )
     order = order[classes[labels[order]].argsort(stable=True)]
     return [(images[at], labels[at]) for at in order.split(batch) if len(at) == batch]
 
@@ -60,7 +70,9 @@ def adversarial(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
     return (images + 8 / 255 * images.grad.sign()).clamp(0, 1).detach()
 
 
-def poisons(model: nn.Module, images: Tensor, labels: Tensor, n: int, count: int = 100) -> dict[str, Callable[[], list[Batch]]]:
+def poisons(
+    model: nn.Module, images: Tensor, labels: Tensor, n: int, count: int = 100
+) -> dict[str, Callable[[], list[Batch]]]:
     """Batches of garbage by name; labels are what an accuracy would be held against."""
     generator = torch.Generator().manual_seed(7)
     unknown = torch.zeros(n, dtype=torch.long)
@@ -79,7 +91,9 @@ def poisons(model: nn.Module, images: Tensor, labels: Tensor, n: int, count: int
             yield adversarial(model, x, y), y
 
     return {
-        "noise": lambda: [(torch.rand(n, 3, 32, 32, generator=generator), unknown) for _ in range(count)],
+        "noise": lambda: [
+            (torch.rand(n, 3, 32, 32, generator=generator), unknown) for _ in range(count)
+        ],
         "constant (one grey)": lambda: [(torch.full((n, 3, 32, 32), 0.5), unknown)] * count,
         "constant (colours)": lambda: [(colours(), unknown) for _ in range(count)],
         "one class": lambda: list(one_class()),
@@ -106,20 +120,36 @@ def poison(labels: Tensor, images: Tensor, n: int, presets: list[str]) -> list[d
     cases = [(preset, monitor) for preset in presets for monitor in (df.Monitor(), None)]
     garbage = {kind: make() for kind, make in kinds.items()}
     print(
-        f"{'poison':<22}{'preset':<14}{'guard':<8}{'first 20':>9}{'after':>8}{'unpoisoned':>12}{'difference':>12}{'events':>8}"
+        f"{'poison':<22}{'preset':<14}{'guard':<8}{'first 20':>9}"
+        f"{'after':>8}{'unpoisoned':>12}{'difference':>12}{'events':>8}"
     )
     for preset, monitor in cases:
         clean = scores(df.adapt(model, preset, monitor=monitor), before + after)
         for kind, batches in garbage.items():
             adapter = df.adapt(model, preset, monitor=monitor)
             score = scores(adapter, before + batches + after)[-len(after) :]
-            first, last, wanted = mean(score[:20]), mean(score[20:]), mean(clean[-len(after) + 20 :])
-            row = {"poison": kind, "preset": preset, "guard": monitor is not None, "first": first, "after": last,
-                   "unpoisoned": wanted, "events": len(adapter.events)}  # fmt: skip
+            first, last, wanted = (
+                mean(score[:20]),
+                mean(score[20:]),
+                mean(clean[-len(after) + 20 :]),
+            )
+            row = {
+                "poison": kind,
+                "preset": preset,
+                "guard": monitor is not None,
+                "first": first,
+                "after": last,
+                "unpoisoned": wanted,
+                "events": len(adapter.events),
+            }
             rows.append(row)
             guard = "yes" if monitor else "no"
-            print(f"{kind:<22}{preset:<14}{guard:<8}{first:>9.1f}{last:>8.1f}{wanted:>12.1f}{last - wanted:>+12.1f}"
-                  f"{len(adapter.events):>8}", flush=True)  # fmt: skip
+            print(
+                f"{kind:<22}{preset:<14}{guard:<8}{first:>9.1f}"
+                f"{last:>8.1f}{wanted:>12.1f}{last - wanted:>+12.1f}"
+                f"{len(adapter.events):>8}",
+                flush=True,
+            )
     return rows
 
 
@@ -136,11 +166,15 @@ class Fault(NamedTuple):
 
 
 def faults(labels: Tensor, data: dict[str, Tensor]) -> list[Fault]:
-    """Labels that begin to come in runs and ten passes, both without batch normalisation; learning rate × 10.
+    """Labels that begin to come in runs and ten passes, both without batch normalisation; learning
+    rate × 10.
 
-    And what is no collapse: under batch statistics, labels in runs spoil these, and with them any model at once.
+    And what is no collapse: under batch statistics, labels in runs spoil these, and with them any
+    model at once.
     """
-    blur, noise, pixels = (data[name][:1000] for name in ("defocus_blur", "gaussian_noise", "pixelate"))
+    blur, noise, pixels = (
+        data[name][:1000] for name in ("defocus_blur", "gaussian_noise", "pixelate")
+    )
     y = labels[:1000]
 
     def into_runs(images: Tensor, n: int) -> Callable[[int], list[Batch]]:
@@ -148,7 +182,12 @@ def faults(labels: Tensor, data: dict[str, Tensor]) -> list[Fault]:
 
     return [
         Fault("correlated labels", "resnet20_gn", 1e-3, into_runs(pixels, 50)),
-        Fault("10 passes", "resnet20_gn", 1e-3, lambda seed: shuffled(pixels[:300], y[:300], 50, seed, 10)),
+        Fault(
+            "10 passes",
+            "resnet20_gn",
+            1e-3,
+            lambda seed: shuffled(pixels[:300], y[:300], 50, seed, 10),
+        ),
         Fault("learning rate × 10", "resnet20", 1e-2, lambda seed: shuffled(blur, y, 20, seed, 3)),
         Fault("runs, batch norm", "resnet20", 1e-3, into_runs(noise, 100)),
     ]
@@ -169,7 +208,8 @@ def collapse(labels: Tensor, data: dict[str, Tensor], seeds: int) -> list[dict[s
     """Batch of the first alarm against the batch of the fall."""
     rows = []
     print(
-        f"{'stream':<22}{'seed':>5}{'batches':>9}{'alarm at':>13}{'by':>16}{'fallen at':>11}{'last accuracy':>15}{'guarded':>9}"
+        f"{'stream':<22}{'seed':>5}{'batches':>9}{'alarm at':>13}{'by':>16}"
+        f"{'fallen at':>11}{'last accuracy':>15}{'guarded':>9}"
     )
     for name, network, lr, make in faults(labels, data):
         model = models.load(network)
@@ -180,12 +220,22 @@ def collapse(labels: Tensor, data: dict[str, Tensor], seeds: int) -> list[dict[s
             guarded = scores(df.adapt(model, "tent", lr=lr), stream) if seed == 0 else [math.nan]
             first = adapter.events[0] if adapter.events else None
             span = max(1, JUDGED // len(stream[0][1]))
-            row = {"stream": name, "seed": seed, "alarm": first and first.step, "signal": first and first.signal,
-                   "fallen": fallen(score, len(stream[0][1])), "last": mean(score[-span:]),
-                   "guarded": mean(guarded[-span:]), "batches": len(score)}  # fmt: skip
+            row = {
+                "stream": name,
+                "seed": seed,
+                "alarm": first and first.step,
+                "signal": first and first.signal,
+                "fallen": fallen(score, len(stream[0][1])),
+                "last": mean(score[-span:]),
+                "guarded": mean(guarded[-span:]),
+                "batches": len(score),
+            }
             rows.append(row)
-            print(f"{name:<22}{seed:>5}{len(score):>9}{row['alarm']!s:>13}{row['signal']!s:>16}{row['fallen']!s:>11}"
-                  f"{row['last']:>15.1f}{row['guarded']:>9.1f}", flush=True)  # fmt: skip
+            print(
+                f"{name:<22}{seed:>5}{len(score):>9}{row['alarm']!s:>13}{row['signal']!s:>16}{row['fallen']!s:>11}"
+                f"{row['last']:>15.1f}{row['guarded']:>9.1f}",
+                flush=True,
+            )
     return rows
 
 
@@ -203,26 +253,50 @@ def healthy(labels: Tensor, data: dict[str, Tensor], n: int, seeds: int) -> list
             adapter = df.adapt(model, preset)
             stream = shuffled(data[name][:300], labels[:300], n, seed, 5)
             scores(adapter, stream)
-            rows.append({"corruption": name, "preset": preset, "alarms": len(adapter.events), "batches": len(stream)})
+            rows.append(
+                {
+                    "corruption": name,
+                    "preset": preset,
+                    "alarms": len(adapter.events),
+                    "batches": len(stream),
+                }
+            )
             print(f"{name:<22}{preset:<14}{len(stream):>9}{len(adapter.events):>14}", flush=True)
     print(f"\n{'one corruption after the other':<32}{'guarded':>9}{'unguarded':>11}{'events':>8}")
-    stream = [batch for name, images in data.items() for batch in shuffled(images[:200], labels[:200], n, 3)]
+    stream = [
+        batch
+        for name, images in data.items()
+        for batch in shuffled(images[:200], labels[:200], n, 3)
+    ]
     for preset in ("driftfilter", "tent"):
         guarded, plain = df.adapt(model, preset), df.adapt(model, preset, monitor=None)
-        row = {"preset": preset, "guarded": mean(scores(guarded, stream)), "unguarded": mean(scores(plain, stream)),
-               "events": len(guarded.events)}  # fmt: skip
+        row = {
+            "preset": preset,
+            "guarded": mean(scores(guarded, stream)),
+            "unguarded": mean(scores(plain, stream)),
+            "events": len(guarded.events),
+        }
         rows.append(row)
-        print(f"{preset:<32}{row['guarded']:>9.1f}{row['unguarded']:>11.1f}{row['events']:>8}", flush=True)
+        print(
+            f"{preset:<32}{row['guarded']:>9.1f}{row['unguarded']:>11.1f}{row['events']:>8}",
+            flush=True,
+        )
     return rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("parts", nargs="*", default=["poison", "collapse", "healthy"])
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--batch", type=int, default=50)
-    parser.add_argument("--presets", nargs="+", default=["driftfilter", "tent"], help="under poison")
-    parser.add_argument("--corruption", default="gaussian_noise", choices=list(CORRUPTIONS), help="under poison")
+    parser.add_argument(
+        "--presets", nargs="+", default=["driftfilter", "tent"], help="under poison"
+    )
+    parser.add_argument(
+        "--corruption", default="gaussian_noise", choices=list(CORRUPTIONS), help="under poison"
+    )
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -231,9 +305,17 @@ def main() -> None:
     few = {arguments.corruption, "gaussian_noise", "defocus_blur", "pixelate"}
     wanted = [name for name in CORRUPTIONS if "healthy" in arguments.parts or name in few]
     data = {name: corrupt(images, name, 5, 0) for name in wanted}
-    where, date = f"{platform.machine()}, {torch.get_num_threads()} threads", datetime.date.today().isoformat()
+    where, date = (
+        f"{platform.machine()}, {torch.get_num_threads()} threads",
+        datetime.date.today().isoformat(),
+    )
     print(f"severity 5, batch {n}, {where}, torch {torch.__version__}, {date}")
-    figures: dict[str, object] = {"where": where, "date": date, "batch": n, "torch": torch.__version__}
+    figures: dict[str, object] = {
+        "where": where,
+        "date": date,
+        "batch": n,
+        "torch": torch.__version__,
+    }
     parts: dict[str, Callable[[], list[dict[str, object]]]] = {
         "poison": lambda: poison(labels, data[arguments.corruption], n, arguments.presets),
         "collapse": lambda: collapse(labels, data, arguments.seeds),

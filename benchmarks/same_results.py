@@ -3,9 +3,10 @@
     python benchmarks/same_results.py runs/before           # with the old code
     python benchmarks/same_results.py runs/after --against runs/before    # with the new code
 
-A folder gets ``results.json``, one SHA-256 for each case, and the checkpoints of the adapters. Cases: every preset on the
-shipped networks (batch norm, group norm) in single and double precision; ``Filter.run`` in compiled code and step by step;
-fleets, compiled and batched; checkpoints that the other version wrote. Only public names are used.
+A folder gets ``results.json``, one SHA-256 for each case, and the checkpoints of the adapters.
+Cases: every preset on the shipped networks (batch norm, group norm) in single and double precision;
+``Filter.run`` in compiled code and step by step; fleets, compiled and batched; checkpoints that the
+other version wrote. Only public names are used.
 """
 
 from __future__ import annotations
@@ -30,11 +31,17 @@ from driftfilter.app.streams import sample_images
 
 BATCHES, SAMPLES, SAVED_AFTER = 5, 12, 3
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
-FEW = {"cotta": {"copies": 4}, "petal": {"copies": 4}, "memo": {"copies": 4}}  # 32 copies would only take longer
+FEW = {
+    "cotta": {"copies": 4},
+    "petal": {"copies": 4},
+    "memo": {"copies": 4},
+}  # 32 copies would only take longer
 STRUCTURES: dict[str, Callable[[int, torch.dtype], df.Covariance]] = {
     "Full": lambda d, dtype: df.Full(torch.eye(d, dtype=dtype)),
     "Diagonal": lambda d, dtype: df.Diagonal(torch.ones(d, dtype=dtype)),
-    "LowRank": lambda d, dtype: df.LowRank(torch.ones(d, dtype=dtype), torch.zeros(0, d, dtype=dtype), rank=4),
+    "LowRank": lambda d, dtype: df.LowRank(
+        torch.ones(d, dtype=dtype), torch.zeros(0, d, dtype=dtype), rank=4
+    ),
 }
 LOSSES = (
     df.Entropy(),
@@ -45,8 +52,19 @@ LOSSES = (
     df.ConjugatePseudoLabel(),
     df.Sum((df.Entropy(), df.InformationMaximization()), (1.0, 0.5)),
 )
-CURVATURES = (df.Hessian(), df.GaussNewton(), df.EmpiricalFisher(), df.EmpiricalFisher(centered=False), df.NoCurvature())
-WEIGHTINGS = (df.Constant(2.0), df.Reliability(2.0), df.EntropyGate(0.6), df.Product((df.Reliability(), df.EntropyGate(0.9))))
+CURVATURES = (
+    df.Hessian(),
+    df.GaussNewton(),
+    df.EmpiricalFisher(),
+    df.EmpiricalFisher(centered=False),
+    df.NoCurvature(),
+)
+WEIGHTINGS = (
+    df.Constant(2.0),
+    df.Reliability(2.0),
+    df.EntropyGate(0.6),
+    df.Product((df.Reliability(), df.EntropyGate(0.9))),
+)
 PREDICTIONS = (df.MAP(), df.Tempered(2.0), df.LinearizedProbit(), df.LinearizedProbit("per_class"))
 TRANSITIONS = (
     df.Transition(df.RandomWalk(), df.Isotropic(1e-3)),
@@ -66,15 +84,21 @@ def digest(*tensors: Tensor) -> str:
 
 
 def batches(dtype: torch.dtype) -> list[Tensor]:
-    """Images that drift: a few of each of several corruptions, by a rule that needs no random numbers."""
+    """Images that drift: a few of each of several corruptions, by a rule that needs no random
+    numbers.
+    """
     images = sample_images().images[: BATCHES * SAMPLES].float() / 255
     names = ("gaussian_noise", "contrast", "brightness", "fog", "jpeg_compression")
     parts = images.split(SAMPLES)
-    return [corrupt(part, name, 3, seed=0).to(dtype) for name, part in zip(names, parts, strict=True)]
+    return [
+        corrupt(part, name, 3, seed=0).to(dtype) for name, part in zip(names, parts, strict=True)
+    ]
 
 
 def adapters(network: str, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], df.Adapter]]]:
-    """Every preset on a shipped network, and the default with a window and as it predicts elsewhere."""
+    """Every preset on a shipped network, and the default with a window and as it predicts
+    elsewhere.
+    """
     model = models.load(network).eval().to(dtype)
     source = torch.cat(batches(dtype))[:24]
 
@@ -82,11 +106,19 @@ def adapters(network: str, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[
         return lambda: df.adapt(model, name, **options)
 
     for name in df.presets.names():
-        yield name, made(name, **FEW.get(name, {}), **({"data": source} if name in ("eata", "petal") else {}))
+        yield (
+            name,
+            made(
+                name, **FEW.get(name, {}), **({"data": source} if name in ("eata", "petal") else {})
+            ),
+        )
     yield "driftfilter, window", made("driftfilter", window=16, update_every=2)
     yield "driftfilter, channels_last", made("driftfilter", channels_last=True)
     yield "opgd, Gaussian logits", made("opgd", prediction=df.LinearizedGaussian(4))
-    yield "opgd_diag, variational", made("opgd_diag", inference=df.Variational(df.EmpiricalFisher(), 2, iterations=2))
+    yield (
+        "opgd_diag, variational",
+        made("opgd_diag", inference=df.Variational(df.EmpiricalFisher(), 2, iterations=2)),
+    )
 
 
 def stream(adapter: df.Adapter, data: list[Tensor]) -> list[Tensor]:
@@ -111,21 +143,32 @@ def of_presets(folder: Path, before: Path | None) -> Iterator[tuple[str, str]]:
                 yield f"{label}, predict", digest(adapter.predict(data[0]).log_probabilities)
                 again = make()  # from the other version's file, if there is one
                 df.load(again, (before or folder) / file)
-                yield f"{label}, checkpoint", digest(*stream(again, data[SAVED_AFTER:]), *state_of(again))
+                yield (
+                    f"{label}, checkpoint",
+                    digest(*stream(again, data[SAVED_AFTER:]), *state_of(again)),
+                )
 
 
 def filters() -> Iterator[tuple[str, df.Filter]]:
-    """Filters on a linear head of three classes and four features: each block once beside the others' defaults."""
+    """Filters on a linear head of three classes and four features: each block once beside the
+    others' defaults.
+    """
     base = df.Filter(df.LinearHead(3), inference=df.Linearized(df.Hessian()))
     for loss in LOSSES:
         for curvature in CURVATURES:
             gibbs = df.Gibbs(loss, df.Constant(2.0))
-            yield f"{loss}, {curvature}", replace(base, observation=gibbs, inference=df.Linearized(curvature))
+            yield (
+                f"{loss}, {curvature}",
+                replace(base, observation=gibbs, inference=df.Linearized(curvature)),
+            )
     for weighting in WEIGHTINGS:
         yield f"{weighting}", replace(base, observation=df.Gibbs(df.Entropy(), weighting))
     for prediction in (*PREDICTIONS, df.MonteCarlo(4), df.LinearizedGaussian(4)):
         for source in ("prior", "posterior"):
-            yield f"{prediction}, {source}", replace(base, prediction=prediction, predict_from=source)
+            yield (
+                f"{prediction}, {source}",
+                replace(base, prediction=prediction, predict_from=source),
+            )
     for transition in TRANSITIONS:
         yield f"{transition}", replace(base, transition=transition)
     yield "Bong", replace(base, inference=df.Bong(df.Hessian(), 4))
@@ -139,7 +182,9 @@ def started(filt: df.Filter, structure: str, dtype: torch.dtype) -> df.FilterSta
 
 
 def features(steps: int, n: int, dtype: torch.dtype) -> Tensor:
-    drawn = torch.randn(steps, n, 4, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    drawn = torch.randn(
+        steps, n, 4, generator=torch.Generator().manual_seed(5), dtype=torch.float64
+    )
     return (drawn + torch.linspace(0, 1, steps, dtype=torch.float64)[:, None, None]).to(dtype)
 
 
@@ -155,9 +200,16 @@ def of_filters() -> Iterator[tuple[str, str]]:
                         yield f"{name}, refused", str(error)
 
 
-def of_filter(name: str, filt: df.Filter, structure: str, data: Tensor) -> Iterator[tuple[str, str]]:
+def of_filter(
+    name: str, filt: df.Filter, structure: str, data: Tensor
+) -> Iterator[tuple[str, str]]:
     state, outputs = filt.run(started(filt, structure, data.dtype), data)
-    whole = (state.belief.mean, state.belief.covariance.dense(), outputs.log_probabilities, outputs.logit_variance)
+    whole = (
+        state.belief.mean,
+        state.belief.covariance.dense(),
+        outputs.log_probabilities,
+        outputs.logit_variance,
+    )
     yield f"{name}, run ({outputs.compiled} compiled)", digest(*whole)
     state, predictions = started(filt, structure, data.dtype), []
     for batch in data:
@@ -177,14 +229,21 @@ def of_fleets() -> Iterator[tuple[str, str]]:
                         inference=df.Linearized(df.Hessian()),
                         prediction=prediction,
                     )
-                    belief = df.Belief(torch.linspace(-1, 1, 12, dtype=dtype), STRUCTURES[structure](12, dtype))
+                    belief = df.Belief(
+                        torch.linspace(-1, 1, 12, dtype=dtype), STRUCTURES[structure](12, dtype)
+                    )
                     data = features(40, 6, dtype).reshape(8, 5, 6, 4)
                     for way in ("compiled", "batched"):
                         fleet = df.Fleet(filt, belief, streams=range(8))
                         found = fleet.run(data) if way == "compiled" else batched(fleet, data)
                         states = [fleet.state(stream).belief for stream in range(8)]
-                        kept = [part for each in states for part in (each.mean, each.covariance.dense())]
-                        label = f"fleet, {way}, {structure}, {precision}, {type(loss).__name__}, {type(prediction).__name__}"
+                        kept = [
+                            part for each in states for part in (each.mean, each.covariance.dense())
+                        ]
+                        label = (
+                            f"fleet, {way}, {structure}, {precision}, {type(loss).__name__}, "
+                            f"{type(prediction).__name__}"
+                        )
                         yield label, digest(found.log_probabilities, found.logit_variance, *kept)
 
 
@@ -194,7 +253,9 @@ def batched(fleet: df.Fleet, data: Tensor) -> df.Prediction:
 
     find = importlib.util.find_spec
     modules = [
-        module for name, module in sys.modules.items() if name.startswith("driftfilter") and hasattr(module, "find_spec")
+        module
+        for name, module in sys.modules.items()
+        if name.startswith("driftfilter") and hasattr(module, "find_spec")
     ]
     try:
         for module in modules:
@@ -206,10 +267,14 @@ def batched(fleet: df.Fleet, data: Tensor) -> df.Prediction:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path, help="to write to")
     parser.add_argument("--against", type=Path, help="folder of the other version")
-    parser.add_argument("--only", choices=("presets", "filters", "fleets"), action="append", help="(default: all)")
+    parser.add_argument(
+        "--only", choices=("presets", "filters", "fleets"), action="append", help="(default: all)"
+    )
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
@@ -226,7 +291,10 @@ def main() -> int:
         return 0
     before = json.loads((options.against / "results.json").read_text())
     others = sorted(name for name in results if before.get(name) != results[name])
-    print(*(f"  {name}: {'new' if name not in before else 'another result'}" for name in others), sep="\n")
+    print(
+        *(f"  {name}: {'new' if name not in before else 'another result'}" for name in others),
+        sep="\n",
+    )
     print(f"{len(results) - len(others)} equal to {options.against}, {len(others)} not")
     return int(bool(others))
 

@@ -1,10 +1,12 @@
-"""Logistic regression on single observations with a full covariance: Filter.run beside JAX scans and a NumPy loop, in one run.
+"""Logistic regression on single observations with a full covariance: Filter.run beside JAX scans
+and a NumPy loop, in one run.
 
     python benchmarks/scan.py [--steps 10000] [--rounds 7] [--json FILE]
 
-The same filter everywhere (mean reversion, isotropic noise, entropy, uncentred empirical Fisher, float64): each gives the
-log-probabilities of every step. JAX is jit + lax.scan with the rank-one update, written in two ways; 1,000
-streams at once are its vmap, and a Fleet. Times are of whole calls, results ready, the best of several rounds taking turns.
+The same filter everywhere (mean reversion, isotropic noise, entropy, uncentred empirical Fisher,
+float64): each gives the log-probabilities of every step. JAX is jit + lax.scan with the rank-one
+update, written in two ways; 1,000 streams at once are its vmap, and a Fleet. Times are of whole
+calls, results ready, the best of several rounds taking turns.
 """
 
 from __future__ import annotations
@@ -70,7 +72,10 @@ def jax_scan(mean: Array, streams: Array, symmetric: bool) -> Callable[[], Any]:
         y = covariance @ x
         scale = 1 / (1 + slope * slope * (x @ y))
         taken = slope * jnp.sqrt(scale) * y if symmetric else slope * scale * y
-        mean, covariance = mean - slope * scale * y, covariance - jnp.outer(taken, taken if symmetric else slope * y)
+        mean, covariance = (
+            mean - slope * scale * y,
+            covariance - jnp.outer(taken, taken if symmetric else slope * y),
+        )
         f = x @ mean
         return (mean, covariance), jnp.stack((jax.nn.log_sigmoid(-f), jax.nn.log_sigmoid(f)))
 
@@ -82,7 +87,9 @@ def jax_scan(mean: Array, streams: Array, symmetric: bool) -> Callable[[], Any]:
 
 
 def measured(cases: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """Seconds of the best of several rounds, cases taking turns; all must give the same log-probabilities."""
+    """Seconds of the best of several rounds, cases taking turns; all must give the same
+    log-probabilities.
+    """
     results = {name: np.asarray(case()) for name, case in cases.items()}
     first = next(iter(results.values()))
     for name, result in results.items():
@@ -97,7 +104,9 @@ def measured(cases: dict[str, Callable[[], Any]], rounds: int) -> dict[str, floa
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
@@ -106,15 +115,25 @@ def main() -> None:
     import jax
     import numba
 
-    versions = {"torch": torch.__version__, "numba": numba.__version__, "jax": jax.__version__, "numpy": np.__version__}
-    where = f"{platform.machine()}, {torch.get_num_threads()} threads, Python {platform.python_version()}, {versions}"
+    versions = {
+        "torch": torch.__version__,
+        "numba": numba.__version__,
+        "jax": jax.__version__,
+        "numpy": np.__version__,
+    }
+    where = (
+        f"{platform.machine()}, {torch.get_num_threads()} threads, Python "
+        f"{platform.python_version()}, {versions}"
+    )
     date = datetime.date.today().isoformat()
     print(f"{where}, {date}\nµs a step (ratio to the fastest JAX)")
     rows: dict[str, dict[str, float]] = {}
     for d in (3, 30, 108):
         filt, belief = build(d)
         state = filt.init(belief)
-        stream = torch.randn(arguments.steps, 1, d, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        stream = torch.randn(
+            arguments.steps, 1, d, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+        )
         flat, mean = stream[:, 0].numpy(), belief.mean.numpy()
         begun = time.perf_counter()
         filt.run(state, stream)
@@ -125,13 +144,18 @@ def main() -> None:
             "JAX scan, symmetric": jax_scan(mean, flat, True),
             "NumPy loop": lambda m=mean, x=flat: numpy_loop(m, x),  # type: ignore[misc]
         }
-        times = {name: 1e6 * value / arguments.steps for name, value in measured(cases, arguments.rounds).items()}
+        times = {
+            name: 1e6 * value / arguments.steps
+            for name, value in measured(cases, arguments.rounds).items()
+        }
         rows[f"d = {d}"] = report(f"d = {d}", times)
         rows[f"d = {d}"]["first call, s"] = first
         print(f"{'':<12}first call {first:.2f} s")
     filt, belief = build(3)
     streams, steps = 1000, 200
-    x = torch.randn(streams, steps, 1, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    x = torch.randn(
+        streams, steps, 1, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+    )
     cases = {
         "Fleet.run": lambda: df.Fleet(filt, belief, range(streams)).run(x).log_probabilities,
         "JAX vmap": jax_scan(belief.mean.numpy(), x[:, :, 0].numpy(), False),
@@ -144,7 +168,10 @@ def main() -> None:
 
 def report(name: str, times: dict[str, float]) -> dict[str, float]:
     fastest = min(value for case, value in times.items() if case.startswith("JAX"))
-    print(f"{name:<22}" + "; ".join(f"{case} {value:.2f} ({value / fastest:.2f})" for case, value in times.items()))
+    print(
+        f"{name:<22}"
+        + "; ".join(f"{case} {value:.2f} ({value / fastest:.2f})" for case, value in times.items())
+    )
     return dict(times)
 
 

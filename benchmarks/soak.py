@@ -1,19 +1,24 @@
-"""Long runs: does memory stay flat, does the covariance stay positive definite, does float32 stay with float64?
+"""Long runs: does memory stay flat, does the covariance stay positive definite, does float32 stay
+with float64?
 
-    python benchmarks/soak.py [--cases head reverting network resnet20] [--steps 100000] [--images-steps 5000] [--json FILE]
+    python benchmarks/soak.py [--cases head reverting network resnet20] [--steps 100000] \
+        [--images-steps 5000] [--json FILE]
 
-"head" is a linear head of 30 parameters under a full covariance, with all of the recipe written out: mean reversion, stationary
-noise, the entropy's curvature. "network" is a small trained network with batch norm under the default preset, "reverting" the
-same with more mean reversion (ρ = 0.9). All meet the same stream in float32 and in float64, side by side; its classes swing
-about the source and never stop. "resnet20" is the shipped network under the default preset, on batches of 16 corrupted images,
-in float32 alone.
+"head" is a linear head of 30 parameters under a full covariance, with all of the recipe written
+out: mean reversion, stationary noise, the entropy's curvature. "network" is a small trained network
+with batch norm under the default preset, "reverting" the same with more mean reversion (ρ = 0.9).
+All meet the same stream in float32 and in float64, side by side; its classes swing about the source
+and never stop. "resnet20" is the shipped network under the default preset, on batches of 16
+corrupted images, in float32 alone.
 
-A filter that learns from its own predictions forgets a rounding error only if it reverts faster than it reinforces itself.
-"head" and "reverting" do: they must stay within rounding. The default on batches of 16 does so only on the whole: for some
-steps it magnifies differences, which must stay small and must not grow with time.
+A filter that learns from its own predictions forgets a rounding error only if it reverts faster
+than it reinforces itself. "head" and "reverting" do: they must stay within rounding. The default on
+batches of 16 does so only on the whole: for some steps it magnifies differences, which must stay
+small and must not grow with time.
 
-Memory is that of the whole process (resident pages), read at every hundredth of the run; growth is the most it has been after
-the first tenth, over what it was then. ``tensors`` are those alive at the end, less those after the first tenth.
+Memory is that of the whole process (resident pages), read at every hundredth of the run; growth is
+the most it has been after the first tenth, over what it was then. ``tensors`` are those alive at
+the end, less those after the first tenth.
 """
 
 from __future__ import annotations
@@ -39,7 +44,11 @@ from driftfilter.app.corruptions import corrupt
 
 FEATURES, CLASSES, BATCH = 10, 4, 16
 GROWTH = 1.0  # percent
-WITHIN = {"head": 1e-4, "reverting": 1e-4, "network": 0.05}  # the largest difference of a probability, float32 - float64
+WITHIN = {
+    "head": 1e-4,
+    "reverting": 1e-4,
+    "network": 0.05,
+}  # the largest difference of a probability, float32 - float64
 
 
 class Run(NamedTuple):
@@ -50,15 +59,23 @@ class Run(NamedTuple):
 
 
 def centers(turn: float) -> Tensor:
-    """Of the classes [k, features], after some turn of each pair of features: the source is at 0, and they swing about it."""
-    start = 2 * torch.randn(CLASSES, FEATURES, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    """Of the classes [k, features], after some turn of each pair of features: the source is at 0,
+    and they swing about it.
+    """
+    start = 2 * torch.randn(
+        CLASSES, FEATURES, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+    )
     angle = torch.tensor(turn, dtype=torch.float64).sin() * 0.5
     even, odd = start[:, ::2], start[:, 1::2]
-    return torch.cat((even * angle.cos() - odd * angle.sin(), even * angle.sin() + odd * angle.cos()), 1)
+    return torch.cat(
+        (even * angle.cos() - odd * angle.sin(), even * angle.sin() + odd * angle.cos()), 1
+    )
 
 
 def vectors(steps: int) -> Iterator[Tensor]:
-    """Batches [n, features] in float64: classes that drift to and fro, their shares uneven, and gusts of noise."""
+    """Batches [n, features] in float64: classes that drift to and fro, their shares uneven, and
+    gusts of noise.
+    """
     generator = torch.Generator().manual_seed(2)
     for step in range(steps):
         where = centers(step / 500)
@@ -224,18 +241,30 @@ def wrong(name: str, row: dict[str, Any]) -> list[str]:
 
 
 def shown(value: Any) -> str:
-    return "-" if value is None else f"{value:.2g}" if isinstance(value, float) and abs(value) < 0.1 else f"{value:,}"
+    return (
+        "-"
+        if value is None
+        else f"{value:.2g}"
+        if isinstance(value, float) and abs(value) < 0.1
+        else f"{value:,}"
+    )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
     parser.add_argument("--steps", type=int, default=100_000)
     parser.add_argument("--images-steps", type=int, default=5_000, help="of resnet20")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    where = {"machine": platform.machine(), "torch": torch.__version__, "date": datetime.date.today().isoformat()}
+    where = {
+        "machine": platform.machine(),
+        "torch": torch.__version__,
+        "date": datetime.date.today().isoformat(),
+    }
     rows: dict[str, dict[str, Any]] = {}
     for name in arguments.cases:
         rows[name] = soak(name, arguments.images_steps if name == "resnet20" else arguments.steps)

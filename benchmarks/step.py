@@ -1,14 +1,16 @@
 """One adaptation step on a network beside a minimal hand-written TENT step; ratios from one run.
 
-    python benchmarks/step.py [--model resnet20] [--weights FILE] [--batch 200] [--device cpu] [--rounds 9] [--json FILE]
+    python benchmarks/step.py [--model resnet20] [--weights FILE] [--batch 200] [--device cpu] \
+        [--rounds 9] [--json FILE]
 
-The hand-written step is forward, entropy, backward and torch's Adam on the norm parameters, nothing else. Every case
-adapts to the same batch and predicts before the step, as TENT does. "Fast": on a GPU bfloat16 autocast, channels last, and
-cuDNN tries its algorithms; the others are as torch has it by itself (TF32 convolutions). "Tuned": TF32 with the latter two.
-With batch norm `driftfilter` predicts with Gaussian logits of the variance that its update shows (Moderated), without it at
-a temperature of 2, unless a case says otherwise.
-Times are medians, which leave out the monitor's probe of every few batches, and means, which do not. Peak memory on a GPU is
-what torch took from it in four steps in a process of the case's own, captured graphs included.
+The hand-written step is forward, entropy, backward and torch's Adam on the norm parameters, nothing
+else. Every case adapts to the same batch and predicts before the step, as TENT does. "Fast": on a
+GPU bfloat16 autocast, channels last, and cuDNN tries its algorithms; the others are as torch has it
+by itself (TF32 convolutions). "Tuned": TF32 with the latter two. With batch norm `driftfilter`
+predicts with Gaussian logits of the variance that its update shows (Moderated), without it at a
+temperature of 2, unless a case says otherwise. Times are medians, which leave out the monitor's
+probe of every few batches, and means, which do not. Peak memory on a GPU is what torch took from it
+in four steps in a process of the case's own, captured graphs included.
 """
 
 from __future__ import annotations
@@ -37,14 +39,20 @@ from figures import write
 
 
 class VisionTransformer(nn.Module):
-    """ViT-B/16 by its sizes: 12 layers of width 768, 12 heads, 1,000 classes, images of 224 pixels."""
+    """ViT-B/16 by its sizes: 12 layers of width 768, 12 heads, 1,000 classes, images of 224
+    pixels.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.patches = nn.Conv2d(3, 768, 16, 16)
         self.places = nn.Parameter(torch.randn(1, 196, 768) / 50)
-        layer = nn.TransformerEncoderLayer(768, 12, 3072, 0.0, "gelu", batch_first=True, norm_first=True)
-        self.layers = nn.TransformerEncoder(layer, 12, nn.LayerNorm(768), enable_nested_tensor=False)
+        layer = nn.TransformerEncoderLayer(
+            768, 12, 3072, 0.0, "gelu", batch_first=True, norm_first=True
+        )
+        self.layers = nn.TransformerEncoder(
+            layer, 12, nn.LayerNorm(768), enable_nested_tensor=False
+        )
         self.head = nn.Linear(768, 1000)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -61,7 +69,11 @@ def hand_written_tent(source: nn.Module, images: Tensor) -> Callable[[], object]
     for module in model.modules():
         if isinstance(module, (nn.BatchNorm2d, nn.GroupNorm, nn.LayerNorm)):
             if isinstance(module, nn.BatchNorm2d):
-                module.track_running_stats, module.running_mean, module.running_var = False, None, None
+                module.track_running_stats, module.running_mean, module.running_var = (
+                    False,
+                    None,
+                    None,
+                )
             parameters += [parameter.requires_grad_() for parameter in module.parameters()]
     optimizer = torch.optim.Adam(parameters, 1e-3)
 
@@ -104,7 +116,10 @@ def cases_on(source: nn.Module, images: Tensor) -> dict[str, Callable[[], Callab
     """How each case is made."""
     cases: dict[str, Callable[[], Callable[[], object]]] = {
         "hand-written TENT": partial(hand_written_tent, source, images),
-        **{preset: partial(adapted, source, images, preset) for preset in ("tent", "opgd_diag", "opgd", "driftfilter")},
+        **{
+            preset: partial(adapted, source, images, preset)
+            for preset in ("tent", "opgd_diag", "opgd", "driftfilter")
+        },
     }
     if images.device.type == "cpu":
         last = partial(adapted, source, images, "driftfilter", channels_last=True)
@@ -127,7 +142,9 @@ def cases_on(source: nn.Module, images: Tensor) -> dict[str, Callable[[], Callab
         "driftfilter, fast, graphs": fast("driftfilter", **graphs),
         "driftfilter, fast, graphs, no monitor": fast("driftfilter", monitor=None, **graphs),
         "driftfilter, fast, graphs, MAP": fast("driftfilter", prediction=df.MAP(), **graphs),
-        "driftfilter, fast, graphs, 4 draws of logits": fast("driftfilter", prediction=df.LinearizedGaussian(4), **graphs),
+        "driftfilter, fast, graphs, 4 draws of logits": fast(
+            "driftfilter", prediction=df.LinearizedGaussian(4), **graphs
+        ),
         "driftfilter_aug, fast": fast("driftfilter_aug"),
         "driftfilter_aug, fast, graphs": fast("driftfilter_aug", **graphs),
     }
@@ -143,14 +160,22 @@ def network(name: str, weights: Path | None) -> nn.Module:
 
 def peak(name: str) -> float:
     """MiB that torch takes from the GPU for one case, in a process of its own."""
-    told = subprocess.run([sys.executable, *sys.argv, "--only", name], capture_output=True, text=True, check=True)
+    told = subprocess.run(
+        [sys.executable, *sys.argv, "--only", name], capture_output=True, text=True, check=True
+    )
     return float(told.stdout)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="resnet20", choices=[*models.ARCHITECTURES, "vit_b"])
-    parser.add_argument("--weights", type=Path, help="weights file for a network that does not ship with the package")
+    parser.add_argument(
+        "--weights",
+        type=Path,
+        help="weights file for a network that does not ship with the package",
+    )
     parser.add_argument("--batch", type=int, default=200)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--rounds", type=int, default=9)
@@ -160,7 +185,9 @@ def main() -> None:
 
     source = network(arguments.model, arguments.weights).eval().to(arguments.device)
     pixels = 224 if arguments.model == "vit_b" else 32
-    images = torch.rand(arguments.batch, 3, pixels, pixels, generator=torch.Generator().manual_seed(0)).to(arguments.device)
+    images = torch.rand(
+        arguments.batch, 3, pixels, pixels, generator=torch.Generator().manual_seed(0)
+    ).to(arguments.device)
     possible = cases_on(source, images)
     if arguments.only:
         step = possible[arguments.only]()
@@ -170,8 +197,12 @@ def main() -> None:
         return
     cases = {name: make() for name, make in possible.items()}
     times: dict[str, list[float]] = {name: [] for name in cases}
-    order = random.Random(0)  # a step pays for the memory that the one before it gave back to the system
-    for round_ in range(arguments.rounds + 3):  # the first three warm up; cases take turns, so that noise hits them alike
+    order = random.Random(
+        0
+    )  # a step pays for the memory that the one before it gave back to the system
+    for round_ in range(
+        arguments.rounds + 3
+    ):  # the first three warm up; cases take turns, so that noise hits them alike
         for name, step in order.sample(list(cases.items()), len(cases)):
             if arguments.device == "cuda":
                 torch.cuda.synchronize()
@@ -194,12 +225,25 @@ def main() -> None:
         else f"{platform.machine()}, {torch.get_num_threads()} threads"
     )
     date = datetime.date.today().isoformat()
-    print(f"{arguments.model}, batch {arguments.batch}, {where}, torch {torch.__version__}, {date}\n")
-    print(f"{'one step':<46}{'ms':>9}{'ratio':>8}{'mean':>9}" + (f"{'peak MiB':>10}{'ratio':>8}" if peaks else ""))
+    print(
+        f"{arguments.model}, batch {arguments.batch}, {where}, torch {torch.__version__}, {date}\n"
+    )
+    print(
+        f"{'one step':<46}{'ms':>9}{'ratio':>8}{'mean':>9}"
+        + (f"{'peak MiB':>10}{'ratio':>8}" if peaks else "")
+    )
     for name, median in medians.items():
-        memory = f"{peaks[name]:>10.0f}{peaks[name] / peaks['hand-written TENT']:>8.2f}" if peaks else ""
+        memory = (
+            f"{peaks[name]:>10.0f}{peaks[name] / peaks['hand-written TENT']:>8.2f}" if peaks else ""
+        )
         print(f"{name:<46}{median:>9.1f}{median / base:>8.2f}{means[name]:>9.1f}{memory}")
-    figures = {"model": arguments.model, "batch": arguments.batch, "ms": medians, "mean ms": means, "peak MiB": peaks}
+    figures = {
+        "model": arguments.model,
+        "batch": arguments.batch,
+        "ms": medians,
+        "mean ms": means,
+        "peak MiB": peaks,
+    }
     write(arguments.json, figures, device=arguments.device)
 
 

@@ -1,7 +1,7 @@
 """The tasks of ``driftfilter bench`` as one small file of means, for the page of benchmarks.
 
-driftfilter bench --presets tent,driftfilter --out runs/bench
-python benchmarks/tasks.py runs/bench --command "driftfilter bench --presets tent,driftfilter" --json FILE
+driftfilter bench --presets tent,driftfilter --out runs/bench python benchmarks/tasks.py runs/bench
+--command "driftfilter bench --presets tent,driftfilter" --json FILE
 
 Several folders or single files may be given. The date is that of the files.
 """
@@ -38,7 +38,9 @@ def figures(task: dict[str, Any]) -> dict[str, Any]:
         "model": settings["model"].partition("=")[0],
         **{name: stream[name] for name in ("batch", "images", "seed")},
         **{name: settings[name] for name in ("window", "precision")},
-        "accuracy": rounded({domain["corruption"]: domain["accuracy"] for domain in result["domains"]}),
+        "accuracy": rounded(
+            {domain["corruption"]: domain["accuracy"] for domain in result["domains"]}
+        ),
         "mean": rounded(result["mean"]),
         "pooled": rounded({"ece": result["pooled"]["ece"]}),
         "rounds": by_round(result["visits"]),
@@ -58,21 +60,37 @@ def record(paths: list[Path], command: str, note: str) -> dict[str, Any]:
         **({"note": note} if note else {}),
         "machine": joined(task["settings"]["device"] for task in tasks),
         "threads": None,  # tasks do not say
-        "versions": {name: joined(each[name] for each in versions if name in each) for name in versions[-1]},
-        "date": joined(datetime.date.fromtimestamp(path.stat().st_mtime).isoformat() for path in paths),
+        "versions": {
+            name: joined(each[name] for each in versions if name in each) for name in versions[-1]
+        },
+        "date": joined(
+            datetime.date.fromtimestamp(path.stat().st_mtime).isoformat() for path in paths
+        ),
         "figures": [figures(task) for task in tasks],
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("sources", nargs="+", type=Path, help="folders of tasks, or files")
-    parser.add_argument("--command", required=True, help="how they were made, without the paths of a machine")
-    parser.add_argument("--note", default="", help="what differs from that command, if anything does")
+    parser.add_argument(
+        "--command", required=True, help="how they were made, without the paths of a machine"
+    )
+    parser.add_argument(
+        "--note", default="", help="what differs from that command, if anything does"
+    )
     parser.add_argument("--json", required=True, type=Path)
     arguments = parser.parse_args()
-    paths = [path for source in arguments.sources for path in ([source] if source.is_file() else sorted(source.glob("*.json")))]
-    text = json.dumps(record(paths, arguments.command, arguments.note), indent=1, ensure_ascii=False)
+    paths = [
+        path
+        for source in arguments.sources
+        for path in ([source] if source.is_file() else sorted(source.glob("*.json")))
+    ]
+    text = json.dumps(
+        record(paths, arguments.command, arguments.note), indent=1, ensure_ascii=False
+    )
     arguments.json.write_text(text + "\n", encoding="utf-8")
 
 

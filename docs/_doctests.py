@@ -7,10 +7,14 @@ import griffe
 
 
 class Doctests(griffe.Extension):
-    """Puts a fence around every run of lines that begins with ``>>>``, up to the next empty line."""
+    """Puts a fence around every run of lines that begins with ``>>>``, up to the next empty
+    line.
+    """
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         """Called for everything that has been read."""
         if obj.docstring:
             fenced = r"```pycon\n\1\n```"
-            obj.docstring.value = re.sub(r"^(>>> (?:.+\n?)+)", fenced, obj.docstring.value, flags=re.MULTILINE)
+            obj.docstring.value = re.sub(
+                r"^(>>> (?:.+\n?)+)", fenced, obj.docstring.value, flags=re.MULTILINE
+            )

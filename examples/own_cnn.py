@@ -1,7 +1,8 @@
 """A convolutional network of your own: train it, let its camera go bad, adapt.
 
-Trains a small CNN on scikit-learn's 8x8 digits (10 s), then shows it the other half of them under a grey veil and
-noise, in batches of 32 without labels. Prints accuracy and NLL of the network as it is, and of the network adapted.
+Trains a small CNN on scikit-learn's 8x8 digits (10 s), then shows it the other half of them under a
+grey veil and noise, in batches of 32 without labels. Prints accuracy and NLL of the network as it
+is, and of the network adapted.
 """
 
 import torch
@@ -42,7 +43,10 @@ model.eval()  # as you would deploy it
 def score(name: str, log_probabilities: torch.Tensor, truth: torch.Tensor) -> None:
     """Accuracy and negative log-likelihood of predictions [n, 10]."""
     accuracy = (log_probabilities.argmax(-1) == truth).double().mean()
-    print(f"{name:8} accuracy {accuracy:.3f}  NLL {nn.functional.nll_loss(log_probabilities, truth):.3f}")
+    print(
+        f"{name:8} accuracy {accuracy:.3f}  NLL "
+        f"{nn.functional.nll_loss(log_probabilities, truth):.3f}"
+    )
 
 
 stream = 0.6 * images[900:] + 0.2 + 0.1 * torch.randn(897, 1, 8, 8)  # a grey veil, and noise

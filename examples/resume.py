@@ -1,9 +1,10 @@
 """Checkpoints: a stream that is killed in the middle goes on bit for bit.
 
-Starts itself as a child process, which adapts the shipped ResNet-20 to 300 images under heavy contrast loss and saves the
-state and its predictions after every batch; kills that child after its third batch without warning (SIGKILL); starts it
-again; and compares with a stream that was never killed. Prints where it was killed, whether the predictions are the same bit
-for bit, and accuracy as it is, and adapted.
+Starts itself as a child process, which adapts the shipped ResNet-20 to 300 images under heavy
+contrast loss and saves the state and its predictions after every batch; kills that child after its
+third batch without warning (SIGKILL); starts it again; and compares with a stream that was never
+killed. Prints where it was killed, whether the predictions are the same bit for bit, and accuracy
+as it is, and adapted.
 """
 
 import subprocess
@@ -36,7 +37,12 @@ def work(folder: Path) -> None:
 
 def predictions(folder: Path) -> torch.Tensor:
     """Log-probabilities [300, 10] that were written."""
-    return torch.cat([load_file(folder / f"{place}.safetensors")["log_probabilities"] for place in range(len(batches))])
+    return torch.cat(
+        [
+            load_file(folder / f"{place}.safetensors")["log_probabilities"]
+            for place in range(len(batches))
+        ]
+    )
 
 
 def main() -> None:
@@ -45,13 +51,17 @@ def main() -> None:
         killed, unbroken = Path(name, "killed"), Path(name, "unbroken")
         killed.mkdir()
         unbroken.mkdir()
-        with subprocess.Popen([sys.executable, __file__, str(killed)], stdout=subprocess.PIPE, text=True) as child:
+        with subprocess.Popen(
+            [sys.executable, __file__, str(killed)], stdout=subprocess.PIPE, text=True
+        ) as child:
             assert child.stdout is not None
             last = [child.stdout.readline() for _ in range(3)][-1]
             child.kill()
         print("killed after", last.strip())
         for folder in (killed, unbroken):
-            subprocess.run([sys.executable, __file__, str(folder)], check=True, stdout=subprocess.DEVNULL)
+            subprocess.run(
+                [sys.executable, __file__, str(folder)], check=True, stdout=subprocess.DEVNULL
+            )
         adapted = predictions(killed)
         print("the same bit for bit:", torch.equal(adapted, predictions(unbroken)))
         with torch.no_grad():

@@ -1,9 +1,10 @@
 """Serving: one posterior for each tenant over one model in memory, from a pool of threads.
 
-Four clinics send digits to one network, and the scanner of each is off in a way of its own. Every clinic has an adapter,
-which holds a belief over the scales and shifts of the norms; all else is the shared model. Requests come mixed, and four
-threads serve them. Prints accuracy and NLL of the model as it is, of one adapter for all clinics, and of one for each; and
-how much memory a tenant takes beside the model.
+Four clinics send digits to one network, and the scanner of each is off in a way of its own. Every
+clinic has an adapter, which holds a belief over the scales and shifts of the norms; all else is the
+shared model. Requests come mixed, and four threads serve them. Prints accuracy and NLL of the model
+as it is, of one adapter for all clinics, and of one for each; and how much memory a tenant takes
+beside the model.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +26,14 @@ def block(channels: int, filters: int) -> list[nn.Module]:
     return [nn.Conv2d(channels, filters, 3, padding=1), nn.BatchNorm2d(filters), nn.ReLU()]
 
 
-model = nn.Sequential(*block(1, 64), nn.MaxPool2d(2), *block(64, 64), *block(64, 128), nn.Flatten(), nn.Linear(2048, 10))
+model = nn.Sequential(
+    *block(1, 64),
+    nn.MaxPool2d(2),
+    *block(64, 64),
+    *block(64, 128),
+    nn.Flatten(),
+    nn.Linear(2048, 10),
+)
 optimizer = torch.optim.Adam(model.parameters(), 1e-3)
 for _ in range(8):
     for index in torch.randperm(900).split(64):
@@ -47,7 +55,9 @@ truth = torch.cat([known for _, _, known in requests])
 
 
 def serve(adapters: dict[str, df.Adapter]) -> torch.Tensor:
-    """All requests by four threads; an adapter takes one batch at a time, different adapters do not wait for each other."""
+    """All requests by four threads; an adapter takes one batch at a time, different adapters do not
+    wait for each other.
+    """
     with ThreadPoolExecutor(4) as pool:
         return torch.cat(list(pool.map(lambda request: adapters[request[0]](request[1]), requests)))
 
@@ -65,5 +75,10 @@ with torch.no_grad():
 score("one for all", serve(dict.fromkeys(scanners, shared)))
 score("one for each", serve(tenants))
 
-own = sum(tensor.nbytes for tensor in tenants["north"].state_dict().values())  # what df.save would write
-print(f"{own / 1000:.0f} kB a tenant, {sum(tensor.nbytes for tensor in model.parameters()) / 1000:.0f} kB the model")
+own = sum(
+    tensor.nbytes for tensor in tenants["north"].state_dict().values()
+)  # what df.save would write
+print(
+    f"{own / 1000:.0f} kB a tenant, "
+    f"{sum(tensor.nbytes for tensor in model.parameters()) / 1000:.0f} kB the model"
+)

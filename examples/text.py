@@ -1,8 +1,10 @@
-"""A text classifier: inputs by name, an output object with .logits, as HuggingFace models have them.
+"""A text classifier: inputs by name, an output object with .logits, as HuggingFace models have
+them.
 
-Makes up texts of four topics (each topic has its own word frequencies), trains a small transformer on them, then shows it
-texts in which four words of five are chatter that it has never seen in such amounts, in batches of 32 without labels. Prints
-accuracy and NLL as it is, and adapted. A model of the transformers library is wrapped and called in the same way.
+Makes up texts of four topics (each topic has its own word frequencies), trains a small transformer
+on them, then shows it texts in which four words of five are chatter that it has never seen in such
+amounts, in batches of 32 without labels. Prints accuracy and NLL as it is, and adapted. A model of
+the transformers library is wrapped and called in the same way.
 """
 
 from collections import namedtuple
@@ -18,15 +20,23 @@ TOPIC = (2 * torch.randn(TOPICS, WORDS)).softmax(-1)  # how often each word come
 CHATTER = (2 * torch.randn(WORDS)).softmax(-1)
 
 
-def texts(count: int, other: torch.Tensor, share: float) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """Token ids and attention mask [n, LENGTH] of texts of 6 to 24 words, a share of them not of the topic; topics [n]."""
+def texts(
+    count: int, other: torch.Tensor, share: float
+) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Token ids and attention mask [n, LENGTH] of texts of 6 to 24 words, a share of them not of
+    the topic; topics [n].
+    """
     topic = torch.randint(TOPICS, (count,))
-    words = 1 + torch.multinomial((1 - share) * TOPIC[topic] + share * other, LENGTH, replacement=True)
+    words = 1 + torch.multinomial(
+        (1 - share) * TOPIC[topic] + share * other, LENGTH, replacement=True
+    )
     mask = (torch.arange(LENGTH) < torch.randint(6, LENGTH + 1, (count, 1))).long()
     return {"input_ids": words * mask, "attention_mask": mask}, topic
 
 
-Output = namedtuple("Output", "logits")  # what models of the transformers library return, as far as we need it
+Output = namedtuple(
+    "Output", "logits"
+)  # what models of the transformers library return, as far as we need it
 
 
 class Classifier(nn.Module):
@@ -41,7 +51,9 @@ class Classifier(nn.Module):
 
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> Output:
         """Texts -> logits."""
-        hidden = self.blocks(self.norm(self.words(input_ids)), src_key_padding_mask=attention_mask == 0)
+        hidden = self.blocks(
+            self.norm(self.words(input_ids)), src_key_padding_mask=attention_mask == 0
+        )
         mask = attention_mask.unsqueeze(-1)
         return Output(self.head((hidden * mask).sum(1) / mask.sum(1)))
 

@@ -1,8 +1,8 @@
 """A vision transformer: no batch norm, so the scales and shifts of its layer norms are what adapts.
 
-Trains a tiny ViT (16 patches of 2x2 pixels) on half of scikit-learn's digits, then shows it the other half overexposed, in
-batches of 32 without labels. Prints accuracy and NLL as it is, with the default preset, and with larger steps: without
-batch norm the default is a careful one.
+Trains a tiny ViT (16 patches of 2x2 pixels) on half of scikit-learn's digits, then shows it the
+other half overexposed, in batches of 32 without labels. Prints accuracy and NLL as it is, with the
+default preset, and with larger steps: without batch norm the default is a careful one.
 """
 
 import torch
@@ -25,7 +25,9 @@ class ViT(nn.Module):
         self.embed = nn.Linear(4, width)
         self.token = nn.Parameter(torch.zeros(1, 1, width))
         self.position = nn.Parameter(0.02 * torch.randn(1, 17, width))
-        block = nn.TransformerEncoderLayer(width, 4, 2 * width, dropout=0.1, batch_first=True, norm_first=True)
+        block = nn.TransformerEncoderLayer(
+            width, 4, 2 * width, dropout=0.1, batch_first=True, norm_first=True
+        )
         self.blocks = nn.TransformerEncoder(block, depth, enable_nested_tensor=False)
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, 10)
@@ -53,7 +55,10 @@ stream, truth = 0.7 * images[900:] + 0.3, labels[900:]
 def score(name: str, log_probabilities: torch.Tensor) -> None:
     """Accuracy and negative log-likelihood of predictions [n, 10]."""
     accuracy = (log_probabilities.argmax(-1) == truth).double().mean()
-    print(f"{name:14} accuracy {accuracy:.3f}  NLL {nn.functional.nll_loss(log_probabilities, truth):.3f}")
+    print(
+        f"{name:14} accuracy {accuracy:.3f}  NLL "
+        f"{nn.functional.nll_loss(log_probabilities, truth):.3f}"
+    )
 
 
 print(df.select(model, df.NormAffine()))  # what will be adapted

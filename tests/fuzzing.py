@@ -1,7 +1,8 @@
-"""A machine that uses an adapter in random ways, beside a shadow that sees only the calls that may change it.
+"""A machine that uses an adapter in random ways, beside a shadow that sees only the calls that may
+change it.
 
-After every rule the two must be equal bit for bit: so predictions, refused batches, saves, loads and copies leave no trace,
-in the state or in what comes later. Run at length by benchmarks/fuzz.py.
+After every rule the two must be equal bit for bit: so predictions, refused batches, saves, loads
+and copies leave no trace, in the state or in what comes later. Run at length by benchmarks/fuzz.py.
 """
 
 from __future__ import annotations
@@ -27,17 +28,33 @@ from driftfilter.base.tensors import as_text
 
 CLASSES, SHAPE = 4, (3, 4, 4)
 FEW = {name: {"copies": 2} for name in ("cotta", "petal", "memo", "lora")}  # to be quick
-GENTLE = {name: {"lr": 1e-4} for name in df.presets.FOR_BATCH_NORM}  # what is warned about under group norm
+GENTLE = {
+    name: {"lr": 1e-4} for name in df.presets.FOR_BATCH_NORM
+}  # what is warned about under group norm
 Outcome = tuple[Tensor, ...] | str  # what a call has returned, or the error it has raised
 
 
 def batch_norm() -> nn.Module:
-    layers = nn.Conv2d(3, 5, 3), nn.BatchNorm2d(5), nn.ReLU(), nn.Flatten(), nn.BatchNorm1d(20), nn.Linear(20, CLASSES)
+    layers = (
+        nn.Conv2d(3, 5, 3),
+        nn.BatchNorm2d(5),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.BatchNorm1d(20),
+        nn.Linear(20, CLASSES),
+    )
     return nn.Sequential(*layers)
 
 
 def group_norm() -> nn.Module:
-    layers = nn.Conv2d(3, 6, 3), nn.GroupNorm(2, 6), nn.ReLU(), nn.Flatten(), nn.LayerNorm(24), nn.Linear(24, CLASSES)
+    layers = (
+        nn.Conv2d(3, 6, 3),
+        nn.GroupNorm(2, 6),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.LayerNorm(24),
+        nn.Linear(24, CLASSES),
+    )
     return nn.Sequential(*layers)
 
 
@@ -45,9 +62,29 @@ def linear() -> nn.Module:
     return nn.Sequential(nn.AvgPool2d(2), nn.Flatten(), nn.Linear(12, CLASSES))
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {"batch_norm": batch_norm, "group_norm": group_norm, "linear": linear}
-HEADS = ("source", "bn", "cotta", "petal", "memo", "lora", "t3a", "stad", "stad_vmf", "head_ekf", "head_bong")
-CASES = [f"{model}-{name}" for model in MODELS for name in (HEADS if model == "linear" else df.presets.names())]
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "batch_norm": batch_norm,
+    "group_norm": group_norm,
+    "linear": linear,
+}
+HEADS = (
+    "source",
+    "bn",
+    "cotta",
+    "petal",
+    "memo",
+    "lora",
+    "t3a",
+    "stad",
+    "stad_vmf",
+    "head_ekf",
+    "head_bong",
+)
+CASES = [
+    f"{model}-{name}"
+    for model in MODELS
+    for name in (HEADS if model == "linear" else df.presets.names())
+]
 
 
 def made(model: str) -> nn.Module:
@@ -66,11 +103,19 @@ def batch(size: int, seed: int, scale: float = 1.0) -> Tensor:
 def snapshot(model: nn.Module) -> dict[str, Any]:
     """Everything about a module that a caller could notice."""
     parameters = {
-        name: (p.detach().clone(), None if p.grad is None else p.grad.clone(), p.requires_grad, p.data_ptr())
+        name: (
+            p.detach().clone(),
+            None if p.grad is None else p.grad.clone(),
+            p.requires_grad,
+            p.data_ptr(),
+        )
         for name, p in model.named_parameters()
     }
     buffers = {name: (buffer.clone(), id(buffer)) for name, buffer in model.named_buffers()}
-    layers = {name: (layer.training, sorted(vars(layer)), len(layer._forward_hooks)) for name, layer in model.named_modules()}
+    layers = {
+        name: (layer.training, sorted(vars(layer)), len(layer._forward_hooks))
+        for name, layer in model.named_modules()
+    }
     return {**parameters, **buffers, **{f"layer {name}": value for name, value in layers.items()}}
 
 
@@ -89,7 +134,9 @@ def same(one: Any, other: Any) -> bool:
 def require_probabilities(log_probabilities: Tensor, samples: int) -> None:
     assert log_probabilities.shape == (samples, CLASSES)
     assert not log_probabilities.isnan().any()
-    torch.testing.assert_close(log_probabilities.exp().sum(-1), torch.ones(samples), rtol=0, atol=2e-6)
+    torch.testing.assert_close(
+        log_probabilities.exp().sum(-1), torch.ones(samples), rtol=0, atol=2e-6
+    )
 
 
 def require_proper(belief: df.Belief) -> None:
@@ -122,7 +169,15 @@ BAD: dict[str, Callable[[], Any]] = {
     "nothing": lambda: (),
     "a list": lambda: [[1.0, 2.0]],
 }
-OWN = ("NaN", "infinite", "no samples", "a scalar", "a word", "nothing", "a list")  # in others the model may speak first
+OWN = (
+    "NaN",
+    "infinite",
+    "no samples",
+    "a scalar",
+    "a word",
+    "nothing",
+    "a list",
+)  # in others the model may speak first
 
 
 class Use(RuleBasedStateMachine):
@@ -131,20 +186,29 @@ class Use(RuleBasedStateMachine):
     case = "batch_norm-driftfilter"
     seen: ClassVar[Counter[str]] = Counter()  # rules, and how calls ended; for reports
 
-    @initialize(seed=st.integers(0, 2**40), every=st.sampled_from([1, 1, 2, 3]), window=st.sampled_from([0, 0, 4, 10]))
+    @initialize(
+        seed=st.integers(0, 2**40),
+        every=st.sampled_from([1, 1, 2, 3]),
+        window=st.sampled_from([0, 0, 4, 10]),
+    )
     def begin(self, seed: int, every: int, window: int) -> None:
         self.options = {"seed": seed, "update_every": every, "window": window}
         self.model = made(self.case.split("-")[0])
         self.before, self.random = snapshot(self.model), torch.get_rng_state()
         self.adapter, self.shadow = self.fresh(), self.fresh(made(self.case.split("-")[0]))
-        self.left: tuple[df.Adapter, dict[str, Tensor]] | None = None  # an adapter that was copied, and its state then
+        # An adapter that was copied, and its state then.
+        self.left: tuple[df.Adapter, dict[str, Tensor]] | None = None
         self.seen["examples"] += 1
 
     def fresh(self, model: nn.Module | None = None) -> df.Adapter:
         kind, preset = self.case.split("-")
         chosen = FEW.get(preset, {}) | (GENTLE.get(preset, {}) if kind == "group_norm" else {})
-        data = df.SourceData(batch(8, 99), torch.arange(8) % CLASSES)  # those that have no use for it leave it
-        return df.adapt(self.model if model is None else model, preset, data=data, **self.options, **chosen)
+        data = df.SourceData(
+            batch(8, 99), torch.arange(8) % CLASSES
+        )  # those that have no use for it leave it
+        return df.adapt(
+            self.model if model is None else model, preset, data=data, **self.options, **chosen
+        )
 
     def bits(self, adapter: df.Adapter) -> dict[str, Any]:
         state = {name: value.clone() for name, value in adapter.state_dict().items()}
@@ -165,7 +229,11 @@ class Use(RuleBasedStateMachine):
         own.fill_(torch.nan)
         if isinstance(result, df.Prediction):
             return result.log_probabilities, result.logit_variance
-        return (result,) if isinstance(result, Tensor) else (result.losses, result.weights, result.coefficients)
+        return (
+            (result,)
+            if isinstance(result, Tensor)
+            else (result.losses, result.weights, result.coefficients)
+        )
 
     # Calls that may change the state
 
@@ -178,21 +246,28 @@ class Use(RuleBasedStateMachine):
 
     @rule(inputs=batches)
     def update(self, inputs: Tensor) -> None:
-        assert same(self.called(self.adapter, "update", inputs), self.called(self.shadow, "update", inputs))
+        assert same(
+            self.called(self.adapter, "update", inputs), self.called(self.shadow, "update", inputs)
+        )
 
     @rule()
     def reset(self) -> None:
         self.adapter.reset()
         self.shadow.reset()
         assert same(self.bits(self.adapter), self.bits(self.fresh()))
-        assert same(self.called(self.adapter, "predict", batch(3, 7)), self.called(self.fresh(), "predict", batch(3, 7)))
+        assert same(
+            self.called(self.adapter, "predict", batch(3, 7)),
+            self.called(self.fresh(), "predict", batch(3, 7)),
+        )
 
     @rule(inputs=batches, asked=batches)
     def predict_while_stepping(self, inputs: Tensor, asked: Tensor) -> None:
         """Another thread is answered from the state before the step or from that after it."""
         possible = [self.called(self.adapter, "predict", asked)]
         with ThreadPoolExecutor(1) as pool:
-            answers = pool.submit(lambda: [self.called(self.adapter, "predict", asked) for _ in range(3)])
+            answers = pool.submit(
+                lambda: [self.called(self.adapter, "predict", asked) for _ in range(3)]
+            )
             self.step(inputs)
         possible.append(self.called(self.adapter, "predict", asked))
         assert all(any(same(answer, each) for each in possible) for answer in answers.result())
@@ -204,14 +279,18 @@ class Use(RuleBasedStateMachine):
         outcome = self.called(self.adapter, "predict", inputs)
         if apart:
             with ThreadPoolExecutor(1) as pool:
-                assert same(pool.submit(self.called, self.adapter, "predict", inputs).result(), outcome)
+                assert same(
+                    pool.submit(self.called, self.adapter, "predict", inputs).result(), outcome
+                )
         if not isinstance(outcome, str):
             require_probabilities(outcome[0], len(inputs))
             assert (outcome[1] >= 0).all()
 
     @rule(case=st.sampled_from(list(BAD)), method=calls)
     def refuse(self, case: str, method: str) -> None:
-        errors = ValueError if case in OWN else (ValueError, RuntimeError, IndexError)  # torch's own, from within the model
+        errors = (
+            ValueError if case in OWN else (ValueError, RuntimeError, IndexError)
+        )  # torch's own, from within the model
         with pytest.raises(errors):
             getattr(self.adapter, method)(BAD[case]())
         self.seen["bad batches refused"] += 1
@@ -222,7 +301,9 @@ class Use(RuleBasedStateMachine):
         """The other goes on; the one that was there must stay as it is."""
         assert same(self.bits(other), self.bits(self.adapter))
         asked = batch(3, 8)
-        assert same(self.called(other, "predict", asked), self.called(self.adapter, "predict", asked))
+        assert same(
+            self.called(other, "predict", asked), self.called(self.adapter, "predict", asked)
+        )
         self.left, self.adapter = (self.adapter, self.bits(self.adapter)), other
 
     @rule(notes=st.dictionaries(st.text(max_size=3), st.integers(), max_size=1))
@@ -245,11 +326,19 @@ class Use(RuleBasedStateMachine):
 
     @rule(way=st.sampled_from(["copy", "pickle"]))
     def copied(self, way: str) -> None:
-        other = copy.deepcopy(self.adapter) if way == "copy" else pickle.loads(pickle.dumps(self.adapter))
+        other = (
+            copy.deepcopy(self.adapter)
+            if way == "copy"
+            else pickle.loads(pickle.dumps(self.adapter))
+        )
         self.seen["copies"] += 1
         self.replaced(other)
 
-    @rule(kept=st.floats(0, 1, exclude_max=True), place=st.floats(0, 1, exclude_max=True), damage=st.booleans())
+    @rule(
+        kept=st.floats(0, 1, exclude_max=True),
+        place=st.floats(0, 1, exclude_max=True),
+        damage=st.booleans(),
+    )
     def load_damaged(self, kept: float, place: float, damage: bool) -> None:
         """Another adapter's file, with a bit changed or its end missing."""
         with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,6 @@
-"""Independent answers, written from textbooks in NumPy: dense algebra, an exact Kalman filter, Monte Carlo bounds."""
+"""Independent answers, written from textbooks in NumPy: dense algebra, an exact Kalman filter,
+Monte Carlo bounds.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ def spd(dimension: int, seed: int, floor: float = 0.5) -> Array:
 
 
 def block_diagonal(*pieces: Array) -> Array:
-    rows, columns = (np.cumsum([0, *sizes]) for sizes in zip(*[piece.shape for piece in pieces], strict=True))
+    rows, columns = (
+        np.cumsum([0, *sizes]) for sizes in zip(*[piece.shape for piece in pieces], strict=True)
+    )
     matrix = np.zeros((rows[-1], columns[-1]))
     for piece, row, column in zip(pieces, rows, columns, strict=False):
         matrix[row : row + piece.shape[0], column : column + piece.shape[1]] = piece
@@ -58,7 +62,7 @@ def assert_equal(actual: Tensor, expected: Array, tolerance: float = 1e-10) -> N
     assert error <= tolerance * max(1.0, np.abs(expected).max(initial=0.0)), f"off by {error:.3g}"
 
 
-# Dense algebra ---------------------------------------------------------------------------------------------------
+# Dense algebra ------------------------------------------------------------------------------------
 
 
 class Example(NamedTuple):
@@ -66,7 +70,8 @@ class Example(NamedTuple):
 
     covariance: Covariance
     dense: Array
-    kept: Array  # 1 where the structure can hold an entry of the precision, 0 where conditioning drops it
+    # 1 where the structure can hold an entry of the precision, 0 where conditioning drops it
+    kept: Array
 
 
 def conditioned(dense: Array, factor: Array, kept: Array) -> Array:
@@ -88,11 +93,15 @@ def _low_rank(size: int, seed: int) -> Example:
     """Half of the directions in the factor, room for all of them."""
     diagonal, factor = np.diag(spd(size, seed)), normals(size // 2, size, seed=seed + 1)
     dense = np.linalg.inv(np.diag(diagonal) + factor.T @ factor)
-    return Example(LowRank(tensor(diagonal), tensor(factor), rank=size), dense, np.ones((size, size)))
+    return Example(
+        LowRank(tensor(diagonal), tensor(factor), rank=size), dense, np.ones((size, size))
+    )
 
 
 def _blocks(*parts: Example) -> Example:
-    dense, kept = (block_diagonal(*pieces) for pieces in zip(*[part[1:] for part in parts], strict=True))
+    dense, kept = (
+        block_diagonal(*pieces) for pieces in zip(*[part[1:] for part in parts], strict=True)
+    )
     return Example(Blocks(tuple(part.covariance for part in parts)), dense, kept)
 
 
@@ -101,12 +110,16 @@ STRUCTURES: dict[str, Callable[[int], Example]] = {  # seed -> an example in six
     "Diagonal": lambda seed: _diagonal(6, seed),
     "LowRank": lambda seed: _low_rank(6, seed),
     "Blocks of Full": lambda seed: _blocks(_full(2, seed), _full(4, seed + 1)),
-    "mixed Blocks": lambda seed: _blocks(_full(2, seed), _diagonal(1, seed + 1), _low_rank(3, seed + 2)),
-    "nested Blocks": lambda seed: _blocks(_blocks(_diagonal(2, seed), _full(1, seed + 1)), _full(3, seed + 2)),
+    "mixed Blocks": lambda seed: _blocks(
+        _full(2, seed), _diagonal(1, seed + 1), _low_rank(3, seed + 2)
+    ),
+    "nested Blocks": lambda seed: _blocks(
+        _blocks(_diagonal(2, seed), _full(1, seed + 1)), _full(3, seed + 2)
+    ),
 }
 
 
-# The Kalman filter -----------------------------------------------------------------------------------------------
+# The Kalman filter --------------------------------------------------------------------------------
 
 
 class Moments(NamedTuple):
@@ -128,30 +141,38 @@ def kalman_update(prior: Moments, design: Array, targets: Array, variance: float
     return Moments(prior.mean + gain @ (targets - design @ prior.mean), covariance)
 
 
-# Monte Carlo -----------------------------------------------------------------------------------------------------
+# Monte Carlo --------------------------------------------------------------------------------------
 
 
 def assert_moments(draws: Array, mean: Array, covariance: Array, sigmas: float = 5.0) -> None:
-    """Mean and covariance of draws [count, d] agree with the expected ones within their own Monte Carlo error."""
+    """Mean and covariance of draws [count, d] agree with the expected ones within their own Monte
+    Carlo error.
+    """
     centered = draws - mean
     assert_covariance(centered, np.ones((len(draws), 1)), np.zeros((len(mean), 1)), sigmas)
     assert_covariance(centered, centered, covariance, sigmas)
 
 
 def assert_covariance(left: Array, right: Array, expected: Array, sigmas: float = 5.0) -> None:
-    """The mean of l rᵀ over independent rows agrees with its expectation within ``sigmas`` standard errors."""
+    """The mean of l rᵀ over independent rows agrees with its expectation within ``sigmas`` standard
+    errors.
+    """
     average = left.T @ right / len(left)
     variance = (left**2).T @ right**2 / len(left) - average**2
     error = np.sqrt(np.maximum(variance, 0.0) / len(left))
     deviation = np.abs(average - expected)
-    assert (deviation <= sigmas * error + 1e-12).all(), f"{(deviation / (error + 1e-12)).max():.1f} standard errors off"
+    assert (deviation <= sigmas * error + 1e-12).all(), (
+        f"{(deviation / (error + 1e-12)).max():.1f} standard errors off"
+    )
 
 
-# Memory ----------------------------------------------------------------------------------------------------------
+# Memory -------------------------------------------------------------------------------------------
 
 
 class Allocations(TorchDispatchMode):
-    """Records the largest tensor (in elements, of its storage) that any torch operation gives while it is active."""
+    """Records the largest tensor (in elements, of its storage) that any torch operation gives while
+    it is active.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -166,11 +187,13 @@ class Allocations(TorchDispatchMode):
         return result
 
 
-# Transitions -----------------------------------------------------------------------------------------------------
+# Transitions --------------------------------------------------------------------------------------
 
 
 class Motion(NamedTuple):
-    """A dynamic, with the map θ ← G θ + c of its states and the read-out of one parameter that it stands for."""
+    """A dynamic, with the map θ ← G θ + c of its states and the read-out of one parameter that it
+    stands for.
+    """
 
     dynamics: Dynamics
     gain: Array
@@ -183,9 +206,13 @@ def _rotation(angle: float) -> Array:
     return np.array([[np.cos(angle), np.sin(angle)], [-np.sin(angle), np.cos(angle)]])
 
 
-def _repeated(dynamics: Dynamics, block: Array, read_out: tuple[float, ...]) -> Callable[[Moments], Motion]:
+def _repeated(
+    dynamics: Dynamics, block: Array, read_out: tuple[float, ...]
+) -> Callable[[Moments], Motion]:
     """The same small system for each parameter, states of one kind side by side."""
-    return lambda source: Motion(dynamics, np.kron(block, np.eye(len(source.mean))), 0.0, read_out, 0.3)
+    return lambda source: Motion(
+        dynamics, np.kron(block, np.eye(len(source.mean))), 0.0, read_out, 0.3
+    )
 
 
 def _precision_reversion(source: Moments) -> Motion:
@@ -210,19 +237,27 @@ def _turning(source: Moments) -> Array:
 
 MOTIONS: dict[str, Callable[[Moments], Motion]] = {  # source belief over the parameters -> motion
     "RandomWalk": lambda source: Motion(df.RandomWalk(), np.eye(len(source.mean))),
-    "MeanReversion": lambda source: Motion(df.MeanReversion(0.9), 0.9 * np.eye(len(source.mean)), 0.1 * source.mean),
+    "MeanReversion": lambda source: Motion(
+        df.MeanReversion(0.9), 0.9 * np.eye(len(source.mean)), 0.1 * source.mean
+    ),
     "PrecisionReversion": _precision_reversion,
     "LocalTrend 0": lambda source: Motion(df.LocalTrend(0), np.eye(len(source.mean))),
     "LocalTrend 1": _repeated(df.LocalTrend(1, 0.5, 0.3), np.array([[1, 0.5], [0, 1]]), (1.0, 0.0)),
-    "LocalTrend 2": _repeated(df.LocalTrend(2, 0.5, 0.3), np.array([[1, 0.5, 0], [0, 1, 0.5], [0, 0, 1]]), (1.0, 0.0, 0.0)),
-    "Seasonal 1": _repeated(df.Seasonal(12, 1, 0.3), block_diagonal(np.eye(1), _rotation(np.pi / 6)), (1.0, 1.0, 0.0)),
+    "LocalTrend 2": _repeated(
+        df.LocalTrend(2, 0.5, 0.3), np.array([[1, 0.5, 0], [0, 1, 0.5], [0, 0, 1]]), (1.0, 0.0, 0.0)
+    ),
+    "Seasonal 1": _repeated(
+        df.Seasonal(12, 1, 0.3), block_diagonal(np.eye(1), _rotation(np.pi / 6)), (1.0, 1.0, 0.0)
+    ),
     "Seasonal 3": _repeated(
         df.Seasonal(7.5, 3, 0.3),
         block_diagonal(np.eye(1), *[_rotation(2 * np.pi * j / 7.5) for j in (1, 2, 3)]),
         (1.0, 1.0, 0.0, 1.0, 0.0, 1.0, 0.0),
     ),
     "Seasonal Nyquist": _repeated(
-        df.Seasonal(4, 2, 0.3), block_diagonal(np.eye(1), _rotation(np.pi / 2), -np.eye(1)), (1.0, 1.0, 0.0, 1.0)
+        df.Seasonal(4, 2, 0.3),
+        block_diagonal(np.eye(1), _rotation(np.pi / 2), -np.eye(1)),
+        (1.0, 1.0, 0.0, 1.0),
     ),
     "Affine number": lambda source: _affine(source, -0.8),
     "Affine vector": lambda source: _affine(source, np.linspace(0.95, 0.8, len(source.mean))),
@@ -260,13 +295,23 @@ class System:
         each = list(zip(self.motions, parts, strict=True))
         self.states = [len(motion.gain) for motion in self.motions]
         self.gain = block_diagonal(*[motion.gain for motion in self.motions])
-        self.drift = np.concatenate([np.zeros(len(motion.gain)) + motion.drift for motion in self.motions])
-        self.read_out = block_diagonal(*[np.kron([motion.read_out], np.eye(part.size)) for motion, part in each])
+        self.drift = np.concatenate(
+            [np.zeros(len(motion.gain)) + motion.drift for motion in self.motions]
+        )
+        self.read_out = block_diagonal(
+            *[np.kron([motion.read_out], np.eye(part.size)) for motion, part in each]
+        )
         # The level of each parameter is its first state; the others start around 0.
-        levels = block_diagonal(*[np.kron(np.eye(len(motion.read_out), 1), np.eye(part.size)) for motion, part in each])
-        spread = np.concatenate([np.full(len(motion.gain), motion.scale**2) for motion in self.motions])
+        levels = block_diagonal(
+            *[np.kron(np.eye(len(motion.read_out), 1), np.eye(part.size)) for motion, part in each]
+        )
+        spread = np.concatenate(
+            [np.full(len(motion.gain), motion.scale**2) for motion in self.motions]
+        )
         hidden = np.diag(spread * (1 - levels.sum(1)))
-        self.source = Moments(levels @ parameters.mean, levels @ parameters.covariance @ levels.T + hidden)
+        self.source = Moments(
+            levels @ parameters.mean, levels @ parameters.covariance @ levels.T + hidden
+        )
 
     def transition(self) -> df.Transition:
         """The same in the library."""
@@ -279,11 +324,17 @@ class System:
         return df.Transition(df.BlockDynamics(tuple(part.size for part in self.parts), tuple(each)))
 
     def predict(self, state: Moments) -> Moments:
-        """One step without data; the noise of a part acts on its own block, or for Reset on its rows and columns."""
+        """One step without data; the noise of a part acts on its own block, or for Reset on its
+        rows and columns.
+        """
         moved = kalman_predict(state, self.gain, self.drift)
         covariance = moved.covariance.copy()
         for part, own, size in zip(self.parts, _slices(self.states), self.states, strict=True):
-            gain, before, source = self.gain[own, own], state.covariance[own, own], self.source.covariance[own, own]
+            gain, before, source = (
+                self.gain[own, own],
+                state.covariance[own, own],
+                self.source.covariance[own, own],
+            )
             if part.noise == "Isotropic":
                 covariance[own, own] += 0.02 * np.eye(size)
             elif part.noise == "FullNoise":
@@ -297,7 +348,9 @@ class System:
                 covariance[own, own] += source - gain @ source @ gain.T
             elif part.noise == "Restore":
                 distance = state.mean[own] - self.source.mean[own]
-                covariance[own, own] += gain[0, 0] * (1 - gain[0, 0]) * np.diag(np.diag(before) + distance**2)
+                covariance[own, own] += (
+                    gain[0, 0] * (1 - gain[0, 0]) * np.diag(np.diag(before) + distance**2)
+                )
         return Moments(moved.mean, covariance)
 
 

@@ -102,12 +102,22 @@ def test_numbers_go_on_after_a_checkpoint() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"update_every": 2}, {"chunk": 5}, {"window": 20}], ids=["plain", "every", "chunk", "window"]
+    "options",
+    [{}, {"update_every": 2}, {"chunk": 5}, {"window": 20}],
+    ids=["plain", "every", "chunk", "window"],
 )
 def test_numbers_count_calls_of_either_kind(options: dict[str, Any]) -> None:
     told = Kept()
     adapter = adapted(told, **options)
-    calls: list[Callable[..., Any]] = [adapter, adapter, adapter.update, adapter.update, adapter, adapter.update, adapter]
+    calls: list[Callable[..., Any]] = [
+        adapter,
+        adapter,
+        adapter.update,
+        adapter.update,
+        adapter,
+        adapter.update,
+        adapter,
+    ]
     for number, call in enumerate(calls):
         call(batch(number))
         adapter.predict(batch(number))  # changes nothing, and is not told
@@ -133,7 +143,9 @@ def test_numbers_go_on_after_a_checkpoint_of_updates_and_calls() -> None:
     other.load_state_dict(saved)
     other(batch(1))
     assert told[0].number == 3
-    older = {name: value for name, value in saved.items() if name != "number"}  # of a version that did not count
+    older = {
+        name: value for name, value in saved.items() if name != "number"
+    }  # of a version that did not count
     other.load_state_dict(older)
     other(batch(1))
     assert told[1].number == 2  # at least so many there were
@@ -152,7 +164,9 @@ def test_what_is_told_and_what_is_returned_are_apart() -> None:
     adapter(batch(0)).zero_()
     assert told[0].log_probabilities is not None
     assert torch.equal(told[0].log_probabilities, wanted)
-    assert told[0].entropy == pytest.approx(entr(wanted.exp().double().numpy()).sum(1).mean(), rel=1e-6)
+    assert told[0].entropy == pytest.approx(
+        entr(wanted.exp().double().numpy()).sum(1).mean(), rel=1e-6
+    )
 
 
 def test_events_are_those_of_the_step() -> None:
@@ -193,7 +207,10 @@ class Refuses:
 
 def test_an_alarm_is_given_though_a_callback_fails() -> None:
     adapter = adapted(Refuses(), monitor=df.Monitor(distance=1e-6, on_parameters="warn"))
-    with pytest.warns(df.AlarmWarning, match="distance is"), pytest.raises(OSError, match="no space left"):
+    with (
+        pytest.warns(df.AlarmWarning, match="distance is"),
+        pytest.raises(OSError, match="no space left"),
+    ):
         adapter(batch(0))
     adapter.callbacks.clear()
     adapter(batch(1))  # it goes on: told once
@@ -241,7 +258,9 @@ def test_a_copy_tells_nobody(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("wrong", [print, Kept, 3], ids=["function", "class", "number"])
 def test_what_cannot_be_told_is_refused(wrong: Any) -> None:
-    with pytest.raises(ValueError, match=r"adapt: callbacks must be objects with a method on_step\(step\), got"):
+    with pytest.raises(
+        ValueError, match=r"adapt: callbacks must be objects with a method on_step\(step\), got"
+    ):
         df.adapt(network(), "tent", callbacks=[wrong])
     with pytest.raises(ValueError, match="adapt: callbacks must be a list of callbacks, got 3"):
         df.adapt(network(), "tent", callbacks=3)
@@ -251,7 +270,10 @@ def test_what_cannot_be_told_is_refused(wrong: Any) -> None:
 
 
 def test_they_are_found_by_the_short_name() -> None:
-    code = "import driftfilter as df, sys; assert df.callbacks.JsonLines; sys.exit('tensorboard' in sys.modules)"
+    code = (
+        "import driftfilter as df, sys; assert df.callbacks.JsonLines; sys.exit('tensorboard' "
+        "in sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
@@ -261,7 +283,9 @@ def test_json_lines_are_added_to_what_is_there(tmp_path: Path) -> None:
         writer = JsonLines(path)
         adapted(writer, told)(batch(number))
         writer.close()
-    assert [json.loads(line) for line in path.read_text().splitlines()] == [step.to_dict() for step in told]
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [
+        step.to_dict() for step in told
+    ]
     writer = JsonLines(path, size=0)
     assert path.read_bytes() == b""
     writer.close()
@@ -290,7 +314,9 @@ def test_tensorboard_has_every_number(tmp_path: Path) -> None:
     found.Reload()
     for name in ("energy", "entropy", "largest_share", "distance", "ms", "alarms", "n", "used"):
         curve = [(each.step, each.value) for each in found.Scalars(f"driftfilter/{name}")]
-        assert curve == [(step.number, pytest.approx(step.numbers()[name], rel=1e-6)) for step in told]
+        assert curve == [
+            (step.number, pytest.approx(step.numbers()[name], rel=1e-6)) for step in told
+        ]
     assert "driftfilter/step" not in found.Tags()["scalars"]
     assert found.Tensors("driftfilter/alarms/text_summary")[0].step == 0
 
@@ -326,7 +352,9 @@ def test_recipes(module: str, call: str, tmp_path: Path, monkeypatch: pytest.Mon
     fake = Told()
     monkeypatch.setitem(sys.modules, module, fake)
     monkeypatch.chdir(tmp_path)
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "callbacks.md").read_text(), re.DOTALL)
+    blocks = re.findall(
+        r"```python\n(.*?)```", (ROOT / "docs" / "callbacks.md").read_text(), re.DOTALL
+    )
     (block,) = (each for each in blocks if f"import {module}" in each)
     assert len(block[block.index("class ") :].split("\n\n\n")[0].splitlines()) < 15
     exec(compile(block, "documentation", "exec"), {"__name__": "documentation"})
@@ -334,7 +362,9 @@ def test_recipes(module: str, call: str, tmp_path: Path, monkeypatch: pytest.Mon
     assert [kwargs["step"] for _, kwargs in logged] == list(range(len(logged)))
     assert len(logged) >= 2
     for (numbers,), _ in logged:
-        assert all(isinstance(value, (int, float)) and math.isfinite(value) for value in numbers.values())
+        assert all(
+            isinstance(value, (int, float)) and math.isfinite(value) for value in numbers.values()
+        )
         assert any(name.endswith("entropy") for name in numbers)
 
 

@@ -1,4 +1,6 @@
-"""The filter: its step against an independent NumPy filter and against its own pieces, its contract on state and errors."""
+"""The filter: its step against an independent NumPy filter and against its own pieces, its contract
+on state and errors.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ SAMPLES = 4
 
 
 def batches(steps: int, samples: int = SAMPLES, features: int = 2, seed: int = 0) -> Tensor:
-    return torch.randn(steps, samples, features, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return torch.randn(
+        steps, samples, features, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
 
 
 def belief(scale: float = 1.0, device: str = "cpu") -> df.Belief:
@@ -59,12 +63,21 @@ def build(
 
 def tensors(state: df.FilterState) -> list[Tensor]:
     """Copies of everything in a state."""
-    parts = [state.belief.mean, state.belief.covariance.dense(), state.source.mean, state.source.covariance.dense()]
+    parts = [
+        state.belief.mean,
+        state.belief.covariance.dense(),
+        state.source.mean,
+        state.source.covariance.dense(),
+    ]
     return [part.clone() for part in [*parts, *state.memory.values()]]
 
 
 def assert_same(first: df.FilterState, second: df.FilterState) -> None:
-    assert (first.step, first.seed, list(first.memory)) == (second.step, second.seed, list(second.memory))
+    assert (first.step, first.seed, list(first.memory)) == (
+        second.step,
+        second.seed,
+        list(second.memory),
+    )
     for one, other in zip(tensors(first), tensors(second), strict=True):
         assert torch.equal(one, other)
 
@@ -72,8 +85,12 @@ def assert_same(first: df.FilterState, second: df.FilterState) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("predict_from", ["prior", "posterior"])
 @pytest.mark.parametrize("logits", [df.LinearHead(2), binary], ids=["head", "lifted"])
-def test_filter_is_logistic_regression_by_hand(logits: Any, predict_from: Literal["prior", "posterior"], device: str) -> None:
-    """Mean reversion, isotropic noise, binary entropy: ℓ' = -f s, ℓ'' = -s (1 + f (1 - 2p)) clipped at 0, s = p (1 - p)."""
+def test_filter_is_logistic_regression_by_hand(
+    logits: Any, predict_from: Literal["prior", "posterior"], device: str
+) -> None:
+    """Mean reversion, isotropic noise, binary entropy: ℓ' = -f s, ℓ'' = -s (1 + f (1 - 2p)) clipped
+    at 0, s = p (1 - p).
+    """
     rho, variance, beta = 0.9, 0.05, 3.0
     filt = df.Filter(
         logits,
@@ -100,7 +117,9 @@ def test_filter_is_logistic_regression_by_hand(logits: Any, predict_from: Litera
         cov = np.linalg.inv(np.linalg.inv(cov) + beta / SAMPLES * (x.T * curvature) @ x)
         mean = mean - beta / SAMPLES * cov @ (x.T @ (-f * s))
         expected = 1 / (1 + np.exp(-x @ (before if predict_from == "prior" else mean)))
-        np.testing.assert_allclose(prediction.probabilities[:, 1].cpu(), expected, rtol=0, atol=1e-10)
+        np.testing.assert_allclose(
+            prediction.probabilities[:, 1].cpu(), expected, rtol=0, atol=1e-10
+        )
         np.testing.assert_allclose(info.losses.cpu(), losses[None], rtol=0, atol=1e-10)
         np.testing.assert_allclose(info.energy.cpu(), beta * losses.mean(), rtol=0, atol=1e-10)
         assert (info.informative, info.reason) == (True, "")
@@ -125,10 +144,15 @@ EACH_RULE = pytest.mark.parametrize(("inference", "prediction"), RULES, ids=repr
 @pytest.mark.parametrize("predict_from", ["prior", "posterior"])
 @pytest.mark.parametrize("device", DEVICES)
 def test_step_is_transition_then_inference_then_prediction(
-    device: str, predict_from: Literal["prior", "posterior"], inference: Inference, prediction: PredictionRule
+    device: str,
+    predict_from: Literal["prior", "posterior"],
+    inference: Inference,
+    prediction: PredictionRule,
 ) -> None:
     transition = df.Transition(df.MeanReversion(0.9), df.Isotropic(0.01))
-    observation = df.Gibbs(df.PseudoLabel(), df.Product((df.Reliability(2.0), df.DiversityGate(similarity=0.95))))
+    observation = df.Gibbs(
+        df.PseudoLabel(), df.Product((df.Reliability(2.0), df.DiversityGate(similarity=0.95)))
+    )
     filt = df.Filter(df.LinearHead(2), transition, observation, inference, prediction, predict_from)
     state = filt.init(belief(device=device), seed=7)
     for number, inputs in enumerate(batches(5).to(device)):
@@ -163,8 +187,12 @@ def test_run_is_a_loop_of_steps(inference: Inference, prediction: PredictionRule
     for same in (stream, list(stream), generated()):
         state, outputs = filt.run(filt.init(belief(), seed=1), same)
         assert_same(state, looped)
-        assert torch.equal(outputs.log_probabilities, torch.cat([each.log_probabilities for each in predictions]))
-        assert torch.equal(outputs.logit_variance, torch.cat([each.logit_variance for each in predictions]))
+        assert torch.equal(
+            outputs.log_probabilities, torch.cat([each.log_probabilities for each in predictions])
+        )
+        assert torch.equal(
+            outputs.logit_variance, torch.cat([each.logit_variance for each in predictions])
+        )
         assert [info.step for info in outputs.infos] == [0, 1, 2, 3]
 
 
@@ -200,12 +228,22 @@ def through_torch_save(state: df.FilterState) -> df.FilterState:
 
 
 @EACH_RULE
-@pytest.mark.parametrize("save", [copy.deepcopy, through_torch_save, lambda state: pickle.loads(pickle.dumps(state))])
+@pytest.mark.parametrize(
+    "save", [copy.deepcopy, through_torch_save, lambda state: pickle.loads(pickle.dumps(state))]
+)
 def test_saved_state_replays_bit_for_bit(
-    save: Callable[[df.FilterState], df.FilterState], inference: Inference, prediction: PredictionRule
+    save: Callable[[df.FilterState], df.FilterState],
+    inference: Inference,
+    prediction: PredictionRule,
 ) -> None:
     observation = df.Gibbs(df.Consistency(), df.DiversityGate(0.99))
-    filt = df.Filter(df.LinearHead(2), df.Transition(df.MeanReversion(0.9), df.Restore()), observation, inference, prediction)
+    filt = df.Filter(
+        df.LinearHead(2),
+        df.Transition(df.MeanReversion(0.9), df.Restore()),
+        observation,
+        inference,
+        prediction,
+    )
     stream = batches(6)
     whole, outputs = filt.run(filt.init(belief(), seed=2), stream)
     half, _ = filt.run(filt.init(belief(), seed=2), stream[:3])
@@ -225,21 +263,32 @@ def test_saved_state_replays_bit_for_bit(
     ],
     ids=repr,
 )
-def test_batch_of_one_without_information_is_a_transition(loss: Loss, inference: Inference, device: str) -> None:
-    filt = build(loss=loss, inference=inference, transition=df.Transition(df.MeanReversion(0.5), df.Isotropic(0.1)))
+def test_batch_of_one_without_information_is_a_transition(
+    loss: Loss, inference: Inference, device: str
+) -> None:
+    filt = build(
+        loss=loss,
+        inference=inference,
+        transition=df.Transition(df.MeanReversion(0.5), df.Isotropic(0.1)),
+    )
     state = filt.init(belief(device=device))
     inputs = batches(3, samples=1).to(device)
     with pytest.warns(
-        df.NoInformationWarning, match=f"transition only: 1 sample .* {type(loss).__name__} .* needs 2"
+        df.NoInformationWarning,
+        match=f"transition only: 1 sample .* {type(loss).__name__} .* needs 2",
     ) as caught:
         state, prediction, info = filt.step(state, inputs[0])
     assert [warning.filename for warning in caught] == [__file__]
     assert info.informative is False
     assert "needs 2" in info.reason
     torch.testing.assert_close(state.belief.mean, belief(device=device).mean)
-    expected = 0.25 * belief(device=device).covariance.dense() + 0.1 * torch.eye(2, dtype=torch.float64, device=device)
+    expected = 0.25 * belief(device=device).covariance.dense() + 0.1 * torch.eye(
+        2, dtype=torch.float64, device=device
+    )
     torch.testing.assert_close(state.belief.covariance.dense(), expected, rtol=0, atol=1e-14)
-    torch.testing.assert_close(prediction.probabilities, binary(state.belief.mean, inputs[0]).softmax(-1))
+    torch.testing.assert_close(
+        prediction.probabilities, binary(state.belief.mean, inputs[0]).softmax(-1)
+    )
     state, outputs = filt.run(state, inputs[1:])  # a second warning would be an error here
     assert [info.informative for info in outputs.infos] == [False, False]
     state, _, info = filt.step(state, batches(1)[0].to(device))
@@ -261,18 +310,28 @@ def test_empty_gate_is_a_transition_and_no_warning() -> None:
 
 def test_statistics_of_the_weighting_live_in_the_state() -> None:
     gate = df.DiversityGate(similarity=0.999, momentum=0.75)
-    filt = df.Filter(df.LinearHead(2), observation=df.Gibbs(df.Entropy(), gate), inference=df.Linearized(df.NoCurvature()))
+    filt = df.Filter(
+        df.LinearHead(2),
+        observation=df.Gibbs(df.Entropy(), gate),
+        inference=df.Linearized(df.NoCurvature()),
+    )
     state, running = filt.init(belief()), None
     for inputs in batches(4):
         prior = filt.transition(state.belief, state.source)
         p = binary(prior.mean, inputs).softmax(-1)
-        cosine = torch.zeros(SAMPLES) if running is None else torch.nn.functional.cosine_similarity(p, running[None])
+        cosine = (
+            torch.zeros(SAMPLES)
+            if running is None
+            else torch.nn.functional.cosine_similarity(p, running[None])
+        )
         kept = p[cosine.abs() < 0.999]
         if len(kept):
             running = kept.mean(0) if running is None else 0.75 * running + 0.25 * kept.mean(0)
         state, _, info = filt.step(state, inputs)
         assert int(info.weights.count_nonzero()) == len(kept)
-        torch.testing.assert_close(state.memory["weighting.mean_prediction"], running, rtol=0, atol=1e-14)
+        torch.testing.assert_close(
+            state.memory["weighting.mean_prediction"], running, rtol=0, atol=1e-14
+        )
 
 
 def bad_beyond(limit: float, value: float = math.nan) -> LogitFunction:
@@ -300,22 +359,52 @@ BIG_STEP = df.GradientStep(df.SGD(lr=100.0))
     ("filt", "inputs", "message"),
     [
         (build(), SPOILED, "inputs must be finite, got inf at index [2, 1] (1 of 8 values)"),
-        (build(), torch.full_like(GOOD, math.nan), "inputs must be finite, got nan at index [0, 0] (8 of 8 values)"),
+        (
+            build(),
+            torch.full_like(GOOD, math.nan),
+            "inputs must be finite, got nan at index [0, 0] (8 of 8 values)",
+        ),
         (build(), GOOD[:0], "inputs must be a batch [n, ...] with n >= 1, got shape [0, 2]"),
         (build(), GOOD[0, 0], "inputs must be a batch [n, ...] with n >= 1, got shape []"),
-        (build(), GOOD.tolist(), "inputs must be a tensor [n, ...], or a tuple or dict of them, got a list"),
+        (
+            build(),
+            GOOD.tolist(),
+            "inputs must be a tensor [n, ...], or a tuple or dict of them, got a list",
+        ),
         (build(), GOOD[0], "inputs must be of shape [n, features], got shape [2]"),
-        (build(), torch.cat((GOOD, GOOD[:, :1]), 1), "the belief must be over 3 or 6 parameters for 2 classes and 3 features"),
+        (
+            build(),
+            torch.cat((GOOD, GOOD[:, :1]), 1),
+            "the belief must be over 3 or 6 parameters for 2 classes and 3 features",
+        ),
         (build(lambda theta, x: x @ theta), GOOD, "the model's logits must be"),
         (build(lambda theta, x: x @ theta), GOOD[:1], "got shape [1]"),
-        (build(bad_beyond(1.0)), GOOD, "the model's logits must be finite, got nan at index [0, 0]"),
-        (build(bad_beyond(1.5), inference=BIG_STEP), GOOD, "logits at the parameters predicted with) must be finite, got nan"),
-        (build(bad_beyond(1.5, -math.inf), inference=BIG_STEP), GOOD, "the parameters predicted with) must be finite"),
-        (build(bad_beyond(1.3), inference=df.Bong(samples=64)), GOOD, "the model's logits must be finite, got nan"),
+        (
+            build(bad_beyond(1.0)),
+            GOOD,
+            "the model's logits must be finite, got nan at index [0, 0]",
+        ),
+        (
+            build(bad_beyond(1.5), inference=BIG_STEP),
+            GOOD,
+            "logits at the parameters predicted with) must be finite, got nan",
+        ),
+        (
+            build(bad_beyond(1.5, -math.inf), inference=BIG_STEP),
+            GOOD,
+            "the parameters predicted with) must be finite",
+        ),
+        (
+            build(bad_beyond(1.3), inference=df.Bong(samples=64)),
+            GOOD,
+            "the model's logits must be finite, got nan",
+        ),
         (build(steep, df.PseudoLabel()), GOOD[:1], "1 + F Σ Fᵀ"),
     ],
-)  # fmt: skip
-def test_bad_input_is_refused_and_changes_nothing(filt: df.Filter, inputs: Any, message: str) -> None:
+)
+def test_bad_input_is_refused_and_changes_nothing(
+    filt: df.Filter, inputs: Any, message: str
+) -> None:
     state, _, _ = build().step(build().init(belief()), GOOD)
     held, before = state.belief, tensors(state)
     given = inputs.clone() if isinstance(inputs, Tensor) else inputs
@@ -331,19 +420,53 @@ def test_bad_input_is_refused_and_changes_nothing(filt: df.Filter, inputs: Any, 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: build(predict_from="after"), "Filter.predict_from must be 'prior' or 'posterior', got 'after'"),
-        (lambda: build(transition=df.RandomWalk()), "Filter.transition must be a Transition, got RandomWalk()"),
-        (lambda: df.Filter(df.LinearHead(2), observation=df.Entropy()), "Filter.observation must be a Gibbs, got Entropy()"),  # type: ignore[arg-type]
-        (lambda: build(inference=df.MAP()), "Filter.inference must be of role 'inference', such as Linearized(), got MAP()"),  # type: ignore[arg-type]
-        (lambda: build(prediction=df.MAP), "Filter.prediction must be of role 'prediction', such as MAP(), got <class"),  # type: ignore[arg-type]
-        (lambda: build(logits=3), "Filter.logits must be a function (theta, inputs) -> logits or a PredictiveModel, got 3"),
+        (
+            lambda: build(predict_from="after"),
+            "Filter.predict_from must be 'prior' or 'posterior', got 'after'",
+        ),
+        (
+            lambda: build(transition=df.RandomWalk()),
+            "Filter.transition must be a Transition, got RandomWalk()",
+        ),
+        (
+            lambda: df.Filter(df.LinearHead(2), observation=df.Entropy()),  # type: ignore[arg-type]
+            "Filter.observation must be a Gibbs, got Entropy()",
+        ),
+        (
+            lambda: build(inference=df.MAP()),  # type: ignore[arg-type]
+            "Filter.inference must be of role 'inference', such as Linearized(), got MAP()",
+        ),
+        (
+            lambda: build(prediction=df.MAP),  # type: ignore[arg-type]
+            "Filter.prediction must be of role 'prediction', such as MAP(), got <class",
+        ),
+        (
+            lambda: build(logits=3),
+            "Filter.logits must be a function (theta, inputs) -> logits or a PredictiveModel, "
+            "got 3",
+        ),
         (lambda: build().init(belief().mean), "Filter.init: belief must be a Belief, got tensor("),  # type: ignore[arg-type]
         (lambda: build().init(belief(), seed=1.5), "Filter.init: seed must be an integer, got 1.5"),  # type: ignore[arg-type]
-        (lambda: build().init(belief(), seed=True), "Filter.init: seed must be an integer, got True"),
-        (lambda: build().step(belief(), GOOD), "state must be a FilterState (see Filter.init), got 'Belief'"),  # type: ignore[arg-type]
-        (lambda: build().predict(belief(), GOOD), "state must be a FilterState (see Filter.init), got 'Belief'"),  # type: ignore[arg-type]
-        (lambda: build().predict(build().init(belief()), SPOILED), "inputs must be finite, got inf at index [2, 1]"),
-        (lambda: build(bad_beyond(1.0)).predict(build().init(belief()), GOOD), "must be finite, got nan"),
+        (
+            lambda: build().init(belief(), seed=True),
+            "Filter.init: seed must be an integer, got True",
+        ),
+        (
+            lambda: build().step(belief(), GOOD),  # type: ignore[arg-type]
+            "state must be a FilterState (see Filter.init), got 'Belief'",
+        ),
+        (
+            lambda: build().predict(belief(), GOOD),  # type: ignore[arg-type]
+            "state must be a FilterState (see Filter.init), got 'Belief'",
+        ),
+        (
+            lambda: build().predict(build().init(belief()), SPOILED),
+            "inputs must be finite, got inf at index [2, 1]",
+        ),
+        (
+            lambda: build(bad_beyond(1.0)).predict(build().init(belief()), GOOD),
+            "must be finite, got nan",
+        ),
         (lambda: belief(-1.0), "Full.matrix is not positive definite"),
         (
             lambda: build(transition=df.Transition(df.LocalTrend())).init(
@@ -368,7 +491,9 @@ def test_the_model_of_the_caller_is_never_touched() -> None:
         return result
 
     mean = torch.nn.utils.parameters_to_vector(module.parameters())
-    filt = build(logits, inference=df.Linearized(df.EmpiricalFisher()), prediction=df.LinearizedGaussian())
+    filt = build(
+        logits, inference=df.Linearized(df.EmpiricalFisher()), prediction=df.LinearizedGaussian()
+    )
     start = filt.init(df.Belief(mean, df.Full(torch.eye(9, dtype=torch.float64))))
     state, _ = filt.run(copy.deepcopy(start), batches(3))
     assert (state.belief.mean - mean).abs().max() > 1e-3
@@ -383,7 +508,11 @@ def test_the_model_of_the_caller_is_never_touched() -> None:
 
 
 def sources() -> list[df.Belief]:
-    return [belief(), df.Belief(-belief().mean, df.Full(4 * belief().covariance.dense())), belief(0.1)]
+    return [
+        belief(),
+        df.Belief(-belief().mean, df.Full(4 * belief().covariance.dense())),
+        belief(0.1),
+    ]
 
 
 def test_one_filter_serves_streams_of_several_sources() -> None:
@@ -402,23 +531,35 @@ def test_one_filter_serves_streams_of_several_sources() -> None:
     for state, other in zip(states, expected, strict=True):
         assert_same(state, other)
     with ThreadPoolExecutor(6) as pool:
-        runs = list(pool.map(lambda source: shared.run(shared.init(source), batches(30))[0], sources() * 4))
+        runs = list(
+            pool.map(lambda source: shared.run(shared.init(source), batches(30))[0], sources() * 4)
+        )
     for state, other in zip(runs, expected * 4, strict=True):
         assert_same(state, other)
 
 
 def test_hidden_states_are_read_out() -> None:
-    """A trend without noise or data information drifts by its velocity; predictions see the level only."""
-    filt = build(transition=df.Transition(df.LocalTrend(order=1, dt=0.5, scale=0.2), df.NoNoise()), predict_from="prior")
+    """A trend without noise or data information drifts by its velocity; predictions see the level
+    only.
+    """
+    filt = build(
+        transition=df.Transition(df.LocalTrend(order=1, dt=0.5, scale=0.2), df.NoNoise()),
+        predict_from="prior",
+    )
     state = filt.init(belief())
     assert (state.parameters, state.belief.dimension) == (2, 4)
     state, _, _ = filt.step(state, GOOD)
     after = state.belief.mean[:2] + 0.5 * state.belief.mean[2:]
     assert state.belief.mean[2:].abs().max() > 1e-3
     _, prediction, _ = filt.step(state, GOOD)
-    torch.testing.assert_close(prediction.probabilities, binary(after, GOOD).softmax(-1), rtol=0, atol=1e-12)
     torch.testing.assert_close(
-        filt.predict(state, GOOD).probabilities, binary(state.belief.mean[:2], GOOD).softmax(-1), rtol=0, atol=1e-12
+        prediction.probabilities, binary(after, GOOD).softmax(-1), rtol=0, atol=1e-12
+    )
+    torch.testing.assert_close(
+        filt.predict(state, GOOD).probabilities,
+        binary(state.belief.mean[:2], GOOD).softmax(-1),
+        rtol=0,
+        atol=1e-12,
     )
 
 
@@ -429,7 +570,9 @@ def plain_head(theta: Tensor, inputs: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("model", [df.LinearHead(2), plain_head], ids=["head", "lifted"])
 @pytest.mark.parametrize(
-    "loss", [df.Entropy(), df.ConjugatePseudoLabel(), df.Consistency()], ids=lambda loss: type(loss).__name__
+    "loss",
+    [df.Entropy(), df.ConjugatePseudoLabel(), df.Consistency()],
+    ids=lambda loss: type(loss).__name__,
 )
 def test_inference_mode_changes_nothing(model: Any, loss: df.Loss) -> None:
     filt = df.Filter(model, observation=df.Gibbs(loss), inference=df.Linearized(df.Hessian()))
@@ -437,7 +580,9 @@ def test_inference_mode_changes_nothing(model: Any, loss: df.Loss) -> None:
     inputs = torch.randn(4, 2, generator=torch.Generator().manual_seed(0))
     expected, predicted, _ = filt.step(filt.init(start), inputs)
     with torch.inference_mode():
-        state, prediction, _ = filt.step(filt.init(start), inputs + 0)  # inputs made in inference mode
+        state, prediction, _ = filt.step(
+            filt.init(start), inputs + 0
+        )  # inputs made in inference mode
         later = filt.predict(state, inputs + 0)
     assert torch.equal(state.belief.mean, expected.belief.mean)
     assert torch.equal(prediction.probabilities, predicted.probabilities)
@@ -446,7 +591,9 @@ def test_inference_mode_changes_nothing(model: Any, loss: df.Loss) -> None:
 
 
 def test_variances_that_a_transition_loses_are_refused() -> None:
-    """Also on steps whose batch carries no information, where nothing else looks at the covariance."""
+    """Also on steps whose batch carries no information, where nothing else looks at the
+    covariance.
+    """
     start = df.Belief(torch.zeros(2), df.Diagonal(torch.ones(2)))
     filt = df.Filter(df.LinearHead(2), df.Transition(df.MeanReversion(0.0), df.NoNoise()))
     with (
@@ -454,16 +601,30 @@ def test_variances_that_a_transition_loses_are_refused() -> None:
         pytest.raises(df.NotPositiveDefiniteError, match="got 0 to 0 after the transition"),
     ):
         filt.step(filt.init(start), torch.ones(1, 2))
-    winding = df.Filter(df.LinearHead(2), df.Transition(df.RandomWalk(), df.Discount(0.1)), inference=df.GradientStep())
+    winding = df.Filter(
+        df.LinearHead(2),
+        df.Transition(df.RandomWalk(), df.Discount(0.1)),
+        inference=df.GradientStep(),
+    )
     with pytest.raises(df.NotPositiveDefiniteError, match="to inf after the transition"):
         winding.run(winding.init(start), torch.zeros(60, 1, 2))
 
 
 def test_the_state_does_not_share_memory_with_the_caller() -> None:
-    mean, variances, diagonal, factor = torch.zeros(2), torch.ones(2), torch.ones(2), torch.ones(1, 2)
+    mean, variances, diagonal, factor = (
+        torch.zeros(2),
+        torch.ones(2),
+        torch.ones(2),
+        torch.ones(1, 2),
+    )
     filt = df.Filter(df.LinearHead(2))
-    states = [filt.init(df.Belief(mean, c)) for c in (df.Diagonal(variances), df.LowRank(diagonal, factor, 1))]
-    before = [(state.belief.mean.clone(), state.belief.covariance.dense().clone()) for state in states]
+    states = [
+        filt.init(df.Belief(mean, c))
+        for c in (df.Diagonal(variances), df.LowRank(diagonal, factor, 1))
+    ]
+    before = [
+        (state.belief.mean.clone(), state.belief.covariance.dense().clone()) for state in states
+    ]
     for tensor in (mean, variances, diagonal, factor):
         tensor.fill_(-5.0)
     for state, (point, matrix) in zip(states, before, strict=True):
@@ -474,9 +635,19 @@ def test_the_state_does_not_share_memory_with_the_caller() -> None:
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (torch.nn.Linear(2, 2), "for a module write lambda theta, inputs: torch.func.functional_call"),
-        (3.0, "Filter.logits must be a function (theta, inputs) -> logits or a PredictiveModel, got 3.0"),
-        (type("Model", (), {"__call__": None, "pullback": None, "pushforward": None})(), "a pullback but without ['linear']"),
+        (
+            torch.nn.Linear(2, 2),
+            "for a module write lambda theta, inputs: torch.func.functional_call",
+        ),
+        (
+            3.0,
+            "Filter.logits must be a function (theta, inputs) -> logits or a PredictiveModel, "
+            "got 3.0",
+        ),
+        (
+            type("Model", (), {"__call__": None, "pullback": None, "pushforward": None})(),
+            "a pullback but without ['linear']",
+        ),
     ],
 )
 def test_models_that_cannot_be_filtered(model: Any, message: str) -> None:

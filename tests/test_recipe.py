@@ -17,7 +17,10 @@ from driftfilter.recipe import VARIANTS, from_dict, to_dict
 
 TREND = df.Transition(df.LocalTrend(order=2, dt=0.5), df.FullNoise(((0.5, 0.1), (0.1, 0.25))))
 NESTED = df.Transition(
-    df.BlockDynamics((1, 2), (TREND, df.Transition(df.Affine((0.5, 1e-300), -math.pi), df.Discount(0.9)))), df.NoNoise()
+    df.BlockDynamics(
+        (1, 2), (TREND, df.Transition(df.Affine((0.5, 1e-300), -math.pi), df.Discount(0.9)))
+    ),
+    df.NoNoise(),
 )
 
 
@@ -25,7 +28,11 @@ NESTED = df.Transition(
     "variant",
     [
         NESTED,
-        df.Gibbs(df.Sum((df.Consistency(df.GaussianNoise(0.3), target="soft"), df.Entropy()), (1, 0.5)), df.Product(), "kept"),
+        df.Gibbs(
+            df.Sum((df.Consistency(df.GaussianNoise(0.3), target="soft"), df.Entropy()), (1, 0.5)),
+            df.Product(),
+            "kept",
+        ),
         df.Variational(df.EmpiricalFisher(False, 0.1 + 0.2), tolerance=5e-324, iterations=10**12),
         df.GradientStep(df.Adam(1e22, (0.0, 0.999))),
         df.LinearHead(3, intercept=True),
@@ -69,22 +76,61 @@ def test_fields_left_out_keep_their_defaults() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('kind = "Entropie"', r"kind must be the name of a variant, got 'Entropie' \(did you mean 'Entropy'\?\)"),
+        (
+            'kind = "Entropie"',
+            r"kind must be the name of a variant, got 'Entropie' \(did you mean 'Entropy'\?\)",
+        ),
         ("kind = 3", r"kind must be the name of a variant, got 3, in \{'kind': 3\}"),
         ("beta = 1.0", r"kind must be the name of a variant, got None, in \{'beta': 1.0\}"),
-        ('kind = "Gibbs"\nweighting = { beta = 2.0 }', r"kind must be .*, got None, in \{'beta': 2.0\}"),
-        ('kind = "MeanReversion"\nrhoo = 0.9', r"MeanReversion has no field 'rhoo' \(did you mean 'rho'\?\).*\['rho'\]"),
+        (
+            'kind = "Gibbs"\nweighting = { beta = 2.0 }',
+            r"kind must be .*, got None, in \{'beta': 2.0\}",
+        ),
+        (
+            'kind = "MeanReversion"\nrhoo = 0.9',
+            r"MeanReversion has no field 'rhoo' \(did you mean 'rho'\?\).*\['rho'\]",
+        ),
         ('kind = "Entropy"\nbeta = 0.9', r"Entropy has no field 'beta'; its fields are \[\]"),
-        ('kind = "LinearHead"\nintercept = true', "LinearHead.classes must be given: it has no default"),
-        ('kind = "MeanReversion"\nrho = 1.5', r"MeanReversion.rho must be a finite number in \[0, 1\], got 1.5"),
-        ('kind = "MeanReversion"\nrho = "0.9"', r"MeanReversion.rho must be a finite number in \[0, 1\], got '0.9'"),
-        ('kind = "MeanReversion"\nrho = true', r"MeanReversion.rho must be a finite number in \[0, 1\], got True"),
-        ('kind = "Gibbs"\nweighting = { kind = "MAP" }', r"Gibbs.weighting must be a variant of role weighting.*got MAP\(\)"),
-        ('kind = "Gibbs"\nweighting = 1.0', "Gibbs.weighting must be a variant of role weighting.*'Constant'.*got 1.0"),
-        ('kind = "Gibbs"\nloss = "Entropy"', "Gibbs.loss must be a variant of role loss.*got 'Entropy'"),
-        ('kind = "Sum"\nterms = [{ kind = "MAP" }]', "Sum.terms must be a list of variants of role loss"),
-        ('kind = "Sum"\nterms = { kind = "Entropy" }', "Sum.terms must be a list of variants of role loss"),
-        ('kind = "Transition"\ndynamics = [{ kind = "RandomWalk" }]', "Transition.dynamics must be a variant of role dynamics"),
+        (
+            'kind = "LinearHead"\nintercept = true',
+            "LinearHead.classes must be given: it has no default",
+        ),
+        (
+            'kind = "MeanReversion"\nrho = 1.5',
+            r"MeanReversion.rho must be a finite number in \[0, 1\], got 1.5",
+        ),
+        (
+            'kind = "MeanReversion"\nrho = "0.9"',
+            r"MeanReversion.rho must be a finite number in \[0, 1\], got '0.9'",
+        ),
+        (
+            'kind = "MeanReversion"\nrho = true',
+            r"MeanReversion.rho must be a finite number in \[0, 1\], got True",
+        ),
+        (
+            'kind = "Gibbs"\nweighting = { kind = "MAP" }',
+            r"Gibbs.weighting must be a variant of role weighting.*got MAP\(\)",
+        ),
+        (
+            'kind = "Gibbs"\nweighting = 1.0',
+            "Gibbs.weighting must be a variant of role weighting.*'Constant'.*got 1.0",
+        ),
+        (
+            'kind = "Gibbs"\nloss = "Entropy"',
+            "Gibbs.loss must be a variant of role loss.*got 'Entropy'",
+        ),
+        (
+            'kind = "Sum"\nterms = [{ kind = "MAP" }]',
+            "Sum.terms must be a list of variants of role loss",
+        ),
+        (
+            'kind = "Sum"\nterms = { kind = "Entropy" }',
+            "Sum.terms must be a list of variants of role loss",
+        ),
+        (
+            'kind = "Transition"\ndynamics = [{ kind = "RandomWalk" }]',
+            "Transition.dynamics must be a variant of role dynamics",
+        ),
         ('kind = "Entropy', "expected '\"'|Illegal character|Unterminated"),
     ],
 )
@@ -103,7 +149,10 @@ class Entropy:
     [
         (df.Gibbs(lambda logits: logits[:, 0]), "Custom is not in the table of variants"),
         (Entropy(), "Entropy is not in the table of variants"),
-        (df.Consistency(lambda inputs, generator: inputs), "cannot be written as data: only variants in the table"),
+        (
+            df.Consistency(lambda inputs, generator: inputs),
+            "cannot be written as data: only variants in the table",
+        ),
     ],
 )
 def test_what_has_no_name_cannot_be_written(variant: Any, message: str) -> None:
@@ -124,7 +173,11 @@ def test_every_name_stands_once_and_is_public() -> None:
 def test_tensors_become_plain_numbers() -> None:
     gain: Tensor = torch.tensor([[0.5, 0.25], [0.0, 1.0]])
     variant = df.Affine(gain, torch.zeros(2))  # taken, and turned into plain numbers
-    assert df.from_toml(df.to_toml(variant)) == variant == df.Affine(((0.5, 0.25), (0.0, 1.0)), (0.0, 0.0))
+    assert (
+        df.from_toml(df.to_toml(variant))
+        == variant
+        == df.Affine(((0.5, 0.25), (0.0, 1.0)), (0.0, 0.0))
+    )
 
 
 def test_the_table_can_be_imported_before_anything_else() -> None:

@@ -1,4 +1,6 @@
-"""AdaptiveClassifier: scikit-learn's own checks, its probabilities against the estimator's, its moments against NumPy's."""
+"""AdaptiveClassifier: scikit-learn's own checks, its probabilities against the estimator's, its
+moments against NumPy's.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,10 @@ import driftfilter as df
 from driftfilter.networks.batch_norm import diversity
 from driftfilter.sklearn import AdaptiveClassifier, Moments, as_module
 
-_LABELS = "the check gives labels to partial_fit, which learns without: it refuses them, where ignoring would mislead"
+_LABELS = (
+    "the check gives labels to partial_fit, which learns without: it refuses them, where "
+    "ignoring would mislead"
+)
 EXPECTED_FAILURES = {
     "check_fit_score_takes_y": _LABELS,
     "check_n_features_in_after_fitting": _LABELS,
@@ -35,11 +40,15 @@ EXPECTED_FAILURES = {
 }
 CHECKED = [
     AdaptiveClassifier(LogisticRegression()),
-    AdaptiveClassifier(make_pipeline(StandardScaler(), SGDClassifier(loss="log_loss", random_state=0))),
+    AdaptiveClassifier(
+        make_pipeline(StandardScaler(), SGDClassifier(loss="log_loss", random_state=0))
+    ),
 ]
 
 
-@parametrize_with_checks(CHECKED, expected_failed_checks=lambda estimator: EXPECTED_FAILURES, xfail_strict=True)  # type: ignore[untyped-decorator]
+@parametrize_with_checks(
+    CHECKED, expected_failed_checks=lambda estimator: EXPECTED_FAILURES, xfail_strict=True
+)  # type: ignore[untyped-decorator]
 @pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
 def test_what_scikit_learn_checks(estimator: Any, check: Callable[[Any], None]) -> None:
     check(estimator)
@@ -47,16 +56,23 @@ def test_what_scikit_learn_checks(estimator: Any, check: Callable[[Any], None]) 
 
 def table(classes: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """300 rows of 6 features with scales far apart, and their labels, which are words."""
-    X, y = make_classification(300, 6, n_informative=4, n_redundant=1, n_classes=classes, random_state=seed)
+    X, y = make_classification(
+        300, 6, n_informative=4, n_redundant=1, n_classes=classes, random_state=seed
+    )
     return X * np.array([1e-6, 1e-2, 1, 1, 10, 1e3]) + 3, np.array(list("cab"))[y]
 
 
 CLASSIFIERS = {
     "logistic": LogisticRegression(),
     "no_intercept": LogisticRegression(fit_intercept=False),
-    "cv": LogisticRegressionCV(Cs=2, cv=3, l1_ratios=(0.0,), use_legacy_attributes=False, scoring="accuracy"),
+    "cv": LogisticRegressionCV(
+        Cs=2, cv=3, l1_ratios=(0.0,), use_legacy_attributes=False, scoring="accuracy"
+    ),
     "sgd": SGDClassifier(loss="log_loss", random_state=0),
-    **{f"mlp_{name}": MLPClassifier((7, 5), name, max_iter=5, random_state=0) for name in ("identity", "tanh", "relu")},
+    **{
+        f"mlp_{name}": MLPClassifier((7, 5), name, max_iter=5, random_state=0)
+        for name in ("identity", "tanh", "relu")
+    },
     "mlp_logistic": MLPClassifier((), "logistic", max_iter=5, random_state=0),
 }
 
@@ -65,7 +81,9 @@ CLASSIFIERS = {
 @pytest.mark.parametrize("name", list(CLASSIFIERS))
 @pytest.mark.parametrize("classes", [2, 3])
 @pytest.mark.parametrize("with_moments", [False, True])
-def test_module_has_the_classifiers_probabilities(name: str, classes: int, with_moments: bool) -> None:
+def test_module_has_the_classifiers_probabilities(
+    name: str, classes: int, with_moments: bool
+) -> None:
     X, y = table(classes)
     classifier = make_pipeline(StandardScaler(), clone(CLASSIFIERS[name])).fit(X, y)[-1]
     X = np.random.default_rng(0).normal(1, 3, X.shape)
@@ -84,7 +102,9 @@ def test_without_adaptation_it_is_the_estimator(classes: int, frozen: bool) -> N
     model = AdaptiveClassifier(FrozenEstimator(estimator) if frozen else estimator)
     if frozen:
         model.fit(X)
-    np.testing.assert_allclose(model.predict_proba(X), estimator.predict_proba(X), rtol=0, atol=1e-12)
+    np.testing.assert_allclose(
+        model.predict_proba(X), estimator.predict_proba(X), rtol=0, atol=1e-12
+    )
     np.testing.assert_array_equal(model.predict(X), estimator.predict(X))
     np.testing.assert_array_equal(model.classes_, estimator.classes_)
     assert model.score(X, y) == estimator.score(X, y)
@@ -93,7 +113,9 @@ def test_without_adaptation_it_is_the_estimator(classes: int, frozen: bool) -> N
 
 def test_standardised_sgd_and_sparse_weights() -> None:
     X, y = table(3)
-    estimator = make_pipeline(StandardScaler(), SGDClassifier(loss="log_loss", random_state=0)).fit(X, y)
+    estimator = make_pipeline(StandardScaler(), SGDClassifier(loss="log_loss", random_state=0)).fit(
+        X, y
+    )
     dense = AdaptiveClassifier(estimator).predict_proba(X)
     estimator[-1].sparsify()
     np.testing.assert_array_equal(AdaptiveClassifier(estimator).predict_proba(X), dense)
@@ -103,7 +125,9 @@ def test_standardised_sgd_and_sparse_weights() -> None:
 def test_a_scaler_remembers_the_moments_of_the_training_data(options: dict[str, bool]) -> None:
     X, y = table(2)
     X[:, 3] = 5.0  # does not vary
-    estimator = make_pipeline(StandardScaler(**options), LogisticRegression(max_iter=10_000)).fit(X, y)
+    estimator = make_pipeline(StandardScaler(**options), LogisticRegression(max_iter=10_000)).fit(
+        X, y
+    )
     given = AdaptiveClassifier(estimator).partial_fit(X)
     fitted = AdaptiveClassifier(FrozenEstimator(estimator)).fit(X).partial_fit(X)
     np.testing.assert_allclose(given.moments_.mean, fitted.moments_.mean, atol=1e-9)
@@ -112,14 +136,20 @@ def test_a_scaler_remembers_the_moments_of_the_training_data(options: dict[str, 
 
 
 def followed(estimator: Any, X: np.ndarray, size: int) -> np.ndarray:
-    """The probabilities after the whole batches of a stream, by hand: Ema's moments of the features of each batch."""
+    """The probabilities after the whole batches of a stream, by hand: Ema's moments of the features
+    of each batch.
+    """
     mean, variance, trust = np.zeros(X.shape[1]), np.ones(X.shape[1]), 1.0
     scaler, classifier = estimator
     Z = scaler.transform(X)
 
     def logits(rows: np.ndarray) -> np.ndarray:
-        scores = classifier.decision_function((rows - mean) / np.sqrt(variance + 1e-5) * np.sqrt(1 + 1e-5))
-        return np.stack((np.zeros_like(scores), scores), 1) if scores.ndim == 1 else np.asarray(scores)
+        scores = classifier.decision_function(
+            (rows - mean) / np.sqrt(variance + 1e-5) * np.sqrt(1 + 1e-5)
+        )
+        return (
+            np.stack((np.zeros_like(scores), scores), 1) if scores.ndim == 1 else np.asarray(scores)
+        )
 
     for start in range(0, len(Z) - len(Z) % size, size):
         batch = Z[start : start + size]
@@ -140,7 +170,9 @@ def test_moments_follow_the_stream(classes: int, size: int) -> None:
     estimator = make_pipeline(StandardScaler(), LogisticRegression()).fit(X, y)
     stream = 1.5 * X[:130] + X.std(0)
     model = AdaptiveClassifier(estimator, batch_size=size).partial_fit(stream)
-    np.testing.assert_allclose(model.predict_proba(stream), followed(estimator, stream, size), rtol=0, atol=1e-10)
+    np.testing.assert_allclose(
+        model.predict_proba(stream), followed(estimator, stream, size), rtol=0, atol=1e-10
+    )
     assert len(model.waiting_) == 130 % size
 
 
@@ -161,7 +193,9 @@ def test_how_a_stream_is_cut_into_calls_does_not_matter() -> None:
 
 def test_rows_are_predicted_apart_and_nothing_changes() -> None:
     X, y = table(3)
-    model = AdaptiveClassifier(make_pipeline(StandardScaler(), LogisticRegression()).fit(X, y)).partial_fit(2 * X)
+    model = AdaptiveClassifier(
+        make_pipeline(StandardScaler(), LogisticRegression()).fit(X, y)
+    ).partial_fit(2 * X)
     state = model.adapter_.state
     together = model.predict_proba(X)
     apart = np.concatenate([model.predict_proba(row[None]) for row in X[:20]])
@@ -175,7 +209,9 @@ def test_a_shift_of_location_and_scale_is_undone() -> None:
     rng = np.random.default_rng(0)
     train, test = np.split(rng.permutation(len(X)), 2 * [len(X) // 2])[::2]
     estimator = make_pipeline(StandardScaler(), LogisticRegression()).fit(X[train], y[train])
-    moved = X[test] * np.exp(rng.normal(0, 0.5, X.shape[1])) + X.std(0) * rng.normal(0, 1, X.shape[1])
+    moved = X[test] * np.exp(rng.normal(0, 0.5, X.shape[1])) + X.std(0) * rng.normal(
+        0, 1, X.shape[1]
+    )
     model = AdaptiveClassifier(estimator)
     for _ in range(5):
         model.partial_fit(moved)
@@ -189,12 +225,20 @@ def test_other_recipes() -> None:
     estimator = make_pipeline(StandardScaler(), LogisticRegression()).fit(X, y)
     source = AdaptiveClassifier(estimator, recipe="source").partial_fit(2 * X)
     np.testing.assert_allclose(source.predict_proba(X), estimator.predict_proba(X), atol=1e-12)
-    head = AdaptiveClassifier(estimator, df.presets.get("head_ekf", statistics="source")).partial_fit(2 * X)
-    adapter = df.adapt(as_module(estimator[-1], Moments(np.zeros(6), np.ones(6))), head.adapter_.recipe)
+    head = AdaptiveClassifier(
+        estimator, df.presets.get("head_ekf", statistics="source")
+    ).partial_fit(2 * X)
+    adapter = df.adapt(
+        as_module(estimator[-1], Moments(np.zeros(6), np.ones(6))), head.adapter_.recipe
+    )
     rows = torch.from_numpy(estimator[0].transform(2 * X))
     adapter.update(rows[:288])
-    np.testing.assert_allclose(head.predict_proba(2 * X), adapter.predict(rows).probabilities.numpy(), atol=1e-10)
-    np.testing.assert_allclose(head.adapter_.belief.mean.numpy(), adapter.belief.mean.numpy(), atol=1e-10)
+    np.testing.assert_allclose(
+        head.predict_proba(2 * X), adapter.predict(rows).probabilities.numpy(), atol=1e-10
+    )
+    np.testing.assert_allclose(
+        head.adapter_.belief.mean.numpy(), adapter.belief.mean.numpy(), atol=1e-10
+    )
 
 
 def test_parameters_move_where_a_recipe_moves_them() -> None:
@@ -219,7 +263,9 @@ def test_clone_and_parameters() -> None:
     with pytest.raises(NotFittedError):
         other.predict(X)
     kept = clone(AdaptiveClassifier(FrozenEstimator(estimator)))
-    np.testing.assert_allclose(kept.predict_proba(X), estimator.predict_proba(X), rtol=0, atol=1e-12)
+    np.testing.assert_allclose(
+        kept.predict_proba(X), estimator.predict_proba(X), rtol=0, atol=1e-12
+    )
     model.set_params(estimator__logisticregression__C=0.1, batch_size=8)
     assert model.estimator[-1].C == 0.1
     assert model.reset().adapter_.recipe.chunk == 8
@@ -231,12 +277,16 @@ def test_a_fit_leaves_the_given_estimator_alone() -> None:
     estimator = LogisticRegression(solver="newton-cholesky")
     model = AdaptiveClassifier(estimator).fit(X, y)
     assert not hasattr(estimator, "coef_")
-    np.testing.assert_allclose(model.predict_proba(X), estimator.fit(X, y).predict_proba(X), rtol=0, atol=1e-10)
+    np.testing.assert_allclose(
+        model.predict_proba(X), estimator.fit(X, y).predict_proba(X), rtol=0, atol=1e-10
+    )
 
 
 def test_pickles_in_the_middle_of_a_stream() -> None:
     X, y = table(3)
-    model = AdaptiveClassifier(make_pipeline(StandardScaler(), LogisticRegression()).fit(X, y)).partial_fit(2 * X[:50])
+    model = AdaptiveClassifier(
+        make_pipeline(StandardScaler(), LogisticRegression()).fit(X, y)
+    ).partial_fit(2 * X[:50])
     other = pickle.loads(pickle.dumps(model))
     for each in (model, other):
         each.partial_fit(2 * X[50:])
@@ -250,14 +300,18 @@ def frame() -> tuple[pd.DataFrame, np.ndarray]:
 
 
 def mixed() -> Pipeline:
-    columns = make_column_transformer((StandardScaler(), list("pqrstu")), (OneHotEncoder(), ["kind"]))
+    columns = make_column_transformer(
+        (StandardScaler(), list("pqrstu")), (OneHotEncoder(), ["kind"])
+    )
     return make_pipeline(columns, LogisticRegression())
 
 
 def test_tables_with_names_and_words() -> None:
     X, y = frame()
     model = AdaptiveClassifier(mixed()).fit(X, y)
-    np.testing.assert_allclose(model.predict_proba(X), mixed().fit(X, y).predict_proba(X), atol=1e-10)
+    np.testing.assert_allclose(
+        model.predict_proba(X), mixed().fit(X, y).predict_proba(X), atol=1e-10
+    )
     assert list(model.feature_names_in_) == [*"pqrstu", "kind"]
     with pytest.raises(ValueError, match="missing"):
         model.predict(X[["p", "q"]])
@@ -270,24 +324,40 @@ def test_one_row_in_rivers_manner() -> None:
     for row in X.iloc[:4].to_dict("records"):
         model.learn_one(dict(reversed(row.items())))
     first = X.iloc[0].to_dict()
-    assert model.predict_proba_one(first) == dict(zip("ac", whole.predict_proba(X.iloc[:1])[0], strict=True))
+    assert model.predict_proba_one(first) == dict(
+        zip("ac", whole.predict_proba(X.iloc[:1])[0], strict=True)
+    )
     assert model.predict_one(first) == whole.predict(X.iloc[:1])[0]
-    with pytest.raises(ValueError, match=r"x must be a mapping from \['p', 'q', 'r', 's', 't', 'u', 'kind'\], got \['p'\]"):
+    with pytest.raises(
+        ValueError,
+        match=r"x must be a mapping from \['p', 'q', 'r', 's', 't', 'u', 'kind'\], got \['p'\]",
+    ):
         model.learn_one({"p": 1.0})
 
 
 def test_what_it_refuses() -> None:
     X, y = load_wine(return_X_y=True)
-    plain, scaled = LogisticRegression(max_iter=5000), make_pipeline(StandardScaler(), LogisticRegression())
-    for estimator in (RandomForestClassifier(2), SGDClassifier(loss="hinge"), SGDClassifier(loss="modified_huber")):
+    plain, scaled = (
+        LogisticRegression(max_iter=5000),
+        make_pipeline(StandardScaler(), LogisticRegression()),
+    )
+    for estimator in (
+        RandomForestClassifier(2),
+        SGDClassifier(loss="hinge"),
+        SGDClassifier(loss="modified_huber"),
+    ):
         with pytest.raises(ValueError, match="estimator must be LogisticRegression"):
             AdaptiveClassifier(make_pipeline(StandardScaler(), estimator)).fit(X, y)
-    with pytest.raises(ValueError, match="moments of the training data must be known: put the estimator"):
+    with pytest.raises(
+        ValueError, match="moments of the training data must be known: put the estimator"
+    ):
         AdaptiveClassifier(make_pipeline(MinMaxScaler(), plain).fit(X, y)).partial_fit(X)
     fitted = scaled.fit(X, y)
     with pytest.raises(ValueError, match="batch_size must be an integer >= 1, got 0"):
         AdaptiveClassifier(fitted, batch_size=0).predict(X)
-    with pytest.raises(ValueError, match=r"recipe must be a Recipe whose statistics are Ema.* got 'tent'"):
+    with pytest.raises(
+        ValueError, match=r"recipe must be a Recipe whose statistics are Ema.* got 'tent'"
+    ):
         AdaptiveClassifier(fitted, recipe="tent").predict(X)
     with pytest.raises(ValueError, match="y must be None: it learns without labels"):
         AdaptiveClassifier(fitted).partial_fit(X, y)
@@ -300,7 +370,9 @@ def test_what_it_refuses() -> None:
 
 def test_a_refused_batch_leaves_the_state_as_it_was() -> None:
     X, y = table(2)
-    model = AdaptiveClassifier(make_pipeline(StandardScaler(), LogisticRegression()).fit(X, y)).partial_fit(X[:40])
+    model = AdaptiveClassifier(
+        make_pipeline(StandardScaler(), LogisticRegression()).fit(X, y)
+    ).partial_fit(X[:40])
     state, waiting = model.adapter_.state, model.waiting_
     bad = X.copy()
     bad[-1, 0] = np.nan

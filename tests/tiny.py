@@ -87,7 +87,9 @@ def made_bench(data: Generated) -> Bench:
     return Bench(data, {"tiny": network}, Stream(NAMES, batch=20), Machine(CPU))
 
 
-def run_all(shared: Bench, folder: Path, *tasks: Task, command: str = "") -> tuple[list[dict[str, Any]], Log]:
+def run_all(
+    shared: Bench, folder: Path, *tasks: Task, command: str = ""
+) -> tuple[list[dict[str, Any]], Log]:
     log = Log()
     documents = bench.run(shared, tasks, folder, log, command)
     return [document for document in documents if document is not None], log

@@ -1,6 +1,7 @@
 """driftfilter: online test-time adaptation as Gaussian filtering of a classifier's parameters.
 
-The public names are listed in _api.py and loaded on first use, so that ``driftfilter --help`` need not wait for torch.
+The public names are listed in _api.py and loaded on first use, so that ``driftfilter --help`` need
+not wait for torch.
 """
 
 from importlib import import_module

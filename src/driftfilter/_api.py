@@ -16,7 +16,13 @@ from driftfilter.gaussian.diagonal import Diagonal
 from driftfilter.gaussian.full import Full
 from driftfilter.gaussian.kronecker import Kronecker
 from driftfilter.gaussian.lowrank import LowRank
-from driftfilter.inference.curvature import Curvature, EmpiricalFisher, GaussNewton, Hessian, NoCurvature
+from driftfilter.inference.curvature import (
+    Curvature,
+    EmpiricalFisher,
+    GaussNewton,
+    Hessian,
+    NoCurvature,
+)
 from driftfilter.inference.linearized import Bong, Frozen, Inference, Linearized
 from driftfilter.inference.optimizers import SGD, Adam, GradientStep
 from driftfilter.inference.prediction import (
@@ -31,9 +37,24 @@ from driftfilter.inference.prediction import (
     PriorCorrection,
     Tempered,
 )
-from driftfilter.inference.resets import ContinualMomentum, ResetBelow, ResetEvery, RestoreIrrelevant, RestoreRandomly, Upkeep
+from driftfilter.inference.resets import (
+    ContinualMomentum,
+    ResetBelow,
+    ResetEvery,
+    RestoreIrrelevant,
+    RestoreRandomly,
+    Upkeep,
+)
 from driftfilter.inference.variational import Variational
-from driftfilter.model.dynamics import Affine, Dynamics, LocalTrend, MeanReversion, PrecisionReversion, RandomWalk, Seasonal
+from driftfilter.model.dynamics import (
+    Affine,
+    Dynamics,
+    LocalTrend,
+    MeanReversion,
+    PrecisionReversion,
+    RandomWalk,
+    Seasonal,
+)
 from driftfilter.model.losses import (
     ConjugatePseudoLabel,
     Entropy,
@@ -45,7 +66,16 @@ from driftfilter.model.losses import (
     SoftLikelihoodRatio,
     Sum,
 )
-from driftfilter.model.noise import Discount, FullNoise, Isotropic, NoiseModel, NoNoise, Reset, Restore, Stationary
+from driftfilter.model.noise import (
+    Discount,
+    FullNoise,
+    Isotropic,
+    NoiseModel,
+    NoNoise,
+    Reset,
+    Restore,
+    Stationary,
+)
 from driftfilter.model.observation import Gibbs, Teacher
 from driftfilter.model.predictive import LinearHead, PredictiveModel
 from driftfilter.model.transition import BlockDynamics, Transition
@@ -65,10 +95,26 @@ from driftfilter.networks.batch_norm import Ema, PseudoCount
 from driftfilter.networks.features import Backbone, OnFeatures, find_head
 from driftfilter.networks.lora import LoRA
 from driftfilter.networks.network import Network
-from driftfilter.networks.parameters import AllParameters, ByName, Head, NormAffine, Selection, Smallest, select
+from driftfilter.networks.parameters import (
+    AllParameters,
+    ByName,
+    Head,
+    NormAffine,
+    Selection,
+    Smallest,
+    select,
+)
 from driftfilter.networks.prototypes import Mixture, PrototypeHead, Prototypes, Supports
 from driftfilter.recipe import VARIANTS, Recipe, from_toml, to_toml
-from driftfilter.source.posterior import Gaussian, Laplace, PointMass, Source, SourceData, fit_laplace, marginal_source
+from driftfilter.source.posterior import (
+    Gaussian,
+    Laplace,
+    PointMass,
+    Source,
+    SourceData,
+    fit_laplace,
+    marginal_source,
+)
 from driftfilter.storage.sealed import CheckpointError
 
 __all__ = [

@@ -1,6 +1,8 @@
-"""Callbacks: who is told after every step of an adapter or of ``driftfilter run``, and two that write it down.
+"""Callbacks: who is told after every step of an adapter or of ``driftfilter run``, and two that
+write it down.
 
-The state is whole before anyone is told: a callback that fails, fails the call, but not the adapter, and hides no alarm.
+The state is whole before anyone is told: a callback that fails, fails the call, but not the
+adapter, and hides no alarm.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ class StepRecord:
     samples: int  # n
     ms: float  # of the call, by the clock on the wall
     info: StepInfo | None = None  # None: no update was due, or made
-    log_probabilities: Tensor | None = None  # [n, k], not what the caller got but a copy; None: nothing was predicted
+    # [n, k], not what the caller got but a copy; None: nothing was predicted.
+    log_probabilities: Tensor | None = None
     signals: Signals = field(default_factory=Signals)  # all NaN where no monitor has looked
     events: tuple[Event, ...] = ()  # alarms of this step
     right: int = 0  # of this step's samples, as far as somebody knows their labels
@@ -42,7 +45,9 @@ class StepRecord:
     @cached_property
     def _counted(self) -> list[float]:
         """[k + 3], see ``history.summary``; the only look at the device."""
-        return [] if self.log_probabilities is None else list(summary(self.log_probabilities).tolist())
+        return (
+            [] if self.log_probabilities is None else list(summary(self.log_probabilities).tolist())
+        )
 
     @property
     def shares(self) -> tuple[float, ...]:
@@ -81,7 +86,11 @@ class StepRecord:
     def numbers(self) -> dict[str, float]:
         """What a chart over steps can show."""
         named = {**self.to_dict(), "alarms": len(self.events)}
-        return {name: value for name, value in named.items() if isinstance(value, (int, float)) and name != "step"}
+        return {
+            name: value
+            for name, value in named.items()
+            if isinstance(value, (int, float)) and name != "step"
+        }
 
 
 def _number(value: Any) -> float | None:
@@ -108,7 +117,9 @@ def require_callbacks(callbacks: Iterable[Callback]) -> list[Callback]:
 
 @final
 class JsonLines:
-    """A line of JSON a step, seen by others at once; added to the whole lines there are, or to the first ``size`` bytes."""
+    """A line of JSON a step, seen by others at once; added to the whole lines there are, or to the
+    first ``size`` bytes.
+    """
 
     def __init__(self, path: str | Path, size: int | None = None) -> None:
         path = Path(path)
@@ -125,13 +136,17 @@ class JsonLines:
 
 @final
 class TensorBoard:
-    """Curves for TensorBoard, one for each number of a step, under ``driftfilter/``; alarms as text too."""
+    """Curves for TensorBoard, one for each number of a step, under ``driftfilter/``; alarms as text
+    too.
+    """
 
     def __init__(self, folder: str | Path) -> None:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
-            raise ImportError("callbacks.TensorBoard needs tensorboard: pip install 'driftfilter[tensorboard]'") from error
+            raise ImportError(
+                "callbacks.TensorBoard needs tensorboard: pip install 'driftfilter[tensorboard]'"
+            ) from error
         self._writer = SummaryWriter(str(folder))
 
     def on_step(self, step: StepRecord) -> None:

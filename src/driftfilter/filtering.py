@@ -20,7 +20,14 @@ from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar, final
 import torch
 from torch import Tensor
 
-from driftfilter.base.checks import NotPositiveDefiniteError, finite_at_the_end, require, require_finite, require_role, warn
+from driftfilter.base.checks import (
+    NotPositiveDefiniteError,
+    finite_at_the_end,
+    require,
+    require_finite,
+    require_role,
+    warn,
+)
 from driftfilter.base.inputs import Inputs, checked
 from driftfilter.base.randomness import Purpose, Randomness
 from driftfilter.gaussian.belief import Belief
@@ -31,7 +38,14 @@ from driftfilter.model.dynamics import MeanReversion
 from driftfilter.model.losses import Loss
 from driftfilter.model.noise import Stationary
 from driftfilter.model.observation import Energy, Gibbs
-from driftfilter.model.predictive import LogitFunction, PredictiveModel, ReadOut, lift, observing, recalled
+from driftfilter.model.predictive import (
+    LogitFunction,
+    PredictiveModel,
+    ReadOut,
+    lift,
+    observing,
+    recalled,
+)
 from driftfilter.model.transition import BoundTransition, Transition
 from driftfilter.model.weighting import Memory
 
@@ -40,7 +54,9 @@ R = TypeVar("R")
 
 
 def _without_gradients(method: Callable[P, R]) -> Callable[P, R]:
-    """No gradients, and no torch.inference_mode either: a model could not differentiate the tensors made in it."""
+    """No gradients, and no torch.inference_mode either: a model could not differentiate the tensors
+    made in it.
+    """
 
     @functools.wraps(method)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -90,9 +106,11 @@ class StepInfo(NamedTuple):
 
 @final
 class Outputs(Sequence[Prediction]):
-    """The predictions of a stream, one per batch; as attributes, those of all samples one after the other.
+    """The predictions of a stream, one per batch; as attributes, those of all samples one after the
+    other.
 
-    ``infos``: the StepInfo of every batch. ``compiled``: how many steps ran in compiled code (docs/speed.md).
+    ``infos``: the StepInfo of every batch. ``compiled``: how many steps ran in compiled code
+    (docs/speed.md).
     """
 
     def __init__(
@@ -103,7 +121,8 @@ class Outputs(Sequence[Prediction]):
         compiled: int = 0,
     ) -> None:
         self._predictions, self.infos, self.compiled = predictions, infos, compiled
-        self._together = together  # log-probabilities and logit variances [samples, k], where they are one tensor already
+        # log-probabilities and logit variances [samples, k], where they are one tensor already
+        self._together = together
 
     def __len__(self) -> int:
         return len(self._predictions)
@@ -114,12 +133,20 @@ class Outputs(Sequence[Prediction]):
     @property
     def log_probabilities(self) -> Tensor:
         """log p(y given x) of every sample [samples, k]."""
-        return self._together[0] if self._together else torch.cat([prediction.log_probabilities for prediction in self])
+        return (
+            self._together[0]
+            if self._together
+            else torch.cat([prediction.log_probabilities for prediction in self])
+        )
 
     @property
     def logit_variance(self) -> Tensor:
         """Variance of the logits of every sample [samples, k]."""
-        return self._together[1] if self._together else torch.cat([prediction.logit_variance for prediction in self])
+        return (
+            self._together[1]
+            if self._together
+            else torch.cat([prediction.logit_variance for prediction in self])
+        )
 
     @property
     def probabilities(self) -> Tensor:
@@ -137,8 +164,8 @@ class Outputs(Sequence[Prediction]):
 class Filter:
     """A Gaussian filter over the parameters of a classifier, on a stream without labels.
 
-    ``predict_from``: "posterior" predicts a batch after adapting to it, "prior" before. ``upkeep``: what else happens to
-    the belief between two steps (restores and resets).
+    ``predict_from``: "posterior" predicts a batch after adapting to it, "prior" before. ``upkeep``:
+    what else happens to the belief between two steps (restores and resets).
 
     >>> import torch, driftfilter as df
     >>> filt = df.Filter(logits=df.LinearHead(classes=2), inference=df.Linearized(df.Hessian()))
@@ -149,7 +176,9 @@ class Filter:
     """
 
     logits: LogitFunction | PredictiveModel
-    transition: Transition = field(default_factory=lambda: Transition(MeanReversion(), Stationary()))
+    transition: Transition = field(
+        default_factory=lambda: Transition(MeanReversion(), Stationary())
+    )
     observation: Gibbs = field(default_factory=Gibbs)
     inference: Inference = field(default_factory=Linearized)
     prediction: PredictionRule = field(default_factory=MAP)
@@ -159,8 +188,15 @@ class Filter:
     def __post_init__(self) -> None:
         allowed = self.predict_from in ("prior", "posterior")
         require(allowed, "Filter.predict_from", self.predict_from, "'prior' or 'posterior'")
-        require(isinstance(self.transition, Transition), "Filter.transition", self.transition, "a Transition")
-        require(isinstance(self.observation, Gibbs), "Filter.observation", self.observation, "a Gibbs")
+        require(
+            isinstance(self.transition, Transition),
+            "Filter.transition",
+            self.transition,
+            "a Transition",
+        )
+        require(
+            isinstance(self.observation, Gibbs), "Filter.observation", self.observation, "a Gibbs"
+        )
         require_role("Filter.inference", self.inference, "inference", "Linearized()")
         require_role("Filter.prediction", self.prediction, "prediction", "MAP()")
         if self.upkeep is not None:
@@ -172,13 +208,19 @@ class Filter:
 
     @_without_gradients
     def init(self, belief: Belief, seed: int = 0) -> FilterState:
-        """The state before the first batch, from a belief over the parameters, which is taken as the source."""
+        """The state before the first batch, from a belief over the parameters, which is taken as
+        the source.
+        """
         require(isinstance(belief, Belief), "Filter.init: belief", belief, "a Belief")
         whole = isinstance(seed, Integral) and not isinstance(seed, bool)
         require(whole, "Filter.init: seed", seed, "an integer")
-        mean = belief.mean.detach().clone()  # often a model's own parameters, which may be trained on
+        mean = (
+            belief.mean.detach().clone()
+        )  # often a model's own parameters, which may be trained on
         source = self.transition.augment(Belief(mean, belief.covariance))
-        self.transition(source, source)  # refuses now what a structure cannot carry, not at the first batch
+        self.transition(
+            source, source
+        )  # refuses now what a structure cannot carry, not at the first batch
         return FilterState(source, source, belief.dimension, int(seed))
 
     @_without_gradients
@@ -190,12 +232,21 @@ class Filter:
 
     @_without_gradients
     def update(self, state: FilterState, inputs: Inputs) -> tuple[FilterState, StepInfo]:
-        """Adapt to one unlabeled batch [n, ...] without predicting it: the state is that of ``step``."""
+        """Adapt to one unlabeled batch [n, ...] without predicting it: the state is that of
+        ``step``.
+        """
         state, _, info = self._advance(state, inputs, predicting=False)
         return state, info
 
-    def _advance(self, state: FilterState, inputs: Inputs, predicting: bool) -> tuple[FilterState, Prediction | None, StepInfo]:
-        require(isinstance(state, FilterState), "state", type(state).__name__, "a FilterState (see Filter.init)")
+    def _advance(
+        self, state: FilterState, inputs: Inputs, predicting: bool
+    ) -> tuple[FilterState, Prediction | None, StepInfo]:
+        require(
+            isinstance(state, FilterState),
+            "state",
+            type(state).__name__,
+            "a FilterState (see Filter.init)",
+        )
         if not state.belief.mean.is_cuda:
             return self._one_step(state, inputs, predicting)
         with finite_at_the_end():
@@ -210,28 +261,41 @@ class Filter:
 
         prior = transition(state.belief)
         seen = observing(model)
-        energy, memory = self.observation(seen, prior.mean, inputs, state.memory, randomness, state.source)
+        energy, memory = self.observation(
+            seen, prior.mean, inputs, state.memory, randomness, state.source
+        )
         reason = self._why_uninformative(energy)
         posterior = prior
         if not reason:
             if seen is model:
                 memory = learned(self.prediction, prior, energy, memory)
             posterior, memory = self.inference(prior, energy, memory, randomness)
-        if posterior.covariance is prior.covariance and prior.covariance is not state.belief.covariance:
+        if (
+            posterior.covariance is prior.covariance
+            and prior.covariance is not state.belief.covariance
+        ):
             _require_proper(prior, state.source)
         prediction = None
         if predicting:
             belief = posterior if self.predict_from == "posterior" else prior
-            known = energy.evaluation.logits if belief.mean is energy.anchor and seen is model else None
-            query = Query(model, inputs, randomness, known, energy.taught, lambda: energy.views, memory)
+            known = (
+                energy.evaluation.logits if belief.mean is energy.anchor and seen is model else None
+            )
+            query = Query(
+                model, inputs, randomness, known, energy.taught, lambda: energy.views, memory
+            )
             prediction = self._predict(belief, query)
         if self.observation.teacher is not None:
             memory = self.observation.teacher.follow(posterior.mean, memory, state.source)
         if self.upkeep is not None:
             posterior, memory = self.upkeep(posterior, energy, memory, randomness)
         losses, samples = energy.evaluation.expansion.value, energy.samples
-        info = StepInfo(state.step, not reason, reason, losses, samples.weights, samples.coefficients)
-        state = FilterState(posterior, state.source, state.parameters, state.seed, state.step + 1, memory)
+        info = StepInfo(
+            state.step, not reason, reason, losses, samples.weights, samples.coefficients
+        )
+        state = FilterState(
+            posterior, state.source, state.parameters, state.seed, state.step + 1, memory
+        )
         return state, prediction, info
 
     @_without_gradients
@@ -241,13 +305,19 @@ class Filter:
         _, model = self._bind(state)
         randomness = Randomness(state.seed, state.step, state.belief.mean.device)
         teacher = self.observation.teacher
-        taught = None if teacher is None else teacher.logits(model, inputs, state.memory, state.source, randomness)
+        taught = (
+            None
+            if teacher is None
+            else teacher.logits(model, inputs, state.memory, state.source, randomness)
+        )
         loss: Loss = self.observation.loss  # type: ignore[assignment]  # as_loss in Gibbs
 
         def views() -> tuple[Inputs, ...]:
             return loss.views(inputs, lambda: randomness.generator(Purpose.VIEWS))
 
-        return self._predict(state.belief, Query(model, inputs, randomness, None, taught, views, state.memory))
+        return self._predict(
+            state.belief, Query(model, inputs, randomness, None, taught, views, state.memory)
+        )
 
     @_without_gradients
     def run(self, state: FilterState, batches: Iterable[Inputs]) -> tuple[FilterState, Outputs]:
@@ -257,7 +327,12 @@ class Filter:
         """
         from driftfilter.compiled import scan
 
-        require(isinstance(state, FilterState), "state", type(state).__name__, "a FilterState (see Filter.init)")
+        require(
+            isinstance(state, FilterState),
+            "state",
+            type(state).__name__,
+            "a FilterState (see Filter.init)",
+        )
         done = scan.run(self, state, batches)
         if done is not None:
             return done
@@ -270,17 +345,33 @@ class Filter:
         return state, Outputs(predictions, infos)
 
     def _predict(self, belief: Belief, query: Query) -> Prediction:
-        """The rule's prediction, checked: logits that turn NaN or infinite at the parameters it uses are refused."""
+        """The rule's prediction, checked: logits that turn NaN or infinite at the parameters it
+        uses are refused.
+        """
         prediction = self.prediction(belief, query)
-        require_finite("log-probabilities (the model's logits at the parameters predicted with)", prediction.log_probabilities)
+        require_finite(
+            "log-probabilities (the model's logits at the parameters predicted with)",
+            prediction.log_probabilities,
+        )
         return prediction
 
     def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_bound": None, "_motion": None}  # worked out again after unpickling
+        return {
+            **self.__dict__,
+            "_bound": None,
+            "_motion": None,
+        }  # worked out again after unpickling
 
     def _bind(self, state: FilterState) -> tuple[BoundTransition, PredictiveModel]:
-        """Transition and model for a state; what depends on the source only is kept, since a stream has only one."""
-        require(isinstance(state, FilterState), "state", type(state).__name__, "a FilterState (see Filter.init)")
+        """Transition and model for a state; what depends on the source only is kept, since a stream
+        has only one.
+        """
+        require(
+            isinstance(state, FilterState),
+            "state",
+            type(state).__name__,
+            "a FilterState (see Filter.init)",
+        )
         bound: tuple[Belief, BoundTransition, PredictiveModel] | None = self.__dict__["_bound"]
         if bound is None or bound[0] is not state.source:
             model: PredictiveModel = self.logits  # type: ignore[assignment]  # lifted in __post_init__
@@ -293,11 +384,16 @@ class Filter:
         return transition, recalled(model, state.memory) if state.memory else model
 
     def _why_uninformative(self, energy: Energy) -> str:
-        """Why a batch can say nothing about the parameters; empty where it can. The first one too small for the rules warns."""
+        """Why a batch can say nothing about the parameters; empty where it can. The first one too
+        small for the rules warns.
+        """
         reason = self.reason(energy.samples.used)
         if reason and energy.samples.used and not self.__dict__["_warned"]:
             object.__setattr__(self, "_warned", True)
-            advice = "use larger batches (adapt: window=32), EmpiricalFisher(centered=False) or Hessian(), or another loss"
+            advice = (
+                "use larger batches (adapt: window=32), EmpiricalFisher(centered=False) or "
+                "Hessian(), or another loss"
+            )
             message = f"no information in the batch, transition only: {reason}; {advice}"
             warn(message, NoInformationWarning)
         return reason
@@ -309,16 +405,22 @@ class Filter:
         return max(loss.minimum, self.inference.curvature.minimum)
 
     def reason(self, used: int) -> str:
-        """Why a batch with this many samples of a weight says nothing; empty where it says something."""
+        """Why a batch with this many samples of a weight says nothing; empty where it says
+        something.
+        """
         if used >= self.needed:
             return ""
         if used == 0:
             return "no sample passed the weighting"
-        return f"{used} sample with a weight, {type(self.observation.loss).__name__} under {self.inference} needs {self.needed}"
+        return (
+            f"{used} sample with a weight, {type(self.observation.loss).__name__} under "
+            f"{self.inference} needs {self.needed}"
+        )
 
 
 def _require_proper(belief: Belief, source: Belief) -> None:
-    """Raise where a transition without data has left no covariance, or an infinite one; conditioning checks its own.
+    """Raise where a transition without data has left no covariance, or an infinite one;
+    conditioning checks its own.
 
     A stream that starts from a point mass may stay one.
     """
@@ -328,6 +430,7 @@ def _require_proper(belief: Belief, source: Belief) -> None:
         return
     if not 0 < low <= high < math.inf:
         raise NotPositiveDefiniteError(
-            f"variances must be finite and > 0, got {low:g} to {high:g} after the transition: a gain of 0 without noise, or a"
+            f"variances must be finite and > 0, got {low:g} to {high:g} after the transition: a "
+            "gain of 0 without noise, or a"
             " discount of directions that no batch informs"
         )

@@ -1,7 +1,9 @@
-"""A recipe: one choice for every building block. And the one table of variants, by role and name, with their form in TOML.
+"""A recipe: one choice for every building block. And the one table of variants, by role and name,
+with their form in TOML.
 
-A variant is a frozen dataclass; in TOML it is a table whose ``kind`` names the class, other keys being its fields.
-Adding a class to the table adds its conformance tests (tests/conformance/test_conformance.py).
+A variant is a frozen dataclass; in TOML it is a table whose ``kind`` names the class, other keys
+being its fields. Adding a class to the table adds its conformance tests
+(tests/conformance/test_conformance.py).
 """
 
 from __future__ import annotations
@@ -43,10 +45,12 @@ else:
 @final
 @dataclass(frozen=True)
 class Recipe:
-    """What to adapt, where it starts, how it moves, what is learned from a batch, and how it is predicted.
+    """What to adapt, where it starts, how it moves, what is learned from a batch, and how it is
+    predicted.
 
-    ``parameters`` of the network, ``statistics`` of its batch normalisation, the ``source`` posterior; the other fields are
-    those of ``Filter``. ``chunk``: batches are cut into pieces of this many samples, each a step of its own (0: never).
+    ``parameters`` of the network, ``statistics`` of its batch normalisation, the ``source``
+    posterior; the other fields are those of ``Filter``. ``chunk``: batches are cut into pieces of
+    this many samples, each a step of its own (0: never).
     """
 
     parameters: Any = field(default_factory=parameters.NormAffine)
@@ -165,7 +169,11 @@ VARIANTS: dict[str, dict[str, type[Any]]] = {
         "Prototypes": prototypes.Prototypes,
     },
     "recipe": {"Recipe": Recipe},
-    "source": {"PointMass": posterior.PointMass, "Gaussian": posterior.Gaussian, "Laplace": posterior.Laplace},
+    "source": {
+        "PointMass": posterior.PointMass,
+        "Gaussian": posterior.Gaussian,
+        "Laplace": posterior.Laplace,
+    },
 }
 
 _NOTHING = "None"  # the kind of a field that is left empty, for TOML has no null
@@ -178,10 +186,17 @@ def to_dict(variant: Any) -> dict[str, Any]:
     """A variant as plain data: its kind and its fields."""
     name = type(variant).__name__
     if _CLASSES.get(name) is not type(variant):
-        raise ValueError(f"{variant!r} cannot be written as data: {name} is not in the table of variants")
+        raise ValueError(
+            f"{variant!r} cannot be written as data: {name} is not in the table of variants"
+        )
     values = {item.name: getattr(variant, item.name) for item in fields(variant)}
-    absent = {item.name for item in fields(variant) if item.default is None and values[item.name] is None}
-    return {"kind": name, **{key: _plain(value) for key, value in values.items() if key not in absent}}
+    absent = {
+        item.name for item in fields(variant) if item.default is None and values[item.name] is None
+    }
+    return {
+        "kind": name,
+        **{key: _plain(value) for key, value in values.items() if key not in absent},
+    }
 
 
 def _plain(value: Any) -> Any:
@@ -195,11 +210,16 @@ def _plain(value: Any) -> Any:
         return int(value) if isinstance(value, Integral) else float(value)
     if is_dataclass(value):
         return to_dict(value)
-    raise ValueError(f"{value!r} cannot be written as data: only variants in the table, numbers, texts and lists can")
+    raise ValueError(
+        f"{value!r} cannot be written as data: only variants in the table, numbers, texts and "
+        "lists can"
+    )
 
 
 def from_dict(data: dict[str, Any]) -> Any:
-    """The variant that plain data describe; a name that is not known is an error that names the nearest one."""
+    """The variant that plain data describe; a name that is not known is an error that names the
+    nearest one.
+    """
     kind = data.get("kind")
     cls = _CLASSES.get(kind) if isinstance(kind, str) else None
     if cls is None:
@@ -208,7 +228,10 @@ def from_dict(data: dict[str, Any]) -> Any:
     known = {item.name: item for item in fields(cls)}
     for key in data:
         if key != "kind" and key not in known:
-            raise ValueError(f"{kind} has no field {key!r}{nearest(key, list(known))}; its fields are {list(known)}")
+            raise ValueError(
+                f"{kind} has no field {key!r}{nearest(key, list(known))}; its fields are "
+                f"{list(known)}"
+            )
     for name, item in known.items():
         if name not in data and item.default is MISSING and item.default_factory is MISSING:
             raise ValueError(f"{kind}.{name} must be given: it has no default")
@@ -219,7 +242,9 @@ def from_dict(data: dict[str, Any]) -> Any:
 
 
 def _require_role(where: str, value: Any, field: Field[Any]) -> None:
-    """Raise where a field whose default is a variant, or a tuple of them, gets anything but its role."""
+    """Raise where a field whose default is a variant, or a tuple of them, gets anything but its
+    role.
+    """
     default: Any = field.default if field.default_factory is MISSING else field.default_factory()
     several = isinstance(default, tuple) and len(default) > 0
     role = ROLES.get(type(default[0] if several else default))
@@ -239,7 +264,8 @@ def _built(value: Any) -> Any:
 
 
 def changed(variant: Any, path: str, text: str) -> Any:
-    """The variant with the field at a path, such as ``transition.dynamics.rho``, set to a TOML value; a bare word is a text.
+    """The variant with the field at a path, such as ``transition.dynamics.rho``, set to a TOML
+    value; a bare word is a text.
 
     >>> changed(Recipe(), "observation.weighting.beta", "3.0").observation.weighting
     Constant(beta=3.0)
@@ -257,7 +283,12 @@ def changed(variant: Any, path: str, text: str) -> Any:
         _inside(part, last, path, ".".join(names))
         part[int(last)] = value
     else:
-        require(isinstance(part, dict), path, text, f"the path of a field; {'.'.join(names)} is {part!r}")
+        require(
+            isinstance(part, dict),
+            path,
+            text,
+            f"the path of a field; {'.'.join(names)} is {part!r}",
+        )
         part[last] = value
     return from_dict(data)
 
@@ -265,10 +296,20 @@ def changed(variant: Any, path: str, text: str) -> Any:
 def _inside(part: Any, name: str, path: str, where: str) -> Any:
     """The part of plain data of this name or, in a list, at this place."""
     if isinstance(part, list):
-        require(name.isdigit() and int(name) < len(part), path, name, f"a place below {len(part)} in {where}")
+        require(
+            name.isdigit() and int(name) < len(part),
+            path,
+            name,
+            f"a place below {len(part)} in {where}",
+        )
         return part[int(name)]
     known = [key for key in part if key != "kind"] if isinstance(part, dict) else []
-    require(name in known, path, name, f"one of the fields {known} of {where or part['kind']}{nearest(name, known)}")
+    require(
+        name in known,
+        path,
+        name,
+        f"one of the fields {known} of {where or part['kind']}{nearest(name, known)}",
+    )
     return part[name]
 
 

@@ -1,7 +1,9 @@
-"""scikit-learn: a fitted classifier that adapts to the unlabeled rows it meets. Needs the extra ``driftfilter[sklearn]``.
+"""scikit-learn: a fitted classifier that adapts to the unlabeled rows it meets. Needs the extra
+``driftfilter[sklearn]``.
 
-The classifier becomes a torch module whose first layer is a batch norm over its inputs, which starts at the moments of the
-training data and leaves them as they are. What ``adapt`` does with batch norms it then does with the features of a table.
+The classifier becomes a torch module whose first layer is a batch norm over its inputs, which
+starts at the moments of the training data and leaves them as they are. What ``adapt`` does with
+batch norms it then does with the features of a table.
 """
 
 from __future__ import annotations
@@ -38,12 +40,15 @@ from driftfilter.recipe import Recipe
 Array = NDArray[Any]
 
 _ACTIVATIONS = {"identity": nn.Identity, "logistic": nn.Sigmoid, "tanh": nn.Tanh, "relu": nn.ReLU}
-# Chosen on synthetic tables, wine and iris (docs/sklearn.md); losses that move weights gained nothing there.
+# Chosen on synthetic tables, wine and iris (docs/sklearn.md); losses that move weights gained
+# nothing there.
 _RECIPE = bn(Ema(momentum=0.5, diversity=4.0))
 
 
 class Moments(NamedTuple):
-    """Mean and standard deviation of the features that enter a classifier, over its training data."""
+    """Mean and standard deviation of the features that enter a classifier, over its training
+    data.
+    """
 
     mean: Array  # [D]
     deviation: Array  # [D], 1 where a feature does not vary
@@ -57,19 +62,28 @@ class Moments(NamedTuple):
 
 
 class _OneVersusRest(nn.Module):
-    """f [n, k] -> log σ(f): their softmax is σ(f_c) / Σ_j σ(f_j), as scikit-learn normalises one-versus-rest."""
+    """f [n, k] -> log σ(f): their softmax is σ(f_c) / Σ_j σ(f_j), as scikit-learn normalises
+    one-versus-rest.
+    """
 
     def forward(self, outputs: Tensor) -> Tensor:
         return nn.functional.logsigmoid(outputs)
 
 
 def as_module(classifier: Any, moments: Moments | None = None) -> nn.Sequential:
-    """A fitted classifier as a float64 module: features [n, D] -> logits [n, k], whose softmax is its predict_proba.
+    """A fitted classifier as a float64 module: features [n, D] -> logits [n, k], whose softmax is
+    its predict_proba.
 
-    With ``moments`` the module takes standardised features z = (x - mean) / deviation, and a batch norm comes first.
+    With ``moments`` the module takes standardised features z = (x - mean) / deviation, and a batch
+    norm comes first.
     """
     weights, biases, activation, softmax = _layers(classifier)
-    require(len(classifier.classes_) > 1, "estimator.classes_", classifier.classes_, "two classes or more")
+    require(
+        len(classifier.classes_) > 1,
+        "estimator.classes_",
+        classifier.classes_,
+        "two classes or more",
+    )
     layers: list[nn.Module] = []
     if moments is not None:  # W x + b = (W deviation) z + (b + W mean)
         layers = [nn.BatchNorm1d(len(moments.mean), dtype=torch.float64)]
@@ -83,18 +97,35 @@ def as_module(classifier: Any, moments: Moments | None = None) -> nn.Sequential:
 
 
 def _layers(classifier: Any) -> tuple[list[Array], list[Array], type[nn.Module], bool]:
-    """Weights [out, in] and biases [out] of every layer, what comes between them, and whether a softmax comes last."""
+    """Weights [out, in] and biases [out] of every layer, what comes between them, and whether a
+    softmax comes last.
+    """
     if isinstance(classifier, MLPClassifier):
         softmax = classifier.out_activation_ == "softmax"
-        require(softmax or classifier.n_outputs_ == 1, "estimator", classifier, "a classifier of one label a row")
+        require(
+            softmax or classifier.n_outputs_ == 1,
+            "estimator",
+            classifier,
+            "a classifier of one label a row",
+        )
         weights = [np.asarray(weight.T, np.float64) for weight in classifier.coefs_]
         return weights, list(classifier.intercepts_), _ACTIVATIONS[classifier.activation], softmax
     logistic = isinstance(classifier, LogisticRegression)
     known = logistic or (isinstance(classifier, SGDClassifier) and classifier.loss == "log_loss")
-    allowed = "LogisticRegression, SGDClassifier(loss='log_loss'), MLPClassifier, or a Pipeline that ends in one"
+    allowed = (
+        "LogisticRegression, SGDClassifier(loss='log_loss'), MLPClassifier, or a Pipeline that "
+        "ends in one"
+    )
     require(known, "estimator", classifier, allowed)
-    weight = classifier.coef_.toarray() if hasattr(classifier.coef_, "toarray") else classifier.coef_  # sparsify()
-    return [np.asarray(weight, np.float64)], [np.broadcast_to(classifier.intercept_, len(weight))], nn.Identity, logistic
+    weight = (
+        classifier.coef_.toarray() if hasattr(classifier.coef_, "toarray") else classifier.coef_
+    )  # sparsify()
+    return (
+        [np.asarray(weight, np.float64)],
+        [np.broadcast_to(classifier.intercept_, len(weight))],
+        nn.Identity,
+        logistic,
+    )
 
 
 def _with_zeros(rows: Array) -> Array:
@@ -102,7 +133,9 @@ def _with_zeros(rows: Array) -> Array:
 
 
 def _linear(weight: Array, bias: Array) -> nn.Linear:
-    layer: nn.Linear = nn.utils.skip_init(nn.Linear, weight.shape[1], weight.shape[0], dtype=torch.float64)
+    layer: nn.Linear = nn.utils.skip_init(
+        nn.Linear, weight.shape[1], weight.shape[0], dtype=torch.float64
+    )
     with torch.no_grad():
         layer.weight.copy_(torch.tensor(weight))
         layer.bias.copy_(torch.tensor(bias))
@@ -144,15 +177,17 @@ def _known_moments(estimator: Any) -> Moments | None:
 class AdaptiveClassifier(ClassifierMixin, MetaEstimatorMixin, BaseEstimator):  # type: ignore[misc]
     """A classifier that follows a stream of rows without labels.
 
-    Parameters
-    ----------
-    estimator : LogisticRegression, SGDClassifier(loss="log_loss"), MLPClassifier, or a Pipeline that ends in one
-        Fitted: used as it is, where a StandardScaler stands before the classifier (its moments are the reference).
-        Fitted, in a FrozenEstimator: ``fit(X)`` keeps it, and takes the moments of X. Otherwise ``fit(X, y)`` fits a clone.
+    Parameters ---------- estimator : LogisticRegression, SGDClassifier(loss="log_loss"),
+    MLPClassifier, or a Pipeline that ends in one
+        Fitted: used as it is, if a StandardScaler stands before the classifier (its moments are
+        the reference). Fitted, in a FrozenEstimator: ``fit(X)`` keeps it, and takes the moments of
+        X. Otherwise ``fit(X, y)`` fits a clone.
     recipe : Recipe, name of a preset, or None
-        What adapts. None: the location and scale of every feature follow the stream, the weights stay.
+        What adapts. None: the location and scale of every feature follow the stream, the weights
+        stay.
     batch_size : int
-        Rows are adapted to so many at a time, however many come in a call; the rest waits for more, in ``waiting_``.
+        Rows are adapted to so many at a time, however many come in a call; the rest waits for
+        more, in ``waiting_``.
 
     What ``set_params`` changes counts from the next ``fit``, or ``reset``, on.
 
@@ -180,7 +215,9 @@ class AdaptiveClassifier(ClassifierMixin, MetaEstimatorMixin, BaseEstimator):  #
     waiting_: Array  # [m, D], m < batch_size: rows that have come, standardised, and wait for more
     moments_: Moments
 
-    def __init__(self, estimator: Any, recipe: Recipe | str | None = None, batch_size: int = 32) -> None:
+    def __init__(
+        self, estimator: Any, recipe: Recipe | str | None = None, batch_size: int = 32
+    ) -> None:
         self.estimator = estimator
         self.recipe = recipe
         self.batch_size = batch_size
@@ -188,14 +225,23 @@ class AdaptiveClassifier(ClassifierMixin, MetaEstimatorMixin, BaseEstimator):  #
     # scikit-learn's manner
 
     def fit(self, X: Any, y: Any = None) -> AdaptiveClassifier:
-        """Fit a clone of the estimator (a FrozenEstimator stays as it is), and take the moments of X as the source's."""
+        """Fit a clone of the estimator (a FrozenEstimator stays as it is), and take the moments of
+        X as the source's.
+        """
         estimator = clone(self.estimator).fit(X, y)
         self._start(estimator, Moments.of(_features(estimator, X)))
         return self
 
     def partial_fit(self, X: Any, y: None = None) -> AdaptiveClassifier:
-        """Adapt to rows X [n, features] without labels; labels are refused, for they would be ignored."""
-        require(y is None, "AdaptiveClassifier.partial_fit: y", type(y).__name__, "None: it learns without labels")
+        """Adapt to rows X [n, features] without labels; labels are refused, for they would be
+        ignored.
+        """
+        require(
+            y is None,
+            "AdaptiveClassifier.partial_fit: y",
+            type(y).__name__,
+            "None: it learns without labels",
+        )
         self._started()
         rows = np.concatenate((self.waiting_, self._inputs(X)))
         ready = len(rows) - len(rows) % self._size
@@ -209,7 +255,11 @@ class AdaptiveClassifier(ClassifierMixin, MetaEstimatorMixin, BaseEstimator):  #
         """p(y given x) [n, k] as adapted so far, each row by itself; changes nothing."""
         self._started()
         rows, still = torch.from_numpy(self._inputs(X)), self._still
-        prediction = self.adapter_.predict(rows) if still is None else still.predict(self.adapter_.state, rows)
+        prediction = (
+            self.adapter_.predict(rows)
+            if still is None
+            else still.predict(self.adapter_.state, rows)
+        )
         return prediction.probabilities.numpy()
 
     def predict(self, X: Any) -> Array:
@@ -226,12 +276,16 @@ class AdaptiveClassifier(ClassifierMixin, MetaEstimatorMixin, BaseEstimator):  #
     # river's manner
 
     def learn_one(self, x: Mapping[Any, float]) -> None:
-        """Adapt to one row, its values by feature name (by position 0, 1, … where the estimator knows no names)."""
+        """Adapt to one row, its values by feature name (by position 0, 1, … where the estimator
+        knows no names).
+        """
         self.partial_fit(self._row(x))
 
     def predict_proba_one(self, x: Mapping[Any, float]) -> dict[Any, float]:
         """The probability of every class for one row."""
-        return dict(zip(self.classes_.tolist(), self.predict_proba(self._row(x))[0].tolist(), strict=True))
+        return dict(
+            zip(self.classes_.tolist(), self.predict_proba(self._row(x))[0].tolist(), strict=True)
+        )
 
     def predict_one(self, x: Mapping[Any, float]) -> Any:
         """The most likely class of one row."""
@@ -271,7 +325,9 @@ class AdaptiveClassifier(ClassifierMixin, MetaEstimatorMixin, BaseEstimator):  #
     # How it is done
 
     def _fitted(self) -> Any:
-        """The estimator that adapts: the one fitted here, or the one given where it is fitted already."""
+        """The estimator that adapts: the one fitted here, or the one given where it is fitted
+        already.
+        """
         fitted = self.__dict__.get("estimator_")
         if fitted is None:
             check_is_fitted(self.estimator)
@@ -286,28 +342,52 @@ class AdaptiveClassifier(ClassifierMixin, MetaEstimatorMixin, BaseEstimator):  #
 
     def _start(self, estimator: Any, moments: Moments | None) -> None:
         require_count("AdaptiveClassifier.batch_size", self.batch_size, 1)
-        allowed = "known: put the estimator into a FrozenEstimator and call fit(X) with rows it was trained on"
-        require(moments is not None, "AdaptiveClassifier: the moments of the training data", moments, allowed)
+        allowed = (
+            "known: put the estimator into a FrozenEstimator and call fit(X) with rows it was "
+            "trained on"
+        )
+        require(
+            moments is not None,
+            "AdaptiveClassifier: the moments of the training data",
+            moments,
+            allowed,
+        )
         assert moments is not None
-        recipe = presets.get(self.recipe) if isinstance(self.recipe, str) else self.recipe or _RECIPE
-        alone = isinstance(recipe, Recipe) and (isinstance(recipe.statistics, Ema) or recipe.statistics == "source")
-        rule = "a Recipe whose statistics are Ema(...) or 'source', so that each row can be predicted by itself"
+        recipe = (
+            presets.get(self.recipe) if isinstance(self.recipe, str) else self.recipe or _RECIPE
+        )
+        alone = isinstance(recipe, Recipe) and (
+            isinstance(recipe.statistics, Ema) or recipe.statistics == "source"
+        )
+        rule = (
+            "a Recipe whose statistics are Ema(...) or 'source', so that each row can be "
+            "predicted by itself"
+        )
         require(alone, "AdaptiveClassifier.recipe", self.recipe, rule)
         module = as_module(_parts(estimator)[1], moments)
         self.adapter_ = Adapter(module, replace(recipe, chunk=self.batch_size))
-        self.estimator_, self.moments_, self._module, self._size = estimator, moments, module, self.batch_size
+        self.estimator_, self.moments_, self._module, self._size = (
+            estimator,
+            moments,
+            module,
+            self.batch_size,
+        )
         self.waiting_ = np.empty((0, len(moments.mean)))
         self._still = self._at_rest()
 
     def _inputs(self, X: Any) -> Array:
         """Standardised features z [n, D]."""
-        inputs: Array = (_features(self.estimator_, X) - self.moments_.mean) / self.moments_.deviation
+        inputs: Array = (
+            _features(self.estimator_, X) - self.moments_.mean
+        ) / self.moments_.deviation
         return inputs
 
     def _at_rest(self) -> Filter | None:
-        """The filter on the module with the moments carried so far as its own, so that rows are predicted apart.
+        """The filter on the module with the moments carried so far as its own, so that rows are
+        predicted apart.
 
-        None where the recipe carries none, and the adapter predicts rows apart itself. Worked out once an update.
+        None where the recipe carries none, and the adapter predicts rows apart itself. Worked out
+        once an update.
         """
         recipe = self.adapter_.recipe
         if recipe.statistics == "source":

@@ -1,4 +1,6 @@
-"""An adapter in the place of a model: what it may change, what it must remember, and what it refuses."""
+"""An adapter in the place of a model: what it may change, what it must remember, and what it
+refuses.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,14 @@ class Counting(nn.Module):
 def network() -> nn.Sequential:
     """In training mode, with statistics that are not the initial ones."""
     torch.manual_seed(0)
-    layers = nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), Counting(), nn.AdaptiveAvgPool2d(1), nn.Flatten()
+    layers = (
+        nn.Conv2d(3, 6, 3),
+        nn.BatchNorm2d(6),
+        nn.ReLU(),
+        Counting(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+    )
     model = nn.Sequential(*layers, nn.Dropout(0.5), nn.Linear(6, 4)).train()
     with torch.no_grad():
         model(2 * torch.randn(64, 3, 6, 6) + 1)
@@ -53,7 +62,9 @@ def images(count: int = 8, seed: int = 1) -> Tensor:
 def adapter(preset: str, model: nn.Module | None = None, **options: Any) -> df.Adapter:
     if preset in COPIES:
         options["copies"] = COPIES[preset]
-    data = df.SourceData(images(16, 9), torch.arange(16) % 4)  # those that have no use for it leave it
+    data = df.SourceData(
+        images(16, 9), torch.arange(16) % 4
+    )  # those that have no use for it leave it
     return df.adapt(network() if model is None else model, preset, data=data, **options)
 
 
@@ -64,16 +75,32 @@ def bits(state: df.FilterState) -> Tensors:
 def assert_same(one: Tensors, other: Tensors) -> None:
     """Bit for bit."""
     assert one.keys() == other.keys()
-    different = [name for name in one if one[name].dtype != other[name].dtype or not torch.equal(one[name], other[name])]
+    different = [
+        name
+        for name in one
+        if one[name].dtype != other[name].dtype or not torch.equal(one[name], other[name])
+    ]
     assert not different
 
 
 def snapshot(model: nn.Module) -> tuple[Tensors, list[Any]]:
     """Everything about a module that a caller could notice."""
     tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    tensors.update({f"{name}.grad": p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+    tensors.update(
+        {
+            f"{name}.grad": p.grad.clone()
+            for name, p in model.named_parameters()
+            if p.grad is not None
+        }
+    )
     rest = [
-        (name, layer.training, sorted(vars(layer)), list(layer._forward_hooks.items()), list(layer._forward_pre_hooks.items()))
+        (
+            name,
+            layer.training,
+            sorted(vars(layer)),
+            list(layer._forward_hooks.items()),
+            list(layer._forward_pre_hooks.items()),
+        )
         for name, layer in model.named_modules()
     ]
     flags = [(id(p), p.requires_grad, p.data_ptr(), p.dtype) for p in model.parameters()]
@@ -106,7 +133,9 @@ def test_the_model_stays_as_it_was(preset: str) -> None:
 
 
 class Following(nn.Module):
-    """Writes to the statistics of torch's own batch norm within it, whatever its mode: by itself, and by training mode."""
+    """Writes to the statistics of torch's own batch norm within it, whatever its mode: by itself,
+    and by training mode.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -136,7 +165,9 @@ def test_no_buffer_is_shared_with_the_model_for_any_layer_may_write_to_any(prese
 
 @presets
 def test_predictions_and_other_adapters_change_nothing(preset: str) -> None:
-    """A stream with predictions (the first before any batch) and another adapter of the same model in between."""
+    """A stream with predictions (the first before any batch) and another adapter of the same model
+    in between.
+    """
     model, batches = network(), [images(seed=seed) for seed in (1, 2, 3)]
     alone = adapter(preset, copy.deepcopy(model).eval())
     expected = [alone(batch) for batch in batches]
@@ -151,14 +182,20 @@ def test_predictions_and_other_adapters_change_nothing(preset: str) -> None:
 
 
 PRIOR = [name for name in df.presets.names() if df.presets.get(name).predict_from == "prior"]
-POSTERIOR = [name for name in df.presets.names() if name not in PRIOR and isinstance(df.presets.get(name).prediction, df.MAP)]
+POSTERIOR = [
+    name
+    for name in df.presets.names()
+    if name not in PRIOR and isinstance(df.presets.get(name).prediction, df.MAP)
+]
 
 
 @pytest.mark.parametrize("preset", PRIOR)
 def test_a_prediction_before_the_step_is_what_the_step_says(preset: str) -> None:
     adapted = adapter(preset)
     said, stepped = adapted.predict(images()), adapted(images())
-    if isinstance(adapted.recipe.prediction, df.Moderated):  # the step knows the temperature that the batch asks for
+    if isinstance(
+        adapted.recipe.prediction, df.Moderated
+    ):  # the step knows the temperature that the batch asks for
         state = adapted.state
         along, length = state.memory["prediction.slopes"].tolist()
         temperature = math.sqrt(1 + math.pi / 4 * 0.01 * along / length)
@@ -214,7 +251,9 @@ def test_copies_and_pickles_go_on_alike_and_alone(preset: str) -> None:
 
 
 def test_seeds() -> None:
-    def twice(one: df.Adapter) -> Tensor:  # it predicts before a step, so that the first draws show in the second batch
+    def twice(
+        one: df.Adapter,
+    ) -> Tensor:  # it predicts before a step, so that the first draws show in the second batch
         return torch.stack([one(images()) for _ in range(2)])
 
     first, same, other = (twice(adapter("bong_diag", seed=seed)) for seed in (0, 0, 1))
@@ -251,7 +290,9 @@ def test_update_every_adapts_to_all_samples_since_the_last_time() -> None:
     batches = [images(4, seed) for seed in range(5)]
     adapted, (filt, state) = adapter("tent", update_every=2), by_hand("tent")
     for first, second in ((0, 1), (2, 3)):
-        assert torch.equal(adapted(batches[first]), filt.predict(state, batches[first]).log_probabilities)
+        assert torch.equal(
+            adapted(batches[first]), filt.predict(state, batches[first]).log_probabilities
+        )
         assert adapted.state.step == state.step
         state, prediction, _ = filt.step(state, torch.cat((batches[first], batches[second])))
         assert torch.equal(adapted(batches[second]), prediction.log_probabilities[-4:])
@@ -260,7 +301,11 @@ def test_update_every_adapts_to_all_samples_since_the_last_time() -> None:
 
 def test_what_is_kept_is_not_the_callers_tensor() -> None:
     """A stream may reuse one buffer for all its batches."""
-    one, other, buffer = adapter("tent", window=8), adapter("tent", window=8), torch.empty(4, 3, 6, 6)
+    one, other, buffer = (
+        adapter("tent", window=8),
+        adapter("tent", window=8),
+        torch.empty(4, 3, 6, 6),
+    )
     for seed in (1, 2, 3):
         buffer.copy_(images(4, seed))
         assert torch.equal(one(buffer), other(images(4, seed)))
@@ -297,7 +342,12 @@ class Moody(nn.Module):
 
     def forward(self, inputs: Tensor) -> Any:
         logits, mood = self.inner(inputs), int(inputs.flatten()[0])
-        answers = {101: (logits, logits), 102: logits[:-1], 103: logits.flatten(), 104: torch.cat((logits, logits), 1)}
+        answers = {
+            101: (logits, logits),
+            102: logits[:-1],
+            103: logits.flatten(),
+            104: torch.cat((logits, logits), 1),
+        }
         return logits * torch.nan if mood == 105 else answers.get(mood, logits)
 
 
@@ -309,9 +359,18 @@ def moody(mood: float) -> Tensor:
 
 BAD: dict[str, tuple[Any, str]] = {
     "NaN": (moody(torch.nan), r"inputs must be finite, got nan at index \[0, 0, 0, 0\]"),
-    "channels": (images()[:, :2], "to have 3 channels, but got 2 channels"),  # the model's own words
-    "no samples": (images()[:0], r"inputs must be a batch \[n, ...\] with n >= 1, got shape \[0, 3, 6, 6\]"),
-    "labels": (torch.arange(8), r"Input type \(long int\) and bias type \(float\) should be the same"),
+    "channels": (
+        images()[:, :2],
+        "to have 3 channels, but got 2 channels",
+    ),  # the model's own words
+    "no samples": (
+        images()[:0],
+        r"inputs must be a batch \[n, ...\] with n >= 1, got shape \[0, 3, 6, 6\]",
+    ),
+    "labels": (
+        torch.arange(8),
+        r"Input type \(long int\) and bias type \(float\) should be the same",
+    ),
     "a word": ("images", "inputs must be a tensor .* got str"),
     "a scalar": (torch.tensor(1.0), r"inputs must be a batch .* got shape \[\]"),
     "empty": ({}, "inputs must be a tensor .* got a dict"),
@@ -320,11 +379,18 @@ MOODS: dict[str, tuple[Any, str]] = {
     "a tuple": (moody(101), r"must return logits, .* got a tuple of 2; give an output function"),
     "a sample short": (moody(102), r"logits must be of shape \[8, k\], got shape \[7, 4\]"),
     "no matrix": (moody(103), r"logits must be of shape \[8, k\], got shape \[32\]"),
-    "other classes": (moody(104), r"the model's logits must be of 4 classes, as before, got 'shape \[8, 8\]'"),
+    "other classes": (
+        moody(104),
+        r"the model's logits must be of 4 classes, as before, got 'shape \[8, 8\]'",
+    ),
     "NaN logits": (moody(105), "must be finite, got nan"),
 }
-TRIALS = [(preset, case) for case in BAD for preset in ("tent", "opgd_diag", "stad", "head_ekf", "cotta")]
-TRIALS += [(preset, case) for case in MOODS for preset in ("tent", "opgd_diag", "bacs")]  # others see features only
+TRIALS = [
+    (preset, case) for case in BAD for preset in ("tent", "opgd_diag", "stad", "head_ekf", "cotta")
+]
+TRIALS += [
+    (preset, case) for case in MOODS for preset in ("tent", "opgd_diag", "bacs")
+]  # others see features only
 
 
 @pytest.mark.parametrize(("preset", "case"), TRIALS)
@@ -354,24 +420,55 @@ def mlp(*norms: nn.Module) -> nn.Sequential:
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "no module": (lambda: df.adapt("resnet"), "adapt: model must be a torch module, got 'str'"),  # type: ignore[arg-type]
-    "unknown preset": (lambda: df.adapt(network(), "tnt"), r"preset must be one of .*did you mean 'tent'\?\), got 'tnt'"),
+    "unknown preset": (
+        lambda: df.adapt(network(), "tnt"),
+        r"preset must be one of .*did you mean 'tent'\?\), got 'tnt'",
+    ),
     "misspelt option of its own": (
         lambda: df.adapt(network(), windw=32),
         r"'window', .*did you mean 'window'\?\), got 'windw'",
     ),
-    "unknown option": (lambda: df.adapt(network(), "tent", rl=1), r"option of preset 'tent' must be one of \['lr'.* got 'rl'"),
-    "options beside a recipe": (lambda: df.adapt(network(), df.Recipe(), lr=1), r"options \['lr'\]"),
-    "no recipe": (lambda: df.adapt(network(), df.Recipe), "adapt: recipe must be the name of a preset or a Recipe"),  # type: ignore[arg-type]
-    "no norms": (lambda: df.adapt(mlp(), "tent"), r"must select one parameter or more, got none of 4;.*\['Linear'\], named"),
-    "no linear layer": (lambda: df.adapt(nn.BatchNorm1d(3), "head_ekf"), r"Head.name must be the name of a linear layer"),
-    "window": (lambda: df.adapt(network(), "tent", window=-1), "adapt: window must be an integer >= 0, got -1"),
-    "update_every": (lambda: df.adapt(network(), update_every=0), "adapt: update_every must be an integer >= 1, got 0"),
+    "unknown option": (
+        lambda: df.adapt(network(), "tent", rl=1),
+        r"option of preset 'tent' must be one of \['lr'.* got 'rl'",
+    ),
+    "options beside a recipe": (
+        lambda: df.adapt(network(), df.Recipe(), lr=1),
+        r"options \['lr'\]",
+    ),
+    "no recipe": (
+        lambda: df.adapt(network(), df.Recipe),  # type: ignore[arg-type]
+        "adapt: recipe must be the name of a preset or a Recipe",
+    ),
+    "no norms": (
+        lambda: df.adapt(mlp(), "tent"),
+        r"must select one parameter or more, got none of 4;.*\['Linear'\], named",
+    ),
+    "no linear layer": (
+        lambda: df.adapt(nn.BatchNorm1d(3), "head_ekf"),
+        r"Head.name must be the name of a linear layer",
+    ),
+    "window": (
+        lambda: df.adapt(network(), "tent", window=-1),
+        "adapt: window must be an integer >= 0, got -1",
+    ),
+    "update_every": (
+        lambda: df.adapt(network(), update_every=0),
+        "adapt: update_every must be an integer >= 1, got 0",
+    ),
     "seed": (lambda: df.adapt(network(), seed=0.5), "adapt: seed must be an integer, got 0.5"),
-    "output": (lambda: df.adapt(network(), output=1), "adapt: output must be a function of what the model returns, got 1"),
-    "lazy": (lambda: df.adapt(nn.Sequential(nn.LazyLinear(3))), r"adapt: model must be called once before"),
+    "output": (
+        lambda: df.adapt(network(), output=1),
+        "adapt: output must be a function of what the model returns, got 1",
+    ),
+    "lazy": (
+        lambda: df.adapt(nn.Sequential(nn.LazyLinear(3))),
+        r"adapt: model must be called once before",
+    ),
     "two ways": (
         lambda: df.adapt(nn.DataParallel(network()))(images(), other=images()),
-        r"called by place or by name, not both, for this model, got \"1 arguments and \['other'\]\"",
+        r"called by place or by name, not both, for this model, got \"1 arguments and "
+        r"\['other'\]\"",
     ),
     "twice": (
         lambda: df.adapt(network())(images(), input=images()),
@@ -402,7 +499,10 @@ def test_recent_samples_of_another_shape_are_refused() -> None:
     adapted(images())
     other(images())
     with pytest.raises(
-        ValueError, match=r"inputs must be of one shape .*window, update_every\), got .*\(3, 6, 6\), \(3, 7, 7\)"
+        ValueError,
+        match=(
+            r"inputs must be of one shape .*window, update_every\), got .*\(3, 6, 6\), \(3, 7, 7\)"
+        ),
     ):
         adapted(torch.zeros(2, 3, 7, 7))
     assert torch.equal(adapted(images()), other(images()))
@@ -415,7 +515,10 @@ def test_recent_samples_of_another_shape_are_refused() -> None:
 def test_gradient_modes_of_the_caller_make_no_difference(preset: str) -> None:
     reference = adapter(preset)
     expected = [reference(images(seed=seed)) for seed in (1, 2, 3)]
-    for first, second in ((torch.inference_mode, torch.enable_grad), (torch.no_grad, torch.inference_mode)):
+    for first, second in (
+        (torch.inference_mode, torch.enable_grad),
+        (torch.no_grad, torch.inference_mode),
+    ):
         adapted = adapter(preset)
         with first():
             found = [adapted(images(seed=1))]
@@ -434,7 +537,9 @@ def test_the_warning_about_missing_data_points_here() -> None:
             make()
         assert [warning.filename for warning in caught] == [__file__]
         assert caught[0].lineno == make.__code__.co_firstlineno
-    with pytest.raises(ValueError, match=r"adapt: data must be source inputs, which Laplace.* needs, got None"):
+    with pytest.raises(
+        ValueError, match=r"adapt: data must be source inputs, which Laplace.* needs, got None"
+    ):
         df.adapt(network(), df.Recipe(source=df.Laplace()))
 
 
@@ -466,7 +571,9 @@ def test_threads_that_predict_see_whole_states() -> None:
         updates = pool.submit(lambda: [adapted.update(batch) for batch in batches])
         answers = [answer for each in pool.map(ask, range(4)) for answer in each]
         assert len(updates.result()) == 24
-    places = [[i for i, each in enumerate(known) if torch.equal(each, answer)] for answer in answers]
+    places = [
+        [i for i, each in enumerate(known) if torch.equal(each, answer)] for answer in answers
+    ]
     assert all(places)
     assert_same(bits(adapted.state), bits(state))
 
@@ -500,7 +607,9 @@ def test_arguments_by_place_and_by_name_are_those_of_the_model() -> None:
 @pytest.mark.parametrize("batch", [1, 16])
 @pytest.mark.parametrize("name", ["resnet20", "resnet20_gn"])
 def test_the_default_holds_in_small_batches(name: str, batch: int) -> None:
-    """At the source or above it, with batch norm far above it, under noise that no batch shows in full."""
+    """At the source or above it, with batch norm far above it, under noise that no batch shows in
+    full.
+    """
     images, labels = (part[:160] for part in streams.sample_images())
     noisy, model = corrupt(images, "speckle_noise"), models.load(name)
 

@@ -1,4 +1,6 @@
-"""Adapters of many kinds of models: each is held against TENT written out with torch.optim, and against the model itself."""
+"""Adapters of many kinds of models: each is held against TENT written out with torch.optim, and
+against the model itself.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from torch.nn.utils import parametrizations
 import driftfilter as df
 from driftfilter.networks.parameters import NORMS
 
-HEAD = df.Recipe(parameters=df.Head(), statistics="source", inference=df.Frozen())  # the model itself, through its features
+HEAD = df.Recipe(
+    parameters=df.Head(), statistics="source", inference=df.Frozen()
+)  # the model itself, through its features
 
 
 class Patches(nn.Module):
@@ -50,22 +54,40 @@ class Words(nn.Module):
 
     def __init__(self, recurrent: bool) -> None:
         super().__init__()
-        self.words, self.norm, self.head, self.recurrent = nn.Embedding(9, 8), nn.LayerNorm(8), nn.Linear(8, 3), recurrent
+        self.words, self.norm, self.head, self.recurrent = (
+            nn.Embedding(9, 8),
+            nn.LayerNorm(8),
+            nn.Linear(8, 3),
+            recurrent,
+        )
         self.lstm = nn.LSTM(8, 8, batch_first=True)
         self.encoder = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Any:
         words, mask = self.words(input_ids), attention_mask.unsqueeze(-1)
         padding = attention_mask == 0
-        hidden = self.lstm(words)[0] if self.recurrent else self.encoder(words, src_key_padding_mask=padding)
+        hidden = (
+            self.lstm(words)[0]
+            if self.recurrent
+            else self.encoder(words, src_key_padding_mask=padding)
+        )
         logits = self.head((self.norm(hidden) * mask).sum(1) / mask.sum(1))
-        return {"logits": logits, "hidden": hidden} if self.recurrent else SimpleNamespace(logits=logits)
+        return (
+            {"logits": logits, "hidden": hidden}
+            if self.recurrent
+            else SimpleNamespace(logits=logits)
+        )
 
 
 class Pair(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.left, self.right, self.norm, self.head = nn.Linear(4, 6), nn.Linear(3, 6), nn.LayerNorm(6), nn.Linear(6, 3)
+        self.left, self.right, self.norm, self.head = (
+            nn.Linear(4, 6),
+            nn.Linear(3, 6),
+            nn.LayerNorm(6),
+            nn.Linear(6, 3),
+        )
 
     def forward(self, left: Tensor, right: Tensor) -> Any:
         return self.head(self.norm(self.left(left) + self.right(right)))
@@ -76,7 +98,12 @@ class Backwards(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.head, self.norm, self.first, self.last = nn.Linear(6, 3), nn.LayerNorm(6), nn.Linear(4, 6), nn.Linear(6, 6)
+        self.head, self.norm, self.first, self.last = (
+            nn.Linear(6, 3),
+            nn.LayerNorm(6),
+            nn.Linear(4, 6),
+            nn.Linear(6, 6),
+        )
         self.again = self.norm
 
     def forward(self, inputs: Tensor) -> Any:
@@ -88,7 +115,12 @@ class Stochastic(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem, self.norm, self.block, self.head = nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 6), nn.Linear(6, 3)
+        self.stem, self.norm, self.block, self.head = (
+            nn.Linear(4, 6),
+            nn.BatchNorm1d(6),
+            nn.Linear(6, 6),
+            nn.Linear(6, 3),
+        )
 
     def forward(self, inputs: Tensor) -> Any:
         hidden = nn.functional.dropout(self.norm(self.stem(inputs)), 0.5, self.training)
@@ -100,7 +132,9 @@ class Stochastic(nn.Module):
 Make = Callable[[], nn.Module]
 
 
-def conv(norm: Make = lambda: nn.BatchNorm2d(6), wrap: Callable[[Any], Any] = lambda layer: layer) -> nn.Module:
+def conv(
+    norm: Make = lambda: nn.BatchNorm2d(6), wrap: Callable[[Any], Any] = lambda layer: layer
+) -> nn.Module:
     last = nn.AdaptiveAvgPool2d(1), nn.Flatten(), wrap(nn.Linear(6, 3))
     return nn.Sequential(wrap(nn.Conv2d(3, 6, 3)), norm(), nn.ReLU(), *last)
 
@@ -142,7 +176,10 @@ def table(count: int = 8) -> Tensor:
 
 
 def words(count: int = 8) -> dict[str, Tensor]:
-    return {"attention_mask": torch.ones(count, 5).tril(3), "input_ids": torch.randint(0, 9, (count, 5))}
+    return {
+        "attention_mask": torch.ones(count, 5).tril(3),
+        "input_ids": torch.randint(0, 9, (count, 5)),
+    }
 
 
 Case = tuple[Callable[[], nn.Module], Callable[[], Any]]
@@ -196,12 +233,16 @@ def given(model: nn.Module, inputs: Any) -> Any:
 
 def called(model: nn.Module, inputs: Any) -> Tensor:
     result = given(model, inputs)
-    logits: Tensor = result["logits"] if isinstance(result, dict) else getattr(result, "logits", result)
+    logits: Tensor = (
+        result["logits"] if isinstance(result, dict) else getattr(result, "logits", result)
+    )
     return logits
 
 
 def ordinary(model: nn.Module) -> nn.Module:
-    """The same module for the oracle: not compiled, of tensors that a graph may hold, in evaluation mode."""
+    """The same module for the oracle: not compiled, of tensors that a graph may hold, in evaluation
+    mode.
+    """
     plain = getattr(model, "_orig_mod", model)
     with torch.inference_mode(False):
         for layer in plain.modules():
@@ -209,13 +250,17 @@ def ordinary(model: nn.Module) -> nn.Module:
                 if parameter is not None and parameter.is_inference():
                     layer._parameters[own] = nn.Parameter(parameter.clone())
             for own, buffer in layer._buffers.items():
-                layer._buffers[own] = buffer.clone() if buffer is not None and buffer.is_inference() else buffer
+                layer._buffers[own] = (
+                    buffer.clone() if buffer is not None and buffer.is_inference() else buffer
+                )
     result: nn.Module = plain.eval()
     return result
 
 
 def tent(model: nn.Module, batches: list[Any], lr: float) -> tuple[list[Tensor], Tensor]:
-    """Log-probabilities before each step and the parameters after all: Adam on the mean entropy, batch statistics."""
+    """Log-probabilities before each step and the parameters after all: Adam on the mean entropy,
+    batch statistics.
+    """
     norms = [layer for layer in model.modules() if isinstance(layer, NORMS)]
     for layer in norms:
         if isinstance(layer, _BatchNorm):
@@ -241,17 +286,23 @@ def test_tent_is_tent(case: str) -> None:
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=2e-4)
     torch.testing.assert_close(adapter.belief.mean, parameters, rtol=0, atol=2e-4)
-    assert (adapter.belief.mean - df.adapt(model, "tent", lr=1e-2).belief.mean).abs().max() > 1e-2  # it moved
+    assert (
+        adapter.belief.mean - df.adapt(model, "tent", lr=1e-2).belief.mean
+    ).abs().max() > 1e-2  # it moved
 
 
 @models
 @pytest.mark.parametrize("recipe", ["source", HEAD], ids=["source", "head"])
-def test_nothing_learned_is_the_model_in_evaluation_mode(case: str, recipe: str | df.Recipe) -> None:
+def test_nothing_learned_is_the_model_in_evaluation_mode(
+    case: str, recipe: str | df.Recipe
+) -> None:
     model, batches = setting(case)
     adapter = df.adapt(model, recipe)
     reference = ordinary(setting(case)[0])
     for batch in batches:
-        torch.testing.assert_close(given(adapter, batch), called(reference, batch).log_softmax(-1), rtol=0, atol=1e-5)
+        torch.testing.assert_close(
+            given(adapter, batch), called(reference, batch).log_softmax(-1), rtol=0, atol=1e-5
+        )
 
 
 @models
@@ -266,7 +317,10 @@ def test_filters_with_a_covariance_run_and_replay(case: str, preset: str) -> Non
         runs.append([given(adapter, batch) for batch in batches])
         assert (adapter.belief.covariance.variance() >= 0).all()
     assert all(torch.equal(one, other) for one, other in zip(*runs, strict=True))
-    assert all(one.isfinite().all() and torch.allclose(one.exp().sum(1), torch.ones(len(one))) for one in runs[0])
+    assert all(
+        one.isfinite().all() and torch.allclose(one.exp().sum(1), torch.ones(len(one)))
+        for one in runs[0]
+    )
 
 
 def test_output_picks_the_logits() -> None:
@@ -281,24 +335,40 @@ def test_output_picks_the_logits() -> None:
         torch.testing.assert_close(found, model(*inputs)[1].log_softmax(-1))
 
 
-@pytest.mark.parametrize("way", [torch.jit.script, lambda model: torch.jit.trace(model, images())], ids=["script", "trace"])
+@pytest.mark.parametrize(
+    "way",
+    [torch.jit.script, lambda model: torch.jit.trace(model, images())],
+    ids=["script", "trace"],
+)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_scripted_modules_are_refused(way: Any) -> None:
-    with pytest.raises(ValueError, match=r"adapt: model must be a module in Python: adapt it before torch.jit"):
+    with pytest.raises(
+        ValueError, match=r"adapt: model must be a module in Python: adapt it before torch.jit"
+    ):
         df.adapt(way(conv().eval()), "tent")
 
 
 # Which parameters
 
 
-SELECTIONS: list[Any] = [df.AllParameters(), df.ByName(("0.*", "*.bias")), df.Head(), df.NormAffine()]
+SELECTIONS: list[Any] = [
+    df.AllParameters(),
+    df.ByName(("0.*", "*.bias")),
+    df.Head(),
+    df.NormAffine(),
+]
 
 
 @pytest.mark.parametrize("selection", SELECTIONS, ids=str)
 def test_a_gradient_step_on_any_selection_is_that_of_torch(selection: Any) -> None:
     model, batches = setting("images, batch norm")
     rule = df.GradientStep(df.SGD(0.1))
-    recipe = df.Recipe(parameters=selection, statistics="source", observation=df.Gibbs(df.Entropy()), inference=rule)
+    recipe = df.Recipe(
+        parameters=selection,
+        statistics="source",
+        observation=df.Gibbs(df.Entropy()),
+        inference=rule,
+    )
     adapter, reference = df.adapt(model, recipe), copy.deepcopy(model).eval()
     known = dict(reference.named_parameters())
     optimizer = torch.optim.SGD([known[name] for name in df.select(model, selection)], 0.1)
@@ -307,7 +377,9 @@ def test_a_gradient_step_on_any_selection_is_that_of_torch(selection: Any) -> No
         optimizer.zero_grad()
         (-(logs.exp() * logs).sum(-1).mean()).backward()
         optimizer.step()
-        torch.testing.assert_close(adapter(batch), reference(batch).log_softmax(-1), rtol=0, atol=1e-5)
+        torch.testing.assert_close(
+            adapter(batch), reference(batch).log_softmax(-1), rtol=0, atol=1e-5
+        )
 
 
 def test_lora_starts_at_the_model_and_learns() -> None:
@@ -315,7 +387,9 @@ def test_lora_starts_at_the_model_and_learns() -> None:
     rule = df.GradientStep(df.SGD(0.5))
     adapter = df.adapt(model, df.Recipe(parameters=df.LoRA(2), statistics="source", inference=rule))
     expected = model.eval()(batches[0]).log_softmax(-1)
-    torch.testing.assert_close(adapter.predict(batches[0]).log_probabilities, expected, rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        adapter.predict(batches[0]).log_probabilities, expected, rtol=0, atol=1e-6
+    )
     for batch in batches:
         adapter(batch)
     assert not torch.allclose(adapter.predict(batches[0]).log_probabilities, expected, atol=1e-4)

@@ -1,4 +1,6 @@
-"""Adapters in other dtypes and places: half precision, autocast, models that move, or get their values later."""
+"""Adapters in other dtypes and places: half precision, autocast, models that move, or get their
+values later.
+"""
 
 from __future__ import annotations
 
@@ -32,13 +34,18 @@ def test_inputs_of_other_dtypes(recipe: str, dtype: torch.dtype) -> None:
         assert torch.equal(one(batch.to(dtype)), other(batch.to(dtype).float()))
 
 
-@pytest.mark.parametrize("recipe", ["tent", "opgd_diag", "opgd", "head_ekf", "stad", "t3a", "cotta"])
+@pytest.mark.parametrize(
+    "recipe", ["tent", "opgd_diag", "opgd", "head_ekf", "stad", "t3a", "cotta"]
+)
 @pytest.mark.parametrize("way", ["bfloat16 model", "autocast"])
 def test_half_precision_stays_near_full_precision(recipe: str, way: str) -> None:
     """The belief is float32 all along."""
     model, batches = setting()
     options: dict[str, Any] = {"copies": 2} if recipe == "cotta" else {}
-    half, full = df.adapt(copy.deepcopy(model), recipe, **options), df.adapt(model, recipe, **options)
+    half, full = (
+        df.adapt(copy.deepcopy(model), recipe, **options),
+        df.adapt(model, recipe, **options),
+    )
     if way == "bfloat16 model":
         half = df.adapt(copy.deepcopy(model).bfloat16(), recipe, **options)
     for batch in batches:
@@ -67,15 +74,23 @@ def test_the_algebra_of_the_filter_is_not_under_autocast() -> None:
 def test_a_model_that_moves_takes_the_state_along(recipe: str) -> None:
     model, batches = setting()
     options = {"prediction": df.MAP()}  # draws would differ between dtypes
-    adapter, reference = df.adapt(model, recipe, **options), df.adapt(copy.deepcopy(model).double(), recipe, **options)
-    torch.testing.assert_close(adapter(batches[0]), reference(batches[0].double()).float(), rtol=0, atol=1e-4)
+    adapter, reference = (
+        df.adapt(model, recipe, **options),
+        df.adapt(copy.deepcopy(model).double(), recipe, **options),
+    )
+    torch.testing.assert_close(
+        adapter(batches[0]), reference(batches[0].double()).float(), rtol=0, atol=1e-4
+    )
     model.double()
     for batch in batches[1:]:
         found = adapter(batch.double())
         assert found.dtype == adapter.belief.mean.dtype == torch.float64
         torch.testing.assert_close(found, reference(batch.double()), rtol=0, atol=1e-4)
     torch.testing.assert_close(
-        adapter.belief.covariance.variance(), reference.belief.covariance.variance(), rtol=1e-3, atol=1e-6
+        adapter.belief.covariance.variance(),
+        reference.belief.covariance.variance(),
+        rtol=1e-3,
+        atol=1e-6,
     )
 
 
@@ -109,7 +124,10 @@ def test_a_model_without_values_may_get_them_before_the_first_call() -> None:
     for recipe in ("tent", "head_ekf"):
         adapter = df.adapt(model, recipe)
         with pytest.raises(
-            ValueError, match=r"must be a module with values: load its weights first, got .* on the meta device"
+            ValueError,
+            match=(
+                r"must be a module with values: load its weights first, got .* on the meta device"
+            ),
         ):
             adapter(batches[0])
     adapter = df.adapt(model, "tent")
@@ -135,7 +153,10 @@ def test_a_model_that_has_grown_is_refused_until_reset() -> None:
     adapter = df.adapt(model, df.Recipe(parameters=df.Head("5"), inference=df.Frozen()))
     adapter(batches[0])
     model.set_submodule("5", nn.Linear(6, 4))
-    with pytest.raises(ValueError, match=r"model must be as it was, with 21, until reset\(\) is called, got '28 adapted"):
+    with pytest.raises(
+        ValueError,
+        match=r"model must be as it was, with 21, until reset\(\) is called, got '28 adapted",
+    ):
         adapter(batches[0])
     adapter.reset()
     assert adapter(batches[0]).shape == (8, 4)

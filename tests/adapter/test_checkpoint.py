@@ -29,7 +29,11 @@ class Small(nn.Module):
     def __init__(self, seed: int = 0, width: int = 6) -> None:
         super().__init__()
         torch.manual_seed(seed)
-        self.first, self.norm, self.head = nn.Linear(4, width), nn.BatchNorm1d(width), nn.Linear(width, 3)
+        self.first, self.norm, self.head = (
+            nn.Linear(4, width),
+            nn.BatchNorm1d(width),
+            nn.Linear(width, 3),
+        )
 
     def forward(self, inputs: Tensor) -> Tensor:
         logits: Tensor = self.head(self.norm(self.first(inputs)).relu())
@@ -69,10 +73,22 @@ def rewritten(path: Path, tensors: dict[str, Tensor] | None = None, **changes: A
 
 @pytest.mark.parametrize("batches", [0, 3])
 @pytest.mark.parametrize("preset", ["tent", "driftfilter", "opgd", "t3a"])
-@pytest.mark.parametrize("options", [{}, {"window": 12}, {"update_every": 2}], ids=["plain", "window", "update_every"])
-def test_a_loaded_adapter_goes_on_bit_for_bit(preset: str, batches: int, options: dict[str, Any], tmp_path: Path) -> None:
-    running, resumed = adapter(preset, batches, seed=5, **options), adapter(preset, 1, seed=5, **options)
-    notes = {"row": 17, "sha256": "0" * 64, "text": 'Σ"\\"sha256\\":\\"', "deep": [{"sha256": "1" * 64}]}
+@pytest.mark.parametrize(
+    "options", [{}, {"window": 12}, {"update_every": 2}], ids=["plain", "window", "update_every"]
+)
+def test_a_loaded_adapter_goes_on_bit_for_bit(
+    preset: str, batches: int, options: dict[str, Any], tmp_path: Path
+) -> None:
+    running, resumed = (
+        adapter(preset, batches, seed=5, **options),
+        adapter(preset, 1, seed=5, **options),
+    )
+    notes = {
+        "row": 17,
+        "sha256": "0" * 64,
+        "text": 'Σ"\\"sha256\\":\\"',
+        "deep": [{"sha256": "1" * 64}],
+    }
     df.save(running, tmp_path / "it.safetensors", notes=notes)
     assert df.load(resumed, str(tmp_path / "it.safetensors")) == notes
     assert_same(resumed, running)
@@ -88,7 +104,12 @@ def test_the_file_is_plain_safetensors_with_a_header(tmp_path: Path) -> None:
     assert stored.keys() == state.keys()
     assert all(torch.equal(stored[name], state[name]) for name in state)
     header = header_of(path)
-    assert (header["format"], header["library"], header["step"], header["seed"]) == (FORMAT, df.__version__, 3, 5)
+    assert (header["format"], header["library"], header["step"], header["seed"]) == (
+        FORMAT,
+        df.__version__,
+        3,
+        5,
+    )
     assert header["recipe"]["kind"] == "Recipe"
     assert header["adapter"] == {"update_every": 1, "window": 9}
     assert [each.name for each in tmp_path.iterdir()] == ["state.safetensors"]
@@ -133,12 +154,24 @@ OTHERS: dict[str, tuple[Callable[[], df.Adapter], str]] = {
         lambda: df.adapt(Small(width=7), "tent"),
         "another model, of other names, shapes or dtypes of parameters or buffers",
     ),
-    "dtype": (lambda: df.adapt(Small().double(), "tent"), "another model, of other names, shapes or dtypes"),
-    "weights": (lambda: df.adapt(Small(seed=1), "tent"), "it was saved with another model, of other weights"),
+    "dtype": (
+        lambda: df.adapt(Small().double(), "tent"),
+        "another model, of other names, shapes or dtypes",
+    ),
+    "weights": (
+        lambda: df.adapt(Small(seed=1), "tent"),
+        "it was saved with another model, of other weights",
+    ),
     "buffers": (retrained, "another model, of other weights"),
-    "number": (lambda: adapter("tent", lr=0.5), r"another recipe: inference\.rule\.lr was 0\.001, here it is 0\.5"),
+    "number": (
+        lambda: adapter("tent", lr=0.5),
+        r"another recipe: inference\.rule\.lr was 0\.001, here it is 0\.5",
+    ),
     "kind": (lambda: adapter("eta"), r"another recipe: .* was '\w+', here it is '\w+'"),
-    "prediction": (lambda: adapter("tent", prediction=df.MonteCarlo(4)), "prediction was 'MAP', here it is 'MonteCarlo'"),
+    "prediction": (
+        lambda: adapter("tent", prediction=df.MonteCarlo(4)),
+        "prediction was 'MAP', here it is 'MonteCarlo'",
+    ),
     "window": (lambda: adapter("tent", window=4), "window was 0, here it is 4"),
     "own part": (lambda: own(1.0), "another recipe: recipe was 'Recipe', here it is"),
 }
@@ -156,11 +189,17 @@ def test_what_does_not_fit_is_refused_by_reason(case: str, tmp_path: Path) -> No
 
 
 def test_numbers_and_prediction_may_differ_where_asked(tmp_path: Path) -> None:
-    running, other = adapter("tent", 2), adapter("tent", lr=0.5, prediction=df.MonteCarlo(4), window=4)
+    running, other = (
+        adapter("tent", 2),
+        adapter("tent", lr=0.5, prediction=df.MonteCarlo(4), window=4),
+    )
     df.save(running, tmp_path / "a")
     df.load(other, tmp_path / "a", strict=False)
     assert torch.equal(other.belief.mean, running.belief.mean)
-    for wrong, reason in ((adapter("eta"), "state 'recipe' must be the same"), (df.adapt(Small(1), "tent"), "another model")):
+    for wrong, reason in (
+        (adapter("eta"), "state 'recipe' must be the same"),
+        (df.adapt(Small(1), "tent"), "another model"),
+    ):
         with pytest.raises(df.CheckpointError, match=reason):
             df.load(wrong, tmp_path / "a", strict=False)
 
@@ -169,7 +208,8 @@ def test_recipes_with_parts_of_ones_own(tmp_path: Path) -> None:
     df.save(own(1.0), tmp_path / "a")
     assert df.load(own(1.0), tmp_path / "a") == {}
     with pytest.raises(
-        df.CheckpointError, match=r"another recipe: recipe was '.*Own\(factor=1\.0.*', here it is '.*Own\(factor=2\.0"
+        df.CheckpointError,
+        match=r"another recipe: recipe was '.*Own\(factor=1\.0.*', here it is '.*Own\(factor=2\.0",
     ):
         df.load(own(2.0), tmp_path / "a")
 
@@ -195,7 +235,10 @@ def test_contents_that_no_adapter_may_go_on_from(tmp_path: Path) -> None:
     refused("state 'belief.mean' must be of shape")
     fresh()
     rewritten(path, format=FORMAT + 1, library="9.9")
-    refused(f"it is of format {FORMAT + 1}, written by driftfilter 9.9; this is {df.__version__}, format {FORMAT}")
+    refused(
+        f"it is of format {FORMAT + 1}, written by driftfilter 9.9; this is {df.__version__}, "
+        f"format {FORMAT}"
+    )
     save_file({"x": torch.ones(2)}, path)
     refused("it is no checkpoint of driftfilter")
     path.write_bytes(b"")
@@ -209,7 +252,9 @@ def test_contents_that_no_adapter_may_go_on_from(tmp_path: Path) -> None:
 
 
 def test_every_kind_of_byte_is_covered(tmp_path: Path) -> None:
-    """All bits of the length, the header's beginning and end, the checksum and some of the tensors; and truncations."""
+    """All bits of the length, the header's beginning and end, the checksum and some of the tensors;
+    and truncations.
+    """
     path = tmp_path / "state.safetensors"
     df.save(adapter("tent", 2), path)
     data, waiting = path.read_bytes(), adapter()
@@ -217,7 +262,11 @@ def test_every_kind_of_byte_is_covered(tmp_path: Path) -> None:
     before = {name: value.clone() for name, value in waiting.state_dict().items()}
     end, rng = 8 + int.from_bytes(data[:8], "little"), random.Random(0)
     digest = data.index(b'\\"sha256\\"')
-    bits = [*range(8 * 10), *range(8 * (digest - 2), 8 * (digest + 90)), *range(8 * (end - 3), 8 * (end + 3))]
+    bits = [
+        *range(8 * 10),
+        *range(8 * (digest - 2), 8 * (digest + 90)),
+        *range(8 * (end - 3), 8 * (end + 3)),
+    ]
     for bit in [*bits, *rng.sample(range(8 * len(data)), 300)]:
         changed = bytearray(data)
         changed[bit // 8] ^= 1 << bit % 8
@@ -257,7 +306,9 @@ def test_a_save_that_fails_leaves_the_old_file(
         patched.setattr(where, failing(number))
         with pytest.raises(df.CheckpointError) as caught:
             df.save(running, path)
-    reason = f"could not be written: {os.strerror(number)}; the checkpoint that was there is as it was"
+    reason = (
+        f"could not be written: {os.strerror(number)}; the checkpoint that was there is as it was"
+    )
     assert str(caught.value) == f"{path} {reason}"
     assert path.read_bytes() == before
     assert [each.name for each in tmp_path.iterdir()] == ["state.safetensors"]
@@ -270,7 +321,10 @@ def test_a_file_that_outgrows_what_may_be_written(tmp_path: Path) -> None:
     before, (soft, hard) = path.read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) // 2, hard))
     try:
-        with pytest.raises(df.CheckpointError, match=r"could not be written: File too large; the checkpoint that was there"):
+        with pytest.raises(
+            df.CheckpointError,
+            match=r"could not be written: File too large; the checkpoint that was there",
+        ):
             df.save(running, path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -279,7 +333,9 @@ def test_a_file_that_outgrows_what_may_be_written(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(df.CheckpointError, match=r"nowhere/a could not be written: No such file or directory$"):
+    with pytest.raises(
+        df.CheckpointError, match=r"nowhere/a could not be written: No such file or directory$"
+    ):
         df.save(adapter(), tmp_path / "nowhere" / "a")
     with pytest.raises(ValueError, match="save: keep must be an integer >= 1, got 0"):
         df.save(adapter(), tmp_path / "a", keep=0)
@@ -299,12 +355,19 @@ def test_the_last_k_stay(tmp_path: Path) -> None:
     for seed in range(5):
         running(batch(seed))
         df.save(running, path, keep=3)
-    assert steps(tmp_path) == {"a.safetensors": 5, "a.1.safetensors": 4, "a.2.safetensors": 3, "a.7.safetensors": 0}
+    assert steps(tmp_path) == {
+        "a.safetensors": 5,
+        "a.1.safetensors": 4,
+        "a.2.safetensors": 3,
+        "a.7.safetensors": 0,
+    }
     running(batch(6))
     df.save(running, path, keep=2)
     assert steps(tmp_path) == {"a.safetensors": 6, "a.1.safetensors": 5, "a.7.safetensors": 0}
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(df.CheckpointError, match=r"altered.*; the one before it is .*a\.1\.safetensors"):
+    with pytest.raises(
+        df.CheckpointError, match=r"altered.*; the one before it is .*a\.1\.safetensors"
+    ):
         df.load(running, path)
     df.load(running, tmp_path / "a.1.safetensors")
     assert running.state.step == 5
@@ -316,7 +379,10 @@ def test_the_newest_is_there_at_every_moment_of_a_save(
     keep: int, links: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Killed before each call that changes a folder; the save after that is a good one."""
-    path, calls = tmp_path / "a.safetensors", ("os.replace", "os.link", "os.fsync", "os.unlink", "shutil.copyfile")
+    path, calls = (
+        tmp_path / "a.safetensors",
+        ("os.replace", "os.link", "os.fsync", "os.unlink", "shutil.copyfile"),
+    )
     if not links:
         monkeypatch.setattr("os.link", failing(errno.EPERM))
     running = adapter()
@@ -333,7 +399,9 @@ def test_the_newest_is_there_at_every_moment_of_a_save(
     assert not died  # so many moments a save does not have
 
 
-def killed_save(running: df.Adapter, path: Path, keep: int, moment: int, calls: tuple[str, ...]) -> bool:
+def killed_save(
+    running: df.Adapter, path: Path, keep: int, moment: int, calls: tuple[str, ...]
+) -> bool:
     """Save in a child that kills itself before its n-th call; whether it did."""
     child = os.fork()
     if child == 0:
@@ -361,10 +429,24 @@ def killed_save(running: df.Adapter, path: Path, keep: int, moment: int, calls: 
 
 
 def test_parts_of_killed_processes_are_swept(tmp_path: Path) -> None:
-    gone = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], check=True, capture_output=True, text=True)
+    gone = subprocess.run(
+        [sys.executable, "-c", "import os; print(os.getpid())"],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
     mine, living, names = os.getpid(), os.getppid(), [".a.{}-new.part", ".a.{}-old.part"]
     stale = [tmp_path / name.format(pid) for name in names for pid in (mine, int(gone.stdout))]
-    kept = [tmp_path / name for name in (f".a.{living}-new.part", ".a.part", ".b.1-new.part", ".a.x-new.part", "a.1-new.part")]
+    kept = [
+        tmp_path / name
+        for name in (
+            f".a.{living}-new.part",
+            ".a.part",
+            ".b.1-new.part",
+            ".a.x-new.part",
+            "a.1-new.part",
+        )
+    ]
     for path in (*stale, *kept):
         path.write_text("half")
     df.save(adapter(), tmp_path / "a")
@@ -380,7 +462,9 @@ def test_fingerprints_tell_models_apart() -> None:
     for other in (Small(seed=1), Small(width=7), Small().double(), Small().bfloat16()):
         assert fingerprint(other).weights != reference.weights
     moved = Small()
-    moved.first.weight.data = moved.first.weight.data.t().contiguous().t()  # another layout of the same values
+    moved.first.weight.data = (
+        moved.first.weight.data.t().contiguous().t()
+    )  # another layout of the same values
     assert fingerprint(moved) == reference
     assert fingerprint(Small(seed=1)).architecture == reference.architecture
     assert fingerprint(Small().double()).architecture != reference.architecture

@@ -1,4 +1,6 @@
-"""Nothing in the package runs what a file says: no pickle, no eval, no import by name but of the user's own model."""
+"""Nothing in the package runs what a file says: no pickle, no eval, no import by name but of the
+user's own model.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +16,33 @@ ROOT = Path(df.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 
 NAMES = {"eval", "exec", "compile", "__import__"}
-MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal", "yaml", "runpy", "code"}
+MODULES = {
+    "pickle",
+    "cPickle",
+    "dill",
+    "cloudpickle",
+    "joblib",
+    "shelve",
+    "marshal",
+    "yaml",
+    "runpy",
+    "code",
+}
 CALLS = {"import_module", "system", "popen", "literal_eval", "read_pickle"}
 # What is allowed, and why. A pattern is ``what in file``.
 ALLOWED = {
-    "pickle in app/images/files.py": "CIFAR-10's python version is a pickle; the unpickler there admits numpy arrays and nothing else",
-    "pickle in app/run/load_model.py": "the name of an error that torch.load(weights_only=True) raises",
+    "pickle in app/images/files.py": (
+        "CIFAR-10's python version is a pickle; the unpickler there admits numpy arrays and "
+        "nothing else"
+    ),
+    "pickle in app/run/load_model.py": (
+        "the name of an error that torch.load(weights_only=True) raises"
+    ),
     "import_module in __init__.py": "the package's own _api",
     "import_module in app/run/load_model.py": "the user's package.module:factory",
-    "literal_eval in app/bench/bench.py": "numbers and lists in name:option=value; evaluates nothing",
+    "literal_eval in app/bench/bench.py": (
+        "numbers and lists in name:option=value; evaluates nothing"
+    ),
 }
 
 
@@ -30,8 +50,14 @@ def findings(text: str) -> Iterator[str]:
     """Everything in a source that could run what it reads."""
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, (ast.Import, ast.ImportFrom)):
-            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else [each.name for each in node.names]
-            yield from (name.partition(".")[0] for name in names if name.partition(".")[0] in MODULES)
+            names = (
+                [node.module or ""]
+                if isinstance(node, ast.ImportFrom)
+                else [each.name for each in node.names]
+            )
+            yield from (
+                name.partition(".")[0] for name in names if name.partition(".")[0] in MODULES
+            )
         if isinstance(node, ast.Call):
             yield from called(node)
 
@@ -71,19 +97,35 @@ def test_the_search_finds(text: str) -> None:
 
 
 def test_the_search_passes_what_is_safe() -> None:
-    for text in ("torch.load(path, weights_only=True)", "np.load(path)", "model.eval()", "re.compile('a')", "json.loads(text)"):
+    for text in (
+        "torch.load(path, weights_only=True)",
+        "np.load(path)",
+        "model.eval()",
+        "re.compile('a')",
+        "json.loads(text)",
+    ):
         assert not list(findings(text))
 
 
 def test_nothing_runs_what_it_reads() -> None:
-    found = {f"{what} in {path.relative_to(ROOT).as_posix()}" for path in FILES for what in findings(path.read_text())}
+    found = {
+        f"{what} in {path.relative_to(ROOT).as_posix()}"
+        for path in FILES
+        for what in findings(path.read_text())
+    }
     assert found == set(ALLOWED)
 
 
 def test_toml_names_variants_only(tmp_path: Path) -> None:
     """A class outside the table is not looked for, however it is spelled."""
     marker = tmp_path / "ran"
-    for kind in ("os.system", "builtins.eval", "driftfilter.recipe.Recipe", "__import__", "posix:system"):
+    for kind in (
+        "os.system",
+        "builtins.eval",
+        "driftfilter.recipe.Recipe",
+        "__import__",
+        "posix:system",
+    ):
         with pytest.raises(ValueError, match="kind must be the name of a variant"):
             df.from_toml(f'kind = "{kind}"\ncommand = "touch {marker}"\n')
         with pytest.raises(ValueError, match="kind must be the name of a variant"):

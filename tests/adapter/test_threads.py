@@ -16,7 +16,14 @@ import driftfilter as df
 from fuzzing import batch, made, same
 
 THREADS, UPDATES, ASKED = 8, 10, batch(5, 50)
-CASES = ["batch_norm-driftfilter", "batch_norm-tent", "batch_norm-opgd", "group_norm-cotta", "linear-t3a", "linear-head_ekf"]
+CASES = [
+    "batch_norm-driftfilter",
+    "batch_norm-tent",
+    "batch_norm-opgd",
+    "group_norm-cotta",
+    "linear-t3a",
+    "linear-head_ekf",
+]
 Bits = dict[str, Tensor]
 
 
@@ -44,7 +51,9 @@ def state(adapted: df.Adapter) -> Bits:
 
 
 def answers_during(learn: Callable[[int], Any], ask: Callable[[], Bits]) -> list[Bits]:
-    """What eight threads are answered while one learns; it waits for some answers after every batch."""
+    """What eight threads are answered while one learns; it waits for some answers after every
+    batch.
+    """
     answered, done = threading.Semaphore(0), threading.Event()
 
     def asking(_: int) -> list[Bits]:
@@ -76,7 +85,9 @@ def test_eight_threads_see_whole_states(case: str, ask: Callable[[df.Adapter], B
     for number in range(UPDATES):
         alone.update(batch(6, number))
         known.append(ask(alone))
-    assert not any(same(one, other) for one, other in itertools.pairwise(known))  # or they would tell nothing
+    assert not any(
+        same(one, other) for one, other in itertools.pairwise(known)
+    )  # or they would tell nothing
     answers = answers_during(lambda number: adapted.update(batch(6, number)), lambda: ask(adapted))
     assert len(answers) >= UPDATES
     assert all(any(same(answer, each) for each in known) for answer in answers)

@@ -28,18 +28,33 @@ def _table(lines: list[str]) -> dict[str, dict[str, str]]:
     return {row[0]: dict(zip(head, row, strict=True)) for row in rows}
 
 
-def test_demo_prints_its_tables_and_says_where_they_are(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_demo_prints_its_tables_and_says_where_they_are(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     assert main(["demo", "--seeds", "1", "--out", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    adapted, frozen = (next(line.split() for line in lines if line.startswith(name)) for name in ("filter", "frozen source"))
+    adapted, frozen = (
+        next(line.split() for line in lines if line.startswith(name))
+        for name in ("filter", "frozen source")
+    )
     assert float(adapted[1]) > float(frozen[2])
     scores = {preset: float(row["mean"]) for preset, row in _table(lines).items()}
-    assert list(scores) == QUICK_PRESETS.split(",") == ["source", "bn", "tent", "driftfilter", "driftfilter_aug"]
+    assert (
+        list(scores)
+        == QUICK_PRESETS.split(",")
+        == ["source", "bn", "tent", "driftfilter", "driftfilter_aug"]
+    )
     assert list(scores) == sorted(scores, key=lambda preset: scores[preset])
     assert f"wrote {tmp_path / 'linear'}" in lines
-    assert lines[-2:] == [f"wrote {tmp_path / 'images'}", f"wrote {tmp_path / 'images' / 'report.html'}"]
+    assert lines[-2:] == [
+        f"wrote {tmp_path / 'images'}",
+        f"wrote {tmp_path / 'images' / 'report.html'}",
+    ]
     (written,) = (tmp_path / "images").glob("tent_*.json")
-    assert f"{json.loads(written.read_text())['result']['mean']['accuracy']:.3f}" == _table(lines)["tent"]["mean"]
+    assert (
+        f"{json.loads(written.read_text())['result']['mean']['accuracy']:.3f}"
+        == _table(lines)["tent"]["mean"]
+    )
     assert (tmp_path / "linear" / "metrics.json").exists()
 
 
@@ -47,14 +62,28 @@ def test_demo_goes_without_what_is_not_installed(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("driftfilter.app.commands.find_spec", lambda name: None)
-    monkeypatch.setattr("driftfilter.app.paper.reproduce.reproduce", lambda *_, figures: {"linear": f"figures {figures}"})
+    monkeypatch.setattr(
+        "driftfilter.app.paper.reproduce.reproduce",
+        lambda *_, figures: {"linear": f"figures {figures}"},
+    )
     assert main(["demo", "--seeds", "1", "--out", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "figures False" in lines
     assert lines[-1].endswith("pip install 'driftfilter[bench]'")
 
 
-SMALL = ["bench", "--quick", "--images", "40", "--batch", "20", "--corruptions", "contrast", "--presets", "source,bn"]
+SMALL = [
+    "bench",
+    "--quick",
+    "--images",
+    "40",
+    "--batch",
+    "20",
+    "--corruptions",
+    "contrast",
+    "--presets",
+    "source,bn",
+]
 
 
 def test_bench_runs_lists_and_resumes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -112,8 +141,20 @@ def test_bench_interrupted_keeps_what_is_done(
 def test_two_processes_share_a_folder(
     capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second runs, from beginning to end, while the first is at its first task: it does all the others."""
-    command = [*SMALL, "--presets", "source,bn,tent", "--protocols", "continual", "--rounds", "2", "--out", str(tmp_path)]
+    """The second runs, from beginning to end, while the first is at its first task: it does all the
+    others.
+    """
+    command = [
+        *SMALL,
+        "--presets",
+        "source,bn,tent",
+        "--protocols",
+        "continual",
+        "--rounds",
+        "2",
+        "--out",
+        str(tmp_path),
+    ]
     seconds: list[subprocess.CompletedProcess[str]] = []
 
     def meanwhile(*arguments: Any) -> dict[str, Any]:
@@ -127,7 +168,9 @@ def test_two_processes_share_a_folder(
     assert second.returncode == 1
     *ended, left = second.stderr.splitlines()
     assert [line[:6] for line in ended] == ["2 of 3", "3 of 3"]
-    assert left.startswith("not done: source · continual:rounds=2 · resnet20 · seed 0, claimed by process ")
+    assert left.startswith(
+        "not done: source · continual:rounds=2 · resnet20 · seed 0, claimed by process "
+    )
     assert f" {os.getpid()} on host {socket.gethostname()};" in left
     assert list(_table(second.stdout.splitlines())) == ["bn", "tent"]
     assert [line[:6] for line in first.err.splitlines()] == ["1 of 3"]
@@ -137,7 +180,9 @@ def test_two_processes_share_a_folder(
     assert (tmp_path / "stream-continual-rounds=2_resnet20.png").exists()
 
 
-def test_a_claim_of_another_host_is_named_and_no_table_is_lost(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_claim_of_another_host_is_named_and_no_table_is_lost(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     command = [*SMALL, "--presets", "bn", "--out", str(tmp_path)]
     assert main(command) == 0
     (done,) = tmp_path.glob("*.json")
@@ -147,13 +192,21 @@ def test_a_claim_of_another_host_is_named_and_no_table_is_lost(capsys: pytest.Ca
     capsys.readouterr()
     assert main(command) == 1
     shown = capsys.readouterr()
-    assert f"claimed by process 17 on host far; where it runs no more, remove {done.with_suffix('.claim')}" in shown.err
+    assert (
+        "claimed by process 17 on host far; where it runs no more, remove "
+        f"{done.with_suffix('.claim')}" in shown.err
+    )
     assert shown.out == ""
     assert (tmp_path / "table.md").read_text() == before
 
 
-def test_only_tables_of_the_run_are_shown(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    first, second = ([*SMALL, "--presets", "bn", "--batch", size, "--out", str(tmp_path)] for size in ("20", "10"))
+def test_only_tables_of_the_run_are_shown(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    first, second = (
+        [*SMALL, "--presets", "bn", "--batch", size, "--out", str(tmp_path)]
+        for size in ("20", "10")
+    )
     assert main(first) == main(second) == 0
     shown, page = capsys.readouterr().out.split("wrote")[1], (tmp_path / "table.md").read_text()
     for command, here in ((first, False), (second, True)):
@@ -162,14 +215,21 @@ def test_only_tables_of_the_run_are_shown(capsys: pytest.CaptureFixture[str], tm
 
 
 @pytest.mark.parametrize("below", ["", "below"], ids=["file", "below-a-file"])
-@pytest.mark.parametrize("command", [SMALL, ["demo"], ["reproduce", "linear"]], ids=lambda command: command[0])
-def test_out_must_be_a_folder(command: list[str], below: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "command", [SMALL, ["demo"], ["reproduce", "linear"]], ids=lambda command: command[0]
+)
+def test_out_must_be_a_folder(
+    command: list[str], below: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     file = tmp_path / "file"
     file.write_text("mine")
     with pytest.raises(SystemExit) as exit_info:
         main([*command, "--out", str(file / below)])
     assert exit_info.value.code == 2
-    assert f"argument --out: must be a folder, or where one can be made, got the file '{file}'" in capsys.readouterr().err
+    assert (
+        f"argument --out: must be a folder, or where one can be made, got the file '{file}'"
+        in capsys.readouterr().err
+    )
     assert file.read_text() == "mine"
 
 
@@ -211,7 +271,11 @@ def test_list_names_every_variant_with_one_line(capsys: pytest.CaptureFixture[st
     assert main(["list"]) == 0
     printed = capsys.readouterr().out
     for name in [name for variants in VARIANTS.values() for name in variants] + list(PRESETS):
-        assert any(line.split()[0] == name and len(line.split()) > 2 for line in printed.splitlines() if line.strip())
+        assert any(
+            line.split()[0] == name and len(line.split()) > 2
+            for line in printed.splitlines()
+            if line.strip()
+        )
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -257,5 +321,8 @@ def test_help_does_not_import_torch() -> None:
 
 
 def test_the_library_does_not_import_what_only_the_app_needs() -> None:
-    code = "import sys, driftfilter\nassert not {'matplotlib', 'rich', 'torchmetrics', 'tyro', 'sklearn'} & set(sys.modules)"
+    code = (
+        "import sys, driftfilter\nassert not {'matplotlib', 'rich', 'torchmetrics', 'tyro', "
+        "'sklearn'} & set(sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

@@ -1,4 +1,6 @@
-"""Every command: its happy path, its likeliest mistakes, and that --json and --quiet print what they say and no more."""
+"""Every command: its happy path, its likeliest mistakes, and that --json and --quiet print what
+they say and no more.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,18 @@ def called(capsys: pytest.CaptureFixture[str], *command: str) -> tuple[int, str,
 # Happy paths
 
 RUN = ["run", MODEL, "x.npy", "--labels", "y.npy", "--preset", "tent", "--batch", "10"]
-BENCH = ["bench", "--quick", "--images", "20", "--batch", "20", "--corruptions", "contrast", "--presets", "source"]
+BENCH = [
+    "bench",
+    "--quick",
+    "--images",
+    "20",
+    "--batch",
+    "20",
+    "--corruptions",
+    "contrast",
+    "--presets",
+    "source",
+]
 HAPPY: dict[str, tuple[list[str], str]] = {  # command, and the end of what it says
     "demo": (["demo", "--seeds", "1"], "wrote runs/demo/images/report.html\n"),
     "reproduce": (["reproduce", "dynamics", "--no-figures"], " s\n"),
@@ -62,18 +75,44 @@ KEYS: dict[str, set[str]] = {
     "reproduce": {"out", "seconds", "examples"},
     "bench": {"out", "not_done", "results"},
     "bench --list": {"out", "tasks"},
-    "run": {"samples", "steps", "skipped", "accuracy", "resumed_after", "signal", "error", "predictions", "out"},
+    "run": {
+        "samples",
+        "steps",
+        "skipped",
+        "accuracy",
+        "resumed_after",
+        "signal",
+        "error",
+        "predictions",
+        "out",
+    },
     "report": {"report"},
     "data": {"path", "ok", "files"},
     "data (no folder)": {"archives_md5", "text"},
-    "inspect": {"model", "parameters", "norms", "batch_norm", "subsets", "milliseconds", "batch", "statistics"},
+    "inspect": {
+        "model",
+        "parameters",
+        "norms",
+        "batch_norm",
+        "subsets",
+        "milliseconds",
+        "batch",
+        "statistics",
+    },
 }
 
 
 def test_every_command_is_here() -> None:
-    (commands,) = (action.choices for action in arguments.parser()._actions if action.dest == "command")
+    (commands,) = (
+        action.choices for action in arguments.parser()._actions if action.dest == "command"
+    )
     assert commands is not None
-    assert set(commands) == set(COMMANDS) == {name.split()[0] for name in HAPPY} == {name.split()[0] for name in MISTAKES}
+    assert (
+        set(commands)
+        == set(COMMANDS)
+        == {name.split()[0] for name in HAPPY}
+        == {name.split()[0] for name in MISTAKES}
+    )
 
 
 @pytest.fixture
@@ -84,7 +123,9 @@ def _short(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.usefixtures("folder", "_short")
 @pytest.mark.parametrize("case", HAPPY)
-def test_json_is_one_document_and_quiet_is_silent(case: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_is_one_document_and_quiet_is_silent(
+    case: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     command, last = HAPPY[case]
     if case == "report":
         assert called(capsys, *RUN, "--quiet", "--out", "done")[0] == 0
@@ -108,7 +149,11 @@ def test_the_documents_say_what_happened(capsys: pytest.CaptureFixture[str]) -> 
     _, out, _ = called(capsys, *RUN, "--json", "--out", "o")
     document = json.loads(out)
     last = json.loads(Path("o/steps.jsonl").read_text().splitlines()[-1])
-    assert (document["samples"], document["steps"], document["accuracy"]) == (N, 5, last["accuracy"])
+    assert (document["samples"], document["steps"], document["accuracy"]) == (
+        N,
+        5,
+        last["accuracy"],
+    )
     _, out, _ = called(capsys, *BENCH, "--json")
     (result,) = json.loads(out)["results"]
     (written,) = Path("runs/bench").glob("source_*.json")
@@ -117,11 +162,17 @@ def test_the_documents_say_what_happened(capsys: pytest.CaptureFixture[str]) -> 
     assert (status, json.loads(out)["ok"], err) == (1, False, "")
     status, out, err = called(capsys, "data", "nowhere", "--quiet")
     assert (status, out) == (1, "")
-    assert err.startswith("driftfilter data: error: path must be a file or folder of data, got 'nowhere'")
+    assert err.startswith(
+        "driftfilter data: error: path must be a file or folder of data, got 'nowhere'"
+    )
 
 
-def test_what_a_model_prints_is_no_part_of_the_document(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (folder / "loud.py").write_text("import run_network\nmake = lambda: print('loading') or run_network.make()\n")
+def test_what_a_model_prints_is_no_part_of_the_document(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "loud.py").write_text(
+        "import run_network\nmake = lambda: print('loading') or run_network.make()\n"
+    )
     status, out, err = called(capsys, "run", "loud:make", *RUN[2:], "--json", "--out", "o")
     assert (status, json.loads(out)["samples"]) == (0, N)
     assert "loading\n" in err
@@ -133,7 +184,9 @@ def test_what_json_does_not_know_is_null() -> None:
 
 
 @pytest.mark.usefixtures("folder")
-def test_a_failed_task_is_told_though_quiet(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_task_is_told_though_quiet(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fails(*_: object) -> None:
         raise RuntimeError("no memory")
 
@@ -154,38 +207,106 @@ def test_a_run_that_ends_badly_says_so_as_data(capsys: pytest.CaptureFixture[str
 # Mistakes
 
 MISTAKES: dict[str, tuple[list[str], int, str]] = {
-    "demo option": (["demo", "--seed-count", "3"], 2, "unrecognized arguments: --seed-count 3 (did you mean '--seeds'?)"),
-    "demo seeds": (["demo", "--seeds", "0"], 2, "argument --seeds: must be an integer >= 1, got '0'"),
-    "demo out": (["demo", "--out", "text.txt"], 2, "must be a folder, or where one can be made, got the file 'text.txt'"),
+    "demo option": (
+        ["demo", "--seed-count", "3"],
+        2,
+        "unrecognized arguments: --seed-count 3 (did you mean '--seeds'?)",
+    ),
+    "demo seeds": (
+        ["demo", "--seeds", "0"],
+        2,
+        "argument --seeds: must be an integer >= 1, got '0'",
+    ),
+    "demo out": (
+        ["demo", "--out", "text.txt"],
+        2,
+        "must be a folder, or where one can be made, got the file 'text.txt'",
+    ),
     "reproduce nothing": (["reproduce"], 2, "the following arguments are required: EXAMPLE"),
     "reproduce example": (["reproduce", "linaer"], 2, "pinwheel, all) (did you mean 'linear'?)"),
-    "reproduce option": (["reproduce", "linear", "--no-figure s"], 2, "(did you mean '--no-figures'?)"),
+    "reproduce option": (
+        ["reproduce", "linear", "--no-figure s"],
+        2,
+        "(did you mean '--no-figures'?)",
+    ),
     "bench preset": (["bench", "--presets", "tnt"], 2, "did you mean 'tent'?"),
-    "bench option": (["bench", "--quik"], 2, "unrecognized arguments: --quik (did you mean '--quick'?)"),
+    "bench option": (
+        ["bench", "--quik"],
+        2,
+        "unrecognized arguments: --quik (did you mean '--quick'?)",
+    ),
     "bench corruption": (["bench", "--corruptions", "contrst"], 2, "did you mean 'contrast'?"),
-    "bench both": (["bench", "--json", "--quiet"], 2, "argument --quiet: not allowed with argument --json"),
-    "run option": ([*RUN, "--batch-size", "3"], 2, "unrecognized arguments: --batch-size 3 (did you mean '--batch'?)"),
+    "bench both": (
+        ["bench", "--json", "--quiet"],
+        2,
+        "argument --quiet: not allowed with argument --json",
+    ),
+    "run option": (
+        [*RUN, "--batch-size", "3"],
+        2,
+        "unrecognized arguments: --batch-size 3 (did you mean '--batch'?)",
+    ),
     "run data": (["run", MODEL], 2, "the following arguments are required: DATA"),
     "run no data": (["run", MODEL, "z.npy"], 2, "there is no such file, got 'z.npy'"),
-    "run file": (["run", "run_network.py", "x.npy"], 2, "(did you mean 'run_network:FACTORY'?), got 'run_network.py'"),
-    "run dot": (["run", "run_network.make", "x.npy"], 2, "(did you mean 'run_network:make'?), got 'run_network.make'"),
+    "run file": (
+        ["run", "run_network.py", "x.npy"],
+        2,
+        "(did you mean 'run_network:FACTORY'?), got 'run_network.py'",
+    ),
+    "run dot": (
+        ["run", "run_network.make", "x.npy"],
+        2,
+        "(did you mean 'run_network:make'?), got 'run_network.make'",
+    ),
     "run set": ([*RUN, "--set", "inference.rule.ls=1"], 2, "--set inference.rule.ls=1: "),
     "run live": ([*RUN, "--live", "--quiet"], 2, "--live and --quiet contradict each other"),
-    "run labels": (["run", MODEL, "x.npy", "--labels", "text.txt"], 2, "npz file of numbers, got a file of another kind\n"),
-    "run stdin": ([*RUN, "--stdin-continues"], 2, "--stdin-continues must be left out unless DATA is -, got 'x.npy'"),
-    "run integers": ([*RUN, "--integers", "ids"], 2, "--integers must be left out unless DATA is -, got 'x.npy'"),
-    "run range": ([*RUN, "--range", "-1,-2"], 2, "--range must be LOW,HIGH: two numbers, the lower one first, got '-1,-2'"),
+    "run labels": (
+        ["run", MODEL, "x.npy", "--labels", "text.txt"],
+        2,
+        "npz file of numbers, got a file of another kind\n",
+    ),
+    "run stdin": (
+        [*RUN, "--stdin-continues"],
+        2,
+        "--stdin-continues must be left out unless DATA is -, got 'x.npy'",
+    ),
+    "run integers": (
+        [*RUN, "--integers", "ids"],
+        2,
+        "--integers must be left out unless DATA is -, got 'x.npy'",
+    ),
+    "run range": (
+        [*RUN, "--range", "-1,-2"],
+        2,
+        "--range must be LOW,HIGH: two numbers, the lower one first, got '-1,-2'",
+    ),
     "report nothing": (["report"], 2, "the following arguments are required: RUN"),
-    "report nowhere": (["report", "nowhere"], 1, "RUN must be a folder of driftfilter run or bench, got 'nowhere'"),
+    "report nowhere": (
+        ["report", "nowhere"],
+        1,
+        "RUN must be a folder of driftfilter run or bench, got 'nowhere'",
+    ),
     "report empty": (["report", "."], 1, "holds no run"),
-    "report out": (["report", ".", "--out", "."], 2, "argument --out: must be a file, got the folder '.'"),
+    "report out": (
+        ["report", ".", "--out", "."],
+        2,
+        "argument --out: must be a file, got the folder '.'",
+    ),
     "data option": (["data", "--check", "."], 2, "unrecognized arguments: --check"),
     "data two": (["data", "x.npy", "y.npy"], 2, "unrecognized arguments: y.npy"),
     "data nowhere": (["data", "nowhere"], 1, "WRONG  nowhere "),
     "data text": (["data", "text.txt"], 1, "WRONG  text.txt "),
     "inspect model": (["inspect", "resnet2"], 2, "(did you mean 'resnet20'?), got 'resnet2'"),
-    "inspect factory": (["inspect", "run_network:mak"], 2, "(did you mean 'make'?), got 'run_network:mak'"),
-    "inspect input": (["inspect", MODEL, "--input", "5x5"], 2, "argument --input: must be sizes such as 3,32,32, got '5x5'"),
+    "inspect factory": (
+        ["inspect", "run_network:mak"],
+        2,
+        "(did you mean 'make'?), got 'run_network:mak'",
+    ),
+    "inspect input": (
+        ["inspect", MODEL, "--input", "5x5"],
+        2,
+        "argument --input: must be sizes such as 3,32,32, got '5x5'",
+    ),
     "inspect shape": (
         ["inspect", MODEL, "--input", "7"],
         2,
@@ -219,21 +340,36 @@ def test_mistakes(case: str, capsys: pytest.CaptureFixture[str]) -> None:
         ("--verson", "unrecognized arguments: --verson (did you mean '--version'?)"),
     ],
 )
-def test_a_command_that_is_none(command: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_command_that_is_none(
+    command: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     status, out, err = called(capsys, command)
     assert (status, out) == (2, "")
     assert message in err
     assert err.endswith("driftfilter --help says what it can be told\n")
 
 
-def test_ctrl_c_is_no_traceback(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_is_no_traceback(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("driftfilter.app.paper.reproduce.reproduce", interrupted)
-    assert called(capsys, "reproduce", "dynamics", "--no-figures") == (130, "", "driftfilter: interrupted\n")
+    assert called(capsys, "reproduce", "dynamics", "--no-figures") == (
+        130,
+        "",
+        "driftfilter: interrupted\n",
+    )
 
 
 def test_mistakes_do_not_wait_for_torch() -> None:
-    code = "import sys\nfrom driftfilter.app.cli import main\ntry: main(['run', '--bacth', '3'])\nexcept SystemExit: pass\n"
-    subprocess.run([sys.executable, "-c", code + "assert 'torch' not in sys.modules"], check=True, capture_output=True)
+    code = (
+        "import sys\nfrom driftfilter.app.cli import main\ntry: main(['run', '--bacth', "
+        "'3'])\nexcept SystemExit: pass\n"
+    )
+    subprocess.run(
+        [sys.executable, "-c", code + "assert 'torch' not in sys.modules"],
+        check=True,
+        capture_output=True,
+    )

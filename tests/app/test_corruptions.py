@@ -1,4 +1,6 @@
-"""The corruptions against closed formulas, scipy, colorsys and pillow; their interface, scale and refusals."""
+"""The corruptions against closed formulas, scipy, colorsys and pillow; their interface, scale and
+refusals.
+"""
 
 import colorsys
 import io
@@ -68,7 +70,16 @@ def test_a_seed_decides_and_the_dtype_does_not(name: str) -> None:
     double = corrupt(images.double(), name, 4, seed=7)
     assert double.dtype == torch.float64
     assert torch.equal(double, (255 * made.double()).round() / 255)
-    fixed = {"defocus_blur", "zoom_blur", "brightness", "contrast", "pixelate", "jpeg_compression", "gaussian_blur", "saturate"}
+    fixed = {
+        "defocus_blur",
+        "zoom_blur",
+        "brightness",
+        "contrast",
+        "pixelate",
+        "jpeg_compression",
+        "gaussian_blur",
+        "saturate",
+    }
     assert torch.equal(made, corrupt(images, name, 4, seed=8)) == (name in fixed)
 
 
@@ -80,16 +91,19 @@ def test_rectangles_and_single_images(name: str) -> None:
     assert made.isfinite().all()
 
 
-# Not monotone by the published constants: saturate (grey first, then vivid), spatter (water, then mud), glass (the fourth blurs
-# less than the third), elastic (less affine, more local), snow (the fourth has fewer flakes than the third) and frost (the
-# fourth only darkens the image under the frost of the third).
+# Not monotone by the published constants: saturate (grey first, then vivid), spatter (water, then
+# mud), glass (the fourth blurs less than the third), elastic (less affine, more local), snow (the
+# fourth has fewer flakes than the third) and frost (the fourth only darkens the image under the
+# frost of the third).
 NOT_MONOTONE = ("saturate", "spatter", "glass_blur", "elastic_transform", "snow", "frost")
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in NOT_MONOTONE])
 def test_severity_is_distance_from_the_clean_image(name: str) -> None:
     images = _images(200)
-    distances = [(corrupt(images, name, severity) - images).square().mean().item() for severity in SEVERITIES]
+    distances = [
+        (corrupt(images, name, severity) - images).square().mean().item() for severity in SEVERITIES
+    ]
     assert distances == sorted(distances), distances
     assert distances[4] > 1.1 * distances[0]
 
@@ -99,7 +113,9 @@ def test_contrast_shrinks_about_the_channel_means(severity: int) -> None:
     x = _arrays(_images(5)) / 255
     factor = [0.75, 0.5, 0.4, 0.3, 0.15][severity - 1]
     mean = x.mean((1, 2), keepdims=True)
-    wrong = _difference(corrupt(_images(5), "contrast", severity), np.floor(255 * ((x - mean) * factor + mean)))
+    wrong = _difference(
+        corrupt(_images(5), "contrast", severity), np.floor(255 * ((x - mean) * factor + mean))
+    )
     assert wrong.max() <= 1  # float32 where a value is all but whole
     assert (wrong > 0).mean() < 0.005
 
@@ -119,8 +135,13 @@ def _hsv(image: np.ndarray, change: str, severity: int) -> np.ndarray:
 @pytest.mark.parametrize("change", ["brightness", "saturate"])
 def test_hsv_changes_against_colorsys(change: str, severity: int) -> None:
     images = _images(2).clone()
-    images[0, :, 0, :3] = torch.tensor([0.0, 128 / 255, 1.0])  # black, grey and white, where hue is not defined
-    wrong = _difference(corrupt(images, change, severity), np.stack([_hsv(x, change, severity) for x in _arrays(images)]))
+    images[0, :, 0, :3] = torch.tensor(
+        [0.0, 128 / 255, 1.0]
+    )  # black, grey and white, where hue is not defined
+    wrong = _difference(
+        corrupt(images, change, severity),
+        np.stack([_hsv(x, change, severity) for x in _arrays(images)]),
+    )
     assert wrong.max() <= 1
     assert (wrong > 0).mean() < 0.01
 
@@ -148,8 +169,16 @@ def test_defocus_at_severity_5_is_a_mirrored_box() -> None:
 def test_pixelate_against_pillow(severity: int) -> None:
     small = int(32 * [0.95, 0.9, 0.85, 0.75, 0.65][severity - 1])
     box = Image.Resampling.BOX
-    made = [Image.fromarray(x).resize((small, small), box).resize((32, 32), box) for x in _arrays(_images(20))]
-    assert _difference(corrupt(_images(20), "pixelate", severity), np.stack([np.array(x) for x in made])).max() == 0
+    made = [
+        Image.fromarray(x).resize((small, small), box).resize((32, 32), box)
+        for x in _arrays(_images(20))
+    ]
+    assert (
+        _difference(
+            corrupt(_images(20), "pixelate", severity), np.stack([np.array(x) for x in made])
+        ).max()
+        == 0
+    )
 
 
 def test_pixelate_keeps_the_number_of_cells_of_a_larger_image() -> None:
@@ -166,8 +195,12 @@ def test_jpeg_against_pillow(severity: int, size: int) -> None:
         file = io.BytesIO()
         Image.fromarray(image).save(file, "JPEG", quality=[80, 65, 58, 50, 40][severity - 1])
         expected.append(np.array(Image.open(file)))
-    wrong = _difference(corrupt(_images(20, size), "jpeg_compression", severity), np.stack(expected))
-    assert wrong.mean() < 0.3  # of 255: libjpeg's integer arithmetic decides halves, and a coefficient moves 64 pixels
+    wrong = _difference(
+        corrupt(_images(20, size), "jpeg_compression", severity), np.stack(expected)
+    )
+    assert (
+        wrong.mean() < 0.3
+    )  # of 255: libjpeg's integer arithmetic decides halves, and a coefficient moves 64 pixels
     assert (wrong <= 1).mean() > 0.92
 
 
@@ -183,8 +216,13 @@ def _published_zoom(image: np.ndarray, factor: float) -> np.ndarray:
 def test_zoom_blur_against_scipy(severity: int) -> None:
     factors = np.arange(1, [1.06, 1.11, 1.16, 1.21, 1.26][severity - 1], 0.01)
     x = _arrays(_images(3)) / 255
-    made = [(image + sum(_published_zoom(image, factor) for factor in factors)) / (len(factors) + 1) for image in x]
-    wrong = _difference(corrupt(_images(3), "zoom_blur", severity), np.floor(255 * np.stack(made) + 1e-3))
+    made = [
+        (image + sum(_published_zoom(image, factor) for factor in factors)) / (len(factors) + 1)
+        for image in x
+    ]
+    wrong = _difference(
+        corrupt(_images(3), "zoom_blur", severity), np.floor(255 * np.stack(made) + 1e-3)
+    )
     assert wrong.max() <= 1
     assert (wrong > 0).mean() < 0.005
 
@@ -197,11 +235,21 @@ def test_moments_of_the_noises(severity: int) -> None:
         "shot_noise": math.sqrt(level / [500, 250, 100, 75, 50][severity - 1]),
         "speckle_noise": [0.06, 0.1, 0.12, 0.16, 0.2][severity - 1] * level,
     }
-    for name, deviation in expected.items():  # ⌊⌋ costs half a unit of the mean, and beats against the steps of shot noise
+    for (
+        name,
+        deviation,
+    ) in (
+        expected.items()
+    ):  # ⌊⌋ costs half a unit of the mean, and beats against the steps of shot noise
         noise = corrupt(flat, name, severity) - flat
-        near = pytest.approx(math.hypot(deviation, 1 / 255 / math.sqrt(12)), rel=0.03 if name == "shot_noise" else 0.01)
+        near = pytest.approx(
+            math.hypot(deviation, 1 / 255 / math.sqrt(12)),
+            rel=0.03 if name == "shot_noise" else 0.01,
+        )
         assert noise.std().item() == near
-        assert abs(noise.mean().item() + 0.5 / 255) < 0.1 / 255 + 5 * deviation / math.sqrt(flat.numel())
+        assert abs(noise.mean().item() + 0.5 / 255) < 0.1 / 255 + 5 * deviation / math.sqrt(
+            flat.numel()
+        )
     share = [0.01, 0.02, 0.03, 0.05, 0.07][severity - 1]
     struck = corrupt(flat, "impulse_noise", severity)
     for value in (0.0, 1.0):
@@ -220,9 +268,13 @@ def test_motion_blur_of_a_point_is_a_half_gaussian_to_the_left() -> None:
 
 @pytest.mark.parametrize("severity", SEVERITIES)
 def test_motion_blur_is_a_sum_of_shifted_copies_at_some_angle(severity: int) -> None:
-    """Against the formula pixel by pixel, borders repeated, at the angles that the same seed draws."""
+    """Against the formula pixel by pixel, borders repeated, at the angles that the same seed
+    draws.
+    """
     radius, sigma = [(6, 1.0), (6, 1.5), (6, 2.0), (8, 2.0), (9, 2.5)][severity - 1]
-    angles = np.deg2rad(90 * torch.rand(3, generator=torch.Generator().manual_seed(5)).double().numpy() - 45)
+    angles = np.deg2rad(
+        90 * torch.rand(3, generator=torch.Generator().manual_seed(5)).double().numpy() - 45
+    )
     weights = np.exp(-((np.arange(2 * radius + 1) / sigma) ** 2) / 2)
     expected = np.zeros((3, 32, 32, 3))
     for made, image, angle in zip(expected, _arrays(_images(3)), angles, strict=True):
@@ -230,7 +282,9 @@ def test_motion_blur_is_a_sum_of_shifted_copies_at_some_angle(severity: int) -> 
             rows = np.clip(np.arange(32) + math.ceil(i * math.sin(angle) - 0.5), 0, 31)
             columns = np.clip(np.arange(32) + math.ceil(i * math.cos(angle) - 0.5), 0, 31)
             made += weight * image[rows][:, columns]
-    wrong = _difference(corrupt(_images(3), "motion_blur", severity, seed=5), np.floor(expected + 1e-3))
+    wrong = _difference(
+        corrupt(_images(3), "motion_blur", severity, seed=5), np.floor(expected + 1e-3)
+    )
     assert wrong.max() <= 1
     assert (wrong > 0).mean() < 0.002
 
@@ -251,14 +305,20 @@ def test_fog_of_a_flat_image_is_the_plasma_between_its_ends() -> None:
     flat = torch.full((20, 3, 32, 32), 0.5)
     made = corrupt(flat, "fog")
     assert torch.equal(made[:, 0], made[:, 2])
-    torch.testing.assert_close(made.amin((1, 2, 3)), torch.full((20,), math.floor(255 * 0.5 * 0.5 / 2) / 255))
-    torch.testing.assert_close(made.amax((1, 2, 3)), torch.full((20,), math.floor(255 * 2.0 * 0.5 / 2) / 255))
+    torch.testing.assert_close(
+        made.amin((1, 2, 3)), torch.full((20,), math.floor(255 * 0.5 * 0.5 / 2) / 255)
+    )
+    torch.testing.assert_close(
+        made.amax((1, 2, 3)), torch.full((20,), math.floor(255 * 2.0 * 0.5 / 2) / 255)
+    )
 
 
 def test_elastic_at_severity_1_is_affine() -> None:
     y, x = torch.meshgrid(torch.arange(32.0), torch.arange(32.0), indexing="ij")
     images = (torch.stack([y, x, y + x]) * 4 / 255).expand(20, -1, -1, -1).contiguous()
-    made = 255 * corrupt(images, "elastic_transform", 1)[:, :, 10:22, 10:22]  # far from the mirrored borders
+    made = (
+        255 * corrupt(images, "elastic_transform", 1)[:, :, 10:22, 10:22]
+    )  # far from the mirrored borders
     assert (made.diff(dim=2).diff(dim=2).abs() <= 1.01).all()  # linear, but for the rounding
     assert (made[1:] - made[:-1]).abs().amax((1, 2, 3)).min() > 1
 
@@ -268,16 +328,34 @@ BAD: dict[str, tuple[Callable[[], Tensor], str]] = {
         lambda: corrupt(_images(1), "gausian_noise"),
         "name must be one of .*did you mean 'gaussian_noise'",
     ),
-    "severity 0": (lambda: corrupt(_images(1), "fog", 0), "severity must be an integer from 1 to 5, got 0"),
-    "severity 6": (lambda: corrupt(_images(1), "fog", 6), "severity must be an integer from 1 to 5, got 6"),
-    "severity true": (lambda: corrupt(_images(1), "fog", True), "severity must be an integer from 1 to 5, got True"),
+    "severity 0": (
+        lambda: corrupt(_images(1), "fog", 0),
+        "severity must be an integer from 1 to 5, got 0",
+    ),
+    "severity 6": (
+        lambda: corrupt(_images(1), "fog", 6),
+        "severity must be an integer from 1 to 5, got 6",
+    ),
+    "severity true": (
+        lambda: corrupt(_images(1), "fog", True),
+        "severity must be an integer from 1 to 5, got True",
+    ),
     "seed": (lambda: corrupt(_images(1), "fog", seed=-1), "seed must be an integer >= 0"),
-    "bytes": (lambda: corrupt(255 * _images(1), "fog"), r"images must be in \[0, 1\] \(divide 8-bit values by 255\)"),
+    "bytes": (
+        lambda: corrupt(255 * _images(1), "fog"),
+        r"images must be in \[0, 1\] \(divide 8-bit values by 255\)",
+    ),
     "negative": (lambda: corrupt(_images(1) - 1, "fog"), r"images must be in \[0, 1\]"),
     "nan": (lambda: corrupt(_images(1) * math.nan, "fog"), "images must be finite"),
-    "layout": (lambda: corrupt(_images(1).permute(0, 2, 3, 1), "fog"), r"\[n, 3, h, w\] \(RGB, channels before pixels\)"),
+    "layout": (
+        lambda: corrupt(_images(1).permute(0, 2, 3, 1), "fog"),
+        r"\[n, 3, h, w\] \(RGB, channels before pixels\)",
+    ),
     "one image": (lambda: corrupt(_images(1)[0], "fog"), r"got shape \[3, 32, 32\]"),
-    "integers": (lambda: corrupt((_images(1) > 0.5).to(torch.uint8), "fog"), "float32 or float64, got torch.uint8"),
+    "integers": (
+        lambda: corrupt((_images(1) > 0.5).to(torch.uint8), "fog"),
+        "float32 or float64, got torch.uint8",
+    ),
     "small": (lambda: corrupt(_images(1)[..., :31], "fog"), "at least 32 pixels high and wide"),
 }
 

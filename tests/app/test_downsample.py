@@ -26,8 +26,22 @@ def test_few_steps_are_pieces_of_their_own() -> None:
 
 def test_pieces_are_sums_and_means_over_samples() -> None:
     first, second = along(STEPS, 2)
-    assert first == {"step": 0, "steps": 3, "n": 10, "judged": 5, "right": 3, "entropy": pytest.approx(5 / 6)}
-    assert second == {"step": 3, "steps": 2, "n": 4, "judged": 4, "right": 3, "entropy": pytest.approx(6.25 / 4)}
+    assert first == {
+        "step": 0,
+        "steps": 3,
+        "n": 10,
+        "judged": 5,
+        "right": 3,
+        "entropy": pytest.approx(5 / 6),
+    }
+    assert second == {
+        "step": 3,
+        "steps": 2,
+        "n": 4,
+        "judged": 4,
+        "right": 3,
+        "entropy": pytest.approx(6.25 / 4),
+    }
 
 
 def test_pieces_of_pieces_are_pieces() -> None:

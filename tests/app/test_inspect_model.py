@@ -45,7 +45,11 @@ def test_inspect_counts_what_every_subset_takes(capsys: pytest.CaptureFixture[st
     status, out, _ = said(capsys, "inspect", "inspected_network:make", "--json")
     found = json.loads(out)
     assert status == 0
-    assert (found["parameters"], found["norms"], found["batch_norm"]) == (4 * 8 + 8 + 16 + 8 * 3 + 3, {"LayerNorm": 1}, False)
+    assert (found["parameters"], found["norms"], found["batch_norm"]) == (
+        4 * 8 + 8 + 16 + 8 * 3 + 3,
+        {"LayerNorm": 1},
+        False,
+    )
     by_name = {subset["selection"]: subset for subset in found["subsets"]}
     assert by_name["NormAffine(exclude=())"]["names"] == ["1.weight", "1.bias"]
     assert [subset["numbers"] for subset in found["subsets"]] == [16, 27, 83]
@@ -82,10 +86,15 @@ def test_inspect_says_why_a_subset_takes_nothing(capsys: pytest.CaptureFixture[s
             ["inspected_network:make", "--input", "5"],
             "--input [5] must be the shape of a sample, but the model failed: mat1 and",
         ),
-        (["inspected_network:make", "--weights", "none.safetensors"], "--weights must be a .safetensors, .pt or .pth file"),
+        (
+            ["inspected_network:make", "--weights", "none.safetensors"],
+            "--weights must be a .safetensors, .pt or .pth file",
+        ),
     ],
 )
-def test_inspect_refuses(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_refuses(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     status, out, err = said(capsys, "inspect", *arguments)
     assert (status, out) == (2, "")
     assert message in err
@@ -102,7 +111,9 @@ def test_the_list_as_json_has_all_that_the_list_has(capsys: pytest.CaptureFixtur
     _, out, _ = said(capsys, "list", "--json")
     entries = json.loads(out)
     _, text, _ = said(capsys, "list")
-    assert [entry["name"] for entry in entries] == [line.split()[0] for line in text.splitlines() if line.startswith("  ")]
+    assert [entry["name"] for entry in entries] == [
+        line.split()[0] for line in text.splitlines() if line.startswith("  ")
+    ]
     rho = next(entry for entry in entries if entry["name"] == "MeanReversion")
     assert (rho["role"], rho["fields"]["rho"]) == ("dynamics", repr(df.MeanReversion().rho))
     assert next(entry for entry in entries if entry["name"] == "tent")["role"] == "preset"
@@ -116,14 +127,36 @@ def test_the_list_as_json_has_all_that_the_list_has(capsys: pytest.CaptureFixtur
     [
         ("transition.dynamics.rho", "0.9", lambda recipe: recipe.transition.dynamics.rho, 0.9),
         ("predict_from", "posterior", lambda recipe: recipe.predict_from, "posterior"),
-        ("observation.loss.coefficients.1", "7.0", lambda recipe: recipe.observation.loss.coefficients, (1.0, 7.0)),
-        ("observation.loss.terms.0.ceiling", "0.5", lambda recipe: recipe.observation.loss.terms[0].ceiling, 0.5),
-        ("transition.noise", '{ kind = "Discount", delta = 0.9 }', lambda recipe: recipe.transition.noise, df.Discount(0.9)),
-        ("upkeep", '{ kind = "ResetEvery", steps = 9 }', lambda recipe: recipe.upkeep, df.ResetEvery(9)),
+        (
+            "observation.loss.coefficients.1",
+            "7.0",
+            lambda recipe: recipe.observation.loss.coefficients,
+            (1.0, 7.0),
+        ),
+        (
+            "observation.loss.terms.0.ceiling",
+            "0.5",
+            lambda recipe: recipe.observation.loss.terms[0].ceiling,
+            0.5,
+        ),
+        (
+            "transition.noise",
+            '{ kind = "Discount", delta = 0.9 }',
+            lambda recipe: recipe.transition.noise,
+            df.Discount(0.9),
+        ),
+        (
+            "upkeep",
+            '{ kind = "ResetEvery", steps = 9 }',
+            lambda recipe: recipe.upkeep,
+            df.ResetEvery(9),
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_field_is_changed_and_nothing_else(path: str, text: str, read: Any, expected: Any) -> None:
+def test_a_field_is_changed_and_nothing_else(
+    path: str, text: str, read: Any, expected: Any
+) -> None:
     recipe = df.presets.get("driftfilter")
     other = changed(recipe, path, text)
     assert read(other) == expected
@@ -134,11 +167,19 @@ def test_a_field_is_changed_and_nothing_else(path: str, text: str, read: Any, ex
 @pytest.mark.parametrize(
     ("path", "text", "message"),
     [
-        ("transition.dynamic.rho", "0.9", "one of the fields .* of transition .did you mean 'dynamics'?"),
+        (
+            "transition.dynamic.rho",
+            "0.9",
+            "one of the fields .* of transition .did you mean 'dynamics'?",
+        ),
         ("transition.dynamics.roh", "0.9", "MeanReversion has no field 'roh' .did you mean 'rho'?"),
         ("transition.dynamics.rho", "2.0", "MeanReversion.rho must be .*, got 2.0"),
         ("transition.dynamics.rho.x", "1", "transition.dynamics.rho is 0.985"),
-        ("observation.loss.coefficients.2", "1.0", "a place below 2 in observation.loss.coefficients"),
+        (
+            "observation.loss.coefficients.2",
+            "1.0",
+            "a place below 2 in observation.loss.coefficients",
+        ),
         ("inference", '{ kind = "Entropy" }', "Recipe.inference must be .*inference"),
     ],
 )
@@ -148,13 +189,29 @@ def test_a_field_that_is_none_is_refused(path: str, text: str, message: str) -> 
 
 
 def test_a_run_takes_fields_of_the_recipe(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    np.save(folder / "x.npy", torch.randn(32, 4, generator=torch.Generator().manual_seed(0)).numpy())
+    np.save(
+        folder / "x.npy", torch.randn(32, 4, generator=torch.Generator().manual_seed(0)).numpy()
+    )
     common = ("run", "inspected_network:make", "x.npy", "--batch", "16", "--quiet", "--out")
-    assert said(capsys, *common, "one", "--set", "transition.dynamics.rho=0.5", "--set", "predict_from=posterior")[0] == 0
+    assert (
+        said(
+            capsys,
+            *common,
+            "one",
+            "--set",
+            "transition.dynamics.rho=0.5",
+            "--set",
+            "predict_from=posterior",
+        )[0]
+        == 0
+    )
     recipe = json.loads((folder / "one" / "config.json").read_text())["recipe"]
     assert (recipe["transition"]["dynamics"]["rho"], recipe["predict_from"]) == (0.5, "posterior")
     assert recipe["source"]["variance"] == 0.01  # the rest as the preset has it for this model
-    for setting, message in (("rho", "--set must be PATH=VALUE"), ("transition.noize=1", "--set transition.noize=1: ")):
+    for setting, message in (
+        ("rho", "--set must be PATH=VALUE"),
+        ("transition.noize=1", "--set transition.noize=1: "),
+    ):
         status, _, err = said(capsys, *common, "two", "--set", setting)
         assert status == 2
         assert message in err

@@ -14,7 +14,12 @@ CPU = torch.device("cpu")
 
 
 def test_on_a_cpu_tf32_is_float32() -> None:
-    assert machine_of("cpu") == machine_of("cpu", "tf32") == machine_of("cpu", "float32") == Machine(CPU, "float32")
+    assert (
+        machine_of("cpu")
+        == machine_of("cpu", "tf32")
+        == machine_of("cpu", "float32")
+        == Machine(CPU, "float32")
+    )
     assert machine_of("cpu", "bf16") == Machine(CPU, "bf16")
 
 
@@ -32,7 +37,12 @@ def test_on_a_gpu_tf32_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_a_report_says_of_a_cpu() -> None:
-    expected = {"device": "cpu", "precision": "float32", "cudnn_benchmark": False, "layout": "contiguous"}
+    expected = {
+        "device": "cpu",
+        "precision": "float32",
+        "cudnn_benchmark": False,
+        "layout": "contiguous",
+    }
     assert machine_of("cpu").settings() == expected
 
 
@@ -51,7 +61,9 @@ def _switches() -> tuple[bool, bool, bool]:
 
 @pytest.mark.parametrize("place", ["cpu", "cuda"])
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_switches_are_set_for_a_task_and_as_they_were_afterwards(place: str, precision: str) -> None:
+def test_switches_are_set_for_a_task_and_as_they_were_afterwards(
+    place: str, precision: str
+) -> None:
     before = _switches()
     with Machine(torch.device(place), precision).ready():
         assert _switches() == (False, precision != "float32", place == "cuda")

@@ -22,14 +22,17 @@ def test_accuracy_and_likelihood() -> None:
 
 
 def test_calibration_error_pools_the_samples_of_a_bin() -> None:
-    # confidences 0.55 (wrong) and 0.52 (right) share the bin (0.5, 0.6] of ten; 0.9 and 0.7 stand alone
+    # confidences 0.55 (wrong) and 0.52 (right) share the bin (0.5, 0.6] of ten; 0.9 and 0.7 stand
+    # alone
     expected = (abs(1 - 0.9) + abs(1 - 0.55 - 0.52) + abs(1 - 0.7)) / 4
     assert metrics.calibration_error(LOGP, LABELS, bins=10) == pytest.approx(expected, rel=1e-12)
 
 
 def test_calibrated_predictions_have_no_calibration_error() -> None:
     logp = torch.tensor([[0.75, 0.25]] * 4, dtype=torch.float64).log()
-    assert metrics.calibration_error(logp, torch.tensor([0, 0, 0, 1])) == pytest.approx(0, abs=1e-15)
+    assert metrics.calibration_error(logp, torch.tensor([0, 0, 0, 1])) == pytest.approx(
+        0, abs=1e-15
+    )
 
 
 def _predictions(seed: int, n: int, k: int, sharpness: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -61,11 +64,17 @@ def test_quality_is_what_the_formulas_say(case: str) -> None:
     assert found.accuracy == pytest.approx(metrics.accuracy(logp, labels), abs=1e-6)
     assert found.ece == pytest.approx(metrics.calibration_error(logp, labels), abs=2e-6)
     p, y = logp.double().exp().numpy(), labels.numpy()
-    assert found.nll == pytest.approx(-logp.double().numpy()[np.arange(len(y)), y].mean(), rel=1e-12)
-    assert found.brier == pytest.approx(((p - np.eye(p.shape[1])[y]) ** 2).sum(1).mean(), rel=1e-9, abs=1e-15)
+    assert found.nll == pytest.approx(
+        -logp.double().numpy()[np.arange(len(y)), y].mean(), rel=1e-12
+    )
+    assert found.brier == pytest.approx(
+        ((p - np.eye(p.shape[1])[y]) ** 2).sum(1).mean(), rel=1e-9, abs=1e-15
+    )
     gaps = np.zeros(metrics.BINS)
     for row, label in zip(p, y, strict=True):
-        place = min(int(np.nextafter(np.float32(row.max()), np.float32(2)) * metrics.BINS), metrics.BINS - 1)
+        place = min(
+            int(np.nextafter(np.float32(row.max()), np.float32(2)) * metrics.BINS), metrics.BINS - 1
+        )
         gaps[place] += (row.argmax() == label) - row.max()
     assert found.ece == pytest.approx(abs(gaps).sum() / len(y), abs=2e-6)
 
@@ -80,7 +89,9 @@ def test_quality_by_hand() -> None:
 
 
 def test_rounding_above_one_is_not_taken_for_logits() -> None:
-    """torchmetrics applies a softmax to what leaves [0, 1]: ECE would be that of nearly even predictions."""
+    """torchmetrics applies a softmax to what leaves [0, 1]: ECE would be that of nearly even
+    predictions.
+    """
     logp = torch.tensor([[1e-7, -20.0], [1e-7, -20.0]])
     assert logp.exp().max() > 1
     assert metrics.quality(logp, torch.tensor([0, 0])).ece == pytest.approx(0, abs=1e-6)
@@ -98,15 +109,23 @@ def test_least_share() -> None:
 
 def test_entropy_of_certain_and_even_predictions() -> None:
     logp = torch.tensor([[0.0, -math.inf], [-math.log(2), -math.log(2)]], dtype=torch.float64)
-    torch.testing.assert_close(metrics.entropy(logp), torch.tensor([0.0, math.log(2)], dtype=torch.float64))
+    torch.testing.assert_close(
+        metrics.entropy(logp), torch.tensor([0.0, math.log(2)], dtype=torch.float64)
+    )
 
 
 def test_mutual_information_is_what_two_certain_and_opposite_parameters_disagree_about() -> None:
-    """θ = ±20 with equal chance, nearly: all of the uncertainty is about θ; at x = 0 none of it is."""
-    belief = df.Belief(torch.zeros(1, dtype=torch.float64), df.Full(torch.full((1, 1), 1e6, dtype=torch.float64)))
+    """θ = ±20 with equal chance, nearly: all of the uncertainty is about θ; at x = 0 none of it
+    is.
+    """
+    belief = df.Belief(
+        torch.zeros(1, dtype=torch.float64), df.Full(torch.full((1, 1), 1e6, dtype=torch.float64))
+    )
     inputs = torch.tensor([[1.0], [0.0]], dtype=torch.float64)
     predictive, mutual = metrics.uncertainty(df.LinearHead(2), belief, inputs, draws=20_000)
-    torch.testing.assert_close(predictive, torch.full_like(predictive, math.log(2)), atol=1e-3, rtol=0)
+    torch.testing.assert_close(
+        predictive, torch.full_like(predictive, math.log(2)), atol=1e-3, rtol=0
+    )
     assert mutual[0] > 0.68
     assert mutual[1] == pytest.approx(0, abs=1e-12)
 
@@ -118,7 +137,11 @@ def test_uncertainty_of_a_linear_model_is_that_of_the_same_function() -> None:
     head = df.LinearHead(2)
     plain = df.Filter(logits=lambda theta, x: head(theta, x)).logits
     assert isinstance(plain, df.PredictiveModel)
-    for ours, other in zip(metrics.uncertainty(head, belief, inputs), metrics.uncertainty(plain, belief, inputs), strict=True):
+    for ours, other in zip(
+        metrics.uncertainty(head, belief, inputs),
+        metrics.uncertainty(plain, belief, inputs),
+        strict=True,
+    ):
         torch.testing.assert_close(ours, other, atol=1e-12, rtol=0)
 
 
@@ -129,8 +152,12 @@ def test_reliability_counts_every_sample_once(case: str) -> None:
     confidence, predicted = (each.numpy() for each in logp.exp().max(-1))
     right = predicted == labels.numpy()
     assert sum(found.samples) == len(labels)
-    assert sum(n * sure for n, sure in zip(found.samples, found.confidence, strict=True)) == pytest.approx(confidence.sum())
-    assert sum(n * share for n, share in zip(found.samples, found.accuracy, strict=True)) == pytest.approx(right.sum())
+    assert sum(
+        n * sure for n, sure in zip(found.samples, found.confidence, strict=True)
+    ) == pytest.approx(confidence.sum())
+    assert sum(
+        n * share for n, share in zip(found.samples, found.accuracy, strict=True)
+    ) == pytest.approx(right.sum())
     for place, n in enumerate(found.samples):
         low, high = place / metrics.BINS, (place + 1) / metrics.BINS
         assert n == 0 or low - 1e-6 <= found.confidence[place] <= high + 1e-6

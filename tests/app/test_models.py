@@ -21,12 +21,16 @@ def test_sample_images() -> None:
     assert images.min() == 0
     assert images.max() == 1
     mean = images.mean((0, 2, 3))
-    torch.testing.assert_close(mean, torch.tensor(models.MEAN), rtol=0, atol=0.01)  # genuine CIFAR-10 pixels
+    torch.testing.assert_close(
+        mean, torch.tensor(models.MEAN), rtol=0, atol=0.01
+    )  # genuine CIFAR-10 pixels
 
 
 @pytest.mark.parametrize(("name", "accuracy"), [("resnet20", 0.9208), ("resnet20_gn", 0.8578)])
 def test_shipped_networks_reach_their_clean_accuracy(name: str, accuracy: float) -> None:
-    """The reference is over 10,000 test images: on 500 of them it may differ by three standard errors."""
+    """The reference is over 10,000 test images: on 500 of them it may differ by three standard
+    errors.
+    """
     network = models.load(name)
     images, labels = sample_images()
     with torch.no_grad():
@@ -47,7 +51,9 @@ def test_shipped_networks_reach_their_clean_accuracy(name: str, accuracy: float)
 def test_architectures_have_the_published_sizes(name: str, parameters: int, affine: int) -> None:
     with torch.device("meta"):
         network = models.build(name)
-    norms = [module for module in network.modules() if isinstance(module, (nn.BatchNorm2d, nn.GroupNorm))]
+    norms = [
+        module for module in network.modules() if isinstance(module, (nn.BatchNorm2d, nn.GroupNorm))
+    ]
     assert sum(parameter.numel() for parameter in network.parameters()) == parameters
     assert sum(parameter.numel() for norm in norms for parameter in norm.parameters()) == affine
 
@@ -61,8 +67,12 @@ def test_features_and_head_make_the_logits() -> None:
 def test_mistakes_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"model name must be one of \['resnet20', .*got 'resnet'"):
         models.load("resnet")
-    with pytest.raises(ValueError, match=r"model name must be one of .* or give its weights file, got 'wrn28_10'"):
+    with pytest.raises(
+        ValueError, match=r"model name must be one of .* or give its weights file, got 'wrn28_10'"
+    ):
         models.load("wrn28_10")
     save_file({"stem.weight": torch.zeros(16, 3, 3, 3)}, tmp_path / "some.safetensors")
-    with pytest.raises(ValueError, match=r"weights must be those of resnet20, got .*missing \['norm.weight'"):
+    with pytest.raises(
+        ValueError, match=r"weights must be those of resnet20, got .*missing \['norm.weight'"
+    ):
         models.load("resnet20", tmp_path / "some.safetensors")

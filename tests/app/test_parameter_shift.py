@@ -15,7 +15,9 @@ from driftfilter.app.parameter_shift import movement
 
 def network() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 2), nn.BatchNorm1d(2)).eval()
+    return nn.Sequential(
+        nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 2), nn.BatchNorm1d(2)
+    ).eval()
 
 
 def moved(recipe: df.Recipe) -> tuple[df.Adapter, nn.Module]:
@@ -31,12 +33,16 @@ def test_by_layer_in_sigmas_of_the_prior() -> None:
     rows = movement(adapter, model)
     change = (adapter.belief.mean - adapter.state.source.mean).double()
     assert [(row["layer"], row["parameters"]) for row in rows] == [("1", 8), ("4", 4)]
-    for row, piece, start in zip(rows, change.split([8, 4]), adapter.state.source.mean.split([8, 4]), strict=True):
+    for row, piece, start in zip(
+        rows, change.split([8, 4]), adapter.state.source.mean.split([8, 4]), strict=True
+    ):
         rms = math.sqrt(sum(x * x for x in piece.tolist()) / len(piece))
         assert rms > 0
         assert row["rms"] == pytest.approx(rms, rel=1e-12)
         assert row["sigmas"] == pytest.approx(rms / 0.2, rel=1e-6)
-        assert row["relative"] == pytest.approx((piece.norm() / start.double().norm()).item(), rel=1e-12)
+        assert row["relative"] == pytest.approx(
+            (piece.norm() / start.double().norm()).item(), rel=1e-12
+        )
 
 
 def test_a_point_mass_has_no_sigmas() -> None:
@@ -53,9 +59,13 @@ def test_nothing_moves_before_the_first_batch() -> None:
 
 
 def test_hidden_states_are_read_out() -> None:
-    """A trend carries velocities beside the parameters: only what the model sees counts, with its own variance."""
+    """A trend carries velocities beside the parameters: only what the model sees counts, with its
+    own variance.
+    """
     trend = df.Transition(df.LocalTrend(order=2), df.Isotropic(1e-4))
-    adapter, model = moved(df.Recipe(source=df.Gaussian(variance=0.04, structure="full"), transition=trend))
+    adapter, model = moved(
+        df.Recipe(source=df.Gaussian(variance=0.04, structure="full"), transition=trend)
+    )
     state = adapter.state
     matrix = trend.read_out(state.parameters)
     assert matrix is not None
@@ -65,7 +75,9 @@ def test_hidden_states_are_read_out() -> None:
     dense = state.source.covariance.apply(torch.eye(state.belief.dimension)).double()
     variance = (rows @ dense @ rows.T).diagonal()
     found = movement(adapter, model)
-    assert found[0]["sigmas"] == pytest.approx((change[:8] ** 2 / variance[:8]).mean().sqrt().item(), rel=1e-5)
+    assert found[0]["sigmas"] == pytest.approx(
+        (change[:8] ** 2 / variance[:8]).mean().sqrt().item(), rel=1e-5
+    )
     assert found[1]["rms"] == pytest.approx(change[8:].square().mean().sqrt().item(), rel=1e-6)
 
 

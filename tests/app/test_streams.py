@@ -36,7 +36,10 @@ def _pixels(seed: int, count: int = COUNT, size: int = 32) -> NDArray[np.uint8]:
 
 
 def _images(pixels: NDArray[np.uint8], labels: NDArray[np.int64] = LABELS) -> Images:
-    return Images(torch.from_numpy(pixels.transpose(0, 3, 1, 2).copy()).float() / 255, torch.from_numpy(labels))
+    return Images(
+        torch.from_numpy(pixels.transpose(0, 3, 1, 2).copy()).float() / 255,
+        torch.from_numpy(labels),
+    )
 
 
 @pytest.fixture
@@ -59,7 +62,9 @@ def _save_pictures(root: Path, pixels: NDArray[np.uint8], classes: int = 2) -> N
 class TestGenerated:
     clean = Images(sample_images().images[:40], sample_images().labels[:40])
 
-    @pytest.mark.parametrize("shift", [Shift("fog", 3), Shift("gaussian_noise"), Shift("spatter", 1)], ids=str)
+    @pytest.mark.parametrize(
+        "shift", [Shift("fog", 3), Shift("gaussian_noise"), Shift("spatter", 1)], ids=str
+    )
     def test_it_is_the_corruption_of_all_images_in_8_bits(self, shift: Shift) -> None:
         index = torch.tensor([7, 3, 39, 3])
         taken = Generated(self.clean, seed=5).take(shift, index, CPU)
@@ -90,7 +95,10 @@ class TestGenerated:
         assert torch.equal(domains.take(CLEAN, torch.arange(3), CPU) / 255, self.clean.images[:3])
 
     def test_description(self) -> None:
-        domains, other = Generated(self.clean), Generated(Images(self.clean.images, self.clean.labels.flip(0)))
+        domains, other = (
+            Generated(self.clean),
+            Generated(Images(self.clean.images, self.clean.labels.flip(0))),
+        )
         assert domains.shifts == ("clean", *CORRUPTIONS, *EXTRA)
         assert torch.equal(domains.labels, self.clean.labels)
         found = domains.describe()
@@ -140,7 +148,9 @@ class TestPublished:
         assert domains.labels.tolist() == LABELS.tolist()
         for seed, name in enumerate(domains.shifts):
             for severity in range(1, 6):
-                expected = _pixels(seed, 5 * COUNT)[COUNT * (severity - 1) :][index.numpy()].transpose(0, 3, 1, 2)
+                expected = _pixels(seed, 5 * COUNT)[COUNT * (severity - 1) :][
+                    index.numpy()
+                ].transpose(0, 3, 1, 2)
                 taken = domains.take(Shift(name, severity), index, CPU)
                 assert taken.dtype == torch.uint8
                 assert np.array_equal(taken.numpy(), expected)
@@ -153,7 +163,9 @@ class TestPublished:
         assert np.array_equal(taken.numpy(), pixels[[3, 1]].transpose(0, 3, 1, 2))
 
     def test_clean_images_of_another_order(self, folder: Path) -> None:
-        with pytest.raises(ValueError, match=r"clean\.labels must be the 20 labels of the shifted images"):
+        with pytest.raises(
+            ValueError, match=r"clean\.labels must be the 20 labels of the shifted images"
+        ):
             published(folder, _images(_pixels(0), LABELS[::-1].copy()))
 
     def test_some_corruptions_suffice_where_asked(self, folder: Path) -> None:
@@ -161,7 +173,9 @@ class TestPublished:
         (folder / "spatter.npy").write_bytes(b"")
         assert published(folder, names=("snow",)).shifts == ("snow",)
         assert published(folder, _images(_pixels(0)), ("clean", "snow")).shifts == ("snow", "clean")
-        with pytest.raises(ValueError, match=r"shift must be one of .* \(did you mean 'snow'\?\), got 'snw'"):
+        with pytest.raises(
+            ValueError, match=r"shift must be one of .* \(did you mean 'snow'\?\), got 'snw'"
+        ):
             published(folder, names=("snw",))
         assert published(folder, names=("snow",)).seeded(3).shifts == ("snow",)
 
@@ -201,32 +215,81 @@ FOG = _pixels(0, 5 * COUNT)
         (
             "fog",
             _truncate,
-            "must be 307328 bytes long for uint8 \\[100, 32, 32, 3\\] \\(truncated copy\\?\\), got '306328 bytes'",
+            "must be 307328 bytes long for uint8 \\[100, 32, 32, 3\\] \\(truncated copy\\?\\), "
+            "got '306328 bytes'",
         ),
-        ("fog", lambda path: path.write_bytes(path.read_bytes() + b"more"), "must be 307328 bytes long .* got '307332 bytes'"),
+        (
+            "fog",
+            lambda path: path.write_bytes(path.read_bytes() + b"more"),
+            "must be 307328 bytes long .* got '307332 bytes'",
+        ),
         ("fog", lambda path: path.write_bytes(b"\x93NUMPY"), "must be an .npy file, got"),
         ("fog", lambda path: path.write_bytes(b""), "must be an .npy file, got"),
         ("fog", lambda path: np.save(path, np.array([{}])), "must be an array of numbers"),
-        ("fog", lambda path: np.save(path, np.float32(FOG / 255)), "must be uint8 images .* got 'float32 .* from 0 to 1"),
-        ("fog", lambda path: np.save(path, FOG // 200), "must be uint8 images 0 … 255, .* not 0 … 1"),
+        (
+            "fog",
+            lambda path: np.save(path, np.float32(FOG / 255)),
+            "must be uint8 images .* got 'float32 .* from 0 to 1",
+        ),
+        (
+            "fog",
+            lambda path: np.save(path, FOG // 200),
+            "must be uint8 images 0 … 255, .* not 0 … 1",
+        ),
         (
             "fog",
             lambda path: np.save(path, FOG.transpose(0, 3, 1, 2)),
             "channels last .*\\[100, 3, 32, 32\\] \\(channels first",
         ),
         ("fog", lambda path: np.save(path, FOG[..., 0]), "must be uint8 images"),
-        ("fog", lambda path: np.save(path, FOG[:80]), "must be 100 images, one for each label, got '80 images'"),
-        ("fog", lambda path: np.save(path, FOG[:, :16]), "must be \\[100, 32, 32, 3\\], as .*gaussian_noise.npy is, got"),
+        (
+            "fog",
+            lambda path: np.save(path, FOG[:80]),
+            "must be 100 images, one for each label, got '80 images'",
+        ),
+        (
+            "fog",
+            lambda path: np.save(path, FOG[:, :16]),
+            "must be \\[100, 32, 32, 3\\], as .*gaussian_noise.npy is, got",
+        ),
         ("spatter", _truncate, "truncated copy"),
         ("labels", Path.unlink, "must be an .npy file, got 'no such file'"),
         ("labels", _truncate, "must be an .npy file, got"),
-        ("labels", lambda path: np.save(path, np.zeros(80, int)), "must be 80 images, one for each label, got '100 images'"),
-        ("labels", lambda path: np.save(path, np.arange(99) % 10), "must be 5 N labels long, .* got '99 labels'"),
-        ("labels", lambda path: np.save(path, np.arange(100) % 7), "must be the same N labels for each of 5 severities"),
-        ("labels", lambda path: np.save(path, np.tile(LABELS + 1, 5)), "from 0 to 10 - 1, got 'labels from 1 to 10'"),
-        ("labels", lambda path: np.save(path, np.tile(LABELS - 1, 5)), "from 0 to 10 - 1, got 'labels from -1 to 8'"),
-        ("labels", lambda path: np.save(path, np.tile(LABELS / 1.0, 5)), "integer labels from 0 to 10 - 1, got dtype"),
-        ("labels", lambda path: np.save(path, np.eye(10, dtype=int)), "integer labels from 0 to 10 - 1, got \\[10, 10\\]"),
+        (
+            "labels",
+            lambda path: np.save(path, np.zeros(80, int)),
+            "must be 80 images, one for each label, got '100 images'",
+        ),
+        (
+            "labels",
+            lambda path: np.save(path, np.arange(99) % 10),
+            "must be 5 N labels long, .* got '99 labels'",
+        ),
+        (
+            "labels",
+            lambda path: np.save(path, np.arange(100) % 7),
+            "must be the same N labels for each of 5 severities",
+        ),
+        (
+            "labels",
+            lambda path: np.save(path, np.tile(LABELS + 1, 5)),
+            "from 0 to 10 - 1, got 'labels from 1 to 10'",
+        ),
+        (
+            "labels",
+            lambda path: np.save(path, np.tile(LABELS - 1, 5)),
+            "from 0 to 10 - 1, got 'labels from -1 to 8'",
+        ),
+        (
+            "labels",
+            lambda path: np.save(path, np.tile(LABELS / 1.0, 5)),
+            "integer labels from 0 to 10 - 1, got dtype",
+        ),
+        (
+            "labels",
+            lambda path: np.save(path, np.eye(10, dtype=int)),
+            "integer labels from 0 to 10 - 1, got \\[10, 10\\]",
+        ),
     ],
     ids=[
         *(
@@ -257,7 +320,9 @@ FOG = _pixels(0, 5 * COUNT)
         ),
     ],
 )
-def test_damaged_folders_name_the_file(folder: Path, name: str, damage: Callable[[Path], object], message: str) -> None:
+def test_damaged_folders_name_the_file(
+    folder: Path, name: str, damage: Callable[[Path], object], message: str
+) -> None:
     damage(folder / f"{name}.npy")
     with pytest.raises(ValueError, match=message) as caught:
         open_domains(folder)
@@ -268,7 +333,9 @@ def test_damaged_folders_name_the_file(folder: Path, name: str, damage: Callable
 class TestArrays:
     @pytest.fixture
     def file(self, tmp_path: Path) -> Path:
-        np.savez(tmp_path / "own.npz", fog=_pixels(1), dusk=_pixels(2), clean=_pixels(3), labels=LABELS)
+        np.savez(
+            tmp_path / "own.npz", fog=_pixels(1), dusk=_pixels(2), clean=_pixels(3), labels=LABELS
+        )
         return tmp_path / "own.npz"
 
     def test_arrays_are_shifts(self, file: Path) -> None:
@@ -300,11 +367,26 @@ class TestArrays:
         ("contents", "message"),
         [
             ({"fog": _pixels(1)}, "own.npz must be given with labels"),
-            ({"labels": LABELS}, "own.npz must be an .npz with an array of images for each corruption"),
-            ({"fog": _pixels(1), "labels": LABELS[:5]}, "own.npz: labels must be 20 integer labels .* got \\[5\\]"),
-            ({"fog": _pixels(1), "labels": LABELS - 3}, "own.npz: labels must be .* got 'labels from -3 to 6'"),
-            ({"fog": _pixels(1) / 255, "labels": LABELS}, "own.npz: fog must be uint8 images .* got 'float64"),
-            ({"fog": _pixels(1).transpose(0, 3, 1, 2), "labels": LABELS}, "own.npz: fog must be .*\\(channels first"),
+            (
+                {"labels": LABELS},
+                "own.npz must be an .npz with an array of images for each corruption",
+            ),
+            (
+                {"fog": _pixels(1), "labels": LABELS[:5]},
+                "own.npz: labels must be 20 integer labels .* got \\[5\\]",
+            ),
+            (
+                {"fog": _pixels(1), "labels": LABELS - 3},
+                "own.npz: labels must be .* got 'labels from -3 to 6'",
+            ),
+            (
+                {"fog": _pixels(1) / 255, "labels": LABELS},
+                "own.npz: fog must be uint8 images .* got 'float64",
+            ),
+            (
+                {"fog": _pixels(1).transpose(0, 3, 1, 2), "labels": LABELS},
+                "own.npz: fog must be .*\\(channels first",
+            ),
             (
                 {"fog": _pixels(1), "dusk": _pixels(2, 19), "labels": LABELS},
                 "own.npz: dusk must be \\[20, 32, 32, 3\\], as .*fog",
@@ -312,7 +394,9 @@ class TestArrays:
         ],
         ids=["no-labels", "no-images", "length", "negative", "floats", "layout", "other-count"],
     )
-    def test_refused(self, tmp_path: Path, contents: dict[str, NDArray[np.int64]], message: str) -> None:
+    def test_refused(
+        self, tmp_path: Path, contents: dict[str, NDArray[np.int64]], message: str
+    ) -> None:
         np.savez(tmp_path / "own.npz", **contents)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match=message):
             open_domains(tmp_path / "own.npz")
@@ -334,11 +418,15 @@ class TestFolders:
     def _check(self, domains: Stored, shift: Shift, pixels: NDArray[np.uint8]) -> None:
         """Picture i is of class i mod 2; which sample it is, is told by its pixels."""
         taken = domains.take(shift, torch.arange(len(pixels)), CPU).permute(0, 2, 3, 1).numpy()
-        numbers = [next(i for i, pixel in enumerate(pixels) if np.array_equal(pixel, row)) for row in taken]
+        numbers = [
+            next(i for i, pixel in enumerate(pixels) if np.array_equal(pixel, row)) for row in taken
+        ]
         assert sorted(numbers) == list(range(len(pixels)))
         assert domains.labels.tolist() == [number % 2 for number in numbers]
         some = torch.tensor([4, 1])
-        assert np.array_equal(domains.take(shift, some, CPU).permute(0, 2, 3, 1).numpy(), taken[some.numpy()])
+        assert np.array_equal(
+            domains.take(shift, some, CPU).permute(0, 2, 3, 1).numpy(), taken[some.numpy()]
+        )
 
     def test_shift_and_class(self, tmp_path: Path) -> None:
         for seed, name in enumerate(("dusk", "rain", "clean")):
@@ -393,7 +481,10 @@ class TestFolders:
                 lambda root: Image.new("RGB", (9, 7)).save(root / "dusk" / "class1" / "001.png"),
                 "001.png must be 32x32 .*got '7x9'",
             ),
-            (lambda root: (root / "rain" / "class2").mkdir(), "class2 must be a class folder of pictures"),
+            (
+                lambda root: (root / "rain" / "class2").mkdir(),
+                "class2 must be a class folder of pictures",
+            ),
             (
                 lambda root: (root / "rain" / "class1" / "001.png").unlink(),
                 "class 'class1' of .*rain.* the same pictures by name",
@@ -415,7 +506,9 @@ class TestFolders:
 
     def test_a_severity_that_is_none(self, tmp_path: Path) -> None:
         _save_pictures(tmp_path / "fog" / "6", _pixels(0, 4))
-        with pytest.raises(ValueError, match="6 must be named after a severity, one of 1, 2, 3, 4, 5, got '6'"):
+        with pytest.raises(
+            ValueError, match="6 must be named after a severity, one of 1, 2, 3, 4, 5, got '6'"
+        ):
             folders(tmp_path)
 
     def test_without_pillow(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -454,7 +547,10 @@ class TestOpening:
 
     def test_clean_images_among_corruptions(self, tmp_path: Path) -> None:
         np.savez(tmp_path / "both.npz", images=_pixels(0), fog=_pixels(1), labels=LABELS)
-        with pytest.raises(ValueError, match=r"both\.npz must be .* of clean 'images' alone, .* got \['images', 'fog'\]"):
+        with pytest.raises(
+            ValueError,
+            match=r"both\.npz must be .* of clean 'images' alone, .* got \['images', 'fog'\]",
+        ):
             open_domains(tmp_path / "both.npz")
 
     @pytest.mark.parametrize("severity", [0, 6, 2.0], ids=str)
@@ -462,7 +558,9 @@ class TestOpening:
         np.savez(tmp_path / "own.npz", fog=_pixels(0), labels=LABELS)
         _save_pictures(tmp_path / "pictures" / "fog", _pixels(0, 4))
         for path in (tmp_path / "own.npz", tmp_path / "pictures"):
-            with pytest.raises(ValueError, match=f"severity must be an integer from 1 to 5, got {severity}"):
+            with pytest.raises(
+                ValueError, match=f"severity must be an integer from 1 to 5, got {severity}"
+            ):
                 open_domains(path, severity=severity)
 
     @pytest.mark.parametrize("name", ["nowhere", "empty"])

@@ -19,7 +19,10 @@ def test_extremes_are_the_ends_of_the_order() -> None:
     assert least.tolist() == [3, 5]
 
 
-@pytest.mark.parametrize(("count", "expected"), [(0, ([], [])), (1, ([0], [])), (3, ([0, 1], [2])), (4, ([0, 1], [3, 2]))])
+@pytest.mark.parametrize(
+    ("count", "expected"),
+    [(0, ([], [])), (1, ([0], [])), (3, ([0, 1], [2])), (4, ([0, 1], [3, 2]))],
+)
 def test_no_sample_is_shown_twice(count: int, expected: tuple[list[int], list[int]]) -> None:
     most, least = extremes(np.arange(count) / 10)
     assert (most.tolist(), least.tolist()) == expected
@@ -34,7 +37,9 @@ def test_large_images_are_means_over_squares() -> None:
     image = np.random.default_rng(1).random((1, 2 * PIXELS, PIXELS + 2))
     expected = image[0].reshape(PIXELS, 2, PIXELS // 2 + 1, 2).mean((1, 3))
     assert (thumbnail(image)[..., 1] == np.round(255 * expected)).all()
-    assert thumbnail(np.zeros((3, 3000, 2))).shape[0] <= PIXELS  # so narrow that nothing is left of its squares
+    assert (
+        thumbnail(np.zeros((3, 3000, 2))).shape[0] <= PIXELS
+    )  # so narrow that nothing is left of its squares
 
 
 def test_other_floats_are_stretched() -> None:

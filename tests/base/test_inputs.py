@@ -8,7 +8,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from driftfilter.base.inputs import arguments, batch_size, checked, doubt, each, joined, picked, require_logits, samples, split
+from driftfilter.base.inputs import (
+    arguments,
+    batch_size,
+    checked,
+    doubt,
+    each,
+    joined,
+    picked,
+    require_logits,
+    samples,
+    split,
+)
 
 X, Y = torch.arange(12.0).view(6, 2), torch.arange(6)
 MASK = torch.eye(4)  # does not go sample by sample
@@ -22,7 +33,11 @@ forms = pytest.mark.parametrize("form", FORMS)
 
 
 def parts(inputs: Any) -> list[Any]:
-    return [inputs] if isinstance(inputs, Tensor) else list(inputs.values() if isinstance(inputs, dict) else inputs)
+    return (
+        [inputs]
+        if isinstance(inputs, Tensor)
+        else list(inputs.values() if isinstance(inputs, dict) else inputs)
+    )
 
 
 def assert_same(one: Any, other: Any) -> None:
@@ -37,7 +52,9 @@ def assert_same(one: Any, other: Any) -> None:
 @pytest.mark.parametrize("size", [1, 2, 4, 6, 9])
 def test_pieces_joined_again_are_the_batch(form: str, size: int) -> None:
     pieces = split(FORMS[form], size)
-    assert [batch_size(piece) for piece in pieces] == [min(size, 6 - start) for start in range(0, 6, size)]
+    assert [batch_size(piece) for piece in pieces] == [
+        min(size, 6 - start) for start in range(0, 6, size)
+    ]
     assert_same(joined(pieces), FORMS[form])
 
 
@@ -67,7 +84,9 @@ def test_each_changes_tensors_only(form: str) -> None:
 def test_arguments(form: str) -> None:
     args, kwargs = arguments(FORMS[form])
     assert bool(args) != bool(kwargs)
-    assert_same(kwargs or args, FORMS[form] if form in ("dict", "tuple") else tuple(parts(FORMS[form])))
+    assert_same(
+        kwargs or args, FORMS[form] if form in ("dict", "tuple") else tuple(parts(FORMS[form]))
+    )
 
 
 @forms
@@ -83,7 +102,9 @@ def test_good_inputs_pass_as_they_are(form: str) -> None:
 def test_masks_may_hold_infinities_and_images_may_not() -> None:
     mask = torch.full((6, 6), -torch.inf)
     assert checked((X, mask))[1] is mask
-    with pytest.raises(ValueError, match=r"inputs must be finite, got -inf at index \[0, 0\] \(36 of 36 values\)"):
+    with pytest.raises(
+        ValueError, match=r"inputs must be finite, got -inf at index \[0, 0\] \(36 of 36 values\)"
+    ):
         checked(mask)
 
 
@@ -93,9 +114,18 @@ BAD: dict[str, tuple[Any, str]] = {
     "array": (X.numpy(), r"got ndarray \(torch.as_tensor makes one of it\)"),
     "no tensors": ((1, 2), "got a tuple"),
     "empty": ({}, "got a dict"),
-    "no samples": ({"x": X[:0]}, r"inputs\['x'\] must be a batch \[n, ...\] with n >= 1, got shape \[0, 2\]"),
-    "scalar": ((torch.tensor(1.0), X), r"inputs\[0\] must be a batch \[n, ...\] with n >= 1, got shape \[\]"),
-    "NaN": ((Y, X * torch.nan), r"inputs\[1\] must be finite, got nan at index \[0, 0\] \(12 of 12 values\)"),
+    "no samples": (
+        {"x": X[:0]},
+        r"inputs\['x'\] must be a batch \[n, ...\] with n >= 1, got shape \[0, 2\]",
+    ),
+    "scalar": (
+        (torch.tensor(1.0), X),
+        r"inputs\[0\] must be a batch \[n, ...\] with n >= 1, got shape \[\]",
+    ),
+    "NaN": (
+        (Y, X * torch.nan),
+        r"inputs\[1\] must be finite, got nan at index \[0, 0\] \(12 of 12 values\)",
+    ),
 }
 
 
@@ -107,14 +137,22 @@ def test_refusals(case: str) -> None:
 
 
 def test_samples_of_different_shapes_do_not_join() -> None:
-    message = r"inputs\['x'\] must be of one shape .*window, update_every\), got 'samples of shapes \[\(2,\), \(3,\)\]'"
+    message = (
+        r"inputs\['x'\] must be of one shape .*window, update_every\), got 'samples of shapes "
+        r"\[\(2,\), \(3,\)\]'"
+    )
     with pytest.raises(ValueError, match=message):
         joined([{"x": X}, {"x": torch.zeros(1, 3)}])
 
 
 def test_integers_do_not_join_floating_numbers() -> None:
-    """Torch would make them floating, and a model would take what it refuses alone; precisions may differ."""
-    message = r"inputs must be all floating or all of one dtype, .*, got \"samples of dtypes \['floating', 'torch.int64'\]\""
+    """Torch would make them floating, and a model would take what it refuses alone; precisions may
+    differ.
+    """
+    message = (
+        r"inputs must be all floating or all of one dtype, .*, got \"samples of dtypes "
+        r"\['floating', 'torch.int64'\]\""
+    )
     with pytest.raises(ValueError, match=message):
         joined([X, X.long()])
     assert torch.equal(joined([X, X.double()]), torch.cat((X, X)).double())
@@ -124,12 +162,21 @@ def test_logits_are_found_or_asked_for() -> None:
     logits = torch.zeros(6, 3)
     for result in (logits, (logits,), [logits], {"logits": logits, "other": X}):
         assert picked(result) is logits
-    with pytest.raises(ValueError, match=r"got a tuple of 2; give an output function that picks them \(output=...\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"got a tuple of 2; give an output function that picks them \(output=...\)",
+    ):
         picked((logits, X))
     require_logits(logits, 6)
-    wrongs: list[tuple[Any, str]] = [(logits[0], r"shape \[3\]"), (logits[:2], r"shape \[2, 3\]"), (None, "NoneType")]
+    wrongs: list[tuple[Any, str]] = [
+        (logits[0], r"shape \[3\]"),
+        (logits[:2], r"shape \[2, 3\]"),
+        (None, "NoneType"),
+    ]
     for wrong, got in wrongs:
-        with pytest.raises(ValueError, match=rf"the model's logits must be of shape \[6, k\], got {got}"):
+        with pytest.raises(
+            ValueError, match=rf"the model's logits must be of shape \[6, k\], got {got}"
+        ):
             require_logits(wrong, 6)
 
 

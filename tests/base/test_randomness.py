@@ -14,14 +14,24 @@ CPU = torch.device("cpu")
 DEVICES = [CPU, *([torch.device("cuda")] if torch.cuda.is_available() else [])]
 
 
-def draws(seed: int, step: int, purpose: Purpose, device: torch.device = CPU, count: int = 2000) -> Tensor:
-    return torch.randn(count, generator=Randomness(seed, step, device).generator(purpose), device=device)
+def draws(
+    seed: int, step: int, purpose: Purpose, device: torch.device = CPU, count: int = 2000
+) -> Tensor:
+    return torch.randn(
+        count, generator=Randomness(seed, step, device).generator(purpose), device=device
+    )
 
 
 def test_mix_is_splitmix64() -> None:
     """The first outputs of the published generator for seed 1234567."""
     gamma = 0x9E3779B97F4A7C15
-    published = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431, 16408922859458223821]
+    published = [
+        6457827717110365317,
+        3203168211198807973,
+        9817491932198370423,
+        4593380528125082431,
+        16408922859458223821,
+    ]
     assert [_mix(1234567 + step * gamma) for step in range(5)] == published
 
 
@@ -31,13 +41,18 @@ def test_same_triple_gives_the_same_numbers(seed: int, device: torch.device) -> 
     randomness = Randomness(seed, 5, device)
     first = torch.randn(9, generator=randomness.generator(Purpose.INFERENCE), device=device)
     assert torch.equal(first, draws(seed, 5, Purpose.INFERENCE, device, 9))
-    assert torch.equal(first, torch.randn(9, generator=randomness.generator(Purpose.INFERENCE), device=device))
+    assert torch.equal(
+        first, torch.randn(9, generator=randomness.generator(Purpose.INFERENCE), device=device)
+    )
 
 
 def test_no_two_triples_share_a_stream() -> None:
     seeds = [*range(-5, 30), 2**31, 2**32, 2**63, 2**64 - 40]
     triples = itertools.product(seeds, range(40), Purpose)
-    initial = [Randomness(seed, step, CPU).generator(purpose).initial_seed() for seed, step, purpose in triples]
+    initial = [
+        Randomness(seed, step, CPU).generator(purpose).initial_seed()
+        for seed, step, purpose in triples
+    ]
     assert len(set(initial)) == len(initial) == len(seeds) * 40 * len(Purpose)
 
 

@@ -31,7 +31,11 @@ def start(structure: str, d: int = 3 * D, dtype: torch.dtype = torch.float64) ->
     generator = torch.Generator().manual_seed(0)
     root = torch.randn(d, d, generator=generator, dtype=torch.float64)
     matrix = root @ root.mT / d + 0.1 * torch.eye(d, dtype=torch.float64)
-    covariance = df.Full(matrix.to(dtype)) if structure == "full" else df.Diagonal(matrix.diagonal().to(dtype))
+    covariance = (
+        df.Full(matrix.to(dtype))
+        if structure == "full"
+        else df.Diagonal(matrix.diagonal().to(dtype))
+    )
     return df.Belief(torch.randn(d, generator=generator, dtype=torch.float64).to(dtype), covariance)
 
 
@@ -52,7 +56,9 @@ def assert_close(one: Any, other: Any, tolerance: float = 1e-9) -> None:
     torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
 
 
-def assert_state(fleet: df.Fleet, stream: Any, state: df.FilterState, tolerance: float = 1e-9) -> None:
+def assert_state(
+    fleet: df.Fleet, stream: Any, state: df.FilterState, tolerance: float = 1e-9
+) -> None:
     mine = fleet.state(stream)
     assert mine.step == state.step
     assert_close(mine.belief.mean, state.belief.mean, tolerance)
@@ -61,11 +67,15 @@ def assert_state(fleet: df.Fleet, stream: Any, state: df.FilterState, tolerance:
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "hessian": {},
-    "fisher": {"inference": df.Linearized(df.EmpiricalFisher(centered=False, scale=0.8), radius=0.3)},
+    "fisher": {
+        "inference": df.Linearized(df.EmpiricalFisher(centered=False, scale=0.8), radius=0.3)
+    },
     "centered": {"inference": df.Linearized(df.EmpiricalFisher())},
     "gauss newton": {"inference": df.Linearized(df.GaussNewton()), "predict_from": "prior"},
     "no curvature": {"inference": df.Linearized(df.NoCurvature()), "prediction": df.Tempered(1.5)},
-    "kept": {"observation": df.Gibbs(df.PseudoLabel(0.6), df.Reliability(2.0), "kept", reference=2)},
+    "kept": {
+        "observation": df.Gibbs(df.PseudoLabel(0.6), df.Reliability(2.0), "kept", reference=2)
+    },
     "restore": {
         "transition": df.Transition(df.MeanReversion(0.8), df.Restore()),
         "prediction": df.LinearizedProbit("per_class"),
@@ -78,7 +88,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("structure", ["full", "diagonal"])
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("name", VARIANTS)
-def test_fleet_is_as_many_filters(name: str, n: int, structure: str, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fleet_is_as_many_filters(
+    name: str, n: int, structure: str, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     filt = build(**VARIANTS[name])
     if name != "centered":  # whose first step without information is the filter's own
         monkeypatch.delattr(df.Filter, "run")  # no stream falls back to its filter
@@ -137,8 +149,13 @@ def test_single_precision_and_threads(path: str, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("width", [5, 40])
 def test_single_precision_over_many_steps(width: int, path: str) -> None:
-    """Widths that fill no vector register, and fill some and a part; twenty steps of entropy, to 1e-6."""
-    filt = build(observation=df.Gibbs(df.Entropy()), inference=df.Linearized(df.EmpiricalFisher(centered=False)))
+    """Widths that fill no vector register, and fill some and a part; twenty steps of entropy, to
+    1e-6.
+    """
+    filt = build(
+        observation=df.Gibbs(df.Entropy()),
+        inference=df.Linearized(df.EmpiricalFisher(centered=False)),
+    )
     belief = df.Belief(features(3 * width).float() / 8, df.Diagonal(torch.full((3 * width,), 0.02)))
     x = features(len(NAMES), 20, 1, width).float()
     fleet, states = df.Fleet(filt, belief, NAMES), {stream: filt.init(belief) for stream in NAMES}
@@ -151,9 +168,14 @@ def test_single_precision_over_many_steps(width: int, path: str) -> None:
 
 
 def test_streams_that_compiled_code_refuses_step_by_themselves() -> None:
-    """One gradient less its mean holds no information: the first such step is the filter's own, and warns."""
+    """One gradient less its mean holds no information: the first such step is the filter's own, and
+    warns.
+    """
     pytest.importorskip("numba")
-    filt, belief = build(observation=df.Gibbs(df.Entropy()), inference=df.Linearized(df.EmpiricalFisher())), start("diagonal")
+    filt, belief = (
+        build(observation=df.Gibbs(df.Entropy()), inference=df.Linearized(df.EmpiricalFisher())),
+        start("diagonal"),
+    )
     fleet, x = df.Fleet(filt, belief, NAMES), features(5, 1, D)
     with pytest.warns(df.NoInformationWarning):
         fleet.step(x)

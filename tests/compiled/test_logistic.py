@@ -1,4 +1,6 @@
-"""Logistic regression on single observations, one stream and many abreast, against the eager loop."""
+"""Logistic regression on single observations, one stream and many abreast, against the eager
+loop.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def start(d: int, dtype: torch.dtype = torch.float64) -> df.Belief:
 
 def features(d: int, scale: float = 1.5, seed: int = 1) -> Tensor:
     """[streams, steps, 1, d]; the logit of one observation is 0."""
-    x = scale * torch.randn(STREAMS, STEPS, 1, d, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    x = scale * torch.randn(
+        STREAMS, STEPS, 1, d, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
     x[1, 2] = 0.0
     return x
 
@@ -53,7 +57,9 @@ def assert_close(one: Any, other: Any, tolerance: float = 1e-9) -> None:
     torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
 
 
-def assert_alike(filt: df.Filter, d: int, x: Tensor, belief: df.Belief | None = None, tolerance: float = 1e-9) -> None:
+def assert_alike(
+    filt: df.Filter, d: int, x: Tensor, belief: df.Belief | None = None, tolerance: float = 1e-9
+) -> None:
     """A fleet, a compiled run and the eager loop agree: beliefs, predictions and infos."""
     belief = belief or start(d)
     fleet = df.Fleet(filt, belief, range(STREAMS))
@@ -85,7 +91,10 @@ LOSSES = {
     "pseudo-label": df.PseudoLabel(),
     "threshold": df.PseudoLabel(0.8),
     "generalized": df.GeneralizedCrossEntropy(0.5),
-    "sum": df.Sum((df.Entropy(), df.PseudoLabel(0.7), df.Sum((df.GeneralizedCrossEntropy(0.3),), (0.5,))), (1.0, 0.3, 2.0)),
+    "sum": df.Sum(
+        (df.Entropy(), df.PseudoLabel(0.7), df.Sum((df.GeneralizedCrossEntropy(0.3),), (0.5,))),
+        (1.0, 0.3, 2.0),
+    ),
     "two thresholds": df.Sum((df.PseudoLabel(0.7), df.PseudoLabel(0.9)), (1.0, 0.5)),
     "information": df.Sum((df.PseudoLabel(), df.InformationMaximization()), (1.0, 0.5)),
 }
@@ -117,7 +126,11 @@ WEIGHTINGS: dict[str, Any] = {
 @pytest.mark.parametrize("loss", [df.Entropy(), df.PseudoLabel(0.75)], ids=["all", "masked"])
 @pytest.mark.parametrize("weighting", WEIGHTINGS)
 def test_every_weighting(weighting: str, loss: Any) -> None:
-    assert_alike(build(observation=df.Gibbs(loss, WEIGHTINGS[weighting], "kept", reference=2)), 3, features(3))
+    assert_alike(
+        build(observation=df.Gibbs(loss, WEIGHTINGS[weighting], "kept", reference=2)),
+        3,
+        features(3),
+    )
 
 
 PREDICTIONS = {
@@ -131,7 +144,9 @@ PREDICTIONS = {
 @pytest.mark.parametrize("predict_from", ["prior", "posterior"])
 @pytest.mark.parametrize("prediction", PREDICTIONS)
 def test_every_prediction(prediction: str, predict_from: Any) -> None:
-    assert_alike(build(prediction=PREDICTIONS[prediction], predict_from=predict_from), 3, features(3))
+    assert_alike(
+        build(prediction=PREDICTIONS[prediction], predict_from=predict_from), 3, features(3)
+    )
 
 
 TRANSITIONS = {
@@ -142,7 +157,9 @@ TRANSITIONS = {
     "restore": df.Transition(df.MeanReversion(0.9), df.Restore()),
     "matrix": df.Transition(df.PrecisionReversion(0.01), df.Stationary()),
     "drift": df.Transition(df.Affine(0.9, (0.1, 0.0, -0.1)), df.FullNoise((0.1, 0.2, 0.3))),
-    "full noise": df.Transition(df.RandomWalk(), df.FullNoise(((0.2, 0.1, 0.0), (0.1, 0.2, 0.0), (0.0, 0.0, 0.1)))),
+    "full noise": df.Transition(
+        df.RandomWalk(), df.FullNoise(((0.2, 0.1, 0.0), (0.1, 0.2, 0.0), (0.0, 0.0, 0.1)))
+    ),
 }
 
 
@@ -164,8 +181,12 @@ def test_single_precision_up_to_its_rounding(d: int) -> None:
 
 
 @pytest.mark.parametrize(("d", "information"), [(3, 8e14), (17, 2.5e14)])
-def test_only_a_stream_that_needs_care_is_taken_eagerly(d: int, information: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So much information along one direction leaves a covariance that the eager path can still factor, but no bound allows."""
+def test_only_a_stream_that_needs_care_is_taken_eagerly(
+    d: int, information: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So much information along one direction leaves a covariance that the eager path can still
+    factor, but no bound allows.
+    """
     filt = build(
         transition=df.Transition(df.RandomWalk(), df.NoNoise()),
         observation=df.Gibbs(df.PseudoLabel(), df.Constant(4.0)),
@@ -173,7 +194,9 @@ def test_only_a_stream_that_needs_care_is_taken_eagerly(d: int, information: flo
     )
     belief, x = df.Belief(0 * start(d).mean, start(d).covariance), features(d)
     x[64] *= (
-        math.sqrt(information) / x[64, 0].norm() * torch.eye(STEPS, 1, dtype=torch.float64)[:, :, None]
+        math.sqrt(information)
+        / x[64, 0].norm()
+        * torch.eye(STEPS, 1, dtype=torch.float64)[:, :, None]
     )  # h = β / 4 at first
     called: list[df.FilterState] = []
     run = df.Filter.run
@@ -192,7 +215,9 @@ def test_only_a_stream_that_needs_care_is_taken_eagerly(d: int, information: flo
             state, prediction, _ = filt.step(state, x[stream, t])
             assert_close(together.log_probabilities[stream, t], prediction.log_probabilities)
         assert_close(fleet.state(stream).belief.mean, state.belief.mean, 1e-7)
-        assert_close(fleet.state(stream).belief.covariance.dense(), state.belief.covariance.dense(), 1e-7)
+        assert_close(
+            fleet.state(stream).belief.covariance.dense(), state.belief.covariance.dense(), 1e-7
+        )
 
 
 def test_streams_without_information_warn_once() -> None:
@@ -215,7 +240,10 @@ VANISHING = {
 def test_single_precision_refuses_what_the_eager_loop_refuses(case: str, d: int) -> None:
     """The kernels work in double precision, where such a covariance is still a good one."""
     transition, scale = VANISHING[case]
-    filt, belief = build(transition=transition), df.Belief(torch.full((d,), 0.3), df.Full(torch.eye(d)))
+    filt, belief = (
+        build(transition=transition),
+        df.Belief(torch.full((d,), 0.3), df.Full(torch.eye(d))),
+    )
     x = scale * torch.randn(128, 1, d, generator=torch.Generator().manual_seed(0))
     states = [filt.init(belief)]
 

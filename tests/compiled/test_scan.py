@@ -1,4 +1,6 @@
-"""The compiled scan against the eager loop: mean, covariance, predictions, infos, warnings, errors and refusals."""
+"""The compiled scan against the eager loop: mean, covariance, predictions, infos, warnings, errors
+and refusals.
+"""
 
 from __future__ import annotations
 
@@ -31,21 +33,31 @@ def _short_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scan, "STEPS", 1)
 
 
-def start(d: int, structure: str = "full", dtype: torch.dtype = torch.float64, seed: int = 0) -> df.Belief:
+def start(
+    d: int, structure: str = "full", dtype: torch.dtype = torch.float64, seed: int = 0
+) -> df.Belief:
     generator = torch.Generator().manual_seed(seed)
     mean = torch.randn(d, generator=generator, dtype=torch.float64)
     root = torch.randn(d, d, generator=generator, dtype=torch.float64) / math.sqrt(d)
     matrix = 0.3 * root @ root.mT + 0.1 * torch.eye(d, dtype=torch.float64)
-    covariance = df.Full(matrix.to(dtype)) if structure == "full" else df.Diagonal(matrix.diagonal().to(dtype))
+    covariance = (
+        df.Full(matrix.to(dtype))
+        if structure == "full"
+        else df.Diagonal(matrix.diagonal().to(dtype))
+    )
     return df.Belief(mean.to(dtype), covariance)
 
 
-def ragged(width: int = D, sizes: tuple[int, ...] = (3, 1, 4, 2, 5, 2), seed: int = 1, scale: float = 1.5) -> list[Tensor]:
+def ragged(
+    width: int = D, sizes: tuple[int, ...] = (3, 1, 4, 2, 5, 2), seed: int = 1, scale: float = 1.5
+) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return [scale * torch.randn(n, width, generator=generator, dtype=torch.float64) for n in sizes]
 
 
-def eagerly(filt: df.Filter, state: df.FilterState, stream: Any) -> tuple[df.FilterState, list[Any], list[df.StepInfo]]:
+def eagerly(
+    filt: df.Filter, state: df.FilterState, stream: Any
+) -> tuple[df.FilterState, list[Any], list[df.StepInfo]]:
     predictions, infos = [], []
     for batch in stream:
         state, prediction, info = filt.step(state, batch)
@@ -55,18 +67,29 @@ def eagerly(filt: df.Filter, state: df.FilterState, stream: Any) -> tuple[df.Fil
 
 
 def assert_close(one: Any, other: Any, tolerance: float = 1e-9) -> None:
-    torch.testing.assert_close(torch.as_tensor(one), torch.as_tensor(other), rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(
+        torch.as_tensor(one), torch.as_tensor(other), rtol=tolerance, atol=tolerance
+    )
 
 
-def assert_alike(filt: df.Filter, belief: df.Belief, stream: Any, eager: int = 0, tolerance: float = 1e-9) -> df.Outputs:
-    """Compiled and eager runs of a stream agree in everything; so many steps are expected to be handed back."""
+def assert_alike(
+    filt: df.Filter, belief: df.Belief, stream: Any, eager: int = 0, tolerance: float = 1e-9
+) -> df.Outputs:
+    """Compiled and eager runs of a stream agree in everything; so many steps are expected to be
+    handed back.
+    """
     state = filt.init(belief, seed=3)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", df.NoInformationWarning)
         done, outputs = filt.run(state, stream)
         wanted, predictions, infos = eagerly(filt, state, stream)
     assert outputs.compiled == len(stream) - eager, scan.why_eager(filt, state, stream)
-    assert (done.step, done.seed, done.parameters, done.memory) == (wanted.step, wanted.seed, wanted.parameters, wanted.memory)
+    assert (done.step, done.seed, done.parameters, done.memory) == (
+        wanted.step,
+        wanted.seed,
+        wanted.parameters,
+        wanted.memory,
+    )
     assert done.source is wanted.source
     assert_close(done.belief.mean, wanted.belief.mean, tolerance)
     assert type(done.belief.covariance) is type(wanted.belief.covariance)
@@ -76,11 +99,17 @@ def assert_alike(filt: df.Filter, belief: df.Belief, stream: Any, eager: int = 0
         assert_close(mine.log_probabilities, theirs.log_probabilities, tolerance)
         assert_close(mine.logit_variance, theirs.logit_variance, tolerance)
     for ours, info in zip(outputs.infos, infos, strict=True):
-        assert (ours.step, ours.informative, ours.reason) == (info.step, info.informative, info.reason)
+        assert (ours.step, ours.informative, ours.reason) == (
+            info.step,
+            info.informative,
+            info.reason,
+        )
         assert ours.losses.shape == info.losses.shape
         for field in ("losses", "weights", "coefficients", "energy"):
             assert_close(getattr(ours, field), getattr(info, field), tolerance)
-    assert_close(outputs.log_probabilities, torch.cat([p.log_probabilities for p in predictions]), tolerance)
+    assert_close(
+        outputs.log_probabilities, torch.cat([p.log_probabilities for p in predictions]), tolerance
+    )
     return outputs
 
 
@@ -102,7 +131,10 @@ LOSSES = [
     df.PseudoLabel(0.8),
     df.GeneralizedCrossEntropy(0.5),
     df.InformationMaximization(),
-    df.Sum((df.Entropy(), df.PseudoLabel(0.7), df.Sum((df.InformationMaximization(),), (0.5,))), (1.0, 0.3, 2.0)),
+    df.Sum(
+        (df.Entropy(), df.PseudoLabel(0.7), df.Sum((df.InformationMaximization(),), (0.5,))),
+        (1.0, 0.3, 2.0),
+    ),
     df.Sum((df.PseudoLabel(0.7), df.PseudoLabel(0.9)), (1.0, 0.5)),
 ]
 CURVATURES = [
@@ -118,10 +150,18 @@ HEAD_NAMES = ["logistic", "four classes", "three reduced"]
 
 @pytest.mark.parametrize("structure", ["full", "diagonal"])
 @pytest.mark.parametrize(("head", "d"), HEADS, ids=HEAD_NAMES)
-@pytest.mark.parametrize("curvature", CURVATURES, ids=lambda curvature: f"{type(curvature).__name__}{curvature.minimum}")
+@pytest.mark.parametrize(
+    "curvature", CURVATURES, ids=lambda curvature: f"{type(curvature).__name__}{curvature.minimum}"
+)
 @pytest.mark.parametrize("loss", LOSSES, ids=[f"loss{position}" for position in range(len(LOSSES))])
-def test_every_loss_and_curvature(loss: Any, curvature: Any, head: df.LinearHead, d: int, structure: str) -> None:
-    filt = build(logits=head, observation=df.Gibbs(loss, df.Constant(2.0)), inference=df.Linearized(curvature))
+def test_every_loss_and_curvature(
+    loss: Any, curvature: Any, head: df.LinearHead, d: int, structure: str
+) -> None:
+    filt = build(
+        logits=head,
+        observation=df.Gibbs(loss, df.Constant(2.0)),
+        inference=df.Linearized(curvature),
+    )
     state = filt.init(start(d, structure))
     with warnings.catch_warnings():  # the first batch that is too small is handed back: it warns
         warnings.simplefilter("ignore", df.NoInformationWarning)
@@ -138,7 +178,9 @@ DYNAMICS = {
     "reset to source": df.Transition(df.RandomWalk(), df.Reset(None)),
     "restore": df.Transition(df.MeanReversion(0.9), df.Restore()),
     "precision": df.Transition(df.PrecisionReversion(0.01), df.Stationary()),
-    "vector": df.Transition(df.Affine((0.9, 0.8, 1.0), (0.1, 0.0, -0.1)), df.FullNoise((0.1, 0.2, 0.3))),
+    "vector": df.Transition(
+        df.Affine((0.9, 0.8, 1.0), (0.1, 0.0, -0.1)), df.FullNoise((0.1, 0.2, 0.3))
+    ),
     "blocks": df.Transition(
         df.BlockDynamics(
             (1, 1, 1),
@@ -151,14 +193,21 @@ DYNAMICS = {
     ),
 }
 FULL_DYNAMICS = {
-    "matrix": df.Transition(df.Affine(((0.9, 0.1, 0.0), (-0.1, 0.9, 0.2), (0.0, 0.0, 1.0)), 0.1), df.Isotropic(0.01)),
-    "full noise": df.Transition(df.RandomWalk(), df.FullNoise(((0.2, 0.1, 0.0), (0.1, 0.2, 0.0), (0.0, 0.0, 0.1)))),
+    "matrix": df.Transition(
+        df.Affine(((0.9, 0.1, 0.0), (-0.1, 0.9, 0.2), (0.0, 0.0, 1.0)), 0.1), df.Isotropic(0.01)
+    ),
+    "full noise": df.Transition(
+        df.RandomWalk(), df.FullNoise(((0.2, 0.1, 0.0), (0.1, 0.2, 0.0), (0.0, 0.0, 0.1)))
+    ),
     "trend": df.Transition(df.LocalTrend(1), df.Discount(0.9)),
     "seasonal": df.Transition(df.Seasonal(12.0, 2), df.Isotropic(0.01)),
     "block trend": df.Transition(
         df.BlockDynamics(
             (2, 1),
-            (df.Transition(df.LocalTrend(1), df.Discount(0.8)), df.Transition(df.MeanReversion(0.7), df.Restore())),
+            (
+                df.Transition(df.LocalTrend(1), df.Discount(0.8)),
+                df.Transition(df.MeanReversion(0.7), df.Restore()),
+            ),
         )
     ),
 }
@@ -169,7 +218,9 @@ FULL_DYNAMICS = {
 def test_every_transition_of_a_full_covariance(name: str, sizes: tuple[int, ...]) -> None:
     transition = {**DYNAMICS, **FULL_DYNAMICS}[name]
     observation = df.Gibbs(df.PseudoLabel(), df.Constant(2.0))
-    assert_alike(build(transition=transition, observation=observation), start(D), ragged(sizes=sizes))
+    assert_alike(
+        build(transition=transition, observation=observation), start(D), ragged(sizes=sizes)
+    )
 
 
 def test_two_rows_for_two_classes() -> None:
@@ -178,8 +229,13 @@ def test_two_rows_for_two_classes() -> None:
 
 
 def test_a_block_that_is_reset_is_left_to_the_eager_path() -> None:
-    """No lower bound of the eigenvalues that is one number stands a block without a past beside one without noise."""
-    parts = (df.Transition(df.RandomWalk(), df.Reset(0.1)), df.Transition(df.MeanReversion(0.9), df.NoNoise()))
+    """No lower bound of the eigenvalues that is one number stands a block without a past beside one
+    without noise.
+    """
+    parts = (
+        df.Transition(df.RandomWalk(), df.Reset(0.1)),
+        df.Transition(df.MeanReversion(0.9), df.NoNoise()),
+    )
     filt = build(transition=df.Transition(df.BlockDynamics((1, 2), parts)))
     assert_alike(filt, start(D), ragged(), eager=6)
     assert_alike(filt, start(D, "diagonal"), ragged())
@@ -215,20 +271,39 @@ def test_every_weighting(weighting: Any, over: Any, sizes: tuple[int, ...], stru
 
 @pytest.mark.parametrize("predict_from", ["prior", "posterior"])
 @pytest.mark.parametrize("structure", ["full", "diagonal"])
-@pytest.mark.parametrize("prediction", [df.MAP(), df.Tempered(1.7), df.LinearizedProbit(), df.LinearizedProbit("per_class")])
+@pytest.mark.parametrize(
+    "prediction",
+    [df.MAP(), df.Tempered(1.7), df.LinearizedProbit(), df.LinearizedProbit("per_class")],
+)
 @pytest.mark.parametrize(("head", "d"), HEADS, ids=HEAD_NAMES)
 @pytest.mark.parametrize("sizes", [(1,) * 8, (3, 1, 4, 2)], ids=["single", "ragged"])
 def test_every_prediction(
-    prediction: Any, predict_from: Any, head: df.LinearHead, d: int, structure: str, sizes: tuple[int, ...]
+    prediction: Any,
+    predict_from: Any,
+    head: df.LinearHead,
+    d: int,
+    structure: str,
+    sizes: tuple[int, ...],
 ) -> None:
-    filt = build(logits=head, prediction=prediction, predict_from=predict_from, observation=df.Gibbs(df.PseudoLabel()))
+    filt = build(
+        logits=head,
+        prediction=prediction,
+        predict_from=predict_from,
+        observation=df.Gibbs(df.PseudoLabel()),
+    )
     assert_alike(filt, start(d, structure), ragged(sizes=sizes))
 
 
 @pytest.mark.parametrize("structure", ["full", "diagonal"])
 @pytest.mark.parametrize("sizes", [(1,) * 8, (3, 2, 4, 2)], ids=["single", "ragged"])
-@pytest.mark.parametrize("curvature", CURVATURES[:4], ids=lambda curvature: f"{type(curvature).__name__}{curvature.minimum}")
-def test_trust_region_shortens_the_same_steps(curvature: Any, sizes: tuple[int, ...], structure: str) -> None:
+@pytest.mark.parametrize(
+    "curvature",
+    CURVATURES[:4],
+    ids=lambda curvature: f"{type(curvature).__name__}{curvature.minimum}",
+)
+def test_trust_region_shortens_the_same_steps(
+    curvature: Any, sizes: tuple[int, ...], structure: str
+) -> None:
     if curvature.minimum > min(sizes):
         pytest.skip("a centred Fisher learns nothing from one sample")
     observation = df.Gibbs(df.PseudoLabel(), df.Constant(5.0))
@@ -252,14 +327,18 @@ def test_intercept_and_a_tensor_of_another_dtype(structure: str) -> None:
 @pytest.mark.parametrize("structure", ["full", "diagonal"])
 @pytest.mark.parametrize("sizes", [(1,) * 30, (3, 1, 4, 2)], ids=["single", "ragged"])
 def test_single_precision_up_to_its_rounding(structure: str, sizes: tuple[int, ...]) -> None:
-    outputs = assert_alike(build(), start(D, structure, torch.float32), ragged(sizes=sizes), tolerance=1e-5)
+    outputs = assert_alike(
+        build(), start(D, structure, torch.float32), ragged(sizes=sizes), tolerance=1e-5
+    )
     assert outputs.log_probabilities.dtype == torch.float32
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["single", "double"])
 @pytest.mark.parametrize("structure", ["full", "diagonal"])
 @pytest.mark.parametrize("sizes", [(1,) * 20, (3, 1, 4, 2, 2)], ids=["single", "ragged"])
-def test_a_stream_in_two_parts_is_the_stream(structure: str, sizes: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_a_stream_in_two_parts_is_the_stream(
+    structure: str, sizes: tuple[int, ...], dtype: torch.dtype
+) -> None:
     filt, stream = build(), ragged(sizes=sizes)
     state = filt.init(start(D, structure, dtype))
     whole, outputs = filt.run(state, stream)
@@ -269,7 +348,11 @@ def test_a_stream_in_two_parts_is_the_stream(structure: str, sizes: tuple[int, .
     assert [info.step for info in second.infos] == list(range(3, len(stream)))
     assert_close(whole.belief.mean, rest.belief.mean, tolerance)
     assert_close(whole.belief.covariance.dense(), rest.belief.covariance.dense(), tolerance)
-    assert_close(outputs.log_probabilities, torch.cat((first.log_probabilities, second.log_probabilities)), tolerance)
+    assert_close(
+        outputs.log_probabilities,
+        torch.cat((first.log_probabilities, second.log_probabilities)),
+        tolerance,
+    )
 
 
 def test_nothing_that_was_given_is_changed() -> None:
@@ -277,7 +360,9 @@ def test_nothing_that_was_given_is_changed() -> None:
     state = filt.init(start(D))
     before = [state.belief.mean.clone(), state.belief.covariance.dense().clone(), stream.clone()]
     filt.run(state, stream)
-    for one, other in zip(before, [state.belief.mean, state.belief.covariance.dense(), stream], strict=True):
+    for one, other in zip(
+        before, [state.belief.mean, state.belief.covariance.dense(), stream], strict=True
+    ):
         assert torch.equal(one, other)
 
 
@@ -301,7 +386,14 @@ def error_of(action: Callable[[], object]) -> tuple[type[Exception], str]:
 @pytest.mark.parametrize("structure", ["full", "diagonal"])
 @pytest.mark.parametrize(
     "bad",
-    [torch.full((1, D), math.nan), torch.full((2, D), math.inf), torch.zeros(0, D), torch.ones(2, D + 1), torch.ones(D), "no"],
+    [
+        torch.full((1, D), math.nan),
+        torch.full((2, D), math.inf),
+        torch.zeros(0, D),
+        torch.ones(2, D + 1),
+        torch.ones(D),
+        "no",
+    ],
     ids=["nan", "infinite", "empty", "wide", "flat", "text"],
 )
 def test_a_bad_batch_raises_what_the_eager_step_raises(bad: Any, structure: str) -> None:
@@ -309,34 +401,53 @@ def test_a_bad_batch_raises_what_the_eager_step_raises(bad: Any, structure: str)
     state = filt.init(start(D, structure))
     stream = [*ragged(sizes=(1,) * 5), bad, *ragged(sizes=(1,) * 2)]
     assert scan.why_eager(filt, state, stream) == "" or isinstance(bad, Tensor)
-    assert error_of(lambda: filt.run(state, stream)) == error_of(lambda: eagerly(filt, state, stream))
+    assert error_of(lambda: filt.run(state, stream)) == error_of(
+        lambda: eagerly(filt, state, stream)
+    )
 
 
 @pytest.mark.parametrize("structure", ["full", "diagonal"])
 def test_winding_up_raises_the_same_error(structure: str) -> None:
-    """Directions without data grow as δ⁻ᵗ until they overflow; a gate that lets nothing pass leaves only the transition."""
+    """Directions without data grow as δ⁻ᵗ until they overflow; a gate that lets nothing pass leaves
+    only the transition.
+    """
     closed = df.Gibbs(df.Entropy(), df.EntropyGate(0.5))
     filt = build(transition=df.Transition(df.RandomWalk(), df.Discount(1e-30)), observation=closed)
     state, stream = filt.init(start(D, structure)), [torch.zeros(1, D, dtype=torch.float64)] * 40
-    assert error_of(lambda: filt.run(state, stream)) == error_of(lambda: eagerly(filt, state, stream))
+    assert error_of(lambda: filt.run(state, stream)) == error_of(
+        lambda: eagerly(filt, state, stream)
+    )
 
 
 @pytest.mark.parametrize("structure", ["full", "diagonal"])
 def test_parameters_that_run_away_raise_the_same_error(structure: str) -> None:
     observation = df.Gibbs(df.PseudoLabel(), df.Constant(1e200))
     filt = build(observation=observation, inference=df.Linearized(df.NoCurvature()))
-    state, stream = filt.init(start(D, structure)), [1e200 * batch for batch in ragged(sizes=(1,) * 4)]
-    assert error_of(lambda: filt.run(state, stream)) == error_of(lambda: eagerly(filt, state, stream))
+    state, stream = (
+        filt.init(start(D, structure)),
+        [1e200 * batch for batch in ragged(sizes=(1,) * 4)],
+    )
+    assert error_of(lambda: filt.run(state, stream)) == error_of(
+        lambda: eagerly(filt, state, stream)
+    )
 
 
 def test_where_rounding_matters_the_eager_path_takes_the_step() -> None:
-    """From variances of 1e-16 and 1 the bound cannot promise a definite matrix; results stay those of the eager loop."""
+    """From variances of 1e-16 and 1 the bound cannot promise a definite matrix; results stay those
+    of the eager loop.
+    """
     matrix = torch.diag(torch.tensor([1.0, 1e-16, 1.0], dtype=torch.float64))
     belief = df.Belief(torch.ones(D, dtype=torch.float64), df.Full(matrix))
-    still = build(transition=df.Transition(df.RandomWalk(), df.NoNoise()), observation=df.Gibbs(df.PseudoLabel()))
+    still = build(
+        transition=df.Transition(df.RandomWalk(), df.NoNoise()),
+        observation=df.Gibbs(df.PseudoLabel()),
+    )
     stream = ragged(sizes=(1,) * 9)
     assert_alike(still, belief, stream, eager=9)
-    noisy = build(transition=df.Transition(df.RandomWalk(), df.Isotropic(1e-3)), observation=df.Gibbs(df.PseudoLabel()))
+    noisy = build(
+        transition=df.Transition(df.RandomWalk(), df.Isotropic(1e-3)),
+        observation=df.Gibbs(df.PseudoLabel()),
+    )
     assert_alike(noisy, belief, stream, eager=0)
 
 
@@ -359,13 +470,19 @@ def test_what_is_not_covered_runs_eagerly_and_says_why(change: dict[str, Any], r
     assert filt.run(state, stream)[1].compiled == 0
 
 
-def test_iterators_short_streams_and_other_structures_run_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_iterators_short_streams_and_other_structures_run_eagerly(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     filt, stream = build(), ragged()
     state = filt.init(start(D))
     assert "iterator" in scan.why_eager(filt, state, iter(stream))
     assert filt.run(state, iter(stream))[1].compiled == 0
-    low_rank = df.LowRank(torch.ones(D, dtype=torch.float64), torch.zeros(0, D, dtype=torch.float64), rank=2)
-    assert "LowRank" in scan.why_eager(filt, filt.init(df.Belief(torch.zeros(D).double(), low_rank)), stream)
+    low_rank = df.LowRank(
+        torch.ones(D, dtype=torch.float64), torch.zeros(0, D, dtype=torch.float64), rank=2
+    )
+    assert "LowRank" in scan.why_eager(
+        filt, filt.init(df.Belief(torch.zeros(D).double(), low_rank)), stream
+    )
     monkeypatch.setattr(scan, "STEPS", 64)
     assert "fewer" in scan.why_eager(filt, state, stream)
     monkeypatch.setattr(scan, "STEPS", 1)
@@ -407,7 +524,9 @@ def test_samples_of_a_tie_have_no_weight_anywhere(classes: int, structure: str, 
     assert outputs.compiled == 20
     for other in (end, fleet.state(0)):
         torch.testing.assert_close(other.belief.mean, state.belief.mean, rtol=1e-9, atol=1e-9)
-        torch.testing.assert_close(other.belief.covariance.dense(), state.belief.covariance.dense(), rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(
+            other.belief.covariance.dense(), state.belief.covariance.dense(), rtol=1e-9, atol=1e-9
+        )
     for own, eager in zip(outputs.infos, infos, strict=True):
         assert (own.weights[1:] == 0).all()
         assert (eager.weights[1:] == 0).all()
@@ -417,12 +536,29 @@ def test_samples_of_a_tie_have_no_weight_anywhere(classes: int, structure: str, 
 @pytest.mark.parametrize("elsewhere", [False, True], ids=["beside the sources", "NUMBA_CACHE_DIR"])
 def test_compiled_code_older_than_a_source_is_forgotten(elsewhere: bool, tmp_path: Path) -> None:
     """A kernel is inlined from several files, numba looks at the outermost one's only."""
-    shutil.copytree(Path(df.__file__).parent, tmp_path / "driftfilter", ignore=shutil.ignore_patterns("__pycache__", "app"))
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "NUMBA_CACHE_DIR": str(tmp_path / "cache") if elsewhere else ""}
-    script = "from driftfilter.compiled.logistic import scan_rank_one; print(scan_rank_one.stats.cache_path)"
+    shutil.copytree(
+        Path(df.__file__).parent,
+        tmp_path / "driftfilter",
+        ignore=shutil.ignore_patterns("__pycache__", "app"),
+    )
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(tmp_path),
+        "NUMBA_CACHE_DIR": str(tmp_path / "cache") if elsewhere else "",
+    }
+    script = (
+        "from driftfilter.compiled.logistic import scan_rank_one; "
+        "print(scan_rank_one.stats.cache_path)"
+    )
 
     def imported() -> Path:
-        told = subprocess.run([sys.executable, "-c", script], env=environment, check=True, capture_output=True, text=True)
+        told = subprocess.run(
+            [sys.executable, "-c", script],
+            env=environment,
+            check=True,
+            capture_output=True,
+            text=True,
+        )
         return Path(told.stdout.strip())
 
     folder = imported()

@@ -16,7 +16,9 @@ from driftfilter.compiled import vector_math as compiled_math  # noqa: E402
 Array = NDArray[Any]
 
 
-def looped(function: Any) -> Callable[[Array], Array]:  # a loop as kernels have it, whose flags allow sums to be reordered
+def looped(
+    function: Any,
+) -> Callable[[Array], Array]:  # a loop as kernels have it, whose flags allow sums to be reordered
     @numba.njit(fastmath={"reassoc", "contract", "nsz", "arcp"}, error_model="numpy")  # type: ignore[untyped-decorator]
     def loop(x: Array, out: Array) -> None:
         for i in range(len(x)):
@@ -57,4 +59,6 @@ def test_log_near_one_keeps_its_digits(distance: float) -> None:
 
 def test_single_precision_is_rounded_once() -> None:
     x = np.linspace(-80, 80, 10_001, dtype=np.float32)
-    np.testing.assert_array_max_ulp(exponential(x), np.exp(x.astype(np.float64)).astype(np.float32), 1)
+    np.testing.assert_array_max_ulp(
+        exponential(x), np.exp(x.astype(np.float64)).astype(np.float32), 1
+    )

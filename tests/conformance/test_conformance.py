@@ -1,4 +1,6 @@
-"""What every variant in the name table must do, by standing there: a new line in recipe.VARIANTS is covered as it is."""
+"""What every variant in the name table must do, by standing there: a new line in recipe.VARIANTS is
+covered as it is.
+"""
 
 from __future__ import annotations
 
@@ -20,16 +22,21 @@ DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 PART = df.Transition(df.MeanReversion(0.9), df.Isotropic(0.01))
 EXAMPLES: dict[str, Any] = {  # for variants that have no default
     "LinearHead": df.LinearHead(classes=2),
-    "BlockDynamics": df.BlockDynamics(sizes=(1, 1), parts=(PART, df.Transition(df.RandomWalk(), df.Discount()))),
+    "BlockDynamics": df.BlockDynamics(
+        sizes=(1, 1), parts=(PART, df.Transition(df.RandomWalk(), df.Discount()))
+    ),
     "FullNoise": df.FullNoise(((0.02, 0.005), (0.005, 0.01))),
 }
 TABLE = [(role, name) for role, classes in VARIANTS.items() for name in classes]
 EVERY = pytest.mark.parametrize(("role", "name"), TABLE, ids=[name for _, name in TABLE])
-# These have no place inside a Filter: a source makes the belief it starts from, statistics and parameters belong to a network,
-# and a recipe holds all of them (tests/source, tests/networks, tests/presets).
+# These have no place inside a Filter: a source makes the belief it starts from, statistics and
+# parameters belong to a network, and a recipe holds all of them (tests/source, tests/networks,
+# tests/presets).
 OUTSIDE = ("source", "statistics", "parameters", "recipe")
 STREAMED = [(role, name) for role, name in TABLE if role not in OUTSIDE]
-EVERY_STREAMED = pytest.mark.parametrize(("role", "name"), STREAMED, ids=[name for _, name in STREAMED])
+EVERY_STREAMED = pytest.mark.parametrize(
+    ("role", "name"), STREAMED, ids=[name for _, name in STREAMED]
+)
 
 
 def example(role: str, name: str) -> Any:
@@ -42,7 +49,13 @@ def changed(variant: Any) -> list[Any]:
     for item in fields(variant):
         value = getattr(variant, item.name)
         if isinstance(value, (bool, int, float)):
-            other = not value if isinstance(value, bool) else value + 1 if isinstance(value, int) else value / 2 or 0.5
+            other = (
+                not value
+                if isinstance(value, bool)
+                else value + 1
+                if isinstance(value, int)
+                else value / 2 or 0.5
+            )
             with contextlib.suppress(ValueError):
                 copies.append(replace(variant, **{item.name: other}))
     return copies
@@ -63,10 +76,17 @@ def test_equal_by_value_hashable_and_frozen(role: str, name: str) -> None:
     assert same is not variant
     assert same == variant
     assert hash(same) == hash(variant)
-    for other in [*changed(variant), *(example(role, other) for other in VARIANTS[role] if other != name)]:
+    for other in [
+        *changed(variant),
+        *(example(role, other) for other in VARIANTS[role] if other != name),
+    ]:
         assert other != variant
         assert len({variant, same, other}) == 2
-    numbers = [item.name for item in fields(variant) if isinstance(getattr(variant, item.name), (int, float))]
+    numbers = [
+        item.name
+        for item in fields(variant)
+        if isinstance(getattr(variant, item.name), (int, float))
+    ]
     assert bool(changed(variant)) is bool(numbers)
     for item in fields(variant):
         with pytest.raises(FrozenInstanceError):
@@ -85,7 +105,9 @@ def test_toml_round_trip(role: str, name: str) -> None:
 def test_unknown_field_names_the_nearest(role: str, name: str) -> None:
     variant = example(role, name)
     for item in fields(variant):
-        with pytest.raises(ValueError, match=f"{name} has no field '{item.name}x' .did you mean '{item.name}'"):
+        with pytest.raises(
+            ValueError, match=f"{name} has no field '{item.name}x' .did you mean '{item.name}'"
+        ):
             df.from_toml(df.to_toml(variant) + f"{item.name}x = 1\n")
     with pytest.raises(ValueError, match=f"{name} has no field 'zzzz'; its fields are"):
         df.from_toml(df.to_toml(variant) + "zzzz = 1\n")
@@ -102,7 +124,9 @@ STRUCTURES: dict[str, Callable[[Tensor], df.Covariance]] = {
     "Diagonal": lambda matrix: df.Diagonal(matrix.diagonal().clone()),
     "LowRank": lambda matrix: df.LowRank(matrix.diagonal().clone(), 0.5 * matrix[:1], rank=1),
     "Blocks": lambda matrix: df.Blocks((df.Diagonal(matrix[0, :1]), df.Full(matrix[1:, 1:]))),
-    "Kronecker": lambda matrix: df.Kronecker.from_factors(matrix.inverse(), matrix.new_ones(1, 1), 0.1),
+    "Kronecker": lambda matrix: df.Kronecker.from_factors(
+        matrix.inverse(), matrix.new_ones(1, 1), 0.1
+    ),
 }
 NOISE = df.GaussianNoise()
 
@@ -119,7 +143,9 @@ PROTOTYPES = {  # inference that needs a model of its own: one class, two featur
     df.Supports: {"logits": df.PrototypeHead(torch.tensor([[1.0, -0.5]]), family="inner_product")},
     df.Mixture: {"logits": df.PrototypeHead(torch.tensor([[1.0, -0.5]]))},
 }
-ROLES: dict[str, Callable[[Any], dict[str, Any]]] = {  # role -> the part of a Filter where a variant of it stands
+ROLES: dict[
+    str, Callable[[Any], dict[str, Any]]
+] = {  # role -> the part of a Filter where a variant of it stands
     "model": lambda variant: {"logits": variant},
     "dynamics": lambda variant: {"transition": df.Transition(variant)},
     "noise": lambda variant: {"transition": df.Transition(df.MeanReversion(0.9), variant)},
@@ -128,12 +154,20 @@ ROLES: dict[str, Callable[[Any], dict[str, Any]]] = {  # role -> the part of a F
     "augmentation": lambda variant: {"observation": df.Gibbs(df.Consistency(on_vectors(variant)))},
     "weighting": lambda variant: {"observation": df.Gibbs(df.Entropy(), variant)},
     "observation": lambda variant: {"observation": variant},
-    "teacher": lambda variant: {"observation": df.Gibbs(df.PseudoLabel(), teacher=replace(variant, augmentation=NOISE))},
-    "upkeep": lambda variant: {"upkeep": variant, "inference": df.GradientStep(df.SGD(0.1), keep_gradient=True)},
+    "teacher": lambda variant: {
+        "observation": df.Gibbs(df.PseudoLabel(), teacher=replace(variant, augmentation=NOISE))
+    },
+    "upkeep": lambda variant: {
+        "upkeep": variant,
+        "inference": df.GradientStep(df.SGD(0.1), keep_gradient=True),
+    },
     "curvature": lambda variant: {"inference": df.Linearized(variant)},
     "inference": lambda variant: {"inference": variant, **PROTOTYPES.get(type(variant), {})},
     "optimizer": lambda variant: {"inference": df.GradientStep(variant)},
-    "prediction": lambda variant: {"prediction": variant, "observation": df.Gibbs(teacher=df.Teacher(augmentation=NOISE))},
+    "prediction": lambda variant: {
+        "prediction": variant,
+        "observation": df.Gibbs(teacher=df.Teacher(augmentation=NOISE)),
+    },
 }
 
 
@@ -153,7 +187,9 @@ class Setting(NamedTuple):
         try:
             return self.filter.init(belief, seed)
         except ValueError as error:
-            if self.structure == "Full" or not re.match(f"{self.structure} cannot carry .*; use ", str(error)):
+            if self.structure == "Full" or not re.match(
+                f"{self.structure} cannot carry .*; use ", str(error)
+            ):
                 raise
             return None
 
@@ -168,7 +204,10 @@ class Setting(NamedTuple):
 
 def setting(role: str, name: str, base: str, dtype: torch.dtype, device: str) -> Setting:
     """``base``: a covariance structure under a linear head, or "lifted"."""
-    parts = {"logits": curved if base == "lifted" else df.LinearHead(2), "inference": df.Linearized(df.Hessian())}
+    parts = {
+        "logits": curved if base == "lifted" else df.LinearHead(2),
+        "inference": df.Linearized(df.Hessian()),
+    }
     filt = df.Filter(**{**parts, **ROLES[role](example(role, name))})
     return Setting(filt, "Full" if base == "lifted" else base, dtype, device)
 
@@ -180,7 +219,12 @@ def inputs(dtype: torch.dtype, device: str, samples: int = 6, steps: int = 2) ->
 
 
 def contents(state: df.FilterState) -> list[Tensor]:
-    parts = [state.belief.mean, state.belief.covariance.dense(), state.source.mean, state.source.covariance.dense()]
+    parts = [
+        state.belief.mean,
+        state.belief.covariance.dense(),
+        state.source.mean,
+        state.source.covariance.dense(),
+    ]
     return [part.clone() for part in [*parts, *state.memory.values()]]
 
 
@@ -188,7 +232,9 @@ def assert_identical(first: list[Tensor], second: list[Tensor]) -> None:
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
 
 
-def assert_sound(state: df.FilterState, outputs: df.Outputs, dtype: torch.dtype, device: str) -> None:
+def assert_sound(
+    state: df.FilterState, outputs: df.Outputs, dtype: torch.dtype, device: str
+) -> None:
     mean, matrix = state.belief.mean, state.belief.covariance.dense()
     assert mean.dtype == matrix.dtype == outputs.probabilities.dtype == dtype
     assert mean.device.type == matrix.device.type == outputs.probabilities.device.type == device
@@ -196,8 +242,12 @@ def assert_sound(state: df.FilterState, outputs: df.Outputs, dtype: torch.dtype,
     assert torch.isfinite(outputs.log_probabilities).all()
     assert all(torch.isfinite(prediction.logit_variance).all() for prediction in outputs)
     assert all((prediction.logit_variance >= 0).all() for prediction in outputs)
-    assert all(torch.isfinite(info.losses).all() and (info.weights >= 0).all() for info in outputs.infos)
-    torch.testing.assert_close(outputs.probabilities.sum(-1), torch.ones_like(outputs.labels, dtype=dtype))
+    assert all(
+        torch.isfinite(info.losses).all() and (info.weights >= 0).all() for info in outputs.infos
+    )
+    torch.testing.assert_close(
+        outputs.probabilities.sum(-1), torch.ones_like(outputs.labels, dtype=dtype)
+    )
     eigenvalues = torch.linalg.eigvalsh(matrix.double())
     assert eigenvalues[0] > -10 * torch.finfo(dtype).eps * eigenvalues[-1]
     assert (state.belief.covariance.variance() > 0).all()
@@ -209,7 +259,9 @@ EVERYWHERE = pytest.mark.parametrize("device", DEVICES)
 @EVERY_STREAMED
 @BASES
 @EVERYWHERE
-def test_deterministic_and_without_side_effects(device: str, base: str, role: str, name: str) -> None:
+def test_deterministic_and_without_side_effects(
+    device: str, base: str, role: str, name: str
+) -> None:
     one, two = (setting(role, name, base, torch.float64, device) for _ in range(2))
     state, other = one.start(), two.start()
     if state is None or other is None:
@@ -230,7 +282,9 @@ def test_deterministic_and_without_side_effects(device: str, base: str, role: st
 @BASES
 @EVERYWHERE
 def test_float32_agrees_with_float64(device: str, base: str, role: str, name: str) -> None:
-    """To float32's accuracy; where draws differ between the types, as well as one seed agrees with others."""
+    """To float32's accuracy; where draws differ between the types, as well as one seed agrees with
+    others.
+    """
 
     def result(dtype: torch.dtype, seed: int) -> Tensor:
         variant = setting(role, name, base, dtype, device)
@@ -238,19 +292,27 @@ def test_float32_agrees_with_float64(device: str, base: str, role: str, name: st
         if state is None:
             return torch.zeros(1)
         state, outputs = variant.run(state, inputs(dtype, device))
-        parts = (state.belief.mean, state.belief.covariance.dense().flatten(), outputs.probabilities.flatten())
+        parts = (
+            state.belief.mean,
+            state.belief.covariance.dense().flatten(),
+            outputs.probabilities.flatten(),
+        )
         return torch.cat(parts).double()
 
     single, double = result(torch.float32, 0), result(torch.float64, 0)
     if not torch.allclose(single, double, rtol=2e-5, atol=2e-5):
         others = torch.stack([result(torch.float64, seed) for seed in range(1, 9)])
-        assert ((single - others.mean(0)).abs() <= 2e-5 * (1 + double.abs()) + 6 * others.std(0)).all()
+        assert (
+            (single - others.mean(0)).abs() <= 2e-5 * (1 + double.abs()) + 6 * others.std(0)
+        ).all()
 
 
 @EVERY_STREAMED
 @BASES
 @EVERYWHERE
-def test_batch_of_one_and_extreme_inputs_give_finite_results(device: str, base: str, role: str, name: str) -> None:
+def test_batch_of_one_and_extreme_inputs_give_finite_results(
+    device: str, base: str, role: str, name: str
+) -> None:
     for dtype in (torch.float32, torch.float64):
         variant = setting(role, name, base, dtype, device)
         ordinary, other = inputs(dtype, device)

@@ -17,7 +17,19 @@ BRIEF = settings(
     suppress_health_check=list(HealthCheck),
 )
 CASES = [
-    *(f"batch_norm-{name}" for name in ("driftfilter", "driftfilter_aug", "tent", "eata", "cotta", "opgd", "opgd_diag", "t3a")),
+    *(
+        f"batch_norm-{name}"
+        for name in (
+            "driftfilter",
+            "driftfilter_aug",
+            "tent",
+            "eata",
+            "cotta",
+            "opgd",
+            "opgd_diag",
+            "t3a",
+        )
+    ),
     *(f"group_norm-{name}" for name in ("driftfilter", "opgd", "sar", "roid")),
     *(f"linear-{name}" for name in ("head_ekf", "cotta", "t3a")),
 ]

@@ -20,8 +20,12 @@ def live_objects() -> int:
     return len(gc.get_objects())
 
 
-@pytest.mark.parametrize(("name", "steps", "within"), [("head", 1500, 1e-5), ("reverting", 600, 1e-4)])
-def test_memory_is_flat_and_float32_stays_with_float64(name: str, steps: int, within: float) -> None:
+@pytest.mark.parametrize(
+    ("name", "steps", "within"), [("head", 1500, 1e-5), ("reverting", 600, 1e-4)]
+)
+def test_memory_is_flat_and_float32_stays_with_float64(
+    name: str, steps: int, within: float
+) -> None:
     single, double = (CASES[name].make(dtype) for dtype in (torch.float32, torch.float64))
     apart = torch.zeros(steps, dtype=torch.float64)
     for number, batch in enumerate(vectors(steps)):

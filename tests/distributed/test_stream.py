@@ -1,4 +1,6 @@
-"""One stream over several processes: the belief is that of one process, and what goes wrong on one rank ends on all."""
+"""One stream over several processes: the belief is that of one process, and what goes wrong on one
+rank ends on all.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,13 @@ from driftfilter.app import models
 from driftfilter.app.streams import sample_images
 from driftfilter.base.sharding import Ranks, Shards, among, gathered, placed, taken, total_samples
 
-SHARDS = ((15, 9), (24, 0), (12, 12), (0, 24), (23, 1))  # of 24 samples: uneven and empty ones too, step after step
+SHARDS = (
+    (15, 9),
+    (24, 0),
+    (12, 12),
+    (0, 24),
+    (23, 1),
+)  # of 24 samples: uneven and empty ones too, step after step
 STEPS = 20
 EXACT = ("tent", "eata", "opgd", "opgd_diag", "driftfilter")
 EPISODES = ("memo", "lora")  # every sample is a step of its own
@@ -36,7 +44,9 @@ OTHERS = [name for name in df.presets.names() if name not in (*EXACT, *EPISODES)
 
 def _begin(work: Callable[..., Any], rank: int, folder: Path, *args: Any) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder / 'meeting'}", rank=rank, world_size=2)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder / 'meeting'}", rank=rank, world_size=2
+    )
     torch.save(work(rank, *args), folder / f"{rank}.pt")
 
 
@@ -75,7 +85,14 @@ def failing(call: Callable[[], Any]) -> str:
 
 def small() -> nn.Sequential:
     torch.manual_seed(0)
-    layers = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Tanh(), nn.Conv2d(4, 6, 3, stride=2), nn.BatchNorm2d(6), nn.Tanh()
+    layers = (
+        nn.Conv2d(3, 4, 3),
+        nn.BatchNorm2d(4),
+        nn.Tanh(),
+        nn.Conv2d(4, 6, 3, stride=2),
+        nn.BatchNorm2d(6),
+        nn.Tanh(),
+    )
     model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 4)).double()
     with torch.no_grad():
         list(model.parameters())[-2].mul_(20)  # confident enough for gates to let some samples pass
@@ -84,21 +101,31 @@ def small() -> nn.Sequential:
 
 def images(batches: int, samples: int, size: int, seed: int = 1) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return list(torch.rand(batches, samples, 3, size, size, generator=generator, dtype=torch.float64))
+    return list(
+        torch.rand(batches, samples, 3, size, size, generator=generator, dtype=torch.float64)
+    )
 
 
 def pictures() -> list[Tensor]:
-    """Noisy CIFAR-10 at half size, in float64: rounding in float32 grows by far more than 1e-5 in 20 steps."""
+    """Noisy CIFAR-10 at half size, in float64: rounding in float32 grows by far more than 1e-5 in
+    20 steps.
+    """
     clean = nn.functional.avg_pool2d(sample_images().images, 2).double()
     generator = torch.Generator().manual_seed(0)
     drawn = [clean[torch.randint(len(clean), (24,), generator=generator)] for _ in range(STEPS)]
-    return [(x + 0.05 * torch.randn(x.shape, generator=generator, dtype=x.dtype)).clamp(0, 1) for x in drawn]
+    return [
+        (x + 0.05 * torch.randn(x.shape, generator=generator, dtype=x.dtype)).clamp(0, 1)
+        for x in drawn
+    ]
 
 
 def streamed(adapter: df.Adapter, batches: list[Tensor], rank: int | None) -> dict[str, Any]:
     outputs = [adapter(shard(batch, step, rank)).exp() for step, batch in enumerate(batches)]
     last = adapter.predict(shard(batches[0], 3, rank)).probabilities
-    belief, memory = adapter.belief, {name: value.double() for name, value in adapter.state.memory.items()}
+    belief, memory = (
+        adapter.belief,
+        {name: value.double() for name, value in adapter.state.memory.items()},
+    )
     kept = {"mean": belief.mean, "covariance": belief.covariance.variance(), **memory}
     return {"outputs": [*outputs, last], "kept": kept, "signals": torch.tensor(adapter.signals)}
 
@@ -108,7 +135,10 @@ def of_shipped(rank: int | None) -> dict[str, dict[str, Any]]:
     made: dict[str, Any] = {} if rank is None else {"distributed": True}
     model, batches = models.load("resnet20").double(), pictures()
     source = {"eata": {"data": df.SourceData(batches[0])}}
-    return {preset: streamed(df.adapt(model, preset, **source.get(preset, {}), **made), batches, rank) for preset in EXACT}
+    return {
+        preset: streamed(df.adapt(model, preset, **source.get(preset, {}), **made), batches, rank)
+        for preset in EXACT
+    }
 
 
 def of_others(rank: int | None) -> dict[str, dict[str, Any]]:
@@ -121,7 +151,9 @@ def of_others(rank: int | None) -> dict[str, dict[str, Any]]:
         "bacs": {"data": df.SourceData(batches[0], torch.arange(24) % 4)},
         "bn": {"statistics": df.PseudoCount(16)},
     }
-    adapters = {preset: df.adapt(small(), preset, **options.get(preset, {}), **made) for preset in OTHERS}
+    adapters = {
+        preset: df.adapt(small(), preset, **options.get(preset, {}), **made) for preset in OTHERS
+    }
     return {preset: streamed(adapter, batches, rank) for preset, adapter in adapters.items()}
 
 
@@ -132,25 +164,57 @@ def differences(ranks: list[dict[str, Any]], alone: dict[str, Any], tolerance: f
         scale = value.abs().max().clamp_min(1.0)
         apart = [(rank["kept"][name] - value).abs().max() / scale for rank in ranks]
         found += [f"{name} is off by {max(apart):.1e}"] if max(apart) > tolerance else []
-        found += [] if torch.equal(ranks[0]["kept"][name], ranks[1]["kept"][name]) else [f"{name} differs between ranks"]
-    found += [] if torch.equal(ranks[0]["signals"].nan_to_num(), ranks[1]["signals"].nan_to_num()) else ["signals differ"]
+        found += (
+            []
+            if torch.equal(ranks[0]["kept"][name], ranks[1]["kept"][name])
+            else [f"{name} differs between ranks"]
+        )
+    found += (
+        []
+        if torch.equal(ranks[0]["signals"].nan_to_num(), ranks[1]["signals"].nan_to_num())
+        else ["signals differ"]
+    )
     for step, expected in enumerate(alone["outputs"]):
         got = torch.cat([rank["outputs"][step] for rank in ranks])
-        off = (got - expected).abs().max() if got.shape == expected.shape else torch.tensor(torch.inf)
+        off = (
+            (got - expected).abs().max() if got.shape == expected.shape else torch.tensor(torch.inf)
+        )
         found += [f"prediction {step} is off by {off:.1e}"] if off > tolerance else []
     return found
 
 
 def other_networks(rank: int | None) -> dict[str, dict[str, Any]]:
-    """Layers that see one value a channel, have no running statistics, or no batch statistics at all; a loss of its own."""
+    """Layers that see one value a channel, have no running statistics, or no batch statistics at
+    all; a loss of its own.
+    """
     made: dict[str, Any] = {} if rank is None else {"distributed": True}
     torch.manual_seed(0)
-    flat = nn.Sequential(nn.Flatten(), nn.Linear(12, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 4)).double().eval()
-    untracked = nn.Sequential(nn.Conv2d(3, 4, 2), nn.BatchNorm2d(4, track_running_stats=False), nn.Flatten(), nn.Linear(4, 4))
-    layered = nn.Sequential(nn.Flatten(), nn.Linear(12, 6), nn.LayerNorm(6), nn.Tanh(), nn.Linear(6, 4))
-    every = {"flat": flat, "untracked": untracked.double().eval(), "layered": layered.double().eval()}
-    full = df.Recipe(source=df.Gaussian(0.1, "full"), observation=df.Gibbs(df.InformationMaximization()))
-    recipes = {"full": full, "linearized": df.presets.get("opgd", prediction=df.LinearizedGaussian(4))}
+    flat = (
+        nn.Sequential(nn.Flatten(), nn.Linear(12, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 4))
+        .double()
+        .eval()
+    )
+    untracked = nn.Sequential(
+        nn.Conv2d(3, 4, 2),
+        nn.BatchNorm2d(4, track_running_stats=False),
+        nn.Flatten(),
+        nn.Linear(4, 4),
+    )
+    layered = nn.Sequential(
+        nn.Flatten(), nn.Linear(12, 6), nn.LayerNorm(6), nn.Tanh(), nn.Linear(6, 4)
+    )
+    every = {
+        "flat": flat,
+        "untracked": untracked.double().eval(),
+        "layered": layered.double().eval(),
+    }
+    full = df.Recipe(
+        source=df.Gaussian(0.1, "full"), observation=df.Gibbs(df.InformationMaximization())
+    )
+    recipes = {
+        "full": full,
+        "linearized": df.presets.get("opgd", prediction=df.LinearizedGaussian(4)),
+    }
     recipes["ema"] = df.presets.get("driftfilter")
     batches = images(5, 24, 2)
     found = {
@@ -175,7 +239,12 @@ def every_stream(rank: int | None) -> dict[str, dict[str, Any]]:
 def test_ranks_hold_the_belief_of_one_process(tmp_path: Path) -> None:
     ranks, alone = on_two_ranks(every_stream, tmp_path), every_stream(None)
     assert None not in ranks
-    found = {name: differences([rank[name] for rank in ranks], alone[name], 1e-5 if name in EXACT else 1e-9) for name in alone}
+    found = {
+        name: differences(
+            [rank[name] for rank in ranks], alone[name], 1e-5 if name in EXACT else 1e-9
+        )
+        for name in alone
+    }
     assert not {name: wrong for name, wrong in found.items() if wrong}
 
 
@@ -192,7 +261,11 @@ def disagreeing(rank: int) -> dict[str, str]:
         "recipe": failing(lambda: df.adapt(model, "tent", lr=1e-3 * (1 + rank), distributed=True)),
         "model": failing(lambda: df.adapt(other if rank else model, "tent", distributed=True)),
         "seed": failing(lambda: df.adapt(model, "tent", seed=rank, distributed=True)),
-        "monitor": failing(lambda: df.adapt(model, "tent", monitor=df.Monitor(share=0.4 + rank / 10), distributed=True)),
+        "monitor": failing(
+            lambda: df.adapt(
+                model, "tent", monitor=df.Monitor(share=0.4 + rank / 10), distributed=True
+            )
+        ),
     }
     adapter = df.adapt(model, "tent", distributed=True)
     adapter(batch)
@@ -258,7 +331,12 @@ class Mortal(nn.Module):
         made = Mortal.__new__(Mortal)
         memo[id(self)] = made
         nn.Module.__init__(made)
-        made.model, made.calls, made.fatal, made.act = copy.deepcopy(self.model, memo), self.calls, self.fatal, self.act
+        made.model, made.calls, made.fatal, made.act = (
+            copy.deepcopy(self.model, memo),
+            self.calls,
+            self.fatal,
+            self.act,
+        )
         return made
 
 
@@ -266,14 +344,19 @@ def _killed() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def bereaved(rank: int, act: Callable[[], None], timeout: float | None, folder: Path) -> dict[str, Any]:
+def bereaved(
+    rank: int, act: Callable[[], None], timeout: float | None, folder: Path
+) -> dict[str, Any]:
     group = True if timeout is None else dist.new_group(timeout=timedelta(seconds=timeout))
     adapter = df.adapt(Mortal(rank, act), "tent", monitor=None, distributed=group)
     batch = images(1, 4, 8)[0]
     adapter(batch)
     adapter(batch)
     before = adapter.state
-    found: dict[str, Any] = {"first": failing(lambda: adapter(batch)), "again": failing(lambda: adapter(batch))}
+    found: dict[str, Any] = {
+        "first": failing(lambda: adapter(batch)),
+        "again": failing(lambda: adapter(batch)),
+    }
     df.save(adapter, folder / f"{rank}.safetensors")
     if (folder / "sleeper").exists():
         os.kill(int((folder / "sleeper").read_text()), signal.SIGKILL)
@@ -300,7 +383,9 @@ class Sleep:
 @pytest.mark.parametrize("kind", ["killed", "asleep"])
 def test_a_rank_that_is_gone_is_an_error_on_the_others(kind: str, tmp_path: Path) -> None:
     act: Callable[[], None] = _killed if kind == "killed" else Sleep(tmp_path)
-    survivor, gone = on_two_ranks(bereaved, tmp_path, act, None if kind == "killed" else 2.0, tmp_path)
+    survivor, gone = on_two_ranks(
+        bereaved, tmp_path, act, None if kind == "killed" else 2.0, tmp_path
+    )
     assert gone is None
     assert survivor["first"].startswith("RankError: rank 0 of 2 got no answer")
     assert survivor["again"].startswith("RankError: rank 0 of 2 is alone")
@@ -311,7 +396,9 @@ def test_a_rank_that_is_gone_is_an_error_on_the_others(kind: str, tmp_path: Path
 def test_a_rank_that_fails_in_the_middle_of_a_call_tells_the_others(tmp_path: Path) -> None:
     other, failed = on_two_ranks(bereaved, tmp_path, _failed, None, tmp_path)
     assert failed["first"] == "RuntimeError: out of memory"
-    assert failed["again"].startswith("RankError: rank 1 of 2 is alone since a call before failed: RuntimeError")
+    assert failed["again"].startswith(
+        "RankError: rank 1 of 2 is alone since a call before failed: RuntimeError"
+    )
     assert other["first"].startswith("RankError: rank 0 of 2 got no answer")
     assert failed["unchanged"]
     assert other["unchanged"]
@@ -322,7 +409,9 @@ def test_a_rank_that_fails_in_the_middle_of_a_call_tells_the_others(tmp_path: Pa
 
 @pytest.fixture
 def alone(tmp_path: Path) -> Iterator[Ranks]:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'meeting'}", rank=0, world_size=1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{tmp_path / 'meeting'}", rank=0, world_size=1
+    )
     assert dist.group.WORLD is not None
     yield Ranks(dist.group.WORLD)
     dist.destroy_process_group()
@@ -337,7 +426,9 @@ def test_one_rank_is_one_process(preset: str, alone: Ranks) -> None:
     assert update.losses.shape[-1] == 6
     plain.update(batch)
     torch.testing.assert_close(adapter.belief.mean, plain.belief.mean, rtol=1e-10, atol=1e-10)
-    torch.testing.assert_close(adapter.belief.covariance.dense(), plain.belief.covariance.dense(), rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(
+        adapter.belief.covariance.dense(), plain.belief.covariance.dense(), rtol=1e-10, atol=1e-10
+    )
 
 
 class Named(nn.Module):
@@ -354,7 +445,9 @@ def test_inputs_by_name_and_copies_of_an_adapter(alone: Ranks) -> None:
     adapter = df.adapt(Named().eval(), "tent", distributed=True)
     batch, scale = images(1, 6, 8)[0], torch.tensor(0.5).double()
     adapter(pixels=batch, scale=scale)
-    assert torch.equal(copy.deepcopy(adapter)(pixels=batch, scale=scale), adapter(pixels=batch, scale=scale))
+    assert torch.equal(
+        copy.deepcopy(adapter)(pixels=batch, scale=scale), adapter(pixels=batch, scale=scale)
+    )
     with pytest.raises(TypeError, match="processes"):
         pickle.dumps(adapter)
 
@@ -399,9 +492,19 @@ def test_samples_are_put_at_their_place_among_all(alone: Ranks) -> None:
         ({"recipe": "memo"}, r"adapt: recipe must be without chunks.*got 'chunk=1'"),
         ({"recipe": "lora"}, r"adapt: recipe must be without chunks"),
         ({"window": 32}, r"adapt: window must be 0 where a stream is distributed.*got 32"),
-        ({"update_every": 2}, r"adapt: update_every must be 1 where a stream is distributed.*got 2"),
-        ({"distributed": "gloo"}, r"adapt: distributed must be True, False or a process group, got 'gloo'"),
-        ({}, r"adapt: distributed must be False until torch.distributed.init_process_group\(\) has been called"),
+        (
+            {"update_every": 2},
+            r"adapt: update_every must be 1 where a stream is distributed.*got 2",
+        ),
+        (
+            {"distributed": "gloo"},
+            r"adapt: distributed must be True, False or a process group, got 'gloo'",
+        ),
+        (
+            {},
+            r"adapt: distributed must be False until torch.distributed.init_process_group\(\) "
+            r"has been called",
+        ),
     ],
     ids=["memo", "lora", "window", "update_every", "kind", "not begun"],
 )

@@ -1,4 +1,6 @@
-"""docs/benchmarks.md is what its template and the results give; and the benchmarks write what it reads."""
+"""docs/benchmarks.md is what its template and the results give; and the benchmarks write what it
+reads.
+"""
 
 from __future__ import annotations
 
@@ -57,14 +59,23 @@ def scaled(figures: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_result_is_on_the_page(name: str, results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_result_is_on_the_page(
+    name: str, results: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     change(results / name, scaled)
     with pytest.raises(SystemExit, match=r"is not what .*line \d+ is\n.*\nand should be\n"):
         called(monkeypatch, "--check", "--results", results)
 
 
-def test_ratios_and_figures_follow_the_times(results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    change(results / "step.json", lambda figures: figures | {"ms": figures["ms"] | {"hand-written TENT": 400.0, "tent": 500.0}})
+def test_ratios_and_figures_follow_the_times(
+    results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    change(
+        results / "step.json",
+        lambda figures: (
+            figures | {"ms": figures["ms"] | {"hand-written TENT": 400.0, "tent": 500.0}}
+        ),
+    )
     called(monkeypatch, "--results", results, "--page", tmp_path / "page.md")
     written = (tmp_path / "page.md").read_text()
     assert "\n| `tent` | 500 | 1.25 |" in written
@@ -73,7 +84,9 @@ def test_ratios_and_figures_follow_the_times(results: Path, tmp_path: Path, monk
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_missing_result_is_named(name: str, results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_result_is_named(
+    name: str, results: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (results / name).unlink()
     with pytest.raises(SystemExit, match=re.escape(f"has no '{name}'")):
         called(monkeypatch, "--check", "--results", results)
@@ -81,13 +94,20 @@ def test_a_missing_result_is_named(name: str, results: Path, monkeypatch: pytest
 
 def test_a_missing_figure_is_named(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     change(results / "step.json", lambda figures: {"batch": figures["batch"]})
-    with pytest.raises(SystemExit, match=re.escape("step.json, figures has no 'ms'; it has 'batch'")):
+    with pytest.raises(
+        SystemExit, match=re.escape("step.json, figures has no 'ms'; it has 'batch'")
+    ):
         called(monkeypatch, "--check", "--results", results)
 
 
 def test_a_missing_task_is_named(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    change(results / "cifar10c-continual.json", lambda figures: [task for task in figures if task["preset"] != "driftfilter"])
-    with pytest.raises(SystemExit, match=r"0 entries with {'preset': 'driftfilter'}.*cifar10c-continual.json"):
+    change(
+        results / "cifar10c-continual.json",
+        lambda figures: [task for task in figures if task["preset"] != "driftfilter"],
+    )
+    with pytest.raises(
+        SystemExit, match=r"0 entries with {'preset': 'driftfilter'}.*cifar10c-continual.json"
+    ):
         called(monkeypatch, "--check", "--results", results)
 
 
@@ -99,26 +119,36 @@ def test_results_say_where_they_come_from(name: str) -> None:
 
 
 def test_what_scripts_write_can_be_read(results: Path) -> None:
-    scripts = {"fleet": ["--streams", "10", "--rounds", "1"], "step": ["--batch", "2", "--rounds", "1"]}
+    scripts = {
+        "fleet": ["--streams", "10", "--rounds", "1"],
+        "step": ["--batch", "2", "--rounds", "1"],
+    }
     env = {**os.environ, "PYTHONPATH": str(Path(df.__file__).parents[1])}
     for name, options in scripts.items():
         file = results / f"{name}.json"
         file.unlink()
         command = [sys.executable, str(page.HERE / f"{name}.py"), *options, "--json", str(file)]
         subprocess.run(command, check=True, capture_output=True, env=env)
-        assert json.loads(file.read_text())["command"] == f"python benchmarks/{name}.py {' '.join(options)}"
+        assert (
+            json.loads(file.read_text())["command"]
+            == f"python benchmarks/{name}.py {' '.join(options)}"
+        )
     page.render(results)
 
 
 def test_what_the_core_measures_can_be_read(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(core, "SWEEPS", [(structure, axis, sizes[:4]) for structure, axis, sizes in core.SWEEPS])
+    monkeypatch.setattr(
+        core, "SWEEPS", [(structure, axis, sizes[:4]) for structure, axis, sizes in core.SWEEPS]
+    )
     change(results / "core.json", lambda figures: core.measured(0.0))
     page.render(results)
 
 
 def test_exponent_of_the_upper_half() -> None:
     sizes = [1, 2, 4, 8, 16, 32]
-    assert exponent(sizes, [50, 40, 45, *(3 * size**1.7 for size in sizes[3:])]) == pytest.approx(1.7, abs=1e-12)
+    assert exponent(sizes, [50, 40, 45, *(3 * size**1.7 for size in sizes[3:])]) == pytest.approx(
+        1.7, abs=1e-12
+    )
 
 
 def test_memory_counts_what_is_alive_at_one_time() -> None:
@@ -137,7 +167,8 @@ def test_memory_counts_what_is_alive_at_one_time() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "text"), [(0.5583, ".558"), (0.8815, ".882"), (2.4979, "2.498"), (None, "–"), (1.0, "1.000")]
+    ("value", "text"),
+    [(0.5583, ".558"), (0.8815, ".882"), (2.4979, "2.498"), (None, "–"), (1.0, "1.000")],
 )
 def test_shares_are_short(value: float | None, text: str) -> None:
     assert page.share(value) == text
@@ -146,14 +177,33 @@ def test_shares_are_short(value: float | None, text: str) -> None:
 def test_a_task_of_bench_becomes_its_means(tmp_path: Path) -> None:
     stream = {"batch": 200, "images": 1000, "seed": 3}
     rest = {"window": 0, "precision": "bf16", "device": "GPU", "versions": {"torch": "2"}}
-    settings = {"preset": "tent", "protocol": {"name": "continual"}, "model": "net=/home/me/w", "stream": stream, **rest}
-    visits = [{"round": number // 2, "accuracy": accuracy} for number, accuracy in enumerate((0.5, 0.7, 0.2, 0.3))]
+    settings = {
+        "preset": "tent",
+        "protocol": {"name": "continual"},
+        "model": "net=/home/me/w",
+        "stream": stream,
+        **rest,
+    }
+    visits = [
+        {"round": number // 2, "accuracy": accuracy}
+        for number, accuracy in enumerate((0.5, 0.7, 0.2, 0.3))
+    ]
     domains = [{"corruption": "fog", "accuracy": 0.35}, {"corruption": "snow", "accuracy": 0.5}]
-    result = {"domains": domains, "mean": {"accuracy": 0.425}, "pooled": {"ece": 0.1}, "visits": visits, "steps": 20}
+    result = {
+        "domains": domains,
+        "mean": {"accuracy": 0.425},
+        "pooled": {"ece": 0.1},
+        "visits": visits,
+        "steps": 20,
+    }
     (tmp_path / "task.json").write_text(json.dumps({"settings": settings, "result": result}))
     record = tasks.record([tmp_path / "task.json"], "driftfilter bench", "")
     (found,) = record["figures"]
     assert found["rounds"] == [0.6, 0.25]
     assert found["accuracy"] == {"fog": 0.35, "snow": 0.5}
-    assert (found["model"], found["protocol"], found["mean"]) == ("net", "continual", {"accuracy": 0.425})
+    assert (found["model"], found["protocol"], found["mean"]) == (
+        "net",
+        "continual",
+        {"accuracy": 0.425},
+    )
     assert (record["machine"], record["versions"]) == ("GPU", {"torch": "2"})

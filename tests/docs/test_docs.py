@@ -1,4 +1,6 @@
-"""Every Python block of the documentation runs, and every command can be given as it stands; the main ones run too."""
+"""Every Python block of the documentation runs, and every command can be given as it stands; the
+main ones run too.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +26,16 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").r
 BLOCKS = [
     pytest.param(block, id=f"{page.name}-{position}")
     for page in PAGES
-    for position, block in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL))
+    for position, block in enumerate(
+        re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    )
 ]
 
 
 def commands(page: Path) -> list[str]:
-    """Lines of blocks, fenced or indented, that begin with ``driftfilter``; not those with something left out (…)."""
+    """Lines of blocks, fenced or indented, that begin with ``driftfilter``; not those with
+    something left out (…).
+    """
     text = page.read_text().replace("\\\n", " ")
     lines = re.findall(r"^ *(driftfilter [a-z]+\b.*)$", "\n".join(_blocks(text)), re.MULTILINE)
     return [line for line in lines if "…" not in line]
@@ -44,14 +50,19 @@ def _blocks(text: str) -> list[str]:
 
 
 COMMANDS = [
-    pytest.param(command, id=f"{page.name}-{position}") for page in PAGES for position, command in enumerate(commands(page))
+    pytest.param(command, id=f"{page.name}-{position}")
+    for page in PAGES
+    for position, command in enumerate(commands(page))
 ]
 RUN_WHOLE = ["README.md", "quickstart.md", "report.md", "checkpoints.md"]
 
 
 @pytest.mark.parametrize("block", BLOCKS)
 def test_block_runs(block: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("mlflow", "wandb"):  # what a page may show and nobody has to have; test_callbacks looks at what they are told
+    for name in (
+        "mlflow",
+        "wandb",
+    ):  # what a page may show and nobody has to have; test_callbacks looks at what they are told
         monkeypatch.setitem(sys.modules, name, MagicMock())
     exec(compile(block, "documentation", "exec"), {"__name__": "documentation"})
 
@@ -75,11 +86,14 @@ def test_command_is_understood(command: str, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """What the commands of the pages suppose to be there: models of one's own, their weights and data."""
+    """What the commands of the pages suppose to be there: models of one's own, their weights and
+    data.
+    """
     code = (
         "from torch import nn\n"
         "def make():\n"
-        "    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(3600, 10))\n"
+        "    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), "
+        "nn.Linear(3600, 10))\n"
         "make_model = make\n"
     )
     for package, module in (("my_package", "models"), ("mypackage", "mymodule")):
@@ -99,12 +113,21 @@ def folder(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("name", RUN_WHOLE)
 def test_commands_for_models_of_your_own_run(name: str, folder: Path) -> None:
     (page,) = [page for page in PAGES if page.name == name]
-    given = [command for command in commands(page) if command.split()[1] in ("inspect", "run", "report")]
+    given = [
+        command for command in commands(page) if command.split()[1] in ("inspect", "run", "report")
+    ]
     assert given
     for command in given:
-        arguments = [sys.executable, "-m", "driftfilter.app.cli", *shlex.split(command, comments=True)[1:]]
+        arguments = [
+            sys.executable,
+            "-m",
+            "driftfilter.app.cli",
+            *shlex.split(command, comments=True)[1:],
+        ]
         source = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-        done = subprocess.run(arguments, cwd=folder, env=source, capture_output=True, text=True, timeout=300)
+        done = subprocess.run(
+            arguments, cwd=folder, env=source, capture_output=True, text=True, timeout=300
+        )
         assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
 
 
@@ -118,9 +141,13 @@ def test_links_between_pages_exist() -> None:
     for page in PAGES:
         for target, anchor in re.findall(r"\]\(([^)#:]+)(?:#([^)]+))?\)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
-            assert not anchor or anchor in anchors(page.parent / target), f"{page.name} links to {target}#{anchor}"
+            assert not anchor or anchor in anchors(page.parent / target), (
+                f"{page.name} links to {target}#{anchor}"
+            )
 
 
 def test_every_page_is_in_the_menu() -> None:
     menu = set(re.findall(r": ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
-    assert menu == {str(page.relative_to(ROOT / "docs")) for page in PAGES if page.is_relative_to(ROOT / "docs")}
+    assert menu == {
+        str(page.relative_to(ROOT / "docs")) for page in PAGES if page.is_relative_to(ROOT / "docs")
+    }

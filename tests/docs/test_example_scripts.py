@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).parents[2] / "examples"
-# Least gain in accuracy, and in nats of NLL, of each line over "frozen"; None: no such number is printed. Set below what was
-# seen (the scripts are seeded): they notice that an example has broken, and are no evidence of how much adaptation gains.
+# Least gain in accuracy, and in nats of NLL, of each line over "frozen"; None: no such number is
+# printed. Set below what was seen (the scripts are seeded): they notice that an example has broken,
+# and are no evidence of how much adaptation gains.
 CLAIMS: dict[str, dict[str, tuple[float, float | None]]] = {
     "own_cnn": {"adapted": (0.5, 1.5)},
     "resume": {"adapted": (0.4, None)},
@@ -33,7 +34,9 @@ def test_every_script_has_its_claim() -> None:
 
 @pytest.mark.parametrize("name", CLAIMS)
 def test_script_shows_what_it_claims(name: str) -> None:
-    done = subprocess.run([sys.executable, FOLDER / f"{name}.py"], capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, FOLDER / f"{name}.py"], capture_output=True, text=True, timeout=300
+    )
     assert (done.returncode, done.stderr) == (0, "")
     lines = re.findall(r"^(.+?) +accuracy ([\d.]+)(?:  NLL ([\d.]+))?$", done.stdout, re.MULTILINE)
     numbers = {line: (float(accuracy), float(nll or "nan")) for line, accuracy, nll in lines}

@@ -36,14 +36,38 @@ UNIT = df.Diagonal(ONES)
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: df.Belief(torch.ones(3), UNIT), "Belief.covariance must be of dimension 3, as the mean, got 'dimension 2'"),
-        (lambda: df.Belief(torch.ones(1, 2), UNIT), r"Belief.mean must be of shape \[d\], got shape \[1, 2\]"),
-        (lambda: df.Belief(torch.ones(0), UNIT), r"Belief.mean must be of shape \[d\], got shape \[0\]"),
-        (lambda: df.Belief([1.0, 1.0], UNIT), r"Belief.mean must be a tensor of shape \[d\], got list"),  # type: ignore[arg-type]
-        (lambda: df.Belief(torch.ones(2).long(), UNIT), "Belief.mean must be float32 or float64, got torch.int64"),
-        (lambda: df.Belief(torch.ones(2).bfloat16(), UNIT), "Belief.mean must be float32 or float64, got torch.bfloat16"),
-        (lambda: df.Belief(ONES.double(), UNIT), "Belief.covariance must be torch.float64, as the mean, got torch.float32"),
-        (lambda: df.Belief(ONES, df.Full(torch.eye(2).double())), "Belief.covariance must be torch.float32, as the mean"),
+        (
+            lambda: df.Belief(torch.ones(3), UNIT),
+            "Belief.covariance must be of dimension 3, as the mean, got 'dimension 2'",
+        ),
+        (
+            lambda: df.Belief(torch.ones(1, 2), UNIT),
+            r"Belief.mean must be of shape \[d\], got shape \[1, 2\]",
+        ),
+        (
+            lambda: df.Belief(torch.ones(0), UNIT),
+            r"Belief.mean must be of shape \[d\], got shape \[0\]",
+        ),
+        (
+            lambda: df.Belief([1.0, 1.0], UNIT),  # type: ignore[arg-type]
+            r"Belief.mean must be a tensor of shape \[d\], got list",
+        ),
+        (
+            lambda: df.Belief(torch.ones(2).long(), UNIT),
+            "Belief.mean must be float32 or float64, got torch.int64",
+        ),
+        (
+            lambda: df.Belief(torch.ones(2).bfloat16(), UNIT),
+            "Belief.mean must be float32 or float64, got torch.bfloat16",
+        ),
+        (
+            lambda: df.Belief(ONES.double(), UNIT),
+            "Belief.covariance must be torch.float64, as the mean, got torch.float32",
+        ),
+        (
+            lambda: df.Belief(ONES, df.Full(torch.eye(2).double())),
+            "Belief.covariance must be torch.float32, as the mean",
+        ),
         (
             lambda: df.Belief(ONES, df.LowRank.isotropic(1.0, 2, 1, like=ONES.double())),
             "Belief.covariance must be torch.float32, as the mean, got torch.float64",

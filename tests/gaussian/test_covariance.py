@@ -13,7 +13,18 @@ from torch import Tensor
 
 import driftfilter as df
 from driftfilter.gaussian.covariance import Covariance, Gain, Noise, antithetic, positive_root
-from oracles import STRUCTURES, Array, Example, array, assert_equal, assert_moments, conditioned, normals, spd, tensor
+from oracles import (
+    STRUCTURES,
+    Array,
+    Example,
+    array,
+    assert_equal,
+    assert_moments,
+    conditioned,
+    normals,
+    spd,
+    tensor,
+)
 
 SIZE = 6
 every_structure = pytest.mark.parametrize("name", STRUCTURES)
@@ -52,11 +63,15 @@ def test_condition_adds_the_curvature_the_structure_can_hold(name: str, rows: in
 def test_precision_is_a_vector_only_where_diagonal(name: str) -> None:
     example = STRUCTURES[name](3)
     precision = np.linalg.inv(example.dense)
-    assert_equal(example.covariance.precision(), np.diag(precision) if name == "Diagonal" else precision)
+    assert_equal(
+        example.covariance.precision(), np.diag(precision) if name == "Diagonal" else precision
+    )
 
 
 def test_precision_of_diagonal_blocks_is_a_vector() -> None:
-    blocks = df.Blocks((df.Diagonal(tensor(np.array([0.5, 2.0]))), df.Diagonal(tensor(np.array([4.0])))))
+    blocks = df.Blocks(
+        (df.Diagonal(tensor(np.array([0.5, 2.0]))), df.Diagonal(tensor(np.array([4.0]))))
+    )
     assert_equal(blocks.precision(), np.array([2.0, 0.5, 0.25]))
 
 
@@ -73,7 +88,9 @@ NOISES: dict[str, Noise] = {
     "number": 0.3,
     "vector": tensor(np.array([0.5, 0.0, 0.1, 0.0, 0.2, 1.0])),
     "Diagonal": df.Diagonal(tensor(np.arange(1.0, 7.0))),
-    "Blocks of Diagonal": df.Blocks((df.Diagonal(tensor(np.arange(1.0, 3.0))), df.Diagonal(tensor(np.arange(1.0, 5.0))))),
+    "Blocks of Diagonal": df.Blocks(
+        (df.Diagonal(tensor(np.arange(1.0, 3.0))), df.Diagonal(tensor(np.arange(1.0, 5.0))))
+    ),
 }
 
 
@@ -89,15 +106,23 @@ def dense_noise(noise: Noise) -> Array:
 
 def assert_propagates(example: Example, gain: Gain, noise: Noise) -> None:
     G = dense_gain(gain)
-    assert_represents(example.covariance.propagate(gain, noise), G @ example.dense @ G.T + dense_noise(noise))
+    assert_represents(
+        example.covariance.propagate(gain, noise), G @ example.dense @ G.T + dense_noise(noise)
+    )
     assert_equal(example.covariance.dense(), example.dense)
 
 
-NOTHING_LEFT = [("zero", "none"), ("vector", "none"), ("zero", "vector")]  # a gain of 0 without noise
+NOTHING_LEFT = [
+    ("zero", "none"),
+    ("vector", "none"),
+    ("zero", "vector"),
+]  # a gain of 0 without noise
 
 
 @every_structure
-@pytest.mark.parametrize(("gain", "noise"), [pair for pair in product(GAINS, NOISES) if pair not in NOTHING_LEFT])
+@pytest.mark.parametrize(
+    ("gain", "noise"), [pair for pair in product(GAINS, NOISES) if pair not in NOTHING_LEFT]
+)
 def test_propagate_diagonal_gain_and_noise(name: str, gain: str, noise: str) -> None:
     assert_propagates(STRUCTURES[name](4), GAINS[gain], NOISES[noise])
 
@@ -124,7 +149,9 @@ def test_propagate_with_matrices_that_fit_the_structure(name: str) -> None:
 
 def test_propagate_across_blocks_of_other_sizes() -> None:
     example = STRUCTURES["Blocks of Full"](0)
-    noise = df.Blocks((df.Full(tensor(spd(1, 1))), df.Full(tensor(spd(1, 2))), df.Full(tensor(spd(4, 3)))))
+    noise = df.Blocks(
+        (df.Full(tensor(spd(1, 1))), df.Full(tensor(spd(1, 2))), df.Full(tensor(spd(4, 3))))
+    )
     assert_propagates(example, 0.5, noise)
 
 
@@ -155,45 +182,64 @@ def test_antithetic_draws_come_in_pairs_of_the_right_covariance(samples: int) ->
     half = (samples + 1) // 2
     assert draws.shape == (samples, SIZE)
     assert torch.equal(draws[half:], -draws[: samples - half])
-    assert torch.equal(draws[:half], example.covariance.sample(half, torch.Generator().manual_seed(0)))
+    assert torch.equal(
+        draws[:half], example.covariance.sample(half, torch.Generator().manual_seed(0))
+    )
 
 
 def test_positive_root_sets_negative_eigenvalues_to_zero() -> None:
     rotation = np.linalg.qr(normals(3, 3, seed=0))[0]
     matrix = rotation @ np.diag([-2.0, 0.5, 3.0]) @ rotation.T
     root = positive_root(tensor(np.stack([matrix, -matrix])))
-    expected = [rotation @ np.diag(values) @ rotation.T for values in ([0.0, 0.5, 3.0], [2.0, 0.0, 0.0])]
+    expected = [
+        rotation @ np.diag(values) @ rotation.T for values in ([0.0, 0.5, 3.0], [2.0, 0.0, 0.0])
+    ]
     assert_equal(root @ root.mT, np.stack(expected), 1e-12)
 
 
 @every_structure
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
-def test_any_sequence_of_moves_and_batches_stays_positive_definite(name: str, data: st.DataObject) -> None:
-    """Against the same recursion on dense matrices in double precision, from any order of operations."""
+def test_any_sequence_of_moves_and_batches_stays_positive_definite(
+    name: str, data: st.DataObject
+) -> None:
+    """Against the same recursion on dense matrices in double precision, from any order of
+    operations.
+    """
     example = STRUCTURES[name](13)
     covariance, dense = example.covariance, example.dense
     for _ in range(data.draw(st.integers(1, 6))):
         if data.draw(st.booleans()):
             size = data.draw(st.floats(1e-3, 1e3))
-            factor = normals(data.draw(st.integers(1, 8)), SIZE, seed=data.draw(st.integers(0, 99))) * size
-            covariance, dense = covariance.condition(tensor(factor)).truncate(), conditioned(dense, factor, example.kept)
+            factor = (
+                normals(data.draw(st.integers(1, 8)), SIZE, seed=data.draw(st.integers(0, 99)))
+                * size
+            )
+            covariance, dense = (
+                covariance.condition(tensor(factor)).truncate(),
+                conditioned(dense, factor, example.kept),
+            )
         else:
             gain = data.draw(st.sampled_from([-1.0, 0.0, 0.5, 1.0, 1.05]))
             noise = data.draw(st.floats(1e-3, 1.0))
-            covariance, dense = covariance.propagate(gain, noise), gain * gain * dense + noise * np.eye(SIZE)
+            covariance, dense = (
+                covariance.propagate(gain, noise),
+                gain * gain * dense + noise * np.eye(SIZE),
+            )
         assert covariance.variance().min() > 0
         torch.linalg.cholesky(covariance.dense())
         assert_equal(covariance.dense(), dense, 1e-8)
 
 
 @pytest.mark.parametrize("rows", [1, 3, 30])
-@pytest.mark.parametrize("gain", [1.03, tensor(np.linspace(1.01, 1.05, 21))], ids=["number", "vector"])
+@pytest.mark.parametrize(
+    "gain", [1.03, tensor(np.linspace(1.01, 1.05, 21))], ids=["number", "vector"]
+)
 def test_forgetting_for_long_does_not_blow_up_rounding_errors(gain: Gain, rows: int) -> None:
     """Against the recursion of the precision, P ← G⁻¹ P G⁻¹ + FᵀF, which forgets its errors.
 
-    An antisymmetric error of the covariance would grow by G² a step, in 400 steps by 10¹⁰. At d = 21 the products of
-    vectorised code are not symmetric to the last bit.
+    An antisymmetric error of the covariance would grow by G² a step, in 400 steps by 10¹⁰. At d =
+    21 the products of vectorised code are not symmetric to the last bit.
     """
     covariance = df.Full(tensor(spd(21, 16) + 1e-7 * np.triu(np.ones((21, 21)), 1)))
     precision = np.linalg.inv(array(covariance.matrix))
@@ -209,7 +255,9 @@ def test_forgetting_for_long_does_not_blow_up_rounding_errors(gain: Gain, rows: 
 @pytest.mark.parametrize("rows", [1, 3, 6, 20])
 @pytest.mark.parametrize("exponent", [1, 3, 5, 9, 15, 19, 25, 38])
 def test_float32_never_loses_positive_definiteness(name: str, rows: int, exponent: int) -> None:
-    """Either an error, or a valid covariance: at least 1 / precision, at most the prior, nearly 0 along what was seen."""
+    """Either an error, or a valid covariance: at least 1 / precision, at most the prior, nearly 0
+    along what was seen.
+    """
     example = STRUCTURES[name](14)
     factor = (tensor(normals(rows, SIZE, seed=15)).clamp(-3, 3) * 10.0**exponent).float()
     directions = torch.nn.functional.normalize(factor.double()).float()
@@ -264,35 +312,98 @@ PAIR = df.Blocks((df.Diagonal(ONES[:1]), df.Diagonal(ONES[:1])))
     [
         (lambda: df.Full(full((1.0, 2.0), (2.0, 1.0))), "Full.matrix is not positive definite"),
         (lambda: df.Full(full((1.0, 0.0), (0.0, 0.0))), "Full.matrix is not positive definite"),
-        (lambda: df.Full(full((1.0, 0.2), (0.1, 1.0))), r"Full.matrix must be symmetric, got 'asymmetry 0.1"),
-        (lambda: df.Full(full((1.0, math.nan), (0.0, 1.0))), r"Full.matrix must be finite, got nan at index \[0, 1\]"),
-        (lambda: df.Full(full((math.inf, 0.0), (0.0, 1.0))), r"Full.matrix must be finite, got inf at index \[0, 0\]"),
-        (lambda: df.Full(torch.ones(2, 3)), r"Full.matrix must be of shape \[d, d\], got shape \[2, 3\]"),
+        (
+            lambda: df.Full(full((1.0, 0.2), (0.1, 1.0))),
+            r"Full.matrix must be symmetric, got 'asymmetry 0.1",
+        ),
+        (
+            lambda: df.Full(full((1.0, math.nan), (0.0, 1.0))),
+            r"Full.matrix must be finite, got nan at index \[0, 1\]",
+        ),
+        (
+            lambda: df.Full(full((math.inf, 0.0), (0.0, 1.0))),
+            r"Full.matrix must be finite, got inf at index \[0, 0\]",
+        ),
+        (
+            lambda: df.Full(torch.ones(2, 3)),
+            r"Full.matrix must be of shape \[d, d\], got shape \[2, 3\]",
+        ),
         (lambda: df.Full(torch.ones(2)), r"Full.matrix must be of shape \[d, d\], got shape \[2\]"),
-        (lambda: df.Full(torch.ones(0, 0)), r"Full.matrix must be of shape \[d, d\], got shape \[0, 0\]"),
-        (lambda: df.Full(torch.eye(2, dtype=torch.float16)), "Full.matrix must be float32 or float64, got torch.float16"),
+        (
+            lambda: df.Full(torch.ones(0, 0)),
+            r"Full.matrix must be of shape \[d, d\], got shape \[0, 0\]",
+        ),
+        (
+            lambda: df.Full(torch.eye(2, dtype=torch.float16)),
+            "Full.matrix must be float32 or float64, got torch.float16",
+        ),
         (lambda: df.Full([[1.0]]), r"Full.matrix must be a tensor of shape \[d, d\], got list"),  # type: ignore[arg-type]
-        (lambda: df.Diagonal(full((1.0,))), r"Diagonal.values must be of shape \[d\], got shape \[1, 1\]"),
-        (lambda: df.Diagonal(torch.tensor([1.0, 0.0])), "Diagonal.values must be > 0, got a smallest value of 0"),
-        (lambda: df.Diagonal(torch.tensor([1.0, -2.0])), "Diagonal.values must be > 0, got a smallest value of -2"),
-        (lambda: df.Diagonal(torch.tensor([math.nan])), r"Diagonal.values must be finite, got nan at index \[0\]"),
-        (lambda: df.Diagonal(torch.tensor([1, 2])), "Diagonal.values must be float32 or float64, got torch.int64"),
+        (
+            lambda: df.Diagonal(full((1.0,))),
+            r"Diagonal.values must be of shape \[d\], got shape \[1, 1\]",
+        ),
+        (
+            lambda: df.Diagonal(torch.tensor([1.0, 0.0])),
+            "Diagonal.values must be > 0, got a smallest value of 0",
+        ),
+        (
+            lambda: df.Diagonal(torch.tensor([1.0, -2.0])),
+            "Diagonal.values must be > 0, got a smallest value of -2",
+        ),
+        (
+            lambda: df.Diagonal(torch.tensor([math.nan])),
+            r"Diagonal.values must be finite, got nan at index \[0\]",
+        ),
+        (
+            lambda: df.Diagonal(torch.tensor([1, 2])),
+            "Diagonal.values must be float32 or float64, got torch.int64",
+        ),
         (lambda: df.Blocks(()), r"Blocks.parts must be one covariance or more, got \(\)"),
         (lambda: df.Blocks((EYE,)), "Blocks.parts must be one covariance or more"),  # type: ignore[arg-type]
         (
             lambda: df.Blocks((df.Diagonal(ONES), df.Diagonal(ONES.float()))),
             r"Blocks.parts must be covariances of one dtype, got \[torch.float64, torch.float32\]",
         ),
-        (lambda: PAIR.marginal(torch.tensor([1, 0])), "Blocks.marginal index must be in ascending order"),
-        (lambda: df.Diagonal(ONES).propagate(EYE, 0.0), "Diagonal cannot carry a dynamic that mixes .* use Full or Blocks"),
-        (lambda: df.Diagonal(ONES).propagate(1.0, EYE), "Diagonal cannot carry noise that correlates .* use Full or Blocks"),
-        (lambda: df.Diagonal(ONES).propagate(1.0, df.Full(EYE)), "Diagonal cannot carry noise .* use Full or Blocks"),
-        (lambda: PAIR.propagate(1 + EYE, 0.0), "Blocks cannot carry a dynamic that mixes blocks; use Full, or blocks that"),
-        (lambda: PAIR.propagate(1.0, 1 + EYE), "Blocks cannot carry noise that correlates blocks; use Full, or blocks that"),
-        (lambda: PAIR.propagate(1.0, df.Full(1 + EYE)), "Blocks cannot carry noise that correlates blocks; use Full"),
-        (lambda: df.Diagonal(1e-300 * ONES).condition(1e200 * EYE), "no posterior variance is left"),
-        (lambda: df.Full(EYE).condition(1e200 * EYE[:1]), r"1 \+ F Σ Fᵀ must be positive and finite, got inf"),
-        (lambda: df.Full(EYE).propagate(0.0, 0.0).condition(EYE[:1]), "the covariance is not positive definite"),
+        (
+            lambda: PAIR.marginal(torch.tensor([1, 0])),
+            "Blocks.marginal index must be in ascending order",
+        ),
+        (
+            lambda: df.Diagonal(ONES).propagate(EYE, 0.0),
+            "Diagonal cannot carry a dynamic that mixes .* use Full or Blocks",
+        ),
+        (
+            lambda: df.Diagonal(ONES).propagate(1.0, EYE),
+            "Diagonal cannot carry noise that correlates .* use Full or Blocks",
+        ),
+        (
+            lambda: df.Diagonal(ONES).propagate(1.0, df.Full(EYE)),
+            "Diagonal cannot carry noise .* use Full or Blocks",
+        ),
+        (
+            lambda: PAIR.propagate(1 + EYE, 0.0),
+            "Blocks cannot carry a dynamic that mixes blocks; use Full, or blocks that",
+        ),
+        (
+            lambda: PAIR.propagate(1.0, 1 + EYE),
+            "Blocks cannot carry noise that correlates blocks; use Full, or blocks that",
+        ),
+        (
+            lambda: PAIR.propagate(1.0, df.Full(1 + EYE)),
+            "Blocks cannot carry noise that correlates blocks; use Full",
+        ),
+        (
+            lambda: df.Diagonal(1e-300 * ONES).condition(1e200 * EYE),
+            "no posterior variance is left",
+        ),
+        (
+            lambda: df.Full(EYE).condition(1e200 * EYE[:1]),
+            r"1 \+ F Σ Fᵀ must be positive and finite, got inf",
+        ),
+        (
+            lambda: df.Full(EYE).propagate(0.0, 0.0).condition(EYE[:1]),
+            "the covariance is not positive definite",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(build: Callable[[], object], message: str) -> None:
@@ -306,7 +417,10 @@ def test_float32_keeps_the_mean_step_where_the_data_are_strong(rows: int) -> Non
     factor = 1e3 * torch.randn(rows, 6, generator=torch.Generator().manual_seed(rows))
     gradient = torch.randn(rows, generator=torch.Generator().manual_seed(9)) @ factor
     posterior = df.Full(torch.eye(6)).condition(factor)
-    exact = torch.linalg.inv(torch.eye(6).double() + factor.double().mT @ factor.double()) @ gradient.double()
+    exact = (
+        torch.linalg.inv(torch.eye(6).double() + factor.double().mT @ factor.double())
+        @ gradient.double()
+    )
     assert (posterior.apply(gradient).double() - exact).norm() < 1e-5 * exact.norm()
     assert posterior.dtype == posterior.apply(gradient).dtype == torch.float32
     torch.testing.assert_close(posterior.truncate().dense(), posterior.dense())

@@ -26,7 +26,9 @@ def precision_of(left: Array, right: Array, damping: float) -> Array:
 def example(seed: int = 0) -> tuple[df.Kronecker, Array]:
     """A ⊗ B + λ I, and its precision."""
     left, right = spd(P, seed, 0.1), spd(Q, seed + 1, 0.1)
-    return df.Kronecker.from_factors(tensor(left), tensor(right), 0.3), precision_of(left, right, 0.3)
+    return df.Kronecker.from_factors(tensor(left), tensor(right), 0.3), precision_of(
+        left, right, 0.3
+    )
 
 
 def general(seed: int = 0) -> df.Kronecker:
@@ -63,7 +65,9 @@ def test_reading_operations_match_dense_algebra() -> None:
     covariance, precision = example()
     assert_represents(covariance, precision)
     assert_represents(general(), dense_precision(general()))
-    assert_represents(df.Kronecker.isotropic(0.5, P, Q, torch.zeros(0, dtype=torch.float64)), 2 * np.eye(SIZE))
+    assert_represents(
+        df.Kronecker.isotropic(0.5, P, Q, torch.zeros(0, dtype=torch.float64)), 2 * np.eye(SIZE)
+    )
 
 
 def test_draws_have_the_covariance() -> None:
@@ -76,7 +80,12 @@ def test_draws_have_the_covariance() -> None:
 def test_marginal_is_the_block_of_the_covariance() -> None:
     covariance = general()
     dense = np.linalg.inv(dense_precision(covariance))
-    for index in (slice(2, 9), torch.tensor([7, 1, 4]), torch.arange(SIZE) % 2 == 0, torch.arange(SIZE).flip(0)):
+    for index in (
+        slice(2, 9),
+        torch.tensor([7, 1, 4]),
+        torch.arange(SIZE) % 2 == 0,
+        torch.arange(SIZE).flip(0),
+    ):
         chosen = np.arange(SIZE)[index if isinstance(index, slice) else index.numpy()]
         assert_equal(covariance.marginal(index).dense(), dense[np.ix_(chosen, chosen)])
     assert covariance.marginal(slice(None)) is covariance
@@ -101,9 +110,13 @@ def test_a_row_that_is_a_product_is_exact_on_an_isotropic_prior() -> None:
 
 
 def test_kronecker_curvature_is_exact_in_any_batches() -> None:
-    """B ⊗ (A₁ + A₂ + …), as of a layer whose outputs have the same curvature for every input; and with the parts swapped."""
+    """B ⊗ (A₁ + A₂ + …), as of a layer whose outputs have the same curvature for every input; and
+    with the parts swapped.
+    """
     for swapped in (False, True):
-        prior = df.Kronecker.isotropic(0.5, *((Q, P) if swapped else (P, Q)), torch.zeros(0, dtype=torch.float64))
+        prior = df.Kronecker.isotropic(
+            0.5, *((Q, P) if swapped else (P, Q)), torch.zeros(0, dtype=torch.float64)
+        )
         root, precision = np.linalg.cholesky(spd(P, 3)).T, 2 * np.eye(SIZE)
         covariance = prior
         for seed in range(3):
@@ -152,7 +165,9 @@ def test_kronecker_noise() -> None:
     same = covariance.propagate(0.5, 0.0)
     assert_represents(covariance.propagate(0.7, same), np.linalg.inv((0.49 + 0.25) * dense), 1e-9)
     isotropic = df.Kronecker.isotropic(0.5, P, Q, torch.zeros(0, dtype=torch.float64))
-    assert_represents(covariance.propagate(0.7, isotropic), np.linalg.inv(0.49 * dense + 0.5 * np.eye(SIZE)), 1e-9)
+    assert_represents(
+        covariance.propagate(0.7, isotropic), np.linalg.inv(0.49 * dense + 0.5 * np.eye(SIZE)), 1e-9
+    )
     moved = covariance.propagate(0.7, other).dense()
     expected = 0.49 * dense + np.linalg.inv(dense_precision(other))
     for actual, wanted in zip(partial_traces(array(moved)), partial_traces(expected), strict=True):
@@ -164,8 +179,16 @@ REFUSED: list[tuple[Any, Any, str]] = [
     (torch.ones(SIZE), 0.0, "a dynamic that moves coordinates differently"),
     (torch.eye(SIZE), 0.0, "a dynamic that moves coordinates differently"),
     (1.0, torch.ones(SIZE), "noise that is neither isotropic nor Kronecker of the same shape"),
-    (1.0, df.Full(torch.eye(SIZE)), "noise that is neither isotropic nor Kronecker of the same shape"),
-    (1.0, df.Kronecker.isotropic(1.0, Q, P), "noise that is neither isotropic nor Kronecker of the same shape"),
+    (
+        1.0,
+        df.Full(torch.eye(SIZE)),
+        "noise that is neither isotropic nor Kronecker of the same shape",
+    ),
+    (
+        1.0,
+        df.Kronecker.isotropic(1.0, Q, P),
+        "noise that is neither isotropic nor Kronecker of the same shape",
+    ),
 ]
 
 
@@ -176,12 +199,30 @@ def test_what_it_cannot_carry_is_refused(gain: Any, noise: Any, message: str) ->
 
 
 BUILDS: list[tuple[Any, str]] = [
-    (lambda: df.Kronecker(torch.eye(2), torch.eye(3), torch.ones(2)), "Kronecker.values must be of shape"),
-    (lambda: df.Kronecker(torch.eye(3), torch.eye(3), torch.ones(2, 3)), r"Kronecker.left must be of shape \[2, 2\]"),
-    (lambda: df.Kronecker(torch.eye(2), torch.ones(3, 3), torch.ones(2, 3)), "Kronecker.right must be orthogonal"),
-    (lambda: df.Kronecker(torch.eye(2), torch.eye(3), torch.zeros(2, 3)), "Kronecker.values must be > 0, got a smallest"),
-    (lambda: df.Kronecker(torch.eye(2), torch.eye(3).double(), torch.ones(2, 3)), "Kronecker.right must be torch.float32"),
-    (lambda: df.Kronecker(torch.eye(2), torch.eye(3), torch.full((2, 3), torch.nan)), "Kronecker.values must be finite"),
+    (
+        lambda: df.Kronecker(torch.eye(2), torch.eye(3), torch.ones(2)),
+        "Kronecker.values must be of shape",
+    ),
+    (
+        lambda: df.Kronecker(torch.eye(3), torch.eye(3), torch.ones(2, 3)),
+        r"Kronecker.left must be of shape \[2, 2\]",
+    ),
+    (
+        lambda: df.Kronecker(torch.eye(2), torch.ones(3, 3), torch.ones(2, 3)),
+        "Kronecker.right must be orthogonal",
+    ),
+    (
+        lambda: df.Kronecker(torch.eye(2), torch.eye(3), torch.zeros(2, 3)),
+        "Kronecker.values must be > 0, got a smallest",
+    ),
+    (
+        lambda: df.Kronecker(torch.eye(2), torch.eye(3).double(), torch.ones(2, 3)),
+        "Kronecker.right must be torch.float32",
+    ),
+    (
+        lambda: df.Kronecker(torch.eye(2), torch.eye(3), torch.full((2, 3), torch.nan)),
+        "Kronecker.values must be finite",
+    ),
     (lambda: df.Kronecker.isotropic(0.0, 2, 3), "Kronecker.variance must be a finite number > 0"),
 ]
 
@@ -199,7 +240,8 @@ def test_overflow_is_an_error() -> None:
 
 def test_float32_follows_float64() -> None:
     single, double = (
-        df.Kronecker.isotropic(0.5, P, Q, torch.zeros(0, dtype=dtype)) for dtype in (torch.float32, torch.float64)
+        df.Kronecker.isotropic(0.5, P, Q, torch.zeros(0, dtype=dtype))
+        for dtype in (torch.float32, torch.float64)
     )
     for seed in range(5):
         factor = normals(6, SIZE, seed=seed)
@@ -209,19 +251,29 @@ def test_float32_follows_float64() -> None:
     assert_equal(single.dense(), array(double.dense()), 1e-5)
 
 
-@pytest.mark.parametrize("noise", [df.Stationary(), df.Isotropic(0.01), df.Discount(0.95), df.Reset(0.1)], ids=repr)
+@pytest.mark.parametrize(
+    "noise", [df.Stationary(), df.Isotropic(0.01), df.Discount(0.95), df.Reset(0.1)], ids=repr
+)
 def test_filter_of_a_logistic_regression_equals_the_dense_one(noise: Any) -> None:
-    """One row of weights is conditioned exactly; from an isotropic source so is the stationary noise."""
+    """One row of weights is conditioned exactly; from an isotropic source so is the stationary
+    noise.
+    """
     stream = tensor(normals(6, 8, 4, seed=3))
     results = []
     for covariance in (
         df.Kronecker.isotropic(0.5, 1, 4, stream.new_zeros(0)),
         df.Full(0.5 * torch.eye(4, dtype=torch.float64)),
     ):
-        filt = df.Filter(df.LinearHead(2), df.Transition(df.MeanReversion(0.9), noise), inference=df.Linearized(df.Hessian()))
+        filt = df.Filter(
+            df.LinearHead(2),
+            df.Transition(df.MeanReversion(0.9), noise),
+            inference=df.Linearized(df.Hessian()),
+        )
         state = filt.init(df.Belief(torch.ones(4, dtype=torch.float64), covariance))
         state, outputs = filt.run(state, stream)
-        results.append((state.belief.mean, state.belief.covariance.dense(), outputs.log_probabilities))
+        results.append(
+            (state.belief.mean, state.belief.covariance.dense(), outputs.log_probabilities)
+        )
     for ours, exact in zip(*results, strict=True):
         torch.testing.assert_close(ours, exact, rtol=1e-9, atol=1e-9)
 
@@ -243,11 +295,17 @@ def linear(seed: int, scale: float) -> df.Network:
     return df.Network(layer, df.AllParameters())
 
 
-@pytest.mark.parametrize(("samples", "scale"), [(1, 1.0), (50, 0.0)], ids=["one sample", "independent of the inputs"])
+@pytest.mark.parametrize(
+    ("samples", "scale"), [(1, 1.0), (50, 0.0)], ids=["one sample", "independent of the inputs"]
+)
 def test_laplace_of_one_layer_is_the_dense_curvature(samples: int, scale: float) -> None:
-    """Where KFAC is exact: one sample, or outputs whose curvature does not depend on the inputs (weights of 0)."""
+    """Where KFAC is exact: one sample, or outputs whose curvature does not depend on the inputs
+    (weights of 0).
+    """
     network, inputs = linear(0, scale), tensor(normals(samples, Q, seed=4))
-    belief = df.Laplace("kronecker", precision=0.2)(network, network.mean(), df.SourceData(inputs, batch_size=8))
+    belief = df.Laplace("kronecker", precision=0.2)(
+        network, network.mean(), df.SourceData(inputs, batch_size=8)
+    )
     theta = network.mean()
     curvature: Tensor = torch.autograd.functional.hessian(
         lambda point: -network(point, inputs).log_softmax(-1)[:, 0].sum(), theta
@@ -257,34 +315,54 @@ def test_laplace_of_one_layer_is_the_dense_curvature(samples: int, scale: float)
 
 
 def kfac(model: nn.Sequential, position: int, inputs: Tensor) -> Array:
-    """(1/n) (Σ_i G_i) ⊗ (Σ_i a_i a_iᵀ) of a layer [pq, pq]: inputs a, Gauss–Newton curvature G of the outputs."""
+    """(1/n) (Σ_i G_i) ⊗ (Σ_i a_i a_iᵀ) of a layer [pq, pq]: inputs a, Gauss–Newton curvature G of
+    the outputs.
+    """
     entering: Tensor = model[:position](inputs).detach()
     outputs = model[position](entering).detach().requires_grad_()
-    jacobian: Tensor = torch.autograd.functional.jacobian(lambda at: model[position + 1 :](at).sum(0), outputs)  # [k, n, p]
+    jacobian: Tensor = torch.autograd.functional.jacobian(
+        lambda at: model[position + 1 :](at).sum(0), outputs
+    )  # [k, n, p]
     p = model(inputs).softmax(-1)
-    metric = torch.einsum("knp,nkl,lnq->pq", jacobian, torch.diag_embed(p) - p[:, :, None] * p[:, None, :], jacobian)
+    metric = torch.einsum(
+        "knp,nkl,lnq->pq", jacobian, torch.diag_embed(p) - p[:, :, None] * p[:, None, :], jacobian
+    )
     return np.kron(array(metric), array(entering.mT @ entering)) / len(inputs)
 
 
 @pytest.mark.parametrize("batch_size", [200, 10])
 @pytest.mark.parametrize("position", [0, 2, 4])
-def test_laplace_of_a_network_is_closer_to_the_dense_curvature_than_kfac(position: int, batch_size: int) -> None:
-    """The approximation measured, in KL to the dense posterior: below KFAC's, a fraction of the diagonal's."""
+def test_laplace_of_a_network_is_closer_to_the_dense_curvature_than_kfac(
+    position: int, batch_size: int
+) -> None:
+    """The approximation measured, in KL to the dense posterior: below KFAC's, a fraction of the
+    diagonal's.
+    """
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 7), nn.Tanh(), nn.Linear(7, 4)).double()
+    model = nn.Sequential(
+        nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 7), nn.Tanh(), nn.Linear(7, 4)
+    ).double()
     inputs = tensor(normals(200, 6, seed=1) @ normals(6, 6, seed=2))
     network = df.Network(model, df.ByName((f"{position}.weight",)))
 
     def dense(structure: Any, size: int) -> Array:
-        belief = df.Laplace(structure, precision=0.5)(network, network.mean(), df.SourceData(inputs, batch_size=size))
+        belief = df.Laplace(structure, precision=0.5)(
+            network, network.mean(), df.SourceData(inputs, batch_size=size)
+        )
         return array(belief.covariance.dense())
 
     exact = np.linalg.inv(dense("full", 200))
 
     def divergence(covariance: Array) -> float:
-        return float(0.5 * (np.trace(exact @ covariance) - len(exact) - np.linalg.slogdet(exact @ covariance)[1]))
+        return float(
+            0.5
+            * (np.trace(exact @ covariance) - len(exact) - np.linalg.slogdet(exact @ covariance)[1])
+        )
 
-    kronecker, whole = divergence(dense("kronecker", batch_size)), divergence(dense("kronecker", 200))
+    kronecker, whole = (
+        divergence(dense("kronecker", batch_size)),
+        divergence(dense("kronecker", 200)),
+    )
     product = np.linalg.inv(kfac(model, position, inputs) + 0.5 * np.eye(len(exact)))
     assert 1e-6 < kronecker < 0.4 * divergence(dense("diagonal", 200))
     assert kronecker < divergence(product)
@@ -292,12 +370,16 @@ def test_laplace_of_a_network_is_closer_to_the_dense_curvature_than_kfac(positio
 
 
 def test_laplace_of_all_parameters_has_a_part_for_each() -> None:
-    """Weights keep the partial traces of their block of the dense curvature, biases and scales its diagonal."""
+    """Weights keep the partial traces of their block of the dense curvature, biases and scales its
+    diagonal.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.Tanh(), nn.Linear(5, 4)).double()
     network, inputs = df.Network(model, df.AllParameters()), tensor(normals(30, 6, seed=1))
     full, parts = (
-        df.Laplace(structure, precision=0.5)(network, network.mean(), df.SourceData(inputs, batch_size=7))
+        df.Laplace(structure, precision=0.5)(
+            network, network.mean(), df.SourceData(inputs, batch_size=7)
+        )
         for structure in ("full", "kronecker")
     )
     assert isinstance(parts.covariance, df.Blocks)
@@ -308,12 +390,18 @@ def test_laplace_of_all_parameters_has_a_part_for_each() -> None:
         if len(shape) == 1:
             assert_equal(part.precision(), np.diag(block))
             continue
-        for ours, wanted in zip(partial_traces(array(part.precision()), *shape), partial_traces(block, *shape), strict=True):
+        for ours, wanted in zip(
+            partial_traces(array(part.precision()), *shape),
+            partial_traces(block, *shape),
+            strict=True,
+        ):
             np.testing.assert_allclose(ours, wanted, rtol=1e-9, atol=1e-9)
 
 
 def test_convolutions_are_matrices_of_outputs_by_patches() -> None:
-    stub: Any = SimpleNamespace(shapes={"weight": torch.Size((4, 3, 3, 3)), "bias": torch.Size((4,))})
+    stub: Any = SimpleNamespace(
+        shapes={"weight": torch.Size((4, 3, 3, 3)), "bias": torch.Size((4,))}
+    )
     belief = df.Gaussian(0.5, "kronecker")(stub, torch.zeros(112))
     assert isinstance(belief.covariance, df.Blocks)
     first, second = belief.covariance.parts

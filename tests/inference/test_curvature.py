@@ -1,4 +1,6 @@
-"""Curvature factors against brute force: autograd Jacobians, one sample and one view at a time, clipped in NumPy."""
+"""Curvature factors against brute force: autograd Jacobians, one sample and one view at a time,
+clipped in NumPy.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,14 @@ from torch import Tensor
 
 from driftfilter import VARIANTS
 from driftfilter.base.randomness import Randomness
-from driftfilter.inference.curvature import Curvature, EmpiricalFisher, GaussNewton, Hessian, LogitMetric, NoCurvature
+from driftfilter.inference.curvature import (
+    Curvature,
+    EmpiricalFisher,
+    GaussNewton,
+    Hessian,
+    LogitMetric,
+    NoCurvature,
+)
 from driftfilter.model.expansion import Expansion
 from driftfilter.model.losses import (
     Entropy,
@@ -55,20 +64,31 @@ LOSSES: list[Loss] = [
     MarginalLikelihood(),
     Consistency(GaussianNoise(0.5), copies=2),
     MarginalEntropy(GaussianNoise(0.5), copies=3),
-    Sum((Entropy(), Consistency(GaussianNoise(0.5), target="soft"), MarginalEntropy(copies=2)), (0.5, 2.0, 1.5)),
+    Sum(
+        (Entropy(), Consistency(GaussianNoise(0.5), target="soft"), MarginalEntropy(copies=2)),
+        (0.5, 2.0, 1.5),
+    ),
 ]
 WEIGHTING = Product((Reliability(3.0), EntropyGate(0.8)))  # all weights differ, some are 0
 
 
 def for_every_energy(test: Callable[..., None]) -> Callable[..., None]:
-    for_losses: Callable[..., None] = pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: type(loss).__name__)(test)
-    for_both: Callable[..., None] = pytest.mark.parametrize(("model", "d"), MODELS.values(), ids=MODELS.keys())(for_losses)
+    for_losses: Callable[..., None] = pytest.mark.parametrize(
+        "loss", LOSSES, ids=lambda loss: type(loss).__name__
+    )(test)
+    for_both: Callable[..., None] = pytest.mark.parametrize(
+        ("model", "d"), MODELS.values(), ids=MODELS.keys()
+    )(for_losses)
     return for_both
 
 
-def energy_of(model: PredictiveModel, d: int, loss: Loss, weighting: Weighting = WEIGHTING) -> Energy:
+def energy_of(
+    model: PredictiveModel, d: int, loss: Loss, weighting: Weighting = WEIGHTING
+) -> Energy:
     theta, inputs = draw(d, seed=1), 3 * draw(6, 2, seed=2)
-    return Gibbs(loss, weighting)(model, theta, inputs, {}, Randomness(0, 0, torch.device("cpu")))[0]
+    return Gibbs(loss, weighting)(model, theta, inputs, {}, Randomness(0, 0, torch.device("cpu")))[
+        0
+    ]
 
 
 def jacobians(energy: Energy) -> Tensor:
@@ -77,7 +97,10 @@ def jacobians(energy: Energy) -> Tensor:
     for view in energy.views:
         leaf = energy.anchor.clone().requires_grad_()
         logits = energy.model(leaf, view)
-        rows = [torch.autograd.grad(value, leaf, retain_graph=True, materialize_grads=True)[0] for value in logits.flatten()]
+        rows = [
+            torch.autograd.grad(value, leaf, retain_graph=True, materialize_grads=True)[0]
+            for value in logits.flatten()
+        ]
         blocks.append(torch.stack(rows).reshape(*logits.shape, -1))
     return torch.stack(blocks)
 
@@ -101,7 +124,10 @@ def assert_curvature(curvature: Curvature, energy: Energy, exact: Tensor) -> Non
     """g = Σ a_i J_iᵀ ∇ℓ_i and FᵀF = the matrix given."""
     gradient, factor = curvature(energy.evaluation)
     expected = torch.einsum(
-        "n,vnk,vnkd->d", energy.samples.coefficients, energy.evaluation.expansion.gradient, jacobians(energy)
+        "n,vnk,vnkd->d",
+        energy.samples.coefficients,
+        energy.evaluation.expansion.gradient,
+        jacobians(energy),
     )
     torch.testing.assert_close(gradient, expected, rtol=1e-11, atol=1e-12)
     assert factor.shape[1] == len(gradient)
@@ -128,7 +154,9 @@ def test_gauss_newton(model: PredictiveModel, d: int, loss: Loss) -> None:
     def metric(v: int, i: int) -> Tensor:
         p = energy.evaluation.logits[v, i].softmax(-1)
         share = shares[v]
-        return (share if isinstance(share, float) else share[i]) * (torch.diag(p) - torch.outer(p, p))
+        return (share if isinstance(share, float) else share[i]) * (
+            torch.diag(p) - torch.outer(p, p)
+        )
 
     assert_curvature(GaussNewton(), energy, brute_force(energy, metric))
 
@@ -136,11 +164,15 @@ def test_gauss_newton(model: PredictiveModel, d: int, loss: Loss) -> None:
 @for_every_energy
 @pytest.mark.parametrize("centered", [True, False])
 def test_empirical_fisher(model: PredictiveModel, d: int, loss: Loss, centered: bool) -> None:
-    """λ² Σ a_i (g_i - ḡ)(g_i - ḡ)ᵀ, g_i summed over the views of a sample; uncentred it is that plus (Σ a) λ² ḡ ḡᵀ."""
+    """λ² Σ a_i (g_i - ḡ)(g_i - ḡ)ᵀ, g_i summed over the views of a sample; uncentred it is that
+    plus (Σ a) λ² ḡ ḡᵀ.
+    """
     energy, scale = energy_of(model, d, loss), 1.7
     rows = torch.einsum("vnk,vnkd->nd", energy.evaluation.expansion.gradient, jacobians(energy))
     a = energy.samples.coefficients
-    mean = sum((a[i] * rows[i] for i in range(len(a))), torch.zeros(d, dtype=torch.float64)) / a.sum()
+    mean = (
+        sum((a[i] * rows[i] for i in range(len(a))), torch.zeros(d, dtype=torch.float64)) / a.sum()
+    )
     exact = torch.zeros(d, d, dtype=torch.float64)
     for i in range(len(a)):
         exact += scale**2 * a[i] * torch.outer(rows[i] - mean, rows[i] - mean)
@@ -161,30 +193,49 @@ def test_no_curvature(model: PredictiveModel, d: int, loss: Loss) -> None:
 
 def test_the_fisher_with_unit_weights_is_the_centred_one_plus_the_mean_gradient() -> None:
     energy = energy_of(LinearHead(3), 6, Entropy(), Constant(1.0))
-    (gradient, whole), (_, centred) = (EmpiricalFisher(centered)(energy.evaluation) for centered in (False, True))
-    torch.testing.assert_close(whole.mT @ whole, centred.mT @ centred + torch.outer(gradient, gradient), rtol=1e-12, atol=1e-14)
+    (gradient, whole), (_, centred) = (
+        EmpiricalFisher(centered)(energy.evaluation) for centered in (False, True)
+    )
+    torch.testing.assert_close(
+        whole.mT @ whole,
+        centred.mT @ centred + torch.outer(gradient, gradient),
+        rtol=1e-12,
+        atol=1e-14,
+    )
 
 
 @pytest.mark.parametrize("beta", [1.0, 0.3, 7.0])
 @pytest.mark.parametrize("name", ["head", "network", "read-out"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_centred_fisher_of_one_sample_is_exactly_zero(beta: float, name: str, dtype: torch.dtype) -> None:
+def test_the_centred_fisher_of_one_sample_is_exactly_zero(
+    beta: float, name: str, dtype: torch.dtype
+) -> None:
     model, d = MODELS[name]
     if isinstance(model, ReadOut):
         model = ReadOut(model.model, model.matrix.to(dtype))
     theta, inputs = draw(d).to(dtype), draw(1, 2, seed=2).to(dtype)
-    energy = Gibbs(Entropy(), Constant(beta))(model, theta, inputs, {}, Randomness(0, 0, torch.device("cpu")))[0]
+    energy = Gibbs(Entropy(), Constant(beta))(
+        model, theta, inputs, {}, Randomness(0, 0, torch.device("cpu"))
+    )[0]
     gradient, factor = EmpiricalFisher()(energy.evaluation)
     assert factor.abs().max() == 0
     torch.testing.assert_close(gradient, energy.evaluation.gradient())
     assert EmpiricalFisher(centered=False)(energy.evaluation)[1].abs().max() > 0
-    assert (EmpiricalFisher().minimum, EmpiricalFisher(centered=False).minimum, Hessian().minimum) == (2, 1, 1)
+    assert (
+        EmpiricalFisher().minimum,
+        EmpiricalFisher(centered=False).minimum,
+        Hessian().minimum,
+    ) == (2, 1, 1)
 
 
 def test_one_sample_with_a_weight_among_others_carries_no_centred_fisher_either() -> None:
     inputs = torch.tensor([[7.0, 5.0], [0.1, 0.0], [0.0, 0.2]], dtype=torch.float64)
     energy = Gibbs(Entropy(), EntropyGate(0.5, beta=0.3))(
-        LinearHead(2), torch.ones(2, dtype=torch.float64), inputs, {}, Randomness(0, 0, torch.device("cpu"))
+        LinearHead(2),
+        torch.ones(2, dtype=torch.float64),
+        inputs,
+        {},
+        Randomness(0, 0, torch.device("cpu")),
     )[0]
     assert energy.samples.used == 1
     assert EmpiricalFisher()(energy.evaluation)[1].abs().max() < 1e-15
@@ -193,13 +244,20 @@ def test_one_sample_with_a_weight_among_others_carries_no_centred_fisher_either(
 @pytest.mark.parametrize("f", [0.0, 1.0, 1.54, 1.55, 3.0, -3.0, 30.0, -30.0])
 def test_hessian_of_binary_entropy(f: float) -> None:
     """ℓ'' = -s (1 + f (1 - 2p)), s = p (1 - p), or 0 where that is negative: |f| < 1.5434."""
-    theta, inputs = torch.tensor([f / 2], dtype=torch.float64), torch.tensor([[2.0]], dtype=torch.float64)
-    energy = Gibbs(Entropy(), Constant(3.0))(LinearHead(2), theta, inputs, {}, Randomness(0, 0, torch.device("cpu")))[0]
+    theta, inputs = (
+        torch.tensor([f / 2], dtype=torch.float64),
+        torch.tensor([[2.0]], dtype=torch.float64),
+    )
+    energy = Gibbs(Entropy(), Constant(3.0))(
+        LinearHead(2), theta, inputs, {}, Randomness(0, 0, torch.device("cpu"))
+    )[0]
     p, q = 1 / (1 + math.exp(-f)), 1 / (1 + math.exp(f))
     second = -p * q * (1 + f * (q - p))
     gradient, factor = Hessian()(energy.evaluation)
     assert (second < 0) == (abs(f) < 1.5434)
-    assert (factor.mT @ factor).item() == pytest.approx(3.0 * 2.0**2 * max(second, 0.0), rel=1e-11, abs=1e-14)
+    assert (factor.mT @ factor).item() == pytest.approx(
+        3.0 * 2.0**2 * max(second, 0.0), rel=1e-11, abs=1e-14
+    )
     assert gradient.item() == pytest.approx(3.0 * 2.0 * -f * p * q, rel=1e-12, abs=1e-16)
 
 
@@ -238,17 +296,27 @@ def test_roots_of_leading_dimensions_are_a_loop() -> None:
     assert not isinstance(NoCurvature(), LogitMetric)
 
 
-# ------------------------------------------------------------------ always finite, always positive semi-definite
+# ------------------------------------------------------------------ always finite, always positive
+# semi-definite
 
-CURVATURES: list[Curvature] = [*(cls() for cls in VARIANTS["curvature"].values()), EmpiricalFisher(centered=False)]
+CURVATURES: list[Curvature] = [
+    *(cls() for cls in VARIANTS["curvature"].values()),
+    EmpiricalFisher(centered=False),
+]
 ANY_LOSS: list[Loss] = [cls() for cls in VARIANTS["loss"].values()]
-numbers = st.one_of(st.floats(-5, 5), st.sampled_from([0.0, 50.0, -50.0, 200.0, -200.0, 1e4, 1e5, -1e30, 1e30]))
-logit_rows = st.integers(2, 4).flatmap(lambda k: st.lists(st.lists(numbers, min_size=k, max_size=k), min_size=1, max_size=4))
+numbers = st.one_of(
+    st.floats(-5, 5), st.sampled_from([0.0, 50.0, -50.0, 200.0, -200.0, 1e4, 1e5, -1e30, 1e30])
+)
+logit_rows = st.integers(2, 4).flatmap(
+    lambda k: st.lists(st.lists(numbers, min_size=k, max_size=k), min_size=1, max_size=4)
+)
 
 
 @settings(deadline=None, max_examples=30)
 @given(rows=logit_rows, double=st.booleans())
-def test_factors_are_finite_and_positive_semi_definite_for_any_logits(rows: list[list[float]], double: bool) -> None:
+def test_factors_are_finite_and_positive_semi_definite_for_any_logits(
+    rows: list[list[float]], double: bool
+) -> None:
     """θ are the logits themselves, so that FᵀF is the curvature in logit space."""
     theta = torch.tensor(rows, dtype=torch.float64 if double else torch.float32)
     n, k = theta.shape
@@ -256,21 +324,34 @@ def test_factors_are_finite_and_positive_semi_definite_for_any_logits(rows: list
     for loss in ANY_LOSS:
         for weighting in (Constant(), EntropyGate()):
             inputs = torch.eye(n, dtype=theta.dtype)
-            energy = Gibbs(loss, weighting)(model, theta.flatten(), inputs, {}, Randomness(0, 0, torch.device("cpu")))[0]
+            energy = Gibbs(loss, weighting)(
+                model, theta.flatten(), inputs, {}, Randomness(0, 0, torch.device("cpu"))
+            )[0]
             for curvature in CURVATURES:
                 gradient, factor = curvature(energy.evaluation)
                 assert gradient.isfinite().all()
                 assert factor.isfinite().all()
                 matrix = (factor.mT @ factor).double()
-                assert torch.linalg.eigvalsh(matrix).min() >= -1e-6 * max(1.0, matrix.abs().max().item())
+                assert torch.linalg.eigvalsh(matrix).min() >= -1e-6 * max(
+                    1.0, matrix.abs().max().item()
+                )
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: EmpiricalFisher(scale=0.0), r"EmpiricalFisher.scale must be a finite number in \(0, inf\), got 0.0"),
-        (lambda: EmpiricalFisher(scale=math.inf), r"EmpiricalFisher.scale must be a finite number in \(0, inf\), got inf"),
-        (lambda: EmpiricalFisher(centered="false"), "EmpiricalFisher.centered must be True or False, got 'false'"),  # type: ignore[arg-type]
+        (
+            lambda: EmpiricalFisher(scale=0.0),
+            r"EmpiricalFisher.scale must be a finite number in \(0, inf\), got 0.0",
+        ),
+        (
+            lambda: EmpiricalFisher(scale=math.inf),
+            r"EmpiricalFisher.scale must be a finite number in \(0, inf\), got inf",
+        ),
+        (
+            lambda: EmpiricalFisher(centered="false"),  # type: ignore[arg-type]
+            "EmpiricalFisher.centered must be True or False, got 'false'",
+        ),
     ],
 )
 def test_refusals_name_field_value_and_range(make: Callable[[], object], message: str) -> None:

@@ -51,7 +51,9 @@ class Problem(NamedTuple):
     def logits(self, theta: Tensor) -> Tensor:
         """[m, d] -> [m, n, k]."""
         scores = torch.einsum("mrd,nd->mnr", theta.unflatten(-1, (self.rows, -1)), self.inputs)
-        return torch.cat((scores.new_zeros(*scores.shape[:2], self.classes - self.rows), scores), -1)
+        return torch.cat(
+            (scores.new_zeros(*scores.shape[:2], self.classes - self.rows), scores), -1
+        )
 
     def jacobian(self) -> Tensor:
         """[n, k, d]."""
@@ -61,7 +63,9 @@ class Problem(NamedTuple):
 SPREAD = vector(1.0, 0.3, 0.3, 0.8).view(2, 2)
 PROBLEMS = {
     "1d": Problem(2, 1, vector(0.8), vector(1.2)[:, None], vector(1.5, -0.9)[:, None]),
-    "2d": Problem(2, 1, vector(0.8, -0.4), SPREAD, vector(1.2, 0.5, -0.6, 1.4, 0.8, -1.1).view(3, 2)),
+    "2d": Problem(
+        2, 1, vector(0.8, -0.4), SPREAD, vector(1.2, 0.5, -0.6, 1.4, 0.8, -1.1).view(3, 2)
+    ),
     "3 classes": Problem(3, 2, vector(0.7, -0.5), SPREAD, vector(1.4, -1.0, 0.8)[:, None]),
     "all rows": Problem(2, 2, vector(0.7, -0.5), SPREAD, vector(1.4, -1.0)[:, None]),
 }
@@ -79,11 +83,15 @@ def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 CONVEX: tuple[Loss, LossFunction] = (df.PseudoLabel(), cross_entropy)
 INDEFINITE: tuple[Loss, LossFunction] = (df.Entropy(), entropy)
-LOSSES = pytest.mark.parametrize(("loss", "function"), [CONVEX, INDEFINITE], ids=["convex", "indefinite"])
+LOSSES = pytest.mark.parametrize(
+    ("loss", "function"), [CONVEX, INDEFINITE], ids=["convex", "indefinite"]
+)
 
 
 def derivatives(function: LossFunction, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradient and positive part of the Hessian in the logits [..., k], by automatic differentiation."""
+    """Gradient and positive part of the Hessian in the logits [..., k], by automatic
+    differentiation.
+    """
     flat, labels = logits.flatten(0, -2), targets.expand_as(logits).flatten(0, -2)
     gradient = torch.func.vmap(torch.func.grad(function))(flat, labels)
     values, vectors = torch.linalg.eigh(torch.func.vmap(torch.func.hessian(function))(flat, labels))
@@ -99,26 +107,40 @@ def gaussian_grid(mean: Tensor, matrix: Tensor, points: int) -> tuple[Tensor, Te
     """Trapezoid rule for N(mean, matrix) over θ: points [m, d] and weights [m]."""
     line = torch.linspace(-8.5, 8.5, points, dtype=torch.float64)
     grid = torch.cartesian_prod(*[line] * len(mean)).reshape(-1, len(mean))
-    return mean + grid @ torch.linalg.cholesky(matrix).mT, torch.softmax(-grid.square().sum(-1) / 2, 0)
+    return mean + grid @ torch.linalg.cholesky(matrix).mT, torch.softmax(
+        -grid.square().sum(-1) / 2, 0
+    )
 
 
-def expected(p: Problem, function: LossFunction, mean: Tensor, matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """E_q[∇E] [d] and E_q[clipped curvature] [d, d] under q = N(mean, matrix), by quadrature over θ itself."""
+def expected(
+    p: Problem, function: LossFunction, mean: Tensor, matrix: Tensor
+) -> tuple[Tensor, Tensor]:
+    """E_q[∇E] [d] and E_q[clipped curvature] [d, d] under q = N(mean, matrix), by quadrature over θ
+    itself.
+    """
     theta, weights = gaussian_grid(mean, matrix, 30_001 if len(mean) == 1 else 161)
-    gradient, hessian = derivatives(function, p.logits(theta), hard_labels(p.logits(p.mean[None])[0]))
+    gradient, hessian = derivatives(
+        function, p.logits(theta), hard_labels(p.logits(p.mean[None])[0])
+    )
     J, scale = p.jacobian(), BETA / len(p.inputs)
     g = scale * torch.einsum("m,mnk,nkd->d", weights, gradient, J)
-    return g, scale * torch.einsum("nkd,nkl,nle->de", J, torch.einsum("m,mnkl->nkl", weights, hessian), J)
+    return g, scale * torch.einsum(
+        "nkd,nkl,nle->de", J, torch.einsum("m,mnkl->nkl", weights, hessian), J
+    )
 
 
-def energy(logits: LogitFunction | PredictiveModel, loss: Loss, mean: Tensor, inputs: Tensor) -> Energy:
+def energy(
+    logits: LogitFunction | PredictiveModel, loss: Loss, mean: Tensor, inputs: Tensor
+) -> Energy:
     observation = df.Gibbs(loss, df.Constant(beta=BETA))
     return observation(lift(logits), mean, inputs, {}, RANDOMNESS)[0]
 
 
 def infer(rule: Inference, p: Problem, loss: Loss, structure: str = "full") -> df.Belief:
     prior = df.Belief(p.mean, STRUCTURES[structure](p.matrix))
-    return rule(prior, energy(df.LinearHead(p.classes), loss, prior.mean, p.inputs), {}, RANDOMNESS)[0]
+    return rule(
+        prior, energy(df.LinearHead(p.classes), loss, prior.mean, p.inputs), {}, RANDOMNESS
+    )[0]
 
 
 def low_rank(matrix: Tensor) -> df.LowRank:
@@ -126,7 +148,9 @@ def low_rank(matrix: Tensor) -> df.LowRank:
     precision = torch.linalg.inv(matrix)
     floor = torch.linalg.eigvalsh(precision)[0].item() / 2
     diagonal = torch.full((len(matrix),), floor, dtype=torch.float64)
-    return df.LowRank(diagonal, torch.linalg.cholesky(precision - torch.diag(diagonal)).mT, len(matrix))
+    return df.LowRank(
+        diagonal, torch.linalg.cholesky(precision - torch.diag(diagonal)).mT, len(matrix)
+    )
 
 
 def blocks(matrix: Tensor) -> df.Blocks:
@@ -154,7 +178,9 @@ def project(structure: str, matrix: Tensor) -> Tensor:
 
 def updated(p: Problem, g: Tensor, H: Tensor, structure: str = "full") -> tuple[Tensor, Tensor]:
     """The information form: Σ⁻¹ = (Σ⁻)⁻¹ + H within the structure, μ = μ⁻ - Σ g."""
-    covariance: Tensor = torch.linalg.inv(torch.linalg.inv(project(structure, p.matrix)) + project(structure, H))
+    covariance: Tensor = torch.linalg.inv(
+        torch.linalg.inv(project(structure, p.matrix)) + project(structure, H)
+    )
     return p.mean - covariance @ g, covariance
 
 
@@ -175,7 +201,13 @@ def linear(theta: Tensor, inputs: Tensor) -> Tensor:
 @pytest.mark.parametrize("structure", STRUCTURES)
 @pytest.mark.parametrize(
     "curvature",
-    [df.Hessian(), df.GaussNewton(), df.EmpiricalFisher(scale=1.7), df.EmpiricalFisher(centered=False), df.NoCurvature()],
+    [
+        df.Hessian(),
+        df.GaussNewton(),
+        df.EmpiricalFisher(scale=1.7),
+        df.EmpiricalFisher(centered=False),
+        df.NoCurvature(),
+    ],
     ids=repr,
 )
 @LOSSES
@@ -193,23 +225,33 @@ def test_linearized_is_the_information_form(
     centered = rows - rows.mean(0)
     H = {
         "Hessian()": torch.einsum("nkd,nkl,nle->de", J, hessian, J),
-        "GaussNewton()": torch.einsum("nkd,nkl,nle->de", J, torch.diag_embed(p) - p[:, :, None] * p[:, None, :], J),
+        "GaussNewton()": torch.einsum(
+            "nkd,nkl,nle->de", J, torch.diag_embed(p) - p[:, :, None] * p[:, None, :], J
+        ),
         "EmpiricalFisher(centered=True, scale=1.7)": 1.7**2 * centered.mT @ centered,
         "EmpiricalFisher(centered=False, scale=1.0)": rows.mT @ rows,
         "NoCurvature()": torch.zeros(d, d, dtype=torch.float64),
-    }[repr(curvature)] * (BETA / 5)  # fmt: skip
+    }[repr(curvature)] * (BETA / 5)
     prior = df.Belief(mean, STRUCTURES[structure](matrix))
     e = energy(df.LinearHead(3) if model == "linear" else plain, loss, mean, inputs)
     posterior, memory = df.Linearized(curvature)(prior, e, {"kept": mean}, RANDOMNESS)
-    assert_belief(posterior, *updated(Problem(3, 3, mean, matrix, inputs), BETA * rows.mean(0), H, structure), atol=1e-10)
+    assert_belief(
+        posterior,
+        *updated(Problem(3, 3, mean, matrix, inputs), BETA * rows.mean(0), H, structure),
+        atol=1e-10,
+    )
     assert type(posterior.covariance) is type(prior.covariance)
     assert list(memory) == ["kept"]
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
 @pytest.mark.parametrize("share", [0.3, 3.0])
-def test_a_radius_shortens_the_step_in_the_metric_of_the_whole_curvature(structure: str, share: float) -> None:
-    """Δ times r / sqrt(Δᵀ H Δ) where that is below 1, H without the structure's projection; the covariance as without."""
+def test_a_radius_shortens_the_step_in_the_metric_of_the_whole_curvature(
+    structure: str, share: float
+) -> None:
+    """Δ times r / sqrt(Δᵀ H Δ) where that is below 1, H without the structure's projection; the
+    covariance as without.
+    """
     p = PROBLEMS["2d"]
     logits = p.logits(p.mean[None])[0]
     gradient, hessian = derivatives(cross_entropy, logits, hard_labels(logits))
@@ -222,10 +264,16 @@ def test_a_radius_shortens_the_step_in_the_metric_of_the_whole_curvature(structu
     posterior = infer(df.Linearized(df.Hessian(), radius), p, df.PseudoLabel(), structure)
     assert_belief(posterior, p.mean + min(1.0, share) * step, covariance, atol=1e-12)
     without = infer(df.Linearized(df.NoCurvature()), p, df.PseudoLabel(), structure)
-    assert torch.equal(infer(df.Linearized(df.NoCurvature(), radius), p, df.PseudoLabel(), structure).mean, without.mean)
+    assert torch.equal(
+        infer(df.Linearized(df.NoCurvature(), radius), p, df.PseudoLabel(), structure).mean,
+        without.mean,
+    )
 
 
-@pytest.mark.parametrize("rule", [df.Linearized(df.Hessian()), df.Bong(nodes=9), df.Variational(nodes=9, rate=1, iterations=1)])
+@pytest.mark.parametrize(
+    "rule",
+    [df.Linearized(df.Hessian()), df.Bong(nodes=9), df.Variational(nodes=9, rate=1, iterations=1)],
+)
 def test_low_rank_moves_the_mean_before_it_truncates(rule: Inference) -> None:
     p = Problem(3, 3, normal(9, seed=3), spread(9, 0.2), normal(6, 3, seed=4))
     prior = df.Belief(p.mean, df.LowRank.isotropic(0.3, 9, 2, like=p.mean))
@@ -236,17 +284,22 @@ def test_low_rank_moves_the_mean_before_it_truncates(rule: Inference) -> None:
     assert isinstance(truncated.covariance, df.LowRank)
     assert truncated.covariance.factor.shape[0] == 2
     precisions = [torch.linalg.inv(belief.covariance.dense()) for belief in (truncated, whole)]
-    torch.testing.assert_close(precisions[0].diagonal(), precisions[1].diagonal(), rtol=1e-10, atol=0)
+    torch.testing.assert_close(
+        precisions[0].diagonal(), precisions[1].diagonal(), rtol=1e-10, atol=0
+    )
     assert not torch.allclose(precisions[0], precisions[1], atol=1e-3)
 
 
 @LOSSES
 @pytest.mark.parametrize("name", ["1d", "2d", "3 classes", "all rows"])
-def test_bong_with_nodes_is_quadrature_over_parameters(name: str, loss: Loss, function: LossFunction) -> None:
+def test_bong_with_nodes_is_quadrature_over_parameters(
+    name: str, loss: Loss, function: LossFunction
+) -> None:
     p = PROBLEMS[name]
     directions = 2 if name in ("3 classes", "all rows") else 1
     posterior = infer(df.Bong(nodes=301 if directions == 2 else 20_001), p, loss)
-    # A clipped curvature has kinks, where a rule of spacing h is off by h²; only a line can be cut finely enough.
+    # A clipped curvature has kinks, where a rule of spacing h is off by h²; only a line can be cut
+    # finely enough.
     atol = 1e-8 if loss is CONVEX[0] or name == "1d" else 1e-4
     assert_belief(posterior, *updated(p, *expected(p, function, p.mean, p.matrix)), atol=atol)
     linearized = infer(df.Linearized(df.Hessian()), p, loss)
@@ -257,7 +310,11 @@ def test_bong_with_nodes_is_quadrature_over_parameters(name: str, loss: Loss, fu
 def test_bong_with_nodes_for_every_structure(structure: str) -> None:
     p = PROBLEMS["2d"]
     g, H = expected(p, cross_entropy, p.mean, project(structure, p.matrix))
-    assert_belief(infer(df.Bong(nodes=81), p, df.PseudoLabel(), structure), *updated(p, g, H, structure), atol=1e-8)
+    assert_belief(
+        infer(df.Bong(nodes=81), p, df.PseudoLabel(), structure),
+        *updated(p, g, H, structure),
+        atol=1e-8,
+    )
 
 
 @pytest.mark.parametrize(("nodes", "atol"), [(7, 5e-3), (9, 1e-3), (21, 1e-5), (41, 1e-11)])
@@ -267,7 +324,9 @@ def test_few_nodes_reach_no_farther_than_they_resolve(nodes: int, atol: float) -
     assert_belief(infer(df.Bong(nodes=nodes), p, df.PseudoLabel()), *exact, atol=atol)
 
 
-@pytest.mark.parametrize("rule", [df.Bong(samples=0), df.Variational(samples=0, rate=1, iterations=1)], ids=repr)
+@pytest.mark.parametrize(
+    "rule", [df.Bong(samples=0), df.Variational(samples=0, rate=1, iterations=1)], ids=repr
+)
 def test_expectation_at_the_mean_is_the_linearized_update(rule: Inference) -> None:
     p = PROBLEMS["3 classes"]
     exact = infer(df.Linearized(df.Hessian()), p, df.Entropy())
@@ -276,7 +335,9 @@ def test_expectation_at_the_mean_is_the_linearized_update(rule: Inference) -> No
 
 @LOSSES
 @pytest.mark.parametrize("name", ["1d", "2d", "3 classes"])
-def test_bong_with_draws_approaches_quadrature(name: str, loss: Loss, function: LossFunction) -> None:
+def test_bong_with_draws_approaches_quadrature(
+    name: str, loss: Loss, function: LossFunction
+) -> None:
     p = PROBLEMS[name]._replace(matrix={"1d": 0.1}.get(name, 0.2) * PROBLEMS[name].matrix)
     exact = updated(p, *expected(p, function, p.mean, p.matrix))
     assert_belief(infer(df.Bong(samples=2000), p, loss), *exact, atol=1e-3)
@@ -289,22 +350,30 @@ def test_bong_with_draws_approaches_quadrature(name: str, loss: Loss, function: 
 def test_draws_on_a_linear_model_are_those_of_a_plain_function(
     curvature: Curvature, structure: str, loss: Loss, function: LossFunction
 ) -> None:
-    """A model known to be linear averages metrics before it pulls back; a function takes every draw apart."""
+    """A model known to be linear averages metrics before it pulls back; a function takes every draw
+    apart.
+    """
     p = PROBLEMS["3 classes"]
     prior = df.Belief(p.mean, STRUCTURES[structure](p.matrix))
     plain = lift(lambda theta, inputs: df.LinearHead(p.classes)(theta, inputs))
     rule = df.Bong(curvature, samples=7)
     apart, _ = rule(prior, energy(plain, loss, prior.mean, p.inputs), {}, RANDOMNESS)
-    together, _ = rule(prior, energy(df.LinearHead(p.classes), loss, prior.mean, p.inputs), {}, RANDOMNESS)
+    together, _ = rule(
+        prior, energy(df.LinearHead(p.classes), loss, prior.mean, p.inputs), {}, RANDOMNESS
+    )
     assert_belief(together, apart.mean, apart.covariance.dense(), atol=1e-12)
 
 
 def optimum(p: Problem, structure: str = "full") -> tuple[Tensor, Tensor]:
-    """The Gaussian that minimises E_q[E] + KL(q ‖ prior) for pseudo-label cross-entropy: scipy on a grid of θ."""
+    """The Gaussian that minimises E_q[E] + KL(q ‖ prior) for pseudo-label cross-entropy: scipy on a
+    grid of θ.
+    """
     d = len(p.mean)
     precision = torch.linalg.inv(project(structure, p.matrix))
     targets = hard_labels(p.logits(p.mean[None])[0])
-    grid, weights = gaussian_grid(torch.zeros_like(p.mean), torch.eye(d, dtype=torch.float64), 401 if d == 1 else 61)
+    grid, weights = gaussian_grid(
+        torch.zeros_like(p.mean), torch.eye(d, dtype=torch.float64), 401 if d == 1 else 61
+    )
     below = project(structure, torch.ones(d, d, dtype=torch.float64)).tril(-1).bool()
 
     def unpack(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -316,7 +385,9 @@ def optimum(p: Problem, structure: str = "full") -> tuple[Tensor, Tensor]:
         mean, root = unpack(leaf)
         loss = (weights[:, None] * cross_entropy(p.logits(mean + grid @ root.mT), targets)).sum()
         deviation = mean - p.mean
-        divergence = ((precision * (root @ root.mT)).sum() + deviation @ precision @ deviation) / 2 - leaf[d : 2 * d].sum()
+        divergence = (
+            (precision * (root @ root.mT)).sum() + deviation @ precision @ deviation
+        ) / 2 - leaf[d : 2 * d].sum()
         value = BETA / len(p.inputs) * loss + divergence
         value.backward()
         assert leaf.grad is not None
@@ -331,13 +402,16 @@ def optimum(p: Problem, structure: str = "full") -> tuple[Tensor, Tensor]:
 def divergence(belief: df.Belief, mean: Tensor, matrix: Tensor) -> float:
     """KL(belief ‖ N(mean, matrix))."""
     ratio, shift = torch.linalg.solve(matrix, belief.covariance.dense()), mean - belief.mean
-    value = ratio.trace() - len(mean) - torch.logdet(ratio) + shift @ torch.linalg.solve(matrix, shift)
+    value = (
+        ratio.trace() - len(mean) - torch.logdet(ratio) + shift @ torch.linalg.solve(matrix, shift)
+    )
     return float(value) / 2
 
 
 @pytest.mark.parametrize("rate", [0.3, 1.0])
 @pytest.mark.parametrize(
-    ("name", "structure"), [("1d", "full"), ("2d", "full"), ("3 classes", "full"), ("2d", "diagonal"), ("2d", "low rank")]
+    ("name", "structure"),
+    [("1d", "full"), ("2d", "full"), ("3 classes", "full"), ("2d", "diagonal"), ("2d", "low rank")],
 )
 def test_variational_converges_to_the_optimum(name: str, structure: str, rate: float) -> None:
     """Under Diagonal that is the mean-field problem."""
@@ -352,7 +426,9 @@ def test_variational_converges_to_the_optimum(name: str, structure: str, rate: f
 
 def test_variational_with_draws_approaches_the_optimum() -> None:
     p = PROBLEMS["2d"]._replace(matrix=0.2 * PROBLEMS["2d"].matrix)
-    assert_belief(infer(df.Variational(samples=1000, rate=1.0), p, df.PseudoLabel()), *optimum(p), atol=1e-3)
+    assert_belief(
+        infer(df.Variational(samples=1000, rate=1.0), p, df.PseudoLabel()), *optimum(p), atol=1e-3
+    )
 
 
 @pytest.mark.parametrize("structure", ["full", "diagonal"])
@@ -366,19 +442,30 @@ def test_damped_variational_steps_follow_their_formula(structure: str) -> None:
         precision = (1 - rate) * precision + rate * (before + project(structure, H))
         mean = mean - rate * torch.linalg.solve(precision, before @ (mean - p.mean) + g)
         rule = df.Variational(nodes=81, rate=rate, iterations=iterations)
-        assert_belief(infer(rule, p, df.PseudoLabel(), structure), mean, torch.linalg.inv(precision), atol=1e-8)
+        assert_belief(
+            infer(rule, p, df.PseudoLabel(), structure),
+            mean,
+            torch.linalg.inv(precision),
+            atol=1e-8,
+        )
 
 
 @pytest.mark.parametrize("rate", [0.3, 1.0])
 @pytest.mark.parametrize("name", ["1d", "2d"])
 def test_variational_fixed_point_for_an_indefinite_loss(name: str, rate: float) -> None:
-    """Σ⁻¹ = (Σ⁻)⁻¹ + E_q[FᵀF] and (Σ⁻)⁻¹(μ - μ⁻) + E_q[g] = 0 with q the posterior itself, whatever the rate."""
+    """Σ⁻¹ = (Σ⁻)⁻¹ + E_q[FᵀF] and (Σ⁻)⁻¹(μ - μ⁻) + E_q[g] = 0 with q the posterior itself, whatever
+    the rate.
+    """
     p = PROBLEMS[name]
     posterior = infer(df.Variational(nodes=1001, rate=rate, iterations=300), p, df.Entropy())
     matrix = posterior.covariance.dense()
     g, H = expected(p, entropy, posterior.mean, matrix)
-    torch.testing.assert_close(torch.linalg.inv(matrix), torch.linalg.inv(p.matrix) + H, rtol=0, atol=1e-4)
-    torch.testing.assert_close(torch.linalg.solve(p.matrix, p.mean - posterior.mean), g, rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        torch.linalg.inv(matrix), torch.linalg.inv(p.matrix) + H, rtol=0, atol=1e-4
+    )
+    torch.testing.assert_close(
+        torch.linalg.solve(p.matrix, p.mean - posterior.mean), g, rtol=0, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("rate", [0.1, 1.0])
@@ -399,22 +486,30 @@ def test_variational_goes_on_while_only_the_covariance_moves(rate: float) -> Non
     ],
     ids=["nodes", "draws"],
 )
-def test_first_full_variational_step_is_bong(bong: df.Bong, first: df.Variational, structure: str) -> None:
+def test_first_full_variational_step_is_bong(
+    bong: df.Bong, first: df.Variational, structure: str
+) -> None:
     p = PROBLEMS["3 classes"]
     exact = infer(bong, p, df.Entropy(), structure)
-    assert_belief(infer(first, p, df.Entropy(), structure), exact.mean, exact.covariance.dense(), atol=1e-12)
+    assert_belief(
+        infer(first, p, df.Entropy(), structure), exact.mean, exact.covariance.dense(), atol=1e-12
+    )
 
 
 def test_nodes_integrate_each_view_and_sample_over_its_own_spread() -> None:
     """A clean batch of zeros has logits without variance, its augmented views do not."""
-    p = PROBLEMS["3 classes"]._replace(mean=vector(0.4, -0.3), inputs=torch.zeros(4, 1, dtype=torch.float64))
+    p = PROBLEMS["3 classes"]._replace(
+        mean=vector(0.4, -0.3), inputs=torch.zeros(4, 1, dtype=torch.float64)
+    )
     still = infer(df.Bong(nodes=31), p, df.Entropy())
     assert_belief(still, p.mean, p.matrix, atol=0)
     shifted = vector(0.5, -1.0, 2.0, 0.0)[:, None]
     loss = df.Consistency(lambda inputs, generator: inputs + shifted, "cross_entropy", "soft")
     q = p._replace(inputs=shifted)
     theta, weights = gaussian_grid(p.mean, p.matrix, 161)
-    gradient, hessian = derivatives(cross_entropy, q.logits(theta), torch.full((4, 3), 1 / 3, dtype=torch.float64))
+    gradient, hessian = derivatives(
+        cross_entropy, q.logits(theta), torch.full((4, 3), 1 / 3, dtype=torch.float64)
+    )
     J = q.jacobian()
     g = BETA / 4 * torch.einsum("m,mnk,nkd->d", weights, gradient, J)
     H = BETA / 4 * torch.einsum("m,mnkl,nkd,nle->de", weights, hessian, J, J)
@@ -424,11 +519,41 @@ def test_nodes_integrate_each_view_and_sample_over_its_own_spread() -> None:
 @pytest.mark.parametrize(
     ("logits", "loss", "curvature", "nodes", "message"),
     [
-        (linear, df.Entropy(), df.Hessian(), 7, "nodes must be 0 unless the model is linear in θ .*use samples, got 7"),
-        (df.LinearHead(3), df.InformationMaximization(), df.Hessian(), 7, "nodes must be 0 for losses that couple .*got 7"),
-        (df.LinearHead(3), df.Sum(), df.Hessian(), 7, "nodes must be 0 for losses that couple .*got 7"),
-        (df.LinearHead(3), df.Entropy(), df.EmpiricalFisher(), 7, r"nodes must be 0 for EmpiricalFisher\(.*use samples, got 7"),
-        (df.LinearHead(3), df.Entropy(), df.Hessian(), 47, "nodes must be at most 46 for 3 logit directions.*got 47"),
+        (
+            linear,
+            df.Entropy(),
+            df.Hessian(),
+            7,
+            "nodes must be 0 unless the model is linear in θ .*use samples, got 7",
+        ),
+        (
+            df.LinearHead(3),
+            df.InformationMaximization(),
+            df.Hessian(),
+            7,
+            "nodes must be 0 for losses that couple .*got 7",
+        ),
+        (
+            df.LinearHead(3),
+            df.Sum(),
+            df.Hessian(),
+            7,
+            "nodes must be 0 for losses that couple .*got 7",
+        ),
+        (
+            df.LinearHead(3),
+            df.Entropy(),
+            df.EmpiricalFisher(),
+            7,
+            r"nodes must be 0 for EmpiricalFisher\(.*use samples, got 7",
+        ),
+        (
+            df.LinearHead(3),
+            df.Entropy(),
+            df.Hessian(),
+            47,
+            "nodes must be at most 46 for 3 logit directions.*got 47",
+        ),
     ],
 )
 @pytest.mark.parametrize("rule", [df.Bong, df.Variational])
@@ -442,23 +567,35 @@ def test_nodes_are_refused_where_they_cannot_work(
 ) -> None:
     prior = df.Belief(normal(6), df.Full(spread(6)))
     with pytest.raises(ValueError, match=message):
-        rule(curvature, nodes=nodes)(prior, energy(logits, loss, prior.mean, normal(4, 2)), {}, RANDOMNESS)
+        rule(curvature, nodes=nodes)(
+            prior, energy(logits, loss, prior.mean, normal(4, 2)), {}, RANDOMNESS
+        )
 
 
 OPTIMIZERS: list[tuple[df.SGD | df.Adam, Callable[[Tensor], torch.optim.Optimizer]]] = [
     (df.SGD(0.3), lambda theta: torch.optim.SGD([theta], 0.3)),
     (df.SGD(0.3, momentum=0.9), lambda theta: torch.optim.SGD([theta], 0.3, momentum=0.9)),
-    (df.SGD(0.3, 0.9, nesterov=True), lambda theta: torch.optim.SGD([theta], 0.3, momentum=0.9, nesterov=True)),
-    (df.Adam(0.1, (0.8, 0.95), 1e-3), lambda theta: torch.optim.Adam([theta], 0.1, (0.8, 0.95), 1e-3)),
+    (
+        df.SGD(0.3, 0.9, nesterov=True),
+        lambda theta: torch.optim.SGD([theta], 0.3, momentum=0.9, nesterov=True),
+    ),
+    (
+        df.Adam(0.1, (0.8, 0.95), 1e-3),
+        lambda theta: torch.optim.Adam([theta], 0.1, (0.8, 0.95), 1e-3),
+    ),
 ]
 
 
-@pytest.mark.parametrize(("rule", "reference"), OPTIMIZERS, ids=["SGD", "momentum", "nesterov", "Adam"])
+@pytest.mark.parametrize(
+    ("rule", "reference"), OPTIMIZERS, ids=["SGD", "momentum", "nesterov", "Adam"]
+)
 def test_gradient_step_is_the_optimizer_of_torch(
     rule: df.SGD | df.Adam, reference: Callable[[Tensor], torch.optim.Optimizer]
 ) -> None:
     still = df.Transition(df.RandomWalk(), df.NoNoise())
-    filt = df.Filter(network, still, df.Gibbs(df.Entropy(), df.Constant(BETA)), df.GradientStep(rule))
+    filt = df.Filter(
+        network, still, df.Gibbs(df.Entropy(), df.Constant(BETA)), df.GradientStep(rule)
+    )
     state = filt.init(df.Belief(normal(10, seed=5), df.Full(spread(10))))
     theta = normal(10, seed=5).requires_grad_()
     optimizer = reference(theta)
@@ -484,11 +621,23 @@ def test_plain_sgd_is_the_filter_without_curvature_from_an_isotropic_prior() -> 
 @pytest.mark.parametrize(
     ("rule", "settings", "message"),
     [
-        (df.Linearized, {"radius": -1.0}, "Linearized.radius must be a finite number in [0, inf), got -1.0"),
+        (
+            df.Linearized,
+            {"radius": -1.0},
+            "Linearized.radius must be a finite number in [0, inf), got -1.0",
+        ),
         (df.Bong, {"samples": -1}, "Bong.samples must be an integer >= 0, got -1"),
         (df.Bong, {"nodes": 2.0}, "Bong.nodes must be an integer >= 0, got 2.0"),
-        (df.Bong, {"nodes": 6}, "Bong.nodes must be 0 (none) or at least 7, below which the rule is rough, got 6"),
-        (df.Bong, {"curvature": 8}, "Bong.curvature must be of role 'curvature', such as Hessian(), got 8"),
+        (
+            df.Bong,
+            {"nodes": 6},
+            "Bong.nodes must be 0 (none) or at least 7, below which the rule is rough, got 6",
+        ),
+        (
+            df.Bong,
+            {"curvature": 8},
+            "Bong.curvature must be of role 'curvature', such as Hessian(), got 8",
+        ),
         (
             df.Linearized,
             {"curvature": df.Hessian},
@@ -504,11 +653,31 @@ def test_plain_sgd_is_the_filter_without_curvature_from_an_isotropic_prior() -> 
             {"rule": df.Adam},
             "GradientStep.rule must be of role 'optimizer', such as SGD() or Adam(), got <class",
         ),
-        (df.GradientStep, {"rule": 1e-3}, "GradientStep.rule must be of role 'optimizer', such as SGD() or Adam(), got 0.001"),
-        (df.Variational, {"rate": 0.0}, "Variational.rate must be a finite number in (0, 1], got 0.0"),
-        (df.Variational, {"rate": 1.5}, "Variational.rate must be a finite number in (0, 1], got 1.5"),
-        (df.Variational, {"iterations": 0}, "Variational.iterations must be an integer >= 1, got 0"),
-        (df.Variational, {"tolerance": math.nan}, "Variational.tolerance must be a finite number in [0, inf), got nan"),
+        (
+            df.GradientStep,
+            {"rule": 1e-3},
+            "GradientStep.rule must be of role 'optimizer', such as SGD() or Adam(), got 0.001",
+        ),
+        (
+            df.Variational,
+            {"rate": 0.0},
+            "Variational.rate must be a finite number in (0, 1], got 0.0",
+        ),
+        (
+            df.Variational,
+            {"rate": 1.5},
+            "Variational.rate must be a finite number in (0, 1], got 1.5",
+        ),
+        (
+            df.Variational,
+            {"iterations": 0},
+            "Variational.iterations must be an integer >= 1, got 0",
+        ),
+        (
+            df.Variational,
+            {"tolerance": math.nan},
+            "Variational.tolerance must be a finite number in [0, inf), got nan",
+        ),
         (df.SGD, {"lr": 0}, "SGD.lr must be a finite number in (0, inf), got 0"),
         (df.SGD, {"momentum": 1.0}, "SGD.momentum must be a finite number in [0, 1), got 1.0"),
         (df.SGD, {"nesterov": True}, "SGD.nesterov must be False without momentum, got True"),
@@ -517,7 +686,9 @@ def test_plain_sgd_is_the_filter_without_curvature_from_an_isotropic_prior() -> 
         (df.Adam, {"eps": 0.0}, "Adam.eps must be a finite number in (0, inf), got 0.0"),
     ],
 )
-def test_settings_out_of_range_are_refused(rule: Callable[..., object], settings: dict[str, object], message: str) -> None:
+def test_settings_out_of_range_are_refused(
+    rule: Callable[..., object], settings: dict[str, object], message: str
+) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         rule(**settings)
 
@@ -526,17 +697,26 @@ def test_variational_reaches_the_mean_field_optimum_of_correlated_features() -> 
     """A projected precision makes the undamped and the half-damped iteration diverge here."""
     generator = torch.Generator().manual_seed(0)
     inputs = 1.5 + 0.3 * torch.randn(40, 20, generator=generator, dtype=torch.float64)
-    prior = df.Belief(0.1 * torch.randn(20, generator=generator, dtype=torch.float64), df.Diagonal(torch.ones(20).double()))
-    batch = df.Gibbs(df.PseudoLabel(), df.Constant(40.0))(df.LinearHead(2), prior.mean, inputs, {}, RANDOMNESS)[0]
+    prior = df.Belief(
+        0.1 * torch.randn(20, generator=generator, dtype=torch.float64),
+        df.Diagonal(torch.ones(20).double()),
+    )
+    batch = df.Gibbs(df.PseudoLabel(), df.Constant(40.0))(
+        df.LinearHead(2), prior.mean, inputs, {}, RANDOMNESS
+    )[0]
     rule = df.Variational(nodes=21, iterations=2000)
     posterior, memory = rule(prior, batch, {}, RANDOMNESS)
     assert memory["inference.residual"] < rule.tolerance
     gradient, factor = moments(posterior, batch, rule.curvature, 0, 21, RANDOMNESS)
     assert (posterior.mean - prior.mean + gradient).abs().max() < 1e-4  # P⁻ (μ - μ⁻) + E_q[g] = 0
-    torch.testing.assert_close(posterior.covariance.precision(), 1 + factor.square().sum(0), rtol=1e-4, atol=0)
+    torch.testing.assert_close(
+        posterior.covariance.precision(), 1 + factor.square().sum(0), rtol=1e-4, atol=0
+    )
 
 
-def tied_to_the_source(observation: df.Gibbs, mean: Tensor, inputs: Tensor, source: df.Belief) -> Energy:
+def tied_to_the_source(
+    observation: df.Gibbs, mean: Tensor, inputs: Tensor, source: df.Belief
+) -> Energy:
     return observation(lift(network), mean, inputs, {}, RANDOMNESS, source)[0]
 
 
@@ -544,22 +724,37 @@ def tied_to_the_source(observation: df.Gibbs, mean: Tensor, inputs: Tensor, sour
 def test_an_anchor_is_the_gradient_of_a_quadratic_around_the_source(matrix: str) -> None:
     dense = spread(10) if matrix == "full" else torch.diag(spread(10).diagonal())
     covariance = df.Full(dense) if matrix == "full" else df.Diagonal(dense.diagonal().clone())
-    source, inputs, theta = df.Belief(normal(10, seed=5), covariance), normal(4, 2), normal(10, seed=6).requires_grad_()
+    source, inputs, theta = (
+        df.Belief(normal(10, seed=5), covariance),
+        normal(4, 2),
+        normal(10, seed=6).requires_grad_(),
+    )
     away = theta - source.mean
-    (entropy(network(theta, inputs), inputs).mean() + 0.7 / 2 * away @ torch.linalg.inv(dense) @ away).backward()
+    (
+        entropy(network(theta, inputs), inputs).mean()
+        + 0.7 / 2 * away @ torch.linalg.inv(dense) @ away
+    ).backward()
     assert theta.grad is not None
     prior = df.Belief(theta.detach(), df.Full(spread(10)))
     rule = df.GradientStep(df.SGD(0.1), anchor=0.7, keep_gradient=True)
-    posterior, memory = rule(prior, tied_to_the_source(df.Gibbs(), prior.mean, inputs, source), {}, RANDOMNESS)
+    posterior, memory = rule(
+        prior, tied_to_the_source(df.Gibbs(), prior.mean, inputs, source), {}, RANDOMNESS
+    )
     assert_belief(posterior, theta.detach() - 0.1 * theta.grad, spread(10), atol=1e-12)
     torch.testing.assert_close(memory["inference.gradient"], theta.grad, rtol=1e-11, atol=1e-13)
-    with pytest.raises(ValueError, match=r"GradientStep.anchor must be 0 where the energy does not know the source"):
+    with pytest.raises(
+        ValueError, match=r"GradientStep.anchor must be 0 where the energy does not know the source"
+    ):
         rule(prior, energy(lift(network), df.Entropy(), prior.mean, inputs), {}, RANDOMNESS)
 
 
 def test_a_radius_takes_the_gradient_at_the_worst_point_of_the_samples_still_kept() -> None:
     gate = df.Gibbs(df.Entropy(), df.EntropyGate(0.9, weighted=False), over="kept")
-    inputs, theta, limit = normal(12, 2), normal(10, seed=8), 0.9 * math.log(len(network(normal(10), normal(1, 2))[0]))
+    inputs, theta, limit = (
+        normal(12, 2),
+        normal(10, seed=8),
+        0.9 * math.log(len(network(normal(10), normal(1, 2))[0])),
+    )
 
     def mean_entropy(point: Tensor, chosen: Tensor) -> Tensor:
         return entropy(network(point, inputs), inputs)[chosen].mean()
@@ -572,11 +767,25 @@ def test_a_radius_takes_the_gradient_at_the_worst_point_of_the_samples_still_kep
     prior = df.Belief(theta, df.Full(spread(10)))
     rule = df.GradientStep(df.SGD(0.1), radius=0.5)
     posterior, memory = rule(prior, tied_to_the_source(gate, theta, inputs, prior), {}, RANDOMNESS)
-    assert_belief(posterior, theta - 0.1 * torch.func.grad(mean_entropy)(sharp, second), spread(10), atol=1e-12)
-    torch.testing.assert_close(memory["inference.loss"], mean_entropy(sharp, second), rtol=1e-12, atol=0)
+    assert_belief(
+        posterior,
+        theta - 0.1 * torch.func.grad(mean_entropy)(sharp, second),
+        spread(10),
+        atol=1e-12,
+    )
+    torch.testing.assert_close(
+        memory["inference.loss"], mean_entropy(sharp, second), rtol=1e-12, atol=0
+    )
     far = df.GradientStep(df.SGD(0.1, momentum=0.9), radius=1.5)
-    assert not (first & (entropy(network(theta + 1.5 * slope / slope.norm(), inputs), inputs) < limit)).any()
-    still, memory = far(prior, tied_to_the_source(gate, theta, inputs, prior), {"inference.velocity": slope}, RANDOMNESS)
+    assert not (
+        first & (entropy(network(theta + 1.5 * slope / slope.norm(), inputs), inputs) < limit)
+    ).any()
+    still, memory = far(
+        prior,
+        tied_to_the_source(gate, theta, inputs, prior),
+        {"inference.velocity": slope},
+        RANDOMNESS,
+    )
     assert still is prior  # every sample has left
     assert memory["inference.loss"].isnan()
     assert memory["inference.velocity"] is slope
@@ -584,6 +793,8 @@ def test_a_radius_takes_the_gradient_at_the_worst_point_of_the_samples_still_kep
 
 def test_frozen_gives_back_the_prior() -> None:
     prior, memory = df.Belief(normal(10), df.Full(spread(10))), {"other": normal(1)}
-    posterior, after = df.Frozen()(prior, energy(lift(network), df.Entropy(), prior.mean, normal(4, 2)), memory, RANDOMNESS)
+    posterior, after = df.Frozen()(
+        prior, energy(lift(network), df.Entropy(), prior.mean, normal(4, 2)), memory, RANDOMNESS
+    )
     assert posterior is prior
     assert after is memory

@@ -1,4 +1,6 @@
-"""Prediction rules against the predictive integral by quadrature, J Σ Jᵀ by dense algebra and closed formulas."""
+"""Prediction rules against the predictive integral by quadrature, J Σ Jᵀ by dense algebra and
+closed formulas.
+"""
 
 from __future__ import annotations
 
@@ -24,15 +26,24 @@ INPUTS = torch.tensor([[1.0, 0.5], [-0.7, 1.6], [2.0, -1.5]], dtype=torch.float6
 STRUCTURES: dict[str, Callable[[], df.Covariance]] = {
     "full": lambda: df.Full(MATRIX),
     "diagonal": lambda: df.Diagonal(MATRIX.diagonal().clone()),
-    "low rank": lambda: df.LowRank(torch.tensor([0.5, 0.9], dtype=torch.float64), MATRIX[:1], rank=2),
+    "low rank": lambda: df.LowRank(
+        torch.tensor([0.5, 0.9], dtype=torch.float64), MATRIX[:1], rank=2
+    ),
     "blocks": lambda: df.Blocks((df.Diagonal(MATRIX[0, :1]), df.Full(MATRIX[1:, 1:]))),
 }
 
 
 def predict(
-    rule: PredictionRule, covariance: df.Covariance, logits: LogitFunction | PredictiveModel, x: Tensor
+    rule: PredictionRule,
+    covariance: df.Covariance,
+    logits: LogitFunction | PredictiveModel,
+    x: Tensor,
 ) -> df.Prediction:
-    mean = MEAN if covariance.dimension == 2 else torch.cat((MEAN, torch.zeros(2, dtype=torch.float64)))
+    mean = (
+        MEAN
+        if covariance.dimension == 2
+        else torch.cat((MEAN, torch.zeros(2, dtype=torch.float64)))
+    )
     return rule(df.Belief(mean, covariance), Query(lift(logits), x, RANDOMNESS))
 
 
@@ -50,7 +61,14 @@ def three_classes(theta: Tensor, inputs: Tensor) -> Tensor:
 
 def curved(theta: Tensor, inputs: Tensor) -> Tensor:
     """Nonlinear in θ, three classes."""
-    return torch.stack((torch.tanh(inputs @ theta), theta[0] * theta[1] + inputs[:, 0], torch.sin(inputs[:, 1] * theta[1])), -1)
+    return torch.stack(
+        (
+            torch.tanh(inputs @ theta),
+            theta[0] * theta[1] + inputs[:, 0],
+            torch.sin(inputs[:, 1] * theta[1]),
+        ),
+        -1,
+    )
 
 
 LINEAR = pytest.mark.parametrize(
@@ -64,13 +82,17 @@ def grid(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Trapezoid rule for N(MEAN, matrix): points [m, 2] and weights [m]."""
     line = torch.linspace(-8, 8, 121, dtype=torch.float64)
     points = torch.cartesian_prod(line, line)
-    return MEAN + points @ torch.linalg.cholesky(matrix).mT, torch.softmax(-points.square().sum(-1) / 2, 0)
+    return MEAN + points @ torch.linalg.cholesky(matrix).mT, torch.softmax(
+        -points.square().sum(-1) / 2, 0
+    )
 
 
 def integral(plain: LogitFunction, matrix: Tensor, inputs: Tensor) -> Tensor:
     """∫ softmax f(θ) N(θ) dθ [n, k]."""
     theta, weights = grid(matrix)
-    return torch.einsum("m,mnk->nk", weights, torch.func.vmap(plain, (0, None))(theta, inputs).softmax(-1))
+    return torch.einsum(
+        "m,mnk->nk", weights, torch.func.vmap(plain, (0, None))(theta, inputs).softmax(-1)
+    )
 
 
 def logit_covariance(plain: LogitFunction, matrix: Tensor, inputs: Tensor) -> Tensor:
@@ -86,15 +108,21 @@ def assert_normalized(prediction: df.Prediction) -> None:
 
 
 @LINEAR
-def test_map_is_the_softmax_at_the_mean(head: df.LinearHead, plain: LogitFunction, inputs: Tensor) -> None:
+def test_map_is_the_softmax_at_the_mean(
+    head: df.LinearHead, plain: LogitFunction, inputs: Tensor
+) -> None:
     prediction = predict(df.MAP(), df.Full(MATRIX), head, inputs)
-    torch.testing.assert_close(prediction.probabilities, plain(MEAN, inputs).softmax(-1), rtol=0, atol=1e-14)
+    torch.testing.assert_close(
+        prediction.probabilities, plain(MEAN, inputs).softmax(-1), rtol=0, atol=1e-14
+    )
     assert torch.equal(prediction.logit_variance, torch.zeros_like(prediction.probabilities))
     assert_normalized(prediction)
 
 
 @LINEAR
-@pytest.mark.parametrize("rule", [df.MonteCarlo(samples=20_000), df.LinearizedGaussian(samples=20_000)], ids=repr)
+@pytest.mark.parametrize(
+    "rule", [df.MonteCarlo(samples=20_000), df.LinearizedGaussian(samples=20_000)], ids=repr
+)
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_draws_integrate_the_predictive(
     structure: str, rule: PredictionRule, head: df.LinearHead, plain: LogitFunction, inputs: Tensor
@@ -103,16 +131,22 @@ def test_draws_integrate_the_predictive(
     prediction = predict(rule, covariance, head, inputs)
     exact = integral(plain, covariance.dense(), inputs)
     # Probabilities of 10,000 antithetic pairs: a standard error below 0.5 / √10,000 each.
-    torch.testing.assert_close(prediction.probabilities, exact, rtol=0, atol=5 * 0.5 / math.sqrt(10_000))
+    torch.testing.assert_close(
+        prediction.probabilities, exact, rtol=0, atol=5 * 0.5 / math.sqrt(10_000)
+    )
     assert (exact - plain(MEAN, inputs).softmax(-1)).abs().max() > 0.08
     variance = logit_covariance(plain, covariance.dense(), inputs).diagonal(dim1=-2, dim2=-1)
-    torch.testing.assert_close(prediction.logit_variance, variance, rtol=5 * math.sqrt(2 / 10_000), atol=1e-12)
+    torch.testing.assert_close(
+        prediction.logit_variance, variance, rtol=5 * math.sqrt(2 / 10_000), atol=1e-12
+    )
     assert_normalized(prediction)
 
 
 def test_monte_carlo_of_a_curved_model() -> None:
     prediction = predict(df.MonteCarlo(samples=10_000), df.Full(MATRIX), curved, INPUTS)
-    torch.testing.assert_close(prediction.probabilities, integral(curved, MATRIX, INPUTS), rtol=0, atol=0.02)
+    torch.testing.assert_close(
+        prediction.probabilities, integral(curved, MATRIX, INPUTS), rtol=0, atol=0.02
+    )
     theta, weights = grid(MATRIX)
     logits = torch.func.vmap(curved, (0, None))(theta, INPUTS)
     mean = torch.einsum("m,mnk->nk", weights, logits)
@@ -127,13 +161,17 @@ def test_linearized_gaussian_of_a_curved_model_is_the_integral_of_its_tangent() 
     def tangent(theta: Tensor, inputs: Tensor) -> Tensor:
         return curved(MEAN, inputs) + J @ (theta - MEAN)
 
-    torch.testing.assert_close(prediction.probabilities, integral(tangent, MATRIX, INPUTS), rtol=0, atol=0.02)
+    torch.testing.assert_close(
+        prediction.probabilities, integral(tangent, MATRIX, INPUTS), rtol=0, atol=0.02
+    )
     variance = logit_covariance(curved, MATRIX, INPUTS).diagonal(dim1=-2, dim2=-1)
     torch.testing.assert_close(prediction.logit_variance, variance, rtol=0.05, atol=1e-12)
     assert (integral(curved, MATRIX, INPUTS) - integral(tangent, MATRIX, INPUTS)).abs().max() > 0.05
 
 
-@pytest.mark.parametrize("plain", [binary, three_classes, curved], ids=["binary", "three", "curved"])
+@pytest.mark.parametrize(
+    "plain", [binary, three_classes, curved], ids=["binary", "three", "curved"]
+)
 @pytest.mark.parametrize("structure", STRUCTURES)
 @pytest.mark.parametrize("form", ["pairwise", "per_class"])
 def test_probit_follows_its_formula(form: str, structure: str, plain: LogitFunction) -> None:
@@ -148,10 +186,19 @@ def test_probit_follows_its_formula(form: str, structure: str, plain: LogitFunct
             if form == "per_class":
                 expected[i, c] = math.exp(f[i, c] / math.sqrt(1 + math.pi * V[i, c, c] / 8))
             else:
-                gaps = [(f[i, c] - f[i, j], V[i, c, c] + V[i, j, j] - 2 * V[i, c, j]) for j in range(f.shape[1])]
-                expected[i, c] = 1 / sum(math.exp(-gap / math.sqrt(1 + math.pi * v / 8)) for gap, v in gaps)
-    torch.testing.assert_close(prediction.probabilities, expected / expected.sum(-1, keepdim=True), rtol=0, atol=1e-12)
-    torch.testing.assert_close(prediction.logit_variance, V.diagonal(dim1=-2, dim2=-1), rtol=0, atol=1e-12)
+                gaps = [
+                    (f[i, c] - f[i, j], V[i, c, c] + V[i, j, j] - 2 * V[i, c, j])
+                    for j in range(f.shape[1])
+                ]
+                expected[i, c] = 1 / sum(
+                    math.exp(-gap / math.sqrt(1 + math.pi * v / 8)) for gap, v in gaps
+                )
+    torch.testing.assert_close(
+        prediction.probabilities, expected / expected.sum(-1, keepdim=True), rtol=0, atol=1e-12
+    )
+    torch.testing.assert_close(
+        prediction.logit_variance, V.diagonal(dim1=-2, dim2=-1), rtol=0, atol=1e-12
+    )
     assert_normalized(prediction)
 
 
@@ -159,13 +206,22 @@ def test_pairwise_probit_of_two_classes_is_the_sigmoid_of_kappa_f() -> None:
     prediction = predict(df.LinearizedProbit(), df.Full(MATRIX), df.LinearHead(2), INPUTS)
     f, v = INPUTS @ MEAN, (INPUTS @ MATRIX * INPUTS).sum(-1)
     torch.testing.assert_close(
-        prediction.probabilities[:, 1], torch.sigmoid(f / torch.sqrt(1 + math.pi * v / 8)), rtol=0, atol=1e-13
+        prediction.probabilities[:, 1],
+        torch.sigmoid(f / torch.sqrt(1 + math.pi * v / 8)),
+        rtol=0,
+        atol=1e-13,
     )
-    torch.testing.assert_close(prediction.probabilities, integral(binary, MATRIX, INPUTS), rtol=0, atol=0.02)
+    torch.testing.assert_close(
+        prediction.probabilities, integral(binary, MATRIX, INPUTS), rtol=0, atol=0.02
+    )
 
 
-@pytest.mark.parametrize("shift", [lambda theta: 7.0, lambda theta: 3.0 * theta.sum()], ids=["constant", "moves with θ"])
-def test_only_the_per_class_probit_sees_a_shift_of_the_logits(shift: Callable[[Tensor], Tensor | float]) -> None:
+@pytest.mark.parametrize(
+    "shift", [lambda theta: 7.0, lambda theta: 3.0 * theta.sum()], ids=["constant", "moves with θ"]
+)
+def test_only_the_per_class_probit_sees_a_shift_of_the_logits(
+    shift: Callable[[Tensor], Tensor | float],
+) -> None:
     def shifted(theta: Tensor, inputs: Tensor) -> Tensor:
         return curved(theta, inputs) + shift(theta)
 
@@ -174,16 +230,25 @@ def test_only_the_per_class_probit_sees_a_shift_of_the_logits(shift: Callable[[T
         (df.LinearizedProbit("per_class"), False),
         (df.LinearizedGaussian(), True),
     ):
-        first, second = (predict(rule, df.Full(MATRIX), plain, INPUTS).probabilities for plain in (curved, shifted))
+        first, second = (
+            predict(rule, df.Full(MATRIX), plain, INPUTS).probabilities
+            for plain in (curved, shifted)
+        )
         assert torch.allclose(first, second, rtol=0, atol=1e-10) is same
 
 
 RULES: list[PredictionRule] = [
-    df.MAP(), df.MonteCarlo(), df.LinearizedGaussian(), df.LinearizedProbit(), df.LinearizedProbit("per_class")
-]  # fmt: skip
+    df.MAP(),
+    df.MonteCarlo(),
+    df.LinearizedGaussian(),
+    df.LinearizedProbit(),
+    df.LinearizedProbit("per_class"),
+]
 
 
-@pytest.mark.parametrize("rule", [df.MonteCarlo(20_000), df.LinearizedGaussian(20_000), df.LinearizedProbit()], ids=repr)
+@pytest.mark.parametrize(
+    "rule", [df.MonteCarlo(20_000), df.LinearizedGaussian(20_000), df.LinearizedProbit()], ids=repr
+)
 def test_hidden_states_enter_through_the_read_out_only(rule: PredictionRule) -> None:
     """θ = E s of a local trend: the prediction is that of the marginal belief over θ."""
     layout = df.LocalTrend(order=1).layout(2)
@@ -191,7 +256,9 @@ def test_hidden_states_enter_through_the_read_out_only(rule: PredictionRule) -> 
     spread = torch.block_diag(MATRIX, 4 * torch.eye(2, dtype=torch.float64))
     spread[0, 3] = spread[3, 0] = 0.7
     prediction = predict(rule, df.Full(spread), ReadOut(df.LinearHead(2), layout.read_out), INPUTS)
-    torch.testing.assert_close(prediction.probabilities, integral(binary, MATRIX, INPUTS), rtol=0, atol=0.02)
+    torch.testing.assert_close(
+        prediction.probabilities, integral(binary, MATRIX, INPUTS), rtol=0, atol=0.02
+    )
     variance = logit_covariance(binary, MATRIX, INPUTS).diagonal(dim1=-2, dim2=-1)
     torch.testing.assert_close(prediction.logit_variance, variance, rtol=0.05, atol=1e-12)
     assert_normalized(prediction)
@@ -200,7 +267,9 @@ def test_hidden_states_enter_through_the_read_out_only(rule: PredictionRule) -> 
 @pytest.mark.parametrize("rule", RULES, ids=repr)
 def test_no_spread_is_the_map(rule: PredictionRule) -> None:
     narrow = predict(rule, df.Full(1e-18 * MATRIX), curved, INPUTS)
-    torch.testing.assert_close(narrow.probabilities, curved(MEAN, INPUTS).softmax(-1), rtol=0, atol=1e-8)
+    torch.testing.assert_close(
+        narrow.probabilities, curved(MEAN, INPUTS).softmax(-1), rtol=0, atol=1e-8
+    )
     assert narrow.logit_variance.max() < 1e-15
 
 
@@ -223,17 +292,43 @@ def test_logits_known_to_the_caller_are_used(rule: PredictionRule) -> None:
     ("rule", "settings", "message"),
     [
         (df.MonteCarlo, {"samples": 0}, "MonteCarlo.samples must be an integer >= 1, got 0"),
-        (df.LinearizedGaussian, {"samples": 2.5}, "LinearizedGaussian.samples must be an integer >= 1, got 2.5"),
-        (df.LinearizedProbit, {"form": "both"}, "LinearizedProbit.form must be 'pairwise' or 'per_class', got 'both'"),
-        (df.Tempered, {"temperature": 0.0}, r"Tempered.temperature must be a finite number in \(0, inf\), got 0.0"),
+        (
+            df.LinearizedGaussian,
+            {"samples": 2.5},
+            "LinearizedGaussian.samples must be an integer >= 1, got 2.5",
+        ),
+        (
+            df.LinearizedProbit,
+            {"form": "both"},
+            "LinearizedProbit.form must be 'pairwise' or 'per_class', got 'both'",
+        ),
+        (
+            df.Tempered,
+            {"temperature": 0.0},
+            r"Tempered.temperature must be a finite number in \(0, inf\), got 0.0",
+        ),
         (df.Tempered, {"over_views": 1}, "Tempered.over_views must be True or False, got 1"),
-        (df.Moderated, {"scale": -1.0}, r"Moderated.scale must be a finite number in \[0, inf\), got -1.0"),
-        (df.Moderated, {"limit": 0.5}, r"Moderated.limit must be a finite number in \[1, inf\), got 0.5"),
+        (
+            df.Moderated,
+            {"scale": -1.0},
+            r"Moderated.scale must be a finite number in \[0, inf\), got -1.0",
+        ),
+        (
+            df.Moderated,
+            {"limit": 0.5},
+            r"Moderated.limit must be a finite number in \[1, inf\), got 0.5",
+        ),
         (df.Moderated, {"samples": 0}, "Moderated.samples must be an integer >= 1, got 0"),
-        (df.Moderated, {"over_views": None}, "Moderated.over_views must be True or False, got None"),
+        (
+            df.Moderated,
+            {"over_views": None},
+            "Moderated.over_views must be True or False, got None",
+        ),
     ],
 )
-def test_settings_out_of_range_are_refused(rule: Callable[..., object], settings: dict[str, object], message: str) -> None:
+def test_settings_out_of_range_are_refused(
+    rule: Callable[..., object], settings: dict[str, object], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         rule(**settings)
 
@@ -245,17 +340,27 @@ def test_prior_correction_scales_the_logits_by_the_smoothed_mean_prediction(n: i
     s = max(1 / n, 1 / 3) / max(p)
     ratios = torch.tensor([(share + s) / (1 + 3 * s) for share in p], dtype=torch.float64)
     prediction = predict(df.PriorCorrection(), df.Full(MATRIX), curved, INPUTS[:n])
-    torch.testing.assert_close(prediction.probabilities, (logits * ratios).softmax(-1), rtol=1e-12, atol=0)
+    torch.testing.assert_close(
+        prediction.probabilities, (logits * ratios).softmax(-1), rtol=1e-12, atol=0
+    )
     assert prediction.logit_variance.abs().max() == 0
     assert_normalized(prediction)
 
 
 def test_from_teacher_is_the_softmax_of_the_teachers_logits() -> None:
-    belief, taught = df.Belief(MEAN, df.Full(MATRIX)), torch.tensor([[1.0, -2.0, 0.5]], dtype=torch.float64)
+    belief, taught = (
+        df.Belief(MEAN, df.Full(MATRIX)),
+        torch.tensor([[1.0, -2.0, 0.5]], dtype=torch.float64),
+    )
     prediction = df.FromTeacher()(belief, Query(lift(curved), INPUTS[:1], RANDOMNESS, None, taught))
     exponents = taught.exp()
-    torch.testing.assert_close(prediction.probabilities, exponents / exponents.sum(), rtol=1e-12, atol=0)
-    with pytest.raises(ValueError, match=r"Filter.prediction must be another rule where the observation has no teacher"):
+    torch.testing.assert_close(
+        prediction.probabilities, exponents / exponents.sum(), rtol=1e-12, atol=0
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"Filter.prediction must be another rule where the observation has no teacher",
+    ):
         df.FromTeacher()(belief, Query(lift(curved), INPUTS, RANDOMNESS))
 
 
@@ -264,12 +369,16 @@ def test_tempered_divides_the_logits(temperature: float) -> None:
     logits = curved(MEAN, INPUTS)
     prediction = predict(df.Tempered(temperature), df.Full(MATRIX), curved, INPUTS)
     powered = logits.softmax(-1) ** (1 / temperature)
-    torch.testing.assert_close(prediction.probabilities, powered / powered.sum(-1, keepdim=True), rtol=1e-12, atol=0)
+    torch.testing.assert_close(
+        prediction.probabilities, powered / powered.sum(-1, keepdim=True), rtol=1e-12, atol=0
+    )
     assert torch.equal(prediction.labels, logits.argmax(-1))
 
 
 def test_tempered_is_the_mean_over_gaussian_logits_of_one_variance() -> None:
-    """Two classes, by quadrature over the difference of their logits, whose variance is twice that of one."""
+    """Two classes, by quadrature over the difference of their logits, whose variance is twice that
+    of one.
+    """
     prediction = predict(df.Tempered(1.8), df.Full(MATRIX), df.LinearHead(2), INPUTS)
     variance = prediction.logit_variance
     assert variance.max() == variance.min()
@@ -289,7 +398,9 @@ def test_tempered_over_views_averages_their_logits() -> None:
     known = query._replace(known=torch.stack([curved(MEAN, view) for view in views]), views=None)
     torch.testing.assert_close(rule(belief, known).log_probabilities, (mean / 1.5).log_softmax(-1))
     alone = Query(lift(curved), INPUTS, RANDOMNESS)
-    torch.testing.assert_close(rule(belief, alone).log_probabilities, (curved(MEAN, INPUTS) / 1.5).log_softmax(-1))
+    torch.testing.assert_close(
+        rule(belief, alone).log_probabilities, (curved(MEAN, INPUTS) / 1.5).log_softmax(-1)
+    )
 
 
 def moderating(logits: LogitFunction | PredictiveModel, **settings: Any) -> df.Filter:
@@ -304,7 +415,9 @@ def moderating(logits: LogitFunction | PredictiveModel, **settings: Any) -> df.F
 
 
 def sums_of(belief: df.Belief, inputs: Tensor) -> tuple[float, float]:
-    """Σ gᵀ Σ g and Σ |u|² of a batch of the curved model, times n², by autograd for each sample alone."""
+    """Σ gᵀ Σ g and Σ |u|² of a batch of the curved model, times n², by autograd for each sample
+    alone.
+    """
     along, length = 0.0, 0.0
     for x in inputs:
         leaf = belief.mean.clone().requires_grad_()
@@ -314,7 +427,10 @@ def sums_of(belief: df.Belief, inputs: Tensor) -> tuple[float, float]:
         entropy = -(f.softmax(-1) * f.log_softmax(-1)).sum()
         (u,) = torch.autograd.grad(weight * entropy, f, retain_graph=True)
         (g,) = torch.autograd.grad(weight * entropy, leaf)
-        along, length = along + (g @ belief.covariance.dense() @ g).item(), length + (u @ u.T).item()
+        along, length = (
+            along + (g @ belief.covariance.dense() @ g).item(),
+            length + (u @ u.T).item(),
+        )
     return along, length
 
 
@@ -329,10 +445,18 @@ def test_moderated_has_the_variance_of_the_logits_along_the_loss(structure: str)
     along, length = sums_of(prior_of(filt, state), INPUTS)
     _, prediction, _ = filt.step(state, INPUTS)
     variance = 0.7 * along / length
-    torch.testing.assert_close(prediction.logit_variance, torch.full((3, 3), variance, dtype=torch.float64), rtol=1e-9, atol=0)
+    torch.testing.assert_close(
+        prediction.logit_variance,
+        torch.full((3, 3), variance, dtype=torch.float64),
+        rtol=1e-9,
+        atol=0,
+    )
     logits = curved(prior_of(filt, state).mean, INPUTS)
     torch.testing.assert_close(
-        prediction.log_probabilities, (logits / math.sqrt(1 + math.pi / 4 * variance)).log_softmax(-1), rtol=1e-9, atol=0
+        prediction.log_probabilities,
+        (logits / math.sqrt(1 + math.pi / 4 * variance)).log_softmax(-1),
+        rtol=1e-9,
+        atol=0,
     )
 
 
@@ -344,14 +468,21 @@ def test_moderated_is_the_probit_of_one_sample_of_two_classes() -> None:
     for x in INPUTS:
         expected = df.LinearizedProbit()(scaled, Query(df.LinearHead(2), x[None], RANDOMNESS))
         _, prediction, _ = filt.step(state, x[None])
-        torch.testing.assert_close(prediction.log_probabilities, expected.log_probabilities, rtol=1e-9, atol=0)
+        torch.testing.assert_close(
+            prediction.log_probabilities, expected.log_probabilities, rtol=1e-9, atol=0
+        )
 
 
 def test_moderated_fades_the_sums_of_small_batches() -> None:
     filt = moderating(curved, scale=1.0, samples=10)
     state = filt.init(df.Belief(MEAN, df.Full(MATRIX)))
     along, length = 0.0, 0.0
-    for batch in (INPUTS, 2 * INPUTS, INPUTS[:2], 3 * INPUTS[:1]):  # each sample counts once, in whatever company
+    for batch in (
+        INPUTS,
+        2 * INPUTS,
+        INPUTS[:2],
+        3 * INPUTS[:1],
+    ):  # each sample counts once, in whatever company
         now = sums_of(prior_of(filt, state), batch)
         fading = 1 - len(batch) / 10
         along, length = fading * along + now[0], fading * length + now[1]
@@ -368,7 +499,9 @@ def test_moderated_fades_the_sums_of_small_batches() -> None:
 def test_moderated_before_the_first_batch_is_map_and_never_beyond_its_limit() -> None:
     filt = moderating(curved, scale=1e9, limit=1.5)
     state = filt.init(df.Belief(MEAN, df.Full(MATRIX)))
-    assert torch.equal(filt.predict(state, INPUTS).log_probabilities, curved(MEAN, INPUTS).log_softmax(-1))
+    assert torch.equal(
+        filt.predict(state, INPUTS).log_probabilities, curved(MEAN, INPUTS).log_softmax(-1)
+    )
     _, prediction, _ = filt.step(state, INPUTS)
     logits = curved(prior_of(filt, state).mean, INPUTS)
     torch.testing.assert_close(prediction.log_probabilities, (logits / 1.5).log_softmax(-1))
@@ -415,16 +548,24 @@ def test_moderated_leaves_gradients_and_rows_what_they_are() -> None:
     energy, _ = filt.observation(lift(curved), belief.mean, INPUTS, {}, RANDOMNESS)
     other, _ = filt.observation(lift(curved), belief.mean, INPUTS, {}, RANDOMNESS)
     kept = energy.evaluation.keep_rows()
-    torch.testing.assert_close(energy.evaluation.gradient(), other.evaluation.gradient(), rtol=1e-12, atol=1e-15)
+    torch.testing.assert_close(
+        energy.evaluation.gradient(), other.evaluation.gradient(), rtol=1e-12, atol=1e-15
+    )
     assert energy.evaluation.rows() is kept
-    torch.testing.assert_close(energy.evaluation.rows(), other.evaluation.rows(), rtol=1e-12, atol=0)
+    torch.testing.assert_close(
+        energy.evaluation.rows(), other.evaluation.rows(), rtol=1e-12, atol=0
+    )
 
 
 def test_moderated_learns_nothing_of_logits_from_a_loss_of_other_outputs() -> None:
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.LayerNorm(6), torch.nn.Linear(6, 3)).eval()
+    model = torch.nn.Sequential(
+        torch.nn.Linear(4, 6), torch.nn.LayerNorm(6), torch.nn.Linear(6, 3)
+    ).eval()
     plain = df.adapt(model, "driftfilter", prediction=df.Moderated())
-    other = df.adapt(model, "driftfilter", prediction=df.Moderated(), observed=lambda outputs: 3 * outputs)
+    other = df.adapt(
+        model, "driftfilter", prediction=df.Moderated(), observed=lambda outputs: 3 * outputs
+    )
     for adapter in (plain, other):
         adapter(torch.randn(8, 4))
     assert "prediction.slopes" in plain.state.memory

@@ -1,4 +1,6 @@
-"""What happens to the belief between two steps: restores, resets and slow averages, against their formulas in NumPy."""
+"""What happens to the belief between two steps: restores, resets and slow averages, against their
+formulas in NumPy.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,10 @@ from driftfilter.model.weighting import Memory
 from oracles import array
 
 SOURCE = df.Belief(torch.linspace(-1, 1, 6).double(), df.Diagonal(torch.full((6,), 0.5).double()))
-LEARNED = df.Belief(SOURCE.mean + torch.tensor([0.3, -0.2, 0.1, 0.4, -0.5, 0.6]).double(), df.Full(0.2 * torch.eye(6).double()))
+LEARNED = df.Belief(
+    SOURCE.mean + torch.tensor([0.3, -0.2, 0.1, 0.4, -0.5, 0.6]).double(),
+    df.Full(0.2 * torch.eye(6).double()),
+)
 INPUTS = torch.tensor([[0.2, 1.0, -0.4], [-1.0, 0.3, 0.8], [0.5, 0.5, 0.1]]).double()
 
 
@@ -32,12 +37,20 @@ def randomness(step: int, seed: int = 5) -> Randomness:
     return Randomness(seed, step, torch.device("cpu"))
 
 
-def kept_up(upkeep: Upkeep, memory: Memory, step: int = 0, **others: Any) -> tuple[df.Belief, Memory]:
+def kept_up(
+    upkeep: Upkeep, memory: Memory, step: int = 0, **others: Any
+) -> tuple[df.Belief, Memory]:
     return upkeep(LEARNED, others.get("energy") or energy(), memory, randomness(step))
 
 
 NOTHING = df.Gibbs(df.PseudoLabel(threshold=0.9999))  # no sample is that sure
-EVERY = [df.ResetEvery(1), df.ResetBelow(100.0), df.RestoreRandomly(0.5), df.RestoreIrrelevant(0.5), df.ContinualMomentum(0.5)]
+EVERY = [
+    df.ResetEvery(1),
+    df.ResetBelow(100.0),
+    df.RestoreRandomly(0.5),
+    df.RestoreIrrelevant(0.5),
+    df.ContinualMomentum(0.5),
+]
 every = pytest.mark.parametrize("upkeep", EVERY, ids=lambda upkeep: type(upkeep).__name__)
 
 
@@ -56,8 +69,13 @@ def test_reset_every_so_many_steps(steps: int) -> None:
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_reset_below_a_running_loss(momentum: float) -> None:
-    """Losses that fall: the running mean falls below 0.5 where its formula says so, and starts again after."""
-    losses, running = [1.0, 0.9, 0.3, 0.01, 0.02, 0.01, 0.01, 0.01, 0.01, 0.01, 0.01, 2.0, 0.4], None
+    """Losses that fall: the running mean falls below 0.5 where its formula says so, and starts
+    again after.
+    """
+    losses, running = (
+        [1.0, 0.9, 0.3, 0.01, 0.02, 0.01, 0.01, 0.01, 0.01, 0.01, 0.01, 2.0, 0.4],
+        None,
+    )
     memory: Memory = {"other": torch.ones(1)}
     resets = []
     for loss in losses:
@@ -89,7 +107,10 @@ def test_a_step_without_information_leaves_the_running_loss() -> None:
     belief, after = kept_up(df.ResetBelow(0.5), memory, energy=energy(NOTHING))
     assert belief is LEARNED
     assert after == memory
-    everyone_left = {**memory, "inference.loss": torch.tensor(torch.nan).double()}  # at the sharp point
+    everyone_left = {
+        **memory,
+        "inference.loss": torch.tensor(torch.nan).double(),
+    }  # at the sharp point
     belief, after = kept_up(df.ResetBelow(0.5), everyone_left)
     assert belief is LEARNED
     assert after == memory
@@ -101,7 +122,9 @@ def test_restore_randomly_draws_every_parameter(probability: float) -> None:
     for step in range(400):
         belief, _ = kept_up(df.RestoreRandomly(probability), {}, step)
         back = (belief.mean == SOURCE.mean).numpy()
-        np.testing.assert_array_equal(belief.mean.numpy(), np.where(back, SOURCE.mean.numpy(), LEARNED.mean.numpy()))
+        np.testing.assert_array_equal(
+            belief.mean.numpy(), np.where(back, SOURCE.mean.numpy(), LEARNED.mean.numpy())
+        )
         drawn = torch.rand(6, generator=randomness(step).generator(Purpose.UPKEEP)) < probability
         np.testing.assert_array_equal(back, drawn.numpy())
         assert belief.covariance is LEARNED.covariance
@@ -116,7 +139,9 @@ def test_restore_irrelevant_below_the_quantile_of_the_squared_gradient(quantile:
     belief, _ = kept_up(df.RestoreIrrelevant(quantile), {"inference.gradient": gradient})
     squares = gradient.numpy() ** 2
     mask = squares < np.quantile(squares, quantile)
-    np.testing.assert_array_equal(belief.mean.numpy(), np.where(mask, SOURCE.mean.numpy(), LEARNED.mean.numpy()))
+    np.testing.assert_array_equal(
+        belief.mean.numpy(), np.where(mask, SOURCE.mean.numpy(), LEARNED.mean.numpy())
+    )
     assert belief.covariance is LEARNED.covariance
 
 
@@ -125,14 +150,19 @@ def test_restore_irrelevant_of_more_parameters_than_torch_quantile_takes() -> No
     gradient = torch.arange(size, dtype=torch.float32).flip(0)
     belief = df.Belief(torch.ones(size), df.Diagonal(torch.ones(size)))
     source = df.Belief(torch.zeros(size), belief.covariance)
-    after, _ = df.RestoreIrrelevant(0.5)(belief, energy(source=source), {"inference.gradient": gradient}, randomness(0))
+    after, _ = df.RestoreIrrelevant(0.5)(
+        belief, energy(source=source), {"inference.gradient": gradient}, randomness(0)
+    )
     assert abs(int((after.mean == 0).sum()) - size // 2) <= 2
 
 
 def test_restore_irrelevant_without_a_gradient() -> None:
     belief, _ = kept_up(df.RestoreIrrelevant(0.5), {}, energy=energy(NOTHING))
     assert belief is LEARNED
-    with pytest.raises(ValueError, match=r"the gradient in the memory must be there: GradientStep\(keep_gradient=True\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"the gradient in the memory must be there: GradientStep\(keep_gradient=True\)",
+    ):
         kept_up(df.RestoreIrrelevant(0.5), {})
 
 
@@ -142,9 +172,13 @@ def test_a_gradient_of_an_earlier_step_restores_nothing() -> None:
     assert belief is LEARNED
 
 
-@pytest.mark.parametrize(("process", "floor"), [(0.005, 0.89), (2000.0, 0.0), (5000.0, 0.6), (1e9, 0.3)])
+@pytest.mark.parametrize(
+    ("process", "floor"), [(0.005, 0.89), (2000.0, 0.0), (5000.0, 0.6), (1e9, 0.3)]
+)
 def test_continual_momentum_is_its_kalman_filter(process: float, floor: float) -> None:
-    """A Kalman filter of scalar variance that observes the proposal, with a floor on the prior's share."""
+    """A Kalman filter of scalar variance that observes the proposal, with a floor on the prior's
+    share.
+    """
     rho, source = 0.8, array(SOURCE.mean)
     hidden, variance = source, 0.0
     memory: Memory = {}
@@ -153,12 +187,16 @@ def test_continual_momentum_is_its_kalman_filter(process: float, floor: float) -
     for step in range(4):
         proposed = source + (step + 1) * np.linspace(0.1, 0.6, 6)
         belief = df.Belief(torch.tensor(proposed), LEARNED.covariance)
-        after, memory = df.ContinualMomentum(rho, process, floor)(belief, energy(), memory, randomness(step))
+        after, memory = df.ContinualMomentum(rho, process, floor)(
+            belief, energy(), memory, randomness(step)
+        )
         hidden, variance = rho * hidden + (1 - rho) * source, rho**2 * variance + q
         gain = min(variance / (variance + 1 - q), 1 - floor)  # 1 - b
         shares.append(gain)
         hidden, variance = hidden + gain * (proposed - hidden), (1 - gain) * variance
-        np.testing.assert_allclose(after.mean.numpy(), rho * proposed + (1 - rho) * hidden, rtol=1e-12)
+        np.testing.assert_allclose(
+            after.mean.numpy(), rho * proposed + (1 - rho) * hidden, rtol=1e-12
+        )
         np.testing.assert_allclose(memory["upkeep.hidden"].numpy(), hidden, rtol=1e-12)
         np.testing.assert_allclose(memory["upkeep.variance"].item(), variance, rtol=1e-12)
         assert after.covariance is LEARNED.covariance
@@ -174,7 +212,10 @@ def test_without_a_source_there_is_nothing_to_go_back_to(upkeep: Upkeep) -> None
 
 @every
 def test_neither_beliefs_nor_memory_are_changed(upkeep: Upkeep) -> None:
-    memory: dict[str, Tensor] = {"inference.gradient": torch.arange(6).double(), "inference.loss": torch.tensor(0.1).double()}
+    memory: dict[str, Tensor] = {
+        "inference.gradient": torch.arange(6).double(),
+        "inference.loss": torch.tensor(0.1).double(),
+    }
     before = [tensor.clone() for tensor in (LEARNED.mean, SOURCE.mean, *memory.values())]
     belief, _ = kept_up(upkeep, memory)
     assert not torch.equal(belief.mean, LEARNED.mean)
@@ -185,7 +226,9 @@ def test_neither_beliefs_nor_memory_are_changed(upkeep: Upkeep) -> None:
 
 @every
 def test_upkeep_comes_after_the_prediction(upkeep: Upkeep) -> None:
-    """The prediction of a step is that of a filter without upkeep, from posterior and prior alike; the state is not."""
+    """The prediction of a step is that of a filter without upkeep, from posterior and prior alike;
+    the state is not.
+    """
     rule = df.GradientStep(df.SGD(0.3), keep_gradient=True)
     plain = df.Filter(df.LinearHead(2), df.Transition(), df.Gibbs(), rule)
     for filt in (plain, replace(plain, predict_from="prior")):
@@ -202,12 +245,30 @@ def test_upkeep_comes_after_the_prediction(upkeep: Upkeep) -> None:
     [
         (lambda: df.ResetEvery(0), "ResetEvery.steps must be an integer >= 1, got 0"),
         (lambda: df.ResetBelow("low"), "ResetBelow.loss must be a finite number.*got 'low'"),  # type: ignore[arg-type]
-        (lambda: df.ResetBelow(momentum=1.0), r"ResetBelow.momentum must be a finite number in \[0, 1\), got 1.0"),
-        (lambda: df.RestoreRandomly(1.5), r"RestoreRandomly.probability must be a finite number in \[0, 1\], got 1.5"),
-        (lambda: df.RestoreIrrelevant(-0.1), r"RestoreIrrelevant.quantile must be a finite number in \[0, 1\], got -0.1"),
-        (lambda: df.ContinualMomentum(rho=2.0), r"ContinualMomentum.rho must be a finite number in \[0, 1\], got 2.0"),
-        (lambda: df.ContinualMomentum(process=-1.0), "ContinualMomentum.process must be a finite number.*got -1.0"),
-        (lambda: df.ContinualMomentum(floor=1.1), r"ContinualMomentum.floor must be a finite number in \[0, 1\], got 1.1"),
+        (
+            lambda: df.ResetBelow(momentum=1.0),
+            r"ResetBelow.momentum must be a finite number in \[0, 1\), got 1.0",
+        ),
+        (
+            lambda: df.RestoreRandomly(1.5),
+            r"RestoreRandomly.probability must be a finite number in \[0, 1\], got 1.5",
+        ),
+        (
+            lambda: df.RestoreIrrelevant(-0.1),
+            r"RestoreIrrelevant.quantile must be a finite number in \[0, 1\], got -0.1",
+        ),
+        (
+            lambda: df.ContinualMomentum(rho=2.0),
+            r"ContinualMomentum.rho must be a finite number in \[0, 1\], got 2.0",
+        ),
+        (
+            lambda: df.ContinualMomentum(process=-1.0),
+            "ContinualMomentum.process must be a finite number.*got -1.0",
+        ),
+        (
+            lambda: df.ContinualMomentum(floor=1.1),
+            r"ContinualMomentum.floor must be a finite number in \[0, 1\], got 1.1",
+        ),
     ],
 )
 def test_refusals_name_field_value_and_range(make: Callable[[], object], message: str) -> None:

@@ -11,7 +11,19 @@ from torch import Tensor
 import driftfilter as df
 from driftfilter.gaussian.covariance import Covariance
 from driftfilter.model.dynamics import Dynamics
-from oracles import MOTIONS, Array, Moments, Part, System, array, assert_equal, belief, normals, spd, tensor
+from oracles import (
+    MOTIONS,
+    Array,
+    Moments,
+    Part,
+    System,
+    array,
+    assert_equal,
+    belief,
+    normals,
+    spd,
+    tensor,
+)
 
 SOURCE = Moments(normals(2, seed=1), spd(2, 2))
 TWO = belief(SOURCE)
@@ -24,7 +36,9 @@ def dense(gain: float | Tensor, size: int) -> Array:
 
 
 def path(dynamics: Dynamics, state: Array, steps: int) -> Array:
-    """Parameters read out along the deterministic motion from a state [states], [steps + 1, parameters]."""
+    """Parameters read out along the deterministic motion from a state [states], [steps + 1,
+    parameters].
+    """
     layout = dynamics.layout(2)
     read_out = np.eye(2) if layout is None else array(layout.read_out)
     source = df.Belief(tensor(state), df.Full(torch.eye(len(state)).double()))
@@ -43,13 +57,17 @@ def test_gain_drift_and_layout(name: str, dtype: torch.dtype) -> None:
     system = System((Part(name, "NoNoise", 2),), SOURCE)
     (expected,) = system.motions
     size = len(expected.gain)
-    source = df.Belief(tensor(system.source.mean, dtype), df.Full(tensor(system.source.covariance, dtype)))
+    source = df.Belief(
+        tensor(system.source.mean, dtype), df.Full(tensor(system.source.covariance, dtype))
+    )
     motion, layout = expected.dynamics(source), expected.dynamics.layout(2)
     tolerance = 1e-6 if dtype == torch.float32 else 1e-12
     assert_equal(torch.tensor(dense(motion.gain, size)), expected.gain, tolerance)
     drift = motion.drift if isinstance(motion.drift, float) else array(motion.drift)
     assert_equal(torch.tensor(np.zeros(size) + drift), np.zeros(size) + expected.drift, tolerance)
-    assert all(value.dtype == dtype for value in (motion.gain, motion.drift) if isinstance(value, Tensor))
+    assert all(
+        value.dtype == dtype for value in (motion.gain, motion.drift) if isinstance(value, Tensor)
+    )
     if layout is None:
         assert size == 2
     else:
@@ -67,12 +85,18 @@ def test_trend_is_a_polynomial_of_its_order(order: int, dt: float) -> None:
     np.testing.assert_allclose(np.diff(points, order + 1, axis=0), 0.0, atol=1e-12)
     if order:
         np.testing.assert_allclose(points[1] - points[0], dt * state[2:4], atol=1e-12)
-        assert np.abs(np.diff(points, order, axis=0)).min() > 1e-4 * dt**order  # it does not stop short of its order
+        assert (
+            np.abs(np.diff(points, order, axis=0)).min() > 1e-4 * dt**order
+        )  # it does not stop short of its order
 
 
-@pytest.mark.parametrize(("period", "harmonics"), [(2, 1), (12, 1), (4, 2), (7, 3), (6, 3), (9.5, 2)])
+@pytest.mark.parametrize(
+    ("period", "harmonics"), [(2, 1), (12, 1), (4, 2), (7, 3), (6, 3), (9.5, 2)]
+)
 def test_season_is_a_fourier_series(period: float, harmonics: int) -> None:
-    """θ_t = level + Σ_j A_j cos(2πjt/period) + B_j sin(2πjt/period); at j = period/2 the sine is 0 and has no state."""
+    """θ_t = level + Σ_j A_j cos(2πjt/period) + B_j sin(2πjt/period); at j = period/2 the sine is 0
+    and has no state.
+    """
     singles = int(2 * harmonics == period)
     state = normals(2 * (1 + 2 * harmonics - singles), seed=3)
     steps = np.arange(31)
@@ -83,14 +107,22 @@ def test_season_is_a_fourier_series(period: float, harmonics: int) -> None:
         expected = expected + np.cos(angle) * state[start : start + 2]
         if 2 * harmonic < period:
             expected = expected + np.sin(angle) * state[start + 2 : start + 4]
-    np.testing.assert_allclose(path(df.Seasonal(period, harmonics), state, steps=30), expected, atol=1e-11)
+    np.testing.assert_allclose(
+        path(df.Seasonal(period, harmonics), state, steps=30), expected, atol=1e-11
+    )
 
 
-RATES = [(df.MeanReversion(0.8), 0.8), (df.MeanReversion(0.0), 0.0), (df.PrecisionReversion(0.4), None)]
+RATES = [
+    (df.MeanReversion(0.8), 0.8),
+    (df.MeanReversion(0.0), 0.0),
+    (df.PrecisionReversion(0.4), None),
+]
 
 
 @pytest.mark.parametrize(("dynamics", "rho"), RATES)
-def test_reversion_shrinks_the_distance_to_the_source_mean(dynamics: Dynamics, rho: float | None) -> None:
+def test_reversion_shrinks_the_distance_to_the_source_mean(
+    dynamics: Dynamics, rho: float | None
+) -> None:
     """Along each eigenvector of the source precision by ρ, or by 1 - η λ, a step."""
     values, vectors = np.linalg.eigh(np.linalg.inv(SOURCE.covariance))
     shrink = 1 - 0.4 * values if rho is None else np.full(2, rho)
@@ -133,38 +165,96 @@ def test_precision_reversion_is_accepted_up_to_its_limit() -> None:
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: df.MeanReversion(1.01), r"MeanReversion.rho must be a finite number in \[0, 1\], got 1.01"),
-        (lambda: df.MeanReversion(-0.1), r"MeanReversion.rho must be a finite number in \[0, 1\], got -0.1"),
-        (lambda: df.MeanReversion(math.nan), r"MeanReversion.rho must be a finite number in \[0, 1\], got nan"),
-        (lambda: df.MeanReversion(True), r"MeanReversion.rho must be a finite number in \[0, 1\], got True"),
-        (lambda: df.MeanReversion("1"), r"MeanReversion.rho must be a finite number in \[0, 1\], got '1'"),  # type: ignore[arg-type]
-        (lambda: df.PrecisionReversion(-0.1), r"PrecisionReversion.eta must be a finite number in \[0, inf\), got -0.1"),
         (
-            lambda: df.PrecisionReversion(2.001 / LARGEST)(TWO),
-            rf"PrecisionReversion.eta must be below 2 / λ_max = {2 / LARGEST:g} .* got {2.001 / LARGEST}",
+            lambda: df.MeanReversion(1.01),
+            r"MeanReversion.rho must be a finite number in \[0, 1\], got 1.01",
         ),
         (
-            lambda: df.PrecisionReversion(0.5)(df.Belief(torch.zeros(2), df.Diagonal(torch.tensor([1.0, 0.25])))),
-            "PrecisionReversion.eta must be below 2 / λ_max = 0.5 for this source .largest precision 4., got 0.5",
+            lambda: df.MeanReversion(-0.1),
+            r"MeanReversion.rho must be a finite number in \[0, 1\], got -0.1",
+        ),
+        (
+            lambda: df.MeanReversion(math.nan),
+            r"MeanReversion.rho must be a finite number in \[0, 1\], got nan",
+        ),
+        (
+            lambda: df.MeanReversion(True),
+            r"MeanReversion.rho must be a finite number in \[0, 1\], got True",
+        ),
+        (
+            lambda: df.MeanReversion("1"),  # type: ignore[arg-type]
+            r"MeanReversion.rho must be a finite number in \[0, 1\], got '1'",
+        ),
+        (
+            lambda: df.PrecisionReversion(-0.1),
+            r"PrecisionReversion.eta must be a finite number in \[0, inf\), got -0.1",
+        ),
+        (
+            lambda: df.PrecisionReversion(2.001 / LARGEST)(TWO),
+            rf"PrecisionReversion.eta must be below 2 / λ_max = {2 / LARGEST:g} .* got "
+            rf"{2.001 / LARGEST}",
+        ),
+        (
+            lambda: df.PrecisionReversion(0.5)(
+                df.Belief(torch.zeros(2), df.Diagonal(torch.tensor([1.0, 0.25])))
+            ),
+            "PrecisionReversion.eta must be below 2 / λ_max = 0.5 for this source .largest "
+            "precision 4., got 0.5",
         ),
         (lambda: df.LocalTrend(-1), "LocalTrend.order must be an integer >= 0, got -1"),
         (lambda: df.LocalTrend(1.0), "LocalTrend.order must be an integer >= 0, got 1.0"),  # type: ignore[arg-type]
-        (lambda: df.LocalTrend(1, 0.0), r"LocalTrend.dt must be a finite number in \(0, inf\), got 0.0"),
-        (lambda: df.LocalTrend(1, 1.0, 0.0), r"LocalTrend.scale must be a finite number in \(0, inf\), got 0.0"),
-        (lambda: df.Seasonal(1.5), r"Seasonal.period must be a finite number in \[2, inf\), got 1.5"),
+        (
+            lambda: df.LocalTrend(1, 0.0),
+            r"LocalTrend.dt must be a finite number in \(0, inf\), got 0.0",
+        ),
+        (
+            lambda: df.LocalTrend(1, 1.0, 0.0),
+            r"LocalTrend.scale must be a finite number in \(0, inf\), got 0.0",
+        ),
+        (
+            lambda: df.Seasonal(1.5),
+            r"Seasonal.period must be a finite number in \[2, inf\), got 1.5",
+        ),
         (lambda: df.Seasonal(7, 4), "Seasonal.harmonics must be at most period/2 = 3.5, got 4"),
         (lambda: df.Seasonal(7, 0), "Seasonal.harmonics must be an integer >= 1, got 0"),
-        (lambda: df.Seasonal(7, 1, -1.0), r"Seasonal.scale must be a finite number in \(0, inf\), got -1.0"),
-        (lambda: df.Affine(math.inf), r"Affine.gain must be a finite number in \(-inf, inf\), got inf"),
-        (lambda: df.Affine((1.0, math.nan)), r"Affine.gain must be a finite number in \(-inf, inf\), got nan"),
-        (lambda: df.Affine(((1.0, 2.0), (3.0,))), "Affine.gain must be .* a matrix with rows of equal length, got"),
-        (lambda: df.Affine((1.0, (3.0,))), "Affine.gain must be .* a matrix with rows of equal length, got"),  # type: ignore[arg-type]
+        (
+            lambda: df.Seasonal(7, 1, -1.0),
+            r"Seasonal.scale must be a finite number in \(0, inf\), got -1.0",
+        ),
+        (
+            lambda: df.Affine(math.inf),
+            r"Affine.gain must be a finite number in \(-inf, inf\), got inf",
+        ),
+        (
+            lambda: df.Affine((1.0, math.nan)),
+            r"Affine.gain must be a finite number in \(-inf, inf\), got nan",
+        ),
+        (
+            lambda: df.Affine(((1.0, 2.0), (3.0,))),
+            "Affine.gain must be .* a matrix with rows of equal length, got",
+        ),
+        (
+            lambda: df.Affine((1.0, (3.0,))),  # type: ignore[arg-type]
+            "Affine.gain must be .* a matrix with rows of equal length, got",
+        ),
         (lambda: df.Affine(()), r"Affine.gain must be .* got \(\)"),
         (lambda: df.Affine("I"), "Affine.gain must be a number, vector or matrix, got 'I'"),  # type: ignore[arg-type]
-        (lambda: df.Affine((1.0, 1.0, 1.0))(TWO), r"Affine.gain must be of length 2 \(d\) .* got 'shape \[3\]'"),
-        (lambda: df.Affine(((1.0, 1.0),))(TWO), r"Affine.gain must be of length 2 \(d\) .* got 'shape \[1, 2\]'"),
-        (lambda: df.Affine(1.0, (1.0,))(TWO), r"Affine.drift must be of length 2 \(d\) .* got 'shape \[1\]'"),
-        (lambda: df.Affine(1.0, ((1.0, 0.0), (0.0, 1.0)))(TWO), r"Affine.drift must be .* got 'shape \[2, 2\]'"),
+        (
+            lambda: df.Affine((1.0, 1.0, 1.0))(TWO),
+            r"Affine.gain must be of length 2 \(d\) .* got 'shape \[3\]'",
+        ),
+        (
+            lambda: df.Affine(((1.0, 1.0),))(TWO),
+            r"Affine.gain must be of length 2 \(d\) .* got 'shape \[1, 2\]'",
+        ),
+        (
+            lambda: df.Affine(1.0, (1.0,))(TWO),
+            r"Affine.drift must be of length 2 \(d\) .* got 'shape \[1\]'",
+        ),
+        (
+            lambda: df.Affine(1.0, ((1.0, 0.0), (0.0, 1.0)))(TWO),
+            r"Affine.drift must be .* got 'shape \[2, 2\]'",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(build: Callable[[], object], message: str) -> None:

@@ -1,4 +1,6 @@
-"""Every loss of the table against a plain formula in NumPy, its derivatives against finite differences of that formula."""
+"""Every loss of the table against a plain formula in NumPy, its derivatives against finite
+differences of that formula.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,8 @@ from driftfilter.model.views import Consistency, MarginalEntropy
 
 Array: TypeAlias = npt.NDArray[np.float64]
 
-# ------------------------------------------------------------------ plain formulas: logits [v, ..., n, k] -> [..., n]
+# ------------------------------------------------------------------ plain formulas: logits [v, ...,
+# n, k] -> [..., n]
 
 
 class Fixed(NamedTuple):
@@ -89,12 +92,18 @@ def consistency(loss: Consistency, x: Array, fixed: Fixed) -> Array:
         logt, t = log_p(x[0]), np.exp(log_p(x[0]))
     p = np.exp(logp)
     forward, backward = -(t * logp).sum(-1), -(p * logt).sum(-1)
-    values = {"brier": ((p - t) ** 2).sum(-1), "cross_entropy": forward, "symmetric": (forward + backward) / 2}
+    values = {
+        "brier": ((p - t) ** 2).sum(-1),
+        "cross_entropy": forward,
+        "symmetric": (forward + backward) / 2,
+    }
     return np.asarray(values[loss.divergence].mean(0))
 
 
 def marginal_entropy(x: Array, fixed: Fixed) -> Array:
-    return -np.asarray((np.exp(log_p(x[1:])).mean(0) * np.log(np.exp(log_p(fixed.means[1:])).mean(0))).sum(-1))
+    return -np.asarray(
+        (np.exp(log_p(x[1:])).mean(0) * np.log(np.exp(log_p(fixed.means[1:])).mean(0))).sum(-1)
+    )
 
 
 def weighted_sum(loss: Sum, x: Array, fixed: Fixed) -> Array:
@@ -105,7 +114,9 @@ def weighted_sum(loss: Sum, x: Array, fixed: Fixed) -> Array:
         if loss.each_view and term.copies == 0:
             seen = [[view] for view in range(len(x))]
         for views in seen:
-            formula = FORMULAS[type(term).__name__](term, x[views], fixed._replace(means=fixed.means[views]))
+            formula = FORMULAS[type(term).__name__](
+                term, x[views], fixed._replace(means=fixed.means[views])
+            )
             total += coefficient / len(seen) * formula
     return total
 
@@ -116,7 +127,9 @@ FORMULAS: dict[str, Callable[[Any, Array, Fixed], Array]] = {
     "PseudoLabel": lambda loss, x, fixed: (
         cross_entropy(x[0], fixed.anchor) * (np.exp(log_p(fixed.anchor)).max(-1) >= loss.threshold)
     ),
-    "GeneralizedCrossEntropy": lambda loss, x, fixed: (1 - np.exp(-cross_entropy(x[0], fixed.anchor)) ** loss.q) / loss.q,
+    "GeneralizedCrossEntropy": lambda loss, x, fixed: (
+        (1 - np.exp(-cross_entropy(x[0], fixed.anchor)) ** loss.q) / loss.q
+    ),
     "InformationMaximization": lambda loss, x, fixed: information_maximization(x, fixed),
     "ConjugatePseudoLabel": lambda loss, x, fixed: conjugate(loss, x[0]),
     "MarginalLikelihood": lambda loss, x, fixed: -logsumexp(x[0])[..., 0],
@@ -136,11 +149,27 @@ OTHERS: list[Loss] = [
     Consistency(None, "cross_entropy", "soft", copies=0),
     Consistency(None, "symmetric", "hard", copies=0),
     Sum((SoftLikelihoodRatio(ceiling=0.9), Consistency(divergence="symmetric", target="moving"))),
-    Sum((Entropy(), InformationMaximization(), Consistency(copies=2)), (0.5, 2.0, 1.5), each_view=True),
-    Sum((Sum((SoftLikelihoodRatio(), Entropy())), Consistency(divergence="symmetric", target="moving")), each_view=True),
+    Sum(
+        (Entropy(), InformationMaximization(), Consistency(copies=2)),
+        (0.5, 2.0, 1.5),
+        each_view=True,
+    ),
+    Sum(
+        (
+            Sum((SoftLikelihoodRatio(), Entropy())),
+            Consistency(divergence="symmetric", target="moving"),
+        ),
+        each_view=True,
+    ),
     MarginalEntropy(copies=3),
     Sum((Consistency(copies=2), Entropy(), MarginalEntropy(copies=2)), (0.5, 2.0, 1.5)),
-    Sum((Sum((Entropy(), Consistency()), (0.3, 0.7)), Sum((PseudoLabel(), MarginalLikelihood())), InformationMaximization())),
+    Sum(
+        (
+            Sum((Entropy(), Consistency()), (0.3, 0.7)),
+            Sum((PseudoLabel(), MarginalLikelihood())),
+            InformationMaximization(),
+        )
+    ),
 ]
 LOSSES = [*(cls() for cls in VARIANTS["loss"].values()), *OTHERS]
 every_loss = pytest.mark.parametrize("loss", LOSSES, ids=repr)
@@ -161,7 +190,9 @@ class Case:
         self.loss, self.weights = loss, rng.uniform(0.5, 2.0, n)
         shape = (1 + loss.copies, n, k)
         self.logits: Array = rng.normal(0, 2, shape)
-        self.anchor: Array = self.logits[0] + rng.normal(0, 2, (n, k))  # targets may differ from the predictions
+        self.anchor: Array = self.logits[0] + rng.normal(
+            0, 2, (n, k)
+        )  # targets may differ from the predictions
         if kind == "saturated":
             self.logits = 50.0 * rng.choice([-1.0, 1.0], shape) + rng.normal(0, 1, shape)
         if kind == "confident":
@@ -173,7 +204,9 @@ class Case:
 
     def expand(self, dtype: torch.dtype = torch.float64) -> Expansion:
         targets = self.loss.targets(torch.tensor(self.anchor, dtype=dtype))
-        return self.loss.expand(torch.tensor(self.logits, dtype=dtype), targets, torch.tensor(self.weights, dtype=dtype))
+        return self.loss.expand(
+            torch.tensor(self.logits, dtype=dtype), targets, torch.tensor(self.weights, dtype=dtype)
+        )
 
     def plain(self, logits: Array) -> Array:
         """The formula at other logits, a mean prediction moving along."""
@@ -182,10 +215,14 @@ class Case:
 
 
 KINDS = ("random", "confident", "saturated", "tied")
-cases = pytest.mark.parametrize(("kind", "n", "k"), [(kind, n, k) for kind in KINDS for n, k in ((6, 2), (1, 3), (2, 10))])
+cases = pytest.mark.parametrize(
+    ("kind", "n", "k"), [(kind, n, k) for kind in KINDS for n, k in ((6, 2), (1, 3), (2, 10))]
+)
 STEPS = np.array([-2.0, -1.0, 1.0, 2.0])
 SLOPE = np.array([1 / 12, -2 / 3, 2 / 3, -1 / 12])  # central first differences, error O(h⁴)
-BEND = np.array([-1 / 12, 4 / 3, 4 / 3, -1 / 12])  # central second differences, less the middle point
+BEND = np.array(
+    [-1 / 12, 4 / 3, 4 / 3, -1 / 12]
+)  # central second differences, less the middle point
 
 
 @every_loss
@@ -194,15 +231,21 @@ def test_value_is_the_plain_formula(loss: Loss, kind: str, n: int, k: int) -> No
     case = Case(loss, kind, n, k)
     value = case.expand().value
     assert value.shape == (1 + loss.copies, n)
-    np.testing.assert_allclose(value.sum(0).numpy(), case.plain(case.logits), rtol=1e-11, atol=1e-11)
+    np.testing.assert_allclose(
+        value.sum(0).numpy(), case.plain(case.logits), rtol=1e-11, atol=1e-11
+    )
 
 
 @every_loss
 @cases
 def test_gradient_is_that_of_the_batch_loss(loss: Loss, kind: str, n: int, k: int) -> None:
-    """Also where samples or views are coupled through a mean prediction, which moves here: the surrogates are exact."""
+    """Also where samples or views are coupled through a mean prediction, which moves here: the
+    surrogates are exact.
+    """
     case, h = Case(loss, kind, n, k), 1e-3
-    units = np.eye(case.logits.size).reshape(-1, *case.logits.shape).swapaxes(0, 1)  # [v, moves, n, k]
+    units = (
+        np.eye(case.logits.size).reshape(-1, *case.logits.shape).swapaxes(0, 1)
+    )  # [v, moves, n, k]
     moved = case.logits[:, None, None] + h * STEPS[:, None, None] * units[:, :, None]
     expected = (case.plain(moved) @ case.weights @ SLOPE / h).reshape(case.logits.shape)
     gradient = case.weights[:, None] * case.expand().gradient.numpy()
@@ -212,22 +255,30 @@ def test_gradient_is_that_of_the_batch_loss(loss: Loss, kind: str, n: int, k: in
 @every_loss
 @cases
 def test_hessian_is_the_block_of_each_sample(loss: Loss, kind: str, n: int, k: int) -> None:
-    """The block of the batch loss's Hessian for one view of one sample, a mean prediction moving along."""
+    """The block of the batch loss's Hessian for one view of one sample, a mean prediction moving
+    along.
+    """
     case, h = Case(loss, kind, n, k), 4e-3
     hessian, units = case.expand().hessian().numpy(), np.eye(k)
     assert hessian.shape == (*case.logits.shape, k)
-    directions = np.stack((units[:, None] + units, units[:, None] - units))[:, :, :, None]  # e_i ± e_j
+    directions = np.stack((units[:, None] + units, units[:, None] - units))[
+        :, :, :, None
+    ]  # e_i ± e_j
     for view, sample in np.ndindex(*hessian.shape[:2]):
         moved = np.tile(case.logits[:, None, None, None, None], (1, 2, k, k, 5, 1, 1))
         moved[view, :, :, :, :4, sample] += h * STEPS[:, None] * directions
-        batch = case.plain(moved) @ case.weights / case.weights[sample]  # [±, i, j, moves and the middle]
+        batch = (
+            case.plain(moved) @ case.weights / case.weights[sample]
+        )  # [±, i, j, moves and the middle]
         plus, minus = ((batch[..., :4] - batch[..., 4:]) @ BEND) / h**2
         np.testing.assert_allclose(hessian[view, sample], (plus - minus) / 4, rtol=1e-7, atol=2e-8)
 
 
 @every_loss
 @cases
-def test_root_squared_is_the_positive_part_of_the_hessian(loss: Loss, kind: str, n: int, k: int) -> None:
+def test_root_squared_is_the_positive_part_of_the_hessian(
+    loss: Loss, kind: str, n: int, k: int
+) -> None:
     expansion = Case(loss, kind, n, k).expand()
     values, vectors = np.linalg.eigh(expansion.hessian().numpy())
     positive = np.einsum("...ij,...j,...kj->...ik", vectors, np.maximum(values, 0), vectors)
@@ -238,9 +289,19 @@ def test_root_squared_is_the_positive_part_of_the_hessian(loss: Loss, kind: str,
 @every_loss
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("size", [50.0, 200.0, 1e5, 1e30])
-def test_finite_and_blind_to_a_shift_at_any_logits(loss: Loss, dtype: torch.dtype, size: float) -> None:
+def test_finite_and_blind_to_a_shift_at_any_logits(
+    loss: Loss, dtype: torch.dtype, size: float
+) -> None:
     unit = torch.eye(5, dtype=dtype)[0]
-    patterns = [0 * unit, unit, -unit, unit - unit.roll(1), unit + unit.roll(1), 0 * unit + 1, 0 * unit - 1]
+    patterns = [
+        0 * unit,
+        unit,
+        -unit,
+        unit - unit.roll(1),
+        unit + unit.roll(1),
+        0 * unit + 1,
+        0 * unit - 1,
+    ]
     logits = size * torch.stack(patterns)
     views = torch.stack([logits.roll(view, 0) for view in range(1 + loss.copies)])
     expansion = loss.expand(views, loss.targets(logits.roll(2, 0)), logits.new_ones(len(logits)))
@@ -258,7 +319,11 @@ def test_finite_and_blind_to_a_shift_at_any_logits(loss: Loss, dtype: torch.dtyp
 def test_float32_agrees_with_float64(loss: Loss, kind: str) -> None:
     case = Case(loss, kind, 4, 3)
     single, double = case.expand(torch.float32), case.expand()
-    for mine, exact in ((single.value, double.value), (single.gradient, double.gradient), (single.hessian(), double.hessian())):
+    for mine, exact in (
+        (single.value, double.value),
+        (single.gradient, double.gradient),
+        (single.hessian(), double.hessian()),
+    ):
         np.testing.assert_allclose(mine.numpy(), exact.numpy(), rtol=2e-5, atol=2e-5)
 
 
@@ -266,8 +331,13 @@ def test_float32_agrees_with_float64(loss: Loss, kind: str) -> None:
 @pytest.mark.parametrize("k", [2, 3])
 def test_leading_dimensions_are_a_loop(loss: Loss, k: int) -> None:
     generator = torch.Generator().manual_seed(3)
-    logits = torch.randn(1 + loss.copies, 5, 4, k, generator=generator, dtype=torch.float64)  # [v, m, n, k]
-    targets, weights = loss.targets(torch.randn(4, k, generator=generator, dtype=torch.float64)), torch.rand(4).double()
+    logits = torch.randn(
+        1 + loss.copies, 5, 4, k, generator=generator, dtype=torch.float64
+    )  # [v, m, n, k]
+    targets, weights = (
+        loss.targets(torch.randn(4, k, generator=generator, dtype=torch.float64)),
+        torch.rand(4).double(),
+    )
     together = loss.expand(logits, targets, weights)
     squared = together.root() @ together.root().mT
     for m in range(5):
@@ -293,12 +363,16 @@ def test_binary_entropy() -> None:
     p = f.sigmoid()
     s = p * (-f).sigmoid()
     value, first, second = binary(Entropy(), f)
-    torch.testing.assert_close(value, torch.nn.functional.softplus(f, threshold=1e9) - f * p, rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(
+        value, torch.nn.functional.softplus(f, threshold=1e9) - f * p, rtol=1e-12, atol=1e-13
+    )
     torch.testing.assert_close(first, -f * s, rtol=1e-9, atol=1e-30)
     torch.testing.assert_close(second, -s * (1 + f * (1 - 2 * p)), rtol=1e-12, atol=1e-15)
     negative = torch.tensor([0.0, 1.5434, -1.5434], dtype=torch.float64)
     assert (binary(Entropy(), negative)[2] < 0).all()
-    assert (binary(Entropy(), torch.tensor([1.5435, -1.5435, 5.0], dtype=torch.float64))[2] > 0).all()
+    assert (
+        binary(Entropy(), torch.tensor([1.5435, -1.5435, 5.0], dtype=torch.float64))[2] > 0
+    ).all()
 
 
 def test_binary_soft_likelihood_ratio() -> None:
@@ -320,24 +394,39 @@ def test_conjugate_of_cross_entropy_is_the_entropy() -> None:
 
 
 def test_conjugate_at_a_large_epsilon_keeps_its_digits() -> None:
-    """ε -> ∞ at fixed p: y -> 1/k for every class, so that the gradient tends to ε times that of mean(1 - p)."""
+    """ε -> ∞ at fixed p: y -> 1/k for every class, so that the gradient tends to ε times that of
+    mean(1 - p).
+    """
     logits = torch.tensor([[[0.3, -1.0, 0.4]]], dtype=torch.float64)
     value = ConjugatePseudoLabel(epsilon=1e12).expand(logits, None, torch.ones(1)).value
-    torch.testing.assert_close(value / 1e12, torch.tensor([[2 / 3]], dtype=torch.float64), rtol=1e-11, atol=0)
+    torch.testing.assert_close(
+        value / 1e12, torch.tensor([[2 / 3]], dtype=torch.float64), rtol=1e-11, atol=0
+    )
 
 
 @pytest.mark.parametrize("q", [1e-3, 1e-6, 1e-12])
 def test_generalized_cross_entropy_tends_to_cross_entropy(q: float) -> None:
-    limit, general = Case(PseudoLabel(), "random", 5, 4).expand(), Case(GeneralizedCrossEntropy(q=q), "random", 5, 4).expand()
-    for near, exact in ((general.value, limit.value), (general.gradient, limit.gradient), (general.hessian(), limit.hessian())):
+    limit, general = (
+        Case(PseudoLabel(), "random", 5, 4).expand(),
+        Case(GeneralizedCrossEntropy(q=q), "random", 5, 4).expand(),
+    )
+    for near, exact in (
+        (general.value, limit.value),
+        (general.gradient, limit.gradient),
+        (general.hessian(), limit.hessian()),
+    ):
         torch.testing.assert_close(near, exact, rtol=20 * q, atol=20 * q + 1e-14)
 
 
 def test_information_maximization_is_minus_the_mutual_information_and_constant_alone() -> None:
     logits = torch.tensor([[[30.0, 0.0], [0.0, 30.0]]], dtype=torch.float64)
     expansion = InformationMaximization().expand(logits, None, torch.ones(2))
-    torch.testing.assert_close(expansion.value.mean(), -torch.tensor(2.0, dtype=torch.float64).log(), rtol=1e-9, atol=0)
-    alone = InformationMaximization().expand(torch.randn(1, 1, 4, dtype=torch.float64), None, torch.ones(1))
+    torch.testing.assert_close(
+        expansion.value.mean(), -torch.tensor(2.0, dtype=torch.float64).log(), rtol=1e-9, atol=0
+    )
+    alone = InformationMaximization().expand(
+        torch.randn(1, 1, 4, dtype=torch.float64), None, torch.ones(1)
+    )
     assert alone.value.abs().max() < 1e-15
     assert alone.gradient.abs().max() < 1e-15
     assert InformationMaximization().minimum == 2
@@ -348,13 +437,15 @@ def test_samples_without_a_weight_do_not_enter_the_mean_prediction() -> None:
     weights = torch.tensor([1.0, 0.0, 2.0, 0.0, 1.0, 3.0], dtype=torch.float64)
     kept = weights > 0
     whole, part = (
-        InformationMaximization().expand(x, None, w) for x, w in ((logits, weights), (logits[:, kept], weights[kept]))
+        InformationMaximization().expand(x, None, w)
+        for x, w in ((logits, weights), (logits[:, kept], weights[kept]))
     )
     torch.testing.assert_close(whole.gradient[:, kept], part.gradient)
     assert InformationMaximization().expand(logits, None, 0 * weights).gradient.isfinite().all()
 
 
-# ------------------------------------------------------------------ selection, sums, functions, refusals
+# ------------------------------------------------------------------ selection, sums, functions,
+# refusals
 
 
 def test_a_pseudo_label_below_the_threshold_is_left_out() -> None:
@@ -366,8 +457,12 @@ def test_a_pseudo_label_below_the_threshold_is_left_out() -> None:
     assert expansion.value[0, [0, 2]].tolist() == [0.0, 0.0]
     assert expansion.gradient[0, [0, 2]].abs().max() == 0
     assert expansion.hessian()[0, [0, 2]].abs().max() == 0
-    torch.testing.assert_close(expansion.gradient[0, 1], torch.tensor([0.3, -0.3], dtype=torch.float64))
-    assert PseudoLabel(threshold=0.6).targets(logits)[0].sum() == 1  # as confident as the threshold is enough
+    torch.testing.assert_close(
+        expansion.gradient[0, 1], torch.tensor([0.3, -0.3], dtype=torch.float64)
+    )
+    assert (
+        PseudoLabel(threshold=0.6).targets(logits)[0].sum() == 1
+    )  # as confident as the threshold is enough
     assert PseudoLabel().selected(PseudoLabel().targets(logits)) is None
 
 
@@ -384,7 +479,12 @@ def test_a_sum_looks_at_what_any_term_looks_at() -> None:
 def test_shares_of_the_views_in_a_sum() -> None:
     loss = Sum((Entropy(), Consistency(copies=2), Sum((Consistency(),), (3.0,))), (2.0, 4.0, 0.5))
     logits = torch.randn(1 + loss.copies, 3, 2)
-    assert loss.expand(logits, loss.targets(logits[0]), torch.ones(3)).shares == (2.0, 2.0, 2.0, 1.5)
+    assert loss.expand(logits, loss.targets(logits[0]), torch.ones(3)).shares == (
+        2.0,
+        2.0,
+        2.0,
+        1.5,
+    )
 
 
 def test_a_function_of_the_logits_is_a_loss() -> None:
@@ -392,27 +492,52 @@ def test_a_function_of_the_logits_is_a_loss() -> None:
     expansion, f = case.expand(), torch.tensor(case.logits[0])
     p, mass = f.softmax(-1), f.logsumexp(-1)
     first = torch.eye(3, dtype=torch.float64)[0]
-    bend = 2 * p[:, :, None] * p[:, None, :] + 2 * mass[:, None, None] * (torch.diag_embed(p) - p[:, :, None] * p[:, None, :])
+    bend = 2 * p[:, :, None] * p[:, None, :] + 2 * mass[:, None, None] * (
+        torch.diag_embed(p) - p[:, :, None] * p[:, None, :]
+    )
     torch.testing.assert_close(expansion.value[0], mass**2 + f[:, 0].sin())
-    torch.testing.assert_close(expansion.gradient[0], 2 * mass[:, None] * p + f[:, :1].cos() * first)
-    torch.testing.assert_close(expansion.hessian()[0], bend - f[:, 0].sin()[:, None, None] * torch.outer(first, first))
+    torch.testing.assert_close(
+        expansion.gradient[0], 2 * mass[:, None] * p + f[:, :1].cos() * first
+    )
+    torch.testing.assert_close(
+        expansion.hessian()[0], bend - f[:, 0].sin()[:, None, None] * torch.outer(first, first)
+    )
 
 
-@pytest.mark.parametrize("function", [lambda f: f.logsumexp(-1).mean(), lambda f: f.softmax(-1), lambda f: 1.0])
+@pytest.mark.parametrize(
+    "function", [lambda f: f.logsumexp(-1).mean(), lambda f: f.softmax(-1), lambda f: 1.0]
+)
 def test_a_function_must_give_one_value_a_sample(function: Callable[[Tensor], Tensor]) -> None:
-    with pytest.raises(ValueError, match=r"the loss function must give one value a sample, shape \[n\], got"):
+    with pytest.raises(
+        ValueError, match=r"the loss function must give one value a sample, shape \[n\], got"
+    ):
         Custom(function).expand(torch.zeros(1, 4, 3), None, torch.ones(4))
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: PseudoLabel(threshold=1.0), r"PseudoLabel.threshold must be a finite number in \[0, 1\), got 1.0"),
-        (lambda: GeneralizedCrossEntropy(q=0.0), r"GeneralizedCrossEntropy.q must be a finite number in \(0, 1\], got 0.0"),
-        (lambda: ConjugatePseudoLabel(epsilon=-1.0), r"ConjugatePseudoLabel.epsilon must be .* in \[0, inf\), got -1.0"),
+        (
+            lambda: PseudoLabel(threshold=1.0),
+            r"PseudoLabel.threshold must be a finite number in \[0, 1\), got 1.0",
+        ),
+        (
+            lambda: GeneralizedCrossEntropy(q=0.0),
+            r"GeneralizedCrossEntropy.q must be a finite number in \(0, 1\], got 0.0",
+        ),
+        (
+            lambda: ConjugatePseudoLabel(epsilon=-1.0),
+            r"ConjugatePseudoLabel.epsilon must be .* in \[0, inf\), got -1.0",
+        ),
         (lambda: Sum(()), r"Sum.terms must be one loss or more, got \(\)"),
-        (lambda: Sum((Entropy(),), (1.0, 2.0)), r"Sum.coefficients must be one for each of the 1 terms, got \(1.0, 2.0\)"),
-        (lambda: Sum((Entropy(),), (-1.0,)), r"Sum.coefficients must be a finite number in \[0, inf\), got -1.0"),
+        (
+            lambda: Sum((Entropy(),), (1.0, 2.0)),
+            r"Sum.coefficients must be one for each of the 1 terms, got \(1.0, 2.0\)",
+        ),
+        (
+            lambda: Sum((Entropy(),), (-1.0,)),
+            r"Sum.coefficients must be a finite number in \[0, inf\), got -1.0",
+        ),
         (lambda: Sum((Entropy,)), r"Sum.terms must be of role .loss., .*, got <class"),  # type: ignore[arg-type]
         (
             lambda: SoftLikelihoodRatio().expand(torch.zeros(1, 2, 1), None, torch.ones(2)),
@@ -435,7 +560,10 @@ def test_a_custom_loss_that_couples_samples_is_refused() -> None:
     logits = torch.randn(1, 4, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     with pytest.raises(ValueError, match="the loss function must be one of each sample alone"):
         Custom(infomax).expand(logits, None, torch.ones(4, dtype=torch.float64))
-    assert Custom(infomax).expand(logits[:, :1], None, torch.ones(1, dtype=torch.float64)).value.item() == 0
+    assert (
+        Custom(infomax).expand(logits[:, :1], None, torch.ones(1, dtype=torch.float64)).value.item()
+        == 0
+    )
 
 
 def test_a_term_that_leaves_a_sample_out_has_no_share_in_it() -> None:

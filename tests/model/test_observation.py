@@ -1,4 +1,6 @@
-"""The Gibbs energy: its value written out, its gradient by finite differences in θ, and what is fixed at the prior mean."""
+"""The Gibbs energy: its value written out, its gradient by finite differences in θ, and what is
+fixed at the prior mean.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,26 @@ from driftfilter import VARIANTS
 from driftfilter.base.randomness import Purpose, Randomness
 from driftfilter.gaussian.belief import Belief
 from driftfilter.gaussian.diagonal import Diagonal
-from driftfilter.model.losses import Custom, Entropy, GeneralizedCrossEntropy, InformationMaximization, Loss, PseudoLabel, Sum
+from driftfilter.model.losses import (
+    Custom,
+    Entropy,
+    GeneralizedCrossEntropy,
+    InformationMaximization,
+    Loss,
+    PseudoLabel,
+    Sum,
+)
 from driftfilter.model.observation import Energy, Evaluation, Gibbs, Teacher
 from driftfilter.model.predictive import Lifted, LinearHead, PredictiveModel, ReadOut
 from driftfilter.model.views import Consistency, GaussianNoise, MarginalEntropy
-from driftfilter.model.weighting import Constant, DiversityGate, EntropyGate, Memory, Product, Reliability
+from driftfilter.model.weighting import (
+    Constant,
+    DiversityGate,
+    EntropyGate,
+    Memory,
+    Product,
+    Reliability,
+)
 
 RANDOMNESS = Randomness(5, 3, torch.device("cpu"))
 NAME = "weighting.mean_prediction"
@@ -48,7 +65,11 @@ WEIGHTING = Product((Reliability(beta=3.0), EntropyGate(fraction=0.95), Diversit
 
 
 def energy_of(
-    observation: Gibbs, model: PredictiveModel, theta: Tensor, inputs: Tensor, memory: Memory | None = None
+    observation: Gibbs,
+    model: PredictiveModel,
+    theta: Tensor,
+    inputs: Tensor,
+    memory: Memory | None = None,
 ) -> Energy:
     return observation(model, theta, inputs, {} if memory is None else memory, RANDOMNESS)[0]
 
@@ -61,7 +82,8 @@ def value_of(evaluation: Evaluation) -> Tensor:
 def slope(function: Callable[[Tensor], Tensor], theta: Tensor, h: float = 1e-3) -> Tensor:
     """Central differences, error O(h⁴)."""
     ahead = [
-        torch.stack([function(theta + step * h * unit) for unit in torch.eye(len(theta)).to(theta)]) for step in (-2, -1, 1, 2)
+        torch.stack([function(theta + step * h * unit) for unit in torch.eye(len(theta)).to(theta)])
+        for step in (-2, -1, 1, 2)
     ]
     return (ahead[0] - 8 * ahead[1] + 8 * ahead[2] - ahead[3]) / (12 * h)
 
@@ -108,32 +130,46 @@ def test_information_maximization_has_the_gradient_of_the_batch_loss(chosen: lis
     def given(logits: Tensor, weights: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
         return weights * w, memory
 
-    energy = energy_of(Gibbs(InformationMaximization(), given), LinearHead(3), theta.detach(), inputs)
+    energy = energy_of(
+        Gibbs(InformationMaximization(), given), LinearHead(3), theta.detach(), inputs
+    )
     torch.testing.assert_close(energy.evaluation.gradient(), exact, rtol=1e-12, atol=1e-13)
-    torch.testing.assert_close(value_of(energy.evaluation), (batch * w.sum() / 6).detach(), rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(
+        value_of(energy.evaluation), (batch * w.sum() / 6).detach(), rtol=1e-12, atol=1e-13
+    )
 
 
 def test_gradient_and_factor_of_other_cotangents() -> None:
     theta, inputs, loss = draw(15), draw(4, 2, seed=1), Consistency(copies=2)
     energy = energy_of(Gibbs(loss, Reliability()), Lifted(network), theta, inputs)
     cotangents, roots = draw(3, 4, 3, seed=2), draw(3, 4, 3, 2, seed=3)
-    gradient, metric = torch.zeros(15, dtype=torch.float64), torch.zeros(15, 15, dtype=torch.float64)
+    gradient, metric = (
+        torch.zeros(15, dtype=torch.float64),
+        torch.zeros(15, 15, dtype=torch.float64),
+    )
     for v, view in enumerate(energy.views):
         for i, a in enumerate(energy.samples.coefficients):
             jacobian = torch.func.jacrev(network)(theta, view[i : i + 1])[0]  # [k, d]
             gradient += a * jacobian.mT @ cotangents[v, i]
             metric += a * jacobian.mT @ roots[v, i] @ roots[v, i].mT @ jacobian
     factor = energy.evaluation.factor(roots)
-    torch.testing.assert_close(energy.evaluation.gradient(cotangents), gradient, rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close(
+        energy.evaluation.gradient(cotangents), gradient, rtol=1e-11, atol=1e-12
+    )
     torch.testing.assert_close(factor.mT @ factor, metric, rtol=1e-11, atol=1e-12)
 
 
-# ------------------------------------------------------------------ normalisation, selection, memory
+# ------------------------------------------------------------------ normalisation, selection,
+# memory
 
 
 @pytest.mark.parametrize(("over", "divisor"), [("batch", 4), ("kept", 2)])
-def test_the_sum_is_divided_by_the_batch_or_by_the_samples_kept(over: Literal["batch", "kept"], divisor: int) -> None:
-    inputs = torch.tensor([[9.0], [0.1], [-8.0], [0.0]], dtype=torch.float64)  # two confident, two not
+def test_the_sum_is_divided_by_the_batch_or_by_the_samples_kept(
+    over: Literal["batch", "kept"], divisor: int
+) -> None:
+    inputs = torch.tensor(
+        [[9.0], [0.1], [-8.0], [0.0]], dtype=torch.float64
+    )  # two confident, two not
     theta = torch.tensor([1.0], dtype=torch.float64)
     energy = energy_of(Gibbs(Entropy(), EntropyGate(0.5), over), LinearHead(2), theta, inputs)
     h = -(
@@ -160,16 +196,25 @@ def test_a_gate_that_keeps_nothing_gives_an_energy_of_zero(over: Literal["batch"
 @pytest.mark.parametrize("over", ["batch", "kept"])
 def test_samples_below_the_threshold_have_no_weight(over: Literal["batch", "kept"]) -> None:
     inputs = torch.tensor([[3.0], [0.1], [-2.0]], dtype=torch.float64)
-    energy = energy_of(Gibbs(PseudoLabel(0.8), Constant(2.0), over), LinearHead(2), torch.ones(1, dtype=torch.float64), inputs)
+    energy = energy_of(
+        Gibbs(PseudoLabel(0.8), Constant(2.0), over),
+        LinearHead(2),
+        torch.ones(1, dtype=torch.float64),
+        inputs,
+    )
     assert energy.samples.used == 2
     assert energy.samples.weights.tolist() == [2.0, 0.0, 2.0]
-    torch.testing.assert_close(energy.samples.coefficients, energy.samples.weights / (3 if over == "batch" else 2))
+    torch.testing.assert_close(
+        energy.samples.coefficients, energy.samples.weights / (3 if over == "batch" else 2)
+    )
 
 
 def test_the_memory_of_a_weighting_holds_only_samples_the_loss_looks_at() -> None:
     inputs = torch.tensor([[3.0], [0.1], [-4.0]], dtype=torch.float64)
     observation = Gibbs(PseudoLabel(0.8), DiversityGate())
-    _, memory = observation(LinearHead(2), torch.ones(1, dtype=torch.float64), inputs, {}, RANDOMNESS)
+    _, memory = observation(
+        LinearHead(2), torch.ones(1, dtype=torch.float64), inputs, {}, RANDOMNESS
+    )
     up = torch.sigmoid(inputs[[0, 2], 0]).mean()
     torch.testing.assert_close(memory[NAME], torch.stack((1 - up, up)))
 
@@ -237,11 +282,18 @@ def test_a_plain_function_is_a_loss() -> None:
         return -(logits.softmax(-1) * logits.log_softmax(-1)).sum(-1)
 
     theta, inputs = draw(6), draw(5, 2, seed=1)
-    for loss, same in ((entropy, Entropy()), (Sum((entropy, PseudoLabel())), Sum((Entropy(), PseudoLabel())))):  # type: ignore[arg-type]
-        mine, exact = (energy_of(Gibbs(each), LinearHead(3), theta, inputs).evaluation for each in (loss, same))
+    for loss, same in (
+        (entropy, Entropy()),
+        (Sum((entropy, PseudoLabel())), Sum((Entropy(), PseudoLabel()))),  # type: ignore[arg-type]
+    ):
+        mine, exact = (
+            energy_of(Gibbs(each), LinearHead(3), theta, inputs).evaluation for each in (loss, same)
+        )
         torch.testing.assert_close(value_of(mine), value_of(exact), rtol=1e-12, atol=1e-13)
         torch.testing.assert_close(mine.gradient(), exact.gradient(), rtol=1e-12, atol=1e-13)
-        torch.testing.assert_close(mine.expansion.hessian(), exact.expansion.hessian(), rtol=1e-12, atol=1e-13)
+        torch.testing.assert_close(
+            mine.expansion.hessian(), exact.expansion.hessian(), rtol=1e-12, atol=1e-13
+        )
 
 
 class Broken:
@@ -263,16 +315,31 @@ class Broken:
         (lambda: Gibbs(loss=3.0), "Gibbs.loss must be of role .loss., .*, got 3.0"),  # type: ignore[arg-type]
         (lambda: Gibbs(loss=Entropy), "Gibbs.loss must be of role .loss., .*, got <class"),  # type: ignore[arg-type]
         (lambda: Gibbs(loss=torch.zeros(3)), "Gibbs.loss must be of role .loss., .*, got tensor"),  # type: ignore[arg-type]
-        (lambda: Gibbs(weighting=0.5), "Gibbs.weighting must be of role .weighting., such as .*, got 0.5"),  # type: ignore[arg-type]
-        (lambda: Gibbs(weighting=Constant), "Gibbs.weighting must be of role .weighting., such as .*, got <class"),  # type: ignore[arg-type]
+        (
+            lambda: Gibbs(weighting=0.5),  # type: ignore[arg-type]
+            "Gibbs.weighting must be of role .weighting., such as .*, got 0.5",
+        ),
+        (
+            lambda: Gibbs(weighting=Constant),  # type: ignore[arg-type]
+            "Gibbs.weighting must be of role .weighting., such as .*, got <class",
+        ),
         (lambda: broken(draw(3)), r"the model's logits must be of shape \[4, k\], got shape \[3\]"),
-        (lambda: broken(draw(3, 2)), r"the model's logits must be of shape \[4, k\], got shape \[3, 2\]"),
-        (lambda: broken(draw(4, 2)[:, :0]), r"the model's logits must be of shape \[4, k\], got shape \[4, 0\]"),
+        (
+            lambda: broken(draw(3, 2)),
+            r"the model's logits must be of shape \[4, k\], got shape \[3, 2\]",
+        ),
+        (
+            lambda: broken(draw(4, 2)[:, :0]),
+            r"the model's logits must be of shape \[4, k\], got shape \[4, 0\]",
+        ),
         (
             lambda: broken(draw(4, 2).index_fill(0, torch.tensor([2]), torch.inf)),
             r"the model's logits must be finite, got inf at index \[2, 0\] \(2 of 8 values\)",
         ),
-        (lambda: broken(draw(4, 2) * torch.nan), r"the model's logits must be finite, got nan at index \[0, 0\] \(8 of 8"),
+        (
+            lambda: broken(draw(4, 2) * torch.nan),
+            r"the model's logits must be finite, got nan at index \[0, 0\] \(8 of 8",
+        ),
     ],
 )
 def test_refusals_name_field_value_and_range(call: Callable[[], object], message: str) -> None:
@@ -297,10 +364,16 @@ def test_a_teacher_gives_targets_from_its_own_parameters(confidence: float) -> N
         Lifted(network), theta, inputs, {"teacher": slow}, RANDOMNESS, source
     )
     generator = RANDOMNESS.generator(Purpose.TEACHER)
-    views = [inputs + 0.3 * torch.randn(5, 2, generator=generator, dtype=torch.float64) for _ in range(3)]
+    views = [
+        inputs + 0.3 * torch.randn(5, 2, generator=generator, dtype=torch.float64) for _ in range(3)
+    ]
     sure = network(source.mean, inputs).softmax(-1).max(-1)[0].mean() >= confidence
     assert bool(sure) is (confidence < 1)
-    taught = network(slow, inputs) if sure else torch.stack([network(slow, view) for view in views]).mean(0)
+    taught = (
+        network(slow, inputs)
+        if sure
+        else torch.stack([network(slow, view) for view in views]).mean(0)
+    )
     assert energy.taught is not None
     torch.testing.assert_close(energy.taught, taught, rtol=1e-12, atol=1e-14)
 
@@ -308,7 +381,9 @@ def test_a_teacher_gives_targets_from_its_own_parameters(confidence: float) -> N
         return -(taught.softmax(-1) * network(point, inputs).log_softmax(-1)).sum(-1).mean()
 
     torch.testing.assert_close(energy.evaluation.value(), plain(theta), rtol=1e-12, atol=0)
-    torch.testing.assert_close(energy.evaluation.gradient(), torch.func.grad(plain)(theta), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(
+        energy.evaluation.gradient(), torch.func.grad(plain)(theta), rtol=1e-10, atol=1e-12
+    )
 
 
 def test_a_teacher_follows_slowly_from_the_source() -> None:
@@ -324,7 +399,9 @@ def test_a_teacher_follows_slowly_from_the_source() -> None:
 
 def test_a_teacher_needs_to_know_the_source() -> None:
     observation = Gibbs(PseudoLabel(), teacher=Teacher(augmentation=GaussianNoise()))
-    with pytest.raises(ValueError, match="source must be the source belief where there is a teacher, got None"):
+    with pytest.raises(
+        ValueError, match="source must be the source belief where there is a teacher, got None"
+    ):
         observation(Lifted(network), draw(15), draw(5, 2), {}, RANDOMNESS)
 
 
@@ -333,9 +410,16 @@ def test_a_batch_below_the_reference_tells_less(over: Any) -> None:
     theta, inputs = draw(6), draw(8, 2, seed=1)
     gate = EntropyGate(0.9)
     plain = energy_of(Gibbs(Entropy(), gate, over), LinearHead(3), theta, inputs)
-    small, large = (energy_of(Gibbs(Entropy(), gate, over, reference=r), LinearHead(3), theta, inputs) for r in (2, 40))
+    small, large = (
+        energy_of(Gibbs(Entropy(), gate, over, reference=r), LinearHead(3), theta, inputs)
+        for r in (2, 40)
+    )
     counted = 8 if over == "batch" else plain.samples.used
     assert 2 < plain.samples.used < 8
     assert torch.equal(small.samples.coefficients, plain.samples.coefficients)
-    torch.testing.assert_close(large.samples.coefficients, plain.samples.coefficients * counted / 40)
-    torch.testing.assert_close(large.evaluation.gradient(), plain.evaluation.gradient() * counted / 40)
+    torch.testing.assert_close(
+        large.samples.coefficients, plain.samples.coefficients * counted / 40
+    )
+    torch.testing.assert_close(
+        large.evaluation.gradient(), plain.evaluation.gradient() * counted / 40
+    )

@@ -1,4 +1,6 @@
-"""Predictive models: logits and both directions of their Jacobian against loops of autograd and finite differences."""
+"""Predictive models: logits and both directions of their Jacobian against loops of autograd and
+finite differences.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,14 @@ from torch import Tensor
 
 from driftfilter.gaussian.diagonal import Diagonal
 from driftfilter.gaussian.full import Full
-from driftfilter.model.predictive import Lifted, LinearHead, PredictiveModel, ReadOut, lift, logit_covariance
+from driftfilter.model.predictive import (
+    Lifted,
+    LinearHead,
+    PredictiveModel,
+    ReadOut,
+    lift,
+    logit_covariance,
+)
 
 K, D = 3, 4
 
@@ -29,7 +38,12 @@ def linear(theta: Tensor, inputs: Tensor, classes: int = K, intercept: bool = Fa
         logits = [torch.zeros((), dtype=theta.dtype)] * (classes - count)
         for c in range(count):
             weights = theta[c * len(features) : (c + 1) * len(features)]
-            logits.append(sum((w * phi for w, phi in zip(weights, features, strict=True)), torch.zeros((), dtype=theta.dtype)))
+            logits.append(
+                sum(
+                    (w * phi for w, phi in zip(weights, features, strict=True)),
+                    torch.zeros((), dtype=theta.dtype),
+                )
+            )
         rows.append(torch.stack(logits))
     return torch.stack(rows)
 
@@ -46,11 +60,23 @@ CASES: dict[str, tuple[PredictiveModel, Callable[[Tensor, Tensor], Tensor], int]
     "class 0 fixed": (LinearHead(K), linear, (K - 1) * D),
     "logistic": (LinearHead(2), lambda t, x: linear(t, x, 2), D),
     "intercept": (LinearHead(K, intercept=True), lambda t, x: linear(t, x, K, True), K * (D + 1)),
-    "intercept, class 0 fixed": (LinearHead(K, intercept=True), lambda t, x: linear(t, x, K, True), (K - 1) * (D + 1)),
+    "intercept, class 0 fixed": (
+        LinearHead(K, intercept=True),
+        lambda t, x: linear(t, x, K, True),
+        (K - 1) * (D + 1),
+    ),
     "lifted linear": (Lifted(linear), linear, K * D),
     "lifted network": (Lifted(network), network, 30),
-    "read-out of a head": (ReadOut(LinearHead(K), MATRIX[:12]), lambda t, x: linear(MATRIX[:12] @ t, x), 30),
-    "read-out of a network": (ReadOut(Lifted(network), MATRIX), lambda t, x: network(MATRIX @ t, x), 30),
+    "read-out of a head": (
+        ReadOut(LinearHead(K), MATRIX[:12]),
+        lambda t, x: linear(MATRIX[:12] @ t, x),
+        30,
+    ),
+    "read-out of a network": (
+        ReadOut(Lifted(network), MATRIX),
+        lambda t, x: network(MATRIX @ t, x),
+        30,
+    ),
 }
 every_model = pytest.mark.parametrize(("model", "function", "d"), CASES.values(), ids=CASES.keys())
 batches = pytest.mark.parametrize("n", [1, 5])
@@ -60,7 +86,10 @@ def jacobian(function: Callable[[Tensor, Tensor], Tensor], theta: Tensor, inputs
     """[n, k, d], one backward pass a number."""
     leaf = theta.clone().requires_grad_()
     logits = function(leaf, inputs)
-    rows = [torch.autograd.grad(value, leaf, retain_graph=True, materialize_grads=True)[0] for value in logits.flatten()]
+    rows = [
+        torch.autograd.grad(value, leaf, retain_graph=True, materialize_grads=True)[0]
+        for value in logits.flatten()
+    ]
     return torch.stack(rows).reshape(*logits.shape, len(theta))
 
 
@@ -87,7 +116,9 @@ def test_logits_and_pullback(model: Any, function: Any, d: int, n: int, recordin
             rows = pullback(cotangents)
             assert rows.shape == (*shape[:-1], d)
             assert_same(rows, torch.einsum("...nk,nkd->...nd", cotangents, exact))
-        assert_same(pullback.total(cotangents[0, 0]), torch.einsum("nk,nkd->d", cotangents[0, 0], exact))
+        assert_same(
+            pullback.total(cotangents[0, 0]), torch.einsum("nk,nkd->d", cotangents[0, 0], exact)
+        )
         assert torch.is_grad_enabled() == recording
     for result in (logits, rows, pullback.total(cotangents[0, 0])):
         assert not result.requires_grad
@@ -102,7 +133,9 @@ def test_pushforward(model: Any, function: Any, d: int, n: int, recording: bool)
         pushed = model.pushforward(theta, inputs, tangents)
         assert torch.is_grad_enabled() == recording
     assert_same(pushed, torch.einsum("nkd,sd->snk", jacobian(function, theta, inputs), tangents))
-    for moved, tangent in zip(pushed, tangents, strict=True):  # and central differences, error O(h⁴)
+    for moved, tangent in zip(
+        pushed, tangents, strict=True
+    ):  # and central differences, error O(h⁴)
         ahead = [function(theta + step * h * tangent, inputs) for step in (-2, -1, 1, 2)]
         slope = (ahead[0] - 8 * ahead[1] + 8 * ahead[2] - ahead[3]) / (12 * h)
         torch.testing.assert_close(moved, slope, rtol=1e-8, atol=1e-9)
@@ -131,16 +164,22 @@ def test_arguments_stay_as_they_were(model: Any, function: Any, d: int) -> None:
 @pytest.mark.parametrize("structure", ["full", "diagonal"])
 def test_logit_covariance(model: Any, function: Any, d: int, structure: str) -> None:
     theta, inputs, root = draw(d, seed=1), draw(5, D, seed=2), draw(d, d, seed=4)
-    matrix = root @ root.mT + torch.eye(d) if structure == "full" else torch.diag(root[0].square() + 0.1)
+    matrix = (
+        root @ root.mT + torch.eye(d) if structure == "full" else torch.diag(root[0].square() + 0.1)
+    )
     covariance = Full(matrix) if structure == "full" else Diagonal(matrix.diagonal())
     exact = torch.einsum("nkd,de,nle->nkl", *(j := jacobian(function, theta, inputs), matrix, j))
-    torch.testing.assert_close(logit_covariance(covariance, *model.pullback(theta, inputs)), exact, rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(
+        logit_covariance(covariance, *model.pullback(theta, inputs)), exact, rtol=1e-11, atol=1e-11
+    )
 
 
 def test_linear_says_whether_the_jacobian_depends_on_theta() -> None:
     for model, function, d in CASES.values():
         inputs = draw(3, D, seed=2)
-        constant = torch.allclose(jacobian(function, draw(d, seed=1), inputs), jacobian(function, draw(d, seed=5), inputs))
+        constant = torch.allclose(
+            jacobian(function, draw(d, seed=1), inputs), jacobian(function, draw(d, seed=5), inputs)
+        )
         assert not model.linear or constant
         assert model.linear == isinstance(getattr(model, "model", model), LinearHead)
 
@@ -156,7 +195,10 @@ def test_a_head_is_the_lifted_function_of_itself(rows: int, intercept: bool) -> 
     (logits, pullback), (same, other) = head.pullback(theta, inputs), lifted.pullback(theta, inputs)
     assert_same(logits, same)
     assert_same(pullback(draw(2, 5, K, seed=2)), other(draw(2, 5, K, seed=2)))
-    assert_same(head.pushforward(theta, inputs, draw(4, len(theta))), lifted.pushforward(theta, inputs, draw(4, len(theta))))
+    assert_same(
+        head.pushforward(theta, inputs, draw(4, len(theta))),
+        lifted.pushforward(theta, inputs, draw(4, len(theta))),
+    )
 
 
 def test_two_classes_with_one_row_are_logistic_regression() -> None:
@@ -166,7 +208,8 @@ def test_two_classes_with_one_row_are_logistic_regression() -> None:
 
 def test_an_intercept_alone_is_a_model() -> None:
     assert torch.equal(
-        LinearHead(3, intercept=True)(torch.tensor([1.0, 2.0, 3.0]), torch.zeros(2, 0)), torch.tensor([[1.0, 2.0, 3.0]] * 2)
+        LinearHead(3, intercept=True)(torch.tensor([1.0, 2.0, 3.0]), torch.zeros(2, 0)),
+        torch.tensor([[1.0, 2.0, 3.0]] * 2),
     )
 
 
@@ -184,8 +227,14 @@ def test_inputs_take_the_type_of_the_parameters(dtype: torch.dtype) -> None:
         (lambda: LinearHead(0), "LinearHead.classes must be an integer >= 1, got 0"),
         (lambda: LinearHead(2.0), "LinearHead.classes must be an integer >= 1, got 2.0"),  # type: ignore[arg-type]
         (lambda: LinearHead(2, "yes"), "LinearHead.intercept must be True or False, got 'yes'"),  # type: ignore[arg-type]
-        (lambda: LinearHead(3)(draw(6), draw(4)), r"inputs must be of shape \[n, features\], got shape \[4\]"),
-        (lambda: LinearHead(3)(draw(6), draw(2, 2, 2)), r"inputs must be of shape \[n, features\], got shape \[2, 2, 2\]"),
+        (
+            lambda: LinearHead(3)(draw(6), draw(4)),
+            r"inputs must be of shape \[n, features\], got shape \[4\]",
+        ),
+        (
+            lambda: LinearHead(3)(draw(6), draw(2, 2, 2)),
+            r"inputs must be of shape \[n, features\], got shape \[2, 2, 2\]",
+        ),
         (
             lambda: LinearHead(3).pullback(draw(7), draw(5, 2)),
             "the belief must be over 4 or 6 parameters for 3 classes and 2 features, got 7",
@@ -194,15 +243,27 @@ def test_inputs_take_the_type_of_the_parameters(dtype: torch.dtype) -> None:
             lambda: LinearHead(3, intercept=True)(draw(6), draw(5, 1)[:, :0]),
             "the belief must be over 2 or 3 parameters for 3 classes and 1 features, got 6",
         ),
-        (lambda: lift(LinearHead), "Filter.logits must be a function .* or a PredictiveModel, got <class"),  # type: ignore[arg-type]
+        (
+            lambda: lift(LinearHead),  # type: ignore[arg-type]
+            "Filter.logits must be a function .* or a PredictiveModel, got <class",
+        ),
         (lambda: lift(3), "Filter.logits must be a function .* or a PredictiveModel, got 3"),  # type: ignore[arg-type]
         (
             lambda: Lifted(lambda t, x: x @ t[:4])(draw(4), draw(5, 4)),
             r"logits must be .* \[n, k\], for n = 5, got shape \[5\]",
         ),
-        (lambda: Lifted(lambda t, x: x[:2] * t)(draw(4), draw(5, 4)), r"logits must be .* for n = 5, got shape \[2, 4\]"),
-        (lambda: Lifted(lambda t, x: x @ t).pullback(draw(4), draw(5, 4)), r"logits must be .* for n = 1, got shape \[1\]"),
-        (lambda: Lifted(lambda t, x: [0.0])(draw(4), draw(5, 4)), "logits must be a tensor of shape .*, got list"),  # type: ignore[arg-type,return-value]
+        (
+            lambda: Lifted(lambda t, x: x[:2] * t)(draw(4), draw(5, 4)),
+            r"logits must be .* for n = 5, got shape \[2, 4\]",
+        ),
+        (
+            lambda: Lifted(lambda t, x: x @ t).pullback(draw(4), draw(5, 4)),
+            r"logits must be .* for n = 1, got shape \[1\]",
+        ),
+        (
+            lambda: Lifted(lambda t, x: [0.0])(draw(4), draw(5, 4)),  # type: ignore[arg-type,return-value]
+            "logits must be a tensor of shape .*, got list",
+        ),
     ],
 )
 def test_refusals_say_what_is_wrong(call: Callable[[], object], message: str) -> None:
@@ -224,10 +285,21 @@ LAYER = torch.nn.Linear(D, K, dtype=torch.float64)  # has a gradient, but none i
 
 @batches
 @pytest.mark.parametrize(
-    "function", [lambda t, x: x[:, :K], lambda t, x: LAYER(x), lambda t, x: network(t.detach(), x), torch.no_grad()(network)]
+    "function",
+    [
+        lambda t, x: x[:, :K],
+        lambda t, x: LAYER(x),
+        lambda t, x: network(t.detach(), x),
+        torch.no_grad()(network),
+    ],
 )
 @pytest.mark.parametrize(
-    "use", [lambda pullback, c: pullback(c), lambda pullback, c: pullback(c[None]), lambda pullback, c: pullback.total(c)]
+    "use",
+    [
+        lambda pullback, c: pullback(c),
+        lambda pullback, c: pullback(c[None]),
+        lambda pullback, c: pullback.total(c),
+    ],
 )
 def test_logits_without_a_gradient_are_refused(n: int, function: Any, use: Any) -> None:
     message = "the model's logits must be differentiable in theta, got logits without a gradient"
@@ -247,11 +319,19 @@ def test_inputs_of_any_shape_and_type_go_to_the_function() -> None:
     model, theta = Lifted(lambda t, x: t.view(4, 2)[x].sum(1).tanh()), draw(8)
     logits, pullback = model.pullback(theta, words)
     assert_same(logits, torch.stack([theta.view(4, 2)[row].sum(0).tanh() for row in words]))
-    assert_same(pullback(draw(2, 2)), torch.einsum("nk,nkd->nd", draw(2, 2), jacobian(model.function, theta, words)))
+    assert_same(
+        pullback(draw(2, 2)),
+        torch.einsum("nk,nkd->nd", draw(2, 2), jacobian(model.function, theta, words)),
+    )
     images = draw(3, 2, 5, 5, seed=1)
-    convolve = Lifted(lambda t, x: torch.nn.functional.conv2d(x, t.view(4, 2, 3, 3)).square().mean((2, 3)))
+    convolve = Lifted(
+        lambda t, x: torch.nn.functional.conv2d(x, t.view(4, 2, 3, 3)).square().mean((2, 3))
+    )
     exact = torch.cat([jacobian(convolve.function, draw(72), image[None]) for image in images])
-    assert_same(convolve.pullback(draw(72), images)[1](draw(3, 4)), torch.einsum("nk,nkd->nd", draw(3, 4), exact))
+    assert_same(
+        convolve.pullback(draw(72), images)[1](draw(3, 4)),
+        torch.einsum("nk,nkd->nd", draw(3, 4), exact),
+    )
 
 
 @pytest.mark.parametrize("belief", [torch.float32, torch.float64])

@@ -1,4 +1,6 @@
-"""Losses of augmented views: plain formulas differentiated by torch, and where the views come from."""
+"""Losses of augmented views: plain formulas differentiated by torch, and where the views come
+from.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,14 @@ from torch import Tensor
 
 from driftfilter.base.randomness import Purpose, Randomness
 from driftfilter.model.losses import Entropy, Loss, Sum
-from driftfilter.model.views import Augmentation, Consistency, GaussianNoise, ImageViews, MarginalEntropy, Mirror
+from driftfilter.model.views import (
+    Augmentation,
+    Consistency,
+    GaussianNoise,
+    ImageViews,
+    MarginalEntropy,
+    Mirror,
+)
 
 DIVERGENCES = ("brier", "cross_entropy", "symmetric")
 
@@ -22,7 +31,9 @@ def draws(seed: int = 0) -> Callable[[], torch.Generator]:
 
 
 def logits_of(copies: int, n: int = 5, k: int = 3, seed: int = 0) -> Tensor:
-    return 2 * torch.randn(1 + copies, n, k, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return 2 * torch.randn(
+        1 + copies, n, k, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
 
 
 def divergence(name: str, p: Tensor, t: Tensor) -> Tensor:
@@ -36,7 +47,9 @@ def divergence(name: str, p: Tensor, t: Tensor) -> Tensor:
 @pytest.mark.parametrize("name", DIVERGENCES)
 @pytest.mark.parametrize("target", ["hard", "soft"])
 @pytest.mark.parametrize("copies", [1, 3])
-def test_consistency_is_the_mean_divergence_of_the_views(name: Any, target: Any, copies: int) -> None:
+def test_consistency_is_the_mean_divergence_of_the_views(
+    name: Any, target: Any, copies: int
+) -> None:
     loss, logits, anchor = (
         Consistency(divergence=name, target=target, copies=copies),
         logits_of(copies),
@@ -54,12 +67,20 @@ def test_consistency_is_the_mean_divergence_of_the_views(name: Any, target: Any,
         views = logits[:, i].clone().requires_grad_()
         value = plain(views)
         hessian = torch.autograd.functional.hessian(plain, logits[:, i])
-        torch.testing.assert_close(expansion.value[:, i].sum(), value.detach(), rtol=1e-12, atol=1e-13)
-        torch.testing.assert_close(expansion.gradient[:, i], torch.autograd.grad(value, views)[0], rtol=1e-12, atol=1e-13)
+        torch.testing.assert_close(
+            expansion.value[:, i].sum(), value.detach(), rtol=1e-12, atol=1e-13
+        )
+        torch.testing.assert_close(
+            expansion.gradient[:, i], torch.autograd.grad(value, views)[0], rtol=1e-12, atol=1e-13
+        )
         for a in range(1 + copies):
-            torch.testing.assert_close(expansion.hessian()[a, i], hessian[a, :, a], rtol=1e-12, atol=1e-13)
+            torch.testing.assert_close(
+                expansion.hessian()[a, i], hessian[a, :, a], rtol=1e-12, atol=1e-13
+            )
             for b in range(a):
-                assert hessian[a, :, b].abs().max() == 0  # views do not meet: the blocks are the whole Hessian
+                assert (
+                    hessian[a, :, b].abs().max() == 0
+                )  # views do not meet: the blocks are the whole Hessian
 
 
 @pytest.mark.parametrize("copies", [1, 4])
@@ -70,7 +91,9 @@ def test_marginal_entropy_is_the_entropy_of_the_mean_prediction(copies: int) -> 
     mean = views[1:].softmax(-1).mean(0)
     values = -(mean * mean.log()).sum(-1)
     torch.testing.assert_close(expansion.value.sum(0), values.detach(), rtol=1e-12, atol=1e-13)
-    torch.testing.assert_close(expansion.gradient, torch.autograd.grad(values.sum(), views)[0], rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(
+        expansion.gradient, torch.autograd.grad(values.sum(), views)[0], rtol=1e-12, atol=1e-13
+    )
     assert expansion.gradient[0].abs().max() == 0  # the clean input is no view of its own
     assert loss.is_coupled
 
@@ -89,7 +112,9 @@ VIEWED: list[Callable[[Augmentation, int], Loss]] = [
 
 
 @pytest.mark.parametrize("make", VIEWED)
-def test_views_come_from_the_augmentation_clean_inputs_first(make: Callable[[Augmentation, int], Loss]) -> None:
+def test_views_come_from_the_augmentation_clean_inputs_first(
+    make: Callable[[Augmentation, int], Loss],
+) -> None:
     """Any callable will do, and it is free to change all but the number of samples."""
     inputs, seen = torch.randn(4, 3, 8), []
 
@@ -109,7 +134,11 @@ def test_views_come_from_the_augmentation_clean_inputs_first(make: Callable[[Aug
 @pytest.mark.parametrize("make", VIEWED)
 def test_the_same_seed_gives_the_same_views(make: Callable[[Augmentation, int], Loss]) -> None:
     inputs, loss = torch.randn(6, 2), make(GaussianNoise(0.3), 3)
-    first, again, other = loss.views(inputs, draws(1)), loss.views(inputs, draws(1)), loss.views(inputs, draws(2))
+    first, again, other = (
+        loss.views(inputs, draws(1)),
+        loss.views(inputs, draws(1)),
+        loss.views(inputs, draws(2)),
+    )
     for a in range(1, 4):
         assert torch.equal(first[a], again[a])
         assert not torch.isclose(first[a], other[a]).any()
@@ -119,7 +148,9 @@ def test_the_same_seed_gives_the_same_views(make: Callable[[Augmentation, int], 
 
 def test_terms_of_a_sum_get_their_own_noise() -> None:
     inputs = torch.randn(6, 2)
-    loss = Sum((Consistency(copies=1), Entropy(), Sum((MarginalEntropy(copies=2), Consistency(copies=1)))))
+    loss = Sum(
+        (Consistency(copies=1), Entropy(), Sum((MarginalEntropy(copies=2), Consistency(copies=1))))
+    )
     views, again = loss.views(inputs, draws()), loss.views(inputs, draws())
     assert loss.copies == 4
     assert len(views) == 5
@@ -152,12 +183,30 @@ def test_gaussian_noise_has_the_scale_it_says(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: GaussianNoise(scale=-0.1), r"GaussianNoise.scale must be a finite number in \[0, inf\), got -0.1"),
-        (lambda: Consistency(divergence="kl"), r"Consistency.divergence must be one of \('brier', .*\), got 'kl'"),  # type: ignore[arg-type]
-        (lambda: Consistency(target="both"), r"Consistency.target must be one of .'hard', 'soft', 'moving'., got 'both'"),  # type: ignore[arg-type]
-        (lambda: Consistency(copies=0), r"Consistency.copies must be an integer >= 1 with an augmentation, got 0"),
-        (lambda: Consistency(augmentation=0.1), "Consistency.augmentation must be of role 'augmentation', .*, got 0.1"),  # type: ignore[arg-type]
-        (lambda: MarginalEntropy(copies=0), r"MarginalEntropy.copies must be an integer >= 1, got 0"),
+        (
+            lambda: GaussianNoise(scale=-0.1),
+            r"GaussianNoise.scale must be a finite number in \[0, inf\), got -0.1",
+        ),
+        (
+            lambda: Consistency(divergence="kl"),  # type: ignore[arg-type]
+            r"Consistency.divergence must be one of \('brier', .*\), got 'kl'",
+        ),
+        (
+            lambda: Consistency(target="both"),  # type: ignore[arg-type]
+            r"Consistency.target must be one of .'hard', 'soft', 'moving'., got 'both'",
+        ),
+        (
+            lambda: Consistency(copies=0),
+            r"Consistency.copies must be an integer >= 1 with an augmentation, got 0",
+        ),
+        (
+            lambda: Consistency(augmentation=0.1),  # type: ignore[arg-type]
+            "Consistency.augmentation must be of role 'augmentation', .*, got 0.1",
+        ),
+        (
+            lambda: MarginalEntropy(copies=0),
+            r"MarginalEntropy.copies must be an integer >= 1, got 0",
+        ),
         (
             lambda: MarginalEntropy(augmentation="flip"),  # type: ignore[arg-type]
             "MarginalEntropy.augmentation must be of role 'augmentation', .*, got 'flip'",
@@ -168,11 +217,13 @@ def test_gaussian_noise_has_the_scale_it_says(dtype: torch.dtype) -> None:
         ),
         (
             lambda: Consistency(lambda x, generator: x[:2]).views(torch.zeros(3, 2), draws()),
-            r"the augmentation must give a tensor of 3 samples, as many as the inputs, got shape \[2, 2\]",
+            r"the augmentation must give a tensor of 3 samples, as many as the inputs, got shape "
+            r"\[2, 2\]",
         ),
         (
             lambda: MarginalEntropy(lambda x, generator: None).views(torch.zeros(3, 2), draws()),
-            r"the augmentation must give a tensor of 3 samples, as many as the inputs, got NoneType",
+            r"the augmentation must give a tensor of 3 samples, as many as the inputs, got "
+            r"NoneType",
         ),
     ],
 )
@@ -183,7 +234,9 @@ def test_refusals_name_field_value_and_range(make: Callable[[], object], message
 
 # ------------------------------------------------------------------ views of images
 
-STILL = ImageViews(flip=False, degrees=0.0, shift=0.0, zoom=0.0, brightness=0.0, contrast=0.0, noise=0.0)
+STILL = ImageViews(
+    flip=False, degrees=0.0, shift=0.0, zoom=0.0, brightness=0.0, contrast=0.0, noise=0.0
+)
 IMAGES = torch.rand(64, 3, 8, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
@@ -197,7 +250,9 @@ def test_views_that_change_nothing() -> None:
 
 def test_flips_are_mirror_images_of_about_half() -> None:
     views = viewed(replace(STILL, flip=True))
-    same, mirrored = ((views - other).abs().amax((1, 2, 3)) < 1e-12 for other in (IMAGES, IMAGES.flip(-1)))
+    same, mirrored = (
+        (views - other).abs().amax((1, 2, 3)) < 1e-12 for other in (IMAGES, IMAGES.flip(-1))
+    )
     assert torch.equal(same, ~mirrored)
     assert 16 < same.sum() < 48
 
@@ -207,7 +262,11 @@ def test_brightness_and_contrast_are_factors_of_each_image(field: str) -> None:
     images = 0.4 + 0.2 * IMAGES  # no view is clipped
     change: dict[str, Any] = {field: 0.3}
     views = viewed(replace(STILL, **change), images)
-    centers = images.mean((1, 2, 3), keepdim=True) if field == "contrast" else torch.zeros(64, 1, 1, 1).double()
+    centers = (
+        images.mean((1, 2, 3), keepdim=True)
+        if field == "contrast"
+        else torch.zeros(64, 1, 1, 1).double()
+    )
     factors = (views - centers) / (images - centers)
     own = factors.mean((1, 2, 3), keepdim=True)
     torch.testing.assert_close(factors, own.expand_as(factors), rtol=1e-6, atol=0)
@@ -227,17 +286,25 @@ def test_a_shift_moves_a_ramp_by_a_number_that_is_its_own() -> None:
 
 @pytest.mark.parametrize(("field", "size"), [("degrees", 20.0), ("zoom", 0.3)])
 def test_turns_and_zooms_keep_angles_and_ratios(field: str, size: float) -> None:
-    """A linear image stays linear; its slope turns by up to the angle, or shrinks by up to the factor."""
+    """A linear image stays linear; its slope turns by up to the angle, or shrinks by up to the
+    factor.
+    """
     line = torch.linspace(-1, 1, 32, dtype=torch.float64)
     images = (0.5 + 0.1 * line).expand(64, 1, 32, 32).contiguous()
     change: dict[str, Any] = {field: size}
     views = viewed(replace(STILL, **change), images)[:, 0, 8:24, 8:24]
     across, down = views.diff(dim=2)[:, 8, 8], views.diff(dim=1)[:, 8, 8]
-    torch.testing.assert_close(views.diff(dim=2), across.view(-1, 1, 1).expand(64, 16, 15), rtol=0, atol=1e-9)
-    torch.testing.assert_close(views.diff(dim=1), down.view(-1, 1, 1).expand(64, 15, 16), rtol=0, atol=1e-9)
+    torch.testing.assert_close(
+        views.diff(dim=2), across.view(-1, 1, 1).expand(64, 16, 15), rtol=0, atol=1e-9
+    )
+    torch.testing.assert_close(
+        views.diff(dim=1), down.view(-1, 1, 1).expand(64, 15, 16), rtol=0, atol=1e-9
+    )
     unit = 0.2 / 31
     if field == "degrees":
-        torch.testing.assert_close(across.square() + down.square(), torch.full_like(across, unit**2), rtol=1e-6, atol=0)
+        torch.testing.assert_close(
+            across.square() + down.square(), torch.full_like(across, unit**2), rtol=1e-6, atol=0
+        )
         assert 15 < torch.rad2deg(torch.atan2(down, across)).abs().max() <= 20
     else:
         assert down.abs().max() < 1e-9
@@ -262,9 +329,15 @@ def test_the_same_seed_gives_the_same_images_and_leaves_them() -> None:
     assert torch.equal(IMAGES, before)
 
 
-@pytest.mark.parametrize("inputs", [torch.zeros(3, 4), torch.zeros(1, 3, 8, 8, dtype=torch.uint8)], ids=["vectors", "bytes"])
+@pytest.mark.parametrize(
+    "inputs",
+    [torch.zeros(3, 4), torch.zeros(1, 3, 8, 8, dtype=torch.uint8)],
+    ids=["vectors", "bytes"],
+)
 def test_image_views_of_what_is_no_image(inputs: Tensor) -> None:
-    with pytest.raises(ValueError, match=r"inputs of ImageViews must be floating-point images \[n, c, h, w\]"):
+    with pytest.raises(
+        ValueError, match=r"inputs of ImageViews must be floating-point images \[n, c, h, w\]"
+    ):
         ImageViews()(inputs, draws()())
 
 
@@ -276,5 +349,8 @@ def test_mirror_exchanges_left_and_right_and_draws_nothing() -> None:
     assert torch.equal(mirrored[0, 1, 2], torch.tensor([23.0, 22.0, 21.0, 20.0]))
     assert torch.equal(Mirror()(mirrored, generator), images)
     assert torch.equal(generator.get_state(), before)
-    with pytest.raises(ValueError, match=r"inputs of Mirror must be images \[n, c, h, w\] .*, got 'a tensor of shape \[3, 4\]"):
+    with pytest.raises(
+        ValueError,
+        match=r"inputs of Mirror must be images \[n, c, h, w\] .*, got 'a tensor of shape \[3, 4\]",
+    ):
         Mirror()(torch.zeros(3, 4), generator)

@@ -1,4 +1,6 @@
-"""Weightings against their formulas in NumPy; what they remember, and that they never divide by zero."""
+"""Weightings against their formulas in NumPy; what they remember, and that they never divide by
+zero.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ every_weighting = pytest.mark.parametrize("weighting", WEIGHTINGS, ids=repr)
 
 
 def batch(n: int = 8, k: int = 4, scale: float = 3.0, seed: int = 0) -> Tensor:
-    return scale * torch.randn(n, k, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return scale * torch.randn(
+        n, k, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
 
 
 def softmax(logits: Tensor) -> npt.NDArray[np.float64]:
@@ -88,7 +92,9 @@ def test_entropy_is_exact_from_a_tie_to_saturation() -> None:
 
 def test_the_most_uncertain_sample_has_no_reliability_and_a_certain_one_all_of_it() -> None:
     for k in (2, 3, 10, 1000):
-        weights, _ = weigh(Reliability(beta=5.0), torch.stack((torch.zeros(k), 60 * torch.eye(k)[0])).double())
+        weights, _ = weigh(
+            Reliability(beta=5.0), torch.stack((torch.zeros(k), 60 * torch.eye(k)[0])).double()
+        )
         assert 0 <= weights[0] < 1e-12
         assert abs(weights[1] - 5.0) < 1e-12
 
@@ -98,20 +104,30 @@ def test_an_entropy_on_the_gate_is_outside() -> None:
     assert weigh(EntropyGate(fraction=1.0), torch.zeros(1, 2, dtype=torch.float64))[0].item() == 0.0
 
 
-# ------------------------------------------------------------------ the diversity gate and its memory
+# ------------------------------------------------------------------ the diversity gate and its
+# memory
 
 
-def running_mean(batches: list[Tensor], similarity: float, momentum: float, start: Tensor) -> list[tuple[Any, Any]]:
+def running_mean(
+    batches: list[Tensor], similarity: float, momentum: float, start: Tensor
+) -> list[tuple[Any, Any]]:
     """(weights, p̄ after the batch) of every batch, sample by sample."""
     mean, steps = None, []
     for logits in batches:
         p, kept = softmax(logits), []
         for i, row in enumerate(p):
-            alike = mean is not None and abs(row @ mean) / (math.sqrt(row @ row) * math.sqrt(mean @ mean)) >= similarity
+            alike = (
+                mean is not None
+                and abs(row @ mean) / (math.sqrt(row @ row) * math.sqrt(mean @ mean)) >= similarity
+            )
             kept.append(0.0 if alike else float(start[i]))
         passed = p[np.array(kept) > 0]
         if len(passed):
-            mean = passed.mean(0) if mean is None else momentum * mean + (1 - momentum) * passed.mean(0)
+            mean = (
+                passed.mean(0)
+                if mean is None
+                else momentum * mean + (1 - momentum) * passed.mean(0)
+            )
         steps.append((kept, mean))
     return steps
 
@@ -120,10 +136,14 @@ def running_mean(batches: list[Tensor], similarity: float, momentum: float, star
 @pytest.mark.parametrize("momentum", [0.0, 0.5, 0.9, 1.0])
 def test_diversity_gate_over_a_stream(similarity: float, momentum: float) -> None:
     batches = [batch(6, 3, seed=seed) for seed in range(12)]
-    start = torch.tensor([1.0, 0.0, 0.5, 2.0, 0.0, 1.0], dtype=torch.float64)  # two samples were dropped before
+    start = torch.tensor(
+        [1.0, 0.0, 0.5, 2.0, 0.0, 1.0], dtype=torch.float64
+    )  # two samples were dropped before
     memory: Memory = {}
     dropped = 0
-    for logits, (kept, mean) in zip(batches, running_mean(batches, similarity, momentum, start), strict=True):
+    for logits, (kept, mean) in zip(
+        batches, running_mean(batches, similarity, momentum, start), strict=True
+    ):
         weights, memory = weigh(DiversityGate(similarity, momentum), logits, start, memory)
         np.testing.assert_allclose(weights.numpy(), kept, rtol=1e-12)
         np.testing.assert_allclose(memory[NAME].numpy(), mean, rtol=1e-12)
@@ -153,7 +173,9 @@ def test_a_batch_with_other_classes_is_refused() -> None:
 
 
 def test_a_product_multiplies_and_later_factors_see_what_earlier_ones_kept() -> None:
-    logits = torch.tensor([[8.0, 0.0, 0.0], [0.0, 8.0, 0.0], [0.1, 0.0, 0.0]], dtype=torch.float64)  # the last is uncertain
+    logits = torch.tensor(
+        [[8.0, 0.0, 0.0], [0.0, 8.0, 0.0], [0.1, 0.0, 0.0]], dtype=torch.float64
+    )  # the last is uncertain
     p = torch.tensor(softmax(logits))
     first, diverse = EntropyGate(fraction=0.5, beta=2.0), DiversityGate()
     gated, _ = weigh(first, logits)
@@ -161,7 +183,9 @@ def test_a_product_multiplies_and_later_factors_see_what_earlier_ones_kept() -> 
     torch.testing.assert_close(weights, gated)
     assert weights[2] == 0
     torch.testing.assert_close(memory[NAME], p[:2].mean(0))
-    weights, memory = weigh(Product((diverse, first)), logits)  # the other way round the gate remembers all three
+    weights, memory = weigh(
+        Product((diverse, first)), logits
+    )  # the other way round the gate remembers all three
     torch.testing.assert_close(weights, gated)
     torch.testing.assert_close(memory[NAME], p.mean(0))
 
@@ -169,7 +193,9 @@ def test_a_product_multiplies_and_later_factors_see_what_earlier_ones_kept() -> 
 def test_a_product_of_constants_and_a_nested_one() -> None:
     logits = batch()
     nested = Product((Constant(2.0), Product((Constant(3.0), Reliability(0.5)))))
-    np.testing.assert_allclose(weigh(nested, logits)[0].numpy(), 3.0 * (1 - entropies(logits) / math.log(4)), rtol=1e-12)
+    np.testing.assert_allclose(
+        weigh(nested, logits)[0].numpy(), 3.0 * (1 - entropies(logits) / math.log(4)), rtol=1e-12
+    )
 
 
 # ------------------------------------------------------------------ every weighting
@@ -209,7 +235,10 @@ def test_weights_are_finite_and_not_negative_for_any_logits(rows: list[list[floa
 @every_weighting
 def test_neither_arguments_nor_memory_are_changed(weighting: Weighting) -> None:
     logits, before = batch(), torch.rand(8, dtype=torch.float64)
-    held = {NAME: torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64), "another.rule": torch.tensor(7.0)}
+    held = {
+        NAME: torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64),
+        "another.rule": torch.tensor(7.0),
+    }
     copies = {name: value.clone() for name, value in held.items()}
     same = logits.clone(), before.clone()
     weights, after = weighting(logits, before, MappingProxyType(held))
@@ -225,16 +254,46 @@ def test_neither_arguments_nor_memory_are_changed(weighting: Weighting) -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Constant(beta=0.0), r"Constant.beta must be a finite number in \(0, inf\), got 0.0"),
-        (lambda: Constant(beta=math.nan), r"Constant.beta must be a finite number in \(0, inf\), got nan"),
-        (lambda: Reliability(beta=-1.0), r"Reliability.beta must be a finite number in \(0, inf\), got -1.0"),
-        (lambda: EntropyGate(fraction=0.0), r"EntropyGate.fraction must be a finite number in \(0, 1\], got 0.0"),
-        (lambda: EntropyGate(beta=math.inf), r"EntropyGate.beta must be a finite number in \(0, inf\), got inf"),
-        (lambda: DiversityGate(similarity=1.5), r"DiversityGate.similarity must be a finite number in \(0, 1\], got 1.5"),
-        (lambda: DiversityGate(momentum=-0.1), r"DiversityGate.momentum must be a finite number in \[0, 1\], got -0.1"),
-        (lambda: Product(()), r"Product.factors must be a tuple of one weighting or more, got \(\)"),
-        (lambda: Product((0.5,)), r"Product.factors must be of role .weighting., such as .*, got 0.5"),  # type: ignore[arg-type]
-        (lambda: Product((Constant,)), r"Product.factors must be of role .weighting., such as .*, got <class"),  # type: ignore[arg-type]
+        (
+            lambda: Constant(beta=0.0),
+            r"Constant.beta must be a finite number in \(0, inf\), got 0.0",
+        ),
+        (
+            lambda: Constant(beta=math.nan),
+            r"Constant.beta must be a finite number in \(0, inf\), got nan",
+        ),
+        (
+            lambda: Reliability(beta=-1.0),
+            r"Reliability.beta must be a finite number in \(0, inf\), got -1.0",
+        ),
+        (
+            lambda: EntropyGate(fraction=0.0),
+            r"EntropyGate.fraction must be a finite number in \(0, 1\], got 0.0",
+        ),
+        (
+            lambda: EntropyGate(beta=math.inf),
+            r"EntropyGate.beta must be a finite number in \(0, inf\), got inf",
+        ),
+        (
+            lambda: DiversityGate(similarity=1.5),
+            r"DiversityGate.similarity must be a finite number in \(0, 1\], got 1.5",
+        ),
+        (
+            lambda: DiversityGate(momentum=-0.1),
+            r"DiversityGate.momentum must be a finite number in \[0, 1\], got -0.1",
+        ),
+        (
+            lambda: Product(()),
+            r"Product.factors must be a tuple of one weighting or more, got \(\)",
+        ),
+        (
+            lambda: Product((0.5,)),  # type: ignore[arg-type]
+            r"Product.factors must be of role .weighting., such as .*, got 0.5",
+        ),
+        (
+            lambda: Product((Constant,)),  # type: ignore[arg-type]
+            r"Product.factors must be of role .weighting., such as .*, got <class",
+        ),
     ],
 )
 def test_refusals_name_field_value_and_range(make: Callable[[], object], message: str) -> None:
@@ -242,14 +301,17 @@ def test_refusals_name_field_value_and_range(make: Callable[[], object], message
         make()
 
 
-# ------------------------------------------------------------------ gates without weights, certainty and diversity
+# ------------------------------------------------------------------ gates without weights,
+# certainty and diversity
 
 
 def test_a_gate_that_does_not_weigh_keeps_or_drops() -> None:
     logits = batch(30, 5)
     kept = entropies(logits) < 0.5 * math.log(5)
     assert 0 < kept.sum() < 30
-    weights, memory = weigh(EntropyGate(0.5, beta=1.5, weighted=False), logits, torch.full((30,), 2.0).double())
+    weights, memory = weigh(
+        EntropyGate(0.5, beta=1.5, weighted=False), logits, torch.full((30,), 2.0).double()
+    )
     np.testing.assert_array_equal(weights.numpy(), 3.0 * kept)
     assert memory == {}
 
@@ -257,15 +319,21 @@ def test_a_gate_that_does_not_weigh_keeps_or_drops() -> None:
 @pytest.mark.parametrize("temperature", [1 / 3, 2.0])
 @pytest.mark.parametrize("momentum", [0.9, 0.0])
 def test_certainty_and_diversity_over_a_stream(temperature: float, momentum: float) -> None:
-    """Each scaled to [0, 1] in its batch, from a uniform running mean; below the mean diversity a sample is left out."""
+    """Each scaled to [0, 1] in its batch, from a uniform running mean; below the mean diversity a
+    sample is left out.
+    """
     running, memory = np.full(4, 0.25), None
     for seed in range(4):
         logits = batch(9, 4, seed=seed)
         p, certain = softmax(logits), -entropies(logits)
         diverse = 1 - p @ running / np.linalg.norm(p, axis=1) / np.linalg.norm(running)
-        d, c = ((values - values.min()) / (values.max() - values.min()) for values in (diverse, certain))
+        d, c = (
+            (values - values.min()) / (values.max() - values.min()) for values in (diverse, certain)
+        )
         expected = 2.0 * np.exp(d * c / temperature) * (d >= d.mean())
-        weights, memory = weigh(CertaintyDiversity(temperature, momentum, 2.0), logits, memory=memory)
+        weights, memory = weigh(
+            CertaintyDiversity(temperature, momentum, 2.0), logits, memory=memory
+        )
         running = momentum * running + (1 - momentum) * p.mean(0)
         np.testing.assert_allclose(weights.numpy(), expected, rtol=1e-10)
         np.testing.assert_allclose(memory[NAME].numpy(), running, rtol=1e-13)

@@ -1,4 +1,6 @@
-"""The monitor: signals against independent formulas, alarms that hold for any class count, and what each response does."""
+"""The monitor: signals against independent formulas, alarms that hold for any class count, and what
+each response does.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +85,10 @@ def test_the_g_statistic_is_scipys(n: int, m: int, k: int) -> None:
     batch, history = (summary(log_probabilities(labels, k)) for labels in (new, old))
     table = torch.stack((new.bincount(minlength=k), old.bincount(minlength=k))).numpy()
     single = [
-        scipy.stats.chi2_contingency([[a, n - a], [b, m - b]], correction=False, lambda_="log-likelihood").statistic / 2
+        scipy.stats.chi2_contingency(
+            [[a, n - a], [b, m - b]], correction=False, lambda_="log-likelihood"
+        ).statistic
+        / 2
         for a, b in table.T
         if a / n > b / m
     ]
@@ -118,10 +123,14 @@ def test_classes_lost_is_the_difference_of_entropies(k: int) -> None:
 
 
 def test_the_chance_of_classes_lost_is_bounded_over_all_exchanges() -> None:
-    pairs = torch.tensor([[0, 0, 0, 1, 0, 2, 0, 0, 1, 2, 0, 0], [1, 2, 1, 0, 0, 1, 2, 3, 1, 2, 3, 1]])
+    pairs = torch.tensor(
+        [[0, 0, 0, 1, 0, 2, 0, 0, 1, 2, 0, 0], [1, 2, 1, 0, 0, 1, 2, 3, 1, 2, 3, 1]]
+    )
     found = lost(pairs, 4)
     swaps = [torch.tensor(each).bool() for each in itertools.product((0, 1), repeat=12)]
-    values = torch.stack([lost(torch.where(swap, pairs.flip(0), pairs), 4)["lost"] for swap in swaps])
+    values = torch.stack(
+        [lost(torch.where(swap, pairs.flip(0), pairs), 4)["lost"] for swap in swaps]
+    )
     chance = (values >= found["lost"] - 1e-12).double().mean().item()
     assert 0.01 < chance < 0.2
     assert 0.5 < found["lost_tail"].item() <= -math.log(chance)
@@ -142,7 +151,9 @@ def test_the_rise_of_uncertainty_is_in_deviations_of_a_sample() -> None:
     old, new = (logits[:200] * 4).log_softmax(-1), (logits[200:] * 2).log_softmax(-1)
     before, after = (scipy.stats.entropy(part.exp().numpy(), axis=1) for part in (old, new))
     found = compared(summary(new), summary(old))
-    assert found["rise"].item() == pytest.approx((after.mean() - before.mean()) / before.std(), rel=1e-9)
+    assert found["rise"].item() == pytest.approx(
+        (after.mean() - before.mean()) / before.std(), rel=1e-9
+    )
 
 
 def test_the_window_fades_and_classes_of_the_history_do_not() -> None:
@@ -156,15 +167,26 @@ def test_the_window_fades_and_classes_of_the_history_do_not() -> None:
     assert history[:k].sum().item() == 40 * n
     weights = (1 - n / SHORT) ** torch.arange(40, dtype=torch.float64).flip(0)
     torch.testing.assert_close(recent, torch.stack(batches).mul(weights[:, None]).sum(0))
-    assert history[k].item() == pytest.approx(4 * LONG * k * (1 - (1 - n / (4 * LONG * k)) ** 40), rel=1e-9)
+    assert history[k].item() == pytest.approx(
+        4 * LONG * k * (1 - (1 - n / (4 * LONG * k)) ** 40), rel=1e-9
+    )
 
 
 def beliefs() -> Iterator[tuple[str, df.Belief, df.Belief]]:
     generator = torch.Generator().manual_seed(0)
-    rows, mean, start = (torch.randn(*size, dtype=torch.float64, generator=generator) for size in ((4, 6), (6,), (6,)))
-    diagonal, full = df.Diagonal(mean.square() + 0.5), df.Full(rows.T @ rows + torch.eye(6, dtype=torch.float64))
+    rows, mean, start = (
+        torch.randn(*size, dtype=torch.float64, generator=generator)
+        for size in ((4, 6), (6,), (6,))
+    )
+    diagonal, full = (
+        df.Diagonal(mean.square() + 0.5),
+        df.Full(rows.T @ rows + torch.eye(6, dtype=torch.float64)),
+    )
     flat = df.LowRank.isotropic(0.5, 6, 3, mean)
-    low, blocks = flat.condition(rows[:3]), df.Blocks((df.Diagonal(mean[:2].square() + 1), df.Full(full.matrix[2:, 2:])))
+    low, blocks = (
+        flat.condition(rows[:3]),
+        df.Blocks((df.Diagonal(mean[:2].square() + 1), df.Full(full.matrix[2:, 2:]))),
+    )
     kronecker = df.Kronecker.isotropic(0.5, 2, 3, mean).condition(rows)
     covariances: dict[str, df.Covariance] = {
         "diagonal": diagonal,
@@ -179,10 +201,14 @@ def beliefs() -> Iterator[tuple[str, df.Belief, df.Belief]]:
             yield f"{name} from {other}", df.Belief(mean, new), df.Belief(start, old)
 
 
-@pytest.mark.parametrize(("belief", "source"), [pair[1:] for pair in beliefs()], ids=[pair[0] for pair in beliefs()])
+@pytest.mark.parametrize(
+    ("belief", "source"), [pair[1:] for pair in beliefs()], ids=[pair[0] for pair in beliefs()]
+)
 def test_the_divergence_is_that_of_dense_normals(belief: df.Belief, source: df.Belief) -> None:
     one, other = (
-        torch.distributions.MultivariateNormal(each.mean, each.covariance.dense(), validate_args=False)
+        torch.distributions.MultivariateNormal(
+            each.mean, each.covariance.dense(), validate_args=False
+        )
         for each in (belief, source)
     )
     exact = torch.distributions.kl_divergence(one, other)
@@ -194,7 +220,12 @@ def test_the_divergence_of_point_masses() -> None:
     point, spread = df.PointMass()(None, mean), df.Belief(mean, df.Diagonal(mean))  # type: ignore[arg-type]
     moved = df.Belief(mean + 1, point.covariance)
     assert df.kl_divergence(point, point) == 0
-    assert df.kl_divergence(moved, point) == df.kl_divergence(spread, point) == df.kl_divergence(point, spread) == math.inf
+    assert (
+        df.kl_divergence(moved, point)
+        == df.kl_divergence(spread, point)
+        == df.kl_divergence(point, spread)
+        == math.inf
+    )
 
 
 def test_signals_of_a_step() -> None:
@@ -228,17 +259,25 @@ def test_signals_of_a_step() -> None:
 @pytest.mark.parametrize("n", [1, 16, 256])
 @pytest.mark.parametrize("skew", [0.0, 1.0], ids=["balanced", "skewed"])
 def test_a_stationary_stream_is_no_alarm(k: int, n: int, skew: float) -> None:
-    """Classes from one distribution, any certainty, a third of the labels apart from the source's: none in 400 batches."""
+    """Classes from one distribution, any certainty, a third of the labels apart from the source's:
+    none in 400 batches.
+    """
     generator = torch.Generator().manual_seed(0)
     shares = (torch.arange(k) + 1.0).pow(-skew)
-    labels, other = torch.multinomial(shares, 800 * n, replacement=True, generator=generator).view(2, 400, n)
+    labels, other = torch.multinomial(shares, 800 * n, replacement=True, generator=generator).view(
+        2, 400, n
+    )
     certainty = torch.rand(400, n, generator=generator) * 0.4 + 0.55
     source = torch.where(torch.rand(400, n, generator=generator) < 1 / 3, other, labels)
     assert not alarms(labels, certainty, k, source)
 
 
-def alarms(labels: Tensor, certainty: Tensor, k: int, source: Tensor | None = None) -> list[tuple[int, str]]:
-    """Steps and signals of the alarms, of predictions [steps, n] without a model, and those of the source."""
+def alarms(
+    labels: Tensor, certainty: Tensor, k: int, source: Tensor | None = None
+) -> list[tuple[int, str]]:
+    """Steps and signals of the alarms, of predictions [steps, n] without a model, and those of the
+    source.
+    """
     monitor = df.Monitor.recording()
     filt = df.Filter(df.LinearHead(classes=2))
     start = filt.init(df.Belief(torch.zeros(2), df.Diagonal(torch.ones(2))))
@@ -290,7 +329,9 @@ def test_half_of_a_share_is_recorded_once_and_nothing_is_done() -> None:
 
 @pytest.mark.parametrize(("k", "n"), [(2, 1), (2, 200), (10, 20), (10, 200), (100, 200)])
 def test_classes_that_only_the_belief_loses_are_a_collapse(k: int, n: int) -> None:
-    """Two in five labels go to the lower half of the classes; where the source's do so too, it is the stream."""
+    """Two in five labels go to the lower half of the classes; where the source's do so too, it is
+    the stream.
+    """
     generator = torch.Generator().manual_seed(0)
     steps = max(40, 160 * k // n)
     labels = torch.randint(k, (steps, n), generator=generator)
@@ -301,7 +342,9 @@ def test_classes_that_only_the_belief_loses_are_a_collapse(k: int, n: int) -> No
     assert {signal for _, signal in found} == {"classes_lost"}
     assert found[0][0] >= steps // 4
     assert not alarms(moved, certainty, k, moved)
-    assert not alarms(labels, certainty, k, moved)  # the source predicts fewer classes: the belief has gained them
+    assert not alarms(
+        labels, certainty, k, moved
+    )  # the source predicts fewer classes: the belief has gained them
 
 
 def test_a_harder_stream_is_uncertainty_alone() -> None:
@@ -317,7 +360,9 @@ def test_a_harder_stream_is_uncertainty_alone() -> None:
 # Responses
 
 
-def poisoned(monitor: df.Monitor | None, preset: str = "tent", count: int = 5, **options: Any) -> df.Adapter:
+def poisoned(
+    monitor: df.Monitor | None, preset: str = "tent", count: int = 5, **options: Any
+) -> df.Adapter:
     adapted = adapter(preset, monitor=monitor, **options)
     for seed in range(30):
         adapted(inputs(seed))
@@ -335,10 +380,16 @@ def test_reverting_goes_back_to_a_belief_before_the_alarm_and_stays_there() -> N
         beliefs.append(plain.belief.mean)
     for seed in range(3):
         adapted(garbage(seed + 100))
-        assert [torch.equal(adapted.belief.mean, mean) for mean in beliefs].index(True) in range(30 - 2 * 5 - 1, 30 - 5)
+        assert [torch.equal(adapted.belief.mean, mean) for mean in beliefs].index(True) in range(
+            30 - 2 * 5 - 1, 30 - 5
+        )
         assert adapted.state.step == 31 + seed
     assert {event.response for event in adapted.events} == {"revert"}
-    assert [event.step for event in adapted.events if event.signal == "share_gained"] == [30, 31, 32]
+    assert [event.step for event in adapted.events if event.signal == "share_gained"] == [
+        30,
+        31,
+        32,
+    ]
     adapted(inputs(200))
     assert adapted.events[-1].step == 32
     assert not any(torch.equal(adapted.belief.mean, mean) for mean in beliefs)
@@ -366,7 +417,9 @@ def test_inflating_multiplies_the_covariance() -> None:
     options = {"transition": df.Transition(df.RandomWalk(), df.NoNoise())}
     monitor = df.Monitor(on_labels="inflate", on_uncertainty="record", inflation=9.0)
     inflated, plain = (poisoned(each, "opgd_diag", 1, **options) for each in (monitor, None))
-    torch.testing.assert_close(inflated.belief.covariance.variance(), 9 * plain.belief.covariance.variance())
+    torch.testing.assert_close(
+        inflated.belief.covariance.variance(), 9 * plain.belief.covariance.variance()
+    )
     assert torch.equal(inflated.belief.mean, plain.belief.mean)
 
 
@@ -388,13 +441,17 @@ def test_freezing_stops_until_told_to_go_on() -> None:
     assert not same(bits(adapted), before)
 
 
-@pytest.mark.parametrize("options", [{}, {"window": 96}, {"update_every": 2}], ids=["plain", "window", "update_every"])
+@pytest.mark.parametrize(
+    "options", [{}, {"window": 96}, {"update_every": 2}], ids=["plain", "window", "update_every"]
+)
 def test_a_frozen_adapter_predicts_by_the_belief_it_keeps(options: dict[str, Any]) -> None:
     """Not by that of a step which is thrown away, and no step is told."""
     told: list[df.StepRecord] = []
     watcher = SimpleNamespace(on_step=told.append)
     monitor = df.Monitor(distance=1e-9, on_parameters="freeze")
-    adapted = adapter("opgd", predict_from="posterior", monitor=monitor, callbacks=[watcher], **options)
+    adapted = adapter(
+        "opgd", predict_from="posterior", monitor=monitor, callbacks=[watcher], **options
+    )
     while not adapted.events:
         adapted(inputs(len(told)))
     last = adapted.last_info
@@ -408,7 +465,9 @@ def test_a_frozen_adapter_predicts_by_the_belief_it_keeps(options: dict[str, Any
 
 
 def test_the_strongest_of_several_responses_is_done() -> None:
-    adapted = adapter("driftfilter", monitor=df.Monitor(on_labels="freeze", distance=1e-9, classes=9.0))
+    adapted = adapter(
+        "driftfilter", monitor=df.Monitor(on_labels="freeze", distance=1e-9, classes=9.0)
+    )
     for seed in range(30):
         adapted(inputs(seed))
     assert [(event.signal, event.response) for event in adapted.events] == [("distance", "record")]
@@ -428,7 +487,11 @@ def test_a_collapse_goes_back_to_the_source_and_begins_anew() -> None:
         counts[name] = labels.bincount(minlength=4).max().item()
     events = [(event.signal, event.response) for event in adapted.events]
     assert events[0] == ("classes_lost", "reset")
-    assert all(event.value >= 0.03 == event.threshold for event in adapted.events if event.signal == "classes_lost")
+    assert all(
+        event.value >= 0.03 == event.threshold
+        for event in adapted.events
+        if event.signal == "classes_lost"
+    )
     assert counts["plain"] > 50 > counts["guarded"]
     first = adapted.events[0].step
     again = adapter(lr=0.1)
@@ -439,7 +502,9 @@ def test_a_collapse_goes_back_to_the_source_and_begins_anew() -> None:
 
 
 @pytest.mark.parametrize(("samples", "every"), [(20, 2), (50, 2), (64, 3), (100, 4)])
-def test_the_source_is_asked_now_and_then_with_the_statistics_of_now(samples: int, every: int) -> None:
+def test_the_source_is_asked_now_and_then_with_the_statistics_of_now(
+    samples: int, every: int
+) -> None:
     start = adapter("driftfilter", statistics=df.PseudoCount(16), monitor=df.Monitor(probe=2))
     asked = []
     predict = df.Filter.predict
@@ -485,7 +550,9 @@ def test_on_probation_the_belief_adapts_and_goes_back_when_the_stream_does() -> 
 
 @pytest.mark.parametrize("stream", ["garbage", "blurred"])
 def test_after_enough_patience_the_stream_is_the_new_history(stream: str) -> None:
-    adapted = poisoned(df.Monitor(patience=15), "source" if stream == "garbage" else "tent", count=0)
+    adapted = poisoned(
+        df.Monitor(patience=15), "source" if stream == "garbage" else "tent", count=0
+    )
     bring = {"garbage": lambda _: garbage(100), "blurred": blurred}[stream]
     for seed in range(40):
         adapted(bring(seed))
@@ -497,7 +564,9 @@ def test_after_enough_patience_the_stream_is_the_new_history(stream: str) -> Non
 
 
 def test_parameters_far_from_the_source_are_never_accepted() -> None:
-    adapted = adapter("driftfilter", monitor=df.Monitor(distance=0.01, patience=2, on_parameters="revert"))
+    adapted = adapter(
+        "driftfilter", monitor=df.Monitor(distance=0.01, patience=2, on_parameters="revert")
+    )
     for seed in range(12):
         adapted(inputs(seed))
     assert {(event.signal, event.response) for event in adapted.events} == {("distance", "revert")}
@@ -507,10 +576,14 @@ def test_parameters_far_from_the_source_are_never_accepted() -> None:
 # What the adapter does with it
 
 
-@pytest.mark.parametrize("options", [{}, {"window": 32}, {"update_every": 3}], ids=["plain", "window", "update_every"])
+@pytest.mark.parametrize(
+    "options", [{}, {"window": 32}, {"update_every": 3}], ids=["plain", "window", "update_every"]
+)
 @pytest.mark.parametrize("preset", ["tent", "driftfilter", "t3a", "stad", "head_ekf", "opgd"])
 def test_without_alarms_nothing_changes(preset: str, options: dict[str, int]) -> None:
-    watched, plain = (df.adapt(network(), preset, monitor=monitor, **options) for monitor in (df.Monitor(), None))
+    watched, plain = (
+        df.adapt(network(), preset, monitor=monitor, **options) for monitor in (df.Monitor(), None)
+    )
     for seed in range(12):
         n = 4 if "window" in options else 32
         assert torch.equal(watched(inputs(seed, n)), plain(inputs(seed, n)))
@@ -563,7 +636,9 @@ def test_values_that_are_not_finite_are_an_error_and_an_event() -> None:
         with pytest.raises(df.NotFiniteError, match="finite"):
             call(inputs(1).fill_(math.nan))
     assert same(bits(adapted), before)
-    assert [(event.signal, event.response, event.step) for event in adapted.events] == [("not_finite", "record", 1)] * 2
+    assert [(event.signal, event.response, event.step) for event in adapted.events] == [
+        ("not_finite", "record", 1)
+    ] * 2
 
 
 class Jump:
@@ -581,9 +656,16 @@ class Jump:
 
 def test_detectors_are_asked_and_copied() -> None:
     detector = Jump(0.9)
-    adapted = poisoned(df.Monitor(on_labels="record", detectors={"largest_share": detector}, on_detector="reset"), count=1)
+    adapted = poisoned(
+        df.Monitor(on_labels="record", detectors={"largest_share": detector}, on_detector="reset"),
+        count=1,
+    )
     event = adapted.events[-1]
-    assert (event.signal, event.response, event.value) == ("detector of largest_share", "reset", 1.0)
+    assert (event.signal, event.response, event.value) == (
+        "detector of largest_share",
+        "reset",
+        1.0,
+    )
     assert torch.equal(adapted.belief.mean, adapted.state.source.mean)
     assert detector.seen == 0
 
@@ -597,7 +679,9 @@ def test_a_detector_of_river() -> None:
     assert not [event for event in adapted.events if event.signal.startswith("detector")]
     for seed in range(30):
         adapted(blurred(seed))
-    assert next(event.step for event in adapted.events if event.signal == "detector of predictive_entropy") in range(60, 70)
+    assert next(
+        event.step for event in adapted.events if event.signal == "detector of predictive_entropy"
+    ) in range(60, 70)
 
 
 def test_only_the_last_thousand_events_are_kept() -> None:
@@ -609,11 +693,25 @@ def test_only_the_last_thousand_events_are_kept() -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("classes", 0.0), ("uncertainty", (1.0,)), ("share", -1.0), ("distance", math.nan), ("divergence", 0.0),
-     ("false_alarm", 1.0), ("probe", 0), ("lag", 0), ("patience", 0.5), ("inflation", 1.0), ("on_labels", "panic"),
-     ("on_collapse", "stop"), ("on_detector", None), ("detectors", {"energie": Jump(1)}), ("detectors", {"energy": 3})],
+    [
+        ("classes", 0.0),
+        ("uncertainty", (1.0,)),
+        ("share", -1.0),
+        ("distance", math.nan),
+        ("divergence", 0.0),
+        ("false_alarm", 1.0),
+        ("probe", 0),
+        ("lag", 0),
+        ("patience", 0.5),
+        ("inflation", 1.0),
+        ("on_labels", "panic"),
+        ("on_collapse", "stop"),
+        ("on_detector", None),
+        ("detectors", {"energie": Jump(1)}),
+        ("detectors", {"energy": 3}),
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_wrong_values_are_refused_by_name(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=rf"Monitor.{name}"):
         df.Monitor(**{name: value})
@@ -631,10 +729,14 @@ def test_a_monitor_is_a_value() -> None:
 
 @pytest.mark.parametrize("share", [0.01, 0.1, 0.4])
 @pytest.mark.parametrize("samples", [64, 500])
-def test_the_tail_of_a_rise_is_below_the_exact_one_of_rare_events(share: float, samples: int) -> None:
+def test_the_tail_of_a_rise_is_below_the_exact_one_of_rare_events(
+    share: float, samples: int
+) -> None:
     """Samples that are 0 or 1, their number binomial: -ln P(mean >= share + t), by scipy."""
     deviation = math.sqrt(share * (1 - share))
-    for count in range(math.ceil(samples * share) + 1, samples // 2 + samples // 4, max(1, samples // 16)):
+    for count in range(
+        math.ceil(samples * share) + 1, samples // 2 + samples // 4, max(1, samples // 16)
+    ):
         rise = (count / samples - share) / deviation
         exact = -scipy.stats.binom.logsf(count - 1, samples, share)
         assert 0 < bernstein(rise, samples, 1 / deviation) <= exact
@@ -642,7 +744,9 @@ def test_the_tail_of_a_rise_is_below_the_exact_one_of_rare_events(share: float, 
 
 
 def test_rare_hard_samples_are_no_rise_of_uncertainty() -> None:
-    """Independent samples, one in a hundred uncertain, the others nearly sure: 30 streams of 60 batches, no alarm."""
+    """Independent samples, one in a hundred uncertain, the others nearly sure: 30 streams of 60
+    batches, no alarm.
+    """
     for seed in range(30):
         draw = torch.Generator().manual_seed(seed)
         hard = torch.rand(60, 64, generator=draw) < 0.01
@@ -654,7 +758,9 @@ def test_rare_hard_samples_are_no_rise_of_uncertainty() -> None:
             found = summary(p.log())
             window = faded(window, found, 64)
             if history is not None:
-                evidence = Evidence.of({name: value.item() for name, value in compared(window, history).items()}, 4)
+                evidence = Evidence.of(
+                    {name: value.item() for name, value in compared(window, history).items()}, 4
+                )
                 assert evidence.tails[2] < -math.log(1e-4)
             history = extended(history, found, 64)
 

@@ -1,4 +1,6 @@
-"""Statistics of batch normalisation: formulas written out, carried from step to step, and their gradients."""
+"""Statistics of batch normalisation: formulas written out, carried from step to step, and their
+gradients.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from driftfilter.networks.batch_norm import diversity
 
 KINDS: list[Any] = ["batch", "source", df.PseudoCount(3.0), df.Ema(0.3)]
 kinds = pytest.mark.parametrize("statistics", KINDS, ids=str)
-exact = pytest.mark.parametrize("statistics", [*KINDS[:3], df.Ema(1.0)], ids=str)  # those with the derivative of their values
+exact = pytest.mark.parametrize(
+    "statistics", [*KINDS[:3], df.Ema(1.0)], ids=str
+)  # those with the derivative of their values
 
 
 def trained(*layers: nn.Module) -> nn.Sequential:
@@ -29,7 +33,10 @@ def trained(*layers: nn.Module) -> nn.Sequential:
         for parameter in model.parameters():
             parameter.add_(0.3 * torch.randn_like(parameter))
         for layer in model.modules():
-            if isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.running_mean is not None:
+            if (
+                isinstance(layer, nn.modules.batchnorm._BatchNorm)
+                and layer.running_mean is not None
+            ):
                 assert layer.running_var is not None
                 layer.running_mean.normal_()
                 layer.running_var.uniform_(0.5, 2.0)
@@ -38,16 +45,29 @@ def trained(*layers: nn.Module) -> nn.Sequential:
 
 def convolutional() -> nn.Sequential:
     torch.manual_seed(0)
-    layers = nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.Tanh(), nn.Conv2d(3, 4, 2), nn.BatchNorm2d(4), nn.Tanh()
+    layers = (
+        nn.Conv2d(2, 3, 3),
+        nn.BatchNorm2d(3),
+        nn.Tanh(),
+        nn.Conv2d(3, 4, 2),
+        nn.BatchNorm2d(4),
+        nn.Tanh(),
+    )
     return trained(*layers, nn.Flatten(), nn.Linear(16, 3))
 
 
 def images(samples: int = 5, seed: int = 1) -> Tensor:
-    return torch.randn(samples, 2, 5, 5, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return torch.randn(
+        samples, 2, 5, 5, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
 
 
-def blended(values: Tensor, mean: Tensor, variance: Tensor, share: float | Tensor) -> tuple[Tensor, Tensor]:
-    """Moments of a mixture: of the draws with probability 1 - α from the first, α from the batch."""
+def blended(
+    values: Tensor, mean: Tensor, variance: Tensor, share: float | Tensor
+) -> tuple[Tensor, Tensor]:
+    """Moments of a mixture: of the draws with probability 1 - α from the first, α from the
+    batch.
+    """
     columns = values.transpose(0, 1).flatten(1)
     batch, second = columns.mean(1), columns.square().mean(1)
     mixed = (1 - share) * mean + share * batch
@@ -59,7 +79,10 @@ def renormalized(values: Tensor, mean: Tensor, variance: Tensor, eps: float) -> 
     wide = [1, -1, *[1] * (values.dim() - 2)]
     columns = values.transpose(0, 1).flatten(1)
     batch, deviation = columns.mean(1), (columns.var(1, correction=0) + eps).sqrt()
-    r, d = (deviation / (variance + eps).sqrt()).detach(), ((batch - mean) / (variance + eps).sqrt()).detach()
+    r, d = (
+        (deviation / (variance + eps).sqrt()).detach(),
+        ((batch - mean) / (variance + eps).sqrt()).detach(),
+    )
     return (values - batch.view(wide)) / deviation.view(wide) * r.view(wide) + d.view(wide)
 
 
@@ -86,7 +109,9 @@ def reference(
         scaled = (hidden - mean.view(wide)) / (variance + layer.eps).sqrt().view(wide)
         if renormalizing:
             scaled = renormalized(hidden, mean, variance, layer.eps)
-        hidden = scaled * layer.weight.view(wide) + layer.bias.view(wide) if layer.affine else scaled
+        hidden = (
+            scaled * layer.weight.view(wide) + layer.bias.view(wide) if layer.affine else scaled
+        )
     return hidden, found
 
 
@@ -96,14 +121,22 @@ def dense(affine: bool) -> nn.Sequential:
 
 MODELS: dict[str, Callable[[], nn.Sequential]] = {
     "convolutional": convolutional,
-    "bare": lambda: trained(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3, affine=False), nn.Tanh(), nn.Flatten(), nn.Linear(27, 3)),
+    "bare": lambda: trained(
+        nn.Conv2d(2, 3, 3),
+        nn.BatchNorm2d(3, affine=False),
+        nn.Tanh(),
+        nn.Flatten(),
+        nn.Linear(27, 3),
+    ),
     "dense": lambda: trained(nn.Flatten(), *dense(True)),
     "dense_bare": lambda: trained(nn.Flatten(), *dense(False)),
 }
 
 
 @pytest.mark.parametrize("case", MODELS)
-@pytest.mark.parametrize(("statistics", "share"), [(df.PseudoCount(3.0), 5 / 8), (df.Ema(0.3), 0.3)], ids=str)
+@pytest.mark.parametrize(
+    ("statistics", "share"), [(df.PseudoCount(3.0), 5 / 8), (df.Ema(0.3), 0.3)], ids=str
+)
 def test_logits_and_gradient_of_a_blend(statistics: Any, share: float, case: str) -> None:
     model, inputs = MODELS[case](), images()
     network = df.Network(model, df.AllParameters(), statistics)
@@ -118,14 +151,20 @@ def test_logits_and_gradient_of_a_blend(statistics: Any, share: float, case: str
     torch.testing.assert_close(pullback(cotangents).sum(0), gradient, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize(("statistics", "share"), [(df.PseudoCount(2.0), 4 / 6), (df.Ema(0.3), 0.3)], ids=str)
-def test_rows_of_a_blend_are_those_of_the_own_scale_and_shift_of_each_sample(statistics: Any, share: float) -> None:
+@pytest.mark.parametrize(
+    ("statistics", "share"), [(df.PseudoCount(2.0), 4 / 6), (df.Ema(0.3), 0.3)], ids=str
+)
+def test_rows_of_a_blend_are_those_of_the_own_scale_and_shift_of_each_sample(
+    statistics: Any, share: float
+) -> None:
     model, inputs = trained(nn.BatchNorm1d(3)), torch.randn(4, 3, dtype=torch.float64)
     network = df.Network(model, statistics=statistics)
     layer: Any = model[0]
     mean, variance = blended(inputs, layer.running_mean, layer.running_var, share)
     cotangents = torch.randn(4, 3, dtype=torch.float64)
-    expected = torch.cat((cotangents * (inputs - mean) / (variance + layer.eps).sqrt(), cotangents), 1)
+    expected = torch.cat(
+        (cotangents * (inputs - mean) / (variance + layer.eps).sqrt(), cotangents), 1
+    )
     torch.testing.assert_close(network.pullback(network.mean(), inputs)[1](cotangents), expected)
 
 
@@ -142,9 +181,13 @@ def test_ema_carries_its_statistics() -> None:
         torch.testing.assert_close(logits, expected)
         torch.testing.assert_close(model_now(theta, inputs), expected)
         memory = pullback.memory
-        torch.testing.assert_close(memory["network.statistics"], torch.cat([part for pair in carried for part in pair]))
+        torch.testing.assert_close(
+            memory["network.statistics"], torch.cat([part for pair in carried for part in pair])
+        )
     start = reference(model, inputs, 0.3)[0]
-    torch.testing.assert_close(network(theta, inputs), start)  # the network itself remembers nothing
+    torch.testing.assert_close(
+        network(theta, inputs), start
+    )  # the network itself remembers nothing
     assert not torch.allclose(start, expected)
 
 
@@ -165,9 +208,15 @@ def test_statistics_of_another_network_are_refused() -> None:
 def test_the_ends_of_the_blends_are_batch_and_source() -> None:
     model, inputs = convolutional(), images()
     theta = df.Network(model).mean()
-    batch, source = (df.Network(model, statistics=kind)(theta, inputs) for kind in ("batch", "source"))
-    torch.testing.assert_close(df.Network(model, statistics=df.PseudoCount(0.0))(theta, inputs), batch)
-    torch.testing.assert_close(df.Network(model, statistics=df.PseudoCount(1e15))(theta, inputs), source)
+    batch, source = (
+        df.Network(model, statistics=kind)(theta, inputs) for kind in ("batch", "source")
+    )
+    torch.testing.assert_close(
+        df.Network(model, statistics=df.PseudoCount(0.0))(theta, inputs), batch
+    )
+    torch.testing.assert_close(
+        df.Network(model, statistics=df.PseudoCount(1e15))(theta, inputs), source
+    )
     torch.testing.assert_close(df.Network(model, statistics=df.Ema(1.0))(theta, inputs), batch)
     torch.testing.assert_close(df.Network(model, statistics=df.Ema(0.0))(theta, inputs), source)
 
@@ -177,7 +226,12 @@ def test_pushforward_is_the_slope_of_the_logits(statistics: Any) -> None:
     network, inputs = df.Network(convolutional(), statistics=statistics), images()
     theta, tangent = network.mean(), torch.randn(len(network.mean()), dtype=torch.float64)
     difference = network(theta + 1e-5 * tangent, inputs) - network(theta - 1e-5 * tangent, inputs)
-    torch.testing.assert_close(network.pushforward(theta, inputs, tangent[None])[0], difference / 2e-5, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(
+        network.pushforward(theta, inputs, tangent[None])[0],
+        difference / 2e-5,
+        rtol=1e-6,
+        atol=1e-7,
+    )
 
 
 @kinds
@@ -187,7 +241,9 @@ def test_pushforward_is_the_adjoint_of_the_pullback(statistics: Any) -> None:
     logits, pullback = network.pullback(theta, inputs)
     cotangents = torch.randn_like(logits)
     pushed = network.pushforward(theta, inputs, tangent[None])[0]
-    torch.testing.assert_close((pushed * cotangents).sum(), pullback.total(cotangents) @ tangent, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(
+        (pushed * cotangents).sum(), pullback.total(cotangents) @ tangent, rtol=1e-10, atol=1e-10
+    )
 
 
 @exact
@@ -198,7 +254,10 @@ def test_total_is_the_slope_of_the_logits(statistics: Any) -> None:
     cotangents = torch.randn_like(logits)
     difference = network(theta + 1e-5 * tangent, inputs) - network(theta - 1e-5 * tangent, inputs)
     torch.testing.assert_close(
-        pullback.total(cotangents) @ tangent, (difference * cotangents).sum() / 2e-5, rtol=1e-6, atol=1e-7
+        pullback.total(cotangents) @ tangent,
+        (difference * cotangents).sum() / 2e-5,
+        rtol=1e-6,
+        atol=1e-7,
     )
     torch.testing.assert_close(pullback(cotangents).sum(0), pullback.total(cotangents))
 
@@ -222,13 +281,24 @@ def test_one_value_a_channel_has_the_derivative_of_its_values_under_ema() -> Non
     expected = reference(model, inputs, 0.3)[0]
     torch.testing.assert_close(logits, expected)
     cotangents = torch.randn_like(logits)
-    gradient = torch.cat([each.flatten() for each in torch.autograd.grad(expected, list(model.parameters()), cotangents)])
+    gradient = torch.cat(
+        [
+            each.flatten()
+            for each in torch.autograd.grad(expected, list(model.parameters()), cotangents)
+        ]
+    )
     torch.testing.assert_close(pullback.total(cotangents), gradient, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("statistics", ["batch", "source", df.PseudoCount(), df.Ema()], ids=repr)
 def test_an_image_that_is_no_batch_is_refused_as_by_the_module_itself(statistics: Any) -> None:
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2)).eval()
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3),
+        nn.BatchNorm2d(4),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(4, 2),
+    ).eval()
     image = torch.randn(3, 6, 6)  # four rows are left of it, as many as there are channels
     with pytest.raises(ValueError, match="expected 4D input") as own:
         model(image)
@@ -239,21 +309,35 @@ def test_an_image_that_is_no_batch_is_refused_as_by_the_module_itself(statistics
 @kinds
 def test_layers_without_running_statistics_use_those_of_the_batch(statistics: Any) -> None:
     model = trained(nn.BatchNorm1d(3, track_running_stats=False), nn.Linear(3, 2))
-    inputs, network = torch.randn(4, 3, dtype=torch.float64), df.Network(model, statistics=statistics)
+    inputs, network = (
+        torch.randn(4, 3, dtype=torch.float64),
+        df.Network(model, statistics=statistics),
+    )
     logits, pullback = network.pullback(network.mean(), inputs)
     torch.testing.assert_close(logits, model(inputs))
-    gradients = torch.autograd.grad(model(inputs), list(model[0].parameters()), torch.ones_like(logits))
+    gradients = torch.autograd.grad(
+        model(inputs), list(model[0].parameters()), torch.ones_like(logits)
+    )
     torch.testing.assert_close(pullback(torch.ones_like(logits)).sum(0), torch.cat(gradients))
 
 
 @kinds
 def test_layers_without_scale_and_shift(statistics: Any) -> None:
     model = trained(nn.BatchNorm1d(3, affine=False), nn.Linear(3, 2))
-    inputs, network = torch.randn(4, 3, dtype=torch.float64), df.Network(model, df.Head(), statistics)
+    inputs, network = (
+        torch.randn(4, 3, dtype=torch.float64),
+        df.Network(model, df.Head(), statistics),
+    )
     layer: Any = model[0]
-    share = {"batch": 1.0, "source": 0.0}[statistics] if isinstance(statistics, str) else statistics.share(4)
+    share = (
+        {"batch": 1.0, "source": 0.0}[statistics]
+        if isinstance(statistics, str)
+        else statistics.share(4)
+    )
     mean, variance = blended(inputs, layer.running_mean, layer.running_var, share)
-    torch.testing.assert_close(network(network.mean(), inputs), model[1]((inputs - mean) / (variance + layer.eps).sqrt()))
+    torch.testing.assert_close(
+        network(network.mean(), inputs), model[1]((inputs - mean) / (variance + layer.eps).sqrt())
+    )
 
 
 @kinds
@@ -273,7 +357,9 @@ class Activated(nn.BatchNorm1d):
     def forward(self, inputs: Tensor) -> Tensor:
         own = self.training or self.running_mean is None
         moments = (None, None) if own else (self.running_mean, self.running_var)
-        return functional.batch_norm(inputs, *moments, self.weight, self.bias, own, 0.1, self.eps).relu()
+        return functional.batch_norm(
+            inputs, *moments, self.weight, self.bias, own, 0.1, self.eps
+        ).relu()
 
 
 class Inherited(nn.BatchNorm1d):
@@ -283,13 +369,19 @@ class Inherited(nn.BatchNorm1d):
 
 @pytest.mark.parametrize("layer", [Activated, Inherited])
 @kinds
-def test_a_batch_norm_with_a_forward_of_its_own(layer: Callable[[int], nn.Module], statistics: Any) -> None:
+def test_a_batch_norm_with_a_forward_of_its_own(
+    layer: Callable[[int], nn.Module], statistics: Any
+) -> None:
     model, inputs = trained(layer(3), nn.Linear(3, 2)), torch.randn(4, 3, dtype=torch.float64)
     plain = nn.Sequential(nn.BatchNorm1d(3), nn.ReLU(), nn.Linear(3, 2)).double()
-    plain.load_state_dict({name.replace("1.", "2.", 1): tensor for name, tensor in model.state_dict().items()})
+    plain.load_state_dict(
+        {name.replace("1.", "2.", 1): tensor for name, tensor in model.state_dict().items()}
+    )
     own, other = df.Network(model, statistics=statistics), df.Network(plain, statistics=statistics)
     for batch in (inputs, inputs[:1]):
-        (logits, pullback), (expected, expected_pullback) = (each.pullback(own.mean(), batch) for each in (own, other))
+        (logits, pullback), (expected, expected_pullback) = (
+            each.pullback(own.mean(), batch) for each in (own, other)
+        )
         torch.testing.assert_close(logits, expected)
         cotangents = torch.randn_like(logits)
         torch.testing.assert_close(pullback(cotangents), expected_pullback(cotangents))
@@ -319,11 +411,20 @@ def test_a_batch_norm_that_normalises_by_hand_has_a_total_but_neither_rows_nor_a
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: df.PseudoCount(-1.0), r"PseudoCount.count must be a finite number in \[0, inf\), got -1.0"),
+        (
+            lambda: df.PseudoCount(-1.0),
+            r"PseudoCount.count must be a finite number in \[0, inf\), got -1.0",
+        ),
         (lambda: df.PseudoCount(math.inf), r"PseudoCount.count must be a finite number"),
         (lambda: df.Ema(1.5), r"Ema.momentum must be a finite number in \[0, 1\], got 1.5"),
-        (lambda: df.Ema(0.1, -1.0), r"Ema.diversity must be a finite number in \[0, inf\), got -1.0"),
-        (lambda: df.Ema(0.1, math.nan), r"Ema.diversity must be a finite number in \[0, inf\), got nan"),
+        (
+            lambda: df.Ema(0.1, -1.0),
+            r"Ema.diversity must be a finite number in \[0, inf\), got -1.0",
+        ),
+        (
+            lambda: df.Ema(0.1, math.nan),
+            r"Ema.diversity must be a finite number in \[0, inf\), got nan",
+        ),
     ],
     ids=["negative", "infinite", "momentum", "diversity", "nan"],
 )
@@ -333,7 +434,9 @@ def test_refusals(make: Any, message: str) -> None:
 
 
 def effective_share(logits: Tensor) -> Tensor:
-    """D, with the entropy written out: effective classes over those that as many balanced draws show."""
+    """D, with the entropy written out: effective classes over those that as many balanced draws
+    show.
+    """
     n, k = logits.shape
     mean = logits.softmax(-1).mean(0)
     return ((-(mean * mean.log()).sum()).exp() / (k * (1 - (1 - 1 / k) ** n))).clamp(max=1)
@@ -370,20 +473,28 @@ def moved_to(model: nn.Sequential, theta: Tensor) -> nn.Sequential:
     """A copy with these parameters of its batch norms."""
     own = copy.deepcopy(model)
     norms = [layer for layer in own if isinstance(layer, nn.BatchNorm2d)]
-    nn.utils.vector_to_parameters(theta, [parameter for layer in norms for parameter in layer.parameters()])
+    nn.utils.vector_to_parameters(
+        theta, [parameter for layer in norms for parameter in layer.parameters()]
+    )
     return own
 
 
 def test_the_share_of_a_batch_follows_the_diversity_of_the_one_before() -> None:
     model = unbalanced()
-    adapter, share, carried = diverse(model, inference=df.GradientStep(df.SGD(0.1))), torch.tensor(SHARE).double(), None
+    adapter, share, carried = (
+        diverse(model, inference=df.GradientStep(df.SGD(0.1))),
+        torch.tensor(SHARE).double(),
+        None,
+    )
     for step in range(4):
         inputs, theta = images(seed=step), adapter.belief.mean
         found = adapter(inputs)
         logits, carried = reference(moved_to(model, theta), inputs, share, carried)
         torch.testing.assert_close(found, logits.log_softmax(-1))
         statistics, found_share = kept(adapter)
-        torch.testing.assert_close(statistics, torch.cat([part for pair in carried for part in pair]))
+        torch.testing.assert_close(
+            statistics, torch.cat([part for pair in carried for part in pair])
+        )
         torch.testing.assert_close(found_share, effective_share(logits))
         assert found_share.shape == ()
         share = SHARE * effective_share(logits) ** 4
@@ -411,10 +522,14 @@ def test_a_batch_of_one_class_lowers_the_share_of_the_next(bias: float) -> None:
     torch.testing.assert_close(kept(adapter)[0], torch.cat(first))
     torch.testing.assert_close(kept(adapter)[1].item(), found)
     adapter(images(seed=2))
-    torch.testing.assert_close(kept(adapter)[0], torch.cat(blended(images(seed=2), *first, SHARE * found**4)))
+    torch.testing.assert_close(
+        kept(adapter)[0], torch.cat(blended(images(seed=2), *first, SHARE * found**4))
+    )
 
 
-@pytest.mark.parametrize(("diversity", "weight"), [(0.0, 0.9**20), (4.0, (1 - 0.1 / 64) ** 20)], ids=str)
+@pytest.mark.parametrize(
+    ("diversity", "weight"), [(0.0, 0.9**20), (4.0, (1 - 0.1 / 64) ** 20)], ids=str
+)
 def test_single_samples_stay_near_the_source(diversity: float, weight: float) -> None:
     model = one_class(60.0)
     adapter = diverse(model, 0.1, diversity, inference=df.Frozen())
@@ -422,13 +537,17 @@ def test_single_samples_stay_near_the_source(diversity: float, weight: float) ->
     for _ in range(20):
         adapter(torch.full((1, 2, 5, 5), 7.0, dtype=torch.float64))
     mean = adapter.state_dict()["memory.network.statistics"][:2]
-    torch.testing.assert_close((mean - 7) / (layer.running_mean - 7), torch.full((2,), weight, dtype=torch.float64))
+    torch.testing.assert_close(
+        (mean - 7) / (layer.running_mean - 7), torch.full((2,), weight, dtype=torch.float64)
+    )
 
 
 def test_without_diversity_none_is_kept() -> None:
     adapter = diverse(unbalanced(), diversity=0.0)
     adapter(images())
-    assert [name for name in adapter.state_dict() if "network" in name] == ["memory.network.statistics"]
+    assert [name for name in adapter.state_dict() if "network" in name] == [
+        "memory.network.statistics"
+    ]
 
 
 def test_a_checkpoint_carries_the_diversity() -> None:
@@ -438,8 +557,14 @@ def test_a_checkpoint_carries_the_diversity() -> None:
     second.load_state_dict(copy.deepcopy(first.state_dict()))
     for seed in range(2, 4):
         assert torch.equal(first(images(seed=seed)), second(images(seed=seed)))
-        assert all(torch.equal(one, other) for one, other in zip(kept(first), kept(second), strict=True))
-    without = {name: value for name, value in first.state_dict().items() if name != "memory.network.diversity"}
+        assert all(
+            torch.equal(one, other) for one, other in zip(kept(first), kept(second), strict=True)
+        )
+    without = {
+        name: value
+        for name, value in first.state_dict().items()
+        if name != "memory.network.diversity"
+    }
     second.load_state_dict(without)  # D = 1 then, so that it was D that the others had in common
     assert not torch.equal(first(images(seed=4)), second(images(seed=4)))
 
@@ -450,7 +575,9 @@ def test_predict_uses_the_diversity_kept_and_keeps_none() -> None:
     adapter(images(seed=0))
     before = {name: value.clone() for name, value in adapter.state_dict().items()}
     logits, carried = reference(model, images(seed=0), SHARE)
-    expected = reference(model, images(seed=1), SHARE * effective_share(logits) ** 4, carried)[0].softmax(-1)
+    expected = reference(model, images(seed=1), SHARE * effective_share(logits) ** 4, carried)[
+        0
+    ].softmax(-1)
     for _ in range(2):
         torch.testing.assert_close(adapter.predict(images(seed=1)).probabilities, expected)
     assert all(torch.equal(value, before[name]) for name, value in adapter.state_dict().items())
@@ -479,7 +606,9 @@ class Sides(nn.Module):
 
 def test_the_diversity_is_that_of_the_classes_where_the_loss_sees_something_else() -> None:
     model = Sides()
-    network = df.Network(model, None, df.Ema(0.5, 4.0), lambda sides: sides[0], lambda sides: sides[1])
+    network = df.Network(
+        model, None, df.Ema(0.5, 4.0), lambda sides: sides[0], lambda sides: sides[1]
+    )
     seen, pullback = network.observing.pullback(network.mean(), images())
     logits = reference(model.body, images(), SHARE)[0]
     torch.testing.assert_close(seen, 9 * model.side(logits))
@@ -503,7 +632,9 @@ def test_the_diversity_is_of_the_belief_s_precision_under_autocast() -> None:
 
 @pytest.mark.parametrize(("k", "n"), [(10, 200), (100, 64), (1000, 200), (1000, 64), (2, 1)])
 def test_balanced_labels_have_the_full_share_whatever_the_number_of_classes(k: int, n: int) -> None:
-    """Confident predictions of n labels drawn uniformly from k classes: about as many classes as there can be."""
+    """Confident predictions of n labels drawn uniformly from k classes: about as many classes as
+    there can be.
+    """
     labels = torch.randint(k, (n,), generator=torch.Generator().manual_seed(0))
     logits = 50.0 * functional.one_hot(labels, k).double()
     assert 0.8 < diversity(logits).item() <= 1.0

@@ -1,4 +1,6 @@
-"""adapt(compile=…): frozen parts of a network through torch.compile, with the results of the network as it is."""
+"""adapt(compile=…): frozen parts of a network through torch.compile, with the results of the
+network as it is.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from driftfilter.networks.network import Network
 from driftfilter.networks.shared_copy import frozen_parts
 
 BACKEND = "aot_eager"  # needs no compiler of C++
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's own, while it compiles
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor"
+)  # torch's own, while it compiles
 
 
 class Perceptron(nn.Module):
@@ -41,7 +45,10 @@ class Block(nn.Module):
 def network() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(
-        nn.Linear(6, 8), Block(8), nn.ModuleList([Block(8)])[0], nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
+        nn.Linear(6, 8),
+        Block(8),
+        nn.ModuleList([Block(8)])[0],
+        nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)),
     ).eval()
 
 
@@ -70,9 +77,14 @@ def test_results_are_those_of_the_model_as_it_is(preset: str) -> None:
     for batch in stream():
         torch.testing.assert_close(compiled(batch), plain(batch), rtol=1e-4, atol=1e-5)
     assert graphs() > 0
-    torch.testing.assert_close(compiled.state.belief.mean, plain.state.belief.mean, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(
-        compiled.state.belief.covariance.dense(), plain.state.belief.covariance.dense(), rtol=1e-4, atol=1e-6
+        compiled.state.belief.mean, plain.state.belief.mean, rtol=1e-4, atol=1e-5
+    )
+    torch.testing.assert_close(
+        compiled.state.belief.covariance.dense(),
+        plain.state.belief.covariance.dense(),
+        rtol=1e-4,
+        atol=1e-6,
     )
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert not any(getattr(module, "_compiled_call_impl", None) for module in model.modules())
@@ -89,7 +101,9 @@ def test_the_largest_parts_without_adapted_layers_are_compiled() -> None:
         hooked.get_submodule("1.mix"),
         hooked.get_submodule("2.mix"),
     ]
-    normed = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), nn.Sequential(nn.ReLU(), nn.Linear(4, 2)))
+    normed = nn.Sequential(
+        nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), nn.Sequential(nn.ReLU(), nn.Linear(4, 2))
+    )
     assert frozen_parts(normed, set()) == [normed[1]]
 
 
@@ -100,10 +114,15 @@ def test_jacobian_vector_products_and_rows_of_any_parameter_are_not_compiled() -
     for batch in stream()[:2]:
         torch.testing.assert_close(compiled(batch), plain(batch), rtol=1e-4, atol=1e-5)
     inner = Network(model, df.ByName(("1.norm.*",)), "source")
-    rows = inner.sample_rows(inner.mean(), stream()[0], inner(inner.mean(), stream()[0]), torch.ones(16, 3), [])
+    rows = inner.sample_rows(
+        inner.mean(), stream()[0], inner(inner.mean(), stream()[0]), torch.ones(16, 3), []
+    )
     assert inner.compile(BACKEND)
     torch.testing.assert_close(
-        inner.sample_rows(inner.mean(), stream()[0], inner(inner.mean(), stream()[0]), torch.ones(16, 3), []), rows
+        inner.sample_rows(
+            inner.mean(), stream()[0], inner(inner.mean(), stream()[0]), torch.ones(16, 3), []
+        ),
+        rows,
     )
 
 
@@ -112,7 +131,9 @@ def test_an_adapter_that_compiles_can_be_copied_and_pickled() -> None:
     expected = [adapter(batch) for batch in stream()][-1]
     for other in (copy.deepcopy(adapter), pickle.loads(pickle.dumps(adapter))):
         other.reset()
-        torch.testing.assert_close([other(batch) for batch in stream()][-1], expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            [other(batch) for batch in stream()][-1], expected, rtol=1e-4, atol=1e-5
+        )
 
 
 def test_a_model_without_such_parts_is_told() -> None:
@@ -123,5 +144,8 @@ def test_a_model_without_such_parts_is_told() -> None:
 
 @pytest.mark.parametrize("wrong", [1, None, torch.compile])
 def test_other_values_are_refused(wrong: Any) -> None:
-    with pytest.raises(ValueError, match=r"adapt: compile must be True, False or the name of a backend of torch\.compile"):
+    with pytest.raises(
+        ValueError,
+        match=r"adapt: compile must be True, False or the name of a backend of torch\.compile",
+    ):
         df.adapt(network(), compile=wrong)

@@ -1,4 +1,6 @@
-"""Options for speed: autocast, channels last, and passes as CUDA graphs, which on a CPU change nothing."""
+"""Options for speed: autocast, channels last, and passes as CUDA graphs, which on a CPU change
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,12 @@ class Convolutional(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.body = nn.Sequential(
-            nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 16, 3), nn.BatchNorm2d(16), nn.ReLU()
+            nn.Conv2d(3, 8, 3),
+            nn.BatchNorm2d(8),
+            nn.ReLU(),
+            nn.Conv2d(8, 16, 3),
+            nn.BatchNorm2d(16),
+            nn.ReLU(),
         )
         self.head = nn.Linear(16, 5)
 
@@ -42,11 +49,21 @@ def stream(sizes: list[int]) -> list[Tensor]:
 def run(preset: str, batches: list[Tensor], graphs: bool, **options: Any) -> tuple[Tensor, ...]:
     adapter = df.adapt(model(), preset, cuda_graphs=graphs, **options)
     outputs = torch.cat([adapter(batch) for batch in batches])
-    return outputs, adapter.belief.mean, adapter.belief.covariance.variance(), adapter.predict(batches[0]).log_probabilities
+    return (
+        outputs,
+        adapter.belief.mean,
+        adapter.belief.covariance.variance(),
+        adapter.predict(batches[0]).log_probabilities,
+    )
 
 
-@pytest.mark.parametrize("sizes", [[16] * 6, [16, 16, 16, 7, 7, 7, 16, 7]], ids=["one-size", "two-sizes"])
-@pytest.mark.parametrize("preset", ["driftfilter", "driftfilter_aug", "tent", "eata", "opgd", "opgd_diag", "bong_diag", "roid"])
+@pytest.mark.parametrize(
+    "sizes", [[16] * 6, [16, 16, 16, 7, 7, 7, 16, 7]], ids=["one-size", "two-sizes"]
+)
+@pytest.mark.parametrize(
+    "preset",
+    ["driftfilter", "driftfilter_aug", "tent", "eata", "opgd", "opgd_diag", "bong_diag", "roid"],
+)
 @pytest.mark.filterwarnings("ignore:no source data")
 def test_a_stream_in_graphs_is_the_stream(preset: str, sizes: list[int]) -> None:
     batches = stream(sizes)
@@ -134,7 +151,10 @@ def test_a_model_that_was_changed_in_place_is_seen() -> None:
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "cuda_graphs": ({"cuda_graphs": 1}, "adapt: cuda_graphs must be True or False, got 1"),
-    "channels_last": ({"channels_last": "yes"}, "adapt: channels_last must be True or False, got 'yes'"),
+    "channels_last": (
+        {"channels_last": "yes"},
+        "adapt: channels_last must be True or False, got 'yes'",
+    ),
     "autocast": (
         {"autocast": torch.float32},
         "adapt: autocast must be torch.bfloat16, torch.float16 or None, got",
@@ -152,7 +172,10 @@ def test_a_wrong_option_is_refused(name: str) -> None:
 @pytest.mark.parametrize("preset", ["head_ekf", "t3a"])
 def test_graphs_for_a_head_are_said_to_do_nothing(preset: str) -> None:
     (batch,) = stream([16])
-    with pytest.warns(UserWarning, match="adapt: cuda_graphs is ignored: no pass over the network is differentiated") as told:
+    with pytest.warns(
+        UserWarning,
+        match="adapt: cuda_graphs is ignored: no pass over the network is differentiated",
+    ) as told:
         adapter = df.adapt(model(), preset, cuda_graphs=True)
     assert [each.filename for each in told] == [__file__]
     assert torch.equal(adapter(batch), df.adapt(model(), preset)(batch))  # and no more is said
@@ -162,10 +185,15 @@ def test_graphs_for_a_model_that_was_left_on_the_cpu(monkeypatch: pytest.MonkeyP
     (batch,) = stream([16])
     own, batch = model().cpu(), batch.cpu()
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    wanted = df.adapt(own, cuda_graphs=True)(batch)  # one script for machines with and without a GPU: nothing to say
+    wanted = df.adapt(own, cuda_graphs=True)(
+        batch
+    )  # one script for machines with and without a GPU: nothing to say
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     adapter = df.adapt(own, cuda_graphs=True)  # it may yet be moved
-    with pytest.warns(UserWarning, match="adapt: cuda_graphs is ignored: the model is on cpu, though there is a GPU") as told:
+    with pytest.warns(
+        UserWarning,
+        match="adapt: cuda_graphs is ignored: the model is on cpu, though there is a GPU",
+    ) as told:
         assert torch.equal(adapter(batch), wanted)
     assert [each.filename for each in told] == [__file__]
     adapter(batch)
@@ -195,13 +223,19 @@ def test_what_a_device_leaves_out_is_said(
 def test_channels_last_gives_the_same_and_leaves_the_model_alone() -> None:
     own, batches = model(), stream([16] * 4)
     weights = own.state_dict(keep_vars=True)
-    before = {name: (tensor.data_ptr(), tensor.stride(), tensor.clone()) for name, tensor in weights.items()}
+    before = {
+        name: (tensor.data_ptr(), tensor.stride(), tensor.clone())
+        for name, tensor in weights.items()
+    }
     one, other = df.adapt(own, channels_last=True), df.adapt(own)
     for batch in batches:
         torch.testing.assert_close(one(batch), other(batch), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(one.belief.mean, other.belief.mean, rtol=1e-3, atol=1e-4)
     torch.testing.assert_close(
-        one.predict(batches[0]).probabilities, other.predict(batches[0]).probabilities, rtol=1e-3, atol=1e-4
+        one.predict(batches[0]).probabilities,
+        other.predict(batches[0]).probabilities,
+        rtol=1e-3,
+        atol=1e-4,
     )
     for name, tensor in own.state_dict(keep_vars=True).items():
         assert (tensor.data_ptr(), tensor.stride()) == before[name][:2]
@@ -210,7 +244,13 @@ def test_channels_last_gives_the_same_and_leaves_the_model_alone() -> None:
 
 def test_channels_last_leaves_volumes_as_they_are() -> None:
     torch.manual_seed(0)
-    body = nn.Sequential(nn.Conv3d(1, 4, 3), nn.BatchNorm3d(4), nn.AdaptiveAvgPool3d(1), nn.Flatten(), nn.Linear(4, 3))
+    body = nn.Sequential(
+        nn.Conv3d(1, 4, 3),
+        nn.BatchNorm3d(4),
+        nn.AdaptiveAvgPool3d(1),
+        nn.Flatten(),
+        nn.Linear(4, 3),
+    )
     own, batch = body.eval().to(DEVICE), torch.randn(8, 1, 5, 5, 5).to(DEVICE)
     assert torch.equal(df.adapt(own, channels_last=True)(batch), df.adapt(own)(batch))
 
@@ -228,7 +268,11 @@ def test_channels_last_sees_what_is_written_to_the_model() -> None:
 
 def test_autocast_as_an_option_is_autocast_around_the_call() -> None:
     batches = stream([16] * 3)
-    one, other, plain = df.adapt(model(), autocast=torch.bfloat16), df.adapt(model()), df.adapt(model())
+    one, other, plain = (
+        df.adapt(model(), autocast=torch.bfloat16),
+        df.adapt(model()),
+        df.adapt(model()),
+    )
     for batch in batches:
         with torch.autocast(DEVICE, torch.bfloat16):
             wanted = other(batch)

@@ -1,4 +1,6 @@
-"""Frozen features: the head found from the graph, features against the module cut by hand, models on top of them."""
+"""Frozen features: the head found from the graph, features against the module cut by hand, models
+on top of them.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
 
 
 class Convnet(nn.Module):
-    """A small convnet whose head is registered first and whose last registered linear layer is inside."""
+    """A small convnet whose head is registered first and whose last registered linear layer is
+    inside.
+    """
 
     def __init__(self, bias: bool = True) -> None:
         super().__init__()
@@ -77,7 +81,9 @@ def convnet(bias: bool = True) -> tuple[Convnet, Tensor]:
 def fingerprint(model: nn.Module) -> list[Any]:
     flags = [(parameter.requires_grad, parameter.grad is None) for parameter in model.parameters()]
     modes = [module.training for module in model.modules()]
-    hooks = [(len(module._forward_hooks), len(module._forward_pre_hooks)) for module in model.modules()]
+    hooks = [
+        (len(module._forward_hooks), len(module._forward_pre_hooks)) for module in model.modules()
+    ]
     return [flags, modes, hooks, [value.tolist() for value in model.state_dict().values()]]
 
 
@@ -93,7 +99,9 @@ class Counting:
 
 
 def parametrized() -> nn.Module:
-    return nn.Sequential(nn.Linear(4, 3), nn.Tanh(), parametrizations.weight_norm(nn.Linear(3, 2))).double()
+    return nn.Sequential(
+        nn.Linear(4, 3), nn.Tanh(), parametrizations.weight_norm(nn.Linear(3, 2))
+    ).double()
 
 
 FOUND: dict[str, tuple[Callable[[], nn.Module], Any, str]] = {
@@ -107,7 +115,11 @@ FOUND: dict[str, tuple[Callable[[], nn.Module], Any, str]] = {
     ),
     "weight norm": (parametrized, draw(2, 4), "2"),
     "positional arguments": (lambda: Two().double(), (draw(2, 4), draw(2, 2)), "head"),
-    "keyword arguments": (lambda: Two().double(), {"right": draw(2, 2), "left": draw(2, 4), "scale": 0.5}, "head"),
+    "keyword arguments": (
+        lambda: Two().double(),
+        {"right": draw(2, 2), "left": draw(2, 4), "scale": 0.5},
+        "head",
+    ),
     "under inference tensors": (lambda: convnet()[0], draw(2, 2, 6, 6), "head"),
 }
 
@@ -132,9 +144,14 @@ def test_a_frozen_model_has_a_head_too() -> None:
 def test_the_output_function_picks_the_logits() -> None:
     model, inputs = convnet()
     wrapped = Around(model, lambda logits: {"logits": logits})
-    pick = lambda result: result["logits"]  # noqa: E731
+
+    def pick(result: dict[str, Tensor]) -> Tensor:
+        return result["logits"]
+
     assert find_head(wrapped, inputs, pick) == "inner.head"
-    torch.testing.assert_close(Backbone(wrapped, "inner.head", pick)(inputs), model.eval().features(inputs))
+    torch.testing.assert_close(
+        Backbone(wrapped, "inner.head", pick)(inputs), model.eval().features(inputs)
+    )
     assert find_head(wrapped, inputs) == "inner.head"  # "logits" is found without being told
     other = Around(model, lambda logits: {"scores": logits})
     with pytest.raises(ValueError, match=r"must return logits.*got a dict with keys \['scores'\]"):
@@ -167,7 +184,11 @@ def test_features_are_what_enters_the_head(bias: bool) -> None:
 @pytest.mark.parametrize("form", ["tuple", "list", "mapping"])
 def test_several_inputs(form: str) -> None:
     model, left, right = Two().double(), draw(5, 4), draw(5, 2, seed=1)
-    forms: dict[str, Any] = {"tuple": (left, right), "list": [left, right], "mapping": {"right": right, "left": left}}
+    forms: dict[str, Any] = {
+        "tuple": (left, right),
+        "list": [left, right],
+        "mapping": {"right": right, "left": left},
+    }
     expected = torch.tanh(model.left(left) + model.right(right)).detach()
     assert torch.equal(Backbone(model, "head")(forms[form]), expected)
 
@@ -193,7 +214,9 @@ def test_tokens_wrong_names_and_unused_heads_are_refused() -> None:
     tokens = Around(nn.Linear(4, 3).double(), lambda f: f.mean(1))
     with pytest.raises(ValueError, match=r"shape \[n, D\].*got 'shape \[2, 7, 4\]'"):
         Backbone(tokens, "inner")(draw(2, 7, 4))
-    with pytest.raises(ValueError, match=r"Backbone: head must be .* one of \['head', 'inner'\], got 'haed'"):
+    with pytest.raises(
+        ValueError, match=r"Backbone: head must be .* one of \['head', 'inner'\], got 'haed'"
+    ):
         Backbone(model, "haed")
     model.spare = nn.Linear(5, 3).double()
     with pytest.raises(ValueError, match="used once a forward pass, not 0 times"):
@@ -226,7 +249,11 @@ def test_a_step_runs_the_backbone_once() -> None:
     counting = Counting(Backbone(model, "head"))
     start = head_start(Backbone(model, "head"))
     on_features = OnFeatures(counting, df.LinearHead(3, intercept=True))
-    filt = df.Filter(on_features, inference=df.Variational(df.Hessian(), samples=0), prediction=df.LinearizedGaussian())
+    filt = df.Filter(
+        on_features,
+        inference=df.Variational(df.Hessian(), samples=0),
+        prediction=df.LinearizedGaussian(),
+    )
     state = filt.init(df.Belief(start, df.Diagonal(torch.full_like(start, 0.1))))
     for step in range(3):
         state, _, _ = filt.step(state, draw(6, 2, 6, 6, seed=step))
@@ -247,7 +274,9 @@ def test_features_are_worked_out_again_when_the_inputs_change() -> None:
 
 
 def test_kept_features_belong_to_their_arguments() -> None:
-    counting = Counting(lambda inputs: inputs["left"] - inputs["right"] if isinstance(inputs, dict) else inputs[0])
+    counting = Counting(
+        lambda inputs: inputs["left"] - inputs["right"] if isinstance(inputs, dict) else inputs[0]
+    )
     on_features = OnFeatures(counting, df.LinearHead(2))
     one, two = draw(3, 4), draw(3, 4, seed=1)
     forward = on_features.features({"left": one, "right": two})
@@ -270,7 +299,9 @@ def test_stale_inputs_are_not_kept_alive() -> None:
 
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
 def test_the_head_on_features_is_the_network(bias: bool) -> None:
-    """Logits and both directions of the Jacobian at the source head, against autograd through the whole module."""
+    """Logits and both directions of the Jacobian at the source head, against autograd through the
+    whole module.
+    """
     model, inputs = convnet(bias)
     on_features, start = build_head(Backbone(model, "head"))
     logits, pull = on_features.pullback(start, inputs)

@@ -84,14 +84,29 @@ def test_values_are_needed_only_to_start(choice: str) -> None:
     with torch.device("meta"):
         model = Backwards()
     check(model, CHOICES[choice][0])
-    with pytest.raises(ValueError, match=r"must be a module with values: load its weights first, got .* on the meta device"):
+    with pytest.raises(
+        ValueError,
+        match=r"must be a module with values: load its weights first, got .* on the meta device",
+    ):
         initialize(model, CHOICES[choice][0], "source", None, BATCH)
 
 
 REFUSED: dict[str, tuple[nn.Module, Any, str]] = {
-    "no norms": (nn.Linear(2, 3), df.NormAffine(), r"must select one parameter or more, got none of 2; .* \['Linear'\], named"),
-    "no such head": (Backwards(), df.Prototypes(name="haed"), r"Head.name must be .* \['head', 'first'\], got 'haed'"),
-    "lazy": (nn.LazyLinear(3), df.AllParameters(), r"must be called once before: .* got \"parameters \['weight', 'bias'\]"),
+    "no norms": (
+        nn.Linear(2, 3),
+        df.NormAffine(),
+        r"must select one parameter or more, got none of 2; .* \['Linear'\], named",
+    ),
+    "no such head": (
+        Backwards(),
+        df.Prototypes(name="haed"),
+        r"Head.name must be .* \['head', 'first'\], got 'haed'",
+    ),
+    "lazy": (
+        nn.LazyLinear(3),
+        df.AllParameters(),
+        r"must be called once before: .* got \"parameters \['weight', 'bias'\]",
+    ),
 }
 
 

@@ -22,7 +22,12 @@ def model() -> nn.Sequential:
         nn.Conv2d(4, 3, 2, padding="same", padding_mode="circular", dilation=2),
     )
     return nn.Sequential(
-        *convolutions, nn.Flatten(2), nn.Linear(4, 5, bias=False), nn.Tanh(), nn.Flatten(), nn.Linear(15, 3)
+        *convolutions,
+        nn.Flatten(2),
+        nn.Linear(4, 5, bias=False),
+        nn.Tanh(),
+        nn.Flatten(),
+        nn.Linear(15, 3),
     ).double()
 
 
@@ -64,10 +69,16 @@ def test_draws_of_a(deviation: float | None) -> None:
     layer = nn.Linear(400, 3)
     chosen = df.select(layer, df.LoRA(rank=50, seed=3, deviation=deviation))
     assert chosen["weight.B"].count_nonzero() == 0
-    torch.testing.assert_close(chosen["weight.A"].std().item(), deviation or 1 / 20, rtol=0.02, atol=0)
+    torch.testing.assert_close(
+        chosen["weight.A"].std().item(), deviation or 1 / 20, rtol=0.02, atol=0
+    )
     assert abs(chosen["weight.A"].mean()) < 0.02
-    assert torch.equal(chosen["weight.A"], df.select(layer, df.LoRA(50, seed=3, deviation=deviation))["weight.A"])
-    assert not torch.equal(chosen["weight.A"], df.select(layer, df.LoRA(50, seed=4, deviation=deviation))["weight.A"])
+    assert torch.equal(
+        chosen["weight.A"], df.select(layer, df.LoRA(50, seed=3, deviation=deviation))["weight.A"]
+    )
+    assert not torch.equal(
+        chosen["weight.A"], df.select(layer, df.LoRA(50, seed=4, deviation=deviation))["weight.A"]
+    )
 
 
 def test_layers_of_the_same_shape_get_draws_of_their_own() -> None:
@@ -103,15 +114,21 @@ def test_derivatives_under_batch_statistics(statistics: Any) -> None:
     theta = point(network)
     tangent = torch.randn_like(theta)
     logits, pullback = network.pullback(theta, images())
-    slope = (network(theta + 1e-5 * tangent, images()) - network(theta - 1e-5 * tangent, images())) / 2e-5
-    torch.testing.assert_close(network.pushforward(theta, images(), tangent[None])[0], slope, rtol=1e-6, atol=1e-7)
+    slope = (
+        network(theta + 1e-5 * tangent, images()) - network(theta - 1e-5 * tangent, images())
+    ) / 2e-5
+    torch.testing.assert_close(
+        network.pushforward(theta, images(), tangent[None])[0], slope, rtol=1e-6, atol=1e-7
+    )
     total = pullback.total(torch.ones_like(logits))
     torch.testing.assert_close(total @ tangent, slope.sum(), rtol=1e-6, atol=1e-7)
     torch.testing.assert_close(pullback(torch.ones_like(logits)).sum(0), total)
 
 
 def test_derivatives_under_carried_statistics_agree() -> None:
-    """They are not those of the values (statistics.py): the pushforward, the total and the rows are held against each other."""
+    """They are not those of the values (statistics.py): the pushforward, the total and the rows are
+    held against each other.
+    """
     network = df.Network(model(), df.LoRA(rank=1), df.Ema())
     theta = point(network)
     tangent = torch.randn_like(theta)
@@ -126,9 +143,18 @@ def test_derivatives_under_carried_statistics_agree() -> None:
 def test_the_first_linearised_step_leaves_the_belief_over_a_at_its_prior() -> None:
     network = df.Network(model(), df.LoRA(rank=2))
     start = df.Belief(network.mean(), df.Diagonal(torch.full_like(network.mean(), 0.1)))
-    filt = df.Filter(network, df.Transition(df.RandomWalk(), df.NoNoise()), inference=df.Linearized(df.GaussNewton()))
+    filt = df.Filter(
+        network,
+        df.Transition(df.RandomWalk(), df.NoNoise()),
+        inference=df.Linearized(df.GaussNewton()),
+    )
     state, _, _ = filt.step(filt.init(start), images())
-    named = zip(network.shapes, network.mean().split(network.sizes), state.belief.mean.split(network.sizes), strict=True)
+    named = zip(
+        network.shapes,
+        network.mean().split(network.sizes),
+        state.belief.mean.split(network.sizes),
+        strict=True,
+    )
     assert [torch.equal(before, after) for _, before, after in named] == [True, False] * 4
     spread = state.belief.covariance.variance().split(network.sizes)
     assert [bool((variance == 0.1).all()) for variance in spread] == [True, False] * 4
@@ -138,11 +164,20 @@ def test_the_first_linearised_step_leaves_the_belief_over_a_at_its_prior() -> No
     ("make", "message"),
     [
         (lambda: df.LoRA(rank=0), "LoRA.rank must be an integer >= 1, got 0"),
-        (lambda: df.LoRA(targets="fc"), "LoRA.targets must be a tuple of one pattern or more, got 'fc'"),  # type: ignore[arg-type]
+        (
+            lambda: df.LoRA(targets="fc"),  # type: ignore[arg-type]
+            "LoRA.targets must be a tuple of one pattern or more, got 'fc'",
+        ),
         (lambda: df.LoRA(scale=0.0), r"LoRA.scale must be a finite number in \(0, inf\), got 0.0"),
         (lambda: df.LoRA(seed=-1), "LoRA.seed must be an integer >= 0, got -1"),
-        (lambda: df.LoRA(deviation=0.0), r"LoRA.deviation must be a finite number in \(0, inf\), got 0.0"),
-        (lambda: df.select(model(), df.LoRA(targets=("1",))), r"must select one parameter or more, .* 'Conv2d', 'Linear'"),
+        (
+            lambda: df.LoRA(deviation=0.0),
+            r"LoRA.deviation must be a finite number in \(0, inf\), got 0.0",
+        ),
+        (
+            lambda: df.select(model(), df.LoRA(targets=("1",))),
+            r"must select one parameter or more, .* 'Conv2d', 'Linear'",
+        ),
     ],
     ids=["rank", "targets", "scale", "seed", "deviation", "nothing"],
 )

@@ -21,7 +21,12 @@ class Tokens(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.inner, self.second, self.head = nn.LayerNorm(4), nn.Linear(4, 6), nn.RMSNorm(6), nn.Linear(6, 3)
+        self.first, self.inner, self.second, self.head = (
+            nn.LayerNorm(4),
+            nn.Linear(4, 6),
+            nn.RMSNorm(6),
+            nn.Linear(6, 3),
+        )
 
     def forward(self, inputs: Tensor) -> Tensor:
         hidden = self.second(torch.tanh(self.inner(self.first(inputs))))
@@ -31,14 +36,22 @@ class Tokens(nn.Module):
 
 def images(norm: Callable[[int], nn.Module]) -> nn.Module:
     first, second = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 6, 3)
-    return nn.Sequential(first, norm(4), nn.Tanh(), second, norm(6), nn.Tanh(), nn.Flatten(), nn.Linear(24, 3))
+    return nn.Sequential(
+        first, norm(4), nn.Tanh(), second, norm(6), nn.Tanh(), nn.Flatten(), nn.Linear(24, 3)
+    )
 
 
 CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
-    "batch norm 1d": (lambda: nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3)), (4,)),
+    "batch norm 1d": (
+        lambda: nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3)),
+        (4,),
+    ),
     "batch norm 2d": (lambda: images(nn.BatchNorm2d), (3, 6, 6)),
     "group norm": (lambda: images(lambda channels: nn.GroupNorm(2, channels)), (3, 6, 6)),
-    "instance norm": (lambda: images(lambda channels: nn.InstanceNorm2d(channels, affine=True)), (3, 6, 6)),
+    "instance norm": (
+        lambda: images(lambda channels: nn.InstanceNorm2d(channels, affine=True)),
+        (3, 6, 6),
+    ),
     "tokens": (Tokens, (5, 4)),
 }
 LAYERS = df.ByName(("*norm*", "1.*", "4.weight", "first.*", "second.*", "head.*", "inner.*"))
@@ -46,7 +59,9 @@ cases = pytest.mark.parametrize("case", CASES)
 
 
 def setting(case: str) -> tuple[nn.Module, Tensor]:
-    """A network in float64 with parameters and statistics that are not the initial ones, and a batch."""
+    """A network in float64 with parameters and statistics that are not the initial ones, and a
+    batch.
+    """
     torch.manual_seed(0)
     build, shape = CASES[case]
     model = build().double()
@@ -91,29 +106,40 @@ def test_rows_are_the_gradients_of_each_sample_alone(case: str) -> None:
     for cotangent, rows in zip(cotangents, pullback(cotangents), strict=True):
         for sample in range(len(inputs)):
             out = alone(inputs[sample : sample + 1])
-            expected = flat(torch.autograd.grad(out, selected(alone, network), cotangent[sample : sample + 1]))
+            expected = flat(
+                torch.autograd.grad(out, selected(alone, network), cotangent[sample : sample + 1])
+            )
             torch.testing.assert_close(rows[sample], expected)
 
 
 @cases
 @pytest.mark.parametrize("statistics", ["batch", "source"])
-def test_rows_sum_to_the_gradient_of_the_batch(case: str, statistics: Literal["batch", "source"]) -> None:
+def test_rows_sum_to_the_gradient_of_the_batch(
+    case: str, statistics: Literal["batch", "source"]
+) -> None:
     model, inputs = setting(case)
     network = df.Network(model, LAYERS, statistics)
     logits, pullback = network.pullback(network.mean(), inputs)
     cotangents = torch.randn_like(logits)
     reference = copy.deepcopy(model).train(statistics == "batch")
-    expected = flat(torch.autograd.grad(reference(inputs), selected(reference, network), cotangents))
+    expected = flat(
+        torch.autograd.grad(reference(inputs), selected(reference, network), cotangents)
+    )
     torch.testing.assert_close(pullback.total(cotangents), expected)
     torch.testing.assert_close(pullback(cotangents).sum(0), expected)
-    torch.testing.assert_close(pullback(cotangents), pullback(cotangents))  # a second pass does not add to the first
+    torch.testing.assert_close(
+        pullback(cotangents), pullback(cotangents)
+    )  # a second pass does not add to the first
 
 
 def test_rows_under_batch_statistics_are_those_of_the_own_scale_and_shift_of_each_sample() -> None:
     model, inputs = setting("batch norm 2d")
     network = df.Network(model)
     first, norm1, _, second, norm2, _, _, head = model.children()
-    copies = [parameter.detach().expand(5, -1).clone().requires_grad_() for parameter in selected(model, network)]
+    copies = [
+        parameter.detach().expand(5, -1).clone().requires_grad_()
+        for parameter in selected(model, network)
+    ]
 
     def affine(values: Tensor, norm: nn.Module, weight: Tensor, bias: Tensor) -> Tensor:
         plain = nn.functional.batch_norm(values, None, None, training=True, eps=norm.eps)  # type: ignore[arg-type]
@@ -128,14 +154,18 @@ def test_rows_under_batch_statistics_are_those_of_the_own_scale_and_shift_of_eac
 
 @cases
 @pytest.mark.parametrize("statistics", ["batch", "source"])
-def test_pushforward_is_the_slope_of_the_logits(case: str, statistics: Literal["batch", "source"]) -> None:
+def test_pushforward_is_the_slope_of_the_logits(
+    case: str, statistics: Literal["batch", "source"]
+) -> None:
     model, inputs = setting(case)
     network = df.Network(model, LAYERS, statistics)
     theta, tangents = network.mean(), torch.randn(2, len(network.mean()), dtype=torch.float64)
     with torch.no_grad():
         moved = network.pushforward(theta, inputs, tangents)
         for tangent, got in zip(tangents, moved, strict=True):
-            difference = network(theta + 1e-5 * tangent, inputs) - network(theta - 1e-5 * tangent, inputs)
+            difference = network(theta + 1e-5 * tangent, inputs) - network(
+                theta - 1e-5 * tangent, inputs
+            )
             torch.testing.assert_close(got, difference / 2e-5, rtol=1e-6, atol=1e-7)
 
 
@@ -175,20 +205,29 @@ def test_a_layer_that_is_used_twice_gets_both_contributions() -> None:
     model, inputs = Twice().double(), torch.randn(3, 4, dtype=torch.float64)
     network = df.Network(model)
     logits, pullback = network.pullback(network.mean(), inputs)
-    expected = flat(torch.autograd.grad(model(inputs), selected(model, network), torch.ones_like(logits)))
+    expected = flat(
+        torch.autograd.grad(model(inputs), selected(model, network), torch.ones_like(logits))
+    )
     torch.testing.assert_close(pullback(torch.ones_like(logits)).sum(0), expected)
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: df.Network(nn.Linear(2, 2)), "NormAffine.* must select one parameter or more, got none of 2"),
+        (
+            lambda: df.Network(nn.Linear(2, 2)),
+            "NormAffine.* must select one parameter or more, got none of 2",
+        ),
         (lambda: df.Network(3), "Network: model must be a torch module, got 3"),  # type: ignore[arg-type]
         (
             lambda: df.Network(nn.LayerNorm(2), statistics="none"),  # type: ignore[arg-type]
-            "Network: statistics must be 'batch', 'source', PseudoCount.count. or Ema.momentum., got 'none'",
+            "Network: statistics must be 'batch', 'source', PseudoCount.count. or "
+            "Ema.momentum., got 'none'",
         ),
-        (lambda: df.Network(nn.LayerNorm(2))(torch.zeros(3), torch.zeros(1, 2)), "belief must be over 4 parameters, got"),
+        (
+            lambda: df.Network(nn.LayerNorm(2))(torch.zeros(3), torch.zeros(1, 2)),
+            "belief must be over 4 parameters, got",
+        ),
     ],
 )
 def test_refusals(make: Callable[[], object], message: str) -> None:
@@ -214,13 +253,17 @@ def test_adaptation_of_a_shipped_network_under_noise() -> None:
         source = torch.cat([model(batch) for batch in stream]).argmax(-1)
         statistics = torch.cat([network(network.mean(), batch) for batch in stream]).argmax(-1)
     _, outputs = filt.run(filt.init(start), stream)
-    accuracies = [(guess == truth).float().mean().item() for guess in (source, statistics, outputs.labels)]
+    accuracies = [
+        (guess == truth).float().mean().item() for guess in (source, statistics, outputs.labels)
+    ]
     assert accuracies[0] + 0.2 < accuracies[1] < accuracies[2]
 
 
 @pytest.mark.parametrize("centered", [True, False])
 def test_the_fisher_of_weighted_samples_that_batch_statistics_couple(centered: bool) -> None:
-    """The gradient is the slope of the energy; rows that sum to it make the factor, by the mean weight."""
+    """The gradient is the slope of the energy; rows that sum to it make the factor, by the mean
+    weight.
+    """
     model, inputs = setting("batch norm 2d")
     network = df.Network(model, statistics="batch")
     theta = network.mean()
@@ -235,7 +278,10 @@ def test_the_fisher_of_weighted_samples_that_batch_statistics_couple(centered: b
     torch.testing.assert_close(gradient, expected, rtol=1e-8, atol=1e-10)
     rows = factor * weights.mean().sqrt() / 1.5 + (gradient / len(weights) if centered else 0)
     torch.testing.assert_close(rows.sum(0), expected, rtol=1e-8, atol=1e-10)
-    torch.testing.assert_close(rows, energy.evaluation.pullbacks[0](energy.evaluation.expansion.gradient[0] * weights[:, None]))
+    torch.testing.assert_close(
+        rows,
+        energy.evaluation.pullbacks[0](energy.evaluation.expansion.gradient[0] * weights[:, None]),
+    )
 
 
 class Twice(torch.autograd.Function):
@@ -266,11 +312,20 @@ class Doubled(nn.Module):
 
 def test_products_of_several_tangents_are_those_of_each_alone() -> None:
     torch.manual_seed(0)
-    plain = nn.Sequential(nn.Conv2d(2, 5, 3), nn.BatchNorm2d(5), nn.ReLU(), nn.Flatten(), nn.Linear(45, 3))
+    plain = nn.Sequential(
+        nn.Conv2d(2, 5, 3), nn.BatchNorm2d(5), nn.ReLU(), nn.Flatten(), nn.Linear(45, 3)
+    )
     for model, inputs in ((plain, torch.randn(6, 2, 5, 5)), (Doubled(), torch.randn(6, 4))):
         network = df.Network(model.double().eval())
         theta, inputs = network.mean(), inputs.double()
         tangents = torch.randn(7, len(theta), dtype=torch.float64)
         step = 1e-6 * tangents
-        wanted = torch.stack([(network(theta + each, inputs) - network(theta - each, inputs)) / 2e-6 for each in step])
-        torch.testing.assert_close(network.pushforward(theta, inputs, tangents), wanted, rtol=1e-6, atol=1e-7)
+        wanted = torch.stack(
+            [
+                (network(theta + each, inputs) - network(theta - each, inputs)) / 2e-6
+                for each in step
+            ]
+        )
+        torch.testing.assert_close(
+            network.pushforward(theta, inputs, tangents), wanted, rtol=1e-6, atol=1e-7
+        )

@@ -28,10 +28,17 @@ class Pair(nn.Module):
     def __init__(self, wrap: Callable[[Tensor], Any] = lambda logits: logits) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.words, self.norm, self.head, self.wrap = nn.Embedding(7, 4), nn.LayerNorm(4), nn.Linear(4, 3), wrap
+        self.words, self.norm, self.head, self.wrap = (
+            nn.Embedding(7, 4),
+            nn.LayerNorm(4),
+            nn.Linear(4, 3),
+            wrap,
+        )
 
     def forward(self, ids: Tensor, mask: Tensor, temperature: float = 1.0) -> Any:
-        hidden = (self.norm(self.words(ids)) * mask.unsqueeze(-1)).sum(1) / mask.sum(1, keepdim=True)
+        hidden = (self.norm(self.words(ids)) * mask.unsqueeze(-1)).sum(1) / mask.sum(
+            1, keepdim=True
+        )
         return self.wrap(self.head(hidden) / temperature)
 
 
@@ -62,7 +69,14 @@ def test_arguments_by_position_and_by_name(kind: str, selection: df.Selection) -
     cotangents, rows = torch.randn_like(logits), []
     for i in range(4):
         alone = model(IDS[i : i + 1], MASK[i : i + 1], 2.0)
-        rows.append(torch.cat([each.flatten() for each in torch.autograd.grad(alone, parameters, cotangents[i : i + 1])]))
+        rows.append(
+            torch.cat(
+                [
+                    each.flatten()
+                    for each in torch.autograd.grad(alone, parameters, cotangents[i : i + 1])
+                ]
+            )
+        )
     torch.testing.assert_close(pullback(cotangents), torch.stack(rows))
     torch.testing.assert_close(pullback.total(cotangents), torch.stack(rows).sum(0))
 
@@ -80,7 +94,9 @@ def test_layers_without_a_rule_with_named_inputs() -> None:
     other = df.Network(Pair().double())
     cotangents = torch.randn(4, 3, dtype=torch.float64)
     plain = other(other.mean(), INPUTS["dict"])
-    torch.testing.assert_close(network.pullback(network.mean(), INPUTS["dict"])[1](cotangents), cotangents * plain)
+    torch.testing.assert_close(
+        network.pullback(network.mean(), INPUTS["dict"])[1](cotangents), cotangents * plain
+    )
 
 
 @pytest.mark.parametrize(
@@ -94,7 +110,9 @@ def test_layers_without_a_rule_with_named_inputs() -> None:
     ],
     ids=["dict", "attribute", "tuple", "mapping", "output"],
 )
-def test_logits_are_picked_out_of_a_structured_output(wrap: Callable[[Tensor], Any], output: Any) -> None:
+def test_logits_are_picked_out_of_a_structured_output(
+    wrap: Callable[[Tensor], Any], output: Any
+) -> None:
     plain = df.Network(Pair().double())
     network = df.Network(Pair(wrap).double(), output=output)
     assert torch.equal(network(network.mean(), (IDS, MASK)), plain(plain.mean(), (IDS, MASK)))
@@ -103,11 +121,27 @@ def test_logits_are_picked_out_of_a_structured_output(wrap: Callable[[Tensor], A
 @pytest.mark.parametrize(
     ("wrap", "inputs", "message"),
     [
-        (lambda logits: (logits, IDS), (IDS, MASK), r"must return logits, or something with .logits .* got a tuple of 2; give"),
+        (
+            lambda logits: (logits, IDS),
+            (IDS, MASK),
+            r"must return logits, or something with .logits .* got a tuple of 2; give",
+        ),
         (lambda logits: {"scores": logits}, (IDS, MASK), r"got a dict with keys \['scores'\]"),
-        (lambda logits: logits[:2], (IDS, MASK), r"the model's logits must be of shape \[4, k\], got shape \[2, 3\]"),
-        (lambda logits: logits[:, 0], (IDS, MASK), r"the model's logits must be of shape \[4, k\], got shape \[4\]"),
-        (lambda logits: logits, 3, "inputs must be a tensor, a tuple, a list or a mapping of tensors, got int"),
+        (
+            lambda logits: logits[:2],
+            (IDS, MASK),
+            r"the model's logits must be of shape \[4, k\], got shape \[2, 3\]",
+        ),
+        (
+            lambda logits: logits[:, 0],
+            (IDS, MASK),
+            r"the model's logits must be of shape \[4, k\], got shape \[4\]",
+        ),
+        (
+            lambda logits: logits,
+            3,
+            "inputs must be a tensor, a tuple, a list or a mapping of tensors, got int",
+        ),
     ],
     ids=["tuple", "keys", "samples", "vector", "inputs"],
 )
@@ -150,7 +184,9 @@ SELECTIONS: list[df.Selection] = [df.NormAffine(), df.AllParameters(), df.LoRA(2
 @statistics_
 @pytest.mark.parametrize("selection", SELECTIONS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_a_module_in_half_precision_under_a_belief_in_float32(dtype: torch.dtype, selection: Any, statistics: Any) -> None:
+def test_a_module_in_half_precision_under_a_belief_in_float32(
+    dtype: torch.dtype, selection: Any, statistics: Any
+) -> None:
     half = convolutional().to(dtype)
     single = copy.deepcopy(half).float()
     found = everything(df.Network(half, selection, statistics), images().to(dtype).float())
@@ -161,7 +197,10 @@ def test_a_module_in_half_precision_under_a_belief_in_float32(dtype: torch.dtype
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
 def test_inputs_get_the_dtype_of_the_module(dtype: torch.dtype) -> None:
     network = df.Network(convolutional())
-    found, expected = everything(network, images().to(dtype)), everything(network, images().to(dtype).float())
+    found, expected = (
+        everything(network, images().to(dtype)),
+        everything(network, images().to(dtype).float()),
+    )
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
@@ -185,7 +224,11 @@ def test_channels_last(selection: df.Selection, statistics: Any) -> None:
     last: nn.Module = convolutional().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     for model in (convolutional(), last):
         network = df.Network(model, selection, statistics)
-        assert_near(everything(network, images().contiguous(memory_format=torch.channels_last)), expected, 1e-5)
+        assert_near(
+            everything(network, images().contiguous(memory_format=torch.channels_last)),
+            expected,
+            1e-5,
+        )
     theta = df.Network(last, selection).mean()
     torch.testing.assert_close(theta, df.Network(convolutional(), selection).mean())
 
@@ -200,14 +243,24 @@ def test_two_threads_at_different_parameters(statistics: Any) -> None:
     def answers(theta: Tensor) -> tuple[Tensor, ...]:
         logits, pullback = network.pullback(theta, images())
         moved = network.pushforward(theta, images(), tangent)
-        return logits, network(theta, images()), pullback(cotangents), pullback.total(cotangents), moved
+        return (
+            logits,
+            network(theta, images()),
+            pullback(cotangents),
+            pullback.total(cotangents),
+            moved,
+        )
 
     expected, barrier = [answers(theta) for theta in points], Barrier(2)
 
     def hammer(position: int) -> bool:
         barrier.wait()
         found = [answers(points[position]) for _ in range(30)]
-        return all(torch.equal(one, other) for each in found for one, other in zip(each, expected[position], strict=True))
+        return all(
+            torch.equal(one, other)
+            for each in found
+            for one, other in zip(each, expected[position], strict=True)
+        )
 
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(hammer, (0, 1))) == [True, True]
@@ -237,7 +290,10 @@ def test_a_pullback_answers_in_another_thread() -> None:
 
 def test_dropout_is_never_on() -> None:
     model = convolutional(dropout=0.5).train()
-    found, expected = everything(df.Network(model), images()), everything(df.Network(convolutional()), images())
+    found, expected = (
+        everything(df.Network(model), images()),
+        everything(df.Network(convolutional()), images()),
+    )
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
     assert model.training
 
@@ -247,7 +303,10 @@ def test_copies_and_pickles_answer_alike(statistics: Any) -> None:
     network = df.Network(convolutional(), statistics=statistics)
     expected = everything(network, images())
     for other in (copy.deepcopy(network), pickle.loads(pickle.dumps(network))):
-        assert all(torch.equal(one, same) for one, same in zip(everything(other, images()), expected, strict=True))
+        assert all(
+            torch.equal(one, same)
+            for one, same in zip(everything(other, images()), expected, strict=True)
+        )
 
 
 def test_a_module_on_the_meta_device_is_refused_only_where_values_are_needed() -> None:
@@ -256,8 +315,14 @@ def test_a_module_on_the_meta_device_is_refused_only_where_values_are_needed() -
     for selection in (None, df.LoRA()):
         network = df.Network(model, selection)
         assert sum(network.sizes) > 0
-        for ask in (network.mean, partial(network, torch.zeros(sum(network.sizes)), torch.zeros(2, 3, 32, 32))):
-            with pytest.raises(ValueError, match=r"Network: model must be a module with values: .* on the meta device"):
+        for ask in (
+            network.mean,
+            partial(network, torch.zeros(sum(network.sizes)), torch.zeros(2, 3, 32, 32)),
+        ):
+            with pytest.raises(
+                ValueError,
+                match=r"Network: model must be a module with values: .* on the meta device",
+            ):
                 ask()
 
 
@@ -265,9 +330,15 @@ def test_networks_of_one_module_are_told_apart() -> None:
     """Two networks share a module's tensors and nothing else."""
     model = convolutional()
     norms, head = df.Network(model), df.Network(model, df.Head(), "source")
-    alone = [everything(df.Network(copy.deepcopy(model), *rest), images()) for rest in ((), (df.Head(), "source"))]
+    alone = [
+        everything(df.Network(copy.deepcopy(model), *rest), images())
+        for rest in ((), (df.Head(), "source"))
+    ]
     for network, expected in ((norms, alone[0]), (head, alone[1]), (norms, alone[0])):
-        assert all(torch.equal(one, other) for one, other in zip(everything(network, images()), expected, strict=True))
+        assert all(
+            torch.equal(one, other)
+            for one, other in zip(everything(network, images()), expected, strict=True)
+        )
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -275,7 +346,9 @@ def test_networks_of_one_module_are_told_apart() -> None:
 @pytest.mark.parametrize("selection", SELECTIONS, ids=str)
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
 def test_gpu(memory_format: torch.memory_format, selection: df.Selection, statistics: Any) -> None:
-    expected = everything(df.Network(convolutional().double(), selection, statistics), images().double())
+    expected = everything(
+        df.Network(convolutional().double(), selection, statistics), images().double()
+    )
     network = df.Network(convolutional().double().cuda(), selection, statistics)
     found = everything(network, images().double().cuda().contiguous(memory_format=memory_format))
     for one, other in zip(found, expected, strict=True):
@@ -283,11 +356,14 @@ def test_gpu(memory_format: torch.memory_format, selection: df.Selection, statis
 
 
 def test_group_norm_in_channels_last_format_does_not_crash_the_process() -> None:
-    """torch's own backward pass does, on a CPU, where the gradient is an expanded tensor: a process of its own tries it."""
+    """torch's own backward pass does, on a CPU, where the gradient is an expanded tensor: a process
+    of its own tries it.
+    """
     program = """
 import torch, driftfilter as df
 from torch.nn import AdaptiveAvgPool2d, Conv2d, Flatten, GroupNorm, Linear, ReLU, Sequential
-model = Sequential(Conv2d(3, 16, 3), GroupNorm(8, 16), ReLU(), AdaptiveAvgPool2d(1), Flatten(), Linear(16, 3)).eval()
+layers = (Conv2d(3, 16, 3), GroupNorm(8, 16), ReLU(), AdaptiveAvgPool2d(1), Flatten())
+model = Sequential(*layers, Linear(16, 3)).eval()
 images = torch.rand(2, 3, 8, 8)
 plain, other = df.adapt(model, "shot_im"), df.adapt(model, "shot_im")
 one, two = plain(images), other(images.to(memory_format=torch.channels_last))
@@ -300,12 +376,17 @@ torch.testing.assert_close(plain.belief.mean, other.belief.mean)
 
 def test_probabilities_are_warned_about_once_and_the_hint_helps() -> None:
     torch.manual_seed(0)
-    body, x = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)).eval(), torch.randn(16, 4)
+    body, x = (
+        nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)).eval(),
+        torch.randn(16, 4),
+    )
     adapter = df.adapt(nn.Sequential(body, nn.Softmax(-1)))
     with pytest.warns(UserWarning, match="returns probabilities"):
         adapter(x)
     adapter(x)  # a second warning would be an error
-    helped = df.adapt(nn.Sequential(body, nn.Softmax(-1)), output=lambda result: result.clamp_min(1e-12).log())
+    helped = df.adapt(
+        nn.Sequential(body, nn.Softmax(-1)), output=lambda result: result.clamp_min(1e-12).log()
+    )
     for _ in range(3):
         expected = helped(x)
     direct = df.adapt(body)
@@ -316,8 +397,13 @@ def test_probabilities_are_warned_about_once_and_the_hint_helps() -> None:
 
 def test_one_logit_is_warned_about_and_the_hint_makes_two_classes() -> None:
     torch.manual_seed(0)
-    model, x = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)).eval(), torch.randn(16, 4)
+    model, x = (
+        nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)).eval(),
+        torch.randn(16, 4),
+    )
     with pytest.warns(UserWarning, match="returns one logit"):
         df.adapt(model, "tent")(x)
-    adapter = df.adapt(model, "source", output=lambda result: torch.cat((torch.zeros_like(result), result), -1))
+    adapter = df.adapt(
+        model, "source", output=lambda result: torch.cat((torch.zeros_like(result), result), -1)
+    )
     torch.testing.assert_close(adapter(x).exp()[:, 1:], model(x).detach().sigmoid())

@@ -10,8 +10,12 @@ from driftfilter.networks.parameters import NORMS, select
 
 
 def network() -> nn.Module:
-    body = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.GroupNorm(2, 8, affine=False))
-    return nn.Sequential(body, nn.Flatten(), nn.Linear(8, 4), nn.LayerNorm(4), nn.Linear(4, 2, bias=False))
+    body = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.GroupNorm(2, 8, affine=False)
+    )
+    return nn.Sequential(
+        body, nn.Flatten(), nn.Linear(8, 4), nn.LayerNorm(4), nn.Linear(4, 2, bias=False)
+    )
 
 
 @pytest.mark.parametrize(
@@ -60,13 +64,31 @@ def test_every_kind_of_norm_is_found(norm: type[nn.Module]) -> None:
             nn.Linear(2, 2),
             r"NormAffine\(exclude=\(\)\) must select .* \['Linear'\].*adapt\(model, 'head_ekf'\)",
         ),
-        (df.NormAffine(("*",)), network(), r"NormAffine\(exclude=\('\*',\)\) must select .* named \['0.0.weight', .* …"),
-        (df.ByName(("head.*",)), network(), r"must select one parameter or more, got none of 9; .*'BatchNorm2d', 'Conv2d'"),
-        (df.Head("fc"), network(), r"Head.name must be the name of a linear layer, one of \['2', '4'\], got 'fc'"),
-        (df.Head(), nn.LayerNorm(2), r"Head.name must be the name of a linear layer, one of \[\], got ''"),
+        (
+            df.NormAffine(("*",)),
+            network(),
+            r"NormAffine\(exclude=\('\*',\)\) must select .* named \['0.0.weight', .* …",
+        ),
+        (
+            df.ByName(("head.*",)),
+            network(),
+            r"must select one parameter or more, got none of 9; .*'BatchNorm2d', 'Conv2d'",
+        ),
+        (
+            df.Head("fc"),
+            network(),
+            r"Head.name must be the name of a linear layer, one of \['2', '4'\], got 'fc'",
+        ),
+        (
+            df.Head(),
+            nn.LayerNorm(2),
+            r"Head.name must be the name of a linear layer, one of \[\], got ''",
+        ),
     ],
 )
-def test_selecting_nothing_says_what_there_is(selection: df.Selection, model: nn.Module, message: str) -> None:
+def test_selecting_nothing_says_what_there_is(
+    selection: df.Selection, model: nn.Module, message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         select(model, selection)
 
@@ -92,12 +114,19 @@ def test_a_selection_of_names_that_are_not_there() -> None:
     def odd(model: nn.Module) -> list[str]:
         return ["4.weight", "4.bias"]
 
-    with pytest.raises(ValueError, match=r"odd.* must be of parameters of the network, such as .*, got \['4.bias'\]"):
+    with pytest.raises(
+        ValueError,
+        match=r"odd.* must be of parameters of the network, such as .*, got \['4.bias'\]",
+    ):
         df.select(network(), odd)
 
 
 def test_patterns_are_a_tuple() -> None:
-    with pytest.raises(ValueError, match=r"NormAffine.exclude must be a tuple of patterns, got 'layer4'"):
+    with pytest.raises(
+        ValueError, match=r"NormAffine.exclude must be a tuple of patterns, got 'layer4'"
+    ):
         df.NormAffine("layer4")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"ByName.patterns must be a tuple of one pattern or more, got '\*.bias'"):
+    with pytest.raises(
+        ValueError, match=r"ByName.patterns must be a tuple of one pattern or more, got '\*.bias'"
+    ):
         df.ByName("*.bias")  # type: ignore[arg-type]

@@ -1,4 +1,6 @@
-"""Prototypes: logits and Jacobians against autograd, T3A and mixture updates against NumPy written from their formulas."""
+"""Prototypes: logits and Jacobians against autograd, T3A and mixture updates against NumPy written
+from their formulas.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,9 @@ def mean_direction(gamma: Array, dimension: int) -> Array:
 
 
 def by_series(gamma: str, dimension: int) -> Decimal:
-    """I_{ν+1}/I_ν = (x/2) Σ_m t_m / (ν+1+m) / Σ_m t_m, t_m = (x²/4)^m / (m! (ν+1)_m), in 60 digits."""
+    """I_{ν+1}/I_ν = (x/2) Σ_m t_m / (ν+1+m) / Σ_m t_m, t_m = (x²/4)^m / (m! (ν+1)_m), in 60
+    digits.
+    """
     with localcontext() as context:
         context.prec = 60
         x, nu = Decimal(gamma), Decimal(dimension) / 2 - 1
@@ -92,13 +96,19 @@ def by_asymptotics(gamma: str, dimension: int) -> Decimal:
 
 @pytest.mark.parametrize("dimension", [1, 2, 3, 16, 64, 512, 2048])
 def test_bessel_ratio(dimension: int) -> None:
-    exact = {gamma: by_series(gamma, dimension) for gamma in ("1e-6", "0.01", "1", "7.5", "60", "300", "1000", "3000")}
+    exact = {
+        gamma: by_series(gamma, dimension)
+        for gamma in ("1e-6", "0.01", "1", "7.5", "60", "300", "1000", "3000")
+    }
     exact |= {gamma: by_asymptotics(gamma, dimension) for gamma in ("1000000", "300000")}
     gammas = torch.tensor([float(gamma) for gamma in exact], dtype=torch.float64)
     expected = torch.tensor([float(value) for value in exact.values()], dtype=torch.float64)
     ratio, following = bessel_ratios(gammas, dimension)
     torch.testing.assert_close(ratio * gammas, expected, rtol=1e-10, atol=0)
-    after = torch.tensor([float(by_series(gamma, dimension + 2)) for gamma in ("1", "60", "1000")], dtype=torch.float64)
+    after = torch.tensor(
+        [float(by_series(gamma, dimension + 2)) for gamma in ("1", "60", "1000")],
+        dtype=torch.float64,
+    )
     torch.testing.assert_close((following * gammas)[[2, 4, 6]], after, rtol=1e-10, atol=0)
 
 
@@ -106,7 +116,9 @@ def test_bessel_ratio(dimension: int) -> None:
 def test_bessel_ratio_is_scipys(dimension: int) -> None:
     gammas = torch.logspace(-1, 5, 40, dtype=torch.float64)
     expected = torch.from_numpy(mean_direction(gammas.numpy(), dimension))
-    torch.testing.assert_close(bessel_ratios(gammas, dimension)[0] * gammas, expected, rtol=1e-10, atol=0)
+    torch.testing.assert_close(
+        bessel_ratios(gammas, dimension)[0] * gammas, expected, rtol=1e-10, atol=0
+    )
 
 
 def test_bessel_ratio_at_the_ends() -> None:
@@ -123,7 +135,9 @@ def test_bessel_ratio_at_the_ends() -> None:
 
 
 def formula(family: Family, kappa: float, intercept: bool) -> Any:
-    """Logits as the module's docstring has them, in torch so that autograd can differentiate them; D = 3."""
+    """Logits as the module's docstring has them, in torch so that autograd can differentiate them;
+    D = 3.
+    """
 
     def logits(theta: Tensor, inputs: Tensor) -> Tensor:
         rows = theta.view(K, -1)
@@ -136,7 +150,12 @@ def formula(family: Family, kappa: float, intercept: bool) -> Any:
                 score = kappa * inputs @ w / w.norm()
             else:
                 gamma = w.norm()  # in three dimensions A(γ) = coth γ - 1/γ
-                score = kappa * (1 / torch.tanh(gamma) - 1 / gamma) * (inputs / inputs.norm(dim=1, keepdim=True)) @ (w / gamma)
+                score = (
+                    kappa
+                    * (1 / torch.tanh(gamma) - 1 / gamma)
+                    * (inputs / inputs.norm(dim=1, keepdim=True))
+                    @ (w / gamma)
+                )
             columns.append(a + score)
         return torch.stack(columns, 1)
 
@@ -153,22 +172,34 @@ def test_logits_and_jacobians(family: Family, intercept: bool, n: int) -> None:
     logits, pull = head.pullback(theta, inputs)
     torch.testing.assert_close(logits, expected(theta, inputs))
     torch.testing.assert_close(head(theta, inputs), logits)
-    jacobian = torch.autograd.functional.jacobian(lambda point: expected(point, inputs), theta)  # [n, k, d]
+    jacobian = torch.autograd.functional.jacobian(
+        lambda point: expected(point, inputs), theta
+    )  # [n, k, d]
     cotangents, tangents = draw(2, n, K, seed=3), draw(4, len(theta), seed=4)
     torch.testing.assert_close(pull(cotangents), torch.einsum("snk,nkd->snd", cotangents, jacobian))
-    torch.testing.assert_close(pull(cotangents[0]), torch.einsum("nk,nkd->nd", cotangents[0], jacobian))
-    torch.testing.assert_close(pull.total(cotangents[0]), torch.einsum("nk,nkd->d", cotangents[0], jacobian))
-    torch.testing.assert_close(head.pushforward(theta, inputs, tangents), torch.einsum("sd,nkd->snk", tangents, jacobian))
+    torch.testing.assert_close(
+        pull(cotangents[0]), torch.einsum("nk,nkd->nd", cotangents[0], jacobian)
+    )
+    torch.testing.assert_close(
+        pull.total(cotangents[0]), torch.einsum("nk,nkd->d", cotangents[0], jacobian)
+    )
+    torch.testing.assert_close(
+        head.pushforward(theta, inputs, tangents), torch.einsum("sd,nkd->snk", tangents, jacobian)
+    )
     assert not head.linear
 
 
 @every_family
 def test_a_center_is_subtracted_from_the_features(family: Family) -> None:
-    """Logits, Jacobian and every update on z with a center are those on z - center; the source head sees z."""
+    """Logits, Jacobian and every update on z with a center are those on z - center; the source head
+    sees z.
+    """
     weight, bias, center = draw(K, D), draw(K, seed=5), draw(D, seed=6)
     one = df.PrototypeHead(weight, bias, family, center=center)
     other = df.PrototypeHead(weight, bias + weight @ center, family)
-    belief = df.Belief(3 * draw(K * D, seed=1), df.Diagonal(torch.full((K * D,), 0.5, dtype=torch.float64)))
+    belief = df.Belief(
+        3 * draw(K * D, seed=1), df.Diagonal(torch.full((K * D,), 0.5, dtype=torch.float64))
+    )
     inferences: list[df.Inference] = [df.Linearized()]
     inferences += [df.Supports(0), df.Supports(2)] if family != "gaussian" else []
     inferences += [df.Mixture(), df.Mixture(labels="source")] if family != "inner_product" else []
@@ -179,19 +210,25 @@ def test_a_center_is_subtracted_from_the_features(family: Family) -> None:
         expected, wanted = second.run(second.init(belief), [batch - center for batch in batches])
         torch.testing.assert_close(outputs.log_probabilities, wanted.log_probabilities)
         torch.testing.assert_close(state.belief.mean, expected.belief.mean)
-        torch.testing.assert_close(state.belief.covariance.variance(), expected.belief.covariance.variance())
+        torch.testing.assert_close(
+            state.belief.covariance.variance(), expected.belief.covariance.variance()
+        )
 
 
 def test_far_from_the_origin_nothing_cancels() -> None:
     head = df.PrototypeHead(torch.zeros(2, 2))
     theta = torch.tensor([4096.0, 0.0, 4097.0, 0.0])
-    torch.testing.assert_close(head(theta, torch.tensor([[4096.5, 1.0]])), torch.tensor([[-0.625, -0.625]]), rtol=0, atol=0)
+    torch.testing.assert_close(
+        head(theta, torch.tensor([[4096.5, 1.0]])), torch.tensor([[-0.625, -0.625]]), rtol=0, atol=0
+    )
 
 
 @pytest.mark.parametrize("family", ["von_mises_fisher", "inner_product"])
 def test_zero_vectors_give_finite_logits(family: Family) -> None:
     head = df.PrototypeHead(torch.eye(2), family=family)
-    logits, pull = head.pullback(torch.tensor([0.0, 0.0, 1.0, 0.0]), torch.tensor([[0.0, 0.0], [1.0, 2.0]]))
+    logits, pull = head.pullback(
+        torch.tensor([0.0, 0.0, 1.0, 0.0]), torch.tensor([[0.0, 0.0], [1.0, 2.0]])
+    )
     assert torch.isfinite(logits).all()
     assert torch.isfinite(pull(torch.ones(2, 2))).all()
 
@@ -211,9 +248,17 @@ def test_refusals() -> None:
         df.Mixture(labels="head")  # type: ignore[arg-type]
     belief = df.Belief(torch.ones(4), df.Diagonal(torch.ones(4)))
     for model, inference, message in (
-        (df.LinearHead(2), df.Supports(), "the model must be a PrototypeHead, alone or on features, got 'LinearHead'"),
+        (
+            df.LinearHead(2),
+            df.Supports(),
+            "the model must be a PrototypeHead, alone or on features, got 'LinearHead'",
+        ),
         (df.PrototypeHead(torch.eye(2)), df.Supports(), "Supports: the prototypes' family must be"),
-        (df.PrototypeHead(torch.eye(2), family="inner_product"), df.Mixture(), "Mixture: the prototypes' family must be"),
+        (
+            df.PrototypeHead(torch.eye(2), family="inner_product"),
+            df.Mixture(),
+            "Mixture: the prototypes' family must be",
+        ),
     ):
         filt = df.Filter(model, STAY, inference=inference)
         with pytest.raises(ValueError, match=message):
@@ -234,15 +279,21 @@ class Reference:
     def __init__(self, weight: Array, bias: Array, capacity: int) -> None:
         self.weight, self.bias, self.capacity = weight, bias, capacity
         start = entropies(weight @ weight.T + bias)
-        self.supports = [[Support(unit(row), each)] for row, each in zip(weight, start, strict=True)]
+        self.supports = [
+            [Support(unit(row), each)] for row, each in zip(weight, start, strict=True)
+        ]
 
     def __call__(self, features: Array) -> Array:
         logits = features @ self.weight.T + self.bias
         for z, label, each in zip(features, logits.argmax(-1), entropies(logits), strict=True):
             self.supports[label].append(Support(unit(z), each))
         for k, kept in enumerate(self.supports):
-            self.supports[k] = sorted(kept, key=lambda support: support.entropy)[: self.capacity or None]
-        prototypes = [unit(np.sum([support.direction for support in kept], 0)) for kept in self.supports]
+            self.supports[k] = sorted(kept, key=lambda support: support.entropy)[
+                : self.capacity or None
+            ]
+        prototypes = [
+            unit(np.sum([support.direction for support in kept], 0)) for kept in self.supports
+        ]
         return features @ np.stack(prototypes).T
 
 
@@ -273,7 +324,10 @@ def test_supports_are_t3a(capacity: int) -> None:
 def test_samples_without_weight_are_no_supports(capacity: int) -> None:
     weight, features = draw(3, 4, seed=1), 3 * draw(12, 4, seed=2)
     head = df.PrototypeHead(weight, family="inner_product")
-    belief = df.Belief((weight / weight.norm(dim=1, keepdim=True)).flatten(), df.Diagonal(torch.ones(12, dtype=torch.float64)))
+    belief = df.Belief(
+        (weight / weight.norm(dim=1, keepdim=True)).flatten(),
+        df.Diagonal(torch.ones(12, dtype=torch.float64)),
+    )
     gated = df.Filter(head, STAY, df.Gibbs(df.PseudoLabel(threshold=0.6)), df.Supports(capacity))
     state, _, info = gated.step(gated.init(belief), features)
     kept = info.weights > 0
@@ -299,7 +353,10 @@ def test_a_step_leaves_the_supports_of_the_state_before_it() -> None:
 def test_supports_are_a_mixture_with_the_source_heads_labels() -> None:
     weight, bias = draw(4, 5, seed=1), draw(4, seed=2)
     head = df.PrototypeHead(weight, bias, family="von_mises_fisher")
-    belief = df.Belief((weight / weight.norm(dim=1, keepdim=True)).flatten(), df.Diagonal(torch.ones(20, dtype=torch.float64)))
+    belief = df.Belief(
+        (weight / weight.norm(dim=1, keepdim=True)).flatten(),
+        df.Diagonal(torch.ones(20, dtype=torch.float64)),
+    )
     batches = [draw(9, 5, seed=step) for step in range(3)]
     ends = []
     for inference in (df.Supports(capacity=0), df.Mixture(iterations=1, labels="source")):
@@ -318,11 +375,15 @@ def covariance_of(structure: str, dimension: int) -> df.Covariance:
         return df.Full(matrix)
     if structure == "Blocks":
         half = dimension // 2
-        return df.Blocks((df.Full(matrix[:half, :half]), df.Diagonal(matrix.diagonal()[half:].clone())))
+        return df.Blocks(
+            (df.Full(matrix[:half, :half]), df.Diagonal(matrix.diagonal()[half:].clone()))
+        )
     return df.Diagonal(matrix.diagonal().clone())
 
 
-def gaussian_reference(mean: Array, matrix: Array, z: Array, kappa: float, iterations: int) -> tuple[Array, Array]:
+def gaussian_reference(
+    mean: Array, matrix: Array, z: Array, kappa: float, iterations: int
+) -> tuple[Array, Array]:
     """The conjugate update with dense algebra: precisions add, information adds."""
     precision = np.linalg.inv(matrix)
     m: Array = mean
@@ -350,7 +411,9 @@ def test_gaussian_mixture(structure: str, iterations: int, steps: int) -> None:
     for step in range(steps):
         features = 2 * draw(7, D, seed=20 + step)
         state, prediction, _ = filt.step(state, features)
-        mean, matrix = gaussian_reference(mean, matrix + 0.05 * np.eye(K * D), features.numpy(), kappa, iterations)
+        mean, matrix = gaussian_reference(
+            mean, matrix + 0.05 * np.eye(K * D), features.numpy(), kappa, iterations
+        )
         if structure == "Blocks":  # the update is diagonal, so nothing is projected away
             assert not matrix[: K * D // 2, K * D // 2 :].any()
         torch.testing.assert_close(state.belief.mean, torch.from_numpy(mean))
@@ -365,7 +428,9 @@ def test_gaussian_mixture_under_a_low_rank_covariance_is_exact() -> None:
     belief, features = df.Belief(2 * draw(K * D, seed=1), covariance), 2 * draw(7, D, seed=20)
     filt = df.Filter(head, STAY, inference=df.Mixture(3))
     state = filt.step(filt.init(belief), features)[0]
-    mean, matrix = gaussian_reference(belief.mean.numpy(), covariance.dense().numpy(), features.numpy(), 1.3, 3)
+    mean, matrix = gaussian_reference(
+        belief.mean.numpy(), covariance.dense().numpy(), features.numpy(), 1.3, 3
+    )
     torch.testing.assert_close(state.belief.mean, torch.from_numpy(mean))
     torch.testing.assert_close(state.belief.covariance.dense(), torch.from_numpy(matrix))
     assert isinstance(state.belief.covariance, df.LowRank)
@@ -374,7 +439,9 @@ def test_gaussian_mixture_under_a_low_rank_covariance_is_exact() -> None:
 
 @pytest.mark.parametrize("structure", ["Full", "Diagonal"])
 def test_each_iteration_raises_the_evidence_bound(structure: str) -> None:
-    """Σ_n log Σ_k exp E_q[f_k] - KL(q ‖ prior), the bound that the shares and q maximise in turn."""
+    """Σ_n log Σ_k exp E_q[f_k] - KL(q ‖ prior), the bound that the shares and q maximise in
+    turn.
+    """
     kappa, features = 2.0, torch.cat((draw(30, D, seed=3) + 2, draw(30, D, seed=4) - 2))
     head = df.PrototypeHead(draw(K, D), concentration=kappa)
     prior = df.Belief(draw(K * D, seed=1), covariance_of(structure, K * D))
@@ -388,7 +455,11 @@ def test_each_iteration_raises_the_evidence_bound(structure: str) -> None:
         q = torch.distributions.MultivariateNormal(belief.mean, belief.covariance.dense())
         bounds.append((evidence - torch.distributions.kl_divergence(q, p)).item())
     assert all(after > before for before, after in itertools.pairwise(bounds))
-    start = (head(prior.mean, features) - kappa / 2 * prior.covariance.variance().view(K, D).sum(1)).logsumexp(-1).sum()
+    start = (
+        (head(prior.mean, features) - kappa / 2 * prior.covariance.variance().view(K, D).sum(1))
+        .logsumexp(-1)
+        .sum()
+    )
     assert bounds[0] > start.item()
 
 
@@ -399,11 +470,15 @@ def test_em_raises_the_likelihood_under_a_vague_prior() -> None:
     start.view(K, D + 1)[:, 0] = math.log(1 / K)
     values = []
     for iterations in range(1, 8):
-        sure = df.Gibbs(df.MarginalLikelihood(), df.Constant(1e6))  # every sample a million times: no spread is left
+        sure = df.Gibbs(
+            df.MarginalLikelihood(), df.Constant(1e6)
+        )  # every sample a million times: no spread is left
         filt = df.Filter(head, STAY, sure, df.Mixture(iterations, pseudo_count=1e-9))
         belief = df.Belief(start, df.Diagonal(torch.full((len(start),), 1e8, dtype=torch.float64)))
         end = filt.step(filt.init(belief), features)[0].belief.mean
-        torch.testing.assert_close(end.view(K, D + 1)[:, 0].exp().sum(), torch.ones((), dtype=torch.float64))
+        torch.testing.assert_close(
+            end.view(K, D + 1)[:, 0].exp().sum(), torch.ones((), dtype=torch.float64)
+        )
         values.append(head(end, features).logsumexp(-1).sum().item())
     assert all(after > before for before, after in itertools.pairwise(values))
 
@@ -424,7 +499,9 @@ def test_class_weights() -> None:
     torch.testing.assert_close(found, start.view(K, D + 1)[:, 0])
 
 
-def directional_reference(theta: Array, z: Array, kappa: float, forget: float, iterations: int) -> Array:
+def directional_reference(
+    theta: Array, z: Array, kappa: float, forget: float, iterations: int
+) -> Array:
     h, dimension = unit(z), theta.shape[1]
     gamma = np.linalg.norm(theta, axis=1, keepdims=True)
     base = forget * mean_direction(gamma, dimension) * unit(theta) if forget else theta
@@ -443,7 +520,9 @@ def test_directional_mixture(forget: float, iterations: int, steps: int) -> None
     head = df.PrototypeHead(draw(K, width), family="von_mises_fisher", concentration=kappa)
     filt = df.Filter(head, STAY, inference=df.Mixture(iterations, transition_concentration=forget))
     start = 12 * draw(K, width, seed=1)
-    state = filt.init(df.Belief(start.flatten(), df.Diagonal(torch.ones(K * width, dtype=torch.float64))))
+    state = filt.init(
+        df.Belief(start.flatten(), df.Diagonal(torch.ones(K * width, dtype=torch.float64)))
+    )
     theta = start.numpy()
     for step in range(steps):
         features = 5 * draw(8, width, seed=30 + step)
@@ -453,7 +532,9 @@ def test_directional_mixture(forget: float, iterations: int, steps: int) -> None
         scale = mean_direction(np.linalg.norm(theta, axis=1, keepdims=True), width)
         expected = softmax(kappa * unit(features.numpy()) @ (scale * unit(theta)).T)
         torch.testing.assert_close(prediction.probabilities, torch.from_numpy(expected))
-    assert torch.equal(state.belief.covariance.variance(), torch.ones(K * width, dtype=torch.float64))
+    assert torch.equal(
+        state.belief.covariance.variance(), torch.ones(K * width, dtype=torch.float64)
+    )
 
 
 def test_samples_without_weight_have_no_share() -> None:
@@ -474,7 +555,10 @@ def test_samples_without_weight_have_no_share() -> None:
 def test_a_weight_of_two_counts_twice(family: Family) -> None:
     head = df.PrototypeHead(draw(K, D), family=family)
     inference = df.Supports(0) if family == "inner_product" else df.Mixture()
-    belief, features = df.Belief(draw(K * D, seed=1), covariance_of("Full", K * D)), draw(5, D, seed=2)
+    belief, features = (
+        df.Belief(draw(K * D, seed=1), covariance_of("Full", K * D)),
+        draw(5, D, seed=2),
+    )
     twice, plain = (
         df.Filter(head, STAY, df.Gibbs(weighting=df.Constant(2.0)), inference),
         df.Filter(head, STAY, inference=inference),
@@ -490,17 +574,31 @@ def test_a_weight_of_two_counts_twice(family: Family) -> None:
 
 def convnet(classes: int = 4) -> nn.Module:
     torch.manual_seed(3)
-    layers = (nn.Conv2d(2, 5, 3), nn.BatchNorm2d(5), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(5, classes))
+    layers = (
+        nn.Conv2d(2, 5, 3),
+        nn.BatchNorm2d(5),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(5, classes),
+    )
     return nn.Sequential(*layers).double()
 
 
 @pytest.mark.parametrize("centered", [True, False], ids=["center", "no center"])
 @pytest.mark.parametrize(("classes", "intercept"), [(4, False), (6, False), (9, True)])
-def test_gaussian_prototypes_start_as_the_source_head(classes: int, intercept: bool, centered: bool) -> None:
+def test_gaussian_prototypes_start_as_the_source_head(
+    classes: int, intercept: bool, centered: bool
+) -> None:
     model, inputs = convnet(classes), draw(8, 2, 6, 6)
-    selection, backbone = df.Prototypes(concentration=0.8, intercept=intercept), Backbone(model, "5")
+    selection, backbone = (
+        df.Prototypes(concentration=0.8, intercept=intercept),
+        Backbone(model, "5"),
+    )
     built, start = selection.build(backbone, backbone(inputs[:5]).mean(0) if centered else None)
-    torch.testing.assert_close(built(start, inputs).softmax(-1), model.eval()(inputs).softmax(-1).detach())
+    torch.testing.assert_close(
+        built(start, inputs).softmax(-1), model.eval()(inputs).softmax(-1).detach()
+    )
 
 
 @pytest.mark.parametrize("family", ["von_mises_fisher", "inner_product"])
@@ -538,17 +636,22 @@ def test_on_a_network_as_on_its_features(method: str) -> None:
 
 def test_the_center_is_the_mean_feature_of_the_first_batch() -> None:
     model, sample = convnet(), draw(7, 2, 6, 6)
-    start = initialize(model, df.Prototypes("von_mises_fisher", centered=True), "source", None, sample)
+    start = initialize(
+        model, df.Prototypes("von_mises_fisher", centered=True), "source", None, sample
+    )
     assert isinstance(start.model, OnFeatures)
     assert isinstance(start.model.model, df.PrototypeHead)
     assert start.model.model.center is not None
     torch.testing.assert_close(start.model.model.center, Backbone(model, "5")(sample).mean(0))
-    again = initialize(model, df.Prototypes("von_mises_fisher", centered=True), "source", found=start.found)
+    again = initialize(
+        model, df.Prototypes("von_mises_fisher", centered=True), "source", found=start.found
+    )
     assert torch.equal(again.model(again.mean, sample), start.model(start.mean, sample))
 
 
 def test_a_real_network_needs_the_center() -> None:
-    """Noisy CIFAR-10 images under the shipped network: without a center the prototypes collapse, with one they do not.
+    """Noisy CIFAR-10 images under the shipped network: without a center the prototypes collapse,
+    with one they do not.
 
     The gain over the source head (51 % right; 64 %) is the center's: frozen prototypes have it too.
     """
@@ -567,8 +670,12 @@ def test_a_real_network_needs_the_center() -> None:
             backbone, None if sample is None else backbone(sample).mean(0)
         )
         filt = df.Filter(built.model, STAY, inference=df.Mixture(transition_concentration=1000.0))
-        _, outputs = filt.run(filt.init(df.Belief(start, df.Diagonal(torch.ones_like(start)))), features)
-        return accuracy(outputs.labels), accuracy(built.model(start, torch.cat(features)).argmax(-1))
+        _, outputs = filt.run(
+            filt.init(df.Belief(start, df.Diagonal(torch.ones_like(start)))), features
+        )
+        return accuracy(outputs.labels), accuracy(
+            built.model(start, torch.cat(features)).argmax(-1)
+        )
 
     linear, head = build_head(backbone)
     source = accuracy(linear.model(head, torch.cat(features)).argmax(-1))
@@ -583,16 +690,32 @@ def test_a_real_network_needs_the_center() -> None:
 
 
 def turning(steps: int = 40, n: int = 40) -> tuple[list[Tensor], Tensor]:
-    """Three clusters around the origin that turn by 90 degrees over the stream, and their labels."""
+    """Three clusters around the origin that turn by 90 degrees over the stream, and their
+    labels.
+    """
     labels = torch.arange(n * steps).view(steps, n) % 3
-    angles = 2 * math.pi / 3 * labels + torch.linspace(0, math.pi / 2, steps, dtype=torch.float64).unsqueeze(1)
+    angles = 2 * math.pi / 3 * labels + torch.linspace(
+        0, math.pi / 2, steps, dtype=torch.float64
+    ).unsqueeze(1)
     centers = 3 * torch.stack((angles.cos(), angles.sin()), -1)
     return list(centers + 0.6 * draw(steps, n, 2, seed=7)), labels.flatten()
 
 
 TURNING: dict[str, tuple[Family, float, float, df.Inference, df.Transition]] = {
-    "Gaussian": ("gaussian", 2.0, 3.0, df.Mixture(), df.Transition(df.RandomWalk(), df.Isotropic(0.02))),
-    "directions": ("von_mises_fisher", 10.0, 50.0, df.Mixture(transition_concentration=100.0), STAY),
+    "Gaussian": (
+        "gaussian",
+        2.0,
+        3.0,
+        df.Mixture(),
+        df.Transition(df.RandomWalk(), df.Isotropic(0.02)),
+    ),
+    "directions": (
+        "von_mises_fisher",
+        10.0,
+        50.0,
+        df.Mixture(transition_concentration=100.0),
+        STAY,
+    ),
 }
 
 
@@ -612,10 +735,14 @@ def test_prototypes_follow_clusters_that_the_frozen_head_loses(method: str) -> N
 
 
 def test_supports_correct_a_biased_head() -> None:
-    """Clusters that lean to one side once and for all: the few supports the head is sure of show where they went."""
+    """Clusters that lean to one side once and for all: the few supports the head is sure of show
+    where they went.
+    """
     labels = torch.arange(1200) % 3
     angles = 2 * math.pi / 3 * labels + 0.8
-    features = 3 * torch.stack((angles.cos(), angles.sin()), -1).double() + 0.5 * draw(1200, 2, seed=7)
+    features = 3 * torch.stack((angles.cos(), angles.sin()), -1).double() + 0.5 * draw(
+        1200, 2, seed=7
+    )
     start = 2 * math.pi / 3 * torch.arange(3, dtype=torch.float64)
     rows = torch.stack((start.cos(), start.sin()), -1)
     head = df.PrototypeHead(rows, family="inner_product")
@@ -630,4 +757,6 @@ def test_a_head_on_features_and_prototypes_agree_at_the_start() -> None:
     backbone, inputs = Backbone(convnet(), "5"), draw(5, 2, 6, 6)
     linear, start = build_head(backbone)
     prototypes, other = df.Prototypes().build(backbone)
-    torch.testing.assert_close(linear(start, inputs).softmax(-1), prototypes(other, inputs).softmax(-1))
+    torch.testing.assert_close(
+        linear(start, inputs).softmax(-1), prototypes(other, inputs).softmax(-1)
+    )

@@ -1,4 +1,6 @@
-"""Rows that layers alone would get wrong: a parameter used twice, samples in another order, samples coupled out of sight."""
+"""Rows that layers alone would get wrong: a parameter used twice, samples in another order, samples
+coupled out of sight.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -60,30 +62,47 @@ def network(forward: Callable[[Written, Tensor], Any]) -> Network:
 
 
 def batch(samples: int = 4, tokens: int = 4) -> Tensor:
-    return torch.randn(samples, tokens, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return torch.randn(
+        samples, tokens, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+    )
 
 
 WORDS = torch.tensor([[1, 2, 3], [4, 5, 6], [1, 1, 8]])
-KINDS = [(tied, WORDS), (used_twice, batch()), (tokens_first, batch()), (sorted_inside, batch()), (checkpointed, batch())]
+KINDS = [
+    (tied, WORDS),
+    (used_twice, batch()),
+    (tokens_first, batch()),
+    (sorted_inside, batch()),
+    (checkpointed, batch()),
+]
 
 
 def assert_rows(model: Network, theta: Tensor, inputs: Tensor) -> None:
     """Rows equal the gradients of batches of one."""
     logits, pullback = model.pullback(theta, inputs)
     cotangents = torch.randn_like(logits)
-    single = [model.pullback(theta, x[None])[1].total(c[None]) for x, c in zip(inputs, cotangents, strict=True)]
+    single = [
+        model.pullback(theta, x[None])[1].total(c[None])
+        for x, c in zip(inputs, cotangents, strict=True)
+    ]
     torch.testing.assert_close(pullback(cotangents), torch.stack(single))
 
 
-@pytest.mark.parametrize(("forward", "inputs"), KINDS, ids=[forward.__name__ for forward, _ in KINDS])
-def test_rows_are_those_of_single_samples(forward: Callable[[Written, Tensor], Any], inputs: Tensor) -> None:
+@pytest.mark.parametrize(
+    ("forward", "inputs"), KINDS, ids=[forward.__name__ for forward, _ in KINDS]
+)
+def test_rows_are_those_of_single_samples(
+    forward: Callable[[Written, Tensor], Any], inputs: Tensor
+) -> None:
     model = network(forward)
     theta = model.mean() + 0.1
     for _ in range(2):  # when it is proved, and when it is known
         assert_rows(model, theta, inputs)
 
 
-def test_a_layer_that_sees_tokens_first_is_looked_at_again_when_their_number_fits_the_batch() -> None:
+def test_a_layer_that_sees_tokens_first_is_looked_at_again_when_their_number_fits_the_batch() -> (
+    None
+):
     model = network(tokens_first)
     theta = model.mean()
     for samples, tokens in ((1, 4), (3, 4), (4, 4), (2, 8)):
@@ -158,7 +177,12 @@ def test_a_tied_head_adapts_with_per_sample_curvature() -> None:
     p = net(theta, WORDS).softmax(-1)
     center = p.mean(0).detach()
     losses = -(p * (p.log() - center.log())).sum(-1)
-    rows = torch.stack([torch.autograd.grad(loss, theta, retain_graph=True, allow_unused=True)[0] for loss in losses])
+    rows = torch.stack(
+        [
+            torch.autograd.grad(loss, theta, retain_graph=True, allow_unused=True)[0]
+            for loss in losses
+        ]
+    )
     gradient = 2 * rows.mean(0)
     spread = 2 * (rows - rows.mean(0)).square().mean(0)
     expected = theta.detach() - gradient / (1 / 0.08 + spread)

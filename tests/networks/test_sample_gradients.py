@@ -17,7 +17,9 @@ import driftfilter as df
 class Net(nn.Module):
     """A layer between fixed random maps, so that its flow is not trivial; [n, …] -> [n, 3]."""
 
-    def __init__(self, layer: nn.Module, pick: Callable[[Any], Tensor] = lambda result: result) -> None:
+    def __init__(
+        self, layer: nn.Module, pick: Callable[[Any], Tensor] = lambda result: result
+    ) -> None:
         super().__init__()
         self.layer, self.pick = layer, pick
 
@@ -130,15 +132,27 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "linear": (lambda: Net(nn.Linear(4, 5)), (4,)),
     "linear on tokens": (lambda: Net(nn.Linear(4, 5, bias=False)), (2, 3, 4)),
     "conv1d": (lambda: Net(nn.Conv1d(4, 6, 3, padding=1, groups=2)), (4, 7)),
-    "conv2d strided": (lambda: Net(nn.Conv2d(4, 6, (3, 2), stride=2, padding=(1, 0), dilation=(1, 2), groups=2)), (4, 8, 7)),
+    "conv2d strided": (
+        lambda: Net(nn.Conv2d(4, 6, (3, 2), stride=2, padding=(1, 0), dilation=(1, 2), groups=2)),
+        (4, 8, 7),
+    ),
     "conv2d depthwise": (lambda: Net(nn.Conv2d(4, 8, 3, groups=4, bias=False)), (4, 5, 5)),
     "conv2d same": (lambda: Net(nn.Conv2d(2, 3, (2, 4), padding="same")), (2, 5, 5)),
     "conv2d valid": (lambda: Net(nn.Conv2d(2, 3, 3, padding="valid")), (2, 5, 5)),
-    "conv2d circular": (lambda: Net(nn.Conv2d(2, 3, 3, padding=1, padding_mode="circular")), (2, 5, 4)),
-    "conv2d reflect": (lambda: Net(nn.Conv2d(2, 3, 3, padding=(2, 1), padding_mode="reflect", stride=2)), (2, 5, 4)),
+    "conv2d circular": (
+        lambda: Net(nn.Conv2d(2, 3, 3, padding=1, padding_mode="circular")),
+        (2, 5, 4),
+    ),
+    "conv2d reflect": (
+        lambda: Net(nn.Conv2d(2, 3, 3, padding=(2, 1), padding_mode="reflect", stride=2)),
+        (2, 5, 4),
+    ),
     "conv3d": (lambda: Net(nn.Conv3d(2, 3, 2, padding=1, stride=(1, 2, 1))), (2, 3, 4, 3)),
     "layer norm": (lambda: Net(nn.LayerNorm((3, 4))), (2, 3, 4)),
-    "instance norm tracked": (lambda: Net(nn.InstanceNorm1d(3, affine=True, track_running_stats=True)), (3, 5)),
+    "instance norm tracked": (
+        lambda: Net(nn.InstanceNorm1d(3, affine=True, track_running_stats=True)),
+        (3, 5),
+    ),
     "windows": (lambda: Net(Windows()), (6, 4)),
     "shared": (lambda: Net(Shared()), (4,)),
     "aliased": (lambda: Net(Aliased()), (4,)),
@@ -151,7 +165,15 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "gru": (lambda: Net(nn.GRU(4, 3, batch_first=True, bidirectional=True), first), (5, 4)),
 }
 cases = pytest.mark.parametrize("case", CASES)
-WITHOUT_RULE = ("own parameter", "overridden forward", "sequence first", "transposed convolution", "attention", "lstm", "gru")
+WITHOUT_RULE = (
+    "own parameter",
+    "overridden forward",
+    "sequence first",
+    "transposed convolution",
+    "attention",
+    "lstm",
+    "gru",
+)
 
 
 def alone(model: nn.Module, names: list[str], inputs: Tensor, cotangents: Tensor) -> Tensor:
@@ -159,28 +181,40 @@ def alone(model: nn.Module, names: list[str], inputs: Tensor, cotangents: Tensor
     known = dict(model.named_parameters())
     rows = []
     for sample, cotangent in zip(inputs, cotangents, strict=True):
-        gradients = torch.autograd.grad(model(sample[None]), [known[name] for name in names], cotangent[None])
+        gradients = torch.autograd.grad(
+            model(sample[None]), [known[name] for name in names], cotangent[None]
+        )
         rows.append(torch.cat([gradient.flatten() for gradient in gradients]))
     return torch.stack(rows)
 
 
-def rows_of(model: nn.Module, inputs: Tensor, selection: df.Selection) -> tuple[Tensor, Tensor, Tensor]:
+def rows_of(
+    model: nn.Module, inputs: Tensor, selection: df.Selection
+) -> tuple[Tensor, Tensor, Tensor]:
     """Rows, their total and what both should be."""
     network = df.Network(model, selection, "source")
     logits, pullback = network.pullback(network.mean(), inputs)
     cotangents = torch.randn_like(logits)
-    return pullback(cotangents), pullback.total(cotangents), alone(model.eval(), list(network.shapes), inputs, cotangents)
+    return (
+        pullback(cotangents),
+        pullback.total(cotangents),
+        alone(model.eval(), list(network.shapes), inputs, cotangents),
+    )
 
 
 @cases
-def test_rows_are_the_gradients_of_each_sample_alone(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_the_gradients_of_each_sample_alone(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.manual_seed(0)
     if case not in WITHOUT_RULE:
         monkeypatch.delattr(df.Network, "sample_rows")  # they need one backward pass only
     build, shape = CASES[case]
     model, inputs = build().double(), torch.randn(5, *shape, dtype=torch.float64)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Using padding='same' with even kernel")  # torch's own
+        warnings.filterwarnings(
+            "ignore", message="Using padding='same' with even kernel"
+        )  # torch's own
         rows, total, expected = rows_of(model, inputs, df.AllParameters())
     torch.testing.assert_close(rows, expected)
     torch.testing.assert_close(total, expected.sum(0))
@@ -192,16 +226,27 @@ def test_rows_are_the_gradients_of_each_sample_alone(case: str, monkeypatch: pyt
 def test_transformers(batch_first: bool, selection: df.Selection) -> None:
     """With as many tokens as would pass for samples."""
     torch.manual_seed(0)
-    model, inputs = Net(Transformer(batch_first)).double(), torch.randn(3, 6, 4, dtype=torch.float64)
+    model, inputs = (
+        Net(Transformer(batch_first)).double(),
+        torch.randn(3, 6, 4, dtype=torch.float64),
+    )
     network = df.Network(model, selection)
     theta = network.mean() + 0.01
     logits, pullback = network.pullback(theta, inputs)
     cotangents, tangent = torch.randn_like(logits), torch.randn_like(theta)
-    alone = [network.pullback(theta, inputs[i : i + 1])[1].total(cotangents[i : i + 1]) for i in range(3)]
+    alone = [
+        network.pullback(theta, inputs[i : i + 1])[1].total(cotangents[i : i + 1]) for i in range(3)
+    ]
     torch.testing.assert_close(pullback(cotangents), torch.stack(alone))
-    slope = (network(theta + 1e-5 * tangent, inputs) - network(theta - 1e-5 * tangent, inputs)) / 2e-5
-    torch.testing.assert_close(pullback.total(cotangents) @ tangent, (slope * cotangents).sum(), rtol=1e-6, atol=1e-7)
-    torch.testing.assert_close(network.pushforward(theta, inputs, tangent[None])[0], slope, rtol=1e-6, atol=1e-7)
+    slope = (
+        network(theta + 1e-5 * tangent, inputs) - network(theta - 1e-5 * tangent, inputs)
+    ) / 2e-5
+    torch.testing.assert_close(
+        pullback.total(cotangents) @ tangent, (slope * cotangents).sum(), rtol=1e-6, atol=1e-7
+    )
+    torch.testing.assert_close(
+        network.pushforward(theta, inputs, tangent[None])[0], slope, rtol=1e-6, atol=1e-7
+    )
     assert torch.backends.mha.get_fastpath_enabled()
 
 
@@ -226,13 +271,17 @@ def test_one_parameter_of_a_layer(own: str) -> None:
 
 def test_rows_of_convolutions_under_batch_statistics_sum_to_the_gradient_of_the_batch() -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.Tanh(), nn.Flatten(), nn.Linear(27, 3)).double()
+    model = nn.Sequential(
+        nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.Tanh(), nn.Flatten(), nn.Linear(27, 3)
+    ).double()
     inputs = torch.randn(4, 2, 5, 5, dtype=torch.float64)
     network = df.Network(model, df.AllParameters())
     logits, pullback = network.pullback(network.mean(), inputs)
     cotangents = torch.randn_like(logits)
     expected = torch.autograd.grad(model.train()(inputs), list(model.parameters()), cotangents)
-    torch.testing.assert_close(pullback(cotangents).sum(0), torch.cat([gradient.flatten() for gradient in expected]))
+    torch.testing.assert_close(
+        pullback(cotangents).sum(0), torch.cat([gradient.flatten() for gradient in expected])
+    )
 
 
 def test_parameters_that_the_network_does_not_use_have_rows_of_zeros() -> None:
@@ -241,21 +290,31 @@ def test_parameters_that_the_network_does_not_use_have_rows_of_zeros() -> None:
     model.register_parameter("spare", nn.Parameter(torch.ones(3)))
     network = df.Network(model, df.AllParameters())
     logits, pullback = network.pullback(network.mean(), torch.randn(5, 4))
-    at = dict(zip(network.shapes, torch.arange(len(network.mean())).split(network.sizes), strict=True))["spare"]
+    at = dict(
+        zip(network.shapes, torch.arange(len(network.mean())).split(network.sizes), strict=True)
+    )["spare"]
     assert pullback(torch.ones_like(logits))[:, at].count_nonzero() == 0
     assert pullback.total(torch.ones_like(logits))[at].count_nonzero() == 0
 
 
 @pytest.mark.parametrize("statistics", ["batch", df.PseudoCount(), df.Ema(1.0)], ids=str)
-def test_layers_without_a_rule_beside_batch_statistics_have_a_total_but_no_rows(statistics: Any) -> None:
+def test_layers_without_a_rule_beside_batch_statistics_have_a_total_but_no_rows(
+    statistics: Any,
+) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(Scaled(), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
     inputs = torch.randn(5, 4, dtype=torch.float64)
     network = df.Network(model, df.AllParameters(), statistics)
     theta = network.mean()
     logits, pullback = network.pullback(theta, inputs)
-    total, step = pullback.total(torch.ones_like(logits)), 1e-6 * functional.one_hot(torch.tensor(1), len(theta))
+    total, step = (
+        pullback.total(torch.ones_like(logits)),
+        1e-6 * functional.one_hot(torch.tensor(1), len(theta)),
+    )
     slope = (network(theta + step, inputs) - network(theta - step, inputs)).sum() / 2e-6
     torch.testing.assert_close(total[1], slope, rtol=1e-6, atol=1e-8)
-    with pytest.raises(ValueError, match=r"Network: selection must be .* couple .*, got \"parameters \['0.scale'\]\""):
+    with pytest.raises(
+        ValueError,
+        match=r"Network: selection must be .* couple .*, got \"parameters \['0.scale'\]\"",
+    ):
         pullback(torch.ones_like(logits))

@@ -1,4 +1,6 @@
-"""The paper's examples: their data, their honest rows, what the command writes, and the bars on a couple of seeds."""
+"""The paper's examples: their data, their honest rows, what the command writes, and the bars on a
+couple of seeds.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,9 @@ def scores(example: Example, runner: Runner, seed: int) -> Scores:
 def test_polynomial_features_are_all_monomials() -> None:
     inputs = torch.randn(5, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     x, y = inputs.T
-    expected = torch.stack([torch.ones_like(x), x, y, x * x, x * y, y * y, x**3, x * x * y, x * y * y, y**3], -1)
+    expected = torch.stack(
+        [torch.ones_like(x), x, y, x * x, x * y, y * y, x**3, x * x * y, x * y * y, y**3], -1
+    )
     torch.testing.assert_close(polynomial(inputs, 3), expected)
     assert polynomial(inputs, 7).shape == (5, 36)
 
@@ -70,7 +74,9 @@ def test_moons_lie_on_their_arcs_at_beta_angles() -> None:
     places = torch.full((4000,), 0.8, dtype=torch.float64)
     inputs, labels = example.draw(places, 0.5, torch.Generator().manual_seed(0))
     centers = torch.tensor([[0.0, 0.0], [1.0, 0.5]], dtype=torch.float64)[labels]
-    torch.testing.assert_close((inputs - centers).norm(dim=-1), torch.ones(4000, dtype=torch.float64))
+    torch.testing.assert_close(
+        (inputs - centers).norm(dim=-1), torch.ones(4000, dtype=torch.float64)
+    )
     side = torch.where(labels == 0, 1.0, -1.0)[:, None]
     angles = torch.atan2(*((inputs - centers) * side).flip(-1).T) / math.pi
     assert stats.kstest(angles, stats.beta(6.4, 1.6).cdf).pvalue > 0.01
@@ -78,9 +84,16 @@ def test_moons_lie_on_their_arcs_at_beta_angles() -> None:
 
 def test_pinwheel_unwinds_to_its_blades() -> None:
     example = Pinwheel(turn=0.3)
-    inputs, labels = example.draw(torch.full((4000,), 0.5, dtype=torch.float64), 1 / 3, torch.Generator().manual_seed(0))
+    inputs, labels = example.draw(
+        torch.full((4000,), 0.5, dtype=torch.float64), 1 / 3, torch.Generator().manual_seed(0)
+    )
     radius = inputs.norm(dim=-1)  # of (r + 0.3 e₁, 0.1 e₂): nearly its first coordinate
-    angle = torch.atan2(inputs[:, 1], inputs[:, 0]) - 2 * math.pi * labels / 3 - 0.15 - 0.25 * radius.exp()
+    angle = (
+        torch.atan2(inputs[:, 1], inputs[:, 0])
+        - 2 * math.pi * labels / 3
+        - 0.15
+        - 0.25 * radius.exp()
+    )
     across = radius * torch.sin(angle)
     assert across.std().item() == pytest.approx(0.1, rel=0.1)
     assert radius.mean().item() == pytest.approx(1.45, abs=0.02)
@@ -88,7 +101,9 @@ def test_pinwheel_unwinds_to_its_blades() -> None:
 
 
 def test_linear_classes_move_together() -> None:
-    inputs, labels = Linear().draw(torch.full((4000,), 2.0, dtype=torch.float64), 0.9, torch.Generator().manual_seed(0))
+    inputs, labels = Linear().draw(
+        torch.full((4000,), 2.0, dtype=torch.float64), 0.9, torch.Generator().manual_seed(0)
+    )
     assert labels.double().mean().item() == pytest.approx(0.9, abs=0.02)
     assert inputs[labels == 0].mean(0).tolist() == pytest.approx([0.5, 2.0], abs=0.12)
     assert inputs[labels == 1].mean(0).tolist() == pytest.approx([3.5, 2.0], abs=0.04)
@@ -106,8 +121,11 @@ def test_drawn_paths_have_the_moments_of_the_prior(name: str) -> None:
         "polynomial trend": start
         + steps**2 * example.velocity**2
         + small * (steps + (steps - 1) * steps * (2 * steps - 1) / 6),
-        "seasonal": start * (1 + angle.cos() ** 2) + (example.amplitude * angle.sin()) ** 2 + 2 * small * steps,
-        "mean reversion": example.rho ** (2 * steps) * start + noise * (1 - example.rho ** (2 * steps)) / (1 - example.rho**2),
+        "seasonal": start * (1 + angle.cos() ** 2)
+        + (example.amplitude * angle.sin()) ** 2
+        + 2 * small * steps,
+        "mean reversion": example.rho ** (2 * steps) * start
+        + noise * (1 - example.rho ** (2 * steps)) / (1 - example.rho**2),
     }[name]
     for index, value in ((0, example.intercept), (1, example.slope)):
         torch.testing.assert_close(prior.mean[:, index], torch.full_like(steps, value))
@@ -131,7 +149,9 @@ def test_disagreement_sees_paths_of_other_moments() -> None:
     ids=["moons", "pinwheel", "rotated"],
 )
 @pytest.mark.parametrize("seed", SEEDS)
-def test_the_filter_follows_what_the_source_loses(example: Example, stream: float, end: float, seed: int) -> None:
+def test_the_filter_follows_what_the_source_loses(
+    example: Example, stream: float, end: float, seed: int
+) -> None:
     source, ours = scores(example, frozen, seed), scores(example, adapted, seed)
     assert ours.accuracy >= stream
     assert ours.end_accuracy >= end
@@ -160,11 +180,16 @@ def test_without_a_shift_nothing_is_lost(example: Example) -> None:
 
 def test_labels_bound_the_filter_from_above() -> None:
     seed, example = SEEDS[0], Moons()
-    assert scores(example, supervised, seed).end_accuracy >= scores(example, adapted, seed).end_accuracy
+    assert (
+        scores(example, supervised, seed).end_accuracy
+        >= scores(example, adapted, seed).end_accuracy
+    )
 
 
 @pytest.mark.parametrize(
-    "example", [Linear(beta=100.0), Moons(beta=100_000.0), Pinwheel(beta=30_000.0)], ids=["linear", "moons", "pinwheel"]
+    "example",
+    [Linear(beta=100.0), Moons(beta=100_000.0), Pinwheel(beta=30_000.0)],
+    ids=["linear", "moons", "pinwheel"],
 )
 def test_too_large_a_temperature_raises_the_alarm(example: Example) -> None:
     ours = scores(example, adapted, SEEDS[0])
@@ -188,10 +213,15 @@ def test_a_raw_hessian_that_is_positive_is_the_clipped_one() -> None:
     convex = replace(example.filter(), observation=df.Gibbs(df.PseudoLabel(), df.Constant(5.0)))
     from driftfilter.app.paper.trial import RawHessian
 
-    raw, clipped = replace(convex, inference=RawHessian()), replace(convex, inference=df.Linearized(df.Hessian()))
+    raw, clipped = (
+        replace(convex, inference=RawHessian()),
+        replace(convex, inference=df.Linearized(df.Hessian())),
+    )
     ends = [filt.run(filt.init(belief), problem.stream.inputs)[0].belief for filt in (raw, clipped)]
     torch.testing.assert_close(ends[0].mean, ends[1].mean, rtol=1e-7, atol=1e-9)
-    torch.testing.assert_close(ends[0].covariance.dense(), ends[1].covariance.dense(), rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(
+        ends[0].covariance.dense(), ends[1].covariance.dense(), rtol=1e-6, atol=1e-9
+    )
 
 
 def test_the_supervised_bound_is_the_laplace_posterior_of_all_labels_where_nothing_moves() -> None:
@@ -228,7 +258,14 @@ def test_alarms() -> None:
 
 def test_claims_are_checked_against_their_bars() -> None:
     good, bad = Scores(0.98, 0.95, 0.1, 0.01, 1.0, 1.0), Scores(0.5, 0.5, 0.9, 0.4, 1.0, 1.0)
-    names = ("frozen source", "filter", "no shift, source", "no shift, filter", "rotated, source", "rotated, filter")
+    names = (
+        "frozen source",
+        "filter",
+        "no shift, source",
+        "no shift, filter",
+        "rotated, source",
+        "rotated, filter",
+    )
     won = {name: [bad if "source" in name else good] for name in names}
     lost = {name: [good if "source" in name else bad] for name in names}
     for claim in itertools.chain(*cases.CLAIMS.values()):
@@ -237,14 +274,18 @@ def test_claims_are_checked_against_their_bars() -> None:
 
 
 def _metrics(folder: Path, name: str) -> dict[str, object]:
-    measured: dict[str, object] = json.loads((folder / name / "metrics.json").read_text(encoding="utf-8"))
+    measured: dict[str, object] = json.loads(
+        (folder / name / "metrics.json").read_text(encoding="utf-8")
+    )
     measured.pop("seconds", None)  # the only part that differs between runs
     return measured
 
 
 def test_a_run_is_determined_by_its_seeds_however_many_processes(tmp_path: Path) -> None:
     for workers, folder in ((1, "one"), (2, "two")):
-        reproduce.reproduce(("moons",), SEEDS, tmp_path / folder, workers, examples=SHORT, figures=False)
+        reproduce.reproduce(
+            ("moons",), SEEDS, tmp_path / folder, workers, examples=SHORT, figures=False
+        )
     one, two = _metrics(tmp_path / "one", "moons"), _metrics(tmp_path / "two", "moons")
     assert one == two
     assert one["seeds"] == list(SEEDS)
@@ -254,8 +295,19 @@ def test_a_run_is_determined_by_its_seeds_however_many_processes(tmp_path: Path)
 def test_figures_tables_and_metrics_are_written(tmp_path: Path) -> None:
     done: list[tuple[str, int, int]] = []
     short = Dynamics(steps=10, paths=50)
-    stems = {"dynamics": ["dynamics"], "pinwheel": ["pinwheel", "rotated", "pinwheel_over_time", "rotated_over_time"]}
-    tables = reproduce.reproduce(list(stems), [5], tmp_path, 1, lambda *news: done.append(news), examples=SHORT, dynamics=short)
+    stems = {
+        "dynamics": ["dynamics"],
+        "pinwheel": ["pinwheel", "rotated", "pinwheel_over_time", "rotated_over_time"],
+    }
+    tables = reproduce.reproduce(
+        list(stems),
+        [5],
+        tmp_path,
+        1,
+        lambda *news: done.append(news),
+        examples=SHORT,
+        dynamics=short,
+    )
     for name, figures in stems.items():
         assert (tmp_path / name / "table.txt").read_text(encoding="utf-8") == tables[name] + "\n"
         assert _metrics(tmp_path, name)["example"] == name
@@ -272,12 +324,22 @@ def test_figures_are_the_same_file_every_time(tmp_path: Path) -> None:
     for folder in ("a", "b"):
         reproduce.reproduce(("dynamics",), [5], tmp_path / folder, dynamics=short)
     for suffix in ("png", "svg"):
-        first, second = ((tmp_path / folder / "dynamics" / f"dynamics.{suffix}").read_bytes() for folder in ("a", "b"))
+        first, second = (
+            (tmp_path / folder / "dynamics" / f"dynamics.{suffix}").read_bytes()
+            for folder in ("a", "b")
+        )
         assert first == second
 
 
-def test_the_command_writes_and_says_where(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["reproduce", "dynamics", "--out", str(tmp_path), "--no-figures", "--first-seed", "3"]) == 0
+def test_the_command_writes_and_says_where(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        cli.main(
+            ["reproduce", "dynamics", "--out", str(tmp_path), "--no-figures", "--first-seed", "3"]
+        )
+        == 0
+    )
     printed = capsys.readouterr().out
     assert f"wrote {tmp_path / 'dynamics'}" in printed
     assert "mean reversion" in printed
@@ -288,7 +350,9 @@ def test_the_command_knows_the_examples() -> None:
     assert arguments.EXAMPLES == reproduce.NAMES
 
 
-def test_figures_need_matplotlib_and_say_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_figures_need_matplotlib_and_say_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(commands, "find_spec", lambda name: None)
     assert cli.main(["reproduce", "dynamics"]) == 1
     assert "driftfilter[report]" in capsys.readouterr().err

@@ -35,7 +35,10 @@ def test_linear_example_never_collapses(linear: tuple[torch.Tensor, torch.Tensor
 
 def test_the_control_without_drift_stays_at_the_source() -> None:
     frozen, adapted = run_pairs(Linear(shift=0.0, steps=300), range(5))
-    assert column(torch.tensor(adapted), "accuracy").mean() >= column(torch.tensor(frozen), "accuracy").mean() - 0.005
+    assert (
+        column(torch.tensor(adapted), "accuracy").mean()
+        >= column(torch.tensor(frozen), "accuracy").mean() - 0.005
+    )
 
 
 def test_a_run_is_determined_by_its_seed() -> None:

@@ -1,4 +1,6 @@
-"""Every preset is the update its authors published: step by step against plain loops, and the table itself."""
+"""Every preset is the update its authors published: step by step against plain loops, and the table
+itself.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +13,15 @@ from dataclasses import fields
 from functools import partial
 from typing import Any, NamedTuple
 
-import published.ours as own_filters
-import published.filters as dense
 import pytest
 import torch
 from scipy import special
 from torch import Tensor, nn
 
 import driftfilter as df
+import published.filters as dense
 import published.gradient_steps as by_hand
+import published.ours as own_filters
 from driftfilter.adapter.adapter import Adapter
 from driftfilter.app.models import load
 from driftfilter.app.streams import sample_images
@@ -72,7 +74,7 @@ def noisy_views(purpose: Purpose, copies: int) -> Callable[[Tensor, int], list[T
     return views
 
 
-# One case a preset -------------------------------------------------------------------------------------------------
+# One case a preset --------------------------------------------------------------------------------
 
 
 def source() -> Case:
@@ -98,7 +100,9 @@ def descent(preset: str, loss: Callable[[Tensor], Tensor], **options: Any) -> Ca
 
 
 def conjugate(epsilon: float = 6.0) -> Case:
-    steps = by_hand.descend(MODEL, STREAM, by_hand.conjugate_loss(epsilon), by_hand.momentum(0.1), after=True)
+    steps = by_hand.descend(
+        MODEL, STREAM, by_hand.conjugate_loss(epsilon), by_hand.momentum(0.1), after=True
+    )
     return Case(adapter_of("conjugate", lr=0.1, epsilon=epsilon), STREAM, list(steps))
 
 
@@ -108,7 +112,9 @@ GATES: dict[str, Any] = {"lr": 0.02, "margin": 0.7, "similarity": 0.7}
 def eta() -> Case:
     steps = list(by_hand.eata_loop(MODEL, STREAM, **GATES))
     assert all(0 < step.kept < 12 for step in steps)
-    open_gate = [step.kept for step in by_hand.eata_loop(MODEL, STREAM, **{**GATES, "similarity": 2.0})]
+    open_gate = [
+        step.kept for step in by_hand.eata_loop(MODEL, STREAM, **{**GATES, "similarity": 2.0})
+    ]
     assert open_gate[0] == steps[0].kept  # no mean prediction yet
     assert steps[1].kept < open_gate[1]
     return Case(adapter_of("eta", **GATES), STREAM, steps)
@@ -133,7 +139,9 @@ def rdumb() -> Case:
 def sar() -> Case:
     options: dict[str, Any] = {"lr": 0.05 * 32 / 12, "margin": 0.8, "radius": 0.4}
     batches = [STREAM[0], STREAM[2], STREAM[1]]
-    free = [float(step.note) for step in by_hand.sar_loop(MODEL, batches, **options, threshold=-1.0)]
+    free = [
+        float(step.note) for step in by_hand.sar_loop(MODEL, batches, **options, threshold=-1.0)
+    ]
     threshold = (free[0] + free[1]) / 2
     steps = list(by_hand.sar_loop(MODEL, batches, **options, threshold=threshold))
     assert [step.note == "reset" for step in steps] == [False, True, False]
@@ -143,7 +151,14 @@ def sar() -> Case:
 
 def roid() -> Case:
     options: dict[str, Any] = {"lr": 0.02, "rho": 0.9}
-    steps = list(by_hand.roid_loop(MODEL, STREAM, **options, augment=lambda images, step: flipped(images, torch.Generator())))
+    steps = list(
+        by_hand.roid_loop(
+            MODEL,
+            STREAM,
+            **options,
+            augment=lambda images, step: flipped(images, torch.Generator()),
+        )
+    )
     assert all(0 < step.kept < 12 for step in steps)
 
     def reverted(adapter: Adapter) -> Tensor:
@@ -156,17 +171,35 @@ def roid() -> Case:
 def cmf(process: float = 0.005) -> Case:
     """With more process noise than the authors' for 22 parameters the filter moves, too."""
     views = noisy_views(Purpose.VIEWS, 1)
-    loop = partial(by_hand.roid_loop, MODEL, STREAM, 0.02, 0.9, lambda images, step: views(images, step)[0], True)
-    options: dict[str, Any] = {} if process == 0.005 else {"upkeep": df.ContinualMomentum(0.9, process)}
-    return Case(adapter_of("cmf", lr=0.02, rho=0.9, augmentation=NOISE, **options), STREAM, list(loop(process)))
+    loop = partial(
+        by_hand.roid_loop,
+        MODEL,
+        STREAM,
+        0.02,
+        0.9,
+        lambda images, step: views(images, step)[0],
+        True,
+    )
+    options: dict[str, Any] = (
+        {} if process == 0.005 else {"upkeep": df.ContinualMomentum(0.9, process)}
+    )
+    return Case(
+        adapter_of("cmf", lr=0.02, rho=0.9, augmentation=NOISE, **options),
+        STREAM,
+        list(loop(process)),
+    )
 
 
 def less_sure_first() -> tuple[list[Tensor], float]:
     """The stream, and a confidence of which its first batch falls short.
 
-    Where the teacher is the student and looks at the same images, the gradient is rounding, which Adam magnifies.
+    Where the teacher is the student and looks at the same images, the gradient is rounding, which
+    Adam magnifies.
     """
-    found = sorted((by_hand.by_batch(MODEL)(batch).softmax(1).max(1)[0].mean().item(), at) for at, batch in enumerate(STREAM))
+    found = sorted(
+        (by_hand.by_batch(MODEL)(batch).softmax(1).max(1)[0].mean().item(), at)
+        for at, batch in enumerate(STREAM)
+    )
     return [STREAM[at] for _, at in found], (found[0][0] + found[1][0]) / 2
 
 
@@ -179,7 +212,15 @@ def cotta() -> Case:
     views = noisy_views(Purpose.TEACHER, 4)
     steps = list(by_hand.cotta_loop(MODEL, batches, 0.02, 0.7, confidence, views, restore))
     assert {step.note for step in steps} == {"clean", "augmented"}
-    adapter = adapter_of("cotta", lr=0.02, momentum=0.7, restore=0.2, confidence=confidence, copies=4, augmentation=NOISE)
+    adapter = adapter_of(
+        "cotta",
+        lr=0.02,
+        momentum=0.7,
+        restore=0.2,
+        confidence=confidence,
+        copies=4,
+        augmentation=NOISE,
+    )
     return Case(adapter, batches, steps)
 
 
@@ -187,7 +228,10 @@ def petal() -> Case:
     (batches, confidence), data = less_sure_first(), by_hand.stream(2, seed=6)
     model = by_hand.by_batch(MODEL)
     names = [name for name, _ in model.named_parameters()]
-    precision, start = dense.gauss_newton_diagonal(model, names, data), by_hand.flat(MODEL.parameters())
+    precision, start = (
+        dense.gauss_newton_diagonal(model, names, data),
+        by_hand.flat(MODEL.parameters()),
+    )
 
     def restore(gradient: Tensor, step: int) -> Tensor:
         return gradient**2 < torch.quantile(gradient**2, 0.2)
@@ -205,7 +249,9 @@ def petal() -> Case:
         "confidence": confidence,
         "copies": 3,
     }
-    return Case(adapter_of("petal", **options, augmentation=NOISE, data=df.SourceData(data)), batches, steps)
+    return Case(
+        adapter_of("petal", **options, augmentation=NOISE, data=df.SourceData(data)), batches, steps
+    )
 
 
 def bacs() -> Case:
@@ -215,7 +261,12 @@ def bacs() -> Case:
     rule, steps = by_hand.adam(0.02)(parameters), []
     for step, batch in enumerate(STREAM):
         here = by_hand.flat(parameters)
-        half = torch.randn(3, len(here), generator=draws_of(Purpose.PREDICTION, step), dtype=here.dtype) / precision.sqrt()
+        half = (
+            torch.randn(
+                3, len(here), generator=draws_of(Purpose.PREDICTION, step), dtype=here.dtype
+            )
+            / precision.sqrt()
+        )
         members = []
         for draw in torch.cat((half, -half)):
             by_hand.assign(parameters, here + draw)
@@ -223,24 +274,41 @@ def bacs() -> Case:
         by_hand.assign(parameters, here)
         now = torch.cat([parameter.flatten() for parameter in parameters])
         rule.zero_grad()
-        (by_hand.tent_loss(model(batch)) + 0.05 / 2 * (precision * (now - start) ** 2).sum()).backward()
+        (
+            by_hand.tent_loss(model(batch)) + 0.05 / 2 * (precision * (now - start) ** 2).sum()
+        ).backward()
         rule.step()
         spread = torch.diag(1 / precision)
-        steps.append(by_hand.Step(by_hand.flat(parameters), torch.stack(members).mean(0), covariance=spread))
-    return Case(adapter_of("bacs", lr=0.02, strength=0.05, samples=6, precision=1.0, data=df.SourceData(data)), STREAM, steps)
+        steps.append(
+            by_hand.Step(by_hand.flat(parameters), torch.stack(members).mean(0), covariance=spread)
+        )
+    return Case(
+        adapter_of(
+            "bacs", lr=0.02, strength=0.05, samples=6, precision=1.0, data=df.SourceData(data)
+        ),
+        STREAM,
+        steps,
+    )
 
 
-def in_episodes(samples: list[Tensor], steps: Iterable[by_hand.Step], size: int = 4) -> tuple[list[Tensor], list[by_hand.Step]]:
+def in_episodes(
+    samples: list[Tensor], steps: Iterable[by_hand.Step], size: int = 4
+) -> tuple[list[Tensor], list[by_hand.Step]]:
     """Samples one by one as batches of a few, which the adapter cuts."""
     done = list(steps)
     pieces = [done[at : at + size] for at in range(0, len(done), size)]
     batches = [torch.cat(samples[at : at + size]) for at in range(0, len(done), size)]
-    return batches, [by_hand.Step(piece[-1].parameters, torch.cat([step.probabilities for step in piece])) for piece in pieces]
+    return batches, [
+        by_hand.Step(piece[-1].parameters, torch.cat([step.probabilities for step in piece]))
+        for piece in pieces
+    ]
 
 
 def memo() -> Case:
     samples = list(torch.cat(STREAM).split(1))[4:16]
-    batches, steps = in_episodes(samples, by_hand.memo_loop(MODEL, samples, 0.1, noisy_views(Purpose.VIEWS, 5)))
+    batches, steps = in_episodes(
+        samples, by_hand.memo_loop(MODEL, samples, 0.1, noisy_views(Purpose.VIEWS, 5))
+    )
     return Case(adapter_of("memo", lr=0.1, copies=5, augmentation=NOISE), batches, steps)
 
 
@@ -248,7 +316,9 @@ def lora() -> Case:
     samples = list(torch.cat(STREAM).split(1))[4:16]
     adapter = adapter_of("lora", rank=2, lr=0.5, copies=5, augmentation=NOISE)
     shapes = {"conv1.weight": (5, 27), "conv2.weight": (6, 45), "head.weight": (4, 6)}
-    pieces = adapter.belief.mean.split([2 * size for out, inside in shapes.values() for size in (inside, out)])
+    pieces = adapter.belief.mean.split(
+        [2 * size for out, inside in shapes.values() for size in (inside, out)]
+    )
     assert all((b == 0).all() for b in pieces[1::2])
     factors = {name: a.view(2, -1) for name, a in zip(shapes, pieces[::2], strict=True)}
     loop = by_hand.lora_loop(MODEL, samples, 0.5, factors, noisy_views(Purpose.VIEWS, 5))
@@ -258,7 +328,9 @@ def lora() -> Case:
 def t3a(capacity: int = 3) -> Case:
     model = by_hand.network()
     with torch.no_grad():
-        model.get_parameter("head.weight")[2] *= 0.3  # a row less certain than some features, so that it leaves
+        model.get_parameter("head.weight")[2] *= (
+            0.3  # a row less certain than some features, so that it leaves
+        )
     steps = list(dense.t3a_loop(model, STREAM, capacity))
     assert (steps[-1].kept < 40) is (capacity > 0)  # full
     assert (steps[-1].note != "4 rows") is (capacity > 0)
@@ -276,7 +348,11 @@ def stad_vmf() -> Case:
         return torch.as_tensor(special.ive(3, lengths.numpy()) / special.ive(2, lengths.numpy()))
 
     steps = dense.stad_vmf_loop(MODEL, STREAM, 5.0, 20.0, 10.0, 3, ratio)
-    return Case(adapter_of("stad_vmf", concentration=5.0, transition=20.0, strength=10.0), STREAM, list(steps))
+    return Case(
+        adapter_of("stad_vmf", concentration=5.0, transition=20.0, strength=10.0),
+        STREAM,
+        list(steps),
+    )
 
 
 def paper(preset: str, diagonal: bool, samples: int = 0) -> Case:
@@ -288,7 +364,10 @@ def paper(preset: str, diagonal: bool, samples: int = 0) -> Case:
         return antithetic(spread, samples, draws_of(Purpose.INFERENCE, step))
 
     steps = dense.paper_loop(MODEL, STREAM, 3.0, variance, diagonal, draws if samples else None)
-    options: dict[str, Any] = {"predict_from": "posterior", **({"samples": samples} if samples else {})}
+    options: dict[str, Any] = {
+        "predict_from": "posterior",
+        **({"samples": samples} if samples else {}),
+    }
     return Case(adapter_of(preset, beta=3.0, variance=variance, **options), STREAM, list(steps))
 
 
@@ -296,7 +375,9 @@ def drawn(purpose: Purpose, samples: int) -> Callable[[Tensor, int], Tensor]:
     """Antithetic draws of N(0, S), from standard normals and the Cholesky factor."""
 
     def draws(covariance: Tensor, step: int) -> Tensor:
-        normals = torch.randn(samples // 2, len(covariance), generator=draws_of(purpose, step), dtype=covariance.dtype)
+        normals = torch.randn(
+            samples // 2, len(covariance), generator=draws_of(purpose, step), dtype=covariance.dtype
+        )
         half = normals @ torch.linalg.cholesky(covariance).T
         return torch.cat((half, -half))
 
@@ -308,15 +389,27 @@ HEAD: dict[str, Any] = {"beta": 5.0, "variance": 0.2, "rho": 0.8}
 
 def head(preset: str, samples: int = 0) -> Case:
     around = drawn(Purpose.INFERENCE, samples) if samples else None
-    steps = dense.head_loop(MODEL, STREAM, **HEAD, around=around, predictive=drawn(Purpose.PREDICTION, 32))
-    options: dict[str, Any] = {"predict_from": "posterior", **({"samples": samples} if samples else {})}
+    steps = dense.head_loop(
+        MODEL, STREAM, **HEAD, around=around, predictive=drawn(Purpose.PREDICTION, 32)
+    )
+    options: dict[str, Any] = {
+        "predict_from": "posterior",
+        **({"samples": samples} if samples else {}),
+    }
     return Case(adapter_of(preset, structure="full", **HEAD, **options), STREAM, list(steps))
 
 
 OWN: dict[str, Any] = {
-    "beta": 3.0, "variance": 0.2, "taper": 1.5, "rho": 0.8, "ceiling": 0.9, "balance": 2.0, "radius": 0.4,
-    "momentum": 0.6, "diversity": 3.0,
-}  # fmt: skip
+    "beta": 3.0,
+    "variance": 0.2,
+    "taper": 1.5,
+    "rho": 0.8,
+    "ceiling": 0.9,
+    "balance": 2.0,
+    "radius": 0.4,
+    "momentum": 0.6,
+    "diversity": 3.0,
+}
 
 
 def own(preset: str, temperature: float | None = None) -> Case:
@@ -372,7 +465,9 @@ def assert_close(actual: Tensor, expected: Tensor) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_preset_is_its_authors_loop(name: str) -> None:
-    """After one, two and three batches: parameters, probabilities and, where the method has one, the covariance."""
+    """After one, two and three batches: parameters, probabilities and, where the method has one,
+    the covariance.
+    """
     case = CASES[name]()
     before = [parameter.clone() for parameter in MODEL.parameters()]
     assert len(case.batches) == len(case.steps) == 3
@@ -386,14 +481,16 @@ def test_a_preset_is_its_authors_loop(name: str) -> None:
             assert_close(case.adapter.belief.covariance.dense(), step.covariance)
     moved = max((step.parameters - start).abs().max().item() for step in case.steps)
     assert moved > 1e-2 if case.learns else moved == 0
-    assert all(torch.equal(one, other) for one, other in zip(before, MODEL.parameters(), strict=True))
+    assert all(
+        torch.equal(one, other) for one, other in zip(before, MODEL.parameters(), strict=True)
+    )
 
 
 def test_every_preset_has_a_loop() -> None:
     assert set(df.presets.names()) <= set(CASES)
 
 
-# The network that ships, in float32 -------------------------------------------------------------------------------------
+# The network that ships, in float32 ---------------------------------------------------------------
 
 
 def noisy_images(steps: int, samples: int) -> list[Tensor]:
@@ -405,9 +502,11 @@ def noisy_images(steps: int, samples: int) -> list[Tensor]:
 @pytest.mark.parametrize("lr", [1e-4, 1e-3])
 @pytest.mark.parametrize("name", ["tent", "eta", "shot_im"])
 def test_fifty_steps_on_resnet20_stay_with_the_plain_loop(name: str, lr: float) -> None:
-    """Every number at the small rate; at the authors' the mean, for rounding grows as in the loop itself.
+    """Every number at the small rate; at the authors' the mean, for rounding grows as in the loop
+    itself.
 
-    There two runs of the plain loop, in float32 and in float64, part by 1e-3 in parameters and 5e-3 in probabilities.
+    There two runs of the plain loop, in float32 and in float64, part by 1e-3 in parameters and 5e-3
+    in probabilities.
     """
     model, batches = load("resnet20"), noisy_images(50, 20)
     loops = {
@@ -418,16 +517,28 @@ def test_fifty_steps_on_resnet20_stay_with_the_plain_loop(name: str, lr: float) 
     adapter = df.adapt(model, name, lr=lr)
     start = adapter.belief.mean
     for batch, step in zip(batches, loops[name], strict=True):
-        for ours, theirs in ((adapter(batch).exp(), step.probabilities), (adapter.belief.mean, step.parameters)):
+        for ours, theirs in (
+            (adapter(batch).exp(), step.probabilities),
+            (adapter.belief.mean, step.parameters),
+        ):
             off = (ours - theirs).abs()
             assert (off.max() if lr == 1e-4 else off.mean()) < 1e-3
     assert adapter.state.step == 50
     assert (adapter.belief.mean - start).abs().max() > 10 * lr
 
 
-# The table ---------------------------------------------------------------------------------------------------------------
+# The table ----------------------------------------------------------------------------------------
 
-PAPER = ("driftfilter", "driftfilter_aug", "opgd", "opgd_diag", "bong_diag", "bong_lowrank", "head_ekf", "head_bong")
+PAPER = (
+    "driftfilter",
+    "driftfilter_aug",
+    "opgd",
+    "opgd_diag",
+    "bong_diag",
+    "bong_lowrank",
+    "head_ekf",
+    "head_bong",
+)
 every_preset = pytest.mark.parametrize("name", df.presets.names())
 
 
@@ -458,15 +569,25 @@ def test_own_options_come_before_fields_of_the_recipe() -> None:
     assert df.presets.get("bn", statistics="source").statistics == "source"
     recipe = df.presets.get("stad", transition=df.Transition())
     assert recipe.transition == df.Transition()
-    assert df.presets.get("stad_vmf", transition=50.0).inference == df.Mixture(3, transition_concentration=50.0)
+    assert df.presets.get("stad_vmf", transition=50.0).inference == df.Mixture(
+        3, transition_concentration=50.0
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
         ("tnet", {}, r"preset must be one of \['source', .*\(did you mean 'tent'\?\), got 'tnet'"),
-        ("eata", {"lrr": 1.0}, r"option of preset 'eata' must be one of \['lr', .*\(did you mean 'lr'\?\), got 'lrr'"),
-        ("tent", {"alpha": 1.0}, r"option of preset 'tent' must be one of \['lr', 'parameters', .*, got 'alpha'"),
+        (
+            "eata",
+            {"lrr": 1.0},
+            r"option of preset 'eata' must be one of \['lr', .*\(did you mean 'lr'\?\), got 'lrr'",
+        ),
+        (
+            "tent",
+            {"alpha": 1.0},
+            r"option of preset 'tent' must be one of \['lr', 'parameters', .*, got 'alpha'",
+        ),
         ("tent", {"observaton": 1.0}, r"did you mean 'observation'\?"),
         ("tent", {"lr": -1.0}, r"Adam.lr must be .*, got -1.0"),
         (None, {}, r"preset must be one of .*, got None"),
@@ -479,7 +600,10 @@ def test_mistakes_name_the_nearest(name: Any, options: dict[str, Any], message: 
 
 def test_ours_has_the_same_defaults_with_views_and_without() -> None:
     """Both signatures are written out, for readers and for types; they must not drift apart."""
-    plain, views = (inspect.signature(df.presets.PRESETS[name]).parameters for name in ("driftfilter", "driftfilter_aug"))
+    plain, views = (
+        inspect.signature(df.presets.PRESETS[name]).parameters
+        for name in ("driftfilter", "driftfilter_aug")
+    )
     assert list(views.values())[: len(plain)] == list(plain.values())
 
 
@@ -492,7 +616,9 @@ def test_without_source_data_the_anchor_is_left_out(name: str) -> None:
 
 
 def test_low_rank_head_filter_is_the_full_one_where_the_rank_is_enough() -> None:
-    steps = dense.head_loop(MODEL, STREAM, **HEAD, around=None, predictive=drawn(Purpose.PREDICTION, 32))
+    steps = dense.head_loop(
+        MODEL, STREAM, **HEAD, around=None, predictive=drawn(Purpose.PREDICTION, 32)
+    )
     adapter = adapter_of("head_ekf", **HEAD, rank=28)
     for batch, step in zip(STREAM, steps, strict=True):
         adapter(batch)

@@ -1,6 +1,8 @@
-"""Published methods as their authors write them: plain loops in torch over a copy of the model, with torch.optim.
+"""Published methods as their authors write them: plain loops in torch over a copy of the model,
+with torch.optim.
 
-No loss, weighting, rule or statistic of driftfilter is used here; only draws of random numbers are shared.
+No loss, weighting, rule or statistic of driftfilter is used here; only draws of random numbers are
+shared.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ class Step(NamedTuple):
 
 
 def network(classes: int = 4, seed: int = 0) -> nn.Sequential:
-    """A small convolutional network in float64 with running statistics that are not those of any batch."""
+    """A small convolutional network in float64 with running statistics that are not those of any
+    batch.
+    """
     torch.manual_seed(seed)
     first, second, head = nn.BatchNorm2d(5), nn.BatchNorm2d(6), nn.Linear(6, classes)
     layers = OrderedDict(
@@ -60,7 +64,9 @@ def network(classes: int = 4, seed: int = 0) -> nn.Sequential:
 
 
 def stream(steps: int = 3, samples: int = 12, seed: int = 1) -> list[Tensor]:
-    """Batches of images in [0, 1]: shades of different contrast, so that some are easy and some are not."""
+    """Batches of images in [0, 1]: shades of different contrast, so that some are easy and some are
+    not.
+    """
     generator = torch.Generator().manual_seed(seed)
     batches = []
     for step in range(steps):
@@ -71,7 +77,7 @@ def stream(steps: int = 3, samples: int = 12, seed: int = 1) -> list[Tensor]:
     return batches
 
 
-# What loops share ------------------------------------------------------------------------------------------------
+# What loops share ---------------------------------------------------------------------------------
 
 
 def by_batch(model: nn.Module) -> nn.Module:
@@ -84,7 +90,9 @@ def by_batch(model: nn.Module) -> nn.Module:
 
 
 def norms(model: nn.Module, frozen: tuple[str, ...] = ()) -> list[nn.Parameter]:
-    """Scale and shift of the batch norms, which alone are trained; layers whose name has a frozen word stay."""
+    """Scale and shift of the batch norms, which alone are trained; layers whose name has a frozen
+    word stay.
+    """
     model.requires_grad_(False)
     found: list[nn.Parameter] = []
     for name, layer in model.named_modules():
@@ -118,7 +126,7 @@ def momentum(lr: float) -> Optimizer:
     return lambda parameters: torch.optim.SGD(parameters, lr, momentum=0.9)
 
 
-# Losses of whole batches, logits [n, k] -> [] ----------------------------------------------------------------------
+# Losses of whole batches, logits [n, k] -> [] -----------------------------------------------------
 
 
 def tent_loss(logits: Tensor) -> Tensor:
@@ -128,13 +136,17 @@ def tent_loss(logits: Tensor) -> Tensor:
 def pl_loss(threshold: float) -> Callable[[Tensor], Tensor]:
     def loss(logits: Tensor) -> Tensor:
         confident, labels = logits.softmax(1).max(1)
-        return functional.cross_entropy(logits[confident > threshold], labels[confident > threshold])
+        return functional.cross_entropy(
+            logits[confident > threshold], labels[confident > threshold]
+        )
 
     return loss
 
 
 def rpl_loss(q: float) -> Callable[[Tensor], Tensor]:
-    return lambda logits: ((1 - logits.softmax(1).gather(1, logits.argmax(1, keepdim=True)) ** q) / q).mean()
+    return lambda logits: (
+        (1 - logits.softmax(1).gather(1, logits.argmax(1, keepdim=True)) ** q) / q
+    ).mean()
 
 
 def conjugate_loss(epsilon: float) -> Callable[[Tensor], Tensor]:
@@ -142,7 +154,11 @@ def conjugate_loss(epsilon: float) -> Callable[[Tensor], Tensor]:
         total = torch.zeros((), dtype=logits.dtype)
         for row in logits:
             p = row.softmax(0)
-            metric = torch.eye(len(p), dtype=p.dtype) + epsilon * torch.diag(p) - epsilon * torch.outer(p, p)
+            metric = (
+                torch.eye(len(p), dtype=p.dtype)
+                + epsilon * torch.diag(p)
+                - epsilon * torch.outer(p, p)
+            )
             y = torch.linalg.inv(metric) @ p
             total = total + row.logsumexp(0) - y @ row + epsilon * (y @ (1 - p))
         return total / len(logits)
@@ -167,7 +183,9 @@ def descend(
     optimizer: Optimizer,
     after: bool = False,
 ) -> Iterator[Step]:
-    """TENT's loop: one step of an optimiser on the norm parameters; ``after``: predict with the new ones."""
+    """TENT's loop: one step of an optimiser on the norm parameters; ``after``: predict with the new
+    ones.
+    """
     model = by_batch(model)
     parameters = norms(model)
     rule = optimizer(parameters)
@@ -179,11 +197,13 @@ def descend(
         yield Step(flat(parameters), (model(batch) if after else logits).detach().softmax(1))
 
 
-# EATA --------------------------------------------------------------------------------------------------------------
+# EATA ---------------------------------------------------------------------------------------------
 
 
 def eata_fisher(model: nn.Module, batches: Iterable[Tensor]) -> Tensor:
-    """Mean over batches of the squared gradient of the mean cross-entropy to the most likely class [d]."""
+    """Mean over batches of the squared gradient of the mean cross-entropy to the most likely class
+    [d].
+    """
     model = by_batch(model)
     parameters = norms(model)
     squares = []
@@ -213,7 +233,9 @@ def eata_loop(
         limit = margin * math.log(logits.shape[1])
         chosen = logits[entropies(logits) < limit]
         if running is not None:
-            chosen = chosen[functional.cosine_similarity(running[None], chosen.softmax(1)).abs() < similarity]
+            chosen = chosen[
+                functional.cosine_similarity(running[None], chosen.softmax(1)).abs() < similarity
+            ]
         if len(chosen):
             mean = chosen.softmax(1).mean(0).detach()
             running = mean if running is None else 0.9 * running + 0.1 * mean
@@ -230,11 +252,16 @@ def eata_loop(
         yield Step(flat(parameters), logits.detach().softmax(1), len(chosen))
 
 
-# SAR -----------------------------------------------------------------------------------------------------------------
+# SAR ----------------------------------------------------------------------------------------------
 
 
 def sar_loop(
-    model: nn.Module, batches: list[Tensor], lr: float, margin: float, radius: float, threshold: float
+    model: nn.Module,
+    batches: list[Tensor],
+    lr: float,
+    margin: float,
+    radius: float,
+    threshold: float,
 ) -> Iterator[Step]:
     model = by_batch(model)
     parameters = norms(model, ("layer4",))
@@ -252,17 +279,24 @@ def sar_loop(
         rule.zero_grad()
         loss.backward()
         assign(parameters, here)
-        rule.param_groups[0]["lr"] = lr * min(1.0, len(batch) / 32)  # the authors': (lr / 64) · n · 2 below 32 samples
+        rule.param_groups[0]["lr"] = lr * min(
+            1.0, len(batch) / 32
+        )  # the authors': (lr / 64) · n · 2 below 32 samples
         rule.step()
         running = loss.item() if running is None else 0.9 * running + 0.1 * loss.item()
         note = f"{running}"
         if running < threshold:  # the authors' reset, with the running loss cleared too
             assign(parameters, source)
             rule, running, note = momentum(lr)(parameters), None, "reset"
-        yield Step(flat(parameters), logits.detach().softmax(1), int(kept.sum()) - int(first.sum()), note=note)
+        yield Step(
+            flat(parameters),
+            logits.detach().softmax(1),
+            int(kept.sum()) - int(first.sum()),
+            note=note,
+        )
 
 
-# ROID and CMF ----------------------------------------------------------------------------------------------------------
+# ROID and CMF -------------------------------------------------------------------------------------
 
 
 def _scaled(values: Tensor) -> Tensor:
@@ -278,7 +312,9 @@ def roid_loop(
     kalman: bool = False,
     process: float = 0.005,
 ) -> Iterator[Step]:
-    """ROID; with ``kalman`` CMF. Every sample is augmented, also those left out, which changes the view's statistics."""
+    """ROID; with ``kalman`` CMF. Every sample is augmented, also those left out, which changes the
+    view's statistics.
+    """
     model = by_batch(model)
     parameters = norms(model)
     source, rule = flat(parameters), adam(lr)(parameters)
@@ -312,7 +348,7 @@ def roid_loop(
         yield Step(flat(parameters), corrected, int(kept.sum()))
 
 
-# CoTTA and PETAL -----------------------------------------------------------------------------------------------------
+# CoTTA and PETAL ----------------------------------------------------------------------------------
 
 
 def cotta_loop(
@@ -325,19 +361,27 @@ def cotta_loop(
     restore: Callable[[Tensor, int], Tensor],
     pull: Callable[[Tensor], Tensor] | None = None,
 ) -> Iterator[Step]:
-    """``restore``: which parameters go back, from the gradient and the step; ``pull``: the gradient of PETAL's regulariser."""
+    """``restore``: which parameters go back, from the gradient and the step; ``pull``: the gradient
+    of PETAL's regulariser.
+    """
     student, teacher, anchor = by_batch(model), by_batch(model), by_batch(model)
     parameters = list(student.parameters())
     source, rule = flat(parameters), adam(lr)(parameters)
     for step, batch in enumerate(batches):
         with torch.no_grad():
             sure = anchor(batch).softmax(1).max(1)[0].mean() >= confidence
-            target = teacher(batch) if sure else torch.stack([teacher(view) for view in views(batch, step)]).mean(0)
+            target = (
+                teacher(batch)
+                if sure
+                else torch.stack([teacher(view) for view in views(batch, step)]).mean(0)
+            )
         loss = -(target.softmax(1) * student(batch).log_softmax(1)).sum(1).mean()
         rule.zero_grad()
         loss.backward()
         if pull is not None:
-            gradients = pull(flat(parameters)).split([parameter.numel() for parameter in parameters])
+            gradients = pull(flat(parameters)).split(
+                [parameter.numel() for parameter in parameters]
+            )
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 assert parameter.grad is not None
                 parameter.grad += gradient.view_as(parameter)
@@ -348,14 +392,21 @@ def cotta_loop(
                 slow.copy_(slowness * slow + (1 - slowness) * fast)
         mask = restore(whole, step)
         assign(parameters, torch.where(mask, source, flat(parameters)))
-        yield Step(flat(parameters), target.softmax(1), int(mask.sum()), note="clean" if sure else "augmented")
+        yield Step(
+            flat(parameters),
+            target.softmax(1),
+            int(mask.sum()),
+            note="clean" if sure else "augmented",
+        )
 
 
-# MEMO and LoRA-TTT -------------------------------------------------------------------------------------------------------
+# MEMO and LoRA-TTT --------------------------------------------------------------------------------
 
 
 class Blended(nn.Module):
-    """Batch normalisation by the moments of a mixture of source and batch, which it may carry on in the source's place."""
+    """Batch normalisation by the moments of a mixture of source and batch, which it may carry on in
+    the source's place.
+    """
 
     def __init__(self, layer: nn.BatchNorm2d, share: Callable[[int], float], carry: bool) -> None:
         super().__init__()
@@ -408,7 +459,11 @@ def memo_loop(
 
 
 def lora_loop(
-    model: nn.Module, samples: list[Tensor], lr: float, factors: dict[str, Tensor], views: Callable[[Tensor, int], list[Tensor]]
+    model: nn.Module,
+    samples: list[Tensor],
+    lr: float,
+    factors: dict[str, Tensor],
+    views: Callable[[Tensor, int], list[Tensor]],
 ) -> Iterator[Step]:
     """W + B A for every weight named, A from ``factors`` and B = 0 anew for every sample."""
     own = counted(model).requires_grad_(False)
@@ -421,10 +476,17 @@ def lora_loop(
 
         def weights(pieces: list[Tensor] = pieces) -> dict[str, Tensor]:
             pairs = zip(factors, pieces[::2], pieces[1::2], strict=True)
-            return {name: own.get_parameter(name) + (b @ a).view_as(own.get_parameter(name)) for name, a, b in pairs}
+            return {
+                name: own.get_parameter(name) + (b @ a).view_as(own.get_parameter(name))
+                for name, a, b in pairs
+            }
 
-        logits = [torch.func.functional_call(own, weights(), (view,)) for view in views(sample, step)]
+        logits = [
+            torch.func.functional_call(own, weights(), (view,)) for view in views(sample, step)
+        ]
         rule = torch.optim.SGD(pieces, lr)
         marginal_entropy(logits).backward()
         rule.step()
-        yield Step(flat(pieces), torch.func.functional_call(own, weights(), (sample,)).detach().softmax(1))
+        yield Step(
+            flat(pieces), torch.func.functional_call(own, weights(), (sample,)).detach().softmax(1)
+        )

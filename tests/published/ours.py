@@ -1,4 +1,6 @@
-"""Our own presets as plain loops: carried batch-norm statistics, tapered prior, the loss on every view, in dense algebra."""
+"""Our own presets as plain loops: carried batch-norm statistics, tapered prior, the loss on every
+view, in dense algebra.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +8,10 @@ import math
 from collections.abc import Iterator
 
 import torch
-from published.filters import norm_names
 from torch import Tensor, nn
 from torch.nn import functional
 
+from published.filters import norm_names
 from published.gradient_steps import Step, assign, flat, norms, slr_each
 
 CONSISTENCY = 0.3  # of the symmetric cross-entropy between two views, as the preset has it
@@ -19,7 +21,8 @@ Moments = dict[str, tuple[Tensor, Tensor]]
 def renormalised(
     model: nn.Module, batch: Tensor, own: dict[str, Tensor], carried: Moments, share: float
 ) -> tuple[Tensor, Moments]:
-    """Logits where every sample uses norm parameters of its own [n, c], and the statistics to carry on.
+    """Logits where every sample uses norm parameters of its own [n, c], and the statistics to carry
+    on.
 
     Batch renormalisation: (x - m_b)/s_b r + d, r and d constants that make it (x - m)/s.
     """
@@ -32,20 +35,28 @@ def renormalised(
         old_mean, old_variance = carried[name]
         shift = mean.detach() - old_mean
         new_mean = old_mean + share * shift
-        new_variance = (1 - share) * old_variance + share * variance.detach() + share * (1 - share) * shift**2
+        new_variance = (
+            (1 - share) * old_variance + share * variance.detach() + share * (1 - share) * shift**2
+        )
         blends[name] = (new_mean, new_variance)
         deviation = (new_variance + layer.eps).sqrt()
         inside = (variance + layer.eps).sqrt()
         ratio, offset = (inside / deviation).detach(), ((mean - new_mean) / deviation).detach()
         hat = (batch - mean) / inside * ratio + offset
-        batch = hat * own[f"{name}.weight"][:, :, None, None] + own[f"{name}.bias"][:, :, None, None]
+        batch = (
+            hat * own[f"{name}.weight"][:, :, None, None] + own[f"{name}.bias"][:, :, None, None]
+        )
     return batch, blends
 
 
 def losses_of(logits: list[Tensor], weights: Tensor, ceiling: float, balance: float) -> Tensor:
-    """l_i [n] of every sample: mean over views of the soft likelihood ratio and information maximisation, and where there
-    are two views the symmetric cross-entropy between them."""
-    shares, total = (weights / weights.sum())[:, None], torch.zeros(len(weights), dtype=weights.dtype)
+    """l_i [n] of every sample: mean over views of the soft likelihood ratio and information
+    maximisation, and where there are two views the symmetric cross-entropy between them.
+    """
+    shares, total = (
+        (weights / weights.sum())[:, None],
+        torch.zeros(len(weights), dtype=weights.dtype),
+    )
     for view in logits:
         p = view.softmax(1)
         mean = (shares * p).sum(0).detach()
@@ -75,14 +86,24 @@ def own_loop(
     parameters, names = norms(model), norm_names(model)
     source, here = flat(parameters), flat(parameters)
     layers = [name.partition(".")[0] for name in names]
-    depth = [1 - sorted(set(layers), key=layers.index).index(name) / len(set(layers)) for name in layers]
-    prior = torch.cat([torch.full_like(p.flatten(), variance * d**taper) for p, d in zip(parameters, depth, strict=True)])
+    depth = [
+        1 - sorted(set(layers), key=layers.index).index(name) / len(set(layers)) for name in layers
+    ]
+    prior = torch.cat(
+        [
+            torch.full_like(p.flatten(), variance * d**taper)
+            for p, d in zip(parameters, depth, strict=True)
+        ]
+    )
     carried: Moments = {}
     for name, layer in model.named_children():
         if isinstance(layer, nn.BatchNorm2d):
             assert layer.running_mean is not None
             assert layer.running_var is not None
-            carried[name] = (layer.running_mean[None, :, None, None], layer.running_var[None, :, None, None])
+            carried[name] = (
+                layer.running_mean[None, :, None, None],
+                layer.running_var[None, :, None, None],
+            )
     share = momentum * min(1, len(batches[0]) / 64)
     fading, sums = 1 - len(batches[0]) / 100, torch.zeros(2)
     for batch in batches:
@@ -109,5 +130,9 @@ def own_loop(
         seen = torch.special.entr(p.mean(0)).sum().exp().item() / (k * (1 - (1 - 1 / k) ** n))
         share = momentum * min(1, n / 64) * min(1, seen) ** diversity
         mean = torch.stack(logits).mean(0).detach()
-        yield Step(here, functional.softmax(mean / (temperature or moderated), 1), covariance=torch.diag(covariance))
+        yield Step(
+            here,
+            functional.softmax(mean / (temperature or moderated), 1),
+            covariance=torch.diag(covariance),
+        )
     assign(parameters, source)

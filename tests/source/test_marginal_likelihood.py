@@ -1,4 +1,6 @@
-"""The evidence of a Laplace approximation, structure by structure, against dense algebra (end to end: test_source.py)."""
+"""The evidence of a Laplace approximation, structure by structure, against dense algebra (end to
+end: test_source.py).
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,12 @@ import torch
 from scipy.optimize import brentq
 
 import driftfilter as df
-from driftfilter.source.marginal_likelihood import log_evidence, marginal_precision, reweighted, spectrum
+from driftfilter.source.marginal_likelihood import (
+    log_evidence,
+    marginal_precision,
+    reweighted,
+    spectrum,
+)
 from oracles import Array, array, assert_equal, normals, tensor
 
 LAMBDA = 0.5
@@ -17,7 +24,10 @@ LAMBDA = 0.5
 def posteriors() -> dict[str, df.Covariance]:
     """(λ I + H)⁻¹ in six dimensions, H of less than full rank."""
     like, factor = torch.zeros(0, dtype=torch.float64), tensor(normals(4, 6, seed=0))
-    parts = (df.Kronecker.isotropic(1 / LAMBDA, 2, 2, like), df.Diagonal(tensor(np.full(2, 1 / LAMBDA))))
+    parts = (
+        df.Kronecker.isotropic(1 / LAMBDA, 2, 2, like),
+        df.Diagonal(tensor(np.full(2, 1 / LAMBDA))),
+    )
     priors: dict[str, df.Covariance] = {
         "Full": df.Full(torch.eye(6, dtype=torch.float64) / LAMBDA),
         "Diagonal": df.Diagonal(tensor(np.full(6, 1 / LAMBDA))),
@@ -36,22 +46,32 @@ def curvature(covariance: df.Covariance) -> Array:
 @pytest.mark.parametrize("name", ["Full", "Diagonal", "Kronecker", "Blocks"])
 def test_spectrum_is_that_of_the_precision(name: str) -> None:
     covariance = posteriors()[name]
-    assert_equal(spectrum(covariance).sort()[0], np.linalg.eigvalsh(np.linalg.inv(array(covariance.dense()))))
+    assert_equal(
+        spectrum(covariance).sort()[0], np.linalg.eigvalsh(np.linalg.inv(array(covariance.dense())))
+    )
 
 
 @pytest.mark.parametrize("name", ["Full", "Diagonal", "LowRank", "Kronecker", "Blocks"])
-@pytest.mark.parametrize(("after", "weight"), [(0.5, 1.0), (2.0, 1.0), (0.1, 1.0), (0.5, 0.1), (0.5, 7.0), (0.05, 0.1)])
-def test_reweighting_changes_the_prior_and_the_share_of_the_data(name: str, after: float, weight: float) -> None:
+@pytest.mark.parametrize(
+    ("after", "weight"), [(0.5, 1.0), (2.0, 1.0), (0.1, 1.0), (0.5, 0.1), (0.5, 7.0), (0.05, 0.1)]
+)
+def test_reweighting_changes_the_prior_and_the_share_of_the_data(
+    name: str, after: float, weight: float
+) -> None:
     covariance = posteriors()[name]
     changed = reweighted(covariance, LAMBDA, after, weight)
     assert type(changed) is type(covariance)
-    assert_equal(changed.dense(), np.linalg.inv(after * np.eye(6) + weight * curvature(covariance)), 1e-9)
+    assert_equal(
+        changed.dense(), np.linalg.inv(after * np.eye(6) + weight * curvature(covariance)), 1e-9
+    )
 
 
 @pytest.mark.parametrize("name", ["Full", "Diagonal", "Kronecker", "Blocks"])
 @pytest.mark.parametrize("weight", [1.0, 0.01])
 @pytest.mark.parametrize("size", [0.1, 1.0, 10.0])
-def test_the_greatest_evidence_is_where_its_slope_vanishes(name: str, weight: float, size: float) -> None:
+def test_the_greatest_evidence_is_where_its_slope_vanishes(
+    name: str, weight: float, size: float
+) -> None:
     covariance, mean = posteriors()[name], size * normals(6, seed=1)
     matrix = weight * curvature(covariance)
 
@@ -64,12 +84,17 @@ def test_the_greatest_evidence_is_where_its_slope_vanishes(name: str, weight: fl
     found = marginal_precision(covariance, LAMBDA, tensor(mean), weight)
     assert found == pytest.approx(np.exp(brentq(slope, -20, 20, xtol=1e-14)), rel=1e-7)
     evidence = [
-        log_evidence(reweighted(covariance, LAMBDA, found * step, weight), found * step, tensor(mean), 0.0)
+        log_evidence(
+            reweighted(covariance, LAMBDA, found * step, weight), found * step, tensor(mean), 0.0
+        )
         for step in (0.99, 1.0, 1.01)
     ]
     assert evidence[1] > max(evidence[0], evidence[2])
 
 
 def test_low_rank_has_no_spectrum() -> None:
-    with pytest.raises(ValueError, match="LowRank cannot carry a marginal likelihood; use Full, Diagonal or Kronecker"):
+    with pytest.raises(
+        ValueError,
+        match="LowRank cannot carry a marginal likelihood; use Full, Diagonal or Kronecker",
+    ):
         marginal_precision(posteriors()["LowRank"], LAMBDA, torch.ones(6))

@@ -1,4 +1,6 @@
-"""The source posterior against a general-purpose optimiser, automatic differentiation, quadrature and dense algebra."""
+"""The source posterior against a general-purpose optimiser, automatic differentiation, quadrature
+and dense algebra.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ def problem(classes: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     return inputs, torch.randint(0, classes, (60,), generator=generator)
 
 
-def negative_log_posterior(theta: Tensor, inputs: Tensor, labels: Tensor, head: df.LinearHead, precision: float) -> Tensor:
+def negative_log_posterior(
+    theta: Tensor, inputs: Tensor, labels: Tensor, head: df.LinearHead, precision: float
+) -> Tensor:
     logp = head(theta, inputs).log_softmax(-1)
     return -logp.gather(-1, labels[:, None]).sum() + 0.5 * precision * theta @ theta
 
@@ -34,7 +38,10 @@ def negative_log_posterior(theta: Tensor, inputs: Tensor, labels: Tensor, head: 
 def test_mode_and_hessian_of_the_log_posterior(classes: int, parameters: int) -> None:
     inputs, labels = problem(classes)
     head = df.LinearHead(classes, intercept=True)
-    prior = df.Belief(torch.zeros(parameters, dtype=torch.float64), df.Full(torch.eye(parameters, dtype=torch.float64) / 2))
+    prior = df.Belief(
+        torch.zeros(parameters, dtype=torch.float64),
+        df.Full(torch.eye(parameters, dtype=torch.float64) / 2),
+    )
     belief = df.fit_laplace(head, prior, inputs, labels)
 
     def objective(values: np.ndarray) -> tuple[float, np.ndarray]:
@@ -43,22 +50,34 @@ def test_mode_and_hessian_of_the_log_posterior(classes: int, parameters: int) ->
         (gradient,) = torch.autograd.grad(value, theta)
         return value.item(), gradient.numpy()
 
-    mode = minimize(objective, np.zeros(parameters), jac=True, method="BFGS", options={"gtol": 1e-9}).x
+    mode = minimize(
+        objective, np.zeros(parameters), jac=True, method="BFGS", options={"gtol": 1e-9}
+    ).x
     np.testing.assert_allclose(belief.mean.numpy(), mode, atol=1e-7)
     hessian = torch.autograd.functional.hessian(
         lambda theta: negative_log_posterior(theta, inputs, labels, head, 2.0), belief.mean
     )
-    torch.testing.assert_close(belief.covariance.dense(), torch.linalg.inv(hessian), rtol=1e-8, atol=1e-10)
+    torch.testing.assert_close(
+        belief.covariance.dense(), torch.linalg.inv(hessian), rtol=1e-8, atol=1e-10
+    )
 
 
 def test_structure_of_the_prior_is_kept() -> None:
     inputs, labels = problem(2)
     head = df.LinearHead(2, intercept=True)
-    prior = df.Belief(torch.zeros(3, dtype=torch.float64), df.Diagonal(torch.ones(3, dtype=torch.float64)))
+    prior = df.Belief(
+        torch.zeros(3, dtype=torch.float64), df.Diagonal(torch.ones(3, dtype=torch.float64))
+    )
     belief = df.fit_laplace(head, prior, inputs, labels)
-    full = df.fit_laplace(head, df.Belief(prior.mean, df.Full(torch.eye(3, dtype=torch.float64))), inputs, labels)
-    torch.testing.assert_close(belief.mean, full.mean, rtol=0, atol=1e-7)  # the mode does not depend on the structure
-    torch.testing.assert_close(belief.covariance.precision(), full.covariance.precision().diagonal(), rtol=1e-6, atol=0)
+    full = df.fit_laplace(
+        head, df.Belief(prior.mean, df.Full(torch.eye(3, dtype=torch.float64))), inputs, labels
+    )
+    torch.testing.assert_close(
+        belief.mean, full.mean, rtol=0, atol=1e-7
+    )  # the mode does not depend on the structure
+    torch.testing.assert_close(
+        belief.covariance.precision(), full.covariance.precision().diagonal(), rtol=1e-6, atol=0
+    )
 
 
 @pytest.mark.parametrize(
@@ -72,14 +91,18 @@ def test_structure_of_the_prior_is_kept() -> None:
 )
 def test_bad_labels(labels: Any, message: str) -> None:
     inputs, _ = problem(2)
-    prior = df.Belief(torch.zeros(2, dtype=torch.float64), df.Full(torch.eye(2, dtype=torch.float64)))
+    prior = df.Belief(
+        torch.zeros(2, dtype=torch.float64), df.Full(torch.eye(2, dtype=torch.float64))
+    )
     with pytest.raises(ValueError, match=message):
         df.fit_laplace(df.LinearHead(2), prior, inputs, labels)
 
 
 @pytest.mark.parametrize("structure", ["Full", "Diagonal", "Blocks", "LowRank"])
 def test_the_mode_is_reached_under_every_structure_with_correlated_features(structure: str) -> None:
-    """Undamped or projected Newton steps diverge here: the mode must be one, and the same for all."""
+    """Undamped or projected Newton steps diverge here: the mode must be one, and the same for
+    all.
+    """
     generator = torch.Generator().manual_seed(1)
     inputs = 1 + 0.3 * torch.randn(100, 20, generator=generator, dtype=torch.float64)
     labels = torch.randint(0, 2, (100,), generator=generator)
@@ -93,7 +116,9 @@ def test_the_mode_is_reached_under_every_structure_with_correlated_features(stru
     covariance = structures[structure]
     belief = df.fit_laplace(df.LinearHead(2), df.Belief(0 * ones, covariance), inputs, labels)
     theta = belief.mean.clone().requires_grad_()
-    (gradient,) = torch.autograd.grad(negative_log_posterior(theta, inputs, labels, df.LinearHead(2), 1.0), theta)
+    (gradient,) = torch.autograd.grad(
+        negative_log_posterior(theta, inputs, labels, df.LinearHead(2), 1.0), theta
+    )
     assert gradient.norm() < 1e-6
     assert type(belief.covariance) is type(covariance)
 
@@ -119,8 +144,12 @@ def test_a_small_network_reaches_a_mode(seed: int) -> None:
 
 def test_a_mode_that_is_not_reached_is_an_error() -> None:
     inputs, _ = problem(2)
-    prior = df.Belief(torch.zeros(2, dtype=torch.float64), df.Full(1e4 * torch.eye(2, dtype=torch.float64)))
-    with pytest.raises(ValueError, match="iterations must be enough to reach the mode, got 1: the next Newton step"):
+    prior = df.Belief(
+        torch.zeros(2, dtype=torch.float64), df.Full(1e4 * torch.eye(2, dtype=torch.float64))
+    )
+    with pytest.raises(
+        ValueError, match="iterations must be enough to reach the mode, got 1: the next Newton step"
+    ):
         df.fit_laplace(df.LinearHead(2), prior, 5 * inputs, (inputs[:, 0] > 0).long(), iterations=1)
 
 
@@ -135,13 +164,17 @@ def losses(theta: Tensor, inputs: Tensor, labels: Tensor) -> Tensor:
 
 
 def hessian(inputs: Tensor, labels: Tensor) -> Tensor:
-    matrix: Tensor = torch.autograd.functional.hessian(lambda theta: losses(theta, inputs, labels).sum(), THETA)
+    matrix: Tensor = torch.autograd.functional.hessian(
+        lambda theta: losses(theta, inputs, labels).sum(), THETA
+    )
     return matrix
 
 
 def gradients(inputs: Tensor, labels: Tensor) -> Tensor:
     """Per-sample gradients [n, d] by automatic differentiation."""
-    rows: Tensor = torch.autograd.functional.jacobian(lambda theta: losses(theta, inputs, labels), THETA)
+    rows: Tensor = torch.autograd.functional.jacobian(
+        lambda theta: losses(theta, inputs, labels), THETA
+    )
     return rows
 
 
@@ -157,7 +190,15 @@ def close(actual: Tensor, expected: Tensor, tolerance: float = 1e-9) -> None:
 def perceptron(seed: int = 0) -> nn.Sequential:
     """Batch and layer norms between linear layers, trained statistics, in float64."""
     torch.manual_seed(seed)
-    layers = (nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 5), nn.LayerNorm(5), nn.Tanh(), nn.Linear(5, 3))
+    layers = (
+        nn.Linear(2, 4),
+        nn.BatchNorm1d(4),
+        nn.Tanh(),
+        nn.Linear(4, 5),
+        nn.LayerNorm(5),
+        nn.Tanh(),
+        nn.Linear(5, 3),
+    )
     model = nn.Sequential(*layers).double()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -179,16 +220,27 @@ def test_source_data_in_batches() -> None:
     assert torch.equal(pairs[0][1], labels[:3])
     assert torch.equal(pairs[1][0], inputs[3:])
     assert pairs[1][1] is None
-    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(inputs, labels), batch_size=32)
+    loader = torch.utils.data.DataLoader(
+        torch.utils.data.TensorDataset(inputs, labels), batch_size=32
+    )
     assert [len(batch) for batch, _ in df.SourceData(loader)] == [32, 28]
 
 
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: df.SourceData(torch.zeros(4, 2), batch_size=0), "SourceData.batch_size must be an integer >= 1, got 0"),
-        (lambda: df.SourceData(torch.zeros(4, 2), torch.zeros(3)), r"SourceData.labels must be of shape \[4\]"),
-        (lambda: df.SourceData([torch.zeros(4, 2)], torch.zeros(4)), "SourceData.labels must be a tensor beside a tensor"),
+        (
+            lambda: df.SourceData(torch.zeros(4, 2), batch_size=0),
+            "SourceData.batch_size must be an integer >= 1, got 0",
+        ),
+        (
+            lambda: df.SourceData(torch.zeros(4, 2), torch.zeros(3)),
+            r"SourceData.labels must be of shape \[4\]",
+        ),
+        (
+            lambda: df.SourceData([torch.zeros(4, 2)], torch.zeros(4)),
+            "SourceData.labels must be a tensor beside a tensor",
+        ),
         (lambda: anything.SourceData(3), "SourceData.inputs must be a tensor"),
         (lambda: list(anything.SourceData(["x"])), "SourceData.inputs must be batches"),
         (lambda: anything.Gaussian(variance=0), "Gaussian.variance must be"),
@@ -196,12 +248,27 @@ def test_source_data_in_batches() -> None:
         (lambda: anything.Laplace(scale="all"), "Laplace.scale must be a number or one of"),
         (lambda: anything.Laplace(precision=0.0), "Laplace.precision must be a finite number in"),
         (lambda: anything.Laplace(labels="none"), "Laplace.labels must be one of"),
-        (lambda: anything.Laplace(curvature=df.Entropy()), "Laplace.curvature must be of role 'curvature'"),
-        (lambda: anything.Laplace(curvature=df.EmpiricalFisher()), "Laplace.curvature must be that of single samples"),
-        (lambda: anything.Laplace("low_rank", precision="marginal_likelihood"), "Laplace.structure must be another one"),
+        (
+            lambda: anything.Laplace(curvature=df.Entropy()),
+            "Laplace.curvature must be of role 'curvature'",
+        ),
+        (
+            lambda: anything.Laplace(curvature=df.EmpiricalFisher()),
+            "Laplace.curvature must be that of single samples",
+        ),
+        (
+            lambda: anything.Laplace("low_rank", precision="marginal_likelihood"),
+            "Laplace.structure must be another one",
+        ),
         (lambda: anything.Laplace()(HEAD, THETA), "Laplace: data must be SourceData"),
-        (lambda: anything.Laplace()(HEAD, THETA, df.SourceData([])), "Laplace: data must be one batch or more"),
-        (lambda: anything.Gaussian(structure="kronecker")(HEAD, THETA), "structure must be 'full', 'diagonal' or 'low_rank'"),
+        (
+            lambda: anything.Laplace()(HEAD, THETA, df.SourceData([])),
+            "Laplace: data must be one batch or more",
+        ),
+        (
+            lambda: anything.Gaussian(structure="kronecker")(HEAD, THETA),
+            "structure must be 'full', 'diagonal' or 'low_rank'",
+        ),
     ],
 )
 def test_refusals_name_the_field(build: Any, message: str) -> None:
@@ -235,7 +302,9 @@ def test_laplace_adds_the_hessian_of_every_batch(curvature: df.Curvature, labele
     close(precision(full), expected)
     diagonal = df.Laplace("diagonal", curvature=curvature, precision=2.0)(HEAD, THETA, data)
     close(precision(diagonal), torch.diag(expected.diagonal()))
-    everything = df.Laplace("low_rank", rank=9, curvature=curvature, precision=2.0)(HEAD, THETA, data)
+    everything = df.Laplace("low_rank", rank=9, curvature=curvature, precision=2.0)(
+        HEAD, THETA, data
+    )
     close(precision(everything), expected)
     small = df.Laplace("low_rank", rank=2, curvature=curvature, precision=2.0)(HEAD, THETA, data)
     assert isinstance(small.covariance, df.LowRank)
@@ -256,7 +325,12 @@ def test_many_classes_take_little_memory(monkeypatch: pytest.MonkeyPatch) -> Non
     network = df.Network(perceptron(), df.AllParameters())  # asked for one column at a time
     parts = df.Laplace("full")(network, network.mean(), df.SourceData(inputs, batch_size=25))
     monkeypatch.undo()
-    close(precision(parts), precision(df.Laplace("full")(network, network.mean(), df.SourceData(inputs, batch_size=25))))
+    close(
+        precision(parts),
+        precision(
+            df.Laplace("full")(network, network.mean(), df.SourceData(inputs, batch_size=25))
+        ),
+    )
 
 
 def test_laplace_with_the_empirical_fisher_of_each_labeling() -> None:
@@ -267,7 +341,9 @@ def test_laplace_with_the_empirical_fisher_of_each_labeling() -> None:
         rows = gradients(inputs, used)
         belief = anything.Laplace("full", curvature=fisher, labels=labeling)(HEAD, THETA, data)
         close(precision(belief), torch.eye(9, dtype=torch.float64) + rows.mT @ rows)
-    with pytest.raises(ValueError, match="must be 'predicted' or 'drawn' for data without labels, got 'given'"):
+    with pytest.raises(
+        ValueError, match="must be 'predicted' or 'drawn' for data without labels, got 'given'"
+    ):
         df.Laplace(curvature=fisher)(HEAD, THETA, df.SourceData(inputs))
 
 
@@ -275,7 +351,9 @@ def test_drawn_labels_estimate_the_fisher_information_and_replay() -> None:
     inputs, _ = problem(3)
     data = df.SourceData(inputs, batch_size=7)
     many = df.SourceData(inputs.repeat(200, 1), batch_size=3000)
-    drawn = df.Laplace("full", curvature=df.EmpiricalFisher(centered=False), labels="drawn", scale="mean", seed=3)
+    drawn = df.Laplace(
+        "full", curvature=df.EmpiricalFisher(centered=False), labels="drawn", scale="mean", seed=3
+    )
     torch.manual_seed(0)
     first = precision(drawn(HEAD, THETA, data))
     torch.manual_seed(1)
@@ -283,7 +361,9 @@ def test_drawn_labels_estimate_the_fisher_information_and_replay() -> None:
     estimate = precision(drawn(HEAD, THETA, many)) - torch.eye(9, dtype=torch.float64)
     exact = hessian(inputs, torch.zeros(60, dtype=torch.long)) / 60
     assert (estimate - exact).abs().max() < 0.03 * exact.abs().max()  # 12,000 draws
-    assert (first - torch.eye(9, dtype=torch.float64) - exact).abs().max() > 0.03 * exact.abs().max()  # 60 draws
+    assert (
+        first - torch.eye(9, dtype=torch.float64) - exact
+    ).abs().max() > 0.03 * exact.abs().max()  # 60 draws
 
 
 @pytest.mark.parametrize("structure", ["full", "diagonal", "low_rank"])
@@ -314,8 +394,15 @@ def test_eata_fisher_is_the_mean_of_squared_batch_gradients() -> None:
         fisher += torch.cat([g.flatten() for g in torch.autograd.grad(loss, norms)]).square() / 3
     assert fisher.min() > 1e-8
     close(belief.covariance.precision(), fisher, 1e-9)
-    per_sample = df.Laplace("diagonal", curvature=df.EmpiricalFisher(centered=False), labels="predicted", scale="mean")
-    other = per_sample(network, network.mean(), df.SourceData(inputs, batch_size=20)).covariance.precision() - 1
+    per_sample = df.Laplace(
+        "diagonal", curvature=df.EmpiricalFisher(centered=False), labels="predicted", scale="mean"
+    )
+    other = (
+        per_sample(
+            network, network.mean(), df.SourceData(inputs, batch_size=20)
+        ).covariance.precision()
+        - 1
+    )
     assert other.sum() > 1.5 * fisher.sum()  # another quantity: signs cancel inside a batch
 
 
@@ -341,7 +428,9 @@ def test_prior_precision_of_greatest_evidence(structure: Any, scale: Any) -> Non
         method="bounded",
         options={"xatol": 1e-10},
     )
-    belief = df.Laplace(structure, scale=scale, precision="marginal_likelihood")(network, mean, data)
+    belief = df.Laplace(structure, scale=scale, precision="marginal_likelihood")(
+        network, mean, data
+    )
     found = (precision(belief) - curvature).diagonal()
     assert -11 < best.x < 11
     torch.testing.assert_close(found, torch.full_like(found, np.exp(best.x)), rtol=1e-6, atol=1e-7)
@@ -350,17 +439,23 @@ def test_prior_precision_of_greatest_evidence(structure: Any, scale: Any) -> Non
     assert log_evidence(fixed.covariance, 1.0, mean, -3.0) == pytest.approx(
         dense_log_evidence(1.0, curvature, mean, -3.0), abs=1e-9
     )
-    assert log_evidence(belief.covariance, lam, mean, -3.0) == pytest.approx(-best.fun - 3.0, abs=1e-9)
+    assert log_evidence(belief.covariance, lam, mean, -3.0) == pytest.approx(
+        -best.fun - 3.0, abs=1e-9
+    )
 
 
 def test_log_evidence_against_quadrature() -> None:
-    """Two parameters, 300 samples: the integral of the likelihood under the prior, up to Laplace's O(1/n)."""
+    """Two parameters, 300 samples: the integral of the likelihood under the prior, up to Laplace's
+    O(1/n).
+    """
     generator = torch.Generator().manual_seed(4)
     inputs = torch.randn(300, 2, generator=generator, dtype=torch.float64)
     chance = torch.sigmoid(inputs @ torch.tensor([1.0, -0.5], dtype=torch.float64))
     labels = (torch.rand(300, generator=generator, dtype=torch.float64) < chance).long()
     head, lam = df.LinearHead(2), 0.7
-    prior = df.Belief(torch.zeros(2, dtype=torch.float64), df.Full(torch.eye(2, dtype=torch.float64) / lam))
+    prior = df.Belief(
+        torch.zeros(2, dtype=torch.float64), df.Full(torch.eye(2, dtype=torch.float64) / lam)
+    )
     mode = df.fit_laplace(head, prior, inputs, labels).mean
     belief = df.Laplace("full", precision=lam)(head, mode, df.SourceData(inputs, labels))
 
@@ -371,12 +466,18 @@ def test_log_evidence_against_quadrature() -> None:
 
     def joint(y: float, x: float) -> float:
         theta = torch.tensor([x, y], dtype=torch.float64)
-        return float(np.exp(log_likelihood(theta) - peak - 0.5 * lam * float(theta @ theta))) * lam / (2 * np.pi)
+        return (
+            float(np.exp(log_likelihood(theta) - peak - 0.5 * lam * float(theta @ theta)))
+            * lam
+            / (2 * np.pi)
+        )
 
     reach = 7 * belief.covariance.variance().sqrt()
     (left, bottom), (right, top) = (mode - reach).tolist(), (mode + reach).tolist()
     integral, _ = dblquad(joint, left, right, bottom, top, epsabs=0, epsrel=1e-4)
-    assert log_evidence(belief.covariance, lam, mode, peak) == pytest.approx(np.log(integral) + peak, abs=0.01)
+    assert log_evidence(belief.covariance, lam, mode, peak) == pytest.approx(
+        np.log(integral) + peak, abs=0.01
+    )
 
 
 def test_no_marginal_likelihood_without_information() -> None:
@@ -393,7 +494,14 @@ EVIDENCE = "marginal_likelihood"
 
 @pytest.mark.parametrize(
     ("structure", "precision"),
-    [("full", 0.5), ("diagonal", 0.5), ("low_rank", 0.5), ("kronecker", 0.5), ("full", EVIDENCE), ("kronecker", EVIDENCE)],
+    [
+        ("full", 0.5),
+        ("diagonal", 0.5),
+        ("low_rank", 0.5),
+        ("kronecker", 0.5),
+        ("full", EVIDENCE),
+        ("kronecker", EVIDENCE),
+    ],
 )
 def test_float32_follows_float64_and_the_model_stays(structure: Any, precision: Any) -> None:
     model = perceptron()
@@ -403,7 +511,9 @@ def test_float32_follows_float64_and_the_model_stays(structure: Any, precision: 
     for dtype in (torch.float64, torch.float32):
         network = df.Network(model.to(dtype), df.ByName(("1.*", "3.*")), statistics="source")
         chosen = df.Laplace(structure, rank=3, precision=precision)
-        belief = chosen(network, network.mean(), df.SourceData(inputs.to(dtype), labels, batch_size=7))
+        belief = chosen(
+            network, network.mean(), df.SourceData(inputs.to(dtype), labels, batch_size=7)
+        )
         assert belief.mean.dtype == belief.covariance.dtype == dtype
         results.append(belief.covariance.dense().double())
     torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-4)
@@ -420,7 +530,9 @@ def test_marginal_over_the_adapted_subset_is_the_block_of_the_covariance(structu
     whole = df.Laplace(structure, rank=6, precision=0.5)(wide, wide.mean(), data)
     marginal = df.marginal_source(wide, narrow, whole)
     close(marginal.mean, narrow.mean())
-    kept = torch.tensor([name in narrow.shapes for name in wide.shapes]).repeat_interleave(torch.tensor(wide.sizes))
+    kept = torch.tensor([name in narrow.shapes for name in wide.shapes]).repeat_interleave(
+        torch.tensor(wide.sizes)
+    )
     dense = whole.covariance.dense()
     close(marginal.covariance.dense(), dense[kept][:, kept])
     conditional = torch.linalg.inv(torch.linalg.inv(dense)[kept][:, kept])
@@ -432,7 +544,9 @@ def test_marginal_over_the_adapted_subset_is_the_block_of_the_covariance(structu
         assert (marginal.covariance.variance() >= (1 - 1e-9) * conditional.diagonal()).all()
     else:
         close(marginal.covariance.dense(), conditional)  # blocks are independent of each other
-    with pytest.raises(ValueError, match="marginal_source: network must be with parameters of wide"):
+    with pytest.raises(
+        ValueError, match="marginal_source: network must be with parameters of wide"
+    ):
         df.marginal_source(narrow, wide, marginal)
 
 
@@ -446,34 +560,66 @@ def test_batches_by_name_and_batches_of_one() -> None:
             return self.head(self.norm(values))  # type: ignore[no-any-return]
 
     torch.manual_seed(0)
-    network, values, labels = df.Network(Named().double()), torch.randn(6, 4, dtype=torch.float64), torch.arange(6) % 3
+    network, values, labels = (
+        df.Network(Named().double()),
+        torch.randn(6, 4, dtype=torch.float64),
+        torch.arange(6) % 3,
+    )
     laplace = df.Laplace(curvature=df.EmpiricalFisher(centered=False), scale="mean")
     expected = laplace(network, network.mean(), df.SourceData(values, labels)).covariance.variance()
-    named = df.SourceData([({"values": half}, own) for half, own in zip(values.split(3), labels.split(3), strict=True)])
-    torch.testing.assert_close(laplace(network, network.mean(), named).covariance.variance(), expected)
+    named = df.SourceData(
+        [
+            ({"values": half}, own)
+            for half, own in zip(values.split(3), labels.split(3), strict=True)
+        ]
+    )
+    torch.testing.assert_close(
+        laplace(network, network.mean(), named).covariance.variance(), expected
+    )
     loader = [[half] for half in values.split(3)]  # as a data loader without labels gives
     fisher = df.Laplace()(network, network.mean(), df.SourceData(values)).covariance.variance()
-    torch.testing.assert_close(df.Laplace()(network, network.mean(), df.SourceData(loader)).covariance.variance(), fisher)
+    torch.testing.assert_close(
+        df.Laplace()(network, network.mean(), df.SourceData(loader)).covariance.variance(), fisher
+    )
 
 
 def test_a_taper_gives_deeper_layers_less_variance() -> None:
-    layers = [nn.Linear(4, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 3), nn.LayerNorm(3), nn.Linear(3, 2)]
+    layers = [
+        nn.Linear(4, 5),
+        nn.BatchNorm1d(5),
+        nn.ReLU(),
+        nn.Linear(5, 3),
+        nn.LayerNorm(3),
+        nn.Linear(3, 2),
+    ]
     network = df.Network(nn.Sequential(*layers).double().eval(), df.AllParameters())
     belief = df.Gaussian(0.3, taper=2.0)(network, network.mean())
     sizes = [25, 10, 18, 6, 8]  # numbers in each layer that has some, weight and bias
     expected = torch.cat(
-        [torch.full((size,), 0.3 * (1 - place / 5) ** 2, dtype=torch.float64) for place, size in enumerate(sizes)]
+        [
+            torch.full((size,), 0.3 * (1 - place / 5) ** 2, dtype=torch.float64)
+            for place, size in enumerate(sizes)
+        ]
     )
     close(belief.covariance.variance(), expected)
-    close(df.Gaussian(0.3)(network, network.mean()).covariance.variance(), torch.full((67,), 0.3, dtype=torch.float64))
+    close(
+        df.Gaussian(0.3)(network, network.mean()).covariance.variance(),
+        torch.full((67,), 0.3, dtype=torch.float64),
+    )
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda: df.Gaussian(taper=-1.0), "Gaussian.taper must be a finite number"),
-        (lambda: df.Gaussian(structure="full", taper=1.0), "Gaussian.structure must be 'diagonal' with a taper, got 'full'"),
-        (lambda: df.Gaussian(taper=1.0)(HEAD, THETA), "Gaussian.taper must be 0 for it, got 'a model without named parameters"),
+        (
+            lambda: df.Gaussian(structure="full", taper=1.0),
+            "Gaussian.structure must be 'diagonal' with a taper, got 'full'",
+        ),
+        (
+            lambda: df.Gaussian(taper=1.0)(HEAD, THETA),
+            "Gaussian.taper must be 0 for it, got 'a model without named parameters",
+        ),
     ],
 )
 def test_a_taper_out_of_place_is_refused(make: Callable[[], object], message: str) -> None:

@@ -1,4 +1,6 @@
-"""What an adapter knows as named tensors: a stream that is saved and resumed goes on bit for bit."""
+"""What an adapter knows as named tensors: a stream that is saved and resumed goes on bit for
+bit.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +27,17 @@ class Backwards(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.head, self.conv, self.bn, self.middle = nn.Linear(5, 3), nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.Linear(6, 5)
+        self.head, self.conv, self.bn, self.middle = (
+            nn.Linear(5, 3),
+            nn.Conv2d(3, 6, 3),
+            nn.BatchNorm2d(6),
+            nn.Linear(6, 5),
+        )
 
     def forward(self, inputs: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.middle(self.bn(self.conv(inputs)).relu().mean((2, 3))).relu())
+        logits: Tensor = self.head(
+            self.middle(self.bn(self.conv(inputs)).relu().mean((2, 3))).relu()
+        )
         return logits
 
 
@@ -39,7 +48,9 @@ def images(seed: int, count: int = 6) -> Tensor:
 def adapter(preset: str, **options: Any) -> df.Adapter:
     if preset in COPIES:
         options["copies"] = COPIES[preset]
-    return df.adapt(Backwards(), preset, data=df.SourceData(images(9, 12), torch.arange(12) % 3), **options)
+    return df.adapt(
+        Backwards(), preset, data=df.SourceData(images(9, 12), torch.arange(12) % 3), **options
+    )
 
 
 def stored(state: Tensors) -> Tensors:
@@ -53,18 +64,32 @@ def stored(state: Tensors) -> Tensors:
 
 def assert_same(one: Tensors, other: Tensors) -> None:
     assert one.keys() == other.keys()
-    assert [name for name in one if one[name].dtype != other[name].dtype or not torch.equal(one[name], other[name])] == []
+    assert [
+        name
+        for name in one
+        if one[name].dtype != other[name].dtype or not torch.equal(one[name], other[name])
+    ] == []
 
 
-OPTIONS: dict[str, dict[str, Any]] = {"plain": {}, "window": {"window": 9}, "update_every": {"update_every": 2}}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "window": {"window": 9},
+    "update_every": {"update_every": 2},
+}
 CASES = [(preset, "plain") for preset in df.presets.names()]
-CASES += [(preset, way) for preset in ("tent", "eata", "stad", "head_ekf", "opgd") for way in ("window", "update_every")]
+CASES += [
+    (preset, way)
+    for preset in ("tent", "eata", "stad", "head_ekf", "opgd")
+    for way in ("window", "update_every")
+]
 
 
 @pytest.mark.parametrize(("preset", "way"), CASES)
 @pytest.mark.parametrize("batches", [0, 3])
 def test_a_resumed_stream_goes_on_bit_for_bit(preset: str, way: str, batches: int) -> None:
-    """Alone and inside another module; before the first batch too. The resumed adapter had seen another stream."""
+    """Alone and inside another module; before the first batch too. The resumed adapter had seen
+    another stream.
+    """
     running = adapter(preset, **OPTIONS[way])
     for seed in range(batches):
         running(images(seed))
@@ -74,7 +99,9 @@ def test_a_resumed_stream_goes_on_bit_for_bit(preset: str, way: str, batches: in
     assert alone.load_state_dict(stored(running.state_dict())) == ([], [])
     parent = nn.ModuleDict({"linear": nn.Linear(2, 2), "it": running})
     assert inside.load_state_dict(stored(parent.state_dict())) == ([], [])
-    assert torch.equal(inside["linear"].get_parameter("weight"), parent["linear"].get_parameter("weight"))
+    assert torch.equal(
+        inside["linear"].get_parameter("weight"), parent["linear"].get_parameter("weight")
+    )
     for seed in range(10, 13):
         expected = running(images(seed))
         assert torch.equal(alone(images(seed)), expected)
@@ -101,8 +128,11 @@ def test_recent_samples_of_several_inputs_are_resumed() -> None:
         parts = {"scale": 2.0, "inputs": inputs, "mask": torch.eye(4).tril(), "gate": gate}
         return parts if named else tuple(parts.values())
 
+    def ask(adapter: df.Adapter, x: Any) -> Tensor:
+        found: Tensor = adapter(**x) if isinstance(x, dict) else adapter(*x)
+        return found
+
     for named in (True, False):
-        ask: Callable[[df.Adapter, Any], Tensor] = lambda it, x: it(**x) if isinstance(x, dict) else it(*x)  # noqa: E731
         running, resumed = (df.adapt(Gated(), "tent", lr=0.01, window=5) for _ in range(2))
         for seed in range(3):
             ask(running, batch(seed, named))
@@ -124,7 +154,12 @@ def test_negative_and_large_seeds_replay() -> None:
         running(images(0))
         resumed.load_state_dict(running.state_dict())
         drawn = [
-            torch.randn(3, generator=Randomness(it.state.seed, 1, torch.device("cpu")).generator(Purpose.INFERENCE))
+            torch.randn(
+                3,
+                generator=Randomness(it.state.seed, 1, torch.device("cpu")).generator(
+                    Purpose.INFERENCE
+                ),
+            )
             for it in (running, resumed)
         ]
         assert torch.equal(*drawn)
@@ -136,8 +171,12 @@ def test_a_checkpoint_of_float32_in_a_float64_adapter() -> None:
     for seed in range(2):
         running(images(seed))
     wide.load_state_dict(running.state_dict())
-    assert {value.dtype for value in to_tensors(wide.state).values() if value.is_floating_point()} == {torch.float64}
-    torch.testing.assert_close(wide(images(3).double()).float(), running(images(3)), rtol=0, atol=1e-5)
+    assert {
+        value.dtype for value in to_tensors(wide.state).values() if value.is_floating_point()
+    } == {torch.float64}
+    torch.testing.assert_close(
+        wide(images(3).double()).float(), running(images(3)), rtol=0, atol=1e-5
+    )
 
 
 def test_loading_keeps_no_tensor_of_the_checkpoint() -> None:
@@ -168,26 +207,74 @@ def nan(value: Tensor) -> Tensor:
 
 
 WRONG: dict[str, tuple[str, Callable[[Tensors], Any], str]] = {
-    "nothing": ("tent", lambda state: {}, "state 'recipe' must be the same as the adapter's, Recipe.*got 'none'"),
-    "a model's": ("tent", lambda state: Backwards().state_dict(), "state 'recipe' must be the same"),
-    "no mean": ("tent", without("belief.mean"), "state must be complete, .* got \"no 'belief.mean'\""),
+    "nothing": (
+        "tent",
+        lambda state: {},
+        "state 'recipe' must be the same as the adapter's, Recipe.*got 'none'",
+    ),
+    "a model's": (
+        "tent",
+        lambda state: Backwards().state_dict(),
+        "state 'recipe' must be the same",
+    ),
+    "no mean": (
+        "tent",
+        without("belief.mean"),
+        "state must be complete, .* got \"no 'belief.mean'\"",
+    ),
     "no step": ("tent", without("step"), "got \"no 'step'\""),
-    "no source": ("opgd", without("source.covariance.diagonal"), "got \"no 'source.covariance.diagonal'\""),
-    "NaN": ("tent", with_("belief.mean", nan), r"state 'belief.mean' must be finite, got nan at index \[3\]"),
-    "NaN in the memory": ("tent", with_("memory.inference.first", nan), "state 'memory.inference.first' must be finite"),
+    "no source": (
+        "opgd",
+        without("source.covariance.diagonal"),
+        "got \"no 'source.covariance.diagonal'\"",
+    ),
+    "NaN": (
+        "tent",
+        with_("belief.mean", nan),
+        r"state 'belief.mean' must be finite, got nan at index \[3\]",
+    ),
+    "NaN in the memory": (
+        "tent",
+        with_("memory.inference.first", nan),
+        "state 'memory.inference.first' must be finite",
+    ),
     "NaN in the window": ("tent", with_("recent.[]", nan), "inputs must be finite, got nan"),
     "NaN center": ("stad", with_("model.center", nan), "state 'model.center' must be finite"),
-    "another size": ("tent", with_("belief.mean", torch.zeros(5)), r"'belief.mean' must be of shape \[12\], got 'shape \[5\]'"),
-    "another covariance": ("opgd_diag", with_("belief.covariance.values", torch.ones(1)), r"must be of shape \[12\]"),
-    "another factor": ("opgd", with_("belief.covariance.factor", torch.ones(2, 3)), r"factor' must be of shape \[\d+, 12\]"),
-    "negative variance": ("opgd_diag", with_("source.covariance.values", lambda v: -v), "must be of variances >= 0, got -0.0"),
+    "another size": (
+        "tent",
+        with_("belief.mean", torch.zeros(5)),
+        r"'belief.mean' must be of shape \[12\], got 'shape \[5\]'",
+    ),
+    "another covariance": (
+        "opgd_diag",
+        with_("belief.covariance.values", torch.ones(1)),
+        r"must be of shape \[12\]",
+    ),
+    "another factor": (
+        "opgd",
+        with_("belief.covariance.factor", torch.ones(2, 3)),
+        r"factor' must be of shape \[\d+, 12\]",
+    ),
+    "negative variance": (
+        "opgd_diag",
+        with_("source.covariance.values", lambda v: -v),
+        "must be of variances >= 0, got -0.0",
+    ),
     "no tensor": (
         "tent",
         with_("step", 3),
         r"state must be the state_dict of an adapter, got \"\['step'\] that are no tensors",
     ),
-    "another head": ("head_ekf", with_("model.head", as_tensor("haed")), "must be the name of a linear layer.* got 'haed'"),
-    "another recipe": ("tent", lambda _: adapter("eta").state_dict(), r"state 'recipe' must be .*Entropy\(.*got 'Recipe"),
+    "another head": (
+        "head_ekf",
+        with_("model.head", as_tensor("haed")),
+        "must be the name of a linear layer.* got 'haed'",
+    ),
+    "another recipe": (
+        "tent",
+        lambda _: adapter("eta").state_dict(),
+        r"state 'recipe' must be .*Entropy\(.*got 'Recipe",
+    ),
 }
 
 
@@ -205,10 +292,15 @@ def test_a_wrong_checkpoint_leaves_no_trace(case: str) -> None:
 
 
 def test_hyperparameters_and_predictions_may_change_between_runs() -> None:
-    running, slower = adapter("tent"), adapter("tent", lr=1e-5, prediction=df.MonteCarlo(4), predict_from="posterior")
+    running, slower = (
+        adapter("tent"),
+        adapter("tent", lr=1e-5, prediction=df.MonteCarlo(4), predict_from="posterior"),
+    )
     running(images(0))
     slower.load_state_dict(running.state_dict())
-    assert torch.equal(slower.predict(images(1)).log_probabilities, running.predict(images(1)).log_probabilities)
+    assert torch.equal(
+        slower.predict(images(1)).log_probabilities, running.predict(images(1)).log_probabilities
+    )
     slower.update(images(1))
     running.update(images(1))
     assert not torch.equal(slower.belief.mean, running.belief.mean)
@@ -246,7 +338,9 @@ def test_hidden_states_are_a_part_of_a_state() -> None:
     state, _, _ = filt.step(start, images(0)[:, 0, 0, :2])
     again = from_tensors(to_tensors(state), start)
     assert (again.parameters, again.belief.dimension) == (6, 12)
-    following = [filt.step(each, images(1)[:, 0, 0, :2])[1].probabilities for each in (again, state)]
+    following = [
+        filt.step(each, images(1)[:, 0, 0, :2])[1].probabilities for each in (again, state)
+    ]
     assert torch.equal(*following)
 
 

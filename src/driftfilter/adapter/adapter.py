@@ -1,7 +1,9 @@
-"""The front door: ``adapter = driftfilter.adapt(model, "eata")``, then ``adapter(x)`` where ``model(x)`` stood.
+"""The front door: ``adapter = driftfilter.adapt(model, "eata")``, then ``adapter(x)`` where
+``model(x)`` stood.
 
-The user's module is never changed. An adapter is a module without parameters of its own; what it has learned is a filter
-state, a value that is replaced whole at the end of a step, so that predictions in other threads see only whole states.
+The user's module is never changed. An adapter is a module without parameters of its own; what it
+has learned is a filter state, a value that is replaced whole at the end of a step, so that
+predictions in other threads see only whole states.
 """
 
 from __future__ import annotations
@@ -22,7 +24,13 @@ import driftfilter.presets as presets
 from driftfilter.adapter.bind import Binding, Bound, possible
 from driftfilter.adapter.checkpoint import Fingerprint, fingerprint, plain
 from driftfilter.adapter.state import Moment, found_in
-from driftfilter.base.checks import NotFiniteError, NotPositiveDefiniteError, require, require_count, warn
+from driftfilter.base.checks import (
+    NotFiniteError,
+    NotPositiveDefiniteError,
+    require,
+    require_count,
+    warn,
+)
 from driftfilter.base.inputs import Inputs, batch_size, called_with, checked, each, split
 from driftfilter.base.sharding import current
 from driftfilter.callbacks import Callback, require_callbacks
@@ -54,18 +62,22 @@ _SPEED = ("autocast", "channels_last", "cuda_graphs", "compile", "distributed")
 def adapt(model: nn.Module, recipe: str | Recipe = "driftfilter", **options: Any) -> Adapter:
     """A module that takes the place of ``model`` and adapts to the unlabeled inputs it sees.
 
-    ``recipe`` is the name of a preset or a Recipe. Options of the adapter: ``data`` (source inputs, with labels or without,
-    for recipes with a source posterior), ``output`` (picks the logits out of what the model returns), ``observed`` (picks
-    what the loss sees, where that is something else), ``seed``, ``update_every``, ``window``, ``monitor`` (a Monitor, or None
-    for no alarms) and ``callbacks`` (told after every step). For speed: ``autocast`` (torch.bfloat16: the precision of the
-    model's own operations), ``channels_last`` (for images: a copy of convolution weights in that layout, on a CPU too),
-    ``cuda_graphs`` (on a GPU, passes over batches of a shape seen before are one launch each: for models without steps on the
-    CPU; without a GPU nothing), ``compile`` (True, or a backend's name: attention, perceptrons and other parts of the model
-    without an adapted or batch-norm layer go through torch.compile) and ``distributed`` (True, or a process group: every
-    process gets a shard of each batch, and all hold the same belief). Any other option is one of the preset's, such as ``lr``.
+    ``recipe`` is the name of a preset or a Recipe. Options of the adapter: ``data`` (source inputs,
+    with labels or without, for recipes with a source posterior), ``output`` (picks the logits out
+    of what the model returns), ``observed`` (picks what the loss sees, where that is something
+    else), ``seed``, ``update_every``, ``window``, ``monitor`` (a Monitor, or None for no alarms)
+    and ``callbacks`` (told after every step). For speed: ``autocast`` (torch.bfloat16: the
+    precision of the model's own operations), ``channels_last`` (for images: a copy of convolution
+    weights in that layout, on a CPU too), ``cuda_graphs`` (on a GPU, passes over batches of a shape
+    seen before are one launch each: for models without steps on the CPU; without a GPU nothing),
+    ``compile`` (True, or a backend's name: attention, perceptrons and other parts of the model
+    without an adapted or batch-norm layer go through torch.compile) and ``distributed`` (True, or a
+    process group: every process gets a shard of each batch, and all hold the same belief). Any
+    other option is one of the preset's, such as ``lr``.
 
     >>> import torch, driftfilter as df
-    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
+    >>> from torch import nn
+    >>> model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
     >>> adapter = df.adapt(model.eval(), "tent", lr=0.01)
     >>> adapter(torch.randn(16, 4)).shape  # log-probabilities
     torch.Size([16, 3])
@@ -74,12 +86,19 @@ def adapt(model: nn.Module, recipe: str | Recipe = "driftfilter", **options: Any
     if isinstance(recipe, str):
         recipe = presets.for_model(model, recipe, options, _OPTIONS)
     else:
-        require(not options, "adapt", f"options {list(options)}", "given in the recipe where it is not a preset's name")
+        require(
+            not options,
+            "adapt",
+            f"options {list(options)}",
+            "given in the recipe where it is not a preset's name",
+        )
     return Adapter(model, recipe, **own)
 
 
 def _apart(method: Callable[P, R]) -> Callable[P, R]:
-    """Without gradients, inference mode or autocast, whatever the caller is under; only the model sees the autocast."""
+    """Without gradients, inference mode or autocast, whatever the caller is under; only the model
+    sees the autocast.
+    """
 
     @functools.wraps(method)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -94,8 +113,9 @@ def _apart(method: Callable[P, R]) -> Callable[P, R]:
 class Adapter(nn.Module):
     """A classifier that adapts while it predicts; see ``adapt``.
 
-    ``update_every`` m: predict every batch at once, adapt on every m-th one to all samples since the last time.
-    ``window`` w: adapt to, and take batch statistics over, the last w samples, for streams of single samples.
+    ``update_every`` m: predict every batch at once, adapt on every m-th one to all samples since
+    the last time. ``window`` w: adapt to, and take batch statistics over, the last w samples, for
+    streams of single samples.
     """
 
     def __init__(
@@ -117,25 +137,48 @@ class Adapter(nn.Module):
         distributed: bool | ProcessGroup = False,
     ) -> None:
         super().__init__()
-        require(isinstance(model, nn.Module), "adapt: model", type(model).__name__, "a torch module")
-        require(isinstance(recipe, Recipe), "adapt: recipe", recipe, "the name of a preset or a Recipe")
+        require(
+            isinstance(model, nn.Module), "adapt: model", type(model).__name__, "a torch module"
+        )
+        require(
+            isinstance(recipe, Recipe), "adapt: recipe", recipe, "the name of a preset or a Recipe"
+        )
         require_count("adapt: update_every", update_every, 1)
         require_count("adapt: window", window, 0)
-        require(monitor is None or isinstance(monitor, Monitor), "adapt: monitor", monitor, "a Monitor or None")
-        model = getattr(model, "_orig_mod", model)  # of torch.compile: it would compile every twin anew
+        require(
+            monitor is None or isinstance(monitor, Monitor),
+            "adapt: monitor",
+            monitor,
+            "a Monitor or None",
+        )
+        model = getattr(
+            model, "_orig_mod", model
+        )  # of torch.compile: it would compile every twin anew
         check(model, recipe.parameters)
         source = SourceData.of(data)
         self.recipe = possible(recipe, source)
-        reading = (output, observed, seed, autocast, channels_last, cuda_graphs, compile, distributed is not False)
+        reading = (
+            output,
+            observed,
+            seed,
+            autocast,
+            channels_last,
+            cuda_graphs,
+            compile,
+            distributed is not False,
+        )
         self._binding = Binding(self.recipe, source, *reading)
         self.update_every, self.window, self.seed = update_every, window, seed
-        # Prototypes follow the features at once: what they predict changes with the stream, and is no sign of collapse.
+        # Prototypes follow the features at once: what they predict changes with the stream, and is
+        # no sign of collapse.
         at_once = monitor is _DEFAULT and isinstance(recipe.parameters, Prototypes)
         self.monitor = Monitor.recording() if at_once else monitor
         self._detectors = fresh_detectors(self.monitor)  # beside the state
         self.callbacks = require_callbacks(callbacks)
         self.autocast, self.channels_last, self.cuda_graphs = autocast, channels_last, cuda_graphs
-        self._model = [model]  # in a list, or it would become a part of this module, and its parameters ours
+        self._model = [
+            model
+        ]  # in a list, or it would become a part of this module, and its parameters ours
         self._now = Moment()
         self._known: tuple[Bound, Fingerprint] | None = None
         self._lock = threading.RLock()  # of updates; predictions need none
@@ -161,14 +204,18 @@ class Adapter(nn.Module):
 
     @_apart
     def predict(self, *args: Any, **kwargs: Any) -> Prediction:
-        """Predict a batch with the belief as it stands; changes nothing, and may run while another thread updates."""
+        """Predict a batch with the belief as it stands; changes nothing, and may run while another
+        thread updates.
+        """
         with self._given("predict", args, kwargs) as inputs:
             now = self._ready(inputs)
             return _together([self._predicted(now, piece) for piece in self._pieces(inputs)])
 
     @_apart
     def update(self, *args: Any, **kwargs: Any) -> StepInfo:
-        """Adapt to a batch now, without predicting it; of a batch cut into pieces, the last one's info."""
+        """Adapt to a batch now, without predicting it; of a batch cut into pieces, the last one's
+        info.
+        """
         begun = time.perf_counter()
         with self._lock:
             with self._noted(), self._given("update", args, kwargs) as inputs:
@@ -176,7 +223,13 @@ class Adapter(nn.Module):
                 for piece in self._pieces(inputs):
                     seen, recent = now.seen(piece, self.window, self.update_every)
                     state, info = now.filter.update(now.current, seen)
-                    now = self._watched(now._replace(recent=recent if self.window else None), state, info, None, seen)
+                    now = self._watched(
+                        now._replace(recent=recent if self.window else None),
+                        state,
+                        info,
+                        None,
+                        seen,
+                    )
             self._done(now, begun, batch_size(inputs), None)
         return info
 
@@ -218,7 +271,9 @@ class Adapter(nn.Module):
 
     @property
     def fingerprint(self) -> Fingerprint:
-        """What tells the model from others; worked out again only where it has been written to since."""
+        """What tells the model from others; worked out again only where it has been written to
+        since.
+        """
         bound, known = self._ready(None).bound, self._known
         assert bound is not None
         if known is None or known[0] is not bound or not bound.is_exact():
@@ -232,14 +287,20 @@ class Adapter(nn.Module):
 
     @contextmanager
     def _given(self, call: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Inputs]:
-        """The inputs of a call, checked; where the stream is distributed, for a call of all ranks."""
+        """The inputs of a call, checked; where the stream is distributed, for a call of all
+        ranks.
+        """
         inputs, now = called_with(self._model[0], args, kwargs), self._now
         if self._ranks is None:
             yield self._laid_out(checked(inputs))
             return
-        step, belief = (0, 0) if now.state is None else (now.state.step, checksum(now.state.belief.mean))
+        step, belief = (
+            (0, 0) if now.state is None else (now.state.step, checksum(now.state.belief.mean))
+        )
         watch = 2 * now.watch.batches + now.watch.frozen
-        with shared(self._ranks, inputs, call, {"step": step, "monitor": watch, "belief": belief}) as own:
+        with shared(
+            self._ranks, inputs, call, {"step": step, "monitor": watch, "belief": belief}
+        ) as own:
             yield self._laid_out(own)
 
     def _laid_out(self, inputs: Inputs) -> Inputs:
@@ -247,19 +308,32 @@ class Adapter(nn.Module):
 
     def _identity(self, data: bool) -> dict[str, Any]:
         """What must be the same on all ranks."""
-        watching = None if self.monitor is None else (replace(self.monitor, detectors={}), sorted(self.monitor.detectors))
-        known = {"model": fingerprint(self._model[0]), "recipe": plain(self.recipe), "seed": self.seed, "monitor": watching}
+        watching = (
+            None
+            if self.monitor is None
+            else (replace(self.monitor, detectors={}), sorted(self.monitor.detectors))
+        )
+        known = {
+            "model": fingerprint(self._model[0]),
+            "recipe": plain(self.recipe),
+            "seed": self.seed,
+            "monitor": watching,
+        }
         return {**known, "choice of source data": data, "version of torch": torch.__version__}
 
     def _pieces(self, inputs: Inputs) -> list[Inputs]:
         return split(inputs, self.recipe.chunk) if self.recipe.chunk else [inputs]
 
     def _stepped(self, now: Moment, inputs: Inputs) -> tuple[Moment, Prediction]:
-        """One call: a step, or a prediction alone until the time for one has come, or while the monitor has it frozen."""
+        """One call: a step, or a prediction alone until the time for one has come, or while the
+        monitor has it frozen.
+        """
         seen, recent = now.seen(inputs, self.window, self.update_every)
         calls = now.calls + 1
         if self.monitor is not None and now.watch.frozen:
-            return now._replace(recent=recent if self.window else None, calls=calls), self._predicted(now, inputs)
+            return now._replace(
+                recent=recent if self.window else None, calls=calls
+            ), self._predicted(now, inputs)
         if calls % self.update_every:
             return now._replace(recent=recent, calls=calls), self._predicted(now, inputs)
         state, prediction, info = now.filter.step(now.current, seen)
@@ -268,7 +342,9 @@ class Adapter(nn.Module):
         now = now._replace(recent=recent if self.window else None, calls=calls)
         return self._watched(now, state, info, new.log_probabilities, seen), own
 
-    def _watched(self, now: Moment, state: FilterState, info: StepInfo, new: Tensor | None, seen: Inputs) -> Moment:
+    def _watched(
+        self, now: Moment, state: FilterState, info: StepInfo, new: Tensor | None, seen: Inputs
+    ) -> Moment:
         """With the state of a step, or the one that the monitor goes back to."""
         if self.monitor is None:
             return now._replace(state=state, info=info)
@@ -280,11 +356,17 @@ class Adapter(nn.Module):
             return log_probabilities if new is None else log_probabilities[-len(new) :]
 
         assert now.bound is not None
-        watch, state = self.monitor.step(now.watch, now.bound.start, state, info, new, ask, self._detectors)
+        watch, state = self.monitor.step(
+            now.watch, now.bound.start, state, info, new, ask, self._detectors
+        )
         return now._replace(state=state, info=info, watch=watch)
 
-    def _done(self, now: Moment, begun: float, samples: int, log_probabilities: Tensor | None) -> None:
-        """A call is over: what it changed is for all to see, callbacks are told and, even if one fails, warnings given."""
+    def _done(
+        self, now: Moment, begun: float, samples: int, log_probabilities: Tensor | None
+    ) -> None:
+        """A call is over: what it changed is for all to see, callbacks are told and, even if one
+        fails, warnings given.
+        """
         before, self._now = self._now, now._replace(number=self._now.number + 1)
         try:
             if self.callbacks:
@@ -318,7 +400,8 @@ class Adapter(nn.Module):
 
     @_apart
     def _ready(self, example: Inputs | None) -> Moment:
-        """What is known now; the model is read on first use, and again where the user has moved it since.
+        """What is known now; the model is read on first use, and again where the user has moved it
+        since.
 
         What an example tells is not kept here, but with the state of the step that saw it.
         """
@@ -334,10 +417,14 @@ class Adapter(nn.Module):
         return now
 
     def _fits(self, now: Moment, example: Inputs | None) -> bool:
-        return now.bound is not None and now.bound.fits(self._model[0], example, learned=now.state is not None)
+        return now.bound is not None and now.bound.fits(
+            self._model[0], example, learned=now.state is not None
+        )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Adapter:
-        """``to``, ``cuda``, ``double``: the adapter takes a copy of the model along; the user's stays where it is."""
+        """``to``, ``cuda``, ``double``: the adapter takes a copy of the model along; the user's
+        stays where it is.
+        """
         with self._lock:
             now = self._now
             recent = None if now.recent is None else each(now.recent, fn)
@@ -347,7 +434,9 @@ class Adapter(nn.Module):
 
     # Saving
 
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
         tensors = self._ready(None).to_tensors(self.recipe, watched=self.monitor is not None)
         destination.update({prefix + name: tensor.detach() for name, tensor in tensors.items()})
 
@@ -362,7 +451,11 @@ class Adapter(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        own = {name.removeprefix(prefix): value for name, value in state_dict.items() if name.startswith(prefix)}
+        own = {
+            name.removeprefix(prefix): value
+            for name, value in state_dict.items()
+            if name.startswith(prefix)
+        }
         wrong = [name for name, value in own.items() if not isinstance(value, Tensor)]
         require(not wrong, "state", f"{wrong} that are no tensors", "the state_dict of an adapter")
         with self._lock:

@@ -1,7 +1,7 @@
 """The filter of an adapter on the user's model, and whether it is still the filter of that model.
 
-A model is read when it is first needed, and again where the user has moved it since, or written to it before anything was
-learned. Nothing is changed in it: the filter stands on a twin.
+A model is read when it is first needed, and again where the user has moved it since, or written to
+it before anything was learned. Nothing is changed in it: the filter stands on a twin.
 """
 
 from __future__ import annotations
@@ -37,14 +37,19 @@ def possible(recipe: Recipe, data: SourceData | None) -> Recipe:
         return recipe
     anchored = isinstance(recipe.inference, GradientStep)
     require(anchored, "adapt: data", None, f"source inputs, which {recipe.source} needs")
-    warn("no source data (adapt: data=...): the source posterior that anchors the parameters is left out")
+    warn(
+        "no source data (adapt: data=...): the source posterior that anchors the parameters is "
+        "left out"
+    )
     return replace(recipe, source=PointMass(), inference=replace(recipe.inference, anchor=0.0))
 
 
 @final
 @dataclass(frozen=True, eq=False)
 class Binding:
-    """How a model is read: by a recipe, and by those options of ``adapt`` that a filter depends on."""
+    """How a model is read: by a recipe, and by those options of ``adapt`` that a filter depends
+    on.
+    """
 
     recipe: Recipe
     data: SourceData | None
@@ -60,45 +65,84 @@ class Binding:
     def __post_init__(self) -> None:
         for name in ("output", "observed"):
             given = getattr(self, name)
-            require(given is None or callable(given), f"adapt: {name}", given, "a function of what the model returns")
+            require(
+                given is None or callable(given),
+                f"adapt: {name}",
+                given,
+                "a function of what the model returns",
+            )
         whole = isinstance(self.seed, Integral) and not isinstance(self.seed, bool)
         require(whole, "adapt: seed", self.seed, "an integer")
         known = (None, torch.bfloat16, torch.float16)
-        require(self.autocast in known, "adapt: autocast", self.autocast, "torch.bfloat16, torch.float16 or None")
+        require(
+            self.autocast in known,
+            "adapt: autocast",
+            self.autocast,
+            "torch.bfloat16, torch.float16 or None",
+        )
         for name in ("channels_last", "cuda_graphs"):
             given = getattr(self, name)
             require(isinstance(given, bool), f"adapt: {name}", given, "True or False")
         named = isinstance(self.compile, (bool, str))
-        require(named, "adapt: compile", self.compile, "True, False or the name of a backend of torch.compile")
+        require(
+            named,
+            "adapt: compile",
+            self.compile,
+            "True, False or the name of a backend of torch.compile",
+        )
         alone = not (self.cuda_graphs and self.distributed)
-        require(alone, "adapt: cuda_graphs", self.cuda_graphs, "False where a stream is distributed")
+        require(
+            alone, "adapt: cuda_graphs", self.cuda_graphs, "False where a stream is distributed"
+        )
         if self.cuda_graphs and isinstance(self.recipe.parameters, (Head, Prototypes)):
-            warn("adapt: cuda_graphs is ignored: no pass over the network is differentiated where its head alone is adapted")
+            warn(
+                "adapt: cuda_graphs is ignored: no pass over the network is differentiated "
+                "where its head alone is adapted"
+            )
 
-    def __call__(self, model: nn.Module, found: Mapping[str, Tensor], example: Inputs | None) -> Bound:
-        """The filter on the model as it is now, by what earlier batches told about it, and an example where there is one."""
+    def __call__(
+        self, model: nn.Module, found: Mapping[str, Tensor], example: Inputs | None
+    ) -> Bound:
+        """The filter on the model as it is now, by what earlier batches told about it, and an
+        example where there is one.
+        """
         recipe, read = self.recipe, _Read.of(model)
         frozen = twin(model, self.channels_last)
         picks = (self.output, example, found, self.observed)
         logits, mean, told = initialize(frozen, recipe.parameters, recipe.statistics, *picks)
         if isinstance(logits, Network):
             logits.capturing = self.cuda_graphs
-            if self.compile and not logits.compile("inductor" if self.compile is True else str(self.compile)):
-                warn("adapt: compile is ignored: no part of the model has several layers, none of them adapted or a batch norm")
+            if self.compile and not logits.compile(
+                "inductor" if self.compile is True else str(self.compile)
+            ):
+                warn(
+                    "adapt: compile is ignored: no part of the model has several layers, none "
+                    "of them adapted or a batch norm"
+                )
         filt = recipe.filter(sharded(logits) if self.distributed else logits)
         with among(None):  # source data are the same on all ranks
             start = filt.init(recipe.source(logits, mean, self.data), self.seed)
         for reason in self.ignored_on(start.belief.mean.device):
             warn(reason)
-        return Bound(filt, start, told, wanted(recipe.parameters) <= set(told), self.channels_last, read)
+        return Bound(
+            filt, start, told, wanted(recipe.parameters) <= set(told), self.channels_last, read
+        )
 
     def ignored_on(self, device: torch.device) -> list[str]:
-        """Options that do nothing for a model there; a script that runs without a GPU too is not told so on such a machine."""
+        """Options that do nothing for a model there; a script that runs without a GPU too is not
+        told so on such a machine.
+        """
         found = []
         if self.cuda_graphs and device.type != "cuda" and torch.cuda.is_available():
-            found.append(f"adapt: cuda_graphs is ignored: the model is on {device.type}, though there is a GPU")
+            found.append(
+                f"adapt: cuda_graphs is ignored: the model is on {device.type}, though there is "
+                "a GPU"
+            )
         if self.autocast is not None and device.type not in AUTOCAST:
-            found.append(f"adapt: autocast is ignored: the model is on {device.type}, not on one of {AUTOCAST}")
+            found.append(
+                f"adapt: autocast is ignored: the model is on {device.type}, not on one of "
+                f"{AUTOCAST}"
+            )
         return found
 
 
@@ -115,7 +159,9 @@ class Bound:
     _read: _Read
 
     def fits(self, model: nn.Module, example: Inputs | None, learned: bool) -> bool:
-        """Whether this would be the filter on the model now, be it that something was ``learned`` from its values or not."""
+        """Whether this would be the filter on the model now, be it that something was ``learned``
+        from its values or not.
+        """
         if model is not self._read.model or (example is not None and not self.final):
             return False
         return self._read.holds(values=self.copied or not learned)
@@ -127,7 +173,12 @@ class Bound:
     def taking(self, state: FilterState) -> FilterState:
         """What was learned on the model before, where the model is now."""
         size, new = state.belief.dimension, self.start.belief.dimension
-        require(size == new, "adapt: model", f"{new} adapted parameters", f"as it was, with {size}, until reset() is called")
+        require(
+            size == new,
+            "adapt: model",
+            f"{new} adapted parameters",
+            f"as it was, with {size}, until reset() is called",
+        )
         there: FilterState = moved(state, lambda tensor: tensor.to(self.start.belief.mean))
         return there
 
@@ -140,7 +191,9 @@ class _Read:
     model: nn.Module  # the user's, or the copy that an adapter takes along
     links: list[tuple[dict[str, Any], str, Any]]  # its tree: what every module has under every name
     owned: tuple[Tensor, ...]  # its parameters and buffers
-    values: tuple[Tensor, ...]  # theirs, kept so that no other tensor can take their place in memory
+    values: tuple[
+        Tensor, ...
+    ]  # theirs, kept so that no other tensor can take their place in memory
     places: list[int]  # where these are
     versions: list[int]  # how often they had been written to
 
@@ -152,14 +205,25 @@ class _Read:
         return cls(model, _links(model), owned, values, _places(values), _versions(values))
 
     def holds(self, values: bool) -> bool:
-        """Whether the model's tensors are where they were and, if ``values`` matter, have not been written to since."""
-        same = all(names.get(name) is value for names, name, value in self.links) and _places(self.owned) == self.places
+        """Whether the model's tensors are where they were and, if ``values`` matter, have not been
+        written to since.
+        """
+        same = (
+            all(names.get(name) is value for names, name, value in self.links)
+            and _places(self.owned) == self.places
+        )
         return same and (not values or self.versions == _versions(self.owned))
 
 
 def _links(model: nn.Module) -> list[tuple[dict[str, Any], str, Any]]:
-    """The tree of a module as plain references: walking it by torch's own methods takes as long as a small network."""
-    tables = [table for module in model.modules() for table in (module._parameters, module._buffers, module._modules)]
+    """The tree of a module as plain references: walking it by torch's own methods takes as long as
+    a small network.
+    """
+    tables = [
+        table
+        for module in model.modules()
+        for table in (module._parameters, module._buffers, module._modules)
+    ]
     return [(table, name, value) for table in tables for name, value in table.items()]
 
 

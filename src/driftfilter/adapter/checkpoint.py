@@ -1,7 +1,9 @@
-"""Checkpoints: what an adapter has learned in a file that is written whole, and refused where a single bit has changed.
+"""Checkpoints: what an adapter has learned in a file that is written whole, and refused where a
+single bit has changed.
 
-A safetensors file that any reader of the format can open. Its metadata hold one JSON header under "driftfilter"; the last
-entry of it is the SHA-256 of the whole file, those 64 digits read as zeros. Nothing is ever pickled.
+A safetensors file that any reader of the format can open. Its metadata hold one JSON header under
+"driftfilter"; the last entry of it is the SHA-256 of the whole file, those 64 digits read as zeros.
+Nothing is ever pickled.
 """
 
 from __future__ import annotations
@@ -37,11 +39,14 @@ class Fingerprint(NamedTuple):
     weights: str  # of their values
 
 
-def save(adapter: Adapter, path: str | Path, keep: int = 1, notes: Mapping[str, Any] | None = None) -> None:
-    """Write what the adapter has learned to a file, which is there whole or as it was; the last ``keep`` files stay.
+def save(
+    adapter: Adapter, path: str | Path, keep: int = 1, notes: Mapping[str, Any] | None = None
+) -> None:
+    """Write what the adapter has learned to a file, which is there whole or as it was; the last
+    ``keep`` files stay.
 
-    Of ``state.safetensors`` the one before is kept as ``state.1.safetensors``, and so on. ``notes``, JSON data such as the
-    place in a stream, come back from ``load``.
+    Of ``state.safetensors`` the one before is kept as ``state.1.safetensors``, and so on.
+    ``notes``, JSON data such as the place in a stream, come back from ``load``.
     """
     require_count("save: keep", keep, 1)
     path = Path(path)
@@ -51,14 +56,17 @@ def save(adapter: Adapter, path: str | Path, keep: int = 1, notes: Mapping[str, 
             file.writelines(encoded)
     except OSError as error:
         before = "; the checkpoint that was there is as it was" if path.is_file() else ""
-        raise CheckpointError(f"{path} could not be written: {error.strerror or error}{before}") from error
+        raise CheckpointError(
+            f"{path} could not be written: {error.strerror or error}{before}"
+        ) from error
 
 
 def load(adapter: Adapter, path: str | Path, strict: bool = True) -> dict[str, Any]:
-    """Go on from a file of ``save``; returns its notes. What does not fit raises ``CheckpointError`` and changes nothing.
+    """Go on from a file of ``save``; returns its notes. What does not fit raises
+    ``CheckpointError`` and changes nothing.
 
-    The model must be the same, bit for bit, and so must the recipe; with ``strict=False`` its numbers and its prediction may
-    be others.
+    The model must be the same, bit for bit, and so must the recipe; with ``strict=False`` its
+    numbers and its prediction may be others.
     """
     path = Path(path)
     try:
@@ -101,7 +109,11 @@ def _encoded(adapter: Adapter, notes: Mapping[str, Any]) -> list[Any]:
 
 def _require_fit(header: Mapping[str, Any], adapter: Adapter, strict: bool) -> None:
     theirs, mine = Fingerprint(**header["model"]), adapter.fingerprint
-    what = "names, shapes or dtypes of parameters or buffers" if theirs.architecture != mine.architecture else "weights"
+    what = (
+        "names, shapes or dtypes of parameters or buffers"
+        if theirs.architecture != mine.architecture
+        else "weights"
+    )
     if theirs != mine:
         raise ValueError(f"it was saved with another model, of other {what}")
     if not strict:
@@ -110,7 +122,10 @@ def _require_fit(header: Mapping[str, Any], adapter: Adapter, strict: bool) -> N
     for difference in (_difference(there, here) for there, here in pairs):
         if difference is not None:
             name, there, here = difference
-            raise ValueError(f"it was saved with another recipe: {name or 'recipe'} was {there!r}, here it is {here!r}")
+            raise ValueError(
+                f"it was saved with another recipe: {name or 'recipe'} was {there!r}, here it is "
+                f"{here!r}"
+            )
 
 
 def _options(adapter: Adapter) -> dict[str, int]:
@@ -118,7 +133,9 @@ def _options(adapter: Adapter) -> dict[str, int]:
 
 
 def plain(recipe: Any) -> Any:
-    """A recipe as JSON data; one with parts of the user's own as text, without addresses in memory."""
+    """A recipe as JSON data; one with parts of the user's own as text, without addresses in
+    memory.
+    """
     try:
         return json.loads(json.dumps(to_dict(recipe)))
     except ValueError:
@@ -132,11 +149,16 @@ def _difference(there: Any, here: Any, name: str = "") -> tuple[str, Any, Any] |
         pairs = ((there.get(key), here.get(key), f"{name}.{key}".lstrip(".")) for key in keys)
         return next((found for pair in pairs if (found := _difference(*pair)) is not None), None)
     if isinstance(there, list) and isinstance(here, list) and len(there) == len(here):
-        parts = ((one, other, f"{name}[{place}]") for place, (one, other) in enumerate(zip(there, here, strict=True)))
+        parts = (
+            (one, other, f"{name}[{place}]")
+            for place, (one, other) in enumerate(zip(there, here, strict=True))
+        )
         return next((found for part in parts if (found := _difference(*part)) is not None), None)
     if there == here:
         return None
-    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(str(there), str(here), strict=False))
+    same = itertools.takewhile(
+        lambda pair: pair[0] == pair[1], zip(str(there), str(here), strict=False)
+    )
     start = sum(1 for _ in same)
     return name, _short(there, start), _short(here, start)
 

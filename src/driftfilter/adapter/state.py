@@ -18,7 +18,13 @@ from driftfilter.filtering import Filter, FilterState, StepInfo
 from driftfilter.inference.prediction import MAP
 from driftfilter.monitor.state import MONITOR, MonitorState, Signals
 from driftfilter.recipe import Recipe
-from driftfilter.storage.state_tensors import RECENT, from_tensors, kinds, samples_from_tensors, samples_to_tensors
+from driftfilter.storage.state_tensors import (
+    RECENT,
+    from_tensors,
+    kinds,
+    samples_from_tensors,
+    samples_to_tensors,
+)
 from driftfilter.storage.state_tensors import to_tensors as state_to_tensors
 
 _MODEL = "model."  # in a checkpoint: what batches told about the model
@@ -31,7 +37,8 @@ class Moment(NamedTuple):
     found: Mapping[str, Tensor] = {}  # what the first batch has told about the model
     state: FilterState | None = None  # None: no batch has come
     recent: Inputs | None = None  # samples seen lately, for a window or until the next update
-    calls: int = 0  # that a step could follow, by which update_every counts; of a batch cut into pieces, each
+    # that a step could follow, by which update_every counts; of a batch cut into pieces, each
+    calls: int = 0
     number: int = 0  # of calls before, adapter(x) or update, as callbacks are told
     info: StepInfo | None = None
     watch: MonitorState = MonitorState()
@@ -53,21 +60,32 @@ class Moment(NamedTuple):
         if self.state is None:
             return self._replace(bound=bound, found=bound.found)
         state = bound.taking(self.state)
-        return self._replace(bound=bound, found=bound.found, state=state, watch=self.watch.moved_to(state.belief.mean))
+        return self._replace(
+            bound=bound,
+            found=bound.found,
+            state=state,
+            watch=self.watch.moved_to(state.belief.mean),
+        )
 
     def seen(self, inputs: Inputs, window: int, update_every: int) -> tuple[Inputs, Inputs | None]:
         """What an update sees, this batch last, and what of it to keep."""
         if not window and update_every == 1:
             return inputs, None
-        together = joined([self.recent, inputs]) if self.recent is not None else each(inputs, torch.clone)  # users may write
+        together = (
+            joined([self.recent, inputs]) if self.recent is not None else each(inputs, torch.clone)
+        )  # users may write
         if not window:
             return together, together
         total, wanted = batch_size(together), max(window, batch_size(inputs))
         kept = samples(together, total - wanted, total) if total > wanted else together
         return kept, kept
 
-    def told_after(self, before: Moment, n: int, ms: float, log_probabilities: Tensor | None) -> StepRecord:
-        """What callbacks are told of a call, with predictions [n, k] of its own: the caller may write to those returned."""
+    def told_after(
+        self, before: Moment, n: int, ms: float, log_probabilities: Tensor | None
+    ) -> StepRecord:
+        """What callbacks are told of a call, with predictions [n, k] of its own: the caller may
+        write to those returned.
+        """
         info = None if self.info is before.info else self.info
         told = None if log_probabilities is None else log_probabilities.clone()
         signals = Signals() if self.watch is before.watch else self.watch.signals
@@ -75,34 +93,58 @@ class Moment(NamedTuple):
 
     def to_tensors(self, recipe: Recipe, watched: bool) -> dict[str, Tensor]:
         """As named tensors, for a checkpoint."""
-        own = {"recipe": as_tensor(_memory_of(recipe)), "calls": torch.tensor(self.calls), "number": torch.tensor(self.number)}
+        own = {
+            "recipe": as_tensor(_memory_of(recipe)),
+            "calls": torch.tensor(self.calls),
+            "number": torch.tensor(self.number),
+        }
         found = {_MODEL + name: tensor for name, tensor in self.found.items()}
         watch = self.watch.to_tensors() if watched else {}
-        return {**own, **state_to_tensors(self.current), **samples_to_tensors(self.recent), **found, **watch}
+        return {
+            **own,
+            **state_to_tensors(self.current),
+            **samples_to_tensors(self.recent),
+            **found,
+            **watch,
+        }
 
     @classmethod
     def from_tensors(cls, own: Mapping[str, Tensor], bound: Bound, watched: bool) -> Moment:
-        """What named tensors describe, on a model that was read by what is ``found_in`` them; refused unless all is there."""
+        """What named tensors describe, on a model that was read by what is ``found_in`` them;
+        refused unless all is there.
+        """
         beside = ("recipe", "calls", "number", RECENT, _MODEL, MONITOR)
-        state = from_tensors({name: value for name, value in own.items() if not name.startswith(beside)}, bound.start)
+        state = from_tensors(
+            {name: value for name, value in own.items() if not name.startswith(beside)}, bound.start
+        )
         recent, calls = samples_from_tensors(own), int(own.get("calls", 0))
-        number = int(own.get("number", max(calls, state.step)))  # older checkpoints have none: at least so many there were
+        number = int(
+            own.get("number", max(calls, state.step))
+        )  # older checkpoints have none: at least so many there were
         watch = MonitorState.from_tensors(own, bound.start) if watched else MonitorState()
         kept = None if recent is None else checked(recent)
         # Where a batch would have told more than was saved, none had come: the state is the start.
-        return cls(bound, bound.found, state if bound.final else None, kept, calls, number, watch=watch)
+        return cls(
+            bound, bound.found, state if bound.final else None, kept, calls, number, watch=watch
+        )
 
 
 def found_in(own: Mapping[str, Tensor], recipe: Recipe) -> dict[str, Tensor]:
-    """What batches had told about the model, by named tensors; these are refused where they are of another recipe."""
+    """What batches had told about the model, by named tensors; these are refused where they are of
+    another recipe.
+    """
     mine, theirs = _memory_of(recipe), as_text(own["recipe"]) if "recipe" in own else "none"
     require(mine == theirs, "state 'recipe'", theirs, f"the same as the adapter's, {mine}")
-    found = {name.removeprefix(_MODEL): value for name, value in own.items() if name.startswith(_MODEL)}
+    found = {
+        name.removeprefix(_MODEL): value for name, value in own.items() if name.startswith(_MODEL)
+    }
     for name, value in found.items():
         require_finite(f"state {_MODEL + name!r}", value)
     return found
 
 
 def _memory_of(recipe: Recipe) -> str:
-    """The kind of memory a recipe has: how it predicts leaves nothing for other rules, and may change between runs."""
+    """The kind of memory a recipe has: how it predicts leaves nothing for other rules, and may
+    change between runs.
+    """
     return kinds(replace(recipe, prediction=MAP(), predict_from="posterior"))

@@ -39,7 +39,9 @@ def _run(arguments: Sequence[str]) -> int:
     from driftfilter.app.commands import COMMANDS
 
     output = Output(parsed.quiet, parsed.json)
-    with redirect_stdout(sys.stderr) if output.json else nullcontext():  # a user's own model may print
+    with (
+        redirect_stdout(sys.stderr) if output.json else nullcontext()
+    ):  # a user's own model may print
         status, document = COMMANDS[parsed.command](parsed, arguments, output)
     if document is not None:
         output.document(document)

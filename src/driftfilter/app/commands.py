@@ -21,7 +21,9 @@ from typing import Any, TypeAlias
 from driftfilter.app.arguments import EXAMPLES, FIRST_SEED, parse
 from driftfilter.app.terminal import Output
 
-Found: TypeAlias = tuple[int, Any]  # exit status, and what was found; None where the error says it all
+Found: TypeAlias = tuple[
+    int, Any
+]  # exit status, and what was found; None where the error says it all
 DEMO_BENCH = ("bench", "--quick", "--images", "500", "--corruptions", "gaussian_noise,contrast")
 _SHARED = ("version", "command", "quiet", "json")  # no options of a command's own
 
@@ -38,10 +40,22 @@ def demo(parsed: argparse.Namespace, arguments: Sequence[str], output: Output) -
     from driftfilter.app.paper.reproduce import reproduce
 
     out, example = parsed.out, Linear()
-    output.say("2-D logistic regression; both classes drift diagonally by 3 while no label is ever seen")
-    output.say(f"{example.source_samples} labeled source samples, {example.steps} single-sample steps, {parsed.seeds} seeds\n")
-    seeds, figures = range(FIRST_SEED, FIRST_SEED + parsed.seeds), find_spec("matplotlib") is not None
-    output.say(reproduce(("linear",), seeds, out, os.cpu_count() or 1, _progress(output), figures=figures)["linear"])
+    output.say(
+        "2-D logistic regression; both classes drift diagonally by 3 while no label is ever seen"
+    )
+    output.say(
+        f"{example.source_samples} labeled source samples, {example.steps} single-sample steps, "
+        f"{parsed.seeds} seeds\n"
+    )
+    seeds, figures = (
+        range(FIRST_SEED, FIRST_SEED + parsed.seeds),
+        find_spec("matplotlib") is not None,
+    )
+    output.say(
+        reproduce(("linear",), seeds, out, os.cpu_count() or 1, _progress(output), figures=figures)[
+            "linear"
+        ]
+    )
     output.say(f"\nwrote {out / 'linear'}\n")
     found: dict[str, Any] = {"out": str(out), "linear": _metrics(out / "linear", output)}
     if find_spec("torchmetrics") is None:
@@ -70,23 +84,35 @@ def _progress(output: Output) -> Callable[[str, int, int], None]:
 
 def _metrics(folder: Path, output: Output) -> Any:
     """What was written there, where it is to be printed."""
-    return json.loads((folder / "metrics.json").read_text(encoding="utf-8")) if output.json else None
+    return (
+        json.loads((folder / "metrics.json").read_text(encoding="utf-8")) if output.json else None
+    )
 
 
 def reproduce(parsed: argparse.Namespace, arguments: Sequence[str], output: Output) -> Found:
     """The paper's examples."""
     if not parsed.no_figures and find_spec("matplotlib") is None:
-        return failed("reproduce", "figures need matplotlib: pip install 'driftfilter[report]', or give --no-figures", 1)
+        return failed(
+            "reproduce",
+            "figures need matplotlib: pip install 'driftfilter[report]', or give --no-figures",
+            1,
+        )
     from driftfilter.app.paper.reproduce import reproduce as run_all
 
     names, out = EXAMPLES if parsed.example == "all" else (parsed.example,), parsed.out
     seeds, start = range(parsed.first_seed, parsed.first_seed + parsed.seeds), time.perf_counter()
-    tables = run_all(names, seeds, out, parsed.workers, _progress(output), figures=not parsed.no_figures)
+    tables = run_all(
+        names, seeds, out, parsed.workers, _progress(output), figures=not parsed.no_figures
+    )
     for name, table in tables.items():
         output.say(f"{name}\n\n{table}\n")
     seconds = time.perf_counter() - start
     output.say(f"wrote {', '.join(str(out / name) for name in tables)} in {seconds:.0f} s")
-    return 0, {"out": str(out), "seconds": seconds, "examples": {name: _metrics(out / name, output) for name in tables}}
+    return 0, {
+        "out": str(out),
+        "seconds": seconds,
+        "examples": {name: _metrics(out / name, output) for name in tables},
+    }
 
 
 def bench(parsed: argparse.Namespace, arguments: Sequence[str], output: Output) -> Found:
@@ -99,14 +125,19 @@ def bench(parsed: argparse.Namespace, arguments: Sequence[str], output: Output) 
 
     me = worker()
     try:
-        made, tasks = benchmark.prepare(benchmark.Options(**{**(benchmark.QUICK if "quick" in parsed else {}), **given}))
+        made, tasks = benchmark.prepare(
+            benchmark.Options(**{**(benchmark.QUICK if "quick" in parsed else {}), **given})
+        )
     except (ValueError, OSError, ImportError) as error:
         return failed("bench", error, 2)
     folder, done = parsed.out, benchmark.done(made, tasks, parsed.out)
     if parsed.list:
         pairs = list(zip(done, tasks, strict=True))
         output.say("\n".join(f"{'done' if ready else 'to do'}  {task}" for ready, task in pairs))
-        return 0, {"out": str(folder), "tasks": [{"task": str(task), "done": ready} for ready, task in pairs]}
+        return 0, {
+            "out": str(folder),
+            "tasks": [{"task": str(task), "done": ready} for ready, task in pairs],
+        }
     if any(done):
         output.note(f"resumed: {sum(done)} of {len(done)} done")
     try:
@@ -119,17 +150,26 @@ def bench(parsed: argparse.Namespace, arguments: Sequence[str], output: Output) 
     shown = [*benchmark.finished(made, tasks, folder), *wrong]
     _show([document for document in documents if document is not None], shown, folder, output)
     left = benchmark.undone(made, tasks, documents, folder)
-    told = [f"failed: {each['settings']['preset']}: {each['error']}" for each in wrong if output.quiet]
+    told = [
+        f"failed: {each['settings']['preset']}: {each['error']}" for each in wrong if output.quiet
+    ]
     for line in [*told, *left]:
         print(line, file=sys.stderr)
     if shown:
         output.say(f"wrote {folder}")
-    # Among several workers what one leaves is another's; torchrun would end them all for a status that is not 0.
+    # Among several workers what one leaves is another's; torchrun would end them all for a status
+    # that is not 0.
     missing = left and me.workers == 1
-    return 1 if wrong or missing else 0, {"out": str(folder), "not_done": left, "results": [each for each in documents if each]}
+    return 1 if wrong or missing else 0, {
+        "out": str(folder),
+        "not_done": left,
+        "results": [each for each in documents if each],
+    }
 
 
-def _show(own: Sequence[dict[str, Any]], shown: Sequence[dict[str, Any]], folder: Path, output: Output) -> None:
+def _show(
+    own: Sequence[dict[str, Any]], shown: Sequence[dict[str, Any]], folder: Path, output: Output
+) -> None:
     """Write tables and pictures of all that is in the folder, and print the tables of this run."""
     from driftfilter.app.bench import plots, tables
 
@@ -162,7 +202,9 @@ def run(parsed: argparse.Namespace, arguments: Sequence[str], output: Output) ->
         except (ValueError, OSError, RuntimeError) as error:
             return failed("run", error, 1)
         except KeyboardInterrupt:
-            return failed("run", "interrupted twice: nothing was saved since the last checkpoint", 130)
+            return failed(
+                "run", "interrupted twice: nothing was saved since the last checkpoint", 130
+            )
     return telling.conclude(ending, parsed.out, output)
 
 
@@ -195,7 +237,11 @@ def data(parsed: argparse.Namespace, arguments: Sequence[str], output: Output) -
     output.say(checking.told(parsed.folder, findings))
     if wrong and output.quiet:
         return failed("data", "; ".join(finding.text for finding in wrong), 1)
-    found = {"path": parsed.folder, "ok": not wrong, "files": [finding._asdict() for finding in findings]}
+    found = {
+        "path": parsed.folder,
+        "ok": not wrong,
+        "files": [finding._asdict() for finding in findings],
+    }
     return 1 if wrong else 0, found
 
 
@@ -221,7 +267,9 @@ def listing(parsed: argparse.Namespace, arguments: Sequence[str], output: Output
         output.say(role)
         for name, entry in named.items():
             output.say(f"  {name:<24} {textwrap.shorten(_summary(entry), 120, placeholder=' …')}")
-    return 0, [_entry(role, name, entry) for role, named in table.items() for name, entry in named.items()]
+    return 0, [
+        _entry(role, name, entry) for role, named in table.items() for name, entry in named.items()
+    ]
 
 
 def _summary(entry: object) -> str:

@@ -1,8 +1,10 @@
-"""The 15 + 4 corruptions of CIFAR-10-C at severities 1 to 5, with the constants of the published generator.
+"""The 15 + 4 corruptions of CIFAR-10-C at severities 1 to 5, with the constants of the published
+generator.
 
-The constants are those for 32-pixel images. Larger images are corrupted as if the picture had been enlarged: lengths in pixels
-(blur radii and deviations, displacements, zooms of noise layers, cells of the pixelation) grow by min(h, w) / 32; amplitudes,
-thresholds, mixing weights and JPEG qualities stay. The generator's frost photographs are not shipped: see ``frost``.
+The constants are those for 32-pixel images. Larger images are corrupted as if the picture had been
+enlarged: lengths in pixels (blur radii and deviations, displacements, zooms of noise layers, cells
+of the pixelation) grow by min(h, w) / 32; amplitudes, thresholds, mixing weights and JPEG qualities
+stay. The generator's frost photographs are not shipped: see ``frost``.
 """
 
 from __future__ import annotations
@@ -32,18 +34,29 @@ from driftfilter.app.images.image_filters import (
 )
 from driftfilter.app.images.jpeg import recompress
 from driftfilter.app.images.weather import normal, uniform
-from driftfilter.base.checks import nearest, require, require_count, require_finite, require_floating, require_shape
+from driftfilter.base.checks import (
+    nearest,
+    require,
+    require_count,
+    require_finite,
+    require_floating,
+    require_shape,
+)
 
-Corruption: TypeAlias = Callable[[Tensor, int, Generator], Tensor]  # images [n, 3, h, w], severity, generator -> [n, 3, h, w]
+Corruption: TypeAlias = Callable[
+    [Tensor, int, Generator], Tensor
+]  # images [n, 3, h, w], severity, generator -> [n, 3, h, w]
 
 FROST_TEXTURE = "procedural"  # to be said in every report with frost in it
 PIXELS = 512 * SIZE**2  # corrupted at a time, which bounds the memory
 
 
 def corrupt(images: Tensor, name: str, severity: int = 5, seed: int = 0) -> Tensor:
-    """Corrupted images [n, 3, h, w] of RGB images [n, 3, h, w] in [0, 1], cut down to 8 bits: ⌊255 x⌋ / 255, as published.
+    """Corrupted images [n, 3, h, w] of RGB images [n, 3, h, w] in [0, 1], cut down to 8 bits: ⌊255
+    x⌋ / 255, as published.
 
-    The same images and seed give the same corruption on the same kind of device; all is computed in float32 there.
+    The same images and seed give the same corruption on the same kind of device; all is computed in
+    float32 there.
     """
     _check(images, name, severity, seed)
     generator = torch.Generator(images.device).manual_seed(seed)
@@ -55,11 +68,20 @@ def corrupt(images: Tensor, name: str, severity: int = 5, seed: int = 0) -> Tens
 def _check(images: Tensor, name: str, severity: int, seed: int) -> None:
     known = list(_ALL)
     require(name in known, "name", name, f"one of {', '.join(known)}{nearest(str(name), known)}")
-    require(type(severity) is int and 1 <= severity <= 5, "severity", severity, "an integer from 1 to 5")
+    require(
+        type(severity) is int and 1 <= severity <= 5, "severity", severity, "an integer from 1 to 5"
+    )
     require_count("seed", seed, 0)
-    require_shape("images", images, "[n, 3, h, w] (RGB, channels before pixels)", None, 3, None, None)
+    require_shape(
+        "images", images, "[n, 3, h, w] (RGB, channels before pixels)", None, 3, None, None
+    )
     require_floating("images", images)
-    require(min(images.shape[2:]) >= SIZE, "images", list(images.shape), f"at least {SIZE} pixels high and wide")
+    require(
+        min(images.shape[2:]) >= SIZE,
+        "images",
+        list(images.shape),
+        f"at least {SIZE} pixels high and wide",
+    )
     require_finite("images", images)
     low, high = images.min().item(), images.max().item()
     require(low >= 0 and high <= 1, "images", [low, high], "in [0, 1] (divide 8-bit values by 255)")
@@ -85,7 +107,9 @@ def impulse_noise(images: Tensor, severity: int, generator: Generator) -> Tensor
 
 def speckle_noise(images: Tensor, severity: int, generator: Generator) -> Tensor:
     """x + σ x ε, ε ~ N(0, 1) per value; [n, 3, h, w]."""
-    return images + (0.06, 0.1, 0.12, 0.16, 0.2)[severity - 1] * images * normal(images.shape, generator)
+    return images + (0.06, 0.1, 0.12, 0.16, 0.2)[severity - 1] * images * normal(
+        images.shape, generator
+    )
 
 
 def gaussian_blur(images: Tensor, severity: int, generator: Generator) -> Tensor:
@@ -94,16 +118,20 @@ def gaussian_blur(images: Tensor, severity: int, generator: Generator) -> Tensor
 
 
 def defocus_blur(images: Tensor, severity: int, generator: Generator) -> Tensor:
-    """x * k, k a disc of some radius, itself blurred against aliasing; borders mirrored; [n, 3, h, w]."""
+    """x * k, k a disc of some radius, itself blurred against aliasing; borders mirrored; [n, 3, h,
+    w].
+    """
     radius, alias = ((0.3, 0.4), (0.4, 0.5), (0.5, 0.6), (1.0, 0.2), (1.5, 0.1))[severity - 1]
     grown = enlargement(images)
     return correlate(images, disc(radius * grown, alias * grown, math.ceil(grown)))
 
 
 def glass_blur(images: Tensor, severity: int, generator: Generator) -> Tensor:
-    """Blur, then each pixel copies one at a random offset in {-δ, …, δ-1}² (t times over), then blur; [n, 3, h, w].
+    """Blur, then each pixel copies one at a random offset in {-δ, …, δ-1}² (t times over), then
+    blur; [n, 3, h, w].
 
-    The generator means to swap the two pixels, but its swap of views copies: that is what the published images show.
+    The generator means to swap the two pixels, but its swap of views copies: that is what the
+    published images show.
     """
     sigma, times = ((0.05, 1), (0.25, 1), (0.4, 1), (0.25, 2), (0.4, 2))[severity - 1]
     sigma, delta = sigma * enlargement(images), max(1, round(enlargement(images)))
@@ -121,14 +149,17 @@ def motion_blur(images: Tensor, severity: int, generator: Generator) -> Tensor:
 
 def zoom_blur(images: Tensor, severity: int, generator: Generator) -> Tensor:
     """Mean of the image and of its zooms by 1, 1.01, …; [n, 3, h, w]."""
-    # Rounded as numpy's ranges are: the first two reach one step further, and the last digit decides the size of some zooms.
+    # Rounded as numpy's ranges are: the first two reach one step further, and the last digit
+    # decides the size of some zooms.
     steps = (7, 12, 16, 21, 26)[severity - 1]
     zooms = [zoom(images, 1 + step * (1.01 - 1)) for step in range(steps)]
     return (images + torch.stack(zooms).sum(0)) / (steps + 1)
 
 
 def snow(images: Tensor, severity: int, generator: Generator) -> Tensor:
-    """m x + (1-m) max(x, 1.5 grey(x) + 0.5) + s + rot180(s), s thresholded noise drawn out downwards; [n, 3, h, w]."""
+    """m x + (1-m) max(x, 1.5 grey(x) + 0.5) + s + rot180(s), s thresholded noise drawn out
+    downwards; [n, 3, h, w].
+    """
     loc, deviation, factor, threshold, radius, sigma, mix = (
         (0.1, 0.2, 1, 0.6, 8, 3, 0.95),
         (0.1, 0.2, 1, 0.5, 10, 4, 0.9),
@@ -139,7 +170,9 @@ def snow(images: Tensor, severity: int, generator: Generator) -> Tensor:
     noise = loc + deviation * normal((len(images), 1, *images.shape[2:]), generator)
     layer = zoom(noise, factor * enlargement(images))
     layer = to_bytes(layer * (layer >= threshold)) / 255
-    layer = (255 * streak(layer, radius, sigma, -45 - 90 * uniform((len(images),), generator))).round() / 255
+    layer = (
+        255 * streak(layer, radius, sigma, -45 - 90 * uniform((len(images),), generator))
+    ).round() / 255
     pale = torch.maximum(images, 1.5 * _grey(images) + 0.5)
     return mix * images + (1 - mix) * pale + layer + layer.rot90(2, (2, 3))
 
@@ -147,8 +180,8 @@ def snow(images: Tensor, severity: int, generator: Generator) -> Tensor:
 def frost(images: Tensor, severity: int, generator: Generator) -> Tensor:
     """a x + b f, f a texture of frost; [n, 3, h, w].
 
-    The generator crops five photographs; here f is procedural (``FROST_TEXTURE``), with the colours, contrasts, spectra and
-    skewness of their crops: see ``textures.frost``.
+    The generator crops five photographs; here f is procedural (``FROST_TEXTURE``), with the
+    colours, contrasts, spectra and skewness of their crops: see ``textures.frost``.
     """
     weight, strength = ((1, 0.2), (1, 0.3), (0.9, 0.4), (0.85, 0.4), (0.75, 0.45))[severity - 1]
     return weight * images + strength * textures.frost(images, generator)
@@ -158,7 +191,11 @@ def fog(images: Tensor, severity: int, generator: Generator) -> Tensor:
     """(x + s p) m / (m + s), m = max x of the image and p a plasma in [0, 1]; [n, 3, h, w]."""
     strength, decay = ((0.2, 3.0), (0.5, 3.0), (0.75, 2.5), (1.0, 2.0), (1.5, 1.75))[severity - 1]
     highest = images.amax((1, 2, 3), keepdim=True)
-    return (images + strength * textures.plasma(images, decay, generator)) * highest / (highest + strength)
+    return (
+        (images + strength * textures.plasma(images, decay, generator))
+        * highest
+        / (highest + strength)
+    )
 
 
 def brightness(images: Tensor, severity: int, generator: Generator) -> Tensor:
@@ -169,7 +206,9 @@ def brightness(images: Tensor, severity: int, generator: Generator) -> Tensor:
 
 
 def saturate(images: Tensor, severity: int, generator: Generator) -> Tensor:
-    """HSV saturation s made clip(a s + b): x' = v - (v - x) s'/s, and a grey pixel counts as red; [n, 3, h, w]."""
+    """HSV saturation s made clip(a s + b): x' = v - (v - x) s'/s, and a grey pixel counts as red;
+    [n, 3, h, w].
+    """
     factor, shift = ((0.3, 0.0), (0.1, 0.0), (1.5, 0.0), (2.0, 0.1), (2.5, 0.2))[severity - 1]
     value = images.amax(1, keepdim=True)
     gap = value - images.amin(1, keepdim=True)
@@ -201,7 +240,9 @@ def elastic_transform(images: Tensor, severity: int, generator: Generator) -> Te
 
 
 def pixelate(images: Tensor, severity: int, generator: Generator) -> Tensor:
-    """Shrunk to a share of the pixels by a box filter and enlarged again, each in 8 bits; [n, 3, h, w]."""
+    """Shrunk to a share of the pixels by a box filter and enlarged again, each in 8 bits; [n, 3, h,
+    w].
+    """
     share = (0.95, 0.9, 0.85, 0.75, 0.65)[severity - 1] / enlargement(images)
     height, width = images.shape[2:]
     small = resize(images, int(height * share), int(width * share))
@@ -209,9 +250,11 @@ def pixelate(images: Tensor, severity: int, generator: Generator) -> Tensor:
 
 
 def spatter(images: Tensor, severity: int, generator: Generator) -> Tensor:
-    """Drops of blurred, thresholded noise: x + m·water (severities 1 to 3) or (1-m) x + m·mud; [n, 3, h, w].
+    """Drops of blurred, thresholded noise: x + m·water (severities 1 to 3) or (1-m) x + m·mud; [n,
+    3, h, w].
 
-    The generator shades water by Canny edges; here an edge is a wet pixel with a steep Sobel gradient.
+    The generator shades water by Canny edges; here an edge is a wet pixel with a steep Sobel
+    gradient.
     """
     loc, deviation, sigma, threshold, strength = (
         (0.62, 0.1, 0.7, 0.7, 0.5),

@@ -10,9 +10,11 @@ MOST = 200
 
 
 def along(steps: Sequence[Mapping[str, Any]], most: int = MOST) -> list[dict[str, Any]]:
-    """Steps, each with ``n`` samples and whatever else is known of it, as ``most`` pieces of equally many, JSON-ready.
+    """Steps, each with ``n`` samples and whatever else is known of it, as ``most`` pieces of
+    equally many, JSON-ready.
 
-    Sums of what is counted (n, judged, right), means over the samples of entropies; pieces can be put together again.
+    Sums of what is counted (n, judged, right), means over the samples of entropies; pieces can be
+    put together again.
     """
     size = max(1, math.ceil(len(steps) / most))
     first = 0
@@ -25,12 +27,17 @@ def along(steps: Sequence[Mapping[str, Any]], most: int = MOST) -> list[dict[str
 
 def together(steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """One piece of several."""
-    found: dict[str, Any] = {"steps": sum(step.get("steps", 1) for step in steps), "n": sum(step["n"] for step in steps)}
+    found: dict[str, Any] = {
+        "steps": sum(step.get("steps", 1) for step in steps),
+        "n": sum(step["n"] for step in steps),
+    }
     for name in ("judged", "right", "baseline_right"):
         if any(name in step for step in steps):
             found[name] = sum(step.get(name, 0) for step in steps)
     for name in ("entropy", "baseline_entropy"):
         known = [step for step in steps if step.get(name) is not None]
         if known:
-            found[name] = sum(step["n"] * step[name] for step in known) / sum(step["n"] for step in known)
+            found[name] = sum(step["n"] * step[name] for step in known) / sum(
+                step["n"] for step in known
+            )
     return found

@@ -34,9 +34,15 @@ class Subset(NamedTuple):
     problem: str = ""  # why it takes nothing
 
     def memory(self) -> dict[str, float]:
-        """Megabytes of a belief over it in float32, by covariance; beside it, a batch of n has n d numbers of gradients."""
+        """Megabytes of a belief over it in float32, by covariance; beside it, a batch of n has n d
+        numbers of gradients.
+        """
         d = self.numbers
-        return {"diagonal": 8 * d / 1e6, "low rank 10": 4 * 12 * d / 1e6, "full": 4 * (d + d * d) / 1e6}
+        return {
+            "diagonal": 8 * d / 1e6,
+            "low rank 10": 4 * 12 * d / 1e6,
+            "full": 4 * (d + d * d) / 1e6,
+        }
 
 
 @final
@@ -60,8 +66,14 @@ class Inspection(NamedTuple):
     def statistics(self) -> str:
         """What the statistics policy of a recipe means for this model."""
         if not self.batch_norm:
-            return "no batch normalisation: statistics policies have no effect; the default takes smaller steps"
-        return "batch normalisation: the default carries statistics from batch to batch (Ema), most others use the batch's"
+            return (
+                "no batch normalisation: statistics policies have no effect; the default takes "
+                "smaller steps"
+            )
+        return (
+            "batch normalisation: the default carries statistics from batch to batch (Ema), "
+            "most others use the batch's"
+        )
 
 
 def inspect(text: str, weights: Any, shape: tuple[int, ...] | None, batch: int) -> Inspection:
@@ -72,7 +84,9 @@ def inspect(text: str, weights: Any, shape: tuple[int, ...] | None, batch: int) 
     has = any(isinstance(layer, _BatchNorm) for layer in model.modules())
     timed = {} if shape is None else _timed(model, torch.rand(batch, *shape))
     count = sum(parameter.numel() for parameter in model.parameters())
-    return Inspection(text, count, dict(norms), has, [_subset(model, each) for each in SUBSETS], timed, batch)
+    return Inspection(
+        text, count, dict(norms), has, [_subset(model, each) for each in SUBSETS], timed, batch
+    )
 
 
 def _subset(model: nn.Module, selection: df.Selection) -> Subset:
@@ -80,7 +94,9 @@ def _subset(model: nn.Module, selection: df.Selection) -> Subset:
         chosen = df.select(model, selection)
     except ValueError as error:
         return Subset(str(selection), 0, 0, [], str(error))
-    return Subset(str(selection), len(chosen), sum(piece.numel() for piece in chosen.values()), list(chosen))
+    return Subset(
+        str(selection), len(chosen), sum(piece.numel() for piece in chosen.values()), list(chosen)
+    )
 
 
 def _timed(model: nn.Module, inputs: Tensor) -> dict[str, float]:
@@ -91,9 +107,15 @@ def _timed(model: nn.Module, inputs: Tensor) -> dict[str, float]:
         except (RuntimeError, ValueError, TypeError) as error:
             reason = str(error).partition("\n")[0]
             raise ValueError(
-                f"--input {list(inputs.shape[1:])} must be the shape of a sample, but the model failed: {reason}"
+                f"--input {list(inputs.shape[1:])} must be the shape of a sample, but the model "
+                f"failed: {reason}"
             ) from error
-    require(isinstance(logits, Tensor) and logits.dim() == 2, "MODEL", type(logits).__name__, "one that returns logits [n, k]")
+    require(
+        isinstance(logits, Tensor) and logits.dim() == 2,
+        "MODEL",
+        type(logits).__name__,
+        "one that returns logits [n, k]",
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about accuracy, which random inputs have none of
         adapters = {name: df.adapt(model, name) for name in TIMED}
@@ -114,14 +136,27 @@ def _median(call: Callable[[Tensor], Any], inputs: Tensor) -> float:
 def lines(found: Inspection, names: bool) -> list[str]:
     """For a terminal."""
     norms = ", ".join(f"{count} {kind}" for kind, count in found.norms.items()) or "none"
-    out = [f"{found.model}: {found.parameters:,} parameters; norm layers: {norms}", found.statistics, ""]
-    out.append(f"{'subset':<26}{'tensors':>8}{'numbers':>13}   belief in MB: diagonal, low rank 10, full")
+    out = [
+        f"{found.model}: {found.parameters:,} parameters; norm layers: {norms}",
+        found.statistics,
+        "",
+    ]
+    out.append(
+        f"{'subset':<26}{'tensors':>8}{'numbers':>13}   belief in MB: diagonal, low rank 10, full"
+    )
     for subset in found.subsets:
         sizes = ", ".join(f"{size:,.3g}" for size in subset.memory().values())
-        out.append(f"{subset.selection:<26}{subset.tensors:>8}{subset.numbers:>13,}   {subset.problem or sizes}")
+        out.append(
+            f"{subset.selection:<26}{subset.tensors:>8}{subset.numbers:>13,}   "
+            f"{subset.problem or sizes}"
+        )
         out.extend(f"    {name}" for name in subset.names if names)
     if not found.milliseconds:
-        return [*out, "", "cost: give the shape of a sample, as in --input 3,32,32, to have it timed"]
+        return [
+            *out,
+            "",
+            "cost: give the shape of a sample, as in --input 3,32,32, to have it timed",
+        ]
     base = found.milliseconds["model"]
     times = (f"{name} {ms:.1f} ms ({ms / base:.1f}×)" for name, ms in found.milliseconds.items())
     return [*out, "", f"cost of a batch of {found.batch} on this machine: {', '.join(times)}"]

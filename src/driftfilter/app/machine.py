@@ -21,8 +21,9 @@ PRECISIONS = ("float32", "tf32", "bf16")
 class Machine:
     """A device and how it is used.
 
-    float32: no TF32. tf32: for convolutions alone, as torch has it by itself. bf16: the model under autocast, TF32 as in tf32.
-    On CUDA cuDNN tries its algorithms for every new shape, and images and weights lie channels last.
+    float32: no TF32. tf32: for convolutions alone, as torch has it by itself. bf16: the model under
+    autocast, TF32 as in tf32. On CUDA cuDNN tries its algorithms for every new shape, and images
+    and weights lie channels last.
     """
 
     device: torch.device
@@ -40,7 +41,12 @@ class Machine:
         """All of it that may change a result, JSON-ready."""
         name = torch.cuda.get_device_name(self.device) if self.cuda else self.device.type
         layout = "channels last" if self.cuda else "contiguous"
-        return {"device": name, "precision": self.precision, "cudnn_benchmark": self.cuda, "layout": layout}
+        return {
+            "device": name,
+            "precision": self.precision,
+            "cudnn_benchmark": self.cuda,
+            "layout": layout,
+        }
 
     def place(self, module: nn.Module) -> nn.Module:
         """The module, moved there."""
@@ -53,7 +59,9 @@ class Machine:
         return (images.to(self.device).float() / 255).contiguous(memory_format=layout)
 
     def autocast(self) -> torch.autocast:
-        """For one call of the adapter: an autocast over many steps would keep a copy of every step's parameters."""
+        """For one call of the adapter: an autocast over many steps would keep a copy of every
+        step's parameters.
+        """
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16")
 
     @contextmanager
@@ -61,7 +69,11 @@ class Machine:
         """With the switches of the backends set for a task, and as they were afterwards."""
         products, convolutions = torch.backends.cuda.matmul, torch.backends.cudnn
         before = products.allow_tf32, convolutions.allow_tf32, convolutions.benchmark
-        products.allow_tf32, convolutions.allow_tf32, convolutions.benchmark = False, self.precision != "float32", self.cuda
+        products.allow_tf32, convolutions.allow_tf32, convolutions.benchmark = (
+            False,
+            self.precision != "float32",
+            self.cuda,
+        )
         try:
             yield
         finally:
@@ -69,13 +81,19 @@ class Machine:
 
 
 def machine_of(device: str, precision: str | None = None) -> Machine:
-    """Device ``auto``: the GPU where there is one; precision None: tf32 there, float32 on a CPU, where tf32 is the same."""
+    """Device ``auto``: the GPU where there is one; precision None: tf32 there, float32 on a CPU,
+    where tf32 is the same.
+    """
     require(precision in (None, *PRECISIONS), "precision", precision, f"one of {PRECISIONS}")
     found = torch.cuda.is_available()
     known = device in ("auto", "cpu") or (device.partition(":")[0] == "cuda" and found)
     require(known, "device", device, "there: auto, cpu or cuda")
-    place = torch.device("cuda" if device == "auto" and found else "cpu" if device == "auto" else device)
-    if place.type == "cuda" and place.index is None and worker().workers > 1:  # each worker of a host takes its own
+    place = torch.device(
+        "cuda" if device == "auto" and found else "cpu" if device == "auto" else device
+    )
+    if (
+        place.type == "cuda" and place.index is None and worker().workers > 1
+    ):  # each worker of a host takes its own
         place = torch.device("cuda", worker().local % torch.cuda.device_count())
     exact = place.type != "cuda" and precision in (None, "tf32")
     return Machine(place, "float32" if exact else precision or "tf32")

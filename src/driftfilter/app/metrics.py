@@ -1,4 +1,6 @@
-"""What a run is judged by: accuracy, likelihood, calibration, collapse, and uncertainty near and far from the data."""
+"""What a run is judged by: accuracy, likelihood, calibration, collapse, and uncertainty near and
+far from the data.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def negative_log_likelihood(log_probabilities: Tensor, labels: Tensor) -> float:
 
 
 class Reliability(NamedTuple):
-    """Of predictions in equal bins [low, high) of their confidence; an empty bin has a mean of 0."""
+    """Of predictions in equal bins [low, high) of their confidence; an empty bin has a mean of
+    0.
+    """
 
     samples: list[int]
     confidence: list[float]  # mean of each bin
@@ -49,13 +53,17 @@ def reliability(log_probabilities: Tensor, labels: Tensor, bins: int = BINS) -> 
 
 
 def calibration_error(log_probabilities: Tensor, labels: Tensor, bins: int = BINS) -> float:
-    """Expected calibration error Σ_b (n_b/n) |accuracy_b - confidence_b| of [n, k], over equal bins [low, high)."""
+    """Expected calibration error Σ_b (n_b/n) |accuracy_b - confidence_b| of [n, k], over equal bins
+    [low, high).
+    """
     found = reliability(log_probabilities, labels, bins)
     return sum(n * abs(right - sure) for n, sure, right in zip(*found, strict=True)) / len(labels)
 
 
 def brier(log_probabilities: Tensor, labels: Tensor) -> float:
-    """Brier score (1/n) Σ_i Σ_c (p_ic - [c = y_i])², from 0 to 2, for log-probabilities [n, k] and labels [n]."""
+    """Brier score (1/n) Σ_i Σ_c (p_ic - [c = y_i])², from 0 to 2, for log-probabilities [n, k] and
+    labels [n].
+    """
     probabilities = log_probabilities.double().exp()
     right = probabilities.gather(-1, labels[:, None]).squeeze(-1)
     return (probabilities.square().sum(-1) - 2 * right + 1).mean().item()
@@ -72,12 +80,19 @@ class Quality(NamedTuple):
 
 
 def quality(log_probabilities: Tensor, labels: Tensor) -> Quality:
-    """Of log-probabilities [n, k], n >= 1, and labels [n], where they are; accuracy and calibration by torchmetrics."""
+    """Of log-probabilities [n, k], n >= 1, and labels [n], where they are; accuracy and calibration
+    by torchmetrics.
+    """
     multiclass_accuracy, multiclass_calibration_error = torchmetrics()
     n, k = log_probabilities.shape
-    require(n > 0 and int(labels.max()) < k, "labels", labels, f"of at least one sample and below the {k} classes predicted")
-    # Rounding may lift exp to just above 1, which torchmetrics takes for logits: it would apply a softmax again. And exactly 1
-    # would be a bin of its own.
+    require(
+        n > 0 and int(labels.max()) < k,
+        "labels",
+        labels,
+        f"of at least one sample and below the {k} classes predicted",
+    )
+    # Rounding may lift exp to just above 1, which torchmetrics takes for logits: it would apply a
+    # softmax again. And exactly 1 would be a bin of its own.
     probabilities = log_probabilities.float().exp().clamp(max=1 - 2**-24)
     return Quality(
         # of the log-probabilities: what rounds to equal probabilities is no tie there
@@ -92,16 +107,27 @@ def quality(log_probabilities: Tensor, labels: Tensor) -> Quality:
 def torchmetrics() -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
     """Its accuracy and calibration error; an error says how to install it where it is missing."""
     try:
-        from torchmetrics.functional.classification import multiclass_accuracy, multiclass_calibration_error
+        from torchmetrics.functional.classification import (
+            multiclass_accuracy,
+            multiclass_calibration_error,
+        )
     except ImportError as error:
-        raise ImportError("the benchmark's metrics need torchmetrics: pip install 'driftfilter[bench]'") from error
+        raise ImportError(
+            "the benchmark's metrics need torchmetrics: pip install 'driftfilter[bench]'"
+        ) from error
     return multiclass_accuracy, multiclass_calibration_error
 
 
 def least_share(log_probabilities: Tensor) -> float:
-    """k times the smallest share of a class among the predicted ones [n, k]: 1 is balanced, 0 a class that vanished."""
+    """k times the smallest share of a class among the predicted ones [n, k]: 1 is balanced, 0 a
+    class that vanished.
+    """
     k = log_probabilities.shape[-1]
-    return k * torch.bincount(log_probabilities.argmax(-1), minlength=k).min().item() / len(log_probabilities)
+    return (
+        k
+        * torch.bincount(log_probabilities.argmax(-1), minlength=k).min().item()
+        / len(log_probabilities)
+    )
 
 
 def entropy(log_probabilities: Tensor) -> Tensor:
@@ -117,8 +143,12 @@ class Uncertainty(NamedTuple):
     mutual: Tensor  # H(E_q p) - E_q H(p): the part that knowing θ would remove
 
 
-def uncertainty(model: PredictiveModel, belief: Belief, inputs: Inputs, draws: int = 200, seed: int = 0) -> Uncertainty:
-    """Predictive entropy and mutual information between label and θ, by draws of θ under q = belief."""
+def uncertainty(
+    model: PredictiveModel, belief: Belief, inputs: Inputs, draws: int = 200, seed: int = 0
+) -> Uncertainty:
+    """Predictive entropy and mutual information between label and θ, by draws of θ under q =
+    belief.
+    """
     generator = torch.Generator(belief.mean.device).manual_seed(seed)
     moves = belief.covariance.sample(draws, generator)
     if model.linear:  # all draws in one product

@@ -1,4 +1,5 @@
-"""The source networks: residual networks for CIFAR-10 whose weights ship with the package, and their larger kin.
+"""The source networks: residual networks for CIFAR-10 whose weights ship with the package, and
+their larger kin.
 
 All take RGB images in [0, 1], [n, 3, 32, 32], and normalise inside the forward pass.
 """
@@ -44,7 +45,11 @@ class _Block(nn.Module):
         super().__init__()
         self.conv1, self.norm1 = _conv(inside, outside, 3, stride), norm(outside)
         self.conv2, self.norm2 = _conv(outside, outside, 3), norm(outside)
-        self.shortcut = _Shortcut(inside, outside, stride, norm) if stride != 1 or inside != outside else nn.Identity()
+        self.shortcut = (
+            _Shortcut(inside, outside, stride, norm)
+            if stride != 1 or inside != outside
+            else nn.Identity()
+        )
 
     def forward(self, inputs: Tensor) -> Tensor:
         hidden = torch.relu(self.norm1(self.conv1(inputs)))
@@ -52,13 +57,17 @@ class _Block(nn.Module):
 
 
 class _PreactivationBlock(nn.Module):
-    """h = relu(norm₁ x); conv₂(relu(norm₂(conv₁ h))) + (shortcut h where the shape changes, else x)."""
+    """h = relu(norm₁ x); conv₂(relu(norm₂(conv₁ h))) + (shortcut h where the shape changes, else
+    x).
+    """
 
     def __init__(self, inside: int, outside: int, stride: int, norm: Norm) -> None:
         super().__init__()
         self.norm1, self.conv1 = norm(inside), _conv(inside, outside, 3, stride)
         self.norm2, self.conv2 = norm(outside), _conv(outside, outside, 3)
-        self.shortcut = _conv(inside, outside, 1, stride) if stride != 1 or inside != outside else None
+        self.shortcut = (
+            _conv(inside, outside, 1, stride) if stride != 1 or inside != outside else None
+        )
 
     def forward(self, inputs: Tensor) -> Tensor:
         hidden = torch.relu(self.norm1(inputs))
@@ -70,14 +79,20 @@ class _PreactivationBlock(nn.Module):
 class ResidualNetwork(nn.Module):
     """Stem, three groups of blocks, global average pooling and a linear head.
 
-    Post-activation (ResNet) or pre-activation (Wide ResNet, norm after the last block instead of after the stem).
+    Post-activation (ResNet) or pre-activation (Wide ResNet, norm after the last block instead of
+    after the stem).
     """
 
     mean: Tensor
     deviation: Tensor
 
     def __init__(
-        self, widths: tuple[int, int, int, int], depth: int, norm: Norm, preactivation: bool, classes: int = 10
+        self,
+        widths: tuple[int, int, int, int],
+        depth: int,
+        norm: Norm,
+        preactivation: bool,
+        classes: int = 10,
     ) -> None:
         super().__init__()
         self.preactivation = preactivation
@@ -91,7 +106,9 @@ class ResidualNetwork(nn.Module):
         inside = widths[0]
         for group, outside in enumerate(widths[1:]):
             for position in range(depth):
-                self.blocks.append(block(inside, outside, 2 if group > 0 and position == 0 else 1, norm))
+                self.blocks.append(
+                    block(inside, outside, 2 if group > 0 and position == 0 else 1, norm)
+                )
                 inside = outside
         if preactivation:
             self.norm = norm(inside)
@@ -120,7 +137,9 @@ def _group_norm(channels: int) -> nn.Module:
 ARCHITECTURES: dict[str, Callable[[], ResidualNetwork]] = {
     "resnet20": lambda: ResidualNetwork((16, 16, 32, 64), 3, nn.BatchNorm2d, preactivation=False),
     "resnet20_gn": lambda: ResidualNetwork((16, 16, 32, 64), 3, _group_norm, preactivation=False),
-    "resnet26_w32": lambda: ResidualNetwork((32, 32, 64, 128), 4, nn.BatchNorm2d, preactivation=False),
+    "resnet26_w32": lambda: ResidualNetwork(
+        (32, 32, 64, 128), 4, nn.BatchNorm2d, preactivation=False
+    ),
     "wrn28_10": lambda: ResidualNetwork((16, 160, 320, 640), 4, nn.BatchNorm2d, preactivation=True),
 }
 SHIPPED = ("resnet20", "resnet20_gn")
@@ -133,9 +152,16 @@ def build(name: str) -> ResidualNetwork:
 
 
 def load(name: str, weights: Path | None = None) -> ResidualNetwork:
-    """A trained network in eval mode, float32; ``weights`` for those that do not ship with the package."""
+    """A trained network in eval mode, float32; ``weights`` for those that do not ship with the
+    package.
+    """
     network = build(name)
-    require(weights is not None or name in SHIPPED, "model name", name, f"one of {SHIPPED}, or give its weights file")
+    require(
+        weights is not None or name in SHIPPED,
+        "model name",
+        name,
+        f"one of {SHIPPED}, or give its weights file",
+    )
     if weights is None:
         with as_file(files("driftfilter.app") / "assets" / f"{name}.safetensors") as path:
             tensors = load_file(path)
@@ -143,5 +169,10 @@ def load(name: str, weights: Path | None = None) -> ResidualNetwork:
         tensors = load_file(weights)
     missing, unexpected = network.load_state_dict(tensors, strict=False)
     missing = [key for key in missing if not key.endswith("num_batches_tracked")]
-    require(not missing and not unexpected, "weights", f"missing {missing}, unexpected {unexpected}", f"those of {name}")
+    require(
+        not missing and not unexpected,
+        "weights",
+        f"missing {missing}, unexpected {unexpected}",
+        f"those of {name}",
+    )
     return network

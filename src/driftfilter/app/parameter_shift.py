@@ -1,4 +1,6 @@
-"""Where a stream has moved the parameters: how far the mean of the belief is from the source, layer by layer."""
+"""Where a stream has moved the parameters: how far the mean of the belief is from the source, layer
+by layer.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from driftfilter.networks.parameters import select
 
 
 def movement(adapter: df.Adapter, model: nn.Module) -> list[dict[str, Any]]:
-    """For each layer with parameters in θ, Δ = μ_T - μ_0: the root mean squares of Δ/σ_0 and Δ, and |Δ|/|μ_0|.
+    """For each layer with parameters in θ, Δ = μ_T - μ_0: the root mean squares of Δ/σ_0 and Δ, and
+    |Δ|/|μ_0|.
 
     None for σ_0 = 0 or μ_0 = 0. JSON-ready.
     """
@@ -24,18 +27,30 @@ def movement(adapter: df.Adapter, model: nn.Module) -> list[dict[str, Any]]:
     rows, at = [], 0
     for layer, size in _layers(adapter, model, len(start)).items():
         piece = slice(at, at + size)
-        rows.append({"layer": layer, "parameters": size, **_moved(now[piece] - start[piece], start[piece], variance[piece])})
+        rows.append(
+            {
+                "layer": layer,
+                "parameters": size,
+                **_moved(now[piece] - start[piece], start[piece], variance[piece]),
+            }
+        )
         at += size
     return rows
 
 
 def _read(state: FilterState, matrix: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """μ_0, μ_T and σ_0² of the parameters [d], where the belief may be over more than these: θ = R z."""
+    """μ_0, μ_T and σ_0² of the parameters [d], where the belief may be over more than these: θ = R
+    z.
+    """
     means = state.source.mean.double(), state.belief.mean.double()
     if matrix is None:
         return *means, state.source.covariance.variance().double()
     rows = matrix.to(state.source.mean)
-    return rows.double() @ means[0], rows.double() @ means[1], (state.source.covariance.apply(rows) * rows).sum(1).double()
+    return (
+        rows.double() @ means[0],
+        rows.double() @ means[1],
+        (state.source.covariance.apply(rows) * rows).sum(1).double(),
+    )
 
 
 def _layers(adapter: df.Adapter, model: nn.Module, size: int) -> dict[str, int]:

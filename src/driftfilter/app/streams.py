@@ -64,7 +64,10 @@ def shift_of(corruption: str, severity: int) -> Shift:
 
 
 # What can be made here.
-MADE = (CLEAN, *(Shift(name, severity) for name in (*CORRUPTIONS, *EXTRA) for severity in SEVERITIES))
+MADE = (
+    CLEAN,
+    *(Shift(name, severity) for name in (*CORRUPTIONS, *EXTRA) for severity in SEVERITIES),
+)
 
 
 class Domains(Protocol):
@@ -94,24 +97,46 @@ class Domains(Protocol):
 @final
 @dataclass(frozen=True, eq=False)
 class Generated:
-    """Corruptions made here of clean images [N, 3, h, w], each shift once and for all N: ``corrupt(images, …, seed)``.
+    """Corruptions made here of clean images [N, 3, h, w], each shift once and for all N:
+    ``corrupt(images, …, seed)``.
 
-    What was made stays in memory, 8 bits a value, on the device it was asked for. ``path``: where the clean images lie.
+    What was made stays in memory, 8 bits a value, on the device it was asked for. ``path``: where
+    the clean images lie.
     """
 
     clean: Images
     seed: int = 0
     path: str = "generated"
     _seeded: dict[int, Generated] = field(default_factory=dict, init=False, repr=False)
-    _made: dict[tuple[Shift, torch.device], Tensor] = field(default_factory=dict, init=False, repr=False)
+    _made: dict[tuple[Shift, torch.device], Tensor] = field(
+        default_factory=dict, init=False, repr=False
+    )
 
     def __post_init__(self) -> None:
         images, labels = self.clean
-        require_shape("clean.images", images, "[n, 3, h, w] (RGB, channels before pixels)", None, 3, None, None)
+        require_shape(
+            "clean.images",
+            images,
+            "[n, 3, h, w] (RGB, channels before pixels)",
+            None,
+            3,
+            None,
+            None,
+        )
         require_floating("clean.images", images)
-        require(min(images.shape[2:]) >= SIZE, "clean.images", list(images.shape), f"at least {SIZE} pixels high and wide")
+        require(
+            min(images.shape[2:]) >= SIZE,
+            "clean.images",
+            list(images.shape),
+            f"at least {SIZE} pixels high and wide",
+        )
         low, high = images.min().item(), images.max().item()
-        require(low >= 0 and high <= 1, "clean.images", [low, high], "in [0, 1] (divide 8-bit values by 255)")
+        require(
+            low >= 0 and high <= 1,
+            "clean.images",
+            [low, high],
+            "in [0, 1] (divide 8-bit values by 255)",
+        )
         require_labels("clean.labels", labels.cpu().numpy(), len(images))
         require_count("seed", self.seed, 0)
 
@@ -127,7 +152,10 @@ class Generated:
 
     def describe(self) -> dict[str, str]:
         """What a report says of the data, which is the same for all seeds."""
-        content = self._bytes(CLEAN, torch.device("cpu")).numpy().tobytes() + self.labels.numpy().tobytes()
+        content = (
+            self._bytes(CLEAN, torch.device("cpu")).numpy().tobytes()
+            + self.labels.numpy().tobytes()
+        )
         found = hashlib.sha256(content).hexdigest()
         return {"kind": "generated", "path": self.path, "frost": FROST_TEXTURE, "sha256": found}
 
@@ -151,7 +179,11 @@ class Generated:
 
     def _bytes(self, shift: Shift, device: torch.device) -> Tensor:
         images = self.clean.images.to(device)
-        made = images if shift == CLEAN else corrupt(images, shift.corruption, shift.severity, self.seed)
+        made = (
+            images
+            if shift == CLEAN
+            else corrupt(images, shift.corruption, shift.severity, self.seed)
+        )
         return (255 * made).round().byte()
 
 
@@ -161,7 +193,9 @@ Rows: TypeAlias = Callable[[Integers], Bytes]  # sample numbers [n] -> images [n
 @final
 @dataclass(frozen=True, eq=False)
 class Stored:
-    """Shifted images that lie in files, read as they are asked for; ``published``, ``arrays`` and ``folders`` open them."""
+    """Shifted images that lie in files, read as they are asked for; ``published``, ``arrays`` and
+    ``folders`` open them.
+    """
 
     kind: str
     path: Path
@@ -176,7 +210,12 @@ class Stored:
 
     def describe(self) -> dict[str, str]:
         """What a report says of the data."""
-        return {"kind": self.kind, "path": str(self.path), "frost": "as stored", "sha256": self._sha256}
+        return {
+            "kind": self.kind,
+            "path": str(self.path),
+            "frost": "as stored",
+            "sha256": self._sha256,
+        }
 
     def seeded(self, seed: int) -> Stored:
         """Itself: what is stored has no seed."""
@@ -195,7 +234,9 @@ class Stored:
         self.require(shift)
         _require_index(index, len(self.labels))
         rows = torch.from_numpy(np.ascontiguousarray(self.rows[shift](index.cpu().numpy())))
-        if device.type == "cuda":  # from pinned memory, or the copy would wait for the steps before it
+        if (
+            device.type == "cuda"
+        ):  # from pinned memory, or the copy would wait for the steps before it
             rows = rows.pin_memory()
         return rows.to(device, non_blocking=True).permute(0, 3, 1, 2).contiguous()
 
@@ -205,27 +246,49 @@ def _require_known(shift: Shift, known: Collection[Shift], where: str = "") -> N
         return
     names = list(dict.fromkeys(each.corruption for each in known))
     name, severity = shift
-    require(name in names, "shift", name, f"one of {', '.join(names)}{where}{nearest(str(name), names)}")
+    require(
+        name in names, "shift", name, f"one of {', '.join(names)}{where}{nearest(str(name), names)}"
+    )
     severities = sorted(each.severity for each in known if each.corruption == name)
-    require(shift in known, "severity", severity, f"one of {', '.join(map(str, severities))} for {name!r}{where}")
+    require(
+        shift in known,
+        "severity",
+        severity,
+        f"one of {', '.join(map(str, severities))} for {name!r}{where}",
+    )
 
 
 def _require_index(index: Tensor, count: int) -> None:
-    require(index.dim() == 1 and index.dtype == torch.int64, "index", f"{index.dtype} {list(index.shape)}", "int64 [n]")
+    require(
+        index.dim() == 1 and index.dtype == torch.int64,
+        "index",
+        f"{index.dtype} {list(index.shape)}",
+        "int64 [n]",
+    )
     if len(index):
         low, high = int(index.min()), int(index.max())
-        require(low >= 0 and high < count, "index", [low, high], f"sample numbers from 0 to {count - 1}")
+        require(
+            low >= 0 and high < count, "index", [low, high], f"sample numbers from 0 to {count - 1}"
+        )
 
 
-def published(folder: Path, clean: Images | None = None, names: Collection[str] | None = None) -> Stored:
-    """CIFAR-10-C as published: <name>.npy [5N, 32, 32, 3] and labels.npy [5N], severity s in rows (s-1)N … sN.
+def published(
+    folder: Path, clean: Images | None = None, names: Collection[str] | None = None
+) -> Stored:
+    """CIFAR-10-C as published: <name>.npy [5N, 32, 32, 3] and labels.npy [5N], severity s in rows
+    (s-1)N … sN.
 
-    All of ``names`` must be there, and no other is read; None: the 15, and of the four extra corruptions what is there.
-    ``clean``: the images they were made of, for "clean".
+    All of ``names`` must be there, and no other is read; None: the 15, and of the four extra
+    corruptions what is there. ``clean``: the images they were made of, for "clean".
     """
     known = [*CORRUPTIONS, *EXTRA]
     for name in names or ():
-        require(name in (CLEAN.corruption, *known), "shift", name, f"one of {', '.join(known)}{nearest(name, known)}")
+        require(
+            name in (CLEAN.corruption, *known),
+            "shift",
+            name,
+            f"one of {', '.join(known)}{nearest(name, known)}",
+        )
     path = folder / "labels.npy"
     labels = severity_labels(path)
     there = [name for name in known if name in CORRUPTIONS or (folder / f"{name}.npy").is_file()]
@@ -238,7 +301,13 @@ def published(folder: Path, clean: Images | None = None, names: Collection[str] 
         for each in SEVERITIES
     }
     given = {} if clean is None else _clean_rows(clean, labels)
-    return Stored("CIFAR-10-C", folder, torch.from_numpy(labels), rows | given, lambda: digest([path, *paths.values()]))
+    return Stored(
+        "CIFAR-10-C",
+        folder,
+        torch.from_numpy(labels),
+        rows | given,
+        lambda: digest([path, *paths.values()]),
+    )
 
 
 def _block(images: Bytes, severity: int, count: int) -> Rows:
@@ -247,24 +316,37 @@ def _block(images: Bytes, severity: int, count: int) -> Rows:
 
 def _clean_rows(clean: Images, labels: Integers) -> dict[Shift, Rows]:
     """The first N clean images as rows, once their labels are known to be the same."""
-    same = len(clean.labels) >= len(labels) and np.array_equal(clean.labels[: len(labels)].cpu().numpy(), labels)
-    require(same, "clean.labels", "others", f"the {len(labels)} labels of the shifted images, in their order")
+    same = len(clean.labels) >= len(labels) and np.array_equal(
+        clean.labels[: len(labels)].cpu().numpy(), labels
+    )
+    require(
+        same,
+        "clean.labels",
+        "others",
+        f"the {len(labels)} labels of the shifted images, in their order",
+    )
     images = (255 * clean.images[: len(labels)]).round().byte().permute(0, 2, 3, 1).cpu().numpy()
     return {CLEAN: lambda index: images[index]}
 
 
-def arrays(file: Path, labels: Path | None = None, clean: Images | None = None, severity: int = 5) -> Stored:
-    """Images of an ``.npz`` file: one array [N, h, w, 3] for each corruption, all of this severity, and "labels" [N].
+def arrays(
+    file: Path, labels: Path | None = None, clean: Images | None = None, severity: int = 5
+) -> Stored:
+    """Images of an ``.npz`` file: one array [N, h, w, 3] for each corruption, all of this severity,
+    and "labels" [N].
 
-    Without labels inside they come from the file ``labels`` (.npy, or "labels" of an .npz), or are those of the first N
-    images of ``clean``, of which the arrays were made.
+    Without labels inside they come from the file ``labels`` (.npy, or "labels" of an .npz), or are
+    those of the first N images of ``clean``, of which the arrays were made.
     """
     found = open_arrays(file)
     inside = found.pop("labels", None)
     require(bool(found), str(file), "none", "an .npz with an array of images for each corruption")
     images = _alike({f"{file}: {name}": array for name, array in found.items()})
     known = _labels(file, inside, labels, clean, len(images[0]))
-    rows = {shift_of(name, severity): array.__getitem__ for name, array in zip(found, images, strict=True)}
+    rows = {
+        shift_of(name, severity): array.__getitem__
+        for name, array in zip(found, images, strict=True)
+    }
     given = {} if clean is None else _clean_rows(clean, known)
     read = [file] if labels is None else [file, labels]
     return Stored("arrays", file, torch.from_numpy(known), given | rows, lambda: digest(read))
@@ -274,14 +356,27 @@ def _alike(arrays: Mapping[str, NDArray[Any]], count: int | None = None) -> list
     """Arrays of images [n, h, w, 3] by name, known to be of one shape."""
     images = [require_images(name, array, count) for name, array in arrays.items()]
     for name, array in zip(arrays, images, strict=True):
-        require(array.shape == images[0].shape, name, list(array.shape), f"{list(images[0].shape)}, as {next(iter(arrays))} is")
+        require(
+            array.shape == images[0].shape,
+            name,
+            list(array.shape),
+            f"{list(images[0].shape)}, as {next(iter(arrays))} is",
+        )
     return images
 
 
-def _labels(file: Path, inside: NDArray[Any] | None, beside: Path | None, clean: Images | None, count: int) -> Integers:
-    """Labels [count] of an ``.npz`` file: those of the file beside, else those inside, else those of the clean images."""
+def _labels(
+    file: Path, inside: NDArray[Any] | None, beside: Path | None, clean: Images | None, count: int
+) -> Integers:
+    """Labels [count] of an ``.npz`` file: those of the file beside, else those inside, else those
+    of the clean images.
+    """
     if beside is not None:
-        array = open_array(beside) if beside.suffix == ".npy" else open_arrays(beside).get("labels", np.empty(0, int))
+        array = (
+            open_array(beside)
+            if beside.suffix == ".npy"
+            else open_arrays(beside).get("labels", np.empty(0, int))
+        )
         return require_labels(str(beside), array, count)
     if inside is not None:
         return require_labels(f"{file}: labels", inside, count)
@@ -292,22 +387,31 @@ def _labels(file: Path, inside: NDArray[Any] | None, beside: Path | None, clean:
 
 
 def folders(root: Path, severity: int = 5) -> Stored:
-    """Pictures in folders: root/<shift>/<class>/*.png, root/<shift>/<severity>/<class>/*.png or, clean, root/<class>/*.png.
+    """Pictures in folders: root/<shift>/<class>/*.png, root/<shift>/<severity>/<class>/*.png or,
+    clean, root/<class>/*.png.
 
-    Classes count from 0 by name; samples are shuffled once, always alike, so that the first so many are of all classes. Every
-    shift holds the same pictures by class and name, all of one size: the header of each is read at once, its pixels when
-    asked for. ``severity`` is that of shifts without one. The hash is of names and sizes.
+    Classes count from 0 by name; samples are shuffled once, always alike, so that the first so many
+    are of all classes. Every shift holds the same pictures by class and name, all of one size: the
+    header of each is read at once, its pixels when asked for. ``severity`` is that of shifts
+    without one. The hash is of names and sizes.
     """
-    found = {shift: pictures_by_class(folder) for shift, folder in _shift_folders(root, severity).items()}
+    found = {
+        shift: pictures_by_class(folder) for shift, folder in _shift_folders(root, severity).items()
+    }
     first = next(iter(found.values()))
     for shift, classes in found.items():
         _require_same(root, shift, classes, first)
-    paths = {shift: [path for each in classes.values() for path in each] for shift, classes in found.items()}
+    paths = {
+        shift: [path for each in classes.values() for path in each]
+        for shift, classes in found.items()
+    }
     require_one_size([path for each in paths.values() for path in each])
     labels = np.repeat(np.arange(len(first)), [len(each) for each in first.values()])
     order = np.random.default_rng(0).permutation(len(labels))
     rows = {shift: _pictures([each[sample] for sample in order]) for shift, each in paths.items()}
-    return Stored("folders", root, torch.from_numpy(labels[order]), rows, lambda: _names(root, paths))
+    return Stored(
+        "folders", root, torch.from_numpy(labels[order]), rows, lambda: _names(root, paths)
+    )
 
 
 def _shift_folders(root: Path, severity: int) -> dict[Shift, Path]:
@@ -315,7 +419,8 @@ def _shift_folders(root: Path, severity: int) -> dict[Shift, Path]:
     first = next(pictures(root), None)
     depth = 0 if first is None else len(first.relative_to(root).parts) - 1
     expected = (
-        "CIFAR-10-C (<corruption>.npy), CIFAR-10's python version (test_batch), or pictures in root/<shift>/<class>/*.png, "
+        "CIFAR-10-C (<corruption>.npy), CIFAR-10's python version (test_batch), or pictures in "
+        "root/<shift>/<class>/*.png, "
         "root/<shift>/<severity>/<class>/*.png or root/<class>/*.png"
     )
     require(depth in (1, 2, 3), str(root), "no picture" if first is None else str(first), expected)
@@ -326,20 +431,33 @@ def _shift_folders(root: Path, severity: int) -> dict[Shift, Path]:
     levels = [level for each in subfolders(root) for level in subfolders(each)]
     for level in levels:
         allowed = "0" if level.parent.name == CLEAN.corruption else "12345"
-        require(level.name in tuple(allowed), str(level), level.name, f"named after a severity, one of {', '.join(allowed)}")
+        require(
+            level.name in tuple(allowed),
+            str(level),
+            level.name,
+            f"named after a severity, one of {', '.join(allowed)}",
+        )
     return {Shift(level.parent.name, int(level.name)): level for level in levels}
 
 
-def _require_same(root: Path, shift: Shift, classes: dict[str, list[Path]], first: dict[str, list[Path]]) -> None:
+def _require_same(
+    root: Path, shift: Shift, classes: dict[str, list[Path]], first: dict[str, list[Path]]
+) -> None:
     """Raise unless a shift has the classes, and in each the pictures by name, of the first one."""
     require(
-        list(classes) == list(first), f"{root}: classes of {shift}", list(classes), f"those of the first shift, {list(first)}"
+        list(classes) == list(first),
+        f"{root}: classes of {shift}",
+        list(classes),
+        f"those of the first shift, {list(first)}",
     )
     for name, paths in classes.items():
         stems, expected = [path.stem for path in paths], [path.stem for path in first[name]]
         odd = sorted(set(stems) ^ set(expected))
         require(
-            stems == expected, f"{root}: class {name!r} of {shift}", odd[:3], "the same pictures by name as in the first shift"
+            stems == expected,
+            f"{root}: class {name!r} of {shift}",
+            odd[:3],
+            "the same pictures by name as in the first shift",
         )
 
 
@@ -348,7 +466,11 @@ def _pictures(paths: list[Path]) -> Rows:
 
 
 def _names(root: Path, paths: Mapping[Shift, Iterable[Path]]) -> str:
-    lines = [f"{path.relative_to(root).as_posix()} {path.stat().st_size}" for each in paths.values() for path in each]
+    lines = [
+        f"{path.relative_to(root).as_posix()} {path.stat().st_size}"
+        for each in paths.values()
+        for path in each
+    ]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
@@ -359,7 +481,9 @@ def sample_images() -> Images:
 
 
 def cifar10(path: Path | str) -> Images:
-    """CIFAR-10's test images: from the folder of its python version, or "images" [n, 32, 32, 3] and "labels" of an ``.npz``."""
+    """CIFAR-10's test images: from the folder of its python version, or "images" [n, 32, 32, 3] and
+    "labels" of an ``.npz``.
+    """
     path = Path(path)
     if path.is_dir():
         images, labels = open_batch(path / "test_batch")
@@ -381,10 +505,12 @@ def open_domains(
     names: Collection[str] | None = None,
     clean_path: str = "generated",
 ) -> Domains:
-    """The data at a path, by what lies there; without a path, corruptions made of ``clean`` or of the images that ship.
+    """The data at a path, by what lies there; without a path, corruptions made of ``clean`` or of
+    the images that ship.
 
-    ``severity`` is that of data that does not name its own: an ``.npz`` of corruptions, folders without severities. ``names``
-    are the corruptions that CIFAR-10-C must have, None for the 15; ``clean_path`` is what reports say of ``clean``.
+    ``severity`` is that of data that does not name its own: an ``.npz`` of corruptions, folders
+    without severities. ``names`` are the corruptions that CIFAR-10-C must have, None for the 15;
+    ``clean_path`` is what reports say of ``clean``.
     """
     if path is None:
         return Generated(sample_images() if clean is None else clean, seed, clean_path)

@@ -1,4 +1,6 @@
-"""A handful of samples to look at: the most and the least certain, as thumbnails of 8 bits or as rows of numbers."""
+"""A handful of samples to look at: the most and the least certain, as thumbnails of 8 bits or as
+rows of numbers.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ VALUES = 8  # of a row
 
 
 def extremes(entropy: NDArray[Any], each: int = EACH) -> tuple[NDArray[Any], NDArray[Any]]:
-    """The samples of lowest and of highest entropy [n], no sample twice; those without one (NaN) are left out."""
+    """The samples of lowest and of highest entropy [n], no sample twice; those without one (NaN)
+    are left out.
+    """
     order = np.argsort(entropy, kind="stable")[: int(np.isfinite(entropy).sum())]
     count = min(each, (len(order) + 1) // 2)
     return order[:count], order[max(count, len(order) - each) :][::-1]
@@ -27,12 +31,15 @@ def extremes(entropy: NDArray[Any], each: int = EACH) -> tuple[NDArray[Any], NDA
 def is_image(sample: NDArray[Any]) -> bool:
     """Whether a sample has height and width: [h, w], or [c, h, w] with 1, 3 or 4 channels."""
     return min(sample.shape) > 0 and (
-        (sample.ndim == 3 and sample.shape[0] in (1, 3, 4)) or (sample.ndim == 2 and min(sample.shape) > 7)
+        (sample.ndim == 3 and sample.shape[0] in (1, 3, 4))
+        or (sample.ndim == 2 and min(sample.shape) > 7)
     )
 
 
 def thumbnail(sample: NDArray[Any]) -> Bytes:
-    """Pixels [h, w, 3] of an image, shrunk by means over squares; floats outside [0, 1] are stretched over what they span."""
+    """Pixels [h, w, 3] of an image, shrunk by means over squares; floats outside [0, 1] are
+    stretched over what they span.
+    """
     image = np.moveaxis(sample[None] if sample.ndim == 2 else sample, 0, 2)
     small = _shrunk(_unit(image), math.ceil(max(image.shape[:2]) / PIXELS))
     colors = small[..., :3] if small.shape[2] >= 3 else small[..., :1].repeat(3, 2)
@@ -60,8 +67,13 @@ def _shrunk(image: NDArray[np.float64], factor: int) -> NDArray[np.float64]:
 def png(pixels: Bytes) -> bytes:
     """A PNG file of pixels [h, w, 3]."""
     height, width, _ = pixels.shape
-    lines = np.concatenate((np.zeros((height, 1), np.uint8), pixels.reshape(height, -1)), 1)  # 0: no filter
+    lines = np.concatenate(
+        (np.zeros((height, 1), np.uint8), pixels.reshape(height, -1)), 1
+    )  # 0: no filter
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(lines.tobytes(), 9)), (b"IEND", b""))
-    packed = (struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data)) for kind, data in chunks)
+    packed = (
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        for kind, data in chunks
+    )
     return b"\x89PNG\r\n\x1a\n" + b"".join(packed)

@@ -31,10 +31,22 @@ def require(condition: bool, field: str, value: Any, allowed: str) -> None:
         raise ValueError(f"{field} must be {allowed}, got {value!r}")
 
 
-def require_number(field: str, value: Any, low: float, high: float, *, open_low: bool = False, open_high: bool = False) -> None:
+def require_number(
+    field: str,
+    value: Any,
+    low: float,
+    high: float,
+    *,
+    open_low: bool = False,
+    open_high: bool = False,
+) -> None:
     """Raise unless ``value`` is a finite real number inside the interval."""
     number = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
-    inside = number and (low < value if open_low else low <= value) and (value < high if open_high else value <= high)
+    inside = (
+        number
+        and (low < value if open_low else low <= value)
+        and (value < high if open_high else value <= high)
+    )
     left = "(" if open_low or math.isinf(low) else "["
     right = ")" if open_high or math.isinf(high) else "]"
     require(inside, field, value, f"a finite number in {left}{low:g}, {high:g}{right}")
@@ -55,7 +67,9 @@ def role_of(value: Any) -> str | None:
 
 
 def require_role(field: str, value: Any, role: str, example: str) -> None:
-    """Raise unless ``value`` can play a role: an instance and not a class, and no variant of another role."""
+    """Raise unless ``value`` can play a role: an instance and not a class, and no variant of
+    another role.
+    """
     usable = (callable(value) or hasattr(value, "expand")) and not isinstance(value, (type, Tensor))
     fits = role_of(value) == role or (usable and role_of(value) is None)
     require(fits, field, value, f"of role {role!r}, such as {example}")
@@ -72,9 +86,11 @@ _WAITING = _Waiting()
 
 @contextmanager
 def finite_at_the_end() -> Iterator[None]:
-    """Checks of tensors on an accelerator wait until the end, to look at the device once: each look would stop its queue.
+    """Checks of tensors on an accelerator wait until the end, to look at the device once: each look
+    would stop its queue.
 
-    Where something fails before, the checks come first: the cause is raised, not what follows from it.
+    Where something fails before, the checks come first: the cause is raised, not what follows from
+    it.
     """
     waiting = _WAITING.checks = []
     try:
@@ -89,7 +105,10 @@ def finite_at_the_end() -> Iterator[None]:
 
 
 def _check_all(waiting: list[tuple[str, Tensor, Tensor]]) -> None:
-    if waiting and not torch.stack([total.double() for _, _, total in waiting]).isfinite().all().item():
+    if (
+        waiting
+        and not torch.stack([total.double() for _, _, total in waiting]).isfinite().all().item()
+    ):
         for field, values, _ in waiting:
             require_finite(field, values)
 
@@ -99,10 +118,12 @@ def require_finite(field: str, values: Tensor) -> None:
     if values.is_cuda and _WAITING.checks is not None:
         _WAITING.checks.append((field, values, values.sum()))
         return
-    # A finite sum proves finite entries and costs one reduction; only a suspicious sum pays for the full look. A handful of
-    # numbers is read out faster than it is summed.
+    # A finite sum proves finite entries and costs one reduction; only a suspicious sum pays for the
+    # full look. A handful of numbers is read out faster than it is summed.
     if values.numel() <= 16:
-        finite = all(map(math.isfinite, (values if values.dim() == 1 else values.flatten()).tolist()))
+        finite = all(
+            map(math.isfinite, (values if values.dim() == 1 else values.flatten()).tolist())
+        )
     else:
         finite = math.isfinite(values.sum().item())
     if finite:
@@ -112,16 +133,21 @@ def require_finite(field: str, values: Tensor) -> None:
         where = tuple(bad.nonzero()[0].tolist())
         value = values[where].item()
         raise NotFiniteError(
-            f"{field} must be finite, got {value} at index {list(where)} ({int(bad.sum())} of {values.numel()} values)"
+            f"{field} must be finite, got {value} at index {list(where)} ({int(bad.sum())} of "
+            f"{values.numel()} values)"
         )
 
 
 def require_shape(field: str, values: Any, allowed: str, *shape: int | None) -> None:
     """Raise unless ``values`` is a tensor of this shape (``None`` stands for any length >= 1)."""
     if not isinstance(values, Tensor):
-        raise ValueError(f"{field} must be a tensor of shape {allowed}, got {type(values).__name__}")
+        raise ValueError(
+            f"{field} must be a tensor of shape {allowed}, got {type(values).__name__}"
+        )
     sizes = values.shape
-    if len(sizes) != len(shape) or any(size < 1 or want not in (None, size) for size, want in zip(sizes, shape, strict=True)):
+    if len(sizes) != len(shape) or any(
+        size < 1 or want not in (None, size) for size, want in zip(sizes, shape, strict=True)
+    ):
         raise ValueError(f"{field} must be of shape {allowed}, got shape {list(sizes)}")
 
 
@@ -132,9 +158,14 @@ def require_floating(field: str, values: Tensor) -> None:
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warn at the line outside this package, and outside torch's calls of modules, that led here."""
+    """Warn at the line outside this package, and outside torch's calls of modules, that led
+    here.
+    """
     frame, level = inspect.currentframe(), 1
-    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("driftfilter", "torch"):
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in (
+        "driftfilter",
+        "torch",
+    ):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, category, stacklevel=level)
 

@@ -1,4 +1,5 @@
-"""What a model is called with: one tensor, several, or tensors by name; the first tensor says how many samples there are.
+"""What a model is called with: one tensor, several, or tensors by name; the first tensor says how
+many samples there are.
 
 And the logits in what it returns.
 """
@@ -14,7 +15,8 @@ from torch import Tensor, nn
 
 from driftfilter.base.checks import require, require_finite
 
-Inputs: TypeAlias = Any  # a tensor [n, ...], a tuple of what the model takes by place, or a mapping by name
+# A tensor [n, ...], a tuple of what the model takes by place, or a mapping by name.
+Inputs: TypeAlias = Any
 
 
 def parts(inputs: Inputs) -> Iterator[tuple[str, Any]]:
@@ -27,7 +29,10 @@ def parts(inputs: Inputs) -> Iterator[tuple[str, Any]]:
         yield from ((f"inputs[{position}]", part) for position, part in enumerate(inputs))
     else:
         hint = " (torch.as_tensor makes one of it)" if hasattr(inputs, "__array__") else ""
-        raise ValueError(f"inputs must be a tensor [n, ...], or a tuple or dict of them, got {type(inputs).__name__}{hint}")
+        raise ValueError(
+            "inputs must be a tensor [n, ...], or a tuple or dict of them, got "
+            f"{type(inputs).__name__}{hint}"
+        )
 
 
 def batch_size(inputs: Inputs) -> int:
@@ -46,7 +51,10 @@ def checked(inputs: Inputs) -> Inputs:
         return inputs.clone() if inputs.is_inference() else inputs
     tensors = [(name, part) for name, part in parts(inputs) if isinstance(part, Tensor)]
     if not tensors:
-        raise ValueError(f"inputs must be a tensor [n, ...], or a tuple or dict of them, got a {type(inputs).__name__}")
+        raise ValueError(
+            "inputs must be a tensor [n, ...], or a tuple or dict of them, got a "
+            f"{type(inputs).__name__}"
+        )
     _require_batch(*tensors[0])
     for name, part in tensors:
         if part.is_floating_point():
@@ -58,17 +66,23 @@ def checked(inputs: Inputs) -> Inputs:
 
 def _require_batch(name: str, part: Tensor) -> None:
     if part.dim() == 0 or part.shape[0] == 0:
-        raise ValueError(f"{name} must be a batch [n, ...] with n >= 1, got shape {list(part.shape)}")
+        raise ValueError(
+            f"{name} must be a batch [n, ...] with n >= 1, got shape {list(part.shape)}"
+        )
 
 
 def joined(pieces: Sequence[Inputs]) -> Inputs:
-    """Batches one after the other as one batch; what does not go sample by sample is that of the last one."""
+    """Batches one after the other as one batch; what does not go sample by sample is that of the
+    last one.
+    """
     last, n = pieces[-1], batch_size(pieces[-1])
     if isinstance(last, Tensor):
         return _concatenated("inputs", pieces)
     keys: list[Any] = list(last) if isinstance(last, Mapping) else list(range(len(last)))
     together = {
-        key: _concatenated(f"inputs[{key!r}]", [piece[key] for piece in pieces]) if _counts(last[key], n) else last[key]
+        key: _concatenated(f"inputs[{key!r}]", [piece[key] for piece in pieces])
+        if _counts(last[key], n)
+        else last[key]
         for key in keys
     }
     return together if isinstance(last, Mapping) else tuple(together.values())
@@ -82,10 +96,22 @@ def _counts(part: Any, samples: int) -> bool:
 def _concatenated(name: str, pieces: Sequence[Tensor]) -> Tensor:
     shapes = sorted({tuple(piece.shape[1:]) for piece in pieces})
     together = "where several batches are adapted to at once (window, update_every)"
-    require(len(shapes) == 1, name, f"samples of shapes {shapes}", f"of one shape but for their number, {together}")
+    require(
+        len(shapes) == 1,
+        name,
+        f"samples of shapes {shapes}",
+        f"of one shape but for their number, {together}",
+    )
     # Torch would turn integers into floating numbers, and a model take what it refuses alone.
-    kinds = sorted({"floating" if piece.is_floating_point() else str(piece.dtype) for piece in pieces})
-    require(len(kinds) == 1, name, f"samples of dtypes {kinds}", f"all floating or all of one dtype, {together}")
+    kinds = sorted(
+        {"floating" if piece.is_floating_point() else str(piece.dtype) for piece in pieces}
+    )
+    require(
+        len(kinds) == 1,
+        name,
+        f"samples of dtypes {kinds}",
+        f"all floating or all of one dtype, {together}",
+    )
     return torch.cat(list(pieces))
 
 
@@ -96,7 +122,9 @@ def samples(inputs: Inputs, start: int, stop: int) -> Inputs:
 
 
 def sample(inputs: Inputs, index: Tensor) -> Inputs:
-    """One sample of a batch as a batch, its index [1] given; what does not go sample by sample stays whole."""
+    """One sample of a batch as a batch, its index [1] given; what does not go sample by sample
+    stays whole.
+    """
     n = batch_size(inputs)
     return each(inputs, lambda part: part.index_select(0, index) if _counts(part, n) else part)
 
@@ -112,7 +140,10 @@ def each(inputs: Inputs, change: Callable[[Tensor], Tensor]) -> Inputs:
         return change(inputs)
     args, kwargs = arguments(inputs)
     if isinstance(inputs, Mapping):
-        return {name: change(part) if isinstance(part, Tensor) else part for name, part in kwargs.items()}
+        return {
+            name: change(part) if isinstance(part, Tensor) else part
+            for name, part in kwargs.items()
+        }
     return tuple(change(part) if isinstance(part, Tensor) else part for part in args)
 
 
@@ -129,16 +160,26 @@ def arguments(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return (), dict(inputs)
     if isinstance(inputs, (tuple, list)):
         return tuple(inputs), {}
-    raise ValueError(f"inputs must be a tensor, a tuple, a list or a mapping of tensors, got {type(inputs).__name__}")
+    raise ValueError(
+        "inputs must be a tensor, a tuple, a list or a mapping of tensors, got "
+        f"{type(inputs).__name__}"
+    )
 
 
 def called_with(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
-    """The way back: the inputs of a call in the place of the model's, by place or, where some came by name, all by name."""
+    """The way back: the inputs of a call in the place of the model's, by place or, where some came
+    by name, all by name.
+    """
     if not args or not kwargs:
         return kwargs or (args[0] if len(args) == 1 else args)
     taken = list(inspect.signature(model.forward).parameters.values())[: len(args)]
-    named = len(taken) == len(args) and all(parameter.kind is parameter.POSITIONAL_OR_KEYWORD for parameter in taken)
-    got, allowed = f"{len(args)} arguments and {list(kwargs)}", "called by place or by name, not both, for this model"
+    named = len(taken) == len(args) and all(
+        parameter.kind is parameter.POSITIONAL_OR_KEYWORD for parameter in taken
+    )
+    got, allowed = (
+        f"{len(args)} arguments and {list(kwargs)}",
+        "called by place or by name, not both, for this model",
+    )
     require(named, "adapter", got, allowed)
     placed = {parameter.name: value for parameter, value in zip(taken, args, strict=True)}
     twice = sorted(set(placed) & set(kwargs))
@@ -151,13 +192,18 @@ def picked(result: Any) -> Tensor:
     if isinstance(result, (tuple, list)) and len(result) == 1:
         result = result[0]
     if not isinstance(result, Tensor):
-        result = result.get("logits", result) if isinstance(result, Mapping) else getattr(result, "logits", result)
+        result = (
+            result.get("logits", result)
+            if isinstance(result, Mapping)
+            else getattr(result, "logits", result)
+        )
     if isinstance(result, Tensor):
         return result
     keys = f" with keys {list(result)}" if isinstance(result, Mapping) else ""
     length = f" of {len(result)}" if isinstance(result, (tuple, list)) else ""
     raise ValueError(
-        f"the module must return logits, or something with .logits or ['logits'], got a {type(result).__name__}{length}{keys};"
+        "the module must return logits, or something with .logits or ['logits'], got a "
+        f"{type(result).__name__}{length}{keys};"
         " give an output function that picks them (output=...)"
     )
 
@@ -165,21 +211,30 @@ def picked(result: Any) -> Tensor:
 def require_logits(logits: Any, samples: int) -> None:
     """Raise unless logits are a tensor [samples, k]."""
     got = f"shape {list(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__
-    if not isinstance(logits, Tensor) or logits.dim() != 2 or len(logits) != samples or logits.shape[1] < 1:
+    if (
+        not isinstance(logits, Tensor)
+        or logits.dim() != 2
+        or len(logits) != samples
+        or logits.shape[1] < 1
+    ):
         raise ValueError(f"the model's logits must be of shape [{samples}, k], got {got}")
 
 
 def doubt(logits: Tensor) -> str:
-    """What is wrong with logits [n, k] that a classifier would hardly give, and what to do about it; empty for others."""
+    """What is wrong with logits [n, k] that a classifier would hardly give, and what to do about
+    it; empty for others.
+    """
     if logits.shape[1] == 1:
         return (
-            "the model returns one logit, so its only class is certain: where it is that of the second of two classes, give"
+            "the model returns one logit, so its only class is certain: where it is that of the "
+            "second of two classes, give"
             " adapt output=lambda result: torch.cat((torch.zeros_like(result), result), -1)"
         )
     rounding = 16 * torch.finfo(logits.dtype).eps if logits.is_floating_point() else 0.0
     if bool((logits >= 0).all() and ((logits.sum(-1) - 1).abs() <= rounding).all()):
         return (
-            "the model returns probabilities, which are taken for logits: leave its softmax out, or give adapt"
+            "the model returns probabilities, which are taken for logits: leave its softmax "
+            "out, or give adapt"
             " output=lambda result: result.clamp_min(1e-12).log()"
         )
     return ""

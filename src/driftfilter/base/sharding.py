@@ -1,7 +1,9 @@
-"""A batch in shards: several processes (ranks) have some of its samples each, and exchange what depends on all of them.
+"""A batch in shards: several processes (ranks) have some of its samples each, and exchange what
+depends on all of them.
 
-For the time of a call every rank knows the ``Shards`` of the batch. Whatever sums, averages or looks over samples asks for
-them here; outside such a call all of this is the identity. The samples of rank 0 come first.
+For the time of a call every rank knows the ``Shards`` of the batch. Whatever sums, averages or
+looks over samples asks for them here; outside such a call all of this is the identity. The samples
+of rank 0 come first.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ from driftfilter.base.inputs import Inputs, each
 
 
 class RankError(RuntimeError):
-    """Another rank is gone, or did not answer in time: the call has changed nothing, and no other can follow."""
+    """Another rank is gone, or did not answer in time: the call has changed nothing, and no other
+    can follow.
+    """
 
 
 @final
@@ -30,18 +34,26 @@ class Ranks:
     def __init__(self, group: dist.ProcessGroup, own: bool = False) -> None:
         self._group, self._own = group, own
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self.device = torch.device("cuda" if "nccl" in dist.get_backend(group) else "cpu")  # where small numbers travel
+        self.device = torch.device(
+            "cuda" if "nccl" in dist.get_backend(group) else "cpu"
+        )  # where small numbers travel
         self._failed = ""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
         return self  # the same processes
 
     def __reduce__(self) -> tuple[Any, ...]:
-        raise TypeError("an adapter of a distributed stream belongs to its processes: save it with driftfilter.save")
+        raise TypeError(
+            "an adapter of a distributed stream belongs to its processes: save it with "
+            "driftfilter.save"
+        )
 
     def gather(self, tensor: Tensor) -> Tensor:
         """What every rank has, of one shape [...] everywhere: [ranks, ...]."""
-        pieces = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(self.size)]
+        pieces = [
+            torch.empty_like(tensor, memory_format=torch.contiguous_format)
+            for _ in range(self.size)
+        ]
         with self._answered():
             dist.all_gather(pieces, tensor.contiguous(), group=self._group)
         return torch.stack(pieces)
@@ -54,7 +66,8 @@ class Ranks:
         return summed
 
     def leave(self, reason: str) -> None:
-        """Take no further part: this rank failed in the middle of a call, and the others wait for what will not come.
+        """Take no further part: this rank failed in the middle of a call, and the others wait for
+        what will not come.
 
         Where nobody else uses the group its connections are closed, which tells them at once.
         """
@@ -67,13 +80,17 @@ class Ranks:
     @contextmanager
     def _answered(self) -> Iterator[None]:
         if self._failed:
-            raise RankError(f"rank {self.rank} of {self.size} is alone since a call before failed: {self._failed}")
+            raise RankError(
+                f"rank {self.rank} of {self.size} is alone since a call before failed: "
+                f"{self._failed}"
+            )
         try:
             yield
         except RuntimeError as error:
             self._failed = str(error).partition("\n")[0]
             raise RankError(
-                f"rank {self.rank} of {self.size} got no answer from another rank: it has ended or failed, or was too slow;"
+                f"rank {self.rank} of {self.size} got no answer from another rank: it has ended "
+                "or failed, or was too slow;"
                 f" the belief is that before this call, and may be saved ({self._failed})"
             ) from error
 
@@ -98,21 +115,30 @@ class Shards:
         return slice(start, start + self.samples)
 
     def cat(self, own: Tensor, dim: int = 0) -> Tensor:
-        """The samples of all ranks one after the other, from this rank's [n, ...] (along ``dim``)."""
+        """The samples of all ranks one after the other, from this rank's [n, ...] (along
+        ``dim``).
+        """
         own = own.movedim(dim, 0)[: self.samples]
         padded = own.new_zeros(max(self.sizes), *own.shape[1:])
         padded[: len(own)] = own
         pieces = self.ranks.gather(padded)
-        return torch.cat([piece[:size] for piece, size in zip(pieces, self.sizes, strict=True)]).movedim(0, dim)
+        return torch.cat(
+            [piece[:size] for piece, size in zip(pieces, self.sizes, strict=True)]
+        ).movedim(0, dim)
 
     def own(self, every: Tensor, dim: int = 0) -> Tensor:
-        """This rank's part of something that all samples have; zeros for the sample that does not count."""
+        """This rank's part of something that all samples have; zeros for the sample that does not
+        count.
+        """
         part = every.movedim(dim, 0)[self.mine]
         part = part if self.samples else part.new_zeros(1, *part.shape[1:])
         return part.movedim(0, dim)
 
-    def moments(self, mean: Tensor, variance: Tensor, values: int, samples: int) -> tuple[Tensor, Tensor, int, int]:
-        """Mean and variance [c] of the values of all ranks, and how many these and the samples are; differentiable.
+    def moments(
+        self, mean: Tensor, variance: Tensor, values: int, samples: int
+    ) -> tuple[Tensor, Tensor, int, int]:
+        """Mean and variance [c] of the values of all ranks, and how many these and the samples are;
+        differentiable.
 
         m = Σ_r n_r m_r / n,  v = Σ_r n_r (v_r + (m_r - m)²) / n
         """
@@ -127,7 +153,9 @@ class Shards:
 
 
 class _Gathered(torch.autograd.Function):
-    """[...] of each rank -> [ranks, ...]; what is differentiated is the sum of the ranks' losses."""
+    """[...] of each rank -> [ranks, ...]; what is differentiated is the sum of the ranks'
+    losses.
+    """
 
     @staticmethod
     def forward(own: Tensor, ranks: Ranks) -> Tensor:
@@ -157,7 +185,9 @@ def current() -> Shards | None:
 
 @contextmanager
 def among(shards: Shards | None) -> Iterator[None]:
-    """For the time of this block the batch is divided like that; None: this process is by itself."""
+    """For the time of this block the batch is divided like that; None: this process is by
+    itself.
+    """
     before = _CURRENT.set(shards)
     try:
         yield
@@ -178,7 +208,9 @@ def total_samples(own: int) -> int:
 
 
 def placed(inputs: Inputs) -> Inputs:
-    """This rank's samples at their place among zeros for those of others, so that draws are those of the whole batch."""
+    """This rank's samples at their place among zeros for those of others, so that draws are those
+    of the whole batch.
+    """
     shards = current()
     if shards is None:
         return inputs
@@ -199,4 +231,6 @@ def taken(inputs: Inputs) -> Inputs:
     if shards is None:
         return inputs
     count = sum(shards.sizes)
-    return each(inputs, lambda part: shards.own(part) if part.dim() > 0 and part.shape[0] == count else part)
+    return each(
+        inputs, lambda part: shards.own(part) if part.dim() > 0 and part.shape[0] == count else part
+    )

@@ -23,7 +23,9 @@ def as_text(tensor: Tensor) -> str:
 
 
 def moved(value: Any, change: Any) -> Any:
-    """A state, belief or covariance with every floating tensor changed, for another device or dtype."""
+    """A state, belief or covariance with every floating tensor changed, for another device or
+    dtype.
+    """
     if isinstance(value, Tensor):
         return change(value) if value.is_floating_point() else value
     if isinstance(value, Mapping):
@@ -31,5 +33,8 @@ def moved(value: Any, change: Any) -> Any:
     if isinstance(value, tuple):
         return tuple(moved(part, change) for part in value)
     if is_dataclass(value):
-        return unchecked(type(value), **{item.name: moved(getattr(value, item.name), change) for item in fields(value)})
+        return unchecked(
+            type(value),
+            **{item.name: moved(getattr(value, item.name), change) for item in fields(value)},
+        )
     return value

@@ -1,4 +1,6 @@
-"""One step of many streams in batched torch algebra, on any device: the same rules as one filter, with a dimension more."""
+"""One step of many streams in batched torch algebra, on any device: the same rules as one filter,
+with a dimension more.
+"""
 
 from __future__ import annotations
 
@@ -23,20 +25,31 @@ if TYPE_CHECKING:
 def batched_step(
     filt: Filter, motion: Motion, source: Belief, x: Tensor, mean: Tensor, values: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Means [m, d] and covariances [m, d] or [m, d, d] after a batch [m, n, D] each; log-probabilities and variances."""
+    """Means [m, d] and covariances [m, d] or [m, d, d] after a batch [m, n, D] each;
+    log-probabilities and variances.
+    """
     loss: Loss = filt.observation.loss  # type: ignore[assignment]  # as_loss in Gibbs
-    require(not loss.is_coupled, "Fleet: the loss", loss, "one of each sample alone where numba is not used")
+    require(
+        not loss.is_coupled,
+        "Fleet: the loss",
+        loss,
+        "one of each sample alone where numba is not used",
+    )
     mean, values = _moved(motion, mean, values)
     classes: int = filt.logits.classes  # type: ignore[union-attr]
     prior = _logits(mean, x, classes)
     _require(_finite(prior.flatten(1)), NotFiniteError, "the model's logits must be finite")
     targets = loss.targets(prior)
     selected = loss.selected(targets)
-    weights, _ = filt.observation.weighting(prior, torch.ones_like(prior[..., 0]) if selected is None else selected, {})
+    weights, _ = filt.observation.weighting(
+        prior, torch.ones_like(prior[..., 0]) if selected is None else selected, {}
+    )
     used = weights.count_nonzero(-1)
     over = used if filt.observation.over == "kept" else torch.full_like(used, x.shape[1])
     coefficients = weights / over.clamp_min(max(filt.observation.reference, 1))[:, None]
-    coefficients = coefficients * (used >= filt.needed)[:, None]  # with none of them a stream learns nothing
+    coefficients = (
+        coefficients * (used >= filt.needed)[:, None]
+    )  # with none of them a stream learns nothing
     expansion = loss.expand(prior[None], targets, weights)
     rows = _factor(filt.inference.curvature, expansion, prior, x, coefficients, mean.shape[1])
     slope = _summed(expansion.gradient[0] * coefficients[..., None], x, mean.shape[1])
@@ -52,12 +65,15 @@ def _require(good: Tensor, error: type[Exception], what: str) -> None:
     """Raise where a stream fails a check [m]."""
     if not bool(good.all()):
         raise error(
-            f"{what}; not so for {int((~good).sum())} of {len(good)} streams, the first at place {int(good.int().argmin())}"
+            f"{what}; not so for {int((~good).sum())} of {len(good)} streams, the first at place "
+            f"{int(good.int().argmin())}"
         )
 
 
 def _finite(rows: Tensor) -> Tensor:
-    """Whether the numbers of each row [m, ...] are finite; a finite sum proves it, at the cost of one reduction."""
+    """Whether the numbers of each row [m, ...] are finite; a finite sum proves it, at the cost of
+    one reduction.
+    """
     proven = torch.isfinite(rows.sum(1))
     return proven if bool(proven.all()) else torch.isfinite(rows).all(1)
 
@@ -68,7 +84,11 @@ def _moved(motion: Motion, mean: Tensor, values: Tensor) -> tuple[Tensor, Tensor
     (gain, drift, diagonal, kappa, origin), matrix, factor, noise = arrays
     prior = torch.addcmul(drift, mean, gain)
     pulled = motion.vectors[KAPPA].any()
-    extra = torch.addcmul(diagonal, kappa, (mean - origin).square()) if pulled else diagonal.expand_as(mean)
+    extra = (
+        torch.addcmul(diagonal, kappa, (mean - origin).square())
+        if pulled
+        else diagonal.expand_as(mean)
+    )
     if values.dim() == 2:
         return prior, torch.addcmul(extra, values, factor[0])
     if matrix.numel():
@@ -98,14 +118,18 @@ def _summed(cotangents: Tensor, x: Tensor, d: int) -> Tensor:
     return (_own(cotangents, x, d).mT @ x).flatten(1)
 
 
-def _factor(curvature: Any, expansion: Any, logits: Tensor, x: Tensor, coefficients: Tensor, d: int) -> Tensor:
+def _factor(
+    curvature: Any, expansion: Any, logits: Tensor, x: Tensor, coefficients: Tensor, d: int
+) -> Tensor:
     """F [m, rows, d]."""
     scale = coefficients.sqrt()[..., None]
     if isinstance(curvature, EmpiricalFisher):
         gradient, scale = expansion.gradient[0], curvature.scale * scale
         if not curvature.centered:
             return _pulled(gradient * scale, x, d)
-        shares = coefficients / coefficients.sum(1, keepdim=True).clamp_min(torch.finfo(x.dtype).tiny)
+        shares = coefficients / coefficients.sum(1, keepdim=True).clamp_min(
+            torch.finfo(x.dtype).tiny
+        )
         middle = _summed(gradient * shares[..., None], x, d)
         return (_pulled(gradient, x, d) - middle[:, None]) * scale
     if isinstance(curvature, Hessian):
@@ -113,13 +137,17 @@ def _factor(curvature: Any, expansion: Any, logits: Tensor, x: Tensor, coefficie
     elif isinstance(curvature, GaussNewton):
         p = logits.softmax(-1)
         share = torch.as_tensor(expansion.shares[0]).to(p).expand(p.shape[:-1])
-        root = (torch.diag_embed(p.sqrt()) - p[..., :, None] * p.sqrt()[..., None, :]) * share.sqrt()[..., None, None]
+        root = (
+            torch.diag_embed(p.sqrt()) - p[..., :, None] * p.sqrt()[..., None, :]
+        ) * share.sqrt()[..., None, None]
     else:
         return x.new_zeros(len(x), 0, d)
     return torch.cat([_pulled(column * scale, x, d) for column in root.unbind(-1)], 1)
 
 
-def _conditioned(mean: Tensor, values: Tensor, rows: Tensor, slope: Tensor, filt: Filter) -> tuple[Tensor, Tensor]:
+def _conditioned(
+    mean: Tensor, values: Tensor, rows: Tensor, slope: Tensor, filt: Filter
+) -> tuple[Tensor, Tensor]:
     """Σ = ((Σ⁻)⁻¹ + FᵀF)⁻¹ and μ = μ⁻ - Σ g of all streams."""
     radius: float = filt.inference.radius  # type: ignore[attr-defined]
     if values.dim() == 2:
@@ -129,16 +157,24 @@ def _conditioned(mean: Tensor, values: Tensor, rows: Tensor, slope: Tensor, filt
         step = slope.mul_(left)
     else:
         cross = rows.double() @ values.double()
-        root, status = torch.linalg.cholesky_ex(cross @ rows.double().mT + identity_like(cross @ rows.double().mT))
+        root, status = torch.linalg.cholesky_ex(
+            cross @ rows.double().mT + identity_like(cross @ rows.double().mT)
+        )
         _require(status == 0, NotPositiveDefiniteError, "I + F Σ Fᵀ must be positive definite")
         whitened = torch.linalg.solve_triangular(root, cross, upper=False)
         exact = symmetrized(values.double() - whitened.mT @ whitened)
         step = (exact @ slope.double()[..., None])[..., 0].to(mean.dtype)
         left = exact.to(mean.dtype)
         definite = torch.linalg.cholesky_ex(left)[1] == 0
-        _require(definite, NotPositiveDefiniteError, "the posterior covariance must be positive definite")
+        _require(
+            definite, NotPositiveDefiniteError, "the posterior covariance must be positive definite"
+        )
     if radius:
-        length = (rows @ step[..., None])[..., 0].norm(dim=1, keepdim=True).clamp_min(torch.finfo(step.dtype).tiny)
+        length = (
+            (rows @ step[..., None])[..., 0]
+            .norm(dim=1, keepdim=True)
+            .clamp_min(torch.finfo(step.dtype).tiny)
+        )
         step = step * (radius / length).clamp_max(1.0)
     return mean - step, left
 

@@ -1,7 +1,9 @@
-"""The compiled step for a diagonal covariance: 1/v ← 1/v + diag(FᵀF), μ ← μ⁻ - v ∘ g, with nothing of size d².
+"""The compiled step for a diagonal covariance: 1/v ← 1/v + diag(FᵀF), μ ← μ⁻ - v ∘ g, with nothing
+of size d².
 
-For one class and one feature the diagonal of FᵀF is Σ_i a_i M_i[c, c] x_ij², M_i the metric of sample i in its logits. One
-sample alone, as most steps of a fleet have, needs no sums: it is learned in one pass over the parameters.
+For one class and one feature the diagonal of FᵀF is Σ_i a_i M_i[c, c] x_ij², M_i the metric of
+sample i in its logits. One sample alone, as most steps of a fleet have, needs no sums: it is
+learned in one pass over the parameters.
 """
 
 from __future__ import annotations
@@ -10,7 +12,19 @@ import math
 from typing import TypeAlias
 
 from driftfilter.compiled.prefetch import fetch
-from driftfilter.compiled.rules import F, G, U, V, compiled, expand, kernel, log_softmax, predict, roots, weigh
+from driftfilter.compiled.rules import (
+    F,
+    G,
+    U,
+    V,
+    compiled,
+    expand,
+    kernel,
+    log_softmax,
+    predict,
+    roots,
+    weigh,
+)
 from driftfilter.compiled.terms import (
     AFTER,
     CENTERED_FISHER,
@@ -47,7 +61,9 @@ def is_pulled(gains: Floats) -> bool:
 
 
 @compiled
-def _spread(gains: Floats, factor: Floats, pulled: bool, mean: Numbers, v: Numbers, vectors: Floats) -> None:
+def _spread(
+    gains: Floats, factor: Floats, pulled: bool, mean: Numbers, v: Numbers, vectors: Floats
+) -> None:
     """v⁻ into the workspace."""
     for j in range(mean.shape[0]):
         vectors[VALUES, j] = factor[0, j] * v[j] + gains[DIAGONAL, j]
@@ -90,15 +106,30 @@ def _conditioned(value: float, energy: float, one: float) -> float:
 
 @compiled
 def _learn_one(
-    first: int, w: Floats, vectors: Floats, X: Floats, out: Floats, start: int, ahead: Pair, mean: Numbers, v: Numbers
+    first: int,
+    w: Floats,
+    vectors: Floats,
+    X: Floats,
+    out: Floats,
+    start: int,
+    ahead: Pair,
+    mean: Numbers,
+    v: Numbers,
 ) -> bool:
-    """μ and v after one sample, and its logits there; whether they are finite and variances positive."""
+    """μ and v after one sample, and its logits there; whether they are finite and variances
+    positive.
+    """
     k, width, x = w.shape[2], X.shape[1], X[start]
     one, total = vectors.dtype.type(1), vectors.dtype.type(0)
     w[0, G, 0] = 0.0
     for c in range(first, k):
         begin, end = (c - first) * width, (c - first + 1) * width
-        prior, values, new, own = vectors[PRIOR, begin:end], vectors[VALUES, begin:end], mean[begin:end], v[begin:end]
+        prior, values, new, own = (
+            vectors[PRIOR, begin:end],
+            vectors[VALUES, begin:end],
+            mean[begin:end],
+            v[begin:end],
+        )
         slope, metric, value = out[start, 2 * k + 2] * w[0, U, c], w[0, V, c], vectors.dtype.type(0)
         fetch(ahead[0], begin, end)
         fetch(ahead[1], begin, end)
@@ -114,7 +145,9 @@ def _learn_one(
 
 
 @compiled
-def _totals(c: int, w: Floats, X: Floats, n: int, out: Floats, start: int, slope: Floats, energy: Floats) -> None:
+def _totals(
+    c: int, w: Floats, X: Floats, n: int, out: Floats, start: int, slope: Floats, energy: Floats
+) -> None:
     """g and diag(FᵀF) of the parameters of class c."""
     for j in range(X.shape[1]):
         slope[j] = 0.0
@@ -128,7 +161,15 @@ def _totals(c: int, w: Floats, X: Floats, n: int, out: Floats, start: int, slope
 
 @compiled
 def _centered(
-    rules: Rules, c: int, w: Floats, X: Floats, n: int, out: Floats, start: int, slope: Floats, energy: Floats
+    rules: Rules,
+    c: int,
+    w: Floats,
+    X: Floats,
+    n: int,
+    out: Floats,
+    start: int,
+    slope: Floats,
+    energy: Floats,
 ) -> None:
     """diag(FᵀF) of gradients less their mean."""
     at, total = 2 * w.shape[2] + 2, w.dtype.type(0)
@@ -145,13 +186,27 @@ def _centered(
 
 @compiled
 def _condition(
-    rules: Rules, first: int, w: Floats, vectors: Floats, X: Floats, n: int, out: Floats, start: int, ahead: Pair
+    rules: Rules,
+    first: int,
+    w: Floats,
+    vectors: Floats,
+    X: Floats,
+    n: int,
+    out: Floats,
+    start: int,
+    ahead: Pair,
 ) -> bool:
-    """Variances v conditioned on a batch, and v ∘ g, in the vectors VALUES and STEP; whether variances stay positive."""
+    """Variances v conditioned on a batch, and v ∘ g, in the vectors VALUES and STEP; whether
+    variances stay positive.
+    """
     width, one = X.shape[1], vectors.dtype.type(1)
     for c in range(first, w.shape[2]):
         begin, end = (c - first) * width, (c - first + 1) * width
-        slope, energy, values = vectors[STEP, begin:end], vectors[AFTER, begin:end], vectors[VALUES, begin:end]
+        slope, energy, values = (
+            vectors[STEP, begin:end],
+            vectors[AFTER, begin:end],
+            vectors[VALUES, begin:end],
+        )
         fetch(ahead[0], begin, end)
         fetch(ahead[1], begin, end)
         _totals(c, w, X, n, out, start, slope, energy)
@@ -165,7 +220,9 @@ def _condition(
 
 @compiled
 def _block(square: Floats, values: Numbers, first: int, k: int, X: Floats, i: int) -> None:
-    """Covariance of the logits of sample i: classes have parameters of their own, and logits without correlation."""
+    """Covariance of the logits of sample i: classes have parameters of their own, and logits
+    without correlation.
+    """
     width = X.shape[1]
     for c in range(k):
         for e in range(k):
@@ -176,7 +233,8 @@ def _block(square: Floats, values: Numbers, first: int, k: int, X: Floats, i: in
 
 @compiled
 def _move(
-    rules: Rules, first: int, w: Floats, root: Floats, R: Floats, Q: Floats, vectors: Floats, X: Floats, n: int, out: Floats,
+    rules: Rules, first: int, w: Floats, root: Floats, R: Floats, Q: Floats, vectors: Floats,
+    X: Floats, n: int, out: Floats,
     start: int,
 ) -> bool:  # fmt: skip
     """μ = μ⁻ - v ∘ g; whether it is finite."""
@@ -207,9 +265,20 @@ def _write(vectors: Floats, which: int, mean: Numbers, v: Numbers) -> None:
 
 @compiled
 def _learn(
-    rules: Rules, head: Head, X: Floats, start: int, n: int, ahead: Pair, mean: Numbers, v: Numbers, room: Room, out: Floats
+    rules: Rules,
+    head: Head,
+    X: Floats,
+    start: int,
+    n: int,
+    ahead: Pair,
+    mean: Numbers,
+    v: Numbers,
+    room: Room,
+    out: Floats,
 ) -> bool:
-    """μ and v after a batch, and its logits there; whether they are finite and variances positive."""
+    """μ and v after a batch, and its logits there; whether they are finite and variances
+    positive.
+    """
     w, root, _, vectors, theta, R, _, Q, _ = room
     first, read_out = head
     if n == 1 and rules.radius == 0 and theta.shape[0] == 0:
@@ -224,10 +293,13 @@ def _learn(
 
 @compiled
 def step_diagonal(
-    rules: Rules, motion: Motion, head: Head, pulled: bool, X: Floats, start: int, n: int, old: Pair, ahead: Pair,
+    rules: Rules, motion: Motion, head: Head, pulled: bool, X: Floats, start: int, n: int,
+    old: Pair, ahead: Pair,
     mean: Numbers, v: Numbers, room: Room, warned: bool, out: Floats, used: Integers, t: int,
 ) -> bool:  # fmt: skip
-    """Step t from the belief old into mean and v; whether it was taken. The belief ahead is wanted next."""
+    """Step t from the belief old into mean and v; whether it was taken. The belief ahead is wanted
+    next.
+    """
     w, root, square, vectors, theta, _, _, _, _ = room
     gains, matrix, factor, _, still, _, _ = motion
     first, read_out = head
@@ -253,7 +325,9 @@ def step_diagonal(
                     _block(square, vectors[VALUES], first, w.shape[2], X, start + i)
                 elif rules.prediction != TEMPERED:
                     _block(square, v, first, w.shape[2], X, start + i)
-                if not predict(rules, w, i, G if rules.posterior and learns else F, square, out, start):
+                if not predict(
+                    rules, w, i, G if rules.posterior and learns else F, square, out, start
+                ):
                     return False
         if turn == 0 and learns:
             if not _learn(rules, head, X, start, n, ahead, mean, v, room, out):
@@ -265,14 +339,34 @@ def step_diagonal(
 
 @kernel
 def scan_diagonal(
-    rules: Rules, motion: Motion, head: Head, X: Floats, offsets: Integers, begin: int, end: int, old: Numbers, values: Numbers,
+    rules: Rules, motion: Motion, head: Head, X: Floats, offsets: Integers, begin: int, end: int,
+    old: Numbers, values: Numbers,
     mean: Numbers, v: Numbers, room: Room, warned: bool, out: Floats, used: Integers,
 ) -> int:  # fmt: skip
-    """Steps begin to end from mean old and variances values, into mean and v; returns the first step not taken."""
+    """Steps begin to end from mean old and variances values, into mean and v; returns the first
+    step not taken.
+    """
     pulled, belief, ahead = is_pulled(motion.vectors), (old, values), (old[:0], values[:0])
     for t in range(begin, end):
         start, n = offsets[t], offsets[t + 1] - offsets[t]
-        if not step_diagonal(rules, motion, head, pulled, X, start, n, belief, ahead, mean, v, room, warned, out, used, t):
+        if not step_diagonal(
+            rules,
+            motion,
+            head,
+            pulled,
+            X,
+            start,
+            n,
+            belief,
+            ahead,
+            mean,
+            v,
+            room,
+            warned,
+            out,
+            used,
+            t,
+        ):
             return t
         belief = (mean, v)
     return end

@@ -1,4 +1,6 @@
-"""Many streams at once: one belief for each camera, hospital or tenant, over the features of one shared backbone."""
+"""Many streams at once: one belief for each camera, hospital or tenant, over the features of one
+shared backbone.
+"""
 
 from __future__ import annotations
 
@@ -26,43 +28,65 @@ from driftfilter.storage.atomic import whole_file
 from driftfilter.storage.sealed import CheckpointError, sealed, unsealed
 
 Stream: TypeAlias = Hashable
-Beliefs: TypeAlias = tuple[Tensor, Tensor, Tensor]  # means [m, d], covariances, lower bounds of their eigenvalues [m]
-Predictions: TypeAlias = tuple[Tensor, Tensor]  # log-probabilities and logit variances [m, steps, n, k]
+Beliefs: TypeAlias = tuple[
+    Tensor, Tensor, Tensor
+]  # means [m, d], covariances, lower bounds of their eigenvalues [m]
+Predictions: TypeAlias = tuple[
+    Tensor, Tensor
+]  # log-probabilities and logit variances [m, steps, n, k]
 
 
 @final
 class Fleet:
-    """S independent filters of one recipe, each with its own belief, step count and seed, advanced together.
+    """S independent filters of one recipe, each with its own belief, step count and seed, advanced
+    together.
 
-    The filter is one that ``Filter.run`` compiles (docs/speed.md): LinearHead, Full or Diagonal beliefs, Linearized inference.
-    Streams start at ``belief``, which is the source of all. A call that fails changes no stream.
+    The filter is one that ``Filter.run`` compiles (docs/speed.md): LinearHead, Full or Diagonal
+    beliefs, Linearized inference. Streams start at ``belief``, which is the source of all. A call
+    that fails changes no stream.
 
     >>> import torch, driftfilter as df
     >>> filt = df.Filter(df.LinearHead(2), inference=df.Linearized(df.Hessian()))
-    >>> fleet = df.Fleet(filt, df.Belief(torch.tensor([1.0, -1.0]), df.Full(torch.eye(2))), streams=["north", "south"])
+    >>> belief = df.Belief(torch.tensor([1.0, -1.0]), df.Full(torch.eye(2)))
+    >>> fleet = df.Fleet(filt, belief, streams=["north", "south"])
     >>> fleet.step({"south": torch.tensor([[2.0, 0.5]])})["south"].labels
     tensor([1])
     >>> fleet.state("south").step, fleet.state("north").step
     (1, 0)
     """
 
-    def __init__(self, filt: Filter, belief: Belief, streams: Iterable[Stream] = (), seed: int = 0) -> None:
+    def __init__(
+        self, filt: Filter, belief: Belief, streams: Iterable[Stream] = (), seed: int = 0
+    ) -> None:
         self.filter, self._start = filt, filt.init(belief, seed)
         try:
             self._head = head_of(filt, self._start)
             self._rules = rules_of(filt)
         except Uncovered as reason:
-            raise ValueError(f"Fleet: filt must be a filter of closed forms, but {reason}") from None
+            raise ValueError(
+                f"Fleet: filt must be a filter of closed forms, but {reason}"
+            ) from None
         require(
-            filt.transition.read_out(belief.dimension) is None, "Fleet: transition", filt.transition, "without hidden states"
+            filt.transition.read_out(belief.dimension) is None,
+            "Fleet: transition",
+            filt.transition,
+            "without hidden states",
         )
         self._motion = motion_of(filt.transition, self._start.source)
         self._full = isinstance(belief.covariance, Full)
         self._rows: dict[Stream, int] = {}
         d, like = belief.dimension, belief.mean
-        self._mean, self._values = like.new_empty(0, d), like.new_empty(0, *([d, d] if self._full else [d]))
-        self._low = torch.empty(0, dtype=torch.float64)  # lower bounds of the covariances' eigenvalues, see compiled_steps
-        self._steps, self._seeds = torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64)
+        self._mean, self._values = (
+            like.new_empty(0, d),
+            like.new_empty(0, *([d, d] if self._full else [d])),
+        )
+        self._low = torch.empty(
+            0, dtype=torch.float64
+        )  # lower bounds of the covariances' eigenvalues, see compiled_steps
+        self._steps, self._seeds = (
+            torch.empty(0, dtype=torch.int64),
+            torch.empty(0, dtype=torch.int64),
+        )
         self._spare: tuple[Tensor, Tensor] | None = None
         self.add(streams)
 
@@ -78,20 +102,33 @@ class Fleet:
         return list(self._rows)
 
     def add(self, streams: Iterable[Stream], seed: int | None = None) -> None:
-        """New streams, which start at the source; seeds count up from the given one, or from the fleet's."""
+        """New streams, which start at the source; seeds count up from the given one, or from the
+        fleet's.
+        """
         new = list(streams)
         known = [stream for stream in new if stream in self._rows]
-        require(not known and len(set(new)) == len(new), "Fleet.add: streams", known or new, "new, each named once")
+        require(
+            not known and len(set(new)) == len(new),
+            "Fleet.add: streams",
+            known or new,
+            "new, each named once",
+        )
         first = (self._start.seed if seed is None else seed) + (len(self) if seed is None else 0)
         belief = self._start.belief
         values = belief.covariance.dense() if self._full else belief.covariance.variance()
-        low = torch.linalg.eigvalsh(values.double())[:1] if self._full else torch.zeros(1, dtype=torch.float64)
+        low = (
+            torch.linalg.eigvalsh(values.double())[:1]
+            if self._full
+            else torch.zeros(1, dtype=torch.float64)
+        )
         self._mean = torch.cat((self._mean, belief.mean.expand(len(new), -1)))
         self._values = torch.cat((self._values, values.expand(len(new), *values.shape)))
         self._low = torch.cat((self._low, low.cpu().expand(len(new))))
         self._steps = torch.cat((self._steps, torch.zeros(len(new), dtype=torch.int64)))
         self._seeds = torch.cat((self._seeds, torch.arange(first, first + len(new))))
-        self._rows.update({stream: len(self._rows) + position for position, stream in enumerate(new)})
+        self._rows.update(
+            {stream: len(self._rows) + position for position, stream in enumerate(new)}
+        )
         self._spare = None
 
     def drop(self, streams: Iterable[Stream]) -> None:
@@ -100,7 +137,11 @@ class Fleet:
         kept = [(stream, row) for stream, row in self._rows.items() if row not in gone]
         index = torch.tensor([row for _, row in kept], dtype=torch.int64)
         self._mean, self._values = self._mean[index], self._values[index]
-        self._low, self._steps, self._seeds = self._low[index], self._steps[index], self._seeds[index]
+        self._low, self._steps, self._seeds = (
+            self._low[index],
+            self._steps[index],
+            self._seeds[index],
+        )
         self._rows = {stream: position for position, (stream, _) in enumerate(kept)}
         self._spare = None
 
@@ -110,7 +151,9 @@ class Fleet:
 
     def _state(self, row: int) -> FilterState:
         mean, values = self._mean[row].clone(), self._values[row].clone()
-        covariance = unchecked(Full, matrix=values) if self._full else unchecked(Diagonal, values=values)
+        covariance = (
+            unchecked(Full, matrix=values) if self._full else unchecked(Diagonal, values=values)
+        )
         belief = unchecked(Belief, mean=mean, covariance=covariance)
         counts = (int(self._seeds[row]), int(self._steps[row]))
         return FilterState(belief, self._start.source, self._start.parameters, *counts)
@@ -118,7 +161,12 @@ class Fleet:
     def _indices(self, streams: Sequence[Stream]) -> Tensor:
         """Rows of streams [m]; refused where one is not known, or named twice."""
         unknown = [stream for stream in streams if stream not in self._rows]
-        require(not unknown, "Fleet: streams", unknown[:3], f"streams that were added, of which there are {len(self)}")
+        require(
+            not unknown,
+            "Fleet: streams",
+            unknown[:3],
+            f"streams that were added, of which there are {len(self)}",
+        )
         require(len(set(streams)) == len(streams), "Fleet: streams", streams, "named once each")
         return torch.tensor([self._rows[stream] for stream in streams], dtype=torch.int64)
 
@@ -127,16 +175,23 @@ class Fleet:
         return len(rows) == len(self) and torch.equal(rows, torch.arange(len(self)))
 
     @torch.no_grad()
-    def step(self, batches: Mapping[Any, Tensor] | Tensor, streams: Sequence[Stream] | None = None) -> Any:
+    def step(
+        self, batches: Mapping[Any, Tensor] | Tensor, streams: Sequence[Stream] | None = None
+    ) -> Any:
         """Adapt some streams to a batch each and predict it.
 
-        A mapping stream -> features [n, D] gives a mapping stream -> Prediction; features [m, n, D] of ``streams`` (all where
-        none are named) give one Prediction of tensors [m, n, k].
+        A mapping stream -> features [n, D] gives a mapping stream -> Prediction; features [m, n, D]
+        of ``streams`` (all where none are named) give one Prediction of tensors [m, n, k].
         """
         if isinstance(batches, Mapping):
-            require(streams is None, "Fleet.step: streams", streams, "left out where batches are named")
+            require(
+                streams is None, "Fleet.step: streams", streams, "left out where batches are named"
+            )
             return self._step_mapping(batches)
-        prediction = self.run(batches.unsqueeze(1) if isinstance(batches, Tensor) and batches.dim() == 3 else batches, streams)
+        prediction = self.run(
+            batches.unsqueeze(1) if isinstance(batches, Tensor) and batches.dim() == 3 else batches,
+            streams,
+        )
         return Prediction(prediction.log_probabilities[:, 0], prediction.logit_variance[:, 0])
 
     def _step_mapping(self, batches: Mapping[Any, Tensor]) -> dict[Stream, Prediction]:
@@ -144,7 +199,12 @@ class Fleet:
         groups: dict[int, list[Stream]] = {}
         for stream, batch in batches.items():
             allowed = isinstance(batch, Tensor) and batch.dim() == 2
-            require(allowed, f"Fleet.step: batch of {stream!r}", getattr(batch, "shape", batch), "a tensor [n, D]")
+            require(
+                allowed,
+                f"Fleet.step: batch of {stream!r}",
+                getattr(batch, "shape", batch),
+                "a tensor [n, D]",
+            )
             groups.setdefault(batch.shape[0], []).append(stream)
         done = []
         for streams in groups.values():
@@ -153,34 +213,65 @@ class Fleet:
         predictions: dict[Stream, Prediction] = {}
         for streams, rows, after, out in done:  # every group has gone well
             self._commit(rows, after, 1)
-            predictions |= {stream: Prediction(out[0][i, 0], out[1][i, 0]) for i, stream in enumerate(streams)}
+            predictions |= {
+                stream: Prediction(out[0][i, 0], out[1][i, 0]) for i, stream in enumerate(streams)
+            }
         return {stream: predictions[stream] for stream in batches}
 
     @torch.no_grad()
     def run(self, features: Tensor, streams: Sequence[Stream] | None = None) -> Prediction:
-        """Adapt to several batches of each stream, features [m, steps, n, D], and predict each; tensors [m, steps, n, k]."""
-        rows, after, (logp, variance) = self._advanced(features, None if streams is None else list(streams))
+        """Adapt to several batches of each stream, features [m, steps, n, D], and predict each;
+        tensors [m, steps, n, k].
+        """
+        rows, after, (logp, variance) = self._advanced(
+            features, None if streams is None else list(streams)
+        )
         self._commit(rows, after, features.shape[1])
         return Prediction(logp, variance)
 
-    def _advanced(self, features: Tensor, streams: Sequence[Stream] | None) -> tuple[Tensor, Beliefs, Predictions]:
-        """Rows of the streams (None: all), their beliefs after the batches and predictions; nothing is changed yet."""
+    def _advanced(
+        self, features: Tensor, streams: Sequence[Stream] | None
+    ) -> tuple[Tensor, Beliefs, Predictions]:
+        """Rows of the streams (None: all), their beliefs after the batches and predictions; nothing
+        is changed yet.
+        """
         rows = torch.arange(len(self)) if streams is None else self._indices(streams)
         self._require_features(features, len(rows))
         features = features.to(self._mean)
         if self._head.intercept:
             features = torch.cat((features.new_ones(*features.shape[:-1], 1), features), -1)
         compiled = find_spec("numba") is not None and self._mean.device.type == "cpu"
-        beliefs, predictions = self._compiled(features, rows) if compiled else self._batched(features, rows)
+        beliefs, predictions = (
+            self._compiled(features, rows) if compiled else self._batched(features, rows)
+        )
         return rows, beliefs, predictions
 
     def _require_features(self, features: Any, m: int) -> None:
-        require(isinstance(features, Tensor), "Fleet: features", type(features).__name__, "a tensor")
-        shape, allowed = list(features.shape), f"[{m}, n, D] ([{m}, steps, n, D] for run) with n >= 1 for {m} streams"
-        require(features.dim() == 4 and shape[0] == m > 0 and min(shape) > 0, "Fleet: features", f"shape {shape}", allowed)
-        width, length, k = shape[-1] + self._head.intercept, self._start.parameters, self._head.classes
+        require(
+            isinstance(features, Tensor), "Fleet: features", type(features).__name__, "a tensor"
+        )
+        shape, allowed = (
+            list(features.shape),
+            f"[{m}, n, D] ([{m}, steps, n, D] for run) with n >= 1 for {m} streams",
+        )
+        require(
+            features.dim() == 4 and shape[0] == m > 0 and min(shape) > 0,
+            "Fleet: features",
+            f"shape {shape}",
+            allowed,
+        )
+        width, length, k = (
+            shape[-1] + self._head.intercept,
+            self._start.parameters,
+            self._head.classes,
+        )
         fits = length in (width * k, width * (k - 1))
-        require(fits, "Fleet: features", f"{shape[-1]} wide", f"of the width that {length} parameters of {k} classes have")
+        require(
+            fits,
+            "Fleet: features",
+            f"{shape[-1]} wide",
+            f"of the width that {length} parameters of {k} classes have",
+        )
         require_finite("Fleet: features", features)
 
     def _commit(self, rows: Tensor, after: Beliefs, steps: int) -> None:
@@ -199,13 +290,17 @@ class Fleet:
             index = rows.to(mean.device)
             mean, values = mean[index], values[index]
         for batch in features.unbind(1):
-            mean, values, *predicted = batched_step(self.filter, self._motion, self._start.source, batch, mean, values)
+            mean, values, *predicted = batched_step(
+                self.filter, self._motion, self._start.source, batch, mean, values
+            )
             out.append(predicted)
         logp, variance = (torch.stack(parts, 1) for parts in zip(*out, strict=True))
         return (mean, values, self._low[rows]), (logp, variance)
 
     def _compiled(self, features: Tensor, rows: Tensor) -> tuple[Beliefs, Predictions]:
-        """All streams in compiled code, on torch's threads; a stream that refuses a step takes it eagerly."""
+        """All streams in compiled code, on torch's threads; a stream that refuses a step takes it
+        eagerly.
+        """
         from driftfilter.compiled import fleet_kernels
         from driftfilter.compiled import logistic as compiled_rank_one
         from driftfilter.compiled import logistic_lanes as compiled_abreast
@@ -218,14 +313,20 @@ class Fleet:
             mean, values = mean[:m].clone(), values[:m].clone()
         fixed = torch.tensor(limits(mean.dtype), dtype=torch.float64).expand(m, 3)
         bounds = torch.cat((self._low[rows, None], fixed), 1)
-        single = not self._full and mean.dtype == torch.float32  # rounding does no harm without a matrix to invert
+        single = (
+            not self._full and mean.dtype == torch.float32
+        )  # rounding does no harm without a matrix to invert
         dtype = np.float32 if single else np.float64
         head = Head(k - d // width, np.zeros((0, 0), dtype))
         is_rank_one = self._full and n == 1 and is_along_x(self._rules, self._motion, head, width)
         abreast = is_rank_one and d <= compiled_abreast.ABREAST
-        out = np.empty((m * per, 4) if abreast else (m * per * n, 2 * k + 3), np.float64 if abreast else dtype)
+        out = np.empty(
+            (m * per, 4) if abreast else (m * per * n, 2 * k + 3), np.float64 if abreast else dtype
+        )
         used, reached = np.zeros(0 if abreast else m * per, np.int64), np.zeros(m, np.int64)
-        flat: Any = features.reshape(-1, width).to(torch.float32 if single else torch.float64).numpy()
+        flat: Any = (
+            features.reshape(-1, width).to(torch.float32 if single else torch.float64).numpy()
+        )
         motion = _in_single(self._motion) if single else self._motion
         offsets = np.arange(0 if is_rank_one else m * per + 1) * n
         stream: Any = (self._rules, motion, head, flat, offsets, per)
@@ -239,7 +340,9 @@ class Fleet:
                 compiled_abreast.each_abreast(*few, *record)
                 return
             if is_rank_one:
-                kernels.each_rank_one(*few, *compiled_rank_one.workspaces(d), warned, out, used, reached)
+                kernels.each_rank_one(
+                    *few, *compiled_rank_one.workspaces(d), warned, out, used, reached
+                )
                 return
             space = room(n, k, d, head, self._full, len(self._motion.matrix) > 0, dtype)
             record = (space, warned, out, used, reached)
@@ -252,7 +355,9 @@ class Fleet:
         results = torch.from_numpy(out).to(mean.dtype).reshape(m, per, n, -1)
         logp, variance = results[..., :k], results[..., k : 2 * k]
         for position in np.flatnonzero(reached == 0).tolist():
-            state, outputs = self.filter.run(self._state(int(rows[position])), list(self._given(features[position])))
+            state, outputs = self.filter.run(
+                self._state(int(rows[position])), list(self._given(features[position]))
+            )
             covariance = state.belief.covariance
             mean[position], bounds[position, 0] = state.belief.mean, 0.0
             values[position] = covariance.dense() if self._full else covariance.variance()
@@ -267,27 +372,52 @@ class Fleet:
         return features[..., 1:] if self._head.intercept else features
 
     def save(self, path: str | Path, keep: int = 1) -> None:
-        """Write all streams to a file, which is there whole or as it was; the last ``keep`` files stay."""
+        """Write all streams to a file, which is there whole or as it was; the last ``keep`` files
+        stay.
+        """
         names = [*self._rows]
         plain = all(isinstance(name, (str, int)) and not isinstance(name, bool) for name in names)
         require(plain, "Fleet.save: streams", names[:3], "named by texts or whole numbers")
-        tensors = {"mean": self._mean, "values": self._values, "low": self._low, "step": self._steps, "seed": self._seeds}
+        tensors = {
+            "mean": self._mean,
+            "values": self._values,
+            "low": self._low,
+            "step": self._steps,
+            "seed": self._seeds,
+        }
         header = {"format": 1, "fleet": repr(self.filter), "streams": names}
         with whole_file(Path(path), keep) as file:
             file.writelines(sealed(header, tensors))
 
     def load(self, path: str | Path) -> None:
-        """Go on from a file of ``save`` by a fleet of the same filter; what does not fit raises and changes nothing."""
+        """Go on from a file of ``save`` by a fleet of the same filter; what does not fit raises and
+        changes nothing.
+        """
         try:
             header, tensors = unsealed(Path(path).read_bytes())
-            require(header.get("fleet") == repr(self.filter), "its filter", header.get("fleet"), repr(self.filter))
+            require(
+                header.get("fleet") == repr(self.filter),
+                "its filter",
+                header.get("fleet"),
+                repr(self.filter),
+            )
             for name, mine in (("mean", self._mean), ("values", self._values)):
-                fits = tensors[name].shape[1:] == mine.shape[1:] and tensors[name].dtype == mine.dtype
-                require(fits, name, f"{list(tensors[name].shape)} {tensors[name].dtype}", f"[S, {list(mine.shape[1:])}]")
+                fits = (
+                    tensors[name].shape[1:] == mine.shape[1:] and tensors[name].dtype == mine.dtype
+                )
+                require(
+                    fits,
+                    name,
+                    f"{list(tensors[name].shape)} {tensors[name].dtype}",
+                    f"[S, {list(mine.shape[1:])}]",
+                )
         except (OSError, ValueError, KeyError) as error:
             raise CheckpointError(f"{path} was not loaded: {error}") from error
         self._rows = {stream: row for row, stream in enumerate(header["streams"])}
-        self._mean, self._values = tensors["mean"].to(self._mean.device), tensors["values"].to(self._mean.device)
+        self._mean, self._values = (
+            tensors["mean"].to(self._mean.device),
+            tensors["values"].to(self._mean.device),
+        )
         self._low, self._steps, self._seeds = tensors["low"], tensors["step"], tensors["seed"]
         self._spare = None
 

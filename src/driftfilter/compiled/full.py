@@ -1,16 +1,28 @@
 """One step of a filter on a linear head, compiled, for a full covariance.
 
-A batch sees the parameters through p = n · classes directions b_ic, the gradients of its logits. Everything a step needs is in
-Y = Σ⁻ Bᵀ [d, p] and Q = B Σ⁻ Bᵀ [p, p]. A column r of the curvature's root, FᵀF = Σ_r (Bᵀr)(Bᵀr)ᵀ, takes away h hᵀ from Σ with
-h = Y r / √(1 + rᵀQr), and the same from Y and Q; then the mean moves by -Y γ and the new logits have covariance Q.
-What is taken from Σ waits until the next step's transition passes over Σ anyway: memory is used once a step.
+A batch sees the parameters through p = n · classes directions b_ic, the gradients of its logits.
+Everything a step needs is in Y = Σ⁻ Bᵀ [d, p] and Q = B Σ⁻ Bᵀ [p, p]. A column r of the curvature's
+root, FᵀF = Σ_r (Bᵀr)(Bᵀr)ᵀ, takes away h hᵀ from Σ with h = Y r / √(1 + rᵀQr), and the same from Y
+and Q; then the mean moves by -Y γ and the new logits have covariance Q. What is taken from Σ waits
+until the next step's transition passes over Σ anyway: memory is used once a step.
 """
 
 from __future__ import annotations
 
 import math
 
-from driftfilter.compiled.rules import F, G, U, compiled, expand, kernel, log_softmax, predict, roots, weigh
+from driftfilter.compiled.rules import (
+    F,
+    G,
+    U,
+    compiled,
+    expand,
+    kernel,
+    log_softmax,
+    predict,
+    roots,
+    weigh,
+)
 from driftfilter.compiled.terms import (
     AFTER,
     DIAGONAL,
@@ -78,9 +90,19 @@ def _take(S: Numbers, Z: Floats, begin: int, m: int) -> None:
 
 @compiled
 def _sweep(
-    gains: Floats, factor: Floats, noise: Floats, mean: Numbers, S: Numbers, Z: Floats, begin: int, m: int, p: int
+    gains: Floats,
+    factor: Floats,
+    noise: Floats,
+    mean: Numbers,
+    S: Numbers,
+    Z: Floats,
+    begin: int,
+    m: int,
+    p: int,
 ) -> bool:
-    """Σ ← the prior's and Y ← Σ Bᵀ in one pass over the lower triangle; whether all variances are positive and finite."""
+    """Σ ← the prior's and Y ← Σ Bᵀ in one pass over the lower triangle; whether all variances are
+    positive and finite.
+    """
     d, proper = S.shape[0], True
     place, alpha = begin // 2, factor[0, 0]
     for q in range(place, place + p):
@@ -129,7 +151,9 @@ def _project(Z: Floats, place: int, p: int, Q: Floats, R: Floats) -> None:
 
 @compiled
 def _absorb(R: Floats, Z: Floats, Q: Floats, m: int, p: int, begin: int) -> float:
-    """Condition Y and Q on the columns of R, rows that wait for Σ in Z; a bound of the precision gained, -1: refused."""
+    """Condition Y and Q on the columns of R, rows that wait for Σ in Z; a bound of the precision
+    gained, -1: refused.
+    """
     d, place, gained = Z.shape[1], begin // 2, 0.0
     for r in range(m):
         scale, length = 1.0, 0.0
@@ -207,13 +231,16 @@ def _move(
 
 @kernel
 def scan_full(
-    rules: Rules, motion: Motion, head: Head, X: Floats, offsets: Integers, begin: int, end: int, mean: Numbers, S: Numbers,
+    rules: Rules, motion: Motion, head: Head, X: Floats, offsets: Integers, begin: int, end: int,
+    mean: Numbers, S: Numbers,
     bounds: Floats, room: Room, warned: bool, out: Floats, used: Integers,
 ) -> int:  # fmt: skip
-    """Steps begin to end on mean and Σ, which are changed; returns the first step not taken, Σ then being of no use.
+    """Steps begin to end on mean and Σ, which are changed; returns the first step not taken, Σ then
+    being of no use.
 
-    ``bounds``: a lower one of Σ's eigenvalues, which is kept up, and the rounding error of a number. Rounding may cost Σ its
-    definiteness; where the bound cannot exclude it the step is the eager path's, which looks (a Cholesky factor).
+    ``bounds``: a lower one of Σ's eigenvalues, which is kept up, and the rounding error of a
+    number. Rounding may cost Σ its definiteness; where the bound cannot exclude it the step is the
+    eager path's, which looks (a Cholesky factor).
     """
     w, root, square, vectors, theta, R, Z, Q, half = room
     gains, matrix, factor, noise, still, shrink, floor = motion

@@ -1,7 +1,9 @@
-"""The compiled steps of logistic regression on single observations with a full covariance: everything is along x.
+"""The compiled steps of logistic regression on single observations with a full covariance:
+everything is along x.
 
-With y = Σ⁻ x: Σ and μ change along y alone (compiled_logit.settle). One pass over the lower triangle of Σ a step takes away
-what the step before left, moves Σ on, and makes y. Losses and predictions, which no step depends on, come after the last one.
+With y = Σ⁻ x: Σ and μ change along y alone (compiled_logit.settle). One pass over the lower
+triangle of Σ a step takes away what the step before left, moves Σ on, and makes y. Losses and
+predictions, which no step depends on, come after the last one.
 """
 
 from __future__ import annotations
@@ -35,9 +37,21 @@ from driftfilter.compiled.logistic_rules import (
     weigh,
 )
 from driftfilter.compiled.rules import kernel, part
-from driftfilter.compiled.terms import DIAGONAL, DRIFT, GAIN, KAPPA, ORIGIN, Floats, Integers, Motion, Rules
+from driftfilter.compiled.terms import (
+    DIAGONAL,
+    DRIFT,
+    GAIN,
+    KAPPA,
+    ORIGIN,
+    Floats,
+    Integers,
+    Motion,
+    Rules,
+)
 
-PRIOR, Y, WAITING = range(3)  # rows of a workspace v [3, d]: μ⁻, Σ⁻ x, and what waits to be taken from Σ
+PRIOR, Y, WAITING = range(
+    3
+)  # rows of a workspace v [3, d]: μ⁻, Σ⁻ x, and what waits to be taken from Σ
 
 
 FEW = 4  # parameters up to which each number of them is worth a compilation of its own
@@ -52,14 +66,22 @@ def workspaces(d: int) -> tuple[Floats, Floats]:
 def _variance(gains: Floats, alpha: float, mean: Floats, S: Floats, v: Floats, i: int) -> float:
     """Σ_ii ← α (Σ_ii - z_i²) + W_ii + κ_i (μ_i - μ₀_i)²."""
     away = mean[i] - gains[ORIGIN, i]
-    value = alpha * (S[i, i] - v[WAITING, i] * v[WAITING, i]) + gains[DIAGONAL, i] + gains[KAPPA, i] * away * away
+    value = (
+        alpha * (S[i, i] - v[WAITING, i] * v[WAITING, i])
+        + gains[DIAGONAL, i]
+        + gains[KAPPA, i] * away * away
+    )
     S[i, i] = value
     return float(value)
 
 
 @part
-def _sweep(gains: Floats, alpha: float, mean: Floats, S: Floats, v: Floats, x: Floats, d: int) -> None:
-    """Σ ← α (Σ - z zᵀ) + diagonal and y ← Σ x, two rows at a time: what is read and written for a row serves both."""
+def _sweep(
+    gains: Floats, alpha: float, mean: Floats, S: Floats, v: Floats, x: Floats, d: int
+) -> None:
+    """Σ ← α (Σ - z zᵀ) + diagonal and y ← Σ x, two rows at a time: what is read and written for a
+    row serves both.
+    """
     odd = d % 2
     if odd:
         v[Y, 0] = _variance(gains, alpha, mean, S, v, odd - 1) * x[0]
@@ -77,7 +99,9 @@ def _sweep(gains: Floats, alpha: float, mean: Floats, S: Floats, v: Floats, x: F
         between = alpha * (S[i + 1, i] - z * below)
         S[i + 1, i] = between
         v[Y, i] = total + _variance(gains, alpha, mean, S, v, i) * x_i + between * x_below
-        v[Y, i + 1] = total_below + between * x_i + _variance(gains, alpha, mean, S, v, i + 1) * x_below
+        v[Y, i + 1] = (
+            total_below + between * x_i + _variance(gains, alpha, mean, S, v, i + 1) * x_below
+        )
 
 
 @part
@@ -95,7 +119,9 @@ def _spread(noise: Floats, alpha: float, S: Floats, v: Floats) -> float:
 
 @part
 def _predictions(rules: Rules, w: Floats, out: Floats, begin: int, end: int) -> int:
-    """Predictions of steps that left a logit and its variance in their rows of out; returns the first that is not finite."""
+    """Predictions of steps that left a logit and its variance in their rows of out; returns the
+    first that is not finite.
+    """
     for start in range(begin, end, BLOCK):
         n = min(BLOCK, end - start)
         for i in range(n):
@@ -115,16 +141,22 @@ def _predictions(rules: Rules, w: Floats, out: Floats, begin: int, end: int) -> 
 
 @kernel
 def scan_rank_one(
-    rules: Rules, motion: Motion, X: Floats, begin: int, end: int, mean: Floats, S: Floats, bounds: Floats, w: Floats,
+    rules: Rules, motion: Motion, X: Floats, begin: int, end: int, mean: Floats, S: Floats,
+    bounds: Floats, w: Floats,
     v: Floats, warned: bool, out: Floats, used: Integers, few: tuple[int, ...],
 ) -> int:  # fmt: skip
-    """As compiled_steps.scan_full, for two classes, class 0 fixed, and batches of one; in place of losses it leaves logits.
+    """As compiled_steps.scan_full, for two classes, class 0 fixed, and batches of one; in place of
+    losses it leaves logits.
 
-    ``few``: a tuple as long as there are parameters, or () for any number. Its length is known to the compiler, which then
-    writes out the loops over parameters: a fifth less time at d = 3.
+    ``few``: a tuple as long as there are parameters, or () for any number. Its length is known to
+    the compiler, which then writes out the loops over parameters: a fifth less time at d = 3.
     """
     gains, _, factor, noise, still, shrink, floor = motion
-    d, reached, share = len(few) if len(few) > 0 else mean.shape[0], end, 1.0 / max(rules.reference, 1)
+    d, reached, share = (
+        len(few) if len(few) > 0 else mean.shape[0],
+        end,
+        1.0 / max(rules.reference, 1),
+    )
     w[LOW] = bounds[0]
     w[GOOD] = 1.0
     for j in range(d):

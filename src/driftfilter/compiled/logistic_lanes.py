@@ -1,7 +1,9 @@
-"""The compiled steps of logistic.py for many streams abreast: vector registers hold numbers of different streams.
+"""The compiled steps of logistic.py for many streams abreast: vector registers hold numbers of
+different streams.
 
-A block of streams goes through its steps together. Its workspace v [rows, BLOCK] has a lane for each stream, and rows for
-x [d], μ [d], y = Σ⁻x [d], what waits to be taken from Σ [d], and the lower triangle of Σ, row by row.
+A block of streams goes through its steps together. Its workspace v [rows, BLOCK] has a lane for
+each stream, and rows for x [d], μ [d], y = Σ⁻x [d], what waits to be taken from Σ [d], and the
+lower triangle of Σ, row by row.
 """
 
 from __future__ import annotations
@@ -34,9 +36,22 @@ from driftfilter.compiled.logistic_rules import (
     weigh,
 )
 from driftfilter.compiled.rules import kernel, part
-from driftfilter.compiled.terms import DIAGONAL, DRIFT, GAIN, KAPPA, ORIGIN, Floats, Integers, Motion, Numbers, Rules
+from driftfilter.compiled.terms import (
+    DIAGONAL,
+    DRIFT,
+    GAIN,
+    KAPPA,
+    ORIGIN,
+    Floats,
+    Integers,
+    Motion,
+    Numbers,
+    Rules,
+)
 
-ABREAST = 16  # parameters above which a stream fills vector registers by itself, and a block of them no near cache
+# parameters above which a stream fills vector registers by itself, and a block of them no near
+# cache
+ABREAST = 16
 
 
 def workspaces(d: int) -> tuple[Floats, Floats]:
@@ -45,7 +60,16 @@ def workspaces(d: int) -> tuple[Floats, Floats]:
 
 
 @part
-def _load(before: Numbers, values: Numbers, rows: Integers, bounds: Floats, start: int, n: int, w: Floats, v: Floats) -> None:
+def _load(
+    before: Numbers,
+    values: Numbers,
+    rows: Integers,
+    bounds: Floats,
+    start: int,
+    n: int,
+    w: Floats,
+    v: Floats,
+) -> None:
     """Beliefs of n streams into the lanes."""
     d = before.shape[1]
     for s in range(n):
@@ -61,7 +85,9 @@ def _load(before: Numbers, values: Numbers, rows: Integers, bounds: Floats, star
 
 
 @part
-def _store(mean: Numbers, S: Numbers, bounds: Floats, start: int, n: int, w: Floats, v: Floats) -> None:
+def _store(
+    mean: Numbers, S: Numbers, bounds: Floats, start: int, n: int, w: Floats, v: Floats
+) -> None:
     """And out of them."""
     d = mean.shape[1]
     for s in range(n):
@@ -78,7 +104,8 @@ def _store(mean: Numbers, S: Numbers, bounds: Floats, start: int, n: int, w: Flo
 
 @part
 def _sweep(
-    motion: Motion, X: Floats, first: int, per: int, d: int, n: int, least: float, most: float, w: Floats, v: Floats
+    motion: Motion, X: Floats, first: int, per: int, d: int, n: int, least: float, most: float,
+    w: Floats, v: Floats
 ) -> None:  # fmt: skip
     """As compiled_rank_one's, with μ⁻ and f = xᵀμ⁻; x of lane s is row first + s per of X."""
     gains, _, factor, noise, _, _, _ = motion
@@ -99,10 +126,19 @@ def _sweep(
                 v[2 * d + j, s] += value * v[i, s]
             place += 1
         extra = gains[DIAGONAL, i] + (noise[i, i] if full else 0.0)
-        kappa, origin, gain, drift = gains[KAPPA, i], gains[ORIGIN, i], gains[GAIN, i], gains[DRIFT, i]
+        kappa, origin, gain, drift = (
+            gains[KAPPA, i],
+            gains[ORIGIN, i],
+            gains[GAIN, i],
+            gains[DRIFT, i],
+        )
         for s in range(n):
             x, mean, taken = v[i, s], v[d + i, s], v[3 * d + i, s]
-            value = alpha * (v[place, s] - taken * taken) + extra + kappa * (mean - origin) * (mean - origin)
+            value = (
+                alpha * (v[place, s] - taken * taken)
+                + extra
+                + kappa * (mean - origin) * (mean - origin)
+            )
             v[place, s] = value
             v[2 * d + i, s] += value * x
             v[d + i, s] = drift + gain * mean
@@ -133,10 +169,14 @@ def _move(posterior: bool, d: int, n: int, w: Floats, v: Floats) -> None:
 
 @kernel
 def each_abreast(
-    rules: Rules, motion: Motion, X: Floats, per: int, begin: int, end: int, rows: Integers, before: Numbers, values: Numbers,
-    mean: Numbers, S: Numbers, bounds: Floats, w: Floats, v: Floats, warned: bool, out: Floats, reached: Integers,
+    rules: Rules, motion: Motion, X: Floats, per: int, begin: int, end: int, rows: Integers,
+    before: Numbers, values: Numbers,
+    mean: Numbers, S: Numbers, bounds: Floats, w: Floats, v: Floats, warned: bool, out: Floats,
+    reached: Integers,
 ) -> None:  # fmt: skip
-    """As compiled_fleet.each_rank_one; out has predictions alone [samples, 4]. A stream that refuses a step goes on in vain."""
+    """As compiled_fleet.each_rank_one; out has predictions alone [samples, 4]. A stream that
+    refuses a step goes on in vain.
+    """
     d = before.shape[1]
     for start in range(begin, end, BLOCK):
         n = min(BLOCK, end - start)
@@ -146,7 +186,16 @@ def each_abreast(
             probabilities(w, n)
             weigh(rules, w, n)
             slopes(rules, w, n)
-            settle(rules, motion.still, motion.shrink, motion.floor, 4 * d * bounds[start, 1], warned, w, n)
+            settle(
+                rules,
+                motion.still,
+                motion.shrink,
+                motion.floor,
+                4 * d * bounds[start, 1],
+                warned,
+                w,
+                n,
+            )
             _move(rules.posterior, d, n, w, v)
             predict(rules, w, n)
             for s in range(n):

@@ -1,8 +1,10 @@
-"""Losses, weightings, curvatures and predictions of one logit, compiled: two classes, class 0 fixed, one sample a step.
+"""Losses, weightings, curvatures and predictions of one logit, compiled: two classes, class 0
+fixed, one sample a step.
 
-Everything is a function of the logit f of class 1, with p = 1 / (1 + e⁻ᶠ) and q = 1 - p. A workspace w [ROWS · BLOCK] has
-rows of BLOCK places, one for each of many streams, or of many steps where these do not depend on each other; loops without
-branches over the places run in vector registers. The closed forms are those of rules.py for k = 2.
+Everything is a function of the logit f of class 1, with p = 1 / (1 + e⁻ᶠ) and q = 1 - p. A
+workspace w [ROWS · BLOCK] has rows of BLOCK places, one for each of many streams, or of many steps
+where these do not depend on each other; loops without branches over the places run in vector
+registers. The closed forms are those of rules.py for k = 2.
 """
 
 from __future__ import annotations
@@ -31,14 +33,37 @@ from driftfilter.model.weighting import TIE
 BLOCK = 64
 LN2 = math.log(2)
 
-# Where the rows of the workspace begin: logit at the prior mean, p, q, weight; gradient u of the loss in f, what its second
-# derivative is beside u (q - p), what it counts in a curvature from the model alone; xᵀx, xᵀΣ⁻x, the largest variance, whether
-# all are positive and finite (1 or 0), a lower bound of Σ's eigenvalues; whether the step is taken, its length along y, and the
-# root of what is taken from Σ along y; logit and its variance to predict with.
+# Where the rows of the workspace begin: logit at the prior mean, p, q, weight; gradient u of the
+# loss in f, what its second derivative is beside u (q - p), what it counts in a curvature from the
+# model alone; xᵀx, xᵀΣ⁻x, the largest variance, whether all are positive and finite (1 or 0), a
+# lower bound of Σ's eigenvalues; whether the step is taken, its length along y, and the root of
+# what is taken from Σ along y; logit and its variance to predict with.
 ROWS = 17
 _PLACES = range(0, ROWS * BLOCK, BLOCK)
-F, P, Q, WEIGHT, U, BEND, SHARE, SIZE, SPREAD, LARGEST, PROPER, LOW, GOOD, STEP, TAKEN, G, VARIANCE = _PLACES
-LOG0, LOG1, FIXED = U, BEND, SHARE  # of the prediction, when the others have been used: log-probabilities, variance of class 0
+(
+    F,
+    P,
+    Q,
+    WEIGHT,
+    U,
+    BEND,
+    SHARE,
+    SIZE,
+    SPREAD,
+    LARGEST,
+    PROPER,
+    LOW,
+    GOOD,
+    STEP,
+    TAKEN,
+    G,
+    VARIANCE,
+) = _PLACES
+LOG0, LOG1, FIXED = (
+    U,
+    BEND,
+    SHARE,
+)  # of the prediction, when the others have been used: log-probabilities, variance of class 0
 
 
 @part
@@ -54,7 +79,9 @@ def probabilities(w: Floats, n: int) -> None:
 
 @part
 def _entropy(f: float, p: float, q: float) -> float:
-    """-p log p - q log q: the smaller one's logarithm is abs(f) less than that of the larger one."""
+    """-p log p - q log q: the smaller one's logarithm is abs(f) less than that of the larger
+    one.
+    """
     return float(min(p, q) * min(abs(f), -FLOOR) - log(max(p, q)))
 
 
@@ -75,12 +102,16 @@ def weigh(rules: Rules, w: Floats, n: int) -> None:
             margin = level - entropy
             gated = (exp(margin) if kind == WEIGHTED_GATE else 1.0) if margin > 0 else 0.0
             sure = 1 - entropy / LN2
-            w[WEIGHT + i] *= beta * ((sure if sure > TIE else 0.0) if kind == RELIABILITY else gated)
+            w[WEIGHT + i] *= beta * (
+                (sure if sure > TIE else 0.0) if kind == RELIABILITY else gated
+            )
 
 
 @part
 def _ratio(p: float, ceiling: float) -> tuple[float, float]:
-    """First and second, as expansion.separable has them, of -p log(p / (1 - p) + 1e-5) of one class; 0 above the ceiling."""
+    """First and second, as expansion.separable has them, of -p log(p / (1 - p) + 1e-5) of one
+    class; 0 above the ceiling.
+    """
     capped = min(p, ceiling)
     slope = 1 / ((1 - capped) * (1 - capped))
     odds = capped / (1 - capped) + 1e-5
@@ -92,7 +123,9 @@ def _ratio(p: float, ceiling: float) -> tuple[float, float]:
 
 @part
 def slopes(rules: Rules, w: Floats, n: int) -> None:
-    """u = q first₁ - p first₀, the gradient of the loss in f; its second derivative is u (q - p) + q² second₁ + p² second₀."""
+    """u = q first₁ - p first₀, the gradient of the loss in f; its second derivative is u (q - p) +
+    q² second₁ + p² second₀.
+    """
     for i in range(n):
         w[U + i] = w[BEND + i] = w[SHARE + i] = 0.0
     for t in range(rules.terms.shape[0]):
@@ -128,11 +161,21 @@ def slopes(rules: Rules, w: Floats, n: int) -> None:
 
 
 @part
-def settle(rules: Rules, still: bool, shrink: float, floor: float, eps: float, warned: bool, w: Floats, n: int) -> None:
-    """What the step takes along y = Σ⁻x, s = xᵀy, with h the curvature of the energy in f and γ its gradient.
+def settle(
+    rules: Rules,
+    still: bool,
+    shrink: float,
+    floor: float,
+    eps: float,
+    warned: bool,
+    w: Floats,
+    n: int,
+) -> None:
+    """What the step takes along y = Σ⁻x, s = xᵀy, with h the curvature of the energy in f and γ its
+    gradient.
 
-    Σ = Σ⁻ - h y yᵀ / (1 + h s), μ = μ⁻ - γ y / (1 + h s); λ_min(Σ) >= 1 / (1 / λ + h xᵀx) less rounding. A step that warns,
-    raises or needs more care with rounding is not good.
+    Σ = Σ⁻ - h y yᵀ / (1 + h s), μ = μ⁻ - γ y / (1 + h s); λ_min(Σ) >= 1 / (1 / λ + h xᵀx) less
+    rounding. A step that warns, raises or needs more care with rounding is not good.
     """
     learns = rules.minimum <= 1
     share = 1.0 / max(rules.reference, 1) if learns else 0.0
@@ -142,7 +185,11 @@ def settle(rules: Rules, still: bool, shrink: float, floor: float, eps: float, w
     for i in range(n):
         p, q, u, spread = w[P + i], w[Q + i], w[U + i], w[SPREAD + i]
         coefficient = w[WEIGHT + i] * share
-        h = coefficient * (hessian * max(u * (q - p) + w[BEND + i], 0.0) + newton * w[SHARE + i] * p * q + fisher * u * u)
+        h = coefficient * (
+            hessian * max(u * (q - p) + w[BEND + i], 0.0)
+            + newton * w[SHARE + i] * p * q
+            + fisher * u * u
+        )
         scale = 1 + h * spread
         inverse = 1 / scale
         low = max(shrink * w[LOW + i] + floor, 0.0)
@@ -165,7 +212,9 @@ def settle(rules: Rules, still: bool, shrink: float, floor: float, eps: float, w
 
 @part
 def predict(rules: Rules, w: Floats, n: int) -> None:
-    """log p(y given x) and variances from the logit and its own; probit, in either form, divides by √(1 + π/8 · variance)."""
+    """log p(y given x) and variances from the logit and its own; probit, in either form, divides by
+    √(1 + π/8 · variance).
+    """
     tempered, cooled = rules.prediction == TEMPERED, 1 / rules.temperature
     hot = 4 / math.pi * max(rules.temperature * rules.temperature - 1, 0.0)
     for i in range(n):

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from driftfilter.filtering import Filter
 
 
-class Uncovered(Exception):  # noqa: N818  # no error: the eager path takes over
+class Uncovered(Exception):  # noqa: N818  # no error: the eager path takes over  # no error: the eager path takes over
     """A configuration that compiled code does not cover, and why."""
 
 
@@ -87,7 +87,9 @@ def _terms(loss: Any, coefficient: float) -> list[tuple[int, float, float]]:
 
 def _curvature(curvature: Any) -> tuple[int, float]:
     if type(curvature) is EmpiricalFisher:
-        return (kinds.CENTERED_FISHER if curvature.centered else kinds.FISHER), float(curvature.scale)
+        return (kinds.CENTERED_FISHER if curvature.centered else kinds.FISHER), float(
+            curvature.scale
+        )
     known = {Hessian: kinds.HESSIAN, GaussNewton: kinds.GAUSS_NEWTON, NoCurvature: kinds.NONE}
     if type(curvature) not in known:
         raise Uncovered(f"the curvature is {curvature}")
@@ -130,7 +132,11 @@ def motion_of(transition: Transition, source: Belief) -> Motion:
     else:
         _require_known(transition)
         factor, noise, kappa = _probed(bound, source)
-    matrix = bound.gain if isinstance(bound.gain, Tensor) and bound.gain.dim() == 2 else torch.zeros(0, 0)
+    matrix = (
+        bound.gain
+        if isinstance(bound.gain, Tensor) and bound.gain.dim() == 2
+        else torch.zeros(0, 0)
+    )
     shrink, floor = _bounds(matrix, factor, noise)
     diagonal = noise.diagonal() if noise.dim() == 2 else noise
     if noise.dim() == 1 or not (noise - torch.diag(diagonal)).any():
@@ -149,7 +155,9 @@ def motion_of(transition: Transition, source: Belief) -> Motion:
 
 
 def _bounds(matrix: Tensor, factor: Tensor, noise: Tensor) -> tuple[float, float]:
-    """λ_min(Σ⁻) >= shrink λ_min(Σ) + floor: Schur's bound of an elementwise product, A and W being semi-definite."""
+    """λ_min(Σ⁻) >= shrink λ_min(Σ) + floor: Schur's bound of an elementwise product, A and W being
+    semi-definite.
+    """
     shrink = (factor if factor.dim() == 0 else factor.diagonal().min()).item()
     if matrix.numel():
         shrink *= torch.linalg.svdvals(matrix)[-1].item() ** 2
@@ -158,7 +166,9 @@ def _bounds(matrix: Tensor, factor: Tensor, noise: Tensor) -> tuple[float, float
 
 
 def _constant(bound: BoundTransition, spread: Spread, source: Belief) -> tuple[Tensor, Tensor]:
-    """A, a number [], or a matrix [d, d], and W, a vector or a matrix, of a noise that is always the same."""
+    """A, a number [], or a matrix [d, d], and W, a vector or a matrix, of a noise that is always
+    the same.
+    """
     keep, noise = spread
     if isinstance(noise, float):
         noise = source.mean.new_full((source.dimension,), noise)
@@ -175,7 +185,9 @@ def _constant(bound: BoundTransition, spread: Spread, source: Belief) -> tuple[T
 
 
 def _require_known(transition: Transition) -> None:
-    """Raise where a noise that depends on the belief is the user's own: three probes would not tell what it does."""
+    """Raise where a noise that depends on the belief is the user's own: three probes would not tell
+    what it does.
+    """
     parts = transition.dynamics.parts if type(transition.dynamics) is BlockDynamics else ()
     for part in parts:
         _require_known(part)
@@ -185,7 +197,8 @@ def _require_known(transition: Transition) -> None:
 
 
 def _probed(bound: BoundTransition, source: Belief) -> tuple[Tensor, Tensor, Tensor]:
-    """A, W and κ of a noise that depends on the belief: Σ⁻ is affine in Σ and (μ - μ₀)², so three probes tell.
+    """A, W and κ of a noise that depends on the belief: Σ⁻ is affine in Σ and (μ - μ₀)², so three
+    probes tell.
 
     Under a gain G the probe of A is Σ = G⁻¹ 1 1ᵀ G⁻ᵀ, which G turns into ones.
     """
@@ -202,7 +215,9 @@ def _probed(bound: BoundTransition, source: Belief) -> tuple[Tensor, Tensor, Ten
     root = ones
     if isinstance(bound.gain, Tensor) and bound.gain.dim() == 2:
         if not torch.linalg.cond(bound.gain).item() < 1e6:
-            raise Uncovered("a gain that cannot be inverted, with a noise that depends on the belief")
+            raise Uncovered(
+                "a gain that cannot be inverted, with a noise that depends on the belief"
+            )
         root = torch.linalg.solve(bound.gain, ones)
     noise = probe(source.mean, 0 * ones)
     factor = probe(source.mean, root) - noise

@@ -1,4 +1,6 @@
-"""Memory ahead of its use: processors guess what comes next along an array, but not that another stream does."""
+"""Memory ahead of its use: processors guess what comes next along an array, but not that another
+stream does.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,10 @@ def _prefetched(typing: Any, row: Any, j: Any) -> Any:
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
-        address, whole = builder.bitcast(builder.gep(data, arguments[1:]), cgutils.voidptr_t), ir.IntType(32)
+        address, whole = (
+            builder.bitcast(builder.gep(data, arguments[1:]), cgutils.voidptr_t),
+            ir.IntType(32),
+        )
         kind = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, whole, whole, whole])
         call = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")  # type: ignore[no-untyped-call]
         builder.call(call, [address, whole(0), whole(3), whole(1)])  # to read, in every cache, data
@@ -33,6 +38,8 @@ _ask: Any = _prefetched  # called with the values alone
 
 @compiled
 def fetch(row: Numbers, begin: int, end: int) -> None:
-    """Ask for row[begin:end], as far as the row goes. A few lines at a time: what is asked of memory at once is limited."""
+    """Ask for row[begin:end], as far as the row goes. A few lines at a time: what is asked of
+    memory at once is limited.
+    """
     for j in range(begin, min(end, row.shape[0]), 16 if row.itemsize == 4 else 8):  # a cache line
         _ask(row, j)

@@ -1,8 +1,8 @@
 """Losses, weightings, curvatures and predictions in the logits of each sample, compiled.
 
-The closed forms are those of losses.py, expansion.py, weighting.py, curvature.py and prediction.py. A loss is a list of terms
-(kind, parameter, coefficient), a weighting a list of gates (kind, β, fraction); plan.py makes these lists. Plain loops
-over few arrays, for these compile fast.
+The closed forms are those of losses.py, expansion.py, weighting.py, curvature.py and prediction.py.
+A loss is a list of terms (kind, parameter, coefficient), a weighting a list of gates (kind, β,
+fraction); plan.py makes these lists. Plain loops over few arrays, for these compile fast.
 """
 
 from __future__ import annotations
@@ -36,21 +36,31 @@ from driftfilter.model.weighting import TIE
 
 Call = TypeVar("Call", bound=Callable[..., Any])
 
-# Sums may be reordered, to use vector registers; NaN and infinity keep their meaning, the checks rely on it. Without _nrt no
-# references are counted (two atomic operations for each view of an array): kernels make no arrays, callers hold them.
-_OPTIONS: Any = {"_nrt": False, "nogil": True, "fastmath": {"reassoc", "contract", "nsz", "arcp"}, "error_model": "numpy"}
+# Sums may be reordered, to use vector registers; NaN and infinity keep their meaning, the checks
+# rely on it. Without _nrt no references are counted (two atomic operations for each view of an
+# array): kernels make no arrays, callers hold them.
+_OPTIONS: Any = {
+    "_nrt": False,
+    "nogil": True,
+    "fastmath": {"reassoc", "contract", "nsz", "arcp"},
+    "error_model": "numpy",
+}
 
-# Rows of the workspace w [n, 7, k] of a batch: logits at the prior mean, log p, p, gradient u, u + b (expansion.separable),
-# logits at the mean to predict from, and anything
+# Rows of the workspace w [n, 7, k] of a batch: logits at the prior mean, log p, p, gradient u, u +
+# b (expansion.separable), logits at the mean to predict from, and anything
 F, LOGP, P, U, V, G, ANY = range(7)
 
 
 @cache
 def _forget_stale(folder: str) -> None:
-    """Remove compiled code that is older than a source of the kernels: numba looks at the file of the outermost one only."""
+    """Remove compiled code that is older than a source of the kernels: numba looks at the file of
+    the outermost one only.
+    """
     sources = list(Path(__file__).parent.glob("*.py"))
     newest = max(source.stat().st_mtime for source in sources)
-    for kept in (file for source in sources for file in Path(folder).glob(f"{source.stem}.*.nb[ic]")):
+    for kept in (
+        file for source in sources for file in Path(folder).glob(f"{source.stem}.*.nb[ic]")
+    ):
         with contextlib.suppress(OSError):  # another process did it, or nobody may
             if kept.stat().st_mtime < newest:
                 kept.unlink()
@@ -62,14 +72,18 @@ def compiled(function: Call) -> Call:
 
 
 def part(function: Call) -> Call:
-    """The same, compiled on its own and put into the kernel by LLVM: that takes much less time than ``compiled``."""
+    """The same, compiled on its own and put into the kernel by LLVM: that takes much less time than
+    ``compiled``.
+    """
     options: Any = {"forceinline": True, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
     made: Call = numba.njit(**options, **_OPTIONS)(function)
     return made
 
 
 def kernel(function: Call) -> Call:
-    """Compiled to machine code at the first call, kept on disk for later processes where a folder can be written."""
+    """Compiled to machine code at the first call, kept on disk for later processes where a folder
+    can be written.
+    """
     return _compiled(function, no_cfunc_wrapper=True)
 
 
@@ -108,7 +122,9 @@ def log_softmax(w: Floats, i: int, row: int) -> None:
 
 @compiled
 def weigh(rules: Rules, w: Floats, n: int, out: Floats, start: int) -> int:
-    """w_i and w_i / n of the samples from their log-probabilities; returns how many have a weight."""
+    """w_i and w_i / n of the samples from their log-probabilities; returns how many have a
+    weight.
+    """
     k, used = w.shape[2], 0
     looks = rules.gates.shape[0] > 0 or rules.masked
     largest = math.log(max(k, 2)) if looks else 1.0
@@ -153,13 +169,17 @@ def _information(w: Floats, n: int, out: Floats, start: int, coefficient: float)
             p = w[i, P, c]
             term = coefficient * p * (level - max(w[i, LOGP, c], FLOOR))
             w[i, U, c] += term
-            w[i, V, c] += coefficient * (out[start + i, 2 * k + 1] / total * p * p / max(mean, TINY) - p)
+            w[i, V, c] += coefficient * (
+                out[start + i, 2 * k + 1] / total * p * p / max(mean, TINY) - p
+            )
             out[start + i, 2 * k] += term
 
 
 @compiled
 def _labelled(w: Floats, i: int, kind: int, number: float, coefficient: float) -> float:
-    """Terms of the most likely class alone: pseudo-label and generalised cross-entropy; returns the value."""
+    """Terms of the most likely class alone: pseudo-label and generalised cross-entropy; returns the
+    value.
+    """
     top = 0
     for c in range(w.shape[2]):
         top = c if w[i, F, c] > w[i, F, top] else top
@@ -179,7 +199,9 @@ def _labelled(w: Floats, i: int, kind: int, number: float, coefficient: float) -
 
 @compiled
 def expand(rules: Rules, w: Floats, n: int, out: Floats, start: int) -> None:
-    """ℓ_i, its gradient u in the logits, v = u + b, and (in ANY) what it counts in a curvature from the model alone."""
+    """ℓ_i, its gradient u in the logits, v = u + b, and (in ANY) what it counts in a curvature from
+    the model alone.
+    """
     k = w.shape[2]
     for i in range(n):
         out[start + i, 2 * k] = 0.0
@@ -282,7 +304,9 @@ def _positive_root(square: Floats, root: Floats, i: int) -> None:
 
 @compiled
 def _rotate(square: Floats, c: int, e: int) -> None:
-    """One Jacobi rotation, which makes square[0, c, e] zero; square[1] collects the eigenvectors."""
+    """One Jacobi rotation, which makes square[0, c, e] zero; square[1] collects the
+    eigenvectors.
+    """
     slope = (square[0, e, e] - square[0, c, c]) / (2 * square[0, c, e])
     tangent = (1.0 if slope >= 0 else -1.0) / (abs(slope) + math.sqrt(slope * slope + 1))
     cosine = 1 / math.sqrt(tangent * tangent + 1)
@@ -299,8 +323,12 @@ def _rotate(square: Floats, c: int, e: int) -> None:
 
 
 @compiled
-def predict(rules: Rules, w: Floats, i: int, row: int, square: Floats, out: Floats, start: int) -> bool:
-    """log p(y given x) and logit variances of sample i from a row of logits and their covariance square[0]; whether finite."""
+def predict(
+    rules: Rules, w: Floats, i: int, row: int, square: Floats, out: Floats, start: int
+) -> bool:
+    """log p(y given x) and logit variances of sample i from a row of logits and their covariance
+    square[0]; whether finite.
+    """
     k, temperature = w.shape[2], w.dtype.type(rules.temperature)
     constant = w.dtype.type(4 / math.pi * max(rules.temperature * rules.temperature - 1, 0.0))
     for c in range(k):

@@ -1,7 +1,9 @@
-"""Whole streams in compiled code: what ``Filter.run`` does with a linear head where numba is installed.
+"""Whole streams in compiled code: what ``Filter.run`` does with a linear head where numba is
+installed.
 
-The compiled step (full.py) is the eager one in closed form. What it cannot take, a step that warns, raises or needs
-more care with rounding, it hands back: the eager path takes that step from the same state, and the scan goes on after it.
+The compiled step (full.py) is the eager one in closed form. What it cannot take, a step that warns,
+raises or needs more care with rounding, it hands back: the eager path takes that step from the same
+state, and the scan goes on after it.
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ def why_eager(filt: Filter, state: FilterState, batches: Iterable[Any]) -> str:
     return ""
 
 
-def run(filt: Filter, state: FilterState, batches: Iterable[Any]) -> tuple[FilterState, Outputs] | None:
+def run(
+    filt: Filter, state: FilterState, batches: Iterable[Any]
+) -> tuple[FilterState, Outputs] | None:
     """The stream in compiled code; None where it is not covered."""
     try:
         plan = _plan(filt, state, batches)
@@ -66,7 +70,9 @@ class Plan(NamedTuple):
 
 
 def is_along_x(rules: Rules, motion: Motion, head: Head, width: int) -> bool:
-    """Whether a sample is one logit xᵀμ, whose loss is its own, and the transition no matrix product."""
+    """Whether a sample is one logit xᵀμ, whose loss is its own, and the transition no matrix
+    product.
+    """
     one_logit = head.first == 1 and len(head.read_out) == 0 and motion.vectors.shape[1] == width
     simple = len(motion.matrix) == 0 and motion.factor.shape == (1, 1)
     return one_logit and simple and all(term[0] != INFORMATION for term in rules.terms.tolist())
@@ -107,7 +113,9 @@ def _kept(filt: Filter, state: FilterState) -> Kept:
     kept: Kept | None = filt.__dict__["_motion"]
     if kept is None or kept.source is not state.source:
         source, matrix = state.source, filt.transition.read_out(state.parameters)
-        read_out = np.zeros((0, 0)) if matrix is None else np.ascontiguousarray(matrix.double().numpy())
+        read_out = (
+            np.zeros((0, 0)) if matrix is None else np.ascontiguousarray(matrix.double().numpy())
+        )
         low = _lowest(source.covariance) if isinstance(source.covariance, Full) else 0.0
         kept = Kept(source, rules_of(filt), motion_of(filt.transition, source), read_out, low)
         object.__setattr__(filt, "_motion", kept)
@@ -115,7 +123,9 @@ def _kept(filt: Filter, state: FilterState) -> Kept:
 
 
 def limits(dtype: torch.dtype) -> tuple[float, float, float]:
-    """Rounding error of a number, and the variances between which a kernel in double precision decides what is proper."""
+    """Rounding error of a number, and the variances between which a kernel in double precision
+    decides what is proper.
+    """
     numbers = torch.finfo(dtype)
     return numbers.eps, 4 * numbers.tiny, numbers.max / 4
 
@@ -135,8 +145,12 @@ def head_of(filt: Filter, state: FilterState) -> LinearHead:
     if type(model) is not LinearHead or model.classes < 2:
         raise Uncovered("the model is not a LinearHead of 2 classes or more")
     belief = state.belief
-    if type(belief.covariance) not in (Full, Diagonal) or type(state.source.covariance) is not type(belief.covariance):
-        raise Uncovered(f"the covariance is {type(belief.covariance).__name__}, not Full or Diagonal")
+    if type(belief.covariance) not in (Full, Diagonal) or type(state.source.covariance) is not type(
+        belief.covariance
+    ):
+        raise Uncovered(
+            f"the covariance is {type(belief.covariance).__name__}, not Full or Diagonal"
+        )
     if not belief.mean.is_cpu:
         raise Uncovered(f"the belief is on {belief.mean.device}, not on the CPU")
     return model
@@ -146,30 +160,54 @@ def _require_small(state: FilterState, n: int, own: int) -> None:
     d, p = state.belief.dimension, n * own
     work = d * d * p + d * p * p if isinstance(state.belief.covariance, Full) else 4 * d * n
     if work > WORK:
-        raise Uncovered(f"a step on {n} samples with {d} parameters is large enough for libraries of linear algebra")
+        raise Uncovered(
+            f"a step on {n} samples with {d} parameters is large enough for libraries of linear "
+            "algebra"
+        )
 
 
-def _gathered(batches: Any, intercept: bool, dtype: torch.dtype) -> tuple[Tensor, Any, tuple[int, int], list[int]]:
-    """Features of all usable batches [samples, D], the first sample of each [steps + 1], their sizes, the batches left out."""
+def _gathered(
+    batches: Any, intercept: bool, dtype: torch.dtype
+) -> tuple[Tensor, Any, tuple[int, int], list[int]]:
+    """Features of all usable batches [samples, D], the first sample of each [steps + 1], their
+    sizes, the batches left out.
+    """
     offsets: Any
     if isinstance(batches, Tensor):
         if batches.dim() != 3 or 0 in batches.shape or not _is_plain(batches):
-            raise Uncovered(f"the stream is not a real tensor [steps, n, D] on the CPU, but of shape {list(batches.shape)}")
+            raise Uncovered(
+                "the stream is not a real tensor [steps, n, D] on the CPU, but of shape "
+                f"{list(batches.shape)}"
+            )
         n = batches.shape[1]
-        features, offsets, least, most, odd = batches.flatten(0, 1), range(0, len(batches) * n + 1, n), n, n, []
+        features, offsets, least, most, odd = (
+            batches.flatten(0, 1),
+            range(0, len(batches) * n + 1, n),
+            n,
+            n,
+            [],
+        )
     else:
-        widths = {batch.shape[-1] for batch in batches if isinstance(batch, Tensor) and batch.dim() == 2}
+        widths = {
+            batch.shape[-1] for batch in batches if isinstance(batch, Tensor) and batch.dim() == 2
+        }
         if len(widths) != 1:
             raise Uncovered("the batches are not tensors [n, D] of one width")
         (width,) = widths
         fit = [_usable(batch, width) for batch in batches]
         odd = [position for position, good in enumerate(fit) if not good]
-        sizes = np.array([batch.shape[0] if good else 0 for batch, good in zip(batches, fit, strict=True)])
+        sizes = np.array(
+            [batch.shape[0] if good else 0 for batch, good in zip(batches, fit, strict=True)]
+        )
         good_ones = [batch for batch, good in zip(batches, fit, strict=True) if good]
         if not good_ones:
             raise Uncovered("no batch is a tensor [n, D] on the CPU")
         features = torch.cat([batch.detach().to(dtype) for batch in good_ones])
-        offsets, least, most = np.concatenate(([0], np.cumsum(sizes))), int(sizes.min()), int(sizes.max())
+        offsets, least, most = (
+            np.concatenate(([0], np.cumsum(sizes))),
+            int(sizes.min()),
+            int(sizes.max()),
+        )
     if features.dtype != torch.float64 or dtype != torch.float64:
         features = features.to(dtype).double()
     if intercept:
@@ -178,9 +216,15 @@ def _gathered(batches: Any, intercept: bool, dtype: torch.dtype) -> tuple[Tensor
 
 
 def _usable(batch: Any, width: int) -> bool:
-    """Whether a batch is a real tensor [n, width] on the CPU; what its numbers are the compiled step sees itself."""
+    """Whether a batch is a real tensor [n, width] on the CPU; what its numbers are the compiled
+    step sees itself.
+    """
     return (
-        isinstance(batch, Tensor) and _is_plain(batch) and batch.dim() == 2 and batch.shape[0] > 0 and batch.shape[1] == width
+        isinstance(batch, Tensor)
+        and _is_plain(batch)
+        and batch.dim() == 2
+        and batch.shape[0] > 0
+        and batch.shape[1] == width
     )
 
 
@@ -203,7 +247,9 @@ class _Scan:
         while t < count:
             stop = next(position for position in self.plan.odd if position >= t)
             reached, state = self._compiled(state, t, stop) if stop > t else (t, state)
-            patience = 1 if reached > t else min(2 * patience, 256)  # where it refuses again and again, ask less often
+            patience = (
+                1 if reached > t else min(2 * patience, 256)
+            )  # where it refuses again and again, ask less often
             t = min(reached + patience, count)
             for position in range(reached, t):
                 state = self._eagerly(state, position)
@@ -215,13 +261,22 @@ class _Scan:
         return state
 
     def _compiled(self, state: FilterState, begin: int, stop: int) -> tuple[int, FilterState]:
-        """Steps from begin on, up to the first one that is refused: which that is, and the state before it."""
+        """Steps from begin on, up to the first one that is refused: which that is, and the state
+        before it.
+        """
         end, belief = self._advance(state.belief, begin, stop)
         if begin < end < stop:  # the covariance is already spoilt by the step that was refused
             _, belief = self._advance(state.belief, begin, end)
         if end == begin:
             return begin, state
-        return end, FilterState(belief, state.source, state.parameters, state.seed, state.step + end - begin, state.memory)
+        return end, FilterState(
+            belief,
+            state.source,
+            state.parameters,
+            state.seed,
+            state.step + end - begin,
+            state.memory,
+        )
 
     def _advance(self, belief: Belief, begin: int, end: int) -> tuple[int, Belief]:
         if not isinstance(belief.covariance, Full):
@@ -239,14 +294,21 @@ class _Scan:
         reached = scan_full(*self._stream(begin, end), *moving, *self._record(belief, begin, end))
         return reached, unchecked(Belief, mean=mean, covariance=unchecked(Full, matrix=values))
 
-    def _advance_rank_one(self, belief: Belief, values: Tensor, bounds: Any, begin: int, end: int) -> tuple[int, Belief]:
+    def _advance_rank_one(
+        self, belief: Belief, values: Tensor, bounds: Any, begin: int, end: int
+    ) -> tuple[int, Belief]:
         from driftfilter.compiled.logistic import FEW, scan_rank_one, workspaces
 
         plan, dtype = self.plan, values.dtype
         mean, values = _copied(belief.mean, torch.float64), _copied(values, torch.float64)
         stream: Any = (plan.rules, plan.motion, plan.features.numpy(), begin, end)
         moving: Any = (mean.numpy(), values.numpy(), bounds, *workspaces(len(mean)))
-        record: Any = (self._warned, self.out, self.used, (0,) * len(mean) if len(mean) <= FEW else ())
+        record: Any = (
+            self._warned,
+            self.out,
+            self.used,
+            (0,) * len(mean) if len(mean) <= FEW else (),
+        )
         reached = scan_rank_one(*stream, *moving, *record)
         if dtype != torch.float64:
             mean, values = mean.to(dtype), values.to(dtype)
@@ -270,7 +332,14 @@ class _Scan:
         from driftfilter.compiled.workspace import room
 
         plan, full = self.plan, isinstance(belief.covariance, Full)
-        space = room(plan.sizes[1], self.classes, belief.dimension, plan.head, full, len(plan.motion.matrix) > 0)
+        space = room(
+            plan.sizes[1],
+            self.classes,
+            belief.dimension,
+            plan.head,
+            full,
+            len(plan.motion.matrix) > 0,
+        )
         return space, self._warned, self.out, self.used
 
     @property
@@ -282,7 +351,10 @@ class _Scan:
         out = out if dtype == torch.float64 else out.to(dtype)
         kept = (self.plan.offsets, self.used, self.eager, begun, self.plan.is_rank_one)
         record = Record(self.filter, out, self.classes, *kept)
-        predictions, infos = Recorded(record.prediction, len(self.used)), Recorded(record.info, len(self.used))
+        predictions, infos = (
+            Recorded(record.prediction, len(self.used)),
+            Recorded(record.info, len(self.used)),
+        )
         together = None if self.eager else (record.log_probabilities, record.logit_variance)
         return Outputs(predictions, infos, together, len(self.used) - len(self.eager))
 
@@ -296,10 +368,13 @@ def _copied(values: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 @final
 @dataclass(frozen=True, eq=False)
 class Record:
-    """What every step of a scan left behind, samples one after the other; predictions and infos are views of it."""
+    """What every step of a scan left behind, samples one after the other; predictions and infos are
+    views of it.
+    """
 
     filter: Filter
-    out: Tensor  # [samples, 2 k + 3]: log-probabilities, logit variances, loss (or logit), weight, coefficient
+    # [samples, 2 k + 3]: log-probabilities, logit variances, loss (or logit), weight, coefficient
+    out: Tensor
     classes: int
     offsets: Any  # [steps + 1]
     used: Any  # [steps]
@@ -341,7 +416,9 @@ class Record:
         rows = self._rows(t)
         weights, coefficients = self.out[rows, -2:].unbind(1)
         reason = self.filter.reason(int(self.used[t]))
-        return StepInfo(self.begun + t, not reason, reason, self.losses[rows][None], weights, coefficients)
+        return StepInfo(
+            self.begun + t, not reason, reason, self.losses[rows][None], weights, coefficients
+        )
 
     def _rows(self, t: int) -> slice:
         return slice(int(self.offsets[t]), int(self.offsets[t + 1]))
@@ -359,4 +436,8 @@ class Recorded(Sequence[T]):
 
     def __getitem__(self, index: Any) -> Any:
         places = range(self._length)[index]
-        return [self._make(place) for place in places] if isinstance(places, range) else self._make(places)
+        return (
+            [self._make(place) for place in places]
+            if isinstance(places, range)
+            else self._make(places)
+        )

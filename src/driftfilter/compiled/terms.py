@@ -1,4 +1,6 @@
-"""A filter in the terms of the compiled steps: kinds of rules as numbers, a transition and a head as arrays. Needs no numba."""
+"""A filter in the terms of the compiled steps: kinds of rules as numbers, a transition and a head
+as arrays. Needs no numba.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +27,12 @@ Numbers = Any  # an array of the belief's own dtype
 
 
 class Motion(NamedTuple):
-    """μ⁻ = G μ + c; Σ⁻ = A ∘ (G Σ Gᵀ) + W + diag(κ (μ - μ₀)²), with a vector gain of the covariance inside A."""
+    """μ⁻ = G μ + c; Σ⁻ = A ∘ (G Σ Gᵀ) + W + diag(κ (μ - μ₀)²), with a vector gain of the covariance
+    inside A.
+    """
 
-    vectors: Floats  # [5, d]: gain of the mean (where G is no matrix), c, diagonal of W (where it is one), κ, μ₀
+    # [5, d]: gain of the mean (where G is no matrix), c, diagonal of W (where it is one), κ, μ₀
+    vectors: Floats
     matrix: Floats  # G [d, d], or [0, 0]
     factor: Floats  # A [d, d], or [1, 1]; for a diagonal covariance [1, d]
     noise: Floats  # W [d, d] where it is no diagonal, or [0, 0]

@@ -1,7 +1,9 @@
-"""exp and log for compiled code, without branches or calls: loops over them run in vector registers.
+"""exp and log for compiled code, without branches or calls: loops over them run in vector
+registers.
 
-The C library's take one number at a time. These are right to two units in the last place where kernels use them: exp of finite
-numbers below 709 (under -708 it stays at 3e-308), log of normal positive numbers. What is not finite is for the caller to find.
+The C library's take one number at a time. These are right to two units in the last place where
+kernels use them: exp of finite numbers below 709 (under -708 it stays at 3e-308), log of normal
+positive numbers. What is not finite is for the caller to find.
 """
 
 from __future__ import annotations
@@ -14,10 +16,16 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 from numba.extending import intrinsic
 
-_LN2 = (0.693147180369123816490, 1.90821492927058770002e-10)  # ln 2 in two parts, the first short: n times it is exact
-_WHOLE = 6755399441055744.0  # 1.5 · 2⁵²: a small number added to it is rounded to a whole one, in its last bits
+_LN2 = (
+    0.693147180369123816490,
+    1.90821492927058770002e-10,
+)  # ln 2 in two parts, the first short: n times it is exact
+# 1.5 · 2⁵²: a small number added to it is rounded to a whole one, in its last bits
+_WHOLE = 6755399441055744.0
 _ROOT_HALF = 0x3FE6A09E667F3BCD  # bits of √½
-_EXP = tuple(1 / math.factorial(power) for power in range(14))  # on |r| <= ln 2 / 2 the next term is 4e-18
+_EXP = tuple(
+    1 / math.factorial(power) for power in range(14)
+)  # on |r| <= ln 2 / 2 the next term is 4e-18
 _LOG = tuple(2 / power for power in range(23, 1, -2))  # of 2 artanh(s) / s - 2 in s², |s| <= 0.172
 
 # Flags of its own, which a caller's do not overrule: sums must not be reordered here.
@@ -49,7 +57,8 @@ def exp(x: float) -> float:
     r = (x - n * _LN2[0]) - n * _LN2[1]
     r2 = r * r
     r4 = r2 * r2
-    # In pairs, pairs of pairs, and so on: one power after the other would take as many latencies as there are powers.
+    # In pairs, pairs of pairs, and so on: one power after the other would take as many latencies as
+    # there are powers.
     low = (_EXP[0] + _EXP[1] * r) + (_EXP[2] + _EXP[3] * r) * r2
     middle = (_EXP[4] + _EXP[5] * r) + (_EXP[6] + _EXP[7] * r) * r2
     high = (_EXP[8] + _EXP[9] * r) + (_EXP[10] + _EXP[11] * r) * r2

@@ -1,4 +1,6 @@
-"""What the compiled steps share: transition, head and workspace as arrays, the logits, the root of the curvature."""
+"""What the compiled steps share: transition, head and workspace as arrays, the logits, the root of
+the curvature.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,18 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from driftfilter.compiled.rules import U, columns, compiled
-from driftfilter.compiled.terms import CENTERED_FISHER, DRIFT, FISHER, GAIN, NONE, PRIOR, Floats, Head, Numbers, Rules
+from driftfilter.compiled.terms import (
+    CENTERED_FISHER,
+    DRIFT,
+    FISHER,
+    GAIN,
+    NONE,
+    PRIOR,
+    Floats,
+    Head,
+    Numbers,
+    Rules,
+)
 
 
 class Room(NamedTuple):
@@ -25,7 +38,9 @@ class Room(NamedTuple):
     half: Floats  # [d, d] for a matrix gain, or [0, 0]
 
 
-def room(n: int, k: int, d: int, head: Head, full: bool, turned: bool = False, dtype: Any = np.float64) -> Room:
+def room(
+    n: int, k: int, d: int, head: Head, full: bool, turned: bool = False, dtype: Any = np.float64
+) -> Room:
     """Workspace for batches of up to n samples; turned: by a matrix gain."""
     p, m = n * (k - head.first), n * columns(k)
     wide, square, side = d if full else 0, p if full else 1, d if turned else 0
@@ -47,9 +62,20 @@ def move_mean(gains: Floats, matrix: Floats, mean: Numbers, vectors: Floats) -> 
 
 @compiled
 def logits(
-    first: int, read_out: Floats, theta: Floats, X: Floats, start: int, n: int, vectors: Floats, which: int, w: Floats, row: int
+    first: int,
+    read_out: Floats,
+    theta: Floats,
+    X: Floats,
+    start: int,
+    n: int,
+    vectors: Floats,
+    which: int,
+    w: Floats,
+    row: int,
 ) -> bool:
-    """Logits of samples at one of the vectors, into a row of the workspace; whether all are finite."""
+    """Logits of samples at one of the vectors, into a row of the workspace; whether all are
+    finite.
+    """
     total, width = vectors.dtype.type(0), X.shape[1]
     for i in range(theta.shape[0]):
         theta[i] = 0.0
@@ -59,7 +85,11 @@ def logits(
         w[i, row, 0] = 0.0
         x = X[start + i]
         for c in range(w.shape[2] - first):
-            own = theta[c * width : (c + 1) * width] if theta.shape[0] > 0 else vectors[which, c * width : (c + 1) * width]
+            own = (
+                theta[c * width : (c + 1) * width]
+                if theta.shape[0] > 0
+                else vectors[which, c * width : (c + 1) * width]
+            )
             value = vectors.dtype.type(0)
             for j in range(width):
                 value += x[j] * own[j]
@@ -69,7 +99,9 @@ def logits(
 
 
 @compiled
-def root_columns(rules: Rules, w: Floats, root: Floats, n: int, first: int, out: Floats, start: int, R: Floats) -> int:
+def root_columns(
+    rules: Rules, w: Floats, root: Floats, n: int, first: int, out: Floats, start: int, R: Floats
+) -> int:
     """Columns of the curvature's root over the directions, as rows of R [m, p]; returns m."""
     k, total, m = w.shape[2], 0.0, 0
     own = k - first
@@ -90,7 +122,13 @@ def root_columns(rules: Rules, w: Floats, root: Floats, n: int, first: int, out:
                     R[m, i * own + c] = scale * root[i, first + c, r]
                 if rules.curvature == CENTERED_FISHER:
                     for j in range(n):
-                        R[m, j * own + c] -= scale * rules.scale * out[start + j, 2 * k + 2] / total * w[j, U, first + c]
+                        R[m, j * own + c] -= (
+                            scale
+                            * rules.scale
+                            * out[start + j, 2 * k + 2]
+                            / total
+                            * w[j, U, first + c]
+                        )
             for q in range(n * own):
                 size += abs(R[m, q])
             if size != 0:

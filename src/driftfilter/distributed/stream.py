@@ -1,8 +1,10 @@
-"""One stream over several processes: every rank sees a shard of each batch, and all of them hold the same belief.
+"""One stream over several processes: every rank sees a shard of each batch, and all of them hold
+the same belief.
 
-Logits [n, k] are gathered, so that weights, losses, class marginals and alarms are worked out from the whole batch on each
-rank; gradients [d] are summed, their rows [n, d] gathered where a curvature needs them. Batch normalisation exchanges its
-moments (batch_norm.py). The rest of the library does not know: a belief that is updated by the same numbers stays the same.
+Logits [n, k] are gathered, so that weights, losses, class marginals and alarms are worked out from
+the whole batch on each rank; gradients [d] are summed, their rows [n, d] gathered where a curvature
+needs them. Batch normalisation exchanges its moments (batch_norm.py). The rest of the library does
+not know: a belief that is updated by the same numbers stays the same.
 """
 
 from __future__ import annotations
@@ -21,7 +23,13 @@ from torch import Tensor
 from driftfilter.base.checks import NotFiniteError, NotPositiveDefiniteError, require
 from driftfilter.base.inputs import Inputs, batch_size, checked, each
 from driftfilter.base.sharding import RankError, Ranks, Shards, among, current
-from driftfilter.model.predictive import AroundPullback, PredictiveModel, Pullback, observing, recalled
+from driftfilter.model.predictive import (
+    AroundPullback,
+    PredictiveModel,
+    Pullback,
+    observing,
+    recalled,
+)
 from driftfilter.networks.features import OnFeatures
 from driftfilter.recipe import Recipe
 
@@ -31,7 +39,8 @@ TIMEOUT = timedelta(seconds=30)  # until a rank that does not answer is given up
 @final
 @dataclass(frozen=True, eq=False)
 class Sharded:
-    """A model of this rank's samples as one of all ranks' samples: logits of all, and their derivatives.
+    """A model of this rank's samples as one of all ranks' samples: logits of all, and their
+    derivatives.
 
     Jᵀ c = Σ_r J_rᵀ c_r over the shards r; for this process alone it is the model itself.
     """
@@ -81,60 +90,119 @@ def _whole() -> Shards:
 
 
 def sharded(model: PredictiveModel) -> PredictiveModel:
-    """The model over all ranks' samples; a head stands on features, which are gathered already (features.py)."""
+    """The model over all ranks' samples; a head stands on features, which are gathered already
+    (features.py).
+    """
     return model if isinstance(model, OnFeatures) else Sharded(model)
 
 
 # Meeting
 
 
-def join(distributed: bool | dist.ProcessGroup, recipe: Recipe, window: int, update_every: int) -> Ranks | None:
-    """The ranks of a stream: those of a process group or, for True, of a new one of all processes with a timeout of 30 s."""
+def join(
+    distributed: bool | dist.ProcessGroup, recipe: Recipe, window: int, update_every: int
+) -> Ranks | None:
+    """The ranks of a stream: those of a process group or, for True, of a new one of all processes
+    with a timeout of 30 s.
+    """
     if distributed is False:
         return None
     known = distributed is True or isinstance(distributed, dist.ProcessGroup)
     require(known, "adapt: distributed", distributed, "True, False or a process group")
     apart = "run an adapter of its own in each process"
-    require(recipe.chunk == 0, "adapt: recipe", f"chunk={recipe.chunk}", f"without chunks, each a step of its own; {apart}")
-    require(window == 0, "adapt: window", window, f"0 where a stream is distributed: it is for streams of few samples; {apart}")
-    together = "1 where a stream is distributed: a checkpoint of one rank would lack the samples that others wait with"
+    require(
+        recipe.chunk == 0,
+        "adapt: recipe",
+        f"chunk={recipe.chunk}",
+        f"without chunks, each a step of its own; {apart}",
+    )
+    require(
+        window == 0,
+        "adapt: window",
+        window,
+        f"0 where a stream is distributed: it is for streams of few samples; {apart}",
+    )
+    together = (
+        "1 where a stream is distributed: a checkpoint of one rank would lack the samples that "
+        "others wait with"
+    )
     require(update_every == 1, "adapt: update_every", update_every, together)
     ready = dist.is_available() and dist.is_initialized()
-    require(ready, "adapt: distributed", distributed, "False until torch.distributed.init_process_group() has been called")
-    return Ranks(dist.new_group(timeout=TIMEOUT), own=True) if distributed is True else Ranks(distributed)
+    require(
+        ready,
+        "adapt: distributed",
+        distributed,
+        "False until torch.distributed.init_process_group() has been called",
+    )
+    return (
+        Ranks(dist.new_group(timeout=TIMEOUT), own=True)
+        if distributed is True
+        else Ranks(distributed)
+    )
 
 
 def require_same(ranks: Ranks, facts: Mapping[str, Any]) -> None:
     """Raise, on every rank, unless all of these are the same on all ranks."""
     digests = [hashlib.sha256(str(fact).encode()).digest()[:8] for fact in facts.values()]
-    own = torch.tensor([int.from_bytes(digest, "little", signed=True) for digest in digests], device=ranks.device)
+    own = torch.tensor(
+        [int.from_bytes(digest, "little", signed=True) for digest in digests], device=ranks.device
+    )
     every = ranks.gather(own).tolist()
     for rank, theirs in enumerate(every):
-        wrong = [name for name, mine, first in zip(facts, theirs, every[0], strict=True) if mine != first]
-        require(not wrong, "adapt: distributed", f"another {' and '.join(wrong)} on rank {rank} than on rank 0", "of one kind")
+        wrong = [
+            name for name, mine, first in zip(facts, theirs, every[0], strict=True) if mine != first
+        ]
+        require(
+            not wrong,
+            "adapt: distributed",
+            f"another {' and '.join(wrong)} on rank {rank} than on rank 0",
+            "of one kind",
+        )
 
 
 @contextmanager
 def shared(ranks: Ranks, inputs: Inputs, call: str, facts: Mapping[str, int]) -> Iterator[Inputs]:
-    """A call of all ranks, each with a shard that may be empty; refused on all of them where it is on one, or facts differ.
+    """A call of all ranks, each with a shard that may be empty; refused on all of them where it is
+    on one, or facts differ.
 
-    The inputs are new tensors (what is known of a batch must not depend on the rank), a sample that does not count for none.
+    The inputs are new tensors (what is known of a batch must not depend on the rank), a sample that
+    does not count for none.
     """
     problem: Exception | None = None
     try:
         samples, inputs = _counted(inputs)
     except Exception as error:  # to be raised when the others know
         problem, samples = error, 0
-    own = torch.tensor([problem is not None, samples, _CALLS.index(call), *facts.values()], device=ranks.device)
+    own = torch.tensor(
+        [problem is not None, samples, _CALLS.index(call), *facts.values()], device=ranks.device
+    )
     failed, sizes, calls, *known = ranks.gather(own).T.tolist()
     if problem is not None:
         raise problem
     refusing = [rank for rank, refuses in enumerate(failed) if refuses]
-    require(not refusing, "inputs", f"a shard that rank {refusing} refused", "usable on every rank: nothing was changed")
-    for what, numbers in {"call": [_CALLS[number] for number in calls], **dict(zip(facts, known, strict=True))}.items():
+    require(
+        not refusing,
+        "inputs",
+        f"a shard that rank {refusing} refused",
+        "usable on every rank: nothing was changed",
+    )
+    for what, numbers in {
+        "call": [_CALLS[number] for number in calls],
+        **dict(zip(facts, known, strict=True)),
+    }.items():
         same = len(set(numbers)) == 1
-        require(same, f"the {what} of the ranks", numbers, "the same on all: what one calls, resets or loads, all do")
-    require(sum(sizes) > 0, "inputs", "no sample on any rank", "a batch [n, ...] with n >= 1 over all ranks")
+        require(
+            same,
+            f"the {what} of the ranks",
+            numbers,
+            "the same on all: what one calls, resets or loads, all do",
+        )
+    require(
+        sum(sizes) > 0,
+        "inputs",
+        "no sample on any rank",
+        "a batch [n, ...] with n >= 1 over all ranks",
+    )
     try:
         with among(Shards(ranks, tuple(sizes))):
             yield inputs
@@ -149,10 +217,17 @@ _CALLS = ("adapter(x)", "predict", "update")
 
 
 def _counted(inputs: Inputs) -> tuple[int, Inputs]:
-    """How many samples there are, and inputs to compute with: zeros for one sample where there is none."""
+    """How many samples there are, and inputs to compute with: zeros for one sample where there is
+    none.
+    """
     samples = batch_size(inputs)
     if samples == 0:
-        filled = each(inputs, lambda part: part.new_zeros(1, *part.shape[1:]) if part.dim() and not len(part) else part)
+        filled = each(
+            inputs,
+            lambda part: (
+                part.new_zeros(1, *part.shape[1:]) if part.dim() and not len(part) else part
+            ),
+        )
         return 0, checked(filled)
     return samples, each(checked(inputs), lambda part: part.view_as(part))
 

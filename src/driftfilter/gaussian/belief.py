@@ -33,10 +33,19 @@ class Belief:
         require_shape("Belief.mean", self.mean, "[d]", None)
         require_floating("Belief.mean", self.mean)
         structured = hasattr(self.covariance, "condition")
-        require(structured, "Belief.covariance", self.covariance, "a covariance such as Full(matrix)")
+        require(
+            structured, "Belief.covariance", self.covariance, "a covariance such as Full(matrix)"
+        )
         size, dtype = self.covariance.dimension, self.covariance.dtype
-        require(size == self.dimension, "Belief.covariance", f"dimension {size}", f"of dimension {self.dimension}, as the mean")
-        require(dtype == self.mean.dtype, "Belief.covariance", dtype, f"{self.mean.dtype}, as the mean")
+        require(
+            size == self.dimension,
+            "Belief.covariance",
+            f"dimension {size}",
+            f"of dimension {self.dimension}, as the mean",
+        )
+        require(
+            dtype == self.mean.dtype, "Belief.covariance", dtype, f"{self.mean.dtype}, as the mean"
+        )
         require_finite("Belief.mean", self.mean)
 
     @property
@@ -50,7 +59,8 @@ class Belief:
 
 
 def deviation(mean: Tensor, source: Belief) -> Tensor:
-    """√((μ - μ_S)ᵀ Σ_S⁻¹ (μ - μ_S) / d), a scalar []: 1 where the mean is where a draw of the source would be.
+    """√((μ - μ_S)ᵀ Σ_S⁻¹ (μ - μ_S) / d), a scalar []: 1 where the mean is where a draw of the
+    source would be.
 
     NaN of a source without variance, which has no scale to measure by.
     """
@@ -60,9 +70,11 @@ def deviation(mean: Tensor, source: Belief) -> Tensor:
 
 
 def kl_divergence(belief: Belief, source: Belief) -> Tensor:
-    """KL(belief ‖ source) = ½ (tr Σ_S⁻¹Σ - d + (μ - μ_S)ᵀ Σ_S⁻¹ (μ - μ_S) + ln |Σ_S| - ln |Σ|) in nats, a scalar [].
+    """KL(belief ‖ source) = ½ (tr Σ_S⁻¹Σ - d + (μ - μ_S)ᵀ Σ_S⁻¹ (μ - μ_S) + ln |Σ_S| - ln |Σ|) in
+    nats, a scalar [].
 
-    O(d) where both are diagonal, O(d r²) from a diagonal source to a low rank, O(d³) else; infinite of a point mass.
+    O(d) where both are diagonal, O(d r²) from a diagonal source to a low rank, O(d³) else; infinite
+    of a point mass.
     """
     new, old, moved = belief.covariance, source.covariance, belief.mean - source.mean
     if new is old:
@@ -81,7 +93,9 @@ def _least(covariance: Covariance) -> float:
 
 
 def _is_diagonal(covariance: Covariance) -> bool:
-    return isinstance(covariance, Diagonal) or (isinstance(covariance, LowRank) and not covariance.factor.shape[0])
+    return isinstance(covariance, Diagonal) or (
+        isinstance(covariance, LowRank) and not covariance.factor.shape[0]
+    )
 
 
 def _trace(new: Covariance, old: Covariance) -> Tensor:

@@ -27,7 +27,12 @@ class Blocks:
     parts: tuple[Covariance, ...]
 
     def __post_init__(self) -> None:
-        require(isinstance(self.parts, (tuple, list)), "Blocks.parts", self.parts, "a tuple of covariances")
+        require(
+            isinstance(self.parts, (tuple, list)),
+            "Blocks.parts",
+            self.parts,
+            "a tuple of covariances",
+        )
         object.__setattr__(self, "parts", tuple(self.parts))
         covariances = len(self.parts) > 0 and all(hasattr(part, "condition") for part in self.parts)
         require(covariances, "Blocks.parts", self.parts, "one covariance or more")
@@ -48,13 +53,30 @@ class Blocks:
         return [part.dimension for part in self.parts]
 
     def apply(self, vectors: Tensor) -> Tensor:
-        return torch.cat([part.apply(v) for part, v in zip(self.parts, vectors.split(self.sizes, -1), strict=True)], -1)
+        return torch.cat(
+            [
+                part.apply(v)
+                for part, v in zip(self.parts, vectors.split(self.sizes, -1), strict=True)
+            ],
+            -1,
+        )
 
     def solve(self, vectors: Tensor) -> Tensor:
-        return torch.cat([part.solve(v) for part, v in zip(self.parts, vectors.split(self.sizes, -1), strict=True)], -1)
+        return torch.cat(
+            [
+                part.solve(v)
+                for part, v in zip(self.parts, vectors.split(self.sizes, -1), strict=True)
+            ],
+            -1,
+        )
 
     def condition(self, factor: Tensor) -> Blocks:
-        return Blocks(tuple(p.condition(f) for p, f in zip(self.parts, factor.split(self.sizes, -1), strict=True)))
+        return Blocks(
+            tuple(
+                p.condition(f)
+                for p, f in zip(self.parts, factor.split(self.sizes, -1), strict=True)
+            )
+        )
 
     def truncate(self) -> Blocks:
         return Blocks(tuple(part.truncate() for part in self.parts))
@@ -68,14 +90,19 @@ class Blocks:
             noises = noise.parts
         else:
             noises = self._split_matrix(noise.dense(), "noise that correlates blocks")
-        return Blocks(tuple(p.propagate(g, w) for p, g, w in zip(self.parts, gains, noises, strict=True)))
+        return Blocks(
+            tuple(p.propagate(g, w) for p, g, w in zip(self.parts, gains, noises, strict=True))
+        )
 
     def _split_matrix(self, value: float | Tensor, what: str) -> Sequence[float | Tensor]:
         if isinstance(value, float):
             return [value] * len(self.parts)
         if value.dim() == 1:
             return list(value.split(self.sizes))
-        pieces = [row.split(self.sizes, 1)[position] for position, row in enumerate(value.split(self.sizes, 0))]
+        pieces = [
+            row.split(self.sizes, 1)[position]
+            for position, row in enumerate(value.split(self.sizes, 0))
+        ]
         if sum(int(piece.count_nonzero()) for piece in pieces) != int(value.count_nonzero()):
             raise refuse("Blocks", what, "Full, or blocks that match the parts of BlockDynamics")
         return [_simplest(piece) for piece in pieces]
@@ -95,7 +122,9 @@ class Blocks:
     def marginal(self, index: Index) -> Covariance:
         wanted = torch.arange(self.dimension)[index.cpu() if isinstance(index, Tensor) else index]
         starts = torch.tensor([0, *self.sizes]).cumsum(0)
-        require(bool((wanted.diff() > 0).all()), "Blocks.marginal index", index, "in ascending order")
+        require(
+            bool((wanted.diff() > 0).all()), "Blocks.marginal index", index, "in ascending order"
+        )
         kept: list[Covariance] = []
         for part, start, stop in zip(self.parts, starts[:-1], starts[1:], strict=True):
             inside = wanted[(wanted >= start) & (wanted < stop)]

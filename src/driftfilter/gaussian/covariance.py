@@ -1,7 +1,8 @@
 """Covariance structures: one algebra, so that every rule of the filter is written once.
 
-A structure is an immutable value. A *gain* is a number (g I), a vector (diag g) or a matrix; a *noise* is any of
-these or another covariance. What a structure cannot represent it refuses, naming the structures that can.
+A structure is an immutable value. A *gain* is a number (g I), a vector (diag g) or a matrix; a
+*noise* is any of these or another covariance. What a structure cannot represent it refuses, naming
+the structures that can.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ Index: TypeAlias = "slice | Tensor"
 
 
 class Covariance(Protocol):
-    """A covariance Σ [d, d] behind the operations that inference, transition and prediction need."""
+    """A covariance Σ [d, d] behind the operations that inference, transition and prediction
+    need.
+    """
 
     @property
     def dimension(self) -> int:
@@ -78,7 +81,9 @@ def cholesky(matrix: Tensor, what: str) -> Tensor:
     root: Tensor
     root, status = torch.linalg.cholesky_ex(matrix)
     if status.item() != 0:
-        raise NotPositiveDefiniteError(f"{what} is not positive definite (Cholesky failed at row {int(status)})")
+        raise NotPositiveDefiniteError(
+            f"{what} is not positive definite (Cholesky failed at row {int(status)})"
+        )
     if not math.isfinite(root.diagonal().sum().item()):  # infinite pivots pass
         raise NotPositiveDefiniteError(f"{what} is not finite: it overflowed {matrix.dtype}")
     return root
@@ -90,7 +95,9 @@ def identity_like(matrix: Tensor) -> Tensor:
 
 
 def symmetrized(matrix: Tensor) -> Tensor:
-    """(M + Mᵀ) / 2: conditioning never shrinks an antisymmetric rounding error, and discounting makes it grow as δ⁻ᵗ."""
+    """(M + Mᵀ) / 2: conditioning never shrinks an antisymmetric rounding error, and discounting
+    makes it grow as δ⁻ᵗ.
+    """
     return (matrix + matrix.mT).mul_(0.5)
 
 
@@ -110,7 +117,9 @@ def compacted(rows: Tensor) -> Tensor:
 
 
 def positive_root(matrices: Tensor) -> Tensor:
-    """R [..., k, k] with R Rᵀ = the positive part of symmetric matrices: negative eigenvalues become 0."""
+    """R [..., k, k] with R Rᵀ = the positive part of symmetric matrices: negative eigenvalues
+    become 0.
+    """
     values, vectors = torch.linalg.eigh(matrices.double())  # in float32 it may fail to converge
     root: Tensor = vectors * values.clamp_min(0).sqrt()[..., None, :]
     return root.to(matrices.dtype)
@@ -118,13 +127,19 @@ def positive_root(matrices: Tensor) -> Tensor:
 
 def block_diagonal(pieces: Sequence[Tensor]) -> Tensor:
     """Square pieces along the diagonal of one matrix; a vector stands for a diagonal piece."""
-    matrix: Tensor = torch.block_diag(*[torch.diag(piece) if piece.dim() == 1 else piece for piece in pieces])
+    matrix: Tensor = torch.block_diag(
+        *[torch.diag(piece) if piece.dim() == 1 else piece for piece in pieces]
+    )
     return matrix
 
 
 def normals(count: int, like: Tensor, generator: torch.Generator) -> Tensor:
-    """Independent standard normals [count, d] with the last dimension, dtype and device of ``like``."""
-    return torch.randn(count, like.shape[-1], generator=generator, dtype=like.dtype, device=like.device)
+    """Independent standard normals [count, d] with the last dimension, dtype and device of
+    ``like``.
+    """
+    return torch.randn(
+        count, like.shape[-1], generator=generator, dtype=like.dtype, device=like.device
+    )
 
 
 def antithetic(covariance: Covariance, samples: int, generator: torch.Generator) -> Tensor:

@@ -16,7 +16,15 @@ from driftfilter.base.checks import (
     unchecked,
 )
 from driftfilter.gaussian.blocks import Blocks
-from driftfilter.gaussian.covariance import Covariance, Gain, Index, Noise, column_energy, normals, refuse
+from driftfilter.gaussian.covariance import (
+    Covariance,
+    Gain,
+    Index,
+    Noise,
+    column_energy,
+    normals,
+    refuse,
+)
 
 
 @final
@@ -35,7 +43,9 @@ class Diagonal:
         object.__setattr__(self, "values", self.values.detach().clone())
         require_finite("Diagonal.values", self.values)
         if not (self.values > 0).all():
-            raise NotPositiveDefiniteError(f"Diagonal.values must be > 0, got a smallest value of {self.values.min().item():g}")
+            raise NotPositiveDefiniteError(
+                f"Diagonal.values must be > 0, got a smallest value of {self.values.min().item():g}"
+            )
 
     @property
     def dimension(self) -> int:
@@ -54,7 +64,9 @@ class Diagonal:
     def condition(self, factor: Tensor) -> Diagonal:
         values = self.values / (1 + self.values * column_energy(factor))
         if not values.min().item() > 0:
-            raise NotPositiveDefiniteError("no posterior variance is left: the prior had none, or the curvature is too large")
+            raise NotPositiveDefiniteError(
+                "no posterior variance is left: the prior had none, or the curvature is too large"
+            )
         return unchecked(Diagonal, values=values)
 
     def truncate(self) -> Diagonal:
@@ -88,7 +100,9 @@ class Diagonal:
 
 
 def is_diagonal(covariance: Covariance) -> bool:
-    """Whether a covariance, which as a noise may be singular, has no correlations by its structure."""
+    """Whether a covariance, which as a noise may be singular, has no correlations by its
+    structure.
+    """
     if isinstance(covariance, Blocks):
         return all(is_diagonal(part) for part in covariance.parts)
     return isinstance(covariance, Diagonal)

@@ -18,7 +18,15 @@ from driftfilter.base.checks import (
     require_shape,
     unchecked,
 )
-from driftfilter.gaussian.covariance import Gain, Index, Noise, cholesky, identity_like, normals, symmetrized
+from driftfilter.gaussian.covariance import (
+    Gain,
+    Index,
+    Noise,
+    cholesky,
+    identity_like,
+    normals,
+    symmetrized,
+)
 
 
 @final
@@ -37,7 +45,12 @@ class Full:
         require_floating("Full.matrix", self.matrix)
         require_finite("Full.matrix", self.matrix)
         asymmetry = (self.matrix - self.matrix.mT).abs().max().item()
-        require(asymmetry <= 1e-5 * self.matrix.abs().max().item(), "Full.matrix", f"asymmetry {asymmetry:.3g}", "symmetric")
+        require(
+            asymmetry <= 1e-5 * self.matrix.abs().max().item(),
+            "Full.matrix",
+            f"asymmetry {asymmetry:.3g}",
+            "symmetric",
+        )
         object.__setattr__(self, "matrix", symmetrized(self.matrix.detach()))
         cholesky(self.matrix, "Full.matrix")
 
@@ -60,7 +73,9 @@ class Full:
         return applied if applied.dtype == self.dtype else applied.to(self.dtype)
 
     def solve(self, vectors: Tensor) -> Tensor:
-        return torch.cholesky_solve(vectors.reshape(-1, self.dimension).mT, self.root).mT.reshape(vectors.shape)
+        return torch.cholesky_solve(vectors.reshape(-1, self.dimension).mT, self.root).mT.reshape(
+            vectors.shape
+        )
 
     def condition(self, factor: Tensor) -> Full:
         rows = factor.shape[0]
@@ -79,14 +94,20 @@ class Full:
                 cross = self.matrix.mv(vector)
                 scale = 1 + cross.dot(vector).item()
                 if not 0 < scale < math.inf:
-                    raise NotPositiveDefiniteError(f"1 + F Σ Fᵀ must be positive and finite, got {scale:g}")
+                    raise NotPositiveDefiniteError(
+                        f"1 + F Σ Fᵀ must be positive and finite, got {scale:g}"
+                    )
                 cross = cross / math.sqrt(scale)
-                matrix = self.matrix - torch.outer(cross, cross)  # symmetric to the last bit, as torch.addr is not
+                matrix = self.matrix - torch.outer(
+                    cross, cross
+                )  # symmetric to the last bit, as torch.addr is not
             else:
                 cross = factor @ self.matrix  # F Σ [m, d]
                 inner = cross @ factor.mT
                 inner.diagonal().add_(1)
-                whitened = torch.linalg.solve_triangular(cholesky(inner, "I + F Σ Fᵀ"), cross, upper=False)
+                whitened = torch.linalg.solve_triangular(
+                    cholesky(inner, "I + F Σ Fᵀ"), cross, upper=False
+                )
                 matrix = symmetrized(torch.addmm(self.matrix, whitened.mT, whitened, alpha=-1.0))
             root, status = torch.linalg.cholesky_ex(matrix)
             if status.item() == 0:
@@ -102,7 +123,11 @@ class Full:
         return unchecked(Full, matrix=matrix, root=cholesky(matrix, "the posterior covariance"))
 
     def truncate(self) -> Full:
-        return unchecked(Full, matrix=self.matrix, root=self.root) if "precise" in self.__dict__ else self
+        return (
+            unchecked(Full, matrix=self.matrix, root=self.root)
+            if "precise" in self.__dict__
+            else self
+        )
 
     def propagate(self, gain: Gain, noise: Noise) -> Full:
         if isinstance(gain, float):
@@ -116,7 +141,9 @@ class Full:
         if isinstance(noise, float) or (isinstance(noise, Tensor) and noise.dim() == 1):
             moved.diagonal().add_(noise)
             return unchecked(Full, matrix=moved)
-        return unchecked(Full, matrix=moved.add_(noise if isinstance(noise, Tensor) else noise.dense()))
+        return unchecked(
+            Full, matrix=moved.add_(noise if isinstance(noise, Tensor) else noise.dense())
+        )
 
     def sample(self, count: int, generator: torch.Generator) -> Tensor:
         return normals(count, self.matrix, generator) @ self.root.mT

@@ -1,4 +1,6 @@
-"""The covariance of a weight matrix: eigenvectors that are a Kronecker product, eigenvalues of any kind."""
+"""The covariance of a weight matrix: eigenvectors that are a Kronecker product, eigenvalues of any
+kind.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +19,26 @@ from driftfilter.base.checks import (
     require_shape,
     unchecked,
 )
-from driftfilter.gaussian.covariance import Covariance, Gain, Index, Noise, identity_like, refuse, symmetrized
+from driftfilter.gaussian.covariance import (
+    Covariance,
+    Gain,
+    Index,
+    Noise,
+    identity_like,
+    refuse,
+    symmetrized,
+)
 from driftfilter.gaussian.full import Full
 
 
 def _eigenvectors(matrix: Tensor) -> Tensor:
-    """Columns [p, p] of a symmetric matrix, in its dtype; in float32 the decomposition may fail to converge."""
+    """Columns [p, p] of a symmetric matrix, in its dtype; in float32 the decomposition may fail to
+    converge.
+    """
     if not math.isfinite(matrix.diagonal().sum().item()):
-        raise NotPositiveDefiniteError(f"the posterior precision is not finite: it overflowed {matrix.dtype}")
+        raise NotPositiveDefiniteError(
+            f"the posterior precision is not finite: it overflowed {matrix.dtype}"
+        )
     vectors: Tensor = torch.linalg.eigh(symmetrized(matrix.double()))[1]
     return vectors.to(matrix.dtype)
 
@@ -32,18 +46,21 @@ def _eigenvectors(matrix: Tensor) -> Tensor:
 @final
 @dataclass(frozen=True, eq=False)
 class Kronecker:
-    """Covariance of a weight matrix [p, q], row by row, with Kronecker eigenvectors: Σ⁻¹ = (U ⊗ V) diag(s) (U ⊗ V)ᵀ.
+    """Covariance of a weight matrix [p, q], row by row, with Kronecker eigenvectors: Σ⁻¹ = (U ⊗ V)
+    diag(s) (U ⊗ V)ᵀ.
 
-    It holds A ⊗ B + λ I (``from_factors``), and its sum with isotropic noise, exactly; O(p² + q² + p q) memory.
-    Conditioning takes for U and V the eigenvectors of the two partial traces of Σ⁻¹ + FᵀF, which accumulate factor-wise over
-    batches as in KFAC,
+    It holds A ⊗ B + λ I (``from_factors``), and its sum with isotropic noise, exactly; O(p² + q² +
+    p q) memory. Conditioning takes for U and V the eigenvectors of the two partial traces of Σ⁻¹ +
+    FᵀF, which accumulate factor-wise over batches as in KFAC,
 
-        Tr_q ← Tr_q + Σ_m F_m F_mᵀ [p, p],   Tr_p ← Tr_p + Σ_m F_mᵀ F_m [q, q],   F_m = row m of F as a matrix [p, q],
+        Tr_q ← Tr_q + Σ_m F_m F_mᵀ [p, p],   Tr_p ← Tr_p + Σ_m F_mᵀ F_m [q, q],
+        F_m = row m of F as a matrix [p, q],
 
-    and for s the diagonal of Σ⁻¹ + FᵀF in that basis. Both partial traces (and so the trace) stay exact. Exact altogether are
-    p = 1, q = 1 and curvature FᵀF = A ⊗ B in the eigenvectors of Σ, such as one row F = a ⊗ b on an isotropic Σ; else what is
-    not diagonal in the new basis is left out (on the layers of small trained networks this came closer to the dense curvature
-    than KFAC's product of two means, whatever the batches). Cost O(p³ + q³ + m p q (p + q)).
+    and for s the diagonal of Σ⁻¹ + FᵀF in that basis. Both partial traces (and so the trace) stay
+    exact. Exact altogether are p = 1, q = 1 and curvature FᵀF = A ⊗ B in the eigenvectors of Σ,
+    such as one row F = a ⊗ b on an isotropic Σ; else what is not diagonal in the new basis is left
+    out (on the layers of small trained networks this came closer to the dense curvature than KFAC's
+    product of two means, whatever the batches). Cost O(p³ + q³ + m p q (p + q)).
     """
 
     left: Tensor  # [p, p], U, orthogonal
@@ -57,29 +74,53 @@ class Kronecker:
         require_finite("Kronecker.values", self.values)
         if not (self.values > 0).all():
             raise NotPositiveDefiniteError(
-                f"Kronecker.values must be > 0, got a smallest value of {self.values.min().item():g}"
+                "Kronecker.values must be > 0, got a smallest value of "
+                f"{self.values.min().item():g}"
             )
         for name, basis, size in (("left", self.left, rows), ("right", self.right, columns)):
             require_shape(f"Kronecker.{name}", basis, f"[{size}, {size}]", size, size)
-            require(basis.dtype == self.dtype, f"Kronecker.{name}", basis.dtype, f"{self.dtype}, as the values")
+            require(
+                basis.dtype == self.dtype,
+                f"Kronecker.{name}",
+                basis.dtype,
+                f"{self.dtype}, as the values",
+            )
             error = (basis.mT @ basis - identity_like(basis)).abs().max().item()
             orthogonal = error <= 1e4 * torch.finfo(self.dtype).eps
-            require(orthogonal, f"Kronecker.{name}", f"columns that are off by {error:.3g}", "orthogonal")
+            require(
+                orthogonal,
+                f"Kronecker.{name}",
+                f"columns that are off by {error:.3g}",
+                "orthogonal",
+            )
         for name in ("left", "right", "values"):
             object.__setattr__(self, name, getattr(self, name).detach().clone())
 
     @classmethod
-    def isotropic(cls, variance: float, rows: int, columns: int, like: Tensor | None = None) -> Kronecker:
+    def isotropic(
+        cls, variance: float, rows: int, columns: int, like: Tensor | None = None
+    ) -> Kronecker:
         """σ² I for a weight matrix [rows, columns]; dtype and device as ``like``."""
         like = torch.empty(0) if like is None else like
-        require(variance > 0 and math.isfinite(variance), "Kronecker.variance", variance, "a finite number > 0")
-        left, right = (torch.eye(size, dtype=like.dtype, device=like.device) for size in (rows, columns))
+        require(
+            variance > 0 and math.isfinite(variance),
+            "Kronecker.variance",
+            variance,
+            "a finite number > 0",
+        )
+        left, right = (
+            torch.eye(size, dtype=like.dtype, device=like.device) for size in (rows, columns)
+        )
         return cls(left, right, like.new_full((rows, columns), 1 / variance))
 
     @classmethod
     def from_factors(cls, left: Tensor, right: Tensor, damping: float) -> Kronecker:
-        """Σ⁻¹ = A ⊗ B + λ I for positive semi-definite A [p, p] and B [q, q]: KFAC's factors and a prior precision."""
-        (rows, first), (columns, second) = (torch.linalg.eigh(symmetrized(factor.double())) for factor in (left, right))
+        """Σ⁻¹ = A ⊗ B + λ I for positive semi-definite A [p, p] and B [q, q]: KFAC's factors and a
+        prior precision.
+        """
+        (rows, first), (columns, second) = (
+            torch.linalg.eigh(symmetrized(factor.double())) for factor in (left, right)
+        )
         values = torch.outer(rows.clamp_min(0), columns.clamp_min(0)) + damping
         return cls(first.to(left.dtype), second.to(left.dtype), values.to(left.dtype))
 
@@ -94,7 +135,9 @@ class Kronecker:
     def _scaled(self, vectors: Tensor, scale: Tensor) -> Tensor:
         """(U ⊗ V) diag(scale) (U ⊗ V)ᵀ v for rows v [..., d]."""
         matrices = vectors.reshape(*vectors.shape[:-1], *self.values.shape)
-        return (self.left @ ((self.left.mT @ matrices @ self.right) * scale) @ self.right.mT).reshape(vectors.shape)
+        return (
+            self.left @ ((self.left.mT @ matrices @ self.right) * scale) @ self.right.mT
+        ).reshape(vectors.shape)
 
     def apply(self, vectors: Tensor) -> Tensor:
         return self._scaled(vectors, self.values.reciprocal())
@@ -120,16 +163,24 @@ class Kronecker:
         return self
 
     def propagate(self, gain: Gain, noise: Noise) -> Kronecker:
-        """Exact for a number as gain and isotropic noise, or a Kronecker noise with the same eigenvectors.
+        """Exact for a number as gain and isotropic noise, or a Kronecker noise with the same
+        eigenvectors.
 
-        Other Kronecker noise is added as ``condition`` adds curvature, in covariance: both partial traces of Σ stay exact.
+        Other Kronecker noise is added as ``condition`` adds curvature, in covariance: both partial
+        traces of Σ stay exact.
         """
         if isinstance(gain, Tensor):
-            raise refuse("Kronecker", "a dynamic that moves coordinates differently", "Full or Diagonal")
+            raise refuse(
+                "Kronecker", "a dynamic that moves coordinates differently", "Full or Diagonal"
+            )
         if isinstance(noise, float):
             return self._with_variances(gain * gain / self.values + noise)
         if not isinstance(noise, Kronecker) or noise.values.shape != self.values.shape:
-            raise refuse("Kronecker", "noise that is neither isotropic nor Kronecker of the same shape", "Full or Diagonal")
+            raise refuse(
+                "Kronecker",
+                "noise that is neither isotropic nor Kronecker of the same shape",
+                "Full or Diagonal",
+            )
         own, added = gain * gain / self.values, noise.values.reciprocal()
         if torch.equal(noise.left, self.left) and torch.equal(noise.right, self.right):
             return self._with_variances(own + added)
@@ -137,7 +188,9 @@ class Kronecker:
         if low.item() == high.item():
             return self._with_variances(own + low)
         left = _eigenvectors(_weighted(self.left, own.sum(1)) + _weighted(noise.left, added.sum(1)))
-        right = _eigenvectors(_weighted(self.right, own.sum(0)) + _weighted(noise.right, added.sum(0)))
+        right = _eigenvectors(
+            _weighted(self.right, own.sum(0)) + _weighted(noise.right, added.sum(0))
+        )
         variances = self._seen_in(left, right, own) + noise._seen_in(left, right, added)
         return unchecked(Kronecker, left=left, right=right, values=variances.reciprocal())
 
@@ -145,19 +198,25 @@ class Kronecker:
         """The same eigenvectors, other eigenvalues of Σ [p, q]."""
         values = variances.reciprocal()
         if not math.isfinite(values.max().item()):
-            raise NotPositiveDefiniteError("a gain of 0 without noise leaves no covariance: add noise")
+            raise NotPositiveDefiniteError(
+                "a gain of 0 without noise leaves no covariance: add noise"
+            )
         return unchecked(Kronecker, left=self.left, right=self.right, values=values)
 
     def sample(self, count: int, generator: torch.Generator) -> Tensor:
         like = self.values
-        normals = torch.randn(count, *like.shape, generator=generator, dtype=like.dtype, device=like.device)
+        normals = torch.randn(
+            count, *like.shape, generator=generator, dtype=like.dtype, device=like.device
+        )
         return (self.left @ (normals * like.rsqrt()) @ self.right.mT).flatten(1)
 
     def variance(self) -> Tensor:
         return (self.left.square() @ self.values.reciprocal() @ self.right.square().mT).flatten()
 
     def precision(self) -> Tensor:
-        return symmetrized(self.solve(self._units(torch.arange(self.dimension, device=self.values.device))))
+        return symmetrized(
+            self.solve(self._units(torch.arange(self.dimension, device=self.values.device)))
+        )
 
     def marginal(self, index: Index) -> Covariance:
         """The block of Σ, which is dense unless it is all of Σ."""
@@ -167,7 +226,9 @@ class Kronecker:
         return unchecked(Full, matrix=symmetrized(self.apply(self._units(wanted))[:, wanted]))
 
     def dense(self) -> Tensor:
-        return symmetrized(self.apply(self._units(torch.arange(self.dimension, device=self.values.device))))
+        return symmetrized(
+            self.apply(self._units(torch.arange(self.dimension, device=self.values.device)))
+        )
 
     def _units(self, places: Tensor) -> Tensor:
         """Rows [m, d] with a 1 at each place [m]."""

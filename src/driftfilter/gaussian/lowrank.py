@@ -35,7 +35,9 @@ from driftfilter.gaussian.diagonal import Diagonal
 
 
 def _gram(rows: Tensor, weights: Tensor | None = None) -> Tensor:
-    """F diag(w) Fᵀ for rows F [m, d] (w = 1 unless given), computing the lower triangle only where that is faster."""
+    """F diag(w) Fᵀ for rows F [m, d] (w = 1 unless given), computing the lower triangle only where
+    that is faster.
+    """
     if weights is not None and weights.shape[0]:
         low, high = torch.aminmax(weights)
         if low.item() == high.item():  # an isotropic prior: no need to scale every row
@@ -44,7 +46,8 @@ def _gram(rows: Tensor, weights: Tensor | None = None) -> Tensor:
     if rows.is_cuda or count < 80 or width < 4 * count:
         return (rows if weights is None else rows * weights) @ rows.mT
     gram = rows.new_zeros(count, count)
-    # Panels of 40 rows waste few products above the diagonal; slices of 2,048 columns stay in the cache.
+    # Panels of 40 rows waste few products above the diagonal; slices of 2,048 columns stay in the
+    # cache.
     for left in range(0, width, 2048):
         part = rows[:, left : left + 2048]
         scaled = part if weights is None else part * weights[left : left + 2048]
@@ -64,8 +67,9 @@ def _root_of_one_plus(gram: Tensor) -> Tensor:
 class LowRank:
     """Diagonal plus low rank in precision form: Σ⁻¹ = diag(u) + WᵀW, O(d r) memory, never d×d.
 
-    Conditioning appends the rows of F; ``truncate`` keeps the ``rank`` strongest directions (in the metric u⁻¹, so
-    that one Gram matrix serves the solve and the truncation) and moves what it drops into u: diag(Σ⁻¹) is kept.
+    Conditioning appends the rows of F; ``truncate`` keeps the ``rank`` strongest directions (in the
+    metric u⁻¹, so that one Gram matrix serves the solve and the truncation) and moves what it drops
+    into u: diag(Σ⁻¹) is kept.
     """
 
     diagonal: Tensor  # [d], u: diagonal part of the precision
@@ -75,27 +79,52 @@ class LowRank:
     def __post_init__(self) -> None:
         require_shape("LowRank.diagonal", self.diagonal, "[d]", None)
         dimension = self.diagonal.shape[0]
-        require(isinstance(self.factor, Tensor), "LowRank.factor", type(self.factor).__name__, "a tensor [r, d]")
+        require(
+            isinstance(self.factor, Tensor),
+            "LowRank.factor",
+            type(self.factor).__name__,
+            "a tensor [r, d]",
+        )
         fits = self.factor.dim() == 2 and self.factor.shape[1] == dimension
-        require(fits, "LowRank.factor", f"shape {list(self.factor.shape)}", f"of shape [r, {dimension}]")
+        require(
+            fits, "LowRank.factor", f"shape {list(self.factor.shape)}", f"of shape [r, {dimension}]"
+        )
         require_floating("LowRank.diagonal", self.diagonal)
-        require(self.factor.dtype == self.diagonal.dtype, "LowRank.factor", self.factor.dtype, f"{self.diagonal.dtype}")
+        require(
+            self.factor.dtype == self.diagonal.dtype,
+            "LowRank.factor",
+            self.factor.dtype,
+            f"{self.diagonal.dtype}",
+        )
         object.__setattr__(self, "diagonal", self.diagonal.detach().clone())
         object.__setattr__(self, "factor", self.factor.detach().clone())
         require_finite("LowRank.diagonal", self.diagonal)
         require_finite("LowRank.factor", self.factor)
         if not (self.diagonal > 0).all():
             raise NotPositiveDefiniteError(
-                f"LowRank.diagonal must be > 0, got a smallest value of {self.diagonal.min().item():g}"
+                "LowRank.diagonal must be > 0, got a smallest value of "
+                f"{self.diagonal.min().item():g}"
             )
         whole = isinstance(self.rank, int) and not isinstance(self.rank, bool)
-        require(whole and 0 <= self.rank <= dimension, "LowRank.rank", self.rank, f"an integer in [0, {dimension}] (d)")
+        require(
+            whole and 0 <= self.rank <= dimension,
+            "LowRank.rank",
+            self.rank,
+            f"an integer in [0, {dimension}] (d)",
+        )
 
     @classmethod
-    def isotropic(cls, variance: float, dimension: int, rank: int, like: Tensor | None = None) -> LowRank:
+    def isotropic(
+        cls, variance: float, dimension: int, rank: int, like: Tensor | None = None
+    ) -> LowRank:
         """σ² I with room for ``rank`` directions; dtype and device as ``like``."""
         like = torch.empty(0) if like is None else like
-        require(variance > 0 and math.isfinite(variance), "LowRank.variance", variance, "a finite number > 0")
+        require(
+            variance > 0 and math.isfinite(variance),
+            "LowRank.variance",
+            variance,
+            "a finite number > 0",
+        )
         return cls(like.new_full((dimension,), 1 / variance), like.new_zeros(0, dimension), rank)
 
     @property
@@ -133,17 +162,25 @@ class LowRank:
     def truncate(self) -> LowRank:
         if self.factor.shape[0] <= self.rank:
             return self
-        _, directions = torch.linalg.eigh(self._energy.double())  # ascending; in float32 it may fail to converge
+        _, directions = torch.linalg.eigh(
+            self._energy.double()
+        )  # ascending; in float32 it may fail to converge
         factor = directions[:, directions.shape[1] - self.rank :].mT.to(self.dtype) @ self.factor
         before = column_energy(self.factor)
         dropped = before - column_energy(factor)
-        rounding = 16 * torch.finfo(self.dtype).eps * before  # which would swamp u where W is strong
-        return _low_rank(self.diagonal + dropped.masked_fill_(dropped <= rounding, 0.0), factor, self.rank)
+        rounding = (
+            16 * torch.finfo(self.dtype).eps * before
+        )  # which would swamp u where W is strong
+        return _low_rank(
+            self.diagonal + dropped.masked_fill_(dropped <= rounding, 0.0), factor, self.rank
+        )
 
     def propagate(self, gain: Gain, noise: Noise) -> LowRank:
-        """Exact for diagonal G and W = diag(q) + low rank: with D₁ = g²/u, D₂ = q, u' = 1/(D₁ + D₂),
+        """Exact for diagonal G and W = diag(q) + low rank: with D₁ = g²/u, D₂ = q, u' = 1/(D₁ +
+        D₂),
 
-        Σ⁻¹ = diag(u') + Rᵀ (I + A Aᵀ)⁻¹ R,  R = [W g/u ; W₂ D₂] u',  A = [W √(D₂u'/u) ; -W₂ sign(g) √(D₁D₂u')].
+        Σ⁻¹ = diag(u') + Rᵀ (I + A Aᵀ)⁻¹ R,  R = [W g/u ; W₂ D₂] u',  A = [W √(D₂u'/u) ; -W₂ sign(g)
+        √(D₁D₂u')].
         """
         if isinstance(gain, Tensor) and gain.dim() == 2:
             raise refuse("LowRank", "a dynamic that mixes coordinates", "Full, or Blocks of Full")
@@ -154,7 +191,9 @@ class LowRank:
         assert isinstance(variance, (float, Tensor))
         diagonal = (gain * gain / self.diagonal + variance).reciprocal()  # u'
         if not math.isfinite(diagonal.max().item()):
-            raise NotPositiveDefiniteError("a gain of 0 without noise leaves no covariance: add noise")
+            raise NotPositiveDefiniteError(
+                "a gain of 0 without noise leaves no covariance: add noise"
+            )
         if isinstance(variance, float) and variance == 0.0:
             return _low_rank(diagonal, self.factor / gain, self.rank)
         if isinstance(gain, float) and gain == 0.0:
@@ -171,12 +210,16 @@ class LowRank:
         else:
             core = _gram(self.factor, shrink)
         root = _root_of_one_plus(core)
-        return _low_rank(diagonal, torch.linalg.solve_triangular(root, rows, upper=False), self.rank).truncate()
+        return _low_rank(
+            diagonal, torch.linalg.solve_triangular(root, rows, upper=False), self.rank
+        ).truncate()
 
     def sample(self, count: int, generator: torch.Generator) -> Tensor:
         """Matheron's rule: x + u⁻¹ Wᵀ (I + W u⁻¹ Wᵀ)⁻¹ (e - W x), x ~ N(0, u⁻¹), e ~ N(0, I)."""
         plain = normals(count, self.diagonal, generator) * self.diagonal.rsqrt()
-        noise = torch.randn(count, self.factor.shape[0], generator=generator, dtype=plain.dtype, device=plain.device)
+        noise = torch.randn(
+            count, self.factor.shape[0], generator=generator, dtype=plain.dtype, device=plain.device
+        )
         weights = torch.cholesky_solve((noise - plain @ self.factor.mT).mT, self._core)
         return plain + (weights.mT @ self.factor).div_(self.diagonal)
 
@@ -192,7 +235,9 @@ class LowRank:
         return self.diagonal
 
     def marginal(self, index: Index) -> LowRank:
-        """Schur complement: u_A, W_A and the core of the coordinates left out, I + W_B u_B⁻¹ W_Bᵀ."""
+        """Schur complement: u_A, W_A and the core of the coordinates left out, I + W_B u_B⁻¹
+        W_Bᵀ.
+        """
         rest = torch.ones(self.dimension, dtype=torch.bool, device=self.diagonal.device)
         rest[index] = False
         root = _root_of_one_plus(_gram(self.factor[:, rest], self.diagonal[rest].reciprocal()))
@@ -209,7 +254,9 @@ def _low_rank(diagonal: Tensor, factor: Tensor, rank: int) -> LowRank:
 
 
 def _as_low_rank(noise: Covariance) -> LowRank:
-    """A noise without or with few correlations as diagonal plus low rank; a variance of 0 becomes u = ∞."""
+    """A noise without or with few correlations as diagonal plus low rank; a variance of 0 becomes u
+    = ∞.
+    """
     if isinstance(noise, LowRank):
         return noise
     if isinstance(noise, Diagonal):

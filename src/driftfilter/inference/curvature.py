@@ -1,4 +1,6 @@
-"""Curvature: the second derivative of the energy as a factor F [m, d], H ≈ FᵀF, positive semi-definite always."""
+"""Curvature: the second derivative of the energy as a factor F [m, d], H ≈ FᵀF, positive
+semi-definite always.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ class Curvature(Protocol):
 
 @runtime_checkable
 class LogitMetric(Curvature, Protocol):
-    """A curvature Σ_i a_i J_iᵀ M_i J_i that comes from a k×k metric M_i = R_i R_iᵀ in the logits of each sample."""
+    """A curvature Σ_i a_i J_iᵀ M_i J_i that comes from a k×k metric M_i = R_i R_iᵀ in the logits of
+    each sample.
+    """
 
     def roots(self, evaluation: Evaluation) -> Tensor:
         """R [v, ..., n, k, r]."""
@@ -36,10 +40,11 @@ class LogitMetric(Curvature, Protocol):
 @final
 @dataclass(frozen=True)
 class Hessian(LogitMetric):
-    """Σ_i (w_i/n) J_iᵀ clip(∇²_f ℓ_i) J_i: each sample's k×k logit Hessian with negative eigenvalues set to 0.
+    """Σ_i (w_i/n) J_iᵀ clip(∇²_f ℓ_i) J_i: each sample's k×k logit Hessian with negative
+    eigenvalues set to 0.
 
-    Exact for a linear head but for the clipping (entropy's raw Hessian is indefinite and cannot be used); for a
-    network it leaves out the second derivative of f.
+    Exact for a linear head but for the clipping (entropy's raw Hessian is indefinite and cannot be
+    used); for a network it leaves out the second derivative of f.
     """
 
     def roots(self, evaluation: Evaluation) -> Tensor:
@@ -52,13 +57,17 @@ class Hessian(LogitMetric):
 @final
 @dataclass(frozen=True)
 class GaussNewton(LogitMetric):
-    """Generalised Gauss–Newton with the softmax metric, M = diag p - p pᵀ, root diag(√p) - p √pᵀ."""
+    """Generalised Gauss–Newton with the softmax metric, M = diag p - p pᵀ, root diag(√p) - p
+    √pᵀ.
+    """
 
     def roots(self, evaluation: Evaluation) -> Tensor:
         p = evaluation.logits.softmax(-1)
         root = p.sqrt()
         samples = p.new_ones(p.shape[-2])
-        shares = torch.stack([samples * share for share in evaluation.expansion.shares]).sqrt()  # [v, n]
+        shares = torch.stack(
+            [samples * share for share in evaluation.expansion.shares]
+        ).sqrt()  # [v, n]
         scale = shares.reshape(len(shares), *[1] * (p.dim() - 3), -1, 1, 1)
         return (torch.diag_embed(root) - p[..., :, None] * root[..., None, :]) * scale
 
@@ -71,16 +80,22 @@ class GaussNewton(LogitMetric):
 class EmpiricalFisher(Curvature):
     """F_i = λ √(w_i/n) (g_i - ḡ), g_i = ∇ℓ_i and ḡ their weighted mean (0 when not ``centered``).
 
-    With w_i = β this is F_i = √(β λ²/n) (g_i - ḡ); ``scale`` is λ. Centred, a single sample carries no curvature.
-    Where batch statistics couple the samples, a row cannot be told from the weights of others: from rows r_i that sum to the
-    gradient g of the energy, F_i = λ (r_i - g/n) / √ā, ā the mean of w_i/n, which for equal weights is the same.
+    With w_i = β this is F_i = √(β λ²/n) (g_i - ḡ); ``scale`` is λ. Centred, a single sample carries
+    no curvature. Where batch statistics couple the samples, a row cannot be told from the weights
+    of others: from rows r_i that sum to the gradient g of the energy, F_i = λ (r_i - g/n) / √ā, ā
+    the mean of w_i/n, which for equal weights is the same.
     """
 
     centered: bool = True
     scale: float = 1.0
 
     def __post_init__(self) -> None:
-        require(isinstance(self.centered, bool), "EmpiricalFisher.centered", self.centered, "True or False")
+        require(
+            isinstance(self.centered, bool),
+            "EmpiricalFisher.centered",
+            self.centered,
+            "True or False",
+        )
         require_number("EmpiricalFisher.scale", self.scale, 0, math.inf, open_low=True)
 
     @property

@@ -9,11 +9,24 @@ from typing import Protocol, final, runtime_checkable
 import torch
 from torch import Tensor
 
-from driftfilter.base.checks import require, require_count, require_finite, require_number, require_role, unchecked
+from driftfilter.base.checks import (
+    require,
+    require_count,
+    require_finite,
+    require_number,
+    require_role,
+    unchecked,
+)
 from driftfilter.base.randomness import Purpose, Randomness
 from driftfilter.gaussian.belief import Belief
 from driftfilter.gaussian.covariance import antithetic, positive_root
-from driftfilter.inference.curvature import Curvature, EmpiricalFisher, Hessian, LogitMetric, NoCurvature
+from driftfilter.inference.curvature import (
+    Curvature,
+    EmpiricalFisher,
+    Hessian,
+    LogitMetric,
+    NoCurvature,
+)
 from driftfilter.model.observation import Energy, Evaluation
 from driftfilter.model.predictive import logit_covariance
 from driftfilter.model.weighting import Memory
@@ -27,7 +40,9 @@ class Inference(Protocol):
     def curvature(self) -> Curvature:
         """The curvature it uses, which says how many samples it needs."""
 
-    def __call__(self, prior: Belief, energy: Energy, memory: Memory, randomness: Randomness) -> tuple[Belief, Memory]:
+    def __call__(
+        self, prior: Belief, energy: Energy, memory: Memory, randomness: Randomness
+    ) -> tuple[Belief, Memory]:
         """The posterior, and the memory with what the rule wants to keep."""
 
 
@@ -38,12 +53,16 @@ class Frozen:
 
     curvature = NoCurvature()
 
-    def __call__(self, prior: Belief, energy: Energy, memory: Memory, randomness: Randomness) -> tuple[Belief, Memory]:
+    def __call__(
+        self, prior: Belief, energy: Energy, memory: Memory, randomness: Randomness
+    ) -> tuple[Belief, Memory]:
         return prior, memory
 
 
 def newton_step(prior: Belief, gradient: Tensor, factor: Tensor, radius: float = 0.0) -> Belief:
-    """Σ = ((Σ⁻)⁻¹ + FᵀF)⁻¹, μ = μ⁻ - Σ g, shortened to abs(F Σ g) <= radius if > 0; the mean moves before Σ is truncated."""
+    """Σ = ((Σ⁻)⁻¹ + FᵀF)⁻¹, μ = μ⁻ - Σ g, shortened to abs(F Σ g) <= radius if > 0; the mean moves
+    before Σ is truncated.
+    """
     covariance = prior.covariance.condition(factor)
     step = covariance.apply(gradient)
     if radius:
@@ -57,10 +76,12 @@ def newton_step(prior: Belief, gradient: Tensor, factor: Tensor, radius: float =
 @final
 @dataclass(frozen=True)
 class Linearized:
-    """Second-order expansion of the energy at the prior mean: an extended Kalman step, one Newton step.
+    """Second-order expansion of the energy at the prior mean: an extended Kalman step, one Newton
+    step.
 
-    ``radius`` r > 0 is a trust region: the mean's step Δ is shortened to |F Δ| ≤ r, so that the quadratic energy changes by
-    at most ½ r² nats beside its slope. A diagonal Σ does not see how parameters act together, and oversteps without it.
+    ``radius`` r > 0 is a trust region: the mean's step Δ is shortened to |F Δ| ≤ r, so that the
+    quadratic energy changes by at most ½ r² nats beside its slope. A diagonal Σ does not see how
+    parameters act together, and oversteps without it.
     """
 
     curvature: Curvature = field(default_factory=EmpiricalFisher)
@@ -70,23 +91,35 @@ class Linearized:
         require_role("Linearized.curvature", self.curvature, "curvature", "Hessian()")
         require_number("Linearized.radius", self.radius, 0, math.inf)
 
-    def __call__(self, prior: Belief, energy: Energy, memory: Memory, randomness: Randomness) -> tuple[Belief, Memory]:
+    def __call__(
+        self, prior: Belief, energy: Energy, memory: Memory, randomness: Randomness
+    ) -> tuple[Belief, Memory]:
         return newton_step(prior, *self.curvature(energy.at(prior.mean)), self.radius), memory
 
 
 def expected(
-    belief: Belief, energy: Energy, curvature: Curvature, samples: int, nodes: int, randomness: Randomness
+    belief: Belief,
+    energy: Energy,
+    curvature: Curvature,
+    samples: int,
+    nodes: int,
+    randomness: Randomness,
 ) -> tuple[Tensor, Tensor]:
-    """E_q[g] [d] and F [m, d] with FᵀF = E_q[FᵀF] under q = belief, by quadrature, by draws or (neither) at the mean."""
+    """E_q[g] [d] and F [m, d] with FᵀF = E_q[FᵀF] under q = belief, by quadrature, by draws or
+    (neither) at the mean.
+    """
     if samples == 0 and nodes == 0:
         return curvature(energy.at(belief.mean))
     if nodes:
         return _expected_by_quadrature(belief, energy, curvature, nodes)
     draws = antithetic(belief.covariance, samples, randomness.generator(Purpose.INFERENCE))
     if energy.model.linear and isinstance(curvature, LogitMetric) and not energy.loss.is_coupled:
-        # The Jacobian is the same at every draw: average k×k metrics first, and one pullback serves them all.
+        # The Jacobian is the same at every draw: average k×k metrics first, and one pullback serves
+        # them all.
         center = energy.at(belief.mean)
-        moves = torch.stack([energy.model.pushforward(belief.mean, view, draws) for view in energy.views])  # [v, s, n, k]
+        moves = torch.stack(
+            [energy.model.pushforward(belief.mean, view, draws) for view in energy.views]
+        )  # [v, s, n, k]
         weights = moves.new_full((samples,), 1 / samples)
         return _expected_over(center.logits[:, None] + moves, weights, center, energy, curvature)
     pieces = [curvature(energy.at(belief.mean + draw)) for draw in draws]
@@ -94,26 +127,44 @@ def expected(
     return gradient, torch.cat([factor for _, factor in pieces]) / math.sqrt(samples)
 
 
-def _expected_by_quadrature(belief: Belief, energy: Energy, curvature: Curvature, nodes: int) -> tuple[Tensor, Tensor]:
-    """For a model linear in θ the logits of sample i are N(f_i, J_i Σ J_iᵀ): integrate over those k numbers instead.
+def _expected_by_quadrature(
+    belief: Belief, energy: Energy, curvature: Curvature, nodes: int
+) -> tuple[Tensor, Tensor]:
+    """For a model linear in θ the logits of sample i are N(f_i, J_i Σ J_iᵀ): integrate over those k
+    numbers instead.
 
-    Trapezoid rule in the eigenvectors of J Σ Jᵀ: on analytic integrands it converges faster than Gauss–Hermite, which at a
-    logit sd of 3 is off by 1e-3 with 20 nodes. A clipped Hessian has kinks, where any rule converges slowly (1e-4 or so).
+    Trapezoid rule in the eigenvectors of J Σ Jᵀ: on analytic integrands it converges faster than
+    Gauss–Hermite, which at a logit sd of 3 is off by 1e-3 with 20 nodes. A clipped Hessian has
+    kinks, where any rule converges slowly (1e-4 or so).
     """
-    require(energy.model.linear, "nodes", nodes, "0 unless the model is linear in θ (LinearHead); use samples")
-    require(not energy.loss.is_coupled, "nodes", nodes, "0 for losses that couple samples or views; use samples")
+    require(
+        energy.model.linear,
+        "nodes",
+        nodes,
+        "0 unless the model is linear in θ (LinearHead); use samples",
+    )
+    require(
+        not energy.loss.is_coupled,
+        "nodes",
+        nodes,
+        "0 for losses that couple samples or views; use samples",
+    )
     require(isinstance(curvature, LogitMetric), "nodes", nodes, f"0 for {curvature}; use samples")
     assert isinstance(curvature, LogitMetric)
     center = energy.at(belief.mean)
     views = zip(center.logits, center.pullbacks, strict=True)
     covariance = torch.stack([logit_covariance(belief.covariance, f, pull) for f, pull in views])
-    return _expected_over(*_logit_cloud(center.logits, covariance, nodes), center, energy, curvature)
+    return _expected_over(
+        *_logit_cloud(center.logits, covariance, nodes), center, energy, curvature
+    )
 
 
 def _expected_over(
     logits: Tensor, weights: Tensor, center: Evaluation, energy: Energy, curvature: LogitMetric
 ) -> tuple[Tensor, Tensor]:
-    """The same over logits [v, m, n, k] with weights [m], for a model whose Jacobian is that of the center everywhere."""
+    """The same over logits [v, m, n, k] with weights [m], for a model whose Jacobian is that of the
+    center everywhere.
+    """
     expansion = energy.loss.expand(logits, energy.samples.targets, energy.samples.weights)
     evaluation = center._replace(expansion=expansion, logits=logits, kept=[])
     cotangents = torch.einsum("m,vmnk->vnk", weights, evaluation.expansion.gradient)
@@ -123,37 +174,55 @@ def _expected_over(
 
 
 def _logit_cloud(logits: Tensor, covariance: Tensor, nodes: int) -> tuple[Tensor, Tensor]:
-    """Quadrature points [v, m, n, k] of Gaussian logits with means [v, n, k], covariances [v, n, k, k], and weights [m].
+    """Quadrature points [v, m, n, k] of Gaussian logits with means [v, n, k], covariances [v, n, k,
+    k], and weights [m].
 
-    The nodes reach √(π (nodes - 1)) standard deviations, where cutting off the tails costs as much as the spacing, or 8.5.
+    The nodes reach √(π (nodes - 1)) standard deviations, where cutting off the tails costs as much
+    as the spacing, or 8.5.
     """
     values, vectors = (part.to(logits.dtype) for part in torch.linalg.eigh(covariance.double()))
     # Directions without variance in any sample (class 0 of a reduced head) need no nodes.
     rounding = 10 * logits.shape[-1] * torch.finfo(logits.dtype).eps * values[..., -1:]
     active = max(1, int((values > rounding).flatten(0, -2).any(0).sum()))
     most = int(100_000 ** (1 / active))
-    require(nodes <= most, "nodes", nodes, f"at most {most} for {active} logit directions; or use samples")
-    root = (vectors * values.clamp_min(0).sqrt()[..., None, :])[..., values.shape[-1] - active :]  # [v, n, k, active]
+    require(
+        nodes <= most,
+        "nodes",
+        nodes,
+        f"at most {most} for {active} logit directions; or use samples",
+    )
+    root = (vectors * values.clamp_min(0).sqrt()[..., None, :])[
+        ..., values.shape[-1] - active :
+    ]  # [v, n, k, active]
     reach = min(8.5, math.sqrt(math.pi * (nodes - 1)))
     line = torch.linspace(-reach, reach, nodes, dtype=logits.dtype, device=logits.device)
     density = torch.softmax(-line.square() / 2, 0)
-    grid = torch.cartesian_prod(*[torch.arange(nodes, device=logits.device)] * active).reshape(-1, active)
+    grid = torch.cartesian_prod(*[torch.arange(nodes, device=logits.device)] * active).reshape(
+        -1, active
+    )
     return logits[:, None] + torch.einsum("ma,vnka->vmnk", line[grid], root), density[grid].prod(-1)
 
 
 def require_nodes(field: str, nodes: int) -> None:
     """Raise for a number of quadrature nodes that is no rule."""
     require_count(field, nodes, 0)
-    require(nodes == 0 or nodes >= 7, field, nodes, "0 (none) or at least 7, below which the rule is rough")
+    require(
+        nodes == 0 or nodes >= 7,
+        field,
+        nodes,
+        "0 (none) or at least 7, below which the rule is rough",
+    )
 
 
 @final
 @dataclass(frozen=True)
 class Bong:
-    """Bayesian online natural gradient: the linearised update with E_q[g] and E_q[FᵀF], q = the prior N(μ⁻, Σ⁻).
+    """Bayesian online natural gradient: the linearised update with E_q[g] and E_q[FᵀF], q = the
+    prior N(μ⁻, Σ⁻).
 
-    Expectations by ``samples`` antithetic draws of θ or, for a model linear in θ, by ``nodes`` quadrature points for each
-    logit direction; with 0 of both at the mean, which is the linearised update.
+    Expectations by ``samples`` antithetic draws of θ or, for a model linear in θ, by ``nodes``
+    quadrature points for each logit direction; with 0 of both at the mean, which is the linearised
+    update.
     """
 
     curvature: Curvature = field(default_factory=Hessian)
@@ -165,6 +234,8 @@ class Bong:
         require_count("Bong.samples", self.samples, 0)
         require_nodes("Bong.nodes", self.nodes)
 
-    def __call__(self, prior: Belief, energy: Energy, memory: Memory, randomness: Randomness) -> tuple[Belief, Memory]:
+    def __call__(
+        self, prior: Belief, energy: Energy, memory: Memory, randomness: Randomness
+    ) -> tuple[Belief, Memory]:
         moments = expected(prior, energy, self.curvature, self.samples, self.nodes, randomness)
         return newton_step(prior, *moments), memory

@@ -9,7 +9,14 @@ from typing import final
 import torch
 from torch import Tensor
 
-from driftfilter.base.checks import require, require_count, require_finite, require_number, require_role, unchecked
+from driftfilter.base.checks import (
+    require,
+    require_count,
+    require_finite,
+    require_number,
+    require_role,
+    unchecked,
+)
 from driftfilter.base.randomness import Randomness
 from driftfilter.gaussian.belief import Belief
 from driftfilter.inference.curvature import NoCurvature
@@ -20,7 +27,9 @@ from driftfilter.model.weighting import Memory
 @final
 @dataclass(frozen=True)
 class SGD:
-    """θ ← θ - lr v, v ← momentum · v + g (g + momentum · v with ``nesterov``), as torch.optim.SGD."""
+    """θ ← θ - lr v, v ← momentum · v + g (g + momentum · v with ``nesterov``), as
+    torch.optim.SGD.
+    """
 
     lr: float = 1e-3
     momentum: float = 0.0
@@ -29,7 +38,12 @@ class SGD:
     def __post_init__(self) -> None:
         require_number("SGD.lr", self.lr, 0, math.inf, open_low=True)
         require_number("SGD.momentum", self.momentum, 0, 1, open_high=True)
-        require(self.momentum > 0 or not self.nesterov, "SGD.nesterov", self.nesterov, "False without momentum")
+        require(
+            self.momentum > 0 or not self.nesterov,
+            "SGD.nesterov",
+            self.nesterov,
+            "False without momentum",
+        )
 
     def __call__(self, gradient: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
         """The step to subtract [d], and the memory after it."""
@@ -53,7 +67,12 @@ class Adam:
 
     def __post_init__(self) -> None:
         require_number("Adam.lr", self.lr, 0, math.inf, open_low=True)
-        require(isinstance(self.betas, (tuple, list)) and len(self.betas) == 2, "Adam.betas", self.betas, "two numbers")
+        require(
+            isinstance(self.betas, (tuple, list)) and len(self.betas) == 2,
+            "Adam.betas",
+            self.betas,
+            "two numbers",
+        )
         object.__setattr__(self, "betas", tuple(self.betas))
         for beta in self.betas:
             require_number("Adam.betas", beta, 0, 1, open_high=True)
@@ -61,27 +80,37 @@ class Adam:
 
     def __call__(self, gradient: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
         """The step to subtract [d], and the memory after it."""
-        count, first, second = 1, (1 - self.betas[0]) * gradient, (1 - self.betas[1]) * gradient.square()
+        count, first, second = (
+            1,
+            (1 - self.betas[0]) * gradient,
+            (1 - self.betas[1]) * gradient.square(),
+        )
         if "inference.count" in memory:
             count += int(memory["inference.count"])
             first = torch.lerp(memory["inference.first"], gradient, 1 - self.betas[0])
             second = second.add_(memory["inference.second"], alpha=self.betas[1])
         scale = (second / (1 - self.betas[1] ** count)).sqrt() + self.eps
         step = self.lr / (1 - self.betas[0] ** count) * first / scale
-        kept = {"inference.first": first, "inference.second": second, "inference.count": torch.tensor(count)}
+        kept = {
+            "inference.first": first,
+            "inference.second": second,
+            "inference.count": torch.tensor(count),
+        }
         return step, {**memory, **kept}
 
 
 @final
 @dataclass(frozen=True)
 class GradientStep:
-    """The point-estimate limit of published methods: the mean takes an optimiser's step on E, the covariance stays.
+    """The point-estimate limit of published methods: the mean takes an optimiser's step on E, the
+    covariance stays.
 
-    SGD without momentum is ``Linearized(NoCurvature())`` from Σ⁻ = lr I; Adam is no filter, and is called what it is.
-    ``anchor`` α adds α Λ_S (μ⁻ - μ_S) to the gradient, the pull of a fixed source posterior (EATA, PETAL). With a
-    ``radius`` ρ the gradient is taken at μ⁻ + ρ g/|g| (SAM), samples being weighed again there. ``keep_gradient`` leaves
-    the gradient in the memory for an upkeep that needs it. Steps on fewer than ``reference`` samples shrink in proportion,
-    by n / reference, as a rate chosen for large batches should on small ones (0: never).
+    SGD without momentum is ``Linearized(NoCurvature())`` from Σ⁻ = lr I; Adam is no filter, and is
+    called what it is. ``anchor`` α adds α Λ_S (μ⁻ - μ_S) to the gradient, the pull of a fixed
+    source posterior (EATA, PETAL). With a ``radius`` ρ the gradient is taken at μ⁻ + ρ g/|g| (SAM),
+    samples being weighed again there. ``keep_gradient`` leaves the gradient in the memory for an
+    upkeep that needs it. Steps on fewer than ``reference`` samples shrink in proportion, by n /
+    reference, as a rate chosen for large batches should on small ones (0: never).
     """
 
     rule: SGD | Adam = field(default_factory=SGD)
@@ -96,25 +125,41 @@ class GradientStep:
         require_number("GradientStep.anchor", self.anchor, 0, math.inf)
         require_number("GradientStep.radius", self.radius, 0, math.inf)
         require_count("GradientStep.reference", self.reference, 0)
-        require(isinstance(self.keep_gradient, bool), "GradientStep.keep_gradient", self.keep_gradient, "True or False")
+        require(
+            isinstance(self.keep_gradient, bool),
+            "GradientStep.keep_gradient",
+            self.keep_gradient,
+            "True or False",
+        )
 
-    def __call__(self, prior: Belief, energy: Energy, memory: Memory, randomness: Randomness) -> tuple[Belief, Memory]:
+    def __call__(
+        self, prior: Belief, energy: Energy, memory: Memory, randomness: Randomness
+    ) -> tuple[Belief, Memory]:
         gradient = energy.at(prior.mean).gradient()
         if self.radius:
             length = gradient.norm().clamp_min(1e-12)
             sharp = energy.reweighed_at(prior.mean + gradient * (self.radius / length))
-            if not sharp.coefficients.any():  # every sample left: nothing to step on, and the mean loss of none
+            if (
+                not sharp.coefficients.any()
+            ):  # every sample left: nothing to step on, and the mean loss of none
                 return prior, {**memory, "inference.loss": torch.full_like(length, math.nan)}
             gradient, memory = sharp.gradient(), {**memory, "inference.loss": sharp.value()}
         if self.anchor:
             source = energy.source
-            require(source is not None, "GradientStep.anchor", self.anchor, "0 where the energy does not know the source")
+            require(
+                source is not None,
+                "GradientStep.anchor",
+                self.anchor,
+                "0 where the energy does not know the source",
+            )
             assert source is not None
             gradient = gradient + self.anchor * source.covariance.solve(prior.mean - source.mean)
         step, memory = self.rule(gradient, memory)
         if self.keep_gradient:
             memory = {**memory, "inference.gradient": gradient}
         n = energy.samples.weights.shape[0]
-        mean = torch.sub(prior.mean, step, alpha=min(1.0, n / self.reference) if self.reference else 1.0)
+        mean = torch.sub(
+            prior.mean, step, alpha=min(1.0, n / self.reference) if self.reference else 1.0
+        )
         require_finite("the posterior mean", mean)
         return unchecked(Belief, mean=mean, covariance=prior.covariance), memory

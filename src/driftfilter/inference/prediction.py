@@ -47,10 +47,15 @@ class Query(NamedTuple):
     model: PredictiveModel
     inputs: Inputs  # [n, ...]
     randomness: Randomness
-    known: Tensor | None = None  # logits at the mean [v, n, k] of every view of the loss, where the caller has them already
+    known: Tensor | None = (
+        # logits at the mean [v, n, k] of every view of the loss, where the caller has them already
+        None
+    )
     taught: Tensor | None = None  # logits of the teacher [n, k], where there is one
-    views: Callable[[], tuple[Inputs, ...]] | None = None  # what the loss looks at, clean inputs first
-    memory: Memory = {}  # noqa: RUF012  # nobody writes it  # what the rule has learned from batches (``learn``)
+    # What the loss looks at, clean inputs first.
+    views: Callable[[], tuple[Inputs, ...]] | None = None
+    # What the rule has learned from batches (``learn``).
+    memory: Memory = {}  # noqa: RUF012  # nobody writes it
 
     def logits(self, belief: Belief) -> Tensor:
         """Logits at the mean [n, k]."""
@@ -76,7 +81,9 @@ class PredictionRule(Protocol):
 
 
 def learned(rule: PredictionRule, prior: Belief, energy: Energy, memory: Memory) -> Memory:
-    """The memory with what a rule wants to keep of a batch, its energy at the prior; most have no method ``learn``."""
+    """The memory with what a rule wants to keep of a batch, its energy at the prior; most have no
+    method ``learn``.
+    """
     learn = getattr(rule, "learn", None)
     return memory if learn is None else learn(prior, energy, memory)
 
@@ -94,10 +101,12 @@ class MAP:
 @final
 @dataclass(frozen=True)
 class Tempered:
-    """softmax(f(μ) / T): what Gaussian logits of one variance v everywhere come to, T = √(1 + π v / 4) by the probit
-    approximation of each pair of classes, without a derivative. The most likely class is that of f.
+    """softmax(f(μ) / T): what Gaussian logits of one variance v everywhere come to, T = √(1 + π v /
+    4) by the probit approximation of each pair of classes, without a derivative. The most likely
+    class is that of f.
 
-    ``over_views``: f is the mean of the logits over the views of the loss (an image and its mirror image, say).
+    ``over_views``: f is the mean of the logits over the views of the loss (an image and its mirror
+    image, say).
     """
 
     temperature: float = 2.0
@@ -105,34 +114,47 @@ class Tempered:
 
     def __post_init__(self) -> None:
         require_number("Tempered.temperature", self.temperature, 0, math.inf, open_low=True)
-        require(isinstance(self.over_views, bool), "Tempered.over_views", self.over_views, "True or False")
+        require(
+            isinstance(self.over_views, bool),
+            "Tempered.over_views",
+            self.over_views,
+            "True or False",
+        )
 
     def __call__(self, belief: Belief, query: Query) -> Prediction:
         logits = query.view_logits(belief).mean(0) if self.over_views else query.logits(belief)
-        return Prediction((logits / self.temperature).log_softmax(-1), torch.full_like(logits, _variance_at(self.temperature)))
+        return Prediction(
+            (logits / self.temperature).log_softmax(-1),
+            torch.full_like(logits, _variance_at(self.temperature)),
+        )
 
 
 @final
 @dataclass(frozen=True)
 class Moderated:
-    """softmax(f(μ) / T) at the temperature of Gaussian logits of one variance v (``Tempered``), the belief's along the loss.
+    """softmax(f(μ) / T) at the temperature of Gaussian logits of one variance v (``Tempered``), the
+    belief's along the loss.
 
-    With u_i = (w_i / n) ∇_f ℓ_i and g_i = J_iᵀ u_i, the slopes of a batch in logits and in parameters, and ``scale`` s,
+    With u_i = (w_i / n) ∇_f ℓ_i and g_i = J_iᵀ u_i, the slopes of a batch in logits and in
+    parameters, and ``scale`` s,
 
-        T² = 1 + π v / 4,   v = s Σ_i g_iᵀ Σ⁻ g_i / Σ_i |u_i|²   (= s Σ_i u_iᵀ (J_i Σ⁻ J_iᵀ) u_i / Σ_i |u_i|²)
+        T² = 1 + π v / 4,   v = s Σ_i g_iᵀ Σ⁻ g_i / Σ_i |u_i|²
+                           (= s Σ_i u_iᵀ (J_i Σ⁻ J_iᵀ) u_i / Σ_i |u_i|²)
 
-    g_i are the rows of network.py: where batch statistics couple the samples they hold parts of other samples' slopes, and v is
-    larger than what stands in brackets. For a point mass v is 0. The update has these gradients already where its curvature is
-    the empirical Fisher: the prediction then costs no pass more. One sample of two classes is predicted as by
-    ``LinearizedProbit`` from s Σ⁻. With more classes the variance along u is taken for that of all directions, with more
-    samples the batch's for that of each. The most likely class is that of f.
+    g_i are the rows of network.py: where batch statistics couple the samples they hold parts of
+    other samples' slopes, and v is larger than what stands in brackets. For a point mass v is 0.
+    The update has these gradients already where its curvature is the empirical Fisher: the
+    prediction then costs no pass more. One sample of two classes is predicted as by
+    ``LinearizedProbit`` from s Σ⁻. With more classes the variance along u is taken for that of all
+    directions, with more samples the batch's for that of each. The most likely class is that of f.
 
-    E is a mean: a sum over n samples with the prior Σ/n has the same mode, and 1/n of the covariance. So s = 0.01 is the belief
-    that counts each sample of a batch of a hundred in full. (On the extra corruptions 0.009 was best, docs/benchmarks.md.)
+    E is a mean: a sum over n samples with the prior Σ/n has the same mode, and 1/n of the
+    covariance. So s = 0.01 is the belief that counts each sample of a batch of a hundred in full.
+    (On the extra corruptions 0.009 was best, docs/benchmarks.md.)
 
-    T is at most ``limit``. Batches of n < ``samples`` fade the sums of those before by 1 - n / samples, and add their own.
-    Inputs predicted without adapting to them have the T of the last batch; T = 1 before the first one, and where the loss sees
-    other outputs than the logits.
+    T is at most ``limit``. Batches of n < ``samples`` fade the sums of those before by 1 - n /
+    samples, and add their own. Inputs predicted without adapting to them have the T of the last
+    batch; T = 1 before the first one, and where the loss sees other outputs than the logits.
     """
 
     scale: float = 0.01
@@ -144,10 +166,17 @@ class Moderated:
         require_number("Moderated.scale", self.scale, 0, math.inf)
         require_number("Moderated.limit", self.limit, 1, math.inf)
         require_count("Moderated.samples", self.samples, 1)
-        require(isinstance(self.over_views, bool), "Moderated.over_views", self.over_views, "True or False")
+        require(
+            isinstance(self.over_views, bool),
+            "Moderated.over_views",
+            self.over_views,
+            "True or False",
+        )
 
     def learn(self, prior: Belief, energy: Energy, memory: Memory) -> Memory:
-        """The memory with the two sums of a batch, with w_i in place of w_i / n: batches count by their samples."""
+        """The memory with the two sums of a batch, with w_i in place of w_i / n: batches count by
+        their samples.
+        """
         rows, slopes = energy.evaluation.keep_rows(), energy.evaluation.slopes().sum(0)
         along = torch.dot(rows.flatten(), prior.covariance.apply(rows).flatten())
         samples = energy.samples
@@ -160,19 +189,33 @@ class Moderated:
 
     def __call__(self, belief: Belief, query: Query) -> Prediction:
         logits = query.view_logits(belief).mean(0) if self.over_views else query.logits(belief)
-        along, length = query.memory[_SLOPES] if _SLOPES in query.memory else logits.new_tensor((0.0, 0.0))
-        variance = (self.scale * along / length.clamp_min(torch.finfo(length.dtype).tiny)).to(logits.dtype)
+        along, length = (
+            query.memory[_SLOPES] if _SLOPES in query.memory else logits.new_tensor((0.0, 0.0))
+        )
+        variance = (self.scale * along / length.clamp_min(torch.finfo(length.dtype).tiny)).to(
+            logits.dtype
+        )
         variance = variance.clamp(0, _variance_at(self.limit))
-        return Prediction((logits / (1 + math.pi / 4 * variance).sqrt()).log_softmax(-1), variance.expand_as(logits).clone())
+        return Prediction(
+            (logits / (1 + math.pi / 4 * variance).sqrt()).log_softmax(-1),
+            variance.expand_as(logits).clone(),
+        )
 
 
 @final
 @dataclass(frozen=True)
 class FromTeacher:
-    """softmax ȳ of the observation's teacher: what the loss was trained towards is also what is predicted."""
+    """softmax ȳ of the observation's teacher: what the loss was trained towards is also what is
+    predicted.
+    """
 
     def __call__(self, belief: Belief, query: Query) -> Prediction:
-        require(query.taught is not None, "Filter.prediction", self, "another rule where the observation has no teacher")
+        require(
+            query.taught is not None,
+            "Filter.prediction",
+            self,
+            "another rule where the observation has no teacher",
+        )
         assert query.taught is not None
         return Prediction(query.taught.log_softmax(-1), torch.zeros_like(query.taught))
 
@@ -180,7 +223,8 @@ class FromTeacher:
 @final
 @dataclass(frozen=True)
 class PriorCorrection:
-    """softmax(f(μ) ⊙ r), r = (p̄ + s) / (1 + s k) the smoothed mean prediction of the batch, s = max(1/n, 1/k) / max p̄.
+    """softmax(f(μ) ⊙ r), r = (p̄ + s) / (1 + s k) the smoothed mean prediction of the batch, s =
+    max(1/n, 1/k) / max p̄.
 
     ROID's correction as its code has it: it scales logits, so a shift of the logits changes it.
     """
@@ -230,7 +274,9 @@ class LinearizedGaussian:
 
     def __call__(self, belief: Belief, query: Query) -> Prediction:
         logits = query.logits(belief)
-        moves = query.model.pushforward(belief.mean, query.inputs, query.draws(belief, self.samples))
+        moves = query.model.pushforward(
+            belief.mean, query.inputs, query.draws(belief, self.samples)
+        )
         return Prediction(_averaged(logits + moves), moves.square().mean(0))
 
 
@@ -239,15 +285,21 @@ class LinearizedGaussian:
 class LinearizedProbit:
     """Closed form for Gaussian logits N(f, V), V = J Σ Jᵀ, with κ(v) = (1 + π v / 8)^(-1/2).
 
-    ``pairwise``: p_c ∝ 1 / Σ_j exp(-κ(V_cc + V_jj - 2 V_cj) (f_c - f_j)), invariant to a shift of the logits and for
-    k = 2 the usual probit approximation. ``per_class``: softmax(κ(V_cc) f_c), the paper's form; it is *not* shift
-    invariant, ignores correlations, and cost 4.7 points of accuracy on CIFAR-10-C where Gaussian logits cost none.
+    ``pairwise``: p_c ∝ 1 / Σ_j exp(-κ(V_cc + V_jj - 2 V_cj) (f_c - f_j)), invariant to a shift of
+    the logits and for k = 2 the usual probit approximation. ``per_class``: softmax(κ(V_cc) f_c),
+    the paper's form; it is *not* shift invariant, ignores correlations, and cost 4.7 points of
+    accuracy on CIFAR-10-C where Gaussian logits cost none.
     """
 
     form: Literal["pairwise", "per_class"] = "pairwise"
 
     def __post_init__(self) -> None:
-        require(self.form in ("pairwise", "per_class"), "LinearizedProbit.form", self.form, "'pairwise' or 'per_class'")
+        require(
+            self.form in ("pairwise", "per_class"),
+            "LinearizedProbit.form",
+            self.form,
+            "'pairwise' or 'per_class'",
+        )
 
     def __call__(self, belief: Belief, query: Query) -> Prediction:
         logits, pullback = query.model.pullback(belief.mean, query.inputs)

@@ -1,7 +1,9 @@
-"""Upkeep: what is done to the belief after a step, beside the transition: restores, resets and slow averages.
+"""Upkeep: what is done to the belief after a step, beside the transition: restores, resets and slow
+averages.
 
-Each belongs to the move to the next step; it comes after the prediction, so that no prediction of this step sees it.
-Restored parameters get the source's mean; covariances are left to the transition, except in a full reset.
+Each belongs to the move to the next step; it comes after the prediction, so that no prediction of
+this step sees it. Restored parameters get the source's mean; covariances are left to the
+transition, except in a full reset.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ from driftfilter.model.weighting import Memory
 class Upkeep(Protocol):
     """A change of the belief between two steps."""
 
-    def __call__(self, belief: Belief, energy: Energy, memory: Memory, randomness: Randomness) -> tuple[Belief, Memory]:
+    def __call__(
+        self, belief: Belief, energy: Energy, memory: Memory, randomness: Randomness
+    ) -> tuple[Belief, Memory]:
         """Belief and memory for the next step; the energy is that of this one."""
 
 
@@ -34,29 +38,39 @@ def _source(energy: Energy) -> Belief:
 
 
 def _restored(belief: Belief, source: Belief, mask: Tensor) -> Belief:
-    return unchecked(Belief, mean=torch.where(mask, source.mean, belief.mean), covariance=belief.covariance)
+    return unchecked(
+        Belief, mean=torch.where(mask, source.mean, belief.mean), covariance=belief.covariance
+    )
 
 
 @final
 @dataclass(frozen=True)
 class ResetEvery:
-    """Back to the source after every so many steps, whatever was learned (RDumb); all memory goes too."""
+    """Back to the source after every so many steps, whatever was learned (RDumb); all memory goes
+    too.
+    """
 
     steps: int = 1000
 
     def __post_init__(self) -> None:
         require_count("ResetEvery.steps", self.steps, 1)
 
-    def __call__(self, belief: Belief, energy: Energy, memory: Memory, randomness: Randomness) -> tuple[Belief, Memory]:
-        return (_source(energy), {}) if (randomness.step + 1) % self.steps == 0 else (belief, memory)
+    def __call__(
+        self, belief: Belief, energy: Energy, memory: Memory, randomness: Randomness
+    ) -> tuple[Belief, Memory]:
+        return (
+            (_source(energy), {}) if (randomness.step + 1) % self.steps == 0 else (belief, memory)
+        )
 
 
 @final
 @dataclass(frozen=True)
 class ResetBelow:
-    """Back to the source when the running mean of the energy falls below ``loss``, a sign of collapse (SAR).
+    """Back to the source when the running mean of the energy falls below ``loss``, a sign of
+    collapse (SAR).
 
-    e ← momentum · e + (1 - momentum) · E, from the first E; a step without information leaves it. All memory goes too.
+    e ← momentum · e + (1 - momentum) · E, from the first E; a step without information leaves it.
+    All memory goes too.
     """
 
     loss: float = 0.2
@@ -66,27 +80,37 @@ class ResetBelow:
         require_number("ResetBelow.loss", self.loss, -math.inf, math.inf)
         require_number("ResetBelow.momentum", self.momentum, 0, 1, open_high=True)
 
-    def __call__(self, belief: Belief, energy: Energy, memory: Memory, randomness: Randomness) -> tuple[Belief, Memory]:
+    def __call__(
+        self, belief: Belief, energy: Energy, memory: Memory, randomness: Randomness
+    ) -> tuple[Belief, Memory]:
         kept = {name: value for name, value in memory.items() if name != "inference.loss"}
         now = memory.get("inference.loss", energy.evaluation.value())
         if energy.samples.used == 0 or now.isnan():
             return belief, kept
         before = memory.get("upkeep.loss", now)
         running = self.momentum * before + (1 - self.momentum) * now
-        return (_source(energy), {}) if running.item() < self.loss else (belief, {**kept, "upkeep.loss": running})
+        return (
+            (_source(energy), {})
+            if running.item() < self.loss
+            else (belief, {**kept, "upkeep.loss": running})
+        )
 
 
 @final
 @dataclass(frozen=True)
 class RestoreRandomly:
-    """Each parameter goes back to its source value with this probability (CoTTA); the noise Restore is its Gaussian form."""
+    """Each parameter goes back to its source value with this probability (CoTTA); the noise Restore
+    is its Gaussian form.
+    """
 
     probability: float = 0.01
 
     def __post_init__(self) -> None:
         require_number("RestoreRandomly.probability", self.probability, 0, 1)
 
-    def __call__(self, belief: Belief, energy: Energy, memory: Memory, randomness: Randomness) -> tuple[Belief, Memory]:
+    def __call__(
+        self, belief: Belief, energy: Energy, memory: Memory, randomness: Randomness
+    ) -> tuple[Belief, Memory]:
         generator = randomness.generator(Purpose.UPKEEP)
         draws = torch.rand(belief.dimension, generator=generator, device=belief.mean.device)
         return _restored(belief, _source(energy), draws < self.probability), memory
@@ -95,7 +119,8 @@ class RestoreRandomly:
 @final
 @dataclass(frozen=True)
 class RestoreIrrelevant:
-    """Parameters whose squared gradient is below its ``quantile`` go back to their source value (PETAL).
+    """Parameters whose squared gradient is below its ``quantile`` go back to their source value
+    (PETAL).
 
     Needs ``GradientStep(keep_gradient=True)``.
     """
@@ -105,11 +130,18 @@ class RestoreIrrelevant:
     def __post_init__(self) -> None:
         require_number("RestoreIrrelevant.quantile", self.quantile, 0, 1)
 
-    def __call__(self, belief: Belief, energy: Energy, memory: Memory, randomness: Randomness) -> tuple[Belief, Memory]:
+    def __call__(
+        self, belief: Belief, energy: Energy, memory: Memory, randomness: Randomness
+    ) -> tuple[Belief, Memory]:
         if energy.samples.used == 0:  # a gradient in the memory would be an earlier step's
             return belief, memory
         gradient = memory.get("inference.gradient")
-        require(gradient is not None, "the gradient in the memory", None, "there: GradientStep(keep_gradient=True)")
+        require(
+            gradient is not None,
+            "the gradient in the memory",
+            None,
+            "there: GradientStep(keep_gradient=True)",
+        )
         assert gradient is not None
         fisher = gradient.square()
         position = self.quantile * (len(fisher) - 1)  # torch.quantile, which is limited in size
@@ -122,10 +154,12 @@ class RestoreIrrelevant:
 @final
 @dataclass(frozen=True)
 class ContinualMomentum:
-    """CMF: a Kalman filter with scalar variance P on the parameters an optimiser proposes, θ̃ observed with noise.
+    """CMF: a Kalman filter with scalar variance P on the parameters an optimiser proposes, θ̃
+    observed with noise.
 
-    φ' = ρ φ + (1 - ρ) θ_S,  P' = ρ² P + q,  b = clip(r / (P' + r), floor, 1),  φ = b φ' + (1 - b) θ̃,  P = b P',
-    θ = ρ θ̃ + (1 - ρ) φ;  q = process · d / 38400, r = 1 - q; φ starts at θ_S, P at 0.
+    φ' = ρ φ + (1 - ρ) θ_S,  P' = ρ² P + q,  b = clip(r / (P' + r), floor, 1),  φ = b φ' + (1 - b)
+    θ̃,  P = b P', θ = ρ θ̃ + (1 - ρ) φ;  q = process · d / 38400, r = 1 - q; φ starts at θ_S, P at
+    0.
     """
 
     rho: float = 0.99
@@ -137,9 +171,13 @@ class ContinualMomentum:
         require_number("ContinualMomentum.process", self.process, 0, math.inf)
         require_number("ContinualMomentum.floor", self.floor, 0, 1)
 
-    def __call__(self, belief: Belief, energy: Energy, memory: Memory, randomness: Randomness) -> tuple[Belief, Memory]:
+    def __call__(
+        self, belief: Belief, energy: Energy, memory: Memory, randomness: Randomness
+    ) -> tuple[Belief, Memory]:
         source, proposed = _source(energy).mean, belief.mean
-        q = min(self.process * belief.dimension / 38400, 1.0)  # the authors' scale, which only makes sense below 1
+        q = min(
+            self.process * belief.dimension / 38400, 1.0
+        )  # the authors' scale, which only makes sense below 1
         hidden = torch.lerp(source, memory.get("upkeep.hidden", source), self.rho)
         variance = self.rho**2 * memory.get("upkeep.variance", source.new_zeros(())) + q
         share = ((1 - q) / (variance + 1 - q).clamp_min(1e-12)).clamp(self.floor, 1.0)

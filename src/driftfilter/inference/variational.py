@@ -22,14 +22,17 @@ from driftfilter.model.weighting import Memory
 @final
 @dataclass(frozen=True)
 class Variational:
-    """Variational Bayes: minimise E_q[E(θ)] + KL(q ‖ prior) over Gaussian q by damped natural-gradient steps.
+    """Variational Bayes: minimise E_q[E(θ)] + KL(q ‖ prior) over Gaussian q by damped
+    natural-gradient steps.
 
-    P ← (1 - r) P + r (P⁻ + E_q[FᵀF]),  μ ← μ - r P⁻¹ (P⁻(μ - μ⁻) + E_q[g]); the first step from the prior with r = 1 is
-    BONG. Stops when a full step (r = 1) would move the mean by less than ``tolerance`` posterior standard deviations and no
-    variance by more than that fraction, or after ``iterations``; ``memory["inference.residual"]`` is the length of a further
-    full step. The rate is halved whenever that length grows, as it may under a projected covariance.
-    The fixed point is the exact optimum where the curvature is the exact Hessian (a linear head and a convex loss). With
-    0 samples and 0 nodes it is Newton's method to the mode and the Laplace approximation there.
+    P ← (1 - r) P + r (P⁻ + E_q[FᵀF]),  μ ← μ - r P⁻¹ (P⁻(μ - μ⁻) + E_q[g]); the first step from the
+    prior with r = 1 is BONG. Stops when a full step (r = 1) would move the mean by less than
+    ``tolerance`` posterior standard deviations and no variance by more than that fraction, or after
+    ``iterations``; ``memory["inference.residual"]`` is the length of a further full step. The rate
+    is halved whenever that length grows, as it may under a projected covariance. The fixed point is
+    the exact optimum where the curvature is the exact Hessian (a linear head and a convex loss).
+    With 0 samples and 0 nodes it is Newton's method to the mode and the Laplace approximation
+    there.
     """
 
     curvature: Curvature = field(default_factory=Hessian)
@@ -47,11 +50,15 @@ class Variational:
         require_count("Variational.iterations", self.iterations, 1)
         require_number("Variational.tolerance", self.tolerance, 0, math.inf)
 
-    def __call__(self, prior: Belief, energy: Energy, memory: Memory, randomness: Randomness) -> tuple[Belief, Memory]:
+    def __call__(
+        self, prior: Belief, energy: Energy, memory: Memory, randomness: Randomness
+    ) -> tuple[Belief, Memory]:
         posterior, rate, before = prior, float(self.rate), math.inf
         accumulated = prior.mean.new_zeros(0, prior.dimension)
         for _ in range(self.iterations):
-            gradient, factor = expected(posterior, energy, self.curvature, self.samples, self.nodes, randomness)
+            gradient, factor = expected(
+                posterior, energy, self.curvature, self.samples, self.nodes, randomness
+            )
             accumulated = _blend(accumulated, factor, rate)
             covariance = prior.covariance.condition(accumulated)
             slope = prior.covariance.solve(posterior.mean - prior.mean) + gradient
@@ -59,7 +66,9 @@ class Variational:
             covariance = covariance.truncate()
             changes = covariance.variance() / posterior.covariance.variance() - 1
             posterior = Belief(posterior.mean - rate * step, covariance)
-            residual = (step @ slope).clamp_min(0).sqrt()  # length of the full step in posterior standard deviations
+            residual = (
+                (step @ slope).clamp_min(0).sqrt()
+            )  # length of the full step in posterior standard deviations
             if residual < self.tolerance and changes.abs().max() < self.tolerance * rate:
                 break
             if residual > max(before, self.tolerance):
@@ -70,4 +79,6 @@ class Variational:
 
 def _blend(old: Tensor, new: Tensor, rate: float) -> Tensor:
     """A factor of (1 - r) FᵀF + r F'ᵀF', with no more rows than columns."""
-    return compacted(torch.cat((old * math.sqrt(1 - rate), new * math.sqrt(rate))) if rate < 1 else new)
+    return compacted(
+        torch.cat((old * math.sqrt(1 - rate), new * math.sqrt(rate))) if rate < 1 else new
+    )

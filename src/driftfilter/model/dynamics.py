@@ -1,8 +1,9 @@
 """Dynamics: how the mean of the parameters moves between two steps, θ_t = G θ_{t-1} + c + noise.
 
-A dynamic is called with the source belief and gives the affine map. Trend and seasonal dynamics keep hidden states
-beside each parameter (velocity, harmonics): the belief is then over the augmented state s, parameters are read out
-as θ = E s. For d parameters and m states each, s = [states 1 of all d, states 2 of all d, …].
+A dynamic is called with the source belief and gives the affine map. Trend and seasonal dynamics
+keep hidden states beside each parameter (velocity, harmonics): the belief is then over the
+augmented state s, parameters are read out as θ = E s. For d parameters and m states each, s =
+[states 1 of all d, states 2 of all d, …].
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ class Spread(NamedTuple):
     noise: Noise
 
 
-SpreadRule: TypeAlias = "Spread | Callable[[Belief], Spread]"  # constant, or a function of the belief that moves
+# Constant, or a function of the belief that moves.
+SpreadRule: TypeAlias = "Spread | Callable[[Belief], Spread]"
 
 
 class Motion(NamedTuple):
@@ -65,24 +67,37 @@ def as_matrix(value: Matrix | Tensor, like: Tensor) -> Gain:
 
 
 def as_config(field: str, value: object) -> Matrix:
-    """Numbers, sequences and tensors as plain nested tuples, so that they compare, print and go to TOML."""
+    """Numbers, sequences and tensors as plain nested tuples, so that they compare, print and go to
+    TOML.
+    """
     if isinstance(value, Tensor):
         value = value.tolist()
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         require_number(field, value, -math.inf, math.inf)
         return float(value)
-    require(isinstance(value, Sequence) and not isinstance(value, str), field, value, "a number, vector or matrix")
+    require(
+        isinstance(value, Sequence) and not isinstance(value, str),
+        field,
+        value,
+        "a number, vector or matrix",
+    )
     assert isinstance(value, Sequence)
     items = tuple(as_config(field, item) for item in value)
     lengths = {len(item) if isinstance(item, tuple) else 0 for item in items}
-    require(len(lengths) == 1, field, value, "a number, a vector or a matrix with rows of equal length")
+    require(
+        len(lengths) == 1, field, value, "a number, a vector or a matrix with rows of equal length"
+    )
     return items  # type: ignore[return-value]
 
 
 def _augmented(read_out: Sequence[float], scale: float, parameters: int) -> Layout:
     eye = torch.eye(parameters, dtype=torch.float64)
     variance = torch.full((len(read_out) * parameters,), scale**2, dtype=torch.float64)
-    return Layout(torch.kron(torch.tensor([read_out], dtype=torch.float64), eye), torch.arange(parameters), variance)
+    return Layout(
+        torch.kron(torch.tensor([read_out], dtype=torch.float64), eye),
+        torch.arange(parameters),
+        variance,
+    )
 
 
 def _repeat(block: Tensor, source: Belief) -> Tensor:
@@ -135,7 +150,9 @@ class PrecisionReversion(Dynamics):
 
     def __call__(self, source: Belief) -> Motion:
         precision = source.covariance.precision()
-        largest = (precision.max() if precision.dim() == 1 else torch.linalg.eigvalsh(precision)[-1]).item()
+        largest = (
+            precision.max() if precision.dim() == 1 else torch.linalg.eigvalsh(precision)[-1]
+        ).item()
         require(
             self.eta * largest < 2,
             "PrecisionReversion.eta",
@@ -151,9 +168,11 @@ class PrecisionReversion(Dynamics):
 @final
 @dataclass(frozen=True)
 class LocalTrend(Dynamics):
-    """Local polynomial trend: θ_t = θ_{t-1} + dt v_{t-1}, v_t = v_{t-1} + dt a_{t-1}, … (order 0 is a random walk).
+    """Local polynomial trend: θ_t = θ_{t-1} + dt v_{t-1}, v_t = v_{t-1} + dt a_{t-1}, … (order 0 is
+    a random walk).
 
-    G = I + dt N, the Jordan block of order + 1 states for each parameter; hidden states start at N(0, scale²).
+    G = I + dt N, the Jordan block of order + 1 states for each parameter; hidden states start at
+    N(0, scale²).
     """
 
     order: int = 1
@@ -167,7 +186,10 @@ class LocalTrend(Dynamics):
 
     def __call__(self, source: Belief) -> Motion:
         states = self.order + 1
-        block = torch.eye(states, dtype=torch.float64) + self.dt * torch.diag(torch.ones(self.order), 1).double()
+        block = (
+            torch.eye(states, dtype=torch.float64)
+            + self.dt * torch.diag(torch.ones(self.order), 1).double()
+        )
         return Motion(1.0, 0.0) if states == 1 else Motion(_repeat(block, source), 0.0)
 
     def layout(self, parameters: int) -> Layout | None:
@@ -180,8 +202,9 @@ class LocalTrend(Dynamics):
 class Seasonal(Dynamics):
     """Level plus Fourier harmonics: θ = level + Σ_j a_j, (a_j, b_j) rotates by 2πj/period a step.
 
-    G = diag(1, R(2π/period), R(4π/period), …), R(w) = [[cos w, sin w], [-sin w, cos w]]; the harmonic j = period/2
-    is a single state with gain -1. Harmonics start at N(0, scale²), the level at the parameter.
+    G = diag(1, R(2π/period), R(4π/period), …), R(w) = [[cos w, sin w], [-sin w, cos w]]; the
+    harmonic j = period/2 is a single state with gain -1. Harmonics start at N(0, scale²), the level
+    at the parameter.
     """
 
     period: float = 24.0
@@ -192,7 +215,10 @@ class Seasonal(Dynamics):
         require_number("Seasonal.period", self.period, 2, math.inf)
         require_count("Seasonal.harmonics", self.harmonics, 1)
         require(
-            2 * self.harmonics <= self.period, "Seasonal.harmonics", self.harmonics, f"at most period/2 = {self.period / 2:g}"
+            2 * self.harmonics <= self.period,
+            "Seasonal.harmonics",
+            self.harmonics,
+            f"at most period/2 = {self.period / 2:g}",
         )
         require_number("Seasonal.scale", self.scale, 0, math.inf, open_low=True)
 
@@ -232,5 +258,10 @@ class Affine(Dynamics):
         for field, value, most in (("Affine.gain", gain, 2), ("Affine.drift", drift, 1)):
             if isinstance(value, Tensor):
                 fits = value.dim() <= most and all(size == source.dimension for size in value.shape)
-                require(fits, field, f"shape {list(value.shape)}", f"of length {source.dimension} (d) in each dimension")
+                require(
+                    fits,
+                    field,
+                    f"shape {list(value.shape)}",
+                    f"of length {source.dimension} (d) in each dimension",
+                )
         return Motion(gain, drift)

@@ -1,4 +1,6 @@
-"""A loss to second order in the logits of each sample: how value, gradient and Hessian are computed."""
+"""A loss to second order in the logits of each sample: how value, gradient and Hessian are
+computed.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,13 @@ class Expansion(NamedTuple):
 
     value: Tensor  # [v, ..., n]; a sample's loss is the sum over its views
     gradient: Tensor  # [v, ..., n, k]
-    hessian: Callable[[], Tensor]  # [v, ..., n, k, k], computed when asked for; indefinite as a rule
+    hessian: Callable[
+        [], Tensor
+    ]  # [v, ..., n, k, k], computed when asked for; indefinite as a rule
     root: Callable[[], Tensor]  # R [v, ..., n, k, r], R Rᵀ = the positive part of the Hessian
-    shares: tuple[float | Tensor, ...] = (1.0,)  # weight of each view (number or [n]), for curvature from the model alone
+    shares: tuple[float | Tensor, ...] = (
+        1.0,
+    )  # weight of each view (number or [n]), for curvature from the model alone
 
 
 def log_softmax(logits: Tensor) -> Tensor:
@@ -33,7 +39,9 @@ def log_softmax(logits: Tensor) -> Tensor:
 def _contrasts(k: int) -> Tensor:
     """Orthonormal basis of the vectors that sum to 0, [k, k - 1]."""
     ones = torch.ones(k, 1, dtype=torch.float64)
-    columns: Tensor = torch.linalg.qr(torch.cat((ones, torch.eye(k, dtype=torch.float64)[:, : k - 1]), 1))[0]
+    columns: Tensor = torch.linalg.qr(
+        torch.cat((ones, torch.eye(k, dtype=torch.float64)[:, : k - 1]), 1)
+    )[0]
     return columns[:, 1:]
 
 
@@ -43,15 +51,22 @@ def _opposite(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def invariant_root(hessian: Tensor) -> Tensor:
-    """The same with k - 1 columns, for losses that do not see a shift of the logits: their Hessians have rows of sum 0."""
+    """The same with k - 1 columns, for losses that do not see a shift of the logits: their Hessians
+    have rows of sum 0.
+    """
     basis = _contrasts(hessian.shape[-1]).to(hessian)
     return basis @ positive_root(basis.mT @ hessian @ basis)
 
 
 def separable(
-    value: Tensor | None, p: Tensor, first: Tensor, second: Tensor, shares: tuple[float | Tensor, ...] = (1.0,)
+    value: Tensor | None,
+    p: Tensor,
+    first: Tensor,
+    second: Tensor,
+    shares: tuple[float | Tensor, ...] = (1.0,),
 ) -> Expansion:
-    """Every loss Σ_k g_k(p_k), from first = p g'(p) and second = p² g''(p), which stay finite as p -> 0:
+    """Every loss Σ_k g_k(p_k), from first = p g'(p) and second = p² g''(p), which stay finite as p
+    -> 0:
 
     ∇ = u = first - p Σfirst,  ∇² = diag(v) - v pᵀ - p vᵀ + (Σb) p pᵀ  with b = second, v = u + b.
     A constant in g' cancels, since Σp = 1. The value is Σfirst where none is given.
@@ -61,7 +76,9 @@ def separable(
 
     def hessian() -> Tensor:
         v = gradient + second
-        halved = torch.addcmul(v, p, second.sum(-1, keepdim=True), value=-0.5)  # so that (Σb) p pᵀ comes along
+        halved = torch.addcmul(
+            v, p, second.sum(-1, keepdim=True), value=-0.5
+        )  # so that (Σb) p pᵀ comes along
         outer = halved[..., :, None] * p[..., None, :]
         return torch.diag_embed(v) - outer - outer.mT
 
@@ -77,7 +94,9 @@ def separable(
 
 
 def differentiate(function: Callable[[Tensor], Tensor], logits: Tensor) -> Expansion:
-    """Any function logits [n, k] -> [n] to second order, by automatic differentiation on the clean view."""
+    """Any function logits [n, k] -> [n] to second order, by automatic differentiation on the clean
+    view.
+    """
     clean = logits[:1].flatten(0, -2)  # [m, k]
     gradient, value = torch.func.vmap(torch.func.grad_and_value(_one_sample(function)))(clean)
     hessian = hessians(function, logits)
@@ -89,7 +108,8 @@ def hessians(function: Callable[[Tensor], Tensor], logits: Tensor) -> Callable[[
     """∇² of a function logits [n, k] -> [n] at every sample of the clean view, when asked for."""
 
     def hessian() -> Tensor:
-        # Reverse over reverse: torch's forward mode takes two seconds to load and warns while it does.
+        # Reverse over reverse: torch's forward mode takes two seconds to load and warns while it
+        # does.
         second = torch.func.jacrev(torch.func.grad(_one_sample(function)))
         matrices: Tensor = torch.func.vmap(second)(logits[:1].flatten(0, -2))
         return matrices.reshape(*logits[:1].shape, logits.shape[-1])
@@ -103,8 +123,14 @@ def _one_sample(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tens
     def one(row: Tensor) -> Tensor:
         value = function(row[None])
         if not isinstance(value, Tensor) or value.shape != (1,):
-            got = f"shape {list(value.shape)} for n = 1" if isinstance(value, Tensor) else type(value).__name__
-            raise ValueError(f"the loss function must give one value a sample, shape [n], got {got}")
+            got = (
+                f"shape {list(value.shape)} for n = 1"
+                if isinstance(value, Tensor)
+                else type(value).__name__
+            )
+            raise ValueError(
+                f"the loss function must give one value a sample, shape [n], got {got}"
+            )
         return value[0]
 
     return one

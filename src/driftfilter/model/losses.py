@@ -1,7 +1,9 @@
-"""Unsupervised losses in logit space: value, gradient and Hessian of ℓ_i in the k logits of sample i; no model.
+"""Unsupervised losses in logit space: value, gradient and Hessian of ℓ_i in the k logits of sample
+i; no model.
 
-A loss sees logits [v, ..., n, k]: the clean inputs first, then augmented views where it asks for them. What must not
-be differentiated (pseudo-labels, targets) is fixed once a step, at the prior mean.
+A loss sees logits [v, ..., n, k]: the clean inputs first, then augmented views where it asks for
+them. What must not be differentiated (pseudo-labels, targets) is fixed once a step, at the prior
+mean.
 """
 
 from __future__ import annotations
@@ -17,7 +19,15 @@ from torch import Tensor
 from driftfilter.base.checks import require, require_number, require_role
 from driftfilter.base.inputs import Inputs
 from driftfilter.gaussian.covariance import positive_root
-from driftfilter.model.expansion import FLOOR, Expansion, differentiate, hessians, invariant_root, log_softmax, separable
+from driftfilter.model.expansion import (
+    FLOOR,
+    Expansion,
+    differentiate,
+    hessians,
+    invariant_root,
+    log_softmax,
+    separable,
+)
 
 Targets: TypeAlias = "Tensor | tuple[Targets, ...] | None"
 
@@ -63,13 +73,17 @@ def one_hot(logits: Tensor) -> Tensor:
 
 def _cross_entropy(logp: Tensor, p: Tensor, targets: Tensor) -> Expansion:
     """-Σ t log p: ∇ = p Σt - t, ∇² = (Σt)(diag p - p pᵀ)."""
-    return separable(-(targets * logp).sum(-1), p, -targets.expand_as(p), targets, (targets.sum(-1),))
+    return separable(
+        -(targets * logp).sum(-1), p, -targets.expand_as(p), targets, (targets.sum(-1),)
+    )
 
 
 @final
 @dataclass(frozen=True)
 class Entropy(Loss):
-    """H(p) = -Σ p log p: decision boundaries belong where data are rare. Its Hessian is indefinite near ties."""
+    """H(p) = -Σ p log p: decision boundaries belong where data are rare. Its Hessian is indefinite
+    near ties.
+    """
 
     def expand(self, logits: Tensor, targets: Targets, weights: Tensor) -> Expansion:
         logp = log_softmax(logits)
@@ -82,7 +96,9 @@ def _soft_likelihood_ratio(logits: Tensor) -> Tensor:
     logp = log_softmax(logits)
     k = logits.shape[-1]
     eye = torch.eye(k, dtype=torch.bool, device=logits.device)
-    others = logp[..., None, :].expand(*logp.shape[:-1], k, k).masked_fill(eye, -torch.inf).logsumexp(-1)
+    others = (
+        logp[..., None, :].expand(*logp.shape[:-1], k, k).masked_fill(eye, -torch.inf).logsumexp(-1)
+    )
     return -(logp.exp() * (logp - others)).sum(-1)
 
 
@@ -103,9 +119,10 @@ def _bounded_likelihood_ratio(logits: Tensor, ceiling: float) -> Expansion:
 class SoftLikelihoodRatio(Loss):
     """-Σ p log(p / (1 - p)): gradients do not vanish for confident samples.
 
-    It is unbounded below while its curvature vanishes: on a linear model the parameters run away and the filter
-    collapses, so use it with a bounded partner or a strong prior (docs/gotchas.md). A ``ceiling`` below 1 bounds it as
-    ROID's code does: p above the ceiling counts as the ceiling and is not differentiated, and 1e-5 is added to the odds.
+    It is unbounded below while its curvature vanishes: on a linear model the parameters run away
+    and the filter collapses, so use it with a bounded partner or a strong prior (docs/gotchas.md).
+    A ``ceiling`` below 1 bounds it as ROID's code does: p above the ceiling counts as the ceiling
+    and is not differentiated, and 1e-5 is added to the odds.
     """
 
     ceiling: float = 1.0
@@ -114,13 +131,19 @@ class SoftLikelihoodRatio(Loss):
         require_number("SoftLikelihoodRatio.ceiling", self.ceiling, 0, 1, open_low=True)
 
     def expand(self, logits: Tensor, targets: Targets, weights: Tensor) -> Expansion:
-        require(logits.shape[-1] >= 2, "SoftLikelihoodRatio: logits", f"{logits.shape[-1]} class", "of 2 classes or more")
+        require(
+            logits.shape[-1] >= 2,
+            "SoftLikelihoodRatio: logits",
+            f"{logits.shape[-1]} class",
+            "of 2 classes or more",
+        )
         if self.ceiling < 1:
             return _bounded_likelihood_ratio(logits, self.ceiling)
         logp = log_softmax(logits)
         p = logp.exp()
         top = one_hot(logits).bool()
-        # log(1 - p): the largest class by the sum of the others, the rest (p <= 1/2) directly; nothing cancels.
+        # log(1 - p): the largest class by the sum of the others, the rest (p <= 1/2) directly;
+        # nothing cancels.
         others = logp.masked_fill(top, -torch.inf)
         rest = others.logsumexp(-1, keepdim=True)
         complement = torch.where(top, rest, torch.log1p(-p.masked_fill(top, 0.0)))
@@ -132,13 +155,17 @@ class SoftLikelihoodRatio(Loss):
         share = (p * top).sum(-1, keepdim=True) * others.softmax(-1)
         gradient = pulled + share - p - p * (odds - mean_odds)
         hessian = hessians(_soft_likelihood_ratio, logits)
-        return Expansion(-mean_odds.squeeze(-1), gradient, hessian, lambda: invariant_root(hessian()))
+        return Expansion(
+            -mean_odds.squeeze(-1), gradient, hessian, lambda: invariant_root(hessian())
+        )
 
 
 @final
 @dataclass(frozen=True)
 class PseudoLabel(Loss):
-    """-log p_ŷ with ŷ the most likely class at the prior mean; samples less confident than ``threshold`` are left out."""
+    """-log p_ŷ with ŷ the most likely class at the prior mean; samples less confident than
+    ``threshold`` are left out.
+    """
 
     threshold: float = 0.0
 
@@ -162,7 +189,9 @@ class PseudoLabel(Loss):
 @final
 @dataclass(frozen=True)
 class GeneralizedCrossEntropy(Loss):
-    """(1 - p_ŷ^q) / q, between cross-entropy (q -> 0) and mean absolute error (q = 1): robust to wrong labels."""
+    """(1 - p_ŷ^q) / q, between cross-entropy (q -> 0) and mean absolute error (q = 1): robust to
+    wrong labels.
+    """
 
     q: float = 0.8
 
@@ -185,8 +214,9 @@ class GeneralizedCrossEntropy(Loss):
 class InformationMaximization(Loss):
     """mean_i H(p_i) - H(p̄): confident samples, diverse batch.
 
-    Not a mean of per-sample terms: ℓ_i = -KL(p_i ‖ p̄) with p̄ not differentiated has exactly the same gradient. The
-    Hessian is the sample's own block of the batch's, p̄ moving along. Constant for a single sample.
+    Not a mean of per-sample terms: ℓ_i = -KL(p_i ‖ p̄) with p̄ not differentiated has exactly the
+    same gradient. The Hessian is the sample's own block of the batch's, p̄ moving along. Constant
+    for a single sample.
     """
 
     @property
@@ -212,7 +242,8 @@ class InformationMaximization(Loss):
 class ConjugatePseudoLabel(Loss):
     """Conjugate of poly-cross-entropy, the loss of the source: log Σ exp f - y·f + ε y·(1 - p),
 
-    y = (I + ε (diag p - p pᵀ))⁻¹ p, differentiated through y; ε = 0, plain cross-entropy, gives exactly the entropy.
+    y = (I + ε (diag p - p pᵀ))⁻¹ p, differentiated through y; ε = 0, plain cross-entropy, gives
+    exactly the entropy.
     """
 
     epsilon: float = 1.0
@@ -223,7 +254,9 @@ class ConjugatePseudoLabel(Loss):
     def _value(self, logits: Tensor) -> Tensor:
         logp = logits.log_softmax(-1)
         p = logp.exp()
-        scaled = p / (1 + self.epsilon * p)  # Sherman–Morrison on I + ε diag p - ε p pᵀ: y = scaled up to a factor, Σy = 1
+        scaled = p / (
+            1 + self.epsilon * p
+        )  # Sherman–Morrison on I + ε diag p - ε p pᵀ: y = scaled up to a factor, Σy = 1
         label = scaled / scaled.sum(-1, keepdim=True)
         return (label * (self.epsilon * (1 - p) - logp.clamp_min(FLOOR))).sum(-1)
 
@@ -234,10 +267,11 @@ class ConjugatePseudoLabel(Loss):
 @final
 @dataclass(frozen=True)
 class MarginalLikelihood(Loss):
-    """-log Σ_k exp f_k, for prototype heads whose logits are log π_k + log p(features given class k).
+    """-log Σ_k exp f_k, for prototype heads whose logits are log π_k + log p(features given class
+    k).
 
-    The exact negative log marginal likelihood of the mixture; its logit Hessian is negative semi-definite, so give it
-    an EmpiricalFisher or GaussNewton curvature.
+    The exact negative log marginal likelihood of the mixture; its logit Hessian is negative
+    semi-definite, so give it an EmpiricalFisher or GaussNewton curvature.
     """
 
     def expand(self, logits: Tensor, targets: Targets, weights: Tensor) -> Expansion:
@@ -252,9 +286,11 @@ class MarginalLikelihood(Loss):
 @final
 @dataclass(frozen=True)
 class Sum(Loss):
-    """Σ_j c_j ℓ_j; terms that need augmented views get their own, and a function logits [n, k] -> [n] is a term too.
+    """Σ_j c_j ℓ_j; terms that need augmented views get their own, and a function logits [n, k] ->
+    [n] is a term too.
 
-    ``each_view``: a term that needs none is the mean of its values at every view, those of other terms included.
+    ``each_view``: a term that needs none is the mean of its values at every view, those of other
+    terms included.
     """
 
     terms: tuple[Loss, ...] = (Entropy(), InformationMaximization())
@@ -264,10 +300,17 @@ class Sum(Loss):
     def __post_init__(self) -> None:
         require(isinstance(self.terms, (tuple, list)), "Sum.terms", self.terms, "a tuple of losses")
         object.__setattr__(self, "terms", tuple(as_loss("Sum.terms", term) for term in self.terms))
-        object.__setattr__(self, "coefficients", tuple(self.coefficients) or (1.0,) * len(self.terms))
+        object.__setattr__(
+            self, "coefficients", tuple(self.coefficients) or (1.0,) * len(self.terms)
+        )
         require(len(self.terms) > 0, "Sum.terms", self.terms, "one loss or more")
         allowed = f"one for each of the {len(self.terms)} terms"
-        require(len(self.coefficients) == len(self.terms), "Sum.coefficients", self.coefficients, allowed)
+        require(
+            len(self.coefficients) == len(self.terms),
+            "Sum.coefficients",
+            self.coefficients,
+            allowed,
+        )
         for coefficient in self.coefficients:
             require_number("Sum.coefficients", coefficient, 0, math.inf)
         require(isinstance(self.each_view, bool), "Sum.each_view", self.each_view, "True or False")
@@ -287,7 +330,9 @@ class Sum(Loss):
     def views(self, inputs: Inputs, generator: Callable[[], torch.Generator]) -> tuple[Inputs, ...]:
         drawn: torch.Generator | None = None
 
-        def shared() -> torch.Generator:  # one generator for all terms, so that their augmentations differ
+        def shared() -> (
+            torch.Generator
+        ):  # one generator for all terms, so that their augmentations differ
             nonlocal drawn
             drawn = drawn or generator()
             return drawn
@@ -325,7 +370,9 @@ class Sum(Loss):
 
         return Expansion(value, gradient, hessian, lambda: positive_root(hessian()), tuple(shares))
 
-    def _parts(self, views: int, targets: tuple[Targets, ...]) -> Iterator[tuple[float, list[int], Loss, Targets]]:
+    def _parts(
+        self, views: int, targets: tuple[Targets, ...]
+    ) -> Iterator[tuple[float, list[int], Loss, Targets]]:
         """Every term with the views that it sees, and what it counts there."""
         start = 1
         for term, coefficient, target in zip(self.terms, self.coefficients, targets, strict=True):
@@ -339,7 +386,9 @@ class Sum(Loss):
 @final
 @dataclass(frozen=True)
 class Custom(Loss):
-    """Any differentiable function of the clean logits, [n, k] -> [n], sample by sample (called on batches of one)."""
+    """Any differentiable function of the clean logits, [n, k] -> [n], sample by sample (called on
+    batches of one).
+    """
 
     function: Callable[[Tensor], Tensor]
 
@@ -347,8 +396,15 @@ class Custom(Loss):
         expansion = differentiate(self.function, logits)
         values = expansion.value[0]
         together = self.function(logits[0]) if logits.dim() == 3 and logits.shape[1] > 1 else values
-        alone = together.shape == values.shape and torch.allclose(together, values, rtol=1e-3, atol=1e-5)
-        require(alone, "the loss function", self.function, "one of each sample alone: here the others change its value")
+        alone = together.shape == values.shape and torch.allclose(
+            together, values, rtol=1e-3, atol=1e-5
+        )
+        require(
+            alone,
+            "the loss function",
+            self.function,
+            "one of each sample alone: here the others change its value",
+        )
         return expansion
 
 

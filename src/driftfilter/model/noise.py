@@ -48,7 +48,9 @@ class Isotropic:
 @final
 @dataclass(frozen=True)
 class FullNoise:
-    """W any symmetric positive semi-definite matrix over the (augmented) state, or a vector for its diagonal."""
+    """W any symmetric positive semi-definite matrix over the (augmented) state, or a vector for its
+    diagonal.
+    """
 
     matrix: Matrix | Tensor
 
@@ -56,29 +58,51 @@ class FullNoise:
         object.__setattr__(self, "matrix", as_config("FullNoise.matrix", self.matrix))
         dense = torch.tensor(self.matrix, dtype=torch.float64)
         square = dense.dim() in (1, 2) and dense.shape[0] == dense.shape[-1]
-        require(square, "FullNoise.matrix", f"shape {list(dense.shape)}", "a matrix [d, d] or a vector [d]")
+        require(
+            square,
+            "FullNoise.matrix",
+            f"shape {list(dense.shape)}",
+            "a matrix [d, d] or a vector [d]",
+        )
         largest, smallest = dense.abs().max().item(), dense.min().item()
         if dense.dim() == 2:
             asymmetry = (dense - dense.mT).abs().max().item()
-            require(asymmetry <= 1e-5 * largest, "FullNoise.matrix", f"asymmetry {asymmetry:.3g}", "symmetric")
+            require(
+                asymmetry <= 1e-5 * largest,
+                "FullNoise.matrix",
+                f"asymmetry {asymmetry:.3g}",
+                "symmetric",
+            )
             smallest = torch.linalg.eigvalsh(dense)[0].item()
         allowed = smallest >= -1e-12 * largest
-        require(allowed, "FullNoise.matrix", f"smallest eigenvalue {smallest:g}", "positive semi-definite")
+        require(
+            allowed,
+            "FullNoise.matrix",
+            f"smallest eigenvalue {smallest:g}",
+            "positive semi-definite",
+        )
 
     def __call__(self, gain: Gain, source: Belief) -> SpreadRule:
         noise = as_matrix(self.matrix, source.mean)
         assert isinstance(noise, Tensor)
         fits = noise.shape[0] == source.dimension
-        require(fits, "FullNoise.matrix", f"shape {list(noise.shape)}", f"of length {source.dimension} (d) in each dimension")
+        require(
+            fits,
+            "FullNoise.matrix",
+            f"shape {list(noise.shape)}",
+            f"of length {source.dimension} (d) in each dimension",
+        )
         return Spread(1.0, symmetrized(noise) if noise.dim() == 2 else noise)
 
 
 @final
 @dataclass(frozen=True)
 class Discount:
-    """W = ((1 - δ)/δ) G Σ Gᵀ, that is Σ⁻ = G Σ Gᵀ / δ: evidence fades by δ a step (δ = 1: no noise).
+    """W = ((1 - δ)/δ) G Σ Gᵀ, that is Σ⁻ = G Σ Gᵀ / δ: evidence fades by δ a step (δ = 1: no
+    noise).
 
-    A direction the data never excite winds up as δ⁻ᵗ. As a part of BlockDynamics it inflates its own block only.
+    A direction the data never excite winds up as δ⁻ᵗ. As a part of BlockDynamics it inflates its
+    own block only.
     """
 
     delta: float = 0.99
@@ -93,7 +117,9 @@ class Discount:
 @final
 @dataclass(frozen=True)
 class Reset:
-    """Σ⁻ = σ² I whatever Σ was, or Σ⁻ = Σ₀ where no variance is given: past curvature is dropped, the mean is kept."""
+    """Σ⁻ = σ² I whatever Σ was, or Σ⁻ = Σ₀ where no variance is given: past curvature is dropped,
+    the mean is kept.
+    """
 
     variance: float | None = 0.01
 
@@ -108,12 +134,16 @@ class Reset:
 @final
 @dataclass(frozen=True)
 class Stationary:
-    """W = Σ₀ - G Σ₀ Gᵀ: without data the source belief stays as it is, neither winding up nor contracting."""
+    """W = Σ₀ - G Σ₀ Gᵀ: without data the source belief stays as it is, neither winding up nor
+    contracting.
+    """
 
     def __call__(self, gain: Gain, source: Belief) -> SpreadRule:
         covariance = source.covariance
         if isinstance(gain, float):
-            require(abs(gain) <= 1, "Stationary: the gain", gain, "at most 1 in size (a stable dynamic)")
+            require(
+                abs(gain) <= 1, "Stationary: the gain", gain, "at most 1 in size (a stable dynamic)"
+            )
             if abs(gain) == 1:
                 return Spread(1.0, 0.0)
             return Spread(1.0, covariance.propagate(math.sqrt(1 - gain * gain), 0.0))
@@ -127,7 +157,10 @@ class Stationary:
             noise = before - after
             smallest = torch.linalg.eigvalsh(noise)[0].item() / before.abs().max().item()
         rounding = 100 * torch.finfo(noise.dtype).eps
-        excess = f"a dynamic that is not stable (smallest eigenvalue of the noise {smallest:.3g} of the source)"
+        excess = (
+            f"a dynamic that is not stable (smallest eigenvalue of the noise {smallest:.3g} of "
+            "the source)"
+        )
         require(smallest >= -rounding, "Stationary: the gain", excess, "one with G Σ₀ Gᵀ <= Σ₀")
         return Spread(1.0, noise)
 
@@ -143,7 +176,12 @@ class Restore:
 
     def __call__(self, gain: Gain, source: Belief) -> SpreadRule:
         allowed = isinstance(gain, float) and 0 <= gain < 1
-        require(allowed, "Restore: the gain", gain, "a number in [0, 1), which is 1 - p (use MeanReversion)")
+        require(
+            allowed,
+            "Restore: the gain",
+            gain,
+            "a number in [0, 1), which is 1 - p (use MeanReversion)",
+        )
         assert isinstance(gain, float)
 
         def spread(belief: Belief) -> Spread:

@@ -1,4 +1,6 @@
-"""The observation model p(X_t given θ) = exp(-E(θ)), E(θ) = (1/n) Σ_i w_i ℓ_i(θ): a Gibbs pseudo-likelihood."""
+"""The observation model p(X_t given θ) = exp(-E(θ)), E(θ) = (1/n) Σ_i w_i ℓ_i(θ): a Gibbs
+pseudo-likelihood.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,13 @@ from typing import Literal, NamedTuple, final
 import torch
 from torch import Tensor
 
-from driftfilter.base.checks import require, require_count, require_finite, require_number, require_role
+from driftfilter.base.checks import (
+    require,
+    require_count,
+    require_finite,
+    require_number,
+    require_role,
+)
 from driftfilter.base.inputs import Inputs, batch_size
 from driftfilter.base.randomness import Purpose, Randomness
 from driftfilter.base.sharding import total_samples
@@ -26,7 +34,8 @@ _TEACHER = "teacher"
 @final
 @dataclass(frozen=True)
 class Teacher:
-    """Targets from a slow average φ of the adapted parameters: φ ← a φ + (1 - a) θ after each step, from φ = θ_S.
+    """Targets from a slow average φ of the adapted parameters: φ ← a φ + (1 - a) θ after each step,
+    from φ = θ_S.
 
     ȳ = f(x; φ), or its mean over augmented copies where the source is unsure of the batch:
     mean_i max_c p_c(x_i; θ_S) < ``confidence``.
@@ -43,10 +52,20 @@ class Teacher:
         require_count("Teacher.copies", self.copies, 1)
         require_number("Teacher.confidence", self.confidence, 0, 1)
 
-    def logits(self, model: PredictiveModel, inputs: Inputs, memory: Memory, source: Belief, randomness: Randomness) -> Tensor:
+    def logits(
+        self,
+        model: PredictiveModel,
+        inputs: Inputs,
+        memory: Memory,
+        source: Belief,
+        randomness: Randomness,
+    ) -> Tensor:
         """ȳ [n, k]."""
         teacher = memory.get(_TEACHER, source.mean)
-        sure = self.confidence == 0 or model(source.mean, inputs).softmax(-1).amax(-1).mean().item() >= self.confidence
+        sure = (
+            self.confidence == 0
+            or model(source.mean, inputs).softmax(-1).amax(-1).mean().item() >= self.confidence
+        )
         if sure:
             return model(teacher, inputs)
         generator = randomness.generator(Purpose.TEACHER)
@@ -57,7 +76,10 @@ class Teacher:
 
     def follow(self, mean: Tensor, memory: Memory, source: Belief) -> Memory:
         """The memory with the teacher one step closer to θ."""
-        return {**memory, _TEACHER: torch.lerp(mean, memory.get(_TEACHER, source.mean), self.momentum)}
+        return {
+            **memory,
+            _TEACHER: torch.lerp(mean, memory.get(_TEACHER, source.mean), self.momentum),
+        }
 
 
 @final
@@ -65,10 +87,10 @@ class Teacher:
 class Gibbs:
     """A loss and a weighting; the temperature β is the weighting's.
 
-    E = Σ_i w_i ℓ_i / n (``over`` "batch") or divided by the number of samples with a positive weight ("kept"); by no less than
-    ``reference``, so that a batch of fewer samples tells less.
-    ``loss`` may be any function logits [n, k] -> [n]. Targets of the loss (pseudo-labels) are those of the parameters
-    themselves at the prior mean, or of a ``teacher``.
+    E = Σ_i w_i ℓ_i / n (``over`` "batch") or divided by the number of samples with a positive
+    weight ("kept"); by no less than ``reference``, so that a batch of fewer samples tells less.
+    ``loss`` may be any function logits [n, k] -> [n]. Targets of the loss (pseudo-labels) are those
+    of the parameters themselves at the prior mean, or of a ``teacher``.
     """
 
     loss: Loss | Callable[[Tensor], Tensor] = field(default_factory=Entropy)
@@ -82,7 +104,12 @@ class Gibbs:
         require(self.over in ("batch", "kept"), "Gibbs.over", self.over, "'batch' or 'kept'")
         object.__setattr__(self, "loss", as_loss("Gibbs.loss", self.loss))
         require_role("Gibbs.weighting", self.weighting, "weighting", "Constant(1.0)")
-        require(self.teacher is None or isinstance(self.teacher, Teacher), "Gibbs.teacher", self.teacher, "a Teacher or None")
+        require(
+            self.teacher is None or isinstance(self.teacher, Teacher),
+            "Gibbs.teacher",
+            self.teacher,
+            "a Teacher or None",
+        )
 
     def __call__(
         self,
@@ -100,32 +127,47 @@ class Gibbs:
         logits, pullback = pulled[0]
         taught = None
         if self.teacher is not None:
-            require(source is not None, "source", source, "the source belief where there is a teacher")
+            require(
+                source is not None, "source", source, "the source belief where there is a teacher"
+            )
             assert source is not None
             taught = self.teacher.logits(model, inputs, memory, source, randomness)
         targets = loss.targets(logits if taught is None else taught)
         weights, used, memory = self.weigh(logits, loss.selected(targets), memory)
         samples = Samples(targets, weights, self._coefficients(weights, used), used)
         evaluation = evaluate(loss, pulled, samples)
-        carried: Memory | None = getattr(pullback, "memory", None)  # statistics of the model itself, such as running means
+        carried: Memory | None = getattr(
+            pullback, "memory", None
+        )  # statistics of the model itself, such as running means
         energy = Energy(self, model, views, samples, theta, evaluation, source, taught)
         return energy, {**memory, **carried} if carried else memory
 
-    def weigh(self, logits: Tensor, start: Tensor | None, memory: Memory) -> tuple[Tensor, int, Memory]:
-        """Weights [n] of samples from their logits [n, k], how many have one, and the weighting's memory."""
-        if start is None and isinstance(self.weighting, Constant):  # the common case: nothing to look at
+    def weigh(
+        self, logits: Tensor, start: Tensor | None, memory: Memory
+    ) -> tuple[Tensor, int, Memory]:
+        """Weights [n] of samples from their logits [n, k], how many have one, and the weighting's
+        memory.
+        """
+        if start is None and isinstance(
+            self.weighting, Constant
+        ):  # the common case: nothing to look at
             return logits.new_full(logits.shape[:1], self.weighting.beta), logits.shape[0], memory
         start = logits.new_ones(logits.shape[0]) if start is None else start
         weights, memory = self.weighting(logits, start, memory)
         if not (weights >= 0).all():
-            raise ValueError(f"the weights of the samples must be >= 0, got {weights.min().item():g} from {self.weighting}")
+            raise ValueError(
+                f"the weights of the samples must be >= 0, got {weights.min().item():g} from "
+                f"{self.weighting}"
+            )
         return weights, int(weights.count_nonzero()), memory
 
     def _coefficients(self, weights: Tensor, used: int) -> Tensor:
         return weights / max(weights.shape[0] if self.over == "batch" else used, self.reference, 1)
 
     def reweighed(self, samples: Samples, logits: Tensor) -> Samples:
-        """The samples with the weights that their logits at another θ give to those that had one; no memory is kept."""
+        """The samples with the weights that their logits at another θ give to those that had one;
+        no memory is kept.
+        """
         weights, used, _ = self.weigh(logits, (samples.weights > 0).to(logits.dtype), {})
         return Samples(samples.targets, weights, self._coefficients(weights, used), used)
 
@@ -135,7 +177,9 @@ def pulled_back(model: PredictiveModel, theta: Tensor, inputs: Inputs) -> tuple[
     logits, pullback = model.pullback(theta, inputs)
     n = total_samples(batch_size(inputs))
     if logits.dim() != 2 or logits.shape[0] != n or logits.shape[1] < 1:
-        raise ValueError(f"the model's logits must be of shape [{n}, k], got shape {list(logits.shape)}")
+        raise ValueError(
+            f"the model's logits must be of shape [{n}, k], got shape {list(logits.shape)}"
+        )
     require_finite("the model's logits", logits)
     return logits, pullback
 
@@ -168,10 +212,16 @@ class Energy(NamedTuple):
 
     def at(self, theta: Tensor) -> Evaluation:
         """The energy and its derivatives at θ."""
-        return self.evaluation if theta is self.anchor else evaluate(self.loss, self._pulled(theta), self.samples)
+        return (
+            self.evaluation
+            if theta is self.anchor
+            else evaluate(self.loss, self._pulled(theta), self.samples)
+        )
 
     def reweighed_at(self, theta: Tensor) -> Evaluation:
-        """The same with the weights of samples worked out again at θ: those left out stay out, others may leave."""
+        """The same with the weights of samples worked out again at θ: those left out stay out,
+        others may leave.
+        """
         pulled = self._pulled(theta)
         return evaluate(self.loss, pulled, self.observation.reweighed(self.samples, pulled[0][0]))
 
@@ -184,7 +234,9 @@ def evaluate(loss: Loss, pulled: list[tuple[Tensor, Pullback]], samples: Samples
     views = [logits for logits, _ in pulled]
     logits = torch.stack(views) if len(views) > 1 else views[0].unsqueeze(0)
     expansion = loss.expand(logits, samples.targets, samples.weights)
-    return Evaluation(expansion, logits, [pullback for _, pullback in pulled], samples.coefficients, [])
+    return Evaluation(
+        expansion, logits, [pullback for _, pullback in pulled], samples.coefficients, []
+    )
 
 
 class Evaluation(NamedTuple):
@@ -202,7 +254,9 @@ class Evaluation(NamedTuple):
 
     @property
     def is_coupled(self) -> bool:
-        """Whether batch statistics tie the samples together: a row then holds a part of other samples' losses too."""
+        """Whether batch statistics tie the samples together: a row then holds a part of other
+        samples' losses too.
+        """
         return any(getattr(pull, "is_coupled", False) for pull in self.pullbacks)
 
     def rows(self) -> Tensor:
@@ -213,26 +267,38 @@ class Evaluation(NamedTuple):
         return _total([pull(weighted.select(0, view)) for view, pull in enumerate(self.pullbacks)])
 
     def keep_rows(self) -> Tensor:
-        """The same, to be read only: the next call of ``rows`` or ``gradient`` needs no pass of its own."""
+        """The same, to be read only: the next call of ``rows`` or ``gradient`` needs no pass of its
+        own.
+        """
         if not self.kept:
             self.kept.append(self.rows())
         return self.kept[0]
 
     def slopes(self, cotangents: Tensor | None = None) -> Tensor:
         """(w_i / n) c_i [v, n, k], for the loss's own logit gradients c or others."""
-        return (self.expansion.gradient if cotangents is None else cotangents) * self.coefficients.unsqueeze(1)
+        return (
+            self.expansion.gradient if cotangents is None else cotangents
+        ) * self.coefficients.unsqueeze(1)
 
     def gradient(self, cotangents: Tensor | None = None) -> Tensor:
-        """∇E = Σ_i (w_i / n) J_iᵀ c_i [d], for the loss's own logit gradients c [v, n, k] or others."""
+        """∇E = Σ_i (w_i / n) J_iᵀ c_i [d], for the loss's own logit gradients c [v, n, k] or
+        others.
+        """
         if self.kept and cotangents is None:
             return self.kept[0].sum(0)
         weighted = self.slopes(cotangents)
-        return _total([pull.total(weighted.select(0, view)) for view, pull in enumerate(self.pullbacks)])
+        return _total(
+            [pull.total(weighted.select(0, view)) for view, pull in enumerate(self.pullbacks)]
+        )
 
     def factor(self, roots: Tensor) -> Tensor:
-        """F [m, d] with FᵀF = Σ_i (w_i / n) J_iᵀ (R_i R_iᵀ) J_i, for roots R of logit-space metrics [v, n, k, r]."""
+        """F [m, d] with FᵀF = Σ_i (w_i / n) J_iᵀ (R_i R_iᵀ) J_i, for roots R of logit-space metrics
+        [v, n, k, r].
+        """
         weighted = roots.permute(0, 3, 1, 2) * self.coefficients.sqrt().unsqueeze(1)  # [v, r, n, k]
-        pieces = [pull(weighted.select(0, view)).flatten(0, 1) for view, pull in enumerate(self.pullbacks)]
+        pieces = [
+            pull(weighted.select(0, view)).flatten(0, 1) for view, pull in enumerate(self.pullbacks)
+        ]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 

@@ -1,7 +1,8 @@
 """The predictive model p(y given x, θ) = softmax(f(x; θ)): the only part that knows a network.
 
-Losses live in logit space. The model pulls cotangents of the logits back to parameter rows and pushes parameter
-tangents forward to logits; nothing else knows whether it is a linear head, a plain function or a network.
+Losses live in logit space. The model pulls cotangents of the logits back to parameter rows and
+pushes parameter tangents forward to logits; nothing else knows whether it is a linear head, a plain
+function or a network.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from driftfilter.base.checks import require, require_count
 from driftfilter.base.inputs import Inputs
 from driftfilter.gaussian.covariance import Covariance
 
-LogitFunction: TypeAlias = Callable[[Tensor, Inputs], Tensor]  # (theta [d], inputs [n, ...]) -> logits [n, k]
+LogitFunction: TypeAlias = Callable[
+    [Tensor, Inputs], Tensor
+]  # (theta [d], inputs [n, ...]) -> logits [n, k]
 
 
 class Pullback(Protocol):
@@ -49,7 +52,8 @@ class PredictiveModel(Protocol):
 
 
 def recalled(model: PredictiveModel, memory: Mapping[str, Tensor]) -> PredictiveModel:
-    """The model with the statistics of its own that a filter's memory holds (running means); most have none.
+    """The model with the statistics of its own that a filter's memory holds (running means); most
+    have none.
 
     Such a model has a method ``recall``, and its pullbacks the ``memory`` to keep after a step.
     """
@@ -69,7 +73,9 @@ def observing(model: PredictiveModel) -> PredictiveModel:
 def logit_covariance(covariance: Covariance, logits: Tensor, pullback: Pullback) -> Tensor:
     """J_i Σ J_iᵀ of every sample [n, k, k], the covariance of the linearised logits."""
     k = logits.shape[-1]
-    units = torch.eye(k, dtype=logits.dtype, device=logits.device)[:, None, :].expand(k, len(logits), k)
+    units = torch.eye(k, dtype=logits.dtype, device=logits.device)[:, None, :].expand(
+        k, len(logits), k
+    )
     jacobian = pullback(units)  # [k, n, d]
     return torch.einsum("knd,lnd->nkl", jacobian, covariance.apply(jacobian))
 
@@ -77,11 +83,20 @@ def logit_covariance(covariance: Covariance, logits: Tensor, pullback: Pullback)
 def lift(function: LogitFunction | PredictiveModel) -> PredictiveModel:
     """A plain function as a predictive model; a predictive model as it is."""
     allowed = "a function (theta, inputs) -> logits or a PredictiveModel"
-    require(callable(function) and not isinstance(function, type), "Filter.logits", function, allowed)
-    missing = [name for name in ("linear", "pushforward") if hasattr(function, "pullback") and not hasattr(function, name)]
+    require(
+        callable(function) and not isinstance(function, type), "Filter.logits", function, allowed
+    )
+    missing = [
+        name
+        for name in ("linear", "pushforward")
+        if hasattr(function, "pullback") and not hasattr(function, name)
+    ]
     require(not missing, "Filter.logits", f"a model with a pullback but without {missing}", allowed)
     module = isinstance(function, torch.nn.Module) and not hasattr(function, "pullback")
-    hint = f"{allowed}; for a module write lambda theta, inputs: torch.func.functional_call(module, parameters(theta), inputs)"
+    hint = (
+        f"{allowed}; for a module write lambda theta, inputs: torch.func.functional_call(module, "
+        "parameters(theta), inputs)"
+    )
     require(not module, "Filter.logits", type(function).__name__, hint)
     return function if isinstance(function, PredictiveModel) else Lifted(function)
 
@@ -91,8 +106,9 @@ def lift(function: LogitFunction | PredictiveModel) -> PredictiveModel:
 class LinearHead:
     """f = Φ Wᵀ, θ = W row by row (class-major), closed forms throughout.
 
-    θ of length k·D gives every class a row; θ of length (k-1)·D fixes the logit of class 0 at 0, which for k = 2 is
-    logistic regression, p(y = 1) = σ(φ·θ). With ``intercept`` a constant 1 is put before the features.
+    θ of length k·D gives every class a row; θ of length (k-1)·D fixes the logit of class 0 at 0,
+    which for k = 2 is logistic regression, p(y = 1) = σ(φ·θ). With ``intercept`` a constant 1 is
+    put before the features.
 
     >>> import torch
     >>> LinearHead(classes=2)(torch.tensor([1.0, -1.0]), torch.tensor([[2.0, 0.5]]))
@@ -105,12 +121,21 @@ class LinearHead:
 
     def __post_init__(self) -> None:
         require_count("LinearHead.classes", self.classes, 1)
-        require(isinstance(self.intercept, bool), "LinearHead.intercept", self.intercept, "True or False")
+        require(
+            isinstance(self.intercept, bool),
+            "LinearHead.intercept",
+            self.intercept,
+            "True or False",
+        )
 
     def _features(self, inputs: Tensor, theta: Tensor) -> tuple[Tensor, int]:
-        """Features [n, D], and the first class that has a row in θ: 1 where class 0 is fixed at 0, else 0."""
+        """Features [n, D], and the first class that has a row in θ: 1 where class 0 is fixed at 0,
+        else 0.
+        """
         if inputs.dim() != 2:
-            raise ValueError(f"inputs must be of shape [n, features], got shape {list(inputs.shape)}")
+            raise ValueError(
+                f"inputs must be of shape [n, features], got shape {list(inputs.shape)}"
+            )
         if inputs.dtype != theta.dtype:
             inputs = inputs.to(theta.dtype)
         if self.intercept:
@@ -119,7 +144,8 @@ class LinearHead:
         first = self.classes - length // width if width else -1
         if first not in (0, 1) or length % width:
             raise ValueError(
-                f"the belief must be over {(self.classes - 1) * width} or {self.classes * width} parameters"
+                f"the belief must be over {(self.classes - 1) * width} or {self.classes * width} "
+                "parameters"
                 f" for {self.classes} classes and {width} features, got {length}"
             )
         return inputs, first
@@ -162,8 +188,9 @@ class _LinearPullback(NamedTuple):
 class Lifted:
     """A plain function (theta, inputs) -> logits, differentiated by torch.
 
-    Each row of the batch is taken to depend on its own input only: per-sample rows call the function on batches of
-    one, so a function that couples samples (batch statistics) needs a predictive model of its own.
+    Each row of the batch is taken to depend on its own input only: per-sample rows call the
+    function on batches of one, so a function that couples samples (batch statistics) needs a
+    predictive model of its own.
     """
 
     function: LogitFunction
@@ -171,9 +198,20 @@ class Lifted:
 
     def __call__(self, theta: Tensor, inputs: Tensor) -> Tensor:
         logits = self.function(theta, inputs)
-        if not isinstance(logits, Tensor) or logits.dim() != 2 or logits.shape[0] != inputs.shape[0]:
-            got = f"shape {list(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__
-            raise ValueError(f"the model's logits must be a tensor of shape [n, k], for n = {inputs.shape[0]}, got {got}")
+        if (
+            not isinstance(logits, Tensor)
+            or logits.dim() != 2
+            or logits.shape[0] != inputs.shape[0]
+        ):
+            got = (
+                f"shape {list(logits.shape)}"
+                if isinstance(logits, Tensor)
+                else type(logits).__name__
+            )
+            raise ValueError(
+                "the model's logits must be a tensor of shape [n, k], for n = "
+                f"{inputs.shape[0]}, got {got}"
+            )
         return logits.to(theta.dtype)
 
     def pullback(self, theta: Tensor, inputs: Tensor) -> tuple[Tensor, Pullback]:
@@ -189,7 +227,9 @@ class Lifted:
 
     def pushforward(self, theta: Tensor, inputs: Tensor, tangents: Tensor) -> Tensor:
         def push(tangent: Tensor) -> Tensor:
-            moved: Tensor = torch.func.jvp(lambda point: self(point, inputs), (theta,), (tangent,))[1]
+            moved: Tensor = torch.func.jvp(lambda point: self(point, inputs), (theta,), (tangent,))[
+                1
+            ]
             return moved
 
         return torch.func.vmap(push)(tangents)
@@ -206,11 +246,17 @@ class _LiftedPullback(NamedTuple):
         gradient: Tensor | None = None
         if self.logits.requires_grad:
             (gradient,) = torch.autograd.grad(
-                self.logits, at, flat, retain_graph=True, is_grads_batched=batched, allow_unused=True
+                self.logits,
+                at,
+                flat,
+                retain_graph=True,
+                is_grads_batched=batched,
+                allow_unused=True,
             )
         if gradient is None:
             raise ValueError(
-                "the model's logits must be differentiable in theta, got logits without a gradient: the function does not"
+                "the model's logits must be differentiable in theta, got logits without a "
+                "gradient: the function does not"
                 " use theta, detaches it, or runs under torch.no_grad or torch.inference_mode"
             )
         return gradient.unflatten(0, cotangents.shape[:-2]) if batched else gradient

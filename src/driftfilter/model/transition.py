@@ -1,4 +1,6 @@
-"""The transition p(θ_t given θ_{t-1}) = N(G θ + c, W): a dynamic (dynamics.py) and a noise (noise.py)."""
+"""The transition p(θ_t given θ_{t-1}) = N(G θ + c, W): a dynamic (dynamics.py) and a noise
+(noise.py).
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ class Transition:
 
     >>> import torch, driftfilter as df
     >>> source = df.Belief(torch.zeros(2), df.Full(torch.eye(2)))
-    >>> df.Transition(df.MeanReversion(rho=0.5), df.Stationary())(source, source).covariance.variance()
+    >>> transition = df.Transition(df.MeanReversion(rho=0.5), df.Stationary())
+    >>> transition(source, source).covariance.variance()
     tensor([1., 1.])
     """
 
@@ -45,27 +48,43 @@ class Transition:
         """Everything that depends on the source only, computed once."""
         motion = self.dynamics(source)
         if motion.spread is None:
-            return BoundTransition(motion.gain, motion.drift, _settled(self.noise(motion.gain, source), source))
+            return BoundTransition(
+                motion.gain, motion.drift, _settled(self.noise(motion.gain, source), source)
+            )
         parts_decide = isinstance(self.noise, NoNoise)
-        require(parts_decide, "Transition.noise", self.noise, "NoNoise() under BlockDynamics, whose parts have their own")
+        require(
+            parts_decide,
+            "Transition.noise",
+            self.noise,
+            "NoNoise() under BlockDynamics, whose parts have their own",
+        )
         return BoundTransition(motion.gain, motion.drift, _settled(motion.spread, source))
 
     def augment(self, belief: Belief) -> Belief:
-        """A belief over parameters as a belief over the states of the dynamic; hidden states start around 0."""
+        """A belief over parameters as a belief over the states of the dynamic; hidden states start
+        around 0.
+        """
         layout = self.dynamics.layout(belief.dimension)
         if layout is None:
             return belief
         covariance, dynamics = belief.covariance, self.dynamics
         index, variance = layout.places.to(belief.mean.device), layout.variance.to(belief.mean)
         mean = torch.zeros_like(variance).index_copy(0, index, belief.mean)
-        if isinstance(covariance, Blocks) and isinstance(dynamics, BlockDynamics) and covariance.sizes == list(dynamics.sizes):
+        if (
+            isinstance(covariance, Blocks)
+            and isinstance(dynamics, BlockDynamics)
+            and covariance.sizes == list(dynamics.sizes)
+        ):
             pieces = dynamics.split(belief)
-            augmented = [part.augment(piece) for part, piece in zip(dynamics.parts, pieces, strict=True)]
+            augmented = [
+                part.augment(piece) for part, piece in zip(dynamics.parts, pieces, strict=True)
+            ]
             return Belief(mean, Blocks(tuple(piece.covariance for piece in augmented)))
         if not isinstance(covariance, Full):
             structure, dynamic = type(covariance).__name__, type(dynamics).__name__
             raise ValueError(
-                f"{structure} cannot carry {dynamic}, whose hidden states correlate with the parameters;"
+                f"{structure} cannot carry {dynamic}, whose hidden states correlate with the "
+                "parameters;"
                 " use Full, or Blocks of Full with BlockDynamics of the same sizes"
             )
         matrix = torch.diag(variance)
@@ -78,16 +97,20 @@ class Transition:
         return None if layout is None else layout.read_out
 
     def sample_paths(self, belief: Belief, steps: int, count: int, seed: int = 0) -> Tensor:
-        """Paths of the parameters without data, [count, steps + 1, d], from a belief over the parameters.
+        """Paths of the parameters without data, [count, steps + 1, d], from a belief over the
+        parameters.
 
-        Their moments are those of the filter's own prior, up to what a LowRank belief truncates on the way.
+        Their moments are those of the filter's own prior, up to what a LowRank belief truncates on
+        the way.
         """
         matrix = self.read_out(belief.dimension)
         states = self.sample_states(self.augment(belief), steps, count, seed)
         return states if matrix is None else states @ matrix.to(states).mT
 
     def sample_states(self, source: Belief, steps: int, count: int, seed: int = 0) -> Tensor:
-        """The same with the hidden states, [count, steps + 1, states], from a source over the states (see ``augment``)."""
+        """The same with the hidden states, [count, steps + 1, states], from a source over the
+        states (see ``augment``).
+        """
         require_count("sample_paths: steps", steps, 0)
         require_count("sample_paths: count", count, 1)
         bound = self.bind(source)
@@ -127,7 +150,9 @@ class BoundTransition(NamedTuple):
         return moved if _is(self.drift, 0.0) else moved + self.drift
 
     def move_sample(self, deviation: Tensor, belief: Belief, generator: torch.Generator) -> Tensor:
-        """Deviations from the mean [count, d] after one step: G e + w, where w makes up the rest of Σ⁻."""
+        """Deviations from the mean [count, d] after one step: G e + w, where w makes up the rest of
+        Σ⁻.
+        """
         keep, noise = self.spread_of(belief)
         drawn = _draw(noise, deviation, generator)
         if isinstance(keep, float) and keep > 1:
@@ -139,10 +164,11 @@ class BoundTransition(NamedTuple):
 @final
 @dataclass(frozen=True)
 class BlockDynamics(Dynamics):
-    """A transition of its own for each part of θ, block-diagonally: the paper's dynamic generalised linear model.
+    """A transition of its own for each part of θ, block-diagonally: the paper's dynamic generalised
+    linear model.
 
-    G = diag(G₁, G₂, …), W = diag(W₁, W₂, …); covariances between parts move by the gains alone. Part i takes the next
-    ``sizes[i]`` parameters.
+    G = diag(G₁, G₂, …), W = diag(W₁, W₂, …); covariances between parts move by the gains alone.
+    Part i takes the next ``sizes[i]`` parameters.
 
     >>> import driftfilter as df
     >>> bias = df.Transition(df.RandomWalk(), df.Isotropic(0.01))
@@ -156,14 +182,28 @@ class BlockDynamics(Dynamics):
     def __post_init__(self) -> None:
         object.__setattr__(self, "sizes", tuple(self.sizes))
         object.__setattr__(self, "parts", tuple(self.parts))
-        whole = len(self.sizes) > 0 and all(isinstance(size, int) and size >= 1 for size in self.sizes)
+        whole = len(self.sizes) > 0 and all(
+            isinstance(size, int) and size >= 1 for size in self.sizes
+        )
         require(whole, "BlockDynamics.sizes", self.sizes, "one or more integers >= 1")
-        fits = len(self.parts) == len(self.sizes) and all(isinstance(part, Transition) for part in self.parts)
-        require(fits, "BlockDynamics.parts", self.parts, f"{len(self.sizes)} transitions, one for each size")
+        fits = len(self.parts) == len(self.sizes) and all(
+            isinstance(part, Transition) for part in self.parts
+        )
+        require(
+            fits,
+            "BlockDynamics.parts",
+            self.parts,
+            f"{len(self.sizes)} transitions, one for each size",
+        )
 
     def _states(self) -> list[int]:
-        layouts = [part.dynamics.layout(size) for part, size in zip(self.parts, self.sizes, strict=True)]
-        return [s if part is None else len(part.variance) for part, s in zip(layouts, self.sizes, strict=True)]
+        layouts = [
+            part.dynamics.layout(size) for part, size in zip(self.parts, self.sizes, strict=True)
+        ]
+        return [
+            s if part is None else len(part.variance)
+            for part, s in zip(layouts, self.sizes, strict=True)
+        ]
 
     def split(self, belief: Belief) -> list[Belief]:
         """The belief over each part, given one over parameters or over states."""
@@ -175,11 +215,16 @@ class BlockDynamics(Dynamics):
             f"sizes that add up to the {belief.dimension} parameters of the belief",
         )
         starts = [sum(sizes[:position]) for position in range(len(sizes))]
-        return [belief.marginal(slice(start, start + size)) for start, size in zip(starts, sizes, strict=True)]
+        return [
+            belief.marginal(slice(start, start + size))
+            for start, size in zip(starts, sizes, strict=True)
+        ]
 
     def __call__(self, source: Belief) -> Motion:
         sizes, mean = self._states(), source.mean
-        bound = [part.bind(piece) for part, piece in zip(self.parts, self.split(source), strict=True)]
+        bound = [
+            part.bind(piece) for part, piece in zip(self.parts, self.split(source), strict=True)
+        ]
         gain = _concatenated([part.gain for part in bound], sizes, mean)
         drift = _concatenated([part.drift for part in bound], sizes, mean)
 
@@ -189,28 +234,48 @@ class BlockDynamics(Dynamics):
             noises: list[Noise] = []
             for part, piece in zip(bound, pieces, strict=True):
                 keep, noise = part.spread_of(piece)
-                if isinstance(keep, float) and keep > 1:  # inflate this block, leave its cross-covariances alone
-                    keep, noise = 1.0, piece.covariance.propagate(_scaled(part.gain, keep - 1), noise)
+                if (
+                    isinstance(keep, float) and keep > 1
+                ):  # inflate this block, leave its cross-covariances alone
+                    keep, noise = (
+                        1.0,
+                        piece.covariance.propagate(_scaled(part.gain, keep - 1), noise),
+                    )
                 keeps.append(keep)
                 noises.append(noise)
             return Spread(_concatenated(keeps, sizes, mean), _joined(noises, sizes, mean))
 
         fixed = [part.spread for part in bound if isinstance(part.spread, Spread)]
         if len(fixed) == len(bound) and all(_is(part.keep, 1.0) for part in fixed):
-            return Motion(gain, drift, Spread(1.0, _joined([part.noise for part in fixed], sizes, mean)))
+            return Motion(
+                gain, drift, Spread(1.0, _joined([part.noise for part in fixed], sizes, mean))
+            )
         return Motion(gain, drift, spread)
 
     def layout(self, parameters: int) -> Layout | None:
         total = sum(self.sizes)
-        require(parameters == total, "BlockDynamics.sizes", self.sizes, f"sizes that add up to {parameters} parameters")
-        layouts = [part.dynamics.layout(size) for part, size in zip(self.parts, self.sizes, strict=True)]
+        require(
+            parameters == total,
+            "BlockDynamics.sizes",
+            self.sizes,
+            f"sizes that add up to {parameters} parameters",
+        )
+        layouts = [
+            part.dynamics.layout(size) for part, size in zip(self.parts, self.sizes, strict=True)
+        ]
         if all(layout is None for layout in layouts):
             return None
         pieces: list[Layout] = []
         for layout, size in zip(layouts, self.sizes, strict=True):
-            eye, nothing = torch.eye(size, dtype=torch.float64), torch.zeros(size, dtype=torch.float64)
+            eye, nothing = (
+                torch.eye(size, dtype=torch.float64),
+                torch.zeros(size, dtype=torch.float64),
+            )
             pieces.append(layout or Layout(eye, torch.arange(size), nothing))
-        starts = [sum(len(piece.variance) for piece in pieces[:position]) for position in range(len(pieces))]
+        starts = [
+            sum(len(piece.variance) for piece in pieces[:position])
+            for position in range(len(pieces))
+        ]
         return Layout(
             block_diagonal([piece.read_out for piece in pieces]),
             torch.cat([piece.places + start for piece, start in zip(pieces, starts, strict=True)]),
@@ -220,7 +285,11 @@ class BlockDynamics(Dynamics):
 
 def _settled(spread: SpreadRule, source: Belief) -> SpreadRule:
     """A constant noise as a matrix where the covariance is one: once, instead of at every step."""
-    if not isinstance(spread, Spread) or not isinstance(source.covariance, Full) or _is(spread.noise, 0.0):
+    if (
+        not isinstance(spread, Spread)
+        or not isinstance(source.covariance, Full)
+        or _is(spread.noise, 0.0)
+    ):
         return spread
     noise = spread.noise
     if isinstance(noise, float):
@@ -253,7 +322,13 @@ def _draw(noise: Noise, like: Tensor, generator: torch.Generator) -> Tensor:
         noise = noise.matrix
     if isinstance(noise, Blocks):
         pieces = like.split(noise.sizes, -1)
-        return torch.cat([_draw(part, piece, generator) for part, piece in zip(noise.parts, pieces, strict=True)], -1)
+        return torch.cat(
+            [
+                _draw(part, piece, generator)
+                for part, piece in zip(noise.parts, pieces, strict=True)
+            ],
+            -1,
+        )
     if not isinstance(noise, (float, Tensor)):
         return noise.sample(len(like), generator)
     normals = torch.randn(like.shape, generator=generator, dtype=like.dtype, device=like.device)
@@ -264,11 +339,16 @@ def _draw(noise: Noise, like: Tensor, generator: torch.Generator) -> Tensor:
     return normals @ positive_root(noise).mT
 
 
-def _concatenated(values: Sequence[float | Tensor], sizes: Sequence[int], like: Tensor) -> float | Tensor:
+def _concatenated(
+    values: Sequence[float | Tensor], sizes: Sequence[int], like: Tensor
+) -> float | Tensor:
     """Numbers, vectors and matrices of the parts as one number, vector or block-diagonal matrix."""
     if all(isinstance(value, float) and value == values[0] for value in values):
         return values[0]
-    pieces = [like.new_full((size,), v) if isinstance(v, float) else v for v, size in zip(values, sizes, strict=True)]
+    pieces = [
+        like.new_full((size,), v) if isinstance(v, float) else v
+        for v, size in zip(values, sizes, strict=True)
+    ]
     if all(piece.dim() == 1 for piece in pieces):
         return torch.cat(pieces)
     return block_diagonal(pieces)
@@ -276,7 +356,11 @@ def _concatenated(values: Sequence[float | Tensor], sizes: Sequence[int], like: 
 
 def _joined(noises: Sequence[Noise], sizes: Sequence[int], like: Tensor) -> Noise:
     """The noises of the parts as one: diagonal where all are, blocks otherwise."""
-    plain = [noise for noise in noises if isinstance(noise, float) or (isinstance(noise, Tensor) and noise.dim() == 1)]
+    plain = [
+        noise
+        for noise in noises
+        if isinstance(noise, float) or (isinstance(noise, Tensor) and noise.dim() == 1)
+    ]
     if len(plain) == len(noises):
         return _concatenated(plain, sizes, like)
     parts: list[Covariance] = []
@@ -284,7 +368,11 @@ def _joined(noises: Sequence[Noise], sizes: Sequence[int], like: Tensor) -> Nois
         if isinstance(noise, float):
             parts.append(unchecked(Diagonal, values=like.new_full((size,), noise)))
         elif isinstance(noise, Tensor):
-            parts.append(unchecked(Diagonal, values=noise) if noise.dim() == 1 else unchecked(Full, matrix=noise))
+            parts.append(
+                unchecked(Diagonal, values=noise)
+                if noise.dim() == 1
+                else unchecked(Full, matrix=noise)
+            )
         else:
             parts.append(noise)
     return Blocks(tuple(parts))

@@ -17,7 +17,9 @@ from driftfilter.base.sharding import placed, taken
 from driftfilter.model.expansion import FLOOR, Expansion, log_softmax, separable
 from driftfilter.model.losses import Loss, Targets, one_hot
 
-Augmentation: TypeAlias = Callable[[Inputs, torch.Generator], Inputs]  # (inputs, generator) -> inputs
+Augmentation: TypeAlias = Callable[
+    [Inputs, torch.Generator], Inputs
+]  # (inputs, generator) -> inputs
 
 _TARGET_FLOOR = math.log(1e-4)  # of log t in symmetric cross-entropy
 
@@ -36,7 +38,9 @@ class GaussianNoise:
         got = inputs.dtype if isinstance(inputs, Tensor) else type(inputs).__name__
         floating = isinstance(inputs, Tensor) and inputs.is_floating_point()
         require(floating, "inputs of GaussianNoise", got, "floating point, and one tensor")
-        noise = torch.randn(inputs.shape, generator=generator, dtype=inputs.dtype, device=inputs.device)
+        noise = torch.randn(
+            inputs.shape, generator=generator, dtype=inputs.dtype, device=inputs.device
+        )
         return inputs + self.scale * noise
 
 
@@ -47,7 +51,11 @@ class Mirror:
 
     def __call__(self, inputs: Tensor, generator: torch.Generator) -> Tensor:
         image = isinstance(inputs, Tensor) and inputs.dim() == 4
-        got = f"a tensor of shape {list(inputs.shape)}" if isinstance(inputs, Tensor) else type(inputs).__name__
+        got = (
+            f"a tensor of shape {list(inputs.shape)}"
+            if isinstance(inputs, Tensor)
+            else type(inputs).__name__
+        )
         require(image, "inputs of Mirror", got, "images [n, c, h, w] (give another augmentation)")
         return inputs.flip(-1)
 
@@ -55,10 +63,12 @@ class Mirror:
 @final
 @dataclass(frozen=True)
 class ImageViews:
-    """Augmentation of images [n, c, h, w]: each is flipped, turned, shifted, zoomed and recoloured a little, at random.
+    """Augmentation of images [n, c, h, w]: each is flipped, turned, shifted, zoomed and recoloured
+    a little, at random.
 
-    Angles are uniform in ±``degrees``, shifts in ±``shift`` of the size, zooms in 1 ± ``zoom``, brightness and contrast
-    factors in 1 ± ``brightness`` and 1 ± ``contrast``; then N(0, noise²). Images in [0, 1] stay there.
+    Angles are uniform in ±``degrees``, shifts in ±``shift`` of the size, zooms in 1 ± ``zoom``,
+    brightness and contrast factors in 1 ± ``brightness`` and 1 ± ``contrast``; then N(0, noise²).
+    Images in [0, 1] stay there.
     """
 
     flip: bool = True
@@ -78,49 +88,87 @@ class ImageViews:
 
     def __call__(self, inputs: Tensor, generator: torch.Generator) -> Tensor:
         image = isinstance(inputs, Tensor) and inputs.dim() == 4 and inputs.is_floating_point()
-        got = f"{inputs.dtype} of shape {list(inputs.shape)}" if isinstance(inputs, Tensor) else type(inputs).__name__
-        require(image, "inputs of ImageViews", got, "floating-point images [n, c, h, w] (GaussianNoise takes any tensor)")
+        got = (
+            f"{inputs.dtype} of shape {list(inputs.shape)}"
+            if isinstance(inputs, Tensor)
+            else type(inputs).__name__
+        )
+        require(
+            image,
+            "inputs of ImageViews",
+            got,
+            "floating-point images [n, c, h, w] (GaussianNoise takes any tensor)",
+        )
         low, high = inputs.aminmax()
-        draws = torch.rand(8, len(inputs), generator=generator, dtype=inputs.dtype, device=inputs.device) * 2 - 1  # in ±1
+        draws = (
+            torch.rand(
+                8, len(inputs), generator=generator, dtype=inputs.dtype, device=inputs.device
+            )
+            * 2
+            - 1
+        )  # in ±1
         views = self._moved(inputs, draws)
         brighter = views * (1 + self.brightness * draws[5]).view(-1, 1, 1, 1)
         center = brighter.mean((1, 2, 3), keepdim=True)
         views = center + (brighter - center) * (1 + self.contrast * draws[6]).view(-1, 1, 1, 1)
-        views = views + self.noise * torch.randn(views.shape, generator=generator, dtype=views.dtype, device=views.device)
+        views = views + self.noise * torch.randn(
+            views.shape, generator=generator, dtype=views.dtype, device=views.device
+        )
         return views.clamp(0, 1) if low >= 0 and high <= 1 else views
 
     def _moved(self, inputs: Tensor, draws: Tensor) -> Tensor:
         angle, zoom = draws[0] * math.radians(self.degrees), 1 + self.zoom * draws[1]
-        mirror = torch.where(draws[4] < 0, -1.0, 1.0).to(inputs.dtype) if self.flip else torch.ones_like(angle)
+        mirror = (
+            torch.where(draws[4] < 0, -1.0, 1.0).to(inputs.dtype)
+            if self.flip
+            else torch.ones_like(angle)
+        )
         cos, sin = angle.cos() / zoom, angle.sin() / zoom
-        rows = (cos * mirror, -sin, 2 * self.shift * draws[2], sin * mirror, cos, 2 * self.shift * draws[3])
-        grid = functional.affine_grid(torch.stack(rows, -1).view(-1, 2, 3), list(inputs.shape), align_corners=False)
+        rows = (
+            cos * mirror,
+            -sin,
+            2 * self.shift * draws[2],
+            sin * mirror,
+            cos,
+            2 * self.shift * draws[3],
+        )
+        grid = functional.affine_grid(
+            torch.stack(rows, -1).view(-1, 2, 3), list(inputs.shape), align_corners=False
+        )
         return functional.grid_sample(inputs, grid, padding_mode="border", align_corners=False)
 
 
 def augmented(augmentation: Augmentation, inputs: Inputs, generator: torch.Generator) -> Inputs:
     """One augmented view, checked."""
-    view = taken(augmentation(placed(inputs.clone() if isinstance(inputs, Tensor) else inputs), generator))
+    view = taken(
+        augmentation(placed(inputs.clone() if isinstance(inputs, Tensor) else inputs), generator)
+    )
     n = batch_size(inputs)
     if isinstance(inputs, Tensor) and (not isinstance(view, Tensor) or view.shape[:1] != (n,)):
         got = f"shape {list(view.shape)}" if isinstance(view, Tensor) else type(view).__name__
-        raise ValueError(f"the augmentation must give a tensor of {n} samples, as many as the inputs, got {got}")
+        raise ValueError(
+            f"the augmentation must give a tensor of {n} samples, as many as the inputs, got {got}"
+        )
     return view
 
 
-def _views(augmentation: Augmentation, inputs: Inputs, copies: int, generator: torch.Generator) -> tuple[Inputs, ...]:
+def _views(
+    augmentation: Augmentation, inputs: Inputs, copies: int, generator: torch.Generator
+) -> tuple[Inputs, ...]:
     return (inputs, *(augmented(augmentation, inputs, generator) for _ in range(copies)))
 
 
 @final
 @dataclass(frozen=True)
 class Consistency(Loss):
-    """Augmented views should get the label of the clean input: mean over views of a divergence D(p_view, target).
+    """Augmented views should get the label of the clean input: mean over views of a divergence
+    D(p_view, target).
 
-    ``brier`` Σ (p - t)², ``cross_entropy`` -Σ t log p, ``symmetric`` half of it and half of -Σ p log t; the target t
-    is the most likely class (``hard``) or the probabilities (``soft``) of the clean input at the prior mean, or of the
-    observation's teacher. There log t is no less than log 1e-4, which stands for a hard label's log 0. With the target
-    ``moving`` t is the clean prediction itself, differentiated too (symmetric only, as in ROID). Without an augmentation
+    ``brier`` Σ (p - t)², ``cross_entropy`` -Σ t log p, ``symmetric`` half of it and half of -Σ p
+    log t; the target t is the most likely class (``hard``) or the probabilities (``soft``) of the
+    clean input at the prior mean, or of the observation's teacher. There log t is no less than log
+    1e-4, which stands for a hard label's log 0. With the target ``moving`` t is the clean
+    prediction itself, differentiated too (symmetric only, as in ROID). Without an augmentation
     (None, and 0 copies) the clean input itself is held against the target.
     """
 
@@ -131,25 +179,47 @@ class Consistency(Loss):
 
     def __post_init__(self) -> None:
         names, targets = ("brier", "cross_entropy", "symmetric"), ("hard", "soft", "moving")
-        require(self.divergence in names, "Consistency.divergence", self.divergence, f"one of {names}")
+        require(
+            self.divergence in names, "Consistency.divergence", self.divergence, f"one of {names}"
+        )
         require(self.target in targets, "Consistency.target", self.target, f"one of {targets}")
         moving = self.target == "moving"
         allowed = self.divergence == "symmetric" or not moving
-        require(allowed, "Consistency.divergence", self.divergence, "'symmetric' for a moving target")
+        require(
+            allowed, "Consistency.divergence", self.divergence, "'symmetric' for a moving target"
+        )
         require_count("Consistency.copies", self.copies, 0)
         if self.augmentation is None:
-            require(self.copies == 0, "Consistency.copies", self.copies, "0 without an augmentation")
-            require(not moving, "Consistency.target", self.target, "'hard' or 'soft' without an augmentation")
+            require(
+                self.copies == 0, "Consistency.copies", self.copies, "0 without an augmentation"
+            )
+            require(
+                not moving,
+                "Consistency.target",
+                self.target,
+                "'hard' or 'soft' without an augmentation",
+            )
         else:
-            require(self.copies >= 1, "Consistency.copies", self.copies, "an integer >= 1 with an augmentation")
-            require_role("Consistency.augmentation", self.augmentation, "augmentation", "GaussianNoise(0.1)")
+            require(
+                self.copies >= 1,
+                "Consistency.copies",
+                self.copies,
+                "an integer >= 1 with an augmentation",
+            )
+            require_role(
+                "Consistency.augmentation", self.augmentation, "augmentation", "GaussianNoise(0.1)"
+            )
 
     @property
     def is_coupled(self) -> bool:
         return self.target == "moving"
 
     def views(self, inputs: Inputs, generator: Callable[[], torch.Generator]) -> tuple[Inputs, ...]:
-        return (inputs,) if self.augmentation is None else _views(self.augmentation, inputs, self.copies, generator())
+        return (
+            (inputs,)
+            if self.augmentation is None
+            else _views(self.augmentation, inputs, self.copies, generator())
+        )
 
     def targets(self, logits: Tensor) -> Targets:
         if self.target == "moving":
@@ -175,7 +245,9 @@ class Consistency(Loss):
         return separable((value * share).sum(-1), p, first * share, second * share, shares)
 
     def _expand_moving(self, logp: Tensor, share: Tensor) -> Expansion:
-        """-½ Σ t log p - ½ Σ p log t in p and in t: each view sees the other's prediction as its target."""
+        """-½ Σ t log p - ½ Σ p log t in p and in t: each view sees the other's prediction as its
+        target.
+        """
         p, others = logp.exp(), logp[:1].expand_as(logp).clone()
         others[0] = 0.0
         t = others.exp()
@@ -189,10 +261,11 @@ class Consistency(Loss):
 @final
 @dataclass(frozen=True)
 class MarginalEntropy(Loss):
-    """H(p̄_i), p̄_i the mean prediction over augmented views of input i: confident and alike under augmentation.
+    """H(p̄_i), p̄_i the mean prediction over augmented views of input i: confident and alike under
+    augmentation.
 
-    Computed as the mean over views of -Σ p log p̄ with p̄ not differentiated: the same value and gradient. The Hessian is
-    that of each view alone, p̄ moving along.
+    Computed as the mean over views of -Σ p log p̄ with p̄ not differentiated: the same value and
+    gradient. The Hessian is that of each view alone, p̄ moving along.
     """
 
     augmentation: Augmentation = field(default_factory=GaussianNoise)
@@ -204,7 +277,9 @@ class MarginalEntropy(Loss):
 
     def __post_init__(self) -> None:
         require_count("MarginalEntropy.copies", self.copies, 1)
-        require_role("MarginalEntropy.augmentation", self.augmentation, "augmentation", "GaussianNoise(0.1)")
+        require_role(
+            "MarginalEntropy.augmentation", self.augmentation, "augmentation", "GaussianNoise(0.1)"
+        )
 
     def views(self, inputs: Inputs, generator: Callable[[], torch.Generator]) -> tuple[Inputs, ...]:
         return _views(self.augmentation, inputs, self.copies, generator())

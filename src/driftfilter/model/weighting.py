@@ -1,7 +1,7 @@
 """Weightings β_{t,i}: how much each sample of a batch counts, from its logits at the prior mean.
 
-A weighting multiplies the weights it is given and may keep small named statistics from step to step. Every weight is
-finite for a batch of one and for constant batches.
+A weighting multiplies the weights it is given and may keep small named statistics from step to
+step. Every weight is finite for a batch of one and for constant batches.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from driftfilter.model.expansion import log_softmax
 
 Memory: TypeAlias = Mapping[str, Tensor]
 
-TIE = 1e-6  # certainty 1 - H / ln k of a sample below which it has none: rounding decides what is left of it
+# certainty 1 - H / ln k of a sample below which it has none: rounding decides what is left of it
+TIE = 1e-6
 
 _MEAN_PREDICTION = "weighting.mean_prediction"
 
@@ -28,7 +29,9 @@ class Weighting(Protocol):
     """Weights of the samples of one batch."""
 
     def __call__(self, logits: Tensor, weights: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
-        """New weights [n] from logits [n, k] and the weights so far [n]; memory is replaced, never changed."""
+        """New weights [n] from logits [n, k] and the weights so far [n]; memory is replaced, never
+        changed.
+        """
 
 
 def entropy(logits: Tensor) -> Tensor:
@@ -58,7 +61,9 @@ class Constant:
 @final
 @dataclass(frozen=True)
 class Reliability:
-    """w_i = β (1 - H_i / ln k): uncertain samples inject less, β is the ceiling; 0 below 1e-6 β, a tie but for rounding."""
+    """w_i = β (1 - H_i / ln k): uncertain samples inject less, β is the ceiling; 0 below 1e-6 β, a
+    tie but for rounding.
+    """
 
     beta: float = 1.0
 
@@ -74,14 +79,18 @@ class Reliability:
 @final
 @dataclass(frozen=True)
 class EntropyGate:
-    """w_i = β exp(E₀ - H_i) where H_i < E₀ = fraction · ln k, else 0; not ``weighted``, w_i = β or 0."""
+    """w_i = β exp(E₀ - H_i) where H_i < E₀ = fraction · ln k, else 0; not ``weighted``, w_i = β or
+    0.
+    """
 
     fraction: float = 0.4
     beta: float = 1.0
     weighted: bool = True
 
     def __post_init__(self) -> None:
-        require(isinstance(self.weighted, bool), "EntropyGate.weighted", self.weighted, "True or False")
+        require(
+            isinstance(self.weighted, bool), "EntropyGate.weighted", self.weighted, "True or False"
+        )
         require_number("EntropyGate.fraction", self.fraction, 0, 1, open_low=True)
         _require_beta("EntropyGate.beta", self.beta)
 
@@ -95,16 +104,23 @@ def _running(memory: Memory, p: Tensor) -> Tensor | None:
     """The running mean prediction [k], if there is one yet."""
     running = memory.get(_MEAN_PREDICTION)
     if running is not None:
-        require(running.shape == p.shape[-1:], "logits", f"{p.shape[-1]} classes", f"{running.shape[0]} classes as before")
+        require(
+            running.shape == p.shape[-1:],
+            "logits",
+            f"{p.shape[-1]} classes",
+            f"{running.shape[0]} classes as before",
+        )
     return running
 
 
 @final
 @dataclass(frozen=True)
 class DiversityGate:
-    """w_i = 1 where |cos(p_i, p̄)| < similarity, else 0; p̄ is a running mean prediction of the samples kept.
+    """w_i = 1 where |cos(p_i, p̄)| < similarity, else 0; p̄ is a running mean prediction of the
+    samples kept.
 
-    p̄ ← momentum · p̄ + (1 - momentum) · mean of the kept p_i, starting at the first kept mean; with no p̄ all are kept.
+    p̄ ← momentum · p̄ + (1 - momentum) · mean of the kept p_i, starting at the first kept mean;
+    with no p̄ all are kept.
     """
 
     similarity: float = 0.4
@@ -138,9 +154,11 @@ def _scaled(values: Tensor) -> Tensor:
 @final
 @dataclass(frozen=True)
 class CertaintyDiversity:
-    """w_i = β exp(d_i c_i / temperature), d_i = 1 - cos(p_i, p̄) and c_i = -H_i each scaled to [0, 1] in the batch.
+    """w_i = β exp(d_i c_i / temperature), d_i = 1 - cos(p_i, p̄) and c_i = -H_i each scaled to [0,
+    1] in the batch.
 
-    0 where d_i is below its mean; p̄ ← momentum · p̄ + (1 - momentum) · mean p_i, from the uniform distribution.
+    0 where d_i is below its mean; p̄ ← momentum · p̄ + (1 - momentum) · mean p_i, from the uniform
+    distribution.
     """
 
     temperature: float = 1 / 3
@@ -148,7 +166,9 @@ class CertaintyDiversity:
     beta: float = 1.0
 
     def __post_init__(self) -> None:
-        require_number("CertaintyDiversity.temperature", self.temperature, 0, math.inf, open_low=True)
+        require_number(
+            "CertaintyDiversity.temperature", self.temperature, 0, math.inf, open_low=True
+        )
         require_number("CertaintyDiversity.momentum", self.momentum, 0, 1)
         _require_beta("CertaintyDiversity.beta", self.beta)
 
@@ -166,7 +186,9 @@ class CertaintyDiversity:
 @final
 @dataclass(frozen=True)
 class Product:
-    """Several weightings, one after the other; later ones see which samples the earlier ones kept."""
+    """Several weightings, one after the other; later ones see which samples the earlier ones
+    kept.
+    """
 
     factors: tuple[Weighting, ...] = (EntropyGate(), DiversityGate())
 
@@ -176,7 +198,9 @@ class Product:
         object.__setattr__(self, "factors", tuple(self.factors))
         for factor in self.factors:
             require_role("Product.factors", factor, "weighting", "EntropyGate()")
-        gates = sum(isinstance(factor, (DiversityGate, CertaintyDiversity)) for factor in self.factors)
+        gates = sum(
+            isinstance(factor, (DiversityGate, CertaintyDiversity)) for factor in self.factors
+        )
         alone = "with one DiversityGate or CertaintyDiversity at most: they share their memory"
         require(gates <= 1, "Product.factors", self.factors, alone)
 

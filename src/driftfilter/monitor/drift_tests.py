@@ -1,8 +1,10 @@
-"""What was predicted lately against what was predicted before, or would be from the source, for any batch size and class count.
+"""What was predicted lately against what was predicted before, or would be from the source, for any
+batch size and class count.
 
-A summary of samples is a vector [k + 3]: how many were predicted to be of each class; how many there were, Σ H_i and Σ H_i² of
-their predictive entropies. A window is a sum in which older batches fade. In the history the classes never fade, or a slow
-change would become the rule; the entropies do, for a model that adapts grows more certain.
+A summary of samples is a vector [k + 3]: how many were predicted to be of each class; how many
+there were, Σ H_i and Σ H_i² of their predictive entropies. A window is a sum in which older batches
+fade. In the history the classes never fade, or a slow change would become the rule; the entropies
+do, for a model that adapts grows more certain.
 """
 
 from __future__ import annotations
@@ -13,13 +15,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-SHORT = 64  # samples in a window, or the batch where that is larger; and the fewest that are compared
-STEADY = 2 * SHORT  # samples whose entropies are in it: garbage may raise them by half a deviation only
+# Samples in a window, or the batch where that is larger; and the fewest that are compared.
+SHORT = 64
+STEADY = (
+    2 * SHORT
+)  # samples whose entropies are in it: garbage may raise them by half a deviation only
 LONG = 50  # samples of a class, on average, that are remembered of pairs
 
 
 class Evidence(NamedTuple):
-    """How far lately is from before, and -ln of the chance of that (at least; 0 where too few samples tell)."""
+    """How far lately is from before, and -ln of the chance of that (at least; 0 where too few
+    samples tell).
+    """
 
     signals: tuple[float, ...] = (math.nan,) * 3  # classes lost, share gained, rise of uncertainty
     tails: tuple[float, ...] = (0.0,) * 3
@@ -34,19 +41,25 @@ class Evidence(NamedTuple):
             pooled = found["told"] * found["lately"] / (found["told"] + found["lately"])
             signals[1:] = found["g_class"] / found["window"], found["rise"]
             tails[1] = improbability(found["g_class"]) - math.log(classes)
-            tails[2] = bernstein(found["rise"], pooled, (math.log(classes) - found["usual"]) / found["spread"])
+            tails[2] = bernstein(
+                found["rise"], pooled, (math.log(classes) - found["usual"]) / found["spread"]
+            )
         return cls(tuple(signals), tuple(tails))
 
 
 def improbability(statistic: float) -> float:
-    """-ln P(X >= 2 g) of X ~ χ² with one degree of freedom; from below, by Chernoff: g - ½ - ½ ln 2 g for g > ½, else 0."""
+    """-ln P(X >= 2 g) of X ~ χ² with one degree of freedom; from below, by Chernoff: g - ½ - ½ ln 2
+    g for g > ½, else 0.
+    """
     return statistic - 0.5 - math.log(2 * statistic) / 2 if statistic > 0.5 else 0.0
 
 
 def bernstein(rise: float, samples: float, reach: float) -> float:
-    """-ln of the chance that a mean rises by r deviations of a sample: at least N r² / 2 (1 + r reach / 3), 0 if it falls.
+    """-ln of the chance that a mean rises by r deviations of a sample: at least N r² / 2 (1 + r
+    reach / 3), 0 if it falls.
 
-    ``reach``: how many deviations a sample can be above the mean. A model that is sure of nearly all has few that are far off.
+    ``reach``: how many deviations a sample can be above the mean. A model that is sure of nearly
+    all has few that are far off.
     """
     return samples * rise * rise / 2 / (1 + rise * reach / 3) if rise > 0 else 0.0
 
@@ -91,14 +104,18 @@ def shape_of(batch: Tensor) -> dict[str, Tensor]:
     counts = batch[:-3]
     n = counts.sum()
     entropy = torch.special.entr(counts / n).sum()
-    return {"marginal_entropy": entropy, "largest_share": counts.max() / n, "predictive_entropy": batch[-2] / batch[-3]}
+    return {
+        "marginal_entropy": entropy,
+        "largest_share": counts.max() / n,
+        "predictive_entropy": batch[-2] / batch[-3],
+    }
 
 
 def compared(recent: Tensor, history: Tensor) -> dict[str, Tensor]:
     """A window [k + 3] against the history [k + 3]: scalars by name.
 
-    G = N KL(s ‖ m) + M KL(q ‖ m) for the share s of a class among N samples and q among M, pooled m, against all others: that
-    of the class that gained most.
+    G = N KL(s ‖ m) + M KL(q ‖ m) for the share s of a class among N samples and q among M, pooled
+    m, against all others: that of the class that gained most.
     """
     counts, past = recent[:-3], history[:-3]
     n, m = counts.sum(), past.sum()
@@ -110,24 +127,32 @@ def compared(recent: Tensor, history: Tensor) -> dict[str, Tensor]:
 
 
 def with_pairs(pairs: Tensor | None, own: Tensor, source: Tensor) -> Tensor:
-    """[2, w], the labels that a belief and the source give the same samples: the last 50 k, these ones among them."""
+    """[2, w], the labels that a belief and the source give the same samples: the last 50 k, these
+    ones among them.
+    """
     new = torch.stack((own.argmax(-1), source.argmax(-1)))
     joined = new if pairs is None else torch.cat((pairs, new), 1)
     return joined[:, -max(LONG * own.shape[1], SHORT) :]
 
 
 def lost(pairs: Tensor, classes: int) -> dict[str, Tensor]:
-    """What the labels a_i have lost in entropy against b_i, pairs [2, w], with -ln of its chance: scalars by name.
+    """What the labels a_i have lost in entropy against b_i, pairs [2, w], with -ln of its chance:
+    scalars by name.
 
-    L = Σ_i ln m(a_i) - ln m(b_i), m the shares in both together, is w (H(b) - H(a)) up to third order in the difference of
-    shares. Were a_i and b_i exchangeable, each term had its sign by chance, and P(L >= l) <= exp(-l² / 2 Σ (terms)²), whatever
-    the classes and their number. Labels that stay the same say nothing, nor does a change of the stream, which both have seen.
+    L = Σ_i ln m(a_i) - ln m(b_i), m the shares in both together, is w (H(b) - H(a)) up to third
+    order in the difference of shares. Were a_i and b_i exchangeable, each term had its sign by
+    chance, and P(L >= l) <= exp(-l² / 2 Σ (terms)²), whatever the classes and their number. Labels
+    that stay the same say nothing, nor does a change of the stream, which both have seen.
     """
     surprise = -(_counts(pairs.flatten(), classes) / pairs.numel()).log()
     terms = surprise[pairs[1]] - surprise[pairs[0]]
     total = terms.sum()
     tail = total.clamp_min(0).square() / (2 * terms.square().sum()).clamp_min(1e-30)
-    return {"pairs": total.new_tensor(pairs.shape[1]), "lost": total / pairs.shape[1], "lost_tail": tail}
+    return {
+        "pairs": total.new_tensor(pairs.shape[1]),
+        "lost": total / pairs.shape[1],
+        "lost_tail": tail,
+    }
 
 
 def rise(window: Tensor, history: Tensor) -> Tensor:
@@ -137,7 +162,9 @@ def rise(window: Tensor, history: Tensor) -> Tensor:
 
 def _spread(history: Tensor) -> Tensor:
     """Standard deviation of the predictive entropies of samples, in nats."""
-    return (history[-1] / history[-3] - (history[-2] / history[-3]).square()).clamp_min(1e-12).sqrt()
+    return (
+        (history[-1] / history[-3] - (history[-2] / history[-3]).square()).clamp_min(1e-12).sqrt()
+    )
 
 
 def _kl(p: Tensor, q: Tensor) -> Tensor:

@@ -1,7 +1,9 @@
-"""Alarms for a stream: the signals of every step against their history, and what is done when one is out of bounds.
+"""Alarms for a stream: the signals of every step against their history, and what is done when one
+is out of bounds.
 
-Nothing here knows labels. What the stream looks like (predicted classes, how certain) is judged against the batches before,
-in units that account for the number of samples n and of classes k; what became of the parameters, against the source.
+Nothing here knows labels. What the stream looks like (predicted classes, how certain) is judged
+against the batches before, in units that account for the number of samples n and of classes k; what
+became of the parameters, against the source.
 """
 
 from __future__ import annotations
@@ -33,8 +35,12 @@ from driftfilter.monitor.drift_tests import (
 )
 from driftfilter.monitor.state import Event, MonitorState, Signals
 
-Response: TypeAlias = Literal["record", "warn", "inflate", "probation", "revert", "reset", "freeze"]  # mildest first
-Ask: TypeAlias = Callable[[FilterState], Tensor]  # log-probabilities [n, k] of the current batch under another state
+Response: TypeAlias = Literal[
+    "record", "warn", "inflate", "probation", "revert", "reset", "freeze"
+]  # mildest first
+Ask: TypeAlias = Callable[
+    [FilterState], Tensor
+]  # log-probabilities [n, k] of the current batch under another state
 _USUAL = 50  # samples of a batch
 OF_MODEL = ("classes_lost", "distance", "divergence")  # what no stream is to blame for
 
@@ -57,29 +63,36 @@ class Detector(Protocol):
 class Monitor:
     """Alarms, their thresholds and what is done about them.
 
-        classes_lost    H(b) - H(a) >= classes, a and b the classes that the belief and the source (with the batch-norm
-                        statistics of now) predict for the same samples: the last 50 k of every ``probe``-th batch, and of
-                        fewer where batches are larger than 50 samples (of every eighth at 200), which tell as much
-        share_gained    G_c / N >= share, G_c = N KL(s ‖ m) + M KL(q ‖ m) of a class with share s in a window of N = max(n, 64)
-                        samples, q in the history of M, pooled m, against all others; of the class that gained most.
-                        From half of it on it is recorded
-        uncertainty     the mean predictive entropy of the window rises by so many standard deviations of a sample
-        distance, divergence (off by default: it costs up to d³)    of the belief from the source, in units of a prior that is
-                        most often chosen, not learned: by default an alarm is recorded only
+        classes_lost    H(b) - H(a) >= classes, a and b the classes that the belief and the source
+                        (with the batch-norm statistics of now) predict for the same samples: the
+                        last 50 k of every ``probe``-th batch, and of fewer if batches are larger
+                        than 50 samples (of every eighth at 200), which tell as much
+        share_gained    G_c / N >= share, G_c = N KL(s ‖ m) + M KL(q ‖ m) of a class with share s in
+                        a window of N = max(n, 64) samples, q in the history of M, pooled m, against
+                        all others; of the class that gained most. Recorded from half of it on
+        uncertainty     the mean predictive entropy of the window rises by so many standard
+                        deviations of a sample
+        distance, divergence (off by default: it costs up to d³)
+                        of the belief from the source, in units of a prior that is most often
+                        chosen, not learned: by default an alarm is recorded only
 
-    Of the first three the difference must also be no chance: a tail below ``false_alarm``, bounded by Chernoff (classes_lost:
-    under exchangeable labels, a share: under χ² with one degree of freedom, of k).
+    Of the first three the difference must also be no chance: a tail below ``false_alarm``, bounded
+    by Chernoff (classes_lost: under exchangeable labels, a share: under χ² with one degree of
+    freedom, of k).
 
-    A collapse of the model and a change of the stream look alike in what is predicted, but not beside the source: that sees the
-    same stream, and does not collapse. A share gained, or uncertainty, is a change of the stream, or garbage.
+    A collapse of the model and a change of the stream look alike in what is predicted, but not
+    beside the source: that sees the same stream, and does not collapse. A share gained, or
+    uncertainty, is a change of the stream, or garbage.
 
-    Responses, mildest first; of several alarms the strongest is done: "record" (an event), "warn", "inflate" (the covariance,
-    ×``inflation``), "probation" (go on, but ask the last good belief now and then, and revert to it as soon as what it predicts
-    is as certain as its history: the stream is back), "revert" (to the last good belief, a snapshot ``lag`` to 2 ``lag`` ticks
-    old, batch after batch), "reset" (to the source; on probation, to the last good belief), "freeze" (revert, and adapt no more
-    until ``resume``). After ``patience`` ticks off the history the stream has changed for good: what came lately becomes the
-    history, and a belief on probation the good one. What the model does is never accepted so. A tick is a batch, or as many
-    small ones as fill a window. ``detectors``: signal -> detector (river).
+    Responses, mildest first; of several alarms the strongest is done: "record" (an event), "warn",
+    "inflate" (the covariance, ×``inflation``), "probation" (go on, but ask the last good belief now
+    and then, and revert to it as soon as what it predicts is as certain as its history: the stream
+    is back), "revert" (to the last good belief, a snapshot ``lag`` to 2 ``lag`` ticks old, batch
+    after batch), "reset" (to the source; on probation, to the last good belief), "freeze" (revert,
+    and adapt no more until ``resume``). After ``patience`` ticks off the history the stream has
+    changed for good: what came lately becomes the history, and a belief on probation the good one.
+    What the model does is never accepted so. A tick is a batch, or as many small ones as fill a
+    window. ``detectors``: signal -> detector (river).
     """
 
     classes: float = 0.03
@@ -100,7 +113,13 @@ class Monitor:
     detectors: Mapping[str, Detector] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        for name in ("classes", "share", "uncertainty", "distance", *(() if self.divergence is None else ("divergence",))):
+        for name in (
+            "classes",
+            "share",
+            "uncertainty",
+            "distance",
+            *(() if self.divergence is None else ("divergence",)),
+        ):
             require_number(f"Monitor.{name}", getattr(self, name), 0, math.inf, open_low=True)
         require_number("Monitor.false_alarm", self.false_alarm, 0, 1, open_low=True, open_high=True)
         for name in ("probe", "lag", "patience"):
@@ -110,9 +129,19 @@ class Monitor:
             value, allowed = getattr(self, name), get_args(Response)
             require(value in allowed, f"Monitor.{name}", value, f"one of {allowed}")
         for signal, detector in self.detectors.items():
-            require(signal in Signals._fields, "Monitor.detectors", signal, f"a signal: one of {Signals._fields}")
+            require(
+                signal in Signals._fields,
+                "Monitor.detectors",
+                signal,
+                f"a signal: one of {Signals._fields}",
+            )
             fits = hasattr(detector, "update") and hasattr(detector, "drift_detected")
-            require(fits, f"Monitor.detectors[{signal!r}]", detector, "a detector with update(value) and drift_detected")
+            require(
+                fits,
+                f"Monitor.detectors[{signal!r}]",
+                detector,
+                "a detector with update(value) and drift_detected",
+            )
 
     @classmethod
     def recording(cls) -> Monitor:
@@ -120,13 +149,28 @@ class Monitor:
         return cls(on_collapse="record", on_labels="record", on_uncertainty="record")
 
     def observe(
-        self, past: MonitorState, state: FilterState, info: StepInfo, log_probabilities: Tensor | None, ask: Ask
+        self,
+        past: MonitorState,
+        state: FilterState,
+        info: StepInfo,
+        log_probabilities: Tensor | None,
+        ask: Ask,
     ) -> Observed:
-        """The signals of a step that led to ``state`` and predicted ``log_probabilities`` [n, k] (None: it did not predict)."""
+        """The signals of a step that led to ``state`` and predicted ``log_probabilities`` [n, k]
+        (None: it did not predict).
+        """
         named = self._of_belief(state) | _of_update(info)
         if log_probabilities is None:
             signals = Signals(**_numbers(named))
-            return Observed(signals, self._out_of_bounds(signals, Evidence()), False, None, past.recent, past.pairs, 0)
+            return Observed(
+                signals,
+                self._out_of_bounds(signals, Evidence()),
+                False,
+                None,
+                past.recent,
+                past.pairs,
+                0,
+            )
         samples, classes = log_probabilities.shape
         batch = summary(log_probabilities)
         recent = faded(past.recent, batch, samples, STEADY)
@@ -137,10 +181,16 @@ class Monitor:
         evidence = Evidence.of({name: numbers.pop(name) for name in against}, classes)
         signals = Signals(*evidence.signals, **numbers)
         early = self._certain(evidence)[1] and signals.share_gained >= self.share / 2
-        return Observed(signals, self._out_of_bounds(signals, evidence), early, batch, recent, pairs, samples)
+        return Observed(
+            signals, self._out_of_bounds(signals, evidence), early, batch, recent, pairs, samples
+        )
 
-    def _probed(self, past: MonitorState, state: FilterState, log_probabilities: Tensor, ask: Ask) -> Tensor | None:
-        """[2, w], with the labels of this batch where it is one to probe, and there is another belief than the source."""
+    def _probed(
+        self, past: MonitorState, state: FilterState, log_probabilities: Tensor, ask: Ask
+    ) -> Tensor | None:
+        """[2, w], with the labels of this batch where it is one to probe, and there is another
+        belief than the source.
+        """
         every = math.ceil(self.probe * max(1.0, len(log_probabilities) / _USUAL))
         if (past.batches + 1) % every or torch.equal(state.belief.mean, state.source.mean):
             return past.pairs
@@ -154,8 +204,16 @@ class Monitor:
 
     def _out_of_bounds(self, signals: Signals, evidence: Evidence) -> dict[str, float]:
         """Signals beyond their thresholds, with these."""
-        limits = (self.classes, self.share, self.uncertainty, self.distance, self.divergence or math.inf)
-        pairs = zip(Signals._fields, signals, limits, (*self._certain(evidence), True, True), strict=False)
+        limits = (
+            self.classes,
+            self.share,
+            self.uncertainty,
+            self.distance,
+            self.divergence or math.inf,
+        )
+        pairs = zip(
+            Signals._fields, signals, limits, (*self._certain(evidence), True, True), strict=False
+        )
         return {name: limit for name, value, limit, sure in pairs if sure and value >= limit}
 
     def _certain(self, evidence: Evidence) -> list[bool]:
@@ -163,7 +221,9 @@ class Monitor:
         return [tail >= -math.log(self.false_alarm) for tail in evidence.tails]
 
     def response(self, signal: str, trying: bool = False) -> Response:
-        """What is done about an alarm of this signal; on probation a good belief waits, which is better than the source."""
+        """What is done about an alarm of this signal; on probation a good belief waits, which is
+        better than the source.
+        """
         named: dict[str, Response] = {
             "classes_lost": self.on_collapse,
             "share_gained": self.on_labels,
@@ -189,13 +249,25 @@ class Monitor:
         seen.alarms.update(_detected(detectors, seen.signals))
         acts = {signal: self.response(signal, past.trying) for signal in seen.alarms}
         worst = max(acts.values(), key=_severity, default="record")
-        now = replace(past, batches=past.batches + 1, recent=seen.recent, pairs=seen.pairs, signals=seen.signals)
+        now = replace(
+            past,
+            batches=past.batches + 1,
+            recent=seen.recent,
+            pairs=seen.pairs,
+            signals=seen.signals,
+        )
         alarmed = (*seen.alarms, *((_EARLY,) if seen.early else ()))
-        now = replace(now, alarmed=alarmed).logged(*self._noticed(past, seen), *_told(past, seen, acts))
+        now = replace(now, alarmed=alarmed).logged(
+            *self._noticed(past, seen), *_told(past, seen, acts)
+        )
         good = start if past.good is None else past.good
         if _severity(worst) > _PROBATION:
-            now = self._away(replace(now, trying=False, trial=None, frozen=worst == "freeze"), seen, state)
-            if acts.get("classes_lost") == "reset":  # what a model in collapse predicted is nothing to go by
+            now = self._away(
+                replace(now, trying=False, trial=None, frozen=worst == "freeze"), seen, state
+            )
+            if (
+                acts.get("classes_lost") == "reset"
+            ):  # what a model in collapse predicted is nothing to go by
                 now = replace(now, history=None, known=None, recent=None)
             return _back(now, worst), replace(start if worst == "reset" else good, step=state.step)
         if worst == "probation" or past.trying:
@@ -208,10 +280,24 @@ class Monitor:
     def _noticed(self, past: MonitorState, seen: Observed) -> list[Event]:
         """That labels begin to come in runs: to be known early, and too little to act upon."""
         new = seen.early and "share_gained" not in seen.alarms and _EARLY not in past.alarmed
-        return [Event(past.batches, "share_gained", seen.signals.share_gained, self.share / 2, "record")] if new else []
+        return (
+            [
+                Event(
+                    past.batches,
+                    "share_gained",
+                    seen.signals.share_gained,
+                    self.share / 2,
+                    "record",
+                )
+            ]
+            if new
+            else []
+        )
 
     def _taken(self, now: MonitorState, seen: Observed, state: FilterState) -> MonitorState:
-        """With the batch in the history and, where one is due and nothing is wrong, a snapshot of the state."""
+        """With the batch in the history and, where one is due and nothing is wrong, a snapshot of
+        the state.
+        """
         if seen.batch is not None:
             now = replace(now, history=extended(now.history, seen.batch, seen.samples), away=0.0)
         if seen.alarms:
@@ -219,7 +305,9 @@ class Monitor:
         age = now.age + seen.ticks
         if age < self.lag:
             return replace(now, age=age)
-        return replace(now, good=now.newer, known=now.later, newer=state, later=now.history, age=0.0)
+        return replace(
+            now, good=now.newer, known=now.later, newer=state, later=now.history, age=0.0
+        )
 
     def _tried(
         self, now: MonitorState, seen: Observed, state: FilterState, good: FilterState, ask: Ask
@@ -241,13 +329,23 @@ class Monitor:
         return float(rose) if count >= SHORT / 2 and rose < self.uncertainty / 2 else None
 
     def _away(self, now: MonitorState, seen: Observed, state: FilterState) -> MonitorState:
-        """One more batch that is not in the history; after enough of them the window becomes the history."""
+        """One more batch that is not in the history; after enough of them the window becomes the
+        history.
+        """
         away = now.away + seen.ticks
-        if now.recent is None or (not now.trying and all(signal in OF_MODEL for signal in seen.alarms)):
+        if now.recent is None or (
+            not now.trying and all(signal in OF_MODEL for signal in seen.alarms)
+        ):
             return now
         if away < self.patience:
             return replace(now, away=away)
-        event = Event(now.batches - 1, next(iter(seen.alarms), "uncertainty"), away, float(self.patience), "accept")
+        event = Event(
+            now.batches - 1,
+            next(iter(seen.alarms), "uncertainty"),
+            away,
+            float(self.patience),
+            "accept",
+        )
         if now.trying:
             now = replace(now, good=state, newer=state, age=0.0, trying=False, trial=None)
         return replace(now, history=now.recent, known=None, later=None, away=0.0).logged(event)
@@ -255,15 +353,29 @@ class Monitor:
 
 def _told(past: MonitorState, seen: Observed, acts: Mapping[str, str]) -> list[Event]:
     """Events of the alarms: every time where the belief goes back, else when one begins."""
-    values, known = seen.signals._asdict(), [*past.alarmed, *(("uncertainty",) if past.trying else ())]
-    new = [name for name, response in acts.items() if name not in known or _severity(response) > _PROBATION]
-    return [Event(past.batches, name, values[name.removeprefix(_DETECTOR)], seen.alarms[name], acts[name]) for name in new]
+    values, known = (
+        seen.signals._asdict(),
+        [*past.alarmed, *(("uncertainty",) if past.trying else ())],
+    )
+    new = [
+        name
+        for name, response in acts.items()
+        if name not in known or _severity(response) > _PROBATION
+    ]
+    return [
+        Event(
+            past.batches, name, values[name.removeprefix(_DETECTOR)], seen.alarms[name], acts[name]
+        )
+        for name in new
+    ]
 
 
 def _back(now: MonitorState, response: str) -> MonitorState:
     """After the belief went back: a newer one is no good, and pairs tell of another one."""
     good = None if response == "reset" else now.good
-    return replace(now, good=good, newer=good, later=now.known, history=now.reference, age=0.0, pairs=None)
+    return replace(
+        now, good=good, newer=good, later=now.known, history=now.reference, age=0.0, pairs=None
+    )
 
 
 def _severity(response: str) -> int:
@@ -277,11 +389,17 @@ _EARLY = "share_gained, half of it"
 
 def fresh_detectors(monitor: Monitor | None) -> dict[str, Detector]:
     """Copies of its own for an adapter: they change in place."""
-    return {} if monitor is None else {name: copy.deepcopy(detector) for name, detector in monitor.detectors.items()}
+    return (
+        {}
+        if monitor is None
+        else {name: copy.deepcopy(detector) for name, detector in monitor.detectors.items()}
+    )
 
 
 def _detected(detectors: Mapping[str, Detector], signals: Signals) -> dict[str, float]:
-    """Alarms of detectors that have been given the signals; they have no threshold that could be named."""
+    """Alarms of detectors that have been given the signals; they have no threshold that could be
+    named.
+    """
     alarms = {}
     for name, value in signals._asdict().items():
         if name in detectors and not math.isnan(value):

@@ -1,4 +1,6 @@
-"""What a monitor sees, says and remembers: signals, events and the state between two steps, with its form in a checkpoint."""
+"""What a monitor sees, says and remembers: signals, events and the state between two steps, with
+its form in a checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -34,13 +36,23 @@ class Event:
 
 
 class Signals(NamedTuple):
-    """What the monitor saw in the last step; NaN where there was nothing to see or to compare with."""
+    """What the monitor saw in the last step; NaN where there was nothing to see or to compare
+    with.
+    """
 
-    classes_lost: float = math.nan  # by the belief against the source on the same samples: entropy in nats (see Monitor)
+    classes_lost: float = (
+        math.nan
+    )  # by the belief against the source on the same samples: entropy in nats (see Monitor)
     share_gained: float = math.nan  # by the class that gained most, in nats a sample (see Monitor)
-    uncertainty: float = math.nan  # rise of the mean predictive entropy of the window, in deviations of a sample
-    distance: float = math.nan  # of the mean from the source, in prior standard deviations (see deviation)
-    divergence: float = math.nan  # KL(belief ‖ source) / d in nats, where the monitor has a threshold for it
+    uncertainty: float = (
+        math.nan
+    )  # rise of the mean predictive entropy of the window, in deviations of a sample
+    distance: float = (
+        math.nan
+    )  # of the mean from the source, in prior standard deviations (see deviation)
+    divergence: float = (
+        math.nan
+    )  # KL(belief ‖ source) / d in nats, where the monitor has a threshold for it
     marginal_entropy: float = math.nan  # of the classes predicted in this batch, in nats
     largest_share: float = math.nan  # of a class in this batch
     predictive_entropy: float = math.nan  # mean H(p_i) of this batch, in nats
@@ -59,10 +71,13 @@ class MonitorState:
     pairs: Tensor | None = None  # [2, w], what the belief and the source called the same samples
     good: FilterState | None = None  # what to go back to; None: the start of the stream
     newer: FilterState | None = None  # takes its place when the next snapshot is due
-    known: Tensor | None = None  # [k + 3], the history at the time of the good state: what the window is compared with
+    # [k + 3], the history at the time of the good state: what the window is compared with.
+    known: Tensor | None = None
     later: Tensor | None = None  # [k + 3], that at the time of the newer one
-    age: float = 0.0  # ticks since that snapshot; a tick is a batch, or as many small ones as fill a window
-    away: float = 0.0  # ticks since the stream left the history: batches kept out of it, or on probation
+    # Ticks since that snapshot; a tick is a batch, or as many small ones as fill a window.
+    age: float = 0.0
+    # Ticks since the stream left the history: batches kept out of it, or on probation.
+    away: float = 0.0
     trying: bool = False  # on probation: the belief goes on adapting, and the good one waits
     trial: Tensor | None = None  # [k + 3], what the good belief predicts meanwhile
     alarmed: tuple[str, ...] = ()  # signals out of bounds in the last step
@@ -81,7 +96,9 @@ class MonitorState:
         def there(state: FilterState | None) -> FilterState | None:
             return None if state is None else moved(state, lambda tensor: tensor.to(mean))
 
-        tensors: dict[str, Any] = {name: tensor.to(mean.device) for name, tensor in self._tensors().items()}
+        tensors: dict[str, Any] = {
+            name: tensor.to(mean.device) for name, tensor in self._tensors().items()
+        }
         return replace(self, **tensors, good=there(self.good), newer=there(self.newer))
 
     def _tensors(self) -> dict[str, Tensor]:
@@ -91,17 +108,33 @@ class MonitorState:
     def to_tensors(self) -> dict[str, Tensor]:
         """As named tensors, for a checkpoint; the source of the states is not repeated."""
         plain = {name: getattr(self, name) for name in _PLAIN}
-        plain |= {"signals": list(self.signals), "events": [list(asdict(event).values()) for event in self.events]}
+        plain |= {
+            "signals": list(self.signals),
+            "events": [list(asdict(event).values()) for event in self.events],
+        }
         found = self._tensors()
         for name, state in (("good", self.good), ("newer", self.newer)):
             parts = {} if state is None else to_tensors(state)
-            found |= {f"{name}.{key}": value for key, value in parts.items() if not key.startswith("source.")}
-        return {MONITOR + name: value for name, value in {"told": as_tensor(json.dumps(plain)), **found}.items()}
+            found |= {
+                f"{name}.{key}": value
+                for key, value in parts.items()
+                if not key.startswith("source.")
+            }
+        return {
+            MONITOR + name: value
+            for name, value in {"told": as_tensor(json.dumps(plain)), **found}.items()
+        }
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor], like: FilterState) -> MonitorState:
-        """What named tensors describe, for states of the structure and source of another one; a fresh one of none."""
-        own = {name.removeprefix(MONITOR): value for name, value in tensors.items() if name.startswith(MONITOR)}
+        """What named tensors describe, for states of the structure and source of another one; a
+        fresh one of none.
+        """
+        own = {
+            name.removeprefix(MONITOR): value
+            for name, value in tensors.items()
+            if name.startswith(MONITOR)
+        }
         if "told" not in own:
             return cls()
         plain = json.loads(as_text(own["told"]))
@@ -113,14 +146,20 @@ class MonitorState:
         source = {name: value for name, value in tensors.items() if name.startswith("source.")}
         states: dict[str, Any] = {}
         for name in ("good", "newer"):
-            parts = {key.removeprefix(f"{name}."): value for key, value in own.items() if key.startswith(f"{name}.")}
+            parts = {
+                key.removeprefix(f"{name}."): value
+                for key, value in own.items()
+                if key.startswith(f"{name}.")
+            }
             states[name] = from_tensors({**parts, **source}, like) if parts else None
         found: dict[str, Any] = {name: own[name] for name in _TENSORS if name in own}
         _require_fit(found)
         return cls(**plain, **states, **found).moved_to(like.belief.mean)
 
     def since(self, before: MonitorState) -> tuple[Event, ...]:
-        """New events; neither their number tells, for old ones are dropped, nor equality with old ones."""
+        """New events; neither their number tells, for old ones are dropped, nor equality with old
+        ones.
+        """
         if self.events is before.events:  # nearly always
             return ()
         old = set(map(id, before.events))
@@ -132,13 +171,25 @@ class MonitorState:
 
 
 def _require_fit(found: Mapping[str, Tensor]) -> None:
-    """Raise unless summaries [k + 3] are finite and of one length, and the labels of pairs below k."""
+    """Raise unless summaries [k + 3] are finite and of one length, and the labels of pairs below
+    k.
+    """
     summaries = {name: tensor for name, tensor in found.items() if name != "pairs"}
     for name, tensor in summaries.items():
         require_finite(f"state {MONITOR + name!r}", tensor)
     lengths = {tensor.shape for tensor in summaries.values()}
-    require(len(lengths) <= 1, f"state '{MONITOR}…'", f"shapes {sorted(map(list, lengths))}", "summaries of one length")
+    require(
+        len(lengths) <= 1,
+        f"state '{MONITOR}…'",
+        f"shapes {sorted(map(list, lengths))}",
+        "summaries of one length",
+    )
     if "pairs" in found and lengths:
         pairs, classes = found["pairs"], lengths.pop()[0] - 3
         fits = pairs.dim() == 2 and bool(((pairs >= 0) & (pairs < classes)).all())
-        require(fits, f"state '{MONITOR}pairs'", f"{list(pairs.shape)}", f"two rows of labels below {classes}")
+        require(
+            fits,
+            f"state '{MONITOR}pairs'",
+            f"{list(pairs.shape)}",
+            f"two rows of labels below {classes}",
+        )

@@ -1,4 +1,6 @@
-"""Precision of a network's own operations: autocast put aside for the algebra, and given back for a call."""
+"""Precision of a network's own operations: autocast put aside for the algebra, and given back for a
+call.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,15 @@ _LOCK = threading.Lock()
 AUTOCAST = ("cpu", "cuda")  # kinds of devices whose autocast is put aside and given back
 
 
-_AUTOCAST: ContextVar[tuple[tuple[str, torch.dtype], ...]] = ContextVar("autocast", default=())  # device type and dtype
+_AUTOCAST: ContextVar[tuple[tuple[str, torch.dtype], ...]] = ContextVar(
+    "autocast", default=()
+)  # device type and dtype
 
 
 @contextmanager
 def full_precision(own: torch.dtype | None = None) -> Iterator[None]:
-    """The algebra of a filter in the dtypes of its tensors, whatever autocast the caller is under: see ``as_called``.
+    """The algebra of a filter in the dtypes of its tensors, whatever autocast the caller is under:
+    see ``as_called``.
 
     With a dtype of its ``own`` the module is under that autocast instead.
     """
@@ -58,7 +63,11 @@ def autocast_of_model() -> tuple[tuple[str, torch.dtype], ...]:
 
 
 def _autocast_now() -> tuple[tuple[str, torch.dtype], ...]:
-    return tuple((kind, torch.get_autocast_dtype(kind)) for kind in AUTOCAST if torch.is_autocast_enabled(kind))
+    return tuple(
+        (kind, torch.get_autocast_dtype(kind))
+        for kind in AUTOCAST
+        if torch.is_autocast_enabled(kind)
+    )
 
 
 def under_autocast(kind: str) -> bool:
@@ -68,7 +77,9 @@ def under_autocast(kind: str) -> bool:
 
 @contextmanager
 def forward_mode() -> Iterator[None]:
-    """torch's forward mode has one state for all threads, and no rule for fused attention or compiled code."""
+    """torch's forward mode has one state for all threads, and no rule for fused attention or
+    compiled code.
+    """
     with _LOCK, sdpa_kernel(SDPBackend.MATH), torch.compiler.set_stance("force_eager"):
         fused = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)
@@ -79,7 +90,9 @@ def forward_mode() -> Iterator[None]:
 
 
 def cast(inputs: Any, dtype: torch.dtype) -> Any:
-    """Floating inputs in the dtype of a module; under autocast only float64, which autocast leaves alone."""
+    """Floating inputs in the dtype of a module; under autocast only float64, which autocast leaves
+    alone.
+    """
     if not isinstance(inputs, Tensor) or not inputs.is_floating_point():
         return inputs
     automatic = torch.is_autocast_enabled(inputs.device.type) and inputs.dtype != torch.float64
@@ -88,4 +101,6 @@ def cast(inputs: Any, dtype: torch.dtype) -> Any:
 
 def dtype_of(module: nn.Module) -> torch.dtype:
     """The dtype of the module's first floating parameter."""
-    return next(parameter.dtype for parameter in module.parameters() if parameter.is_floating_point())
+    return next(
+        parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()
+    )

@@ -1,16 +1,19 @@
-"""By which statistics batch normalisation normalises: the source's, the batch's, or a blend; part of the predictive model.
+"""By which statistics batch normalisation normalises: the source's, the batch's, or a blend; part
+of the predictive model.
 
 A blend with share α of the batch has the moments of the mixture:
 
     mean = (1 - α) m + α m_b,   variance = (1 - α) v + α v_b + α (1 - α) (m_b - m)²
 
-with the batch's variance v_b the biased one, by which torch normalises. The blend of ``PseudoCount`` is differentiated as it
-stands. That of ``Ema`` has the derivative of batch renormalisation (Ioffe, 2017): with σ² = variance + ε, σ_b² = v_b + ε,
+with the batch's variance v_b the biased one, by which torch normalises. The blend of
+``PseudoCount`` is differentiated as it stands. That of ``Ema`` has the derivative of batch
+renormalisation (Ioffe, 2017): with σ² = variance + ε, σ_b² = v_b + ε,
 
     (x - mean) / σ = (x - m_b) / σ_b · r + d,   r = σ_b / σ,  d = (m_b - mean) / σ
 
-where m_b and σ_b are differentiated as in batch normalisation, r and d are not. In the exact derivative the batch's moments
-have the share α only, so that a step may move the mean and scale of all samples together, and adaptation was seen to collapse.
+where m_b and σ_b are differentiated as in batch normalisation, r and d are not. In the exact
+derivative the batch's moments have the share α only, so that a step may move the mean and scale of
+all samples together, and adaptation was seen to collapse.
 """
 
 from __future__ import annotations
@@ -39,13 +42,15 @@ class Moments(NamedTuple):
 
     mean: Tensor  # [c]
     scale: Tensor  # [c], 1 / standard deviation
-    sums: SampleSums | None = None  # of the gradient to come, where the layer's own backward pass needs them too
+    # Of the gradient to come, where the layer's own backward pass needs them too.
+    sums: SampleSums | None = None
 
 
 @final
 @dataclass(frozen=True)
 class PseudoCount:
-    """The source's statistics count as ``count`` samples: a blend with share α = n / (count + n) of a batch of n.
+    """The source's statistics count as ``count`` samples: a blend with share α = n / (count + n) of
+    a batch of n.
 
     The posterior mean of the moments under a normal-inverse-gamma prior of that many observations.
     """
@@ -63,15 +68,18 @@ class PseudoCount:
 @final
 @dataclass(frozen=True)
 class Ema:
-    """Carried statistics, the source's at first; each step blends them with the batch's, and normalises by and carries on the
-    blend. The share of the batch is
+    """Carried statistics, the source's at first; each step blends them with the batch's, and
+    normalises by and carries on the blend. The share of the batch is
 
-        α_t = momentum · min(1, n/64) · D_{t-1}^diversity,   D = exp(H(p̄)) / (k (1 - (1 - 1/k)ⁿ)), at most 1
+        α_t = momentum · min(1, n/64) · D_{t-1}^diversity,
+        D = exp(H(p̄)) / (k (1 - (1 - 1/k)ⁿ)), at most 1
 
-    D compares the effective number of classes in the mean prediction p̄ of the last batch observed with the number that n
-    balanced draws from k classes show; it is 1 at first. A batch of few classes (labels that come in runs) or of few samples
-    says little about the statistics of a domain. A batch's own D is known only once it is normalised, and the batch before it
-    is most often like it: the first batch of a run is not guarded. ``diversity`` 0: every batch has the share ``momentum``.
+    D compares the effective number of classes in the mean prediction p̄ of the last batch observed
+    with the number that n balanced draws from k classes show; it is 1 at first. A batch of few
+    classes (labels that come in runs) or of few samples says little about the statistics of a
+    domain. A batch's own D is known only once it is normalised, and the batch before it is most
+    often like it: the first batch of a run is not guarded. ``diversity`` 0: every batch has the
+    share ``momentum``.
     """
 
     momentum: float = 0.1
@@ -92,11 +100,18 @@ Statistics: TypeAlias = Literal["batch", "source"] | PseudoCount | Ema
 def require_statistics(statistics: Any) -> None:
     """Raise for anything but statistics."""
     known = isinstance(statistics, (PseudoCount, Ema)) or statistics in ("batch", "source")
-    require(known, "Network: statistics", statistics, "'batch', 'source', PseudoCount(count) or Ema(momentum)")
+    require(
+        known,
+        "Network: statistics",
+        statistics,
+        "'batch', 'source', PseudoCount(count) or Ema(momentum)",
+    )
 
 
 def diversity(logits: Tensor) -> Tensor:
-    """D of a batch's logits [n, k], a scalar []: 1 where as many classes are predicted as n balanced draws would show."""
+    """D of a batch's logits [n, k], a scalar []: 1 where as many classes are predicted as n
+    balanced draws would show.
+    """
     n, k = logits.shape
     entropy = torch.special.entr(logits.softmax(-1).mean(0)).sum()
     share: Tensor = entropy.exp() / (k * -math.expm1(n * math.log1p(-1 / k)) if k > 1 else 1)
@@ -104,11 +119,15 @@ def diversity(logits: Tensor) -> Tensor:
 
 
 class TwinBatchNorm(_BatchNorm):
-    """A batch norm of a twin that keeps the moments by which it last normalised, for whoever wants rows or carries them."""
+    """A batch norm of a twin that keeps the moments by which it last normalised, for whoever wants
+    rows or carries them.
+    """
 
     blend: PseudoCount | Ema | None  # None: the batch's statistics
     trust: Tensor | float  # D^diversity, by which the share of the batch is multiplied
-    carried: tuple[Tensor, Tensor] | None  # mean and variance [c]; None: the running ones, if there are any
+    carried: (
+        tuple[Tensor, Tensor] | None
+    )  # mean and variance [c]; None: the running ones, if there are any
     moments: Moments  # of the last call
     blended: tuple[Tensor, Tensor]  # mean and variance [c] of the last call
 
@@ -134,7 +153,9 @@ class TwinBatchNorm(_BatchNorm):
         return outputs
 
     def _fused(self, inputs: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """F.batch_norm itself, for every backend, with the statistics that it works out and drops."""
+        """F.batch_norm itself, for every backend, with the statistics that it works out and
+        drops.
+        """
         outputs, mean, scale, *_ = torch._batch_norm_impl_index(
             inputs, weight, bias, None, None, True, 0.0, self.eps, torch.backends.cudnn.enabled
         )
@@ -145,7 +166,9 @@ class TwinBatchNorm(_BatchNorm):
         assert self.carried is not None
         mean, variance = self.carried
         self.moments = Moments(mean, (variance + self.eps).rsqrt())
-        return functional.batch_norm(inputs, mean, variance, self.weight, self.bias, False, 0.0, self.eps)
+        return functional.batch_norm(
+            inputs, mean, variance, self.weight, self.bias, False, 0.0, self.eps
+        )
 
     def _by_blend(self, inputs: Tensor) -> Tensor:
         fixed = isinstance(self.blend, Ema) and inputs.numel() > self.num_features
@@ -154,13 +177,20 @@ class TwinBatchNorm(_BatchNorm):
         batch = self._batch_by_kernel(inputs.detach()) if fixed else self._batch(inputs)
         mean, variance = self._mixture(batch, len(inputs))
         scale = (variance + self.eps).rsqrt()
-        self.moments, self.blended = Moments(mean.detach(), scale.detach()), (mean.detach(), variance.detach())
+        self.moments, self.blended = (
+            Moments(mean.detach(), scale.detach()),
+            (mean.detach(), variance.detach()),
+        )
         return (
-            self._renormalized(inputs, batch, self.moments) if fixed else _scaled(inputs, mean, scale, self.weight, self.bias)
+            self._renormalized(inputs, batch, self.moments)
+            if fixed
+            else _scaled(inputs, mean, scale, self.weight, self.bias)
         )
 
     def _among(self, inputs: Tensor, shards: Shards) -> Tensor:
-        """The same where other ranks have a part of the batch, whose moments are those of all its parts."""
+        """The same where other ranks have a part of the batch, whose moments are those of all its
+        parts.
+        """
         own = (*self._batch(inputs), inputs.numel() // self.num_features, len(inputs))
         batch_mean, batch_variance, values, samples = shards.moments(*own)
         if self.carried is not None and self.blend is None and values == 1:
@@ -176,10 +206,16 @@ class TwinBatchNorm(_BatchNorm):
         corrected = self._corrected((batch_mean.detach(), batch_variance.detach()), self.moments)
         return _scaled(inputs, batch_mean, (batch_variance + self.eps).rsqrt(), *corrected)
 
-    def _renormalized(self, inputs: Tensor, batch: tuple[Tensor, Tensor], moments: Moments) -> Tensor:
-        """The same values by batch normalisation with another scale and shift: see the top of this file."""
+    def _renormalized(
+        self, inputs: Tensor, batch: tuple[Tensor, Tensor], moments: Moments
+    ) -> Tensor:
+        """The same values by batch normalisation with another scale and shift: see the top of this
+        file.
+        """
         slope, shift = self._corrected(batch, moments)
-        dtype = torch.promote_types(inputs.dtype, torch.float32)  # half precision is normalised by moments in float32
+        dtype = torch.promote_types(
+            inputs.dtype, torch.float32
+        )  # half precision is normalised by moments in float32
         return self._fused(inputs, slope.to(dtype), shift.to(dtype))[0]
 
     def _corrected(self, batch: tuple[Tensor, Tensor], moments: Moments) -> tuple[Tensor, Tensor]:
@@ -190,14 +226,23 @@ class TwinBatchNorm(_BatchNorm):
         return slope, shift if self.bias is None else self.bias + shift
 
     def _fits_kernels(self, inputs: Tensor) -> bool:
-        single = all(part is not None and part.dtype == torch.float32 for part in (self.weight, self.bias, self.running_mean))
+        single = all(
+            part is not None and part.dtype == torch.float32
+            for part in (self.weight, self.bias, self.running_mean)
+        )
         return single and fits(inputs) and not torch._C._are_functorch_transforms_active()
 
     def _renormalized_by_kernel(self, inputs: Tensor) -> Tensor:
-        """The same on a GPU; the sums that the rows of the parameters need serve the backward pass too."""
+        """The same on a GPU; the sums that the rows of the parameters need serve the backward pass
+        too.
+        """
         assert self.blend is not None
         assert self.carried is not None
-        trust = self.trust if isinstance(self.trust, Tensor) else inputs.new_full((), self.trust, dtype=torch.float32)
+        trust = (
+            self.trust
+            if isinstance(self.trust, Tensor)
+            else inputs.new_full((), self.trust, dtype=torch.float32)
+        )
         values, carried = inputs.detach(), (self.carried[0].float(), self.carried[1].float())
         moments = blend(values, carried, trust.float(), self.blend.share(len(inputs)), self.eps)
         mean, variance, scale, _, _ = moments
@@ -208,13 +253,17 @@ class TwinBatchNorm(_BatchNorm):
 
     def _batch(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and variance [c] of the batch."""
-        wide = torch.promote_types(inputs.dtype if self.carried is None else self.carried[0].dtype, torch.float32)
+        wide = torch.promote_types(
+            inputs.dtype if self.carried is None else self.carried[0].dtype, torch.float32
+        )
         others = [dim for dim in range(inputs.dim()) if dim != 1]
         variance, mean = torch.var_mean(inputs.to(wide), others, correction=0)
         return mean, variance
 
     def _batch_by_kernel(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
-        """The same where nothing is differentiated, by torch's kernels for batch norms: several times as fast."""
+        """The same where nothing is differentiated, by torch's kernels for batch norms: several
+        times as fast.
+        """
         if inputs.is_cuda:  # half precision too
             mean, scale = torch.batch_norm_stats(inputs, self.eps)
             return mean, (scale.square().reciprocal() - self.eps).clamp_min(0)
@@ -232,12 +281,16 @@ class TwinBatchNorm(_BatchNorm):
         return mean + share * shift, variance + share * spread
 
 
-def _scaled(inputs: Tensor, mean: Tensor, scale: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+def _scaled(
+    inputs: Tensor, mean: Tensor, scale: Tensor, weight: Tensor | None, bias: Tensor | None
+) -> Tensor:
     """(x - mean) scale w + b, for channels' [c]."""
     slope = scale if weight is None else scale * weight
     shift = -mean * slope if bias is None else bias - mean * slope
     shape = (-1, *[1] * (inputs.dim() - 2))
-    return torch.addcmul(shift.view(shape), inputs.to(mean.dtype), slope.view(shape)).to(inputs.dtype)
+    return torch.addcmul(shift.view(shape), inputs.to(mean.dtype), slope.view(shape)).to(
+        inputs.dtype
+    )
 
 
 def is_plain(module: nn.Module) -> bool:
@@ -247,29 +300,51 @@ def is_plain(module: nn.Module) -> bool:
 
 
 def prepare(module: nn.Module, statistics: Statistics) -> list[TwinBatchNorm]:
-    """Turn the batch norms of a twin, in place, into ones that use these statistics; those that change are listed."""
+    """Turn the batch norms of a twin, in place, into ones that use these statistics; those that
+    change are listed.
+    """
     found = []
     for name, layer in list(module.named_modules()):
-        if not isinstance(layer, _BatchNorm) or (statistics == "source" and layer.running_mean is not None):
+        if not isinstance(layer, _BatchNorm) or (
+            statistics == "source" and layer.running_mean is not None
+        ):
             continue
-        found.append(_turned(layer if is_plain(layer) else _inside(layer, name, statistics), statistics))
+        found.append(
+            _turned(layer if is_plain(layer) else _inside(layer, name, statistics), statistics)
+        )
     return found
 
 
 def _inside(layer: Any, name: str, statistics: Statistics) -> nn.Module:
-    """The normalisation inside a batch norm with a forward of its own (with an activation, say), as a layer within it."""
-    inner = TwinBatchNorm(layer.num_features, layer.eps)  # of any dimensions: the layer around it has checked them
+    """The normalisation inside a batch norm with a forward of its own (with an activation, say), as
+    a layer within it.
+    """
+    inner = TwinBatchNorm(
+        layer.num_features, layer.eps
+    )  # of any dimensions: the layer around it has checked them
     inner._parameters.update({own: layer._parameters[own] for own in ("weight", "bias")})
     inner._buffers.update(layer._buffers)
-    own, blending = layer.forward, not isinstance(statistics, str) and layer.running_mean is not None
-    layer.track_running_stats, layer.running_mean, layer.running_var = False, None, None  # should it normalise by itself
+    own, blending = (
+        layer.forward,
+        not isinstance(statistics, str) and layer.running_mean is not None,
+    )
+    layer.track_running_stats, layer.running_mean, layer.running_var = (
+        False,
+        None,
+        None,
+    )  # should it normalise by itself
     layer.inner = inner.eval()
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         with _Redirected(layer) as redirected:
             outputs = own(*args, **kwargs)
         known = redirected.called or not blending
-        require(known, "Network: statistics", statistics, f"'batch' or 'source' for {name}, a {type(layer).__name__}")
+        require(
+            known,
+            "Network: statistics",
+            statistics,
+            f"'batch' or 'source' for {name}, a {type(layer).__name__}",
+        )
         return outputs
 
     layer.forward = forward

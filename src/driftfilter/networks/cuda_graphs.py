@@ -1,8 +1,10 @@
-"""A network's passes as CUDA graphs: for batches of one shape, a forward and a backward pass are one launch each.
+"""A network's passes as CUDA graphs: for batches of one shape, a forward and a backward pass are
+one launch each.
 
-Small batches wait for Python to launch hundreds of kernels. The first batch of a shape runs as ever, the second is captured,
-all others are replayed with their own θ, inputs and carried statistics. A capture serves one pullback at a time. Shapes that
-come when there are captures enough run as ever.
+Small batches wait for Python to launch hundreds of kernels. The first batch of a shape runs as
+ever, the second is captured, all others are replayed with their own θ, inputs and carried
+statistics. A capture serves one pullback at a time. Shapes that come when there are captures enough
+run as ever.
 """
 
 from __future__ import annotations
@@ -27,19 +29,34 @@ _WARM = 3  # passes before a capture: cuDNN's trials and kernels' compilation ca
 
 
 def key_of(theta: Tensor, inputs: Inputs, output: Callable[..., Any]) -> Key:
-    """What a capture is good for: batches of one shape, dtype and layout in the same places, under one autocast."""
-    return (theta.dtype, theta.device, *((name, _kind(part)) for name, part in parts(inputs)), autocast_of_model(), output)
+    """What a capture is good for: batches of one shape, dtype and layout in the same places, under
+    one autocast.
+    """
+    return (
+        theta.dtype,
+        theta.device,
+        *((name, _kind(part)) for name, part in parts(inputs)),
+        autocast_of_model(),
+        output,
+    )
 
 
 def _kind(part: Any) -> tuple[Any, ...]:
-    """What a capture takes for granted about a part of the inputs: of a tensor its form, of anything else all of it."""
-    return (part.shape, part.stride(), part.dtype) if isinstance(part, Tensor) else (type(part), part)
+    """What a capture takes for granted about a part of the inputs: of a tensor its form, of
+    anything else all of it.
+    """
+    return (
+        (part.shape, part.stride(), part.dtype) if isinstance(part, Tensor) else (type(part), part)
+    )
 
 
 def possible(theta: Tensor, inputs: Inputs) -> bool:
-    """Whether all of a batch is on the GPU, but for plain values, by which captures can be told apart."""
+    """Whether all of a batch is on the GPU, but for plain values, by which captures can be told
+    apart.
+    """
     return theta.is_cuda and all(
-        part.is_cuda if isinstance(part, Tensor) else isinstance(part, _PLAIN) for _, part in parts(inputs)
+        part.is_cuda if isinstance(part, Tensor) else isinstance(part, _PLAIN)
+        for _, part in parts(inputs)
     )
 
 
@@ -64,10 +81,14 @@ class Capture:
             self.logits, pull = static.eager(self.theta, self.inputs)
         self.memory, self.coupled = pull.memory, pull.is_coupled
         self.cotangents = torch.zeros_like(self.logits)
-        with torch.cuda.graph(self.backward, pool=self.forward.pool(), capture_error_mode="thread_local"):
+        with torch.cuda.graph(
+            self.backward, pool=self.forward.pool(), capture_error_mode="thread_local"
+        ):
             self.answer = answer(pull, self.cotangents, question)
 
-    def run(self, network: Network, theta: Tensor, inputs: Inputs) -> tuple[Tensor, dict[str, Tensor]]:
+    def run(
+        self, network: Network, theta: Tensor, inputs: Inputs
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """Logits [n, k], and what the network carries on."""
         self.theta.copy_(theta)
         for own, given in zip(tensors(self.inputs), tensors(inputs), strict=True):
@@ -105,8 +126,12 @@ class Captures:
         """What a pullback was asked; None: several things, which no capture answers."""
         self._asked[key] = question
 
-    def take(self, network: Network, key: Key, theta: Tensor, inputs: Inputs) -> tuple[Capture, Question] | None:
-        """One that is free, or a new one; None where it is not yet known what will be asked, or there are enough."""
+    def take(
+        self, network: Network, key: Key, theta: Tensor, inputs: Inputs
+    ) -> tuple[Capture, Question] | None:
+        """One that is free, or a new one; None where it is not yet known what will be asked, or
+        there are enough.
+        """
         question = self._asked.get(key)
         if question is None:
             return None
@@ -128,7 +153,13 @@ class CapturedPullback:
     """Answers the question that the capture is for, once; any other by an ordinary pass."""
 
     def __init__(
-        self, network: Network, theta: Tensor, inputs: Inputs, captures: Captures, key: Key, taken: tuple[Capture, Question]
+        self,
+        network: Network,
+        theta: Tensor,
+        inputs: Inputs,
+        captures: Captures,
+        key: Key,
+        taken: tuple[Capture, Question],
     ) -> None:
         self._network, self._theta, self._inputs = network, theta, inputs
         self._captures, self._key = captures, key

@@ -1,7 +1,9 @@
-"""Frozen features: the network up to its last linear layer, and predictive models that stand on what enters it.
+"""Frozen features: the network up to its last linear layer, and predictive models that stand on
+what enters it.
 
-The backbone runs once a batch without gradients; everything that is adapted lives after it, where derivatives have closed
-forms. The user's module is never changed: it is called through twins, one for each thread.
+The backbone runs once a batch without gradients; everything that is adapted lives after it, where
+derivatives have closed forms. The user's module is never changed: it is called through twins, one
+for each thread.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from driftfilter.networks.autocast import as_called, cast, dtype_of
 from driftfilter.networks.batch_norm import Ema, Statistics, prepare, require_statistics
 from driftfilter.networks.shared_copy import ordinary, private
 
-Output: TypeAlias = "Callable[[Any], Tensor] | None"  # picks the logits out of what the module returns
+# Picks the logits out of what the module returns.
+Output: TypeAlias = "Callable[[Any], Tensor] | None"
 
 
 def _logits(model: nn.Module, inputs: Inputs, output: Output) -> Tensor:
@@ -49,7 +52,8 @@ def _linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
 def find_head(model: nn.Module, inputs: Inputs, output: Output = None) -> str:
     """Name of the linear layer that gives the logits: the first one met on the way back from them.
 
-    It is read off the autograd graph of one forward pass in evaluation mode, so the order of registration does not matter.
+    It is read off the autograd graph of one forward pass in evaluation mode, so the order of
+    registration does not matter.
     """
     with torch.inference_mode(False), torch.enable_grad():
         copy = private(model)
@@ -60,7 +64,8 @@ def find_head(model: nn.Module, inputs: Inputs, output: Output = None) -> str:
         if id(parameter) in owners:
             return owners[id(parameter)]
     raise ValueError(
-        "the model must compute its logits from a linear layer, got logits that no such layer leads to by differentiable"
+        "the model must compute its logits from a linear layer, got logits that no such layer "
+        "leads to by differentiable"
         f" steps; its linear layers are {list(layers)}"
     )
 
@@ -118,21 +123,34 @@ def _frozen() -> Iterator[None]:
 
 @final
 class Backbone:
-    """Inputs -> features z [n, D], what enters the linear layer ``head`` of a frozen network in evaluation mode.
+    """Inputs -> features z [n, D], what enters the linear layer ``head`` of a frozen network in
+    evaluation mode.
 
-    The logits must be z Wᵀ + b and nothing after it; the first batch proves it. ``statistics`` are those of its batch norms,
-    as in Network; carried ones (Ema) are not a part of features.
+    The logits must be z Wᵀ + b and nothing after it; the first batch proves it. ``statistics`` are
+    those of its batch norms, as in Network; carried ones (Ema) are not a part of features.
     """
 
     weight: Tensor  # W [k, D]
     bias: Tensor | None  # b [k]
 
-    def __init__(self, model: nn.Module, head: str, output: Output = None, statistics: Statistics = "source") -> None:
+    def __init__(
+        self, model: nn.Module, head: str, output: Output = None, statistics: Statistics = "source"
+    ) -> None:
         require(isinstance(model, nn.Module), "Backbone: model", model, "a torch module")
         layers = _linear_layers(model)
-        require(head in layers, "Backbone: head", head, f"the name of a linear layer, one of {list(layers)}")
+        require(
+            head in layers,
+            "Backbone: head",
+            head,
+            f"the name of a linear layer, one of {list(layers)}",
+        )
         require_statistics(statistics)
-        require(not isinstance(statistics, Ema), "Backbone: statistics", statistics, "'batch', 'source' or PseudoCount(count)")
+        require(
+            not isinstance(statistics, Ema),
+            "Backbone: statistics",
+            statistics,
+            "'batch', 'source' or PseudoCount(count)",
+        )
         self.head, self.output, self.statistics = head, output, statistics
         with _frozen():
             self._module = private(model)
@@ -147,7 +165,12 @@ class Backbone:
             copy = self._copy()
             copy.seen.clear()
             logits = _logits(copy.module, inputs, self.output)
-            require(len(copy.seen) == 1, "Backbone: head", self.head, f"used once a forward pass, not {len(copy.seen)} times")
+            require(
+                len(copy.seen) == 1,
+                "Backbone: head",
+                self.head,
+                f"used once a forward pass, not {len(copy.seen)} times",
+            )
             features = copy.seen.pop().detach().to(self.weight.dtype)
             if not self._proven:
                 self._prove(features, logits)
@@ -159,19 +182,33 @@ class Backbone:
         if copy is None:
             copy = self._local.copy = _Copy(private(self._module), [])
             prepare(copy.module, self.statistics)
-            copy.module.get_submodule(self.head).register_forward_pre_hook(_watch(copy.seen), with_kwargs=True)
+            copy.module.get_submodule(self.head).register_forward_pre_hook(
+                _watch(copy.seen), with_kwargs=True
+            )
         return copy
 
     def _prove(self, features: Tensor, logits: Tensor) -> None:
         """Raise unless features are one row a sample and the logits are those of the head."""
         where = f"what enters the head {self.head!r}"
-        require(features.dim() == 2, where, f"shape {list(features.shape)}", "of shape [n, D]: one vector a sample, no tokens")
+        require(
+            features.dim() == 2,
+            where,
+            f"shape {list(features.shape)}",
+            "of shape [n, D]: one vector a sample, no tokens",
+        )
         require_finite(where, features)
         expected = functional.linear(features, self.weight, self.bias)
         rounding = torch.finfo(logits.dtype).eps ** 0.5 * (1 + expected.abs().max().item())
-        same = expected.shape == logits.shape and torch.allclose(expected.to(logits.dtype), logits, rtol=0, atol=rounding)
-        got = f"logits of shape {list(logits.shape)}" + ("" if expected.shape != logits.shape else " with other values")
-        allowed = "its output as it is: nothing may follow the head (such as a temperature, a softmax or a mean)"
+        same = expected.shape == logits.shape and torch.allclose(
+            expected.to(logits.dtype), logits, rtol=0, atol=rounding
+        )
+        got = f"logits of shape {list(logits.shape)}" + (
+            "" if expected.shape != logits.shape else " with other values"
+        )
+        allowed = (
+            "its output as it is: nothing may follow the head (such as a temperature, a softmax "
+            "or a mean)"
+        )
         require(same, f"the model's logits, with the head {self.head!r},", got, allowed)
         self._proven = True
 
@@ -194,27 +231,47 @@ class _Kept(NamedTuple):
     def belongs_to(self, names: tuple[str, ...], tensors: list[Tensor]) -> bool:
         same = names == self.names and len(tensors) == len(self.tensors)
         pairs = zip(tensors, self.tensors, self.versions, strict=False)
-        return same and all(kept() is tensor and tensor._version == version for tensor, kept, version in pairs)
+        return same and all(
+            kept() is tensor and tensor._version == version for tensor, kept, version in pairs
+        )
 
 
 def _tensors(inputs: Inputs) -> list[Tensor] | None:
-    """The tensors of a batch; None where there is anything else, or one whose changes torch does not count."""
-    parts = [inputs] if isinstance(inputs, Tensor) else list(inputs.values() if isinstance(inputs, Mapping) else inputs)
+    """The tensors of a batch; None where there is anything else, or one whose changes torch does
+    not count.
+    """
+    parts = (
+        [inputs]
+        if isinstance(inputs, Tensor)
+        else list(inputs.values() if isinstance(inputs, Mapping) else inputs)
+    )
     counted = all(isinstance(part, Tensor) and not part.is_inference() for part in parts)
     return parts if counted else None
 
 
 @final
 class OnFeatures:
-    """A model p(y given z, θ) on the features z of a backbone, as a predictive model of the raw inputs.
+    """A model p(y given z, θ) on the features z of a backbone, as a predictive model of the raw
+    inputs.
 
-    The features of the last few batches are kept (by identity), so that all a step asks about a batch runs the backbone
-    once. Writing to a batch through torch is noticed; writing to it behind torch's back, through NumPy, is not.
+    The features of the last few batches are kept (by identity), so that all a step asks about a
+    batch runs the backbone once. Writing to a batch through torch is noticed; writing to it behind
+    torch's back, through NumPy, is not.
     """
 
     def __init__(self, backbone: Callable[[Inputs], Tensor], model: PredictiveModel) -> None:
-        require(callable(backbone), "OnFeatures: backbone", backbone, "a Backbone, or a function inputs -> features [n, D]")
-        require(isinstance(model, PredictiveModel), "OnFeatures: model", model, "a PredictiveModel such as LinearHead(10)")
+        require(
+            callable(backbone),
+            "OnFeatures: backbone",
+            backbone,
+            "a Backbone, or a function inputs -> features [n, D]",
+        )
+        require(
+            isinstance(model, PredictiveModel),
+            "OnFeatures: model",
+            model,
+            "a PredictiveModel such as LinearHead(10)",
+        )
         self.backbone, self.model = backbone, model
         self._local = _Local()
 
@@ -248,8 +305,14 @@ class OnFeatures:
 
 
 def head_start(backbone: Backbone) -> Tensor:
-    """θ of the source head as LinearHead reads it: [b_c, w_c] class by class, or w_c where it has no bias [d]."""
-    rows = backbone.weight if backbone.bias is None else torch.cat((backbone.bias[:, None], backbone.weight), 1)
+    """θ of the source head as LinearHead reads it: [b_c, w_c] class by class, or w_c where it has
+    no bias [d].
+    """
+    rows = (
+        backbone.weight
+        if backbone.bias is None
+        else torch.cat((backbone.bias[:, None], backbone.weight), 1)
+    )
     return rows.flatten().clone()
 
 

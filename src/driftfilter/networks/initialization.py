@@ -1,7 +1,8 @@
-"""Initialisation p(θ_0 given θ_S): which parameters the stream adapts, where they start, and the model that reads them.
+"""Initialisation p(θ_0 given θ_S): which parameters the stream adapts, where they start, and the
+model that reads them.
 
-Adapted parameters are a part of the source's (θ_0 = the block of θ_S) or new ones beside them (disjoint: LoRA starts at
-W + 0, prototypes at the rows of the head).
+Adapted parameters are a part of the source's (θ_0 = the block of θ_S) or new ones beside them
+(disjoint: LoRA starts at W + 0, prototypes at the rows of the head).
 """
 
 from __future__ import annotations
@@ -31,22 +32,40 @@ class Start(NamedTuple):
 
     model: PredictiveModel
     mean: Tensor  # θ_0 [d]
-    found: Mapping[str, Tensor] = {}  # what an example has told, to build the model again without one
+    found: Mapping[
+        str, Tensor
+    ] = {}  # what an example has told, to build the model again without one
 
 
 def check(module: nn.Module, parameters: Selection | Prototypes) -> None:
-    """Raise where nothing could be selected; needs no values, so that a module on the meta device will do."""
+    """Raise where nothing could be selected; needs no values, so that a module on the meta device
+    will do.
+    """
     python = not isinstance(module, torch.jit.ScriptModule)
-    require(python, "adapt: model", type(module).__name__, "a module in Python: adapt it before torch.jit.script or trace")
+    require(
+        python,
+        "adapt: model",
+        type(module).__name__,
+        "a module in Python: adapt it before torch.jit.script or trace",
+    )
     lazy = [name for name, parameter in module.named_parameters() if is_lazy(parameter)]
-    require(not lazy, "adapt: model", f"parameters {lazy[:4]} without a shape", "called once before: it has lazy layers")
+    require(
+        not lazy,
+        "adapt: model",
+        f"parameters {lazy[:4]} without a shape",
+        "called once before: it has lazy layers",
+    )
     select(module, Head(parameters.name) if isinstance(parameters, Prototypes) else parameters)
 
 
 def wanted(parameters: Selection | Prototypes) -> set[str]:
-    """What only a batch can tell: the "head", a layer's name, and the "center", the mean feature [D] of the first batch."""
+    """What only a batch can tell: the "head", a layer's name, and the "center", the mean feature
+    [D] of the first batch.
+    """
     head = {"head"} if isinstance(parameters, (Head, Prototypes)) and not parameters.name else set()
-    return head | ({"center"} if isinstance(parameters, Prototypes) and parameters.centered else set())
+    return head | (
+        {"center"} if isinstance(parameters, Prototypes) and parameters.centered else set()
+    )
 
 
 @torch.no_grad()
@@ -61,14 +80,20 @@ def initialize(
 ) -> Start:
     """The predictive model of the selected parameters and θ_0.
 
-    ``example``, a batch, lets the head be found from the graph of a forward pass; without it, it is the last linear layer
-    registered, which the first batch has to confirm. What has been ``found`` before stands.
+    ``example``, a batch, lets the head be found from the graph of a forward pass; without it, it is
+    the last linear layer registered, which the first batch has to confirm. What has been ``found``
+    before stands.
     """
     require_values(module)
     if not isinstance(parameters, (Head, Prototypes)):
         network = Network(module, parameters, statistics, output, observed)
         return Start(network, network.mean())
-    require(observed is None, "adapt: observed", observed, "None where only a head is adapted: no loss can see more of it")
+    require(
+        observed is None,
+        "adapt: observed",
+        observed,
+        "None where only a head is adapted: no loss can see more of it",
+    )
     told = {name: tensor for name, tensor in (found or {}).items() if name in wanted(parameters)}
     if example is not None and "head" in wanted(parameters) - set(told):
         told["head"] = as_tensor(find_head(module, example, output))
@@ -79,7 +104,10 @@ def initialize(
     if example is not None and "center" in wanted(parameters) - set(told):
         n = total_samples(batch_size(example))
         if n < 4:  # one sample would be its own center
-            warn(f"centered prototypes take the mean feature of the first batch, of {n} samples here: give more, or a window")
+            warn(
+                f"centered prototypes take the mean feature of the first batch, of {n} samples "
+                "here: give more, or a window"
+            )
         told["center"] = backbone(example).mean(0)
     if "center" in told:
         told["center"] = told["center"].to(backbone.weight)

@@ -1,4 +1,6 @@
-"""Low-rank adaptation: θ is the two factors of a change of chosen weights, W_eff = W + scale · B A."""
+"""Low-rank adaptation: θ is the two factors of a change of chosen weights, W_eff = W + scale · B
+A.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,13 @@ from driftfilter.networks.sample_gradients import Call, convolution_weight_rows,
 @final
 @dataclass(frozen=True)
 class LoRA:
-    """New parameters B [out, r] = 0 and A [r, in] ~ N(0, deviation²) for every linear layer and 2d convolution of these names.
+    """New parameters B [out, r] = 0 and A [r, in] ~ N(0, deviation²) for every linear layer and 2d
+    convolution of these names.
 
-    W_eff = W + scale · B A, so that adaptation starts at the network as it is. ``targets``: shell patterns of layer names;
-    grouped convolutions are left out. ``deviation``: None for 1 / √in. A starts at its draw from the seed, the mean of its
-    prior. While B = 0 the gradient of A vanishes, so that a linearised first step leaves the belief over A at its prior.
+    W_eff = W + scale · B A, so that adaptation starts at the network as it is. ``targets``: shell
+    patterns of layer names; grouped convolutions are left out. ``deviation``: None for 1 / √in. A
+    starts at its draw from the seed, the mean of its prior. While B = 0 the gradient of A vanishes,
+    so that a linearised first step leaves the belief over A at its prior.
     """
 
     rank: int = 4
@@ -62,7 +66,9 @@ class LoRA:
         width = weight[0].numel()
         deviation = 1 / math.sqrt(width) if self.deviation is None else self.deviation
         drawn = deviation * torch.randn(self.rank, width, generator=generator, dtype=torch.float64)
-        return drawn.to(weight.device, dtype), torch.zeros(len(weight), self.rank, device=weight.device, dtype=dtype)
+        return drawn.to(weight.device, dtype), torch.zeros(
+            len(weight), self.rank, device=weight.device, dtype=dtype
+        )
 
 
 def _names(target: str) -> list[str]:
@@ -78,7 +84,11 @@ class _Factors(Chosen):
     """Factors A and B of the change of each weight."""
 
     def __init__(
-        self, pieces: Mapping[str, Tensor], kinds: Mapping[str, str], weights: Mapping[str, Tensor], scale: float
+        self,
+        pieces: Mapping[str, Tensor],
+        kinds: Mapping[str, str],
+        weights: Mapping[str, Tensor],
+        scale: float,
     ) -> None:
         super().__init__(pieces, kinds)
         self.weights, self.scale = dict(weights), scale
@@ -94,15 +104,26 @@ class _Factors(Chosen):
         changed = {}
         for target, weight in self.weights.items():
             a, b = (pieces[name] for name in _names(target))
-            changed[target] = weight.detach() + (self.scale * (b @ a)).view(weight.shape).to(weight.dtype)
+            changed[target] = weight.detach() + (self.scale * (b @ a)).view(weight.shape).to(
+                weight.dtype
+            )
         return changed
 
     def rows(
-        self, target: str, call: Call, flow: Tensor, pieces: Mapping[str, Tensor], weight_rows: Callable[[], Tensor]
+        self,
+        target: str,
+        call: Call,
+        flow: Tensor,
+        pieces: Mapping[str, Tensor],
+        weight_rows: Callable[[], Tensor],
     ) -> dict[str, Tensor]:
         """dB_i = δᵀ (x Aᵀ) and dA_i = (δ B)ᵀ x, without the rows [n, out, in] of the weight."""
         a, b = (pieces[name].detach() for name in _names(target))
-        found = _linear(call, flow, a, b) if isinstance(call.module, nn.Linear) else _convolution(call, flow, a, b)
+        found = (
+            _linear(call, flow, a, b)
+            if isinstance(call.module, nn.Linear)
+            else _convolution(call, flow, a, b)
+        )
         return {name: self.scale * rows for name, rows in zip(_names(target), found, strict=True)}
 
 
@@ -114,6 +135,10 @@ def _linear(call: Call, flow: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Ten
 def _convolution(call: Call, flow: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     module, rank = call.module, len(a)
     filters = a.view(rank, module.in_channels, *module.kernel_size)
-    inner = functional.conv2d(padded(module, call.inputs), filters, stride=module.stride, dilation=module.dilation)
+    inner = functional.conv2d(
+        padded(module, call.inputs), filters, stride=module.stride, dilation=module.dilation
+    )
     narrow = torch.einsum("or,nohw->nrhw", b, flow)
-    return convolution_weight_rows(call, narrow, rank).flatten(2), flow.flatten(2) @ inner.flatten(2).mT
+    return convolution_weight_rows(call, narrow, rank).flatten(2), flow.flatten(2) @ inner.flatten(
+        2
+    ).mT

@@ -1,15 +1,18 @@
-"""A torch module as a predictive model: a flat θ for the selected parameters, everything else frozen.
+"""A torch module as a predictive model: a flat θ for the selected parameters, everything else
+frozen.
 
-The user's module is never changed: it is called through a twin, a module tree of its own that shares its tensors, one
-for each thread. Per-sample gradient rows come from one backward pass, from what flows in and out of each layer. With batch
-statistics the samples of a batch are coupled: row i is then the part of the batch's gradient that enters through sample
-i's own use of a parameter (rows still sum to the exact batch gradient). Parameters of layers without a rule for rows get
-theirs from a forward pass for each sample, which needs samples that are not coupled.
+The user's module is never changed: it is called through a twin, a module tree of its own that
+shares its tensors, one for each thread. Per-sample gradient rows come from one backward pass, from
+what flows in and out of each layer. With batch statistics the samples of a batch are coupled: row i
+is then the part of the batch's gradient that enters through sample i's own use of a parameter (rows
+still sum to the exact batch gradient). Parameters of layers without a rule for rows get theirs from
+a forward pass for each sample, which needs samples that are not coupled.
 
-Rows suppose that a parameter is used by its layer only, and that the first dimension of what a layer sees is that of the
-samples, or a multiple of it with those of a sample together. The first backward pass proves it (row_check.py); where it does
-not hold, as in a head tied to an embedding by a functional call or a layer that sees tokens first, rows come from a
-forward pass for each sample too. Layers beside a recurrent or attention layer that is not ``batch_first`` are taken to see
+Rows suppose that a parameter is used by its layer only, and that the first dimension of what a
+layer sees is that of the samples, or a multiple of it with those of a sample together. The first
+backward pass proves it (row_check.py); where it does not hold, as in a head tied to an embedding by
+a functional call or a layer that sees tokens first, rows come from a forward pass for each sample
+too. Layers beside a recurrent or attention layer that is not ``batch_first`` are taken to see
 sequences first.
 """
 
@@ -26,7 +29,16 @@ import torch
 from torch import Tensor, nn
 
 from driftfilter.base.checks import require, warn
-from driftfilter.base.inputs import Inputs, arguments, batch_size, doubt, each, picked, require_logits, sample
+from driftfilter.base.inputs import (
+    Inputs,
+    arguments,
+    batch_size,
+    doubt,
+    each,
+    picked,
+    require_logits,
+    sample,
+)
 from driftfilter.base.sharding import gathered
 from driftfilter.networks.autocast import as_called, cast, dtype_of, forward_mode
 from driftfilter.networks.batch_norm import Ema, Statistics, diversity, require_statistics
@@ -38,8 +50,10 @@ from driftfilter.networks.shared_copy import Record, Twin, frozen_parts, require
 
 Memory: TypeAlias = Mapping[str, Tensor]
 _TOGETHER = 4  # tangents that share a forward pass; more of them take as long and more memory
-STATISTICS = "network.statistics"  # in the memory: means, then variances, of every batch norm [2 · channels]
-DIVERSITY = "network.diversity"  # in the memory, where Ema asks for it: D of the last batch observed []
+# In the memory: means, then variances, of every batch norm [2 · channels].
+STATISTICS = "network.statistics"
+# In the memory, where Ema asks for it: D of the last batch observed [].
+DIVERSITY = "network.diversity"
 
 
 @dataclass
@@ -57,7 +71,9 @@ class _Graph:
         """Gradients by piece; None where a piece was not used."""
         leaves = list(self.leaves.values())
         with self.own.holding(self.tensors):  # checkpointed segments run again
-            gradients = torch.autograd.grad(self.logits, leaves, cotangents, retain_graph=retain, allow_unused=True)
+            gradients = torch.autograd.grad(
+                self.logits, leaves, cotangents, retain_graph=retain, allow_unused=True
+            )
         return dict(zip(self.leaves, gradients, strict=True))
 
 
@@ -65,14 +81,16 @@ class _Graph:
 class Network:
     """p(y given x, θ) of a module, θ the selected parameters one after the other.
 
-    ``statistics``: batch normalisation by the "batch" it sees, by the running statistics of the "source", or by a blend of
-    both, ``PseudoCount`` or ``Ema``. A layer that sees one value a channel has no variance, and uses the source's; one without
-    running statistics always uses the batch's. ``output`` picks the logits out of what the module returns; without it they
-    are the result, its ``logits``, or its only element. ``observed`` picks what the loss sees, where that is something else
-    [n, any]: the outputs of a head of its own for self-supervision, or logits and features side by side. The diversity of a
-    batch (``Ema``) is that of the logits even then.
-    Inputs are a tensor, a tuple or list (positional arguments) or a mapping (keyword arguments). θ is float32, or float64
-    where the module is; floating inputs get the module's dtype except under autocast.
+    ``statistics``: batch normalisation by the "batch" it sees, by the running statistics of the
+    "source", or by a blend of both, ``PseudoCount`` or ``Ema``. A layer that sees one value a
+    channel has no variance, and uses the source's; one without running statistics always uses the
+    batch's. ``output`` picks the logits out of what the module returns; without it they are the
+    result, its ``logits``, or its only element. ``observed`` picks what the loss sees, where that
+    is something else [n, any]: the outputs of a head of its own for self-supervision, or logits and
+    features side by side. The diversity of a batch (``Ema``) is that of the logits even then.
+    Inputs are a tensor, a tuple or list (positional arguments) or a mapping (keyword arguments). θ
+    is float32, or float64 where the module is; floating inputs get the module's dtype except under
+    autocast.
     """
 
     linear = False
@@ -88,7 +106,9 @@ class Network:
         require(isinstance(model, nn.Module), "Network: model", model, "a torch module")
         require_statistics(statistics)
         self.statistics = statistics
-        self.output = self._classifying = output or picked  # what is asked for; and the logits of classes, always
+        self.output = self._classifying = (
+            output or picked
+        )  # what is asked for; and the logits of classes, always
         self._base = twin(model)  # never called: every thread takes its own twin of it
         self.chosen: Chosen = select(self._base, selection or NormAffine())
         self.shapes = {name: tensor.shape for name, tensor in self.chosen.items()}
@@ -116,7 +136,9 @@ class Network:
         return self._start.clone()
 
     def compile(self, backend: str) -> bool:
-        """Have the parts of the module without a piece of θ compiled by torch; whether there is one of several layers."""
+        """Have the parts of the module without a piece of θ compiled by torch; whether there is one
+        of several layers.
+        """
         self._backend, self._local = backend, threading.local()
         return bool(frozen_parts(self._base, self.chosen.targets))
 
@@ -144,28 +166,43 @@ class Network:
         return other
 
     def carried(self) -> tuple[Tensor, Tensor] | None:
-        """The statistics that the next batch is blended with and the trust in it; None where nothing is blended."""
+        """The statistics that the next batch is blended with and the trust in it; None where
+        nothing is blended.
+        """
         own = self._own()
         if not own.blending:
             return None
         statistics = own.start() if self._carried is None else self._carried
-        return statistics, torch.as_tensor(self._trust, dtype=torch.float32, device=statistics.device)
+        return statistics, torch.as_tensor(
+            self._trust, dtype=torch.float32, device=statistics.device
+        )
 
     def _own(self) -> Twin:
         own: Twin | None = getattr(self._local, "twin", None)
         if own is None:
             require_values(self._base)
-            own = self._local.twin = Twin(self._base, self.chosen.targets, self.statistics, self._backend)
+            own = self._local.twin = Twin(
+                self._base, self.chosen.targets, self.statistics, self._backend
+            )
         return own
 
     def _pieces(self, theta: Tensor) -> dict[str, Tensor]:
         length = sum(self.sizes)
-        require(theta.shape[-1] == length, "belief", f"{theta.shape[-1]} parameters", f"over {length} parameters")
+        require(
+            theta.shape[-1] == length,
+            "belief",
+            f"{theta.shape[-1]} parameters",
+            f"over {length} parameters",
+        )
         pieces = theta.split(self.sizes)
         named = zip(self.shapes.items(), pieces, strict=True)
-        return {name: piece if len(shape) == 1 else piece.view(shape) for (name, shape), piece in named}
+        return {
+            name: piece if len(shape) == 1 else piece.view(shape) for (name, shape), piece in named
+        }
 
-    def _forward(self, own: Twin, tensors: dict[str, Tensor], inputs: Inputs, dtype: torch.dtype) -> tuple[Tensor, Any]:
+    def _forward(
+        self, own: Twin, tensors: dict[str, Tensor], inputs: Inputs, dtype: torch.dtype
+    ) -> tuple[Tensor, Any]:
         """Logits [n, k], and what the module returned, of which they are a part."""
         own.carry(self._carried, self._trust)
         with as_called(), own.holding(tensors) as module:
@@ -182,7 +219,12 @@ class Network:
             if self.output is self._classifying and (wrong := doubt(logits.detach())):
                 warn(wrong)
         k = self._classes[0]
-        require(logits.shape[1] == k, "the model's logits", f"shape {list(logits.shape)}", f"of {k} classes, as before")
+        require(
+            logits.shape[1] == k,
+            "the model's logits",
+            f"shape {list(logits.shape)}",
+            f"of {k} classes, as before",
+        )
 
     def _memory(self, own: Twin, logits: Tensor, outputs: Any) -> Memory:
         if not isinstance(self.statistics, Ema) or not own.blending:
@@ -196,13 +238,17 @@ class Network:
         return carried
 
     def __call__(self, theta: Tensor, inputs: Inputs) -> Tensor:
-        return self._forward(self._own(), self.chosen.replacements(self._pieces(theta)), inputs, theta.dtype)[0]
+        return self._forward(
+            self._own(), self.chosen.replacements(self._pieces(theta)), inputs, theta.dtype
+        )[0]
 
     def _graph(self, theta: Tensor, inputs: Inputs) -> _Graph:
         own = self._own()
         records: list[Record] = []
         with torch.enable_grad():
-            leaves = {name: piece.requires_grad_() for name, piece in self._pieces(theta.detach()).items()}
+            leaves = {
+                name: piece.requires_grad_() for name, piece in self._pieces(theta.detach()).items()
+            }
             tensors = self.chosen.replacements(leaves)
             own.records = records
             try:
@@ -211,7 +257,9 @@ class Network:
                 own.records = None
         return _Graph(logits, leaves, tensors, own, records, self._memory(own, logits, outputs))
 
-    def pullback(self, theta: Tensor, inputs: Inputs) -> tuple[Tensor, NetworkPullback | CapturedPullback]:
+    def pullback(
+        self, theta: Tensor, inputs: Inputs
+    ) -> tuple[Tensor, NetworkPullback | CapturedPullback]:
         if not self.capturing or not possible(theta, inputs):
             return self.eager(theta, inputs)
         captures: Captures = self._local.__dict__.setdefault("captures", Captures())
@@ -231,7 +279,9 @@ class Network:
 
     def pushforward(self, theta: Tensor, inputs: Inputs, tangents: Tensor) -> Tensor:
         def along(tangent: Tensor) -> Tensor:
-            moved: Tensor = torch.func.jvp(lambda point: self(point, inputs), (theta,), (tangent,))[1]
+            moved: Tensor = torch.func.jvp(lambda point: self(point, inputs), (theta,), (tangent,))[
+                1
+            ]
             return moved
 
         with forward_mode():
@@ -245,57 +295,78 @@ class Network:
 
     @property
     def proofs(self) -> dict[Pattern, list[str]]:
-        """What is known about rows, by how a batch went through the layers: the pieces whose rows would be wrong."""
+        """What is known about rows, by how a batch went through the layers: the pieces whose rows
+        would be wrong.
+        """
         known: dict[Pattern, list[str]] = self._local.__dict__.setdefault("proofs", {})
         return known
 
     def couples(self, theta: Tensor, inputs: Inputs, logits: Tensor) -> bool:
-        """Whether the samples of a batch with these logits are coupled, by batch statistics or in a way of the module's own."""
+        """Whether the samples of a batch with these logits are coupled, by batch statistics or in a
+        way of the module's own.
+        """
         if self._own().coupled or len(logits) == 1:
             return self._own().coupled
         first = torch.zeros(1, dtype=torch.long, device=logits.device)
         apart = (self(theta, sample(inputs, first)) - logits[:1]).abs().max()
         return bool(apart > tolerance_of(self._dtype, logits.device) * (1e-6 + logits.abs().max()))
 
-    def sample_rows(self, theta: Tensor, inputs: Inputs, logits: Tensor, cotangents: Tensor, names: list[str]) -> Tensor:
-        """Rows [n, d] of any parameters, by a forward pass for each sample: for the parameters named, which have no rule."""
+    def sample_rows(
+        self, theta: Tensor, inputs: Inputs, logits: Tensor, cotangents: Tensor, names: list[str]
+    ) -> Tensor:
+        """Rows [n, d] of any parameters, by a forward pass for each sample: for the parameters
+        named, which have no rule.
+        """
         require(
             not self.couples(theta, inputs, logits),
             "Network: selection",
             f"parameters {names}",
-            "parameters of normalisation, linear, convolution and embedding layers (with torch's own forward), and used by"
-            " these alone, where batch statistics or the module itself couple the samples; use statistics='source', or an"
+            "parameters of normalisation, linear, convolution and embedding layers (with "
+            "torch's own forward), and used by"
+            " these alone, where batch statistics or the module itself couple the samples; use "
+            "statistics='source', or an"
             " inference without per-sample gradients such as GradientStep",
         )
 
         def energy(point: Tensor, index: Tensor, cotangent: Tensor) -> Tensor:
             return (self(point, sample(inputs, index.view(1))) * cotangent).sum()
 
-        gradient, indices = torch.func.grad(energy), torch.arange(len(cotangents), device=cotangents.device)
+        gradient, indices = (
+            torch.func.grad(energy),
+            torch.arange(len(cotangents), device=cotangents.device),
+        )
         try:
             with (
                 warnings.catch_warnings(),
                 torch.compiler.set_stance("force_eager"),
             ):  # of layers torch maps one at a time
                 warnings.simplefilter("ignore")
-                rows: Tensor = torch.func.vmap(gradient, in_dims=(None, 0, 0))(theta, indices, cotangents)
+                rows: Tensor = torch.func.vmap(gradient, in_dims=(None, 0, 0))(
+                    theta, indices, cotangents
+                )
         except RuntimeError:  # a layer that torch cannot map, such as a GRU
             pairs = zip(indices, cotangents, strict=True)
             with torch.compiler.set_stance("force_eager"):
-                rows = torch.stack([gradient(theta, index, cotangent) for index, cotangent in pairs])
+                rows = torch.stack(
+                    [gradient(theta, index, cotangent) for index, cotangent in pairs]
+                )
         return rows
 
 
 @final
 class NetworkPullback:
-    """Most rules ask once: the graph's memory is freed as the backward pass goes, and a second question runs a new forward."""
+    """Most rules ask once: the graph's memory is freed as the backward pass goes, and a second
+    question runs a new forward.
+    """
 
     def __init__(self, network: Network, theta: Tensor, inputs: Inputs, graph: _Graph) -> None:
         self._network, self._theta, self._inputs = network, theta, inputs
         self._fresh: _Graph | None = graph
         self.memory = graph.memory  # what the network carries to the next step
         self.is_coupled = graph.own.coupled
-        self.asked: Callable[[Question | None], None] = lambda question: None  # who wants to know what is asked
+        self.asked: Callable[[Question | None], None] = lambda question: (
+            None
+        )  # who wants to know what is asked
 
     def _take(self) -> _Graph:
         graph, self._fresh = self._fresh or self._network._graph(self._theta, self._inputs), None
@@ -307,7 +378,9 @@ class NetworkPullback:
         graph.records.clear()  # or they would hold the layers' inputs beyond their turn
         gradients = graph.backward(cotangents)
         pairs = [(gradients[name], leaf) for name, leaf in graph.leaves.items()]
-        return torch.cat([(torch.zeros_like(leaf) if grad is None else grad).flatten() for grad, leaf in pairs])
+        return torch.cat(
+            [(torch.zeros_like(leaf) if grad is None else grad).flatten() for grad, leaf in pairs]
+        )
 
     def __call__(self, cotangents: Tensor) -> Tensor:
         self.asked("rows" if cotangents.dim() == 2 else None)
@@ -316,7 +389,10 @@ class NetworkPullback:
         pattern = (self._network.output, *pattern_of(graph.records, len(graph.logits)))
         if pattern not in self._network.proofs and len(graph.logits) > 1 and not graph.own.coupled:
             self._prove(graph, flat, pattern)
-        rows = [self._rows(graph, each, pattern, retain=position + 1 < len(flat)) for position, each in enumerate(flat)]
+        rows = [
+            self._rows(graph, each, pattern, retain=position + 1 < len(flat))
+            for position, each in enumerate(flat)
+        ]
         stacked = torch.stack(rows) if len(rows) > 1 else rows[0]
         return stacked.reshape(*cotangents.shape[:-1], -1)
 
@@ -338,10 +414,14 @@ class NetworkPullback:
         if not wrong:
             rows, gradients, wrong = self._sweep(graph, cotangents, retain)
             if pattern not in proofs and cotangents.any():
-                wrong += wrong_rows(rows, gradients, tolerance_of(self._network._dtype, cotangents.device))
+                wrong += wrong_rows(
+                    rows, gradients, tolerance_of(self._network._dtype, cotangents.device)
+                )
                 proofs[pattern] = wrong
         if wrong:
-            return self._network.sample_rows(self._theta, self._inputs, graph.logits.detach(), cotangents, wrong)
+            return self._network.sample_rows(
+                self._theta, self._inputs, graph.logits.detach(), cotangents, wrong
+            )
         return torch.cat(
             [
                 rows[name].reshape(n, -1) if name in rows else leaf.new_zeros(n, leaf.numel())
@@ -353,10 +433,15 @@ class NetworkPullback:
     def _sweep(
         self, graph: _Graph, cotangents: Tensor, retain: bool
     ) -> tuple[dict[str, Tensor], dict[str, Tensor | None], list[str]]:
-        """Rows by piece, the whole gradients that the same backward pass gives, and pieces that have these but no rows."""
+        """Rows by piece, the whole gradients that the same backward pass gives, and pieces that
+        have these but no rows.
+        """
         rows: dict[str, Tensor] = {}
         lost: set[str] = set()  # used where no sample can be told from another
-        handles = [record.node.register_prehook(self._collector(graph, record, rows, lost, retain)) for record in graph.records]
+        handles = [
+            record.node.register_prehook(self._collector(graph, record, rows, lost, retain))
+            for record in graph.records
+        ]
         try:
             gradients = graph.backward(cotangents, retain)
         finally:

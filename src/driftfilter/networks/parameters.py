@@ -1,4 +1,6 @@
-"""Which parameters of a network are adapted: a selection names them, in the order of the network's own list."""
+"""Which parameters of a network are adapted: a selection names them, in the order of the network's
+own list.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,8 @@ NORMS: tuple[type[nn.Module], ...] = (
 class Chosen(dict[str, Tensor]):
     """What is adapted: the pieces of θ by name, as they start; printed as a table.
 
-    Parameters of the network, or whatever a selection makes them of: ``replacements`` gives the network's tensors at a θ.
+    Parameters of the network, or whatever a selection makes them of: ``replacements`` gives the
+    network's tensors at a θ.
     """
 
     def __init__(self, pieces: Mapping[str, Tensor], kinds: Mapping[str, str]) -> None:
@@ -43,13 +46,18 @@ class Chosen(dict[str, Tensor]):
 
     def start(self) -> Tensor:
         """θ [d], in float32 or, where a piece is, in float64."""
-        dtype = torch.float64 if any(piece.dtype == torch.float64 for piece in self.values()) else torch.float32
+        dtype = (
+            torch.float64
+            if any(piece.dtype == torch.float64 for piece in self.values())
+            else torch.float32
+        )
         return torch.cat([piece.detach().flatten().to(dtype) for piece in self.values()])
 
     def replacements(self, pieces: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The network's tensors for pieces of θ, in the network's dtypes."""
         return {
-            name: piece if piece.dtype == self[name].dtype else piece.to(self[name].dtype) for name, piece in pieces.items()
+            name: piece if piece.dtype == self[name].dtype else piece.to(self[name].dtype)
+            for name, piece in pieces.items()
         }
 
     def pieces_of(self, target: str) -> list[str]:
@@ -57,13 +65,23 @@ class Chosen(dict[str, Tensor]):
         return [target]
 
     def rows(
-        self, target: str, call: Call, flow: Tensor, pieces: Mapping[str, Tensor], weight_rows: Callable[[], Tensor]
+        self,
+        target: str,
+        call: Call,
+        flow: Tensor,
+        pieces: Mapping[str, Tensor],
+        weight_rows: Callable[[], Tensor],
     ) -> dict[str, Tensor]:
-        """Rows of the pieces at a call of the parameter's layer, where δ is the flow and the parameter has these rows."""
+        """Rows of the pieces at a call of the parameter's layer, where δ is the flow and the
+        parameter has these rows.
+        """
         return {target: weight_rows()}
 
     def __str__(self) -> str:
-        lines = [(name, self.kinds[name], str(list(piece.shape)), f"{piece.numel():,}") for name, piece in self.items()]
+        lines = [
+            (name, self.kinds[name], str(list(piece.shape)), f"{piece.numel():,}")
+            for name, piece in self.items()
+        ]
         total = f"{sum(piece.numel() for piece in self.values()):,}"
         table = [("parameter", "layer", "shape", "count"), *lines, ("total", "", "", total)]
         widths = [max(len(line[column]) for line in table) for column in range(4)]
@@ -104,11 +122,18 @@ class NormAffine:
     exclude: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        require(isinstance(self.exclude, (tuple, list)), "NormAffine.exclude", self.exclude, "a tuple of patterns")
+        require(
+            isinstance(self.exclude, (tuple, list)),
+            "NormAffine.exclude",
+            self.exclude,
+            "a tuple of patterns",
+        )
         object.__setattr__(self, "exclude", tuple(self.exclude))
 
     def __call__(self, model: nn.Module) -> list[str]:
-        norms = [(name, module) for name, module in model.named_modules() if isinstance(module, NORMS)]
+        norms = [
+            (name, module) for name, module in model.named_modules() if isinstance(module, NORMS)
+        ]
         kept = [(name, module) for name, module in norms if not matches(name, self.exclude)]
         return [parameter for name, module in kept for parameter in _own(name, module)]
 
@@ -144,7 +169,9 @@ class AllParameters:
 @final
 @dataclass(frozen=True)
 class ByName:
-    """Parameters whose name matches one of these shell patterns, such as "blocks.8.*" or "*.bias"."""
+    """Parameters whose name matches one of these shell patterns, such as "blocks.8.*" or
+    "*.bias".
+    """
 
     patterns: tuple[str, ...] = ("*",)
 
@@ -161,15 +188,22 @@ class ByName:
 @final
 @dataclass(frozen=True)
 class Smallest:
-    """The smallest parameter of the network, in the place of none: for recipes that learn nothing, on any network."""
+    """The smallest parameter of the network, in the place of none: for recipes that learn nothing,
+    on any network.
+    """
 
     def __call__(self, model: nn.Module) -> list[str]:
-        known = {name: parameter for name, parameter in model.named_parameters() if parameter.is_floating_point()}
+        known = {
+            name: parameter
+            for name, parameter in model.named_parameters()
+            if parameter.is_floating_point()
+        }
         return [min(known, key=lambda name: known[name].numel())] if known else []
 
 
 def select(model: nn.Module, selection: Selection) -> Chosen:
-    """The selected parameters by name; selecting nothing is an error that lists what could be selected.
+    """The selected parameters by name; selecting nothing is an error that lists what could be
+    selected.
 
     >>> print(select(nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4)), NormAffine()))
     parameter  layer      shape  count
@@ -180,15 +214,30 @@ def select(model: nn.Module, selection: Selection) -> Chosen:
     known = dict(model.named_parameters())
     chosen = selection(model)
     if not chosen:
-        kinds = sorted({type(module).__name__ for module in model.modules() if any(True for _ in module.parameters(False))})
-        hint = "; adapt(model, 'head_ekf') adapts the last linear layer" if isinstance(selection, NormAffine) else ""
+        kinds = sorted(
+            {
+                type(module).__name__
+                for module in model.modules()
+                if any(True for _ in module.parameters(False))
+            }
+        )
+        hint = (
+            "; adapt(model, 'head_ekf') adapts the last linear layer"
+            if isinstance(selection, NormAffine)
+            else ""
+        )
         raise ValueError(
-            f"{selection} must select one parameter or more, got none of {len(known)}; the network has parameters in {kinds},"
+            f"{selection} must select one parameter or more, got none of {len(known)}; the "
+            f"network has parameters in {kinds},"
             f" named {list(known)[:6]}{' …' if len(known) > 6 else ''}{hint}"
         )
     if isinstance(chosen, Chosen):
         return chosen
-    kinds_of = {name: type(model.get_submodule(name.rpartition(".")[0])).__name__ for name in chosen}
+    kinds_of = {
+        name: type(model.get_submodule(name.rpartition(".")[0])).__name__ for name in chosen
+    }
     tied = [name for name in chosen if name not in known]
-    require(not tied, str(selection), tied, f"of parameters of the network, such as {list(known)[:6]}")
+    require(
+        not tied, str(selection), tied, f"of parameters of the network, such as {list(known)[:6]}"
+    )
     return Chosen({name: known[name] for name in chosen}, kinds_of)

@@ -1,11 +1,12 @@
 """Class prototypes on features, as a predictive model and as the state of a filter.
 
     gaussian           f_k = a_k - κ/2 |z - w_k|²
-    von_mises_fisher   f_k = a_k + κ A_D(γ_k) ρ_k·h      h = z/|z|, w_k = γ_k ρ_k, A_D(γ) = I_{D/2}(γ) / I_{D/2-1}(γ)
+    von_mises_fisher   f_k = a_k + κ A_D(γ_k) ρ_k·h      h = z/|z|, w_k = γ_k ρ_k,
+                                                         A_D(γ) = I_{D/2}(γ) / I_{D/2-1}(γ)
     inner_product      f_k = a_k + κ z·w_k/|w_k|
 
-z are features, relative to a center. θ is w_1, …, w_k one after the other or, with class weights a_k = log π_k (up to a
-constant), [a_1, w_1], …, [a_k, w_k].
+z are features, relative to a center. θ is w_1, …, w_k one after the other or, with class weights
+a_k = log π_k (up to a constant), [a_1, w_1], …, [a_k, w_k].
 """
 
 from __future__ import annotations
@@ -18,7 +19,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from driftfilter.base.checks import require, require_count, require_finite, require_number, require_shape, unchecked
+from driftfilter.base.checks import (
+    require,
+    require_count,
+    require_finite,
+    require_number,
+    require_shape,
+    unchecked,
+)
 from driftfilter.base.randomness import Randomness
 from driftfilter.gaussian.belief import Belief
 from driftfilter.gaussian.blocks import Blocks
@@ -38,8 +46,8 @@ _STEPS = 64  # of the recurrence: a relative error of 5e-11 at worst, near γ = 
 def bessel_ratios(concentration: Tensor, dimension: int) -> tuple[Tensor, Tensor]:
     """A_D(γ) / γ and A_{D+2}(γ) / γ, A_D = I_{D/2} / I_{D/2-1}, for γ >= 0 of any shape.
 
-    q_D = 1 / (D + γ² q_{D+2}) backwards, a stable direction, from an order where Amos's bound, put once through the
-    Riccati equation of the ratio, is accurate.
+    q_D = 1 / (D + γ² q_{D+2}) backwards, a stable direction, from an order where Amos's bound, put
+    once through the Riccati equation of the ratio, is accurate.
     """
     square = concentration.double().square()
     order = dimension / 2 + _STEPS
@@ -62,9 +70,10 @@ _FAMILIES = ("gaussian", "von_mises_fisher", "inner_product")
 class PrototypeHead:
     """p(y given z, θ) of prototypes w_k, closed forms throughout; ``concentration`` is κ.
 
-    ``weight`` and ``bias`` are the source head's: what it says about a sample labels it where a method asks for that.
-    ``intercept`` puts a_k before w_k in θ; without it all classes weigh the same. ``center`` is subtracted from features:
-    a head does not see a part that all classes share, but prototypes do (see Prototypes).
+    ``weight`` and ``bias`` are the source head's: what it says about a sample labels it where a
+    method asks for that. ``intercept`` puts a_k before w_k in θ; without it all classes weigh the
+    same. ``center`` is subtracted from features: a head does not see a part that all classes share,
+    but prototypes do (see Prototypes).
     """
 
     weight: Tensor  # [k, D]
@@ -102,7 +111,12 @@ class PrototypeHead:
         """Class weights a [..., k] and prototypes w [..., k, D] of θ [..., d]."""
         width = self.weight.shape[1] + self.intercept
         length = theta.shape[-1]
-        require(length == self.classes * width, "belief", f"{length} parameters", f"over {self.classes * width} parameters")
+        require(
+            length == self.classes * width,
+            "belief",
+            f"{length} parameters",
+            f"over {self.classes * width} parameters",
+        )
         rows = theta.unflatten(-1, (self.classes, width))
         if self.intercept:
             return rows[..., 0], rows[..., 1:]
@@ -110,11 +124,15 @@ class PrototypeHead:
 
     def join(self, intercepts: Tensor, prototypes: Tensor) -> Tensor:
         """θ [..., d] of class weights [..., k] and prototypes [..., k, D]."""
-        rows = torch.cat((intercepts.unsqueeze(-1), prototypes), -1) if self.intercept else prototypes
+        rows = (
+            torch.cat((intercepts.unsqueeze(-1), prototypes), -1) if self.intercept else prototypes
+        )
         return rows.flatten(-2)
 
     def _jacobian(self, theta: Tensor, inputs: Tensor) -> _Jacobian:
-        require(inputs.dim() == 2, "inputs", f"shape {list(inputs.shape)}", "of shape [n, features]")
+        require(
+            inputs.dim() == 2, "inputs", f"shape {list(inputs.shape)}", "of shape [n, features]"
+        )
         features = self.relative(inputs.to(theta.dtype))
         a, w = self.split(theta)
         kappa, squares = self.concentration, w.square().sum(-1)
@@ -125,7 +143,10 @@ class PrototypeHead:
         if self.family == "von_mises_fisher":
             features = functional.normalize(features, dim=-1)
             ratio, following = bessel_ratios(squares.sqrt(), w.shape[-1])
-            along, slope = kappa * ratio, kappa * ratio * (following - ratio)  # d(A/γ)/dγ = A/γ (A_{D+2} - A_D)
+            along, slope = (
+                kappa * ratio,
+                kappa * ratio * (following - ratio),
+            )  # d(A/γ)/dγ = A/γ (A_{D+2} - A_D)
         else:
             along = kappa / squares.sqrt().clamp_min(1e-12)
             slope = -along / squares.clamp_min(1e-24)
@@ -144,7 +165,9 @@ class PrototypeHead:
 
 
 def _distances(features: Tensor, prototypes: Tensor) -> Tensor:
-    """|z_n - w_k| [n, k], from the differences: expanding the square would cancel where both are far from 0."""
+    """|z_n - w_k| [n, k], from the differences: expanding the square would cancel where both are
+    far from 0.
+    """
     return torch.cdist(features, prototypes, compute_mode="donot_use_mm_for_euclid_dist")
 
 
@@ -160,7 +183,9 @@ class _Jacobian(NamedTuple):
 
     def __call__(self, cotangents: Tensor) -> Tensor:
         outward = (cotangents * self.along).unsqueeze(-1) * self.features.unsqueeze(1)
-        return self.head.join(cotangents, outward + (cotangents * self.own).unsqueeze(-1) * self.prototypes)
+        return self.head.join(
+            cotangents, outward + (cotangents * self.own).unsqueeze(-1) * self.prototypes
+        )
 
     def total(self, cotangents: Tensor) -> Tensor:
         outward = (cotangents * self.along).mT @ self.features
@@ -184,13 +209,14 @@ def _require_family(owner: str, family: str, concentration: float, intercept: bo
 class Prototypes:
     """Class prototypes on the features of a network, starting from the rows of its last layer.
 
-    Gaussian prototypes start where their logits are those of the source head: w_k = W_k/κ + v, with the v that leaves the
-    classes equal weights (exactly so where the rows of W are affinely independent; ``intercept`` takes up the rest).
-    Directions start at ``strength`` · W_k/|W_k|, the row counting as much as that many samples of concentration 1.
+    Gaussian prototypes start where their logits are those of the source head: w_k = W_k/κ + v, with
+    the v that leaves the classes equal weights (exactly so where the rows of W are affinely
+    independent; ``intercept`` takes up the rest). Directions start at ``strength`` · W_k/|W_k|, the
+    row counting as much as that many samples of concentration 1.
 
-    ``centered`` ones are relative to the mean feature of the first batch. Rows of a head are class means up to a vector that
-    all classes share; features after a ReLU have a large one, and without a center the first prototype to find it takes
-    every sample.
+    ``centered`` ones are relative to the mean feature of the first batch. Rows of a head are class
+    means up to a vector that all classes share; features after a ReLU have a large one, and without
+    a center the first prototype to find it takes every sample.
     """
 
     family: Family = "gaussian"
@@ -203,11 +229,17 @@ class Prototypes:
     def __post_init__(self) -> None:
         _require_family("Prototypes", self.family, self.concentration, self.intercept)
         require_number("Prototypes.strength", self.strength, 0, math.inf, open_low=True)
-        require(isinstance(self.centered, bool), "Prototypes.centered", self.centered, "True or False")
+        require(
+            isinstance(self.centered, bool), "Prototypes.centered", self.centered, "True or False"
+        )
 
     def build(self, backbone: Backbone, center: Tensor | None = None) -> tuple[OnFeatures, Tensor]:
-        """The predictive model of raw inputs, for features relative to a center [D], and where θ starts [d]."""
-        head = PrototypeHead(backbone.weight, backbone.bias, self.family, self.concentration, self.intercept, center)
+        """The predictive model of raw inputs, for features relative to a center [D], and where θ
+        starts [d].
+        """
+        head = PrototypeHead(
+            backbone.weight, backbone.bias, self.family, self.concentration, self.intercept, center
+        )
         if self.family == "gaussian":
             return OnFeatures(backbone, head), _matched(head)
         rows = self.strength * functional.normalize(head.weight, dim=-1)
@@ -215,10 +247,11 @@ class Prototypes:
 
 
 def _matched(head: PrototypeHead) -> Tensor:
-    """θ of Gaussian prototypes whose logits differ from the source head's by a number that is the same for all classes.
+    """θ of Gaussian prototypes whose logits differ from the source head's by a number that is the
+    same for all classes.
 
-    W_k·z + b_k = κ z·w_k - κ/2 |w_k|² + a_k + (any function of z), w_k = W_k/κ + v, a_k = b_k + |W_k|²/2κ + W_k·v; b_k are
-    the logits at the center.
+    W_k·z + b_k = κ z·w_k - κ/2 |w_k|² + a_k + (any function of z), w_k = W_k/κ + v, a_k = b_k +
+    |W_k|²/2κ + W_k·v; b_k are the logits at the center.
     """
     rows = head.weight.double()
     center = rows.new_zeros(rows.shape[1]) if head.center is None else head.center.double()
@@ -235,7 +268,12 @@ def _head_and_features(energy: Energy) -> tuple[PrototypeHead, Tensor]:
     if isinstance(model, OnFeatures):
         features = model.features(features)
         model = model.model
-    require(isinstance(model, PrototypeHead), "the model", type(model).__name__, "a PrototypeHead, alone or on features")
+    require(
+        isinstance(model, PrototypeHead),
+        "the model",
+        type(model).__name__,
+        "a PrototypeHead, alone or on features",
+    )
     assert isinstance(model, PrototypeHead)
     return model, features.to(energy.anchor.dtype)
 
@@ -243,12 +281,14 @@ def _head_and_features(energy: Energy) -> tuple[PrototypeHead, Tensor]:
 @final
 @dataclass(frozen=True)
 class Supports:
-    """w_k = Σ of the supports of class k: its source prototype and the directions h = z/|z| that the source head calls k.
+    """w_k = Σ of the supports of class k: its source prototype and the directions h = z/|z| that
+    the source head calls k.
 
-    Each class keeps the ``capacity`` supports of lowest entropy under the source head (0: all). With all of them the sum is
-    the conjugate update of von Mises–Fisher prototypes, and the transition may forget; with a capacity the supports
-    themselves are the state, in the memory, and the transition of θ has no say. The covariance stays. A sample of weight w
-    counts w times. With inner products and ``predict_from="posterior"`` this is T3A.
+    Each class keeps the ``capacity`` supports of lowest entropy under the source head (0: all).
+    With all of them the sum is the conjugate update of von Mises–Fisher prototypes, and the
+    transition may forget; with a capacity the supports themselves are the state, in the memory, and
+    the transition of θ has no say. The covariance stays. A sample of weight w counts w times. With
+    inner products and ``predict_from="posterior"`` this is T3A.
     """
 
     capacity: int = 100
@@ -257,22 +297,35 @@ class Supports:
     def __post_init__(self) -> None:
         require_count("Supports.capacity", self.capacity, 0)
 
-    def __call__(self, prior: Belief, energy: Energy, memory: Memory, randomness: Randomness) -> tuple[Belief, Memory]:
+    def __call__(
+        self, prior: Belief, energy: Energy, memory: Memory, randomness: Randomness
+    ) -> tuple[Belief, Memory]:
         head, features = _head_and_features(energy)
         directional = head.family != "gaussian"
-        require(directional, "Supports: the prototypes' family", head.family, "'inner_product' or 'von_mises_fisher'")
+        require(
+            directional,
+            "Supports: the prototypes' family",
+            head.family,
+            "'inner_product' or 'von_mises_fisher'",
+        )
         a, w = head.split(prior.mean)
         logits = head.source_logits(features)
-        directions = functional.normalize(head.relative(features), dim=-1) * energy.samples.weights.unsqueeze(-1)
+        directions = functional.normalize(
+            head.relative(features), dim=-1
+        ) * energy.samples.weights.unsqueeze(-1)
         if self.capacity == 0:
             w = w + one_hot(logits).mT @ directions
         else:
-            memory = self._kept(self._buffer(head, w, memory), directions, logits, energy.samples.weights)
+            memory = self._kept(
+                self._buffer(head, w, memory), directions, logits, energy.samples.weights
+            )
             w = memory["inference.supports"].sum(1)
         return unchecked(Belief, mean=head.join(a, w), covariance=prior.covariance), memory
 
     def _buffer(self, head: PrototypeHead, prototypes: Tensor, memory: Memory) -> dict[str, Tensor]:
-        """A copy of the memory, with one support a class before the first batch: the source prototypes."""
+        """A copy of the memory, with one support a class before the first batch: the source
+        prototypes.
+        """
         names = ("inference.supports", "inference.entropies")
         if names[0] in memory:
             return {**memory, **{name: memory[name].clone() for name in names}}
@@ -283,7 +336,9 @@ class Supports:
         entropies[:, 0] = entropy(head.source_logits(rows.to(prototypes)))
         return {**memory, names[0]: supports, names[1]: entropies}
 
-    def _kept(self, memory: dict[str, Tensor], directions: Tensor, logits: Tensor, weights: Tensor) -> Memory:
+    def _kept(
+        self, memory: dict[str, Tensor], directions: Tensor, logits: Tensor, weights: Tensor
+    ) -> Memory:
         """The buffer [k, capacity] with a batch's samples, each class's lowest entropies first."""
         supports, entropies = memory["inference.supports"], memory["inference.entropies"]
         labels, uncertain = logits.argmax(-1), entropy(logits)
@@ -299,16 +354,21 @@ class Supports:
 @final
 @dataclass(frozen=True)
 class Mixture:
-    """Prototypes as the components of a mixture that features come from: expectation-maximisation from the prior.
+    """Prototypes as the components of a mixture that features come from: expectation-maximisation
+    from the prior.
 
-    Shares λ_nk ∝ exp E_q[f_k(z_n)] under the posterior so far, or the source head's label (``labels`` "source"); given them
+    Shares λ_nk ∝ exp E_q[f_k(z_n)] under the posterior so far, or the source head's label
+    (``labels`` "source"); given them
 
-        gaussian           Σ_k⁻¹ = (Σ⁻_k)⁻¹ + κ Σ_n λ_nk I,   w_k = w⁻_k + Σ_k κ Σ_n λ_nk (z_n - w⁻_k)
-        von_mises_fisher   w_k = b_k + κ Σ_n λ_nk h_n,   b_k = w⁻_k or, with a ``transition_concentration`` τ, τ A_D(γ⁻_k) ρ⁻_k
+        gaussian           Σ_k⁻¹ = (Σ⁻_k)⁻¹ + κ Σ_n λ_nk I,
+                           w_k = w⁻_k + Σ_k κ Σ_n λ_nk (z_n - w⁻_k)
+        von_mises_fisher   w_k = b_k + κ Σ_n λ_nk h_n,   b_k = w⁻_k or,
+                           with a ``transition_concentration`` τ, τ A_D(γ⁻_k) ρ⁻_k
 
-    and, with a ``pseudo_count`` c and prototypes that have class weights, π_k = (c π⁻_k + Σ_n λ_nk) / (c + n). A sample of
-    weight w counts w times; the sum is not divided by n, so β = 1 is Bayes' rule. The transition of directions is no Gaussian
-    one, which is why it stands here; their covariance stays (γ_k says how sure they are). This is STAD with a window of one.
+    and, with a ``pseudo_count`` c and prototypes that have class weights, π_k = (c π⁻_k + Σ_n λ_nk)
+    / (c + n). A sample of weight w counts w times; the sum is not divided by n, so β = 1 is Bayes'
+    rule. The transition of directions is no Gaussian one, which is why it stands here; their
+    covariance stays (γ_k says how sure they are). This is STAD with a window of one.
     """
 
     iterations: int = 3
@@ -319,22 +379,42 @@ class Mixture:
 
     def __post_init__(self) -> None:
         require_count("Mixture.iterations", self.iterations, 1)
-        require(self.labels in ("posterior", "source"), "Mixture.labels", self.labels, "'posterior' or 'source'")
-        require_number("Mixture.transition_concentration", self.transition_concentration, 0, math.inf)
+        require(
+            self.labels in ("posterior", "source"),
+            "Mixture.labels",
+            self.labels,
+            "'posterior' or 'source'",
+        )
+        require_number(
+            "Mixture.transition_concentration", self.transition_concentration, 0, math.inf
+        )
         require_number("Mixture.pseudo_count", self.pseudo_count, 0, math.inf)
 
-    def __call__(self, prior: Belief, energy: Energy, memory: Memory, randomness: Randomness) -> tuple[Belief, Memory]:
+    def __call__(
+        self, prior: Belief, energy: Energy, memory: Memory, randomness: Randomness
+    ) -> tuple[Belief, Memory]:
         head, features = _head_and_features(energy)
         generative = head.family != "inner_product"
-        require(generative, "Mixture: the prototypes' family", head.family, "'gaussian' or 'von_mises_fisher'")
+        require(
+            generative,
+            "Mixture: the prototypes' family",
+            head.family,
+            "'gaussian' or 'von_mises_fisher'",
+        )
         gaussian = head.family == "gaussian"
         prior = prior if gaussian else self._forgotten(prior, head)
         posterior = prior
         for _ in range(self.iterations):
-            logits = head.source_logits(features) if self.labels == "source" else _expected_logits(head, posterior, features)
+            logits = (
+                head.source_logits(features)
+                if self.labels == "source"
+                else _expected_logits(head, posterior, features)
+            )
             shares = one_hot(logits) if self.labels == "source" else logits.softmax(-1)
             shares = shares * energy.samples.weights.unsqueeze(-1)
-            posterior = (_gaussian_update if gaussian else _directional_update)(prior, head, head.relative(features), shares)
+            posterior = (_gaussian_update if gaussian else _directional_update)(
+                prior, head, head.relative(features), shares
+            )
             posterior = self._weighed(posterior, prior, head, shares)
         require_finite("the posterior mean", posterior.mean)
         return posterior, memory
@@ -344,20 +424,30 @@ class Mixture:
             return prior
         a, w = head.split(prior.mean)
         ratio, _ = bessel_ratios(w.norm(dim=-1, keepdim=True), w.shape[-1])
-        return unchecked(Belief, mean=head.join(a, self.transition_concentration * ratio * w), covariance=prior.covariance)
+        return unchecked(
+            Belief,
+            mean=head.join(a, self.transition_concentration * ratio * w),
+            covariance=prior.covariance,
+        )
 
-    def _weighed(self, posterior: Belief, prior: Belief, head: PrototypeHead, shares: Tensor) -> Belief:
+    def _weighed(
+        self, posterior: Belief, prior: Belief, head: PrototypeHead, shares: Tensor
+    ) -> Belief:
         """The posterior with the class weights of these shares."""
         if self.pseudo_count == 0 or not head.intercept:
             return posterior
         before = head.split(prior.mean)[0].softmax(-1)
         weights = (self.pseudo_count * before + shares.sum(0)) / (self.pseudo_count + shares.sum())
-        mean = head.join(weights.clamp_min(torch.finfo(weights.dtype).tiny).log(), head.split(posterior.mean)[1])
+        mean = head.join(
+            weights.clamp_min(torch.finfo(weights.dtype).tiny).log(), head.split(posterior.mean)[1]
+        )
         return unchecked(Belief, mean=mean, covariance=posterior.covariance)
 
 
 def _expected_logits(head: PrototypeHead, belief: Belief, features: Tensor) -> Tensor:
-    """E_q[f_k(z_n)] [n, k]: f of directions is an expectation already, A_D(γ) ρ being the mean direction."""
+    """E_q[f_k(z_n)] [n, k]: f of directions is an expectation already, A_D(γ) ρ being the mean
+    direction.
+    """
     logits = head(belief.mean, features)
     if head.family != "gaussian":
         return logits
@@ -365,7 +455,9 @@ def _expected_logits(head: PrototypeHead, belief: Belief, features: Tensor) -> T
     return logits - head.concentration / 2 * spread
 
 
-def _gaussian_update(prior: Belief, head: PrototypeHead, features: Tensor, shares: Tensor) -> Belief:
+def _gaussian_update(
+    prior: Belief, head: PrototypeHead, features: Tensor, shares: Tensor
+) -> Belief:
     _, w = head.split(prior.mean)
     counts = shares.sum(0)
     pull = head.concentration * (shares.mT @ features - counts.unsqueeze(-1) * w)
@@ -377,17 +469,23 @@ def _gaussian_update(prior: Belief, head: PrototypeHead, features: Tensor, share
 
 
 def _informed(covariance: Covariance, information: Tensor) -> Covariance:
-    """(Σ⁻¹ + diag i)⁻¹ for i [d]; one row stands for the whole factor where a structure reads its column sums only."""
+    """(Σ⁻¹ + diag i)⁻¹ for i [d]; one row stands for the whole factor where a structure reads its
+    column sums only.
+    """
     if isinstance(covariance, Blocks):
         pieces = zip(covariance.parts, information.split(covariance.sizes), strict=True)
         return Blocks(tuple(_informed(part, piece) for part, piece in pieces))
     if isinstance(covariance, LowRank):  # exact, with nothing to truncate
         return LowRank(covariance.diagonal + information, covariance.factor, covariance.rank)
     root = information.sqrt()
-    return covariance.condition(root.unsqueeze(0) if isinstance(covariance, Diagonal) else torch.diag(root))
+    return covariance.condition(
+        root.unsqueeze(0) if isinstance(covariance, Diagonal) else torch.diag(root)
+    )
 
 
-def _directional_update(prior: Belief, head: PrototypeHead, features: Tensor, shares: Tensor) -> Belief:
+def _directional_update(
+    prior: Belief, head: PrototypeHead, features: Tensor, shares: Tensor
+) -> Belief:
     a, w = head.split(prior.mean)
     moved = w + head.concentration * (shares.mT @ functional.normalize(features, dim=-1))
     return unchecked(Belief, mean=head.join(a, moved), covariance=prior.covariance)

@@ -1,7 +1,9 @@
-"""Whether rows worked out layer by layer are the gradients of single samples; proved once for each way a batch goes.
+"""Whether rows worked out layer by layer are the gradients of single samples; proved once for each
+way a batch goes.
 
-A parameter that is also used elsewhere, through a functional call, has rows that do not add up to its gradient; a layer that
-sees samples in another order, or tokens first, gives them to the wrong samples. Neither can be read off the module.
+A parameter that is also used elsewhere, through a functional call, has rows that do not add up to
+its gradient; a layer that sees samples in another order, or tokens first, gives them to the wrong
+samples. Neither can be read off the module.
 """
 
 from __future__ import annotations
@@ -19,22 +21,32 @@ Pattern: TypeAlias = tuple[Any, ...]
 
 
 def pattern_of(records: Sequence[Record], samples: int) -> Pattern:
-    """How a batch of n samples went through the layers: which were called, with how many inputs a sample.
+    """How a batch of n samples went through the layers: which were called, with how many inputs a
+    sample.
 
-    A layer that sees tokens first does so with another number when n changes, and is looked at again.
+    A layer that sees tokens first does so with another number when n changes, and is looked at
+    again.
     """
-    calls = ((record.owner, len(record.call.inputs) / samples) for record in records if record.call is not None)
+    calls = (
+        (record.owner, len(record.call.inputs) / samples)
+        for record in records
+        if record.call is not None
+    )
     return (samples > 1, *calls)
 
 
 def tolerance_of(dtype: torch.dtype, device: torch.device) -> float:
-    """The relative error that is still rounding: a wrong row is off by much more than TF32 or, coarser, half precision."""
+    """The relative error that is still rounding: a wrong row is off by much more than TF32 or,
+    coarser, half precision.
+    """
     half = dtype in (torch.float16, torch.bfloat16) or under_autocast(device.type)
     return 0.1 if half else 0.01
 
 
 def some(cotangents: Tensor) -> tuple[Tensor, Tensor]:
-    """Of cotangents [m, n, k] those [n, k] that ask about half of the samples, and which [n]: any, with the weightiest one."""
+    """Of cotangents [m, n, k] those [n, k] that ask about half of the samples, and which [n]: any,
+    with the weightiest one.
+    """
     samples = cotangents.shape[1]
     which, weightiest = divmod(int(cotangents.abs().sum(-1).argmax()), samples)
     asked = torch.rand(samples, generator=torch.Generator().manual_seed(0)) < 0.5
@@ -44,22 +56,30 @@ def some(cotangents: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def wrong_rows(
-    rows: Mapping[str, Tensor], gradients: Mapping[str, Tensor | None], tolerance: float, asked: Tensor | None = None
+    rows: Mapping[str, Tensor],
+    gradients: Mapping[str, Tensor | None],
+    tolerance: float,
+    asked: Tensor | None = None,
 ) -> list[str]:
-    """Names of pieces whose rows [n, ...] do not add up to the gradient or, where some samples are ``asked`` about [n],
-    do not leave the others out.
+    """Names of pieces whose rows [n, ...] do not add up to the gradient or, where some samples are
+    ``asked`` about [n], do not leave the others out.
     """
     names = [name for name in rows if gradients[name] is not None]
     if not names:
         return []
-    errors, sizes = zip(*(_error_and_size(rows[name], gradients[name], asked) for name in names), strict=True)
-    # Gradients that are zero but for rounding (of a bias before a softmax) are held against the others.
+    errors, sizes = zip(
+        *(_error_and_size(rows[name], gradients[name], asked) for name in names), strict=True
+    )
+    # Gradients that are zero but for rounding (of a bias before a softmax) are held against the
+    # others.
     size = torch.stack(sizes)
     wrong = torch.stack(errors) > tolerance * (size + 1e-2 * size.max())
     return [name for name, bad in zip(names, wrong.tolist(), strict=True) if bad]
 
 
-def _error_and_size(rows: Tensor, gradient: Tensor | None, asked: Tensor | None) -> tuple[Tensor, Tensor]:
+def _error_and_size(
+    rows: Tensor, gradient: Tensor | None, asked: Tensor | None
+) -> tuple[Tensor, Tensor]:
     assert gradient is not None
     flat, whole = rows.flatten(1), gradient.flatten().to(rows.dtype)
     error, size = (flat.sum(0) - whole).norm(), flat.abs().sum(0).norm() + whole.norm()

@@ -1,7 +1,9 @@
-"""Per-sample gradient rows of one layer's parameters, from what flowed into it and the gradient at its outputs.
+"""Per-sample gradient rows of one layer's parameters, from what flowed into it and the gradient at
+its outputs.
 
-A rule looks at one call of a layer: inputs [m, …] and flow δ [m, …], and gives rows [m, *shape] of the layer's own
-parameters. A layer may see m = g·n inputs for n samples (windows, frames), those of one sample next to each other.
+A rule looks at one call of a layer: inputs [m, …] and flow δ [m, …], and gives rows [m, *shape] of
+the layer's own parameters. A layer may see m = g·n inputs for n samples (windows, frames), those of
+one sample next to each other.
 """
 
 from __future__ import annotations
@@ -77,7 +79,9 @@ def padded(module: _ConvNd, inputs: Tensor) -> Tensor:
 
 
 def convolution_weight_rows(call: Call, flow: Tensor, filters: int) -> Tensor:
-    """Rows [m, filters, …] of a convolution's weight: one grouped convolution that takes every sample as a group."""
+    """Rows [m, filters, …] of a convolution's weight: one grouped convolution that takes every
+    sample as a group.
+    """
     module, inputs = call.module, padded(call.module, call.inputs)
     shape = (len(inputs) * filters, module.in_channels // module.groups, *module.kernel_size)
     gradient = next(rule for kind, rule in _CONVOLUTIONS.items() if isinstance(module, kind))
@@ -114,44 +118,74 @@ def _embedding(call: Call, flow: Tensor) -> Rows:
 
 
 def _batch_norm(call: Call, flow: Tensor) -> Rows:
-    """Σ_s δ x̂ and Σ_s δ over the positions s of each sample, x̂ = (x - mean) / deviation, without forming x̂."""
+    """Σ_s δ x̂ and Σ_s δ over the positions s of each sample, x̂ = (x - mean) / deviation, without
+    forming x̂.
+    """
     module = call.module
-    mean, scale, sums = call.moments or Moments(module.running_mean, (module.running_var + module.eps).rsqrt())
+    mean, scale, sums = call.moments or Moments(
+        module.running_mean, (module.running_var + module.eps).rsqrt()
+    )
     if sums is not None or fits(call.inputs):
         total, spread = (sums or SampleSums(call.inputs, mean)).of(flow)
         return {"weight": lambda: spread * scale, "bias": lambda: total}
     if flow.is_cuda:
         return _batch_norm_on_gpu(call.inputs, flow, mean, scale)
-    deltas, values = flow.reshape(*flow.shape[:2], -1), call.inputs.reshape(*call.inputs.shape[:2], -1)
+    deltas, values = (
+        flow.reshape(*flow.shape[:2], -1),
+        call.inputs.reshape(*call.inputs.shape[:2], -1),
+    )
     total = deltas.sum(-1)
-    return {"weight": lambda: (_products(deltas, values) - total * mean) * scale, "bias": lambda: total}
+    return {
+        "weight": lambda: (_products(deltas, values) - total * mean) * scale,
+        "bias": lambda: total,
+    }
 
 
 def _batch_norm_on_gpu(inputs: Tensor, flow: Tensor, mean: Tensor, scale: Tensor) -> Rows:
-    """The same from torch's own reduction, Σ δ and Σ δ (x - mean) in one pass, with each sample's channels as channels.
+    """The same from torch's own reduction, Σ δ and Σ δ (x - mean) in one pass, with each sample's
+    channels as channels.
 
-    In another layout than channels first, or in half precision, by plain sums in the dtype of the moments: the reduction would
-    need a copy in the layout that it knows.
+    In another layout than channels first, or in half precision, by plain sums in the dtype of the
+    moments: the reduction would need a copy in the layout that it knows.
     """
     m, c = flow.shape[:2]
-    if not (flow.dtype == mean.dtype == inputs.dtype and flow.is_contiguous() and inputs.is_contiguous()):
+    if not (
+        flow.dtype == mean.dtype == inputs.dtype and flow.is_contiguous() and inputs.is_contiguous()
+    ):
 
         def summed(values: Tensor) -> Tensor:
-            return values.flatten(2).sum(2, dtype=mean.dtype) if values.dim() > 2 else values.to(mean.dtype)
+            return (
+                values.flatten(2).sum(2, dtype=mean.dtype)
+                if values.dim() > 2
+                else values.to(mean.dtype)
+            )
 
         centers = mean.view(-1, *[1] * (inputs.dim() - 2))
-        return {"weight": lambda: summed(flow * (inputs - centers)) * scale, "bias": lambda: summed(flow)}
+        return {
+            "weight": lambda: summed(flow * (inputs - centers)) * scale,
+            "bias": lambda: summed(flow),
+        }
     flat = (flow.reshape(1, m * c, -1), inputs.reshape(1, m * c, -1))
     moments = (mean.to(flow.dtype).repeat(m), scale.to(flow.dtype).repeat(m))
-    total, spread, _, _ = torch.batch_norm_backward_reduce(*flat, *moments, None, True, False, False)
+    total, spread, _, _ = torch.batch_norm_backward_reduce(
+        *flat, *moments, None, True, False, False
+    )
     return {"weight": lambda: spread.view(m, c) * scale, "bias": lambda: total.view(m, c)}
 
 
-def _norm_by(normalize: Callable[[Any, Tensor], Tensor], channels_first: bool) -> Callable[[Call, Tensor], Rows]:
-    """δ x̂ and δ, summed over positions, where x̂ is what the layer gives before its scale and shift."""
+def _norm_by(
+    normalize: Callable[[Any, Tensor], Tensor], channels_first: bool
+) -> Callable[[Call, Tensor], Rows]:
+    """δ x̂ and δ, summed over positions, where x̂ is what the layer gives before its scale and
+    shift.
+    """
 
     def summed(values: Tensor, shape: torch.Size) -> Tensor:
-        return values.flatten(2).sum(-1) if channels_first else values.reshape(len(values), -1, *shape).sum(1)
+        return (
+            values.flatten(2).sum(-1)
+            if channels_first
+            else values.reshape(len(values), -1, *shape).sum(1)
+        )
 
     def rule(call: Call, flow: Tensor) -> Rows:
         shape = call.module.weight.shape
@@ -165,13 +199,21 @@ def _norm_by(normalize: Callable[[Any, Tensor], Tensor], channels_first: bool) -
 
 def _instance(module: Any, inputs: Tensor) -> Tensor:
     fixed = module.track_running_stats
-    return functional.instance_norm(inputs, module.running_mean, module.running_var, None, None, not fixed, 0.0, module.eps)
+    return functional.instance_norm(
+        inputs, module.running_mean, module.running_var, None, None, not fixed, 0.0, module.eps
+    )
 
 
 _INSTANCE = _norm_by(_instance, True)
-_LAYER = _norm_by(lambda module, x: functional.layer_norm(x, module.normalized_shape, eps=module.eps), False)
-_RMS = _norm_by(lambda module, x: functional.rms_norm(x, module.normalized_shape, eps=module.eps), False)
-_GROUP = _norm_by(lambda module, x: functional.group_norm(x, module.num_groups, eps=module.eps), True)
+_LAYER = _norm_by(
+    lambda module, x: functional.layer_norm(x, module.normalized_shape, eps=module.eps), False
+)
+_RMS = _norm_by(
+    lambda module, x: functional.rms_norm(x, module.normalized_shape, eps=module.eps), False
+)
+_GROUP = _norm_by(
+    lambda module, x: functional.group_norm(x, module.num_groups, eps=module.eps), True
+)
 
 _RULES: dict[type[nn.Module], Callable[[Call, Tensor], Rows]] = {
     nn.Linear: _linear,
@@ -197,7 +239,9 @@ def layer_rows(call: Call, flow: Tensor) -> Rows:
 
 
 def rule_of(module: nn.Module) -> Callable[[Call, Tensor], Rows] | None:
-    """The rule of a layer; None for a layer of another kind, or one that changed what its kind does."""
+    """The rule of a layer; None for a layer of another kind, or one that changed what its kind
+    does.
+    """
     for kind, rule in _RULES.items():
         if isinstance(module, kind):
             own = is_plain(module) or type(module).forward is kind.forward
@@ -207,4 +251,6 @@ def rule_of(module: nn.Module) -> Callable[[Call, Tensor], Rows] | None:
 
 def _counts_words(module: nn.Module) -> bool:
     """Whether an embedding's gradient depends on more than the words of one sample."""
-    return isinstance(module, nn.Embedding) and (module.scale_grad_by_freq or module.max_norm is not None)
+    return isinstance(module, nn.Embedding) and (
+        module.scale_grad_by_freq or module.max_norm is not None
+    )

@@ -1,4 +1,6 @@
-"""The twin of a module: a module tree of its own on the same tensors, whose parameters are replaced for the time of a call."""
+"""The twin of a module: a module tree of its own on the same tensors, whose parameters are replaced
+for the time of a call.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +20,16 @@ from driftfilter.networks.sample_gradients import Call, rule_of
 
 
 def twin(model: nn.Module, channels_last: bool = False) -> nn.Module:
-    """A module tree of its own in evaluation mode, on the memory of every parameter and buffer; its parameters are frozen.
+    """A module tree of its own in evaluation mode, on the memory of every parameter and buffer; its
+    parameters are frozen.
 
     ``channels_last``: weights of convolutions are copied into that layout.
     """
     with torch.inference_mode(False):
         shared: dict[int, Any] = {id(buffer): ordinary(buffer) for buffer in model.buffers()}
-        for parameter in model.parameters():  # frozen, or a backward pass would work out gradients that nobody asks for
+        for parameter in (
+            model.parameters()
+        ):  # frozen, or a backward pass would work out gradients that nobody asks for
             shared[id(parameter)] = nn.Parameter(ordinary(parameter.detach()), requires_grad=False)
         for tensor in _computed(model):
             shared[id(tensor)] = tensor.detach()
@@ -33,7 +38,8 @@ def twin(model: nn.Module, channels_last: bool = False) -> nn.Module:
             return found._apply(in_channels_last) if channels_last else found
         except TypeError as error:
             raise ValueError(
-                f"the model must be one that copy.deepcopy can copy, got {type(model).__name__}: {error}"
+                f"the model must be one that copy.deepcopy can copy, got {type(model).__name__}: "
+                f"{error}"
             ) from error
 
 
@@ -43,10 +49,11 @@ def in_channels_last(values: Tensor) -> Tensor:
 
 
 def private(model: nn.Module) -> nn.Module:
-    """A twin with buffers of its own too, all of them: a layer that counts its calls must not count ours.
+    """A twin with buffers of its own too, all of them: a layer that counts its calls must not count
+    ours.
 
-    Which layers write is not to be known beforehand: one of torch's writes to its statistics if a module around it sets it to
-    training mode, and that module may write to them itself.
+    Which layers write is not to be known beforehand: one of torch's writes to its statistics if a
+    module around it sets it to training mode, and that module may write to them itself.
     """
     own = twin(model)
     for module in own.modules():
@@ -56,20 +63,33 @@ def private(model: nn.Module) -> nn.Module:
 
 
 def ordinary(tensor: Tensor) -> Tensor:
-    """The tensor itself, or a copy of one made under torch.inference_mode, which could not enter a graph."""
+    """The tensor itself, or a copy of one made under torch.inference_mode, which could not enter a
+    graph.
+    """
     return tensor.clone() if tensor.is_inference() else tensor
 
 
 def _computed(model: nn.Module) -> list[Tensor]:
-    """Tensors with a history among the attributes of layers, such as the weight under torch.nn.utils.weight_norm."""
+    """Tensors with a history among the attributes of layers, such as the weight under
+    torch.nn.utils.weight_norm.
+    """
     values = [value for layer in model.modules() for value in vars(layer).values()]
     return [value for value in values if isinstance(value, Tensor) and value.grad_fn is not None]
 
 
 def require_values(model: nn.Module) -> None:
     """Raise for a module on the meta device."""
-    empty = [name for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor) and tensor.is_meta]
-    require(not empty, "Network: model", f"{empty[:4]} on the meta device", "a module with values: load its weights first")
+    empty = [
+        name
+        for name, tensor in model.state_dict().items()
+        if isinstance(tensor, Tensor) and tensor.is_meta
+    ]
+    require(
+        not empty,
+        "Network: model",
+        f"{empty[:4]} on the meta device",
+        "a module with values: load its weights first",
+    )
 
 
 @dataclass
@@ -86,14 +106,21 @@ class Record:
 class Twin:
     """A twin of one thread: its tensors are replaced for the time of a call."""
 
-    def __init__(self, base: nn.Module, targets: set[str], statistics: Statistics, backend: str | None = None) -> None:
+    def __init__(
+        self, base: nn.Module, targets: set[str], statistics: Statistics, backend: str | None = None
+    ) -> None:
         self.module = private(base)
         self.norms: list[TwinBatchNorm] = prepare(self.module, statistics)
-        self.coupled = any(isinstance(layer, TwinBatchNorm) or _without_source(layer) for layer in self.module.modules())
+        self.coupled = any(
+            isinstance(layer, TwinBatchNorm) or _without_source(layer)
+            for layer in self.module.modules()
+        )
         self.records: list[Record] | None = None
         canonical = {id(parameter): name for name, parameter in self.module.named_parameters()}
         self.slots: list[tuple[str, nn.Module, str]] = []
-        self.names: dict[tuple[str, str], str] = {}  # (owner, own name) -> the parameter's name in θ
+        self.names: dict[
+            tuple[str, str], str
+        ] = {}  # (owner, own name) -> the parameter's name in θ
         for name, parameter in self.module.named_parameters(remove_duplicate=False):
             target = canonical[id(parameter)]
             if target in targets:
@@ -110,14 +137,18 @@ class Twin:
     def _watch(self) -> None:
         """Record the calls of layers that hold a piece of θ and have a rule for rows."""
         sequences = tuple(_sequence_first(self.module))
-        layers = {self.module.get_submodule(owner): owner for owner, _ in self.names}  # one layer may have several names
+        layers = {
+            self.module.get_submodule(owner): owner for owner, _ in self.names
+        }  # one layer may have several names
         for layer, owner in layers.items():
             if rule_of(layer) is not None:
                 suspect = _takes_channels_last(layer) and owner.startswith(sequences)
                 layer.register_forward_hook(self._recorder(owner, suspect), with_kwargs=True)
 
     def _recorder(self, owner: str, suspect: bool) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Tensor) -> None:
+        def hook(
+            module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Tensor
+        ) -> None:
             if self.records is None or outputs.grad_fn is None:
                 return
             inputs = args[0] if args else next(iter(kwargs.values()))
@@ -133,25 +164,42 @@ class Twin:
         return [norm for norm in self.norms if norm.blend is not None]
 
     def carry(self, statistics: Tensor | None, trust: Tensor | float) -> None:
-        """Blend with these statistics, the mean and then the variance of each layer; with the source's where there are none.
+        """Blend with these statistics, the mean and then the variance of each layer; with the
+        source's where there are none.
 
         The share of a batch is multiplied by the trust in it.
         """
         norms = self.blending
         sizes = [norm.num_features for norm in norms for _ in range(2)]
         if statistics is not None:
-            require(len(statistics) == sum(sizes), "carried statistics", f"{len(statistics)} values", f"{sum(sizes)} values")
+            require(
+                len(statistics) == sum(sizes),
+                "carried statistics",
+                f"{len(statistics)} values",
+                f"{sum(sizes)} values",
+            )
         pieces: Any = iter(() if statistics is None else statistics.split(sizes))
         for norm in norms:
             assert norm.running_mean is not None
             assert norm.running_var is not None
-            norm.carried = (norm.running_mean, norm.running_var) if statistics is None else (next(pieces), next(pieces))
+            norm.carried = (
+                (norm.running_mean, norm.running_var)
+                if statistics is None
+                else (next(pieces), next(pieces))
+            )
             norm.trust = trust
             norm.blended = norm.carried  # should it not be called
 
     def start(self) -> Tensor:
         """The source's statistics, in the order of those carried."""
-        return torch.cat([part for norm in self.blending for part in (norm.running_mean, norm.running_var) if part is not None])
+        return torch.cat(
+            [
+                part
+                for norm in self.blending
+                for part in (norm.running_mean, norm.running_var)
+                if part is not None
+            ]
+        )
 
     def carried(self) -> Tensor:
         """The statistics to carry on, after a call."""
@@ -171,13 +219,25 @@ class Twin:
 
 
 def frozen_parts(model: nn.Module, targets: set[str]) -> list[nn.Module]:
-    """The largest modules of several layers without any of these parameters, a batch norm or a hook: what may be compiled."""
-    busy = {model.get_submodule(name.rpartition(".")[0]) for name, _ in model.named_parameters() if name in targets}
+    """The largest modules of several layers without any of these parameters, a batch norm or a
+    hook: what may be compiled.
+    """
+    busy = {
+        model.get_submodule(name.rpartition(".")[0])
+        for name, _ in model.named_parameters()
+        if name in targets
+    }
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    busy |= {layer for layer in model.modules() if isinstance(layer, _BatchNorm) or any(getattr(layer, name) for name in hooks)}
+    busy |= {
+        layer
+        for layer in model.modules()
+        if isinstance(layer, _BatchNorm) or any(getattr(layer, name) for name in hooks)
+    }
 
     def parts(module: nn.Module) -> Iterator[nn.Module]:
-        callable_ = not isinstance(module, (nn.ModuleList, nn.ModuleDict)) and any(True for _ in module.children())
+        callable_ = not isinstance(module, (nn.ModuleList, nn.ModuleDict)) and any(
+            True for _ in module.children()
+        )
         if callable_ and busy.isdisjoint(module.modules()):
             yield module
             return
@@ -188,7 +248,9 @@ def frozen_parts(model: nn.Module, targets: set[str]) -> list[nn.Module]:
 
 
 def _in_plain_format(layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """torch's group norm on a CPU crashes the process where channels-last inputs meet an expanded gradient, as a mean gives."""
+    """torch's group norm on a CPU crashes the process where channels-last inputs meet an expanded
+    gradient, as a mean gives.
+    """
     first = args[0] if args else None
     if not isinstance(first, Tensor) or first.device.type != "cpu" or first.is_contiguous():
         return None
@@ -201,12 +263,20 @@ def _takes_channels_last(layer: nn.Module) -> bool:
 
 
 def _sequence_first(model: nn.Module) -> set[str]:
-    """Beginnings of the names of layers near an attention or recurrent layer that takes [tokens, n, …]."""
-    found = [name for name, layer in model.named_modules() if getattr(layer, "batch_first", True) is False]
+    """Beginnings of the names of layers near an attention or recurrent layer that takes [tokens, n,
+    …].
+    """
+    found = [
+        name
+        for name, layer in model.named_modules()
+        if getattr(layer, "batch_first", True) is False
+    ]
     places = {name.rpartition(".")[0] for name in found}
     stacks = (nn.TransformerEncoder, nn.TransformerDecoder, nn.Transformer)
     around = {
-        name for name, layer in model.named_modules() if isinstance(layer, stacks) and any(f.startswith(name) for f in found)
+        name
+        for name, layer in model.named_modules()
+        if isinstance(layer, stacks) and any(f.startswith(name) for f in found)
     }
     return {f"{place}." if place else "" for place in places | around}
 

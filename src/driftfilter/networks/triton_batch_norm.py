@@ -1,7 +1,9 @@
-"""Kernels for batch norms on a GPU: what a step asks of each layer, in as few passes over its memory as can be.
+"""Kernels for batch norms on a GPU: what a step asks of each layer, in as few passes over its
+memory as can be.
 
-Triton, where torch has it; elsewhere ``fits`` is False and the same is worked out by torch's own operations (statistics, rows).
-Layouts: a tensor [m, c, …] is seen as m samples of s positions of c channels, channels first or last.
+Triton, where torch has it; elsewhere ``fits`` is False and the same is worked out by torch's own
+operations (statistics, rows). Layouts: a tensor [m, c, …] is seen as m samples of s positions of c
+channels, channels first or last.
 """
 
 from __future__ import annotations
@@ -28,7 +30,17 @@ if available:
 
     @triton.jit  # type: ignore[untyped-decorator]
     def _sample_sums(  # type: ignore[no-untyped-def]
-        flow, inputs, mean, sums, m, c, s, channel_step, position_step, C: tl.constexpr, S: tl.constexpr
+        flow,
+        inputs,
+        mean,
+        sums,
+        m,
+        c,
+        s,
+        channel_step,
+        position_step,
+        C: tl.constexpr,
+        S: tl.constexpr,
     ):
         """One sample, C channels: Σ δ and Σ δ (x - mean) over the positions."""
         sample, channels = tl.program_id(0), tl.program_id(1) * C + tl.arange(0, C)
@@ -50,9 +62,21 @@ if available:
 
     @triton.jit  # type: ignore[untyped-decorator]
     def _part_sums(  # type: ignore[no-untyped-def]
-        inputs, center, parts, m, c, s, channel_step, position_step, P: tl.constexpr, C: tl.constexpr, S: tl.constexpr
+        inputs,
+        center,
+        parts,
+        m,
+        c,
+        s,
+        channel_step,
+        position_step,
+        P: tl.constexpr,
+        C: tl.constexpr,
+        S: tl.constexpr,
     ):
-        """Every P-th sample, C channels: Σ (x - center) and its square; a center near the mean keeps the digits."""
+        """Every P-th sample, C channels: Σ (x - center) and its square; a center near the mean
+        keeps the digits.
+        """
         part, channels = tl.program_id(0), tl.program_id(1) * C + tl.arange(0, C)
         inside = channels < c
         middle = tl.load(center + channels, inside, 0.0)
@@ -72,8 +96,12 @@ if available:
         tl.store(parts + (P + part) * c + channels, second, inside)
 
     @triton.jit  # type: ignore[untyped-decorator]
-    def _blend(parts, center, variance, trust, out, c, count, share, eps, P: tl.constexpr, C: tl.constexpr):  # type: ignore[no-untyped-def]
-        """C channels: the batch's moments from the parts, and their mixture with the carried ones (see statistics)."""
+    def _blend(  # type: ignore[no-untyped-def]
+        parts, center, variance, trust, out, c, count, share, eps, P: tl.constexpr, C: tl.constexpr
+    ):
+        """C channels: the batch's moments from the parts, and their mixture with the carried ones
+        (see statistics).
+        """
         channels = tl.program_id(0) * C + tl.arange(0, C)
         inside = channels < c
         at = tl.arange(0, P)[:, None] * c + channels[None, :]
@@ -92,25 +120,42 @@ if available:
 
     @triton.jit  # type: ignore[untyped-decorator]
     def _totals(sums, weight, blend, out, m, c, C: tl.constexpr, M: tl.constexpr):  # type: ignore[no-untyped-def]
-        """C channels: the sums of all samples, about the blend's mean and the batch's, and the slope w r."""
+        """C channels: the sums of all samples, about the blend's mean and the batch's, and the
+        slope w r.
+        """
         channels = tl.program_id(0) * C + tl.arange(0, C)
         inside = channels < c
         total, spread = tl.zeros((C,), tl.float32), tl.zeros((C,), tl.float32)
         for sample in range(0, m, M):
             samples = sample + tl.arange(0, M)
-            at, there = samples[:, None] * c + channels[None, :], (samples < m)[:, None] & inside[None, :]
+            at, there = (
+                samples[:, None] * c + channels[None, :],
+                (samples < m)[:, None] & inside[None, :],
+            )
             total += tl.sum(tl.load(sums + at, there, 0.0), 0)
             spread += tl.sum(tl.load(sums + m * c + at, there, 0.0), 0)
-        mean, scale = tl.load(blend + channels, inside, 0.0), tl.load(blend + 2 * c + channels, inside, 0.0)
-        own_mean, own_scale = tl.load(blend + 3 * c + channels, inside, 0.0), tl.load(blend + 4 * c + channels, inside, 1.0)
+        mean, scale = (
+            tl.load(blend + channels, inside, 0.0),
+            tl.load(blend + 2 * c + channels, inside, 0.0),
+        )
+        own_mean, own_scale = (
+            tl.load(blend + 3 * c + channels, inside, 0.0),
+            tl.load(blend + 4 * c + channels, inside, 1.0),
+        )
         tl.store(out + channels, total, inside)
         tl.store(out + c + channels, spread * scale, inside)
         tl.store(out + 2 * c + channels, spread + (mean - own_mean) * total, inside)
-        tl.store(out + 3 * c + channels, tl.load(weight + channels, inside, 0.0) * scale / own_scale, inside)
+        tl.store(
+            out + 3 * c + channels,
+            tl.load(weight + channels, inside, 0.0) * scale / own_scale,
+            inside,
+        )
 
 
 def fits(inputs: Tensor) -> bool:
-    """Whether the kernels take such inputs of a batch norm: on a GPU, dense, in single or half precision."""
+    """Whether the kernels take such inputs of a batch norm: on a GPU, dense, in single or half
+    precision.
+    """
     kinds = (torch.float32, torch.bfloat16, torch.float16)
     return available and inputs.is_cuda and inputs.dtype in kinds and _layout(inputs) is not None
 
@@ -137,7 +182,9 @@ def _steps(values: Tensor) -> tuple[int, int, int, int, int]:
 
 
 def sample_sums(flow: Tensor, inputs: Tensor, mean: Tensor) -> Tensor:
-    """Σ_s δ and Σ_s δ (x - mean) over the positions s of every sample [2, m, c], in float32; δ, x [m, c, …], mean [c]."""
+    """Σ_s δ and Σ_s δ (x - mean) over the positions s of every sample [2, m, c], in float32; δ, x
+    [m, c, …], mean [c].
+    """
     flow, steps = _dense(flow, inputs), _steps(inputs)
     m, c = steps[:2]
     sums = torch.empty((2, m, c), dtype=torch.float32, device=inputs.device)
@@ -146,8 +193,11 @@ def sample_sums(flow: Tensor, inputs: Tensor, mean: Tensor) -> Tensor:
     return sums
 
 
-def blend(inputs: Tensor, carried: tuple[Tensor, Tensor], trust: Tensor, share: float, eps: float) -> Tensor:
-    """The moments of a batch [m, c, …] mixed with carried ones, at the share α = share · trust (see statistics): [5, c].
+def blend(
+    inputs: Tensor, carried: tuple[Tensor, Tensor], trust: Tensor, share: float, eps: float
+) -> Tensor:
+    """The moments of a batch [m, c, …] mixed with carried ones, at the share α = share · trust (see
+    statistics): [5, c].
 
     Mean, variance and 1 / σ of the mixture; mean and 1 / σ of the batch.
     """
@@ -156,8 +206,12 @@ def blend(inputs: Tensor, carried: tuple[Tensor, Tensor], trust: Tensor, share: 
     parts = torch.empty((2, _PARTS, c), dtype=torch.float32, device=inputs.device)
     found = torch.empty((5, c), dtype=torch.float32, device=inputs.device)
     tiles = triton.cdiv(c, _CHANNELS)
-    _part_sums[_PARTS, tiles](inputs, carried[0], parts, *steps, P=_PARTS, C=_CHANNELS, S=_POSITIONS)
-    _blend[tiles,](parts, *carried, trust, found, c, float(m * s), share, eps, P=_PARTS, C=_CHANNELS)
+    _part_sums[_PARTS, tiles](
+        inputs, carried[0], parts, *steps, P=_PARTS, C=_CHANNELS, S=_POSITIONS
+    )
+    _blend[tiles,](
+        parts, *carried, trust, found, c, float(m * s), share, eps, P=_PARTS, C=_CHANNELS
+    )
     return found
 
 
@@ -180,10 +234,14 @@ class SampleSums:
 
 
 class Renormalized(torch.autograd.Function):
-    """(x - mean) / σ · w + b with the derivative of batch renormalisation (see statistics); ``moments``: of ``blend``."""
+    """(x - mean) / σ · w + b with the derivative of batch renormalisation (see statistics);
+    ``moments``: of ``blend``.
+    """
 
     @staticmethod
-    def forward(ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor, moments: Tensor, sums: SampleSums) -> Tensor:
+    def forward(
+        ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor, moments: Tensor, sums: SampleSums
+    ) -> Tensor:
         """One pass."""
         ctx.save_for_backward(inputs, weight)
         ctx.moments, ctx.sums = moments, sums
@@ -194,17 +252,23 @@ class Renormalized(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, flow: Tensor) -> tuple[Tensor | None, ...]:
-        """With r and d fixed, dx = w r / σ_b (δ - mean δ - x̂_b mean δ x̂_b): two passes, of which rows need the first too."""
+        """With r and d fixed, dx = w r / σ_b (δ - mean δ - x̂_b mean δ x̂_b): two passes, of which
+        rows need the first too.
+        """
         inputs, weight = ctx.saved_tensors
         flow, sums = _dense(flow, inputs), ctx.sums.of(flow)
         ctx.sums.forget()
         m, c = inputs.shape[:2]
         found = torch.empty((4, c), dtype=torch.float32, device=inputs.device)
-        _totals[triton.cdiv(c, _CHANNELS),](sums, weight, ctx.moments, found, m, c, C=_CHANNELS, M=_POSITIONS)
+        _totals[triton.cdiv(c, _CHANNELS),](
+            sums, weight, ctx.moments, found, m, c, C=_CHANNELS, M=_POSITIONS
+        )
         total, own, centered, slope = found
         gradient = None
         if ctx.needs_input_grad[0]:
             count = torch.full((1,), inputs.numel() // c, dtype=torch.int32, device=inputs.device)
             _, _, _, batch_mean, batch_scale = ctx.moments
-            gradient = torch.batch_norm_backward_elemt(flow, inputs, batch_mean, batch_scale, slope, total, centered, count)
+            gradient = torch.batch_norm_backward_elemt(
+                flow, inputs, batch_mean, batch_scale, slope, total, centered, count
+            )
         return gradient, own, total, None, None

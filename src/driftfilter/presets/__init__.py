@@ -1,4 +1,6 @@
-"""The table of presets: published methods (published.py), the paper's and ours, by name; and the recipe of one for a model."""
+"""The table of presets: published methods (published.py), the paper's and ours, by name; and the
+recipe of one for a model.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,16 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from driftfilter.base.checks import nearest, require, warn
-from driftfilter.presets.ours import bong_diag, bong_lowrank, driftfilter, driftfilter_aug, head_bong, head_ekf, opgd, opgd_diag
+from driftfilter.presets.ours import (
+    bong_diag,
+    bong_lowrank,
+    driftfilter,
+    driftfilter_aug,
+    head_bong,
+    head_ekf,
+    opgd,
+    opgd_diag,
+)
 from driftfilter.presets.published import (
     bacs,
     bn,
@@ -75,26 +86,34 @@ PRESETS: dict[str, Callable[..., Recipe]] = {
 }
 
 
-# At their published rates only for networks with batch normalisation: they push every sample, certain or not, and on the
-# shipped network with group normalisation they fall below the source (docs/presets.md).
+# At their published rates only for networks with batch normalisation: they push every sample,
+# certain or not, and on the shipped network with group normalisation they fall below the source
+# (docs/presets.md).
 FOR_BATCH_NORM = ("tent", "pl", "rpl", "conjugate", "slr", "roid", "cmf", "bacs")
 
 
-# What is safe in place of a default for networks without batch normalisation: their gradients are larger, and nothing but
-# information maximisation keeps the classes apart.
+# What is safe in place of a default for networks without batch normalisation: their gradients are
+# larger, and nothing but information maximisation keeps the classes apart.
 _SAFE = {"variance": 0.01, "balance": 3.0, "temperature": 2.0}
 
 
 WITHOUT_BATCH_NORM: dict[str, dict[str, float]] = {"driftfilter": _SAFE, "driftfilter_aug": _SAFE}
 
 
-def for_model(model: nn.Module, name: str, options: Mapping[str, Any], beside: Sequence[str] = ()) -> Recipe:
-    """The recipe of a preset, with what is safe for the norms of a network where an option does not say otherwise."""
+def for_model(
+    model: nn.Module, name: str, options: Mapping[str, Any], beside: Sequence[str] = ()
+) -> Recipe:
+    """The recipe of a preset, with what is safe for the norms of a network where an option does not
+    say otherwise.
+    """
     layers = list(model.modules()) if isinstance(model, nn.Module) else []
     by_batch = any(isinstance(layer, _BatchNorm) for layer in layers)
     by_group = any(isinstance(layer, nn.GroupNorm) for layer in layers) and not by_batch
     if name in FOR_BATCH_NORM and "lr" not in options and by_group:
-        warn(f"{name!r} at its published rate was seen to lose accuracy under group norm (docs/presets.md); lower lr")
+        warn(
+            f"{name!r} at its published rate was seen to lose accuracy under group norm "
+            "(docs/presets.md); lower lr"
+        )
     safer = {} if by_batch else WITHOUT_BATCH_NORM.get(name, {})
     return recipe_of(name, {**safer, **options}, beside)
 
@@ -108,13 +127,16 @@ def get(name: str, **options: Any) -> Recipe:
     """The recipe of a preset, with some of its hyper-parameters, or fields of the recipe, changed.
 
     >>> get("tent", lr=0.01).inference
-    GradientStep(rule=Adam(lr=0.01, betas=(0.9, 0.999), eps=1e-08), anchor=0.0, radius=0.0, reference=0, keep_gradient=False)
+    GradientStep(rule=Adam(lr=0.01, betas=(0.9, 0.999), eps=1e-08), anchor=0.0, radius=0.0,
+                 reference=0, keep_gradient=False)
     """
     return recipe_of(name, options)
 
 
 def recipe_of(name: str, options: Mapping[str, Any], beside: Sequence[str] = ()) -> Recipe:
-    """The same; an error about an option that is not known names those ``beside`` the preset's, too."""
+    """The same; an error about an option that is not known names those ``beside`` the preset's,
+    too.
+    """
     known = isinstance(name, str) and name in PRESETS
     require(known, "preset", name, f"one of {names()}{nearest(str(name), names())}")
     signature = inspect.signature(PRESETS[name])
@@ -123,5 +145,10 @@ def recipe_of(name: str, options: Mapping[str, Any], beside: Sequence[str] = ())
     known_fields = [item.name for item in fields(Recipe)]
     for key in others:
         possible = [*signature.parameters, *known_fields, *beside]
-        require(key in known_fields, f"option of preset {name!r}", key, f"one of {possible}{nearest(key, possible)}")
+        require(
+            key in known_fields,
+            f"option of preset {name!r}",
+            key,
+            f"one of {possible}{nearest(key, possible)}",
+        )
     return replace(PRESETS[name](**own), **others)

@@ -31,11 +31,13 @@ def _paper(structure: Structure, beta: float, variance: float, rank: int = 256) 
 
 
 def opgd(beta: float = 2.0, variance: float = 0.1, rank: int = 256) -> Recipe:
-    """The paper's online preconditioned gradient descent: information maximisation with β = 2, and the full empirical
-    Fisher of the batch against an isotropic prior that every step renews. Exact in the mean for any ``rank``.
+    """The paper's online preconditioned gradient descent: information maximisation with β = 2, and
+    the full empirical Fisher of the batch against an isotropic prior that every step renews. Exact
+    in the mean for any ``rank``.
 
-    Predicts before the step, which saves a forward pass; ``predict_from="posterior"`` gains a little. The variance was chosen
-    on speckle, blur, saturation and spatter with the shipped ResNet-20.
+    Predicts before the step, which saves a forward pass; ``predict_from="posterior"`` gains a
+    little. The variance was chosen on speckle, blur, saturation and spatter with the shipped
+    ResNet-20.
     """
     return _paper("low_rank", beta, variance, rank)
 
@@ -46,13 +48,19 @@ def opgd_diag(beta: float = 2.0, variance: float = 0.08) -> Recipe:
 
 
 def bong_diag(beta: float = 2.0, variance: float = 0.02, samples: int = 2) -> Recipe:
-    """Bayesian online natural gradient: opgd_diag with gradient and Fisher averaged over draws from the prior."""
+    """Bayesian online natural gradient: opgd_diag with gradient and Fisher averaged over draws from
+    the prior.
+    """
     return replace(_paper("diagonal", beta, variance), inference=Bong(EmpiricalFisher(), samples))
 
 
-def bong_lowrank(beta: float = 2.0, variance: float = 0.02, samples: int = 2, rank: int = 64) -> Recipe:
+def bong_lowrank(
+    beta: float = 2.0, variance: float = 0.02, samples: int = 2, rank: int = 64
+) -> Recipe:
     """The same with the full Fisher, kept at a low rank."""
-    return replace(_paper("low_rank", beta, variance, rank), inference=Bong(EmpiricalFisher(), samples))
+    return replace(
+        _paper("low_rank", beta, variance, rank), inference=Bong(EmpiricalFisher(), samples)
+    )
 
 
 def driftfilter(
@@ -67,14 +75,17 @@ def driftfilter(
     momentum: float = 0.5,
     diversity: float = 4.0,
 ) -> Recipe:
-    """Ours, the default: one forward and one backward pass, no augmentation. The soft likelihood ratio of reliable samples,
-    with ``balance`` times information maximisation against collapse, moves the norm parameters, the early layers more than
-    the deep ones, by at most ``radius`` a step, and they revert to the source.
+    """Ours, the default: one forward and one backward pass, no augmentation. The soft likelihood
+    ratio of reliable samples, with ``balance`` times information maximisation against collapse,
+    moves the norm parameters, the early layers more than the deep ones, by at most ``radius`` a
+    step, and they revert to the source.
 
-    Batch normalisation carries its statistics, and trusts a batch the less the fewer classes are in it. Predicts before the
-    step, at the ``temperature`` that the belief's own variance of the logits asks for (``Moderated``), or at one that is given.
-    Batches below 100 samples take smaller steps. All was chosen on speckle noise, blur, saturation and spatter
-    (docs/benchmarks.md); without batch normalisation `adapt` takes a smaller ``variance``, more ``balance`` and temperature 2.
+    Batch normalisation carries its statistics, and trusts a batch the less the fewer classes are in
+    it. Predicts before the step, at the ``temperature`` that the belief's own variance of the
+    logits asks for (``Moderated``), or at one that is given. Batches below 100 samples take smaller
+    steps. All was chosen on speckle noise, blur, saturation and spatter (docs/benchmarks.md);
+    without batch normalisation `adapt` takes a smaller ``variance``, more ``balance`` and
+    temperature 2.
     """
     loss = Sum((SoftLikelihoodRatio(ceiling), InformationMaximization()), (1.0, balance))
     return Recipe(
@@ -102,10 +113,13 @@ def driftfilter_aug(
     consistency: float = 0.3,
     augmentation: Augmentation | None = None,
 ) -> Recipe:
-    """The same for inputs and their mirror images: the loss is that of both, plus the symmetric cross-entropy between them,
-    and the prediction is from their mean logits. Another ``augmentation`` that preserves labels may take the mirror's place.
+    """The same for inputs and their mirror images: the loss is that of both, plus the symmetric
+    cross-entropy between them, and the prediction is from their mean logits. Another
+    ``augmentation`` that preserves labels may take the mirror's place.
     """
-    recipe = driftfilter(beta, variance, taper, rho, ceiling, balance, radius, temperature, momentum, diversity)
+    recipe = driftfilter(
+        beta, variance, taper, rho, ceiling, balance, radius, temperature, momentum, diversity
+    )
     agreement = Consistency(augmentation or Mirror(), divergence="symmetric", target="moving")
     own = as_loss("driftfilter_aug", recipe.observation.loss)
     loss = Sum((own, agreement), (1.0, consistency), each_view=True)
@@ -127,9 +141,15 @@ def _head(structure: Structure, rank: int, beta: float, variance: float, rho: fl
 
 
 def head_ekf(
-    beta: float = 2.0, variance: float = 0.01, rho: float = 0.99, structure: Structure = "low_rank", rank: int = 64
+    beta: float = 2.0,
+    variance: float = 0.01,
+    rho: float = 0.99,
+    structure: Structure = "low_rank",
+    rank: int = 64,
 ) -> Recipe:
-    """An extended Kalman filter on the last layer, with the curvature of the loss; predicts with Gaussian logits."""
+    """An extended Kalman filter on the last layer, with the curvature of the loss; predicts with
+    Gaussian logits.
+    """
     return replace(_head(structure, rank, beta, variance, rho), inference=Linearized(Hessian()))
 
 

@@ -1,9 +1,10 @@
 """Published methods as compositions: each is a recipe, and says why it is the method it names.
 
-Hyper-parameters are the authors', or those of the benchmark code for CIFAR-10-C where the authors have none. What differs
-from the authors' code stands in the docstring. Left out: LAME (no parameters: a random field over one batch), NOTE and RoTTA
-(their memory of past samples is a data buffer, not a state of the parameters; ``window`` is the nearest thing here), and the
-centroid pseudo-labels of SHOT, which need the whole target set.
+Hyper-parameters are the authors', or those of the benchmark code for CIFAR-10-C where the authors
+have none. What differs from the authors' code stands in the docstring. Left out: LAME (no
+parameters: a random field over one batch), NOTE and RoTTA (their memory of past samples is a data
+buffer, not a state of the parameters; ``window`` is the nearest thing here), and the centroid
+pseudo-labels of SHOT, which need the whole target set.
 """
 
 from __future__ import annotations
@@ -14,7 +15,13 @@ from typing import Any
 from driftfilter.inference.linearized import Frozen
 from driftfilter.inference.optimizers import SGD, Adam, GradientStep
 from driftfilter.inference.prediction import FromTeacher, MonteCarlo, PriorCorrection
-from driftfilter.inference.resets import ContinualMomentum, ResetBelow, ResetEvery, RestoreIrrelevant, RestoreRandomly
+from driftfilter.inference.resets import (
+    ContinualMomentum,
+    ResetBelow,
+    ResetEvery,
+    RestoreIrrelevant,
+    RestoreRandomly,
+)
 from driftfilter.model.dynamics import MeanReversion, RandomWalk
 from driftfilter.model.losses import (
     ConjugatePseudoLabel,
@@ -40,44 +47,60 @@ from driftfilter.source.posterior import Gaussian, Laplace
 
 
 def _descent(loss: Loss, lr: float, **others: Any) -> Recipe:
-    """Adam on the mean loss of a batch, from a point mass, predicting before the step: what most methods share."""
-    return replace(Recipe(observation=Gibbs(loss), inference=GradientStep(Adam(lr)), predict_from="prior"), **others)
+    """Adam on the mean loss of a batch, from a point mass, predicting before the step: what most
+    methods share.
+    """
+    return replace(
+        Recipe(observation=Gibbs(loss), inference=GradientStep(Adam(lr)), predict_from="prior"),
+        **others,
+    )
 
 
 def source() -> Recipe:
-    """The model as it was trained, because nothing is learned and batch normalisation keeps the source's statistics."""
+    """The model as it was trained, because nothing is learned and batch normalisation keeps the
+    source's statistics.
+    """
     return Recipe(Smallest(), statistics="source", inference=Frozen(), predict_from="prior")
 
 
 def bn(statistics: Statistics = "batch") -> Recipe:
     """BN adaptation, because only the statistics of batch normalisation follow the stream.
 
-    ``PseudoCount(16)`` is Schneider et al.'s blend with the source (with the mixture's variance term, which most code
-    omits), ``Ema(0.1)`` running statistics.
+    ``PseudoCount(16)`` is Schneider et al.'s blend with the source (with the mixture's variance
+    term, which most code omits), ``Ema(0.1)`` running statistics.
     """
     return Recipe(Smallest(), statistics=statistics, inference=Frozen(), predict_from="prior")
 
 
 def tent(lr: float = 1e-3) -> Recipe:
-    """TENT, because the mean of a point mass over the norm parameters takes Adam's step on the mean entropy.
+    """TENT, because the mean of a point mass over the norm parameters takes Adam's step on the mean
+    entropy.
 
-    As a filter it would be exact for SGD without momentum only: Σ⁻ = lr I, F = 0. The model stays in evaluation mode.
+    As a filter it would be exact for SGD without momentum only: Σ⁻ = lr I, F = 0. The model stays
+    in evaluation mode.
     """
     return _descent(Entropy(), lr)
 
 
 def pl(lr: float = 1e-3, threshold: float = 0.9) -> Recipe:
-    """Pseudo-labels, because the loss is the cross-entropy to the most likely class, over samples confident enough."""
-    return _descent(PseudoLabel(threshold), lr, observation=Gibbs(PseudoLabel(threshold), over="kept"))
+    """Pseudo-labels, because the loss is the cross-entropy to the most likely class, over samples
+    confident enough.
+    """
+    return _descent(
+        PseudoLabel(threshold), lr, observation=Gibbs(PseudoLabel(threshold), over="kept")
+    )
 
 
 def rpl(lr: float = 1e-3, q: float = 0.8) -> Recipe:
-    """Robust pseudo-labels, because the loss is the generalised cross-entropy (1 - p^q) / q of the most likely class."""
+    """Robust pseudo-labels, because the loss is the generalised cross-entropy (1 - p^q) / q of the
+    most likely class.
+    """
     return _descent(GeneralizedCrossEntropy(q), lr)
 
 
 def conjugate(lr: float = 1e-3, epsilon: float = 0.0) -> Recipe:
-    """Conjugate pseudo-labels, because the loss is the conjugate of the source's (ε = 0: cross-entropy, ε = 6: PolyLoss).
+    """Conjugate pseudo-labels, because the loss is the conjugate of the source's (ε = 0:
+    cross-entropy, ε = 6: PolyLoss).
 
     For ε = 0 it is the entropy. SGD with momentum 0.9; predicts after the step, as the authors do.
     """
@@ -86,9 +109,11 @@ def conjugate(lr: float = 1e-3, epsilon: float = 0.0) -> Recipe:
 
 
 def shot_im(lr: float = 1e-3) -> Recipe:
-    """SHOT-IM, because the loss is the information maximisation mean H(p_i) - H(p̄) and the head stays.
+    """SHOT-IM, because the loss is the information maximisation mean H(p_i) - H(p̄) and the head
+    stays.
 
-    Online, on the norm parameters (the authors: offline epochs on the whole feature extractor, 1e-5 inside the logarithms).
+    Online, on the norm parameters (the authors: offline epochs on the whole feature extractor, 1e-5
+    inside the logarithms).
     """
     return _descent(InformationMaximization(), lr)
 
@@ -98,20 +123,25 @@ def _gated(margin: float, similarity: float) -> Gibbs:
 
 
 def eta(lr: float = 1e-3, margin: float = 0.4, similarity: float = 0.4) -> Recipe:
-    """ETA, because samples that are uncertain or like those before are left out, and others count exp(E₀ - H).
+    """ETA, because samples that are uncertain or like those before are left out, and others count
+    exp(E₀ - H).
 
-    The mean is over the samples kept. ImageNet: similarity 0.05, SGD 2.5e-4. Where none is kept the authors skip the step;
-    here the transition still applies, which for a random walk is the same.
+    The mean is over the samples kept. ImageNet: similarity 0.05, SGD 2.5e-4. Where none is kept the
+    authors skip the step; here the transition still applies, which for a random walk is the same.
     """
     return _descent(Entropy(), lr, observation=_gated(margin, similarity))
 
 
-def eata(lr: float = 1e-3, margin: float = 0.4, similarity: float = 0.4, alpha: float = 1.0) -> Recipe:
-    """EATA, because it is ETA with the gradient of α Σ_j F_j (θ_j - θ_Sj)², a Gaussian source posterior as fixed anchor.
+def eata(
+    lr: float = 1e-3, margin: float = 0.4, similarity: float = 0.4, alpha: float = 1.0
+) -> Recipe:
+    """EATA, because it is ETA with the gradient of α Σ_j F_j (θ_j - θ_Sj)², a Gaussian source
+    posterior as fixed anchor.
 
-    F is the authors' Fisher from unlabeled source ``data`` (2,000 samples in their code): the mean over batches of the squared
-    gradient of the batch's mean cross-entropy to its own labels. Without data it is ETA. ImageNet: α = 2000. A step that
-    keeps no sample does not pull either, as theirs.
+    F is the authors' Fisher from unlabeled source ``data`` (2,000 samples in their code): the mean
+    over batches of the squared gradient of the batch's mean cross-entropy to its own labels.
+    Without data it is ETA. ImageNet: α = 2000. A step that keeps no sample does not pull either, as
+    theirs.
     """
     fisher = Laplace(per="batch", scale="mean", precision=1e-12, labels="predicted")
     anchored = GradientStep(Adam(lr), anchor=2 * alpha)
@@ -119,7 +149,9 @@ def eata(lr: float = 1e-3, margin: float = 0.4, similarity: float = 0.4, alpha: 
 
 
 def slr(lr: float = 1e-3) -> Recipe:
-    """Soft likelihood ratio, because that is the loss, bounded at p = 0.99 as ROID's code has it."""
+    """Soft likelihood ratio, because that is the loss, bounded at p = 0.99 as ROID's code has
+    it.
+    """
     return _descent(SoftLikelihoodRatio(ceiling=0.99), lr)
 
 
@@ -129,11 +161,13 @@ def _roid_observation(augmentation: Augmentation) -> Gibbs:
 
 
 def roid(lr: float = 1e-3, rho: float = 0.99, augmentation: Augmentation | None = None) -> Recipe:
-    """ROID, because certain and diverse samples weigh more, the loss is SLR plus symmetric cross-entropy to an augmented
-    view (differentiated on both sides), and weights revert to the source by 1 - ρ a step: mean reversion, exactly.
+    """ROID, because certain and diverse samples weigh more, the loss is SLR plus symmetric
+    cross-entropy to an augmented view (differentiated on both sides), and weights revert to the
+    source by 1 - ρ a step: mean reversion, exactly.
 
-    Predicts before the step, with its correction for the batch's class prior. The authors augment only the samples kept, so
-    that their batch statistics differ; and their augmentation is another one.
+    Predicts before the step, with its correction for the batch's class prior. The authors augment
+    only the samples kept, so that their batch statistics differ; and their augmentation is another
+    one.
     """
     return _descent(
         Entropy(),
@@ -145,8 +179,12 @@ def roid(lr: float = 1e-3, rho: float = 0.99, augmentation: Augmentation | None 
 
 
 def cmf(lr: float = 1e-3, rho: float = 0.99, augmentation: Augmentation | None = None) -> Recipe:
-    """CMF, because a scalar Kalman filter follows the parameters that ROID's loss proposes, and pulls them to itself."""
-    return replace(roid(lr, augmentation=augmentation), transition=Transition(), upkeep=ContinualMomentum(rho))
+    """CMF, because a scalar Kalman filter follows the parameters that ROID's loss proposes, and
+    pulls them to itself.
+    """
+    return replace(
+        roid(lr, augmentation=augmentation), transition=Transition(), upkeep=ContinualMomentum(rho)
+    )
 
 
 def cotta(
@@ -157,10 +195,12 @@ def cotta(
     copies: int = 32,
     augmentation: Augmentation | None = None,
 ) -> Recipe:
-    """CoTTA, because all parameters follow the cross-entropy to a slow teacher, which is averaged over augmentations where
-    the source is unsure, and each parameter goes back to its source value with probability 0.01 after a step.
+    """CoTTA, because all parameters follow the cross-entropy to a slow teacher, which is averaged
+    over augmentations where the source is unsure, and each parameter goes back to its source value
+    with probability 0.01 after a step.
 
-    Predicts with the teacher. The augmentation differs from the authors' (no hue, saturation and blur).
+    Predicts with the teacher. The augmentation differs from the authors' (no hue, saturation and
+    blur).
     """
     teacher = Teacher(momentum, augmentation or ImageViews(), copies, confidence)
     return _descent(
@@ -182,39 +222,57 @@ def petal(
     copies: int = 32,
     augmentation: Augmentation | None = None,
 ) -> Recipe:
-    """PETAL, because it is CoTTA with the pull λ Λ_S (θ - θ_S) of a Gaussian source posterior, and restores the
-    parameters whose squared gradient is below its 3 % quantile.
+    """PETAL, because it is CoTTA with the pull λ Λ_S (θ - θ_S) of a Gaussian source posterior, and
+    restores the parameters whose squared gradient is below its 3 % quantile.
 
-    Λ_S is a diagonal Laplace posterior from source ``data``, where the authors retrain with SWAG; without data λ = 0.
+    Λ_S is a diagonal Laplace posterior from source ``data``, where the authors retrain with SWAG;
+    without data λ = 0.
     """
     recipe = cotta(lr, momentum, 0.0, confidence, copies, augmentation)
     anchored = GradientStep(Adam(lr), anchor=strength, keep_gradient=True)
     return replace(recipe, source=Laplace(), inference=anchored, upkeep=RestoreIrrelevant(quantile))
 
 
-def bacs(lr: float = 1e-3, strength: float = 1e-4, samples: int = 10, precision: float = 100.0) -> Recipe:
-    """BACS, because the entropy is minimised under a Gaussian source posterior as anchor, and an ensemble predicts.
+def bacs(
+    lr: float = 1e-3, strength: float = 1e-4, samples: int = 10, precision: float = 100.0
+) -> Recipe:
+    """BACS, because the entropy is minimised under a Gaussian source posterior as anchor, and an
+    ensemble predicts.
 
-    One posterior with ``samples`` draws of the same covariance, where the authors adapt each member of an ensemble (of
-    SWAG posteriors) by itself; a diagonal Laplace posterior from source ``data``. Without data it is TENT.
+    One posterior with ``samples`` draws of the same covariance, where the authors adapt each member
+    of an ensemble (of SWAG posteriors) by itself; a diagonal Laplace posterior from source
+    ``data``. Without data it is TENT.
     """
     posterior, anchored = Laplace(precision=precision), GradientStep(Adam(lr), anchor=strength)
-    return _descent(Entropy(), lr, source=posterior, inference=anchored, prediction=MonteCarlo(samples))
+    return _descent(
+        Entropy(), lr, source=posterior, inference=anchored, prediction=MonteCarlo(samples)
+    )
 
 
-_SAR_FROZEN = ("*layer4*", "*blocks.9*", "*blocks.10*", "*blocks.11*", "norm")  # anywhere in a name, as theirs
+_SAR_FROZEN = (
+    "*layer4*",
+    "*blocks.9*",
+    "*blocks.10*",
+    "*blocks.11*",
+    "norm",
+)  # anywhere in a name, as theirs
 
 
 def sar(
-    lr: float = 2.5e-4, margin: float = 0.4, radius: float = 0.05, loss: float = 0.2, frozen: tuple[str, ...] = _SAR_FROZEN
+    lr: float = 2.5e-4,
+    margin: float = 0.4,
+    radius: float = 0.05,
+    loss: float = 0.2,
+    frozen: tuple[str, ...] = _SAR_FROZEN,
 ) -> Recipe:
-    """SAR, because the gradient of the entropy of reliable samples is taken at the worst point within a radius, on the
-    samples still reliable there, and a running loss below a threshold resets the model.
+    """SAR, because the gradient of the entropy of reliable samples is taken at the worst point
+    within a radius, on the samples still reliable there, and a running loss below a threshold
+    resets the model.
 
-    Below 32 samples the rate shrinks in proportion (the authors double it again for one sample). The last norm layers are
-    ``frozen``, by their names. A reset also clears the running loss (in the authors' code it
-    survives). A step that keeps no sample does nothing (theirs goes on along the momentum). The threshold 0.2 and the learning
-    rate are for 1,000 classes.
+    Below 32 samples the rate shrinks in proportion (the authors double it again for one sample).
+    The last norm layers are ``frozen``, by their names. A reset also clears the running loss (in
+    the authors' code it survives). A step that keeps no sample does nothing (theirs goes on along
+    the momentum). The threshold 0.2 and the learning rate are for 1,000 classes.
     """
     return Recipe(
         parameters=NormAffine(exclude=frozen),
@@ -226,11 +284,12 @@ def sar(
 
 
 def memo(lr: float = 5e-3, copies: int = 32, augmentation: Augmentation | None = None) -> Recipe:
-    """MEMO, because every sample is an episode of its own (ρ = 0 returns to the source before it): one SGD step of all
-    parameters on the entropy of the mean prediction over augmentations, then its prediction.
+    """MEMO, because every sample is an episode of its own (ρ = 0 returns to the source before it):
+    one SGD step of all parameters on the entropy of the mean prediction over augmentations, then
+    its prediction.
 
-    Batch normalisation counts the source as 16 samples, and sees one view at a time where the authors normalise all views of
-    a sample together. The authors' augmentation is AugMix.
+    Batch normalisation counts the source as 16 samples, and sees one view at a time where the
+    authors normalise all views of a sample together. The authors' augmentation is AugMix.
     """
     return Recipe(
         parameters=AllParameters(),
@@ -242,17 +301,21 @@ def memo(lr: float = 5e-3, copies: int = 32, augmentation: Augmentation | None =
     )
 
 
-def lora(rank: int = 4, lr: float = 1e-2, copies: int = 8, augmentation: Augmentation | None = None) -> Recipe:
-    """LoRA-TTT's frame, because new low-rank weights that start at B = 0 take one step on the marginal entropy of each sample
-    and are dropped (ρ = 0). The authors add a masked-image loss on CLIP; rank and rate are ours.
+def lora(
+    rank: int = 4, lr: float = 1e-2, copies: int = 8, augmentation: Augmentation | None = None
+) -> Recipe:
+    """LoRA-TTT's frame, because new low-rank weights that start at B = 0 take one step on the
+    marginal entropy of each sample and are dropped (ρ = 0). The authors add a masked-image loss on
+    CLIP; rank and rate are ours.
     """
     small = LoRA(rank)
     return replace(memo(lr, copies, augmentation), parameters=small)
 
 
 def t3a(capacity: int = 100) -> Recipe:
-    """T3A, because each class is the mean direction of its source row and of the confident features the source head called
-    by its name, the ``capacity`` of lowest entropy (0: all of them, which is the conjugate von Mises–Fisher update).
+    """T3A, because each class is the mean direction of its source row and of the confident features
+    the source head called by its name, the ``capacity`` of lowest entropy (0: all of them, which is
+    the conjugate von Mises–Fisher update).
     """
     return Recipe(
         parameters=Prototypes("inner_product"),
@@ -262,11 +325,14 @@ def t3a(capacity: int = 100) -> Recipe:
     )
 
 
-def stad(concentration: float = 1.0, variance: float = 0.1, drift: float = 1e-4, iterations: int = 3) -> Recipe:
-    """STAD with Gaussian prototypes, because they drift by a random walk and features are a mixture around them: EM gives
-    the shares, the conjugate update the posterior.
+def stad(
+    concentration: float = 1.0, variance: float = 0.1, drift: float = 1e-4, iterations: int = 3
+) -> Recipe:
+    """STAD with Gaussian prototypes, because they drift by a random walk and features are a mixture
+    around them: EM gives the shares, the conjugate update the posterior.
 
-    A window of one batch (the authors smooth over three); κ and the noise are fixed where the authors fit them.
+    A window of one batch (the authors smooth over three); κ and the noise are fixed where the
+    authors fit them.
     """
     return Recipe(
         parameters=Prototypes("gaussian", concentration, centered=True),
@@ -277,8 +343,15 @@ def stad(concentration: float = 1.0, variance: float = 0.1, drift: float = 1e-4,
     )
 
 
-def stad_vmf(concentration: float = 10.0, transition: float = 1000.0, strength: float = 1000.0, iterations: int = 3) -> Recipe:
-    """STAD with von Mises–Fisher prototypes, because it is the same on the sphere, the transition of concentration κ_trans."""
+def stad_vmf(
+    concentration: float = 10.0,
+    transition: float = 1000.0,
+    strength: float = 1000.0,
+    iterations: int = 3,
+) -> Recipe:
+    """STAD with von Mises–Fisher prototypes, because it is the same on the sphere, the transition
+    of concentration κ_trans.
+    """
     return Recipe(
         parameters=Prototypes("von_mises_fisher", concentration, strength, centered=True),
         statistics="source",
@@ -286,6 +359,8 @@ def stad_vmf(concentration: float = 10.0, transition: float = 1000.0, strength: 
     )
 
 
-def rdumb(steps: int = 1000, lr: float = 1e-3, margin: float = 0.4, similarity: float = 0.4) -> Recipe:
+def rdumb(
+    steps: int = 1000, lr: float = 1e-3, margin: float = 0.4, similarity: float = 0.4
+) -> Recipe:
     """RDumb, because it is ETA that starts again every 1,000 updates."""
     return replace(eta(lr, margin, similarity), upkeep=ResetEvery(steps))

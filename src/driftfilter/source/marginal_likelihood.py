@@ -2,8 +2,8 @@
 
     log Z(λ) = log p(D given θ_S) - ½ λ |θ_S|² + ½ d log λ - ½ log det(λ I + H),   prior N(0, I/λ)
 
-Its optimum is the one root of λ |θ_S|² = γ(λ) = Σ_j h_j / (h_j + λ), h the eigenvalues of H: the left side grows, the right
-side, the number of parameters that the data determine, falls.
+Its optimum is the one root of λ |θ_S|² = γ(λ) = Σ_j h_j / (h_j + λ), h the eigenvalues of H: the
+left side grows, the right side, the number of parameters that the data determine, falls.
 """
 
 from __future__ import annotations
@@ -36,18 +36,29 @@ def spectrum(covariance: Covariance) -> Tensor:
     raise refuse(type(covariance).__name__, "a marginal likelihood", "Full, Diagonal or Kronecker")
 
 
-def log_evidence(covariance: Covariance, precision: float, mean: Tensor, log_likelihood: float) -> float:
-    """log Z of N(mean, covariance), the Laplace approximation under the prior N(0, I/λ), λ = ``precision``."""
+def log_evidence(
+    covariance: Covariance, precision: float, mean: Tensor, log_likelihood: float
+) -> float:
+    """log Z of N(mean, covariance), the Laplace approximation under the prior N(0, I/λ), λ =
+    ``precision``.
+    """
     determinant = spectrum(covariance).log().sum().item()
     distance = precision * mean.double().square().sum().item()
     return log_likelihood - 0.5 * (distance - len(mean) * math.log(precision) + determinant)
 
 
-def marginal_precision(covariance: Covariance, precision: float, mean: Tensor, weight: float = 1.0) -> float:
+def marginal_precision(
+    covariance: Covariance, precision: float, mean: Tensor, weight: float = 1.0
+) -> float:
     """The λ of greatest evidence for H = weight · (Σ⁻¹ - precision I); bisection, to rounding."""
     curvature = weight * (spectrum(covariance) - precision).clamp_min(0)
     distance = mean.double().square().sum().item()
-    require(distance > 0, "Laplace: mean", "0", "other than 0 for the marginal likelihood, whose prior is around 0")
+    require(
+        distance > 0,
+        "Laplace: mean",
+        "0",
+        "other than 0 for the marginal likelihood, whose prior is around 0",
+    )
 
     def excess(log_precision: float) -> float:
         value = math.exp(log_precision)
@@ -66,12 +77,16 @@ def marginal_precision(covariance: Covariance, precision: float, mean: Tensor, w
 
 def reweighted(covariance: Covariance, before: float, after: float, weight: float) -> Covariance:
     """(λ' I + c H)⁻¹ from Σ = (λ I + H)⁻¹, λ = ``before``, λ' = ``after``, c = ``weight``."""
-    moved = covariance if after == weight * before else _tightened(covariance, after / weight - before)
+    moved = (
+        covariance if after == weight * before else _tightened(covariance, after / weight - before)
+    )
     return moved if weight == 1.0 else moved.propagate(1 / math.sqrt(weight), 0.0)
 
 
 def _tightened(covariance: Covariance, change: float) -> Covariance:
-    """(Σ⁻¹ + change · I)⁻¹, for a change that may be negative as long as this is positive definite."""
+    """(Σ⁻¹ + change · I)⁻¹, for a change that may be negative as long as this is positive
+    definite.
+    """
     if isinstance(covariance, Blocks):
         return Blocks(tuple(_tightened(part, change) for part in covariance.parts))
     if isinstance(covariance, Diagonal):

@@ -1,4 +1,6 @@
-"""The source posterior p(θ_S given D_S): what source data say about the parameters before the stream."""
+"""The source posterior p(θ_S given D_S): what source data say about the parameters before the
+stream.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,14 @@ from typing import Literal, Protocol, TypeAlias, final, get_args, runtime_checka
 import torch
 from torch import Tensor
 
-from driftfilter.base.checks import require, require_count, require_number, require_role, require_shape, unchecked
+from driftfilter.base.checks import (
+    require,
+    require_count,
+    require_number,
+    require_role,
+    require_shape,
+    unchecked,
+)
 from driftfilter.base.inputs import Inputs, batch_size, checked, each
 from driftfilter.base.randomness import Purpose, Randomness
 from driftfilter.gaussian.belief import Belief
@@ -37,9 +46,10 @@ Labeling: TypeAlias = Callable[[Tensor], Tensor]  # logits [n, k] -> class indic
 class SourceData:
     """Source samples in batches, with class indices or without.
 
-    ``inputs``: one tensor [N, ...], cut into batches of ``batch_size`` with its ``labels`` [N]; or batches one after the other,
-    such as a data loader gives: a tensor [n, ...], a mapping of what the model takes by name, or a pair of one and its labels.
-    They are read again where the model has changed: give a list or a loader, not an iterator.
+    ``inputs``: one tensor [N, ...], cut into batches of ``batch_size`` with its ``labels`` [N]; or
+    batches one after the other, such as a data loader gives: a tensor [n, ...], a mapping of what
+    the model takes by name, or a pair of one and its labels. They are read again where the model
+    has changed: give a list or a loader, not an iterator.
 
     >>> import torch
     >>> [len(inputs) for inputs, _ in SourceData(torch.zeros(5, 3), batch_size=2)]
@@ -52,18 +62,32 @@ class SourceData:
 
     def __post_init__(self) -> None:
         require_count("SourceData.batch_size", self.batch_size, 1)
-        usable = isinstance(self.inputs, Iterable) and not (isinstance(self.inputs, Tensor) and self.inputs.dim() == 0)
-        require(usable, "SourceData.inputs", type(self.inputs).__name__, "a tensor [N, ...] or an iterable of batches")
+        usable = isinstance(self.inputs, Iterable) and not (
+            isinstance(self.inputs, Tensor) and self.inputs.dim() == 0
+        )
+        require(
+            usable,
+            "SourceData.inputs",
+            type(self.inputs).__name__,
+            "a tensor [N, ...] or an iterable of batches",
+        )
         if self.labels is not None:
             whole = isinstance(self.inputs, Tensor) and isinstance(self.labels, Tensor)
             require(
-                whole, "SourceData.labels", type(self.labels).__name__, "a tensor beside a tensor, or in pairs with batches"
+                whole,
+                "SourceData.labels",
+                type(self.labels).__name__,
+                "a tensor beside a tensor, or in pairs with batches",
             )
-            require_shape("SourceData.labels", self.labels, f"[{len(self.inputs)}]", len(self.inputs))  # type: ignore[arg-type]
+            assert isinstance(self.inputs, Tensor)
+            count = len(self.inputs)
+            require_shape("SourceData.labels", self.labels, f"[{count}]", count)
 
     @classmethod
     def of(cls, data: SourceData | Tensor | tuple[Tensor, Tensor] | None) -> SourceData | None:
-        """Inputs [N, ...], alone or with their labels [N], as source data; None where there are none."""
+        """Inputs [N, ...], alone or with their labels [N], as source data; None where there are
+        none.
+        """
         if data is None or isinstance(data, SourceData):
             return data
         return cls(*data) if isinstance(data, tuple) else cls(data)
@@ -71,13 +95,23 @@ class SourceData:
     def __iter__(self) -> Iterator[tuple[Inputs, Tensor | None]]:
         if isinstance(self.inputs, Tensor):
             pieces = self.inputs.split(self.batch_size)
-            labels = [None] * len(pieces) if self.labels is None else self.labels.split(self.batch_size)
+            labels = (
+                [None] * len(pieces) if self.labels is None else self.labels.split(self.batch_size)
+            )
             yield from zip(pieces, labels, strict=True)
             return
         for batch in self.inputs:
             pair = (batch, None) if isinstance(batch, (Tensor, Mapping)) else batch
-            paired = isinstance(pair, (tuple, list)) and len(pair) in (1, 2)  # a loader without labels gives lists of one
-            require(paired, "SourceData.inputs", type(batch).__name__, "batches [n, ...] or pairs of inputs and labels")
+            paired = isinstance(pair, (tuple, list)) and len(pair) in (
+                1,
+                2,
+            )  # a loader without labels gives lists of one
+            require(
+                paired,
+                "SourceData.inputs",
+                type(batch).__name__,
+                "batches [n, ...] or pairs of inputs and labels",
+            )
             yield pair[0], pair[1] if len(pair) == 2 else None
 
 
@@ -85,7 +119,9 @@ class SourceData:
 class Source(Protocol):
     """A belief over the parameters before the stream."""
 
-    def __call__(self, model: PredictiveModel, mean: Tensor, data: SourceData | None = None) -> Belief:
+    def __call__(
+        self, model: PredictiveModel, mean: Tensor, data: SourceData | None = None
+    ) -> Belief:
         """N(mean, Σ_S) for the source parameters [d], with a Σ_S that may use source data."""
 
 
@@ -94,7 +130,9 @@ class Source(Protocol):
 class PointMass:
     """N(θ_S, 0): the parameters are known; a transition with noise, or a reset, spreads them."""
 
-    def __call__(self, model: PredictiveModel, mean: Tensor, data: SourceData | None = None) -> Belief:
+    def __call__(
+        self, model: PredictiveModel, mean: Tensor, data: SourceData | None = None
+    ) -> Belief:
         return Belief(mean, unchecked(Diagonal, values=torch.zeros_like(mean)))
 
 
@@ -103,8 +141,9 @@ class PointMass:
 class Gaussian:
     """N(θ_S, σ² I), in the structure that the filter is to carry; ``rank`` is that of "low_rank".
 
-    ``taper`` a: the variance of layer l of L, in the order in which the module has them, is σ² (1 - l/L)^a, l = 0, 1, …: the
-    deeper a layer, the less a shift of the inputs is a reason to move it ("diagonal" only, of a network).
+    ``taper`` a: the variance of layer l of L, in the order in which the module has them, is σ² (1 -
+    l/L)^a, l = 0, 1, …: the deeper a layer, the less a shift of the inputs is a reason to move it
+    ("diagonal" only, of a network).
     """
 
     variance: float = 0.01
@@ -119,14 +158,18 @@ class Gaussian:
         tapers = self.taper == 0 or self.structure == "diagonal"
         require(tapers, "Gaussian.structure", self.structure, "'diagonal' with a taper")
 
-    def __call__(self, model: PredictiveModel, mean: Tensor, data: SourceData | None = None) -> Belief:
+    def __call__(
+        self, model: PredictiveModel, mean: Tensor, data: SourceData | None = None
+    ) -> Belief:
         if self.taper:
             return Belief(mean, Diagonal(self.variance * _depths(model, mean).pow(self.taper)))
         return Belief(mean, _isotropic(self.structure, self.variance, self.rank, model, mean))
 
 
 def _depths(model: PredictiveModel, mean: Tensor) -> Tensor:
-    """1 - l/L of every parameter [d], l the place of its layer among the L that have parameters in θ."""
+    """1 - l/L of every parameter [d], l the place of its layer among the L that have parameters in
+    θ.
+    """
     shapes = getattr(model, "shapes", None)
     known = isinstance(shapes, Mapping)
     require(known, "Gaussian.taper", "a model without named parameters", "0 for it")
@@ -134,7 +177,9 @@ def _depths(model: PredictiveModel, mean: Tensor) -> Tensor:
     names = [name.rpartition(".")[0] for name in shapes]
     places = {name: place for place, name in enumerate(dict.fromkeys(names))}
     sizes = mean.new_tensor([shape.numel() for shape in shapes.values()]).long()
-    return mean.new_tensor([1 - places[name] / len(places) for name in names]).repeat_interleave(sizes)
+    return mean.new_tensor([1 - places[name] / len(places) for name in names]).repeat_interleave(
+        sizes
+    )
 
 
 def _require_structure(name: str, structure: str, rank: int) -> None:
@@ -151,8 +196,12 @@ def _require_choice(name: str, value: str | float, *words: str) -> None:
         require_number(name, value, 0, math.inf, open_low=True)
 
 
-def _isotropic(structure: str, variance: float, rank: int, model: PredictiveModel, mean: Tensor) -> Covariance:
-    """σ² I in a structure; "kronecker" has a part for each parameter of two dimensions or more, the others are diagonal."""
+def _isotropic(
+    structure: str, variance: float, rank: int, model: PredictiveModel, mean: Tensor
+) -> Covariance:
+    """σ² I in a structure; "kronecker" has a part for each parameter of two dimensions or more, the
+    others are diagonal.
+    """
     values = mean.new_full(mean.shape, variance)
     if structure == "diagonal":
         return Diagonal(values)
@@ -162,7 +211,12 @@ def _isotropic(structure: str, variance: float, rank: int, model: PredictiveMode
         return LowRank.isotropic(variance, len(mean), min(rank, len(mean)), mean)
     shapes = getattr(model, "shapes", None)
     known = isinstance(shapes, Mapping)
-    require(known, "structure", structure, "'full', 'diagonal' or 'low_rank' for a model without named parameters")
+    require(
+        known,
+        "structure",
+        structure,
+        "'full', 'diagonal' or 'low_rank' for a model without named parameters",
+    )
     assert isinstance(shapes, Mapping)
     return Blocks(tuple(_layer(shape, variance, mean) for shape in shapes.values()))
 
@@ -176,17 +230,20 @@ def _layer(shape: torch.Size, variance: float, like: Tensor) -> Covariance:
 @final
 @dataclass(frozen=True)
 class Laplace:
-    """N(θ_S, Λ⁻¹), Λ = λ I + c Σ_i H_i: the curvature of source data at parameters trained already, which stay the mean.
+    """N(θ_S, Λ⁻¹), Λ = λ I + c Σ_i H_i: the curvature of source data at parameters trained already,
+    which stay the mean.
 
-    ``curvature`` H_i of the cross-entropy -log p(y_i given x_i, θ), batch by batch, in a structure of bounded memory. ``per``
-    "batch" takes in its place (ḡ_b ḡ_bᵀ), ḡ_b the gradient of the mean loss of batch b: with scale="mean" EATA's Fisher
-    F_j = mean over batches of ḡ_bj², whose size depends on that of the batches.
-    ``scale``: "sum" is c = 1, the posterior of the data given (the paper's); "mean" is c = 1/N for N samples (or batches, where
-    ``per`` is "batch"), EATA's; a number M is c = M/N, for N samples that stand for M.
-    ``precision``: λ, or "marginal_likelihood", the λ of greatest evidence under the prior N(0, I/λ) (not for "low_rank").
-    ``labels``: "given"; "predicted", the most likely class; "drawn" from the model's probabilities with ``seed``, which makes
-    the empirical Fisher an estimate of the Fisher information. Gauss–Newton and Hessian do not depend on them.
-    "kronecker" needs a Network, and keeps what a Kronecker part can of each weight matrix.
+    ``curvature`` H_i of the cross-entropy -log p(y_i given x_i, θ), batch by batch, in a structure
+    of bounded memory. ``per`` "batch" takes in its place (ḡ_b ḡ_bᵀ), ḡ_b the gradient of the mean
+    loss of batch b: with scale="mean" EATA's Fisher F_j = mean over batches of ḡ_bj², whose size
+    depends on that of the batches. ``scale``: "sum" is c = 1, the posterior of the data given (the
+    paper's); "mean" is c = 1/N for N samples (or batches, where ``per`` is "batch"), EATA's; a
+    number M is c = M/N, for N samples that stand for M. ``precision``: λ, or "marginal_likelihood",
+    the λ of greatest evidence under the prior N(0, I/λ) (not for "low_rank"). ``labels``: "given";
+    "predicted", the most likely class; "drawn" from the model's probabilities with ``seed``, which
+    makes the empirical Fisher an estimate of the Fisher information. Gauss–Newton and Hessian do
+    not depend on them. "kronecker" needs a Network, and keeps what a Kronecker part can of each
+    weight matrix.
     """
 
     structure: Structure = "diagonal"
@@ -201,20 +258,33 @@ class Laplace:
     def __post_init__(self) -> None:
         _require_structure("Laplace", self.structure, self.rank)
         require_role("Laplace.curvature", self.curvature, "curvature", "GaussNewton()")
-        # Centring is a matter of one batch: its sum over batches would depend on how the data were cut.
+        # Centring is a matter of one batch: its sum over batches would depend on how the data were
+        # cut.
         alone = self.curvature.minimum == 1
-        require(alone, "Laplace.curvature", self.curvature, "that of single samples, such as EmpiricalFisher(centered=False)")
+        require(
+            alone,
+            "Laplace.curvature",
+            self.curvature,
+            "that of single samples, such as EmpiricalFisher(centered=False)",
+        )
         require(self.per in ("sample", "batch"), "Laplace.per", self.per, "'sample' or 'batch'")
         _require_choice("Laplace.scale", self.scale, "sum", "mean")
         _require_choice("Laplace.precision", self.precision, "marginal_likelihood")
         no_spectrum = self.structure == "low_rank" and isinstance(self.precision, str)
-        require(not no_spectrum, "Laplace.structure", self.structure, "another one for the marginal likelihood")
+        require(
+            not no_spectrum,
+            "Laplace.structure",
+            self.structure,
+            "another one for the marginal likelihood",
+        )
         labels = ("given", "predicted", "drawn")
         require(self.labels in labels, "Laplace.labels", self.labels, f"one of {list(labels)}")
         require_count("Laplace.seed", self.seed, 0)
 
     @torch.no_grad()
-    def __call__(self, model: PredictiveModel, mean: Tensor, data: SourceData | None = None) -> Belief:
+    def __call__(
+        self, model: PredictiveModel, mean: Tensor, data: SourceData | None = None
+    ) -> Belief:
         require(data is not None, "Laplace: data", data, "SourceData(inputs, labels)")
         assert data is not None
         start = 1.0 if isinstance(self.precision, str) else float(self.precision)
@@ -226,16 +296,26 @@ class Laplace:
             count += batch_size(inputs) if self.per == "sample" else 1
         require(count > 0, "Laplace: data", "no batch", "one batch or more")
         weight = self._weight(count)
-        precision = marginal_precision(covariance, start, mean, weight) if isinstance(self.precision, str) else start
+        precision = (
+            marginal_precision(covariance, start, mean, weight)
+            if isinstance(self.precision, str)
+            else start
+        )
         return Belief(mean, reweighted(covariance, start, precision, weight))
 
     def _rows(self, evaluation: Evaluation, dimension: int) -> Iterator[Tensor]:
-        """Factors F [m, d] of a batch, whose FᵀF add up to its part of the sum, each of bounded memory."""
+        """Factors F [m, d] of a batch, whose FᵀF add up to its part of the sum, each of bounded
+        memory.
+        """
         samples = len(evaluation.coefficients)
         if self.per == "batch":
             yield evaluation.gradient()[None] / samples
-        elif isinstance(self.curvature, LogitMetric):  # a row for every sample and class is too many for many classes
-            for roots in self.curvature.roots(evaluation).split(max(1, BUDGET // (samples * dimension)), -1):
+        elif isinstance(
+            self.curvature, LogitMetric
+        ):  # a row for every sample and class is too many for many classes
+            for roots in self.curvature.roots(evaluation).split(
+                max(1, BUDGET // (samples * dimension)), -1
+            ):
                 yield evaluation.factor(roots)
         else:
             yield self.curvature(evaluation)[1]
@@ -252,32 +332,54 @@ class Laplace:
             return lambda logits: logits.argmax(-1)
         if self.labels == "drawn":
             generator = randomness.generator(Purpose.INFERENCE)
-            return lambda logits: torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
-        require(labels is not None, "Laplace.labels", self.labels, "'predicted' or 'drawn' for data without labels")
+            return lambda logits: torch.multinomial(logits.softmax(-1), 1, generator=generator)[
+                :, 0
+            ]
+        require(
+            labels is not None,
+            "Laplace.labels",
+            self.labels,
+            "'predicted' or 'drawn' for data without labels",
+        )
         return lambda logits: labels  # type: ignore[return-value]  # not None here
 
 
 def marginal_source(wide: Network, network: Network, belief: Belief) -> Belief:
-    """The belief over the parameters of ``network``, from one over the parameters of ``wide``, which has them and others.
+    """The belief over the parameters of ``network``, from one over the parameters of ``wide``,
+    which has them and others.
 
-    Its covariance is the block of Σ: the other parameters are integrated out. A Laplace fit on ``network`` itself has the
-    inverse of the block of Λ, smaller, as if the other parameters were known.
+    Its covariance is the block of Σ: the other parameters are integrated out. A Laplace fit on
+    ``network`` itself has the inverse of the block of Λ, smaller, as if the other parameters were
+    known.
     """
     places = dict(zip(wide.shapes, torch.arange(belief.dimension).split(wide.sizes), strict=True))
     missing = [name for name in network.shapes if name not in places]
-    require(not missing, "marginal_source: network", f"parameters {missing}", f"with parameters of wide, {list(places)}")
-    return belief.marginal(torch.cat([places[name] for name in network.shapes]).to(belief.mean.device))
+    require(
+        not missing,
+        "marginal_source: network",
+        f"parameters {missing}",
+        f"with parameters of wide, {list(places)}",
+    )
+    return belief.marginal(
+        torch.cat([places[name] for name in network.shapes]).to(belief.mean.device)
+    )
 
 
 @torch.no_grad()
 def fit_laplace(
-    logits: LogitFunction | PredictiveModel, prior: Belief, inputs: Tensor, labels: Tensor, iterations: int = 100
+    logits: LogitFunction | PredictiveModel,
+    prior: Belief,
+    inputs: Tensor,
+    labels: Tensor,
+    iterations: int = 100,
 ) -> Belief:
-    """Laplace approximation N(θ*, Λ⁻¹): the mode θ* by Newton's method from the prior's mean, Λ the Hessian there.
+    """Laplace approximation N(θ*, Λ⁻¹): the mode θ* by Newton's method from the prior's mean, Λ the
+    Hessian there.
 
-    Λ = Λ_prior + Σ_i J_iᵀ (diag p_i - p_i p_iᵀ) J_i, a *sum* over the source samples (the paper calls Λ⁻¹ the Hessian);
-    exact for linear heads, generalised Gauss–Newton for others. ``labels`` [n] are class indices; the covariance keeps the
-    prior's structure. Raises if the mode is not reached in ``iterations`` steps.
+    Λ = Λ_prior + Σ_i J_iᵀ (diag p_i - p_i p_iᵀ) J_i, a *sum* over the source samples (the paper
+    calls Λ⁻¹ the Hessian); exact for linear heads, generalised Gauss–Newton for others. ``labels``
+    [n] are class indices; the covariance keeps the prior's structure. Raises if the mode is not
+    reached in ``iterations`` steps.
     """
     require(isinstance(prior, Belief), "prior", prior, "a Belief")
     energy = _labeled(lift(logits), prior.mean, inputs, lambda _: labels)
@@ -287,29 +389,49 @@ def fit_laplace(
         gradient, factor = Hessian()(evaluation)
         slope = exact.solve(mean - prior.mean) + gradient
         step = exact.condition(factor).apply(slope)
-        decrement = (step @ slope).item()  # squared length of the step in posterior standard deviations
+        decrement = (
+            step @ slope
+        ).item()  # squared length of the step in posterior standard deviations
         if decrement <= max(1e-12, 0.1 * torch.finfo(mean.dtype).eps):
             _, factor = Hessian()(energy.at(mean - step))
             return Belief(mean - step, prior.covariance.condition(factor).truncate())
-        mean, evaluation = _backtracked(prior.mean, exact, energy, mean, evaluation, step, decrement)
+        mean, evaluation = _backtracked(
+            prior.mean, exact, energy, mean, evaluation, step, decrement
+        )
     raise ValueError(
-        f"iterations must be enough to reach the mode, got {iterations}: the next Newton step is still"
-        f" {decrement**0.5:g} posterior standard deviations long (gradient norm {slope.norm().item():g})"
+        f"iterations must be enough to reach the mode, got {iterations}: the next Newton step is "
+        "still"
+        f" {decrement**0.5:g} posterior standard deviations long (gradient norm "
+        f"{slope.norm().item():g})"
     )
 
 
 def _labeled(model: PredictiveModel, mean: Tensor, inputs: Inputs, labeling: Labeling) -> Energy:
-    """The energy Σ_i -log p(y_i given x_i, θ) of samples whose labels are given, or follow from the logits at the mean."""
-    inputs = each(checked(inputs), lambda part: part.to(mean.device))  # a data loader's are on the CPU
+    """The energy Σ_i -log p(y_i given x_i, θ) of samples whose labels are given, or follow from the
+    logits at the mean.
+    """
+    inputs = each(
+        checked(inputs), lambda part: part.to(mean.device)
+    )  # a data loader's are on the CPU
     samples = batch_size(inputs)
     pulled = pulled_back(model, mean, inputs)
     classes = pulled[0].shape[-1]
     labels = labeling(pulled[0])
     require(isinstance(labels, Tensor), "labels", type(labels).__name__, "a tensor of integers")
     whole = labels.shape == (samples,) and not labels.is_floating_point()
-    require(whole, "labels", f"{labels.dtype} of shape {list(labels.shape)}", f"integers of shape [{samples}]")
+    require(
+        whole,
+        "labels",
+        f"{labels.dtype} of shape {list(labels.shape)}",
+        f"integers of shape [{samples}]",
+    )
     inside = int(labels.min()) >= 0 and int(labels.max()) < classes
-    require(inside, "labels", f"values from {int(labels.min())} to {int(labels.max())}", f"in [0, {classes - 1}]")
+    require(
+        inside,
+        "labels",
+        f"values from {int(labels.min())} to {int(labels.max())}",
+        f"in [0, {classes - 1}]",
+    )
     targets = torch.nn.functional.one_hot(labels.long(), classes).to(mean)
     ones = mean.new_ones(samples)
     fixed = Samples(targets, ones, ones, samples)
@@ -318,19 +440,34 @@ def _labeled(model: PredictiveModel, mean: Tensor, inputs: Inputs, labeling: Lab
 
 
 def _exact(covariance: Covariance) -> Covariance:
-    """The same covariance in a structure that conditions without projection: the mode must not depend on the structure."""
+    """The same covariance in a structure that conditions without projection: the mode must not
+    depend on the structure.
+    """
     if isinstance(covariance, Diagonal):
-        return LowRank(covariance.values.reciprocal(), covariance.values.new_zeros(0, covariance.dimension), 0)
+        return LowRank(
+            covariance.values.reciprocal(), covariance.values.new_zeros(0, covariance.dimension), 0
+        )
     return covariance if isinstance(covariance, LowRank) else Full(covariance.dense())
 
 
 def _backtracked(
-    center: Tensor, prior: Covariance, energy: Energy, mean: Tensor, evaluation: Evaluation, step: Tensor, decrement: float
+    center: Tensor,
+    prior: Covariance,
+    energy: Energy,
+    mean: Tensor,
+    evaluation: Evaluation,
+    step: Tensor,
+    decrement: float,
 ) -> tuple[Tensor, Evaluation]:
-    """The first of μ - step, μ - step/2, … that lowers the negative log posterior enough (Armijo's rule)."""
+    """The first of μ - step, μ - step/2, … that lowers the negative log posterior enough (Armijo's
+    rule).
+    """
 
     def objective(point: Tensor, at: Evaluation) -> float:
-        return at.expansion.value.sum().item() + 0.5 * ((point - center) @ prior.solve(point - center)).item()
+        return (
+            at.expansion.value.sum().item()
+            + 0.5 * ((point - center) @ prior.solve(point - center)).item()
+        )
 
     before = objective(mean, evaluation)
     rounding = 10 * torch.finfo(mean.dtype).eps * abs(before)
@@ -340,4 +477,7 @@ def _backtracked(
         after = energy.at(moved)
         if objective(moved, after) <= before - 1e-4 * size * decrement + rounding:
             return moved, after
-    raise ValueError(f"logits must be smooth in theta: no step along the Newton direction lowers the objective {before:g}")
+    raise ValueError(
+        "logits must be smooth in theta: no step along the Newton direction lowers the "
+        f"objective {before:g}"
+    )

@@ -1,4 +1,6 @@
-"""Files that only grow, so that what a checkpoint does not cover can be cut off when a run is resumed."""
+"""Files that only grow, so that what a checkpoint does not cover can be cut off when a run is
+resumed.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,12 @@ class Journal:
 
     def __init__(self, path: Path, size: int = 0) -> None:
         have = path.stat().st_size if path.exists() else 0
-        require(have >= size, str(path), f"{have} bytes", f"of at least the {size} bytes that the checkpoint covers")
+        require(
+            have >= size,
+            str(path),
+            f"{have} bytes",
+            f"of at least the {size} bytes that the checkpoint covers",
+        )
         self.path, self._file = path, path.open("ab", buffering=0)
         self._file.truncate(size)
         self._file.seek(size)
@@ -38,5 +45,7 @@ class Journal:
 
 
 def whole_lines(path: Path) -> int:
-    """Bytes of a file without the beginning of a line at its end, which a crash may leave; 0 where there is none."""
+    """Bytes of a file without the beginning of a line at its end, which a crash may leave; 0 where
+    there is none.
+    """
     return path.read_bytes().rfind(b"\n") + 1 if path.exists() else 0

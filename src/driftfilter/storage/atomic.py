@@ -1,6 +1,8 @@
-"""Files that are there whole or as they were, whatever happens meanwhile: a crash, a kill, a full disk.
+"""Files that are there whole or as they were, whatever happens meanwhile: a crash, a kill, a full
+disk.
 
-Written beside their place under another name and brought to the disk, then renamed, which happens at once or not at all.
+Written beside their place under another name and brought to the disk, then renamed, which happens
+at once or not at all.
 """
 
 from __future__ import annotations
@@ -20,9 +22,11 @@ _WRITING = threading.RLock()  # a part is named after its process: one at a time
 
 @contextmanager
 def whole_file(path: Path, keep: int = 1) -> Iterator[IO[bytes]]:
-    """A file to write to, which is ``path`` once the block has ended well, and nothing where it has not.
+    """A file to write to, which is ``path`` once the block has ended well, and nothing where it has
+    not.
 
-    The last ``keep`` files stay: of ``state.safetensors`` the one before it as ``state.1.safetensors``, and so on.
+    The last ``keep`` files stay: of ``state.safetensors`` the one before it as
+    ``state.1.safetensors``, and so on.
     """
     part = _beside(path, "new")
     with _WRITING:
@@ -78,7 +82,9 @@ def _sweep(path: Path) -> None:
 
 
 def _rotate(path: Path, keep: int) -> None:
-    """Every file one place back, the oldest away; ``path`` itself stays until the new one takes its place."""
+    """Every file one place back, the oldest away; ``path`` itself stays until the new one takes its
+    place.
+    """
     for number in range(keep - 1, 1, -1):
         if earlier(path, number - 1).exists():
             os.replace(earlier(path, number - 1), earlier(path, number))

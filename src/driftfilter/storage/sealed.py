@@ -1,7 +1,8 @@
 """Tensors in a file that is refused if a single bit of it has changed.
 
-A safetensors file that any reader of the format can open. Its metadata hold one JSON header under "driftfilter"; the last
-entry of it is the SHA-256 of the whole file, those 64 digits read as zeros. Nothing is ever pickled.
+A safetensors file that any reader of the format can open. Its metadata hold one JSON header under
+"driftfilter"; the last entry of it is the SHA-256 of the whole file, those 64 digits read as zeros.
+Nothing is ever pickled.
 """
 
 from __future__ import annotations
@@ -29,17 +30,24 @@ FORMAT = 1  # of the header; "format" and "sha256" keep their place and meaning 
 _BLANK = b"0" * 64
 
 
-_CHECKSUM = re.compile(rb'\\"sha256\\":\\"([0-9a-f]{64})\\"}"}')  # only the end of the header has that last quote
+_CHECKSUM = re.compile(
+    rb'\\"sha256\\":\\"([0-9a-f]{64})\\"}"}'
+)  # only the end of the header has that last quote
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that could not be written, or that an adapter must not go on from; says which file, and why."""
+    """A checkpoint that could not be written, or that an adapter must not go on from; says which
+    file, and why.
+    """
 
 
 def sealed(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> list[Any]:
     """A safetensors file with a header and the checksum of it all, in pieces."""
     text = json.dumps({**header, "sha256": _BLANK.decode()}, separators=(",", ":"))
-    own = {name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
+    own = {
+        name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+        for name, tensor in tensors.items()
+    }
     data = memoryview(tensor_bytes(own, {"driftfilter": text}))
     found = _CHECKSUM.search(data)
     assert found is not None
@@ -51,16 +59,24 @@ def unsealed(data: bytes) -> tuple[dict[str, Any], dict[str, Tensor]]:
     length = int.from_bytes(data[:8], "little")
     found = _CHECKSUM.search(data, 8, min(8 + length, len(data)))
     if found is None:
-        raise ValueError("it is no checkpoint of driftfilter, or truncated or altered: it has no header with a checksum")
+        raise ValueError(
+            "it is no checkpoint of driftfilter, or truncated or altered: it has no header with "
+            "a checksum"
+        )
     view = memoryview(data)
     rest = hashlib.sha256(view[: found.start(1)])
     for piece in (_BLANK, view[found.end(1) :]):
         rest.update(piece)
     if rest.hexdigest().encode() != found[1]:
         raise ValueError("it is truncated or altered: its checksum is not that of its content")
-    header: dict[str, Any] = json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["driftfilter"])
+    header: dict[str, Any] = json.loads(
+        json.loads(data[8 : 8 + length])["__metadata__"]["driftfilter"]
+    )
     if header["format"] > FORMAT:
         written = f"driftfilter {header.get('library', '(unknown)')}"
-        raise ValueError(f"it is of format {header['format']}, written by {written}; this is {__version__}, format {FORMAT}")
+        raise ValueError(
+            f"it is of format {header['format']}, written by {written}; this is {__version__}, "
+            f"format {FORMAT}"
+        )
     # Copies in memory of torch's own: where numbers lie can change the last bit of a product.
     return header, {name: tensor.clone() for name, tensor in read_tensors(data).items()}

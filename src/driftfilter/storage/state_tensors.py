@@ -27,18 +27,43 @@ def to_tensors(state: FilterState) -> dict[str, Tensor]:
 
 
 def from_tensors(tensors: Mapping[str, Tensor], like: FilterState) -> FilterState:
-    """The state that named tensors describe, of the structure of another one; refused unless all of it is there and finite."""
+    """The state that named tensors describe, of the structure of another one; refused unless all of
+    it is there and finite.
+    """
     for name, value in tensors.items():
         if value.is_floating_point():
-            require_finite(f"state {name!r}", value.masked_fill(value == torch.inf, 0.0))  # empty supports have entropy ∞
+            require_finite(
+                f"state {name!r}", value.masked_fill(value == torch.inf, 0.0)
+            )  # empty supports have entropy ∞
     belief, source = _built("belief", like.belief, tensors), _built("source", like.source, tensors)
     fits = belief.dimension == source.dimension == like.belief.dimension
-    require(fits, "state 'belief.mean'", f"{belief.dimension} values", f"{like.belief.dimension} values")
-    for name, variance in (("belief", belief.covariance.variance()), ("source", source.covariance.variance())):
-        require(bool((variance >= 0).all()), f"state '{name}.covariance'", variance.min().item(), "of variances >= 0")
-    kept = {name.removeprefix("memory."): value for name, value in tensors.items() if name.startswith("memory.")}
+    require(
+        fits, "state 'belief.mean'", f"{belief.dimension} values", f"{like.belief.dimension} values"
+    )
+    for name, variance in (
+        ("belief", belief.covariance.variance()),
+        ("source", source.covariance.variance()),
+    ):
+        require(
+            bool((variance >= 0).all()),
+            f"state '{name}.covariance'",
+            variance.min().item(),
+            "of variances >= 0",
+        )
+    kept = {
+        name.removeprefix("memory."): value
+        for name, value in tensors.items()
+        if name.startswith("memory.")
+    }
     memory = moved(kept, lambda value: value.to(belief.mean, copy=True))
-    return FilterState(belief, source, like.parameters, int(_one("seed", tensors)), int(_one("step", tensors)), memory)
+    return FilterState(
+        belief,
+        source,
+        like.parameters,
+        int(_one("seed", tensors)),
+        int(_one("step", tensors)),
+        memory,
+    )
 
 
 def _one(name: str, tensors: Mapping[str, Tensor]) -> Tensor:
@@ -52,23 +77,41 @@ def _flat(name: str, value: Any) -> dict[str, Tensor]:
         return {name: value}
     if isinstance(value, (bool, int, float)):
         return {name: torch.tensor(value)}
-    parts = enumerate(value) if isinstance(value, tuple) else ((item.name, getattr(value, item.name)) for item in fields(value))
-    return {key: tensor for position, part in parts for key, tensor in _flat(f"{name}.{position}", part).items()}
+    parts = (
+        enumerate(value)
+        if isinstance(value, tuple)
+        else ((item.name, getattr(value, item.name)) for item in fields(value))
+    )
+    return {
+        key: tensor
+        for position, part in parts
+        for key, tensor in _flat(f"{name}.{position}", part).items()
+    }
 
 
 def _built(name: str, value: Any, tensors: Mapping[str, Tensor]) -> Any:
     """The same dataclass with the tensors and numbers of this name."""
     if isinstance(value, Tensor):
-        found, rows = _one(name, tensors), name.endswith(".factor")  # of a low rank, which grows with the batches seen
+        found, rows = (
+            _one(name, tensors),
+            name.endswith(".factor"),
+        )  # of a low rank, which grows with the batches seen
         fits = found.dim() == value.dim() and found.shape[rows:] == value.shape[rows:]
-        require(fits, f"state {name!r}", f"shape {list(found.shape)}", f"of shape {list(value.shape)}")
+        require(
+            fits, f"state {name!r}", f"shape {list(found.shape)}", f"of shape {list(value.shape)}"
+        )
         return found.to(value, copy=True)
     if isinstance(value, (bool, int, float)):
         return type(value)(_one(name, tensors).item())
     if isinstance(value, tuple):
-        return tuple(_built(f"{name}.{position}", part, tensors) for position, part in enumerate(value))
+        return tuple(
+            _built(f"{name}.{position}", part, tensors) for position, part in enumerate(value)
+        )
     assert is_dataclass(value)
-    parts = {item.name: _built(f"{name}.{item.name}", getattr(value, item.name), tensors) for item in fields(value)}
+    parts = {
+        item.name: _built(f"{name}.{item.name}", getattr(value, item.name), tensors)
+        for item in fields(value)
+    }
     return Belief(**parts) if isinstance(value, Belief) else unchecked(type(value), **parts)
 
 
@@ -84,18 +127,34 @@ def samples_to_tensors(recent: Inputs | None) -> dict[str, Tensor]:
 
 
 def samples_from_tensors(tensors: Mapping[str, Tensor]) -> Inputs | None:
-    """Recent samples by what the model takes them by, a name or a place; what were no tensors the next batch brings along."""
-    recent = {name.removeprefix(RECENT): value for name, value in tensors.items() if name.startswith(RECENT)}
+    """Recent samples by what the model takes them by, a name or a place; what were no tensors the
+    next batch brings along.
+    """
+    recent = {
+        name.removeprefix(RECENT): value
+        for name, value in tensors.items()
+        if name.startswith(RECENT)
+    }
     if not recent or "[]" in recent:  # no name that a model could take
         return recent.get("[]")
-    return {int(name[1:-1]) if name.startswith("[") else name: value for name, value in recent.items()}
+    return {
+        int(name[1:-1]) if name.startswith("[") else name: value for name, value in recent.items()
+    }
 
 
 def kinds(variant: Any) -> str:
-    """What a recipe is made of, without its numbers: a checkpoint of one kind says nothing to a filter of another."""
+    """What a recipe is made of, without its numbers: a checkpoint of one kind says nothing to a
+    filter of another.
+    """
     if isinstance(variant, tuple):
         return "[" + ", ".join(map(kinds, variant)) + "]"
     if not is_dataclass(variant):
-        return variant if isinstance(variant, str) else "" if isinstance(variant, (int, float)) else type(variant).__name__
+        return (
+            variant
+            if isinstance(variant, str)
+            else ""
+            if isinstance(variant, (int, float))
+            else type(variant).__name__
+        )
     parts = [kinds(getattr(variant, item.name)) for item in fields(variant)]
     return f"{type(variant).__name__}({', '.join(part for part in parts if part)})"

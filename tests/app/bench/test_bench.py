@@ -37,7 +37,9 @@ def test_what_is_done_is_not_run_again(shared: Bench, tmp_path: Path) -> None:
     assert log.begun == []
     assert again == first
     assert bench.done(shared, (*tasks, task_of("bn")), tmp_path) == [True, True, False]
-    assert all(path.suffix == ".json" for path in tmp_path.iterdir())  # nothing half-written is left
+    assert all(
+        path.suffix == ".json" for path in tmp_path.iterdir()
+    )  # nothing half-written is left
 
 
 def test_what_another_process_is_at_is_left_to_it(shared: Bench, tmp_path: Path) -> None:
@@ -52,12 +54,19 @@ def test_what_another_process_is_at_is_left_to_it(shared: Bench, tmp_path: Path)
     assert claim.exists()
     assert bench.finished(shared, tasks, tmp_path) == documents[1:]
     (line,) = bench.undone(shared, tasks, documents, tmp_path)
-    for said in (str(tasks[0]), f"process {os.getppid()} on host {socket.gethostname()}", f"remove {claim}"):
+    for said in (
+        str(tasks[0]),
+        f"process {os.getppid()} on host {socket.gethostname()}",
+        f"remove {claim}",
+    ):
         assert said in line
     claim.write_text("")
     assert "a process that is not known" in bench.undone(shared, tasks, documents, tmp_path)[0]
     claim.unlink()
-    assert "left by another process meanwhile; give the command again" in bench.undone(shared, tasks, documents, tmp_path)[0]
+    assert (
+        "left by another process meanwhile; give the command again"
+        in bench.undone(shared, tasks, documents, tmp_path)[0]
+    )
 
 
 def test_what_others_left_meanwhile_is_done_in_the_end(shared: Bench, tmp_path: Path) -> None:
@@ -90,15 +99,26 @@ def test_all_that_is_finished_in_the_folder_is_shown(shared: Bench, tmp_path: Pa
     assert sorted(map(json.dumps, found)) == sorted(map(json.dumps, (first, other, apart)))
     own = next(table for table in tables.tables(found) if table.rows[0][0] == "tent")
     assert len(own.rows) == 1
-    assert "seed 0, 1 (of corruptions, order, draws): mean ± standard deviation over them" in own.notes
+    assert (
+        "seed 0, 1 (of corruptions, order, draws): mean ± standard deviation over them" in own.notes
+    )
     more, _ = run_all(shared, tmp_path, task_of("bn"))
     (both,) = tables.tables([first, other, *more])
-    assert "seed tent 0, 1; bn 0 (of corruptions, order, draws): mean ± standard deviation over them" in both.notes
+    assert (
+        "seed tent 0, 1; bn 0 (of corruptions, order, draws): mean ± standard deviation over them"
+        in both.notes
+    )
     assert len(tables.tables(found)) == 2
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"settings": {}, "result": {}}'], ids=["empty", "cut", "other", "wrong"])
-def test_a_file_that_does_not_hold_the_task_is_done_again(text: str, shared: Bench, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", '{"settings": {}, "result": {}}'],
+    ids=["empty", "cut", "other", "wrong"],
+)
+def test_a_file_that_does_not_hold_the_task_is_done_again(
+    text: str, shared: Bench, tmp_path: Path
+) -> None:
     first, _ = run_all(shared, tmp_path, task_of("source"))
     (path,) = tmp_path.iterdir()
     path.write_text(text)
@@ -114,8 +134,14 @@ CHANGES: dict[str, Callable[[Bench], tuple[Bench, Task]]] = {
     "seed": lambda shared: (shared, task_of("tent", seed=1)),
     "precision": lambda shared: (replace(shared, machine=Machine(CPU, "bf16")), task_of("tent")),
     "window": lambda shared: (replace(shared, window=30), task_of("tent")),
-    "batch": lambda shared: (replace(shared, stream=replace(shared.stream, batch=10)), task_of("tent")),
-    "weights": lambda shared: (replace(shared, networks={"tiny": Network("tiny", Tiny().eval(), "1" * 64)}), task_of("tent")),
+    "batch": lambda shared: (
+        replace(shared, stream=replace(shared.stream, batch=10)),
+        task_of("tent"),
+    ),
+    "weights": lambda shared: (
+        replace(shared, networks={"tiny": Network("tiny", Tiny().eval(), "1" * 64)}),
+        task_of("tent"),
+    ),
 }
 
 
@@ -148,7 +174,9 @@ def test_a_task_that_fails_does_not_stop_the_others(shared: Bench, tmp_path: Pat
     assert not trace.exists()
 
 
-def test_an_interrupted_write_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_write_leaves_what_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "file.json"
     write_whole(path, "old")
 
@@ -166,12 +194,18 @@ def test_an_interrupted_write_leaves_what_was_there(tmp_path: Path, monkeypatch:
 
 
 def test_choices() -> None:
-    assert choices("a, b:x=1,y=two,c") == (Choice("a"), Choice("b", (("x", 1), ("y", "two"))), Choice("c"))
+    assert choices("a, b:x=1,y=two,c") == (
+        Choice("a"),
+        Choice("b", (("x", 1), ("y", "two"))),
+        Choice("c"),
+    )
     assert [str(choice) for choice in choices("b:x=1;y=0.5;c")] == ["b:x=1,y=0.5", "c"]
     with pytest.raises(ValueError, match="after a name"):
         choices("x=1")
     for wrong in ("tent:lr", "tent:", "tent:lr=", "tent:=1", "tent:lr=1,steps="):
-        with pytest.raises(ValueError, match="option must be option=value, as in tent:option=value"):
+        with pytest.raises(
+            ValueError, match="option must be option=value, as in tent:option=value"
+        ):
             choices(wrong)
     assert choices("a,b:x=1,a,b:x=1,b") == (Choice("a"), Choice("b", (("x", 1),)), Choice("b"))
 
@@ -185,7 +219,10 @@ def test_weights_that_would_share_a_name_are_refused(tmp_path: Path) -> None:
         bench.prepare(bench.Options(models=",".join(f"resnet20={path}" for path in paths)))
     made, tasks = bench.prepare(bench.Options(models=f"resnet20={paths[0]}", presets="bn"))
     assert [task.model for task in tasks] == ["resnet20=weights"]
-    assert made.networks["resnet20=weights"].weights == hashlib.sha256(paths[0].read_bytes()).hexdigest()
+    assert (
+        made.networks["resnet20=weights"].weights
+        == hashlib.sha256(paths[0].read_bytes()).hexdigest()
+    )
 
 
 def test_source_samples_are_read_with_labels_or_without(tmp_path: Path) -> None:
@@ -236,7 +273,9 @@ def test_seeds() -> None:
     ],
     ids=lambda value: re.sub(r"\W+", "-", str(value)),
 )
-def test_wrong_options_are_refused_before_anything_runs(option: str, value: Any, message: str) -> None:
+def test_wrong_options_are_refused_before_anything_runs(
+    option: str, value: Any, message: str
+) -> None:
     with pytest.raises((ValueError, OSError), match=re.escape(message)):
         bench.prepare(bench.Options(**{option: value}))
 
@@ -248,7 +287,11 @@ def test_only_the_files_asked_for_are_needed(tmp_path: Path) -> None:
     (tmp_path / "spatter.npy").write_bytes(b"")
     made, _ = bench.prepare(bench.Options(data=str(tmp_path), corruptions="fog", presets="bn"))
     assert made.data.shifts == made.stream.corruptions == ("fog",)
-    refused = {"fog,snow": "snow.npy must be", "all": "gaussian_noise.npy must be", "fogg": "did you mean 'fog'"}
+    refused = {
+        "fog,snow": "snow.npy must be",
+        "all": "gaussian_noise.npy must be",
+        "fogg": "did you mean 'fog'",
+    }
     for names, message in refused.items():
         with pytest.raises(ValueError, match=re.escape(message)):
             bench.prepare(bench.Options(data=str(tmp_path), corruptions=names, presets="bn"))
@@ -264,8 +307,15 @@ def test_reports_name_the_clean_images_that_were_given(tmp_path: Path) -> None:
 
 
 def test_prepared_tasks_are_the_product_in_order() -> None:
-    options = bench.Options(presets="bn,tent:lr=0.1", protocols="reset,continual,recurring:rounds=5", seeds="2", rounds=4)
-    made, tasks = bench.prepare(replace(options, models="resnet20,resnet20_gn", corruptions="extra"))
+    options = bench.Options(
+        presets="bn,tent:lr=0.1",
+        protocols="reset,continual,recurring:rounds=5",
+        seeds="2",
+        rounds=4,
+    )
+    made, tasks = bench.prepare(
+        replace(options, models="resnet20,resnet20_gn", corruptions="extra")
+    )
     assert len(tasks) == 2 * 3 * 2 * 2
     assert str(tasks[0]) == "bn · reset · resnet20 · seed 0"
     assert str(tasks[-1]) == "tent:lr=0.1 · recurring:rounds=5 · resnet20_gn · seed 1"

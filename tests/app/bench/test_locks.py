@@ -13,7 +13,10 @@ import pytest
 
 from driftfilter.app.bench.locks import claim_of, claimed
 
-DIES = "import os, pathlib, sys; from driftfilter.app.bench import locks; claim = locks.claimed(pathlib.Path(sys.argv[1]));"
+DIES = (
+    "import os, pathlib, sys; from driftfilter.app.bench import locks; claim = "
+    "locks.claimed(pathlib.Path(sys.argv[1]));"
+)
 
 
 @pytest.fixture
@@ -40,7 +43,9 @@ def test_a_claim_says_whose_it_is_and_goes_with_the_block(path: Path) -> None:
     assert not list(path.parent.iterdir())
 
 
-@pytest.mark.parametrize("changes", [{}, {"host": "another", "pid": 2**22 + 1}], ids=["alive", "elsewhere"])
+@pytest.mark.parametrize(
+    "changes", [{}, {"host": "another", "pid": 2**22 + 1}], ids=["alive", "elsewhere"]
+)
 def test_what_another_claims_is_left_alone(changes: dict[str, object], path: Path) -> None:
     claim = _left(path, **changes)
     before = claim.read_text()
@@ -72,7 +77,9 @@ def test_an_earlier_process_of_the_same_number_is_gone(path: Path) -> None:
         assert mine
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"host": "x", "pid": -1}'], ids=["empty", "cut", "other", "group"])
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", '{"host": "x", "pid": -1}'], ids=["empty", "cut", "other", "group"]
+)
 def test_a_claim_that_cannot_be_read_is_one_for_a_minute(text: str, path: Path) -> None:
     claim = _left(path)
     claim.write_text(text)

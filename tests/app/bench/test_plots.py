@@ -10,7 +10,9 @@ import pytest
 from driftfilter.app.bench import plots
 
 
-def _document(preset: str, accuracies: list[list[float]], seed: int = 0, batch: int = 20) -> dict[str, Any]:
+def _document(
+    preset: str, accuracies: list[list[float]], seed: int = 0, batch: int = 20
+) -> dict[str, Any]:
     """A stream of visits of 4 steps, the accuracies by round."""
     settings = {
         "preset": preset,
@@ -18,18 +20,34 @@ def _document(preset: str, accuracies: list[list[float]], seed: int = 0, batch: 
         "source_data": None,
         "model": "tiny",
         "protocol": {"name": "continual:rounds=3", "rounds": len(accuracies)},
-        "stream": {"seed": seed, "batch": batch, "severity": 5, "corruptions": ["fog"] * len(accuracies[0])},
+        "stream": {
+            "seed": seed,
+            "batch": batch,
+            "severity": 5,
+            "corruptions": ["fog"] * len(accuracies[0]),
+        },
     }
-    visits = [{"round": number, "steps": 4, "accuracy": each} for number, part in enumerate(accuracies) for each in part]
+    visits = [
+        {"round": number, "steps": 4, "accuracy": each}
+        for number, part in enumerate(accuracies)
+        for each in part
+    ]
     return {"settings": settings, "result": {"visits": visits}}
 
 
 def test_a_curve_is_the_mean_over_seeds_and_visits() -> None:
     first, second = [[0.2, 0.4], [0.6, 0.8]], [[0.4, 0.6], [0.6, 0.8]]
-    documents = [_document("tent", first), _document("tent", second, seed=1), _document("bn", first)]
+    documents = [
+        _document("tent", first),
+        _document("tent", second, seed=1),
+        _document("bn", first),
+    ]
     ((name, (title, curves)),) = plots.streams(documents).items()
     assert name == "continual-rounds=3_tiny"
-    assert title == "tiny, continual, 2 rounds of 2 corruptions at severity 5, batch 20, mean of 2 seeds"
+    assert (
+        title
+        == "tiny, continual, 2 rounds of 2 corruptions at severity 5, batch 20, mean of 2 seeds"
+    )
     assert [preset for preset, _ in curves] == ["tent", "bn"]
     curve = curves[0][1]
     assert curve.visits == pytest.approx([0.3, 0.5, 0.6, 0.8])

@@ -38,7 +38,16 @@ streams = st.builds(
     seed=st.integers(0, 3),
 )
 protocols = st.sampled_from(
-    [Reset(), Continual(), Gradual(), Mixed(), Correlated(), Correlated(0.5, 3), Recurring(), Recurring(7)]
+    [
+        Reset(),
+        Continual(),
+        Gradual(),
+        Mixed(),
+        Correlated(),
+        Correlated(0.5, 3),
+        Recurring(),
+        Recurring(7),
+    ]
 )
 
 
@@ -58,11 +67,15 @@ def _same(left: Plan, right: Plan) -> bool:
 
 @given(streams, protocols)
 @settings(max_examples=200, deadline=None)
-def test_each_sample_comes_once_under_each_corruption(stream: Stream, protocol: AnyProtocol) -> None:
+def test_each_sample_comes_once_under_each_corruption(
+    stream: Stream, protocol: AnyProtocol
+) -> None:
     plan = protocol(stream, torch.arange(40) % 4)
     images = 40 if stream.images is None else stream.images
     counts = Counter((shift.corruption, sample) for shift, sample in _pairs(plan))
-    assert counts == Counter((name, sample) for name in stream.corruptions for sample in range(images))
+    assert counts == Counter(
+        (name, sample) for name in stream.corruptions for sample in range(images)
+    )
     assert all(step.index.dtype == step.domain.dtype == torch.int64 for step in plan.steps)
     assert all(1 <= len(step.index) <= stream.batch for step in plan.steps)
     assert len(set(plan.domains)) == len(plan.domains)
@@ -90,7 +103,9 @@ def test_reset_starts_each_corruption_from_the_source() -> None:
     assert [step.reset for step in plan.steps] == [True, False, False, False] * 3
     assert [len(step.index) for step in plan.steps] == [300, 300, 300, 100] * 3
     assert plan.domains == (Shift("fog"), Shift("snow"), Shift("frost"))
-    assert [step.domain.unique().tolist() for step in plan.steps] == [[0]] * 4 + [[1]] * 4 + [[2]] * 4
+    assert [step.domain.unique().tolist() for step in plan.steps] == [[0]] * 4 + [[1]] * 4 + [
+        [2]
+    ] * 4
     assert _pairs(plan)[:1000] == [(Shift("fog"), sample) for sample in range(1000)]
 
 
@@ -106,13 +121,17 @@ def test_continual_is_reset_without_resets_and_repeats() -> None:
     again = Continual(rounds=3)(stream, LABELS)
     assert _pairs(again) == 3 * _pairs(once)
     assert len(again.steps) == 3 * len(once.steps)
-    assert [step.round for step in again.steps] == [number for number in range(3) for _ in once.steps]
+    assert [step.round for step in again.steps] == [
+        number for number in range(3) for _ in once.steps
+    ]
 
 
 def test_gradual_severities_rise_and_fall() -> None:
     plan = Gradual()(Stream(NAMES, batch=10, images=100), LABELS)
     stages = [shift for shift, _ in groupby(shift for shift, _ in _pairs(plan))]
-    assert stages == [Shift(name, severity) for name in NAMES for severity in (1, 2, 3, 4, 5, 4, 3, 2, 1)]
+    assert stages == [
+        Shift(name, severity) for name in NAMES for severity in (1, 2, 3, 4, 5, 4, 3, 2, 1)
+    ]
     sizes = [len(list(group)) for _, group in groupby(shift for shift, _ in _pairs(plan))]
     assert max(sizes) - min(sizes) == 1
     assert len(plan.domains) == 15
@@ -122,9 +141,12 @@ def test_mixed_batches_hold_all_corruptions() -> None:
     plan = Mixed()(Stream(batch=200), LABELS)
     assert all(len(step.domain.unique()) == 15 for step in plan.steps)
     assert len(plan.steps) == 75
-    # Uniformly mixed: the count of a corruption in a batch is hypergeometric, of variance 200/15 · 14/15 but for a percent.
+    # Uniformly mixed: the count of a corruption in a batch is hypergeometric, of variance 200/15 ·
+    # 14/15 but for a percent.
     counts = torch.stack([step.domain.bincount(minlength=15) for step in plan.steps]).double()
-    assert (counts.var(0, unbiased=True) / (200 / 15 * 14 / 15)).mean() == pytest.approx(1, abs=0.15)
+    assert (counts.var(0, unbiased=True) / (200 / 15 * 14 / 15)).mean() == pytest.approx(
+        1, abs=0.15
+    )
 
 
 def _changes(plan: Plan, labels: torch.Tensor) -> float:
@@ -156,7 +178,9 @@ def test_correlated_batches_hold_few_classes() -> None:
 def _entropy(plan: Plan, labels: torch.Tensor) -> float:
     """Mean entropy of the labels of a batch."""
     shares = [labels[step.index].bincount(minlength=10) / len(step.index) for step in plan.steps]
-    return float(torch.stack([torch.distributions.Categorical(share).entropy() for share in shares]).mean())
+    return float(
+        torch.stack([torch.distributions.Categorical(share).entropy() for share in shares]).mean()
+    )
 
 
 def test_one_slot_brings_each_class_whole_in_an_order_of_its_own() -> None:
@@ -164,24 +188,30 @@ def test_one_slot_brings_each_class_whole_in_an_order_of_its_own() -> None:
     runs = [label for label, _ in groupby(LABELS[sample].item() for _, sample in pairs[:1000])]
     assert sorted(runs) == list(range(10))
     orders = {
-        tuple(dict.fromkeys(LABELS[sample].item() for _, sample in pairs[start : start + 1000])) for start in (0, 1000, 2000)
+        tuple(dict.fromkeys(LABELS[sample].item() for _, sample in pairs[start : start + 1000]))
+        for start in (0, 1000, 2000)
     }
     assert len(orders) == 3
 
 
 def test_correlated_visits_differ() -> None:
     pairs = _pairs(Correlated()(Stream(NAMES), LABELS))
-    first, second = ([sample for shift, sample in pairs if shift.corruption == name] for name in NAMES[:2])
+    first, second = (
+        [sample for shift, sample in pairs if shift.corruption == name] for name in NAMES[:2]
+    )
     assert first != second
 
 
 def test_recurring_shifts_return_with_new_samples() -> None:
     plan = Recurring(rounds=4)(Stream(NAMES, batch=100), LABELS)
     visits = [
-        (shift.corruption, [sample for _, sample in group]) for shift, group in groupby(_pairs(plan), lambda pair: pair[0])
+        (shift.corruption, [sample for _, sample in group])
+        for shift, group in groupby(_pairs(plan), lambda pair: pair[0])
     ]
     assert [name for name, _ in visits] == list(NAMES) * 4
-    assert [samples for name, samples in visits if name == "snow"] == [list(range(250 * r, 250 * r + 250)) for r in range(4)]
+    assert [samples for name, samples in visits if name == "snow"] == [
+        list(range(250 * r, 250 * r + 250)) for r in range(4)
+    ]
     assert len(plan.domains) == 3
 
 
@@ -191,10 +221,14 @@ def test_order_and_shuffling_follow_the_seed() -> None:
 
     assert set(domains(0)) == set(domains(1)) == {Shift(name) for name in CORRUPTIONS}
     assert domains(0) != domains(1)
-    first, second = (Continual()(Stream(NAMES, shuffled=True, seed=seed), LABELS) for seed in (0, 1))
+    first, second = (
+        Continual()(Stream(NAMES, shuffled=True, seed=seed), LABELS) for seed in (0, 1)
+    )
     assert first.domains == second.domains
     assert _pairs(first) != _pairs(second)
-    assert _pairs(first)[:1000] != [(Shift("fog"), sample) for _, sample in _pairs(first)[1000:2000]]
+    assert _pairs(first)[:1000] != [
+        (Shift("fog"), sample) for _, sample in _pairs(first)[1000:2000]
+    ]
 
 
 @pytest.mark.parametrize(
@@ -225,7 +259,10 @@ def test_refused_streams(fields: dict[str, object], message: str) -> None:
         (lambda: Recurring(0), "rounds must be an integer >= 1"),
         (lambda: Correlated(0.0), "concentration must be a finite number"),
         (lambda: Correlated(slots=0), "slots must be an integer >= 1"),
-        (lambda: Continual()(Stream(images=1001), LABELS), "images must be at most 1000, the samples there are, got 1001"),
+        (
+            lambda: Continual()(Stream(images=1001), LABELS),
+            "images must be at most 1000, the samples there are, got 1001",
+        ),
     ],
     ids=["continual", "recurring", "correlated", "slots", "images"],
 )

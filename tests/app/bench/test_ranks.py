@@ -22,8 +22,14 @@ ARRAY = {"SLURM_ARRAY_TASK_COUNT": "3", "SLURM_ARRAY_TASK_MIN": "10", "SLURM_ARR
         ({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}, Worker(3, 4, 1)),
         ({"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1"}, Worker(5, 8, 1)),
         ({**ARRAY, "SLURM_ARRAY_TASK_ID": "15"}, Worker(1, 3, 0)),
-        ({**ARRAY, "SLURM_ARRAY_TASK_ID": "20", "SLURM_PROCID": "1", "SLURM_NTASKS": "2"}, Worker(5, 6, 0)),
-        ({"RANK": "0", "WORLD_SIZE": "2", "SLURM_PROCID": "1", "SLURM_NTASKS": "4"}, Worker(0, 2, 0)),
+        (
+            {**ARRAY, "SLURM_ARRAY_TASK_ID": "20", "SLURM_PROCID": "1", "SLURM_NTASKS": "2"},
+            Worker(5, 6, 0),
+        ),
+        (
+            {"RANK": "0", "WORLD_SIZE": "2", "SLURM_PROCID": "1", "SLURM_NTASKS": "4"},
+            Worker(0, 2, 0),
+        ),
         ({"RANK": "", "WORLD_SIZE": "many"}, Worker(0, 1, 0)),
     ],
     ids=["alone", "torchrun", "srun", "array", "array of srun", "torchrun in a job", "unreadable"],
@@ -53,12 +59,27 @@ def test_each_worker_of_a_host_takes_its_own_gpu(monkeypatch: pytest.MonkeyPatch
 def test_a_worker_begins_at_its_place_and_leaves_the_rest_to_others(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    small = ["bench", "--quick", "--images", "20", "--batch", "20", "--corruptions", "contrast", "--out", str(tmp_path)]
+    small = [
+        "bench",
+        "--quick",
+        "--images",
+        "20",
+        "--batch",
+        "20",
+        "--corruptions",
+        "contrast",
+        "--out",
+        str(tmp_path),
+    ]
     command = [*small, "--presets", "source,bn,tent"]
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(command) == 0
-    assert [line[:6] for line in capsys.readouterr().err.splitlines()] == ["2 of 3", "3 of 3", "1 of 3"]
+    assert [line[:6] for line in capsys.readouterr().err.splitlines()] == [
+        "2 of 3",
+        "3 of 3",
+        "1 of 3",
+    ]
     (done,) = tmp_path.glob("tent_*.json")
     done.rename(done.with_suffix(".claim"))
     done.with_suffix(".claim").write_text(json.dumps({"host": "far", "pid": 17}))

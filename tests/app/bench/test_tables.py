@@ -20,10 +20,28 @@ def test_the_table_shows_the_numbers_of_the_files(shared: Bench, tmp_path: Path)
     command = "driftfilter bench --quick"
     documents, _ = run_all(shared, tmp_path, task_of("source"), task_of("tent"), command=command)
     (table,) = tables.write(documents, tmp_path)
-    assert table.head == ["preset", "from", "statistics", "gauss", "contr", "bright", "mean", "ECE", "NLL", "Brier", "ms"]
+    assert table.head == [
+        "preset",
+        "from",
+        "statistics",
+        "gauss",
+        "contr",
+        "bright",
+        "mean",
+        "ECE",
+        "NLL",
+        "Brier",
+        "ms",
+    ]
     for row, document in zip(table.rows, documents, strict=True):
         result, mean = document["result"], document["result"]["mean"]
-        numbers = [*accuracies(result).values(), mean["accuracy"], mean["ece"], mean["nll"], mean["brier"]]
+        numbers = [
+            *accuracies(result).values(),
+            mean["accuracy"],
+            mean["ece"],
+            mean["nll"],
+            mean["brier"],
+        ]
         assert row[3:-1] == [f"{number:.3f}" for number in numbers]
         assert row[-1] == f"{result['ms_per_step']:.1f}"
     assert table.rows[0][:3] == ["source", "prior", "source"]
@@ -45,17 +63,26 @@ def test_the_table_shows_the_numbers_of_the_files(shared: Bench, tmp_path: Path)
 
 
 def test_a_table_names_the_commands_of_its_own_rows(shared: Bench, tmp_path: Path) -> None:
-    reset = [run_all(shared, tmp_path, task_of(name), command=f"first {name}")[0][0] for name in ("source", "bn")]
+    reset = [
+        run_all(shared, tmp_path, task_of(name), command=f"first {name}")[0][0]
+        for name in ("source", "bn")
+    ]
     again, log = run_all(shared, tmp_path, task_of("bn"), command="second")
     assert (again, log.begun) == (reset[1:], [])
     (mixed,), _ = run_all(shared, tmp_path, task_of("bn", "mixed"), command="third")
-    assert [json.loads(path.read_text())["command"] for path in tmp_path.glob("bn_mixed*")] == ["third"]
+    assert [json.loads(path.read_text())["command"] for path in tmp_path.glob("bn_mixed*")] == [
+        "third"
+    ]
     made = tables.tables([*reset, mixed])
     said = [[note for note in table.notes if note.startswith("command")] for table in made]
     first, third = ["command: first source", "command: first bn"], ["command: third"]
     assert said == [first, third, first + third]
     conditions = [tables.condition(document["settings"]) for document in (reset[0], mixed)]
-    assert [table.conditions for table in made] == [{conditions[0]}, {conditions[1]}, set(conditions)]
+    assert [table.conditions for table in made] == [
+        {conditions[0]},
+        {conditions[1]},
+        set(conditions),
+    ]
 
 
 def test_nothing_is_not_written_over_a_table(tmp_path: Path) -> None:
@@ -65,7 +92,9 @@ def test_nothing_is_not_written_over_a_table(tmp_path: Path) -> None:
 
 
 def test_what_else_was_asked_for_has_its_column(shared: Bench, tmp_path: Path) -> None:
-    documents, _ = run_all(replace(shared, before=True, probe_every=4), tmp_path, task_of("conjugate"), task_of("eata"))
+    documents, _ = run_all(
+        replace(shared, before=True, probe_every=4), tmp_path, task_of("conjugate"), task_of("eata")
+    )
     (table,) = tables.tables(documents)
     for row, document in zip(table.rows, documents, strict=True):
         result = document["result"]
@@ -77,7 +106,10 @@ def test_what_else_was_asked_for_has_its_column(shared: Bench, tmp_path: Path) -
 
 
 def test_on_a_terminal_tables_have_rules_or_stay_plain(
-    shared: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    shared: Bench,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     documents, _ = run_all(shared, tmp_path, task_of("source"))
     (table,) = tables.tables(documents)
@@ -90,7 +122,9 @@ def test_on_a_terminal_tables_have_rules_or_stay_plain(
         assert all(cell in shown for cell in table.rows[0])
 
 
-def test_the_bar_shows_the_accuracy_so_far(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_bar_shows_the_accuracy_so_far(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
     monkeypatch.setenv("COLUMNS", "150")
     with tables.progress() as display:
@@ -117,26 +151,41 @@ def test_rounds_have_their_columns(shared: Bench, tmp_path: Path) -> None:
 
 
 def test_the_summary_is_across_protocols(shared: Bench, tmp_path: Path) -> None:
-    tasks = [task_of(preset, protocol) for protocol in ("reset", "mixed") for preset in ("source", "tent")]
+    tasks = [
+        task_of(preset, protocol)
+        for protocol in ("reset", "mixed")
+        for preset in ("source", "tent")
+    ]
     documents, _ = run_all(shared, tmp_path, *tasks, task_of("bn", "mixed"))
     *_, summary = tables.write(documents, tmp_path)
     assert summary.head[3:] == ["reset", "mixed"]
-    assert [row[:3] for row in summary.rows] == [[name, "tiny", ""] for name in ("source", "tent", "bn")]
+    assert [row[:3] for row in summary.rows] == [
+        [name, "tiny", ""] for name in ("source", "tent", "bn")
+    ]
     means = [document["result"]["mean"] for document in documents]
     shown = [f"{mean['accuracy']:.3f} / {mean['ece']:.3f}" for mean in means]
-    assert [row[3:] for row in summary.rows] == [[shown[0], shown[2]], [shown[1], shown[3]], ["", shown[4]]]
+    assert [row[3:] for row in summary.rows] == [
+        [shown[0], shown[2]],
+        [shown[1], shown[3]],
+        ["", shown[4]],
+    ]
     assert "| " + " | ".join(summary.rows[1]) + " |" in (tmp_path / "table.md").read_text()
     lines = list(csv.DictReader(io.StringIO((tmp_path / "summary.csv").read_text())))
     assert [(line["preset"], line["protocol"]) for line in lines] == [
-        (document["settings"]["preset"], document["settings"]["protocol"]["name"]) for document in documents
+        (document["settings"]["preset"], document["settings"]["protocol"]["name"])
+        for document in documents
     ]
     assert [float(line["ece"]) for line in lines] == [mean["ece"] for mean in means]
 
 
 def test_seeds_are_averaged(shared: Bench, tmp_path: Path) -> None:
     shuffled = replace(shared, stream=replace(shared.stream, shuffled=True))
-    documents, _ = run_all(shuffled, tmp_path, *(task_of("tent:lr=0.5", "continual", seed) for seed in range(3)))
-    values = torch.tensor([document["result"]["mean"]["nll"] for document in documents], dtype=torch.float64)
+    documents, _ = run_all(
+        shuffled, tmp_path, *(task_of("tent:lr=0.5", "continual", seed) for seed in range(3))
+    )
+    values = torch.tensor(
+        [document["result"]["mean"]["nll"] for document in documents], dtype=torch.float64
+    )
     (table,) = tables.tables(documents)
     assert table.rows[0][table.head.index("NLL")] == f"{values.mean():.3f} ± {values.std():.3f}"
     assert values.std() > 1e-4

@@ -26,7 +26,13 @@ def folder(tmp_path: Path) -> Path:
 
 def test_the_explanation_names_archives_and_layouts() -> None:
     text = data.explain()
-    for part in ("2535967", "CIFAR-10-C.tar", "cifar-10-python.tar.gz", "driftfilter data FOLDER", *data.ARCHIVES.values()):
+    for part in (
+        "2535967",
+        "CIFAR-10-C.tar",
+        "cifar-10-python.tar.gz",
+        "driftfilter data FOLDER",
+        *data.ARCHIVES.values(),
+    ):
         assert part in text
 
 
@@ -62,12 +68,17 @@ def test_labels_of_another_length(folder: Path, length: int) -> None:
 
 
 @pytest.mark.parametrize("inside", [True, False])
-def test_archives_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inside: bool) -> None:
+def test_archives_are_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inside: bool
+) -> None:
     file = tmp_path / "CIFAR-10-C.tar"
     file.write_bytes(b"archive")
     text, ok = data.check(tmp_path if inside else file)
     assert not ok
-    assert "CIFAR-10-C.tar must have md5 56bf5dcef84df0e2308c6dcbcbbd8499, got 888d0ee361af3603736f32131e7b20a2" in text
+    assert (
+        "CIFAR-10-C.tar must have md5 56bf5dcef84df0e2308c6dcbcbbd8499, got "
+        "888d0ee361af3603736f32131e7b20a2" in text
+    )
     monkeypatch.setitem(data.ARCHIVES, "CIFAR-10-C.tar", hashlib.md5(b"archive").hexdigest())
     assert data.check(tmp_path if inside else file)[1]
 

@@ -16,11 +16,15 @@ DATA = np.random.default_rng(0).integers(0, 256, (6, 3072), dtype=np.uint8)
 LABELS = [3, 0, 9, 1, 1, 5]
 
 
-_PICKLER: Any = vars(pickle)["_Pickler"]  # the one written in Python, which can be told how to write
+_PICKLER: Any = vars(pickle)[
+    "_Pickler"
+]  # the one written in Python, which can be told how to write
 
 
 class _Python2(_PICKLER):  # type: ignore[misc]
-    """Writes strings and bytes as Python 2 wrote its strings, and numpy's old module names, as in the published file."""
+    """Writes strings and bytes as Python 2 wrote its strings, and numpy's old module names, as in
+    the published file.
+    """
 
     dispatch: ClassVar = dict(_PICKLER.dispatch)
 
@@ -41,15 +45,24 @@ def _as_python2(value: Any) -> bytes:
 
 @pytest.mark.parametrize("kind", ["python2", "bytes", "strings"])
 def test_batches_are_read(tmp_path: Path, kind: str) -> None:
-    batch = {"batch_label": "testing batch 1 of 1", "labels": LABELS, "data": DATA, "filenames": ["a.png"] * 6}
+    batch = {
+        "batch_label": "testing batch 1 of 1",
+        "labels": LABELS,
+        "data": DATA,
+        "filenames": ["a.png"] * 6,
+    }
     contents = {
         "python2": lambda: _as_python2(batch),
-        "bytes": lambda: pickle.dumps({key.encode(): value for key, value in batch.items()}, protocol=2),
+        "bytes": lambda: pickle.dumps(
+            {key.encode(): value for key, value in batch.items()}, protocol=2
+        ),
         "strings": lambda: pickle.dumps(batch),
     }
     (tmp_path / "test_batch").write_bytes(contents[kind]())
     images, labels = cifar10(tmp_path)
-    assert torch.equal((255 * images).round().long(), torch.from_numpy(DATA).view(6, 3, 32, 32).long())
+    assert torch.equal(
+        (255 * images).round().long(), torch.from_numpy(DATA).view(6, 3, 32, 32).long()
+    )
     assert labels.tolist() == LABELS
     assert isinstance(open_domains(tmp_path), Generated)
 
@@ -65,11 +78,23 @@ class _Harm:
         (pickle.dumps({"data": DATA, "labels": _Harm()}), "a pickle that wants pathlib"),
         (pickle.dumps({"data": DATA}), "KeyError: 'labels'"),
         (pickle.dumps([1, 2]), "AttributeError"),
-        (pickle.dumps({"data": DATA, "labels": LABELS})[:-500], "must be a batch of CIFAR-10's python version"),
+        (
+            pickle.dumps({"data": DATA, "labels": LABELS})[:-500],
+            "must be a batch of CIFAR-10's python version",
+        ),
         (b"no pickle", "must be a batch of CIFAR-10's python version"),
-        (pickle.dumps({"data": DATA / 255, "labels": LABELS}), "got 'data of float64 \\[6, 3072\\]'"),
-        (pickle.dumps({"data": DATA[:, :100], "labels": LABELS}), "got 'data of uint8 \\[6, 100\\]'"),
-        (pickle.dumps({"data": DATA, "labels": LABELS[:5]}), "labels must be 6 integer labels .* got \\[5\\]"),
+        (
+            pickle.dumps({"data": DATA / 255, "labels": LABELS}),
+            "got 'data of float64 \\[6, 3072\\]'",
+        ),
+        (
+            pickle.dumps({"data": DATA[:, :100], "labels": LABELS}),
+            "got 'data of uint8 \\[6, 100\\]'",
+        ),
+        (
+            pickle.dumps({"data": DATA, "labels": LABELS[:5]}),
+            "labels must be 6 integer labels .* got \\[5\\]",
+        ),
         (
             pickle.dumps({"data": DATA, "labels": [*LABELS[:5], 10]}),
             "labels must be .* from 0 to 10 - 1, got 'labels from 0 to 10'",
@@ -77,7 +102,9 @@ class _Harm:
     ],
     ids=["harm", "no-labels", "list", "truncated", "text", "floats", "shape", "length", "range"],
 )
-def test_other_pickles_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes, message: str) -> None:
+def test_other_pickles_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes, message: str
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "test_batch").write_bytes(content)
     with pytest.raises(ValueError, match=message) as caught:

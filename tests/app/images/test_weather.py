@@ -1,4 +1,6 @@
-"""The random layers: the laws of the fog's plasma and of the frost, the shading of water; warps and JPEG by themselves."""
+"""The random layers: the laws of the fog's plasma and of the frost, the shading of water; warps and
+JPEG by themselves.
+"""
 
 import io
 from itertools import pairwise
@@ -20,10 +22,15 @@ def _made(n: int, size: int = 32) -> Tensor:
 
 
 def _octaves(heights: np.ndarray) -> list[float]:
-    """Deviation, at each octave from the coarsest, of a middle [n] from the mean of its four corners (wrapped around)."""
+    """Deviation, at each octave from the coarsest, of a middle [n] from the mean of its four
+    corners (wrapped around).
+    """
     found, step = [], 32
     while step >= 2:
-        corners, middles = heights[:, ::step, ::step], heights[:, step // 2 :: step, step // 2 :: step]
+        corners, middles = (
+            heights[:, ::step, ::step],
+            heights[:, step // 2 :: step, step // 2 :: step],
+        )
         rows = corners + np.roll(corners, -1, 1)
         found.append(float((middles - (rows + np.roll(rows, -1, 2)) / 4).std()))
         step //= 2
@@ -63,7 +70,9 @@ def test_frost_has_the_contrast_and_the_spectrum_of_its_kind() -> None:
         power = torch.fft.fft2(layers).abs().square().mean(0)
         wanted = 1 + (knee / frequency) ** 2
         # The patches mix neighbouring frequencies, which flattens the spectrum.
-        steepness = (power[low].mean() / power[high].mean()) / (wanted[low].mean() / wanted[high].mean())
+        steepness = (power[low].mean() / power[high].mean()) / (
+            wanted[low].mean() / wanted[high].mean()
+        )
         assert 0.6 < steepness.item() < 1.05
 
 
@@ -71,29 +80,41 @@ def test_frost_of_a_larger_image_keeps_level_and_contrast() -> None:
     small, large = _made(2000), _made(500, 64)
     assert large.shape == (500, 3, 64, 64)
     assert large.mean((0, 2, 3)).numpy() == pytest.approx(small.mean((0, 2, 3)).numpy(), abs=0.02)
-    assert large.std((2, 3)).mean().item() == pytest.approx(small.std((2, 3)).mean().item(), rel=0.06)
+    assert large.std((2, 3)).mean().item() == pytest.approx(
+        small.std((2, 3)).mean().item(), rel=0.06
+    )
 
 
 def test_distance_against_scipy() -> None:
     marks = torch.rand(5, 1, 32, 40, generator=Generator().manual_seed(0)) < 0.02
     expected = np.stack([ndimage.distance_transform_edt(~plane.numpy()) for plane in marks[:, 0]])
-    torch.testing.assert_close(textures._distance(marks)[:, 0].double(), torch.from_numpy(expected), rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        textures._distance(marks)[:, 0].double(), torch.from_numpy(expected), rtol=0, atol=1e-5
+    )
 
 
 def test_equalised_levels_are_ranks() -> None:
     levels = torch.tensor([[0, 0, 7, 7], [7, 9, 9, 200]]).float()[None, None]
-    expected = torch.tensor([[0, 0, 128, 128], [128, 212, 212, 255]]).float()[None, None]  # 255 (rank - 2) / 6
+    expected = torch.tensor([[0, 0, 128, 128], [128, 212, 212, 255]]).float()[
+        None, None
+    ]  # 255 (rank - 2) / 6
     assert torch.equal(textures._equalise(levels), expected)
 
 
 def _shaded(liquid: np.ndarray) -> np.ndarray:
     """The published shading [h, w] of drops [h, w], with a steep wet pixel for an edge."""
     slopes = [np.abs(ndimage.sobel(liquid, axis, mode="nearest")) for axis in (0, 1)]
-    far = np.minimum(ndimage.distance_transform_edt(~((slopes[0] + slopes[1] > 150) & (liquid > 0))), 20)
+    far = np.minimum(
+        ndimage.distance_transform_edt(~((slopes[0] + slopes[1] > 150) & (liquid > 0))), 20
+    )
     levels = np.floor(ndimage.uniform_filter(far, 3, mode="mirror") + 1e-6)
     rank = np.searchsorted(np.sort(levels.ravel()), levels, side="right")
     equal = np.round(255 * (rank - rank.min()) / (levels.size - rank.min()))
-    relief = np.clip(ndimage.correlate(equal, np.array([[-2, -1, 0], [-1, 1, 1], [0, 1, 2]]), mode="mirror"), 0, 255)
+    relief = np.clip(
+        ndimage.correlate(equal, np.array([[-2, -1, 0], [-1, 1, 1], [0, 1, 2]]), mode="mirror"),
+        0,
+        255,
+    )
     shade = liquid * np.round(ndimage.uniform_filter(relief, 3, mode="mirror"))
     return np.asarray(shade / shade.max())
 
@@ -102,13 +123,17 @@ def test_water_is_shaded_as_published_where_it_is_wet() -> None:
     liquid = torch.zeros(1, 1, 32, 32)
     liquid[..., 8:20, 10:24] = 180
     liquid[..., 24:29, 3:9] = 200
-    assert textures.water(liquid)[0, 0].numpy() == pytest.approx(_shaded(liquid[0, 0].double().numpy()), abs=0.006)
+    assert textures.water(liquid)[0, 0].numpy() == pytest.approx(
+        _shaded(liquid[0, 0].double().numpy()), abs=0.006
+    )
     assert torch.equal(textures.water(0 * liquid), 0 * liquid)
 
 
 def test_the_affine_map_takes_moved_points_back() -> None:
     images = torch.rand(2, 3, 32, 32, generator=Generator().manual_seed(0))
-    y, x = affine_grid(images, torch.tensor([2.0, -3.0]).expand(2, 3, 2))  # all three by 2 to the right and 3 up
+    y, x = affine_grid(
+        images, torch.tensor([2.0, -3.0]).expand(2, 3, 2)
+    )  # all three by 2 to the right and 3 up
     rows, columns = pixel_grid(images)
     torch.testing.assert_close(y, (rows + 3.0).expand(2, -1, -1), rtol=0, atol=1e-4)
     torch.testing.assert_close(x, (columns - 2.0).expand(2, -1, -1), rtol=0, atol=1e-4)
@@ -122,7 +147,9 @@ def test_sampling_against_scipy(edges: bool, mode: str) -> None:
     made = sample(images, y, x, edges)
     for i in range(2):
         for channel in range(3):
-            expected = ndimage.map_coordinates(images[i, channel].numpy(), [y[i].numpy(), x[i].numpy()], order=1, mode=mode)
+            expected = ndimage.map_coordinates(
+                images[i, channel].numpy(), [y[i].numpy(), x[i].numpy()], order=1, mode=mode
+            )
             assert made[i, channel].numpy() == pytest.approx(expected, abs=1e-4)
 
 

@@ -1,4 +1,6 @@
-"""The report of runs and benchmarks: its numbers, its escaping, its errors; and how a browser shows it."""
+"""The report of runs and benchmarks: its numbers, its escaping, its errors; and how a browser shows
+it.
+"""
 
 from __future__ import annotations
 
@@ -100,14 +102,19 @@ def summary(out: str) -> dict[str, Any]:
 # What it says
 
 
-def test_numbers_of_a_run_are_those_of_its_files(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_numbers_of_a_run_are_those_of_its_files(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run("--out", "o", *FULL) == 0
     assert main(["report", "o"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "wrote o/report.html"
     shown, found = Page(Path("o/report.html")), summary("o")
     for name, side in (("frozen source", "before"), ("tent:lr=0.01", "after")):
         quality = found["quality"][side]
-        expected = [f"{100 * quality['accuracy']:.1f}\u00a0%", *(f"{quality[key]:.3f}" for key in ("ece", "nll", "brier"))]
+        expected = [
+            f"{100 * quality['accuracy']:.1f}\u00a0%",
+            *(f"{quality[key]:.3f}" for key in ("ece", "nll", "brier")),
+        ]
         assert shown.row(name)[:4] == expected
     right = [json.loads(line)["right"] for line in Path("o/steps.jsonl").read_text().splitlines()]
     assert shown.row("step 0")[1] == percent(right[0] / 10)
@@ -121,12 +128,17 @@ def test_numbers_of_a_run_are_those_of_its_files(folder: Path, capsys: pytest.Ca
         percent(left["baseline_right"] / left["labeled"]),
     ]
     moved = json.loads(Path("o/movement.json").read_text())
-    assert f"1 {percent(moved[0]['relative'])}" in shown.text  # described for those who do not see the bars
+    assert (
+        f"1 {percent(moved[0]['relative'])}" in shown.text
+    )  # described for those who do not see the bars
     with np.load("o/examples.npz") as examples:
         first = shown.row(f"row {examples['row'][0]}")
         assert first[1] == percent(float(examples["probability"][0]))
         assert first[3] == f"{samples()[examples['row'][0], 0]:.3f}"
-    assert f"adapted {'run_network:make'} to {N} unlabeled samples of x.npy, 10 at a time" in shown.text
+    assert (
+        f"adapted {'run_network:make'} to {N} unlabeled samples of x.npy, 10 at a time"
+        in shown.text
+    )
     assert "No alarms." in shown.text
 
 
@@ -158,7 +170,17 @@ def test_what_is_not_recorded_is_said(folder: Path) -> None:
 
 def test_lines_of_json_have_no_examples(folder: Path) -> None:
     lines = "".join(json.dumps(row.tolist()) + "\n" for row in samples())
-    options = ["run", "run_network:make", "-", "--preset", "bn", "--batch", "10", "--baseline", "--quiet"]
+    options = [
+        "run",
+        "run_network:make",
+        "-",
+        "--preset",
+        "bn",
+        "--batch",
+        "10",
+        "--baseline",
+        "--quiet",
+    ]
     code = f"import sys; from driftfilter.app.cli import main; sys.exit(main({options!r}))"
     subprocess.run([sys.executable, "-c", code], input=lines.encode(), check=True, env=ENV)
     shown = page("runs/run")
@@ -200,8 +222,16 @@ def test_a_benchmark(shared: Bench, tmp_path: Path) -> None:
     results = [document["result"] for document in documents if document is not None]
     for name, (one, other) in {"frozen source": results[:2], "tent:lr=0.05": results[2:]}.items():
         values = [each["mean"]["accuracy"] for each in (one, other)]
-        assert shown.row(name)[0] == f"{percent(np.mean(values).item())} ± {100 * np.std(values, ddof=1):.1f}"
-        rows = [row for each in (one, other) for row in each["domains"] if row["corruption"] == "gaussian_noise"]
+        assert (
+            shown.row(name)[0]
+            == f"{percent(np.mean(values).item())} ± {100 * np.std(values, ddof=1):.1f}"
+        )
+        rows = [
+            row
+            for each in (one, other)
+            for row in each["domains"]
+            if row["corruption"] == "gaussian_noise"
+        ]
         share = sum(row["accuracy"] * row["n"] for row in rows) / sum(row["n"] for row in rows)
         assert shown.row("gaussian noise")[0 if name == "frozen source" else 1] == percent(share)
     (stream,) = collect([tmp_path])
@@ -247,7 +277,9 @@ def test_every_string_of_the_user_is_escaped(folder: Path) -> None:
 
 
 def test_it_is_one_small_file_that_loads_nothing(folder: Path) -> None:
-    pixels = np.random.default_rng(0).integers(0, 256, (24, 96, 96, 3), dtype=np.uint8)  # noise: nothing to compress
+    pixels = np.random.default_rng(0).integers(
+        0, 256, (24, 96, 96, 3), dtype=np.uint8
+    )  # noise: nothing to compress
     np.save("p.npy", pixels)
     for place in range(8):
         assert run("--out", f"o{place}", model="resnet20", data="p.npy", batch=24, preset="bn") == 0
@@ -256,7 +288,12 @@ def test_it_is_one_small_file_that_loads_nothing(folder: Path) -> None:
     assert "http" not in shown.source
     assert "url(" not in shown.source
     assert "@import" not in shown.source
-    links = [attrs[key] or "" for _, attrs in shown.tags for key in ("src", "href", "srcset", "data", "action") if key in attrs]
+    links = [
+        attrs[key] or ""
+        for _, attrs in shown.tags
+        for key in ("src", "href", "srcset", "data", "action")
+        if key in attrs
+    ]
     assert all(link.startswith(("data:image/png;base64,", "data:,")) for link in links)
     assert not {"script", "iframe", "object", "embed", "form"} & {tag for tag, _ in shown.tags}
 
@@ -268,9 +305,13 @@ def test_a_large_benchmark_keeps_the_pictures_of_the_best(shared: Bench, tmp_pat
     for number in range(60):
         changed = {**document["settings"], "preset": f"tent:lr={number}"}
         mean = {**document["result"]["mean"], "accuracy": number / 60}
-        pictures = [{**each, "png": each["png"][:1] * 5000} for each in document["result"]["examples"]]
+        pictures = [
+            {**each, "png": each["png"][:1] * 5000} for each in document["result"]["examples"]
+        ]
         result = {**document["result"], "mean": mean, "examples": pictures}
-        (tmp_path / f"copy{number}.json").write_text(json.dumps({"settings": changed, "result": result}))
+        (tmp_path / f"copy{number}.json").write_text(
+            json.dumps({"settings": changed, "result": result})
+        )
     shown = Page(write([tmp_path]))
     assert len(shown.source.encode()) < LIMIT
     assert "tent:lr=30: left out, so that the page stays small." in shown.text
@@ -292,7 +333,12 @@ def test_charts_are_whole_and_described(folder: Path) -> None:
     for each in described:
         assert each.findtext("title")
         assert each.findtext("desc")
-        numbers = [float(x) for part in each.iter() for x in (part.get(key) for key in ("x", "y", "x1", "y1", "width")) if x]
+        numbers = [
+            float(x)
+            for part in each.iter()
+            for x in (part.get(key) for key in ("x", "y", "x1", "y1", "width"))
+            if x
+        ]
         assert all(-1e-6 <= number <= 640 for number in numbers)
     assert all(each.get("aria-hidden") == "true" for each in pictures if each not in described)
     assert "nan" not in "".join(charts)
@@ -300,7 +346,10 @@ def test_charts_are_whole_and_described(folder: Path) -> None:
 
 def test_the_report_needs_no_torch(folder: Path) -> None:
     assert run("--out", "o", *FULL) == 0
-    code = "import sys; from driftfilter.app.cli import main; main(['report', 'o']); sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys; from driftfilter.app.cli import main; main(['report', 'o']); "
+        "sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False, env=ENV).returncode == 0
 
 
@@ -326,18 +375,26 @@ def _older(out: Path) -> None:
 WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
     "unfinished": (_without("summary.json"), "o holds a run that has not ended"),
     "damaged config": (_holding("config.json", "{"), "o/config.json is damaged: it must hold JSON"),
-    "damaged steps": (_holding("steps.jsonl", '{"step": 0'), "o/steps.jsonl is damaged: every line must hold JSON"),
+    "damaged steps": (
+        _holding("steps.jsonl", '{"step": 0'),
+        "o/steps.jsonl is damaged: every line must hold JSON",
+    ),
     "no steps": (_without("steps.jsonl"), "o/steps.jsonl could not be read"),
     "empty": (_holding("steps.jsonl", ""), "o holds an empty run: no sample was predicted"),
     "damaged examples": (_holding("examples.npz", "PK"), "o/examples.npz is damaged"),
     "newer": (_with_format, "o/summary.json is of format 99, of driftfilter"),
     "another version's": (_older, "o is of another version of driftfilter, or damaged: KeyError"),
-    "a list": (_holding("config.json", "[]"), "o is of another version of driftfilter, or damaged: TypeError"),
+    "a list": (
+        _holding("config.json", "[]"),
+        "o is of another version of driftfilter, or damaged: TypeError",
+    ),
 }
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_a_run_that_cannot_be_reported(case: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_cannot_be_reported(
+    case: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run("--out", "o") == 0
     spoil, reason = WRONG[case]
     spoil(Path("o"))
@@ -353,10 +410,16 @@ def test_folders_without_a_run(folder: Path, capsys: pytest.CaptureFixture[str])
     (folder / "old").mkdir()
     (folder / "old" / "task.json").write_text('{"settings": {"preset": "tent"}, "result": {}}')
     for name, reason in (
-        ("missing", "RUN must be a folder of driftfilter run or bench, got 'missing', which is none"),
+        (
+            "missing",
+            "RUN must be a folder of driftfilter run or bench, got 'missing', which is none",
+        ),
         ("empty", "empty holds no run"),
         ("damaged", "damaged/task.json is damaged: it must hold JSON"),
-        ("old", "old/task.json is of another version of driftfilter, or damaged: KeyError 'stream'"),
+        (
+            "old",
+            "old/task.json is of another version of driftfilter, or damaged: KeyError 'stream'",
+        ),
     ):
         assert main(["report", name]) == 1
         assert reason in capsys.readouterr().err
@@ -367,7 +430,9 @@ def test_folders_without_a_run(folder: Path, capsys: pytest.CaptureFixture[str])
 # Axes
 
 
-@pytest.mark.parametrize("values", [(0.1, 0.93), (0.0, 0.0), (12.0, 3400.0), (0.5, 0.5001), (1e-7, 3e-7)], ids=str)
+@pytest.mark.parametrize(
+    "values", [(0.1, 0.93), (0.0, 0.0), (12.0, 3400.0), (0.5, 0.5001), (1e-7, 3e-7)], ids=str
+)
 def test_axes_span_their_values_with_round_numbers(values: tuple[float, float]) -> None:
     low, high = spanning(values)
     assert low <= min(values) + 1e-12
@@ -384,32 +449,55 @@ def test_nothing_to_report_is_still_a_page() -> None:
 
 # In a browser
 
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-QUIET = ("--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--disable-dev-shm-usage", "--disable-extensions")
+BROWSER = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
+QUIET = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--hide-scrollbars",
+    "--disable-dev-shm-usage",
+    "--disable-extensions",
+)
 
 
 def browse(folder: Path, page: Path, *arguments: str) -> tuple[str, list[str]]:
-    """What the browser prints of a page; what the page said on the console, and asked of the network."""
+    """What the browser prints of a page; what the page said on the console, and asked of the
+    network.
+    """
     assert BROWSER is not None
     log = folder / "net.json"
-    own = (f"--user-data-dir={folder / 'profile'}", "--enable-logging=stderr", f"--log-net-log={log}")
+    own = (
+        f"--user-data-dir={folder / 'profile'}",
+        "--enable-logging=stderr",
+        f"--log-net-log={log}",
+    )
     command = [BROWSER, *QUIET, *own, *arguments, page.as_uri()]
     done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
     asked = [event.get("params", {}) for event in json.loads(log.read_text())["events"]]
     # Others are the browser's own, of no page.
-    urls = [each["url"] for each in asked if str(each.get("network_isolation_key")).startswith("file:")]
+    urls = [
+        each["url"] for each in asked if str(each.get("network_isolation_key")).startswith("file:")
+    ]
     return done.stdout, [*(line for line in done.stderr.splitlines() if "CONSOLE" in line), *urls]
 
 
 @pytest.mark.skipif(BROWSER is None, reason="chromium is not installed")
 def test_a_browser_shows_it(folder: Path) -> None:
-    """At the widths of a desk and of a phone, without an error on the console and without a request."""
+    """At the widths of a desk and of a phone, without an error on the console and without a
+    request.
+    """
     image = pytest.importorskip("PIL.Image")
     for out, preset in (("a", "tent:lr=0.01"), ("b", "bn")):
         assert run("--out", out, *FULL, preset=preset) == 0
     found = page("a", "b")
-    (folder / "seen.html").write_text("<script>console.error(1)</script><img src='http://127.0.0.1:9/x.png'>")
-    assert len(browse(folder, folder / "seen.html", "--dump-dom")[1]) == 2  # neither would go unseen
+    (folder / "seen.html").write_text(
+        "<script>console.error(1)</script><img src='http://127.0.0.1:9/x.png'>"
+    )
+    assert (
+        len(browse(folder, folder / "seen.html", "--dump-dom")[1]) == 2
+    )  # neither would go unseen
     dom, noticed = browse(folder, folder / "page.html", "--dump-dom")
     assert noticed == []
     (folder / "dom.html").write_text(dom)
@@ -417,15 +505,27 @@ def test_a_browser_shows_it(folder: Path) -> None:
         assert Page(folder / "dom.html").row(name) == found.row(name)
         assert found.row(name)[0] == percent(summary("a")["quality"][side]["accuracy"])
     for width in (1280, 390):
-        # No window is narrower than 500: a phone is a frame in it, which says how wide its content is.
+        # No window is narrower than 500: a phone is a frame in it, which says how wide its content
+        # is.
         script = "onload = () => document.title = frames[0].document.documentElement.scrollWidth"
-        frame = f'<iframe src="page.html" style="border:0;width:{width}px;height:900px"></iframe><script>{script}</script>'
+        frame = (
+            '<iframe src="page.html" '
+            f'style="border:0;width:{width}px;height:900px"></iframe><script>{script}</script>'
+        )
         (folder / "frame.html").write_text(f'<body style="margin:0">{frame}')
         local, shot = "--allow-file-access-from-files", folder / f"{width}.png"
         dom, noticed = browse(folder, folder / "frame.html", "--dump-dom", local)
         assert noticed == []
         assert f"<title>{width}</title>" in dom  # nothing sticks out
-        browse(folder, folder / "frame.html", f"--window-size={width},900", f"--screenshot={shot}", local)
+        browse(
+            folder,
+            folder / "frame.html",
+            f"--window-size={width},900",
+            f"--screenshot={shot}",
+            local,
+        )
         with image.open(shot) as picture:
             assert picture.size == (width, 900)
-            assert len(picture.convert("RGB").resize((200, 200)).getcolors(1 << 16)) > 50  # no empty page
+            assert (
+                len(picture.convert("RGB").resize((200, 200)).getcolors(1 << 16)) > 50
+            )  # no empty page

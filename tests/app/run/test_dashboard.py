@@ -1,4 +1,6 @@
-"""The dashboard of ``driftfilter run --live``: what it shows, and that it steps back where there is no terminal."""
+"""The dashboard of ``driftfilter run --live``: what it shows, and that it steps back where there is
+no terminal.
+"""
 
 from __future__ import annotations
 
@@ -48,11 +50,20 @@ def test_sparklines() -> None:
 def test_all_that_is_known_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = itertools.count()
     monkeypatch.setattr("driftfilter.app.run.dashboard.time.monotonic", lambda: float(next(clock)))
-    dashboard = Dashboard(Tally(5, 40, 1, 20, 40), 100, ("cat", "[red]dog"), Console(file=io.StringIO(), force_terminal=True))
+    dashboard = Dashboard(
+        Tally(5, 40, 1, 20, 40),
+        100,
+        ("cat", "[red]dog"),
+        Console(file=io.StringIO(), force_terminal=True),
+    )
     assert "no rate yet" in drawn(dashboard)
     assert "unknown" in row(drawn(dashboard), "distance")
     signals = df.Signals(distance=0.25)
-    dashboard.on_step(record(5, [0, 0, 0, 1], right=3, judged=4, accuracy=23 / 44, signals=signals, events=(EVENT,)))
+    dashboard.on_step(
+        record(
+            5, [0, 0, 0, 1], right=3, judged=4, accuracy=23 / 44, signals=signals, events=(EVENT,)
+        )
+    )
     dashboard.on_step(df.StepRecord(6, 4, 0.0, notes={"skipped": "bad"}))
     text = drawn(dashboard)
     assert "48 of 100" in row(text, "samples")
@@ -68,10 +79,14 @@ def test_all_that_is_known_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "a second" in row(text, "samples")
 
 
-def test_the_last_picture_stays_and_others_come_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_picture_stays_and_others_come_now_and_then(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("driftfilter.app.run.dashboard.time.monotonic", lambda: 0.0)
     file = io.StringIO()
-    with Dashboard(Tally(), 8, console=Console(file=file, force_terminal=True, width=100)) as dashboard:
+    with Dashboard(
+        Tally(), 8, console=Console(file=file, force_terminal=True, width=100)
+    ) as dashboard:
         for number in range(4):
             dashboard.on_step(record(number, [number % 3] * 2))
     assert "8 of 8" in file.getvalue()

@@ -1,4 +1,6 @@
-"""The user's own model and weights; code comes in by ``package.module:factory`` and in no other way."""
+"""The user's own model and weights; code comes in by ``package.module:factory`` and in no other
+way.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,12 @@ number = 3
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
-    sources = {"own_net": SOURCE, "own_wants": "import own_missing", "own_broken": "def f(:", "own_runs": "1 / 0"}
+    sources = {
+        "own_net": SOURCE,
+        "own_wants": "import own_missing",
+        "own_broken": "def f(:",
+        "own_runs": "1 / 0",
+    }
     for name, text in sources.items():
         sys.modules.pop(name, None)
         (tmp_path / f"{name}.py").write_text(text)
@@ -54,7 +61,11 @@ def test_a_factory_in_the_current_folder(here: Path) -> None:
     [
         ("own_nett:make", "there is no module 'own_nett' installed or in "),
         ("own_pack.nett:make", "there is no module 'own_pack.nett' installed or in "),
-        ("own_net.sub:make", "could not be imported: ModuleNotFoundError: .*'own_net' is not a package|there is no module"),
+        (
+            "own_net.sub:make",
+            "could not be imported: ModuleNotFoundError: .*'own_net' is not a package|there is "
+            "no module",
+        ),
         (
             "own_wants:make",
             r"ModuleNotFoundError: No module named 'own_missing' \(.*own_wants.py, line 1\)",
@@ -63,11 +74,20 @@ def test_a_factory_in_the_current_folder(here: Path) -> None:
         ("own_runs:make", r"could not be imported: ZeroDivisionError: .*own_runs.py, line 1"),
         ("own_net:mkae", r"MODEL must be a factory that own_net has \(did you mean 'make'\?\)"),
         ("own_net:number", r"got 'own_net:number \(a int\)'"),
-        ("own_net:instance", r"must be a function without arguments that returns the model, got 'own_net:instance"),
-        ("own_net:wants", r"could not be made: TypeError: wants\(\) missing 1 required positional argument"),
+        (
+            "own_net:instance",
+            r"must be a function without arguments that returns the model, got 'own_net:instance",
+        ),
+        (
+            "own_net:wants",
+            r"could not be made: TypeError: wants\(\) missing 1 required positional argument",
+        ),
         ("own_net:fails", r"could not be made: KeyError: 'no such layer' \(.*own_net.py, line 7\)"),
         ("own_net:three", "must return a torch module, got a int"),
-        (":make", "MODEL must be the name of a shipped network, or package.module:factory, got ':make'"),
+        (
+            ":make",
+            "MODEL must be the name of a shipped network, or package.module:factory, got ':make'",
+        ),
         ("own_net:", "MODEL must be the name"),
         ("own_net", "MODEL must be the name of a shipped network, or package.module:factory"),
         ("resnet2", r"did you mean 'resnet20'\?"),
@@ -79,7 +99,9 @@ def test_mistakes_are_named(text: str, message: str, here: Path) -> None:
 
 
 def test_shipped_networks() -> None:
-    assert torch.equal(open_model("resnet20").get_parameter("head.weight"), models.load("resnet20").head.weight)
+    assert torch.equal(
+        open_model("resnet20").get_parameter("head.weight"), models.load("resnet20").head.weight
+    )
 
 
 def other_weights() -> dict[str, Tensor]:
@@ -106,7 +128,10 @@ class Evil:
         ({"weight": torch.ones(2, 3)}, "missing: bias"),
         ({**other_weights(), "c": torch.ones(1)}, "unexpected: c"),
         ({**other_weights(), "bias": torch.ones(3)}, "of another shape: bias"),
-        ({**other_weights(), "bias": torch.tensor([0.0, torch.nan])}, "must be finite, got 'NaN or infinity in bias'"),
+        (
+            {**other_weights(), "bias": torch.tensor([0.0, torch.nan])},
+            "must be finite, got 'NaN or infinity in bias'",
+        ),
         ([torch.ones(2)], "must be tensors by name: a state_dict, got 'list'"),
         ({"weight": Evil()}, "must be a whole file of tensors alone, got Weights only load failed"),
     ],
@@ -122,8 +147,13 @@ def test_weights_that_do_not_fit(content: Any, message: str, here: Path) -> None
 def test_files_that_are_no_weights(here: Path) -> None:
     for name in ("a.safetensors", "a.pt"):
         Path(name).write_bytes(b"nothing of the kind")
-        with pytest.raises(ValueError, match=f"--weights {name} must be a whole file of tensors alone"):
+        with pytest.raises(
+            ValueError, match=f"--weights {name} must be a whole file of tensors alone"
+        ):
             open_weights(Path(name))
-    for name, reason in (("b.pt", "that is there"), ("own_net.py", "a .safetensors, .pt or .pth file")):
+    for name, reason in (
+        ("b.pt", "that is there"),
+        ("own_net.py", "a .safetensors, .pt or .pth file"),
+    ):
         with pytest.raises(ValueError, match=reason):
             open_weights(Path(name))

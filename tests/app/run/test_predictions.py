@@ -28,7 +28,10 @@ def test_a_journal_is_cut_to_what_is_covered(tmp_path: Path) -> None:
     again.append(b"three")
     assert (path.read_bytes(), again.sync()) == (b"one three", 9)
     again.close()
-    with pytest.raises(ValueError, match="must be of at least the 10 bytes that the checkpoint covers, got '9 bytes'"):
+    with pytest.raises(
+        ValueError,
+        match="must be of at least the 10 bytes that the checkpoint covers, got '9 bytes'",
+    ):
         Journal(path, 10)
     assert path.read_bytes() == b"one three"
 
@@ -54,7 +57,9 @@ def test_columns() -> None:
     logs[4] = [0, -np.inf, -np.inf]
     said = columns(logs)
     probabilities = np.exp(logs)
-    assert said.label.tolist() == [-1 if i == 2 else int(probabilities[i].argmax()) for i in range(7)]
+    assert said.label.tolist() == [
+        -1 if i == 2 else int(probabilities[i].argmax()) for i in range(7)
+    ]
     np.testing.assert_array_equal(said.probability, probabilities.max(1))
     np.testing.assert_allclose(said.entropy, entr(probabilities).sum(1), rtol=1e-12, atol=0)
     assert said.entropy[4] == 0
@@ -62,8 +67,12 @@ def test_columns() -> None:
 
 @pytest.mark.parametrize("kind", ["npz", "csv"])
 @pytest.mark.parametrize("first", [0, 2], ids=["at-once", "later"])
-def test_predictions_across_a_resume(kind: Literal["npz", "csv"], first: int, tmp_path: Path) -> None:
-    """Skipped samples keep their rows, before the number of classes is known and after; a resume may come in between."""
+def test_predictions_across_a_resume(
+    kind: Literal["npz", "csv"], first: int, tmp_path: Path
+) -> None:
+    """Skipped samples keep their rows, before the number of classes is known and after; a resume
+    may come in between.
+    """
 
     def opened(rows: int, classes: int, size: int) -> Predictions:
         return Predictions(tmp_path, kind, "float64", rows, classes, size)
@@ -93,7 +102,9 @@ def test_predictions_across_a_resume(kind: Literal["npz", "csv"], first: int, tm
         assert table["row"].tolist() == list(range(first + 9))
         for name in ("label", "probability", "entropy"):
             np.testing.assert_array_equal(table[name], getattr(expected, name))
-        np.testing.assert_array_equal(np.stack([table[f"p{k}"] for k in range(3)], 1), expected.probabilities)
+        np.testing.assert_array_equal(
+            np.stack([table[f"p{k}"] for k in range(3)], 1), expected.probabilities
+        )
 
 
 def test_nothing_but_skipped_samples(tmp_path: Path) -> None:
@@ -108,6 +119,8 @@ def test_nothing_but_skipped_samples(tmp_path: Path) -> None:
 def test_another_number_of_classes(tmp_path: Path) -> None:
     said = Predictions(tmp_path, "npz", "float32", 0, 0, 0)
     said.append(LOGS)
-    with pytest.raises(ValueError, match="the model's classes must be 3, as they were before, got 2"):
+    with pytest.raises(
+        ValueError, match="the model's classes must be 3, as they were before, got 2"
+    ):
         said.append(LOGS[:, :2])
     said.journal.close()

@@ -24,8 +24,12 @@ def test_batches_of_an_array(start: int, tmp_path: Path) -> None:
     feed = open_feed(str(tmp_path / "x.npy"))
     found = [(batch.rows, batch.read()) for batch in feed.batches(3, start)]
     assert [rows for rows, _ in found] == {0: [3, 3, 1], 4: [3], 7: []}[start]
-    assert np.array_equal(np.concatenate([numbers(0, 2), *(part for _, part in found)]), numbers(7, 2)[start:])
-    with pytest.raises(ValueError, match="samples must be at least the 8 that the checkpoint has seen, got 7"):
+    assert np.array_equal(
+        np.concatenate([numbers(0, 2), *(part for _, part in found)]), numbers(7, 2)[start:]
+    )
+    with pytest.raises(
+        ValueError, match="samples must be at least the 8 that the checkpoint has seen, got 7"
+    ):
         feed.batches(3, 8)
 
 
@@ -41,7 +45,9 @@ def test_arrays_of_an_npz(tmp_path: Path) -> None:
         arrays: Any = {name: numbers(3, 2) + value for name, value in contents.items()}
         np.savez(path, **arrays, y=labels)
         if not named:
-            with pytest.raises(ValueError, match=r"must be an .npz with 'x' or 'images'.* got \['a', 'b'\]"):
+            with pytest.raises(
+                ValueError, match=r"must be an .npz with 'x' or 'images'.* got \['a', 'b'\]"
+            ):
                 open_feed(str(path))
             continue
         feed = open_feed(str(path))
@@ -50,7 +56,9 @@ def test_arrays_of_an_npz(tmp_path: Path) -> None:
         assert feed.labels.tolist() == labels.tolist()
 
 
-@pytest.mark.parametrize("array", [np.ones(3), np.ones((0, 2)), np.array([["a"]]), np.ones((2, 2), complex)], ids=str)
+@pytest.mark.parametrize(
+    "array", [np.ones(3), np.ones((0, 2)), np.array([["a"]]), np.ones((2, 2), complex)], ids=str
+)
 def test_arrays_that_are_no_samples(array: NDArray[Any], tmp_path: Path) -> None:
     np.save(tmp_path / "x.npy", array)
     with pytest.raises(ValueError, match="must be an array of numbers"):
@@ -58,7 +66,8 @@ def test_arrays_that_are_no_samples(array: NDArray[Any], tmp_path: Path) -> None
 
 
 def test_lines_by_name() -> None:
-    text = b'{"ids": [1, 2], "gate": [0.5]}\n\n  \n{"ids": [3, 4], "gate": [1]}\n{"ids": [5, 6], "gate": [2]}\n'
+    lines = [b'{"ids": [1, 2], "gate": [0.5]}', b"", b"  ", b'{"ids": [3, 4], "gate": [1]}']
+    text = b"\n".join((*lines, b'{"ids": [5, 6], "gate": [2]}\n'))
     batches = list(Lines(io.BytesIO(text), frozenset({"ids"})).batches(2, 1))
     (batch,) = batches
     raw = batch.read()
@@ -67,16 +76,35 @@ def test_lines_by_name() -> None:
     assert torch.equal(inputs["ids"], torch.tensor([[3, 4], [5, 6]]))
     assert torch.equal(inputs["gate"], torch.tensor([[1.0], [2.0]]))
     assert shapes_of(inputs) == {"ids": [2], "gate": [1]}
-    with pytest.raises(ValueError, match="stdin: samples must be at least the 4 that the checkpoint has seen, got 3"):
+    with pytest.raises(
+        ValueError,
+        match="stdin: samples must be at least the 4 that the checkpoint has seen, got 3",
+    ):
         next(Lines(io.BytesIO(text)).batches(2, 4))
 
 
 IMAGES = numbers(2, 6, 5, 3, dtype=np.uint8)
 FORMS: dict[str, tuple[Form, NDArray[Any], NDArray[Any]]] = {
-    "8-bit images": (Form(), IMAGES, IMAGES.transpose(0, 3, 1, 2).astype(np.float32) / np.float32(255)),
-    "channels first": (Form(), numbers(2, 3, 4, 5, dtype=np.uint8), numbers(2, 3, 4, 5) / np.float32(255)),
-    "both look like channels": (Form(), numbers(2, 3, 4, 3, dtype=np.uint8), numbers(2, 3, 4, 3) / np.float32(255)),
-    "told to be last": (Form(layout="last"), numbers(2, 3, 4, 3), numbers(2, 3, 4, 3).transpose(0, 3, 1, 2)),
+    "8-bit images": (
+        Form(),
+        IMAGES,
+        IMAGES.transpose(0, 3, 1, 2).astype(np.float32) / np.float32(255),
+    ),
+    "channels first": (
+        Form(),
+        numbers(2, 3, 4, 5, dtype=np.uint8),
+        numbers(2, 3, 4, 5) / np.float32(255),
+    ),
+    "both look like channels": (
+        Form(),
+        numbers(2, 3, 4, 3, dtype=np.uint8),
+        numbers(2, 3, 4, 3) / np.float32(255),
+    ),
+    "told to be last": (
+        Form(layout="last"),
+        numbers(2, 3, 4, 3),
+        numbers(2, 3, 4, 3).transpose(0, 3, 1, 2),
+    ),
     "told to be first": (Form(layout="first"), IMAGES, IMAGES / np.float32(255)),
     "gray": (Form(), numbers(2, 4, 5, dtype=np.uint8), numbers(2, 4, 5) / np.float32(255)),
     "bytes, no image": (Form(), numbers(2, 4, dtype=np.uint8), numbers(2, 4, dtype=np.int64)),
@@ -101,7 +129,9 @@ def test_forms(case: str) -> None:
 
 def test_other_byte_order(tmp_path: Path) -> None:
     np.save(tmp_path / "x.npy", numbers(3, 2).astype(">f4"))
-    assert np.array_equal(Form()(next(open_feed(str(tmp_path / "x.npy")).batches(3, 0)).read()).numpy(), numbers(3, 2))
+    assert np.array_equal(
+        Form()(next(open_feed(str(tmp_path / "x.npy")).batches(3, 0)).read()).numpy(), numbers(3, 2)
+    )
 
 
 def test_bounds() -> None:
@@ -123,7 +153,10 @@ def test_pictures_in_the_order_of_their_names(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"b\.png must be a picture that can be read"):
         feed.take(0, 2)
     image.fromarray(np.zeros((4, 6, 3), np.uint8)).save(tmp_path / "b.png")
-    with pytest.raises(ValueError, match=r"samples of a batch must be of one shape, got 'shapes \[\[4, 5, 3\], \[4, 6, 3\]\]'"):
+    with pytest.raises(
+        ValueError,
+        match=r"samples of a batch must be of one shape, got 'shapes \[\[4, 5, 3\], \[4, 6, 3\]\]'",
+    ):
         feed.take(0, 2)
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="must be a folder of pictures"):

@@ -1,4 +1,6 @@
-"""``driftfilter run`` as a user meets it: own model, own data, checkpoints, signals, bad batches."""
+"""``driftfilter run`` as a user meets it: own model, own data, checkpoints, signals, bad
+batches.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def run(*arguments: str, model: str = MODEL, data: str = "x.npy", preset: str = "tent:lr=0.01", batch: int = BATCH) -> int:
+def run(
+    *arguments: str,
+    model: str = MODEL,
+    data: str = "x.npy",
+    preset: str = "tent:lr=0.01",
+    batch: int = BATCH,
+) -> int:
     return main(["run", model, data, "--preset", preset, "--batch", str(batch), *arguments])
 
 
@@ -89,7 +97,10 @@ def batches() -> list[torch.Tensor]:
 def assert_equal(one: str, other: str) -> None:
     first, second = predictions(one), predictions(other)
     assert all(first[name].tobytes() == second[name].tobytes() for name in first)
-    without = [[{key: line[key] for key in line if key != "ms"} for line in steps(out)] for out in (one, other)]
+    without = [
+        [{key: line[key] for key in line if key != "ms"} for line in steps(out)]
+        for out in (one, other)
+    ]
     assert without[0] == without[1]
 
 
@@ -104,11 +115,17 @@ def test_predictions_log_and_config(folder: Path, capsys: pytest.CaptureFixture[
     assert (found["probability"] == np.exp(logs).max(1)).all()
     np.testing.assert_allclose(found["entropy"], entr(np.exp(logs)).sum(1), rtol=1e-5)
     lines = steps("o")
-    assert [(line["step"], line["n"], line["used"]) for line in lines] == [(i, n, n) for i, n in enumerate((10, 10, 10, 10, 6))]
+    assert [(line["step"], line["n"], line["used"]) for line in lines] == [
+        (i, n, n) for i, n in enumerate((10, 10, 10, 10, 6))
+    ]
     right = (logs.argmax(1) == LABELS).cumsum()
-    assert [line["accuracy"] for line in lines] == [right[min(10 * i + 9, N - 1)] / min(10 * i + 10, N) for i in range(5)]
+    assert [line["accuracy"] for line in lines] == [
+        right[min(10 * i + 9, N - 1)] / min(10 * i + 10, N) for i in range(5)
+    ]
     np.testing.assert_allclose(
-        [line["entropy"] for line in lines], [found["entropy"][10 * i : 10 * i + 10].mean() for i in range(5)], rtol=1e-6
+        [line["entropy"] for line in lines],
+        [found["entropy"][10 * i : 10 * i + 10].mean() for i in range(5)],
+        rtol=1e-6,
     )
     adapter = df.adapt(network(), "tent", lr=0.01)
     energies = [adapter.update(piece).energy.item() for piece in batches()]
@@ -116,7 +133,10 @@ def test_predictions_log_and_config(folder: Path, capsys: pytest.CaptureFixture[
     config = json.loads(Path("o/config.json").read_text())
     assert from_dict(config["recipe"]) == adapter.recipe
     assert config["model"] == adapter.fingerprint._asdict()
-    assert f"{N} samples, 5 steps, accuracy {right[-1] / N:.4f}; wrote o/predictions.npz" in capsys.readouterr().out
+    assert (
+        f"{N} samples, 5 steps, accuracy {right[-1] / N:.4f}; wrote o/predictions.npz"
+        in capsys.readouterr().out
+    )
     loaded = df.adapt(network(), "tent", lr=0.01)
     df.load(loaded, "o/state.safetensors")
     assert torch.equal(loaded.belief.mean, adapter.belief.mean)
@@ -130,7 +150,9 @@ def test_csv_says_the_same(folder: Path) -> None:
     assert (table["row"] == np.arange(N)).all()
     for name in ("label", "probability", "entropy"):
         assert (table[name].astype(np.float32) == found[name]).all()
-    assert (np.stack([table[f"p{k}"] for k in range(3)], 1).astype(np.float32) == found["probabilities"]).all()
+    assert (
+        np.stack([table[f"p{k}"] for k in range(3)], 1).astype(np.float32) == found["probabilities"]
+    ).all()
 
 
 def as_lines(array: NDArray[Any]) -> bytes:
@@ -143,7 +165,9 @@ class Stdin:
 
 
 @pytest.mark.parametrize("kind", ["npz", "lines"])
-def test_other_ways_to_give_the_data(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_ways_to_give_the_data(
+    kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert run("--out", "a") == 0
     if kind == "npz":
         np.savez("x.npz", x=samples(), labels=LABELS)
@@ -152,12 +176,26 @@ def test_other_ways_to_give_the_data(kind: str, folder: Path, monkeypatch: pytes
     else:
         monkeypatch.setattr(sys, "stdin", Stdin(b"\n" + as_lines(samples())))
         assert run("--out", "b", data="-") == 0
-    assert predictions("a")["probabilities"].tobytes() == predictions("b")["probabilities"].tobytes()
+    assert (
+        predictions("a")["probabilities"].tobytes() == predictions("b")["probabilities"].tobytes()
+    )
 
 
 def test_options_reach_the_adapter(folder: Path) -> None:
     Path("r.toml").write_text(df.to_toml(df.presets.get("tent", lr=0.01)))
-    arguments = ["run", MODEL, "x.npy", "--recipe", "r.toml", "--batch", "10", "--window", "15", "--update-every", "2"]
+    arguments = [
+        "run",
+        MODEL,
+        "x.npy",
+        "--recipe",
+        "r.toml",
+        "--batch",
+        "10",
+        "--window",
+        "15",
+        "--update-every",
+        "2",
+    ]
     assert main([*arguments, "--seed", "3", "--out", "o"]) == 0
     logs = expected(batches(), window=15, update_every=2, seed=3)
     assert predictions("o")["probabilities"].tobytes() == np.exp(logs).tobytes()
@@ -171,7 +209,10 @@ def test_weights_and_source(folder: Path) -> None:
     torch.save({"state_dict": trained.state_dict()}, "w.pt")
     np.savez("s.npz", x=samples()[:20], labels=LABELS[:20])
     for number, weights in enumerate(("w.safetensors", "w.pt")):
-        assert run("--out", f"o{number}", "--weights", weights, "--source", "s.npz", preset="opgd") == 0
+        assert (
+            run("--out", f"o{number}", "--weights", weights, "--source", "s.npz", preset="opgd")
+            == 0
+        )
         data = df.SourceData(torch.from_numpy(samples()[:20]), torch.from_numpy(LABELS[:20]))
         adapter = df.adapt(trained, "opgd", data=data)
         logs = np.concatenate([adapter(piece).numpy() for piece in batches()])
@@ -190,7 +231,10 @@ def test_a_shipped_network_on_pictures(folder: Path) -> None:
         assert run("--out", out, model="resnet20", data=data, batch=4) == 0
     assert predictions("a")["probabilities"].shape == (6, 10)
     for other in ("b", "c"):
-        assert predictions("a")["probabilities"].tobytes() == predictions(other)["probabilities"].tobytes()
+        assert (
+            predictions("a")["probabilities"].tobytes()
+            == predictions(other)["probabilities"].tobytes()
+        )
 
 
 # Going on
@@ -215,9 +259,22 @@ def saving_only(times: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.parametrize("kind", ["npz", "csv"])
 @pytest.mark.parametrize("covered", [0, 2, 3])
-def test_a_resumed_run_equals_an_unbroken_one(covered: int, kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It failed in the step after the next one; what the journals hold beyond the checkpoint is said anew."""
-    options = ["--predictions", kind, "--labels", "y.npy", "--window", "12", "--checkpoint-every", "1"]
+def test_a_resumed_run_equals_an_unbroken_one(
+    covered: int, kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It failed in the step after the next one; what the journals hold beyond the checkpoint is
+    said anew.
+    """
+    options = [
+        "--predictions",
+        kind,
+        "--labels",
+        "y.npy",
+        "--window",
+        "12",
+        "--checkpoint-every",
+        "1",
+    ]
     assert run("--out", "whole", *options) == 0
     with saving_only(covered, monkeypatch):
         assert run("--out", "o", *options) == 1
@@ -244,7 +301,9 @@ def test_resuming_what_is_done_and_what_has_not_begun(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("live", [True, False])
-def test_stdin_starts_again_or_goes_on(live: bool, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stdin_starts_again_or_goes_on(
+    live: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert run("--out", "whole") == 0
     monkeypatch.setattr(sys, "stdin", Stdin(as_lines(samples()[:20])))
     assert run("--out", "o", data="-") == 0
@@ -266,25 +325,47 @@ def bad(kind: str) -> NDArray[Any]:
 
 @pytest.mark.parametrize("kind", ["nan", "infinity", "range"])
 @pytest.mark.parametrize("first", [True, False])
-def test_a_skipped_batch_leaves_no_trace(kind: str, first: bool, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_skipped_batch_leaves_no_trace(
+    kind: str, first: bool, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Even where it is the first, of which nobody knows yet how many classes there are."""
     array = np.roll(bad(kind), -BATCH, 0) if first else bad(kind)
     place = 0 if first else 1
     np.save("bad.npy", array)
     limits = ["--range=-50,50"] if kind == "range" else []
     for form in ("npz", "csv"):
-        options = ["--out", form, "--predictions", form, "--on-bad-batch", "skip", "--labels", "y.npy", *limits]
+        options = [
+            "--out",
+            form,
+            "--predictions",
+            form,
+            "--on-bad-batch",
+            "skip",
+            "--labels",
+            "y.npy",
+            *limits,
+        ]
         assert run(*options, data="bad.npy") == 3
-    good = [piece for number, piece in enumerate(torch.from_numpy(array).split(BATCH)) if number != place]
+    good = [
+        piece
+        for number, piece in enumerate(torch.from_numpy(array).split(BATCH))
+        if number != place
+    ]
     logs = expected(good)
     rows = slice(place * BATCH, place * BATCH + BATCH)
     found = predictions("npz")
     assert np.delete(found["probabilities"], rows, 0).tobytes() == np.exp(logs).tobytes()
     assert (found["label"][rows] == -1).all()
-    assert all(np.isnan(found[name][rows]).all() for name in ("probability", "entropy", "probabilities"))
+    assert all(
+        np.isnan(found[name][rows]).all() for name in ("probability", "entropy", "probabilities")
+    )
     line = steps("npz")[place]
     assert line.keys() == {"step", "n", "skipped"}
-    reason = r"inputs must be in [-50, 50], got '100 at index [3, 2]'" if kind == "range" else "inputs must be finite, got"
+    reason = (
+        r"inputs must be in [-50, 50], got '100 at index [3, 2]'"
+        if kind == "range"
+        else "inputs must be finite, got"
+    )
     assert line["skipped"].startswith(reason)
     assert f"warning: step {place} skipped: {reason}" in capsys.readouterr().err
     kept = np.delete(np.arange(N), rows)
@@ -297,13 +378,18 @@ def test_a_skipped_batch_leaves_no_trace(kind: str, first: bool, folder: Path, c
     assert adapter.state.step == 4
 
 
-def test_a_bad_batch_stops_and_may_be_skipped_then(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bad_batch_stops_and_may_be_skipped_then(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     np.save("bad.npy", bad("nan"))
     assert run("--out", "whole", "--on-bad-batch", "skip", data="bad.npy") == 3
     for options in ([], ["--resume"]):
         assert run("--out", "o", *options, data="bad.npy") == 1
         told = capsys.readouterr().err
-        assert "error: step 1 (samples 10 to 19): inputs must be finite, got nan at index [3, 2]" in told
+        assert (
+            "error: step 1 (samples 10 to 19): inputs must be finite, got nan at index [3, 2]"
+            in told
+        )
         assert "--resume --on-bad-batch skip goes on from o without it" in told
         assert len(predictions("o")["label"]) == BATCH
     assert run("--out", "o", "--resume", "--on-bad-batch", "skip", data="bad.npy") == 3
@@ -333,9 +419,14 @@ def test_bad_lines(case: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
     good = as_lines(samples()).splitlines(keepends=True)
     monkeypatch.setattr(sys, "stdin", Stdin(b"".join([*good[:13], line, *good[14:]])))
     assert run("--out", "o", "--on-bad-batch", "skip", data="-") == 3
-    assert [line["skipped"].startswith(reason) for line in steps("o") if "skipped" in line] == [True]
+    assert [line["skipped"].startswith(reason) for line in steps("o") if "skipped" in line] == [
+        True
+    ]
     logs = expected([batches()[0], *batches()[2:]])
-    assert np.delete(predictions("o")["probabilities"], slice(10, 20), 0).tobytes() == np.exp(logs).tobytes()
+    assert (
+        np.delete(predictions("o")["probabilities"], slice(10, 20), 0).tobytes()
+        == np.exp(logs).tobytes()
+    )
 
 
 def test_a_batch_of_another_shape(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -345,18 +436,35 @@ def test_a_batch_of_another_shape(folder: Path, monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(sys, "stdin", Stdin(lines))
         status = run(*options, "--on-bad-batch", "skip", data="-")
     assert status == 3
-    assert steps("o")[2]["skipped"] == "samples must be of the shape of those before, [5], got 'shape [3]'"
+    assert (
+        steps("o")[2]["skipped"]
+        == "samples must be of the shape of those before, [5], got 'shape [3]'"
+    )
     monkeypatch.setattr(sys, "stdin", Stdin(short + good))
     assert run("--out", "p", "--on-bad-batch", "skip", data="-") == 3
     assert steps("p")[0]["skipped"].startswith("the model failed: ")
-    assert predictions("p")["probabilities"][10:].tobytes() == np.exp(expected(batches()[:2])).tobytes()
+    assert (
+        predictions("p")["probabilities"][10:].tobytes()
+        == np.exp(expected(batches()[:2])).tobytes()
+    )
 
 
 # Signals
 
 
 def started(*arguments: str) -> subprocess.Popen[bytes]:
-    code = [sys.executable, "-m", "driftfilter.app.cli", "run", MODEL, "-", "--preset", "tent:lr=0.01", "--batch", "10"]
+    code = [
+        sys.executable,
+        "-m",
+        "driftfilter.app.cli",
+        "run",
+        MODEL,
+        "-",
+        "--preset",
+        "tent:lr=0.01",
+        "--batch",
+        "10",
+    ]
     env = {**os.environ, "PYTHONPATH": str(Path(df.__file__).parents[1])}
     return subprocess.Popen([*code, *arguments], stdin=PIPE, stdout=PIPE, stderr=PIPE, env=env)
 
@@ -368,9 +476,13 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)], ids=["SIGTERM", "SIGINT"])
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)], ids=["SIGTERM", "SIGINT"]
+)
 def test_a_signal_saves_and_ends(number: int, status: int, folder: Path) -> None:
-    """While it waits for more lines of a batch; those are not lost to the resumed run, which gets them again."""
+    """While it waits for more lines of a batch; those are not lost to the resumed run, which gets
+    them again.
+    """
     assert run("--out", "whole") == 0
     process = started("--out", "o")
     assert process.stdin is not None
@@ -381,7 +493,11 @@ def test_a_signal_saves_and_ends(number: int, status: int, folder: Path) -> None
     process.send_signal(number)
     _, told = process.communicate()
     assert process.returncode == status, told
-    assert f"{signal.Signals(number).name}: saved; the same command with --resume goes on from o".encode() in told
+    assert (
+        f"{signal.Signals(number).name}: saved; "
+        "the same command with --resume goes on from o".encode()
+        in told
+    )
     assert len(predictions("o")["label"]) == 30
     again = started("--out", "o", "--resume")
     assert again.communicate(as_lines(samples()))[1] == b""
@@ -405,23 +521,46 @@ def test_two_runs_in_one_folder(folder: Path, capsys: pytest.CaptureFixture[str]
 MISTAKES: dict[str, tuple[list[str], str]] = {
     "no file": (["run", MODEL, "nowhere.npy"], "there is no such file, got 'nowhere.npy'"),
     "no data": (["run", MODEL, "run_network.py"], "DATA must be an .npy or .npz file"),
-    "no module": (["run", "run_netwrk:make", "x.npy"], "there is no module 'run_netwrk' installed or in "),
-    "no factory": (["run", "run_network:mak", "x.npy"], "(did you mean 'make'?), got 'run_network:mak'"),
+    "no module": (
+        ["run", "run_netwrk:make", "x.npy"],
+        "there is no module 'run_netwrk' installed or in ",
+    ),
+    "no factory": (
+        ["run", "run_network:mak", "x.npy"],
+        "(did you mean 'make'?), got 'run_network:mak'",
+    ),
     "no network": (["run", "resnet2", "x.npy"], "(did you mean 'resnet20'?), got 'resnet2'"),
-    "labels": (["run", MODEL, "x.npy", "--labels", "short.npy"], "short.npy must be 46 integer labels"),
+    "labels": (
+        ["run", MODEL, "x.npy", "--labels", "short.npy"],
+        "short.npy must be 46 integer labels",
+    ),
     "preset": (["run", MODEL, "x.npy", "--preset", "tnt"], "did you mean 'tent'?"),
     "presets": (["run", MODEL, "x.npy", "--preset", "tent,eata"], "--preset must be one preset"),
-    "both": (["run", MODEL, "x.npy", "--preset", "tent", "--recipe", "x"], "--preset must be left out"),
+    "both": (
+        ["run", MODEL, "x.npy", "--preset", "tent", "--recipe", "x"],
+        "--preset must be left out",
+    ),
     "recipe": (["run", MODEL, "x.npy", "--recipe", "run_network.py"], "--recipe run_network.py: "),
-    "no recipe": (["run", MODEL, "x.npy", "--recipe", "r.toml"], "--recipe must be a TOML file that is there"),
-    "part": (["run", MODEL, "x.npy", "--recipe", "map.toml"], "must be of kind = \"Recipe\", got 'MAP'"),
+    "no recipe": (
+        ["run", MODEL, "x.npy", "--recipe", "r.toml"],
+        "--recipe must be a TOML file that is there",
+    ),
+    "part": (
+        ["run", MODEL, "x.npy", "--recipe", "map.toml"],
+        "must be of kind = \"Recipe\", got 'MAP'",
+    ),
     "range": (["run", MODEL, "x.npy", "--range", "1"], "--range must be LOW,HIGH"),
-    "device": (["run", MODEL, "x.npy", "--device", "tpu"], "device must be there: auto, cpu or cuda, got 'tpu'"),
+    "device": (
+        ["run", MODEL, "x.npy", "--device", "tpu"],
+        "device must be there: auto, cpu or cuda, got 'tpu'",
+    ),
 }
 
 
 @pytest.mark.parametrize("case", MISTAKES)
-def test_mistakes_are_named_before_anything_is_written(case: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_are_named_before_anything_is_written(
+    case: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     np.save("short.npy", LABELS[:9])
     Path("map.toml").write_text(df.to_toml(df.MAP()))
     arguments, message = MISTAKES[case]
@@ -434,19 +573,33 @@ def test_mistakes_are_named_before_anything_is_written(case: str, folder: Path, 
 
 CHANGES: dict[str, tuple[list[str], dict[str, Any], str]] = {
     "preset": ([], {"preset": "eta"}, "saved with another recipe: "),
-    "number": ([], {"preset": "tent:lr=0.5"}, "another recipe: inference.rule.lr was 0.01, here it is 0.5"),
+    "number": (
+        [],
+        {"preset": "tent:lr=0.5"},
+        "another recipe: inference.rule.lr was 0.01, here it is 0.5",
+    ),
     "window": (["--window", "3"], {}, "another recipe: window was 0, here it is 3"),
     "batch": ([], {"batch": 7}, "--batch must be 10, as it was when the run began"),
     "seed": (["--seed", "1"], {}, "--seed must be 0, as it was"),
     "predictions": (["--predictions", "csv"], {}, "--predictions must be 'npz', as it was"),
     "labels": (["--labels", "y.npy"], {}, "--labels must be 'none', as it was"),
-    "fewer data": ([], {"data": "short.npy"}, "samples must be at least the 46 that the checkpoint has seen, got 20"),
-    "another model": (["--weights", "w.safetensors"], {}, "saved with another model, of other weights"),
+    "fewer data": (
+        [],
+        {"data": "short.npy"},
+        "samples must be at least the 46 that the checkpoint has seen, got 20",
+    ),
+    "another model": (
+        ["--weights", "w.safetensors"],
+        {},
+        "saved with another model, of other weights",
+    ),
 }
 
 
 @pytest.mark.parametrize("case", CHANGES)
-def test_a_run_does_not_go_on_as_another(case: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_does_not_go_on_as_another(
+    case: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     np.save("short.npy", samples()[:20])
     torch.manual_seed(5)
     save_file({name: value + 1 for name, value in network().state_dict().items()}, "w.safetensors")
@@ -458,7 +611,9 @@ def test_a_run_does_not_go_on_as_another(case: str, folder: Path, capsys: pytest
     assert {path.name: path.read_bytes() for path in Path("o").iterdir()} == before
 
 
-def test_a_folder_with_a_run_is_not_overwritten(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_with_a_run_is_not_overwritten(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run("--out", "o") == 0
     assert run("--out", "o") == 2
     assert "--out must be a folder without a run (or give --resume" in capsys.readouterr().err
@@ -469,7 +624,10 @@ def test_damaged_files_of_a_run(folder: Path, capsys: pytest.CaptureFixture[str]
     whole = {path.name: path.read_bytes() for path in Path("o").iterdir()}
     Path("o/predictions.part").write_bytes(whole["predictions.part"][:-1])
     assert run("--out", "o", "--resume") == 1
-    message = "o/predictions.part must be of at least the 552 bytes that the checkpoint covers, got '551 bytes'"
+    message = (
+        "o/predictions.part must be of at least the 552 bytes that the checkpoint covers, got "
+        "'551 bytes'"
+    )
     assert message in capsys.readouterr().err
     Path("o/predictions.part").write_bytes(whole["predictions.part"])
     Path("o/state.safetensors").write_bytes(whole["state.safetensors"][:-1])
@@ -481,7 +639,9 @@ def test_damaged_files_of_a_run(folder: Path, capsys: pytest.CaptureFixture[str]
     assert Path("o/predictions.npz").read_bytes() == whole["predictions.npz"]
 
 
-def test_alarms_are_found_though_old_ones_are_dropped(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_alarms_are_found_though_old_ones_are_dropped(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rows = np.random.default_rng(0).normal(size=(800, 5)).astype(np.float32)
     labels = network()(torch.from_numpy(rows)).argmax(1)
     rows[400:] = rows[(labels == labels.bincount().argmin()).nonzero()[0]]

@@ -67,10 +67,15 @@ FULL = ("--baseline", "--labels", "y.npy", "--classes", "names.txt")
 def test_the_frozen_source_is_recorded_and_changes_nothing(folder: Path) -> None:
     assert run("--out", "with", *FULL) == 0
     assert run("--out", "without", "--labels", "y.npy") == 0
-    assert predictions("with")["probabilities"].tobytes() == predictions("without")["probabilities"].tobytes()
+    assert (
+        predictions("with")["probabilities"].tobytes()
+        == predictions("without")["probabilities"].tobytes()
+    )
     np.testing.assert_allclose(baseline("with")["probabilities"], np.exp(frozen()), rtol=1e-5)
     right = frozen().argmax(1) == LABELS
-    assert [line["baseline_right"] for line in steps("with")] == [int(right[i : i + BATCH].sum()) for i in range(0, N, BATCH)]
+    assert [line["baseline_right"] for line in steps("with")] == [
+        int(right[i : i + BATCH].sum()) for i in range(0, N, BATCH)
+    ]
     assert not Path("without/baseline.npz").exists()
     assert summary("without")["quality"]["before"] is None
 
@@ -79,7 +84,10 @@ def test_the_frozen_source_is_recorded_and_changes_nothing(folder: Path) -> None
 def test_quality_before_and_after(kind: str, folder: Path) -> None:
     assert run("--out", "o", *FULL, "--predictions", kind) == 0
     found, truth = summary("o"), torch.from_numpy(LABELS)
-    for side, logs in (("after", expected(list(torch.from_numpy(samples()).split(BATCH)))), ("before", frozen())):
+    for side, logs in (
+        ("after", expected(list(torch.from_numpy(samples()).split(BATCH)))),
+        ("before", frozen()),
+    ):
         quality, logp = found["quality"][side], torch.from_numpy(logs)
         assert quality["n"] == N
         assert quality["accuracy"] == pytest.approx((logs.argmax(1) == LABELS).mean(), rel=1e-12)
@@ -93,14 +101,20 @@ def test_quality_before_and_after(kind: str, folder: Path) -> None:
         assert row["name"] == NAMES[place]
         assert row["labeled"] == (truths == place).sum()
         assert row["baseline_predicted"] == (frozen().argmax(1) == place).sum()
-        assert row["baseline_right"] == int(np.sum((frozen().argmax(1) == place) & (truths == place)))
-    assert sum(row["right"] for row in found["classes"]) == round(N * found["quality"]["after"]["accuracy"])
+        assert row["baseline_right"] == int(
+            np.sum((frozen().argmax(1) == place) & (truths == place))
+        )
+    assert sum(row["right"] for row in found["classes"]) == round(
+        N * found["quality"]["after"]["accuracy"]
+    )
 
 
 def test_without_labels_there_is_no_quality(folder: Path) -> None:
     assert run("--out", "o", "--baseline") == 0
     assert summary("o")["quality"] == {"after": None, "before": None}
-    assert [row.keys() for row in summary("o")["classes"]] == [{"name", "predicted", "baseline_predicted"}] * 3
+    assert [row.keys() for row in summary("o")["classes"]] == [
+        {"name", "predicted", "baseline_predicted"}
+    ] * 3
     assert [row["name"] for row in summary("o")["classes"]] == ["0", "1", "2"]
 
 
@@ -111,7 +125,9 @@ def test_skipped_samples_are_left_out(folder: Path) -> None:
     assert np.isnan(baseline("o")["probability"][BATCH : 2 * BATCH]).all()
     found = summary("o")
     assert found["quality"]["after"]["n"] == found["quality"]["before"]["n"] == len(kept)
-    assert found["quality"]["before"]["accuracy"] == pytest.approx((frozen().argmax(1) == LABELS)[kept].mean())
+    assert found["quality"]["before"]["accuracy"] == pytest.approx(
+        (frozen().argmax(1) == LABELS)[kept].mean()
+    )
     assert sum(row["labeled"] for row in found["classes"]) == len(kept)
     with np.load("o/examples.npz") as examples:
         assert not set(examples["row"]) & set(range(BATCH, 2 * BATCH))
@@ -127,7 +143,9 @@ def test_a_run_of_bad_batches_alone(folder: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["npz", "csv"])
 @pytest.mark.parametrize("covered", [0, 2])
-def test_a_resumed_run_records_the_same(covered: int, kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resumed_run_records_the_same(
+    covered: int, kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It failed in a save, with more in its journals than the checkpoint covers."""
     options = [*FULL, "--predictions", kind, "--checkpoint-every", "1"]
     assert run("--out", "whole", *options) == 0
@@ -143,7 +161,9 @@ def test_a_resumed_run_records_the_same(covered: int, kind: str, folder: Path, m
     assert one == other
 
 
-def test_an_old_summary_does_not_outlast_a_run_that_goes_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_old_summary_does_not_outlast_a_run_that_goes_on(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert run("--out", "o") == 0
     np.save("x.npy", np.concatenate((samples(), samples())))
 
@@ -153,10 +173,14 @@ def test_an_old_summary_does_not_outlast_a_run_that_goes_on(folder: Path, monkey
     with monkeypatch.context() as patched:
         patched.setattr(df, "save", fails, raising=False)
         assert run("--out", "o", "--resume") == 1
-    assert not any((Path("o") / name).exists() for name in ("summary.json", "movement.json", "examples.npz"))
+    assert not any(
+        (Path("o") / name).exists() for name in ("summary.json", "movement.json", "examples.npz")
+    )
 
 
-def test_a_run_goes_on_with_its_baseline_or_without(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_goes_on_with_its_baseline_or_without(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run("--out", "o") == 0
     assert run("--out", "o", "--resume", "--baseline") == 1
     assert "--baseline must be False, as it was when the run began" in capsys.readouterr().err
@@ -173,7 +197,9 @@ def test_a_run_goes_on_with_its_baseline_or_without(folder: Path, capsys: pytest
     ],
     ids=["too few", "empty line", "empty", "bytes", "missing"],
 )
-def test_wrong_names(text: bytes | None, status: int, reason: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_names(
+    text: bytes | None, status: int, reason: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     if text is not None:
         (folder / "wrong.txt").write_bytes(text)
     assert run("--out", "o", "--classes", "wrong.txt") == status
@@ -195,7 +221,10 @@ def test_rows_to_look_at_are_those_of_the_data(folder: Path) -> None:
 @pytest.mark.parametrize("layout", ["bytes", "floats"])
 def test_thumbnails_are_the_pixels_of_the_data(layout: str, folder: Path) -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (6, 32, 32, 3), dtype=np.uint8)
-    np.save("p.npy", pixels if layout == "bytes" else pixels.transpose(0, 3, 1, 2).astype(np.float32) / 255)
+    np.save(
+        "p.npy",
+        pixels if layout == "bytes" else pixels.transpose(0, 3, 1, 2).astype(np.float32) / 255,
+    )
     assert run("--out", "o", model="resnet20", data="p.npy", batch=4) == 0
     with np.load("o/examples.npz") as found:
         assert sorted(found["row"]) == list(range(6))

@@ -1,4 +1,6 @@
-"""What a task of the benchmark is judged by: quality by domain and along the stream, and a few samples to look at."""
+"""What a task of the benchmark is judged by: quality by domain and along the stream, and a few
+samples to look at.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ class Trace(NamedTuple):
     """What a stream has left behind."""
 
     log_probabilities: Tensor  # [samples, k]
-    before: Tensor | None  # classes predicted before the update [samples]; None: not asked for, or the prediction itself
+    # Classes predicted before the update [samples]; None: not asked for, or the prediction itself.
+    before: Tensor | None
     milliseconds: list[float]  # a step
     probe: list[dict[str, float]]  # accuracy on clean images by step
     alarms: int
@@ -32,7 +35,10 @@ class Trace(NamedTuple):
 
 def judged(trace: Trace, plan: Plan, bench: Bench) -> dict[str, Any]:
     """Quality by domain, over all samples, and along the stream."""
-    index, domain = torch.cat([step.index for step in plan.steps]), torch.cat([step.domain for step in plan.steps])
+    index, domain = (
+        torch.cat([step.index for step in plan.steps]),
+        torch.cat([step.domain for step in plan.steps]),
+    )
     logp, labels = trace.log_probabilities, bench.data.labels[index].to(bench.machine.device)
     right = (logp.argmax(-1) == labels).cpu()
     before = right if trace.before is None else (trace.before == labels).cpu()
@@ -45,21 +51,31 @@ def judged(trace: Trace, plan: Plan, bench: Bench) -> dict[str, Any]:
             rows.append({**row, "before": _share(before[here])} if bench.before else row)
     judged: dict[str, Any] = {
         "domains": rows,
-        "mean": {name: statistics.fmean(row[name] for row in rows) for name in ("accuracy", "nll", "brier", "ece")},
+        "mean": {
+            name: statistics.fmean(row[name] for row in rows)
+            for name in ("accuracy", "nll", "brier", "ece")
+        },
         "pooled": metrics.quality(logp, labels)._asdict(),
         "bins": metrics.reliability(logp, labels)._asdict(),
         "visits": _visits(plan, right),
         "along": _along(plan, right, metrics.entropy(logp).cpu()),
     }
     if bench.before:
-        how = "the prediction itself (predict_from='prior')" if trace.before is None else "predicted before each update"
+        how = (
+            "the prediction itself (predict_from='prior')"
+            if trace.before is None
+            else "predicted before each update"
+        )
         judged["before"] = {"accuracy": _share(before), "how": how}
     return judged
 
 
 def examples(trace: Trace, plan: Plan, data: Domains, device: torch.device) -> list[dict[str, Any]]:
     """The most and the least certain samples of the stream, as thumbnails."""
-    index, domain = torch.cat([step.index for step in plan.steps]), torch.cat([step.domain for step in plan.steps])
+    index, domain = (
+        torch.cat([step.index for step in plan.steps]),
+        torch.cat([step.domain for step in plan.steps]),
+    )
     logp = trace.log_probabilities.double().cpu()
     most, least = extremes(metrics.entropy(logp).numpy())
     found: list[dict[str, Any]] = []
@@ -71,7 +87,12 @@ def examples(trace: Trace, plan: Plan, data: Domains, device: torch.device) -> l
             "truth": int(data.labels[row]),
             "probability": logp[place].max().exp().item(),
         }
-        about = {"row": int(row), "truth": int(data.labels[row]), "where": shift.corruption, "most": len(found) < len(most)}
+        about = {
+            "row": int(row),
+            "truth": int(data.labels[row]),
+            "where": shift.corruption,
+            "most": len(found) < len(most),
+        }
         found.append({**about, **said, "png": base64.b64encode(png(picture)).decode()})
     return found
 
@@ -81,7 +102,9 @@ def _share(right: Tensor) -> float:
 
 
 def _visits(plan: Plan, right: Tensor) -> list[dict[str, Any]]:
-    """Accuracy along the stream, one entry for each run of a round's steps in one domain (for a mixture, of steps that mix)."""
+    """Accuracy along the stream, one entry for each run of a round's steps in one domain (for a
+    mixture, of steps that mix).
+    """
 
     def place(step: Step) -> tuple[int, Shift]:
         first = plan.domains[int(step.domain[0])]
@@ -93,7 +116,12 @@ def _visits(plan: Plan, right: Tensor) -> list[dict[str, Any]]:
         sizes = [len(step.index) for step in steps]
         samples = right[at : at + sum(sizes)]
         at += sum(sizes)
-        seen = {"round": number, "steps": len(sizes), "n": len(samples), "accuracy": _share(samples)}
+        seen = {
+            "round": number,
+            "steps": len(sizes),
+            "n": len(samples),
+            "accuracy": _share(samples),
+        }
         visits.append({**shift._asdict(), **seen})
     return visits
 
@@ -102,4 +130,9 @@ def _along(plan: Plan, right: Tensor, entropy: Tensor) -> list[dict[str, Any]]:
     """The stream as a report draws it."""
     sizes = [len(step.index) for step in plan.steps]
     pieces = zip(sizes, right.split(sizes), entropy.split(sizes), strict=True)
-    return along([{"n": n, "judged": n, "right": int(known.sum()), "entropy": said.mean().item()} for n, known, said in pieces])
+    return along(
+        [
+            {"n": n, "judged": n, "right": int(known.sum()), "entropy": said.mean().item()}
+            for n, known, said in pieces
+        ]
+    )

@@ -1,7 +1,8 @@
 """Claims of tasks: several processes may work in one run folder, each on tasks of its own.
 
-A claim is a file beside the task's that only one process can create; it names the process, so that others can take over
-what a process that is gone has left. Where two take over at the same instant a task may be run twice, to the same file.
+A claim is a file beside the task's that only one process can create; it names the process, so that
+others can take over what a process that is gone has left. Where two take over at the same instant a
+task may be run twice, to the same file.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from pathlib import Path
 from driftfilter.base.checks import require
 from driftfilter.storage.atomic import is_alive
 
-WRITTEN_WITHIN = 60  # seconds; a claim that is empty for longer was not finished by a process that still lives
+# Seconds; a claim that is empty for longer was not finished by a process that still lives.
+WRITTEN_WITHIN = 60
 
 
 def claim_of(path: Path) -> Path:
@@ -84,7 +86,9 @@ def _abandoned(claim: Path) -> bool:
 
 
 def _gone(claim: Path, text: str) -> bool:
-    """Whether the process that wrote the text is known to have ended; of another host nothing is known."""
+    """Whether the process that wrote the text is known to have ended; of another host nothing is
+    known.
+    """
     try:
         found = json.loads(text)
         host, pid = str(found["host"]), int(found["pid"])

@@ -1,4 +1,6 @@
-"""Figures of long streams: accuracy by visit, one line a preset; matplotlib is imported only where there is one to draw."""
+"""Figures of long streams: accuracy by visit, one line a preset; matplotlib is imported only where
+there is one to draw.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +32,15 @@ class Curve(NamedTuple):
 
 
 def write(documents: Sequence[Document], folder: Path) -> list[str]:
-    """stream-NAME.png in the run folder for each model and protocol with more than one round; a line for each not drawn."""
+    """stream-NAME.png in the run folder for each model and protocol with more than one round; a
+    line for each not drawn.
+    """
     found = streams(documents)
     if found and find_spec("matplotlib") is None:
-        return [f"no figure of {', '.join(found)}: it needs matplotlib, pip install 'driftfilter[report]'"]
+        return [
+            f"no figure of {', '.join(found)}: it needs matplotlib, pip install "
+            "'driftfilter[report]'"
+        ]
     for name, (title, curves) in found.items():
         _draw(title, curves, folder / f"stream-{name}.png")
     return []
@@ -41,11 +48,18 @@ def write(documents: Sequence[Document], folder: Path) -> list[str]:
 
 def streams(documents: Sequence[Document]) -> dict[str, tuple[str, list[tuple[str, Curve]]]]:
     """Title and curves by preset of each stream of more than one round, by a name for its file."""
-    long = [each for each in documents if "result" in each and each["settings"]["protocol"].get("rounds", 1) > 1]
+    long = [
+        each
+        for each in documents
+        if "result" in each and each["settings"]["protocol"].get("rounds", 1) > 1
+    ]
     groups = by_condition(long)
     names = [_name(group[0]["settings"]) for group in groups]
     return {
-        name + (_digest(group[0]["settings"]) if names.count(name) > 1 else ""): (_title(group), _curves(group))
+        name + (_digest(group[0]["settings"]) if names.count(name) > 1 else ""): (
+            _title(group),
+            _curves(group),
+        )
         for name, group in zip(names, groups, strict=True)
     }
 
@@ -64,41 +78,72 @@ def _title(group: Sequence[Document]) -> str:
     count = len(stream["corruptions"])
     seeds = len({document["settings"]["stream"]["seed"] for document in group})
     return (
-        f"{made['model']}, {made['protocol']['name'].partition(':')[0]}, {made['protocol']['rounds']} rounds of "
-        f"{count} corruption{'s' if count > 1 else ''} at severity {stream['severity']}, batch {stream['batch']}"
-        + (f", mean of {seeds} seeds" if seeds > 1 else "")
+        f"{made['model']}, {made['protocol']['name'].partition(':')[0]}, "
+        f"{made['protocol']['rounds']} rounds of "
+        f"{count} corruption{'s' if count > 1 else ''} at severity {stream['severity']}, batch "
+        f"{stream['batch']}" + (f", mean of {seeds} seeds" if seeds > 1 else "")
     )
 
 
 def _curves(group: Sequence[Document]) -> list[tuple[str, Curve]]:
     """By preset, in the order of the tasks."""
-    return [(each[0]["settings"]["preset"], _curve([one["result"]["visits"] for one in each])) for each in by_preset(group)]
+    return [
+        (each[0]["settings"]["preset"], _curve([one["result"]["visits"] for one in each]))
+        for each in by_preset(group)
+    ]
 
 
 def _curve(seeds: Sequence[Sequence[Mapping[str, Any]]]) -> Curve:
     """Of the visits of each seed, which come at the same steps."""
     ends = list(itertools.accumulate((visit["steps"] for visit in seeds[0]), initial=0))
     steps = [(start + end) / 2 for start, end in itertools.pairwise(ends)]
-    visits = [statistics.fmean(visit["accuracy"] for visit in each) for each in zip(*seeds, strict=True)]
+    visits = [
+        statistics.fmean(visit["accuracy"] for visit in each) for each in zip(*seeds, strict=True)
+    ]
     places = list(rounds(seeds[0]).values())
     middle = [(ends[each[0]] + ends[each[-1] + 1]) / 2 for each in places]
-    return Curve(steps, visits, middle, [statistics.fmean(visits[place] for place in each) for each in places], ends[-1])
+    return Curve(
+        steps,
+        visits,
+        middle,
+        [statistics.fmean(visits[place] for place in each) for each in places],
+        ends[-1],
+    )
 
 
 def _draw(title: str, curves: Sequence[tuple[str, Curve]], path: Path) -> None:
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    style: Any = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False}
-    looks = itertools.cycle(itertools.product(DASHES, COLORS))  # by task: a preset looks alike in all figures of a run
-    drawn = sorted(zip(curves, looks, strict=False), key=lambda each: -each[0][1].rounds[-1])  # the legend as the lines end
+    style: Any = {
+        "font.size": 9,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "legend.frameon": False,
+    }
+    looks = itertools.cycle(
+        itertools.product(DASHES, COLORS)
+    )  # by task: a preset looks alike in all figures of a run
+    drawn = sorted(
+        zip(curves, looks, strict=False), key=lambda each: -each[0][1].rounds[-1]
+    )  # the legend as the lines end
     with mpl.rc_context(style):
         figure = Figure(figsize=(8, 4.2), layout="constrained")
         axes = figure.subplots()
         for (name, curve), (dash, color) in drawn:
-            axes.plot(curve.steps, curve.visits, ".", color=color, alpha=0.25, markersize=4, markeredgewidth=0)
+            axes.plot(
+                curve.steps,
+                curve.visits,
+                ".",
+                color=color,
+                alpha=0.25,
+                markersize=4,
+                markeredgewidth=0,
+            )
             axes.plot(curve.round_steps, curve.rounds, dash, color=color, linewidth=1.8, label=name)
-        axes.set_title(f"{title}\nlines: mean of each round; dots: its visits", fontsize=9, loc="left")
+        axes.set_title(
+            f"{title}\nlines: mean of each round; dots: its visits", fontsize=9, loc="left"
+        )
         axes.set_xlabel("step")
         axes.set_ylabel("accuracy")
         axes.set_xlim(0, max(curve.length for _, curve in curves))

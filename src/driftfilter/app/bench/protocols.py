@@ -1,4 +1,6 @@
-"""In which order a stream brings its samples and shifts: protocols are values, and plans are pure functions of them."""
+"""In which order a stream brings its samples and shifts: protocols are values, and plans are pure
+functions of them.
+"""
 
 from __future__ import annotations
 
@@ -40,8 +42,9 @@ class Plan:
 class Stream:
     """What all protocols share.
 
-    Under each corruption come its first ``images`` samples (None: all), in the order of the data or ``shuffled`` anew;
-    ``order`` is that of the corruptions. Batches never span a change of shift (but for ``Mixed``): the last of each is smaller.
+    Under each corruption come its first ``images`` samples (None: all), in the order of the data or
+    ``shuffled`` anew; ``order`` is that of the corruptions. Batches never span a change of shift
+    (but for ``Mixed``): the last of each is smaller.
     """
 
     corruptions: tuple[str, ...] = tuple(CORRUPTIONS)
@@ -55,7 +58,9 @@ class Stream:
     def __post_init__(self) -> None:
         named = isinstance(self.corruptions, tuple) and len(self.corruptions) > 0
         distinct = named and len(set(self.corruptions)) == len(self.corruptions)
-        require(distinct, "corruptions", self.corruptions, "a tuple of distinct names, at least one")
+        require(
+            distinct, "corruptions", self.corruptions, "a tuple of distinct names, at least one"
+        )
         shift_of(self.corruptions[0], self.severity)
         require_count("batch", self.batch, 1)
         if self.images is not None:
@@ -87,7 +92,9 @@ class Reset:
 @final
 @dataclass(frozen=True)
 class Continual:
-    """One corruption after the other, never reset; ``rounds`` > 1: the whole sequence again, the same each time."""
+    """One corruption after the other, never reset; ``rounds`` > 1: the whole sequence again, the
+    same each time.
+    """
 
     rounds: int = 1
 
@@ -97,24 +104,37 @@ class Continual:
     def __call__(self, stream: Stream, labels: Tensor) -> Plan:
         """The plan for samples with labels [N]."""
         visits = _visits(stream, labels, _random(stream))
-        return _plan(stream, [visit._replace(round=number) for number in range(self.rounds) for visit in visits])
+        return _plan(
+            stream,
+            [visit._replace(round=number) for number in range(self.rounds) for visit in visits],
+        )
 
 
 @final
 @dataclass(frozen=True)
 class Gradual:
-    """Each corruption comes and goes by severities 1, 2, …, s, …, 2, 1, never reset; s that of the stream, 5 as a rule.
+    """Each corruption comes and goes by severities 1, 2, …, s, …, 2, 1, never reset; s that of the
+    stream, 5 as a rule.
 
-    The samples of a corruption are shared out over its 2s - 1 stages, so that each comes once (CoTTA's gradual protocol shows
-    all of them at every stage, nine times the steps).
+    The samples of a corruption are shared out over its 2s - 1 stages, so that each comes once
+    (CoTTA's gradual protocol shows all of them at every stage, nine times the steps).
     """
 
     def __call__(self, stream: Stream, labels: Tensor) -> Plan:
         """The plan for samples with labels [N]."""
         stages = [*range(1, stream.severity), *range(stream.severity, 0, -1)]
         visits = _visits(stream, labels, _random(stream))
-        parts = [zip(stages, visit.samples.tensor_split(len(stages)), strict=True) for visit in visits]
-        return _plan(stream, [Visit(name, *each) for (name, *_), part in zip(visits, parts, strict=True) for each in part])
+        parts = [
+            zip(stages, visit.samples.tensor_split(len(stages)), strict=True) for visit in visits
+        ]
+        return _plan(
+            stream,
+            [
+                Visit(name, *each)
+                for (name, *_), part in zip(visits, parts, strict=True)
+                for each in part
+            ],
+        )
 
 
 @final
@@ -129,17 +149,24 @@ class Mixed:
         index = torch.cat([visit.samples for visit in visits])
         domain = torch.arange(len(visits)).repeat_interleave(len(visits[0].samples))
         order = torch.from_numpy(random.permutation(len(index)))
-        batches = zip(index[order].split(stream.batch), domain[order].split(stream.batch), strict=True)
-        return Plan(tuple(Step(*each, False) for each in batches), tuple(shift_of(*visit[:2]) for visit in visits))
+        batches = zip(
+            index[order].split(stream.batch), domain[order].split(stream.batch), strict=True
+        )
+        return Plan(
+            tuple(Step(*each, False) for each in batches),
+            tuple(shift_of(*visit[:2]) for visit in visits),
+        )
 
 
 @final
 @dataclass(frozen=True)
 class Correlated:
-    """Like ``Continual``, but samples near each other share labels: time is cut in slots, class c has shares p_c of them.
+    """Like ``Continual``, but samples near each other share labels: time is cut in slots, class c
+    has shares p_c of them.
 
-    p_c ~ Dirichlet(concentration, …, concentration) over the slots, and the classes of a slot come one after the other, in an
-    order of its own; the smaller the concentration, the longer the runs of one label. As in the streams of NOTE and RoTTA.
+    p_c ~ Dirichlet(concentration, …, concentration) over the slots, and the classes of a slot come
+    one after the other, in an order of its own; the smaller the concentration, the longer the runs
+    of one label. As in the streams of NOTE and RoTTA.
     """
 
     concentration: float = 0.1
@@ -153,20 +180,36 @@ class Correlated:
         """The plan for samples with labels [N]."""
         random = _random(stream)
         visits = _visits(stream, labels, random)
-        return _plan(stream, [visit._replace(samples=self._sorted(visit.samples, labels, random)) for visit in visits])
+        return _plan(
+            stream,
+            [
+                visit._replace(samples=self._sorted(visit.samples, labels, random))
+                for visit in visits
+            ],
+        )
 
     def _sorted(self, index: Tensor, labels: Tensor, random: np.random.Generator) -> Tensor:
         """The samples index [n], slot by slot."""
         members = [index[labels[index] == label] for label in labels[index].unique()]
-        shares = random.dirichlet(np.full(self.slots, self.concentration), len(members))  # [k, slots]
+        shares = random.dirichlet(
+            np.full(self.slots, self.concentration), len(members)
+        )  # [k, slots]
         parts = [_shared_out(each, share) for each, share in zip(members, shares, strict=True)]
-        return torch.cat([parts[label][slot] for slot in range(self.slots) for label in random.permutation(len(parts))])
+        return torch.cat(
+            [
+                parts[label][slot]
+                for slot in range(self.slots)
+                for label in random.permutation(len(parts))
+            ]
+        )
 
 
 @final
 @dataclass(frozen=True)
 class Recurring:
-    """Short visits that return, never reset: the samples of each corruption are cut in ``rounds`` parts, one for each round."""
+    """Short visits that return, never reset: the samples of each corruption are cut in ``rounds``
+    parts, one for each round.
+    """
 
     rounds: int = 3
 
@@ -177,8 +220,15 @@ class Recurring:
         """The plan for samples with labels [N]."""
         visits = _visits(stream, labels, _random(stream))
         parts = [visit.samples.tensor_split(self.rounds) for visit in visits]
-        each = [(number, *pair) for number in range(self.rounds) for pair in zip(visits, parts, strict=True)]
-        return _plan(stream, [visit._replace(samples=part[number], round=number) for number, visit, part in each])
+        each = [
+            (number, *pair)
+            for number in range(self.rounds)
+            for pair in zip(visits, parts, strict=True)
+        ]
+        return _plan(
+            stream,
+            [visit._replace(samples=part[number], round=number) for number, visit, part in each],
+        )
 
 
 AnyProtocol: TypeAlias = Reset | Continual | Gradual | Mixed | Correlated | Recurring
@@ -200,10 +250,15 @@ def _random(stream: Stream) -> np.random.Generator:
 def _visits(stream: Stream, labels: Tensor, random: np.random.Generator) -> list[Visit]:
     """One visit of each corruption with all its samples, at the severity of the stream."""
     count = len(labels) if stream.images is None else stream.images
-    require(0 < count <= len(labels), "images", count, f"at most {len(labels)}, the samples there are")
+    require(
+        0 < count <= len(labels), "images", count, f"at most {len(labels)}, the samples there are"
+    )
     names = np.array(stream.corruptions)
     ordered = random.permutation(names) if stream.order == "shuffled" else names
-    return [Visit(str(name), stream.severity, _samples(count, stream.shuffled, random)) for name in ordered]
+    return [
+        Visit(str(name), stream.severity, _samples(count, stream.shuffled, random))
+        for name in ordered
+    ]
 
 
 def _samples(count: int, shuffled: bool, random: np.random.Generator) -> Tensor:
@@ -222,7 +277,9 @@ def _plan(stream: Stream, visits: Iterable[Visit], reset: bool = False) -> Plan:
     return Plan(tuple(steps), domains)
 
 
-def _shared_out(index: Tensor, shares: np.ndarray[tuple[int, ...], np.dtype[np.float64]]) -> tuple[Tensor, ...]:
+def _shared_out(
+    index: Tensor, shares: np.ndarray[tuple[int, ...], np.dtype[np.float64]]
+) -> tuple[Tensor, ...]:
     """Samples [n] cut in order by shares [slots] that sum to 1."""
     cuts = (len(index) * shares.cumsum()[:-1]).round().astype(int)
     return index.tensor_split(cuts.tolist())

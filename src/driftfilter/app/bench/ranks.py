@@ -1,7 +1,8 @@
 """Which of several processes this one is, as torchrun, srun or an array of SLURM jobs tell it.
 
-They need not know each other: claims (locks.py) see to it that each task is run once. The place of a process says where in
-the list it begins, which GPU of its host it takes, and that others end what it leaves.
+They need not know each other: claims (locks.py) see to it that each task is run once. The place of
+a process says where in the list it begins, which GPU of its host it takes, and that others end what
+it leaves.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""What a benchmark shows: progress while it runs, and its tables on the terminal, in Markdown and in CSV."""
+"""What a benchmark shows: progress while it runs, and its tables on the terminal, in Markdown and
+in CSV.
+"""
 
 from __future__ import annotations
 
@@ -67,9 +69,14 @@ OF_TABLE = frozenset({"model", "weights_sha256", "protocol"})
 
 
 def condition(settings: Mapping[str, Any], apart: Set[str] = OF_PRESET) -> str:
-    """What a document was measured under, ``apart`` from these settings and the seed: a text to compare."""
+    """What a document was measured under, ``apart`` from these settings and the seed: a text to
+    compare.
+    """
     stream = {**settings["stream"], "seed": None}
-    return json.dumps({key: value for key, value in {**settings, "stream": stream}.items() if key not in apart}, sort_keys=True)
+    return json.dumps(
+        {key: value for key, value in {**settings, "stream": stream}.items() if key not in apart},
+        sort_keys=True,
+    )
 
 
 def collect(documents: Iterable[Document]) -> list[list[Row]]:
@@ -98,9 +105,14 @@ def _row(documents: Sequence[Document]) -> Row:
     results = [document["result"] for document in documents if "result" in document]
     names = documents[0]["settings"]["stream"]["corruptions"]
     values = {name: [_accuracy(result["domains"], name) for result in results] for name in names}
-    values |= {title: [result["mean"][name] for result in results] for title, name in MEASURES.items()}
+    values |= {
+        title: [result["mean"][name] for result in results] for title, name in MEASURES.items()
+    }
     if documents[0]["settings"]["protocol"].get("rounds", 1) > 1:
-        values |= {f"{title} round": [_round(result["visits"], place) for result in results] for title, place in ENDS.items()}
+        values |= {
+            f"{title} round": [_round(result["visits"], place) for result in results]
+            for title, place in ENDS.items()
+        }
     if documents[0]["settings"]["before"]:
         values["before"] = [result["before"]["accuracy"] for result in results]
     if documents[0]["settings"]["probe_every"]:
@@ -112,7 +124,11 @@ def _row(documents: Sequence[Document]) -> Row:
         for seed, document in zip(seeds, documents, strict=True)
         if "error" in document
     ]
-    warned = {f"{documents[0]['settings']['preset']}: {text}" for result in results for text in result["warnings"]}
+    warned = {
+        f"{documents[0]['settings']['preset']}: {text}"
+        for result in results
+        for text in result["warnings"]
+    }
     commands = [document["command"] for document in documents if document.get("command")]
     return Row(documents[0]["settings"], seeds, values, errors, sorted(warned), commands)
 
@@ -133,7 +149,9 @@ def rounds(visits: Sequence[Mapping[str, Any]]) -> dict[int, list[int]]:
 
 def _round(visits: Sequence[Mapping[str, Any]], place: int) -> float:
     """Accuracy of a round, a mean over its visits."""
-    return statistics.fmean(visits[each]["accuracy"] for each in list(rounds(visits).values())[place])
+    return statistics.fmean(
+        visits[each]["accuracy"] for each in list(rounds(visits).values())[place]
+    )
 
 
 def tables(documents: Sequence[Document]) -> list[Table]:
@@ -147,8 +165,13 @@ def summaries(each: Sequence[Sequence[Row]]) -> list[Table]:
     alike: dict[str, list[Row]] = {}
     for row in itertools.chain.from_iterable(each):
         alike.setdefault(condition(row.settings, OF_PRESET | OF_TABLE), []).append(row)
-    measured = [(rows, {(row.settings["model"], row.settings["protocol"]["name"]) for row in rows}) for rows in alike.values()]
-    return [_summary(rows) for rows, pairs in measured if len(pairs) > 1]  # of one table it would say nothing new
+    measured = [
+        (rows, {(row.settings["model"], row.settings["protocol"]["name"]) for row in rows})
+        for rows in alike.values()
+    ]
+    return [
+        _summary(rows) for rows, pairs in measured if len(pairs) > 1
+    ]  # of one table it would say nothing new
 
 
 def _summary(rows: Sequence[Row]) -> Table:
@@ -157,18 +180,27 @@ def _summary(rows: Sequence[Row]) -> Table:
     for row in rows:
         made = row.settings
         data = "" if made["source_data"] is None else f"{made['source_data']['images']:,}"
-        text = " / ".join(_cell(name, row.values[name]) for name in ("mean", "ECE")) if row.values["mean"] else "failed"
+        text = (
+            " / ".join(_cell(name, row.values[name]) for name in ("mean", "ECE"))
+            if row.values["mean"]
+            else "failed"
+        )
         key = (made["preset"], made["model"], data, made["recipe"], made["weights_sha256"])
         cells.setdefault(key, {})[made["protocol"]["name"]] = text
-    body = [[*key[:3], *(found.get(name, "") for name in protocols)] for key, found in cells.items()]
+    body = [
+        [*key[:3], *(found.get(name, "") for name in protocols)] for key, found in cells.items()
+    ]
     stream = rows[0].settings["stream"]
     notes = [
         "mean accuracy / ECE over the domains of each protocol",
-        f"severity {stream['severity']}, {stream['images']:,} images a corruption, batch {stream['batch']}, "
+        f"severity {stream['severity']}, {stream['images']:,} images a corruption, batch "
+        f"{stream['batch']}, "
         f"window {rows[0].settings['window']}, {_machine(rows[0].settings)}",
         *_commands(rows),
     ]
-    return Table(notes, ["preset", "model", "source images", *protocols], body, [], _conditions(rows))
+    return Table(
+        notes, ["preset", "model", "source images", *protocols], body, [], _conditions(rows)
+    )
 
 
 def _conditions(rows: Sequence[Row]) -> frozenset[str]:
@@ -187,9 +219,14 @@ def _machine(made: Mapping[str, Any]) -> str:
 
 def _source(rows: Sequence[Row]) -> list[str]:
     """Which presets used source samples, and which."""
-    used = [(row.settings["preset"], row.settings["source_data"]) for row in rows if row.settings["source_data"] is not None]
+    used = [
+        (row.settings["preset"], row.settings["source_data"])
+        for row in rows
+        if row.settings["source_data"] is not None
+    ]
     return [
-        f"source data of {name}: {'' if data['labeled'] else 'un'}labeled, {data['images']:,} images of {data['path']}, "
+        f"source data of {name}: {'' if data['labeled'] else 'un'}labeled, {data['images']:,} "
+        f"images of {data['path']}, "
         f"sha256 {data['sha256'][:12]}"
         for name, data in used
     ]
@@ -200,15 +237,32 @@ def _seeds(rows: Sequence[Row]) -> str:
     each = [", ".join(map(str, sorted(row.seeds))) for row in rows]
     named = [f"{row.settings['preset']} {seeds}" for row, seeds in zip(rows, each, strict=True)]
     text = each[0] if len(set(each)) == 1 else "; ".join(named)
-    made = "corruptions, order, draws" if rows[0].settings["data"]["kind"] == "generated" else "order, draws"
-    return f"seed {text} (of {made})" + (": mean ± standard deviation over them" if any("," in seeds for seeds in each) else "")
+    made = (
+        "corruptions, order, draws"
+        if rows[0].settings["data"]["kind"] == "generated"
+        else "order, draws"
+    )
+    return f"seed {text} (of {made})" + (
+        ": mean ± standard deviation over them" if any("," in seeds for seeds in each) else ""
+    )
 
 
 def _table(rows: Sequence[Row]) -> Table:
     head = ["preset", "from", "statistics", *map(_short, rows[0].values)]
-    own = [[row.settings[name] for name in ("preset", "predict_from", "statistics")] for row in rows]
-    cells = [[*first, *map(_cell, row.values, row.values.values())] for first, row in zip(own, rows, strict=True)]
-    return Table(_notes(rows), head, cells, [error for row in rows for error in row.errors], _conditions(rows))
+    own = [
+        [row.settings[name] for name in ("preset", "predict_from", "statistics")] for row in rows
+    ]
+    cells = [
+        [*first, *map(_cell, row.values, row.values.values())]
+        for first, row in zip(own, rows, strict=True)
+    ]
+    return Table(
+        _notes(rows),
+        head,
+        cells,
+        [error for row in rows for error in row.errors],
+        _conditions(rows),
+    )
 
 
 def _short(name: str) -> str:
@@ -226,16 +280,27 @@ def _cell(column: str, values: Sequence[float]) -> str:
 def _notes(rows: Sequence[Row]) -> list[str]:
     made = rows[0].settings
     stream = made["stream"]
-    options = ", ".join(f"{key} {value}" for key, value in made["protocol"].items() if key != "name")
-    order = f"corruptions in {stream['order']} order, images {'shuffled' if stream['shuffled'] else 'not shuffled'}"
+    options = ", ".join(
+        f"{key} {value}" for key, value in made["protocol"].items() if key != "name"
+    )
+    order = (
+        f"corruptions in {stream['order']} order, images "
+        f"{'shuffled' if stream['shuffled'] else 'not shuffled'}"
+    )
     return [
-        f"model {made['model']}, normalisation {made['normalisation']}, weights sha256 {made['weights_sha256'][:12]}",
-        f"protocol {made['protocol']['name']}" + (f" ({options})" if options else "") + f", severity {stream['severity']}, "
-        f"{stream['images']:,} images a corruption, batch {stream['batch']}, window {made['window']}, {order}",
+        f"model {made['model']}, normalisation {made['normalisation']}, weights sha256 "
+        f"{made['weights_sha256'][:12]}",
+        f"protocol {made['protocol']['name']}"
+        + (f" ({options})" if options else "")
+        + f", severity {stream['severity']}, "
+        f"{stream['images']:,} images a corruption, batch {stream['batch']}, window "
+        f"{made['window']}, {order}",
         "data: " + ", ".join(f"{key} {value}" for key, value in made["data"].items()),
         _seeds(rows),
-        "accuracy by corruption; mean, ECE (15 bins), NLL and Brier (sum over classes) are means over the domains",
-        "from: predicted from the prior (before the update on the batch) or posterior; ms: median step",
+        "accuracy by corruption; mean, ECE (15 bins), NLL and Brier (sum over classes) are "
+        "means over the domains",
+        "from: predicted from the prior (before the update on the batch) or posterior; ms: "
+        "median step",
         _machine(made),
         *_source(rows),
         ", ".join(f"{name} {version}" for name, version in made["versions"].items()),
@@ -264,7 +329,9 @@ def markdown(table: Table) -> str:
     """For a page."""
     grid = [table.head, ["---"] * 3 + ["---:"] * (len(table.head) - 3), *table.rows]
     lines = ["| " + " | ".join(row) + " |" for row in grid]
-    notes = [f"- {note}" for note in [*table.notes, *(f"failed: {error}" for error in table.failures)]]
+    notes = [
+        f"- {note}" for note in [*table.notes, *(f"failed: {error}" for error in table.failures)]
+    ]
     return "\n".join([*lines, "", *notes])
 
 
@@ -276,7 +343,14 @@ def comma_separated(documents: Sequence[Document]) -> str:
         own = {name: made[name] for name in ("model", "preset", "predict_from", "statistics")}
         if "result" in document:
             values = {name: value for name, (value,) in _row([document]).values.items()}
-            lines.append({**own, "protocol": made["protocol"]["name"], "seed": made["stream"]["seed"], **values})
+            lines.append(
+                {
+                    **own,
+                    "protocol": made["protocol"]["name"],
+                    "seed": made["stream"]["seed"],
+                    **values,
+                }
+            )
     return _csv(lines)
 
 
@@ -286,10 +360,19 @@ def summary_csv(documents: Iterable[Document]) -> str:
     for row in itertools.chain.from_iterable(collect(documents)):
         made, done = row.settings, [row.values[name] for name in MEASURES]
         own = {name: made[name] for name in ("model", "preset", "precision")}
-        own |= {"protocol": made["protocol"]["name"], "batch": made["stream"]["batch"], "seeds": len(done[0])}
-        own |= {"source_images": 0 if made["source_data"] is None else made["source_data"]["images"]}
+        own |= {
+            "protocol": made["protocol"]["name"],
+            "batch": made["stream"]["batch"],
+            "seeds": len(done[0]),
+        }
+        own |= {
+            "source_images": 0 if made["source_data"] is None else made["source_data"]["images"]
+        }
         if done[0]:
-            means = {name: statistics.fmean(values) for name, values in zip(MEASURES.values(), done, strict=True)}
+            means = {
+                name: statistics.fmean(values)
+                for name, values in zip(MEASURES.values(), done, strict=True)
+            }
             lines.append({**own, **means})
     return _csv(lines)
 
@@ -304,7 +387,9 @@ def _csv(lines: Sequence[Mapping[str, Any]]) -> str:
 
 
 def write(documents: Sequence[Document], folder: Path) -> list[Table]:
-    """table.md, table.csv and summary.csv in the run folder, where there is something to say; the tables."""
+    """table.md, table.csv and summary.csv in the run folder, where there is something to say; the
+    tables.
+    """
     if not documents:
         return []
     made = tables(documents)
@@ -391,9 +476,22 @@ def progress(quiet: bool = False) -> Iterator[Display]:
         yield Nothing() if quiet else Lines()
         return
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
 
     texts = TextColumn("{task.description}"), TextColumn("{task.fields[accuracy]}")
     console = Console(stderr=True)
-    with Progress(texts[0], BarColumn(), MofNCompleteColumn(), texts[1], TimeRemainingColumn(), console=console) as shown:
+    with Progress(
+        texts[0],
+        BarColumn(),
+        MofNCompleteColumn(),
+        texts[1],
+        TimeRemainingColumn(),
+        console=console,
+    ) as shown:
         yield Bar(shown)

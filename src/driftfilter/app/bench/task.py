@@ -1,4 +1,6 @@
-"""One task of the benchmark: a preset on a model through one stream, and all that is measured of it."""
+"""One task of the benchmark: a preset on a model through one stream, and all that is measured of
+it.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,8 @@ from driftfilter.base.checks import nearest, require, require_count
 WARM_UP = 5  # steps that are not timed
 PROBED = 500  # clean images
 
-# Told after every step: how many are done, of how many, and the accuracy so far, which is looked up on the device when asked.
+# Told after every step: how many are done, of how many, and the accuracy so far, which is looked up
+# on the device when asked.
 Watch = Callable[[int, int, Callable[[], float]], None]
 
 
@@ -42,13 +45,17 @@ class Choice:
     options: tuple[tuple[str, Any], ...] = ()
 
     def __str__(self) -> str:
-        return self.name + "".join(f"{',' if i else ':'}{key}={value}" for i, (key, value) in enumerate(self.options))
+        return self.name + "".join(
+            f"{',' if i else ':'}{key}={value}" for i, (key, value) in enumerate(self.options)
+        )
 
 
 @final
 @dataclass(frozen=True)
 class Network:
-    """A classifier of images [n, 3, h, w] in [0, 1], which it normalises itself, and what tells its weights from others."""
+    """A classifier of images [n, 3, h, w] in [0, 1], which it normalises itself, and what tells its
+    weights from others.
+    """
 
     name: str
     module: nn.Module
@@ -67,11 +74,19 @@ class Source:
 
     def describe(self) -> dict[str, Any]:
         """What a report says of them."""
-        return {"path": self.path, "images": len(self.images), "labeled": self.labels is not None, "sha256": self.sha256}
+        return {
+            "path": self.path,
+            "images": len(self.images),
+            "labeled": self.labels is not None,
+            "sha256": self.sha256,
+        }
 
     def on(self, machine: Machine) -> df.SourceData:
         """As the adapter takes them."""
-        return df.SourceData(machine.pixels(self.images), None if self.labels is None else self.labels.to(machine.device))
+        return df.SourceData(
+            machine.pixels(self.images),
+            None if self.labels is None else self.labels.to(machine.device),
+        )
 
 
 @final
@@ -100,11 +115,21 @@ class Task:
 def protocol(choice: Choice) -> Any:
     """The protocol of this name, with its options."""
     known = list(PROTOCOLS)
-    require(choice.name in known, "protocol", choice.name, f"one of {known}{nearest(choice.name, known)}")
+    require(
+        choice.name in known,
+        "protocol",
+        choice.name,
+        f"one of {known}{nearest(choice.name, known)}",
+    )
     cls = PROTOCOLS[choice.name]
     possible = [item.name for item in fields(cls)]
     for key, _ in choice.options:
-        require(key in possible, f"option of protocol {choice.name!r}", key, f"one of {possible}{nearest(key, possible)}")
+        require(
+            key in possible,
+            f"option of protocol {choice.name!r}",
+            key,
+            f"one of {possible}{nearest(key, possible)}",
+        )
     return cls(**dict(choice.options))
 
 
@@ -113,8 +138,8 @@ def protocol(choice: Choice) -> Any:
 class Bench:
     """What all tasks share.
 
-    ``window`` of the adapter; ``before``: also predict every batch before the update; ``probe_every`` so many steps, and
-    after the last, predict clean images (0: never).
+    ``window`` of the adapter; ``before``: also predict every batch before the update;
+    ``probe_every`` so many steps, and after the last, predict clean images (0: never).
     """
 
     data: Domains
@@ -150,18 +175,27 @@ def settings(bench: Bench, task: Task) -> dict[str, Any]:
     return {
         "preset": str(task.preset),
         "recipe": repr(recipe),
-        "statistics": str(recipe.statistics) if _has_batch_norm(bench.networks[task.model].module) else "none",
+        "statistics": str(recipe.statistics)
+        if _has_batch_norm(bench.networks[task.model].module)
+        else "none",
         "predict_from": recipe.predict_from,
         "protocol": {"name": str(task.protocol), **asdict(chosen)},
         "model": task.model,
         "weights_sha256": bench.networks[task.model].weights,
         "normalisation": "inside the model",
-        "stream": {**asdict(bench.stream), "images": images, "corruptions": list(bench.stream.corruptions), "seed": task.seed},
+        "stream": {
+            **asdict(bench.stream),
+            "images": images,
+            "corruptions": list(bench.stream.corruptions),
+            "seed": task.seed,
+        },
         "data": bench.described,
         "window": bench.window,
         "before": bench.before,
         "probe_every": bench.probe_every,
-        "source_data": bench.source.describe() if bench.source is not None and _wants_data(recipe) else None,
+        "source_data": bench.source.describe()
+        if bench.source is not None and _wants_data(recipe)
+        else None,
         **bench.machine.settings(),
         "versions": _versions(),
     }
@@ -169,9 +203,16 @@ def settings(bench: Bench, task: Task) -> dict[str, Any]:
 
 @cache
 def _versions() -> dict[str, str]:
-    """Of what computes the results; ``code`` is a hash of this package's own, which changes between versions."""
+    """Of what computes the results; ``code`` is a hash of this package's own, which changes between
+    versions.
+    """
     code = digest(sorted(Path(df.__file__).parent.rglob("*.py")))[:12]
-    own = {"driftfilter": df.__version__, "code": code, "torch": torch.__version__, "python": platform.python_version()}
+    own = {
+        "driftfilter": df.__version__,
+        "code": code,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
     return own | {name: version(name) for name in ("numpy", "torchmetrics")}
 
 
@@ -220,7 +261,15 @@ def _adapter(bench: Bench, task: Task) -> df.Adapter:
     data = bench.source_data if _wants_data(task.recipe()) else None
     module, options = bench.networks[task.model].module, dict(task.preset.options)
     monitor = df.Monitor.recording()  # methods as published: an alarm changes nothing
-    return df.adapt(module, task.preset.name, data=data, seed=task.seed, window=bench.window, monitor=monitor, **options)
+    return df.adapt(
+        module,
+        task.preset.name,
+        data=data,
+        seed=task.seed,
+        window=bench.window,
+        monitor=monitor,
+        **options,
+    )
 
 
 def _require_classes(bench: Bench, task: Task, data: Domains, plan: Plan) -> None:
@@ -234,11 +283,20 @@ def _require_classes(bench: Bench, task: Task, data: Domains, plan: Plan) -> Non
         given.append((f"source {bench.source.path}", bench.source.labels))
     for name, labels in given:
         highest = int(labels.max())
-        require(highest < k, f"labels of {name}", f"up to {highest}", f"below {k}, the classes of model {task.model!r}")
+        require(
+            highest < k,
+            f"labels of {name}",
+            f"up to {highest}",
+            f"below {k}, the classes of model {task.model!r}",
+        )
 
 
-def _follow(bench: Bench, adapter: df.Adapter, data: Domains, plan: Plan, watch: Watch | None) -> Trace:
-    """Adapter through all steps; the device is never waited for here, but where the watch or a probe looks."""
+def _follow(
+    bench: Bench, adapter: df.Adapter, data: Domains, plan: Plan, watch: Watch | None
+) -> Trace:
+    """Adapter through all steps; the device is never waited for here, but where the watch or a
+    probe looks.
+    """
     labels, machine = data.labels, bench.machine
     ask = bench.before and adapter.recipe.predict_from == "posterior"
     clock, probe = _Clock(machine), _Probe(bench, len(plan.steps))
@@ -274,12 +332,16 @@ def _images(data: Domains, plan: Plan, step: Step, machine: Machine) -> Tensor:
         return machine.pixels(data.take(plan.domains[present[0]], step.index, machine.device))
     places = [(step.domain == domain).nonzero().squeeze(1) for domain in present]
     pairs = zip(present, places, strict=True)
-    parts = [data.take(plan.domains[domain], step.index[at], machine.device) for domain, at in pairs]
+    parts = [
+        data.take(plan.domains[domain], step.index[at], machine.device) for domain, at in pairs
+    ]
     return machine.pixels(torch.cat(parts)[torch.cat(places).argsort().to(machine.device)])
 
 
 class _Clock:
-    """Milliseconds of each use, known at the end: on a GPU by marks in its queue, which nobody waits for."""
+    """Milliseconds of each use, known at the end: on a GPU by marks in its queue, which nobody
+    waits for.
+    """
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
@@ -321,7 +383,9 @@ class _Probe:
     def __call__(self, adapter: df.Adapter, step: int) -> None:
         if self._every and (step % self._every == 0 or step == self._steps):
             with self._machine.autocast():
-                self._right[step] = (adapter.predict(self._images).labels == self._labels).double().mean()
+                self._right[step] = (
+                    (adapter.predict(self._images).labels == self._labels).double().mean()
+                )
 
     def accuracies(self) -> list[dict[str, float]]:
         return [{"step": step, "accuracy": share.item()} for step, share in self._right.items()]
@@ -330,8 +394,12 @@ class _Probe:
 def peak_memory(machine: Machine) -> tuple[float, str]:
     """Megabytes, and of what."""
     if machine.cuda:
-        return torch.cuda.max_memory_allocated(machine.device) / 1e6, "the device in this task, the stream's images included"
+        return torch.cuda.max_memory_allocated(
+            machine.device
+        ) / 1e6, "the device in this task, the stream's images included"
     import resource
 
     unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e6, "the process since it started"
+    return resource.getrusage(
+        resource.RUSAGE_SELF
+    ).ru_maxrss * unit / 1e6, "the process since it started"

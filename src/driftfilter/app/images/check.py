@@ -8,7 +8,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from driftfilter.app.corruptions import CORRUPTIONS, EXTRA
-from driftfilter.app.images.files import digest, open_array, picture, pictures, require_images, severity_labels
+from driftfilter.app.images.files import (
+    digest,
+    open_array,
+    picture,
+    pictures,
+    require_images,
+    severity_labels,
+)
 from driftfilter.app.streams import cifar10, open_domains, published
 
 # md5 of the archives, as published with them.
@@ -29,9 +36,11 @@ class Finding(NamedTuple):
 def explain() -> str:
     """Where to get CIFAR-10-C, and which other data can be used."""
     return f"""\
-Nothing has to be fetched: without a path, streams are made of the 2,000 CIFAR-10 test images that ship with driftfilter.
+Nothing has to be fetched: without a path, streams are made of the 2,000 CIFAR-10 test images
+that ship with driftfilter.
 
-CIFAR-10-C (Hendrycks & Dietterich, "Benchmarking Neural Network Robustness to Common Corruptions and Perturbations", 2019)
+CIFAR-10-C (Hendrycks & Dietterich, "Benchmarking Neural Network Robustness to Common
+Corruptions and Perturbations", 2019)
   from   https://zenodo.org/records/2535967
   file   CIFAR-10-C.tar, 2.9 GB, md5 {ARCHIVES["CIFAR-10-C.tar"]}
   unpack tar xf CIFAR-10-C.tar: a folder of 19 corruptions, <name>.npy, and labels.npy
@@ -43,13 +52,16 @@ CIFAR-10, python version (Krizhevsky, 2009): the clean test images
 
 Data of your own
   arrays   an .npz with a uint8 array [n, h, w, 3] for each shift, and "labels" [n] from 0
-  pictures root/<shift>/<class>/*.png, root/<shift>/<severity>/<class>/*.png (as ImageNet-C) or root/<class>/*.png
+  pictures root/<shift>/<class>/*.png, root/<shift>/<severity>/<class>/*.png (as ImageNet-C)
+           or root/<class>/*.png
 
 Check a folder or a file, unpacked or not, with: driftfilter data FOLDER"""
 
 
 def check(path: Path | str) -> tuple[str, bool]:
-    """A report on every file of a folder (or on one ``.npz``), and whether all is as it should be."""
+    """A report on every file of a folder (or on one ``.npz``), and whether all is as it should
+    be.
+    """
     found = findings(Path(path))
     return told(path, found), all(finding.ok for finding in found)
 
@@ -63,18 +75,26 @@ def told(path: Path | str, found: Sequence[Finding]) -> str:
     """As text."""
     wrong = sum(not finding.ok for finding in found)
     lines = [f"{'ok   ' if ok else 'WRONG'}  {name:<24} {text}" for name, ok, text in found]
-    verdict = "all is as it should be" if not wrong else f"{wrong} of {len(found)} not as they should be"
+    verdict = (
+        "all is as it should be" if not wrong else f"{wrong} of {len(found)} not as they should be"
+    )
     return "\n".join([*lines, f"{path}: {verdict}"])
 
 
 def _findings(path: Path) -> Iterator[Finding]:
-    archives = [file for file in (path, *(path / name for name in ARCHIVES)) if file.name in ARCHIVES and file.is_file()]
+    archives = [
+        file
+        for file in (path, *(path / name for name in ARCHIVES))
+        if file.name in ARCHIVES and file.is_file()
+    ]
     yield from (_look(file.name, partial(_archive, file)) for file in archives)
     arrays, batch = path.is_dir() and any(path.glob("*.npy")), (path / "test_batch").is_file()
     if arrays:
         yield from _published(path)
     if batch:
-        yield _look("test_batch", lambda: f"{len(cifar10(path).labels)} images{_hash(path / 'test_batch')}")
+        yield _look(
+            "test_batch", lambda: f"{len(cifar10(path).labels)} images{_hash(path / 'test_batch')}"
+        )
     if not (archives or arrays or batch):
         yield _look(path.name, partial(_other, path))
 
@@ -94,10 +114,16 @@ def _archive(file: Path) -> str:
 
 
 def _published(folder: Path) -> Iterator[Finding]:
-    """Every file of CIFAR-10-C by itself, so that all that is wrong is said at once; then all of them together."""
+    """Every file of CIFAR-10-C by itself, so that all that is wrong is said at once; then all of
+    them together.
+    """
     labels = folder / "labels.npy"
     yield _look(
-        labels.name, lambda: f"{5 * len(severity_labels(labels))} labels from 0 to 9, five times the same{_hash(labels)}"
+        labels.name,
+        lambda: (
+            f"{5 * len(severity_labels(labels))} labels from 0 to 9, five times the "
+            f"same{_hash(labels)}"
+        ),
     )
     for name in (*CORRUPTIONS, *EXTRA):
         file = folder / f"{name}.npy"
@@ -105,7 +131,10 @@ def _published(folder: Path) -> Iterator[Finding]:
             yield _look(file.name, partial(_images, file))
         else:
             yield Finding(file.name, True, "not there, and not needed")
-    yield _look("all together", lambda: f"{len(published(folder).labels)} images at each severity (published: 10000)")
+    yield _look(
+        "all together",
+        lambda: f"{len(published(folder).labels)} images at each severity (published: 10000)",
+    )
 
 
 def _images(file: Path) -> str:
@@ -120,7 +149,10 @@ def _other(path: Path) -> str:
         for file in pictures(path):
             picture(file)
     found = domains.describe()
-    return f"{found['kind']}: {len(domains.labels)} samples under {', '.join(domains.shifts)}; sha256 {found['sha256']}"
+    return (
+        f"{found['kind']}: {len(domains.labels)} samples under {', '.join(domains.shifts)}; "
+        f"sha256 {found['sha256']}"
+    )
 
 
 def _hash(file: Path) -> str:

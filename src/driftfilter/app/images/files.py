@@ -25,18 +25,29 @@ SUFFIXES = (".png", ".jpg", ".jpeg")
 
 
 def open_array(path: Path) -> NDArray[Any]:
-    """The array of an ``.npy`` file, memory-mapped once its header is known to keep its word about the size of the file."""
+    """The array of an ``.npy`` file, memory-mapped once its header is known to keep its word about
+    the size of the file.
+    """
     require(path.is_file(), str(path), "no such file", "an .npy file")
     with path.open("rb") as file:
         try:
-            header = npy.read_array_header_1_0 if npy.read_magic(file)[0] == 1 else npy.read_array_header_2_0
+            header = (
+                npy.read_array_header_1_0
+                if npy.read_magic(file)[0] == 1
+                else npy.read_array_header_2_0
+            )
             shape, _, dtype = header(file)
         except ValueError as error:
             raise ValueError(f"{path} must be an .npy file, got {error}") from error
         require(not dtype.hasobject, str(path), dtype, "an array of numbers")
         expected = file.tell() + dtype.itemsize * int(np.prod(shape, dtype=object))
     size = path.stat().st_size
-    require(size == expected, str(path), f"{size} bytes", f"{expected} bytes long for {dtype} {list(shape)} (truncated copy?)")
+    require(
+        size == expected,
+        str(path),
+        f"{size} bytes",
+        f"{expected} bytes long for {dtype} {list(shape)} (truncated copy?)",
+    )
     array: NDArray[Any] = np.load(path, mmap_mode="r")
     return array
 
@@ -47,25 +58,46 @@ def open_arrays(path: Path) -> dict[str, NDArray[Any]]:
     try:
         with path.open("rb") as file, np.load(file) as arrays:
             return dict(arrays)
-    except (ValueError, TypeError, AttributeError, OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        raise ValueError(f"{path} must be a whole .npz file of numbers, got {_found(path, error)}") from error
+    except (
+        ValueError,
+        TypeError,
+        AttributeError,
+        OSError,
+        EOFError,
+        zipfile.BadZipFile,
+        zlib.error,
+    ) as error:
+        raise ValueError(
+            f"{path} must be a whole .npz file of numbers, got {_found(path, error)}"
+        ) from error
 
 
 def _found(path: Path, error: Exception) -> str:
-    """What is wrong with it: numpy takes a file of any other kind for a pickle, and says how to load that."""
+    """What is wrong with it: numpy takes a file of any other kind for a pickle, and says how to
+    load that.
+    """
     with path.open("rb") as file:
         return str(error) if file.read(2) == b"PK" else "a file of another kind"
 
 
 def holds_clean(path: Path) -> bool:
-    """Whether an ``.npz`` file holds clean "images", known to be alone; else it may hold an array for each corruption."""
+    """Whether an ``.npz`` file holds clean "images", known to be alone; else it may hold an array
+    for each corruption.
+    """
     if not zipfile.is_zipfile(path):
         return False
     with zipfile.ZipFile(path) as archive:
         if "images.npy" not in archive.namelist():
             return False
-    others = [name for name, array in open_arrays(path).items() if name != "images" and array.ndim == 4]
-    require(not others, str(path), ["images", *others], "an .npz of clean 'images' alone, or of corruptions by their names")
+    others = [
+        name for name, array in open_arrays(path).items() if name != "images" and array.ndim == 4
+    ]
+    require(
+        not others,
+        str(path),
+        ["images", *others],
+        "an .npz of clean 'images' alone, or of corruptions by their names",
+    )
     return True
 
 
@@ -75,7 +107,12 @@ def require_images(name: str, array: NDArray[Any], count: int | None = None) -> 
     require(array.dtype == np.uint8, name, f"{array.dtype} {shape}{_range(array)}", IMAGES)
     hint = " (channels first: transpose(0, 2, 3, 1))" if len(shape) == 4 and shape[1] == 3 else ""
     require(len(shape) == 4 and shape[3] == 3 and min(shape) > 0, name, f"{shape}{hint}", IMAGES)
-    require(count in (None, len(array)), name, f"{len(array)} images", f"{count} images, one for each label")
+    require(
+        count in (None, len(array)),
+        name,
+        f"{len(array)} images",
+        f"{count} images, one for each label",
+    )
     require(array[:100].max() > 1, name, "0 … 1 in the first images", f"{IMAGES}, not 0 … 1")
     return array
 
@@ -85,35 +122,69 @@ def _range(array: NDArray[Any]) -> str:
     return "" if some is None else f" from {some.min():g} to {some.max():g}"
 
 
-def require_labels(name: str, array: NDArray[Any], count: int | None = None, classes: int | None = None) -> Integers:
-    """Labels [n] as int64, known to be integers from 0 (to ``classes`` - 1), as many as ``count``."""
-    expected = f"{'n' if count is None else count} integer labels from 0 to {'k' if classes is None else classes} - 1"
+def require_labels(
+    name: str, array: NDArray[Any], count: int | None = None, classes: int | None = None
+) -> Integers:
+    """Labels [n] as int64, known to be integers from 0 (to ``classes`` - 1), as many as
+    ``count``.
+    """
+    expected = (
+        f"{'n' if count is None else count} integer labels from 0 to "
+        f"{'k' if classes is None else classes} - 1"
+    )
     require(array.dtype.kind in "iu", name, array.dtype, expected)
-    require(array.ndim == 1 and len(array) > 0 and count in (None, len(array)), name, list(array.shape), expected)
+    require(
+        array.ndim == 1 and len(array) > 0 and count in (None, len(array)),
+        name,
+        list(array.shape),
+        expected,
+    )
     low, high = int(array.min()), int(array.max())
-    require(low >= 0 and (classes is None or high < classes), name, f"labels from {low} to {high}", expected)
+    require(
+        low >= 0 and (classes is None or high < classes),
+        name,
+        f"labels from {low} to {high}",
+        expected,
+    )
     return array.astype(np.int64)
 
 
 def severity_labels(path: Path, classes: int = 10) -> Integers:
     """Labels [N] of a file that holds them five times over, once for each severity."""
     labels = require_labels(str(path), open_array(path), None, classes)
-    require(len(labels) % 5 == 0, str(path), f"{len(labels)} labels", "5 N labels long, N for each severity")
+    require(
+        len(labels) % 5 == 0,
+        str(path),
+        f"{len(labels)} labels",
+        "5 N labels long, N for each severity",
+    )
     blocks: Integers = labels.reshape(5, -1)
-    require(bool((blocks == blocks[0]).all()), str(path), "blocks that differ", "the same N labels for each of 5 severities")
+    require(
+        bool((blocks == blocks[0]).all()),
+        str(path),
+        "blocks that differ",
+        "the same N labels for each of 5 severities",
+    )
     return labels[: len(labels) // 5]
 
 
 _ADMITTED: dict[tuple[str, str], Any] = {
     ("numpy", "ndarray"): np.ndarray,
     ("numpy", "dtype"): np.dtype,
-    ("_codecs", "encode"): lambda text, encoding: text.encode("latin1"),  # how Python 3 writes bytes for Python 2
-    **{(f"numpy.{core}.multiarray", "_reconstruct"): np.empty(0).__reduce__()[0] for core in ("core", "_core")},
+    ("_codecs", "encode"): lambda text, encoding: text.encode(
+        "latin1"
+    ),  # how Python 3 writes bytes for Python 2
+    **{
+        (f"numpy.{core}.multiarray", "_reconstruct"): np.empty(0).__reduce__()[0]
+        for core in ("core", "_core")
+    },
 }
 
 
 class _Unpickler(pickle.Unpickler):
-    """Numbers, strings, lists, dictionaries and numpy arrays; a pickle that names anything else is refused, not run."""
+    """Numbers, strings, lists, dictionaries and numpy arrays; a pickle that names anything else is
+    refused, not run.
+    """
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _ADMITTED:
@@ -123,15 +194,22 @@ class _Unpickler(pickle.Unpickler):
 
 def open_batch(path: Path) -> tuple[Bytes, Integers]:
     """Images [n, 32, 32, 3] and labels [n] of a batch of CIFAR-10's python version."""
-    expected = "a batch of CIFAR-10's python version: a pickled dictionary of data, uint8 [n, 3072], and n labels"
+    expected = (
+        "a batch of CIFAR-10's python version: a pickled dictionary of data, uint8 [n, 3072], "
+        "and n labels"
+    )
     require(path.is_file(), str(path), "no such file", expected)
     try:
         with path.open("rb") as file:
             batch = _Unpickler(file, encoding="bytes").load()
-        entries = {key.decode() if isinstance(key, bytes) else key: value for key, value in batch.items()}
+        entries = {
+            key.decode() if isinstance(key, bytes) else key: value for key, value in batch.items()
+        }
         data, labels = np.asarray(entries["data"]), np.asarray(entries["labels"])
     except Exception as error:  # a pickle that is none can fail in any way
-        raise ValueError(f"{path} must be {expected}, got {type(error).__name__}: {error}") from error
+        raise ValueError(
+            f"{path} must be {expected}, got {type(error).__name__}: {error}"
+        ) from error
     whole = data.dtype == np.uint8 and data.ndim == 2 and data.shape[1] == 3072
     require(whole, str(path), f"data of {data.dtype} {list(data.shape)}", expected)
     images = data.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
@@ -151,15 +229,25 @@ def _is_picture(name: str) -> bool:
 
 def subfolders(folder: Path) -> list[Path]:
     """The folders in a folder, by name."""
-    return sorted(entry for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+    return sorted(
+        entry for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith(".")
+    )
 
 
 def pictures_by_class(folder: Path) -> dict[str, list[Path]]:
     """The pictures under each class of ``folder``/<class>/*.png, classes and pictures by name."""
-    classes = {entry.name: sorted(path for path in entry.iterdir() if _is_picture(path.name)) for entry in subfolders(folder)}
+    classes = {
+        entry.name: sorted(path for path in entry.iterdir() if _is_picture(path.name))
+        for entry in subfolders(folder)
+    }
     require(bool(classes), str(folder), "none", "a folder of class folders")
     for name, paths in classes.items():
-        require(bool(paths), str(folder / name), "none", f"a class folder of pictures ({', '.join(SUFFIXES)})")
+        require(
+            bool(paths),
+            str(folder / name),
+            "none",
+            f"a class folder of pictures ({', '.join(SUFFIXES)})",
+        )
     return classes
 
 
@@ -175,7 +263,12 @@ def require_one_size(paths: list[Path]) -> None:
     expected = picture_size(paths[0])
     for path in paths:
         size = picture_size(path)
-        require(size == expected, str(path), f"{size[0]}x{size[1]}", f"{expected[0]}x{expected[1]} pixels, as {paths[0]} is")
+        require(
+            size == expected,
+            str(path),
+            f"{size[0]}x{size[1]}",
+            f"{expected[0]}x{expected[1]} pixels, as {paths[0]} is",
+        )
 
 
 def picture(path: Path) -> Bytes:
@@ -191,7 +284,9 @@ def _open_picture(path: Path) -> Any:
     try:
         from PIL import Image
     except ImportError as error:
-        raise ImportError("folders of pictures need pillow: pip install 'driftfilter[bench]'") from error
+        raise ImportError(
+            "folders of pictures need pillow: pip install 'driftfilter[bench]'"
+        ) from error
     try:
         return Image.open(path)
     except (OSError, SyntaxError, ValueError) as error:

@@ -30,19 +30,25 @@ def pixel_grid(images: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _both(images: Tensor, matrix: Callable[[int], Tensor]) -> Tensor:
-    """A x Bᵀ, a linear map along each axis: ``matrix`` gives it [out, size] for the size of the axis."""
+    """A x Bᵀ, a linear map along each axis: ``matrix`` gives it [out, size] for the size of the
+    axis.
+    """
     rows, columns = (matrix(size).to(images) for size in images.shape[2:])
     return rows @ images @ columns.T
 
 
 def blur(images: Tensor, sigma: float, mirrored: bool = False, truncate: float = 4) -> Tensor:
-    """Gaussian blur cut at ``truncate`` deviations; borders repeated (aaa|abc) or mirrored (cba|abc)."""
+    """Gaussian blur cut at ``truncate`` deviations; borders repeated (aaa|abc) or mirrored
+    (cba|abc).
+    """
     reach = int(truncate * sigma + 0.5)
 
     def matrix(size: int) -> Tensor:
         places = torch.arange(size)[:, None] + torch.arange(-reach, reach + 1)
         turned = places % (2 * size)
-        places = torch.minimum(turned, 2 * size - 1 - turned) if mirrored else places.clamp(0, size - 1)
+        places = (
+            torch.minimum(turned, 2 * size - 1 - turned) if mirrored else places.clamp(0, size - 1)
+        )
         return torch.zeros(size, size).scatter_add(1, places, _bell(sigma, reach).expand(size, -1))
 
     return _both(images, matrix)
@@ -59,7 +65,9 @@ def disc(radius: float, alias: float, reach: int) -> Tensor:
     line = torch.arange(-whole, whole + 1)
     inside = (line[:, None] ** 2 + line**2 <= radius**2).float()
     bell = _bell(alias, reach)
-    return F.conv2d((inside / inside.sum())[None, None], torch.outer(bell, bell)[None, None], padding=reach)[0, 0]
+    return F.conv2d(
+        (inside / inside.sum())[None, None], torch.outer(bell, bell)[None, None], padding=reach
+    )[0, 0]
 
 
 def correlate(images: Tensor, kernel: Tensor, mode: str = "reflect") -> Tensor:
@@ -74,18 +82,28 @@ def take(images: Tensor, y: Tensor, x: Tensor) -> Tensor:
     """The pixels at rows and columns [n, h, w], clamped to the image."""
     height, width = images.shape[2:]
     places = y.clamp(0, height - 1) * width + x.clamp(0, width - 1)
-    return images.flatten(2).gather(2, places.flatten(1)[:, None].expand(-1, images.shape[1], -1)).view_as(images)
+    return (
+        images.flatten(2)
+        .gather(2, places.flatten(1)[:, None].expand(-1, images.shape[1], -1))
+        .view_as(images)
+    )
 
 
 def streak(images: Tensor, radius: float, sigma: float, degrees: Tensor) -> Tensor:
-    """Σ_i k_i x(p + i u), i = 0 … 2r, k a half Gaussian and u the direction of an angle [n], to the nearest pixel."""
+    """Σ_i k_i x(p + i u), i = 0 … 2r, k a half Gaussian and u the direction of an angle [n], to the
+    nearest pixel.
+    """
     reach = 2 * math.ceil(radius * enlargement(images))
-    weights = torch.softmax(-(torch.arange(reach + 1) ** 2) / (2 * (sigma * enlargement(images)) ** 2), 0).tolist()
+    weights = torch.softmax(
+        -(torch.arange(reach + 1) ** 2) / (2 * (sigma * enlargement(images)) ** 2), 0
+    ).tolist()
     y, x = pixel_grid(images)
     down, right = degrees.deg2rad().sin()[:, None, None], degrees.deg2rad().cos()[:, None, None]
     made = torch.zeros_like(images)
     for i, weight in enumerate(weights):
-        made += weight * take(images, y + (i * down - 0.5).ceil().long(), x + (i * right - 0.5).ceil().long())
+        made += weight * take(
+            images, y + (i * down - 0.5).ceil().long(), x + (i * right - 0.5).ceil().long()
+        )
     return made
 
 
@@ -95,7 +113,9 @@ def zoom(images: Tensor, factor: float) -> Tensor:
     def matrix(size: int) -> Tensor:
         kept = math.ceil(size / factor)
         out = round(kept * factor)
-        places = (size - kept) // 2 + (torch.arange(size) + (out - size) // 2) * ((kept - 1) / (out - 1))
+        places = (size - kept) // 2 + (torch.arange(size) + (out - size) // 2) * (
+            (kept - 1) / (out - 1)
+        )
         return (1 - (places[:, None] - torch.arange(size)).abs()).clamp(min=0)
 
     return _both(images, matrix)
@@ -108,7 +128,9 @@ def resize(images: Tensor, height: int, width: int) -> Tensor:
         step = size / out
         centre, reach = (torch.arange(out).double()[:, None] + 0.5) * step, max(step, 1) / 2
         pixel = torch.arange(size)
-        inside = (pixel >= (centre - reach + 0.5).floor()) & (pixel < (centre + reach + 0.5).floor())
+        inside = (pixel >= (centre - reach + 0.5).floor()) & (
+            pixel < (centre + reach + 0.5).floor()
+        )
         return inside / inside.sum(1, keepdim=True)
 
     wide = (255 * images @ matrix(images.shape[3], width).to(images).T + 1e-3).round()
@@ -116,11 +138,17 @@ def resize(images: Tensor, height: int, width: int) -> Tensor:
 
 
 def affine_grid(images: Tensor, moves: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows and columns [n, h, w] under the map that takes three points, moved by [n, 3, 2], back to where they were."""
+    """Rows and columns [n, h, w] under the map that takes three points, moved by [n, 3, 2], back to
+    where they were.
+    """
     height, width = images.shape[2:]
     third = min(height, width) // 3
-    corners = images.new_tensor([[1, 1], [1, -1], [-1, -1]]) * third + images.new_tensor([width // 2, height // 2])
-    back = torch.linalg.solve(F.pad(corners + moves, (0, 1), value=1), corners.expand(len(images), -1, -1))  # [n, 3, 2]
+    corners = images.new_tensor([[1, 1], [1, -1], [-1, -1]]) * third + images.new_tensor(
+        [width // 2, height // 2]
+    )
+    back = torch.linalg.solve(
+        F.pad(corners + moves, (0, 1), value=1), corners.expand(len(images), -1, -1)
+    )  # [n, 3, 2]
     y, x = pixel_grid(images)
     points = torch.stack([x, y, torch.ones_like(x)], -1).to(images)
     x, y = torch.einsum("hwi,nij->jnhw", points, back)
@@ -128,7 +156,15 @@ def affine_grid(images: Tensor, moves: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def sample(images: Tensor, y: Tensor, x: Tensor, edges: bool) -> Tensor:
-    """Linear interpolation at rows and columns [n, h, w], mirrored about the edges or about the centres of the last pixels."""
+    """Linear interpolation at rows and columns [n, h, w], mirrored about the edges or about the
+    centres of the last pixels.
+    """
     height, width = images.shape[2:]
-    y, x = ((2 * y + 1) / height - 1, (2 * x + 1) / width - 1) if edges else (2 * y / (height - 1) - 1, 2 * x / (width - 1) - 1)
-    return F.grid_sample(images, torch.stack([x, y], -1), padding_mode="reflection", align_corners=not edges)
+    y, x = (
+        ((2 * y + 1) / height - 1, (2 * x + 1) / width - 1)
+        if edges
+        else (2 * y / (height - 1) - 1, 2 * x / (width - 1) - 1)
+    )
+    return F.grid_sample(
+        images, torch.stack([x, y], -1), padding_mode="reflection", align_corners=not edges
+    )

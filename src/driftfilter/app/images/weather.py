@@ -20,8 +20,9 @@ def uniform(shape: tuple[int, ...], generator: Generator) -> Tensor:
     return torch.rand(shape, generator=generator, device=generator.device)
 
 
-# Five kinds of frost, measured on the published images less the images under them: mean red, green and blue and their common
-# deviation between crops, deviation within a crop (all of 255), knee of the spectrum and bend of the values (skewness / 6).
+# Five kinds of frost, measured on the published images less the images under them: mean red, green
+# and blue and their common deviation between crops, deviation within a crop (all of 255), knee of
+# the spectrum and bend of the values (skewness / 6).
 _FROSTS = (
     (96, 108, 120, 10, 32.0, 0.2, 0.08),
     (74, 147, 164, 10, 14.0, 0.4, 0.06),
@@ -35,22 +36,31 @@ _PATCHINESS = 0.4  # of the contrast within a crop: the deviation of its logarit
 def frost(images: Tensor, generator: Generator) -> Tensor:
     """colour + shift + spread · u, u = (v + b (v² - 1)) e^w; [n, 3, h, w].
 
-    Gaussian v of power 1 + (knee / frequency)² and w of power 1 / frequency², standardised; one kind for each image.
+    Gaussian v of power 1 + (knee / frequency)² and w of power 1 / frequency², standardised; one
+    kind for each image.
     """
     n, _, height, width = images.shape
     kind = torch.randint(len(_FROSTS), (n,), generator=generator, device=generator.device)
-    *colour, shift, spread, knee, bend = images.new_tensor(_FROSTS)[kind].T[..., None, None, None]  # each [n, 1, 1, 1]
+    *colour, shift, spread, knee, bend = images.new_tensor(_FROSTS)[kind].T[
+        ..., None, None, None
+    ]  # each [n, 1, 1, 1]
     frequency = _frequency(height, width).to(images.device)
     fine, broad = normal((2, n, 1, height, width), generator)
     layer = _coloured(fine, 1 + (knee / frequency) ** 2)
-    layer = _standard((layer + bend * (layer**2 - 1)) * (_PATCHINESS * _coloured(broad, frequency**-2)).exp())
+    layer = _standard(
+        (layer + bend * (layer**2 - 1)) * (_PATCHINESS * _coloured(broad, frequency**-2)).exp()
+    )
     level, contrast = normal((2, n, 1, 1, 1), generator)
-    texture: Tensor = torch.cat(colour, 1) + shift * level + spread * (0.15 * contrast).exp() * layer
+    texture: Tensor = (
+        torch.cat(colour, 1) + shift * level + spread * (0.15 * contrast).exp() * layer
+    )
     return (texture / 255).clamp(0, 1)
 
 
 def _frequency(height: int, width: int) -> Tensor:
-    """Cycles per pixel [h, w // 2 + 1] of the waves of a real image; the mean counts as the longest wave."""
+    """Cycles per pixel [h, w // 2 + 1] of the waves of a real image; the mean counts as the longest
+    wave.
+    """
     rise, run = torch.fft.fftfreq(height)[:, None], torch.fft.rfftfreq(width)
     return torch.hypot(rise, run).clamp(min=1 / max(height, width))
 
@@ -66,7 +76,9 @@ def _standard(layer: Tensor) -> Tensor:
 
 
 def plasma(images: Tensor, decay: float, generator: Generator) -> Tensor:
-    """Diamond-square noise that wraps around, each octave decay² weaker, in [0, 1]; [n, 1, h, w]."""
+    """Diamond-square noise that wraps around, each octave decay² weaker, in [0, 1]; [n, 1, h,
+    w].
+    """
     n, _, height, width = images.shape
     step = size = 2 ** math.ceil(math.log2(max(height, width)))
     heights = images.new_zeros(n, size, size)
@@ -81,17 +93,26 @@ def plasma(images: Tensor, decay: float, generator: Generator) -> Tensor:
         pairs = corners + corners.roll(-1, 1)
         heights[:, half::step, half::step] = near(pairs + pairs.roll(-1, 2))
         middles = heights[:, half::step, half::step]
-        heights[:, ::step, half::step] = near(middles + middles.roll(1, 1) + corners + corners.roll(-1, 2))
-        heights[:, half::step, ::step] = near(middles + middles.roll(1, 2) + corners + corners.roll(-1, 1))
+        heights[:, ::step, half::step] = near(
+            middles + middles.roll(1, 1) + corners + corners.roll(-1, 2)
+        )
+        heights[:, half::step, ::step] = near(
+            middles + middles.roll(1, 2) + corners + corners.roll(-1, 1)
+        )
         step, wobble = half, wobble / decay**2
     heights = heights - heights.amin((1, 2), keepdim=True)
     return (heights / heights.amax((1, 2), keepdim=True))[:, None, :height, :width]
 
 
 def water(liquid: Tensor) -> Tensor:
-    """Shading of drops [n, 1, h, w] in 0 … 255: an emboss of the equalised distance to their edges, at most 1."""
+    """Shading of drops [n, 1, h, w] in 0 … 255: an emboss of the equalised distance to their edges,
+    at most 1.
+    """
     slope = torch.tensor([[-1.0, 0, 1], [-2, 0, 2], [-1, 0, 1]])
-    steep = correlate(liquid, slope, "replicate").abs() + correlate(liquid, slope.T, "replicate").abs() > 150
+    steep = (
+        correlate(liquid, slope, "replicate").abs() + correlate(liquid, slope.T, "replicate").abs()
+        > 150
+    )
     far = _distance(steep & (liquid > 0)).clamp(max=20 * enlargement(liquid))
     box, emboss = torch.full((3, 3), 1 / 9), torch.tensor([[-2.0, -1, 0], [-1, 1, 1], [0, 1, 2]])
     relief = correlate(_equalise((correlate(far, box) + 1e-3).floor()), emboss).clamp(0, 255)
@@ -104,14 +125,22 @@ def _distance(marks: Tensor) -> Tensor:
     squares = torch.where(marks, 0.0, 1e6)
     for axis in (2, 3):
         line = torch.arange(marks.shape[axis], device=marks.device)
-        squares = (squares.transpose(axis, 3)[..., None, :] + (line[:, None] - line) ** 2).amin(-1).transpose(axis, 3)
+        squares = (
+            (squares.transpose(axis, 3)[..., None, :] + (line[:, None] - line) ** 2)
+            .amin(-1)
+            .transpose(axis, 3)
+        )
     return squares.sqrt()
 
 
 def _equalise(levels: Tensor) -> Tensor:
     """Levels [n, 1, h, w] in 0 … 255 replaced by their rank, spread evenly over 0 … 255."""
     flat = levels.long().clamp(0, 255).flatten(1)
-    ranks = levels.new_zeros(len(flat), 256).scatter_add(1, flat, torch.ones_like(flat, dtype=levels.dtype)).cumsum(1)
+    ranks = (
+        levels.new_zeros(len(flat), 256)
+        .scatter_add(1, flat, torch.ones_like(flat, dtype=levels.dtype))
+        .cumsum(1)
+    )
     rank = ranks.gather(1, flat)
     lowest = rank.amin(1, keepdim=True)
     return (255 * (rank - lowest) / (flat.shape[1] - lowest).clamp(min=1)).round().view_as(levels)

@@ -1,4 +1,6 @@
-"""Which runs stand in an example's table, honest ones beside the good ones, and what the example claims."""
+"""Which runs stand in an example's table, honest ones beside the good ones, and what the example
+claims.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,16 @@ from typing import NamedTuple, TypeAlias, final
 from driftfilter.app.paper.linear import Linear
 from driftfilter.app.paper.moons import Moons
 from driftfilter.app.paper.pinwheel import Pinwheel
-from driftfilter.app.paper.trial import Example, Run, Runner, Scores, adapted, frozen, raw_hessian, supervised
+from driftfilter.app.paper.trial import (
+    Example,
+    Run,
+    Runner,
+    Scores,
+    adapted,
+    frozen,
+    raw_hessian,
+    supervised,
+)
 
 SOURCE, FILTER = "frozen source", "filter"
 
@@ -83,7 +94,9 @@ def run_all(cases: Sequence[Case], seed: int) -> dict[str, Run]:
     runs = {}
     for case in cases:
         problem = case.example.problem(seed)
-        runs[case.name] = case.runner(case.example, case.example.source(problem.source), problem, seed)
+        runs[case.name] = case.runner(
+            case.example, case.example.source(problem.source), problem, seed
+        )
     return runs
 
 
@@ -113,7 +126,9 @@ def _gain(case: str, source: str, field: str) -> Callable[[Table], float]:
 
 def _worst(case: str, source: str) -> Callable[[Table], float]:
     """Least advantage of a case over its source in stream accuracy, over seeds."""
-    return lambda table: min(a.accuracy - b.accuracy for a, b in zip(table[case], table[source], strict=True))
+    return lambda table: min(
+        a.accuracy - b.accuracy for a, b in zip(table[case], table[source], strict=True)
+    )
 
 
 def _common(case: str, source: str) -> list[Claim]:
@@ -126,13 +141,19 @@ def _common(case: str, source: str) -> list[Claim]:
 def _control() -> list[Claim]:
     ours, source = "no shift, filter", "no shift, source"
     return [
-        Claim("no shift: mean accuracy against the source", _gain(ours, source, "accuracy"), -0.005),
+        Claim(
+            "no shift: mean accuracy against the source", _gain(ours, source, "accuracy"), -0.005
+        ),
         Claim("no shift: worst seed against its source", _worst(ours, source), -0.005),
     ]
 
 
 CLAIMS: dict[str, list[Claim]] = {
-    "linear": [Claim("filter: stream accuracy", _mean(FILTER, "accuracy"), 0.97), *_common(FILTER, SOURCE), *_control()],
+    "linear": [
+        Claim("filter: stream accuracy", _mean(FILTER, "accuracy"), 0.97),
+        *_common(FILTER, SOURCE),
+        *_control(),
+    ],
     "moons": [
         Claim("filter: stream accuracy", _mean(FILTER, "accuracy"), 0.975),
         Claim("filter: end accuracy", _mean(FILTER, "end_accuracy"), 0.88),

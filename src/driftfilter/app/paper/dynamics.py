@@ -1,7 +1,8 @@
-"""Prior dynamics of a regression line y = intercept + slope x without data: four transitions, paths and moments.
+"""Prior dynamics of a regression line y = intercept + slope x without data: four transitions, paths
+and moments.
 
-The moments are those of the filter's own prior, step by step; the paths are drawn apart from them, and the largest
-disagreement between the two is part of the result.
+The moments are those of the filter's own prior, step by step; the paths are drawn apart from them,
+and the largest disagreement between the two is part of the result.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ class Prior(NamedTuple):
     paths: Tensor  # [count, steps + 1, 2]
 
     def disagreement(self) -> tuple[float, float]:
-        """Largest z-score of the paths' sample means, and of their sample variances, over all steps after the first."""
+        """Largest z-score of the paths' sample means, and of their sample variances, over all steps
+        after the first.
+        """
         count = len(self.paths)
         variance = self.covariance.diagonal(dim1=-2, dim2=-1)[1:]  # [steps, 2]
         means = (self.paths.mean(0)[1:] - self.mean[1:]) / (variance / count).sqrt()
@@ -43,7 +46,8 @@ class Dynamics:
     deviation: float = 0.02  # of each parameter at the start
     noise: float = 0.03  # sd of the steps of the random walk and of mean reversion
     velocity: float = 0.004  # sd of the trend's hidden velocity at the start
-    period: float = 32.0  # not a fraction of the times drawn, at which lines would be back where they began
+    # Not a fraction of the times drawn, at which lines would be back where they began.
+    period: float = 32.0
     amplitude: float = 0.25  # sd of the seasonal harmonics at the start
     rho: float = 0.95
 
@@ -71,16 +75,22 @@ class Dynamics:
         }
 
     def start(self, transition: df.Transition) -> df.Belief:
-        """The states at the start; harmonics start in the phase in which a parameter is where it should be."""
+        """The states at the start; harmonics start in the phase in which a parameter is where it
+        should be.
+        """
         source = transition.augment(self.belief())
         if not isinstance(transition.dynamics, df.Seasonal):
             return source
         variance = source.covariance.variance().clone()
-        variance[2:4] = self.deviation**2  # states are level, a, b of both parameters, and a is what is read out
+        variance[2:4] = (
+            self.deviation**2
+        )  # states are level, a, b of both parameters, and a is what is read out
         return df.Belief(source.mean, df.Full(torch.diag(variance)))
 
 
-def _prior(transition: df.Transition, source: df.Belief, steps: int, count: int, seed: int) -> Prior:
+def _prior(
+    transition: df.Transition, source: df.Belief, steps: int, count: int, seed: int
+) -> Prior:
     matrix = transition.read_out(2)
     read = torch.eye(2, dtype=torch.float64) if matrix is None else matrix
     bound, beliefs = transition.bind(source), [source]

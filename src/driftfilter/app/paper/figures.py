@@ -1,4 +1,6 @@
-"""Figures of the paper's examples, from what was computed elsewhere; needs matplotlib (the extra ``report``)."""
+"""Figures of the paper's examples, from what was computed elsewhere; needs matplotlib (the extra
+``report``).
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,9 @@ def save(figure: Figure, stem: Path) -> None:
 
 
 def draw_dynamics(example: Dynamics, priors: Mapping[str, Prior], shown: int = 12) -> Figure:
-    """Paths and mean in the parameter plane, marginal series with ±2 sd, and the induced lines; a column a transition."""
+    """Paths and mean in the parameter plane, marginal series with ±2 sd, and the induced lines; a
+    column a transition.
+    """
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(10.5, 7.4), layout="constrained")
         axes = figure.subplots(3, len(priors))
@@ -75,7 +79,9 @@ def _draw_plane(axes: Axes, prior: Prior, shown: int) -> Any:
     steps = torch.arange(prior.mean.shape[0])
     for path in prior.paths[:shown]:
         axes.plot(path[:, 0], path[:, 1], color="0.8", linewidth=0.4, zorder=1)
-        points = axes.scatter(path[:, 0], path[:, 1], c=steps, s=2.5, cmap="viridis", linewidths=0, zorder=2)
+        points = axes.scatter(
+            path[:, 0], path[:, 1], c=steps, s=2.5, cmap="viridis", linewidths=0, zorder=2
+        )
     axes.plot(prior.mean[:, 0], prior.mean[:, 1], color="black", linewidth=1.2, zorder=3)
     axes.plot(*prior.mean[0], marker="o", color="black", markersize=4, zorder=4)
     axes.set_xlabel("intercept")
@@ -94,7 +100,9 @@ def _draw_series(axes: Axes, prior: Prior, shown: int) -> None:
 
 
 def _draw_lines(axes: Axes, prior: Prior, shown: int = 8) -> None:
-    """Lines intercept + slope x of a few paths at five times, over the widest ±2 sd band of those times."""
+    """Lines intercept + slope x of a few paths at five times, over the widest ±2 sd band of those
+    times.
+    """
     x = torch.linspace(-2, 2, 41, dtype=prior.mean.dtype)
     design = torch.stack((torch.ones_like(x), x), -1)  # [41, 2]
     steps = [round(fraction * (len(prior.mean) - 1)) for fraction in TIMES]
@@ -103,23 +111,31 @@ def _draw_lines(axes: Axes, prior: Prior, shown: int = 8) -> None:
     axes.fill_between(x, mean - 2 * spread, mean + 2 * spread, color="0.9", linewidth=0)
     for step, fraction in zip(steps, TIMES, strict=True):
         color = mpl.colormaps["viridis"](fraction)
-        axes.plot(x, (prior.paths[:shown, step] @ design.mT).mT, color=color, linewidth=0.7, alpha=0.8)
+        axes.plot(
+            x, (prior.paths[:shown, step] @ design.mT).mT, color=color, linewidth=0.7, alpha=0.8
+        )
     axes.plot(x, mean, color="black", linewidth=1.4)
     axes.set_xlabel("x")
 
 
 def draw_boundaries(example: Example, problem: Problem, beliefs: Sequence[df.Belief]) -> Figure:
-    """Class probabilities with the boundary (solid; the source's dashed), and predictive entropy below, at five times."""
+    """Class probabilities with the boundary (solid; the source's dashed), and predictive entropy
+    below, at five times.
+    """
     filt = example.filter()
     points = grid(example, RESOLUTION)
     predictions = [filt.predict(filt.init(belief), points).log_probabilities for belief in beliefs]
     (left, right), (low, high) = example.window
     with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(10.5, 2 * 1.86 * (high - low) / (right - left) + 0.75), layout="constrained")
+        figure = Figure(
+            figsize=(10.5, 2 * 1.86 * (high - low) / (right - left) + 0.75), layout="constrained"
+        )
         axes = figure.subplots(2, len(TIMES), sharex=True, sharey=True)
         for position, logp in enumerate(predictions):
             top, bottom = axes[:, position]
-            top.set_title(("source", "25% of the stream", "50%", "75%", "end of the stream")[position])
+            top.set_title(
+                ("source", "25% of the stream", "50%", "75%", "end of the stream")[position]
+            )
             _draw_map(top, example, _blend(logp.exp()))
             _draw_boundary(top, example, predictions[0], "--")
             _draw_boundary(top, example, logp, "-")
@@ -128,18 +144,26 @@ def draw_boundaries(example: Example, problem: Problem, beliefs: Sequence[df.Bel
             picture = _draw_map(bottom, example, metrics.entropy(logp)[:, None], **limits)
             _draw_boundary(bottom, example, logp, "-")
             _draw_samples(bottom, problem, position, "white")
-        lines = [Line2D([], [], color="black", linestyle=style, linewidth=1) for style in ("-", "--")]
-        axes[0, -1].legend(lines, ["filter", "source"], loc="lower right", fontsize=6, frameon=True, framealpha=0.8)
+        lines = [
+            Line2D([], [], color="black", linestyle=style, linewidth=1) for style in ("-", "--")
+        ]
+        axes[0, -1].legend(
+            lines, ["filter", "source"], loc="lower right", fontsize=6, frameon=True, framealpha=0.8
+        )
         axes[0, 0].set_ylabel("class probability")
         axes[1, 0].set_ylabel("predictive entropy")
-        bar = figure.colorbar(picture, ax=axes.ravel().tolist(), shrink=0.48, pad=0.01, aspect=16, anchor=(0.0, 0.0))
+        bar = figure.colorbar(
+            picture, ax=axes.ravel().tolist(), shrink=0.48, pad=0.01, aspect=16, anchor=(0.0, 0.0)
+        )
         bar.set_label("entropy (nats)")
     return figure
 
 
 def _blend(probabilities: Tensor) -> Tensor:
     """Probabilities [n, k] as colours between white (undecided) and that of each class [n, 3]."""
-    colors = probabilities.new_tensor([to_rgb(color) for color in CLASSES[: probabilities.shape[-1]]])
+    colors = probabilities.new_tensor(
+        [to_rgb(color) for color in CLASSES[: probabilities.shape[-1]]]
+    )
     pale = 1 - 0.55 * (1 - colors)
     k = probabilities.shape[-1]
     certainty = ((probabilities.amax(-1, keepdim=True) - 1 / k) / (1 - 1 / k)).clamp(0, 1)
@@ -154,15 +178,30 @@ def _draw_map(axes: Axes, example: Example, values: Tensor, **limits: Any) -> An
 
 
 def _draw_boundary(axes: Axes, example: Example, scores: Tensor, style: str) -> None:
-    """Where the two most likely classes are level, pair by pair, for log-probabilities [points, k]."""
+    """Where the two most likely classes are level, pair by pair, for log-probabilities [points,
+    k].
+    """
     (left, right), (low, high) = example.window
-    x, y = (torch.linspace(a, b, RESOLUTION, dtype=torch.float64) for a, b in ((left, right), (low, high)))
+    x, y = (
+        torch.linspace(a, b, RESOLUTION, dtype=torch.float64)
+        for a, b in ((left, right), (low, high))
+    )
     width = 0.8 if style == "--" else 1.1
     for first, second in itertools.combinations(range(scores.shape[-1]), 2):
         leading = scores[:, [first, second]].amax(-1) >= scores.amax(-1)
-        margin = torch.where(leading, scores[:, first] - scores[:, second], math.nan).reshape(RESOLUTION, RESOLUTION)
+        margin = torch.where(leading, scores[:, first] - scores[:, second], math.nan).reshape(
+            RESOLUTION, RESOLUTION
+        )
         if margin.nan_to_num().amin() < 0 < margin.nan_to_num().amax():
-            axes.contour(x.numpy(), y.numpy(), margin.numpy(), levels=[0.0], colors="black", linewidths=width, linestyles=style)
+            axes.contour(
+                x.numpy(),
+                y.numpy(),
+                margin.numpy(),
+                levels=[0.0],
+                colors="black",
+                linewidths=width,
+                linestyles=style,
+            )
 
 
 def _draw_samples(axes: Axes, problem: Problem, position: int, color: str | None = None) -> None:
@@ -176,14 +215,22 @@ def _draw_samples(axes: Axes, problem: Problem, position: int, color: str | None
         axes.scatter(inputs[:, 0], inputs[:, 1], s=7, c=colors, edgecolors="white", linewidths=0.3)
 
 
-def draw_over_time(results: Sequence[Result], source: str, filtered: str, bound: str | None) -> Figure:
+def draw_over_time(
+    results: Sequence[Result], source: str, filtered: str, bound: str | None
+) -> Figure:
     """Accuracy along the stream, and uncertainty near and far: mean and ± sd over seeds."""
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(10.5, 3.0), layout="constrained")
         accuracy, predictive, mutual = figure.subplots(1, 3)
-        rows = [(source, SOURCE_COLOR), (filtered, FILTER_COLOR), *([(bound, BOUND_COLOR)] if bound else [])]
+        rows = [
+            (source, SOURCE_COLOR),
+            (filtered, FILTER_COLOR),
+            *([(bound, BOUND_COLOR)] if bound else []),
+        ]
         for name, color in rows:
-            windows = torch.tensor([result.runs[name].windows for result in results], dtype=torch.float64)
+            windows = torch.tensor(
+                [result.runs[name].windows for result in results], dtype=torch.float64
+            )
             middle = (torch.arange(windows.shape[1]) + 0.5) / windows.shape[1]
             _draw_band(accuracy, middle, windows, color, "-", name)
         accuracy.set_ylabel("accuracy")
@@ -200,7 +247,9 @@ def draw_over_time(results: Sequence[Result], source: str, filtered: str, bound:
         for axes in (accuracy, predictive, mutual):
             axes.set_xlabel("part of the stream")
             axes.set_xlim(0, 1)
-        near, far = (Line2D([], [], color="black", linestyle=style, linewidth=1.4) for style in ("-", ":"))
+        near, far = (
+            Line2D([], [], color="black", linestyle=style, linewidth=1.4) for style in ("-", ":")
+        )
         handles, labels = accuracy.get_legend_handles_labels()
         labels = [*labels, "near the data", "far from it"]
         figure.legend([*handles, near, far], labels, loc="outside lower center", ncols=5)

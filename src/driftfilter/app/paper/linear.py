@@ -1,8 +1,9 @@
 """2-D logistic regression under a diagonal covariate shift, one sample at a time.
 
-Class means (∓1.5, 0) and standard deviation 0.7; both classes move by s (1, 1) with s from 0 to 3 over the stream. The
-source posterior is the Laplace approximation from labeled samples under a unit-precision prior; the bias is a random
-walk, the weights revert to the source as its precision says. Parameters are θ = [bias, weight 1, weight 2].
+Class means (∓1.5, 0) and standard deviation 0.7; both classes move by s (1, 1) with s from 0 to 3
+over the stream. The source posterior is the Laplace approximation from labeled samples under a
+unit-precision prior; the bias is a random walk, the weights revert to the source as its precision
+says. Parameters are θ = [bias, weight 1, weight 2].
 """
 
 from __future__ import annotations
@@ -48,12 +49,23 @@ class Linear:
     def problem(self, seed: int) -> Problem:
         generator = torch.Generator().manual_seed(seed)
         source = self.draw(torch.zeros(self.source_samples, dtype=torch.float64), 0.5, generator)
-        stream = self.draw(torch.linspace(0, self.shift, self.steps, dtype=torch.float64)[:, None], self.share, generator)
-        fresh = [torch.full((self.test_samples,), fraction * self.shift, dtype=torch.float64) for fraction in TIMES]
-        return Problem(source, stream, tuple(self.draw(shifts, self.share, generator) for shifts in fresh))
+        stream = self.draw(
+            torch.linspace(0, self.shift, self.steps, dtype=torch.float64)[:, None],
+            self.share,
+            generator,
+        )
+        fresh = [
+            torch.full((self.test_samples,), fraction * self.shift, dtype=torch.float64)
+            for fraction in TIMES
+        ]
+        return Problem(
+            source, stream, tuple(self.draw(shifts, self.share, generator) for shifts in fresh)
+        )
 
     def source(self, data: Labeled) -> df.Belief:
-        return df.fit_laplace(df.LinearHead(2, intercept=True), unit_prior(3, "full"), data.inputs, data.labels)
+        return df.fit_laplace(
+            df.LinearHead(2, intercept=True), unit_prior(3, "full"), data.inputs, data.labels
+        )
 
     def filter(self) -> df.Filter:
         bias = df.Transition(df.RandomWalk(), df.Isotropic(self.bias_variance))

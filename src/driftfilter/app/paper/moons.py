@@ -1,7 +1,8 @@
 """Two moons whose density moves along both arcs: an entropy filter on polynomial features, by BONG.
 
-Angle φ = π·Beta(8p, 8(1-p)), p from 0.8 to 0.2 over the stream; class 0 at (cos φ, sin φ), class 1 at
-(1 - cos φ, 1/2 - sin φ), plus noise. Features are the monomials up to degree 4 of ((x - 0.5)/1.0, (y - 0.25)/0.6).
+Angle φ = π·Beta(8p, 8(1-p)), p from 0.8 to 0.2 over the stream; class 0 at (cos φ, sin φ), class 1
+at (1 - cos φ, 1/2 - sin φ), plus noise. Features are the monomials up to degree 4 of ((x -
+0.5)/1.0, (y - 0.25)/0.6).
 """
 
 from __future__ import annotations
@@ -53,19 +54,28 @@ class Moons:
         upper = torch.stack((angles.cos(), angles.sin()), -1)
         lower = torch.stack((1 - angles.cos(), 0.5 - angles.sin()), -1)
         clean = torch.where(labels[..., None] == 0, upper, lower)
-        return Labeled(clean + self.noise * torch.randn(clean.shape, generator=generator, dtype=clean.dtype), labels)
+        return Labeled(
+            clean + self.noise * torch.randn(clean.shape, generator=generator, dtype=clean.dtype),
+            labels,
+        )
 
     def problem(self, seed: int) -> Problem:
         generator = torch.Generator().manual_seed(seed)
-        source = self.draw(torch.full((self.source_samples,), 0.8, dtype=torch.float64), 0.5, generator)
+        source = self.draw(
+            torch.full((self.source_samples,), 0.8, dtype=torch.float64), 0.5, generator
+        )
         places = torch.linspace(self.start, self.end, self.steps, dtype=torch.float64)
         stream = self.draw(places[:, None].expand(-1, self.batch), self.share, generator)
         now = [self.start + fraction * (self.end - self.start) for fraction in TIMES]
         fresh = [torch.full((self.test_samples,), place, dtype=torch.float64) for place in now]
-        return Problem(source, stream, tuple(self.draw(place, self.share, generator) for place in fresh))
+        return Problem(
+            source, stream, tuple(self.draw(place, self.share, generator) for place in fresh)
+        )
 
     def source(self, data: Labeled) -> df.Belief:
-        return df.fit_laplace(df.LinearHead(2), unit_prior(15, self.structure), features(data.inputs), data.labels)
+        return df.fit_laplace(
+            df.LinearHead(2), unit_prior(15, self.structure), features(data.inputs), data.labels
+        )
 
     def filter(self) -> df.Filter:
         return df.Filter(
@@ -79,5 +89,7 @@ class Moons:
 
 def _beta(a: Tensor, b: Tensor, generator: torch.Generator) -> Tensor:
     """Beta(a, b) as a ratio of gammas, from a generator (torch.distributions takes none)."""
-    first, second = (torch._standard_gamma(part.contiguous(), generator=generator) for part in (a, b))
+    first, second = (
+        torch._standard_gamma(part.contiguous(), generator=generator) for part in (a, b)
+    )
     return first / (first + second)

@@ -1,8 +1,10 @@
-"""A pinwheel of three blades that grow outwards, or turn: a consistency filter on polynomial features, by BONG.
+"""A pinwheel of three blades that grow outwards, or turn: a consistency filter on polynomial
+features, by BONG.
 
-A sample of blade c starts as (r + 0.3 e₁, 0.1 e₂) and is rotated by 2πc/3 + 0.25·exp(first coordinate) + turn; r goes from
-1.0 to 1.9 over the stream (or the turn from 0 to π/2 at r = 1). Features are the monomials up to degree 7 of x/1.5; the
-loss is Brier against the hard label of the clean input on 4 copies with Gaussian noise of sd 0.2.
+A sample of blade c starts as (r + 0.3 e₁, 0.1 e₂) and is rotated by 2πc/3 + 0.25·exp(first
+coordinate) + turn; r goes from 1.0 to 1.9 over the stream (or the turn from 0 to π/2 at r = 1).
+Features are the monomials up to degree 7 of x/1.5; the loss is Brier against the hard label of the
+clean input on 4 copies with Gaussian noise of sd 0.2.
 """
 
 from __future__ import annotations
@@ -50,26 +52,42 @@ class Pinwheel:
 
     def draw(self, fractions: Tensor, share: float, generator: torch.Generator) -> Labeled:
         """One sample for each fraction of the way [...]."""
-        labels = labels_for(tuple(fractions.shape), ((1 - share) / 2, (1 - share) / 2, share), generator)
+        labels = labels_for(
+            tuple(fractions.shape), ((1 - share) / 2, (1 - share) / 2, share), generator
+        )
         noise = torch.randn((*fractions.shape, 2), generator=generator, dtype=fractions.dtype)
         along = 1 + fractions * (self.radius - 1) + 0.3 * noise[..., 0]
         angle = 2 * math.pi * labels / 3 + 0.25 * along.exp() + fractions * self.turn
         cosine, sine, across = angle.cos(), angle.sin(), 0.1 * noise[..., 1]
-        return Labeled(torch.stack((cosine * along - sine * across, sine * along + cosine * across), -1), labels)
+        return Labeled(
+            torch.stack((cosine * along - sine * across, sine * along + cosine * across), -1),
+            labels,
+        )
 
     def problem(self, seed: int) -> Problem:
         generator = torch.Generator().manual_seed(seed)
         source = self.draw(torch.zeros(self.source_samples, dtype=torch.float64), 1 / 3, generator)
         way = torch.linspace(0, 1, self.steps, dtype=torch.float64)
         stream = self.draw(way[:, None].expand(-1, self.batch), self.share, generator)
-        fresh = [torch.full((self.test_samples,), fraction, dtype=torch.float64) for fraction in TIMES]
-        return Problem(source, stream, tuple(self.draw(place, self.share, generator) for place in fresh))
+        fresh = [
+            torch.full((self.test_samples,), fraction, dtype=torch.float64) for fraction in TIMES
+        ]
+        return Problem(
+            source, stream, tuple(self.draw(place, self.share, generator) for place in fresh)
+        )
 
     def source(self, data: Labeled) -> df.Belief:
-        return df.fit_laplace(df.LinearHead(3), unit_prior(108, self.structure, 20), features(data.inputs), data.labels)
+        return df.fit_laplace(
+            df.LinearHead(3),
+            unit_prior(108, self.structure, 20),
+            features(data.inputs),
+            data.labels,
+        )
 
     def filter(self) -> df.Filter:
-        loss = df.Consistency(df.GaussianNoise(self.noise), divergence="brier", target="hard", copies=self.copies)
+        loss = df.Consistency(
+            df.GaussianNoise(self.noise), divergence="brier", target="hard", copies=self.copies
+        )
         return df.Filter(
             logits=df.OnFeatures(features, df.LinearHead(3)),
             transition=df.Transition(df.MeanReversion(self.rho), df.Stationary()),

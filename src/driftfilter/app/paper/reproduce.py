@@ -1,4 +1,6 @@
-"""All of the paper's examples by one command: runs over seeds, figures, metrics.json and a table for each."""
+"""All of the paper's examples by one command: runs over seeds, figures, metrics.json and a table
+for each.
+"""
 
 from __future__ import annotations
 
@@ -47,8 +49,15 @@ def run_seed(name: str, example: Example, seed: int) -> Result:
     with _one_thread():
         rows = cases_of(name, example)
         runs = cases.run_all(rows, seed)
-        watched = [case for case in rows if case.name in (SOURCE, FILTER) or case.name.startswith("rotated")]
-        doubts = {case.name: doubt(case.example, case.example.problem(seed), runs[case.name].beliefs) for case in watched}
+        watched = [
+            case
+            for case in rows
+            if case.name in (SOURCE, FILTER) or case.name.startswith("rotated")
+        ]
+        doubts = {
+            case.name: doubt(case.example, case.example.problem(seed), runs[case.name].beliefs)
+            for case in watched
+        }
     return Result(seed, {name: run._replace(beliefs=[]) for name, run in runs.items()}, doubts)
 
 
@@ -66,7 +75,9 @@ def _one_thread() -> Iterator[None]:
 def run_seeds(
     examples: Mapping[str, Example], seeds: Sequence[int], workers: int, progress: Progress
 ) -> dict[str, list[Result]]:
-    """All seeds of all examples, by processes; the order of the results does not depend on who was first."""
+    """All seeds of all examples, by processes; the order of the results does not depend on who was
+    first.
+    """
     jobs = [(name, example, seed) for name, example in examples.items() for seed in seeds]
     done: dict[str, list[Result]] = {name: [] for name in examples}
     for name, result in _computed(jobs, workers):
@@ -75,11 +86,15 @@ def run_seeds(
     return {name: sorted(results, key=lambda result: result.seed) for name, results in done.items()}
 
 
-def _computed(jobs: Sequence[tuple[str, Example, int]], workers: int) -> Iterator[tuple[str, Result]]:
+def _computed(
+    jobs: Sequence[tuple[str, Example, int]], workers: int
+) -> Iterator[tuple[str, Result]]:
     if workers == 1:
         yield from ((job[0], run_seed(*job)) for job in jobs)
         return
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:  # a fork would copy torch's locked threads
+    with ProcessPoolExecutor(
+        workers, mp_context=get_context("spawn")
+    ) as pool:  # a fork would copy torch's locked threads
         names = {pool.submit(run_seed, *job): job[0] for job in jobs}
         for future in as_completed(names):
             yield names[future], future.result()
@@ -92,10 +107,12 @@ def reproduce(
     workers: int = os.cpu_count() or 1,
     progress: Progress = lambda name, done, total: None,
     examples: Mapping[str, Example] = STREAMS,
-    dynamics: Dynamics = Dynamics(),  # noqa: B008  # frozen
+    dynamics: Dynamics = Dynamics(),  # noqa: B008  # frozen  # frozen
     figures: bool = True,
 ) -> dict[str, str]:
-    """Write figures, metrics.json and table.txt of each example under ``out``; the tables by example."""
+    """Write figures, metrics.json and table.txt of each example under ``out``; the tables by
+    example.
+    """
     tables = {}
     if "dynamics" in names:
         tables["dynamics"] = _write_dynamics(dynamics, seeds[0], out / "dynamics", figures)
@@ -107,7 +124,9 @@ def reproduce(
 
 def _write(folder: Path, measured: Mapping[str, Any], table: str) -> str:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "metrics.json").write_text(json.dumps(measured, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    (folder / "metrics.json").write_text(
+        json.dumps(measured, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
+    )
     (folder / "table.txt").write_text(table + "\n", encoding="utf-8")
     return table
 
@@ -115,14 +134,23 @@ def _write(folder: Path, measured: Mapping[str, Any], table: str) -> str:
 def _write_dynamics(example: Dynamics, seed: int, folder: Path, figures: bool) -> str:
     priors = example.run(seed)
     rows = {}
-    lines = [f"{'transition':<18}{'intercept sd':>14}{'slope sd':>10}{'paths: mean':>14}{'variance':>10}   (largest z-score)"]
+    lines = [
+        f"{'transition':<18}{'intercept sd':>14}{'slope sd':>10}{'paths: mean':>14}"
+        f"{'variance':>10}   (largest z-score)"
+    ]
     for name, prior in priors.items():
         sd = prior.covariance[-1].diagonal().sqrt().tolist()
         means, variances = prior.disagreement()
-        rows[name] = {"end_mean": prior.mean[-1].tolist(), "end_sd": sd, "z_means": means, "z_variances": variances}
+        rows[name] = {
+            "end_mean": prior.mean[-1].tolist(),
+            "end_sd": sd,
+            "z_means": means,
+            "z_variances": variances,
+        }
         lines.append(f"{name:<18}{sd[0]:>14.3f}{sd[1]:>10.3f}{means:>14.2f}{variances:>10.2f}")
     lines.append(
-        f"prior after {example.steps} steps without data; {example.paths} drawn paths against the filter's own moments"
+        f"prior after {example.steps} steps without data; {example.paths} drawn paths against "
+        "the filter's own moments"
     )
     folder.mkdir(parents=True, exist_ok=True)
     if figures:
@@ -139,11 +167,21 @@ def _write_dynamics(example: Dynamics, seed: int, folder: Path, figures: bool) -
     return _write(folder, measured, "\n".join(lines))
 
 
-def _write_stream(name: str, example: Example, results: Sequence[Result], folder: Path, figures: bool) -> str:
+def _write_stream(
+    name: str, example: Example, results: Sequence[Result], folder: Path, figures: bool
+) -> str:
     rows = cases_of(name, example)
-    scores = {case.name: [run.scores for result in results if (run := result.runs[case.name]).scores] for case in rows}
+    scores = {
+        case.name: [run.scores for result in results if (run := result.runs[case.name]).scores]
+        for case in rows
+    }
     claims = [
-        {"claim": claim.text, "value": claim.value(scores), "bar": claim.bar, "met": claim.is_met(scores)}
+        {
+            "claim": claim.text,
+            "value": claim.value(scores),
+            "bar": claim.bar,
+            "met": claim.is_met(scores),
+        }
         for claim in CLAIMS[name]
     ]
     measured = {
@@ -153,9 +191,16 @@ def _write_stream(name: str, example: Example, results: Sequence[Result], folder
         "predict_from": example.filter().predict_from,
         "settings": asdict(example),  # type: ignore[call-overload]  # every example is a dataclass
         "cases": {case.name: _measured(case, results) for case in rows},
-        "uncertainty": {"times": TIMES, "measures": ["predictive entropy", "mutual information"], "means": _doubts(results)},
+        "uncertainty": {
+            "times": TIMES,
+            "measures": ["predictive entropy", "mutual information"],
+            "means": _doubts(results),
+        },
         "claims": claims,
-        "seconds": {case.name: _average([result.runs[case.name].seconds for result in results]) for case in rows},
+        "seconds": {
+            case.name: _average([result.runs[case.name].seconds for result in results])
+            for case in rows
+        },
     }
     folder.mkdir(parents=True, exist_ok=True)
     if figures:
@@ -182,7 +227,10 @@ def _average(values: Sequence[float]) -> float:
 def _doubts(results: Sequence[Result]) -> dict[str, dict[str, Any]]:
     """Means over seeds, [times, 2] for each place."""
     return {
-        name: {place: _mean_of([getattr(r.doubts[name], place) for r in results]).tolist() for place in Doubt._fields}
+        name: {
+            place: _mean_of([getattr(r.doubts[name], place) for r in results]).tolist()
+            for place in Doubt._fields
+        }
         for name in results[0].doubts
     }
 
@@ -195,7 +243,10 @@ def _table(rows: Sequence[Case], measured: Mapping[str, Any]) -> str:
     heads = "".join(f"{head:>16}" for head in ("stream acc.", "end acc.", "NLL", "ECE"))
     lines = [f"{'':<20}{heads}{'least share':>13}{'collapsed':>11}{'alarms':>8}{'ms/step':>9}"]
     results, seconds = measured["cases"], measured["seconds"]
-    lines += [f"{case.name:<20}" + _cells(results[case.name], seconds[case.name] / case.example.steps) for case in rows]
+    lines += [
+        f"{case.name:<20}" + _cells(results[case.name], seconds[case.name] / case.example.steps)
+        for case in rows
+    ]
     lines.append("")
     for name, places in measured["uncertainty"]["means"].items():
         for place, series in places.items():
@@ -205,11 +256,19 @@ def _table(rows: Sequence[Case], measured: Mapping[str, Any]) -> str:
     lines.append(f"(predictive entropy/mutual information in nats, at {times} of the stream)\n")
     for claim in measured["claims"]:
         verdict = "met" if claim["met"] else "NOT MET"
-        lines.append(f"claim  {claim['claim']:<44}{claim['value']:>8.3f}  (bar {claim['bar']:g}) {verdict}")
+        lines.append(
+            f"claim  {claim['claim']:<44}{claim['value']:>8.3f}  (bar {claim['bar']:g}) {verdict}"
+        )
     seeds = measured["seeds"]
-    lines.append(f"\nmean ± sd over seeds {seeds[0]} to {seeds[-1]}; predictions from the {measured['predict_from']}")
+    lines.append(
+        f"\nmean ± sd over seeds {seeds[0]} to {seeds[-1]}; predictions from the "
+        f"{measured['predict_from']}"
+    )
     lines.append("collapsed: end accuracy at chance level or below")
-    lines.append("alarms, without labels: a class has vanished from the predictions, or the mean has run away from the source")
+    lines.append(
+        "alarms, without labels: a class has vanished from the predictions, or the mean has run "
+        "away from the source"
+    )
     return "\n".join(lines)
 
 
@@ -219,10 +278,17 @@ def _cells(measured: Mapping[str, Any], seconds: float) -> str:
     note += f", first at step {min(refused)}: not positive definite" if refused else ""
     if not measured["scores"]["accuracy"]:
         return note
-    values = {field: torch.tensor(numbers, dtype=torch.float64) for field, numbers in measured["scores"].items()}
+    values = {
+        field: torch.tensor(numbers, dtype=torch.float64)
+        for field, numbers in measured["scores"].items()
+    }
     shown = [values[field] for field in ("accuracy", "end_accuracy", "nll", "ece")]
     cells = "".join(f"{f'{v.mean():.3f} ± {v.std(correction=0):.3f}':>16}" for v in shown)
-    count, collapsed, alarms = len(values["accuracy"]), sum(measured["collapsed"]), sum(measured["alarmed"])
+    count, collapsed, alarms = (
+        len(values["accuracy"]),
+        sum(measured["collapsed"]),
+        sum(measured["alarmed"]),
+    )
     cells += f"{values['least_share'].mean():>13.2f}{collapsed:>8}/{count:<2}{alarms:>5}/{count:<2}"
     return cells + f"{1000 * seconds:>9.2f}" + note
 
@@ -230,7 +296,11 @@ def _cells(measured: Mapping[str, Any], seconds: float) -> str:
 def _draw_stream(name: str, example: Example, results: Sequence[Result], folder: Path) -> None:
     from driftfilter.app.paper import figures
 
-    shown = {name: example} if not isinstance(example, Pinwheel) else {name: example, "rotated": cases.rotated(example)}
+    shown = (
+        {name: example}
+        if not isinstance(example, Pinwheel)
+        else {name: example, "rotated": cases.rotated(example)}
+    )
     seed = results[0].seed
     for title, variant in shown.items():
         with _one_thread():

@@ -1,7 +1,7 @@
 """One run of one example on one stream: what is drawn, what is run on it, and what is measured.
 
-An example says how its data are drawn, its model, its filter; everything else is written once here. Labels are seen by
-the source, by the evaluation, and by the supervised bound that says so.
+An example says how its data are drawn, its model, its filter; everything else is written once here.
+Labels are seen by the source, by the evaluation, and by the supervised bound that says so.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ class Problem(NamedTuple):
 
     source: Labeled  # [N, 2]
     stream: Labeled  # [steps, n, 2]
-    current: tuple[Labeled, ...]  # fresh samples from where the stream is at each of TIMES; the last is where it ends
+    current: tuple[
+        Labeled, ...
+    ]  # fresh samples from where the stream is at each of TIMES; the last is where it ends
 
 
 class Example(Protocol):
@@ -86,7 +88,9 @@ class Scores(NamedTuple):
     nll: float  # mean negative log-likelihood over the stream
     ece: float  # expected calibration error over the stream
     least_share: float  # of a class among the predictions of the last tenth, times k
-    distance: float  # of the last mean from the source's, √(Δᵀ Σ₀⁻¹ Δ / d): source standard deviations
+    distance: (
+        float  # of the last mean from the source's, √(Δᵀ Σ₀⁻¹ Δ / d): source standard deviations
+    )
 
 
 class Doubt(NamedTuple):
@@ -108,7 +112,9 @@ class Run(NamedTuple):
 
 
 def alarmed(example: Example, scores: Scores) -> bool:
-    """Collapse as seen without labels: a class has vanished from the predictions, or the mean has left the source."""
+    """Collapse as seen without labels: a class has vanished from the predictions, or the mean has
+    left the source.
+    """
     return scores.least_share < VANISHED or scores.distance > example.reach
 
 
@@ -116,16 +122,22 @@ Runner: TypeAlias = Callable[[Example, df.Belief, Problem, int], Run]
 
 
 def polynomial(inputs: Tensor, degree: int) -> Tensor:
-    """All monomials of two coordinates up to a degree, [n, 2] -> [n, (degree + 1)(degree + 2)/2], the constant first."""
+    """All monomials of two coordinates up to a degree, [n, 2] -> [n, (degree + 1)(degree + 2)/2],
+    the constant first.
+    """
     powers = [torch.ones_like(inputs)]
     for _ in range(degree):
         powers.append(powers[-1] * inputs)
     table = torch.stack(powers)  # [degree + 1, n, 2]
-    pairs = torch.tensor([(total - second, second) for total in range(degree + 1) for second in range(total + 1)])
+    pairs = torch.tensor(
+        [(total - second, second) for total in range(degree + 1) for second in range(total + 1)]
+    )
     return (table[pairs[:, 0], :, 0] * table[pairs[:, 1], :, 1]).mT.contiguous()
 
 
-def labels_for(shape: tuple[int, ...], shares: Sequence[float], generator: torch.Generator) -> Tensor:
+def labels_for(
+    shape: tuple[int, ...], shares: Sequence[float], generator: torch.Generator
+) -> Tensor:
     """Class indices drawn with given shares."""
     weights = torch.tensor(shares, dtype=torch.float64)
     count = torch.Size(shape).numel()
@@ -150,7 +162,13 @@ def frozen(example: Example, belief: df.Belief, problem: Problem, seed: int) -> 
     start = time.perf_counter()
     logp = filt.predict(state, problem.stream.inputs.flatten(0, 1)).log_probabilities
     seconds = time.perf_counter() - start
-    return _scored(problem, logp, filt.predict(state, problem.current[-1].inputs), [belief] * len(TIMES), seconds)
+    return _scored(
+        problem,
+        logp,
+        filt.predict(state, problem.current[-1].inputs),
+        [belief] * len(TIMES),
+        seconds,
+    )
 
 
 def adapted(example: Example, belief: df.Belief, problem: Problem, seed: int) -> Run:
@@ -159,7 +177,9 @@ def adapted(example: Example, belief: df.Belief, problem: Problem, seed: int) ->
 
 
 def raw_hessian(example: Example, belief: df.Belief, problem: Problem, seed: int) -> Run:
-    """The filter with the Hessian as it is, not clipped: refused as soon as a posterior precision is not positive."""
+    """The filter with the Hessian as it is, not clipped: refused as soon as a posterior precision
+    is not positive.
+    """
     filt = replace(example.filter(), inference=RawHessian())
     try:
         return _filtered(filt, belief, problem, seed)
@@ -168,7 +188,9 @@ def raw_hessian(example: Example, belief: df.Belief, problem: Problem, seed: int
 
 
 def supervised(example: Example, belief: df.Belief, problem: Problem, seed: int) -> Run:
-    """An upper bound: the same transition, each batch's true labels learned after it was predicted."""
+    """An upper bound: the same transition, each batch's true labels learned after it was
+    predicted.
+    """
     filt = example.filter()
     state = filt.init(belief, seed)
     transition = filt.transition.bind(belief)
@@ -181,7 +203,9 @@ def supervised(example: Example, belief: df.Belief, problem: Problem, seed: int)
         if step + 1 in marks:
             beliefs.append(state.belief)
     seconds = time.perf_counter() - start
-    return _scored(problem, torch.cat(logp), filt.predict(state, problem.current[-1].inputs), beliefs, seconds)
+    return _scored(
+        problem, torch.cat(logp), filt.predict(state, problem.current[-1].inputs), beliefs, seconds
+    )
 
 
 class _RefusedError(Exception):
@@ -208,10 +232,14 @@ def _filtered(filt: df.Filter, belief: df.Belief, problem: Problem, seed: int) -
             logp.append(prediction.log_probabilities)
         beliefs.append(state.belief)
     seconds = time.perf_counter() - start
-    return _scored(problem, torch.cat(logp), filt.predict(state, problem.current[-1].inputs), beliefs, seconds)
+    return _scored(
+        problem, torch.cat(logp), filt.predict(state, problem.current[-1].inputs), beliefs, seconds
+    )
 
 
-def _scored(problem: Problem, logp: Tensor, end: df.Prediction, beliefs: list[df.Belief], seconds: float) -> Run:
+def _scored(
+    problem: Problem, logp: Tensor, end: df.Prediction, beliefs: list[df.Belief], seconds: float
+) -> Run:
     labels = problem.stream.labels.flatten()
     scores = Scores(
         metrics.accuracy(logp, labels),
@@ -222,7 +250,9 @@ def _scored(problem: Problem, logp: Tensor, end: df.Prediction, beliefs: list[df
         _distance(beliefs[0], beliefs[-1]),
     )
     pieces = zip(logp.tensor_split(WINDOWS), labels.tensor_split(WINDOWS), strict=True)
-    return Run(scores, [metrics.accuracy(*piece) for piece in pieces if len(piece[1])], beliefs, seconds)
+    return Run(
+        scores, [metrics.accuracy(*piece) for piece in pieces if len(piece[1])], beliefs, seconds
+    )
 
 
 def _distance(source: df.Belief, belief: df.Belief) -> float:
@@ -233,23 +263,34 @@ def _distance(source: df.Belief, belief: df.Belief) -> float:
 @final
 @dataclass(frozen=True)
 class RawHessian:
-    """Linearised update with the exact Hessian H = J'∇²ℓJ, as the paper prints it: Σ⁻¹ = (Σ⁻)⁻¹ + H, whatever its sign."""
+    """Linearised update with the exact Hessian H = J'∇²ℓJ, as the paper prints it: Σ⁻¹ = (Σ⁻)⁻¹ +
+    H, whatever its sign.
+    """
 
     curvature: Curvature = field(default_factory=df.Hessian)
 
-    def __call__(self, prior: df.Belief, energy: Energy, memory: Memory, randomness: Randomness) -> tuple[df.Belief, Memory]:
+    def __call__(
+        self, prior: df.Belief, energy: Energy, memory: Memory, randomness: Randomness
+    ) -> tuple[df.Belief, Memory]:
         evaluation = energy.at(prior.mean)
         values, vectors = torch.linalg.eigh(evaluation.expansion.hessian())
-        up, down = (evaluation.factor(vectors * part.clamp_min(0).sqrt()[..., None, :]) for part in (values, -values))
+        up, down = (
+            evaluation.factor(vectors * part.clamp_min(0).sqrt()[..., None, :])
+            for part in (values, -values)
+        )
         precision = torch.linalg.inv(prior.covariance.dense()) + up.mT @ up - down.mT @ down
-        covariance = df.Full(torch.linalg.inv((precision + precision.mT) / 2))  # refuses what is not positive definite
+        covariance = df.Full(
+            torch.linalg.inv((precision + precision.mT) / 2)
+        )  # refuses what is not positive definite
         return df.Belief(prior.mean - covariance.apply(evaluation.gradient()), covariance), memory
 
 
 def grid(example: Example, points: int) -> Tensor:
     """Points of the window [points², 2], y by y."""
     (left, right), (low, high) = example.window
-    x, y = (torch.linspace(a, b, points, dtype=torch.float64) for a, b in ((left, right), (low, high)))
+    x, y = (
+        torch.linspace(a, b, points, dtype=torch.float64) for a, b in ((left, right), (low, high))
+    )
     return torch.cartesian_prod(y, x).flip(-1)
 
 
@@ -261,7 +302,9 @@ def far_points(example: Example, problem: Problem, points: int = 31) -> Tensor:
 
 
 def doubt(example: Example, problem: Problem, beliefs: Sequence[df.Belief]) -> Doubt:
-    """Uncertainty of beliefs at each of TIMES, where the stream is, where it will end, and far from it."""
+    """Uncertainty of beliefs at each of TIMES, where the stream is, where it will end, and far from
+    it.
+    """
     model = example.filter().logits
     assert isinstance(model, df.PredictiveModel)
     away, end = far_points(example, problem), problem.current[-1].inputs

@@ -21,12 +21,15 @@ LIMIT = 3_000_000  # bytes of it
 
 
 def write(folders: Sequence[Path], out: Path | None = None) -> Path:
-    """The report of these folders, of ``run`` or of ``bench``, at ``out``, or as report.html in the first of them."""
+    """The report of these folders, of ``run`` or of ``bench``, at ``out``, or as report.html in the
+    first of them.
+    """
     path = folders[0] / "report.html" if out is None else out
     page = render(collect(folders))
     if len(page.encode()) > LIMIT:
         raise ReportError(
-            f"the page would have {len(page.encode()) / 1e6:.1f} MB, more than {LIMIT / 1e6:g}: report fewer at once"
+            f"the page would have {len(page.encode()) / 1e6:.1f} MB, more than {LIMIT / 1e6:g}: "
+            "report fewer at once"
         )
     write_whole(path, page)
     return path
@@ -41,7 +44,10 @@ def collect(folders: Sequence[Path]) -> list[Stream]:
     documents: list[Document] = []
     for folder in unique:
         if not folder.is_dir():
-            raise ReportError(f"RUN must be a folder of driftfilter run or bench, got {str(folder)!r}, which is none")
+            raise ReportError(
+                f"RUN must be a folder of driftfilter run or bench, got {str(folder)!r}, which "
+                "is none"
+            )
         if (folder / "config.json").exists():
             found.append(_understood(folder, runs.read_run(folder), runs.streams))
         else:
@@ -52,7 +58,10 @@ def collect(folders: Sequence[Path]) -> list[Stream]:
 def _tasks(folder: Path) -> list[Document]:
     held = tasks.read_tasks(folder)
     if not held:
-        raise ReportError(f"{folder} holds no run: neither config.json of driftfilter run nor a finished task of bench")
+        raise ReportError(
+            f"{folder} holds no run: neither config.json of driftfilter run nor a finished task "
+            "of bench"
+        )
     return [_understood(Path(each["path"]), each, tasks.streams) for each in held]
 
 
@@ -62,5 +71,7 @@ def _understood(path: Path, held: T, use: Callable[[list[T]], object]) -> T:
         use([held])
     except (KeyError, TypeError, IndexError, AttributeError, ArithmeticError) as error:
         reason = f"{type(error).__name__} {error}"
-        raise ReportError(f"{path} is of another version of driftfilter, or damaged: {reason}") from error
+        raise ReportError(
+            f"{path} is of another version of driftfilter, or damaged: {reason}"
+        ) from error
     return held

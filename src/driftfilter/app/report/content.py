@@ -1,4 +1,6 @@
-"""What a report shows, as plain data: entries side by side on a stream, and the frozen source beside them."""
+"""What a report shows, as plain data: entries side by side on a stream, and the frozen source
+beside them.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,12 @@ class Entry(NamedTuple):
     def entropy(self) -> float | None:
         """Mean over all samples."""
         known = [piece for piece in self.along if piece.get("entropy") is not None]
-        return sum(piece["n"] * piece["entropy"] for piece in known) / sum(piece["n"] for piece in known) if known else None
+        return (
+            sum(piece["n"] * piece["entropy"] for piece in known)
+            / sum(piece["n"] for piece in known)
+            if known
+            else None
+        )
 
 
 class Stream(NamedTuple):
@@ -99,5 +106,7 @@ def flat(document: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
         if isinstance(value, dict):
             lines |= flat(value, f"{prefix}{key}.")
         elif value not in (None, "", [], False):
-            lines[prefix + key] = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            lines[prefix + key] = (
+                value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            )
     return lines

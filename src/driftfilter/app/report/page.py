@@ -23,7 +23,9 @@ ALARMS = 200  # marks of a chart
 
 def render(streams: Sequence[Stream]) -> str:
     """The whole page; every string in it is escaped."""
-    made = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    made = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
     source = (files("driftfilter.app.report") / "page.html.jinja").read_text(encoding="utf-8")
     pictured = _pictured(streams)
     views = [_view(stream, place, pictured) for place, stream in enumerate(streams)]
@@ -88,7 +90,10 @@ def _pictured(streams: Sequence[Stream]) -> set[int]:
     """The entries whose examples there is room for, the best of every stream first."""
     room, kept = PICTURES, set()
     first = [best(stream) for stream in streams]
-    for entry in (*first, *(entry for stream in streams for entry in stream.entries if entry not in first)):
+    for entry in (
+        *first,
+        *(entry for stream in streams for entry in stream.entries if entry not in first),
+    ):
         size = sum(len(each.image) for each in entry.examples)
         if size <= room:
             room -= size
@@ -110,7 +115,11 @@ def _view(stream: Stream, place: int, pictured: Set[int]) -> dict[str, Any]:
         "entropy": _over_time(stream, styled, "entropy"),
         "parts": _parts(styled, stream.part),
         "reliability": [(entry, _reliability(entry, style)) for entry, style in styled],
-        "movement": [(entry, *_movement(entry, styles[id(entry)])) for entry in stream.entries if entry.movement],
+        "movement": [
+            (entry, *_movement(entry, styles[id(entry)]))
+            for entry in stream.entries
+            if entry.movement
+        ],
         "examples": [_examples(entry, id(entry) in pictured) for entry in stream.entries],
         "best": best(stream),
         "alarms": [(entry.name, *alarm) for entry in stream.entries for alarm in entry.alarms],
@@ -131,21 +140,33 @@ def _cards(stream: Stream) -> list[Card]:
     cards = []
     if entry.quality:
         now, then = entry.quality["accuracy"], before.get("accuracy")
-        note = "frozen source: not recorded" if then is None else f"{points(now, then)} points on {percent(then)}"
+        note = (
+            "frozen source: not recorded"
+            if then is None
+            else f"{points(now, then)} points on {percent(then)}"
+        )
         cards.append(Card("Accuracy", percent(now), note, _better(now, then, 1)))
         for name, key in (("Calibration error", "ece"), ("Negative log-likelihood", "nll")):
             now, then = entry.quality[key], before.get(key)
-            note = "frozen source: not recorded" if then is None else f"frozen source {number(then)}"
+            note = (
+                "frozen source: not recorded" if then is None else f"frozen source {number(then)}"
+            )
             cards.append(Card(name, number(now), note, _better(now, then, -1)))
     else:
         then = None if source is None else source.entropy
         note = "frozen source: not recorded" if then is None else f"frozen source {number(then)}"
         cards.append(Card("Mean entropy, nats", number(entry.entropy), note))
         if entry.changed is not None:
-            cards.append(Card("Predictions changed", percent(entry.changed), "against the frozen source"))
+            cards.append(
+                Card("Predictions changed", percent(entry.changed), "against the frozen source")
+            )
     if entry.cost is not None:
         cost, slow = entry.cost, None if source is None or source.cost is None else source.cost.ms
-        note = f"median of {count(cost.steps)} steps" if not slow else f"frozen source {duration(slow)}"
+        note = (
+            f"median of {count(cost.steps)} steps"
+            if not slow
+            else f"frozen source {duration(slow)}"
+        )
         cards.append(Card("A step takes", duration(cost.ms), note))
     return cards
 
@@ -164,7 +185,9 @@ def _ranking(styled: Styled) -> Markup | None:
     if len(rows) < 2:
         return None
     says = "; ".join(f"{name} {percent(value)}" for name, value, _ in rows)
-    return draw.bars("Accuracy", says, rows, Axis("", 0, max(value for _, value, _ in rows), percent))
+    return draw.bars(
+        "Accuracy", says, rows, Axis("", 0, max(value for _, value, _ in rows), percent)
+    )
 
 
 def _over_time(stream: Stream, styled: Styled, what: str) -> Markup | None:
@@ -179,18 +202,27 @@ def _over_time(stream: Stream, styled: Styled, what: str) -> Markup | None:
         up = Axis("accuracy", max(low, 0), min(high, 1), lambda value: f"{100 * value:.0f} %")
     else:
         up = Axis("entropy", low, high, lambda value: f"{value:g}")
-    says = "; ".join(f"{each.name} from {up.text(each.points[0][1])} to {up.text(each.points[-1][1])}" for each in known)
+    says = "; ".join(
+        f"{each.name} from {up.text(each.points[0][1])} to {up.text(each.points[-1][1])}"
+        for each in known
+    )
     alarms = sorted({step for entry, _ in styled for step, _ in entry.alarms})
     alarms = alarms[:: math.ceil(len(alarms) / ALARMS) or 1]
     across = Axis("step", 0, last, lambda value: f"{value:,.0f}")
-    return draw.lines(f"{what.capitalize()} over time", says, known, across, up, stream.marks, alarms)
+    return draw.lines(
+        f"{what.capitalize()} over time", says, known, across, up, stream.marks, alarms
+    )
 
 
 def _curve(entry: Entry, what: str) -> list[tuple[float, float]]:
     """In the middle of each piece."""
     middles = [(piece["step"] + piece["steps"] / 2, piece) for piece in entry.along]
     if what == "accuracy":
-        return [(step, piece["right"] / piece["judged"]) for step, piece in middles if piece.get("judged") and "right" in piece]
+        return [
+            (step, piece["right"] / piece["judged"])
+            for step, piece in middles
+            if piece.get("judged") and "right" in piece
+        ]
     return [(step, piece["entropy"]) for step, piece in middles if piece.get("entropy") is not None]
 
 
@@ -200,14 +232,28 @@ def _parts(styled: Styled, part: str) -> dict[str, Any] | None:
     if not known:
         return None
     names = list(dict.fromkeys(name for entry, _ in known for name in entry.parts))
-    rows = {name: [(style, entry.parts[name]) for entry, style in known if name in entry.parts] for name in names}
+    rows = {
+        name: [(style, entry.parts[name]) for entry, style in known if name in entry.parts]
+        for name in names
+    }
     low, high = draw.spanning(value for values in rows.values() for _, value in values)
-    says = f"Accuracy of {', '.join(entry.name for entry, _ in known)} by {part}; the table has the numbers."
+    says = (
+        f"Accuracy of {', '.join(entry.name for entry, _ in known)} by {part}; the table has the "
+        "numbers."
+    )
     across = Axis("accuracy", max(low, 0), min(high, 1), lambda value: f"{100 * value:.0f} %")
     chart = draw.dots(f"Accuracy by {part}", says, rows, across)
     cells = [(name, [entry.parts.get(name) for entry, _ in known]) for name in names]
-    best_of = {name: max((value for value in values if value is not None), default=None) for name, values in cells}
-    return {"chart": chart, "head": [entry.name for entry, _ in known], "rows": cells, "best": best_of}
+    best_of = {
+        name: max((value for value in values if value is not None), default=None)
+        for name, values in cells
+    }
+    return {
+        "chart": chart,
+        "head": [entry.name for entry, _ in known],
+        "rows": cells,
+        "best": best_of,
+    }
 
 
 def _reliability(entry: Entry, style: Style) -> Markup | None:
@@ -215,7 +261,9 @@ def _reliability(entry: Entry, style: Style) -> Markup | None:
         return None
     says = "; ".join(
         f"confidence {sure:.2f}, accuracy {right:.2f}, {n} samples"
-        for n, sure, right in zip(entry.bins["samples"], entry.bins["confidence"], entry.bins["accuracy"], strict=True)
+        for n, sure, right in zip(
+            entry.bins["samples"], entry.bins["confidence"], entry.bins["accuracy"], strict=True
+        )
         if n
     )
     return draw.reliability(f"Reliability of {entry.name}", says, entry.bins, style)
@@ -226,14 +274,20 @@ def ece(entry: Entry) -> float | None:
     if entry.bins is None:
         return None
     rows = zip(entry.bins["samples"], entry.bins["confidence"], entry.bins["accuracy"], strict=True)
-    return sum(n * abs(right - sure) for n, sure, right in rows) / max(sum(entry.bins["samples"]), 1)
+    return sum(n * abs(right - sure) for n, sure, right in rows) / max(
+        sum(entry.bins["samples"]), 1
+    )
 
 
 def spread(entry: Entry, measure: str) -> str:
     """Over the seeds, where there are several."""
     if measure not in entry.spread:
         return ""
-    return f" ± {100 * entry.spread[measure]:.1f}" if measure == "accuracy" else f" ± {number(entry.spread[measure])}"
+    return (
+        f" ± {100 * entry.spread[measure]:.1f}"
+        if measure == "accuracy"
+        else f" ± {number(entry.spread[measure])}"
+    )
 
 
 def _movement(entry: Entry, style: Style) -> tuple[Markup | None, str]:
@@ -241,14 +295,39 @@ def _movement(entry: Entry, style: Style) -> tuple[Markup | None, str]:
     if not any(row["rms"] for row in entry.movement):
         return None, "no parameter moved."
     spread = all(row["sigmas"] is not None for row in entry.movement)
-    key = "sigmas" if spread else "relative" if all(row["relative"] is not None for row in entry.movement) else "rms"
+    key = (
+        "sigmas"
+        if spread
+        else "relative"
+        if all(row["relative"] is not None for row in entry.movement)
+        else "rms"
+    )
     shown = _largest(entry.movement, key)
-    name = {"sigmas": "prior standard deviations", "relative": "relative to the start", "rms": "root mean square"}[key]
-    text = (lambda value: f"{value:.2f} σ") if key == "sigmas" else percent if key == "relative" else number
+    name = {
+        "sigmas": "prior standard deviations",
+        "relative": "relative to the start",
+        "rms": "root mean square",
+    }[key]
+    text = (
+        (lambda value: f"{value:.2f} σ")
+        if key == "sigmas"
+        else percent
+        if key == "relative"
+        else number
+    )
     rows = [(row["layer"], row[key], style) for row in shown]
     says = "; ".join(f"{layer} {text(value)}" for layer, value, _ in rows)
-    left_out = f" The {LAYERS} of {len(entry.movement)} layers that moved most." if len(shown) < len(entry.movement) else ""
-    why = "" if spread else " The prior of this recipe has no spread, so that there are no standard deviations to count in."
+    left_out = (
+        f" The {LAYERS} of {len(entry.movement)} layers that moved most."
+        if len(shown) < len(entry.movement)
+        else ""
+    )
+    why = (
+        ""
+        if spread
+        else " The prior of this recipe has no spread, so that there are no standard deviations to "
+        "count in."
+    )
     top = max(row[key] for row in shown)
     chart = draw.bars(f"Movement of {entry.name} by layer", says, rows, Axis(name, 0, top, text))
     return chart, f"Root mean square over the parameters of each layer.{why}{left_out}"
@@ -264,8 +343,14 @@ def _largest(rows: Iterable[Any], key: str) -> list[Any]:
 def _examples(entry: Entry, pictured: bool) -> dict[str, Any]:
     if not pictured:
         return {"name": entry.name, "why": "left out, so that the page stays small", "groups": []}
-    groups = [(name, [each for each in entry.examples if each.most == most]) for name, most in _CERTAIN]
-    return {"name": entry.name, "why": entry.no_examples, "groups": [(name, found) for name, found in groups if found]}
+    groups = [
+        (name, [each for each in entry.examples if each.most == most]) for name, most in _CERTAIN
+    ]
+    return {
+        "name": entry.name,
+        "why": entry.no_examples,
+        "groups": [(name, found) for name, found in groups if found],
+    }
 
 
 _CERTAIN = (("Most certain", True), ("Least certain", False))
@@ -276,7 +361,13 @@ def _classes(entry: Entry) -> dict[str, Any]:
     shown = sorted(entry.classes, key=lambda row: -row["predicted"])[:CLASSES]
     total = max(sum(row["predicted"] for row in entry.classes), 1)
     before = max(sum(row.get("baseline_predicted", 0) for row in entry.classes), 1)
-    return {"name": entry.name, "rows": shown, "total": total, "before": before, "left_out": len(entry.classes) - len(shown)}
+    return {
+        "name": entry.name,
+        "rows": shown,
+        "total": total,
+        "before": before,
+        "left_out": len(entry.classes) - len(shown),
+    }
 
 
 _SAID = {each.__name__: each for each in (percent, number, duration, count, spread, ece)}

@@ -15,7 +15,17 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from driftfilter.app.downsample import along
-from driftfilter.app.report.content import DRAWN, MEASURES, Cost, Entry, Example, ReportError, Stream, flat, read_json
+from driftfilter.app.report.content import (
+    DRAWN,
+    MEASURES,
+    Cost,
+    Entry,
+    Example,
+    ReportError,
+    Stream,
+    flat,
+    read_json,
+)
 from driftfilter.app.thumbnails import png
 
 FORMAT = 1  # of summary.json that is understood
@@ -37,15 +47,25 @@ def read_run(folder: Path) -> Run:
     config = read_json(folder / "config.json")
     if not (folder / "summary.json").exists():
         raise ReportError(
-            f"{folder} holds a run that has not ended (or one of an older driftfilter): there is no summary.json; the same "
+            f"{folder} holds a run that has not ended (or one of an older driftfilter): there is "
+            "no summary.json; the same "
             "command with --resume brings it to its end"
         )
     summary = read_json(folder / "summary.json")
     known = summary.get("format") if isinstance(summary, dict) else None
     if known != FORMAT:
-        written = config.get("versions", {}).get("driftfilter", "unknown") if isinstance(config, dict) else "unknown"
-        raise ReportError(f"{folder / 'summary.json'} is of format {known!r}, of driftfilter {written}; known here is {FORMAT}")
-    run = Run(folder, config, summary, _steps(folder / "steps.jsonl"), read_json(folder / "movement.json"))
+        written = (
+            config.get("versions", {}).get("driftfilter", "unknown")
+            if isinstance(config, dict)
+            else "unknown"
+        )
+        raise ReportError(
+            f"{folder / 'summary.json'} is of format {known!r}, of driftfilter {written}; known "
+            f"here is {FORMAT}"
+        )
+    run = Run(
+        folder, config, summary, _steps(folder / "steps.jsonl"), read_json(folder / "movement.json")
+    )
     if all("skipped" in step for step in run.steps):
         raise ReportError(f"{folder} holds an empty run: no sample was predicted")
     return run
@@ -69,17 +89,31 @@ def streams(runs: Sequence[Run]) -> list[Stream]:
 
 
 def _same(run: Run) -> str:
-    return json.dumps([run.config["model"], run.config["options"]["data"], run.summary["tally"]["rows"]])
+    return json.dumps(
+        [run.config["model"], run.config["options"]["data"], run.summary["tally"]["rows"]]
+    )
 
 
 def _stream(runs: Sequence[Run]) -> Stream:
     names = [_name(run) for run in runs]
-    unique = [name if names.count(name) == 1 else f"{name} · {run.folder.name}" for name, run in zip(names, runs, strict=True)]
+    unique = [
+        name if names.count(name) == 1 else f"{name} · {run.folder.name}"
+        for name, run in zip(names, runs, strict=True)
+    ]
     entries = [_entry(run, name) for run, name in zip(runs, unique, strict=True)]
-    source = next((_source(run) for run in runs if run.summary["quality"]["before"] or _has_baseline(run)), None)
+    source = next(
+        (_source(run) for run in runs if run.summary["quality"]["before"] or _has_baseline(run)),
+        None,
+    )
     options = runs[0].config["options"]
     data = "stdin" if options["data"] == "-" else Path(options["data"]).name
-    return Stream(f"{options['model']} on {data}", _sentence(runs, names, data), entries, source, "stretch of the stream")
+    return Stream(
+        f"{options['model']} on {data}",
+        _sentence(runs, names, data),
+        entries,
+        source,
+        "stretch of the stream",
+    )
 
 
 def _name(run: Run) -> str:
@@ -103,9 +137,14 @@ def _has_baseline(run: Run) -> bool:
 
 def _entry(run: Run, name: str) -> Entry:
     config, summary, tally = run.config, run.summary, run.summary["tally"]
-    quality, used = summary["quality"]["after"], [step for step in run.steps if "skipped" not in step]
+    quality, used = (
+        summary["quality"]["after"],
+        [step for step in run.steps if "skipped" not in step],
+    )
     times = [step["ms"] for step in used]
-    options = {key: value for key, value in config["options"].items() if key not in ("model", "data")}
+    options = {
+        key: value for key, value in config["options"].items() if key not in ("model", "data")
+    }
     recipe = config["recipe"] if isinstance(config["recipe"], dict) else {"repr": config["recipe"]}
     examples, why = _examples(run)
     return Entry(
@@ -136,7 +175,11 @@ def _entry(run: Run, name: str) -> Entry:
             **flat(options),
             **flat(recipe, "recipe."),
         },
-        environment={**flat(config["machine"]), **flat(config["versions"]), "model weights": config["model"]["weights"][:12]},
+        environment={
+            **flat(config["machine"]),
+            **flat(config["versions"]),
+            "model weights": config["model"]["weights"][:12],
+        },
         notes=_notes(run),
     )
 
@@ -145,15 +188,26 @@ def _notes(run: Run) -> list[str]:
     summary, tally, count = run.summary, run.summary["tally"], run.config["samples"]
     skipped = tally["skipped"]
     return [
-        *([f"ended by a signal after {tally['rows']:,} of {count or 'unknown'} samples"] if summary["signal"] else []),
+        *(
+            [f"ended by a signal after {tally['rows']:,} of {count or 'unknown'} samples"]
+            if summary["signal"]
+            else []
+        ),
         *([f"ended by a bad batch: {summary['error']}"] if summary["error"] else []),
-        *([f"{skipped} of {tally['step']} steps were skipped: their batches were bad"] if skipped else []),
+        *(
+            [f"{skipped} of {tally['step']} steps were skipped: their batches were bad"]
+            if skipped
+            else []
+        ),
     ]
 
 
 def _source(run: Run) -> Entry:
     """The frozen model, as the run has recorded it."""
-    quality, used = run.summary["quality"]["before"], [step for step in run.steps if "skipped" not in step]
+    quality, used = (
+        run.summary["quality"]["before"],
+        [step for step in run.steps if "skipped" not in step],
+    )
     names = {"n": "n", "judged": "judged", "baseline_entropy": "entropy", "baseline_right": "right"}
     steps = [{new: step[old] for old, new in names.items() if old in step} for step in used]
     return Entry(
@@ -169,10 +223,14 @@ def _source(run: Run) -> Entry:
 
 def _parts(steps: Sequence[Mapping[str, Any]], right: str) -> dict[str, float]:
     """Accuracy by stretch of equally many steps, as far as labels are known."""
-    pieces = along([{**step, "right": step[right]} for step in steps if step.get("judged") and right in step], PARTS)
+    pieces = along(
+        [{**step, "right": step[right]} for step in steps if step.get("judged") and right in step],
+        PARTS,
+    )
     last = [piece["step"] + piece["steps"] - 1 for piece in pieces]
     return {
-        f"steps {piece['step']}–{end}" if end > piece["step"] else f"step {end}": piece["right"] / piece["judged"]
+        f"steps {piece['step']}–{end}" if end > piece["step"] else f"step {end}": piece["right"]
+        / piece["judged"]
         for piece, end in zip(pieces, last, strict=True)
     }
 

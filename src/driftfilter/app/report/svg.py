@@ -1,7 +1,7 @@
 """Charts as inline SVG: lines over time, dots by row, bars, reliability diagrams.
 
-Drawn 400 wide, so that their letters can be read on a phone; colours are classes of the page's style sheet, which knows
-light, dark and print. ``Markup.format`` escapes whatever is put in.
+Drawn 400 wide, so that their letters can be read on a phone; colours are classes of the page's
+style sheet, which knows light, dark and print. ``Markup.format`` escapes whatever is put in.
 """
 
 from __future__ import annotations
@@ -30,7 +30,11 @@ class Style(NamedTuple):
 
 def style(place: int) -> Style:
     """Of the entry in this place; colours come again with other dashes and shapes."""
-    return Style(f"c{place % COLORS}", DASHES[place // COLORS % len(DASHES)], 1 + (place + place // COLORS) % 4)
+    return Style(
+        f"c{place % COLORS}",
+        DASHES[place // COLORS % len(DASHES)],
+        1 + (place + place // COLORS) % 4,
+    )
 
 
 class Series(NamedTuple):
@@ -62,29 +66,48 @@ class Axis(NamedTuple):
 
 def _round_step(rough: float) -> float:
     power = 10.0 ** math.floor(math.log10(rough)) if rough > 0 else 1.0
-    return next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= rough * (1 - 1e-9))
+    return next(
+        power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= rough * (1 - 1e-9)
+    )
 
 
-def spanning(values: Iterable[float], low: float = math.inf, high: float = -math.inf) -> tuple[float, float]:
+def spanning(
+    values: Iterable[float], low: float = math.inf, high: float = -math.inf
+) -> tuple[float, float]:
     """Round numbers about all values, and about ``low`` and ``high``."""
     known = list(values)
     bottom, top = min([low, *known]), max([high, *known])
     step = _round_step((top - bottom) / 4) if top > bottom else 1.0
-    return step * math.floor(bottom / step + 1e-9), step * math.ceil(top / step - 1e-9) if top > bottom else bottom + step
+    return step * math.floor(bottom / step + 1e-9), step * math.ceil(
+        top / step - 1e-9
+    ) if top > bottom else bottom + step
 
 
-def _svg(name: str, says: str, height: float, body: Iterable[Markup], width: float = WIDTH) -> Markup:
+def _svg(
+    name: str, says: str, height: float, body: Iterable[Markup], width: float = WIDTH
+) -> Markup:
     """A picture with a title and a description for those who do not see it."""
-    head = '<svg viewBox="0 0 {w:g} {h:g}" role="img" aria-label="{n}"><title>{n}</title><desc>{d}</desc>'
-    return Markup(head).format(w=width, h=height, n=name, d=says) + Markup("").join(body) + Markup("</svg>")
+    head = (
+        '<svg viewBox="0 0 {w:g} {h:g}" role="img" '
+        'aria-label="{n}"><title>{n}</title><desc>{d}</desc>'
+    )
+    return (
+        Markup(head).format(w=width, h=height, n=name, d=says)
+        + Markup("").join(body)
+        + Markup("</svg>")
+    )
 
 
 def _text(x: float, y: float, text: str, kind: str = "", anchor: str = "middle") -> Markup:
-    return Markup('<text x="{:.1f}" y="{:.1f}" class="{}" text-anchor="{}">{}</text>').format(x, y, kind, anchor, text)
+    return Markup('<text x="{:.1f}" y="{:.1f}" class="{}" text-anchor="{}">{}</text>').format(
+        x, y, kind, anchor, text
+    )
 
 
 def _line(x: float, y: float, to_x: float, to_y: float, kind: str) -> Markup:
-    return Markup('<line x1="{:.1f}" y1="{:.1f}" x2="{:.1f}" y2="{:.1f}" class="{}"/>').format(x, y, to_x, to_y, kind)
+    return Markup('<line x1="{:.1f}" y1="{:.1f}" x2="{:.1f}" y2="{:.1f}" class="{}"/>').format(
+        x, y, to_x, to_y, kind
+    )
 
 
 def _box(x: float, y: float, width: float, height: float, kind: str) -> Markup:
@@ -109,12 +132,16 @@ def _marker(x: float, y: float, style: Style) -> Markup:
 def swatch(style: Style, line: bool = True) -> Markup:
     """What stands before a name in a legend."""
     drawn = _path([(1, 7), (25, 7)], style) if line else Markup("")
-    return Markup('<svg class="swatch" viewBox="0 0 26 14" aria-hidden="true">{}{}</svg>').format(drawn, _marker(13, 7, style))
+    return Markup('<svg class="swatch" viewBox="0 0 26 14" aria-hidden="true">{}{}</svg>').format(
+        drawn, _marker(13, 7, style)
+    )
 
 
 def alarm_swatch() -> Markup:
     """The mark of an alarm, for a legend."""
-    return Markup('<svg class="swatch" viewBox="0 0 26 14" aria-hidden="true">{}</svg>').format(_alarm(13, 2, 13))
+    return Markup('<svg class="swatch" viewBox="0 0 26 14" aria-hidden="true">{}</svg>').format(
+        _alarm(13, 2, 13)
+    )
 
 
 def _alarm(x: float, top: float, bottom: float) -> Markup:
@@ -124,7 +151,9 @@ def _alarm(x: float, top: float, bottom: float) -> Markup:
 
 def _path(points: Sequence[tuple[float, float]], style: Style) -> Markup:
     d = "M" + "L".join(f"{x:.1f},{y:.1f}" for x, y in points)
-    return Markup('<path d="{}" class="line {}" stroke-dasharray="{}"/>').format(d, style.color, style.dash or "none")
+    return Markup('<path d="{}" class="line {}" stroke-dasharray="{}"/>').format(
+        d, style.color, style.dash or "none"
+    )
 
 
 def lines(
@@ -136,13 +165,26 @@ def lines(
     marks: Sequence[tuple[float, str]] = (),
     alarms: Sequence[float] = (),
 ) -> Markup:
-    """Lines over steps; ``marks`` begin a stretch of this name, ``alarms`` stand on the axis of time."""
+    """Lines over steps; ``marks`` begin a stretch of this name, ``alarms`` stand on the axis of
+    time.
+    """
     left, right, top, bottom = 44.0, 392.0, 22.0, 200.0
-    body = [_line(left, y, right, y, "grid") for y in (up.at(tick, bottom, top) for tick in up.ticks())]
-    body += [_text(left - 6, up.at(tick, bottom, top) + 4, up.text(tick), "tick", "end") for tick in up.ticks()]
-    body += [_text(across.at(tick, left, right), bottom + 15, across.text(tick), "tick") for tick in across.ticks()]
+    body = [
+        _line(left, y, right, y, "grid") for y in (up.at(tick, bottom, top) for tick in up.ticks())
+    ]
+    body += [
+        _text(left - 6, up.at(tick, bottom, top) + 4, up.text(tick), "tick", "end")
+        for tick in up.ticks()
+    ]
+    body += [
+        _text(across.at(tick, left, right), bottom + 15, across.text(tick), "tick")
+        for tick in across.ticks()
+    ]
     body += _stretches(marks, across, left, right, top, bottom)
-    body += [_line(left, bottom, right, bottom, "axis"), _text(right, bottom + 30, across.name, "name", "end")]
+    body += [
+        _line(left, bottom, right, bottom, "axis"),
+        _text(right, bottom + 30, across.name, "name", "end"),
+    ]
     for each in series:
         places = [(across.at(x, left, right), up.at(y, bottom, top)) for x, y in each.points]
         body += [_path(places, each.style)] if len(places) > 1 else []
@@ -152,15 +194,26 @@ def lines(
 
 
 def _stretches(
-    marks: Sequence[tuple[float, str]], across: Axis, left: float, right: float, top: float, bottom: float
+    marks: Sequence[tuple[float, str]],
+    across: Axis,
+    left: float,
+    right: float,
+    top: float,
+    bottom: float,
 ) -> list[Markup]:
     """Where the stream changes; names where there is room for them."""
     places = [across.at(step, left, right) for step, _ in marks]
     ends = [*places, right][1:]
     body = [_line(x, top - 6, x, bottom, "mark") for x in places[1:]]
-    room = all(LETTER * len(name) <= end - x - 4 for (_, name), x, end in zip(marks, places, ends, strict=True))
+    room = all(
+        LETTER * len(name) <= end - x - 4
+        for (_, name), x, end in zip(marks, places, ends, strict=True)
+    )
     if room:
-        body += [_text((x + end) / 2, top - 9, name, "tick") for (_, name), x, end in zip(marks, places, ends, strict=True)]
+        body += [
+            _text((x + end) / 2, top - 9, name, "tick")
+            for (_, name), x, end in zip(marks, places, ends, strict=True)
+        ]
     return body
 
 
@@ -170,7 +223,9 @@ def _labels(names: Iterable[str], most: int = 24) -> tuple[float, Callable[[str]
     return LETTER * longest + 10, lambda name: name if len(name) <= most else "…" + name[1 - most :]
 
 
-def dots(name: str, says: str, rows: Mapping[str, Sequence[tuple[Style, float]]], across: Axis) -> Markup:
+def dots(
+    name: str, says: str, rows: Mapping[str, Sequence[tuple[Style, float]]], across: Axis
+) -> Markup:
     """For each row some values on one axis, joined by a line from the first to the last."""
     left, cut = _labels(rows)
     right, height, top = WIDTH - 16.0, 24.0, 8.0
@@ -184,7 +239,9 @@ def dots(name: str, says: str, rows: Mapping[str, Sequence[tuple[Style, float]]]
         body += [_text(left - 10, y + 4, cut(label), "label", "end")]
         body += [_line(min(places), y, max(places), y, "span")] if places else []
         body += [_marker(x, y, each) for x, (each, _) in zip(places, values, strict=True)]
-    return _svg(name, says, bottom + 34, [*body, _text(right, bottom + 29, across.name, "name", "end")])
+    return _svg(
+        name, says, bottom + 34, [*body, _text(right, bottom + 29, across.name, "name", "end")]
+    )
 
 
 def bars(name: str, says: str, rows: Sequence[tuple[str, float, Style]], across: Axis) -> Markup:
@@ -197,26 +254,50 @@ def bars(name: str, says: str, rows: Sequence[tuple[str, float, Style]], across:
         end = across.at(value, left, right)
         body += [_text(left - 8, y + height / 2 + 3.5, cut(label), "label", "end")]
         body += [_box(left, y + 2, end - left, height - 5, f"fill {each.color}")]
-        body += [_text(max(end, left) + 6, y + height / 2 + 3.5, across.text(value), "value", "start")]
+        body += [
+            _text(max(end, left) + 6, y + height / 2 + 3.5, across.text(value), "value", "start")
+        ]
     bottom = height * len(rows) + 4
-    axis = [_line(left, 0, left, bottom, "axis"), _text(left, bottom + 13, across.name, "name", "start")]
+    axis = [
+        _line(left, 0, left, bottom, "axis"),
+        _text(left, bottom + 13, across.name, "name", "start"),
+    ]
     return _svg(name, says, bottom + 18, [*body, *axis])
 
 
 def reliability(name: str, says: str, bins: Mapping[str, Sequence[float]], style: Style) -> Markup:
-    """Accuracy by confidence: bars up to the accuracy, the gap to the confidence, below them how many samples there are."""
+    """Accuracy by confidence: bars up to the accuracy, the gap to the confidence, below them how
+    many samples there are.
+    """
     left, top, side = 30.0, 6.0, 164.0
     bottom, count = top + side, len(bins["samples"])
     width, most = side / count, max(*bins["samples"], 1)
     body = []
-    for place, (n, sure, right) in enumerate(zip(bins["samples"], bins["confidence"], bins["accuracy"], strict=True)):
+    for place, (n, sure, right) in enumerate(
+        zip(bins["samples"], bins["confidence"], bins["accuracy"], strict=True)
+    ):
         x, few = left + width * place, " few" if n < FEW * sum(bins["samples"]) else ""
         if n:
-            body.append(_box(x + 0.7, bottom - side * right, width - 1.4, side * right, f"fill {style.color}{few}"))
+            body.append(
+                _box(
+                    x + 0.7,
+                    bottom - side * right,
+                    width - 1.4,
+                    side * right,
+                    f"fill {style.color}{few}",
+                )
+            )
             high, low = max(sure, right), min(sure, right)
-            body.append(_box(x + 0.7, bottom - side * high, width - 1.4, side * (high - low), f"gap{few}"))
-            body.append(_box(x + 0.7, bottom + 42 - 20 * n / most, width - 1.4, 20 * n / most, "count"))
-    body += [_line(left, bottom, left + side, top, "ideal"), _line(left, bottom, left + side, bottom, "axis")]
+            body.append(
+                _box(x + 0.7, bottom - side * high, width - 1.4, side * (high - low), f"gap{few}")
+            )
+            body.append(
+                _box(x + 0.7, bottom + 42 - 20 * n / most, width - 1.4, 20 * n / most, "count")
+            )
+    body += [
+        _line(left, bottom, left + side, top, "ideal"),
+        _line(left, bottom, left + side, bottom, "axis"),
+    ]
     for tick in (0, 0.5, 1):
         body += [_text(left + side * tick, bottom + 14, f"{tick:g}", "tick")]
         body += [_text(left - 5, bottom - side * tick + 4, f"{tick:g}", "tick", "end")]

@@ -1,4 +1,6 @@
-"""A folder of ``driftfilter bench`` as streams of a report: a stream for each model and protocol, an entry for each preset."""
+"""A folder of ``driftfilter bench`` as streams of a report: a stream for each model and protocol,
+an entry for each preset.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,16 @@ from typing import Any
 
 from driftfilter.app.bench.tables import Document, by_condition, by_preset
 from driftfilter.app.downsample import along, together
-from driftfilter.app.report.content import DRAWN, MEASURES, Cost, Entry, Example, Stream, flat, read_json
+from driftfilter.app.report.content import (
+    DRAWN,
+    MEASURES,
+    Cost,
+    Entry,
+    Example,
+    Stream,
+    flat,
+    read_json,
+)
 
 CIFAR10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 
@@ -20,7 +31,9 @@ def read_tasks(folder: Path) -> list[Document]:
     return [
         {**document, "path": str(path)}
         for path, document in found
-        if isinstance(document, dict) and isinstance(document.get("settings"), dict) and "result" in document
+        if isinstance(document, dict)
+        and isinstance(document.get("settings"), dict)
+        and "result" in document
     ]
 
 
@@ -30,8 +43,14 @@ def streams(documents: Sequence[Document]) -> list[Stream]:
 
 
 def _stream(documents: Sequence[Document]) -> Stream:
-    entries = sorted(map(_entry, by_preset(documents)), key=lambda entry: entry.quality["accuracy"] or 0)
-    source = next((entry for entry in entries if entry.name == "source"), None) if len(entries) > 1 else None
+    entries = sorted(
+        map(_entry, by_preset(documents)), key=lambda entry: entry.quality["accuracy"] or 0
+    )
+    source = (
+        next((entry for entry in entries if entry.name == "source"), None)
+        if len(entries) > 1
+        else None
+    )
     made, result = documents[0]["settings"], documents[0]["result"]
     marks, at = [], 0
     for visit in result["visits"]:
@@ -47,8 +66,10 @@ def _sentence(made: Mapping[str, Any], result: Mapping[str, Any], count: int) ->
     stream = made["stream"]
     kinds = len({row["corruption"] for row in result["domains"]})
     return (
-        f"{_plural(count, 'preset')} adapted {made['model']} to {result['pooled']['n']:,} unlabeled images under "
-        f"{_plural(kinds, 'corruption')} of severity {stream['severity']}, {stream['batch']} at a time "
+        f"{_plural(count, 'preset')} adapted {made['model']} to {result['pooled']['n']:,} "
+        "unlabeled images under "
+        f"{_plural(kinds, 'corruption')} of severity {stream['severity']}, {stream['batch']} at "
+        "a time "
         f"({made['protocol']['name']} protocol), on {made['device']}."
     )
 
@@ -69,7 +90,9 @@ def _entry(documents: Sequence[Document]) -> Entry:
     seeds = ", ".join(str(document["settings"]["stream"]["seed"]) for document in documents)
     versions = made["versions"]
     machine = {key: made[key] for key in ("device", "precision", "layout")}
-    rest = {key: value for key, value in made.items() if key not in (*machine, "versions", "stream")}
+    rest = {
+        key: value for key, value in made.items() if key not in (*machine, "versions", "stream")
+    }
     return Entry(
         made["preset"],
         str(Path(documents[0]["path"]).parent),
@@ -101,11 +124,17 @@ def _along(results: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Over all seeds; of older results, which do not have it, by visit."""
     each = [along(result.get("along") or _visits(result), DRAWN) for result in results]
     joined = [together(pieces) for pieces in zip(*each, strict=False)]
-    return [{**piece, "step": of["step"], "steps": of["steps"]} for piece, of in zip(joined, each[0], strict=False)]
+    return [
+        {**piece, "step": of["step"], "steps": of["steps"]}
+        for piece, of in zip(joined, each[0], strict=False)
+    ]
 
 
 def _visits(result: Mapping[str, Any]) -> list[dict[str, Any]]:
-    return [{**visit, "judged": visit["n"], "right": visit["accuracy"] * visit["n"]} for visit in result["visits"]]
+    return [
+        {**visit, "judged": visit["n"], "right": visit["accuracy"] * visit["n"]}
+        for visit in result["visits"]
+    ]
 
 
 def _bins(results: Sequence[Mapping[str, Any]]) -> dict[str, list[float]] | None:
@@ -117,7 +146,9 @@ def _bins(results: Sequence[Mapping[str, Any]]) -> dict[str, list[float]] | None
     means = {
         name: [
             sum(n * value for n, value in zip(ns, column, strict=True)) / max(sum(ns), 1)
-            for ns, column in zip(counts, zip(*(found[name] for found in each), strict=True), strict=True)
+            for ns, column in zip(
+                counts, zip(*(found[name] for found in each), strict=True), strict=True
+            )
         ]
         for name in ("confidence", "accuracy")
     }
@@ -128,11 +159,22 @@ def _parts(results: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Accuracy by corruption, whatever the severity, over all seeds."""
     rows = [row for result in results for row in result["domains"]]
     names = dict.fromkeys(row["corruption"] for row in rows)
-    right = {name: sum(row["accuracy"] * row["n"] for row in rows if row["corruption"] == name) for name in names}
-    return {_words(name): right[name] / sum(row["n"] for row in rows if row["corruption"] == name) for name in names}
+    right = {
+        name: sum(row["accuracy"] * row["n"] for row in rows if row["corruption"] == name)
+        for name in names
+    }
+    return {
+        _words(name): right[name] / sum(row["n"] for row in rows if row["corruption"] == name)
+        for name in names
+    }
 
 
 def _example(made: Mapping[str, Any], each: Mapping[str, Any]) -> Example:
     known = made["data"]["kind"] in ("generated", "CIFAR-10-C")
-    label, truth = (CIFAR10[each[key]] if known and each[key] < len(CIFAR10) else str(each[key]) for key in ("label", "truth"))
-    return Example(each["most"], label, truth, each["probability"], _words(each["where"]), each["png"])
+    label, truth = (
+        CIFAR10[each[key]] if known and each[key] < len(CIFAR10) else str(each[key])
+        for key in ("label", "truth")
+    )
+    return Example(
+        each["most"], label, truth, each["probability"], _words(each["where"]), each["png"]
+    )

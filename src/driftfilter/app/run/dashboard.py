@@ -34,29 +34,48 @@ def sparkline(values: Iterable[float]) -> str:
     low, span = min(known, default=0.0), max(known, default=0.0) - min(known, default=0.0)
 
     def level(value: float) -> str:
-        return LEVELS[round((value - low) / span * (len(LEVELS) - 1)) if span else 0] if math.isfinite(value) else " "
+        return (
+            LEVELS[round((value - low) / span * (len(LEVELS) - 1)) if span else 0]
+            if math.isfinite(value)
+            else " "
+        )
 
     return "".join(map(level, found))
 
 
 @final
 class Dashboard:
-    """A callback that draws: progress and rate, accuracy, predictive entropy, class shares, distance, alarms."""
+    """A callback that draws: progress and rate, accuracy, predictive entropy, class shares,
+    distance, alarms.
+    """
 
-    def __init__(self, tally: Tally, count: int | None, classes: Sequence[str] = (), console: Console | None = None) -> None:
+    def __init__(
+        self,
+        tally: Tally,
+        count: int | None,
+        classes: Sequence[str] = (),
+        console: Console | None = None,
+    ) -> None:
         self._tally, self._begun, self._count, self._classes = tally, tally, count, classes
         self._started = self._shown = time.monotonic()
         self._entropies: deque[float] = deque(maxlen=DRAWN)
         self._shares: deque[tuple[float, ...]] = deque(maxlen=LATELY)
         self._distance, self._alarms = math.nan, 0
         self._last: deque[str] = deque(maxlen=ALARMS)
-        self._live = Live(self.picture(), console=console or Console(stderr=True), auto_refresh=False)
+        self._live = Live(
+            self.picture(), console=console or Console(stderr=True), auto_refresh=False
+        )
 
     def __enter__(self) -> Dashboard:
         self._live.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._live.update(self.picture(), refresh=True)
         self._live.stop()
 
@@ -64,9 +83,14 @@ class Dashboard:
         self._tally = self._tally.after(step)
         self._entropies.append(step.entropy)
         self._shares.extend([step.shares] if step.shares else [])
-        self._distance = self._distance if math.isnan(step.signals.distance) else step.signals.distance
+        self._distance = (
+            self._distance if math.isnan(step.signals.distance) else step.signals.distance
+        )
         self._alarms += len(step.events)
-        self._last.extend(f"step {step.number}: {event.signal} {event.value:.3g}, {event.response}" for event in step.events)
+        self._last.extend(
+            f"step {step.number}: {event.signal} {event.value:.3g}, {event.response}"
+            for event in step.events
+        )
         if time.monotonic() - self._shown >= EVERY:
             self._shown = time.monotonic()
             self._live.update(self.picture(), refresh=True)
@@ -85,19 +109,35 @@ class Dashboard:
         rows = [
             ("samples", f"{tally.rows} of {self._count or '?'}, {self._rate()}"),
             ("steps", f"{tally.step}{skipped}"),
-            ("accuracy", "unknown: no labels" if tally.accuracy is None else f"{tally.accuracy:.4f}"),
+            (
+                "accuracy",
+                "unknown: no labels" if tally.accuracy is None else f"{tally.accuracy:.4f}",
+            ),
             ("entropy", f"{known[-1]:.3f} nats  {sparkline(self._entropies)}" if known else ""),
-            ("distance", "unknown" if math.isnan(self._distance) else f"{self._distance:.3f} prior deviations from the source"),
+            (
+                "distance",
+                "unknown"
+                if math.isnan(self._distance)
+                else f"{self._distance:.3f} prior deviations from the source",
+            ),
             ("alarms", "\n".join([str(self._alarms), *self._last])),
         ]
         bar = ProgressBar(self._count, tally.rows, width=60, pulse=self._count is None)
-        return [("progress", bar), *((name, Text(text)) for name, text in rows), ("classes", self._bars())]
+        return [
+            ("progress", bar),
+            *((name, Text(text)) for name, text in rows),
+            ("classes", self._bars()),
+        ]
 
     def _rate(self) -> str:
         seconds, rows = time.monotonic() - self._started, self._tally.rows - self._begun.rows
         if not rows or not seconds:
             return "no rate yet"
-        left = "" if self._count is None else f", {max(0, self._count - self._tally.rows) * seconds / rows:.0f} s left"
+        left = (
+            ""
+            if self._count is None
+            else f", {max(0, self._count - self._tally.rows) * seconds / rows:.0f} s left"
+        )
         return f"{rows / seconds:.0f} a second{left}"
 
     def _bars(self) -> RenderableType:
@@ -109,7 +149,13 @@ class Dashboard:
         grid = Table.grid(padding=(0, 1))
         for place in order[:MOST]:
             name = self._classes[place] if place < len(self._classes) else str(place)
-            grid.add_row(Text(name), Text(f"{means[place]:4.0%}"), Text("█" * round(30 * means[place])))
+            grid.add_row(
+                Text(name), Text(f"{means[place]:4.0%}"), Text("█" * round(30 * means[place]))
+            )
         if len(order) > MOST:
-            grid.add_row(Text("others"), Text(f"{sum(means[place] for place in order[MOST:]):4.0%}"), Text(""))
+            grid.add_row(
+                Text("others"),
+                Text(f"{sum(means[place] for place in order[MOST:]):4.0%}"),
+                Text(""),
+            )
         return grid

@@ -1,4 +1,6 @@
-"""The user's own model: ``package.module:factory``, which is the only way to have code imported, and a file of weights."""
+"""The user's own model: ``package.module:factory``, which is the only way to have code imported,
+and a file of weights.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ EXPECTED = "the name of a shipped network, or package.module:factory"
 
 
 def open_model(text: str, weights: Path | None = None) -> nn.Module:
-    """A network in evaluation mode: a shipped one by its name, or what ``package.module:factory`` returns."""
+    """A network in evaluation mode: a shipped one by its name, or what ``package.module:factory``
+    returns.
+    """
     if ":" in text:
         model = _made(text)
     else:
@@ -51,19 +55,35 @@ def _made(text: str) -> nn.Module:
     try:
         module = importlib.import_module(name)
     except ModuleNotFoundError as error:
-        missing = error.name is not None and (name == error.name or name.startswith(f"{error.name}."))
-        where = f"there is no module {error.name!r} installed or in {Path.cwd()}" if missing else _told(error)
+        missing = error.name is not None and (
+            name == error.name or name.startswith(f"{error.name}.")
+        )
+        where = (
+            f"there is no module {error.name!r} installed or in {Path.cwd()}"
+            if missing
+            else _told(error)
+        )
         raise ValueError(f"MODEL {text!r} could not be imported: {where}") from error
     except Exception as error:  # the user's code can fail in any way
         raise ValueError(f"MODEL {text!r} could not be imported: {_told(error)}") from error
     names = [each for each in vars(module) if not each.startswith("_")]
-    require(hasattr(module, attribute), "MODEL", text, f"a factory that {name} has{nearest(attribute, names)}")
+    require(
+        hasattr(module, attribute),
+        "MODEL",
+        text,
+        f"a factory that {name} has{nearest(attribute, names)}",
+    )
     return _called(text, getattr(module, attribute))
 
 
 def _called(text: str, factory: Callable[[], Any]) -> nn.Module:
     usable = callable(factory) and not isinstance(factory, nn.Module)
-    require(usable, "MODEL", f"{text} (a {type(factory).__name__})", "a function without arguments that returns the model")
+    require(
+        usable,
+        "MODEL",
+        f"{text} (a {type(factory).__name__})",
+        "a function without arguments that returns the model",
+    )
     try:
         model = factory()
     except Exception as error:
@@ -77,23 +97,50 @@ def _told(error: Exception) -> str:
     """An error in the user's code, and where it is."""
     last = traceback.extract_tb(error.__traceback__)[-1]
     where = (
-        f"{error.filename}, line {error.lineno}" if isinstance(error, SyntaxError) else f"{last.filename}, line {last.lineno}"
+        f"{error.filename}, line {error.lineno}"
+        if isinstance(error, SyntaxError)
+        else f"{last.filename}, line {last.lineno}"
     )
     return f"{type(error).__name__}: {error} ({where})"
 
 
 def open_weights(path: Path) -> dict[str, Tensor]:
-    """Tensors by name of a ``.safetensors`` file, or of a ``.pt``/``.pth`` file that holds nothing but tensors."""
-    require(path.is_file(), "--weights", str(path), "a .safetensors, .pt or .pth file that is there")
-    require(path.suffix in (".safetensors", ".pt", ".pth"), "--weights", str(path), "a .safetensors, .pt or .pth file")
+    """Tensors by name of a ``.safetensors`` file, or of a ``.pt``/``.pth`` file that holds nothing
+    but tensors.
+    """
+    require(
+        path.is_file(), "--weights", str(path), "a .safetensors, .pt or .pth file that is there"
+    )
+    require(
+        path.suffix in (".safetensors", ".pt", ".pth"),
+        "--weights",
+        str(path),
+        "a .safetensors, .pt or .pth file",
+    )
     try:
-        found = load_file(path) if path.suffix == ".safetensors" else torch.load(path, map_location="cpu", weights_only=True)
-    except (SafetensorError, UnpicklingError, RuntimeError, ValueError, EOFError, OSError, KeyError) as error:
+        found = (
+            load_file(path)
+            if path.suffix == ".safetensors"
+            else torch.load(path, map_location="cpu", weights_only=True)
+        )
+    except (
+        SafetensorError,
+        UnpicklingError,
+        RuntimeError,
+        ValueError,
+        EOFError,
+        OSError,
+        KeyError,
+    ) as error:
         reason = str(error).partition("\n")[0]
-        raise ValueError(f"--weights {path} must be a whole file of tensors alone, got {reason}") from error
+        raise ValueError(
+            f"--weights {path} must be a whole file of tensors alone, got {reason}"
+        ) from error
     if isinstance(found, Mapping) and isinstance(found.get("state_dict"), Mapping):
         found = found["state_dict"]
-    tensors = isinstance(found, Mapping) and all(isinstance(value, Tensor) for value in found.values())
+    tensors = isinstance(found, Mapping) and all(
+        isinstance(value, Tensor) for value in found.values()
+    )
     require(tensors, f"--weights {path}", type(found).__name__, "tensors by name: a state_dict")
     return dict(found)
 
@@ -101,13 +148,19 @@ def open_weights(path: Path) -> dict[str, Tensor]:
 def _fill(model: nn.Module, tensors: Mapping[str, Tensor], path: Path) -> None:
     """Load the weights; refused unless all are there, fit and are finite."""
     own = model.state_dict()
-    missing = [name for name in own if name not in tensors and not name.endswith("num_batches_tracked")]
+    missing = [
+        name for name in own if name not in tensors and not name.endswith("num_batches_tracked")
+    ]
     unexpected = [name for name in tensors if name not in own]
     shapes = [name for name in own if name in tensors and own[name].shape != tensors[name].shape]
     pairs = (("missing", missing), ("unexpected", unexpected), ("of another shape", shapes))
     wrong = "; ".join(f"{what}: {_some(names)}" for what, names in pairs if names)
     require(not wrong, f"--weights {path}", wrong, "those of the model")
-    bad = [name for name, value in tensors.items() if value.is_floating_point() and not value.isfinite().all()]
+    bad = [
+        name
+        for name, value in tensors.items()
+        if value.is_floating_point() and not value.isfinite().all()
+    ]
     require(not bad, f"--weights {path}", f"NaN or infinity in {_some(bad)}", "finite")
     model.load_state_dict(tensors, strict=False)
 

@@ -32,10 +32,11 @@ def columns(logs: NDArray[Any]) -> Columns:
 
 
 class Predictions:
-    """The predictions of a run: ``predictions.csv``, a line a sample; or log-probabilities, in the end ``predictions.npz``.
+    """The predictions of a run: ``predictions.csv``, a line a sample; or log-probabilities, in the
+    end ``predictions.npz``.
 
-    ``stem``: another name of the file. Of samples that were skipped before the number of classes was known, the rows are
-    written when it is.
+    ``stem``: another name of the file. Of samples that were skipped before the number of classes
+    was known, the rows are written when it is.
     """
 
     def __init__(
@@ -48,7 +49,12 @@ class Predictions:
         size: int,
         stem: str = "predictions",
     ) -> None:
-        self.classes, self._kind, self._path, self._dtype = classes, kind, folder / f"{stem}.npz", np.dtype(dtype)
+        self.classes, self._kind, self._path, self._dtype = (
+            classes,
+            kind,
+            folder / f"{stem}.npz",
+            np.dtype(dtype),
+        )
         self._rows, self._waiting = (rows, 0) if classes else (0, rows)
         self.journal = Journal(folder / f"{stem}.{'csv' if kind == 'csv' else 'part'}", size)
 
@@ -60,7 +66,12 @@ class Predictions:
                 names = ",".join(f"p{place}" for place in range(self.classes))
                 self.journal.append(f"row,label,probability,entropy,{names}\n".encode())
             self._write(self._nothing(self._waiting))
-        require(logs.shape[1] == self.classes, "the model's classes", logs.shape[1], f"{self.classes}, as they were before")
+        require(
+            logs.shape[1] == self.classes,
+            "the model's classes",
+            logs.shape[1],
+            f"{self.classes}, as they were before",
+        )
         self._write(logs.astype(self._dtype))
 
     def skip(self, rows: int) -> None:
@@ -79,13 +90,17 @@ class Predictions:
         return self._path
 
     def logs(self) -> NDArray[Any]:
-        """Log-probabilities [n, k] of all samples so far; of a CSV the logarithms of what it says, none below the dtype's."""
+        """Log-probabilities [n, k] of all samples so far; of a CSV the logarithms of what it says,
+        none below the dtype's.
+        """
         if not self.classes:
             return self._nothing(self._waiting)
         if self._kind == "npz":
             return np.fromfile(self.journal.path, self._dtype).reshape(-1, self.classes)
         chosen = range(4, 4 + self.classes)
-        said = np.loadtxt(self.journal.path, self._dtype, delimiter=",", skiprows=1, usecols=chosen, ndmin=2)
+        said = np.loadtxt(
+            self.journal.path, self._dtype, delimiter=",", skiprows=1, usecols=chosen, ndmin=2
+        )
         logs: NDArray[Any] = np.log(np.maximum(said, np.finfo(self._dtype).tiny))
         return logs
 
@@ -102,7 +117,9 @@ class Predictions:
         numbers = np.column_stack((said.probability, said.entropy, said.probabilities))
         rows = zip(said.label.tolist(), numbers.tolist(), strict=True)
         texts = (
-            f"{self._rows + place},{label}," + ",".join(f"{number:.{digits}g}" for number in row) + "\n"
+            f"{self._rows + place},{label},"
+            + ",".join(f"{number:.{digits}g}" for number in row)
+            + "\n"
             for place, (label, row) in enumerate(rows)
         )
         return "".join(texts).encode()

@@ -36,13 +36,19 @@ def warnings_in_one_line() -> Iterator[None]:
 
 
 def progress(quiet: bool, live: bool, classes: Sequence[str]) -> Shown:
-    """Shown on stderr: a bar or a dashboard where it is a terminal, a line now and then elsewhere, nothing where asked."""
+    """Shown on stderr: a bar or a dashboard where it is a terminal, a line now and then elsewhere,
+    nothing where asked.
+    """
 
     @contextmanager
     def shown(first: Tally, count: int | None) -> Iterator[df.Callback]:
         terminal = sys.stderr.isatty()
         if live and not terminal:
-            print("driftfilter run: --live needs a terminal on stderr; progress in lines instead", file=sys.stderr, flush=True)
+            print(
+                "driftfilter run: --live needs a terminal on stderr; progress in lines instead",
+                file=sys.stderr,
+                flush=True,
+            )
         if quiet:
             yield _Nothing()
         elif not terminal:
@@ -74,7 +80,11 @@ class _Lines:
         self._tally = self._tally.after(step)
         if time.monotonic() - self._shown >= EVERY:
             self._shown = time.monotonic()
-            print(f"{self._tally.rows} of {self._count or '?'} samples: {steps_of(self._tally)}", file=sys.stderr, flush=True)
+            print(
+                f"{self._tally.rows} of {self._count or '?'} samples: {steps_of(self._tally)}",
+                file=sys.stderr,
+                flush=True,
+            )
 
 
 class _Bar:
@@ -88,9 +98,20 @@ class _Bar:
 
 def _bar() -> Any:
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
 
-    shown = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    shown = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
     return Progress(*shown, console=Console(stderr=True))
 
 
@@ -123,8 +144,16 @@ def _status(ending: Ending, out: Path) -> int:
     if ending.error:
         print(f"driftfilter run: error: {ending.error}", file=sys.stderr)
         if not ending.tally.step:
-            print("it was the first batch: does the model take samples like these? (--layout, --scale)", file=sys.stderr)
-        print(f"the steps before it are saved; --resume --on-bad-batch skip goes on from {out} without it", file=sys.stderr)
+            print(
+                "it was the first batch: does the model take samples like these? (--layout, "
+                "--scale)",
+                file=sys.stderr,
+            )
+        print(
+            f"the steps before it are saved; --resume --on-bad-batch skip goes on from {out} "
+            "without it",
+            file=sys.stderr,
+        )
         return 1
     if ending.signal is not None:
         name = signal.Signals(ending.signal).name

@@ -1,4 +1,6 @@
-"""The user's own samples, batch by batch: arrays, folders of pictures, lines of JSON; and how they become a model's inputs."""
+"""The user's own samples, batch by batch: arrays, folders of pictures, lines of JSON; and how they
+become a model's inputs.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from driftfilter.app.images.files import Integers, open_array, open_arrays, picture, pictures, require_labels
+from driftfilter.app.images.files import (
+    Integers,
+    open_array,
+    open_arrays,
+    picture,
+    pictures,
+    require_labels,
+)
 from driftfilter.base.checks import require
 from driftfilter.base.inputs import Inputs
 
@@ -61,14 +70,18 @@ class Stored:
 
     def batches(self, size: int, start: int) -> Iterator[Batch]:
         _require_covered(self.name, self.count, start)
-        pieces = ((first, min(first + size, self.count)) for first in range(start, self.count, size))
+        pieces = (
+            (first, min(first + size, self.count)) for first in range(start, self.count, size)
+        )
         return (Batch(last - first, partial(self.take, first, last)) for first, last in pieces)
 
 
 @final
 @dataclass(frozen=True, eq=False)
 class Lines:
-    """One sample a line: a JSON array, or an object of arrays by the names that the model takes; empty lines are no samples."""
+    """One sample a line: a JSON array, or an object of arrays by the names that the model takes;
+    empty lines are no samples.
+    """
 
     stream: IO[bytes]
     integers: frozenset[str] = frozenset()  # names of the parts that are integers
@@ -83,7 +96,12 @@ class Lines:
 
 
 def _require_covered(name: str, count: int, start: int) -> None:
-    require(count >= start, f"{name}: samples", count, f"at least the {start} that the checkpoint has seen")
+    require(
+        count >= start,
+        f"{name}: samples",
+        count,
+        f"at least the {start} that the checkpoint has seen",
+    )
 
 
 def open_feed(text: str, integers: frozenset[str] = frozenset()) -> Feed:
@@ -99,8 +117,16 @@ def open_feed(text: str, integers: frozenset[str] = frozenset()) -> Feed:
         return _array(text, open_array(path))
     found = open_arrays(path)
     labels = next((found.pop(name) for name in ("labels", "y") if name in found), None)
-    key = next((name for name in ("x", "images") if name in found), next(iter(found)) if len(found) == 1 else None)
-    require(key is not None, text, list(found), "an .npz with 'x' or 'images', and 'labels' or 'y' where they are known")
+    key = next(
+        (name for name in ("x", "images") if name in found),
+        next(iter(found)) if len(found) == 1 else None,
+    )
+    require(
+        key is not None,
+        text,
+        list(found),
+        "an .npz with 'x' or 'images', and 'labels' or 'y' where they are known",
+    )
     assert key is not None
     return _array(f"{text}: {key}", found[key], labels)
 
@@ -118,12 +144,21 @@ def _folder(root: Path) -> Stored:
     """All pictures under a folder, by name; their pixels are read when their turn comes."""
     paths = list(pictures(root))
     require(bool(paths), str(root), "none", "a folder of pictures (.png, .jpg, .jpeg)")
-    return Stored(str(root), len(paths), lambda first, last: _stacked([picture(path) for path in paths[first:last]]))
+    return Stored(
+        str(root),
+        len(paths),
+        lambda first, last: _stacked([picture(path) for path in paths[first:last]]),
+    )
 
 
 def _stacked(samples: list[NDArray[Any]]) -> NDArray[Any]:
     shapes = list(dict.fromkeys(sample.shape for sample in samples))
-    require(len(shapes) == 1, "samples of a batch", f"shapes {[list(shape) for shape in shapes[:3]]}", "of one shape")
+    require(
+        len(shapes) == 1,
+        "samples of a batch",
+        f"shapes {[list(shape) for shape in shapes[:3]]}",
+        "of one shape",
+    )
     return np.stack(samples)
 
 
@@ -141,11 +176,21 @@ def _sample(line: bytes, integers: frozenset[str]) -> dict[str, NDArray[Any]]:
     try:
         found = json.loads(line)
         parts = found if isinstance(found, dict) else {"": found}
-        made = {key: np.asarray(value, np.int64 if key in integers else np.float64) for key, value in parts.items()}
+        made = {
+            key: np.asarray(value, np.int64 if key in integers else np.float64)
+            for key, value in parts.items()
+        }
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
         shown = line[:40].decode(errors="replace").strip()
-        raise ValueError(f"a line must be a JSON array of numbers, or an object of such, got {shown!r}: {error}") from error
-    require(bool(made) and all(value.ndim for value in parts_of(made)), "a line", line[:40], "an array, or an object of arrays")
+        raise ValueError(
+            f"a line must be a JSON array of numbers, or an object of such, got {shown!r}: {error}"
+        ) from error
+    require(
+        bool(made) and all(value.ndim for value in parts_of(made)),
+        "a line",
+        line[:40],
+        "an array, or an object of arrays",
+    )
     return made
 
 
@@ -155,7 +200,9 @@ def parts_of(raw: Raw) -> list[NDArray[Any]]:
 
 
 def open_labels(path: Path, count: int | None) -> Integers:
-    """Labels [n] of an ``.npy`` file, or "labels" or "y" of an ``.npz``; as many as there are samples."""
+    """Labels [n] of an ``.npy`` file, or "labels" or "y" of an ``.npz``; as many as there are
+    samples.
+    """
     if path.suffix == ".npy":
         return require_labels(str(path), open_array(path), count)
     found = open_arrays(path)
@@ -173,8 +220,9 @@ def open_labels(path: Path, count: int | None) -> Integers:
 class Form:
     """How samples become what the model takes.
 
-    8-bit images become floats in [0, 1], channels first; other floats take the dtype of the model, integers stay integers.
-    A ``scale`` makes floats of everything and multiplies them. ``within``: bounds of what the model may see.
+    8-bit images become floats in [0, 1], channels first; other floats take the dtype of the model,
+    integers stay integers. A ``scale`` makes floats of everything and multiplies them. ``within``:
+    bounds of what the model may see.
     """
 
     dtype: torch.dtype = torch.float32
@@ -194,11 +242,18 @@ class Form:
         if len(shape) == 4 and (self.layout == "last" or (self.layout == "auto" and last)):
             array = np.moveaxis(array, 3, 1)
         whole = array.dtype.kind in "iu" and not bytes_ and self.scale is None
-        # A copy in memory of torch, at a multiple of 64 bytes: where numbers lie can change the last bit of a product.
+        # A copy in memory of torch, at a multiple of 64 bytes: where numbers lie can change the
+        # last bit of a product.
         tensor = torch.from_numpy(np.ascontiguousarray(array, np.int64 if whole else None)).clone()
         if not whole:
             tensor = tensor.to(self.dtype)
-            tensor = tensor * self.scale if self.scale is not None else tensor / 255 if bytes_ else tensor
+            tensor = (
+                tensor * self.scale
+                if self.scale is not None
+                else tensor / 255
+                if bytes_
+                else tensor
+            )
         self._require_within(name, tensor)
         return tensor.to(self.device)
 
@@ -209,7 +264,12 @@ class Form:
         if outside.any():
             where = outside.nonzero()[0].tolist()
             low, high = self.within
-            require(False, name, f"{tensor[tuple(where)].item():g} at index {where}", f"in [{low:g}, {high:g}]")
+            require(
+                False,
+                name,
+                f"{tensor[tuple(where)].item():g} at index {where}",
+                f"in [{low:g}, {high:g}]",
+            )
 
 
 def shapes_of(inputs: Inputs) -> Shapes:

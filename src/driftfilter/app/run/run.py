@@ -1,6 +1,8 @@
-"""``driftfilter run``: adapt a user's own model over a user's own data, and go on where a run was ended or killed.
+"""``driftfilter run``: adapt a user's own model over a user's own data, and go on where a run was
+ended or killed.
 
-A run writes to one folder: what a checkpoint covers is a prefix of its journals, and what lies beyond is cut off on resuming.
+A run writes to one folder: what a checkpoint covers is a prefix of its journals, and what lies
+beyond is cut off on resuming.
 """
 
 from __future__ import annotations
@@ -52,7 +54,11 @@ class Tally(NamedTuple):
 
     def after(self, step: df.StepRecord) -> Tally:
         """With one more step."""
-        skipped, right, judged = "skipped" in step.notes, self.right + step.right, self.judged + step.judged
+        skipped, right, judged = (
+            "skipped" in step.notes,
+            self.right + step.right,
+            self.judged + step.judged,
+        )
         done = self._replace(step=self.step + 1, rows=self.rows + step.samples)
         return done._replace(skipped=self.skipped + skipped, right=right, judged=judged)
 
@@ -73,12 +79,15 @@ class Ending:
     error: str = ""
 
 
-# Told after every step, for as long as it is entered; it is made where a run begins, of how many samples.
+# Told after every step, for as long as it is entered; it is made where a run begins, of how many
+# samples.
 Shown = Callable[[Tally, int | None], AbstractContextManager[df.Callback]]
 
 
 def run(made: Made, shown: Shown, warn: Callable[[str], None], command: str = "") -> Ending:
-    """From the beginning, or from the checkpoint, to the end of the data, a signal or a bad batch; then the state is saved."""
+    """From the beginning, or from the checkpoint, to the end of the data, a signal or a bad batch;
+    then the state is saved.
+    """
     options, stop = made.options, Stop()
     options.out.mkdir(parents=True, exist_ok=True)
     with claimed(options.out / STATE) as mine, ExitStack() as stack:
@@ -102,10 +111,17 @@ def _summed_up(files: _Files, ending: Ending) -> None:
     made, source, out = files.made, files.source, files.made.options.out
     if source is not None:
         source.export()
-    finished = summary.Finished(files.said.logs(), None if source is None else source.logs(), made.labels, made.classes)
+    finished = summary.Finished(
+        files.said.logs(), None if source is None else source.logs(), made.labels, made.classes
+    )
     why = summary.write_examples(out, finished, made.feed, made.form)
     memory, what = peak_memory(made.machine)
-    ended = {"signal": ending.signal, "error": ending.error, "no_examples": why, "tally": ending.tally._asdict()}
+    ended = {
+        "signal": ending.signal,
+        "error": ending.error,
+        "no_examples": why,
+        "tally": ending.tally._asdict(),
+    }
     others = {**ended, "peak_memory_mb": memory, "peak_memory_of": what}
     summary.write(out, finished, made.adapter, made.model, others)
 
@@ -126,7 +142,9 @@ class _Files(NamedTuple):
 
 def _opened(made: Made, tally: Tally, sizes: dict[str, int], stack: ExitStack) -> _Files:
     """The journals, cut to what the checkpoint covers."""
-    steps = stack.enter_context(closing(JsonLines(made.options.out / "steps.jsonl", sizes.get("steps", 0))))
+    steps = stack.enter_context(
+        closing(JsonLines(made.options.out / "steps.jsonl", sizes.get("steps", 0)))
+    )
 
     def said(stem: str) -> Predictions:
         known = (tally.rows, tally.classes, sizes.get(stem, 0))
@@ -134,11 +152,17 @@ def _opened(made: Made, tally: Tally, sizes: dict[str, int], stack: ExitStack) -
         stack.enter_context(closing(found.journal))
         return found
 
-    return _Files(made, steps, said("predictions"), None if made.source is None else said("baseline"))
+    return _Files(
+        made, steps, said("predictions"), None if made.source is None else said("baseline")
+    )
 
 
 def _followed(
-    files: _Files, tally: Tally, batches: Iterable[Batch], callbacks: Sequence[df.Callback], warn: Callable[[str], None]
+    files: _Files,
+    tally: Tally,
+    batches: Iterable[Batch],
+    callbacks: Sequence[df.Callback],
+    warn: Callable[[str], None],
 ) -> tuple[Tally, str]:
     """One step after the other: how far it came, and which bad batch ended it."""
     options = files.made.options
@@ -148,7 +172,11 @@ def _followed(
             tally, record = _stepped(files, tally, batch, latest)
         except BadBatchError as bad:
             if options.on_bad_batch == "stop":
-                return tally, f"step {tally.step} (samples {tally.rows} to {tally.rows + batch.rows - 1}): {bad}"
+                return (
+                    tally,
+                    f"step {tally.step} (samples {tally.rows} to {tally.rows + batch.rows - 1}): "
+                    f"{bad}",
+                )
             warn(f"step {tally.step} skipped: {bad}")
             for said in filter(None, (files.said, files.source)):
                 said.skip(batch.rows)
@@ -171,7 +199,9 @@ class _Latest:
 
 
 def _resumed(made: Made) -> tuple[Tally, dict[str, int]]:
-    """How far the checkpoint is, and the sizes of the journals then; the adapter goes on from it."""
+    """How far the checkpoint is, and the sizes of the journals then; the adapter goes on from
+    it.
+    """
     path = made.options.out / STATE
     if not made.options.resume or not path.exists():
         return Tally(), {}
@@ -185,12 +215,17 @@ def _resumed(made: Made) -> tuple[Tally, dict[str, int]]:
 
 
 def _write_config(made: Made, command: str) -> None:
-    """What was asked for, what it means, and with what it was run; for the reader, nothing depends on it."""
+    """What was asked for, what it means, and with what it was run; for the reader, nothing depends
+    on it.
+    """
     try:
         recipe: Any = to_dict(made.adapter.recipe)
     except ValueError:
         recipe = repr(made.adapter.recipe)
-    options = {name: str(value) if isinstance(value, Path) else value for name, value in vars(made.options).items()}
+    options = {
+        name: str(value) if isinstance(value, Path) else value
+        for name, value in vars(made.options).items()
+    }
     document = {
         "command": command,
         "options": options,
@@ -198,13 +233,21 @@ def _write_config(made: Made, command: str) -> None:
         "samples": made.feed.count,
         "model": made.adapter.fingerprint._asdict(),
         "machine": made.machine.settings(),
-        "versions": {"driftfilter": df.__version__, "torch": torch.__version__, "python": platform.python_version()},
+        "versions": {
+            "driftfilter": df.__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
     }
     summary.write_json(made.options.out / "config.json", document)
 
 
-def _stepped(files: _Files, tally: Tally, batch: Batch, latest: _Latest) -> tuple[Tally, df.StepRecord]:
-    """Adapt to a batch and predict it: how far the run is then, and what is to be told of the step."""
+def _stepped(
+    files: _Files, tally: Tally, batch: Batch, latest: _Latest
+) -> tuple[Tally, df.StepRecord]:
+    """Adapt to a batch and predict it: how far the run is then, and what is to be told of the
+    step.
+    """
     made, begun = files.made, time.perf_counter()
     inputs, logs, source, apart = _predicted(made, tally, batch)
     _require_classes(made, tally, logs.shape[1])
@@ -215,8 +258,12 @@ def _stepped(files: _Files, tally: Tally, batch: Batch, latest: _Latest) -> tupl
     if source is not None and files.source is not None:
         files.source.append(source)
         notes = {"baseline_entropy": float(columns(source).entropy.mean())}
-        notes |= {"baseline_right": _judged(made, tally, source)[0]} if tally.judged + judged else {}
-    record = replace(latest.record, number=tally.step, ms=ms, right=right, judged=judged, notes=notes)
+        notes |= (
+            {"baseline_right": _judged(made, tally, source)[0]} if tally.judged + judged else {}
+        )
+    record = replace(
+        latest.record, number=tally.step, ms=ms, right=right, judged=judged, notes=notes
+    )
     after = tally.after(record)._replace(classes=logs.shape[1], shapes=shapes_of(inputs))
     return after, replace(record, accuracy=after.accuracy)
 
@@ -237,9 +284,16 @@ def _predicted(made: Made, tally: Tally, batch: Batch) -> _Said:
         given = () if named else (inputs,)
         begun, source = time.perf_counter(), None
         if made.source is not None:
-            source = made.source.predict(*given, **named).log_probabilities.cpu().numpy().astype(made.dtype)
+            source = (
+                made.source.predict(*given, **named)
+                .log_probabilities.cpu()
+                .numpy()
+                .astype(made.dtype)
+            )
         apart = time.perf_counter() - begun
-        return _Said(inputs, made.adapter(*given, **named).cpu().numpy().astype(made.dtype), source, apart)
+        return _Said(
+            inputs, made.adapter(*given, **named).cpu().numpy().astype(made.dtype), source, apart
+        )
     except torch.OutOfMemoryError:
         raise  # nothing is wrong with the batch
     except (ValueError, TypeError) as error:
@@ -255,7 +309,10 @@ def _require_classes(made: Made, tally: Tally, k: int) -> None:
     highest = -1 if made.labels is None else int(made.labels.max())
     require(highest < k, "labels", f"up to {highest}", f"below {k}, the classes of the model")
     require(
-        len(made.classes) in (0, k), "--classes", f"{len(made.classes)} names", f"{k} names, one for each class of the model"
+        len(made.classes) in (0, k),
+        "--classes",
+        f"{len(made.classes)} names",
+        f"{k} names, one for each class of the model",
     )
 
 

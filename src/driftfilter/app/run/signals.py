@@ -15,7 +15,9 @@ class _NowError(Exception):
 
 
 class Stop:
-    """SIGTERM and SIGINT end a run after the step at hand; where it waits for data, at once. A second one interrupts."""
+    """SIGTERM and SIGINT end a run after the step at hand; where it waits for data, at once. A
+    second one interrupts.
+    """
 
     def __init__(self) -> None:
         self.signal: int | None = None
@@ -24,7 +26,9 @@ class Stop:
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Signals are heard in this block."""
-        before = {number: signal.signal(number, self._heard) for number in (signal.SIGTERM, signal.SIGINT)}
+        before = {
+            number: signal.signal(number, self._heard) for number in (signal.SIGTERM, signal.SIGINT)
+        }
         try:
             yield
         finally:
@@ -43,7 +47,8 @@ class Stop:
         while True:
             item: T | None = None
             try:
-                self._waiting = True  # first: a signal after the next line raises, one before it is seen there
+                # First: a signal after the next line raises, one before it is seen there.
+                self._waiting = True
                 item = None if self.signal else next(items, None)
                 self._waiting = False
             except _NowError:

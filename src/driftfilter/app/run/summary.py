@@ -1,4 +1,6 @@
-"""What a run writes at its end, for its report: how good it was, what moved, a few samples to look at."""
+"""What a run writes at its end, for its report: how good it was, what moved, a few samples to look
+at.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,12 @@ def open_classes(path: Path) -> tuple[str, ...]:
         names = tuple(line.strip() for line in path.read_text(encoding="utf-8").splitlines())
     except UnicodeDecodeError as error:
         raise ValueError(f"--classes {path} must be a text file in UTF-8, got {error}") from error
-    require(bool(names) and all(names), "--classes", str(path), "a text file with one name a line, none of them empty")
+    require(
+        bool(names) and all(names),
+        "--classes",
+        str(path),
+        "a text file with one name a line, none of them empty",
+    )
     return names
 
 
@@ -56,19 +63,26 @@ def clear(out: Path) -> None:
         (out / name).unlink(missing_ok=True)
 
 
-def write(out: Path, finished: Finished, adapter: df.Adapter, model: nn.Module, others: dict[str, Any]) -> None:
+def write(
+    out: Path, finished: Finished, adapter: df.Adapter, model: nn.Module, others: dict[str, Any]
+) -> None:
     """movement.json and, last of all, summary.json with ``others`` in it."""
     write_json(out / MOVEMENT, movement(adapter, model))
     write_json(out / SUMMARY, {"format": FORMAT, **others, **summary(finished)})
 
 
 def summary(finished: Finished) -> dict[str, Any]:
-    """Quality after and before adapting, and the classes, JSON-ready; None for what cannot be known."""
+    """Quality after and before adapting, and the classes, JSON-ready; None for what cannot be
+    known.
+    """
     logs, source = finished.logs, finished.source
     usable = ~np.isnan(logs).any(1)
     sides = {"after": logs, "before": source}
     return {
-        "quality": {name: None if side is None else _quality(side, finished.labels) for name, side in sides.items()},
+        "quality": {
+            name: None if side is None else _quality(side, finished.labels)
+            for name, side in sides.items()
+        },
         "changed": None if source is None else _share((logs.argmax(1) != source.argmax(1))[usable]),
         "classes": _classes(finished, usable),
     }
@@ -101,11 +115,17 @@ def _finite(value: float) -> float | None:
 
 
 def _classes(finished: Finished, usable: NDArray[Any]) -> list[dict[str, Any]]:
-    """How often each class was predicted, after and before, and where labels are known how often it was right."""
+    """How often each class was predicted, after and before, and where labels are known how often it
+    was right.
+    """
     if not usable.any():
         return []  # and so nobody knows how many classes there are
     k = finished.logs.shape[1]
-    said = {"": finished.logs} if finished.source is None else {"": finished.logs, "baseline_": finished.source}
+    said = (
+        {"": finished.logs}
+        if finished.source is None
+        else {"": finished.logs, "baseline_": finished.source}
+    )
     labels = None if finished.labels is None else finished.labels[: len(usable)]
     counts: dict[str, list[int]] = {}
     for prefix, logs in said.items():
@@ -116,7 +136,8 @@ def _classes(finished: Finished, usable: NDArray[Any]) -> list[dict[str, Any]]:
     if labels is not None:
         counts["labeled"] = _counts(labels[usable[: len(labels)]], k)
     return [
-        {"name": name, **{key: found[place] for key, found in counts.items()}} for place, name in enumerate(_names(finished))
+        {"name": name, **{key: found[place] for key, found in counts.items()}}
+        for place, name in enumerate(_names(finished))
     ]
 
 
@@ -130,7 +151,9 @@ def _names(finished: Finished) -> list[str]:
 
 
 def write_examples(out: Path, finished: Finished, feed: Feed, form: Form) -> str:
-    """The most and the least certain samples, read again, as examples.npz; else why there are none."""
+    """The most and the least certain samples, read again, as examples.npz; else why there are
+    none.
+    """
     if not isinstance(feed, Stored):
         return "the data cannot be read again"
     said = columns(finished.logs)
@@ -144,7 +167,11 @@ def write_examples(out: Path, finished: Finished, feed: Feed, form: Form) -> str
         return "there are no samples of one shape to show"
     labels = np.full(len(rows), -1) if finished.labels is None else _at(finished.labels, rows)
     about = {"row": rows, "most": np.arange(len(rows)) < len(most), "truth": labels}
-    about |= {"label": said.label[rows], "probability": said.probability[rows], "entropy": said.entropy[rows]}
+    about |= {
+        "label": said.label[rows],
+        "probability": said.probability[rows],
+        "entropy": said.entropy[rows],
+    }
     with whole_file(out / EXAMPLES) as file:
         np.savez(file, values=np.stack(values), **about)  # type: ignore[arg-type]
     return ""
