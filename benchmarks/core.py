@@ -33,12 +33,10 @@ from figures import exponent, header, write
 NOISE, START = 1e-3, 0.1  # variances of the random walk beside posteriors
 
 
-class GivenRows:
+class GivenRows(df.PredictiveModel):
     """A model whose per-sample gradients are already there: what remains is the filter's own
     work.
     """
-
-    linear = False
 
     def __init__(self, rows: Tensor) -> None:
         self.rows = rows
@@ -52,7 +50,7 @@ class GivenRows:
     def pushforward(self, theta: Tensor, inputs: Tensor, tangents: Tensor) -> Tensor:
         raise RuntimeError("no prediction from given rows")
 
-    class Rows:
+    class Rows(Pullback):
         def __init__(self, rows: Tensor) -> None:
             self.rows = rows
 
@@ -143,7 +141,7 @@ def beyond_gradients(
     inference = df.Linearized(df.EmpiricalFisher())
     return (
         lambda: inference(prior, energy, {}, randomness),
-        lambda: energy.evaluation.rows(),
+        lambda: energy.evaluation.rows,
         f"{structure}, d = {d:,}, n = {n}, rank = {rank}",
     )
 

@@ -646,7 +646,7 @@ def test_the_state_does_not_share_memory_with_the_caller() -> None:
         ),
         (
             type("Model", (), {"__call__": None, "pullback": None, "pushforward": None})(),
-            "a pullback but without ['linear']",
+            "inherit from it for defaults, got 'a model with a pullback",
         ),
     ],
 )

@@ -4,10 +4,10 @@ from driftfilter import callbacks, presets
 from driftfilter.adapter.adapter import Adapter, adapt
 from driftfilter.adapter.checkpoint import load, save
 from driftfilter.base.checks import NotFiniteError, NotPositiveDefiniteError
-from driftfilter.base.sharding import RankError
 from driftfilter.callbacks import Callback, StepRecord
 from driftfilter.compiled.fleet import Fleet
 from driftfilter.compiled.scan import why_eager
+from driftfilter.distributed.ranks import RankError
 from driftfilter.filtering import Filter, FilterState, NoInformationWarning, Outputs, StepInfo
 from driftfilter.gaussian.belief import Belief, kl_divergence
 from driftfilter.gaussian.blocks import Blocks

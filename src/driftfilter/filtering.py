@@ -1,21 +1,23 @@
 """The filter: one step is transition, inference, prediction. Read this file first.
 
     prior      = transition(belief)             N(G μ + c, G Σ Gᵀ + W)
+    energy     = observation(prior mean)        E = Σ w_i ℓ_i / n
     posterior  = inference(prior, energy)       ∝ prior · exp(-E)
     prediction = rule(posterior or prior)       ∫ p(y given x, θ) N(θ) dθ
-    posterior  = upkeep(posterior)              restores and resets, where there are any
+    posterior  = upkeep(posterior)              restores and resets, if there are any
 
 State goes in; state, prediction and info come out. Nothing is changed in place.
 """
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from numbers import Integral
-from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar, final
+from typing import Any, Literal, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -29,10 +31,10 @@ from driftfilter.base.checks import (
     warn,
 )
 from driftfilter.base.inputs import Inputs, checked
-from driftfilter.base.randomness import Purpose, Randomness
+from driftfilter.base.randomness import Randomness
 from driftfilter.gaussian.belief import Belief
 from driftfilter.inference.linearized import Inference, Linearized
-from driftfilter.inference.prediction import MAP, Prediction, PredictionRule, Query, learned
+from driftfilter.inference.prediction import MAP, Prediction, PredictionRule, Query
 from driftfilter.inference.resets import Upkeep
 from driftfilter.model.dynamics import MeanReversion
 from driftfilter.model.losses import Loss
@@ -43,32 +45,22 @@ from driftfilter.model.predictive import (
     PredictiveModel,
     ReadOut,
     lift,
-    observing,
-    recalled,
 )
 from driftfilter.model.transition import BoundTransition, Transition
 from driftfilter.model.weighting import Memory
 
-P = ParamSpec("P")
-R = TypeVar("R")
+
+def _without_gradients() -> AbstractContextManager[Any]:
+    """No gradients, and no torch.inference_mode, whose tensors a model cannot differentiate."""
+    if torch.is_inference_mode_enabled():
+        return _outside_inference_mode()
+    return torch.no_grad() if torch.is_grad_enabled() else nullcontext()
 
 
-def _without_gradients(method: Callable[P, R]) -> Callable[P, R]:
-    """No gradients, and no torch.inference_mode either: a model could not differentiate the tensors
-    made in it.
-    """
-
-    @functools.wraps(method)
-    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
-        if torch.is_inference_mode_enabled():
-            with torch.inference_mode(False), torch.no_grad():
-                return method(*args, **kwargs)
-        if not torch.is_grad_enabled():
-            return method(*args, **kwargs)
-        with torch.no_grad():
-            return method(*args, **kwargs)
-
-    return wrapped
+@contextmanager
+def _outside_inference_mode() -> Iterator[None]:
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 class NoInformationWarning(UserWarning):
@@ -87,6 +79,10 @@ class FilterState:
     step: int = 0
     memory: Memory = field(default_factory=dict)  # named statistics of weighting and inference
 
+    def after(self, belief: Belief, memory: Memory) -> FilterState:
+        """The state one step later."""
+        return FilterState(belief, self.source, self.parameters, self.seed, self.step + 1, memory)
+
 
 class StepInfo(NamedTuple):
     """What a step did; diagnostics only, no step depends on them."""
@@ -97,6 +93,12 @@ class StepInfo(NamedTuple):
     losses: Tensor  # [views, n], ℓ_i at the prior mean, by view
     weights: Tensor  # [n], w_i of every sample; 0 where it was left out
     coefficients: Tensor  # [n], w_i / n
+
+    @classmethod
+    def of(cls, step: int, reason: str, energy: Energy) -> StepInfo:
+        """The diagnostics of a step."""
+        losses, samples = energy.evaluation.expansion.value, energy.samples
+        return cls(step, not reason, reason, losses, samples.weights, samples.coefficients)
 
     @property
     def energy(self) -> Tensor:
@@ -202,152 +204,107 @@ class Filter:
         if self.upkeep is not None:
             require_role("Filter.upkeep", self.upkeep, "upkeep", "ResetEvery(1000)")
         object.__setattr__(self, "logits", lift(self.logits))
+        upkeeps = (self.observation.teacher, self.upkeep)
+        object.__setattr__(self, "_upkeeps", tuple(each for each in upkeeps if each is not None))
         object.__setattr__(self, "_bound", None)
         object.__setattr__(self, "_motion", None)
         object.__setattr__(self, "_warned", False)
 
-    @_without_gradients
     def init(self, belief: Belief, seed: int = 0) -> FilterState:
-        """The state before the first batch, from a belief over the parameters, which is taken as
-        the source.
-        """
+        """The state before the first batch, from a belief over the parameters: the source."""
         require(isinstance(belief, Belief), "Filter.init: belief", belief, "a Belief")
         whole = isinstance(seed, Integral) and not isinstance(seed, bool)
         require(whole, "Filter.init: seed", seed, "an integer")
-        mean = (
-            belief.mean.detach().clone()
-        )  # often a model's own parameters, which may be trained on
-        source = self.transition.augment(Belief(mean, belief.covariance))
-        self.transition(
-            source, source
-        )  # refuses now what a structure cannot carry, not at the first batch
+        with _without_gradients():
+            mean = belief.mean.detach().clone()  # often a model's own, which may be trained on
+            source = self.transition.augment(Belief(mean, belief.covariance))
+            self.transition(source, source)  # refuses now what a structure cannot carry
         return FilterState(source, source, belief.dimension, int(seed))
 
-    @_without_gradients
     def step(self, state: FilterState, inputs: Inputs) -> tuple[FilterState, Prediction, StepInfo]:
         """Adapt to one unlabeled batch [n, ...] and predict it."""
         state, prediction, info = self._advance(state, inputs, predicting=True)
         assert prediction is not None
         return state, prediction, info
 
-    @_without_gradients
     def update(self, state: FilterState, inputs: Inputs) -> tuple[FilterState, StepInfo]:
-        """Adapt to one unlabeled batch [n, ...] without predicting it: the state is that of
-        ``step``.
-        """
+        """Adapt to one unlabeled batch [n, ...] without predicting it: the state is ``step``'s."""
         state, _, info = self._advance(state, inputs, predicting=False)
         return state, info
 
     def _advance(
         self, state: FilterState, inputs: Inputs, predicting: bool
     ) -> tuple[FilterState, Prediction | None, StepInfo]:
-        require(
-            isinstance(state, FilterState),
-            "state",
-            type(state).__name__,
-            "a FilterState (see Filter.init)",
-        )
-        if not state.belief.mean.is_cuda:
-            return self._one_step(state, inputs, predicting)
-        with finite_at_the_end():
-            return self._one_step(state, inputs, predicting)
+        """One step; on a GPU all checks of numbers wait for its end."""
+        transition, model = self._bind(state)
+        waiting = finite_at_the_end() if state.belief.mean.is_cuda else nullcontext()
+        with _without_gradients(), waiting:
+            return self._one_step(state, checked(inputs), transition, model, predicting)
 
     def _one_step(
-        self, state: FilterState, inputs: Inputs, predicting: bool
+        self,
+        state: FilterState,
+        inputs: Inputs,
+        transition: BoundTransition,
+        model: PredictiveModel,
+        predicting: bool,
     ) -> tuple[FilterState, Prediction | None, StepInfo]:
-        inputs = checked(inputs)
-        transition, model = self._bind(state)
         randomness = Randomness(state.seed, state.step, state.belief.mean.device)
-
         prior = transition(state.belief)
-        seen = observing(model)
         energy, memory = self.observation(
-            seen, prior.mean, inputs, state.memory, randomness, state.source
+            model, prior.mean, inputs, state.memory, randomness, state.source
         )
-        reason = self._why_uninformative(energy)
-        posterior = prior
+        posterior, reason = prior, self._why_uninformative(energy)
         if not reason:
-            if seen is model:
-                memory = learned(self.prediction, prior, energy, memory)
             posterior, memory = self.inference(prior, energy, memory, randomness)
-        if (
-            posterior.covariance is prior.covariance
-            and prior.covariance is not state.belief.covariance
-        ):
+            memory = self.prediction.learn(prior, energy, memory)
+        if posterior.covariance is prior.covariance is not state.belief.covariance:
             _require_proper(prior, state.source)
         prediction = None
         if predicting:
             belief = posterior if self.predict_from == "posterior" else prior
-            known = (
-                energy.evaluation.logits if belief.mean is energy.anchor and seen is model else None
-            )
-            query = Query(
-                model, inputs, randomness, known, energy.taught, lambda: energy.views, memory
-            )
+            known, views = energy.known_logits(belief.mean), lambda: energy.views
+            query = Query(model, inputs, randomness, known, energy.taught, views, memory)
             prediction = self._predict(belief, query)
-        if self.observation.teacher is not None:
-            memory = self.observation.teacher.follow(posterior.mean, memory, state.source)
-        if self.upkeep is not None:
-            posterior, memory = self.upkeep(posterior, energy, memory, randomness)
-        losses, samples = energy.evaluation.expansion.value, energy.samples
-        info = StepInfo(
-            state.step, not reason, reason, losses, samples.weights, samples.coefficients
-        )
-        state = FilterState(
-            posterior, state.source, state.parameters, state.seed, state.step + 1, memory
-        )
-        return state, prediction, info
+        for upkeep in self.__dict__["_upkeeps"]:
+            posterior, memory = upkeep(posterior, energy, memory, randomness)
+        info = StepInfo.of(state.step, reason, energy)
+        return state.after(posterior, memory), prediction, info
 
-    @_without_gradients
     def predict(self, state: FilterState, inputs: Inputs) -> Prediction:
         """Predict inputs [n, ...] with the belief as it stands, without adapting to them."""
-        inputs = checked(inputs)
         _, model = self._bind(state)
         randomness = Randomness(state.seed, state.step, state.belief.mean.device)
-        teacher = self.observation.teacher
-        taught = (
-            None
-            if teacher is None
-            else teacher.logits(model, inputs, state.memory, state.source, randomness)
-        )
-        loss: Loss = self.observation.loss  # type: ignore[assignment]  # as_loss in Gibbs
+        with _without_gradients():
+            inputs, teacher, taught = checked(inputs), self.observation.teacher, None
+            if teacher is not None:
+                taught = teacher.logits(model, inputs, state.memory, state.source, randomness)
+            views = partial(self.observation.views, model, inputs, randomness)
+            query = Query(model, inputs, randomness, None, taught, views, state.memory)
+            return self._predict(state.belief, query)
 
-        def views() -> tuple[Inputs, ...]:
-            return loss.views(inputs, lambda: randomness.generator(Purpose.VIEWS))
-
-        return self._predict(
-            state.belief, Query(model, inputs, randomness, None, taught, views, state.memory)
-        )
-
-    @_without_gradients
     def run(self, state: FilterState, batches: Iterable[Inputs]) -> tuple[FilterState, Outputs]:
         """A whole stream: batches [n, ...] one after the other, or one tensor [steps, n, ...].
 
-        Long streams of a linear head run in compiled code where numba is installed (docs/speed.md).
+        Long streams of a linear head run in compiled code if numba is installed (docs/speed.md).
         """
         from driftfilter.compiled import scan
 
-        require(
-            isinstance(state, FilterState),
-            "state",
-            type(state).__name__,
-            "a FilterState (see Filter.init)",
-        )
-        done = scan.run(self, state, batches)
-        if done is not None:
-            return done
-        predictions: list[Prediction] = []
-        infos: list[StepInfo] = []
-        for batch in batches:
-            state, prediction, info = self.step(state, batch)
-            predictions.append(prediction)
-            infos.append(info)
+        _require_state(state)
+        with _without_gradients():
+            done = scan.run(self, state, batches)
+            if done is not None:
+                return done
+            predictions: list[Prediction] = []
+            infos: list[StepInfo] = []
+            for batch in batches:
+                state, prediction, info = self.step(state, batch)
+                predictions.append(prediction)
+                infos.append(info)
         return state, Outputs(predictions, infos)
 
     def _predict(self, belief: Belief, query: Query) -> Prediction:
-        """The rule's prediction, checked: logits that turn NaN or infinite at the parameters it
-        uses are refused.
-        """
+        """The rule's prediction; logits that are not finite at its parameters are refused."""
         prediction = self.prediction(belief, query)
         require_finite(
             "log-probabilities (the model's logits at the parameters predicted with)",
@@ -356,36 +313,26 @@ class Filter:
         return prediction
 
     def __getstate__(self) -> dict[str, object]:
-        return {
-            **self.__dict__,
-            "_bound": None,
-            "_motion": None,
-        }  # worked out again after unpickling
+        return {**self.__dict__, "_bound": None, "_motion": None}  # worked out after unpickling
 
     def _bind(self, state: FilterState) -> tuple[BoundTransition, PredictiveModel]:
-        """Transition and model for a state; what depends on the source only is kept, since a stream
-        has only one.
-        """
-        require(
-            isinstance(state, FilterState),
-            "state",
-            type(state).__name__,
-            "a FilterState (see Filter.init)",
-        )
+        """Transition and model for a state; a stream has one source, for which both are kept."""
+        _require_state(state)
         bound: tuple[Belief, BoundTransition, PredictiveModel] | None = self.__dict__["_bound"]
         if bound is None or bound[0] is not state.source:
-            model: PredictiveModel = self.logits  # type: ignore[assignment]  # lifted in __post_init__
+            model: PredictiveModel = self.logits  # type: ignore[assignment]  # lifted
             matrix = self.transition.read_out(state.parameters)
             if matrix is not None:
                 model = ReadOut(model, matrix.to(state.source.mean))
             bound = (state.source, self.transition.bind(state.source), model)
             object.__setattr__(self, "_bound", bound)
         _, transition, model = bound
-        return transition, recalled(model, state.memory) if state.memory else model
+        return transition, model.recall(state.memory) if state.memory else model
 
     def _why_uninformative(self, energy: Energy) -> str:
-        """Why a batch can say nothing about the parameters; empty where it can. The first one too
-        small for the rules warns.
+        """Why a batch can say nothing about the parameters; empty if it can.
+
+        The first batch that is too small for the rules gives a warning.
         """
         reason = self.reason(energy.samples.used)
         if reason and energy.samples.used and not self.__dict__["_warned"]:
@@ -416,6 +363,11 @@ class Filter:
             f"{used} sample with a weight, {type(self.observation.loss).__name__} under "
             f"{self.inference} needs {self.needed}"
         )
+
+
+def _require_state(state: object) -> None:
+    fits = isinstance(state, FilterState)
+    require(fits, "state", type(state).__name__, "a FilterState (see Filter.init)")
 
 
 def _require_proper(belief: Belief, source: Belief) -> None:

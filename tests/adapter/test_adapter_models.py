@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import parametrizations
 
 import driftfilter as df
-from driftfilter.networks.parameters import NORMS
+from driftfilter.networks.layers import NORMS
 
 HEAD = df.Recipe(
     parameters=df.Head(), statistics="source", inference=df.Frozen()

@@ -24,7 +24,8 @@ from torch import Tensor, nn
 import driftfilter as df
 from driftfilter.app import models
 from driftfilter.app.streams import sample_images
-from driftfilter.base.sharding import Ranks, Shards, among, gathered, placed, taken, total_samples
+from driftfilter.base.sharding import Shards, among, gathered, placed, taken, total_samples
+from driftfilter.distributed.ranks import ProcessRanks
 
 SHARDS = (
     (15, 9),
@@ -408,17 +409,17 @@ def test_a_rank_that_fails_in_the_middle_of_a_call_tells_the_others(tmp_path: Pa
 
 
 @pytest.fixture
-def alone(tmp_path: Path) -> Iterator[Ranks]:
+def alone(tmp_path: Path) -> Iterator[ProcessRanks]:
     dist.init_process_group(
         "gloo", init_method=f"file://{tmp_path / 'meeting'}", rank=0, world_size=1
     )
     assert dist.group.WORLD is not None
-    yield Ranks(dist.group.WORLD)
+    yield ProcessRanks(dist.group.WORLD)
     dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("preset", ["opgd", "driftfilter_aug", "head_ekf"])
-def test_one_rank_is_one_process(preset: str, alone: Ranks) -> None:
+def test_one_rank_is_one_process(preset: str, alone: ProcessRanks) -> None:
     adapter, plain = df.adapt(small(), preset, distributed=True), df.adapt(small(), preset)
     for batch in images(3, 6, 8):
         torch.testing.assert_close(adapter(batch), plain(batch), rtol=1e-10, atol=1e-10)
@@ -441,7 +442,7 @@ class Named(nn.Module):
         return logits
 
 
-def test_inputs_by_name_and_copies_of_an_adapter(alone: Ranks) -> None:
+def test_inputs_by_name_and_copies_of_an_adapter(alone: ProcessRanks) -> None:
     adapter = df.adapt(Named().eval(), "tent", distributed=True)
     batch, scale = images(1, 6, 8)[0], torch.tensor(0.5).double()
     adapter(pixels=batch, scale=scale)
@@ -452,7 +453,7 @@ def test_inputs_by_name_and_copies_of_an_adapter(alone: Ranks) -> None:
         pickle.dumps(adapter)
 
 
-def test_moments_of_shards_are_those_of_all_values(alone: Ranks) -> None:
+def test_moments_of_shards_are_those_of_all_values(alone: ProcessRanks) -> None:
     values = torch.randn(7, 3, dtype=torch.float64, requires_grad=True)
     variance, mean = torch.var_mean(values, 0, correction=0)
     together = Shards(alone, (7,)).moments(mean, variance, 7, 7)
@@ -475,7 +476,7 @@ def test_without_shards_nothing_is_exchanged() -> None:
     assert total_samples(3) == 3
 
 
-def test_samples_are_put_at_their_place_among_all(alone: Ranks) -> None:
+def test_samples_are_put_at_their_place_among_all(alone: ProcessRanks) -> None:
     shards = Shards(alone, (3, 2))
     batch, scale = torch.arange(6.0).view(3, 2) + 1, torch.tensor(2.0)
     with among(shards):

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -287,10 +288,10 @@ def test_roots_of_leading_dimensions_are_a_loop() -> None:
     for curvature in (Hessian(), GaussNewton()):
         assert isinstance(curvature, LogitMetric)
         points, expansion = at(logits)
-        roots = curvature.roots(evaluation._replace(expansion=expansion, logits=points))
+        roots = curvature.roots(replace(evaluation, expansion=expansion, logits=points))
         for m in range(4):
             points, expansion = at(logits[:, m])
-            alone = curvature.roots(evaluation._replace(expansion=expansion, logits=points))
+            alone = curvature.roots(replace(evaluation, expansion=expansion, logits=points))
             torch.testing.assert_close(roots[:, m] @ roots[:, m].mT, alone @ alone.mT)
     assert not isinstance(EmpiricalFisher(), LogitMetric)
     assert not isinstance(NoCurvature(), LogitMetric)

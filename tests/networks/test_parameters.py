@@ -6,7 +6,8 @@ import pytest
 from torch import nn
 
 import driftfilter as df
-from driftfilter.networks.parameters import NORMS, select
+from driftfilter.networks.layers import NORMS
+from driftfilter.networks.parameters import select
 
 
 def network() -> nn.Module:

@@ -16,7 +16,7 @@ import driftfilter as df
 from driftfilter.app.models import ARCHITECTURES
 from driftfilter.app.run.load_model import open_model
 from driftfilter.base.checks import require
-from driftfilter.networks.parameters import NORMS
+from driftfilter.networks.layers import NORMS
 
 SUBSETS: tuple[df.Selection, ...] = (df.NormAffine(), df.Head(), df.AllParameters())
 TIMED = ("source", "tent", "driftfilter")  # presets: no update, a plain one, the default

@@ -22,13 +22,14 @@ from torch import Tensor
 
 from driftfilter.base.checks import NotFiniteError, NotPositiveDefiniteError, require
 from driftfilter.base.inputs import Inputs, batch_size, checked, each
-from driftfilter.base.sharding import RankError, Ranks, Shards, among, current
+from driftfilter.base.sharding import Shards, among, current, placed, taken
+from driftfilter.distributed.ranks import ProcessRanks, RankError
 from driftfilter.model.predictive import (
-    AroundPullback,
+    Draw,
+    ModelAround,
     PredictiveModel,
     Pullback,
-    observing,
-    recalled,
+    PullbackAround,
 )
 from driftfilter.networks.features import OnFeatures
 from driftfilter.recipe import Recipe
@@ -38,28 +39,12 @@ TIMEOUT = timedelta(seconds=30)  # until a rank that does not answer is given up
 
 @final
 @dataclass(frozen=True, eq=False)
-class Sharded:
+class Sharded(ModelAround):
     """A model of this rank's samples as one of all ranks' samples: logits of all, and their
     derivatives.
 
     Jᵀ c = Σ_r J_rᵀ c_r over the shards r; for this process alone it is the model itself.
     """
-
-    model: PredictiveModel
-
-    @property
-    def linear(self) -> bool:
-        return self.model.linear
-
-    @property
-    def observing(self) -> Sharded:
-        """The same on the model as the loss sees it; itself where that is no other."""
-        seen = observing(self.model)
-        return self if seen is self.model else Sharded(seen)
-
-    def recall(self, memory: Mapping[str, Tensor]) -> Sharded:
-        """The same on the model with the statistics in this memory."""
-        return Sharded(recalled(self.model, memory))
 
     def __call__(self, theta: Tensor, inputs: Inputs) -> Tensor:
         return _whole().cat(self.model(theta, inputs))
@@ -71,9 +56,15 @@ class Sharded:
     def pushforward(self, theta: Tensor, inputs: Inputs, tangents: Tensor) -> Tensor:
         return _whole().cat(self.model.pushforward(theta, inputs, tangents), 1)
 
+    def count_samples(self, inputs: Inputs) -> int:
+        return sum(_whole().sizes)
+
+    def draw_views(self, draw: Draw, inputs: Inputs) -> tuple[Inputs, ...]:
+        return tuple(taken(view) for view in draw(placed(inputs)))
+
 
 @final
-class _ShardedPullback(AroundPullback):
+class _ShardedPullback(PullbackAround):
     def __call__(self, cotangents: Tensor) -> Tensor:
         shards = _whole()
         return shards.cat(self.inner(shards.own(cotangents, -2)), -2)
@@ -101,7 +92,7 @@ def sharded(model: PredictiveModel) -> PredictiveModel:
 
 def join(
     distributed: bool | dist.ProcessGroup, recipe: Recipe, window: int, update_every: int
-) -> Ranks | None:
+) -> ProcessRanks | None:
     """The ranks of a stream: those of a process group or, for True, of a new one of all processes
     with a timeout of 30 s.
     """
@@ -135,13 +126,13 @@ def join(
         "False until torch.distributed.init_process_group() has been called",
     )
     return (
-        Ranks(dist.new_group(timeout=TIMEOUT), own=True)
+        ProcessRanks(dist.new_group(timeout=TIMEOUT), own=True)
         if distributed is True
-        else Ranks(distributed)
+        else ProcessRanks(distributed)
     )
 
 
-def require_same(ranks: Ranks, facts: Mapping[str, Any]) -> None:
+def require_same(ranks: ProcessRanks, facts: Mapping[str, Any]) -> None:
     """Raise, on every rank, unless all of these are the same on all ranks."""
     digests = [hashlib.sha256(str(fact).encode()).digest()[:8] for fact in facts.values()]
     own = torch.tensor(
@@ -161,7 +152,9 @@ def require_same(ranks: Ranks, facts: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def shared(ranks: Ranks, inputs: Inputs, call: str, facts: Mapping[str, int]) -> Iterator[Inputs]:
+def shared(
+    ranks: ProcessRanks, inputs: Inputs, call: str, facts: Mapping[str, int]
+) -> Iterator[Inputs]:
     """A call of all ranks, each with a shard that may be empty; refused on all of them where it is
     on one, or facts differ.
 

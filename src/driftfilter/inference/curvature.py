@@ -103,16 +103,18 @@ class EmpiricalFisher(Curvature):
         return 2 if self.centered else 1
 
     def __call__(self, evaluation: Evaluation) -> tuple[Tensor, Tensor]:
-        rows = evaluation.rows()  # a_i g_i, a_i = w_i/n
+        rows = evaluation.rows  # a_i g_i, a_i = w_i/n
         gradient = rows.sum(0)
         if self.centered and rows.shape[0] == 1:
             return gradient, torch.zeros_like(rows)
         weights = evaluation.coefficients.clamp_min(torch.finfo(rows.dtype).tiny)
         if evaluation.is_coupled:
             weights = weights.mean().expand_as(weights)
-        if self.centered:
-            rows = rows.addcmul_(weights[:, None], gradient / weights.sum(), value=-1.0)
-        return gradient, rows.mul_((self.scale * weights.rsqrt())[:, None])
+        scale = (self.scale * weights.rsqrt())[:, None]
+        if not self.centered:
+            return gradient, rows * scale
+        shares = gradient / weights.sum()
+        return gradient, torch.addcmul(rows, weights[:, None], shares, value=-1.0).mul_(scale)
 
 
 @final

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol, final, runtime_checkable
 
 import torch
@@ -166,7 +166,7 @@ def _expected_over(
     center everywhere.
     """
     expansion = energy.loss.expand(logits, energy.samples.targets, energy.samples.weights)
-    evaluation = center._replace(expansion=expansion, logits=logits, kept=[])
+    evaluation = replace(center, expansion=expansion, logits=logits)
     cotangents = torch.einsum("m,vmnk->vnk", weights, evaluation.expansion.gradient)
     roots = curvature.roots(evaluation)
     metric = torch.einsum("m,vmnkr,vmnlr->vnkl", weights, roots, roots)

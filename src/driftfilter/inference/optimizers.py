@@ -23,6 +23,12 @@ from driftfilter.inference.curvature import NoCurvature
 from driftfilter.model.observation import Energy
 from driftfilter.model.weighting import Memory
 
+# In the memory:
+VELOCITY = "inference.velocity"  # v of SGD [d]
+FIRST, SECOND, COUNT = "inference.first", "inference.second", "inference.count"  # of Adam
+LOSS = "inference.loss"  # E at the sharp point []; NaN if every sample left there
+GRADIENT = "inference.gradient"  # of the last step [d], if it is kept
+
 
 @final
 @dataclass(frozen=True)
@@ -49,11 +55,10 @@ class SGD:
         """The step to subtract [d], and the memory after it."""
         if self.momentum == 0:
             return self.lr * gradient, memory
-        name = "inference.velocity"
-        before = memory.get(name)
+        before = memory.get(VELOCITY)
         velocity = gradient if before is None else self.momentum * before + gradient
         direction = gradient + self.momentum * velocity if self.nesterov else velocity
-        return self.lr * direction, {**memory, name: velocity}
+        return self.lr * direction, {**memory, VELOCITY: velocity}
 
 
 @final
@@ -85,16 +90,16 @@ class Adam:
             (1 - self.betas[0]) * gradient,
             (1 - self.betas[1]) * gradient.square(),
         )
-        if "inference.count" in memory:
-            count += int(memory["inference.count"])
-            first = torch.lerp(memory["inference.first"], gradient, 1 - self.betas[0])
-            second = second.add_(memory["inference.second"], alpha=self.betas[1])
+        if COUNT in memory:
+            count += int(memory[COUNT])
+            first = torch.lerp(memory[FIRST], gradient, 1 - self.betas[0])
+            second = second.add_(memory[SECOND], alpha=self.betas[1])
         scale = (second / (1 - self.betas[1] ** count)).sqrt() + self.eps
         step = self.lr / (1 - self.betas[0] ** count) * first / scale
         kept = {
-            "inference.first": first,
-            "inference.second": second,
-            "inference.count": torch.tensor(count),
+            FIRST: first,
+            SECOND: second,
+            COUNT: torch.tensor(count),
         }
         return step, {**memory, **kept}
 
@@ -139,11 +144,9 @@ class GradientStep:
         if self.radius:
             length = gradient.norm().clamp_min(1e-12)
             sharp = energy.reweighed_at(prior.mean + gradient * (self.radius / length))
-            if (
-                not sharp.coefficients.any()
-            ):  # every sample left: nothing to step on, and the mean loss of none
-                return prior, {**memory, "inference.loss": torch.full_like(length, math.nan)}
-            gradient, memory = sharp.gradient(), {**memory, "inference.loss": sharp.value()}
+            if not sharp.coefficients.any():  # every sample left: there is nothing to step on
+                return prior, {**memory, LOSS: torch.full_like(length, math.nan)}
+            gradient, memory = sharp.gradient(), {**memory, LOSS: sharp.value()}
         if self.anchor:
             source = energy.source
             require(
@@ -156,7 +159,7 @@ class GradientStep:
             gradient = gradient + self.anchor * source.covariance.solve(prior.mean - source.mean)
         step, memory = self.rule(gradient, memory)
         if self.keep_gradient:
-            memory = {**memory, "inference.gradient": gradient}
+            memory = {**memory, GRADIENT: gradient}
         n = energy.samples.weights.shape[0]
         mean = torch.sub(
             prior.mean, step, alpha=min(1.0, n / self.reference) if self.reference else 1.0

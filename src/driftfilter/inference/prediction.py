@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol, final
+from typing import Literal, NamedTuple, Protocol, final, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from driftfilter.model.observation import Energy
 from driftfilter.model.predictive import PredictiveModel, logit_covariance
 from driftfilter.model.weighting import Memory
 
-_SLOPES = "prediction.slopes"  # in the memory: Σ_i g_iᵀ Σ⁻ g_i and Σ_i |u_i|² [2], see Moderated
+SLOPES = "prediction.slopes"  # in the memory: Σ_i g_iᵀ Σ⁻ g_i and Σ_i |u_i|² [2], see Moderated
 
 
 @final
@@ -73,24 +73,24 @@ class Query(NamedTuple):
         return antithetic(belief.covariance, samples, self.randomness.generator(Purpose.PREDICTION))
 
 
+@runtime_checkable
 class PredictionRule(Protocol):
-    """p(y given x) = ∫ p(y given x, θ) N(θ; μ, Σ) dθ, one way or another."""
+    """p(y given x) = ∫ p(y given x, θ) N(θ; μ, Σ) dθ, one way or another.
+
+    A rule of your own inherits from it and has ``__call__``.
+    """
 
     def __call__(self, belief: Belief, query: Query) -> Prediction:
         """The prediction of the inputs in question."""
 
-
-def learned(rule: PredictionRule, prior: Belief, energy: Energy, memory: Memory) -> Memory:
-    """The memory with what a rule wants to keep of a batch, its energy at the prior; most have no
-    method ``learn``.
-    """
-    learn = getattr(rule, "learn", None)
-    return memory if learn is None else learn(prior, energy, memory)
+    def learn(self, prior: Belief, energy: Energy, memory: Memory) -> Memory:
+        """The memory with what the rule keeps of a batch after inference; most keep nothing."""
+        return memory
 
 
 @final
 @dataclass(frozen=True)
-class MAP:
+class MAP(PredictionRule):
     """softmax f(μ): the covariance is ignored."""
 
     def __call__(self, belief: Belief, query: Query) -> Prediction:
@@ -100,7 +100,7 @@ class MAP:
 
 @final
 @dataclass(frozen=True)
-class Tempered:
+class Tempered(PredictionRule):
     """softmax(f(μ) / T): what Gaussian logits of one variance v everywhere come to, T = √(1 + π v /
     4) by the probit approximation of each pair of classes, without a derivative. The most likely
     class is that of f.
@@ -131,7 +131,7 @@ class Tempered:
 
 @final
 @dataclass(frozen=True)
-class Moderated:
+class Moderated(PredictionRule):
     """softmax(f(μ) / T) at the temperature of Gaussian logits of one variance v (``Tempered``), the
     belief's along the loss.
 
@@ -177,20 +177,22 @@ class Moderated:
         """The memory with the two sums of a batch, with w_i in place of w_i / n: batches count by
         their samples.
         """
-        rows, slopes = energy.evaluation.keep_rows(), energy.evaluation.slopes().sum(0)
+        if not energy.observes_logits:
+            return memory
+        rows, slopes = energy.evaluation.rows, energy.evaluation.slopes().sum(0)
         along = torch.dot(rows.flatten(), prior.covariance.apply(rows).flatten())
         samples = energy.samples
         divisor = (samples.weights.sum() / samples.coefficients.sum()).square()
         sums = divisor * torch.stack((along, slopes.square().sum()))
         fading = 1 - len(slopes) / self.samples
-        if fading > 0 and _SLOPES in memory:
-            sums = sums + fading * memory[_SLOPES]
-        return {**memory, _SLOPES: sums}
+        if fading > 0 and SLOPES in memory:
+            sums = sums + fading * memory[SLOPES]
+        return {**memory, SLOPES: sums}
 
     def __call__(self, belief: Belief, query: Query) -> Prediction:
         logits = query.view_logits(belief).mean(0) if self.over_views else query.logits(belief)
         along, length = (
-            query.memory[_SLOPES] if _SLOPES in query.memory else logits.new_tensor((0.0, 0.0))
+            query.memory[SLOPES] if SLOPES in query.memory else logits.new_tensor((0.0, 0.0))
         )
         variance = (self.scale * along / length.clamp_min(torch.finfo(length.dtype).tiny)).to(
             logits.dtype
@@ -204,7 +206,7 @@ class Moderated:
 
 @final
 @dataclass(frozen=True)
-class FromTeacher:
+class FromTeacher(PredictionRule):
     """softmax ȳ of the observation's teacher: what the loss was trained towards is also what is
     predicted.
     """
@@ -222,7 +224,7 @@ class FromTeacher:
 
 @final
 @dataclass(frozen=True)
-class PriorCorrection:
+class PriorCorrection(PredictionRule):
     """softmax(f(μ) ⊙ r), r = (p̄ + s) / (1 + s k) the smoothed mean prediction of the batch, s =
     max(1/n, 1/k) / max p̄.
 
@@ -245,7 +247,7 @@ def _averaged(logits: Tensor) -> Tensor:
 
 @final
 @dataclass(frozen=True)
-class MonteCarlo:
+class MonteCarlo(PredictionRule):
     """Mean over s draws of θ of softmax f(θ); antithetic pairs."""
 
     samples: int = 32
@@ -261,7 +263,7 @@ class MonteCarlo:
 
 @final
 @dataclass(frozen=True)
-class LinearizedGaussian:
+class LinearizedGaussian(PredictionRule):
     """Gaussian logits f(μ) + J δ, δ ~ N(0, Σ), averaged after the softmax.
 
     One Jacobian-vector product a draw whatever k; keeps the correlation between logits.
@@ -282,7 +284,7 @@ class LinearizedGaussian:
 
 @final
 @dataclass(frozen=True)
-class LinearizedProbit:
+class LinearizedProbit(PredictionRule):
     """Closed form for Gaussian logits N(f, V), V = J Σ Jᵀ, with κ(v) = (1 + π v / 8)^(-1/2).
 
     ``pairwise``: p_c ∝ 1 / Σ_j exp(-κ(V_cc + V_jj - 2 V_cj) (f_c - f_j)), invariant to a shift of

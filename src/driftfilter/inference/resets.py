@@ -18,8 +18,14 @@ from torch import Tensor
 from driftfilter.base.checks import require, require_count, require_number, unchecked
 from driftfilter.base.randomness import Purpose, Randomness
 from driftfilter.gaussian.belief import Belief
+from driftfilter.inference.optimizers import GRADIENT, LOSS
 from driftfilter.model.observation import Energy
 from driftfilter.model.weighting import Memory
+
+# In the memory:
+RUNNING_LOSS = "upkeep.loss"  # e of ResetBelow []
+HIDDEN = "upkeep.hidden"  # φ of ContinualMomentum [d]
+VARIANCE = "upkeep.variance"  # P of ContinualMomentum []
 
 
 class Upkeep(Protocol):
@@ -31,13 +37,7 @@ class Upkeep(Protocol):
         """Belief and memory for the next step; the energy is that of this one."""
 
 
-def _source(energy: Energy) -> Belief:
-    require(energy.source is not None, "Energy.source", energy.source, "the source belief")
-    assert energy.source is not None
-    return energy.source
-
-
-def _restored(belief: Belief, source: Belief, mask: Tensor) -> Belief:
+def _restore(belief: Belief, source: Belief, mask: Tensor) -> Belief:
     return unchecked(
         Belief, mean=torch.where(mask, source.mean, belief.mean), covariance=belief.covariance
     )
@@ -59,7 +59,9 @@ class ResetEvery:
         self, belief: Belief, energy: Energy, memory: Memory, randomness: Randomness
     ) -> tuple[Belief, Memory]:
         return (
-            (_source(energy), {}) if (randomness.step + 1) % self.steps == 0 else (belief, memory)
+            (energy.require_source(), {})
+            if (randomness.step + 1) % self.steps == 0
+            else (belief, memory)
         )
 
 
@@ -83,16 +85,16 @@ class ResetBelow:
     def __call__(
         self, belief: Belief, energy: Energy, memory: Memory, randomness: Randomness
     ) -> tuple[Belief, Memory]:
-        kept = {name: value for name, value in memory.items() if name != "inference.loss"}
-        now = memory.get("inference.loss", energy.evaluation.value())
+        kept = {name: value for name, value in memory.items() if name != LOSS}
+        now = memory.get(LOSS, energy.evaluation.value())
         if energy.samples.used == 0 or now.isnan():
             return belief, kept
-        before = memory.get("upkeep.loss", now)
+        before = memory.get(RUNNING_LOSS, now)
         running = self.momentum * before + (1 - self.momentum) * now
         return (
-            (_source(energy), {})
+            (energy.require_source(), {})
             if running.item() < self.loss
-            else (belief, {**kept, "upkeep.loss": running})
+            else (belief, {**kept, RUNNING_LOSS: running})
         )
 
 
@@ -113,7 +115,7 @@ class RestoreRandomly:
     ) -> tuple[Belief, Memory]:
         generator = randomness.generator(Purpose.UPKEEP)
         draws = torch.rand(belief.dimension, generator=generator, device=belief.mean.device)
-        return _restored(belief, _source(energy), draws < self.probability), memory
+        return _restore(belief, energy.require_source(), draws < self.probability), memory
 
 
 @final
@@ -135,7 +137,7 @@ class RestoreIrrelevant:
     ) -> tuple[Belief, Memory]:
         if energy.samples.used == 0:  # a gradient in the memory would be an earlier step's
             return belief, memory
-        gradient = memory.get("inference.gradient")
+        gradient = memory.get(GRADIENT)
         require(
             gradient is not None,
             "the gradient in the memory",
@@ -148,7 +150,7 @@ class RestoreIrrelevant:
         low = fisher.kthvalue(int(position) + 1).values
         high = fisher.kthvalue(math.ceil(position) + 1).values
         threshold = torch.lerp(low, high, position - int(position))
-        return _restored(belief, _source(energy), fisher < threshold), memory
+        return _restore(belief, energy.require_source(), fisher < threshold), memory
 
 
 @final
@@ -174,14 +176,14 @@ class ContinualMomentum:
     def __call__(
         self, belief: Belief, energy: Energy, memory: Memory, randomness: Randomness
     ) -> tuple[Belief, Memory]:
-        source, proposed = _source(energy).mean, belief.mean
+        source, proposed = energy.require_source().mean, belief.mean
         q = min(
             self.process * belief.dimension / 38400, 1.0
         )  # the authors' scale, which only makes sense below 1
-        hidden = torch.lerp(source, memory.get("upkeep.hidden", source), self.rho)
-        variance = self.rho**2 * memory.get("upkeep.variance", source.new_zeros(())) + q
+        hidden = torch.lerp(source, memory.get(HIDDEN, source), self.rho)
+        variance = self.rho**2 * memory.get(VARIANCE, source.new_zeros(())) + q
         share = ((1 - q) / (variance + 1 - q).clamp_min(1e-12)).clamp(self.floor, 1.0)
         hidden = share * hidden + (1 - share) * proposed
         mean = torch.lerp(hidden, proposed, self.rho)
-        kept = {**memory, "upkeep.hidden": hidden, "upkeep.variance": share * variance}
+        kept = {**memory, HIDDEN: hidden, VARIANCE: share * variance}
         return unchecked(Belief, mean=mean, covariance=belief.covariance), kept

@@ -18,6 +18,8 @@ from driftfilter.inference.linearized import expected, require_nodes
 from driftfilter.model.observation import Energy
 from driftfilter.model.weighting import Memory
 
+RESIDUAL = "inference.residual"  # in the memory: length of a further full step []
+
 
 @final
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ class Variational:
             if residual > max(before, self.tolerance):
                 rate /= 2
             before = residual.item()
-        return posterior, {**memory, "inference.residual": residual}
+        return posterior, {**memory, RESIDUAL: residual}
 
 
 def _blend(old: Tensor, new: Tensor, rate: float) -> Tensor:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal, NamedTuple, final
 
 import torch
@@ -18,9 +19,8 @@ from driftfilter.base.checks import (
     require_number,
     require_role,
 )
-from driftfilter.base.inputs import Inputs, batch_size
+from driftfilter.base.inputs import Inputs
 from driftfilter.base.randomness import Purpose, Randomness
-from driftfilter.base.sharding import total_samples
 from driftfilter.gaussian.belief import Belief
 from driftfilter.model.expansion import Expansion
 from driftfilter.model.losses import Entropy, Loss, Targets, as_loss
@@ -28,7 +28,7 @@ from driftfilter.model.predictive import PredictiveModel, Pullback
 from driftfilter.model.views import Augmentation, ImageViews, augmented
 from driftfilter.model.weighting import Constant, Memory, Weighting
 
-_TEACHER = "teacher"
+TEACHER = "teacher"  # in the memory: φ [d]
 
 
 @final
@@ -61,25 +61,32 @@ class Teacher:
         randomness: Randomness,
     ) -> Tensor:
         """ȳ [n, k]."""
-        teacher = memory.get(_TEACHER, source.mean)
-        sure = (
-            self.confidence == 0
-            or model(source.mean, inputs).softmax(-1).amax(-1).mean().item() >= self.confidence
-        )
-        if sure:
+        teacher = memory.get(TEACHER, source.mean)
+        if self._trusts_source(model, inputs, source):
             return model(teacher, inputs)
         generator = randomness.generator(Purpose.TEACHER)
-        total = model(teacher, augmented(self.augmentation, inputs, generator))
-        for _ in range(self.copies - 1):
-            total = total + model(teacher, augmented(self.augmentation, inputs, generator))
+
+        def draw(batch: Inputs) -> tuple[Inputs, ...]:
+            return (augmented(self.augmentation, batch, generator),)
+
+        copies = (model.draw_views(draw, inputs)[0] for _ in range(self.copies))
+        total = model(teacher, next(copies))
+        for copy in copies:
+            total = total + model(teacher, copy)
         return total / self.copies
 
-    def follow(self, mean: Tensor, memory: Memory, source: Belief) -> Memory:
-        """The memory with the teacher one step closer to θ."""
-        return {
-            **memory,
-            _TEACHER: torch.lerp(mean, memory.get(_TEACHER, source.mean), self.momentum),
-        }
+    def _trusts_source(self, model: PredictiveModel, inputs: Inputs, source: Belief) -> bool:
+        if self.confidence == 0:
+            return True
+        certainty = model(source.mean, inputs).softmax(-1).amax(-1).mean()
+        return certainty.item() >= self.confidence
+
+    def __call__(
+        self, belief: Belief, energy: Energy, memory: Memory, randomness: Randomness
+    ) -> tuple[Belief, Memory]:
+        """The upkeep of the teacher: one step closer to θ."""
+        teacher = memory.get(TEACHER, energy.require_source().mean)
+        return belief, {**memory, TEACHER: torch.lerp(belief.mean, teacher, self.momentum)}
 
 
 @final
@@ -121,26 +128,36 @@ class Gibbs:
         source: Belief | None = None,
     ) -> tuple[Energy, Memory]:
         """The energy of a batch, with weights and targets fixed at the prior mean θ."""
-        loss: Loss = self.loss  # type: ignore[assignment]  # as_loss in __post_init__
-        views = loss.views(inputs, lambda: randomness.generator(Purpose.VIEWS))
-        pulled = [pulled_back(model, theta, view) for view in views]
+        views, seen = self.views(model, inputs, randomness), model.observing
+        pulled = [pull_back(seen, theta, view) for view in views]
         logits, pullback = pulled[0]
         taught = None
         if self.teacher is not None:
-            require(
-                source is not None, "source", source, "the source belief where there is a teacher"
-            )
+            require(source is not None, "source", source, "the source belief if there is a teacher")
             assert source is not None
-            taught = self.teacher.logits(model, inputs, memory, source, randomness)
+            taught = self.teacher.logits(seen, inputs, memory, source, randomness)
+        loss: Loss = self.loss  # type: ignore[assignment]  # as_loss in __post_init__
         targets = loss.targets(logits if taught is None else taught)
         weights, used, memory = self.weigh(logits, loss.selected(targets), memory)
         samples = Samples(targets, weights, self._coefficients(weights, used), used)
         evaluation = evaluate(loss, pulled, samples)
-        carried: Memory | None = getattr(
-            pullback, "memory", None
-        )  # statistics of the model itself, such as running means
-        energy = Energy(self, model, views, samples, theta, evaluation, source, taught)
-        return energy, {**memory, **carried} if carried else memory
+        energy = Energy(
+            self, seen, views, samples, theta, evaluation, source, taught, seen is model
+        )
+        return energy, {**memory, **pullback.memory}
+
+    def views(
+        self, model: PredictiveModel, inputs: Inputs, randomness: Randomness
+    ) -> tuple[Inputs, ...]:
+        """What the loss looks at: the inputs, then augmented ones if it asks for them."""
+        loss: Loss = self.loss  # type: ignore[assignment]  # as_loss in __post_init__
+        if loss.copies == 0:
+            return (inputs,)
+
+        def draw(batch: Inputs) -> tuple[Inputs, ...]:
+            return loss.views(batch, lambda: randomness.generator(Purpose.VIEWS))[1:]
+
+        return (inputs, *model.draw_views(draw, inputs))
 
     def weigh(
         self, logits: Tensor, start: Tensor | None, memory: Memory
@@ -148,9 +165,7 @@ class Gibbs:
         """Weights [n] of samples from their logits [n, k], how many have one, and the weighting's
         memory.
         """
-        if start is None and isinstance(
-            self.weighting, Constant
-        ):  # the common case: nothing to look at
+        if start is None and isinstance(self.weighting, Constant):  # nothing to look at
             return logits.new_full(logits.shape[:1], self.weighting.beta), logits.shape[0], memory
         start = logits.new_ones(logits.shape[0]) if start is None else start
         weights, memory = self.weighting(logits, start, memory)
@@ -164,7 +179,7 @@ class Gibbs:
     def _coefficients(self, weights: Tensor, used: int) -> Tensor:
         return weights / max(weights.shape[0] if self.over == "batch" else used, self.reference, 1)
 
-    def reweighed(self, samples: Samples, logits: Tensor) -> Samples:
+    def weigh_again(self, samples: Samples, logits: Tensor) -> Samples:
         """The samples with the weights that their logits at another θ give to those that had one;
         no memory is kept.
         """
@@ -172,10 +187,10 @@ class Gibbs:
         return Samples(samples.targets, weights, self._coefficients(weights, used), used)
 
 
-def pulled_back(model: PredictiveModel, theta: Tensor, inputs: Inputs) -> tuple[Tensor, Pullback]:
-    """The model's pullback, its logits checked."""
+def pull_back(model: PredictiveModel, theta: Tensor, inputs: Inputs) -> tuple[Tensor, Pullback]:
+    """The model's logits, checked, and its pullback."""
     logits, pullback = model.pullback(theta, inputs)
-    n = total_samples(batch_size(inputs))
+    n = model.count_samples(inputs)
     if logits.dim() != 2 or logits.shape[0] != n or logits.shape[1] < 1:
         raise ValueError(
             f"the model's logits must be of shape [{n}, k], got shape {list(logits.shape)}"
@@ -204,6 +219,7 @@ class Energy(NamedTuple):
     evaluation: Evaluation  # there
     source: Belief | None = None  # where the stream started
     taught: Tensor | None = None  # the teacher's logits [n, k]
+    observes_logits: bool = True  # False: the loss sees other outputs than those predicted with
 
     @property
     def loss(self) -> Loss:
@@ -212,21 +228,31 @@ class Energy(NamedTuple):
 
     def at(self, theta: Tensor) -> Evaluation:
         """The energy and its derivatives at θ."""
-        return (
-            self.evaluation
-            if theta is self.anchor
-            else evaluate(self.loss, self._pulled(theta), self.samples)
-        )
+        if theta is self.anchor:
+            return self.evaluation
+        return evaluate(self.loss, self._pull_back(theta), self.samples)
 
     def reweighed_at(self, theta: Tensor) -> Evaluation:
-        """The same with the weights of samples worked out again at θ: those left out stay out,
-        others may leave.
-        """
-        pulled = self._pulled(theta)
-        return evaluate(self.loss, pulled, self.observation.reweighed(self.samples, pulled[0][0]))
+        """The energy with the weights of samples worked out again at θ.
 
-    def _pulled(self, theta: Tensor) -> list[tuple[Tensor, Pullback]]:
-        return [pulled_back(self.model, theta, view) for view in self.views]
+        Samples that were left out stay out, others may leave.
+        """
+        pulled = self._pull_back(theta)
+        samples = self.observation.weigh_again(self.samples, pulled[0][0])
+        return evaluate(self.loss, pulled, samples)
+
+    def known_logits(self, theta: Tensor) -> Tensor | None:
+        """Logits to predict with at θ, of every view [v, n, k], if they are there already."""
+        return self.evaluation.logits if theta is self.anchor and self.observes_logits else None
+
+    def require_source(self) -> Belief:
+        """The belief that the stream started from."""
+        require(self.source is not None, "Energy.source", self.source, "the source belief")
+        assert self.source is not None
+        return self.source
+
+    def _pull_back(self, theta: Tensor) -> list[tuple[Tensor, Pullback]]:
+        return [pull_back(self.model, theta, view) for view in self.views]
 
 
 def evaluate(loss: Loss, pulled: list[tuple[Tensor, Pullback]], samples: Samples) -> Evaluation:
@@ -234,19 +260,19 @@ def evaluate(loss: Loss, pulled: list[tuple[Tensor, Pullback]], samples: Samples
     views = [logits for logits, _ in pulled]
     logits = torch.stack(views) if len(views) > 1 else views[0].unsqueeze(0)
     expansion = loss.expand(logits, samples.targets, samples.weights)
-    return Evaluation(
-        expansion, logits, [pullback for _, pullback in pulled], samples.coefficients, []
-    )
+    pullbacks = [pullback for _, pullback in pulled]
+    return Evaluation(expansion, logits, pullbacks, samples.coefficients)
 
 
-class Evaluation(NamedTuple):
+@final
+@dataclass(frozen=True, eq=False)
+class Evaluation:
     """E to second order at one θ: the loss in logit space and the way back to parameters."""
 
     expansion: Expansion
     logits: Tensor  # [v, ..., n, k]
     pullbacks: list[Pullback]  # one for each view
     coefficients: Tensor  # [n]
-    kept: list[Tensor]  # rows, where somebody else wants them too: most networks answer once
 
     def value(self) -> Tensor:
         """E, a scalar []."""
@@ -254,42 +280,29 @@ class Evaluation(NamedTuple):
 
     @property
     def is_coupled(self) -> bool:
-        """Whether batch statistics tie the samples together: a row then holds a part of other
-        samples' losses too.
-        """
-        return any(getattr(pull, "is_coupled", False) for pull in self.pullbacks)
+        """Whether batch statistics tie samples together: a row then holds a part of others'."""
+        return any(pull.is_coupled for pull in self.pullbacks)
 
+    @cached_property
     def rows(self) -> Tensor:
-        """(w_i / n) ∇ℓ_i of every sample [n, d]; they sum to ∇E, also where samples are coupled."""
-        if self.kept:
-            return self.kept.pop()
-        weighted = self.slopes()
-        return _total([pull(weighted.select(0, view)) for view, pull in enumerate(self.pullbacks)])
+        """(w_i / n) ∇ℓ_i of every sample [n, d]; they sum to ∇E, also if samples are coupled.
 
-    def keep_rows(self) -> Tensor:
-        """The same, to be read only: the next call of ``rows`` or ``gradient`` needs no pass of its
-        own.
+        Worked out once, by a backward pass, for all rules of the step; to be read only.
         """
-        if not self.kept:
-            self.kept.append(self.rows())
-        return self.kept[0]
+        pieces = [pull(slopes) for pull, slopes in zip(self.pullbacks, self.slopes(), strict=True)]
+        return _sum(pieces)
 
     def slopes(self, cotangents: Tensor | None = None) -> Tensor:
         """(w_i / n) c_i [v, n, k], for the loss's own logit gradients c or others."""
-        return (
-            self.expansion.gradient if cotangents is None else cotangents
-        ) * self.coefficients.unsqueeze(1)
+        own = self.expansion.gradient if cotangents is None else cotangents
+        return own * self.coefficients.unsqueeze(1)
 
     def gradient(self, cotangents: Tensor | None = None) -> Tensor:
-        """∇E = Σ_i (w_i / n) J_iᵀ c_i [d], for the loss's own logit gradients c [v, n, k] or
-        others.
-        """
-        if self.kept and cotangents is None:
-            return self.kept[0].sum(0)
-        weighted = self.slopes(cotangents)
-        return _total(
-            [pull.total(weighted.select(0, view)) for view, pull in enumerate(self.pullbacks)]
-        )
+        """∇E = Σ_i (w_i / n) J_iᵀ c_i [d], for the loss's logit gradients c [v, n, k] or others."""
+        if cotangents is None and "rows" in self.__dict__:
+            return self.rows.sum(0)
+        slopes = self.slopes(cotangents)
+        return _sum([pull.total(own) for pull, own in zip(self.pullbacks, slopes, strict=True)])
 
     def factor(self, roots: Tensor) -> Tensor:
         """F [m, d] with FᵀF = Σ_i (w_i / n) J_iᵀ (R_i R_iᵀ) J_i, for roots R of logit-space metrics
@@ -302,5 +315,5 @@ class Evaluation(NamedTuple):
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
-def _total(pieces: list[Tensor]) -> Tensor:
+def _sum(pieces: list[Tensor]) -> Tensor:
     return pieces[0] if len(pieces) == 1 else torch.stack(pieces).sum(0)

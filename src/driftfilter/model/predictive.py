@@ -8,26 +8,33 @@ function or a network.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeAlias, final, runtime_checkable
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Protocol, TypeAlias, final, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from driftfilter.base.checks import require, require_count
-from driftfilter.base.inputs import Inputs
+from driftfilter.base.inputs import Inputs, batch_size
 from driftfilter.gaussian.covariance import Covariance
 
+Draw: TypeAlias = Callable[[Inputs], tuple[Inputs, ...]]
 LogitFunction: TypeAlias = Callable[
     [Tensor, Inputs], Tensor
 ]  # (theta [d], inputs [n, ...]) -> logits [n, k]
 
 
 class Pullback(Protocol):
-    """Jᵀ c at one (θ, inputs)."""
+    """Jᵀ c at one (θ, inputs); inherit from it for defaults of ``is_coupled`` and ``memory``."""
+
+    # Whether batch statistics tie samples together: a row then holds a part of others'.
+    is_coupled: bool = False
+    # Statistics of the model itself to carry to the next step, such as running means.
+    memory: Mapping[str, Tensor] = MappingProxyType({})
 
     def __call__(self, cotangents: Tensor) -> Tensor:
-        """Per-sample rows J_iᵀ c_i: [..., n, k] -> [..., n, d], a tensor the caller may change."""
+        """Per-sample rows J_iᵀ c_i: [..., n, k] -> [..., n, d]."""
 
     def total(self, cotangents: Tensor) -> Tensor:
         """Their sum Σ_i J_iᵀ c_i, without the rows: [n, k] -> [d]."""
@@ -35,11 +42,38 @@ class Pullback(Protocol):
 
 @runtime_checkable
 class PredictiveModel(Protocol):
-    """Logits with their derivatives in both directions."""
+    """Logits with their derivatives in both directions.
+
+    A model of your own inherits from it and has ``__call__``, ``pullback`` and ``pushforward``; the
+    other members have defaults.
+    """
 
     @property
     def linear(self) -> bool:
         """Whether f is linear in θ, so that the Jacobian is the same at every θ."""
+        return False
+
+    @property
+    def shapes(self) -> Mapping[str, torch.Size] | None:
+        """Shapes of the pieces of θ by name, in their order; None if θ is one vector."""
+        return None
+
+    @property
+    def observing(self) -> PredictiveModel:
+        """The model as the loss sees it: itself, unless it has outputs for the loss alone."""
+        return self
+
+    def recall(self, memory: Mapping[str, Tensor]) -> PredictiveModel:
+        """The model with the statistics of its own that a filter's memory holds."""
+        return self
+
+    def count_samples(self, inputs: Inputs) -> int:
+        """Samples of a batch: rows of its logits."""
+        return batch_size(inputs)
+
+    def draw_views(self, draw: Draw, inputs: Inputs) -> tuple[Inputs, ...]:
+        """Views that ``draw`` makes of a batch, with the draws of the whole batch."""
+        return draw(inputs)
 
     def __call__(self, theta: Tensor, inputs: Inputs) -> Tensor:
         """Logits [n, k]."""
@@ -49,25 +83,6 @@ class PredictiveModel(Protocol):
 
     def pushforward(self, theta: Tensor, inputs: Inputs, tangents: Tensor) -> Tensor:
         """J v for rows v [s, d] -> [s, n, k]."""
-
-
-def recalled(model: PredictiveModel, memory: Mapping[str, Tensor]) -> PredictiveModel:
-    """The model with the statistics of its own that a filter's memory holds (running means); most
-    have none.
-
-    Such a model has a method ``recall``, and its pullbacks the ``memory`` to keep after a step.
-    """
-    recall = getattr(model, "recall", None)
-    if recall is None:
-        return model
-    with_statistics: PredictiveModel = recall(memory)
-    return with_statistics
-
-
-def observing(model: PredictiveModel) -> PredictiveModel:
-    """The model as the loss sees it: itself, unless it has outputs for the loss alone."""
-    seen: PredictiveModel = getattr(model, "observing", model)
-    return seen
 
 
 def logit_covariance(covariance: Covariance, logits: Tensor, pullback: Pullback) -> Tensor:
@@ -86,24 +101,23 @@ def lift(function: LogitFunction | PredictiveModel) -> PredictiveModel:
     require(
         callable(function) and not isinstance(function, type), "Filter.logits", function, allowed
     )
-    missing = [
-        name
-        for name in ("linear", "pushforward")
-        if hasattr(function, "pullback") and not hasattr(function, name)
-    ]
-    require(not missing, "Filter.logits", f"a model with a pullback but without {missing}", allowed)
-    module = isinstance(function, torch.nn.Module) and not hasattr(function, "pullback")
+    if isinstance(function, PredictiveModel):
+        return function
+    with_derivatives = hasattr(function, "pullback")
+    told = "a model with a pullback that lacks members of PredictiveModel"
+    require(not with_derivatives, "Filter.logits", told, f"{allowed}: inherit from it for defaults")
     hint = (
         f"{allowed}; for a module write lambda theta, inputs: torch.func.functional_call(module, "
         "parameters(theta), inputs)"
     )
+    module = isinstance(function, torch.nn.Module)
     require(not module, "Filter.logits", type(function).__name__, hint)
-    return function if isinstance(function, PredictiveModel) else Lifted(function)
+    return Lifted(function)
 
 
 @final
 @dataclass(frozen=True)
-class LinearHead:
+class LinearHead(PredictiveModel):
     """f = Φ Wᵀ, θ = W row by row (class-major), closed forms throughout.
 
     θ of length k·D gives every class a row; θ of length (k-1)·D fixes the logit of class 0 at 0,
@@ -170,9 +184,10 @@ class LinearHead:
         return self._logits(tangents, *self._features(inputs, theta))
 
 
-class _LinearPullback(NamedTuple):
-    features: Tensor  # [n, D]
-    first: int  # class that has the first row in θ
+class _LinearPullback(Pullback):
+    def __init__(self, features: Tensor, first: int) -> None:
+        self.features = features  # [n, D]
+        self.first = first  # class that has the first row in θ
 
     def __call__(self, cotangents: Tensor) -> Tensor:
         own = cotangents.narrow(-1, self.first, cotangents.shape[-1] - self.first)
@@ -185,7 +200,7 @@ class _LinearPullback(NamedTuple):
 
 @final
 @dataclass(frozen=True)
-class Lifted:
+class Lifted(PredictiveModel):
     """A plain function (theta, inputs) -> logits, differentiated by torch.
 
     Each row of the batch is taken to depend on its own input only: per-sample rows call the
@@ -194,7 +209,6 @@ class Lifted:
     """
 
     function: LogitFunction
-    linear = False
 
     def __call__(self, theta: Tensor, inputs: Tensor) -> Tensor:
         logits = self.function(theta, inputs)
@@ -235,10 +249,11 @@ class Lifted:
         return torch.func.vmap(push)(tangents)
 
 
-class _LiftedPullback(NamedTuple):
-    leaf: Tensor  # [d]
-    copies: Tensor  # [n, d], the same θ once per sample
-    logits: Tensor  # [n, k], with its graph
+class _LiftedPullback(Pullback):
+    def __init__(self, leaf: Tensor, copies: Tensor, logits: Tensor) -> None:
+        self.leaf = leaf  # [d]
+        self.copies = copies  # [n, d], the same θ once per sample
+        self.logits = logits  # [n, k], with its graph
 
     def _gradient(self, at: Tensor, cotangents: Tensor) -> Tensor:
         batched = cotangents.dim() > 2
@@ -268,30 +283,48 @@ class _LiftedPullback(NamedTuple):
         return self._gradient(self.leaf, cotangents)
 
 
-@final
 @dataclass(frozen=True, eq=False)
-class ReadOut:
-    """A model on the augmented state s of a dynamic with hidden states: parameters are θ = E s."""
+class ModelAround(PredictiveModel):
+    """A model around another one, which answers for what the outer one does not change."""
 
     model: PredictiveModel
-    matrix: Tensor  # E [d, states]
 
     @property
     def linear(self) -> bool:
         return self.model.linear
 
+    @property
+    def observing(self) -> PredictiveModel:
+        seen = self.model.observing
+        return self if seen is self.model else replace(self, model=seen)
+
+    def recall(self, memory: Mapping[str, Tensor]) -> PredictiveModel:
+        recalled = self.model.recall(memory)
+        return self if recalled is self.model else replace(self, model=recalled)
+
+    def count_samples(self, inputs: Inputs) -> int:
+        return self.model.count_samples(inputs)
+
+    def draw_views(self, draw: Draw, inputs: Inputs) -> tuple[Inputs, ...]:
+        return self.model.draw_views(draw, inputs)
+
+
+class PullbackAround(Pullback):
+    """A pullback around another one, which says what the inner one says of the model."""
+
+    def __init__(self, inner: Pullback) -> None:
+        self.inner, self.is_coupled, self.memory = inner, inner.is_coupled, inner.memory
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class ReadOut(ModelAround):
+    """A model on the augmented state s of a dynamic with hidden states: parameters are θ = E s."""
+
+    matrix: Tensor  # E [d, states]
+
     def __call__(self, theta: Tensor, inputs: Inputs) -> Tensor:
         return self.model(theta @ self.matrix.mT, inputs)
-
-    @property
-    def observing(self) -> ReadOut:
-        """The same on the model as the loss sees it; itself where that is no other."""
-        seen = observing(self.model)
-        return self if seen is self.model else ReadOut(seen, self.matrix)
-
-    def recall(self, memory: Mapping[str, Tensor]) -> ReadOut:
-        """The same on the model with the statistics in this memory."""
-        return ReadOut(recalled(self.model, memory), self.matrix)
 
     def pullback(self, theta: Tensor, inputs: Inputs) -> tuple[Tensor, Pullback]:
         logits, inner = self.model.pullback(theta @ self.matrix.mT, inputs)
@@ -301,28 +334,11 @@ class ReadOut:
         return self.model.pushforward(theta @ self.matrix.mT, inputs, tangents @ self.matrix.mT)
 
 
-@dataclass(frozen=True, eq=False)
-class AroundPullback:
-    """What a pullback around another one says of the model: what the inner one does."""
-
-    inner: Pullback
-
-    @property
-    def is_coupled(self) -> bool:
-        """Whether the model's samples are coupled."""
-        return bool(getattr(self.inner, "is_coupled", False))
-
-    @property
-    def memory(self) -> Mapping[str, Tensor]:
-        """What the model itself wants to keep after the step."""
-        kept: Mapping[str, Tensor] = getattr(self.inner, "memory", {})
-        return kept
-
-
 @final
-@dataclass(frozen=True, eq=False)
-class _ReadOutPullback(AroundPullback):
-    matrix: Tensor  # [d, states]
+class _ReadOutPullback(PullbackAround):
+    def __init__(self, inner: Pullback, matrix: Tensor) -> None:
+        super().__init__(inner)
+        self.matrix = matrix  # [d, states]
 
     def __call__(self, cotangents: Tensor) -> Tensor:
         return self.inner(cotangents) @ self.matrix

@@ -13,7 +13,6 @@ from torch.nn import functional
 
 from driftfilter.base.checks import require, require_count, require_number, require_role
 from driftfilter.base.inputs import Inputs, batch_size
-from driftfilter.base.sharding import placed, taken
 from driftfilter.model.expansion import FLOOR, Expansion, log_softmax, separable
 from driftfilter.model.losses import Loss, Targets, one_hot
 
@@ -140,9 +139,7 @@ class ImageViews:
 
 def augmented(augmentation: Augmentation, inputs: Inputs, generator: torch.Generator) -> Inputs:
     """One augmented view, checked."""
-    view = taken(
-        augmentation(placed(inputs.clone() if isinstance(inputs, Tensor) else inputs), generator)
-    )
+    view = augmentation(inputs.clone() if isinstance(inputs, Tensor) else inputs, generator)
     n = batch_size(inputs)
     if isinstance(inputs, Tensor) and (not isinstance(view, Tensor) or view.shape[:1] != (n,)):
         got = f"shape {list(view.shape)}" if isinstance(view, Tensor) else type(view).__name__

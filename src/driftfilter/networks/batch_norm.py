@@ -230,7 +230,8 @@ class TwinBatchNorm(_BatchNorm):
             part is not None and part.dtype == torch.float32
             for part in (self.weight, self.bias, self.running_mean)
         )
-        return single and fits(inputs) and not torch._C._are_functorch_transforms_active()
+        on_gpu = single and inputs.is_cuda and fits(inputs)
+        return on_gpu and not torch._C._are_functorch_transforms_active()
 
     def _renormalized_by_kernel(self, inputs: Tensor) -> Tensor:
         """The same on a GPU; the sums that the rows of the parameters need serve the backward pass

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from driftfilter.base.inputs import Inputs, each, parts, tensors
+from driftfilter.model.predictive import Pullback
 from driftfilter.networks.autocast import autocast_of_model
 
 if TYPE_CHECKING:
@@ -149,7 +150,7 @@ class Captures:
 
 
 @final
-class CapturedPullback:
+class CapturedPullback(Pullback):
     """Answers the question that the capture is for, once; any other by an ordinary pass."""
 
     def __init__(

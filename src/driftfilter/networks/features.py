@@ -21,8 +21,8 @@ from torch.nn import functional
 
 from driftfilter.base.checks import require, require_finite
 from driftfilter.base.inputs import Inputs, arguments, batch_size, each, picked, require_logits
-from driftfilter.base.sharding import gathered
-from driftfilter.model.predictive import LinearHead, PredictiveModel, Pullback
+from driftfilter.base.sharding import gathered, placed, taken, total_samples
+from driftfilter.model.predictive import Draw, LinearHead, PredictiveModel, Pullback
 from driftfilter.networks.autocast import as_called, cast, dtype_of
 from driftfilter.networks.batch_norm import Ema, Statistics, prepare, require_statistics
 from driftfilter.networks.shared_copy import ordinary, private
@@ -250,7 +250,7 @@ def _tensors(inputs: Inputs) -> list[Tensor] | None:
 
 
 @final
-class OnFeatures:
+class OnFeatures(PredictiveModel):
     """A model p(y given z, θ) on the features z of a backbone, as a predictive model of the raw
     inputs.
 
@@ -302,6 +302,12 @@ class OnFeatures:
 
     def pushforward(self, theta: Tensor, inputs: Inputs, tangents: Tensor) -> Tensor:
         return self.model.pushforward(theta, self.features(inputs), tangents)
+
+    def count_samples(self, inputs: Inputs) -> int:
+        return total_samples(batch_size(inputs))
+
+    def draw_views(self, draw: Draw, inputs: Inputs) -> tuple[Inputs, ...]:
+        return tuple(taken(view) for view in draw(placed(inputs)))
 
 
 def head_start(backbone: Backbone) -> Tensor:

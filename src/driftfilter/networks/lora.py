@@ -5,7 +5,7 @@ A.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import final
 
@@ -14,8 +14,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from driftfilter.base.checks import require, require_count, require_number
-from driftfilter.networks.parameters import Chosen, matches
-from driftfilter.networks.sample_gradients import Call, convolution_weight_rows, padded, positions
+from driftfilter.networks.parameters import Chosen, Pieces, matches
+from driftfilter.networks.sample_gradients import (
+    Call,
+    Rule,
+    convolution_weight_rows,
+    padded,
+    positions,
+)
 
 
 @final
@@ -110,21 +116,14 @@ class _Factors(Chosen):
         return changed
 
     def rows(
-        self,
-        target: str,
-        call: Call,
-        flow: Tensor,
-        pieces: Mapping[str, Tensor],
-        weight_rows: Callable[[], Tensor],
+        self, call: Call, flow: Tensor, rule: Rule, targets: Mapping[str, str], pieces: Pieces
     ) -> dict[str, Tensor]:
         """dB_i = δᵀ (x Aᵀ) and dA_i = (δ B)ᵀ x, without the rows [n, out, in] of the weight."""
-        a, b = (pieces[name].detach() for name in _names(target))
-        found = (
-            _linear(call, flow, a, b)
-            if isinstance(call.module, nn.Linear)
-            else _convolution(call, flow, a, b)
-        )
-        return {name: self.scale * rows for name, rows in zip(_names(target), found, strict=True)}
+        names = _names(targets["weight"])
+        a, b = (pieces[name].detach() for name in names)
+        linear = isinstance(call.module, nn.Linear)
+        found = (_linear if linear else _convolution)(call, flow, a, b)
+        return {name: self.scale * rows for name, rows in zip(names, found, strict=True)}
 
 
 def _linear(call: Call, flow: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:

@@ -40,12 +40,13 @@ from driftfilter.base.inputs import (
     sample,
 )
 from driftfilter.base.sharding import gathered
+from driftfilter.model.predictive import PredictiveModel, Pullback
 from driftfilter.networks.autocast import as_called, cast, dtype_of, forward_mode
 from driftfilter.networks.batch_norm import Ema, Statistics, diversity, require_statistics
 from driftfilter.networks.cuda_graphs import CapturedPullback, Captures, Question, key_of, possible
 from driftfilter.networks.parameters import Chosen, NormAffine, Selection, select
 from driftfilter.networks.row_check import Pattern, pattern_of, some, tolerance_of, wrong_rows
-from driftfilter.networks.sample_gradients import layer_rows, per_sample
+from driftfilter.networks.sample_gradients import cast_call, sum_per_sample
 from driftfilter.networks.shared_copy import Record, Twin, frozen_parts, require_values, twin
 
 Memory: TypeAlias = Mapping[str, Tensor]
@@ -78,7 +79,7 @@ class _Graph:
 
 
 @final
-class Network:
+class Network(PredictiveModel):
     """p(y given x, θ) of a module, θ the selected parameters one after the other.
 
     ``statistics``: batch normalisation by the "batch" it sees, by the running statistics of the
@@ -92,8 +93,6 @@ class Network:
     is float32, or float64 where the module is; floating inputs get the module's dtype except under
     autocast.
     """
-
-    linear = False
 
     def __init__(
         self,
@@ -111,7 +110,7 @@ class Network:
         )  # what is asked for; and the logits of classes, always
         self._base = twin(model)  # never called: every thread takes its own twin of it
         self.chosen: Chosen = select(self._base, selection or NormAffine())
-        self.shapes = {name: tensor.shape for name, tensor in self.chosen.items()}
+        self._shapes = {name: tensor.shape for name, tensor in self.chosen.items()}
         self.sizes = [tensor.numel() for tensor in self.chosen.values()]
         self._dtype = dtype_of(self._base)
         self._observed = observed
@@ -143,8 +142,13 @@ class Network:
         return bool(frozen_parts(self._base, self.chosen.targets))
 
     @property
+    def shapes(self) -> Mapping[str, torch.Size]:
+        """Shapes of the pieces of θ by name, in their order."""
+        return self._shapes
+
+    @property
     def observing(self) -> Network:
-        """The same network as the loss sees it."""
+        """The network as the loss sees it."""
         if self._observed is None:
             return self
         other = copy.copy(self)
@@ -195,7 +199,7 @@ class Network:
             f"over {length} parameters",
         )
         pieces = theta.split(self.sizes)
-        named = zip(self.shapes.items(), pieces, strict=True)
+        named = zip(self._shapes.items(), pieces, strict=True)
         return {
             name: piece if len(shape) == 1 else piece.view(shape) for (name, shape), piece in named
         }
@@ -354,7 +358,7 @@ class Network:
 
 
 @final
-class NetworkPullback:
+class NetworkPullback(Pullback):
     """Most rules ask once: the graph's memory is freed as the backward pass goes, and a second
     question runs a new forward.
     """
@@ -461,17 +465,15 @@ class NetworkPullback:
                 return
             if not retain:
                 record.call = None
+            if len(flow) % samples or (record.sequence_first and flow.dim() > 2):
+                for target in record.targets.values():
+                    lost.update(chosen.pieces_of(target))
+                return
             with torch.autocast(flow.device.type, enabled=False):
-                call, flow = call.cast(flow, dtype)
-                for own, work in layer_rows(call, flow).items():
-                    target = graph.own.names.get((record.owner, own))
-                    if target is None:
-                        continue
-                    if len(flow) % samples or (record.sequence_first and flow.dim() > 2):
-                        lost.update(chosen.pieces_of(target))
-                        continue
-                    for name, found in chosen.rows(target, call, flow, graph.leaves, work).items():
-                        found = per_sample(found, samples).to(dtype)
-                        rows[name] = rows[name] + found if name in rows else found
+                call, flow = cast_call(call, flow, dtype)
+                found = chosen.rows(call, flow, record.rule, record.targets, graph.leaves)
+                for name, own in found.items():
+                    own = sum_per_sample(own, samples, dtype)
+                    rows[name] = rows[name] + own if name in rows else own
 
         return collect

@@ -4,28 +4,19 @@ own list.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Protocol, final
+from typing import Protocol, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
 
 from driftfilter.base.checks import require
-from driftfilter.networks.sample_gradients import Call
+from driftfilter.networks.layers import NORMS
+from driftfilter.networks.sample_gradients import Call, Rule
 
-NORMS: tuple[type[nn.Module], ...] = (
-    nn.BatchNorm1d,
-    nn.BatchNorm2d,
-    nn.BatchNorm3d,
-    nn.LayerNorm,
-    nn.GroupNorm,
-    nn.InstanceNorm1d,
-    nn.InstanceNorm2d,
-    nn.InstanceNorm3d,
-    nn.RMSNorm,
-)
+Pieces: TypeAlias = Mapping[str, Tensor]  # of θ, by name
 
 
 class Chosen(dict[str, Tensor]):
@@ -65,17 +56,14 @@ class Chosen(dict[str, Tensor]):
         return [target]
 
     def rows(
-        self,
-        target: str,
-        call: Call,
-        flow: Tensor,
-        pieces: Mapping[str, Tensor],
-        weight_rows: Callable[[], Tensor],
+        self, call: Call, flow: Tensor, rule: Rule, targets: Mapping[str, str], pieces: Pieces
     ) -> dict[str, Tensor]:
-        """Rows of the pieces at a call of the parameter's layer, where δ is the flow and the
-        parameter has these rows.
+        """Rows [m, ...] of the pieces behind the parameters of a layer, at one call of it.
+
+        ``targets``: the layer's own names of these parameters -> theirs in the network.
         """
-        return {target: weight_rows()}
+        found = rule(call, flow)
+        return {target: found[own]() for own, target in targets.items() if own in found}
 
     def __str__(self) -> str:
         lines = [

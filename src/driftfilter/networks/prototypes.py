@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, final
+from typing import Literal, final
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ from driftfilter.gaussian.lowrank import LowRank
 from driftfilter.inference.curvature import NoCurvature
 from driftfilter.model.losses import one_hot
 from driftfilter.model.observation import Energy
-from driftfilter.model.predictive import Pullback
+from driftfilter.model.predictive import PredictiveModel, Pullback
 from driftfilter.model.weighting import Memory, entropy
 from driftfilter.networks.features import Backbone, OnFeatures
 
@@ -61,13 +61,17 @@ def bessel_ratios(concentration: Tensor, dimension: int) -> tuple[Tensor, Tensor
     return ratio.to(concentration.dtype), following.to(concentration.dtype)
 
 
+# In the memory of Supports:
+SUPPORTS = "inference.supports"  # features [k, capacity, D]
+ENTROPIES = "inference.entropies"  # theirs [k, capacity]; infinite if a place is empty
+
 Family = Literal["gaussian", "von_mises_fisher", "inner_product"]
 _FAMILIES = ("gaussian", "von_mises_fisher", "inner_product")
 
 
 @final
 @dataclass(frozen=True, eq=False)
-class PrototypeHead:
+class PrototypeHead(PredictiveModel):
     """p(y given z, θ) of prototypes w_k, closed forms throughout; ``concentration`` is κ.
 
     ``weight`` and ``bias`` are the source head's: what it says about a sample labels it where a
@@ -82,7 +86,6 @@ class PrototypeHead:
     concentration: float = 1.0
     intercept: bool = False
     center: Tensor | None = None  # [D]
-    linear = False
 
     def __post_init__(self) -> None:
         require_shape("PrototypeHead.weight", self.weight, "[k, D]", None, None)
@@ -171,7 +174,8 @@ def _distances(features: Tensor, prototypes: Tensor) -> Tensor:
     return torch.cdist(features, prototypes, compute_mode="donot_use_mm_for_euclid_dist")
 
 
-class _Jacobian(NamedTuple):
+@dataclass(eq=False)
+class _Jacobian(Pullback):
     """∂f_k/∂w_k = along_k x_n + own_nk w_k, of every family; ∂f_k/∂a_k = 1."""
 
     head: PrototypeHead
@@ -319,14 +323,14 @@ class Supports:
             memory = self._kept(
                 self._buffer(head, w, memory), directions, logits, energy.samples.weights
             )
-            w = memory["inference.supports"].sum(1)
+            w = memory[SUPPORTS].sum(1)
         return unchecked(Belief, mean=head.join(a, w), covariance=prior.covariance), memory
 
     def _buffer(self, head: PrototypeHead, prototypes: Tensor, memory: Memory) -> dict[str, Tensor]:
         """A copy of the memory, with one support a class before the first batch: the source
         prototypes.
         """
-        names = ("inference.supports", "inference.entropies")
+        names = (SUPPORTS, ENTROPIES)
         if names[0] in memory:
             return {**memory, **{name: memory[name].clone() for name in names}}
         supports = prototypes.new_zeros(head.classes, self.capacity, prototypes.shape[-1])
@@ -340,7 +344,7 @@ class Supports:
         self, memory: dict[str, Tensor], directions: Tensor, logits: Tensor, weights: Tensor
     ) -> Memory:
         """The buffer [k, capacity] with a batch's samples, each class's lowest entropies first."""
-        supports, entropies = memory["inference.supports"], memory["inference.entropies"]
+        supports, entropies = memory[SUPPORTS], memory[ENTROPIES]
         labels, uncertain = logits.argmax(-1), entropy(logits)
         for label in labels[weights > 0].unique().tolist():
             chosen = (labels == label) & (weights > 0)

@@ -18,7 +18,7 @@ from torch.nn import grad as convolutions
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
-from driftfilter.networks.batch_norm import Moments, is_plain
+from driftfilter.networks.batch_norm import Moments
 from driftfilter.networks.triton_batch_norm import SampleSums, fits
 
 Rows: TypeAlias = dict[str, Callable[[], Tensor]]  # by parameter name, worked out when asked for
@@ -37,20 +37,26 @@ class Call(NamedTuple):
     inputs: Tensor  # [m, …]
     moments: Moments | None  # by which a batch norm normalised them
 
-    def cast(self, flow: Tensor, dtype: torch.dtype) -> tuple[Call, Tensor]:
-        """The same and the gradient at its outputs in θ's dtype, where they were in half precision.
 
-        A batch norm on a GPU sees to that itself.
-        """
-        if flow.is_cuda and isinstance(self.module, _BatchNorm):
-            return self, flow
-        lower = self.inputs.is_floating_point() and self.inputs.dtype != dtype
-        return self._replace(inputs=self.inputs.to(dtype)) if lower else self, flow.to(dtype)
+Rule: TypeAlias = Callable[[Call, Tensor], Rows]  # of one kind of layer
 
 
-def per_sample(values: Tensor, samples: int) -> Tensor:
+def cast_call(call: Call, flow: Tensor, dtype: torch.dtype) -> tuple[Call, Tensor]:
+    """A call and the gradient at its outputs in θ's dtype, if they are in half precision.
+
+    A batch norm on a GPU sees to that itself.
+    """
+    if flow.is_cuda and isinstance(call.module, _BatchNorm):
+        return call, flow
+    lower = call.inputs.is_floating_point() and call.inputs.dtype != dtype
+    return call._replace(inputs=call.inputs.to(dtype)) if lower else call, flow.to(dtype)
+
+
+def sum_per_sample(values: Tensor, samples: int, dtype: torch.dtype) -> Tensor:
     """[m, …] -> [n, …], the sum of the m / n inputs of each sample."""
-    return values if len(values) == samples else values.unflatten(0, (samples, -1)).sum(1)
+    if len(values) != samples:
+        values = values.unflatten(0, (samples, -1)).sum(1)
+    return values.to(dtype)
 
 
 def _products(left: Tensor, right: Tensor) -> Tensor:
@@ -62,7 +68,8 @@ def _products(left: Tensor, right: Tensor) -> Tensor:
     return torch.cat([torch.linalg.vecdot(one, other) for one, other in pieces])
 
 
-def _linear(call: Call, flow: Tensor) -> Rows:
+def linear_rows(call: Call, flow: Tensor) -> Rows:
+    """δᵀ x and δ, summed over positions."""
     deltas, values = flow.reshape(len(flow), -1, flow.shape[-1]), positions(call)
     return {"weight": lambda: deltas.mT @ values, "bias": lambda: deltas.sum(1)}
 
@@ -97,14 +104,17 @@ def convolution_weight_rows(call: Call, flow: Tensor, filters: int) -> Tensor:
     return rows
 
 
-def _convolution(call: Call, flow: Tensor) -> Rows:
+def convolution_rows(call: Call, flow: Tensor) -> Rows:
+    """The gradient of a convolution for every sample, and δ summed over positions."""
     return {
         "weight": lambda: convolution_weight_rows(call, flow, call.module.out_channels),
         "bias": lambda: flow.flatten(2).sum(-1),
     }
 
 
-def _embedding(call: Call, flow: Tensor) -> Rows:
+def embedding_rows(call: Call, flow: Tensor) -> Rows:
+    """δ added up for every word of a sample."""
+
     def weight() -> Tensor:
         module, words = call.module, call.inputs.flatten(1)  # [m, s]
         deltas = flow.reshape(*words.shape, -1)
@@ -117,7 +127,7 @@ def _embedding(call: Call, flow: Tensor) -> Rows:
     return {"weight": weight}
 
 
-def _batch_norm(call: Call, flow: Tensor) -> Rows:
+def batch_norm_rows(call: Call, flow: Tensor) -> Rows:
     """Σ_s δ x̂ and Σ_s δ over the positions s of each sample, x̂ = (x - mean) / deviation, without
     forming x̂.
     """
@@ -125,7 +135,7 @@ def _batch_norm(call: Call, flow: Tensor) -> Rows:
     mean, scale, sums = call.moments or Moments(
         module.running_mean, (module.running_var + module.eps).rsqrt()
     )
-    if sums is not None or fits(call.inputs):
+    if sums is not None or (flow.is_cuda and fits(call.inputs)):
         total, spread = (sums or SampleSums(call.inputs, mean)).of(flow)
         return {"weight": lambda: spread * scale, "bias": lambda: total}
     if flow.is_cuda:
@@ -173,9 +183,7 @@ def _batch_norm_on_gpu(inputs: Tensor, flow: Tensor, mean: Tensor, scale: Tensor
     return {"weight": lambda: spread.view(m, c) * scale, "bias": lambda: total.view(m, c)}
 
 
-def _norm_by(
-    normalize: Callable[[Any, Tensor], Tensor], channels_first: bool
-) -> Callable[[Call, Tensor], Rows]:
+def _norm_by(normalize: Callable[[Any, Tensor], Tensor], channels_first: bool) -> Rule:
     """δ x̂ and δ, summed over positions, where x̂ is what the layer gives before its scale and
     shift.
     """
@@ -204,53 +212,13 @@ def _instance(module: Any, inputs: Tensor) -> Tensor:
     )
 
 
-_INSTANCE = _norm_by(_instance, True)
-_LAYER = _norm_by(
+instance_norm_rows = _norm_by(_instance, True)
+layer_norm_rows = _norm_by(
     lambda module, x: functional.layer_norm(x, module.normalized_shape, eps=module.eps), False
 )
-_RMS = _norm_by(
+rms_norm_rows = _norm_by(
     lambda module, x: functional.rms_norm(x, module.normalized_shape, eps=module.eps), False
 )
-_GROUP = _norm_by(
+group_norm_rows = _norm_by(
     lambda module, x: functional.group_norm(x, module.num_groups, eps=module.eps), True
 )
-
-_RULES: dict[type[nn.Module], Callable[[Call, Tensor], Rows]] = {
-    nn.Linear: _linear,
-    nn.Conv1d: _convolution,
-    nn.Conv2d: _convolution,
-    nn.Conv3d: _convolution,
-    nn.Embedding: _embedding,
-    nn.LayerNorm: _LAYER,
-    nn.RMSNorm: _RMS,
-    nn.GroupNorm: _GROUP,
-    nn.InstanceNorm1d: _INSTANCE,
-    nn.InstanceNorm2d: _INSTANCE,
-    nn.InstanceNorm3d: _INSTANCE,
-    _BatchNorm: _batch_norm,
-}
-
-
-def layer_rows(call: Call, flow: Tensor) -> Rows:
-    """Rows of the parameters of a layer that has a rule."""
-    rule = rule_of(call.module)
-    assert rule is not None
-    return rule(call, flow)
-
-
-def rule_of(module: nn.Module) -> Callable[[Call, Tensor], Rows] | None:
-    """The rule of a layer; None for a layer of another kind, or one that changed what its kind
-    does.
-    """
-    for kind, rule in _RULES.items():
-        if isinstance(module, kind):
-            own = is_plain(module) or type(module).forward is kind.forward
-            return rule if own and not _counts_words(module) else None
-    return None
-
-
-def _counts_words(module: nn.Module) -> bool:
-    """Whether an embedding's gradient depends on more than the words of one sample."""
-    return isinstance(module, nn.Embedding) and (
-        module.scale_grad_by_freq or module.max_norm is not None
-    )

@@ -16,7 +16,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from driftfilter.base.checks import require
 from driftfilter.networks.batch_norm import Statistics, TwinBatchNorm, prepare
-from driftfilter.networks.sample_gradients import Call, rule_of
+from driftfilter.networks.layers import find_layer
+from driftfilter.networks.sample_gradients import Call, Rule
 
 
 def twin(model: nn.Module, channels_last: bool = False) -> nn.Module:
@@ -97,6 +98,8 @@ class Record:
     """One call of a layer whose rows may be wanted."""
 
     owner: str
+    rule: Rule  # of its rows
+    targets: Mapping[str, str]  # its own names of parameters -> theirs in the network
     call: Call | None  # None once its rows are worked out
     node: Any  # of the outputs in the graph
     position: int  # of the outputs among what the node gives
@@ -141,11 +144,15 @@ class Twin:
             self.module.get_submodule(owner): owner for owner, _ in self.names
         }  # one layer may have several names
         for layer, owner in layers.items():
-            if rule_of(layer) is not None:
-                suspect = _takes_channels_last(layer) and owner.startswith(sequences)
-                layer.register_forward_hook(self._recorder(owner, suspect), with_kwargs=True)
+            known = find_layer(layer)
+            if known is not None:
+                suspect = known.channels_last and owner.startswith(sequences)
+                recorder = self._recorder(owner, known.rule, suspect)
+                layer.register_forward_hook(recorder, with_kwargs=True)
 
-    def _recorder(self, owner: str, suspect: bool) -> Callable[..., None]:
+    def _recorder(self, owner: str, rule: Rule, suspect: bool) -> Callable[..., None]:
+        targets = {own: name for (layer, own), name in self.names.items() if layer == owner}
+
         def hook(
             module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Tensor
         ) -> None:
@@ -154,7 +161,8 @@ class Twin:
             inputs = args[0] if args else next(iter(kwargs.values()))
             moments = module.moments if isinstance(module, TwinBatchNorm) else None
             call = Call(module, inputs.detach(), moments)
-            self.records.append(Record(owner, call, outputs.grad_fn, outputs.output_nr, suspect))
+            node, position = outputs.grad_fn, outputs.output_nr
+            self.records.append(Record(owner, rule, targets, call, node, position, suspect))
 
         return hook
 
@@ -255,11 +263,6 @@ def _in_plain_format(layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]
     if not isinstance(first, Tensor) or first.device.type != "cpu" or first.is_contiguous():
         return None
     return (first.contiguous(), *args[1:])
-
-
-def _takes_channels_last(layer: nn.Module) -> bool:
-    """Whether a layer works on the last dimension, whatever stands before it."""
-    return isinstance(layer, (nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.Embedding))
 
 
 def _sequence_first(model: nn.Module) -> set[str]:

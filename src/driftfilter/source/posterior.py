@@ -31,7 +31,7 @@ from driftfilter.gaussian.kronecker import Kronecker
 from driftfilter.gaussian.lowrank import LowRank
 from driftfilter.inference.curvature import Curvature, GaussNewton, Hessian, LogitMetric
 from driftfilter.model.losses import PseudoLabel
-from driftfilter.model.observation import Energy, Evaluation, Gibbs, Samples, evaluate, pulled_back
+from driftfilter.model.observation import Energy, Evaluation, Gibbs, Samples, evaluate, pull_back
 from driftfilter.model.predictive import LogitFunction, PredictiveModel, lift
 from driftfilter.networks.network import Network
 from driftfilter.source.marginal_likelihood import marginal_precision, reweighted
@@ -414,7 +414,7 @@ def _labeled(model: PredictiveModel, mean: Tensor, inputs: Inputs, labeling: Lab
         checked(inputs), lambda part: part.to(mean.device)
     )  # a data loader's are on the CPU
     samples = batch_size(inputs)
-    pulled = pulled_back(model, mean, inputs)
+    pulled = pull_back(model, mean, inputs)
     classes = pulled[0].shape[-1]
     labels = labeling(pulled[0])
     require(isinstance(labels, Tensor), "labels", type(labels).__name__, "a tensor of integers")
