@@ -351,14 +351,19 @@ class Adapter(nn.Module):
         if now.watch.frozen:
             return now
 
-        def ask(other: FilterState) -> Tensor:
+        def ask(other: FilterState | None) -> Tensor | None:
+            """What another state predicts for the samples that the step predicted."""
+            if other is None:
+                return None
             log_probabilities = now.filter.predict(other, seen).log_probabilities
             return log_probabilities if new is None else log_probabilities[-len(new) :]
 
         assert now.bound is not None
-        watch, state = self.monitor.step(
-            now.watch, now.bound.start, state, info, new, ask, self._detectors
-        )
+        past, start, monitor = now.watch, now.bound.start, self.monitor
+        probe = ask(monitor.choose_probe(past, state, new))
+        observed = monitor.observe(past, state, info, new, probe, self._detectors)
+        trial = ask(monitor.choose_trial(past, start, observed))
+        watch, state = monitor.respond(past, start, state, observed, trial)
         return now._replace(state=state, info=info, watch=watch)
 
     def _done(

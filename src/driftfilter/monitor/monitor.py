@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, final, get_args
 
@@ -38,9 +38,6 @@ from driftfilter.monitor.state import Event, MonitorState, Signals
 Response: TypeAlias = Literal[
     "record", "warn", "inflate", "probation", "revert", "reset", "freeze"
 ]  # mildest first
-Ask: TypeAlias = Callable[
-    [FilterState], Tensor
-]  # log-probabilities [n, k] of the current batch under another state
 _USUAL = 50  # samples of a batch
 OF_MODEL = ("classes_lost", "distance", "divergence")  # what no stream is to blame for
 
@@ -148,53 +145,67 @@ class Monitor:
         """One that changes nothing."""
         return cls(on_collapse="record", on_labels="record", on_uncertainty="record")
 
+    # The adapter calls these four in turn, and makes the predictions that the first and the third
+    # ask for.
+
+    def choose_probe(
+        self, past: MonitorState, state: FilterState, log_probabilities: Tensor | None
+    ) -> FilterState | None:
+        """A state whose prediction of this batch is to be compared: the source's, now and then."""
+        if log_probabilities is None:
+            return None
+        every = math.ceil(self.probe * max(1.0, len(log_probabilities) / _USUAL))
+        if (past.batches + 1) % every or torch.equal(state.belief.mean, state.source.mean):
+            return None
+        return replace(state, belief=state.source)
+
     def observe(
         self,
         past: MonitorState,
         state: FilterState,
         info: StepInfo,
         log_probabilities: Tensor | None,
-        ask: Ask,
+        probe: Tensor | None,
+        detectors: Mapping[str, Detector],
     ) -> Observed:
-        """The signals of a step that led to ``state`` and predicted ``log_probabilities`` [n, k]
-        (None: it did not predict).
+        """The signals of a step that led to ``state``.
+
+        ``log_probabilities`` [n, k] are what it predicted (None: nothing), ``probe`` what the state
+        of ``choose_probe`` predicts.
         """
         named = self._of_belief(state) | _of_update(info)
         if log_probabilities is None:
             signals = Signals(**_numbers(named))
-            return Observed(
-                signals,
-                self._out_of_bounds(signals, Evidence()),
-                False,
-                None,
-                past.recent,
-                past.pairs,
-                0,
-            )
+            alarms = self._out_of_bounds(signals, Evidence()) | _detect(detectors, signals)
+            return Observed(signals, alarms, False, None, past.recent, past.pairs, 0)
         samples, classes = log_probabilities.shape
-        batch = summary(log_probabilities)
+        batch, pairs = summary(log_probabilities), past.pairs
         recent = faded(past.recent, batch, samples, STEADY)
-        pairs = self._probed(past, state, log_probabilities, ask)
+        if probe is not None:
+            pairs = with_pairs(pairs, log_probabilities, probe)
         against = {} if past.reference is None else compared(recent, past.reference)
         against |= {} if pairs is None else lost(pairs, classes)
         numbers = _numbers(named | shape_of(batch) | against)  # the only look at the device
         evidence = Evidence.of({name: numbers.pop(name) for name in against}, classes)
         signals = Signals(*evidence.signals, **numbers)
         early = self._certain(evidence)[1] and signals.share_gained >= self.share / 2
-        return Observed(
-            signals, self._out_of_bounds(signals, evidence), early, batch, recent, pairs, samples
-        )
+        alarms = self._out_of_bounds(signals, evidence) | _detect(detectors, signals)
+        return Observed(signals, alarms, early, batch, recent, pairs, samples)
 
-    def _probed(
-        self, past: MonitorState, state: FilterState, log_probabilities: Tensor, ask: Ask
-    ) -> Tensor | None:
-        """[2, w], with the labels of this batch where it is one to probe, and there is another
-        belief than the source.
-        """
-        every = math.ceil(self.probe * max(1.0, len(log_probabilities) / _USUAL))
-        if (past.batches + 1) % every or torch.equal(state.belief.mean, state.source.mean):
-            return past.pairs
-        return with_pairs(past.pairs, log_probabilities, ask(replace(state, belief=state.source)))
+    def choose_trial(
+        self, past: MonitorState, start: FilterState, seen: Observed
+    ) -> FilterState | None:
+        """The last good state, if a step on probation is one to try it on."""
+        worst = self._worst(past, seen)
+        on_probation = worst == "probation" or (past.trying and _severity(worst) <= _PROBATION)
+        due = (past.batches + 1) % self.lag == 0
+        if not (on_probation and due) or seen.batch is None or past.reference is None:
+            return None
+        return start if past.good is None else past.good
+
+    def _worst(self, past: MonitorState, seen: Observed) -> Response:
+        responses = (self.response(signal, past.trying) for signal in seen.alarms)
+        return max(responses, key=_severity, default="record")
 
     def _of_belief(self, state: FilterState) -> dict[str, Tensor]:
         found = {"distance": deviation(state.belief.mean, state.source)}
@@ -234,50 +245,45 @@ class Monitor:
         response = named.get(signal, self.on_detector)
         return "revert" if trying and response == "reset" else response
 
-    def step(
+    def respond(
         self,
         past: MonitorState,
         start: FilterState,
         state: FilterState,
-        info: StepInfo,
-        log_probabilities: Tensor | None,
-        ask: Ask,
-        detectors: Mapping[str, Detector],
+        seen: Observed,
+        trial: Tensor | None,
     ) -> tuple[MonitorState, FilterState]:
-        """What the monitor remembers after a step, and the state to go on with."""
-        seen = self.observe(past, state, info, log_probabilities, ask)
-        seen.alarms.update(_detected(detectors, seen.signals))
+        """What the monitor remembers after a step, and the state to go on with.
+
+        ``trial`` [n, k]: what the state of ``choose_trial`` predicts.
+        """
         acts = {signal: self.response(signal, past.trying) for signal in seen.alarms}
-        worst = max(acts.values(), key=_severity, default="record")
+        worst = self._worst(past, seen)
         now = replace(
             past,
             batches=past.batches + 1,
             recent=seen.recent,
             pairs=seen.pairs,
             signals=seen.signals,
+            alarmed=(*seen.alarms, *((_EARLY,) if seen.early else ())),
         )
-        alarmed = (*seen.alarms, *((_EARLY,) if seen.early else ()))
-        now = replace(now, alarmed=alarmed).logged(
-            *self._noticed(past, seen), *_told(past, seen, acts)
-        )
+        events = (*self._notice(past, seen), *_report(past, seen, acts))
+        now = now.logged(*events)
         good = start if past.good is None else past.good
         if _severity(worst) > _PROBATION:
-            now = self._away(
-                replace(now, trying=False, trial=None, frozen=worst == "freeze"), seen, state
-            )
-            if (
-                acts.get("classes_lost") == "reset"
-            ):  # what a model in collapse predicted is nothing to go by
+            frozen = worst == "freeze"
+            now = self._away(replace(now, trying=False, trial=None, frozen=frozen), seen, state)
+            if acts.get("classes_lost") == "reset":  # what a collapsed model predicts is no history
                 now = replace(now, history=None, known=None, recent=None)
             return _back(now, worst), replace(start if worst == "reset" else good, step=state.step)
         if worst == "probation" or past.trying:
-            return self._tried(replace(now, trying=True), seen, state, good, ask)
+            return self._try(replace(now, trying=True), seen, state, good, trial)
         if worst == "inflate":
             covariance = state.belief.covariance.propagate(math.sqrt(self.inflation), 0.0)
             state = replace(state, belief=replace(state.belief, covariance=covariance))
-        return self._taken(now, seen, state), state
+        return self._take(now, seen, state), state
 
-    def _noticed(self, past: MonitorState, seen: Observed) -> list[Event]:
+    def _notice(self, past: MonitorState, seen: Observed) -> list[Event]:
         """That labels begin to come in runs: to be known early, and too little to act upon."""
         new = seen.early and "share_gained" not in seen.alarms and _EARLY not in past.alarmed
         return (
@@ -294,7 +300,7 @@ class Monitor:
             else []
         )
 
-    def _taken(self, now: MonitorState, seen: Observed, state: FilterState) -> MonitorState:
+    def _take(self, now: MonitorState, seen: Observed, state: FilterState) -> MonitorState:
         """With the batch in the history and, where one is due and nothing is wrong, a snapshot of
         the state.
         """
@@ -309,17 +315,22 @@ class Monitor:
             now, good=now.newer, known=now.later, newer=state, later=now.history, age=0.0
         )
 
-    def _tried(
-        self, now: MonitorState, seen: Observed, state: FilterState, good: FilterState, ask: Ask
+    def _try(
+        self,
+        now: MonitorState,
+        seen: Observed,
+        state: FilterState,
+        good: FilterState,
+        trial: Tensor | None,
     ) -> tuple[MonitorState, FilterState]:
-        """A step on probation: back to the good belief where that is at home again."""
+        """A step on probation: back to the good belief if that is at home again."""
         history = now.reference
-        if seen.batch is not None and history is not None and now.batches % self.lag == 0:
-            trial = faded(now.trial, summary(ask(good)), seen.samples)
-            now, rose = replace(now, trial=trial), self._at_home(trial, history)
+        if trial is not None and history is not None:
+            known = faded(now.trial, summary(trial), seen.samples)
+            now, rose = replace(now, trial=known), self._at_home(known, history)
             if rose is not None:
                 event = Event(now.batches - 1, "uncertainty", rose, self.uncertainty / 2, "revert")
-                now = replace(now, trying=False, trial=None, away=0.0, recent=trial).logged(event)
+                now = replace(now, trying=False, trial=None, away=0.0, recent=known).logged(event)
                 return _back(now, "revert"), replace(good, step=state.step)
         return self._away(now, seen, state), state
 
@@ -351,7 +362,7 @@ class Monitor:
         return replace(now, history=now.recent, known=None, later=None, away=0.0).logged(event)
 
 
-def _told(past: MonitorState, seen: Observed, acts: Mapping[str, str]) -> list[Event]:
+def _report(past: MonitorState, seen: Observed, acts: Mapping[str, str]) -> list[Event]:
     """Events of the alarms: every time where the belief goes back, else when one begins."""
     values, known = (
         seen.signals._asdict(),
@@ -396,7 +407,7 @@ def fresh_detectors(monitor: Monitor | None) -> dict[str, Detector]:
     )
 
 
-def _detected(detectors: Mapping[str, Detector], signals: Signals) -> dict[str, float]:
+def _detect(detectors: Mapping[str, Detector], signals: Signals) -> dict[str, float]:
     """Alarms of detectors that have been given the signals; they have no threshold that could be
     named.
     """
