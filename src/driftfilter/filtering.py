@@ -206,6 +206,9 @@ class Filter:
         object.__setattr__(self, "logits", lift(self.logits))
         upkeeps = (self.observation.teacher, self.upkeep)
         object.__setattr__(self, "_upkeeps", tuple(each for each in upkeeps if each is not None))
+        loss: Loss = self.observation.loss  # type: ignore[assignment]  # as_loss in Gibbs
+        needed = max(loss.minimum, self.inference.curvature.minimum)
+        object.__setattr__(self, "_needed", needed)
         object.__setattr__(self, "_bound", None)
         object.__setattr__(self, "_motion", None)
         object.__setattr__(self, "_warned", False)
@@ -223,32 +226,22 @@ class Filter:
 
     def step(self, state: FilterState, inputs: Inputs) -> tuple[FilterState, Prediction, StepInfo]:
         """Adapt to one unlabeled batch [n, ...] and predict it."""
-        state, prediction, info = self._advance(state, inputs, predicting=True)
+        with _without_gradients(), _checking_on(state):
+            state, prediction, info = self._one_step(state, inputs, predicting=True)
         assert prediction is not None
         return state, prediction, info
 
     def update(self, state: FilterState, inputs: Inputs) -> tuple[FilterState, StepInfo]:
         """Adapt to one unlabeled batch [n, ...] without predicting it: the state is ``step``'s."""
-        state, _, info = self._advance(state, inputs, predicting=False)
+        with _without_gradients(), _checking_on(state):
+            state, _, info = self._one_step(state, inputs, predicting=False)
         return state, info
 
-    def _advance(
+    def _one_step(
         self, state: FilterState, inputs: Inputs, predicting: bool
     ) -> tuple[FilterState, Prediction | None, StepInfo]:
-        """One step; on a GPU all checks of numbers wait for its end."""
+        inputs = checked(inputs)
         transition, model = self._bind(state)
-        waiting = finite_at_the_end() if state.belief.mean.is_cuda else nullcontext()
-        with _without_gradients(), waiting:
-            return self._one_step(state, checked(inputs), transition, model, predicting)
-
-    def _one_step(
-        self,
-        state: FilterState,
-        inputs: Inputs,
-        transition: BoundTransition,
-        model: PredictiveModel,
-        predicting: bool,
-    ) -> tuple[FilterState, Prediction | None, StepInfo]:
         randomness = Randomness(state.seed, state.step, state.belief.mean.device)
         prior = transition(state.belief)
         energy, memory = self.observation(
@@ -348,8 +341,8 @@ class Filter:
     @property
     def needed(self) -> int:
         """Samples with a weight below which a batch says nothing."""
-        loss: Loss = self.observation.loss  # type: ignore[assignment]  # as_loss in Gibbs
-        return max(loss.minimum, self.inference.curvature.minimum)
+        needed: int = self.__dict__["_needed"]
+        return needed
 
     def reason(self, used: int) -> str:
         """Why a batch with this many samples of a weight says nothing; empty where it says
@@ -366,8 +359,14 @@ class Filter:
 
 
 def _require_state(state: object) -> None:
-    fits = isinstance(state, FilterState)
-    require(fits, "state", type(state).__name__, "a FilterState (see Filter.init)")
+    if not isinstance(state, FilterState):
+        require(False, "state", type(state).__name__, "a FilterState (see Filter.init)")
+
+
+def _checking_on(state: FilterState) -> AbstractContextManager[None]:
+    """On a GPU, checks of numbers wait for the end of a step: each look would stop its queue."""
+    _require_state(state)
+    return finite_at_the_end() if state.belief.mean.is_cuda else nullcontext()
 
 
 def _require_proper(belief: Belief, source: Belief) -> None:

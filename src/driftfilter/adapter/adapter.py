@@ -8,7 +8,6 @@ predictions in other threads see only whole states.
 
 from __future__ import annotations
 
-import functools
 import math
 import threading
 import time
@@ -95,20 +94,6 @@ def adapt(model: nn.Module, recipe: str | Recipe = "driftfilter", **options: Any
     return Adapter(model, recipe, **own)
 
 
-def _apart(method: Callable[P, R]) -> Callable[P, R]:
-    """Without gradients, inference mode or autocast, whatever the caller is under; only the model
-    sees the autocast.
-    """
-
-    @functools.wraps(method)
-    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
-        own = args[0].autocast if isinstance(args[0], Adapter) else None
-        with full_precision(own), torch.inference_mode(False), torch.no_grad():
-            return method(*args, **kwargs)
-
-    return wrapped
-
-
 @final
 class Adapter(nn.Module):
     """A classifier that adapts while it predicts; see ``adapt``.
@@ -188,49 +173,40 @@ class Adapter(nn.Module):
 
     # What users call
 
-    @_apart
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Adapt to a batch and predict it: log-probabilities [n, k], which are valid logits too."""
         begun, outputs = time.perf_counter(), []
-        with self._lock:
-            with self._noted(), self._given("adapter(x)", args, kwargs) as inputs:
+        with self._lock, self._apart():
+            with self._noting(), self._given("adapter(x)", args, kwargs) as inputs:
                 now = self._ready(inputs)
                 for piece in self._pieces(inputs):
-                    now, prediction = self._stepped(now, piece)
+                    now, prediction = self._step(now, piece)
                     outputs.append(prediction.log_probabilities)
             together = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
-            self._done(now, begun, len(together), together)
+            self._finish(now, begun, len(together), together)
         return together
 
-    @_apart
     def predict(self, *args: Any, **kwargs: Any) -> Prediction:
-        """Predict a batch with the belief as it stands; changes nothing, and may run while another
-        thread updates.
-        """
-        with self._given("predict", args, kwargs) as inputs:
-            now = self._ready(inputs)
-            return _together([self._predicted(now, piece) for piece in self._pieces(inputs)])
+        """Predict a batch with the belief as it stands.
 
-    @_apart
-    def update(self, *args: Any, **kwargs: Any) -> StepInfo:
-        """Adapt to a batch now, without predicting it; of a batch cut into pieces, the last one's
-        info.
+        It changes nothing, and may run while another thread updates.
         """
+        with self._apart(), self._given("predict", args, kwargs) as inputs:
+            now = self._ready(inputs)
+            return _join([self._predict(now, piece) for piece in self._pieces(inputs)])
+
+    def update(self, *args: Any, **kwargs: Any) -> StepInfo:
+        """Adapt to a batch now, without predicting it; the last info of several pieces."""
         begun = time.perf_counter()
-        with self._lock:
-            with self._noted(), self._given("update", args, kwargs) as inputs:
+        with self._lock, self._apart():
+            with self._noting(), self._given("update", args, kwargs) as inputs:
                 now = self._ready(inputs)
                 for piece in self._pieces(inputs):
                     seen, recent = now.seen(piece, self.window, self.update_every)
                     state, info = now.filter.update(now.current, seen)
-                    now = self._watched(
-                        now._replace(recent=recent if self.window else None),
-                        state,
-                        info,
-                        None,
-                        seen,
-                    )
-            self._done(now, begun, batch_size(inputs), None)
+                    now = now._replace(recent=recent if self.window else None)
+                    now = self._watch(now, state, info, None, seen)
+            self._finish(now, begun, batch_size(inputs), None)
         return info
 
     def reset(self) -> None:
@@ -286,6 +262,15 @@ class Adapter(nn.Module):
     # The steps
 
     @contextmanager
+    def _apart(self) -> Iterator[None]:
+        """No gradients, inference mode or autocast, whatever the caller is under.
+
+        Only the model sees the autocast.
+        """
+        with full_precision(self.autocast), torch.inference_mode(False), torch.no_grad():
+            yield
+
+    @contextmanager
     def _given(self, call: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Inputs]:
         """The inputs of a call, checked; where the stream is distributed, for a call of all
         ranks.
@@ -324,25 +309,25 @@ class Adapter(nn.Module):
     def _pieces(self, inputs: Inputs) -> list[Inputs]:
         return split(inputs, self.recipe.chunk) if self.recipe.chunk else [inputs]
 
-    def _stepped(self, now: Moment, inputs: Inputs) -> tuple[Moment, Prediction]:
+    def _step(self, now: Moment, inputs: Inputs) -> tuple[Moment, Prediction]:
         """One call: a step, or a prediction alone until the time for one has come, or while the
         monitor has it frozen.
         """
         seen, recent = now.seen(inputs, self.window, self.update_every)
         calls = now.calls + 1
         if self.monitor is not None and now.watch.frozen:
-            return now._replace(
-                recent=recent if self.window else None, calls=calls
-            ), self._predicted(now, inputs)
+            return now._replace(recent=recent if self.window else None, calls=calls), self._predict(
+                now, inputs
+            )
         if calls % self.update_every:
-            return now._replace(recent=recent, calls=calls), self._predicted(now, inputs)
+            return now._replace(recent=recent, calls=calls), self._predict(now, inputs)
         state, prediction, info = now.filter.step(now.current, seen)
-        own = _last(prediction, batch_size(inputs))
+        own = _take_last(prediction, batch_size(inputs))
         new = own if self.window else prediction  # what no step has seen before
         now = now._replace(recent=recent if self.window else None, calls=calls)
-        return self._watched(now, state, info, new.log_probabilities, seen), own
+        return self._watch(now, state, info, new.log_probabilities, seen), own
 
-    def _watched(
+    def _watch(
         self, now: Moment, state: FilterState, info: StepInfo, new: Tensor | None, seen: Inputs
     ) -> Moment:
         """With the state of a step, or the one that the monitor goes back to."""
@@ -366,7 +351,7 @@ class Adapter(nn.Module):
         watch, state = monitor.respond(past, start, state, observed, trial)
         return now._replace(state=state, info=info, watch=watch)
 
-    def _done(
+    def _finish(
         self, now: Moment, begun: float, samples: int, log_probabilities: Tensor | None
     ) -> None:
         """A call is over: what it changed is for all to see, callbacks are told and, even if one
@@ -386,7 +371,7 @@ class Adapter(nn.Module):
                     warn(f"{event.signal} is {beyond}", AlarmWarning)
 
     @contextmanager
-    def _noted(self) -> Iterator[None]:
+    def _noting(self) -> Iterator[None]:
         """A call that fails for numbers that are not finite changes nothing, but is an event."""
         try:
             yield
@@ -397,23 +382,21 @@ class Adapter(nn.Module):
                 self._now = self._now._replace(watch=watch.logged(event))
             raise
 
-    def _predicted(self, now: Moment, inputs: Inputs) -> Prediction:
+    def _predict(self, now: Moment, inputs: Inputs) -> Prediction:
         seen = now.seen(inputs, self.window, self.update_every)[0] if self.window else inputs
-        return _last(now.filter.predict(now.current, seen), batch_size(inputs))
+        return _take_last(now.filter.predict(now.current, seen), batch_size(inputs))
 
     # Binding to the model
 
-    @_apart
     def _ready(self, example: Inputs | None) -> Moment:
-        """What is known now; the model is read on first use, and again where the user has moved it
-        since.
+        """What is known now; the model is read on first use, and again if it has moved since.
 
         What an example tells is not kept here, but with the state of the step that saw it.
         """
         now = self._now
         if self._fits(now, example):
             return now
-        with self._lock:
+        with self._lock, self._apart():
             now = self._now
             if not self._fits(now, example):
                 now = now.on(self._binding(self._model[0], now.found, example))
@@ -445,7 +428,6 @@ class Adapter(nn.Module):
         tensors = self._ready(None).to_tensors(self.recipe, watched=self.monitor is not None)
         destination.update({prefix + name: tensor.detach() for name, tensor in tensors.items()})
 
-    @_apart
     def _load_from_state_dict(
         self,
         state_dict: Mapping[str, Any],
@@ -463,11 +445,11 @@ class Adapter(nn.Module):
         }
         wrong = [name for name, value in own.items() if not isinstance(value, Tensor)]
         require(not wrong, "state", f"{wrong} that are no tensors", "the state_dict of an adapter")
-        with self._lock:
-            self._now = self._loaded(own)
+        with self._lock, self._apart():
+            self._now = self._load(own)
             self._detectors = fresh_detectors(self.monitor)
 
-    def _loaded(self, own: Mapping[str, Tensor]) -> Moment:
+    def _load(self, own: Mapping[str, Tensor]) -> Moment:
         """What named tensors describe; refused unless all of it is there and of this recipe."""
         found, bound = found_in(own, self.recipe), self._ready(None).bound
         if found or self._now.found:
@@ -484,14 +466,14 @@ class Adapter(nn.Module):
         self.__dict__.update(state, _lock=threading.RLock())
 
 
-def _together(predictions: list[Prediction]) -> Prediction:
+def _join(predictions: list[Prediction]) -> Prediction:
     if len(predictions) == 1:
         return predictions[0]
     columns = ((each.log_probabilities, each.logit_variance) for each in predictions)
     return Prediction(*map(torch.cat, zip(*columns, strict=True)))
 
 
-def _last(prediction: Prediction, samples: int) -> Prediction:
+def _take_last(prediction: Prediction, samples: int) -> Prediction:
     shards = current()
     if shards is None and len(prediction.log_probabilities) == samples:
         return prediction

@@ -289,7 +289,9 @@ class Evaluation:
 
         Worked out once, by a backward pass, for all rules of the step; to be read only.
         """
-        pieces = [pull(slopes) for pull, slopes in zip(self.pullbacks, self.slopes(), strict=True)]
+        pieces: list[Tensor] = []
+        for pull, slopes in zip(self.pullbacks, self.slopes(), strict=True):
+            pieces.append(pull(slopes))
         return _sum(pieces)
 
     def slopes(self, cotangents: Tensor | None = None) -> Tensor:

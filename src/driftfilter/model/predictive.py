@@ -69,7 +69,7 @@ class PredictiveModel(Protocol):
 
     def count_samples(self, inputs: Inputs) -> int:
         """Samples of a batch: rows of its logits."""
-        return batch_size(inputs)
+        return len(inputs) if isinstance(inputs, Tensor) else batch_size(inputs)
 
     def draw_views(self, draw: Draw, inputs: Inputs) -> tuple[Inputs, ...]:
         """Views that ``draw`` makes of a batch, with the draws of the whole batch."""

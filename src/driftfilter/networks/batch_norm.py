@@ -31,7 +31,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
 from driftfilter.base.checks import require, require_number
-from driftfilter.base.sharding import Shards, current
+from driftfilter.base.sharding import Shards
 from driftfilter.networks.triton_batch_norm import Renormalized, SampleSums, blend, fits
 
 _ENOUGH = 64  # samples whose statistics count in full
@@ -131,6 +131,8 @@ class TwinBatchNorm(_BatchNorm):
     moments: Moments  # of the last call
     blended: tuple[Tensor, Tensor]  # mean and variance [c] of the last call
 
+    shards: Shards | None = None  # of the batch at hand, if other ranks have a part of it
+
     own_check: Callable[[Any, Tensor], None]  # of the dimensions of its inputs, by the class it was
 
     def _check_input_dim(self, input: Tensor) -> None:
@@ -138,9 +140,8 @@ class TwinBatchNorm(_BatchNorm):
 
     def forward(self, inputs: Tensor) -> Tensor:
         self.own_check(self, inputs)
-        shards = current()
-        if shards is not None:
-            return self._among(inputs, shards)
+        if self.shards is not None:
+            return self._among(inputs, self.shards)
         if self.carried is None or (self.blend is None and inputs.numel() > self.num_features):
             return self._by_batch(inputs)
         return self._by_source(inputs) if self.blend is None else self._by_blend(inputs)
@@ -314,6 +315,12 @@ def prepare(module: nn.Module, statistics: Statistics) -> list[TwinBatchNorm]:
             _turned(layer if is_plain(layer) else _inside(layer, name, statistics), statistics)
         )
     return found
+
+
+def share(norms: list[TwinBatchNorm], shards: Shards | None) -> None:
+    """Tell batch norms how the next batch is divided among ranks."""
+    for norm in norms:
+        norm.__dict__["shards"] = shards  # a module's own __setattr__ takes as long as a kernel
 
 
 def _inside(layer: Any, name: str, statistics: Statistics) -> nn.Module:

@@ -21,10 +21,17 @@ from torch.nn import functional
 
 from driftfilter.base.checks import require, require_finite
 from driftfilter.base.inputs import Inputs, arguments, batch_size, each, picked, require_logits
-from driftfilter.base.sharding import gathered, placed, taken, total_samples
+from driftfilter.base.sharding import current, gathered, placed, taken, total_samples
 from driftfilter.model.predictive import Draw, LinearHead, PredictiveModel, Pullback
 from driftfilter.networks.autocast import as_called, cast, dtype_of
-from driftfilter.networks.batch_norm import Ema, Statistics, prepare, require_statistics
+from driftfilter.networks.batch_norm import (
+    Ema,
+    Statistics,
+    TwinBatchNorm,
+    prepare,
+    require_statistics,
+    share,
+)
 from driftfilter.networks.shared_copy import ordinary, private
 
 # Picks the logits out of what the module returns.
@@ -100,6 +107,7 @@ class _Copy(NamedTuple):
     """A thread's own network; each forward pass leaves in ``seen`` what entered the head."""
 
     module: nn.Module
+    norms: list[TwinBatchNorm]
     seen: list[Tensor]
 
 
@@ -164,6 +172,7 @@ class Backbone:
         with _frozen():
             copy = self._copy()
             copy.seen.clear()
+            share(copy.norms, current())
             logits = _logits(copy.module, inputs, self.output)
             require(
                 len(copy.seen) == 1,
@@ -180,8 +189,8 @@ class Backbone:
         """This thread's network: hooks write to it, so that threads cannot share one."""
         copy: _Copy | None = self._local.copy
         if copy is None:
-            copy = self._local.copy = _Copy(private(self._module), [])
-            prepare(copy.module, self.statistics)
+            module = private(self._module)
+            copy = self._local.copy = _Copy(module, prepare(module, self.statistics), [])
             copy.module.get_submodule(self.head).register_forward_pre_hook(
                 _watch(copy.seen), with_kwargs=True
             )

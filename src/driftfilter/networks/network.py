@@ -45,9 +45,17 @@ from driftfilter.networks.autocast import as_called, cast, dtype_of, forward_mod
 from driftfilter.networks.batch_norm import Ema, Statistics, diversity, require_statistics
 from driftfilter.networks.cuda_graphs import CapturedPullback, Captures, Question, key_of, possible
 from driftfilter.networks.parameters import Chosen, NormAffine, Selection, select
-from driftfilter.networks.row_check import Pattern, pattern_of, some, tolerance_of, wrong_rows
-from driftfilter.networks.sample_gradients import cast_call, sum_per_sample
-from driftfilter.networks.shared_copy import Record, Twin, frozen_parts, require_values, twin
+from driftfilter.networks.row_check import some, tolerance_of, wrong_rows
+from driftfilter.networks.sample_gradients import cast_call
+from driftfilter.networks.shared_copy import (
+    Pattern,
+    Record,
+    Twin,
+    frozen_parts,
+    pattern_of,
+    require_values,
+    twin,
+)
 
 Memory: TypeAlias = Mapping[str, Tensor]
 _TOGETHER = 4  # tangents that share a forward pass; more of them take as long and more memory
@@ -191,13 +199,9 @@ class Network(PredictiveModel):
         return own
 
     def _pieces(self, theta: Tensor) -> dict[str, Tensor]:
-        length = sum(self.sizes)
-        require(
-            theta.shape[-1] == length,
-            "belief",
-            f"{theta.shape[-1]} parameters",
-            f"over {length} parameters",
-        )
+        if theta.shape[-1] != (length := sum(self.sizes)):
+            given = f"{theta.shape[-1]} parameters"
+            require(False, "belief", given, f"over {length} parameters")
         pieces = theta.split(self.sizes)
         named = zip(self._shapes.items(), pieces, strict=True)
         return {
@@ -210,11 +214,17 @@ class Network(PredictiveModel):
         """Logits [n, k], and what the module returned, of which they are a part."""
         own.carry(self._carried, self._trust)
         with as_called(), own.holding(tensors) as module:
-            args, kwargs = arguments(each(inputs, lambda tensor: cast(tensor, self._dtype)))
-            outputs = module(*args, **kwargs)
+            outputs = self._ask(module, inputs)
             logits = self.output(outputs)
         self._require_logits(logits, batch_size(inputs))
         return logits.to(dtype), outputs
+
+    def _ask(self, module: nn.Module, inputs: Inputs) -> Any:
+        """What the module returns for inputs in its dtype."""
+        if isinstance(inputs, Tensor):
+            return module(cast(inputs, self._dtype))
+        args, kwargs = arguments(each(inputs, lambda tensor: cast(tensor, self._dtype)))
+        return module(*args, **kwargs)
 
     def _require_logits(self, logits: Any, samples: int) -> None:
         require_logits(logits, samples)
@@ -222,22 +232,20 @@ class Network(PredictiveModel):
             self._classes.append(logits.shape[1])
             if self.output is self._classifying and (wrong := doubt(logits.detach())):
                 warn(wrong)
-        k = self._classes[0]
-        require(
-            logits.shape[1] == k,
-            "the model's logits",
-            f"shape {list(logits.shape)}",
-            f"of {k} classes, as before",
-        )
+        if logits.shape[1] != (k := self._classes[0]):
+            given = f"shape {list(logits.shape)}"
+            require(False, "the model's logits", given, f"of {k} classes, as before")
 
     def _memory(self, own: Twin, logits: Tensor, outputs: Any) -> Memory:
         if not isinstance(self.statistics, Ema) or not own.blending:
             return {}
         carried = {STATISTICS: own.carried()}
         if self.statistics.diversity > 0:
-            with as_called():
-                classes = self._classifying(outputs)
-            require_logits(classes, len(logits))
+            classes = logits
+            if self.output is not self._classifying:
+                with as_called():
+                    classes = self._classifying(outputs)
+                require_logits(classes, len(logits))
             carried[DIVERSITY] = diversity(gathered(classes.detach().to(logits.dtype)))
         return carried
 
@@ -393,10 +401,9 @@ class NetworkPullback(Pullback):
         pattern = (self._network.output, *pattern_of(graph.records, len(graph.logits)))
         if pattern not in self._network.proofs and len(graph.logits) > 1 and not graph.own.coupled:
             self._prove(graph, flat, pattern)
-        rows = [
-            self._rows(graph, each, pattern, retain=position + 1 < len(flat))
-            for position, each in enumerate(flat)
-        ]
+        rows: list[Tensor] = []
+        for own in flat:
+            rows.append(self._rows(graph, own, pattern, retain=len(rows) + 1 < len(flat)))
         stacked = torch.stack(rows) if len(rows) > 1 else rows[0]
         return stacked.reshape(*cotangents.shape[:-1], -1)
 
@@ -470,10 +477,13 @@ class NetworkPullback(Pullback):
                     lost.update(chosen.pieces_of(target))
                 return
             with torch.autocast(flow.device.type, enabled=False):
-                call, flow = cast_call(call, flow, dtype)
+                if flow.dtype != dtype or call.inputs.dtype != dtype:
+                    call, flow = cast_call(call, flow, dtype)
                 found = chosen.rows(call, flow, record.rule, record.targets, graph.leaves)
                 for name, own in found.items():
-                    own = sum_per_sample(own, samples, dtype)
+                    if len(own) != samples:  # several inputs a sample, such as frames
+                        own = own.unflatten(0, (samples, -1)).sum(1)
+                    own = own.to(dtype)
                     rows[name] = rows[name] + own if name in rows else own
 
         return collect

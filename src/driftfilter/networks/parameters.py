@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from driftfilter.base.checks import require
 from driftfilter.networks.layers import NORMS
-from driftfilter.networks.sample_gradients import Call, Rule
+from driftfilter.networks.sample_gradients import Call, Rule, layer_rows
 
 Pieces: TypeAlias = Mapping[str, Tensor]  # of θ, by name
 
@@ -62,8 +62,8 @@ class Chosen(dict[str, Tensor]):
 
         ``targets``: the layer's own names of these parameters -> theirs in the network.
         """
-        found = rule(call, flow)
-        return {target: found[own]() for own, target in targets.items() if own in found}
+        found = layer_rows(call, flow, rule, targets)
+        return {targets[own]: rows for own, rows in found.items()}
 
     def __str__(self) -> str:
         lines = [

@@ -8,31 +8,12 @@ samples. Neither can be read off the module.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from driftfilter.networks.autocast import under_autocast
-from driftfilter.networks.shared_copy import Record
-
-Pattern: TypeAlias = tuple[Any, ...]
-
-
-def pattern_of(records: Sequence[Record], samples: int) -> Pattern:
-    """How a batch of n samples went through the layers: which were called, with how many inputs a
-    sample.
-
-    A layer that sees tokens first does so with another number when n changes, and is looked at
-    again.
-    """
-    calls = (
-        (record.owner, len(record.call.inputs) / samples)
-        for record in records
-        if record.call is not None
-    )
-    return (samples > 1, *calls)
 
 
 def tolerance_of(dtype: torch.dtype, device: torch.device) -> float:

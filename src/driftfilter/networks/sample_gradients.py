@@ -8,7 +8,7 @@ one sample next to each other.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -41,6 +41,15 @@ class Call(NamedTuple):
 Rule: TypeAlias = Callable[[Call, Tensor], Rows]  # of one kind of layer
 
 
+def layer_rows(call: Call, flow: Tensor, rule: Rule, names: Iterable[str]) -> dict[str, Tensor]:
+    """Rows [m, …] of the parameters of a layer with these names, if the rule has them."""
+    work, found = rule(call, flow), {}
+    for name in names:
+        if name in work:
+            found[name] = work[name]()
+    return found
+
+
 def cast_call(call: Call, flow: Tensor, dtype: torch.dtype) -> tuple[Call, Tensor]:
     """A call and the gradient at its outputs in θ's dtype, if they are in half precision.
 
@@ -50,13 +59,6 @@ def cast_call(call: Call, flow: Tensor, dtype: torch.dtype) -> tuple[Call, Tenso
         return call, flow
     lower = call.inputs.is_floating_point() and call.inputs.dtype != dtype
     return call._replace(inputs=call.inputs.to(dtype)) if lower else call, flow.to(dtype)
-
-
-def sum_per_sample(values: Tensor, samples: int, dtype: torch.dtype) -> Tensor:
-    """[m, …] -> [n, …], the sum of the m / n inputs of each sample."""
-    if len(values) != samples:
-        values = values.unflatten(0, (samples, -1)).sum(1)
-    return values.to(dtype)
 
 
 def _products(left: Tensor, right: Tensor) -> Tensor:

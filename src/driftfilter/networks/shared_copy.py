@@ -8,14 +8,15 @@ import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from driftfilter.base.checks import require
-from driftfilter.networks.batch_norm import Statistics, TwinBatchNorm, prepare
+from driftfilter.base.sharding import Shards, current
+from driftfilter.networks.batch_norm import Statistics, TwinBatchNorm, prepare, share
 from driftfilter.networks.layers import find_layer
 from driftfilter.networks.sample_gradients import Call, Rule
 
@@ -93,6 +94,9 @@ def require_values(model: nn.Module) -> None:
     )
 
 
+Pattern: TypeAlias = tuple[Any, ...]
+
+
 @dataclass
 class Record:
     """One call of a layer whose rows may be wanted."""
@@ -104,6 +108,21 @@ class Record:
     node: Any  # of the outputs in the graph
     position: int  # of the outputs among what the node gives
     sequence_first: bool  # it may see [tokens, n, …]
+
+
+def pattern_of(records: Sequence[Record], samples: int) -> Pattern:
+    """How a batch of n samples went through the layers: which were called, with how many inputs a
+    sample.
+
+    A layer that sees tokens first does so with another number when n changes, and is looked at
+    again.
+    """
+    calls = (
+        (record.owner, len(record.call.inputs) / samples)
+        for record in records
+        if record.call is not None
+    )
+    return (samples > 1, *calls)
 
 
 class Twin:
@@ -119,6 +138,7 @@ class Twin:
             for layer in self.module.modules()
         )
         self.records: list[Record] | None = None
+        self._shards: Shards | None = None
         canonical = {id(parameter): name for name, parameter in self.module.named_parameters()}
         self.slots: list[tuple[str, nn.Module, str]] = []
         self.names: dict[
@@ -179,13 +199,9 @@ class Twin:
         """
         norms = self.blending
         sizes = [norm.num_features for norm in norms for _ in range(2)]
-        if statistics is not None:
-            require(
-                len(statistics) == sum(sizes),
-                "carried statistics",
-                f"{len(statistics)} values",
-                f"{sum(sizes)} values",
-            )
+        if statistics is not None and len(statistics) != sum(sizes):
+            given = f"{len(statistics)} values"
+            require(False, "carried statistics", given, f"{sum(sizes)} values")
         pieces: Any = iter(() if statistics is None else statistics.split(sizes))
         for norm in norms:
             assert norm.running_mean is not None
@@ -197,6 +213,9 @@ class Twin:
             )
             norm.trust = trust
             norm.blended = norm.carried  # should it not be called
+        if (shards := current()) is not self._shards:
+            share(self.norms, shards)
+            self._shards = shards
 
     def start(self) -> Tensor:
         """The source's statistics, in the order of those carried."""
