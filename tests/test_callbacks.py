@@ -263,7 +263,7 @@ def test_what_cannot_be_told_is_refused(wrong: Any) -> None:
     ):
         df.adapt(network(), "tent", callbacks=[wrong])
     with pytest.raises(ValueError, match="adapt: callbacks must be a list of callbacks, got 3"):
-        df.adapt(network(), "tent", callbacks=3)
+        df.adapt(network(), "tent", callbacks=3)  # type: ignore[arg-type]
 
 
 # The writers

@@ -38,7 +38,8 @@ def _often() -> Iterator[None]:
 
 def adapter(case: str) -> df.Adapter:
     model, preset = case.split("-")
-    return df.adapt(made(model), preset, window=12, **({"copies": 2} if preset == "cotta" else {}))
+    options: dict[str, Any] = {"copies": 2} if preset == "cotta" else {}
+    return df.adapt(made(model), preset, window=12, **options)
 
 
 def prediction(adapted: df.Adapter) -> Bits:

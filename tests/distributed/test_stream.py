@@ -134,7 +134,7 @@ def of_shipped(rank: int | None) -> dict[str, dict[str, Any]]:
     """The five presets on the shipped network, with the monitor."""
     made: dict[str, Any] = {} if rank is None else {"distributed": True}
     model, batches = models.load("resnet20").double(), pictures()
-    source = {"eata": {"data": df.SourceData(batches[0])}}
+    source: dict[str, Any] = {"eata": {"data": df.SourceData(batches[0])}}
     return {
         preset: streamed(df.adapt(model, preset, **source.get(preset, {}), **made), batches, rank)
         for preset in EXACT

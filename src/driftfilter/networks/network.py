@@ -46,7 +46,7 @@ from driftfilter.networks.cuda_graphs import CapturedPullback, Captures, Questio
 from driftfilter.networks.parameters import Chosen, NormAffine, Selection, select
 from driftfilter.networks.row_check import Pattern, pattern_of, some, tolerance_of, wrong_rows
 from driftfilter.networks.sample_gradients import layer_rows, per_sample
-from driftfilter.networks.shared_copy import Record, Twin, frozen_parts, require_values, twin
+from driftfilter.networks.shared_copy import Record, Twin, require_values, twin
 
 Memory: TypeAlias = Mapping[str, Tensor]
 _TOGETHER = 4  # tangents that share a forward pass; more of them take as long and more memory
@@ -121,7 +121,6 @@ class Network:
         self._carried: Tensor | None = None
         self._trust: Tensor | float = 1.0
         self.capturing = False  # passes as CUDA graphs, one for each shape of a batch
-        self._backend: str | None = None  # of torch.compile
         self._local = threading.local()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -134,13 +133,6 @@ class Network:
         """θ of the module as it was given [d]."""
         require_values(self._base)
         return self._start.clone()
-
-    def compile(self, backend: str) -> bool:
-        """Have the parts of the module without a piece of θ compiled by torch; whether there is one
-        of several layers.
-        """
-        self._backend, self._local = backend, threading.local()
-        return bool(frozen_parts(self._base, self.chosen.targets))
 
     @property
     def observing(self) -> Network:
@@ -181,9 +173,7 @@ class Network:
         own: Twin | None = getattr(self._local, "twin", None)
         if own is None:
             require_values(self._base)
-            own = self._local.twin = Twin(
-                self._base, self.chosen.targets, self.statistics, self._backend
-            )
+            own = self._local.twin = Twin(self._base, self.chosen.targets, self.statistics)
         return own
 
     def _pieces(self, theta: Tensor) -> dict[str, Tensor]:
