@@ -269,6 +269,7 @@ def test_what_cannot_be_told_is_refused(wrong: Any) -> None:
 # The writers
 
 
+@pytest.mark.slow
 def test_they_are_found_by_the_short_name() -> None:
     code = (
         "import driftfilter as df, sys; assert df.callbacks.JsonLines; sys.exit('tensorboard' "

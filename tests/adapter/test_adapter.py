@@ -607,6 +607,7 @@ def test_arguments_by_place_and_by_name_are_those_of_the_model() -> None:
         df.adapt(model, "tent")(values, other=mask)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [1, 16])
 @pytest.mark.parametrize("name", ["resnet20", "resnet20_gn"])
 def test_the_default_holds_in_small_batches(name: str, batch: int) -> None:

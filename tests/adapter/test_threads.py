@@ -15,6 +15,8 @@ from torch import Tensor
 import driftfilter as df
 from fuzzing import batch, made, same
 
+pytestmark = pytest.mark.slow
+
 THREADS, UPDATES, ASKED = 8, 10, batch(5, 50)
 CASES = [
     "batch_norm-driftfilter",

@@ -311,6 +311,7 @@ logit_rows = st.integers(2, 4).flatmap(
 )
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=30)
 @given(rows=logit_rows, double=st.booleans())
 def test_factors_are_finite_and_positive_semi_definite_for_any_logits(

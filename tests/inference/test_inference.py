@@ -692,6 +692,7 @@ def test_settings_out_of_range_are_refused(
         rule(**settings)
 
 
+@pytest.mark.slow
 def test_variational_reaches_the_mean_field_optimum_of_correlated_features() -> None:
     """A projected precision makes the undamped and the half-damped iteration diverge here."""
     generator = torch.Generator().manual_seed(0)

@@ -255,6 +255,7 @@ def test_signals_of_a_step() -> None:
 # False alarms
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("k", [2, 10, 1000])
 @pytest.mark.parametrize("n", [1, 16, 256])
 @pytest.mark.parametrize("skew", [0.0, 1.0], ids=["balanced", "skewed"])
@@ -294,6 +295,7 @@ def alarms(
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("k", [2, 10, 300])
 @pytest.mark.parametrize("n", [1, 16, 256])
 def test_one_class_is_an_alarm_at_once(k: int, n: int) -> None:
