@@ -56,7 +56,7 @@ R = TypeVar("R")
 _DEFAULT = Monitor()
 
 
-def adapt(
+def adapt(  # noqa: PLR0913  # what editors complete
     model: nn.Module,
     recipe: str | Recipe = "driftfilter",
     *,
