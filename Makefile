@@ -1,4 +1,4 @@
-# Every target sets up what it needs: a fresh machine needs Python >= 3.10, pip and make only.
+# Every target sets up what it needs: a fresh machine needs Python >= 3.11, pip and make only.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin

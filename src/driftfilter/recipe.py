@@ -9,7 +9,7 @@ being its fields. Adding a class to the table adds its conformance tests
 from __future__ import annotations
 
 import json
-import sys
+import tomllib
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from numbers import Integral, Real
 from typing import Annotated, Any, Literal, final
@@ -42,11 +42,6 @@ from driftfilter.base.checks import (
     nearest,
     require,
 )
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 
 @final
