@@ -192,7 +192,7 @@ class Use(RuleBasedStateMachine):
         window=st.sampled_from([0, 0, 4, 10]),
     )
     def begin(self, seed: int, every: int, window: int) -> None:
-        self.options = {"seed": seed, "update_every": every, "window": window}
+        self.options: dict[str, Any] = {"seed": seed, "update_every": every, "window": window}
         self.model = made(self.case.split("-")[0])
         self.before, self.random = snapshot(self.model), torch.get_rng_state()
         self.adapter, self.shadow = self.fresh(), self.fresh(made(self.case.split("-")[0]))
@@ -202,7 +202,9 @@ class Use(RuleBasedStateMachine):
 
     def fresh(self, model: nn.Module | None = None) -> df.Adapter:
         kind, preset = self.case.split("-")
-        chosen = FEW.get(preset, {}) | (GENTLE.get(preset, {}) if kind == "group_norm" else {})
+        chosen: dict[str, Any] = FEW.get(preset, {}) | (
+            GENTLE.get(preset, {}) if kind == "group_norm" else {}
+        )
         data = df.SourceData(
             batch(8, 99), torch.arange(8) % CLASSES
         )  # those that have no use for it leave it

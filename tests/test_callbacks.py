@@ -263,12 +263,13 @@ def test_what_cannot_be_told_is_refused(wrong: Any) -> None:
     ):
         df.adapt(network(), "tent", callbacks=[wrong])
     with pytest.raises(ValueError, match="adapt: callbacks must be a list of callbacks, got 3"):
-        df.adapt(network(), "tent", callbacks=3)
+        df.adapt(network(), "tent", callbacks=3)  # type: ignore[arg-type]
 
 
 # The writers
 
 
+@pytest.mark.slow
 def test_they_are_found_by_the_short_name() -> None:
     code = (
         "import driftfilter as df, sys; assert df.callbacks.JsonLines; sys.exit('tensorboard' "

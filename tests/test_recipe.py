@@ -180,6 +180,7 @@ def test_tensors_become_plain_numbers() -> None:
     )
 
 
+@pytest.mark.slow
 def test_the_table_can_be_imported_before_anything_else() -> None:
     """It names every module, and the package loads it in turn."""
     subprocess.run([sys.executable, "-c", "import driftfilter.recipe"], check=True)

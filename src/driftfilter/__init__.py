@@ -1,6 +1,6 @@
 """driftfilter: online test-time adaptation as Gaussian filtering of a classifier's parameters.
 
-The public names are listed in _api.py and loaded on first use, so that ``driftfilter --help`` need
+The public names stand in _api.py and are loaded on first use, so that ``driftfilter --help`` need
 not wait for torch.
 """
 
@@ -13,15 +13,18 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 
+def _names() -> list[str]:
+    return sorted(name for name in vars(import_module("driftfilter._api")) if name[0] != "_")
+
+
 def __getattr__(name: str) -> Any:
-    api = import_module("driftfilter._api")
-    names = getattr(api, "__all__", ())  # none while _api is still being loaded
     if name == "__all__":
-        return names
-    if name in names:
-        return getattr(api, name)
-    raise AttributeError(f"module 'driftfilter' has no attribute {name!r}")
+        return _names()
+    api = import_module("driftfilter._api")
+    if name.startswith("_") or not hasattr(api, name):  # or not yet, while _api is being loaded
+        raise AttributeError(f"module 'driftfilter' has no attribute {name!r}")
+    return getattr(api, name)
 
 
 def __dir__() -> list[str]:
-    return [*import_module("driftfilter._api").__all__, "__version__"]
+    return [*_names(), "__version__"]

@@ -1,252 +1,155 @@
-"""Every public name; ``driftfilter`` itself loads them on first use."""
+"""Every public name, said once; ``driftfilter`` itself loads them on first use."""
 
-from driftfilter import callbacks, presets
-from driftfilter.adapter.adapter import Adapter, adapt
-from driftfilter.adapter.checkpoint import load, save
-from driftfilter.base.checks import NotFiniteError, NotPositiveDefiniteError
-from driftfilter.callbacks import Callback, StepRecord
-from driftfilter.compiled.fleet import Fleet
-from driftfilter.compiled.scan import why_eager
-from driftfilter.distributed.ranks import RankError
-from driftfilter.filtering import Filter, FilterState, NoInformationWarning, Outputs, StepInfo
-from driftfilter.gaussian.belief import Belief, kl_divergence
-from driftfilter.gaussian.blocks import Blocks
-from driftfilter.gaussian.covariance import Covariance
-from driftfilter.gaussian.diagonal import Diagonal
-from driftfilter.gaussian.full import Full
-from driftfilter.gaussian.kronecker import Kronecker
-from driftfilter.gaussian.lowrank import LowRank
-from driftfilter.inference.curvature import (
-    Curvature,
-    EmpiricalFisher,
-    GaussNewton,
-    Hessian,
-    NoCurvature,
+from driftfilter import callbacks as callbacks, presets as presets
+from driftfilter.adapter.adapter import Adapter as Adapter, adapt as adapt
+from driftfilter.adapter.checkpoint import load as load, save as save
+from driftfilter.base.checks import (
+    NotFiniteError as NotFiniteError,
+    NotPositiveDefiniteError as NotPositiveDefiniteError,
 )
-from driftfilter.inference.linearized import Bong, Frozen, Inference, Linearized
-from driftfilter.inference.optimizers import SGD, Adam, GradientStep
+from driftfilter.callbacks import Callback as Callback, StepRecord as StepRecord
+from driftfilter.compiled.fleet import Fleet as Fleet
+from driftfilter.compiled.scan import why_eager as why_eager
+from driftfilter.distributed.ranks import RankError as RankError
+from driftfilter.filtering import (
+    Filter as Filter,
+    FilterState as FilterState,
+    NoInformationWarning as NoInformationWarning,
+    Outputs as Outputs,
+    StepInfo as StepInfo,
+)
+from driftfilter.gaussian.belief import Belief as Belief, kl_divergence as kl_divergence
+from driftfilter.gaussian.blocks import Blocks as Blocks
+from driftfilter.gaussian.covariance import Covariance as Covariance
+from driftfilter.gaussian.diagonal import Diagonal as Diagonal
+from driftfilter.gaussian.full import Full as Full
+from driftfilter.gaussian.kronecker import Kronecker as Kronecker
+from driftfilter.gaussian.lowrank import LowRank as LowRank
+from driftfilter.inference.curvature import (
+    Curvature as Curvature,
+    EmpiricalFisher as EmpiricalFisher,
+    GaussNewton as GaussNewton,
+    Hessian as Hessian,
+    NoCurvature as NoCurvature,
+)
+from driftfilter.inference.linearized import (
+    Bong as Bong,
+    Frozen as Frozen,
+    Inference as Inference,
+    Linearized as Linearized,
+)
+from driftfilter.inference.optimizers import SGD as SGD, Adam as Adam, GradientStep as GradientStep
 from driftfilter.inference.prediction import (
-    MAP,
-    FromTeacher,
-    LinearizedGaussian,
-    LinearizedProbit,
-    Moderated,
-    MonteCarlo,
-    Prediction,
-    PredictionRule,
-    PriorCorrection,
-    Tempered,
+    MAP as MAP,
+    FromTeacher as FromTeacher,
+    LinearizedGaussian as LinearizedGaussian,
+    LinearizedProbit as LinearizedProbit,
+    Moderated as Moderated,
+    MonteCarlo as MonteCarlo,
+    Prediction as Prediction,
+    PredictionRule as PredictionRule,
+    PriorCorrection as PriorCorrection,
+    Tempered as Tempered,
 )
 from driftfilter.inference.resets import (
-    ContinualMomentum,
-    ResetBelow,
-    ResetEvery,
-    RestoreIrrelevant,
-    RestoreRandomly,
-    Upkeep,
+    ContinualMomentum as ContinualMomentum,
+    ResetBelow as ResetBelow,
+    ResetEvery as ResetEvery,
+    RestoreIrrelevant as RestoreIrrelevant,
+    RestoreRandomly as RestoreRandomly,
+    Upkeep as Upkeep,
 )
-from driftfilter.inference.variational import Variational
+from driftfilter.inference.variational import Variational as Variational
 from driftfilter.model.dynamics import (
-    Affine,
-    Dynamics,
-    LocalTrend,
-    MeanReversion,
-    PrecisionReversion,
-    RandomWalk,
-    Seasonal,
+    Affine as Affine,
+    Dynamics as Dynamics,
+    LocalTrend as LocalTrend,
+    MeanReversion as MeanReversion,
+    PrecisionReversion as PrecisionReversion,
+    RandomWalk as RandomWalk,
+    Seasonal as Seasonal,
 )
 from driftfilter.model.losses import (
-    ConjugatePseudoLabel,
-    Entropy,
-    GeneralizedCrossEntropy,
-    InformationMaximization,
-    Loss,
-    MarginalLikelihood,
-    PseudoLabel,
-    SoftLikelihoodRatio,
-    Sum,
+    ConjugatePseudoLabel as ConjugatePseudoLabel,
+    Entropy as Entropy,
+    GeneralizedCrossEntropy as GeneralizedCrossEntropy,
+    InformationMaximization as InformationMaximization,
+    Loss as Loss,
+    MarginalLikelihood as MarginalLikelihood,
+    PseudoLabel as PseudoLabel,
+    SoftLikelihoodRatio as SoftLikelihoodRatio,
+    Sum as Sum,
 )
 from driftfilter.model.noise import (
-    Discount,
-    FullNoise,
-    Isotropic,
-    NoiseModel,
-    NoNoise,
-    Reset,
-    Restore,
-    Stationary,
+    Discount as Discount,
+    FullNoise as FullNoise,
+    Isotropic as Isotropic,
+    NoiseModel as NoiseModel,
+    NoNoise as NoNoise,
+    Reset as Reset,
+    Restore as Restore,
+    Stationary as Stationary,
 )
-from driftfilter.model.observation import Gibbs, Teacher
-from driftfilter.model.predictive import LinearHead, PredictiveModel
-from driftfilter.model.transition import BlockDynamics, Transition
-from driftfilter.model.views import Consistency, GaussianNoise, ImageViews, MarginalEntropy, Mirror
+from driftfilter.model.observation import Gibbs as Gibbs, Teacher as Teacher
+from driftfilter.model.predictive import (
+    LinearHead as LinearHead,
+    PredictiveModel as PredictiveModel,
+)
+from driftfilter.model.transition import BlockDynamics as BlockDynamics, Transition as Transition
+from driftfilter.model.views import (
+    Consistency as Consistency,
+    GaussianNoise as GaussianNoise,
+    ImageViews as ImageViews,
+    MarginalEntropy as MarginalEntropy,
+    Mirror as Mirror,
+)
 from driftfilter.model.weighting import (
-    CertaintyDiversity,
-    Constant,
-    DiversityGate,
-    EntropyGate,
-    Product,
-    Reliability,
-    Weighting,
+    CertaintyDiversity as CertaintyDiversity,
+    Constant as Constant,
+    DiversityGate as DiversityGate,
+    EntropyGate as EntropyGate,
+    Product as Product,
+    Reliability as Reliability,
+    Weighting as Weighting,
 )
-from driftfilter.monitor.monitor import AlarmWarning, Monitor
-from driftfilter.monitor.state import Event, Signals
-from driftfilter.networks.batch_norm import Ema, PseudoCount
-from driftfilter.networks.features import Backbone, OnFeatures, find_head
-from driftfilter.networks.lora import LoRA
-from driftfilter.networks.network import Network
+from driftfilter.monitor.monitor import AlarmWarning as AlarmWarning, Monitor as Monitor
+from driftfilter.monitor.state import Event as Event, Signals as Signals
+from driftfilter.networks.batch_norm import Ema as Ema, PseudoCount as PseudoCount
+from driftfilter.networks.features import (
+    Backbone as Backbone,
+    OnFeatures as OnFeatures,
+    find_head as find_head,
+)
+from driftfilter.networks.lora import LoRA as LoRA
+from driftfilter.networks.network import Network as Network
 from driftfilter.networks.parameters import (
-    AllParameters,
-    ByName,
-    Head,
-    NormAffine,
-    Selection,
-    Smallest,
-    select,
+    AllParameters as AllParameters,
+    ByName as ByName,
+    Head as Head,
+    NormAffine as NormAffine,
+    Selection as Selection,
+    Smallest as Smallest,
+    select as select,
 )
-from driftfilter.networks.prototypes import Mixture, PrototypeHead, Prototypes, Supports
-from driftfilter.recipe import VARIANTS, Recipe, from_toml, to_toml
+from driftfilter.networks.prototypes import (
+    Mixture as Mixture,
+    PrototypeHead as PrototypeHead,
+    Prototypes as Prototypes,
+    Supports as Supports,
+)
+from driftfilter.recipe import (
+    VARIANTS as VARIANTS,
+    Recipe as Recipe,
+    from_toml as from_toml,
+    to_toml as to_toml,
+)
 from driftfilter.source.posterior import (
-    Gaussian,
-    Laplace,
-    PointMass,
-    Source,
-    SourceData,
-    fit_laplace,
-    marginal_source,
+    Gaussian as Gaussian,
+    Laplace as Laplace,
+    PointMass as PointMass,
+    Source as Source,
+    SourceData as SourceData,
+    fit_laplace as fit_laplace,
+    marginal_source as marginal_source,
 )
-from driftfilter.storage.sealed import CheckpointError
-
-__all__ = [
-    "MAP",
-    "SGD",
-    "VARIANTS",
-    "Adam",
-    "Adapter",
-    "Affine",
-    "AlarmWarning",
-    "AllParameters",
-    "Backbone",
-    "Belief",
-    "BlockDynamics",
-    "Blocks",
-    "Bong",
-    "ByName",
-    "Callback",
-    "CertaintyDiversity",
-    "CheckpointError",
-    "ConjugatePseudoLabel",
-    "Consistency",
-    "Constant",
-    "ContinualMomentum",
-    "Covariance",
-    "Curvature",
-    "Diagonal",
-    "Discount",
-    "DiversityGate",
-    "Dynamics",
-    "Ema",
-    "EmpiricalFisher",
-    "Entropy",
-    "EntropyGate",
-    "Event",
-    "Filter",
-    "FilterState",
-    "Fleet",
-    "FromTeacher",
-    "Frozen",
-    "Full",
-    "FullNoise",
-    "GaussNewton",
-    "Gaussian",
-    "GaussianNoise",
-    "GeneralizedCrossEntropy",
-    "Gibbs",
-    "GradientStep",
-    "Head",
-    "Hessian",
-    "ImageViews",
-    "Inference",
-    "InformationMaximization",
-    "Isotropic",
-    "Kronecker",
-    "Laplace",
-    "LinearHead",
-    "Linearized",
-    "LinearizedGaussian",
-    "LinearizedProbit",
-    "LoRA",
-    "LocalTrend",
-    "Loss",
-    "LowRank",
-    "MarginalEntropy",
-    "MarginalLikelihood",
-    "MeanReversion",
-    "Mirror",
-    "Mixture",
-    "Moderated",
-    "Monitor",
-    "MonteCarlo",
-    "Network",
-    "NoCurvature",
-    "NoInformationWarning",
-    "NoNoise",
-    "NoiseModel",
-    "NormAffine",
-    "NotFiniteError",
-    "NotPositiveDefiniteError",
-    "OnFeatures",
-    "Outputs",
-    "PointMass",
-    "PrecisionReversion",
-    "Prediction",
-    "PredictionRule",
-    "PredictiveModel",
-    "PriorCorrection",
-    "Product",
-    "PrototypeHead",
-    "Prototypes",
-    "PseudoCount",
-    "PseudoLabel",
-    "RandomWalk",
-    "RankError",
-    "Recipe",
-    "Reliability",
-    "Reset",
-    "ResetBelow",
-    "ResetEvery",
-    "Restore",
-    "RestoreIrrelevant",
-    "RestoreRandomly",
-    "Seasonal",
-    "Selection",
-    "Signals",
-    "Smallest",
-    "SoftLikelihoodRatio",
-    "Source",
-    "SourceData",
-    "Stationary",
-    "StepInfo",
-    "StepRecord",
-    "Sum",
-    "Supports",
-    "Teacher",
-    "Tempered",
-    "Transition",
-    "Upkeep",
-    "Variational",
-    "Weighting",
-    "adapt",
-    "callbacks",
-    "find_head",
-    "fit_laplace",
-    "from_toml",
-    "kl_divergence",
-    "load",
-    "marginal_source",
-    "presets",
-    "save",
-    "select",
-    "to_toml",
-    "why_eager",
-]
+from driftfilter.storage.sealed import CheckpointError as CheckpointError

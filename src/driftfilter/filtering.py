@@ -17,17 +17,18 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from numbers import Integral
-from typing import Any, Literal, NamedTuple, final
+from typing import Annotated, Any, Literal, NamedTuple, final
 
 import torch
 from torch import Tensor
 
 from driftfilter.base.checks import (
+    Checked,
     NotPositiveDefiniteError,
+    Role,
     finite_at_the_end,
     require,
     require_finite,
-    require_role,
     warn,
 )
 from driftfilter.base.inputs import Inputs, checked
@@ -163,7 +164,7 @@ class Outputs(Sequence[Prediction]):
 
 @final
 @dataclass(frozen=True)
-class Filter:
+class Filter(Checked):
     """A Gaussian filter over the parameters of a classifier, on a stream without labels.
 
     ``predict_from``: "posterior" predicts a batch after adapting to it, "prior" before. ``upkeep``:
@@ -182,14 +183,15 @@ class Filter:
         default_factory=lambda: Transition(MeanReversion(), Stationary())
     )
     observation: Gibbs = field(default_factory=Gibbs)
-    inference: Inference = field(default_factory=Linearized)
-    prediction: PredictionRule = field(default_factory=MAP)
+    inference: Annotated[Inference, Role("inference", "Linearized()")] = field(
+        default_factory=Linearized
+    )
+    prediction: Annotated[PredictionRule, Role("prediction", "MAP()")] = field(default_factory=MAP)
     predict_from: Literal["prior", "posterior"] = "posterior"
-    upkeep: Upkeep | None = None
+    upkeep: Annotated[Upkeep, Role("upkeep", "ResetEvery(1000)")] | None = None
 
     def __post_init__(self) -> None:
-        allowed = self.predict_from in ("prior", "posterior")
-        require(allowed, "Filter.predict_from", self.predict_from, "'prior' or 'posterior'")
+        super().__post_init__()
         require(
             isinstance(self.transition, Transition),
             "Filter.transition",
@@ -199,10 +201,6 @@ class Filter:
         require(
             isinstance(self.observation, Gibbs), "Filter.observation", self.observation, "a Gibbs"
         )
-        require_role("Filter.inference", self.inference, "inference", "Linearized()")
-        require_role("Filter.prediction", self.prediction, "prediction", "MAP()")
-        if self.upkeep is not None:
-            require_role("Filter.upkeep", self.upkeep, "upkeep", "ResetEvery(1000)")
         object.__setattr__(self, "logits", lift(self.logits))
         upkeeps = (self.observation.teacher, self.upkeep)
         object.__setattr__(self, "_upkeeps", tuple(each for each in upkeeps if each is not None))

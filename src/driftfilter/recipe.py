@@ -9,10 +9,10 @@ being its fields. Adding a class to the table adds its conformance tests
 from __future__ import annotations
 
 import json
-import sys
+import tomllib
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from numbers import Integral, Real
-from typing import Any, Literal, final
+from typing import Annotated, Any, Literal, final
 
 import driftfilter.filtering as filtering
 import driftfilter.inference.curvature as curvature
@@ -34,17 +34,19 @@ import driftfilter.networks.lora as lora
 import driftfilter.networks.parameters as parameters
 import driftfilter.networks.prototypes as prototypes
 import driftfilter.source.posterior as posterior
-from driftfilter.base.checks import ROLES, nearest, require, require_count, require_role
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from driftfilter.base.checks import (
+    ROLES,
+    Checked,
+    Count,
+    Role,
+    nearest,
+    require,
+)
 
 
 @final
 @dataclass(frozen=True)
-class Recipe:
+class Recipe(Checked):
     """What to adapt, where it starts, how it moves, what is learned from a batch, and how it is
     predicted.
 
@@ -53,22 +55,24 @@ class Recipe:
     this many samples, each a step of its own (0: never).
     """
 
-    parameters: Any = field(default_factory=parameters.NormAffine)
+    parameters: Annotated[Any, Role("parameters", "NormAffine()")] = field(
+        default_factory=parameters.NormAffine
+    )
     statistics: Any = "batch"
-    source: Any = field(default_factory=posterior.PointMass)
+    source: Annotated[Any, Role("source", "PointMass()")] = field(
+        default_factory=posterior.PointMass
+    )
     transition: transition.Transition = field(default_factory=transition.Transition)
     observation: observation.Gibbs = field(default_factory=observation.Gibbs)
     inference: Any = field(default_factory=linearized.Linearized)
     prediction: Any = field(default_factory=prediction.MAP)
     predict_from: Literal["prior", "posterior"] = "posterior"
     upkeep: Any = None
-    chunk: int = 0
+    chunk: Count = 0
 
     def __post_init__(self) -> None:
-        require_role("Recipe.parameters", self.parameters, "parameters", "NormAffine()")
+        super().__post_init__()
         batch_norm.require_statistics(self.statistics)
-        require_role("Recipe.source", self.source, "source", "PointMass()")
-        require_count("Recipe.chunk", self.chunk, 0)
         self.filter(predictive.LinearHead(2))  # checks the other fields
 
     def filter(self, model: predictive.PredictiveModel) -> filtering.Filter:

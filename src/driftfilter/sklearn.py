@@ -28,7 +28,7 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor, nn
 
 from driftfilter import presets
-from driftfilter.adapter.adapter import Adapter
+from driftfilter.adapter.adapter import Adapter, adapt
 from driftfilter.base.checks import require, require_count
 from driftfilter.filtering import Filter
 from driftfilter.networks.batch_norm import Ema
@@ -365,7 +365,7 @@ class AdaptiveClassifier(ClassifierMixin, MetaEstimatorMixin, BaseEstimator):  #
         )
         require(alone, "AdaptiveClassifier.recipe", self.recipe, rule)
         module = as_module(_parts(estimator)[1], moments)
-        self.adapter_ = Adapter(module, replace(recipe, chunk=self.batch_size))
+        self.adapter_ = adapt(module, replace(recipe, chunk=self.batch_size))
         self.estimator_, self.moments_, self._module, self._size = (
             estimator,
             moments,

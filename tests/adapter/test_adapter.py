@@ -456,9 +456,12 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: df.adapt(network(), update_every=0),
         "adapt: update_every must be an integer >= 1, got 0",
     ),
-    "seed": (lambda: df.adapt(network(), seed=0.5), "adapt: seed must be an integer, got 0.5"),
+    "seed": (
+        lambda: df.adapt(network(), seed=0.5),  # type: ignore[arg-type]
+        "adapt: seed must be an integer, got 0.5",
+    ),
     "output": (
-        lambda: df.adapt(network(), output=1),
+        lambda: df.adapt(network(), output=1),  # type: ignore[arg-type]
         "adapt: output must be a function of what the model returns, got 1",
     ),
     "lazy": (
@@ -531,7 +534,7 @@ def test_gradient_modes_of_the_caller_make_no_difference(preset: str) -> None:
 
 def test_the_warning_about_missing_data_points_here() -> None:
     recipe = df.presets.get("bacs")
-    makers: list[Any] = [lambda: df.adapt(network(), "eata"), lambda: df.Adapter(network(), recipe)]
+    makers: list[Any] = [lambda: df.adapt(network(), "eata"), lambda: df.adapt(network(), recipe)]
     for make in makers:
         with pytest.warns(UserWarning, match=r"no source data \(adapt: data=...\)") as caught:
             make()
@@ -604,6 +607,7 @@ def test_arguments_by_place_and_by_name_are_those_of_the_model() -> None:
         df.adapt(model, "tent")(values, other=mask)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [1, 16])
 @pytest.mark.parametrize("name", ["resnet20", "resnet20_gn"])
 def test_the_default_holds_in_small_batches(name: str, batch: int) -> None:

@@ -73,7 +73,7 @@ def test_the_algebra_of_the_filter_is_not_under_autocast() -> None:
 @pytest.mark.parametrize("recipe", ["tent", "opgd_diag", "head_ekf", "stad"])
 def test_a_model_that_moves_takes_the_state_along(recipe: str) -> None:
     model, batches = setting()
-    options = {"prediction": df.MAP()}  # draws would differ between dtypes
+    options: dict[str, Any] = {"prediction": df.MAP()}  # draws would differ between dtypes
     adapter, reference = (
         df.adapt(model, recipe, **options),
         df.adapt(copy.deepcopy(model).double(), recipe, **options),

@@ -373,6 +373,7 @@ def test_the_last_k_stay(tmp_path: Path) -> None:
     assert running.state.step == 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("links", [True, False])
 @pytest.mark.parametrize("keep", [1, 2, 3])
 def test_the_newest_is_there_at_every_moment_of_a_save(

@@ -15,6 +15,8 @@ from torch import Tensor
 import driftfilter as df
 from fuzzing import batch, made, same
 
+pytestmark = pytest.mark.slow
+
 THREADS, UPDATES, ASKED = 8, 10, batch(5, 50)
 CASES = [
     "batch_norm-driftfilter",
@@ -38,7 +40,8 @@ def _often() -> Iterator[None]:
 
 def adapter(case: str) -> df.Adapter:
     model, preset = case.split("-")
-    return df.adapt(made(model), preset, window=12, **({"copies": 2} if preset == "cotta" else {}))
+    options: dict[str, Any] = {"copies": 2} if preset == "cotta" else {}
+    return df.adapt(made(model), preset, window=12, **options)
 
 
 def prediction(adapted: df.Adapter) -> Bits:

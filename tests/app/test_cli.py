@@ -28,6 +28,7 @@ def _table(lines: list[str]) -> dict[str, dict[str, str]]:
     return {row[0]: dict(zip(head, row, strict=True)) for row in rows}
 
 
+@pytest.mark.slow
 def test_demo_prints_its_tables_and_says_where_they_are(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -121,6 +122,7 @@ def _failing(*_: object) -> None:
     raise RuntimeError("no memory")
 
 
+@pytest.mark.slow
 def test_bench_interrupted_keeps_what_is_done(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -138,6 +140,7 @@ def test_bench_interrupted_keeps_what_is_done(
     assert "resumed: 1 of 2 done" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_two_processes_share_a_folder(
     capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -121,6 +121,7 @@ def _short(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("driftfilter.app.commands.DEMO_BENCH", tuple(BENCH))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("folder", "_short")
 @pytest.mark.parametrize("case", HAPPY)
 def test_json_is_one_document_and_quiet_is_silent(

@@ -12,6 +12,8 @@ from torch import Tensor
 import driftfilter as df
 from driftfilter.compiled import fleet as module
 
+pytestmark = pytest.mark.slow
+
 D, NAMES = 3, ["a", "b", "c", "d", "e"]
 PATHS = ["compiled", "batched"]
 

@@ -14,6 +14,8 @@ from torch import Tensor
 import driftfilter as df
 from driftfilter.compiled import scan
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("numba")
 
 STREAMS, STEPS = 67, 6  # more than a block

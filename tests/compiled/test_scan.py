@@ -23,6 +23,8 @@ from torch import Tensor
 import driftfilter as df
 from driftfilter.compiled import scan
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("numba")
 
 D = 3

@@ -8,6 +8,8 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from fuzzing import machine
 
+pytestmark = pytest.mark.slow
+
 BRIEF = settings(
     max_examples=6,
     stateful_step_count=16,

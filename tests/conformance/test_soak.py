@@ -12,6 +12,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from soak import CASES, eigenvalues, live_tensors, vectors
 
+pytestmark = pytest.mark.slow
+
 WARM = 200
 
 

@@ -135,7 +135,7 @@ def of_shipped(rank: int | None) -> dict[str, dict[str, Any]]:
     """The five presets on the shipped network, with the monitor."""
     made: dict[str, Any] = {} if rank is None else {"distributed": True}
     model, batches = models.load("resnet20").double(), pictures()
-    source = {"eata": {"data": df.SourceData(batches[0])}}
+    source: dict[str, Any] = {"eata": {"data": df.SourceData(batches[0])}}
     return {
         preset: streamed(df.adapt(model, preset, **source.get(preset, {}), **made), batches, rank)
         for preset in EXACT
@@ -237,6 +237,7 @@ def every_stream(rank: int | None) -> dict[str, dict[str, Any]]:
     return {**of_shipped(rank), **of_others(rank), **other_networks(rank)}
 
 
+@pytest.mark.slow
 def test_ranks_hold_the_belief_of_one_process(tmp_path: Path) -> None:
     ranks, alone = on_two_ranks(every_stream, tmp_path), every_stream(None)
     assert None not in ranks
@@ -297,6 +298,7 @@ def disagreeing(rank: int) -> dict[str, str]:
     return found
 
 
+@pytest.mark.slow
 def test_ranks_that_disagree_are_told_so_and_go_on(tmp_path: Path) -> None:
     first, second = on_two_ranks(disagreeing, tmp_path)
     for what in ("recipe", "model", "seed", "monitor"):
@@ -381,6 +383,7 @@ class Sleep:
         time.sleep(600)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["killed", "asleep"])
 def test_a_rank_that_is_gone_is_an_error_on_the_others(kind: str, tmp_path: Path) -> None:
     act: Callable[[], None] = _killed if kind == "killed" else Sleep(tmp_path)
@@ -394,6 +397,7 @@ def test_a_rank_that_is_gone_is_an_error_on_the_others(kind: str, tmp_path: Path
     assert (tmp_path / "0.safetensors").is_file()
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_in_the_middle_of_a_call_tells_the_others(tmp_path: Path) -> None:
     other, failed = on_two_ranks(bereaved, tmp_path, _failed, None, tmp_path)
     assert failed["first"] == "RuntimeError: out of memory"

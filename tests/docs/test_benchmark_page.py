@@ -118,6 +118,7 @@ def test_results_say_where_they_come_from(name: str) -> None:
     assert not re.search(r'[" =](/|~|scratch)', text), "a path of some machine"
 
 
+@pytest.mark.slow
 def test_what_scripts_write_can_be_read(results: Path) -> None:
     scripts = {
         "fleet": ["--streams", "10", "--rounds", "1"],
@@ -136,6 +137,7 @@ def test_what_scripts_write_can_be_read(results: Path) -> None:
     page.render(results)
 
 
+@pytest.mark.slow
 def test_what_the_core_measures_can_be_read(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         core, "SWEEPS", [(structure, axis, sizes[:4]) for structure, axis, sizes in core.SWEEPS]

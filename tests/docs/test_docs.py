@@ -57,6 +57,7 @@ COMMANDS = [
 RUN_WHOLE = ["README.md", "quickstart.md", "report.md", "checkpoints.md"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", BLOCKS)
 def test_block_runs(block: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (
@@ -110,6 +111,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RUN_WHOLE)
 def test_commands_for_models_of_your_own_run(name: str, folder: Path) -> None:
     (page,) = [page for page in PAGES if page.name == name]

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 FOLDER = Path(__file__).parents[2] / "examples"
 # Least gain in accuracy, and in nats of NLL, of each line over "frozen"; None: no such number is
 # printed. Set below what was seen (the scripts are seeded): they notice that an example has broken,

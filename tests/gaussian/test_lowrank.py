@@ -214,6 +214,7 @@ def test_isotropic_is_a_number_times_the_identity() -> None:
     assert (covariance.rank, covariance.dtype) == (2, torch.float64)
 
 
+@pytest.mark.slow
 def test_a_full_rank_stream_is_the_kalman_filter() -> None:
     """Through the filter, 100 steps of 1 to 9 observations of variance 1, mean and covariance."""
     filt = df.Filter(

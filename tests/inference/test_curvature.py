@@ -11,8 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from driftfilter import VARIANTS
@@ -313,6 +312,7 @@ logit_rows = st.integers(2, 4).flatmap(
 )
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=30)
 @given(rows=logit_rows, double=st.booleans())
 def test_factors_are_finite_and_positive_semi_definite_for_any_logits(

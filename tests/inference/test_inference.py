@@ -16,8 +16,7 @@ from torch import Tensor
 import driftfilter as df
 from driftfilter.base.randomness import Randomness
 from driftfilter.inference.curvature import Curvature
-from driftfilter.inference.linearized import Inference
-from driftfilter.inference.linearized import expected as moments
+from driftfilter.inference.linearized import Inference, expected as moments
 from driftfilter.model.losses import Loss
 from driftfilter.model.observation import Energy
 from driftfilter.model.predictive import LogitFunction, PredictiveModel, lift
@@ -693,6 +692,7 @@ def test_settings_out_of_range_are_refused(
         rule(**settings)
 
 
+@pytest.mark.slow
 def test_variational_reaches_the_mean_field_optimum_of_correlated_features() -> None:
     """A projected precision makes the undamped and the half-damped iteration diverge here."""
     generator = torch.Generator().manual_seed(0)

@@ -127,6 +127,7 @@ def test_map_is_the_softmax_at_the_mean(
     assert_normalized(prediction)
 
 
+@pytest.mark.slow
 @LINEAR
 @pytest.mark.parametrize(
     "rule", [df.MonteCarlo(samples=20_000), df.LinearizedGaussian(samples=20_000)], ids=repr

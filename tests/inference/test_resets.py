@@ -145,6 +145,7 @@ def test_restore_irrelevant_below_the_quantile_of_the_squared_gradient(quantile:
     assert belief.covariance is LEARNED.covariance
 
 
+@pytest.mark.slow
 def test_restore_irrelevant_of_more_parameters_than_torch_quantile_takes() -> None:
     size = 2**24 + 3
     gradient = torch.arange(size, dtype=torch.float32).flip(0)

@@ -140,7 +140,7 @@ def test_only_functions_pick_outputs_and_heads_have_no_more_to_show() -> None:
     with pytest.raises(
         ValueError, match="adapt: observed must be a function of what the model returns, got 3"
     ):
-        df.adapt(network(), "tent", observed=3)
+        df.adapt(network(), "tent", observed=3)  # type: ignore[arg-type]
     adapter = df.adapt(
         network(), "head_ekf", output=lambda heads: heads[0], observed=lambda heads: heads[1]
     )

@@ -92,6 +92,7 @@ def half_square(logits: Tensor) -> Tensor:
     return 0.5 * logits.square().sum(-1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parts", [*[(Part(*pair, 3),) for pair in STREAMS], *BLOCKS], ids=title)
 def test_linear_gaussian_stream_is_the_kalman_filter(parts: tuple[Part, ...]) -> None:
     """200 steps of 1, 2 or 5 observations of variance 1/4; inputs carry √n/σ, since the energy is a

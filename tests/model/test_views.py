@@ -189,7 +189,7 @@ def test_gaussian_noise_has_the_scale_it_says(dtype: torch.dtype) -> None:
         ),
         (
             lambda: Consistency(divergence="kl"),  # type: ignore[arg-type]
-            r"Consistency.divergence must be one of \('brier', .*\), got 'kl'",
+            r"Consistency.divergence must be one of \['brier', .*\], got 'kl'",
         ),
         (
             lambda: Consistency(target="both"),  # type: ignore[arg-type]

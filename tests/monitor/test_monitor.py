@@ -255,6 +255,7 @@ def test_signals_of_a_step() -> None:
 # False alarms
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("k", [2, 10, 1000])
 @pytest.mark.parametrize("n", [1, 16, 256])
 @pytest.mark.parametrize("skew", [0.0, 1.0], ids=["balanced", "skewed"])
@@ -310,6 +311,7 @@ def alarms(
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("k", [2, 10, 300])
 @pytest.mark.parametrize("n", [1, 16, 256])
 def test_one_class_is_an_alarm_at_once(k: int, n: int) -> None:
@@ -596,7 +598,7 @@ def test_parameters_far_from_the_source_are_never_accepted() -> None:
     "options", [{}, {"window": 32}, {"update_every": 3}], ids=["plain", "window", "update_every"]
 )
 @pytest.mark.parametrize("preset", ["tent", "driftfilter", "t3a", "stad", "head_ekf", "opgd"])
-def test_without_alarms_nothing_changes(preset: str, options: dict[str, int]) -> None:
+def test_without_alarms_nothing_changes(preset: str, options: dict[str, Any]) -> None:
     watched, plain = (
         df.adapt(network(), preset, monitor=monitor, **options) for monitor in (df.Monitor(), None)
     )
@@ -740,7 +742,7 @@ def test_a_monitor_is_a_value() -> None:
     with pytest.raises(FrozenInstanceError):
         df.Monitor().share = 1.0  # type: ignore[misc]
     with pytest.raises(ValueError, match="adapt: monitor"):
-        df.adapt(network(), "tent", monitor="on")
+        df.adapt(network(), "tent", monitor="on")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("share", [0.01, 0.1, 0.4])

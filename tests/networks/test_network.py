@@ -235,6 +235,7 @@ def test_refusals(make: Callable[[], object], message: str) -> None:
         make()
 
 
+@pytest.mark.slow
 def test_adaptation_of_a_shipped_network_under_noise() -> None:
     """source < batch statistics < the filter, on 600 images with pixel noise."""
     images, labels = sample_images()

@@ -355,6 +355,7 @@ def test_gpu(memory_format: torch.memory_format, selection: df.Selection, statis
         torch.testing.assert_close(one.cpu(), other)
 
 
+@pytest.mark.slow
 def test_group_norm_in_channels_last_format_does_not_crash_the_process() -> None:
     """torch's own backward pass does, on a CPU, where the gradient is an expanded tensor: a process
     of its own tries it.

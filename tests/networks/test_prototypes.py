@@ -649,6 +649,7 @@ def test_the_center_is_the_mean_feature_of_the_first_batch() -> None:
     assert torch.equal(again.model(again.mean, sample), start.model(start.mean, sample))
 
 
+@pytest.mark.slow
 def test_a_real_network_needs_the_center() -> None:
     """Noisy CIFAR-10 images under the shipped network: without a center the prototypes collapse,
     with one they do not.

@@ -143,6 +143,7 @@ def test_disagreement_sees_paths_of_other_moments() -> None:
     assert wider.disagreement()[1] > 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("example", "stream", "end"),
     [(Moons(), 0.96, 0.84), (Pinwheel(), 0.93, 0.72), (cases.rotated(Pinwheel()), 0.97, 0.95)],
@@ -178,6 +179,7 @@ def test_without_a_shift_nothing_is_lost(example: Example) -> None:
     assert min(a.accuracy - b.accuracy for a, b in zip(ours, source, strict=True)) >= -0.005
 
 
+@pytest.mark.slow
 def test_labels_bound_the_filter_from_above() -> None:
     seed, example = SEEDS[0], Moons()
     assert (
@@ -186,6 +188,7 @@ def test_labels_bound_the_filter_from_above() -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "example",
     [Linear(beta=100.0), Moons(beta=100_000.0), Pinwheel(beta=30_000.0)],
@@ -281,6 +284,7 @@ def _metrics(folder: Path, name: str) -> dict[str, object]:
     return measured
 
 
+@pytest.mark.slow
 def test_a_run_is_determined_by_its_seeds_however_many_processes(tmp_path: Path) -> None:
     for workers, folder in ((1, "one"), (2, "two")):
         reproduce.reproduce(
@@ -292,6 +296,7 @@ def test_a_run_is_determined_by_its_seeds_however_many_processes(tmp_path: Path)
     assert not (tmp_path / "one" / "moons" / "moons.png").exists()
 
 
+@pytest.mark.slow
 def test_figures_tables_and_metrics_are_written(tmp_path: Path) -> None:
     done: list[tuple[str, int, int]] = []
     short = Dynamics(steps=10, paths=50)
@@ -319,6 +324,7 @@ def test_figures_tables_and_metrics_are_written(tmp_path: Path) -> None:
         assert any(line.startswith(case.name) for line in tables["pinwheel"].splitlines())
 
 
+@pytest.mark.slow
 def test_figures_are_the_same_file_every_time(tmp_path: Path) -> None:
     short = Dynamics(steps=5, paths=20)
     for folder in ("a", "b"):
@@ -358,6 +364,7 @@ def test_figures_need_matplotlib_and_say_so(
     assert "driftfilter[report]" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_numbers_alone_do_not_import_matplotlib() -> None:
     code = "import sys, driftfilter.app.paper.reproduce\nassert 'matplotlib' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

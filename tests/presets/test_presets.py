@@ -499,6 +499,7 @@ def noisy_images(steps: int, samples: int) -> list[Tensor]:
     return list((images + 0.1 * noise).clamp(0, 1)[: steps * samples].split(samples))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lr", [1e-4, 1e-3])
 @pytest.mark.parametrize("name", ["tent", "eta", "shot_im"])
 def test_fifty_steps_on_resnet20_stay_with_the_plain_loop(name: str, lr: float) -> None:
@@ -627,6 +628,7 @@ def test_low_rank_head_filter_is_the_full_one_where_the_rank_is_enough() -> None
         assert_close(adapter.belief.covariance.dense(), step.covariance)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", ["adapter", "presets", "_api"])
 def test_a_module_can_be_imported_before_the_package_has_loaded(module: str) -> None:
     subprocess.run([sys.executable, "-c", f"import driftfilter.{module}"], check=True)

@@ -8,6 +8,7 @@ predictions in other threads see only whole states.
 
 from __future__ import annotations
 
+import inspect
 import math
 import threading
 import time
@@ -54,25 +55,36 @@ R = TypeVar("R")
 _DEFAULT = Monitor()
 
 
-_OPTIONS = ("data", "output", "observed", "seed", "update_every", "window", "monitor", "callbacks")
-_SPEED = ("autocast", "channels_last", "cuda_graphs", "compile", "distributed")
-
-
-def adapt(model: nn.Module, recipe: str | Recipe = "driftfilter", **options: Any) -> Adapter:
+def adapt(  # noqa: PLR0913  # what editors complete
+    model: nn.Module,
+    recipe: str | Recipe = "driftfilter",
+    *,
+    data: SourceData | Tensor | tuple[Tensor, Tensor] | None = None,
+    output: Callable[[Any], Tensor] | None = None,
+    observed: Callable[[Any], Tensor] | None = None,
+    seed: int = 0,
+    update_every: int = 1,
+    window: int = 0,
+    monitor: Monitor | None = _DEFAULT,
+    callbacks: Iterable[Callback] = (),
+    autocast: torch.dtype | None = None,
+    channels_last: bool = False,
+    cuda_graphs: bool = False,
+    distributed: bool | ProcessGroup = False,
+    **options: Any,
+) -> Adapter:
     """A module that takes the place of ``model`` and adapts to the unlabeled inputs it sees.
 
     ``recipe`` is the name of a preset or a Recipe. Options of the adapter: ``data`` (source inputs,
     with labels or without, for recipes with a source posterior), ``output`` (picks the logits out
-    of what the model returns), ``observed`` (picks what the loss sees, where that is something
-    else), ``seed``, ``update_every``, ``window``, ``monitor`` (a Monitor, or None for no alarms)
-    and ``callbacks`` (told after every step). For speed: ``autocast`` (torch.bfloat16: the
-    precision of the model's own operations), ``channels_last`` (for images: a copy of convolution
-    weights in that layout, on a CPU too), ``cuda_graphs`` (on a GPU, passes over batches of a shape
-    seen before are one launch each: for models without steps on the CPU; without a GPU nothing),
-    ``compile`` (True, or a backend's name: attention, perceptrons and other parts of the model
-    without an adapted or batch-norm layer go through torch.compile) and ``distributed`` (True, or a
-    process group: every process gets a shard of each batch, and all hold the same belief). Any
-    other option is one of the preset's, such as ``lr``.
+    of what the model returns), ``observed`` (picks what the loss sees, if that is something else),
+    ``seed``, ``update_every``, ``window``, ``monitor`` (a Monitor, or None for no alarms) and
+    ``callbacks`` (called after every step). For speed: ``autocast`` (torch.bfloat16: the precision
+    of the model's own operations), ``channels_last`` (for images: a copy of convolution weights in
+    that layout, on a CPU too), ``cuda_graphs`` (on a GPU, passes over batches of a shape seen
+    before are one launch each: for models without steps on the CPU; without a GPU nothing) and
+    ``distributed`` (True, or a process group: every process gets a shard of each batch, and all
+    hold the same belief). Any other option is one of the preset's, such as ``lr``.
 
     >>> import torch, driftfilter as df
     >>> from torch import nn
@@ -81,9 +93,9 @@ def adapt(model: nn.Module, recipe: str | Recipe = "driftfilter", **options: Any
     >>> adapter(torch.randn(16, 4)).shape  # log-probabilities
     torch.Size([16, 3])
     """
-    own = {name: options.pop(name) for name in (*_OPTIONS, *_SPEED) if name in options}
     if isinstance(recipe, str):
-        recipe = presets.for_model(model, recipe, options, _OPTIONS)
+        own = list(inspect.signature(adapt).parameters)[2:-1]  # an unknown option is held to them
+        recipe = presets.for_model(model, recipe, options, own)
     else:
         require(
             not options,
@@ -91,7 +103,22 @@ def adapt(model: nn.Module, recipe: str | Recipe = "driftfilter", **options: Any
             f"options {list(options)}",
             "given in the recipe where it is not a preset's name",
         )
-    return Adapter(model, recipe, **own)
+    require(isinstance(model, nn.Module), "adapt: model", type(model).__name__, "a torch module")
+    allowed = "the name of a preset or a Recipe"
+    require(isinstance(recipe, Recipe), "adapt: recipe", recipe, allowed)
+    source = SourceData.of(data)
+    binding = Binding(
+        possible(recipe, source),
+        source,
+        output,
+        observed,
+        seed,
+        autocast,
+        channels_last,
+        cuda_graphs,
+        distributed is not False,
+    )
+    return Adapter(model, binding, update_every, window, monitor, callbacks, distributed)
 
 
 @final
@@ -106,28 +133,14 @@ class Adapter(nn.Module):
     def __init__(
         self,
         model: nn.Module,
-        recipe: Recipe,
-        data: SourceData | Tensor | tuple[Tensor, Tensor] | None = None,
-        output: Callable[[Any], Tensor] | None = None,
-        observed: Callable[[Any], Tensor] | None = None,
-        seed: int = 0,
-        update_every: int = 1,
-        window: int = 0,
-        monitor: Monitor | None = _DEFAULT,
-        callbacks: Iterable[Callback] = (),
-        autocast: torch.dtype | None = None,
-        channels_last: bool = False,
-        cuda_graphs: bool = False,
-        compile: bool | str = False,
-        distributed: bool | ProcessGroup = False,
+        binding: Binding,
+        update_every: int,
+        window: int,
+        monitor: Monitor | None,
+        callbacks: Iterable[Callback],
+        distributed: bool | ProcessGroup,
     ) -> None:
         super().__init__()
-        require(
-            isinstance(model, nn.Module), "adapt: model", type(model).__name__, "a torch module"
-        )
-        require(
-            isinstance(recipe, Recipe), "adapt: recipe", recipe, "the name of a preset or a Recipe"
-        )
         require_count("adapt: update_every", update_every, 1)
         require_count("adapt: window", window, 0)
         require(
@@ -136,40 +149,27 @@ class Adapter(nn.Module):
             monitor,
             "a Monitor or None",
         )
-        model = getattr(
-            model, "_orig_mod", model
-        )  # of torch.compile: it would compile every twin anew
-        check(model, recipe.parameters)
-        source = SourceData.of(data)
-        self.recipe = possible(recipe, source)
-        reading = (
-            output,
-            observed,
-            seed,
-            autocast,
-            channels_last,
-            cuda_graphs,
-            compile,
-            distributed is not False,
-        )
-        self._binding = Binding(self.recipe, source, *reading)
-        self.update_every, self.window, self.seed = update_every, window, seed
+        # A module of torch.compile would compile every twin anew.
+        model = getattr(model, "_orig_mod", model)
+        check(model, binding.recipe.parameters)
+        self._binding, self.recipe, self.seed = binding, binding.recipe, binding.seed
+        self.update_every, self.window = update_every, window
         # Prototypes follow the features at once: what they predict changes with the stream, and is
         # no sign of collapse.
-        at_once = monitor is _DEFAULT and isinstance(recipe.parameters, Prototypes)
+        at_once = monitor is _DEFAULT and isinstance(self.recipe.parameters, Prototypes)
         self.monitor = Monitor.recording() if at_once else monitor
         self._detectors = fresh_detectors(self.monitor)  # beside the state
         self.callbacks = require_callbacks(callbacks)
-        self.autocast, self.channels_last, self.cuda_graphs = autocast, channels_last, cuda_graphs
+        self.autocast, self.channels_last = binding.autocast, binding.channels_last
         self._model = [
             model
         ]  # in a list, or it would become a part of this module, and its parameters ours
         self._now = Moment()
         self._known: tuple[Bound, Fingerprint] | None = None
         self._lock = threading.RLock()  # of updates; predictions need none
-        self._ranks = join(distributed, recipe, window, update_every)
+        self._ranks = join(distributed, self.recipe, window, update_every)
         if self._ranks is not None:
-            require_same(self._ranks, self._identity(data is not None))
+            require_same(self._ranks, self._identity(binding.data is not None))
 
     # What users call
 

@@ -14,7 +14,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from driftfilter.base.checks import require, warn
+from driftfilter.base.checks import check_fields, require, warn
 from driftfilter.base.inputs import Inputs
 from driftfilter.base.sharding import among
 from driftfilter.base.tensors import moved
@@ -59,10 +59,10 @@ class Binding:
     autocast: torch.dtype | None
     channels_last: bool
     cuda_graphs: bool
-    compile: bool | str
     distributed: bool  # other processes have the rest of each batch
 
     def __post_init__(self) -> None:
+        check_fields(self, "adapt: ")
         for name in ("output", "observed"):
             given = getattr(self, name)
             require(
@@ -79,16 +79,6 @@ class Binding:
             "adapt: autocast",
             self.autocast,
             "torch.bfloat16, torch.float16 or None",
-        )
-        for name in ("channels_last", "cuda_graphs"):
-            given = getattr(self, name)
-            require(isinstance(given, bool), f"adapt: {name}", given, "True or False")
-        named = isinstance(self.compile, (bool, str))
-        require(
-            named,
-            "adapt: compile",
-            self.compile,
-            "True, False or the name of a backend of torch.compile",
         )
         alone = not (self.cuda_graphs and self.distributed)
         require(
@@ -112,13 +102,6 @@ class Binding:
         logits, mean, told = initialize(frozen, recipe.parameters, recipe.statistics, *picks)
         if isinstance(logits, Network):
             logits.capturing = self.cuda_graphs
-            if self.compile and not logits.compile(
-                "inductor" if self.compile is True else str(self.compile)
-            ):
-                warn(
-                    "adapt: compile is ignored: no part of the model has several layers, none "
-                    "of them adapted or a batch norm"
-                )
         filt = recipe.filter(sharded(logits) if self.distributed else logits)
         with among(None):  # source data are the same on all ranks
             start = filt.init(recipe.source(logits, mean, self.data), self.seed)

@@ -24,8 +24,8 @@ from driftfilter.storage.state_tensors import (
     kinds,
     samples_from_tensors,
     samples_to_tensors,
+    to_tensors as state_to_tensors,
 )
-from driftfilter.storage.state_tensors import to_tensors as state_to_tensors
 
 _MODEL = "model."  # in a checkpoint: what batches told about the model
 

@@ -187,8 +187,7 @@ def run(parsed: argparse.Namespace, arguments: Sequence[str], output: Output) ->
     given = {key: value for key, value in vars(parsed).items() if key not in (*_SHARED, "live")}
     if parsed.live and output.quiet:
         return failed("run", "--live and --quiet contradict each other: give one of them", 2)
-    from driftfilter.app.run import options
-    from driftfilter.app.run import progress as telling
+    from driftfilter.app.run import options, progress as telling
     from driftfilter.app.run.run import run as adapt
 
     with telling.warnings_in_one_line():

@@ -1,13 +1,28 @@
 """Refusals: every error names the field, the value it got and what is allowed."""
 
+import functools
 import inspect
 import math
 import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from numbers import Integral, Real
-from typing import Any, TypeVar
+from types import NoneType, UnionType
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    NamedTuple,
+    Protocol,
+    TypeAlias,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import torch
 from torch import Tensor
@@ -73,6 +88,110 @@ def require_role(field: str, value: Any, role: str, example: str) -> None:
     usable = (callable(value) or hasattr(value, "expand")) and not isinstance(value, (type, Tensor))
     fits = role_of(value) == role or (usable and role_of(value) is None)
     require(fits, field, value, f"of role {role!r}, such as {example}")
+
+
+class Rule(Protocol):
+    """What the annotation of a field says about its value: ``Annotated[type, rule]``."""
+
+    def check(self, field: str, value: Any) -> None:
+        """Raise ``ValueError`` naming the field if the value breaks the rule."""
+
+
+class Interval(NamedTuple):
+    """A finite number between two bounds, which are allowed unless they are open."""
+
+    low: float
+    high: float
+    open_low: bool = False
+    open_high: bool = False
+
+    def check(self, field: str, value: Any) -> None:
+        bounds = {"open_low": self.open_low, "open_high": self.open_high}
+        require_number(field, value, self.low, self.high, **bounds)
+
+
+class AtLeast(NamedTuple):
+    """An integer of at least ``low``."""
+
+    low: int
+
+    def check(self, field: str, value: Any) -> None:
+        require_count(field, value, self.low)
+
+
+class OneOf(NamedTuple):
+    """One of some values, as a ``Literal`` lists them."""
+
+    allowed: tuple[Any, ...]
+
+    def check(self, field: str, value: Any) -> None:
+        known = any(isinstance(value, type(each)) and value == each for each in self.allowed)
+        pair = len(self.allowed) == 2
+        text = " or ".join(map(repr, self.allowed)) if pair else f"one of {list(self.allowed)}"
+        require(known, field, value, text)
+
+
+class Role(NamedTuple):
+    """A variant of a role, or an object of the user's in its place."""
+
+    role: str
+    example: str
+
+    def check(self, field: str, value: Any) -> None:
+        require_role(field, value, self.role, self.example)
+
+
+Positive: TypeAlias = Annotated[float, Interval(0, math.inf, open_low=True)]
+NotNegative: TypeAlias = Annotated[float, Interval(0, math.inf)]
+Fraction: TypeAlias = Annotated[float, Interval(0, 1)]
+PositiveFraction: TypeAlias = Annotated[float, Interval(0, 1, open_low=True)]
+FractionBelowOne: TypeAlias = Annotated[float, Interval(0, 1, open_high=True)]
+Count: TypeAlias = Annotated[int, AtLeast(0)]
+PositiveCount: TypeAlias = Annotated[int, AtLeast(1)]
+
+
+def _rule_of(annotation: Any) -> Rule | None:
+    """The rule of an annotation without None; the type alone is a rule for truth values."""
+    if annotation is bool:
+        return OneOf((True, False))
+    if get_origin(annotation) is Literal:
+        return OneOf(get_args(annotation))
+    rules = getattr(annotation, "__metadata__", ())
+    return rules[0] if rules else None
+
+
+@functools.cache
+def _rules(cls: type) -> tuple[tuple[str, Rule, bool], ...]:
+    """The fields of a dataclass that have a rule: name, rule, and whether None is allowed."""
+    annotations, found = get_type_hints(cls, include_extras=True), []
+    for name in (item.name for item in fields(cls)):
+        united = get_origin(annotations[name]) in (Union, UnionType)
+        parts = get_args(annotations[name]) if united else (annotations[name],)
+        own = [part for part in parts if part is not NoneType]
+        rule = _rule_of(own[0]) if len(own) == 1 else None
+        if rule is not None:
+            found.append((name, rule, len(own) < len(parts)))
+    return tuple(found)
+
+
+def check_fields(instance: Any, prefix: str) -> None:
+    """Raise unless the fields of a dataclass keep the rules in their annotations.
+
+    These are ``Annotated[float, Interval(0, 1)]`` and other rules, ``Literal[...]`` and ``bool``,
+    each with or without ``| None``.
+    """
+    cls: type = type(instance)
+    for name, rule, optional in _rules(cls):
+        value = getattr(instance, name)
+        if value is not None or not optional:
+            rule.check(prefix + name, value)
+
+
+class Checked:
+    """A dataclass whose fields are held to their annotations when it is made."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, f"{type(self).__name__}.")
 
 
 class _Waiting(threading.local):

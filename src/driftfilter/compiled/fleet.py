@@ -301,9 +301,11 @@ class Fleet:
         """All streams in compiled code, on torch's threads; a stream that refuses a step takes it
         eagerly.
         """
-        from driftfilter.compiled import fleet_kernels
-        from driftfilter.compiled import logistic as compiled_rank_one
-        from driftfilter.compiled import logistic_lanes as compiled_abreast
+        from driftfilter.compiled import (
+            fleet_kernels,
+            logistic as compiled_rank_one,
+            logistic_lanes as compiled_abreast,
+        )
         from driftfilter.compiled.workspace import room
 
         m, per, n, width = features.shape

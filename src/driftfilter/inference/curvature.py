@@ -4,14 +4,13 @@ semi-definite always.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Protocol, final, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from driftfilter.base.checks import require, require_number
+from driftfilter.base.checks import Checked, Positive
 from driftfilter.model.observation import Evaluation
 
 
@@ -77,7 +76,7 @@ class GaussNewton(LogitMetric):
 
 @final
 @dataclass(frozen=True)
-class EmpiricalFisher(Curvature):
+class EmpiricalFisher(Checked, Curvature):
     """F_i = λ √(w_i/n) (g_i - ḡ), g_i = ∇ℓ_i and ḡ their weighted mean (0 when not ``centered``).
 
     With w_i = β this is F_i = √(β λ²/n) (g_i - ḡ); ``scale`` is λ. Centred, a single sample carries
@@ -87,16 +86,7 @@ class EmpiricalFisher(Curvature):
     """
 
     centered: bool = True
-    scale: float = 1.0
-
-    def __post_init__(self) -> None:
-        require(
-            isinstance(self.centered, bool),
-            "EmpiricalFisher.centered",
-            self.centered,
-            "True or False",
-        )
-        require_number("EmpiricalFisher.scale", self.scale, 0, math.inf, open_low=True)
+    scale: Positive = 1.0
 
     @property
     def minimum(self) -> int:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Protocol, final, runtime_checkable
+from typing import Annotated, Any, NamedTuple, Protocol, TypeAlias, final, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from driftfilter.base.checks import (
+    Checked,
+    Count,
+    NotNegative,
+    Role,
     require,
     require_count,
     require_finite,
-    require_number,
-    require_role,
     unchecked,
 )
 from driftfilter.base.randomness import Purpose, Randomness
@@ -75,7 +77,7 @@ def newton_step(prior: Belief, gradient: Tensor, factor: Tensor, radius: float =
 
 @final
 @dataclass(frozen=True)
-class Linearized:
+class Linearized(Checked):
     """Second-order expansion of the energy at the prior mean: an extended Kalman step, one Newton
     step.
 
@@ -84,12 +86,10 @@ class Linearized:
     parameters act together, and oversteps without it.
     """
 
-    curvature: Curvature = field(default_factory=EmpiricalFisher)
-    radius: float = 0.0
-
-    def __post_init__(self) -> None:
-        require_role("Linearized.curvature", self.curvature, "curvature", "Hessian()")
-        require_number("Linearized.radius", self.radius, 0, math.inf)
+    curvature: Annotated[Curvature, Role("curvature", "Hessian()")] = field(
+        default_factory=EmpiricalFisher
+    )
+    radius: NotNegative = 0.0
 
     def __call__(
         self, prior: Belief, energy: Energy, memory: Memory, randomness: Randomness
@@ -203,20 +203,23 @@ def _logit_cloud(logits: Tensor, covariance: Tensor, nodes: int) -> tuple[Tensor
     return logits[:, None] + torch.einsum("ma,vnka->vmnk", line[grid], root), density[grid].prod(-1)
 
 
-def require_nodes(field: str, nodes: int) -> None:
-    """Raise for a number of quadrature nodes that is no rule."""
-    require_count(field, nodes, 0)
-    require(
-        nodes == 0 or nodes >= 7,
-        field,
-        nodes,
-        "0 (none) or at least 7, below which the rule is rough",
-    )
+class Quadrature(NamedTuple):
+    """A number of quadrature nodes: none, or enough for the rule to be fine."""
+
+    least: int
+
+    def check(self, field: str, value: Any) -> None:
+        require_count(field, value, 0)
+        allowed = f"0 (none) or at least {self.least}, below which the rule is rough"
+        require(value == 0 or value >= self.least, field, value, allowed)
+
+
+Nodes: TypeAlias = Annotated[int, Quadrature(least=7)]
 
 
 @final
 @dataclass(frozen=True)
-class Bong:
+class Bong(Checked):
     """Bayesian online natural gradient: the linearised update with E_q[g] and E_q[FᵀF], q = the
     prior N(μ⁻, Σ⁻).
 
@@ -225,14 +228,9 @@ class Bong:
     update.
     """
 
-    curvature: Curvature = field(default_factory=Hessian)
-    samples: int = 8
-    nodes: int = 0
-
-    def __post_init__(self) -> None:
-        require_role("Bong.curvature", self.curvature, "curvature", "Hessian()")
-        require_count("Bong.samples", self.samples, 0)
-        require_nodes("Bong.nodes", self.nodes)
+    curvature: Annotated[Curvature, Role("curvature", "Hessian()")] = field(default_factory=Hessian)
+    samples: Count = 8
+    nodes: Nodes = 0
 
     def __call__(
         self, prior: Belief, energy: Energy, memory: Memory, randomness: Randomness

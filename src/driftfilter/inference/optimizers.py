@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import final
+from typing import Annotated, final
 
 import torch
 from torch import Tensor
 
 from driftfilter.base.checks import (
+    Checked,
+    Count,
+    FractionBelowOne,
+    NotNegative,
+    Positive,
+    Role,
     require,
-    require_count,
     require_finite,
     require_number,
-    require_role,
     unchecked,
 )
 from driftfilter.base.randomness import Randomness
@@ -32,18 +36,17 @@ GRADIENT = "inference.gradient"  # of the last step [d], if it is kept
 
 @final
 @dataclass(frozen=True)
-class SGD:
+class SGD(Checked):
     """θ ← θ - lr v, v ← momentum · v + g (g + momentum · v with ``nesterov``), as
     torch.optim.SGD.
     """
 
-    lr: float = 1e-3
-    momentum: float = 0.0
+    lr: Positive = 1e-3
+    momentum: FractionBelowOne = 0.0
     nesterov: bool = False
 
     def __post_init__(self) -> None:
-        require_number("SGD.lr", self.lr, 0, math.inf, open_low=True)
-        require_number("SGD.momentum", self.momentum, 0, 1, open_high=True)
+        super().__post_init__()
         require(
             self.momentum > 0 or not self.nesterov,
             "SGD.nesterov",
@@ -63,15 +66,15 @@ class SGD:
 
 @final
 @dataclass(frozen=True)
-class Adam:
+class Adam(Checked):
     """Adam with bias correction, as torch.optim.Adam."""
 
-    lr: float = 1e-3
+    lr: Positive = 1e-3
     betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
+    eps: Positive = 1e-8
 
     def __post_init__(self) -> None:
-        require_number("Adam.lr", self.lr, 0, math.inf, open_low=True)
+        super().__post_init__()
         require(
             isinstance(self.betas, (tuple, list)) and len(self.betas) == 2,
             "Adam.betas",
@@ -81,7 +84,6 @@ class Adam:
         object.__setattr__(self, "betas", tuple(self.betas))
         for beta in self.betas:
             require_number("Adam.betas", beta, 0, 1, open_high=True)
-        require_number("Adam.eps", self.eps, 0, math.inf, open_low=True)
 
     def __call__(self, gradient: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
         """The step to subtract [d], and the memory after it."""
@@ -106,7 +108,7 @@ class Adam:
 
 @final
 @dataclass(frozen=True)
-class GradientStep:
+class GradientStep(Checked):
     """The point-estimate limit of published methods: the mean takes an optimiser's step on E, the
     covariance stays.
 
@@ -118,24 +120,12 @@ class GradientStep:
     reference, as a rate chosen for large batches should on small ones (0: never).
     """
 
-    rule: SGD | Adam = field(default_factory=SGD)
-    anchor: float = 0.0
-    radius: float = 0.0
-    reference: int = 0
+    rule: Annotated[SGD | Adam, Role("optimizer", "SGD() or Adam()")] = field(default_factory=SGD)
+    anchor: NotNegative = 0.0
+    radius: NotNegative = 0.0
+    reference: Count = 0
     keep_gradient: bool = False
     curvature = NoCurvature()
-
-    def __post_init__(self) -> None:
-        require_role("GradientStep.rule", self.rule, "optimizer", "SGD() or Adam()")
-        require_number("GradientStep.anchor", self.anchor, 0, math.inf)
-        require_number("GradientStep.radius", self.radius, 0, math.inf)
-        require_count("GradientStep.reference", self.reference, 0)
-        require(
-            isinstance(self.keep_gradient, bool),
-            "GradientStep.keep_gradient",
-            self.keep_gradient,
-            "True or False",
-        )
 
     def __call__(
         self, prior: Belief, energy: Energy, memory: Memory, randomness: Randomness

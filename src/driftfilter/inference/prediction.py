@@ -5,12 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol, final, runtime_checkable
+from typing import Annotated, Literal, NamedTuple, Protocol, final, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from driftfilter.base.checks import require, require_count, require_number
+from driftfilter.base.checks import (
+    Checked,
+    Interval,
+    NotNegative,
+    Positive,
+    PositiveCount,
+    require,
+)
 from driftfilter.base.inputs import Inputs
 from driftfilter.base.randomness import Purpose, Randomness
 from driftfilter.gaussian.belief import Belief
@@ -100,7 +107,7 @@ class MAP(PredictionRule):
 
 @final
 @dataclass(frozen=True)
-class Tempered(PredictionRule):
+class Tempered(Checked, PredictionRule):
     """softmax(f(μ) / T): what Gaussian logits of one variance v everywhere come to, T = √(1 + π v /
     4) by the probit approximation of each pair of classes, without a derivative. The most likely
     class is that of f.
@@ -109,17 +116,8 @@ class Tempered(PredictionRule):
     image, say).
     """
 
-    temperature: float = 2.0
+    temperature: Positive = 2.0
     over_views: bool = False
-
-    def __post_init__(self) -> None:
-        require_number("Tempered.temperature", self.temperature, 0, math.inf, open_low=True)
-        require(
-            isinstance(self.over_views, bool),
-            "Tempered.over_views",
-            self.over_views,
-            "True or False",
-        )
 
     def __call__(self, belief: Belief, query: Query) -> Prediction:
         logits = query.view_logits(belief).mean(0) if self.over_views else query.logits(belief)
@@ -131,7 +129,7 @@ class Tempered(PredictionRule):
 
 @final
 @dataclass(frozen=True)
-class Moderated(PredictionRule):
+class Moderated(Checked, PredictionRule):
     """softmax(f(μ) / T) at the temperature of Gaussian logits of one variance v (``Tempered``), the
     belief's along the loss.
 
@@ -157,21 +155,10 @@ class Moderated(PredictionRule):
     batch; T = 1 before the first one, and where the loss sees other outputs than the logits.
     """
 
-    scale: float = 0.01
-    limit: float = 4.0
-    samples: int = 100
+    scale: NotNegative = 0.01
+    limit: Annotated[float, Interval(1, math.inf)] = 4.0
+    samples: PositiveCount = 100
     over_views: bool = False
-
-    def __post_init__(self) -> None:
-        require_number("Moderated.scale", self.scale, 0, math.inf)
-        require_number("Moderated.limit", self.limit, 1, math.inf)
-        require_count("Moderated.samples", self.samples, 1)
-        require(
-            isinstance(self.over_views, bool),
-            "Moderated.over_views",
-            self.over_views,
-            "True or False",
-        )
 
     def learn(self, prior: Belief, energy: Energy, memory: Memory) -> Memory:
         """The memory with the two sums of a batch, with w_i in place of w_i / n: batches count by
@@ -247,13 +234,10 @@ def _averaged(logits: Tensor) -> Tensor:
 
 @final
 @dataclass(frozen=True)
-class MonteCarlo(PredictionRule):
+class MonteCarlo(Checked, PredictionRule):
     """Mean over s draws of θ of softmax f(θ); antithetic pairs."""
 
-    samples: int = 32
-
-    def __post_init__(self) -> None:
-        require_count("MonteCarlo.samples", self.samples, 1)
+    samples: PositiveCount = 32
 
     def __call__(self, belief: Belief, query: Query) -> Prediction:
         draws = belief.mean + query.draws(belief, self.samples)
@@ -263,16 +247,13 @@ class MonteCarlo(PredictionRule):
 
 @final
 @dataclass(frozen=True)
-class LinearizedGaussian(PredictionRule):
+class LinearizedGaussian(Checked, PredictionRule):
     """Gaussian logits f(μ) + J δ, δ ~ N(0, Σ), averaged after the softmax.
 
     One Jacobian-vector product a draw whatever k; keeps the correlation between logits.
     """
 
-    samples: int = 32
-
-    def __post_init__(self) -> None:
-        require_count("LinearizedGaussian.samples", self.samples, 1)
+    samples: PositiveCount = 32
 
     def __call__(self, belief: Belief, query: Query) -> Prediction:
         logits = query.logits(belief)
@@ -284,7 +265,7 @@ class LinearizedGaussian(PredictionRule):
 
 @final
 @dataclass(frozen=True)
-class LinearizedProbit(PredictionRule):
+class LinearizedProbit(Checked, PredictionRule):
     """Closed form for Gaussian logits N(f, V), V = J Σ Jᵀ, with κ(v) = (1 + π v / 8)^(-1/2).
 
     ``pairwise``: p_c ∝ 1 / Σ_j exp(-κ(V_cc + V_jj - 2 V_cj) (f_c - f_j)), invariant to a shift of
@@ -294,14 +275,6 @@ class LinearizedProbit(PredictionRule):
     """
 
     form: Literal["pairwise", "per_class"] = "pairwise"
-
-    def __post_init__(self) -> None:
-        require(
-            self.form in ("pairwise", "per_class"),
-            "LinearizedProbit.form",
-            self.form,
-            "'pairwise' or 'per_class'",
-        )
 
     def __call__(self, belief: Belief, query: Query) -> Prediction:
         logits, pullback = query.model.pullback(belief.mean, query.inputs)

@@ -10,12 +10,21 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol, final
+from typing import Annotated, Protocol, final
 
 import torch
 from torch import Tensor
 
-from driftfilter.base.checks import require, require_count, require_number, unchecked
+from driftfilter.base.checks import (
+    Checked,
+    Fraction,
+    FractionBelowOne,
+    Interval,
+    NotNegative,
+    PositiveCount,
+    require,
+    unchecked,
+)
 from driftfilter.base.randomness import Purpose, Randomness
 from driftfilter.gaussian.belief import Belief
 from driftfilter.inference.optimizers import GRADIENT, LOSS
@@ -45,15 +54,12 @@ def _restore(belief: Belief, source: Belief, mask: Tensor) -> Belief:
 
 @final
 @dataclass(frozen=True)
-class ResetEvery:
+class ResetEvery(Checked):
     """Back to the source after every so many steps, whatever was learned (RDumb); all memory goes
     too.
     """
 
-    steps: int = 1000
-
-    def __post_init__(self) -> None:
-        require_count("ResetEvery.steps", self.steps, 1)
+    steps: PositiveCount = 1000
 
     def __call__(
         self, belief: Belief, energy: Energy, memory: Memory, randomness: Randomness
@@ -67,7 +73,7 @@ class ResetEvery:
 
 @final
 @dataclass(frozen=True)
-class ResetBelow:
+class ResetBelow(Checked):
     """Back to the source when the running mean of the energy falls below ``loss``, a sign of
     collapse (SAR).
 
@@ -75,12 +81,8 @@ class ResetBelow:
     All memory goes too.
     """
 
-    loss: float = 0.2
-    momentum: float = 0.9
-
-    def __post_init__(self) -> None:
-        require_number("ResetBelow.loss", self.loss, -math.inf, math.inf)
-        require_number("ResetBelow.momentum", self.momentum, 0, 1, open_high=True)
+    loss: Annotated[float, Interval(-math.inf, math.inf)] = 0.2
+    momentum: FractionBelowOne = 0.9
 
     def __call__(
         self, belief: Belief, energy: Energy, memory: Memory, randomness: Randomness
@@ -100,15 +102,12 @@ class ResetBelow:
 
 @final
 @dataclass(frozen=True)
-class RestoreRandomly:
+class RestoreRandomly(Checked):
     """Each parameter goes back to its source value with this probability (CoTTA); the noise Restore
     is its Gaussian form.
     """
 
-    probability: float = 0.01
-
-    def __post_init__(self) -> None:
-        require_number("RestoreRandomly.probability", self.probability, 0, 1)
+    probability: Fraction = 0.01
 
     def __call__(
         self, belief: Belief, energy: Energy, memory: Memory, randomness: Randomness
@@ -120,17 +119,14 @@ class RestoreRandomly:
 
 @final
 @dataclass(frozen=True)
-class RestoreIrrelevant:
+class RestoreIrrelevant(Checked):
     """Parameters whose squared gradient is below its ``quantile`` go back to their source value
     (PETAL).
 
     Needs ``GradientStep(keep_gradient=True)``.
     """
 
-    quantile: float = 0.03
-
-    def __post_init__(self) -> None:
-        require_number("RestoreIrrelevant.quantile", self.quantile, 0, 1)
+    quantile: Fraction = 0.03
 
     def __call__(
         self, belief: Belief, energy: Energy, memory: Memory, randomness: Randomness
@@ -155,7 +151,7 @@ class RestoreIrrelevant:
 
 @final
 @dataclass(frozen=True)
-class ContinualMomentum:
+class ContinualMomentum(Checked):
     """CMF: a Kalman filter with scalar variance P on the parameters an optimiser proposes, θ̃
     observed with noise.
 
@@ -164,14 +160,9 @@ class ContinualMomentum:
     0.
     """
 
-    rho: float = 0.99
-    process: float = 0.005
-    floor: float = 0.89
-
-    def __post_init__(self) -> None:
-        require_number("ContinualMomentum.rho", self.rho, 0, 1)
-        require_number("ContinualMomentum.process", self.process, 0, math.inf)
-        require_number("ContinualMomentum.floor", self.floor, 0, 1)
+    rho: Fraction = 0.99
+    process: NotNegative = 0.005
+    floor: Fraction = 0.89
 
     def __call__(
         self, belief: Belief, energy: Energy, memory: Memory, randomness: Randomness

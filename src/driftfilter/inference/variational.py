@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import final
+from typing import Annotated, final
 
 import torch
 from torch import Tensor
 
-from driftfilter.base.checks import require_count, require_number, require_role
+from driftfilter.base.checks import (
+    Checked,
+    Count,
+    NotNegative,
+    PositiveCount,
+    PositiveFraction,
+    Role,
+)
 from driftfilter.base.randomness import Randomness
 from driftfilter.gaussian.belief import Belief
 from driftfilter.gaussian.covariance import compacted
 from driftfilter.inference.curvature import Curvature, Hessian
-from driftfilter.inference.linearized import expected, require_nodes
+from driftfilter.inference.linearized import Nodes, expected
 from driftfilter.model.observation import Energy
 from driftfilter.model.weighting import Memory
 
@@ -23,7 +30,7 @@ RESIDUAL = "inference.residual"  # in the memory: length of a further full step 
 
 @final
 @dataclass(frozen=True)
-class Variational:
+class Variational(Checked):
     """Variational Bayes: minimise E_q[E(θ)] + KL(q ‖ prior) over Gaussian q by damped
     natural-gradient steps.
 
@@ -37,20 +44,12 @@ class Variational:
     there.
     """
 
-    curvature: Curvature = field(default_factory=Hessian)
-    samples: int = 8
-    nodes: int = 0
-    rate: float = 0.5
-    iterations: int = 100
-    tolerance: float = 1e-6
-
-    def __post_init__(self) -> None:
-        require_role("Variational.curvature", self.curvature, "curvature", "Hessian()")
-        require_count("Variational.samples", self.samples, 0)
-        require_nodes("Variational.nodes", self.nodes)
-        require_number("Variational.rate", self.rate, 0, 1, open_low=True)
-        require_count("Variational.iterations", self.iterations, 1)
-        require_number("Variational.tolerance", self.tolerance, 0, math.inf)
+    curvature: Annotated[Curvature, Role("curvature", "Hessian()")] = field(default_factory=Hessian)
+    samples: Count = 8
+    nodes: Nodes = 0
+    rate: PositiveFraction = 0.5
+    iterations: PositiveCount = 100
+    tolerance: NotNegative = 1e-6
 
     def __call__(
         self, prior: Belief, energy: Energy, memory: Memory, randomness: Randomness

@@ -11,12 +11,22 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeAlias, final
+from typing import Annotated, NamedTuple, Protocol, TypeAlias, final
 
 import torch
 from torch import Tensor
 
-from driftfilter.base.checks import require, require_count, require_number
+from driftfilter.base.checks import (
+    Checked,
+    Count,
+    Fraction,
+    Interval,
+    NotNegative,
+    Positive,
+    PositiveCount,
+    require,
+    require_number,
+)
 from driftfilter.gaussian.belief import Belief
 from driftfilter.gaussian.covariance import Gain, Noise, block_diagonal
 
@@ -123,13 +133,10 @@ class RandomWalk(Dynamics):
 
 @final
 @dataclass(frozen=True)
-class MeanReversion(Dynamics):
+class MeanReversion(Checked, Dynamics):
     """Decay to the source mean without evidence: G = ρ I, c = (1 - ρ) μ₀."""
 
-    rho: float = 0.99
-
-    def __post_init__(self) -> None:
-        require_number("MeanReversion.rho", self.rho, 0, 1)
+    rho: Fraction = 0.99
 
     def __call__(self, source: Belief) -> Motion:
         return Motion(float(self.rho), (1 - self.rho) * source.mean)
@@ -137,16 +144,13 @@ class MeanReversion(Dynamics):
 
 @final
 @dataclass(frozen=True)
-class PrecisionReversion(Dynamics):
+class PrecisionReversion(Checked, Dynamics):
     """Decay to the source mean, fastest where the source was certain: G = I - η Λ₀, c = η Λ₀ μ₀.
 
     Stable only for η λ_max(Λ₀) < 2, which is checked against the source.
     """
 
-    eta: float = 0.001
-
-    def __post_init__(self) -> None:
-        require_number("PrecisionReversion.eta", self.eta, 0, math.inf)
+    eta: NotNegative = 0.001
 
     def __call__(self, source: Belief) -> Motion:
         precision = source.covariance.precision()
@@ -167,7 +171,7 @@ class PrecisionReversion(Dynamics):
 
 @final
 @dataclass(frozen=True)
-class LocalTrend(Dynamics):
+class LocalTrend(Checked, Dynamics):
     """Local polynomial trend: θ_t = θ_{t-1} + dt v_{t-1}, v_t = v_{t-1} + dt a_{t-1}, … (order 0 is
     a random walk).
 
@@ -175,14 +179,9 @@ class LocalTrend(Dynamics):
     N(0, scale²).
     """
 
-    order: int = 1
-    dt: float = 1.0
-    scale: float = 0.1
-
-    def __post_init__(self) -> None:
-        require_count("LocalTrend.order", self.order, 0)
-        require_number("LocalTrend.dt", self.dt, 0, math.inf, open_low=True)
-        require_number("LocalTrend.scale", self.scale, 0, math.inf, open_low=True)
+    order: Count = 1
+    dt: Positive = 1.0
+    scale: Positive = 0.1
 
     def __call__(self, source: Belief) -> Motion:
         states = self.order + 1
@@ -199,7 +198,7 @@ class LocalTrend(Dynamics):
 
 @final
 @dataclass(frozen=True)
-class Seasonal(Dynamics):
+class Seasonal(Checked, Dynamics):
     """Level plus Fourier harmonics: θ = level + Σ_j a_j, (a_j, b_j) rotates by 2πj/period a step.
 
     G = diag(1, R(2π/period), R(4π/period), …), R(w) = [[cos w, sin w], [-sin w, cos w]]; the
@@ -207,20 +206,18 @@ class Seasonal(Dynamics):
     at the parameter.
     """
 
-    period: float = 24.0
-    harmonics: int = 1
-    scale: float = 0.1
+    period: Annotated[float, Interval(2, math.inf)] = 24.0
+    harmonics: PositiveCount = 1
+    scale: Positive = 0.1
 
     def __post_init__(self) -> None:
-        require_number("Seasonal.period", self.period, 2, math.inf)
-        require_count("Seasonal.harmonics", self.harmonics, 1)
+        super().__post_init__()
         require(
             2 * self.harmonics <= self.period,
             "Seasonal.harmonics",
             self.harmonics,
             f"at most period/2 = {self.period / 2:g}",
         )
-        require_number("Seasonal.scale", self.scale, 0, math.inf, open_low=True)
 
     def _is_single(self, harmonic: int) -> bool:
         return 2 * harmonic == self.period

@@ -16,7 +16,15 @@ from typing import Any, Protocol, TypeAlias, final
 import torch
 from torch import Tensor
 
-from driftfilter.base.checks import require, require_number, require_role
+from driftfilter.base.checks import (
+    Checked,
+    FractionBelowOne,
+    NotNegative,
+    PositiveFraction,
+    require,
+    require_number,
+    require_role,
+)
 from driftfilter.base.inputs import Inputs
 from driftfilter.gaussian.covariance import positive_root
 from driftfilter.model.expansion import (
@@ -116,7 +124,7 @@ def _bounded_likelihood_ratio(logits: Tensor, ceiling: float) -> Expansion:
 
 @final
 @dataclass(frozen=True)
-class SoftLikelihoodRatio(Loss):
+class SoftLikelihoodRatio(Checked, Loss):
     """-Σ p log(p / (1 - p)): gradients do not vanish for confident samples.
 
     It is unbounded below while its curvature vanishes: on a linear model the parameters run away
@@ -125,10 +133,7 @@ class SoftLikelihoodRatio(Loss):
     and is not differentiated, and 1e-5 is added to the odds.
     """
 
-    ceiling: float = 1.0
-
-    def __post_init__(self) -> None:
-        require_number("SoftLikelihoodRatio.ceiling", self.ceiling, 0, 1, open_low=True)
+    ceiling: PositiveFraction = 1.0
 
     def expand(self, logits: Tensor, targets: Targets, weights: Tensor) -> Expansion:
         require(
@@ -162,15 +167,12 @@ class SoftLikelihoodRatio(Loss):
 
 @final
 @dataclass(frozen=True)
-class PseudoLabel(Loss):
+class PseudoLabel(Checked, Loss):
     """-log p_ŷ with ŷ the most likely class at the prior mean; samples less confident than
     ``threshold`` are left out.
     """
 
-    threshold: float = 0.0
-
-    def __post_init__(self) -> None:
-        require_number("PseudoLabel.threshold", self.threshold, 0, 1, open_high=True)
+    threshold: FractionBelowOne = 0.0
 
     def targets(self, logits: Tensor) -> Tensor:
         confident = logits.softmax(-1).amax(-1, keepdim=True) >= self.threshold
@@ -188,15 +190,12 @@ class PseudoLabel(Loss):
 
 @final
 @dataclass(frozen=True)
-class GeneralizedCrossEntropy(Loss):
+class GeneralizedCrossEntropy(Checked, Loss):
     """(1 - p_ŷ^q) / q, between cross-entropy (q -> 0) and mean absolute error (q = 1): robust to
     wrong labels.
     """
 
-    q: float = 0.8
-
-    def __post_init__(self) -> None:
-        require_number("GeneralizedCrossEntropy.q", self.q, 0, 1, open_low=True)
+    q: PositiveFraction = 0.8
 
     def targets(self, logits: Tensor) -> Tensor:
         return one_hot(logits)
@@ -239,17 +238,14 @@ class InformationMaximization(Loss):
 
 @final
 @dataclass(frozen=True)
-class ConjugatePseudoLabel(Loss):
+class ConjugatePseudoLabel(Checked, Loss):
     """Conjugate of poly-cross-entropy, the loss of the source: log Σ exp f - y·f + ε y·(1 - p),
 
     y = (I + ε (diag p - p pᵀ))⁻¹ p, differentiated through y; ε = 0, plain cross-entropy, gives
     exactly the entropy.
     """
 
-    epsilon: float = 1.0
-
-    def __post_init__(self) -> None:
-        require_number("ConjugatePseudoLabel.epsilon", self.epsilon, 0, math.inf)
+    epsilon: NotNegative = 1.0
 
     def _value(self, logits: Tensor) -> Tensor:
         logp = logits.log_softmax(-1)
@@ -285,7 +281,7 @@ class MarginalLikelihood(Loss):
 
 @final
 @dataclass(frozen=True)
-class Sum(Loss):
+class Sum(Checked, Loss):
     """Σ_j c_j ℓ_j; terms that need augmented views get their own, and a function logits [n, k] ->
     [n] is a term too.
 
@@ -298,6 +294,7 @@ class Sum(Loss):
     each_view: bool = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require(isinstance(self.terms, (tuple, list)), "Sum.terms", self.terms, "a tuple of losses")
         object.__setattr__(self, "terms", tuple(as_loss("Sum.terms", term) for term in self.terms))
         object.__setattr__(
@@ -313,7 +310,6 @@ class Sum(Loss):
         )
         for coefficient in self.coefficients:
             require_number("Sum.coefficients", coefficient, 0, math.inf)
-        require(isinstance(self.each_view, bool), "Sum.each_view", self.each_view, "True or False")
 
     @property
     def minimum(self) -> int:

@@ -9,7 +9,7 @@ from typing import Protocol, final
 import torch
 from torch import Tensor
 
-from driftfilter.base.checks import require, require_number
+from driftfilter.base.checks import Checked, NotNegative, Positive, PositiveFraction, require
 from driftfilter.gaussian.belief import Belief
 from driftfilter.gaussian.covariance import Gain, symmetrized
 from driftfilter.model.dynamics import Matrix, Spread, SpreadRule, as_config, as_matrix
@@ -33,13 +33,10 @@ class NoNoise:
 
 @final
 @dataclass(frozen=True)
-class Isotropic:
+class Isotropic(Checked):
     """W = σ² I."""
 
-    variance: float = 1e-4
-
-    def __post_init__(self) -> None:
-        require_number("Isotropic.variance", self.variance, 0, math.inf)
+    variance: NotNegative = 1e-4
 
     def __call__(self, gain: Gain, source: Belief) -> SpreadRule:
         return Spread(1.0, float(self.variance))
@@ -97,7 +94,7 @@ class FullNoise:
 
 @final
 @dataclass(frozen=True)
-class Discount:
+class Discount(Checked):
     """W = ((1 - δ)/δ) G Σ Gᵀ, that is Σ⁻ = G Σ Gᵀ / δ: evidence fades by δ a step (δ = 1: no
     noise).
 
@@ -105,10 +102,7 @@ class Discount:
     own block only.
     """
 
-    delta: float = 0.99
-
-    def __post_init__(self) -> None:
-        require_number("Discount.delta", self.delta, 0, 1, open_low=True)
+    delta: PositiveFraction = 0.99
 
     def __call__(self, gain: Gain, source: Belief) -> SpreadRule:
         return Spread(1 / self.delta, 0.0)
@@ -116,16 +110,12 @@ class Discount:
 
 @final
 @dataclass(frozen=True)
-class Reset:
+class Reset(Checked):
     """Σ⁻ = σ² I whatever Σ was, or Σ⁻ = Σ₀ where no variance is given: past curvature is dropped,
     the mean is kept.
     """
 
-    variance: float | None = 0.01
-
-    def __post_init__(self) -> None:
-        if self.variance is not None:
-            require_number("Reset.variance", self.variance, 0, math.inf, open_low=True)
+    variance: Positive | None = 0.01
 
     def __call__(self, gain: Gain, source: Belief) -> SpreadRule:
         return Spread(0.0, source.covariance if self.variance is None else float(self.variance))

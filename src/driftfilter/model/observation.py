@@ -7,17 +7,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal, NamedTuple, final
+from typing import Annotated, Literal, NamedTuple, final
 
 import torch
 from torch import Tensor
 
 from driftfilter.base.checks import (
+    Checked,
+    Count,
+    Fraction,
+    PositiveCount,
+    Role,
     require,
-    require_count,
     require_finite,
-    require_number,
-    require_role,
 )
 from driftfilter.base.inputs import Inputs
 from driftfilter.base.randomness import Purpose, Randomness
@@ -33,7 +35,7 @@ TEACHER = "teacher"  # in the memory: φ [d]
 
 @final
 @dataclass(frozen=True)
-class Teacher:
+class Teacher(Checked):
     """Targets from a slow average φ of the adapted parameters: φ ← a φ + (1 - a) θ after each step,
     from φ = θ_S.
 
@@ -41,16 +43,12 @@ class Teacher:
     mean_i max_c p_c(x_i; θ_S) < ``confidence``.
     """
 
-    momentum: float = 0.999
-    augmentation: Augmentation = field(default_factory=ImageViews)
-    copies: int = 32
-    confidence: float = 0.92
-
-    def __post_init__(self) -> None:
-        require_number("Teacher.momentum", self.momentum, 0, 1)
-        require_role("Teacher.augmentation", self.augmentation, "augmentation", "ImageViews()")
-        require_count("Teacher.copies", self.copies, 1)
-        require_number("Teacher.confidence", self.confidence, 0, 1)
+    momentum: Fraction = 0.999
+    augmentation: Annotated[Augmentation, Role("augmentation", "ImageViews()")] = field(
+        default_factory=ImageViews
+    )
+    copies: PositiveCount = 32
+    confidence: Fraction = 0.92
 
     def logits(
         self,
@@ -91,7 +89,7 @@ class Teacher:
 
 @final
 @dataclass(frozen=True)
-class Gibbs:
+class Gibbs(Checked):
     """A loss and a weighting; the temperature β is the weighting's.
 
     E = Σ_i w_i ℓ_i / n (``over`` "batch") or divided by the number of samples with a positive
@@ -101,16 +99,16 @@ class Gibbs:
     """
 
     loss: Loss | Callable[[Tensor], Tensor] = field(default_factory=Entropy)
-    weighting: Weighting = field(default_factory=Constant)
+    weighting: Annotated[Weighting, Role("weighting", "Constant(1.0)")] = field(
+        default_factory=Constant
+    )
     over: Literal["batch", "kept"] = "batch"
     teacher: Teacher | None = None
-    reference: int = 0
+    reference: Count = 0
 
     def __post_init__(self) -> None:
-        require_count("Gibbs.reference", self.reference, 0)
-        require(self.over in ("batch", "kept"), "Gibbs.over", self.over, "'batch' or 'kept'")
+        super().__post_init__()
         object.__setattr__(self, "loss", as_loss("Gibbs.loss", self.loss))
-        require_role("Gibbs.weighting", self.weighting, "weighting", "Constant(1.0)")
         require(
             self.teacher is None or isinstance(self.teacher, Teacher),
             "Gibbs.teacher",

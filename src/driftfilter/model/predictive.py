@@ -15,7 +15,7 @@ from typing import Protocol, TypeAlias, final, runtime_checkable
 import torch
 from torch import Tensor
 
-from driftfilter.base.checks import require, require_count
+from driftfilter.base.checks import Checked, PositiveCount, require
 from driftfilter.base.inputs import Inputs, batch_size
 from driftfilter.gaussian.covariance import Covariance
 
@@ -117,7 +117,7 @@ def lift(function: LogitFunction | PredictiveModel) -> PredictiveModel:
 
 @final
 @dataclass(frozen=True)
-class LinearHead(PredictiveModel):
+class LinearHead(Checked, PredictiveModel):
     """f = Φ Wᵀ, θ = W row by row (class-major), closed forms throughout.
 
     θ of length k·D gives every class a row; θ of length (k-1)·D fixes the logit of class 0 at 0,
@@ -129,18 +129,9 @@ class LinearHead(PredictiveModel):
     tensor([[0.0000, 1.5000]])
     """
 
-    classes: int
+    classes: PositiveCount
     intercept: bool = False
     linear = True
-
-    def __post_init__(self) -> None:
-        require_count("LinearHead.classes", self.classes, 1)
-        require(
-            isinstance(self.intercept, bool),
-            "LinearHead.intercept",
-            self.intercept,
-            "True or False",
-        )
 
     def _features(self, inputs: Tensor, theta: Tensor) -> tuple[Tensor, int]:
         """Features [n, D], and the first class that has a row in θ: 1 where class 0 is fixed at 0,

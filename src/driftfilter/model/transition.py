@@ -7,12 +7,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, final
+from typing import Annotated, NamedTuple, final
 
 import torch
 from torch import Tensor
 
-from driftfilter.base.checks import require, require_count, require_role, unchecked
+from driftfilter.base.checks import Checked, Role, require, require_count, unchecked
 from driftfilter.gaussian.belief import Belief
 from driftfilter.gaussian.blocks import Blocks
 from driftfilter.gaussian.covariance import Covariance, Gain, Noise, block_diagonal, positive_root
@@ -24,7 +24,7 @@ from driftfilter.model.noise import NoiseModel, NoNoise
 
 @final
 @dataclass(frozen=True)
-class Transition:
+class Transition(Checked):
     """One move of the belief: μ⁻ = G μ + c, Σ⁻ = G Σ Gᵀ + W.
 
     >>> import torch, driftfilter as df
@@ -34,12 +34,10 @@ class Transition:
     tensor([1., 1.])
     """
 
-    dynamics: Dynamics = field(default_factory=RandomWalk)
-    noise: NoiseModel = field(default_factory=NoNoise)
-
-    def __post_init__(self) -> None:
-        require_role("Transition.dynamics", self.dynamics, "dynamics", "RandomWalk()")
-        require_role("Transition.noise", self.noise, "noise", "Isotropic(0.01)")
+    dynamics: Annotated[Dynamics, Role("dynamics", "RandomWalk()")] = field(
+        default_factory=RandomWalk
+    )
+    noise: Annotated[NoiseModel, Role("noise", "Isotropic(0.01)")] = field(default_factory=NoNoise)
 
     def __call__(self, belief: Belief, source: Belief) -> Belief:
         return self.bind(source)(belief)

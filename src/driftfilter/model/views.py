@@ -5,13 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias, final
+from typing import Annotated, Literal, TypeAlias, final
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from driftfilter.base.checks import require, require_count, require_number, require_role
+from driftfilter.base.checks import (
+    Checked,
+    Count,
+    FractionBelowOne,
+    Interval,
+    NotNegative,
+    PositiveCount,
+    Role,
+    require,
+)
 from driftfilter.base.inputs import Inputs, batch_size
 from driftfilter.model.expansion import FLOOR, Expansion, log_softmax, separable
 from driftfilter.model.losses import Loss, Targets, one_hot
@@ -19,19 +28,17 @@ from driftfilter.model.losses import Loss, Targets, one_hot
 Augmentation: TypeAlias = Callable[
     [Inputs, torch.Generator], Inputs
 ]  # (inputs, generator) -> inputs
+_Augmentation: TypeAlias = Annotated[Augmentation, Role("augmentation", "GaussianNoise(0.1)")]
 
 _TARGET_FLOOR = math.log(1e-4)  # of log t in symmetric cross-entropy
 
 
 @final
 @dataclass(frozen=True)
-class GaussianNoise:
+class GaussianNoise(Checked):
     """Augmentation: inputs plus N(0, scale²) noise."""
 
-    scale: float = 0.1
-
-    def __post_init__(self) -> None:
-        require_number("GaussianNoise.scale", self.scale, 0, math.inf)
+    scale: NotNegative = 0.1
 
     def __call__(self, inputs: Tensor, generator: torch.Generator) -> Tensor:
         got = inputs.dtype if isinstance(inputs, Tensor) else type(inputs).__name__
@@ -61,7 +68,7 @@ class Mirror:
 
 @final
 @dataclass(frozen=True)
-class ImageViews:
+class ImageViews(Checked):
     """Augmentation of images [n, c, h, w]: each is flipped, turned, shifted, zoomed and recoloured
     a little, at random.
 
@@ -71,19 +78,12 @@ class ImageViews:
     """
 
     flip: bool = True
-    degrees: float = 8.0
-    shift: float = 1 / 16
-    zoom: float = 0.05
-    brightness: float = 0.2
-    contrast: float = 0.15
-    noise: float = 0.005
-
-    def __post_init__(self) -> None:
-        require(isinstance(self.flip, bool), "ImageViews.flip", self.flip, "True or False")
-        require_number("ImageViews.degrees", self.degrees, 0, 180)
-        for name in ("shift", "zoom", "brightness", "contrast"):
-            require_number(f"ImageViews.{name}", getattr(self, name), 0, 1, open_high=True)
-        require_number("ImageViews.noise", self.noise, 0, math.inf)
+    degrees: Annotated[float, Interval(0, 180)] = 8.0
+    shift: FractionBelowOne = 1 / 16
+    zoom: FractionBelowOne = 0.05
+    brightness: FractionBelowOne = 0.2
+    contrast: FractionBelowOne = 0.15
+    noise: NotNegative = 0.005
 
     def __call__(self, inputs: Tensor, generator: torch.Generator) -> Tensor:
         image = isinstance(inputs, Tensor) and inputs.dim() == 4 and inputs.is_floating_point()
@@ -157,7 +157,7 @@ def _views(
 
 @final
 @dataclass(frozen=True)
-class Consistency(Loss):
+class Consistency(Checked, Loss):
     """Augmented views should get the label of the clean input: mean over views of a divergence
     D(p_view, target).
 
@@ -169,23 +169,18 @@ class Consistency(Loss):
     (None, and 0 copies) the clean input itself is held against the target.
     """
 
-    augmentation: Augmentation | None = field(default_factory=GaussianNoise)
+    augmentation: _Augmentation | None = field(default_factory=GaussianNoise)
     divergence: Literal["brier", "cross_entropy", "symmetric"] = "brier"
     target: Literal["hard", "soft", "moving"] = "hard"
-    copies: int = 1
+    copies: Count = 1
 
     def __post_init__(self) -> None:
-        names, targets = ("brier", "cross_entropy", "symmetric"), ("hard", "soft", "moving")
-        require(
-            self.divergence in names, "Consistency.divergence", self.divergence, f"one of {names}"
-        )
-        require(self.target in targets, "Consistency.target", self.target, f"one of {targets}")
+        super().__post_init__()
         moving = self.target == "moving"
         allowed = self.divergence == "symmetric" or not moving
         require(
             allowed, "Consistency.divergence", self.divergence, "'symmetric' for a moving target"
         )
-        require_count("Consistency.copies", self.copies, 0)
         if self.augmentation is None:
             require(
                 self.copies == 0, "Consistency.copies", self.copies, "0 without an augmentation"
@@ -202,9 +197,6 @@ class Consistency(Loss):
                 "Consistency.copies",
                 self.copies,
                 "an integer >= 1 with an augmentation",
-            )
-            require_role(
-                "Consistency.augmentation", self.augmentation, "augmentation", "GaussianNoise(0.1)"
             )
 
     @property
@@ -257,7 +249,7 @@ class Consistency(Loss):
 
 @final
 @dataclass(frozen=True)
-class MarginalEntropy(Loss):
+class MarginalEntropy(Checked, Loss):
     """H(p̄_i), p̄_i the mean prediction over augmented views of input i: confident and alike under
     augmentation.
 
@@ -265,18 +257,12 @@ class MarginalEntropy(Loss):
     gradient. The Hessian is that of each view alone, p̄ moving along.
     """
 
-    augmentation: Augmentation = field(default_factory=GaussianNoise)
-    copies: int = 8
+    augmentation: _Augmentation = field(default_factory=GaussianNoise)
+    copies: PositiveCount = 8
 
     @property
     def is_coupled(self) -> bool:
         return True
-
-    def __post_init__(self) -> None:
-        require_count("MarginalEntropy.copies", self.copies, 1)
-        require_role(
-            "MarginalEntropy.augmentation", self.augmentation, "augmentation", "GaussianNoise(0.1)"
-        )
 
     def views(self, inputs: Inputs, generator: Callable[[], torch.Generator]) -> tuple[Inputs, ...]:
         return _views(self.augmentation, inputs, self.copies, generator())

@@ -14,7 +14,14 @@ from typing import Protocol, TypeAlias, final
 import torch
 from torch import Tensor
 
-from driftfilter.base.checks import require, require_number, require_role
+from driftfilter.base.checks import (
+    Checked,
+    Fraction,
+    Positive,
+    PositiveFraction,
+    require,
+    require_role,
+)
 from driftfilter.model.expansion import log_softmax
 
 Memory: TypeAlias = Mapping[str, Tensor]
@@ -40,19 +47,12 @@ def entropy(logits: Tensor) -> Tensor:
     return -(logp.exp() * logp).sum(-1)
 
 
-def _require_beta(field: str, beta: float) -> None:
-    require_number(field, beta, 0, math.inf, open_low=True)
-
-
 @final
 @dataclass(frozen=True)
-class Constant:
+class Constant(Checked):
     """w_i = β."""
 
-    beta: float = 1.0
-
-    def __post_init__(self) -> None:
-        _require_beta("Constant.beta", self.beta)
+    beta: Positive = 1.0
 
     def __call__(self, logits: Tensor, weights: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
         return weights * self.beta, memory
@@ -60,15 +60,12 @@ class Constant:
 
 @final
 @dataclass(frozen=True)
-class Reliability:
+class Reliability(Checked):
     """w_i = β (1 - H_i / ln k): uncertain samples inject less, β is the ceiling; 0 below 1e-6 β, a
     tie but for rounding.
     """
 
-    beta: float = 1.0
-
-    def __post_init__(self) -> None:
-        _require_beta("Reliability.beta", self.beta)
+    beta: Positive = 1.0
 
     def __call__(self, logits: Tensor, weights: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
         largest = math.log(max(logits.shape[-1], 2))
@@ -78,21 +75,14 @@ class Reliability:
 
 @final
 @dataclass(frozen=True)
-class EntropyGate:
+class EntropyGate(Checked):
     """w_i = β exp(E₀ - H_i) where H_i < E₀ = fraction · ln k, else 0; not ``weighted``, w_i = β or
     0.
     """
 
-    fraction: float = 0.4
-    beta: float = 1.0
+    fraction: PositiveFraction = 0.4
+    beta: Positive = 1.0
     weighted: bool = True
-
-    def __post_init__(self) -> None:
-        require(
-            isinstance(self.weighted, bool), "EntropyGate.weighted", self.weighted, "True or False"
-        )
-        require_number("EntropyGate.fraction", self.fraction, 0, 1, open_low=True)
-        _require_beta("EntropyGate.beta", self.beta)
 
     def __call__(self, logits: Tensor, weights: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
         margin = self.fraction * math.log(max(logits.shape[-1], 2)) - entropy(logits)
@@ -115,7 +105,7 @@ def _running(memory: Memory, p: Tensor) -> Tensor | None:
 
 @final
 @dataclass(frozen=True)
-class DiversityGate:
+class DiversityGate(Checked):
     """w_i = 1 where |cos(p_i, p̄)| < similarity, else 0; p̄ is a running mean prediction of the
     samples kept.
 
@@ -123,12 +113,8 @@ class DiversityGate:
     with no p̄ all are kept.
     """
 
-    similarity: float = 0.4
-    momentum: float = 0.9
-
-    def __post_init__(self) -> None:
-        require_number("DiversityGate.similarity", self.similarity, 0, 1, open_low=True)
-        require_number("DiversityGate.momentum", self.momentum, 0, 1)
+    similarity: PositiveFraction = 0.4
+    momentum: Fraction = 0.9
 
     def __call__(self, logits: Tensor, weights: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
         p = logits.softmax(-1)
@@ -153,7 +139,7 @@ def _scaled(values: Tensor) -> Tensor:
 
 @final
 @dataclass(frozen=True)
-class CertaintyDiversity:
+class CertaintyDiversity(Checked):
     """w_i = β exp(d_i c_i / temperature), d_i = 1 - cos(p_i, p̄) and c_i = -H_i each scaled to [0,
     1] in the batch.
 
@@ -161,16 +147,9 @@ class CertaintyDiversity:
     distribution.
     """
 
-    temperature: float = 1 / 3
-    momentum: float = 0.9
-    beta: float = 1.0
-
-    def __post_init__(self) -> None:
-        require_number(
-            "CertaintyDiversity.temperature", self.temperature, 0, math.inf, open_low=True
-        )
-        require_number("CertaintyDiversity.momentum", self.momentum, 0, 1)
-        _require_beta("CertaintyDiversity.beta", self.beta)
+    temperature: Positive = 1 / 3
+    momentum: Fraction = 0.9
+    beta: Positive = 1.0
 
     def __call__(self, logits: Tensor, weights: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
         p = logits.softmax(-1)

@@ -12,12 +12,18 @@ import copy
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, final, get_args
+from typing import Annotated, Any, Literal, NamedTuple, Protocol, TypeAlias, final, get_args
 
 import torch
 from torch import Tensor
 
-from driftfilter.base.checks import require, require_count, require_number
+from driftfilter.base.checks import (
+    Checked,
+    Interval,
+    Positive,
+    PositiveCount,
+    require,
+)
 from driftfilter.filtering import FilterState, StepInfo
 from driftfilter.gaussian.belief import deviation, kl_divergence
 from driftfilter.monitor.drift_tests import (
@@ -57,7 +63,7 @@ class Detector(Protocol):
 
 @final
 @dataclass(frozen=True)
-class Monitor:
+class Monitor(Checked):
     """Alarms, their thresholds and what is done about them.
 
         classes_lost    H(b) - H(a) >= classes, a and b the classes that the belief and the source
@@ -92,16 +98,16 @@ class Monitor:
     window. ``detectors``: signal -> detector (river).
     """
 
-    classes: float = 0.03
-    share: float = 0.5
-    uncertainty: float = 0.4
-    distance: float = 3.0
-    divergence: float | None = None
-    false_alarm: float = 1e-4
-    probe: int = 2
-    lag: int = 5
-    patience: int = 200
-    inflation: float = 4.0
+    classes: Positive = 0.03
+    share: Positive = 0.5
+    uncertainty: Positive = 0.4
+    distance: Positive = 3.0
+    divergence: Positive | None = None
+    false_alarm: Annotated[float, Interval(0, 1, open_low=True, open_high=True)] = 1e-4
+    probe: PositiveCount = 2
+    lag: PositiveCount = 5
+    patience: PositiveCount = 200
+    inflation: Annotated[float, Interval(1, math.inf, open_low=True)] = 4.0
     on_collapse: Response = "reset"
     on_labels: Response = "revert"
     on_uncertainty: Response = "probation"
@@ -110,21 +116,7 @@ class Monitor:
     detectors: Mapping[str, Detector] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        for name in (
-            "classes",
-            "share",
-            "uncertainty",
-            "distance",
-            *(() if self.divergence is None else ("divergence",)),
-        ):
-            require_number(f"Monitor.{name}", getattr(self, name), 0, math.inf, open_low=True)
-        require_number("Monitor.false_alarm", self.false_alarm, 0, 1, open_low=True, open_high=True)
-        for name in ("probe", "lag", "patience"):
-            require_count(f"Monitor.{name}", getattr(self, name), 1)
-        require_number("Monitor.inflation", self.inflation, 1, math.inf, open_low=True)
-        for name in ("on_collapse", "on_labels", "on_uncertainty", "on_parameters", "on_detector"):
-            value, allowed = getattr(self, name), get_args(Response)
-            require(value in allowed, f"Monitor.{name}", value, f"one of {allowed}")
+        super().__post_init__()
         for signal, detector in self.detectors.items():
             require(
                 signal in Signals._fields,

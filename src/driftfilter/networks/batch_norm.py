@@ -30,7 +30,7 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
-from driftfilter.base.checks import require, require_number
+from driftfilter.base.checks import Checked, Fraction, NotNegative, require
 from driftfilter.base.sharding import Shards
 from driftfilter.networks.triton_batch_norm import Renormalized, SampleSums, blend, fits
 
@@ -48,17 +48,14 @@ class Moments(NamedTuple):
 
 @final
 @dataclass(frozen=True)
-class PseudoCount:
+class PseudoCount(Checked):
     """The source's statistics count as ``count`` samples: a blend with share α = n / (count + n) of
     a batch of n.
 
     The posterior mean of the moments under a normal-inverse-gamma prior of that many observations.
     """
 
-    count: float = 16.0
-
-    def __post_init__(self) -> None:
-        require_number("PseudoCount.count", self.count, 0, math.inf)
+    count: NotNegative = 16.0
 
     def share(self, samples: int) -> float:
         """α."""
@@ -67,7 +64,7 @@ class PseudoCount:
 
 @final
 @dataclass(frozen=True)
-class Ema:
+class Ema(Checked):
     """Carried statistics, the source's at first; each step blends them with the batch's, and
     normalises by and carries on the blend. The share of the batch is
 
@@ -82,12 +79,8 @@ class Ema:
     share ``momentum``.
     """
 
-    momentum: float = 0.1
-    diversity: float = 0.0
-
-    def __post_init__(self) -> None:
-        require_number("Ema.momentum", self.momentum, 0, 1)
-        require_number("Ema.diversity", self.diversity, 0, math.inf)
+    momentum: Fraction = 0.1
+    diversity: NotNegative = 0.0
 
     def share(self, samples: int) -> float:
         """α at D = 1."""

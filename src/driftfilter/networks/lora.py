@@ -13,7 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from driftfilter.base.checks import require, require_count, require_number
+from driftfilter.base.checks import (
+    Checked,
+    Count,
+    Positive,
+    PositiveCount,
+    require,
+)
 from driftfilter.networks.parameters import Chosen, Pieces, matches
 from driftfilter.networks.sample_gradients import (
     Call,
@@ -26,7 +32,7 @@ from driftfilter.networks.sample_gradients import (
 
 @final
 @dataclass(frozen=True)
-class LoRA:
+class LoRA(Checked):
     """New parameters B [out, r] = 0 and A [r, in] ~ N(0, deviation²) for every linear layer and 2d
     convolution of these names.
 
@@ -36,21 +42,17 @@ class LoRA:
     so that a linearised first step leaves the belief over A at its prior.
     """
 
-    rank: int = 4
+    rank: PositiveCount = 4
     targets: tuple[str, ...] = ("*",)
-    scale: float = 1.0
-    seed: int = 0
-    deviation: float | None = None
+    scale: Positive = 1.0
+    seed: Count = 0
+    deviation: Positive | None = None
 
     def __post_init__(self) -> None:
-        require_count("LoRA.rank", self.rank, 1)
+        super().__post_init__()
         listed = isinstance(self.targets, (tuple, list)) and len(self.targets) > 0
         require(listed, "LoRA.targets", self.targets, "a tuple of one pattern or more")
         object.__setattr__(self, "targets", tuple(self.targets))
-        require_number("LoRA.scale", self.scale, 0, math.inf, open_low=True)
-        require_count("LoRA.seed", self.seed, 0)
-        if self.deviation is not None:
-            require_number("LoRA.deviation", self.deviation, 0, math.inf, open_low=True)
 
     def __call__(self, model: nn.Module) -> Chosen:
         known, generator = dict(model.named_parameters()), torch.Generator().manual_seed(self.seed)

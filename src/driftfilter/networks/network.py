@@ -47,15 +47,7 @@ from driftfilter.networks.cuda_graphs import CapturedPullback, Captures, Questio
 from driftfilter.networks.parameters import Chosen, NormAffine, Selection, select
 from driftfilter.networks.row_check import some, tolerance_of, wrong_rows
 from driftfilter.networks.sample_gradients import cast_call
-from driftfilter.networks.shared_copy import (
-    Pattern,
-    Record,
-    Twin,
-    frozen_parts,
-    pattern_of,
-    require_values,
-    twin,
-)
+from driftfilter.networks.shared_copy import Pattern, Record, Twin, pattern_of, require_values, twin
 
 Memory: TypeAlias = Mapping[str, Tensor]
 _TOGETHER = 4  # tangents that share a forward pass; more of them take as long and more memory
@@ -128,7 +120,6 @@ class Network(PredictiveModel):
         self._carried: Tensor | None = None
         self._trust: Tensor | float = 1.0
         self.capturing = False  # passes as CUDA graphs, one for each shape of a batch
-        self._backend: str | None = None  # of torch.compile
         self._local = threading.local()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -141,13 +132,6 @@ class Network(PredictiveModel):
         """θ of the module as it was given [d]."""
         require_values(self._base)
         return self._start.clone()
-
-    def compile(self, backend: str) -> bool:
-        """Have the parts of the module without a piece of θ compiled by torch; whether there is one
-        of several layers.
-        """
-        self._backend, self._local = backend, threading.local()
-        return bool(frozen_parts(self._base, self.chosen.targets))
 
     @property
     def shapes(self) -> Mapping[str, torch.Size]:
@@ -193,9 +177,7 @@ class Network(PredictiveModel):
         own: Twin | None = getattr(self._local, "twin", None)
         if own is None:
             require_values(self._base)
-            own = self._local.twin = Twin(
-                self._base, self.chosen.targets, self.statistics, self._backend
-            )
+            own = self._local.twin = Twin(self._base, self.chosen.targets, self.statistics)
         return own
 
     def _pieces(self, theta: Tensor) -> dict[str, Tensor]:

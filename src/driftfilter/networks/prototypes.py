@@ -20,10 +20,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from driftfilter.base.checks import (
+    Checked,
+    Count,
+    NotNegative,
+    Positive,
+    PositiveCount,
     require,
-    require_count,
     require_finite,
-    require_number,
     require_shape,
     unchecked,
 )
@@ -66,12 +69,11 @@ SUPPORTS = "inference.supports"  # features [k, capacity, D]
 ENTROPIES = "inference.entropies"  # theirs [k, capacity]; infinite if a place is empty
 
 Family = Literal["gaussian", "von_mises_fisher", "inner_product"]
-_FAMILIES = ("gaussian", "von_mises_fisher", "inner_product")
 
 
 @final
 @dataclass(frozen=True, eq=False)
-class PrototypeHead(PredictiveModel):
+class PrototypeHead(Checked, PredictiveModel):
     """p(y given z, θ) of prototypes w_k, closed forms throughout; ``concentration`` is κ.
 
     ``weight`` and ``bias`` are the source head's: what it says about a sample labels it where a
@@ -83,18 +85,18 @@ class PrototypeHead(PredictiveModel):
     weight: Tensor  # [k, D]
     bias: Tensor | None = None  # [k]
     family: Family = "gaussian"
-    concentration: float = 1.0
+    concentration: Positive = 1.0
     intercept: bool = False
     center: Tensor | None = None  # [D]
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require_shape("PrototypeHead.weight", self.weight, "[k, D]", None, None)
         if self.bias is not None:
             require_shape("PrototypeHead.bias", self.bias, f"[{self.classes}]", self.classes)
         if self.center is not None:
             width = self.weight.shape[1]
             require_shape("PrototypeHead.center", self.center, f"[{width}]", width)
-        _require_family("PrototypeHead", self.family, self.concentration, self.intercept)
 
     @property
     def classes(self) -> int:
@@ -202,15 +204,9 @@ class _Jacobian(Pullback):
         return a.unsqueeze(1) + outward + self.own * (w * self.prototypes).sum(-1).unsqueeze(1)
 
 
-def _require_family(owner: str, family: str, concentration: float, intercept: bool) -> None:
-    require(family in _FAMILIES, f"{owner}.family", family, f"one of {list(_FAMILIES)}")
-    require_number(f"{owner}.concentration", concentration, 0, math.inf, open_low=True)
-    require(isinstance(intercept, bool), f"{owner}.intercept", intercept, "True or False")
-
-
 @final
 @dataclass(frozen=True)
-class Prototypes:
+class Prototypes(Checked):
     """Class prototypes on the features of a network, starting from the rows of its last layer.
 
     Gaussian prototypes start where their logits are those of the source head: w_k = W_k/κ + v, with
@@ -224,18 +220,11 @@ class Prototypes:
     """
 
     family: Family = "gaussian"
-    concentration: float = 1.0
-    strength: float = 1.0
+    concentration: Positive = 1.0
+    strength: Positive = 1.0
     intercept: bool = False
     centered: bool = False
     name: str = ""  # of the last layer; empty: the one that gives the logits
-
-    def __post_init__(self) -> None:
-        _require_family("Prototypes", self.family, self.concentration, self.intercept)
-        require_number("Prototypes.strength", self.strength, 0, math.inf, open_low=True)
-        require(
-            isinstance(self.centered, bool), "Prototypes.centered", self.centered, "True or False"
-        )
 
     def build(self, backbone: Backbone, center: Tensor | None = None) -> tuple[OnFeatures, Tensor]:
         """The predictive model of raw inputs, for features relative to a center [D], and where θ
@@ -284,7 +273,7 @@ def _head_and_features(energy: Energy) -> tuple[PrototypeHead, Tensor]:
 
 @final
 @dataclass(frozen=True)
-class Supports:
+class Supports(Checked):
     """w_k = Σ of the supports of class k: its source prototype and the directions h = z/|z| that
     the source head calls k.
 
@@ -295,11 +284,8 @@ class Supports:
     inner products and ``predict_from="posterior"`` this is T3A.
     """
 
-    capacity: int = 100
+    capacity: Count = 100
     curvature = NoCurvature()
-
-    def __post_init__(self) -> None:
-        require_count("Supports.capacity", self.capacity, 0)
 
     def __call__(
         self, prior: Belief, energy: Energy, memory: Memory, randomness: Randomness
@@ -357,7 +343,7 @@ class Supports:
 
 @final
 @dataclass(frozen=True)
-class Mixture:
+class Mixture(Checked):
     """Prototypes as the components of a mixture that features come from: expectation-maximisation
     from the prior.
 
@@ -375,24 +361,11 @@ class Mixture:
     covariance stays (γ_k says how sure they are). This is STAD with a window of one.
     """
 
-    iterations: int = 3
+    iterations: PositiveCount = 3
     labels: Literal["posterior", "source"] = "posterior"
-    transition_concentration: float = 0.0  # 0: nothing is forgotten
-    pseudo_count: float = 0.0  # 0: class weights stay
+    transition_concentration: NotNegative = 0.0  # 0: nothing is forgotten
+    pseudo_count: NotNegative = 0.0  # 0: class weights stay
     curvature = NoCurvature()
-
-    def __post_init__(self) -> None:
-        require_count("Mixture.iterations", self.iterations, 1)
-        require(
-            self.labels in ("posterior", "source"),
-            "Mixture.labels",
-            self.labels,
-            "'posterior' or 'source'",
-        )
-        require_number(
-            "Mixture.transition_concentration", self.transition_concentration, 0, math.inf
-        )
-        require_number("Mixture.pseudo_count", self.pseudo_count, 0, math.inf)
 
     def __call__(
         self, prior: Belief, energy: Energy, memory: Memory, randomness: Randomness

@@ -13,8 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
-from torch.nn import grad as convolutions
+from torch.nn import functional, grad as convolutions
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 

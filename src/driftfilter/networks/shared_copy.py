@@ -128,9 +128,7 @@ def pattern_of(records: Sequence[Record], samples: int) -> Pattern:
 class Twin:
     """A twin of one thread: its tensors are replaced for the time of a call."""
 
-    def __init__(
-        self, base: nn.Module, targets: set[str], statistics: Statistics, backend: str | None = None
-    ) -> None:
+    def __init__(self, base: nn.Module, targets: set[str], statistics: Statistics) -> None:
         self.module = private(base)
         self.norms: list[TwinBatchNorm] = prepare(self.module, statistics)
         self.coupled = any(
@@ -154,8 +152,6 @@ class Twin:
         for layer in self.module.modules():
             if isinstance(layer, nn.GroupNorm):
                 layer.register_forward_pre_hook(_in_plain_format)
-        for part in frozen_parts(self.module, targets) if backend else ():
-            part.compile(backend=backend)
 
     def _watch(self) -> None:
         """Record the calls of layers that hold a piece of θ and have a rule for rows."""
@@ -243,35 +239,6 @@ class Twin:
         finally:
             for module, own, parameter in before:
                 _place(module, own, parameter)
-
-
-def frozen_parts(model: nn.Module, targets: set[str]) -> list[nn.Module]:
-    """The largest modules of several layers without any of these parameters, a batch norm or a
-    hook: what may be compiled.
-    """
-    busy = {
-        model.get_submodule(name.rpartition(".")[0])
-        for name, _ in model.named_parameters()
-        if name in targets
-    }
-    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    busy |= {
-        layer
-        for layer in model.modules()
-        if isinstance(layer, _BatchNorm) or any(getattr(layer, name) for name in hooks)
-    }
-
-    def parts(module: nn.Module) -> Iterator[nn.Module]:
-        callable_ = not isinstance(module, (nn.ModuleList, nn.ModuleDict)) and any(
-            True for _ in module.children()
-        )
-        if callable_ and busy.isdisjoint(module.modules()):
-            yield module
-            return
-        for child in module.children():
-            yield from parts(child)
-
-    return list(dict.fromkeys(parts(model)))
 
 
 def _in_plain_format(layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from inspect import Parameter, signature
+from typing import Any, TypeVar
 
 from driftfilter.inference.curvature import EmpiricalFisher, Hessian
 from driftfilter.inference.linearized import Bong, Linearized
@@ -18,6 +21,8 @@ from driftfilter.networks.batch_norm import Ema
 from driftfilter.networks.parameters import Head
 from driftfilter.recipe import Recipe
 from driftfilter.source.posterior import Gaussian, Structure
+
+Preset = TypeVar("Preset", bound=Callable[..., Recipe])
 
 
 def _paper(structure: Structure, beta: float, variance: float, rank: int = 256) -> Recipe:
@@ -43,7 +48,7 @@ def opgd(beta: float = 2.0, variance: float = 0.1, rank: int = 256) -> Recipe:
 
 
 def opgd_diag(beta: float = 2.0, variance: float = 0.08) -> Recipe:
-    """The same with the diagonal of the Fisher."""
+    """opgd with the diagonal of the Fisher."""
     return _paper("diagonal", beta, variance)
 
 
@@ -57,7 +62,7 @@ def bong_diag(beta: float = 2.0, variance: float = 0.02, samples: int = 2) -> Re
 def bong_lowrank(
     beta: float = 2.0, variance: float = 0.02, samples: int = 2, rank: int = 64
 ) -> Recipe:
-    """The same with the full Fisher, kept at a low rank."""
+    """bong_diag with the full Fisher, kept at a low rank."""
     return replace(
         _paper("low_rank", beta, variance, rank), inference=Bong(EmpiricalFisher(), samples)
     )
@@ -99,27 +104,28 @@ def driftfilter(
     )
 
 
+def _with_options_of(base: Callable[..., Recipe]) -> Callable[[Preset], Preset]:
+    """Declare the options of ``base`` for a preset that hands them on, before its own."""
+
+    def declare(preset: Preset) -> Preset:
+        own = signature(preset).parameters.values()
+        keywords = [option for option in own if option.kind is Parameter.KEYWORD_ONLY]
+        options = [*signature(base).parameters.values(), *keywords]
+        preset.__signature__ = signature(base).replace(parameters=options)  # type: ignore[attr-defined]
+        return preset
+
+    return declare
+
+
+@_with_options_of(driftfilter)
 def driftfilter_aug(
-    beta: float = 2.0,
-    variance: float = 0.1,
-    taper: float = 2.0,
-    rho: float = 0.985,
-    ceiling: float = 0.9999,
-    balance: float = 0.5,
-    radius: float = 2.0,
-    temperature: float | None = None,
-    momentum: float = 0.5,
-    diversity: float = 4.0,
-    consistency: float = 0.3,
-    augmentation: Augmentation | None = None,
+    *args: Any, consistency: float = 0.3, augmentation: Augmentation | None = None, **options: Any
 ) -> Recipe:
-    """The same for inputs and their mirror images: the loss is that of both, plus the symmetric
-    cross-entropy between them, and the prediction is from their mean logits. Another
+    """``driftfilter`` for inputs and their mirror images: the loss is that of both, plus the
+    symmetric cross-entropy between them, and the prediction is from their mean logits. Another
     ``augmentation`` that preserves labels may take the mirror's place.
     """
-    recipe = driftfilter(
-        beta, variance, taper, rho, ceiling, balance, radius, temperature, momentum, diversity
-    )
+    recipe = driftfilter(*args, **options)
     agreement = Consistency(augmentation or Mirror(), divergence="symmetric", target="moving")
     own = as_loss("driftfilter_aug", recipe.observation.loss)
     loss = Sum((own, agreement), (1.0, consistency), each_view=True)
@@ -161,5 +167,5 @@ def head_bong(
     rank: int = 64,
     samples: int = 8,
 ) -> Recipe:
-    """The same with gradient and curvature averaged over the prior."""
+    """head_ekf with gradient and curvature averaged over the prior."""
     return replace(_head(structure, rank, beta, variance, rho), inference=Bong(Hessian(), samples))

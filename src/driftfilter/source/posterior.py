@@ -7,16 +7,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, TypeAlias, final, get_args, runtime_checkable
+from typing import Annotated, Literal, Protocol, TypeAlias, final, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from driftfilter.base.checks import (
+    Checked,
+    Count,
+    NotNegative,
+    Positive,
+    PositiveCount,
+    Role,
     require,
-    require_count,
     require_number,
-    require_role,
     require_shape,
     unchecked,
 )
@@ -43,7 +47,7 @@ Labeling: TypeAlias = Callable[[Tensor], Tensor]  # logits [n, k] -> class indic
 
 @final
 @dataclass(frozen=True, eq=False)
-class SourceData:
+class SourceData(Checked):
     """Source samples in batches, with class indices or without.
 
     ``inputs``: one tensor [N, ...], cut into batches of ``batch_size`` with its ``labels`` [N]; or
@@ -58,10 +62,10 @@ class SourceData:
 
     inputs: Tensor | Iterable[Inputs | tuple[Inputs, Tensor]]
     labels: Tensor | None = None
-    batch_size: int = 64
+    batch_size: PositiveCount = 64
 
     def __post_init__(self) -> None:
-        require_count("SourceData.batch_size", self.batch_size, 1)
+        super().__post_init__()
         usable = isinstance(self.inputs, Iterable) and not (
             isinstance(self.inputs, Tensor) and self.inputs.dim() == 0
         )
@@ -138,7 +142,7 @@ class PointMass:
 
 @final
 @dataclass(frozen=True)
-class Gaussian:
+class Gaussian(Checked):
     """N(θ_S, σ² I), in the structure that the filter is to carry; ``rank`` is that of "low_rank".
 
     ``taper`` a: the variance of layer l of L, in the order in which the module has them, is σ² (1 -
@@ -146,15 +150,13 @@ class Gaussian:
     ("diagonal" only, of a network).
     """
 
-    variance: float = 0.01
+    variance: Positive = 0.01
     structure: Structure = "diagonal"
-    rank: int = 10
-    taper: float = 0.0
+    rank: Count = 10
+    taper: NotNegative = 0.0
 
     def __post_init__(self) -> None:
-        require_number("Gaussian.variance", self.variance, 0, math.inf, open_low=True)
-        _require_structure("Gaussian", self.structure, self.rank)
-        require_number("Gaussian.taper", self.taper, 0, math.inf)
+        super().__post_init__()
         tapers = self.taper == 0 or self.structure == "diagonal"
         require(tapers, "Gaussian.structure", self.structure, "'diagonal' with a taper")
 
@@ -180,12 +182,6 @@ def _depths(model: PredictiveModel, mean: Tensor) -> Tensor:
     return mean.new_tensor([1 - places[name] / len(places) for name in names]).repeat_interleave(
         sizes
     )
-
-
-def _require_structure(name: str, structure: str, rank: int) -> None:
-    allowed = get_args(Structure)
-    require(structure in allowed, f"{name}.structure", structure, f"one of {list(allowed)}")
-    require_count(f"{name}.rank", rank, 0)
 
 
 def _require_choice(name: str, value: str | float, *words: str) -> None:
@@ -229,7 +225,7 @@ def _layer(shape: torch.Size, variance: float, like: Tensor) -> Covariance:
 
 @final
 @dataclass(frozen=True)
-class Laplace:
+class Laplace(Checked):
     """N(θ_S, Λ⁻¹), Λ = λ I + c Σ_i H_i: the curvature of source data at parameters trained already,
     which stay the mean.
 
@@ -247,17 +243,18 @@ class Laplace:
     """
 
     structure: Structure = "diagonal"
-    rank: int = 10
-    curvature: Curvature = field(default_factory=GaussNewton)
+    rank: Count = 10
+    curvature: Annotated[Curvature, Role("curvature", "GaussNewton()")] = field(
+        default_factory=GaussNewton
+    )
     per: Literal["sample", "batch"] = "sample"
     scale: Literal["sum", "mean"] | float = "sum"
     precision: Literal["marginal_likelihood"] | float = 1.0
     labels: Literal["given", "predicted", "drawn"] = "given"
-    seed: int = 0
+    seed: Count = 0
 
     def __post_init__(self) -> None:
-        _require_structure("Laplace", self.structure, self.rank)
-        require_role("Laplace.curvature", self.curvature, "curvature", "GaussNewton()")
+        super().__post_init__()
         # Centring is a matter of one batch: its sum over batches would depend on how the data were
         # cut.
         alone = self.curvature.minimum == 1
@@ -267,7 +264,6 @@ class Laplace:
             self.curvature,
             "that of single samples, such as EmpiricalFisher(centered=False)",
         )
-        require(self.per in ("sample", "batch"), "Laplace.per", self.per, "'sample' or 'batch'")
         _require_choice("Laplace.scale", self.scale, "sum", "mean")
         _require_choice("Laplace.precision", self.precision, "marginal_likelihood")
         no_spectrum = self.structure == "low_rank" and isinstance(self.precision, str)
@@ -277,9 +273,6 @@ class Laplace:
             self.structure,
             "another one for the marginal likelihood",
         )
-        labels = ("given", "predicted", "drawn")
-        require(self.labels in labels, "Laplace.labels", self.labels, f"one of {list(labels)}")
-        require_count("Laplace.seed", self.seed, 0)
 
     @torch.no_grad()
     def __call__(

@@ -14,8 +14,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors.torch import load as read_tensors
-from safetensors.torch import save as tensor_bytes
+from safetensors.torch import load as read_tensors, save as tensor_bytes
 from torch import Tensor
 
 from driftfilter import __version__

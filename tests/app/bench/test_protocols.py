@@ -6,8 +6,7 @@ from itertools import groupby, pairwise
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from driftfilter.app.bench.protocols import (
     PROTOCOLS,

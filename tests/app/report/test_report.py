@@ -276,6 +276,7 @@ def test_every_string_of_the_user_is_escaped(folder: Path) -> None:
     assert "right & wrong" in shown.text
 
 
+@pytest.mark.slow
 def test_it_is_one_small_file_that_loads_nothing(folder: Path) -> None:
     pixels = np.random.default_rng(0).integers(
         0, 256, (24, 96, 96, 3), dtype=np.uint8

@@ -257,6 +257,7 @@ def saving_only(times: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["npz", "csv"])
 @pytest.mark.parametrize("covered", [0, 2, 3])
 def test_a_resumed_run_equals_an_unbroken_one(
@@ -476,6 +477,7 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "status"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)], ids=["SIGTERM", "SIGINT"]
 )
@@ -504,6 +506,7 @@ def test_a_signal_saves_and_ends(number: int, status: int, folder: Path) -> None
     assert_equal("o", "whole")
 
 
+@pytest.mark.slow
 def test_two_runs_in_one_folder(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     process = started("--out", "o")
     assert process.stdin is not None
