@@ -1,10 +1,12 @@
-"""The covariance of a weight matrix: eigenvectors that are a Kronecker product, eigenvalues of any
-kind.
+"""Σ⁻¹ = (U ⊗ V) diag(s) (U ⊗ V)ᵀ: the covariance of a weight matrix.
+
+Its eigenvectors are a Kronecker product, its eigenvalues are of any kind.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import final
 
@@ -19,15 +21,18 @@ from driftfilter.base.checks import (
     require_shape,
     unchecked,
 )
+from driftfilter.gaussian.blocks import Blocks
 from driftfilter.gaussian.covariance import (
     Covariance,
     Gain,
     Index,
     Noise,
+    Shapes,
     identity_like,
     refuse,
-    symmetrized,
+    symmetrize,
 )
+from driftfilter.gaussian.diagonal import Diagonal
 from driftfilter.gaussian.full import Full
 
 
@@ -39,13 +44,13 @@ def _eigenvectors(matrix: Tensor) -> Tensor:
         raise NotPositiveDefiniteError(
             f"the posterior precision is not finite: it overflowed {matrix.dtype}"
         )
-    vectors: Tensor = torch.linalg.eigh(symmetrized(matrix.double()))[1]
+    vectors: Tensor = torch.linalg.eigh(symmetrize(matrix.double()))[1]
     return vectors.to(matrix.dtype)
 
 
 @final
 @dataclass(frozen=True, eq=False)
-class Kronecker:
+class Kronecker(Covariance):
     """Covariance of a weight matrix [p, q], row by row, with Kronecker eigenvectors: Σ⁻¹ = (U ⊗ V)
     diag(s) (U ⊗ V)ᵀ.
 
@@ -114,12 +119,29 @@ class Kronecker:
         return cls(left, right, like.new_full((rows, columns), 1 / variance))
 
     @classmethod
+    def isotropic_like(
+        cls, variance: float, mean: Tensor, rank: int = 0, shapes: Shapes = None
+    ) -> Blocks:
+        """σ² I with a part for each parameter of two dimensions or more, the rest diagonal."""
+        if shapes is None:
+            allowed = "'full', 'diagonal' or 'low_rank' for a model without named parameters"
+            raise ValueError(f"structure must be {allowed}, got 'kronecker'")
+        return Blocks(
+            tuple(
+                cls.isotropic(variance, shape[0], shape[1:].numel(), mean)
+                if len(shape) > 1
+                else Diagonal(mean.new_full((shape.numel(),), variance))
+                for shape in shapes
+            )
+        )
+
+    @classmethod
     def from_factors(cls, left: Tensor, right: Tensor, damping: float) -> Kronecker:
         """Σ⁻¹ = A ⊗ B + λ I for positive semi-definite A [p, p] and B [q, q]: KFAC's factors and a
         prior precision.
         """
         (rows, first), (columns, second) = (
-            torch.linalg.eigh(symmetrized(factor.double())) for factor in (left, right)
+            torch.linalg.eigh(symmetrize(factor.double())) for factor in (left, right)
         )
         values = torch.outer(rows.clamp_min(0), columns.clamp_min(0)) + damping
         return cls(first.to(left.dtype), second.to(left.dtype), values.to(left.dtype))
@@ -150,17 +172,35 @@ class Kronecker:
             return self
         rows = factor.reshape(-1, *self.values.shape)
         long, wide = rows.transpose(0, 1).flatten(1), rows.flatten(0, 1)  # [p, m q], [m p, q]
-        left = _eigenvectors(_weighted(self.left, self.values.sum(1)) + long @ long.mT)
-        right = _eigenvectors(_weighted(self.right, self.values.sum(0)) + wide.mT @ wide)
-        values = self._seen_in(left, right, self.values) + (left.mT @ rows @ right).square().sum(0)
+        return self._add(
+            long @ long.mT,
+            wide.mT @ wide,
+            lambda left, right: (left.mT @ rows @ right).square().sum(0),
+        )
+
+    def inform(self, information: float | Tensor) -> Kronecker:
+        """Exact for a number; a vector [d] is added as ``condition`` adds curvature."""
+        if isinstance(information, float):
+            return Kronecker(self.left, self.right, self.values + information)
+        added = information.reshape(self.values.shape)
+        return self._add(
+            torch.diag(added.sum(1)),
+            torch.diag(added.sum(0)),
+            lambda left, right: left.square().mT @ added @ right.square(),
+        )
+
+    def _add(
+        self, over_right: Tensor, over_left: Tensor, diagonal: Callable[[Tensor, Tensor], Tensor]
+    ) -> Kronecker:
+        """Σ⁻¹ + C for a curvature C known by its partial traces and its diagonal in any basis."""
+        left = _eigenvectors(_weighted(self.left, self.values.sum(1)) + over_right)
+        right = _eigenvectors(_weighted(self.right, self.values.sum(0)) + over_left)
+        values = self._diagonal_in(left, right, self.values) + diagonal(left, right)
         return unchecked(Kronecker, left=left, right=right, values=values)
 
-    def _seen_in(self, left: Tensor, right: Tensor, scale: Tensor) -> Tensor:
+    def _diagonal_in(self, left: Tensor, right: Tensor, scale: Tensor) -> Tensor:
         """Diagonal [p, q] of (U ⊗ V) diag(scale) (U ⊗ V)ᵀ in another Kronecker basis."""
         return (left.mT @ self.left).square() @ scale @ (self.right.mT @ right).square()
-
-    def truncate(self) -> Kronecker:
-        return self
 
     def propagate(self, gain: Gain, noise: Noise) -> Kronecker:
         """Exact for a number as gain and isotropic noise, or a Kronecker noise with the same
@@ -191,11 +231,11 @@ class Kronecker:
         right = _eigenvectors(
             _weighted(self.right, own.sum(0)) + _weighted(noise.right, added.sum(0))
         )
-        variances = self._seen_in(left, right, own) + noise._seen_in(left, right, added)
+        variances = self._diagonal_in(left, right, own) + noise._diagonal_in(left, right, added)
         return unchecked(Kronecker, left=left, right=right, values=variances.reciprocal())
 
     def _with_variances(self, variances: Tensor) -> Kronecker:
-        """The same eigenvectors, other eigenvalues of Σ [p, q]."""
+        """Σ with these eigenvectors and other eigenvalues [p, q]."""
         values = variances.reciprocal()
         if not math.isfinite(values.max().item()):
             raise NotPositiveDefiniteError(
@@ -214,24 +254,38 @@ class Kronecker:
         return (self.left.square() @ self.values.reciprocal() @ self.right.square().mT).flatten()
 
     def precision(self) -> Tensor:
-        return symmetrized(
-            self.solve(self._units(torch.arange(self.dimension, device=self.values.device)))
-        )
+        return symmetrize(self.solve(self._units(slice(None))))
+
+    def log_determinant(self) -> Tensor:
+        return -self.values.log().sum()
+
+    def spectrum(self) -> Tensor:
+        return self.values.double().flatten()
+
+    def relative_trace(self, other: Covariance) -> Tensor:
+        """Σ s times the diagonal of C in the basis U ⊗ V, which a diagonal or Kronecker C tells."""
+        if isinstance(other, Kronecker) and other.values.shape == self.values.shape:
+            seen = other._diagonal_in(self.left, self.right, other.values.reciprocal())
+        elif other.is_diagonal:
+            variances = other.variance().reshape(self.values.shape)
+            seen = self.left.square().mT @ variances @ self.right.square()
+        else:
+            return super().relative_trace(other)
+        return (self.values * seen).sum()
 
     def marginal(self, index: Index) -> Covariance:
         """The block of Σ, which is dense unless it is all of Σ."""
         wanted = torch.arange(self.dimension, device=self.values.device)[index]
         if len(wanted) == self.dimension and bool((wanted.diff() > 0).all()):
             return self
-        return unchecked(Full, matrix=symmetrized(self.apply(self._units(wanted))[:, wanted]))
+        return unchecked(Full, matrix=symmetrize(self.apply(self._units(wanted))[:, wanted]))
 
     def dense(self) -> Tensor:
-        return symmetrized(
-            self.apply(self._units(torch.arange(self.dimension, device=self.values.device)))
-        )
+        return symmetrize(self.apply(self._units(slice(None))))
 
-    def _units(self, places: Tensor) -> Tensor:
-        """Rows [m, d] with a 1 at each place [m]."""
+    def _units(self, index: Index) -> Tensor:
+        """Rows [m, d] with a 1 at each of m places."""
+        places = torch.arange(self.dimension, device=self.values.device)[index]
         return self.values.new_zeros(len(places), self.dimension).scatter_(1, places[:, None], 1.0)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from driftfilter.base.checks import require_count, require_number, require_role
 from driftfilter.base.randomness import Randomness
 from driftfilter.gaussian.belief import Belief
-from driftfilter.gaussian.covariance import compacted
+from driftfilter.gaussian.covariance import compact
 from driftfilter.inference.curvature import Curvature, Hessian
 from driftfilter.inference.linearized import expected, require_nodes
 from driftfilter.model.observation import Energy
@@ -79,6 +79,6 @@ class Variational:
 
 def _blend(old: Tensor, new: Tensor, rate: float) -> Tensor:
     """A factor of (1 - r) FᵀF + r F'ᵀF', with no more rows than columns."""
-    return compacted(
+    return compact(
         torch.cat((old * math.sqrt(1 - rate), new * math.sqrt(rate))) if rate < 1 else new
     )

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, TypeAlias, final, get_args, runtime_checkable
+from typing import Literal, Protocol, TypeAlias, final, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -23,20 +23,18 @@ from driftfilter.base.checks import (
 from driftfilter.base.inputs import Inputs, batch_size, checked, each
 from driftfilter.base.randomness import Purpose, Randomness
 from driftfilter.gaussian.belief import Belief
-from driftfilter.gaussian.blocks import Blocks
 from driftfilter.gaussian.covariance import Covariance
 from driftfilter.gaussian.diagonal import Diagonal
 from driftfilter.gaussian.full import Full
-from driftfilter.gaussian.kronecker import Kronecker
 from driftfilter.gaussian.lowrank import LowRank
+from driftfilter.gaussian.structures import STRUCTURES
 from driftfilter.inference.curvature import Curvature, GaussNewton, Hessian, LogitMetric
 from driftfilter.model.losses import PseudoLabel
 from driftfilter.model.observation import Energy, Evaluation, Gibbs, Samples, evaluate, pulled_back
 from driftfilter.model.predictive import LogitFunction, PredictiveModel, lift
 from driftfilter.networks.network import Network
-from driftfilter.source.marginal_likelihood import marginal_precision, reweighted
+from driftfilter.source.marginal_likelihood import marginal_precision, reweight
 
-Structure: TypeAlias = Literal["full", "diagonal", "low_rank", "kronecker"]
 BUDGET = 1 << 27  # numbers in a factor of the curvature
 Labeling: TypeAlias = Callable[[Tensor], Tensor]  # logits [n, k] -> class indices [n]
 
@@ -141,13 +139,14 @@ class PointMass:
 class Gaussian:
     """N(θ_S, σ² I), in the structure that the filter is to carry; ``rank`` is that of "low_rank".
 
-    ``taper`` a: the variance of layer l of L, in the order in which the module has them, is σ² (1 -
-    l/L)^a, l = 0, 1, …: the deeper a layer, the less a shift of the inputs is a reason to move it
-    ("diagonal" only, of a network).
+    ``structure`` is a name in the table ``driftfilter.gaussian.structures``. ``taper`` a: the
+    variance of layer l of L, in the order in which the module has them, is σ² (1 - l/L)^a, l = 0,
+    1, …: the deeper a layer, the less a shift of the inputs is a reason to move it ("diagonal"
+    only, of a network).
     """
 
     variance: float = 0.01
-    structure: Structure = "diagonal"
+    structure: str = "diagonal"
     rank: int = 10
     taper: float = 0.0
 
@@ -163,17 +162,14 @@ class Gaussian:
     ) -> Belief:
         if self.taper:
             return Belief(mean, Diagonal(self.variance * _depths(model, mean).pow(self.taper)))
-        return Belief(mean, _isotropic(self.structure, self.variance, self.rank, model, mean))
+        return Belief(mean, _start(self.structure, self.variance, self.rank, model, mean))
 
 
 def _depths(model: PredictiveModel, mean: Tensor) -> Tensor:
-    """1 - l/L of every parameter [d], l the place of its layer among the L that have parameters in
-    θ.
-    """
-    shapes = getattr(model, "shapes", None)
-    known = isinstance(shapes, Mapping)
-    require(known, "Gaussian.taper", "a model without named parameters", "0 for it")
-    assert isinstance(shapes, Mapping)
+    """1 - l/L of every parameter [d], l the place of its layer among the L with parameters in θ."""
+    shapes = _shapes(model)
+    require(shapes is not None, "Gaussian.taper", "a model without named parameters", "0 for it")
+    assert shapes is not None
     names = [name.rpartition(".")[0] for name in shapes]
     places = {name: place for place, name in enumerate(dict.fromkeys(names))}
     sizes = mean.new_tensor([shape.numel() for shape in shapes.values()]).long()
@@ -183,8 +179,8 @@ def _depths(model: PredictiveModel, mean: Tensor) -> Tensor:
 
 
 def _require_structure(name: str, structure: str, rank: int) -> None:
-    allowed = get_args(Structure)
-    require(structure in allowed, f"{name}.structure", structure, f"one of {list(allowed)}")
+    known = structure in STRUCTURES
+    require(known, f"{name}.structure", structure, f"one of {list(STRUCTURES)}")
     require_count(f"{name}.rank", rank, 0)
 
 
@@ -196,35 +192,19 @@ def _require_choice(name: str, value: str | float, *words: str) -> None:
         require_number(name, value, 0, math.inf, open_low=True)
 
 
-def _isotropic(
+def _shapes(model: PredictiveModel) -> Mapping[str, torch.Size] | None:
+    """The shapes of a network's parameters by name; None for a model that does not name them."""
+    shapes = getattr(model, "shapes", None)
+    return shapes if isinstance(shapes, Mapping) else None
+
+
+def _start(
     structure: str, variance: float, rank: int, model: PredictiveModel, mean: Tensor
 ) -> Covariance:
-    """σ² I in a structure; "kronecker" has a part for each parameter of two dimensions or more, the
-    others are diagonal.
-    """
-    values = mean.new_full(mean.shape, variance)
-    if structure == "diagonal":
-        return Diagonal(values)
-    if structure == "full":
-        return Full(torch.diag(values))
-    if structure == "low_rank":
-        return LowRank.isotropic(variance, len(mean), min(rank, len(mean)), mean)
-    shapes = getattr(model, "shapes", None)
-    known = isinstance(shapes, Mapping)
-    require(
-        known,
-        "structure",
-        structure,
-        "'full', 'diagonal' or 'low_rank' for a model without named parameters",
-    )
-    assert isinstance(shapes, Mapping)
-    return Blocks(tuple(_layer(shape, variance, mean) for shape in shapes.values()))
-
-
-def _layer(shape: torch.Size, variance: float, like: Tensor) -> Covariance:
-    if len(shape) < 2:
-        return Diagonal(like.new_full((shape.numel(),), variance))
-    return Kronecker.isotropic(variance, shape[0], shape.numel() // shape[0], like)
+    """σ² I in a structure of the table."""
+    shapes = _shapes(model)
+    layers = None if shapes is None else list(shapes.values())
+    return STRUCTURES[structure].isotropic_like(variance, mean, rank, layers)
 
 
 @final
@@ -246,7 +226,7 @@ class Laplace:
     weight matrix.
     """
 
-    structure: Structure = "diagonal"
+    structure: str = "diagonal"
     rank: int = 10
     curvature: Curvature = field(default_factory=GaussNewton)
     per: Literal["sample", "batch"] = "sample"
@@ -270,9 +250,9 @@ class Laplace:
         require(self.per in ("sample", "batch"), "Laplace.per", self.per, "'sample' or 'batch'")
         _require_choice("Laplace.scale", self.scale, "sum", "mean")
         _require_choice("Laplace.precision", self.precision, "marginal_likelihood")
-        no_spectrum = self.structure == "low_rank" and isinstance(self.precision, str)
+        has_evidence = STRUCTURES[self.structure].has_spectrum
         require(
-            not no_spectrum,
+            has_evidence or not isinstance(self.precision, str),
             "Laplace.structure",
             self.structure,
             "another one for the marginal likelihood",
@@ -288,7 +268,7 @@ class Laplace:
         require(data is not None, "Laplace: data", data, "SourceData(inputs, labels)")
         assert data is not None
         start = 1.0 if isinstance(self.precision, str) else float(self.precision)
-        covariance, count = _isotropic(self.structure, 1 / start, self.rank, model, mean), 0
+        covariance, count = _start(self.structure, 1 / start, self.rank, model, mean), 0
         for step, (inputs, labels) in enumerate(data):
             labeling = self._labeling(labels, Randomness(self.seed, step, mean.device))
             for rows in self._rows(_labeled(model, mean, inputs, labeling).evaluation, len(mean)):
@@ -301,7 +281,7 @@ class Laplace:
             if isinstance(self.precision, str)
             else start
         )
-        return Belief(mean, reweighted(covariance, start, precision, weight))
+        return Belief(mean, reweight(covariance, start, precision, weight))
 
     def _rows(self, evaluation: Evaluation, dimension: int) -> Iterator[Tensor]:
         """Factors F [m, d] of a batch, whose FᵀF add up to its part of the sum, each of bounded
@@ -440,14 +420,13 @@ def _labeled(model: PredictiveModel, mean: Tensor, inputs: Inputs, labeling: Lab
 
 
 def _exact(covariance: Covariance) -> Covariance:
-    """The same covariance in a structure that conditions without projection: the mode must not
-    depend on the structure.
-    """
-    if isinstance(covariance, Diagonal):
-        return LowRank(
-            covariance.values.reciprocal(), covariance.values.new_zeros(0, covariance.dimension), 0
-        )
-    return covariance if isinstance(covariance, LowRank) else Full(covariance.dense())
+    """Σ in a structure that conditions without projection: the mode must not depend on it."""
+    if covariance.is_exact:
+        return covariance
+    if covariance.is_diagonal:
+        precision = covariance.precision()
+        return LowRank(precision, precision.new_zeros(0, len(precision)), 0)
+    return Full(covariance.dense())
 
 
 def _backtracked(
