@@ -58,12 +58,13 @@ def require_count(field: str, value: Any, low: int) -> None:
     require(whole and value >= low, field, value, f"an integer >= {low}")
 
 
-ROLES: dict[type, str] = {}  # of every variant: the table in recipe.py fills it
+# The one table of variants: role -> name -> class. recipe.py fills it; users may add to it.
+VARIANTS: dict[str, dict[str, type[Any]]] = {}
 
 
 def role_of(value: Any) -> str | None:
     """The role of a variant in the table; None for anything else."""
-    return ROLES.get(type(value))
+    return next((role for role, found in VARIANTS.items() if type(value) in found.values()), None)
 
 
 def require_role(field: str, value: Any, role: str, example: str) -> None:
