@@ -86,7 +86,7 @@ class Scalar(df.Covariance):
 @final
 @dataclass(frozen=True)
 class Breathing:
-    """W = c tanh diag(Σ): a noise that is not affine in the belief, as compiled code would take it."""
+    """W = c tanh diag(Σ): a noise that is not affine in the belief, as compiled code has it."""
 
     scale: float = 0.01
 

@@ -64,7 +64,7 @@ def test_the_divergence_of_point_masses() -> None:
 @pytest.mark.parametrize("structure", ["diagonal", "low_rank", "kronecker"])
 def test_the_divergence_forms_no_matrix(structure: str) -> None:
     """From data that source and belief have both seen: d² would be 1,600 times d."""
-    mean, shapes = torch.zeros(1640), [torch.Size((40, 40)), torch.Size((40,))]
+    mean, shapes = torch.zeros(1640), {"weight": torch.Size((40, 40)), "bias": torch.Size((40,))}
     start = STRUCTURE_NAMES[structure].isotropic_like(0.5, mean, 4, shapes)
     seen = [torch.tensor(normals(3, 1640, seed=seed), dtype=torch.float32) for seed in (0, 1)]
     source = df.Belief(mean, start.condition(seen[0]))

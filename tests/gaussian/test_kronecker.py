@@ -16,7 +16,6 @@ from oracles import (
     Array,
     array,
     assert_equal,
-    assert_moments,
     assert_represents,
     normals,
     spd,
@@ -69,13 +68,6 @@ def test_reading_operations_match_dense_algebra() -> None:
     assert_has(
         df.Kronecker.isotropic(0.5, P, Q, torch.zeros(0, dtype=torch.float64)), 2 * np.eye(SIZE)
     )
-
-
-def test_draws_have_the_covariance() -> None:
-    covariance = general()
-    draws = covariance.sample(200_000, torch.Generator().manual_seed(0))
-    assert draws.shape == (200_000, SIZE)
-    assert_moments(array(draws), np.zeros(SIZE), np.linalg.inv(dense_precision(covariance)))
 
 
 def test_marginal_is_the_block_of_the_covariance() -> None:

@@ -10,7 +10,7 @@ import torch
 from scipy.optimize import brentq
 
 import driftfilter as df
-from driftfilter.source.marginal_likelihood import log_evidence, marginal_precision, reweight
+from driftfilter.source.marginal_likelihood import marginal_precision, reweight
 from oracles import Array, array, assert_equal, normals, tensor
 
 LAMBDA = 0.5
@@ -70,13 +70,6 @@ def test_the_greatest_evidence_is_where_its_slope_vanishes(
 
     found = marginal_precision(covariance, LAMBDA, tensor(mean), weight)
     assert found == pytest.approx(np.exp(brentq(slope, -20, 20, xtol=1e-14)), rel=1e-7)
-    evidence = [
-        log_evidence(
-            reweight(covariance, LAMBDA, found * step, weight), found * step, tensor(mean), 0.0
-        )
-        for step in (0.99, 1.0, 1.01)
-    ]
-    assert evidence[1] > max(evidence[0], evidence[2])
 
 
 def test_low_rank_has_no_spectrum() -> None:

@@ -139,6 +139,14 @@ def require_finite(field: str, values: Tensor) -> None:
         )
 
 
+def require_positive(field: str, values: Tensor) -> None:
+    """Raise unless all of a tensor is finite and > 0."""
+    require_finite(field, values)
+    if not (values > 0).all():
+        least = values.min().item()
+        raise NotPositiveDefiniteError(f"{field} must be > 0, got a smallest value of {least:g}")
+
+
 def require_shape(field: str, values: Any, allowed: str, *shape: int | None) -> None:
     """Raise unless ``values`` is a tensor of this shape (``None`` stands for any length >= 1)."""
     if not isinstance(values, Tensor):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 Gain: TypeAlias = "float | Tensor"
 Noise: TypeAlias = "float | Tensor | Covariance"
 Index: TypeAlias = "slice | Tensor"
-Shapes: TypeAlias = "Sequence[torch.Size] | None"  # of a model's parameters, if it has named ones
+Shapes: TypeAlias = "Mapping[str, torch.Size] | None"  # of parameters that have names
 
 
 class Covariance(ABC):
@@ -76,7 +76,7 @@ class Covariance(ABC):
         raise refuse(cls.__name__, "a start by its name", "a structure with isotropic_like")
 
     def truncate(self) -> Self:
-        """The same covariance within the structure's budget of memory."""
+        """This covariance within the structure's budget of memory."""
         return self
 
     def inform(self, information: float | Tensor) -> Covariance:

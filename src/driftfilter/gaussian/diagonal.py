@@ -13,8 +13,8 @@ from torch import Tensor
 
 from driftfilter.base.checks import (
     NotPositiveDefiniteError,
-    require_finite,
     require_floating,
+    require_positive,
     require_shape,
     unchecked,
 )
@@ -44,11 +44,7 @@ class Diagonal(Covariance):
         require_shape("Diagonal.values", self.values, "[d]", None)
         require_floating("Diagonal.values", self.values)
         object.__setattr__(self, "values", self.values.detach().clone())
-        require_finite("Diagonal.values", self.values)
-        if not (self.values > 0).all():
-            raise NotPositiveDefiniteError(
-                f"Diagonal.values must be > 0, got a smallest value of {self.values.min().item():g}"
-            )
+        require_positive("Diagonal.values", self.values)
 
     @property
     def dimension(self) -> int:

@@ -6,7 +6,6 @@ Its eigenvectors are a Kronecker product, its eigenvalues are of any kind.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import final
 
@@ -16,8 +15,8 @@ from torch import Tensor
 from driftfilter.base.checks import (
     NotPositiveDefiniteError,
     require,
-    require_finite,
     require_floating,
+    require_positive,
     require_shape,
     unchecked,
 )
@@ -76,12 +75,7 @@ class Kronecker(Covariance):
         require_shape("Kronecker.values", self.values, "[p, q]", None, None)
         require_floating("Kronecker.values", self.values)
         rows, columns = self.values.shape
-        require_finite("Kronecker.values", self.values)
-        if not (self.values > 0).all():
-            raise NotPositiveDefiniteError(
-                "Kronecker.values must be > 0, got a smallest value of "
-                f"{self.values.min().item():g}"
-            )
+        require_positive("Kronecker.values", self.values)
         for name, basis, size in (("left", self.left, rows), ("right", self.right, columns)):
             require_shape(f"Kronecker.{name}", basis, f"[{size}, {size}]", size, size)
             require(
@@ -131,7 +125,7 @@ class Kronecker(Covariance):
                 cls.isotropic(variance, shape[0], shape[1:].numel(), mean)
                 if len(shape) > 1
                 else Diagonal(mean.new_full((shape.numel(),), variance))
-                for shape in shapes
+                for shape in shapes.values()
             )
         )
 
@@ -154,7 +148,7 @@ class Kronecker(Covariance):
     def dtype(self) -> torch.dtype:
         return self.values.dtype
 
-    def _scaled(self, vectors: Tensor, scale: Tensor) -> Tensor:
+    def _scale(self, vectors: Tensor, scale: Tensor) -> Tensor:
         """(U ⊗ V) diag(scale) (U ⊗ V)ᵀ v for rows v [..., d]."""
         matrices = vectors.reshape(*vectors.shape[:-1], *self.values.shape)
         return (
@@ -162,41 +156,27 @@ class Kronecker(Covariance):
         ).reshape(vectors.shape)
 
     def apply(self, vectors: Tensor) -> Tensor:
-        return self._scaled(vectors, self.values.reciprocal())
+        return self._scale(vectors, self.values.reciprocal())
 
     def solve(self, vectors: Tensor) -> Tensor:
-        return self._scaled(vectors, self.values)
+        return self._scale(vectors, self.values)
 
     def condition(self, factor: Tensor) -> Kronecker:
         if factor.shape[0] == 0:
             return self
         rows = factor.reshape(-1, *self.values.shape)
         long, wide = rows.transpose(0, 1).flatten(1), rows.flatten(0, 1)  # [p, m q], [m p, q]
-        return self._add(
-            long @ long.mT,
-            wide.mT @ wide,
-            lambda left, right: (left.mT @ rows @ right).square().sum(0),
-        )
-
-    def inform(self, information: float | Tensor) -> Kronecker:
-        """Exact for a number; a vector [d] is added as ``condition`` adds curvature."""
-        if isinstance(information, float):
-            return Kronecker(self.left, self.right, self.values + information)
-        added = information.reshape(self.values.shape)
-        return self._add(
-            torch.diag(added.sum(1)),
-            torch.diag(added.sum(0)),
-            lambda left, right: left.square().mT @ added @ right.square(),
-        )
-
-    def _add(
-        self, over_right: Tensor, over_left: Tensor, diagonal: Callable[[Tensor, Tensor], Tensor]
-    ) -> Kronecker:
-        """Σ⁻¹ + C for a curvature C known by its partial traces and its diagonal in any basis."""
-        left = _eigenvectors(_weighted(self.left, self.values.sum(1)) + over_right)
-        right = _eigenvectors(_weighted(self.right, self.values.sum(0)) + over_left)
-        values = self._diagonal_in(left, right, self.values) + diagonal(left, right)
+        left = _eigenvectors(_weigh(self.left, self.values.sum(1)) + long @ long.mT)
+        right = _eigenvectors(_weigh(self.right, self.values.sum(0)) + wide.mT @ wide)
+        added = (left.mT @ rows @ right).square().sum(0)
+        values = self._diagonal_in(left, right, self.values) + added
         return unchecked(Kronecker, left=left, right=right, values=values)
+
+    def inform(self, information: float | Tensor) -> Covariance:
+        """Exact for a number; a vector is curvature to condition on."""
+        if isinstance(information, Tensor):
+            return super().inform(information)
+        return Kronecker(self.left, self.right, self.values + information)
 
     def _diagonal_in(self, left: Tensor, right: Tensor, scale: Tensor) -> Tensor:
         """Diagonal [p, q] of (U ⊗ V) diag(scale) (U ⊗ V)ᵀ in another Kronecker basis."""
@@ -227,10 +207,8 @@ class Kronecker(Covariance):
         low, high = torch.aminmax(added)
         if low.item() == high.item():
             return self._with_variances(own + low)
-        left = _eigenvectors(_weighted(self.left, own.sum(1)) + _weighted(noise.left, added.sum(1)))
-        right = _eigenvectors(
-            _weighted(self.right, own.sum(0)) + _weighted(noise.right, added.sum(0))
-        )
+        left = _eigenvectors(_weigh(self.left, own.sum(1)) + _weigh(noise.left, added.sum(1)))
+        right = _eigenvectors(_weigh(self.right, own.sum(0)) + _weigh(noise.right, added.sum(0)))
         variances = self._diagonal_in(left, right, own) + noise._diagonal_in(left, right, added)
         return unchecked(Kronecker, left=left, right=right, values=variances.reciprocal())
 
@@ -263,14 +241,10 @@ class Kronecker(Covariance):
         return self.values.double().flatten()
 
     def relative_trace(self, other: Covariance) -> Tensor:
-        """Σ s times the diagonal of C in the basis U ⊗ V, which a diagonal or Kronecker C tells."""
-        if isinstance(other, Kronecker) and other.values.shape == self.values.shape:
-            seen = other._diagonal_in(self.left, self.right, other.values.reciprocal())
-        elif other.is_diagonal:
-            variances = other.variance().reshape(self.values.shape)
-            seen = self.left.square().mT @ variances @ self.right.square()
-        else:
+        """s times the diagonal of C in the basis U ⊗ V, without a matrix if C is Kronecker, too."""
+        if not isinstance(other, Kronecker) or other.values.shape != self.values.shape:
             return super().relative_trace(other)
+        seen = other._diagonal_in(self.left, self.right, other.values.reciprocal())
         return (self.values * seen).sum()
 
     def marginal(self, index: Index) -> Covariance:
@@ -289,6 +263,6 @@ class Kronecker(Covariance):
         return self.values.new_zeros(len(places), self.dimension).scatter_(1, places[:, None], 1.0)
 
 
-def _weighted(basis: Tensor, weights: Tensor) -> Tensor:
+def _weigh(basis: Tensor, weights: Tensor) -> Tensor:
     """U diag(w) Uᵀ [p, p]."""
     return (basis * weights) @ basis.mT

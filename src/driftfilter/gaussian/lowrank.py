@@ -15,6 +15,7 @@ from driftfilter.base.checks import (
     require,
     require_finite,
     require_floating,
+    require_positive,
     require_shape,
     unchecked,
 )
@@ -101,13 +102,8 @@ class LowRank(Covariance):
         )
         object.__setattr__(self, "diagonal", self.diagonal.detach().clone())
         object.__setattr__(self, "factor", self.factor.detach().clone())
-        require_finite("LowRank.diagonal", self.diagonal)
+        require_positive("LowRank.diagonal", self.diagonal)
         require_finite("LowRank.factor", self.factor)
-        if not (self.diagonal > 0).all():
-            raise NotPositiveDefiniteError(
-                "LowRank.diagonal must be > 0, got a smallest value of "
-                f"{self.diagonal.min().item():g}"
-            )
         whole = isinstance(self.rank, int) and not isinstance(self.rank, bool)
         require(
             whole and 0 <= self.rank <= dimension,

@@ -16,15 +16,6 @@ from driftfilter.base.checks import require
 from driftfilter.gaussian.covariance import Covariance
 
 
-def log_evidence(
-    covariance: Covariance, precision: float, mean: Tensor, log_likelihood: float
-) -> float:
-    """log Z of the Laplace approximation N(mean, covariance), prior precision λ = ``precision``."""
-    determinant = covariance.spectrum().log().sum().item()
-    distance = precision * mean.double().square().sum().item()
-    return log_likelihood - 0.5 * (distance - len(mean) * math.log(precision) + determinant)
-
-
 def marginal_precision(
     covariance: Covariance, precision: float, mean: Tensor, weight: float = 1.0
 ) -> float:

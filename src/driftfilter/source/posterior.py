@@ -1,5 +1,6 @@
-"""The source posterior p(θ_S given D_S): what source data say about the parameters before the
-stream.
+"""p(θ_S given D_S), the source posterior: what source data say about the parameters.
+
+A source takes a model and its parameters, and perhaps data, and gives the belief before the stream.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from driftfilter.base.checks import (
 from driftfilter.base.inputs import Inputs, batch_size, checked, each
 from driftfilter.base.randomness import Purpose, Randomness
 from driftfilter.gaussian.belief import Belief
-from driftfilter.gaussian.covariance import Covariance
+from driftfilter.gaussian.covariance import Covariance, Shapes
 from driftfilter.gaussian.diagonal import Diagonal
 from driftfilter.gaussian.full import Full
 from driftfilter.gaussian.lowrank import LowRank
@@ -46,7 +47,7 @@ class SourceData:
 
     ``inputs``: one tensor [N, ...], cut into batches of ``batch_size`` with its ``labels`` [N]; or
     batches one after the other, such as a data loader gives: a tensor [n, ...], a mapping of what
-    the model takes by name, or a pair of one and its labels. They are read again where the model
+    the model takes by name, or a pair of one and its labels. They are read again if the model
     has changed: give a list or a loader, not an iterator.
 
     >>> import torch
@@ -83,9 +84,7 @@ class SourceData:
 
     @classmethod
     def of(cls, data: SourceData | Tensor | tuple[Tensor, Tensor] | None) -> SourceData | None:
-        """Inputs [N, ...], alone or with their labels [N], as source data; None where there are
-        none.
-        """
+        """Inputs [N, ...], alone or with their labels [N], as source data; None stays None."""
         if data is None or isinstance(data, SourceData):
             return data
         return cls(*data) if isinstance(data, tuple) else cls(data)
@@ -100,12 +99,9 @@ class SourceData:
             return
         for batch in self.inputs:
             pair = (batch, None) if isinstance(batch, (Tensor, Mapping)) else batch
-            paired = isinstance(pair, (tuple, list)) and len(pair) in (
-                1,
-                2,
-            )  # a loader without labels gives lists of one
+            # A loader without labels gives lists of one.
             require(
-                paired,
+                isinstance(pair, (tuple, list)) and len(pair) in (1, 2),
                 "SourceData.inputs",
                 type(batch).__name__,
                 "batches [n, ...] or pairs of inputs and labels",
@@ -154,15 +150,19 @@ class Gaussian:
         require_number("Gaussian.variance", self.variance, 0, math.inf, open_low=True)
         _require_structure("Gaussian", self.structure, self.rank)
         require_number("Gaussian.taper", self.taper, 0, math.inf)
-        tapers = self.taper == 0 or self.structure == "diagonal"
-        require(tapers, "Gaussian.structure", self.structure, "'diagonal' with a taper")
+        if self.taper:
+            allowed = "'diagonal' with a taper"
+            require(self.structure == "diagonal", "Gaussian.structure", self.structure, allowed)
 
     def __call__(
         self, model: PredictiveModel, mean: Tensor, data: SourceData | None = None
     ) -> Belief:
         if self.taper:
             return Belief(mean, Diagonal(self.variance * _depths(model, mean).pow(self.taper)))
-        return Belief(mean, _start(self.structure, self.variance, self.rank, model, mean))
+        structure = STRUCTURES[self.structure]
+        return Belief(
+            mean, structure.isotropic_like(self.variance, mean, self.rank, _shapes(model))
+        )
 
 
 def _depths(model: PredictiveModel, mean: Tensor) -> Tensor:
@@ -179,8 +179,8 @@ def _depths(model: PredictiveModel, mean: Tensor) -> Tensor:
 
 
 def _require_structure(name: str, structure: str, rank: int) -> None:
-    known = structure in STRUCTURES
-    require(known, f"{name}.structure", structure, f"one of {list(STRUCTURES)}")
+    allowed = f"one of {list(STRUCTURES)}"
+    require(structure in STRUCTURES, f"{name}.structure", structure, allowed)
     require_count(f"{name}.rank", rank, 0)
 
 
@@ -192,19 +192,10 @@ def _require_choice(name: str, value: str | float, *words: str) -> None:
         require_number(name, value, 0, math.inf, open_low=True)
 
 
-def _shapes(model: PredictiveModel) -> Mapping[str, torch.Size] | None:
+def _shapes(model: PredictiveModel) -> Shapes:
     """The shapes of a network's parameters by name; None for a model that does not name them."""
     shapes = getattr(model, "shapes", None)
     return shapes if isinstance(shapes, Mapping) else None
-
-
-def _start(
-    structure: str, variance: float, rank: int, model: PredictiveModel, mean: Tensor
-) -> Covariance:
-    """σ² I in a structure of the table."""
-    shapes = _shapes(model)
-    layers = None if shapes is None else list(shapes.values())
-    return STRUCTURES[structure].isotropic_like(variance, mean, rank, layers)
 
 
 @final
@@ -217,7 +208,7 @@ class Laplace:
     of bounded memory. ``per`` "batch" takes in its place (ḡ_b ḡ_bᵀ), ḡ_b the gradient of the mean
     loss of batch b: with scale="mean" EATA's Fisher F_j = mean over batches of ḡ_bj², whose size
     depends on that of the batches. ``scale``: "sum" is c = 1, the posterior of the data given (the
-    paper's); "mean" is c = 1/N for N samples (or batches, where ``per`` is "batch"), EATA's; a
+    paper's); "mean" is c = 1/N for N samples (or batches, if ``per`` is "batch"), EATA's; a
     number M is c = M/N, for N samples that stand for M. ``precision``: λ, or "marginal_likelihood",
     the λ of greatest evidence under the prior N(0, I/λ) (not for "low_rank"). ``labels``: "given";
     "predicted", the most likely class; "drawn" from the model's probabilities with ``seed``, which
@@ -238,11 +229,9 @@ class Laplace:
     def __post_init__(self) -> None:
         _require_structure("Laplace", self.structure, self.rank)
         require_role("Laplace.curvature", self.curvature, "curvature", "GaussNewton()")
-        # Centring is a matter of one batch: its sum over batches would depend on how the data were
-        # cut.
-        alone = self.curvature.minimum == 1
+        # Centring is a matter of one batch: its sum would depend on how the data were cut.
         require(
-            alone,
+            self.curvature.minimum == 1,
             "Laplace.curvature",
             self.curvature,
             "that of single samples, such as EmpiricalFisher(centered=False)",
@@ -268,10 +257,15 @@ class Laplace:
         require(data is not None, "Laplace: data", data, "SourceData(inputs, labels)")
         assert data is not None
         start = 1.0 if isinstance(self.precision, str) else float(self.precision)
-        covariance, count = _start(self.structure, 1 / start, self.rank, model, mean), 0
+        covariance = STRUCTURES[self.structure].isotropic_like(
+            1 / start, mean, self.rank, _shapes(model)
+        )
+        count = 0
         for step, (inputs, labels) in enumerate(data):
             labeling = self._labeling(labels, Randomness(self.seed, step, mean.device))
-            for rows in self._rows(_labeled(model, mean, inputs, labeling).evaluation, len(mean)):
+            for rows in self._rows(
+                _cross_entropy(model, mean, inputs, labeling).evaluation, len(mean)
+            ):
                 covariance = covariance.condition(rows).truncate()
             count += batch_size(inputs) if self.per == "sample" else 1
         require(count > 0, "Laplace: data", "no batch", "one batch or more")
@@ -284,18 +278,14 @@ class Laplace:
         return Belief(mean, reweight(covariance, start, precision, weight))
 
     def _rows(self, evaluation: Evaluation, dimension: int) -> Iterator[Tensor]:
-        """Factors F [m, d] of a batch, whose FᵀF add up to its part of the sum, each of bounded
-        memory.
-        """
+        """Factors F [m, d] of bounded memory, whose FᵀF add up to the curvature of a batch."""
         samples = len(evaluation.coefficients)
         if self.per == "batch":
             yield evaluation.gradient()[None] / samples
-        elif isinstance(
-            self.curvature, LogitMetric
-        ):  # a row for every sample and class is too many for many classes
-            for roots in self.curvature.roots(evaluation).split(
-                max(1, BUDGET // (samples * dimension)), -1
-            ):
+        elif isinstance(self.curvature, LogitMetric):
+            # A row for every sample and class is too many if there are many classes.
+            most = max(1, BUDGET // (samples * dimension))
+            for roots in self.curvature.roots(evaluation).split(most, -1):
                 yield evaluation.factor(roots)
         else:
             yield self.curvature(evaluation)[1]
@@ -362,37 +352,31 @@ def fit_laplace(
     reached in ``iterations`` steps.
     """
     require(isinstance(prior, Belief), "prior", prior, "a Belief")
-    energy = _labeled(lift(logits), prior.mean, inputs, lambda _: labels)
+    energy = _cross_entropy(lift(logits), prior.mean, inputs, lambda _: labels)
     exact = _exact(prior.covariance)
     mean, evaluation = prior.mean, energy.evaluation
     for _ in range(iterations):
         gradient, factor = Hessian()(evaluation)
         slope = exact.solve(mean - prior.mean) + gradient
         step = exact.condition(factor).apply(slope)
-        decrement = (
-            step @ slope
-        ).item()  # squared length of the step in posterior standard deviations
+        decrement = (step @ slope).item()  # its squared length in posterior standard deviations
         if decrement <= max(1e-12, 0.1 * torch.finfo(mean.dtype).eps):
             _, factor = Hessian()(energy.at(mean - step))
             return Belief(mean - step, prior.covariance.condition(factor).truncate())
-        mean, evaluation = _backtracked(
-            prior.mean, exact, energy, mean, evaluation, step, decrement
-        )
+        mean, evaluation = _backtrack(prior.mean, exact, energy, mean, evaluation, step, decrement)
     raise ValueError(
         f"iterations must be enough to reach the mode, got {iterations}: the next Newton step is "
-        "still"
-        f" {decrement**0.5:g} posterior standard deviations long (gradient norm "
+        f"still {decrement**0.5:g} posterior standard deviations long (gradient norm "
         f"{slope.norm().item():g})"
     )
 
 
-def _labeled(model: PredictiveModel, mean: Tensor, inputs: Inputs, labeling: Labeling) -> Energy:
-    """The energy Σ_i -log p(y_i given x_i, θ) of samples whose labels are given, or follow from the
-    logits at the mean.
-    """
-    inputs = each(
-        checked(inputs), lambda part: part.to(mean.device)
-    )  # a data loader's are on the CPU
+def _cross_entropy(
+    model: PredictiveModel, mean: Tensor, inputs: Inputs, labeling: Labeling
+) -> Energy:
+    """The energy Σ_i -log p(y_i given x_i, θ), the labels y_i from the logits at the mean."""
+    # A data loader's inputs are on the CPU.
+    inputs = each(checked(inputs), lambda part: part.to(mean.device))
     samples = batch_size(inputs)
     pulled = pulled_back(model, mean, inputs)
     classes = pulled[0].shape[-1]
@@ -429,7 +413,7 @@ def _exact(covariance: Covariance) -> Covariance:
     return Full(covariance.dense())
 
 
-def _backtracked(
+def _backtrack(
     center: Tensor,
     prior: Covariance,
     energy: Energy,
@@ -438,9 +422,7 @@ def _backtracked(
     step: Tensor,
     decrement: float,
 ) -> tuple[Tensor, Evaluation]:
-    """The first of μ - step, μ - step/2, … that lowers the negative log posterior enough (Armijo's
-    rule).
-    """
+    """The first of μ - step, μ - step/2, … that lowers -log posterior enough (Armijo's rule)."""
 
     def objective(point: Tensor, at: Evaluation) -> float:
         return (
