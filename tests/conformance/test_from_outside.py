@@ -159,6 +159,10 @@ def test_the_structure_does_what_every_structure_does() -> None:
     assert_equal(scalar.precision(), np.eye(6) / 0.3)
     assert_equal(scalar.spectrum(), np.full(6, 1 / 0.3))
     assert_equal(scalar.inform(0.5).dense(), np.eye(6) / (1 / 0.3 + 0.5))
+    with pytest.raises(
+        ValueError, match=r"Scalar.inform: information must be a number >= 0, got -1"
+    ):
+        scalar.inform(-1.0)
     assert scalar.truncate() is scalar
     other = df.Diagonal(tensor(np.arange(1.0, 7.0)))
     assert scalar.relative_trace(other).item() == pytest.approx(21 / 0.3)

@@ -64,7 +64,8 @@ VARIANTS: dict[str, dict[str, type[Any]]] = {}
 
 def role_of(value: Any) -> str | None:
     """The role of a variant in the table; None for anything else."""
-    return next((role for role, found in VARIANTS.items() if type(value) in found.values()), None)
+    cls, name = type(value), type(value).__name__
+    return next((role for role, found in VARIANTS.items() if found.get(name) is cls), None)
 
 
 def require_role(field: str, value: Any, role: str, example: str) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, ClassVar, TypeAlias
 import torch
 from torch import Tensor
 
-from driftfilter.base.checks import NotPositiveDefiniteError
+from driftfilter.base.checks import NotPositiveDefiniteError, require
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -86,6 +86,8 @@ class Covariance(ABC):
         the result is positive definite.
         """
         if isinstance(information, float):
+            name = type(self).__name__
+            require(information >= 0, f"{name}.inform: information", information, "a number >= 0")
             information = torch.full_like(self.variance(), information)
         return self.condition(torch.diag(information.sqrt()))
 
