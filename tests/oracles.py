@@ -119,6 +119,43 @@ STRUCTURES: dict[str, Callable[[int], Example]] = {  # seed -> an example in six
 }
 
 
+def _kronecker(rows: int, columns: int, seed: int) -> Example:
+    """A ⊗ B + λ I in precision. What conditioning keeps is no matter of single entries."""
+    left, right = spd(rows, seed, 0.1), spd(columns, seed + 1, 0.1)
+    size = rows * columns
+    dense = np.linalg.inv(np.kron(left, right) + 0.3 * np.eye(size))
+    covariance = df.Kronecker.from_factors(tensor(left), tensor(right), 0.3)
+    return Example(covariance, dense, np.full((size, size), np.nan))
+
+
+EVERY_STRUCTURE: dict[str, Callable[[int], Example]] = {  # for what does not condition
+    **STRUCTURES,
+    "flat LowRank": lambda seed: Example(
+        df.LowRank.isotropic(0.5, 6, 2, tensor(np.zeros(0))), 0.5 * np.eye(6), np.ones((6, 6))
+    ),
+    "Blocks of Diagonal": lambda seed: _blocks(_diagonal(2, seed), _diagonal(4, seed + 1)),
+    "Kronecker": lambda seed: _kronecker(2, 3, seed),
+    "layers": lambda seed: _blocks(_kronecker(2, 2, seed), _diagonal(2, seed + 2)),
+}
+
+
+def assert_represents(covariance: Covariance, dense: Array, tolerance: float = 1e-10) -> None:
+    """Every operation that reads a covariance agrees with the dense matrix."""
+    size, precision = len(dense), np.linalg.inv(dense)
+    assert covariance.dimension == size
+    assert covariance.dtype == torch.float64
+    assert_equal(covariance.dense(), dense, tolerance)
+    assert_equal(covariance.variance(), np.diag(dense), tolerance)
+    assert_equal(covariance.log_determinant(), np.linalg.slogdet(dense)[1], tolerance)
+    assert not covariance.is_degenerate
+    if covariance.is_diagonal:
+        assert np.array_equal(dense, np.diag(np.diag(dense)))
+    for shape in ((size,), (1, size), (4, size), (2, 3, size), (0, size)):
+        vectors = normals(*shape, seed=1)
+        assert_equal(covariance.apply(tensor(vectors)), vectors @ dense, tolerance)
+        assert_equal(covariance.solve(tensor(vectors)), vectors @ precision, tolerance)
+
+
 # The Kalman filter --------------------------------------------------------------------------------
 
 

@@ -1,9 +1,9 @@
-"""A recipe: one choice for every building block. And the one table of variants, by role and name,
-with their form in TOML.
+"""Recipe, one choice for every building block; the one table of variants; their form in TOML.
 
-A variant is a frozen dataclass; in TOML it is a table whose ``kind`` names the class, other keys
-being its fields. Adding a class to the table adds its conformance tests
-(tests/conformance/test_conformance.py).
+A variant is a frozen dataclass. In TOML it is a table: ``kind`` names the class, the other keys are
+its fields. A line in the table VARIANTS is all that a class needs to be read, written, listed and
+checked: one of the package, which gets its conformance tests by it, and one of a user's own, added
+at run time as in ``df.VARIANTS["loss"]["Mine"] = Mine``.
 """
 
 from __future__ import annotations
@@ -35,12 +35,13 @@ import driftfilter.networks.parameters as parameters
 import driftfilter.networks.prototypes as prototypes
 import driftfilter.source.posterior as posterior
 from driftfilter.base.checks import (
-    ROLES,
+    VARIANTS as VARIANTS,
     Checked,
     Count,
     Role,
     nearest,
     require,
+    role_of,
 )
 
 
@@ -81,7 +82,7 @@ class Recipe(Checked):
         return filtering.Filter(model, *rules, self.predict_from, self.upkeep)
 
 
-VARIANTS: dict[str, dict[str, type[Any]]] = {
+VARIANTS |= {
     "model": {"LinearHead": predictive.LinearHead},
     "statistics": {"PseudoCount": batch_norm.PseudoCount, "Ema": batch_norm.Ema},
     "dynamics": {
@@ -182,14 +183,16 @@ VARIANTS: dict[str, dict[str, type[Any]]] = {
 
 _NOTHING = "None"  # the kind of a field that is left empty, for TOML has no null
 
-_CLASSES = {name: cls for role in VARIANTS.values() for name, cls in role.items()}
-ROLES.update({cls: role for role, classes in VARIANTS.items() for cls in classes.values()})
+
+def _by_name() -> dict[str, type[Any]]:
+    """Every class of the table as it is now."""
+    return {name: cls for classes in VARIANTS.values() for name, cls in classes.items()}
 
 
 def to_dict(variant: Any) -> dict[str, Any]:
     """A variant as plain data: its kind and its fields."""
     name = type(variant).__name__
-    if _CLASSES.get(name) is not type(variant):
+    if _by_name().get(name) is not type(variant):
         raise ValueError(
             f"{variant!r} cannot be written as data: {name} is not in the table of variants"
         )
@@ -221,13 +224,11 @@ def _plain(value: Any) -> Any:
 
 
 def from_dict(data: dict[str, Any]) -> Any:
-    """The variant that plain data describe; a name that is not known is an error that names the
-    nearest one.
-    """
-    kind = data.get("kind")
-    cls = _CLASSES.get(kind) if isinstance(kind, str) else None
+    """The variant that plain data describe; an unknown name is an error with the nearest one."""
+    kind, classes = data.get("kind"), _by_name()
+    cls = classes.get(kind) if isinstance(kind, str) else None
     if cls is None:
-        hint = nearest(kind, list(_CLASSES)) if isinstance(kind, str) else f", in {data!r}"
+        hint = nearest(kind, list(classes)) if isinstance(kind, str) else f", in {data!r}"
         raise ValueError(f"kind must be the name of a variant, got {kind!r}{hint}")
     known = {item.name: item for item in fields(cls)}
     for key in data:
@@ -239,39 +240,37 @@ def from_dict(data: dict[str, Any]) -> Any:
     for name, item in known.items():
         if name not in data and item.default is MISSING and item.default_factory is MISSING:
             raise ValueError(f"{kind}.{name} must be given: it has no default")
-    values = {key: _built(value) for key, value in data.items() if key != "kind"}
+    values = {key: _build(value) for key, value in data.items() if key != "kind"}
     for key, value in values.items():
         _require_role(f"{kind}.{key}", value, known[key])
     return cls(**values)
 
 
 def _require_role(where: str, value: Any, field: Field[Any]) -> None:
-    """Raise where a field whose default is a variant, or a tuple of them, gets anything but its
-    role.
-    """
+    """Raise if a field whose default is a variant, or a tuple of them, gets another role."""
     default: Any = field.default if field.default_factory is MISSING else field.default_factory()
     several = isinstance(default, tuple) and len(default) > 0
-    role = ROLES.get(type(default[0] if several else default))
+    role = role_of(default[0] if several else default)
     if value is None:  # whether a field may be empty is the class's own check
         return
     listed = value if several else (value,)
-    fits = isinstance(listed, tuple) and all(ROLES.get(type(item)) == role for item in listed)
+    fits = isinstance(listed, tuple) and all(role_of(item) == role for item in listed)
     if role is not None and not fits:
         what = f"a list of variants of role {role}" if several else f"a variant of role {role}"
         raise ValueError(f"{where} must be {what}, from {list(VARIANTS[role])}, got {value!r}")
 
 
-def _built(value: Any) -> Any:
+def _build(value: Any) -> Any:
     if isinstance(value, dict):
         return None if value == {"kind": _NOTHING} else from_dict(value)
-    return tuple(_built(item) for item in value) if isinstance(value, list) else value
+    return tuple(_build(item) for item in value) if isinstance(value, list) else value
 
 
-def changed(variant: Any, path: str, text: str) -> Any:
+def change(variant: Any, path: str, text: str) -> Any:
     """The variant with the field at a path, such as ``transition.dynamics.rho``, set to a TOML
     value; a bare word is a text.
 
-    >>> changed(Recipe(), "observation.weighting.beta", "3.0").observation.weighting
+    >>> change(Recipe(), "observation.weighting.beta", "3.0").observation.weighting
     Constant(beta=3.0)
     """
     try:
@@ -282,9 +281,9 @@ def changed(variant: Any, path: str, text: str) -> Any:
     part: Any = data
     *names, last = path.split(".")
     for depth, name in enumerate(names):
-        part = _inside(part, name, path, ".".join(names[:depth]))
+        part = _descend(part, name, path, ".".join(names[:depth]))
     if isinstance(part, list):
-        _inside(part, last, path, ".".join(names))
+        _descend(part, last, path, ".".join(names))
         part[int(last)] = value
     else:
         require(
@@ -297,7 +296,7 @@ def changed(variant: Any, path: str, text: str) -> Any:
     return from_dict(data)
 
 
-def _inside(part: Any, name: str, path: str, where: str) -> Any:
+def _descend(part: Any, name: str, path: str, where: str) -> Any:
     """The part of plain data of this name or, in a list, at this place."""
     if isinstance(part, list):
         require(

@@ -12,7 +12,7 @@ import torch
 
 import driftfilter as df
 from driftfilter.app import cli
-from driftfilter.recipe import changed
+from driftfilter.recipe import change
 
 SMALL = """
 import torch
@@ -158,10 +158,10 @@ def test_a_field_is_changed_and_nothing_else(
     path: str, text: str, read: Any, expected: Any
 ) -> None:
     recipe = df.presets.get("driftfilter")
-    other = changed(recipe, path, text)
+    other = change(recipe, path, text)
     assert read(other) == expected
     assert read(recipe) != expected
-    assert changed(changed(recipe, "chunk", "3"), "chunk", "0") == recipe
+    assert change(change(recipe, "chunk", "3"), "chunk", "0") == recipe
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ def test_a_field_is_changed_and_nothing_else(
 )
 def test_a_field_that_is_none_is_refused(path: str, text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        changed(df.presets.get("driftfilter"), path, text)
+        change(df.presets.get("driftfilter"), path, text)
 
 
 def test_a_run_takes_fields_of_the_recipe(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

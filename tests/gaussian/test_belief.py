@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 import driftfilter as df
-from oracles import STRUCTURES, array, assert_equal, normals, tensor
+from driftfilter.gaussian.structures import STRUCTURES as STRUCTURE_NAMES
+from oracles import EVERY_STRUCTURE, STRUCTURES, Allocations, array, assert_equal, normals, tensor
 
 
 @pytest.mark.parametrize("name", STRUCTURES)
@@ -27,6 +28,51 @@ def test_large_finite_values_are_finite() -> None:
     """Their sum overflows, they do not."""
     mean = torch.full((4,), 3e38)
     assert torch.equal(df.Belief(mean, df.Diagonal(torch.ones(4))).mean, mean)
+
+
+@pytest.mark.parametrize("name", EVERY_STRUCTURE)
+@pytest.mark.parametrize("other", EVERY_STRUCTURE)
+def test_the_divergence_is_that_of_dense_normals(name: str, other: str) -> None:
+    belief, source = (
+        df.Belief(tensor(normals(6, seed=seed)), EVERY_STRUCTURE[structure](seed).covariance)
+        for structure, seed in ((name, 0), (other, 1))
+    )
+    one, two = (
+        torch.distributions.MultivariateNormal(
+            each.mean, each.covariance.dense(), validate_args=False
+        )
+        for each in (belief, source)
+    )
+    exact = torch.distributions.kl_divergence(one, two)
+    torch.testing.assert_close(df.kl_divergence(belief, source), exact, rtol=1e-9, atol=1e-12)
+
+
+def test_the_divergence_of_point_masses() -> None:
+    mean = torch.ones(3)
+    point, spread = df.PointMass()(None, mean), df.Belief(mean, df.Diagonal(mean))  # type: ignore[arg-type]
+    moved = df.Belief(mean + 1, point.covariance)
+    assert point.covariance.is_degenerate
+    assert df.kl_divergence(point, point) == 0
+    assert (
+        df.kl_divergence(moved, point)
+        == df.kl_divergence(spread, point)
+        == df.kl_divergence(point, spread)
+        == math.inf
+    )
+
+
+@pytest.mark.parametrize("structure", ["diagonal", "low_rank", "kronecker"])
+def test_the_divergence_forms_no_matrix(structure: str) -> None:
+    """From data that source and belief have both seen: d² would be 1,600 times d."""
+    mean, shapes = torch.zeros(1640), {"weight": torch.Size((40, 40)), "bias": torch.Size((40,))}
+    start = STRUCTURE_NAMES[structure].isotropic_like(0.5, mean, 4, shapes)
+    seen = [torch.tensor(normals(3, 1640, seed=seed), dtype=torch.float32) for seed in (0, 1)]
+    source = df.Belief(mean, start.condition(seen[0]))
+    belief = df.Belief(mean + 1, source.covariance.condition(seen[1]))
+    with Allocations() as allocations:
+        divergence = df.kl_divergence(belief, source)
+    assert 0 < divergence < math.inf
+    assert allocations.largest <= 6 * 1640
 
 
 ONES = torch.ones(2)

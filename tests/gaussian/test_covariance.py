@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,14 +13,18 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 import driftfilter as df
-from driftfilter.gaussian.covariance import Covariance, Gain, Noise, antithetic, positive_root
+from driftfilter.base.tensors import moved
+from driftfilter.gaussian.covariance import Gain, Noise, antithetic, positive_root
+from driftfilter.gaussian.structures import STRUCTURES as STRUCTURE_NAMES
 from oracles import (
+    EVERY_STRUCTURE,
     STRUCTURES,
     Array,
     Example,
     array,
     assert_equal,
     assert_moments,
+    assert_represents,
     conditioned,
     normals,
     spd,
@@ -27,24 +33,89 @@ from oracles import (
 
 SIZE = 6
 every_structure = pytest.mark.parametrize("name", STRUCTURES)
+really_every = pytest.mark.parametrize("name", EVERY_STRUCTURE)
 
 
-def assert_represents(covariance: Covariance, dense: Array, tolerance: float = 1e-10) -> None:
-    """Every operation that reads a covariance agrees with the dense matrix."""
-    size = len(dense)
-    assert covariance.dimension == size
-    assert_equal(covariance.dense(), dense, tolerance)
-    assert_equal(covariance.variance(), np.diag(dense), tolerance)
-    for shape in ((size,), (1, size), (4, size), (2, 3, size), (0, size)):
-        vectors = normals(*shape, seed=1)
-        assert_equal(covariance.apply(tensor(vectors)), vectors @ dense, tolerance)
-        assert_equal(covariance.solve(tensor(vectors)), vectors @ np.linalg.inv(dense), tolerance)
-
-
-@every_structure
+@really_every
 def test_reading_operations_match_dense_algebra(name: str) -> None:
-    example = STRUCTURES[name](0)
+    example = EVERY_STRUCTURE[name](0)
     assert_represents(example.covariance, example.dense)
+
+
+@really_every
+def test_spectrum_is_that_of_the_precision(name: str) -> None:
+    example = EVERY_STRUCTURE[name](0)
+    if "LowRank" in name or name == "mixed Blocks":
+        with pytest.raises(
+            ValueError, match="LowRank cannot carry a marginal likelihood; use Full"
+        ):
+            example.covariance.spectrum()
+        return
+    spectrum = example.covariance.spectrum()
+    assert_equal(spectrum.sort()[0], np.linalg.eigvalsh(np.linalg.inv(example.dense)))
+
+
+@really_every
+@pytest.mark.parametrize("other", EVERY_STRUCTURE)
+def test_relative_trace_of_any_pair_of_structures(name: str, other: str) -> None:
+    one, two = EVERY_STRUCTURE[name](0), EVERY_STRUCTURE[other](7)
+    expected = np.trace(np.linalg.solve(one.dense, two.dense))
+    assert_equal(one.covariance.relative_trace(two.covariance), expected)
+
+
+@really_every
+@pytest.mark.parametrize("information", [0.7, 0.0, -0.5], ids=["more", "none", "less"])
+def test_inform_by_a_number_shifts_the_precision(name: str, information: float) -> None:
+    """A part of the smallest eigenvalue may be taken away, too."""
+    example = EVERY_STRUCTURE[name](3)
+    precision = np.linalg.inv(example.dense)
+    shift = information * np.linalg.eigvalsh(precision)[0]
+    informed = example.covariance.inform(float(shift))
+    assert type(informed) is type(example.covariance)
+    assert_represents(informed, np.linalg.inv(precision + shift * np.eye(SIZE)))
+    assert_equal(example.covariance.dense(), example.dense)
+
+
+@really_every
+def test_inform_by_a_vector_conditions_on_each_coordinate(name: str) -> None:
+    example, information = EVERY_STRUCTURE[name](3), np.array([0.0, 0.5, 1.0, 0.2, 3.0, 0.0])
+    informed = example.covariance.inform(tensor(information))
+    expected = example.covariance.condition(tensor(np.diag(np.sqrt(information))))
+    assert type(informed) is type(expected)
+    assert_represents(informed, array(expected.dense()))
+    if name not in ("Kronecker", "layers"):  # which project
+        precision = np.linalg.inv(example.dense) + np.diag(information)
+        assert_equal(informed.dense(), np.linalg.inv(precision))
+
+
+@pytest.mark.parametrize("structure", STRUCTURE_NAMES)
+def test_isotropic_by_name(structure: str) -> None:
+    sizes = ((2, 3), (4,), (), (2, 1, 2))
+    shapes = {str(size): torch.Size(size) for size in sizes}
+    mean = torch.zeros(15, dtype=torch.float64)
+    covariance = STRUCTURE_NAMES[structure].isotropic_like(0.25, mean, 3, shapes)
+    assert_represents(covariance, 0.25 * np.eye(15))
+    assert getattr(covariance, "rank", 3) == 3
+    if structure != "kronecker":
+        few = STRUCTURE_NAMES[structure].isotropic_like(0.25, mean[:2], 3)
+        assert type(few) is type(covariance) is STRUCTURE_NAMES[structure]
+        assert getattr(few, "rank", 2) == 2
+
+
+def test_blocks_have_no_name() -> None:
+    with pytest.raises(ValueError, match="Blocks cannot carry a start by its name; use"):
+        df.Blocks.isotropic_like(1.0, torch.zeros(2))
+
+
+@really_every
+def test_what_a_structure_says_of_itself(name: str) -> None:
+    covariance = EVERY_STRUCTURE[name](0).covariance
+    assert covariance.is_diagonal is (name in ("Diagonal", "flat LowRank", "Blocks of Diagonal"))
+    assert covariance.is_dense is (name == "Full")
+    assert covariance.is_exact is (name in ("Full", "LowRank", "flat LowRank"))
+    parts = covariance.independent_parts()
+    assert [part.dimension for part in parts] == getattr(covariance, "sizes", [])
+    assert bool(parts) is ("Blocks" in name or name == "layers")
 
 
 @every_structure
@@ -58,20 +129,12 @@ def test_condition_adds_the_curvature_the_structure_can_hold(name: str, rows: in
     assert_equal(example.covariance.dense(), example.dense)  # the prior is a value: unchanged
 
 
-@pytest.mark.parametrize("name", ["Full", "Diagonal", "Blocks of Full", "nested Blocks"])
-def test_precision_is_a_vector_only_where_diagonal(name: str) -> None:
-    example = STRUCTURES[name](3)
+@pytest.mark.parametrize("name", sorted(EVERY_STRUCTURE.keys() - {"LowRank", "mixed Blocks"}))
+def test_precision_is_a_vector_only_if_diagonal(name: str) -> None:
+    example = EVERY_STRUCTURE[name](3)
     precision = np.linalg.inv(example.dense)
-    assert_equal(
-        example.covariance.precision(), np.diag(precision) if name == "Diagonal" else precision
-    )
-
-
-def test_precision_of_diagonal_blocks_is_a_vector() -> None:
-    blocks = df.Blocks(
-        (df.Diagonal(tensor(np.array([0.5, 2.0]))), df.Diagonal(tensor(np.array([4.0]))))
-    )
-    assert_equal(blocks.precision(), np.array([2.0, 0.5, 0.25]))
+    expected = np.diag(precision) if example.covariance.is_diagonal else precision
+    assert_equal(example.covariance.precision(), expected)
 
 
 GAINS: dict[str, Gain] = {
@@ -166,9 +229,9 @@ def test_marginal_is_the_block_of_the_covariance(name: str, index: slice | Tenso
     assert_represents(example.covariance.marginal(index), example.dense[np.ix_(chosen, chosen)])
 
 
-@every_structure
+@really_every
 def test_sample_has_the_covariance(name: str) -> None:
-    example = STRUCTURES[name](11)
+    example = EVERY_STRUCTURE[name](11)
     draws = example.covariance.sample(40_000, torch.Generator().manual_seed(0))
     assert draws.shape == (40_000, SIZE)
     assert_moments(array(draws), np.zeros(SIZE), example.dense)
@@ -261,7 +324,7 @@ def test_float32_never_loses_positive_definiteness(name: str, rows: int, exponen
     factor = (tensor(normals(rows, SIZE, seed=15)).clamp(-3, 3) * 10.0**exponent).float()
     directions = torch.nn.functional.normalize(factor.double()).float()
     try:
-        posterior = to_float32(example.covariance).condition(factor)
+        posterior = moved(example.covariance, Tensor.float).condition(factor)
         seen = (posterior.apply(directions) * directions).sum(-1)
         variance = posterior.variance()
         posterior = posterior.truncate()
@@ -274,27 +337,11 @@ def test_float32_never_loses_positive_definiteness(name: str, rows: int, exponen
     assert (array(seen) <= SIZE / energy.sum(1) + 1e-3).all()
 
 
-def to_float32(covariance: Covariance) -> Covariance:
-    if isinstance(covariance, df.Blocks):
-        return df.Blocks(tuple(to_float32(part) for part in covariance.parts))
-    if isinstance(covariance, df.LowRank):
-        return df.LowRank(covariance.diagonal.float(), covariance.factor.float(), covariance.rank)
-    if isinstance(covariance, df.Diagonal):
-        return df.Diagonal(covariance.values.float())
-    return df.Full(covariance.dense().float())
-
-
-def assert_valid(covariance: Covariance) -> None:
+def assert_valid(covariance: Any) -> None:
     """The checks of the constructor, which results of the algebra do not run."""
-    if isinstance(covariance, df.Blocks):
-        for part in covariance.parts:
-            assert_valid(part)
-    elif isinstance(covariance, df.LowRank):
-        df.LowRank(covariance.diagonal, covariance.factor, covariance.rank)
-    elif isinstance(covariance, df.Diagonal):
-        df.Diagonal(covariance.values)
-    else:
-        df.Full(covariance.dense())
+    for part in covariance.independent_parts():
+        assert_valid(part)
+    replace(covariance)
 
 
 def full(*rows: tuple[float, ...]) -> Tensor:

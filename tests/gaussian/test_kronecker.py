@@ -12,7 +12,15 @@ from torch import Tensor, nn
 
 import driftfilter as df
 from driftfilter.gaussian.covariance import Covariance
-from oracles import Array, array, assert_equal, assert_moments, normals, spd, tensor
+from oracles import (
+    Array,
+    array,
+    assert_equal,
+    assert_represents,
+    normals,
+    spd,
+    tensor,
+)
 
 P, Q = 3, 4
 SIZE = P * Q
@@ -48,33 +56,18 @@ def partial_traces(matrix: Array, rows: int = P, columns: int = Q) -> tuple[Arra
     return np.einsum("aibi->ab", blocks), np.einsum("aiaj->ij", blocks)
 
 
-def assert_represents(covariance: Covariance, precision: Array, tolerance: float = 1e-10) -> None:
-    dense, size = np.linalg.inv(precision), len(precision)
-    assert covariance.dimension == size
-    assert covariance.dtype == torch.float64
-    assert_equal(covariance.dense(), dense, tolerance)
+def assert_has(covariance: Covariance, precision: Array, tolerance: float = 1e-10) -> None:
     assert_equal(covariance.precision(), precision, tolerance)
-    assert_equal(covariance.variance(), np.diag(dense), tolerance)
-    for shape in ((size,), (1, size), (4, size), (2, 3, size), (0, size)):
-        vectors = normals(*shape, seed=1)
-        assert_equal(covariance.apply(tensor(vectors)), vectors @ dense, tolerance)
-        assert_equal(covariance.solve(tensor(vectors)), vectors @ precision, tolerance)
+    assert_represents(covariance, np.linalg.inv(precision), tolerance)
 
 
 def test_reading_operations_match_dense_algebra() -> None:
     covariance, precision = example()
-    assert_represents(covariance, precision)
-    assert_represents(general(), dense_precision(general()))
-    assert_represents(
+    assert_has(covariance, precision)
+    assert_has(general(), dense_precision(general()))
+    assert_has(
         df.Kronecker.isotropic(0.5, P, Q, torch.zeros(0, dtype=torch.float64)), 2 * np.eye(SIZE)
     )
-
-
-def test_draws_have_the_covariance() -> None:
-    covariance = general()
-    draws = covariance.sample(200_000, torch.Generator().manual_seed(0))
-    assert draws.shape == (200_000, SIZE)
-    assert_moments(array(draws), np.zeros(SIZE), np.linalg.inv(dense_precision(covariance)))
 
 
 def test_marginal_is_the_block_of_the_covariance() -> None:
@@ -99,14 +92,14 @@ def test_vectors_are_conditioned_exactly(rows: int, columns: int) -> None:
         factor = normals(1 + 2 * seed, 5, seed=seed)
         covariance = covariance.condition(tensor(factor)).truncate()
         precision = precision + factor.T @ factor
-        assert_represents(covariance, precision, 1e-9)
+        assert_has(covariance, precision, 1e-9)
 
 
 def test_a_row_that_is_a_product_is_exact_on_an_isotropic_prior() -> None:
     first, second = normals(P, seed=1), normals(Q, seed=2)
     row = np.kron(first, second)[None]
     prior = df.Kronecker.isotropic(0.5, P, Q, torch.zeros(0, dtype=torch.float64))
-    assert_represents(prior.condition(tensor(row)), 2 * np.eye(SIZE) + row.T @ row)
+    assert_has(prior.condition(tensor(row)), 2 * np.eye(SIZE) + row.T @ row)
 
 
 def test_kronecker_curvature_is_exact_in_any_batches() -> None:
@@ -124,8 +117,8 @@ def test_kronecker_curvature_is_exact_in_any_batches() -> None:
             factor = np.kron(inputs, root) if swapped else np.kron(root, inputs)
             covariance = covariance.condition(tensor(factor))
             precision = precision + factor.T @ factor
-            assert_represents(covariance, precision)
-    assert_represents(prior, 2 * np.eye(SIZE))  # a value: unchanged
+            assert_has(covariance, precision)
+    assert_has(prior, 2 * np.eye(SIZE))  # a value: unchanged
     assert prior.condition(torch.zeros(0, SIZE, dtype=torch.float64)) is prior
 
 
@@ -156,16 +149,16 @@ def test_numbers_move_it_exactly(gain: float, noise: float) -> None:
             covariance.propagate(gain, noise)
         return
     dense = gain**2 * np.linalg.inv(dense_precision(covariance)) + noise * np.eye(SIZE)
-    assert_represents(covariance.propagate(gain, noise), np.linalg.inv(dense), 1e-9)
+    assert_has(covariance.propagate(gain, noise), np.linalg.inv(dense), 1e-9)
 
 
 def test_kronecker_noise() -> None:
     covariance, other = general(), general(5)
     dense = np.linalg.inv(dense_precision(covariance))
     same = covariance.propagate(0.5, 0.0)
-    assert_represents(covariance.propagate(0.7, same), np.linalg.inv((0.49 + 0.25) * dense), 1e-9)
+    assert_has(covariance.propagate(0.7, same), np.linalg.inv((0.49 + 0.25) * dense), 1e-9)
     isotropic = df.Kronecker.isotropic(0.5, P, Q, torch.zeros(0, dtype=torch.float64))
-    assert_represents(
+    assert_has(
         covariance.propagate(0.7, isotropic), np.linalg.inv(0.49 * dense + 0.5 * np.eye(SIZE)), 1e-9
     )
     moved = covariance.propagate(0.7, other).dense()
@@ -284,7 +277,7 @@ def test_stationary_noise_keeps_a_correlated_source() -> None:
     moved = source
     for _ in range(3):
         moved = df.Transition(df.MeanReversion(0.8), df.Stationary())(moved, source)
-    assert_represents(moved.covariance, precision, 1e-9)
+    assert_has(moved.covariance, precision, 1e-9)
 
 
 def linear(seed: int, scale: float) -> df.Network:
@@ -310,7 +303,7 @@ def test_laplace_of_one_layer_is_the_dense_curvature(samples: int, scale: float)
     curvature: Tensor = torch.autograd.functional.hessian(
         lambda point: -network(point, inputs).log_softmax(-1)[:, 0].sum(), theta
     )
-    assert_represents(belief.covariance, array(curvature) + 0.2 * np.eye(SIZE), 1e-9)
+    assert_has(belief.covariance, array(curvature) + 0.2 * np.eye(SIZE), 1e-9)
     assert torch.equal(belief.mean, theta)
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 import itertools
 import math
 import warnings
-from collections.abc import Iterator
 from dataclasses import FrozenInstanceError, replace
 from types import SimpleNamespace
 from typing import Any
@@ -169,62 +168,6 @@ def test_the_window_fades_and_classes_of_the_history_do_not() -> None:
     torch.testing.assert_close(recent, torch.stack(batches).mul(weights[:, None]).sum(0))
     assert history[k].item() == pytest.approx(
         4 * LONG * k * (1 - (1 - n / (4 * LONG * k)) ** 40), rel=1e-9
-    )
-
-
-def beliefs() -> Iterator[tuple[str, df.Belief, df.Belief]]:
-    generator = torch.Generator().manual_seed(0)
-    rows, mean, start = (
-        torch.randn(*size, dtype=torch.float64, generator=generator)
-        for size in ((4, 6), (6,), (6,))
-    )
-    diagonal, full = (
-        df.Diagonal(mean.square() + 0.5),
-        df.Full(rows.T @ rows + torch.eye(6, dtype=torch.float64)),
-    )
-    flat = df.LowRank.isotropic(0.5, 6, 3, mean)
-    low, blocks = (
-        flat.condition(rows[:3]),
-        df.Blocks((df.Diagonal(mean[:2].square() + 1), df.Full(full.matrix[2:, 2:]))),
-    )
-    kronecker = df.Kronecker.isotropic(0.5, 2, 3, mean).condition(rows)
-    covariances: dict[str, df.Covariance] = {
-        "diagonal": diagonal,
-        "full": full,
-        "low rank": low,
-        "blocks": blocks,
-        "kronecker": kronecker,
-        "flat": flat,
-    }
-    for name, new in covariances.items():
-        for other, old in covariances.items():
-            yield f"{name} from {other}", df.Belief(mean, new), df.Belief(start, old)
-
-
-@pytest.mark.parametrize(
-    ("belief", "source"), [pair[1:] for pair in beliefs()], ids=[pair[0] for pair in beliefs()]
-)
-def test_the_divergence_is_that_of_dense_normals(belief: df.Belief, source: df.Belief) -> None:
-    one, other = (
-        torch.distributions.MultivariateNormal(
-            each.mean, each.covariance.dense(), validate_args=False
-        )
-        for each in (belief, source)
-    )
-    exact = torch.distributions.kl_divergence(one, other)
-    torch.testing.assert_close(df.kl_divergence(belief, source), exact, rtol=1e-9, atol=1e-12)
-
-
-def test_the_divergence_of_point_masses() -> None:
-    mean = torch.ones(3)
-    point, spread = df.PointMass()(None, mean), df.Belief(mean, df.Diagonal(mean))  # type: ignore[arg-type]
-    moved = df.Belief(mean + 1, point.covariance)
-    assert df.kl_divergence(point, point) == 0
-    assert (
-        df.kl_divergence(moved, point)
-        == df.kl_divergence(spread, point)
-        == df.kl_divergence(point, spread)
-        == math.inf
     )
 
 

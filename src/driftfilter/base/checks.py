@@ -73,12 +73,14 @@ def require_count(field: str, value: Any, low: int) -> None:
     require(whole and value >= low, field, value, f"an integer >= {low}")
 
 
-ROLES: dict[type, str] = {}  # of every variant: the table in recipe.py fills it
+# The one table of variants: role -> name -> class. recipe.py fills it; users may add to it.
+VARIANTS: dict[str, dict[str, type[Any]]] = {}
 
 
 def role_of(value: Any) -> str | None:
     """The role of a variant in the table; None for anything else."""
-    return ROLES.get(type(value))
+    cls, name = type(value), type(value).__name__
+    return next((role for role, found in VARIANTS.items() if found.get(name) is cls), None)
 
 
 def require_role(field: str, value: Any, role: str, example: str) -> None:
@@ -255,6 +257,14 @@ def require_finite(field: str, values: Tensor) -> None:
             f"{field} must be finite, got {value} at index {list(where)} ({int(bad.sum())} of "
             f"{values.numel()} values)"
         )
+
+
+def require_positive(field: str, values: Tensor) -> None:
+    """Raise unless all of a tensor is finite and > 0."""
+    require_finite(field, values)
+    if not (values > 0).all():
+        least = values.min().item()
+        raise NotPositiveDefiniteError(f"{field} must be > 0, got a smallest value of {least:g}")
 
 
 def require_shape(field: str, values: Any, allowed: str, *shape: int | None) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from driftfilter.base.checks import NotFiniteError, NotPositiveDefiniteError, require
 from driftfilter.compiled.terms import KAPPA, Motion
 from driftfilter.gaussian.belief import Belief
-from driftfilter.gaussian.covariance import identity_like, symmetrized
+from driftfilter.gaussian.covariance import identity_like, symmetrize
 from driftfilter.inference.curvature import EmpiricalFisher, GaussNewton, Hessian
 from driftfilter.inference.prediction import LinearizedProbit, Prediction, Tempered
 from driftfilter.model.losses import Loss
@@ -94,7 +94,7 @@ def _moved(motion: Motion, mean: Tensor, values: Tensor) -> tuple[Tensor, Tensor
     if matrix.numel():
         prior, values = prior + mean @ matrix.mT, matrix @ values @ matrix.mT
     values = values * factor + torch.diag_embed(extra)
-    return prior, symmetrized(values + noise if noise.numel() else values)
+    return prior, symmetrize(values + noise if noise.numel() else values)
 
 
 def _logits(mean: Tensor, x: Tensor, classes: int) -> Tensor:
@@ -162,7 +162,7 @@ def _conditioned(
         )
         _require(status == 0, NotPositiveDefiniteError, "I + F Σ Fᵀ must be positive definite")
         whitened = torch.linalg.solve_triangular(root, cross, upper=False)
-        exact = symmetrized(values.double() - whitened.mT @ whitened)
+        exact = symmetrize(values.double() - whitened.mT @ whitened)
         step = (exact @ slope.double()[..., None])[..., 0].to(mean.dtype)
         left = exact.to(mean.dtype)
         definite = torch.linalg.cholesky_ex(left)[1] == 0

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from driftfilter.base.checks import role_of, unchecked
+from driftfilter.base.checks import unchecked
 from driftfilter.base.tensors import moved
 from driftfilter.compiled import terms as kinds
 from driftfilter.compiled.terms import PSEUDO_LABEL, Motion, Rules
@@ -192,7 +192,8 @@ def _require_known(transition: Transition) -> None:
     for part in parts:
         _require_known(part)
 
-    if role_of(transition.noise) is None or role_of(transition.dynamics) is None:
+    modules = {type(transition.noise).__module__, type(transition.dynamics).__module__}
+    if not all(module.startswith("driftfilter.model.") for module in modules):
         raise Uncovered(f"the noise of {transition} depends on the belief in a way of your own")
 
 

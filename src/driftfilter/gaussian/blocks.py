@@ -1,24 +1,26 @@
-"""Independent groups of coordinates."""
+"""Σ = diag(Σ₁, Σ₂, …): independent groups of coordinates, each with a structure of its own.
+
+Every operation acts on each part alone. A gain or a noise that would mix parts is refused.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import final
 
 import torch
 from torch import Tensor
 
-from driftfilter.base.checks import (
-    require,
-)
+from driftfilter.base.checks import require
 from driftfilter.gaussian.covariance import Covariance, Gain, Index, Noise, block_diagonal, refuse
 
 
 @final
 @dataclass(frozen=True, eq=False)
-class Blocks:
+class Blocks(Covariance):
     """Independent groups of coordinates, each with a structure of its own, one after the other.
 
     Conditioning keeps the diagonal blocks of the precision: Σ_b⁻¹ ← Σ_b⁻¹ + F_bᵀF_b.
@@ -34,7 +36,9 @@ class Blocks:
             "a tuple of covariances",
         )
         object.__setattr__(self, "parts", tuple(self.parts))
-        covariances = len(self.parts) > 0 and all(hasattr(part, "condition") for part in self.parts)
+        covariances = len(self.parts) > 0 and all(
+            isinstance(part, Covariance) for part in self.parts
+        )
         require(covariances, "Blocks.parts", self.parts, "one covariance or more")
         dtypes = [part.dtype for part in self.parts]
         require(len(set(dtypes)) == 1, "Blocks.parts", dtypes, "covariances of one dtype")
@@ -52,31 +56,23 @@ class Blocks:
         """Coordinates of each part."""
         return [part.dimension for part in self.parts]
 
+    def _split(self, vectors: Tensor) -> zip[tuple[Covariance, Tensor]]:
+        """Each part with its piece of vectors [..., d]."""
+        return zip(self.parts, vectors.split(self.sizes, -1), strict=True)
+
     def apply(self, vectors: Tensor) -> Tensor:
-        return torch.cat(
-            [
-                part.apply(v)
-                for part, v in zip(self.parts, vectors.split(self.sizes, -1), strict=True)
-            ],
-            -1,
-        )
+        return torch.cat([part.apply(piece) for part, piece in self._split(vectors)], -1)
 
     def solve(self, vectors: Tensor) -> Tensor:
-        return torch.cat(
-            [
-                part.solve(v)
-                for part, v in zip(self.parts, vectors.split(self.sizes, -1), strict=True)
-            ],
-            -1,
-        )
+        return torch.cat([part.solve(piece) for part, piece in self._split(vectors)], -1)
 
     def condition(self, factor: Tensor) -> Blocks:
-        return Blocks(
-            tuple(
-                p.condition(f)
-                for p, f in zip(self.parts, factor.split(self.sizes, -1), strict=True)
-            )
-        )
+        return Blocks(tuple(part.condition(piece) for part, piece in self._split(factor)))
+
+    def inform(self, information: float | Tensor) -> Blocks:
+        if isinstance(information, float):
+            return Blocks(tuple(part.inform(information) for part in self.parts))
+        return Blocks(tuple(part.inform(piece) for part, piece in self._split(information)))
 
     def truncate(self) -> Blocks:
         return Blocks(tuple(part.truncate() for part in self.parts))
@@ -105,7 +101,7 @@ class Blocks:
         ]
         if sum(int(piece.count_nonzero()) for piece in pieces) != int(value.count_nonzero()):
             raise refuse("Blocks", what, "Full, or blocks that match the parts of BlockDynamics")
-        return [_simplest(piece) for piece in pieces]
+        return [_simplify(piece) for piece in pieces]
 
     def sample(self, count: int, generator: torch.Generator) -> Tensor:
         return torch.cat([part.sample(count, generator) for part in self.parts], -1)
@@ -118,6 +114,28 @@ class Blocks:
         if all(piece.dim() == 1 for piece in pieces):
             return torch.cat(pieces)
         return block_diagonal(pieces)
+
+    def log_determinant(self) -> Tensor:
+        return torch.stack([part.log_determinant() for part in self.parts]).sum()
+
+    def spectrum(self) -> Tensor:
+        return torch.cat([part.spectrum() for part in self.parts])
+
+    def relative_trace(self, other: Covariance) -> Tensor:
+        """Σ_b tr Σ_b⁻¹ C_b: only the blocks of C count."""
+        stops = accumulate(self.sizes)
+        traces = [
+            part.relative_trace(other.marginal(slice(stop - part.dimension, stop)))
+            for part, stop in zip(self.parts, stops, strict=True)
+        ]
+        return torch.stack(traces).sum()
+
+    @property
+    def is_diagonal(self) -> bool:
+        return all(part.is_diagonal for part in self.parts)
+
+    def independent_parts(self) -> tuple[Covariance, ...]:
+        return self.parts
 
     def marginal(self, index: Index) -> Covariance:
         wanted = torch.arange(self.dimension)[index.cpu() if isinstance(index, Tensor) else index]
@@ -136,7 +154,7 @@ class Blocks:
         return block_diagonal([part.dense() for part in self.parts])
 
 
-def _simplest(matrix: Tensor) -> Tensor:
-    """A matrix as the vector of its diagonal where it has nothing else."""
+def _simplify(matrix: Tensor) -> Tensor:
+    """A matrix as the vector of its diagonal if it has nothing else."""
     diagonal = matrix.diagonal()
     return diagonal if int(matrix.count_nonzero()) == int(diagonal.count_nonzero()) else matrix

@@ -8,67 +8,142 @@ the structures that can.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Protocol, TypeAlias
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
 
-from driftfilter.base.checks import (
-    NotPositiveDefiniteError,
-)
+from driftfilter.base.checks import NotPositiveDefiniteError, require
+
+if TYPE_CHECKING:
+    from typing import Self
 
 Gain: TypeAlias = "float | Tensor"
-
-
 Noise: TypeAlias = "float | Tensor | Covariance"
-
-
 Index: TypeAlias = "slice | Tensor"
+Shapes: TypeAlias = "Mapping[str, torch.Size] | None"  # of parameters that have names
 
 
-class Covariance(Protocol):
-    """A covariance Σ [d, d] behind the operations that inference, transition and prediction
-    need.
+class Covariance(ABC):
+    """A covariance Σ [d, d] behind the operations that inference, transition and prediction need.
+
+    A structure says its size, how it conditions and moves, and how it looks as a matrix. What it
+    does not override works on that matrix, in O(d³) time and O(d²) memory.
     """
 
+    is_dense: ClassVar[bool] = False  # carries any correlation, as a matrix
+    is_exact: ClassVar[bool] = False  # conditions without leaving out any curvature
+    has_spectrum: ClassVar[bool] = True
+    grows: ClassVar[tuple[str, ...]] = ()  # fields whose number of rows depends on the data
+
     @property
+    @abstractmethod
     def dimension(self) -> int:
         """d."""
 
     @property
+    @abstractmethod
     def dtype(self) -> torch.dtype:
         """float32 or float64."""
 
-    def apply(self, vectors: Tensor) -> Tensor:
-        """Σ v for rows v [..., d]."""
+    @abstractmethod
+    def dense(self) -> Tensor:
+        """Σ as a matrix [d, d]."""
 
-    def solve(self, vectors: Tensor) -> Tensor:
-        """Σ⁻¹ v for rows v [..., d]."""
-
+    @abstractmethod
     def condition(self, factor: Tensor) -> Covariance:
         """(Σ⁻¹ + FᵀF)⁻¹ for F [m, d], before any truncation."""
 
-    def truncate(self) -> Covariance:
-        """The same covariance within the structure's budget of memory."""
-
+    @abstractmethod
     def propagate(self, gain: Gain, noise: Noise) -> Covariance:
         """G Σ Gᵀ + W."""
 
-    def sample(self, count: int, generator: torch.Generator) -> Tensor:
-        """Draws of N(0, Σ), [count, d]."""
-
-    def variance(self) -> Tensor:
-        """Diagonal of Σ, [d]."""
-
-    def precision(self) -> Tensor:
-        """Σ⁻¹ as a vector [d] where it is diagonal, as a matrix [d, d] otherwise."""
-
+    @abstractmethod
     def marginal(self, index: Index) -> Covariance:
         """The block of Σ for some coordinates."""
 
-    def dense(self) -> Tensor:
-        """Σ as a matrix [d, d]."""
+    @classmethod
+    def isotropic_like(
+        cls, variance: float, mean: Tensor, rank: int = 0, shapes: Shapes = None
+    ) -> Covariance:
+        """σ² I for parameters ``mean`` [d] of these shapes, as ``Gaussian(structure=…)`` starts.
+
+        ``rank`` is the budget of a low rank; other structures leave it aside.
+        """
+        raise refuse(cls.__name__, "a start by its name", "a structure with isotropic_like")
+
+    def truncate(self) -> Self:
+        """This covariance within the structure's budget of memory."""
+        return self
+
+    def inform(self, information: float | Tensor) -> Covariance:
+        """(Σ⁻¹ + diag i)⁻¹ for information i >= 0 [d], or a number that stands for all of it.
+
+        Structures that a Laplace approximation starts from take a negative number, too, as long as
+        the result is positive definite.
+        """
+        if isinstance(information, float):
+            name = type(self).__name__
+            require(information >= 0, f"{name}.inform: information", information, "a number >= 0")
+            information = torch.full_like(self.variance(), information)
+        return self.condition(torch.diag(information.sqrt()))
+
+    @cached_property
+    def root(self) -> Tensor:
+        """Lower Cholesky factor L [d, d], Σ = L Lᵀ."""
+        return cholesky(self.dense(), "the covariance")
+
+    def apply(self, vectors: Tensor) -> Tensor:
+        """Σ v for rows v [..., d]."""
+        return vectors @ self.dense()
+
+    def solve(self, vectors: Tensor) -> Tensor:
+        """Σ⁻¹ v for rows v [..., d]."""
+        return torch.cholesky_solve(vectors.reshape(-1, self.dimension).mT, self.root).mT.reshape(
+            vectors.shape
+        )
+
+    def sample(self, count: int, generator: torch.Generator) -> Tensor:
+        """Draws of N(0, Σ), [count, d]."""
+        return normals(count, self.root, generator) @ self.root.mT
+
+    def variance(self) -> Tensor:
+        """Diagonal of Σ, [d]."""
+        return self.dense().diagonal()
+
+    def precision(self) -> Tensor:
+        """Σ⁻¹ as a vector [d] if it is diagonal, as a matrix [d, d] otherwise."""
+        return torch.cholesky_inverse(self.root)
+
+    def log_determinant(self) -> Tensor:
+        """ln |Σ|, a scalar []."""
+        return 2 * self.root.diagonal().log().sum()
+
+    def spectrum(self) -> Tensor:
+        """Eigenvalues of Σ⁻¹ [d] in float64, in any order."""
+        values: Tensor = torch.linalg.eigvalsh(self.dense().double())
+        return values.reciprocal()
+
+    def relative_trace(self, other: Covariance) -> Tensor:
+        """tr Σ⁻¹ C for another covariance C of the same coordinates, a scalar []."""
+        return self.solve(other.dense()).diagonal().sum()
+
+    @property
+    def is_diagonal(self) -> bool:
+        """Whether it has no correlations by its structure; as a noise it may be singular."""
+        return False
+
+    @property
+    def is_degenerate(self) -> bool:
+        """Whether some coordinate has no variance, as in a point mass."""
+        return self.variance().min().item() <= 0
+
+    def independent_parts(self) -> tuple[Covariance, ...]:
+        """The covariances of independent groups that it is made of; none if it is one piece."""
+        return ()
 
 
 def refuse(structure: str, what: str, allowed: str) -> ValueError:
@@ -94,7 +169,7 @@ def identity_like(matrix: Tensor) -> Tensor:
     return torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
 
 
-def symmetrized(matrix: Tensor) -> Tensor:
+def symmetrize(matrix: Tensor) -> Tensor:
     """(M + Mᵀ) / 2: conditioning never shrinks an antisymmetric rounding error, and discounting
     makes it grow as δ⁻ᵗ.
     """
@@ -108,7 +183,7 @@ def column_energy(rows: Tensor) -> Tensor:
     return torch.stack([part.square().sum(0) for part in rows.split(16)]).sum(0)
 
 
-def compacted(rows: Tensor) -> Tensor:
+def compact(rows: Tensor) -> Tensor:
     """Rows with the same FᵀF, no more of them than columns."""
     if rows.shape[0] <= rows.shape[1]:
         return rows

@@ -1,4 +1,7 @@
-"""Independent coordinates."""
+"""Σ = diag(v): independent coordinates, in O(d).
+
+condition  1/v ← 1/v + diag(FᵀF)        propagate  v ← g² v + w
+"""
 
 from __future__ import annotations
 
@@ -10,17 +13,17 @@ from torch import Tensor
 
 from driftfilter.base.checks import (
     NotPositiveDefiniteError,
-    require_finite,
     require_floating,
+    require_positive,
     require_shape,
     unchecked,
 )
-from driftfilter.gaussian.blocks import Blocks
 from driftfilter.gaussian.covariance import (
     Covariance,
     Gain,
     Index,
     Noise,
+    Shapes,
     column_energy,
     normals,
     refuse,
@@ -29,7 +32,7 @@ from driftfilter.gaussian.covariance import (
 
 @final
 @dataclass(frozen=True, eq=False)
-class Diagonal:
+class Diagonal(Covariance):
     """Independent coordinates, O(d): the precision-diagonal projection, 1/v ← 1/v + diag(FᵀF).
 
     It is the mean-field variational fixed point (not moment matching, which would shrink v less).
@@ -41,11 +44,7 @@ class Diagonal:
         require_shape("Diagonal.values", self.values, "[d]", None)
         require_floating("Diagonal.values", self.values)
         object.__setattr__(self, "values", self.values.detach().clone())
-        require_finite("Diagonal.values", self.values)
-        if not (self.values > 0).all():
-            raise NotPositiveDefiniteError(
-                f"Diagonal.values must be > 0, got a smallest value of {self.values.min().item():g}"
-            )
+        require_positive("Diagonal.values", self.values)
 
     @property
     def dimension(self) -> int:
@@ -54,6 +53,12 @@ class Diagonal:
     @property
     def dtype(self) -> torch.dtype:
         return self.values.dtype
+
+    @classmethod
+    def isotropic_like(
+        cls, variance: float, mean: Tensor, rank: int = 0, shapes: Shapes = None
+    ) -> Diagonal:
+        return cls(mean.new_full(mean.shape, variance))
 
     def apply(self, vectors: Tensor) -> Tensor:
         return vectors * self.values
@@ -69,8 +74,10 @@ class Diagonal:
             )
         return unchecked(Diagonal, values=values)
 
-    def truncate(self) -> Diagonal:
-        return self
+    def inform(self, information: float | Tensor) -> Diagonal:
+        if isinstance(information, Tensor):
+            return self.condition(information.sqrt()[None])  # only column sums count
+        return Diagonal(self.values / (1 + self.values * information))
 
     def propagate(self, gain: Gain, noise: Noise) -> Diagonal:
         if isinstance(gain, Tensor) and gain.dim() == 2:
@@ -78,7 +85,7 @@ class Diagonal:
         if isinstance(noise, Tensor) and noise.dim() == 2:
             raise refuse("Diagonal", "noise that correlates coordinates", "Full or Blocks")
         if not isinstance(noise, (float, Tensor)):
-            if not is_diagonal(noise):
+            if not noise.is_diagonal:
                 raise refuse("Diagonal", "noise that correlates coordinates", "Full or Blocks")
             noise = noise.variance()
         return unchecked(Diagonal, values=self.values * (gain * gain) + noise)
@@ -92,17 +99,21 @@ class Diagonal:
     def precision(self) -> Tensor:
         return self.values.reciprocal()
 
+    def log_determinant(self) -> Tensor:
+        return self.values.log().sum()
+
+    def spectrum(self) -> Tensor:
+        return self.values.double().reciprocal()
+
+    def relative_trace(self, other: Covariance) -> Tensor:
+        return (other.variance() * self.precision()).sum()
+
+    @property
+    def is_diagonal(self) -> bool:
+        return True
+
     def marginal(self, index: Index) -> Diagonal:
         return unchecked(Diagonal, values=self.values[index])
 
     def dense(self) -> Tensor:
         return torch.diag(self.values)
-
-
-def is_diagonal(covariance: Covariance) -> bool:
-    """Whether a covariance, which as a noise may be singular, has no correlations by its
-    structure.
-    """
-    if isinstance(covariance, Blocks):
-        return all(is_diagonal(part) for part in covariance.parts)
-    return isinstance(covariance, Diagonal)

@@ -1,11 +1,17 @@
-"""A dense covariance."""
+"""Σ [d, d] as a matrix: every correlation.
+
+    condition  Σ - (F Σ)ᵀ (I + F Σ Fᵀ)⁻¹ (F Σ)        propagate  G Σ Gᵀ + W
+
+It is exact, and the reference for the other structures. The Cholesky factor that proves a result
+positive definite is kept with it. If the subtraction cancels too much for that, the same result
+comes from a QR decomposition, which subtracts nothing.
+"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
-from typing import final
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor
@@ -19,23 +25,27 @@ from driftfilter.base.checks import (
     unchecked,
 )
 from driftfilter.gaussian.covariance import (
+    Covariance,
     Gain,
     Index,
     Noise,
+    Shapes,
     cholesky,
     identity_like,
-    normals,
-    symmetrized,
+    symmetrize,
 )
 
 
 @final
 @dataclass(frozen=True, eq=False)
-class Full:
+class Full(Covariance):
     """Dense covariance: every correlation, O(d²) memory.
 
     Condition: Σ - (F Σ)ᵀ (I + F Σ Fᵀ)⁻¹ (F Σ), O(m d²).
     """
+
+    is_dense: ClassVar[bool] = True
+    is_exact: ClassVar[bool] = True
 
     matrix: Tensor  # [d, d]
 
@@ -51,7 +61,7 @@ class Full:
             f"asymmetry {asymmetry:.3g}",
             "symmetric",
         )
-        object.__setattr__(self, "matrix", symmetrized(self.matrix.detach()))
+        object.__setattr__(self, "matrix", symmetrize(self.matrix.detach()))
         cholesky(self.matrix, "Full.matrix")
 
     @property
@@ -62,20 +72,16 @@ class Full:
     def dtype(self) -> torch.dtype:
         return self.matrix.dtype
 
-    @cached_property
-    def root(self) -> Tensor:
-        """Lower Cholesky factor L, Σ = L Lᵀ."""
-        return cholesky(self.matrix, "the covariance")
+    @classmethod
+    def isotropic_like(
+        cls, variance: float, mean: Tensor, rank: int = 0, shapes: Shapes = None
+    ) -> Full:
+        return cls(torch.diag(mean.new_full(mean.shape, variance)))
 
     def apply(self, vectors: Tensor) -> Tensor:
         matrix: Tensor = self.__dict__.get("precise", self.matrix)
         applied = (vectors if vectors.dtype == matrix.dtype else vectors.to(matrix.dtype)) @ matrix
         return applied if applied.dtype == self.dtype else applied.to(self.dtype)
-
-    def solve(self, vectors: Tensor) -> Tensor:
-        return torch.cholesky_solve(vectors.reshape(-1, self.dimension).mT, self.root).mT.reshape(
-            vectors.shape
-        )
 
     def condition(self, factor: Tensor) -> Full:
         rows = factor.shape[0]
@@ -108,7 +114,7 @@ class Full:
                 whitened = torch.linalg.solve_triangular(
                     cholesky(inner, "I + F Σ Fᵀ"), cross, upper=False
                 )
-                matrix = symmetrized(torch.addmm(self.matrix, whitened.mT, whitened, alpha=-1.0))
+                matrix = symmetrize(torch.addmm(self.matrix, whitened.mT, whitened, alpha=-1.0))
             root, status = torch.linalg.cholesky_ex(matrix)
             if status.item() == 0:
                 return unchecked(Full, matrix=matrix, root=root)
@@ -119,7 +125,7 @@ class Full:
         stacked = torch.cat((factor @ self.root, identity_like(self.matrix)))
         _, triangle = torch.linalg.qr(stacked, mode="r")
         half = torch.linalg.solve_triangular(triangle.mT, self.root.mT, upper=False)
-        matrix = symmetrized(half.mT @ half)
+        matrix = symmetrize(half.mT @ half)
         return unchecked(Full, matrix=matrix, root=cholesky(matrix, "the posterior covariance"))
 
     def truncate(self) -> Full:
@@ -137,7 +143,7 @@ class Full:
         elif gain.dim() == 1:
             moved = self.matrix * torch.outer(gain, gain)
         else:
-            moved = symmetrized(gain @ self.matrix @ gain.mT)
+            moved = symmetrize(gain @ self.matrix @ gain.mT)
         if isinstance(noise, float) or (isinstance(noise, Tensor) and noise.dim() == 1):
             moved.diagonal().add_(noise)
             return unchecked(Full, matrix=moved)
@@ -145,14 +151,13 @@ class Full:
             Full, matrix=moved.add_(noise if isinstance(noise, Tensor) else noise.dense())
         )
 
-    def sample(self, count: int, generator: torch.Generator) -> Tensor:
-        return normals(count, self.matrix, generator) @ self.root.mT
-
-    def variance(self) -> Tensor:
-        return self.matrix.diagonal()
-
-    def precision(self) -> Tensor:
-        return torch.cholesky_inverse(self.root)
+    def inform(self, information: float | Tensor) -> Full:
+        if isinstance(information, Tensor):
+            return self.condition(torch.diag(information.sqrt()))
+        precision = unchecked(Full, matrix=self.matrix.double()).precision()
+        precision.diagonal().add_(information)
+        inverse = torch.cholesky_inverse(cholesky(precision, "the source precision"))
+        return Full(symmetrize(inverse).to(self.dtype))
 
     def marginal(self, index: Index) -> Full:
         return unchecked(Full, matrix=self.matrix[index][:, index])

@@ -1,5 +1,6 @@
-"""The covariance of a weight matrix: eigenvectors that are a Kronecker product, eigenvalues of any
-kind.
+"""Σ⁻¹ = (U ⊗ V) diag(s) (U ⊗ V)ᵀ: the covariance of a weight matrix.
+
+Its eigenvectors are a Kronecker product, its eigenvalues are of any kind.
 """
 
 from __future__ import annotations
@@ -14,20 +15,23 @@ from torch import Tensor
 from driftfilter.base.checks import (
     NotPositiveDefiniteError,
     require,
-    require_finite,
     require_floating,
+    require_positive,
     require_shape,
     unchecked,
 )
+from driftfilter.gaussian.blocks import Blocks
 from driftfilter.gaussian.covariance import (
     Covariance,
     Gain,
     Index,
     Noise,
+    Shapes,
     identity_like,
     refuse,
-    symmetrized,
+    symmetrize,
 )
+from driftfilter.gaussian.diagonal import Diagonal
 from driftfilter.gaussian.full import Full
 
 
@@ -39,13 +43,13 @@ def _eigenvectors(matrix: Tensor) -> Tensor:
         raise NotPositiveDefiniteError(
             f"the posterior precision is not finite: it overflowed {matrix.dtype}"
         )
-    vectors: Tensor = torch.linalg.eigh(symmetrized(matrix.double()))[1]
+    vectors: Tensor = torch.linalg.eigh(symmetrize(matrix.double()))[1]
     return vectors.to(matrix.dtype)
 
 
 @final
 @dataclass(frozen=True, eq=False)
-class Kronecker:
+class Kronecker(Covariance):
     """Covariance of a weight matrix [p, q], row by row, with Kronecker eigenvectors: Σ⁻¹ = (U ⊗ V)
     diag(s) (U ⊗ V)ᵀ.
 
@@ -71,12 +75,7 @@ class Kronecker:
         require_shape("Kronecker.values", self.values, "[p, q]", None, None)
         require_floating("Kronecker.values", self.values)
         rows, columns = self.values.shape
-        require_finite("Kronecker.values", self.values)
-        if not (self.values > 0).all():
-            raise NotPositiveDefiniteError(
-                "Kronecker.values must be > 0, got a smallest value of "
-                f"{self.values.min().item():g}"
-            )
+        require_positive("Kronecker.values", self.values)
         for name, basis, size in (("left", self.left, rows), ("right", self.right, columns)):
             require_shape(f"Kronecker.{name}", basis, f"[{size}, {size}]", size, size)
             require(
@@ -114,12 +113,29 @@ class Kronecker:
         return cls(left, right, like.new_full((rows, columns), 1 / variance))
 
     @classmethod
+    def isotropic_like(
+        cls, variance: float, mean: Tensor, rank: int = 0, shapes: Shapes = None
+    ) -> Blocks:
+        """σ² I with a part for each parameter of two dimensions or more, the rest diagonal."""
+        if shapes is None:
+            allowed = "'full', 'diagonal' or 'low_rank' for a model without named parameters"
+            raise ValueError(f"structure must be {allowed}, got 'kronecker'")
+        return Blocks(
+            tuple(
+                cls.isotropic(variance, shape[0], shape[1:].numel(), mean)
+                if len(shape) > 1
+                else Diagonal(mean.new_full((shape.numel(),), variance))
+                for shape in shapes.values()
+            )
+        )
+
+    @classmethod
     def from_factors(cls, left: Tensor, right: Tensor, damping: float) -> Kronecker:
         """Σ⁻¹ = A ⊗ B + λ I for positive semi-definite A [p, p] and B [q, q]: KFAC's factors and a
         prior precision.
         """
         (rows, first), (columns, second) = (
-            torch.linalg.eigh(symmetrized(factor.double())) for factor in (left, right)
+            torch.linalg.eigh(symmetrize(factor.double())) for factor in (left, right)
         )
         values = torch.outer(rows.clamp_min(0), columns.clamp_min(0)) + damping
         return cls(first.to(left.dtype), second.to(left.dtype), values.to(left.dtype))
@@ -132,7 +148,7 @@ class Kronecker:
     def dtype(self) -> torch.dtype:
         return self.values.dtype
 
-    def _scaled(self, vectors: Tensor, scale: Tensor) -> Tensor:
+    def _scale(self, vectors: Tensor, scale: Tensor) -> Tensor:
         """(U ⊗ V) diag(scale) (U ⊗ V)ᵀ v for rows v [..., d]."""
         matrices = vectors.reshape(*vectors.shape[:-1], *self.values.shape)
         return (
@@ -140,27 +156,31 @@ class Kronecker:
         ).reshape(vectors.shape)
 
     def apply(self, vectors: Tensor) -> Tensor:
-        return self._scaled(vectors, self.values.reciprocal())
+        return self._scale(vectors, self.values.reciprocal())
 
     def solve(self, vectors: Tensor) -> Tensor:
-        return self._scaled(vectors, self.values)
+        return self._scale(vectors, self.values)
 
     def condition(self, factor: Tensor) -> Kronecker:
         if factor.shape[0] == 0:
             return self
         rows = factor.reshape(-1, *self.values.shape)
         long, wide = rows.transpose(0, 1).flatten(1), rows.flatten(0, 1)  # [p, m q], [m p, q]
-        left = _eigenvectors(_weighted(self.left, self.values.sum(1)) + long @ long.mT)
-        right = _eigenvectors(_weighted(self.right, self.values.sum(0)) + wide.mT @ wide)
-        values = self._seen_in(left, right, self.values) + (left.mT @ rows @ right).square().sum(0)
+        left = _eigenvectors(_weigh(self.left, self.values.sum(1)) + long @ long.mT)
+        right = _eigenvectors(_weigh(self.right, self.values.sum(0)) + wide.mT @ wide)
+        added = (left.mT @ rows @ right).square().sum(0)
+        values = self._diagonal_in(left, right, self.values) + added
         return unchecked(Kronecker, left=left, right=right, values=values)
 
-    def _seen_in(self, left: Tensor, right: Tensor, scale: Tensor) -> Tensor:
+    def inform(self, information: float | Tensor) -> Covariance:
+        """Exact for a number; a vector is curvature to condition on."""
+        if isinstance(information, Tensor):
+            return super().inform(information)
+        return Kronecker(self.left, self.right, self.values + information)
+
+    def _diagonal_in(self, left: Tensor, right: Tensor, scale: Tensor) -> Tensor:
         """Diagonal [p, q] of (U ⊗ V) diag(scale) (U ⊗ V)ᵀ in another Kronecker basis."""
         return (left.mT @ self.left).square() @ scale @ (self.right.mT @ right).square()
-
-    def truncate(self) -> Kronecker:
-        return self
 
     def propagate(self, gain: Gain, noise: Noise) -> Kronecker:
         """Exact for a number as gain and isotropic noise, or a Kronecker noise with the same
@@ -187,15 +207,13 @@ class Kronecker:
         low, high = torch.aminmax(added)
         if low.item() == high.item():
             return self._with_variances(own + low)
-        left = _eigenvectors(_weighted(self.left, own.sum(1)) + _weighted(noise.left, added.sum(1)))
-        right = _eigenvectors(
-            _weighted(self.right, own.sum(0)) + _weighted(noise.right, added.sum(0))
-        )
-        variances = self._seen_in(left, right, own) + noise._seen_in(left, right, added)
+        left = _eigenvectors(_weigh(self.left, own.sum(1)) + _weigh(noise.left, added.sum(1)))
+        right = _eigenvectors(_weigh(self.right, own.sum(0)) + _weigh(noise.right, added.sum(0)))
+        variances = self._diagonal_in(left, right, own) + noise._diagonal_in(left, right, added)
         return unchecked(Kronecker, left=left, right=right, values=variances.reciprocal())
 
     def _with_variances(self, variances: Tensor) -> Kronecker:
-        """The same eigenvectors, other eigenvalues of Σ [p, q]."""
+        """Σ with these eigenvectors and other eigenvalues [p, q]."""
         values = variances.reciprocal()
         if not math.isfinite(values.max().item()):
             raise NotPositiveDefiniteError(
@@ -214,27 +232,37 @@ class Kronecker:
         return (self.left.square() @ self.values.reciprocal() @ self.right.square().mT).flatten()
 
     def precision(self) -> Tensor:
-        return symmetrized(
-            self.solve(self._units(torch.arange(self.dimension, device=self.values.device)))
-        )
+        return symmetrize(self.solve(self._units(slice(None))))
+
+    def log_determinant(self) -> Tensor:
+        return -self.values.log().sum()
+
+    def spectrum(self) -> Tensor:
+        return self.values.double().flatten()
+
+    def relative_trace(self, other: Covariance) -> Tensor:
+        """s times the diagonal of C in the basis U ⊗ V, without a matrix if C is Kronecker, too."""
+        if not isinstance(other, Kronecker) or other.values.shape != self.values.shape:
+            return super().relative_trace(other)
+        seen = other._diagonal_in(self.left, self.right, other.values.reciprocal())
+        return (self.values * seen).sum()
 
     def marginal(self, index: Index) -> Covariance:
         """The block of Σ, which is dense unless it is all of Σ."""
         wanted = torch.arange(self.dimension, device=self.values.device)[index]
         if len(wanted) == self.dimension and bool((wanted.diff() > 0).all()):
             return self
-        return unchecked(Full, matrix=symmetrized(self.apply(self._units(wanted))[:, wanted]))
+        return unchecked(Full, matrix=symmetrize(self.apply(self._units(wanted))[:, wanted]))
 
     def dense(self) -> Tensor:
-        return symmetrized(
-            self.apply(self._units(torch.arange(self.dimension, device=self.values.device)))
-        )
+        return symmetrize(self.apply(self._units(slice(None))))
 
-    def _units(self, places: Tensor) -> Tensor:
-        """Rows [m, d] with a 1 at each place [m]."""
+    def _units(self, index: Index) -> Tensor:
+        """Rows [m, d] with a 1 at each of m places."""
+        places = torch.arange(self.dimension, device=self.values.device)[index]
         return self.values.new_zeros(len(places), self.dimension).scatter_(1, places[:, None], 1.0)
 
 
-def _weighted(basis: Tensor, weights: Tensor) -> Tensor:
+def _weigh(basis: Tensor, weights: Tensor) -> Tensor:
     """U diag(w) Uᵀ [p, p]."""
     return (basis * weights) @ basis.mT

@@ -1,11 +1,11 @@
-"""Diagonal plus low rank: the covariance of models with too many parameters for a matrix."""
+"""Σ⁻¹ = diag(u) + WᵀW: the covariance of models with too many parameters for a matrix."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import final
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor
@@ -15,28 +15,28 @@ from driftfilter.base.checks import (
     require,
     require_finite,
     require_floating,
+    require_positive,
     require_shape,
     unchecked,
 )
-from driftfilter.gaussian.blocks import Blocks
 from driftfilter.gaussian.covariance import (
     Covariance,
     Gain,
     Index,
     Noise,
+    Shapes,
     cholesky,
     column_energy,
-    compacted,
+    compact,
     identity_like,
     normals,
     refuse,
 )
-from driftfilter.gaussian.diagonal import Diagonal
 
 
 def _gram(rows: Tensor, weights: Tensor | None = None) -> Tensor:
-    """F diag(w) Fᵀ for rows F [m, d] (w = 1 unless given), computing the lower triangle only where
-    that is faster.
+    """F diag(w) Fᵀ for rows F [m, d], w = 1 unless given; from its lower triangle if that is
+    faster.
     """
     if weights is not None and weights.shape[0]:
         low, high = torch.aminmax(weights)
@@ -64,13 +64,17 @@ def _root_of_one_plus(gram: Tensor) -> Tensor:
 
 @final
 @dataclass(frozen=True, eq=False)
-class LowRank:
+class LowRank(Covariance):
     """Diagonal plus low rank in precision form: Σ⁻¹ = diag(u) + WᵀW, O(d r) memory, never d×d.
 
     Conditioning appends the rows of F; ``truncate`` keeps the ``rank`` strongest directions (in the
     metric u⁻¹, so that one Gram matrix serves the solve and the truncation) and moves what it drops
     into u: diag(Σ⁻¹) is kept.
     """
+
+    is_exact: ClassVar[bool] = True
+    has_spectrum: ClassVar[bool] = False
+    grows: ClassVar[tuple[str, ...]] = ("factor",)
 
     diagonal: Tensor  # [d], u: diagonal part of the precision
     factor: Tensor  # [r, d], W
@@ -98,13 +102,8 @@ class LowRank:
         )
         object.__setattr__(self, "diagonal", self.diagonal.detach().clone())
         object.__setattr__(self, "factor", self.factor.detach().clone())
-        require_finite("LowRank.diagonal", self.diagonal)
+        require_positive("LowRank.diagonal", self.diagonal)
         require_finite("LowRank.factor", self.factor)
-        if not (self.diagonal > 0).all():
-            raise NotPositiveDefiniteError(
-                "LowRank.diagonal must be > 0, got a smallest value of "
-                f"{self.diagonal.min().item():g}"
-            )
         whole = isinstance(self.rank, int) and not isinstance(self.rank, bool)
         require(
             whole and 0 <= self.rank <= dimension,
@@ -126,6 +125,12 @@ class LowRank:
             "a finite number > 0",
         )
         return cls(like.new_full((dimension,), 1 / variance), like.new_zeros(0, dimension), rank)
+
+    @classmethod
+    def isotropic_like(
+        cls, variance: float, mean: Tensor, rank: int = 0, shapes: Shapes = None
+    ) -> LowRank:
+        return cls.isotropic(variance, len(mean), min(rank, len(mean)), mean)
 
     @property
     def dimension(self) -> int:
@@ -157,20 +162,21 @@ class LowRank:
     def condition(self, factor: Tensor) -> LowRank:
         if self.factor.shape[0]:
             factor = torch.cat((self.factor, factor))
-        return _low_rank(self.diagonal, compacted(factor), self.rank)
+        return _low_rank(self.diagonal, compact(factor), self.rank)
+
+    def inform(self, information: float | Tensor) -> LowRank:
+        return LowRank(self.diagonal + information, self.factor, self.rank)
 
     def truncate(self) -> LowRank:
         if self.factor.shape[0] <= self.rank:
             return self
-        _, directions = torch.linalg.eigh(
-            self._energy.double()
-        )  # ascending; in float32 it may fail to converge
+        # Ascending; in float32 the decomposition may fail to converge.
+        _, directions = torch.linalg.eigh(self._energy.double())
         factor = directions[:, directions.shape[1] - self.rank :].mT.to(self.dtype) @ self.factor
         before = column_energy(self.factor)
         dropped = before - column_energy(factor)
-        rounding = (
-            16 * torch.finfo(self.dtype).eps * before
-        )  # which would swamp u where W is strong
+        # Rounding would swamp u if W is strong.
+        rounding = 16 * torch.finfo(self.dtype).eps * before
         return _low_rank(
             self.diagonal + dropped.masked_fill_(dropped <= rounding, 0.0), factor, self.rank
         )
@@ -226,7 +232,7 @@ class LowRank:
     def variance(self) -> Tensor:
         half = torch.linalg.solve_triangular(self._core, self.factor, upper=False)
         subtracted = (1 - column_energy(half) / self.diagonal) / self.diagonal
-        # Where the subtraction cancels, Σ_ii >= 1 / (Σ⁻¹)_ii still holds.
+        # If the subtraction cancels, Σ_ii >= 1 / (Σ⁻¹)_ii still holds.
         return torch.maximum(subtracted, (self.diagonal + column_energy(self.factor)).reciprocal())
 
     def precision(self) -> Tensor:
@@ -234,10 +240,23 @@ class LowRank:
             raise refuse("LowRank", "a dense precision", "Full, or a source without low-rank part")
         return self.diagonal
 
+    def log_determinant(self) -> Tensor:
+        return -self.diagonal.log().sum() - 2 * self._core.diagonal().log().sum()
+
+    def spectrum(self) -> Tensor:
+        raise refuse("LowRank", "a marginal likelihood", "Full, Diagonal or Kronecker")
+
+    def relative_trace(self, other: Covariance) -> Tensor:
+        """u · diag C + tr W C Wᵀ."""
+        shared = (other.apply(self.factor) * self.factor).sum()
+        return (other.variance() * self.diagonal).sum() + shared
+
+    @property
+    def is_diagonal(self) -> bool:
+        return not self.factor.shape[0]
+
     def marginal(self, index: Index) -> LowRank:
-        """Schur complement: u_A, W_A and the core of the coordinates left out, I + W_B u_B⁻¹
-        W_Bᵀ.
-        """
+        """Schur complement: u_A, W_A and the core of those left out, I + W_B u_B⁻¹ W_Bᵀ."""
         rest = torch.ones(self.dimension, dtype=torch.bool, device=self.diagonal.device)
         rest[index] = False
         root = _root_of_one_plus(_gram(self.factor[:, rest], self.diagonal[rest].reciprocal()))
@@ -254,15 +273,14 @@ def _low_rank(diagonal: Tensor, factor: Tensor, rank: int) -> LowRank:
 
 
 def _as_low_rank(noise: Covariance) -> LowRank:
-    """A noise without or with few correlations as diagonal plus low rank; a variance of 0 becomes u
-    = ∞.
-    """
+    """A noise with few correlations as diagonal plus low rank; a variance of 0 becomes u = ∞."""
     if isinstance(noise, LowRank):
         return noise
-    if isinstance(noise, Diagonal):
-        return _low_rank(noise.values.reciprocal(), noise.values.new_zeros(0, noise.dimension), 0)
-    if isinstance(noise, Blocks):
-        parts = [_as_low_rank(part) for part in noise.parts]
-        factor = torch.block_diag(*[part.factor for part in parts])
-        return _low_rank(torch.cat([part.diagonal for part in parts]), factor, 0)
-    raise refuse("LowRank", "noise that correlates coordinates", "Full")
+    if noise.is_diagonal:
+        precision = noise.precision()
+        return _low_rank(precision, precision.new_zeros(0, noise.dimension), 0)
+    parts = [_as_low_rank(part) for part in noise.independent_parts()]
+    if not parts:
+        raise refuse("LowRank", "noise that correlates coordinates", "Full")
+    factor = torch.block_diag(*[part.factor for part in parts])
+    return _low_rank(torch.cat([part.diagonal for part in parts]), factor, 0)

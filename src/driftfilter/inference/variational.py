@@ -19,7 +19,7 @@ from driftfilter.base.checks import (
 )
 from driftfilter.base.randomness import Randomness
 from driftfilter.gaussian.belief import Belief
-from driftfilter.gaussian.covariance import compacted
+from driftfilter.gaussian.covariance import compact
 from driftfilter.inference.curvature import Curvature, Hessian
 from driftfilter.inference.linearized import Nodes, expected
 from driftfilter.model.observation import Energy
@@ -80,6 +80,6 @@ class Variational(Checked):
 
 def _blend(old: Tensor, new: Tensor, rate: float) -> Tensor:
     """A factor of (1 - r) FᵀF + r F'ᵀF', with no more rows than columns."""
-    return compacted(
+    return compact(
         torch.cat((old * math.sqrt(1 - rate), new * math.sqrt(rate))) if rate < 1 else new
     )

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from driftfilter.base.checks import Checked, NotNegative, Positive, PositiveFraction, require
 from driftfilter.gaussian.belief import Belief
-from driftfilter.gaussian.covariance import Gain, symmetrized
+from driftfilter.gaussian.covariance import Gain, symmetrize
 from driftfilter.model.dynamics import Matrix, Spread, SpreadRule, as_config, as_matrix
 
 
@@ -89,7 +89,7 @@ class FullNoise:
             f"shape {list(noise.shape)}",
             f"of length {source.dimension} (d) in each dimension",
         )
-        return Spread(1.0, symmetrized(noise) if noise.dim() == 2 else noise)
+        return Spread(1.0, symmetrize(noise) if noise.dim() == 2 else noise)
 
 
 @final

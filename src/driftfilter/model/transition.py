@@ -15,7 +15,14 @@ from torch import Tensor
 from driftfilter.base.checks import Checked, Role, require, require_count, unchecked
 from driftfilter.gaussian.belief import Belief
 from driftfilter.gaussian.blocks import Blocks
-from driftfilter.gaussian.covariance import Covariance, Gain, Noise, block_diagonal, positive_root
+from driftfilter.gaussian.covariance import (
+    Covariance,
+    Gain,
+    Noise,
+    block_diagonal,
+    positive_root,
+    refuse,
+)
 from driftfilter.gaussian.diagonal import Diagonal
 from driftfilter.gaussian.full import Full
 from driftfilter.model.dynamics import Dynamics, Layout, Motion, RandomWalk, Spread, SpreadRule
@@ -66,27 +73,25 @@ class Transition(Checked):
         if layout is None:
             return belief
         covariance, dynamics = belief.covariance, self.dynamics
+        parts = covariance.independent_parts()
         index, variance = layout.places.to(belief.mean.device), layout.variance.to(belief.mean)
         mean = torch.zeros_like(variance).index_copy(0, index, belief.mean)
-        if (
-            isinstance(covariance, Blocks)
-            and isinstance(dynamics, BlockDynamics)
-            and covariance.sizes == list(dynamics.sizes)
+        if isinstance(dynamics, BlockDynamics) and dynamics.sizes == tuple(
+            part.dimension for part in parts
         ):
             pieces = dynamics.split(belief)
             augmented = [
                 part.augment(piece) for part, piece in zip(dynamics.parts, pieces, strict=True)
             ]
             return Belief(mean, Blocks(tuple(piece.covariance for piece in augmented)))
-        if not isinstance(covariance, Full):
-            structure, dynamic = type(covariance).__name__, type(dynamics).__name__
-            raise ValueError(
-                f"{structure} cannot carry {dynamic}, whose hidden states correlate with the "
-                "parameters;"
-                " use Full, or Blocks of Full with BlockDynamics of the same sizes"
+        if not covariance.is_dense:
+            raise refuse(
+                type(covariance).__name__,
+                f"{type(dynamics).__name__}, whose hidden states correlate with the parameters",
+                "Full, or Blocks of Full with BlockDynamics of the same sizes",
             )
         matrix = torch.diag(variance)
-        matrix[index[:, None], index] = covariance.matrix
+        matrix[index[:, None], index] = covariance.dense()
         return Belief(mean, Full(matrix))
 
     def read_out(self, parameters: int) -> Tensor | None:
@@ -282,12 +287,8 @@ class BlockDynamics(Dynamics):
 
 
 def _settled(spread: SpreadRule, source: Belief) -> SpreadRule:
-    """A constant noise as a matrix where the covariance is one: once, instead of at every step."""
-    if (
-        not isinstance(spread, Spread)
-        or not isinstance(source.covariance, Full)
-        or _is(spread.noise, 0.0)
-    ):
+    """A constant noise as a matrix if the covariance is one: once, instead of at every step."""
+    if not isinstance(spread, Spread) or not source.covariance.is_dense or _is(spread.noise, 0.0):
         return spread
     noise = spread.noise
     if isinstance(noise, float):
@@ -316,19 +317,15 @@ def _scaled(gain: Gain, keep: float | Tensor) -> Gain:
 
 def _draw(noise: Noise, like: Tensor, generator: torch.Generator) -> Tensor:
     """Draws of N(0, W) [count, d] for a W that may be singular."""
-    if isinstance(noise, Full):
-        noise = noise.matrix
-    if isinstance(noise, Blocks):
-        pieces = like.split(noise.sizes, -1)
-        return torch.cat(
-            [
-                _draw(part, piece, generator)
-                for part, piece in zip(noise.parts, pieces, strict=True)
-            ],
-            -1,
-        )
-    if not isinstance(noise, (float, Tensor)):
-        return noise.sample(len(like), generator)
+    if isinstance(noise, Covariance):
+        parts = noise.independent_parts()
+        if parts:
+            pieces = like.split([part.dimension for part in parts], -1)
+            drawn = zip(parts, pieces, strict=True)
+            return torch.cat([_draw(part, piece, generator) for part, piece in drawn], -1)
+        if not noise.is_dense:
+            return noise.sample(len(like), generator)
+        noise = noise.dense()
     normals = torch.randn(like.shape, generator=generator, dtype=like.dtype, device=like.device)
     if isinstance(noise, float):
         return normals * math.sqrt(noise)

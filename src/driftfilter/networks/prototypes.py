@@ -32,10 +32,6 @@ from driftfilter.base.checks import (
 )
 from driftfilter.base.randomness import Randomness
 from driftfilter.gaussian.belief import Belief
-from driftfilter.gaussian.blocks import Blocks
-from driftfilter.gaussian.covariance import Covariance
-from driftfilter.gaussian.diagonal import Diagonal
-from driftfilter.gaussian.lowrank import LowRank
 from driftfilter.inference.curvature import NoCurvature
 from driftfilter.model.losses import one_hot
 from driftfilter.model.observation import Energy
@@ -440,24 +436,9 @@ def _gaussian_update(
     pull = head.concentration * (shares.mT @ features - counts.unsqueeze(-1) * w)
     information = (head.concentration * counts).unsqueeze(-1).expand_as(w)
     none = torch.zeros_like(counts)
-    covariance = _informed(prior.covariance, head.join(none, information))
+    covariance = prior.covariance.inform(head.join(none, information))
     mean = prior.mean + covariance.apply(head.join(none, pull))
     return unchecked(Belief, mean=mean, covariance=covariance.truncate())
-
-
-def _informed(covariance: Covariance, information: Tensor) -> Covariance:
-    """(Σ⁻¹ + diag i)⁻¹ for i [d]; one row stands for the whole factor where a structure reads its
-    column sums only.
-    """
-    if isinstance(covariance, Blocks):
-        pieces = zip(covariance.parts, information.split(covariance.sizes), strict=True)
-        return Blocks(tuple(_informed(part, piece) for part, piece in pieces))
-    if isinstance(covariance, LowRank):  # exact, with nothing to truncate
-        return LowRank(covariance.diagonal + information, covariance.factor, covariance.rank)
-    root = information.sqrt()
-    return covariance.condition(
-        root.unsqueeze(0) if isinstance(covariance, Diagonal) else torch.diag(root)
-    )
 
 
 def _directional_update(

@@ -20,12 +20,12 @@ from driftfilter.model.weighting import Constant, Reliability
 from driftfilter.networks.batch_norm import Ema
 from driftfilter.networks.parameters import Head
 from driftfilter.recipe import Recipe
-from driftfilter.source.posterior import Gaussian, Structure
+from driftfilter.source.posterior import Gaussian
 
 Preset = TypeVar("Preset", bound=Callable[..., Recipe])
 
 
-def _paper(structure: Structure, beta: float, variance: float, rank: int = 256) -> Recipe:
+def _paper(structure: str, beta: float, variance: float, rank: int = 256) -> Recipe:
     return Recipe(
         source=Gaussian(variance, structure, rank),
         transition=Transition(RandomWalk(), Reset(variance)),
@@ -136,7 +136,7 @@ def driftfilter_aug(
     )
 
 
-def _head(structure: Structure, rank: int, beta: float, variance: float, rho: float) -> Recipe:
+def _head(structure: str, rank: int, beta: float, variance: float, rho: float) -> Recipe:
     return Recipe(
         parameters=Head(),
         source=Gaussian(variance, structure, rank),
@@ -150,7 +150,7 @@ def head_ekf(
     beta: float = 2.0,
     variance: float = 0.01,
     rho: float = 0.99,
-    structure: Structure = "low_rank",
+    structure: str = "low_rank",
     rank: int = 64,
 ) -> Recipe:
     """An extended Kalman filter on the last layer, with the curvature of the loss; predicts with
@@ -163,7 +163,7 @@ def head_bong(
     beta: float = 2.0,
     variance: float = 0.01,
     rho: float = 0.99,
-    structure: Structure = "low_rank",
+    structure: str = "low_rank",
     rank: int = 64,
     samples: int = 8,
 ) -> Recipe:

@@ -1,5 +1,6 @@
-"""The source posterior p(θ_S given D_S): what source data say about the parameters before the
-stream.
+"""p(θ_S given D_S), the source posterior: what source data say about the parameters.
+
+A source takes a model and its parameters, and perhaps data, and gives the belief before the stream.
 """
 
 from __future__ import annotations
@@ -27,20 +28,18 @@ from driftfilter.base.checks import (
 from driftfilter.base.inputs import Inputs, batch_size, checked, each
 from driftfilter.base.randomness import Purpose, Randomness
 from driftfilter.gaussian.belief import Belief
-from driftfilter.gaussian.blocks import Blocks
 from driftfilter.gaussian.covariance import Covariance
 from driftfilter.gaussian.diagonal import Diagonal
 from driftfilter.gaussian.full import Full
-from driftfilter.gaussian.kronecker import Kronecker
 from driftfilter.gaussian.lowrank import LowRank
+from driftfilter.gaussian.structures import STRUCTURES
 from driftfilter.inference.curvature import Curvature, GaussNewton, Hessian, LogitMetric
 from driftfilter.model.losses import PseudoLabel
 from driftfilter.model.observation import Energy, Evaluation, Gibbs, Samples, evaluate, pull_back
 from driftfilter.model.predictive import LogitFunction, PredictiveModel, lift
 from driftfilter.networks.network import Network
-from driftfilter.source.marginal_likelihood import marginal_precision, reweighted
+from driftfilter.source.marginal_likelihood import marginal_precision, reweight
 
-Structure: TypeAlias = Literal["full", "diagonal", "low_rank", "kronecker"]
 BUDGET = 1 << 27  # numbers in a factor of the curvature
 Labeling: TypeAlias = Callable[[Tensor], Tensor]  # logits [n, k] -> class indices [n]
 
@@ -52,7 +51,7 @@ class SourceData(Checked):
 
     ``inputs``: one tensor [N, ...], cut into batches of ``batch_size`` with its ``labels`` [N]; or
     batches one after the other, such as a data loader gives: a tensor [n, ...], a mapping of what
-    the model takes by name, or a pair of one and its labels. They are read again where the model
+    the model takes by name, or a pair of one and its labels. They are read again if the model
     has changed: give a list or a loader, not an iterator.
 
     >>> import torch
@@ -89,9 +88,7 @@ class SourceData(Checked):
 
     @classmethod
     def of(cls, data: SourceData | Tensor | tuple[Tensor, Tensor] | None) -> SourceData | None:
-        """Inputs [N, ...], alone or with their labels [N], as source data; None where there are
-        none.
-        """
+        """Inputs [N, ...], alone or with their labels [N], as source data; None stays None."""
         if data is None or isinstance(data, SourceData):
             return data
         return cls(*data) if isinstance(data, tuple) else cls(data)
@@ -106,12 +103,9 @@ class SourceData(Checked):
             return
         for batch in self.inputs:
             pair = (batch, None) if isinstance(batch, (Tensor, Mapping)) else batch
-            paired = isinstance(pair, (tuple, list)) and len(pair) in (
-                1,
-                2,
-            )  # a loader without labels gives lists of one
+            # A loader without labels gives lists of one.
             require(
-                paired,
+                isinstance(pair, (tuple, list)) and len(pair) in (1, 2),
                 "SourceData.inputs",
                 type(batch).__name__,
                 "batches [n, ...] or pairs of inputs and labels",
@@ -145,18 +139,20 @@ class PointMass:
 class Gaussian(Checked):
     """N(θ_S, σ² I), in the structure that the filter is to carry; ``rank`` is that of "low_rank".
 
-    ``taper`` a: the variance of layer l of L, in the order in which the module has them, is σ² (1 -
-    l/L)^a, l = 0, 1, …: the deeper a layer, the less a shift of the inputs is a reason to move it
-    ("diagonal" only, of a network).
+    ``structure`` is a name in the table ``driftfilter.gaussian.structures``. ``taper`` a: the
+    variance of layer l of L, in the order in which the module has them, is σ² (1 - l/L)^a, l = 0,
+    1, …: the deeper a layer, the less a shift of the inputs is a reason to move it ("diagonal"
+    only, of a network).
     """
 
     variance: Positive = 0.01
-    structure: Structure = "diagonal"
+    structure: str = "diagonal"
     rank: Count = 10
     taper: NotNegative = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        _require_structure("Gaussian", self.structure)
         tapers = self.taper == 0 or self.structure == "diagonal"
         require(tapers, "Gaussian.structure", self.structure, "'diagonal' with a taper")
 
@@ -165,17 +161,15 @@ class Gaussian(Checked):
     ) -> Belief:
         if self.taper:
             return Belief(mean, Diagonal(self.variance * _depths(model, mean).pow(self.taper)))
-        return Belief(mean, _isotropic(self.structure, self.variance, self.rank, model, mean))
+        structure = STRUCTURES[self.structure]
+        return Belief(mean, structure.isotropic_like(self.variance, mean, self.rank, model.shapes))
 
 
 def _depths(model: PredictiveModel, mean: Tensor) -> Tensor:
-    """1 - l/L of every parameter [d], l the place of its layer among the L that have parameters in
-    θ.
-    """
-    shapes = getattr(model, "shapes", None)
-    known = isinstance(shapes, Mapping)
-    require(known, "Gaussian.taper", "a model without named parameters", "0 for it")
-    assert isinstance(shapes, Mapping)
+    """1 - l/L of every parameter [d], l the place of its layer among the L with parameters in θ."""
+    shapes = model.shapes
+    require(shapes is not None, "Gaussian.taper", "a model without named parameters", "0 for it")
+    assert shapes is not None
     names = [name.rpartition(".")[0] for name in shapes]
     places = {name: place for place, name in enumerate(dict.fromkeys(names))}
     sizes = mean.new_tensor([shape.numel() for shape in shapes.values()]).long()
@@ -184,43 +178,17 @@ def _depths(model: PredictiveModel, mean: Tensor) -> Tensor:
     )
 
 
+def _require_structure(name: str, structure: str) -> None:
+    allowed = f"one of {list(STRUCTURES)}"
+    require(structure in STRUCTURES, f"{name}.structure", structure, allowed)
+
+
 def _require_choice(name: str, value: str | float, *words: str) -> None:
     """Raise unless a field is one of the words or a number > 0."""
     if isinstance(value, str):
         require(value in words, name, value, f"a number or one of {list(words)}")
     else:
         require_number(name, value, 0, math.inf, open_low=True)
-
-
-def _isotropic(
-    structure: str, variance: float, rank: int, model: PredictiveModel, mean: Tensor
-) -> Covariance:
-    """σ² I in a structure; "kronecker" has a part for each parameter of two dimensions or more, the
-    others are diagonal.
-    """
-    values = mean.new_full(mean.shape, variance)
-    if structure == "diagonal":
-        return Diagonal(values)
-    if structure == "full":
-        return Full(torch.diag(values))
-    if structure == "low_rank":
-        return LowRank.isotropic(variance, len(mean), min(rank, len(mean)), mean)
-    shapes = getattr(model, "shapes", None)
-    known = isinstance(shapes, Mapping)
-    require(
-        known,
-        "structure",
-        structure,
-        "'full', 'diagonal' or 'low_rank' for a model without named parameters",
-    )
-    assert isinstance(shapes, Mapping)
-    return Blocks(tuple(_layer(shape, variance, mean) for shape in shapes.values()))
-
-
-def _layer(shape: torch.Size, variance: float, like: Tensor) -> Covariance:
-    if len(shape) < 2:
-        return Diagonal(like.new_full((shape.numel(),), variance))
-    return Kronecker.isotropic(variance, shape[0], shape.numel() // shape[0], like)
 
 
 @final
@@ -233,7 +201,7 @@ class Laplace(Checked):
     of bounded memory. ``per`` "batch" takes in its place (ḡ_b ḡ_bᵀ), ḡ_b the gradient of the mean
     loss of batch b: with scale="mean" EATA's Fisher F_j = mean over batches of ḡ_bj², whose size
     depends on that of the batches. ``scale``: "sum" is c = 1, the posterior of the data given (the
-    paper's); "mean" is c = 1/N for N samples (or batches, where ``per`` is "batch"), EATA's; a
+    paper's); "mean" is c = 1/N for N samples (or batches, if ``per`` is "batch"), EATA's; a
     number M is c = M/N, for N samples that stand for M. ``precision``: λ, or "marginal_likelihood",
     the λ of greatest evidence under the prior N(0, I/λ) (not for "low_rank"). ``labels``: "given";
     "predicted", the most likely class; "drawn" from the model's probabilities with ``seed``, which
@@ -242,7 +210,7 @@ class Laplace(Checked):
     weight matrix.
     """
 
-    structure: Structure = "diagonal"
+    structure: str = "diagonal"
     rank: Count = 10
     curvature: Annotated[Curvature, Role("curvature", "GaussNewton()")] = field(
         default_factory=GaussNewton
@@ -255,20 +223,19 @@ class Laplace(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # Centring is a matter of one batch: its sum over batches would depend on how the data were
-        # cut.
-        alone = self.curvature.minimum == 1
+        _require_structure("Laplace", self.structure)
+        # Centring is a matter of one batch: its sum would depend on how the data were cut.
         require(
-            alone,
+            self.curvature.minimum == 1,
             "Laplace.curvature",
             self.curvature,
             "that of single samples, such as EmpiricalFisher(centered=False)",
         )
         _require_choice("Laplace.scale", self.scale, "sum", "mean")
         _require_choice("Laplace.precision", self.precision, "marginal_likelihood")
-        no_spectrum = self.structure == "low_rank" and isinstance(self.precision, str)
+        has_evidence = STRUCTURES[self.structure].has_spectrum
         require(
-            not no_spectrum,
+            has_evidence or not isinstance(self.precision, str),
             "Laplace.structure",
             self.structure,
             "another one for the marginal likelihood",
@@ -281,10 +248,15 @@ class Laplace(Checked):
         require(data is not None, "Laplace: data", data, "SourceData(inputs, labels)")
         assert data is not None
         start = 1.0 if isinstance(self.precision, str) else float(self.precision)
-        covariance, count = _isotropic(self.structure, 1 / start, self.rank, model, mean), 0
+        covariance = STRUCTURES[self.structure].isotropic_like(
+            1 / start, mean, self.rank, model.shapes
+        )
+        count = 0
         for step, (inputs, labels) in enumerate(data):
             labeling = self._labeling(labels, Randomness(self.seed, step, mean.device))
-            for rows in self._rows(_labeled(model, mean, inputs, labeling).evaluation, len(mean)):
+            for rows in self._rows(
+                _cross_entropy(model, mean, inputs, labeling).evaluation, len(mean)
+            ):
                 covariance = covariance.condition(rows).truncate()
             count += batch_size(inputs) if self.per == "sample" else 1
         require(count > 0, "Laplace: data", "no batch", "one batch or more")
@@ -294,21 +266,17 @@ class Laplace(Checked):
             if isinstance(self.precision, str)
             else start
         )
-        return Belief(mean, reweighted(covariance, start, precision, weight))
+        return Belief(mean, reweight(covariance, start, precision, weight))
 
     def _rows(self, evaluation: Evaluation, dimension: int) -> Iterator[Tensor]:
-        """Factors F [m, d] of a batch, whose FᵀF add up to its part of the sum, each of bounded
-        memory.
-        """
+        """Factors F [m, d] of bounded memory, whose FᵀF add up to the curvature of a batch."""
         samples = len(evaluation.coefficients)
         if self.per == "batch":
             yield evaluation.gradient()[None] / samples
-        elif isinstance(
-            self.curvature, LogitMetric
-        ):  # a row for every sample and class is too many for many classes
-            for roots in self.curvature.roots(evaluation).split(
-                max(1, BUDGET // (samples * dimension)), -1
-            ):
+        elif isinstance(self.curvature, LogitMetric):
+            # A row for every sample and class is too many if there are many classes.
+            most = max(1, BUDGET // (samples * dimension))
+            for roots in self.curvature.roots(evaluation).split(most, -1):
                 yield evaluation.factor(roots)
         else:
             yield self.curvature(evaluation)[1]
@@ -375,37 +343,31 @@ def fit_laplace(
     reached in ``iterations`` steps.
     """
     require(isinstance(prior, Belief), "prior", prior, "a Belief")
-    energy = _labeled(lift(logits), prior.mean, inputs, lambda _: labels)
+    energy = _cross_entropy(lift(logits), prior.mean, inputs, lambda _: labels)
     exact = _exact(prior.covariance)
     mean, evaluation = prior.mean, energy.evaluation
     for _ in range(iterations):
         gradient, factor = Hessian()(evaluation)
         slope = exact.solve(mean - prior.mean) + gradient
         step = exact.condition(factor).apply(slope)
-        decrement = (
-            step @ slope
-        ).item()  # squared length of the step in posterior standard deviations
+        decrement = (step @ slope).item()  # its squared length in posterior standard deviations
         if decrement <= max(1e-12, 0.1 * torch.finfo(mean.dtype).eps):
             _, factor = Hessian()(energy.at(mean - step))
             return Belief(mean - step, prior.covariance.condition(factor).truncate())
-        mean, evaluation = _backtracked(
-            prior.mean, exact, energy, mean, evaluation, step, decrement
-        )
+        mean, evaluation = _backtrack(prior.mean, exact, energy, mean, evaluation, step, decrement)
     raise ValueError(
         f"iterations must be enough to reach the mode, got {iterations}: the next Newton step is "
-        "still"
-        f" {decrement**0.5:g} posterior standard deviations long (gradient norm "
+        f"still {decrement**0.5:g} posterior standard deviations long (gradient norm "
         f"{slope.norm().item():g})"
     )
 
 
-def _labeled(model: PredictiveModel, mean: Tensor, inputs: Inputs, labeling: Labeling) -> Energy:
-    """The energy Σ_i -log p(y_i given x_i, θ) of samples whose labels are given, or follow from the
-    logits at the mean.
-    """
-    inputs = each(
-        checked(inputs), lambda part: part.to(mean.device)
-    )  # a data loader's are on the CPU
+def _cross_entropy(
+    model: PredictiveModel, mean: Tensor, inputs: Inputs, labeling: Labeling
+) -> Energy:
+    """The energy Σ_i -log p(y_i given x_i, θ), the labels y_i from the logits at the mean."""
+    # A data loader's inputs are on the CPU.
+    inputs = each(checked(inputs), lambda part: part.to(mean.device))
     samples = batch_size(inputs)
     pulled = pull_back(model, mean, inputs)
     classes = pulled[0].shape[-1]
@@ -433,17 +395,16 @@ def _labeled(model: PredictiveModel, mean: Tensor, inputs: Inputs, labeling: Lab
 
 
 def _exact(covariance: Covariance) -> Covariance:
-    """The same covariance in a structure that conditions without projection: the mode must not
-    depend on the structure.
-    """
-    if isinstance(covariance, Diagonal):
-        return LowRank(
-            covariance.values.reciprocal(), covariance.values.new_zeros(0, covariance.dimension), 0
-        )
-    return covariance if isinstance(covariance, LowRank) else Full(covariance.dense())
+    """Σ in a structure that conditions without projection: the mode must not depend on it."""
+    if covariance.is_exact:
+        return covariance
+    if covariance.is_diagonal:
+        precision = covariance.precision()
+        return LowRank(precision, precision.new_zeros(0, len(precision)), 0)
+    return Full(covariance.dense())
 
 
-def _backtracked(
+def _backtrack(
     center: Tensor,
     prior: Covariance,
     energy: Energy,
@@ -452,9 +413,7 @@ def _backtracked(
     step: Tensor,
     decrement: float,
 ) -> tuple[Tensor, Evaluation]:
-    """The first of μ - step, μ - step/2, … that lowers the negative log posterior enough (Armijo's
-    rule).
-    """
+    """The first of μ - step, μ - step/2, … that lowers -log posterior enough (Armijo's rule)."""
 
     def objective(point: Tensor, at: Evaluation) -> float:
         return (

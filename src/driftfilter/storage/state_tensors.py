@@ -14,6 +14,7 @@ from driftfilter.base.inputs import Inputs
 from driftfilter.base.tensors import moved
 from driftfilter.filtering import FilterState
 from driftfilter.gaussian.belief import Belief
+from driftfilter.gaussian.covariance import Covariance
 
 RECENT = "recent."  # samples that a window or the next update still needs
 
@@ -89,14 +90,14 @@ def _flat(name: str, value: Any) -> dict[str, Tensor]:
     }
 
 
-def _built(name: str, value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """The same dataclass with the tensors and numbers of this name."""
+def _built(name: str, value: Any, tensors: Mapping[str, Tensor], grows: bool = False) -> Any:
+    """A dataclass like another one with the tensors and numbers of this name.
+
+    ``grows``: the number of rows of a tensor may differ.
+    """
     if isinstance(value, Tensor):
-        found, rows = (
-            _one(name, tensors),
-            name.endswith(".factor"),
-        )  # of a low rank, which grows with the batches seen
-        fits = found.dim() == value.dim() and found.shape[rows:] == value.shape[rows:]
+        found = _one(name, tensors)
+        fits = found.dim() == value.dim() and found.shape[grows:] == value.shape[grows:]
         require(
             fits, f"state {name!r}", f"shape {list(found.shape)}", f"of shape {list(value.shape)}"
         )
@@ -108,8 +109,11 @@ def _built(name: str, value: Any, tensors: Mapping[str, Tensor]) -> Any:
             _built(f"{name}.{position}", part, tensors) for position, part in enumerate(value)
         )
     assert is_dataclass(value)
+    growing = value.grows if isinstance(value, Covariance) else ()
     parts = {
-        item.name: _built(f"{name}.{item.name}", getattr(value, item.name), tensors)
+        item.name: _built(
+            f"{name}.{item.name}", getattr(value, item.name), tensors, item.name in growing
+        )
         for item in fields(value)
     }
     return Belief(**parts) if isinstance(value, Belief) else unchecked(type(value), **parts)

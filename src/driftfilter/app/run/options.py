@@ -19,7 +19,7 @@ from driftfilter.app.run import summary
 from driftfilter.app.run.load_model import open_model
 from driftfilter.app.run.reader import Feed, Form, open_feed, open_labels
 from driftfilter.base.checks import require
-from driftfilter.recipe import changed
+from driftfilter.recipe import change
 
 
 @final
@@ -169,7 +169,7 @@ def _changed(
             bool(path and sign), "--set", setting, "PATH=VALUE, as in transition.dynamics.rho=0.99"
         )
         try:
-            recipe = changed(recipe, path, text)
+            recipe = change(recipe, path, text)
         except (ValueError, TypeError) as error:
             raise ValueError(f"--set {setting}: {error}") from error
     return df.adapt(model, recipe, **own) if settings else adapter
