@@ -12,25 +12,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_run import LABELS, MODEL, MODULE, N, samples
 
-from driftfilter.app import arguments
+from driftfilter.app.arguments import build_parser
 from driftfilter.app.cli import main
 from driftfilter.app.commands import COMMANDS
 from driftfilter.app.terminal import finite
+from own_model import MODEL, N
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current folder: a model, data, labels, a file that is neither."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    (tmp_path / "run_network.py").write_text(MODULE)
-    np.save("x.npy", samples())
-    np.save("y.npy", LABELS)
+def folder(folder: Path) -> Path:
+    """The current folder, with images and a file that is no data in it, too."""
     np.savez("images.npz", fog=np.full((4, 32, 32, 3), 7, np.uint8), labels=np.arange(4))
     Path("text.txt").write_text("mine")
-    return tmp_path
+    return folder
 
 
 def called(capsys: pytest.CaptureFixture[str], *command: str) -> tuple[int, str, str]:
@@ -104,7 +99,7 @@ KEYS: dict[str, set[str]] = {
 
 def test_every_command_is_here() -> None:
     (commands,) = (
-        action.choices for action in arguments.parser()._actions if action.dest == "command"
+        action.choices for action in build_parser(COMMANDS)._actions if action.dest == "command"
     )
     assert commands is not None
     assert (

@@ -13,48 +13,41 @@ from typing import Any
 import pytest
 
 import driftfilter as df
-from driftfilter.app.arguments import parser
-from driftfilter.app.bench.bench import Options as BenchOptions
-from driftfilter.app.run.options import Options as RunOptions
+from driftfilter.app.arguments import build_parser
+from driftfilter.app.commands import COMMANDS
 from driftfilter.presets import PRESETS
 
 LIST = Path(__file__).with_name("surface.json")
 DOCS = Path(__file__).parents[2] / "docs" / "cli.md"
-OPTIONS: dict[str, Any] = {"bench": BenchOptions, "run": RunOptions}
 
 
 def commands() -> dict[str, Any]:
     """Every command with its options."""
-    (found,) = (action for action in parser()._actions if action.dest == "command")
+    (found,) = (action for action in build_parser(COMMANDS)._actions if action.dest == "command")
     assert isinstance(found.choices, dict)
     return {name: _options(name, each) for name, each in found.choices.items()}
 
 
 def _options(command: str, options: argparse.ArgumentParser) -> dict[str, Any]:
-    declared = (
-        {item.name: item for item in dataclasses.fields(OPTIONS[command])}
-        if (command in OPTIONS)
-        else {}
-    )
+    defaults = {item.name: item.default for item in dataclasses.fields(COMMANDS[command].options)}
     return {
         action.dest: {
             "written": " ".join(action.option_strings) or "positional",
             "metavar": action.metavar,
             "choices": None if action.choices is None else ", ".join(action.choices),
             "nargs": action.nargs,
-            "default": _default(action, declared.get(action.dest)),
+            "default": _text(action.dest, defaults.get(action.dest, action.default)),
         }
         for action in options._actions
         if action.dest != "help"
     }
 
 
-def _default(action: argparse.Action, declared: dataclasses.Field[Any] | None) -> str:
-    if action.dest == "workers":
+def _text(name: str, default: object) -> str:
+    """A default as text, whatever the machine; "None" for what must be given."""
+    if name == "workers":
         return "one a core"
-    if declared is not None and declared.default is not dataclasses.MISSING:
-        return str(declared.default)
-    return "False" if action.default is argparse.SUPPRESS and action.const else str(action.default)
+    return str(None if default is dataclasses.MISSING else default)
 
 
 def statuses() -> list[int]:

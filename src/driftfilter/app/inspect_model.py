@@ -82,7 +82,7 @@ def inspect(text: str, weights: Any, shape: tuple[int, ...] | None, batch: int) 
     shape = (3, 32, 32) if shape is None and text in ARCHITECTURES else shape
     norms = Counter(type(layer).__name__ for layer in model.modules() if isinstance(layer, NORMS))
     has = any(isinstance(layer, _BatchNorm) for layer in model.modules())
-    timed = {} if shape is None else _timed(model, torch.rand(batch, *shape))
+    timed = {} if shape is None else _time(model, torch.rand(batch, *shape))
     count = sum(parameter.numel() for parameter in model.parameters())
     return Inspection(
         text, count, dict(norms), has, [_subset(model, each) for each in SUBSETS], timed, batch
@@ -99,7 +99,7 @@ def _subset(model: nn.Module, selection: df.Selection) -> Subset:
     )
 
 
-def _timed(model: nn.Module, inputs: Tensor) -> dict[str, float]:
+def _time(model: nn.Module, inputs: Tensor) -> dict[str, float]:
     """Median milliseconds of the model itself and of a step of some presets."""
     with torch.no_grad():
         try:
@@ -133,7 +133,7 @@ def _median(call: Callable[[Tensor], Any], inputs: Tensor) -> float:
     return sorted(times)[REPEATS // 2]
 
 
-def lines(found: Inspection, names: bool) -> list[str]:
+def describe(found: Inspection, names: bool) -> list[str]:
     """For a terminal."""
     norms = ", ".join(f"{count} {kind}" for kind, count in found.norms.items()) or "none"
     out = [

@@ -15,7 +15,7 @@ from driftfilter.filtering import FilterState
 from driftfilter.networks.parameters import select
 
 
-def movement(adapter: df.Adapter, model: nn.Module) -> list[dict[str, Any]]:
+def measure_shift(adapter: df.Adapter, model: nn.Module) -> list[dict[str, Any]]:
     """For each layer with parameters in θ, Δ = μ_T - μ_0: the root mean squares of Δ/σ_0 and Δ, and
     |Δ|/|μ_0|.
 
@@ -31,7 +31,7 @@ def movement(adapter: df.Adapter, model: nn.Module) -> list[dict[str, Any]]:
             {
                 "layer": layer,
                 "parameters": size,
-                **_moved(now[piece] - start[piece], start[piece], variance[piece]),
+                **_compare(now[piece] - start[piece], start[piece], variance[piece]),
             }
         )
         at += size
@@ -65,7 +65,7 @@ def _layers(adapter: df.Adapter, model: nn.Module, size: int) -> dict[str, int]:
     return sizes
 
 
-def _moved(change: Tensor, start: Tensor, variance: Tensor) -> dict[str, float | None]:
+def _compare(change: Tensor, start: Tensor, variance: Tensor) -> dict[str, float | None]:
     length = torch.linalg.vector_norm(change).item()
     size = torch.linalg.vector_norm(start).item()
     spread = bool((variance > 0).all())

@@ -10,7 +10,7 @@ from pathlib import Path
 from driftfilter.base.checks import require
 
 
-class Journal:
+class AppendLog:
     """A file that only grows, from the size it had."""
 
     def __init__(self, path: Path, size: int = 0) -> None:

@@ -21,7 +21,7 @@ _WRITING = threading.RLock()  # a part is named after its process: one at a time
 
 
 @contextmanager
-def whole_file(path: Path, keep: int = 1) -> Iterator[IO[bytes]]:
+def atomic_file(path: Path, keep: int = 1) -> Iterator[IO[bytes]]:
     """A file to write to, which is ``path`` once the block has ended well, and nothing where it has
     not.
 
@@ -44,10 +44,10 @@ def whole_file(path: Path, keep: int = 1) -> Iterator[IO[bytes]]:
                 part.unlink(missing_ok=True)
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_atomic(path: Path, text: str) -> None:
     """Write a file so that it is there whole or as it was, whatever happens meanwhile."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with whole_file(path) as file:
+    with atomic_file(path) as file:
         file.write(text.encode())
 
 

@@ -36,7 +36,7 @@ class Prior(NamedTuple):
 
 @final
 @dataclass(frozen=True)
-class Dynamics:
+class DynamicsExample:
     """The settings of the example."""
 
     steps: int = 100

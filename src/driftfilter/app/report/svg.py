@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 from markupsafe import Markup
 
+from driftfilter.app.calibration import ReliabilityDiagram
+
 WIDTH = 400
 LETTER = 6.1  # width of one, at the size the style sheet gives them
 SOURCE = "ref"  # the colour of the frozen source
@@ -265,18 +267,16 @@ def bars(name: str, says: str, rows: Sequence[tuple[str, float, Style]], across:
     return _svg(name, says, bottom + 18, [*body, *axis])
 
 
-def reliability(name: str, says: str, bins: Mapping[str, Sequence[float]], style: Style) -> Markup:
+def reliability(name: str, says: str, bins: ReliabilityDiagram, style: Style) -> Markup:
     """Accuracy by confidence: bars up to the accuracy, the gap to the confidence, below them how
     many samples there are.
     """
     left, top, side = 30.0, 6.0, 164.0
-    bottom, count = top + side, len(bins["samples"])
-    width, most = side / count, max(*bins["samples"], 1)
+    bottom, count = top + side, len(bins.samples)
+    width, most = side / count, max(*bins.samples, 1)
     body = []
-    for place, (n, sure, right) in enumerate(
-        zip(bins["samples"], bins["confidence"], bins["accuracy"], strict=True)
-    ):
-        x, few = left + width * place, " few" if n < FEW * sum(bins["samples"]) else ""
+    for place, (n, sure, right) in enumerate(zip(*bins, strict=True)):
+        x, few = left + width * place, " few" if n < FEW * sum(bins.samples) else ""
         if n:
             body.append(
                 _box(

@@ -60,7 +60,7 @@ class Feed(Protocol):
 
 @final
 @dataclass(frozen=True, eq=False)
-class Stored:
+class StoredFeed:
     """Samples that can be had by number."""
 
     name: str
@@ -92,7 +92,7 @@ class Lines:
         lines = (line for line in self.stream if line.strip())
         _require_covered("stdin", sum(1 for _ in islice(lines, start)), start)
         while some := list(islice(lines, size)):
-            yield Batch(len(some), partial(_decoded, some, self.integers))
+            yield Batch(len(some), partial(_decode, some, self.integers))
 
 
 def _require_covered(name: str, count: int, start: int) -> None:
@@ -131,27 +131,29 @@ def open_feed(text: str, integers: frozenset[str] = frozenset()) -> Feed:
     return _array(f"{text}: {key}", found[key], labels)
 
 
-def _array(name: str, array: NDArray[Any], labels: NDArray[Any] | None = None) -> Stored:
+def _array(name: str, array: NDArray[Any], labels: NDArray[Any] | None = None) -> StoredFeed:
     numbers = array.dtype.kind in "fiub" and array.dtype.itemsize <= 8
     fits = numbers and array.ndim > 1 and array.size > 0
     require(fits, name, f"{array.dtype} {list(array.shape)}", "an array of numbers [n, ...]")
     known = None if labels is None else require_labels(f"{name}: labels", labels, len(array))
     native = array.dtype.newbyteorder("=")
-    return Stored(name, len(array), lambda first, last: np.array(array[first:last], native), known)
-
-
-def _folder(root: Path) -> Stored:
-    """All pictures under a folder, by name; their pixels are read when their turn comes."""
-    paths = list(pictures(root))
-    require(bool(paths), str(root), "none", "a folder of pictures (.png, .jpg, .jpeg)")
-    return Stored(
-        str(root),
-        len(paths),
-        lambda first, last: _stacked([picture(path) for path in paths[first:last]]),
+    return StoredFeed(
+        name, len(array), lambda first, last: np.array(array[first:last], native), known
     )
 
 
-def _stacked(samples: list[NDArray[Any]]) -> NDArray[Any]:
+def _folder(root: Path) -> StoredFeed:
+    """All pictures under a folder, by name; their pixels are read when their turn comes."""
+    paths = list(pictures(root))
+    require(bool(paths), str(root), "none", "a folder of pictures (.png, .jpg, .jpeg)")
+    return StoredFeed(
+        str(root),
+        len(paths),
+        lambda first, last: _stack([picture(path) for path in paths[first:last]]),
+    )
+
+
+def _stack(samples: list[NDArray[Any]]) -> NDArray[Any]:
     shapes = list(dict.fromkeys(sample.shape for sample in samples))
     require(
         len(shapes) == 1,
@@ -162,16 +164,16 @@ def _stacked(samples: list[NDArray[Any]]) -> NDArray[Any]:
     return np.stack(samples)
 
 
-def _decoded(lines: list[bytes], integers: frozenset[str]) -> Raw:
-    samples = [_sample(line, integers) for line in lines]
+def _decode(lines: list[bytes], integers: frozenset[str]) -> Raw:
+    samples = [_parse_line(line, integers) for line in lines]
     keys = list(samples[0])
     alike = all(sample.keys() == samples[0].keys() for sample in samples)
     require(alike, "lines", "parts of other names", f"alike: {keys}, as in the first one")
-    parts = {key: _stacked([sample[key] for sample in samples]) for key in keys}
+    parts = {key: _stack([sample[key] for sample in samples]) for key in keys}
     return parts[""] if keys == [""] else parts
 
 
-def _sample(line: bytes, integers: frozenset[str]) -> dict[str, NDArray[Any]]:
+def _parse_line(line: bytes, integers: frozenset[str]) -> dict[str, NDArray[Any]]:
     """The parts of one line by name; of an array one without a name."""
     try:
         found = json.loads(line)

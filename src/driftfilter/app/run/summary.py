@@ -19,12 +19,12 @@ from torch import nn
 import driftfilter as df
 from driftfilter.app import metrics
 from driftfilter.app.images.files import Integers
-from driftfilter.app.parameter_shift import movement
+from driftfilter.app.parameter_shift import measure_shift
 from driftfilter.app.run.predictions import columns
-from driftfilter.app.run.reader import Feed, Form, Stored
-from driftfilter.app.thumbnails import VALUES, extremes, is_image, thumbnail
+from driftfilter.app.run.reader import Feed, Form, StoredFeed
+from driftfilter.app.thumbnails import VALUES, find_extremes, is_image, thumbnail
 from driftfilter.base.checks import require
-from driftfilter.storage.atomic import whole_file, write_whole
+from driftfilter.storage.atomic import atomic_file, write_atomic
 
 FORMAT = 1  # of summary.json
 SUMMARY, MOVEMENT, EXAMPLES = "summary.json", "movement.json", "examples.npz"
@@ -67,7 +67,7 @@ def write(
     out: Path, finished: Finished, adapter: df.Adapter, model: nn.Module, others: dict[str, Any]
 ) -> None:
     """movement.json and, last of all, summary.json with ``others`` in it."""
-    write_json(out / MOVEMENT, movement(adapter, model))
+    write_json(out / MOVEMENT, measure_shift(adapter, model))
     write_json(out / SUMMARY, {"format": FORMAT, **others, **summary(finished)})
 
 
@@ -154,13 +154,13 @@ def write_examples(out: Path, finished: Finished, feed: Feed, form: Form) -> str
     """The most and the least certain samples, read again, as examples.npz; else why there are
     none.
     """
-    if not isinstance(feed, Stored):
+    if not isinstance(feed, StoredFeed):
         return "the data cannot be read again"
     said = columns(finished.logs)
-    most, least = extremes(said.entropy)
+    most, least = find_extremes(said.entropy)
     rows = np.concatenate((most, least))
     try:
-        values = [_shown(form, feed, int(row)) for row in rows]
+        values = [_show_sample(form, feed, int(row)) for row in rows]
     except (ValueError, OSError, ImportError) as error:
         return f"the data could not be read again: {error}"
     if not values or len({(value.shape, value.dtype) for value in values}) > 1:
@@ -172,7 +172,7 @@ def write_examples(out: Path, finished: Finished, feed: Feed, form: Form) -> str
         "probability": said.probability[rows],
         "entropy": said.entropy[rows],
     }
-    with whole_file(out / EXAMPLES) as file:
+    with atomic_file(out / EXAMPLES) as file:
         np.savez(file, values=np.stack(values), **about)  # type: ignore[arg-type]
     return ""
 
@@ -183,7 +183,7 @@ def _at(labels: Integers, rows: NDArray[Any]) -> NDArray[Any]:
     return np.where(known, labels[np.where(known, rows, 0)], -1)
 
 
-def _shown(form: Form, feed: Stored, row: int) -> NDArray[Any]:
+def _show_sample(form: Form, feed: StoredFeed, row: int) -> NDArray[Any]:
     """A thumbnail [h, w, 3] of 8 bits, or the first numbers of a sample [v]."""
     inputs = form(feed.take(row, row + 1))
     assert not isinstance(inputs, dict)  # only lines of JSON have parts
@@ -193,4 +193,4 @@ def _shown(form: Form, feed: Stored, row: int) -> NDArray[Any]:
 
 def write_json(path: Path, document: Any) -> None:
     """A file that is there whole or as it was."""
-    write_whole(path, json.dumps(document, indent=1, ensure_ascii=False) + "\n")
+    write_atomic(path, json.dumps(document, indent=1, ensure_ascii=False) + "\n")
