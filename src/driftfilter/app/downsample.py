@@ -26,7 +26,7 @@ def downsample(steps: Sequence[Mapping[str, Any]], most: int = MOST) -> list[dic
 
 
 def merge(steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One piece of several."""
+    """One piece made of several."""
     found: dict[str, Any] = {
         "steps": sum(step.get("steps", 1) for step in steps),
         "n": sum(step["n"] for step in steps),

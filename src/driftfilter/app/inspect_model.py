@@ -77,7 +77,9 @@ class Inspection(NamedTuple):
 
 
 def inspect(text: str, weights: Any, shape: tuple[int, ...] | None, batch: int) -> Inspection:
-    """A model by name or ``package.module:factory``; timed where the shape of an input is known."""
+    """Inspect a model given by name or ``package.module:factory``; steps are timed if the shape of
+    an input is known.
+    """
     model = open_model(text, weights)
     shape = (3, 32, 32) if shape is None and text in ARCHITECTURES else shape
     norms = Counter(type(layer).__name__ for layer in model.modules() if isinstance(layer, NORMS))
@@ -134,7 +136,7 @@ def _median(call: Callable[[Tensor], Any], inputs: Tensor) -> float:
 
 
 def describe(found: Inspection, names: bool) -> list[str]:
-    """For a terminal."""
+    """What was found, as lines for a terminal."""
     norms = ", ".join(f"{count} {kind}" for kind, count in found.norms.items()) or "none"
     out = [
         f"{found.model}: {found.parameters:,} parameters; norm layers: {norms}",

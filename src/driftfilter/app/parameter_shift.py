@@ -1,6 +1,4 @@
-"""Where a stream has moved the parameters: how far the mean of the belief is from the source, layer
-by layer.
-"""
+"""How far a stream moves the parameters: the mean of the belief against the source, by layer."""
 
 from __future__ import annotations
 
@@ -16,10 +14,9 @@ from driftfilter.networks.parameters import select
 
 
 def measure_shift(adapter: df.Adapter, model: nn.Module) -> list[dict[str, Any]]:
-    """For each layer with parameters in θ, Δ = μ_T - μ_0: the root mean squares of Δ/σ_0 and Δ, and
-    |Δ|/|μ_0|.
+    """Shift Δ = μ_T - μ_0 of each layer with parameters in θ, JSON-ready.
 
-    None for σ_0 = 0 or μ_0 = 0. JSON-ready.
+    Root mean squares of Δ/σ_0 and Δ, and |Δ|/|μ_0|; None if σ_0 = 0 or μ_0 = 0.
     """
     state = adapter.state
     matrix = adapter.recipe.transition.read_out(state.parameters)
@@ -39,8 +36,9 @@ def measure_shift(adapter: df.Adapter, model: nn.Module) -> list[dict[str, Any]]
 
 
 def _read(state: FilterState, matrix: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """μ_0, μ_T and σ_0² of the parameters [d], where the belief may be over more than these: θ = R
-    z.
+    """μ_0, μ_T and σ_0² of the parameters [d].
+
+    If the belief is over more states z than these, θ = R z with the matrix R.
     """
     means = state.source.mean.double(), state.belief.mean.double()
     if matrix is None:

@@ -1,4 +1,4 @@
-"""Where the data of streams come from: images under many shifts, made here or read from files."""
+"""The data of streams: images under many shifts, made here or read from files."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ MADE = (
 
 
 class Domains(Protocol):
-    """The same N samples, in the same order, under every shift."""
+    """N samples that come in one order under every shift."""
 
     @property
     def labels(self) -> Tensor:
@@ -85,7 +85,7 @@ class Domains(Protocol):
         """What a report says of the data: kind, path, texture of the frost, sha256."""
 
     def with_seed(self, seed: int) -> Domains:
-        """The same samples, with the corruptions of this seed where they are made here."""
+        """The samples with the corruptions of this seed, if corruptions are made here."""
 
     def require(self, shift: Shift) -> None:
         """Raise unless the shift can be taken."""
@@ -100,8 +100,8 @@ class Generated:
     """Corruptions made here of clean images [N, 3, h, w], each shift once and for all N:
     ``corrupt(images, …, seed)``.
 
-    What was made stays in memory, 8 bits a value, on the device it was asked for. ``path``: where
-    the clean images lie.
+    What was made stays in memory, 8 bits a value, on the device it was asked for. ``path`` is that
+    of the clean images.
     """
 
     clean: Images
@@ -142,7 +142,7 @@ class Generated:
 
     @property
     def labels(self) -> Tensor:
-        """[N]"""
+        """Labels [N], on the CPU."""
         return self.clean.labels.long().cpu()
 
     @property
@@ -160,7 +160,7 @@ class Generated:
         return {"kind": "generated", "path": self.path, "frost": FROST_TEXTURE, "sha256": found}
 
     def with_seed(self, seed: int) -> Generated:
-        """The same images under the corruptions of this seed, kept with all that they make."""
+        """The images under the corruptions of this seed, cached with all that is made of them."""
         if seed != self.seed and seed not in self._seeded:
             self._seeded[seed] = replace(self, seed=seed)
         return self if seed == self.seed else self._seeded[seed]
@@ -193,8 +193,8 @@ Rows: TypeAlias = Callable[[Integers], Bytes]  # sample numbers [n] -> images [n
 @final
 @dataclass(frozen=True, eq=False)
 class Stored:
-    """Shifted images that lie in files, read as they are asked for; ``published``, ``arrays`` and
-    ``folders`` open them.
+    """Shifted images that lie in files, read as they are asked for; ``open_published``,
+    ``open_npz`` and ``open_folders`` make it.
     """
 
     kind: str
@@ -406,7 +406,7 @@ def open_folders(root: Path, severity: int = 5) -> Stored:
 
 
 def _shift_folders(root: Path, severity: int) -> dict[Shift, Path]:
-    """Where the class folders of each shift are, from how deep the pictures lie."""
+    """Folder of the class folders of each shift, found from how deep the pictures lie."""
     first = next(pictures(root), None)
     depth = 0 if first is None else len(first.relative_to(root).parts) - 1
     expected = (

@@ -47,7 +47,7 @@ def thumbnail(sample: NDArray[Any]) -> Bytes:
 
 
 def _scale(image: NDArray[Any]) -> NDArray[np.float64]:
-    """In [0, 1]."""
+    """Values of an image in [0, 1]."""
     if image.dtype == np.uint8:
         return image / 255.0
     values = np.nan_to_num(image.astype(np.float64))

@@ -22,7 +22,7 @@ from driftfilter.storage.atomic import write_atomic
 
 
 def path_of(folder: Path, made: Mapping[str, Any]) -> Path:
-    """Where the task with these settings is written: a readable name and a hash of all of them."""
+    """Path of the task with these settings: a readable name and a hash of all of them."""
     digest = hashlib.sha256(json.dumps(made, sort_keys=True).encode()).hexdigest()[:10]
     parts = (
         made["preset"],

@@ -58,7 +58,7 @@ def evaluate(trace: Trace, plan: StreamPlan, bench: Bench) -> dict[str, Any]:
         "pooled": metrics.quality(logp, labels)._asdict(),
         "bins": metrics.reliability(logp, labels)._asdict(),
         "visits": _visits(plan, right),
-        "along": _draw(plan, right, metrics.entropy(logp).cpu()),
+        "along": _pieces(plan, right, metrics.entropy(logp).cpu()),
     }
     if bench.before:
         how = (
@@ -129,7 +129,7 @@ def _visits(plan: StreamPlan, right: Tensor) -> list[dict[str, Any]]:
     return visits
 
 
-def _draw(plan: StreamPlan, right: Tensor, entropy: Tensor) -> list[dict[str, Any]]:
+def _pieces(plan: StreamPlan, right: Tensor, entropy: Tensor) -> list[dict[str, Any]]:
     """The stream in as many pieces as a report draws."""
     sizes = [len(step.index) for step in plan.steps]
     pieces = zip(sizes, right.split(sizes), entropy.split(sizes), strict=True)

@@ -86,7 +86,7 @@ def _title(group: Sequence[Document]) -> str:
 
 
 def _curves(group: Sequence[Document]) -> list[tuple[str, Curve]]:
-    """By preset, in the order of the tasks."""
+    """A curve for each preset, in the order of the tasks."""
     return [
         (each[0]["settings"]["preset"], _curve([one["result"]["visits"] for one in each]))
         for each in by_preset(group)

@@ -1,5 +1,5 @@
-"""In which order a stream brings its samples and shifts: protocols are values, and plans are pure
-functions of them.
+"""The order in which a stream brings its samples and shifts: protocols are values, and plans are
+pure functions of them.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ class Worker(NamedTuple):
     local: int = 0  # its number among those on its host
 
     def first(self, tasks: int) -> int:
-        """Where in a list of tasks it begins, so that few want the same one."""
+        """The task it begins with, so that few want the same one."""
         return tasks * self.number // self.workers
 
 

@@ -126,7 +126,7 @@ def _row(documents: Sequence[Document]) -> Row:
 
 
 def _accuracy(domains: Iterable[Mapping[str, Any]], corruption: str) -> float:
-    """Over all samples of a corruption, whatever their severity."""
+    """Accuracy over all samples of a corruption, whatever their severity."""
     here = [row for row in domains if row["corruption"] == corruption]
     return statistics.fmean([row["accuracy"] for row in here], [row["n"] for row in here])
 
@@ -153,7 +153,7 @@ def tables(documents: Sequence[Document]) -> list[Table]:
 
 
 def summaries(each: Sequence[Sequence[Row]]) -> list[Table]:
-    """Across protocols: a row for each model and preset, a column for each protocol."""
+    """Tables across protocols: a row for each model and preset, a column for each protocol."""
     alike: dict[str, list[Row]] = {}
     for row in itertools.chain.from_iterable(each):
         alike.setdefault(condition(row.settings, OF_PRESET | OF_TABLE), []).append(row)
@@ -210,7 +210,7 @@ def _machine(made: Mapping[str, Any]) -> str:
 
 
 def _source(rows: Sequence[Row]) -> list[str]:
-    """Which presets used source samples, and which."""
+    """A line for each preset that used source samples."""
     used = [
         (row.settings["preset"], row.settings["source_data"])
         for row in rows
@@ -328,7 +328,7 @@ def markdown(table: Table) -> str:
 
 
 def to_csv(documents: Sequence[Document]) -> str:
-    """All numbers in full, one line for each task that did not fail."""
+    """CSV of all numbers in full, one line for each task that did not fail."""
     lines = []
     for document in documents:
         made = document["settings"]
@@ -347,7 +347,7 @@ def to_csv(documents: Sequence[Document]) -> str:
 
 
 def summary_csv(documents: Iterable[Document]) -> str:
-    """Means over the seeds in full, one line for each preset, model and protocol."""
+    """CSV of means over the seeds in full, one line for each preset, model and protocol."""
     lines = []
     for row in itertools.chain.from_iterable(collect(documents)):
         made, done = row.settings, [row.values[name] for name in MEASURES]

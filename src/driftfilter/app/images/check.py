@@ -34,7 +34,7 @@ class Finding(NamedTuple):
 
 
 def explain() -> str:
-    """Where to get CIFAR-10-C, and which other data can be used."""
+    """Text that says where to get CIFAR-10-C, and which other data can be used."""
     return f"""\
 Nothing has to be fetched: without a path, streams are made of the 2,000 CIFAR-10 test images
 that ship with driftfilter.

@@ -1,6 +1,4 @@
-"""Which runs stand in an example's table, honest ones beside the good ones, and what the example
-claims.
-"""
+"""The rows of an example's table, honest ones beside the good ones, and the example's claims."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class Result(NamedTuple):
 
     seed: int
     runs: dict[str, Trial]  # without beliefs
-    doubts: dict[str, Doubt]  # of source and filter, and of the rotated pair where there is one
+    doubts: dict[str, Doubt]  # of source and filter, and of the rotated pair if there is one
 
 
 def cases_of(name: str, example: Example) -> list[Case]:

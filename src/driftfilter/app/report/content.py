@@ -32,7 +32,7 @@ class ShownSample(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """What a stream took; None where it is not recorded."""
+    """Time and memory of a stream; None if not recorded."""
 
     steps: int
     samples: int
@@ -65,7 +65,7 @@ class Entry(NamedTuple):
 
     @property
     def entropy(self) -> float | None:
-        """Mean over all samples."""
+        """Mean predictive entropy over all samples; None if it is not recorded."""
         known = [piece for piece in self.along if piece.get("entropy") is not None]
         return (
             sum(piece["n"] * piece["entropy"] for piece in known)
@@ -87,7 +87,7 @@ class StreamReport(NamedTuple):
 
     @property
     def all(self) -> list[Entry]:
-        """The frozen source first."""
+        """All entries, the frozen source first."""
         return [*([] if self.source is None else [self.source]), *self.entries]
 
 

@@ -37,12 +37,12 @@ def render(streams: Sequence[StreamReport]) -> str:
 
 
 def percent(value: float | None) -> str:
-    """A share."""
+    """A share as text."""
     return "–" if value is None else f"{100 * value:.1f}\u00a0%"
 
 
 def number(value: float | None) -> str:
-    """Three digits that count, or three places."""
+    """A number as text, with three digits that count or three places."""
     if value is None:
         return "–"
     return f"{value:.3f}" if abs(value) < 10 else f"{value:.3g}"
@@ -54,7 +54,7 @@ def points(now: float | None, then: float | None) -> str:
 
 
 def duration(ms: float | None) -> str:
-    """Milliseconds, or seconds where there are many."""
+    """Milliseconds, or seconds if there are many."""
     if ms is None:
         return "–"
     if ms < 1000:
@@ -63,7 +63,7 @@ def duration(ms: float | None) -> str:
 
 
 def count(value: int) -> str:
-    """With a mark between thousands."""
+    """An integer with a mark between thousands."""
     return f"{value:,}"
 
 
@@ -129,7 +129,7 @@ def _view(stream: StreamReport, place: int, pictured: Set[int]) -> dict[str, Any
 
 
 def best(stream: StreamReport) -> Entry:
-    """Of the highest accuracy, or the first where that is not known."""
+    """The entry of the highest accuracy, or the first if that is not known."""
     return max(stream.entries, key=lambda entry: entry.quality.get("accuracy") or 0.0)
 
 
@@ -215,7 +215,7 @@ def _over_time(stream: StreamReport, styled: Styled, what: str) -> Markup | None
 
 
 def _curve(entry: Entry, what: str) -> list[tuple[float, float]]:
-    """In the middle of each piece."""
+    """Points (step, value) in the middle of each piece of the stream."""
     middles = [(piece["step"] + piece["steps"] / 2, piece) for piece in entry.along]
     if what == "accuracy":
         return [
@@ -273,7 +273,7 @@ def ece(entry: Entry) -> float | None:
 
 
 def spread(entry: Entry, measure: str) -> str:
-    """Over the seeds, where there are several."""
+    """Standard deviation over the seeds as text; empty if there is one."""
     if measure not in entry.spread:
         return ""
     return (
@@ -327,7 +327,7 @@ def _movement(entry: Entry, style: Style) -> tuple[Markup | None, str]:
 
 
 def _largest(rows: Iterable[Any], key: str) -> list[Any]:
-    """In the order of the network."""
+    """The rows of the largest values, in the order of the network."""
     every = list(rows)
     least = sorted((row[key] for row in every), reverse=True)[:LAYERS][-1]
     return [row for row in every if row[key] >= least][:LAYERS]

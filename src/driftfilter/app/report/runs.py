@@ -84,7 +84,7 @@ def _steps(path: Path) -> list[dict[str, Any]]:
 
 
 def streams(runs: Sequence[RunFolder]) -> list[StreamReport]:
-    """Those that adapted the same model to the same data side by side."""
+    """Streams of a report: runs that adapted the same model to the same data side by side."""
     groups = [list(group) for _, group in itertools.groupby(sorted(runs, key=_same), _same)]
     return [_stream(group) for group in sorted(groups, key=lambda group: runs.index(group[0]))]
 
@@ -237,7 +237,7 @@ def _parts(steps: Sequence[Mapping[str, Any]], right: str) -> dict[str, float]:
 
 
 def _examples(run: RunFolder) -> tuple[list[ShownSample], str]:
-    """And why there are none."""
+    """Samples to look at, and why there are none."""
     path = run.folder / "examples.npz"
     if not path.exists():
         return [], run.summary["no_examples"] or "not recorded"

@@ -27,7 +27,7 @@ CIFAR10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "hors
 
 
 def read_tasks(folder: Path) -> list[Document]:
-    """The tasks that are finished, with where each was found."""
+    """The documents of the finished tasks, each with the path of its file."""
     found = [(path, read_json(path)) for path in sorted(folder.glob("*.json"))]
     return [
         {**document, "path": str(path)}
@@ -39,7 +39,7 @@ def read_tasks(folder: Path) -> list[Document]:
 
 
 def streams(documents: Sequence[Document]) -> list[StreamReport]:
-    """Those measured under one condition side by side."""
+    """Streams of a report: tasks measured under one condition side by side."""
     return [_stream(group) for group in by_condition(documents)]
 
 
@@ -122,7 +122,7 @@ def _entry(documents: Sequence[Document]) -> Entry:
 
 
 def _along(results: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Over all seeds; of older results, which do not have it, by visit."""
+    """Pieces of the stream over all seeds; by visit for older results, which have no pieces."""
     each = [downsample(result.get("along") or _visits(result), DRAWN) for result in results]
     joined = [merge(pieces) for pieces in zip(*each, strict=False)]
     return [

@@ -146,7 +146,7 @@ def open_weights(path: Path) -> dict[str, Tensor]:
 
 
 def _fill(model: nn.Module, tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Load the weights; refused unless all are there, fit and are finite."""
+    """Load the weights, and refuse them unless all are there, fit and are finite."""
     own = model.state_dict()
     missing = [
         name for name in own if name not in tensors and not name.endswith("num_batches_tracked")

@@ -104,7 +104,7 @@ def _adapt(options: RunOptions, model: nn.Module, form: Form) -> df.Adapter:
         own["data"] = df.SourceData(form(next(source.batches(source.count or 1, 0)).read()), known)
     if options.recipe is not None:
         require(
-            options.preset is None, "--preset", options.preset, "left out where there is a --recipe"
+            options.preset is None, "--preset", options.preset, "left out if there is a --recipe"
         )
         adapter = df.adapt(model, _read_recipe(Path(options.recipe)), **own)
     else:

@@ -40,19 +40,19 @@ class Batch(NamedTuple):
     """Samples that come together."""
 
     rows: int
-    read: Callable[[], Raw]  # raises ValueError where they are none
+    read: Callable[[], Raw]  # raises ValueError if they cannot be samples
 
 
 class Feed(Protocol):
-    """Where samples come from."""
+    """A source of samples."""
 
     @property
     def count(self) -> int | None:
-        """How many there are; None where nobody knows."""
+        """How many samples there are; None if nobody knows."""
 
     @property
     def labels(self) -> Integers | None:
-        """Their labels [n], where they are stored beside them."""
+        """Labels [n] of the samples, if they are stored beside them."""
 
     def batches(self, size: int, start: int) -> Iterator[Batch]:
         """All samples but the first ``start``."""
@@ -125,7 +125,7 @@ def open_feed(text: str, integers: frozenset[str] = frozenset()) -> Feed:
         key is not None,
         text,
         list(found),
-        "an .npz with 'x' or 'images', and 'labels' or 'y' where they are known",
+        "an .npz with 'x' or 'images', and 'labels' or 'y' if they are known",
     )
     assert key is not None
     return _array(f"{text}: {key}", found[key], labels)
@@ -174,7 +174,7 @@ def _decode(lines: list[bytes], integers: frozenset[str]) -> Raw:
 
 
 def _parse_line(line: bytes, integers: frozenset[str]) -> dict[str, NDArray[Any]]:
-    """The parts of one line by name; of an array one without a name."""
+    """The parts of one line by name; an array is one part without a name."""
     try:
         found = json.loads(line)
         parts = found if isinstance(found, dict) else {"": found}
@@ -244,8 +244,8 @@ class Form:
         if len(shape) == 4 and (self.layout == "last" or (self.layout == "auto" and last)):
             array = np.moveaxis(array, 3, 1)
         whole = array.dtype.kind in "iu" and not bytes_ and self.scale is None
-        # A copy in memory of torch, at a multiple of 64 bytes: where numbers lie can change the
-        # last bit of a product.
+        # A copy in memory of torch, at a multiple of 64 bytes: the address of numbers can change
+        # the last bit of a product.
         tensor = torch.from_numpy(np.ascontiguousarray(array, np.int64 if whole else None)).clone()
         if not whole:
             tensor = tensor.to(self.dtype)
