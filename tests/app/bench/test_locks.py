@@ -84,7 +84,7 @@ def test_a_claim_that_names_nobody_is_free_unless_locked(text: str, path: Path) 
     with claim(path) as mine:
         assert mine
         place.write_text(text)
-        assert "a process that is not known" in describe_holder(path)
+        assert "an unknown process" in describe_holder(path)
         with claim(path) as again:
             assert not again
 

@@ -429,60 +429,7 @@ def test_two_runs_in_one_folder(folder: Path, capsys: pytest.CaptureFixture[str]
     assert process.returncode == 0
 
 
-# Mistakes
-
-MISTAKES: dict[str, tuple[list[str], str]] = {
-    "no file": (["run", MODEL, "nowhere.npy"], "there is no such file, got 'nowhere.npy'"),
-    "no data": (["run", MODEL, "run_network.py"], "DATA must be an .npy or .npz file"),
-    "no module": (
-        ["run", "run_netwrk:make", "x.npy"],
-        "there is no module 'run_netwrk' installed or in ",
-    ),
-    "no factory": (
-        ["run", "run_network:mak", "x.npy"],
-        "(did you mean 'make'?), got 'run_network:mak'",
-    ),
-    "no network": (["run", "resnet2", "x.npy"], "(did you mean 'resnet20'?), got 'resnet2'"),
-    "labels": (
-        ["run", MODEL, "x.npy", "--labels", "short.npy"],
-        "short.npy must be 46 integer labels",
-    ),
-    "preset": (["run", MODEL, "x.npy", "--preset", "tnt"], "did you mean 'tent'?"),
-    "presets": (["run", MODEL, "x.npy", "--preset", "tent,eata"], "--preset must be one preset"),
-    "both": (
-        ["run", MODEL, "x.npy", "--preset", "tent", "--recipe", "x"],
-        "--preset must be left out",
-    ),
-    "recipe": (["run", MODEL, "x.npy", "--recipe", "run_network.py"], "--recipe run_network.py: "),
-    "no recipe": (
-        ["run", MODEL, "x.npy", "--recipe", "r.toml"],
-        "--recipe must be a TOML file that is there",
-    ),
-    "part": (
-        ["run", MODEL, "x.npy", "--recipe", "map.toml"],
-        "must be of kind = \"Recipe\", got 'MAP'",
-    ),
-    "range": (["run", MODEL, "x.npy", "--range", "1"], "--range must be LOW,HIGH"),
-    "device": (
-        ["run", MODEL, "x.npy", "--device", "tpu"],
-        "device must be there: auto, cpu or cuda, got 'tpu'",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", MISTAKES)
-def test_mistakes_are_named_before_anything_is_written(
-    case: str, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    np.save("short.npy", LABELS[:9])
-    Path("map.toml").write_text(df.to_toml(df.MAP()))
-    arguments, message = MISTAKES[case]
-    assert main([*arguments, "--out", "o"]) == 2
-    told = capsys.readouterr().err
-    assert told.startswith("driftfilter run: error: ")
-    assert message in told
-    assert not Path("o").exists()
-
+# Changes
 
 CHANGES: dict[str, tuple[list[str], dict[str, Any], str]] = {
     "preset": ([], {"preset": "eta"}, "saved with another recipe: "),

@@ -13,19 +13,12 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 try:
     import fcntl
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
-
-
-class Holder(NamedTuple):
-    """The process that a claim names."""
-
-    host: str
-    pid: int
 
 
 def claim_path(path: Path) -> Path:
@@ -43,8 +36,8 @@ def claim(path: Path) -> Iterator[bool]:
         yield False
         return
     try:
-        holder, here = read_holder(place), socket.gethostname()
-        mine = holder is None or holder.host == here
+        here = socket.gethostname()
+        mine = _read_holder(place).get("host", here) == here
         if mine:
             os.truncate(file, 0)
             os.write(file, json.dumps({"host": here, "pid": os.getpid()}).encode())
@@ -78,13 +71,13 @@ def _lock(place: Path) -> int | None:
         os.close(file)
 
 
-def read_holder(place: Path) -> Holder | None:
-    """The process that a claim names; None if it names none."""
+def _read_holder(place: Path) -> dict[str, Any]:
+    """Host and number of the process that a claim names; empty if it names none."""
     try:
         found = json.loads(place.read_text(encoding="utf-8"))
-        return Holder(str(found["host"]), int(found["pid"]))
+        return {"host": found["host"], "pid": found["pid"]}
     except (OSError, ValueError, KeyError, TypeError):
-        return None
+        return {}
 
 
 def describe_holder(path: Path) -> str:
@@ -92,10 +85,6 @@ def describe_holder(path: Path) -> str:
     place = claim_path(path)
     if not place.exists():
         return "left by another process meanwhile; give the command again"
-    holder = read_holder(place)
-    who = (
-        "a process that is not known"
-        if holder is None
-        else f"process {holder.pid} on host {holder.host}"
-    )
+    holder = _read_holder(place)
+    who = "process {pid} on host {host}".format(**holder) if holder else "an unknown process"
     return f"claimed by {who}; if it runs no more, remove {place} and give the command again"
