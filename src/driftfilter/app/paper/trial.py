@@ -135,13 +135,35 @@ def polynomial(inputs: Tensor, degree: int) -> Tensor:
     return (table[pairs[:, 0], :, 0] * table[pairs[:, 1], :, 1]).mT.contiguous()
 
 
-def labels_for(
+def draw_labels(
     shape: tuple[int, ...], shares: Sequence[float], generator: torch.Generator
 ) -> Tensor:
     """Class indices drawn with given shares."""
     weights = torch.tensor(shares, dtype=torch.float64)
     count = torch.Size(shape).numel()
     return torch.multinomial(weights, count, replacement=True, generator=generator).reshape(shape)
+
+
+def draw_problem(
+    draw: Callable[[Tensor, float, torch.Generator], Labeled],
+    ends: tuple[float, float],
+    shape: tuple[int, int],
+    counts: tuple[int, int],
+    shares: tuple[float, float],
+    seed: int,
+) -> Problem:
+    """Everything drawn for a seed: ``draw`` takes places between the ``ends`` of the way [...].
+
+    The stream is of ``shape`` (steps, samples a step); ``counts`` are those of the source and of
+    each fresh set, ``shares`` those of the last class in the source and in the stream.
+    """
+    generator, (first, last), (known, share) = torch.Generator().manual_seed(seed), ends, shares
+    source = draw(torch.full((counts[0],), first, dtype=torch.float64), known, generator)
+    way = torch.linspace(first, last, shape[0], dtype=torch.float64)
+    stream = draw(way[:, None].expand(shape), share, generator)
+    now = (first + fraction * (last - first) for fraction in TIMES)
+    fresh = (torch.full((counts[1],), place, dtype=torch.float64) for place in now)
+    return Problem(source, stream, tuple(draw(place, share, generator) for place in fresh))
 
 
 def unit_prior(dimension: int, structure: str, rank: int = 10) -> df.Belief:
