@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -58,6 +59,19 @@ class Machine:
         """8-bit images [n, 3, h, w] as float32 in [0, 1] on the device."""
         layout = torch.channels_last if self.cuda else torch.contiguous_format
         return (images.to(self.device).float() / 255).contiguous(memory_format=layout)
+
+    def peak_memory(self) -> dict[str, Any]:
+        """Megabytes at most in use, and what they are measured on, JSON-ready."""
+        if self.cuda:
+            size = torch.cuda.max_memory_allocated(self.device)
+            what = "the device in this task, the stream's images included"
+        else:
+            import resource
+
+            unit = 1 if sys.platform == "darwin" else 1024
+            size = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+            what = "the process since it started"
+        return {"peak_memory_mb": size / 1e6, "peak_memory_of": what}
 
     def autocast(self) -> torch.autocast:
         """Context for one call of the adapter.

@@ -35,10 +35,7 @@ class Trace(NamedTuple):
 
 def evaluate(trace: Trace, plan: StreamPlan, bench: Bench) -> dict[str, Any]:
     """Quality by domain, over all samples, and along the stream."""
-    index, domain = (
-        torch.cat([step.index for step in plan.steps]),
-        torch.cat([step.domain for step in plan.steps]),
-    )
+    index, domain = plan.samples()
     logp, labels = trace.log_probabilities, bench.data.labels[index].to(bench.machine.device)
     right = (logp.argmax(-1) == labels).cpu()
     before = right if trace.before is None else (trace.before == labels).cpu()
@@ -74,10 +71,7 @@ def pick_examples(
     trace: Trace, plan: StreamPlan, data: Domains, device: torch.device
 ) -> list[dict[str, Any]]:
     """The most and the least certain samples of the stream, as thumbnails."""
-    index, domain = (
-        torch.cat([step.index for step in plan.steps]),
-        torch.cat([step.domain for step in plan.steps]),
-    )
+    index, domain = plan.samples()
     logp = trace.log_probabilities.double().cpu()
     most, least = find_extremes(metrics.entropy(logp).numpy())
     found: list[dict[str, Any]] = []

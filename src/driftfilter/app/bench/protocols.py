@@ -28,13 +28,16 @@ class Step:
     round: int = 0  # how often the sequence of corruptions has come before
 
 
-@final
-@dataclass(frozen=True, eq=False)
-class StreamPlan:
+class StreamPlan(NamedTuple):
     """The batches of a stream, in order, and the shifts that they name by position."""
 
     steps: tuple[Step, ...]
     domains: tuple[Shift, ...]
+
+    def samples(self) -> tuple[Tensor, Tensor]:
+        """Sample numbers and domains of all batches together, each [samples]."""
+        index, domain = zip(*((step.index, step.domain) for step in self.steps), strict=True)
+        return torch.cat(index), torch.cat(domain)
 
 
 @final

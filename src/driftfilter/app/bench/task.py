@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import platform
 import statistics
-import sys
 import time
 import warnings
 from collections.abc import Mapping
@@ -231,7 +230,6 @@ def run_task(bench: Bench, task: Task, watch: Watch | None = None) -> dict[str, 
         trace = _follow(bench, adapter, data, plan, watch)
         moved = measure_shift(adapter, bench.networks[task.model].module)
     timed = trace.milliseconds[WARM_UP:] or trace.milliseconds
-    memory, what = peak_memory(bench.machine)
     result = {
         **evaluate(trace, plan, bench),
         "probe": trace.probe,
@@ -241,8 +239,7 @@ def run_task(bench: Bench, task: Task, watch: Watch | None = None) -> dict[str, 
         "ms_per_step": statistics.median(timed),
         "steps": len(plan.steps),
         "timed_steps": len(timed),
-        "peak_memory_mb": memory,
-        "peak_memory_of": what,
+        **bench.machine.peak_memory(),
         "seconds": time.perf_counter() - start,
         "warnings": sorted({str(item.message) for item in caught}),
     }
@@ -388,17 +385,3 @@ class _Probe:
 
     def accuracies(self) -> list[dict[str, float]]:
         return [{"step": step, "accuracy": share.item()} for step, share in self._right.items()]
-
-
-def peak_memory(machine: Machine) -> tuple[float, str]:
-    """Megabytes at most in use, and what they are measured on."""
-    if machine.cuda:
-        return torch.cuda.max_memory_allocated(
-            machine.device
-        ) / 1e6, "the device in this task, the stream's images included"
-    import resource
-
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(
-        resource.RUSAGE_SELF
-    ).ru_maxrss * unit / 1e6, "the process since it started"

@@ -42,6 +42,11 @@ class RunFolder(NamedTuple):
     steps: Sequence[Mapping[str, Any]]
     movement: Sequence[Mapping[str, Any]]
 
+    @property
+    def used(self) -> list[Mapping[str, Any]]:
+        """The steps that were not skipped."""
+        return [step for step in self.steps if "skipped" not in step]
+
 
 def read_run(folder: Path) -> RunFolder:
     """A run that has ended; else an error says what is wrong with it."""
@@ -67,7 +72,7 @@ def read_run(folder: Path) -> RunFolder:
     run = RunFolder(
         folder, config, summary, _steps(folder / "steps.jsonl"), read_json(folder / "movement.json")
     )
-    if all("skipped" in step for step in run.steps):
+    if not run.used:
         raise ReportError(f"{folder} holds an empty run: no sample was predicted")
     return run
 
@@ -138,10 +143,7 @@ def _has_baseline(run: RunFolder) -> bool:
 
 def _entry(run: RunFolder, name: str) -> Entry:
     config, summary, tally = run.config, run.summary, run.summary["tally"]
-    quality, used = (
-        summary["quality"]["after"],
-        [step for step in run.steps if "skipped" not in step],
-    )
+    quality, used = summary["quality"]["after"], run.used
     times = [step["ms"] for step in used]
     options = {
         key: value for key, value in config["options"].items() if key not in ("model", "data")
@@ -205,10 +207,7 @@ def _notes(run: RunFolder) -> list[str]:
 
 def _source(run: RunFolder) -> Entry:
     """The frozen model, as the run has recorded it."""
-    quality, used = (
-        run.summary["quality"]["before"],
-        [step for step in run.steps if "skipped" not in step],
-    )
+    quality, used = run.summary["quality"]["before"], run.used
     names = {"n": "n", "judged": "judged", "baseline_entropy": "entropy", "baseline_right": "right"}
     steps = [{new: step[old] for old, new in names.items() if old in step} for step in used]
     return Entry(

@@ -12,9 +12,9 @@ import platform
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias, final
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 
 import driftfilter as df
 from driftfilter.app.bench.locks import claim, describe_holder
-from driftfilter.app.bench.task import peak_memory
 from driftfilter.app.run import summary
 from driftfilter.app.run.predictions import Predictions, columns
 from driftfilter.app.run.prepare import PreparedRun
@@ -67,9 +66,7 @@ class BadBatchError(ValueError):
     """A batch that no model can be adapted to; the state is as if it had not come."""
 
 
-@final
-@dataclass(frozen=True)
-class Ending:
+class Ending(NamedTuple):
     """How a run ended."""
 
     tally: Tally
@@ -121,14 +118,13 @@ def _summarize(files: _Files, ending: Ending) -> None:
         made.classes,
     )
     why = summary.write_examples(out, finished, made.feed, made.form)
-    memory, what = peak_memory(made.machine)
-    ended = {
+    others = {
         "signal": ending.signal,
         "error": ending.error,
         "no_examples": why,
         "tally": ending.tally._asdict(),
+        **made.machine.peak_memory(),
     }
-    others = {**ended, "peak_memory_mb": memory, "peak_memory_of": what}
     summary.write(out, finished, made.adapter, made.model, others)
 
 

@@ -6,9 +6,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -46,9 +45,7 @@ def open_classes(path: Path) -> tuple[str, ...]:
     return names
 
 
-@final
-@dataclass(frozen=True, eq=False)
-class Finished:
+class Finished(NamedTuple):
     """What is known at the end of a run."""
 
     logs: NDArray[Any]  # log-probabilities [n, k], NaN if skipped
@@ -99,14 +96,8 @@ def _quality(logs: NDArray[Any], labels: Integers | None) -> dict[str, Any] | No
     if labels is None or not usable.any():
         return None
     logp, truth = torch.from_numpy(known[usable]), torch.from_numpy(labels[: len(known)][usable])
-    return {
-        "accuracy": metrics.accuracy(logp, truth),
-        "nll": finite(metrics.negative_log_likelihood(logp.double(), truth)),
-        "brier": metrics.brier(logp, truth),
-        "ece": metrics.calibration_error(logp, truth),
-        "n": len(truth),
-        "bins": metrics.reliability(logp, truth)._asdict(),
-    }
+    quality: dict[str, Any] = finite(metrics.quality(logp, truth)._asdict())
+    return {**quality, "bins": metrics.reliability(logp, truth)._asdict()}
 
 
 def _classes(finished: Finished, usable: NDArray[Any]) -> list[dict[str, Any]]:
