@@ -35,7 +35,8 @@ import torch
 
 import driftfilter as df
 from driftfilter.app import cli
-from driftfilter.app.run.options import Made, Options, prepare
+from driftfilter.app.run.options import RunOptions
+from driftfilter.app.run.prepare import PreparedRun, prepare
 from driftfilter.app.run.run import STATE
 
 # Everything is adapted by Adam, so that a checkpoint is of some megabytes and a good part of the
@@ -108,13 +109,14 @@ def ended(child: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def made(folder: Path, model: str, steps: int) -> Made:
+def make(folder: Path, model: str, steps: int) -> PreparedRun:
     """What such a run adapts with, for looking at a checkpoint."""
     given = command(folder, model, "look", steps)
     options = dict(zip(given[3::2], given[4::2], strict=False))
-    chosen = {"recipe": options.get("--recipe"), "preset": options.get("--preset")}
+    recipe, preset = options.get("--recipe"), options.get("--preset")
+    out, batch = folder / "look", int(options["--batch"])
     return prepare(
-        Options(given[1], given[2], folder / "look", batch=int(options["--batch"]), **chosen)  # type: ignore[arg-type]
+        RunOptions(given[1], given[2], recipe=recipe, preset=preset, out=out, batch=batch)
     )
 
 
@@ -138,7 +140,7 @@ def kills(folder: Path, model: str, count: int, steps: int, rng: random.Random) 
 
     def loads(out: str) -> int:
         return forked(
-            lambda: df.load(made(folder, model, steps).adapter, folder / out / STATE) is None, log
+            lambda: df.load(make(folder, model, steps).adapter, folder / out / STATE) is None, log
         )
 
     begun = time.perf_counter()
@@ -192,7 +194,7 @@ def corruption(
     """Every damage must be refused as such, the adapter as it was."""
     path = folder / "damaged.safetensors"
     good = (folder / "unbroken" / STATE).read_bytes()
-    adapter = made(folder, model, steps).adapter
+    adapter = make(folder, model, steps).adapter
     before = {name: value.clone() for name, value in adapter.state_dict().items()}
     damages = [("flips", position) for position in rng.sample(range(8 * len(good)), flips)]
     header = range(8 * (8 + int.from_bytes(good[:8], "little")))
@@ -224,7 +226,7 @@ def disk(folder: Path, model: str, steps: int) -> dict[str, str]:
     """Saves to a disk that is full and to one that cannot be written to; both are mounted in
     memory, which needs root.
     """
-    place, adapter = folder / "disk", made(folder, model, steps).adapter
+    place, adapter = folder / "disk", make(folder, model, steps).adapter
     df.load(adapter, folder / "unbroken" / STATE)
     size = (folder / "unbroken" / STATE).stat().st_size
     place.mkdir()

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from driftfilter.app.bench import bench, task
-from driftfilter.app.bench.bench import choices
-from driftfilter.app.bench.protocols import Stream
-from driftfilter.app.bench.task import Bench, Network, Task, run_task
+from driftfilter.app.bench import bench
+from driftfilter.app.bench.prepare import parse_choices
+from driftfilter.app.bench.protocols import StreamSettings
+from driftfilter.app.bench.task import Bench, NamedNetwork, Task, run_task
 from driftfilter.app.machine import Machine
 from driftfilter.app.streams import Generated, Images
+from driftfilter.app.terminal import Shown
 
 CPU = torch.device("cpu")
 NAMES = ("gaussian_noise", "contrast", "brightness")
@@ -46,7 +48,7 @@ class Broken(Tiny):
 
 
 def task_of(preset: str = "tent:lr=0.05", protocol: str = "reset", seed: int = 0) -> Task:
-    return Task(choices(preset)[0], choices(protocol)[0], "tiny", seed)
+    return Task(parse_choices(preset)[0], parse_choices(protocol)[0], "tiny", seed)
 
 
 def result_of(shared: Bench, *args: Any) -> dict[str, Any]:
@@ -64,27 +66,30 @@ class Log:
     def __init__(self) -> None:
         self.begun: list[str] = []
         self.ended: list[str] = []
-        self.seen: list[tuple[int, int, float]] = []
+        self.seen: list[tuple[int, int | None, str]] = []
 
-    def begin(self, title: str) -> task.Watch:
+    def __call__(self, title: str) -> Shown:
         self.begun.append(title)
-        return lambda step, steps, accuracy: self.seen.append((step, steps, accuracy()))
+        return Shown(self.watch, self.end)
+
+    def watch(self, done: int, total: int | None, note: Callable[[], str]) -> None:
+        self.seen.append((done, total, note()))
 
     def end(self, line: str) -> None:
         self.ended.append(line)
 
 
-def made_data() -> Generated:
+def make_data() -> Generated:
     """70 images of four colours, labeled by the network itself."""
     coarse = uniform(70, 3, 4, 4, seed=2)
     images = nn.functional.interpolate(coarse, size=(32, 32))
     return Generated(Images(images, Tiny().eval()(images).argmax(-1)))
 
 
-def made_bench(data: Generated) -> Bench:
+def make_bench(data: Generated) -> Bench:
     """On the three corruptions, in batches of 20."""
-    network = Network("tiny", Tiny().eval(), "0" * 64)
-    return Bench(data, {"tiny": network}, Stream(NAMES, batch=20), Machine(CPU))
+    network = NamedNetwork("tiny", Tiny().eval(), "0" * 64)
+    return Bench(data, {"tiny": network}, StreamSettings(NAMES, batch=20), Machine(CPU))
 
 
 def run_all(

@@ -21,7 +21,7 @@ from driftfilter.base.checks import require
 from driftfilter.filtering import StepInfo
 from driftfilter.monitor.drift_tests import summary
 from driftfilter.monitor.state import Event, Signals
-from driftfilter.storage.append_log import Journal, whole_lines
+from driftfilter.storage.append_log import AppendLog, whole_lines
 
 
 @final
@@ -124,7 +124,7 @@ class JsonLines:
     def __init__(self, path: str | Path, size: int | None = None) -> None:
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        self.journal = Journal(path, whole_lines(path) if size is None else size)
+        self.journal = AppendLog(path, whole_lines(path) if size is None else size)
 
     def on_step(self, step: StepRecord) -> None:
         self.journal.append((json.dumps(step.to_dict()) + "\n").encode())

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from driftfilter.app.downsample import along
+from driftfilter.app.downsample import downsample
 
 STEPS: list[dict[str, Any]] = [
     {"n": 4, "judged": 4, "right": 3, "entropy": 1.0},
@@ -18,14 +18,14 @@ STEPS: list[dict[str, Any]] = [
 
 
 def test_few_steps_are_pieces_of_their_own() -> None:
-    pieces = along(STEPS)
+    pieces = downsample(STEPS)
     assert [piece["step"] for piece in pieces] == [0, 1, 2, 3, 4]
     assert [piece["right"] for piece in pieces] == [3, 0, 0, 1, 2]
     assert "entropy" not in pieces[2]
 
 
 def test_pieces_are_sums_and_means_over_samples() -> None:
-    first, second = along(STEPS, 2)
+    first, second = downsample(STEPS, 2)
     assert first == {
         "step": 0,
         "steps": 3,
@@ -46,11 +46,11 @@ def test_pieces_are_sums_and_means_over_samples() -> None:
 
 def test_pieces_of_pieces_are_pieces() -> None:
     known = [{**step, "entropy": step["entropy"] or 0.0} for step in STEPS * 8]
-    once, twice = along(known, 10), along(along(known, 20), 10)
+    once, twice = downsample(known, 10), downsample(downsample(known, 20), 10)
     assert [piece["step"] for piece in twice] == list(range(0, 40, 4))
     assert [{**piece, "entropy": pytest.approx(piece["entropy"])} for piece in once] == twice
 
 
 def test_nothing_and_what_is_not_known() -> None:
-    assert along([]) == []
-    assert along([{"n": 3}, {"n": 4}], 1) == [{"step": 0, "steps": 2, "n": 7}]
+    assert downsample([]) == []
+    assert downsample([{"n": 3}, {"n": 4}], 1) == [{"step": 0, "steps": 2, "n": 7}]

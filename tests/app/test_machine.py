@@ -8,27 +8,27 @@ import pytest
 import torch
 from torch import nn
 
-from driftfilter.app.machine import PRECISIONS, Machine, machine_of
+from driftfilter.app.machine import PRECISIONS, Machine, choose_machine
 
 CPU = torch.device("cpu")
 
 
 def test_on_a_cpu_tf32_is_float32() -> None:
     assert (
-        machine_of("cpu")
-        == machine_of("cpu", "tf32")
-        == machine_of("cpu", "float32")
+        choose_machine("cpu")
+        == choose_machine("cpu", "tf32")
+        == choose_machine("cpu", "float32")
         == Machine(CPU, "float32")
     )
-    assert machine_of("cpu", "bf16") == Machine(CPU, "bf16")
+    assert choose_machine("cpu", "bf16") == Machine(CPU, "bf16")
 
 
 def test_on_a_gpu_tf32_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert machine_of("auto") == Machine(torch.device("cuda"), "tf32")
-    assert machine_of("cuda:1", "float32") == Machine(torch.device("cuda:1"), "float32")
+    assert choose_machine("auto") == Machine(torch.device("cuda"), "tf32")
+    assert choose_machine("cuda:1", "float32") == Machine(torch.device("cuda:1"), "float32")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "H200")
-    assert machine_of("auto", "bf16").settings() == {
+    assert choose_machine("auto", "bf16").settings() == {
         "device": "H200",
         "precision": "bf16",
         "cudnn_benchmark": True,
@@ -43,13 +43,13 @@ def test_what_a_report_says_of_a_cpu() -> None:
         "cudnn_benchmark": False,
         "layout": "contiguous",
     }
-    assert machine_of("cpu").settings() == expected
+    assert choose_machine("cpu").settings() == expected
 
 
 def test_unknown_precisions_are_refused() -> None:
     message = re.escape(f"precision must be one of {PRECISIONS}")
     with pytest.raises(ValueError, match=message):
-        machine_of("cpu", "fp8")
+        choose_machine("cpu", "fp8")
     with pytest.raises(ValueError, match=message):
         Machine(CPU, "half")
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import driftfilter as df
-from driftfilter.app.parameter_shift import movement
+from driftfilter.app.parameter_shift import measure_shift
 
 
 def network() -> nn.Sequential:
@@ -30,7 +30,7 @@ def moved(recipe: df.Recipe) -> tuple[df.Adapter, nn.Module]:
 
 def test_by_layer_in_sigmas_of_the_prior() -> None:
     adapter, model = moved(df.Recipe(source=df.Gaussian(variance=0.04)))
-    rows = movement(adapter, model)
+    rows = measure_shift(adapter, model)
     change = (adapter.belief.mean - adapter.state.source.mean).double()
     assert [(row["layer"], row["parameters"]) for row in rows] == [("1", 8), ("4", 4)]
     for row, piece, start in zip(
@@ -47,14 +47,14 @@ def test_by_layer_in_sigmas_of_the_prior() -> None:
 
 def test_a_point_mass_has_no_sigmas() -> None:
     adapter, model = moved(df.presets.get("tent", lr=0.01))
-    rows = movement(adapter, model)
+    rows = measure_shift(adapter, model)
     assert [row["sigmas"] for row in rows] == [None, None]
     assert all(row["rms"] > 0 for row in rows)
 
 
 def test_nothing_moves_before_the_first_batch() -> None:
     model = network()
-    rows = movement(df.adapt(model, df.Recipe(source=df.Gaussian())), model)
+    rows = measure_shift(df.adapt(model, df.Recipe(source=df.Gaussian())), model)
     assert [(row["sigmas"], row["rms"], row["relative"]) for row in rows] == [(0, 0, 0), (0, 0, 0)]
 
 
@@ -74,7 +74,7 @@ def test_hidden_states_are_read_out() -> None:
     change = rows @ (state.belief.mean - state.source.mean).double()
     dense = state.source.covariance.apply(torch.eye(state.belief.dimension)).double()
     variance = (rows @ dense @ rows.T).diagonal()
-    found = movement(adapter, model)
+    found = measure_shift(adapter, model)
     assert found[0]["sigmas"] == pytest.approx(
         (change[:8] ** 2 / variance[:8]).mean().sqrt().item(), rel=1e-5
     )
@@ -95,7 +95,7 @@ def test_layers_of_other_selections(parameters: object, layers: dict[str, int]) 
     model = network()[:4] if isinstance(parameters, df.Head) else network()
     adapter = df.adapt(model, replace(df.Recipe(), parameters=parameters, source=df.Gaussian()))
     adapter(torch.randn(12, 3, generator=torch.Generator().manual_seed(0)))
-    rows = movement(adapter, model)
+    rows = measure_shift(adapter, model)
     assert {row["layer"]: row["parameters"] for row in rows} == layers
     assert sum(row["parameters"] for row in rows) == adapter.state.parameters
     assert all(row["rms"] > 0 for row in rows if not isinstance(parameters, df.LoRA))

@@ -18,11 +18,11 @@ from driftfilter.app.streams import (
     Images,
     Shift,
     Stored,
-    arrays,
-    cifar10,
-    folders,
+    open_cifar10,
     open_domains,
-    published,
+    open_folders,
+    open_npz,
+    open_published,
     sample_images,
 )
 
@@ -143,7 +143,7 @@ class TestGenerated:
 
 class TestPublished:
     def test_severities_are_blocks_of_rows(self, folder: Path) -> None:
-        domains, index = published(folder), torch.tensor([19, 0, 4, 4])
+        domains, index = open_published(folder), torch.tensor([19, 0, 4, 4])
         assert domains.shifts == (*CORRUPTIONS, "spatter")
         assert domains.labels.tolist() == LABELS.tolist()
         for seed, name in enumerate(domains.shifts):
@@ -157,35 +157,38 @@ class TestPublished:
 
     def test_clean_only_where_given(self, folder: Path) -> None:
         with pytest.raises(ValueError, match="shift must be one of"):
-            published(folder).take(CLEAN, torch.arange(2), CPU)
+            open_published(folder).take(CLEAN, torch.arange(2), CPU)
         pixels = _pixels(99)
-        taken = published(folder, _images(pixels)).take(CLEAN, torch.tensor([3, 1]), CPU)
+        taken = open_published(folder, _images(pixels)).take(CLEAN, torch.tensor([3, 1]), CPU)
         assert np.array_equal(taken.numpy(), pixels[[3, 1]].transpose(0, 3, 1, 2))
 
     def test_clean_images_of_another_order(self, folder: Path) -> None:
         with pytest.raises(
             ValueError, match=r"clean\.labels must be the 20 labels of the shifted images"
         ):
-            published(folder, _images(_pixels(0), LABELS[::-1].copy()))
+            open_published(folder, _images(_pixels(0), LABELS[::-1].copy()))
 
     def test_some_corruptions_suffice_where_asked(self, folder: Path) -> None:
         (folder / "fog.npy").unlink()
         (folder / "spatter.npy").write_bytes(b"")
-        assert published(folder, names=("snow",)).shifts == ("snow",)
-        assert published(folder, _images(_pixels(0)), ("clean", "snow")).shifts == ("snow", "clean")
+        assert open_published(folder, names=("snow",)).shifts == ("snow",)
+        assert open_published(folder, _images(_pixels(0)), ("clean", "snow")).shifts == (
+            "snow",
+            "clean",
+        )
         with pytest.raises(
             ValueError, match=r"shift must be one of .* \(did you mean 'snow'\?\), got 'snw'"
         ):
-            published(folder, names=("snw",))
-        assert published(folder, names=("snow",)).seeded(3).shifts == ("snow",)
+            open_published(folder, names=("snw",))
+        assert open_published(folder, names=("snow",)).with_seed(3).shifts == ("snow",)
 
     def test_description_follows_the_files(self, folder: Path) -> None:
-        before = published(folder).describe()
+        before = open_published(folder).describe()
         assert before["kind"] == "CIFAR-10-C"
         assert before["path"] == str(folder)
-        assert published(folder).describe() == before
+        assert open_published(folder).describe() == before
         np.save(folder / "fog.npy", _pixels(50, 5 * COUNT))
-        assert published(folder).describe()["sha256"] != before["sha256"]
+        assert open_published(folder).describe()["sha256"] != before["sha256"]
 
     @pytest.mark.parametrize(
         ("shift", "message"),
@@ -198,7 +201,7 @@ class TestPublished:
     )
     def test_refused_shifts(self, folder: Path, shift: Shift, message: str) -> None:
         with pytest.raises(ValueError, match=message):
-            published(folder).require(shift)
+            open_published(folder).require(shift)
 
 
 def _truncate(path: Path) -> None:
@@ -339,7 +342,7 @@ class TestArrays:
         return tmp_path / "own.npz"
 
     def test_arrays_are_shifts(self, file: Path) -> None:
-        domains = arrays(file, severity=3)
+        domains = open_npz(file, severity=3)
         assert domains.shifts == ("fog", "dusk", "clean")
         assert domains.labels.tolist() == LABELS.tolist()
         for seed, shift in ((1, Shift("fog", 3)), (2, Shift("dusk", 3)), (3, CLEAN)):
@@ -347,13 +350,6 @@ class TestArrays:
             assert np.array_equal(taken.numpy(), _pixels(seed)[[5, 2]].transpose(0, 3, 1, 2))
         with pytest.raises(ValueError, match="severity must be one of 3 for 'fog'"):
             domains.require(Shift("fog", 5))
-
-    @pytest.mark.parametrize("suffix", ["npy", "npz"])
-    def test_labels_beside(self, tmp_path: Path, suffix: str) -> None:
-        np.savez(tmp_path / "own.npz", fog=_pixels(1))
-        labels = tmp_path / f"labels.{suffix}"
-        np.save(labels, LABELS[::-1]) if suffix == "npy" else np.savez(labels, labels=LABELS[::-1])
-        assert arrays(tmp_path / "own.npz", labels).labels.tolist() == LABELS[::-1].tolist()
 
     def test_labels_and_clean_of_the_first_clean_images(self, tmp_path: Path) -> None:
         np.savez(tmp_path / "own.npz", fog=_pixels(1, 8))
@@ -431,7 +427,7 @@ class TestFolders:
     def test_shift_and_class(self, tmp_path: Path) -> None:
         for seed, name in enumerate(("dusk", "rain", "clean")):
             _save_pictures(tmp_path / name, _pixels(seed, 10, 40))
-        domains = folders(tmp_path)
+        domains = open_folders(tmp_path)
         assert set(domains.shifts) == {"dusk", "rain", "clean"}
         for seed, shift in enumerate((Shift("dusk"), Shift("rain"), CLEAN)):
             self._check(domains, shift, _pixels(seed, 10, 40))
@@ -439,7 +435,7 @@ class TestFolders:
     def test_shift_severity_and_class(self, tmp_path: Path) -> None:
         for severity in (1, 5):
             _save_pictures(tmp_path / "fog" / str(severity), _pixels(severity, 10))
-        domains = folders(tmp_path)
+        domains = open_folders(tmp_path)
         for severity in (1, 5):
             self._check(domains, Shift("fog", severity), _pixels(severity, 10))
         with pytest.raises(ValueError, match="severity must be one of 1, 5 for 'fog'"):
@@ -454,21 +450,21 @@ class TestFolders:
 
     def test_samples_of_all_classes_come_early(self, tmp_path: Path) -> None:
         _save_pictures(tmp_path, _pixels(0, 40))
-        assert set(folders(tmp_path).labels[:10].tolist()) == {0, 1}
+        assert set(open_folders(tmp_path).labels[:10].tolist()) == {0, 1}
 
     def test_grey_and_transparent_pictures_become_rgb(self, tmp_path: Path) -> None:
         (tmp_path / "one").mkdir()
         grey = _pixels(0, 1)[0, :, :, 0]
         Image.fromarray(grey).save(tmp_path / "one" / "grey.png")
-        taken = folders(tmp_path).take(CLEAN, torch.tensor([0]), CPU)
+        taken = open_folders(tmp_path).take(CLEAN, torch.tensor([0]), CPU)
         assert np.array_equal(taken[0].numpy(), np.stack([grey] * 3))
 
     def test_description_follows_names_and_sizes(self, tmp_path: Path) -> None:
         _save_pictures(tmp_path, _pixels(0, 4))
-        before = folders(tmp_path).describe()
-        assert folders(tmp_path).describe() == before
+        before = open_folders(tmp_path).describe()
+        assert open_folders(tmp_path).describe() == before
         (tmp_path / "class0" / "000.png").rename(tmp_path / "class0" / "other.png")
-        assert folders(tmp_path).describe()["sha256"] != before["sha256"]
+        assert open_folders(tmp_path).describe()["sha256"] != before["sha256"]
 
     @pytest.mark.parametrize(
         ("damage", "message"),
@@ -509,18 +505,18 @@ class TestFolders:
         with pytest.raises(
             ValueError, match="6 must be named after a severity, one of 1, 2, 3, 4, 5, got '6'"
         ):
-            folders(tmp_path)
+            open_folders(tmp_path)
 
     def test_without_pillow(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         _save_pictures(tmp_path, _pixels(0, 4))
         monkeypatch.setitem(sys.modules, "PIL", None)
         with pytest.raises(ImportError, match="folders of pictures need pillow"):
-            folders(tmp_path)
+            open_folders(tmp_path)
 
     def test_a_picture_cut_short_is_named_when_read(self, tmp_path: Path) -> None:
         _save_pictures(tmp_path, _pixels(0, 4))
         _truncate(tmp_path / "class0" / "002.png")
-        domains = folders(tmp_path)
+        domains = open_folders(tmp_path)
         with pytest.raises(ValueError, match=r"002\.png must be a whole picture"):
             domains.take(CLEAN, torch.arange(4), CPU)
 
@@ -535,7 +531,7 @@ class TestOpening:
 
     def test_cifar10_arrays(self, tmp_path: Path) -> None:
         np.savez(tmp_path / "cifar.npz", images=_pixels(0), labels=LABELS.astype(np.uint8))
-        images, labels = cifar10(tmp_path / "cifar.npz")
+        images, labels = open_cifar10(tmp_path / "cifar.npz")
         assert np.array_equal((255 * images).round().numpy(), _pixels(0).transpose(0, 3, 1, 2))
         assert labels.dtype == torch.int64
         assert isinstance(open_domains(str(tmp_path / "cifar.npz"), seed=1), Generated)

@@ -7,14 +7,14 @@ import io
 import numpy as np
 import pytest
 
-from driftfilter.app.thumbnails import PIXELS, extremes, is_image, png, thumbnail
+from driftfilter.app.thumbnails import PIXELS, find_extremes, is_image, png, thumbnail
 
 PIXEL = np.random.default_rng(0).integers(0, 256, (3, 20, 31), dtype=np.uint8)
 
 
 def test_extremes_are_the_ends_of_the_order() -> None:
     entropy = np.array([0.5, np.nan, 0.1, 0.9, 0.1, 0.7])
-    most, least = extremes(entropy, 2)
+    most, least = find_extremes(entropy, 2)
     assert most.tolist() == [2, 4]
     assert least.tolist() == [3, 5]
 
@@ -24,7 +24,7 @@ def test_extremes_are_the_ends_of_the_order() -> None:
     [(0, ([], [])), (1, ([0], [])), (3, ([0, 1], [2])), (4, ([0, 1], [3, 2]))],
 )
 def test_no_sample_is_shown_twice(count: int, expected: tuple[list[int], list[int]]) -> None:
-    most, least = extremes(np.arange(count) / 10)
+    most, least = find_extremes(np.arange(count) / 10)
     assert (most.tolist(), least.tolist()) == expected
 
 

@@ -15,15 +15,15 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor, nn
 
 import driftfilter.presets as presets
-from driftfilter.adapter.bind import Binding, Bound, possible
+from driftfilter.adapter.bind import BoundFilter, FilterOptions, possible
 from driftfilter.adapter.checkpoint import Fingerprint, fingerprint, plain
-from driftfilter.adapter.state import Moment, found_in
+from driftfilter.adapter.state import AdapterState, found_in
 from driftfilter.base.checks import (
     NotFiniteError,
     NotPositiveDefiniteError,
@@ -50,8 +50,6 @@ from driftfilter.source.posterior import SourceData
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # not in every build of torch
 
-P = ParamSpec("P")
-R = TypeVar("R")
 _DEFAULT = Monitor()
 
 
@@ -107,7 +105,7 @@ def adapt(  # noqa: PLR0913  # what editors complete
     allowed = "the name of a preset or a Recipe"
     require(isinstance(recipe, Recipe), "adapt: recipe", recipe, allowed)
     source = SourceData.of(data)
-    binding = Binding(
+    binding = FilterOptions(
         possible(recipe, source),
         source,
         output,
@@ -133,7 +131,7 @@ class Adapter(nn.Module):
     def __init__(
         self,
         model: nn.Module,
-        binding: Binding,
+        binding: FilterOptions,
         update_every: int,
         window: int,
         monitor: Monitor | None,
@@ -164,8 +162,8 @@ class Adapter(nn.Module):
         self._model = [
             model
         ]  # in a list, or it would become a part of this module, and its parameters ours
-        self._now = Moment()
-        self._known: tuple[Bound, Fingerprint] | None = None
+        self._now = AdapterState()
+        self._known: tuple[BoundFilter, Fingerprint] | None = None
         self._lock = threading.RLock()  # of updates; predictions need none
         self._ranks = join(distributed, self.recipe, window, update_every)
         if self._ranks is not None:
@@ -212,7 +210,7 @@ class Adapter(nn.Module):
     def reset(self) -> None:
         """Back to the source, as if no batch had come."""
         with self._lock:
-            self._now = Moment(None if self._now.found else self._now.bound)
+            self._now = AdapterState(None if self._now.found else self._now.bound)
             self._detectors = fresh_detectors(self.monitor)
 
     def resume(self) -> None:
@@ -309,7 +307,7 @@ class Adapter(nn.Module):
     def _pieces(self, inputs: Inputs) -> list[Inputs]:
         return split(inputs, self.recipe.chunk) if self.recipe.chunk else [inputs]
 
-    def _step(self, now: Moment, inputs: Inputs) -> tuple[Moment, Prediction]:
+    def _step(self, now: AdapterState, inputs: Inputs) -> tuple[AdapterState, Prediction]:
         """One call: a step, or a prediction alone until the time for one has come, or while the
         monitor has it frozen.
         """
@@ -328,8 +326,13 @@ class Adapter(nn.Module):
         return self._watch(now, state, info, new.log_probabilities, seen), own
 
     def _watch(
-        self, now: Moment, state: FilterState, info: StepInfo, new: Tensor | None, seen: Inputs
-    ) -> Moment:
+        self,
+        now: AdapterState,
+        state: FilterState,
+        info: StepInfo,
+        new: Tensor | None,
+        seen: Inputs,
+    ) -> AdapterState:
         """With the state of a step, or the one that the monitor goes back to."""
         if self.monitor is None:
             return now._replace(state=state, info=info)
@@ -352,7 +355,7 @@ class Adapter(nn.Module):
         return now._replace(state=state, info=info, watch=watch)
 
     def _finish(
-        self, now: Moment, begun: float, samples: int, log_probabilities: Tensor | None
+        self, now: AdapterState, begun: float, samples: int, log_probabilities: Tensor | None
     ) -> None:
         """A call is over: what it changed is for all to see, callbacks are told and, even if one
         fails, warnings given.
@@ -382,13 +385,13 @@ class Adapter(nn.Module):
                 self._now = self._now._replace(watch=watch.logged(event))
             raise
 
-    def _predict(self, now: Moment, inputs: Inputs) -> Prediction:
+    def _predict(self, now: AdapterState, inputs: Inputs) -> Prediction:
         seen = now.seen(inputs, self.window, self.update_every)[0] if self.window else inputs
         return _take_last(now.filter.predict(now.current, seen), batch_size(inputs))
 
-    # Binding to the model
+    # FilterOptions to the model
 
-    def _ready(self, example: Inputs | None) -> Moment:
+    def _ready(self, example: Inputs | None) -> AdapterState:
         """What is known now; the model is read on first use, and again if it has moved since.
 
         What an example tells is not kept here, but with the state of the step that saw it.
@@ -404,7 +407,7 @@ class Adapter(nn.Module):
                     self._now = now
         return now
 
-    def _fits(self, now: Moment, example: Inputs | None) -> bool:
+    def _fits(self, now: AdapterState, example: Inputs | None) -> bool:
         return now.bound is not None and now.bound.fits(
             self._model[0], example, learned=now.state is not None
         )
@@ -449,13 +452,13 @@ class Adapter(nn.Module):
             self._now = self._load(own)
             self._detectors = fresh_detectors(self.monitor)
 
-    def _load(self, own: Mapping[str, Tensor]) -> Moment:
+    def _load(self, own: Mapping[str, Tensor]) -> AdapterState:
         """What named tensors describe; refused unless all of it is there and of this recipe."""
         found, bound = found_in(own, self.recipe), self._ready(None).bound
         if found or self._now.found:
             bound = self._binding(self._model[0], found, None)
         assert bound is not None
-        return Moment.from_tensors(own, bound, watched=self.monitor is not None)
+        return AdapterState.from_tensors(own, bound, watched=self.monitor is not None)
 
     def __getstate__(self) -> dict[str, Any]:
         kept = {name: value for name, value in self.__dict__.items() if name != "_lock"}

@@ -46,7 +46,7 @@ def possible(recipe: Recipe, data: SourceData | None) -> Recipe:
 
 @final
 @dataclass(frozen=True, eq=False)
-class Binding:
+class FilterOptions:
     """How a model is read: by a recipe, and by those options of ``adapt`` that a filter depends
     on.
     """
@@ -92,11 +92,11 @@ class Binding:
 
     def __call__(
         self, model: nn.Module, found: Mapping[str, Tensor], example: Inputs | None
-    ) -> Bound:
+    ) -> BoundFilter:
         """The filter on the model as it is now, by what earlier batches told about it, and an
         example where there is one.
         """
-        recipe, read = self.recipe, _Read.of(model)
+        recipe, read = self.recipe, ModelSnapshot.of(model)
         frozen = twin(model, self.channels_last)
         picks = (self.output, example, found, self.observed)
         logits, mean, told = initialize(frozen, recipe.parameters, recipe.statistics, *picks)
@@ -107,7 +107,7 @@ class Binding:
             start = filt.init(recipe.source(logits, mean, self.data), self.seed)
         for reason in self.ignored_on(start.belief.mean.device):
             warn(reason)
-        return Bound(
+        return BoundFilter(
             filt, start, told, wanted(recipe.parameters) <= set(told), self.channels_last, read
         )
 
@@ -131,7 +131,7 @@ class Binding:
 
 @final
 @dataclass(frozen=True, eq=False)
-class Bound:
+class BoundFilter:
     """A filter on the model as it was when it was read, and the state to start from."""
 
     filter: Filter
@@ -139,7 +139,7 @@ class Bound:
     found: Mapping[str, Tensor]  # what batches have told about the model
     final: bool  # whether a batch could tell nothing more
     copied: bool  # whether some weights are copies, which do not see what is written to the model
-    _read: _Read
+    _read: ModelSnapshot
 
     def fits(self, model: nn.Module, example: Inputs | None, learned: bool) -> bool:
         """Whether this would be the filter on the model now, be it that something was ``learned``
@@ -168,7 +168,7 @@ class Bound:
 
 @final
 @dataclass(frozen=True, eq=False)
-class _Read:
+class ModelSnapshot:
     """A model, and all by which a change of it is noticed."""
 
     model: nn.Module  # the user's, or the copy that an adapter takes along
@@ -181,7 +181,7 @@ class _Read:
     versions: list[int]  # how often they had been written to
 
     @classmethod
-    def of(cls, model: nn.Module) -> _Read:
+    def of(cls, model: nn.Module) -> ModelSnapshot:
         """The model as it is now."""
         owned = (*model.parameters(), *model.buffers())
         values = tuple(tensor.detach() for tensor in owned)

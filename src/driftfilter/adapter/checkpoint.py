@@ -23,7 +23,7 @@ from torch import nn
 from driftfilter import __version__
 from driftfilter.base.checks import require_count
 from driftfilter.recipe import to_dict
-from driftfilter.storage.atomic import earlier, whole_file
+from driftfilter.storage.atomic import atomic_file, earlier
 
 if TYPE_CHECKING:
     from driftfilter.adapter.adapter import Adapter
@@ -52,7 +52,7 @@ def save(
     path = Path(path)
     encoded = _encoded(adapter, notes or {})
     try:
-        with whole_file(path, keep) as file:
+        with atomic_file(path, keep) as file:
             file.writelines(encoded)
     except OSError as error:
         before = "; the checkpoint that was there is as it was" if path.is_file() else ""

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from driftfilter.adapter.bind import Bound
+from driftfilter.adapter.bind import BoundFilter
 from driftfilter.base.checks import require, require_finite
 from driftfilter.base.inputs import Inputs, batch_size, checked, each, joined, samples
 from driftfilter.base.tensors import as_tensor, as_text
@@ -30,10 +30,10 @@ from driftfilter.storage.state_tensors import (
 _MODEL = "model."  # in a checkpoint: what batches told about the model
 
 
-class Moment(NamedTuple):
+class AdapterState(NamedTuple):
     """An adapter between two calls; other threads see one moment or the other."""
 
-    bound: Bound | None = None
+    bound: BoundFilter | None = None
     found: Mapping[str, Tensor] = {}  # what the first batch has told about the model
     state: FilterState | None = None  # None: no batch has come
     recent: Inputs | None = None  # samples seen lately, for a window or until the next update
@@ -55,7 +55,7 @@ class Moment(NamedTuple):
         assert self.bound is not None
         return self.bound.start if self.state is None else self.state
 
-    def on(self, bound: Bound) -> Moment:
+    def on(self, bound: BoundFilter) -> AdapterState:
         """The same on the model as it was read now, with the state where that is."""
         if self.state is None:
             return self._replace(bound=bound, found=bound.found)
@@ -81,7 +81,7 @@ class Moment(NamedTuple):
         return kept, kept
 
     def told_after(
-        self, before: Moment, n: int, ms: float, log_probabilities: Tensor | None
+        self, before: AdapterState, n: int, ms: float, log_probabilities: Tensor | None
     ) -> StepRecord:
         """What callbacks are told of a call, with predictions [n, k] of its own: the caller may
         write to those returned.
@@ -109,7 +109,9 @@ class Moment(NamedTuple):
         }
 
     @classmethod
-    def from_tensors(cls, own: Mapping[str, Tensor], bound: Bound, watched: bool) -> Moment:
+    def from_tensors(
+        cls, own: Mapping[str, Tensor], bound: BoundFilter, watched: bool
+    ) -> AdapterState:
         """What named tensors describe, on a model that was read by what is ``found_in`` them;
         refused unless all is there.
         """

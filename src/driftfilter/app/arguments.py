@@ -1,55 +1,160 @@
-"""What the command line understands; torch is not imported here, so that help and mistakes are
-immediate.
+"""From the options of a command, a dataclass, to its command line.
+
+A field declares an option: its type, its default and, by ``option``, what argparse is told of it.
+Torch is not imported here, so that help and mistakes are immediate.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import field, fields
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import (
+    Any,
+    Literal,
+    NamedTuple,
+    NoReturn,
+    TypeAlias,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
+from driftfilter.app.terminal import Output
 from driftfilter.base.suggest import nearest
 
-EXAMPLES = ("dynamics", "linear", "moons", "pinwheel")
-FIRST_SEED = 3000  # nothing was chosen on the seeds from here on
+# Exit status, and what was found as data; None if the error says it all.
+Found: TypeAlias = tuple[int, Any]
+
 HELP = (
     "COMMAND --help lists its options; exit status: 0 done, 1 failed, 2 wrong usage, "
     "130 ended by Ctrl-C"
 )
 
 
+class Command(NamedTuple):
+    """What stands behind a word after ``driftfilter``."""
+
+    run: Callable[[Any, Output, Sequence[str]], Found]  # options, output, the words of the command
+    options: type  # a dataclass whose fields are made by ``option``, ``count_option``, ``argument``
+    help: str
+    epilog: str = ""
+    # Makes the options from those that are given; None: the dataclass with its defaults.
+    read: Callable[[Mapping[str, Any]], Any] | None = None
+
+
+class Request(NamedTuple):
+    """What was asked for."""
+
+    command: Command | None  # None: no command
+    options: Any
+    output: Output
+    version: bool  # print it, and nothing else
+
+
+# Fields of the options of a command
+
+
+def option(help: str, default: Any = None, **details: Any) -> Any:
+    """Field that is ``--name`` on the command line; ``{default}`` in its help stands for it.
+
+    A default of False makes it a switch, a Literal type gives its choices; ``details`` are further
+    arguments of argparse.
+    """
+    return field(default=default, metadata={"help": help, **details})
+
+
+def count_option(help: str, default: int | None) -> Any:
+    """Field that is ``--name N`` with an integer of at least 1."""
+    return option(help, default, type=count, metavar="N")
+
+
+def argument(metavar: str, help: str, **details: Any) -> Any:
+    """Field without a default that is given by its place on the command line."""
+    return field(metadata={"help": help, "metavar": metavar, "positional": True, **details})
+
+
+def add_options(parser: argparse.ArgumentParser, options: type) -> None:
+    """Add the fields of a dataclass; one that is not given is left out of what is parsed."""
+    hints = get_type_hints(options)
+    for item in fields(options):
+        details = dict(item.metadata)
+        positional = details.pop("positional", False)
+        details["help"] = details["help"].replace("{default}", str(item.default))
+        parts = (hints[item.name], *get_args(hints[item.name]))
+        chosen = next((get_args(part) for part in parts if get_origin(part) is Literal), None)
+        if item.default is False:
+            details["action"] = "store_true"
+        elif chosen is not None:
+            details["choices"] = chosen
+        name = item.name if positional else f"--{item.name.replace('_', '-')}"
+        parser.add_argument(name, default=argparse.SUPPRESS, **details)
+
+
+# Types of options
+
+
+def count(text: str) -> int:
+    """An integer of at least 1."""
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be an integer >= 1, got {text!r}")
+    return int(text)
+
+
+def shape(text: str) -> tuple[int, ...]:
+    """Sizes separated by commas."""
+    parts = text.split(",")
+    if not all(part.isdigit() and int(part) > 0 for part in parts):
+        raise argparse.ArgumentTypeError(f"must be sizes such as 3,32,32, got {text!r}")
+    return tuple(map(int, parts))
+
+
+def file(text: str) -> Path:
+    """A path that is no folder."""
+    if Path(text).is_dir():
+        raise argparse.ArgumentTypeError(f"must be a file, got the folder {text!r}")
+    return Path(text)
+
+
+def folder(text: str) -> Path:
+    """A path at which a folder is or can be made."""
+    path = Path(text)
+    there = next(each for each in (path, *path.parents, Path()) if each.exists())
+    if not there.is_dir():
+        raise argparse.ArgumentTypeError(
+            f"must be a folder, or where one can be made, got the file {str(there)!r}"
+        )
+    return path
+
+
+# Parsing
+
+
 class Parser(argparse.ArgumentParser):
-    """One whose errors name what is nearest to a wrong command, option or choice."""
+    """A parser whose errors name what is nearest to a wrong command, option or choice."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._negative_number_matcher = re.compile(
-            r"-\.?\d"
-        )  # no option begins so: --range -1,1 has a value
+        # No option begins so: --range -1,1 has a value.
+        self._negative_number_matcher = re.compile(r"-\.?\d")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As argparse does it, but what is not known is an error here, where the options of the
-        command are known.
+        """Parse as argparse does, but refuse what is unknown here: the command's options are known.
+
+        Argparse itself would refuse it later, with the options of no command at hand.
         """
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
             options = [option for action in self._actions for option in action.option_strings]
-            near = next(
-                (
-                    nearest(each.partition("=")[0], options)
-                    for each in unknown
-                    if each.startswith("-")
-                ),
-                "",
-            )
+            wrong = [each.partition("=")[0] for each in unknown if each.startswith("-")]
+            near = nearest(wrong[0], options) if wrong else ""
             self.error(f"unrecognized arguments: {' '.join(unknown)}{near}")
         return found, unknown
 
     def error(self, message: str) -> NoReturn:
-        """The mistake itself, not thirty options before it."""
+        """Print the mistake itself, not thirty options before it."""
         self.exit(
             2, f"{self.prog}: error: {message}\n{self.prog} --help says what it can be told\n"
         )
@@ -63,384 +168,39 @@ class Parser(argparse.ArgumentParser):
             )
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """What was asked for; ``command`` is None where nothing was."""
-    found: argparse.Namespace = parser().parse_args(arguments)
-    return found
-
-
-def parser() -> Parser:
-    """Of all commands."""
+def build_parser(commands: Mapping[str, Command]) -> Parser:
+    """Parser of all commands."""
     whole = Parser(
         prog="driftfilter",
         description="Online test-time adaptation as Gaussian filtering.",
         epilog=HELP,
     )
     whole.add_argument("--version", action="store_true", help="print the version and exit")
-    commands = whole.add_subparsers(dest="command", metavar="COMMAND")
-    _add_demo(
-        commands.add_parser("demo", help="the paper's linear example, and a short image stream")
-    )
-    _add_reproduce(
-        commands.add_parser(
-            "reproduce", help="the paper's examples: figures, metrics.json and a table for each"
-        )
-    )
-    _add_bench(
-        commands.add_parser(
-            "bench", help="presets × protocols × models × seeds on corrupted images, as a table"
-        )
-    )
-    _add_run(
-        commands.add_parser(
-            "run",
-            help="adapt your own model over your own data, with checkpoints",
-            epilog="exit status: 0 done, or ended by SIGTERM and saved; 1 failed; 2 wrong usage; "
-            "3 done, but batches were "
-            "skipped; 130 ended by Ctrl-C and saved",
-        )
-    )
-    report = commands.add_parser(
-        "report", help="runs and benchmarks side by side, as one HTML file that loads nothing"
-    )
-    report.add_argument(
-        "runs", nargs="+", type=Path, metavar="RUN", help="folder of driftfilter run or bench"
-    )
-    report.add_argument(
-        "--out",
-        type=_file,
-        metavar="FILE",
-        help="to write to (default: report.html in the first folder)",
-    )
-    data = commands.add_parser(
-        "data", help="where to get CIFAR-10-C, and whether a folder holds it"
-    )
-    data.add_argument("folder", nargs="?", metavar="FOLDER", help="the folder to check")
-    _add_inspect(
-        commands.add_parser(
-            "inspect", help="what adaptation would change in a model, and what it would cost"
-        )
-    )
-    commands.add_parser("list", help="every building block and preset, with one line each")
-    for command in commands.choices.values():
-        _add_output(command)
+    below = whole.add_subparsers(dest="command", metavar="COMMAND")
+    for name, command in commands.items():
+        own = below.add_parser(name, help=command.help, epilog=command.epilog or None)
+        add_options(own, command.options)
+        _add_output(own)
     return whole
 
 
-def _add_output(command: argparse.ArgumentParser) -> None:
-    either = command.add_mutually_exclusive_group()
+def _add_output(parser: argparse.ArgumentParser) -> None:
+    either = parser.add_mutually_exclusive_group()
     either.add_argument(
-        "--json",
-        action="store_true",
-        default=False,
-        help="one JSON document on stdout, nothing else there",
+        "--json", action="store_true", help="one JSON document on stdout, nothing else there"
     )
     either.add_argument(
-        "--quiet", action="store_true", default=False, help="print nothing but warnings and errors"
+        "--quiet", action="store_true", help="print nothing but warnings and errors"
     )
 
 
-def _add_demo(demo: argparse.ArgumentParser) -> None:
-    demo.add_argument(
-        "--seeds", type=_count, default=20, metavar="N", help="number of seeds (default 20)"
-    )
-    demo.add_argument(
-        "--out",
-        type=_folder,
-        default="runs/demo",
-        metavar="DIR",
-        help="where to write (default runs/demo)",
-    )
-
-
-def _add_reproduce(again: argparse.ArgumentParser) -> None:
-    add, cores = again.add_argument, os.cpu_count() or 1
-    add(
-        "example",
-        choices=(*EXAMPLES, "all"),
-        metavar="EXAMPLE",
-        help=f"{', '.join(EXAMPLES)}, or all of them",
-    )
-    add("--seeds", type=_count, default=20, metavar="N", help="number of seeds (default 20)")
-    add(
-        "--first-seed",
-        type=int,
-        default=FIRST_SEED,
-        metavar="S",
-        help=f"the first of them ({FIRST_SEED})",
-    )
-    add(
-        "--out",
-        type=_folder,
-        default="runs/reproduce",
-        metavar="DIR",
-        help="where to write (default runs/reproduce)",
-    )
-    add(
-        "--workers", type=_count, default=cores, metavar="N", help="processes (default: one a core)"
-    )
-    add("--no-figures", action="store_true", help="numbers only, without matplotlib")
-
-
-def _add_bench(bench: argparse.ArgumentParser) -> None:
-    """Its options; those not given are left to ``app.bench.Options``."""
-    bench.argument_default = argparse.SUPPRESS
-    add = bench.add_argument
-    add(
-        "--quick",
-        action="store_true",
-        help="4 corruptions of the shipped images in batches of 100: minutes on a CPU",
-    )
-    add(
-        "--presets",
-        metavar="A,B",
-        help="names, with options as in cotta:copies=4,lr=0.001 (default: those of --quick)",
-    )
-    add(
-        "--protocols",
-        metavar="A,B",
-        help="reset (default), continual, gradual, mixed, correlated, recurring",
-    )
-    add(
-        "--models",
-        metavar="A,B",
-        help="shipped networks, or name=weights.safetensors (default resnet20)",
-    )
-    add(
-        "--seeds",
-        metavar="N",
-        help="of generated corruptions, order, draws: how many, or a list: 4,7 (default 1)",
-    )
-    add(
-        "--data",
-        metavar="PATH",
-        help="CIFAR-10-C folder, .npz or image folder (default: corruptions are generated)",
-    )
-    add(
-        "--clean",
-        metavar="PATH",
-        help="CIFAR-10 test images, folder or .npz (default: the shipped first 2,000)",
-    )
-    add(
-        "--source",
-        metavar="PATH",
-        help=".npz of source images, for presets with a source posterior (default: none)",
-    )
-    add(
-        "--corruptions",
-        metavar="A,B",
-        help="all (default: the 15), extra (the 4 for tuning), or names",
-    )
-    add("--severity", type=_count, metavar="N", help="1 to 5 (default 5)")
-    add("--batch", type=_count, metavar="N", help="samples a step (default 200)")
-    add("--images", type=_count, metavar="N", help="a corruption (default: all)")
-    add("--order", choices=("given", "shuffled"), help="of the corruptions (default given)")
-    add(
-        "--shuffled",
-        action="store_true",
-        help="images of a corruption in random order, by the seed",
-    )
-    add("--rounds", type=_count, metavar="N", help="of the protocols that have rounds")
-    add(
-        "--window",
-        type=_count,
-        metavar="N",
-        help="of the adapter, for small batches: samples it looks back on (default 0)",
-    )
-    add("--device", metavar="NAME", help="auto (default), cpu or cuda")
-    add(
-        "--precision",
-        choices=("float32", "tf32", "bf16"),
-        help="(default: tf32 on a GPU, float32 on a CPU)",
-    )
-    add(
-        "--before",
-        action="store_true",
-        help="also the accuracy before the update on the same batch",
-    )
-    add(
-        "--probe-every",
-        type=_count,
-        metavar="N",
-        help="steps between two looks at clean images; one more at the end (default: none)",
-    )
-    add(
-        "--out",
-        type=_folder,
-        default="runs/bench",
-        metavar="DIR",
-        help="to write to and go on from; processes may share it (runs/bench)",
-    )
-    add(
-        "--list",
-        action="store_true",
-        default=False,
-        help="print the tasks and which are done; run nothing",
-    )
-
-
-def _add_run(run: argparse.ArgumentParser) -> None:
-    """Its options; those not given are left to ``app.run.Options``."""
-    run.argument_default = argparse.SUPPRESS
-    add = run.add_argument
-    add(
-        "model",
-        metavar="MODEL",
-        help="package.module:factory (called without arguments), or resnet20, resnet20_gn",
-    )
-    add(
-        "data",
-        metavar="DATA",
-        help=".npy [n, ...], .npz with x or images, a folder of pictures, or - for lines of JSON",
-    )
-    add(
-        "--weights",
-        metavar="FILE",
-        help=".safetensors, or .pt that holds tensors only (default: as the factory makes it)",
-    )
-    add("--preset", metavar="NAME", help="with options as in tent:lr=0.001 (default driftfilter)")
-    add("--recipe", metavar="FILE", help="TOML of a recipe, instead of a preset")
-    add(
-        "--set",
-        action="append",
-        metavar="PATH=VALUE",
-        help="a field of the recipe, as in transition.dynamics.rho=0.99; repeat",
-    )
-    add(
-        "--source",
-        metavar="FILE",
-        help="source samples, as DATA, for recipes with a source posterior",
-    )
-    add(
-        "--labels",
-        metavar="FILE",
-        help=".npy, or .npz with labels or y: for the accuracy, never for adapting",
-    )
-    add("--batch", type=_count, metavar="N", help="samples a step (default 200)")
-    add(
-        "--window",
-        type=_count,
-        metavar="N",
-        help="samples the adapter looks back on, for small batches (default 0)",
-    )
-    add("--update-every", type=_count, metavar="N", help="steps between two updates (default 1)")
-    add("--seed", type=int, metavar="S", help="of all draws (default 0)")
-    add("--device", metavar="NAME", help="auto (default), cpu or cuda")
-    add(
-        "--layout",
-        choices=("auto", "first", "last"),
-        help="of image channels (auto: 8-bit [n, h, w, 3] are last)",
-    )
-    add(
-        "--scale",
-        type=float,
-        metavar="X",
-        help="factor of all values (default: 1/255 for 8-bit images, else 1)",
-    )
-    add(
-        "--range",
-        metavar="LOW,HIGH",
-        help="a batch with values outside, after scaling, is bad (default: any finite value)",
-    )
-    add(
-        "--integers",
-        metavar="A,B",
-        help="parts of a JSON object that are integers, such as input_ids",
-    )
-    add(
-        "--predictions",
-        choices=("npz", "csv"),
-        help="predictions.npz in the end (default), or .csv that grows",
-    )
-    add(
-        "--checkpoint-every",
-        type=_count,
-        metavar="N",
-        help="steps between two saves (default: only when it ends)",
-    )
-    add("--keep", type=_count, metavar="K", help="checkpoints to keep (default 1)")
-    add(
-        "--resume",
-        action="store_true",
-        help="go on from the checkpoint in --out; from the beginning where there is none",
-    )
-    add(
-        "--stdin-continues",
-        action="store_true",
-        help="on resuming, stdin goes on where it stopped (default: it starts again)",
-    )
-    add(
-        "--on-bad-batch",
-        choices=("stop", "skip"),
-        help="not finite, out of range, of another shape (default stop)",
-    )
-    add(
-        "--baseline",
-        action="store_true",
-        help="also predict with the model as it is, for the report: one more forward pass",
-    )
-    add(
-        "--classes",
-        metavar="FILE",
-        help="names of the classes, one a line, for the report (default: their numbers)",
-    )
-    add(
-        "--live",
-        action="store_true",
-        default=False,
-        help="a dashboard on the terminal: accuracy, entropy, classes, alarms",
-    )
-    add(
-        "--out",
-        type=_folder,
-        default=Path("runs/run"),
-        metavar="DIR",
-        help="to write to (default runs/run)",
-    )
-
-
-def _add_inspect(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add(
-        "model",
-        metavar="MODEL",
-        help="package.module:factory (called without arguments), or a shipped network's name",
-    )
-    add("--weights", type=Path, metavar="FILE", help=".safetensors, or .pt that holds tensors only")
-    add(
-        "--input",
-        type=_shape,
-        metavar="A,B",
-        help="shape of a sample, as in 3,32,32: has steps timed on random inputs",
-    )
-    add("--batch", type=_count, default=200, metavar="N", help="samples a step (default 200)")
-    add("--names", action="store_true", help="list every parameter of every subset")
-
-
-def _shape(text: str) -> tuple[int, ...]:
-    parts = text.split(",")
-    if not all(part.isdigit() and int(part) > 0 for part in parts):
-        raise argparse.ArgumentTypeError(f"must be sizes such as 3,32,32, got {text!r}")
-    return tuple(map(int, parts))
-
-
-def _count(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be an integer >= 1, got {text!r}")
-    return int(text)
-
-
-def _file(text: str) -> Path:
-    if Path(text).is_dir():
-        raise argparse.ArgumentTypeError(f"must be a file, got the folder {text!r}")
-    return Path(text)
-
-
-def _folder(text: str) -> Path:
-    path = Path(text)
-    there = next(each for each in (path, *path.parents, Path()) if each.exists())
-    if not there.is_dir():
-        raise argparse.ArgumentTypeError(
-            f"must be a folder, or where one can be made, got the file {str(there)!r}"
-        )
-    return path
+def parse(arguments: Sequence[str], commands: Mapping[str, Command]) -> Request:
+    """What the arguments ask for."""
+    parsed = vars(build_parser(commands).parse_args(arguments))
+    if parsed["version"] or parsed["command"] is None:
+        return Request(None, None, Output(), parsed["version"])
+    command = commands[parsed["command"]]
+    names = {item.name for item in fields(command.options)}
+    given = {name: value for name, value in parsed.items() if name in names}
+    options = command.options(**given) if command.read is None else command.read(given)
+    return Request(command, options, Output(parsed["quiet"], parsed["json"]), False)

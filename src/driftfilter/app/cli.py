@@ -10,8 +10,8 @@ import sys
 from collections.abc import Sequence
 from contextlib import nullcontext, redirect_stdout
 
-from driftfilter.app.arguments import parse, parser
-from driftfilter.app.terminal import Output
+from driftfilter.app.arguments import build_parser, parse
+from driftfilter.app.commands import COMMANDS
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -27,22 +27,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: Sequence[str]) -> int:
-    parsed = parse(arguments)
-    if parsed.version:
+    command, options, output, version = parse(arguments, COMMANDS)
+    if version:
         from driftfilter import __version__
 
         print(f"driftfilter {__version__}")
         return 0
-    if parsed.command is None:
-        parser().print_help()
+    if command is None:
+        build_parser(COMMANDS).print_help()
         return 2
-    from driftfilter.app.commands import COMMANDS
-
-    output = Output(parsed.quiet, parsed.json)
-    with (
-        redirect_stdout(sys.stderr) if output.json else nullcontext()
-    ):  # a user's own model may print
-        status, document = COMMANDS[parsed.command](parsed, arguments, output)
+    # A user's own model may print.
+    with redirect_stdout(sys.stderr) if output.json else nullcontext():
+        status, document = command.run(options, output, arguments)
     if document is not None:
         output.document(document)
     return status

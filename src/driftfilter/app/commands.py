@@ -1,11 +1,10 @@
-"""The commands: each takes what was asked for and gives its exit status, and what it found as data.
+"""The commands: each takes its options and gives its exit status, and what it found as data.
 
 Torch is imported only by those that need it.
 """
 
 from __future__ import annotations
 
-import argparse
 import inspect
 import json
 import os
@@ -14,96 +13,134 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias, final, get_args
 
-from driftfilter.app.arguments import EXAMPLES, FIRST_SEED, parse
-from driftfilter.app.terminal import Output
+from driftfilter.app.arguments import (
+    Command,
+    Found,
+    argument,
+    count,
+    count_option,
+    file,
+    folder,
+    option,
+    parse,
+    shape,
+)
+from driftfilter.app.bench.options import BenchOptions, read_options
+from driftfilter.app.run.options import RunOptions
+from driftfilter.app.terminal import Display, Output, Shown, show_progress
 
-Found: TypeAlias = tuple[
-    int, Any
-]  # exit status, and what was found; None where the error says it all
+ExampleName: TypeAlias = Literal["dynamics", "linear", "moons", "pinwheel", "all"]
+EXAMPLES = get_args(ExampleName)[:-1]
+FIRST_SEED = 3000  # nothing was chosen on the seeds from here on
 DEMO_BENCH = ("bench", "--quick", "--images", "500", "--corruptions", "gaussian_noise,contrast")
-_SHARED = ("version", "command", "quiet", "json")  # no options of a command's own
 
 
-def failed(command: str, error: object, status: int) -> Found:
+def fail(command: str, error: object, status: int) -> Found:
     """Say why a command came to nothing."""
     print(f"driftfilter {command}: error: {error}", file=sys.stderr)
     return status, None
 
 
-def demo(parsed: argparse.Namespace, arguments: Sequence[str], output: Output) -> Found:
-    """The paper's linear example, and a short image stream."""
+@final
+@dataclass(frozen=True)
+class DemoOptions:
+    """Options of ``driftfilter demo``."""
+
+    seeds: int = count_option("number of seeds (default {default})", 20)
+    out: Path = option(
+        "where to write (default {default})", Path("runs/demo"), type=folder, metavar="DIR"
+    )
+
+
+def demo(options: DemoOptions, output: Output, arguments: Sequence[str]) -> Found:
+    """Run the paper's linear example, and a short image stream."""
     from driftfilter.app.paper.linear import Linear
     from driftfilter.app.paper.reproduce import reproduce
 
-    out, example = parsed.out, Linear()
+    out, example = options.out, Linear()
     output.say(
         "2-D logistic regression; both classes drift diagonally by 3 while no label is ever seen"
     )
     output.say(
         f"{example.source_samples} labeled source samples, {example.steps} single-sample steps, "
-        f"{parsed.seeds} seeds\n"
+        f"{options.seeds} seeds\n"
     )
-    seeds, figures = (
-        range(FIRST_SEED, FIRST_SEED + parsed.seeds),
-        find_spec("matplotlib") is not None,
-    )
-    output.say(
-        reproduce(("linear",), seeds, out, os.cpu_count() or 1, _progress(output), figures=figures)[
-            "linear"
-        ]
-    )
+    seeds = range(FIRST_SEED, FIRST_SEED + options.seeds)
+    figures = find_spec("matplotlib") is not None
+    with show_progress(output.quiet) as display:
+        tables = reproduce(
+            ("linear",), seeds, out, os.cpu_count() or 1, _count_seeds(display), figures=figures
+        )
+    output.say(tables["linear"])
     output.say(f"\nwrote {out / 'linear'}\n")
-    found: dict[str, Any] = {"out": str(out), "linear": _metrics(out / "linear", output)}
-    if find_spec("torchmetrics") is None:
-        output.say("the image stream needs torchmetrics: pip install 'driftfilter[bench]'")
-        return 0, found
+    found: dict[str, Any] = {"out": str(out), "linear": _read_metrics(out / "linear", output)}
     command = [*DEMO_BENCH, "--out", str(out / "images")]
-    status, found["images"] = bench(parse(command), command, output)
+    status, found["images"] = bench(parse(command, COMMANDS).options, output, command)
     if status:
         return status, found
-    status, found["report"] = _reported([out / "images"], None, output)
+    status, found["report"] = _write_report([out / "images"], None, output)
     return status, found
 
 
-def _progress(output: Output) -> Callable[[str, int, int], None]:
-    """On a terminal one line that changes, elsewhere one line at the end."""
+def _count_seeds(display: Display) -> Callable[[str, int, int], None]:
+    """Show how many seeds of each example are done."""
+    begun: dict[str, Shown] = {}
 
-    def shown(name: str, done: int, total: int) -> None:
-        line = f"  {name}: seed {done}/{total}"
-        if sys.stderr.isatty() and not output.quiet:
-            print(f"\r{line:<40}", end="" if done < total else "\n", file=sys.stderr, flush=True)
-        elif done == total:
-            output.note(line)
+    def show(name: str, done: int, total: int) -> None:
+        watch, end = begun.setdefault(name, begun.get(name) or display(name))
+        if watch is not None:
+            watch(done, total, lambda: "seeds")
+        if done == total:
+            end(f"  {name}: seed {done}/{total}")
 
-    return shown
+    return show
 
 
-def _metrics(folder: Path, output: Output) -> Any:
-    """What was written there, where it is to be printed."""
+def _read_metrics(folder: Path, output: Output) -> Any:
+    """What was written there, if it is to be printed."""
     return (
         json.loads((folder / "metrics.json").read_text(encoding="utf-8")) if output.json else None
     )
 
 
-def reproduce(parsed: argparse.Namespace, arguments: Sequence[str], output: Output) -> Found:
-    """The paper's examples."""
-    if not parsed.no_figures and find_spec("matplotlib") is None:
-        return failed(
+@final
+@dataclass(frozen=True)
+class ReproduceOptions:
+    """Options of ``driftfilter reproduce``."""
+
+    example: ExampleName = argument("EXAMPLE", f"{', '.join(EXAMPLES)}, or all of them")
+    seeds: int = count_option("number of seeds (default {default})", 20)
+    first_seed: int = option("the first of them ({default})", FIRST_SEED, type=int, metavar="S")
+    out: Path = option(
+        "where to write (default {default})", Path("runs/reproduce"), type=folder, metavar="DIR"
+    )
+    workers: int = option(
+        "processes (default: one a core)", os.cpu_count() or 1, type=count, metavar="N"
+    )
+    no_figures: bool = option("numbers only, without matplotlib", False)
+
+
+def reproduce(options: ReproduceOptions, output: Output, arguments: Sequence[str]) -> Found:
+    """Run the paper's examples."""
+    if not options.no_figures and find_spec("matplotlib") is None:
+        return fail(
             "reproduce",
             "figures need matplotlib: pip install 'driftfilter[report]', or give --no-figures",
             1,
         )
     from driftfilter.app.paper.reproduce import reproduce as run_all
 
-    names, out = EXAMPLES if parsed.example == "all" else (parsed.example,), parsed.out
-    seeds, start = range(parsed.first_seed, parsed.first_seed + parsed.seeds), time.perf_counter()
-    tables = run_all(
-        names, seeds, out, parsed.workers, _progress(output), figures=not parsed.no_figures
-    )
+    names, out = EXAMPLES if options.example == "all" else (options.example,), options.out
+    seeds = range(options.first_seed, options.first_seed + options.seeds)
+    start = time.perf_counter()
+    with show_progress(output.quiet) as display:
+        progress, figures = _count_seeds(display), not options.no_figures
+        tables = run_all(names, seeds, out, options.workers, progress, figures=figures)
     for name, table in tables.items():
         output.say(f"{name}\n\n{table}\n")
     seconds = time.perf_counter() - start
@@ -111,27 +148,23 @@ def reproduce(parsed: argparse.Namespace, arguments: Sequence[str], output: Outp
     return 0, {
         "out": str(out),
         "seconds": seconds,
-        "examples": {name: _metrics(out / name, output) for name in tables},
+        "examples": {name: _read_metrics(out / name, output) for name in tables},
     }
 
 
-def bench(parsed: argparse.Namespace, arguments: Sequence[str], output: Output) -> Found:
-    """Presets × protocols × models × seeds."""
-    own = ("quick", "out", "list")
-    given = {key: value for key, value in vars(parsed).items() if key not in (*_SHARED, *own)}
+def bench(options: BenchOptions, output: Output, arguments: Sequence[str]) -> Found:
+    """Run presets × protocols × models × seeds."""
     from driftfilter.app.bench import bench as benchmark
+    from driftfilter.app.bench.prepare import prepare
     from driftfilter.app.bench.ranks import worker
-    from driftfilter.app.bench.tables import progress
 
-    me = worker()
+    me, folder = worker(), options.out
     try:
-        made, tasks = benchmark.prepare(
-            benchmark.Options(**{**(benchmark.QUICK if "quick" in parsed else {}), **given})
-        )
+        made, tasks = prepare(options)
     except (ValueError, OSError, ImportError) as error:
-        return failed("bench", error, 2)
-    folder, done = parsed.out, benchmark.done(made, tasks, parsed.out)
-    if parsed.list:
+        return fail("bench", error, 2)
+    done = benchmark.are_done(made, tasks, folder)
+    if options.list:
         pairs = list(zip(done, tasks, strict=True))
         output.say("\n".join(f"{'done' if ready else 'to do'}  {task}" for ready, task in pairs))
         return 0, {
@@ -141,19 +174,19 @@ def bench(parsed: argparse.Namespace, arguments: Sequence[str], output: Output) 
     if any(done):
         output.note(f"resumed: {sum(done)} of {len(done)} done")
     try:
-        with progress(output.quiet) as display:
+        with show_progress(output.quiet) as display:
             command = shlex.join(["driftfilter", *arguments])
             documents = benchmark.run(made, tasks, folder, display, command, me.first(len(tasks)))
+    except OSError as error:
+        return fail("bench", error, 1)
     except KeyboardInterrupt:
-        return failed("bench", f"interrupted: the same command goes on from {folder}", 130)
+        return fail("bench", f"interrupted: the same command goes on from {folder}", 130)
     wrong = [document for document in documents if document is not None and "error" in document]
-    shown = [*benchmark.finished(made, tasks, folder), *wrong]
+    shown = [*benchmark.read_finished(made, tasks, folder), *wrong]
     _show([document for document in documents if document is not None], shown, folder, output)
-    left = benchmark.undone(made, tasks, documents, folder)
-    told = [
-        f"failed: {each['settings']['preset']}: {each['error']}" for each in wrong if output.quiet
-    ]
-    for line in [*told, *left]:
+    left = benchmark.describe_undone(made, tasks, documents, folder)
+    failures = [f"failed: {each['settings']['preset']}: {each['error']}" for each in wrong]
+    for line in [*(failures if output.quiet else []), *left]:
         print(line, file=sys.stderr)
     if shown:
         output.say(f"wrote {folder}")
@@ -182,82 +215,132 @@ def _show(
         output.note(line)
 
 
-def run(parsed: argparse.Namespace, arguments: Sequence[str], output: Output) -> Found:
+def run(options: RunOptions, output: Output, arguments: Sequence[str]) -> Found:
     """Adapt a user's model over a user's data."""
-    given = {key: value for key, value in vars(parsed).items() if key not in (*_SHARED, "live")}
-    if parsed.live and output.quiet:
-        return failed("run", "--live and --quiet contradict each other: give one of them", 2)
-    from driftfilter.app.run import options, progress as telling
+    if options.live and output.quiet:
+        return fail("run", "--live and --quiet contradict each other: give one of them", 2)
+    from driftfilter.app.run import progress
+    from driftfilter.app.run.prepare import prepare
     from driftfilter.app.run.run import run as adapt
 
-    with telling.warnings_in_one_line():
+    with progress.shorten_warnings():
         try:
-            made = options.prepare(options.Options(**given))
+            made = prepare(options)
         except (ValueError, OSError, ImportError) as error:
-            return failed("run", error, 2)
-        shown = telling.progress(output.quiet, parsed.live, made.classes)
+            return fail("run", error, 2)
+        follow = progress.follow(output.quiet, options.live, made.classes)
         try:
-            ending = adapt(made, shown, telling.warn, shlex.join(["driftfilter", *arguments]))
+            ending = adapt(made, follow, progress.warn, shlex.join(["driftfilter", *arguments]))
         except (ValueError, OSError, RuntimeError) as error:
-            return failed("run", error, 1)
+            return fail("run", error, 1)
         except KeyboardInterrupt:
-            return failed(
+            return fail(
                 "run", "interrupted twice: nothing was saved since the last checkpoint", 130
             )
-    return telling.conclude(ending, parsed.out, output)
+    return progress.conclude(ending, options.out, output)
 
 
-def report(parsed: argparse.Namespace, arguments: Sequence[str], output: Output) -> Found:
-    """Runs side by side on one page."""
-    status, path = _reported(parsed.runs, parsed.out, output)
+@final
+@dataclass(frozen=True)
+class ReportOptions:
+    """Options of ``driftfilter report``."""
+
+    runs: Sequence[Path] = argument(
+        "RUN", "folder of driftfilter run or bench", nargs="+", type=Path
+    )
+    out: Path | None = option(
+        "to write to (default: report.html in the first folder)", type=file, metavar="FILE"
+    )
+
+
+def report(options: ReportOptions, output: Output, arguments: Sequence[str]) -> Found:
+    """Write runs side by side on one page."""
+    status, path = _write_report(options.runs, options.out, output)
     return status, None if path is None else {"report": path}
 
 
-def _reported(folders: Sequence[Path], out: Path | None, output: Output) -> tuple[int, str | None]:
+def _write_report(
+    folders: Sequence[Path], out: Path | None, output: Output
+) -> tuple[int, str | None]:
     from driftfilter.app import report as reports
 
     try:
         path = reports.write(folders, out)
     except (reports.ReportError, OSError) as error:
-        return failed("report", error, 1)
+        return fail("report", error, 1)
     output.say(f"wrote {path}")
     return 0, str(path)
 
 
-def data(parsed: argparse.Namespace, arguments: Sequence[str], output: Output) -> Found:
-    """Where to get CIFAR-10-C, and whether a folder holds it."""
-    from driftfilter.app.images import check as checking
+@final
+@dataclass(frozen=True)
+class DataOptions:
+    """Options of ``driftfilter data``."""
 
-    if parsed.folder is None:
-        output.say(checking.explain())
-        return 0, {"archives_md5": checking.ARCHIVES, "text": checking.explain()}
-    findings = checking.findings(Path(parsed.folder))
+    folder: str | None = option("the folder to check", positional=True, nargs="?", metavar="FOLDER")
+
+
+def data(options: DataOptions, output: Output, arguments: Sequence[str]) -> Found:
+    """Say where to get CIFAR-10-C, and whether a folder holds it."""
+    from driftfilter.app.images import check
+
+    if options.folder is None:
+        output.say(check.explain())
+        return 0, {"archives_md5": check.ARCHIVES, "text": check.explain()}
+    findings = check.find(Path(options.folder))
     wrong = [finding for finding in findings if not finding.ok]
-    output.say(checking.told(parsed.folder, findings))
+    output.say(check.describe(options.folder, findings))
     if wrong and output.quiet:
-        return failed("data", "; ".join(finding.text for finding in wrong), 1)
+        return fail("data", "; ".join(finding.text for finding in wrong), 1)
     found = {
-        "path": parsed.folder,
+        "path": options.folder,
         "ok": not wrong,
         "files": [finding._asdict() for finding in findings],
     }
     return 1 if wrong else 0, found
 
 
-def look(parsed: argparse.Namespace, arguments: Sequence[str], output: Output) -> Found:
-    """What adaptation would change in a model."""
+@final
+@dataclass(frozen=True)
+class InspectOptions:
+    """Options of ``driftfilter inspect``."""
+
+    model: str = argument(
+        "MODEL",
+        "package.module:factory (called without arguments), or a shipped network's name",
+    )
+    weights: Path | None = option(
+        ".safetensors, or .pt that holds tensors only", type=Path, metavar="FILE"
+    )
+    input: tuple[int, ...] | None = option(
+        "shape of a sample, as in 3,32,32: has steps timed on random inputs",
+        type=shape,
+        metavar="A,B",
+    )
+    batch: int = count_option("samples a step (default {default})", 200)
+    names: bool = option("list every parameter of every subset", False)
+
+
+def inspect_model(options: InspectOptions, output: Output, arguments: Sequence[str]) -> Found:
+    """Say what adaptation would change in a model."""
     from driftfilter.app import inspect_model as inspection
 
     try:
-        found = inspection.inspect(parsed.model, parsed.weights, parsed.input, parsed.batch)
+        found = inspection.inspect(options.model, options.weights, options.input, options.batch)
     except (ValueError, OSError, TypeError, ImportError) as error:
-        return failed("inspect", error, 2)
-    output.say("\n".join(inspection.lines(found, parsed.names)))
+        return fail("inspect", error, 2)
+    output.say("\n".join(inspection.describe(found, options.names)))
     return 0, found.to_dict()
 
 
-def listing(parsed: argparse.Namespace, arguments: Sequence[str], output: Output) -> Found:
-    """Every building block and preset."""
+@final
+@dataclass(frozen=True)
+class ListOptions:
+    """Options of ``driftfilter list``: none."""
+
+
+def list_blocks(options: ListOptions, output: Output, arguments: Sequence[str]) -> Found:
+    """Print every building block and preset."""
     from driftfilter.presets import PRESETS
     from driftfilter.recipe import VARIANTS
 
@@ -276,19 +359,44 @@ def _summary(entry: object) -> str:
 
 
 def _entry(role: str, name: str, entry: object) -> dict[str, object]:
-    """A line of the list as data; what a field is when it is not given, as Python writes it."""
+    """A line of the list as data; the default of a field as Python writes it."""
     given = inspect.signature(entry).parameters.values()  # type: ignore[arg-type]
     fields = {each.name: "" if each.default is each.empty else repr(each.default) for each in given}
     return {"role": role, "name": name, "summary": _summary(entry), "fields": fields}
 
 
-COMMANDS: dict[str, Callable[[argparse.Namespace, Sequence[str], Output], Found]] = {
-    "demo": demo,
-    "reproduce": reproduce,
-    "bench": bench,
-    "run": run,
-    "report": report,
-    "data": data,
-    "inspect": look,
-    "list": listing,
+COMMANDS: dict[str, Command] = {
+    "demo": Command(demo, DemoOptions, "the paper's linear example, and a short image stream"),
+    "reproduce": Command(
+        reproduce,
+        ReproduceOptions,
+        "the paper's examples: figures, metrics.json and a table for each",
+    ),
+    "bench": Command(
+        bench,
+        BenchOptions,
+        "presets × protocols × models × seeds on corrupted images, as a table",
+        read=read_options,
+    ),
+    "run": Command(
+        run,
+        RunOptions,
+        "adapt your own model over your own data, with checkpoints",
+        "exit status: 0 done, or ended by SIGTERM and saved; 1 failed; 2 wrong usage; 3 done, but "
+        "batches were skipped; 130 ended by Ctrl-C and saved",
+    ),
+    "report": Command(
+        report,
+        ReportOptions,
+        "runs and benchmarks side by side, as one HTML file that loads nothing",
+    ),
+    "data": Command(data, DataOptions, "where to get CIFAR-10-C, and whether a folder holds it"),
+    "inspect": Command(
+        inspect_model,
+        InspectOptions,
+        "what adaptation would change in a model, and what it would cost",
+    ),
+    "list": Command(
+        list_blocks, ListOptions, "every building block and preset, with one line each"
+    ),
 }

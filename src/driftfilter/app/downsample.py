@@ -9,7 +9,7 @@ from typing import Any
 MOST = 200
 
 
-def along(steps: Sequence[Mapping[str, Any]], most: int = MOST) -> list[dict[str, Any]]:
+def downsample(steps: Sequence[Mapping[str, Any]], most: int = MOST) -> list[dict[str, Any]]:
     """Steps, each with ``n`` samples and whatever else is known of it, as ``most`` pieces of
     equally many, JSON-ready.
 
@@ -20,13 +20,13 @@ def along(steps: Sequence[Mapping[str, Any]], most: int = MOST) -> list[dict[str
     first = 0
     pieces = []
     for at in range(0, len(steps), size):
-        pieces.append({"step": first, **together(steps[at : at + size])})
+        pieces.append({"step": first, **merge(steps[at : at + size])})
         first += pieces[-1]["steps"]
     return pieces
 
 
-def together(steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One piece of several."""
+def merge(steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One piece made of several."""
     found: dict[str, Any] = {
         "steps": sum(step.get("steps", 1) for step in steps),
         "n": sum(step["n"] for step in steps),

@@ -77,12 +77,14 @@ class Inspection(NamedTuple):
 
 
 def inspect(text: str, weights: Any, shape: tuple[int, ...] | None, batch: int) -> Inspection:
-    """A model by name or ``package.module:factory``; timed where the shape of an input is known."""
+    """Inspect a model given by name or ``package.module:factory``; steps are timed if the shape of
+    an input is known.
+    """
     model = open_model(text, weights)
     shape = (3, 32, 32) if shape is None and text in ARCHITECTURES else shape
     norms = Counter(type(layer).__name__ for layer in model.modules() if isinstance(layer, NORMS))
     has = any(isinstance(layer, _BatchNorm) for layer in model.modules())
-    timed = {} if shape is None else _timed(model, torch.rand(batch, *shape))
+    timed = {} if shape is None else _time(model, torch.rand(batch, *shape))
     count = sum(parameter.numel() for parameter in model.parameters())
     return Inspection(
         text, count, dict(norms), has, [_subset(model, each) for each in SUBSETS], timed, batch
@@ -99,7 +101,7 @@ def _subset(model: nn.Module, selection: df.Selection) -> Subset:
     )
 
 
-def _timed(model: nn.Module, inputs: Tensor) -> dict[str, float]:
+def _time(model: nn.Module, inputs: Tensor) -> dict[str, float]:
     """Median milliseconds of the model itself and of a step of some presets."""
     with torch.no_grad():
         try:
@@ -133,8 +135,8 @@ def _median(call: Callable[[Tensor], Any], inputs: Tensor) -> float:
     return sorted(times)[REPEATS // 2]
 
 
-def lines(found: Inspection, names: bool) -> list[str]:
-    """For a terminal."""
+def describe(found: Inspection, names: bool) -> list[str]:
+    """What was found, as lines for a terminal."""
     norms = ", ".join(f"{count} {kind}" for kind, count in found.norms.items()) or "none"
     out = [
         f"{found.model}: {found.parameters:,} parameters; norm layers: {norms}",

@@ -1,19 +1,21 @@
-"""Where tasks run, how precisely, and in which memory layout."""
+"""The device of tasks, its precision and its memory layout."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, final, get_args
 
 import torch
 from torch import Tensor, nn
 
+from driftfilter.app.bench.options import Precision
 from driftfilter.app.bench.ranks import worker
 from driftfilter.base.checks import require
 
-PRECISIONS = ("float32", "tf32", "bf16")
+PRECISIONS = get_args(Precision)
 
 
 @final
@@ -38,7 +40,7 @@ class Machine:
         return self.device.type == "cuda"
 
     def settings(self) -> dict[str, Any]:
-        """All of it that may change a result, JSON-ready."""
+        """What of it may change a result, JSON-ready."""
         name = torch.cuda.get_device_name(self.device) if self.cuda else self.device.type
         layout = "channels last" if self.cuda else "contiguous"
         return {
@@ -49,24 +51,38 @@ class Machine:
         }
 
     def place(self, module: nn.Module) -> nn.Module:
-        """The module, moved there."""
+        """The module, moved to the device."""
         there = module.to(self.device)
         return there.to(memory_format=torch.channels_last) if self.cuda else there  # type: ignore[call-overload]
 
     def pixels(self, images: Tensor) -> Tensor:
-        """8-bit images [n, 3, h, w] as float32 in [0, 1], there."""
+        """8-bit images [n, 3, h, w] as float32 in [0, 1] on the device."""
         layout = torch.channels_last if self.cuda else torch.contiguous_format
         return (images.to(self.device).float() / 255).contiguous(memory_format=layout)
 
+    def peak_memory(self) -> dict[str, Any]:
+        """Megabytes at most in use, and what they are measured on, JSON-ready."""
+        if self.cuda:
+            size = torch.cuda.max_memory_allocated(self.device)
+            what = "the device in this task, the stream's images included"
+        else:
+            import resource
+
+            unit = 1 if sys.platform == "darwin" else 1024
+            size = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+            what = "the process since it started"
+        return {"peak_memory_mb": size / 1e6, "peak_memory_of": what}
+
     def autocast(self) -> torch.autocast:
-        """For one call of the adapter: an autocast over many steps would keep a copy of every
-        step's parameters.
+        """Context for one call of the adapter.
+
+        An autocast over many steps would keep a copy of every step's parameters.
         """
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16")
 
     @contextmanager
     def ready(self) -> Iterator[None]:
-        """With the switches of the backends set for a task, and as they were afterwards."""
+        """Set the switches of the backends for the time of a block."""
         products, convolutions = torch.backends.cuda.matmul, torch.backends.cudnn
         before = products.allow_tf32, convolutions.allow_tf32, convolutions.benchmark
         products.allow_tf32, convolutions.allow_tf32, convolutions.benchmark = (
@@ -80,9 +96,11 @@ class Machine:
             products.allow_tf32, convolutions.allow_tf32, convolutions.benchmark = before
 
 
-def machine_of(device: str, precision: str | None = None) -> Machine:
-    """Device ``auto``: the GPU where there is one; precision None: tf32 there, float32 on a CPU,
-    where tf32 is the same.
+def choose_machine(device: str, precision: str | None = None) -> Machine:
+    """The machine of these options.
+
+    Device ``auto`` is the GPU if there is one. Precision None is tf32 on a GPU and float32 on a
+    CPU, for which tf32 is the same.
     """
     require(precision in (None, *PRECISIONS), "precision", precision, f"one of {PRECISIONS}")
     found = torch.cuda.is_available()
@@ -91,9 +109,8 @@ def machine_of(device: str, precision: str | None = None) -> Machine:
     place = torch.device(
         "cuda" if device == "auto" and found else "cpu" if device == "auto" else device
     )
-    if (
-        place.type == "cuda" and place.index is None and worker().workers > 1
-    ):  # each worker of a host takes its own
+    # Each worker of a host takes its own GPU.
+    if place.type == "cuda" and place.index is None and worker().workers > 1:
         place = torch.device("cuda", worker().local % torch.cuda.device_count())
     exact = place.type != "cuda" and precision in (None, "tf32")
     return Machine(place, "float32" if exact else precision or "tf32")

@@ -57,9 +57,7 @@ class _Block(nn.Module):
 
 
 class _PreactivationBlock(nn.Module):
-    """h = relu(norm₁ x); conv₂(relu(norm₂(conv₁ h))) + (shortcut h where the shape changes, else
-    x).
-    """
+    """conv₂(relu(norm₂(conv₁ h))) + (shortcut h if shapes differ, else x), h = relu(norm₁ x)."""
 
     def __init__(self, inside: int, outside: int, stride: int, norm: Norm) -> None:
         super().__init__()

@@ -1,6 +1,4 @@
-"""Where a stream has moved the parameters: how far the mean of the belief is from the source, layer
-by layer.
-"""
+"""How far a stream moves the parameters: the mean of the belief against the source, by layer."""
 
 from __future__ import annotations
 
@@ -15,11 +13,10 @@ from driftfilter.filtering import FilterState
 from driftfilter.networks.parameters import select
 
 
-def movement(adapter: df.Adapter, model: nn.Module) -> list[dict[str, Any]]:
-    """For each layer with parameters in θ, Δ = μ_T - μ_0: the root mean squares of Δ/σ_0 and Δ, and
-    |Δ|/|μ_0|.
+def measure_shift(adapter: df.Adapter, model: nn.Module) -> list[dict[str, Any]]:
+    """Shift Δ = μ_T - μ_0 of each layer with parameters in θ, JSON-ready.
 
-    None for σ_0 = 0 or μ_0 = 0. JSON-ready.
+    Root mean squares of Δ/σ_0 and Δ, and |Δ|/|μ_0|; None if σ_0 = 0 or μ_0 = 0.
     """
     state = adapter.state
     matrix = adapter.recipe.transition.read_out(state.parameters)
@@ -31,7 +28,7 @@ def movement(adapter: df.Adapter, model: nn.Module) -> list[dict[str, Any]]:
             {
                 "layer": layer,
                 "parameters": size,
-                **_moved(now[piece] - start[piece], start[piece], variance[piece]),
+                **_compare(now[piece] - start[piece], start[piece], variance[piece]),
             }
         )
         at += size
@@ -39,8 +36,9 @@ def movement(adapter: df.Adapter, model: nn.Module) -> list[dict[str, Any]]:
 
 
 def _read(state: FilterState, matrix: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """μ_0, μ_T and σ_0² of the parameters [d], where the belief may be over more than these: θ = R
-    z.
+    """μ_0, μ_T and σ_0² of the parameters [d].
+
+    If the belief is over more states z than these, θ = R z with the matrix R.
     """
     means = state.source.mean.double(), state.belief.mean.double()
     if matrix is None:
@@ -65,7 +63,7 @@ def _layers(adapter: df.Adapter, model: nn.Module, size: int) -> dict[str, int]:
     return sizes
 
 
-def _moved(change: Tensor, start: Tensor, variance: Tensor) -> dict[str, float | None]:
+def _compare(change: Tensor, start: Tensor, variance: Tensor) -> dict[str, float | None]:
     length = torch.linalg.vector_norm(change).item()
     size = torch.linalg.vector_norm(start).item()
     spread = bool((variance > 0).all())

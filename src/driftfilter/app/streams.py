@@ -1,4 +1,4 @@
-"""Where the data of streams come from: images under many shifts, made here or read from files."""
+"""The data of streams: images under many shifts, made here or read from files."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ MADE = (
 
 
 class Domains(Protocol):
-    """The same N samples, in the same order, under every shift."""
+    """N samples that come in one order under every shift."""
 
     @property
     def labels(self) -> Tensor:
@@ -84,8 +84,8 @@ class Domains(Protocol):
     def describe(self) -> dict[str, str]:
         """What a report says of the data: kind, path, texture of the frost, sha256."""
 
-    def seeded(self, seed: int) -> Domains:
-        """The same samples, with the corruptions of this seed where they are made here."""
+    def with_seed(self, seed: int) -> Domains:
+        """The samples with the corruptions of this seed, if corruptions are made here."""
 
     def require(self, shift: Shift) -> None:
         """Raise unless the shift can be taken."""
@@ -100,8 +100,8 @@ class Generated:
     """Corruptions made here of clean images [N, 3, h, w], each shift once and for all N:
     ``corrupt(images, …, seed)``.
 
-    What was made stays in memory, 8 bits a value, on the device it was asked for. ``path``: where
-    the clean images lie.
+    What was made stays in memory, 8 bits a value, on the device it was asked for. ``path`` is that
+    of the clean images.
     """
 
     clean: Images
@@ -142,7 +142,7 @@ class Generated:
 
     @property
     def labels(self) -> Tensor:
-        """[N]"""
+        """Labels [N], on the CPU."""
         return self.clean.labels.long().cpu()
 
     @property
@@ -159,8 +159,8 @@ class Generated:
         found = hashlib.sha256(content).hexdigest()
         return {"kind": "generated", "path": self.path, "frost": FROST_TEXTURE, "sha256": found}
 
-    def seeded(self, seed: int) -> Generated:
-        """The same images under the corruptions of this seed, kept with all that they make."""
+    def with_seed(self, seed: int) -> Generated:
+        """The images under the corruptions of this seed, cached with all that is made of them."""
         if seed != self.seed and seed not in self._seeded:
             self._seeded[seed] = replace(self, seed=seed)
         return self if seed == self.seed else self._seeded[seed]
@@ -193,8 +193,8 @@ Rows: TypeAlias = Callable[[Integers], Bytes]  # sample numbers [n] -> images [n
 @final
 @dataclass(frozen=True, eq=False)
 class Stored:
-    """Shifted images that lie in files, read as they are asked for; ``published``, ``arrays`` and
-    ``folders`` open them.
+    """Shifted images that lie in files, read as they are asked for; ``open_published``,
+    ``open_npz`` and ``open_folders`` make it.
     """
 
     kind: str
@@ -217,7 +217,7 @@ class Stored:
             "sha256": self._sha256,
         }
 
-    def seeded(self, seed: int) -> Stored:
+    def with_seed(self, seed: int) -> Stored:
         """Itself: what is stored has no seed."""
         return self
 
@@ -272,7 +272,7 @@ def _require_index(index: Tensor, count: int) -> None:
         )
 
 
-def published(
+def open_published(
     folder: Path, clean: Images | None = None, names: Collection[str] | None = None
 ) -> Stored:
     """CIFAR-10-C as published: <name>.npy [5N, 32, 32, 3] and labels.npy [5N], severity s in rows
@@ -294,7 +294,9 @@ def published(
     there = [name for name in known if name in CORRUPTIONS or (folder / f"{name}.npy").is_file()]
     found = there if names is None else [name for name in names if name != CLEAN.corruption]
     paths = {name: folder / f"{name}.npy" for name in found}
-    images = _alike({str(each): open_array(each) for each in paths.values()}, 5 * len(labels))
+    images = _require_alike(
+        {str(each): open_array(each) for each in paths.values()}, 5 * len(labels)
+    )
     rows = {
         Shift(name, each): _block(block, each, len(labels))
         for name, block in zip(found, images, strict=True)
@@ -329,30 +331,27 @@ def _clean_rows(clean: Images, labels: Integers) -> dict[Shift, Rows]:
     return {CLEAN: lambda index: images[index]}
 
 
-def arrays(
-    file: Path, labels: Path | None = None, clean: Images | None = None, severity: int = 5
-) -> Stored:
+def open_npz(file: Path, clean: Images | None = None, severity: int = 5) -> Stored:
     """Images of an ``.npz`` file: one array [N, h, w, 3] for each corruption, all of this severity,
     and "labels" [N].
 
-    Without labels inside they come from the file ``labels`` (.npy, or "labels" of an .npz), or are
-    those of the first N images of ``clean``, of which the arrays were made.
+    If it has no labels they are those of the first N images of ``clean``, of which the arrays were
+    made.
     """
     found = open_arrays(file)
     inside = found.pop("labels", None)
     require(bool(found), str(file), "none", "an .npz with an array of images for each corruption")
-    images = _alike({f"{file}: {name}": array for name, array in found.items()})
-    known = _labels(file, inside, labels, clean, len(images[0]))
+    images = _require_alike({f"{file}: {name}": array for name, array in found.items()})
+    known = _find_labels(file, inside, clean, len(images[0]))
     rows = {
         shift_of(name, severity): array.__getitem__
         for name, array in zip(found, images, strict=True)
     }
     given = {} if clean is None else _clean_rows(clean, known)
-    read = [file] if labels is None else [file, labels]
-    return Stored("arrays", file, torch.from_numpy(known), given | rows, lambda: digest(read))
+    return Stored("arrays", file, torch.from_numpy(known), given | rows, lambda: digest([file]))
 
 
-def _alike(arrays: Mapping[str, NDArray[Any]], count: int | None = None) -> list[Bytes]:
+def _require_alike(arrays: Mapping[str, NDArray[Any]], count: int | None = None) -> list[Bytes]:
     """Arrays of images [n, h, w, 3] by name, known to be of one shape."""
     images = [require_images(name, array, count) for name, array in arrays.items()]
     for name, array in zip(arrays, images, strict=True):
@@ -365,28 +364,18 @@ def _alike(arrays: Mapping[str, NDArray[Any]], count: int | None = None) -> list
     return images
 
 
-def _labels(
-    file: Path, inside: NDArray[Any] | None, beside: Path | None, clean: Images | None, count: int
+def _find_labels(
+    file: Path, inside: NDArray[Any] | None, clean: Images | None, count: int
 ) -> Integers:
-    """Labels [count] of an ``.npz`` file: those of the file beside, else those inside, else those
-    of the clean images.
-    """
-    if beside is not None:
-        array = (
-            open_array(beside)
-            if beside.suffix == ".npy"
-            else open_arrays(beside).get("labels", np.empty(0, int))
-        )
-        return require_labels(str(beside), array, count)
+    """Labels [count] of an ``.npz`` file: those inside, else those of the clean images."""
     if inside is not None:
         return require_labels(f"{file}: labels", inside, count)
-    expected = 'given with labels: "labels" inside, another file, or clean images'
     if clean is None:
-        raise ValueError(f"{file} must be {expected}, got none")
+        raise ValueError(f'{file} must be given with labels: "labels" inside, or clean images')
     return require_labels("clean.labels", clean.labels[:count].cpu().numpy(), count)
 
 
-def folders(root: Path, severity: int = 5) -> Stored:
+def open_folders(root: Path, severity: int = 5) -> Stored:
     """Pictures in folders: root/<shift>/<class>/*.png, root/<shift>/<severity>/<class>/*.png or,
     clean, root/<class>/*.png.
 
@@ -408,14 +397,16 @@ def folders(root: Path, severity: int = 5) -> Stored:
     require_one_size([path for each in paths.values() for path in each])
     labels = np.repeat(np.arange(len(first)), [len(each) for each in first.values()])
     order = np.random.default_rng(0).permutation(len(labels))
-    rows = {shift: _pictures([each[sample] for sample in order]) for shift, each in paths.items()}
+    rows = {
+        shift: _read_pictures([each[sample] for sample in order]) for shift, each in paths.items()
+    }
     return Stored(
-        "folders", root, torch.from_numpy(labels[order]), rows, lambda: _names(root, paths)
+        "folders", root, torch.from_numpy(labels[order]), rows, lambda: _hash_names(root, paths)
     )
 
 
 def _shift_folders(root: Path, severity: int) -> dict[Shift, Path]:
-    """Where the class folders of each shift are, from how deep the pictures lie."""
+    """Folder of the class folders of each shift, found from how deep the pictures lie."""
     first = next(pictures(root), None)
     depth = 0 if first is None else len(first.relative_to(root).parts) - 1
     expected = (
@@ -461,11 +452,11 @@ def _require_same(
         )
 
 
-def _pictures(paths: list[Path]) -> Rows:
+def _read_pictures(paths: list[Path]) -> Rows:
     return lambda index: np.stack([picture(paths[each]) for each in index])
 
 
-def _names(root: Path, paths: Mapping[Shift, Iterable[Path]]) -> str:
+def _hash_names(root: Path, paths: Mapping[Shift, Iterable[Path]]) -> str:
     lines = [
         f"{path.relative_to(root).as_posix()} {path.stat().st_size}"
         for each in paths.values()
@@ -477,10 +468,10 @@ def _names(root: Path, paths: Mapping[Shift, Iterable[Path]]) -> str:
 def sample_images() -> Images:
     """The first 2,000 images of the CIFAR-10 test set, which ship with the package."""
     with as_file(files("driftfilter.app") / "assets" / "cifar10_test_first2000.npz") as path:
-        return cifar10(path)
+        return open_cifar10(path)
 
 
-def cifar10(path: Path | str) -> Images:
+def open_cifar10(path: Path | str) -> Images:
     """CIFAR-10's test images: from the folder of its python version, or "images" [n, 32, 32, 3] and
     "labels" of an ``.npz``.
     """
@@ -517,7 +508,11 @@ def open_domains(
     path = Path(path)
     require(path.exists(), "path", str(path), "a file or folder of data")
     if path.is_file() and not holds_clean(path):
-        return arrays(path, None, clean, severity)
+        return open_npz(path, clean, severity)
     if path.is_file() or (path / "test_batch").is_file():
-        return Generated(cifar10(path), seed, str(path))
-    return published(path, clean, names) if any(path.glob("*.npy")) else folders(path, severity)
+        return Generated(open_cifar10(path), seed, str(path))
+    return (
+        open_published(path, clean, names)
+        if any(path.glob("*.npy"))
+        else open_folders(path, severity)
+    )

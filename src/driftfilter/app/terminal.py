@@ -1,13 +1,17 @@
-"""What a command prints: text for people, one JSON document for programs, or nothing."""
+"""What a command prints: text for people, one JSON document for programs, progress, or nothing."""
 
 from __future__ import annotations
 
 import json
 import math
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, NamedTuple, TypeAlias, final
+
+OFTEN = 0.5  # seconds between two looks at a task by a bar: a note may have to wait for a device
 
 
 @final
@@ -24,25 +28,105 @@ class Output:
         return not (self.quiet or self.json)
 
     def say(self, text: str = "") -> None:
-        """On stdout, as text."""
+        """Print text on stdout."""
         if self.plain:
             print(text, flush=True)
 
     def note(self, text: str) -> None:
-        """On stderr: what is neither the result nor an error."""
+        """Print on stderr what is neither the result nor an error."""
         if not self.quiet:
             print(text, file=sys.stderr, flush=True)
 
     def document(self, document: Any) -> None:
-        """On stdout, as JSON."""
+        """Print JSON on stdout."""
         if self.json:
             print(json.dumps(finite(document), indent=1, ensure_ascii=False))
 
 
 def finite(value: Any) -> Any:
-    """The same with None for NaN and infinities, which JSON does not know."""
+    """The value with None for NaN and infinities, which JSON does not know."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
         return {key: finite(each) for key, each in value.items()}
     return [finite(each) for each in value] if isinstance(value, (list, tuple)) else value
+
+
+# Progress
+
+
+# Called after every step: how much is done, of how much (None: nobody knows), and a note that is
+# made only if it is shown.
+Watch: TypeAlias = Callable[[int, int | None, Callable[[], str]], None]
+
+
+class Shown(NamedTuple):
+    """How a task that runs is followed."""
+
+    watch: Watch | None  # None: nothing is shown before the end
+    end: Callable[[str], None]  # with a line that stays
+
+
+Display: TypeAlias = Callable[[str], Shown]  # begins a task of this title
+
+
+@contextmanager
+def show_progress(quiet: bool = False, every: float = math.inf) -> Iterator[Display]:
+    """Display on stderr: bars if that is a terminal, else lines, ``every`` so many seconds and at
+    the end of a task; nothing if ``quiet``.
+    """
+    if quiet:
+        yield lambda title: Shown(None, lambda line: None)
+    elif not sys.stderr.isatty():
+        yield lambda title: _begin_lines(title, every)
+    else:
+        from rich.console import Console
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeRemainingColumn,
+        )
+
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[note]}"),
+            TimeRemainingColumn(),
+        )
+        with Progress(*columns, console=Console(stderr=True)) as bars:
+            yield lambda title: _begin_bar(title, bars)
+
+
+def _begin_lines(title: str, every: float) -> Shown:
+    last = time.monotonic()
+
+    def watch(done: int, total: int | None, note: Callable[[], str]) -> None:
+        nonlocal last
+        if time.monotonic() - last >= every:
+            last = time.monotonic()
+            _print(f"{done} of {total or '?'} {title}: {note()}")
+
+    return Shown(watch if every < math.inf else None, _print)
+
+
+def _print(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _begin_bar(title: str, bars: Any) -> Shown:
+    task, last = bars.add_task(title, total=None, note=""), 0.0
+
+    def watch(done: int, total: int | None, note: Callable[[], str]) -> None:
+        nonlocal last
+        if done == total or time.monotonic() - last > OFTEN:
+            last = time.monotonic()
+            bars.update(task, completed=done, total=total, note=note(), refresh=True)
+
+    def end(line: str) -> None:
+        bars.console.print(line, markup=False, highlight=False)
+        bars.remove_task(task)
+
+    return Shown(watch, end)

@@ -19,7 +19,7 @@ PIXELS = 64  # of the longer side of a thumbnail
 VALUES = 8  # of a row
 
 
-def extremes(entropy: NDArray[Any], each: int = EACH) -> tuple[NDArray[Any], NDArray[Any]]:
+def find_extremes(entropy: NDArray[Any], each: int = EACH) -> tuple[NDArray[Any], NDArray[Any]]:
     """The samples of lowest and of highest entropy [n], no sample twice; those without one (NaN)
     are left out.
     """
@@ -41,13 +41,13 @@ def thumbnail(sample: NDArray[Any]) -> Bytes:
     stretched over what they span.
     """
     image = np.moveaxis(sample[None] if sample.ndim == 2 else sample, 0, 2)
-    small = _shrunk(_unit(image), math.ceil(max(image.shape[:2]) / PIXELS))
+    small = _shrink(_scale(image), math.ceil(max(image.shape[:2]) / PIXELS))
     colors = small[..., :3] if small.shape[2] >= 3 else small[..., :1].repeat(3, 2)
     return np.round(255 * colors).astype(np.uint8)
 
 
-def _unit(image: NDArray[Any]) -> NDArray[np.float64]:
-    """In [0, 1]."""
+def _scale(image: NDArray[Any]) -> NDArray[np.float64]:
+    """Values of an image in [0, 1]."""
     if image.dtype == np.uint8:
         return image / 255.0
     values = np.nan_to_num(image.astype(np.float64))
@@ -55,7 +55,7 @@ def _unit(image: NDArray[Any]) -> NDArray[np.float64]:
     return values if low >= 0 and high <= 1 else (values - low) / max(high - low, 1e-300)
 
 
-def _shrunk(image: NDArray[np.float64], factor: int) -> NDArray[np.float64]:
+def _shrink(image: NDArray[np.float64], factor: int) -> NDArray[np.float64]:
     height, width = (size - size % factor for size in image.shape[:2])
     if factor == 1 or not height or not width:
         return image[:PIXELS, :PIXELS]  # a line of pixels has no squares

@@ -24,7 +24,7 @@ from driftfilter.gaussian.belief import Belief
 from driftfilter.gaussian.diagonal import Diagonal
 from driftfilter.gaussian.full import Full
 from driftfilter.inference.prediction import Prediction
-from driftfilter.storage.atomic import whole_file
+from driftfilter.storage.atomic import atomic_file
 from driftfilter.storage.sealed import CheckpointError, sealed, unsealed
 
 Stream: TypeAlias = Hashable
@@ -388,7 +388,7 @@ class Fleet:
             "seed": self._seeds,
         }
         header = {"format": 1, "fleet": repr(self.filter), "streams": names}
-        with whole_file(Path(path), keep) as file:
+        with atomic_file(Path(path), keep) as file:
             file.writelines(sealed(header, tensors))
 
     def load(self, path: str | Path) -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 from driftfilter.base.checks import require
 
 
-class Journal:
-    """A file that only grows, from the size it had."""
+class AppendLog:
+    """A file that only grows, from the size that is given."""
 
     def __init__(self, path: Path, size: int = 0) -> None:
         have = path.stat().st_size if path.exists() else 0
@@ -35,17 +35,18 @@ class Journal:
             raise OSError(error.errno, error.strerror, str(self.path)) from error
 
     def sync(self) -> int:
-        """Bring it to the disk; its size."""
+        """Bring the file to the disk; its size."""
         os.fsync(self._file.fileno())
         return self._file.tell()
 
     def close(self) -> None:
-        """End it."""
+        """Close the file."""
         self._file.close()
 
 
 def whole_lines(path: Path) -> int:
-    """Bytes of a file without the beginning of a line at its end, which a crash may leave; 0 where
-    there is none.
+    """Bytes of a file up to its last whole line; a crash may leave the beginning of another.
+
+    0 if there is no file.
     """
     return path.read_bytes().rfind(b"\n") + 1 if path.exists() else 0

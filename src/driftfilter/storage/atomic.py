@@ -1,8 +1,7 @@
-"""Files that are there whole or as they were, whatever happens meanwhile: a crash, a kill, a full
-disk.
+"""Files that are there whole or as they were, whatever happens meanwhile: a crash, a full disk.
 
-Written beside their place under another name and brought to the disk, then renamed, which happens
-at once or not at all.
+They are written beside their place under another name and brought to the disk, then renamed, which
+happens at once or not at all.
 """
 
 from __future__ import annotations
@@ -21,12 +20,11 @@ _WRITING = threading.RLock()  # a part is named after its process: one at a time
 
 
 @contextmanager
-def whole_file(path: Path, keep: int = 1) -> Iterator[IO[bytes]]:
-    """A file to write to, which is ``path`` once the block has ended well, and nothing where it has
-    not.
+def atomic_file(path: Path, keep: int = 1) -> Iterator[IO[bytes]]:
+    """A file to write to, which becomes ``path`` if the block ends well, and else goes away.
 
-    The last ``keep`` files stay: of ``state.safetensors`` the one before it as
-    ``state.1.safetensors``, and so on.
+    The last ``keep`` files stay: the one before ``state.safetensors`` as ``state.1.safetensors``,
+    and so on.
     """
     part = _beside(path, "new")
     with _WRITING:
@@ -44,19 +42,19 @@ def whole_file(path: Path, keep: int = 1) -> Iterator[IO[bytes]]:
                 part.unlink(missing_ok=True)
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_atomic(path: Path, text: str) -> None:
     """Write a file so that it is there whole or as it was, whatever happens meanwhile."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with whole_file(path) as file:
+    with atomic_file(path) as file:
         file.write(text.encode())
 
 
 def earlier(path: Path, number: int) -> Path:
-    """Where the file that was ``number`` files before this one is kept."""
+    """Path of the file that was ``number`` files before this one."""
     return path.with_suffix(f".{number}{path.suffix}") if number else path
 
 
-def is_alive(pid: int) -> bool:
+def _is_alive(pid: int) -> bool:
     """Whether a process of this host has not ended, as far as can be known."""
     if os.name != "posix":  # there, os.kill kills
         return True
@@ -77,13 +75,13 @@ def _sweep(path: Path) -> None:
     """Remove the parts that killed processes have left."""
     for part in path.parent.glob(f".{glob.escape(path.name)}.*.part"):
         found = re.fullmatch(r"\.(\d+)-(new|old)\.part", part.name.removeprefix(f".{path.name}"))
-        if found and (int(found[1]) == os.getpid() or not is_alive(int(found[1]))):
+        if found and (int(found[1]) == os.getpid() or not _is_alive(int(found[1]))):
             part.unlink(missing_ok=True)
 
 
 def _rotate(path: Path, keep: int) -> None:
-    """Every file one place back, the oldest away; ``path`` itself stays until the new one takes its
-    place.
+    """Move every file one place back and remove the oldest; ``path`` itself stays until the new one
+    takes its place.
     """
     for number in range(keep - 1, 1, -1):
         if earlier(path, number - 1).exists():
@@ -97,18 +95,18 @@ def _rotate(path: Path, keep: int) -> None:
 
 
 def _copy(path: Path, target: Path) -> None:
-    """A second name for a file, or a copy where the file system knows no such thing."""
+    """Give a file a second name, or copy it if the file system knows no such thing."""
     aside = _beside(path, "old")
     try:
         os.link(path, aside)
     except OSError:
         shutil.copyfile(path, aside)
     os.replace(aside, target)
-    aside.unlink(missing_ok=True)  # left where both were the same file already
+    aside.unlink(missing_ok=True)  # left if both were the same file already
 
 
 def _sync_folder(folder: Path) -> None:
-    """The new name, too, is to outlast a loss of power."""
+    """Bring the new name, too, to the disk, so that it outlasts a loss of power."""
     if os.name == "posix":
         descriptor = os.open(folder, os.O_RDONLY)
         try:

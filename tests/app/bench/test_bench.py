@@ -19,11 +19,12 @@ from safetensors.torch import save_file
 
 from driftfilter.app import models
 from driftfilter.app.bench import bench, tables
-from driftfilter.app.bench.bench import choices, seeds
-from driftfilter.app.bench.locks import claim_of
-from driftfilter.app.bench.task import Bench, Choice, Network, Task, settings
+from driftfilter.app.bench.locks import claim, claim_path
+from driftfilter.app.bench.options import BenchOptions
+from driftfilter.app.bench.prepare import open_source, parse_choices, parse_seeds, prepare
+from driftfilter.app.bench.task import Bench, Choice, NamedNetwork, Task, settings
 from driftfilter.app.machine import Machine
-from driftfilter.storage.atomic import write_whole
+from driftfilter.storage.atomic import write_atomic
 from tiny import CPU, Broken, Log, Tiny, run_all, task_of
 
 # The run folder
@@ -36,7 +37,7 @@ def test_what_is_done_is_not_run_again(shared: Bench, tmp_path: Path) -> None:
     again, log = run_all(shared, tmp_path, *tasks)
     assert log.begun == []
     assert again == first
-    assert bench.done(shared, (*tasks, task_of("bn")), tmp_path) == [True, True, False]
+    assert bench.are_done(shared, (*tasks, task_of("bn")), tmp_path) == [True, True, False]
     assert all(
         path.suffix == ".json" for path in tmp_path.iterdir()
     )  # nothing half-written is left
@@ -44,41 +45,34 @@ def test_what_is_done_is_not_run_again(shared: Bench, tmp_path: Path) -> None:
 
 def test_what_another_process_is_at_is_left_to_it(shared: Bench, tmp_path: Path) -> None:
     tasks = (task_of("source"), task_of("bn"))
-    claim = claim_of(bench.path_of(tmp_path, settings(shared, tasks[0])))
-    claim.write_text(json.dumps({"host": socket.gethostname(), "pid": os.getppid()}))
-    log = Log()
-    documents = bench.run(shared, tasks, tmp_path, log)
-    assert documents[0] is None
-    assert documents[1] is not None
-    assert log.begun == [f"2 of 2: {tasks[1]}"]
-    assert claim.exists()
-    assert bench.finished(shared, tasks, tmp_path) == documents[1:]
-    (line,) = bench.undone(shared, tasks, documents, tmp_path)
-    for said in (
-        str(tasks[0]),
-        f"process {os.getppid()} on host {socket.gethostname()}",
-        f"remove {claim}",
-    ):
-        assert said in line
-    claim.write_text("")
-    assert "a process that is not known" in bench.undone(shared, tasks, documents, tmp_path)[0]
-    claim.unlink()
-    assert (
-        "left by another process meanwhile; give the command again"
-        in bench.undone(shared, tasks, documents, tmp_path)[0]
-    )
+    path, log = bench.path_of(tmp_path, settings(shared, tasks[0])), Log()
+    with claim(path):
+        documents = bench.run(shared, tasks, tmp_path, log)
+        assert documents[0] is None
+        assert documents[1] is not None
+        assert log.begun == [f"2 of 2: {tasks[1]}"]
+        assert bench.read_finished(shared, tasks, tmp_path) == documents[1:]
+        (line,) = bench.describe_undone(shared, tasks, documents, tmp_path)
+        for part in (
+            str(tasks[0]),
+            f"process {os.getpid()} on host {socket.gethostname()}",
+            f"remove {claim_path(path)}",
+        ):
+            assert part in line
+    (line,) = bench.describe_undone(shared, tasks, documents, tmp_path)
+    assert "left by another process meanwhile; give the command again" in line
 
 
 def test_what_others_left_meanwhile_is_done_in_the_end(shared: Bench, tmp_path: Path) -> None:
     """The claim on the first task goes while the second one runs."""
     tasks = (task_of("source"), task_of("bn"))
-    claim = claim_of(bench.path_of(tmp_path, settings(shared, tasks[0])))
-    claim.write_text(json.dumps({"host": "another", "pid": 1}))
+    place = claim_path(bench.path_of(tmp_path, settings(shared, tasks[0])))
+    place.write_text(json.dumps({"host": "another", "pid": 1}))
 
     class Late(Log):
         def end(self, line: str) -> None:
             super().end(line)
-            claim.unlink(missing_ok=True)
+            place.unlink(missing_ok=True)
 
     log = Late()
     documents = bench.run(shared, tasks, tmp_path, log)
@@ -94,7 +88,7 @@ def test_all_that_is_finished_in_the_folder_is_shown(shared: Bench, tmp_path: Pa
     (apart,), _ = run_all(small, tmp_path, task_of("bn"))
     (tmp_path / "old.json").write_text(json.dumps({"settings": {"preset": "bn"}, "result": {}}))
     (tmp_path / "none.json").write_text("{")
-    found = bench.finished(shared, (task_of("tent", seed=1), task_of("sar")), tmp_path)
+    found = bench.read_finished(shared, (task_of("tent", seed=1), task_of("sar")), tmp_path)
     assert found[0] == other
     assert sorted(map(json.dumps, found)) == sorted(map(json.dumps, (first, other, apart)))
     own = next(table for table in tables.tables(found) if table.rows[0][0] == "tent")
@@ -139,7 +133,7 @@ CHANGES: dict[str, Callable[[Bench], tuple[Bench, Task]]] = {
         task_of("tent"),
     ),
     "weights": lambda shared: (
-        replace(shared, networks={"tiny": Network("tiny", Tiny().eval(), "1" * 64)}),
+        replace(shared, networks={"tiny": NamedNetwork("tiny", Tiny().eval(), "1" * 64)}),
         task_of("tent"),
     ),
 }
@@ -154,7 +148,7 @@ def test_a_change_is_a_task_of_its_own(change: str, shared: Bench, tmp_path: Pat
 
 
 def test_a_task_that_fails_does_not_stop_the_others(shared: Bench, tmp_path: Path) -> None:
-    networks = {**shared.networks, "broken": Network("broken", Broken().eval(), "2" * 64)}
+    networks = {**shared.networks, "broken": NamedNetwork("broken", Broken().eval(), "2" * 64)}
     broken = replace(task_of("tent"), model="broken")
     shared = replace(shared, networks=networks)
     (failed, good), log = run_all(shared, tmp_path, broken, task_of("bn"))
@@ -167,7 +161,7 @@ def test_a_task_that_fails_does_not_stop_the_others(shared: Bench, tmp_path: Pat
     assert table.failures == ["tent, seed 0: RuntimeError: out of order"]
     assert set(table.rows[0][3:]) == {"failed"}
     assert failed["error"] in tables.plain(table)
-    assert bench.done(shared, (broken,), tmp_path) == [False]
+    assert bench.are_done(shared, (broken,), tmp_path) == [False]
     repaired = {**networks, "broken": replace(networks["broken"], module=Tiny().eval())}
     again, _ = run_all(replace(shared, networks=repaired), tmp_path, broken)
     assert "result" in again[0]
@@ -178,14 +172,14 @@ def test_an_interrupted_write_leaves_what_was_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "file.json"
-    write_whole(path, "old")
+    write_atomic(path, "old")
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("os.replace", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        write_whole(path, "new")
+        write_atomic(path, "new")
     assert [each.name for each in tmp_path.iterdir()] == ["file.json"]
     assert path.read_text() == "old"
 
@@ -194,20 +188,24 @@ def test_an_interrupted_write_leaves_what_was_there(
 
 
 def test_choices() -> None:
-    assert choices("a, b:x=1,y=two,c") == (
+    assert parse_choices("a, b:x=1,y=two,c") == (
         Choice("a"),
         Choice("b", (("x", 1), ("y", "two"))),
         Choice("c"),
     )
-    assert [str(choice) for choice in choices("b:x=1;y=0.5;c")] == ["b:x=1,y=0.5", "c"]
+    assert [str(choice) for choice in parse_choices("b:x=1;y=0.5;c")] == ["b:x=1,y=0.5", "c"]
     with pytest.raises(ValueError, match="after a name"):
-        choices("x=1")
+        parse_choices("x=1")
     for wrong in ("tent:lr", "tent:", "tent:lr=", "tent:=1", "tent:lr=1,steps="):
         with pytest.raises(
             ValueError, match="option must be option=value, as in tent:option=value"
         ):
-            choices(wrong)
-    assert choices("a,b:x=1,a,b:x=1,b") == (Choice("a"), Choice("b", (("x", 1),)), Choice("b"))
+            parse_choices(wrong)
+    assert parse_choices("a,b:x=1,a,b:x=1,b") == (
+        Choice("a"),
+        Choice("b", (("x", 1),)),
+        Choice("b"),
+    )
 
 
 def test_weights_that_would_share_a_name_are_refused(tmp_path: Path) -> None:
@@ -216,8 +214,8 @@ def test_weights_that_would_share_a_name_are_refused(tmp_path: Path) -> None:
         path.parent.mkdir()
         save_file(models.load("resnet20").state_dict(), path)
     with pytest.raises(ValueError, match="models must be files of distinct names"):
-        bench.prepare(bench.Options(models=",".join(f"resnet20={path}" for path in paths)))
-    made, tasks = bench.prepare(bench.Options(models=f"resnet20={paths[0]}", presets="bn"))
+        prepare(BenchOptions(models=",".join(f"resnet20={path}" for path in paths)))
+    made, tasks = prepare(BenchOptions(models=f"resnet20={paths[0]}", presets="bn"))
     assert [task.model for task in tasks] == ["resnet20=weights"]
     assert (
         made.networks["resnet20=weights"].weights
@@ -229,26 +227,26 @@ def test_source_samples_are_read_with_labels_or_without(tmp_path: Path) -> None:
     path = tmp_path / "train.npz"
     images = (np.arange(2 * 32 * 32 * 3) % 251).astype(np.uint8).reshape(2, 32, 32, 3)
     np.savez(path, images=images, labels=np.array([3, 1]))
-    made, _ = bench.prepare(bench.Options(source=str(path), presets="bn"))
+    made, _ = prepare(BenchOptions(source=str(path), presets="bn"))
     assert made.source is not None
     assert made.source.labels is not None
     assert made.source.labels.tolist() == [3, 1]
     assert torch.equal(made.source.images[1, 2], torch.from_numpy(images[1, :, :, 2]))
     np.savez(path, images=images)
-    assert bench.open_source(path).labels is None
-    assert bench.open_source(path).sha256 != made.source.sha256
+    assert open_source(path).labels is None
+    assert open_source(path).sha256 != made.source.sha256
     np.savez(path, labels=np.array([3, 1]))
     with pytest.raises(ValueError, match=r"an \.npz with 'images'"):
-        bench.open_source(path)
+        open_source(path)
 
 
 def test_seeds() -> None:
-    assert seeds("3") == (0, 1, 2)
-    assert seeds("4,7") == (4, 7)
-    assert seeds("4,") == (4,)
+    assert parse_seeds("3") == (0, 1, 2)
+    assert parse_seeds("4,7") == (4, 7)
+    assert parse_seeds("4,") == (4,)
     for wrong in ("0", "", "x", "1,-2", "4,4", "1,2,01"):
         with pytest.raises(ValueError, match="seeds must be"):
-            seeds(wrong)
+            parse_seeds(wrong)
 
 
 @pytest.mark.parametrize(
@@ -277,7 +275,7 @@ def test_wrong_options_are_refused_before_anything_runs(
     option: str, value: Any, message: str
 ) -> None:
     with pytest.raises((ValueError, OSError), match=re.escape(message)):
-        bench.prepare(bench.Options(**{option: value}))
+        prepare(BenchOptions(**{option: value}))
 
 
 def test_only_the_files_asked_for_are_needed(tmp_path: Path) -> None:
@@ -285,7 +283,7 @@ def test_only_the_files_asked_for_are_needed(tmp_path: Path) -> None:
     np.save(tmp_path / "fog.npy", np.full((10, 32, 32, 3), 7, np.uint8))
     (tmp_path / "snow.npy").write_bytes(b"")
     (tmp_path / "spatter.npy").write_bytes(b"")
-    made, _ = bench.prepare(bench.Options(data=str(tmp_path), corruptions="fog", presets="bn"))
+    made, _ = prepare(BenchOptions(data=str(tmp_path), corruptions="fog", presets="bn"))
     assert made.data.shifts == made.stream.corruptions == ("fog",)
     refused = {
         "fog,snow": "snow.npy must be",
@@ -294,28 +292,26 @@ def test_only_the_files_asked_for_are_needed(tmp_path: Path) -> None:
     }
     for names, message in refused.items():
         with pytest.raises(ValueError, match=re.escape(message)):
-            bench.prepare(bench.Options(data=str(tmp_path), corruptions=names, presets="bn"))
+            prepare(BenchOptions(data=str(tmp_path), corruptions=names, presets="bn"))
 
 
 def test_reports_name_the_clean_images_that_were_given(tmp_path: Path) -> None:
     path = tmp_path / "clean.npz"
     np.savez(path, images=np.full((4, 32, 32, 3), 7, np.uint8), labels=np.arange(4))
-    for options in (bench.Options(clean=str(path)), bench.Options(data=str(path))):
-        made, tasks = bench.prepare(options)
+    for options in (BenchOptions(clean=str(path)), BenchOptions(data=str(path))):
+        made, tasks = prepare(options)
         assert settings(made, tasks[0])["data"]["path"] == str(path)
-    assert bench.prepare(bench.Options(presets="bn"))[0].described["path"] == "generated"
+    assert prepare(BenchOptions(presets="bn"))[0].description["path"] == "generated"
 
 
 def test_prepared_tasks_are_the_product_in_order() -> None:
-    options = bench.Options(
+    options = BenchOptions(
         presets="bn,tent:lr=0.1",
         protocols="reset,continual,recurring:rounds=5",
         seeds="2",
         rounds=4,
     )
-    made, tasks = bench.prepare(
-        replace(options, models="resnet20,resnet20_gn", corruptions="extra")
-    )
+    made, tasks = prepare(replace(options, models="resnet20,resnet20_gn", corruptions="extra"))
     assert len(tasks) == 2 * 3 * 2 * 2
     assert str(tasks[0]) == "bn · reset · resnet20 · seed 0"
     assert str(tasks[-1]) == "tent:lr=0.1 · recurring:rounds=5 · resnet20_gn · seed 1"

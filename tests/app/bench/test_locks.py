@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import socket
@@ -11,11 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from driftfilter.app.bench.locks import claim_of, claimed
+from driftfilter.app.bench import locks
+from driftfilter.app.bench.locks import claim, claim_path, describe_holder
 
-DIES = (
-    "import os, pathlib, sys; from driftfilter.app.bench import locks; claim = "
-    "locks.claimed(pathlib.Path(sys.argv[1]));"
+CLAIMS = (
+    "import os, pathlib, sys; from driftfilter.app.bench import locks; "
+    "claim = locks.claim(pathlib.Path(sys.argv[1]));"
 )
 
 
@@ -24,84 +26,96 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "run" / "task.json"
 
 
-def _left(path: Path, **changes: object) -> Path:
-    """A claim of another live process, but for the changes."""
-    claim = claim_of(path)
-    claim.parent.mkdir(exist_ok=True)
-    claim.write_text(json.dumps({"host": socket.gethostname(), "pid": os.getppid(), **changes}))
-    return claim
+def leave(path: Path, text: str) -> Path:
+    """A claim that no process has locked."""
+    place = claim_path(path)
+    place.parent.mkdir(exist_ok=True)
+    place.write_text(text)
+    return place
+
+
+def in_another_process(path: Path, code: str) -> int:
+    command = [sys.executable, "-c", CLAIMS + code, str(path)]
+    return subprocess.run(command, check=False).returncode
 
 
 def test_a_claim_says_whose_it_is_and_goes_with_the_block(path: Path) -> None:
-    with claimed(path) as mine:
+    with claim(path) as mine:
         assert mine
         found = json.loads(path.with_suffix(".claim").read_text())
         assert found == {"host": socket.gethostname(), "pid": os.getpid()}
     assert not list(path.parent.iterdir())
-    with pytest.raises(KeyboardInterrupt), claimed(path):
+    with pytest.raises(KeyboardInterrupt), claim(path):
         raise KeyboardInterrupt
     assert not list(path.parent.iterdir())
 
 
-@pytest.mark.parametrize(
-    "changes", [{}, {"host": "another", "pid": 2**22 + 1}], ids=["alive", "elsewhere"]
-)
-def test_what_another_claims_is_left_alone(changes: dict[str, object], path: Path) -> None:
-    claim = _left(path, **changes)
-    before = claim.read_text()
-    with claimed(path) as mine:
-        assert not mine
-    assert claim.read_text() == before
+def test_a_live_process_refuses_another(path: Path) -> None:
+    with claim(path):
+        before = claim_path(path).read_text()
+        assert in_another_process(path, "sys.exit(9 if claim.__enter__() else 3)") == 3
+        with claim(path) as mine:  # of the same process, too
+            assert not mine
+        assert claim_path(path).read_text() == before
 
 
 def test_the_claim_of_a_process_that_died_is_taken_over(path: Path) -> None:
-    code = f"{DIES} assert claim.__enter__(); os._exit(7)"
-    assert subprocess.run([sys.executable, "-c", code, str(path)], check=False).returncode == 7
-    assert json.loads(claim_of(path).read_text())["pid"] != os.getpid()
-    with claimed(path) as mine:
+    assert in_another_process(path, "assert claim.__enter__(); os._exit(7)") == 7
+    assert json.loads(claim_path(path).read_text())["pid"] != os.getpid()
+    with claim(path) as mine:
         assert mine
-        assert json.loads(claim_of(path).read_text())["pid"] == os.getpid()
+        assert json.loads(claim_path(path).read_text())["pid"] == os.getpid()
     assert not list(path.parent.iterdir())
 
 
-def test_a_live_process_refuses_another(path: Path) -> None:
-    with claimed(path):
-        code = f"{DIES} sys.exit(9 if claim.__enter__() else 3)"
-        assert subprocess.run([sys.executable, "-c", code, str(path)], check=False).returncode == 3
-        assert claim_of(path).exists()
-
-
-def test_an_earlier_process_of_the_same_number_is_gone(path: Path) -> None:
-    _left(path, pid=os.getpid())
-    with claimed(path) as mine:
-        assert mine
-
-
-@pytest.mark.parametrize(
-    "text", ["", "{", "[]", '{"host": "x", "pid": -1}'], ids=["empty", "cut", "other", "group"]
-)
-def test_a_claim_that_cannot_be_read_is_one_for_a_minute(text: str, path: Path) -> None:
-    claim = _left(path)
-    claim.write_text(text)
-    with claimed(path) as mine:
+def test_what_another_host_claims_is_left_alone(path: Path) -> None:
+    """Its lock may not be seen here."""
+    place = leave(path, text := json.dumps({"host": "another", "pid": 1}))
+    with claim(path) as mine:
         assert not mine
-    os.utime(claim, (0, 0))
-    with claimed(path) as mine:
+    assert place.read_text() == text
+    expected = f"claimed by process 1 on host another; if it runs no more, remove {place} "
+    assert describe_holder(path).startswith(expected)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]"], ids=["empty", "cut", "other"])
+def test_a_claim_that_names_nobody_is_free_unless_locked(text: str, path: Path) -> None:
+    place = leave(path, text)
+    with claim(path) as mine:
         assert mine
+        place.write_text(text)
+        assert "an unknown process" in describe_holder(path)
+        with claim(path) as again:
+            assert not again
 
 
-def test_of_two_that_take_over_one_loses(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other one has replaced the old claim after it was read here: its claim comes back."""
-    claim = _left(path, pid=os.getpid())
-    theirs = json.dumps({"host": socket.gethostname(), "pid": os.getppid()})
-    rename = Path.rename
+def test_a_claim_removed_before_it_was_locked_is_made_anew(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its process ends between the two: a lock on a file without a name would keep nobody out."""
+    place, lock, calls = leave(path, ""), fcntl.flock, []
 
-    def late(self: Path, target: Path) -> Path:
-        self.write_text(theirs)
-        return rename(self, target)
+    def flock(file: int, operation: int) -> None:
+        calls.append(file)
+        if len(calls) == 1:
+            place.unlink()
+        lock(file, operation)
 
-    monkeypatch.setattr(Path, "rename", late)
-    with claimed(path) as mine:
-        assert not mine
-    assert claim.read_text() == theirs
-    assert len(list(path.parent.iterdir())) == 1
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with claim(path) as mine:
+        assert mine
+        assert len(calls) == 2
+        assert in_another_process(path, "sys.exit(9 if claim.__enter__() else 3)") == 3
+
+
+def test_without_file_locks_an_error_says_so(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(38, "Function not implemented")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(fcntl, "flock", fail)
+        with pytest.raises(OSError, match=r"no file lock: Function not implemented: .*task\.claim"):
+            claim(path).__enter__()
+    monkeypatch.setattr(locks, "fcntl", None)
+    with pytest.raises(OSError, match=r"need file locks \(fcntl\.flock\)"):
+        claim(path).__enter__()

@@ -13,12 +13,12 @@ from driftfilter.app.bench.protocols import (
     AnyProtocol,
     Continual,
     Correlated,
+    Episodic,
     Gradual,
     Mixed,
-    Plan,
     Recurring,
-    Reset,
-    Stream,
+    StreamPlan,
+    StreamSettings,
 )
 from driftfilter.app.corruptions import CORRUPTIONS
 from driftfilter.app.streams import Shift
@@ -27,7 +27,7 @@ NAMES = ("fog", "snow", "frost")
 LABELS = torch.arange(1000) * 7 % 10
 
 streams = st.builds(
-    Stream,
+    StreamSettings,
     corruptions=st.sampled_from([NAMES, ("fog",), (*NAMES, "clean"), tuple(CORRUPTIONS)]),
     severity=st.integers(1, 5),
     batch=st.integers(1, 30),
@@ -38,7 +38,7 @@ streams = st.builds(
 )
 protocols = st.sampled_from(
     [
-        Reset(),
+        Episodic(),
         Continual(),
         Gradual(),
         Mixed(),
@@ -50,7 +50,7 @@ protocols = st.sampled_from(
 )
 
 
-def _pairs(plan: Plan) -> list[tuple[Shift, int]]:
+def _pairs(plan: StreamPlan) -> list[tuple[Shift, int]]:
     """Shift and sample number of everything in the plan, in order."""
     return [
         (plan.domains[domain], sample)
@@ -59,7 +59,7 @@ def _pairs(plan: Plan) -> list[tuple[Shift, int]]:
     ]
 
 
-def _same(left: Plan, right: Plan) -> bool:
+def _same(left: StreamPlan, right: StreamPlan) -> bool:
     sizes = [len(step.index) for step in left.steps] == [len(step.index) for step in right.steps]
     return sizes and _pairs(left) == _pairs(right)
 
@@ -67,7 +67,7 @@ def _same(left: Plan, right: Plan) -> bool:
 @given(streams, protocols)
 @settings(max_examples=200, deadline=None)
 def test_each_sample_comes_once_under_each_corruption(
-    stream: Stream, protocol: AnyProtocol
+    stream: StreamSettings, protocol: AnyProtocol
 ) -> None:
     plan = protocol(stream, torch.arange(40) % 4)
     images = 40 if stream.images is None else stream.images
@@ -83,14 +83,14 @@ def test_each_sample_comes_once_under_each_corruption(
 
 @given(streams, protocols)
 @settings(max_examples=50, deadline=None)
-def test_a_plan_is_a_function_of_its_fields(stream: Stream, protocol: AnyProtocol) -> None:
+def test_a_plan_is_a_function_of_its_fields(stream: StreamSettings, protocol: AnyProtocol) -> None:
     labels = torch.arange(40) % 4
     assert _same(protocol(stream, labels), protocol(stream, labels))
 
 
 @given(streams, protocols)
 @settings(max_examples=50, deadline=None)
-def test_severities_are_those_of_the_stream(stream: Stream, protocol: AnyProtocol) -> None:
+def test_severities_are_those_of_the_stream(stream: StreamSettings, protocol: AnyProtocol) -> None:
     highest = {"clean": 0} | dict.fromkeys(CORRUPTIONS, stream.severity)
     for corruption, severity in protocol(stream, torch.arange(40) % 4).domains:
         gradual = isinstance(protocol, Gradual) and 1 <= severity <= stream.severity
@@ -98,7 +98,7 @@ def test_severities_are_those_of_the_stream(stream: Stream, protocol: AnyProtoco
 
 
 def test_reset_starts_each_corruption_from_the_source() -> None:
-    plan = Reset()(Stream(NAMES, batch=300), LABELS)
+    plan = Episodic()(StreamSettings(NAMES, batch=300), LABELS)
     assert [step.reset for step in plan.steps] == [True, False, False, False] * 3
     assert [len(step.index) for step in plan.steps] == [300, 300, 300, 100] * 3
     assert plan.domains == (Shift("fog"), Shift("snow"), Shift("frost"))
@@ -110,12 +110,12 @@ def test_reset_starts_each_corruption_from_the_source() -> None:
 
 @pytest.mark.parametrize("name", [name for name in PROTOCOLS if name != "reset"])
 def test_the_others_never_reset(name: str) -> None:
-    assert not any(step.reset for step in PROTOCOLS[name]()(Stream(NAMES), LABELS).steps)
+    assert not any(step.reset for step in PROTOCOLS[name]()(StreamSettings(NAMES), LABELS).steps)
 
 
 def test_continual_is_reset_without_resets_and_repeats() -> None:
-    stream = Stream(NAMES, batch=64, shuffled=True)
-    once, apart = Continual()(stream, LABELS), Reset()(stream, LABELS)
+    stream = StreamSettings(NAMES, batch=64, shuffled=True)
+    once, apart = Continual()(stream, LABELS), Episodic()(stream, LABELS)
     assert _same(once, apart)
     again = Continual(rounds=3)(stream, LABELS)
     assert _pairs(again) == 3 * _pairs(once)
@@ -126,7 +126,7 @@ def test_continual_is_reset_without_resets_and_repeats() -> None:
 
 
 def test_gradual_severities_rise_and_fall() -> None:
-    plan = Gradual()(Stream(NAMES, batch=10, images=100), LABELS)
+    plan = Gradual()(StreamSettings(NAMES, batch=10, images=100), LABELS)
     stages = [shift for shift, _ in groupby(shift for shift, _ in _pairs(plan))]
     assert stages == [
         Shift(name, severity) for name in NAMES for severity in (1, 2, 3, 4, 5, 4, 3, 2, 1)
@@ -137,7 +137,7 @@ def test_gradual_severities_rise_and_fall() -> None:
 
 
 def test_mixed_batches_hold_all_corruptions() -> None:
-    plan = Mixed()(Stream(batch=200), LABELS)
+    plan = Mixed()(StreamSettings(batch=200), LABELS)
     assert all(len(step.domain.unique()) == 15 for step in plan.steps)
     assert len(plan.steps) == 75
     # Uniformly mixed: the count of a corruption in a batch is hypergeometric, of variance 200/15 ·
@@ -148,14 +148,14 @@ def test_mixed_batches_hold_all_corruptions() -> None:
     )
 
 
-def _changes(plan: Plan, labels: torch.Tensor) -> float:
+def _changes(plan: StreamPlan, labels: torch.Tensor) -> float:
     """The share of neighbouring samples whose labels differ."""
     found = [labels[sample].item() for _, sample in _pairs(plan)]
     return float(np.mean([left != right for left, right in pairwise(found)]))
 
 
 def test_correlated_labels_change_seldom() -> None:
-    stream = Stream(NAMES, shuffled=True)
+    stream = StreamSettings(NAMES, shuffled=True)
     shuffled = _changes(Continual()(stream, LABELS), LABELS)
     assert shuffled == pytest.approx(0.9, abs=0.03)
     weak, strong = (_changes(Correlated(each)(stream, LABELS), LABELS) for each in (10.0, 0.01))
@@ -167,14 +167,14 @@ def test_correlated_labels_change_seldom() -> None:
 
 def test_correlated_batches_hold_few_classes() -> None:
     labels = torch.arange(10000) % 10
-    stream = Stream(("fog",), batch=200)
+    stream = StreamSettings(("fog",), batch=200)
     plans = Correlated()(stream, labels), Continual()(stream, labels)
     entropy = [_entropy(plan, labels) for plan in plans]
     assert entropy[1] == pytest.approx(np.log(10), abs=1e-6)
     assert entropy[0] < 0.8 * np.log(10)
 
 
-def _entropy(plan: Plan, labels: torch.Tensor) -> float:
+def _entropy(plan: StreamPlan, labels: torch.Tensor) -> float:
     """Mean entropy of the labels of a batch."""
     shares = [labels[step.index].bincount(minlength=10) / len(step.index) for step in plan.steps]
     return float(
@@ -183,7 +183,7 @@ def _entropy(plan: Plan, labels: torch.Tensor) -> float:
 
 
 def test_one_slot_brings_each_class_whole_in_an_order_of_its_own() -> None:
-    pairs = _pairs(Correlated(slots=1)(Stream(NAMES), LABELS))
+    pairs = _pairs(Correlated(slots=1)(StreamSettings(NAMES), LABELS))
     runs = [label for label, _ in groupby(LABELS[sample].item() for _, sample in pairs[:1000])]
     assert sorted(runs) == list(range(10))
     orders = {
@@ -194,7 +194,7 @@ def test_one_slot_brings_each_class_whole_in_an_order_of_its_own() -> None:
 
 
 def test_correlated_visits_differ() -> None:
-    pairs = _pairs(Correlated()(Stream(NAMES), LABELS))
+    pairs = _pairs(Correlated()(StreamSettings(NAMES), LABELS))
     first, second = (
         [sample for shift, sample in pairs if shift.corruption == name] for name in NAMES[:2]
     )
@@ -202,7 +202,7 @@ def test_correlated_visits_differ() -> None:
 
 
 def test_recurring_shifts_return_with_new_samples() -> None:
-    plan = Recurring(rounds=4)(Stream(NAMES, batch=100), LABELS)
+    plan = Recurring(rounds=4)(StreamSettings(NAMES, batch=100), LABELS)
     visits = [
         (shift.corruption, [sample for _, sample in group])
         for shift, group in groupby(_pairs(plan), lambda pair: pair[0])
@@ -216,12 +216,12 @@ def test_recurring_shifts_return_with_new_samples() -> None:
 
 def test_order_and_shuffling_follow_the_seed() -> None:
     def domains(seed: int) -> tuple[Shift, ...]:
-        return Continual()(Stream(order="shuffled", seed=seed), LABELS).domains
+        return Continual()(StreamSettings(order="shuffled", seed=seed), LABELS).domains
 
     assert set(domains(0)) == set(domains(1)) == {Shift(name) for name in CORRUPTIONS}
     assert domains(0) != domains(1)
     first, second = (
-        Continual()(Stream(NAMES, shuffled=True, seed=seed), LABELS) for seed in (0, 1)
+        Continual()(StreamSettings(NAMES, shuffled=True, seed=seed), LABELS) for seed in (0, 1)
     )
     assert first.domains == second.domains
     assert _pairs(first) != _pairs(second)
@@ -248,7 +248,7 @@ def test_order_and_shuffling_follow_the_seed() -> None:
 )
 def test_refused_streams(fields: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Stream(**fields)  # type: ignore[arg-type]
+        StreamSettings(**fields)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -259,7 +259,7 @@ def test_refused_streams(fields: dict[str, object], message: str) -> None:
         (lambda: Correlated(0.0), "concentration must be a finite number"),
         (lambda: Correlated(slots=0), "slots must be an integer >= 1"),
         (
-            lambda: Continual()(Stream(images=1001), LABELS),
+            lambda: Continual()(StreamSettings(images=1001), LABELS),
             "images must be at most 1000, the samples there are, got 1001",
         ),
     ],

@@ -10,7 +10,7 @@ import torch
 
 from driftfilter.app.bench.ranks import Worker, worker
 from driftfilter.app.cli import main
-from driftfilter.app.machine import machine_of
+from driftfilter.app.machine import choose_machine
 
 ARRAY = {"SLURM_ARRAY_TASK_COUNT": "3", "SLURM_ARRAY_TASK_MIN": "10", "SLURM_ARRAY_TASK_STEP": "5"}
 
@@ -51,9 +51,9 @@ def test_each_worker_of_a_host_takes_its_own_gpu(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     for name, value in {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "3"}.items():
         monkeypatch.setenv(name, value)
-    assert machine_of("auto").device == torch.device("cuda:1")
-    assert machine_of("cuda:0").device == torch.device("cuda:0")
-    assert machine_of("cpu").device == torch.device("cpu")
+    assert choose_machine("auto").device == torch.device("cuda:1")
+    assert choose_machine("cuda:0").device == torch.device("cuda:0")
+    assert choose_machine("cpu").device == torch.device("cpu")
 
 
 def test_a_worker_begins_at_its_place_and_leaves_the_rest_to_others(

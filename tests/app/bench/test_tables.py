@@ -122,22 +122,6 @@ def test_on_a_terminal_tables_have_rules_or_stay_plain(
         assert all(cell in shown for cell in table.rows[0])
 
 
-def test_the_bar_shows_the_accuracy_so_far(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
-    monkeypatch.setenv("COLUMNS", "150")
-    with tables.progress() as display:
-        watch = display.begin("1 of 1: tent")
-        assert watch is not None
-        watch(3, 12, lambda: 0.625)
-        watch(4, 12, lambda: pytest.fail("asked again at once"))
-        display.end("1 of 1: tent: done")
-    shown = capsys.readouterr().err
-    assert "1 of 1: tent: done" in shown
-    assert "accuracy 0.625" in shown
-
-
 def test_rounds_have_their_columns(shared: Bench, tmp_path: Path) -> None:
     tasks = task_of("tent:lr=1.0", "continual:rounds=3"), task_of("tent", "continual:rounds=1")
     documents, _ = run_all(shared, tmp_path, *tasks)

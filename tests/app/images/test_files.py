@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from driftfilter.app.images.files import digest, open_batch
-from driftfilter.app.streams import Generated, cifar10, open_domains
+from driftfilter.app.streams import Generated, open_cifar10, open_domains
 
 DATA = np.random.default_rng(0).integers(0, 256, (6, 3072), dtype=np.uint8)
 LABELS = [3, 0, 9, 1, 1, 5]
@@ -59,7 +59,7 @@ def test_batches_are_read(tmp_path: Path, kind: str) -> None:
         "strings": lambda: pickle.dumps(batch),
     }
     (tmp_path / "test_batch").write_bytes(contents[kind]())
-    images, labels = cifar10(tmp_path)
+    images, labels = open_cifar10(tmp_path)
     assert torch.equal(
         (255 * images).round().long(), torch.from_numpy(DATA).view(6, 3, 32, 32).long()
     )

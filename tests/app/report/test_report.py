@@ -14,12 +14,10 @@ import sys
 from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree
 
 import numpy as np
 import pytest
-from test_run import LABELS, MODULE, N, run, samples
 
 import driftfilter as df
 from driftfilter.app.bench.task import Bench
@@ -27,6 +25,7 @@ from driftfilter.app.cli import main
 from driftfilter.app.report import LIMIT, ReportError, collect, write
 from driftfilter.app.report.page import percent, render
 from driftfilter.app.report.svg import Axis, spanning
+from own_model import N, run, samples, summary
 from tiny import run_all, task_of
 
 EVIL = '<script>alert("x")</script>'
@@ -34,15 +33,10 @@ ENV = {**os.environ, "PYTHONPATH": str(Path(df.__file__).parents[1]), "OMP_NUM_T
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current folder, with a model, data and names that want to be code in it."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    (tmp_path / "run_network.py").write_text(MODULE)
-    (tmp_path / "names.txt").write_text(f"left\nright & wrong\n{EVIL}\n")
-    np.save("x.npy", samples())
-    np.save("y.npy", LABELS)
-    return tmp_path
+def folder(folder: Path) -> Path:
+    """The current folder, with names that want to be code in it, too."""
+    (folder / "names.txt").write_text(f"left\nright & wrong\n{EVIL}\n")
+    return folder
 
 
 FULL = ("--baseline", "--labels", "y.npy", "--classes", "names.txt")
@@ -91,11 +85,6 @@ def page(*folders: str) -> Page:
     assert main(["report", *folders, "--out", "page.html"]) == 0
     found = Page(Path("page.html"))
     assert not found._open
-    return found
-
-
-def summary(out: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((Path(out) / "summary.json").read_text(encoding="utf-8"))
     return found
 
 
@@ -238,7 +227,7 @@ def test_a_benchmark(shared: Bench, tmp_path: Path) -> None:
     assert stream.source is not None
     assert stream.source.bins is not None
     pooled = [result["bins"] for result in results[:2]]
-    assert sum(stream.source.bins["samples"]) == sum(sum(each["samples"]) for each in pooled)
+    assert sum(stream.source.bins.samples) == sum(sum(each["samples"]) for each in pooled)
     images = [attrs["src"] or "" for tag, attrs in shown.tags if tag == "img"]
     assert len(images) == 12
     assert all(each.startswith("data:image/png;base64,") for each in images)

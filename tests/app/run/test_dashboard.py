@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
-from test_run import folder, run, steps  # noqa: F401  # a fixture
 
 import driftfilter as df
 from driftfilter.app.run.dashboard import Dashboard, sparkline
 from driftfilter.app.run.run import Tally
+from own_model import run, steps
 
 EVENT = df.Event(3, "uncertainty", 0.5, 0.4, "probation")
 

@@ -11,20 +11,20 @@ import pytest
 from scipy.special import entr, log_softmax
 
 from driftfilter.app.run.predictions import Predictions, columns
-from driftfilter.storage.append_log import Journal
+from driftfilter.storage.append_log import AppendLog
 
 LOGS = log_softmax(np.random.default_rng(0).normal(size=(7, 3)) * 3, axis=1)
 
 
 def test_a_journal_is_cut_to_what_is_covered(tmp_path: Path) -> None:
     path = tmp_path / "a"
-    journal = Journal(path)
+    journal = AppendLog(path)
     journal.append(b"one ")
     size = journal.sync()
     journal.append(b"two ")
     assert path.read_bytes() == b"one two "  # before it is closed
     journal.close()
-    again = Journal(path, size)
+    again = AppendLog(path, size)
     again.append(b"three")
     assert (path.read_bytes(), again.sync()) == (b"one three", 9)
     again.close()
@@ -32,12 +32,12 @@ def test_a_journal_is_cut_to_what_is_covered(tmp_path: Path) -> None:
         ValueError,
         match="must be of at least the 10 bytes that the checkpoint covers, got '9 bytes'",
     ):
-        Journal(path, 10)
+        AppendLog(path, 10)
     assert path.read_bytes() == b"one three"
 
 
 def test_a_journal_that_cannot_grow_is_named(tmp_path: Path) -> None:
-    journal, (soft, hard) = Journal(tmp_path / "a"), resource.getrlimit(resource.RLIMIT_FSIZE)
+    journal, (soft, hard) = AppendLog(tmp_path / "a"), resource.getrlimit(resource.RLIMIT_FSIZE)
     journal.append(b"good")
     resource.setrlimit(resource.RLIMIT_FSIZE, (6, hard))
     try:
@@ -46,7 +46,7 @@ def test_a_journal_that_cannot_grow_is_named(tmp_path: Path) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     journal.close()
-    again = Journal(tmp_path / "a", 4)
+    again = AppendLog(tmp_path / "a", 4)
     again.close()
     assert (tmp_path / "a").read_bytes() == b"good"
 
@@ -79,18 +79,18 @@ def test_predictions_across_a_resume(
 
     said = opened(0, 0, 0)
     said.skip(first)
-    size = said.journal.sync()
-    said.journal.close()
+    size = said.log.sync()
+    said.log.close()
     said = opened(first, 0, size)
     said.append(LOGS[:4])
-    size = said.journal.sync()
+    size = said.log.sync()
     said.append(LOGS[:1])  # lost
-    said.journal.close()
+    said.log.close()
     said = opened(first + 4, 3, size)
     said.skip(2)
     said.append(LOGS[4:])
     path = said.export()
-    said.journal.close()
+    said.log.close()
     empty = np.full((1, 3), np.nan)
     expected = columns(np.concatenate([*[empty] * first, LOGS[:4], empty, empty, LOGS[4:]]))
     if kind == "npz":
@@ -113,7 +113,7 @@ def test_nothing_but_skipped_samples(tmp_path: Path) -> None:
     with np.load(said.export()) as found:
         assert found["label"].tolist() == [-1, -1, -1]
         assert np.isnan(found["probability"]).all()
-    said.journal.close()
+    said.log.close()
 
 
 def test_another_number_of_classes(tmp_path: Path) -> None:
@@ -123,4 +123,4 @@ def test_another_number_of_classes(tmp_path: Path) -> None:
         ValueError, match="the model's classes must be 3, as they were before, got 2"
     ):
         said.append(LOGS[:, :2])
-    said.journal.close()
+    said.log.close()

@@ -11,7 +11,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from driftfilter.app.run.reader import Form, Lines, Stored, open_feed, open_labels, shapes_of
+from driftfilter.app.run.reader import Form, Lines, StoredFeed, open_feed, open_labels, shapes_of
 
 
 def numbers(*shape: int, dtype: Any = np.float32) -> NDArray[Any]:
@@ -147,7 +147,7 @@ def test_pictures_in_the_order_of_their_names(tmp_path: Path) -> None:
         image.fromarray(np.full((4, 5, 3), value, np.uint8)).save(tmp_path / name)
     (tmp_path / "notes.txt").write_text("no picture")
     feed = open_feed(str(tmp_path))
-    assert isinstance(feed, Stored)
+    assert isinstance(feed, StoredFeed)
     assert feed.take(0, 3)[:, 0, 0, 0].tolist() == [1, 2, 3]
     (tmp_path / "b.png").write_bytes(b"broken")
     with pytest.raises(ValueError, match=r"b\.png must be a picture that can be read"):

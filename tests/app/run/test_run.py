@@ -11,8 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from subprocess import PIPE
 from typing import Any
@@ -20,7 +19,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from scipy.special import entr
 from torch import nn
@@ -28,81 +26,23 @@ from torch import nn
 import driftfilter as df
 from driftfilter.app.cli import main
 from driftfilter.recipe import from_dict
-
-N, BATCH = 46, 10
-
-MODULE = """
-import torch
-from torch import nn
-
-def make():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
-"""
-
-
-def network() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3)).eval()
-
-
-def samples() -> NDArray[np.float32]:
-    return np.random.default_rng(0).normal(size=(N, 5)).astype(np.float32)
-
-
-LABELS = np.random.default_rng(1).integers(0, 3, N)
-MODEL = "run_network:make"
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current folder, with a model and data in it."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    (tmp_path / "run_network.py").write_text(MODULE)
-    np.save("x.npy", samples())
-    np.save("y.npy", LABELS)
-    return tmp_path
-
-
-def run(
-    *arguments: str,
-    model: str = MODEL,
-    data: str = "x.npy",
-    preset: str = "tent:lr=0.01",
-    batch: int = BATCH,
-) -> int:
-    return main(["run", model, data, "--preset", preset, "--batch", str(batch), *arguments])
-
-
-def predictions(out: str) -> dict[str, NDArray[Any]]:
-    with np.load(Path(out) / "predictions.npz") as found:
-        return dict(found)
-
-
-def steps(out: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (Path(out) / "steps.jsonl").read_text().splitlines()]
-
-
-def expected(pieces: list[torch.Tensor], **options: Any) -> NDArray[Any]:
-    """Log-probabilities [n, k] by the library itself."""
-    adapter = df.adapt(network(), "tent", lr=0.01, **options)
-    return np.concatenate([adapter(piece.clone()).numpy() for piece in pieces])
-
-
-def batches() -> list[torch.Tensor]:
-    return [piece.clone() for piece in torch.from_numpy(samples()).split(BATCH)]
-
-
-def assert_equal(one: str, other: str) -> None:
-    first, second = predictions(one), predictions(other)
-    assert all(first[name].tobytes() == second[name].tobytes() for name in first)
-    without = [
-        [{key: line[key] for key in line if key != "ms"} for line in steps(out)]
-        for out in (one, other)
-    ]
-    assert without[0] == without[1]
-
+from own_model import (
+    BATCH,
+    LABELS,
+    MODEL,
+    N,
+    as_lines,
+    assert_equal,
+    bad,
+    batches,
+    expected,
+    network,
+    predictions,
+    run,
+    samples,
+    saving_only,
+    steps,
+)
 
 # What is written
 
@@ -153,10 +93,6 @@ def test_csv_says_the_same(folder: Path) -> None:
     assert (
         np.stack([table[f"p{k}"] for k in range(3)], 1).astype(np.float32) == found["probabilities"]
     ).all()
-
-
-def as_lines(array: NDArray[Any]) -> bytes:
-    return "".join(json.dumps(row.tolist()) + "\n" for row in array).encode()
 
 
 class Stdin:
@@ -240,23 +176,6 @@ def test_a_shipped_network_on_pictures(folder: Path) -> None:
 # Going on
 
 
-@contextmanager
-def saving_only(times: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The disk is full after so many saves."""
-    save, calls = df.save, 0
-
-    def fails(*args: Any) -> None:
-        nonlocal calls
-        if calls == times:
-            raise df.CheckpointError("the disk is full")
-        calls += 1
-        save(*args)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(df, "save", fails, raising=False)
-        yield
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["npz", "csv"])
 @pytest.mark.parametrize("covered", [0, 2, 3])
@@ -316,12 +235,6 @@ def test_stdin_starts_again_or_goes_on(
 
 
 # Bad batches
-
-
-def bad(kind: str) -> NDArray[Any]:
-    array = samples()
-    array[13, 2] = {"nan": np.nan, "infinity": -np.inf, "range": 100}[kind]
-    return array
 
 
 @pytest.mark.parametrize("kind", ["nan", "infinity", "range"])
@@ -519,60 +432,7 @@ def test_two_runs_in_one_folder(folder: Path, capsys: pytest.CaptureFixture[str]
     assert process.returncode == 0
 
 
-# Mistakes
-
-MISTAKES: dict[str, tuple[list[str], str]] = {
-    "no file": (["run", MODEL, "nowhere.npy"], "there is no such file, got 'nowhere.npy'"),
-    "no data": (["run", MODEL, "run_network.py"], "DATA must be an .npy or .npz file"),
-    "no module": (
-        ["run", "run_netwrk:make", "x.npy"],
-        "there is no module 'run_netwrk' installed or in ",
-    ),
-    "no factory": (
-        ["run", "run_network:mak", "x.npy"],
-        "(did you mean 'make'?), got 'run_network:mak'",
-    ),
-    "no network": (["run", "resnet2", "x.npy"], "(did you mean 'resnet20'?), got 'resnet2'"),
-    "labels": (
-        ["run", MODEL, "x.npy", "--labels", "short.npy"],
-        "short.npy must be 46 integer labels",
-    ),
-    "preset": (["run", MODEL, "x.npy", "--preset", "tnt"], "did you mean 'tent'?"),
-    "presets": (["run", MODEL, "x.npy", "--preset", "tent,eata"], "--preset must be one preset"),
-    "both": (
-        ["run", MODEL, "x.npy", "--preset", "tent", "--recipe", "x"],
-        "--preset must be left out",
-    ),
-    "recipe": (["run", MODEL, "x.npy", "--recipe", "run_network.py"], "--recipe run_network.py: "),
-    "no recipe": (
-        ["run", MODEL, "x.npy", "--recipe", "r.toml"],
-        "--recipe must be a TOML file that is there",
-    ),
-    "part": (
-        ["run", MODEL, "x.npy", "--recipe", "map.toml"],
-        "must be of kind = \"Recipe\", got 'MAP'",
-    ),
-    "range": (["run", MODEL, "x.npy", "--range", "1"], "--range must be LOW,HIGH"),
-    "device": (
-        ["run", MODEL, "x.npy", "--device", "tpu"],
-        "device must be there: auto, cpu or cuda, got 'tpu'",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", MISTAKES)
-def test_mistakes_are_named_before_anything_is_written(
-    case: str, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    np.save("short.npy", LABELS[:9])
-    Path("map.toml").write_text(df.to_toml(df.MAP()))
-    arguments, message = MISTAKES[case]
-    assert main([*arguments, "--out", "o"]) == 2
-    told = capsys.readouterr().err
-    assert told.startswith("driftfilter run: error: ")
-    assert message in told
-    assert not Path("o").exists()
-
+# Changes
 
 CHANGES: dict[str, tuple[list[str], dict[str, Any], str]] = {
     "preset": ([], {"preset": "eta"}, "saved with another recipe: "),

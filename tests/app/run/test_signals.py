@@ -15,7 +15,7 @@ NUMBERS = [signal.SIGTERM, signal.SIGINT]
 @pytest.mark.parametrize("number", NUMBERS)
 def test_the_step_at_hand_is_finished(number: signal.Signals) -> None:
     stop, begun, ended, before = Stop(), [], [], signal.getsignal(number)
-    with stop.listening():
+    with stop.listen():
         for item in stop.each(iter(range(5))):
             begun.append(item)
             if item == 2:
@@ -38,7 +38,7 @@ def test_a_wait_ends_at_once(number: signal.Signals) -> None:
         yield 1
 
     stop = Stop()
-    with stop.listening():
+    with stop.listen():
         assert list(stop.each(items())) == [0]
     assert not went_on
     assert stop.signal == number
@@ -46,7 +46,7 @@ def test_a_wait_ends_at_once(number: signal.Signals) -> None:
 
 def test_a_second_signal_interrupts() -> None:
     stop = Stop()
-    with stop.listening():
+    with stop.listen():
         signal.raise_signal(signal.SIGTERM)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
@@ -55,6 +55,6 @@ def test_a_second_signal_interrupts() -> None:
 
 def test_without_a_signal_all_come() -> None:
     stop = Stop()
-    with stop.listening():
+    with stop.listen():
         assert list(stop.each(iter(range(3)))) == [0, 1, 2]
     assert stop.signal is None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +9,12 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from test_run import (
+
+import driftfilter as df
+from driftfilter.app import metrics
+from own_model import (
     BATCH,
     LABELS,
-    MODULE,
     N,
     assert_equal,
     bad,
@@ -24,29 +25,17 @@ from test_run import (
     samples,
     saving_only,
     steps,
+    summary,
 )
-
-import driftfilter as df
-from driftfilter.app import metrics
 
 NAMES = ("left", "right", "über <b>")
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current folder, with a model, data and names in it."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    (tmp_path / "run_network.py").write_text(MODULE)
-    (tmp_path / "names.txt").write_text("\n".join(NAMES) + "\n", encoding="utf-8")
-    np.save("x.npy", samples())
-    np.save("y.npy", LABELS)
-    return tmp_path
-
-
-def summary(out: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((Path(out) / "summary.json").read_text(encoding="utf-8"))
-    return found
+def folder(folder: Path) -> Path:
+    """The current folder, with names of the classes in it, too."""
+    (folder / "names.txt").write_text("\n".join(NAMES) + "\n", encoding="utf-8")
+    return folder
 
 
 def frozen() -> NDArray[Any]:

@@ -1,5 +1,5 @@
-"""What a task of the benchmark is judged by: quality by domain and along the stream, and a few
-samples to look at.
+"""How good a task of the benchmark was: quality by domain and along the stream, and a few samples
+to look at.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ import torch
 from torch import Tensor
 
 from driftfilter.app import metrics
-from driftfilter.app.bench.protocols import Plan, Step
-from driftfilter.app.downsample import along
+from driftfilter.app.bench.protocols import Step, StreamPlan
+from driftfilter.app.downsample import downsample
 from driftfilter.app.streams import Domains, Shift
-from driftfilter.app.thumbnails import extremes, png, thumbnail
+from driftfilter.app.thumbnails import find_extremes, png, thumbnail
 
 if TYPE_CHECKING:
     from driftfilter.app.bench.task import Bench
 
 
 class Trace(NamedTuple):
-    """What a stream has left behind."""
+    """What is recorded along a stream."""
 
     log_probabilities: Tensor  # [samples, k]
     # Classes predicted before the update [samples]; None: not asked for, or the prediction itself.
@@ -33,12 +33,9 @@ class Trace(NamedTuple):
     alarms: int
 
 
-def judged(trace: Trace, plan: Plan, bench: Bench) -> dict[str, Any]:
+def evaluate(trace: Trace, plan: StreamPlan, bench: Bench) -> dict[str, Any]:
     """Quality by domain, over all samples, and along the stream."""
-    index, domain = (
-        torch.cat([step.index for step in plan.steps]),
-        torch.cat([step.domain for step in plan.steps]),
-    )
+    index, domain = plan.samples()
     logp, labels = trace.log_probabilities, bench.data.labels[index].to(bench.machine.device)
     right = (logp.argmax(-1) == labels).cpu()
     before = right if trace.before is None else (trace.before == labels).cpu()
@@ -49,7 +46,7 @@ def judged(trace: Trace, plan: Plan, bench: Bench) -> dict[str, Any]:
             at = here.to(logp.device)
             row = {**shift._asdict(), **metrics.quality(logp[at], labels[at])._asdict()}
             rows.append({**row, "before": _share(before[here])} if bench.before else row)
-    judged: dict[str, Any] = {
+    found: dict[str, Any] = {
         "domains": rows,
         "mean": {
             name: statistics.fmean(row[name] for row in rows)
@@ -58,7 +55,7 @@ def judged(trace: Trace, plan: Plan, bench: Bench) -> dict[str, Any]:
         "pooled": metrics.quality(logp, labels)._asdict(),
         "bins": metrics.reliability(logp, labels)._asdict(),
         "visits": _visits(plan, right),
-        "along": _along(plan, right, metrics.entropy(logp).cpu()),
+        "along": _pieces(plan, right, metrics.entropy(logp).cpu()),
     }
     if bench.before:
         how = (
@@ -66,18 +63,17 @@ def judged(trace: Trace, plan: Plan, bench: Bench) -> dict[str, Any]:
             if trace.before is None
             else "predicted before each update"
         )
-        judged["before"] = {"accuracy": _share(before), "how": how}
-    return judged
+        found["before"] = {"accuracy": _share(before), "how": how}
+    return found
 
 
-def examples(trace: Trace, plan: Plan, data: Domains, device: torch.device) -> list[dict[str, Any]]:
+def pick_examples(
+    trace: Trace, plan: StreamPlan, data: Domains, device: torch.device
+) -> list[dict[str, Any]]:
     """The most and the least certain samples of the stream, as thumbnails."""
-    index, domain = (
-        torch.cat([step.index for step in plan.steps]),
-        torch.cat([step.domain for step in plan.steps]),
-    )
+    index, domain = plan.samples()
     logp = trace.log_probabilities.double().cpu()
-    most, least = extremes(metrics.entropy(logp).numpy())
+    most, least = find_extremes(metrics.entropy(logp).numpy())
     found: list[dict[str, Any]] = []
     for place in (*most.tolist(), *least.tolist()):
         shift, row = plan.domains[int(domain[place])], index[place : place + 1]
@@ -101,9 +97,10 @@ def _share(right: Tensor) -> float:
     return right.double().mean().item()
 
 
-def _visits(plan: Plan, right: Tensor) -> list[dict[str, Any]]:
-    """Accuracy along the stream, one entry for each run of a round's steps in one domain (for a
-    mixture, of steps that mix).
+def _visits(plan: StreamPlan, right: Tensor) -> list[dict[str, Any]]:
+    """Accuracy along the stream: an entry for each row of steps of one round in one domain.
+
+    Steps that mix domains count as one domain.
     """
 
     def place(step: Step) -> tuple[int, Shift]:
@@ -126,11 +123,11 @@ def _visits(plan: Plan, right: Tensor) -> list[dict[str, Any]]:
     return visits
 
 
-def _along(plan: Plan, right: Tensor, entropy: Tensor) -> list[dict[str, Any]]:
-    """The stream as a report draws it."""
+def _pieces(plan: StreamPlan, right: Tensor, entropy: Tensor) -> list[dict[str, Any]]:
+    """The stream in as many pieces as a report draws."""
     sizes = [len(step.index) for step in plan.steps]
     pieces = zip(sizes, right.split(sizes), entropy.split(sizes), strict=True)
-    return along(
+    return downsample(
         [
             {"n": n, "judged": n, "right": int(known.sum()), "entropy": said.mean().item()}
             for n, known, said in pieces

@@ -1,8 +1,8 @@
 """Claims of tasks: several processes may work in one run folder, each on tasks of its own.
 
-A claim is a file beside the task's that only one process can create; it names the process, so that
-others can take over what a process that is gone has left. Where two take over at the same instant a
-task may be run twice, to the same file.
+A claim is a file beside the task's that its process keeps locked (flock) and names itself in. The
+lock of a process that is gone is gone, too, and its claim is free. Not every file system shares
+locks between hosts: a claim that names another host is left alone, locked or not.
 """
 
 from __future__ import annotations
@@ -10,93 +10,81 @@ from __future__ import annotations
 import json
 import os
 import socket
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
-from driftfilter.base.checks import require
-from driftfilter.storage.atomic import is_alive
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
-# Seconds; a claim that is empty for longer was not finished by a process that still lives.
-WRITTEN_WITHIN = 60
 
-
-def claim_of(path: Path) -> Path:
+def claim_path(path: Path) -> Path:
     """The claim of the task whose file is ``path``."""
     return path.with_suffix(".claim")
 
 
 @contextmanager
-def claimed(path: Path) -> Iterator[bool]:
-    """Whether the task is this process's for the time of the block."""
-    claim = claim_of(path)
-    mine = _create(claim) or (_abandoned(claim) and _create(claim))
+def claim(path: Path) -> Iterator[bool]:
+    """Whether the task whose file is ``path`` is this process's for the time of the block."""
+    place = claim_path(path)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    file = _lock(place)
+    if file is None:
+        yield False
+        return
     try:
-        yield mine
-    finally:
+        here = socket.gethostname()
+        mine = _read_holder(place).get("host", here) == here
         if mine:
-            claim.unlink(missing_ok=True)
-
-
-def holder(path: Path) -> str:
-    """Who is at the task, and what to do where nobody is any more."""
-    claim = claim_of(path)
-    if not claim.exists():
-        return "left by another process meanwhile; give the command again"
-    try:
-        found = json.loads(_read(claim))
-        who = f"process {found['pid']} on host {found['host']}"
-    except (ValueError, KeyError, TypeError):
-        who = "a process that is not known"
-    return f"claimed by {who}; where it runs no more, remove {claim} and give the command again"
-
-
-def _create(claim: Path) -> bool:
-    claim.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        file = os.open(claim, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
-    except FileExistsError:
-        return False
-    with os.fdopen(file, "w", encoding="utf-8") as stream:
-        json.dump({"host": socket.gethostname(), "pid": os.getpid()}, stream)
-    return True
-
-
-def _read(claim: Path) -> str:
-    try:
-        return claim.read_text(encoding="utf-8")
-    except OSError:
-        return ""
-
-
-def _abandoned(claim: Path) -> bool:
-    """Remove the claim of a process that is gone; whether it was one."""
-    text = _read(claim)
-    if not _gone(claim, text):
-        return False
-    aside = claim.with_name(f".{claim.name}.{os.getpid()}")
-    with suppress(FileNotFoundError):  # another removed it
-        claim.rename(aside)
-        if _read(aside) != text:  # another was faster, and this is its claim
-            with suppress(OSError):  # a third one's is there, or no links are
-                os.link(aside, claim)
-        aside.unlink()
-    return True
-
-
-def _gone(claim: Path, text: str) -> bool:
-    """Whether the process that wrote the text is known to have ended; of another host nothing is
-    known.
-    """
-    try:
-        found = json.loads(text)
-        host, pid = str(found["host"]), int(found["pid"])
-        require(pid > 0, "pid", pid, "positive")  # os.kill takes others for groups of processes
-    except (ValueError, KeyError, TypeError):
+            os.truncate(file, 0)
+            os.write(file, json.dumps({"host": here, "pid": os.getpid()}).encode())
         try:
-            return time.time() - claim.stat().st_mtime > WRITTEN_WITHIN
-        except FileNotFoundError:
-            return True
-    # This process's own number, without its claim: an earlier process had it.
-    return host == socket.gethostname() and (pid == os.getpid() or not is_alive(pid))
+            yield mine
+        finally:
+            if mine:
+                place.unlink(missing_ok=True)
+    finally:
+        os.close(file)  # and with it the lock
+
+
+def _lock(place: Path) -> int | None:
+    """Descriptor of a claim, locked; None if another process has locked it."""
+    if fcntl is None:
+        raise OSError("run folders need file locks (fcntl.flock), which this system does not have")
+    while True:
+        file = os.open(place, os.O_CREAT | os.O_RDWR, 0o666)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Its process may have removed it between the two lines above.
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(file), place.stat()):
+                    return file
+        except BlockingIOError:
+            os.close(file)
+            return None
+        except OSError as error:
+            os.close(file)
+            raise OSError(error.errno, f"no file lock: {error.strerror}", str(place)) from error
+        os.close(file)
+
+
+def _read_holder(place: Path) -> dict[str, Any]:
+    """Host and number of the process that a claim names; empty if it names none."""
+    try:
+        found = json.loads(place.read_text(encoding="utf-8"))
+        return {"host": found["host"], "pid": found["pid"]}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
+def describe_holder(path: Path) -> str:
+    """Who is at the task whose file is ``path``, and what to do if nobody is any more."""
+    place = claim_path(path)
+    if not place.exists():
+        return "left by another process meanwhile; give the command again"
+    holder = _read_holder(place)
+    who = "process {pid} on host {host}".format(**holder) if holder else "an unknown process"
+    return f"claimed by {who}; if it runs no more, remove {place} and give the command again"

@@ -1,5 +1,5 @@
-"""Figures of long streams: accuracy by visit, one line a preset; matplotlib is imported only where
-there is one to draw.
+"""Figures of long streams: accuracy by visit, one line a preset; matplotlib is imported only to
+draw one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from driftfilter.app.bench.tables import Document, by_condition, by_preset, condition, rounds
 
-# Okabe–Ito, told apart by all readers; where they do not suffice they come again in other dashes.
+# Okabe–Ito, told apart by all readers; if they do not suffice they come again in other dashes.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#7F7F7F")
 DASHES = ("-", "--", ":", "-.")
 NAMES_A_COLUMN = 18  # what fits beside the axes
@@ -86,7 +86,7 @@ def _title(group: Sequence[Document]) -> str:
 
 
 def _curves(group: Sequence[Document]) -> list[tuple[str, Curve]]:
-    """By preset, in the order of the tasks."""
+    """A curve for each preset, in the order of the tasks."""
     return [
         (each[0]["settings"]["preset"], _curve([one["result"]["visits"] for one in each]))
         for each in by_preset(group)
@@ -94,7 +94,7 @@ def _curves(group: Sequence[Document]) -> list[tuple[str, Curve]]:
 
 
 def _curve(seeds: Sequence[Sequence[Mapping[str, Any]]]) -> Curve:
-    """Of the visits of each seed, which come at the same steps."""
+    """Means over the seeds of their visits, which come at the same steps."""
     ends = list(itertools.accumulate((visit["steps"] for visit in seeds[0]), initial=0))
     steps = [(start + end) / 2 for start, end in itertools.pairwise(ends)]
     visits = [

@@ -1,5 +1,5 @@
-"""In which order a stream brings its samples and shifts: protocols are values, and plans are pure
-functions of them.
+"""The order in which a stream brings its samples and shifts: protocols are values, and plans are
+pure functions of them.
 """
 
 from __future__ import annotations
@@ -28,18 +28,21 @@ class Step:
     round: int = 0  # how often the sequence of corruptions has come before
 
 
-@final
-@dataclass(frozen=True, eq=False)
-class Plan:
+class StreamPlan(NamedTuple):
     """The batches of a stream, in order, and the shifts that they name by position."""
 
     steps: tuple[Step, ...]
     domains: tuple[Shift, ...]
 
+    def samples(self) -> tuple[Tensor, Tensor]:
+        """Sample numbers and domains of all batches together, each [samples]."""
+        index, domain = zip(*((step.index, step.domain) for step in self.steps), strict=True)
+        return torch.cat(index), torch.cat(domain)
+
 
 @final
 @dataclass(frozen=True)
-class Stream:
+class StreamSettings:
     """What all protocols share.
 
     Under each corruption come its first ``images`` samples (None: all), in the order of the data or
@@ -81,10 +84,10 @@ class Visit(NamedTuple):
 
 @final
 @dataclass(frozen=True)
-class Reset:
+class Episodic:
     """Every corruption by itself, from the source."""
 
-    def __call__(self, stream: Stream, labels: Tensor) -> Plan:
+    def __call__(self, stream: StreamSettings, labels: Tensor) -> StreamPlan:
         """The plan for samples with labels [N]."""
         return _plan(stream, _visits(stream, labels, _random(stream)), reset=True)
 
@@ -101,7 +104,7 @@ class Continual:
     def __post_init__(self) -> None:
         require_count("rounds", self.rounds, 1)
 
-    def __call__(self, stream: Stream, labels: Tensor) -> Plan:
+    def __call__(self, stream: StreamSettings, labels: Tensor) -> StreamPlan:
         """The plan for samples with labels [N]."""
         visits = _visits(stream, labels, _random(stream))
         return _plan(
@@ -120,7 +123,7 @@ class Gradual:
     (CoTTA's gradual protocol shows all of them at every stage, nine times the steps).
     """
 
-    def __call__(self, stream: Stream, labels: Tensor) -> Plan:
+    def __call__(self, stream: StreamSettings, labels: Tensor) -> StreamPlan:
         """The plan for samples with labels [N]."""
         stages = [*range(1, stream.severity), *range(stream.severity, 0, -1)]
         visits = _visits(stream, labels, _random(stream))
@@ -142,7 +145,7 @@ class Gradual:
 class Mixed:
     """Every sample of a batch from a corruption of its own, all uniformly mixed, never reset."""
 
-    def __call__(self, stream: Stream, labels: Tensor) -> Plan:
+    def __call__(self, stream: StreamSettings, labels: Tensor) -> StreamPlan:
         """The plan for samples with labels [N]."""
         random = _random(stream)
         visits = _visits(stream, labels, random)
@@ -152,7 +155,7 @@ class Mixed:
         batches = zip(
             index[order].split(stream.batch), domain[order].split(stream.batch), strict=True
         )
-        return Plan(
+        return StreamPlan(
             tuple(Step(*each, False) for each in batches),
             tuple(shift_of(*visit[:2]) for visit in visits),
         )
@@ -176,25 +179,22 @@ class Correlated:
         require_number("concentration", self.concentration, 0, np.inf, open_low=True)
         require_count("slots", self.slots, 1)
 
-    def __call__(self, stream: Stream, labels: Tensor) -> Plan:
+    def __call__(self, stream: StreamSettings, labels: Tensor) -> StreamPlan:
         """The plan for samples with labels [N]."""
         random = _random(stream)
         visits = _visits(stream, labels, random)
         return _plan(
             stream,
-            [
-                visit._replace(samples=self._sorted(visit.samples, labels, random))
-                for visit in visits
-            ],
+            [visit._replace(samples=self._sort(visit.samples, labels, random)) for visit in visits],
         )
 
-    def _sorted(self, index: Tensor, labels: Tensor, random: np.random.Generator) -> Tensor:
+    def _sort(self, index: Tensor, labels: Tensor, random: np.random.Generator) -> Tensor:
         """The samples index [n], slot by slot."""
         members = [index[labels[index] == label] for label in labels[index].unique()]
         shares = random.dirichlet(
             np.full(self.slots, self.concentration), len(members)
         )  # [k, slots]
-        parts = [_shared_out(each, share) for each, share in zip(members, shares, strict=True)]
+        parts = [_share_out(each, share) for each, share in zip(members, shares, strict=True)]
         return torch.cat(
             [
                 parts[label][slot]
@@ -216,7 +216,7 @@ class Recurring:
     def __post_init__(self) -> None:
         require_count("rounds", self.rounds, 1)
 
-    def __call__(self, stream: Stream, labels: Tensor) -> Plan:
+    def __call__(self, stream: StreamSettings, labels: Tensor) -> StreamPlan:
         """The plan for samples with labels [N]."""
         visits = _visits(stream, labels, _random(stream))
         parts = [visit.samples.tensor_split(self.rounds) for visit in visits]
@@ -231,10 +231,10 @@ class Recurring:
         )
 
 
-AnyProtocol: TypeAlias = Reset | Continual | Gradual | Mixed | Correlated | Recurring
+AnyProtocol: TypeAlias = Episodic | Continual | Gradual | Mixed | Correlated | Recurring
 
 PROTOCOLS: dict[str, type[AnyProtocol]] = {
-    "reset": Reset,
+    "reset": Episodic,
     "continual": Continual,
     "gradual": Gradual,
     "mixed": Mixed,
@@ -243,11 +243,11 @@ PROTOCOLS: dict[str, type[AnyProtocol]] = {
 }
 
 
-def _random(stream: Stream) -> np.random.Generator:
+def _random(stream: StreamSettings) -> np.random.Generator:
     return np.random.default_rng(stream.seed)
 
 
-def _visits(stream: Stream, labels: Tensor, random: np.random.Generator) -> list[Visit]:
+def _visits(stream: StreamSettings, labels: Tensor, random: np.random.Generator) -> list[Visit]:
     """One visit of each corruption with all its samples, at the severity of the stream."""
     count = len(labels) if stream.images is None else stream.images
     require(
@@ -265,7 +265,7 @@ def _samples(count: int, shuffled: bool, random: np.random.Generator) -> Tensor:
     return torch.from_numpy(random.permutation(count)) if shuffled else torch.arange(count)
 
 
-def _plan(stream: Stream, visits: Iterable[Visit], reset: bool = False) -> Plan:
+def _plan(stream: StreamSettings, visits: Iterable[Visit], reset: bool = False) -> StreamPlan:
     """Visits cut in batches; ``reset`` before each visit."""
     shifts = [(shift_of(*visit[:2]), visit) for visit in visits if len(visit.samples)]
     domains = tuple(dict.fromkeys(shift for shift, _ in shifts))
@@ -274,10 +274,10 @@ def _plan(stream: Stream, visits: Iterable[Visit], reset: bool = False) -> Plan:
         for shift, visit in shifts
         for number, part in enumerate(visit.samples.split(stream.batch))
     ]
-    return Plan(tuple(steps), domains)
+    return StreamPlan(tuple(steps), domains)
 
 
-def _shared_out(
+def _share_out(
     index: Tensor, shares: np.ndarray[tuple[int, ...], np.dtype[np.float64]]
 ) -> tuple[Tensor, ...]:
     """Samples [n] cut in order by shares [slots] that sum to 1."""

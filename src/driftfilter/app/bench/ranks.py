@@ -1,8 +1,7 @@
 """Which of several processes this one is, as torchrun, srun or an array of SLURM jobs tell it.
 
 They need not know each other: claims (locks.py) see to it that each task is run once. The place of
-a process says where in the list it begins, which GPU of its host it takes, and that others end what
-it leaves.
+a process decides with which task it begins and which GPU of its host it takes.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ class Worker(NamedTuple):
     local: int = 0  # its number among those on its host
 
     def first(self, tasks: int) -> int:
-        """Where in a list of tasks it begins, so that few want the same one."""
+        """The task it begins with, so that few want the same one."""
         return tasks * self.number // self.workers
 
 
 def worker(environment: Mapping[str, str] = os.environ) -> Worker:
-    """This process among others; the only one where nothing is said of any.
+    """This process among others; the only one if the environment names no others.
 
     >>> worker({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"})
     Worker(number=3, workers=4, local=1)

@@ -1,6 +1,4 @@
-"""What a benchmark shows: progress while it runs, and its tables on the terminal, in Markdown and
-in CSV.
-"""
+"""The tables of a benchmark: on the terminal, in Markdown and in CSV."""
 
 from __future__ import annotations
 
@@ -10,17 +8,11 @@ import itertools
 import json
 import statistics
 import sys
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence, Set
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from driftfilter.storage.atomic import write_whole
-
-if TYPE_CHECKING:  # they need torch, which tables do not
-    from driftfilter.app.bench.bench import Display
-    from driftfilter.app.bench.task import Watch
+from driftfilter.storage.atomic import write_atomic
 
 Document = Mapping[str, Any]  # settings and result, or settings and error
 
@@ -43,7 +35,7 @@ MEASURES = {"mean": "accuracy", "ECE": "ece", "NLL": "nll", "Brier": "brier"}
 
 
 class Table(NamedTuple):
-    """Of one model under one protocol."""
+    """Presets on one model under one protocol."""
 
     notes: list[str]  # what it was measured with
     head: list[str]
@@ -85,7 +77,7 @@ def collect(documents: Iterable[Document]) -> list[list[Row]]:
 
 
 def by_condition(documents: Iterable[Document]) -> list[list[Document]]:
-    """Those that belong in one table together."""
+    """Documents in groups that belong in one table."""
     found: dict[str, list[Document]] = {}
     for document in documents:
         found.setdefault(condition(document["settings"]), []).append(document)
@@ -93,7 +85,7 @@ def by_condition(documents: Iterable[Document]) -> list[list[Document]]:
 
 
 def by_preset(documents: Iterable[Document]) -> list[list[Document]]:
-    """Those of one table that differ in their seeds alone."""
+    """Documents of one table in groups that differ in their seeds alone."""
     found: dict[str, list[Document]] = {}
     for document in documents:
         same = {key: value for key, value in document["settings"].items() if key in OF_PRESET}
@@ -134,7 +126,7 @@ def _row(documents: Sequence[Document]) -> Row:
 
 
 def _accuracy(domains: Iterable[Mapping[str, Any]], corruption: str) -> float:
-    """Over all samples of a corruption, whatever their severity."""
+    """Accuracy over all samples of a corruption, whatever their severity."""
     here = [row for row in domains if row["corruption"] == corruption]
     return statistics.fmean([row["accuracy"] for row in here], [row["n"] for row in here])
 
@@ -155,13 +147,13 @@ def _round(visits: Sequence[Mapping[str, Any]], place: int) -> float:
 
 
 def tables(documents: Sequence[Document]) -> list[Table]:
-    """One for each model and protocol, and a summary across them where there are several."""
+    """One table for each model and protocol, and a summary across them if there are several."""
     each = collect(documents)
     return [*map(_table, each), *summaries(each)]
 
 
 def summaries(each: Sequence[Sequence[Row]]) -> list[Table]:
-    """Across protocols: a row for each model and preset, a column for each protocol."""
+    """Tables across protocols: a row for each model and preset, a column for each protocol."""
     alike: dict[str, list[Row]] = {}
     for row in itertools.chain.from_iterable(each):
         alike.setdefault(condition(row.settings, OF_PRESET | OF_TABLE), []).append(row)
@@ -208,7 +200,7 @@ def _conditions(rows: Sequence[Row]) -> frozenset[str]:
 
 
 def _commands(rows: Sequence[Row]) -> list[str]:
-    """Those that made the rows, each once."""
+    """Commands that made the rows, each once."""
     return list(dict.fromkeys(f"command: {command}" for row in rows for command in row.commands))
 
 
@@ -218,7 +210,7 @@ def _machine(made: Mapping[str, Any]) -> str:
 
 
 def _source(rows: Sequence[Row]) -> list[str]:
-    """Which presets used source samples, and which."""
+    """A line for each preset that used source samples."""
     used = [
         (row.settings["preset"], row.settings["source_data"])
         for row in rows
@@ -232,8 +224,8 @@ def _source(rows: Sequence[Row]) -> list[str]:
     ]
 
 
-def _seeds(rows: Sequence[Row]) -> str:
-    """Of all rows alike, or of each where some are not done yet."""
+def _describe_seeds(rows: Sequence[Row]) -> str:
+    """The seeds of all rows if they are the same, else those of each: some are not done yet."""
     each = [", ".join(map(str, sorted(row.seeds))) for row in rows]
     named = [f"{row.settings['preset']} {seeds}" for row, seeds in zip(rows, each, strict=True)]
     text = each[0] if len(set(each)) == 1 else "; ".join(named)
@@ -296,7 +288,7 @@ def _notes(rows: Sequence[Row]) -> list[str]:
         f"{stream['images']:,} images a corruption, batch {stream['batch']}, window "
         f"{made['window']}, {order}",
         "data: " + ", ".join(f"{key} {value}" for key, value in made["data"].items()),
-        _seeds(rows),
+        _describe_seeds(rows),
         "accuracy by corruption; mean, ECE (15 bins), NLL and Brier (sum over classes) are "
         "means over the domains",
         "from: predicted from the prior (before the update on the batch) or posterior; ms: "
@@ -313,20 +305,20 @@ def _notes(rows: Sequence[Row]) -> list[str]:
 
 
 def plain(table: Table) -> str:
-    """For a terminal or a pipe."""
+    """A table as text for a terminal or a pipe."""
     grid = [table.head, *table.rows]
     widths = [max(len(cell) for cell in column) for column in zip(*grid, strict=True)]
-    lines = ["  ".join(map(_padded, range(len(widths)), row, widths)).rstrip() for row in grid]
+    lines = ["  ".join(map(_pad, range(len(widths)), row, widths)).rstrip() for row in grid]
     failed = [f"failed: {error}" for error in table.failures]
     return "\n".join([*table.notes, "", *lines, *failed])
 
 
-def _padded(place: int, cell: str, width: int) -> str:
+def _pad(place: int, cell: str, width: int) -> str:
     return cell.ljust(width) if place < 3 else cell.rjust(width)  # names left, numbers right
 
 
 def markdown(table: Table) -> str:
-    """For a page."""
+    """A table as Markdown."""
     grid = [table.head, ["---"] * 3 + ["---:"] * (len(table.head) - 3), *table.rows]
     lines = ["| " + " | ".join(row) + " |" for row in grid]
     notes = [
@@ -335,8 +327,8 @@ def markdown(table: Table) -> str:
     return "\n".join([*lines, "", *notes])
 
 
-def comma_separated(documents: Sequence[Document]) -> str:
-    """All numbers in full, one line for each task that did not fail."""
+def to_csv(documents: Sequence[Document]) -> str:
+    """CSV of all numbers in full, one line for each task that did not fail."""
     lines = []
     for document in documents:
         made = document["settings"]
@@ -355,7 +347,7 @@ def comma_separated(documents: Sequence[Document]) -> str:
 
 
 def summary_csv(documents: Iterable[Document]) -> str:
-    """Means over the seeds in full, one line for each preset, model and protocol."""
+    """CSV of means over the seeds in full, one line for each preset, model and protocol."""
     lines = []
     for row in itertools.chain.from_iterable(collect(documents)):
         made, done = row.settings, [row.values[name] for name in MEASURES]
@@ -387,20 +379,20 @@ def _csv(lines: Sequence[Mapping[str, Any]]) -> str:
 
 
 def write(documents: Sequence[Document], folder: Path) -> list[Table]:
-    """table.md, table.csv and summary.csv in the run folder, where there is something to say; the
+    """Write table.md, table.csv and summary.csv to the run folder if there are documents; the
     tables.
     """
     if not documents:
         return []
     made = tables(documents)
-    write_whole(folder / "table.md", "\n\n".join(map(markdown, made)) + "\n")
-    write_whole(folder / "table.csv", comma_separated(documents))
-    write_whole(folder / "summary.csv", summary_csv(documents))
+    write_atomic(folder / "table.md", "\n\n".join(map(markdown, made)) + "\n")
+    write_atomic(folder / "table.csv", to_csv(documents))
+    write_atomic(folder / "summary.csv", summary_csv(documents))
     return made
 
 
 def show(table: Table) -> None:
-    """On the terminal, with rules and colours where it is one."""
+    """Print a table, with rules and colours if stdout is a terminal."""
     if not sys.stdout.isatty():
         print(plain(table))
         return
@@ -422,76 +414,3 @@ def show(table: Table) -> None:
     console.print(grid)
     for error in table.failures:
         console.print(f"failed: {error}", style="red", markup=False)
-
-
-# Progress
-
-
-class Lines:
-    """One line a task, for logs."""
-
-    def begin(self, title: str) -> Watch | None:
-        return None
-
-    def end(self, line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
-
-
-class Nothing:
-    """Silence."""
-
-    def begin(self, title: str) -> Watch | None:
-        return None
-
-    def end(self, line: str) -> None:
-        pass
-
-
-class Bar:
-    """A bar for the task that runs, with the accuracy so far; finished tasks stand above it."""
-
-    def __init__(self, progress: Any) -> None:
-        self._progress, self._current, self._shown = progress, None, 0.0
-
-    def begin(self, title: str) -> Watch | None:
-        self._current = self._progress.add_task(title, total=None, accuracy="")
-        return self._watch
-
-    def _watch(self, step: int, steps: int, accuracy: Callable[[], float]) -> None:
-        now = time.monotonic()
-        if now - self._shown > 0.5:  # to ask for the accuracy is to wait for the device
-            self._shown = now
-            told = {"completed": step, "total": steps, "accuracy": f"accuracy {accuracy():.3f}"}
-            self._progress.update(self._current, refresh=True, **told)
-
-    def end(self, line: str) -> None:
-        self._progress.console.print(line, markup=False, highlight=False)
-        self._progress.remove_task(self._current)
-
-
-@contextmanager
-def progress(quiet: bool = False) -> Iterator[Display]:
-    """Shown on stderr: a bar where it is a terminal, lines elsewhere, nothing where asked."""
-    if quiet or not sys.stderr.isatty():
-        yield Nothing() if quiet else Lines()
-        return
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-    )
-
-    texts = TextColumn("{task.description}"), TextColumn("{task.fields[accuracy]}")
-    console = Console(stderr=True)
-    with Progress(
-        texts[0],
-        BarColumn(),
-        MofNCompleteColumn(),
-        texts[1],
-        TimeRemainingColumn(),
-        console=console,
-    ) as shown:
-        yield Bar(shown)

@@ -1,39 +1,33 @@
-"""One task of the benchmark: a preset on a model through one stream, and all that is measured of
-it.
-"""
+"""One task of the benchmark: a preset on a model through one stream, and what is measured."""
 
 from __future__ import annotations
 
 import platform
 import statistics
-import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from functools import cache, cached_property
-from importlib.metadata import version
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any, final
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 import driftfilter as df
-from driftfilter.app.bench.evaluate import Trace, examples, judged
-from driftfilter.app.bench.protocols import PROTOCOLS, Plan, Step, Stream
+from driftfilter.app.bench.evaluate import Trace, evaluate, pick_examples
+from driftfilter.app.bench.protocols import PROTOCOLS, AnyProtocol, Step, StreamPlan, StreamSettings
 from driftfilter.app.images.files import digest
 from driftfilter.app.machine import Machine
-from driftfilter.app.parameter_shift import movement
+from driftfilter.app.parameter_shift import measure_shift
 from driftfilter.app.streams import CLEAN, Domains
+from driftfilter.app.terminal import Watch
 from driftfilter.base.checks import nearest, require, require_count
 
 WARM_UP = 5  # steps that are not timed
 PROBED = 500  # clean images
-
-# Told after every step: how many are done, of how many, and the accuracy so far, which is looked up
-# on the device when asked.
-Watch = Callable[[int, int, Callable[[], float]], None]
 
 
 @final
@@ -52,10 +46,8 @@ class Choice:
 
 @final
 @dataclass(frozen=True)
-class Network:
-    """A classifier of images [n, 3, h, w] in [0, 1], which it normalises itself, and what tells its
-    weights from others.
-    """
+class NamedNetwork:
+    """A classifier of images [n, 3, h, w] in [0, 1], which it normalises itself."""
 
     name: str
     module: nn.Module
@@ -64,8 +56,8 @@ class Network:
 
 @final
 @dataclass(frozen=True, eq=False)
-class Source:
-    """Source samples for the recipes whose source posterior is worked out from them."""
+class SourceImages:
+    """Samples for the recipes whose source posterior is computed from source samples."""
 
     images: Tensor  # [n, 3, h, w], 8 bits
     labels: Tensor | None  # [n]
@@ -73,7 +65,7 @@ class Source:
     sha256: str  # of their file
 
     def describe(self) -> dict[str, Any]:
-        """What a report says of them."""
+        """What a report says of these samples."""
         return {
             "path": self.path,
             "images": len(self.images),
@@ -81,8 +73,8 @@ class Source:
             "sha256": self.sha256,
         }
 
-    def on(self, machine: Machine) -> df.SourceData:
-        """As the adapter takes them."""
+    def place(self, machine: Machine) -> df.SourceData:
+        """The samples as the adapter takes them."""
         return df.SourceData(
             machine.pixels(self.images),
             None if self.labels is None else self.labels.to(machine.device),
@@ -103,16 +95,15 @@ class Task:
         return f"{self.preset} · {self.protocol} · {self.model} · seed {self.seed}"
 
     def recipe(self) -> df.Recipe:
-        """Of the preset; an error names what is not known."""
+        """Recipe of the preset; an error names what is not known."""
         return df.presets.get(self.preset.name, **dict(self.preset.options))
 
-    def plan(self, stream: Stream, labels: Tensor) -> Plan:
-        """Of the protocol, with this seed."""
-        plan: Plan = protocol(self.protocol)(replace(stream, seed=self.seed), labels)
-        return plan
+    def plan(self, stream: StreamSettings, labels: Tensor) -> StreamPlan:
+        """Plan of the protocol, with this seed."""
+        return build_protocol(self.protocol)(replace(stream, seed=self.seed), labels)
 
 
-def protocol(choice: Choice) -> Any:
+def build_protocol(choice: Choice) -> AnyProtocol:
     """The protocol of this name, with its options."""
     known = list(PROTOCOLS)
     require(
@@ -138,18 +129,18 @@ def protocol(choice: Choice) -> Any:
 class Bench:
     """What all tasks share.
 
-    ``window`` of the adapter; ``before``: also predict every batch before the update;
-    ``probe_every`` so many steps, and after the last, predict clean images (0: never).
+    ``window``: samples the adapter looks back on. ``before``: also predict every batch before the
+    update. ``probe_every`` so many steps, and after the last, predict clean images (0: never).
     """
 
     data: Domains
-    networks: Mapping[str, Network]
-    stream: Stream
+    networks: Mapping[str, NamedNetwork]
+    stream: StreamSettings
     machine: Machine
     window: int = 0
     before: bool = False
     probe_every: int = 0
-    source: Source | None = None
+    source: SourceImages | None = None
 
     def __post_init__(self) -> None:
         require_count("window", self.window, 0)
@@ -159,18 +150,18 @@ class Bench:
 
     @cached_property
     def source_data(self) -> df.SourceData | None:
-        """The source samples where the tasks run; kept, for it moves all of them."""
-        return None if self.source is None else self.source.on(self.machine)
+        """The source samples on the machine of the tasks; cached, for it moves all of them."""
+        return None if self.source is None else self.source.place(self.machine)
 
     @cached_property
-    def described(self) -> dict[str, str]:
-        """The data, for reports; kept, for it reads all of them."""
+    def description(self) -> dict[str, str]:
+        """What a report says of the data; cached, for it reads all of them."""
         return self.data.describe()
 
 
 def settings(bench: Bench, task: Task) -> dict[str, Any]:
     """All that determines a result, JSON-ready."""
-    recipe, chosen = task.recipe(), protocol(task.protocol)
+    recipe, chosen = task.recipe(), build_protocol(task.protocol)
     images = len(bench.data.labels) if bench.stream.images is None else bench.stream.images
     return {
         "preset": str(task.preset),
@@ -189,7 +180,7 @@ def settings(bench: Bench, task: Task) -> dict[str, Any]:
             "corruptions": list(bench.stream.corruptions),
             "seed": task.seed,
         },
-        "data": bench.described,
+        "data": bench.description,
         "window": bench.window,
         "before": bench.before,
         "probe_every": bench.probe_every,
@@ -203,17 +194,17 @@ def settings(bench: Bench, task: Task) -> dict[str, Any]:
 
 @cache
 def _versions() -> dict[str, str]:
-    """Of what computes the results; ``code`` is a hash of this package's own, which changes between
-    versions.
+    """Versions of what computes the results; ``code`` is a hash of this package's own code, which
+    changes between versions.
     """
     code = digest(sorted(Path(df.__file__).parent.rglob("*.py")))[:12]
-    own = {
+    return {
         "driftfilter": df.__version__,
         "code": code,
         "torch": torch.__version__,
         "python": platform.python_version(),
+        "numpy": np.__version__,
     }
-    return own | {name: version(name) for name in ("numpy", "torchmetrics")}
 
 
 def _has_batch_norm(module: nn.Module) -> bool:
@@ -233,31 +224,29 @@ def run_task(bench: Bench, task: Task, watch: Watch | None = None) -> dict[str, 
     plan = task.plan(bench.stream, bench.data.labels)
     with warnings.catch_warnings(record=True) as caught, bench.machine.ready():
         warnings.simplefilter("default")
-        data = bench.data.seeded(task.seed)
+        data = bench.data.with_seed(task.seed)
         _require_classes(bench, task, data, plan)
-        adapter = _adapter(bench, task)
+        adapter = _adapt(bench, task)
         trace = _follow(bench, adapter, data, plan, watch)
-        moved = movement(adapter, bench.networks[task.model].module)
+        moved = measure_shift(adapter, bench.networks[task.model].module)
     timed = trace.milliseconds[WARM_UP:] or trace.milliseconds
-    memory, what = peak_memory(bench.machine)
     result = {
-        **judged(trace, plan, bench),
+        **evaluate(trace, plan, bench),
         "probe": trace.probe,
         "alarms": trace.alarms,
         "movement": moved,
-        "examples": examples(trace, plan, data, bench.machine.device),
+        "examples": pick_examples(trace, plan, data, bench.machine.device),
         "ms_per_step": statistics.median(timed),
         "steps": len(plan.steps),
         "timed_steps": len(timed),
-        "peak_memory_mb": memory,
-        "peak_memory_of": what,
+        **bench.machine.peak_memory(),
         "seconds": time.perf_counter() - start,
         "warnings": sorted({str(item.message) for item in caught}),
     }
     return {"settings": settings(bench, task), "result": result}
 
 
-def _adapter(bench: Bench, task: Task) -> df.Adapter:
+def _adapt(bench: Bench, task: Task) -> df.Adapter:
     data = bench.source_data if _wants_data(task.recipe()) else None
     module, options = bench.networks[task.model].module, dict(task.preset.options)
     monitor = df.Monitor.recording()  # methods as published: an alarm changes nothing
@@ -272,13 +261,13 @@ def _adapter(bench: Bench, task: Task) -> df.Adapter:
     )
 
 
-def _require_classes(bench: Bench, task: Task, data: Domains, plan: Plan) -> None:
-    """Raise where the model does not have the classes of the data; it is asked with one image."""
+def _require_classes(bench: Bench, task: Task, data: Domains, plan: StreamPlan) -> None:
+    """Raise unless the model has the classes of the data; it is asked with one image."""
     first = plan.steps[0]
     image = data.take(plan.domains[int(first.domain[0])], first.index[:1], bench.machine.device)
     with torch.no_grad():
         k = bench.networks[task.model].module(bench.machine.pixels(image)).shape[-1]
-    given = [(f"data {bench.described['path']}", bench.data.labels)]
+    given = [(f"data {bench.description['path']}", bench.data.labels)]
     if bench.source is not None and bench.source.labels is not None and _wants_data(task.recipe()):
         given.append((f"source {bench.source.path}", bench.source.labels))
     for name, labels in given:
@@ -292,10 +281,11 @@ def _require_classes(bench: Bench, task: Task, data: Domains, plan: Plan) -> Non
 
 
 def _follow(
-    bench: Bench, adapter: df.Adapter, data: Domains, plan: Plan, watch: Watch | None
+    bench: Bench, adapter: df.Adapter, data: Domains, plan: StreamPlan, watch: Watch | None
 ) -> Trace:
-    """Adapter through all steps; the device is never waited for here, but where the watch or a
-    probe looks.
+    """Take the adapter through all steps.
+
+    The device is never waited for here, except by the watch and the probe when they look.
     """
     labels, machine = data.labels, bench.machine
     ask = bench.before and adapter.recipe.predict_from == "posterior"
@@ -309,7 +299,7 @@ def _follow(
         if step.reset:
             alarms += len(adapter.events)
             adapter.reset()
-        images = _images(data, plan, step, machine)
+        images = _take_batch(data, plan, step, machine)
         if ask:
             with machine.autocast():
                 before.append(adapter.predict(images).labels)
@@ -318,14 +308,19 @@ def _follow(
         if watch is not None:
             right = right + (outputs[-1].argmax(-1) == labels[step.index].to(machine.device)).sum()
             seen += len(step.index)
-            watch(number + 1, len(plan.steps), lambda right=right, seen=seen: right.item() / seen)  # type: ignore[misc]
+            share = right / seen
+            watch(number + 1, len(plan.steps), partial(_describe, share))
     probe(adapter, len(plan.steps))
     alarms += len(adapter.events)
     known = torch.cat(before) if before else None
     return Trace(torch.cat(outputs), known, clock.milliseconds(), probe.accuracies(), alarms)
 
 
-def _images(data: Domains, plan: Plan, step: Step, machine: Machine) -> Tensor:
+def _describe(share: Tensor) -> str:
+    return f"accuracy {share.item():.3f}"
+
+
+def _take_batch(data: Domains, plan: StreamPlan, step: Step, machine: Machine) -> Tensor:
     """A batch in [0, 1] [n, 3, h, w], every sample from its own domain."""
     present = step.domain.unique().tolist()
     if len(present) == 1:
@@ -339,8 +334,9 @@ def _images(data: Domains, plan: Plan, step: Step, machine: Machine) -> Tensor:
 
 
 class _Clock:
-    """Milliseconds of each use, known at the end: on a GPU by marks in its queue, which nobody
-    waits for.
+    """Milliseconds of each use, known at the end.
+
+    On a GPU they are taken from marks in its queue, so that nobody waits.
     """
 
     def __init__(self, machine: Machine) -> None:
@@ -370,7 +366,7 @@ class _Clock:
 
 
 class _Probe:
-    """Accuracy on the first clean images, now and then and after the last step."""
+    """Accuracy on the first clean images, every so many steps and after the last."""
 
     def __init__(self, bench: Bench, steps: int) -> None:
         self._every, self._steps, self._machine = bench.probe_every, steps, bench.machine
@@ -389,17 +385,3 @@ class _Probe:
 
     def accuracies(self) -> list[dict[str, float]]:
         return [{"step": step, "accuracy": share.item()} for step, share in self._right.items()]
-
-
-def peak_memory(machine: Machine) -> tuple[float, str]:
-    """Megabytes, and of what."""
-    if machine.cuda:
-        return torch.cuda.max_memory_allocated(
-            machine.device
-        ) / 1e6, "the device in this task, the stream's images included"
-    import resource
-
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(
-        resource.RUSAGE_SELF
-    ).ru_maxrss * unit / 1e6, "the process since it started"

@@ -16,7 +16,7 @@ from driftfilter.app.images.files import (
     require_images,
     severity_labels,
 )
-from driftfilter.app.streams import cifar10, open_domains, published
+from driftfilter.app.streams import open_cifar10, open_domains, open_published
 
 # md5 of the archives, as published with them.
 ARCHIVES = {
@@ -34,7 +34,7 @@ class Finding(NamedTuple):
 
 
 def explain() -> str:
-    """Where to get CIFAR-10-C, and which other data can be used."""
+    """Text that says where to get CIFAR-10-C, and which other data can be used."""
     return f"""\
 Nothing has to be fetched: without a path, streams are made of the 2,000 CIFAR-10 test images
 that ship with driftfilter.
@@ -58,21 +58,13 @@ Data of your own
 Check a folder or a file, unpacked or not, with: driftfilter data FOLDER"""
 
 
-def check(path: Path | str) -> tuple[str, bool]:
-    """A report on every file of a folder (or on one ``.npz``), and whether all is as it should
-    be.
-    """
-    found = findings(Path(path))
-    return told(path, found), all(finding.ok for finding in found)
+def find(path: Path) -> list[Finding]:
+    """What there is to say of every file of a folder, or of one file."""
+    return list(_find(path))
 
 
-def findings(path: Path) -> list[Finding]:
-    """What there is to say of every file."""
-    return list(_findings(path))
-
-
-def told(path: Path | str, found: Sequence[Finding]) -> str:
-    """As text."""
+def describe(path: Path | str, found: Sequence[Finding]) -> str:
+    """Findings as text, with a verdict."""
     wrong = sum(not finding.ok for finding in found)
     lines = [f"{'ok   ' if ok else 'WRONG'}  {name:<24} {text}" for name, ok, text in found]
     verdict = (
@@ -81,7 +73,7 @@ def told(path: Path | str, found: Sequence[Finding]) -> str:
     return "\n".join([*lines, f"{path}: {verdict}"])
 
 
-def _findings(path: Path) -> Iterator[Finding]:
+def _find(path: Path) -> Iterator[Finding]:
     archives = [
         file
         for file in (path, *(path / name for name in ARCHIVES))
@@ -90,10 +82,11 @@ def _findings(path: Path) -> Iterator[Finding]:
     yield from (_look(file.name, partial(_archive, file)) for file in archives)
     arrays, batch = path.is_dir() and any(path.glob("*.npy")), (path / "test_batch").is_file()
     if arrays:
-        yield from _published(path)
+        yield from _check_published(path)
     if batch:
         yield _look(
-            "test_batch", lambda: f"{len(cifar10(path).labels)} images{_hash(path / 'test_batch')}"
+            "test_batch",
+            lambda: f"{len(open_cifar10(path).labels)} images{_hash(path / 'test_batch')}",
         )
     if not (archives or arrays or batch):
         yield _look(path.name, partial(_other, path))
@@ -113,7 +106,7 @@ def _archive(file: Path) -> str:
     return f"md5 {found}, as published (unpack it)"
 
 
-def _published(folder: Path) -> Iterator[Finding]:
+def _check_published(folder: Path) -> Iterator[Finding]:
     """Every file of CIFAR-10-C by itself, so that all that is wrong is said at once; then all of
     them together.
     """
@@ -133,7 +126,7 @@ def _published(folder: Path) -> Iterator[Finding]:
             yield Finding(file.name, True, "not there, and not needed")
     yield _look(
         "all together",
-        lambda: f"{len(published(folder).labels)} images at each severity (published: 10000)",
+        lambda: f"{len(open_published(folder).labels)} images at each severity (published: 10000)",
     )
 
 

@@ -68,11 +68,11 @@ def open_arrays(path: Path) -> dict[str, NDArray[Any]]:
         zlib.error,
     ) as error:
         raise ValueError(
-            f"{path} must be a whole .npz file of numbers, got {_found(path, error)}"
+            f"{path} must be a whole .npz file of numbers, got {_explain(path, error)}"
         ) from error
 
 
-def _found(path: Path, error: Exception) -> str:
+def _explain(path: Path, error: Exception) -> str:
     """What is wrong with it: numpy takes a file of any other kind for a pickle, and says how to
     load that.
     """

@@ -18,7 +18,7 @@ def enlargement(images: Tensor) -> float:
 
 
 def to_bytes(images: Tensor) -> Tensor:
-    """⌊255 x⌋ in [0, 255]; the margin keeps float32 from losing a unit where 255 x is whole."""
+    """⌊255 x⌋ in [0, 255]; the margin keeps float32 from losing a unit if 255 x is whole."""
     return (images.clamp(0, 1) * 255 + 1e-3).floor()
 
 

@@ -46,9 +46,9 @@ def frost(images: Tensor, generator: Generator) -> Tensor:
     ]  # each [n, 1, 1, 1]
     frequency = _frequency(height, width).to(images.device)
     fine, broad = normal((2, n, 1, height, width), generator)
-    layer = _coloured(fine, 1 + (knee / frequency) ** 2)
-    layer = _standard(
-        (layer + bend * (layer**2 - 1)) * (_PATCHINESS * _coloured(broad, frequency**-2)).exp()
+    layer = _color(fine, 1 + (knee / frequency) ** 2)
+    layer = _standardize(
+        (layer + bend * (layer**2 - 1)) * (_PATCHINESS * _color(broad, frequency**-2)).exp()
     )
     level, contrast = normal((2, n, 1, 1, 1), generator)
     texture: Tensor = (
@@ -65,12 +65,12 @@ def _frequency(height: int, width: int) -> Tensor:
     return torch.hypot(rise, run).clamp(min=1 / max(height, width))
 
 
-def _coloured(noise: Tensor, power: Tensor) -> Tensor:
+def _color(noise: Tensor, power: Tensor) -> Tensor:
     """White noise [n, 1, h, w] given a spectrum [n or 1, 1, h, w // 2 + 1], standardised."""
-    return _standard(torch.fft.irfft2(torch.fft.rfft2(noise) * power.sqrt(), s=noise.shape[2:]))
+    return _standardize(torch.fft.irfft2(torch.fft.rfft2(noise) * power.sqrt(), s=noise.shape[2:]))
 
 
-def _standard(layer: Tensor) -> Tensor:
+def _standardize(layer: Tensor) -> Tensor:
     """Mean 0 and deviation 1 in each image [n, 1, h, w]."""
     return (layer - layer.mean((2, 3), keepdim=True)) / layer.std((2, 3), keepdim=True)
 

@@ -1,6 +1,4 @@
-"""Which runs stand in an example's table, honest ones beside the good ones, and what the example
-claims.
-"""
+"""The rows of an example's table, honest ones beside the good ones, and the example's claims."""
 
 from __future__ import annotations
 
@@ -14,13 +12,13 @@ from driftfilter.app.paper.moons import Moons
 from driftfilter.app.paper.pinwheel import Pinwheel
 from driftfilter.app.paper.trial import (
     Example,
-    Run,
     Runner,
     Scores,
-    adapted,
-    frozen,
-    raw_hessian,
-    supervised,
+    Trial,
+    run_filter,
+    run_frozen,
+    run_raw_hessian,
+    run_supervised,
 )
 
 SOURCE, FILTER = "frozen source", "filter"
@@ -37,59 +35,62 @@ class Case:
 
 
 def _pair(name: str, example: Example) -> list[Case]:
-    return [Case(f"{name}, source", example, frozen), Case(f"{name}, filter", example, adapted)]
+    return [
+        Case(f"{name}, source", example, run_frozen),
+        Case(f"{name}, filter", example, run_filter),
+    ]
 
 
 def linear(example: Linear) -> list[Case]:
     """Rows of the linear example."""
     return [
-        Case(SOURCE, example, frozen),
-        Case(FILTER, example, adapted),
-        Case("labels (bound)", example, supervised),
+        Case(SOURCE, example, run_frozen),
+        Case(FILTER, example, run_filter),
+        Case("labels (bound)", example, run_supervised),
         *_pair("no shift", replace(example, shift=0.0)),
         *_pair("share 0.9", replace(example, share=0.9)),
-        Case("beta 100", replace(example, beta=100.0), adapted),
-        Case("raw Hessian", example, raw_hessian),
+        Case("beta 100", replace(example, beta=100.0), run_filter),
+        Case("raw Hessian", example, run_raw_hessian),
     ]
 
 
 def moons(example: Moons) -> list[Case]:
     """Rows of the two moons."""
     return [
-        Case(SOURCE, example, frozen),
-        Case(FILTER, example, adapted),
-        Case("filter, diagonal", replace(example, structure="diagonal"), adapted),
-        Case("filter, low rank", replace(example, structure="low rank"), adapted),
-        Case("labels (bound)", example, supervised),
+        Case(SOURCE, example, run_frozen),
+        Case(FILTER, example, run_filter),
+        Case("filter, diagonal", replace(example, structure="diagonal"), run_filter),
+        Case("filter, low rank", replace(example, structure="low rank"), run_filter),
+        Case("labels (bound)", example, run_supervised),
         *_pair("no shift", replace(example, end=example.start)),
         *_pair("share 0.9", replace(example, share=0.9)),
-        Case("beta 10000", replace(example, beta=10_000.0), adapted),
-        Case("raw Hessian", example, raw_hessian),
+        Case("beta 10000", replace(example, beta=10_000.0), run_filter),
+        Case("raw Hessian", example, run_raw_hessian),
     ]
 
 
 def pinwheel(example: Pinwheel) -> list[Case]:
     """Rows of the pinwheel, growing and rotating."""
     return [
-        Case(SOURCE, example, frozen),
-        Case(FILTER, example, adapted),
-        Case("filter, diagonal", replace(example, structure="diagonal"), adapted),
-        Case("filter, low rank", replace(example, structure="low rank"), adapted),
-        Case("labels (bound)", example, supervised),
-        *_pair("rotated", rotated(example)),
+        Case(SOURCE, example, run_frozen),
+        Case(FILTER, example, run_filter),
+        Case("filter, diagonal", replace(example, structure="diagonal"), run_filter),
+        Case("filter, low rank", replace(example, structure="low rank"), run_filter),
+        Case("labels (bound)", example, run_supervised),
+        *_pair("rotated", rotate(example)),
         *_pair("no shift", replace(example, radius=1.0)),
         *_pair("share 0.9", replace(example, share=0.9)),
-        Case("beta 30000", replace(example, beta=30_000.0), adapted),
-        Case("raw Hessian", example, raw_hessian),
+        Case("beta 30000", replace(example, beta=30_000.0), run_filter),
+        Case("raw Hessian", example, run_raw_hessian),
     ]
 
 
-def rotated(example: Pinwheel) -> Pinwheel:
+def rotate(example: Pinwheel) -> Pinwheel:
     """The second variant: the blades turn by π/2 where they are."""
     return replace(example, radius=1.0, turn=math.pi / 2)
 
 
-def run_all(cases: Sequence[Case], seed: int) -> dict[str, Run]:
+def run_all(cases: Sequence[Case], seed: int) -> dict[str, Trial]:
     """Every case on one seed; cases of the same settings share the draw and the source."""
     runs = {}
     for case in cases:

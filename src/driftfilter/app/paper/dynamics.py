@@ -36,7 +36,7 @@ class Prior(NamedTuple):
 
 @final
 @dataclass(frozen=True)
-class Dynamics:
+class DynamicsExample:
     """The settings of the example."""
 
     steps: int = 100
@@ -46,13 +46,13 @@ class Dynamics:
     deviation: float = 0.02  # of each parameter at the start
     noise: float = 0.03  # sd of the steps of the random walk and of mean reversion
     velocity: float = 0.004  # sd of the trend's hidden velocity at the start
-    # Not a fraction of the times drawn, at which lines would be back where they began.
+    # No divisor of the times drawn: lines would be back at their beginning.
     period: float = 32.0
     amplitude: float = 0.25  # sd of the seasonal harmonics at the start
     rho: float = 0.95
 
     def belief(self) -> df.Belief:
-        """Where both parameters start."""
+        """Belief about both parameters at the start."""
         mean = torch.tensor([self.intercept, self.slope], dtype=torch.float64)
         return df.Belief(mean, df.Full(self.deviation**2 * torch.eye(2, dtype=torch.float64)))
 

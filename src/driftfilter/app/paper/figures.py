@@ -20,7 +20,7 @@ from torch import Tensor
 
 import driftfilter as df
 from driftfilter.app import metrics
-from driftfilter.app.paper.dynamics import Dynamics, Prior
+from driftfilter.app.paper.dynamics import DynamicsExample, Prior
 from driftfilter.app.paper.trial import TIMES, Example, Problem, grid
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def save(figure: Figure, stem: Path) -> None:
         figure.savefig(stem.with_suffix(".svg"), dpi=160, metadata={"Date": None})
 
 
-def draw_dynamics(example: Dynamics, priors: Mapping[str, Prior], shown: int = 12) -> Figure:
+def draw_dynamics(example: DynamicsExample, priors: Mapping[str, Prior], shown: int = 12) -> Figure:
     """Paths and mean in the parameter plane, marginal series with ±2 sd, and the induced lines; a
     column a transition.
     """

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import driftfilter as df
-from driftfilter.app.paper.trial import TIMES, Labeled, Problem, labels_for, unit_prior
+from driftfilter.app.paper.trial import Labeled, Problem, draw_labels, draw_problem, unit_prior
 
 
 @final
@@ -41,26 +41,14 @@ class Linear:
 
     def draw(self, shifts: Tensor, share: float, generator: torch.Generator) -> Labeled:
         """One sample for each shift [...]."""
-        labels = labels_for(tuple(shifts.shape), (1 - share, share), generator)
+        labels = draw_labels(tuple(shifts.shape), (1 - share, share), generator)
         noise = torch.randn((*shifts.shape, 2), generator=generator, dtype=shifts.dtype)
         means = torch.stack((1.5 * (2 * labels - 1), torch.zeros_like(labels)), -1)
         return Labeled(means + self.deviation * noise + shifts[..., None], labels)
 
     def problem(self, seed: int) -> Problem:
-        generator = torch.Generator().manual_seed(seed)
-        source = self.draw(torch.zeros(self.source_samples, dtype=torch.float64), 0.5, generator)
-        stream = self.draw(
-            torch.linspace(0, self.shift, self.steps, dtype=torch.float64)[:, None],
-            self.share,
-            generator,
-        )
-        fresh = [
-            torch.full((self.test_samples,), fraction * self.shift, dtype=torch.float64)
-            for fraction in TIMES
-        ]
-        return Problem(
-            source, stream, tuple(self.draw(shifts, self.share, generator) for shifts in fresh)
-        )
+        counts, shares = (self.source_samples, self.test_samples), (0.5, self.share)
+        return draw_problem(self.draw, (0.0, self.shift), (self.steps, 1), counts, shares, seed)
 
     def source(self, data: Labeled) -> df.Belief:
         return df.fit_laplace(

@@ -15,7 +15,14 @@ import torch
 from torch import Tensor
 
 import driftfilter as df
-from driftfilter.app.paper.trial import TIMES, Labeled, Problem, labels_for, polynomial, unit_prior
+from driftfilter.app.paper.trial import (
+    Labeled,
+    Problem,
+    draw_labels,
+    draw_problem,
+    polynomial,
+    unit_prior,
+)
 
 
 def features(inputs: Tensor) -> Tensor:
@@ -49,7 +56,7 @@ class Moons:
 
     def draw(self, places: Tensor, share: float, generator: torch.Generator) -> Labeled:
         """One sample for each p [...]."""
-        labels = labels_for(tuple(places.shape), (1 - share, share), generator)
+        labels = draw_labels(tuple(places.shape), (1 - share, share), generator)
         angles = math.pi * _beta(8 * places, 8 * (1 - places), generator)
         upper = torch.stack((angles.cos(), angles.sin()), -1)
         lower = torch.stack((1 - angles.cos(), 0.5 - angles.sin()), -1)
@@ -60,17 +67,9 @@ class Moons:
         )
 
     def problem(self, seed: int) -> Problem:
-        generator = torch.Generator().manual_seed(seed)
-        source = self.draw(
-            torch.full((self.source_samples,), 0.8, dtype=torch.float64), 0.5, generator
-        )
-        places = torch.linspace(self.start, self.end, self.steps, dtype=torch.float64)
-        stream = self.draw(places[:, None].expand(-1, self.batch), self.share, generator)
-        now = [self.start + fraction * (self.end - self.start) for fraction in TIMES]
-        fresh = [torch.full((self.test_samples,), place, dtype=torch.float64) for place in now]
-        return Problem(
-            source, stream, tuple(self.draw(place, self.share, generator) for place in fresh)
-        )
+        ends, shape = (self.start, self.end), (self.steps, self.batch)
+        counts, shares = (self.source_samples, self.test_samples), (0.5, self.share)
+        return draw_problem(self.draw, ends, shape, counts, shares, seed)
 
     def source(self, data: Labeled) -> df.Belief:
         return df.fit_laplace(

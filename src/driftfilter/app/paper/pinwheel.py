@@ -17,7 +17,14 @@ import torch
 from torch import Tensor
 
 import driftfilter as df
-from driftfilter.app.paper.trial import TIMES, Labeled, Problem, labels_for, polynomial, unit_prior
+from driftfilter.app.paper.trial import (
+    Labeled,
+    Problem,
+    draw_labels,
+    draw_problem,
+    polynomial,
+    unit_prior,
+)
 
 
 def features(inputs: Tensor) -> Tensor:
@@ -52,7 +59,7 @@ class Pinwheel:
 
     def draw(self, fractions: Tensor, share: float, generator: torch.Generator) -> Labeled:
         """One sample for each fraction of the way [...]."""
-        labels = labels_for(
+        labels = draw_labels(
             tuple(fractions.shape), ((1 - share) / 2, (1 - share) / 2, share), generator
         )
         noise = torch.randn((*fractions.shape, 2), generator=generator, dtype=fractions.dtype)
@@ -65,16 +72,9 @@ class Pinwheel:
         )
 
     def problem(self, seed: int) -> Problem:
-        generator = torch.Generator().manual_seed(seed)
-        source = self.draw(torch.zeros(self.source_samples, dtype=torch.float64), 1 / 3, generator)
-        way = torch.linspace(0, 1, self.steps, dtype=torch.float64)
-        stream = self.draw(way[:, None].expand(-1, self.batch), self.share, generator)
-        fresh = [
-            torch.full((self.test_samples,), fraction, dtype=torch.float64) for fraction in TIMES
-        ]
-        return Problem(
-            source, stream, tuple(self.draw(place, self.share, generator) for place in fresh)
-        )
+        ends, shape = (0.0, 1.0), (self.steps, self.batch)
+        counts, shares = (self.source_samples, self.test_samples), (1 / 3, self.share)
+        return draw_problem(self.draw, ends, shape, counts, shares, seed)
 
     def source(self, data: Labeled) -> df.Belief:
         return df.fit_laplace(

@@ -19,11 +19,20 @@ import torch
 import driftfilter as df
 from driftfilter.app.paper import cases
 from driftfilter.app.paper.cases import CLAIMS, FILTER, SOURCE, Case
-from driftfilter.app.paper.dynamics import Dynamics
+from driftfilter.app.paper.dynamics import DynamicsExample
 from driftfilter.app.paper.linear import Linear
 from driftfilter.app.paper.moons import Moons
 from driftfilter.app.paper.pinwheel import Pinwheel
-from driftfilter.app.paper.trial import TIMES, Doubt, Example, Run, Scores, adapted, alarmed, doubt
+from driftfilter.app.paper.trial import (
+    TIMES,
+    Doubt,
+    Example,
+    Scores,
+    Trial,
+    doubt,
+    is_alarmed,
+    run_filter,
+)
 
 STREAMS: dict[str, Example] = {"linear": Linear(), "moons": Moons(), "pinwheel": Pinwheel()}
 NAMES = ("dynamics", *STREAMS)
@@ -34,8 +43,8 @@ class Result(NamedTuple):
     """One seed of one example; what crosses from a worker."""
 
     seed: int
-    runs: dict[str, Run]  # without beliefs
-    doubts: dict[str, Doubt]  # of source and filter, and of the rotated pair where there is one
+    runs: dict[str, Trial]  # without beliefs
+    doubts: dict[str, Doubt]  # of source and filter, and of the rotated pair if there is one
 
 
 def cases_of(name: str, example: Example) -> list[Case]:
@@ -80,13 +89,13 @@ def run_seeds(
     """
     jobs = [(name, example, seed) for name, example in examples.items() for seed in seeds]
     done: dict[str, list[Result]] = {name: [] for name in examples}
-    for name, result in _computed(jobs, workers):
+    for name, result in _compute(jobs, workers):
         done[name].append(result)
         progress(name, len(done[name]), len(seeds))
     return {name: sorted(results, key=lambda result: result.seed) for name, results in done.items()}
 
 
-def _computed(
+def _compute(
     jobs: Sequence[tuple[str, Example, int]], workers: int
 ) -> Iterator[tuple[str, Result]]:
     if workers == 1:
@@ -107,7 +116,7 @@ def reproduce(
     workers: int = os.cpu_count() or 1,
     progress: Progress = lambda name, done, total: None,
     examples: Mapping[str, Example] = STREAMS,
-    dynamics: Dynamics = Dynamics(),  # noqa: B008  # frozen  # frozen
+    dynamics: DynamicsExample = DynamicsExample(),  # noqa: B008  # frozen
     figures: bool = True,
 ) -> dict[str, str]:
     """Write figures, metrics.json and table.txt of each example under ``out``; the tables by
@@ -131,7 +140,7 @@ def _write(folder: Path, measured: Mapping[str, Any], table: str) -> str:
     return table
 
 
-def _write_dynamics(example: Dynamics, seed: int, folder: Path, figures: bool) -> str:
+def _write_dynamics(example: DynamicsExample, seed: int, folder: Path, figures: bool) -> str:
     priors = example.run(seed)
     rows = {}
     lines = [
@@ -190,7 +199,7 @@ def _write_stream(
         "seeds": [result.seed for result in results],
         "predict_from": example.filter().predict_from,
         "settings": asdict(example),  # type: ignore[call-overload]  # every example is a dataclass
-        "cases": {case.name: _measured(case, results) for case in rows},
+        "cases": {case.name: _measure(case, results) for case in rows},
         "uncertainty": {
             "times": TIMES,
             "measures": ["predictive entropy", "mutual information"],
@@ -208,14 +217,14 @@ def _write_stream(
     return _write(folder, measured, _table(rows, measured))
 
 
-def _measured(case: Case, results: Sequence[Result]) -> dict[str, Any]:
+def _measure(case: Case, results: Sequence[Result]) -> dict[str, Any]:
     runs = [result.runs[case.name] for result in results]
     scores = [run.scores for run in runs if run.scores]
     return {
         "scores": {field: [getattr(score, field) for score in scores] for field in Scores._fields},
         "windows": [run.windows for run in runs],
         "collapsed": [score.end_accuracy < case.example.chance for score in scores],
-        "alarmed": [alarmed(case.example, score) for score in scores],
+        "alarmed": [is_alarmed(case.example, score) for score in scores],
         "refused_at": [run.refused_at for run in runs],
     }
 
@@ -299,13 +308,13 @@ def _draw_stream(name: str, example: Example, results: Sequence[Result], folder:
     shown = (
         {name: example}
         if not isinstance(example, Pinwheel)
-        else {name: example, "rotated": cases.rotated(example)}
+        else {name: example, "rotated": cases.rotate(example)}
     )
     seed = results[0].seed
     for title, variant in shown.items():
         with _one_thread():
             problem = variant.problem(seed)
-            run = adapted(variant, variant.source(problem.source), problem, seed)
+            run = run_filter(variant, variant.source(problem.source), problem, seed)
             figures.save(figures.draw_boundaries(variant, problem, run.beliefs), folder / title)
         labels = (SOURCE, FILTER) if title == name else ("rotated, source", "rotated, filter")
         bound = "labels (bound)" if title == name else None

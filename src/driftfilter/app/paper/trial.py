@@ -101,7 +101,7 @@ class Doubt(NamedTuple):
     far: list[tuple[float, float]]  # fixed points away from all of it
 
 
-class Run(NamedTuple):
+class Trial(NamedTuple):
     """A run that was refused has no scores, only the step at which it stopped."""
 
     scores: Scores | None
@@ -111,14 +111,14 @@ class Run(NamedTuple):
     refused_at: int | None = None
 
 
-def alarmed(example: Example, scores: Scores) -> bool:
+def is_alarmed(example: Example, scores: Scores) -> bool:
     """Collapse as seen without labels: a class has vanished from the predictions, or the mean has
     left the source.
     """
     return scores.least_share < VANISHED or scores.distance > example.reach
 
 
-Runner: TypeAlias = Callable[[Example, df.Belief, Problem, int], Run]
+Runner: TypeAlias = Callable[[Example, df.Belief, Problem, int], Trial]
 
 
 def polynomial(inputs: Tensor, degree: int) -> Tensor:
@@ -135,13 +135,35 @@ def polynomial(inputs: Tensor, degree: int) -> Tensor:
     return (table[pairs[:, 0], :, 0] * table[pairs[:, 1], :, 1]).mT.contiguous()
 
 
-def labels_for(
+def draw_labels(
     shape: tuple[int, ...], shares: Sequence[float], generator: torch.Generator
 ) -> Tensor:
     """Class indices drawn with given shares."""
     weights = torch.tensor(shares, dtype=torch.float64)
     count = torch.Size(shape).numel()
     return torch.multinomial(weights, count, replacement=True, generator=generator).reshape(shape)
+
+
+def draw_problem(
+    draw: Callable[[Tensor, float, torch.Generator], Labeled],
+    ends: tuple[float, float],
+    shape: tuple[int, int],
+    counts: tuple[int, int],
+    shares: tuple[float, float],
+    seed: int,
+) -> Problem:
+    """Everything drawn for a seed: ``draw`` takes places between the ``ends`` of the way [...].
+
+    The stream is of ``shape`` (steps, samples a step); ``counts`` are those of the source and of
+    each fresh set, ``shares`` those of the last class in the source and in the stream.
+    """
+    generator, (first, last), (known, share) = torch.Generator().manual_seed(seed), ends, shares
+    source = draw(torch.full((counts[0],), first, dtype=torch.float64), known, generator)
+    way = torch.linspace(first, last, shape[0], dtype=torch.float64)
+    stream = draw(way[:, None].expand(shape), share, generator)
+    now = (first + fraction * (last - first) for fraction in TIMES)
+    fresh = (torch.full((counts[1],), place, dtype=torch.float64) for place in now)
+    return Problem(source, stream, tuple(draw(place, share, generator) for place in fresh))
 
 
 def unit_prior(dimension: int, structure: str, rank: int = 10) -> df.Belief:
@@ -155,14 +177,14 @@ def unit_prior(dimension: int, structure: str, rank: int = 10) -> df.Belief:
     return df.Belief(mean, covariances[structure]())
 
 
-def frozen(example: Example, belief: df.Belief, problem: Problem, seed: int) -> Run:
+def run_frozen(example: Example, belief: df.Belief, problem: Problem, seed: int) -> Trial:
     """The source, which never learns; its belief does not move either."""
     filt = example.filter()
     state = filt.init(belief, seed)
     start = time.perf_counter()
     logp = filt.predict(state, problem.stream.inputs.flatten(0, 1)).log_probabilities
     seconds = time.perf_counter() - start
-    return _scored(
+    return _score(
         problem,
         logp,
         filt.predict(state, problem.current[-1].inputs),
@@ -171,23 +193,23 @@ def frozen(example: Example, belief: df.Belief, problem: Problem, seed: int) -> 
     )
 
 
-def adapted(example: Example, belief: df.Belief, problem: Problem, seed: int) -> Run:
+def run_filter(example: Example, belief: df.Belief, problem: Problem, seed: int) -> Trial:
     """The filter on the stream without labels."""
-    return _filtered(example.filter(), belief, problem, seed)
+    return _run_filter(example.filter(), belief, problem, seed)
 
 
-def raw_hessian(example: Example, belief: df.Belief, problem: Problem, seed: int) -> Run:
+def run_raw_hessian(example: Example, belief: df.Belief, problem: Problem, seed: int) -> Trial:
     """The filter with the Hessian as it is, not clipped: refused as soon as a posterior precision
     is not positive.
     """
     filt = replace(example.filter(), inference=RawHessian())
     try:
-        return _filtered(filt, belief, problem, seed)
+        return _run_filter(filt, belief, problem, seed)
     except _RefusedError as refusal:
-        return Run(None, [], [], 0.0, refusal.step)
+        return Trial(None, [], [], 0.0, refusal.step)
 
 
-def supervised(example: Example, belief: df.Belief, problem: Problem, seed: int) -> Run:
+def run_supervised(example: Example, belief: df.Belief, problem: Problem, seed: int) -> Trial:
     """An upper bound: the same transition, each batch's true labels learned after it was
     predicted.
     """
@@ -203,7 +225,7 @@ def supervised(example: Example, belief: df.Belief, problem: Problem, seed: int)
         if step + 1 in marks:
             beliefs.append(state.belief)
     seconds = time.perf_counter() - start
-    return _scored(
+    return _score(
         problem, torch.cat(logp), filt.predict(state, problem.current[-1].inputs), beliefs, seconds
     )
 
@@ -219,7 +241,7 @@ def _marks(steps: int) -> list[int]:
     return [round(fraction * steps) for fraction in TIMES[1:]]
 
 
-def _filtered(filt: df.Filter, belief: df.Belief, problem: Problem, seed: int) -> Run:
+def _run_filter(filt: df.Filter, belief: df.Belief, problem: Problem, seed: int) -> Trial:
     state = filt.init(belief, seed)
     beliefs, logp, steps = [belief], [], len(problem.stream.labels)
     start = time.perf_counter()
@@ -232,14 +254,14 @@ def _filtered(filt: df.Filter, belief: df.Belief, problem: Problem, seed: int) -
             logp.append(prediction.log_probabilities)
         beliefs.append(state.belief)
     seconds = time.perf_counter() - start
-    return _scored(
+    return _score(
         problem, torch.cat(logp), filt.predict(state, problem.current[-1].inputs), beliefs, seconds
     )
 
 
-def _scored(
+def _score(
     problem: Problem, logp: Tensor, end: df.Prediction, beliefs: list[df.Belief], seconds: float
-) -> Run:
+) -> Trial:
     labels = problem.stream.labels.flatten()
     scores = Scores(
         metrics.accuracy(logp, labels),
@@ -250,7 +272,7 @@ def _scored(
         _distance(beliefs[0], beliefs[-1]),
     )
     pieces = zip(logp.tensor_split(WINDOWS), labels.tensor_split(WINDOWS), strict=True)
-    return Run(
+    return Trial(
         scores, [metrics.accuracy(*piece) for piece in pieces if len(piece[1])], beliefs, seconds
     )
 
@@ -318,13 +340,3 @@ def doubt(example: Example, problem: Problem, beliefs: Sequence[df.Belief]) -> D
         [at(belief, end) for belief in beliefs],
         [at(belief, away) for belief in beliefs],
     )
-
-
-def run_pairs(example: Example, seeds: Sequence[int]) -> tuple[list[Scores], list[Scores]]:
-    """Scores of source and filter for every seed."""
-    pairs = []
-    for seed in seeds:
-        problem = example.problem(seed)
-        belief = example.source(problem.source)
-        pairs.append([run(example, belief, problem, seed).scores for run in (frozen, adapted)])
-    return tuple([scores for scores in column if scores] for column in zip(*pairs, strict=True))  # type: ignore[return-value]

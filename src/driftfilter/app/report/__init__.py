@@ -8,9 +8,9 @@ from typing import TypeVar
 
 from driftfilter.app.bench.tables import Document
 from driftfilter.app.report import runs, tasks
-from driftfilter.app.report.content import ReportError, Stream
+from driftfilter.app.report.content import ReportError, StreamReport
 from driftfilter.app.report.page import render
-from driftfilter.storage.atomic import write_whole
+from driftfilter.storage.atomic import write_atomic
 
 T = TypeVar("T")
 
@@ -31,16 +31,16 @@ def write(folders: Sequence[Path], out: Path | None = None) -> Path:
             f"the page would have {len(page.encode()) / 1e6:.1f} MB, more than {LIMIT / 1e6:g}: "
             "report fewer at once"
         )
-    write_whole(path, page)
+    write_atomic(path, page)
     return path
 
 
-def collect(folders: Sequence[Path]) -> list[Stream]:
+def collect(folders: Sequence[Path]) -> list[StreamReport]:
     """What the folders hold, as streams."""
     unique = list(dict.fromkeys(folders))
     if len(unique) > MOST:
         raise ReportError(f"a report is of {MOST} folders at most, got {len(unique)}")
-    found: list[runs.Run] = []
+    found: list[runs.RunFolder] = []
     documents: list[Document] = []
     for folder in unique:
         if not folder.is_dir():
@@ -49,7 +49,7 @@ def collect(folders: Sequence[Path]) -> list[Stream]:
                 "is none"
             )
         if (folder / "config.json").exists():
-            found.append(_understood(folder, runs.read_run(folder), runs.streams))
+            found.append(_require_understood(folder, runs.read_run(folder), runs.streams))
         else:
             documents.extend(_tasks(folder))
     return [*runs.streams(found), *tasks.streams(documents)]
@@ -62,10 +62,10 @@ def _tasks(folder: Path) -> list[Document]:
             f"{folder} holds no run: neither config.json of driftfilter run nor a finished task "
             "of bench"
         )
-    return [_understood(Path(each["path"]), each, tasks.streams) for each in held]
+    return [_require_understood(Path(each["path"]), each, tasks.streams) for each in held]
 
 
-def _understood(path: Path, held: T, use: Callable[[list[T]], object]) -> T:
+def _require_understood(path: Path, held: T, use: Callable[[list[T]], object]) -> T:
     """What was read there, known to be of use."""
     try:
         use([held])

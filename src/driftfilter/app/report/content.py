@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from driftfilter.app.calibration import ReliabilityDiagram
+
 MEASURES = ("accuracy", "ece", "nll", "brier")
 DRAWN = 60  # pieces of a line
 
@@ -17,7 +19,7 @@ class ReportError(ValueError):
     """What a folder holds cannot be reported; says which file, and why."""
 
 
-class Example(NamedTuple):
+class ShownSample(NamedTuple):
     """A sample to look at."""
 
     most: bool  # of the most certain
@@ -30,7 +32,7 @@ class Example(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """What a stream took; None where it is not recorded."""
+    """Time and memory of a stream; None if not recorded."""
 
     steps: int
     samples: int
@@ -48,11 +50,11 @@ class Entry(NamedTuple):
     quality: Mapping[str, float | None]  # by measure; empty: no labels
     along: Sequence[Mapping[str, Any]]  # see ``app.along``
     spread: Mapping[str, float] = {}  # standard deviation over seeds
-    bins: Mapping[str, Sequence[float]] | None = None
+    bins: ReliabilityDiagram | None = None
     parts: Mapping[str, float] = {}  # accuracy by shift, or by stretch
     alarms: Sequence[tuple[int, str]] = ()
     movement: Sequence[Mapping[str, Any]] = ()
-    examples: Sequence[Example] = ()
+    examples: Sequence[ShownSample] = ()
     no_examples: str = "not recorded"
     classes: Sequence[Mapping[str, Any]] = ()
     changed: float | None = None  # share of the predictions that are not the source's
@@ -63,7 +65,7 @@ class Entry(NamedTuple):
 
     @property
     def entropy(self) -> float | None:
-        """Mean over all samples."""
+        """Mean predictive entropy over all samples; None if it is not recorded."""
         known = [piece for piece in self.along if piece.get("entropy") is not None]
         return (
             sum(piece["n"] * piece["entropy"] for piece in known)
@@ -73,7 +75,7 @@ class Entry(NamedTuple):
         )
 
 
-class Stream(NamedTuple):
+class StreamReport(NamedTuple):
     """Entries that have seen the same samples."""
 
     title: str
@@ -85,7 +87,7 @@ class Stream(NamedTuple):
 
     @property
     def all(self) -> list[Entry]:
-        """The frozen source first."""
+        """All entries, the frozen source first."""
         return [*([] if self.source is None else [self.source]), *self.entries]
 
 

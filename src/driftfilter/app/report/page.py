@@ -12,7 +12,7 @@ from markupsafe import Markup
 
 from driftfilter import __version__
 from driftfilter.app.report import svg as draw
-from driftfilter.app.report.content import Entry, Stream
+from driftfilter.app.report.content import Entry, StreamReport
 from driftfilter.app.report.svg import Axis, Series, Style
 
 LAYERS = 40  # bars of a chart
@@ -21,13 +21,13 @@ PICTURES = 1_000_000  # bytes of all of them
 ALARMS = 200  # marks of a chart
 
 
-def render(streams: Sequence[Stream]) -> str:
+def render(streams: Sequence[StreamReport]) -> str:
     """The whole page; every string in it is escaped."""
     made = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     source = (files("driftfilter.app.report") / "page.html.jinja").read_text(encoding="utf-8")
-    pictured = _pictured(streams)
+    pictured = _choose_pictured(streams)
     views = [_view(stream, place, pictured) for place, stream in enumerate(streams)]
     title = streams[0].title if len(streams) == 1 else f"{len(streams)} streams"
     return made.from_string(source).render(title=title, streams=views, version=__version__, **_SAID)
@@ -37,12 +37,12 @@ def render(streams: Sequence[Stream]) -> str:
 
 
 def percent(value: float | None) -> str:
-    """A share."""
+    """A share as text."""
     return "–" if value is None else f"{100 * value:.1f}\u00a0%"
 
 
 def number(value: float | None) -> str:
-    """Three digits that count, or three places."""
+    """A number as text, with three digits that count or three places."""
     if value is None:
         return "–"
     return f"{value:.3f}" if abs(value) < 10 else f"{value:.3g}"
@@ -54,7 +54,7 @@ def points(now: float | None, then: float | None) -> str:
 
 
 def duration(ms: float | None) -> str:
-    """Milliseconds, or seconds where there are many."""
+    """Milliseconds, or seconds if there are many."""
     if ms is None:
         return "–"
     if ms < 1000:
@@ -63,7 +63,7 @@ def duration(ms: float | None) -> str:
 
 
 def count(value: int) -> str:
-    """With a mark between thousands."""
+    """An integer with a mark between thousands."""
     return f"{value:,}"
 
 
@@ -86,7 +86,7 @@ class Legend(NamedTuple):
     name: str
 
 
-def _pictured(streams: Sequence[Stream]) -> set[int]:
+def _choose_pictured(streams: Sequence[StreamReport]) -> set[int]:
     """The entries whose examples there is room for, the best of every stream first."""
     room, kept = PICTURES, set()
     first = [best(stream) for stream in streams]
@@ -101,7 +101,7 @@ def _pictured(streams: Sequence[Stream]) -> set[int]:
     return kept
 
 
-def _view(stream: Stream, place: int, pictured: Set[int]) -> dict[str, Any]:
+def _view(stream: StreamReport, place: int, pictured: Set[int]) -> dict[str, Any]:
     styles = {id(entry): draw.style(at) for at, entry in enumerate(stream.entries)}
     styled = [(entry, styles.get(id(entry), Style())) for entry in stream.all]
     return {
@@ -128,12 +128,12 @@ def _view(stream: Stream, place: int, pictured: Set[int]) -> dict[str, Any]:
     }
 
 
-def best(stream: Stream) -> Entry:
-    """Of the highest accuracy, or the first where that is not known."""
+def best(stream: StreamReport) -> Entry:
+    """The entry of the highest accuracy, or the first if that is not known."""
     return max(stream.entries, key=lambda entry: entry.quality.get("accuracy") or 0.0)
 
 
-def _cards(stream: Stream) -> list[Card]:
+def _cards(stream: StreamReport) -> list[Card]:
     """The headline numbers of one entry against the source."""
     entry, source = best(stream), stream.source
     before = {} if source is None else source.quality
@@ -190,7 +190,7 @@ def _ranking(styled: Styled) -> Markup | None:
     )
 
 
-def _over_time(stream: Stream, styled: Styled, what: str) -> Markup | None:
+def _over_time(stream: StreamReport, styled: Styled, what: str) -> Markup | None:
     series = [Series(entry.name, style, _curve(entry, what)) for entry, style in styled]
     known = [each for each in series if each.points]
     if not known:
@@ -215,7 +215,7 @@ def _over_time(stream: Stream, styled: Styled, what: str) -> Markup | None:
 
 
 def _curve(entry: Entry, what: str) -> list[tuple[float, float]]:
-    """In the middle of each piece."""
+    """Points (step, value) in the middle of each piece of the stream."""
     middles = [(piece["step"] + piece["steps"] / 2, piece) for piece in entry.along]
     if what == "accuracy":
         return [
@@ -261,26 +261,19 @@ def _reliability(entry: Entry, style: Style) -> Markup | None:
         return None
     says = "; ".join(
         f"confidence {sure:.2f}, accuracy {right:.2f}, {n} samples"
-        for n, sure, right in zip(
-            entry.bins["samples"], entry.bins["confidence"], entry.bins["accuracy"], strict=True
-        )
+        for n, sure, right in zip(*entry.bins, strict=True)
         if n
     )
     return draw.reliability(f"Reliability of {entry.name}", says, entry.bins, style)
 
 
 def ece(entry: Entry) -> float | None:
-    """Of the samples in the diagram: Σ_b (n_b/n) |accuracy_b - confidence_b|."""
-    if entry.bins is None:
-        return None
-    rows = zip(entry.bins["samples"], entry.bins["confidence"], entry.bins["accuracy"], strict=True)
-    return sum(n * abs(right - sure) for n, sure, right in rows) / max(
-        sum(entry.bins["samples"]), 1
-    )
+    """Expected calibration error of the samples in the diagram."""
+    return None if entry.bins is None else entry.bins.calibration_error()
 
 
 def spread(entry: Entry, measure: str) -> str:
-    """Over the seeds, where there are several."""
+    """Standard deviation over the seeds as text; empty if there is one."""
     if measure not in entry.spread:
         return ""
     return (
@@ -334,7 +327,7 @@ def _movement(entry: Entry, style: Style) -> tuple[Markup | None, str]:
 
 
 def _largest(rows: Iterable[Any], key: str) -> list[Any]:
-    """In the order of the network."""
+    """The rows of the largest values, in the order of the network."""
     every = list(rows)
     least = sorted((row[key] for row in every), reverse=True)[:LAYERS][-1]
     return [row for row in every if row[key] >= least][:LAYERS]

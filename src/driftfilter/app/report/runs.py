@@ -14,15 +14,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from driftfilter.app.downsample import along
+from driftfilter.app.calibration import ReliabilityDiagram
+from driftfilter.app.downsample import downsample
 from driftfilter.app.report.content import (
     DRAWN,
     MEASURES,
     Cost,
     Entry,
-    Example,
     ReportError,
-    Stream,
+    ShownSample,
+    StreamReport,
     flat,
     read_json,
 )
@@ -32,7 +33,7 @@ FORMAT = 1  # of summary.json that is understood
 PARTS = 8
 
 
-class Run(NamedTuple):
+class RunFolder(NamedTuple):
     """What a folder holds."""
 
     folder: Path
@@ -41,8 +42,13 @@ class Run(NamedTuple):
     steps: Sequence[Mapping[str, Any]]
     movement: Sequence[Mapping[str, Any]]
 
+    @property
+    def used(self) -> list[Mapping[str, Any]]:
+        """The steps that were not skipped."""
+        return [step for step in self.steps if "skipped" not in step]
 
-def read_run(folder: Path) -> Run:
+
+def read_run(folder: Path) -> RunFolder:
     """A run that has ended; else an error says what is wrong with it."""
     config = read_json(folder / "config.json")
     if not (folder / "summary.json").exists():
@@ -63,10 +69,10 @@ def read_run(folder: Path) -> Run:
             f"{folder / 'summary.json'} is of format {known!r}, of driftfilter {written}; known "
             f"here is {FORMAT}"
         )
-    run = Run(
+    run = RunFolder(
         folder, config, summary, _steps(folder / "steps.jsonl"), read_json(folder / "movement.json")
     )
-    if all("skipped" in step for step in run.steps):
+    if not run.used:
         raise ReportError(f"{folder} holds an empty run: no sample was predicted")
     return run
 
@@ -82,19 +88,19 @@ def _steps(path: Path) -> list[dict[str, Any]]:
         raise ReportError(f"{path} is damaged: every line must hold JSON, got {error}") from error
 
 
-def streams(runs: Sequence[Run]) -> list[Stream]:
-    """Those that adapted the same model to the same data side by side."""
+def streams(runs: Sequence[RunFolder]) -> list[StreamReport]:
+    """Streams of a report: runs that adapted the same model to the same data side by side."""
     groups = [list(group) for _, group in itertools.groupby(sorted(runs, key=_same), _same)]
     return [_stream(group) for group in sorted(groups, key=lambda group: runs.index(group[0]))]
 
 
-def _same(run: Run) -> str:
+def _same(run: RunFolder) -> str:
     return json.dumps(
         [run.config["model"], run.config["options"]["data"], run.summary["tally"]["rows"]]
     )
 
 
-def _stream(runs: Sequence[Run]) -> Stream:
+def _stream(runs: Sequence[RunFolder]) -> StreamReport:
     names = [_name(run) for run in runs]
     unique = [
         name if names.count(name) == 1 else f"{name} · {run.folder.name}"
@@ -107,7 +113,7 @@ def _stream(runs: Sequence[Run]) -> Stream:
     )
     options = runs[0].config["options"]
     data = "stdin" if options["data"] == "-" else Path(options["data"]).name
-    return Stream(
+    return StreamReport(
         f"{options['model']} on {data}",
         _sentence(runs, names, data),
         entries,
@@ -116,12 +122,12 @@ def _stream(runs: Sequence[Run]) -> Stream:
     )
 
 
-def _name(run: Run) -> str:
+def _name(run: RunFolder) -> str:
     options = run.config["options"]
     return Path(options["recipe"]).stem if options["recipe"] else options["preset"] or "driftfilter"
 
 
-def _sentence(runs: Sequence[Run], names: Sequence[str], data: str) -> str:
+def _sentence(runs: Sequence[RunFolder], names: Sequence[str], data: str) -> str:
     tally, options = runs[0].summary["tally"], runs[0].config["options"]
     who = " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
     batches = sorted({run.config["options"]["batch"] for run in runs})
@@ -131,16 +137,13 @@ def _sentence(runs: Sequence[Run], names: Sequence[str], data: str) -> str:
     )
 
 
-def _has_baseline(run: Run) -> bool:
+def _has_baseline(run: RunFolder) -> bool:
     return any("baseline_entropy" in step for step in run.steps)
 
 
-def _entry(run: Run, name: str) -> Entry:
+def _entry(run: RunFolder, name: str) -> Entry:
     config, summary, tally = run.config, run.summary, run.summary["tally"]
-    quality, used = (
-        summary["quality"]["after"],
-        [step for step in run.steps if "skipped" not in step],
-    )
+    quality, used = summary["quality"]["after"], run.used
     times = [step["ms"] for step in used]
     options = {
         key: value for key, value in config["options"].items() if key not in ("model", "data")
@@ -151,8 +154,8 @@ def _entry(run: Run, name: str) -> Entry:
         name,
         str(run.folder),
         {} if quality is None else {each: quality[each] for each in MEASURES},
-        along(used, DRAWN),
-        bins=None if quality is None else quality["bins"],
+        downsample(used, DRAWN),
+        bins=None if quality is None else ReliabilityDiagram(**quality["bins"]),
         parts=_parts(used, "right"),
         alarms=[(step["step"], str(text)) for step in run.steps for text in step.get("alarms", ())],
         movement=run.movement,
@@ -184,7 +187,7 @@ def _entry(run: Run, name: str) -> Entry:
     )
 
 
-def _notes(run: Run) -> list[str]:
+def _notes(run: RunFolder) -> list[str]:
     summary, tally, count = run.summary, run.summary["tally"], run.config["samples"]
     skipped = tally["skipped"]
     return [
@@ -202,20 +205,17 @@ def _notes(run: Run) -> list[str]:
     ]
 
 
-def _source(run: Run) -> Entry:
+def _source(run: RunFolder) -> Entry:
     """The frozen model, as the run has recorded it."""
-    quality, used = (
-        run.summary["quality"]["before"],
-        [step for step in run.steps if "skipped" not in step],
-    )
+    quality, used = run.summary["quality"]["before"], run.used
     names = {"n": "n", "judged": "judged", "baseline_entropy": "entropy", "baseline_right": "right"}
     steps = [{new: step[old] for old, new in names.items() if old in step} for step in used]
     return Entry(
         "frozen source",
         str(run.folder),
         {} if quality is None else {each: quality[each] for each in MEASURES},
-        along(steps, DRAWN),
-        bins=None if quality is None else quality["bins"],
+        downsample(steps, DRAWN),
+        bins=None if quality is None else ReliabilityDiagram(**quality["bins"]),
         parts=_parts(used, "baseline_right"),
         no_examples="",
     )
@@ -223,7 +223,7 @@ def _source(run: Run) -> Entry:
 
 def _parts(steps: Sequence[Mapping[str, Any]], right: str) -> dict[str, float]:
     """Accuracy by stretch of equally many steps, as far as labels are known."""
-    pieces = along(
+    pieces = downsample(
         [{**step, "right": step[right]} for step in steps if step.get("judged") and right in step],
         PARTS,
     )
@@ -235,8 +235,8 @@ def _parts(steps: Sequence[Mapping[str, Any]], right: str) -> dict[str, float]:
     }
 
 
-def _examples(run: Run) -> tuple[list[Example], str]:
-    """And why there are none."""
+def _examples(run: RunFolder) -> tuple[list[ShownSample], str]:
+    """Samples to look at, and why there are none."""
     path = run.folder / "examples.npz"
     if not path.exists():
         return [], run.summary["no_examples"] or "not recorded"
@@ -248,7 +248,7 @@ def _examples(run: Run) -> tuple[list[Example], str]:
     names = [each["name"] for each in run.summary["classes"]]
     images = found["values"].ndim == 4
     return [
-        Example(
+        ShownSample(
             bool(found["most"][place]),
             names[found["label"][place]],
             names[found["truth"][place]] if found["truth"][place] >= 0 else "",

@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 from markupsafe import Markup
 
+from driftfilter.app.calibration import ReliabilityDiagram
+
 WIDTH = 400
 LETTER = 6.1  # width of one, at the size the style sheet gives them
 SOURCE = "ref"  # the colour of the frozen source
@@ -29,7 +31,7 @@ class Style(NamedTuple):
 
 
 def style(place: int) -> Style:
-    """Of the entry in this place; colours come again with other dashes and shapes."""
+    """Style of the entry in this place; colours come again with other dashes and shapes."""
     return Style(
         f"c{place % COLORS}",
         DASHES[place // COLORS % len(DASHES)],
@@ -46,7 +48,7 @@ class Series(NamedTuple):
 
 
 class Axis(NamedTuple):
-    """What stands on an axis, from where to where."""
+    """An axis: its name, its ends and how its values are written."""
 
     name: str
     low: float
@@ -54,13 +56,13 @@ class Axis(NamedTuple):
     text: Callable[[float], str]
 
     def ticks(self, count: int = 5) -> list[float]:
-        """Round numbers inside."""
+        """Round numbers within the ends of the axis."""
         step = _round_step((self.high - self.low) / count)
         first = math.ceil(self.low / step - 1e-9)
         return [step * place for place in range(first, math.floor(self.high / step + 1e-9) + 1)]
 
     def at(self, value: float, start: float, end: float) -> float:
-        """Where a value stands between two places."""
+        """Coordinate of a value between two ends of the axis."""
         return start + (end - start) * (value - self.low) / (self.high - self.low or 1)
 
 
@@ -130,7 +132,7 @@ def _marker(x: float, y: float, style: Style) -> Markup:
 
 
 def swatch(style: Style, line: bool = True) -> Markup:
-    """What stands before a name in a legend."""
+    """The picture before a name in a legend."""
     drawn = _path([(1, 7), (25, 7)], style) if line else Markup("")
     return Markup('<svg class="swatch" viewBox="0 0 26 14" aria-hidden="true">{}{}</svg>').format(
         drawn, _marker(13, 7, style)
@@ -201,7 +203,7 @@ def _stretches(
     top: float,
     bottom: float,
 ) -> list[Markup]:
-    """Where the stream changes; names where there is room for them."""
+    """Lines at the changes of the stream, with names if there is room for all of them."""
     places = [across.at(step, left, right) for step, _ in marks]
     ends = [*places, right][1:]
     body = [_line(x, top - 6, x, bottom, "mark") for x in places[1:]]
@@ -226,7 +228,7 @@ def _labels(names: Iterable[str], most: int = 24) -> tuple[float, Callable[[str]
 def dots(
     name: str, says: str, rows: Mapping[str, Sequence[tuple[Style, float]]], across: Axis
 ) -> Markup:
-    """For each row some values on one axis, joined by a line from the first to the last."""
+    """Rows of values on one axis, each joined by a line from the first to the last."""
     left, cut = _labels(rows)
     right, height, top = WIDTH - 16.0, 24.0, 8.0
     bottom = top + height * len(rows)
@@ -265,18 +267,16 @@ def bars(name: str, says: str, rows: Sequence[tuple[str, float, Style]], across:
     return _svg(name, says, bottom + 18, [*body, *axis])
 
 
-def reliability(name: str, says: str, bins: Mapping[str, Sequence[float]], style: Style) -> Markup:
+def reliability(name: str, says: str, bins: ReliabilityDiagram, style: Style) -> Markup:
     """Accuracy by confidence: bars up to the accuracy, the gap to the confidence, below them how
     many samples there are.
     """
     left, top, side = 30.0, 6.0, 164.0
-    bottom, count = top + side, len(bins["samples"])
-    width, most = side / count, max(*bins["samples"], 1)
+    bottom, count = top + side, len(bins.samples)
+    width, most = side / count, max(*bins.samples, 1)
     body = []
-    for place, (n, sure, right) in enumerate(
-        zip(bins["samples"], bins["confidence"], bins["accuracy"], strict=True)
-    ):
-        x, few = left + width * place, " few" if n < FEW * sum(bins["samples"]) else ""
+    for place, (n, sure, right) in enumerate(zip(*bins, strict=True)):
+        x, few = left + width * place, " few" if n < FEW * sum(bins.samples) else ""
         if n:
             body.append(
                 _box(

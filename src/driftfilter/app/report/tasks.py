@@ -10,14 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from driftfilter.app.bench.tables import Document, by_condition, by_preset
-from driftfilter.app.downsample import along, together
+from driftfilter.app.calibration import ReliabilityDiagram
+from driftfilter.app.downsample import downsample, merge
 from driftfilter.app.report.content import (
     DRAWN,
     MEASURES,
     Cost,
     Entry,
-    Example,
-    Stream,
+    ShownSample,
+    StreamReport,
     flat,
     read_json,
 )
@@ -26,7 +27,7 @@ CIFAR10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "hors
 
 
 def read_tasks(folder: Path) -> list[Document]:
-    """The tasks that are finished, with where each was found."""
+    """The documents of the finished tasks, each with the path of its file."""
     found = [(path, read_json(path)) for path in sorted(folder.glob("*.json"))]
     return [
         {**document, "path": str(path)}
@@ -37,12 +38,12 @@ def read_tasks(folder: Path) -> list[Document]:
     ]
 
 
-def streams(documents: Sequence[Document]) -> list[Stream]:
-    """Those measured under one condition side by side."""
+def streams(documents: Sequence[Document]) -> list[StreamReport]:
+    """Streams of a report: tasks measured under one condition side by side."""
     return [_stream(group) for group in by_condition(documents)]
 
 
-def _stream(documents: Sequence[Document]) -> Stream:
+def _stream(documents: Sequence[Document]) -> StreamReport:
     entries = sorted(
         map(_entry, by_preset(documents)), key=lambda entry: entry.quality["accuracy"] or 0
     )
@@ -59,7 +60,7 @@ def _stream(documents: Sequence[Document]) -> Stream:
     title = f"{made['model']}, {made['protocol']['name']} protocol"
     others = [entry for entry in entries if entry is not source]
     named = source._replace(name="frozen source") if source is not None else None
-    return Stream(title, _sentence(made, result, len(others)), others, named, "shift", marks)
+    return StreamReport(title, _sentence(made, result, len(others)), others, named, "shift", marks)
 
 
 def _sentence(made: Mapping[str, Any], result: Mapping[str, Any], count: int) -> str:
@@ -121,9 +122,9 @@ def _entry(documents: Sequence[Document]) -> Entry:
 
 
 def _along(results: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Over all seeds; of older results, which do not have it, by visit."""
-    each = [along(result.get("along") or _visits(result), DRAWN) for result in results]
-    joined = [together(pieces) for pieces in zip(*each, strict=False)]
+    """Pieces of the stream over all seeds; by visit for older results, which have no pieces."""
+    each = [downsample(result.get("along") or _visits(result), DRAWN) for result in results]
+    joined = [merge(pieces) for pieces in zip(*each, strict=False)]
     return [
         {**piece, "step": of["step"], "steps": of["steps"]}
         for piece, of in zip(joined, each[0], strict=False)
@@ -137,8 +138,8 @@ def _visits(result: Mapping[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def _bins(results: Sequence[Mapping[str, Any]]) -> dict[str, list[float]] | None:
-    """Of the samples of all seeds."""
+def _bins(results: Sequence[Mapping[str, Any]]) -> ReliabilityDiagram | None:
+    """Diagram of the samples of all seeds; None if one does not have it."""
     if any("bins" not in result for result in results):
         return None
     each = [result["bins"] for result in results]
@@ -152,7 +153,7 @@ def _bins(results: Sequence[Mapping[str, Any]]) -> dict[str, list[float]] | None
         ]
         for name in ("confidence", "accuracy")
     }
-    return {"samples": [sum(ns) for ns in counts], **means}
+    return ReliabilityDiagram([sum(ns) for ns in counts], **means)
 
 
 def _parts(results: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -169,12 +170,12 @@ def _parts(results: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     }
 
 
-def _example(made: Mapping[str, Any], each: Mapping[str, Any]) -> Example:
+def _example(made: Mapping[str, Any], each: Mapping[str, Any]) -> ShownSample:
     known = made["data"]["kind"] in ("generated", "CIFAR-10-C")
     label, truth = (
         CIFAR10[each[key]] if known and each[key] < len(CIFAR10) else str(each[key])
         for key in ("label", "truth")
     )
-    return Example(
+    return ShownSample(
         each["most"], label, truth, each["probability"], _words(each["where"]), each["png"]
     )

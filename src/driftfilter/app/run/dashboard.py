@@ -28,7 +28,7 @@ LEVELS = "▁▂▃▄▅▆▇█"
 
 
 def sparkline(values: Iterable[float]) -> str:
-    """One character a value, from the lowest to the highest; a space where there is none."""
+    """One character a value, from the lowest to the highest; a space for NaN and infinities."""
     found = list(values)
     known = [value for value in found if math.isfinite(value)]
     low, span = min(known, default=0.0), max(known, default=0.0) - min(known, default=0.0)
@@ -141,7 +141,7 @@ class Dashboard:
         return f"{rows / seconds:.0f} a second{left}"
 
     def _bars(self) -> RenderableType:
-        """Of the largest classes among what was predicted lately."""
+        """Bars of the largest classes among what was predicted lately."""
         if not self._shares:
             return Text("")
         means = [sum(column) / len(self._shares) for column in zip(*self._shares, strict=True)]

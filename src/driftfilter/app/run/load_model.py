@@ -28,17 +28,17 @@ def open_model(text: str, weights: Path | None = None) -> nn.Module:
     returns.
     """
     if ":" in text:
-        model = _made(text)
+        model = _import_model(text)
     else:
         known = list(models.ARCHITECTURES)
-        require(text in known, "MODEL", text, f"{EXPECTED}; there are {known}{_meant(text, known)}")
+        require(text in known, "MODEL", text, f"{EXPECTED}; there are {known}{_guess(text, known)}")
         model = models.load(text) if weights is None else models.build(text)
     if weights is not None:
         _fill(model, open_weights(weights), weights)
     return model.eval()
 
 
-def _meant(text: str, known: list[str]) -> str:
+def _guess(text: str, known: list[str]) -> str:
     """What a name without a colon may be."""
     module, dot, last = text.rpartition(".")
     if not dot or "/" in text:
@@ -46,7 +46,7 @@ def _meant(text: str, known: list[str]) -> str:
     return f" (did you mean '{module}:{'FACTORY' if last == 'py' else last}'?)"
 
 
-def _made(text: str) -> nn.Module:
+def _import_model(text: str) -> nn.Module:
     """What the factory of a module returns; the module may lie in the current folder."""
     name, _, attribute = text.partition(":")
     require(bool(name and attribute), "MODEL", text, EXPECTED)
@@ -61,11 +61,11 @@ def _made(text: str) -> nn.Module:
         where = (
             f"there is no module {error.name!r} installed or in {Path.cwd()}"
             if missing
-            else _told(error)
+            else _describe(error)
         )
         raise ValueError(f"MODEL {text!r} could not be imported: {where}") from error
     except Exception as error:  # the user's code can fail in any way
-        raise ValueError(f"MODEL {text!r} could not be imported: {_told(error)}") from error
+        raise ValueError(f"MODEL {text!r} could not be imported: {_describe(error)}") from error
     names = [each for each in vars(module) if not each.startswith("_")]
     require(
         hasattr(module, attribute),
@@ -73,10 +73,10 @@ def _made(text: str) -> nn.Module:
         text,
         f"a factory that {name} has{nearest(attribute, names)}",
     )
-    return _called(text, getattr(module, attribute))
+    return _call(text, getattr(module, attribute))
 
 
-def _called(text: str, factory: Callable[[], Any]) -> nn.Module:
+def _call(text: str, factory: Callable[[], Any]) -> nn.Module:
     usable = callable(factory) and not isinstance(factory, nn.Module)
     require(
         usable,
@@ -87,13 +87,13 @@ def _called(text: str, factory: Callable[[], Any]) -> nn.Module:
     try:
         model = factory()
     except Exception as error:
-        raise ValueError(f"MODEL {text!r} could not be made: {_told(error)}") from error
+        raise ValueError(f"MODEL {text!r} could not be made: {_describe(error)}") from error
     if not isinstance(model, nn.Module):
         raise ValueError(f"MODEL {text!r} must return a torch module, got a {type(model).__name__}")
     return model
 
 
-def _told(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     """An error in the user's code, and where it is."""
     last = traceback.extract_tb(error.__traceback__)[-1]
     where = (
@@ -146,7 +146,7 @@ def open_weights(path: Path) -> dict[str, Tensor]:
 
 
 def _fill(model: nn.Module, tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Load the weights; refused unless all are there, fit and are finite."""
+    """Load the weights, and refuse them unless all are there, fit and are finite."""
     own = model.state_dict()
     missing = [
         name for name in own if name not in tensors and not name.endswith("num_batches_tracked")

@@ -1,190 +1,99 @@
-"""What ``driftfilter run`` can be told, and all that a run needs by that."""
+"""What ``driftfilter run`` can be told; torch is not imported here."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, final
 
-import torch
-from torch import nn
-
-import driftfilter as df
-from driftfilter.app.bench.bench import choices
-from driftfilter.app.images.files import Integers
-from driftfilter.app.machine import Machine, machine_of
-from driftfilter.app.run import summary
-from driftfilter.app.run.load_model import open_model
-from driftfilter.app.run.reader import Feed, Form, open_feed, open_labels
-from driftfilter.base.checks import require
-from driftfilter.recipe import change
+from driftfilter.app.arguments import argument, count, count_option, folder, option
 
 
 @final
 @dataclass(frozen=True)
-class Options:
-    """What ``driftfilter run`` can be told, as it is written there."""
+class RunOptions:
+    """Options of ``driftfilter run``, as they are written there."""
 
-    model: str
-    data: str
-    out: Path
-    weights: str | None = None
-    preset: str | None = None
-    recipe: str | None = None
-    set: Sequence[str] = ()
-    source: str | None = None
-    labels: str | None = None
-    batch: int = 200
-    window: int = 0
-    update_every: int = 1
-    seed: int = 0
-    device: str = "auto"
-    layout: Literal["auto", "first", "last"] = "auto"
-    scale: float | None = None
-    range: str | None = None
-    integers: str = ""
-    predictions: Literal["npz", "csv"] = "npz"
-    checkpoint_every: int = 0
-    keep: int = 1
-    resume: bool = False
-    stdin_continues: bool = False
-    on_bad_batch: Literal["stop", "skip"] = "stop"
-    baseline: bool = False
-    classes: str | None = None
+    model: str = argument(
+        "MODEL", "package.module:factory (called without arguments), or resnet20, resnet20_gn"
+    )
+    data: str = argument(
+        "DATA", ".npy [n, ...], .npz with x or images, a folder of pictures, or - for lines of JSON"
+    )
+    weights: str | None = option(
+        ".safetensors, or .pt that holds tensors only (default: as the factory makes it)",
+        metavar="FILE",
+    )
+    preset: str | None = option(
+        "with options as in tent:lr=0.001 (default driftfilter)", metavar="NAME"
+    )
+    recipe: str | None = option("TOML of a recipe, instead of a preset", metavar="FILE")
+    set: Sequence[str] = option(
+        "a field of the recipe, as in transition.dynamics.rho=0.99; repeat",
+        (),
+        action="append",
+        metavar="PATH=VALUE",
+    )
+    source: str | None = option(
+        "source samples, as DATA, for recipes with a source posterior", metavar="FILE"
+    )
+    labels: str | None = option(
+        ".npy, or .npz with labels or y: for the accuracy, never for adapting", metavar="FILE"
+    )
+    batch: int = count_option("samples a step (default {default})", 200)
+    window: int = count_option(
+        "samples the adapter looks back on, for small batches (default {default})", 0
+    )
+    update_every: int = count_option("steps between two updates (default {default})", 1)
+    seed: int = option("of all draws (default {default})", 0, type=int, metavar="S")
+    device: str = option("auto (default), cpu or cuda", "auto", metavar="NAME")
+    layout: Literal["auto", "first", "last"] = option(
+        "of image channels (auto: 8-bit [n, h, w, 3] are last)", "auto"
+    )
+    scale: float | None = option(
+        "factor of all values (default: 1/255 for 8-bit images, else 1)", type=float, metavar="X"
+    )
+    range: str | None = option(
+        "a batch with values outside, after scaling, is bad (default: any finite value)",
+        metavar="LOW,HIGH",
+    )
+    integers: str = option(
+        "parts of a JSON object that are integers, such as input_ids", "", metavar="A,B"
+    )
+    predictions: Literal["npz", "csv"] = option(
+        "predictions.npz in the end (default), or .csv that grows", "npz"
+    )
+    checkpoint_every: int = count_option("steps between two saves (default: only when it ends)", 0)
+    keep: int = option("checkpoints to keep (default {default})", 1, type=count, metavar="K")
+    resume: bool = option(
+        "go on from the checkpoint in --out; from the beginning if there is none", False
+    )
+    stdin_continues: bool = option(
+        "on resuming, stdin goes on where it stopped (default: it starts again)", False
+    )
+    on_bad_batch: Literal["stop", "skip"] = option(
+        "not finite, out of range, of another shape (default {default})", "stop"
+    )
+    baseline: bool = option(
+        "also predict with the model as it is, for the report: one more forward pass", False
+    )
+    classes: str | None = option(
+        "names of the classes, one a line, for the report (default: their numbers)",
+        metavar="FILE",
+    )
+    live: bool = option("a dashboard on the terminal: accuracy, entropy, classes, alarms", False)
+    out: Path = option(
+        "to write to (default {default})", Path("runs/run"), type=folder, metavar="DIR"
+    )
 
-    def settled(self) -> dict[str, Any]:
-        """What must not change between the parts of a run, beside the model and the recipe, which a
-        checkpoint knows.
+    def fixed(self) -> dict[str, Any]:
+        """Options that must not change between the parts of a run.
+
+        A checkpoint itself knows the model and the recipe.
         """
         names = ("batch", "seed", "layout", "scale", "range", "integers", "predictions", "baseline")
         return {
             **{name: getattr(self, name) for name in names},
             "labels": "none" if self.labels is None else "given",
         }
-
-
-@final
-@dataclass(frozen=True, eq=False)
-class Made:
-    """All that a run needs."""
-
-    options: Options
-    adapter: df.Adapter
-    feed: Feed
-    form: Form
-    labels: Integers | None
-    machine: Machine
-    model: nn.Module
-    source: df.Adapter | None = None  # the model as it is, where a baseline is asked for
-    classes: tuple[str, ...] = ()  # their names
-
-    @property
-    def dtype(self) -> str:
-        """Of what is written."""
-        return "float64" if self.form.dtype == torch.float64 else "float32"
-
-
-def prepare(options: Options) -> Made:
-    """All that is needed; a wrong option or missing file is an error here, before anything is
-    written.
-    """
-    started = (options.out / "config.json").exists()
-    allowed = "a folder without a run (or give --resume, to go on with that one)"
-    require(options.resume or not started, "--out", str(options.out), allowed)
-    for option in ("stdin_continues", "integers"):
-        given = getattr(options, option)
-        require(
-            not given or options.data == "-",
-            f"--{option.replace('_', '-')}",
-            options.data,
-            "left out unless DATA is -",
-        )
-    machine = machine_of(options.device)
-    feed = open_feed(options.data, frozenset(filter(None, options.integers.split(","))))
-    labels = (
-        feed.labels if options.labels is None else open_labels(Path(options.labels), feed.count)
-    )
-    model = machine.place(
-        open_model(options.model, None if options.weights is None else Path(options.weights))
-    )
-    within = None if options.range is None else _range(options.range)
-    form = Form(_dtype(model), machine.device, options.layout, options.scale, within)
-    source = df.adapt(model, "source") if options.baseline else None
-    classes = () if options.classes is None else summary.open_classes(Path(options.classes))
-    return Made(
-        options, _adapter(options, model, form), feed, form, labels, machine, model, source, classes
-    )
-
-
-def _dtype(model: nn.Module) -> torch.dtype:
-    return next(
-        (each.dtype for each in model.parameters() if each.is_floating_point()), torch.float32
-    )
-
-
-def _range(text: str) -> tuple[float, float]:
-    try:
-        low, high = map(float, text.split(","))
-    except ValueError:
-        low, high = math.nan, math.nan
-    require(low < high, "--range", text, "LOW,HIGH: two numbers, the lower one first")
-    return low, high
-
-
-def _adapter(options: Options, model: nn.Module, form: Form) -> df.Adapter:
-    own: dict[str, Any] = {
-        "seed": options.seed,
-        "window": options.window,
-        "update_every": options.update_every,
-    }
-    if options.source is not None:
-        source = open_feed(options.source)
-        require(source.count is not None, "--source", options.source, "a file or folder")
-        known = None if source.labels is None else torch.from_numpy(source.labels).to(form.device)
-        own["data"] = df.SourceData(form(next(source.batches(source.count or 1, 0)).read()), known)
-    if options.recipe is not None:
-        require(
-            options.preset is None, "--preset", options.preset, "left out where there is a --recipe"
-        )
-        return _changed(
-            df.adapt(model, _recipe(Path(options.recipe)), **own), options.set, model, own
-        )
-    (chosen, *others) = choices(options.preset or "driftfilter")
-    require(not others, "--preset", options.preset, "one preset, as in tent:lr=0.001")
-    return _changed(
-        df.adapt(model, chosen.name, **own, **dict(chosen.options)), options.set, model, own
-    )
-
-
-def _changed(
-    adapter: df.Adapter, settings: Sequence[str], model: nn.Module, own: dict[str, Any]
-) -> df.Adapter:
-    """The adapter, or one whose recipe has some fields set, each written PATH=VALUE."""
-    recipe = adapter.recipe
-    for setting in settings:
-        path, sign, text = setting.partition("=")
-        require(
-            bool(path and sign), "--set", setting, "PATH=VALUE, as in transition.dynamics.rho=0.99"
-        )
-        try:
-            recipe = change(recipe, path, text)
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"--set {setting}: {error}") from error
-    return df.adapt(model, recipe, **own) if settings else adapter
-
-
-def _recipe(path: Path) -> df.Recipe:
-    require(path.is_file(), "--recipe", str(path), "a TOML file that is there")
-    try:
-        recipe = df.from_toml(path.read_text(encoding="utf-8"))
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"--recipe {path}: {error}") from error
-    require(
-        isinstance(recipe, df.Recipe),
-        f"--recipe {path}",
-        type(recipe).__name__,
-        'of kind = "Recipe"',
-    )
-    return recipe  # type: ignore[no-any-return]

@@ -6,37 +6,39 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+from driftfilter.app.metrics import entropy
 from driftfilter.base.checks import require
-from driftfilter.storage.append_log import Journal
-from driftfilter.storage.atomic import whole_file
+from driftfilter.storage.append_log import AppendLog
+from driftfilter.storage.atomic import atomic_file
 
 
 class Columns(NamedTuple):
-    """What is said of samples; of one that was skipped -1 and NaN."""
+    """Predictions of samples; -1 and NaN for one that was skipped."""
 
     label: NDArray[Any]  # [n], the most likely class
     probability: NDArray[Any]  # [n], of it
-    entropy: NDArray[Any]  # [n], of the predictive distribution, in nats
+    entropy: NDArray[Any]  # [n], predictive, in nats
     probabilities: NDArray[Any]  # [n, k]
 
 
 def columns(logs: NDArray[Any]) -> Columns:
-    """From log-probabilities [n, k]."""
+    """Columns of log-probabilities [n, k]."""
     skipped = np.isnan(logs).any(1)
     probabilities = np.exp(logs)
     label = np.where(skipped, -1, np.where(skipped[:, None], 0, logs).argmax(1))
-    terms = np.where(probabilities == 0, 0, probabilities * np.where(probabilities == 0, 0, logs))
-    return Columns(label, probabilities[np.arange(len(logs)), label], -terms.sum(1), probabilities)
+    uncertain = entropy(torch.from_numpy(logs)).numpy()
+    return Columns(label, probabilities[np.arange(len(logs)), label], uncertain, probabilities)
 
 
 class Predictions:
     """The predictions of a run: ``predictions.csv``, a line a sample; or log-probabilities, in the
     end ``predictions.npz``.
 
-    ``stem``: another name of the file. Of samples that were skipped before the number of classes
-    was known, the rows are written when it is.
+    ``stem``: another name of the file. Rows of samples that are skipped before the number of
+    classes is known are written once it is.
     """
 
     def __init__(
@@ -56,7 +58,7 @@ class Predictions:
             np.dtype(dtype),
         )
         self._rows, self._waiting = (rows, 0) if classes else (0, rows)
-        self.journal = Journal(folder / f"{stem}.{'csv' if kind == 'csv' else 'part'}", size)
+        self.log = AppendLog(folder / f"{stem}.{'csv' if kind == 'csv' else 'part'}", size)
 
     def append(self, logs: NDArray[Any]) -> None:
         """Log-probabilities [n, k] of the next n samples."""
@@ -64,7 +66,7 @@ class Predictions:
             self.classes = logs.shape[1]
             if self._kind == "csv":
                 names = ",".join(f"p{place}" for place in range(self.classes))
-                self.journal.append(f"row,label,probability,entropy,{names}\n".encode())
+                self.log.append(f"row,label,probability,entropy,{names}\n".encode())
             self._write(self._nothing(self._waiting))
         require(
             logs.shape[1] == self.classes,
@@ -75,31 +77,32 @@ class Predictions:
         self._write(logs.astype(self._dtype))
 
     def skip(self, rows: int) -> None:
-        """Of the next samples there is nothing to be said."""
+        """Leave the next samples without a prediction."""
         if self.classes:
             self._write(self._nothing(rows))
         else:
             self._waiting += rows
 
     def export(self) -> Path:
-        """The file for the user, with what is known so far."""
+        """Write the file for the user, with what is known so far."""
         if self._kind == "csv":
-            return self.journal.path
-        with whole_file(self._path) as file:
+            return self.log.path
+        with atomic_file(self._path) as file:
             np.savez(file, **columns(self.logs())._asdict())
         return self._path
 
     def logs(self) -> NDArray[Any]:
-        """Log-probabilities [n, k] of all samples so far; of a CSV the logarithms of what it says,
-        none below the dtype's.
+        """Log-probabilities [n, k] of all samples so far.
+
+        Those of a CSV are logarithms of its probabilities, bounded by the dtype's smallest.
         """
         if not self.classes:
             return self._nothing(self._waiting)
         if self._kind == "npz":
-            return np.fromfile(self.journal.path, self._dtype).reshape(-1, self.classes)
+            return np.fromfile(self.log.path, self._dtype).reshape(-1, self.classes)
         chosen = range(4, 4 + self.classes)
         said = np.loadtxt(
-            self.journal.path, self._dtype, delimiter=",", skiprows=1, usecols=chosen, ndmin=2
+            self.log.path, self._dtype, delimiter=",", skiprows=1, usecols=chosen, ndmin=2
         )
         logs: NDArray[Any] = np.log(np.maximum(said, np.finfo(self._dtype).tiny))
         return logs
@@ -108,11 +111,11 @@ class Predictions:
         return np.full((rows, max(self.classes, 1)), np.nan, self._dtype)
 
     def _write(self, logs: NDArray[Any]) -> None:
-        self.journal.append(self._lines(logs) if self._kind == "csv" else logs.tobytes())
+        self.log.append(self._lines(logs) if self._kind == "csv" else logs.tobytes())
         self._rows += len(logs)
 
     def _lines(self, logs: NDArray[Any]) -> bytes:
-        """As many digits as tell one number from the next."""
+        """Lines with as many digits as tell one number from the next."""
         digits, said = 9 if self._dtype == np.float32 else 17, columns(logs)
         numbers = np.column_stack((said.probability, said.entropy, said.probabilities))
         rows = zip(said.label.tolist(), numbers.tolist(), strict=True)

@@ -4,29 +4,28 @@ from __future__ import annotations
 
 import signal
 import sys
-import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import driftfilter as df
-from driftfilter.app.run.run import Ending, Shown, Tally
-from driftfilter.app.terminal import Output
+from driftfilter.app.run.run import Ending, Follow, Tally
+from driftfilter.app.terminal import Output, Shown, show_progress
 
 EVERY = 5.0  # seconds between two lines of a log
 SKIPPED = 3  # exit status
 
 
 def warn(text: str) -> None:
-    """A line on stderr."""
+    """Print a warning of one line on stderr."""
     print(f"driftfilter run: warning: {text}", file=sys.stderr, flush=True)
 
 
 @contextmanager
-def warnings_in_one_line() -> Iterator[None]:
-    """Warnings without the source line, which would be one of driftfilter's own."""
+def shorten_warnings() -> Iterator[None]:
+    """Show warnings without the source line, which would be one of driftfilter's own."""
     before = warnings.showwarning
     warnings.showwarning = lambda message, *_, **__: warn(str(message))
     try:
@@ -35,87 +34,44 @@ def warnings_in_one_line() -> Iterator[None]:
         warnings.showwarning = before
 
 
-def progress(quiet: bool, live: bool, classes: Sequence[str]) -> Shown:
-    """Shown on stderr: a bar or a dashboard where it is a terminal, a line now and then elsewhere,
-    nothing where asked.
+def follow(quiet: bool, live: bool, classes: tuple[str, ...]) -> Follow:
+    """How a run is shown on stderr: by a dashboard if ``live`` and that is a terminal, else by its
+    progress.
     """
 
     @contextmanager
-    def shown(first: Tally, count: int | None) -> Iterator[df.Callback]:
-        terminal = sys.stderr.isatty()
-        if live and not terminal:
+    def begin(first: Tally, count: int | None) -> Iterator[df.Callback]:
+        if live and sys.stderr.isatty():
+            from driftfilter.app.run.dashboard import Dashboard
+
+            with Dashboard(first, count, classes) as dashboard:
+                yield dashboard
+            return
+        if live:
             print(
                 "driftfilter run: --live needs a terminal on stderr; progress in lines instead",
                 file=sys.stderr,
                 flush=True,
             )
-        if quiet:
-            yield _Nothing()
-        elif not terminal:
-            yield _Lines(first, count)
-        elif live:
-            from driftfilter.app.run.dashboard import Dashboard
+        with show_progress(quiet, EVERY) as display:
+            yield _Progress(first, count, display("samples"))
 
-            with Dashboard(first, count, classes) as dashboard:
-                yield dashboard
-        else:
-            with _bar() as bar:
-                yield _Bar(first, count, bar)
-
-    return shown
+    return begin
 
 
-class _Nothing:
-    def on_step(self, step: df.StepRecord) -> None:
-        pass
+class _Progress:
+    """Callback that tells a display how far the run is."""
 
-
-class _Lines:
-    """A line of a log now and then."""
-
-    def __init__(self, tally: Tally, count: int | None) -> None:
-        self._tally, self._count, self._shown = tally, count, time.monotonic()
+    def __init__(self, tally: Tally, count: int | None, shown: Shown) -> None:
+        self._tally, self._count, self._shown = tally, count, shown
 
     def on_step(self, step: df.StepRecord) -> None:
-        self._tally = self._tally.after(step)
-        if time.monotonic() - self._shown >= EVERY:
-            self._shown = time.monotonic()
-            print(
-                f"{self._tally.rows} of {self._count or '?'} samples: {steps_of(self._tally)}",
-                file=sys.stderr,
-                flush=True,
-            )
+        self._tally = tally = self._tally.after(step)
+        if self._shown.watch is not None:
+            self._shown.watch(tally.rows, self._count, lambda: describe(tally))
 
 
-class _Bar:
-    def __init__(self, tally: Tally, count: int | None, bar: Any) -> None:
-        self._tally, self._bar, self._task = tally, bar, bar.add_task("samples", total=count)
-
-    def on_step(self, step: df.StepRecord) -> None:
-        self._tally = self._tally.after(step)
-        self._bar.update(self._task, completed=self._tally.rows, description=steps_of(self._tally))
-
-
-def _bar() -> Any:
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-    )
-
-    shown = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-    )
-    return Progress(*shown, console=Console(stderr=True))
-
-
-def steps_of(tally: Tally) -> str:
+def describe(tally: Tally) -> str:
     """How far a run is, in words."""
     accuracy = "" if tally.accuracy is None else f", accuracy {tally.accuracy:.4f}"
     skipped = f" ({tally.skipped} skipped)" if tally.skipped else ""
@@ -123,10 +79,10 @@ def steps_of(tally: Tally) -> str:
 
 
 def conclude(ending: Ending, out: Path, output: Output) -> tuple[int, dict[str, Any]]:
-    """Say how a run ended; its exit status, and the same as data."""
+    """Say how a run ended; its exit status, and how it ended as data."""
     tally = ending.tally
     begun = f", resumed after {ending.begun}" if ending.begun else ""
-    output.say(f"{tally.rows} samples, {steps_of(tally)}{begun}; wrote {ending.predictions}")
+    output.say(f"{tally.rows} samples, {describe(tally)}{begun}; wrote {ending.predictions}")
     return _status(ending, out), {
         "samples": tally.rows,
         "steps": tally.step,

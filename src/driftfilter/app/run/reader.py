@@ -40,19 +40,19 @@ class Batch(NamedTuple):
     """Samples that come together."""
 
     rows: int
-    read: Callable[[], Raw]  # raises ValueError where they are none
+    read: Callable[[], Raw]  # raises ValueError if they cannot be samples
 
 
 class Feed(Protocol):
-    """Where samples come from."""
+    """A source of samples."""
 
     @property
     def count(self) -> int | None:
-        """How many there are; None where nobody knows."""
+        """How many samples there are; None if nobody knows."""
 
     @property
     def labels(self) -> Integers | None:
-        """Their labels [n], where they are stored beside them."""
+        """Labels [n] of the samples, if they are stored beside them."""
 
     def batches(self, size: int, start: int) -> Iterator[Batch]:
         """All samples but the first ``start``."""
@@ -60,7 +60,7 @@ class Feed(Protocol):
 
 @final
 @dataclass(frozen=True, eq=False)
-class Stored:
+class StoredFeed:
     """Samples that can be had by number."""
 
     name: str
@@ -92,7 +92,7 @@ class Lines:
         lines = (line for line in self.stream if line.strip())
         _require_covered("stdin", sum(1 for _ in islice(lines, start)), start)
         while some := list(islice(lines, size)):
-            yield Batch(len(some), partial(_decoded, some, self.integers))
+            yield Batch(len(some), partial(_decode, some, self.integers))
 
 
 def _require_covered(name: str, count: int, start: int) -> None:
@@ -125,33 +125,35 @@ def open_feed(text: str, integers: frozenset[str] = frozenset()) -> Feed:
         key is not None,
         text,
         list(found),
-        "an .npz with 'x' or 'images', and 'labels' or 'y' where they are known",
+        "an .npz with 'x' or 'images', and 'labels' or 'y' if they are known",
     )
     assert key is not None
     return _array(f"{text}: {key}", found[key], labels)
 
 
-def _array(name: str, array: NDArray[Any], labels: NDArray[Any] | None = None) -> Stored:
+def _array(name: str, array: NDArray[Any], labels: NDArray[Any] | None = None) -> StoredFeed:
     numbers = array.dtype.kind in "fiub" and array.dtype.itemsize <= 8
     fits = numbers and array.ndim > 1 and array.size > 0
     require(fits, name, f"{array.dtype} {list(array.shape)}", "an array of numbers [n, ...]")
     known = None if labels is None else require_labels(f"{name}: labels", labels, len(array))
     native = array.dtype.newbyteorder("=")
-    return Stored(name, len(array), lambda first, last: np.array(array[first:last], native), known)
-
-
-def _folder(root: Path) -> Stored:
-    """All pictures under a folder, by name; their pixels are read when their turn comes."""
-    paths = list(pictures(root))
-    require(bool(paths), str(root), "none", "a folder of pictures (.png, .jpg, .jpeg)")
-    return Stored(
-        str(root),
-        len(paths),
-        lambda first, last: _stacked([picture(path) for path in paths[first:last]]),
+    return StoredFeed(
+        name, len(array), lambda first, last: np.array(array[first:last], native), known
     )
 
 
-def _stacked(samples: list[NDArray[Any]]) -> NDArray[Any]:
+def _folder(root: Path) -> StoredFeed:
+    """All pictures under a folder, by name; their pixels are read when their turn comes."""
+    paths = list(pictures(root))
+    require(bool(paths), str(root), "none", "a folder of pictures (.png, .jpg, .jpeg)")
+    return StoredFeed(
+        str(root),
+        len(paths),
+        lambda first, last: _stack([picture(path) for path in paths[first:last]]),
+    )
+
+
+def _stack(samples: list[NDArray[Any]]) -> NDArray[Any]:
     shapes = list(dict.fromkeys(sample.shape for sample in samples))
     require(
         len(shapes) == 1,
@@ -162,17 +164,17 @@ def _stacked(samples: list[NDArray[Any]]) -> NDArray[Any]:
     return np.stack(samples)
 
 
-def _decoded(lines: list[bytes], integers: frozenset[str]) -> Raw:
-    samples = [_sample(line, integers) for line in lines]
+def _decode(lines: list[bytes], integers: frozenset[str]) -> Raw:
+    samples = [_parse_line(line, integers) for line in lines]
     keys = list(samples[0])
     alike = all(sample.keys() == samples[0].keys() for sample in samples)
     require(alike, "lines", "parts of other names", f"alike: {keys}, as in the first one")
-    parts = {key: _stacked([sample[key] for sample in samples]) for key in keys}
+    parts = {key: _stack([sample[key] for sample in samples]) for key in keys}
     return parts[""] if keys == [""] else parts
 
 
-def _sample(line: bytes, integers: frozenset[str]) -> dict[str, NDArray[Any]]:
-    """The parts of one line by name; of an array one without a name."""
+def _parse_line(line: bytes, integers: frozenset[str]) -> dict[str, NDArray[Any]]:
+    """The parts of one line by name; an array is one part without a name."""
     try:
         found = json.loads(line)
         parts = found if isinstance(found, dict) else {"": found}
@@ -242,8 +244,8 @@ class Form:
         if len(shape) == 4 and (self.layout == "last" or (self.layout == "auto" and last)):
             array = np.moveaxis(array, 3, 1)
         whole = array.dtype.kind in "iu" and not bytes_ and self.scale is None
-        # A copy in memory of torch, at a multiple of 64 bytes: where numbers lie can change the
-        # last bit of a product.
+        # A copy in memory of torch, at a multiple of 64 bytes: the address of numbers can change
+        # the last bit of a product.
         tensor = torch.from_numpy(np.ascontiguousarray(array, np.int64 if whole else None)).clone()
         if not whole:
             tensor = tensor.to(self.dtype)

@@ -1,8 +1,8 @@
 """``driftfilter run``: adapt a user's own model over a user's own data, and go on where a run was
 ended or killed.
 
-A run writes to one folder: what a checkpoint covers is a prefix of its journals, and what lies
-beyond is cut off on resuming.
+A run writes to one folder: what a checkpoint covers is a prefix of its logs, and what lies beyond
+is cut off on resuming.
 """
 
 from __future__ import annotations
@@ -12,20 +12,19 @@ import platform
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 import driftfilter as df
-from driftfilter.app.bench.locks import claimed, holder
-from driftfilter.app.bench.task import peak_memory
+from driftfilter.app.bench.locks import claim, describe_holder
 from driftfilter.app.run import summary
-from driftfilter.app.run.options import Made
 from driftfilter.app.run.predictions import Predictions, columns
+from driftfilter.app.run.prepare import PreparedRun
 from driftfilter.app.run.reader import Batch, Shapes, require_shapes, shapes_of
 from driftfilter.app.run.signals import Stop
 from driftfilter.base.checks import require
@@ -49,11 +48,11 @@ class Tally(NamedTuple):
 
     @property
     def accuracy(self) -> float | None:
-        """Of the samples so far whose label is known."""
+        """Accuracy on the samples so far whose label is known."""
         return self.right / self.judged if self.judged else None
 
     def after(self, step: df.StepRecord) -> Tally:
-        """With one more step."""
+        """The tally with one more step."""
         skipped, right, judged = (
             "skipped" in step.notes,
             self.right + step.right,
@@ -67,9 +66,7 @@ class BadBatchError(ValueError):
     """A batch that no model can be adapted to; the state is as if it had not come."""
 
 
-@final
-@dataclass(frozen=True)
-class Ending:
+class Ending(NamedTuple):
     """How a run ended."""
 
     tally: Tally
@@ -79,97 +76,101 @@ class Ending:
     error: str = ""
 
 
-# Told after every step, for as long as it is entered; it is made where a run begins, of how many
-# samples.
-Shown = Callable[[Tally, int | None], AbstractContextManager[df.Callback]]
+# Makes, from how far a run is when it begins and how many samples there are, a context whose
+# callback is told of every step.
+Follow: TypeAlias = Callable[[Tally, int | None], AbstractContextManager[df.Callback]]
 
 
-def run(made: Made, shown: Shown, warn: Callable[[str], None], command: str = "") -> Ending:
-    """From the beginning, or from the checkpoint, to the end of the data, a signal or a bad batch;
-    then the state is saved.
+def run(
+    made: PreparedRun, follow: Follow, warn: Callable[[str], None], command: str = ""
+) -> Ending:
+    """Adapt from the beginning, or from the checkpoint, to the end of the data, a signal or a bad
+    batch; then save the state.
     """
     options, stop = made.options, Stop()
     options.out.mkdir(parents=True, exist_ok=True)
-    with claimed(options.out / STATE) as mine, ExitStack() as stack:
+    with claim(options.out / STATE) as mine, ExitStack() as stack:
         if not mine:
-            raise ValueError(f"--out {options.out} is in use: {holder(options.out / STATE)}")
-        first, sizes = _resumed(made)
+            who = describe_holder(options.out / STATE)
+            raise ValueError(f"--out {options.out} is in use: {who}")
+        first, sizes = _resume(made)
         batches = made.feed.batches(options.batch, 0 if options.stdin_continues else first.rows)
-        files = _opened(made, first, sizes, stack)
+        files = _open_files(made, first, sizes, stack)
         _write_config(made, command)
         summary.clear(options.out)
-        with made.machine.ready(), stop.listening(), shown(first, made.feed.count) as callback:
-            last, error = _followed(files, first, stop.each(batches), (files.steps, callback), warn)
+        with made.machine.ready(), stop.listen(), follow(first, made.feed.count) as callback:
+            last, error = _adapt(files, first, stop.each(batches), (files.steps, callback), warn)
             files.save(last)
-            ending = Ending(last, files.said.export(), first.step, stop.signal, error)
-            _summed_up(files, ending)
+            ending = Ending(last, files.predictions.export(), first.step, stop.signal, error)
+            _summarize(files, ending)
             return ending
 
 
-def _summed_up(files: _Files, ending: Ending) -> None:
-    """For the report."""
+def _summarize(files: _Files, ending: Ending) -> None:
+    """Write what the report needs."""
     made, source, out = files.made, files.source, files.made.options.out
     if source is not None:
         source.export()
     finished = summary.Finished(
-        files.said.logs(), None if source is None else source.logs(), made.labels, made.classes
+        files.predictions.logs(),
+        None if source is None else source.logs(),
+        made.labels,
+        made.classes,
     )
     why = summary.write_examples(out, finished, made.feed, made.form)
-    memory, what = peak_memory(made.machine)
-    ended = {
+    others = {
         "signal": ending.signal,
         "error": ending.error,
         "no_examples": why,
         "tally": ending.tally._asdict(),
+        **made.machine.peak_memory(),
     }
-    others = {**ended, "peak_memory_mb": memory, "peak_memory_of": what}
     summary.write(out, finished, made.adapter, made.model, others)
 
 
 class _Files(NamedTuple):
-    made: Made
+    made: PreparedRun
     steps: JsonLines
-    said: Predictions
+    predictions: Predictions
     source: Predictions | None
 
     def save(self, tally: Tally) -> None:
-        """The journals first: a checkpoint must not cover what is not on the disk."""
-        sizes = {"steps": self.steps.journal.sync(), "predictions": self.said.journal.sync()}
-        sizes |= {} if self.source is None else {"baseline": self.source.journal.sync()}
-        notes = {"settled": self.made.options.settled(), "tally": tally._asdict(), "sizes": sizes}
+        """Write a checkpoint, the logs first: it must not cover what is not on the disk."""
+        sizes = {"steps": self.steps.journal.sync(), "predictions": self.predictions.log.sync()}
+        sizes |= {} if self.source is None else {"baseline": self.source.log.sync()}
+        notes = {"settled": self.made.options.fixed(), "tally": tally._asdict(), "sizes": sizes}
         df.save(self.made.adapter, self.made.options.out / STATE, self.made.options.keep, notes)
 
 
-def _opened(made: Made, tally: Tally, sizes: dict[str, int], stack: ExitStack) -> _Files:
-    """The journals, cut to what the checkpoint covers."""
+def _open_files(made: PreparedRun, tally: Tally, sizes: dict[str, int], stack: ExitStack) -> _Files:
+    """The logs, cut to what the checkpoint covers."""
     steps = stack.enter_context(
         closing(JsonLines(made.options.out / "steps.jsonl", sizes.get("steps", 0)))
     )
 
-    def said(stem: str) -> Predictions:
+    def open_predictions(stem: str) -> Predictions:
         known = (tally.rows, tally.classes, sizes.get(stem, 0))
         found = Predictions(made.options.out, made.options.predictions, made.dtype, *known, stem)
-        stack.enter_context(closing(found.journal))
+        stack.enter_context(closing(found.log))
         return found
 
-    return _Files(
-        made, steps, said("predictions"), None if made.source is None else said("baseline")
-    )
+    baseline = None if made.source is None else open_predictions("baseline")
+    return _Files(made, steps, open_predictions("predictions"), baseline)
 
 
-def _followed(
+def _adapt(
     files: _Files,
     tally: Tally,
     batches: Iterable[Batch],
     callbacks: Sequence[df.Callback],
     warn: Callable[[str], None],
 ) -> tuple[Tally, str]:
-    """One step after the other: how far it came, and which bad batch ended it."""
+    """Take one step after the other: how far it came, and which bad batch ended it."""
     options = files.made.options
     files.made.adapter.callbacks.append(latest := _Latest())
     for batch in batches:
         try:
-            tally, record = _stepped(files, tally, batch, latest)
+            tally, record = _step(files, tally, batch, latest)
         except BadBatchError as bad:
             if options.on_bad_batch == "stop":
                 return (
@@ -178,8 +179,8 @@ def _followed(
                     f"{bad}",
                 )
             warn(f"step {tally.step} skipped: {bad}")
-            for said in filter(None, (files.said, files.source)):
-                said.skip(batch.rows)
+            for predictions in filter(None, (files.predictions, files.source)):
+                predictions.skip(batch.rows)
             record = df.StepRecord(tally.step, batch.rows, 0.0, notes={"skipped": str(bad)})
             tally = tally.after(record)
         for callback in callbacks:
@@ -198,26 +199,22 @@ class _Latest:
         self.record = step
 
 
-def _resumed(made: Made) -> tuple[Tally, dict[str, int]]:
-    """How far the checkpoint is, and the sizes of the journals then; the adapter goes on from
-    it.
-    """
+def _resume(made: PreparedRun) -> tuple[Tally, dict[str, int]]:
+    """Load the checkpoint into the adapter: how far it is, and the sizes of the logs then."""
     path = made.options.out / STATE
     if not made.options.resume or not path.exists():
         return Tally(), {}
     notes = df.load(made.adapter, path)
     require("tally" in notes, str(path), "a checkpoint of something else", "one of driftfilter run")
-    settled = json.loads(json.dumps(made.options.settled()))
+    fixed = json.loads(json.dumps(made.options.fixed()))
     for name, before in {"baseline": False, **notes["settled"]}.items():
         allowed = f"{before!r}, as it was when the run began (or give another --out)"
-        require(settled[name] == before, f"--{name}", settled[name], allowed)
+        require(fixed[name] == before, f"--{name}", fixed[name], allowed)
     return Tally(**notes["tally"]), notes["sizes"]
 
 
-def _write_config(made: Made, command: str) -> None:
-    """What was asked for, what it means, and with what it was run; for the reader, nothing depends
-    on it.
-    """
+def _write_config(made: PreparedRun, command: str) -> None:
+    """Write what was asked for, what it means, and with what it is run, for the reader."""
     try:
         recipe: Any = to_dict(made.adapter.recipe)
     except ValueError:
@@ -242,24 +239,24 @@ def _write_config(made: Made, command: str) -> None:
     summary.write_json(made.options.out / "config.json", document)
 
 
-def _stepped(
+def _step(
     files: _Files, tally: Tally, batch: Batch, latest: _Latest
 ) -> tuple[Tally, df.StepRecord]:
-    """Adapt to a batch and predict it: how far the run is then, and what is to be told of the
-    step.
-    """
+    """Adapt to a batch and predict it: how far the run is then, and the record of the step."""
     made, begun = files.made, time.perf_counter()
-    inputs, logs, source, apart = _predicted(made, tally, batch)
+    inputs, logs, source, apart = _predict(made, tally, batch)
     _require_classes(made, tally, logs.shape[1])
-    files.said.append(logs)
-    right, judged = _judged(made, tally, logs)
+    files.predictions.append(logs)
+    right, judged = _count_right(made, tally, logs)
     ms = 1000 * (time.perf_counter() - begun - apart)
     notes: dict[str, Any] = {}
     if source is not None and files.source is not None:
         files.source.append(source)
         notes = {"baseline_entropy": float(columns(source).entropy.mean())}
         notes |= (
-            {"baseline_right": _judged(made, tally, source)[0]} if tally.judged + judged else {}
+            {"baseline_right": _count_right(made, tally, source)[0]}
+            if tally.judged + judged
+            else {}
         )
     record = replace(
         latest.record, number=tally.step, ms=ms, right=right, judged=judged, notes=notes
@@ -268,15 +265,15 @@ def _stepped(
     return after, replace(record, accuracy=after.accuracy)
 
 
-class _Said(NamedTuple):
+class _Predicted(NamedTuple):
     inputs: Inputs
     logs: NDArray[Any]  # log-probabilities [n, k]
-    source: NDArray[Any] | None  # of the model as it is [n, k], where asked for
+    source: NDArray[Any] | None  # of the model as it is [n, k], if asked for
     apart: float  # seconds that took
 
 
-def _predicted(made: Made, tally: Tally, batch: Batch) -> _Said:
-    """Of a batch; the adapter, which comes last, as it was where that fails."""
+def _predict(made: PreparedRun, tally: Tally, batch: Batch) -> _Predicted:
+    """Predict a batch; the adapter comes last, so that it is as it was if anything fails."""
     try:
         inputs = made.form(batch.read())
         require_shapes(inputs, tally.shapes)
@@ -291,7 +288,7 @@ def _predicted(made: Made, tally: Tally, batch: Batch) -> _Said:
                 .astype(made.dtype)
             )
         apart = time.perf_counter() - begun
-        return _Said(
+        return _Predicted(
             inputs, made.adapter(*given, **named).cpu().numpy().astype(made.dtype), source, apart
         )
     except torch.OutOfMemoryError:
@@ -302,8 +299,8 @@ def _predicted(made: Made, tally: Tally, batch: Batch) -> _Said:
         raise BadBatchError(f"the model failed: {str(error).partition(chr(10))[0]}") from error
 
 
-def _require_classes(made: Made, tally: Tally, k: int) -> None:
-    """Raise at the first batch where labels or names are not of the model's k classes."""
+def _require_classes(made: PreparedRun, tally: Tally, k: int) -> None:
+    """Raise at the first batch unless labels and names are of the model's k classes."""
     if tally.classes:
         return
     highest = -1 if made.labels is None else int(made.labels.max())
@@ -316,7 +313,7 @@ def _require_classes(made: Made, tally: Tally, k: int) -> None:
     )
 
 
-def _judged(made: Made, tally: Tally, logs: NDArray[Any]) -> tuple[int, int]:
+def _count_right(made: PreparedRun, tally: Tally, logs: NDArray[Any]) -> tuple[int, int]:
     """How many of these samples are right, of how many whose label is known."""
     if made.labels is None:
         return 0, 0

@@ -15,8 +15,9 @@ class _NowError(Exception):
 
 
 class Stop:
-    """SIGTERM and SIGINT end a run after the step at hand; where it waits for data, at once. A
-    second one interrupts.
+    """SIGTERM and SIGINT end a run after the step at hand, or at once if it waits for data.
+
+    A second one interrupts.
     """
 
     def __init__(self) -> None:
@@ -24,10 +25,10 @@ class Stop:
         self._waiting = False
 
     @contextmanager
-    def listening(self) -> Iterator[None]:
-        """Signals are heard in this block."""
+    def listen(self) -> Iterator[None]:
+        """Hear signals for the time of a block."""
         before = {
-            number: signal.signal(number, self._heard) for number in (signal.SIGTERM, signal.SIGINT)
+            number: signal.signal(number, self._hear) for number in (signal.SIGTERM, signal.SIGINT)
         }
         try:
             yield
@@ -35,7 +36,7 @@ class Stop:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def _heard(self, number: int, _: Any) -> None:
+    def _hear(self, number: int, _: Any) -> None:
         if self.signal is not None:
             raise KeyboardInterrupt
         self.signal = number

@@ -5,11 +5,9 @@ at.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,12 +17,13 @@ from torch import nn
 import driftfilter as df
 from driftfilter.app import metrics
 from driftfilter.app.images.files import Integers
-from driftfilter.app.parameter_shift import movement
+from driftfilter.app.parameter_shift import measure_shift
 from driftfilter.app.run.predictions import columns
-from driftfilter.app.run.reader import Feed, Form, Stored
-from driftfilter.app.thumbnails import VALUES, extremes, is_image, thumbnail
+from driftfilter.app.run.reader import Feed, Form, StoredFeed
+from driftfilter.app.terminal import finite
+from driftfilter.app.thumbnails import VALUES, find_extremes, is_image, thumbnail
 from driftfilter.base.checks import require
-from driftfilter.storage.atomic import whole_file, write_whole
+from driftfilter.storage.atomic import atomic_file, write_atomic
 
 FORMAT = 1  # of summary.json
 SUMMARY, MOVEMENT, EXAMPLES = "summary.json", "movement.json", "examples.npz"
@@ -46,19 +45,17 @@ def open_classes(path: Path) -> tuple[str, ...]:
     return names
 
 
-@final
-@dataclass(frozen=True, eq=False)
-class Finished:
+class Finished(NamedTuple):
     """What is known at the end of a run."""
 
-    logs: NDArray[Any]  # log-probabilities [n, k], NaN where skipped
+    logs: NDArray[Any]  # log-probabilities [n, k], NaN if skipped
     source: NDArray[Any] | None  # of the frozen source [n, k]; None: not recorded
-    labels: Integers | None  # [n] or fewer, where they are known
+    labels: Integers | None  # [n] or fewer, if they are known
     classes: Sequence[str] = ()  # names [k]; none: numbers
 
 
 def clear(out: Path) -> None:
-    """Before a run goes on: what an earlier end has written is not of this one."""
+    """Remove what an earlier end of the run has written, before the run goes on."""
     for name in (SUMMARY, MOVEMENT, EXAMPLES):
         (out / name).unlink(missing_ok=True)
 
@@ -66,8 +63,8 @@ def clear(out: Path) -> None:
 def write(
     out: Path, finished: Finished, adapter: df.Adapter, model: nn.Module, others: dict[str, Any]
 ) -> None:
-    """movement.json and, last of all, summary.json with ``others`` in it."""
-    write_json(out / MOVEMENT, movement(adapter, model))
+    """Write movement.json and, last of all, summary.json with ``others`` in it."""
+    write_json(out / MOVEMENT, measure_shift(adapter, model))
     write_json(out / SUMMARY, {"format": FORMAT, **others, **summary(finished)})
 
 
@@ -93,30 +90,19 @@ def _share(chosen: NDArray[Any]) -> float | None:
 
 
 def _quality(logs: NDArray[Any], labels: Integers | None) -> dict[str, Any] | None:
-    """Of the samples with a prediction and a label."""
+    """Quality on the samples with a prediction and a label; None if there are none."""
     known = logs[: 0 if labels is None else len(labels)]
     usable = ~np.isnan(known).any(1)
     if labels is None or not usable.any():
         return None
     logp, truth = torch.from_numpy(known[usable]), torch.from_numpy(labels[: len(known)][usable])
-    return {
-        "accuracy": metrics.accuracy(logp, truth),
-        "nll": _finite(metrics.negative_log_likelihood(logp.double(), truth)),
-        "brier": metrics.brier(logp, truth),
-        "ece": metrics.calibration_error(logp, truth),
-        "n": len(truth),
-        "bins": metrics.reliability(logp, truth)._asdict(),
-    }
-
-
-def _finite(value: float) -> float | None:
-    """For JSON, which knows no infinity."""
-    return value if math.isfinite(value) else None
+    quality: dict[str, Any] = finite(metrics.quality(logp, truth)._asdict())
+    return {**quality, "bins": metrics.reliability(logp, truth)._asdict()}
 
 
 def _classes(finished: Finished, usable: NDArray[Any]) -> list[dict[str, Any]]:
-    """How often each class was predicted, after and before, and where labels are known how often it
-    was right.
+    """How often each class was predicted, after and before, and how often it was right if labels
+    are known.
     """
     if not usable.any():
         return []  # and so nobody knows how many classes there are
@@ -151,16 +137,16 @@ def _names(finished: Finished) -> list[str]:
 
 
 def write_examples(out: Path, finished: Finished, feed: Feed, form: Form) -> str:
-    """The most and the least certain samples, read again, as examples.npz; else why there are
-    none.
+    """Write the most and the least certain samples, read again, to examples.npz; else say why
+    there are none.
     """
-    if not isinstance(feed, Stored):
+    if not isinstance(feed, StoredFeed):
         return "the data cannot be read again"
     said = columns(finished.logs)
-    most, least = extremes(said.entropy)
+    most, least = find_extremes(said.entropy)
     rows = np.concatenate((most, least))
     try:
-        values = [_shown(form, feed, int(row)) for row in rows]
+        values = [_show_sample(form, feed, int(row)) for row in rows]
     except (ValueError, OSError, ImportError) as error:
         return f"the data could not be read again: {error}"
     if not values or len({(value.shape, value.dtype) for value in values}) > 1:
@@ -172,18 +158,18 @@ def write_examples(out: Path, finished: Finished, feed: Feed, form: Form) -> str
         "probability": said.probability[rows],
         "entropy": said.entropy[rows],
     }
-    with whole_file(out / EXAMPLES) as file:
+    with atomic_file(out / EXAMPLES) as file:
         np.savez(file, values=np.stack(values), **about)  # type: ignore[arg-type]
     return ""
 
 
 def _at(labels: Integers, rows: NDArray[Any]) -> NDArray[Any]:
-    """Labels of these rows, -1 where they are not known."""
+    """Labels of these rows, -1 if they are not known."""
     known = rows < len(labels)
     return np.where(known, labels[np.where(known, rows, 0)], -1)
 
 
-def _shown(form: Form, feed: Stored, row: int) -> NDArray[Any]:
+def _show_sample(form: Form, feed: StoredFeed, row: int) -> NDArray[Any]:
     """A thumbnail [h, w, 3] of 8 bits, or the first numbers of a sample [v]."""
     inputs = form(feed.take(row, row + 1))
     assert not isinstance(inputs, dict)  # only lines of JSON have parts
@@ -192,5 +178,5 @@ def _shown(form: Form, feed: Stored, row: int) -> NDArray[Any]:
 
 
 def write_json(path: Path, document: Any) -> None:
-    """A file that is there whole or as it was."""
-    write_whole(path, json.dumps(document, indent=1, ensure_ascii=False) + "\n")
+    """Write a document as JSON, whole or not at all."""
+    write_atomic(path, json.dumps(document, indent=1, ensure_ascii=False) + "\n")

@@ -1,0 +1,92 @@
+"""What ``driftfilter bench`` can be told; torch is not imported here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeAlias, final
+
+from driftfilter.app.arguments import count_option, folder, option
+
+Precision: TypeAlias = Literal["float32", "tf32", "bf16"]
+
+# In the order of accuracy they are expected to have.
+QUICK_PRESETS = "source,bn,tent,driftfilter,driftfilter_aug"
+# What --quick stands for.
+QUICK: dict[str, Any] = {
+    "corruptions": "gaussian_noise,defocus_blur,contrast,jpeg_compression",
+    "batch": 100,
+}
+
+
+@final
+@dataclass(frozen=True)
+class BenchOptions:
+    """Options of ``driftfilter bench``, as they are written there."""
+
+    quick: bool = option(
+        "4 corruptions of the shipped images in batches of 100: minutes on a CPU", False
+    )
+    presets: str = option(
+        "names, with options as in cotta:copies=4,lr=0.001 (default: those of --quick)",
+        QUICK_PRESETS,
+        metavar="A,B",
+    )
+    protocols: str = option(
+        "in which order shifts come, as in continual,recurring:rounds=5; a wrong name is answered "
+        "by the list of all (default {default})",
+        "reset",
+        metavar="A,B",
+    )
+    models: str = option(
+        "shipped networks, or name=weights.safetensors (default {default})",
+        "resnet20",
+        metavar="A,B",
+    )
+    seeds: str = option(
+        "of generated corruptions, order, draws: how many, or a list: 4,7 (default {default})",
+        "1",
+        metavar="N",
+    )
+    data: str | None = option(
+        "CIFAR-10-C folder, .npz or image folder (default: corruptions are generated)",
+        metavar="PATH",
+    )
+    clean: str | None = option(
+        "CIFAR-10 test images, folder or .npz (default: the shipped first 2,000)", metavar="PATH"
+    )
+    source: str | None = option(
+        ".npz of source images, for presets with a source posterior (default: none)",
+        metavar="PATH",
+    )
+    corruptions: str = option(
+        "all (default: the 15), extra (the 4 for tuning), or names", "all", metavar="A,B"
+    )
+    severity: int = count_option("1 to 5 (default {default})", 5)
+    batch: int = count_option("samples a step (default {default})", 200)
+    images: int | None = count_option("a corruption (default: all)", None)
+    order: Literal["given", "shuffled"] = option("of the corruptions (default {default})", "given")
+    shuffled: bool = option("images of a corruption in random order, by the seed", False)
+    rounds: int | None = count_option("of the protocols that have rounds", None)
+    window: int = count_option(
+        "of the adapter, for small batches: samples it looks back on (default {default})", 0
+    )
+    device: str = option("auto (default), cpu or cuda", "auto", metavar="NAME")
+    precision: Precision | None = option("(default: tf32 on a GPU, float32 on a CPU)")
+    before: bool = option("also the accuracy before the update on the same batch", False)
+    probe_every: int = count_option(
+        "steps between two looks at clean images; one more at the end (default: none)", 0
+    )
+    out: Path = option(
+        "to write to and go on from; processes may share it ({default})",
+        Path("runs/bench"),
+        type=folder,
+        metavar="DIR",
+    )
+    list: bool = option("print the tasks and which are done; run nothing", False)
+
+
+def read_options(given: Mapping[str, Any]) -> BenchOptions:
+    """The options that are given; with ``quick`` those it stands for, unless given otherwise."""
+    return BenchOptions(**{**(QUICK if given.get("quick") else {}), **given})

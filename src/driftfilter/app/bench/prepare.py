@@ -1,0 +1,178 @@
+"""From the options of the benchmark to its tasks: what they name is read and checked here."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import itertools
+import re
+from collections.abc import Iterable
+from dataclasses import fields, replace
+from importlib.resources import as_file, files
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from driftfilter.app import models
+from driftfilter.app.bench.options import BenchOptions
+from driftfilter.app.bench.protocols import StreamSettings
+from driftfilter.app.bench.task import (
+    Bench,
+    Choice,
+    NamedNetwork,
+    SourceImages,
+    Task,
+    build_protocol,
+)
+from driftfilter.app.corruptions import CORRUPTIONS, EXTRA
+from driftfilter.app.images.files import digest, open_arrays, require_images, require_labels
+from driftfilter.app.machine import Machine, choose_machine
+from driftfilter.app.streams import Domains, open_cifar10, open_domains
+from driftfilter.base.checks import nearest, require
+
+
+def prepare(options: BenchOptions) -> tuple[Bench, tuple[Task, ...]]:
+    """All that is needed, and every task.
+
+    A wrong option or a missing file is an error here, before anything runs.
+    """
+    machine = choose_machine(options.device, options.precision)
+    presets = parse_choices(options.presets)
+    protocols = [_set_rounds(each, options.rounds) for each in parse_choices(options.protocols)]
+    networks = {each.name: each for each in _load_networks(options.models, machine)}
+    require(
+        len(networks) == len(set(options.models.split(","))),
+        "models",
+        options.models,
+        "files of distinct names",
+    )
+    each = itertools.product(networks, protocols, presets, parse_seeds(options.seeds))
+    tasks = tuple(Task(preset, chosen, model, seed) for model, chosen, preset, seed in each)
+    clean = None if options.clean is None else open_cifar10(Path(options.clean))
+    names = _parse_corruptions(options.corruptions)
+    data = open_domains(
+        options.data, clean, 0, options.severity, names, options.clean or "generated"
+    )
+    shared = {
+        item.name: getattr(options, item.name)
+        for item in fields(StreamSettings)
+        if hasattr(options, item.name)
+    }
+    stream = StreamSettings(
+        **{**shared, "corruptions": _default_corruptions(data) if names is None else names}
+    )
+    source = None if options.source is None else open_source(Path(options.source))
+    bench = Bench(
+        data, networks, stream, machine, options.window, options.before, options.probe_every, source
+    )
+    for task in tasks:
+        task.recipe()
+        for shift in task.plan(stream, data.labels).domains:
+            data.require(shift)
+    return bench, tasks
+
+
+def parse_choices(text: str) -> tuple[Choice, ...]:
+    """Names with options, each once, from ``a,b:x=1,y=2,c``.
+
+    A part with ``=`` but no ``:`` is a further option of the name before it.
+    """
+    found: list[Choice] = []
+    for part in filter(None, re.split("[,;]", text.replace(" ", ""))):
+        name, colon, option = part.partition(":")
+        if not colon and "=" in part:
+            require(bool(found), "option", part, "after a name: name:option=value")
+            option = part
+        else:
+            found.append(Choice(name))
+        if colon or option:
+            key, _, value = option.partition("=")
+            require(
+                bool(key and value),
+                "option",
+                part,
+                f"option=value, as in {found[-1].name}:option=value",
+            )
+            found[-1] = replace(found[-1], options=(*found[-1].options, (key, _parse_value(value))))
+    require(bool(found), "list of names", text, "name,name:option=value,…")
+    return tuple({str(choice): choice for choice in found}.values())
+
+
+def _parse_value(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+def parse_seeds(text: str) -> tuple[int, ...]:
+    """``3``: 0, 1 and 2; ``4,7``: these two."""
+    parts = [part for part in text.split(",") if part]
+    require(
+        bool(parts) and all(part.isdigit() for part in parts),
+        "seeds",
+        text,
+        "a number of seeds, or a list: 4,7",
+    )
+    numbers = tuple(int(part) for part in parts)
+    require("," in text or numbers[0] > 0, "seeds", text, "at least 1")
+    require(
+        "," not in text or len(set(numbers)) == len(numbers),
+        "seeds",
+        text,
+        "distinct: each is run once",
+    )
+    return numbers if "," in text else tuple(range(numbers[0]))
+
+
+def _parse_corruptions(text: str) -> tuple[str, ...] | None:
+    """Names; the four for tuning if the text is ``extra``, None if it is ``all``."""
+    if text == "all":
+        return None
+    return (
+        tuple(EXTRA) if text == "extra" else tuple(filter(None, text.replace(" ", "").split(",")))
+    )
+
+
+def _default_corruptions(data: Domains) -> tuple[str, ...]:
+    """The 15 of CIFAR-10-C, or what the data have instead."""
+    others = tuple(name for name in data.shifts if name not in ("clean", *EXTRA))
+    return tuple(CORRUPTIONS) if set(CORRUPTIONS) <= set(data.shifts) else others
+
+
+def _load_networks(text: str, machine: Machine) -> Iterable[NamedNetwork]:
+    """Networks by ``name`` if they ship with the package, or by ``name=weights.safetensors``."""
+    known = list(models.ARCHITECTURES)
+    for part in text.split(","):
+        name, _, path = part.partition("=")
+        require(name in known, "model", name, f"one of {known}{nearest(name, known)}")
+        require(not path or Path(path).is_file(), f"weights of model {name!r}", path, "a file")
+        module = machine.place(models.load(name, Path(path) if path else None))
+        with as_file(files("driftfilter.app") / "assets" / f"{name}.safetensors") as shipped:
+            weights = (Path(path) if path else shipped).read_bytes()
+        title = f"{name}={Path(path).stem}" if path else name
+        yield NamedNetwork(title, module, hashlib.sha256(weights).hexdigest())
+
+
+def open_source(path: Path) -> SourceImages:
+    """Samples of an ``.npz`` with "images" [n, h, w, 3], 8 bits, and perhaps "labels" [n]."""
+    found = open_arrays(path)
+    require("images" in found, str(path), list(found), "an .npz with 'images'")
+    images = require_images(f"{path}: images", found["images"])
+    pixels = torch.from_numpy(images).permute(0, 3, 1, 2).contiguous()
+    labels = None
+    if "labels" in found:
+        known = require_labels(f"{path}: labels", found["labels"], len(images))
+        labels = torch.from_numpy(known)
+    return SourceImages(pixels, labels, str(path), digest([path]))
+
+
+def _set_rounds(choice: Choice, rounds: int | None) -> Choice:
+    """The protocol with this many rounds if it has rounds and its options do not say how many."""
+    takes = (
+        rounds is not None
+        and "rounds" in [item.name for item in fields(build_protocol(choice))]
+        and "rounds" not in dict(choice.options)
+    )
+    return replace(choice, options=(*choice.options, ("rounds", rounds))) if takes else choice

@@ -1,0 +1,145 @@
+"""From the options of ``driftfilter run`` to all that a run needs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch import nn
+
+import driftfilter as df
+from driftfilter.app.bench.prepare import parse_choices
+from driftfilter.app.images.files import Integers
+from driftfilter.app.machine import Machine, choose_machine
+from driftfilter.app.run import summary
+from driftfilter.app.run.load_model import open_model
+from driftfilter.app.run.options import RunOptions
+from driftfilter.app.run.reader import Feed, Form, open_feed, open_labels
+from driftfilter.base.checks import require
+from driftfilter.recipe import change
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class PreparedRun:
+    """All that a run needs."""
+
+    options: RunOptions
+    adapter: df.Adapter
+    feed: Feed
+    form: Form
+    labels: Integers | None
+    machine: Machine
+    model: nn.Module
+    source: df.Adapter | None = None  # the model as it is, if a baseline is asked for
+    classes: tuple[str, ...] = ()  # their names
+
+    @property
+    def dtype(self) -> str:
+        """Type of the numbers that are written."""
+        return "float64" if self.form.dtype == torch.float64 else "float32"
+
+
+def prepare(options: RunOptions) -> PreparedRun:
+    """All that is needed; a wrong option or a missing file is an error here, before anything is
+    written.
+    """
+    started = (options.out / "config.json").exists()
+    allowed = "a folder without a run (or give --resume, to go on with that one)"
+    require(options.resume or not started, "--out", str(options.out), allowed)
+    for option in ("stdin_continues", "integers"):
+        given = getattr(options, option)
+        require(
+            not given or options.data == "-",
+            f"--{option.replace('_', '-')}",
+            options.data,
+            "left out unless DATA is -",
+        )
+    machine = choose_machine(options.device)
+    feed = open_feed(options.data, frozenset(filter(None, options.integers.split(","))))
+    labels = (
+        feed.labels if options.labels is None else open_labels(Path(options.labels), feed.count)
+    )
+    model = machine.place(
+        open_model(options.model, None if options.weights is None else Path(options.weights))
+    )
+    within = None if options.range is None else _parse_range(options.range)
+    form = Form(_dtype(model), machine.device, options.layout, options.scale, within)
+    source = df.adapt(model, "source") if options.baseline else None
+    classes = () if options.classes is None else summary.open_classes(Path(options.classes))
+    adapter = _adapt(options, model, form)
+    return PreparedRun(options, adapter, feed, form, labels, machine, model, source, classes)
+
+
+def _dtype(model: nn.Module) -> torch.dtype:
+    return next(
+        (each.dtype for each in model.parameters() if each.is_floating_point()), torch.float32
+    )
+
+
+def _parse_range(text: str) -> tuple[float, float]:
+    try:
+        low, high = map(float, text.split(","))
+    except ValueError:
+        low, high = math.nan, math.nan
+    require(low < high, "--range", text, "LOW,HIGH: two numbers, the lower one first")
+    return low, high
+
+
+def _adapt(options: RunOptions, model: nn.Module, form: Form) -> df.Adapter:
+    """The adapter of a preset or a recipe, with the fields that --set names."""
+    own: dict[str, Any] = {
+        "seed": options.seed,
+        "window": options.window,
+        "update_every": options.update_every,
+    }
+    if options.source is not None:
+        source = open_feed(options.source)
+        require(source.count is not None, "--source", options.source, "a file or folder")
+        known = None if source.labels is None else torch.from_numpy(source.labels).to(form.device)
+        own["data"] = df.SourceData(form(next(source.batches(source.count or 1, 0)).read()), known)
+    if options.recipe is not None:
+        require(
+            options.preset is None, "--preset", options.preset, "left out if there is a --recipe"
+        )
+        adapter = df.adapt(model, _read_recipe(Path(options.recipe)), **own)
+    else:
+        (chosen, *others) = parse_choices(options.preset or "driftfilter")
+        require(not others, "--preset", options.preset, "one preset, as in tent:lr=0.001")
+        adapter = df.adapt(model, chosen.name, **own, **dict(chosen.options))
+    if not options.set:
+        return adapter
+    return df.adapt(model, _set_fields(adapter.recipe, options.set), **own)
+
+
+def _set_fields(recipe: df.Recipe, settings: Sequence[str]) -> df.Recipe:
+    """The recipe with some fields set, each written PATH=VALUE."""
+    for setting in settings:
+        path, sign, text = setting.partition("=")
+        require(
+            bool(path and sign), "--set", setting, "PATH=VALUE, as in transition.dynamics.rho=0.99"
+        )
+        try:
+            recipe = change(recipe, path, text)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"--set {setting}: {error}") from error
+    return recipe
+
+
+def _read_recipe(path: Path) -> df.Recipe:
+    require(path.is_file(), "--recipe", str(path), "a TOML file that is there")
+    try:
+        recipe = df.from_toml(path.read_text(encoding="utf-8"))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"--recipe {path}: {error}") from error
+    require(
+        isinstance(recipe, df.Recipe),
+        f"--recipe {path}",
+        type(recipe).__name__,
+        'of kind = "Recipe"',
+    )
+    return recipe  # type: ignore[no-any-return]
