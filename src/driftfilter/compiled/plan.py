@@ -20,6 +20,7 @@ from driftfilter.gaussian.full import Full
 from driftfilter.inference.curvature import EmpiricalFisher, GaussNewton, Hessian, NoCurvature
 from driftfilter.inference.linearized import Linearized
 from driftfilter.inference.prediction import MAP, LinearizedProbit, Tempered
+from driftfilter.model.closed_forms import variance_at
 from driftfilter.model.dynamics import Spread
 from driftfilter.model.losses import (
     Entropy,
@@ -64,6 +65,7 @@ def rules_of(filt: Filter) -> Rules:
         float(inference.radius),
         prediction,
         temperature,
+        variance_at(temperature),
         filt.predict_from == "posterior",
     )
 

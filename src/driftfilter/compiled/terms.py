@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 
-FLOOR = -1e4  # of log-probabilities, as expansion.FLOOR
 TINY = 2.2250738585072014e-308
 
 ENTROPY, BOUNDED_RATIO, PSEUDO_LABEL, GENERALIZED, INFORMATION = range(5)
@@ -63,4 +62,5 @@ class Rules(NamedTuple):
     radius: float  # of the trust region, 0 for none
     prediction: int
     temperature: float
+    variance: float  # of logits that come to the temperature
     posterior: bool  # predict from the posterior

@@ -15,6 +15,7 @@ from driftfilter.base.inputs import Inputs
 from driftfilter.base.randomness import Purpose, Randomness
 from driftfilter.gaussian.belief import Belief
 from driftfilter.gaussian.covariance import antithetic
+from driftfilter.model.closed_forms import kappa, variance_at
 from driftfilter.model.observation import Energy
 from driftfilter.model.predictive import PredictiveModel, logit_covariance
 from driftfilter.model.weighting import Memory
@@ -125,7 +126,7 @@ class Tempered:
         logits = query.view_logits(belief).mean(0) if self.over_views else query.logits(belief)
         return Prediction(
             (logits / self.temperature).log_softmax(-1),
-            torch.full_like(logits, _variance_at(self.temperature)),
+            torch.full_like(logits, variance_at(self.temperature)),
         )
 
 
@@ -195,7 +196,7 @@ class Moderated:
         variance = (self.scale * along / length.clamp_min(torch.finfo(length.dtype).tiny)).to(
             logits.dtype
         )
-        variance = variance.clamp(0, _variance_at(self.limit))
+        variance = variance.clamp(0, variance_at(self.limit))
         return Prediction(
             (logits / (1 + math.pi / 4 * variance).sqrt()).log_softmax(-1),
             variance.expand_as(logits).clone(),
@@ -309,17 +310,8 @@ class LinearizedProbit:
         """The prediction for Gaussian logits with means [..., k] and covariances [..., k, k]."""
         variance = covariance.diagonal(dim1=-2, dim2=-1).clamp_min(0)
         if self.form == "per_class":
-            return Prediction((_kappa(variance) * logits).log_softmax(-1), variance)
+            return Prediction((kappa(variance) * logits).log_softmax(-1), variance)
         gaps = logits[..., :, None] - logits[..., None, :]
         spread = (variance[..., :, None] + variance[..., None, :] - 2 * covariance).clamp_min(0)
-        scores = -torch.logsumexp(-_kappa(spread) * gaps, -1)
+        scores = -torch.logsumexp(-kappa(spread) * gaps, -1)
         return Prediction(scores.log_softmax(-1), variance)
-
-
-def _variance_at(temperature: float) -> float:
-    """v of Gaussian logits that come to this temperature."""
-    return 4 / math.pi * max(temperature**2 - 1, 0.0)
-
-
-def _kappa(variance: Tensor) -> Tensor:
-    return (1 + math.pi / 8 * variance).rsqrt()

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from driftfilter.gaussian.covariance import positive_root
-
-FLOOR = -1e4  # of log-probabilities: exp underflows far above it, and 0 · log 0 stays 0
+from driftfilter.model.closed_forms import FLOOR, bend, center
 
 
 class Expansion(NamedTuple):
@@ -72,7 +71,7 @@ def separable(
     A constant in g' cancels, since Σp = 1. The value is Σfirst where none is given.
     """
     total = first.sum(-1, keepdim=True)
-    gradient = torch.addcmul(first, p, total, value=-1.0)
+    gradient = center(first, p, total)
 
     def hessian() -> Tensor:
         v = gradient + second
@@ -85,9 +84,7 @@ def separable(
     def root() -> Tensor:
         if p.shape[-1] != 2:
             return invariant_root(hessian())
-        v = gradient + second  # two classes: ∇² = a [[1, -1], [-1, 1]], both diagonal entries are a
-        halved = torch.addcmul(v, p, second.sum(-1, keepdim=True), value=-0.5)
-        a = torch.addcmul(v, p, halved, value=-2.0).clamp_min_(0).sqrt_()
+        a = bend(gradient + second, p, second.sum(-1, keepdim=True)).clamp_min_(0).sqrt_()
         return (a * _opposite(p.dtype, p.device)).unsqueeze(-1)
 
     return Expansion(total.squeeze(-1) if value is None else value, gradient, hessian, root, shares)

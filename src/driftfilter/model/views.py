@@ -14,7 +14,8 @@ from torch.nn import functional
 from driftfilter.base.checks import require, require_count, require_number, require_role
 from driftfilter.base.inputs import Inputs, batch_size
 from driftfilter.base.sharding import placed, taken
-from driftfilter.model.expansion import FLOOR, Expansion, log_softmax, separable
+from driftfilter.model.closed_forms import FLOOR
+from driftfilter.model.expansion import Expansion, log_softmax, separable
 from driftfilter.model.losses import Loss, Targets, one_hot
 
 Augmentation: TypeAlias = Callable[

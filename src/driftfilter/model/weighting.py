@@ -15,12 +15,10 @@ import torch
 from torch import Tensor
 
 from driftfilter.base.checks import require, require_number, require_role
+from driftfilter.model import closed_forms
 from driftfilter.model.expansion import log_softmax
 
 Memory: TypeAlias = Mapping[str, Tensor]
-
-# certainty 1 - H / ln k of a sample below which it has none: rounding decides what is left of it
-TIE = 1e-6
 
 _MEAN_PREDICTION = "weighting.mean_prediction"
 
@@ -37,7 +35,7 @@ class Weighting(Protocol):
 def entropy(logits: Tensor) -> Tensor:
     """H(softmax f) for logits [..., k]."""
     logp = log_softmax(logits)
-    return -(logp.exp() * logp).sum(-1)
+    return closed_forms.entropy(logp.exp(), logp)[0].sum(-1)
 
 
 def _require_beta(field: str, beta: float) -> None:
@@ -71,9 +69,8 @@ class Reliability:
         _require_beta("Reliability.beta", self.beta)
 
     def __call__(self, logits: Tensor, weights: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
-        largest = math.log(max(logits.shape[-1], 2))
-        sure = 1 - entropy(logits) / largest
-        return weights * (self.beta * sure.where(sure > TIE, 0)), memory
+        sure = closed_forms.certainty(entropy(logits), math.log(max(logits.shape[-1], 2)))
+        return weights * (self.beta * sure), memory
 
 
 @final
@@ -96,8 +93,7 @@ class EntropyGate:
 
     def __call__(self, logits: Tensor, weights: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
         margin = self.fraction * math.log(max(logits.shape[-1], 2)) - entropy(logits)
-        kept = margin.exp() * (margin > 0) if self.weighted else (margin > 0).to(margin.dtype)
-        return weights * (self.beta * kept), memory
+        return weights * (self.beta * closed_forms.gate(margin, float(self.weighted))), memory
 
 
 def _running(memory: Memory, p: Tensor) -> Tensor | None:
