@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from driftfilter.base.checks import require, require_finite, unchecked
-from driftfilter.compiled.batched import batched_step
+from driftfilter.compiled.batched import step_batched
 from driftfilter.compiled.plan import Uncovered, motion_of, rules_of
 from driftfilter.compiled.scan import head_of, is_along_x, limits
 from driftfilter.compiled.terms import Head, Motion
@@ -238,8 +238,6 @@ class Fleet:
         rows = torch.arange(len(self)) if streams is None else self._indices(streams)
         self._require_features(features, len(rows))
         features = features.to(self._mean)
-        if self._head.intercept:
-            features = torch.cat((features.new_ones(*features.shape[:-1], 1), features), -1)
         compiled = find_spec("numba") is not None and self._mean.device.type == "cpu"
         beliefs, predictions = (
             self._compiled(features, rows) if compiled else self._batched(features, rows)
@@ -285,14 +283,13 @@ class Fleet:
             self._steps[rows] += steps
 
     def _batched(self, features: Tensor, rows: Tensor) -> tuple[Beliefs, Predictions]:
+        bound = self.filter.transition.bind(self._start.source)
         mean, values, out = self._mean, self._values, []
         if not self._are_all(rows):
             index = rows.to(mean.device)
             mean, values = mean[index], values[index]
         for batch in features.unbind(1):
-            mean, values, *predicted = batched_step(
-                self.filter, self._motion, self._start.source, batch, mean, values
-            )
+            mean, values, *predicted = step_batched(self.filter, bound, batch, mean, values)
             out.append(predicted)
         logp, variance = (torch.stack(parts, 1) for parts in zip(*out, strict=True))
         return (mean, values, self._low[rows]), (logp, variance)
@@ -306,6 +303,9 @@ class Fleet:
         from driftfilter.compiled import logistic_lanes as compiled_abreast
         from driftfilter.compiled.workspace import room
 
+        given = features
+        if self._head.intercept:
+            features = torch.cat((features.new_ones(*features.shape[:-1], 1), features), -1)
         m, per, n, width = features.shape
         k, d, whole = self._head.classes, self._start.parameters, len(rows) == len(self)
         mean, values = self._spare or (torch.empty_like(self._mean), torch.empty_like(self._values))
@@ -356,7 +356,7 @@ class Fleet:
         logp, variance = results[..., :k], results[..., k : 2 * k]
         for position in np.flatnonzero(reached == 0).tolist():
             state, outputs = self.filter.run(
-                self._state(int(rows[position])), list(self._given(features[position]))
+                self._state(int(rows[position])), list(given[position])
             )
             covariance = state.belief.covariance
             mean[position], bounds[position, 0] = state.belief.mean, 0.0
@@ -366,10 +366,6 @@ class Fleet:
             logp[position] = outputs.log_probabilities.reshape(per, n, k)
             variance[position] = outputs.logit_variance.reshape(per, n, k)
         return (mean, values, bounds[:, 0].clone()), (logp, variance)
-
-    def _given(self, features: Tensor) -> Tensor:
-        """Features as they were given, without the constant 1."""
-        return features[..., 1:] if self._head.intercept else features
 
     def save(self, path: str | Path, keep: int = 1) -> None:
         """Write all streams to a file, which is there whole or as it was; the last ``keep`` files

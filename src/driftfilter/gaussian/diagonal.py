@@ -62,7 +62,7 @@ class Diagonal:
         return vectors / self.values
 
     def condition(self, factor: Tensor) -> Diagonal:
-        values = self.values / (1 + self.values * column_energy(factor))
+        values = self.values / column_energy(factor).mul_(self.values).add_(1)
         if not values.min().item() > 0:
             raise NotPositiveDefiniteError(
                 "no posterior variance is left: the prior had none, or the curvature is too large"
@@ -81,7 +81,7 @@ class Diagonal:
             if not is_diagonal(noise):
                 raise refuse("Diagonal", "noise that correlates coordinates", "Full or Blocks")
             noise = noise.variance()
-        return unchecked(Diagonal, values=self.values * (gain * gain) + noise)
+        return unchecked(Diagonal, values=(self.values * (gain * gain)).add_(noise))
 
     def sample(self, count: int, generator: torch.Generator) -> Tensor:
         return normals(count, self.values, generator) * self.values.sqrt()

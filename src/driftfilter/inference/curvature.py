@@ -103,16 +103,23 @@ class EmpiricalFisher(Curvature):
         return 2 if self.centered else 1
 
     def __call__(self, evaluation: Evaluation) -> tuple[Tensor, Tensor]:
-        rows = evaluation.rows()  # a_i g_i, a_i = w_i/n
-        gradient = rows.sum(0)
-        if self.centered and rows.shape[0] == 1:
-            return gradient, torch.zeros_like(rows)
-        weights = evaluation.coefficients.clamp_min(torch.finfo(rows.dtype).tiny)
+        coefficients = evaluation.coefficients
         if evaluation.is_coupled:
-            weights = weights.mean().expand_as(weights)
+            tiny = torch.finfo(coefficients.dtype).tiny
+            coefficients = coefficients.clamp_min(tiny).mean().expand_as(coefficients)
+        return self.of_rows(evaluation.rows(), coefficients)
+
+    def of_rows(self, rows: Tensor, coefficients: Tensor) -> tuple[Tensor, Tensor]:
+        """g [..., d] and F [..., n, d] of rows a_i g_i, which may be changed, and a_i [..., n]."""
+        weights = coefficients.clamp_min(torch.finfo(rows.dtype).tiny)
+        scale = (self.scale * weights.rsqrt()).unsqueeze(-1)
+        if rows.shape[-2] == 1:
+            return rows.select(-2, 0), torch.zeros_like(rows) if self.centered else rows * scale
+        gradient = rows.sum(-2)
         if self.centered:
-            rows = rows.addcmul_(weights[:, None], gradient / weights.sum(), value=-1.0)
-        return gradient, rows.mul_((self.scale * weights.rsqrt())[:, None])
+            mean = gradient / weights.sum(-1, keepdim=True)
+            rows = rows.addcmul_(weights.unsqueeze(-1), mean.unsqueeze(-2), value=-1.0)
+        return gradient, rows.mul_(scale)
 
 
 @final

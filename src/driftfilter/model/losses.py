@@ -76,7 +76,7 @@ class Loss(Protocol):
 
 def one_hot(logits: Tensor) -> Tensor:
     """The most likely class, 1 there and 0 elsewhere."""
-    return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
+    return torch.zeros_like(logits).scatter(-1, logits.argmax(-1, keepdim=True), 1.0)
 
 
 @final
