@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from typing import TypeAlias
 
-from driftfilter.compiled.prefetch import fetch
 from driftfilter.compiled.rules import (
     F,
     G,
@@ -46,6 +45,7 @@ from driftfilter.compiled.terms import (
     Numbers,
     Rules,
 )
+from driftfilter.compiled.vector_math import fetch
 from driftfilter.compiled.workspace import Room, logits, move_mean, root_columns, step_length
 
 Pair: TypeAlias = tuple[Numbers, Numbers]  # means and variances of one stream, [d] each or []
