@@ -87,7 +87,7 @@ def probabilities(w: Floats, n: int) -> None:
 
 
 @part
-def _total_entropy(f: float, p: float, q: float) -> float:
+def _sum_entropy(f: float, p: float, q: float) -> float:
     """H of both classes: log of the smaller p is abs(f) less than log of the larger one."""
     top = log(max(p, q))
     low = max(top - abs(f), FLOOR)
@@ -108,7 +108,7 @@ def weigh(rules: Rules, w: Floats, n: int) -> None:
         kind, beta, level = rules.gates[g, 0], rules.gates[g, 1], rules.gates[g, 2] * LN2
         sharpness = 1.0 if kind == WEIGHTED_GATE else 0.0
         for i in range(n):
-            entropy = _total_entropy(w[F + i], w[P + i], w[Q + i])
+            entropy = _sum_entropy(w[F + i], w[P + i], w[Q + i])
             sure, gated = _certainty(entropy, LN2), _gate(level - entropy, sharpness)
             w[WEIGHT + i] *= beta * (sure if kind == RELIABILITY else gated)
 
@@ -126,7 +126,7 @@ def _add(w: Floats, i: int, c: float, one: Pair, other: Pair) -> None:
 
 
 @part
-def slopes(rules: Rules, w: Floats, n: int) -> None:
+def expand_loss(rules: Rules, w: Floats, n: int) -> None:
     """Gradient of the loss in f, its curvature beside u (q - p), and what it counts for."""
     for i in range(n):
         w[U + i] = w[BEND + i] = w[SHARE + i] = 0.0

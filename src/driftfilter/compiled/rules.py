@@ -73,8 +73,8 @@ def compiled(function: Call) -> Call:
 
 
 def part(function: Call) -> Call:
-    """The same, compiled on its own and put into the kernel by LLVM: that takes much less time than
-    ``compiled``.
+    """A part of a kernel that is compiled on its own and put into the kernel by LLVM: that takes
+    much less time than ``compiled``.
     """
     options: Any = {"forceinline": True, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
     made: Call = numba.njit(**options, **_OPTIONS)(function)

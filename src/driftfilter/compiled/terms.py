@@ -19,13 +19,13 @@ RELIABILITY, WEIGHTED_GATE, GATE = range(3)
 NONE, HESSIAN, GAUSS_NEWTON, FISHER, CENTERED_FISHER = range(5)
 TEMPERED, PAIRWISE, PER_CLASS = range(3)
 
-GAIN, DRIFT, DIAGONAL, KAPPA, ORIGIN = range(5)  # rows of Motion.vectors
-PRIOR, AFTER, STEP, VALUES = range(4)  # rows of Room.vectors: μ⁻, μ, anything, anything
+GAIN, DRIFT, DIAGONAL, KAPPA, ORIGIN = range(5)  # rows of MotionArrays.vectors
+PRIOR, AFTER, STEP, VALUES = range(4)  # rows of Workspace.vectors: μ⁻, μ, anything, anything
 
 Numbers = Any  # an array of the belief's own dtype
 
 
-class Motion(NamedTuple):
+class MotionArrays(NamedTuple):
     """μ⁻ = G μ + c; Σ⁻ = A ∘ (G Σ Gᵀ) + W + diag(κ (μ - μ₀)²), with a vector gain of the covariance
     inside A.
     """
@@ -40,7 +40,7 @@ class Motion(NamedTuple):
     floor: float
 
 
-class Head(NamedTuple):
+class HeadArrays(NamedTuple):
     """The linear head."""
 
     first: int  # class of the first row of θ
