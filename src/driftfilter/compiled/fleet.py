@@ -159,7 +159,7 @@ class Fleet:
         return FilterState(belief, self._start.source, self._start.parameters, *counts)
 
     def _indices(self, streams: Sequence[StreamName]) -> Tensor:
-        """Rows of streams [m]; refused where one is not known, or named twice."""
+        """Rows of streams [m]; refused if one is not known, or named twice."""
         unknown = [stream for stream in streams if stream not in self._rows]
         require(
             not unknown,
@@ -181,7 +181,7 @@ class Fleet:
         """Adapt some streams to a batch each and predict it.
 
         A mapping stream -> features [n, D] gives a mapping stream -> Prediction; features [m, n, D]
-        of ``streams`` (all where none are named) give one Prediction of tensors [m, n, k].
+        of ``streams`` (all if none are named) give one Prediction of tensors [m, n, k].
         """
         if isinstance(batches, Mapping):
             require(

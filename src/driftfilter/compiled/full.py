@@ -45,7 +45,7 @@ from driftfilter.compiled.workspace import Workspace, fill_columns, logits, move
 
 @compiled
 def _directions(read_out: Floats, X: Floats, start: int, n: int, own: int, Z: Floats) -> None:
-    """b_ic: features in the block of class c, read out where there are hidden states."""
+    """b_ic: features in the block of class c, read out if there are hidden states."""
     width = X.shape[1]
     for q in range(n * own):
         i, place = start + q // own, q % own * width
@@ -239,7 +239,7 @@ def scan_full(
     being of no use.
 
     ``bounds``: a lower one of Σ's eigenvalues, which is kept up, and the rounding error of a
-    number. Rounding may cost Σ its definiteness; where the bound cannot exclude it the step is the
+    number. Rounding may cost Σ its definiteness; if the bound cannot exclude it the step is the
     eager path's, which looks (a Cholesky factor).
     """
     w, root, square, vectors, theta, R, Z, Q, half = space

@@ -106,7 +106,7 @@ def _sweep(
 
 @part
 def _spread(noise: Floats, alpha: float, S: Floats, v: Floats) -> float:
-    """Σ ← α (Σ - z zᵀ) + W where W is no diagonal; returns the α that is left to do."""
+    """Σ ← α (Σ - z zᵀ) + W if W is no diagonal; returns the α that is left to do."""
     if noise.shape[0] == 0:
         return alpha
     for i in range(noise.shape[0]):

@@ -3,7 +3,7 @@ fixed, one sample a step.
 
 Everything is a function of the logit f of class 1, with p = 1 / (1 + e⁻ᶠ) and q = 1 - p. A
 workspace w [ROWS · BLOCK] has rows of BLOCK places, one for each of many streams, or of many steps
-where these do not depend on each other; loops without branches over the places run in vector
+if these do not depend on each other; loops without branches over the places run in vector
 registers. The closed forms are those of model/closed_forms.py, with exp and log of vector_math.py.
 """
 
@@ -96,7 +96,7 @@ def _sum_entropy(f: float, p: float, q: float) -> float:
 
 @part
 def weigh(rules: Rules, w: Floats, n: int) -> None:
-    """w of every sample; where no threshold of a masking pseudo-label is reached it is 0."""
+    """w of every sample: 0 if no threshold of a masking pseudo-label is reached."""
     lowest = 0.0
     if rules.masked:
         lowest = 1.0

@@ -82,8 +82,8 @@ def part(function: Call) -> Call:
 
 
 def kernel(function: Call) -> Call:
-    """Compiled to machine code at the first call, kept on disk for later processes where a folder
-    can be written.
+    """A kernel: compiled to machine code at the first call, and kept on disk for later processes if
+    a folder can be written.
     """
     return _compiled(function, no_cfunc_wrapper=True)
 

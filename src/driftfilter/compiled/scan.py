@@ -1,4 +1,4 @@
-"""Whole streams in compiled code: what ``Filter.run`` does with a linear head where numba is
+"""Whole streams in compiled code: what ``Filter.run`` does with a linear head if numba is
 installed.
 
 The compiled step (full.py) is the eager one in closed form. What it cannot take, a step that warns,
@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 
 def why_eager(filt: Filter, state: FilterState, batches: Iterable[Any]) -> str:
-    """Why ``filt.run(state, batches)`` would not run in compiled code; empty where it would."""
+    """Why ``filt.run(state, batches)`` would not run in compiled code; empty if it would."""
     try:
         _plan(filt, state, batches)
     except Uncovered as reason:
@@ -52,7 +52,7 @@ def why_eager(filt: Filter, state: FilterState, batches: Iterable[Any]) -> str:
 def run(
     filt: Filter, state: FilterState, batches: Iterable[Any]
 ) -> tuple[FilterState, Outputs] | None:
-    """The stream in compiled code; None where it is not covered."""
+    """Run the stream in compiled code; None if it is not covered."""
     try:
         plan = _plan(filt, state, batches)
     except Uncovered:
@@ -65,7 +65,7 @@ class ScanPlan(NamedTuple):
 
     batches: Any  # as they were given
     features: Tensor  # [samples, D] float64, of all usable batches
-    offsets: Any  # [steps + 1] first sample of each batch; a range where all are of one size
+    offsets: Any  # [steps + 1] first sample of each batch; a range if all are of one size
     sizes: tuple[int, int]  # of the smallest and the largest batch
     odd: list[int]  # batches that only the eager path can judge, then the number of steps
     rules: Rules
@@ -113,7 +113,7 @@ class SourcePlan(NamedTuple):
     rules: Rules
     motion: MotionArrays
     read_out: Any  # [parameters, d], or [0, 0]
-    low: float  # a lower bound of the eigenvalues of the source's covariance, where it is full
+    low: float  # a lower bound of the eigenvalues of the source's covariance, if it is full
 
 
 def _translate(filt: Filter, state: FilterState) -> SourcePlan:
@@ -260,7 +260,7 @@ class _Scan:
             reached, state = self._run_compiled(state, t, stop) if stop > t else (t, state)
             patience = (
                 1 if reached > t else min(2 * patience, 256)
-            )  # where it refuses again and again, ask less often
+            )  # if it refuses again and again, ask less often
             t = min(reached + patience, count)
             for position in range(reached, t):
                 state = self._step_eagerly(state, position)
@@ -414,14 +414,14 @@ class ScanRecord:
         return self.out[:, self.classes : 2 * self.classes]
 
     def prediction(self, t: int) -> Prediction:
-        """Of the batch at this place."""
+        """The prediction of the batch at this place."""
         if t in self.eager:
             return self.eager[t][0]
         rows = self._rows(t)
         return Prediction(self.log_probabilities[rows], self.logit_variance[rows])
 
     def info(self, t: int) -> StepInfo:
-        """Of the step at this place."""
+        """What the step at this place did."""
         if t in self.eager:
             return self.eager[t][1]
         rows = self._rows(t)

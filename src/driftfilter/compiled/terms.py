@@ -30,11 +30,11 @@ class MotionArrays(NamedTuple):
     inside A.
     """
 
-    # [5, d]: gain of the mean (where G is no matrix), c, diagonal of W (where it is one), κ, μ₀
+    # [5, d]: gain of the mean (if G is no matrix), c, diagonal of W (if it is one), κ, μ₀
     vectors: Floats
     matrix: Floats  # G [d, d], or [0, 0]
     factor: Floats  # A [d, d], or [1, 1]; for a diagonal covariance [1, d]
-    noise: Floats  # W [d, d] where it is no diagonal, or [0, 0]
+    noise: Floats  # W [d, d] if it is no diagonal, or [0, 0]
     still: bool  # whether Σ⁻ = Σ
     shrink: float  # a lower bound of Σ⁻'s eigenvalues is shrink · (that of Σ's) + floor
     floor: float

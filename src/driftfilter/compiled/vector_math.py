@@ -1,9 +1,9 @@
 """What LLVM does beyond numba: exp and log in vector registers, memory asked for ahead of its use.
 
 exp and log have no branches or calls, so that loops over them use vector registers; the C library's
-take one number at a time. These are right to two units in the last place where
-kernels use them: exp of finite numbers below 709 (under -708 it stays at 3e-308), log of normal
-positive numbers. What is not finite is for the caller to find.
+take one number at a time. They are right to two units in the last place for what kernels ask of
+them: exp of finite numbers below 709 (under -708 it stays at 3e-308), log of normal positive
+numbers. What is not finite is for the caller to find.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ class Prediction:
     """Class probabilities, and how uncertain the logits were."""
 
     log_probabilities: Tensor  # [n, k]
-    logit_variance: Tensor  # [n, k]; 0 where the rule ignores the covariance
+    logit_variance: Tensor  # [n, k]; 0 if the rule ignores the covariance
 
     @property
     def probabilities(self) -> Tensor:
@@ -49,10 +49,10 @@ class Query(NamedTuple):
     inputs: Inputs  # [n, ...]
     randomness: Randomness
     known: Tensor | None = (
-        # logits at the mean [v, n, k] of every view of the loss, where the caller has them already
+        # logits at the mean [v, n, k] of every view of the loss, if the caller has them already
         None
     )
-    taught: Tensor | None = None  # logits of the teacher [n, k], where there is one
+    taught: Tensor | None = None  # logits of the teacher [n, k], if there is one
     # What the loss looks at, clean inputs first.
     views: Callable[[], tuple[Inputs, ...]] | None = None
     # What the rule has learned from batches (``learn``).
@@ -142,9 +142,9 @@ class Moderated:
         T² = 1 + π v / 4,   v = s Σ_i g_iᵀ Σ⁻ g_i / Σ_i |u_i|²
                            (= s Σ_i u_iᵀ (J_i Σ⁻ J_iᵀ) u_i / Σ_i |u_i|²)
 
-    g_i are the rows of network.py: where batch statistics couple the samples they hold parts of
+    g_i are the rows of network.py: if batch statistics couple the samples, they hold parts of
     other samples' slopes, and v is larger than what stands in brackets. For a point mass v is 0.
-    The update has these gradients already where its curvature is the empirical Fisher: the
+    The update has these gradients already if its curvature is the empirical Fisher: the
     prediction then costs no pass more. One sample of two classes is predicted as by
     ``LinearizedProbit`` from s Σ⁻. With more classes the variance along u is taken for that of all
     directions, with more samples the batch's for that of each. The most likely class is that of f.
@@ -155,7 +155,7 @@ class Moderated:
 
     T is at most ``limit``. Batches of n < ``samples`` fade the sums of those before by 1 - n /
     samples, and add their own. Inputs predicted without adapting to them have the T of the last
-    batch; T = 1 before the first one, and where the loss sees other outputs than the logits.
+    batch; T = 1 before the first one, and if the loss sees other outputs than the logits.
     """
 
     scale: float = 0.01

@@ -50,8 +50,8 @@ def _opposite(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def invariant_root(hessian: Tensor) -> Tensor:
-    """The same with k - 1 columns, for losses that do not see a shift of the logits: their Hessians
-    have rows of sum 0.
+    """R [..., k, k - 1], R Rᵀ = the positive part, for losses that do not see a shift of the
+    logits: their Hessians have rows of sum 0.
     """
     basis = _contrasts(hessian.shape[-1]).to(hessian)
     return basis @ positive_root(basis.mT @ hessian @ basis)
@@ -68,7 +68,7 @@ def separable(
     -> 0:
 
     ∇ = u = first - p Σfirst,  ∇² = diag(v) - v pᵀ - p vᵀ + (Σb) p pᵀ  with b = second, v = u + b.
-    A constant in g' cancels, since Σp = 1. The value is Σfirst where none is given.
+    A constant in g' cancels, since Σp = 1. The value is Σfirst if none is given.
     """
     total = first.sum(-1, keepdim=True)
     gradient = center(first, p, total)
@@ -115,7 +115,7 @@ def hessians(function: Callable[[Tensor], Tensor], logits: Tensor) -> Callable[[
 
 
 def _one_sample(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """The same function from the logits of one sample [k] to one value []."""
+    """A function logits [n, k] -> [n] as one from the logits of a sample [k] to one value []."""
 
     def one(row: Tensor) -> Tensor:
         value = function(row[None])

@@ -1,7 +1,7 @@
 """Unsupervised losses in logit space: value, gradient and Hessian of ℓ_i in the k logits of sample
 i; no model.
 
-A loss sees logits [v, ..., n, k]: the clean inputs first, then augmented views where it asks for
+A loss sees logits [v, ..., n, k]: the clean inputs first, then augmented views if it asks for
 them. What must not be differentiated (pseudo-labels, targets) is fixed once a step, at the prior
 mean.
 """

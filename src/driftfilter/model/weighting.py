@@ -76,7 +76,7 @@ class Reliability:
 @final
 @dataclass(frozen=True)
 class EntropyGate:
-    """w_i = β exp(E₀ - H_i) where H_i < E₀ = fraction · ln k, else 0; not ``weighted``, w_i = β or
+    """w_i = β exp(E₀ - H_i) if H_i < E₀ = fraction · ln k, else 0; not ``weighted``, w_i = β or
     0.
     """
 
@@ -112,7 +112,7 @@ def _running(memory: Memory, p: Tensor) -> Tensor | None:
 @final
 @dataclass(frozen=True)
 class DiversityGate:
-    """w_i = 1 where |cos(p_i, p̄)| < similarity, else 0; p̄ is a running mean prediction of the
+    """w_i = 1 if |cos(p_i, p̄)| < similarity, else 0; p̄ is a running mean prediction of the
     samples kept.
 
     p̄ ← momentum · p̄ + (1 - momentum) · mean of the kept p_i, starting at the first kept mean;
@@ -141,7 +141,7 @@ class DiversityGate:
 
 
 def _scaled(values: Tensor) -> Tensor:
-    """Values [n] of order one moved to [0, 1]; 0 where all are the same but for rounding."""
+    """Values [n] of order one moved to [0, 1]; 0 if all are the same but for rounding."""
     low, high = values.min(), values.max()
     spread = high - low > 32 * torch.finfo(values.dtype).eps
     return (values - low) * spread / torch.where(spread, high - low, torch.ones_like(high))
@@ -153,7 +153,7 @@ class CertaintyDiversity:
     """w_i = β exp(d_i c_i / temperature), d_i = 1 - cos(p_i, p̄) and c_i = -H_i each scaled to [0,
     1] in the batch.
 
-    0 where d_i is below its mean; p̄ ← momentum · p̄ + (1 - momentum) · mean p_i, from the uniform
+    0 if d_i is below its mean; p̄ ← momentum · p̄ + (1 - momentum) · mean p_i, from the uniform
     distribution.
     """
 
