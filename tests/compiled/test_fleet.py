@@ -185,13 +185,9 @@ def test_streams_that_compiled_code_refuses_step_by_themselves() -> None:
     assert_state(fleet, "c", state)
 
 
-def test_coupled_losses_need_compiled_code(path: str) -> None:
+def test_coupled_losses(path: str) -> None:
     filt = build(observation=df.Gibbs(df.InformationMaximization()))
     fleet, x = df.Fleet(filt, start("full"), NAMES), features(5, 3, D)
-    if path == "batched":
-        with pytest.raises(ValueError, match="each sample alone"):
-            fleet.step(x)
-        return
     fleet.step(x)
     assert_state(fleet, "c", filt.step(filt.init(start("full")), x[2])[0])
 

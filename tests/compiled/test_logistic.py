@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import driftfilter as df
+from covered import CURVATURES, LOSSES, PREDICTIONS, WEIGHTINGS
 from driftfilter.compiled import scan
 
 pytestmark = pytest.mark.slow
@@ -87,42 +88,13 @@ def assert_alike(
                 assert_close(getattr(ours, field), getattr(info, field), tolerance)
 
 
-LOSSES = {
-    "entropy": df.Entropy(),
-    "ratio": df.SoftLikelihoodRatio(0.9),
-    "pseudo-label": df.PseudoLabel(),
-    "threshold": df.PseudoLabel(0.8),
-    "generalized": df.GeneralizedCrossEntropy(0.5),
-    "sum": df.Sum(
-        (df.Entropy(), df.PseudoLabel(0.7), df.Sum((df.GeneralizedCrossEntropy(0.3),), (0.5,))),
-        (1.0, 0.3, 2.0),
-    ),
-    "two thresholds": df.Sum((df.PseudoLabel(0.7), df.PseudoLabel(0.9)), (1.0, 0.5)),
-    "information": df.Sum((df.PseudoLabel(), df.InformationMaximization()), (1.0, 0.5)),
-}
-CURVATURES = {
-    "hessian": df.Hessian(),
-    "gauss newton": df.GaussNewton(),
-    "fisher": df.EmpiricalFisher(centered=False, scale=0.7),
-    "none": df.NoCurvature(),
-}
-
-
 @pytest.mark.parametrize("scale", [1.5, 40.0], ids=["usual", "confident"])
-@pytest.mark.parametrize("curvature", CURVATURES)
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("curvature", [name for name, c in CURVATURES.items() if c.minimum == 1])
+@pytest.mark.parametrize("loss", [name for name, loss in LOSSES.items() if loss.minimum == 1])
 def test_every_loss_and_curvature(loss: str, curvature: str, scale: float) -> None:
     observation = df.Gibbs(LOSSES[loss], df.Constant(2.0))
     filt = build(observation=observation, inference=df.Linearized(CURVATURES[curvature]))
     assert_alike(filt, 3, features(3, scale), tolerance=1e-8)
-
-
-WEIGHTINGS: dict[str, Any] = {
-    "reliability": df.Reliability(3.0),
-    "gate": df.EntropyGate(0.6, 2.0),
-    "unweighted": df.EntropyGate(0.7, 2.0, weighted=False),
-    "product": df.Product((df.Constant(0.5), df.EntropyGate(0.8), df.Reliability())),
-}
 
 
 @pytest.mark.parametrize("loss", [df.Entropy(), df.PseudoLabel(0.75)], ids=["all", "masked"])
@@ -133,14 +105,6 @@ def test_every_weighting(weighting: str, loss: Any) -> None:
         3,
         features(3),
     )
-
-
-PREDICTIONS = {
-    "map": df.MAP(),
-    "tempered": df.Tempered(1.7),
-    "pairwise": df.LinearizedProbit(),
-    "per class": df.LinearizedProbit("per_class"),
-}
 
 
 @pytest.mark.parametrize("predict_from", ["prior", "posterior"])

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 import driftfilter as df
+from covered import CURVATURES, LOSSES, PREDICTIONS, STRUCTURES, WEIGHTINGS
 from driftfilter.compiled import scan
 
 pytestmark = pytest.mark.slow
@@ -126,43 +127,21 @@ def build(**parts: Any) -> df.Filter:
     return df.Filter(**{**usual, **parts})
 
 
-LOSSES = [
-    df.Entropy(),
-    df.SoftLikelihoodRatio(0.9),
-    df.PseudoLabel(),
-    df.PseudoLabel(0.8),
-    df.GeneralizedCrossEntropy(0.5),
-    df.InformationMaximization(),
-    df.Sum(
-        (df.Entropy(), df.PseudoLabel(0.7), df.Sum((df.InformationMaximization(),), (0.5,))),
-        (1.0, 0.3, 2.0),
-    ),
-    df.Sum((df.PseudoLabel(0.7), df.PseudoLabel(0.9)), (1.0, 0.5)),
-]
-CURVATURES = [
-    df.Hessian(),
-    df.GaussNewton(),
-    df.EmpiricalFisher(),
-    df.EmpiricalFisher(centered=False, scale=0.7),
-    df.NoCurvature(),
-]
 HEADS = [(df.LinearHead(2), D), (df.LinearHead(4), 4 * D), (df.LinearHead(3), 2 * D)]
 HEAD_NAMES = ["logistic", "four classes", "three reduced"]
 
 
-@pytest.mark.parametrize("structure", ["full", "diagonal"])
+@pytest.mark.parametrize("structure", STRUCTURES)
 @pytest.mark.parametrize(("head", "d"), HEADS, ids=HEAD_NAMES)
-@pytest.mark.parametrize(
-    "curvature", CURVATURES, ids=lambda curvature: f"{type(curvature).__name__}{curvature.minimum}"
-)
-@pytest.mark.parametrize("loss", LOSSES, ids=[f"loss{position}" for position in range(len(LOSSES))])
+@pytest.mark.parametrize("curvature", CURVATURES)
+@pytest.mark.parametrize("loss", LOSSES)
 def test_every_loss_and_curvature(
-    loss: Any, curvature: Any, head: df.LinearHead, d: int, structure: str
+    loss: str, curvature: str, head: df.LinearHead, d: int, structure: str
 ) -> None:
     filt = build(
         logits=head,
-        observation=df.Gibbs(loss, df.Constant(2.0)),
-        inference=df.Linearized(curvature),
+        observation=df.Gibbs(LOSSES[loss], df.Constant(2.0)),
+        inference=df.Linearized(CURVATURES[curvature]),
     )
     state = filt.init(start(d, structure))
     with warnings.catch_warnings():  # the first batch that is too small is handed back: it warns
@@ -248,23 +227,14 @@ def test_every_transition_of_a_diagonal_covariance(name: str) -> None:
     assert_alike(build(transition=DYNAMICS[name]), start(D, "diagonal"), ragged())
 
 
-@pytest.mark.parametrize("structure", ["full", "diagonal"])
+@pytest.mark.parametrize("structure", STRUCTURES)
 @pytest.mark.parametrize("sizes", [(1,) * 8, (3, 1, 4, 2)], ids=["single", "ragged"])
-@pytest.mark.parametrize(
-    "weighting",
-    [
-        df.Reliability(3.0),
-        df.EntropyGate(0.6, 2.0),
-        df.EntropyGate(0.7, 2.0, weighted=False),
-        df.Product((df.Constant(0.5), df.EntropyGate(0.8), df.Reliability())),
-    ],
-    ids=["reliability", "gate", "unweighted", "product"],
-)
+@pytest.mark.parametrize("weighting", WEIGHTINGS)
 @pytest.mark.parametrize("over", ["batch", "kept"])
-def test_every_weighting(weighting: Any, over: Any, sizes: tuple[int, ...], structure: str) -> None:
+def test_every_weighting(weighting: str, over: Any, sizes: tuple[int, ...], structure: str) -> None:
     """Batches of which no sample passes are steps of the transition alone."""
     for loss in (df.Entropy(), df.PseudoLabel(0.75)):
-        filt = build(observation=df.Gibbs(loss, weighting, over, reference=2))
+        filt = build(observation=df.Gibbs(loss, WEIGHTINGS[weighting], over, reference=2))
         outputs = assert_alike(filt, start(D, structure), ragged(sizes=sizes))
         kept = [info.informative for info in outputs.infos]
         assert any(kept)
@@ -272,15 +242,12 @@ def test_every_weighting(weighting: Any, over: Any, sizes: tuple[int, ...], stru
 
 
 @pytest.mark.parametrize("predict_from", ["prior", "posterior"])
-@pytest.mark.parametrize("structure", ["full", "diagonal"])
-@pytest.mark.parametrize(
-    "prediction",
-    [df.MAP(), df.Tempered(1.7), df.LinearizedProbit(), df.LinearizedProbit("per_class")],
-)
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("prediction", PREDICTIONS)
 @pytest.mark.parametrize(("head", "d"), HEADS, ids=HEAD_NAMES)
 @pytest.mark.parametrize("sizes", [(1,) * 8, (3, 1, 4, 2)], ids=["single", "ragged"])
 def test_every_prediction(
-    prediction: Any,
+    prediction: str,
     predict_from: Any,
     head: df.LinearHead,
     d: int,
@@ -289,23 +256,22 @@ def test_every_prediction(
 ) -> None:
     filt = build(
         logits=head,
-        prediction=prediction,
+        prediction=PREDICTIONS[prediction],
         predict_from=predict_from,
         observation=df.Gibbs(df.PseudoLabel()),
     )
     assert_alike(filt, start(d, structure), ragged(sizes=sizes))
 
 
-@pytest.mark.parametrize("structure", ["full", "diagonal"])
+@pytest.mark.parametrize("structure", STRUCTURES)
 @pytest.mark.parametrize("sizes", [(1,) * 8, (3, 2, 4, 2)], ids=["single", "ragged"])
-@pytest.mark.parametrize(
-    "curvature",
-    CURVATURES[:4],
-    ids=lambda curvature: f"{type(curvature).__name__}{curvature.minimum}",
-)
+@pytest.mark.parametrize("name", CURVATURES)
 def test_trust_region_shortens_the_same_steps(
-    curvature: Any, sizes: tuple[int, ...], structure: str
+    name: str, sizes: tuple[int, ...], structure: str
 ) -> None:
+    curvature = CURVATURES[name]
+    if curvature == df.NoCurvature():
+        pytest.skip("without a curvature no step is too long")
     if curvature.minimum > min(sizes):
         pytest.skip("a centred Fisher learns nothing from one sample")
     observation = df.Gibbs(df.PseudoLabel(), df.Constant(5.0))
@@ -318,7 +284,7 @@ def test_trust_region_shortens_the_same_steps(
     assert not torch.allclose(ends[0], ends[1])
 
 
-@pytest.mark.parametrize("structure", ["full", "diagonal"])
+@pytest.mark.parametrize("structure", STRUCTURES)
 def test_intercept_and_a_tensor_of_another_dtype(structure: str) -> None:
     filt = build(logits=df.LinearHead(2, intercept=True))
     stream = torch.randn(7, 2, D - 1, generator=torch.Generator().manual_seed(0))
@@ -326,7 +292,7 @@ def test_intercept_and_a_tensor_of_another_dtype(structure: str) -> None:
     assert_alike(filt, start(D, structure), (3 * stream).long())
 
 
-@pytest.mark.parametrize("structure", ["full", "diagonal"])
+@pytest.mark.parametrize("structure", STRUCTURES)
 @pytest.mark.parametrize("sizes", [(1,) * 30, (3, 1, 4, 2)], ids=["single", "ragged"])
 def test_single_precision_up_to_its_rounding(structure: str, sizes: tuple[int, ...]) -> None:
     outputs = assert_alike(
@@ -336,7 +302,7 @@ def test_single_precision_up_to_its_rounding(structure: str, sizes: tuple[int, .
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["single", "double"])
-@pytest.mark.parametrize("structure", ["full", "diagonal"])
+@pytest.mark.parametrize("structure", STRUCTURES)
 @pytest.mark.parametrize("sizes", [(1,) * 20, (3, 1, 4, 2, 2)], ids=["single", "ragged"])
 def test_a_stream_in_two_parts_is_the_stream(
     structure: str, sizes: tuple[int, ...], dtype: torch.dtype
@@ -385,7 +351,7 @@ def error_of(action: Callable[[], object]) -> tuple[type[Exception], str]:
     return caught.type, str(caught.value)
 
 
-@pytest.mark.parametrize("structure", ["full", "diagonal"])
+@pytest.mark.parametrize("structure", STRUCTURES)
 @pytest.mark.parametrize(
     "bad",
     [
@@ -408,7 +374,7 @@ def test_a_bad_batch_raises_what_the_eager_step_raises(bad: Any, structure: str)
     )
 
 
-@pytest.mark.parametrize("structure", ["full", "diagonal"])
+@pytest.mark.parametrize("structure", STRUCTURES)
 def test_winding_up_raises_the_same_error(structure: str) -> None:
     """Directions without data grow as δ⁻ᵗ until they overflow; a gate that lets nothing pass leaves
     only the transition.
@@ -421,7 +387,7 @@ def test_winding_up_raises_the_same_error(structure: str) -> None:
     )
 
 
-@pytest.mark.parametrize("structure", ["full", "diagonal"])
+@pytest.mark.parametrize("structure", STRUCTURES)
 def test_parameters_that_run_away_raise_the_same_error(structure: str) -> None:
     observation = df.Gibbs(df.PseudoLabel(), df.Constant(1e200))
     filt = build(observation=observation, inference=df.Linearized(df.NoCurvature()))
@@ -458,7 +424,7 @@ def test_where_rounding_matters_the_eager_path_takes_the_step() -> None:
     [
         ({"inference": df.Bong()}, "Linearized"),
         ({"observation": df.Gibbs(df.SoftLikelihoodRatio())}, "closed form"),
-        ({"observation": df.Gibbs(df.Entropy(), df.DiversityGate())}, "memory"),
+        ({"observation": df.Gibbs(df.Entropy(), df.DiversityGate())}, "DiversityGate"),
         ({"prediction": df.MonteCarlo()}, "MonteCarlo"),
         ({"upkeep": df.ResetEvery(10)}, "upkeep"),
         ({"logits": lambda theta, x: torch.stack((0 * (x @ theta), x @ theta), -1)}, "LinearHead"),
@@ -506,7 +472,7 @@ def test_outputs_are_a_sequence_that_can_be_sliced_and_pickled() -> None:
 
 
 @pytest.mark.parametrize("over", ["kept", "batch"])
-@pytest.mark.parametrize("structure", ["full", "diagonal"])
+@pytest.mark.parametrize("structure", STRUCTURES)
 @pytest.mark.parametrize("classes", [2, 3, 4])
 def test_samples_of_a_tie_have_no_weight_anywhere(classes: int, structure: str, over: Any) -> None:
     """Rounding of 1 - H / ln k is not to decide how many samples there are (padded ones, say)."""

@@ -7,6 +7,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -14,63 +17,120 @@ from torch import Tensor, nn
 
 import driftfilter as df
 import driftfilter.networks.triton_batch_norm as kernels
+from driftfilter.networks import sample_gradients
+from driftfilter.networks.batch_norm import TwinBatchNorm
 
 GPU = pytest.mark.skipif(
     not torch.cuda.is_available() or not kernels.available, reason="needs a GPU and Triton"
 )
 LAYOUTS = {"channels_first": torch.contiguous_format, "channels_last": torch.channels_last}
 
-INTERPRETED = """
-import torch
-import driftfilter.networks.triton_batch_norm as kernels
+C = 40  # more than a tile of channels
+SHAPE, SHARE, TRUST, EPS = (5, C, 6, 7), 0.5, 0.7, 1e-5
 
-torch.manual_seed(0)
-for dtype in (torch.float32, torch.bfloat16):
-    for layout in (torch.contiguous_format, torch.channels_last):
-        shape = (5, 70, 6, 7)
-        x, delta = (
-            torch.randn(shape).to(dtype).contiguous(memory_format=layout) for _ in range(2)
-        )
-        mean = torch.randn(70)
-        total, spread = kernels.sample_sums(delta, x, mean)
-        wide, centered = delta.double(), x.double() - mean.double().view(-1, 1, 1)
-        torch.testing.assert_close(total.double(), wide.sum((2, 3)), rtol=1e-5, atol=1e-5)
-        product = (wide * centered).sum((2, 3))
-        torch.testing.assert_close(spread.double(), product, rtol=1e-5, atol=1e-5)
 
-        carried, trust, eps = torch.rand(70) + 0.5, torch.tensor(0.7), 1e-5
-        moments = kernels.blend(x, (mean, carried), trust, 0.5, eps)
-        variance, own = torch.var_mean(x.double(), (0, 2, 3), correction=0)
-        shift, share = own - mean, 0.35
+class Example(NamedTuple):
+    """Inputs of a batch norm in double precision, and what its formulas say of them."""
+
+    x: Tensor
+    delta: Tensor  # gradient at the outputs
+    carried: tuple[Tensor, Tensor]
+    weight: Tensor
+
+    @property
+    def moments(self) -> Tensor:
+        """Mean, variance and 1 / σ of the blend, mean and 1 / σ of the batch [5, c]."""
+        mean, carried = self.carried
+        variance, own = torch.var_mean(self.x, (0, 2, 3), correction=0)
+        shift, share = own - mean, SHARE * TRUST
         mixed = carried + share * (variance - carried + (1 - share) * shift**2)
-        roots = (mixed + eps).rsqrt(), (variance + eps).rsqrt()
-        wanted = torch.stack((mean + share * shift, mixed, roots[0], own, roots[1]))
-        torch.testing.assert_close(moments.double(), wanted, rtol=1e-4, atol=1e-5)
+        roots = (mixed + EPS).rsqrt(), (variance + EPS).rsqrt()
+        return torch.stack((mean + share * shift, mixed, roots[0], own, roots[1]))
 
-        weight, found = torch.randn(70), torch.empty(4, 70)
-        sums = torch.stack((total, spread))
-        kernels._totals[3,](sums, weight, moments, found, 5, 70, C=32, M=128)
-        every, about = total.sum(0), spread.sum(0)
-        slope = weight * moments[2] / moments[4]
-        shifted = about + (moments[0] - moments[3]) * every
-        wanted = torch.stack((every, about * moments[2], shifted, slope))
-        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
-"""
+    def sums(self, mean: Tensor) -> Tensor:
+        """Σ δ and Σ δ (x - mean) over positions [2, m, c]."""
+        off = self.x - mean.view(-1, 1, 1)
+        return torch.stack((self.delta.sum((2, 3)), (self.delta * off).sum((2, 3))))
+
+    @property
+    def totals(self) -> Tensor:
+        """Σ δ, Σ δ x̂, Σ δ (x - batch mean) and the slope w r [4, c]."""
+        mean, _, scale, own, own_scale = self.moments
+        every, about = self.sums(mean).sum(1)
+        shifted = about + (mean - own) * every
+        return torch.stack((every, about * scale, shifted, self.weight * scale / own_scale))
 
 
-@pytest.mark.skipif(
-    not kernels.available or torch.cuda.is_available(), reason="needs Triton; on a GPU see below"
-)
+def example(dtype: torch.dtype, layout: torch.memory_format) -> Example:
+    torch.manual_seed(0)
+    x, delta = (
+        torch.randn(SHAPE).to(dtype).contiguous(memory_format=layout).double() for _ in range(2)
+    )
+    return Example(
+        x,
+        delta,
+        (torch.randn(C).double(), torch.rand(C).double() + 0.5),
+        torch.randn(C).double(),
+    )
+
+
+def assert_close(one: Tensor, other: Tensor, tolerance: float = 1e-4) -> None:
+    torch.testing.assert_close(one.double(), other.double(), rtol=tolerance, atol=tolerance)
+
+
+def check_kernels() -> None:
+    """Every kernel against the formulas; runs in Triton's interpreter, in a process of its own."""
+    for dtype in (torch.float32, torch.bfloat16):
+        for layout in LAYOUTS.values():
+            case = example(dtype, layout)
+            x, delta = (part.to(dtype).contiguous(memory_format=layout) for part in case[:2])
+            mean, variance = (part.float() for part in case.carried)
+            moments = kernels.blend(x, (mean, variance), torch.tensor(TRUST), SHARE, EPS)
+            assert_close(moments, case.moments)
+            sums = kernels.sample_sums(delta, x, moments[0])
+            assert_close(sums, case.sums(case.moments[0]))
+            found = torch.empty(4, C)
+            weight = case.weight.float()
+            kernels._totals[2,](sums, weight, moments, found, 5, C, C=32, M=128)
+            assert_close(found, case.totals, 1e-3)
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed (Linux only)")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU see below")
 def test_kernels_in_tritons_interpreter() -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    paths = os.pathsep.join((str(Path(__file__).parent), *sys.path))
     done = subprocess.run(
-        [sys.executable, "-c", INTERPRETED],
-        env=environment,
+        [sys.executable, "-c", f"import {Path(__file__).stem} as test; test.check_kernels()"],
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": paths},
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_torchs_own_path_follows_the_formulas_of_the_kernels(layout: str) -> None:
+    case = example(torch.float64, LAYOUTS[layout])
+    layer = TwinBatchNorm(C, eps=EPS).double()
+    layer.own_check = lambda self, inputs: None
+    layer.blend, layer.trust, layer.carried = df.Ema(SHARE), TRUST, case.carried
+    with torch.no_grad():
+        layer.weight.copy_(case.weight)
+    x = case.x.clone().requires_grad_()
+    (slopes,) = torch.autograd.grad(layer(x), x, case.delta)
+    mean, _, scale, own, own_scale = case.moments
+    assert_close(torch.stack((*layer.blended, layer.moments.scale)), case.moments[:3], 1e-9)
+    rows = sample_gradients.batch_norm_rows(
+        sample_gradients.Call(layer, case.x, layer.moments), case.delta
+    )
+    sums = case.sums(mean)
+    assert_close(rows["bias"](), sums[0], 1e-9)
+    assert_close(rows["weight"](), sums[1] * scale, 1e-9)
+    every, _, shifted, slope = (part.view(-1, 1, 1) for part in case.totals)
+    own, own_scale = own.view(-1, 1, 1), own_scale.view(-1, 1, 1)
+    off = every + (case.x - own) * own_scale**2 * shifted
+    assert_close(slopes, slope * own_scale * (case.delta - off / (x.numel() // C)), 1e-9)
 
 
 def test_nothing_but_a_gpu_takes_the_kernels() -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from typing import TypeAlias
 
-from driftfilter.compiled.prefetch import fetch
 from driftfilter.compiled.rules import (
     F,
     G,
@@ -40,13 +39,14 @@ from driftfilter.compiled.terms import (
     TEMPERED,
     VALUES,
     Floats,
-    Head,
+    HeadArrays,
     Integers,
-    Motion,
+    MotionArrays,
     Numbers,
     Rules,
 )
-from driftfilter.compiled.workspace import Room, logits, move_mean, root_columns, step_length
+from driftfilter.compiled.vector_math import fetch
+from driftfilter.compiled.workspace import Workspace, fill_columns, logits, move_mean, step_length
 
 Pair: TypeAlias = tuple[Numbers, Numbers]  # means and variances of one stream, [d] each or []
 
@@ -99,7 +99,7 @@ def _metric(rules: Rules, w: Floats, root: Floats, n: int, out: Floats, start: i
 
 
 @compiled
-def _conditioned(value: float, energy: float, one: float) -> float:
+def _condition_one(value: float, energy: float, one: float) -> float:
     """1 / (1/v + energy); the 1 comes along in the precision of the others."""
     return value / (one + value * energy)
 
@@ -134,7 +134,7 @@ def _learn_one(
         fetch(ahead[0], begin, end)
         fetch(ahead[1], begin, end)
         for j in range(width):
-            left = _conditioned(values[j], metric * x[j] * x[j], one)
+            left = _condition_one(values[j], metric * x[j] * x[j], one)
             after = prior[j] - left * (slope * x[j])
             own[j] = left
             new[j] = after
@@ -145,7 +145,7 @@ def _learn_one(
 
 
 @compiled
-def _totals(
+def _sum_up(
     c: int, w: Floats, X: Floats, n: int, out: Floats, start: int, slope: Floats, energy: Floats
 ) -> None:
     """g and diag(FᵀF) of the parameters of class c."""
@@ -160,7 +160,7 @@ def _totals(
 
 
 @compiled
-def _centered(
+def _sum_centered(
     rules: Rules,
     c: int,
     w: Floats,
@@ -209,11 +209,11 @@ def _condition(
         )
         fetch(ahead[0], begin, end)
         fetch(ahead[1], begin, end)
-        _totals(c, w, X, n, out, start, slope, energy)
+        _sum_up(c, w, X, n, out, start, slope, energy)
         if rules.curvature == CENTERED_FISHER:
-            _centered(rules, c, w, X, n, out, start, slope, energy)
+            _sum_centered(rules, c, w, X, n, out, start, slope, energy)
         for j in range(width):
-            values[j] = _conditioned(values[j], energy[j], one)
+            values[j] = _condition_one(values[j], energy[j], one)
             slope[j] *= values[j]
     return _is_proper(vectors[VALUES])
 
@@ -241,7 +241,7 @@ def _move(
     d, total, share = vectors.shape[1], vectors.dtype.type(0), vectors.dtype.type(1)
     own, width = w.shape[2] - first, X.shape[1]
     if rules.radius > 0:
-        m = root_columns(rules, w, root, n, first, out, start, R)
+        m = fill_columns(rules, w, root, n, first, out, start, R)
         for q in range(n * own):
             moved = vectors.dtype.type(0)
             for j in range(width):
@@ -266,20 +266,20 @@ def _write(vectors: Floats, which: int, mean: Numbers, v: Numbers) -> None:
 @compiled
 def _learn(
     rules: Rules,
-    head: Head,
+    head: HeadArrays,
     X: Floats,
     start: int,
     n: int,
     ahead: Pair,
     mean: Numbers,
     v: Numbers,
-    room: Room,
+    space: Workspace,
     out: Floats,
 ) -> bool:
     """μ and v after a batch, and its logits there; whether they are finite and variances
     positive.
     """
-    w, root, _, vectors, theta, R, _, Q, _ = room
+    w, root, _, vectors, theta, R, _, Q, _ = space
     first, read_out = head
     if n == 1 and rules.radius == 0 and theta.shape[0] == 0:
         return _learn_one(first, w, vectors, X, out, start, ahead, mean, v)
@@ -293,14 +293,14 @@ def _learn(
 
 @compiled
 def step_diagonal(
-    rules: Rules, motion: Motion, head: Head, pulled: bool, X: Floats, start: int, n: int,
-    old: Pair, ahead: Pair,
-    mean: Numbers, v: Numbers, room: Room, warned: bool, out: Floats, used: Integers, t: int,
+    rules: Rules, motion: MotionArrays, head: HeadArrays, pulled: bool, X: Floats, start: int,
+    n: int, old: Pair, ahead: Pair,
+    mean: Numbers, v: Numbers, space: Workspace, warned: bool, out: Floats, used: Integers, t: int,
 ) -> bool:  # fmt: skip
     """Step t from the belief old into mean and v; whether it was taken. The belief ahead is wanted
     next.
     """
-    w, root, square, vectors, theta, _, _, _, _ = room
+    w, root, square, vectors, theta, _, _, _, _ = space
     gains, matrix, factor, _, still, _, _ = motion
     first, read_out = head
     move_mean(gains, matrix, old[0], vectors)
@@ -330,7 +330,7 @@ def step_diagonal(
                 ):
                     return False
         if turn == 0 and learns:
-            if not _learn(rules, head, X, start, n, ahead, mean, v, room, out):
+            if not _learn(rules, head, X, start, n, ahead, mean, v, space, out):
                 return False
         elif turn == 0:
             _write(vectors, PRIOR, mean, v)
@@ -339,9 +339,9 @@ def step_diagonal(
 
 @kernel
 def scan_diagonal(
-    rules: Rules, motion: Motion, head: Head, X: Floats, offsets: Integers, begin: int, end: int,
-    old: Numbers, values: Numbers,
-    mean: Numbers, v: Numbers, room: Room, warned: bool, out: Floats, used: Integers,
+    rules: Rules, motion: MotionArrays, head: HeadArrays, X: Floats, offsets: Integers,
+    begin: int, end: int, old: Numbers, values: Numbers,
+    mean: Numbers, v: Numbers, space: Workspace, warned: bool, out: Floats, used: Integers,
 ) -> int:  # fmt: skip
     """Steps begin to end from mean old and variances values, into mean and v; returns the first
     step not taken.
@@ -361,7 +361,7 @@ def scan_diagonal(
             ahead,
             mean,
             v,
-            room,
+            space,
             warned,
             out,
             used,

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from driftfilter.base.checks import require, require_finite, unchecked
-from driftfilter.compiled.batched import batched_step
-from driftfilter.compiled.plan import Uncovered, motion_of, rules_of
-from driftfilter.compiled.scan import head_of, is_along_x, limits
-from driftfilter.compiled.terms import Head, Motion
+from driftfilter.compiled.batched import step_batched
+from driftfilter.compiled.plan import Uncovered, translate_rules, translate_transition
+from driftfilter.compiled.scan import find_limits, is_along_x, require_head
+from driftfilter.compiled.terms import HeadArrays, MotionArrays
 from driftfilter.filtering import Filter, FilterState
 from driftfilter.gaussian.belief import Belief
 from driftfilter.gaussian.diagonal import Diagonal
@@ -27,7 +27,7 @@ from driftfilter.inference.prediction import Prediction
 from driftfilter.storage.atomic import atomic_file
 from driftfilter.storage.sealed import CheckpointError, sealed, unsealed
 
-Stream: TypeAlias = Hashable
+StreamName: TypeAlias = Hashable
 Beliefs: TypeAlias = tuple[
     Tensor, Tensor, Tensor
 ]  # means [m, d], covariances, lower bounds of their eigenvalues [m]
@@ -56,12 +56,12 @@ class Fleet:
     """
 
     def __init__(
-        self, filt: Filter, belief: Belief, streams: Iterable[Stream] = (), seed: int = 0
+        self, filt: Filter, belief: Belief, streams: Iterable[StreamName] = (), seed: int = 0
     ) -> None:
         self.filter, self._start = filt, filt.init(belief, seed)
         try:
-            self._head = head_of(filt, self._start)
-            self._rules = rules_of(filt)
+            self._head = require_head(filt, self._start)
+            self._rules = translate_rules(filt)
         except Uncovered as reason:
             raise ValueError(
                 f"Fleet: filt must be a filter of closed forms, but {reason}"
@@ -72,9 +72,9 @@ class Fleet:
             filt.transition,
             "without hidden states",
         )
-        self._motion = motion_of(filt.transition, self._start.source)
+        self._motion = translate_transition(filt.transition, self._start.source)
         self._full = isinstance(belief.covariance, Full)
-        self._rows: dict[Stream, int] = {}
+        self._rows: dict[StreamName, int] = {}
         d, like = belief.dimension, belief.mean
         self._mean, self._values = (
             like.new_empty(0, d),
@@ -82,7 +82,7 @@ class Fleet:
         )
         self._low = torch.empty(
             0, dtype=torch.float64
-        )  # lower bounds of the covariances' eigenvalues, see compiled_steps
+        )  # lower bounds of the covariances' eigenvalues, see full.py
         self._steps, self._seeds = (
             torch.empty(0, dtype=torch.int64),
             torch.empty(0, dtype=torch.int64),
@@ -97,11 +97,11 @@ class Fleet:
         return stream in self._rows
 
     @property
-    def streams(self) -> list[Stream]:
+    def streams(self) -> list[StreamName]:
         """Names of the streams."""
         return list(self._rows)
 
-    def add(self, streams: Iterable[Stream], seed: int | None = None) -> None:
+    def add(self, streams: Iterable[StreamName], seed: int | None = None) -> None:
         """New streams, which start at the source; seeds count up from the given one, or from the
         fleet's.
         """
@@ -131,7 +131,7 @@ class Fleet:
         )
         self._spare = None
 
-    def drop(self, streams: Iterable[Stream]) -> None:
+    def drop(self, streams: Iterable[StreamName]) -> None:
         """Forget streams."""
         gone = set(self._indices(list(streams)).tolist())
         kept = [(stream, row) for stream, row in self._rows.items() if row not in gone]
@@ -145,7 +145,7 @@ class Fleet:
         self._rows = {stream: position for position, (stream, _) in enumerate(kept)}
         self._spare = None
 
-    def state(self, stream: Stream) -> FilterState:
+    def state(self, stream: StreamName) -> FilterState:
         """What one stream has learned, as the state of a filter of its own."""
         return self._state(int(self._indices([stream])[0]))
 
@@ -158,8 +158,8 @@ class Fleet:
         counts = (int(self._seeds[row]), int(self._steps[row]))
         return FilterState(belief, self._start.source, self._start.parameters, *counts)
 
-    def _indices(self, streams: Sequence[Stream]) -> Tensor:
-        """Rows of streams [m]; refused where one is not known, or named twice."""
+    def _indices(self, streams: Sequence[StreamName]) -> Tensor:
+        """Rows of streams [m]; refused if one is not known, or named twice."""
         unknown = [stream for stream in streams if stream not in self._rows]
         require(
             not unknown,
@@ -176,12 +176,12 @@ class Fleet:
 
     @torch.no_grad()
     def step(
-        self, batches: Mapping[Any, Tensor] | Tensor, streams: Sequence[Stream] | None = None
+        self, batches: Mapping[Any, Tensor] | Tensor, streams: Sequence[StreamName] | None = None
     ) -> Any:
         """Adapt some streams to a batch each and predict it.
 
         A mapping stream -> features [n, D] gives a mapping stream -> Prediction; features [m, n, D]
-        of ``streams`` (all where none are named) give one Prediction of tensors [m, n, k].
+        of ``streams`` (all if none are named) give one Prediction of tensors [m, n, k].
         """
         if isinstance(batches, Mapping):
             require(
@@ -194,9 +194,9 @@ class Fleet:
         )
         return Prediction(prediction.log_probabilities[:, 0], prediction.logit_variance[:, 0])
 
-    def _step_mapping(self, batches: Mapping[Any, Tensor]) -> dict[Stream, Prediction]:
+    def _step_mapping(self, batches: Mapping[Any, Tensor]) -> dict[StreamName, Prediction]:
         require(len(batches) > 0, "Fleet.step: batches", batches, "for one stream or more")
-        groups: dict[int, list[Stream]] = {}
+        groups: dict[int, list[StreamName]] = {}
         for stream, batch in batches.items():
             allowed = isinstance(batch, Tensor) and batch.dim() == 2
             require(
@@ -209,8 +209,8 @@ class Fleet:
         done = []
         for streams in groups.values():
             features = torch.stack([batches[stream] for stream in streams])[:, None]
-            done.append((streams, *self._advanced(features, streams)))
-        predictions: dict[Stream, Prediction] = {}
+            done.append((streams, *self._advance(features, streams)))
+        predictions: dict[StreamName, Prediction] = {}
         for streams, rows, after, out in done:  # every group has gone well
             self._commit(rows, after, 1)
             predictions |= {
@@ -219,18 +219,18 @@ class Fleet:
         return {stream: predictions[stream] for stream in batches}
 
     @torch.no_grad()
-    def run(self, features: Tensor, streams: Sequence[Stream] | None = None) -> Prediction:
+    def run(self, features: Tensor, streams: Sequence[StreamName] | None = None) -> Prediction:
         """Adapt to several batches of each stream, features [m, steps, n, D], and predict each;
         tensors [m, steps, n, k].
         """
-        rows, after, (logp, variance) = self._advanced(
+        rows, after, (logp, variance) = self._advance(
             features, None if streams is None else list(streams)
         )
         self._commit(rows, after, features.shape[1])
         return Prediction(logp, variance)
 
-    def _advanced(
-        self, features: Tensor, streams: Sequence[Stream] | None
+    def _advance(
+        self, features: Tensor, streams: Sequence[StreamName] | None
     ) -> tuple[Tensor, Beliefs, Predictions]:
         """Rows of the streams (None: all), their beliefs after the batches and predictions; nothing
         is changed yet.
@@ -238,11 +238,11 @@ class Fleet:
         rows = torch.arange(len(self)) if streams is None else self._indices(streams)
         self._require_features(features, len(rows))
         features = features.to(self._mean)
-        if self._head.intercept:
-            features = torch.cat((features.new_ones(*features.shape[:-1], 1), features), -1)
         compiled = find_spec("numba") is not None and self._mean.device.type == "cpu"
         beliefs, predictions = (
-            self._compiled(features, rows) if compiled else self._batched(features, rows)
+            self._advance_compiled(features, rows)
+            if compiled
+            else self._advance_batched(features, rows)
         )
         return rows, beliefs, predictions
 
@@ -284,44 +284,42 @@ class Fleet:
             self._mean[rows], self._values[rows], self._low[rows] = mean, values, low
             self._steps[rows] += steps
 
-    def _batched(self, features: Tensor, rows: Tensor) -> tuple[Beliefs, Predictions]:
+    def _advance_batched(self, features: Tensor, rows: Tensor) -> tuple[Beliefs, Predictions]:
+        bound = self.filter.transition.bind(self._start.source)
         mean, values, out = self._mean, self._values, []
         if not self._are_all(rows):
             index = rows.to(mean.device)
             mean, values = mean[index], values[index]
         for batch in features.unbind(1):
-            mean, values, *predicted = batched_step(
-                self.filter, self._motion, self._start.source, batch, mean, values
-            )
+            mean, values, *predicted = step_batched(self.filter, bound, batch, mean, values)
             out.append(predicted)
         logp, variance = (torch.stack(parts, 1) for parts in zip(*out, strict=True))
         return (mean, values, self._low[rows]), (logp, variance)
 
-    def _compiled(self, features: Tensor, rows: Tensor) -> tuple[Beliefs, Predictions]:
+    def _advance_compiled(self, features: Tensor, rows: Tensor) -> tuple[Beliefs, Predictions]:
         """All streams in compiled code, on torch's threads; a stream that refuses a step takes it
         eagerly.
         """
-        from driftfilter.compiled import (
-            fleet_kernels,
-            logistic as compiled_rank_one,
-            logistic_lanes as compiled_abreast,
-        )
-        from driftfilter.compiled.workspace import room
+        from driftfilter.compiled import fleet_kernels, logistic, logistic_lanes
+        from driftfilter.compiled.workspace import allocate
 
+        given = features
+        if self._head.intercept:
+            features = torch.cat((features.new_ones(*features.shape[:-1], 1), features), -1)
         m, per, n, width = features.shape
         k, d, whole = self._head.classes, self._start.parameters, len(rows) == len(self)
         mean, values = self._spare or (torch.empty_like(self._mean), torch.empty_like(self._values))
         if not whole:
             mean, values = mean[:m].clone(), values[:m].clone()
-        fixed = torch.tensor(limits(mean.dtype), dtype=torch.float64).expand(m, 3)
+        fixed = torch.tensor(find_limits(mean.dtype), dtype=torch.float64).expand(m, 3)
         bounds = torch.cat((self._low[rows, None], fixed), 1)
         single = (
             not self._full and mean.dtype == torch.float32
         )  # rounding does no harm without a matrix to invert
         dtype = np.float32 if single else np.float64
-        head = Head(k - d // width, np.zeros((0, 0), dtype))
+        head = HeadArrays(k - d // width, np.zeros((0, 0), dtype))
         is_rank_one = self._full and n == 1 and is_along_x(self._rules, self._motion, head, width)
-        abreast = is_rank_one and d <= compiled_abreast.ABREAST
+        abreast = is_rank_one and d <= logistic_lanes.ABREAST
         out = np.empty(
             (m * per, 4) if abreast else (m * per * n, 2 * k + 3), np.float64 if abreast else dtype
         )
@@ -329,7 +327,7 @@ class Fleet:
         flat: Any = (
             features.reshape(-1, width).to(torch.float32 if single else torch.float64).numpy()
         )
-        motion = _in_single(self._motion) if single else self._motion
+        motion = _to_single(self._motion) if single else self._motion
         offsets = np.arange(0 if is_rank_one else m * per + 1) * n
         stream: Any = (self._rules, motion, head, flat, offsets, per)
         beliefs: Any = [tensor.numpy() for tensor in (rows, self._mean, self._values, mean, values)]
@@ -338,27 +336,25 @@ class Fleet:
         def work(begin: int, end: int) -> None:
             few: Any = (self._rules, motion, flat, per, begin, end, *beliefs, bounds.numpy())
             if abreast:
-                record: Any = (*compiled_abreast.workspaces(d), warned, out, reached)
-                compiled_abreast.each_abreast(*few, *record)
+                record: Any = (*logistic_lanes.workspaces(d), warned, out, reached)
+                logistic_lanes.each_abreast(*few, *record)
                 return
             if is_rank_one:
-                kernels.each_rank_one(
-                    *few, *compiled_rank_one.workspaces(d), warned, out, used, reached
-                )
+                kernels.each_rank_one(*few, *logistic.workspaces(d), warned, out, used, reached)
                 return
-            space = room(n, k, d, head, self._full, len(self._motion.matrix) > 0, dtype)
+            space = allocate(n, k, d, head, self._full, len(self._motion.matrix) > 0, dtype)
             record = (space, warned, out, used, reached)
             if self._full:
                 kernels.each_full(*stream, begin, end, *beliefs, bounds.numpy(), *record)
             else:
                 kernels.each_diagonal(*stream, begin, end, *beliefs, *record)
 
-        _shared(work, m)
+        _share_out(work, m)
         results = torch.from_numpy(out).to(mean.dtype).reshape(m, per, n, -1)
         logp, variance = results[..., :k], results[..., k : 2 * k]
         for position in np.flatnonzero(reached == 0).tolist():
             state, outputs = self.filter.run(
-                self._state(int(rows[position])), list(self._given(features[position]))
+                self._state(int(rows[position])), list(given[position])
             )
             covariance = state.belief.covariance
             mean[position], bounds[position, 0] = state.belief.mean, 0.0
@@ -368,10 +364,6 @@ class Fleet:
             logp[position] = outputs.log_probabilities.reshape(per, n, k)
             variance[position] = outputs.logit_variance.reshape(per, n, k)
         return (mean, values, bounds[:, 0].clone()), (logp, variance)
-
-    def _given(self, features: Tensor) -> Tensor:
-        """Features as they were given, without the constant 1."""
-        return features[..., 1:] if self._head.intercept else features
 
     def save(self, path: str | Path, keep: int = 1) -> None:
         """Write all streams to a file, which is there whole or as it was; the last ``keep`` files
@@ -424,13 +416,13 @@ class Fleet:
         self._spare = None
 
 
-def _in_single(motion: Motion) -> Motion:
-    """The same in single precision."""
+def _to_single(motion: MotionArrays) -> MotionArrays:
+    """Arrays of a transition in single precision."""
     vectors, matrix, factor, noise = (part.astype(np.float32) for part in motion[:4])
     return motion._replace(vectors=vectors, matrix=matrix, factor=factor, noise=noise)  # type: ignore[arg-type]
 
 
-def _shared(work: Any, count: int) -> None:
+def _share_out(work: Any, count: int) -> None:
     """Call work(begin, end) for parts of a range on torch's threads."""
     threads = max(1, min(torch.get_num_threads(), count // 64))
     if threads == 1:

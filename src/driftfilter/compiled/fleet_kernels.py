@@ -1,5 +1,8 @@
-"""The compiled steps for many streams at once: a stream's belief is read and written once, all else
-stays in the cache.
+"""The compiled steps for many streams: a stream's belief is read and written once, all else stays
+in the cache.
+
+Streams begin to end take ``per`` steps each. Their beliefs are rows of before and values, results
+go to mean and the other array; reached says which streams took all steps.
 """
 
 from __future__ import annotations
@@ -7,22 +10,20 @@ from __future__ import annotations
 from driftfilter.compiled.diagonal import is_pulled, step_diagonal
 from driftfilter.compiled.full import scan_full
 from driftfilter.compiled.logistic import scan_rank_one
-from driftfilter.compiled.rules import kernel
-from driftfilter.compiled.terms import Floats, Head, Integers, Motion, Numbers, Rules
-from driftfilter.compiled.workspace import Room
+from driftfilter.compiled.rules import kernel, part
+from driftfilter.compiled.terms import Floats, HeadArrays, Integers, MotionArrays, Numbers, Rules
+from driftfilter.compiled.workspace import Workspace
 
 
 @kernel
 def each_diagonal(
-    rules: Rules, motion: Motion, head: Head, X: Floats, offsets: Integers, per: int, begin: int,
-    end: int, rows: Integers,
-    before: Numbers, values: Numbers, mean: Numbers, v: Numbers, room: Room, warned: bool,
+    rules: Rules, motion: MotionArrays, head: HeadArrays, X: Floats, offsets: Integers,
+    per: int, begin: int, end: int, rows: Integers,
+    before: Numbers, values: Numbers, mean: Numbers, v: Numbers, space: Workspace, warned: bool,
     out: Floats, used: Integers,
     reached: Integers,
 ) -> None:  # fmt: skip
-    """``per`` steps of the streams begin to end, whose beliefs are rows of before and values;
-    results go to mean and v.
-    """
+    """Steps with diagonal covariances."""
     pulled = is_pulled(motion.vectors)
     for s in range(begin, end):
         here, there = rows[s], rows[min(s + 1, end - 1)]
@@ -42,7 +43,7 @@ def each_diagonal(
                 ahead,
                 new,
                 own,
-                room,
+                space,
                 warned,
                 out,
                 used,
@@ -53,21 +54,27 @@ def each_diagonal(
         reached[s] = t == stop
 
 
+@part
+def _copy(old: Numbers, matrix: Numbers, new: Numbers, own: Numbers) -> None:
+    """Copy a belief; of a covariance the lower triangle, for the steps use it alone."""
+    for i in range(old.shape[0]):
+        new[i] = old[i]
+        for j in range(i + 1):
+            own[i, j] = matrix[i, j]
+
+
 @kernel
 def each_full(
-    rules: Rules, motion: Motion, head: Head, X: Floats, offsets: Integers, per: int, begin: int,
-    end: int, rows: Integers,
-    before: Numbers, values: Numbers, mean: Numbers, S: Numbers, bounds: Floats, room: Room,
+    rules: Rules, motion: MotionArrays, head: HeadArrays, X: Floats, offsets: Integers,
+    per: int, begin: int, end: int, rows: Integers,
+    before: Numbers, values: Numbers, mean: Numbers, S: Numbers, bounds: Floats, space: Workspace,
     warned: bool,
     out: Floats, used: Integers, reached: Integers,
 ) -> None:  # fmt: skip
-    """The same with full covariances, and bounds [streams, 4] as scan.limits has them."""
+    """Steps with full covariances, and bounds [streams, 4] as scan.find_limits has them."""
     for s in range(begin, end):
-        old, matrix, new, own = before[rows[s]], values[rows[s]], mean[s], S[s]
-        for i in range(mean.shape[1]):
-            new[i] = old[i]
-            for j in range(i + 1):  # the steps use the lower triangle alone
-                own[i, j] = matrix[i, j]
+        new, own = mean[s], S[s]
+        _copy(before[rows[s]], values[rows[s]], new, own)
         first, stop = s * per, (s + 1) * per
         stream = scan_full(
             rules,
@@ -80,7 +87,7 @@ def each_full(
             new,
             own,
             bounds[s],
-            room,
+            space,
             warned,
             out,
             used,
@@ -90,19 +97,16 @@ def each_full(
 
 @kernel
 def each_rank_one(
-    rules: Rules, motion: Motion, X: Floats, per: int, begin: int, end: int, rows: Integers,
+    rules: Rules, motion: MotionArrays, X: Floats, per: int, begin: int, end: int, rows: Integers,
     before: Numbers, values: Numbers,
     mean: Numbers, S: Numbers, bounds: Floats, w: Floats, v: Floats, warned: bool, out: Floats,
     used: Integers,
     reached: Integers,
 ) -> None:  # fmt: skip
-    """The same for logistic regression on single observations."""
+    """Steps of logistic regression on single observations, with full covariances."""
     for s in range(begin, end):
-        old, matrix, new, own = before[rows[s]], values[rows[s]], mean[s], S[s]
-        for i in range(mean.shape[1]):
-            new[i] = old[i]
-            for j in range(i + 1):
-                own[i, j] = matrix[i, j]
+        new, own = mean[s], S[s]
+        _copy(before[rows[s]], values[rows[s]], new, own)
         first, stop = s * per, (s + 1) * per
         stream = scan_rank_one(
             rules, motion, X, first, stop, new, own, bounds[s], w, v, warned, out, used, ()

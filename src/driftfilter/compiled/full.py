@@ -34,18 +34,18 @@ from driftfilter.compiled.terms import (
     STEP,
     TEMPERED,
     Floats,
-    Head,
+    HeadArrays,
     Integers,
-    Motion,
+    MotionArrays,
     Numbers,
     Rules,
 )
-from driftfilter.compiled.workspace import Room, logits, move_mean, root_columns, step_length
+from driftfilter.compiled.workspace import Workspace, fill_columns, logits, move_mean, step_length
 
 
 @compiled
 def _directions(read_out: Floats, X: Floats, start: int, n: int, own: int, Z: Floats) -> None:
-    """b_ic: features in the block of class c, read out where there are hidden states."""
+    """b_ic: features in the block of class c, read out if there are hidden states."""
     width = X.shape[1]
     for q in range(n * own):
         i, place = start + q // own, q % own * width
@@ -60,7 +60,7 @@ def _directions(read_out: Floats, X: Floats, start: int, n: int, own: int, Z: Fl
 
 @compiled
 def _turn(matrix: Floats, S: Numbers, half: Floats) -> None:
-    """G Σ Gᵀ for a matrix gain, in the lower triangle; half is room for G Σ."""
+    """G Σ Gᵀ for a matrix gain, in the lower triangle; half holds G Σ."""
     d = matrix.shape[0]
     for i in range(d):
         for j in range(d):
@@ -231,18 +231,18 @@ def _move(
 
 @kernel
 def scan_full(
-    rules: Rules, motion: Motion, head: Head, X: Floats, offsets: Integers, begin: int, end: int,
-    mean: Numbers, S: Numbers,
-    bounds: Floats, room: Room, warned: bool, out: Floats, used: Integers,
+    rules: Rules, motion: MotionArrays, head: HeadArrays, X: Floats, offsets: Integers,
+    begin: int, end: int, mean: Numbers, S: Numbers,
+    bounds: Floats, space: Workspace, warned: bool, out: Floats, used: Integers,
 ) -> int:  # fmt: skip
     """Steps begin to end on mean and Σ, which are changed; returns the first step not taken, Σ then
     being of no use.
 
     ``bounds``: a lower one of Σ's eigenvalues, which is kept up, and the rounding error of a
-    number. Rounding may cost Σ its definiteness; where the bound cannot exclude it the step is the
+    number. Rounding may cost Σ its definiteness; if the bound cannot exclude it the step is the
     eager path's, which looks (a Cholesky factor).
     """
-    w, root, square, vectors, theta, R, Z, Q, half = room
+    w, root, square, vectors, theta, R, Z, Q, half = space
     gains, matrix, factor, noise, still, shrink, floor = motion
     first, read_out = head
     low, eps = bounds[0], bounds[1]
@@ -272,7 +272,7 @@ def scan_full(
         if learns:
             if rules.curvature == HESSIAN or rules.curvature == GAUSS_NEWTON:
                 roots(rules, w, n, root, square)
-            m = root_columns(rules, w, root, n, first, out, start, R)
+            m = fill_columns(rules, w, root, n, first, out, start, R)
         if m == 0 and not still and not proper:
             return t
         if not rules.posterior:

@@ -1,7 +1,7 @@
 """The compiled steps of logistic regression on single observations with a full covariance:
 everything is along x.
 
-With y = Σ⁻ x: Σ and μ change along y alone (compiled_logit.settle). One pass over the lower
+With y = Σ⁻ x: Σ and μ change along y alone (logistic_rules.settle). One pass over the lower
 triangle of Σ a step takes away what the step before left, moves Σ on, and makes y. Losses and
 predictions, which no step depends on, come after the last one.
 """
@@ -30,10 +30,10 @@ from driftfilter.compiled.logistic_rules import (
     WEIGHT,
     F,
     G,
+    expand_loss,
     predict,
     probabilities,
     settle,
-    slopes,
     weigh,
 )
 from driftfilter.compiled.rules import kernel, part
@@ -45,7 +45,7 @@ from driftfilter.compiled.terms import (
     ORIGIN,
     Floats,
     Integers,
-    Motion,
+    MotionArrays,
     Rules,
 )
 
@@ -58,7 +58,7 @@ FEW = 4  # parameters up to which each number of them is worth a compilation of 
 
 
 def workspaces(d: int) -> tuple[Floats, Floats]:
-    """w (compiled_logit) and v."""
+    """w (logistic_rules.py) and v."""
     return np.empty(ROWS * BLOCK), np.empty((3, d))
 
 
@@ -106,7 +106,7 @@ def _sweep(
 
 @part
 def _spread(noise: Floats, alpha: float, S: Floats, v: Floats) -> float:
-    """Σ ← α (Σ - z zᵀ) + W where W is no diagonal; returns the α that is left to do."""
+    """Σ ← α (Σ - z zᵀ) + W if W is no diagonal; returns the α that is left to do."""
     if noise.shape[0] == 0:
         return alpha
     for i in range(noise.shape[0]):
@@ -141,11 +141,11 @@ def _predictions(rules: Rules, w: Floats, out: Floats, begin: int, end: int) -> 
 
 @kernel
 def scan_rank_one(
-    rules: Rules, motion: Motion, X: Floats, begin: int, end: int, mean: Floats, S: Floats,
+    rules: Rules, motion: MotionArrays, X: Floats, begin: int, end: int, mean: Floats, S: Floats,
     bounds: Floats, w: Floats,
     v: Floats, warned: bool, out: Floats, used: Integers, few: tuple[int, ...],
 ) -> int:  # fmt: skip
-    """As compiled_steps.scan_full, for two classes, class 0 fixed, and batches of one; in place of
+    """As full.scan_full, for two classes, class 0 fixed, and batches of one; in place of
     losses it leaves logits.
 
     ``few``: a tuple as long as there are parameters, or () for any number. Its length is known to
@@ -180,7 +180,7 @@ def scan_rank_one(
         w[PROPER] = 1.0 if proper else 0.0
         probabilities(w, 1)
         weigh(rules, w, 1)
-        slopes(rules, w, 1)
+        expand_loss(rules, w, 1)
         settle(rules, still, shrink, floor, 4 * d * bounds[1], warned, w, 1)
         taken, step, g, total = w[TAKEN], w[STEP], 0.0, 0.0
         for j in range(d):

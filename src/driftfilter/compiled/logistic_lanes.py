@@ -29,10 +29,10 @@ from driftfilter.compiled.logistic_rules import (
     VARIANCE,
     F,
     G,
+    expand_loss,
     predict,
     probabilities,
     settle,
-    slopes,
     weigh,
 )
 from driftfilter.compiled.rules import kernel, part
@@ -44,7 +44,7 @@ from driftfilter.compiled.terms import (
     ORIGIN,
     Floats,
     Integers,
-    Motion,
+    MotionArrays,
     Numbers,
     Rules,
 )
@@ -55,7 +55,7 @@ ABREAST = 16
 
 
 def workspaces(d: int) -> tuple[Floats, Floats]:
-    """w (compiled_logit) and v."""
+    """w (logistic_rules.py) and v."""
     return np.zeros(ROWS * BLOCK), np.zeros((4 * d + d * (d + 1) // 2, BLOCK))
 
 
@@ -70,7 +70,7 @@ def _load(
     w: Floats,
     v: Floats,
 ) -> None:
-    """Beliefs of n streams into the lanes."""
+    """Copy beliefs of n streams into the lanes."""
     d = before.shape[1]
     for s in range(n):
         w[LOW + s] = bounds[start + s, 0]
@@ -88,7 +88,7 @@ def _load(
 def _store(
     mean: Numbers, S: Numbers, bounds: Floats, start: int, n: int, w: Floats, v: Floats
 ) -> None:
-    """And out of them."""
+    """Copy beliefs of n streams out of the lanes."""
     d = mean.shape[1]
     for s in range(n):
         bounds[start + s, 0] = w[LOW + s]
@@ -104,10 +104,10 @@ def _store(
 
 @part
 def _sweep(
-    motion: Motion, X: Floats, first: int, per: int, d: int, n: int, least: float, most: float,
-    w: Floats, v: Floats
+    motion: MotionArrays, X: Floats, first: int, per: int, d: int, n: int, least: float,
+    most: float, w: Floats, v: Floats
 ) -> None:  # fmt: skip
-    """As compiled_rank_one's, with μ⁻ and f = xᵀμ⁻; x of lane s is row first + s per of X."""
+    """As logistic.py's sweep, with μ⁻ and f = xᵀμ⁻; x of lane s is row first + s per of X."""
     gains, _, factor, noise, _, _, _ = motion
     alpha, full, place = factor[0, 0], noise.shape[0] > 0, 4 * d
     for s in range(n):
@@ -169,12 +169,12 @@ def _move(posterior: bool, d: int, n: int, w: Floats, v: Floats) -> None:
 
 @kernel
 def each_abreast(
-    rules: Rules, motion: Motion, X: Floats, per: int, begin: int, end: int, rows: Integers,
+    rules: Rules, motion: MotionArrays, X: Floats, per: int, begin: int, end: int, rows: Integers,
     before: Numbers, values: Numbers,
     mean: Numbers, S: Numbers, bounds: Floats, w: Floats, v: Floats, warned: bool, out: Floats,
     reached: Integers,
 ) -> None:  # fmt: skip
-    """As compiled_fleet.each_rank_one; out has predictions alone [samples, 4]. A stream that
+    """As fleet_kernels.each_rank_one; out has predictions alone [samples, 4]. A stream that
     refuses a step goes on in vain.
     """
     d = before.shape[1]
@@ -185,7 +185,7 @@ def each_abreast(
             _sweep(motion, X, start * per + t, per, d, n, bounds[start, 2], bounds[start, 3], w, v)
             probabilities(w, n)
             weigh(rules, w, n)
-            slopes(rules, w, n)
+            expand_loss(rules, w, n)
             settle(
                 rules,
                 motion.still,

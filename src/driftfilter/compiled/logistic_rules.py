@@ -3,20 +3,20 @@ fixed, one sample a step.
 
 Everything is a function of the logit f of class 1, with p = 1 / (1 + e⁻ᶠ) and q = 1 - p. A
 workspace w [ROWS · BLOCK] has rows of BLOCK places, one for each of many streams, or of many steps
-where these do not depend on each other; loops without branches over the places run in vector
-registers. The closed forms are those of rules.py for k = 2.
+if these do not depend on each other; loops without branches over the places run in vector
+registers. The closed forms are those of model/closed_forms.py, with exp and log of vector_math.py.
 """
 
 from __future__ import annotations
 
 import math
+from typing import TypeAlias
 
-from driftfilter.compiled.rules import part
+from driftfilter.compiled.rules import compile_rule, part
 from driftfilter.compiled.terms import (
     BOUNDED_RATIO,
     ENTROPY,
     FISHER,
-    FLOOR,
     GAUSS_NEWTON,
     GENERALIZED,
     HESSIAN,
@@ -28,9 +28,18 @@ from driftfilter.compiled.terms import (
     Rules,
 )
 from driftfilter.compiled.vector_math import exp, log
-from driftfilter.model.weighting import TIE
+from driftfilter.model import closed_forms
+from driftfilter.model.closed_forms import FLOOR
+
+_entropy = compile_rule(closed_forms.entropy)
+_cross_entropy = compile_rule(closed_forms.cross_entropy)
+_generalized = compile_rule(closed_forms.generalized_cross_entropy, exp=exp)
+_ratio = compile_rule(closed_forms.bounded_likelihood_ratio, log=log)
+_certainty, _gate = compile_rule(closed_forms.certainty), compile_rule(closed_forms.gate, exp=exp)
+_kappa = compile_rule(closed_forms.kappa)
 
 BLOCK = 64
+Pair: TypeAlias = tuple[float, float]
 LN2 = math.log(2)
 
 # Where the rows of the workspace begin: logit at the prior mean, p, q, weight; gradient u of the
@@ -78,16 +87,16 @@ def probabilities(w: Floats, n: int) -> None:
 
 
 @part
-def _entropy(f: float, p: float, q: float) -> float:
-    """-p log p - q log q: the smaller one's logarithm is abs(f) less than that of the larger
-    one.
-    """
-    return float(min(p, q) * min(abs(f), -FLOOR) - log(max(p, q)))
+def _sum_entropy(f: float, p: float, q: float) -> float:
+    """H of both classes: log of the smaller p is abs(f) less than log of the larger one."""
+    top = log(max(p, q))
+    low = max(top - abs(f), FLOOR)
+    return float(_entropy(max(p, q), top)[0] + _entropy(min(p, q), low)[0])
 
 
 @part
 def weigh(rules: Rules, w: Floats, n: int) -> None:
-    """w of every sample; where no threshold of a masking pseudo-label is reached it is 0."""
+    """w of every sample: 0 if no threshold of a masking pseudo-label is reached."""
     lowest = 0.0
     if rules.masked:
         lowest = 1.0
@@ -97,67 +106,57 @@ def weigh(rules: Rules, w: Floats, n: int) -> None:
         w[WEIGHT + i] = rules.beta if max(w[P + i], w[Q + i]) >= lowest else 0.0
     for g in range(rules.gates.shape[0]):
         kind, beta, level = rules.gates[g, 0], rules.gates[g, 1], rules.gates[g, 2] * LN2
+        sharpness = 1.0 if kind == WEIGHTED_GATE else 0.0
         for i in range(n):
-            entropy = _entropy(w[F + i], w[P + i], w[Q + i])
-            margin = level - entropy
-            gated = (exp(margin) if kind == WEIGHTED_GATE else 1.0) if margin > 0 else 0.0
-            sure = 1 - entropy / LN2
-            w[WEIGHT + i] *= beta * (
-                (sure if sure > TIE else 0.0) if kind == RELIABILITY else gated
-            )
+            entropy = _sum_entropy(w[F + i], w[P + i], w[Q + i])
+            sure, gated = _certainty(entropy, LN2), _gate(level - entropy, sharpness)
+            w[WEIGHT + i] *= beta * (sure if kind == RELIABILITY else gated)
 
 
 @part
-def _ratio(p: float, ceiling: float) -> tuple[float, float]:
-    """First and second, as expansion.separable has them, of -p log(p / (1 - p) + 1e-5) of one
-    class; 0 above the ceiling.
+def _add(w: Floats, i: int, c: float, one: Pair, other: Pair) -> None:
+    """Add c times a term of the loss with first and second (closed_forms) of class 1 and class 0.
+
+    u = q first₁ - p first₀ is its gradient in f, u (q - p) + q² second₁ + p² second₀ its curvature.
     """
-    capped = min(p, ceiling)
-    slope = 1 / ((1 - capped) * (1 - capped))
-    odds = capped / (1 - capped) + 1e-5
-    rate = slope / odds
-    bend = 2 * rate + capped * (2 * slope / (1 - capped) / odds - rate * rate)
-    below = 1.0 if p < ceiling else 0.0
-    return -below * capped * (log(odds) + capped * rate), -below * capped * capped * bend
+    p, q = w[P + i], w[Q + i]
+    w[U + i] += c * (q * one[0] - p * other[0])
+    w[BEND + i] += c * (q * q * one[1] + p * p * other[1])
+    w[SHARE + i] += c
 
 
 @part
-def slopes(rules: Rules, w: Floats, n: int) -> None:
-    """u = q first₁ - p first₀, the gradient of the loss in f; its second derivative is u (q - p) +
-    q² second₁ + p² second₀.
-    """
+def expand_loss(rules: Rules, w: Floats, n: int) -> None:
+    """Gradient of the loss in f, its curvature beside u (q - p), and what it counts for."""
     for i in range(n):
         w[U + i] = w[BEND + i] = w[SHARE + i] = 0.0
     for t in range(rules.terms.shape[0]):
         kind, number, c = rules.terms[t, 0], rules.terms[t, 1], rules.terms[t, 2]
         if kind == ENTROPY:
-            for i in range(n):
-                both = c * w[P + i] * w[Q + i]
-                w[U + i] -= both * min(max(w[F + i], FLOOR), -FLOOR)
-                w[BEND + i] -= both
-                w[SHARE + i] += c
+            for i in range(n):  # logits do for log-probabilities: constants cancel
+                f = min(max(w[F + i], FLOOR), -FLOOR)
+                _add(w, i, c, _entropy(w[P + i], f), _entropy(w[Q + i], 0.0))
         elif kind == PSEUDO_LABEL:
             for i in range(n):
-                p, q = w[P + i], w[Q + i]
-                own = c if max(p, q) >= number else 0.0
-                w[U + i] += own * (-q if w[F + i] > 0 else p)
-                w[BEND + i] += own * min(p, q) * min(p, q)
-                w[SHARE + i] += own
+                label = 1.0 if w[F + i] > 0 else 0.0
+                own = c if max(w[P + i], w[Q + i]) >= number else 0.0
+                one, other = _cross_entropy(0.0, label), _cross_entropy(0.0, 1 - label)
+                _add(w, i, own, one[1:], other[1:])
         elif kind == GENERALIZED:
             for i in range(n):
-                p, q = w[P + i], w[Q + i]
-                power = c * exp(number * log(max(p, q)))
-                w[U + i] += power * (-q if w[F + i] > 0 else p)
-                w[BEND + i] += (1 - number) * power * min(p, q) * min(p, q)
-                w[SHARE + i] += c
+                label = 1.0 if w[F + i] > 0 else 0.0
+                first, second = _generalized(log(max(w[P + i], w[Q + i])), number)
+                one, other = (
+                    (label * first, label * second),
+                    (
+                        (1 - label) * first,
+                        (1 - label) * second,
+                    ),
+                )
+                _add(w, i, c, one, other)
         elif kind == BOUNDED_RATIO:
             for i in range(n):
-                p, q = w[P + i], w[Q + i]
-                one, bend_one = _ratio(p, number)
-                other, bend_other = _ratio(q, number)
-                w[U + i] += c * (q * one - p * other)
-                w[BEND + i] += c * (q * q * bend_one + p * p * bend_other)
-                w[SHARE + i] += c
+                _add(w, i, c, _ratio(w[P + i], number)[1:], _ratio(w[Q + i], number)[1:])
 
 
 @part
@@ -216,13 +215,12 @@ def predict(rules: Rules, w: Floats, n: int) -> None:
     √(1 + π/8 · variance).
     """
     tempered, cooled = rules.prediction == TEMPERED, 1 / rules.temperature
-    hot = 4 / math.pi * max(rules.temperature * rules.temperature - 1, 0.0)
     for i in range(n):
         variance = max(w[VARIANCE + i], 0.0)
-        g = w[G + i] * (cooled if tempered else 1 / math.sqrt(1 + math.pi / 8 * variance))
+        g = w[G + i] * (cooled if tempered else _kappa(variance))
         norm = log(1 + exp(-abs(g)))
         w[LOG0 + i] = min(-g, 0.0) - norm
         w[LOG1 + i] = min(g, 0.0) - norm
-        w[FIXED + i] = hot if tempered else 0.0
-        w[VARIANCE + i] = hot if tempered else variance
+        w[FIXED + i] = rules.variance if tempered else 0.0
+        w[VARIANCE + i] = rules.variance if tempered else variance
         w[GOOD + i] *= 1.0 if abs(g) < math.inf else 0.0

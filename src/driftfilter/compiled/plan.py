@@ -12,7 +12,7 @@ from torch import Tensor
 from driftfilter.base.checks import unchecked
 from driftfilter.base.tensors import moved
 from driftfilter.compiled import terms as kinds
-from driftfilter.compiled.terms import PSEUDO_LABEL, Motion, Rules
+from driftfilter.compiled.terms import PSEUDO_LABEL, MotionArrays, Rules
 from driftfilter.gaussian.belief import Belief
 from driftfilter.gaussian.covariance import Covariance
 from driftfilter.gaussian.diagonal import Diagonal
@@ -20,6 +20,7 @@ from driftfilter.gaussian.full import Full
 from driftfilter.inference.curvature import EmpiricalFisher, GaussNewton, Hessian, NoCurvature
 from driftfilter.inference.linearized import Linearized
 from driftfilter.inference.prediction import MAP, LinearizedProbit, Tempered
+from driftfilter.model.closed_forms import variance_at
 from driftfilter.model.dynamics import Spread
 from driftfilter.model.losses import (
     Entropy,
@@ -29,6 +30,7 @@ from driftfilter.model.losses import (
     SoftLikelihoodRatio,
     Sum,
 )
+from driftfilter.model.predictive import LinearHead
 from driftfilter.model.transition import BlockDynamics, BoundTransition, Transition
 from driftfilter.model.weighting import Constant, EntropyGate, Product, Reliability
 
@@ -36,21 +38,48 @@ if TYPE_CHECKING:
     from driftfilter.filtering import Filter
 
 
-class Uncovered(Exception):  # noqa: N818  # no error: the eager path takes over  # no error: the eager path takes over
+# Role -> classes that compiled code covers; of the transition it covers all but one's own.
+COVERED: dict[str, tuple[type, ...]] = {
+    "model": (LinearHead,),
+    "covariance": (Full, Diagonal),
+    "inference": (Linearized,),
+    "loss": (
+        Entropy,
+        SoftLikelihoodRatio,
+        PseudoLabel,
+        GeneralizedCrossEntropy,
+        InformationMaximization,
+        Sum,
+    ),
+    "weighting": (Constant, Reliability, EntropyGate, Product),
+    "curvature": (Hessian, GaussNewton, EmpiricalFisher, NoCurvature),
+    "prediction": (MAP, Tempered, LinearizedProbit),
+}
+
+
+class Uncovered(Exception):  # noqa: N818  # no error: the eager path takes over
     """A configuration that compiled code does not cover, and why."""
 
 
-def rules_of(filt: Filter) -> Rules:
-    """Loss, weighting, curvature and prediction as numbers."""
+def require_covered(role: str, part: object) -> None:
+    """Raise for a part of a filter that is of no covered class."""
+    if type(part) not in COVERED[role]:
+        names = [known.__name__ for known in COVERED[role]]
+        what = type(part).__name__ if role == "covariance" else part
+        raise Uncovered(f"the {role} is {what}, not {' or '.join(names)}")
+
+
+def translate_rules(filt: Filter) -> Rules:
+    """Translate loss, weighting, curvature and prediction into numbers."""
     observation, inference = filt.observation, filt.inference
     if observation.teacher is not None or filt.upkeep is not None:
         raise Uncovered("the filter has a teacher or an upkeep")
-    if type(inference) is not Linearized:
-        raise Uncovered(f"the inference is {inference}, not Linearized")
+    require_covered("inference", inference)
+    assert isinstance(inference, Linearized)
     terms = _terms(observation.loss, 1.0)
-    curvature, scale = _curvature(inference.curvature)
-    beta, gates = _weights(observation.weighting)
-    prediction, temperature = _prediction(filt.prediction)
+    curvature, scale = _number_curvature(inference.curvature)
+    beta, gates = _factors(observation.weighting)
+    prediction, temperature = _number_prediction(filt.prediction)
     return Rules(
         np.array(terms),
         np.array(gates).reshape(-1, 3),
@@ -64,74 +93,71 @@ def rules_of(filt: Filter) -> Rules:
         float(inference.radius),
         prediction,
         temperature,
+        variance_at(temperature),
         filt.predict_from == "posterior",
     )
 
 
 def _terms(loss: Any, coefficient: float) -> list[tuple[int, float, float]]:
     """A loss as terms: kind, own parameter, coefficient."""
-    if type(loss) is Sum:
+    require_covered("loss", loss)
+    if isinstance(loss, Sum):
         pairs = zip(loss.terms, loss.coefficients, strict=True)
         return [term for part, own in pairs for term in _terms(part, coefficient * own)]
-    if type(loss) is SoftLikelihoodRatio and loss.ceiling < 1:
+    if isinstance(loss, SoftLikelihoodRatio):
+        if loss.ceiling == 1:
+            raise Uncovered(f"the loss {loss} has no closed form: its ceiling must be below 1")
         return [(kinds.BOUNDED_RATIO, loss.ceiling, coefficient)]
-    if type(loss) is PseudoLabel:
+    if isinstance(loss, PseudoLabel):
         return [(kinds.PSEUDO_LABEL, loss.threshold, coefficient)]
-    if type(loss) is GeneralizedCrossEntropy:
+    if isinstance(loss, GeneralizedCrossEntropy):
         return [(kinds.GENERALIZED, loss.q, coefficient)]
-    plain = {Entropy: kinds.ENTROPY, InformationMaximization: kinds.INFORMATION}
-    if type(loss) not in plain:
-        raise Uncovered(f"the loss {loss} has no closed form here")
-    return [(plain[type(loss)], 0.0, coefficient)]
+    return [(kinds.ENTROPY if isinstance(loss, Entropy) else kinds.INFORMATION, 0.0, coefficient)]
 
 
-def _curvature(curvature: Any) -> tuple[int, float]:
-    if type(curvature) is EmpiricalFisher:
-        return (kinds.CENTERED_FISHER if curvature.centered else kinds.FISHER), float(
-            curvature.scale
-        )
-    known = {Hessian: kinds.HESSIAN, GaussNewton: kinds.GAUSS_NEWTON, NoCurvature: kinds.NONE}
-    if type(curvature) not in known:
-        raise Uncovered(f"the curvature is {curvature}")
-    return known[type(curvature)], 1.0
+def _number_curvature(curvature: Any) -> tuple[int, float]:
+    """Kind of a curvature, and λ of the empirical Fisher."""
+    require_covered("curvature", curvature)
+    if isinstance(curvature, EmpiricalFisher):
+        kind = kinds.CENTERED_FISHER if curvature.centered else kinds.FISHER
+        return kind, float(curvature.scale)
+    plain = {Hessian: kinds.HESSIAN, GaussNewton: kinds.GAUSS_NEWTON, NoCurvature: kinds.NONE}
+    return plain[type(curvature)], 1.0
 
 
-def _weights(weighting: Any) -> tuple[float, list[tuple[int, float, float]]]:
+def _factors(weighting: Any) -> tuple[float, list[tuple[int, float, float]]]:
     """β of every sample, and the factors that depend on it: kind, β, fraction."""
-    if type(weighting) is Constant:
+    require_covered("weighting", weighting)
+    if isinstance(weighting, Constant):
         return float(weighting.beta), []
-    if type(weighting) is Reliability:
+    if isinstance(weighting, Reliability):
         return 1.0, [(kinds.RELIABILITY, float(weighting.beta), 0.0)]
-    if type(weighting) is EntropyGate:
+    if isinstance(weighting, EntropyGate):
         kind = kinds.WEIGHTED_GATE if weighting.weighted else kinds.GATE
         return 1.0, [(kind, float(weighting.beta), float(weighting.fraction))]
-    if type(weighting) is not Product:
-        raise Uncovered(f"the weighting is {weighting}, which has a memory or is your own")
-    parts = [_weights(factor) for factor in weighting.factors]
+    parts = [_factors(factor) for factor in weighting.factors]
     return math.prod(beta for beta, _ in parts), [gate for _, gates in parts for gate in gates]
 
 
-def _prediction(rule: Any) -> tuple[int, float]:
-    if type(rule) is MAP:
-        return kinds.TEMPERED, 1.0
-    if type(rule) is Tempered:
-        return kinds.TEMPERED, float(rule.temperature)
-    if type(rule) is not LinearizedProbit:
-        raise Uncovered(f"the prediction is {rule}, not MAP, Tempered or LinearizedProbit")
-    return (kinds.PAIRWISE if rule.form == "pairwise" else kinds.PER_CLASS), 1.0
+def _number_prediction(rule: Any) -> tuple[int, float]:
+    """Kind and temperature of a prediction."""
+    require_covered("prediction", rule)
+    if isinstance(rule, LinearizedProbit):
+        return (kinds.PAIRWISE if rule.form == "pairwise" else kinds.PER_CLASS), 1.0
+    return kinds.TEMPERED, float(rule.temperature) if isinstance(rule, Tempered) else 1.0
 
 
-def motion_of(transition: Transition, source: Belief) -> Motion:
-    """A transition from this source as arrays."""
+def translate_transition(transition: Transition, source: Belief) -> MotionArrays:
+    """Translate a transition from this source into arrays."""
     source = moved(source, lambda tensor: tensor.double())
     bound, d = transition.bind(source), source.dimension
     full = isinstance(source.covariance, Full)
     if isinstance(bound.spread, Spread):
-        factor, noise = _constant(bound, bound.spread, source)
+        factor, noise = _read_constant(bound, bound.spread, source)
         kappa = torch.zeros(d, dtype=torch.float64)
     else:
         _require_known(transition)
-        factor, noise, kappa = _probed(bound, source)
+        factor, noise, kappa = _probe(bound, source)
     matrix = (
         bound.gain
         if isinstance(bound.gain, Tensor) and bound.gain.dim() == 2
@@ -151,7 +177,7 @@ def motion_of(transition: Transition, source: Belief) -> Motion:
     rows = torch.stack([torch.as_tensor(row, dtype=torch.float64).expand(d) for row in vectors])
     pieces = (rows, matrix, factor.reshape(1, 1) if factor.dim() == 0 else factor, noise)
     arrays: list[Any] = [np.ascontiguousarray(piece.double().numpy()) for piece in pieces]
-    return Motion(arrays[0], arrays[1], arrays[2], arrays[3], bool(still), shrink, floor)
+    return MotionArrays(arrays[0], arrays[1], arrays[2], arrays[3], bool(still), shrink, floor)
 
 
 def _bounds(matrix: Tensor, factor: Tensor, noise: Tensor) -> tuple[float, float]:
@@ -165,10 +191,8 @@ def _bounds(matrix: Tensor, factor: Tensor, noise: Tensor) -> tuple[float, float
     return shrink, max(floor.item(), 0.0)
 
 
-def _constant(bound: BoundTransition, spread: Spread, source: Belief) -> tuple[Tensor, Tensor]:
-    """A, a number [], or a matrix [d, d], and W, a vector or a matrix, of a noise that is always
-    the same.
-    """
+def _read_constant(bound: BoundTransition, spread: Spread, source: Belief) -> tuple[Tensor, Tensor]:
+    """A, a number [] or a matrix [d, d], and W, a vector or a matrix, of a constant noise."""
     keep, noise = spread
     if isinstance(noise, float):
         noise = source.mean.new_full((source.dimension,), noise)
@@ -185,7 +209,7 @@ def _constant(bound: BoundTransition, spread: Spread, source: Belief) -> tuple[T
 
 
 def _require_known(transition: Transition) -> None:
-    """Raise where a noise that depends on the belief is the user's own: three probes would not tell
+    """Raise for a noise of the user's own that depends on the belief: three probes would not tell
     what it does.
     """
     parts = transition.dynamics.parts if type(transition.dynamics) is BlockDynamics else ()
@@ -197,9 +221,9 @@ def _require_known(transition: Transition) -> None:
         raise Uncovered(f"the noise of {transition} depends on the belief in a way of your own")
 
 
-def _probed(bound: BoundTransition, source: Belief) -> tuple[Tensor, Tensor, Tensor]:
-    """A, W and κ of a noise that depends on the belief: Σ⁻ is affine in Σ and (μ - μ₀)², so three
-    probes tell.
+def _probe(bound: BoundTransition, source: Belief) -> tuple[Tensor, Tensor, Tensor]:
+    """Find A, W and κ of a noise that depends on the belief: Σ⁻ is affine in Σ and (μ - μ₀)², so
+    three probes tell.
 
     Under a gain G the probe of A is Σ = G⁻¹ 1 1ᵀ G⁻ᵀ, which G turns into ones.
     """

@@ -1,7 +1,7 @@
 """Losses, weightings, curvatures and predictions in the logits of each sample, compiled.
 
-The closed forms are those of losses.py, expansion.py, weighting.py, curvature.py and prediction.py.
-A loss is a list of terms (kind, parameter, coefficient), a weighting a list of gates (kind, β,
+Closed forms are those of model/closed_forms.py, compiled from the same code (``compile_rule``). A
+loss is a list of terms (kind, parameter, coefficient), a weighting a list of gates (kind, β,
 fraction); plan.py makes these lists. Plain loops over few arrays, for these compile fast.
 """
 
@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from types import FunctionType
 from typing import Any, TypeVar
 
 import numba
@@ -19,7 +20,6 @@ import numba
 from driftfilter.compiled.terms import (
     BOUNDED_RATIO,
     ENTROPY,
-    FLOOR,
     GAUSS_NEWTON,
     GENERALIZED,
     INFORMATION,
@@ -32,7 +32,8 @@ from driftfilter.compiled.terms import (
     Floats,
     Rules,
 )
-from driftfilter.model.weighting import TIE
+from driftfilter.model import closed_forms
+from driftfilter.model.closed_forms import FLOOR
 
 Call = TypeVar("Call", bound=Callable[..., Any])
 
@@ -56,7 +57,7 @@ def _forget_stale(folder: str) -> None:
     """Remove compiled code that is older than a source of the kernels: numba looks at the file of
     the outermost one only.
     """
-    sources = list(Path(__file__).parent.glob("*.py"))
+    sources = [*Path(__file__).parent.glob("*.py"), Path(closed_forms.__file__)]
     newest = max(source.stat().st_mtime for source in sources)
     for kept in (
         file for source in sources for file in Path(folder).glob(f"{source.stem}.*.nb[ic]")
@@ -72,8 +73,8 @@ def compiled(function: Call) -> Call:
 
 
 def part(function: Call) -> Call:
-    """The same, compiled on its own and put into the kernel by LLVM: that takes much less time than
-    ``compiled``.
+    """A part of a kernel that is compiled on its own and put into the kernel by LLVM: that takes
+    much less time than ``compiled``.
     """
     options: Any = {"forceinline": True, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
     made: Call = numba.njit(**options, **_OPTIONS)(function)
@@ -81,8 +82,8 @@ def part(function: Call) -> Call:
 
 
 def kernel(function: Call) -> Call:
-    """Compiled to machine code at the first call, kept on disk for later processes where a folder
-    can be written.
+    """A kernel: compiled to machine code at the first call, and kept on disk for later processes if
+    a folder can be written.
     """
     return _compiled(function, no_cfunc_wrapper=True)
 
@@ -97,6 +98,49 @@ def _compiled(function: Call, **options: Any) -> Call:
         _forget_stale(made.stats.cache_path)
     kernel: Call = made
     return kernel
+
+
+@part
+def _addcmul(x: float, a: float, b: float, value: float) -> float:
+    return x + type(x)(value) * a * b  # in the precision of x
+
+
+@part
+def _where(condition: bool, one: float, other: float) -> float:
+    return one if condition else other
+
+
+@part
+def _rsqrt(x: float) -> float:
+    return 1 / math.sqrt(x)
+
+
+@part
+def _clamp_min(x: float, low: float) -> float:
+    return max(x, low)
+
+
+@part
+def _clamp_max(x: float, high: float) -> float:
+    return min(x, high)
+
+
+def compile_rule(rule: Any, **own: Any) -> Any:
+    """The code of a closed form for single numbers; ``own``: other functions than math's."""
+    names = {"addcmul": _addcmul, "where": _where, "rsqrt": _rsqrt, "expm1": math.expm1}
+    names |= {"clamp_min": _clamp_min, "clamp_max": _clamp_max, "exp": math.exp, "log": math.log}
+    return part(FunctionType(rule.__code__, {**rule.__globals__, **names, **own}, rule.__name__))
+
+
+_center, _bend = compile_rule(closed_forms.center), compile_rule(closed_forms.bend)
+_entropy = compile_rule(closed_forms.entropy)
+_cross_entropy = compile_rule(closed_forms.cross_entropy)
+_generalized = compile_rule(closed_forms.generalized_cross_entropy)
+_generalized_value = compile_rule(closed_forms.generalized_value)
+_ratio = compile_rule(closed_forms.bounded_likelihood_ratio)
+_information = compile_rule(closed_forms.information)
+_certainty, _gate = compile_rule(closed_forms.certainty), compile_rule(closed_forms.gate)
+_kappa = compile_rule(closed_forms.kappa)
 
 
 def columns(k: int) -> int:
@@ -132,16 +176,14 @@ def weigh(rules: Rules, w: Floats, n: int, out: Floats, start: int) -> int:
         weight, entropy, top = rules.beta, 0.0, 0.0
         for c in range(k if looks else 0):
             top = max(top, w[i, P, c])
-            entropy -= w[i, P, c] * max(w[i, LOGP, c], FLOOR)
+            entropy += _entropy(w[i, P, c], max(w[i, LOGP, c], FLOOR))[0]
         for g in range(rules.gates.shape[0]):
-            beta, margin = rules.gates[g, 1], rules.gates[g, 2] * largest - entropy
-            if rules.gates[g, 0] == RELIABILITY:
-                sure = 1 - entropy / largest
-                weight *= beta * sure if sure > TIE else 0.0
-            elif margin > 0:
-                weight *= beta * (math.exp(margin) if rules.gates[g, 0] == WEIGHTED_GATE else 1.0)
+            kind, beta, fraction = rules.gates[g]
+            if kind == RELIABILITY:
+                weight *= beta * _certainty(entropy, largest)
             else:
-                weight = 0.0
+                sharpness = 1.0 if kind == WEIGHTED_GATE else 0.0
+                weight *= beta * _gate(fraction * largest - entropy, sharpness)
         confident = not rules.masked
         for t in range(rules.terms.shape[0] if rules.masked else 0):
             confident = confident or top >= rules.terms[t, 1]
@@ -154,7 +196,7 @@ def weigh(rules: Rules, w: Floats, n: int, out: Floats, start: int) -> int:
 
 
 @compiled
-def _information(w: Floats, n: int, out: Floats, start: int, coefficient: float) -> None:
+def _maximize(w: Floats, n: int, out: Floats, start: int, coefficient: float) -> None:
     """-KL(p_i ‖ p̄) of every sample, p̄ the weighted mean prediction of the batch."""
     k = w.shape[2]
     total = TINY
@@ -164,37 +206,33 @@ def _information(w: Floats, n: int, out: Floats, start: int, coefficient: float)
         mean = 0.0
         for i in range(n):
             mean += out[start + i, 2 * k + 1] / total * w[i, P, c]
-        level = max(math.log(mean), FLOOR) if mean > 0 else FLOOR
         for i in range(n):
-            p = w[i, P, c]
-            term = coefficient * p * (level - max(w[i, LOGP, c], FLOOR))
-            w[i, U, c] += term
-            w[i, V, c] += coefficient * (
-                out[start + i, 2 * k + 1] / total * p * p / max(mean, TINY) - p
-            )
-            out[start + i, 2 * k] += term
+            share, logp = out[start + i, 2 * k + 1] / total, max(w[i, LOGP, c], FLOOR)
+            first, second = _information(w[i, P, c], logp, share, mean, TINY)
+            w[i, U, c] += coefficient * first
+            w[i, V, c] += coefficient * second
+            out[start + i, 2 * k] += coefficient * first
 
 
 @compiled
-def _labelled(w: Floats, i: int, kind: int, number: float, coefficient: float) -> float:
-    """Terms of the most likely class alone: pseudo-label and generalised cross-entropy; returns the
-    value.
+def _label(w: Floats, i: int, kind: int, number: float, coefficient: float) -> float:
+    """Add a term of the most likely class alone, a pseudo-label or generalised cross-entropy, and
+    return its value.
     """
     top = 0
     for c in range(w.shape[2]):
         top = c if w[i, F, c] > w[i, F, top] else top
     logp = max(w[i, LOGP, top], FLOOR)
     if kind == GENERALIZED:
-        power = coefficient * math.exp(number * logp)
-        w[i, U, top] -= power
-        w[i, V, top] += (1 - number) * power
-        return -coefficient * math.expm1(number * logp) / number
-    if w[i, P, top] < number:
-        w[i, ANY, 0] -= coefficient  # not a part of the curvature from the model alone
-        return 0.0
-    w[i, U, top] -= coefficient
-    w[i, V, top] += coefficient
-    return float(-coefficient * logp)
+        value = _generalized_value(logp, number)
+        first, second = _generalized(logp, number)
+    else:
+        target = 1.0 if w[i, P, top] >= number else 0.0
+        value, first, second = _cross_entropy(logp, target)
+        w[i, ANY, 0] -= coefficient * (1 - target)  # no part of a curvature from the model alone
+    w[i, U, top] += coefficient * first
+    w[i, V, top] += coefficient * second
+    return float(coefficient * value)
 
 
 @compiled
@@ -212,36 +250,31 @@ def expand(rules: Rules, w: Floats, n: int, out: Floats, start: int) -> None:
     for t in range(rules.terms.shape[0]):
         kind, number, coefficient = int(rules.terms[t, 0]), rules.terms[t, 1], rules.terms[t, 2]
         if kind == INFORMATION:
-            _information(w, n, out, start, coefficient)
+            _maximize(w, n, out, start, coefficient)
         for i in range(n):
             w[i, ANY, 0] += coefficient
             if kind in (PSEUDO_LABEL, GENERALIZED):
-                out[start + i, 2 * k] += _labelled(w, i, kind, number, coefficient)
+                out[start + i, 2 * k] += _label(w, i, kind, number, coefficient)
             elif kind == ENTROPY:
                 own, floor, total = w.dtype.type(coefficient), w.dtype.type(FLOOR), w.dtype.type(0)
                 for c in range(k):
-                    term = -own * w[i, P, c] * max(w[i, LOGP, c], floor)
-                    w[i, U, c] += term
-                    w[i, V, c] -= own * w[i, P, c]
-                    total += term
+                    first, second = _entropy(w[i, P, c], max(w[i, LOGP, c], floor))
+                    w[i, U, c] += own * first
+                    w[i, V, c] += own * second
+                    total += own * first
                 out[start + i, 2 * k] += total
             elif kind == BOUNDED_RATIO:
                 for c in range(k):
-                    p = min(w[i, P, c], number)
-                    odds = p / (1 - p) + 1e-5
-                    out[start + i, 2 * k] -= coefficient * p * math.log(odds)
-                    if w[i, P, c] < number:
-                        slope = 1 / ((1 - p) * (1 - p))
-                        rate = slope / odds
-                        w[i, U, c] -= coefficient * p * (math.log(odds) + p * rate)
-                        bend = 2 * rate + p * (2 * slope / (1 - p) / odds - rate * rate)
-                        w[i, V, c] -= coefficient * p * p * bend
+                    value, first, second = _ratio(w[i, P, c], number)
+                    out[start + i, 2 * k] += coefficient * value
+                    w[i, U, c] += coefficient * first
+                    w[i, V, c] += coefficient * second
     for i in range(n):
         whole = w.dtype.type(0)
         for c in range(k):
             whole += w[i, U, c]
         for c in range(k):
-            w[i, U, c] -= w[i, P, c] * whole
+            w[i, U, c] = _center(w[i, U, c], w[i, P, c], whole)
             w[i, V, c] += w[i, U, c]
 
 
@@ -261,18 +294,18 @@ def roots(rules: Rules, w: Floats, n: int, root: Floats, square: Floats) -> None
                         own = math.sqrt(w[i, P, e])
                         root[i, c, e] = scale * ((own if c == e else 0.0) - w[i, P, c] * own)
             continue
-        bend = 0.0  # Σb
+        total = 0.0  # Σb
         for c in range(k):
-            bend += w[i, V, c] - w[i, U, c]
+            total += w[i, V, c] - w[i, U, c]
         if k == 2:
             for c in range(2):
-                p, v = w[i, P, c], w[i, V, c]
-                root[i, c, 0] = (1 - 2 * c) * math.sqrt(max(v - 2 * p * (v - 0.5 * p * bend), 0.0))
+                curvature = max(_bend(w[i, V, c], w[i, P, c], total), 0.0)
+                root[i, c, 0] = (1 - 2 * c) * math.sqrt(curvature)
             continue
         for c in range(k):
             for e in range(k):
                 p, q = w[i, P, c], w[i, P, e]
-                square[0, c, e] = p * q * bend - w[i, V, c] * q - w[i, V, e] * p
+                square[0, c, e] = p * q * total - w[i, V, c] * q - w[i, V, e] * p
             square[0, c, c] += w[i, V, c]
         _positive_root(square, root, i)
 
@@ -330,14 +363,13 @@ def predict(
     square[0]; whether finite.
     """
     k, temperature = w.shape[2], w.dtype.type(rules.temperature)
-    constant = w.dtype.type(4 / math.pi * max(rules.temperature * rules.temperature - 1, 0.0))
     for c in range(k):
         if rules.prediction == TEMPERED:
-            out[start + i, k + c] = constant
+            out[start + i, k + c] = rules.variance
             w[i, ANY, c] = w[i, row, c] / temperature
         else:
             out[start + i, k + c] = max(square[0, c, c], 0.0)
-            w[i, ANY, c] = w[i, row, c] / math.sqrt(1 + math.pi / 8 * out[start + i, k + c])
+            w[i, ANY, c] = _kappa(out[start + i, k + c]) * w[i, row, c]
     if rules.prediction == PAIRWISE:
         _pairwise(w, i, row, square, out, start)
     log_softmax(w, i, ANY)
@@ -356,7 +388,7 @@ def _pairwise(w: Floats, i: int, row: int, square: Floats, out: Floats, start: i
         largest, total = 0.0, 0.0  # the exponent of c itself is 0
         for e in range(k):
             spread = max(out[start + i, k + c] + out[start + i, k + e] - 2 * square[0, c, e], 0.0)
-            square[1, 0, e] = (w[i, row, e] - w[i, row, c]) / math.sqrt(1 + math.pi / 8 * spread)
+            square[1, 0, e] = _kappa(spread) * (w[i, row, e] - w[i, row, c])
             largest = max(largest, square[1, 0, e])
         for e in range(k):
             total += math.exp(square[1, 0, e] - largest)

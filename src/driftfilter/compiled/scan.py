@@ -1,4 +1,4 @@
-"""Whole streams in compiled code: what ``Filter.run`` does with a linear head where numba is
+"""Whole streams in compiled code: what ``Filter.run`` does with a linear head if numba is
 installed.
 
 The compiled step (full.py) is the eager one in closed form. What it cannot take, a step that warns,
@@ -19,8 +19,13 @@ import torch
 from torch import Tensor
 
 from driftfilter.base.checks import unchecked
-from driftfilter.compiled.plan import Uncovered, motion_of, rules_of
-from driftfilter.compiled.terms import INFORMATION, Head, Motion, Rules
+from driftfilter.compiled.plan import (
+    Uncovered,
+    require_covered,
+    translate_rules,
+    translate_transition,
+)
+from driftfilter.compiled.terms import INFORMATION, HeadArrays, MotionArrays, Rules
 from driftfilter.filtering import Filter, FilterState, Outputs, StepInfo
 from driftfilter.gaussian.belief import Belief
 from driftfilter.gaussian.diagonal import Diagonal
@@ -36,7 +41,7 @@ T = TypeVar("T")
 
 
 def why_eager(filt: Filter, state: FilterState, batches: Iterable[Any]) -> str:
-    """Why ``filt.run(state, batches)`` would not run in compiled code; empty where it would."""
+    """Why ``filt.run(state, batches)`` would not run in compiled code; empty if it would."""
     try:
         _plan(filt, state, batches)
     except Uncovered as reason:
@@ -47,7 +52,7 @@ def why_eager(filt: Filter, state: FilterState, batches: Iterable[Any]) -> str:
 def run(
     filt: Filter, state: FilterState, batches: Iterable[Any]
 ) -> tuple[FilterState, Outputs] | None:
-    """The stream in compiled code; None where it is not covered."""
+    """Run the stream in compiled code; None if it is not covered."""
     try:
         plan = _plan(filt, state, batches)
     except Uncovered:
@@ -55,21 +60,21 @@ def run(
     return _Scan(filt, plan).run(state)
 
 
-class Plan(NamedTuple):
+class ScanPlan(NamedTuple):
     """A stream made ready for the compiled step."""
 
     batches: Any  # as they were given
     features: Tensor  # [samples, D] float64, of all usable batches
-    offsets: Any  # [steps + 1] first sample of each batch; a range where all are of one size
+    offsets: Any  # [steps + 1] first sample of each batch; a range if all are of one size
     sizes: tuple[int, int]  # of the smallest and the largest batch
     odd: list[int]  # batches that only the eager path can judge, then the number of steps
     rules: Rules
-    motion: Motion
-    head: Head
+    motion: MotionArrays
+    head: HeadArrays
     is_rank_one: bool  # whether all is along x: every batch is one sample
 
 
-def is_along_x(rules: Rules, motion: Motion, head: Head, width: int) -> bool:
+def is_along_x(rules: Rules, motion: MotionArrays, head: HeadArrays, width: int) -> bool:
     """Whether a sample is one logit xᵀμ, whose loss is its own, and the transition no matrix
     product.
     """
@@ -78,51 +83,59 @@ def is_along_x(rules: Rules, motion: Motion, head: Head, width: int) -> bool:
     return one_logit and simple and all(term[0] != INFORMATION for term in rules.terms.tolist())
 
 
-def _plan(filt: Filter, state: FilterState, batches: Iterable[Any]) -> Plan:
+def _plan(filt: Filter, state: FilterState, batches: Iterable[Any]) -> ScanPlan:
     if not isinstance(batches, (Tensor, list, tuple)):
         raise Uncovered("batches come from an iterator: give one tensor, a list or a tuple")
     count = batches.shape[0] if isinstance(batches, Tensor) and batches.dim() else len(batches)
     if count < STEPS:
         raise Uncovered(f"{count} steps are fewer than {STEPS}")
     _require_numba()
-    head = head_of(filt, state)
-    kept = _kept(filt, state)
-    features, offsets, sizes, odd = _gathered(batches, head.intercept, state.belief.mean.dtype)
+    head = require_head(filt, state)
+    kept = _translate(filt, state)
+    features, offsets, sizes, odd = _gather(batches, head.intercept, state.belief.mean.dtype)
     width, parameters = features.shape[1], state.parameters
     first = head.classes - parameters // width if width else -1
     if first not in (0, 1) or parameters % width:
         raise Uncovered("the features do not fit the belief")
     _require_small(state, sizes[1], head.classes - first)
-    own = Head(first, kept.read_out)
+    own = HeadArrays(first, kept.read_out)
     is_single = sizes == (1, 1) and isinstance(state.belief.covariance, Full)
     is_rank_one = is_single and is_along_x(kept.rules, kept.motion, own, width)
-    return Plan(batches, features, offsets, sizes, odd, kept.rules, kept.motion, own, is_rank_one)
+    return ScanPlan(
+        batches, features, offsets, sizes, odd, kept.rules, kept.motion, own, is_rank_one
+    )
 
 
-class Kept(NamedTuple):
+class SourcePlan(NamedTuple):
     """What of a plan depends on the filter and the source only; a stream has one source."""
 
     source: Belief
     rules: Rules
-    motion: Motion
+    motion: MotionArrays
     read_out: Any  # [parameters, d], or [0, 0]
-    low: float  # a lower bound of the eigenvalues of the source's covariance, where it is full
+    low: float  # a lower bound of the eigenvalues of the source's covariance, if it is full
 
 
-def _kept(filt: Filter, state: FilterState) -> Kept:
-    kept: Kept | None = filt.__dict__["_motion"]
+def _translate(filt: Filter, state: FilterState) -> SourcePlan:
+    kept: SourcePlan | None = filt.__dict__["_motion"]
     if kept is None or kept.source is not state.source:
         source, matrix = state.source, filt.transition.read_out(state.parameters)
         read_out = (
             np.zeros((0, 0)) if matrix is None else np.ascontiguousarray(matrix.double().numpy())
         )
-        low = _lowest(source.covariance) if isinstance(source.covariance, Full) else 0.0
-        kept = Kept(source, rules_of(filt), motion_of(filt.transition, source), read_out, low)
+        low = _find_lowest(source.covariance) if isinstance(source.covariance, Full) else 0.0
+        kept = SourcePlan(
+            source,
+            translate_rules(filt),
+            translate_transition(filt.transition, source),
+            read_out,
+            low,
+        )
         object.__setattr__(filt, "_motion", kept)
     return kept
 
 
-def limits(dtype: torch.dtype) -> tuple[float, float, float]:
+def find_limits(dtype: torch.dtype) -> tuple[float, float, float]:
     """Rounding error of a number, and the variances between which a kernel in double precision
     decides what is proper.
     """
@@ -130,7 +143,7 @@ def limits(dtype: torch.dtype) -> tuple[float, float, float]:
     return numbers.eps, 4 * numbers.tiny, numbers.max / 4
 
 
-def _lowest(covariance: Full) -> float:
+def _find_lowest(covariance: Full) -> float:
     return float(np.linalg.eigvalsh(covariance.dense().numpy())[0])
 
 
@@ -139,18 +152,16 @@ def _require_numba() -> None:
         raise Uncovered("numba is not installed (pip install driftfilter[fast])")
 
 
-def head_of(filt: Filter, state: FilterState) -> LinearHead:
+def require_head(filt: Filter, state: FilterState) -> LinearHead:
     """The linear head of a filter whose belief the compiled step can carry."""
-    model = filt.logits
-    if type(model) is not LinearHead or model.classes < 2:
-        raise Uncovered("the model is not a LinearHead of 2 classes or more")
-    belief = state.belief
-    if type(belief.covariance) not in (Full, Diagonal) or type(state.source.covariance) is not type(
-        belief.covariance
-    ):
-        raise Uncovered(
-            f"the covariance is {type(belief.covariance).__name__}, not Full or Diagonal"
-        )
+    model, belief = filt.logits, state.belief
+    require_covered("model", model)
+    assert isinstance(model, LinearHead)
+    if model.classes < 2:
+        raise Uncovered("the model has one class")
+    require_covered("covariance", belief.covariance)
+    if type(state.source.covariance) is not type(belief.covariance):
+        raise Uncovered("belief and source have covariances of different structure")
     if not belief.mean.is_cpu:
         raise Uncovered(f"the belief is on {belief.mean.device}, not on the CPU")
     return model
@@ -166,7 +177,7 @@ def _require_small(state: FilterState, n: int, own: int) -> None:
         )
 
 
-def _gathered(
+def _gather(
     batches: Any, intercept: bool, dtype: torch.dtype
 ) -> tuple[Tensor, Any, tuple[int, int], list[int]]:
     """Features of all usable batches [samples, D], the first sample of each [steps + 1], their
@@ -194,7 +205,7 @@ def _gathered(
         if len(widths) != 1:
             raise Uncovered("the batches are not tensors [n, D] of one width")
         (width,) = widths
-        fit = [_usable(batch, width) for batch in batches]
+        fit = [_is_usable(batch, width) for batch in batches]
         odd = [position for position, good in enumerate(fit) if not good]
         sizes = np.array(
             [batch.shape[0] if good else 0 for batch, good in zip(batches, fit, strict=True)]
@@ -215,7 +226,7 @@ def _gathered(
     return features.contiguous(), offsets, (least, most), [*odd, len(batches)]
 
 
-def _usable(batch: Any, width: int) -> bool:
+def _is_usable(batch: Any, width: int) -> bool:
     """Whether a batch is a real tensor [n, width] on the CPU; what its numbers are the compiled
     step sees itself.
     """
@@ -236,9 +247,9 @@ def _is_plain(batch: Tensor) -> bool:
 class _Scan:
     """One stream under way."""
 
-    def __init__(self, filt: Filter, plan: Plan) -> None:
+    def __init__(self, filt: Filter, plan: ScanPlan) -> None:
         self.filter, self.plan, self.classes = filt, plan, filt.logits.classes  # type: ignore[union-attr]
-        self.out = np.empty((len(plan.features), 2 * self.classes + 3))  # see Record
+        self.out = np.empty((len(plan.features), 2 * self.classes + 3))  # see ScanRecord
         self.used = np.empty(len(plan.batches), np.int64)
         self.eager: dict[int, tuple[Prediction, StepInfo]] = {}
 
@@ -246,21 +257,21 @@ class _Scan:
         begun, t, patience, count = state.step, 0, 1, len(self.plan.batches)
         while t < count:
             stop = next(position for position in self.plan.odd if position >= t)
-            reached, state = self._compiled(state, t, stop) if stop > t else (t, state)
+            reached, state = self._run_compiled(state, t, stop) if stop > t else (t, state)
             patience = (
                 1 if reached > t else min(2 * patience, 256)
-            )  # where it refuses again and again, ask less often
+            )  # if it refuses again and again, ask less often
             t = min(reached + patience, count)
             for position in range(reached, t):
-                state = self._eagerly(state, position)
-        return state, self._outputs(state, begun)
+                state = self._step_eagerly(state, position)
+        return state, self._collect(state, begun)
 
-    def _eagerly(self, state: FilterState, t: int) -> FilterState:
+    def _step_eagerly(self, state: FilterState, t: int) -> FilterState:
         state, prediction, info = self.filter.step(state, self.plan.batches[t])
         self.eager[t] = (prediction, info)
         return state
 
-    def _compiled(self, state: FilterState, begin: int, stop: int) -> tuple[int, FilterState]:
+    def _run_compiled(self, state: FilterState, begin: int, stop: int) -> tuple[int, FilterState]:
         """Steps from begin on, up to the first one that is refused: which that is, and the state
         before it.
         """
@@ -282,14 +293,14 @@ class _Scan:
         if not isinstance(belief.covariance, Full):
             return self._advance_diagonal(belief, begin, end)
         values = belief.covariance.dense()
-        kept: Kept = self.filter.__dict__["_motion"]
-        low = kept.low if belief is kept.source else _lowest(belief.covariance)
-        bounds = np.array([low, *limits(values.dtype)])
+        kept: SourcePlan = self.filter.__dict__["_motion"]
+        low = kept.low if belief is kept.source else _find_lowest(belief.covariance)
+        bounds = np.array([low, *find_limits(values.dtype)])
         if self.plan.is_rank_one:
             return self._advance_rank_one(belief, values, bounds, begin, end)
         from driftfilter.compiled.full import scan_full
 
-        mean, values = _copied(belief.mean), _copied(values)
+        mean, values = _copy(belief.mean), _copy(values)
         moving: Any = (mean.numpy(), values.numpy(), bounds)
         reached = scan_full(*self._stream(begin, end), *moving, *self._record(belief, begin, end))
         return reached, unchecked(Belief, mean=mean, covariance=unchecked(Full, matrix=values))
@@ -300,7 +311,7 @@ class _Scan:
         from driftfilter.compiled.logistic import FEW, scan_rank_one, workspaces
 
         plan, dtype = self.plan, values.dtype
-        mean, values = _copied(belief.mean, torch.float64), _copied(values, torch.float64)
+        mean, values = _copy(belief.mean, torch.float64), _copy(values, torch.float64)
         stream: Any = (plan.rules, plan.motion, plan.features.numpy(), begin, end)
         moving: Any = (mean.numpy(), values.numpy(), bounds, *workspaces(len(mean)))
         record: Any = (
@@ -317,7 +328,7 @@ class _Scan:
     def _advance_diagonal(self, belief: Belief, begin: int, end: int) -> tuple[int, Belief]:
         from driftfilter.compiled.diagonal import scan_diagonal
 
-        mean, values = _copied(belief.mean), _copied(belief.covariance.variance())
+        mean, values = _copy(belief.mean), _copy(belief.covariance.variance())
         same: Any = [mean.numpy(), values.numpy()] * 2
         reached = scan_diagonal(*self._stream(begin, end), *same, *self._record(belief, begin, end))
         return reached, unchecked(Belief, mean=mean, covariance=unchecked(Diagonal, values=values))
@@ -329,10 +340,10 @@ class _Scan:
         return plan.rules, plan.motion, plan.head, plan.features.numpy(), offsets, begin, end
 
     def _record(self, belief: Belief, begin: int, end: int) -> Any:
-        from driftfilter.compiled.workspace import room
+        from driftfilter.compiled.workspace import allocate
 
         plan, full = self.plan, isinstance(belief.covariance, Full)
-        space = room(
+        space = allocate(
             plan.sizes[1],
             self.classes,
             belief.dimension,
@@ -346,20 +357,20 @@ class _Scan:
     def _warned(self) -> bool:
         return bool(self.filter.__dict__["_warned"])
 
-    def _outputs(self, state: FilterState, begun: int) -> Outputs:
+    def _collect(self, state: FilterState, begun: int) -> Outputs:
         dtype, out = state.belief.mean.dtype, torch.from_numpy(self.out)
         out = out if dtype == torch.float64 else out.to(dtype)
         kept = (self.plan.offsets, self.used, self.eager, begun, self.plan.is_rank_one)
-        record = Record(self.filter, out, self.classes, *kept)
+        record = ScanRecord(self.filter, out, self.classes, *kept)
         predictions, infos = (
-            Recorded(record.prediction, len(self.used)),
-            Recorded(record.info, len(self.used)),
+            LazySequence(record.prediction, len(self.used)),
+            LazySequence(record.info, len(self.used)),
         )
         together = None if self.eager else (record.log_probabilities, record.logit_variance)
         return Outputs(predictions, infos, together, len(self.used) - len(self.eager))
 
 
-def _copied(values: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+def _copy(values: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """A contiguous copy that a kernel may change."""
     values = values.clone(memory_format=torch.contiguous_format)
     return values if dtype is None or dtype == values.dtype else values.to(dtype)
@@ -367,7 +378,7 @@ def _copied(values: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 @final
 @dataclass(frozen=True, eq=False)
-class Record:
+class ScanRecord:
     """What every step of a scan left behind, samples one after the other; predictions and infos are
     views of it.
     """
@@ -403,14 +414,14 @@ class Record:
         return self.out[:, self.classes : 2 * self.classes]
 
     def prediction(self, t: int) -> Prediction:
-        """Of the batch at this place."""
+        """The prediction of the batch at this place."""
         if t in self.eager:
             return self.eager[t][0]
         rows = self._rows(t)
         return Prediction(self.log_probabilities[rows], self.logit_variance[rows])
 
     def info(self, t: int) -> StepInfo:
-        """Of the step at this place."""
+        """What the step at this place did."""
         if t in self.eager:
             return self.eager[t][1]
         rows = self._rows(t)
@@ -425,7 +436,7 @@ class Record:
 
 
 @final
-class Recorded(Sequence[T]):
+class LazySequence(Sequence[T]):
     """Items that are made when they are asked for."""
 
     def __init__(self, make: Callable[[int], T], length: int) -> None:

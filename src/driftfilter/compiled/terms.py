@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 
-FLOOR = -1e4  # of log-probabilities, as expansion.FLOOR
 TINY = 2.2250738585072014e-308
 
 ENTROPY, BOUNDED_RATIO, PSEUDO_LABEL, GENERALIZED, INFORMATION = range(5)
@@ -20,28 +19,28 @@ RELIABILITY, WEIGHTED_GATE, GATE = range(3)
 NONE, HESSIAN, GAUSS_NEWTON, FISHER, CENTERED_FISHER = range(5)
 TEMPERED, PAIRWISE, PER_CLASS = range(3)
 
-GAIN, DRIFT, DIAGONAL, KAPPA, ORIGIN = range(5)  # rows of Motion.vectors
-PRIOR, AFTER, STEP, VALUES = range(4)  # rows of Room.vectors: μ⁻, μ, anything, anything
+GAIN, DRIFT, DIAGONAL, KAPPA, ORIGIN = range(5)  # rows of MotionArrays.vectors
+PRIOR, AFTER, STEP, VALUES = range(4)  # rows of Workspace.vectors: μ⁻, μ, anything, anything
 
 Numbers = Any  # an array of the belief's own dtype
 
 
-class Motion(NamedTuple):
+class MotionArrays(NamedTuple):
     """μ⁻ = G μ + c; Σ⁻ = A ∘ (G Σ Gᵀ) + W + diag(κ (μ - μ₀)²), with a vector gain of the covariance
     inside A.
     """
 
-    # [5, d]: gain of the mean (where G is no matrix), c, diagonal of W (where it is one), κ, μ₀
+    # [5, d]: gain of the mean (if G is no matrix), c, diagonal of W (if it is one), κ, μ₀
     vectors: Floats
     matrix: Floats  # G [d, d], or [0, 0]
     factor: Floats  # A [d, d], or [1, 1]; for a diagonal covariance [1, d]
-    noise: Floats  # W [d, d] where it is no diagonal, or [0, 0]
+    noise: Floats  # W [d, d] if it is no diagonal, or [0, 0]
     still: bool  # whether Σ⁻ = Σ
     shrink: float  # a lower bound of Σ⁻'s eigenvalues is shrink · (that of Σ's) + floor
     floor: float
 
 
-class Head(NamedTuple):
+class HeadArrays(NamedTuple):
     """The linear head."""
 
     first: int  # class of the first row of θ
@@ -63,4 +62,5 @@ class Rules(NamedTuple):
     radius: float  # of the trust region, 0 for none
     prediction: int
     temperature: float
+    variance: float  # of logits that come to the temperature
     posterior: bool  # predict from the posterior

@@ -18,16 +18,16 @@ from driftfilter.compiled.terms import (
     NONE,
     PRIOR,
     Floats,
-    Head,
+    HeadArrays,
     Numbers,
     Rules,
 )
 
 
-class Room(NamedTuple):
+class Workspace(NamedTuple):
     """Workspace of a step on up to n samples."""
 
-    w: Floats  # [n, 7, k], see compiled_losses
+    w: Floats  # [n, 7, k], see rules.py
     root: Floats  # [n, k, r]
     square: Floats  # [2, k, k]
     vectors: Floats  # [4, d]
@@ -38,15 +38,21 @@ class Room(NamedTuple):
     half: Floats  # [d, d] for a matrix gain, or [0, 0]
 
 
-def room(
-    n: int, k: int, d: int, head: Head, full: bool, turned: bool = False, dtype: Any = np.float64
-) -> Room:
+def allocate(
+    n: int,
+    k: int,
+    d: int,
+    head: HeadArrays,
+    full: bool,
+    turned: bool = False,
+    dtype: Any = np.float64,
+) -> Workspace:
     """Workspace for batches of up to n samples; turned: by a matrix gain."""
     p, m = n * (k - head.first), n * columns(k)
     wide, square, side = d if full else 0, p if full else 1, d if turned else 0
-    workspaces = ((n, 7, k), (n, k, columns(k)), (2, k, k), (4, d), (len(head.read_out),))
-    shapes = (*workspaces, (m + 1, p), (2 * p + m, wide), (3, square, p), (side, side))
-    return Room(*[np.zeros(shape, dtype) for shape in shapes])
+    small = ((n, 7, k), (n, k, columns(k)), (2, k, k), (4, d), (len(head.read_out),))
+    shapes = (*small, (m + 1, p), (2 * p + m, wide), (3, square, p), (side, side))
+    return Workspace(*[np.zeros(shape, dtype) for shape in shapes])
 
 
 @compiled
@@ -99,7 +105,7 @@ def logits(
 
 
 @compiled
-def root_columns(
+def fill_columns(
     rules: Rules, w: Floats, root: Floats, n: int, first: int, out: Floats, start: int, R: Floats
 ) -> int:
     """Columns of the curvature's root over the directions, as rows of R [m, p]; returns m."""

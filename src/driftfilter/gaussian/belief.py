@@ -8,7 +8,13 @@ from typing import final
 import torch
 from torch import Tensor
 
-from driftfilter.base.checks import require, require_finite, require_floating, require_shape
+from driftfilter.base.checks import (
+    require,
+    require_finite,
+    require_floating,
+    require_shape,
+    unchecked,
+)
 from driftfilter.gaussian.covariance import Covariance, Index
 
 
@@ -54,7 +60,8 @@ class Belief:
 
     def marginal(self, index: Index) -> Belief:
         """The belief over some coordinates."""
-        return Belief(self.mean[index], self.covariance.marginal(index))
+        covariance = self.covariance.marginal(index)
+        return unchecked(Belief, mean=self.mean[index], covariance=covariance)
 
 
 def deviation(mean: Tensor, source: Belief) -> Tensor:

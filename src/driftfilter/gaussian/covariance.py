@@ -155,11 +155,11 @@ def cholesky(matrix: Tensor, what: str) -> Tensor:
     """Lower Cholesky factor, or an error that names the matrix."""
     root: Tensor
     root, status = torch.linalg.cholesky_ex(matrix)
-    if status.item() != 0:
+    if failed := status.max().item() if status.dim() else status.item():
         raise NotPositiveDefiniteError(
-            f"{what} is not positive definite (Cholesky failed at row {int(status)})"
+            f"{what} is not positive definite (Cholesky failed at row {failed})"
         )
-    if not math.isfinite(root.diagonal().sum().item()):  # infinite pivots pass
+    if not math.isfinite(root.diagonal(0, -2, -1).sum().item()):  # infinite pivots pass
         raise NotPositiveDefiniteError(f"{what} is not finite: it overflowed {matrix.dtype}")
     return root
 
@@ -177,10 +177,14 @@ def symmetrize(matrix: Tensor) -> Tensor:
 
 
 def column_energy(rows: Tensor) -> Tensor:
-    """Σ_m F_mj² for rows [m, d], a few rows at a time so that the squares stay in the cache."""
-    if rows.is_cuda or rows.shape[0] <= 16:
-        return rows.square().sum(0)
-    return torch.stack([part.square().sum(0) for part in rows.split(16)]).sum(0)
+    """Σ_m F_mj² for rows [..., m, d], a few rows at a time so that the squares stay in the
+    cache.
+    """
+    if rows.shape[-2] == 1:
+        return rows.select(-2, 0).square()
+    if rows.is_cuda or rows.shape[-2] <= 16:
+        return rows.square().sum(-2)
+    return torch.stack([part.square().sum(-2) for part in rows.split(16, -2)]).sum(0)
 
 
 def compact(rows: Tensor) -> Tensor:

@@ -67,7 +67,7 @@ class Diagonal(Covariance):
         return vectors / self.values
 
     def condition(self, factor: Tensor) -> Diagonal:
-        values = self.values / (1 + self.values * column_energy(factor))
+        values = self.values / column_energy(factor).mul_(self.values).add_(1)
         if not values.min().item() > 0:
             raise NotPositiveDefiniteError(
                 "no posterior variance is left: the prior had none, or the curvature is too large"
@@ -88,7 +88,7 @@ class Diagonal(Covariance):
             if not noise.is_diagonal:
                 raise refuse("Diagonal", "noise that correlates coordinates", "Full or Blocks")
             noise = noise.variance()
-        return unchecked(Diagonal, values=self.values * (gain * gain) + noise)
+        return unchecked(Diagonal, values=(self.values * (gain * gain)).add_(noise))
 
     def sample(self, count: int, generator: torch.Generator) -> Tensor:
         return normals(count, self.values, generator) * self.values.sqrt()

@@ -66,7 +66,7 @@ class Full(Covariance):
 
     @property
     def dimension(self) -> int:
-        return self.matrix.shape[0]
+        return self.matrix.shape[-1]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -80,22 +80,25 @@ class Full(Covariance):
 
     def apply(self, vectors: Tensor) -> Tensor:
         matrix: Tensor = self.__dict__.get("precise", self.matrix)
-        applied = (vectors if vectors.dtype == matrix.dtype else vectors.to(matrix.dtype)) @ matrix
+        if vectors.dtype != matrix.dtype:
+            vectors = vectors.to(matrix.dtype)
+        each = matrix.dim() > 2  # a vector for each of several covariances
+        applied = (vectors.unsqueeze(-2) @ matrix).squeeze(-2) if each else vectors @ matrix
         return applied if applied.dtype == self.dtype else applied.to(self.dtype)
 
     def condition(self, factor: Tensor) -> Full:
-        rows = factor.shape[0]
+        rows, several = factor.shape[-2], factor.dim() > 2
         if rows == 0:
             return self
         if self.dtype == torch.float32:
             # The mean step Σ g would lose eps · F Σ Fᵀ of its accuracy if Σ were rounded first.
             exact = unchecked(Full, matrix=self.matrix.double()).condition(factor.double()).matrix
             root, status = torch.linalg.cholesky_ex(exact.float())
-            if status.item() == 0:
+            if not (status.any() if several else status):
                 return unchecked(Full, matrix=exact.float(), root=root, precise=exact)
             return unchecked(Full, **self._condition_by_roots(factor).__dict__, precise=exact)
-        if rows < self.dimension:
-            if rows == 1:
+        if rows < self.dimension or several:
+            if rows == 1 and not several:
                 vector = factor.select(0, 0)
                 cross = self.matrix.mv(vector)
                 scale = 1 + cross.dot(vector).item()
@@ -110,19 +113,21 @@ class Full(Covariance):
             else:
                 cross = factor @ self.matrix  # F Σ [m, d]
                 inner = cross @ factor.mT
-                inner.diagonal().add_(1)
+                inner.diagonal(0, -2, -1).add_(1)
                 whitened = torch.linalg.solve_triangular(
                     cholesky(inner, "I + F Σ Fᵀ"), cross, upper=False
                 )
-                matrix = symmetrize(torch.addmm(self.matrix, whitened.mT, whitened, alpha=-1.0))
+                subtract = torch.baddbmm if several else torch.addmm
+                matrix = symmetrize(subtract(self.matrix, whitened.mT, whitened, alpha=-1.0))
             root, status = torch.linalg.cholesky_ex(matrix)
-            if status.item() == 0:
+            if not (status.any() if several else status):
                 return unchecked(Full, matrix=matrix, root=root)
         return self._condition_by_roots(factor)
 
     def _condition_by_roots(self, factor: Tensor) -> Full:
         """L (I + Lᵀ FᵀF L)⁻¹ Lᵀ by QR of [F L; I]: no subtraction, so nothing cancels."""
-        stacked = torch.cat((factor @ self.root, identity_like(self.matrix)))
+        eye = identity_like(self.matrix).expand_as(self.matrix)
+        stacked = torch.cat((factor @ self.root, eye), -2)
         _, triangle = torch.linalg.qr(stacked, mode="r")
         half = torch.linalg.solve_triangular(triangle.mT, self.root.mT, upper=False)
         matrix = symmetrize(half.mT @ half)

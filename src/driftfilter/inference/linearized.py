@@ -64,13 +64,16 @@ class Frozen:
 def newton_step(prior: Belief, gradient: Tensor, factor: Tensor, radius: float = 0.0) -> Belief:
     """Σ = ((Σ⁻)⁻¹ + FᵀF)⁻¹, μ = μ⁻ - Σ g, shortened to abs(F Σ g) <= radius if > 0; the mean moves
     before Σ is truncated.
+
+    Dense and diagonal beliefs may have a leading dimension: as many steps at once.
     """
     covariance = prior.covariance.condition(factor)
     step = covariance.apply(gradient)
     if radius:
-        length = torch.mv(factor, step).norm().clamp_min(torch.finfo(step.dtype).tiny)
+        along = torch.mv(factor, step) if step.dim() == 1 else (factor @ step[..., None])[..., 0]
+        length = along.norm(dim=-1, keepdim=True).clamp_min(torch.finfo(step.dtype).tiny)
         step = step * (radius / length).clamp_max(1.0)
-    mean = prior.mean - step
+    mean = torch.sub(prior.mean, step, out=step)
     require_finite("the posterior mean", mean)
     return unchecked(Belief, mean=mean, covariance=covariance.truncate())
 

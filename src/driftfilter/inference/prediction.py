@@ -22,6 +22,7 @@ from driftfilter.base.inputs import Inputs
 from driftfilter.base.randomness import Purpose, Randomness
 from driftfilter.gaussian.belief import Belief
 from driftfilter.gaussian.covariance import antithetic
+from driftfilter.model.closed_forms import kappa, variance_at
 from driftfilter.model.observation import Energy
 from driftfilter.model.predictive import PredictiveModel, logit_covariance
 from driftfilter.model.weighting import Memory
@@ -35,7 +36,7 @@ class Prediction:
     """Class probabilities, and how uncertain the logits were."""
 
     log_probabilities: Tensor  # [n, k]
-    logit_variance: Tensor  # [n, k]; 0 where the rule ignores the covariance
+    logit_variance: Tensor  # [n, k]; 0 if the rule ignores the covariance
 
     @property
     def probabilities(self) -> Tensor:
@@ -55,10 +56,10 @@ class Query(NamedTuple):
     inputs: Inputs  # [n, ...]
     randomness: Randomness
     known: Tensor | None = (
-        # logits at the mean [v, n, k] of every view of the loss, where the caller has them already
+        # logits at the mean [v, n, k] of every view of the loss, if the caller has them already
         None
     )
-    taught: Tensor | None = None  # logits of the teacher [n, k], where there is one
+    taught: Tensor | None = None  # logits of the teacher [n, k], if there is one
     # What the loss looks at, clean inputs first.
     views: Callable[[], tuple[Inputs, ...]] | None = None
     # What the rule has learned from batches (``learn``).
@@ -123,7 +124,7 @@ class Tempered(Checked, PredictionRule):
         logits = query.view_logits(belief).mean(0) if self.over_views else query.logits(belief)
         return Prediction(
             (logits / self.temperature).log_softmax(-1),
-            torch.full_like(logits, _variance_at(self.temperature)),
+            torch.full_like(logits, variance_at(self.temperature)),
         )
 
 
@@ -139,9 +140,9 @@ class Moderated(Checked, PredictionRule):
         T² = 1 + π v / 4,   v = s Σ_i g_iᵀ Σ⁻ g_i / Σ_i |u_i|²
                            (= s Σ_i u_iᵀ (J_i Σ⁻ J_iᵀ) u_i / Σ_i |u_i|²)
 
-    g_i are the rows of network.py: where batch statistics couple the samples they hold parts of
+    g_i are the rows of network.py: if batch statistics couple the samples, they hold parts of
     other samples' slopes, and v is larger than what stands in brackets. For a point mass v is 0.
-    The update has these gradients already where its curvature is the empirical Fisher: the
+    The update has these gradients already if its curvature is the empirical Fisher: the
     prediction then costs no pass more. One sample of two classes is predicted as by
     ``LinearizedProbit`` from s Σ⁻. With more classes the variance along u is taken for that of all
     directions, with more samples the batch's for that of each. The most likely class is that of f.
@@ -152,7 +153,7 @@ class Moderated(Checked, PredictionRule):
 
     T is at most ``limit``. Batches of n < ``samples`` fade the sums of those before by 1 - n /
     samples, and add their own. Inputs predicted without adapting to them have the T of the last
-    batch; T = 1 before the first one, and where the loss sees other outputs than the logits.
+    batch; T = 1 before the first one, and if the loss sees other outputs than the logits.
     """
 
     scale: NotNegative = 0.01
@@ -184,7 +185,7 @@ class Moderated(Checked, PredictionRule):
         variance = (self.scale * along / length.clamp_min(torch.finfo(length.dtype).tiny)).to(
             logits.dtype
         )
-        variance = variance.clamp(0, _variance_at(self.limit))
+        variance = variance.clamp(0, variance_at(self.limit))
         return Prediction(
             (logits / (1 + math.pi / 4 * variance).sqrt()).log_softmax(-1),
             variance.expand_as(logits).clone(),
@@ -284,17 +285,8 @@ class LinearizedProbit(Checked, PredictionRule):
         """The prediction for Gaussian logits with means [..., k] and covariances [..., k, k]."""
         variance = covariance.diagonal(dim1=-2, dim2=-1).clamp_min(0)
         if self.form == "per_class":
-            return Prediction((_kappa(variance) * logits).log_softmax(-1), variance)
+            return Prediction((kappa(variance) * logits).log_softmax(-1), variance)
         gaps = logits[..., :, None] - logits[..., None, :]
         spread = (variance[..., :, None] + variance[..., None, :] - 2 * covariance).clamp_min(0)
-        scores = -torch.logsumexp(-_kappa(spread) * gaps, -1)
+        scores = -torch.logsumexp(-kappa(spread) * gaps, -1)
         return Prediction(scores.log_softmax(-1), variance)
-
-
-def _variance_at(temperature: float) -> float:
-    """v of Gaussian logits that come to this temperature."""
-    return 4 / math.pi * max(temperature**2 - 1, 0.0)
-
-
-def _kappa(variance: Tensor) -> Tensor:
-    return (1 + math.pi / 8 * variance).rsqrt()

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from driftfilter.gaussian.covariance import positive_root
-
-FLOOR = -1e4  # of log-probabilities: exp underflows far above it, and 0 · log 0 stays 0
+from driftfilter.model.closed_forms import FLOOR, bend, center
 
 
 class Expansion(NamedTuple):
@@ -51,8 +50,8 @@ def _opposite(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def invariant_root(hessian: Tensor) -> Tensor:
-    """The same with k - 1 columns, for losses that do not see a shift of the logits: their Hessians
-    have rows of sum 0.
+    """R [..., k, k - 1], R Rᵀ = the positive part, for losses that do not see a shift of the
+    logits: their Hessians have rows of sum 0.
     """
     basis = _contrasts(hessian.shape[-1]).to(hessian)
     return basis @ positive_root(basis.mT @ hessian @ basis)
@@ -69,10 +68,10 @@ def separable(
     -> 0:
 
     ∇ = u = first - p Σfirst,  ∇² = diag(v) - v pᵀ - p vᵀ + (Σb) p pᵀ  with b = second, v = u + b.
-    A constant in g' cancels, since Σp = 1. The value is Σfirst where none is given.
+    A constant in g' cancels, since Σp = 1. The value is Σfirst if none is given.
     """
     total = first.sum(-1, keepdim=True)
-    gradient = torch.addcmul(first, p, total, value=-1.0)
+    gradient = center(first, p, total)
 
     def hessian() -> Tensor:
         v = gradient + second
@@ -85,9 +84,7 @@ def separable(
     def root() -> Tensor:
         if p.shape[-1] != 2:
             return invariant_root(hessian())
-        v = gradient + second  # two classes: ∇² = a [[1, -1], [-1, 1]], both diagonal entries are a
-        halved = torch.addcmul(v, p, second.sum(-1, keepdim=True), value=-0.5)
-        a = torch.addcmul(v, p, halved, value=-2.0).clamp_min_(0).sqrt_()
+        a = bend(gradient + second, p, second.sum(-1, keepdim=True)).clamp_min_(0).sqrt_()
         return (a * _opposite(p.dtype, p.device)).unsqueeze(-1)
 
     return Expansion(total.squeeze(-1) if value is None else value, gradient, hessian, root, shares)
@@ -118,7 +115,7 @@ def hessians(function: Callable[[Tensor], Tensor], logits: Tensor) -> Callable[[
 
 
 def _one_sample(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """The same function from the logits of one sample [k] to one value []."""
+    """A function logits [n, k] -> [n] as one from the logits of a sample [k] to one value []."""
 
     def one(row: Tensor) -> Tensor:
         value = function(row[None])

@@ -1,7 +1,7 @@
 """Unsupervised losses in logit space: value, gradient and Hessian of ℓ_i in the k logits of sample
 i; no model.
 
-A loss sees logits [v, ..., n, k]: the clean inputs first, then augmented views where it asks for
+A loss sees logits [v, ..., n, k]: the clean inputs first, then augmented views if it asks for
 them. What must not be differentiated (pseudo-labels, targets) is fixed once a step, at the prior
 mean.
 """
@@ -27,8 +27,16 @@ from driftfilter.base.checks import (
 )
 from driftfilter.base.inputs import Inputs
 from driftfilter.gaussian.covariance import positive_root
-from driftfilter.model.expansion import (
+from driftfilter.model.closed_forms import (
     FLOOR,
+    bounded_likelihood_ratio,
+    cross_entropy,
+    entropy,
+    generalized_cross_entropy,
+    generalized_value,
+    information,
+)
+from driftfilter.model.expansion import (
     Expansion,
     differentiate,
     hessians,
@@ -76,14 +84,7 @@ class Loss(Protocol):
 
 def one_hot(logits: Tensor) -> Tensor:
     """The most likely class, 1 there and 0 elsewhere."""
-    return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
-
-
-def _cross_entropy(logp: Tensor, p: Tensor, targets: Tensor) -> Expansion:
-    """-Σ t log p: ∇ = p Σt - t, ∇² = (Σt)(diag p - p pᵀ)."""
-    return separable(
-        -(targets * logp).sum(-1), p, -targets.expand_as(p), targets, (targets.sum(-1),)
-    )
+    return torch.zeros_like(logits).scatter(-1, logits.argmax(-1, keepdim=True), 1.0)
 
 
 @final
@@ -96,8 +97,7 @@ class Entropy(Loss):
     def expand(self, logits: Tensor, targets: Targets, weights: Tensor) -> Expansion:
         logp = log_softmax(logits)
         p = logp.exp()
-        minus_p = -p
-        return separable(None, p, minus_p * logp, minus_p)
+        return separable(None, p, *entropy(p, logp))
 
 
 def _soft_likelihood_ratio(logits: Tensor) -> Tensor:
@@ -108,18 +108,6 @@ def _soft_likelihood_ratio(logits: Tensor) -> Tensor:
         logp[..., None, :].expand(*logp.shape[:-1], k, k).masked_fill(eye, -torch.inf).logsumexp(-1)
     )
     return -(logp.exp() * (logp - others)).sum(-1)
-
-
-def _bounded_likelihood_ratio(logits: Tensor, ceiling: float) -> Expansion:
-    """Σ g(min(p, ceiling)), g(p) = -p log(r + ε), r = p / (1 - p), ε = 1e-5."""
-    p = log_softmax(logits).exp()
-    inside, c = p < ceiling, p.clamp_max(ceiling)
-    odds = c / (1 - c) + 1e-5
-    slope = (1 - c).square().reciprocal()  # r'
-    rate = slope / odds
-    first = -odds.log() - c * rate  # g'
-    second = -2 * rate - c * (2 * slope / (1 - c) / odds - rate.square())  # g''
-    return separable(-(c * odds.log()).sum(-1), p, p * first * inside, p.square() * second * inside)
 
 
 @final
@@ -142,10 +130,11 @@ class SoftLikelihoodRatio(Checked, Loss):
             f"{logits.shape[-1]} class",
             "of 2 classes or more",
         )
-        if self.ceiling < 1:
-            return _bounded_likelihood_ratio(logits, self.ceiling)
         logp = log_softmax(logits)
         p = logp.exp()
+        if self.ceiling < 1:
+            value, first, second = bounded_likelihood_ratio(p, self.ceiling)
+            return separable(value.sum(-1), p, first, second)
         top = one_hot(logits).bool()
         # log(1 - p): the largest class by the sum of the others, the rest (p <= 1/2) directly;
         # nothing cancels.
@@ -185,7 +174,9 @@ class PseudoLabel(Checked, Loss):
     def expand(self, logits: Tensor, targets: Targets, weights: Tensor) -> Expansion:
         assert isinstance(targets, Tensor)
         logp = log_softmax(logits)
-        return _cross_entropy(logp, logp.exp(), targets)
+        value, first, second = cross_entropy(logp, targets)
+        p = logp.exp()
+        return separable(value.sum(-1), p, first.expand_as(p), second, (targets.sum(-1),))
 
 
 @final
@@ -203,9 +194,9 @@ class GeneralizedCrossEntropy(Checked, Loss):
     def expand(self, logits: Tensor, targets: Targets, weights: Tensor) -> Expansion:
         assert isinstance(targets, Tensor)
         logp = log_softmax(logits)
-        powered = targets * (self.q * logp).exp()  # t p^q
-        value = -(targets * torch.expm1(self.q * logp)).sum(-1) / self.q  # exact as q -> 0
-        return separable(value, logp.exp(), -powered, (1 - self.q) * powered)
+        first, second = generalized_cross_entropy(logp, self.q)
+        value = (targets * generalized_value(logp, self.q)).sum(-1)
+        return separable(value, logp.exp(), targets * first, targets * second)
 
 
 @final
@@ -232,8 +223,7 @@ class InformationMaximization(Loss):
         tiny = torch.finfo(weights.dtype).tiny
         shares = (weights / weights.sum().clamp_min(tiny))[:, None]
         mean = (shares * p).sum(-2, keepdim=True)
-        surprise = mean.log().clamp_min(FLOOR) - logp
-        return separable(None, p, p * surprise, shares * p.square() / mean.clamp_min(tiny) - p)
+        return separable(None, p, *information(p, logp, shares, mean, tiny))
 
 
 @final

@@ -137,7 +137,7 @@ class Gibbs(Checked):
         loss: Loss = self.loss  # type: ignore[assignment]  # as_loss in __post_init__
         targets = loss.targets(logits if taught is None else taught)
         weights, used, memory = self.weigh(logits, loss.selected(targets), memory)
-        samples = Samples(targets, weights, self._coefficients(weights, used), used)
+        samples = Samples(targets, weights, self.coefficients(weights, used), used)
         evaluation = evaluate(loss, pulled, samples)
         energy = Energy(
             self, seen, views, samples, theta, evaluation, source, taught, seen is model
@@ -174,15 +174,19 @@ class Gibbs(Checked):
             )
         return weights, int(weights.count_nonzero()), memory
 
-    def _coefficients(self, weights: Tensor, used: int) -> Tensor:
-        return weights / max(weights.shape[0] if self.over == "batch" else used, self.reference, 1)
+    def coefficients(self, weights: Tensor, used: int | Tensor) -> Tensor:
+        """w_i / n [n], or over another number of samples."""
+        least = max(self.reference, 1)
+        if self.over == "batch":
+            return weights / max(weights.shape[0], least)
+        return weights / (used.clamp_min(least) if isinstance(used, Tensor) else max(used, least))
 
     def weigh_again(self, samples: Samples, logits: Tensor) -> Samples:
         """The samples with the weights that their logits at another θ give to those that had one;
         no memory is kept.
         """
         weights, used, _ = self.weigh(logits, (samples.weights > 0).to(logits.dtype), {})
-        return Samples(samples.targets, weights, self._coefficients(weights, used), used)
+        return Samples(samples.targets, weights, self.coefficients(weights, used), used)
 
 
 def pull_back(model: PredictiveModel, theta: Tensor, inputs: Inputs) -> tuple[Tensor, Pullback]:

@@ -22,7 +22,8 @@ from driftfilter.base.checks import (
     require,
 )
 from driftfilter.base.inputs import Inputs, batch_size
-from driftfilter.model.expansion import FLOOR, Expansion, log_softmax, separable
+from driftfilter.model.closed_forms import FLOOR
+from driftfilter.model.expansion import Expansion, log_softmax, separable
 from driftfilter.model.losses import Loss, Targets, one_hot
 
 Augmentation: TypeAlias = Callable[

@@ -22,12 +22,10 @@ from driftfilter.base.checks import (
     require,
     require_role,
 )
+from driftfilter.model import closed_forms
 from driftfilter.model.expansion import log_softmax
 
 Memory: TypeAlias = Mapping[str, Tensor]
-
-# certainty 1 - H / ln k of a sample below which it has none: rounding decides what is left of it
-TIE = 1e-6
 
 _MEAN_PREDICTION = "weighting.mean_prediction"
 
@@ -44,7 +42,7 @@ class Weighting(Protocol):
 def entropy(logits: Tensor) -> Tensor:
     """H(softmax f) for logits [..., k]."""
     logp = log_softmax(logits)
-    return -(logp.exp() * logp).sum(-1)
+    return closed_forms.entropy(logp.exp(), logp)[0].sum(-1)
 
 
 @final
@@ -68,15 +66,14 @@ class Reliability(Checked):
     beta: Positive = 1.0
 
     def __call__(self, logits: Tensor, weights: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
-        largest = math.log(max(logits.shape[-1], 2))
-        sure = 1 - entropy(logits) / largest
-        return weights * (self.beta * sure.where(sure > TIE, 0)), memory
+        sure = closed_forms.certainty(entropy(logits), math.log(max(logits.shape[-1], 2)))
+        return weights * (self.beta * sure), memory
 
 
 @final
 @dataclass(frozen=True)
 class EntropyGate(Checked):
-    """w_i = β exp(E₀ - H_i) where H_i < E₀ = fraction · ln k, else 0; not ``weighted``, w_i = β or
+    """w_i = β exp(E₀ - H_i) if H_i < E₀ = fraction · ln k, else 0; not ``weighted``, w_i = β or
     0.
     """
 
@@ -86,8 +83,7 @@ class EntropyGate(Checked):
 
     def __call__(self, logits: Tensor, weights: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
         margin = self.fraction * math.log(max(logits.shape[-1], 2)) - entropy(logits)
-        kept = margin.exp() * (margin > 0) if self.weighted else (margin > 0).to(margin.dtype)
-        return weights * (self.beta * kept), memory
+        return weights * (self.beta * closed_forms.gate(margin, float(self.weighted))), memory
 
 
 def _running(memory: Memory, p: Tensor) -> Tensor | None:
@@ -106,7 +102,7 @@ def _running(memory: Memory, p: Tensor) -> Tensor | None:
 @final
 @dataclass(frozen=True)
 class DiversityGate(Checked):
-    """w_i = 1 where |cos(p_i, p̄)| < similarity, else 0; p̄ is a running mean prediction of the
+    """w_i = 1 if |cos(p_i, p̄)| < similarity, else 0; p̄ is a running mean prediction of the
     samples kept.
 
     p̄ ← momentum · p̄ + (1 - momentum) · mean of the kept p_i, starting at the first kept mean;
@@ -131,7 +127,7 @@ class DiversityGate(Checked):
 
 
 def _scaled(values: Tensor) -> Tensor:
-    """Values [n] of order one moved to [0, 1]; 0 where all are the same but for rounding."""
+    """Values [n] of order one moved to [0, 1]; 0 if all are the same but for rounding."""
     low, high = values.min(), values.max()
     spread = high - low > 32 * torch.finfo(values.dtype).eps
     return (values - low) * spread / torch.where(spread, high - low, torch.ones_like(high))
@@ -143,7 +139,7 @@ class CertaintyDiversity(Checked):
     """w_i = β exp(d_i c_i / temperature), d_i = 1 - cos(p_i, p̄) and c_i = -H_i each scaled to [0,
     1] in the batch.
 
-    0 where d_i is below its mean; p̄ ← momentum · p̄ + (1 - momentum) · mean p_i, from the uniform
+    0 if d_i is below its mean; p̄ ← momentum · p̄ + (1 - momentum) · mean p_i, from the uniform
     distribution.
     """
 

@@ -1,26 +1,27 @@
-"""Kernels for batch norms on a GPU: what a step asks of each layer, in as few passes over its
-memory as can be.
+"""Kernels for batch norms on a GPU: what a step asks of each layer, in few passes over its memory.
 
-Triton, where torch has it; elsewhere ``fits`` is False and the same is worked out by torch's own
-operations (statistics, rows). Layouts: a tensor [m, c, …] is seen as m samples of s positions of c
-channels, channels first or last.
+They need Triton, and torch for GPUs or Triton's interpreter (TRITON_INTERPRET=1); without them
+``fits`` is False and torch's own operations do the work (batch_norm.py, sample_gradients.py).
+Layouts: a tensor [m, c, …] is seen as m samples of s positions of c channels, channels first or
+last.
 """
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-try:
-    import triton
-    import triton.language as tl
-
-    available = True
-except ImportError:  # torch for CPUs, or for Windows
-    available = False
+available = bool(torch.version.cuda or torch.version.hip or os.environ.get("TRITON_INTERPRET"))
+if available:  # else importing Triton is a second lost
+    try:
+        import triton
+        import triton.language as tl
+    except ImportError:  # torch for Windows
+        available = False
 
 _CHANNELS, _POSITIONS = 32, 128  # of a tile
 _PARTS = 128  # in which the samples of a batch are summed up at once
@@ -100,7 +101,7 @@ if available:
         parts, center, variance, trust, out, c, count, share, eps, P: tl.constexpr, C: tl.constexpr
     ):
         """C channels: the batch's moments from the parts, and their mixture with the carried ones
-        (see statistics).
+        (see batch_norm.py).
         """
         channels = tl.program_id(0) * C + tl.arange(0, C)
         inside = channels < c
@@ -153,7 +154,7 @@ if available:
 
 
 def fits(inputs: Tensor) -> bool:
-    """Whether the kernels take such inputs of a batch norm: on a GPU, dense, in single or half
+    """Whether the kernels take inputs of a batch norm: on a GPU, dense, in single or half
     precision.
     """
     kinds = (torch.float32, torch.bfloat16, torch.float16)
@@ -196,8 +197,8 @@ def sample_sums(flow: Tensor, inputs: Tensor, mean: Tensor) -> Tensor:
 def blend(
     inputs: Tensor, carried: tuple[Tensor, Tensor], trust: Tensor, share: float, eps: float
 ) -> Tensor:
-    """The moments of a batch [m, c, …] mixed with carried ones, at the share α = share · trust (see
-    statistics): [5, c].
+    """The moments of a batch [m, c, …] mixed with carried ones at the share α = share · trust:
+    [5, c], see batch_norm.py.
 
     Mean, variance and 1 / σ of the mixture; mean and 1 / σ of the batch.
     """
@@ -223,18 +224,18 @@ class SampleSums:
         self._known: tuple[int, Tensor] | None = None
 
     def of(self, flow: Tensor) -> Tensor:
-        """Those of this gradient at the outputs [2, m, c]; worked out once."""
+        """Sums of a gradient at the outputs [2, m, c], worked out once."""
         if self._known is None or self._known[0] != flow.data_ptr():
             self._known = (flow.data_ptr(), sample_sums(flow, self.inputs, self.mean))
         return self._known[1]
 
     def forget(self) -> None:
-        """The gradient has gone, and another may come to lie where it was."""
+        """Forget the gradient: another one may come to lie where it was."""
         self._known = None
 
 
 class Renormalized(torch.autograd.Function):
-    """(x - mean) / σ · w + b with the derivative of batch renormalisation (see statistics);
+    """(x - mean) / σ · w + b with the derivative of batch renormalisation (see batch_norm.py);
     ``moments``: of ``blend``.
     """
 
