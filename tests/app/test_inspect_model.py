@@ -76,13 +76,15 @@ def test_inspect_says_why_a_subset_takes_nothing(capsys: pytest.CaptureFixture[s
     assert "give the shape of a sample" in out
 
 
-def test_the_list_as_json_has_all_that_the_list_has(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_list_names_every_variant_with_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = said(capsys, "list", "--json")
     entries = json.loads(out)
     _, text, _ = said(capsys, "list")
-    assert [entry["name"] for entry in entries] == [
-        line.split()[0] for line in text.splitlines() if line.startswith("  ")
-    ]
+    names = [name for variants in df.VARIANTS.values() for name in variants] + df.presets.names()
+    lines = [line.split() for line in text.splitlines() if line.startswith("  ")]
+    assert [entry["name"] for entry in entries] == [line[0] for line in lines] == names
+    assert all(entry["summary"] for entry in entries)
+    assert min(map(len, lines)) > 2
     rho = next(entry for entry in entries if entry["name"] == "MeanReversion")
     assert (rho["role"], rho["fields"]["rho"]) == ("dynamics", repr(df.MeanReversion().rho))
     assert next(entry for entry in entries if entry["name"] == "tent")["role"] == "preset"
