@@ -356,7 +356,7 @@ def test_the_command_writes_and_says_where(
 
 
 def test_the_command_knows_the_examples() -> None:
-    assert commands.EXAMPLES == reproduce.NAMES
+    assert ("dynamics", *reproduce.STREAMS) == commands.EXAMPLES
 
 
 def test_figures_need_matplotlib_and_say_so(
