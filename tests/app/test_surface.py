@@ -96,8 +96,13 @@ def preset_signatures() -> dict[str, dict[str, str]]:
 
 def adapt_options() -> list[str]:
     """Names of the options that ``adapt`` takes beside those of a preset."""
-    given = {*inspect.signature(df.adapt).parameters, *inspect.signature(df.Adapter).parameters}
-    return sorted(given - {"model", "recipe", "options", "compile"})
+    given = [
+        each.name
+        for taker in (df.adapt, df.Adapter)
+        for each in inspect.signature(taker).parameters.values()
+        if each.kind is not each.VAR_KEYWORD
+    ]
+    return sorted({*given} - {"model", "recipe", "compile"})
 
 
 SURFACE = {
