@@ -200,7 +200,8 @@ def test_only_tables_of_the_run_are_shown(
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--version"]) == 0
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
     assert capsys.readouterr().out == f"driftfilter {__version__}\n"
 
 
