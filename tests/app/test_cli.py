@@ -13,11 +13,10 @@ from typing import Any
 
 import pytest
 
-from driftfilter import VARIANTS, __version__
+from driftfilter import __version__
 from driftfilter.app.bench import task
 from driftfilter.app.bench.options import QUICK_PRESETS
 from driftfilter.app.cli import main
-from driftfilter.presets import PRESETS
 
 
 def _table(lines: list[str]) -> dict[str, dict[str, str]]:
@@ -203,19 +202,9 @@ def test_only_tables_of_the_run_are_shown(
         assert f"command: driftfilter {' '.join(command)}" in page
 
 
-def test_list_names_every_variant_with_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["list"]) == 0
-    printed = capsys.readouterr().out
-    for name in [name for variants in VARIANTS.values() for name in variants] + list(PRESETS):
-        assert any(
-            line.split()[0] == name and len(line.split()) > 2
-            for line in printed.splitlines()
-            if line.strip()
-        )
-
-
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--version"]) == 0
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
     assert capsys.readouterr().out == f"driftfilter {__version__}\n"
 
 

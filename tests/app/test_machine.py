@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -21,6 +23,12 @@ def test_on_a_cpu_tf32_is_float32() -> None:
         == Machine(CPU, "float32")
     )
     assert choose_machine("cpu", "bf16") == Machine(CPU, "bf16")
+    assert choose_machine("cpu").settings() == {
+        "device": "cpu",
+        "precision": "float32",
+        "cudnn_benchmark": False,
+        "layout": "contiguous",
+    }
 
 
 def test_on_a_gpu_tf32_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,22 +44,10 @@ def test_on_a_gpu_tf32_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
     }
 
 
-def test_what_a_report_says_of_a_cpu() -> None:
-    expected = {
-        "device": "cpu",
-        "precision": "float32",
-        "cudnn_benchmark": False,
-        "layout": "contiguous",
-    }
-    assert choose_machine("cpu").settings() == expected
-
-
-def test_unknown_precisions_are_refused() -> None:
-    message = re.escape(f"precision must be one of {PRECISIONS}")
-    with pytest.raises(ValueError, match=message):
-        choose_machine("cpu", "fp8")
-    with pytest.raises(ValueError, match=message):
-        Machine(CPU, "half")
+@pytest.mark.parametrize("make", [partial(choose_machine, "cpu"), partial(Machine, CPU)])
+def test_unknown_precisions_are_refused(make: Callable[[str], Machine]) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"precision must be one of {PRECISIONS}")):
+        make("fp8")
 
 
 def _switches() -> tuple[bool, bool, bool]:

@@ -22,6 +22,7 @@ from typing import (
     get_type_hints,
 )
 
+from driftfilter import __version__
 from driftfilter.app.terminal import Output
 from driftfilter.base.suggest import nearest
 
@@ -51,7 +52,6 @@ class Request(NamedTuple):
     command: Command | None  # None: no command
     options: Any
     output: Output
-    version: bool  # print it, and nothing else
 
 
 # Fields of the options of a command
@@ -175,7 +175,12 @@ def build_parser(commands: Mapping[str, Command]) -> Parser:
         description="Online test-time adaptation as Gaussian filtering.",
         epilog=HELP,
     )
-    whole.add_argument("--version", action="store_true", help="print the version and exit")
+    whole.add_argument(
+        "--version",
+        action="version",
+        version=f"driftfilter {__version__}",
+        help="print the version and exit",
+    )
     below = whole.add_subparsers(dest="command", metavar="COMMAND")
     for name, command in commands.items():
         own = below.add_parser(name, help=command.help, epilog=command.epilog or None)
@@ -197,10 +202,10 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
 def parse(arguments: Sequence[str], commands: Mapping[str, Command]) -> Request:
     """What the arguments ask for."""
     parsed = vars(build_parser(commands).parse_args(arguments))
-    if parsed["version"] or parsed["command"] is None:
-        return Request(None, None, Output(), parsed["version"])
+    if parsed["command"] is None:
+        return Request(None, None, Output())
     command = commands[parsed["command"]]
     names = {item.name for item in fields(command.options)}
     given = {name: value for name, value in parsed.items() if name in names}
     options = command.options(**given) if command.read is None else command.read(given)
-    return Request(command, options, Output(parsed["quiet"], parsed["json"]), False)
+    return Request(command, options, Output(parsed["quiet"], parsed["json"]))

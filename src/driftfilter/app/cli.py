@@ -27,12 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: Sequence[str]) -> int:
-    command, options, output, version = parse(arguments, COMMANDS)
-    if version:
-        from driftfilter import __version__
-
-        print(f"driftfilter {__version__}")
-        return 0
+    command, options, output = parse(arguments, COMMANDS)
     if command is None:
         build_parser(COMMANDS).print_help()
         return 2

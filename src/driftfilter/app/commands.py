@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, final, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 from driftfilter.app.arguments import (
     Command,
@@ -46,7 +46,6 @@ def fail(command: str, error: object, status: int) -> Found:
     return status, None
 
 
-@final
 @dataclass(frozen=True)
 class DemoOptions:
     """Options of ``driftfilter demo``."""
@@ -108,7 +107,6 @@ def _read_metrics(folder: Path, output: Output) -> Any:
     )
 
 
-@final
 @dataclass(frozen=True)
 class ReproduceOptions:
     """Options of ``driftfilter reproduce``."""
@@ -240,7 +238,6 @@ def run(options: RunOptions, output: Output, arguments: Sequence[str]) -> Found:
     return progress.conclude(ending, options.out, output)
 
 
-@final
 @dataclass(frozen=True)
 class ReportOptions:
     """Options of ``driftfilter report``."""
@@ -272,7 +269,6 @@ def _write_report(
     return 0, str(path)
 
 
-@final
 @dataclass(frozen=True)
 class DataOptions:
     """Options of ``driftfilter data``."""
@@ -300,7 +296,6 @@ def data(options: DataOptions, output: Output, arguments: Sequence[str]) -> Foun
     return 1 if wrong else 0, found
 
 
-@final
 @dataclass(frozen=True)
 class InspectOptions:
     """Options of ``driftfilter inspect``."""
@@ -333,7 +328,6 @@ def inspect_model(options: InspectOptions, output: Output, arguments: Sequence[s
     return 0, found.to_dict()
 
 
-@final
 @dataclass(frozen=True)
 class ListOptions:
     """Options of ``driftfilter list``: none."""

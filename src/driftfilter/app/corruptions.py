@@ -47,6 +47,7 @@ Corruption: TypeAlias = Callable[
     [Tensor, int, Generator], Tensor
 ]  # images [n, 3, h, w], severity, generator -> [n, 3, h, w]
 
+SEVERITIES = (1, 2, 3, 4, 5)
 FROST_TEXTURE = "procedural"  # to be said in every report with frost in it
 PIXELS = 512 * SIZE**2  # corrupted at a time, which bounds the memory
 
@@ -68,23 +69,30 @@ def corrupt(images: Tensor, name: str, severity: int = 5, seed: int = 0) -> Tens
 def _check(images: Tensor, name: str, severity: int, seed: int) -> None:
     known = list(_ALL)
     require(name in known, "name", name, f"one of {', '.join(known)}{nearest(str(name), known)}")
-    require(
-        type(severity) is int and 1 <= severity <= 5, "severity", severity, "an integer from 1 to 5"
-    )
+    require_severity(severity)
     require_count("seed", seed, 0)
-    require_shape(
-        "images", images, "[n, 3, h, w] (RGB, channels before pixels)", None, 3, None, None
-    )
-    require_floating("images", images)
+    require_pixels("images", images)
+
+
+def require_severity(severity: int) -> None:
+    """Raise unless this is a severity."""
+    known = type(severity) is int and severity in SEVERITIES
+    require(known, "severity", severity, "an integer from 1 to 5")
+
+
+def require_pixels(field: str, images: Tensor) -> None:
+    """Raise unless these are RGB images [n, 3, h, w] in [0, 1] that can be corrupted."""
+    require_shape(field, images, "[n, 3, h, w] (RGB, channels before pixels)", None, 3, None, None)
+    require_floating(field, images)
     require(
         min(images.shape[2:]) >= SIZE,
-        "images",
+        field,
         list(images.shape),
         f"at least {SIZE} pixels high and wide",
     )
-    require_finite("images", images)
+    require_finite(field, images)
     low, high = images.min().item(), images.max().item()
-    require(low >= 0 and high <= 1, "images", [low, high], "in [0, 1] (divide 8-bit values by 255)")
+    require(low >= 0 and high <= 1, field, [low, high], "in [0, 1] (divide 8-bit values by 255)")
 
 
 def gaussian_noise(images: Tensor, severity: int, generator: Generator) -> Tensor:

@@ -15,7 +15,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from driftfilter.app.corruptions import CORRUPTIONS, EXTRA, FROST_TEXTURE, corrupt
+from driftfilter.app.corruptions import (
+    CORRUPTIONS,
+    EXTRA,
+    FROST_TEXTURE,
+    SEVERITIES,
+    corrupt,
+    require_pixels,
+    require_severity,
+)
 from driftfilter.app.images.files import (
     Bytes,
     Integers,
@@ -24,6 +32,7 @@ from driftfilter.app.images.files import (
     open_array,
     open_arrays,
     open_batch,
+    open_images,
     picture,
     pictures,
     pictures_by_class,
@@ -33,10 +42,7 @@ from driftfilter.app.images.files import (
     severity_labels,
     subfolders,
 )
-from driftfilter.app.images.image_filters import SIZE
-from driftfilter.base.checks import nearest, require, require_count, require_floating, require_shape
-
-SEVERITIES = (1, 2, 3, 4, 5)
+from driftfilter.base.checks import nearest, require, require_count
 
 
 class Images(NamedTuple):
@@ -58,8 +64,7 @@ CLEAN = Shift("clean", 0)
 
 def shift_of(corruption: str, severity: int) -> Shift:
     """The shift of a name at a severity, which clean images do not have."""
-    whole = type(severity) is int and severity in SEVERITIES
-    require(whole, "severity", severity, "an integer from 1 to 5")
+    require_severity(severity)
     return CLEAN if corruption == CLEAN.corruption else Shift(corruption, severity)
 
 
@@ -114,29 +119,7 @@ class Generated:
 
     def __post_init__(self) -> None:
         images, labels = self.clean
-        require_shape(
-            "clean.images",
-            images,
-            "[n, 3, h, w] (RGB, channels before pixels)",
-            None,
-            3,
-            None,
-            None,
-        )
-        require_floating("clean.images", images)
-        require(
-            min(images.shape[2:]) >= SIZE,
-            "clean.images",
-            list(images.shape),
-            f"at least {SIZE} pixels high and wide",
-        )
-        low, high = images.min().item(), images.max().item()
-        require(
-            low >= 0 and high <= 1,
-            "clean.images",
-            [low, high],
-            "in [0, 1] (divide 8-bit values by 255)",
-        )
+        require_pixels("clean.images", images)
         require_labels("clean.labels", labels.cpu().numpy(), len(images))
         require_count("seed", self.seed, 0)
 
@@ -479,11 +462,10 @@ def open_cifar10(path: Path | str) -> Images:
     if path.is_dir():
         images, labels = open_batch(path / "test_batch")
     else:
-        found = open_arrays(path)
-        for name in ("images", "labels"):
-            require(name in found, str(path), list(found), f"an .npz with {name!r}")
-        images = require_images(f"{path}: images", found["images"])
-        labels = require_labels(f"{path}: labels", found["labels"], len(images), 10)
+        images, known = open_images(path, 10)
+        if known is None:
+            raise ValueError(f"{path} must be an .npz with 'labels', got none")
+        labels = known
     pixels = torch.from_numpy(np.ascontiguousarray(images.transpose(0, 3, 1, 2)))
     return Images(pixels.float() / 255, torch.from_numpy(labels))
 

@@ -100,7 +100,7 @@ def _curve(seeds: Sequence[Sequence[Mapping[str, Any]]]) -> Curve:
     visits = [
         statistics.fmean(visit["accuracy"] for visit in each) for each in zip(*seeds, strict=True)
     ]
-    places = list(rounds(seeds[0]).values())
+    places = rounds(seeds[0])
     middle = [(ends[each[0]] + ends[each[-1] + 1]) / 2 for each in places]
     return Curve(
         steps,

@@ -26,7 +26,7 @@ from driftfilter.app.bench.task import (
     build_protocol,
 )
 from driftfilter.app.corruptions import CORRUPTIONS, EXTRA
-from driftfilter.app.images.files import digest, open_arrays, require_images, require_labels
+from driftfilter.app.images.files import digest, open_images
 from driftfilter.app.machine import Machine, choose_machine
 from driftfilter.app.streams import Domains, open_cifar10, open_domains
 from driftfilter.base.checks import nearest, require
@@ -157,15 +157,10 @@ def _load_networks(text: str, machine: Machine) -> Iterable[NamedNetwork]:
 
 def open_source(path: Path) -> SourceImages:
     """Samples of an ``.npz`` with "images" [n, h, w, 3], 8 bits, and perhaps "labels" [n]."""
-    found = open_arrays(path)
-    require("images" in found, str(path), list(found), "an .npz with 'images'")
-    images = require_images(f"{path}: images", found["images"])
+    images, labels = open_images(path)
     pixels = torch.from_numpy(images).permute(0, 3, 1, 2).contiguous()
-    labels = None
-    if "labels" in found:
-        known = require_labels(f"{path}: labels", found["labels"], len(images))
-        labels = torch.from_numpy(known)
-    return SourceImages(pixels, labels, str(path), digest([path]))
+    known = None if labels is None else torch.from_numpy(labels)
+    return SourceImages(pixels, known, str(path), digest([path]))
 
 
 def _set_rounds(choice: Choice, rounds: int | None) -> Choice:

@@ -8,12 +8,13 @@ import itertools
 import json
 import statistics
 import sys
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from driftfilter.storage.atomic import write_atomic
 
+T = TypeVar("T")
 Document = Mapping[str, Any]  # settings and result, or settings and error
 
 SHORT = {
@@ -76,21 +77,23 @@ def collect(documents: Iterable[Document]) -> list[list[Row]]:
     return [[_row(seeds) for seeds in by_preset(group)] for group in by_condition(documents)]
 
 
+def group(items: Iterable[T], key: Callable[[T], object]) -> list[list[T]]:
+    """Items of the same key together, in the order in which they come."""
+    found: dict[object, list[T]] = {}
+    for item in items:
+        found.setdefault(key(item), []).append(item)
+    return list(found.values())
+
+
 def by_condition(documents: Iterable[Document]) -> list[list[Document]]:
     """Documents in groups that belong in one table."""
-    found: dict[str, list[Document]] = {}
-    for document in documents:
-        found.setdefault(condition(document["settings"]), []).append(document)
-    return list(found.values())
+    return group(documents, lambda document: condition(document["settings"]))
 
 
 def by_preset(documents: Iterable[Document]) -> list[list[Document]]:
     """Documents of one table in groups that differ in their seeds alone."""
-    found: dict[str, list[Document]] = {}
-    for document in documents:
-        same = {key: value for key, value in document["settings"].items() if key in OF_PRESET}
-        found.setdefault(json.dumps(same), []).append(document)
-    return list(found.values())
+    names = sorted(OF_PRESET)
+    return group(documents, lambda each: json.dumps([each["settings"].get(name) for name in names]))
 
 
 def _row(documents: Sequence[Document]) -> Row:
@@ -131,19 +134,14 @@ def _accuracy(domains: Iterable[Mapping[str, Any]], corruption: str) -> float:
     return statistics.fmean([row["accuracy"] for row in here], [row["n"] for row in here])
 
 
-def rounds(visits: Sequence[Mapping[str, Any]]) -> dict[int, list[int]]:
+def rounds(visits: Sequence[Mapping[str, Any]]) -> list[list[int]]:
     """The places of the visits of each round."""
-    found: dict[int, list[int]] = {}
-    for place, visit in enumerate(visits):
-        found.setdefault(visit["round"], []).append(place)
-    return found
+    return group(range(len(visits)), lambda place: visits[place]["round"])
 
 
 def _round(visits: Sequence[Mapping[str, Any]], place: int) -> float:
     """Accuracy of a round, a mean over its visits."""
-    return statistics.fmean(
-        visits[each]["accuracy"] for each in list(rounds(visits).values())[place]
-    )
+    return statistics.fmean(visits[each]["accuracy"] for each in rounds(visits)[place])
 
 
 def tables(documents: Sequence[Document]) -> list[Table]:
@@ -154,12 +152,13 @@ def tables(documents: Sequence[Document]) -> list[Table]:
 
 def summaries(each: Sequence[Sequence[Row]]) -> list[Table]:
     """Tables across protocols: a row for each model and preset, a column for each protocol."""
-    alike: dict[str, list[Row]] = {}
-    for row in itertools.chain.from_iterable(each):
-        alike.setdefault(condition(row.settings, OF_PRESET | OF_TABLE), []).append(row)
+    alike = group(
+        itertools.chain.from_iterable(each),
+        lambda row: condition(row.settings, OF_PRESET | OF_TABLE),
+    )
     measured = [
         (rows, {(row.settings["model"], row.settings["protocol"]["name"]) for row in rows})
-        for rows in alike.values()
+        for rows in alike
     ]
     return [
         _summary(rows) for rows, pairs in measured if len(pairs) > 1

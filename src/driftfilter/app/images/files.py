@@ -80,6 +80,16 @@ def _explain(path: Path, error: Exception) -> str:
         return str(error) if file.read(2) == b"PK" else "a file of another kind"
 
 
+def open_images(path: Path, classes: int | None = None) -> tuple[Bytes, Integers | None]:
+    """Images [n, h, w, 3] of an ``.npz`` file with "images", and "labels" [n] if it has them."""
+    found = open_arrays(path)
+    require("images" in found, str(path), list(found), "an .npz with 'images'")
+    images = require_images(f"{path}: images", found["images"])
+    if "labels" not in found:
+        return images, None
+    return images, require_labels(f"{path}: labels", found["labels"], len(images), classes)
+
+
 def holds_clean(path: Path) -> bool:
     """Whether an ``.npz`` file holds clean "images", known to be alone; else it may hold an array
     for each corruption.

@@ -35,7 +35,6 @@ from driftfilter.app.paper.trial import (
 )
 
 STREAMS: dict[str, Example] = {"linear": Linear(), "moons": Moons(), "pinwheel": Pinwheel()}
-NAMES = ("dynamics", *STREAMS)
 Progress: TypeAlias = Callable[[str, int, int], None]  # example, seeds done, seeds
 
 
@@ -161,7 +160,6 @@ def _write_dynamics(example: DynamicsExample, seed: int, folder: Path, figures: 
         f"prior after {example.steps} steps without data; {example.paths} drawn paths against "
         "the filter's own moments"
     )
-    folder.mkdir(parents=True, exist_ok=True)
     if figures:
         from driftfilter.app.paper.figures import draw_dynamics, save
 
@@ -211,7 +209,6 @@ def _write_stream(
             for case in rows
         },
     }
-    folder.mkdir(parents=True, exist_ok=True)
     if figures:
         _draw_stream(name, example, results, folder)
     return _write(folder, measured, _table(rows, measured))

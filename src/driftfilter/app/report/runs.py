@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import itertools
 import json
 import math
 import statistics
@@ -14,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from driftfilter.app.bench.tables import group
 from driftfilter.app.calibration import ReliabilityDiagram
 from driftfilter.app.downsample import downsample
 from driftfilter.app.report.content import (
@@ -90,8 +90,7 @@ def _steps(path: Path) -> list[dict[str, Any]]:
 
 def streams(runs: Sequence[RunFolder]) -> list[StreamReport]:
     """Streams of a report: runs that adapted the same model to the same data side by side."""
-    groups = [list(group) for _, group in itertools.groupby(sorted(runs, key=_same), _same)]
-    return [_stream(group) for group in sorted(groups, key=lambda group: runs.index(group[0]))]
+    return [_stream(alike) for alike in group(runs, _same)]
 
 
 def _same(run: RunFolder) -> str:
