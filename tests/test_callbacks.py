@@ -1,7 +1,5 @@
 """Callbacks: what they are told, when, and what the writers write."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math

@@ -1,7 +1,5 @@
 """Checkpoints in files: what is written is read back bit for bit, and nothing else is."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -2,8 +2,6 @@
 user's own model.
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from pathlib import Path

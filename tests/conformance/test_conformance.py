@@ -2,8 +2,6 @@
 covered as it is.
 """
 
-from __future__ import annotations
-
 import contextlib
 import re
 import warnings
@@ -17,6 +15,7 @@ from torch import Tensor
 
 import driftfilter as df
 from driftfilter.recipe import VARIANTS
+from small import contents, normal
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 PART = df.Transition(df.MeanReversion(0.9), df.Isotropic(0.01))
@@ -213,19 +212,8 @@ def setting(role: str, name: str, base: str, dtype: torch.dtype, device: str) ->
 
 
 def inputs(dtype: torch.dtype, device: str, samples: int = 6, steps: int = 2) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(5)
-    drawn = torch.randn(steps, samples, 2, generator=generator, dtype=torch.float64)
+    drawn = normal(steps, samples, 2, seed=5)
     return list((1.5 * drawn).to(dtype).to(device))
-
-
-def contents(state: df.FilterState) -> list[Tensor]:
-    parts = [
-        state.belief.mean,
-        state.belief.covariance.dense(),
-        state.source.mean,
-        state.source.covariance.dense(),
-    ]
-    return [part.clone() for part in [*parts, *state.memory.values()]]
 
 
 def assert_identical(first: list[Tensor], second: list[Tensor]) -> None:

@@ -2,8 +2,6 @@
 each response does.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import warnings

@@ -1,7 +1,5 @@
 """What goes into and comes out of a network: structures, dtypes, memory formats, threads."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import subprocess

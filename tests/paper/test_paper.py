@@ -2,8 +2,6 @@
 couple of seeds.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

@@ -1,7 +1,5 @@
 """The claims of the paper's examples, each with the bar its documentation states."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
