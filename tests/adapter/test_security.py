@@ -105,6 +105,7 @@ def test_the_search_passes_what_is_safe() -> None:
         assert not list(findings(text))
 
 
+@pytest.mark.slow
 def test_nothing_runs_what_it_reads() -> None:
     found = {
         f"{what} in {path.relative_to(ROOT).as_posix()}"

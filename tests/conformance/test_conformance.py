@@ -19,12 +19,13 @@ from small import contents, normal
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 PART = df.Transition(df.MeanReversion(0.9), df.Isotropic(0.01))
-EXAMPLES: dict[str, Any] = {  # for variants that have no default
+EXAMPLES: dict[str, Any] = {  # for variants that have no default, or a slow one
     "LinearHead": df.LinearHead(classes=2),
     "BlockDynamics": df.BlockDynamics(
         sizes=(1, 1), parts=(PART, df.Transition(df.RandomWalk(), df.Discount()))
     ),
     "FullNoise": df.FullNoise(((0.02, 0.005), (0.005, 0.01))),
+    "Variational": df.Variational(iterations=20),
 }
 TABLE = [(role, name) for role, classes in VARIANTS.items() for name in classes]
 EVERY = pytest.mark.parametrize(("role", "name"), TABLE, ids=[name for _, name in TABLE])

@@ -282,6 +282,7 @@ def test_kept_features_belong_to_their_arguments() -> None:
     assert counting.calls == 4
 
 
+@pytest.mark.slow
 def test_stale_inputs_are_not_kept_alive() -> None:
     on_features = OnFeatures(Counting(lambda inputs: inputs * 2), df.LinearHead(2))
     inputs = normal(3, 4)
