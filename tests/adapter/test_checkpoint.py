@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import driftfilter as df
 from driftfilter.adapter.checkpoint import fingerprint
-from driftfilter.storage.sealed import FORMAT, sealed
+from driftfilter.storage.sealed import FORMAT, seal
 
 
 class Small(nn.Module):
@@ -65,7 +65,7 @@ def header_of(path: Path) -> dict[str, Any]:
 def rewritten(path: Path, tensors: dict[str, Tensor] | None = None, **changes: Any) -> None:
     """The same file with another header or other tensors, and a checksum that is right."""
     header = {name: value for name, value in header_of(path).items() if name != "sha256"}
-    data = b"".join(sealed({**header, **changes}, {**load(path.read_bytes()), **(tensors or {})}))
+    data = b"".join(seal({**header, **changes}, {**load(path.read_bytes()), **(tensors or {})}))
     path.write_bytes(data)
 
 
