@@ -27,6 +27,13 @@ def conv(
     return nn.Sequential(wrap(nn.Conv2d(3, 6, 3)), norm(), nn.ReLU(), *last)
 
 
+def tabular(seed: int = 0, width: int = 6) -> nn.Sequential:
+    """Three classes of rows [n, 4]; in training mode."""
+    torch.manual_seed(seed)
+    layers = nn.Linear(4, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Linear(width, 3)
+    return nn.Sequential(*layers)
+
+
 def contents(state: df.FilterState) -> list[Tensor]:
     """Copies of everything in a state."""
     parts = [
