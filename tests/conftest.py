@@ -1,5 +1,7 @@
 """The small benchmark of tiny.py, for the tests of its parts."""
 
+from __future__ import annotations
+
 import pytest
 
 from driftfilter.app.bench.task import Bench

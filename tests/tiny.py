@@ -1,5 +1,7 @@
 """A benchmark small enough for tests: a network, data, tasks, and a display that remembers."""
 
+from __future__ import annotations
+
 from pathlib import Path
 from typing import Any
 

@@ -1,12 +1,12 @@
 """The claims of the paper's examples, each with the bar its documentation states."""
 
+from __future__ import annotations
+
 import pytest
 import torch
 
 from driftfilter.app.paper.linear import Linear
 from driftfilter.app.paper.trial import Scores, run_pairs
-
-pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
