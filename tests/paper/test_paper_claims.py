@@ -8,6 +8,8 @@ import torch
 from driftfilter.app.paper.linear import Linear
 from driftfilter.app.paper.trial import Scores, run_pairs
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def linear() -> tuple[torch.Tensor, torch.Tensor]:

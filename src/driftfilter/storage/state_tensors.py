@@ -23,25 +23,19 @@ def to_tensors(state: FilterState) -> dict[str, Tensor]:
     seed = (state.seed + (1 << 63)) % (1 << 64) - (1 << 63)  # its lower 64 bits are all that counts
     counts = {"step": torch.tensor(state.step), "seed": torch.tensor(seed)}
     memory = {f"memory.{name}": value for name, value in state.memory.items()}
-    return {
-        **counts,
-        **_flatten("belief", state.belief),
-        **_flatten("source", state.source),
-        **memory,
-    }
+    return {**counts, **_flat("belief", state.belief), **_flat("source", state.source), **memory}
 
 
 def from_tensors(tensors: Mapping[str, Tensor], like: FilterState) -> FilterState:
-    """The state that named tensors describe, of the structure of another one; raise unless all of
+    """The state that named tensors describe, of the structure of another one; refused unless all of
     it is there and finite.
     """
     for name, value in tensors.items():
-        if value.is_floating_point():  # empty supports have entropy ∞
-            require_finite(f"state {name!r}", value.masked_fill(value == torch.inf, 0.0))
-    belief, source = (
-        _rebuild("belief", like.belief, tensors),
-        _rebuild("source", like.source, tensors),
-    )
+        if value.is_floating_point():
+            require_finite(
+                f"state {name!r}", value.masked_fill(value == torch.inf, 0.0)
+            )  # empty supports have entropy ∞
+    belief, source = _built("belief", like.belief, tensors), _built("source", like.source, tensors)
     fits = belief.dimension == source.dimension == like.belief.dimension
     require(
         fits, "state 'belief.mean'", f"{belief.dimension} values", f"{like.belief.dimension} values"
@@ -66,18 +60,18 @@ def from_tensors(tensors: Mapping[str, Tensor], like: FilterState) -> FilterStat
         belief,
         source,
         like.parameters,
-        int(_get("seed", tensors)),
-        int(_get("step", tensors)),
+        int(_one("seed", tensors)),
+        int(_one("step", tensors)),
         memory,
     )
 
 
-def _get(name: str, tensors: Mapping[str, Tensor]) -> Tensor:
+def _one(name: str, tensors: Mapping[str, Tensor]) -> Tensor:
     require(name in tensors, "state", f"no {name!r}", f"complete, not only {sorted(tensors)}")
     return tensors[name]
 
 
-def _flatten(name: str, value: Any) -> dict[str, Tensor]:
+def _flat(name: str, value: Any) -> dict[str, Tensor]:
     """The tensors and numbers in a dataclass, by the path of their fields."""
     if isinstance(value, Tensor):
         return {name: value}
@@ -91,29 +85,31 @@ def _flatten(name: str, value: Any) -> dict[str, Tensor]:
     return {
         key: tensor
         for position, part in parts
-        for key, tensor in _flatten(f"{name}.{position}", part).items()
+        for key, tensor in _flat(f"{name}.{position}", part).items()
     }
 
 
-def _rebuild(name: str, value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """A dataclass like ``value`` with the tensors and numbers of this name."""
+def _built(name: str, value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """The same dataclass with the tensors and numbers of this name."""
     if isinstance(value, Tensor):
-        found = _get(name, tensors)
-        rows = name.endswith(".factor")  # of a low rank, which grows with the batches
+        found, rows = (
+            _one(name, tensors),
+            name.endswith(".factor"),
+        )  # of a low rank, which grows with the batches seen
         fits = found.dim() == value.dim() and found.shape[rows:] == value.shape[rows:]
         require(
             fits, f"state {name!r}", f"shape {list(found.shape)}", f"of shape {list(value.shape)}"
         )
         return found.to(value, copy=True)
     if isinstance(value, (bool, int, float)):
-        return type(value)(_get(name, tensors).item())
+        return type(value)(_one(name, tensors).item())
     if isinstance(value, tuple):
         return tuple(
-            _rebuild(f"{name}.{position}", part, tensors) for position, part in enumerate(value)
+            _built(f"{name}.{position}", part, tensors) for position, part in enumerate(value)
         )
     assert is_dataclass(value)
     parts = {
-        item.name: _rebuild(f"{name}.{item.name}", getattr(value, item.name), tensors)
+        item.name: _built(f"{name}.{item.name}", getattr(value, item.name), tensors)
         for item in fields(value)
     }
     return Belief(**parts) if isinstance(value, Belief) else unchecked(type(value), **parts)
@@ -131,9 +127,8 @@ def samples_to_tensors(recent: Inputs | None) -> dict[str, Tensor]:
 
 
 def samples_from_tensors(tensors: Mapping[str, Tensor]) -> Inputs | None:
-    """Recent samples by what the model takes them by: a name or a place.
-
-    What is no tensor comes with the next batch.
+    """Recent samples by what the model takes them by, a name or a place; what were no tensors the
+    next batch brings along.
     """
     recent = {
         name.removeprefix(RECENT): value
@@ -148,14 +143,18 @@ def samples_from_tensors(tensors: Mapping[str, Tensor]) -> Inputs | None:
 
 
 def kinds(variant: Any) -> str:
-    """What a recipe is made of, without its numbers.
-
-    A checkpoint of one kind says nothing to a filter of another.
+    """What a recipe is made of, without its numbers: a checkpoint of one kind says nothing to a
+    filter of another.
     """
     if isinstance(variant, tuple):
         return "[" + ", ".join(map(kinds, variant)) + "]"
     if not is_dataclass(variant):
-        number = isinstance(variant, (int, float))
-        return variant if isinstance(variant, str) else "" if number else type(variant).__name__
+        return (
+            variant
+            if isinstance(variant, str)
+            else ""
+            if isinstance(variant, (int, float))
+            else type(variant).__name__
+        )
     parts = [kinds(getattr(variant, item.name)) for item in fields(variant)]
     return f"{type(variant).__name__}({', '.join(part for part in parts if part)})"

@@ -54,7 +54,6 @@ def test_what_another_claims_is_left_alone(changes: dict[str, object], path: Pat
     assert claim.read_text() == before
 
 
-@pytest.mark.slow
 def test_the_claim_of_a_process_that_died_is_taken_over(path: Path) -> None:
     code = f"{DIES} assert claim.__enter__(); os._exit(7)"
     assert subprocess.run([sys.executable, "-c", code, str(path)], check=False).returncode == 7
@@ -65,7 +64,6 @@ def test_the_claim_of_a_process_that_died_is_taken_over(path: Path) -> None:
     assert not list(path.parent.iterdir())
 
 
-@pytest.mark.slow
 def test_a_live_process_refuses_another(path: Path) -> None:
     with claimed(path):
         code = f"{DIES} sys.exit(9 if claim.__enter__() else 3)"

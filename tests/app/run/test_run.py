@@ -219,7 +219,6 @@ def test_weights_and_source(folder: Path) -> None:
         assert predictions(f"o{number}")["probabilities"].tobytes() == np.exp(logs).tobytes()
 
 
-@pytest.mark.slow
 def test_a_shipped_network_on_pictures(folder: Path) -> None:
     image = pytest.importorskip("PIL.Image")
     pixels = np.random.default_rng(0).integers(0, 256, (6, 32, 32, 3), dtype=np.uint8)
@@ -258,6 +257,7 @@ def saving_only(times: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["npz", "csv"])
 @pytest.mark.parametrize("covered", [0, 2, 3])
 def test_a_resumed_run_equals_an_unbroken_one(
