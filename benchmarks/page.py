@@ -15,6 +15,7 @@ import re
 import sys
 import textwrap
 from decimal import ROUND_HALF_UP, Decimal
+from functools import cache
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -102,7 +103,8 @@ def made(record: Named) -> str:
     )
 
 
-def render(folder: Path) -> str:
+@cache
+def template() -> jinja2.Template:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(HERE),
         undefined=jinja2.StrictUndefined,
@@ -112,7 +114,11 @@ def render(folder: Path) -> str:
     )
     environment.filters |= {"share": share, "number": number}
     environment.globals |= {"one": one, "made": made, "exponent": exponent, "zip": zip}
-    return wrap(environment.get_template(TEMPLATE).render(results=read(folder)))
+    return environment.get_template(TEMPLATE)
+
+
+def render(folder: Path) -> str:
+    return wrap(template().render(results=read(folder)))
 
 
 def wrap(page: str) -> str:

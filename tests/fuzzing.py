@@ -5,8 +5,6 @@ After every rule the two must be equal bit for bit: so predictions, refused batc
 and copies leave no trace, in the state or in what comes later. Run at length by benchmarks/fuzz.py.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import pickle

@@ -2,8 +2,6 @@
 Monte Carlo bounds.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 

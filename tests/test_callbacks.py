@@ -1,7 +1,5 @@
 """Callbacks: what they are told, when, and what the writers write."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math
@@ -22,17 +20,17 @@ from torch import Tensor, nn
 import driftfilter as df
 from driftfilter import callbacks
 from driftfilter.callbacks import JsonLines, TensorBoard
+from small import normal, tabular
 
 ROOT = Path(__file__).parent.parent
 
 
 def network() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3)).eval()
+    return tabular(width=8).eval()
 
 
 def batch(number: int, n: int = 16) -> Tensor:
-    return torch.randn(n, 4, generator=torch.Generator().manual_seed(number))
+    return normal(n, 4, seed=number, dtype=torch.float32)
 
 
 class Kept(list[df.StepRecord]):

@@ -2,8 +2,6 @@
 on state and errors.
 """
 
-from __future__ import annotations
-
 import copy
 import io
 import math
@@ -24,15 +22,14 @@ from driftfilter.inference.linearized import Inference
 from driftfilter.inference.prediction import PredictionRule, Query
 from driftfilter.model.losses import Loss
 from driftfilter.model.predictive import LogitFunction
+from small import contents, normal
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 SAMPLES = 4
 
 
 def batches(steps: int, samples: int = SAMPLES, features: int = 2, seed: int = 0) -> Tensor:
-    return torch.randn(
-        steps, samples, features, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
-    )
+    return normal(steps, samples, features, seed=seed)
 
 
 def belief(scale: float = 1.0, device: str = "cpu") -> df.Belief:
@@ -61,24 +58,13 @@ def build(
     )
 
 
-def tensors(state: df.FilterState) -> list[Tensor]:
-    """Copies of everything in a state."""
-    parts = [
-        state.belief.mean,
-        state.belief.covariance.dense(),
-        state.source.mean,
-        state.source.covariance.dense(),
-    ]
-    return [part.clone() for part in [*parts, *state.memory.values()]]
-
-
 def assert_same(first: df.FilterState, second: df.FilterState) -> None:
     assert (first.step, first.seed, list(first.memory)) == (
         second.step,
         second.seed,
         list(second.memory),
     )
-    for one, other in zip(tensors(first), tensors(second), strict=True):
+    for one, other in zip(contents(first), contents(second), strict=True):
         assert torch.equal(one, other)
 
 
@@ -406,13 +392,13 @@ def test_bad_input_is_refused_and_changes_nothing(
     filt: df.Filter, inputs: Any, message: str
 ) -> None:
     state, _, _ = build().step(build().init(belief()), GOOD)
-    held, before = state.belief, tensors(state)
+    held, before = state.belief, contents(state)
     given = inputs.clone() if isinstance(inputs, Tensor) else inputs
     with pytest.raises(ValueError, match=re.escape(message)):
         filt.step(state, inputs)
     assert state.belief is held
     assert state.step == 1
-    assert all(torch.equal(one, other) for one, other in zip(tensors(state), before, strict=True))
+    assert all(torch.equal(one, other) for one, other in zip(contents(state), before, strict=True))
     assert not isinstance(inputs, Tensor) or torch.equal(inputs.nan_to_num(), given.nan_to_num())
     build().step(state, GOOD)  # the state is as good as before
 
@@ -577,7 +563,7 @@ def plain_head(theta: Tensor, inputs: Tensor) -> Tensor:
 def test_inference_mode_changes_nothing(model: Any, loss: df.Loss) -> None:
     filt = df.Filter(model, observation=df.Gibbs(loss), inference=df.Linearized(df.Hessian()))
     start = df.Belief(torch.tensor([1.0, -0.5]), df.Full(torch.eye(2)))
-    inputs = torch.randn(4, 2, generator=torch.Generator().manual_seed(0))
+    inputs = normal(4, 2, dtype=torch.float32)
     expected, predicted, _ = filt.step(filt.init(start), inputs)
     with torch.inference_mode():
         state, prediction, _ = filt.step(

@@ -1,7 +1,5 @@
 """The table of variants and TOML: what is read is what was written, and typos are loud."""
 
-from __future__ import annotations
-
 import math
 import subprocess
 import sys

@@ -2,8 +2,6 @@
 moments against NumPy's.
 """
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Callable
 from typing import Any

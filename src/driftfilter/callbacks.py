@@ -1,8 +1,8 @@
-"""Callbacks: who is told after every step of an adapter or of ``driftfilter run``, and two that
-write it down.
+"""Callbacks, which are called after every step of an adapter or of ``driftfilter run``, and two
+that write it down.
 
-The state is whole before anyone is told: a callback that fails, fails the call, but not the
-adapter, and hides no alarm.
+The state is whole before the first call. A callback that fails, fails the caller's call; the
+adapter stays whole, and alarms are still raised.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from driftfilter.storage.append_log import AppendLog, whole_lines
 @final
 @dataclass(frozen=True, eq=False)
 class StepRecord:
-    """What happened in one step; what is not a field is worked out when it is asked for."""
+    """What happened in one step; properties are worked out on first use."""
 
     number: int  # calls before it, of the adapter or its update: 0, 1, 2, …
     samples: int  # n
@@ -35,34 +35,34 @@ class StepRecord:
     info: StepInfo | None = None  # None: no update was due, or made
     # [n, k], not what the caller got but a copy; None: nothing was predicted.
     log_probabilities: Tensor | None = None
-    signals: Signals = field(default_factory=Signals)  # all NaN where no monitor has looked
+    signals: Signals = field(default_factory=Signals)  # all NaN without a monitor
     events: tuple[Event, ...] = ()  # alarms of this step
-    right: int = 0  # of this step's samples, as far as somebody knows their labels
-    judged: int = 0  # how many are known
-    accuracy: float | None = None  # of all samples so far whose labels are known
+    right: int = 0  # samples of this step predicted right, among those judged
+    judged: int = 0  # samples of this step whose labels are known
+    accuracy: float | None = None  # over all samples so far whose labels are known
     notes: Mapping[str, Any] = field(default_factory=dict)  # what else is to be logged, JSON-ready
 
     @cached_property
-    def _counted(self) -> list[float]:
-        """[k + 3], see ``history.summary``; the only look at the device."""
+    def _summary(self) -> list[float]:
+        """[k + 3], see ``drift_tests.summary``; the only look at the device."""
         return (
             [] if self.log_probabilities is None else list(summary(self.log_probabilities).tolist())
         )
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """Of each class among the predicted labels [k]; empty where nothing was predicted."""
-        return tuple(count / self.samples for count in self._counted[:-3])
+        """Share of each class among the predicted labels [k]; empty if nothing was predicted."""
+        return tuple(count / self.samples for count in self._summary[:-3])
 
     @property
     def largest_share(self) -> float:
-        """The largest of these; NaN where nothing was predicted."""
+        """Share of the class predicted most often; NaN if nothing was predicted."""
         return max(self.shares, default=math.nan)
 
     @property
     def entropy(self) -> float:
-        """Mean predictive entropy (1/n) Σ H(p_i) in nats; NaN where nothing was predicted."""
-        return self._counted[-2] / self._counted[-3] if self._counted else math.nan
+        """Mean predictive entropy (1/n) Σ H(p_i) in nats; NaN if nothing was predicted."""
+        return self._summary[-2] / self._summary[-3] if self._summary else math.nan
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready: a line of a journal."""
@@ -99,14 +99,14 @@ def _number(value: Any) -> float | None:
 
 
 class Callback(Protocol):
-    """Told after every step."""
+    """An object with a method that is called after every step."""
 
     def on_step(self, step: StepRecord) -> None:
-        """A step is over, and its state is there for all to see."""
+        """Take note of a step; the adapter has its new state already."""
 
 
 def require_callbacks(callbacks: Iterable[Callback]) -> list[Callback]:
-    """A list of them; raise where one cannot be told."""
+    """The callbacks as a list; raise if one has no ``on_step``."""
     require(isinstance(callbacks, Iterable), "adapt: callbacks", callbacks, "a list of callbacks")
     found = list(callbacks)
     for each in found:
@@ -117,8 +117,9 @@ def require_callbacks(callbacks: Iterable[Callback]) -> list[Callback]:
 
 @final
 class JsonLines:
-    """A line of JSON a step, seen by others at once; added to the whole lines there are, or to the
-    first ``size`` bytes.
+    """A line of JSON a step, which others can read at once.
+
+    Lines are added to the whole lines of the file, or to its first ``size`` bytes.
     """
 
     def __init__(self, path: str | Path, size: int | None = None) -> None:
@@ -136,8 +137,8 @@ class JsonLines:
 
 @final
 class TensorBoard:
-    """Curves for TensorBoard, one for each number of a step, under ``driftfilter/``; alarms as text
-    too.
+    """Curves for TensorBoard under ``driftfilter/``, one for each number of a step; alarms as
+    text, too.
     """
 
     def __init__(self, folder: str | Path) -> None:

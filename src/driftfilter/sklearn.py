@@ -1,9 +1,9 @@
 """scikit-learn: a fitted classifier that adapts to the unlabeled rows it meets. Needs the extra
 ``driftfilter[sklearn]``.
 
-The classifier becomes a torch module whose first layer is a batch norm over its inputs, which
-starts at the moments of the training data and leaves them as they are. What ``adapt`` does with
-batch norms it then does with the features of a table.
+The classifier becomes a torch module whose first layer is a batch norm over its inputs. It starts
+at the moments of the training data and changes nothing then. ``adapt`` treats the features of a
+table as it treats any batch norm.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ class Moments(NamedTuple):
     """
 
     mean: Array  # [D]
-    deviation: Array  # [D], 1 where a feature does not vary
+    deviation: Array  # [D], 1 if a feature does not vary
 
     @classmethod
     def of(cls, features: Array) -> Moments:
-        """Those of features [n, D]."""
+        """The moments of features [n, D]."""
         mean, deviation = features.mean(0), features.std(0)
         varies = deviation > 1e-12 * np.abs(mean)
         return cls(mean, np.where(varies, deviation, 1.0))
@@ -90,7 +90,11 @@ def as_module(classifier: Any, moments: Moments | None = None) -> nn.Sequential:
         biases[0] = biases[0] + weights[0] @ moments.mean
         weights[0] = weights[0] * (moments.deviation * np.sqrt(1 + layers[0].eps))  # type: ignore[operator]
     if len(biases[-1]) == 1:  # p = σ(f) of the second class is the softmax of (0, f)
-        weights[-1], biases[-1], softmax = _with_zeros(weights[-1]), _with_zeros(biases[-1]), True
+        weights[-1], biases[-1], softmax = (
+            _prepend_zeros(weights[-1]),
+            _prepend_zeros(biases[-1]),
+            True,
+        )
     for place, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
         layers += [activation()] * (place > 0) + [_linear(weight, bias)]
     return nn.Sequential(*layers, *([] if softmax else [_OneVersusRest()])).eval()
@@ -117,9 +121,8 @@ def _layers(classifier: Any) -> tuple[list[Array], list[Array], type[nn.Module],
         "ends in one"
     )
     require(known, "estimator", classifier, allowed)
-    weight = (
-        classifier.coef_.toarray() if hasattr(classifier.coef_, "toarray") else classifier.coef_
-    )  # sparsify()
+    weight = classifier.coef_
+    weight = weight.toarray() if hasattr(weight, "toarray") else weight  # after sparsify()
     return (
         [np.asarray(weight, np.float64)],
         [np.broadcast_to(classifier.intercept_, len(weight))],
@@ -128,7 +131,7 @@ def _layers(classifier: Any) -> tuple[list[Array], list[Array], type[nn.Module],
     )
 
 
-def _with_zeros(rows: Array) -> Array:
+def _prepend_zeros(rows: Array) -> Array:
     return np.concatenate((np.zeros_like(rows), rows))
 
 
@@ -162,7 +165,7 @@ def _features(estimator: Any, X: Any) -> Array:
     return features
 
 
-def _known_moments(estimator: Any) -> Moments | None:
+def _moments_of_scaler(estimator: Any) -> Moments | None:
     """The moments that a StandardScaler in front of the classifier remembers; None without one."""
     transformers, _ = _parts(estimator)
     scaler = transformers[-1] if transformers else None
@@ -177,8 +180,9 @@ def _known_moments(estimator: Any) -> Moments | None:
 class AdaptiveClassifier(ClassifierMixin, MetaEstimatorMixin, BaseEstimator):  # type: ignore[misc]
     """A classifier that follows a stream of rows without labels.
 
-    Parameters ---------- estimator : LogisticRegression, SGDClassifier(loss="log_loss"),
-    MLPClassifier, or a Pipeline that ends in one
+    Parameters
+    ----------
+    estimator : LogisticRegression, SGDClassifier(loss="log_loss"), MLPClassifier, or a Pipeline
         Fitted: used as it is, if a StandardScaler stands before the classifier (its moments are
         the reference). Fitted, in a FrozenEstimator: ``fit(X)`` keeps it, and takes the moments of
         X. Otherwise ``fit(X, y)`` fits a clone.
@@ -186,8 +190,8 @@ class AdaptiveClassifier(ClassifierMixin, MetaEstimatorMixin, BaseEstimator):  #
         What adapts. None: the location and scale of every feature follow the stream, the weights
         stay.
     batch_size : int
-        Rows are adapted to so many at a time, however many come in a call; the rest waits for
-        more, in ``waiting_``.
+        How many rows an update takes, however many come in a call; the rest waits in
+        ``waiting_`` for more.
 
     What ``set_params`` changes counts from the next ``fit``, or ``reset``, on.
 
@@ -242,19 +246,19 @@ class AdaptiveClassifier(ClassifierMixin, MetaEstimatorMixin, BaseEstimator):  #
             type(y).__name__,
             "None: it learns without labels",
         )
-        self._started()
+        self._require_started()
         rows = np.concatenate((self.waiting_, self._inputs(X)))
         ready = len(rows) - len(rows) % self._size
         if ready:
             self.adapter_.update(torch.from_numpy(rows[:ready]))
-            self._still = self._at_rest()
+            self._frozen = self._freeze_statistics()
         self.waiting_ = rows[ready:]
         return self
 
     def predict_proba(self, X: Any) -> Array:
         """p(y given x) [n, k] as adapted so far, each row by itself; changes nothing."""
-        self._started()
-        rows, still = torch.from_numpy(self._inputs(X)), self._still
+        self._require_started()
+        rows, still = torch.from_numpy(self._inputs(X)), self._frozen
         prediction = (
             self.adapter_.predict(rows)
             if still is None
@@ -269,15 +273,15 @@ class AdaptiveClassifier(ClassifierMixin, MetaEstimatorMixin, BaseEstimator):  #
 
     def reset(self) -> AdaptiveClassifier:
         """Back to the source, as if no row had come since ``fit``."""
-        self._started()
+        self._require_started()
         self._start(self.estimator_, self.moments_)
         return self
 
     # river's manner
 
     def learn_one(self, x: Mapping[Any, float]) -> None:
-        """Adapt to one row, its values by feature name (by position 0, 1, … where the estimator
-        knows no names).
+        """Adapt to one row, its values by feature name (by position 0, 1, … if the estimator knows
+        no names).
         """
         self.partial_fit(self._row(x))
 
@@ -296,23 +300,23 @@ class AdaptiveClassifier(ClassifierMixin, MetaEstimatorMixin, BaseEstimator):  #
     @property
     def classes_(self) -> Array:
         """The labels [k], in the order of probabilities."""
-        classes: Array = self._fitted().classes_
+        classes: Array = self._fitted_estimator().classes_
         return classes
 
     @property
     def n_features_in_(self) -> int:
         """How many columns a table has."""
-        return int(self._fitted().n_features_in_)
+        return int(self._fitted_estimator().n_features_in_)
 
     @property
     def feature_names_in_(self) -> Array:
-        """Their names; there are none where the estimator was fitted on an array."""
-        names: Array = self._fitted().feature_names_in_
+        """The names of the columns; an estimator fitted on an array has none."""
+        names: Array = self._fitted_estimator().feature_names_in_
         return names
 
     def __sklearn_is_fitted__(self) -> bool:
         try:
-            self._fitted()
+            self._fitted_estimator()
         except NotFittedError:
             return False
         return True
@@ -324,21 +328,19 @@ class AdaptiveClassifier(ClassifierMixin, MetaEstimatorMixin, BaseEstimator):  #
 
     # How it is done
 
-    def _fitted(self) -> Any:
-        """The estimator that adapts: the one fitted here, or the one given where it is fitted
-        already.
-        """
+    def _fitted_estimator(self) -> Any:
+        """The estimator that adapts: the one fitted here, or the given one if it came fitted."""
         fitted = self.__dict__.get("estimator_")
         if fitted is None:
             check_is_fitted(self.estimator)
             fitted = self.estimator
         return fitted
 
-    def _started(self) -> None:
+    def _require_started(self) -> None:
         """Raise unless there is something to adapt; an estimator that came fitted starts here."""
         check_is_fitted(self)
         if "adapter_" not in self.__dict__:
-            self._start(self._fitted(), _known_moments(self.estimator))
+            self._start(self._fitted_estimator(), _moments_of_scaler(self.estimator))
 
     def _start(self, estimator: Any, moments: Moments | None) -> None:
         require_count("AdaptiveClassifier.batch_size", self.batch_size, 1)
@@ -366,14 +368,10 @@ class AdaptiveClassifier(ClassifierMixin, MetaEstimatorMixin, BaseEstimator):  #
         require(alone, "AdaptiveClassifier.recipe", self.recipe, rule)
         module = as_module(_parts(estimator)[1], moments)
         self.adapter_ = adapt(module, replace(recipe, chunk=self.batch_size))
-        self.estimator_, self.moments_, self._module, self._size = (
-            estimator,
-            moments,
-            module,
-            self.batch_size,
-        )
+        self.estimator_, self.moments_ = estimator, moments
+        self._module, self._size = module, self.batch_size
         self.waiting_ = np.empty((0, len(moments.mean)))
-        self._still = self._at_rest()
+        self._frozen = self._freeze_statistics()
 
     def _inputs(self, X: Any) -> Array:
         """Standardised features z [n, D]."""
@@ -382,12 +380,11 @@ class AdaptiveClassifier(ClassifierMixin, MetaEstimatorMixin, BaseEstimator):  #
         ) / self.moments_.deviation
         return inputs
 
-    def _at_rest(self) -> Filter | None:
-        """The filter on the module with the moments carried so far as its own, so that rows are
-        predicted apart.
+    def _freeze_statistics(self) -> Filter | None:
+        """A filter on the module with the moments carried so far as its own, so that each row is
+        predicted by itself; made once an update.
 
-        None where the recipe carries none, and the adapter predicts rows apart itself. Worked out
-        once an update.
+        None if the recipe carries none: the adapter then predicts rows one by one itself.
         """
         recipe = self.adapter_.recipe
         if recipe.statistics == "source":
@@ -400,7 +397,7 @@ class AdaptiveClassifier(ClassifierMixin, MetaEstimatorMixin, BaseEstimator):  #
 
     def _row(self, x: Mapping[Any, float]) -> Any:
         """One row as a table, in the order of the features."""
-        self._started()
+        self._require_started()
         names = list(getattr(self, "feature_names_in_", range(self.n_features_in_)))
         require(set(x) == set(names), "x", sorted(map(str, x)), f"a mapping from {names}")
         values = [[x[name] for name in names]]

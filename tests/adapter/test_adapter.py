@@ -2,8 +2,6 @@
 refuses.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 import pickle

@@ -2,8 +2,6 @@
 against the model itself.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -17,6 +15,7 @@ from torch.nn.utils import parametrizations
 
 import driftfilter as df
 from driftfilter.networks.layers import NORMS
+from small import conv
 
 HEAD = df.Recipe(
     parameters=df.Head(), statistics="source", inference=df.Frozen()
@@ -130,13 +129,6 @@ class Stochastic(nn.Module):
 
 
 Make = Callable[[], nn.Module]
-
-
-def conv(
-    norm: Make = lambda: nn.BatchNorm2d(6), wrap: Callable[[Any], Any] = lambda layer: layer
-) -> nn.Module:
-    last = nn.AdaptiveAvgPool2d(1), nn.Flatten(), wrap(nn.Linear(6, 3))
-    return nn.Sequential(wrap(nn.Conv2d(3, 6, 3)), norm(), nn.ReLU(), *last)
 
 
 def volume() -> nn.Module:

@@ -2,8 +2,6 @@
 values later.
 """
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
@@ -13,11 +11,7 @@ from torch import Tensor, nn
 
 import driftfilter as df
 from driftfilter.storage.state_tensors import to_tensors
-
-
-def conv() -> nn.Module:
-    last = nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 3)
-    return nn.Sequential(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), *last)
+from small import conv
 
 
 def setting() -> tuple[nn.Module, list[Tensor]]:

@@ -1,7 +1,5 @@
 """Checkpoints in files: what is written is read back bit for bit, and nothing else is."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -22,30 +20,16 @@ from torch import Tensor, nn
 
 import driftfilter as df
 from driftfilter.adapter.checkpoint import fingerprint
-from driftfilter.storage.sealed import FORMAT, sealed
-
-
-class Small(nn.Module):
-    def __init__(self, seed: int = 0, width: int = 6) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        self.first, self.norm, self.head = (
-            nn.Linear(4, width),
-            nn.BatchNorm1d(width),
-            nn.Linear(width, 3),
-        )
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.norm(self.first(inputs)).relu())
-        return logits
+from driftfilter.storage.sealed import FORMAT, seal
+from small import normal, tabular
 
 
 def batch(seed: int) -> Tensor:
-    return torch.randn(8, 4, generator=torch.Generator().manual_seed(seed))
+    return normal(8, 4, seed=seed, dtype=torch.float32)
 
 
 def adapter(preset: str = "tent", batches: int = 0, **options: Any) -> df.Adapter:
-    made = df.adapt(Small(), preset, **options)
+    made = df.adapt(tabular(), preset, **options)
     for seed in range(batches):
         made(batch(seed))
     return made
@@ -67,7 +51,7 @@ def header_of(path: Path) -> dict[str, Any]:
 def rewritten(path: Path, tensors: dict[str, Tensor] | None = None, **changes: Any) -> None:
     """The same file with another header or other tensors, and a checksum that is right."""
     header = {name: value for name, value in header_of(path).items() if name != "sha256"}
-    data = b"".join(sealed({**header, **changes}, {**load(path.read_bytes()), **(tensors or {})}))
+    data = b"".join(seal({**header, **changes}, {**load(path.read_bytes()), **(tensors or {})}))
     path.write_bytes(data)
 
 
@@ -119,7 +103,7 @@ def test_the_file_is_plain_safetensors_with_a_header(tmp_path: Path) -> None:
 
 
 def test_any_reader_may_force_it(tmp_path: Path) -> None:
-    running, other = adapter("tent", 2), df.adapt(Small(seed=1), "tent")
+    running, other = adapter("tent", 2), df.adapt(tabular(seed=1), "tent")
     df.save(running, tmp_path / "a")
     other.load_state_dict(load_file(tmp_path / "a"))
     assert torch.equal(other.belief.mean, running.belief.mean)
@@ -140,26 +124,26 @@ class Own:
 
 
 def own(factor: float) -> df.Adapter:
-    return df.adapt(Small(), df.Recipe(observation=df.Gibbs(df.Entropy(), Own(factor))))
+    return df.adapt(tabular(), df.Recipe(observation=df.Gibbs(df.Entropy(), Own(factor))))
 
 
 def retrained() -> df.Adapter:
-    model = Small()
-    model.norm.running_mean.add_(1e-6)  # type: ignore[union-attr]
+    model = tabular()
+    model[1].get_buffer("running_mean").add_(1e-6)
     return df.adapt(model, "tent")
 
 
 OTHERS: dict[str, tuple[Callable[[], df.Adapter], str]] = {
     "architecture": (
-        lambda: df.adapt(Small(width=7), "tent"),
+        lambda: df.adapt(tabular(width=7), "tent"),
         "another model, of other names, shapes or dtypes of parameters or buffers",
     ),
     "dtype": (
-        lambda: df.adapt(Small().double(), "tent"),
+        lambda: df.adapt(tabular().double(), "tent"),
         "another model, of other names, shapes or dtypes",
     ),
     "weights": (
-        lambda: df.adapt(Small(seed=1), "tent"),
+        lambda: df.adapt(tabular(seed=1), "tent"),
         "it was saved with another model, of other weights",
     ),
     "buffers": (retrained, "another model, of other weights"),
@@ -198,7 +182,7 @@ def test_numbers_and_prediction_may_differ_where_asked(tmp_path: Path) -> None:
     assert torch.equal(other.belief.mean, running.belief.mean)
     for wrong, reason in (
         (adapter("eta"), "state 'recipe' must be the same"),
-        (df.adapt(Small(1), "tent"), "another model"),
+        (df.adapt(tabular(1), "tent"), "another model"),
     ):
         with pytest.raises(df.CheckpointError, match=reason):
             df.load(wrong, tmp_path / "a", strict=False)
@@ -458,21 +442,21 @@ def test_parts_of_killed_processes_are_swept(tmp_path: Path) -> None:
 
 
 def test_fingerprints_tell_models_apart() -> None:
-    reference = fingerprint(Small())
-    assert fingerprint(Small().train()) == reference
-    for other in (Small(seed=1), Small(width=7), Small().double(), Small().bfloat16()):
+    reference = fingerprint(tabular())
+    assert fingerprint(tabular().train()) == reference
+    for other in (tabular(seed=1), tabular(width=7), tabular().double(), tabular().bfloat16()):
         assert fingerprint(other).weights != reference.weights
-    moved = Small()
-    moved.first.weight.data = (
-        moved.first.weight.data.t().contiguous().t()
+    moved = tabular()
+    moved[0].get_parameter("weight").data = (
+        moved[0].get_parameter("weight").data.t().contiguous().t()
     )  # another layout of the same values
     assert fingerprint(moved) == reference
-    assert fingerprint(Small(seed=1)).architecture == reference.architecture
-    assert fingerprint(Small().double()).architecture != reference.architecture
+    assert fingerprint(tabular(seed=1)).architecture == reference.architecture
+    assert fingerprint(tabular().double()).architecture != reference.architecture
 
 
 def test_the_fingerprint_follows_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = Small()
+    model = tabular()
     running, calls = df.adapt(model, "tent"), 0
 
     def counted(module: nn.Module) -> Any:
@@ -483,10 +467,10 @@ def test_the_fingerprint_follows_the_model(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("driftfilter.adapter.adapter.fingerprint", counted)
     running(batch(0))
     first = running.fingerprint
-    assert running.fingerprint == first == fingerprint(Small())
+    assert running.fingerprint == first == fingerprint(tabular())
     running(batch(1))
     assert (running.fingerprint, calls) == (first, 1)
     with torch.no_grad():
-        model.head.bias.add_(1)
+        model[3].get_parameter("bias").add_(1)
     assert running.fingerprint != first
     assert running.fingerprint == fingerprint(model)

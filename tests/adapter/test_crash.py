@@ -1,7 +1,5 @@
 """Runs killed at random moments, by the benchmark that does it at length (benchmarks/crash.py)."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

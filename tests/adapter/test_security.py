@@ -2,8 +2,6 @@
 user's own model.
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from pathlib import Path
@@ -107,6 +105,7 @@ def test_the_search_passes_what_is_safe() -> None:
         assert not list(findings(text))
 
 
+@pytest.mark.slow
 def test_nothing_runs_what_it_reads() -> None:
     found = {
         f"{what} in {path.relative_to(ROOT).as_posix()}"

@@ -1,7 +1,5 @@
 """Threads around one adapter: whoever asks while it learns is answered from a whole state."""
 
-from __future__ import annotations
-
 import itertools
 import sys
 import threading

@@ -85,6 +85,7 @@ SMALL = [
 ]
 
 
+@pytest.mark.slow
 def test_bench_runs_lists_and_resumes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     command = [*SMALL, "--out", str(tmp_path)]
     assert main([*command, "--list"]) == 0
@@ -188,6 +189,7 @@ def test_a_claim_of_another_host_is_named_and_no_table_is_lost(
     assert (tmp_path / "table.md").read_text() == before
 
 
+@pytest.mark.slow
 def test_only_tables_of_the_run_are_shown(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -135,6 +135,7 @@ def _no_constants(name: str) -> None:
     raise AssertionError(f"{name} is no JSON")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("folder")
 def test_the_documents_say_what_happened(capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = called(capsys, *RUN, "--json", "--out", "o")
@@ -174,6 +175,7 @@ def test_what_json_does_not_know_is_null() -> None:
     assert found == {"a": None, "b": [1.0, None, [2, "x", None, True]]}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("folder")
 def test_a_failed_task_is_told_though_quiet(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

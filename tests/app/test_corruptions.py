@@ -301,6 +301,7 @@ def test_glass_moves_only_whole_pixels_of_the_neighbourhood() -> None:
         assert 0.4 < -move[2:, 2:].mean() < 0.6
 
 
+@pytest.mark.slow
 def test_fog_of_a_flat_image_is_the_plasma_between_its_ends() -> None:
     flat = torch.full((20, 3, 32, 32), 0.5)
     made = corrupt(flat, "fog")

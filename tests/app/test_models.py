@@ -26,6 +26,7 @@ def test_sample_images() -> None:
     )  # genuine CIFAR-10 pixels
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "accuracy"), [("resnet20", 0.9208), ("resnet20_gn", 0.8578)])
 def test_shipped_networks_reach_their_clean_accuracy(name: str, accuracy: float) -> None:
     """The reference is over 10,000 test images: on 500 of them it may differ by three standard

@@ -1,7 +1,5 @@
 """Fields held to their annotations."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 

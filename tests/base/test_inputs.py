@@ -1,7 +1,5 @@
 """Batches in their forms: one tensor, several by place, several by name."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

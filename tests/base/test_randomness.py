@@ -1,7 +1,5 @@
 """Randomness: a pure function of (seed, step, purpose)."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

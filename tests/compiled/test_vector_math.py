@@ -57,6 +57,7 @@ def test_log_near_one_keeps_its_digits(distance: float) -> None:
     np.testing.assert_array_max_ulp(logarithm(x), np.log(x), 2)
 
 
+@pytest.mark.slow
 def test_single_precision_is_rounded_once() -> None:
     x = np.linspace(-80, 80, 10_001, dtype=np.float32)
     np.testing.assert_array_max_ulp(

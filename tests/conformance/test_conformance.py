@@ -2,8 +2,6 @@
 covered as it is.
 """
 
-from __future__ import annotations
-
 import contextlib
 import re
 import warnings
@@ -17,15 +15,17 @@ from torch import Tensor
 
 import driftfilter as df
 from driftfilter.recipe import VARIANTS
+from small import contents, normal
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 PART = df.Transition(df.MeanReversion(0.9), df.Isotropic(0.01))
-EXAMPLES: dict[str, Any] = {  # for variants that have no default
+EXAMPLES: dict[str, Any] = {  # for variants that have no default, or a slow one
     "LinearHead": df.LinearHead(classes=2),
     "BlockDynamics": df.BlockDynamics(
         sizes=(1, 1), parts=(PART, df.Transition(df.RandomWalk(), df.Discount()))
     ),
     "FullNoise": df.FullNoise(((0.02, 0.005), (0.005, 0.01))),
+    "Variational": df.Variational(iterations=20),
 }
 TABLE = [(role, name) for role, classes in VARIANTS.items() for name in classes]
 EVERY = pytest.mark.parametrize(("role", "name"), TABLE, ids=[name for _, name in TABLE])
@@ -213,19 +213,8 @@ def setting(role: str, name: str, base: str, dtype: torch.dtype, device: str) ->
 
 
 def inputs(dtype: torch.dtype, device: str, samples: int = 6, steps: int = 2) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(5)
-    drawn = torch.randn(steps, samples, 2, generator=generator, dtype=torch.float64)
+    drawn = normal(steps, samples, 2, seed=5)
     return list((1.5 * drawn).to(dtype).to(device))
-
-
-def contents(state: df.FilterState) -> list[Tensor]:
-    parts = [
-        state.belief.mean,
-        state.belief.covariance.dense(),
-        state.source.mean,
-        state.source.covariance.dense(),
-    ]
-    return [part.clone() for part in [*parts, *state.memory.values()]]
 
 
 def assert_identical(first: list[Tensor], second: list[Tensor]) -> None:

@@ -1,7 +1,5 @@
 """Adapters in random sequences of calls, a few of them; at length by benchmarks/fuzz.py."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test

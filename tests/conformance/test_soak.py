@@ -1,7 +1,5 @@
 """Some thousand steps, by the benchmark that takes a hundred thousand (benchmarks/soak.py)."""
 
-from __future__ import annotations
-
 import gc
 import sys
 from pathlib import Path

@@ -2,8 +2,6 @@
 reads.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

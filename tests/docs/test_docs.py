@@ -2,8 +2,6 @@
 main ones run too.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

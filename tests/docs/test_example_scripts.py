@@ -1,7 +1,5 @@
 """Every script in examples/ runs, says nothing on stderr, and shows what its docstring claims."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -2,8 +2,6 @@
 clipped in NumPy.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -39,21 +37,13 @@ from driftfilter.model.observation import Energy, Gibbs
 from driftfilter.model.predictive import Lifted, LinearHead, PredictiveModel, ReadOut
 from driftfilter.model.views import Consistency, GaussianNoise, MarginalEntropy
 from driftfilter.model.weighting import Constant, EntropyGate, Product, Reliability, Weighting
-
-
-def draw(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def network(theta: Tensor, inputs: Tensor) -> Tensor:
-    return torch.tanh(inputs @ theta[:6].view(2, 3)) @ theta[6:15].view(3, 3)
-
+from small import normal, perceptron
 
 MODELS: dict[str, tuple[PredictiveModel, int]] = {
     "head": (LinearHead(3), 6),
     "logistic": (LinearHead(2, intercept=True), 3),
-    "network": (Lifted(network), 15),
-    "read-out": (ReadOut(Lifted(network), draw(15, 18, seed=7) / 8), 18),
+    "network": (Lifted(perceptron), 15),
+    "read-out": (ReadOut(Lifted(perceptron), normal(15, 18, seed=7) / 8), 18),
 }
 LOSSES: list[Loss] = [
     Entropy(),
@@ -85,7 +75,7 @@ def for_every_energy(test: Callable[..., None]) -> Callable[..., None]:
 def energy_of(
     model: PredictiveModel, d: int, loss: Loss, weighting: Weighting = WEIGHTING
 ) -> Energy:
-    theta, inputs = draw(d, seed=1), 3 * draw(6, 2, seed=2)
+    theta, inputs = normal(d, seed=1), 3 * normal(6, 2, seed=2)
     return Gibbs(loss, weighting)(model, theta, inputs, {}, Randomness(0, 0, torch.device("cpu")))[
         0
     ]
@@ -213,7 +203,7 @@ def test_the_centred_fisher_of_one_sample_is_exactly_zero(
     model, d = MODELS[name]
     if isinstance(model, ReadOut):
         model = ReadOut(model.model, model.matrix.to(dtype))
-    theta, inputs = draw(d).to(dtype), draw(1, 2, seed=2).to(dtype)
+    theta, inputs = normal(d).to(dtype), normal(1, 2, seed=2).to(dtype)
     energy = Gibbs(Entropy(), Constant(beta))(
         model, theta, inputs, {}, Randomness(0, 0, torch.device("cpu"))
     )[0]
@@ -278,8 +268,8 @@ def test_roots_of_leading_dimensions_are_a_loop() -> None:
     """As quadrature over the logits needs them, [v, m, n, k]."""
     loss = Sum((Entropy(), Consistency(copies=2)))
     evaluation = energy_of(*MODELS["head"], loss, Constant()).evaluation
-    logits = draw(3, 4, 6, 3)
-    targets = loss.targets(draw(6, 3, seed=1))
+    logits = normal(3, 4, 6, 3)
+    targets = loss.targets(normal(6, 3, seed=1))
 
     def at(points: Tensor) -> tuple[Tensor, Expansion]:
         return points, loss.expand(points, targets, torch.ones(6))

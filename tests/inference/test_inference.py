@@ -1,7 +1,5 @@
 """Inference against dense algebra, quadrature over θ, scipy's optimum and torch.optim."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable
@@ -20,13 +18,10 @@ from driftfilter.inference.linearized import Inference, expected as moments
 from driftfilter.model.losses import Loss
 from driftfilter.model.observation import Energy
 from driftfilter.model.predictive import LogitFunction, PredictiveModel, lift
+from small import normal
 
 BETA = 2.5
 RANDOMNESS = Randomness(0, 0, torch.device("cpu"))
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def spread(dimension: int, scale: float = 1.0) -> Tensor:

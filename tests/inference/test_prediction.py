@@ -2,8 +2,6 @@
 closed formulas.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any
@@ -151,6 +149,7 @@ def test_draws_integrate_the_predictive(
     assert_normalized(prediction)
 
 
+@pytest.mark.slow
 def test_monte_carlo_of_a_curved_model() -> None:
     prediction = predict(df.MonteCarlo(samples=10_000), df.Full(MATRIX), curved, INPUTS)
     torch.testing.assert_close(

@@ -2,8 +2,6 @@
 differences of that formula.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 

@@ -54,7 +54,13 @@ MODELS: dict[str, tuple[PredictiveModel, int]] = {
     "network": (Lifted(network), 15),
     "read-out": (ReadOut(Lifted(network), draw(15, 18, seed=7) / 3), 18),
 }
-every_model = pytest.mark.parametrize(("model", "d"), MODELS.values(), ids=MODELS.keys())
+every_model = pytest.mark.parametrize(
+    ("model", "d"),
+    [
+        pytest.param(*case, id=name, marks=() if name in ("head", "logistic") else pytest.mark.slow)
+        for name, case in MODELS.items()
+    ],
+)
 LOSSES: list[Loss] = [
     *(cls() for cls in VARIANTS["loss"].values()),
     Consistency(GaussianNoise(0.5), "symmetric", "soft", copies=2),

@@ -1,7 +1,5 @@
 """Outputs for the loss alone: what is learned from need not be what is predicted."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import dataclass
 

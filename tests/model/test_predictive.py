@@ -2,8 +2,6 @@
 finite differences.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -21,12 +19,9 @@ from driftfilter.model.predictive import (
     lift,
     logit_covariance,
 )
+from small import normal
 
 K, D = 3, 4
-
-
-def draw(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def linear(theta: Tensor, inputs: Tensor, classes: int = K, intercept: bool = False) -> Tensor:
@@ -54,7 +49,7 @@ def network(theta: Tensor, inputs: Tensor) -> Tensor:
     return hidden @ theta[15:24].view(3, 3) + theta[24:27].sin()
 
 
-MATRIX = draw(27, 30, seed=9) / 5
+MATRIX = normal(27, 30, seed=9) / 5
 CASES: dict[str, tuple[PredictiveModel, Callable[[Tensor, Tensor], Tensor], int]] = {
     "every class a row": (LinearHead(K), linear, K * D),
     "class 0 fixed": (LinearHead(K), linear, (K - 1) * D),
@@ -104,7 +99,7 @@ def assert_same(mine: Tensor, exact: Tensor) -> None:
 @batches
 @pytest.mark.parametrize("recording", [True, False])
 def test_logits_and_pullback(model: Any, function: Any, d: int, n: int, recording: bool) -> None:
-    theta, inputs = draw(d, seed=1), draw(n, D, seed=2)
+    theta, inputs = normal(d, seed=1), normal(n, D, seed=2)
     exact = jacobian(function, theta, inputs)
     k = exact.shape[1]
     with torch.set_grad_enabled(recording):
@@ -112,7 +107,7 @@ def test_logits_and_pullback(model: Any, function: Any, d: int, n: int, recordin
         assert_same(logits, function(theta, inputs))
         assert_same(model(theta, inputs), function(theta, inputs))
         for shape in ((n, k), (3, n, k), (2, 3, n, k)):
-            cotangents = draw(*shape, seed=3)
+            cotangents = normal(*shape, seed=3)
             rows = pullback(cotangents)
             assert rows.shape == (*shape[:-1], d)
             assert_same(rows, torch.einsum("...nk,nkd->...nd", cotangents, exact))
@@ -128,7 +123,7 @@ def test_logits_and_pullback(model: Any, function: Any, d: int, n: int, recordin
 @batches
 @pytest.mark.parametrize("recording", [True, False])
 def test_pushforward(model: Any, function: Any, d: int, n: int, recording: bool) -> None:
-    theta, inputs, tangents, h = draw(d, seed=1), draw(n, D, seed=2), draw(6, d, seed=3), 1e-3
+    theta, inputs, tangents, h = normal(d, seed=1), normal(n, D, seed=2), normal(6, d, seed=3), 1e-3
     with torch.set_grad_enabled(recording):
         pushed = model.pushforward(theta, inputs, tangents)
         assert torch.is_grad_enabled() == recording
@@ -143,14 +138,14 @@ def test_pushforward(model: Any, function: Any, d: int, n: int, recording: bool)
 
 @every_model
 def test_arguments_stay_as_they_were(model: Any, function: Any, d: int) -> None:
-    theta, inputs = draw(d, seed=1), draw(5, D, seed=2)
+    theta, inputs = normal(d, seed=1), normal(5, D, seed=2)
     before = theta.clone(), inputs.clone()
     _, pullback = model.pullback(theta, inputs)
-    cotangents = draw(5, model(theta, inputs).shape[1])
+    cotangents = normal(5, model(theta, inputs).shape[1])
     kept = cotangents.clone()
     first = pullback(cotangents)
     pullback.total(cotangents)
-    model.pushforward(theta, inputs, draw(2, d))
+    model.pushforward(theta, inputs, normal(2, d))
     assert torch.equal(pullback(cotangents), first)  # a pullback can be used again
     assert torch.equal(cotangents, kept)
     assert torch.equal(theta, before[0])
@@ -163,7 +158,7 @@ def test_arguments_stay_as_they_were(model: Any, function: Any, d: int) -> None:
 @every_model
 @pytest.mark.parametrize("structure", ["full", "diagonal"])
 def test_logit_covariance(model: Any, function: Any, d: int, structure: str) -> None:
-    theta, inputs, root = draw(d, seed=1), draw(5, D, seed=2), draw(d, d, seed=4)
+    theta, inputs, root = normal(d, seed=1), normal(5, D, seed=2), normal(d, d, seed=4)
     matrix = (
         root @ root.mT + torch.eye(d) if structure == "full" else torch.diag(root[0].square() + 0.1)
     )
@@ -176,9 +171,10 @@ def test_logit_covariance(model: Any, function: Any, d: int, structure: str) -> 
 
 def test_linear_says_whether_the_jacobian_depends_on_theta() -> None:
     for model, function, d in CASES.values():
-        inputs = draw(3, D, seed=2)
+        inputs = normal(3, D, seed=2)
         constant = torch.allclose(
-            jacobian(function, draw(d, seed=1), inputs), jacobian(function, draw(d, seed=5), inputs)
+            jacobian(function, normal(d, seed=1), inputs),
+            jacobian(function, normal(d, seed=5), inputs),
         )
         assert not model.linear or constant
         assert model.linear == isinstance(getattr(model, "model", model), LinearHead)
@@ -191,18 +187,18 @@ def test_linear_says_whether_the_jacobian_depends_on_theta() -> None:
 @pytest.mark.parametrize("intercept", [True, False])
 def test_a_head_is_the_lifted_function_of_itself(rows: int, intercept: bool) -> None:
     head = LinearHead(K, intercept)
-    lifted, theta, inputs = Lifted(head), draw(rows * (D + intercept)), draw(5, D, seed=1)
+    lifted, theta, inputs = Lifted(head), normal(rows * (D + intercept)), normal(5, D, seed=1)
     (logits, pullback), (same, other) = head.pullback(theta, inputs), lifted.pullback(theta, inputs)
     assert_same(logits, same)
-    assert_same(pullback(draw(2, 5, K, seed=2)), other(draw(2, 5, K, seed=2)))
+    assert_same(pullback(normal(2, 5, K, seed=2)), other(normal(2, 5, K, seed=2)))
     assert_same(
-        head.pushforward(theta, inputs, draw(4, len(theta))),
-        lifted.pushforward(theta, inputs, draw(4, len(theta))),
+        head.pushforward(theta, inputs, normal(4, len(theta))),
+        lifted.pushforward(theta, inputs, normal(4, len(theta))),
     )
 
 
 def test_two_classes_with_one_row_are_logistic_regression() -> None:
-    theta, inputs = draw(D), draw(6, D, seed=1)
+    theta, inputs = normal(D), normal(6, D, seed=1)
     assert_same(LinearHead(2)(theta, inputs).softmax(-1)[:, 1], torch.sigmoid(inputs @ theta))
 
 
@@ -228,19 +224,19 @@ def test_inputs_take_the_type_of_the_parameters(dtype: torch.dtype) -> None:
         (lambda: LinearHead(2.0), "LinearHead.classes must be an integer >= 1, got 2.0"),  # type: ignore[arg-type]
         (lambda: LinearHead(2, "yes"), "LinearHead.intercept must be True or False, got 'yes'"),  # type: ignore[arg-type]
         (
-            lambda: LinearHead(3)(draw(6), draw(4)),
+            lambda: LinearHead(3)(normal(6), normal(4)),
             r"inputs must be of shape \[n, features\], got shape \[4\]",
         ),
         (
-            lambda: LinearHead(3)(draw(6), draw(2, 2, 2)),
+            lambda: LinearHead(3)(normal(6), normal(2, 2, 2)),
             r"inputs must be of shape \[n, features\], got shape \[2, 2, 2\]",
         ),
         (
-            lambda: LinearHead(3).pullback(draw(7), draw(5, 2)),
+            lambda: LinearHead(3).pullback(normal(7), normal(5, 2)),
             "the belief must be over 4 or 6 parameters for 3 classes and 2 features, got 7",
         ),
         (
-            lambda: LinearHead(3, intercept=True)(draw(6), draw(5, 1)[:, :0]),
+            lambda: LinearHead(3, intercept=True)(normal(6), normal(5, 1)[:, :0]),
             "the belief must be over 2 or 3 parameters for 3 classes and 1 features, got 6",
         ),
         (
@@ -249,19 +245,19 @@ def test_inputs_take_the_type_of_the_parameters(dtype: torch.dtype) -> None:
         ),
         (lambda: lift(3), "Filter.logits must be a function .* or a PredictiveModel, got 3"),  # type: ignore[arg-type]
         (
-            lambda: Lifted(lambda t, x: x @ t[:4])(draw(4), draw(5, 4)),
+            lambda: Lifted(lambda t, x: x @ t[:4])(normal(4), normal(5, 4)),
             r"logits must be .* \[n, k\], for n = 5, got shape \[5\]",
         ),
         (
-            lambda: Lifted(lambda t, x: x[:2] * t)(draw(4), draw(5, 4)),
+            lambda: Lifted(lambda t, x: x[:2] * t)(normal(4), normal(5, 4)),
             r"logits must be .* for n = 5, got shape \[2, 4\]",
         ),
         (
-            lambda: Lifted(lambda t, x: x @ t).pullback(draw(4), draw(5, 4)),
+            lambda: Lifted(lambda t, x: x @ t).pullback(normal(4), normal(5, 4)),
             r"logits must be .* for n = 1, got shape \[1\]",
         ),
         (
-            lambda: Lifted(lambda t, x: [0.0])(draw(4), draw(5, 4)),  # type: ignore[arg-type,return-value]
+            lambda: Lifted(lambda t, x: [0.0])(normal(4), normal(5, 4)),  # type: ignore[arg-type,return-value]
             "logits must be a tensor of shape .*, got list",
         ),
     ],
@@ -304,33 +300,33 @@ LAYER = torch.nn.Linear(D, K, dtype=torch.float64)  # has a gradient, but none i
 def test_logits_without_a_gradient_are_refused(n: int, function: Any, use: Any) -> None:
     message = "the model's logits must be differentiable in theta, got logits without a gradient"
     with torch.no_grad():
-        _, pullback = Lifted(function).pullback(draw(30), draw(n, D))
+        _, pullback = Lifted(function).pullback(normal(30), normal(n, D))
         with pytest.raises(ValueError, match=message):
-            use(pullback, draw(n, K))
+            use(pullback, normal(n, K))
         assert not torch.is_grad_enabled()
     with torch.inference_mode():
-        _, pullback = Lifted(network).pullback(draw(30), draw(n, D))
+        _, pullback = Lifted(network).pullback(normal(30), normal(n, D))
         with pytest.raises(ValueError, match=message):
-            use(pullback, draw(n, K))
+            use(pullback, normal(n, K))
 
 
 def test_inputs_of_any_shape_and_type_go_to_the_function() -> None:
     words = torch.tensor([[0, 2, 2], [1, 1, 3]])  # indices into an embedding that is θ
-    model, theta = Lifted(lambda t, x: t.view(4, 2)[x].sum(1).tanh()), draw(8)
+    model, theta = Lifted(lambda t, x: t.view(4, 2)[x].sum(1).tanh()), normal(8)
     logits, pullback = model.pullback(theta, words)
     assert_same(logits, torch.stack([theta.view(4, 2)[row].sum(0).tanh() for row in words]))
     assert_same(
-        pullback(draw(2, 2)),
-        torch.einsum("nk,nkd->nd", draw(2, 2), jacobian(model.function, theta, words)),
+        pullback(normal(2, 2)),
+        torch.einsum("nk,nkd->nd", normal(2, 2), jacobian(model.function, theta, words)),
     )
-    images = draw(3, 2, 5, 5, seed=1)
+    images = normal(3, 2, 5, 5, seed=1)
     convolve = Lifted(
         lambda t, x: torch.nn.functional.conv2d(x, t.view(4, 2, 3, 3)).square().mean((2, 3))
     )
-    exact = torch.cat([jacobian(convolve.function, draw(72), image[None]) for image in images])
+    exact = torch.cat([jacobian(convolve.function, normal(72), image[None]) for image in images])
     assert_same(
-        convolve.pullback(draw(72), images)[1](draw(3, 4)),
-        torch.einsum("nk,nkd->nd", draw(3, 4), exact),
+        convolve.pullback(normal(72), images)[1](normal(3, 4)),
+        torch.einsum("nk,nkd->nd", normal(3, 4), exact),
     )
 
 

@@ -2,8 +2,6 @@
 zero.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from types import MappingProxyType

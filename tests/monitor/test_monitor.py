@@ -2,8 +2,6 @@
 each response does.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import warnings
@@ -552,6 +550,7 @@ def test_without_alarms_nothing_changes(preset: str, options: dict[str, Any]) ->
     assert same(bits(watched), bits(plain))
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_that_of_an_unbroken_one() -> None:
     stream = [*map(inputs, range(30)), *map(garbage, range(100, 103)), *map(inputs, range(30, 36))]
     stream += [*map(blurred, range(12)), *map(inputs, range(40, 50))]
@@ -704,6 +703,7 @@ def test_the_tail_of_a_rise_is_below_the_exact_one_of_rare_events(
     assert bernstein(-0.1, samples, 1.0) == 0
 
 
+@pytest.mark.slow
 def test_rare_hard_samples_are_no_rise_of_uncertainty() -> None:
     """Independent samples, one in a hundred uncertain, the others nearly sure: 30 streams of 60
     batches, no alarm.

@@ -2,8 +2,6 @@
 on top of them.
 """
 
-from __future__ import annotations
-
 import copy
 import gc
 import pickle
@@ -19,10 +17,7 @@ from torch.nn.utils import parametrizations
 
 import driftfilter as df
 from driftfilter.networks.features import Backbone, OnFeatures, build_head, find_head, head_start
-
-
-def draw(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+from small import normal
 
 
 class Convnet(nn.Module):
@@ -74,8 +69,8 @@ class Two(nn.Module):
 def convnet(bias: bool = True) -> tuple[Convnet, Tensor]:
     torch.manual_seed(0)
     model = Convnet(bias).double().train()
-    model(draw(16, 2, 6, 6, seed=1))  # running statistics that are not the initial ones
-    return model, draw(6, 2, 6, 6)
+    model(normal(16, 2, 6, 6, seed=1))  # running statistics that are not the initial ones
+    return model, normal(6, 2, 6, 6)
 
 
 def fingerprint(model: nn.Module) -> list[Any]:
@@ -105,22 +100,22 @@ def parametrized() -> nn.Module:
 
 
 FOUND: dict[str, tuple[Callable[[], nn.Module], Any, str]] = {
-    "registered first": (lambda: convnet()[0], draw(2, 2, 6, 6), "head"),
-    "without bias": (lambda: convnet(False)[0], draw(2, 2, 6, 6), "head"),
-    "the module itself": (lambda: nn.Linear(4, 2).double(), draw(2, 4), ""),
+    "registered first": (lambda: convnet()[0], normal(2, 2, 6, 6), "head"),
+    "without bias": (lambda: convnet(False)[0], normal(2, 2, 6, 6), "head"),
+    "the module itself": (lambda: nn.Linear(4, 2).double(), normal(2, 4), ""),
     "with something after it": (
         lambda: Around(convnet()[0], lambda f: (f / 2).log_softmax(-1)),
-        draw(2, 2, 6, 6),
+        normal(2, 2, 6, 6),
         "inner.head",
     ),
-    "weight norm": (parametrized, draw(2, 4), "2"),
-    "positional arguments": (lambda: Two().double(), (draw(2, 4), draw(2, 2)), "head"),
+    "weight norm": (parametrized, normal(2, 4), "2"),
+    "positional arguments": (lambda: Two().double(), (normal(2, 4), normal(2, 2)), "head"),
     "keyword arguments": (
         lambda: Two().double(),
-        {"right": draw(2, 2), "left": draw(2, 4), "scale": 0.5},
+        {"right": normal(2, 2), "left": normal(2, 4), "scale": 0.5},
         "head",
     ),
-    "under inference tensors": (lambda: convnet()[0], draw(2, 2, 6, 6), "head"),
+    "under inference tensors": (lambda: convnet()[0], normal(2, 2, 6, 6), "head"),
 }
 
 
@@ -164,7 +159,7 @@ def test_no_head_is_an_error_that_lists_the_linear_layers() -> None:
         find_head(model, torch.zeros(2, 2, 6, 6))
     cut = Around(convnet()[0], lambda logits: logits.detach())
     with pytest.raises(ValueError, match=r"its linear layers are \['inner.head', 'inner.inner'\]"):
-        find_head(cut, draw(2, 2, 6, 6))
+        find_head(cut, normal(2, 2, 6, 6))
 
 
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
@@ -183,7 +178,7 @@ def test_features_are_what_enters_the_head(bias: bool) -> None:
 
 @pytest.mark.parametrize("form", ["tuple", "list", "mapping"])
 def test_several_inputs(form: str) -> None:
-    model, left, right = Two().double(), draw(5, 4), draw(5, 2, seed=1)
+    model, left, right = Two().double(), normal(5, 4), normal(5, 2, seed=1)
     forms: dict[str, Any] = {
         "tuple": (left, right),
         "list": [left, right],
@@ -213,7 +208,7 @@ def test_tokens_wrong_names_and_unused_heads_are_refused() -> None:
     model, inputs = convnet()
     tokens = Around(nn.Linear(4, 3).double(), lambda f: f.mean(1))
     with pytest.raises(ValueError, match=r"shape \[n, D\].*got 'shape \[2, 7, 4\]'"):
-        Backbone(tokens, "inner")(draw(2, 7, 4))
+        Backbone(tokens, "inner")(normal(2, 7, 4))
     with pytest.raises(
         ValueError, match=r"Backbone: head must be .* one of \['head', 'inner'\], got 'haed'"
     ):
@@ -226,7 +221,7 @@ def test_tokens_wrong_names_and_unused_heads_are_refused() -> None:
 def test_threads_do_not_disturb_each_other() -> None:
     model, _ = convnet()
     backbone = Backbone(model, "head")
-    batches = [draw(4, 2, 6, 6, seed=seed) for seed in range(8)]
+    batches = [normal(4, 2, 6, 6, seed=seed) for seed in range(8)]
     expected = [model.eval().features(batch).detach() for batch in batches]
     found: list[list[Tensor]] = [[] for _ in batches]
 
@@ -256,7 +251,7 @@ def test_a_step_runs_the_backbone_once() -> None:
     )
     state = filt.init(df.Belief(start, df.Diagonal(torch.full_like(start, 0.1))))
     for step in range(3):
-        state, _, _ = filt.step(state, draw(6, 2, 6, 6, seed=step))
+        state, _, _ = filt.step(state, normal(6, 2, 6, 6, seed=step))
         assert counting.calls == step + 1
 
 
@@ -278,7 +273,7 @@ def test_kept_features_belong_to_their_arguments() -> None:
         lambda inputs: inputs["left"] - inputs["right"] if isinstance(inputs, dict) else inputs[0]
     )
     on_features = OnFeatures(counting, df.LinearHead(2))
-    one, two = draw(3, 4), draw(3, 4, seed=1)
+    one, two = normal(3, 4), normal(3, 4, seed=1)
     forward = on_features.features({"left": one, "right": two})
     assert torch.equal(on_features.features({"right": one, "left": two}), -forward)
     assert on_features.features({"left": one, "right": two}) is forward
@@ -287,9 +282,10 @@ def test_kept_features_belong_to_their_arguments() -> None:
     assert counting.calls == 4
 
 
+@pytest.mark.slow
 def test_stale_inputs_are_not_kept_alive() -> None:
     on_features = OnFeatures(Counting(lambda inputs: inputs * 2), df.LinearHead(2))
-    inputs = draw(3, 4)
+    inputs = normal(3, 4)
     alive = weakref.ref(inputs)
     on_features.features(inputs)
     del inputs
@@ -308,13 +304,13 @@ def test_the_head_on_features_is_the_network(bias: bool) -> None:
     torch.testing.assert_close(logits, model.eval()(inputs).detach())
     torch.testing.assert_close(on_features(start, inputs), logits)
     assert on_features.linear
-    cotangents = draw(6, 3, seed=2)
+    cotangents = normal(6, 3, seed=2)
     parameters = [model.head.bias, model.head.weight] if bias else [model.head.weight]
     gradients = torch.autograd.grad(model(inputs), parameters, cotangents)
     expected = torch.cat([gradient.reshape(3, -1) for gradient in gradients], 1).flatten()
     torch.testing.assert_close(pull.total(cotangents), expected)
     torch.testing.assert_close(pull(cotangents).sum(0), expected)
-    tangents = draw(2, len(start), seed=3)
+    tangents = normal(2, len(start), seed=3)
     pushed = on_features.pushforward(start, inputs, tangents)
     torch.testing.assert_close((pushed * cotangents).sum((1, 2)), tangents @ expected)
 
@@ -324,7 +320,7 @@ def test_a_filter_on_raw_inputs_is_the_filter_on_features() -> None:
     backbone = Backbone(model, "head")
     on_features, start = build_head(backbone)
     belief = df.Belief(start, df.Full(0.1 * torch.eye(len(start), dtype=torch.float64)))
-    batches = [draw(6, 2, 6, 6, seed=step) for step in range(3)]
+    batches = [normal(6, 2, 6, 6, seed=step) for step in range(3)]
     raw = df.Filter(on_features, inference=df.Linearized(df.Hessian()))
     plain = df.Filter(df.LinearHead(3, intercept=True), inference=df.Linearized(df.Hessian()))
     state, outputs = raw.run(raw.init(belief), batches)

@@ -1,7 +1,5 @@
 """Where the adapted parameters start, and what a batch can tell about the model."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

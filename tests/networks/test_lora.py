@@ -1,7 +1,5 @@
 """Low-rank adaptation: against the same network with its weights written out."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Networks as predictive models, against plain autograd on the user's own module."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """What goes into and comes out of a network: structures, dtypes, memory formats, threads."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import subprocess
@@ -233,6 +231,7 @@ def test_channels_last(selection: df.Selection, statistics: Any) -> None:
     torch.testing.assert_close(theta, df.Network(convolutional(), selection).mean())
 
 
+@pytest.mark.slow
 @statistics_
 def test_two_threads_at_different_parameters(statistics: Any) -> None:
     network = df.Network(convolutional(), statistics=statistics)

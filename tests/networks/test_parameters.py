@@ -1,7 +1,5 @@
 """Which parameters a selection names."""
 
-from __future__ import annotations
-
 import pytest
 from torch import nn
 

@@ -2,8 +2,6 @@
 from their formulas.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from decimal import Decimal, localcontext
@@ -22,6 +20,7 @@ from driftfilter.app.streams import sample_images
 from driftfilter.networks.features import Backbone, OnFeatures, build_head, find_head
 from driftfilter.networks.initialization import initialize
 from driftfilter.networks.prototypes import Family, bessel_ratios
+from small import normal
 
 Array = npt.NDArray[np.float64]
 K, D = 3, 3
@@ -29,10 +28,6 @@ FAMILIES: tuple[Family, ...] = ("gaussian", "von_mises_fisher", "inner_product")
 every_family = pytest.mark.parametrize("family", FAMILIES)
 intercepts = pytest.mark.parametrize("intercept", [True, False], ids=["weights", "uniform"])
 STAY = df.Transition(df.RandomWalk(), df.NoNoise())
-
-
-def draw(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def unit(rows: Array) -> Array:
@@ -166,16 +161,16 @@ def formula(family: Family, kappa: float, intercept: bool) -> Any:
 @intercepts
 @pytest.mark.parametrize("n", [1, 5])
 def test_logits_and_jacobians(family: Family, intercept: bool, n: int) -> None:
-    head = df.PrototypeHead(draw(K, D), family=family, concentration=1.7, intercept=intercept)
+    head = df.PrototypeHead(normal(K, D), family=family, concentration=1.7, intercept=intercept)
     expected = formula(family, 1.7, intercept)
-    theta, inputs = 2 * draw(K * (D + intercept), seed=1), 3 * draw(n, D, seed=2)
+    theta, inputs = 2 * normal(K * (D + intercept), seed=1), 3 * normal(n, D, seed=2)
     logits, pull = head.pullback(theta, inputs)
     torch.testing.assert_close(logits, expected(theta, inputs))
     torch.testing.assert_close(head(theta, inputs), logits)
     jacobian = torch.autograd.functional.jacobian(
         lambda point: expected(point, inputs), theta
     )  # [n, k, d]
-    cotangents, tangents = draw(2, n, K, seed=3), draw(4, len(theta), seed=4)
+    cotangents, tangents = normal(2, n, K, seed=3), normal(4, len(theta), seed=4)
     torch.testing.assert_close(pull(cotangents), torch.einsum("snk,nkd->snd", cotangents, jacobian))
     torch.testing.assert_close(
         pull(cotangents[0]), torch.einsum("nk,nkd->nd", cotangents[0], jacobian)
@@ -194,18 +189,18 @@ def test_a_center_is_subtracted_from_the_features(family: Family) -> None:
     """Logits, Jacobian and every update on z with a center are those on z - center; the source head
     sees z.
     """
-    weight, bias, center = draw(K, D), draw(K, seed=5), draw(D, seed=6)
+    weight, bias, center = normal(K, D), normal(K, seed=5), normal(D, seed=6)
     one = df.PrototypeHead(weight, bias, family, center=center)
     other = df.PrototypeHead(weight, bias + weight @ center, family)
     belief = df.Belief(
-        3 * draw(K * D, seed=1), df.Diagonal(torch.full((K * D,), 0.5, dtype=torch.float64))
+        3 * normal(K * D, seed=1), df.Diagonal(torch.full((K * D,), 0.5, dtype=torch.float64))
     )
     inferences: list[df.Inference] = [df.Linearized()]
     inferences += [df.Supports(0), df.Supports(2)] if family != "gaussian" else []
     inferences += [df.Mixture(), df.Mixture(labels="source")] if family != "inner_product" else []
     for inference in inferences:
         first, second = (df.Filter(head, STAY, inference=inference) for head in (one, other))
-        batches = [2 * draw(8, D, seed=step) for step in range(3)]
+        batches = [2 * normal(8, D, seed=step) for step in range(3)]
         state, outputs = first.run(first.init(belief), batches)
         expected, wanted = second.run(second.init(belief), [batch - center for batch in batches])
         torch.testing.assert_close(outputs.log_probabilities, wanted.log_probabilities)
@@ -299,14 +294,14 @@ class Reference:
 
 @pytest.mark.parametrize("capacity", [0, 1, 3, 5, 100])
 def test_supports_are_t3a(capacity: int) -> None:
-    weight, bias = draw(4, 5, seed=1), draw(4, seed=2)
+    weight, bias = normal(4, 5, seed=1), normal(4, seed=2)
     head = df.PrototypeHead(weight, bias, family="inner_product")
     start = weight / weight.norm(dim=1, keepdim=True)
     reference = Reference(weight.numpy(), bias.numpy(), capacity)
     filt = df.Filter(head, STAY, inference=df.Supports(capacity))
     state = filt.init(df.Belief(start.flatten(), df.Diagonal(torch.ones(20, dtype=torch.float64))))
     for step in range(4):
-        features = 2 * draw(9, 5, seed=10 + step)
+        features = 2 * normal(9, 5, seed=10 + step)
         state, prediction, _ = filt.step(state, features)
         expected = torch.from_numpy(reference(features.numpy()))
         torch.testing.assert_close(prediction.log_probabilities, expected.log_softmax(-1))
@@ -322,7 +317,7 @@ def test_supports_are_t3a(capacity: int) -> None:
 
 @pytest.mark.parametrize("capacity", [0, 3])
 def test_samples_without_weight_are_no_supports(capacity: int) -> None:
-    weight, features = draw(3, 4, seed=1), 3 * draw(12, 4, seed=2)
+    weight, features = normal(3, 4, seed=1), 3 * normal(12, 4, seed=2)
     head = df.PrototypeHead(weight, family="inner_product")
     belief = df.Belief(
         (weight / weight.norm(dim=1, keepdim=True)).flatten(),
@@ -340,24 +335,24 @@ def test_samples_without_weight_are_no_supports(capacity: int) -> None:
 
 
 def test_a_step_leaves_the_supports_of_the_state_before_it() -> None:
-    head = df.PrototypeHead(draw(3, 4, seed=1), family="inner_product")
+    head = df.PrototypeHead(normal(3, 4, seed=1), family="inner_product")
     filt = df.Filter(head, STAY, inference=df.Supports(5))
-    belief = df.Belief(draw(12), df.Diagonal(torch.ones(12, dtype=torch.float64)))
-    state = filt.step(filt.init(belief), draw(6, 4, seed=2))[0]
+    belief = df.Belief(normal(12), df.Diagonal(torch.ones(12, dtype=torch.float64)))
+    state = filt.step(filt.init(belief), normal(6, 4, seed=2))[0]
     before = {name: value.clone() for name, value in state.memory.items()}
-    after = filt.step(state, draw(6, 4, seed=3))[0]
+    after = filt.step(state, normal(6, 4, seed=3))[0]
     assert all(torch.equal(value, before[name]) for name, value in state.memory.items())
     assert not any(torch.equal(value, before[name]) for name, value in after.memory.items())
 
 
 def test_supports_are_a_mixture_with_the_source_heads_labels() -> None:
-    weight, bias = draw(4, 5, seed=1), draw(4, seed=2)
+    weight, bias = normal(4, 5, seed=1), normal(4, seed=2)
     head = df.PrototypeHead(weight, bias, family="von_mises_fisher")
     belief = df.Belief(
         (weight / weight.norm(dim=1, keepdim=True)).flatten(),
         df.Diagonal(torch.ones(20, dtype=torch.float64)),
     )
-    batches = [draw(9, 5, seed=step) for step in range(3)]
+    batches = [normal(9, 5, seed=step) for step in range(3)]
     ends = []
     for inference in (df.Supports(capacity=0), df.Mixture(iterations=1, labels="source")):
         filt = df.Filter(head, STAY, inference=inference)
@@ -369,7 +364,7 @@ def test_supports_are_a_mixture_with_the_source_heads_labels() -> None:
 
 
 def covariance_of(structure: str, dimension: int) -> df.Covariance:
-    root = draw(dimension, dimension, seed=8) / 3
+    root = normal(dimension, dimension, seed=8) / 3
     matrix = root @ root.mT + 0.2 * torch.eye(dimension, dtype=torch.float64)
     if structure == "Full":
         return df.Full(matrix)
@@ -402,14 +397,14 @@ def gaussian_reference(
 @pytest.mark.parametrize(("iterations", "steps"), [(1, 1), (3, 3)])
 def test_gaussian_mixture(structure: str, iterations: int, steps: int) -> None:
     kappa = 1.3
-    head = df.PrototypeHead(draw(K, D), concentration=kappa)
+    head = df.PrototypeHead(normal(K, D), concentration=kappa)
     transition = df.Transition(df.RandomWalk(), df.Isotropic(0.05))
     filt = df.Filter(head, transition, df.Gibbs(df.MarginalLikelihood()), df.Mixture(iterations))
-    belief = df.Belief(2 * draw(K * D, seed=1), covariance_of(structure, K * D))
+    belief = df.Belief(2 * normal(K * D, seed=1), covariance_of(structure, K * D))
     state = filt.init(belief)
     mean, matrix = belief.mean.numpy(), belief.covariance.dense().numpy()
     for step in range(steps):
-        features = 2 * draw(7, D, seed=20 + step)
+        features = 2 * normal(7, D, seed=20 + step)
         state, prediction, _ = filt.step(state, features)
         mean, matrix = gaussian_reference(
             mean, matrix + 0.05 * np.eye(K * D), features.numpy(), kappa, iterations
@@ -423,9 +418,9 @@ def test_gaussian_mixture(structure: str, iterations: int, steps: int) -> None:
 
 
 def test_gaussian_mixture_under_a_low_rank_covariance_is_exact() -> None:
-    head = df.PrototypeHead(draw(K, D), concentration=1.3)
-    covariance = df.LowRank(1 + draw(K * D, seed=8).square(), draw(2, K * D, seed=9), rank=2)
-    belief, features = df.Belief(2 * draw(K * D, seed=1), covariance), 2 * draw(7, D, seed=20)
+    head = df.PrototypeHead(normal(K, D), concentration=1.3)
+    covariance = df.LowRank(1 + normal(K * D, seed=8).square(), normal(2, K * D, seed=9), rank=2)
+    belief, features = df.Belief(2 * normal(K * D, seed=1), covariance), 2 * normal(7, D, seed=20)
     filt = df.Filter(head, STAY, inference=df.Mixture(3))
     state = filt.step(filt.init(belief), features)[0]
     mean, matrix = gaussian_reference(
@@ -442,9 +437,9 @@ def test_each_iteration_raises_the_evidence_bound(structure: str) -> None:
     """Σ_n log Σ_k exp E_q[f_k] - KL(q ‖ prior), the bound that the shares and q maximise in
     turn.
     """
-    kappa, features = 2.0, torch.cat((draw(30, D, seed=3) + 2, draw(30, D, seed=4) - 2))
-    head = df.PrototypeHead(draw(K, D), concentration=kappa)
-    prior = df.Belief(draw(K * D, seed=1), covariance_of(structure, K * D))
+    kappa, features = 2.0, torch.cat((normal(30, D, seed=3) + 2, normal(30, D, seed=4) - 2))
+    head = df.PrototypeHead(normal(K, D), concentration=kappa)
+    prior = df.Belief(normal(K * D, seed=1), covariance_of(structure, K * D))
     p = torch.distributions.MultivariateNormal(prior.mean, prior.covariance.dense())
     bounds = []
     for iterations in range(1, 9):
@@ -464,9 +459,9 @@ def test_each_iteration_raises_the_evidence_bound(structure: str) -> None:
 
 
 def test_em_raises_the_likelihood_under_a_vague_prior() -> None:
-    features = torch.cat((draw(40, D, seed=3) + 1.5, draw(40, D, seed=4) - 1.5))
-    head = df.PrototypeHead(draw(K, D), intercept=True)
-    start = draw(K * (D + 1), seed=1)
+    features = torch.cat((normal(40, D, seed=3) + 1.5, normal(40, D, seed=4) - 1.5))
+    head = df.PrototypeHead(normal(K, D), intercept=True)
+    start = normal(K * (D + 1), seed=1)
     start.view(K, D + 1)[:, 0] = math.log(1 / K)
     values = []
     for iterations in range(1, 8):
@@ -485,9 +480,9 @@ def test_em_raises_the_likelihood_under_a_vague_prior() -> None:
 
 def test_class_weights() -> None:
     """π = (c π⁻ + Σ λ) / (c + n), and they stay where they were with c = 0."""
-    features = draw(6, D, seed=2)
-    head = df.PrototypeHead(draw(K, D), intercept=True, concentration=0.7)
-    start = draw(K * (D + 1), seed=1)
+    features = normal(6, D, seed=2)
+    head = df.PrototypeHead(normal(K, D), intercept=True, concentration=0.7)
+    start = normal(K * (D + 1), seed=1)
     belief = df.Belief(start, df.Diagonal(torch.full((len(start),), 0.3, dtype=torch.float64)))
     filt = df.Filter(head, STAY, inference=df.Mixture(1, pseudo_count=4.0))
     found = filt.step(filt.init(belief), features)[0].belief.mean.view(K, D + 1)[:, 0]
@@ -517,15 +512,15 @@ def directional_reference(
 @pytest.mark.parametrize(("iterations", "steps"), [(1, 1), (4, 3)])
 def test_directional_mixture(forget: float, iterations: int, steps: int) -> None:
     kappa, width = 8.0, 6
-    head = df.PrototypeHead(draw(K, width), family="von_mises_fisher", concentration=kappa)
+    head = df.PrototypeHead(normal(K, width), family="von_mises_fisher", concentration=kappa)
     filt = df.Filter(head, STAY, inference=df.Mixture(iterations, transition_concentration=forget))
-    start = 12 * draw(K, width, seed=1)
+    start = 12 * normal(K, width, seed=1)
     state = filt.init(
         df.Belief(start.flatten(), df.Diagonal(torch.ones(K * width, dtype=torch.float64)))
     )
     theta = start.numpy()
     for step in range(steps):
-        features = 5 * draw(8, width, seed=30 + step)
+        features = 5 * normal(8, width, seed=30 + step)
         state, prediction, _ = filt.step(state, features)
         theta = directional_reference(theta, features.numpy(), kappa, forget, iterations)
         torch.testing.assert_close(state.belief.mean.view(K, width), torch.from_numpy(theta))
@@ -538,10 +533,10 @@ def test_directional_mixture(forget: float, iterations: int, steps: int) -> None
 
 
 def test_samples_without_weight_have_no_share() -> None:
-    head = df.PrototypeHead(draw(K, D))
-    belief = df.Belief(draw(K * D, seed=1), covariance_of("Full", K * D))
+    head = df.PrototypeHead(normal(K, D))
+    belief = df.Belief(normal(K * D, seed=1), covariance_of("Full", K * D))
     gated = df.Filter(head, STAY, df.Gibbs(df.PseudoLabel(threshold=0.8)), df.Mixture())
-    features = 2 * draw(12, D, seed=2)
+    features = 2 * normal(12, D, seed=2)
     state, _, info = gated.step(gated.init(belief), features)
     kept = info.weights > 0
     assert 0 < kept.sum() < 12
@@ -553,11 +548,11 @@ def test_samples_without_weight_have_no_share() -> None:
 
 @every_family
 def test_a_weight_of_two_counts_twice(family: Family) -> None:
-    head = df.PrototypeHead(draw(K, D), family=family)
+    head = df.PrototypeHead(normal(K, D), family=family)
     inference = df.Supports(0) if family == "inner_product" else df.Mixture()
     belief, features = (
-        df.Belief(draw(K * D, seed=1), covariance_of("Full", K * D)),
-        draw(5, D, seed=2),
+        df.Belief(normal(K * D, seed=1), covariance_of("Full", K * D)),
+        normal(5, D, seed=2),
     )
     twice, plain = (
         df.Filter(head, STAY, df.Gibbs(weighting=df.Constant(2.0)), inference),
@@ -590,7 +585,7 @@ def convnet(classes: int = 4) -> nn.Module:
 def test_gaussian_prototypes_start_as_the_source_head(
     classes: int, intercept: bool, centered: bool
 ) -> None:
-    model, inputs = convnet(classes), draw(8, 2, 6, 6)
+    model, inputs = convnet(classes), normal(8, 2, 6, 6)
     selection, backbone = (
         df.Prototypes(concentration=0.8, intercept=intercept),
         Backbone(model, "5"),
@@ -622,7 +617,7 @@ def test_on_a_network_as_on_its_features(method: str) -> None:
     selection, inference = METHODS[method]
     backbone = Backbone(convnet(), "5")
     model, start = selection.build(backbone)
-    batches = [draw(7, 2, 6, 6, seed=step) for step in range(3)]
+    batches = [normal(7, 2, 6, 6, seed=step) for step in range(3)]
     belief = df.Belief(start, df.Diagonal(torch.full_like(start, 0.2)))
     raw = df.Filter(model, STAY, inference=inference)
     plain = df.Filter(model.model, STAY, inference=inference)
@@ -635,7 +630,7 @@ def test_on_a_network_as_on_its_features(method: str) -> None:
 
 
 def test_the_center_is_the_mean_feature_of_the_first_batch() -> None:
-    model, sample = convnet(), draw(7, 2, 6, 6)
+    model, sample = convnet(), normal(7, 2, 6, 6)
     start = initialize(
         model, df.Prototypes("von_mises_fisher", centered=True), "source", None, sample
     )
@@ -657,7 +652,7 @@ def test_a_real_network_needs_the_center() -> None:
     The gain over the source head (51 % right; 64 %) is the center's: frozen prototypes have it too.
     """
     images, labels = (part[:1000] for part in sample_images())
-    noise = 0.08 * torch.randn(images.shape, generator=torch.Generator().manual_seed(0))
+    noise = 0.08 * normal(*images.shape, dtype=torch.float32)
     batches = list((images + noise).clamp(0, 1).split(50))
     network = models.load("resnet20_gn")
     backbone = Backbone(network, find_head(network, batches[0][:2]))
@@ -699,7 +694,7 @@ def turning(steps: int = 40, n: int = 40) -> tuple[list[Tensor], Tensor]:
         0, math.pi / 2, steps, dtype=torch.float64
     ).unsqueeze(1)
     centers = 3 * torch.stack((angles.cos(), angles.sin()), -1)
-    return list(centers + 0.6 * draw(steps, n, 2, seed=7)), labels.flatten()
+    return list(centers + 0.6 * normal(steps, n, 2, seed=7)), labels.flatten()
 
 
 TURNING: dict[str, tuple[Family, float, float, df.Inference, df.Transition]] = {
@@ -741,7 +736,7 @@ def test_supports_correct_a_biased_head() -> None:
     """
     labels = torch.arange(1200) % 3
     angles = 2 * math.pi / 3 * labels + 0.8
-    features = 3 * torch.stack((angles.cos(), angles.sin()), -1).double() + 0.5 * draw(
+    features = 3 * torch.stack((angles.cos(), angles.sin()), -1).double() + 0.5 * normal(
         1200, 2, seed=7
     )
     start = 2 * math.pi / 3 * torch.arange(3, dtype=torch.float64)
@@ -755,7 +750,7 @@ def test_supports_correct_a_biased_head() -> None:
 
 
 def test_a_head_on_features_and_prototypes_agree_at_the_start() -> None:
-    backbone, inputs = Backbone(convnet(), "5"), draw(5, 2, 6, 6)
+    backbone, inputs = Backbone(convnet(), "5"), normal(5, 2, 6, 6)
     linear, start = build_head(backbone)
     prototypes, other = df.Prototypes().build(backbone)
     torch.testing.assert_close(

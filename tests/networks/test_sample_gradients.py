@@ -1,7 +1,5 @@
 """Per-sample rows of every kind of layer, against plain autograd on one sample at a time."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from typing import Any

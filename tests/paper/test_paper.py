@@ -2,8 +2,6 @@
 couple of seeds.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import math
@@ -248,6 +246,7 @@ def test_the_supervised_bound_is_the_laplace_posterior_of_all_labels_where_nothi
     torch.testing.assert_close(ours.covariance.dense(), whole.covariance.dense())
 
 
+@pytest.mark.slow
 def test_uncertainty_falls_where_the_data_come_and_stays_where_they_do_not() -> None:
     example = Moons()
     problem = example.problem(SEEDS[0])

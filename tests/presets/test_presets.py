@@ -2,8 +2,6 @@
 itself.
 """
 
-from __future__ import annotations
-
 import inspect
 import subprocess
 import sys

@@ -2,8 +2,6 @@
 published.py.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy

@@ -5,8 +5,6 @@ No loss, weighting, rule or statistic of driftfilter is used here; only draws of
 shared.
 """
 
-from __future__ import annotations
-
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator

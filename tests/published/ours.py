@@ -2,8 +2,6 @@
 view, in dense algebra.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 

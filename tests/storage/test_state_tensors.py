@@ -2,8 +2,6 @@
 bit.
 """
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable
 from typing import Any

@@ -27,7 +27,7 @@ from driftfilter.storage.atomic import atomic_file, earlier
 
 if TYPE_CHECKING:
     from driftfilter.adapter.adapter import Adapter
-from driftfilter.storage.sealed import FORMAT, CheckpointError, sealed, unsealed
+from driftfilter.storage.sealed import FORMAT, CheckpointError, seal, unseal
 
 _FAILURES = (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError)
 
@@ -70,7 +70,7 @@ def load(adapter: Adapter, path: str | Path, strict: bool = True) -> dict[str, A
     """
     path = Path(path)
     try:
-        header, tensors = unsealed(path.read_bytes())
+        header, tensors = unseal(path.read_bytes())
         _require_fit(header, adapter, strict)
         adapter.load_state_dict(tensors)
     except _FAILURES as error:
@@ -104,7 +104,7 @@ def _encoded(adapter: Adapter, notes: Mapping[str, Any]) -> list[Any]:
         "seed": int(state["seed"]),
         "notes": notes,
     }
-    return sealed(header, state)
+    return seal(header, state)
 
 
 def _require_fit(header: Mapping[str, Any], adapter: Adapter, strict: bool) -> None:

@@ -197,7 +197,7 @@ class Checked:
 
 
 class _Waiting(threading.local):
-    """Checks of this thread that wait for the end of a step; None where checks are made at once."""
+    """Checks of this thread that wait for the end of a step; None if checks are made at once."""
 
     checks: list[tuple[str, Tensor, Tensor]] | None = None  # field, values and their sum
 

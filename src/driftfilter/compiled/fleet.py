@@ -25,7 +25,7 @@ from driftfilter.gaussian.diagonal import Diagonal
 from driftfilter.gaussian.full import Full
 from driftfilter.inference.prediction import Prediction
 from driftfilter.storage.atomic import atomic_file
-from driftfilter.storage.sealed import CheckpointError, sealed, unsealed
+from driftfilter.storage.sealed import CheckpointError, seal, unseal
 
 StreamName: TypeAlias = Hashable
 Beliefs: TypeAlias = tuple[
@@ -381,14 +381,14 @@ class Fleet:
         }
         header = {"format": 1, "fleet": repr(self.filter), "streams": names}
         with atomic_file(Path(path), keep) as file:
-            file.writelines(sealed(header, tensors))
+            file.writelines(seal(header, tensors))
 
     def load(self, path: str | Path) -> None:
         """Go on from a file of ``save`` by a fleet of the same filter; what does not fit raises and
         changes nothing.
         """
         try:
-            header, tensors = unsealed(Path(path).read_bytes())
+            header, tensors = unseal(Path(path).read_bytes())
             require(
                 header.get("fleet") == repr(self.filter),
                 "its filter",

@@ -1,5 +1,6 @@
-"""The table of presets: published methods (published.py), the paper's and ours, by name; and the
-recipe of one for a model.
+"""The table of presets by name: published methods (published.py), the paper's and ours (ours.py).
+
+``for_model`` gives the recipe of one for a model.
 """
 
 from __future__ import annotations
@@ -85,26 +86,22 @@ PRESETS: dict[str, Callable[..., Recipe]] = {
     )
 }
 
-
 # At their published rates only for networks with batch normalisation: they push every sample,
 # certain or not, and on the shipped network with group normalisation they fall below the source
 # (docs/presets.md).
 FOR_BATCH_NORM = ("tent", "pl", "rpl", "conjugate", "slr", "roid", "cmf", "bacs")
 
-
 # What is safe in place of a default for networks without batch normalisation: their gradients are
 # larger, and nothing but information maximisation keeps the classes apart.
 _SAFE = {"variance": 0.01, "balance": 3.0, "temperature": 2.0}
-
-
 WITHOUT_BATCH_NORM: dict[str, dict[str, float]] = {"driftfilter": _SAFE, "driftfilter_aug": _SAFE}
 
 
 def for_model(
     model: nn.Module, name: str, options: Mapping[str, Any], beside: Sequence[str] = ()
 ) -> Recipe:
-    """The recipe of a preset, with what is safe for the norms of a network where an option does not
-    say otherwise.
+    """The recipe of a preset, with what is safe for the norms of a network unless an option says
+    otherwise.
     """
     layers = list(model.modules()) if isinstance(model, nn.Module) else []
     by_batch = any(isinstance(layer, _BatchNorm) for layer in layers)
@@ -119,7 +116,7 @@ def for_model(
 
 
 def names() -> list[str]:
-    """Every preset."""
+    """The names of all presets."""
     return list(PRESETS)
 
 
@@ -134,8 +131,8 @@ def get(name: str, **options: Any) -> Recipe:
 
 
 def recipe_of(name: str, options: Mapping[str, Any], beside: Sequence[str] = ()) -> Recipe:
-    """The same; an error about an option that is not known names those ``beside`` the preset's,
-    too.
+    """The recipe of a preset with options; the error about an unknown one names those ``beside``
+    the preset's, too.
     """
     known = isinstance(name, str) and name in PRESETS
     require(known, "preset", name, f"one of {names()}{nearest(str(name), names())}")

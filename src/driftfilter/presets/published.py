@@ -1,6 +1,6 @@
 """Published methods as compositions: each is a recipe, and says why it is the method it names.
 
-Hyper-parameters are the authors', or those of the benchmark code for CIFAR-10-C where the authors
+Hyper-parameters are the authors', or those of the benchmark code for CIFAR-10-C if the authors
 have none. What differs from the authors' code stands in the docstring. Left out: LAME (no
 parameters: a random field over one batch), NOTE and RoTTA (their memory of past samples is a data
 buffer, not a state of the parameters; ``window`` is the nearest thing here), and the centroid
@@ -196,7 +196,7 @@ def cotta(
     augmentation: Augmentation | None = None,
 ) -> Recipe:
     """CoTTA, because all parameters follow the cross-entropy to a slow teacher, which is averaged
-    over augmentations where the source is unsure, and each parameter goes back to its source value
+    over augmentations if the source is unsure, and each parameter goes back to its source value
     with probability 0.01 after a step.
 
     Predicts with the teacher. The augmentation differs from the authors' (no hue, saturation and
@@ -225,7 +225,7 @@ def petal(
     """PETAL, because it is CoTTA with the pull λ Λ_S (θ - θ_S) of a Gaussian source posterior, and
     restores the parameters whose squared gradient is below its 3 % quantile.
 
-    Λ_S is a diagonal Laplace posterior from source ``data``, where the authors retrain with SWAG;
+    Λ_S is a diagonal Laplace posterior from source ``data``, while the authors retrain with SWAG;
     without data λ = 0.
     """
     recipe = cotta(lr, momentum, 0.0, confidence, copies, augmentation)
@@ -239,7 +239,7 @@ def bacs(
     """BACS, because the entropy is minimised under a Gaussian source posterior as anchor, and an
     ensemble predicts.
 
-    One posterior with ``samples`` draws of the same covariance, where the authors adapt each member
+    One posterior with ``samples`` draws of the same covariance, while the authors adapt each member
     of an ensemble (of SWAG posteriors) by itself; a diagonal Laplace posterior from source
     ``data``. Without data it is TENT.
     """
@@ -288,7 +288,7 @@ def memo(lr: float = 5e-3, copies: int = 32, augmentation: Augmentation | None =
     one SGD step of all parameters on the entropy of the mean prediction over augmentations, then
     its prediction.
 
-    Batch normalisation counts the source as 16 samples, and sees one view at a time where the
+    Batch normalisation counts the source as 16 samples, and sees one view at a time, while the
     authors normalise all views of a sample together. The authors' augmentation is AugMix.
     """
     return Recipe(
@@ -331,7 +331,7 @@ def stad(
     """STAD with Gaussian prototypes, because they drift by a random walk and features are a mixture
     around them: EM gives the shares, the conjugate update the posterior.
 
-    A window of one batch (the authors smooth over three); κ and the noise are fixed where the
+    A window of one batch (the authors smooth over three); κ and the noise are fixed, while the
     authors fit them.
     """
     return Recipe(

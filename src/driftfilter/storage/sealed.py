@@ -11,7 +11,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors.torch import load as read_tensors, save as tensor_bytes
@@ -19,28 +19,20 @@ from torch import Tensor
 
 from driftfilter import __version__
 
-if TYPE_CHECKING:
-    pass
-
-
 FORMAT = 1  # of the header; "format" and "sha256" keep their place and meaning in every later one
-
-
 _BLANK = b"0" * 64
-
-
-_CHECKSUM = re.compile(
-    rb'\\"sha256\\":\\"([0-9a-f]{64})\\"}"}'
-)  # only the end of the header has that last quote
+# Only the end of the header has that last quote.
+_CHECKSUM = re.compile(rb'\\"sha256\\":\\"([0-9a-f]{64})\\"}"}')
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that could not be written, or that an adapter must not go on from; says which
-    file, and why.
+    """A checkpoint that could not be written, or that an adapter must not go on from.
+
+    The message says which file, and why.
     """
 
 
-def sealed(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> list[Any]:
+def seal(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> list[Any]:
     """A safetensors file with a header and the checksum of it all, in pieces."""
     text = json.dumps({**header, "sha256": _BLANK.decode()}, separators=(",", ":"))
     own = {
@@ -53,8 +45,8 @@ def sealed(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> list[Any
     return [data[: found.start(1)], hashlib.sha256(data).hexdigest().encode(), data[found.end(1) :]]
 
 
-def unsealed(data: bytes) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Header and tensors of a file; refused unless every bit is as it was written."""
+def unseal(data: bytes) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Header and tensors of a file; raise unless every bit is as it was written."""
     length = int.from_bytes(data[:8], "little")
     found = _CHECKSUM.search(data, 8, min(8 + length, len(data)))
     if found is None:

@@ -88,6 +88,7 @@ def test_a_plan_is_a_function_of_its_fields(stream: StreamSettings, protocol: An
     assert _same(protocol(stream, labels), protocol(stream, labels))
 
 
+@pytest.mark.slow
 @given(streams, protocols)
 @settings(max_examples=50, deadline=None)
 def test_severities_are_those_of_the_stream(stream: StreamSettings, protocol: AnyProtocol) -> None:

@@ -56,6 +56,7 @@ def test_each_worker_of_a_host_takes_its_own_gpu(monkeypatch: pytest.MonkeyPatch
     assert choose_machine("cpu").device == torch.device("cpu")
 
 
+@pytest.mark.slow
 def test_a_worker_begins_at_its_place_and_leaves_the_rest_to_others(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -157,6 +157,7 @@ def test_what_is_not_recorded_is_said(folder: Path) -> None:
     assert shown.row("tent:lr=0.01")[4] != "–"
 
 
+@pytest.mark.slow
 def test_lines_of_json_have_no_examples(folder: Path) -> None:
     lines = "".join(json.dumps(row.tolist()) + "\n" for row in samples())
     options = [
@@ -288,6 +289,7 @@ def test_it_is_one_small_file_that_loads_nothing(folder: Path) -> None:
     assert not {"script", "iframe", "object", "embed", "form"} & {tag for tag, _ in shown.tags}
 
 
+@pytest.mark.slow
 def test_a_large_benchmark_keeps_the_pictures_of_the_best(shared: Bench, tmp_path: Path) -> None:
     run_all(shared, tmp_path, task_of("source"), task_of("tent"))
     (first,) = tmp_path.glob("tent_*.json")
@@ -334,6 +336,7 @@ def test_charts_are_whole_and_described(folder: Path) -> None:
     assert "nan" not in "".join(charts)
 
 
+@pytest.mark.slow
 def test_the_report_needs_no_torch(folder: Path) -> None:
     assert run("--out", "o", *FULL) == 0
     code = (

@@ -1,0 +1,45 @@
+"""What many tests share: seeded draws, small networks, and all that a filter state holds."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import driftfilter as df
+
+
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def perceptron(theta: Tensor, inputs: Tensor) -> Tensor:
+    """Logits [n, 3] of a 2-3-3 network with 15 parameters."""
+    return torch.tanh(inputs @ theta[:6].view(2, 3)) @ theta[6:15].view(3, 3)
+
+
+def conv(
+    norm: Callable[[], nn.Module] = lambda: nn.BatchNorm2d(6),
+    wrap: Callable[[Any], Any] = lambda layer: layer,
+) -> nn.Module:
+    """Three classes of images [n, 3, h, w]."""
+    last = nn.AdaptiveAvgPool2d(1), nn.Flatten(), wrap(nn.Linear(6, 3))
+    return nn.Sequential(wrap(nn.Conv2d(3, 6, 3)), norm(), nn.ReLU(), *last)
+
+
+def tabular(seed: int = 0, width: int = 6) -> nn.Sequential:
+    """Three classes of rows [n, 4]; in training mode."""
+    torch.manual_seed(seed)
+    layers = nn.Linear(4, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Linear(width, 3)
+    return nn.Sequential(*layers)
+
+
+def contents(state: df.FilterState) -> list[Tensor]:
+    """Copies of everything in a state."""
+    parts = [
+        state.belief.mean,
+        state.belief.covariance.dense(),
+        state.source.mean,
+        state.source.covariance.dense(),
+    ]
+    return [part.clone() for part in [*parts, *state.memory.values()]]
