@@ -31,7 +31,7 @@ from driftfilter.base.checks import (
     require_finite,
     warn,
 )
-from driftfilter.base.inputs import Inputs, checked
+from driftfilter.base.inputs import Inputs, check_inputs
 from driftfilter.base.randomness import Randomness
 from driftfilter.gaussian.belief import Belief
 from driftfilter.inference.linearized import Inference, Linearized
@@ -238,7 +238,7 @@ class Filter(Checked):
     def _one_step(
         self, state: FilterState, inputs: Inputs, predicting: bool
     ) -> tuple[FilterState, Prediction | None, StepInfo]:
-        inputs = checked(inputs)
+        inputs = check_inputs(inputs)
         transition, model = self._bind(state)
         randomness = Randomness(state.seed, state.step, state.belief.mean.device)
         prior = transition(state.belief)
@@ -267,7 +267,7 @@ class Filter(Checked):
         _, model = self._bind(state)
         randomness = Randomness(state.seed, state.step, state.belief.mean.device)
         with _without_gradients():
-            inputs, teacher, taught = checked(inputs), self.observation.teacher, None
+            inputs, teacher, taught = check_inputs(inputs), self.observation.teacher, None
             if teacher is not None:
                 taught = teacher.logits(model, inputs, state.memory, state.source, randomness)
             views = partial(self.observation.views, model, inputs, randomness)

@@ -9,14 +9,14 @@ from torch import Tensor
 from driftfilter.base.inputs import (
     arguments,
     batch_size,
-    checked,
+    check_inputs,
     doubt,
     each,
-    joined,
-    picked,
+    join_batches,
+    pick_logits,
     require_logits,
     samples,
-    split,
+    split_batch,
 )
 
 X, Y = torch.arange(12.0).view(6, 2), torch.arange(6)
@@ -49,11 +49,11 @@ def assert_same(one: Any, other: Any) -> None:
 @forms
 @pytest.mark.parametrize("size", [1, 2, 4, 6, 9])
 def test_pieces_joined_again_are_the_batch(form: str, size: int) -> None:
-    pieces = split(FORMS[form], size)
+    pieces = split_batch(FORMS[form], size)
     assert [batch_size(piece) for piece in pieces] == [
         min(size, 6 - start) for start in range(0, 6, size)
     ]
-    assert_same(joined(pieces), FORMS[form])
+    assert_same(join_batches(pieces), FORMS[form])
 
 
 @forms
@@ -67,7 +67,7 @@ def test_samples_are_cut_and_the_rest_stays(form: str) -> None:
 
 
 def test_what_is_not_of_samples_is_that_of_the_last_batch() -> None:
-    found = joined([{"x": X, "mask": MASK, "t": 1}, {"x": X + 1, "mask": MASK + 1, "t": 2}])
+    found = join_batches([{"x": X, "mask": MASK, "t": 1}, {"x": X + 1, "mask": MASK + 1, "t": 2}])
     assert_same(found, {"x": torch.cat((X, X + 1)), "mask": MASK + 1, "t": 2})
 
 
@@ -89,21 +89,21 @@ def test_arguments(form: str) -> None:
 
 @forms
 def test_good_inputs_pass_as_they_are(form: str) -> None:
-    assert checked(FORMS[form]) is FORMS[form]
+    assert check_inputs(FORMS[form]) is FORMS[form]
     with torch.inference_mode():
         made = each(FORMS[form], torch.clone)
-    ready = checked(made)
+    ready = check_inputs(made)
     assert_same(ready, FORMS[form] if form != "list" else tuple(FORMS[form]))
     assert not any(part.is_inference() for part in parts(ready) if isinstance(part, Tensor))
 
 
 def test_masks_may_hold_infinities_and_images_may_not() -> None:
     mask = torch.full((6, 6), -torch.inf)
-    assert checked((X, mask))[1] is mask
+    assert check_inputs((X, mask))[1] is mask
     with pytest.raises(
         ValueError, match=r"inputs must be finite, got -inf at index \[0, 0\] \(36 of 36 values\)"
     ):
-        checked(mask)
+        check_inputs(mask)
 
 
 BAD: dict[str, tuple[Any, str]] = {
@@ -131,7 +131,7 @@ BAD: dict[str, tuple[Any, str]] = {
 def test_refusals(case: str) -> None:
     inputs, message = BAD[case]
     with pytest.raises(ValueError, match=message):
-        checked(inputs)
+        check_inputs(inputs)
 
 
 def test_samples_of_different_shapes_do_not_join() -> None:
@@ -140,7 +140,7 @@ def test_samples_of_different_shapes_do_not_join() -> None:
         r"\[\(2,\), \(3,\)\]'"
     )
     with pytest.raises(ValueError, match=message):
-        joined([{"x": X}, {"x": torch.zeros(1, 3)}])
+        join_batches([{"x": X}, {"x": torch.zeros(1, 3)}])
 
 
 def test_integers_do_not_join_floating_numbers() -> None:
@@ -152,19 +152,19 @@ def test_integers_do_not_join_floating_numbers() -> None:
         r"\['floating', 'torch.int64'\]\""
     )
     with pytest.raises(ValueError, match=message):
-        joined([X, X.long()])
-    assert torch.equal(joined([X, X.double()]), torch.cat((X, X)).double())
+        join_batches([X, X.long()])
+    assert torch.equal(join_batches([X, X.double()]), torch.cat((X, X)).double())
 
 
 def test_logits_are_found_or_asked_for() -> None:
     logits = torch.zeros(6, 3)
     for result in (logits, (logits,), [logits], {"logits": logits, "other": X}):
-        assert picked(result) is logits
+        assert pick_logits(result) is logits
     with pytest.raises(
         ValueError,
         match=r"got a tuple of 2; give an output function that picks them \(output=...\)",
     ):
-        picked((logits, X))
+        pick_logits((logits, X))
     require_logits(logits, 6)
     wrongs: list[tuple[Any, str]] = [
         (logits[0], r"shape \[3\]"),

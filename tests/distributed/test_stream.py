@@ -24,7 +24,14 @@ from torch import Tensor, nn
 import driftfilter as df
 from driftfilter.app import models
 from driftfilter.app.streams import sample_images
-from driftfilter.base.sharding import Shards, among, gathered, placed, taken, total_samples
+from driftfilter.base.sharding import (
+    Shards,
+    among,
+    gather_samples,
+    place_samples,
+    take_samples,
+    total_samples,
+)
 from driftfilter.distributed.ranks import ProcessRanks
 
 SHARDS = (
@@ -474,9 +481,9 @@ def test_moments_of_shards_are_those_of_all_values(alone: ProcessRanks) -> None:
 
 def test_without_shards_nothing_is_exchanged() -> None:
     batch = torch.arange(6.0).view(3, 2)
-    assert gathered(batch) is batch
-    assert placed(batch) is batch
-    assert taken(batch) is batch
+    assert gather_samples(batch) is batch
+    assert place_samples(batch) is batch
+    assert take_samples(batch) is batch
     assert total_samples(3) == 3
 
 
@@ -484,10 +491,10 @@ def test_samples_are_put_at_their_place_among_all(alone: ProcessRanks) -> None:
     shards = Shards(alone, (3, 2))
     batch, scale = torch.arange(6.0).view(3, 2) + 1, torch.tensor(2.0)
     with among(shards):
-        whole, other = placed((batch, scale))
+        whole, other = place_samples((batch, scale))
         assert other is scale
         assert torch.equal(whole, torch.cat((batch, torch.zeros(2, 2))))
-        assert torch.equal(taken((whole, scale))[0], batch)
+        assert torch.equal(take_samples((whole, scale))[0], batch)
         assert total_samples(3) == 5
 
 

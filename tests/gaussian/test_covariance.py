@@ -13,7 +13,7 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 import driftfilter as df
-from driftfilter.base.tensors import moved
+from driftfilter.base.tensors import map_tensors
 from driftfilter.gaussian.covariance import Gain, Noise, antithetic, positive_root
 from driftfilter.gaussian.structures import STRUCTURES as STRUCTURE_NAMES
 from oracles import (
@@ -324,7 +324,7 @@ def test_float32_never_loses_positive_definiteness(name: str, rows: int, exponen
     factor = (tensor(normals(rows, SIZE, seed=15)).clamp(-3, 3) * 10.0**exponent).float()
     directions = torch.nn.functional.normalize(factor.double()).float()
     try:
-        posterior = moved(example.covariance, Tensor.float).condition(factor)
+        posterior = map_tensors(example.covariance, Tensor.float).condition(factor)
         seen = (posterior.apply(directions) * directions).sum(-1)
         variance = posterior.variance()
         posterior = posterior.truncate()

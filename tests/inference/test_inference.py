@@ -14,7 +14,7 @@ from torch import Tensor
 import driftfilter as df
 from driftfilter.base.randomness import Randomness
 from driftfilter.inference.curvature import Curvature
-from driftfilter.inference.linearized import Inference, expected as moments
+from driftfilter.inference.linearized import Inference, take_expectation as moments
 from driftfilter.model.losses import Loss
 from driftfilter.model.observation import Energy
 from driftfilter.model.predictive import LogitFunction, PredictiveModel, lift

@@ -19,14 +19,14 @@ from driftfilter.monitor.drift_tests import (
     LONG,
     SHORT,
     Evidence,
+    add_pairs,
     bernstein,
-    compared,
-    extended,
-    faded,
+    compare,
+    count_lost,
+    extend,
+    fade,
     improbability,
-    lost,
     summary,
-    with_pairs,
 )
 from driftfilter.monitor.state import MonitorState
 from driftfilter.storage.state_tensors import to_tensors
@@ -89,7 +89,7 @@ def test_the_g_statistic_is_scipys(n: int, m: int, k: int) -> None:
         for a, b in table.T
         if a / n > b / m
     ]
-    assert compared(batch, history)["g_class"].item() == pytest.approx(max(single), rel=1e-9)
+    assert compare(batch, history)["g_class"].item() == pytest.approx(max(single), rel=1e-9)
 
 
 def test_the_chance_is_bounded_by_the_chi_square_tail() -> None:
@@ -115,18 +115,18 @@ def test_classes_lost_is_the_difference_of_entropies(k: int) -> None:
     pairs[0, some] = pairs[0, some] // 2
     own, source = (scipy.stats.entropy(row.bincount(minlength=k)) for row in pairs)
     assert source - own > 0.002
-    assert lost(pairs, k)["lost"].item() == pytest.approx(source - own, rel=0.02)
-    assert lost(pairs.flip(0), k)["lost"].item() == pytest.approx(own - source, rel=0.02)
+    assert count_lost(pairs, k)["lost"].item() == pytest.approx(source - own, rel=0.02)
+    assert count_lost(pairs.flip(0), k)["lost"].item() == pytest.approx(own - source, rel=0.02)
 
 
 def test_the_chance_of_classes_lost_is_bounded_over_all_exchanges() -> None:
     pairs = torch.tensor(
         [[0, 0, 0, 1, 0, 2, 0, 0, 1, 2, 0, 0], [1, 2, 1, 0, 0, 1, 2, 3, 1, 2, 3, 1]]
     )
-    found = lost(pairs, 4)
+    found = count_lost(pairs, 4)
     swaps = [torch.tensor(each).bool() for each in itertools.product((0, 1), repeat=12)]
     values = torch.stack(
-        [lost(torch.where(swap, pairs.flip(0), pairs), 4)["lost"] for swap in swaps]
+        [count_lost(torch.where(swap, pairs.flip(0), pairs), 4)["lost"] for swap in swaps]
     )
     chance = (values >= found["lost"] - 1e-12).double().mean().item()
     assert 0.01 < chance < 0.2
@@ -135,9 +135,9 @@ def test_the_chance_of_classes_lost_is_bounded_over_all_exchanges() -> None:
 
 def test_labels_that_stay_tell_nothing_and_pairs_are_bounded() -> None:
     pairs = labels_in_pairs(10, 600, 0.0)
-    assert lost(pairs, 10)["lost"].item() == lost(pairs, 10)["lost_tail"].item() == 0
+    assert count_lost(pairs, 10)["lost"].item() == count_lost(pairs, 10)["lost_tail"].item() == 0
     first, second = (log_probabilities(row, 10) for row in labels_in_pairs(10, 400, 0.5))
-    joined = with_pairs(with_pairs(None, first, second), second, first)
+    joined = add_pairs(add_pairs(None, first, second), second, first)
     assert joined.shape == (2, LONG * 10)
     assert torch.equal(joined[:, -400:], torch.stack((second.argmax(1), first.argmax(1))))
     assert torch.equal(joined[:, :100], torch.stack((first.argmax(1), second.argmax(1)))[:, -100:])
@@ -147,7 +147,7 @@ def test_the_rise_of_uncertainty_is_in_deviations_of_a_sample() -> None:
     logits = torch.randn(300, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     old, new = (logits[:200] * 4).log_softmax(-1), (logits[200:] * 2).log_softmax(-1)
     before, after = (scipy.stats.entropy(part.exp().numpy(), axis=1) for part in (old, new))
-    found = compared(summary(new), summary(old))
+    found = compare(summary(new), summary(old))
     assert found["rise"].item() == pytest.approx(
         (after.mean() - before.mean()) / before.std(), rel=1e-9
     )
@@ -158,7 +158,7 @@ def test_the_window_fades_and_classes_of_the_history_do_not() -> None:
     batches = [summary(log_probabilities(torch.full((n,), label % k), k)) for label in range(40)]
     recent, history = None, None
     for batch in batches:
-        recent, history = faded(recent, batch, n), extended(history, batch, n)
+        recent, history = fade(recent, batch, n), extend(history, batch, n)
     assert recent is not None
     assert history is not None
     assert history[:k].sum().item() == 40 * n
@@ -646,9 +646,9 @@ def test_a_detector_of_river() -> None:
 
 def test_only_the_last_thousand_events_are_kept() -> None:
     event = df.Event(0, "distance", 1.0, 0.5, "record")
-    watch = MonitorState().logged(*[event] * 999)
-    assert len(watch.logged(event, replace(event, step=1), replace(event, step=2)).events) == 1000
-    assert watch.logged(event, replace(event, step=2)).events[-1].step == 2
+    watch = MonitorState().log(*[event] * 999)
+    assert len(watch.log(event, replace(event, step=1), replace(event, step=2)).events) == 1000
+    assert watch.log(event, replace(event, step=2)).events[-1].step == 2
 
 
 @pytest.mark.parametrize(
@@ -717,13 +717,13 @@ def test_rare_hard_samples_are_no_rise_of_uncertainty() -> None:
             p = (batch / 3)[:, None].repeat(1, 4)
             p[torch.arange(64), torch.randint(0, 4, (64,), generator=draw)] = 1 - batch
             found = summary(p.log())
-            window = faded(window, found, 64)
+            window = fade(window, found, 64)
             if history is not None:
                 evidence = Evidence.of(
-                    {name: value.item() for name, value in compared(window, history).items()}, 4
+                    {name: value.item() for name, value in compare(window, history).items()}, 4
                 )
                 assert evidence.tails[2] < -math.log(1e-4)
-            history = extended(history, found, 64)
+            history = extend(history, found, 64)
 
 
 @pytest.mark.parametrize(

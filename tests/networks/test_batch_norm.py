@@ -467,7 +467,7 @@ def kept(adapter: Any) -> tuple[Tensor, Tensor]:
     return state["memory.network.statistics"], state["memory.network.diversity"]
 
 
-def moved_to(model: nn.Sequential, theta: Tensor) -> nn.Sequential:
+def move_to(model: nn.Sequential, theta: Tensor) -> nn.Sequential:
     """A copy with these parameters of its batch norms."""
     own = copy.deepcopy(model)
     norms = [layer for layer in own if isinstance(layer, nn.BatchNorm2d)]
@@ -487,7 +487,7 @@ def test_the_share_of_a_batch_follows_the_diversity_of_the_one_before() -> None:
     for step in range(4):
         inputs, theta = images(seed=step), adapter.belief.mean
         found = adapter(inputs)
-        logits, carried = reference(moved_to(model, theta), inputs, share, carried)
+        logits, carried = reference(move_to(model, theta), inputs, share, carried)
         torch.testing.assert_close(found, logits.log_softmax(-1))
         statistics, found_share = kept(adapter)
         torch.testing.assert_close(

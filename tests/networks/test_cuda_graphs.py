@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import driftfilter as df
-from driftfilter.base.inputs import Inputs, picked
+from driftfilter.base.inputs import Inputs, pick_logits
 from driftfilter.networks import cuda_graphs as captured
 
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -90,9 +90,9 @@ OTHERS: dict[str, tuple[Inputs, Inputs]] = {  # what one capture cannot serve bo
 
 @pytest.mark.parametrize("case", OTHERS)
 def test_a_capture_is_for_inputs_of_the_same_names_and_places(case: str) -> None:
-    one, other = (captured.key_of(torch.zeros(3), inputs, picked) for inputs in OTHERS[case])
+    one, other = (captured.key_of(torch.zeros(3), inputs, pick_logits) for inputs in OTHERS[case])
     assert one != other
-    assert one == captured.key_of(torch.ones(3), OTHERS[case][0], picked)
+    assert one == captured.key_of(torch.ones(3), OTHERS[case][0], pick_logits)
 
 
 @GPU
@@ -115,7 +115,7 @@ def test_inputs_by_name_may_come_in_any_order() -> None:
 def test_captures_do_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(captured, "Capture", lambda *arguments: object())
     captures, network, theta = captured.Captures(), Any, torch.zeros(3)
-    keys = [captured.key_of(theta, torch.zeros(n, 2), picked) for n in range(1, 40)]
+    keys = [captured.key_of(theta, torch.zeros(n, 2), pick_logits) for n in range(1, 40)]
     for key in keys:
         captures.note(key, "total")
     taken = [captures.take(network, key, theta, theta) for key in keys]  # type: ignore[arg-type]
@@ -214,7 +214,7 @@ def test_what_a_device_leaves_out_is_said(
     device: str, options: dict[str, Any], ignored: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    found = df.adapt(model(), **options)._binding.ignored_on(torch.device(device))
+    found = df.adapt(model(), **options)._binding.find_ignored(torch.device(device))
     assert [text.split(" ")[1] for text in found] == ignored
 
 

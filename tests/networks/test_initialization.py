@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import driftfilter as df
 from driftfilter.base.tensors import as_text
 from driftfilter.networks.features import Backbone
-from driftfilter.networks.initialization import check, initialize, wanted
+from driftfilter.networks.initialization import check, find_wanted, initialize
 
 
 class Backwards(nn.Module):
@@ -42,7 +42,7 @@ choices = pytest.mark.parametrize("choice", CHOICES)
 @choices
 def test_what_a_batch_tells_is_found_once_and_stands(choice: str) -> None:
     parameters, wants = CHOICES[choice]
-    assert wanted(parameters) == wants
+    assert find_wanted(parameters) == wants
     model = Backwards()
     start = initialize(model, parameters, "source", None, BATCH)
     assert set(start.found) == wants

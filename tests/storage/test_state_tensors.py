@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import driftfilter as df
 from driftfilter.base.randomness import Purpose, Randomness
-from driftfilter.base.tensors import as_tensor, as_text, moved
+from driftfilter.base.tensors import as_tensor, as_text, map_tensors
 from driftfilter.storage.state_tensors import from_tensors, kinds, to_tensors
 
 COPIES = {"cotta": 2, "petal": 2, "memo": 2, "lora": 2}  # few, to be quick
@@ -344,7 +344,7 @@ def test_hidden_states_are_a_part_of_a_state() -> None:
 
 def test_moved_changes_floating_tensors_only() -> None:
     value = {"a": torch.ones(2), "b": (torch.arange(3), df.Diagonal(torch.ones(1))), "c": 3}
-    changed = moved(value, lambda tensor: tensor.double())
+    changed = map_tensors(value, lambda tensor: tensor.double())
     assert changed["a"].dtype == changed["b"][1].values.dtype == torch.float64
     assert changed["b"][0] is value["b"][0]  # type: ignore[index]
     assert changed["c"] == 3

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 
 import driftfilter.presets as presets
-from driftfilter.adapter.bind import BoundFilter, FilterOptions, possible
+from driftfilter.adapter.bind import BoundFilter, FilterOptions, fit_recipe
 from driftfilter.adapter.checkpoint import Fingerprint, fingerprint, plain
-from driftfilter.adapter.state import AdapterState, found_in
+from driftfilter.adapter.state import AdapterState, read_found
 from driftfilter.base.checks import (
     NotFiniteError,
     NotPositiveDefiniteError,
@@ -31,10 +31,17 @@ from driftfilter.base.checks import (
     require_count,
     warn,
 )
-from driftfilter.base.inputs import Inputs, batch_size, called_with, checked, each, split
+from driftfilter.base.inputs import (
+    Inputs,
+    batch_size,
+    check_inputs,
+    each,
+    join_arguments,
+    split_batch,
+)
 from driftfilter.base.sharding import current
 from driftfilter.callbacks import Callback, require_callbacks
-from driftfilter.distributed.stream import checksum, join, require_same, shared
+from driftfilter.distributed.stream import checksum, join, require_same, share_call
 from driftfilter.filtering import FilterState, StepInfo
 from driftfilter.gaussian.belief import Belief
 from driftfilter.inference.prediction import Prediction
@@ -106,7 +113,7 @@ def adapt(  # noqa: PLR0913  # what editors complete
     require(isinstance(recipe, Recipe), "adapt: recipe", recipe, allowed)
     source = SourceData.of(data)
     binding = FilterOptions(
-        possible(recipe, source),
+        fit_recipe(recipe, source),
         source,
         output,
         observed,
@@ -273,15 +280,15 @@ class Adapter(nn.Module):
         """The inputs of a call, checked; where the stream is distributed, for a call of all
         ranks.
         """
-        inputs, now = called_with(self._model[0], args, kwargs), self._now
+        inputs, now = join_arguments(self._model[0], args, kwargs), self._now
         if self._ranks is None:
-            yield self._laid_out(checked(inputs))
+            yield self._laid_out(check_inputs(inputs))
             return
         step, belief = (
             (0, 0) if now.state is None else (now.state.step, checksum(now.state.belief.mean))
         )
         watch = 2 * now.watch.batches + now.watch.frozen
-        with shared(
+        with share_call(
             self._ranks, inputs, call, {"step": step, "monitor": watch, "belief": belief}
         ) as own:
             yield self._laid_out(own)
@@ -305,7 +312,7 @@ class Adapter(nn.Module):
         return {**known, "choice of source data": data, "version of torch": torch.__version__}
 
     def _pieces(self, inputs: Inputs) -> list[Inputs]:
-        return split(inputs, self.recipe.chunk) if self.recipe.chunk else [inputs]
+        return split_batch(inputs, self.recipe.chunk) if self.recipe.chunk else [inputs]
 
     def _step(self, now: AdapterState, inputs: Inputs) -> tuple[AdapterState, Prediction]:
         """One call: a step, or a prediction alone until the time for one has come, or while the
@@ -364,7 +371,7 @@ class Adapter(nn.Module):
         try:
             if self.callbacks:
                 ms = 1000 * (time.perf_counter() - begun)
-                record = now.told_after(before, samples, ms, log_probabilities)
+                record = now.make_record(before, samples, ms, log_probabilities)
                 for callback in tuple(self.callbacks):
                     callback.on_step(record)
         finally:
@@ -382,7 +389,7 @@ class Adapter(nn.Module):
             watch = self._now.watch
             event = Event(watch.batches, "not_finite", math.inf, math.inf, "record")
             if self.monitor is not None:
-                self._now = self._now._replace(watch=watch.logged(event))
+                self._now = self._now._replace(watch=watch.log(event))
             raise
 
     def _predict(self, now: AdapterState, inputs: Inputs) -> Prediction:
@@ -454,7 +461,7 @@ class Adapter(nn.Module):
 
     def _load(self, own: Mapping[str, Tensor]) -> AdapterState:
         """What named tensors describe; refused unless all of it is there and of this recipe."""
-        found, bound = found_in(own, self.recipe), self._ready(None).bound
+        found, bound = read_found(own, self.recipe), self._ready(None).bound
         if found or self._now.found:
             bound = self._binding(self._model[0], found, None)
         assert bound is not None

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from driftfilter.base.checks import check_fields, require, warn
 from driftfilter.base.inputs import Inputs
 from driftfilter.base.sharding import among
-from driftfilter.base.tensors import moved
-from driftfilter.distributed.stream import sharded
+from driftfilter.base.tensors import map_tensors
+from driftfilter.distributed.stream import shard_model
 from driftfilter.filtering import Filter, FilterState
 from driftfilter.inference.optimizers import GradientStep
 from driftfilter.networks.autocast import AUTOCAST
-from driftfilter.networks.initialization import initialize, wanted
+from driftfilter.networks.initialization import find_wanted, initialize
 from driftfilter.networks.network import Network
 from driftfilter.networks.parameters import Head
 from driftfilter.networks.prototypes import Prototypes
@@ -31,7 +31,7 @@ from driftfilter.recipe import Recipe
 from driftfilter.source.posterior import Laplace, PointMass, SourceData
 
 
-def possible(recipe: Recipe, data: SourceData | None) -> Recipe:
+def fit_recipe(recipe: Recipe, data: SourceData | None) -> Recipe:
     """The recipe, or the nearest one where there are no source data for its posterior."""
     if data is not None or not isinstance(recipe.source, Laplace):
         return recipe
@@ -102,16 +102,16 @@ class FilterOptions:
         logits, mean, told = initialize(frozen, recipe.parameters, recipe.statistics, *picks)
         if isinstance(logits, Network):
             logits.capturing = self.cuda_graphs
-        filt = recipe.filter(sharded(logits) if self.distributed else logits)
+        filt = recipe.filter(shard_model(logits) if self.distributed else logits)
         with among(None):  # source data are the same on all ranks
             start = filt.init(recipe.source(logits, mean, self.data), self.seed)
-        for reason in self.ignored_on(start.belief.mean.device):
+        for reason in self.find_ignored(start.belief.mean.device):
             warn(reason)
         return BoundFilter(
-            filt, start, told, wanted(recipe.parameters) <= set(told), self.channels_last, read
+            filt, start, told, find_wanted(recipe.parameters) <= set(told), self.channels_last, read
         )
 
-    def ignored_on(self, device: torch.device) -> list[str]:
+    def find_ignored(self, device: torch.device) -> list[str]:
         """Options that do nothing for a model there; a script that runs without a GPU too is not
         told so on such a machine.
         """
@@ -162,7 +162,7 @@ class BoundFilter:
             f"{new} adapted parameters",
             f"as it was, with {size}, until reset() is called",
         )
-        there: FilterState = moved(state, lambda tensor: tensor.to(self.start.belief.mean))
+        there: FilterState = map_tensors(state, lambda tensor: tensor.to(self.start.belief.mean))
         return there
 
 

@@ -50,7 +50,7 @@ def save(
     """
     require_count("save: keep", keep, 1)
     path = Path(path)
-    encoded = _encoded(adapter, notes or {})
+    encoded = _encode(adapter, notes or {})
     try:
         with atomic_file(path, keep) as file:
             file.writelines(encoded)
@@ -91,7 +91,7 @@ def fingerprint(model: nn.Module) -> Fingerprint:
     return Fingerprint(shapes.hexdigest(), values.hexdigest())
 
 
-def _encoded(adapter: Adapter, notes: Mapping[str, Any]) -> list[Any]:
+def _encode(adapter: Adapter, notes: Mapping[str, Any]) -> list[Any]:
     """The bytes of a checkpoint, in pieces."""
     state = adapter.state_dict()
     header = {

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from driftfilter.adapter.bind import BoundFilter
 from driftfilter.base.checks import require, require_finite
-from driftfilter.base.inputs import Inputs, batch_size, checked, each, joined, samples
+from driftfilter.base.inputs import Inputs, batch_size, check_inputs, each, join_batches, samples
 from driftfilter.base.tensors import as_tensor, as_text
 from driftfilter.callbacks import StepRecord
 from driftfilter.filtering import Filter, FilterState, StepInfo
@@ -64,7 +64,7 @@ class AdapterState(NamedTuple):
             bound=bound,
             found=bound.found,
             state=state,
-            watch=self.watch.moved_to(state.belief.mean),
+            watch=self.watch.move_to(state.belief.mean),
         )
 
     def seen(self, inputs: Inputs, window: int, update_every: int) -> tuple[Inputs, Inputs | None]:
@@ -72,7 +72,9 @@ class AdapterState(NamedTuple):
         if not window and update_every == 1:
             return inputs, None
         together = (
-            joined([self.recent, inputs]) if self.recent is not None else each(inputs, torch.clone)
+            join_batches([self.recent, inputs])
+            if self.recent is not None
+            else each(inputs, torch.clone)
         )  # users may write
         if not window:
             return together, together
@@ -80,7 +82,7 @@ class AdapterState(NamedTuple):
         kept = samples(together, total - wanted, total) if total > wanted else together
         return kept, kept
 
-    def told_after(
+    def make_record(
         self, before: AdapterState, n: int, ms: float, log_probabilities: Tensor | None
     ) -> StepRecord:
         """What callbacks are told of a call, with predictions [n, k] of its own: the caller may
@@ -112,7 +114,7 @@ class AdapterState(NamedTuple):
     def from_tensors(
         cls, own: Mapping[str, Tensor], bound: BoundFilter, watched: bool
     ) -> AdapterState:
-        """What named tensors describe, on a model that was read by what is ``found_in`` them;
+        """What named tensors describe, on a model that was read by what is ``read_found`` them;
         refused unless all is there.
         """
         beside = ("recipe", "calls", "number", RECENT, _MODEL, MONITOR)
@@ -124,14 +126,14 @@ class AdapterState(NamedTuple):
             own.get("number", max(calls, state.step))
         )  # older checkpoints have none: at least so many there were
         watch = MonitorState.from_tensors(own, bound.start) if watched else MonitorState()
-        kept = None if recent is None else checked(recent)
+        kept = None if recent is None else check_inputs(recent)
         # Where a batch would have told more than was saved, none had come: the state is the start.
         return cls(
             bound, bound.found, state if bound.final else None, kept, calls, number, watch=watch
         )
 
 
-def found_in(own: Mapping[str, Tensor], recipe: Recipe) -> dict[str, Tensor]:
+def read_found(own: Mapping[str, Tensor], recipe: Recipe) -> dict[str, Tensor]:
     """What batches had told about the model, by named tensors; these are refused where they are of
     another recipe.
     """

@@ -42,7 +42,7 @@ def batch_size(inputs: Inputs) -> int:
     return next(int(part.shape[0]) for _, part in parts(inputs) if isinstance(part, Tensor))
 
 
-def checked(inputs: Inputs) -> Inputs:
+def check_inputs(inputs: Inputs) -> Inputs:
     """The inputs, refused if unusable, as tensors that may enter a graph."""
     if isinstance(inputs, Tensor):  # nearly always, and a small filter feels every loop
         _require_batch("inputs", inputs)
@@ -71,16 +71,16 @@ def _require_batch(name: str, part: Tensor) -> None:
         )
 
 
-def joined(pieces: Sequence[Inputs]) -> Inputs:
+def join_batches(pieces: Sequence[Inputs]) -> Inputs:
     """Batches one after the other as one batch; what does not go sample by sample is that of the
     last one.
     """
     last, n = pieces[-1], batch_size(pieces[-1])
     if isinstance(last, Tensor):
-        return _concatenated("inputs", pieces)
+        return _concatenate("inputs", pieces)
     keys: list[Any] = list(last) if isinstance(last, Mapping) else list(range(len(last)))
     together = {
-        key: _concatenated(f"inputs[{key!r}]", [piece[key] for piece in pieces])
+        key: _concatenate(f"inputs[{key!r}]", [piece[key] for piece in pieces])
         if _counts(last[key], n)
         else last[key]
         for key in keys
@@ -93,7 +93,7 @@ def _counts(part: Any, samples: int) -> bool:
     return isinstance(part, Tensor) and part.dim() > 0 and part.shape[0] == samples
 
 
-def _concatenated(name: str, pieces: Sequence[Tensor]) -> Tensor:
+def _concatenate(name: str, pieces: Sequence[Tensor]) -> Tensor:
     shapes = sorted({tuple(piece.shape[1:]) for piece in pieces})
     together = "where several batches are adapted to at once (window, update_every)"
     require(
@@ -129,7 +129,7 @@ def sample(inputs: Inputs, index: Tensor) -> Inputs:
     return each(inputs, lambda part: part.index_select(0, index) if _counts(part, n) else part)
 
 
-def split(inputs: Inputs, size: int) -> list[Inputs]:
+def split_batch(inputs: Inputs, size: int) -> list[Inputs]:
     """A batch cut into batches of this size, the last one shorter."""
     return [samples(inputs, start, start + size) for start in range(0, batch_size(inputs), size)]
 
@@ -166,7 +166,7 @@ def arguments(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
     )
 
 
-def called_with(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
+def join_arguments(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
     """The way back: the inputs of a call in the place of the model's, by place or, where some came
     by name, all by name.
     """
@@ -187,7 +187,7 @@ def called_with(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     return {**placed, **kwargs}
 
 
-def picked(result: Any) -> Tensor:
+def pick_logits(result: Any) -> Tensor:
     """The logits in what a module returns."""
     if isinstance(result, (tuple, list)) and len(result) == 1:
         result = result[0]

@@ -132,7 +132,7 @@ def among(shards: Shards | None) -> Iterator[None]:
         _CURRENT.reset(before)
 
 
-def gathered(own: Tensor) -> Tensor:
+def gather_samples(own: Tensor) -> Tensor:
     """What all ranks' samples have, from this rank's [n, ...]."""
     shards = current()
     return own if shards is None else shards.cat(own)
@@ -144,7 +144,7 @@ def total_samples(own: int) -> int:
     return own if shards is None else sum(shards.sizes)
 
 
-def placed(inputs: Inputs) -> Inputs:
+def place_samples(inputs: Inputs) -> Inputs:
     """This rank's samples at their place among zeros for those of others, so that draws are those
     of the whole batch.
     """
@@ -162,7 +162,7 @@ def placed(inputs: Inputs) -> Inputs:
     return each(inputs, place)
 
 
-def taken(inputs: Inputs) -> Inputs:
+def take_samples(inputs: Inputs) -> Inputs:
     """This rank's samples of a whole batch: the way back."""
     shards = current()
     if shards is None:

@@ -22,19 +22,19 @@ def as_text(tensor: Tensor) -> str:
     return bytes(tensor.tolist()).decode()
 
 
-def moved(value: Any, change: Any) -> Any:
+def map_tensors(value: Any, change: Any) -> Any:
     """A state, belief or covariance with every floating tensor changed, for another device or
     dtype.
     """
     if isinstance(value, Tensor):
         return change(value) if value.is_floating_point() else value
     if isinstance(value, Mapping):
-        return {name: moved(part, change) for name, part in value.items()}
+        return {name: map_tensors(part, change) for name, part in value.items()}
     if isinstance(value, tuple):
-        return tuple(moved(part, change) for part in value)
+        return tuple(map_tensors(part, change) for part in value)
     if is_dataclass(value):
         return unchecked(
             type(value),
-            **{item.name: moved(getattr(value, item.name), change) for item in fields(value)},
+            **{item.name: map_tensors(getattr(value, item.name), change) for item in fields(value)},
         )
     return value

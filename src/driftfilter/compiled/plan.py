@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from driftfilter.base.checks import unchecked
-from driftfilter.base.tensors import moved
+from driftfilter.base.tensors import map_tensors
 from driftfilter.compiled import terms as kinds
 from driftfilter.compiled.terms import PSEUDO_LABEL, MotionArrays, Rules
 from driftfilter.gaussian.belief import Belief
@@ -149,7 +149,7 @@ def _number_prediction(rule: Any) -> tuple[int, float]:
 
 def translate_transition(transition: Transition, source: Belief) -> MotionArrays:
     """Translate a transition from this source into arrays."""
-    source = moved(source, lambda tensor: tensor.double())
+    source = map_tensors(source, lambda tensor: tensor.double())
     bound, d = transition.bind(source), source.dimension
     full = isinstance(source.covariance, Full)
     if isinstance(bound.spread, Spread):

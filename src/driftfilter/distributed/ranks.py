@@ -44,14 +44,14 @@ class ProcessRanks:
             torch.empty_like(tensor, memory_format=torch.contiguous_format)
             for _ in range(self.size)
         ]
-        with self._answered():
+        with self._answering():
             dist.all_gather(pieces, tensor.contiguous(), group=self._group)
         return torch.stack(pieces)
 
     def total(self, tensor: Tensor) -> Tensor:
         """Its sum over the ranks, the same to the last bit on each."""
         summed = tensor.clone(memory_format=torch.contiguous_format)
-        with self._answered():
+        with self._answering():
             dist.all_reduce(summed, group=self._group)
         return summed
 
@@ -68,7 +68,7 @@ class ProcessRanks:
             del self._group
 
     @contextmanager
-    def _answered(self) -> Iterator[None]:
+    def _answering(self) -> Iterator[None]:
         if self._failed:
             raise RankError(
                 f"rank {self.rank} of {self.size} is alone since a call before failed: "

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from driftfilter.base.checks import NotFiniteError, NotPositiveDefiniteError, require
-from driftfilter.base.inputs import Inputs, batch_size, checked, each
-from driftfilter.base.sharding import Shards, among, current, placed, taken
+from driftfilter.base.inputs import Inputs, batch_size, check_inputs, each
+from driftfilter.base.sharding import Shards, among, current, place_samples, take_samples
 from driftfilter.distributed.ranks import ProcessRanks, RankError
 from driftfilter.model.predictive import (
     Draw,
@@ -60,7 +60,7 @@ class Sharded(ModelAround):
         return sum(_whole().sizes)
 
     def draw_views(self, draw: Draw, inputs: Inputs) -> tuple[Inputs, ...]:
-        return tuple(taken(view) for view in draw(placed(inputs)))
+        return tuple(take_samples(view) for view in draw(place_samples(inputs)))
 
 
 @final
@@ -80,7 +80,7 @@ def _whole() -> Shards:
     return shards
 
 
-def sharded(model: PredictiveModel) -> PredictiveModel:
+def shard_model(model: PredictiveModel) -> PredictiveModel:
     """The model over all ranks' samples; a head stands on features, which are gathered already
     (features.py).
     """
@@ -152,7 +152,7 @@ def require_same(ranks: ProcessRanks, facts: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def shared(
+def share_call(
     ranks: ProcessRanks, inputs: Inputs, call: str, facts: Mapping[str, int]
 ) -> Iterator[Inputs]:
     """A call of all ranks, each with a shard that may be empty; refused on all of them where it is
@@ -163,7 +163,7 @@ def shared(
     """
     problem: Exception | None = None
     try:
-        samples, inputs = _counted(inputs)
+        samples, inputs = _count_samples(inputs)
     except Exception as error:  # to be raised when the others know
         problem, samples = error, 0
     own = torch.tensor(
@@ -209,7 +209,7 @@ def shared(
 _CALLS = ("adapter(x)", "predict", "update")
 
 
-def _counted(inputs: Inputs) -> tuple[int, Inputs]:
+def _count_samples(inputs: Inputs) -> tuple[int, Inputs]:
     """How many samples there are, and inputs to compute with: zeros for one sample where there is
     none.
     """
@@ -221,8 +221,8 @@ def _counted(inputs: Inputs) -> tuple[int, Inputs]:
                 part.new_zeros(1, *part.shape[1:]) if part.dim() and not len(part) else part
             ),
         )
-        return 0, checked(filled)
-    return samples, each(checked(inputs), lambda part: part.view_as(part))
+        return 0, check_inputs(filled)
+    return samples, each(check_inputs(inputs), lambda part: part.view_as(part))
 
 
 def checksum(values: Tensor) -> int:

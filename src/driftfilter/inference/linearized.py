@@ -100,7 +100,7 @@ class Linearized(Checked):
         return newton_step(prior, *self.curvature(energy.at(prior.mean)), self.radius), memory
 
 
-def expected(
+def take_expectation(
     belief: Belief,
     energy: Energy,
     curvature: Curvature,
@@ -114,7 +114,7 @@ def expected(
     if samples == 0 and nodes == 0:
         return curvature(energy.at(belief.mean))
     if nodes:
-        return _expected_by_quadrature(belief, energy, curvature, nodes)
+        return _integrate(belief, energy, curvature, nodes)
     draws = antithetic(belief.covariance, samples, randomness.generator(Purpose.INFERENCE))
     if energy.model.linear and isinstance(curvature, LogitMetric) and not energy.loss.is_coupled:
         # The Jacobian is the same at every draw: average k×k metrics first, and one pullback serves
@@ -124,13 +124,13 @@ def expected(
             [energy.model.pushforward(belief.mean, view, draws) for view in energy.views]
         )  # [v, s, n, k]
         weights = moves.new_full((samples,), 1 / samples)
-        return _expected_over(center.logits[:, None] + moves, weights, center, energy, curvature)
+        return _average_over(center.logits[:, None] + moves, weights, center, energy, curvature)
     pieces = [curvature(energy.at(belief.mean + draw)) for draw in draws]
     gradient = torch.stack([gradient for gradient, _ in pieces]).mean(0)
     return gradient, torch.cat([factor for _, factor in pieces]) / math.sqrt(samples)
 
 
-def _expected_by_quadrature(
+def _integrate(
     belief: Belief, energy: Energy, curvature: Curvature, nodes: int
 ) -> tuple[Tensor, Tensor]:
     """For a model linear in θ the logits of sample i are N(f_i, J_i Σ J_iᵀ): integrate over those k
@@ -157,12 +157,10 @@ def _expected_by_quadrature(
     center = energy.at(belief.mean)
     views = zip(center.logits, center.pullbacks, strict=True)
     covariance = torch.stack([logit_covariance(belief.covariance, f, pull) for f, pull in views])
-    return _expected_over(
-        *_logit_cloud(center.logits, covariance, nodes), center, energy, curvature
-    )
+    return _average_over(*_logit_cloud(center.logits, covariance, nodes), center, energy, curvature)
 
 
-def _expected_over(
+def _average_over(
     logits: Tensor, weights: Tensor, center: Evaluation, energy: Energy, curvature: LogitMetric
 ) -> tuple[Tensor, Tensor]:
     """The same over logits [v, m, n, k] with weights [m], for a model whose Jacobian is that of the
@@ -238,5 +236,7 @@ class Bong(Checked):
     def __call__(
         self, prior: Belief, energy: Energy, memory: Memory, randomness: Randomness
     ) -> tuple[Belief, Memory]:
-        moments = expected(prior, energy, self.curvature, self.samples, self.nodes, randomness)
+        moments = take_expectation(
+            prior, energy, self.curvature, self.samples, self.nodes, randomness
+        )
         return newton_step(prior, *moments), memory

@@ -133,7 +133,7 @@ class GradientStep(Checked):
         gradient = energy.at(prior.mean).gradient()
         if self.radius:
             length = gradient.norm().clamp_min(1e-12)
-            sharp = energy.reweighed_at(prior.mean + gradient * (self.radius / length))
+            sharp = energy.reweigh_at(prior.mean + gradient * (self.radius / length))
             if not sharp.coefficients.any():  # every sample left: there is nothing to step on
                 return prior, {**memory, LOSS: torch.full_like(length, math.nan)}
             gradient, memory = sharp.gradient(), {**memory, LOSS: sharp.value()}

@@ -228,7 +228,7 @@ class PriorCorrection(PredictionRule):
         return Prediction((logits * ratio).log_softmax(-1), torch.zeros_like(logits))
 
 
-def _averaged(logits: Tensor) -> Tensor:
+def _average(logits: Tensor) -> Tensor:
     """log of the mean softmax over draws, [s, n, k] -> [n, k]."""
     return logits.log_softmax(-1).logsumexp(0) - math.log(len(logits))
 
@@ -243,7 +243,7 @@ class MonteCarlo(Checked, PredictionRule):
     def __call__(self, belief: Belief, query: Query) -> Prediction:
         draws = belief.mean + query.draws(belief, self.samples)
         logits = torch.stack([query.model(draw, query.inputs) for draw in draws])
-        return Prediction(_averaged(logits), logits.var(0, correction=0))
+        return Prediction(_average(logits), logits.var(0, correction=0))
 
 
 @final
@@ -261,7 +261,7 @@ class LinearizedGaussian(Checked, PredictionRule):
         moves = query.model.pushforward(
             belief.mean, query.inputs, query.draws(belief, self.samples)
         )
-        return Prediction(_averaged(logits + moves), moves.square().mean(0))
+        return Prediction(_average(logits + moves), moves.square().mean(0))
 
 
 @final

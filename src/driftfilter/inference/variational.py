@@ -21,7 +21,7 @@ from driftfilter.base.randomness import Randomness
 from driftfilter.gaussian.belief import Belief
 from driftfilter.gaussian.covariance import compact
 from driftfilter.inference.curvature import Curvature, Hessian
-from driftfilter.inference.linearized import Nodes, expected
+from driftfilter.inference.linearized import Nodes, take_expectation
 from driftfilter.model.observation import Energy
 from driftfilter.model.weighting import Memory
 
@@ -57,7 +57,7 @@ class Variational(Checked):
         posterior, rate, before = prior, float(self.rate), math.inf
         accumulated = prior.mean.new_zeros(0, prior.dimension)
         for _ in range(self.iterations):
-            gradient, factor = expected(
+            gradient, factor = take_expectation(
                 posterior, energy, self.curvature, self.samples, self.nodes, randomness
             )
             accumulated = _blend(accumulated, factor, rate)

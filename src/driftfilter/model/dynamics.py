@@ -100,7 +100,7 @@ def as_config(field: str, value: object) -> Matrix:
     return items  # type: ignore[return-value]
 
 
-def _augmented(read_out: Sequence[float], scale: float, parameters: int) -> Layout:
+def _augment(read_out: Sequence[float], scale: float, parameters: int) -> Layout:
     eye = torch.eye(parameters, dtype=torch.float64)
     variance = torch.full((len(read_out) * parameters,), scale**2, dtype=torch.float64)
     return Layout(
@@ -193,7 +193,7 @@ class LocalTrend(Checked, Dynamics):
 
     def layout(self, parameters: int) -> Layout | None:
         read_out = [1.0, *[0.0] * self.order]
-        return _augmented(read_out, self.scale, parameters) if self.order else None
+        return _augment(read_out, self.scale, parameters) if self.order else None
 
 
 @final
@@ -235,7 +235,7 @@ class Seasonal(Checked, Dynamics):
         read_out = [1.0]
         for harmonic in range(1, self.harmonics + 1):
             read_out += [1.0] if self._is_single(harmonic) else [1.0, 0.0]
-        return _augmented(read_out, self.scale, parameters)
+        return _augment(read_out, self.scale, parameters)
 
 
 @final

@@ -27,7 +27,7 @@ from driftfilter.gaussian.belief import Belief
 from driftfilter.model.expansion import Expansion
 from driftfilter.model.losses import Entropy, Loss, Targets, as_loss
 from driftfilter.model.predictive import PredictiveModel, Pullback
-from driftfilter.model.views import Augmentation, ImageViews, augmented
+from driftfilter.model.views import Augmentation, ImageViews, augment
 from driftfilter.model.weighting import Constant, Memory, Weighting
 
 TEACHER = "teacher"  # in the memory: φ [d]
@@ -65,7 +65,7 @@ class Teacher(Checked):
         generator = randomness.generator(Purpose.TEACHER)
 
         def draw(batch: Inputs) -> tuple[Inputs, ...]:
-            return (augmented(self.augmentation, batch, generator),)
+            return (augment(self.augmentation, batch, generator),)
 
         copies = (model.draw_views(draw, inputs)[0] for _ in range(self.copies))
         total = model(teacher, next(copies))
@@ -234,7 +234,7 @@ class Energy(NamedTuple):
             return self.evaluation
         return evaluate(self.loss, self._pull_back(theta), self.samples)
 
-    def reweighed_at(self, theta: Tensor) -> Evaluation:
+    def reweigh_at(self, theta: Tensor) -> Evaluation:
         """The energy with the weights of samples worked out again at θ.
 
         Samples that were left out stay out, others may leave.

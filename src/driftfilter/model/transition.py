@@ -54,7 +54,7 @@ class Transition(Checked):
         motion = self.dynamics(source)
         if motion.spread is None:
             return BoundTransition(
-                motion.gain, motion.drift, _settled(self.noise(motion.gain, source), source)
+                motion.gain, motion.drift, _settle(self.noise(motion.gain, source), source)
             )
         parts_decide = isinstance(self.noise, NoNoise)
         require(
@@ -63,7 +63,7 @@ class Transition(Checked):
             self.noise,
             "NoNoise() under BlockDynamics, whose parts have their own",
         )
-        return BoundTransition(motion.gain, motion.drift, _settled(motion.spread, source))
+        return BoundTransition(motion.gain, motion.drift, _settle(motion.spread, source))
 
     def augment(self, belief: Belief) -> Belief:
         """A belief over parameters as a belief over the states of the dynamic; hidden states start
@@ -143,7 +143,7 @@ class BoundTransition(NamedTuple):
         keep, noise = self.spread_of(belief)
         covariance = belief.covariance
         if not (_is(self.gain, 1.0) and _is(keep, 1.0) and _is(noise, 0.0)):
-            covariance = covariance.propagate(_scaled(self.gain, keep), noise)
+            covariance = covariance.propagate(_scale(self.gain, keep), noise)
         return unchecked(Belief, mean=self._move(belief.mean), covariance=covariance)
 
     def _move(self, mean: Tensor) -> Tensor:
@@ -161,7 +161,7 @@ class BoundTransition(NamedTuple):
         if isinstance(keep, float) and keep > 1:
             extra = belief.covariance.sample(len(deviation), generator) * math.sqrt(keep - 1)
             return drawn + _apply(self.gain, deviation + extra)
-        return drawn + _apply(_scaled(self.gain, keep), deviation)
+        return drawn + _apply(_scale(self.gain, keep), deviation)
 
 
 @final
@@ -228,8 +228,8 @@ class BlockDynamics(Dynamics):
         bound = [
             part.bind(piece) for part, piece in zip(self.parts, self.split(source), strict=True)
         ]
-        gain = _concatenated([part.gain for part in bound], sizes, mean)
-        drift = _concatenated([part.drift for part in bound], sizes, mean)
+        gain = _concatenate([part.gain for part in bound], sizes, mean)
+        drift = _concatenate([part.drift for part in bound], sizes, mean)
 
         def spread(belief: Belief) -> Spread:
             pieces = self.split(belief)
@@ -242,16 +242,16 @@ class BlockDynamics(Dynamics):
                 ):  # inflate this block, leave its cross-covariances alone
                     keep, noise = (
                         1.0,
-                        piece.covariance.propagate(_scaled(part.gain, keep - 1), noise),
+                        piece.covariance.propagate(_scale(part.gain, keep - 1), noise),
                     )
                 keeps.append(keep)
                 noises.append(noise)
-            return Spread(_concatenated(keeps, sizes, mean), _joined(noises, sizes, mean))
+            return Spread(_concatenate(keeps, sizes, mean), _join(noises, sizes, mean))
 
         fixed = [part.spread for part in bound if isinstance(part.spread, Spread)]
         if len(fixed) == len(bound) and all(_is(part.keep, 1.0) for part in fixed):
             return Motion(
-                gain, drift, Spread(1.0, _joined([part.noise for part in fixed], sizes, mean))
+                gain, drift, Spread(1.0, _join([part.noise for part in fixed], sizes, mean))
             )
         return Motion(gain, drift, spread)
 
@@ -286,7 +286,7 @@ class BlockDynamics(Dynamics):
         )
 
 
-def _settled(spread: SpreadRule, source: Belief) -> SpreadRule:
+def _settle(spread: SpreadRule, source: Belief) -> SpreadRule:
     """A constant noise as a matrix if the covariance is one: once, instead of at every step."""
     if not isinstance(spread, Spread) or not source.covariance.is_dense or _is(spread.noise, 0.0):
         return spread
@@ -307,7 +307,7 @@ def _apply(gain: Gain, vectors: Tensor) -> Tensor:
     return vectors * gain if isinstance(gain, float) or gain.dim() == 1 else vectors @ gain.mT
 
 
-def _scaled(gain: Gain, keep: float | Tensor) -> Gain:
+def _scale(gain: Gain, keep: float | Tensor) -> Gain:
     """The gain √keep G, whose square multiplies the covariance by keep."""
     if isinstance(keep, float):
         return gain if keep == 1.0 else gain * math.sqrt(keep)
@@ -334,7 +334,7 @@ def _draw(noise: Noise, like: Tensor, generator: torch.Generator) -> Tensor:
     return normals @ positive_root(noise).mT
 
 
-def _concatenated(
+def _concatenate(
     values: Sequence[float | Tensor], sizes: Sequence[int], like: Tensor
 ) -> float | Tensor:
     """Numbers, vectors and matrices of the parts as one number, vector or block-diagonal matrix."""
@@ -349,7 +349,7 @@ def _concatenated(
     return block_diagonal(pieces)
 
 
-def _joined(noises: Sequence[Noise], sizes: Sequence[int], like: Tensor) -> Noise:
+def _join(noises: Sequence[Noise], sizes: Sequence[int], like: Tensor) -> Noise:
     """The noises of the parts as one: diagonal where all are, blocks otherwise."""
     plain = [
         noise
@@ -357,7 +357,7 @@ def _joined(noises: Sequence[Noise], sizes: Sequence[int], like: Tensor) -> Nois
         if isinstance(noise, float) or (isinstance(noise, Tensor) and noise.dim() == 1)
     ]
     if len(plain) == len(noises):
-        return _concatenated(plain, sizes, like)
+        return _concatenate(plain, sizes, like)
     parts: list[Covariance] = []
     for noise, size in zip(noises, sizes, strict=True):
         if isinstance(noise, float):

@@ -107,7 +107,7 @@ class ImageViews(Checked):
             * 2
             - 1
         )  # in ±1
-        views = self._moved(inputs, draws)
+        views = self._move(inputs, draws)
         brighter = views * (1 + self.brightness * draws[5]).view(-1, 1, 1, 1)
         center = brighter.mean((1, 2, 3), keepdim=True)
         views = center + (brighter - center) * (1 + self.contrast * draws[6]).view(-1, 1, 1, 1)
@@ -116,7 +116,7 @@ class ImageViews(Checked):
         )
         return views.clamp(0, 1) if low >= 0 and high <= 1 else views
 
-    def _moved(self, inputs: Tensor, draws: Tensor) -> Tensor:
+    def _move(self, inputs: Tensor, draws: Tensor) -> Tensor:
         angle, zoom = draws[0] * math.radians(self.degrees), 1 + self.zoom * draws[1]
         mirror = (
             torch.where(draws[4] < 0, -1.0, 1.0).to(inputs.dtype)
@@ -138,7 +138,7 @@ class ImageViews(Checked):
         return functional.grid_sample(inputs, grid, padding_mode="border", align_corners=False)
 
 
-def augmented(augmentation: Augmentation, inputs: Inputs, generator: torch.Generator) -> Inputs:
+def augment(augmentation: Augmentation, inputs: Inputs, generator: torch.Generator) -> Inputs:
     """One augmented view, checked."""
     view = augmentation(inputs.clone() if isinstance(inputs, Tensor) else inputs, generator)
     n = batch_size(inputs)
@@ -153,7 +153,7 @@ def augmented(augmentation: Augmentation, inputs: Inputs, generator: torch.Gener
 def _views(
     augmentation: Augmentation, inputs: Inputs, copies: int, generator: torch.Generator
 ) -> tuple[Inputs, ...]:
-    return (inputs, *(augmented(augmentation, inputs, generator) for _ in range(copies)))
+    return (inputs, *(augment(augmentation, inputs, generator) for _ in range(copies)))
 
 
 @final

@@ -126,7 +126,7 @@ class DiversityGate(Checked):
         return weights, {**memory, _MEAN_PREDICTION: updated}
 
 
-def _scaled(values: Tensor) -> Tensor:
+def _scale(values: Tensor) -> Tensor:
     """Values [n] of order one moved to [0, 1]; 0 if all are the same but for rounding."""
     low, high = values.min(), values.max()
     spread = high - low > 32 * torch.finfo(values.dtype).eps
@@ -151,8 +151,8 @@ class CertaintyDiversity(Checked):
         p = logits.softmax(-1)
         running = _running(memory, p)
         running = torch.full_like(p[0], 1 / p.shape[-1]) if running is None else running
-        diversity = _scaled(1 - (p @ running) / (p.norm(dim=-1) * running.norm()))
-        certainty = _scaled(-entropy(logits))
+        diversity = _scale(1 - (p @ running) / (p.norm(dim=-1) * running.norm()))
+        certainty = _scale(-entropy(logits))
         own = (diversity * certainty / self.temperature).exp() * (diversity >= diversity.mean())
         updated = self.momentum * running + (1 - self.momentum) * p.mean(0)
         return weights * (self.beta * own), {**memory, _MEAN_PREDICTION: updated}

@@ -33,7 +33,7 @@ class Evidence(NamedTuple):
 
     @classmethod
     def of(cls, found: dict[str, float], classes: int) -> Evidence:
-        """From what ``lost`` and ``compared`` found."""
+        """From what ``count_lost`` and ``compare`` found."""
         signals, tails = [math.nan] * 3, [0.0] * 3
         if found.get("pairs", 0) >= SHORT:
             signals[0], tails[0] = found["lost"], found["lost_tail"]
@@ -83,7 +83,7 @@ def _counts(labels: Tensor, classes: int) -> Tensor:
     return ones.new_zeros(classes).scatter_add(0, labels, ones)
 
 
-def extended(history: Tensor | None, batch: Tensor, samples: int) -> Tensor:
+def extend(history: Tensor | None, batch: Tensor, samples: int) -> Tensor:
     """The history with a batch in it."""
     if history is None:
         return batch
@@ -91,7 +91,7 @@ def extended(history: Tensor | None, batch: Tensor, samples: int) -> Tensor:
     return torch.cat((history[:-3], history[-3:] * share)) + batch
 
 
-def faded(window: Tensor | None, batch: Tensor, samples: int, entropies: int = SHORT) -> Tensor:
+def fade(window: Tensor | None, batch: Tensor, samples: int, entropies: int = SHORT) -> Tensor:
     """A short window with a batch in it, which remembers the entropies of so many samples."""
     if window is None:
         return batch
@@ -111,7 +111,7 @@ def shape_of(batch: Tensor) -> dict[str, Tensor]:
     }
 
 
-def compared(recent: Tensor, history: Tensor) -> dict[str, Tensor]:
+def compare(recent: Tensor, history: Tensor) -> dict[str, Tensor]:
     """A window [k + 3] against the history [k + 3]: scalars by name.
 
     G = N KL(s ‖ m) + M KL(q ‖ m) for the share s of a class among N samples and q among M, pooled
@@ -126,7 +126,7 @@ def compared(recent: Tensor, history: Tensor) -> dict[str, Tensor]:
     return {"window": n, "past": m, "g_class": (g * (s > q)).max(), **entropies}
 
 
-def with_pairs(pairs: Tensor | None, own: Tensor, source: Tensor) -> Tensor:
+def add_pairs(pairs: Tensor | None, own: Tensor, source: Tensor) -> Tensor:
     """[2, w], the labels that a belief and the source give the same samples: the last 50 k, these
     ones among them.
     """
@@ -135,7 +135,7 @@ def with_pairs(pairs: Tensor | None, own: Tensor, source: Tensor) -> Tensor:
     return joined[:, -max(LONG * own.shape[1], SHORT) :]
 
 
-def lost(pairs: Tensor, classes: int) -> dict[str, Tensor]:
+def count_lost(pairs: Tensor, classes: int) -> dict[str, Tensor]:
     """What the labels a_i have lost in entropy against b_i, pairs [2, w], with -ln of its chance:
     scalars by name.
 

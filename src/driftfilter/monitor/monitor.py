@@ -30,14 +30,14 @@ from driftfilter.monitor.drift_tests import (
     SHORT,
     STEADY,
     Evidence,
-    compared,
-    extended,
-    faded,
-    lost,
+    add_pairs,
+    compare,
+    count_lost,
+    extend,
+    fade,
     rise,
     shape_of,
     summary,
-    with_pairs,
 )
 from driftfilter.monitor.state import Event, MonitorState, Signals
 
@@ -172,11 +172,11 @@ class Monitor(Checked):
             return Observed(signals, alarms, False, None, past.recent, past.pairs, 0)
         samples, classes = log_probabilities.shape
         batch, pairs = summary(log_probabilities), past.pairs
-        recent = faded(past.recent, batch, samples, STEADY)
+        recent = fade(past.recent, batch, samples, STEADY)
         if probe is not None:
-            pairs = with_pairs(pairs, log_probabilities, probe)
-        against = {} if past.reference is None else compared(recent, past.reference)
-        against |= {} if pairs is None else lost(pairs, classes)
+            pairs = add_pairs(pairs, log_probabilities, probe)
+        against = {} if past.reference is None else compare(recent, past.reference)
+        against |= {} if pairs is None else count_lost(pairs, classes)
         numbers = _numbers(named | shape_of(batch) | against)  # the only look at the device
         evidence = Evidence.of({name: numbers.pop(name) for name in against}, classes)
         signals = Signals(*evidence.signals, **numbers)
@@ -260,7 +260,7 @@ class Monitor(Checked):
             alarmed=(*seen.alarms, *((_EARLY,) if seen.early else ())),
         )
         events = (*self._notice(past, seen), *_report(past, seen, acts))
-        now = now.logged(*events)
+        now = now.log(*events)
         good = start if past.good is None else past.good
         if _severity(worst) > _PROBATION:
             frozen = worst == "freeze"
@@ -297,7 +297,7 @@ class Monitor(Checked):
         the state.
         """
         if seen.batch is not None:
-            now = replace(now, history=extended(now.history, seen.batch, seen.samples), away=0.0)
+            now = replace(now, history=extend(now.history, seen.batch, seen.samples), away=0.0)
         if seen.alarms:
             return now
         age = now.age + seen.ticks
@@ -318,11 +318,11 @@ class Monitor(Checked):
         """A step on probation: back to the good belief if that is at home again."""
         history = now.reference
         if trial is not None and history is not None:
-            known = faded(now.trial, summary(trial), seen.samples)
+            known = fade(now.trial, summary(trial), seen.samples)
             now, rose = replace(now, trial=known), self._at_home(known, history)
             if rose is not None:
                 event = Event(now.batches - 1, "uncertainty", rose, self.uncertainty / 2, "revert")
-                now = replace(now, trying=False, trial=None, away=0.0, recent=known).logged(event)
+                now = replace(now, trying=False, trial=None, away=0.0, recent=known).log(event)
                 return _back(now, "revert"), replace(good, step=state.step)
         return self._away(now, seen, state), state
 
@@ -351,7 +351,7 @@ class Monitor(Checked):
         )
         if now.trying:
             now = replace(now, good=state, newer=state, age=0.0, trying=False, trial=None)
-        return replace(now, history=now.recent, known=None, later=None, away=0.0).logged(event)
+        return replace(now, history=now.recent, known=None, later=None, away=0.0).log(event)
 
 
 def _report(past: MonitorState, seen: Observed, acts: Mapping[str, str]) -> list[Event]:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, final
 from torch import Tensor
 
 from driftfilter.base.checks import require, require_finite
-from driftfilter.base.tensors import as_tensor, as_text, moved
+from driftfilter.base.tensors import as_tensor, as_text, map_tensors
 from driftfilter.filtering import FilterState
 from driftfilter.storage.state_tensors import from_tensors, to_tensors
 
@@ -90,11 +90,11 @@ class MonitorState:
         """[k + 3], the history without the latest batches, once there is so much."""
         return self.history if self.known is None else self.known
 
-    def moved_to(self, mean: Tensor) -> MonitorState:
+    def move_to(self, mean: Tensor) -> MonitorState:
         """The same where a mean is; states in its dtype too."""
 
         def there(state: FilterState | None) -> FilterState | None:
-            return None if state is None else moved(state, lambda tensor: tensor.to(mean))
+            return None if state is None else map_tensors(state, lambda tensor: tensor.to(mean))
 
         tensors: dict[str, Any] = {
             name: tensor.to(mean.device) for name, tensor in self._tensors().items()
@@ -154,7 +154,7 @@ class MonitorState:
             states[name] = from_tensors({**parts, **source}, like) if parts else None
         found: dict[str, Any] = {name: own[name] for name in _TENSORS if name in own}
         _require_fit(found)
-        return cls(**plain, **states, **found).moved_to(like.belief.mean)
+        return cls(**plain, **states, **found).move_to(like.belief.mean)
 
     def since(self, before: MonitorState) -> tuple[Event, ...]:
         """New events; neither their number tells, for old ones are dropped, nor equality with old
@@ -165,7 +165,7 @@ class MonitorState:
         old = set(map(id, before.events))
         return tuple(event for event in self.events if id(event) not in old)
 
-    def logged(self, *events: Event) -> MonitorState:
+    def log(self, *events: Event) -> MonitorState:
         """With more events; the last thousand are kept."""
         return replace(self, events=(*self.events, *events)[-KEPT:]) if events else self
 

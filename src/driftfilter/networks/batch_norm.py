@@ -140,13 +140,15 @@ class TwinBatchNorm(_BatchNorm):
         return self._by_source(inputs) if self.blend is None else self._by_blend(inputs)
 
     def _by_batch(self, inputs: Tensor) -> Tensor:
-        outputs, mean, scale = self._fused(inputs, self.weight, self.bias)
+        outputs, mean, scale = self._normalize_fused(inputs, self.weight, self.bias)
         self.__dict__["moments"] = Moments(
             mean.detach(), scale.detach()
         )  # a module's own __setattr__ takes as long as a kernel
         return outputs
 
-    def _fused(self, inputs: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _normalize_fused(
+        self, inputs: Tensor, weight: Tensor, bias: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """F.batch_norm itself, for every backend, with the statistics that it works out and
         drops.
         """
@@ -167,7 +169,7 @@ class TwinBatchNorm(_BatchNorm):
     def _by_blend(self, inputs: Tensor) -> Tensor:
         fixed = isinstance(self.blend, Ema) and inputs.numel() > self.num_features
         if fixed and self._fits_kernels(inputs):
-            return self._renormalized_by_kernel(inputs)
+            return self._renormalize_by_kernel(inputs)
         batch = self._batch_by_kernel(inputs.detach()) if fixed else self._batch(inputs)
         mean, variance = self._mixture(batch, len(inputs))
         scale = (variance + self.eps).rsqrt()
@@ -176,9 +178,9 @@ class TwinBatchNorm(_BatchNorm):
             (mean.detach(), variance.detach()),
         )
         return (
-            self._renormalized(inputs, batch, self.moments)
+            self._renormalize(inputs, batch, self.moments)
             if fixed
-            else _scaled(inputs, mean, scale, self.weight, self.bias)
+            else _scale_and_shift(inputs, mean, scale, self.weight, self.bias)
         )
 
     def _among(self, inputs: Tensor, shards: Shards) -> Tensor:
@@ -196,23 +198,23 @@ class TwinBatchNorm(_BatchNorm):
         scale = (variance + self.eps).rsqrt()
         self.moments = Moments(mean.detach(), scale.detach())
         if not isinstance(self.blend, Ema) or values == 1:
-            return _scaled(inputs, mean, scale, self.weight, self.bias)
-        corrected = self._corrected((batch_mean.detach(), batch_variance.detach()), self.moments)
-        return _scaled(inputs, batch_mean, (batch_variance + self.eps).rsqrt(), *corrected)
+            return _scale_and_shift(inputs, mean, scale, self.weight, self.bias)
+        corrected = self._correct((batch_mean.detach(), batch_variance.detach()), self.moments)
+        return _scale_and_shift(inputs, batch_mean, (batch_variance + self.eps).rsqrt(), *corrected)
 
-    def _renormalized(
+    def _renormalize(
         self, inputs: Tensor, batch: tuple[Tensor, Tensor], moments: Moments
     ) -> Tensor:
         """The same values by batch normalisation with another scale and shift: see the top of this
         file.
         """
-        slope, shift = self._corrected(batch, moments)
+        slope, shift = self._correct(batch, moments)
         dtype = torch.promote_types(
             inputs.dtype, torch.float32
         )  # half precision is normalised by moments in float32
-        return self._fused(inputs, slope.to(dtype), shift.to(dtype))[0]
+        return self._normalize_fused(inputs, slope.to(dtype), shift.to(dtype))[0]
 
-    def _corrected(self, batch: tuple[Tensor, Tensor], moments: Moments) -> tuple[Tensor, Tensor]:
+    def _correct(self, batch: tuple[Tensor, Tensor], moments: Moments) -> tuple[Tensor, Tensor]:
         """The scale w r and the shift b + w d [c]."""
         (batch_mean, batch_variance), (mean, scale, _) = batch, moments
         r, d = (batch_variance + self.eps).sqrt() * scale, (batch_mean - mean) * scale
@@ -227,7 +229,7 @@ class TwinBatchNorm(_BatchNorm):
         on_gpu = single and inputs.is_cuda and fits(inputs)
         return on_gpu and not torch._C._are_functorch_transforms_active()
 
-    def _renormalized_by_kernel(self, inputs: Tensor) -> Tensor:
+    def _renormalize_by_kernel(self, inputs: Tensor) -> Tensor:
         """The same on a GPU; the sums that the rows of the parameters need serve the backward pass
         too.
         """
@@ -276,7 +278,7 @@ class TwinBatchNorm(_BatchNorm):
         return mean + share * shift, variance + share * spread
 
 
-def _scaled(
+def _scale_and_shift(
     inputs: Tensor, mean: Tensor, scale: Tensor, weight: Tensor | None, bias: Tensor | None
 ) -> Tensor:
     """(x - mean) scale w + b, for channels' [c]."""
@@ -305,7 +307,7 @@ def prepare(module: nn.Module, statistics: Statistics) -> list[TwinBatchNorm]:
         ):
             continue
         found.append(
-            _turned(layer if is_plain(layer) else _inside(layer, name, statistics), statistics)
+            _turn(layer if is_plain(layer) else _inside(layer, name, statistics), statistics)
         )
     return found
 
@@ -369,7 +371,7 @@ class _Redirected(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _turned(layer: Any, statistics: Statistics) -> TwinBatchNorm:
+def _turn(layer: Any, statistics: Statistics) -> TwinBatchNorm:
     missing = layer.running_mean is None
     layer.__dict__["own_check"] = type(layer)._check_input_dim
     layer.__class__ = TwinBatchNorm  # the twin's own layer: the same one, with other statistics

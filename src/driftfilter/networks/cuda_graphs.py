@@ -168,7 +168,7 @@ class CapturedPullback(Pullback):
         self.logits, self.memory = taken[0].run(network, theta, inputs)
         self.is_coupled = taken[0].coupled
 
-    def _asked(self, cotangents: Tensor, question: Question) -> Tensor:
+    def _answer(self, cotangents: Tensor, question: Question) -> Tensor:
         if self._taken is None or cotangents.dim() != 2 or self._taken[1] != question:
             self._captures.note(self._key, question if cotangents.dim() == 2 else None)
             return answer(self._network.eager(self._theta, self._inputs)[1], cotangents, question)
@@ -182,10 +182,10 @@ class CapturedPullback(Pullback):
             self._captures.give_back(self._key, question, capture)
 
     def __call__(self, cotangents: Tensor) -> Tensor:
-        return self._asked(cotangents, "rows")
+        return self._answer(cotangents, "rows")
 
     def total(self, cotangents: Tensor) -> Tensor:
-        return self._asked(cotangents, "total")
+        return self._answer(cotangents, "total")
 
     def __del__(self) -> None:
         self._release()

@@ -20,8 +20,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from driftfilter.base.checks import require, require_finite
-from driftfilter.base.inputs import Inputs, arguments, batch_size, each, picked, require_logits
-from driftfilter.base.sharding import current, gathered, placed, taken, total_samples
+from driftfilter.base.inputs import Inputs, arguments, batch_size, each, pick_logits, require_logits
+from driftfilter.base.sharding import (
+    current,
+    gather_samples,
+    place_samples,
+    take_samples,
+    total_samples,
+)
 from driftfilter.model.predictive import Draw, LinearHead, PredictiveModel, Pullback
 from driftfilter.networks.autocast import as_called, cast, dtype_of
 from driftfilter.networks.batch_norm import (
@@ -42,7 +48,7 @@ def _logits(model: nn.Module, inputs: Inputs, output: Output) -> Tensor:
     """One forward pass, refused unless it gives logits [n, k]."""
     with as_called():
         args, kwargs = arguments(each(inputs, lambda part: cast(ordinary(part), dtype_of(model))))
-        logits = (output or picked)(model(*args, **kwargs))
+        logits = (output or pick_logits)(model(*args, **kwargs))
     require_logits(logits, batch_size(inputs))
     return logits
 
@@ -183,7 +189,7 @@ class Backbone:
             features = copy.seen.pop().detach().to(self.weight.dtype)
             if not self._proven:
                 self._prove(features, logits)
-        return gathered(features)
+        return gather_samples(features)
 
     def _copy(self) -> _Copy:
         """This thread's network: hooks write to it, so that threads cannot share one."""
@@ -316,7 +322,7 @@ class OnFeatures(PredictiveModel):
         return total_samples(batch_size(inputs))
 
     def draw_views(self, draw: Draw, inputs: Inputs) -> tuple[Inputs, ...]:
-        return tuple(taken(view) for view in draw(placed(inputs)))
+        return tuple(take_samples(view) for view in draw(place_samples(inputs)))
 
 
 def head_start(backbone: Backbone) -> Tensor:

@@ -58,7 +58,7 @@ def check(module: nn.Module, parameters: Selection | Prototypes) -> None:
     select(module, Head(parameters.name) if isinstance(parameters, Prototypes) else parameters)
 
 
-def wanted(parameters: Selection | Prototypes) -> set[str]:
+def find_wanted(parameters: Selection | Prototypes) -> set[str]:
     """What only a batch can tell: the "head", a layer's name, and the "center", the mean feature
     [D] of the first batch.
     """
@@ -94,14 +94,16 @@ def initialize(
         observed,
         "None where only a head is adapted: no loss can see more of it",
     )
-    told = {name: tensor for name, tensor in (found or {}).items() if name in wanted(parameters)}
-    if example is not None and "head" in wanted(parameters) - set(told):
+    told = {
+        name: tensor for name, tensor in (found or {}).items() if name in find_wanted(parameters)
+    }
+    if example is not None and "head" in find_wanted(parameters) - set(told):
         told["head"] = as_tensor(find_head(module, example, output))
     name = as_text(told["head"]) if "head" in told else parameters.name
     backbone = Backbone(module, Head(name).layer(module), output, statistics)
     if isinstance(parameters, Head):
         return Start(*build_head(backbone), told)
-    if example is not None and "center" in wanted(parameters) - set(told):
+    if example is not None and "center" in find_wanted(parameters) - set(told):
         n = total_samples(batch_size(example))
         if n < 4:  # one sample would be its own center
             warn(

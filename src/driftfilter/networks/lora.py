@@ -25,7 +25,7 @@ from driftfilter.networks.sample_gradients import (
     Call,
     Rule,
     convolution_weight_rows,
-    padded,
+    pad_inputs,
     positions,
 )
 
@@ -137,7 +137,7 @@ def _convolution(call: Call, flow: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor
     module, rank = call.module, len(a)
     filters = a.view(rank, module.in_channels, *module.kernel_size)
     inner = functional.conv2d(
-        padded(module, call.inputs), filters, stride=module.stride, dilation=module.dilation
+        pad_inputs(module, call.inputs), filters, stride=module.stride, dilation=module.dilation
     )
     narrow = torch.einsum("or,nohw->nrhw", b, flow)
     return convolution_weight_rows(call, narrow, rank).flatten(2), flow.flatten(2) @ inner.flatten(

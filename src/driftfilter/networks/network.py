@@ -35,11 +35,11 @@ from driftfilter.base.inputs import (
     batch_size,
     doubt,
     each,
-    picked,
+    pick_logits,
     require_logits,
     sample,
 )
-from driftfilter.base.sharding import gathered
+from driftfilter.base.sharding import gather_samples
 from driftfilter.model.predictive import PredictiveModel, Pullback
 from driftfilter.networks.autocast import as_called, cast, dtype_of, forward_mode
 from driftfilter.networks.batch_norm import Ema, Statistics, diversity, require_statistics
@@ -106,7 +106,7 @@ class Network(PredictiveModel):
         require_statistics(statistics)
         self.statistics = statistics
         self.output = self._classifying = (
-            output or picked
+            output or pick_logits
         )  # what is asked for; and the logits of classes, always
         self._base = twin(model)  # never called: every thread takes its own twin of it
         self.chosen: Chosen = select(self._base, selection or NormAffine())
@@ -228,7 +228,7 @@ class Network(PredictiveModel):
                 with as_called():
                     classes = self._classifying(outputs)
                 require_logits(classes, len(logits))
-            carried[DIVERSITY] = diversity(gathered(classes.detach().to(logits.dtype)))
+            carried[DIVERSITY] = diversity(gather_samples(classes.detach().to(logits.dtype)))
         return carried
 
     def __call__(self, theta: Tensor, inputs: Inputs) -> Tensor:

@@ -73,10 +73,10 @@ class Chosen(dict[str, Tensor]):
         total = f"{sum(piece.numel() for piece in self.values()):,}"
         table = [("parameter", "layer", "shape", "count"), *lines, ("total", "", "", total)]
         widths = [max(len(line[column]) for line in table) for column in range(4)]
-        return "\n".join(_aligned(line, widths) for line in table)
+        return "\n".join(_align(line, widths) for line in table)
 
 
-def _aligned(line: Iterable[str], widths: list[int]) -> str:
+def _align(line: Iterable[str], widths: list[int]) -> str:
     *words, count = line
     cells = [word.ljust(width) for word, width in zip(words, widths, strict=False)]
     return "  ".join([*cells, count.rjust(widths[-1])])

@@ -230,12 +230,12 @@ class Prototypes(Checked):
             backbone.weight, backbone.bias, self.family, self.concentration, self.intercept, center
         )
         if self.family == "gaussian":
-            return OnFeatures(backbone, head), _matched(head)
+            return OnFeatures(backbone, head), _match(head)
         rows = self.strength * functional.normalize(head.weight, dim=-1)
         return OnFeatures(backbone, head), head.join(rows.new_zeros(len(rows)), rows)
 
 
-def _matched(head: PrototypeHead) -> Tensor:
+def _match(head: PrototypeHead) -> Tensor:
     """θ of Gaussian prototypes whose logits differ from the source head's by a number that is the
     same for all classes.
 
@@ -388,7 +388,7 @@ class Mixture(Checked):
             posterior = (_gaussian_update if gaussian else _directional_update)(
                 prior, head, head.relative(features), shares
             )
-            posterior = self._weighed(posterior, prior, head, shares)
+            posterior = self._weigh(posterior, prior, head, shares)
         require_finite("the posterior mean", posterior.mean)
         return posterior, memory
 
@@ -403,7 +403,7 @@ class Mixture(Checked):
             covariance=prior.covariance,
         )
 
-    def _weighed(
+    def _weigh(
         self, posterior: Belief, prior: Belief, head: PrototypeHead, shares: Tensor
     ) -> Belief:
         """The posterior with the class weights of these shares."""

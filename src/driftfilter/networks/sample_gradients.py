@@ -80,7 +80,7 @@ def positions(call: Call) -> Tensor:
     return call.inputs.reshape(len(call.inputs), -1, call.inputs.shape[-1])
 
 
-def padded(module: _ConvNd, inputs: Tensor) -> Tensor:
+def pad_inputs(module: _ConvNd, inputs: Tensor) -> Tensor:
     """Inputs of a convolution with the padding that it puts around them."""
     mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
     return functional.pad(inputs, module._reversed_padding_repeated_twice, mode)
@@ -90,7 +90,7 @@ def convolution_weight_rows(call: Call, flow: Tensor, filters: int) -> Tensor:
     """Rows [m, filters, …] of a convolution's weight: one grouped convolution that takes every
     sample as a group.
     """
-    module, inputs = call.module, padded(call.module, call.inputs)
+    module, inputs = call.module, pad_inputs(call.module, call.inputs)
     shape = (len(inputs) * filters, module.in_channels // module.groups, *module.kernel_size)
     gradient = next(rule for kind, rule in _CONVOLUTIONS.items() if isinstance(module, kind))
     flat: Tensor = gradient(

@@ -118,7 +118,7 @@ def shot_im(lr: float = 1e-3) -> Recipe:
     return _descent(InformationMaximization(), lr)
 
 
-def _gated(margin: float, similarity: float) -> Gibbs:
+def _gate(margin: float, similarity: float) -> Gibbs:
     return Gibbs(Entropy(), Product((EntropyGate(margin), DiversityGate(similarity))), over="kept")
 
 
@@ -129,7 +129,7 @@ def eta(lr: float = 1e-3, margin: float = 0.4, similarity: float = 0.4) -> Recip
     The mean is over the samples kept. ImageNet: similarity 0.05, SGD 2.5e-4. Where none is kept the
     authors skip the step; here the transition still applies, which for a random walk is the same.
     """
-    return _descent(Entropy(), lr, observation=_gated(margin, similarity))
+    return _descent(Entropy(), lr, observation=_gate(margin, similarity))
 
 
 def eata(

@@ -25,7 +25,7 @@ from driftfilter.base.checks import (
     require_shape,
     unchecked,
 )
-from driftfilter.base.inputs import Inputs, batch_size, checked, each
+from driftfilter.base.inputs import Inputs, batch_size, check_inputs, each
 from driftfilter.base.randomness import Purpose, Randomness
 from driftfilter.gaussian.belief import Belief
 from driftfilter.gaussian.covariance import Covariance
@@ -367,7 +367,7 @@ def _cross_entropy(
 ) -> Energy:
     """The energy Σ_i -log p(y_i given x_i, θ), the labels y_i from the logits at the mean."""
     # A data loader's inputs are on the CPU.
-    inputs = each(checked(inputs), lambda part: part.to(mean.device))
+    inputs = each(check_inputs(inputs), lambda part: part.to(mean.device))
     samples = batch_size(inputs)
     pulled = pull_back(model, mean, inputs)
     classes = pulled[0].shape[-1]

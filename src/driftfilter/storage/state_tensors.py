@@ -11,7 +11,7 @@ from torch import Tensor
 
 from driftfilter.base.checks import require, require_finite, unchecked
 from driftfilter.base.inputs import Inputs
-from driftfilter.base.tensors import moved
+from driftfilter.base.tensors import map_tensors
 from driftfilter.filtering import FilterState
 from driftfilter.gaussian.belief import Belief
 from driftfilter.gaussian.covariance import Covariance
@@ -56,7 +56,7 @@ def from_tensors(tensors: Mapping[str, Tensor], like: FilterState) -> FilterStat
         for name, value in tensors.items()
         if name.startswith("memory.")
     }
-    memory = moved(kept, lambda value: value.to(belief.mean, copy=True))
+    memory = map_tensors(kept, lambda value: value.to(belief.mean, copy=True))
     return FilterState(
         belief,
         source,
