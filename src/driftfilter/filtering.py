@@ -92,7 +92,7 @@ class StepInfo(NamedTuple):
     informative: bool  # False: the batch carried no information and only the transition was applied
     reason: str  # why not, empty otherwise
     losses: Tensor  # [views, n], ℓ_i at the prior mean, by view
-    weights: Tensor  # [n], w_i of every sample; 0 where it was left out
+    weights: Tensor  # [n], w_i of every sample; 0 if it was left out
     coefficients: Tensor  # [n], w_i / n
 
     @classmethod
@@ -124,7 +124,7 @@ class Outputs(Sequence[Prediction]):
         compiled: int = 0,
     ) -> None:
         self._predictions, self.infos, self.compiled = predictions, infos, compiled
-        # log-probabilities and logit variances [samples, k], where they are one tensor already
+        # log-probabilities and logit variances [samples, k], if they are one tensor already
         self._together = together
 
     def __len__(self) -> int:
@@ -343,7 +343,7 @@ class Filter(Checked):
         return needed
 
     def reason(self, used: int) -> str:
-        """Why a batch with this many samples of a weight says nothing; empty where it says
+        """Why a batch with this many samples of a weight says nothing; empty if it says
         something.
         """
         if used >= self.needed:
@@ -368,7 +368,7 @@ def _checking_on(state: FilterState) -> AbstractContextManager[None]:
 
 
 def _require_proper(belief: Belief, source: Belief) -> None:
-    """Raise where a transition without data has left no covariance, or an infinite one;
+    """Raise if a transition without data has left no covariance, or an infinite one;
     conditioning checks its own.
 
     A stream that starts from a point mass may stay one.

@@ -503,10 +503,10 @@ def test_samples_are_put_at_their_place_among_all(alone: ProcessRanks) -> None:
     [
         ({"recipe": "memo"}, r"adapt: recipe must be without chunks.*got 'chunk=1'"),
         ({"recipe": "lora"}, r"adapt: recipe must be without chunks"),
-        ({"window": 32}, r"adapt: window must be 0 where a stream is distributed.*got 32"),
+        ({"window": 32}, r"adapt: window must be 0 if a stream is distributed.*got 32"),
         (
             {"update_every": 2},
-            r"adapt: update_every must be 1 where a stream is distributed.*got 2",
+            r"adapt: update_every must be 1 if a stream is distributed.*got 2",
         ),
         (
             {"distributed": "gloo"},

@@ -738,7 +738,7 @@ def test_an_anchor_is_the_gradient_of_a_quadratic_around_the_source(matrix: str)
     assert_belief(posterior, theta.detach() - 0.1 * theta.grad, spread(10), atol=1e-12)
     torch.testing.assert_close(memory["inference.gradient"], theta.grad, rtol=1e-11, atol=1e-13)
     with pytest.raises(
-        ValueError, match=r"GradientStep.anchor must be 0 where the energy does not know the source"
+        ValueError, match=r"GradientStep.anchor must be 0 if the energy does not know the source"
     ):
         rule(prior, energy(lift(network), df.Entropy(), prior.mean, inputs), {}, RANDOMNESS)
 

@@ -367,7 +367,7 @@ def test_from_teacher_is_the_softmax_of_the_teachers_logits() -> None:
     )
     with pytest.raises(
         ValueError,
-        match=r"Filter.prediction must be another rule where the observation has no teacher",
+        match=r"Filter.prediction must be another rule if the observation has no teacher",
     ):
         df.FromTeacher()(belief, Query(lift(curved), INPUTS, RANDOMNESS))
 

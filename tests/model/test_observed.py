@@ -142,9 +142,7 @@ def test_only_functions_pick_outputs_and_heads_have_no_more_to_show() -> None:
     adapter = df.adapt(
         network(), "head_ekf", output=lambda heads: heads[0], observed=lambda heads: heads[1]
     )
-    with pytest.raises(
-        ValueError, match="adapt: observed must be None where only a head is adapted"
-    ):
+    with pytest.raises(ValueError, match="adapt: observed must be None if only a head is adapted"):
         adapter(images())
 
 

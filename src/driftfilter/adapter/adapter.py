@@ -106,7 +106,7 @@ def adapt(  # noqa: PLR0913  # what editors complete
             not options,
             "adapt",
             f"options {list(options)}",
-            "given in the recipe where it is not a preset's name",
+            "given in the recipe if that is not a preset's name",
         )
     require(isinstance(model, nn.Module), "adapt: model", type(model).__name__, "a torch module")
     allowed = "the name of a preset or a Recipe"
@@ -252,7 +252,7 @@ class Adapter(nn.Module):
 
     @property
     def fingerprint(self) -> Fingerprint:
-        """What tells the model from others; worked out again only where it has been written to
+        """What tells the model from others; worked out again only if it has been written to
         since.
         """
         bound, known = self._ready(None).bound, self._known
@@ -277,7 +277,7 @@ class Adapter(nn.Module):
 
     @contextmanager
     def _given(self, call: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Inputs]:
-        """The inputs of a call, checked; where the stream is distributed, for a call of all
+        """The inputs of a call, checked; if the stream is distributed, for a call of all
         ranks.
         """
         inputs, now = join_arguments(self._model[0], args, kwargs), self._now

@@ -1,6 +1,6 @@
 """The filter of an adapter on the user's model, and whether it is still the filter of that model.
 
-A model is read when it is first needed, and again where the user has moved it since, or written to
+A model is read when it is first needed, and again if the user has moved it since, or written to
 it before anything was learned. Nothing is changed in it: the filter stands on a twin.
 """
 
@@ -32,7 +32,7 @@ from driftfilter.source.posterior import Laplace, PointMass, SourceData
 
 
 def fit_recipe(recipe: Recipe, data: SourceData | None) -> Recipe:
-    """The recipe, or the nearest one where there are no source data for its posterior."""
+    """The recipe, or the nearest one if there are no source data for its posterior."""
     if data is not None or not isinstance(recipe.source, Laplace):
         return recipe
     anchored = isinstance(recipe.inference, GradientStep)
@@ -81,20 +81,18 @@ class FilterOptions:
             "torch.bfloat16, torch.float16 or None",
         )
         alone = not (self.cuda_graphs and self.distributed)
-        require(
-            alone, "adapt: cuda_graphs", self.cuda_graphs, "False where a stream is distributed"
-        )
+        require(alone, "adapt: cuda_graphs", self.cuda_graphs, "False if a stream is distributed")
         if self.cuda_graphs and isinstance(self.recipe.parameters, (Head, Prototypes)):
             warn(
                 "adapt: cuda_graphs is ignored: no pass over the network is differentiated "
-                "where its head alone is adapted"
+                "if its head alone is adapted"
             )
 
     def __call__(
         self, model: nn.Module, found: Mapping[str, Tensor], example: Inputs | None
     ) -> BoundFilter:
         """The filter on the model as it is now, by what earlier batches told about it, and an
-        example where there is one.
+        example if there is one.
         """
         recipe, read = self.recipe, ModelSnapshot.of(model)
         frozen = twin(model, self.channels_last)

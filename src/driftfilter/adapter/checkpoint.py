@@ -1,4 +1,4 @@
-"""Checkpoints: what an adapter has learned in a file that is written whole, and refused where a
+"""Checkpoints: what an adapter has learned in a file that is written whole, and refused if a
 single bit has changed.
 
 A safetensors file that any reader of the format can open. Its metadata hold one JSON header under
@@ -82,7 +82,7 @@ def load(adapter: Adapter, path: str | Path, strict: bool = True) -> dict[str, A
 
 
 def fingerprint(model: nn.Module) -> Fingerprint:
-    """Of the parameters and buffers as they are now."""
+    """What tells the parameters and buffers, as they are now, from others."""
     shapes, values = hashlib.sha256(), hashlib.sha256()
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         shapes.update(f"{name} {list(tensor.shape)} {tensor.dtype}\n".encode())
@@ -164,7 +164,7 @@ def _difference(there: Any, here: Any, name: str = "") -> tuple[str, Any, Any] |
 
 
 def _short(value: Any, start: int) -> Any:
-    """A variant by its name, of a long text what stands about the place where it differs."""
+    """A short form for messages: a variant's name, or a text about the place of a difference."""
     if isinstance(value, str) and len(value) > 80:
         return value[max(0, start - 40) : start + 40]
     return value["kind"] if isinstance(value, dict) and "kind" in value else value

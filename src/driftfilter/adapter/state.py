@@ -56,7 +56,7 @@ class AdapterState(NamedTuple):
         return self.bound.start if self.state is None else self.state
 
     def on(self, bound: BoundFilter) -> AdapterState:
-        """The same on the model as it was read now, with the state where that is."""
+        """What is known, on the model as it was read now; the state goes where the model is."""
         if self.state is None:
             return self._replace(bound=bound, found=bound.found)
         state = bound.taking(self.state)
@@ -134,7 +134,7 @@ class AdapterState(NamedTuple):
 
 
 def read_found(own: Mapping[str, Tensor], recipe: Recipe) -> dict[str, Tensor]:
-    """What batches had told about the model, by named tensors; these are refused where they are of
+    """What batches had told about the model, by named tensors; these are refused if they are of
     another recipe.
     """
     mine, theirs = _memory_of(recipe), as_text(own["recipe"]) if "recipe" in own else "none"

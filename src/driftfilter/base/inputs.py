@@ -95,7 +95,7 @@ def _counts(part: Any, samples: int) -> bool:
 
 def _concatenate(name: str, pieces: Sequence[Tensor]) -> Tensor:
     shapes = sorted({tuple(piece.shape[1:]) for piece in pieces})
-    together = "where several batches are adapted to at once (window, update_every)"
+    together = "if several batches are adapted to at once (window, update_every)"
     require(
         len(shapes) == 1,
         name,
@@ -167,7 +167,7 @@ def arguments(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def join_arguments(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
-    """The way back: the inputs of a call in the place of the model's, by place or, where some came
+    """The inputs of a call in the place of the model's: by place or, if some came
     by name, all by name.
     """
     if not args or not kwargs:
@@ -226,7 +226,7 @@ def doubt(logits: Tensor) -> str:
     """
     if logits.shape[1] == 1:
         return (
-            "the model returns one logit, so its only class is certain: where it is that of the "
+            "the model returns one logit, so its only class is certain: if it is that of the "
             "second of two classes, give"
             " adapt output=lambda result: torch.cat((torch.zeros_like(result), result), -1)"
         )

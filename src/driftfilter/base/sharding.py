@@ -42,7 +42,7 @@ class Shards:
 
     @property
     def samples(self) -> int:
-        """Of this rank."""
+        """Samples of this rank."""
         return self.sizes[self.ranks.rank]
 
     @property
@@ -116,7 +116,7 @@ _CURRENT: ContextVar[Shards | None] = ContextVar("shards", default=None)
 
 
 def current() -> Shards | None:
-    """The shards of the batch at hand; None where this process has all of it."""
+    """The shards of the batch at hand; None if this process has all of it."""
     return _CURRENT.get()
 
 

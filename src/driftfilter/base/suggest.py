@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """The known name that one that is not known resembles, as the end of an error message; empty
-    where none does.
+    if none does.
     """
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f" (did you mean {close[0]!r}?)" if close else ""

@@ -185,7 +185,7 @@ class Fleet:
         """
         if isinstance(batches, Mapping):
             require(
-                streams is None, "Fleet.step: streams", streams, "left out where batches are named"
+                streams is None, "Fleet.step: streams", streams, "left out if batches are named"
             )
             return self._step_mapping(batches)
         prediction = self.run(

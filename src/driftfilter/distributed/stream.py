@@ -2,7 +2,7 @@
 the same belief.
 
 Logits [n, k] are gathered, so that weights, losses, class marginals and alarms are worked out from
-the whole batch on each rank; gradients [d] are summed, their rows [n, d] gathered where a curvature
+the whole batch on each rank; gradients [d] are summed, their rows [n, d] gathered if a curvature
 needs them. Batch normalisation exchanges its moments (batch_norm.py). The rest of the library does
 not know: a belief that is updated by the same numbers stays the same.
 """
@@ -111,10 +111,10 @@ def join(
         window == 0,
         "adapt: window",
         window,
-        f"0 where a stream is distributed: it is for streams of few samples; {apart}",
+        f"0 if a stream is distributed: it is for streams of few samples; {apart}",
     )
     together = (
-        "1 where a stream is distributed: a checkpoint of one rank would lack the samples that "
+        "1 if a stream is distributed: a checkpoint of one rank would lack the samples that "
         "others wait with"
     )
     require(update_every == 1, "adapt: update_every", update_every, together)
@@ -155,7 +155,7 @@ def require_same(ranks: ProcessRanks, facts: Mapping[str, Any]) -> None:
 def share_call(
     ranks: ProcessRanks, inputs: Inputs, call: str, facts: Mapping[str, int]
 ) -> Iterator[Inputs]:
-    """A call of all ranks, each with a shard that may be empty; refused on all of them where it is
+    """A call of all ranks, each with a shard that may be empty; refused on all of them if it is
     on one, or facts differ.
 
     The inputs are new tensors (what is known of a batch must not depend on the rank), a sample that
@@ -210,7 +210,7 @@ _CALLS = ("adapter(x)", "predict", "update")
 
 
 def _count_samples(inputs: Inputs) -> tuple[int, Inputs]:
-    """How many samples there are, and inputs to compute with: zeros for one sample where there is
+    """How many samples there are, and inputs to compute with: zeros for one sample if there is
     none.
     """
     samples = batch_size(inputs)
@@ -226,7 +226,7 @@ def _count_samples(inputs: Inputs) -> tuple[int, Inputs]:
 
 
 def checksum(values: Tensor) -> int:
-    """Of the bits of numbers [d]."""
+    """A checksum of the bits of numbers [d]."""
     bits = values.contiguous().view(torch.int64 if values.dtype == torch.float64 else torch.int32)
     places = torch.arange(1, len(bits) + 1, device=bits.device)
     return int((bits.long() * places).sum())

@@ -163,7 +163,7 @@ def _integrate(
 def _average_over(
     logits: Tensor, weights: Tensor, center: Evaluation, energy: Energy, curvature: LogitMetric
 ) -> tuple[Tensor, Tensor]:
-    """The same over logits [v, m, n, k] with weights [m], for a model whose Jacobian is that of the
+    """E[g] and F over logits [v, m, n, k] with weights [m], if the model's Jacobian is that of the
     center everywhere.
     """
     expansion = energy.loss.expand(logits, energy.samples.targets, energy.samples.weights)

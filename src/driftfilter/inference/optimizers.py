@@ -143,7 +143,7 @@ class GradientStep(Checked):
                 source is not None,
                 "GradientStep.anchor",
                 self.anchor,
-                "0 where the energy does not know the source",
+                "0 if the energy does not know the source",
             )
             assert source is not None
             gradient = gradient + self.anchor * source.covariance.solve(prior.mean - source.mean)

@@ -204,7 +204,7 @@ class FromTeacher(PredictionRule):
             query.taught is not None,
             "Filter.prediction",
             self,
-            "another rule where the observation has no teacher",
+            "another rule if the observation has no teacher",
         )
         assert query.taught is not None
         return Prediction(query.taught.log_softmax(-1), torch.zeros_like(query.taught))

@@ -39,7 +39,7 @@ class Variational(Checked):
     ``tolerance`` posterior standard deviations and no variance by more than that fraction, or after
     ``iterations``; ``memory["inference.residual"]`` is the length of a further full step. The rate
     is halved whenever that length grows, as it may under a projected covariance. The fixed point is
-    the exact optimum where the curvature is the exact Hessian (a linear head and a convex loss).
+    the exact optimum if the curvature is the exact Hessian (a linear head and a convex loss).
     With 0 samples and 0 nodes it is Newton's method to the mode and the Laplace approximation
     there.
     """

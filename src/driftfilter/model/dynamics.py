@@ -67,7 +67,7 @@ class Dynamics(Protocol):
         """The motion, for a source belief over the (augmented) state."""
 
     def layout(self, parameters: int) -> Layout | None:
-        """The augmented state for this many parameters; None where the state is the parameters."""
+        """The augmented state for this many parameters; None if the state is the parameters."""
         return None
 
 
@@ -111,7 +111,7 @@ def _augment(read_out: Sequence[float], scale: float, parameters: int) -> Layout
 
 
 def _repeat(block: Tensor, source: Belief) -> Tensor:
-    """The same small gain for every parameter: block ⊗ I."""
+    """One small gain for every parameter: block ⊗ I."""
     require(
         source.dimension % block.shape[0] == 0,
         "source belief",

@@ -111,7 +111,7 @@ class Discount(Checked):
 @final
 @dataclass(frozen=True)
 class Reset(Checked):
-    """Σ⁻ = σ² I whatever Σ was, or Σ⁻ = Σ₀ where no variance is given: past curvature is dropped,
+    """Σ⁻ = σ² I whatever Σ was, or Σ⁻ = Σ₀ if no variance is given: past curvature is dropped,
     the mean is kept.
     """
 

@@ -39,7 +39,7 @@ class Teacher(Checked):
     """Targets from a slow average φ of the adapted parameters: φ ← a φ + (1 - a) θ after each step,
     from φ = θ_S.
 
-    ȳ = f(x; φ), or its mean over augmented copies where the source is unsure of the batch:
+    ȳ = f(x; φ), or its mean over augmented copies if the source is unsure of the batch:
     mean_i max_c p_c(x_i; θ_S) < ``confidence``.
     """
 

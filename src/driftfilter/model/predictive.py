@@ -134,7 +134,7 @@ class LinearHead(Checked, PredictiveModel):
     linear = True
 
     def _features(self, inputs: Tensor, theta: Tensor) -> tuple[Tensor, int]:
-        """Features [n, D], and the first class that has a row in θ: 1 where class 0 is fixed at 0,
+        """Features [n, D], and the first class that has a row in θ: 1 if class 0 is fixed at 0,
         else 0.
         """
         if inputs.dim() != 2:

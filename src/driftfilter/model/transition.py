@@ -95,7 +95,7 @@ class Transition(Checked):
         return Belief(mean, Full(matrix))
 
     def read_out(self, parameters: int) -> Tensor | None:
-        """E [d, states] with θ = E s; None where the state is the parameters."""
+        """E [d, states] with θ = E s; None if the state is the parameters."""
         layout = self.dynamics.layout(parameters)
         return None if layout is None else layout.read_out
 
@@ -111,8 +111,9 @@ class Transition(Checked):
         return states if matrix is None else states @ matrix.to(states).mT
 
     def sample_states(self, source: Belief, steps: int, count: int, seed: int = 0) -> Tensor:
-        """The same with the hidden states, [count, steps + 1, states], from a source over the
-        states (see ``augment``).
+        """Sampled prior paths with the hidden states, [count, steps + 1, states].
+
+        The source is a belief over the states (see ``augment``).
         """
         require_count("sample_paths: steps", steps, 0)
         require_count("sample_paths: count", count, 1)
@@ -350,7 +351,7 @@ def _concatenate(
 
 
 def _join(noises: Sequence[Noise], sizes: Sequence[int], like: Tensor) -> Noise:
-    """The noises of the parts as one: diagonal where all are, blocks otherwise."""
+    """The noises of the parts as one: diagonal if all are, blocks otherwise."""
     plain = [
         noise
         for noise in noises

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Samples in a window, or the batch where that is larger; and the fewest that are compared.
+# Samples in a window, or the batch if that is larger; and the fewest that are compared.
 SHORT = 64
 STEADY = (
     2 * SHORT
@@ -24,7 +24,7 @@ LONG = 50  # samples of a class, on average, that are remembered of pairs
 
 
 class Evidence(NamedTuple):
-    """How far lately is from before, and -ln of the chance of that (at least; 0 where too few
+    """How far lately is from before, and -ln of the chance of that (at least; 0 if too few
     samples tell).
     """
 
@@ -156,7 +156,7 @@ def count_lost(pairs: Tensor, classes: int) -> dict[str, Tensor]:
 
 
 def rise(window: Tensor, history: Tensor) -> Tensor:
-    """Of the mean predictive entropy, in standard deviations of a sample."""
+    """The rise of the mean predictive entropy, in standard deviations of a sample."""
     return (window[-2] / window[-3] - history[-2] / history[-3]) / _spread(history)
 
 
@@ -168,7 +168,7 @@ def _spread(history: Tensor) -> Tensor:
 
 
 def _kl(p: Tensor, q: Tensor) -> Tensor:
-    """p ln(p / q), 0 where p is."""
+    """p ln(p / q), 0 if p is."""
     pieces: Tensor = torch.special.xlogy(p, p) - torch.special.xlogy(p, q)
     return pieces
 

@@ -293,7 +293,7 @@ class Monitor(Checked):
         )
 
     def _take(self, now: MonitorState, seen: Observed, state: FilterState) -> MonitorState:
-        """With the batch in the history and, where one is due and nothing is wrong, a snapshot of
+        """With the batch in the history and, if one is due and nothing is wrong, a snapshot of
         the state.
         """
         if seen.batch is not None:
@@ -327,7 +327,7 @@ class Monitor(Checked):
         return self._away(now, seen, state), state
 
     def _at_home(self, trial: Tensor, history: Tensor) -> float | None:
-        """The rise of uncertainty of the good belief, where enough samples say that it is none."""
+        """The rise of uncertainty of the good belief, if enough samples say that it is none."""
         count, rose = torch.stack((trial[:-3].sum(), rise(trial, history))).tolist()
         return float(rose) if count >= SHORT / 2 and rose < self.uncertainty / 2 else None
 
@@ -355,7 +355,7 @@ class Monitor(Checked):
 
 
 def _report(past: MonitorState, seen: Observed, acts: Mapping[str, str]) -> list[Event]:
-    """Events of the alarms: every time where the belief goes back, else when one begins."""
+    """Events of the alarms: every time if the belief goes back, else when one begins."""
     values, known = (
         seen.signals._asdict(),
         [*past.alarmed, *(("uncertainty",) if past.trying else ())],
@@ -420,7 +420,7 @@ class Observed(NamedTuple):
     early: bool  # whether a share has gained half of what is an alarm
     batch: Tensor | None  # [k + 3], its summary
     recent: Tensor | None  # [k + 3], the window with it
-    pairs: Tensor | None  # [2, w], with it where it was probed
+    pairs: Tensor | None  # [2, w], with it if it was probed
     samples: int
 
     @property

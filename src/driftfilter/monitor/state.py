@@ -36,7 +36,7 @@ class Event:
 
 
 class Signals(NamedTuple):
-    """What the monitor saw in the last step; NaN where there was nothing to see or to compare
+    """What the monitor saw in the last step; NaN if there was nothing to see or to compare
     with.
     """
 
@@ -52,7 +52,7 @@ class Signals(NamedTuple):
     )  # of the mean from the source, in prior standard deviations (see deviation)
     divergence: float = (
         math.nan
-    )  # KL(belief ‖ source) / d in nats, where the monitor has a threshold for it
+    )  # KL(belief ‖ source) / d in nats, if the monitor has a threshold for it
     marginal_entropy: float = math.nan  # of the classes predicted in this batch, in nats
     largest_share: float = math.nan  # of a class in this batch
     predictive_entropy: float = math.nan  # mean H(p_i) of this batch, in nats
@@ -91,7 +91,7 @@ class MonitorState:
         return self.history if self.known is None else self.known
 
     def move_to(self, mean: Tensor) -> MonitorState:
-        """The same where a mean is; states in its dtype too."""
+        """What is remembered, on the device of a mean; states in its dtype too."""
 
         def there(state: FilterState | None) -> FilterState | None:
             return None if state is None else map_tensors(state, lambda tensor: tensor.to(mean))

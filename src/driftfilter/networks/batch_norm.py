@@ -42,7 +42,7 @@ class Moments(NamedTuple):
 
     mean: Tensor  # [c]
     scale: Tensor  # [c], 1 / standard deviation
-    # Of the gradient to come, where the layer's own backward pass needs them too.
+    # Sums of the gradient to come, if the layer's own backward pass needs them too.
     sums: SampleSums | None = None
 
 
@@ -102,7 +102,7 @@ def require_statistics(statistics: Any) -> None:
 
 
 def diversity(logits: Tensor) -> Tensor:
-    """D of a batch's logits [n, k], a scalar []: 1 where as many classes are predicted as n
+    """D of a batch's logits [n, k], a scalar []: 1 if as many classes are predicted as n
     balanced draws would show.
     """
     n, k = logits.shape
@@ -184,7 +184,7 @@ class TwinBatchNorm(_BatchNorm):
         )
 
     def _among(self, inputs: Tensor, shards: Shards) -> Tensor:
-        """The same where other ranks have a part of the batch, whose moments are those of all its
+        """Normalise if other ranks have a part of the batch: its moments are those of all its
         parts.
         """
         own = (*self._batch(inputs), inputs.numel() // self.num_features, len(inputs))
@@ -205,7 +205,7 @@ class TwinBatchNorm(_BatchNorm):
     def _renormalize(
         self, inputs: Tensor, batch: tuple[Tensor, Tensor], moments: Moments
     ) -> Tensor:
-        """The same values by batch normalisation with another scale and shift: see the top of this
+        """Renormalise by batch normalisation with another scale and shift: see the top of this
         file.
         """
         slope, shift = self._correct(batch, moments)
@@ -230,9 +230,7 @@ class TwinBatchNorm(_BatchNorm):
         return on_gpu and not torch._C._are_functorch_transforms_active()
 
     def _renormalize_by_kernel(self, inputs: Tensor) -> Tensor:
-        """The same on a GPU; the sums that the rows of the parameters need serve the backward pass
-        too.
-        """
+        """Renormalise on a GPU; the backward pass shares the sums that rows of parameters need."""
         assert self.blend is not None
         assert self.carried is not None
         trust = (
@@ -258,7 +256,7 @@ class TwinBatchNorm(_BatchNorm):
         return mean, variance
 
     def _batch_by_kernel(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
-        """The same where nothing is differentiated, by torch's kernels for batch norms: several
+        """Mean and variance [c] if nothing is differentiated, by torch's own kernels: several
         times as fast.
         """
         if inputs.is_cuda:  # half precision too

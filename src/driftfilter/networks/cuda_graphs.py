@@ -130,7 +130,7 @@ class Captures:
     def take(
         self, network: Network, key: Key, theta: Tensor, inputs: Inputs
     ) -> tuple[Capture, Question] | None:
-        """One that is free, or a new one; None where it is not yet known what will be asked, or
+        """One that is free, or a new one; None if it is not yet known what will be asked, or
         there are enough.
         """
         question = self._asked.get(key)

@@ -54,7 +54,7 @@ def _logits(model: nn.Module, inputs: Inputs, output: Output) -> Tensor:
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    """In float32, or in float64 where it is: half precision cannot carry a belief."""
+    """In float32, or in float64 if it is so already: half precision cannot carry a belief."""
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
@@ -252,7 +252,7 @@ class _Kept(NamedTuple):
 
 
 def _tensors(inputs: Inputs) -> list[Tensor] | None:
-    """The tensors of a batch; None where there is anything else, or one whose changes torch does
+    """The tensors of a batch; None if there is anything else, or one whose changes torch does
     not count.
     """
     parts = (
@@ -326,7 +326,7 @@ class OnFeatures(PredictiveModel):
 
 
 def head_start(backbone: Backbone) -> Tensor:
-    """θ of the source head as LinearHead reads it: [b_c, w_c] class by class, or w_c where it has
+    """θ of the source head as LinearHead reads it: [b_c, w_c] class by class, or w_c if it has
     no bias [d].
     """
     rows = (

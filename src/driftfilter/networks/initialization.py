@@ -38,7 +38,7 @@ class Start(NamedTuple):
 
 
 def check(module: nn.Module, parameters: Selection | Prototypes) -> None:
-    """Raise where nothing could be selected; needs no values, so that a module on the meta device
+    """Raise if nothing could be selected; needs no values, so that a module on the meta device
     will do.
     """
     python = not isinstance(module, torch.jit.ScriptModule)
@@ -92,7 +92,7 @@ def initialize(
         observed is None,
         "adapt: observed",
         observed,
-        "None where only a head is adapted: no loss can see more of it",
+        "None if only a head is adapted: no loss can see more of it",
     )
     told = {
         name: tensor for name, tensor in (found or {}).items() if name in find_wanted(parameters)

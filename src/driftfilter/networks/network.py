@@ -10,7 +10,7 @@ a forward pass for each sample, which needs samples that are not coupled.
 
 Rows suppose that a parameter is used by its layer only, and that the first dimension of what a
 layer sees is that of the samples, or a multiple of it with those of a sample together. The first
-backward pass proves it (row_check.py); where it does not hold, as in a head tied to an embedding by
+backward pass proves it (row_check.py); if it does not hold, as in a head tied to an embedding by
 a functional call or a layer that sees tokens first, rows come from a forward pass for each sample
 too. Layers beside a recurrent or attention layer that is not ``batch_first`` are taken to see
 sequences first.
@@ -53,7 +53,7 @@ Memory: TypeAlias = Mapping[str, Tensor]
 _TOGETHER = 4  # tangents that share a forward pass; more of them take as long and more memory
 # In the memory: means, then variances, of every batch norm [2 · channels].
 STATISTICS = "network.statistics"
-# In the memory, where Ema asks for it: D of the last batch observed [].
+# In the memory, if Ema asks for it: D of the last batch observed [].
 DIVERSITY = "network.diversity"
 
 
@@ -69,7 +69,7 @@ class _Graph:
     memory: Memory
 
     def backward(self, cotangents: Tensor, retain: bool = False) -> dict[str, Tensor | None]:
-        """Gradients by piece; None where a piece was not used."""
+        """Gradients by piece; None if a piece was not used."""
         leaves = list(self.leaves.values())
         with self.own.holding(self.tensors):  # checkpointed segments run again
             gradients = torch.autograd.grad(
@@ -86,11 +86,11 @@ class Network(PredictiveModel):
     "source", or by a blend of both, ``PseudoCount`` or ``Ema``. A layer that sees one value a
     channel has no variance, and uses the source's; one without running statistics always uses the
     batch's. ``output`` picks the logits out of what the module returns; without it they are the
-    result, its ``logits``, or its only element. ``observed`` picks what the loss sees, where that
+    result, its ``logits``, or its only element. ``observed`` picks what the loss sees, if that
     is something else [n, any]: the outputs of a head of its own for self-supervision, or logits and
     features side by side. The diversity of a batch (``Ema``) is that of the logits even then.
     Inputs are a tensor, a tuple or list (positional arguments) or a mapping (keyword arguments). θ
-    is float32, or float64 where the module is; floating inputs get the module's dtype except under
+    is float32, or float64 if the module is; floating inputs get the module's dtype except under
     autocast.
     """
 
@@ -149,7 +149,7 @@ class Network(PredictiveModel):
         return other
 
     def recall(self, memory: Memory) -> Network:
-        """The model with the statistics that a memory carries; itself where it carries none."""
+        """The model with the statistics that a memory carries; itself if it carries none."""
         if not isinstance(self.statistics, Ema) or STATISTICS not in memory:
             return self
         trust = memory[DIVERSITY] ** self.statistics.diversity if DIVERSITY in memory else 1.0
@@ -162,7 +162,7 @@ class Network(PredictiveModel):
         return other
 
     def carried(self) -> tuple[Tensor, Tensor] | None:
-        """The statistics that the next batch is blended with and the trust in it; None where
+        """The statistics that the next batch is blended with and the trust in it; None if
         nothing is blended.
         """
         own = self._own()
@@ -317,7 +317,7 @@ class Network(PredictiveModel):
             f"parameters {names}",
             "parameters of normalisation, linear, convolution and embedding layers (with "
             "torch's own forward), and used by"
-            " these alone, where batch statistics or the module itself couple the samples; use "
+            " these alone, if batch statistics or the module itself couple the samples; use "
             "statistics='source', or an"
             " inference without per-sample gradients such as GradientStep",
         )
@@ -430,7 +430,7 @@ class NetworkPullback(Pullback):
         have these but no rows.
         """
         rows: dict[str, Tensor] = {}
-        lost: set[str] = set()  # used where no sample can be told from another
+        lost: set[str] = set()  # used in places in which no sample can be told from another
         handles = [
             record.node.register_prehook(self._collector(graph, record, rows, lost, retain))
             for record in graph.records

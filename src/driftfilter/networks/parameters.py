@@ -36,7 +36,7 @@ class Chosen(dict[str, Tensor]):
         return set(self)
 
     def start(self) -> Tensor:
-        """θ [d], in float32 or, where a piece is, in float64."""
+        """θ [d], in float32 or, if a piece is, in float64."""
         dtype = (
             torch.float64
             if any(piece.dtype == torch.float64 for piece in self.values())

@@ -72,7 +72,7 @@ Family = Literal["gaussian", "von_mises_fisher", "inner_product"]
 class PrototypeHead(Checked, PredictiveModel):
     """p(y given z, θ) of prototypes w_k, closed forms throughout; ``concentration`` is κ.
 
-    ``weight`` and ``bias`` are the source head's: what it says about a sample labels it where a
+    ``weight`` and ``bias`` are the source head's: what it says about a sample labels it if a
     method asks for that. ``intercept`` puts a_k before w_k in θ; without it all classes weigh the
     same. ``center`` is subtracted from features: a head does not see a part that all classes share,
     but prototypes do (see Prototypes).
@@ -166,7 +166,7 @@ class PrototypeHead(Checked, PredictiveModel):
 
 
 def _distances(features: Tensor, prototypes: Tensor) -> Tensor:
-    """|z_n - w_k| [n, k], from the differences: expanding the square would cancel where both are
+    """|z_n - w_k| [n, k], from the differences: expanding the square would cancel if both are
     far from 0.
     """
     return torch.cdist(features, prototypes, compute_mode="donot_use_mm_for_euclid_dist")
@@ -206,7 +206,7 @@ class Prototypes(Checked):
     """Class prototypes on the features of a network, starting from the rows of its last layer.
 
     Gaussian prototypes start where their logits are those of the source head: w_k = W_k/κ + v, with
-    the v that leaves the classes equal weights (exactly so where the rows of W are affinely
+    the v that leaves the classes equal weights (exactly so if the rows of W are affinely
     independent; ``intercept`` takes up the rest). Directions start at ``strength`` · W_k/|W_k|, the
     row counting as much as that many samples of concentration 1.
 

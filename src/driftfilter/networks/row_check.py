@@ -25,8 +25,10 @@ def tolerance_of(dtype: torch.dtype, device: torch.device) -> float:
 
 
 def some(cotangents: Tensor) -> tuple[Tensor, Tensor]:
-    """Of cotangents [m, n, k] those [n, k] that ask about half of the samples, and which [n]: any,
-    with the weightiest one.
+    """Cotangents [n, k] that ask about half of the samples, and which samples these are [n].
+
+    They are those of one question out of [m, n, k], the one with the largest cotangent. The sample
+    of that cotangent is among the half; the others are drawn.
     """
     samples = cotangents.shape[1]
     which, weightiest = divmod(int(cotangents.abs().sum(-1).argmax()), samples)
@@ -42,7 +44,7 @@ def wrong_rows(
     tolerance: float,
     asked: Tensor | None = None,
 ) -> list[str]:
-    """Names of pieces whose rows [n, ...] do not add up to the gradient or, where some samples are
+    """Names of pieces whose rows [n, ...] do not add up to the gradient or, if some samples are
     ``asked`` about [n], do not leave the others out.
     """
     names = [name for name in rows if gradients[name] is not None]

@@ -189,7 +189,7 @@ class Twin:
 
     def carry(self, statistics: Tensor | None, trust: Tensor | float) -> None:
         """Blend with these statistics, the mean and then the variance of each layer; with the
-        source's where there are none.
+        source's if there are none.
 
         The share of a batch is multiplied by the trust in it.
         """
@@ -242,7 +242,7 @@ class Twin:
 
 
 def _in_plain_format(layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """torch's group norm on a CPU crashes the process where channels-last inputs meet an expanded
+    """torch's group norm on a CPU crashes the process if channels-last inputs meet an expanded
     gradient, as a mean gives.
     """
     first = args[0] if args else None
