@@ -16,10 +16,10 @@ from driftfilter.compiled.rules import (
     G,
     U,
     V,
-    compiled,
     expand,
     kernel,
     log_softmax,
+    part,
     predict,
     roots,
     weigh,
@@ -51,7 +51,7 @@ from driftfilter.compiled.workspace import Workspace, fill_columns, logits, move
 Pair: TypeAlias = tuple[Numbers, Numbers]  # means and variances of one stream, [d] each or []
 
 
-@compiled
+@part
 def is_pulled(gains: Floats) -> bool:
     """Whether v⁻ depends on how far the mean is from the source's."""
     total = 0.0
@@ -60,7 +60,7 @@ def is_pulled(gains: Floats) -> bool:
     return total > 0
 
 
-@compiled
+@part
 def _spread(
     gains: Floats, factor: Floats, pulled: bool, mean: Numbers, v: Numbers, vectors: Floats
 ) -> None:
@@ -72,7 +72,7 @@ def _spread(
         vectors[VALUES, j] += gains[KAPPA, j] * away * away
 
 
-@compiled
+@part
 def _is_proper(v: Numbers) -> bool:
     """Whether all variances are positive and finite."""
     none, one = v.dtype.type(0), v.dtype.type(1)
@@ -83,7 +83,7 @@ def _is_proper(v: Numbers) -> bool:
     return bool(lost == none) and math.isfinite(total)
 
 
-@compiled
+@part
 def _metric(rules: Rules, w: Floats, root: Floats, n: int, out: Floats, start: int) -> None:
     """a_i M_i[c, c] of every sample and class, into row V of the workspace."""
     k, scale = w.shape[2], w.dtype.type(rules.scale)
@@ -98,13 +98,13 @@ def _metric(rules: Rules, w: Floats, root: Floats, n: int, out: Floats, start: i
             w[i, V, c] = out[start + i, 2 * k + 2] * total
 
 
-@compiled
+@part
 def _condition_one(value: float, energy: float, one: float) -> float:
     """1 / (1/v + energy); the 1 comes along in the precision of the others."""
     return value / (one + value * energy)
 
 
-@compiled
+@part
 def _learn_one(
     first: int,
     w: Floats,
@@ -144,7 +144,7 @@ def _learn_one(
     return _is_proper(v) and math.isfinite(total)
 
 
-@compiled
+@part
 def _sum_up(
     c: int, w: Floats, X: Floats, n: int, out: Floats, start: int, slope: Floats, energy: Floats
 ) -> None:
@@ -159,7 +159,7 @@ def _sum_up(
             energy[j] += metric * x[j] * x[j]
 
 
-@compiled
+@part
 def _sum_centered(
     rules: Rules,
     c: int,
@@ -184,7 +184,7 @@ def _sum_centered(
             energy[j] += scale * row * row
 
 
-@compiled
+@part
 def _condition(
     rules: Rules,
     first: int,
@@ -218,7 +218,7 @@ def _condition(
     return _is_proper(vectors[VALUES])
 
 
-@compiled
+@part
 def _block(square: Floats, values: Numbers, first: int, k: int, X: Floats, i: int) -> None:
     """Covariance of the logits of sample i: classes have parameters of their own, and logits
     without correlation.
@@ -231,7 +231,7 @@ def _block(square: Floats, values: Numbers, first: int, k: int, X: Floats, i: in
             square[0, c, c] += X[i, j] * X[i, j] * values[(c - first) * width + j]
 
 
-@compiled
+@part
 def _move(
     rules: Rules, first: int, w: Floats, root: Floats, R: Floats, Q: Floats, vectors: Floats,
     X: Floats, n: int, out: Floats,
@@ -254,7 +254,7 @@ def _move(
     return math.isfinite(total)
 
 
-@compiled
+@part
 def _write(vectors: Floats, which: int, mean: Numbers, v: Numbers) -> None:
     """One of the vectors as the mean, and the variances."""
     for j in range(mean.shape[0]):
@@ -263,7 +263,7 @@ def _write(vectors: Floats, which: int, mean: Numbers, v: Numbers) -> None:
         v[j] = vectors[VALUES, j]
 
 
-@compiled
+@part
 def _learn(
     rules: Rules,
     head: HeadArrays,
@@ -291,7 +291,7 @@ def _learn(
     return logits(first, read_out, theta, X, start, n, vectors, AFTER, w, G)
 
 
-@compiled
+@part
 def step_diagonal(
     rules: Rules, motion: MotionArrays, head: HeadArrays, pulled: bool, X: Floats, start: int,
     n: int, old: Pair, ahead: Pair,

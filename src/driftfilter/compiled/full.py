@@ -15,10 +15,10 @@ from driftfilter.compiled.rules import (
     F,
     G,
     U,
-    compiled,
     expand,
     kernel,
     log_softmax,
+    part,
     predict,
     roots,
     weigh,
@@ -43,7 +43,7 @@ from driftfilter.compiled.terms import (
 from driftfilter.compiled.workspace import Workspace, fill_columns, logits, move_mean, step_length
 
 
-@compiled
+@part
 def _directions(read_out: Floats, X: Floats, start: int, n: int, own: int, Z: Floats) -> None:
     """b_ic: features in the block of class c, read out if there are hidden states."""
     width = X.shape[1]
@@ -58,7 +58,7 @@ def _directions(read_out: Floats, X: Floats, start: int, n: int, own: int, Z: Fl
                 Z[q, e] += X[i, j] * read_out[place + j, e]
 
 
-@compiled
+@part
 def _turn(matrix: Floats, S: Numbers, half: Floats) -> None:
     """G Σ Gᵀ for a matrix gain, in the lower triangle; half holds G Σ."""
     d = matrix.shape[0]
@@ -78,7 +78,7 @@ def _turn(matrix: Floats, S: Numbers, half: Floats) -> None:
             S[i, j] = total
 
 
-@compiled
+@part
 def _take(S: Numbers, Z: Floats, begin: int, m: int) -> None:
     """The lower triangle of Σ, less the rows of Z that wait."""
     for i in range(S.shape[0]):
@@ -88,7 +88,7 @@ def _take(S: Numbers, Z: Floats, begin: int, m: int) -> None:
                 S[i, j] -= own * Z[r, j]
 
 
-@compiled
+@part
 def _sweep(
     gains: Floats,
     factor: Floats,
@@ -133,7 +133,7 @@ def _sweep(
     return proper
 
 
-@compiled
+@part
 def _project(Z: Floats, place: int, p: int, Q: Floats, R: Floats) -> None:
     """Q = B Y, and the lengths of the directions into the last row of R."""
     for q in range(p):
@@ -149,7 +149,7 @@ def _project(Z: Floats, place: int, p: int, Q: Floats, R: Floats) -> None:
             Q[0, e, q] = value
 
 
-@compiled
+@part
 def _absorb(R: Floats, Z: Floats, Q: Floats, m: int, p: int, begin: int) -> float:
     """Condition Y and Q on the columns of R, rows that wait for Σ in Z; a bound of the precision
     gained, -1: refused.
@@ -183,7 +183,7 @@ def _absorb(R: Floats, Z: Floats, Q: Floats, m: int, p: int, begin: int) -> floa
     return gained
 
 
-@compiled
+@part
 def _block(square: Floats, Q: Floats, first: int, k: int, i: int) -> None:
     """Covariance of the logits of sample i, from Q[1]; the logit of class 0 may be fixed."""
     own = k - first
@@ -193,7 +193,7 @@ def _block(square: Floats, Q: Floats, first: int, k: int, i: int) -> None:
             square[0, c, e] = Q[1, i * own + c - first, i * own + e - first] if inside else 0.0
 
 
-@compiled
+@part
 def _move(
     rules: Rules,
     w: Floats,

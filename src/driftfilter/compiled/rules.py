@@ -67,15 +67,8 @@ def _forget_stale(folder: str) -> None:
                 kept.unlink()
 
 
-def compiled(function: Call) -> Call:
-    """A part of a kernel; only what Python itself calls needs a way in from there (``kernel``)."""
-    return _compiled(function, forceinline=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
-
-
 def part(function: Call) -> Call:
-    """A part of a kernel that is compiled on its own and put into the kernel by LLVM: that takes
-    much less time than ``compiled``.
-    """
+    """A part of kernels, put into them by LLVM; Python itself has no way in."""
     options: Any = {"forceinline": True, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
     made: Call = numba.njit(**options, **_OPTIONS)(function)
     return made
@@ -85,11 +78,7 @@ def kernel(function: Call) -> Call:
     """A kernel: compiled to machine code at the first call, and kept on disk for later processes if
     a folder can be written.
     """
-    return _compiled(function, no_cfunc_wrapper=True)
-
-
-def _compiled(function: Call, **options: Any) -> Call:
-    options |= _OPTIONS
+    options: Any = {"no_cfunc_wrapper": True, **_OPTIONS}
     try:
         made: Any = numba.njit(cache=True, **options)(function)
     except RuntimeError:  # no folder for the cache
@@ -115,20 +104,10 @@ def _rsqrt(x: float) -> float:
     return 1 / math.sqrt(x)
 
 
-@part
-def _clamp_min(x: float, low: float) -> float:
-    return max(x, low)
-
-
-@part
-def _clamp_max(x: float, high: float) -> float:
-    return min(x, high)
-
-
 def compile_rule(rule: Any, **own: Any) -> Any:
     """The code of a closed form for single numbers; ``own``: other functions than math's."""
     names = {"addcmul": _addcmul, "where": _where, "rsqrt": _rsqrt, "expm1": math.expm1}
-    names |= {"clamp_min": _clamp_min, "clamp_max": _clamp_max, "exp": math.exp, "log": math.log}
+    names |= {"clamp_min": max, "clamp_max": min, "exp": math.exp, "log": math.log}
     return part(FunctionType(rule.__code__, {**rule.__globals__, **names, **own}, rule.__name__))
 
 
@@ -148,7 +127,7 @@ def columns(k: int) -> int:
     return 1 if k == 2 else k
 
 
-@compiled
+@part
 def log_softmax(w: Floats, i: int, row: int) -> None:
     """log p and p of sample i from the logits in a row of the workspace."""
     k = w.shape[2]
@@ -164,7 +143,7 @@ def log_softmax(w: Floats, i: int, row: int) -> None:
         w[i, P, c] *= share
 
 
-@compiled
+@part
 def weigh(rules: Rules, w: Floats, n: int, out: Floats, start: int) -> int:
     """w_i and w_i / n of the samples from their log-probabilities; returns how many have a
     weight.
@@ -195,7 +174,7 @@ def weigh(rules: Rules, w: Floats, n: int, out: Floats, start: int) -> int:
     return used
 
 
-@compiled
+@part
 def _maximize(w: Floats, n: int, out: Floats, start: int, coefficient: float) -> None:
     """-KL(p_i ‖ p̄) of every sample, p̄ the weighted mean prediction of the batch."""
     k = w.shape[2]
@@ -214,7 +193,7 @@ def _maximize(w: Floats, n: int, out: Floats, start: int, coefficient: float) ->
             out[start + i, 2 * k] += coefficient * first
 
 
-@compiled
+@part
 def _label(w: Floats, i: int, kind: int, number: float, coefficient: float) -> float:
     """Add a term of the most likely class alone, a pseudo-label or generalised cross-entropy, and
     return its value.
@@ -235,7 +214,7 @@ def _label(w: Floats, i: int, kind: int, number: float, coefficient: float) -> f
     return float(coefficient * value)
 
 
-@compiled
+@part
 def expand(rules: Rules, w: Floats, n: int, out: Floats, start: int) -> None:
     """ℓ_i, its gradient u in the logits, v = u + b, and (in ANY) what it counts in a curvature from
     the model alone.
@@ -278,7 +257,7 @@ def expand(rules: Rules, w: Floats, n: int, out: Floats, start: int) -> None:
             w[i, V, c] += w[i, U, c]
 
 
-@compiled
+@part
 def roots(rules: Rules, w: Floats, n: int, root: Floats, square: Floats) -> None:
     """R_i [k, r], R_i R_iᵀ the clipped Hessian or the softmax metric, of every sample."""
     k = w.shape[2]
@@ -310,7 +289,7 @@ def roots(rules: Rules, w: Floats, n: int, root: Floats, square: Floats) -> None
         _positive_root(square, root, i)
 
 
-@compiled
+@part
 def _positive_root(square: Floats, root: Floats, i: int) -> None:
     """R with R Rᵀ = the positive part of square[0], which is used up: cyclic Jacobi rotations."""
     k = square.shape[1]
@@ -335,7 +314,7 @@ def _positive_root(square: Floats, root: Floats, i: int) -> None:
             root[i, c, e] = square[1, c, e] * length
 
 
-@compiled
+@part
 def _rotate(square: Floats, c: int, e: int) -> None:
     """One Jacobi rotation, which makes square[0, c, e] zero; square[1] collects the
     eigenvectors.
@@ -355,7 +334,7 @@ def _rotate(square: Floats, c: int, e: int) -> None:
         square[0, e, j] = sine * one + cosine * other
 
 
-@compiled
+@part
 def predict(
     rules: Rules, w: Floats, i: int, row: int, square: Floats, out: Floats, start: int
 ) -> bool:
@@ -380,7 +359,7 @@ def predict(
     return math.isfinite(total)
 
 
-@compiled
+@part
 def _pairwise(w: Floats, i: int, row: int, square: Floats, out: Floats, start: int) -> None:
     """Scores -log Σ_j exp(-κ(V_cc + V_jj - 2 V_cj) (f_c - f_j)) of the classes."""
     k = w.shape[2]

@@ -17,7 +17,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from driftfilter.compiled.rules import compiled
+from driftfilter.compiled.rules import part
 from driftfilter.compiled.terms import Numbers
 
 _LN2 = (
@@ -105,7 +105,7 @@ def _prefetched(typing: Any, row: Any, j: Any) -> Any:
 _ask: Any = _prefetched  # called with the values alone
 
 
-@compiled
+@part
 def fetch(row: Numbers, begin: int, end: int) -> None:
     """Ask for row[begin:end], as far as the row goes.
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from driftfilter.compiled.rules import U, columns, compiled
+from driftfilter.compiled.rules import U, columns, part
 from driftfilter.compiled.terms import (
     CENTERED_FISHER,
     DRIFT,
@@ -55,7 +55,7 @@ def allocate(
     return Workspace(*[np.zeros(shape, dtype) for shape in shapes])
 
 
-@compiled
+@part
 def move_mean(gains: Floats, matrix: Floats, mean: Numbers, vectors: Floats) -> None:
     """μ⁻ into the workspace."""
     d = mean.shape[0]
@@ -66,7 +66,7 @@ def move_mean(gains: Floats, matrix: Floats, mean: Numbers, vectors: Floats) -> 
             vectors[PRIOR, i] += matrix[i, j] * mean[j]
 
 
-@compiled
+@part
 def logits(
     first: int,
     read_out: Floats,
@@ -104,7 +104,7 @@ def logits(
     return math.isfinite(total)
 
 
-@compiled
+@part
 def fill_columns(
     rules: Rules, w: Floats, root: Floats, n: int, first: int, out: Floats, start: int, R: Floats
 ) -> int:
@@ -142,7 +142,7 @@ def fill_columns(
     return m
 
 
-@compiled
+@part
 def step_length(radius: float, R: Floats, m: int, p: int, Q: Floats) -> float:
     """How much of a step is taken: min(1, radius / abs(F Δ)), for B Δ in Q[2, 0] [p]."""
     total = 0.0
