@@ -2,18 +2,24 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+LIGHT := $(VENV)/.light
 READY := $(VENV)/.ready
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .PHONY: setup demo test quick lint bench page docs clean
 
 setup: $(READY)
 
-$(READY): pyproject.toml constraints.txt
+$(LIGHT): pyproject.toml constraints.txt  # what the demo needs
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
+	$(INSTALL) --editable ".[report,fast]"
 	touch $@
 
-demo: setup
+$(READY): $(LIGHT)  # and what only tests and linters need
+	$(INSTALL) --editable ".[dev]"
+	touch $@
+
+demo: $(LIGHT)
 	$(BIN)/driftfilter demo
 
 test: setup
@@ -29,7 +35,7 @@ lint: setup
 	$(BIN)/lint-imports
 
 bench: setup  # the CPU part; `make page` takes its figures over
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt jax posteriors
+	$(INSTALL) jax posteriors
 	mkdir -p runs/benchmarks
 	begun=$$(date +%s); for name in core step scan fleet; do \
 	    OMP_NUM_THREADS=1 $(BIN)/python benchmarks/$$name.py --json runs/benchmarks/$$name.json || exit 1; \
@@ -40,7 +46,7 @@ page: setup  # docs/benchmarks.md from benchmarks/results, with what `make bench
 	$(BIN)/python benchmarks/page.py
 
 docs: setup
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[docs]"
+	$(INSTALL) --editable ".[docs]"
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet  # the theme's notice about its successor
 
 clean:
