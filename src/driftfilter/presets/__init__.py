@@ -14,76 +14,12 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from driftfilter.base.checks import nearest, require, warn
-from driftfilter.presets.ours import (
-    bong_diag,
-    bong_lowrank,
-    driftfilter,
-    driftfilter_aug,
-    head_bong,
-    head_ekf,
-    opgd,
-    opgd_diag,
-)
-from driftfilter.presets.published import (
-    bacs,
-    bn,
-    cmf,
-    conjugate,
-    cotta,
-    eata,
-    eta,
-    lora,
-    memo,
-    petal,
-    pl,
-    rdumb,
-    roid,
-    rpl,
-    sar,
-    shot_im,
-    slr,
-    source,
-    stad,
-    stad_vmf,
-    t3a,
-    tent,
-)
+from driftfilter.presets.ours import OURS
+from driftfilter.presets.published import PUBLISHED
 from driftfilter.recipe import Recipe
 
 PRESETS: dict[str, Callable[..., Recipe]] = {
-    preset.__name__: preset
-    for preset in (
-        source,
-        bn,
-        tent,
-        pl,
-        rpl,
-        conjugate,
-        shot_im,
-        eta,
-        eata,
-        slr,
-        roid,
-        cmf,
-        cotta,
-        petal,
-        bacs,
-        sar,
-        memo,
-        lora,
-        t3a,
-        stad,
-        stad_vmf,
-        rdumb,
-        driftfilter,
-        driftfilter_aug,
-        opgd,
-        opgd_diag,
-        bong_diag,
-        bong_lowrank,
-        head_ekf,
-        head_bong,
-    )
+    preset.__name__: preset for preset in (*PUBLISHED, *OURS)
 }
 
 # At their published rates only for networks with batch normalisation: they push every sample,

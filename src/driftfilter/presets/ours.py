@@ -169,3 +169,15 @@ def head_bong(
 ) -> Recipe:
     """head_ekf with gradient and curvature averaged over the prior."""
     return replace(_head(structure, rank, beta, variance, rho), inference=Bong(Hessian(), samples))
+
+
+OURS = (
+    driftfilter,
+    driftfilter_aug,
+    opgd,
+    opgd_diag,
+    bong_diag,
+    bong_lowrank,
+    head_ekf,
+    head_bong,
+)

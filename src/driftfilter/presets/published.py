@@ -364,3 +364,29 @@ def rdumb(
 ) -> Recipe:
     """RDumb, because it is ETA that starts again every 1,000 updates."""
     return replace(eta(lr, margin, similarity), upkeep=ResetEvery(steps))
+
+
+PUBLISHED = (
+    source,
+    bn,
+    tent,
+    pl,
+    rpl,
+    conjugate,
+    shot_im,
+    eta,
+    eata,
+    slr,
+    roid,
+    cmf,
+    cotta,
+    petal,
+    bacs,
+    sar,
+    memo,
+    lora,
+    t3a,
+    stad,
+    stad_vmf,
+    rdumb,
+)
