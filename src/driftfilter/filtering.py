@@ -201,6 +201,11 @@ class Filter(Checked):
         require(
             isinstance(self.observation, Gibbs), "Filter.observation", self.observation, "a Gibbs"
         )
+        allowed = "of role 'inference', with a curvature, such as Linearized()"
+        require(isinstance(self.inference, Inference), "Filter.inference", self.inference, allowed)
+        allowed = "of role 'prediction', such as MAP(); a rule of your own inherits PredictionRule"
+        fits = isinstance(self.prediction, PredictionRule)
+        require(fits, "Filter.prediction", self.prediction, allowed)
         object.__setattr__(self, "logits", lift(self.logits))
         upkeeps = (self.observation.teacher, self.upkeep)
         object.__setattr__(self, "_upkeeps", tuple(each for each in upkeeps if each is not None))
@@ -243,7 +248,13 @@ class Filter(Checked):
         randomness = Randomness(state.seed, state.step, state.belief.mean.device)
         prior = transition(state.belief)
         energy, memory = self.observation(
-            model, prior.mean, inputs, state.memory, randomness, state.source
+            model,
+            prior.mean,
+            inputs,
+            state.memory,
+            randomness,
+            state.source,
+            self.prediction.needs_rows,
         )
         posterior, reason = prior, self._why_uninformative(energy)
         if not reason:
@@ -264,9 +275,10 @@ class Filter(Checked):
 
     def predict(self, state: FilterState, inputs: Inputs) -> Prediction:
         """Predict inputs [n, ...] with the belief as it stands, without adapting to them."""
-        _, model = self._bind(state)
+        _require_state(state)
         randomness = Randomness(state.seed, state.step, state.belief.mean.device)
         with _without_gradients():
+            _, model = self._bind(state)
             inputs, teacher, taught = check_inputs(inputs), self.observation.teacher, None
             if teacher is not None:
                 taught = teacher.logits(model, inputs, state.memory, state.source, randomness)

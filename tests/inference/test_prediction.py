@@ -545,7 +545,7 @@ def test_rows_are_worked_out_once_and_sum_to_the_gradient() -> None:
     """Whoever asks after inference gets the rows that it had, unchanged by the curvature."""
     filt = moderating(curved)
     belief = df.Belief(MEAN, df.Full(MATRIX))
-    energy, _ = filt.observation(lift(curved), belief.mean, INPUTS, {}, RANDOMNESS)
+    energy, _ = filt.observation(lift(curved), belief.mean, INPUTS, {}, RANDOMNESS, keeps_rows=True)
     other, _ = filt.observation(lift(curved), belief.mean, INPUTS, {}, RANDOMNESS)
     total = other.evaluation.gradient()
     for curvature in (df.EmpiricalFisher(), df.EmpiricalFisher(centered=False)):

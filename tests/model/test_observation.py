@@ -430,3 +430,19 @@ def test_a_batch_below_the_reference_tells_less(over: Any) -> None:
     torch.testing.assert_close(
         large.evaluation.gradient(), plain.evaluation.gradient() * counted / 40
     )
+
+
+def test_a_loss_with_views_says_how_many() -> None:
+    class Twice(Entropy):  # type: ignore[misc]  # final
+        def views(self, inputs: Any, generator: Any) -> tuple[Any, ...]:
+            return (inputs, inputs)
+
+    with pytest.raises(ValueError, match=r"Gibbs.loss.copies must be the number of views"):
+        Gibbs(Twice())
+
+
+def test_a_pullback_that_is_none_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"the model's pullback must be a Pullback .*got 'NoneType'"
+    ):
+        broken(torch.zeros(4, 2).double())

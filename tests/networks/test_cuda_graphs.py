@@ -214,7 +214,7 @@ def test_what_a_device_leaves_out_is_said(
     device: str, options: dict[str, Any], ignored: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    found = df.adapt(model(), **options)._binding.find_ignored(torch.device(device))
+    found = df.adapt(model(), **options)._options.find_ignored(torch.device(device))
     assert [text.split(" ")[1] for text in found] == ignored
 
 

@@ -124,7 +124,7 @@ def test_derivatives_under_batch_statistics(statistics: Any) -> None:
 
 
 def test_derivatives_under_carried_statistics_agree() -> None:
-    """They are not those of the values (statistics.py): the pushforward, the total and the rows are
+    """They are not those of the values (batch_norm.py): the pushforward, the total and the rows are
     held against each other.
     """
     network = df.Network(model(), df.LoRA(rank=1), df.Ema())

@@ -112,7 +112,7 @@ def adapt(  # noqa: PLR0913  # what editors complete
     allowed = "the name of a preset or a Recipe"
     require(isinstance(recipe, Recipe), "adapt: recipe", recipe, allowed)
     source = SourceData.of(data)
-    binding = FilterOptions(
+    chosen = FilterOptions(
         fit_recipe(recipe, source),
         source,
         output,
@@ -123,7 +123,7 @@ def adapt(  # noqa: PLR0913  # what editors complete
         cuda_graphs,
         distributed is not False,
     )
-    return Adapter(model, binding, update_every, window, monitor, callbacks, distributed)
+    return Adapter(model, chosen, update_every, window, monitor, callbacks, distributed)
 
 
 @final
@@ -138,7 +138,7 @@ class Adapter(nn.Module):
     def __init__(
         self,
         model: nn.Module,
-        binding: FilterOptions,
+        chosen: FilterOptions,
         update_every: int,
         window: int,
         monitor: Monitor | None,
@@ -156,8 +156,8 @@ class Adapter(nn.Module):
         )
         # A module of torch.compile would compile every twin anew.
         model = getattr(model, "_orig_mod", model)
-        check(model, binding.recipe.parameters)
-        self._binding, self.recipe, self.seed = binding, binding.recipe, binding.seed
+        check(model, chosen.recipe.parameters)
+        self._options, self.recipe, self.seed = chosen, chosen.recipe, chosen.seed
         self.update_every, self.window = update_every, window
         # Prototypes follow the features at once: what they predict changes with the stream, and is
         # no sign of collapse.
@@ -165,7 +165,7 @@ class Adapter(nn.Module):
         self.monitor = Monitor.recording() if at_once else monitor
         self._detectors = fresh_detectors(self.monitor)  # beside the state
         self.callbacks = require_callbacks(callbacks)
-        self.autocast, self.channels_last = binding.autocast, binding.channels_last
+        self.autocast, self.channels_last = chosen.autocast, chosen.channels_last
         self._model = [
             model
         ]  # in a list, or it would become a part of this module, and its parameters ours
@@ -174,7 +174,7 @@ class Adapter(nn.Module):
         self._lock = threading.RLock()  # of updates; predictions need none
         self._ranks = join(distributed, self.recipe, window, update_every)
         if self._ranks is not None:
-            require_same(self._ranks, self._identity(binding.data is not None))
+            require_same(self._ranks, self._identity(chosen.data is not None))
 
     # What users call
 
@@ -396,7 +396,7 @@ class Adapter(nn.Module):
         seen = now.seen(inputs, self.window, self.update_every)[0] if self.window else inputs
         return _take_last(now.filter.predict(now.current, seen), batch_size(inputs))
 
-    # FilterOptions to the model
+    # Reading the model
 
     def _ready(self, example: Inputs | None) -> AdapterState:
         """What is known now; the model is read on first use, and again if it has moved since.
@@ -409,7 +409,7 @@ class Adapter(nn.Module):
         with self._lock, self._apart():
             now = self._now
             if not self._fits(now, example):
-                now = now.on(self._binding(self._model[0], now.found, example))
+                now = now.on(self._options(self._model[0], now.found, example))
                 if set(now.found) == set(self._now.found):
                     self._now = now
         return now
@@ -463,7 +463,7 @@ class Adapter(nn.Module):
         """What named tensors describe; refused unless all of it is there and of this recipe."""
         found, bound = read_found(own, self.recipe), self._ready(None).bound
         if found or self._now.found:
-            bound = self._binding(self._model[0], found, None)
+            bound = self._options(self._model[0], found, None)
         assert bound is not None
         return AdapterState.from_tensors(own, bound, watched=self.monitor is not None)
 

@@ -165,7 +165,10 @@ def _rule_of(annotation: Any) -> Rule | None:
 @functools.cache
 def _rules(cls: type) -> tuple[tuple[str, Rule, bool], ...]:
     """The fields of a dataclass that have a rule: name, rule, and whether None is allowed."""
-    annotations, found = get_type_hints(cls, include_extras=True), []
+    try:
+        annotations, found = get_type_hints(cls, include_extras=True), []
+    except NameError:  # a class in a function may name types that are known there alone
+        return ()
     for name in (item.name for item in fields(cls)):
         united = get_origin(annotations[name]) in (Union, UnionType)
         parts = get_args(annotations[name]) if united else (annotations[name],)

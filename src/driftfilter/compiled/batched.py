@@ -92,7 +92,7 @@ def _energy(
         # With coefficients of 0 a stream learns nothing.
         coefficients = observation.coefficients(weights, used) * (used >= filt.needed)
         samples = Samples(targets, weights, coefficients, x.shape[0])
-        evaluation = evaluate(loss, [(logits, pullback)], samples)
+        evaluation = evaluate(loss, [(logits, pullback)], samples, keeps_rows=True)
         return prior.mean, _values(prior), logits, *curvature(evaluation)
 
     return look

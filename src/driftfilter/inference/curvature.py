@@ -100,11 +100,11 @@ class EmpiricalFisher(Checked, Curvature):
         weights = evaluation.coefficients.clamp_min(torch.finfo(rows.dtype).tiny)
         if evaluation.is_coupled:
             weights = weights.mean().expand_as(weights)
-        scale = (self.scale * weights.rsqrt())[:, None]
-        if not self.centered:
-            return gradient, rows * scale
-        shares = gradient / weights.sum()
-        return gradient, torch.addcmul(rows, weights[:, None], shares, value=-1.0).mul_(scale)
+        if evaluation.keeps_rows:
+            rows = rows.clone()
+        if self.centered:
+            rows = rows.addcmul_(weights[:, None], gradient / weights.sum(), value=-1.0)
+        return gradient, rows.mul_((self.scale * weights.rsqrt())[:, None])
 
 
 @final

@@ -73,7 +73,7 @@ def newton_step(prior: Belief, gradient: Tensor, factor: Tensor, radius: float =
         along = torch.mv(factor, step) if step.dim() == 1 else (factor @ step[..., None])[..., 0]
         length = along.norm(dim=-1, keepdim=True).clamp_min(torch.finfo(step.dtype).tiny)
         step = step * (radius / length).clamp_max(1.0)
-    mean = torch.sub(prior.mean, step, out=step)
+    mean = prior.mean - step
     require_finite("the posterior mean", mean)
     return unchecked(Belief, mean=mean, covariance=covariance.truncate())
 

@@ -91,6 +91,11 @@ class PredictionRule(Protocol):
     def __call__(self, belief: Belief, query: Query) -> Prediction:
         """The prediction of the inputs in question."""
 
+    @property
+    def needs_rows(self) -> bool:
+        """Whether ``learn`` looks at the gradient rows of the energy."""
+        return False
+
     def learn(self, prior: Belief, energy: Energy, memory: Memory) -> Memory:
         """The memory with what the rule keeps of a batch after inference; most keep nothing."""
         return memory
@@ -160,6 +165,10 @@ class Moderated(Checked, PredictionRule):
     limit: Annotated[float, Interval(1, math.inf)] = 4.0
     samples: PositiveCount = 100
     over_views: bool = False
+
+    @property
+    def needs_rows(self) -> bool:
+        return True
 
     def learn(self, prior: Belief, energy: Energy, memory: Memory) -> Memory:
         """The memory with the two sums of a batch, with w_i in place of w_i / n: batches count by

@@ -397,4 +397,9 @@ class Custom(Loss):
 def as_loss(field: str, loss: Any) -> Loss:
     """A loss as it is; a function logits [n, k] -> [n] as a custom one."""
     require_role(field, loss, "loss", "Entropy() or a function logits [n, k] -> [n]")
-    return loss if hasattr(loss, "expand") else Custom(loss)
+    if not hasattr(loss, "expand"):
+        return Custom(loss)
+    counted = type(loss).views is Loss.views or type(loss).copies is not Loss.copies
+    require(counted, f"{field}.copies", loss.copies, "the number of views beside the inputs")
+    own: Loss = loss
+    return own

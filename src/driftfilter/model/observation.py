@@ -124,8 +124,12 @@ class Gibbs(Checked):
         memory: Memory,
         randomness: Randomness,
         source: Belief | None = None,
+        keeps_rows: bool = False,
     ) -> tuple[Energy, Memory]:
-        """The energy of a batch, with weights and targets fixed at the prior mean θ."""
+        """The energy of a batch, with weights and targets fixed at the prior mean θ.
+
+        ``keeps_rows``: somebody asks for the gradient rows at θ after inference.
+        """
         views, seen = self.views(model, inputs, randomness), model.observing
         pulled = [pull_back(seen, theta, view) for view in views]
         logits, pullback = pulled[0]
@@ -138,7 +142,7 @@ class Gibbs(Checked):
         targets = loss.targets(logits if taught is None else taught)
         weights, used, memory = self.weigh(logits, loss.selected(targets), memory)
         samples = Samples(targets, weights, self.coefficients(weights, used), used)
-        evaluation = evaluate(loss, pulled, samples)
+        evaluation = evaluate(loss, pulled, samples, keeps_rows)
         energy = Energy(
             self, seen, views, samples, theta, evaluation, source, taught, seen is model
         )
@@ -198,6 +202,9 @@ def pull_back(model: PredictiveModel, theta: Tensor, inputs: Inputs) -> tuple[Te
             f"the model's logits must be of shape [{n}, k], got shape {list(logits.shape)}"
         )
     require_finite("the model's logits", logits)
+    if not isinstance(pullback, Pullback):
+        given = type(pullback).__name__
+        require(False, "the model's pullback", given, "a Pullback (driftfilter.model.predictive)")
     return logits, pullback
 
 
@@ -257,13 +264,15 @@ class Energy(NamedTuple):
         return [pull_back(self.model, theta, view) for view in self.views]
 
 
-def evaluate(loss: Loss, pulled: list[tuple[Tensor, Pullback]], samples: Samples) -> Evaluation:
+def evaluate(
+    loss: Loss, pulled: list[tuple[Tensor, Pullback]], samples: Samples, keeps_rows: bool = False
+) -> Evaluation:
     """A loss at the logits of each view, with the way back to parameters."""
     views = [logits for logits, _ in pulled]
     logits = torch.stack(views) if len(views) > 1 else views[0].unsqueeze(0)
     expansion = loss.expand(logits, samples.targets, samples.weights)
     pullbacks = [pullback for _, pullback in pulled]
-    return Evaluation(expansion, logits, pullbacks, samples.coefficients)
+    return Evaluation(expansion, logits, pullbacks, samples.coefficients, keeps_rows)
 
 
 @final
@@ -275,6 +284,7 @@ class Evaluation:
     logits: Tensor  # [v, ..., n, k]
     pullbacks: list[Pullback]  # one for each view
     coefficients: Tensor  # [n]
+    keeps_rows: bool = False  # rows are worked out once, for several rules of the step
 
     def value(self) -> Tensor:
         """E, a scalar []."""
@@ -285,12 +295,19 @@ class Evaluation:
         """Whether batch statistics tie samples together: a row then holds a part of others'."""
         return any(pull.is_coupled for pull in self.pullbacks)
 
-    @cached_property
+    @property
     def rows(self) -> Tensor:
         """(w_i / n) ∇ℓ_i of every sample [n, d]; they sum to ∇E, also if samples are coupled.
 
-        Worked out once, by a backward pass, for all rules of the step; to be read only.
+        They come from a backward pass. If the evaluation keeps them, they are to be read only.
         """
+        return self._kept_rows if self.keeps_rows else self._work_out_rows()
+
+    @cached_property
+    def _kept_rows(self) -> Tensor:
+        return self._work_out_rows()
+
+    def _work_out_rows(self) -> Tensor:
         pieces: list[Tensor] = []
         for pull, slopes in zip(self.pullbacks, self.slopes(), strict=True):
             pieces.append(pull(slopes))
@@ -303,7 +320,7 @@ class Evaluation:
 
     def gradient(self, cotangents: Tensor | None = None) -> Tensor:
         """∇E = Σ_i (w_i / n) J_iᵀ c_i [d], for the loss's logit gradients c [v, n, k] or others."""
-        if cotangents is None and "rows" in self.__dict__:
+        if cotangents is None and self.keeps_rows:
             return self.rows.sum(0)
         slopes = self.slopes(cotangents)
         return _sum([pull.total(own) for pull, own in zip(self.pullbacks, slopes, strict=True)])

@@ -7,6 +7,7 @@ function or a network.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -25,7 +26,7 @@ LogitFunction: TypeAlias = Callable[
 ]  # (theta [d], inputs [n, ...]) -> logits [n, k]
 
 
-class Pullback(Protocol):
+class Pullback(ABC):
     """Jᵀ c at one (θ, inputs); inherit from it for defaults of ``is_coupled`` and ``memory``."""
 
     # Whether batch statistics tie samples together: a row then holds a part of others'.
@@ -33,9 +34,11 @@ class Pullback(Protocol):
     # Statistics of the model itself to carry to the next step, such as running means.
     memory: Mapping[str, Tensor] = MappingProxyType({})
 
+    @abstractmethod
     def __call__(self, cotangents: Tensor) -> Tensor:
         """Per-sample rows J_iᵀ c_i: [..., n, k] -> [..., n, d]."""
 
+    @abstractmethod
     def total(self, cotangents: Tensor) -> Tensor:
         """Their sum Σ_i J_iᵀ c_i, without the rows: [n, k] -> [d]."""
 

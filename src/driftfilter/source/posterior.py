@@ -180,7 +180,8 @@ def _depths(model: PredictiveModel, mean: Tensor) -> Tensor:
 
 def _require_structure(name: str, structure: str) -> None:
     allowed = f"one of {list(STRUCTURES)}"
-    require(structure in STRUCTURES, f"{name}.structure", structure, allowed)
+    known = isinstance(structure, str) and structure in STRUCTURES
+    require(known, f"{name}.structure", structure, allowed)
 
 
 def _require_choice(name: str, value: str | float, *words: str) -> None:
