@@ -212,6 +212,7 @@ class Filter(Checked):
         loss: Loss = self.observation.loss  # type: ignore[assignment]  # as_loss in Gibbs
         needed = max(loss.minimum, self.inference.curvature.minimum)
         object.__setattr__(self, "_needed", needed)
+        object.__setattr__(self, "_learns", self.prediction.learns)
         object.__setattr__(self, "_bound", None)
         object.__setattr__(self, "_motion", None)
         object.__setattr__(self, "_warned", False)
@@ -254,12 +255,13 @@ class Filter(Checked):
             state.memory,
             randomness,
             state.source,
-            self.prediction.needs_rows,
+            self.__dict__["_learns"],
         )
         posterior, reason = prior, self._why_uninformative(energy)
         if not reason:
             posterior, memory = self.inference(prior, energy, memory, randomness)
-            memory = self.prediction.learn(prior, energy, memory)
+            if self.__dict__["_learns"]:
+                memory = self.prediction.learn(prior, energy, memory)
         if posterior.covariance is prior.covariance is not state.belief.covariance:
             _require_proper(prior, state.source)
         prediction = None

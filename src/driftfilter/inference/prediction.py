@@ -92,12 +92,12 @@ class PredictionRule(Protocol):
         """The prediction of the inputs in question."""
 
     @property
-    def needs_rows(self) -> bool:
-        """Whether ``learn`` looks at the gradient rows of the energy."""
+    def learns(self) -> bool:
+        """Whether the rule learns from batches; the energy then keeps its gradient rows for it."""
         return False
 
     def learn(self, prior: Belief, energy: Energy, memory: Memory) -> Memory:
-        """The memory with what the rule keeps of a batch after inference; most keep nothing."""
+        """The memory with what the rule keeps of a batch, after inference."""
         return memory
 
 
@@ -167,7 +167,7 @@ class Moderated(Checked, PredictionRule):
     over_views: bool = False
 
     @property
-    def needs_rows(self) -> bool:
+    def learns(self) -> bool:
         return True
 
     def learn(self, prior: Belief, energy: Energy, memory: Memory) -> Memory:

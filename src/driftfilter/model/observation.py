@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Annotated, Literal, NamedTuple, final
 
 import torch
@@ -301,17 +300,16 @@ class Evaluation:
 
         They come from a backward pass. If the evaluation keeps them, they are to be read only.
         """
-        return self._kept_rows if self.keeps_rows else self._work_out_rows()
-
-    @cached_property
-    def _kept_rows(self) -> Tensor:
-        return self._work_out_rows()
-
-    def _work_out_rows(self) -> Tensor:
+        if "_rows" in self.__dict__:
+            kept: Tensor = self.__dict__["_rows"]
+            return kept
         pieces: list[Tensor] = []
         for pull, slopes in zip(self.pullbacks, self.slopes(), strict=True):
             pieces.append(pull(slopes))
-        return _sum(pieces)
+        rows = _sum(pieces)
+        if self.keeps_rows:
+            self.__dict__["_rows"] = rows
+        return rows
 
     def slopes(self, cotangents: Tensor | None = None) -> Tensor:
         """(w_i / n) c_i [v, n, k], for the loss's own logit gradients c or others."""

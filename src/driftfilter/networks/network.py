@@ -198,7 +198,8 @@ class Network(PredictiveModel):
         with as_called(), own.holding(tensors) as module:
             outputs = self._ask(module, inputs)
             logits = self.output(outputs)
-        self._require_logits(logits, batch_size(inputs))
+        samples = len(inputs) if isinstance(inputs, Tensor) else batch_size(inputs)
+        self._require_logits(logits, samples)
         return logits.to(dtype), outputs
 
     def _ask(self, module: nn.Module, inputs: Inputs) -> Any:
