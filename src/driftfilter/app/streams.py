@@ -135,12 +135,14 @@ class Generated:
 
     def describe(self) -> dict[str, str]:
         """What a report says of the data, which is the same for all seeds."""
-        content = (
-            self._bytes(CLEAN, torch.device("cpu")).numpy().tobytes()
-            + self.labels.numpy().tobytes()
-        )
-        found = hashlib.sha256(content).hexdigest()
-        return {"kind": "generated", "path": self.path, "frost": FROST_TEXTURE, "sha256": found}
+        images = self._bytes(CLEAN, torch.device("cpu"))
+        content = images.numpy().tobytes() + self.labels.numpy().tobytes()
+        return {
+            "kind": "generated",
+            "path": self.path,
+            "frost": FROST_TEXTURE,
+            "sha256": hashlib.sha256(content).hexdigest(),
+        }
 
     def with_seed(self, seed: int) -> Generated:
         """The images under the corruptions of this seed, cached with all that is made of them."""
@@ -285,12 +287,11 @@ def open_published(
         for name, block in zip(found, images, strict=True)
         for each in SEVERITIES
     }
-    given = {} if clean is None else _clean_rows(clean, labels)
     return Stored(
         "CIFAR-10-C",
         folder,
         torch.from_numpy(labels),
-        rows | given,
+        rows | _clean_rows(clean, labels),
         lambda: digest([path, *paths.values()]),
     )
 
@@ -299,13 +300,12 @@ def _block(images: Bytes, severity: int, count: int) -> Rows:
     return lambda index: images[(severity - 1) * count + index]
 
 
-def _clean_rows(clean: Images, labels: Integers) -> dict[Shift, Rows]:
+def _clean_rows(clean: Images | None, labels: Integers) -> dict[Shift, Rows]:
     """The first N clean images as rows, once their labels are known to be the same."""
-    same = len(clean.labels) >= len(labels) and np.array_equal(
-        clean.labels[: len(labels)].cpu().numpy(), labels
-    )
+    if clean is None:
+        return {}
     require(
-        same,
+        np.array_equal(clean.labels[: len(labels)].cpu().numpy(), labels),
         "clean.labels",
         "others",
         f"the {len(labels)} labels of the shifted images, in their order",
@@ -330,8 +330,13 @@ def open_npz(file: Path, clean: Images | None = None, severity: int = 5) -> Stor
         shift_of(name, severity): array.__getitem__
         for name, array in zip(found, images, strict=True)
     }
-    given = {} if clean is None else _clean_rows(clean, known)
-    return Stored("arrays", file, torch.from_numpy(known), given | rows, lambda: digest([file]))
+    return Stored(
+        "arrays",
+        file,
+        torch.from_numpy(known),
+        _clean_rows(clean, known) | rows,
+        lambda: digest([file]),
+    )
 
 
 def _require_alike(arrays: Mapping[str, NDArray[Any]], count: int | None = None) -> list[Bytes]:
@@ -426,11 +431,10 @@ def _require_same(
     )
     for name, paths in classes.items():
         stems, expected = [path.stem for path in paths], [path.stem for path in first[name]]
-        odd = sorted(set(stems) ^ set(expected))
         require(
             stems == expected,
             f"{root}: class {name!r} of {shift}",
-            odd[:3],
+            sorted(set(stems) ^ set(expected))[:3],
             "the same pictures by name as in the first shift",
         )
 
@@ -459,13 +463,9 @@ def open_cifar10(path: Path | str) -> Images:
     "labels" of an ``.npz``.
     """
     path = Path(path)
-    if path.is_dir():
-        images, labels = open_batch(path / "test_batch")
-    else:
-        images, known = open_images(path, 10)
-        if known is None:
-            raise ValueError(f"{path} must be an .npz with 'labels', got none")
-        labels = known
+    images, labels = open_batch(path / "test_batch") if path.is_dir() else open_images(path, 10)
+    if labels is None:
+        raise ValueError(f"{path} must be an .npz with 'labels', got none")
     pixels = torch.from_numpy(np.ascontiguousarray(images.transpose(0, 3, 1, 2)))
     return Images(pixels.float() / 255, torch.from_numpy(labels))
 

@@ -149,7 +149,7 @@ def test_a_change_is_a_task_of_its_own(change: str, shared: Bench, tmp_path: Pat
 
 def test_a_task_that_fails_does_not_stop_the_others(shared: Bench, tmp_path: Path) -> None:
     networks = {**shared.networks, "broken": NamedNetwork("broken", Broken().eval(), "2" * 64)}
-    broken = replace(task_of("tent"), model="broken")
+    broken = task_of("tent")._replace(model="broken")
     shared = replace(shared, networks=networks)
     (failed, good), log = run_all(shared, tmp_path, broken, task_of("bn"))
     assert "result" in good
@@ -162,7 +162,7 @@ def test_a_task_that_fails_does_not_stop_the_others(shared: Bench, tmp_path: Pat
     assert set(table.rows[0][3:]) == {"failed"}
     assert failed["error"] in tables.plain(table)
     assert bench.are_done(shared, (broken,), tmp_path) == [False]
-    repaired = {**networks, "broken": replace(networks["broken"], module=Tiny().eval())}
+    repaired = {**networks, "broken": networks["broken"]._replace(module=Tiny().eval())}
     again, _ = run_all(replace(shared, networks=repaired), tmp_path, broken)
     assert "result" in again[0]
     assert not trace.exists()

@@ -18,7 +18,7 @@ def _pixels(count: int) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
 
 def examine(path: Path) -> tuple[str, bool]:
     """What is said of a path, and whether all is as it should be."""
-    found = data.find(path)
+    found = list(data.find(path))
     return data.describe(path, found), all(finding.ok for finding in found)
 
 

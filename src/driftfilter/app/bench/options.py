@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, final
@@ -87,6 +86,6 @@ class BenchOptions:
     list: bool = option("print the tasks and which are done; run nothing", False)
 
 
-def read_options(given: Mapping[str, Any]) -> BenchOptions:
+def read_options(**given: Any) -> BenchOptions:
     """The options that are given; with ``quick`` those it stands for, unless given otherwise."""
     return BenchOptions(**{**(QUICK if given.get("quick") else {}), **given})

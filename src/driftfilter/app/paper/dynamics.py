@@ -96,6 +96,8 @@ def _prior(
     bound, beliefs = transition.bind(source), [source]
     for _ in range(steps):
         beliefs.append(bound(beliefs[-1]))
-    mean = torch.stack([read @ state.mean for state in beliefs])
-    covariance = torch.stack([read @ state.covariance.dense() @ read.mT for state in beliefs])
-    return Prior(mean, covariance, transition.sample_states(source, steps, count, seed) @ read.mT)
+    return Prior(
+        torch.stack([read @ state.mean for state in beliefs]),
+        torch.stack([read @ state.covariance.dense() @ read.mT for state in beliefs]),
+        transition.sample_states(source, steps, count, seed) @ read.mT,
+    )

@@ -70,8 +70,9 @@ def draw_dynamics(example: DynamicsExample, priors: Mapping[str, Prior], shown: 
         for row, label in zip(axes, ("slope", "parameter", "y"), strict=True):
             row[0].set_ylabel(label)
         axes[1, 0].legend(loc="upper left", ncols=2, handlelength=1.2)
-        bar = figure.colorbar(points, ax=axes.ravel().tolist(), shrink=0.4, pad=0.01, aspect=30)
-        bar.set_label("time step")
+        figure.colorbar(
+            points, ax=axes.ravel().tolist(), shrink=0.4, pad=0.01, aspect=30, label="time step"
+        )
     return figure
 
 
@@ -152,20 +153,22 @@ def draw_boundaries(example: Example, problem: Problem, beliefs: Sequence[df.Bel
         )
         axes[0, 0].set_ylabel("class probability")
         axes[1, 0].set_ylabel("predictive entropy")
-        bar = figure.colorbar(
-            picture, ax=axes.ravel().tolist(), shrink=0.48, pad=0.01, aspect=16, anchor=(0.0, 0.0)
+        figure.colorbar(
+            picture,
+            ax=axes.ravel().tolist(),
+            shrink=0.48,
+            pad=0.01,
+            aspect=16,
+            anchor=(0.0, 0.0),
+            label="entropy (nats)",
         )
-        bar.set_label("entropy (nats)")
     return figure
 
 
 def _blend(probabilities: Tensor) -> Tensor:
     """Probabilities [n, k] as colours between white (undecided) and that of each class [n, 3]."""
-    colors = probabilities.new_tensor(
-        [to_rgb(color) for color in CLASSES[: probabilities.shape[-1]]]
-    )
-    pale = 1 - 0.55 * (1 - colors)
     k = probabilities.shape[-1]
+    pale = 1 - 0.55 * (1 - probabilities.new_tensor([to_rgb(color) for color in CLASSES[:k]]))
     certainty = ((probabilities.amax(-1, keepdim=True) - 1 / k) / (1 - 1 / k)).clamp(0, 1)
     return 1 - certainty * (1 - probabilities @ pale)
 
@@ -207,12 +210,12 @@ def _draw_boundary(axes: Axes, example: Example, scores: Tensor, style: str) -> 
 def _draw_samples(axes: Axes, problem: Problem, position: int, color: str | None = None) -> None:
     """The source's labeled samples, then fresh ones from where the stream is."""
     inputs, labels = problem.source if position == 0 else problem.current[position]
-    inputs, labels = inputs[:100], labels[:100]
-    colors = [color or CLASSES[label] for label in labels.tolist()]
+    x, y = inputs[:100].T
     if color:
-        axes.scatter(inputs[:, 0], inputs[:, 1], s=1.5, color=color, linewidths=0, alpha=0.7)
+        axes.scatter(x, y, s=1.5, color=color, linewidths=0, alpha=0.7)
     else:
-        axes.scatter(inputs[:, 0], inputs[:, 1], s=7, c=colors, edgecolors="white", linewidths=0.3)
+        colors = [CLASSES[label] for label in labels[:100].tolist()]
+        axes.scatter(x, y, s=7, c=colors, edgecolors="white", linewidths=0.3)
 
 
 def draw_over_time(
@@ -251,8 +254,12 @@ def draw_over_time(
             Line2D([], [], color="black", linestyle=style, linewidth=1.4) for style in ("-", ":")
         )
         handles, labels = accuracy.get_legend_handles_labels()
-        labels = [*labels, "near the data", "far from it"]
-        figure.legend([*handles, near, far], labels, loc="outside lower center", ncols=5)
+        figure.legend(
+            [*handles, near, far],
+            [*labels, "near the data", "far from it"],
+            loc="outside lower center",
+            ncols=5,
+        )
     return figure
 
 

@@ -122,9 +122,11 @@ class Dashboard:
             ),
             ("alarms", "\n".join([str(self._alarms), *self._last])),
         ]
-        bar = ProgressBar(self._count, tally.rows, width=60, pulse=self._count is None)
         return [
-            ("progress", bar),
+            (
+                "progress",
+                ProgressBar(self._count, tally.rows, width=60, pulse=self._count is None),
+            ),
             *((name, Text(text)) for name, text in rows),
             ("classes", self._bars()),
         ]
