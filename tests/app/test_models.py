@@ -1,7 +1,5 @@
 """The shipped networks and images are the ones they claim to be."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

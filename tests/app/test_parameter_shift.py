@@ -1,7 +1,5 @@
 """How far parameters have moved, against a belief that was put there by hand."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

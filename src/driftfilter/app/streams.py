@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib.resources import as_file, files
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeAlias, final
+from typing import Any, NamedTuple, TypeAlias, final
 
 import numpy as np
 import torch
@@ -73,30 +73,6 @@ MADE = (
     CLEAN,
     *(Shift(name, severity) for name in (*CORRUPTIONS, *EXTRA) for severity in SEVERITIES),
 )
-
-
-class Domains(Protocol):
-    """N samples that come in one order under every shift."""
-
-    @property
-    def labels(self) -> Tensor:
-        """int64 [N], on the CPU."""
-
-    @property
-    def shifts(self) -> tuple[str, ...]:
-        """The names that can be asked for."""
-
-    def describe(self) -> dict[str, str]:
-        """What a report says of the data: kind, path, texture of the frost, sha256."""
-
-    def with_seed(self, seed: int) -> Domains:
-        """The samples with the corruptions of this seed, if corruptions are made here."""
-
-    def require(self, shift: Shift) -> None:
-        """Raise unless the shift can be taken."""
-
-    def take(self, shift: Shift, index: Tensor, device: torch.device) -> Tensor:
-        """Samples ``index`` [n] under the shift: uint8 [n, 3, h, w] on the device."""
 
 
 @final
@@ -224,6 +200,10 @@ class Stored:
         ):  # from pinned memory, or the copy would wait for the steps before it
             rows = rows.pin_memory()
         return rows.to(device, non_blocking=True).permute(0, 3, 1, 2).contiguous()
+
+
+# N samples that come in one order under every shift.
+Domains: TypeAlias = Generated | Stored
 
 
 def _require_known(shift: Shift, known: Collection[Shift], where: str = "") -> None:

@@ -1,7 +1,5 @@
 """The benchmark: resuming, sharing a folder, failures, and its options."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -75,8 +73,7 @@ def test_what_others_left_meanwhile_is_done_in_the_end(shared: Bench, tmp_path: 
             place.unlink(missing_ok=True)
 
     log = Late()
-    documents = bench.run(shared, tasks, tmp_path, log)
-    assert None not in documents
+    assert None not in bench.run(shared, tasks, tmp_path, log)
     assert log.begun == [f"2 of 2: {tasks[1]}", f"1 of 2: {tasks[0]}"]
     assert all(path.suffix == ".json" for path in tmp_path.iterdir())
 

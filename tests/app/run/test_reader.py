@@ -1,7 +1,5 @@
 """From files and lines to what a model takes."""
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 from typing import Any
@@ -68,8 +66,7 @@ def test_arrays_that_are_no_samples(array: NDArray[Any], tmp_path: Path) -> None
 def test_lines_by_name() -> None:
     lines = [b'{"ids": [1, 2], "gate": [0.5]}', b"", b"  ", b'{"ids": [3, 4], "gate": [1]}']
     text = b"\n".join((*lines, b'{"ids": [5, 6], "gate": [2]}\n'))
-    batches = list(Lines(io.BytesIO(text), frozenset({"ids"})).batches(2, 1))
-    (batch,) = batches
+    (batch,) = list(Lines(io.BytesIO(text), frozenset({"ids"})).batches(2, 1))
     raw = batch.read()
     assert isinstance(raw, dict)
     inputs = Form()(raw)

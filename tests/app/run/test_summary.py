@@ -1,7 +1,5 @@
 """What a run records for its report: the frozen source, quality, classes, samples to look at."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -197,8 +195,7 @@ def test_wrong_names(
 
 def test_rows_to_look_at_are_those_of_the_data(folder: Path) -> None:
     assert run("--out", "o", *FULL) == 0
-    entropy = predictions("o")["entropy"]
-    order = np.argsort(entropy, kind="stable")
+    order = np.argsort(predictions("o")["entropy"], kind="stable")
     with np.load("o/examples.npz") as found:
         assert found["row"].tolist() == [*order[:6], *order[:-7:-1]]
         assert found["most"].tolist() == [True] * 6 + [False] * 6

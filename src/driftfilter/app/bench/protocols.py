@@ -266,5 +266,4 @@ def _share_out(
     index: Tensor, shares: np.ndarray[tuple[int, ...], np.dtype[np.float64]]
 ) -> tuple[Tensor, ...]:
     """Samples [n] cut in order by shares [slots] that sum to 1."""
-    cuts = (len(index) * shares.cumsum()[:-1]).round().astype(int)
-    return index.tensor_split(cuts.tolist())
+    return index.tensor_split((len(index) * shares.cumsum()[:-1]).round().astype(int).tolist())

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any, Literal, NamedTuple, Protocol, TypeAlias, final
+from typing import IO, Any, Literal, NamedTuple, TypeAlias, final
 
 import numpy as np
 import torch
@@ -43,21 +43,6 @@ class Batch(NamedTuple):
     read: Callable[[], Raw]  # raises ValueError if they cannot be samples
 
 
-class Feed(Protocol):
-    """A source of samples."""
-
-    @property
-    def count(self) -> int | None:
-        """How many samples there are; None if nobody knows."""
-
-    @property
-    def labels(self) -> Integers | None:
-        """Labels [n] of the samples, if they are stored beside them."""
-
-    def batches(self, size: int, start: int) -> Iterator[Batch]:
-        """All samples but the first ``start``."""
-
-
 @final
 @dataclass(frozen=True, eq=False)
 class StoredFeed:
@@ -69,6 +54,7 @@ class StoredFeed:
     labels: Integers | None = None
 
     def batches(self, size: int, start: int) -> Iterator[Batch]:
+        """All samples but the first ``start``."""
         _require_covered(self.name, self.count, start)
         pieces = (
             (first, min(first + size, self.count)) for first in range(start, self.count, size)
@@ -89,10 +75,14 @@ class Lines:
     labels = None
 
     def batches(self, size: int, start: int) -> Iterator[Batch]:
+        """All samples but the first ``start``."""
         lines = (line for line in self.stream if line.strip())
         _require_covered("stdin", sum(1 for _ in islice(lines, start)), start)
         while some := list(islice(lines, size)):
             yield Batch(len(some), partial(_decode, some, self.integers))
+
+
+Feed: TypeAlias = StoredFeed | Lines
 
 
 def _require_covered(name: str, count: int, start: int) -> None:
