@@ -12,8 +12,7 @@ PIXEL = np.random.default_rng(0).integers(0, 256, (3, 20, 31), dtype=np.uint8)
 
 def test_extremes_are_the_ends_of_the_order() -> None:
     most, least = find_extremes(np.array([0.5, np.nan, 0.1, 0.9, 0.1, 0.7]), 2)
-    assert most.tolist() == [2, 4]
-    assert least.tolist() == [3, 5]
+    assert (most.tolist(), least.tolist()) == ([2, 4], [3, 5])
 
 
 @pytest.mark.parametrize(

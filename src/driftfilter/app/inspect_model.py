@@ -6,7 +6,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,6 @@ TIMED = ("source", "tent", "driftfilter")  # presets: no update, a plain one, th
 REPEATS = 5
 
 
-@final
 class Subset(NamedTuple):
     """What a selection takes of a model."""
 
@@ -45,7 +44,6 @@ class Subset(NamedTuple):
         }
 
 
-@final
 class Inspection(NamedTuple):
     """All that is known of a model without data."""
 

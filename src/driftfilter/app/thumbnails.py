@@ -7,12 +7,12 @@ from __future__ import annotations
 import math
 import struct
 import zlib
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from driftfilter.app.images.files import Bytes
+Bytes: TypeAlias = NDArray[np.uint8]
 
 EACH = 6  # most certain, and as many least certain
 PIXELS = 64  # of the longer side of a thumbnail

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, final
+from typing import Any, Literal, TypeAlias
 
 from driftfilter.app.arguments import count_option, folder, option
 
@@ -19,7 +19,6 @@ QUICK: dict[str, Any] = {
 }
 
 
-@final
 @dataclass(frozen=True)
 class BenchOptions:
     """Options of ``driftfilter bench``, as they are written there."""

@@ -57,7 +57,10 @@ def streams(documents: Sequence[Document]) -> dict[str, tuple[str, list[tuple[st
     return {
         name + (_digest(group[0]["settings"]) if names.count(name) > 1 else ""): (
             _title(group),
-            _curves(group),
+            [
+                (each[0]["settings"]["preset"], _curve([one["result"]["visits"] for one in each]))
+                for each in by_preset(group)
+            ],
         )
         for name, group in zip(names, groups, strict=True)
     }
@@ -82,14 +85,6 @@ def _title(group: Sequence[Document]) -> str:
         f"{count} corruption{'s' if count > 1 else ''} at severity {stream['severity']}, batch "
         f"{stream['batch']}" + (f", mean of {seeds} seeds" if seeds > 1 else "")
     )
-
-
-def _curves(group: Sequence[Document]) -> list[tuple[str, Curve]]:
-    """A curve for each preset, in the order of the tasks."""
-    return [
-        (each[0]["settings"]["preset"], _curve([one["result"]["visits"] for one in each]))
-        for each in by_preset(group)
-    ]
 
 
 def _curve(seeds: Sequence[Sequence[Mapping[str, Any]]]) -> Curve:

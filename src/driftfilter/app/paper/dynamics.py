@@ -53,8 +53,10 @@ class DynamicsExample:
 
     def belief(self) -> df.Belief:
         """Belief about both parameters at the start."""
-        mean = torch.tensor([self.intercept, self.slope], dtype=torch.float64)
-        return df.Belief(mean, df.Full(self.deviation**2 * torch.eye(2, dtype=torch.float64)))
+        return df.Belief(
+            torch.tensor([self.intercept, self.slope], dtype=torch.float64),
+            df.Full(self.deviation**2 * torch.eye(2, dtype=torch.float64)),
+        )
 
     def transitions(self) -> dict[str, df.Transition]:
         """The paper's four transitions."""

@@ -77,11 +77,16 @@ def draw_dynamics(example: DynamicsExample, priors: Mapping[str, Prior], shown: 
 
 
 def _draw_plane(axes: Axes, prior: Prior, shown: int) -> Any:
-    steps = torch.arange(prior.mean.shape[0])
     for path in prior.paths[:shown]:
         axes.plot(path[:, 0], path[:, 1], color="0.8", linewidth=0.4, zorder=1)
         points = axes.scatter(
-            path[:, 0], path[:, 1], c=steps, s=2.5, cmap="viridis", linewidths=0, zorder=2
+            path[:, 0],
+            path[:, 1],
+            c=torch.arange(len(path)),
+            s=2.5,
+            cmap="viridis",
+            linewidths=0,
+            zorder=2,
         )
     axes.plot(prior.mean[:, 0], prior.mean[:, 1], color="black", linewidth=1.2, zorder=3)
     axes.plot(*prior.mean[0], marker="o", color="black", markersize=4, zorder=4)
@@ -141,8 +146,14 @@ def draw_boundaries(example: Example, problem: Problem, beliefs: Sequence[df.Bel
             _draw_boundary(top, example, predictions[0], "--")
             _draw_boundary(top, example, logp, "-")
             _draw_samples(top, problem, position)
-            limits = {"cmap": "magma", "vmin": 0.0, "vmax": math.log(example.classes)}
-            picture = _draw_map(bottom, example, metrics.entropy(logp)[:, None], **limits)
+            picture = _draw_map(
+                bottom,
+                example,
+                metrics.entropy(logp)[:, None],
+                cmap="magma",
+                vmin=0.0,
+                vmax=math.log(example.classes),
+            )
             _draw_boundary(bottom, example, logp, "-")
             _draw_samples(bottom, problem, position, "white")
         lines = [
@@ -189,7 +200,6 @@ def _draw_boundary(axes: Axes, example: Example, scores: Tensor, style: str) -> 
         torch.linspace(a, b, RESOLUTION, dtype=torch.float64)
         for a, b in ((left, right), (low, high))
     )
-    width = 0.8 if style == "--" else 1.1
     for first, second in itertools.combinations(range(scores.shape[-1]), 2):
         leading = scores[:, [first, second]].amax(-1) >= scores.amax(-1)
         margin = torch.where(leading, scores[:, first] - scores[:, second], math.nan).reshape(
@@ -202,7 +212,7 @@ def _draw_boundary(axes: Axes, example: Example, scores: Tensor, style: str) -> 
                 margin.numpy(),
                 levels=[0.0],
                 colors="black",
-                linewidths=width,
+                linewidths=0.8 if style == "--" else 1.1,
                 linestyles=style,
             )
 

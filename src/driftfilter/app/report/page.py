@@ -82,13 +82,6 @@ class Card(NamedTuple):
     good: bool | None = None  # better than the source, worse, or neither
 
 
-class Legend(NamedTuple):
-    """A line of a legend."""
-
-    swatch: Markup
-    name: str
-
-
 def _choose_pictured(streams: Sequence[StreamReport]) -> set[int]:
     """The entries whose examples there is room for, the best of every stream first."""
     room, kept = PICTURES, set()
@@ -111,7 +104,7 @@ def _view(stream: StreamReport, place: int, pictured: Set[int]) -> dict[str, Any
         "id": f"stream{place}",
         "stream": stream,
         "cards": _cards(stream),
-        "legend": [Legend(draw.swatch(style), entry.name) for entry, style in styled],
+        "legend": [(draw.swatch(style), entry.name) for entry, style in styled],
         "alarm": draw.alarm_swatch(),
         "ranking": _ranking(styled),
         "accuracy": _over_time(stream, styled, "accuracy"),

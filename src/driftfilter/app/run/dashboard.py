@@ -7,7 +7,6 @@ import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from types import TracebackType
-from typing import final
 
 from rich.console import Console, RenderableType
 from rich.live import Live
@@ -43,7 +42,6 @@ def sparkline(values: Iterable[float]) -> str:
     return "".join(map(level, found))
 
 
-@final
 class Dashboard:
     """A callback that draws: progress and rate, accuracy, predictive entropy, class shares,
     distance, alarms.

@@ -279,15 +279,14 @@ def _step(
     return after, replace(record, accuracy=after.accuracy)
 
 
-class _Predicted(NamedTuple):
-    inputs: Inputs
-    logs: NDArray[Any]  # log-probabilities [n, k]
-    source: NDArray[Any] | None  # of the model as it is [n, k], if asked for
-    apart: float  # seconds that took
+def _predict(
+    made: PreparedRun, tally: Tally, batch: Batch
+) -> tuple[Inputs, NDArray[Any], NDArray[Any] | None, float]:
+    """Inputs of a batch, its log-probabilities [n, k], those of the model as it is if asked for,
+    and the seconds that these took.
 
-
-def _predict(made: PreparedRun, tally: Tally, batch: Batch) -> _Predicted:
-    """Predict a batch; the adapter comes last, so that it is as it was if anything fails."""
+    The adapter comes last, so that it is as it was if anything fails.
+    """
     try:
         inputs = made.form(batch.read())
         require_shapes(inputs, tally.shapes)
@@ -302,9 +301,8 @@ def _predict(made: PreparedRun, tally: Tally, batch: Batch) -> _Predicted:
                 .astype(made.dtype)
             )
         apart = time.perf_counter() - begun
-        return _Predicted(
-            inputs, made.adapter(*given, **named).cpu().numpy().astype(made.dtype), source, apart
-        )
+        logs = made.adapter(*given, **named).cpu().numpy().astype(made.dtype)
+        return inputs, logs, source, apart
     except torch.OutOfMemoryError:
         raise  # nothing is wrong with the batch
     except (ValueError, TypeError) as error:
