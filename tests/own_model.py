@@ -52,8 +52,8 @@ def run(
     return main(["run", model, data, "--preset", preset, "--batch", str(batch), *arguments])
 
 
-def predictions(out: str) -> dict[str, NDArray[Any]]:
-    with np.load(Path(out) / "predictions.npz") as found:
+def predictions(out: str, stem: str = "predictions") -> dict[str, NDArray[Any]]:
+    with np.load(Path(out) / f"{stem}.npz") as found:
         return dict(found)
 
 

@@ -1,7 +1,5 @@
 """A stream in pieces, against sums written out."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """``driftfilter inspect``, ``list --json`` and ``run --set``."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -34,17 +32,15 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    status = cli.main(arguments)
-    out, err = capsys.readouterr()
-    return status, out, err
+def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[str, str]:
+    """What a command prints on stdout and stderr."""
+    assert cli.main(arguments) == 0
+    return capsys.readouterr()
 
 
 @pytest.mark.usefixtures("folder")
 def test_inspect_counts_what_every_subset_takes(capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, _ = said(capsys, "inspect", "inspected_network:make", "--json")
-    found = json.loads(out)
-    assert status == 0
+    found = json.loads(said(capsys, "inspect", "inspected_network:make", "--json")[0])
     assert (found["parameters"], found["norms"], found["batch_norm"]) == (
         4 * 8 + 8 + 16 + 8 * 3 + 3,
         {"LayerNorm": 1},
@@ -60,8 +56,7 @@ def test_inspect_counts_what_every_subset_takes(capsys: pytest.CaptureFixture[st
 @pytest.mark.usefixtures("folder")
 def test_inspect_prints_names_and_times_where_asked(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ("inspect", "inspected_network:make", "--names", "--input", "4", "--batch", "16")
-    status, out, err = said(capsys, *arguments)
-    assert status == 0
+    out, err = said(capsys, *arguments)
     assert "    1.weight" in out
     assert "cost of a batch of 16 on this machine: model " in out
     assert "driftfilter " in out.splitlines()[-1]
@@ -70,16 +65,14 @@ def test_inspect_prints_names_and_times_where_asked(capsys: pytest.CaptureFixtur
 
 @pytest.mark.usefixtures("folder")
 def test_inspect_says_why_a_subset_takes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, _ = said(capsys, "inspect", "inspected_network:bare")
-    assert status == 0
+    out, _ = said(capsys, "inspect", "inspected_network:bare")
     assert "NormAffine(exclude=()) must select one parameter or more, got none of 2" in out
     assert "give the shape of a sample" in out
 
 
 def test_the_list_names_every_variant_with_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    _, out, _ = said(capsys, "list", "--json")
-    entries = json.loads(out)
-    _, text, _ = said(capsys, "list")
+    entries = json.loads(said(capsys, "list", "--json")[0])
+    text, _ = said(capsys, "list")
     names = [name for variants in df.VARIANTS.values() for name in variants] + df.presets.names()
     lines = [line.split() for line in text.splitlines() if line.startswith("  ")]
     assert [entry["name"] for entry in entries] == [line[0] for line in lines] == names
@@ -129,8 +122,7 @@ def test_a_field_is_changed_and_nothing_else(
     path: str, text: str, read: Any, expected: Any
 ) -> None:
     recipe = df.presets.get("driftfilter")
-    other = change(recipe, path, text)
-    assert read(other) == expected
+    assert read(change(recipe, path, text)) == expected
     assert read(recipe) != expected
     assert change(change(recipe, "chunk", "3"), "chunk", "0") == recipe
 
@@ -164,18 +156,8 @@ def test_a_run_takes_fields_of_the_recipe(folder: Path, capsys: pytest.CaptureFi
         folder / "x.npy", torch.randn(32, 4, generator=torch.Generator().manual_seed(0)).numpy()
     )
     common = ("run", "inspected_network:make", "x.npy", "--batch", "16", "--quiet", "--out")
-    assert (
-        said(
-            capsys,
-            *common,
-            "one",
-            "--set",
-            "transition.dynamics.rho=0.5",
-            "--set",
-            "predict_from=posterior",
-        )[0]
-        == 0
-    )
+    fields = ("--set", "transition.dynamics.rho=0.5", "--set", "predict_from=posterior")
+    said(capsys, *common, "one", *fields)
     recipe = json.loads((folder / "one" / "config.json").read_text())["recipe"]
     assert (recipe["transition"]["dynamics"]["rho"], recipe["predict_from"]) == (0.5, "posterior")
     assert recipe["source"]["variance"] == 0.01  # the rest as the preset has it for this model

@@ -1,7 +1,5 @@
 """Where tasks run: what each precision switches, and that it is switched back."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """Metrics of the app against formulas written out by hand."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
@@ -83,10 +81,8 @@ def test_quality_is_that_of_torchmetrics_and_of_the_formulas(case: str) -> None:
 
 def test_quality_by_hand() -> None:
     found = metrics.quality(*SURE)
-    assert found.accuracy == pytest.approx(2 / 3, abs=1e-6)
-    assert found.ece == pytest.approx(1 / 3, abs=1e-6)
-    assert found.nll == pytest.approx(200 / 3, rel=1e-6)
-    assert found.brier == pytest.approx(2 / 3, rel=1e-6)
+    expected = metrics.Quality(accuracy=2 / 3, nll=200 / 3, brier=2 / 3, ece=1 / 3, n=3)
+    assert found == pytest.approx(expected, rel=1e-6)
     assert metrics.quality(*TIED).accuracy == 0.5  # of equal probabilities the first class is taken
 
 

@@ -1,7 +1,5 @@
 """How far parameters have moved, against a belief that was put there by hand."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 
@@ -46,8 +44,7 @@ def test_by_layer_in_sigmas_of_the_prior() -> None:
 
 
 def test_a_point_mass_has_no_sigmas() -> None:
-    adapter, model = moved(df.presets.get("tent", lr=0.01))
-    rows = measure_shift(adapter, model)
+    rows = measure_shift(*moved(df.presets.get("tent", lr=0.01)))
     assert [row["sigmas"] for row in rows] == [None, None]
     assert all(row["rms"] > 0 for row in rows)
 

@@ -1,7 +1,5 @@
 """What users rely on, against a list taken before the folders were rearranged (surface.json)."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import inspect

@@ -1,7 +1,5 @@
 """Progress: bars on a terminal, lines in a log, nothing if quiet."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -43,7 +43,7 @@ class Command(NamedTuple):
     help: str
     epilog: str = ""
     # Makes the options from those that are given; None: the dataclass with its defaults.
-    read: Callable[[Mapping[str, Any]], Any] | None = None
+    read: Callable[..., Any] | None = None
 
 
 class Request(NamedTuple):
@@ -81,7 +81,7 @@ def add_options(parser: argparse.ArgumentParser, options: type) -> None:
     hints = get_type_hints(options)
     for item in fields(options):
         details = dict(item.metadata)
-        positional = details.pop("positional", False)
+        name = item.name if details.pop("positional", False) else f"--{item.name.replace('_', '-')}"
         details["help"] = details["help"].replace("{default}", str(item.default))
         parts = (hints[item.name], *get_args(hints[item.name]))
         chosen = next((get_args(part) for part in parts if get_origin(part) is Literal), None)
@@ -89,7 +89,6 @@ def add_options(parser: argparse.ArgumentParser, options: type) -> None:
             details["action"] = "store_true"
         elif chosen is not None:
             details["choices"] = chosen
-        name = item.name if positional else f"--{item.name.replace('_', '-')}"
         parser.add_argument(name, default=argparse.SUPPRESS, **details)
 
 
@@ -148,8 +147,8 @@ class Parser(argparse.ArgumentParser):
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
             options = [option for action in self._actions for option in action.option_strings]
-            wrong = [each.partition("=")[0] for each in unknown if each.startswith("-")]
-            near = nearest(wrong[0], options) if wrong else ""
+            wrong = next((each for each in unknown if each.startswith("-")), None)
+            near = "" if wrong is None else nearest(wrong.partition("=")[0], options)
             self.error(f"unrecognized arguments: {' '.join(unknown)}{near}")
         return found, unknown
 
@@ -162,9 +161,10 @@ class Parser(argparse.ArgumentParser):
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
             known = list(map(str, action.choices))
-            near = nearest(str(value), known)
             raise argparse.ArgumentError(
-                action, f"invalid choice: {value!r} (choose from {', '.join(known)}){near}"
+                action,
+                f"invalid choice: {value!r} (choose from {', '.join(known)})"
+                f"{nearest(str(value), known)}",
             )
 
 
@@ -185,18 +185,14 @@ def build_parser(commands: Mapping[str, Command]) -> Parser:
     for name, command in commands.items():
         own = below.add_parser(name, help=command.help, epilog=command.epilog or None)
         add_options(own, command.options)
-        _add_output(own)
+        either = own.add_mutually_exclusive_group()
+        either.add_argument(
+            "--json", action="store_true", help="one JSON document on stdout, nothing else there"
+        )
+        either.add_argument(
+            "--quiet", action="store_true", help="print nothing but warnings and errors"
+        )
     return whole
-
-
-def _add_output(parser: argparse.ArgumentParser) -> None:
-    either = parser.add_mutually_exclusive_group()
-    either.add_argument(
-        "--json", action="store_true", help="one JSON document on stdout, nothing else there"
-    )
-    either.add_argument(
-        "--quiet", action="store_true", help="print nothing but warnings and errors"
-    )
 
 
 def parse(arguments: Sequence[str], commands: Mapping[str, Command]) -> Request:
@@ -207,5 +203,6 @@ def parse(arguments: Sequence[str], commands: Mapping[str, Command]) -> Request:
     command = commands[parsed["command"]]
     names = {item.name for item in fields(command.options)}
     given = {name: value for name, value in parsed.items() if name in names}
-    options = command.options(**given) if command.read is None else command.read(given)
-    return Request(command, options, Output(parsed["quiet"], parsed["json"]))
+    return Request(
+        command, (command.read or command.options)(**given), Output(parsed["quiet"], parsed["json"])
+    )

@@ -63,20 +63,21 @@ def demo(options: DemoOptions, output: Output, arguments: Sequence[str]) -> Foun
 
     out, example = options.out, Linear()
     output.say(
-        "2-D logistic regression; both classes drift diagonally by 3 while no label is ever seen"
-    )
-    output.say(
+        "2-D logistic regression; both classes drift diagonally by 3 while no label is ever seen\n"
         f"{example.source_samples} labeled source samples, {example.steps} single-sample steps, "
         f"{options.seeds} seeds\n"
     )
     seeds = range(FIRST_SEED, FIRST_SEED + options.seeds)
-    figures = find_spec("matplotlib") is not None
     with show_progress(output.quiet) as display:
         tables = reproduce(
-            ("linear",), seeds, out, os.cpu_count() or 1, _count_seeds(display), figures=figures
+            ("linear",),
+            seeds,
+            out,
+            os.cpu_count() or 1,
+            _count_seeds(display),
+            figures=find_spec("matplotlib") is not None,
         )
-    output.say(tables["linear"])
-    output.say(f"\nwrote {out / 'linear'}\n")
+    output.say(f"{tables['linear']}\n\nwrote {out / 'linear'}\n")
     found: dict[str, Any] = {"out": str(out), "linear": _read_metrics(out / "linear", output)}
     command = [*DEMO_BENCH, "--out", str(out / "images")]
     status, found["images"] = bench(parse(command, COMMANDS).options, output, command)
@@ -137,8 +138,14 @@ def reproduce(options: ReproduceOptions, output: Output, arguments: Sequence[str
     seeds = range(options.first_seed, options.first_seed + options.seeds)
     start = time.perf_counter()
     with show_progress(output.quiet) as display:
-        progress, figures = _count_seeds(display), not options.no_figures
-        tables = run_all(names, seeds, out, options.workers, progress, figures=figures)
+        tables = run_all(
+            names,
+            seeds,
+            out,
+            options.workers,
+            _count_seeds(display),
+            figures=not options.no_figures,
+        )
     for name, table in tables.items():
         output.say(f"{name}\n\n{table}\n")
     seconds = time.perf_counter() - start
@@ -173,8 +180,14 @@ def bench(options: BenchOptions, output: Output, arguments: Sequence[str]) -> Fo
         output.note(f"resumed: {sum(done)} of {len(done)} done")
     try:
         with show_progress(output.quiet) as display:
-            command = shlex.join(["driftfilter", *arguments])
-            documents = benchmark.run(made, tasks, folder, display, command, me.first(len(tasks)))
+            documents = benchmark.run(
+                made,
+                tasks,
+                folder,
+                display,
+                shlex.join(["driftfilter", *arguments]),
+                me.first(len(tasks)),
+            )
     except OSError as error:
         return fail("bench", error, 1)
     except KeyboardInterrupt:
@@ -190,8 +203,7 @@ def bench(options: BenchOptions, output: Output, arguments: Sequence[str]) -> Fo
         output.say(f"wrote {folder}")
     # Among several workers what one leaves is another's; torchrun would end them all for a status
     # that is not 0.
-    missing = left and me.workers == 1
-    return 1 if wrong or missing else 0, {
+    return 1 if wrong or (left and me.workers == 1) else 0, {
         "out": str(folder),
         "not_done": left,
         "results": [each for each in documents if each],
@@ -283,17 +295,16 @@ def data(options: DataOptions, output: Output, arguments: Sequence[str]) -> Foun
     if options.folder is None:
         output.say(check.explain())
         return 0, {"archives_md5": check.ARCHIVES, "text": check.explain()}
-    findings = check.find(Path(options.folder))
+    findings = list(check.find(Path(options.folder)))
     wrong = [finding for finding in findings if not finding.ok]
     output.say(check.describe(options.folder, findings))
     if wrong and output.quiet:
         return fail("data", "; ".join(finding.text for finding in wrong), 1)
-    found = {
+    return 1 if wrong else 0, {
         "path": options.folder,
         "ok": not wrong,
         "files": [finding._asdict() for finding in findings],
     }
-    return 1 if wrong else 0, found
 
 
 @dataclass(frozen=True)

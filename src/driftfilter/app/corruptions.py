@@ -59,19 +59,15 @@ def corrupt(images: Tensor, name: str, severity: int = 5, seed: int = 0) -> Tens
     The same images and seed give the same corruption on the same kind of device; all is computed in
     float32 there.
     """
-    _check(images, name, severity, seed)
-    generator = torch.Generator(images.device).manual_seed(seed)
-    parts = images.float().split(max(1, PIXELS // images[0, 0].numel()))
-    made = [to_bytes(_ALL[name](part, severity, generator)) for part in parts]
-    return torch.cat(made).to(images.dtype) / 255
-
-
-def _check(images: Tensor, name: str, severity: int, seed: int) -> None:
     known = list(_ALL)
     require(name in known, "name", name, f"one of {', '.join(known)}{nearest(str(name), known)}")
     require_severity(severity)
     require_count("seed", seed, 0)
     require_pixels("images", images)
+    generator = torch.Generator(images.device).manual_seed(seed)
+    parts = images.float().split(max(1, PIXELS // images[0, 0].numel()))
+    made = [to_bytes(_ALL[name](part, severity, generator)) for part in parts]
+    return torch.cat(made).to(images.dtype) / 255
 
 
 def require_severity(severity: int) -> None:

@@ -16,9 +16,7 @@ def downsample(steps: Sequence[Mapping[str, Any]], most: int = MOST) -> list[dic
     Sums of what is counted (n, judged, right), means over the samples of entropies; pieces can be
     put together again.
     """
-    size = max(1, math.ceil(len(steps) / most))
-    first = 0
-    pieces = []
+    size, first, pieces = max(1, math.ceil(len(steps) / most)), 0, []
     for at in range(0, len(steps), size):
         pieces.append({"step": first, **merge(steps[at : at + size])})
         first += pieces[-1]["steps"]

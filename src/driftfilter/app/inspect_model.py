@@ -6,7 +6,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,6 @@ TIMED = ("source", "tent", "driftfilter")  # presets: no update, a plain one, th
 REPEATS = 5
 
 
-@final
 class Subset(NamedTuple):
     """What a selection takes of a model."""
 
@@ -45,7 +44,6 @@ class Subset(NamedTuple):
         }
 
 
-@final
 class Inspection(NamedTuple):
     """All that is known of a model without data."""
 
@@ -83,11 +81,14 @@ def inspect(text: str, weights: Any, shape: tuple[int, ...] | None, batch: int) 
     model = open_model(text, weights)
     shape = (3, 32, 32) if shape is None and text in ARCHITECTURES else shape
     norms = Counter(type(layer).__name__ for layer in model.modules() if isinstance(layer, NORMS))
-    has = any(isinstance(layer, _BatchNorm) for layer in model.modules())
-    timed = {} if shape is None else _time(model, torch.rand(batch, *shape))
-    count = sum(parameter.numel() for parameter in model.parameters())
     return Inspection(
-        text, count, dict(norms), has, [_subset(model, each) for each in SUBSETS], timed, batch
+        text,
+        sum(parameter.numel() for parameter in model.parameters()),
+        dict(norms),
+        any(isinstance(layer, _BatchNorm) for layer in model.modules()),
+        [_subset(model, each) for each in SUBSETS],
+        {} if shape is None else _time(model, torch.rand(batch, *shape)),
+        batch,
     )
 
 
@@ -142,10 +143,8 @@ def describe(found: Inspection, names: bool) -> list[str]:
         f"{found.model}: {found.parameters:,} parameters; norm layers: {norms}",
         found.statistics,
         "",
+        f"{'subset':<26}{'tensors':>8}{'numbers':>13}   belief in MB: diagonal, low rank 10, full",
     ]
-    out.append(
-        f"{'subset':<26}{'tensors':>8}{'numbers':>13}   belief in MB: diagonal, low rank 10, full"
-    )
     for subset in found.subsets:
         sizes = ", ".join(f"{size:,.3g}" for size in subset.memory().values())
         out.append(

@@ -41,13 +41,11 @@ class Machine:
 
     def settings(self) -> dict[str, Any]:
         """What of it may change a result, JSON-ready."""
-        name = torch.cuda.get_device_name(self.device) if self.cuda else self.device.type
-        layout = "channels last" if self.cuda else "contiguous"
         return {
-            "device": name,
+            "device": torch.cuda.get_device_name(self.device) if self.cuda else self.device.type,
             "precision": self.precision,
             "cudnn_benchmark": self.cuda,
-            "layout": layout,
+            "layout": "channels last" if self.cuda else "contiguous",
         }
 
     def place(self, module: nn.Module) -> nn.Module:
@@ -68,8 +66,8 @@ class Machine:
         else:
             import resource
 
-            unit = 1 if sys.platform == "darwin" else 1024
-            size = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+            size = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            size *= 1 if sys.platform == "darwin" else 1024  # bytes there, else kilobytes
             what = "the process since it started"
         return {"peak_memory_mb": size / 1e6, "peak_memory_of": what}
 
@@ -102,7 +100,6 @@ def choose_machine(device: str, precision: str | None = None) -> Machine:
     Device ``auto`` is the GPU if there is one. Precision None is tf32 on a GPU and float32 on a
     CPU, for which tf32 is the same.
     """
-    require(precision in (None, *PRECISIONS), "precision", precision, f"one of {PRECISIONS}")
     found = torch.cuda.is_available()
     known = device in ("auto", "cpu") or (device.partition(":")[0] == "cuda" and found)
     require(known, "device", device, "there: auto, cpu or cuda")

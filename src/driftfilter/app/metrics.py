@@ -38,12 +38,13 @@ def reliability(log_probabilities: Tensor, labels: Tensor, bins: int = BINS) -> 
     edges = torch.linspace(0, 1, bins + 1).to(confidence)[1:-1]  # certainty belongs to the last bin
     place = torch.bucketize(confidence, edges, right=True)
     count = torch.bincount(place, minlength=bins)
-    sums = [
+    sums = (
         confidence.new_zeros(bins, dtype=torch.float64).index_add(0, place, each.double())
         for each in (confidence, predicted == labels)
-    ]
-    means = ((each / count.clamp(min=1)).tolist() for each in sums)
-    return ReliabilityDiagram(count.tolist(), *means)
+    )
+    return ReliabilityDiagram(
+        count.tolist(), *((each / count.clamp(min=1)).tolist() for each in sums)
+    )
 
 
 def calibration_error(log_probabilities: Tensor, labels: Tensor, bins: int = BINS) -> float:
@@ -116,8 +117,7 @@ def uncertainty(
     """Predictive entropy and mutual information between label and θ, by draws of θ from the
     belief q.
     """
-    generator = torch.Generator(belief.mean.device).manual_seed(seed)
-    moves = belief.covariance.sample(draws, generator)
+    moves = belief.covariance.sample(draws, torch.Generator(belief.mean.device).manual_seed(seed))
     if model.linear:  # all draws in one product
         logits = model(belief.mean, inputs) + model.pushforward(belief.mean, inputs, moves)
     else:

@@ -7,6 +7,7 @@ All take RGB images in [0, 1], [n, 3, 32, 32], and normalise inside the forward 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from importlib.resources import as_file, files
 from pathlib import Path
 from typing import TypeAlias
@@ -30,12 +31,10 @@ def _conv(inside: int, outside: int, size: int, stride: int = 1) -> nn.Conv2d:
 class _Shortcut(nn.Module):
     def __init__(self, inside: int, outside: int, stride: int, norm: Norm) -> None:
         super().__init__()
-        self.conv = _conv(inside, outside, 1, stride)
-        self.norm = norm(outside)
+        self.conv, self.norm = _conv(inside, outside, 1, stride), norm(outside)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        shortcut: Tensor = self.norm(self.conv(inputs))
-        return shortcut
+        return self.norm(self.conv(inputs))  # type: ignore[no-any-return]
 
 
 class _Block(nn.Module):
@@ -70,8 +69,7 @@ class _PreactivationBlock(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         hidden = torch.relu(self.norm1(inputs))
         skip = inputs if self.shortcut is None else self.shortcut(hidden)
-        out: Tensor = self.conv2(torch.relu(self.norm2(self.conv1(hidden)))) + skip
-        return out
+        return self.conv2(torch.relu(self.norm2(self.conv1(hidden)))) + skip  # type: ignore[no-any-return]
 
 
 class ResidualNetwork(nn.Module):
@@ -100,8 +98,7 @@ class ResidualNetwork(nn.Module):
         self.stem = _conv(3, widths[0], 3)
         if not preactivation:
             self.norm = norm(widths[0])
-        self.blocks = nn.ModuleList()
-        inside = widths[0]
+        self.blocks, inside = nn.ModuleList(), widths[0]
         for group, outside in enumerate(widths[1:]):
             for position in range(depth):
                 self.blocks.append(
@@ -124,17 +121,14 @@ class ResidualNetwork(nn.Module):
         return hidden.mean((2, 3))
 
     def forward(self, inputs: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.features(inputs))
-        return logits
-
-
-def _group_norm(channels: int) -> nn.Module:
-    return nn.GroupNorm(8, channels)
+        return self.head(self.features(inputs))  # type: ignore[no-any-return]
 
 
 ARCHITECTURES: dict[str, Callable[[], ResidualNetwork]] = {
     "resnet20": lambda: ResidualNetwork((16, 16, 32, 64), 3, nn.BatchNorm2d, preactivation=False),
-    "resnet20_gn": lambda: ResidualNetwork((16, 16, 32, 64), 3, _group_norm, preactivation=False),
+    "resnet20_gn": lambda: ResidualNetwork(
+        (16, 16, 32, 64), 3, partial(nn.GroupNorm, 8), preactivation=False
+    ),
     "resnet26_w32": lambda: ResidualNetwork(
         (32, 32, 64, 128), 4, nn.BatchNorm2d, preactivation=False
     ),
@@ -160,11 +154,8 @@ def load(name: str, weights: Path | None = None) -> ResidualNetwork:
         name,
         f"one of {SHIPPED}, or give its weights file",
     )
-    if weights is None:
-        with as_file(files("driftfilter.app") / "assets" / f"{name}.safetensors") as path:
-            tensors = load_file(path)
-    else:
-        tensors = load_file(weights)
+    with as_file(files("driftfilter.app") / "assets" / f"{name}.safetensors") as shipped:
+        tensors = load_file(shipped if weights is None else weights)
     missing, unexpected = network.load_state_dict(tensors, strict=False)
     missing = [key for key in missing if not key.endswith("num_batches_tracked")]
     require(

@@ -19,8 +19,7 @@ def measure_shift(adapter: df.Adapter, model: nn.Module) -> list[dict[str, Any]]
     Root mean squares of Δ/σ_0 and Δ, and |Δ|/|μ_0|; None if σ_0 = 0 or μ_0 = 0.
     """
     state = adapter.state
-    matrix = adapter.recipe.transition.read_out(state.parameters)
-    start, now, variance = _read(state, matrix)
+    start, now, variance = _read(state, adapter.recipe.transition.read_out(state.parameters))
     rows, at = [], 0
     for layer, size in _layers(adapter, model, len(start)).items():
         piece = slice(at, at + size)
@@ -64,8 +63,7 @@ def _layers(adapter: df.Adapter, model: nn.Module, size: int) -> dict[str, int]:
 
 
 def _compare(change: Tensor, start: Tensor, variance: Tensor) -> dict[str, float | None]:
-    length = torch.linalg.vector_norm(change).item()
-    size = torch.linalg.vector_norm(start).item()
+    length, size = (torch.linalg.vector_norm(each).item() for each in (change, start))
     spread = bool((variance > 0).all())
     return {
         "sigmas": (change.square() / variance).mean().sqrt().item() if spread else None,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib.resources import as_file, files
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeAlias, final
+from typing import Any, NamedTuple, TypeAlias, final
 
 import numpy as np
 import torch
@@ -75,30 +75,6 @@ MADE = (
 )
 
 
-class Domains(Protocol):
-    """N samples that come in one order under every shift."""
-
-    @property
-    def labels(self) -> Tensor:
-        """int64 [N], on the CPU."""
-
-    @property
-    def shifts(self) -> tuple[str, ...]:
-        """The names that can be asked for."""
-
-    def describe(self) -> dict[str, str]:
-        """What a report says of the data: kind, path, texture of the frost, sha256."""
-
-    def with_seed(self, seed: int) -> Domains:
-        """The samples with the corruptions of this seed, if corruptions are made here."""
-
-    def require(self, shift: Shift) -> None:
-        """Raise unless the shift can be taken."""
-
-    def take(self, shift: Shift, index: Tensor, device: torch.device) -> Tensor:
-        """Samples ``index`` [n] under the shift: uint8 [n, 3, h, w] on the device."""
-
-
 @final
 @dataclass(frozen=True, eq=False)
 class Generated:
@@ -135,12 +111,14 @@ class Generated:
 
     def describe(self) -> dict[str, str]:
         """What a report says of the data, which is the same for all seeds."""
-        content = (
-            self._bytes(CLEAN, torch.device("cpu")).numpy().tobytes()
-            + self.labels.numpy().tobytes()
-        )
-        found = hashlib.sha256(content).hexdigest()
-        return {"kind": "generated", "path": self.path, "frost": FROST_TEXTURE, "sha256": found}
+        images = self._bytes(CLEAN, torch.device("cpu"))
+        content = images.numpy().tobytes() + self.labels.numpy().tobytes()
+        return {
+            "kind": "generated",
+            "path": self.path,
+            "frost": FROST_TEXTURE,
+            "sha256": hashlib.sha256(content).hexdigest(),
+        }
 
     def with_seed(self, seed: int) -> Generated:
         """The images under the corruptions of this seed, cached with all that is made of them."""
@@ -224,6 +202,10 @@ class Stored:
         return rows.to(device, non_blocking=True).permute(0, 3, 1, 2).contiguous()
 
 
+# N samples that come in one order under every shift.
+Domains: TypeAlias = Generated | Stored
+
+
 def _require_known(shift: Shift, known: Collection[Shift], where: str = "") -> None:
     if shift in known:  # the rest is for the message
         return
@@ -285,12 +267,11 @@ def open_published(
         for name, block in zip(found, images, strict=True)
         for each in SEVERITIES
     }
-    given = {} if clean is None else _clean_rows(clean, labels)
     return Stored(
         "CIFAR-10-C",
         folder,
         torch.from_numpy(labels),
-        rows | given,
+        rows | _clean_rows(clean, labels),
         lambda: digest([path, *paths.values()]),
     )
 
@@ -299,13 +280,12 @@ def _block(images: Bytes, severity: int, count: int) -> Rows:
     return lambda index: images[(severity - 1) * count + index]
 
 
-def _clean_rows(clean: Images, labels: Integers) -> dict[Shift, Rows]:
+def _clean_rows(clean: Images | None, labels: Integers) -> dict[Shift, Rows]:
     """The first N clean images as rows, once their labels are known to be the same."""
-    same = len(clean.labels) >= len(labels) and np.array_equal(
-        clean.labels[: len(labels)].cpu().numpy(), labels
-    )
+    if clean is None:
+        return {}
     require(
-        same,
+        np.array_equal(clean.labels[: len(labels)].cpu().numpy(), labels),
         "clean.labels",
         "others",
         f"the {len(labels)} labels of the shifted images, in their order",
@@ -330,8 +310,13 @@ def open_npz(file: Path, clean: Images | None = None, severity: int = 5) -> Stor
         shift_of(name, severity): array.__getitem__
         for name, array in zip(found, images, strict=True)
     }
-    given = {} if clean is None else _clean_rows(clean, known)
-    return Stored("arrays", file, torch.from_numpy(known), given | rows, lambda: digest([file]))
+    return Stored(
+        "arrays",
+        file,
+        torch.from_numpy(known),
+        _clean_rows(clean, known) | rows,
+        lambda: digest([file]),
+    )
 
 
 def _require_alike(arrays: Mapping[str, NDArray[Any]], count: int | None = None) -> list[Bytes]:
@@ -426,11 +411,10 @@ def _require_same(
     )
     for name, paths in classes.items():
         stems, expected = [path.stem for path in paths], [path.stem for path in first[name]]
-        odd = sorted(set(stems) ^ set(expected))
         require(
             stems == expected,
             f"{root}: class {name!r} of {shift}",
-            odd[:3],
+            sorted(set(stems) ^ set(expected))[:3],
             "the same pictures by name as in the first shift",
         )
 
@@ -459,13 +443,9 @@ def open_cifar10(path: Path | str) -> Images:
     "labels" of an ``.npz``.
     """
     path = Path(path)
-    if path.is_dir():
-        images, labels = open_batch(path / "test_batch")
-    else:
-        images, known = open_images(path, 10)
-        if known is None:
-            raise ValueError(f"{path} must be an .npz with 'labels', got none")
-        labels = known
+    images, labels = open_batch(path / "test_batch") if path.is_dir() else open_images(path, 10)
+    if labels is None:
+        raise ValueError(f"{path} must be an .npz with 'labels', got none")
     pixels = torch.from_numpy(np.ascontiguousarray(images.transpose(0, 3, 1, 2)))
     return Images(pixels.float() / 255, torch.from_numpy(labels))
 

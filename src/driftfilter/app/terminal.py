@@ -8,15 +8,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias, final
+from typing import Any, NamedTuple, TypeAlias
 
 OFTEN = 0.5  # seconds between two looks at a task by a bar: a note may have to wait for a device
 
 
-@final
-@dataclass(frozen=True)
-class Output:
+class Output(NamedTuple):
     """``quiet``: only warnings and errors. ``json``: nothing on stdout but the document."""
 
     quiet: bool = False
@@ -89,14 +86,14 @@ def show_progress(quiet: bool = False, every: float = math.inf) -> Iterator[Disp
             TimeRemainingColumn,
         )
 
-        columns = (
+        with Progress(
             TextColumn("{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
             TextColumn("{task.fields[note]}"),
             TimeRemainingColumn(),
-        )
-        with Progress(*columns, console=Console(stderr=True)) as bars:
+            console=Console(stderr=True),
+        ) as bars:
             yield lambda title: _begin_bar(title, bars)
 
 

@@ -60,8 +60,7 @@ def _shrink(image: NDArray[np.float64], factor: int) -> NDArray[np.float64]:
     if factor == 1 or not height or not width:
         return image[:PIXELS, :PIXELS]  # a line of pixels has no squares
     blocks = image[:height, :width].reshape(height // factor, factor, width // factor, factor, -1)
-    means: NDArray[np.float64] = blocks.mean((1, 3))
-    return means
+    return np.asarray(blocks.mean((1, 3)))
 
 
 def png(pixels: Bytes) -> bytes:
@@ -70,10 +69,12 @@ def png(pixels: Bytes) -> bytes:
     lines = np.concatenate(
         (np.zeros((height, 1), np.uint8), pixels.reshape(height, -1)), 1
     )  # 0: no filter
-    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(lines.tobytes(), 9)), (b"IEND", b""))
-    packed = (
+    chunks = {
+        b"IHDR": struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0),
+        b"IDAT": zlib.compress(lines.tobytes(), 9),
+        b"IEND": b"",
+    }
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
         struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-        for kind, data in chunks
+        for kind, data in chunks.items()
     )
-    return b"\x89PNG\r\n\x1a\n" + b"".join(packed)

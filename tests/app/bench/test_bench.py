@@ -1,7 +1,5 @@
 """The benchmark: resuming, sharing a folder, failures, and its options."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -48,8 +46,7 @@ def test_what_another_process_is_at_is_left_to_it(shared: Bench, tmp_path: Path)
     path, log = bench.path_of(tmp_path, settings(shared, tasks[0])), Log()
     with claim(path):
         documents = bench.run(shared, tasks, tmp_path, log)
-        assert documents[0] is None
-        assert documents[1] is not None
+        assert [document is None for document in documents] == [True, False]
         assert log.begun == [f"2 of 2: {tasks[1]}"]
         assert bench.read_finished(shared, tasks, tmp_path) == documents[1:]
         (line,) = bench.describe_undone(shared, tasks, documents, tmp_path)
@@ -75,8 +72,7 @@ def test_what_others_left_meanwhile_is_done_in_the_end(shared: Bench, tmp_path: 
             place.unlink(missing_ok=True)
 
     log = Late()
-    documents = bench.run(shared, tasks, tmp_path, log)
-    assert None not in documents
+    assert None not in bench.run(shared, tasks, tmp_path, log)
     assert log.begun == [f"2 of 2: {tasks[1]}", f"1 of 2: {tasks[0]}"]
     assert all(path.suffix == ".json" for path in tmp_path.iterdir())
 
@@ -149,7 +145,7 @@ def test_a_change_is_a_task_of_its_own(change: str, shared: Bench, tmp_path: Pat
 
 def test_a_task_that_fails_does_not_stop_the_others(shared: Bench, tmp_path: Path) -> None:
     networks = {**shared.networks, "broken": NamedNetwork("broken", Broken().eval(), "2" * 64)}
-    broken = replace(task_of("tent"), model="broken")
+    broken = task_of("tent")._replace(model="broken")
     shared = replace(shared, networks=networks)
     (failed, good), log = run_all(shared, tmp_path, broken, task_of("bn"))
     assert "result" in good
@@ -162,7 +158,7 @@ def test_a_task_that_fails_does_not_stop_the_others(shared: Bench, tmp_path: Pat
     assert set(table.rows[0][3:]) == {"failed"}
     assert failed["error"] in tables.plain(table)
     assert bench.are_done(shared, (broken,), tmp_path) == [False]
-    repaired = {**networks, "broken": replace(networks["broken"], module=Tiny().eval())}
+    repaired = {**networks, "broken": networks["broken"]._replace(module=Tiny().eval())}
     again, _ = run_all(replace(shared, networks=repaired), tmp_path, broken)
     assert "result" in again[0]
     assert not trace.exists()

@@ -1,7 +1,5 @@
 """Claims: one process at a time, whatever was left behind."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os
@@ -35,8 +33,7 @@ def leave(path: Path, text: str) -> Path:
 
 
 def in_another_process(path: Path, code: str) -> int:
-    command = [sys.executable, "-c", CLAIMS + code, str(path)]
-    return subprocess.run(command, check=False).returncode
+    return subprocess.run([sys.executable, "-c", CLAIMS + code, str(path)], check=False).returncode
 
 
 def test_a_claim_says_whose_it_is_and_goes_with_the_block(path: Path) -> None:

@@ -1,7 +1,5 @@
 """Figures of long streams, from documents whose curves are known."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

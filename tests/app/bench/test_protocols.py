@@ -242,7 +242,7 @@ def test_order_and_shuffling_follow_the_seed() -> None:
         ({"batch": 0}, "batch must be an integer >= 1, got 0"),
         ({"images": 0}, "images must be an integer >= 1, got 0"),
         ({"order": "random"}, "order must be 'given' or 'shuffled', got 'random'"),
-        ({"shuffled": 1}, "shuffled must be a bool, got 1"),
+        ({"shuffled": 1}, "shuffled must be True or False, got 1"),
         ({"seed": -1}, "seed must be an integer >= 0, got -1"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",

@@ -1,7 +1,5 @@
 """Which of several processes this is, and what follows from it for the benchmark."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

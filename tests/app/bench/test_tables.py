@@ -1,7 +1,5 @@
 """Tables of the benchmark against the numbers of its files."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

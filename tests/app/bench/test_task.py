@@ -1,7 +1,5 @@
 """A task of the benchmark: what it measures against the adapter itself."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from dataclasses import replace
@@ -288,8 +286,7 @@ def test_settings_say_all_that_a_report_needs(shared: Bench) -> None:
     assert made["data"]["frost"] == "procedural"
     assert made["versions"]["driftfilter"] == df.__version__
     assert made["versions"]["numpy"] == np.__version__
-    root = Path(df.__file__).parent
-    content = b"".join(path.read_bytes() for path in sorted(root.rglob("*.py")))
+    content = b"".join(path.read_bytes() for path in sorted(Path(df.__file__).parent.rglob("*.py")))
     assert made["versions"]["code"] == hashlib.sha256(content).hexdigest()[:12]
 
 

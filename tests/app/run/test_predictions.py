@@ -1,7 +1,5 @@
 """Files that only grow, and what is said of predictions."""
 
-from __future__ import annotations
-
 import resource
 from pathlib import Path
 from typing import Literal
@@ -46,8 +44,7 @@ def test_a_journal_that_cannot_grow_is_named(tmp_path: Path) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     journal.close()
-    again = AppendLog(tmp_path / "a", 4)
-    again.close()
+    AppendLog(tmp_path / "a", 4).close()
     assert (tmp_path / "a").read_bytes() == b"good"
 
 

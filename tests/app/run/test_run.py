@@ -2,8 +2,6 @@
 batches.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import os
@@ -414,8 +412,7 @@ def test_a_signal_saves_and_ends(number: int, status: int, folder: Path) -> None
         in told
     )
     assert len(predictions("o")["label"]) == 30
-    again = started("--out", "o", "--resume")
-    assert again.communicate(as_lines(samples()))[1] == b""
+    assert started("--out", "o", "--resume").communicate(as_lines(samples()))[1] == b""
     assert_equal("o", "whole")
 
 

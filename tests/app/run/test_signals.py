@@ -1,7 +1,5 @@
 """Signals end a run after the step at hand, or at once where it waits."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """What a run records for its report: the frozen source, quality, classes, samples to look at."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +8,6 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-import driftfilter as df
 from driftfilter.app import metrics
 from own_model import (
     BATCH,
@@ -45,11 +42,6 @@ def frozen() -> NDArray[Any]:
     return logs
 
 
-def baseline(out: str) -> dict[str, NDArray[Any]]:
-    with np.load(Path(out) / "baseline.npz") as found:
-        return dict(found)
-
-
 FULL = ("--baseline", "--labels", "y.npy", "--classes", "names.txt")
 
 
@@ -60,7 +52,9 @@ def test_the_frozen_source_is_recorded_and_changes_nothing(folder: Path) -> None
         predictions("with")["probabilities"].tobytes()
         == predictions("without")["probabilities"].tobytes()
     )
-    np.testing.assert_allclose(baseline("with")["probabilities"], np.exp(frozen()), rtol=1e-5)
+    np.testing.assert_allclose(
+        predictions("with", "baseline")["probabilities"], np.exp(frozen()), rtol=1e-5
+    )
     right = frozen().argmax(1) == LABELS
     assert [line["baseline_right"] for line in steps("with")] == [
         int(right[i : i + BATCH].sum()) for i in range(0, N, BATCH)
@@ -111,7 +105,7 @@ def test_skipped_samples_are_left_out(folder: Path) -> None:
     np.save("bad.npy", bad("nan"))
     assert run("--out", "o", *FULL, "--on-bad-batch", "skip", data="bad.npy") == 3
     kept = np.delete(np.arange(N), slice(BATCH, 2 * BATCH))
-    assert np.isnan(baseline("o")["probability"][BATCH : 2 * BATCH]).all()
+    assert np.isnan(predictions("o", "baseline")["probability"][BATCH : 2 * BATCH]).all()
     found = summary("o")
     assert found["quality"]["after"]["n"] == found["quality"]["before"]["n"] == len(kept)
     assert found["quality"]["before"]["accuracy"] == pytest.approx(
@@ -156,11 +150,7 @@ def test_an_old_summary_does_not_outlast_a_run_that_goes_on(
     assert run("--out", "o") == 0
     np.save("x.npy", np.concatenate((samples(), samples())))
 
-    def fails(*_: Any) -> None:
-        raise df.CheckpointError("the disk is full")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(df, "save", fails, raising=False)
+    with saving_only(0, monkeypatch):
         assert run("--out", "o", "--resume") == 1
     assert not any(
         (Path("o") / name).exists() for name in ("summary.json", "movement.json", "examples.npz")
@@ -197,8 +187,7 @@ def test_wrong_names(
 
 def test_rows_to_look_at_are_those_of_the_data(folder: Path) -> None:
     assert run("--out", "o", *FULL) == 0
-    entropy = predictions("o")["entropy"]
-    order = np.argsort(entropy, kind="stable")
+    order = np.argsort(predictions("o")["entropy"], kind="stable")
     with np.load("o/examples.npz") as found:
         assert found["row"].tolist() == [*order[:6], *order[:-7:-1]]
         assert found["most"].tolist() == [True] * 6 + [False] * 6

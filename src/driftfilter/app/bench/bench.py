@@ -36,9 +36,8 @@ def path_of(folder: Path, made: Mapping[str, Any]) -> Path:
 
 def read_document(path: Path, made: Mapping[str, Any]) -> dict[str, Any] | None:
     """What a whole file of these settings holds; None if there is none."""
-    document = _read(path)
-    same = document is not None and document["settings"] == json.loads(json.dumps(made))
-    return document if same else None
+    document = _read(path) or {}
+    return document if document.get("settings") == json.loads(json.dumps(made)) else None
 
 
 def run(
@@ -65,8 +64,10 @@ def run(
         for number in (*range(first, len(tasks)), *range(first)):
             if documents[number] is None:
                 place = f"{number + 1} of {len(tasks)}"
-                document = _find_or_run(bench, tasks[number], folder, display, command, place)
-                documents[number], moved = document, moved or document is not None
+                documents[number] = _find_or_run(
+                    bench, tasks[number], folder, display, command, place
+                )
+                moved = moved or documents[number] is not None
     return documents
 
 
@@ -102,25 +103,24 @@ def _try(
     write_atomic(path, json.dumps(document, indent=1, ensure_ascii=False) + "\n")
     failure.unlink(missing_ok=True)
     result = document["result"]
-    accuracy = result["mean"]["accuracy"]
-    shown.end(f"{title}: accuracy {accuracy:.4f} in {result['seconds']:.0f} s")
+    shown.end(f"{title}: accuracy {result['mean']['accuracy']:.4f} in {result['seconds']:.0f} s")
     return document
 
 
 def are_done(bench: Bench, tasks: Sequence[Task], folder: Path) -> list[bool]:
     """Whether each task has its file."""
-    made = [settings(bench, task) for task in tasks]
-    return [read_document(path_of(folder, each), each) is not None for each in made]
+    each = (settings(bench, task) for task in tasks)
+    return [read_document(path_of(folder, made), made) is not None for made in each]
 
 
 def describe_undone(
     bench: Bench, tasks: Sequence[Task], documents: Sequence[Any], folder: Path
 ) -> list[str]:
     """A line for each task that ``run`` left to another process."""
-    left = [task for task, document in zip(tasks, documents, strict=True) if document is None]
     return [
         f"not done: {task}, {describe_holder(path_of(folder, settings(bench, task)))}"
-        for task in left
+        for task, document in zip(tasks, documents, strict=True)
+        if document is None
     ]
 
 
@@ -130,11 +130,8 @@ def read_finished(bench: Bench, tasks: Sequence[Task], folder: Path) -> list[dic
     """
     kind = set(settings(bench, tasks[0]))
     own = [path_of(folder, settings(bench, task)) for task in tasks]
-    others = sorted(set(folder.glob("*.json")) - set(own))
-    found = [_read(path) for path in (*own, *others)]
-    return [
-        document for document in found if document is not None and set(document["settings"]) == kind
-    ]
+    found = map(_read, (*own, *sorted(set(folder.glob("*.json")) - set(own))))
+    return [document for document in found if document and set(document["settings"]) == kind]
 
 
 def _read(path: Path) -> dict[str, Any] | None:

@@ -58,12 +58,12 @@ def evaluate(trace: Trace, plan: StreamPlan, bench: Bench) -> dict[str, Any]:
         "along": _pieces(plan, right, metrics.entropy(logp).cpu()),
     }
     if bench.before:
-        how = (
-            "the prediction itself (predict_from='prior')"
+        found["before"] = {
+            "accuracy": _share(before),
+            "how": "the prediction itself (predict_from='prior')"
             if trace.before is None
-            else "predicted before each update"
-        )
-        found["before"] = {"accuracy": _share(before), "how": how}
+            else "predicted before each update",
+        }
     return found
 
 
@@ -78,18 +78,17 @@ def pick_examples(
     for place in (*most.tolist(), *least.tolist()):
         shift, row = plan.domains[int(domain[place])], index[place : place + 1]
         picture = thumbnail(data.take(shift, row, device)[0].cpu().numpy())
-        said = {
-            "label": int(logp[place].argmax()),
-            "truth": int(data.labels[row]),
-            "probability": logp[place].max().exp().item(),
-        }
-        about = {
-            "row": int(row),
-            "truth": int(data.labels[row]),
-            "where": shift.corruption,
-            "most": len(found) < len(most),
-        }
-        found.append({**about, **said, "png": base64.b64encode(png(picture)).decode()})
+        found.append(
+            {
+                "row": int(row),
+                "truth": int(data.labels[row]),
+                "where": shift.corruption,
+                "most": len(found) < len(most),
+                "label": int(logp[place].argmax()),
+                "probability": logp[place].max().exp().item(),
+                "png": base64.b64encode(png(picture)).decode(),
+            }
+        )
     return found
 
 
@@ -113,23 +112,24 @@ def _visits(plan: StreamPlan, right: Tensor) -> list[dict[str, Any]]:
         sizes = [len(step.index) for step in steps]
         samples = right[at : at + sum(sizes)]
         at += sum(sizes)
-        seen = {
-            "round": number,
-            "steps": len(sizes),
-            "n": len(samples),
-            "accuracy": _share(samples),
-        }
-        visits.append({**shift._asdict(), **seen})
+        visits.append(
+            {
+                **shift._asdict(),
+                "round": number,
+                "steps": len(sizes),
+                "n": len(samples),
+                "accuracy": _share(samples),
+            }
+        )
     return visits
 
 
 def _pieces(plan: StreamPlan, right: Tensor, entropy: Tensor) -> list[dict[str, Any]]:
     """The stream in as many pieces as a report draws."""
     sizes = [len(step.index) for step in plan.steps]
-    pieces = zip(sizes, right.split(sizes), entropy.split(sizes), strict=True)
     return downsample(
         [
             {"n": n, "judged": n, "right": int(known.sum()), "entropy": said.mean().item()}
-            for n, known, said in pieces
+            for n, known, said in zip(sizes, right.split(sizes), entropy.split(sizes), strict=True)
         ]
     )

@@ -36,22 +36,19 @@ def claim(path: Path) -> Iterator[bool]:
     """Whether the task whose file is ``path`` is this process's for the time of the block."""
     place = claim_path(path)
     place.parent.mkdir(parents=True, exist_ok=True)
-    file, is_new = _lock(place)
+    (file, is_new), here, mine = _lock(place), socket.gethostname(), False
     if file is None:
         yield False
         return
     try:
-        here = socket.gethostname()
         mine = is_new or _is_free(place, here)
         if mine:
             os.truncate(file, 0)
             os.write(file, json.dumps({"host": here, "pid": os.getpid()}).encode())
-        try:
-            yield mine
-        finally:
-            if mine:
-                place.unlink(missing_ok=True)
+        yield mine
     finally:
+        if mine:
+            place.unlink(missing_ok=True)
         os.close(file)  # and with it the lock
 
 

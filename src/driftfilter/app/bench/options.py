@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, final
+from typing import Any, Literal, TypeAlias
 
 from driftfilter.app.arguments import count_option, folder, option
 
@@ -20,7 +19,6 @@ QUICK: dict[str, Any] = {
 }
 
 
-@final
 @dataclass(frozen=True)
 class BenchOptions:
     """Options of ``driftfilter bench``, as they are written there."""
@@ -87,6 +85,6 @@ class BenchOptions:
     list: bool = option("print the tasks and which are done; run nothing", False)
 
 
-def read_options(given: Mapping[str, Any]) -> BenchOptions:
+def read_options(**given: Any) -> BenchOptions:
     """The options that are given; with ``quick`` those it stands for, unless given otherwise."""
     return BenchOptions(**{**(QUICK if given.get("quick") else {}), **given})

@@ -48,17 +48,19 @@ def write(documents: Sequence[Document], folder: Path) -> list[str]:
 
 def streams(documents: Sequence[Document]) -> dict[str, tuple[str, list[tuple[str, Curve]]]]:
     """Title and curves by preset of each stream of more than one round, by a name for its file."""
-    long = [
+    groups = by_condition(
         each
         for each in documents
         if "result" in each and each["settings"]["protocol"].get("rounds", 1) > 1
-    ]
-    groups = by_condition(long)
+    )
     names = [_name(group[0]["settings"]) for group in groups]
     return {
         name + (_digest(group[0]["settings"]) if names.count(name) > 1 else ""): (
             _title(group),
-            _curves(group),
+            [
+                (each[0]["settings"]["preset"], _curve([one["result"]["visits"] for one in each]))
+                for each in by_preset(group)
+            ],
         )
         for name, group in zip(names, groups, strict=True)
     }
@@ -85,27 +87,17 @@ def _title(group: Sequence[Document]) -> str:
     )
 
 
-def _curves(group: Sequence[Document]) -> list[tuple[str, Curve]]:
-    """A curve for each preset, in the order of the tasks."""
-    return [
-        (each[0]["settings"]["preset"], _curve([one["result"]["visits"] for one in each]))
-        for each in by_preset(group)
-    ]
-
-
 def _curve(seeds: Sequence[Sequence[Mapping[str, Any]]]) -> Curve:
     """Means over the seeds of their visits, which come at the same steps."""
     ends = list(itertools.accumulate((visit["steps"] for visit in seeds[0]), initial=0))
-    steps = [(start + end) / 2 for start, end in itertools.pairwise(ends)]
     visits = [
         statistics.fmean(visit["accuracy"] for visit in each) for each in zip(*seeds, strict=True)
     ]
     places = rounds(seeds[0])
-    middle = [(ends[each[0]] + ends[each[-1] + 1]) / 2 for each in places]
     return Curve(
-        steps,
+        [(start + end) / 2 for start, end in itertools.pairwise(ends)],
         visits,
-        middle,
+        [(ends[each[0]] + ends[each[-1] + 1]) / 2 for each in places],
         [statistics.fmean(visits[place] for place in each) for each in places],
         ends[-1],
     )

@@ -7,7 +7,7 @@ import hashlib
 import itertools
 import re
 from collections.abc import Iterable
-from dataclasses import fields, replace
+from dataclasses import fields
 from importlib.resources import as_file, files
 from pathlib import Path
 from typing import Any
@@ -49,10 +49,13 @@ def prepare(options: BenchOptions) -> tuple[Bench, tuple[Task, ...]]:
     )
     each = itertools.product(networks, protocols, presets, parse_seeds(options.seeds))
     tasks = tuple(Task(preset, chosen, model, seed) for model, chosen, preset, seed in each)
-    clean = None if options.clean is None else open_cifar10(Path(options.clean))
     names = _parse_corruptions(options.corruptions)
     data = open_domains(
-        options.data, clean, 0, options.severity, names, options.clean or "generated"
+        options.data,
+        None if options.clean is None else open_cifar10(options.clean),
+        severity=options.severity,
+        names=names,
+        clean_path=options.clean or "generated",
     )
     shared = {
         item.name: getattr(options, item.name)
@@ -62,9 +65,15 @@ def prepare(options: BenchOptions) -> tuple[Bench, tuple[Task, ...]]:
     stream = StreamSettings(
         **{**shared, "corruptions": _default_corruptions(data) if names is None else names}
     )
-    source = None if options.source is None else open_source(Path(options.source))
     bench = Bench(
-        data, networks, stream, machine, options.window, options.before, options.probe_every, source
+        data,
+        networks,
+        stream,
+        machine,
+        options.window,
+        options.before,
+        options.probe_every,
+        None if options.source is None else open_source(Path(options.source)),
     )
     for task in tasks:
         task.recipe()
@@ -94,7 +103,7 @@ def parse_choices(text: str) -> tuple[Choice, ...]:
                 part,
                 f"option=value, as in {found[-1].name}:option=value",
             )
-            found[-1] = replace(found[-1], options=(*found[-1].options, (key, _parse_value(value))))
+            found[-1] = found[-1]._replace(options=(*found[-1].options, (key, _parse_value(value))))
     require(bool(found), "list of names", text, "name,name:option=value,…")
     return tuple({str(choice): choice for choice in found}.values())
 
@@ -115,7 +124,7 @@ def parse_seeds(text: str) -> tuple[int, ...]:
         text,
         "a number of seeds, or a list: 4,7",
     )
-    numbers = tuple(int(part) for part in parts)
+    numbers = tuple(map(int, parts))
     require("," in text or numbers[0] > 0, "seeds", text, "at least 1")
     require(
         "," not in text or len(set(numbers)) == len(numbers),
@@ -137,8 +146,10 @@ def _parse_corruptions(text: str) -> tuple[str, ...] | None:
 
 def _default_corruptions(data: Domains) -> tuple[str, ...]:
     """The 15 of CIFAR-10-C, or what the data have instead."""
-    others = tuple(name for name in data.shifts if name not in ("clean", *EXTRA))
-    return tuple(CORRUPTIONS) if set(CORRUPTIONS) <= set(data.shifts) else others
+    whole = set(CORRUPTIONS) <= set(data.shifts)
+    return tuple(
+        CORRUPTIONS if whole else (each for each in data.shifts if each not in ("clean", *EXTRA))
+    )
 
 
 def _load_networks(text: str, machine: Machine) -> Iterable[NamedNetwork]:
@@ -151,16 +162,22 @@ def _load_networks(text: str, machine: Machine) -> Iterable[NamedNetwork]:
         module = machine.place(models.load(name, Path(path) if path else None))
         with as_file(files("driftfilter.app") / "assets" / f"{name}.safetensors") as shipped:
             weights = (Path(path) if path else shipped).read_bytes()
-        title = f"{name}={Path(path).stem}" if path else name
-        yield NamedNetwork(title, module, hashlib.sha256(weights).hexdigest())
+        yield NamedNetwork(
+            f"{name}={Path(path).stem}" if path else name,
+            module,
+            hashlib.sha256(weights).hexdigest(),
+        )
 
 
 def open_source(path: Path) -> SourceImages:
     """Samples of an ``.npz`` with "images" [n, h, w, 3], 8 bits, and perhaps "labels" [n]."""
     images, labels = open_images(path)
-    pixels = torch.from_numpy(images).permute(0, 3, 1, 2).contiguous()
-    known = None if labels is None else torch.from_numpy(labels)
-    return SourceImages(pixels, known, str(path), digest([path]))
+    return SourceImages(
+        torch.from_numpy(images).permute(0, 3, 1, 2).contiguous(),
+        None if labels is None else torch.from_numpy(labels),
+        str(path),
+        digest([path]),
+    )
 
 
 def _set_rounds(choice: Choice, rounds: int | None) -> Choice:
@@ -170,4 +187,4 @@ def _set_rounds(choice: Choice, rounds: int | None) -> Choice:
         and "rounds" in [item.name for item in fields(build_protocol(choice))]
         and "rounds" not in dict(choice.options)
     )
-    return replace(choice, options=(*choice.options, ("rounds", rounds))) if takes else choice
+    return choice._replace(options=(*choice.options, ("rounds", rounds))) if takes else choice

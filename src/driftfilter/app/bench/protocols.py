@@ -14,7 +14,7 @@ from torch import Tensor
 
 from driftfilter.app.corruptions import CORRUPTIONS
 from driftfilter.app.streams import Shift, shift_of
-from driftfilter.base.checks import require, require_count, require_number
+from driftfilter.base.checks import Count, Positive, PositiveCount, check_fields, require
 
 
 @final
@@ -52,25 +52,18 @@ class StreamSettings:
 
     corruptions: tuple[str, ...] = tuple(CORRUPTIONS)
     severity: int = 5
-    batch: int = 200
-    images: int | None = None
+    batch: PositiveCount = 200
+    images: PositiveCount | None = None
     order: Literal["given", "shuffled"] = "given"
     shuffled: bool = False
-    seed: int = 0
+    seed: Count = 0
 
     def __post_init__(self) -> None:
-        named = isinstance(self.corruptions, tuple) and len(self.corruptions) > 0
-        distinct = named and len(set(self.corruptions)) == len(self.corruptions)
-        require(
-            distinct, "corruptions", self.corruptions, "a tuple of distinct names, at least one"
-        )
-        shift_of(self.corruptions[0], self.severity)
-        require_count("batch", self.batch, 1)
-        if self.images is not None:
-            require_count("images", self.images, 1)
-        require(self.order in ("given", "shuffled"), "order", self.order, "'given' or 'shuffled'")
-        require(isinstance(self.shuffled, bool), "shuffled", self.shuffled, "a bool")
-        require_count("seed", self.seed, 0)
+        names = self.corruptions
+        distinct = isinstance(names, tuple) and 0 < len(names) == len(set(names))
+        require(distinct, "corruptions", names, "a tuple of distinct names, at least one")
+        shift_of(names[0], self.severity)
+        check_fields(self, "")
 
 
 class Visit(NamedTuple):
@@ -80,6 +73,13 @@ class Visit(NamedTuple):
     severity: int
     samples: Tensor  # [n]
     round: int = 0
+
+
+class _Checked:
+    """Fields are held to their annotations; messages name them as options are written."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, "")
 
 
 @final
@@ -94,15 +94,12 @@ class Episodic:
 
 @final
 @dataclass(frozen=True)
-class Continual:
+class Continual(_Checked):
     """One corruption after the other, never reset; ``rounds`` > 1: the whole sequence again, the
     same each time.
     """
 
-    rounds: int = 1
-
-    def __post_init__(self) -> None:
-        require_count("rounds", self.rounds, 1)
+    rounds: PositiveCount = 1
 
     def __call__(self, stream: StreamSettings, labels: Tensor) -> StreamPlan:
         """The plan for samples with labels [N]."""
@@ -126,16 +123,12 @@ class Gradual:
     def __call__(self, stream: StreamSettings, labels: Tensor) -> StreamPlan:
         """The plan for samples with labels [N]."""
         stages = [*range(1, stream.severity), *range(stream.severity, 0, -1)]
-        visits = _visits(stream, labels, _random(stream))
-        parts = [
-            zip(stages, visit.samples.tensor_split(len(stages)), strict=True) for visit in visits
-        ]
         return _plan(
             stream,
             [
-                Visit(name, *each)
-                for (name, *_), part in zip(visits, parts, strict=True)
-                for each in part
+                visit._replace(severity=stage, samples=part)
+                for visit in _visits(stream, labels, _random(stream))
+                for stage, part in zip(stages, visit.samples.tensor_split(len(stages)), strict=True)
             ],
         )
 
@@ -151,19 +144,18 @@ class Mixed:
         visits = _visits(stream, labels, random)
         index = torch.cat([visit.samples for visit in visits])
         domain = torch.arange(len(visits)).repeat_interleave(len(visits[0].samples))
-        order = torch.from_numpy(random.permutation(len(index)))
-        batches = zip(
-            index[order].split(stream.batch), domain[order].split(stream.batch), strict=True
-        )
         return StreamPlan(
-            tuple(Step(*each, False) for each in batches),
+            tuple(
+                Step(index[some], domain[some], False)
+                for some in torch.from_numpy(random.permutation(len(index))).split(stream.batch)
+            ),
             tuple(shift_of(*visit[:2]) for visit in visits),
         )
 
 
 @final
 @dataclass(frozen=True)
-class Correlated:
+class Correlated(_Checked):
     """Like ``Continual``, but samples near each other share labels: time is cut in slots, class c
     has shares p_c of them.
 
@@ -172,20 +164,18 @@ class Correlated:
     of one label. As in the streams of NOTE and RoTTA.
     """
 
-    concentration: float = 0.1
-    slots: int = 100
-
-    def __post_init__(self) -> None:
-        require_number("concentration", self.concentration, 0, np.inf, open_low=True)
-        require_count("slots", self.slots, 1)
+    concentration: Positive = 0.1
+    slots: PositiveCount = 100
 
     def __call__(self, stream: StreamSettings, labels: Tensor) -> StreamPlan:
         """The plan for samples with labels [N]."""
         random = _random(stream)
-        visits = _visits(stream, labels, random)
         return _plan(
             stream,
-            [visit._replace(samples=self._sort(visit.samples, labels, random)) for visit in visits],
+            [
+                visit._replace(samples=self._sort(visit.samples, labels, random))
+                for visit in _visits(stream, labels, random)
+            ],
         )
 
     def _sort(self, index: Tensor, labels: Tensor, random: np.random.Generator) -> Tensor:
@@ -206,28 +196,24 @@ class Correlated:
 
 @final
 @dataclass(frozen=True)
-class Recurring:
+class Recurring(_Checked):
     """Short visits that return, never reset: the samples of each corruption are cut in ``rounds``
     parts, one for each round.
     """
 
-    rounds: int = 3
-
-    def __post_init__(self) -> None:
-        require_count("rounds", self.rounds, 1)
+    rounds: PositiveCount = 3
 
     def __call__(self, stream: StreamSettings, labels: Tensor) -> StreamPlan:
         """The plan for samples with labels [N]."""
         visits = _visits(stream, labels, _random(stream))
-        parts = [visit.samples.tensor_split(self.rounds) for visit in visits]
-        each = [
-            (number, *pair)
-            for number in range(self.rounds)
-            for pair in zip(visits, parts, strict=True)
-        ]
+        parts = [(visit, visit.samples.tensor_split(self.rounds)) for visit in visits]
         return _plan(
             stream,
-            [visit._replace(samples=part[number], round=number) for number, visit, part in each],
+            [
+                visit._replace(samples=part[number], round=number)
+                for number in range(self.rounds)
+                for visit, part in parts
+            ],
         )
 
 
@@ -254,26 +240,25 @@ def _visits(stream: StreamSettings, labels: Tensor, random: np.random.Generator)
         0 < count <= len(labels), "images", count, f"at most {len(labels)}, the samples there are"
     )
     names = np.array(stream.corruptions)
-    ordered = random.permutation(names) if stream.order == "shuffled" else names
     return [
-        Visit(str(name), stream.severity, _samples(count, stream.shuffled, random))
-        for name in ordered
+        Visit(
+            str(name),
+            stream.severity,
+            torch.from_numpy(random.permutation(count)) if stream.shuffled else torch.arange(count),
+        )
+        for name in (random.permutation(names) if stream.order == "shuffled" else names)
     ]
-
-
-def _samples(count: int, shuffled: bool, random: np.random.Generator) -> Tensor:
-    return torch.from_numpy(random.permutation(count)) if shuffled else torch.arange(count)
 
 
 def _plan(stream: StreamSettings, visits: Iterable[Visit], reset: bool = False) -> StreamPlan:
     """Visits cut in batches; ``reset`` before each visit."""
     shifts = [(shift_of(*visit[:2]), visit) for visit in visits if len(visit.samples)]
     domains = tuple(dict.fromkeys(shift for shift, _ in shifts))
-    steps = [
+    steps = (
         Step(part, torch.full_like(part, domains.index(shift)), reset and number == 0, visit.round)
         for shift, visit in shifts
         for number, part in enumerate(visit.samples.split(stream.batch))
-    ]
+    )
     return StreamPlan(tuple(steps), domains)
 
 
@@ -281,5 +266,4 @@ def _share_out(
     index: Tensor, shares: np.ndarray[tuple[int, ...], np.dtype[np.float64]]
 ) -> tuple[Tensor, ...]:
     """Samples [n] cut in order by shares [slots] that sum to 1."""
-    cuts = (len(index) * shares.cumsum()[:-1]).round().astype(int)
-    return index.tensor_split(cuts.tolist())
+    return index.tensor_split((len(index) * shares.cumsum()[:-1]).round().astype(int).tolist())

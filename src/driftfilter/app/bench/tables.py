@@ -65,10 +65,9 @@ def condition(settings: Mapping[str, Any], apart: Set[str] = OF_PRESET) -> str:
     """What a document was measured under, ``apart`` from these settings and the seed: a text to
     compare.
     """
-    stream = {**settings["stream"], "seed": None}
+    shared = {**settings, "stream": {**settings["stream"], "seed": None}}
     return json.dumps(
-        {key: value for key, value in {**settings, "stream": stream}.items() if key not in apart},
-        sort_keys=True,
+        {key: value for key, value in shared.items() if key not in apart}, sort_keys=True
     )
 
 
@@ -97,35 +96,34 @@ def by_preset(documents: Iterable[Document]) -> list[list[Document]]:
 
 
 def _row(documents: Sequence[Document]) -> Row:
+    made = documents[0]["settings"]
     results = [document["result"] for document in documents if "result" in document]
-    names = documents[0]["settings"]["stream"]["corruptions"]
-    values = {name: [_accuracy(result["domains"], name) for result in results] for name in names}
+    values = {
+        name: [_accuracy(result["domains"], name) for result in results]
+        for name in made["stream"]["corruptions"]
+    }
     values |= {
         title: [result["mean"][name] for result in results] for title, name in MEASURES.items()
     }
-    if documents[0]["settings"]["protocol"].get("rounds", 1) > 1:
+    if made["protocol"].get("rounds", 1) > 1:
         values |= {
             f"{title} round": [_round(result["visits"], place) for result in results]
             for title, place in ENDS.items()
         }
-    if documents[0]["settings"]["before"]:
+    if made["before"]:
         values["before"] = [result["before"]["accuracy"] for result in results]
-    if documents[0]["settings"]["probe_every"]:
+    if made["probe_every"]:
         values["clean"] = [result["probe"][-1]["accuracy"] for result in results]
     values["ms"] = [result["ms_per_step"] for result in results]
     seeds = [document["settings"]["stream"]["seed"] for document in documents]
     errors = [
-        f"{document['settings']['preset']}, seed {seed}: {document['error']}"
+        f"{made['preset']}, seed {seed}: {document['error']}"
         for seed, document in zip(seeds, documents, strict=True)
         if "error" in document
     ]
-    warned = {
-        f"{documents[0]['settings']['preset']}: {text}"
-        for result in results
-        for text in result["warnings"]
-    }
+    warned = {f"{made['preset']}: {text}" for result in results for text in result["warnings"]}
     commands = [document["command"] for document in documents if document.get("command")]
-    return Row(documents[0]["settings"], seeds, values, errors, sorted(warned), commands)
+    return Row(made, seeds, values, errors, sorted(warned), commands)
 
 
 def _accuracy(domains: Iterable[Mapping[str, Any]], corruption: str) -> float:
@@ -156,13 +154,11 @@ def summaries(each: Sequence[Sequence[Row]]) -> list[Table]:
         itertools.chain.from_iterable(each),
         lambda row: condition(row.settings, OF_PRESET | OF_TABLE),
     )
-    measured = [
-        (rows, {(row.settings["model"], row.settings["protocol"]["name"]) for row in rows})
+    return [  # of one table it would say nothing new
+        _summary(rows)
         for rows in alike
+        if len({(row.settings["model"], row.settings["protocol"]["name"]) for row in rows}) > 1
     ]
-    return [
-        _summary(rows) for rows, pairs in measured if len(pairs) > 1
-    ]  # of one table it would say nothing new
 
 
 def _summary(rows: Sequence[Row]) -> Table:
@@ -178,19 +174,19 @@ def _summary(rows: Sequence[Row]) -> Table:
         )
         key = (made["preset"], made["model"], data, made["recipe"], made["weights_sha256"])
         cells.setdefault(key, {})[made["protocol"]["name"]] = text
-    body = [
-        [*key[:3], *(found.get(name, "") for name in protocols)] for key, found in cells.items()
-    ]
     stream = rows[0].settings["stream"]
-    notes = [
-        "mean accuracy / ECE over the domains of each protocol",
-        f"severity {stream['severity']}, {stream['images']:,} images a corruption, batch "
-        f"{stream['batch']}, "
-        f"window {rows[0].settings['window']}, {_machine(rows[0].settings)}",
-        *_commands(rows),
-    ]
     return Table(
-        notes, ["preset", "model", "source images", *protocols], body, [], _conditions(rows)
+        [
+            "mean accuracy / ECE over the domains of each protocol",
+            f"severity {stream['severity']}, {stream['images']:,} images a corruption, batch "
+            f"{stream['batch']}, "
+            f"window {rows[0].settings['window']}, {_machine(rows[0].settings)}",
+            *_commands(rows),
+        ],
+        ["preset", "model", "source images", *protocols],
+        [[*key[:3], *(found.get(name, "") for name in protocols)] for key, found in cells.items()],
+        [],
+        _conditions(rows),
     )
 
 
@@ -210,16 +206,11 @@ def _machine(made: Mapping[str, Any]) -> str:
 
 def _source(rows: Sequence[Row]) -> list[str]:
     """A line for each preset that used source samples."""
-    used = [
-        (row.settings["preset"], row.settings["source_data"])
-        for row in rows
-        if row.settings["source_data"] is not None
-    ]
     return [
-        f"source data of {name}: {'' if data['labeled'] else 'un'}labeled, {data['images']:,} "
-        f"images of {data['path']}, "
-        f"sha256 {data['sha256'][:12]}"
-        for name, data in used
+        f"source data of {row.settings['preset']}: {'' if data['labeled'] else 'un'}labeled, "
+        f"{data['images']:,} images of {data['path']}, sha256 {data['sha256'][:12]}"
+        for row in rows
+        if (data := row.settings["source_data"]) is not None
     ]
 
 
@@ -239,18 +230,16 @@ def _describe_seeds(rows: Sequence[Row]) -> str:
 
 
 def _table(rows: Sequence[Row]) -> Table:
-    head = ["preset", "from", "statistics", *map(_short, rows[0].values)]
-    own = [
-        [row.settings[name] for name in ("preset", "predict_from", "statistics")] for row in rows
-    ]
-    cells = [
-        [*first, *map(_cell, row.values, row.values.values())]
-        for first, row in zip(own, rows, strict=True)
-    ]
     return Table(
         _notes(rows),
-        head,
-        cells,
+        ["preset", "from", "statistics", *map(_short, rows[0].values)],
+        [
+            [
+                *(row.settings[name] for name in ("preset", "predict_from", "statistics")),
+                *map(_cell, row.values, row.values.values()),
+            ]
+            for row in rows
+        ],
         [error for row in rows for error in row.errors],
         _conditions(rows),
     )
@@ -308,8 +297,7 @@ def plain(table: Table) -> str:
     grid = [table.head, *table.rows]
     widths = [max(len(cell) for cell in column) for column in zip(*grid, strict=True)]
     lines = ["  ".join(map(_pad, range(len(widths)), row, widths)).rstrip() for row in grid]
-    failed = [f"failed: {error}" for error in table.failures]
-    return "\n".join([*table.notes, "", *lines, *failed])
+    return "\n".join([*table.notes, "", *lines, *(f"failed: {each}" for each in table.failures)])
 
 
 def _pad(place: int, cell: str, width: int) -> str:
@@ -319,53 +307,47 @@ def _pad(place: int, cell: str, width: int) -> str:
 def markdown(table: Table) -> str:
     """A table as Markdown."""
     grid = [table.head, ["---"] * 3 + ["---:"] * (len(table.head) - 3), *table.rows]
-    lines = ["| " + " | ".join(row) + " |" for row in grid]
-    notes = [
-        f"- {note}" for note in [*table.notes, *(f"failed: {error}" for error in table.failures)]
-    ]
-    return "\n".join([*lines, "", *notes])
+    notes = [*table.notes, *(f"failed: {error}" for error in table.failures)]
+    return "\n".join(
+        [*(f"| {' | '.join(row)} |" for row in grid), "", *(f"- {note}" for note in notes)]
+    )
 
 
 def to_csv(documents: Sequence[Document]) -> str:
     """CSV of all numbers in full, one line for each task that did not fail."""
-    lines = []
-    for document in documents:
-        made = document["settings"]
-        own = {name: made[name] for name in ("model", "preset", "predict_from", "statistics")}
-        if "result" in document:
-            values = {name: value for name, (value,) in _row([document]).values.items()}
-            lines.append(
-                {
-                    **own,
-                    "protocol": made["protocol"]["name"],
-                    "seed": made["stream"]["seed"],
-                    **values,
-                }
-            )
-    return _csv(lines)
+    rows = [_row([document]) for document in documents if "result" in document]
+    return _csv(
+        [
+            {
+                **{
+                    name: row.settings[name]
+                    for name in ("model", "preset", "predict_from", "statistics")
+                },
+                "protocol": row.settings["protocol"]["name"],
+                "seed": row.settings["stream"]["seed"],
+                **{name: value for name, (value,) in row.values.items()},
+            }
+            for row in rows
+        ]
+    )
 
 
 def summary_csv(documents: Iterable[Document]) -> str:
     """CSV of means over the seeds in full, one line for each preset, model and protocol."""
-    lines = []
-    for row in itertools.chain.from_iterable(collect(documents)):
-        made, done = row.settings, [row.values[name] for name in MEASURES]
-        own = {name: made[name] for name in ("model", "preset", "precision")}
-        own |= {
-            "protocol": made["protocol"]["name"],
-            "batch": made["stream"]["batch"],
-            "seeds": len(done[0]),
-        }
-        own |= {
-            "source_images": 0 if made["source_data"] is None else made["source_data"]["images"]
-        }
-        if done[0]:
-            means = {
-                name: statistics.fmean(values)
-                for name, values in zip(MEASURES.values(), done, strict=True)
+    return _csv(
+        [
+            {
+                **{name: row.settings[name] for name in ("model", "preset", "precision")},
+                "protocol": row.settings["protocol"]["name"],
+                "batch": row.settings["stream"]["batch"],
+                "seeds": len(row.values["mean"]),
+                "source_images": (row.settings["source_data"] or {"images": 0})["images"],
+                **{name: statistics.fmean(row.values[title]) for title, name in MEASURES.items()},
             }
-            lines.append({**own, **means})
-    return _csv(lines)
+            for row in itertools.chain.from_iterable(collect(documents))
+            if row.values["mean"]
+        ]
+    )
 
 
 def _csv(lines: Sequence[Mapping[str, Any]]) -> str:

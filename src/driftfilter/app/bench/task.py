@@ -10,11 +10,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache, cached_property, partial
 from pathlib import Path
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 import driftfilter as df
 from driftfilter.app.bench.evaluate import Trace, evaluate, pick_examples
@@ -24,15 +25,13 @@ from driftfilter.app.machine import Machine
 from driftfilter.app.parameter_shift import measure_shift
 from driftfilter.app.streams import CLEAN, Domains
 from driftfilter.app.terminal import Watch
-from driftfilter.base.checks import nearest, require, require_count
+from driftfilter.base.checks import Count, check_fields, nearest, require
 
 WARM_UP = 5  # steps that are not timed
 PROBED = 500  # clean images
 
 
-@final
-@dataclass(frozen=True)
-class Choice:
+class Choice(NamedTuple):
     """A name and options, written ``name:option=value,option=value``."""
 
     name: str
@@ -44,9 +43,7 @@ class Choice:
         )
 
 
-@final
-@dataclass(frozen=True)
-class NamedNetwork:
+class NamedNetwork(NamedTuple):
     """A classifier of images [n, 3, h, w] in [0, 1], which it normalises itself."""
 
     name: str
@@ -54,9 +51,7 @@ class NamedNetwork:
     weights: str  # sha256 of their file
 
 
-@final
-@dataclass(frozen=True, eq=False)
-class SourceImages:
+class SourceImages(NamedTuple):
     """Samples for the recipes whose source posterior is computed from source samples."""
 
     images: Tensor  # [n, 3, h, w], 8 bits
@@ -81,9 +76,7 @@ class SourceImages:
         )
 
 
-@final
-@dataclass(frozen=True)
-class Task:
+class Task(NamedTuple):
     """One stream from beginning to end."""
 
     preset: Choice
@@ -137,14 +130,13 @@ class Bench:
     networks: Mapping[str, NamedNetwork]
     stream: StreamSettings
     machine: Machine
-    window: int = 0
+    window: Count = 0
     before: bool = False
-    probe_every: int = 0
+    probe_every: Count = 0
     source: SourceImages | None = None
 
     def __post_init__(self) -> None:
-        require_count("window", self.window, 0)
-        require_count("probe_every", self.probe_every, 0)
+        check_fields(self, "")
         if self.probe_every:
             self.data.require(CLEAN)
 
@@ -162,12 +154,11 @@ class Bench:
 def settings(bench: Bench, task: Task) -> dict[str, Any]:
     """All that determines a result, JSON-ready."""
     recipe, chosen = task.recipe(), build_protocol(task.protocol)
-    images = len(bench.data.labels) if bench.stream.images is None else bench.stream.images
     return {
         "preset": str(task.preset),
         "recipe": repr(recipe),
         "statistics": str(recipe.statistics)
-        if _has_batch_norm(bench.networks[task.model].module)
+        if any(isinstance(each, _BatchNorm) for each in bench.networks[task.model].module.modules())
         else "none",
         "predict_from": recipe.predict_from,
         "protocol": {"name": str(task.protocol), **asdict(chosen)},
@@ -176,7 +167,7 @@ def settings(bench: Bench, task: Task) -> dict[str, Any]:
         "normalisation": "inside the model",
         "stream": {
             **asdict(bench.stream),
-            "images": images,
+            "images": bench.stream.images or len(bench.data.labels),
             "corruptions": list(bench.stream.corruptions),
             "seed": task.seed,
         },
@@ -197,18 +188,13 @@ def _versions() -> dict[str, str]:
     """Versions of what computes the results; ``code`` is a hash of this package's own code, which
     changes between versions.
     """
-    code = digest(sorted(Path(df.__file__).parent.rglob("*.py")))[:12]
     return {
         "driftfilter": df.__version__,
-        "code": code,
+        "code": digest(sorted(Path(df.__file__).parent.rglob("*.py")))[:12],
         "torch": torch.__version__,
         "python": platform.python_version(),
         "numpy": np.__version__,
     }
-
-
-def _has_batch_norm(module: nn.Module) -> bool:
-    return any(isinstance(each, nn.modules.batchnorm._BatchNorm) for each in module.modules())
 
 
 def _wants_data(recipe: df.Recipe) -> bool:
@@ -230,34 +216,33 @@ def run_task(bench: Bench, task: Task, watch: Watch | None = None) -> dict[str, 
         trace = _follow(bench, adapter, data, plan, watch)
         moved = measure_shift(adapter, bench.networks[task.model].module)
     timed = trace.milliseconds[WARM_UP:] or trace.milliseconds
-    result = {
-        **evaluate(trace, plan, bench),
-        "probe": trace.probe,
-        "alarms": trace.alarms,
-        "movement": moved,
-        "examples": pick_examples(trace, plan, data, bench.machine.device),
-        "ms_per_step": statistics.median(timed),
-        "steps": len(plan.steps),
-        "timed_steps": len(timed),
-        **bench.machine.peak_memory(),
-        "seconds": time.perf_counter() - start,
-        "warnings": sorted({str(item.message) for item in caught}),
+    return {
+        "settings": settings(bench, task),
+        "result": {
+            **evaluate(trace, plan, bench),
+            "probe": trace.probe,
+            "alarms": trace.alarms,
+            "movement": moved,
+            "examples": pick_examples(trace, plan, data, bench.machine.device),
+            "ms_per_step": statistics.median(timed),
+            "steps": len(plan.steps),
+            "timed_steps": len(timed),
+            **bench.machine.peak_memory(),
+            "seconds": time.perf_counter() - start,
+            "warnings": sorted({str(item.message) for item in caught}),
+        },
     }
-    return {"settings": settings(bench, task), "result": result}
 
 
 def _adapt(bench: Bench, task: Task) -> df.Adapter:
-    data = bench.source_data if _wants_data(task.recipe()) else None
-    module, options = bench.networks[task.model].module, dict(task.preset.options)
-    monitor = df.Monitor.recording()  # methods as published: an alarm changes nothing
     return df.adapt(
-        module,
+        bench.networks[task.model].module,
         task.preset.name,
-        data=data,
+        data=bench.source_data if _wants_data(task.recipe()) else None,
         seed=task.seed,
         window=bench.window,
-        monitor=monitor,
-        **options,
+        monitor=df.Monitor.recording(),  # methods as published: an alarm changes nothing
+        **dict(task.preset.options),
     )
 
 
@@ -292,8 +277,7 @@ def _follow(
     clock, probe = _Clock(machine), _Probe(bench, len(plan.steps))
     outputs: list[Tensor] = []
     before: list[Tensor] = []
-    alarms = 0
-    right, seen = torch.zeros((), dtype=torch.int64, device=machine.device), 0
+    right, seen, alarms = torch.zeros((), dtype=torch.int64, device=machine.device), 0, 0
     for number, step in enumerate(plan.steps):
         probe(adapter, number)  # before a reset, which would undo what it looks at
         if step.reset:
@@ -308,12 +292,16 @@ def _follow(
         if watch is not None:
             right = right + (outputs[-1].argmax(-1) == labels[step.index].to(machine.device)).sum()
             seen += len(step.index)
-            share = right / seen
-            watch(number + 1, len(plan.steps), partial(_describe, share))
+            watch(number + 1, len(plan.steps), partial(_describe, right / seen))
     probe(adapter, len(plan.steps))
     alarms += len(adapter.events)
-    known = torch.cat(before) if before else None
-    return Trace(torch.cat(outputs), known, clock.milliseconds(), probe.accuracies(), alarms)
+    return Trace(
+        torch.cat(outputs),
+        torch.cat(before) if before else None,
+        clock.milliseconds(),
+        probe.accuracies(),
+        alarms,
+    )
 
 
 def _describe(share: Tensor) -> str:
@@ -326,9 +314,9 @@ def _take_batch(data: Domains, plan: StreamPlan, step: Step, machine: Machine) -
     if len(present) == 1:
         return machine.pixels(data.take(plan.domains[present[0]], step.index, machine.device))
     places = [(step.domain == domain).nonzero().squeeze(1) for domain in present]
-    pairs = zip(present, places, strict=True)
     parts = [
-        data.take(plan.domains[domain], step.index[at], machine.device) for domain, at in pairs
+        data.take(plan.domains[domain], step.index[at], machine.device)
+        for domain, at in zip(present, places, strict=True)
     ]
     return machine.pixels(torch.cat(parts)[torch.cat(places).argsort().to(machine.device)])
 

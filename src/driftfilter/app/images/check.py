@@ -58,11 +58,6 @@ Data of your own
 Check a folder or a file, unpacked or not, with: driftfilter data FOLDER"""
 
 
-def find(path: Path) -> list[Finding]:
-    """What there is to say of every file of a folder, or of one file."""
-    return list(_find(path))
-
-
 def describe(path: Path | str, found: Sequence[Finding]) -> str:
     """Findings as text, with a verdict."""
     wrong = sum(not finding.ok for finding in found)
@@ -73,7 +68,8 @@ def describe(path: Path | str, found: Sequence[Finding]) -> str:
     return "\n".join([*lines, f"{path}: {verdict}"])
 
 
-def _find(path: Path) -> Iterator[Finding]:
+def find(path: Path) -> Iterator[Finding]:
+    """What there is to say of every file of a folder, or of one file."""
     archives = [
         file
         for file in (path, *(path / name for name in ARCHIVES))

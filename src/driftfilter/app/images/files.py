@@ -48,8 +48,7 @@ def open_array(path: Path) -> NDArray[Any]:
         f"{size} bytes",
         f"{expected} bytes long for {dtype} {list(shape)} (truncated copy?)",
     )
-    array: NDArray[Any] = np.load(path, mmap_mode="r")
-    return array
+    return np.load(path, mmap_mode="r")  # type: ignore[no-any-return]
 
 
 def open_arrays(path: Path) -> dict[str, NDArray[Any]]:
@@ -220,8 +219,12 @@ def open_batch(path: Path) -> tuple[Bytes, Integers]:
         raise ValueError(
             f"{path} must be {expected}, got {type(error).__name__}: {error}"
         ) from error
-    whole = data.dtype == np.uint8 and data.ndim == 2 and data.shape[1] == 3072
-    require(whole, str(path), f"data of {data.dtype} {list(data.shape)}", expected)
+    require(
+        data.dtype == np.uint8 and data.ndim == 2 and data.shape[1] == 3072,
+        str(path),
+        f"data of {data.dtype} {list(data.shape)}",
+        expected,
+    )
     images = data.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
     return images, require_labels(f"{path}: labels", labels, len(images), 10)
 
@@ -263,8 +266,7 @@ def pictures_by_class(folder: Path) -> dict[str, list[Path]]:
 
 def picture_size(path: Path) -> tuple[int, int]:
     """Height and width, from the header alone."""
-    image = _open_picture(path)
-    with image:
+    with _open_picture(path) as image:
         return image.height, image.width
 
 

@@ -72,9 +72,7 @@ def disc(radius: float, alias: float, reach: int) -> Tensor:
 
 def correlate(images: Tensor, kernel: Tensor, mode: str = "reflect") -> Tensor:
     """Correlation of each channel with a kernel [k, k], borders mirrored about the last pixel."""
-    reach = len(kernel) // 2
-    padded = F.pad(images, (reach,) * 4, mode=mode)
-    channels = images.shape[1]
+    padded, channels = F.pad(images, (len(kernel) // 2,) * 4, mode=mode), images.shape[1]
     return F.conv2d(padded, kernel.to(images).expand(channels, 1, -1, -1), groups=channels)
 
 

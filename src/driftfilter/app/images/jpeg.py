@@ -77,10 +77,8 @@ def recompress(pixels: Tensor, quality: int) -> Tensor:
         for part in (blue, red)
     )
     shift = (-0.344136 * blue - 0.714136 * red).round()
-    made = torch.stack(
-        [luma + (1.402 * red).round(), luma + shift, luma + (1.772 * blue).round()], 1
-    )
-    return made[..., :height, :width].clamp(0, 255)
+    parts = [luma + (1.402 * red).round(), luma + shift, luma + (1.772 * blue).round()]
+    return torch.stack(parts, 1)[..., :height, :width].clamp(0, 255)
 
 
 def _quantise(values: Tensor, table: tuple[int, ...], quality: int) -> Tensor:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple, TypeAlias, final
+from dataclasses import replace
+from typing import NamedTuple, TypeAlias
 
 from driftfilter.app.paper.linear import Linear
 from driftfilter.app.paper.moons import Moons
@@ -24,9 +24,7 @@ from driftfilter.app.paper.trial import (
 SOURCE, FILTER = "frozen source", "filter"
 
 
-@final
-@dataclass(frozen=True)
-class Case:
+class Case(NamedTuple):
     """A row of the table."""
 
     name: str

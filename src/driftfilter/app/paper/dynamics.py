@@ -53,8 +53,10 @@ class DynamicsExample:
 
     def belief(self) -> df.Belief:
         """Belief about both parameters at the start."""
-        mean = torch.tensor([self.intercept, self.slope], dtype=torch.float64)
-        return df.Belief(mean, df.Full(self.deviation**2 * torch.eye(2, dtype=torch.float64)))
+        return df.Belief(
+            torch.tensor([self.intercept, self.slope], dtype=torch.float64),
+            df.Full(self.deviation**2 * torch.eye(2, dtype=torch.float64)),
+        )
 
     def transitions(self) -> dict[str, df.Transition]:
         """The paper's four transitions."""
@@ -96,6 +98,8 @@ def _prior(
     bound, beliefs = transition.bind(source), [source]
     for _ in range(steps):
         beliefs.append(bound(beliefs[-1]))
-    mean = torch.stack([read @ state.mean for state in beliefs])
-    covariance = torch.stack([read @ state.covariance.dense() @ read.mT for state in beliefs])
-    return Prior(mean, covariance, transition.sample_states(source, steps, count, seed) @ read.mT)
+    return Prior(
+        torch.stack([read @ state.mean for state in beliefs]),
+        torch.stack([read @ state.covariance.dense() @ read.mT for state in beliefs]),
+        transition.sample_states(source, steps, count, seed) @ read.mT,
+    )

@@ -70,17 +70,23 @@ def draw_dynamics(example: DynamicsExample, priors: Mapping[str, Prior], shown: 
         for row, label in zip(axes, ("slope", "parameter", "y"), strict=True):
             row[0].set_ylabel(label)
         axes[1, 0].legend(loc="upper left", ncols=2, handlelength=1.2)
-        bar = figure.colorbar(points, ax=axes.ravel().tolist(), shrink=0.4, pad=0.01, aspect=30)
-        bar.set_label("time step")
+        figure.colorbar(
+            points, ax=axes.ravel().tolist(), shrink=0.4, pad=0.01, aspect=30, label="time step"
+        )
     return figure
 
 
 def _draw_plane(axes: Axes, prior: Prior, shown: int) -> Any:
-    steps = torch.arange(prior.mean.shape[0])
     for path in prior.paths[:shown]:
         axes.plot(path[:, 0], path[:, 1], color="0.8", linewidth=0.4, zorder=1)
         points = axes.scatter(
-            path[:, 0], path[:, 1], c=steps, s=2.5, cmap="viridis", linewidths=0, zorder=2
+            path[:, 0],
+            path[:, 1],
+            c=torch.arange(len(path)),
+            s=2.5,
+            cmap="viridis",
+            linewidths=0,
+            zorder=2,
         )
     axes.plot(prior.mean[:, 0], prior.mean[:, 1], color="black", linewidth=1.2, zorder=3)
     axes.plot(*prior.mean[0], marker="o", color="black", markersize=4, zorder=4)
@@ -140,8 +146,14 @@ def draw_boundaries(example: Example, problem: Problem, beliefs: Sequence[df.Bel
             _draw_boundary(top, example, predictions[0], "--")
             _draw_boundary(top, example, logp, "-")
             _draw_samples(top, problem, position)
-            limits = {"cmap": "magma", "vmin": 0.0, "vmax": math.log(example.classes)}
-            picture = _draw_map(bottom, example, metrics.entropy(logp)[:, None], **limits)
+            picture = _draw_map(
+                bottom,
+                example,
+                metrics.entropy(logp)[:, None],
+                cmap="magma",
+                vmin=0.0,
+                vmax=math.log(example.classes),
+            )
             _draw_boundary(bottom, example, logp, "-")
             _draw_samples(bottom, problem, position, "white")
         lines = [
@@ -152,20 +164,22 @@ def draw_boundaries(example: Example, problem: Problem, beliefs: Sequence[df.Bel
         )
         axes[0, 0].set_ylabel("class probability")
         axes[1, 0].set_ylabel("predictive entropy")
-        bar = figure.colorbar(
-            picture, ax=axes.ravel().tolist(), shrink=0.48, pad=0.01, aspect=16, anchor=(0.0, 0.0)
+        figure.colorbar(
+            picture,
+            ax=axes.ravel().tolist(),
+            shrink=0.48,
+            pad=0.01,
+            aspect=16,
+            anchor=(0.0, 0.0),
+            label="entropy (nats)",
         )
-        bar.set_label("entropy (nats)")
     return figure
 
 
 def _blend(probabilities: Tensor) -> Tensor:
     """Probabilities [n, k] as colours between white (undecided) and that of each class [n, 3]."""
-    colors = probabilities.new_tensor(
-        [to_rgb(color) for color in CLASSES[: probabilities.shape[-1]]]
-    )
-    pale = 1 - 0.55 * (1 - colors)
     k = probabilities.shape[-1]
+    pale = 1 - 0.55 * (1 - probabilities.new_tensor([to_rgb(color) for color in CLASSES[:k]]))
     certainty = ((probabilities.amax(-1, keepdim=True) - 1 / k) / (1 - 1 / k)).clamp(0, 1)
     return 1 - certainty * (1 - probabilities @ pale)
 
@@ -186,7 +200,6 @@ def _draw_boundary(axes: Axes, example: Example, scores: Tensor, style: str) -> 
         torch.linspace(a, b, RESOLUTION, dtype=torch.float64)
         for a, b in ((left, right), (low, high))
     )
-    width = 0.8 if style == "--" else 1.1
     for first, second in itertools.combinations(range(scores.shape[-1]), 2):
         leading = scores[:, [first, second]].amax(-1) >= scores.amax(-1)
         margin = torch.where(leading, scores[:, first] - scores[:, second], math.nan).reshape(
@@ -199,7 +212,7 @@ def _draw_boundary(axes: Axes, example: Example, scores: Tensor, style: str) -> 
                 margin.numpy(),
                 levels=[0.0],
                 colors="black",
-                linewidths=width,
+                linewidths=0.8 if style == "--" else 1.1,
                 linestyles=style,
             )
 
@@ -207,12 +220,12 @@ def _draw_boundary(axes: Axes, example: Example, scores: Tensor, style: str) -> 
 def _draw_samples(axes: Axes, problem: Problem, position: int, color: str | None = None) -> None:
     """The source's labeled samples, then fresh ones from where the stream is."""
     inputs, labels = problem.source if position == 0 else problem.current[position]
-    inputs, labels = inputs[:100], labels[:100]
-    colors = [color or CLASSES[label] for label in labels.tolist()]
+    x, y = inputs[:100].T
     if color:
-        axes.scatter(inputs[:, 0], inputs[:, 1], s=1.5, color=color, linewidths=0, alpha=0.7)
+        axes.scatter(x, y, s=1.5, color=color, linewidths=0, alpha=0.7)
     else:
-        axes.scatter(inputs[:, 0], inputs[:, 1], s=7, c=colors, edgecolors="white", linewidths=0.3)
+        colors = [CLASSES[label] for label in labels[:100].tolist()]
+        axes.scatter(x, y, s=7, c=colors, edgecolors="white", linewidths=0.3)
 
 
 def draw_over_time(
@@ -251,8 +264,12 @@ def draw_over_time(
             Line2D([], [], color="black", linestyle=style, linewidth=1.4) for style in ("-", ":")
         )
         handles, labels = accuracy.get_legend_handles_labels()
-        labels = [*labels, "near the data", "far from it"]
-        figure.legend([*handles, near, far], labels, loc="outside lower center", ncols=5)
+        figure.legend(
+            [*handles, near, far],
+            [*labels, "near the data", "far from it"],
+            loc="outside lower center",
+            ncols=5,
+        )
     return figure
 
 

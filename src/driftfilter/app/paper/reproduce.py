@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
@@ -48,8 +49,7 @@ class Result(NamedTuple):
 
 def cases_of(name: str, example: Example) -> list[Case]:
     """The rows of an example's table."""
-    rows: list[Case] = getattr(cases, name)(example)
-    return rows
+    return getattr(cases, name)(example)  # type: ignore[no-any-return]
 
 
 def run_seed(name: str, example: Example, seed: int) -> Result:
@@ -57,14 +57,10 @@ def run_seed(name: str, example: Example, seed: int) -> Result:
     with _one_thread():
         rows = cases_of(name, example)
         runs = cases.run_all(rows, seed)
-        watched = [
-            case
-            for case in rows
-            if case.name in (SOURCE, FILTER) or case.name.startswith("rotated")
-        ]
         doubts = {
             case.name: doubt(case.example, case.example.problem(seed), runs[case.name].beliefs)
-            for case in watched
+            for case in rows
+            if case.name in (SOURCE, FILTER) or case.name.startswith("rotated")
         }
     return Result(seed, {name: run._replace(beliefs=[]) for name, run in runs.items()}, doubts)
 
@@ -182,15 +178,6 @@ def _write_stream(
         case.name: [run.scores for result in results if (run := result.runs[case.name]).scores]
         for case in rows
     }
-    claims = [
-        {
-            "claim": claim.text,
-            "value": claim.value(scores),
-            "bar": claim.bar,
-            "met": claim.is_met(scores),
-        }
-        for claim in CLAIMS[name]
-    ]
     measured = {
         "example": name,
         "version": df.__version__,
@@ -203,9 +190,17 @@ def _write_stream(
             "measures": ["predictive entropy", "mutual information"],
             "means": _doubts(results),
         },
-        "claims": claims,
+        "claims": [
+            {
+                "claim": claim.text,
+                "value": claim.value(scores),
+                "bar": claim.bar,
+                "met": claim.is_met(scores),
+            }
+            for claim in CLAIMS[name]
+        ],
         "seconds": {
-            case.name: _average([result.runs[case.name].seconds for result in results])
+            case.name: statistics.fmean(result.runs[case.name].seconds for result in results)
             for case in rows
         },
     }
@@ -226,23 +221,19 @@ def _measure(case: Case, results: Sequence[Result]) -> dict[str, Any]:
     }
 
 
-def _average(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
-
-
 def _doubts(results: Sequence[Result]) -> dict[str, dict[str, Any]]:
     """Means over seeds, [times, 2] for each place."""
     return {
         name: {
-            place: _mean_of([getattr(r.doubts[name], place) for r in results]).tolist()
+            place: torch.tensor(
+                [getattr(result.doubts[name], place) for result in results], dtype=torch.float64
+            )
+            .mean(0)
+            .tolist()
             for place in Doubt._fields
         }
         for name in results[0].doubts
     }
-
-
-def _mean_of(values: Sequence[Any]) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float64).mean(0)
 
 
 def _table(rows: Sequence[Case], measured: Mapping[str, Any]) -> str:
@@ -260,28 +251,30 @@ def _table(rows: Sequence[Case], measured: Mapping[str, Any]) -> str:
             lines.append(f"uncertainty {name + ', ' + place:<26}{values}")
     times = ", ".join(f"{time:.0%}" for time in TIMES)
     lines.append(f"(predictive entropy/mutual information in nats, at {times} of the stream)\n")
-    for claim in measured["claims"]:
-        verdict = "met" if claim["met"] else "NOT MET"
-        lines.append(
-            f"claim  {claim['claim']:<44}{claim['value']:>8.3f}  (bar {claim['bar']:g}) {verdict}"
-        )
+    lines += [
+        f"claim  {claim['claim']:<44}{claim['value']:>8.3f}  (bar {claim['bar']:g}) "
+        f"{'met' if claim['met'] else 'NOT MET'}"
+        for claim in measured["claims"]
+    ]
     seeds = measured["seeds"]
-    lines.append(
+    lines += [
         f"\nmean ± sd over seeds {seeds[0]} to {seeds[-1]}; predictions from the "
-        f"{measured['predict_from']}"
-    )
-    lines.append("collapsed: end accuracy at chance level or below")
-    lines.append(
+        f"{measured['predict_from']}",
+        "collapsed: end accuracy at chance level or below",
         "alarms, without labels: a class has vanished from the predictions, or the mean has run "
-        "away from the source"
-    )
+        "away from the source",
+    ]
     return "\n".join(lines)
 
 
 def _cells(measured: Mapping[str, Any], seconds: float) -> str:
     refused = [step for step in measured["refused_at"] if step is not None]
-    note = f"   refused in {len(refused)}/{len(measured['refused_at'])}" if refused else ""
-    note += f", first at step {min(refused)}: not positive definite" if refused else ""
+    note = (
+        f"   refused in {len(refused)}/{len(measured['refused_at'])}, first at step "
+        f"{min(refused)}: not positive definite"
+        if refused
+        else ""
+    )
     if not measured["scores"]["accuracy"]:
         return note
     values = {
@@ -302,12 +295,12 @@ def _cells(measured: Mapping[str, Any], seconds: float) -> str:
 def _draw_stream(name: str, example: Example, results: Sequence[Result], folder: Path) -> None:
     from driftfilter.app.paper import figures
 
+    seed = results[0].seed
     shown = (
         {name: example}
         if not isinstance(example, Pinwheel)
         else {name: example, "rotated": cases.rotate(example)}
     )
-    seed = results[0].seed
     for title, variant in shown.items():
         with _one_thread():
             problem = variant.problem(seed)

@@ -6,6 +6,7 @@ Labels are seen by the source, by the evaluation, and by the supervised bound th
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -139,8 +140,7 @@ def draw_labels(
     shape: tuple[int, ...], shares: Sequence[float], generator: torch.Generator
 ) -> Tensor:
     """Class indices drawn with given shares."""
-    weights = torch.tensor(shares, dtype=torch.float64)
-    count = torch.Size(shape).numel()
+    weights, count = torch.tensor(shares, dtype=torch.float64), math.prod(shape)
     return torch.multinomial(weights, count, replacement=True, generator=generator).reshape(shape)
 
 
@@ -161,8 +161,10 @@ def draw_problem(
     source = draw(torch.full((counts[0],), first, dtype=torch.float64), known, generator)
     way = torch.linspace(first, last, shape[0], dtype=torch.float64)
     stream = draw(way[:, None].expand(shape), share, generator)
-    now = (first + fraction * (last - first) for fraction in TIMES)
-    fresh = (torch.full((counts[1],), place, dtype=torch.float64) for place in now)
+    fresh = (
+        torch.full((counts[1],), first + fraction * (last - first), dtype=torch.float64)
+        for fraction in TIMES
+    )
     return Problem(source, stream, tuple(draw(place, share, generator) for place in fresh))
 
 
@@ -195,18 +197,14 @@ def run_frozen(example: Example, belief: df.Belief, problem: Problem, seed: int)
 
 def run_filter(example: Example, belief: df.Belief, problem: Problem, seed: int) -> Trial:
     """The filter on the stream without labels."""
-    return _run_filter(example.filter(), belief, problem, seed)
+    return _run(example.filter(), belief, problem, seed)
 
 
 def run_raw_hessian(example: Example, belief: df.Belief, problem: Problem, seed: int) -> Trial:
     """The filter with the Hessian as it is, not clipped: refused as soon as a posterior precision
     is not positive.
     """
-    filt = replace(example.filter(), inference=RawHessian())
-    try:
-        return _run_filter(filt, belief, problem, seed)
-    except _RefusedError as refusal:
-        return Trial(None, [], [], 0.0, refusal.step)
+    return _run(replace(example.filter(), inference=RawHessian()), belief, problem, seed)
 
 
 def run_supervised(example: Example, belief: df.Belief, problem: Problem, seed: int) -> Trial:
@@ -230,18 +228,12 @@ def run_supervised(example: Example, belief: df.Belief, problem: Problem, seed: 
     )
 
 
-class _RefusedError(Exception):
-    def __init__(self, step: int) -> None:
-        super().__init__(f"refused at step {step}")
-        self.step = step
-
-
 def _marks(steps: int) -> list[int]:
     """Steps after which a belief is kept; the first of TIMES is before the stream."""
     return [round(fraction * steps) for fraction in TIMES[1:]]
 
 
-def _run_filter(filt: df.Filter, belief: df.Belief, problem: Problem, seed: int) -> Trial:
+def _run(filt: df.Filter, belief: df.Belief, problem: Problem, seed: int) -> Trial:
     state = filt.init(belief, seed)
     beliefs, logp, steps = [belief], [], len(problem.stream.labels)
     start = time.perf_counter()
@@ -250,7 +242,7 @@ def _run_filter(filt: df.Filter, belief: df.Belief, problem: Problem, seed: int)
             try:
                 state, prediction, _ = filt.step(state, batch)
             except df.NotPositiveDefiniteError:
-                raise _RefusedError(state.step + 1) from None
+                return Trial(None, [], [], 0.0, state.step + 1)
             logp.append(prediction.log_probabilities)
         beliefs.append(state.belief)
     seconds = time.perf_counter() - start

@@ -51,18 +51,16 @@ def collect(folders: Sequence[Path]) -> list[StreamReport]:
         if (folder / "config.json").exists():
             found.append(_require_understood(folder, runs.read_run(folder), runs.streams))
         else:
-            documents.extend(_tasks(folder))
+            held = tasks.read_tasks(folder)
+            if not held:
+                raise ReportError(
+                    f"{folder} holds no run: neither config.json of driftfilter run nor a finished "
+                    "task of bench"
+                )
+            documents += [
+                _require_understood(Path(each["path"]), each, tasks.streams) for each in held
+            ]
     return [*runs.streams(found), *tasks.streams(documents)]
-
-
-def _tasks(folder: Path) -> list[Document]:
-    held = tasks.read_tasks(folder)
-    if not held:
-        raise ReportError(
-            f"{folder} holds no run: neither config.json of driftfilter run nor a finished task "
-            "of bench"
-        )
-    return [_require_understood(Path(each["path"]), each, tasks.streams) for each in held]
 
 
 def _require_understood(path: Path, held: T, use: Callable[[list[T]], object]) -> T:

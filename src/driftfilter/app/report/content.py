@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from driftfilter.app.calibration import ReliabilityDiagram
+from driftfilter.app.downsample import merge
 
 MEASURES = ("accuracy", "ece", "nll", "brier")
 DRAWN = 60  # pieces of a line
@@ -66,13 +67,7 @@ class Entry(NamedTuple):
     @property
     def entropy(self) -> float | None:
         """Mean predictive entropy over all samples; None if it is not recorded."""
-        known = [piece for piece in self.along if piece.get("entropy") is not None]
-        return (
-            sum(piece["n"] * piece["entropy"] for piece in known)
-            / sum(piece["n"] for piece in known)
-            if known
-            else None
-        )
+        return merge(self.along).get("entropy")
 
 
 class StreamReport(NamedTuple):

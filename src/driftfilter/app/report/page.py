@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from importlib.resources import files
 from typing import Any, NamedTuple
 
@@ -28,9 +28,12 @@ def render(streams: Sequence[StreamReport]) -> str:
     )
     source = (files("driftfilter.app.report") / "page.html.jinja").read_text(encoding="utf-8")
     pictured = _choose_pictured(streams)
-    views = [_view(stream, place, pictured) for place, stream in enumerate(streams)]
-    title = streams[0].title if len(streams) == 1 else f"{len(streams)} streams"
-    return made.from_string(source).render(title=title, streams=views, version=__version__, **_SAID)
+    return made.from_string(source).render(
+        title=streams[0].title if len(streams) == 1 else f"{len(streams)} streams",
+        streams=[_view(stream, place, pictured) for place, stream in enumerate(streams)],
+        version=__version__,
+        **_SAID,
+    )
 
 
 # Numbers as text
@@ -79,13 +82,6 @@ class Card(NamedTuple):
     good: bool | None = None  # better than the source, worse, or neither
 
 
-class Legend(NamedTuple):
-    """A line of a legend."""
-
-    swatch: Markup
-    name: str
-
-
 def _choose_pictured(streams: Sequence[StreamReport]) -> set[int]:
     """The entries whose examples there is room for, the best of every stream first."""
     room, kept = PICTURES, set()
@@ -108,7 +104,7 @@ def _view(stream: StreamReport, place: int, pictured: Set[int]) -> dict[str, Any
         "id": f"stream{place}",
         "stream": stream,
         "cards": _cards(stream),
-        "legend": [Legend(draw.swatch(style), entry.name) for entry, style in styled],
+        "legend": [(draw.swatch(style), entry.name) for entry, style in styled],
         "alarm": draw.alarm_swatch(),
         "ranking": _ranking(styled),
         "accuracy": _over_time(stream, styled, "accuracy"),
@@ -140,35 +136,28 @@ def _cards(stream: StreamReport) -> list[Card]:
     cards = []
     if entry.quality:
         now, then = entry.quality["accuracy"], before.get("accuracy")
-        note = (
-            "frozen source: not recorded"
-            if then is None
-            else f"{points(now, then)} points on {percent(then)}"
-        )
-        cards.append(Card("Accuracy", percent(now), note, _better(now, then, 1)))
+        note = "" if then is None else f"{points(now, then)} points on {percent(then)}"
+        cards.append(Card("Accuracy", percent(now), note or _beside(then), _better(now, then, 1)))
         for name, key in (("Calibration error", "ece"), ("Negative log-likelihood", "nll")):
             now, then = entry.quality[key], before.get(key)
-            note = (
-                "frozen source: not recorded" if then is None else f"frozen source {number(then)}"
-            )
-            cards.append(Card(name, number(now), note, _better(now, then, -1)))
+            cards.append(Card(name, number(now), _beside(then), _better(now, then, -1)))
     else:
         then = None if source is None else source.entropy
-        note = "frozen source: not recorded" if then is None else f"frozen source {number(then)}"
-        cards.append(Card("Mean entropy, nats", number(entry.entropy), note))
+        cards.append(Card("Mean entropy, nats", number(entry.entropy), _beside(then)))
         if entry.changed is not None:
             cards.append(
                 Card("Predictions changed", percent(entry.changed), "against the frozen source")
             )
     if entry.cost is not None:
-        cost, slow = entry.cost, None if source is None or source.cost is None else source.cost.ms
-        note = (
-            f"median of {count(cost.steps)} steps"
-            if not slow
-            else f"frozen source {duration(slow)}"
-        )
-        cards.append(Card("A step takes", duration(cost.ms), note))
+        slow = None if source is None or source.cost is None else source.cost.ms
+        steps = f"median of {count(entry.cost.steps)} steps"
+        note = f"frozen source {duration(slow)}" if slow else steps
+        cards.append(Card("A step takes", duration(entry.cost.ms), note))
     return cards
+
+
+def _beside(then: float | None) -> str:
+    return "frozen source: not recorded" if then is None else f"frozen source {number(then)}"
 
 
 def _better(now: float | None, then: float | None, sign: int) -> bool | None:
@@ -180,8 +169,11 @@ Styled = Sequence[tuple[Entry, Style]]
 
 def _ranking(styled: Styled) -> Markup | None:
     """Accuracy of each entry as bars."""
-    known = [(entry.name, entry.quality.get("accuracy"), style) for entry, style in styled]
-    rows = [(name, value, style) for name, value, style in known if value is not None]
+    rows = [
+        (entry.name, value, style)
+        for entry, style in styled
+        if (value := entry.quality.get("accuracy")) is not None
+    ]
     if len(rows) < 2:
         return None
     says = "; ".join(f"{name} {percent(value)}" for name, value, _ in rows)
@@ -196,12 +188,12 @@ def _over_time(stream: StreamReport, styled: Styled, what: str) -> Markup | None
     if not known:
         return None
     values = [value for each in known for _, value in each.points]
-    low, high = draw.spanning(values) if what == "accuracy" else draw.spanning(values, low=0)
     last = max(piece["step"] + piece["steps"] for entry, _ in styled for piece in entry.along)
-    if what == "accuracy":
-        up = Axis("accuracy", max(low, 0), min(high, 1), lambda value: f"{100 * value:.0f} %")
-    else:
-        up = Axis("entropy", low, high, lambda value: f"{value:g}")
+    up = (
+        _accuracies(values)
+        if what == "accuracy"
+        else Axis("entropy", *draw.spanning(values, low=0), lambda value: f"{value:g}")
+    )
     says = "; ".join(
         f"{each.name} from {up.text(each.points[0][1])} to {up.text(each.points[-1][1])}"
         for each in known
@@ -212,6 +204,11 @@ def _over_time(stream: StreamReport, styled: Styled, what: str) -> Markup | None
     return draw.lines(
         f"{what.capitalize()} over time", says, known, across, up, stream.marks, alarms
     )
+
+
+def _accuracies(values: Iterable[float]) -> Axis:
+    low, high = draw.spanning(values)
+    return Axis("accuracy", max(low, 0), min(high, 1), lambda value: f"{100 * value:.0f} %")
 
 
 def _curve(entry: Entry, what: str) -> list[tuple[float, float]]:
@@ -236,23 +233,14 @@ def _parts(styled: Styled, part: str) -> dict[str, Any] | None:
         name: [(style, entry.parts[name]) for entry, style in known if name in entry.parts]
         for name in names
     }
-    low, high = draw.spanning(value for values in rows.values() for _, value in values)
-    says = (
-        f"Accuracy of {', '.join(entry.name for entry, _ in known)} by {part}; the table has the "
-        "numbers."
-    )
-    across = Axis("accuracy", max(low, 0), min(high, 1), lambda value: f"{100 * value:.0f} %")
-    chart = draw.dots(f"Accuracy by {part}", says, rows, across)
-    cells = [(name, [entry.parts.get(name) for entry, _ in known]) for name in names]
-    best_of = {
-        name: max((value for value in values if value is not None), default=None)
-        for name, values in cells
-    }
+    head = [entry.name for entry, _ in known]
+    says = f"Accuracy of {', '.join(head)} by {part}; the table has the numbers."
+    across = _accuracies(value for values in rows.values() for _, value in values)
     return {
-        "chart": chart,
-        "head": [entry.name for entry, _ in known],
-        "rows": cells,
-        "best": best_of,
+        "chart": draw.dots(f"Accuracy by {part}", says, rows, across),
+        "head": head,
+        "rows": [(name, [entry.parts.get(name) for entry, _ in known]) for name in names],
+        "best": {name: max(value for _, value in values) for name, values in rows.items()},
     }
 
 
@@ -296,18 +284,7 @@ def _movement(entry: Entry, style: Style) -> tuple[Markup | None, str]:
         else "rms"
     )
     shown = _largest(entry.movement, key)
-    name = {
-        "sigmas": "prior standard deviations",
-        "relative": "relative to the start",
-        "rms": "root mean square",
-    }[key]
-    text = (
-        (lambda value: f"{value:.2f} σ")
-        if key == "sigmas"
-        else percent
-        if key == "relative"
-        else number
-    )
+    name, text = _MOVED[key]
     rows = [(row["layer"], row[key], style) for row in shown]
     says = "; ".join(f"{layer} {text(value)}" for layer, value, _ in rows)
     left_out = (
@@ -321,23 +298,31 @@ def _movement(entry: Entry, style: Style) -> tuple[Markup | None, str]:
         else " The prior of this recipe has no spread, so that there are no standard deviations to "
         "count in."
     )
-    top = max(row[key] for row in shown)
-    chart = draw.bars(f"Movement of {entry.name} by layer", says, rows, Axis(name, 0, top, text))
+    across = Axis(name, 0, max(row[key] for row in shown), text)
+    chart = draw.bars(f"Movement of {entry.name} by layer", says, rows, across)
     return chart, f"Root mean square over the parameters of each layer.{why}{left_out}"
 
 
-def _largest(rows: Iterable[Any], key: str) -> list[Any]:
+# What movement is counted in, and how it is written.
+_MOVED: dict[str, tuple[str, Callable[[float | None], str]]] = {
+    "sigmas": ("prior standard deviations", lambda value: f"{value:.2f} σ"),
+    "relative": ("relative to the start", percent),
+    "rms": ("root mean square", number),
+}
+
+
+def _largest(rows: Sequence[Any], key: str) -> list[Any]:
     """The rows of the largest values, in the order of the network."""
-    every = list(rows)
-    least = sorted((row[key] for row in every), reverse=True)[:LAYERS][-1]
-    return [row for row in every if row[key] >= least][:LAYERS]
+    least = sorted((row[key] for row in rows), reverse=True)[:LAYERS][-1]
+    return [row for row in rows if row[key] >= least][:LAYERS]
 
 
 def _examples(entry: Entry, pictured: bool) -> dict[str, Any]:
     if not pictured:
         return {"name": entry.name, "why": "left out, so that the page stays small", "groups": []}
     groups = [
-        (name, [each for each in entry.examples if each.most == most]) for name, most in _CERTAIN
+        (name, [each for each in entry.examples if each.most == most])
+        for name, most in (("Most certain", True), ("Least certain", False))
     ]
     return {
         "name": entry.name,
@@ -346,19 +331,14 @@ def _examples(entry: Entry, pictured: bool) -> dict[str, Any]:
     }
 
 
-_CERTAIN = (("Most certain", True), ("Least certain", False))
-
-
 def _classes(entry: Entry) -> dict[str, Any]:
     """The classes predicted most often."""
     shown = sorted(entry.classes, key=lambda row: -row["predicted"])[:CLASSES]
-    total = max(sum(row["predicted"] for row in entry.classes), 1)
-    before = max(sum(row.get("baseline_predicted", 0) for row in entry.classes), 1)
     return {
         "name": entry.name,
         "rows": shown,
-        "total": total,
-        "before": before,
+        "total": max(sum(row["predicted"] for row in entry.classes), 1),
+        "before": max(sum(row.get("baseline_predicted", 0) for row in entry.classes), 1),
         "left_out": len(entry.classes) - len(shown),
     }
 

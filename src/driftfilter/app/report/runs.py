@@ -101,13 +101,17 @@ def _same(run: RunFolder) -> str:
 
 def _stream(runs: Sequence[RunFolder]) -> StreamReport:
     names = [_name(run) for run in runs]
-    unique = [
-        name if names.count(name) == 1 else f"{name} · {run.folder.name}"
+    entries = [
+        _entry(run, name if names.count(name) == 1 else f"{name} · {run.folder.name}")
         for name, run in zip(names, runs, strict=True)
     ]
-    entries = [_entry(run, name) for run, name in zip(runs, unique, strict=True)]
     source = next(
-        (_source(run) for run in runs if run.summary["quality"]["before"] or _has_baseline(run)),
+        (
+            _source(run)
+            for run in runs
+            if run.summary["quality"]["before"]
+            or any("baseline_entropy" in step for step in run.steps)
+        ),
         None,
     )
     options = runs[0].config["options"]
@@ -134,10 +138,6 @@ def _sentence(runs: Sequence[RunFolder], names: Sequence[str], data: str) -> str
         f"{who} adapted {options['model']} to {tally['rows']:,} unlabeled samples of {data}, "
         f"{' or '.join(map(str, batches))} at a time, on {runs[0].config['machine']['device']}."
     )
-
-
-def _has_baseline(run: RunFolder) -> bool:
-    return any("baseline_entropy" in step for step in run.steps)
 
 
 def _entry(run: RunFolder, name: str) -> Entry:
@@ -188,20 +188,16 @@ def _entry(run: RunFolder, name: str) -> Entry:
 
 def _notes(run: RunFolder) -> list[str]:
     summary, tally, count = run.summary, run.summary["tally"], run.config["samples"]
-    skipped = tally["skipped"]
-    return [
-        *(
-            [f"ended by a signal after {tally['rows']:,} of {count or 'unknown'} samples"]
-            if summary["signal"]
-            else []
+    notes = {
+        f"ended by a signal after {tally['rows']:,} of {count or 'unknown'} samples": (
+            summary["signal"]
         ),
-        *([f"ended by a bad batch: {summary['error']}"] if summary["error"] else []),
-        *(
-            [f"{skipped} of {tally['step']} steps were skipped: their batches were bad"]
-            if skipped
-            else []
+        f"ended by a bad batch: {summary['error']}": summary["error"],
+        f"{tally['skipped']} of {tally['step']} steps were skipped: their batches were bad": (
+            tally["skipped"]
         ),
-    ]
+    }
+    return [text for text, known in notes.items() if known]
 
 
 def _source(run: RunFolder) -> Entry:
@@ -226,11 +222,12 @@ def _parts(steps: Sequence[Mapping[str, Any]], right: str) -> dict[str, float]:
         [{**step, "right": step[right]} for step in steps if step.get("judged") and right in step],
         PARTS,
     )
-    last = [piece["step"] + piece["steps"] - 1 for piece in pieces]
     return {
-        f"steps {piece['step']}–{end}" if end > piece["step"] else f"step {end}": piece["right"]
+        f"step {piece['step']}"
+        if piece["steps"] == 1
+        else f"steps {piece['step']}–{piece['step'] + piece['steps'] - 1}": piece["right"]
         / piece["judged"]
-        for piece, end in zip(pieces, last, strict=True)
+        for piece in pieces
     }
 
 

@@ -89,15 +89,10 @@ def _svg(
     name: str, says: str, height: float, body: Iterable[Markup], width: float = WIDTH
 ) -> Markup:
     """A picture with a title and a description for those who do not see it."""
-    head = (
+    return Markup(
         '<svg viewBox="0 0 {w:g} {h:g}" role="img" '
-        'aria-label="{n}"><title>{n}</title><desc>{d}</desc>'
-    )
-    return (
-        Markup(head).format(w=width, h=height, n=name, d=says)
-        + Markup("").join(body)
-        + Markup("</svg>")
-    )
+        'aria-label="{n}"><title>{n}</title><desc>{d}</desc>{body}</svg>'
+    ).format(w=width, h=height, n=name, d=says, body=Markup("").join(body))
 
 
 def _text(x: float, y: float, text: str, kind: str = "", anchor: str = "middle") -> Markup:
@@ -113,8 +108,9 @@ def _line(x: float, y: float, to_x: float, to_y: float, kind: str) -> Markup:
 
 
 def _box(x: float, y: float, width: float, height: float, kind: str) -> Markup:
-    made = '<rect x="{:.1f}" y="{:.1f}" width="{:.1f}" height="{:.1f}" class="{}"/>'
-    return Markup(made).format(x, y, max(width, 0), max(height, 0), kind)
+    return Markup('<rect x="{:.1f}" y="{:.1f}" width="{:.1f}" height="{:.1f}" class="{}"/>').format(
+        x, y, max(width, 0), max(height, 0), kind
+    )
 
 
 _SHAPES = (
@@ -127,15 +123,15 @@ _SHAPES = (
 
 
 def _marker(x: float, y: float, style: Style) -> Markup:
-    made = '<path d="{}" transform="translate({:.1f} {:.1f})" class="fill {}"/>'
-    return Markup(made).format(_SHAPES[style.shape], x, y, style.color)
+    return Markup('<path d="{}" transform="translate({:.1f} {:.1f})" class="fill {}"/>').format(
+        _SHAPES[style.shape], x, y, style.color
+    )
 
 
-def swatch(style: Style, line: bool = True) -> Markup:
+def swatch(style: Style) -> Markup:
     """The picture before a name in a legend."""
-    drawn = _path([(1, 7), (25, 7)], style) if line else Markup("")
     return Markup('<svg class="swatch" viewBox="0 0 26 14" aria-hidden="true">{}{}</svg>').format(
-        drawn, _marker(13, 7, style)
+        _path([(1, 7), (25, 7)], style), _marker(13, 7, style)
     )
 
 
@@ -205,17 +201,13 @@ def _stretches(
 ) -> list[Markup]:
     """Lines at the changes of the stream, with names if there is room for all of them."""
     places = [across.at(step, left, right) for step, _ in marks]
-    ends = [*places, right][1:]
+    named = [
+        (name, x, end)
+        for (_, name), x, end in zip(marks, places, [*places, right][1:], strict=True)
+    ]
     body = [_line(x, top - 6, x, bottom, "mark") for x in places[1:]]
-    room = all(
-        LETTER * len(name) <= end - x - 4
-        for (_, name), x, end in zip(marks, places, ends, strict=True)
-    )
-    if room:
-        body += [
-            _text((x + end) / 2, top - 9, name, "tick")
-            for (_, name), x, end in zip(marks, places, ends, strict=True)
-        ]
+    if all(LETTER * len(name) <= end - x - 4 for name, x, end in named):
+        body += [_text((x + end) / 2, top - 9, name, "tick") for name, x, end in named]
     return body
 
 
@@ -254,17 +246,17 @@ def bars(name: str, says: str, rows: Sequence[tuple[str, float, Style]], across:
     for place, (label, value, each) in enumerate(rows):
         y = height * place + 2
         end = across.at(value, left, right)
-        body += [_text(left - 8, y + height / 2 + 3.5, cut(label), "label", "end")]
-        body += [_box(left, y + 2, end - left, height - 5, f"fill {each.color}")]
         body += [
-            _text(max(end, left) + 6, y + height / 2 + 3.5, across.text(value), "value", "start")
+            _text(left - 8, y + height / 2 + 3.5, cut(label), "label", "end"),
+            _box(left, y + 2, end - left, height - 5, f"fill {each.color}"),
+            _text(max(end, left) + 6, y + height / 2 + 3.5, across.text(value), "value", "start"),
         ]
     bottom = height * len(rows) + 4
-    axis = [
+    body += [
         _line(left, 0, left, bottom, "axis"),
         _text(left, bottom + 13, across.name, "name", "start"),
     ]
-    return _svg(name, says, bottom + 18, [*body, *axis])
+    return _svg(name, says, bottom + 18, body)
 
 
 def reliability(name: str, says: str, bins: ReliabilityDiagram, style: Style) -> Markup:
@@ -272,35 +264,32 @@ def reliability(name: str, says: str, bins: ReliabilityDiagram, style: Style) ->
     many samples there are.
     """
     left, top, side = 30.0, 6.0, 164.0
-    bottom, count = top + side, len(bins.samples)
-    width, most = side / count, max(*bins.samples, 1)
+    bottom, width, most = top + side, side / len(bins.samples), max(*bins.samples, 1)
     body = []
     for place, (n, sure, right) in enumerate(zip(*bins, strict=True)):
         x, few = left + width * place, " few" if n < FEW * sum(bins.samples) else ""
         if n:
-            body.append(
+            high, low = max(sure, right), min(sure, right)
+            body += [
                 _box(
                     x + 0.7,
                     bottom - side * right,
                     width - 1.4,
                     side * right,
                     f"fill {style.color}{few}",
-                )
-            )
-            high, low = max(sure, right), min(sure, right)
-            body.append(
-                _box(x + 0.7, bottom - side * high, width - 1.4, side * (high - low), f"gap{few}")
-            )
-            body.append(
-                _box(x + 0.7, bottom + 42 - 20 * n / most, width - 1.4, 20 * n / most, "count")
-            )
+                ),
+                _box(x + 0.7, bottom - side * high, width - 1.4, side * (high - low), f"gap{few}"),
+                _box(x + 0.7, bottom + 42 - 20 * n / most, width - 1.4, 20 * n / most, "count"),
+            ]
     body += [
         _line(left, bottom, left + side, top, "ideal"),
         _line(left, bottom, left + side, bottom, "axis"),
     ]
     for tick in (0, 0.5, 1):
-        body += [_text(left + side * tick, bottom + 14, f"{tick:g}", "tick")]
-        body += [_text(left - 5, bottom - side * tick + 4, f"{tick:g}", "tick", "end")]
+        body += [
+            _text(left + side * tick, bottom + 14, f"{tick:g}", "tick"),
+            _text(left - 5, bottom - side * tick + 4, f"{tick:g}", "tick", "end"),
+        ]
     body += [
         _line(left, bottom + 42, left + side, bottom + 42, "axis"),
         _text(left + side, bottom + 55, "confidence", "name", "end"),

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from driftfilter.app.bench.tables import Document, by_condition, by_preset
+from driftfilter.app.bench.tables import Document, by_condition, by_preset, group
 from driftfilter.app.calibration import ReliabilityDiagram
 from driftfilter.app.downsample import downsample, merge
 from driftfilter.app.report.content import (
@@ -40,7 +40,7 @@ def read_tasks(folder: Path) -> list[Document]:
 
 def streams(documents: Sequence[Document]) -> list[StreamReport]:
     """Streams of a report: tasks measured under one condition side by side."""
-    return [_stream(group) for group in by_condition(documents)]
+    return [_stream(alike) for alike in by_condition(documents)]
 
 
 def _stream(documents: Sequence[Document]) -> StreamReport:
@@ -57,10 +57,15 @@ def _stream(documents: Sequence[Document]) -> StreamReport:
     for visit in result["visits"]:
         marks.append((at, _words(visit["corruption"])))
         at += visit["steps"]
-    title = f"{made['model']}, {made['protocol']['name']} protocol"
     others = [entry for entry in entries if entry is not source]
-    named = source._replace(name="frozen source") if source is not None else None
-    return StreamReport(title, _sentence(made, result, len(others)), others, named, "shift", marks)
+    return StreamReport(
+        f"{made['model']}, {made['protocol']['name']} protocol",
+        _sentence(made, result, len(others)),
+        others,
+        None if source is None else source._replace(name="frozen source"),
+        "shift",
+        marks,
+    )
 
 
 def _sentence(made: Mapping[str, Any], result: Mapping[str, Any], count: int) -> str:
@@ -89,7 +94,6 @@ def _entry(documents: Sequence[Document]) -> Entry:
     first = results[0]
     values = {name: [result["mean"][name] for result in results] for name in MEASURES}
     seeds = ", ".join(str(document["settings"]["stream"]["seed"]) for document in documents)
-    versions = made["versions"]
     machine = {key: made[key] for key in ("device", "precision", "layout")}
     rest = {
         key: value for key, value in made.items() if key not in (*machine, "versions", "stream")
@@ -116,7 +120,7 @@ def _entry(documents: Sequence[Document]) -> Entry:
             "command": documents[0].get("command", ""),
             **flat({**rest, "stream": {**made["stream"], "seed": seeds}}),
         },
-        environment={**flat(machine), **flat(versions)},
+        environment={**flat(machine), **flat(made["versions"])},
         notes=sorted({text for result in results for text in result["warnings"]}),
     )
 
@@ -124,10 +128,9 @@ def _entry(documents: Sequence[Document]) -> Entry:
 def _along(results: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Pieces of the stream over all seeds; by visit for older results, which have no pieces."""
     each = [downsample(result.get("along") or _visits(result), DRAWN) for result in results]
-    joined = [merge(pieces) for pieces in zip(*each, strict=False)]
     return [
-        {**piece, "step": of["step"], "steps": of["steps"]}
-        for piece, of in zip(joined, each[0], strict=False)
+        {**merge(pieces), "step": pieces[0]["step"], "steps": pieces[0]["steps"]}
+        for pieces in zip(*each, strict=False)
     ]
 
 
@@ -158,15 +161,11 @@ def _bins(results: Sequence[Mapping[str, Any]]) -> ReliabilityDiagram | None:
 
 def _parts(results: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Accuracy by corruption, whatever the severity, over all seeds."""
-    rows = [row for result in results for row in result["domains"]]
-    names = dict.fromkeys(row["corruption"] for row in rows)
-    right = {
-        name: sum(row["accuracy"] * row["n"] for row in rows if row["corruption"] == name)
-        for name in names
-    }
+    rows = (row for result in results for row in result["domains"])
     return {
-        _words(name): right[name] / sum(row["n"] for row in rows if row["corruption"] == name)
-        for name in names
+        _words(alike[0]["corruption"]): sum(row["accuracy"] * row["n"] for row in alike)
+        / sum(row["n"] for row in alike)
+        for alike in group(rows, lambda row: row["corruption"])
     }
 
 

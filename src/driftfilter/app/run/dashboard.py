@@ -7,7 +7,6 @@ import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from types import TracebackType
-from typing import final
 
 from rich.console import Console, RenderableType
 from rich.live import Live
@@ -43,7 +42,6 @@ def sparkline(values: Iterable[float]) -> str:
     return "".join(map(level, found))
 
 
-@final
 class Dashboard:
     """A callback that draws: progress and rate, accuracy, predictive entropy, class shares,
     distance, alarms.
@@ -122,9 +120,11 @@ class Dashboard:
             ),
             ("alarms", "\n".join([str(self._alarms), *self._last])),
         ]
-        bar = ProgressBar(self._count, tally.rows, width=60, pulse=self._count is None)
         return [
-            ("progress", bar),
+            (
+                "progress",
+                ProgressBar(self._count, tally.rows, width=60, pulse=self._count is None),
+            ),
             *((name, Text(text)) for name, text in rows),
             ("classes", self._bars()),
         ]

@@ -54,18 +54,14 @@ def _import_model(text: str) -> nn.Module:
         sys.path.insert(0, str(Path.cwd()))
     try:
         module = importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        missing = error.name is not None and (
-            name == error.name or name.startswith(f"{error.name}.")
-        )
+    except Exception as error:  # the user's code can fail in any way
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
         where = (
-            f"there is no module {error.name!r} installed or in {Path.cwd()}"
-            if missing
+            f"there is no module {missing!r} installed or in {Path.cwd()}"
+            if missing is not None and f"{name}.".startswith(f"{missing}.")
             else _describe(error)
         )
         raise ValueError(f"MODEL {text!r} could not be imported: {where}") from error
-    except Exception as error:  # the user's code can fail in any way
-        raise ValueError(f"MODEL {text!r} could not be imported: {_describe(error)}") from error
     names = [each for each in vars(module) if not each.startswith("_")]
     require(
         hasattr(module, attribute),
@@ -77,9 +73,8 @@ def _import_model(text: str) -> nn.Module:
 
 
 def _call(text: str, factory: Callable[[], Any]) -> nn.Module:
-    usable = callable(factory) and not isinstance(factory, nn.Module)
     require(
-        usable,
+        callable(factory) and not isinstance(factory, nn.Module),
         "MODEL",
         f"{text} (a {type(factory).__name__})",
         "a function without arguments that returns the model",
@@ -148,13 +143,16 @@ def open_weights(path: Path) -> dict[str, Tensor]:
 def _fill(model: nn.Module, tensors: Mapping[str, Tensor], path: Path) -> None:
     """Load the weights, and refuse them unless all are there, fit and are finite."""
     own = model.state_dict()
-    missing = [
-        name for name in own if name not in tensors and not name.endswith("num_batches_tracked")
-    ]
-    unexpected = [name for name in tensors if name not in own]
-    shapes = [name for name in own if name in tensors and own[name].shape != tensors[name].shape]
-    pairs = (("missing", missing), ("unexpected", unexpected), ("of another shape", shapes))
-    wrong = "; ".join(f"{what}: {_some(names)}" for what, names in pairs if names)
+    lists = {
+        "missing": [
+            name for name in own if name not in tensors and not name.endswith("num_batches_tracked")
+        ],
+        "unexpected": [name for name in tensors if name not in own],
+        "of another shape": [
+            name for name in own if name in tensors and own[name].shape != tensors[name].shape
+        ],
+    }
+    wrong = "; ".join(f"{what}: {_some(names)}" for what, names in lists.items() if names)
     require(not wrong, f"--weights {path}", wrong, "those of the model")
     bad = [
         name

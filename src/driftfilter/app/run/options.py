@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, final
+from typing import Any, Literal
 
 from driftfilter.app.arguments import argument, count, count_option, folder, option
 
 
-@final
 @dataclass(frozen=True)
 class RunOptions:
     """Options of ``driftfilter run``, as they are written there."""

@@ -29,8 +29,12 @@ def columns(logs: NDArray[Any]) -> Columns:
     skipped = np.isnan(logs).any(1)
     probabilities = np.exp(logs)
     label = np.where(skipped, -1, np.where(skipped[:, None], 0, logs).argmax(1))
-    uncertain = entropy(torch.from_numpy(logs)).numpy()
-    return Columns(label, probabilities[np.arange(len(logs)), label], uncertain, probabilities)
+    return Columns(
+        label,
+        probabilities[np.arange(len(logs)), label],
+        entropy(torch.from_numpy(logs)).numpy(),
+        probabilities,
+    )
 
 
 class Predictions:
@@ -100,9 +104,13 @@ class Predictions:
             return self._nothing(self._waiting)
         if self._kind == "npz":
             return np.fromfile(self.log.path, self._dtype).reshape(-1, self.classes)
-        chosen = range(4, 4 + self.classes)
         said = np.loadtxt(
-            self.log.path, self._dtype, delimiter=",", skiprows=1, usecols=chosen, ndmin=2
+            self.log.path,
+            self._dtype,
+            delimiter=",",
+            skiprows=1,
+            usecols=range(4, 4 + self.classes),
+            ndmin=2,
         )
         logs: NDArray[Any] = np.log(np.maximum(said, np.finfo(self._dtype).tiny))
         return logs
@@ -119,10 +127,9 @@ class Predictions:
         digits, said = 9 if self._dtype == np.float32 else 17, columns(logs)
         numbers = np.column_stack((said.probability, said.entropy, said.probabilities))
         rows = zip(said.label.tolist(), numbers.tolist(), strict=True)
-        texts = (
+        return "".join(
             f"{self._rows + place},{label},"
             + ",".join(f"{number:.{digits}g}" for number in row)
             + "\n"
             for place, (label, row) in enumerate(rows)
-        )
-        return "".join(texts).encode()
+        ).encode()

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -23,9 +22,7 @@ from driftfilter.base.checks import require
 from driftfilter.recipe import change
 
 
-@final
-@dataclass(frozen=True, eq=False)
-class PreparedRun:
+class PreparedRun(NamedTuple):
     """All that a run needs."""
 
     options: RunOptions
@@ -48,13 +45,15 @@ def prepare(options: RunOptions) -> PreparedRun:
     """All that is needed; a wrong option or a missing file is an error here, before anything is
     written.
     """
-    started = (options.out / "config.json").exists()
-    allowed = "a folder without a run (or give --resume, to go on with that one)"
-    require(options.resume or not started, "--out", str(options.out), allowed)
+    require(
+        options.resume or not (options.out / "config.json").exists(),
+        "--out",
+        str(options.out),
+        "a folder without a run (or give --resume, to go on with that one)",
+    )
     for option in ("stdin_continues", "integers"):
-        given = getattr(options, option)
         require(
-            not given or options.data == "-",
+            not getattr(options, option) or options.data == "-",
             f"--{option.replace('_', '-')}",
             options.data,
             "left out unless DATA is -",
@@ -69,10 +68,17 @@ def prepare(options: RunOptions) -> PreparedRun:
     )
     within = None if options.range is None else _parse_range(options.range)
     form = Form(_dtype(model), machine.device, options.layout, options.scale, within)
-    source = df.adapt(model, "source") if options.baseline else None
-    classes = () if options.classes is None else summary.open_classes(Path(options.classes))
-    adapter = _adapt(options, model, form)
-    return PreparedRun(options, adapter, feed, form, labels, machine, model, source, classes)
+    return PreparedRun(
+        options=options,
+        feed=feed,
+        form=form,
+        labels=labels,
+        machine=machine,
+        model=model,
+        source=df.adapt(model, "source") if options.baseline else None,
+        classes=() if options.classes is None else summary.open_classes(Path(options.classes)),
+        adapter=_adapt(options, model, form),
+    )
 
 
 def _dtype(model: nn.Module) -> torch.dtype:
@@ -111,9 +117,8 @@ def _adapt(options: RunOptions, model: nn.Module, form: Form) -> df.Adapter:
         (chosen, *others) = parse_choices(options.preset or "driftfilter")
         require(not others, "--preset", options.preset, "one preset, as in tent:lr=0.001")
         adapter = df.adapt(model, chosen.name, **own, **dict(chosen.options))
-    if not options.set:
-        return adapter
-    return df.adapt(model, _set_fields(adapter.recipe, options.set), **own)
+    recipe = _set_fields(adapter.recipe, options.set)
+    return df.adapt(model, recipe, **own) if options.set else adapter
 
 
 def _set_fields(recipe: df.Recipe, settings: Sequence[str]) -> df.Recipe:

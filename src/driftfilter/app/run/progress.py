@@ -26,12 +26,9 @@ def warn(text: str) -> None:
 @contextmanager
 def shorten_warnings() -> Iterator[None]:
     """Show warnings without the source line, which would be one of driftfilter's own."""
-    before = warnings.showwarning
-    warnings.showwarning = lambda message, *_, **__: warn(str(message))
-    try:
+    with warnings.catch_warnings():
+        warnings.showwarning = lambda message, *_, **__: warn(str(message))
         yield
-    finally:
-        warnings.showwarning = before
 
 
 def follow(quiet: bool, live: bool, classes: tuple[str, ...]) -> Follow:
@@ -112,7 +109,10 @@ def _status(ending: Ending, out: Path) -> int:
         )
         return 1
     if ending.signal is not None:
-        name = signal.Signals(ending.signal).name
-        print(f"{name}: saved; the same command with --resume goes on from {out}", file=sys.stderr)
+        print(
+            f"{signal.Signals(ending.signal).name}: saved; the same command with --resume goes on "
+            f"from {out}",
+            file=sys.stderr,
+        )
         return 130 if ending.signal == signal.SIGINT else 0
     return SKIPPED if ending.tally.skipped else 0

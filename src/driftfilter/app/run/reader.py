@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any, Literal, NamedTuple, Protocol, TypeAlias, final
+from typing import IO, Any, Literal, NamedTuple, TypeAlias, final
 
 import numpy as np
 import torch
@@ -43,21 +43,6 @@ class Batch(NamedTuple):
     read: Callable[[], Raw]  # raises ValueError if they cannot be samples
 
 
-class Feed(Protocol):
-    """A source of samples."""
-
-    @property
-    def count(self) -> int | None:
-        """How many samples there are; None if nobody knows."""
-
-    @property
-    def labels(self) -> Integers | None:
-        """Labels [n] of the samples, if they are stored beside them."""
-
-    def batches(self, size: int, start: int) -> Iterator[Batch]:
-        """All samples but the first ``start``."""
-
-
 @final
 @dataclass(frozen=True, eq=False)
 class StoredFeed:
@@ -69,6 +54,7 @@ class StoredFeed:
     labels: Integers | None = None
 
     def batches(self, size: int, start: int) -> Iterator[Batch]:
+        """All samples but the first ``start``."""
         _require_covered(self.name, self.count, start)
         pieces = (
             (first, min(first + size, self.count)) for first in range(start, self.count, size)
@@ -89,10 +75,14 @@ class Lines:
     labels = None
 
     def batches(self, size: int, start: int) -> Iterator[Batch]:
+        """All samples but the first ``start``."""
         lines = (line for line in self.stream if line.strip())
         _require_covered("stdin", sum(1 for _ in islice(lines, start)), start)
         while some := list(islice(lines, size)):
             yield Batch(len(some), partial(_decode, some, self.integers))
+
+
+Feed: TypeAlias = StoredFeed | Lines
 
 
 def _require_covered(name: str, count: int, start: int) -> None:
@@ -132,13 +122,14 @@ def open_feed(text: str, integers: frozenset[str] = frozenset()) -> Feed:
 
 
 def _array(name: str, array: NDArray[Any], labels: NDArray[Any] | None = None) -> StoredFeed:
-    numbers = array.dtype.kind in "fiub" and array.dtype.itemsize <= 8
-    fits = numbers and array.ndim > 1 and array.size > 0
-    require(fits, name, f"{array.dtype} {list(array.shape)}", "an array of numbers [n, ...]")
-    known = None if labels is None else require_labels(f"{name}: labels", labels, len(array))
-    native = array.dtype.newbyteorder("=")
+    kind = array.dtype
+    fits = kind.kind in "fiub" and kind.itemsize <= 8 and array.ndim > 1 and array.size > 0
+    require(fits, name, f"{kind} {list(array.shape)}", "an array of numbers [n, ...]")
     return StoredFeed(
-        name, len(array), lambda first, last: np.array(array[first:last], native), known
+        name,
+        len(array),
+        lambda first, last: np.array(array[first:last], kind.newbyteorder("=")),
+        None if labels is None else require_labels(f"{name}: labels", labels, len(array)),
     )
 
 
@@ -188,17 +179,12 @@ def _parse_line(line: bytes, integers: frozenset[str]) -> dict[str, NDArray[Any]
             f"a line must be a JSON array of numbers, or an object of such, got {shown!r}: {error}"
         ) from error
     require(
-        bool(made) and all(value.ndim for value in parts_of(made)),
+        bool(made) and all(value.ndim for value in made.values()),
         "a line",
         line[:40],
         "an array, or an object of arrays",
     )
     return made
-
-
-def parts_of(raw: Raw) -> list[NDArray[Any]]:
-    """The arrays of a batch."""
-    return list(raw.values()) if isinstance(raw, dict) else [raw]
 
 
 def open_labels(path: Path, count: int | None) -> Integers:
@@ -217,9 +203,7 @@ def open_labels(path: Path, count: int | None) -> Integers:
 # From samples to inputs
 
 
-@final
-@dataclass(frozen=True)
-class Form:
+class Form(NamedTuple):
     """How samples become what the model takes.
 
     8-bit images become floats in [0, 1], channels first; other floats take the dtype of the model,
@@ -276,7 +260,7 @@ class Form:
 
 def shapes_of(inputs: Inputs) -> Shapes:
     """The shape of a sample, by the name of its parts."""
-    parts: Mapping[str, Tensor] = inputs if isinstance(inputs, dict) else {"": inputs}
+    parts = inputs if isinstance(inputs, dict) else {"": inputs}
     return {name: list(part.shape[1:]) for name, part in parts.items()}
 
 

@@ -53,13 +53,13 @@ class Tally(NamedTuple):
 
     def after(self, step: df.StepRecord) -> Tally:
         """The tally with one more step."""
-        skipped, right, judged = (
-            "skipped" in step.notes,
-            self.right + step.right,
-            self.judged + step.judged,
+        return self._replace(
+            step=self.step + 1,
+            rows=self.rows + step.samples,
+            skipped=self.skipped + ("skipped" in step.notes),
+            right=self.right + step.right,
+            judged=self.judged + step.judged,
         )
-        done = self._replace(step=self.step + 1, rows=self.rows + step.samples)
-        return done._replace(skipped=self.skipped + skipped, right=right, judged=judged)
 
 
 class BadBatchError(ValueError):
@@ -91,8 +91,9 @@ def run(
     options.out.mkdir(parents=True, exist_ok=True)
     with claim(options.out / STATE) as mine, ExitStack() as stack:
         if not mine:
-            who = describe_holder(options.out / STATE)
-            raise ValueError(f"--out {options.out} is in use: {who}")
+            raise ValueError(
+                f"--out {options.out} is in use: {describe_holder(options.out / STATE)}"
+            )
         first, sizes = _resume(made)
         batches = made.feed.batches(options.batch, 0 if options.stdin_continues else first.rows)
         files = _open_files(made, first, sizes, stack)
@@ -117,11 +118,10 @@ def _summarize(files: _Files, ending: Ending) -> None:
         made.labels,
         made.classes,
     )
-    why = summary.write_examples(out, finished, made.feed, made.form)
     others = {
         "signal": ending.signal,
         "error": ending.error,
-        "no_examples": why,
+        "no_examples": summary.write_examples(out, finished, made.feed, made.form),
         "tally": ending.tally._asdict(),
         **made.machine.peak_memory(),
     }
@@ -149,13 +149,24 @@ def _open_files(made: PreparedRun, tally: Tally, sizes: dict[str, int], stack: E
     )
 
     def open_predictions(stem: str) -> Predictions:
-        known = (tally.rows, tally.classes, sizes.get(stem, 0))
-        found = Predictions(made.options.out, made.options.predictions, made.dtype, *known, stem)
+        found = Predictions(
+            made.options.out,
+            made.options.predictions,
+            made.dtype,
+            tally.rows,
+            tally.classes,
+            sizes.get(stem, 0),
+            stem,
+        )
         stack.enter_context(closing(found.log))
         return found
 
-    baseline = None if made.source is None else open_predictions("baseline")
-    return _Files(made, steps, open_predictions("predictions"), baseline)
+    return _Files(
+        made,
+        steps,
+        open_predictions("predictions"),
+        None if made.source is None else open_predictions("baseline"),
+    )
 
 
 def _adapt(
@@ -208,8 +219,12 @@ def _resume(made: PreparedRun) -> tuple[Tally, dict[str, int]]:
     require("tally" in notes, str(path), "a checkpoint of something else", "one of driftfilter run")
     fixed = json.loads(json.dumps(made.options.fixed()))
     for name, before in {"baseline": False, **notes["settled"]}.items():
-        allowed = f"{before!r}, as it was when the run began (or give another --out)"
-        require(fixed[name] == before, f"--{name}", fixed[name], allowed)
+        require(
+            fixed[name] == before,
+            f"--{name}",
+            fixed[name],
+            f"{before!r}, as it was when the run began (or give another --out)",
+        )
     return Tally(**notes["tally"]), notes["sizes"]
 
 
@@ -219,13 +234,12 @@ def _write_config(made: PreparedRun, command: str) -> None:
         recipe: Any = to_dict(made.adapter.recipe)
     except ValueError:
         recipe = repr(made.adapter.recipe)
-    options = {
-        name: str(value) if isinstance(value, Path) else value
-        for name, value in vars(made.options).items()
-    }
     document = {
         "command": command,
-        "options": options,
+        "options": {
+            name: str(value) if isinstance(value, Path) else value
+            for name, value in vars(made.options).items()
+        },
         "recipe": recipe,
         "samples": made.feed.count,
         "model": made.adapter.fingerprint._asdict(),
@@ -265,15 +279,14 @@ def _step(
     return after, replace(record, accuracy=after.accuracy)
 
 
-class _Predicted(NamedTuple):
-    inputs: Inputs
-    logs: NDArray[Any]  # log-probabilities [n, k]
-    source: NDArray[Any] | None  # of the model as it is [n, k], if asked for
-    apart: float  # seconds that took
+def _predict(
+    made: PreparedRun, tally: Tally, batch: Batch
+) -> tuple[Inputs, NDArray[Any], NDArray[Any] | None, float]:
+    """Inputs of a batch, its log-probabilities [n, k], those of the model as it is if asked for,
+    and the seconds that these took.
 
-
-def _predict(made: PreparedRun, tally: Tally, batch: Batch) -> _Predicted:
-    """Predict a batch; the adapter comes last, so that it is as it was if anything fails."""
+    The adapter comes last, so that it is as it was if anything fails.
+    """
     try:
         inputs = made.form(batch.read())
         require_shapes(inputs, tally.shapes)
@@ -288,9 +301,8 @@ def _predict(made: PreparedRun, tally: Tally, batch: Batch) -> _Predicted:
                 .astype(made.dtype)
             )
         apart = time.perf_counter() - begun
-        return _Predicted(
-            inputs, made.adapter(*given, **named).cpu().numpy().astype(made.dtype), source, apart
-        )
+        logs = made.adapter(*given, **named).cpu().numpy().astype(made.dtype)
+        return inputs, logs, source, apart
     except torch.OutOfMemoryError:
         raise  # nothing is wrong with the batch
     except (ValueError, TypeError) as error:

@@ -74,11 +74,10 @@ def summary(finished: Finished) -> dict[str, Any]:
     """
     logs, source = finished.logs, finished.source
     usable = ~np.isnan(logs).any(1)
-    sides = {"after": logs, "before": source}
     return {
         "quality": {
-            name: None if side is None else _quality(side, finished.labels)
-            for name, side in sides.items()
+            "after": _quality(logs, finished.labels),
+            "before": _quality(source, finished.labels),
         },
         "changed": None if source is None else _share((logs.argmax(1) != source.argmax(1))[usable]),
         "classes": _classes(finished, usable),
@@ -89,15 +88,19 @@ def _share(chosen: NDArray[Any]) -> float | None:
     return float(chosen.mean()) if len(chosen) else None
 
 
-def _quality(logs: NDArray[Any], labels: Integers | None) -> dict[str, Any] | None:
+def _quality(logs: NDArray[Any] | None, labels: Integers | None) -> dict[str, Any] | None:
     """Quality on the samples with a prediction and a label; None if there are none."""
-    known = logs[: 0 if labels is None else len(labels)]
+    if logs is None or labels is None:
+        return None
+    known = logs[: len(labels)]
     usable = ~np.isnan(known).any(1)
-    if labels is None or not usable.any():
+    if not usable.any():
         return None
     logp, truth = torch.from_numpy(known[usable]), torch.from_numpy(labels[: len(known)][usable])
-    quality: dict[str, Any] = finite(metrics.quality(logp, truth)._asdict())
-    return {**quality, "bins": metrics.reliability(logp, truth)._asdict()}
+    return {
+        **finite(metrics.quality(logp, truth)._asdict()),
+        "bins": metrics.reliability(logp, truth)._asdict(),
+    }
 
 
 def _classes(finished: Finished, usable: NDArray[Any]) -> list[dict[str, Any]]:
@@ -123,17 +126,13 @@ def _classes(finished: Finished, usable: NDArray[Any]) -> list[dict[str, Any]]:
         counts["labeled"] = _counts(labels[usable[: len(labels)]], k)
     return [
         {"name": name, **{key: found[place] for key, found in counts.items()}}
-        for place, name in enumerate(_names(finished))
+        for place, name in enumerate(finished.classes or map(str, range(k)))
     ]
 
 
 def _counts(labels: NDArray[Any], k: int) -> list[int]:
     found: list[int] = np.bincount(labels, minlength=k).tolist()
     return found
-
-
-def _names(finished: Finished) -> list[str]:
-    return list(finished.classes) or [str(place) for place in range(finished.logs.shape[1])]
 
 
 def write_examples(out: Path, finished: Finished, feed: Feed, form: Form) -> str:
@@ -151,20 +150,24 @@ def write_examples(out: Path, finished: Finished, feed: Feed, form: Form) -> str
         return f"the data could not be read again: {error}"
     if not values or len({(value.shape, value.dtype) for value in values}) > 1:
         return "there are no samples of one shape to show"
-    labels = np.full(len(rows), -1) if finished.labels is None else _at(finished.labels, rows)
-    about = {"row": rows, "most": np.arange(len(rows)) < len(most), "truth": labels}
-    about |= {
-        "label": said.label[rows],
-        "probability": said.probability[rows],
-        "entropy": said.entropy[rows],
-    }
     with atomic_file(out / EXAMPLES) as file:
-        np.savez(file, values=np.stack(values), **about)  # type: ignore[arg-type]
+        np.savez(
+            file,
+            values=np.stack(values),
+            row=rows,
+            most=np.arange(len(rows)) < len(most),
+            truth=_at(finished.labels, rows),
+            label=said.label[rows],
+            probability=said.probability[rows],
+            entropy=said.entropy[rows],
+        )
     return ""
 
 
-def _at(labels: Integers, rows: NDArray[Any]) -> NDArray[Any]:
+def _at(labels: Integers | None, rows: NDArray[Any]) -> NDArray[Any]:
     """Labels of these rows, -1 if they are not known."""
+    if labels is None:
+        return np.full(len(rows), -1)
     known = rows < len(labels)
     return np.where(known, labels[np.where(known, rows, 0)], -1)
 
