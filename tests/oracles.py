@@ -140,8 +140,7 @@ EVERY_STRUCTURE: dict[str, Callable[[int], Example]] = {  # for what does not co
 def assert_represents(covariance: Covariance, dense: Array, tolerance: float = 1e-10) -> None:
     """Every operation that reads a covariance agrees with the dense matrix."""
     size, precision = len(dense), np.linalg.inv(dense)
-    assert covariance.dimension == size
-    assert covariance.dtype == torch.float64
+    assert (covariance.dimension, covariance.dtype) == (size, torch.float64)
     assert_equal(covariance.dense(), dense, tolerance)
     assert_equal(covariance.variance(), np.diag(dense), tolerance)
     assert_equal(covariance.log_determinant(), np.linalg.slogdet(dense)[1], tolerance)

@@ -1,4 +1,4 @@
-"""What many tests share: seeded draws, small networks, and all that a filter state holds."""
+"""What many tests share: draws, small networks, what a state holds, and exact comparison."""
 
 from collections.abc import Callable
 from typing import Any
@@ -34,12 +34,17 @@ def tabular(seed: int = 0, width: int = 6) -> nn.Sequential:
     return nn.Sequential(*layers)
 
 
+def moments(belief: df.Belief) -> tuple[Tensor, Tensor]:
+    """Mean and dense covariance."""
+    return belief.mean, belief.covariance.dense()
+
+
 def contents(state: df.FilterState) -> list[Tensor]:
     """Copies of everything in a state."""
-    parts = [
-        state.belief.mean,
-        state.belief.covariance.dense(),
-        state.source.mean,
-        state.source.covariance.dense(),
-    ]
-    return [part.clone() for part in [*parts, *state.memory.values()]]
+    parts = *moments(state.belief), *moments(state.source), *state.memory.values()
+    return [part.clone() for part in parts]
+
+
+def assert_same(actual: Any, expected: Any) -> None:
+    """Bit for bit: tensors, or sequences and mappings of them."""
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)

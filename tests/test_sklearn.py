@@ -105,8 +105,7 @@ def test_without_adaptation_it_is_the_estimator(classes: int, frozen: bool) -> N
     )
     np.testing.assert_array_equal(model.predict(X), estimator.predict(X))
     np.testing.assert_array_equal(model.classes_, estimator.classes_)
-    assert model.score(X, y) == estimator.score(X, y)
-    assert model.n_features_in_ == 6
+    assert (model.score(X, y), model.n_features_in_) == (estimator.score(X, y), 6)
 
 
 def test_standardised_sgd_and_sparse_weights() -> None:
@@ -265,8 +264,7 @@ def test_clone_and_parameters() -> None:
         kept.predict_proba(X), estimator.predict_proba(X), rtol=0, atol=1e-12
     )
     model.set_params(estimator__logisticregression__C=0.1, batch_size=8)
-    assert model.estimator[-1].C == 0.1
-    assert model.reset().adapter_.recipe.chunk == 8
+    assert (model.estimator[-1].C, model.reset().adapter_.recipe.chunk) == (0.1, 8)
     assert cross_val_score(clone(model), X, y, cv=3).min() > 0.5
 
 

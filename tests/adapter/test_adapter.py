@@ -17,6 +17,7 @@ import driftfilter as df
 from driftfilter.app import models, streams
 from driftfilter.app.corruptions import corrupt
 from driftfilter.storage.state_tensors import to_tensors
+from small import assert_same
 
 COPIES = {"cotta": 2, "petal": 2, "memo": 2, "lora": 2}  # few, to be quick
 presets = pytest.mark.parametrize("preset", df.presets.names())
@@ -68,17 +69,6 @@ def adapter(preset: str, model: nn.Module | None = None, **options: Any) -> df.A
 
 def bits(state: df.FilterState) -> Tensors:
     return to_tensors(state)
-
-
-def assert_same(one: Tensors, other: Tensors) -> None:
-    """Bit for bit."""
-    assert one.keys() == other.keys()
-    different = [
-        name
-        for name in one
-        if one[name].dtype != other[name].dtype or not torch.equal(one[name], other[name])
-    ]
-    assert not different
 
 
 def snapshot(model: nn.Module) -> tuple[Tensors, list[Any]]:
@@ -313,8 +303,10 @@ def test_a_chunk_is_a_batch_of_its_own() -> None:
     whole, cut = adapter("tent", chunk=3), adapter("tent")
     batch = images(8)
     said = torch.cat([cut.predict(piece).log_probabilities for piece in batch.split(3)])
-    assert torch.equal(whole.predict(batch).log_probabilities, said)
-    assert torch.equal(whole(batch), torch.cat([cut(piece) for piece in batch.split(3)]))
+    assert_same(
+        (whole.predict(batch).log_probabilities, whole(batch)),
+        (said, torch.cat([cut(piece) for piece in batch.split(3)])),
+    )
     assert_same(bits(whole.state), bits(cut.state))
     assert whole.state.step == 3
 
@@ -583,8 +575,7 @@ def test_threads_that_adapt_take_turns() -> None:
     adapted = adapter("tent", update_every=2)
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda seed: adapted(images(4, seed)), range(30)))
-    assert adapted.state.step == 15
-    assert int(adapted.state_dict()["calls"]) == 30
+    assert (adapted.state.step, int(adapted.state_dict()["calls"])) == (15, 30)
 
 
 def test_arguments_by_place_and_by_name_are_those_of_the_model() -> None:

@@ -65,8 +65,7 @@ def changed(variant: Any) -> list[Any]:
 def test_repr_is_code_that_rebuilds_the_variant(role: str, name: str) -> None:
     variant = example(role, name)
     rebuilt = eval(repr(variant), {name: getattr(df, name) for name in dir(df)})
-    assert rebuilt == variant
-    assert repr(rebuilt) == repr(variant)
+    assert (rebuilt, repr(rebuilt)) == (variant, repr(variant))
 
 
 @EVERY
@@ -74,8 +73,7 @@ def test_equal_by_value_hashable_and_frozen(role: str, name: str) -> None:
     variant = example(role, name)
     same = replace(variant)
     assert same is not variant
-    assert same == variant
-    assert hash(same) == hash(variant)
+    assert (same, hash(same)) == (variant, hash(variant))
     for other in [
         *changed(variant),
         *(example(role, other) for other in VARIANTS[role] if other != name),
@@ -97,8 +95,7 @@ def test_equal_by_value_hashable_and_frozen(role: str, name: str) -> None:
 def test_toml_round_trip(role: str, name: str) -> None:
     for variant in [example(role, name), *changed(example(role, name))]:
         read = df.from_toml(df.to_toml(variant))
-        assert read == variant
-        assert repr(read) == repr(variant)
+        assert (read, repr(read)) == (variant, repr(variant))
 
 
 @EVERY

@@ -202,10 +202,10 @@ def test_probit_follows_its_formula(form: str, structure: str, plain: LogitFunct
                     math.exp(-gap / math.sqrt(1 + math.pi * v / 8)) for gap, v in gaps
                 )
     torch.testing.assert_close(
-        prediction.probabilities, expected / expected.sum(-1, keepdim=True), rtol=0, atol=1e-12
-    )
-    torch.testing.assert_close(
-        prediction.logit_variance, V.diagonal(dim1=-2, dim2=-1), rtol=0, atol=1e-12
+        (prediction.probabilities, prediction.logit_variance),
+        (expected / expected.sum(-1, keepdim=True), V.diagonal(dim1=-2, dim2=-1)),
+        rtol=0,
+        atol=1e-12,
     )
     assert_normalized(prediction)
 

@@ -35,6 +35,7 @@ from driftfilter.model.weighting import (
     Product,
     Reliability,
 )
+from small import assert_same
 
 RANDOMNESS = Randomness(5, 3, torch.device("cpu"))
 NAME = "weighting.mean_prediction"
@@ -139,9 +140,11 @@ def test_information_maximization_has_the_gradient_of_the_batch_loss(chosen: lis
     energy = energy_of(
         Gibbs(InformationMaximization(), given), LinearHead(3), theta.detach(), inputs
     )
-    torch.testing.assert_close(energy.evaluation.gradient(), exact, rtol=1e-12, atol=1e-13)
     torch.testing.assert_close(
-        value_of(energy.evaluation), (batch * w.sum() / 6).detach(), rtol=1e-12, atol=1e-13
+        (energy.evaluation.gradient(), value_of(energy.evaluation)),
+        (exact, (batch * w.sum() / 6).detach()),
+        rtol=1e-12,
+        atol=1e-13,
     )
 
 
@@ -160,9 +163,11 @@ def test_gradient_and_factor_of_other_cotangents() -> None:
             metric += a * jacobian.mT @ roots[v, i] @ roots[v, i].mT @ jacobian
     factor = energy.evaluation.factor(roots)
     torch.testing.assert_close(
-        energy.evaluation.gradient(cotangents), gradient, rtol=1e-11, atol=1e-12
+        (energy.evaluation.gradient(cotangents), factor.mT @ factor),
+        (gradient, metric),
+        rtol=1e-11,
+        atol=1e-12,
     )
-    torch.testing.assert_close(factor.mT @ factor, metric, rtol=1e-11, atol=1e-12)
 
 
 # ------------------------------------------------------------------ normalisation, selection,
@@ -184,8 +189,9 @@ def test_the_sum_is_divided_by_the_batch_or_by_the_samples_kept(
     )[:, 0]
     gate = 0.5 * torch.tensor(2.0).double().log()
     weights = (gate - h).exp() * (h < gate)
-    torch.testing.assert_close(energy.samples.weights, weights)
-    torch.testing.assert_close(energy.samples.coefficients, weights / divisor)
+    torch.testing.assert_close(
+        (energy.samples.weights, energy.samples.coefficients), (weights, weights / divisor)
+    )
     assert energy.samples.used == 2
     torch.testing.assert_close(value_of(energy.evaluation), (weights * h).sum() / divisor)
 
@@ -194,8 +200,7 @@ def test_the_sum_is_divided_by_the_batch_or_by_the_samples_kept(
 def test_a_gate_that_keeps_nothing_gives_an_energy_of_zero(over: Literal["batch", "kept"]) -> None:
     observation = Gibbs(Entropy(), EntropyGate(1e-6), over)
     energy = energy_of(observation, LinearHead(2), torch.ones(1, dtype=torch.float64), draw(3, 1))
-    assert energy.samples.used == 0
-    assert energy.samples.coefficients.tolist() == [0.0] * 3
+    assert (energy.samples.used, energy.samples.coefficients.tolist()) == (0, [0.0] * 3)
     assert energy.evaluation.gradient().tolist() == [0.0]
 
 
@@ -208,8 +213,7 @@ def test_samples_below_the_threshold_have_no_weight(over: Literal["batch", "kept
         torch.ones(1, dtype=torch.float64),
         inputs,
     )
-    assert energy.samples.used == 2
-    assert energy.samples.weights.tolist() == [2.0, 0.0, 2.0]
+    assert (energy.samples.used, energy.samples.weights.tolist()) == (2, [2.0, 0.0, 2.0])
     torch.testing.assert_close(
         energy.samples.coefficients, energy.samples.weights / (3 if over == "batch" else 2)
     )
@@ -260,8 +264,10 @@ def test_targets_and_weights_stay_those_of_the_prior_mean(loss: Loss) -> None:
     views = torch.stack([LinearHead(2)(-anchor, view) for view in energy.views])
     targets = loss.targets(LinearHead(2)(anchor, inputs))
     expected = loss.expand(views, targets, energy.samples.weights)
-    torch.testing.assert_close(evaluation.expansion.value, expected.value)
-    torch.testing.assert_close(evaluation.expansion.gradient, expected.gradient)
+    torch.testing.assert_close(
+        (evaluation.expansion.value, evaluation.expansion.gradient),
+        (expected.value, expected.gradient),
+    )
     assert torch.equal(evaluation.coefficients, energy.evaluation.coefficients)
     moved = loss.expand(views, loss.targets(views[0]), energy.samples.weights)
     assert (moved.value - expected.value).abs().max() > 0.1
@@ -273,8 +279,7 @@ def test_views_are_drawn_once_a_step() -> None:
     again = energy_of(Gibbs(loss), LinearHead(2), draw(2), inputs)
     drawn = loss.views(inputs, lambda: RANDOMNESS.generator(Purpose.VIEWS))
     for mine, same, exact in zip(energy.views, again.views, drawn, strict=True):
-        assert torch.equal(mine, exact)
-        assert torch.equal(same, exact)
+        assert_same((mine, same), (exact, exact))
     first, second = energy.at(draw(2, seed=8)), energy.at(draw(2, seed=8))
     assert torch.equal(first.logits, second.logits)
     assert energy.at(energy.anchor) is energy.evaluation
@@ -295,10 +300,11 @@ def test_a_plain_function_is_a_loss() -> None:
         mine, exact = (
             energy_of(Gibbs(each), LinearHead(3), theta, inputs).evaluation for each in (loss, same)
         )
-        torch.testing.assert_close(value_of(mine), value_of(exact), rtol=1e-12, atol=1e-13)
-        torch.testing.assert_close(mine.gradient(), exact.gradient(), rtol=1e-12, atol=1e-13)
         torch.testing.assert_close(
-            mine.expansion.hessian(), exact.expansion.hessian(), rtol=1e-12, atol=1e-13
+            (value_of(mine), mine.gradient(), mine.expansion.hessian()),
+            (value_of(exact), exact.gradient(), exact.expansion.hessian()),
+            rtol=1e-12,
+            atol=1e-13,
         )
 
 
@@ -425,8 +431,6 @@ def test_a_batch_below_the_reference_tells_less(over: Any) -> None:
     assert 2 < plain.samples.used < 8
     assert torch.equal(small.samples.coefficients, plain.samples.coefficients)
     torch.testing.assert_close(
-        large.samples.coefficients, plain.samples.coefficients * counted / 40
-    )
-    torch.testing.assert_close(
-        large.evaluation.gradient(), plain.evaluation.gradient() * counted / 40
+        (large.samples.coefficients, large.evaluation.gradient()),
+        (plain.samples.coefficients * counted / 40, plain.evaluation.gradient() * counted / 40),
     )

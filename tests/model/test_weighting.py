@@ -26,6 +26,7 @@ from driftfilter.model.weighting import (
     Weighting,
     entropy,
 )
+from small import assert_same
 
 NAME = "weighting.mean_prediction"
 WEIGHTINGS: list[Weighting] = [
@@ -183,8 +184,7 @@ def test_a_product_multiplies_and_later_factors_see_what_earlier_ones_kept() -> 
     weights, memory = weigh(
         Product((diverse, first)), logits
     )  # the other way round the gate remembers all three
-    torch.testing.assert_close(weights, gated)
-    torch.testing.assert_close(memory[NAME], p.mean(0))
+    torch.testing.assert_close((weights, memory[NAME]), (gated, p.mean(0)))
 
 
 def test_a_product_of_constants_and_a_nested_one() -> None:
@@ -210,8 +210,7 @@ def test_weights_of_single_constant_and_extreme_batches_are_finite(
     spike = value * torch.eye(k, dtype=dtype)[0]
     for row in (spike, torch.full((k,), value, dtype=dtype), spike):
         weights, memory = weigh(weighting, row.expand(n, k), None, memory)
-        assert weights.shape == (n,)
-        assert weights.dtype == dtype
+        assert (weights.shape, weights.dtype) == ((n,), dtype)
         assert weights.isfinite().all()
         assert (weights >= 0).all()
         torch.testing.assert_close(weights, weights[:1].expand(n), rtol=1e-5, atol=1e-6)
@@ -240,9 +239,7 @@ def test_neither_arguments_nor_memory_are_changed(weighting: Weighting) -> None:
     same = logits.clone(), before.clone()
     weights, after = weighting(logits, before, MappingProxyType(held))
     again, _ = weighting(logits, before, MappingProxyType(held))
-    assert torch.equal(weights, again)
-    assert torch.equal(logits, same[0])
-    assert torch.equal(before, same[1])
+    assert_same((weights, logits, before), (again, same[0], same[1]))
     assert after["another.rule"] is held["another.rule"]
     assert held.keys() == copies.keys()
     assert all(torch.equal(held[name], copies[name]) for name in held)

@@ -312,8 +312,7 @@ def test_a_harder_stream_is_uncertainty_alone() -> None:
     sure[:, ::2] = 0.8
     sure[30:] = 0.6
     found = alarms(labels, sure, 10)
-    assert found[0] == (30, "uncertainty")
-    assert {signal for _, signal in found} == {"uncertainty"}
+    assert (found[0], {signal for _, signal in found}) == ((30, "uncertainty"), {"uncertainty"})
 
 
 # Responses

@@ -176,8 +176,7 @@ def test_ema_carries_its_statistics() -> None:
         model_now = network.recall(memory)
         logits, pullback = model_now.pullback(theta, inputs)
         expected, carried = reference(model, inputs, 0.3, carried)
-        torch.testing.assert_close(logits, expected)
-        torch.testing.assert_close(model_now(theta, inputs), expected)
+        torch.testing.assert_close((logits, model_now(theta, inputs)), (expected, expected))
         memory = pullback.memory
         torch.testing.assert_close(
             memory["network.statistics"], torch.cat([part for pair in carried for part in pair])
@@ -382,8 +381,10 @@ def test_a_batch_norm_with_a_forward_of_its_own(
         )
         torch.testing.assert_close(logits, expected)
         cotangents = torch.randn_like(logits)
-        torch.testing.assert_close(pullback(cotangents), expected_pullback(cotangents))
-        torch.testing.assert_close(pullback.memory, expected_pullback.memory)
+        torch.testing.assert_close(
+            (pullback(cotangents), pullback.memory),
+            (expected_pullback(cotangents), expected_pullback.memory),
+        )
     tangents = torch.randn(2, own.mean().numel(), dtype=torch.float64)
     pushed = own.pushforward(own.mean(), inputs, tangents)
     torch.testing.assert_close(pushed, other.pushforward(own.mean(), inputs, tangents))
@@ -491,9 +492,9 @@ def test_the_share_of_a_batch_follows_the_diversity_of_the_one_before() -> None:
         torch.testing.assert_close(found, logits.log_softmax(-1))
         statistics, found_share = kept(adapter)
         torch.testing.assert_close(
-            statistics, torch.cat([part for pair in carried for part in pair])
+            (statistics, found_share),
+            (torch.cat([part for pair in carried for part in pair]), effective_share(logits)),
         )
-        torch.testing.assert_close(found_share, effective_share(logits))
         assert found_share.shape == ()
         share = SHARE * effective_share(logits) ** 4
         assert share < 0.9 * SHARE
@@ -517,8 +518,9 @@ def test_a_batch_of_one_class_lowers_the_share_of_the_next(bias: float) -> None:
     layer: Any = model[0]
     first = blended(images(seed=1), layer.running_mean, layer.running_var, SHARE)
     adapter(images(seed=1))
-    torch.testing.assert_close(kept(adapter)[0], torch.cat(first))
-    torch.testing.assert_close(kept(adapter)[1].item(), found)
+    torch.testing.assert_close(
+        (kept(adapter)[0], kept(adapter)[1].item()), (torch.cat(first), found)
+    )
     adapter(images(seed=2))
     torch.testing.assert_close(
         kept(adapter)[0], torch.cat(blended(images(seed=2), *first, SHARE * found**4))
@@ -609,8 +611,10 @@ def test_the_diversity_is_that_of_the_classes_where_the_loss_sees_something_else
     )
     seen, pullback = network.observing.pullback(network.mean(), images())
     logits = reference(model.body, images(), SHARE)[0]
-    torch.testing.assert_close(seen, 9 * model.side(logits))
-    torch.testing.assert_close(pullback.memory["network.diversity"], effective_share(logits))
+    torch.testing.assert_close(
+        (seen, pullback.memory["network.diversity"]),
+        (9 * model.side(logits), effective_share(logits)),
+    )
     recalled = network.recall(pullback.memory).observing.pullback(network.mean(), images(seed=2))[1]
     carried = reference(model.body, images(), SHARE)[1]
     logits, _ = reference(model.body, images(seed=2), SHARE * effective_share(logits) ** 4, carried)

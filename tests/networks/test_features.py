@@ -17,7 +17,7 @@ from torch.nn.utils import parametrizations
 
 import driftfilter as df
 from driftfilter.networks.features import Backbone, OnFeatures, build_head, find_head, head_start
-from small import normal
+from small import assert_same, normal
 
 
 class Convnet(nn.Module):
@@ -277,8 +277,7 @@ def test_kept_features_belong_to_their_arguments() -> None:
     forward = on_features.features({"left": one, "right": two})
     assert torch.equal(on_features.features({"right": one, "left": two}), -forward)
     assert on_features.features({"left": one, "right": two}) is forward
-    assert torch.equal(on_features.features((one, two)), one)
-    assert torch.equal(on_features.features((one,)), one)
+    assert_same((on_features.features((one, two)), on_features.features((one,))), (one, one))
     assert counting.calls == 4
 
 
@@ -301,15 +300,17 @@ def test_the_head_on_features_is_the_network(bias: bool) -> None:
     model, inputs = convnet(bias)
     on_features, start = build_head(Backbone(model, "head"))
     logits, pull = on_features.pullback(start, inputs)
-    torch.testing.assert_close(logits, model.eval()(inputs).detach())
-    torch.testing.assert_close(on_features(start, inputs), logits)
+    torch.testing.assert_close(
+        (logits, on_features(start, inputs)), (model.eval()(inputs).detach(), logits)
+    )
     assert on_features.linear
     cotangents = normal(6, 3, seed=2)
     parameters = [model.head.bias, model.head.weight] if bias else [model.head.weight]
     gradients = torch.autograd.grad(model(inputs), parameters, cotangents)
     expected = torch.cat([gradient.reshape(3, -1) for gradient in gradients], 1).flatten()
-    torch.testing.assert_close(pull.total(cotangents), expected)
-    torch.testing.assert_close(pull(cotangents).sum(0), expected)
+    torch.testing.assert_close(
+        (pull.total(cotangents), pull(cotangents).sum(0)), (expected, expected)
+    )
     tangents = normal(2, len(start), seed=3)
     pushed = on_features.pushforward(start, inputs, tangents)
     torch.testing.assert_close((pushed * cotangents).sum((1, 2)), tangents @ expected)
@@ -325,9 +326,10 @@ def test_a_filter_on_raw_inputs_is_the_filter_on_features() -> None:
     plain = df.Filter(df.LinearHead(3, intercept=True), inference=df.Linearized(df.Hessian()))
     state, outputs = raw.run(raw.init(belief), batches)
     other, expected = plain.run(plain.init(belief), [backbone(batch) for batch in batches])
-    assert torch.equal(state.belief.mean, other.belief.mean)
-    assert torch.equal(state.belief.covariance.dense(), other.belief.covariance.dense())
-    assert torch.equal(outputs.log_probabilities, expected.log_probabilities)
+    assert_same(
+        (state.belief.mean, state.belief.covariance.dense(), outputs.log_probabilities),
+        (other.belief.mean, other.belief.covariance.dense(), expected.log_probabilities),
+    )
     assert not torch.equal(state.belief.mean, start)
 
 

@@ -10,6 +10,7 @@ import driftfilter as df
 from driftfilter.base.tensors import as_text
 from driftfilter.networks.features import Backbone
 from driftfilter.networks.initialization import check, find_wanted, initialize
+from small import assert_same
 
 
 class Backwards(nn.Module):
@@ -52,8 +53,10 @@ def test_what_a_batch_tells_is_found_once_and_stands(choice: str) -> None:
         torch.testing.assert_close(start.found["center"], Backbone(model, "head")(BATCH).mean(0))
     for example in (None, BATCH + 1):
         again = initialize(model, parameters, "source", None, example, start.found)
-        assert torch.equal(again.mean, start.mean)
-        assert torch.equal(again.model(again.mean, BATCH), start.model(start.mean, BATCH))
+        assert_same(
+            (again.mean, again.model(again.mean, BATCH)),
+            (start.mean, start.model(start.mean, BATCH)),
+        )
         assert again.found.keys() == start.found.keys()
 
 
@@ -68,8 +71,7 @@ def test_adaptation_starts_at_the_model(choice: str) -> None:
 
 def test_without_a_batch_the_head_is_the_last_layer_registered() -> None:
     start = initialize(Backwards(), df.Head(), "source")
-    assert start.mean.shape == (6 * (4 + 1),)
-    assert start.found == {}
+    assert (start.mean.shape, start.found) == ((6 * (4 + 1),), {})
 
 
 def test_a_first_batch_with_infinite_features_is_refused() -> None:

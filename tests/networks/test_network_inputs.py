@@ -75,8 +75,10 @@ def test_arguments_by_position_and_by_name(kind: str, selection: df.Selection) -
                 ]
             )
         )
-    torch.testing.assert_close(pullback(cotangents), torch.stack(rows))
-    torch.testing.assert_close(pullback.total(cotangents), torch.stack(rows).sum(0))
+    torch.testing.assert_close(
+        (pullback(cotangents), pullback.total(cotangents)),
+        (torch.stack(rows), torch.stack(rows).sum(0)),
+    )
 
 
 def test_layers_without_a_rule_with_named_inputs() -> None:

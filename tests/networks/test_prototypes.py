@@ -20,7 +20,7 @@ from driftfilter.app.streams import sample_images
 from driftfilter.networks.features import Backbone, OnFeatures, build_head, find_head
 from driftfilter.networks.initialization import initialize
 from driftfilter.networks.prototypes import Family, bessel_ratios
-from small import normal
+from small import assert_same, moments, normal
 
 Array = npt.NDArray[np.float64]
 K, D = 3, 3
@@ -120,8 +120,10 @@ def test_bessel_ratio_at_the_ends() -> None:
     for dimension in (2, 2048):
         ratio, following = bessel_ratios(torch.tensor([0.0, 1e6, 1e12]), dimension)
         assert ratio.dtype == torch.float32
-        torch.testing.assert_close(ratio[0], torch.tensor(1 / dimension))
-        torch.testing.assert_close(following[0], torch.tensor(1 / (dimension + 2)))
+        torch.testing.assert_close(
+            (ratio[0], following[0]),
+            (torch.tensor(1 / dimension), torch.tensor(1 / (dimension + 2))),
+        )
         assert torch.isfinite(ratio).all()
         assert (ratio[1:] * torch.tensor([1e6, 1e12]) <= 1).all()
 
@@ -165,8 +167,7 @@ def test_logits_and_jacobians(family: Family, intercept: bool, n: int) -> None:
     expected = formula(family, 1.7, intercept)
     theta, inputs = 2 * normal(K * (D + intercept), seed=1), 3 * normal(n, D, seed=2)
     logits, pull = head.pullback(theta, inputs)
-    torch.testing.assert_close(logits, expected(theta, inputs))
-    torch.testing.assert_close(head(theta, inputs), logits)
+    torch.testing.assert_close((logits, head(theta, inputs)), (expected(theta, inputs), logits))
     jacobian = torch.autograd.functional.jacobian(
         lambda point: expected(point, inputs), theta
     )  # [n, k, d]
@@ -203,10 +204,9 @@ def test_a_center_is_subtracted_from_the_features(family: Family) -> None:
         batches = [2 * normal(8, D, seed=step) for step in range(3)]
         state, outputs = first.run(first.init(belief), batches)
         expected, wanted = second.run(second.init(belief), [batch - center for batch in batches])
-        torch.testing.assert_close(outputs.log_probabilities, wanted.log_probabilities)
-        torch.testing.assert_close(state.belief.mean, expected.belief.mean)
         torch.testing.assert_close(
-            state.belief.covariance.variance(), expected.belief.covariance.variance()
+            (outputs.log_probabilities, state.belief.mean, state.belief.covariance.variance()),
+            (wanted.log_probabilities, expected.belief.mean, expected.belief.covariance.variance()),
         )
 
 
@@ -411,8 +411,9 @@ def test_gaussian_mixture(structure: str, iterations: int, steps: int) -> None:
         )
         if structure == "Blocks":  # the update is diagonal, so nothing is projected away
             assert not matrix[: K * D // 2, K * D // 2 :].any()
-        torch.testing.assert_close(state.belief.mean, torch.from_numpy(mean))
-        torch.testing.assert_close(state.belief.covariance.dense(), torch.from_numpy(matrix))
+        torch.testing.assert_close(
+            moments(state.belief), (torch.from_numpy(mean), torch.from_numpy(matrix))
+        )
         expected = -kappa / 2 * ((features.numpy()[:, None, :] - mean.reshape(K, D)) ** 2).sum(-1)
         torch.testing.assert_close(prediction.probabilities, torch.from_numpy(softmax(expected)))
 
@@ -426,8 +427,9 @@ def test_gaussian_mixture_under_a_low_rank_covariance_is_exact() -> None:
     mean, matrix = gaussian_reference(
         belief.mean.numpy(), covariance.dense().numpy(), features.numpy(), 1.3, 3
     )
-    torch.testing.assert_close(state.belief.mean, torch.from_numpy(mean))
-    torch.testing.assert_close(state.belief.covariance.dense(), torch.from_numpy(matrix))
+    torch.testing.assert_close(
+        moments(state.belief), (torch.from_numpy(mean), torch.from_numpy(matrix))
+    )
     assert isinstance(state.belief.covariance, df.LowRank)
     assert len(state.belief.covariance.factor) == 2
 
@@ -440,14 +442,14 @@ def test_each_iteration_raises_the_evidence_bound(structure: str) -> None:
     kappa, features = 2.0, torch.cat((normal(30, D, seed=3) + 2, normal(30, D, seed=4) - 2))
     head = df.PrototypeHead(normal(K, D), concentration=kappa)
     prior = df.Belief(normal(K * D, seed=1), covariance_of(structure, K * D))
-    p = torch.distributions.MultivariateNormal(prior.mean, prior.covariance.dense())
+    p = torch.distributions.MultivariateNormal(*moments(prior))
     bounds = []
     for iterations in range(1, 9):
         filt = df.Filter(head, STAY, inference=df.Mixture(iterations))
         belief = filt.step(filt.init(prior), features)[0].belief
         spread = belief.covariance.variance().view(K, D).sum(1)
         evidence = (head(belief.mean, features) - kappa / 2 * spread).logsumexp(-1).sum()
-        q = torch.distributions.MultivariateNormal(belief.mean, belief.covariance.dense())
+        q = torch.distributions.MultivariateNormal(*moments(belief))
         bounds.append((evidence - torch.distributions.kl_divergence(q, p)).item())
     assert all(after > before for before, after in itertools.pairwise(bounds))
     start = (
@@ -542,8 +544,7 @@ def test_samples_without_weight_have_no_share() -> None:
     assert 0 < kept.sum() < 12
     plain = df.Filter(head, STAY, inference=df.Mixture())
     other, _, _ = plain.step(plain.init(belief), features[kept])
-    torch.testing.assert_close(state.belief.mean, other.belief.mean)
-    torch.testing.assert_close(state.belief.covariance.dense(), other.belief.covariance.dense())
+    torch.testing.assert_close(moments(state.belief), moments(other.belief))
 
 
 @every_family
@@ -560,8 +561,7 @@ def test_a_weight_of_two_counts_twice(family: Family) -> None:
     )
     one = twice.step(twice.init(belief), features)[0].belief
     other = plain.step(plain.init(belief), torch.cat((features, features)))[0].belief
-    torch.testing.assert_close(one.mean, other.mean)
-    torch.testing.assert_close(one.covariance.dense(), other.covariance.dense())
+    torch.testing.assert_close(moments(one), moments(other))
 
 
 # ---- on a network
@@ -623,9 +623,10 @@ def test_on_a_network_as_on_its_features(method: str) -> None:
     plain = df.Filter(model.model, STAY, inference=inference)
     state, outputs = raw.run(raw.init(belief), batches)
     other, expected = plain.run(plain.init(belief), [backbone(batch) for batch in batches])
-    assert torch.equal(state.belief.mean, other.belief.mean)
-    assert torch.equal(state.belief.covariance.variance(), other.belief.covariance.variance())
-    assert torch.equal(outputs.log_probabilities, expected.log_probabilities)
+    assert_same(
+        (state.belief.mean, state.belief.covariance.variance(), outputs.log_probabilities),
+        (other.belief.mean, other.belief.covariance.variance(), expected.log_probabilities),
+    )
     assert not torch.equal(state.belief.mean, start)
 
 

@@ -214,8 +214,7 @@ def test_rows_are_the_gradients_of_each_sample_alone(
             "ignore", message="Using padding='same' with even kernel"
         )  # torch's own
         rows, total, expected = rows_of(model, inputs, df.AllParameters())
-    torch.testing.assert_close(rows, expected)
-    torch.testing.assert_close(total, expected.sum(0))
+    torch.testing.assert_close((rows, total), (expected, expected.sum(0)))
     assert expected.count_nonzero() > 0.5 * expected.numel()
 
 
@@ -254,8 +253,7 @@ def test_embedding_rows(padding: int | None) -> None:
     model = Net(nn.Embedding(6, 3, padding_idx=padding)).double()
     words = torch.tensor([[1, 1, 2, 4], [2, 0, 5, 5], [3, 3, 3, 3]])
     rows, total, expected = rows_of(model, words, df.AllParameters())
-    torch.testing.assert_close(rows, expected)
-    torch.testing.assert_close(total, expected.sum(0))
+    torch.testing.assert_close((rows, total), (expected, expected.sum(0)))
 
 
 @pytest.mark.parametrize("own", ["weight", "bias"])
@@ -263,8 +261,7 @@ def test_one_parameter_of_a_layer(own: str) -> None:
     torch.manual_seed(0)
     model, inputs = Net(nn.Conv2d(2, 3, 3)).double(), torch.randn(4, 2, 5, 5, dtype=torch.float64)
     rows, total, expected = rows_of(model, inputs, df.ByName((f"*.{own}",)))
-    torch.testing.assert_close(rows, expected)
-    torch.testing.assert_close(total, expected.sum(0))
+    torch.testing.assert_close((rows, total), (expected, expected.sum(0)))
 
 
 def test_rows_of_convolutions_under_batch_statistics_sum_to_the_gradient_of_the_batch() -> None:

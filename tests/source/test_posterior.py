@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import driftfilter as df
 from driftfilter.source import posterior as source
 from oracles import Allocations
+from small import assert_same
 
 
 def problem(classes: int, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -215,9 +216,7 @@ def test_source_data_in_batches() -> None:
     assert torch.equal(torch.cat([batch for _, batch in batches if batch is not None]), labels)
     assert [batch for _, batch in df.SourceData(inputs)] == [None]
     pairs: list[Any] = list(df.SourceData([(inputs[:3], labels[:3]), inputs[3:]]))
-    assert torch.equal(pairs[0][0], inputs[:3])
-    assert torch.equal(pairs[0][1], labels[:3])
-    assert torch.equal(pairs[1][0], inputs[3:])
+    assert_same((pairs[0][0], pairs[0][1], pairs[1][0]), (inputs[:3], labels[:3], inputs[3:]))
     assert pairs[1][1] is None
     loader = torch.utils.data.DataLoader(
         torch.utils.data.TensorDataset(inputs, labels), batch_size=32

@@ -14,6 +14,7 @@ import driftfilter as df
 from driftfilter.base.randomness import Purpose, Randomness
 from driftfilter.base.tensors import as_tensor, as_text, map_tensors
 from driftfilter.storage.state_tensors import from_tensors, kinds, to_tensors
+from small import assert_same
 
 COPIES = {"cotta": 2, "petal": 2, "memo": 2, "lora": 2}  # few, to be quick
 Tensors = dict[str, Tensor]
@@ -60,15 +61,6 @@ def stored(state: Tensors) -> Tensors:
     return read
 
 
-def assert_same(one: Tensors, other: Tensors) -> None:
-    assert one.keys() == other.keys()
-    assert [
-        name
-        for name in one
-        if one[name].dtype != other[name].dtype or not torch.equal(one[name], other[name])
-    ] == []
-
-
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "window": {"window": 9},
@@ -102,8 +94,7 @@ def test_a_resumed_stream_goes_on_bit_for_bit(preset: str, way: str, batches: in
     )
     for seed in range(10, 13):
         expected = running(images(seed))
-        assert torch.equal(alone(images(seed)), expected)
-        assert torch.equal(inside["it"](images(seed)), expected)
+        assert_same((alone(images(seed)), inside["it"](images(seed))), (expected, expected))
     assert_same(alone.state_dict(), running.state_dict())
 
 
