@@ -51,8 +51,7 @@ def test_a_step_is_told_as_it_was() -> None:
     for number in range(3):
         logs = adapter(batch(number))
         assert torch.equal(logs, alone(batch(number)))  # to be watched changes nothing
-        step = told[number]
-        p = logs.exp().double().numpy()
+        step, p = told[number], logs.exp().double().numpy()
         assert (step.number, step.samples, step.events, step.accuracy) == (number, 16, (), None)
         assert step.entropy == pytest.approx(entr(p).sum(1).mean(), rel=1e-6)
         assert step.shares == tuple((p.argmax(1) == label).mean() for label in range(3))

@@ -88,15 +88,12 @@ def test_filter_is_logistic_regression_by_hand(
     state, outputs = filt.run(filt.init(belief(device=device)), stream.to(device))
 
     mean = source = belief().mean.numpy()
-    cov = belief().covariance.dense().numpy()
-    curved = 0
+    cov, curved = belief().covariance.dense().numpy(), 0
     for x, prediction, info in zip(stream.numpy(), outputs, outputs.infos, strict=True):
         mean, cov = rho * mean + (1 - rho) * source, rho**2 * cov + variance * np.eye(2)
-        before = mean
-        f = x @ mean
+        before, f = mean, x @ mean
         p = 1 / (1 + np.exp(-f))
-        s = p * (1 - p)
-        losses = -p * np.log(p) - (1 - p) * np.log(1 - p)
+        s, losses = p * (1 - p), -p * np.log(p) - (1 - p) * np.log(1 - p)
         curvature = np.maximum(-s * (1 + f * (1 - 2 * p)), 0)
         curved += (curvature > 0).any()
         cov = np.linalg.inv(np.linalg.inv(cov) + beta / SAMPLES * (x.T * curvature) @ x)
@@ -160,8 +157,7 @@ def test_step_is_transition_then_inference_then_prediction(
 
 @EACH_RULE
 def test_run_is_a_loop_of_steps(inference: Inference, prediction: PredictionRule) -> None:
-    filt = build(inference=inference, prediction=prediction)
-    stream = batches(4)
+    filt, stream = build(inference=inference, prediction=prediction), batches(4)
     looped, predictions = filt.init(belief(), seed=1), []
     for inputs in stream:
         looped, predicted, _ = filt.step(looped, inputs)
@@ -184,8 +180,7 @@ def test_run_is_a_loop_of_steps(inference: Inference, prediction: PredictionRule
 
 def test_batches_may_differ_in_length() -> None:
     filt = build()
-    ragged = [batches(1, samples)[0] for samples in (3, 1, 5)]
-    _, outputs = filt.run(filt.init(belief()), ragged)
+    _, outputs = filt.run(filt.init(belief()), [batches(1, samples)[0] for samples in (3, 1, 5)])
     assert [len(prediction.labels) for prediction in outputs] == [3, 1, 5]
     assert outputs.labels.shape == (9,)
 
@@ -287,8 +282,7 @@ def test_empty_gate_is_a_transition_and_no_warning() -> None:
     moves = df.Transition(df.MeanReversion(0.5), df.Isotropic(0.1))
     filt = df.Filter(df.LinearHead(2), moves, df.Gibbs(df.Entropy(), df.EntropyGate(fraction=1e-9)))
     state, _, info = filt.step(filt.init(belief()), batches(1)[0])
-    expected = moves(belief(), belief())
-    assert_same(moments(state.belief), moments(expected))
+    assert_same(moments(state.belief), moments(moves(belief(), belief())))
     assert (info.informative, info.reason) == (False, "no sample passed the weighting")
     assert torch.equal(info.weights, torch.zeros(SAMPLES, dtype=torch.float64))
 
@@ -302,8 +296,7 @@ def test_statistics_of_the_weighting_live_in_the_state() -> None:
     )
     state, running = filt.init(belief()), None
     for inputs in batches(4):
-        prior = filt.transition(state.belief, state.source)
-        p = binary(prior.mean, inputs).softmax(-1)
+        p = binary(filt.transition(state.belief, state.source).mean, inputs).softmax(-1)
         cosine = (
             torch.zeros(SAMPLES)
             if running is None

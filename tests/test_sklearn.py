@@ -149,8 +149,7 @@ def followed(estimator: Any, X: np.ndarray, size: int) -> np.ndarray:
         )
 
     for start in range(0, len(Z) - len(Z) % size, size):
-        batch = Z[start : start + size]
-        share = 0.5 * min(1, size / 64) * trust
+        batch, share = Z[start : start + size], 0.5 * min(1, size / 64) * trust
         shift = batch.mean(0) - mean
         mean, variance = (
             mean + share * shift,
@@ -193,8 +192,7 @@ def test_rows_are_predicted_apart_and_nothing_changes() -> None:
     model = AdaptiveClassifier(
         make_pipeline(StandardScaler(), LogisticRegression()).fit(X, y)
     ).partial_fit(2 * X)
-    state = model.adapter_.state
-    together = model.predict_proba(X)
+    state, together = model.adapter_.state, model.predict_proba(X)
     apart = np.concatenate([model.predict_proba(row[None]) for row in X[:20]])
     np.testing.assert_allclose(apart, together[:20], rtol=0, atol=1e-12)
     assert model.adapter_.state is state

@@ -184,8 +184,7 @@ def test_a_prediction_before_the_step_is_what_the_step_says(preset: str) -> None
     if isinstance(
         adapted.recipe.prediction, df.Moderated
     ):  # the step knows the temperature that the batch asks for
-        state = adapted.state
-        along, length = state.memory["prediction.slopes"].tolist()
+        along, length = adapted.state.memory["prediction.slopes"].tolist()
         temperature = math.sqrt(1 + math.pi / 4 * 0.01 * along / length)
         assert temperature > 1
         stepped = (temperature * stepped).log_softmax(1)

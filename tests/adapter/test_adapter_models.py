@@ -289,8 +289,7 @@ def test_nothing_learned_is_the_model_in_evaluation_mode(
     case: str, recipe: str | df.Recipe
 ) -> None:
     model, batches = setting(case)
-    adapter = df.adapt(model, recipe)
-    reference = ordinary(setting(case)[0])
+    adapter, reference = df.adapt(model, recipe), ordinary(setting(case)[0])
     for batch in batches:
         torch.testing.assert_close(
             given(adapter, batch), called(reference, batch).log_softmax(-1), rtol=0, atol=1e-5

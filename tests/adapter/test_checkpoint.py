@@ -326,8 +326,7 @@ def steps(folder: Path) -> dict[str, int]:
 
 def test_the_last_k_stay(tmp_path: Path) -> None:
     running, path = adapter(), tmp_path / "a.safetensors"
-    other = tmp_path / "a.7.safetensors"
-    df.save(running, other)
+    df.save(running, tmp_path / "a.7.safetensors")
     for seed in range(5):
         running(batch(seed))
         df.save(running, path, keep=3)
@@ -366,8 +365,7 @@ def test_the_newest_is_there_at_every_moment_of_a_save(
     for moment in range(12):
         died = killed_save(running, path, keep, moment, calls)
         if path.exists():
-            step = header_of(path)["step"]
-            assert step in (running.state.step, running.state.step - 1)
+            assert header_of(path)["step"] in (running.state.step, running.state.step - 1)
             df.load(adapter(), path)
         df.save(running, path, keep)
         assert not list(tmp_path.glob(".*"))

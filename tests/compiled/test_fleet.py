@@ -140,8 +140,7 @@ def test_single_precision_and_threads(path: str, monkeypatch: pytest.MonkeyPatch
     """Enough streams for two threads; compared with filters of their own to 1e-6."""
     filt, belief = build(), start("diagonal", dtype=torch.float32)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    x = features(150, 1, D).float()
-    fleet = df.Fleet(filt, belief, range(150))
+    x, fleet = features(150, 1, D).float(), df.Fleet(filt, belief, range(150))
     together = fleet.step(x)
     for stream in (0, 74, 75, 149):
         state, prediction, _ = filt.step(filt.init(belief), x[stream])
@@ -181,8 +180,7 @@ def test_streams_that_compiled_code_refuses_step_by_themselves() -> None:
     fleet, x = df.Fleet(filt, belief, NAMES), features(5, 1, D)
     with pytest.warns(df.NoInformationWarning):
         fleet.step(x)
-    state = filt.step(filt.init(belief), x[2])[0]
-    assert_state(fleet, "c", state)
+    assert_state(fleet, "c", filt.step(filt.init(belief), x[2])[0])
 
 
 def test_coupled_losses(path: str) -> None:
@@ -194,8 +192,7 @@ def test_coupled_losses(path: str) -> None:
 
 def test_add_and_drop(path: str) -> None:
     filt, belief = build(), start("diagonal")
-    fleet = df.Fleet(filt, belief, NAMES, seed=7)
-    x = features(5, 1, D)
+    fleet, x = df.Fleet(filt, belief, NAMES, seed=7), features(5, 1, D)
     fleet.step(x)
     fleet.drop(["b", "d"])
     fleet.add(["new"], seed=40)

@@ -210,8 +210,7 @@ def setting(role: str, name: str, base: str, dtype: torch.dtype, device: str) ->
 
 
 def inputs(dtype: torch.dtype, device: str, samples: int = 6, steps: int = 2) -> list[Tensor]:
-    drawn = normal(steps, samples, 2, seed=5)
-    return list((1.5 * drawn).to(dtype).to(device))
+    return list((1.5 * normal(steps, samples, 2, seed=5)).to(dtype).to(device))
 
 
 def assert_identical(first: list[Tensor], second: list[Tensor]) -> None:

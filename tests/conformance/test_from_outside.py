@@ -167,8 +167,7 @@ def test_the_structure_does_what_every_structure_does() -> None:
     assert scalar.truncate() is scalar
     other = df.Diagonal(tensor(np.arange(1.0, 7.0)))
     assert scalar.relative_trace(other).item() == pytest.approx(21 / 0.3)
-    both = df.Blocks((scalar, other))
-    informed = both.condition(tensor(np.ones((1, 12)))).variance()[:6]
+    informed = df.Blocks((scalar, other)).condition(tensor(np.ones((1, 12)))).variance()[:6]
     assert_equal(informed, np.full(6, 1 / (1 / 0.3 + 1)))
 
 

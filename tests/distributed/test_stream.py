@@ -279,8 +279,7 @@ def disagreeing(rank: int) -> dict[str, str]:
     }
     adapter = df.adapt(model, "tent", distributed=True)
     adapter(batch)
-    before = adapter.belief.mean
-    broken = batch.clone()
+    before, broken = adapter.belief.mean, batch.clone()
     broken[2, 0, 0, 0] = torch.nan
     found["shard"] = failing(lambda: adapter(broken if rank else batch))
     found["empty"] = failing(lambda: adapter(batch[:0]))
@@ -435,8 +434,7 @@ def test_one_rank_is_one_process(preset: str, alone: ProcessRanks) -> None:
     adapter, plain = df.adapt(small(), preset, distributed=True), df.adapt(small(), preset)
     for batch in images(3, 6, 8):
         torch.testing.assert_close(adapter(batch), plain(batch), rtol=1e-10, atol=1e-10)
-    update = adapter.update(batch)
-    assert update.losses.shape[-1] == 6
+    assert adapter.update(batch).losses.shape[-1] == 6
     plain.update(batch)
     torch.testing.assert_close(
         moments(adapter.belief), moments(plain.belief), rtol=1e-10, atol=1e-10

@@ -75,8 +75,7 @@ def test_ratios_and_figures_follow_the_times(
         ),
     )
     called(monkeypatch, "--results", results, "--page", tmp_path / "page.md")
-    written = (tmp_path / "page.md").read_text()
-    assert "\n| `tent` | 500 | 1.25 |" in written
+    assert "\n| `tent` | 500 | 1.25 |" in (tmp_path / "page.md").read_text()
     assert "\n| `tent` | 500 | 1.25 |" not in page.PAGE.read_text()
     called(monkeypatch, "--check", "--results", results, "--page", tmp_path / "page.md")
 

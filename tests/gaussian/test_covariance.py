@@ -90,8 +90,7 @@ def test_inform_by_a_vector_conditions_on_each_coordinate(name: str) -> None:
 
 @pytest.mark.parametrize("structure", STRUCTURE_NAMES)
 def test_isotropic_by_name(structure: str) -> None:
-    sizes = ((2, 3), (4,), (), (2, 1, 2))
-    shapes = {str(size): torch.Size(size) for size in sizes}
+    shapes = {str(size): torch.Size(size) for size in ((2, 3), (4,), (), (2, 1, 2))}
     mean = torch.zeros(15, dtype=torch.float64)
     covariance = STRUCTURE_NAMES[structure].isotropic_like(0.25, mean, 3, shapes)
     assert_represents(covariance, 0.25 * np.eye(15))
@@ -121,8 +120,7 @@ def test_what_a_structure_says_of_itself(name: str) -> None:
 @every_structure
 @pytest.mark.parametrize("rows", [0, 1, 2, 5, 6, 9])
 def test_condition_adds_the_curvature_the_structure_can_hold(name: str, rows: int) -> None:
-    example = STRUCTURES[name](1)
-    factor = normals(rows, SIZE, seed=2)
+    example, factor = STRUCTURES[name](1), normals(rows, SIZE, seed=2)
     posterior = example.covariance.condition(tensor(factor))
     assert_represents(posterior, conditioned(example.dense, factor, example.kept))
     assert_represents(posterior.truncate(), conditioned(example.dense, factor, example.kept))
@@ -199,8 +197,7 @@ def test_propagate_with_noise_of_the_same_structure(name: str, gain: str) -> Non
 @pytest.mark.parametrize("name", ["Full", "Blocks of Full", "mixed Blocks", "nested Blocks"])
 def test_propagate_with_matrices_that_fit_the_structure(name: str) -> None:
     """Mixed blocks take the diagonal pieces of a matrix where a part is diagonal or low rank."""
-    example = STRUCTURES[name](7)
-    mixing = np.zeros((SIZE, SIZE))
+    example, mixing = STRUCTURES[name](7), np.zeros((SIZE, SIZE))
     mixing[:2, :2] = 1.0
     fits = example.kept if name != "mixed Blocks" else np.maximum(mixing, np.eye(SIZE))
     gain, noise = normals(SIZE, SIZE, seed=8) * fits, spd(SIZE, seed=9) * fits
@@ -326,8 +323,7 @@ def test_float32_never_loses_positive_definiteness(name: str, rows: int, exponen
     try:
         posterior = map_tensors(example.covariance, Tensor.float).condition(factor)
         seen = (posterior.apply(directions) * directions).sum(-1)
-        variance = posterior.variance()
-        posterior = posterior.truncate()
+        variance, posterior = posterior.variance(), posterior.truncate()
     except df.NotPositiveDefiniteError:
         return
     assert_valid(posterior)

@@ -53,8 +53,7 @@ def truncated(diagonal: Array, factor: Array, rank: int) -> Array:
 @pytest.mark.parametrize("rank", [0, 1, 3, 5, 6, 7])
 @pytest.mark.parametrize("rows", [1, 5, 12])
 def test_truncate_keeps_the_best_directions_and_the_diagonal(rows: int, rank: int) -> None:
-    prior = low_rank(2, rank)
-    exact = prior.condition(tensor(normals(rows, SIZE, seed=5)))
+    exact = low_rank(2, rank).condition(tensor(normals(rows, SIZE, seed=5)))
     short = exact.truncate()
     assert short.factor.shape[0] <= rank
     assert_equal(torch.tensor(np.diag(precision(short))), np.diag(precision(exact)), 1e-13)

@@ -142,8 +142,7 @@ def test_gauss_newton(model: PredictiveModel, d: int, loss: Loss) -> None:
     assert len(shares) == len(energy.views)
 
     def metric(v: int, i: int) -> Tensor:
-        p = energy.evaluation.logits[v, i].softmax(-1)
-        share = shares[v]
+        p, share = energy.evaluation.logits[v, i].softmax(-1), shares[v]
         return (share if isinstance(share, float) else share[i]) * (
             torch.diag(p) - torch.outer(p, p)
         )
@@ -268,8 +267,7 @@ def test_roots_of_leading_dimensions_are_a_loop() -> None:
     """As quadrature over the logits needs them, [v, m, n, k]."""
     loss = Sum((Entropy(), Consistency(copies=2)))
     evaluation = energy_of(*MODELS["head"], loss, Constant()).evaluation
-    logits = normal(3, 4, 6, 3)
-    targets = loss.targets(normal(6, 3, seed=1))
+    logits, targets = normal(3, 4, 6, 3), loss.targets(normal(6, 3, seed=1))
 
     def at(points: Tensor) -> tuple[Tensor, Expansion]:
         return points, loss.expand(points, targets, torch.ones(6))

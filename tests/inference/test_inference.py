@@ -126,8 +126,7 @@ def expected(
 def energy(
     logits: LogitFunction | PredictiveModel, loss: Loss, mean: Tensor, inputs: Tensor
 ) -> Energy:
-    observation = df.Gibbs(loss, df.Constant(beta=BETA))
-    return observation(lift(logits), mean, inputs, {}, RANDOMNESS)[0]
+    return df.Gibbs(loss, df.Constant(beta=BETA))(lift(logits), mean, inputs, {}, RANDOMNESS)[0]
 
 
 def infer(rule: Inference, p: Problem, loss: Loss, structure: str = "full") -> df.Belief:
@@ -213,8 +212,7 @@ def test_linearized_is_the_information_form(
     logits = plain(mean, inputs)
     gradient, hessian = derivatives(function, logits, hard_labels(logits))
     J = torch.func.jacrev(plain)(mean, inputs)  # [n, k, d]
-    rows = torch.einsum("nk,nkd->nd", gradient, J)
-    p = logits.softmax(-1)
+    rows, p = torch.einsum("nk,nkd->nd", gradient, J), logits.softmax(-1)
     centered = rows - rows.mean(0)
     H = {
         "Hessian()": torch.einsum("nkd,nkl,nle->de", J, hessian, J),
@@ -361,8 +359,7 @@ def optimum(p: Problem, structure: str = "full") -> tuple[Tensor, Tensor]:
     """The Gaussian that minimises E_q[E] + KL(q ‖ prior) for pseudo-label cross-entropy: scipy on a
     grid of θ.
     """
-    d = len(p.mean)
-    precision = torch.linalg.inv(project(structure, p.matrix))
+    d, precision = len(p.mean), torch.linalg.inv(project(structure, p.matrix))
     targets = hard_labels(p.logits(p.mean[None])[0])
     grid, weights = gaussian_grid(
         torch.zeros_like(p.mean), torch.eye(d, dtype=torch.float64), 401 if d == 1 else 61
@@ -494,8 +491,7 @@ def test_nodes_integrate_each_view_and_sample_over_its_own_spread() -> None:
     p = PROBLEMS["3 classes"]._replace(
         mean=vector(0.4, -0.3), inputs=torch.zeros(4, 1, dtype=torch.float64)
     )
-    still = infer(df.Bong(nodes=31), p, df.Entropy())
-    assert_belief(still, p.mean, p.matrix, atol=0)
+    assert_belief(infer(df.Bong(nodes=31), p, df.Entropy()), p.mean, p.matrix, atol=0)
     shifted = vector(0.5, -1.0, 2.0, 0.0)[:, None]
     loss = df.Consistency(lambda inputs, generator: inputs + shifted, "cross_entropy", "soft")
     q = p._replace(inputs=shifted)

@@ -186,8 +186,7 @@ def test_probit_follows_its_formula(form: str, structure: str, plain: LogitFunct
     covariance = STRUCTURES[structure]()
     rule = df.LinearizedProbit("pairwise" if form == "pairwise" else "per_class")
     prediction = predict(rule, covariance, plain, INPUTS)
-    V = logit_covariance(plain, covariance.dense(), INPUTS)
-    f = plain(MEAN, INPUTS)
+    V, f = logit_covariance(plain, covariance.dense(), INPUTS), plain(MEAN, INPUTS)
     expected = torch.zeros_like(f)
     for i in range(len(f)):
         for c in range(f.shape[1]):
@@ -491,8 +490,7 @@ def test_moderated_fades_the_sums_of_small_batches() -> None:
         INPUTS[:2],
         3 * INPUTS[:1],
     ):  # each sample counts once, in whatever company
-        now = sums_of(prior_of(filt, state), batch)
-        fading = 1 - len(batch) / 10
+        now, fading = sums_of(prior_of(filt, state), batch), 1 - len(batch) / 10
         along, length = fading * along + now[0], fading * length + now[1]
         state, prediction, _ = filt.step(state, batch)
         assert prediction.logit_variance.max().item() == pytest.approx(along / length, rel=1e-9)
@@ -543,8 +541,7 @@ def test_moderated_learns_in_an_update_too_and_asks_for_rows_once() -> None:
 
 def test_rows_are_worked_out_once_and_sum_to_the_gradient() -> None:
     """Whoever asks after inference gets the rows that it had, unchanged by the curvature."""
-    filt = moderating(curved)
-    belief = df.Belief(MEAN, df.Full(MATRIX))
+    filt, belief = moderating(curved), df.Belief(MEAN, df.Full(MATRIX))
     energy, _ = filt.observation(lift(curved), belief.mean, INPUTS, {}, RANDOMNESS)
     other, _ = filt.observation(lift(curved), belief.mean, INPUTS, {}, RANDOMNESS)
     total = other.evaluation.gradient()

@@ -93,8 +93,7 @@ def test_reset_below_a_running_loss(momentum: float) -> None:
 
 
 def test_reset_below_takes_the_energy_where_no_rule_leaves_a_loss() -> None:
-    now = energy()
-    _, memory = kept_up(df.ResetBelow(-1.0), {}, energy=now)
+    _, memory = kept_up(df.ResetBelow(-1.0), {}, energy=energy())
     p = (INPUTS @ LEARNED.mean.view(2, 3).T).softmax(-1)
     expected = -(p * p.log()).sum(-1).mean()
     torch.testing.assert_close(memory["upkeep.loss"], expected, rtol=1e-12, atol=0)

@@ -39,8 +39,7 @@ def path(dynamics: Dynamics, state: Array, steps: int) -> Array:
     """
     layout = dynamics.layout(2)
     read_out = np.eye(2) if layout is None else array(layout.read_out)
-    source = df.Belief(tensor(state), df.Full(torch.eye(len(state)).double()))
-    motion = dynamics(source)
+    motion = dynamics(df.Belief(tensor(state), df.Full(torch.eye(len(state)).double())))
     points = [read_out @ state]
     for _ in range(steps):
         drift = motion.drift if isinstance(motion.drift, float) else array(motion.drift)
@@ -95,10 +94,8 @@ def test_season_is_a_fourier_series(period: float, harmonics: int) -> None:
     """θ_t = level + Σ_j A_j cos(2πjt/period) + B_j sin(2πjt/period); at j = period/2 the sine is 0
     and has no state.
     """
-    singles = int(2 * harmonics == period)
-    state = normals(2 * (1 + 2 * harmonics - singles), seed=3)
-    steps = np.arange(31)
-    expected = np.tile(state[:2], (31, 1))
+    state = normals(2 * (1 + 2 * harmonics - int(2 * harmonics == period)), seed=3)
+    steps, expected = np.arange(31), np.tile(state[:2], (31, 1))
     for harmonic in range(1, harmonics + 1):
         angle = 2 * np.pi * harmonic * steps[:, None] / period
         start = 2 * (2 * harmonic - 1)

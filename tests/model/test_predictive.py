@@ -142,8 +142,7 @@ def test_arguments_stay_as_they_were(model: Any, function: Any, d: int) -> None:
     before = theta.clone(), inputs.clone()
     _, pullback = model.pullback(theta, inputs)
     cotangents = normal(5, model(theta, inputs).shape[1])
-    kept = cotangents.clone()
-    first = pullback(cotangents)
+    kept, first = cotangents.clone(), pullback(cotangents)
     pullback.total(cotangents)
     model.pushforward(theta, inputs, normal(2, d))
     assert torch.equal(pullback(cotangents), first)  # a pullback can be used again

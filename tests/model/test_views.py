@@ -124,8 +124,7 @@ def test_views_come_from_the_augmentation_clean_inputs_first(
         start = int(torch.randint(0, 4, (), generator=generator))
         return x[..., start : start + 5]
 
-    before = inputs.clone()
-    views = make(crop, 3).views(inputs, draws())
+    before, views = inputs.clone(), make(crop, 3).views(inputs, draws())
     assert views[0] is inputs
     assert torch.equal(inputs, before)
     assert [list(view.shape) for view in views[1:]] == [[4, 3, 5]] * 3
@@ -344,8 +343,7 @@ def test_image_views_of_what_is_no_image(inputs: Tensor) -> None:
 def test_mirror_exchanges_left_and_right_and_draws_nothing() -> None:
     images = torch.arange(24.0).view(1, 2, 3, 4)
     generator = torch.Generator().manual_seed(0)
-    before = generator.get_state()
-    mirrored = Mirror()(images, generator)
+    before, mirrored = generator.get_state(), Mirror()(images, generator)
     assert_same(
         (mirrored[0, 1, 2], Mirror()(mirrored, generator), generator.get_state()),
         (torch.tensor([23.0, 22.0, 21.0, 20.0]), images, before),

@@ -236,8 +236,7 @@ def alarms(
     """Steps and signals of the alarms, of predictions [steps, n] without a model, and those of the
     source.
     """
-    monitor = df.Monitor.recording()
-    filt = df.Filter(df.LinearHead(classes=2))
+    monitor, filt = df.Monitor.recording(), df.Filter(df.LinearHead(classes=2))
     start = filt.init(df.Belief(torch.zeros(2), df.Diagonal(torch.ones(2))))
     state = replace(start, belief=df.Belief(torch.ones(2), df.Diagonal(torch.ones(2))))
     info = df.StepInfo(0, True, "", torch.zeros(1, 1), torch.ones(1), torch.ones(1))
@@ -268,8 +267,7 @@ def test_one_class_is_an_alarm_at_once(k: int, n: int) -> None:
 
 
 def test_half_of_a_share_is_recorded_once_and_nothing_is_done() -> None:
-    generator = torch.Generator().manual_seed(0)
-    labels = torch.randint(10, (60, 50), generator=generator)
+    labels = torch.randint(10, (60, 50), generator=torch.Generator().manual_seed(0))
     labels[40:, :18] = 0  # 0.28 nats: from a tenth to four tenths
     start = df.Filter(df.LinearHead(2)).init(df.Belief(torch.zeros(2), df.Diagonal(torch.ones(2))))
     state = replace(start, belief=df.Belief(torch.ones(2), df.Diagonal(torch.ones(2))))
@@ -291,8 +289,7 @@ def test_classes_that_only_the_belief_loses_are_a_collapse(k: int, n: int) -> No
     """Two in five labels go to the lower half of the classes; where the source's do so too, it is
     the stream.
     """
-    generator = torch.Generator().manual_seed(0)
-    steps = max(40, 160 * k // n)
+    generator, steps = torch.Generator().manual_seed(0), max(40, 160 * k // n)
     labels = torch.randint(k, (steps, n), generator=generator)
     moved = torch.where(torch.rand(steps, n, generator=generator) < 0.4, labels // 2, labels)
     moved[: steps // 4] = labels[: steps // 4]
@@ -389,8 +386,7 @@ def test_resetting_goes_back_to_the_source() -> None:
 
 def test_freezing_stops_until_told_to_go_on() -> None:
     adapted = poisoned(df.Monitor(on_labels="freeze"), count=1)
-    before = bits(adapted)
-    logp = adapted(inputs(50))
+    before, logp = bits(adapted), adapted(inputs(50))
     adapted.update(inputs(51))
     assert logp.shape == (64, 4)
     assert same(bits(adapted), before)
@@ -451,8 +447,7 @@ def test_a_collapse_goes_back_to_the_source_and_begins_anew() -> None:
         if event.signal == "classes_lost"
     )
     assert counts["plain"] > 50 > counts["guarded"]
-    first = adapted.events[0].step
-    again = adapter(lr=0.1)
+    first, again = adapted.events[0].step, adapter(lr=0.1)
     for seed in range(first + 1):
         again(inputs(seed))
     assert torch.equal(again.belief.mean, again.state.source.mean)

@@ -141,8 +141,7 @@ def test_logits_and_gradient_of_a_blend(statistics: Any, share: float, case: str
     logits, pullback = network.pullback(network.mean(), inputs)
     torch.testing.assert_close(logits, reference(model, inputs, share)[0], rtol=1e-10, atol=1e-10)
     expected = reference(model, inputs, share, renormalizing=isinstance(statistics, df.Ema))[0]
-    cotangents = torch.randn_like(logits)
-    known = dict(model.named_parameters())
+    cotangents, known = torch.randn_like(logits), dict(model.named_parameters())
     gradients = torch.autograd.grad(expected, [known[name] for name in network.shapes], cotangents)
     gradient = torch.cat([each.flatten() for each in gradients])
     torch.testing.assert_close(pullback.total(cotangents), gradient, rtol=1e-10, atol=1e-10)
@@ -172,8 +171,7 @@ def test_ema_carries_its_statistics() -> None:
     theta, carried = network.mean(), None
     memory: Mapping[str, Tensor] = {}
     for step in range(3):
-        inputs = images(seed=step)
-        model_now = network.recall(memory)
+        inputs, model_now = images(seed=step), network.recall(memory)
         logits, pullback = model_now.pullback(theta, inputs)
         expected, carried = reference(model, inputs, 0.3, carried)
         torch.testing.assert_close((logits, model_now(theta, inputs)), (expected, expected))
@@ -638,7 +636,6 @@ def test_balanced_labels_have_the_full_share_whatever_the_number_of_classes(k: i
     there can be.
     """
     labels = torch.randint(k, (n,), generator=torch.Generator().manual_seed(0))
-    logits = 50.0 * functional.one_hot(labels, k).double()
-    assert 0.8 < diversity(logits).item() <= 1.0
+    assert 0.8 < diversity(50.0 * functional.one_hot(labels, k).double()).item() <= 1.0
     same = 50.0 * functional.one_hot(torch.zeros(n, dtype=torch.long), k).double()
     assert n == 1 or diversity(same).item() < 2 / min(n, k)

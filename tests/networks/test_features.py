@@ -165,8 +165,7 @@ def test_no_head_is_an_error_that_lists_the_linear_layers() -> None:
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
 def test_features_are_what_enters_the_head(bias: bool) -> None:
     model, inputs = convnet(bias)
-    before = fingerprint(model)
-    backbone = Backbone(model, "head")
+    before, backbone = fingerprint(model), Backbone(model, "head")
     features = backbone(inputs.requires_grad_())
     assert fingerprint(model) == before
     assert not features.requires_grad

@@ -175,8 +175,7 @@ def test_the_module_is_left_as_it_was(case: str) -> None:
     before = copy.deepcopy(model.state_dict())
     flags = [(module.training, len(module._forward_hooks)) for module in model.modules()]
     wanted = [parameter.requires_grad for parameter in model.parameters()]
-    network = df.Network(model, LAYERS)
-    other = df.Network(model, LAYERS, "source")
+    network, other = df.Network(model, LAYERS), df.Network(model, LAYERS, "source")
     filt = df.Filter(network, observation=df.Gibbs(df.Entropy()))
     start = df.Belief(network.mean(), df.Diagonal(torch.full_like(network.mean(), 0.1)))
     untouched = other(other.mean(), inputs)
@@ -265,8 +264,7 @@ def test_the_fisher_of_weighted_samples_that_batch_statistics_couple(centered: b
     """
     model, inputs = setting("batch norm 2d")
     network = df.Network(model, statistics="batch")
-    theta = network.mean()
-    observation = df.Gibbs(df.Entropy(), df.Reliability(2.0))
+    theta, observation = network.mean(), df.Gibbs(df.Entropy(), df.Reliability(2.0))
     energy, _ = observation(network, theta, inputs, {}, Randomness(0, 0, theta.device))
     gradient, factor = df.EmpiricalFisher(centered, scale=1.5)(energy.evaluation)
     weights = energy.samples.coefficients

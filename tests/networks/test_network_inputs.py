@@ -238,8 +238,7 @@ def test_channels_last(selection: df.Selection, statistics: Any) -> None:
 def test_two_threads_at_different_parameters(statistics: Any) -> None:
     network = df.Network(convolutional(), statistics=statistics)
     points = [network.mean() + shift for shift in (0.0, 0.5)]
-    cotangents = torch.randn(6, 3)
-    tangent = torch.ones(1, len(points[0]))
+    cotangents, tangent = torch.randn(6, 3), torch.ones(1, len(points[0]))
 
     def answers(theta: Tensor) -> tuple[Tensor, ...]:
         logits, pullback = network.pullback(theta, images())

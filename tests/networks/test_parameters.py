@@ -51,8 +51,7 @@ def test_every_kind_of_norm_is_found(norm: type[nn.Module]) -> None:
         layer = norm(4, affine=True)
     else:
         layer = norm(4)
-    expected = ["weight"] if norm is nn.RMSNorm else ["weight", "bias"]
-    assert df.NormAffine()(layer) == expected
+    assert df.NormAffine()(layer) == (["weight"] if norm is nn.RMSNorm else ["weight", "bias"])
 
 
 @pytest.mark.parametrize(

@@ -63,8 +63,7 @@ def by_series(gamma: str, dimension: int) -> Decimal:
         context.prec = 60
         x, nu = Decimal(gamma), Decimal(dimension) / 2 - 1
         term = below = Decimal(1)
-        above = 1 / (nu + 1)
-        m = 0
+        above, m = 1 / (nu + 1), 0
         while term > below * Decimal("1e-50") or m * (m + nu) < x * x / 4:
             m += 1
             term *= x * x / 4 / (m * (nu + m))
@@ -726,8 +725,7 @@ def test_prototypes_follow_clusters_that_the_frozen_head_loses(method: str) -> N
     filt = df.Filter(head, transition, inference=inference)
     belief = df.Belief(rows.flatten(), df.Diagonal(torch.full((6,), 0.1, dtype=torch.float64)))
     _, outputs = filt.run(filt.init(belief), batches)
-    frozen = head(belief.mean, torch.cat(batches)).argmax(-1)
-    assert (frozen == labels).double().mean() < 0.75
+    assert (head(belief.mean, torch.cat(batches)).argmax(-1) == labels).double().mean() < 0.75
     assert (outputs.labels == labels).double().mean() > 0.98
 
 

@@ -171,19 +171,15 @@ def test_a_tied_head_adapts_with_per_sample_curvature() -> None:
     recipe = df.presets.get("opgd_diag", parameters=df.AllParameters(), statistics="source")
     adapter = df.adapt(model, recipe)
     adapter(WORDS)
-    source = df.adapt(model, recipe)
-    theta = source.belief.mean.requires_grad_()
-    net = Network(model, df.AllParameters(), "source")
-    p = net(theta, WORDS).softmax(-1)
-    center = p.mean(0).detach()
-    losses = -(p * (p.log() - center.log())).sum(-1)
+    theta = df.adapt(model, recipe).belief.mean.requires_grad_()
+    p = Network(model, df.AllParameters(), "source")(theta, WORDS).softmax(-1)
+    losses = -(p * (p.log() - p.mean(0).detach().log())).sum(-1)
     rows = torch.stack(
         [
             torch.autograd.grad(loss, theta, retain_graph=True, allow_unused=True)[0]
             for loss in losses
         ]
     )
-    gradient = 2 * rows.mean(0)
-    spread = 2 * (rows - rows.mean(0)).square().mean(0)
+    gradient, spread = 2 * rows.mean(0), 2 * (rows - rows.mean(0)).square().mean(0)
     expected = theta.detach() - gradient / (1 / 0.08 + spread)
     torch.testing.assert_close(adapter.belief.mean, expected, rtol=1e-5, atol=1e-8)

@@ -88,8 +88,7 @@ def check_kernels() -> None:
             sums = kernels.sample_sums(delta, x, moments[0])
             assert_close(sums, case.sums(case.moments[0]))
             found = torch.empty(4, C)
-            weight = case.weight.float()
-            kernels._totals[2,](sums, weight, moments, found, 5, C, C=32, M=128)
+            kernels._totals[2,](sums, case.weight.float(), moments, found, 5, C, C=32, M=128)
             assert_close(found, case.totals, 1e-3)
 
 

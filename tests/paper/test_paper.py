@@ -102,8 +102,7 @@ def test_pinwheel_unwinds_to_its_blades() -> None:
         - 0.15
         - 0.25 * radius.exp()
     )
-    across = radius * torch.sin(angle)
-    assert across.std().item() == pytest.approx(0.1, rel=0.1)
+    assert (radius * torch.sin(angle)).std().item() == pytest.approx(0.1, rel=0.1)
     assert radius.mean().item() == pytest.approx(1.45, abs=0.02)
     assert torch.bincount(labels).tolist() == pytest.approx([4000 / 3] * 3, rel=0.06)
 

@@ -543,8 +543,7 @@ every_preset = pytest.mark.parametrize("name", df.presets.names())
 
 @every_preset
 def test_a_preset_says_why_it_is_the_method(name: str) -> None:
-    text = df.presets.PRESETS[name].__doc__ or ""
-    assert ("because" in text) is (name not in PAPER)
+    assert ("because" in (df.presets.PRESETS[name].__doc__ or "")) is (name not in PAPER)
 
 
 @every_preset
@@ -565,8 +564,7 @@ def test_fields_of_the_recipe_are_options_of_every_preset(name: str) -> None:
 
 def test_own_options_come_before_fields_of_the_recipe() -> None:
     assert df.presets.get("bn", statistics="source").statistics == "source"
-    recipe = df.presets.get("stad", transition=df.Transition())
-    assert recipe.transition == df.Transition()
+    assert df.presets.get("stad", transition=df.Transition()).transition == df.Transition()
     assert df.presets.get("stad_vmf", transition=50.0).inference == df.Mixture(
         3, transition_concentration=50.0
     )

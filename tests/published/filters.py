@@ -174,8 +174,7 @@ def head_loop(
         covariance = torch.linalg.inv(torch.linalg.inv(covariance) + curvature)
         mean = mean - covariance @ gradient
         thetas = (mean + predictive(covariance, step)).unflatten(1, (-1, features.shape[1]))
-        probabilities = (features @ thetas.mT).softmax(-1).mean(0)
-        yield Step(mean, probabilities, covariance=covariance)
+        yield Step(mean, (features @ thetas.mT).softmax(-1).mean(0), covariance=covariance)
 
 
 # Prototypes ---------------------------------------------------------------------------------------
