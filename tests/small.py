@@ -1,8 +1,9 @@
 """What many tests share: draws, small networks, what a state holds, and exact comparison."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -48,3 +49,14 @@ def contents(state: df.FilterState) -> list[Tensor]:
 def assert_same(actual: Any, expected: Any) -> None:
     """Bit for bit: tensors, or sequences and mappings of them."""
     torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
+def refuses(cases: Sequence[tuple[Callable[[], object], str]]) -> Callable[..., None]:
+    """A test of which every case is a call and the message of the ValueError that it raises."""
+
+    @pytest.mark.parametrize(("call", "message"), cases)
+    def test(call: Callable[[], object], message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            call()
+
+    return test

@@ -37,7 +37,7 @@ from driftfilter.model.observation import Energy, Gibbs
 from driftfilter.model.predictive import Lifted, LinearHead, PredictiveModel, ReadOut
 from driftfilter.model.views import Consistency, GaussianNoise, MarginalEntropy
 from driftfilter.model.weighting import Constant, EntropyGate, Product, Reliability, Weighting
-from small import normal, perceptron
+from small import normal, perceptron, refuses
 
 MODELS: dict[str, tuple[PredictiveModel, int]] = {
     "head": (LinearHead(3), 6),
@@ -326,8 +326,7 @@ def test_factors_are_finite_and_positive_semi_definite_for_any_logits(
                 )
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
+test_refusals_name_field_value_and_range = refuses(
     [
         (
             lambda: EmpiricalFisher(scale=0.0),
@@ -341,8 +340,5 @@ def test_factors_are_finite_and_positive_semi_definite_for_any_logits(
             lambda: EmpiricalFisher(centered="false"),  # type: ignore[arg-type]
             "EmpiricalFisher.centered must be True or False, got 'false'",
         ),
-    ],
+    ]
 )
-def test_refusals_name_field_value_and_range(make: Callable[[], object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make()

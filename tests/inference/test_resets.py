@@ -2,7 +2,6 @@
 formulas in NumPy.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +16,7 @@ from driftfilter.inference.resets import Upkeep
 from driftfilter.model.observation import Energy
 from driftfilter.model.weighting import Memory
 from oracles import array
+from small import refuses
 
 SOURCE = df.Belief(torch.linspace(-1, 1, 6).double(), df.Diagonal(torch.full((6,), 0.5).double()))
 LEARNED = df.Belief(
@@ -238,8 +238,7 @@ def test_upkeep_comes_after_the_prediction(upkeep: Upkeep) -> None:
         assert not torch.equal(after.belief.mean, without.belief.mean)
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
+test_refusals_name_field_value_and_range = refuses(
     [
         (lambda: df.ResetEvery(0), "ResetEvery.steps must be an integer >= 1, got 0"),
         (lambda: df.ResetBelow("low"), "ResetBelow.loss must be a finite number.*got 'low'"),  # type: ignore[arg-type]
@@ -267,8 +266,5 @@ def test_upkeep_comes_after_the_prediction(upkeep: Upkeep) -> None:
             lambda: df.ContinualMomentum(floor=1.1),
             r"ContinualMomentum.floor must be a finite number in \[0, 1\], got 1.1",
         ),
-    ],
+    ]
 )
-def test_refusals_name_field_value_and_range(make: Callable[[], object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make()

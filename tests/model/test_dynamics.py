@@ -1,5 +1,4 @@
 import math
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -22,6 +21,7 @@ from oracles import (
     spd,
     tensor,
 )
+from small import refuses
 
 SOURCE = Moments(normals(2, seed=1), spd(2, 2))
 TWO = belief(SOURCE)
@@ -157,8 +157,7 @@ def test_precision_reversion_is_accepted_up_to_its_limit() -> None:
     assert np.abs(np.linalg.eigvalsh(array(motion.gain))).max() < 1
 
 
-@pytest.mark.parametrize(
-    ("build", "message"),
+test_what_cannot_be_is_refused = refuses(
     [
         (
             lambda: df.MeanReversion(1.01),
@@ -250,8 +249,5 @@ def test_precision_reversion_is_accepted_up_to_its_limit() -> None:
             lambda: df.Affine(1.0, ((1.0, 0.0), (0.0, 1.0)))(TWO),
             r"Affine.drift must be .* got 'shape \[2, 2\]'",
         ),
-    ],
+    ]
 )
-def test_what_cannot_be_is_refused(build: Callable[[], object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        build()

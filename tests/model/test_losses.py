@@ -26,6 +26,7 @@ from driftfilter.model.losses import (
     Sum,
 )
 from driftfilter.model.views import Consistency, MarginalEntropy
+from small import refuses
 
 Array: TypeAlias = npt.NDArray[np.float64]
 
@@ -514,8 +515,7 @@ def test_a_function_must_give_one_value_a_sample(function: Callable[[Tensor], Te
         Custom(function).expand(torch.zeros(1, 4, 3), None, torch.ones(4))
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
+test_refusals_name_field_value_and_range = refuses(
     [
         (
             lambda: PseudoLabel(threshold=1.0),
@@ -543,11 +543,8 @@ def test_a_function_must_give_one_value_a_sample(function: Callable[[Tensor], Te
             lambda: SoftLikelihoodRatio().expand(torch.zeros(1, 2, 1), None, torch.ones(2)),
             r"SoftLikelihoodRatio: logits must be of 2 classes or more, got '1 class'",
         ),
-    ],
+    ]
 )
-def test_refusals_name_field_value_and_range(make: Callable[[], object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make()
 
 
 def test_a_custom_loss_that_couples_samples_is_refused() -> None:

@@ -35,7 +35,7 @@ from driftfilter.model.weighting import (
     Product,
     Reliability,
 )
-from small import assert_same
+from small import assert_same, refuses
 
 RANDOMNESS = Randomness(5, 3, torch.device("cpu"))
 NAME = "weighting.mean_prediction"
@@ -318,8 +318,7 @@ class Broken(PredictiveModel):
         return self.logits, None
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
+test_refusals_name_field_value_and_range = refuses(
     [
         (lambda: Gibbs(over="all"), "Gibbs.over must be 'batch' or 'kept', got 'all'"),  # type: ignore[arg-type]
         (lambda: Gibbs(loss=3.0), "Gibbs.loss must be of role .loss., .*, got 3.0"),  # type: ignore[arg-type]
@@ -350,11 +349,8 @@ class Broken(PredictiveModel):
             lambda: broken(draw(4, 2) * torch.nan),
             r"the model's logits must be finite, got nan at index \[0, 0\] \(8 of 8",
         ),
-    ],
+    ]
 )
-def test_refusals_name_field_value_and_range(call: Callable[[], object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        call()
 
 
 def broken(logits: Tensor) -> object:

@@ -19,7 +19,7 @@ from driftfilter.model.predictive import (
     lift,
     logit_covariance,
 )
-from small import normal
+from small import normal, refuses
 
 K, D = 3, 4
 
@@ -216,8 +216,7 @@ def test_inputs_take_the_type_of_the_parameters(dtype: torch.dtype) -> None:
         assert torch.equal(logits, torch.tensor([[0.0, -1.5], [0.0, 1.5]], dtype=theta.dtype))
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
+test_refusals_say_what_is_wrong = refuses(
     [
         (lambda: LinearHead(0), "LinearHead.classes must be an integer >= 1, got 0"),
         (lambda: LinearHead(2.0), "LinearHead.classes must be an integer >= 1, got 2.0"),  # type: ignore[arg-type]
@@ -259,11 +258,8 @@ def test_inputs_take_the_type_of_the_parameters(dtype: torch.dtype) -> None:
             lambda: Lifted(lambda t, x: [0.0])(normal(4), normal(5, 4)),  # type: ignore[arg-type,return-value]
             "logits must be a tensor of shape .*, got list",
         ),
-    ],
+    ]
 )
-def test_refusals_say_what_is_wrong(call: Callable[[], object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        call()
 
 
 # ------------------------------------------------------------------ lifted functions

@@ -20,7 +20,7 @@ from driftfilter.model.views import (
     MarginalEntropy,
     Mirror,
 )
-from small import assert_same
+from small import assert_same, refuses
 
 DIVERGENCES = ("brier", "cross_entropy", "symmetric")
 
@@ -179,8 +179,7 @@ def test_gaussian_noise_has_the_scale_it_says(dtype: torch.dtype) -> None:
     assert torch.equal(GaussianNoise(scale=0.0)(inputs, draws()()), inputs)
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
+test_refusals_name_field_value_and_range = refuses(
     [
         (
             lambda: GaussianNoise(scale=-0.1),
@@ -224,11 +223,8 @@ def test_gaussian_noise_has_the_scale_it_says(dtype: torch.dtype) -> None:
             r"the augmentation must give a tensor of 3 samples, as many as the inputs, got "
             r"NoneType",
         ),
-    ],
+    ]
 )
-def test_refusals_name_field_value_and_range(make: Callable[[], object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make()
 
 
 # ------------------------------------------------------------------ views of images

@@ -3,7 +3,6 @@ zero.
 """
 
 import math
-from collections.abc import Callable
 from types import MappingProxyType
 from typing import Any
 
@@ -26,7 +25,7 @@ from driftfilter.model.weighting import (
     Weighting,
     entropy,
 )
-from small import assert_same
+from small import assert_same, refuses
 
 NAME = "weighting.mean_prediction"
 WEIGHTINGS: list[Weighting] = [
@@ -245,8 +244,7 @@ def test_neither_arguments_nor_memory_are_changed(weighting: Weighting) -> None:
     assert all(torch.equal(held[name], copies[name]) for name in held)
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
+test_refusals_name_field_value_and_range = refuses(
     [
         (
             lambda: Constant(beta=0.0),
@@ -288,11 +286,8 @@ def test_neither_arguments_nor_memory_are_changed(weighting: Weighting) -> None:
             lambda: Product((Constant,)),  # type: ignore[arg-type]
             r"Product.factors must be of role .weighting., such as .*, got <class",
         ),
-    ],
+    ]
 )
-def test_refusals_name_field_value_and_range(make: Callable[[], object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make()
 
 
 # ------------------------------------------------------------------ gates without weights,

@@ -15,6 +15,7 @@ from torch.nn import functional
 
 import driftfilter as df
 from driftfilter.networks.batch_norm import diversity
+from small import refuses
 
 KINDS: list[Any] = ["batch", "source", df.PseudoCount(3.0), df.Ema(0.3)]
 kinds = pytest.mark.parametrize("statistics", KINDS, ids=str)
@@ -405,8 +406,7 @@ def test_a_batch_norm_that_normalises_by_hand_has_a_total_but_neither_rows_nor_a
         df.Network(model, statistics=df.Ema()).pullback(batch.mean(), inputs)
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
+test_refusals = refuses(
     [
         (
             lambda: df.PseudoCount(-1.0),
@@ -422,12 +422,8 @@ def test_a_batch_norm_that_normalises_by_hand_has_a_total_but_neither_rows_nor_a
             lambda: df.Ema(0.1, math.nan),
             r"Ema.diversity must be a finite number in \[0, inf\), got nan",
         ),
-    ],
-    ids=["negative", "infinite", "momentum", "diversity", "nan"],
+    ]
 )
-def test_refusals(make: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make()
 
 
 def effective_share(logits: Tensor) -> Tensor:

@@ -1,6 +1,5 @@
 """Low-rank adaptation: against the same network with its weights written out."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -8,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import driftfilter as df
+from small import refuses
 
 
 def model() -> nn.Sequential:
@@ -160,8 +160,7 @@ def test_the_first_linearised_step_leaves_the_belief_over_a_at_its_prior() -> No
     assert [bool((variance == 0.1).all()) for variance in spread] == [True, False] * 4
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
+test_refusals = refuses(
     [
         (lambda: df.LoRA(rank=0), "LoRA.rank must be an integer >= 1, got 0"),
         (
@@ -178,9 +177,5 @@ def test_the_first_linearised_step_leaves_the_belief_over_a_at_its_prior() -> No
             lambda: df.select(model(), df.LoRA(targets=("1",))),
             r"must select one parameter or more, .* 'Conv2d', 'Linear'",
         ),
-    ],
-    ids=["rank", "targets", "scale", "seed", "deviation", "nothing"],
+    ]
 )
-def test_refusals(make: Callable[[], object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make()

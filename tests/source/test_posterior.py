@@ -4,7 +4,6 @@ and dense algebra.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 import driftfilter as df
 from driftfilter.source import posterior as source
 from oracles import Allocations
-from small import assert_same
+from small import assert_same, refuses
 
 
 def problem(classes: int, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -224,8 +223,7 @@ def test_source_data_in_batches() -> None:
     assert [len(batch) for batch, _ in df.SourceData(loader)] == [32, 28]
 
 
-@pytest.mark.parametrize(
-    ("build", "message"),
+test_refusals_name_the_field = refuses(
     [
         (
             lambda: df.SourceData(torch.zeros(4, 2), batch_size=0),
@@ -267,11 +265,8 @@ def test_source_data_in_batches() -> None:
             lambda: anything.Gaussian(structure="kronecker")(HEAD, THETA),
             "structure must be 'full', 'diagonal' or 'low_rank'",
         ),
-    ],
+    ]
 )
-def test_refusals_name_the_field(build: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        build()
 
 
 def test_point_mass_and_gaussian() -> None:
@@ -600,8 +595,7 @@ def test_a_taper_gives_deeper_layers_less_variance() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
+test_a_taper_out_of_place_is_refused = refuses(
     [
         (lambda: df.Gaussian(taper=-1.0), "Gaussian.taper must be a finite number"),
         (
@@ -612,8 +606,5 @@ def test_a_taper_gives_deeper_layers_less_variance() -> None:
             lambda: df.Gaussian(taper=1.0)(HEAD, THETA),
             "Gaussian.taper must be 0 for it, got 'a model without named parameters",
         ),
-    ],
+    ]
 )
-def test_a_taper_out_of_place_is_refused(make: Callable[[], object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make()
