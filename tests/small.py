@@ -1,6 +1,6 @@
 """What many tests share: draws, small networks, what a state holds, and exact comparison."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -33,6 +33,12 @@ def tabular(seed: int = 0, width: int = 6) -> nn.Sequential:
     torch.manual_seed(seed)
     layers = nn.Linear(4, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Linear(width, 3)
     return nn.Sequential(*layers)
+
+
+def feed(adapter: Callable[..., object], batches: Iterable[Tensor]) -> None:
+    """Batches one after the other, what is said to them thrown away."""
+    for batch in batches:
+        adapter(batch)
 
 
 def moments(belief: df.Belief) -> tuple[Tensor, Tensor]:

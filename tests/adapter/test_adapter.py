@@ -17,7 +17,7 @@ import driftfilter as df
 from driftfilter.app import models, streams
 from driftfilter.app.corruptions import corrupt
 from driftfilter.storage.state_tensors import to_tensors
-from small import assert_same
+from small import assert_same, refuses
 
 COPIES = {"cotta": 2, "petal": 2, "memo": 2, "lora": 2}  # few, to be quick
 presets = pytest.mark.parametrize("preset", df.presets.names())
@@ -479,11 +479,7 @@ def uncopyable() -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_refusals(case: str) -> None:
-    make, message = REFUSED[case]
-    with pytest.raises(ValueError, match=message):
-        make()
+test_refusals = refuses(list(REFUSED.values()))
 
 
 def test_recent_samples_of_another_shape_are_refused() -> None:

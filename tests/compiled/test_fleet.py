@@ -11,6 +11,7 @@ from torch import Tensor
 
 import driftfilter as df
 from driftfilter.compiled import fleet as module
+from small import refuses
 
 pytestmark = pytest.mark.slow
 
@@ -231,13 +232,22 @@ def test_an_error_changes_no_stream(name: str, path: str) -> None:
         assert_state(fleet, stream, before[stream], 0.0)
 
 
-def test_refused_filters_and_names() -> None:
-    with pytest.raises(ValueError, match="closed forms, but the inference is Bong"):
-        df.Fleet(build(inference=df.Bong()), start("full"))
-    with pytest.raises(ValueError, match="hidden states"):
-        df.Fleet(build(transition=df.Transition(df.LocalTrend())), start("full"))
-    with pytest.raises(ValueError, match="new, each named once"):
-        df.Fleet(build(), start("full"), ["a", "a"])
+test_refused_filters_and_names = refuses(
+    [
+        (
+            lambda: df.Fleet(build(inference=df.Bong()), start("full")),
+            "closed forms, but the inference is Bong",
+        ),
+        (
+            lambda: df.Fleet(build(transition=df.Transition(df.LocalTrend())), start("full")),
+            "hidden states",
+        ),
+        (lambda: df.Fleet(build(), start("full"), ["a", "a"]), "new, each named once"),
+    ]
+)
+
+
+def test_a_name_that_is_taken_adds_nothing() -> None:
     fleet = df.Fleet(build(), start("full"), ["a"])
     with pytest.raises(ValueError, match="new, each named once"):
         fleet.add(["b", "a"])

@@ -186,42 +186,44 @@ REFUSED: list[tuple[Any, Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("gain", "noise", "message"), REFUSED, ids=range(len(REFUSED)))
+@pytest.mark.parametrize(("gain", "noise", "message"), REFUSED)
 def test_what_it_cannot_carry_is_refused(gain: Any, noise: Any, message: str) -> None:
     with pytest.raises(ValueError, match=f"Kronecker cannot carry {message}; use Full or Diagonal"):
         general().propagate(gain, noise)
 
 
-BUILDS: list[tuple[Any, str]] = [
-    (
-        lambda: df.Kronecker(torch.eye(2), torch.eye(3), torch.ones(2)),
-        "Kronecker.values must be of shape",
-    ),
-    (
-        lambda: df.Kronecker(torch.eye(3), torch.eye(3), torch.ones(2, 3)),
-        r"Kronecker.left must be of shape \[2, 2\]",
-    ),
-    (
-        lambda: df.Kronecker(torch.eye(2), torch.ones(3, 3), torch.ones(2, 3)),
-        "Kronecker.right must be orthogonal",
-    ),
-    (
-        lambda: df.Kronecker(torch.eye(2), torch.eye(3), torch.zeros(2, 3)),
-        "Kronecker.values must be > 0, got a smallest",
-    ),
-    (
-        lambda: df.Kronecker(torch.eye(2), torch.eye(3).double(), torch.ones(2, 3)),
-        "Kronecker.right must be torch.float32",
-    ),
-    (
-        lambda: df.Kronecker(torch.eye(2), torch.eye(3), torch.full((2, 3), torch.nan)),
-        "Kronecker.values must be finite",
-    ),
-    (lambda: df.Kronecker.isotropic(0.0, 2, 3), "Kronecker.variance must be a finite number > 0"),
-]
-
-
-test_bad_fields_are_named = refuses(BUILDS)
+test_bad_fields_are_named = refuses(
+    [
+        (
+            lambda: df.Kronecker(torch.eye(2), torch.eye(3), torch.ones(2)),
+            "Kronecker.values must be of shape",
+        ),
+        (
+            lambda: df.Kronecker(torch.eye(3), torch.eye(3), torch.ones(2, 3)),
+            r"Kronecker.left must be of shape \[2, 2\]",
+        ),
+        (
+            lambda: df.Kronecker(torch.eye(2), torch.ones(3, 3), torch.ones(2, 3)),
+            "Kronecker.right must be orthogonal",
+        ),
+        (
+            lambda: df.Kronecker(torch.eye(2), torch.eye(3), torch.zeros(2, 3)),
+            "Kronecker.values must be > 0, got a smallest",
+        ),
+        (
+            lambda: df.Kronecker(torch.eye(2), torch.eye(3).double(), torch.ones(2, 3)),
+            "Kronecker.right must be torch.float32",
+        ),
+        (
+            lambda: df.Kronecker(torch.eye(2), torch.eye(3), torch.full((2, 3), torch.nan)),
+            "Kronecker.values must be finite",
+        ),
+        (
+            lambda: df.Kronecker.isotropic(0.0, 2, 3),
+            "Kronecker.variance must be a finite number > 0",
+        ),
+    ]
+)
 
 
 def test_overflow_is_an_error() -> None:

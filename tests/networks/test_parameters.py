@@ -6,6 +6,7 @@ from torch import nn
 import driftfilter as df
 from driftfilter.networks.layers import NORMS
 from driftfilter.networks.parameters import select
+from small import refuses
 
 
 def network() -> nn.Module:
@@ -119,12 +120,15 @@ def test_a_selection_of_names_that_are_not_there() -> None:
         df.select(network(), odd)
 
 
-def test_patterns_are_a_tuple() -> None:
-    with pytest.raises(
-        ValueError, match=r"NormAffine.exclude must be a tuple of patterns, got 'layer4'"
-    ):
-        df.NormAffine("layer4")  # type: ignore[arg-type]
-    with pytest.raises(
-        ValueError, match=r"ByName.patterns must be a tuple of one pattern or more, got '\*.bias'"
-    ):
-        df.ByName("*.bias")  # type: ignore[arg-type]
+test_patterns_are_a_tuple = refuses(
+    [
+        (
+            lambda: df.NormAffine("layer4"),  # type: ignore[arg-type]
+            r"NormAffine.exclude must be a tuple of patterns, got 'layer4'",
+        ),
+        (
+            lambda: df.ByName("*.bias"),  # type: ignore[arg-type]
+            r"ByName.patterns must be a tuple of one pattern or more, got '\*.bias'",
+        ),
+    ]
+)

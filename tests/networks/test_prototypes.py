@@ -20,7 +20,7 @@ from driftfilter.app.streams import sample_images
 from driftfilter.networks.features import Backbone, OnFeatures, build_head, find_head
 from driftfilter.networks.initialization import initialize
 from driftfilter.networks.prototypes import Family, bessel_ratios
-from small import assert_same, moments, normal
+from small import assert_same, moments, normal, refuses
 
 Array = npt.NDArray[np.float64]
 K, D = 3, 3
@@ -227,36 +227,46 @@ def test_zero_vectors_give_finite_logits(family: Family) -> None:
     assert torch.isfinite(pull(torch.ones(2, 2))).all()
 
 
-def test_refusals() -> None:
-    with pytest.raises(ValueError, match=r"PrototypeHead.family must be one of .*, got 'gauss'"):
-        df.PrototypeHead(torch.eye(2), family="gauss")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"PrototypeHead.bias must be of shape \[2\]"):
-        df.PrototypeHead(torch.eye(2), torch.zeros(3))
-    with pytest.raises(ValueError, match="concentration must be a finite number"):
-        df.Prototypes(concentration=0.0)
-    with pytest.raises(ValueError, match="belief must be over 4 parameters, got '5 parameters'"):
-        df.PrototypeHead(torch.eye(2))(torch.zeros(5), torch.zeros(1, 2))
-    with pytest.raises(ValueError, match=r"Supports.capacity must be an integer >= 0, got -1"):
-        df.Supports(-1)
-    with pytest.raises(ValueError, match=r"Mixture.labels must be 'posterior' or 'source'"):
-        df.Mixture(labels="head")  # type: ignore[arg-type]
+def step_with(model: df.PredictiveModel, inference: df.Inference) -> None:
+    filt = df.Filter(model, STAY, inference=inference)
     belief = df.Belief(torch.ones(4), df.Diagonal(torch.ones(4)))
-    for model, inference, message in (
+    filt.step(filt.init(belief), torch.ones(3, 2))
+
+
+test_refusals = refuses(
+    [
         (
-            df.LinearHead(2),
-            df.Supports(),
+            lambda: df.PrototypeHead(torch.eye(2), family="gauss"),  # type: ignore[arg-type]
+            r"PrototypeHead.family must be one of .*, got 'gauss'",
+        ),
+        (
+            lambda: df.PrototypeHead(torch.eye(2), torch.zeros(3)),
+            r"PrototypeHead.bias must be of shape \[2\]",
+        ),
+        (lambda: df.Prototypes(concentration=0.0), "concentration must be a finite number"),
+        (
+            lambda: df.PrototypeHead(torch.eye(2))(torch.zeros(5), torch.zeros(1, 2)),
+            "belief must be over 4 parameters, got '5 parameters'",
+        ),
+        (lambda: df.Supports(-1), r"Supports.capacity must be an integer >= 0, got -1"),
+        (
+            lambda: df.Mixture(labels="head"),  # type: ignore[arg-type]
+            r"Mixture.labels must be 'posterior' or 'source'",
+        ),
+        (
+            lambda: step_with(df.LinearHead(2), df.Supports()),
             "the model must be a PrototypeHead, alone or on features, got 'LinearHead'",
         ),
-        (df.PrototypeHead(torch.eye(2)), df.Supports(), "Supports: the prototypes' family must be"),
         (
-            df.PrototypeHead(torch.eye(2), family="inner_product"),
-            df.Mixture(),
+            lambda: step_with(df.PrototypeHead(torch.eye(2)), df.Supports()),
+            "Supports: the prototypes' family must be",
+        ),
+        (
+            lambda: step_with(df.PrototypeHead(torch.eye(2), family="inner_product"), df.Mixture()),
             "Mixture: the prototypes' family must be",
         ),
-    ):
-        filt = df.Filter(model, STAY, inference=inference)
-        with pytest.raises(ValueError, match=message):
-            filt.step(filt.init(belief), torch.ones(3, 2))
+    ]
+)
 
 
 # ---- T3A

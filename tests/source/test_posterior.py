@@ -265,6 +265,15 @@ test_refusals_name_the_field = refuses(
             lambda: anything.Gaussian(structure="kronecker")(HEAD, THETA),
             "structure must be 'full', 'diagonal' or 'low_rank'",
         ),
+        (lambda: df.Gaussian(taper=-1.0), "Gaussian.taper must be a finite number"),
+        (
+            lambda: df.Gaussian(structure="full", taper=1.0),
+            "Gaussian.structure must be 'diagonal' with a taper, got 'full'",
+        ),
+        (
+            lambda: df.Gaussian(taper=1.0)(HEAD, THETA),
+            "Gaussian.taper must be 0 for it, got 'a model without named parameters",
+        ),
     ]
 )
 
@@ -593,18 +602,3 @@ def test_a_taper_gives_deeper_layers_less_variance() -> None:
         df.Gaussian(0.3)(network, network.mean()).covariance.variance(),
         torch.full((67,), 0.3, dtype=torch.float64),
     )
-
-
-test_a_taper_out_of_place_is_refused = refuses(
-    [
-        (lambda: df.Gaussian(taper=-1.0), "Gaussian.taper must be a finite number"),
-        (
-            lambda: df.Gaussian(structure="full", taper=1.0),
-            "Gaussian.structure must be 'diagonal' with a taper, got 'full'",
-        ),
-        (
-            lambda: df.Gaussian(taper=1.0)(HEAD, THETA),
-            "Gaussian.taper must be 0 for it, got 'a model without named parameters",
-        ),
-    ]
-)
