@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import driftfilter as df
 from driftfilter import callbacks
 from driftfilter.callbacks import JsonLines, TensorBoard
-from small import normal, tabular
+from small import feed, normal, tabular
 
 ROOT = Path(__file__).parent.parent
 
@@ -69,8 +69,7 @@ def test_a_step_is_told_as_it_was() -> None:
 def test_a_step_without_update_and_an_update_without_prediction() -> None:
     told = Kept()
     adapter = adapted(told, update_every=2)
-    for number in range(4):
-        adapter(batch(number))
+    feed(adapter, map(batch, range(4)))
     assert [step.number for step in told] == [0, 1, 2, 3]
     assert [step.info is None for step in told] == [True, False, True, False]
     assert [math.isnan(step.signals.distance) for step in told] == [True, False, True, False]
@@ -88,8 +87,7 @@ def test_a_step_without_update_and_an_update_without_prediction() -> None:
 def test_numbers_go_on_after_a_checkpoint() -> None:
     told = Kept()
     adapter, other = adapted(), adapted(told)
-    for number in range(3):
-        adapter(batch(number))
+    feed(adapter, map(batch, range(3)))
     other.load_state_dict(adapter.state_dict())
     other(batch(3))
     assert told[0].number == 3
@@ -169,8 +167,7 @@ def test_what_is_told_and_what_is_returned_are_apart() -> None:
 def test_events_are_those_of_the_step() -> None:
     told = Kept()
     adapter = adapted(told, monitor=df.Monitor(distance=1e-6))
-    for number in range(4):
-        adapter(batch(number))
+    feed(adapter, map(batch, range(4)))
     assert told[0].events
     assert tuple(event for step in told for event in step.events) == adapter.events
     assert told[0].to_dict()["alarms"] == [str(event) for event in told[0].events]
@@ -305,8 +302,7 @@ def test_tensorboard_has_every_number(tmp_path: Path) -> None:
 
     writer, told = TensorBoard(tmp_path), Kept()
     adapter = adapted(writer, told, monitor=df.Monitor(distance=1e-6))
-    for number in range(3):
-        adapter(batch(number))
+    feed(adapter, map(batch, range(3)))
     writer.close()
     found = EventAccumulator(str(tmp_path))
     found.Reload()

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import driftfilter as df
 from driftfilter.adapter.checkpoint import fingerprint
 from driftfilter.storage.sealed import FORMAT, seal
-from small import assert_same, normal, tabular
+from small import assert_same, feed, normal, tabular
 
 
 def batch(seed: int) -> Tensor:
@@ -30,8 +30,7 @@ def batch(seed: int) -> Tensor:
 
 def adapter(preset: str = "tent", batches: int = 0, **options: Any) -> df.Adapter:
     made = df.adapt(tabular(), preset, **options)
-    for seed in range(batches):
-        made(batch(seed))
+    feed(made, map(batch, range(batches)))
     return made
 
 
