@@ -275,9 +275,9 @@ def test_tent_is_tent(case: str) -> None:
     adapter = df.adapt(model, "tent", lr=1e-2)
     found = [given(adapter, batch) for batch in batches]
     expected, parameters = tent(ordinary(setting(case)[0]), batches, 1e-2)
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=2e-4)
-    torch.testing.assert_close(adapter.belief.mean, parameters, rtol=0, atol=2e-4)
+    torch.testing.assert_close(
+        (found, adapter.belief.mean), (expected, parameters), rtol=0, atol=2e-4
+    )
     assert (
         adapter.belief.mean - df.adapt(model, "tent", lr=1e-2).belief.mean
     ).abs().max() > 1e-2  # it moved

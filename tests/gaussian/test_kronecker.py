@@ -267,8 +267,7 @@ def test_filter_of_a_logistic_regression_equals_the_dense_one(noise: Any) -> Non
         results.append(
             (state.belief.mean, state.belief.covariance.dense(), outputs.log_probabilities)
         )
-    for ours, exact in zip(*results, strict=True):
-        torch.testing.assert_close(ours, exact, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(*results, rtol=1e-9, atol=1e-9)
 
 
 def test_stationary_noise_keeps_a_correlated_source() -> None:

@@ -16,7 +16,7 @@ from driftfilter.inference.resets import Upkeep
 from driftfilter.model.observation import Energy
 from driftfilter.model.weighting import Memory
 from oracles import array
-from small import refuses
+from small import assert_same, refuses
 
 SOURCE = df.Belief(torch.linspace(-1, 1, 6).double(), df.Diagonal(torch.full((6,), 0.5).double()))
 LEARNED = df.Belief(
@@ -217,8 +217,7 @@ def test_neither_beliefs_nor_memory_are_changed(upkeep: Upkeep) -> None:
     before = [tensor.clone() for tensor in (LEARNED.mean, SOURCE.mean, *memory.values())]
     belief, _ = kept_up(upkeep, memory)
     assert not torch.equal(belief.mean, LEARNED.mean)
-    for one, other in zip(before, (LEARNED.mean, SOURCE.mean, *memory.values()), strict=True):
-        assert torch.equal(one, other)
+    assert_same(before, [LEARNED.mean, SOURCE.mean, *memory.values()])
     assert set(memory) == {"inference.gradient", "inference.loss"}
 
 
