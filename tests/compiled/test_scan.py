@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 import driftfilter as df
-from covered import CURVATURES, LOSSES, PREDICTIONS, STRUCTURES, WEIGHTINGS
+from covered import CURVATURES, LOSSES, PREDICTIONS, STRUCTURES, WEIGHTINGS, assert_close, build
 from driftfilter.compiled import scan
 from small import assert_same, contents, moments
 
@@ -71,10 +71,6 @@ def eagerly(
     return state, predictions, infos
 
 
-def assert_close(one: Any, other: Any, tolerance: float = 1e-9) -> None:
-    torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
-
-
 def assert_alike(
     filt: df.Filter, belief: df.Belief, stream: Any, eager: int = 0, tolerance: float = 1e-9
 ) -> df.Outputs:
@@ -115,17 +111,6 @@ def assert_alike(
         outputs.log_probabilities, torch.cat([p.log_probabilities for p in predictions]), tolerance
     )
     return outputs
-
-
-def build(**parts: Any) -> df.Filter:
-    usual: dict[str, Any] = {
-        "logits": df.LinearHead(2),
-        "transition": df.Transition(df.MeanReversion(0.95), df.Isotropic(0.01)),
-        "observation": df.Gibbs(df.Entropy()),
-        "inference": df.Linearized(df.Hessian()),
-        "prediction": df.LinearizedProbit(),
-    }
-    return df.Filter(**{**usual, **parts})
 
 
 HEADS = [(df.LinearHead(2), D), (df.LinearHead(4), 4 * D), (df.LinearHead(3), 2 * D)]

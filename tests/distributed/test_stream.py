@@ -329,13 +329,12 @@ class Mortal(nn.Module):
         super().__init__()
         self.model, self.calls, self.fatal, self.act = small(), [0], rank == 1, act
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs: Tensor) -> Any:
         self.calls[0] += 1
         hidden = self.model[:3](inputs)
         if self.fatal and self.calls[0] == 3:
             self.act()
-        logits: Tensor = self.model[3:](hidden)
-        return logits
+        return self.model[3:](hidden)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Mortal:
         made = Mortal.__new__(Mortal)
@@ -446,9 +445,8 @@ class Named(nn.Module):
         super().__init__()
         self.model = small()
 
-    def forward(self, pixels: Tensor, scale: Tensor) -> Tensor:
-        logits: Tensor = self.model(pixels * scale)
-        return logits
+    def forward(self, pixels: Tensor, scale: Tensor) -> Any:
+        return self.model(pixels * scale)
 
 
 def test_inputs_by_name_and_copies_of_an_adapter(alone: ProcessRanks) -> None:

@@ -29,9 +29,8 @@ class Convolutional(nn.Module):
         )
         self.head = nn.Linear(16, 5)
 
-    def forward(self, images: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.body(images).mean((2, 3)))
-        return logits
+    def forward(self, images: Tensor) -> Any:
+        return self.head(self.body(images).mean((2, 3)))
 
 
 def model() -> nn.Module:
@@ -99,7 +98,7 @@ def test_a_capture_is_for_inputs_of_the_same_names_and_places(case: str) -> None
 @GPU
 def test_inputs_by_name_may_come_in_any_order() -> None:
     class Named(Convolutional):
-        def forward(self, images: Tensor, others: Tensor) -> Tensor:  # type: ignore[override]
+        def forward(self, images: Tensor, others: Tensor) -> Any:  # type: ignore[override]
             return super().forward(images + 0.1 * others)
 
     torch.manual_seed(0)

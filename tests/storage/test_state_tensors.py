@@ -33,11 +33,8 @@ class Backwards(nn.Module):
             nn.Linear(6, 5),
         )
 
-    def forward(self, inputs: Tensor) -> Tensor:
-        logits: Tensor = self.head(
-            self.middle(self.bn(self.conv(inputs)).relu().mean((2, 3))).relu()
-        )
-        return logits
+    def forward(self, inputs: Tensor) -> Any:
+        return self.head(self.middle(self.bn(self.conv(inputs)).relu().mean((2, 3))).relu())
 
 
 def images(seed: int, count: int = 6) -> Tensor:
@@ -107,9 +104,8 @@ def test_recent_samples_of_several_inputs_are_resumed() -> None:
             torch.manual_seed(0)
             self.first, self.norm, self.head = nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)
 
-        def forward(self, scale: float, inputs: Tensor, mask: Tensor, gate: Tensor) -> Tensor:
-            logits: Tensor = self.head(self.norm(self.first(inputs @ mask)) * gate) * scale
-            return logits
+        def forward(self, scale: float, inputs: Tensor, mask: Tensor, gate: Tensor) -> Any:
+            return self.head(self.norm(self.first(inputs @ mask)) * gate) * scale
 
     def batch(seed: int, named: bool) -> Any:
         generator = torch.Generator().manual_seed(seed)
