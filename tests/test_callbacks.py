@@ -22,8 +22,6 @@ from driftfilter import callbacks
 from driftfilter.callbacks import JsonLines, TensorBoard
 from small import assert_same, feed, normal, tabular
 
-ROOT = Path(__file__).parent.parent
-
 
 def network() -> nn.Module:
     return tabular(width=8).eval()
@@ -338,7 +336,9 @@ def test_recipes(module: str, call: str, tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setitem(sys.modules, module, fake)
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(
-        r"```python\n(.*?)```", (ROOT / "docs" / "callbacks.md").read_text(), re.DOTALL
+        r"```python\n(.*?)```",
+        (Path(__file__).parent.parent / "docs" / "callbacks.md").read_text(),
+        re.DOTALL,
     )
     (block,) = (each for each in blocks if f"import {module}" in each)
     assert len(block[block.index("class ") :].split("\n\n\n")[0].splitlines()) < 15

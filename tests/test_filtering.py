@@ -113,13 +113,19 @@ def test_filter_is_logistic_regression_by_hand(
     assert torch.equal(outputs.labels, outputs.probabilities.argmax(-1))
 
 
-RULES: list[tuple[Inference, PredictionRule]] = [
-    (df.Linearized(df.EmpiricalFisher()), df.LinearizedProbit()),
-    (df.Bong(samples=4), df.MonteCarlo(samples=6)),
-    (df.Variational(df.GaussNewton(), samples=4, iterations=3), df.LinearizedGaussian(samples=6)),
-    (df.GradientStep(df.Adam(0.1)), df.MAP()),
-]
-EACH_RULE = pytest.mark.parametrize(("inference", "prediction"), RULES, ids=repr)
+EACH_RULE = pytest.mark.parametrize(
+    ("inference", "prediction"),
+    [
+        (df.Linearized(df.EmpiricalFisher()), df.LinearizedProbit()),
+        (df.Bong(samples=4), df.MonteCarlo(samples=6)),
+        (
+            df.Variational(df.GaussNewton(), samples=4, iterations=3),
+            df.LinearizedGaussian(samples=6),
+        ),
+        (df.GradientStep(df.Adam(0.1)), df.MAP()),
+    ],
+    ids=repr,
+)
 
 
 @EACH_RULE

@@ -13,19 +13,22 @@ from torch import Tensor
 import driftfilter as df
 from driftfilter.recipe import VARIANTS, from_dict, to_dict
 
-TREND = df.Transition(df.LocalTrend(order=2, dt=0.5), df.FullNoise(((0.5, 0.1), (0.1, 0.25))))
-NESTED = df.Transition(
-    df.BlockDynamics(
-        (1, 2), (TREND, df.Transition(df.Affine((0.5, 1e-300), -math.pi), df.Discount(0.9)))
-    ),
-    df.NoNoise(),
-)
-
 
 @pytest.mark.parametrize(
     "variant",
     [
-        NESTED,
+        df.Transition(
+            df.BlockDynamics(
+                (1, 2),
+                (
+                    df.Transition(
+                        df.LocalTrend(order=2, dt=0.5), df.FullNoise(((0.5, 0.1), (0.1, 0.25)))
+                    ),
+                    df.Transition(df.Affine((0.5, 1e-300), -math.pi), df.Discount(0.9)),
+                ),
+            ),
+            df.NoNoise(),
+        ),
         df.Gibbs(
             df.Sum((df.Consistency(df.GaussianNoise(0.3), target="soft"), df.Entropy()), (1, 0.5)),
             df.Product(),

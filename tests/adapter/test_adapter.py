@@ -21,7 +21,6 @@ from small import assert_same, refuses
 
 COPIES = {"cotta": 2, "petal": 2, "memo": 2, "lora": 2}  # few, to be quick
 presets = pytest.mark.parametrize("preset", df.presets.names())
-some = pytest.mark.parametrize("preset", ["tent", "opgd", "stad", "head_ekf", "memo"])
 Tensors = dict[str, Tensor]
 
 
@@ -167,11 +166,6 @@ def test_predictions_and_other_adapters_change_nothing(preset: str) -> None:
 
 
 PRIOR = [name for name in df.presets.names() if df.presets.get(name).predict_from == "prior"]
-POSTERIOR = [
-    name
-    for name in df.presets.names()
-    if name not in PRIOR and isinstance(df.presets.get(name).prediction, df.MAP)
-]
 
 
 @pytest.mark.parametrize("preset", PRIOR)
@@ -189,7 +183,14 @@ def test_a_prediction_before_the_step_is_what_the_step_says(preset: str) -> None
     torch.testing.assert_close(said.probabilities.sum(1), torch.ones(8))
 
 
-@pytest.mark.parametrize("preset", POSTERIOR)
+@pytest.mark.parametrize(
+    "preset",
+    [
+        name
+        for name in df.presets.names()
+        if name not in PRIOR and isinstance(df.presets.get(name).prediction, df.MAP)
+    ],
+)
 def test_a_prediction_after_the_step_is_what_the_step_said(preset: str) -> None:
     adapted = adapter(preset)
     one = images(1 if adapted.recipe.chunk else 8)
@@ -222,7 +223,7 @@ def test_reset_forgets_everything(preset: str) -> None:
     assert_same(to_tensors(used.state), to_tensors(fresh.state))
 
 
-@some
+@pytest.mark.parametrize("preset", ["tent", "opgd", "stad", "head_ekf", "memo"])
 def test_copies_and_pickles_go_on_alike_and_alone(preset: str) -> None:
     original = adapter(preset, window=12)
     original(images(seed=1))

@@ -128,9 +128,6 @@ class Stochastic(nn.Module):
         return self.head(hidden)
 
 
-Make = Callable[[], nn.Module]
-
-
 def volume() -> nn.Module:
     last = nn.AdaptiveAvgPool3d(1), nn.Flatten(), nn.Linear(6, 3)
     return nn.Sequential(nn.Conv3d(3, 6, 3), nn.BatchNorm3d(6), nn.ReLU(), *last)
@@ -174,8 +171,7 @@ def words(count: int = 8) -> dict[str, Tensor]:
     }
 
 
-Case = tuple[Callable[[], nn.Module], Callable[[], Any]]
-MODELS: dict[str, Case] = {
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     "table, batch norm": (lambda: tabular(nn.BatchNorm1d(6)), table),
     "table, RMS norm": (lambda: tabular(nn.RMSNorm(6)), table),
     "images, batch norm": (conv, images),
@@ -342,15 +338,16 @@ def test_scripted_modules_are_refused(way: Any) -> None:
 # Which parameters
 
 
-SELECTIONS: list[Any] = [
-    df.AllParameters(),
-    df.ByName(("0.*", "*.bias")),
-    df.Head(),
-    df.NormAffine(),
-]
-
-
-@pytest.mark.parametrize("selection", SELECTIONS, ids=str)
+@pytest.mark.parametrize(
+    "selection",
+    [
+        df.AllParameters(),
+        df.ByName(("0.*", "*.bias")),
+        df.Head(),
+        df.NormAffine(),
+    ],
+    ids=str,
+)
 def test_a_gradient_step_on_any_selection_is_that_of_torch(selection: Any) -> None:
     model, batches = setting("images, batch norm")
     rule = df.GradientStep(df.SGD(0.1))

@@ -17,7 +17,6 @@ from small import moments, refuses
 pytestmark = pytest.mark.slow
 
 D, NAMES = 3, ["a", "b", "c", "d", "e"]
-PATHS = ["compiled", "batched"]
 
 
 def build(**parts: Any) -> df.Filter:
@@ -47,7 +46,7 @@ def features(*shape: int, seed: int = 1) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-@pytest.fixture(params=PATHS)
+@pytest.fixture(params=["compiled", "batched"])
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "batched":
         monkeypatch.setattr(module, "find_spec", lambda name: None)

@@ -169,24 +169,24 @@ def test_kronecker_noise() -> None:
     assert np.abs(array(moved) - expected).max() > 1e-3  # a projection
 
 
-REFUSED: list[tuple[Any, Any, str]] = [
-    (torch.ones(SIZE), 0.0, "a dynamic that moves coordinates differently"),
-    (torch.eye(SIZE), 0.0, "a dynamic that moves coordinates differently"),
-    (1.0, torch.ones(SIZE), "noise that is neither isotropic nor Kronecker of the same shape"),
-    (
-        1.0,
-        df.Full(torch.eye(SIZE)),
-        "noise that is neither isotropic nor Kronecker of the same shape",
-    ),
-    (
-        1.0,
-        df.Kronecker.isotropic(1.0, Q, P),
-        "noise that is neither isotropic nor Kronecker of the same shape",
-    ),
-]
-
-
-@pytest.mark.parametrize(("gain", "noise", "message"), REFUSED)
+@pytest.mark.parametrize(
+    ("gain", "noise", "message"),
+    [
+        (torch.ones(SIZE), 0.0, "a dynamic that moves coordinates differently"),
+        (torch.eye(SIZE), 0.0, "a dynamic that moves coordinates differently"),
+        (1.0, torch.ones(SIZE), "noise that is neither isotropic nor Kronecker of the same shape"),
+        (
+            1.0,
+            df.Full(torch.eye(SIZE)),
+            "noise that is neither isotropic nor Kronecker of the same shape",
+        ),
+        (
+            1.0,
+            df.Kronecker.isotropic(1.0, Q, P),
+            "noise that is neither isotropic nor Kronecker of the same shape",
+        ),
+    ],
+)
 def test_what_it_cannot_carry_is_refused(gain: Any, noise: Any, message: str) -> None:
     with pytest.raises(ValueError, match=f"Kronecker cannot carry {message}; use Full or Diagonal"):
         general().propagate(gain, noise)

@@ -45,26 +45,31 @@ MODELS: dict[str, tuple[PredictiveModel, int]] = {
     "network": (Lifted(perceptron), 15),
     "read-out": (ReadOut(Lifted(perceptron), normal(15, 18, seed=7) / 8), 18),
 }
-LOSSES: list[Loss] = [
-    Entropy(),
-    SoftLikelihoodRatio(),
-    PseudoLabel(threshold=0.5),
-    InformationMaximization(),
-    GeneralizedCrossEntropy(),
-    MarginalLikelihood(),
-    Consistency(GaussianNoise(0.5), copies=2),
-    MarginalEntropy(GaussianNoise(0.5), copies=3),
-    Sum(
-        (Entropy(), Consistency(GaussianNoise(0.5), target="soft"), MarginalEntropy(copies=2)),
-        (0.5, 2.0, 1.5),
-    ),
-]
 WEIGHTING = Product((Reliability(3.0), EntropyGate(0.8)))  # all weights differ, some are 0
 
 
 def for_every_energy(test: Callable[..., None]) -> Callable[..., None]:
     for_losses: Callable[..., None] = pytest.mark.parametrize(
-        "loss", LOSSES, ids=lambda loss: type(loss).__name__
+        "loss",
+        [
+            Entropy(),
+            SoftLikelihoodRatio(),
+            PseudoLabel(threshold=0.5),
+            InformationMaximization(),
+            GeneralizedCrossEntropy(),
+            MarginalLikelihood(),
+            Consistency(GaussianNoise(0.5), copies=2),
+            MarginalEntropy(GaussianNoise(0.5), copies=3),
+            Sum(
+                (
+                    Entropy(),
+                    Consistency(GaussianNoise(0.5), target="soft"),
+                    MarginalEntropy(copies=2),
+                ),
+                (0.5, 2.0, 1.5),
+            ),
+        ],
+        ids=lambda loss: type(loss).__name__,
     )(test)
     for_both: Callable[..., None] = pytest.mark.parametrize(
         ("model", "d"), MODELS.values(), ids=MODELS.keys()
@@ -291,7 +296,6 @@ CURVATURES: list[Curvature] = [
     *(cls() for cls in VARIANTS["curvature"].values()),
     EmpiricalFisher(centered=False),
 ]
-ANY_LOSS: list[Loss] = [cls() for cls in VARIANTS["loss"].values()]
 numbers = st.one_of(
     st.floats(-5, 5), st.sampled_from([0.0, 50.0, -50.0, 200.0, -200.0, 1e4, 1e5, -1e30, 1e30])
 )
@@ -310,7 +314,7 @@ def test_factors_are_finite_and_positive_semi_definite_for_any_logits(
     theta = torch.tensor(rows, dtype=torch.float64 if double else torch.float32)
     n, k = theta.shape
     model = Lifted(lambda t, x: x @ t.view(n, k))
-    for loss in ANY_LOSS:
+    for loss in (cls() for cls in VARIANTS["loss"].values()):
         for weighting in (Constant(), EntropyGate()):
             inputs = torch.eye(n, dtype=theta.dtype)
             energy = Gibbs(loss, weighting)(

@@ -76,9 +76,8 @@ def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 CONVEX: tuple[Loss, LossFunction] = (df.PseudoLabel(), cross_entropy)
-INDEFINITE: tuple[Loss, LossFunction] = (df.Entropy(), entropy)
 LOSSES = pytest.mark.parametrize(
-    ("loss", "function"), [CONVEX, INDEFINITE], ids=["convex", "indefinite"]
+    ("loss", "function"), [CONVEX, (df.Entropy(), entropy)], ids=["convex", "indefinite"]
 )
 
 
@@ -561,22 +560,21 @@ def test_nodes_are_refused_where_they_cannot_work(
         )
 
 
-OPTIMIZERS: list[tuple[df.SGD | df.Adam, Callable[[Tensor], torch.optim.Optimizer]]] = [
-    (df.SGD(0.3), lambda theta: torch.optim.SGD([theta], 0.3)),
-    (df.SGD(0.3, momentum=0.9), lambda theta: torch.optim.SGD([theta], 0.3, momentum=0.9)),
-    (
-        df.SGD(0.3, 0.9, nesterov=True),
-        lambda theta: torch.optim.SGD([theta], 0.3, momentum=0.9, nesterov=True),
-    ),
-    (
-        df.Adam(0.1, (0.8, 0.95), 1e-3),
-        lambda theta: torch.optim.Adam([theta], 0.1, (0.8, 0.95), 1e-3),
-    ),
-]
-
-
 @pytest.mark.parametrize(
-    ("rule", "reference"), OPTIMIZERS, ids=["SGD", "momentum", "nesterov", "Adam"]
+    ("rule", "reference"),
+    [
+        (df.SGD(0.3), lambda theta: torch.optim.SGD([theta], 0.3)),
+        (df.SGD(0.3, momentum=0.9), lambda theta: torch.optim.SGD([theta], 0.3, momentum=0.9)),
+        (
+            df.SGD(0.3, 0.9, nesterov=True),
+            lambda theta: torch.optim.SGD([theta], 0.3, momentum=0.9, nesterov=True),
+        ),
+        (
+            df.Adam(0.1, (0.8, 0.95), 1e-3),
+            lambda theta: torch.optim.Adam([theta], 0.1, (0.8, 0.95), 1e-3),
+        ),
+    ],
+    ids=["SGD", "momentum", "nesterov", "Adam"],
 )
 def test_gradient_step_is_the_optimizer_of_torch(
     rule: df.SGD | df.Adam, reference: Callable[[Tensor], torch.optim.Optimizer]

@@ -42,14 +42,17 @@ def kept_up(
 
 
 NOTHING = df.Gibbs(df.PseudoLabel(threshold=0.9999))  # no sample is that sure
-EVERY = [
-    df.ResetEvery(1),
-    df.ResetBelow(100.0),
-    df.RestoreRandomly(0.5),
-    df.RestoreIrrelevant(0.5),
-    df.ContinualMomentum(0.5),
-]
-every = pytest.mark.parametrize("upkeep", EVERY, ids=lambda upkeep: type(upkeep).__name__)
+every = pytest.mark.parametrize(
+    "upkeep",
+    [
+        df.ResetEvery(1),
+        df.ResetBelow(100.0),
+        df.RestoreRandomly(0.5),
+        df.RestoreIrrelevant(0.5),
+        df.ContinualMomentum(0.5),
+    ],
+    ids=lambda upkeep: type(upkeep).__name__,
+)
 
 
 @pytest.mark.parametrize("steps", [1, 3])

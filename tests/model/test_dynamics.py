@@ -107,14 +107,14 @@ def test_season_is_a_fourier_series(period: float, harmonics: int) -> None:
     )
 
 
-RATES = [
-    (df.MeanReversion(0.8), 0.8),
-    (df.MeanReversion(0.0), 0.0),
-    (df.PrecisionReversion(0.4), None),
-]
-
-
-@pytest.mark.parametrize(("dynamics", "rho"), RATES)
+@pytest.mark.parametrize(
+    ("dynamics", "rho"),
+    [
+        (df.MeanReversion(0.8), 0.8),
+        (df.MeanReversion(0.0), 0.0),
+        (df.PrecisionReversion(0.4), None),
+    ],
+)
 def test_reversion_shrinks_the_distance_to_the_source_mean(
     dynamics: Dynamics, rho: float | None
 ) -> None:
@@ -130,10 +130,12 @@ def test_reversion_shrinks_the_distance_to_the_source_mean(
 
 
 PRECISIONS = tensor(np.array([2.0, 0.5]))
-UNCORRELATED = [df.Diagonal(1 / PRECISIONS), df.LowRank(PRECISIONS, torch.zeros(0, 2).double(), 1)]
 
 
-@pytest.mark.parametrize("covariance", UNCORRELATED)
+@pytest.mark.parametrize(
+    "covariance",
+    [df.Diagonal(1 / PRECISIONS), df.LowRank(PRECISIONS, torch.zeros(0, 2).double(), 1)],
+)
 def test_precision_reversion_of_an_uncorrelated_source_is_a_vector(covariance: Covariance) -> None:
     """So that Diagonal and LowRank can carry it."""
     motion = df.PrecisionReversion(0.1)(df.Belief(tensor(SOURCE.mean), covariance))

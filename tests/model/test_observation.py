@@ -41,25 +41,6 @@ RANDOMNESS = Randomness(5, 3, torch.device("cpu"))
 NAME = "weighting.mean_prediction"
 
 
-MODELS: dict[str, tuple[PredictiveModel, int]] = {
-    "head": (LinearHead(3), 6),
-    "logistic": (LinearHead(2, intercept=True), 3),
-    "perceptron": (Lifted(perceptron), 15),
-    "read-out": (ReadOut(Lifted(perceptron), normal(15, 18, seed=7) / 3), 18),
-}
-every_model = pytest.mark.parametrize(
-    ("model", "d"),
-    [
-        pytest.param(*case, id=name, marks=() if name in ("head", "logistic") else pytest.mark.slow)
-        for name, case in MODELS.items()
-    ],
-)
-LOSSES: list[Loss] = [
-    *(cls() for cls in VARIANTS["loss"].values()),
-    Consistency(GaussianNoise(0.5), "symmetric", "soft", copies=2),
-    Sum((PseudoLabel(threshold=0.6), MarginalEntropy(copies=2), Consistency()), (0.5, 1.0, 2.0)),
-    Custom(lambda f: f[:, 0].sin() * f.logsumexp(-1)),
-]
 WEIGHTING = Product((Reliability(beta=3.0), EntropyGate(fraction=0.95), DiversityGate()))
 
 
@@ -90,8 +71,30 @@ def slope(function: Callable[[Tensor], Tensor], theta: Tensor, h: float = 1e-3) 
 # ------------------------------------------------------------------ value and gradient
 
 
-@every_model
-@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: type(loss).__name__)
+@pytest.mark.parametrize(
+    ("model", "d"),
+    [
+        pytest.param(*case, id=name, marks=() if name in ("head", "logistic") else pytest.mark.slow)
+        for name, case in {
+            "head": (LinearHead(3), 6),
+            "logistic": (LinearHead(2, intercept=True), 3),
+            "perceptron": (Lifted(perceptron), 15),
+            "read-out": (ReadOut(Lifted(perceptron), normal(15, 18, seed=7) / 3), 18),
+        }.items()
+    ],
+)
+@pytest.mark.parametrize(
+    "loss",
+    [
+        *(cls() for cls in VARIANTS["loss"].values()),
+        Consistency(GaussianNoise(0.5), "symmetric", "soft", copies=2),
+        Sum(
+            (PseudoLabel(threshold=0.6), MarginalEntropy(copies=2), Consistency()), (0.5, 1.0, 2.0)
+        ),
+        Custom(lambda f: f[:, 0].sin() * f.logsumexp(-1)),
+    ],
+    ids=lambda loss: type(loss).__name__,
+)
 def test_gradient_is_the_slope_of_the_energy(model: PredictiveModel, d: int, loss: Loss) -> None:
     """At the prior mean and elsewhere, with the weights and targets of the prior mean."""
     anchor, inputs = normal(d, seed=1), 2 * normal(5, 2, seed=2)

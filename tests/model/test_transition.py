@@ -28,11 +28,6 @@ from oracles import (
 from small import moments, refuses
 
 SOURCE = Moments(normals(3, seed=1), spd(3, 2))
-HIDDEN = [
-    name
-    for name in MOTIONS
-    if name.startswith(("LocalTrend", "Seasonal")) and name != "LocalTrend 0"
-]
 BLOCKS = [
     (Part("LocalTrend 1", "Isotropic", 1), Part("MeanReversion", "Discount", 2)),
     (Part("RandomWalk", "Discount", 1), Part("PrecisionReversion", "Stationary", 2)),
@@ -181,7 +176,14 @@ def test_moves_every_structure(structure: str, parts: tuple[Part, ...]) -> None:
         assert_belief(moving, exact)
 
 
-@pytest.mark.parametrize("name", HIDDEN)
+@pytest.mark.parametrize(
+    "name",
+    [
+        name
+        for name in MOTIONS
+        if name.startswith(("LocalTrend", "Seasonal")) and name != "LocalTrend 0"
+    ],
+)
 def test_blocks_of_full_carry_hidden_states_part_by_part(name: str) -> None:
     """As Full does, when the parts of the dynamic are the blocks of the belief."""
     blocks = df.Blocks((df.Full(tensor(spd(1, 0))), df.Full(tensor(spd(2, 1)))))

@@ -32,8 +32,6 @@ from driftfilter.monitor.state import MonitorState
 from driftfilter.storage.state_tensors import to_tensors
 from small import assert_same, feed
 
-FIELDS = df.Signals._fields
-
 
 def network(classes: int = 4) -> nn.Module:
     """Classes by the sign of inputs; batch norm gives the presets something to adapt."""
@@ -184,7 +182,9 @@ def test_signals_of_a_step() -> None:
     }
     for name, value in expected.items():
         assert getattr(signals, name) == pytest.approx(value, rel=1e-4), name
-    assert all(math.isnan(getattr(signals, name)) for name in set(FIELDS) - set(expected))
+    assert all(
+        math.isnan(getattr(signals, name)) for name in set(df.Signals._fields) - set(expected)
+    )
     adapted.update(inputs(1))
     assert math.isnan(adapted.signals.largest_share)
     assert adapted.signals.distance > 0

@@ -177,8 +177,9 @@ def assert_near(found: tuple[Tensor, ...], expected: tuple[Tensor, ...], toleran
         assert ((one - other).abs().max() <= tolerance * other.abs().max()).item()
 
 
-STATISTICS: list[Any] = ["batch", "source", df.PseudoCount(), df.Ema()]
-statistics_ = pytest.mark.parametrize("statistics", STATISTICS, ids=str)
+statistics_ = pytest.mark.parametrize(
+    "statistics", ["batch", "source", df.PseudoCount(), df.Ema()], ids=str
+)
 SELECTIONS: list[df.Selection] = [df.NormAffine(), df.AllParameters(), df.LoRA(2)]
 
 

@@ -24,9 +24,7 @@ from small import assert_same, moments, normal, refuses
 
 Array = npt.NDArray[np.float64]
 K, D = 3, 3
-FAMILIES: tuple[Family, ...] = ("gaussian", "von_mises_fisher", "inner_product")
-every_family = pytest.mark.parametrize("family", FAMILIES)
-intercepts = pytest.mark.parametrize("intercept", [True, False], ids=["weights", "uniform"])
+every_family = pytest.mark.parametrize("family", ["gaussian", "von_mises_fisher", "inner_product"])
 STAY = df.Transition(df.RandomWalk(), df.NoNoise())
 
 
@@ -159,7 +157,7 @@ def formula(family: Family, kappa: float, intercept: bool) -> Any:
 
 
 @every_family
-@intercepts
+@pytest.mark.parametrize("intercept", [True, False], ids=["weights", "uniform"])
 @pytest.mark.parametrize("n", [1, 5])
 def test_logits_and_jacobians(family: Family, intercept: bool, n: int) -> None:
     head = df.PrototypeHead(normal(K, D), family=family, concentration=1.7, intercept=intercept)

@@ -14,7 +14,7 @@ import driftfilter as df
 from driftfilter.base.randomness import Purpose, Randomness
 from driftfilter.base.tensors import as_tensor, as_text, map_tensors
 from driftfilter.storage.state_tensors import from_tensors, kinds, to_tensors
-from small import assert_same
+from small import assert_same, contents, feed
 
 COPIES = {"cotta": 2, "petal": 2, "memo": 2, "lora": 2}  # few, to be quick
 Tensors = dict[str, Tensor]
@@ -77,11 +77,9 @@ def test_a_resumed_stream_goes_on_bit_for_bit(preset: str, way: str, batches: in
     """Alone and inside another module; before the first batch too. The resumed adapter had seen
     another stream.
     """
-    running = adapter(preset, **OPTIONS[way])
-    for seed in range(batches):
-        running(images(seed))
-    alone = adapter(preset, **OPTIONS[way])
-    inside = nn.ModuleDict({"linear": nn.Linear(2, 2), "it": adapter(preset, **OPTIONS[way])})
+    running, alone, other = (adapter(preset, **OPTIONS[way]) for _ in range(3))
+    feed(running, map(images, range(batches)))
+    inside = nn.ModuleDict({"linear": nn.Linear(2, 2), "it": other})
     alone(images(20))
     assert alone.load_state_dict(stored(running.state_dict())) == ([], [])
     parent = nn.ModuleDict({"linear": nn.Linear(2, 2), "it": running})
@@ -113,9 +111,8 @@ def test_recent_samples_of_several_inputs_are_resumed() -> None:
         parts = {"scale": 2.0, "inputs": inputs, "mask": torch.eye(4).tril(), "gate": gate}
         return parts if named else tuple(parts.values())
 
-    def ask(adapter: df.Adapter, x: Any) -> Tensor:
-        found: Tensor = adapter(**x) if isinstance(x, dict) else adapter(*x)
-        return found
+    def ask(adapter: Callable[..., Any], x: Any) -> Any:
+        return adapter(**x) if isinstance(x, dict) else adapter(*x)
 
     for named in (True, False):
         running, resumed = (df.adapt(Gated(), "tent", lr=0.01, window=5) for _ in range(2))
@@ -129,8 +126,7 @@ def test_recent_samples_of_several_inputs_are_resumed() -> None:
         whole = [batch(seed, True) for seed in (3, 4, 5, 6)]
         seen = {name: torch.cat([part[name] for part in whole])[-5:] for name in ("inputs", "gate")}
         expected = filt.predict(running.state, {**whole[0], **seen}).log_probabilities[-2:]
-        said = running.predict(**batch(6, True)) if named else running.predict(*batch(6, False))
-        assert torch.equal(said.log_probabilities, expected)
+        assert torch.equal(ask(running.predict, batch(6, named)).log_probabilities, expected)
 
 
 def test_negative_and_large_seeds_replay() -> None:
@@ -153,8 +149,7 @@ def test_negative_and_large_seeds_replay() -> None:
 
 def test_a_checkpoint_of_float32_in_a_float64_adapter() -> None:
     running, wide = adapter("tent"), adapter("tent").double()
-    for seed in range(2):
-        running(images(seed))
+    feed(running, map(images, range(2)))
     wide.load_state_dict(running.state_dict())
     assert {
         value.dtype for value in to_tensors(wide.state).values() if value.is_floating_point()
@@ -309,9 +304,8 @@ def test_a_state_is_what_its_tensors_say(structure: str) -> None:
     start = filt.init(df.Belief(torch.linspace(-1, 1, 6), STRUCTURES[structure]), seed=3)
     state, _, _ = filt.step(start, images(0)[:, 0, 0, :2])
     again = from_tensors(stored(to_tensors(state)), start)
-    assert_same(to_tensors(again), to_tensors(state))
+    assert_same((to_tensors(again), contents(again)), (to_tensors(state), contents(state)))
     assert type(again.belief.covariance) is type(state.belief.covariance)
-    assert torch.equal(again.belief.covariance.dense(), state.belief.covariance.dense())
     assert (again.seed, again.step, again.parameters) == (3, 1, 6)
     assert not torch.equal(again.belief.mean, start.belief.mean)
 
