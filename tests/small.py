@@ -1,6 +1,7 @@
 """What many tests share: draws, small networks, what a state holds, and exact comparison."""
 
-from collections.abc import Callable, Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -57,12 +58,21 @@ def assert_same(actual: Any, expected: Any) -> None:
     torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 
-def refuses(cases: Sequence[tuple[Callable[[], object], str]]) -> Callable[..., None]:
-    """A test of which every case is a call and the message of the ValueError that it raises."""
+def call(function: Callable[[], object]) -> None:
+    function()
 
-    @pytest.mark.parametrize(("call", "message"), cases)
-    def test(call: Callable[[], object], message: str) -> None:
-        with pytest.raises(ValueError, match=message):
-            call()
+
+def refuses(
+    cases: Iterable[tuple[Any, ...]], by: Callable[..., object] = call, exact: bool = False
+) -> Callable[..., None]:
+    """A test that ``by`` raises a ValueError: each case is its arguments and then the message, a
+    pattern unless ``exact``.
+    """
+
+    @pytest.mark.parametrize("case", cases)
+    def test(case: tuple[object, ...]) -> None:
+        *arguments, message = case
+        with pytest.raises(ValueError, match=re.escape(str(message)) if exact else str(message)):
+            by(*arguments)
 
     return test

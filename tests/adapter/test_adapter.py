@@ -475,7 +475,7 @@ def uncopyable() -> nn.Module:
     return model
 
 
-test_refusals = refuses(list(REFUSED.values()))
+test_refusals = refuses(REFUSED.values())
 
 
 def test_recent_samples_of_another_shape_are_refused() -> None:

@@ -18,6 +18,7 @@ from driftfilter.base.inputs import (
     samples,
     split_batch,
 )
+from small import refuses
 
 X, Y = torch.arange(12.0).view(6, 2), torch.arange(6)
 MASK = torch.eye(4)  # does not go sample by sample
@@ -127,11 +128,7 @@ BAD: dict[str, tuple[Any, str]] = {
 }
 
 
-@pytest.mark.parametrize("case", BAD)
-def test_refusals(case: str) -> None:
-    inputs, message = BAD[case]
-    with pytest.raises(ValueError, match=message):
-        check_inputs(inputs)
+test_refusals = refuses(BAD.values(), check_inputs)
 
 
 def test_samples_of_different_shapes_do_not_join() -> None:

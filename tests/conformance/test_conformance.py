@@ -15,7 +15,7 @@ from torch import Tensor
 
 import driftfilter as df
 from driftfilter.recipe import VARIANTS
-from small import contents, normal
+from small import assert_same, contents, normal
 
 PART = df.Transition(df.MeanReversion(0.9), df.Isotropic(0.01))
 EXAMPLES: dict[str, Any] = {  # for variants that have no default, or a slow one
@@ -212,20 +212,15 @@ def inputs(dtype: torch.dtype, device: str, samples: int = 6, steps: int = 2) ->
     return list((1.5 * normal(steps, samples, 2, seed=5)).to(dtype).to(device))
 
 
-def assert_identical(first: list[Tensor], second: list[Tensor]) -> None:
-    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
-
-
 def assert_sound(
     state: df.FilterState, outputs: df.Outputs, dtype: torch.dtype, device: str
 ) -> None:
     mean, matrix = state.belief.mean, state.belief.covariance.dense()
     assert mean.dtype == matrix.dtype == outputs.probabilities.dtype == dtype
     assert mean.device.type == matrix.device.type == outputs.probabilities.device.type == device
-    assert torch.isfinite(mean).all()
-    assert torch.isfinite(outputs.log_probabilities).all()
-    assert all(torch.isfinite(prediction.logit_variance).all() for prediction in outputs)
-    assert all((prediction.logit_variance >= 0).all() for prediction in outputs)
+    assert all(torch.isfinite(part).all() for part in (mean, outputs.log_probabilities))
+    for variance in (prediction.logit_variance for prediction in outputs):
+        assert (torch.isfinite(variance) & (variance >= 0)).all()
     assert all(
         torch.isfinite(info.losses).all() and (info.weights >= 0).all() for info in outputs.infos
     )
@@ -255,11 +250,10 @@ def test_deterministic_and_without_side_effects(
     stream = inputs(torch.float64, device)
     before, given = contents(state), [batch.clone() for batch in stream]
     after, outputs = one.run(state, stream)
-    assert_identical(contents(state), before)
-    assert_identical(stream, given)
+    assert_same((contents(state), stream), (before, given))
     torch.manual_seed(99)
     again, repeated = two.run(other, stream)
-    assert_identical(contents(again), contents(after))
+    assert_same(contents(again), contents(after))
     assert torch.equal(repeated.log_probabilities, outputs.log_probabilities)
     assert torch.equal(after.belief.mean, state.belief.mean) is (name == "Frozen")
 

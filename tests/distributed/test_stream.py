@@ -33,7 +33,7 @@ from driftfilter.base.sharding import (
     total_samples,
 )
 from driftfilter.distributed.ranks import ProcessRanks
-from small import assert_same, moments
+from small import assert_same, moments, refuses
 
 SHARDS = (
     (15, 9),
@@ -496,8 +496,7 @@ def test_samples_are_put_at_their_place_among_all(alone: ProcessRanks) -> None:
         assert total_samples(3) == 5
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
+test_what_cannot_be_distributed_is_refused = refuses(
     [
         ({"recipe": "memo"}, r"adapt: recipe must be without chunks.*got 'chunk=1'"),
         ({"recipe": "lora"}, r"adapt: recipe must be without chunks"),
@@ -516,9 +515,5 @@ def test_samples_are_put_at_their_place_among_all(alone: ProcessRanks) -> None:
             r"has been called",
         ),
     ],
-    ids=["memo", "lora", "window", "update_every", "kind", "not begun"],
+    lambda options: df.adapt(small(), **{"recipe": "tent", "distributed": True, **options}),
 )
-def test_what_cannot_be_distributed_is_refused(options: dict[str, Any], message: str) -> None:
-    given = {"recipe": "tent", "distributed": True, **options}
-    with pytest.raises(ValueError, match=message):
-        df.adapt(small(), **given)

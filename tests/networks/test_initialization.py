@@ -10,7 +10,7 @@ import driftfilter as df
 from driftfilter.base.tensors import as_text
 from driftfilter.networks.features import Backbone
 from driftfilter.networks.initialization import check, find_wanted, initialize
-from small import assert_same
+from small import assert_same, refuses
 
 
 class Backwards(nn.Module):
@@ -109,11 +109,7 @@ REFUSED: dict[str, tuple[nn.Module, Any, str]] = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_refusals(case: str) -> None:
-    model, parameters, message = REFUSED[case]
-    with pytest.raises(ValueError, match=message):
-        check(model, parameters)
+test_refusals = refuses(REFUSED.values(), check)
 
 
 def test_a_center_from_hardly_any_samples_is_worth_a_warning() -> None:

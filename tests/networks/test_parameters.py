@@ -55,8 +55,7 @@ def test_every_kind_of_norm_is_found(norm: type[nn.Module]) -> None:
     assert df.NormAffine()(layer) == (["weight"] if norm is nn.RMSNorm else ["weight", "bias"])
 
 
-@pytest.mark.parametrize(
-    ("selection", "model", "message"),
+test_selecting_nothing_says_what_there_is = refuses(
     [
         (
             df.NormAffine(),
@@ -84,12 +83,8 @@ def test_every_kind_of_norm_is_found(norm: type[nn.Module]) -> None:
             r"Head.name must be the name of a linear layer, one of \[\], got ''",
         ),
     ],
+    lambda selection, model: select(model, selection),
 )
-def test_selecting_nothing_says_what_there_is(
-    selection: df.Selection, model: nn.Module, message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        select(model, selection)
 
 
 def test_what_is_selected_is_a_dict_that_prints_as_a_table() -> None:

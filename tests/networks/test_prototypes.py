@@ -322,6 +322,24 @@ def test_supports_are_t3a(capacity: int) -> None:
         assert state.memory["inference.supports"].shape == (4, capacity, 5)
 
 
+def assert_weightless_left_out(
+    head: df.PrototypeHead,
+    belief: df.Belief,
+    inference: df.Inference,
+    threshold: float,
+    features: Tensor,
+) -> None:
+    """A gate at the threshold leaves some samples out: all is as if they had not come."""
+    gated = df.Filter(head, STAY, df.Gibbs(df.PseudoLabel(threshold=threshold)), inference)
+    state, _, info = gated.step(gated.init(belief), features)
+    kept = info.weights > 0
+    assert 0 < kept.sum() < len(features)
+    plain = df.Filter(head, STAY, inference=inference)
+    other, _, _ = plain.step(plain.init(belief), features[kept])
+    torch.testing.assert_close(moments(state.belief), moments(other.belief))
+    assert_same(state.memory, other.memory)
+
+
 @pytest.mark.parametrize("capacity", [0, 3])
 def test_samples_without_weight_are_no_supports(capacity: int) -> None:
     weight, features = normal(3, 4, seed=1), 3 * normal(12, 4, seed=2)
@@ -330,15 +348,7 @@ def test_samples_without_weight_are_no_supports(capacity: int) -> None:
         (weight / weight.norm(dim=1, keepdim=True)).flatten(),
         df.Diagonal(torch.ones(12, dtype=torch.float64)),
     )
-    gated = df.Filter(head, STAY, df.Gibbs(df.PseudoLabel(threshold=0.6)), df.Supports(capacity))
-    state, _, info = gated.step(gated.init(belief), features)
-    kept = info.weights > 0
-    assert 0 < kept.sum() < 12
-    plain = df.Filter(head, STAY, inference=df.Supports(capacity))
-    other, _, _ = plain.step(plain.init(belief), features[kept])
-    torch.testing.assert_close(state.belief.mean, other.belief.mean)
-    assert state.memory.keys() == other.memory.keys()
-    assert all(torch.equal(value, other.memory[name]) for name, value in state.memory.items())
+    assert_weightless_left_out(head, belief, df.Supports(capacity), 0.6, features)
 
 
 def test_a_step_leaves_the_supports_of_the_state_before_it() -> None:
@@ -544,14 +554,7 @@ def test_directional_mixture(forget: float, iterations: int, steps: int) -> None
 def test_samples_without_weight_have_no_share() -> None:
     head = df.PrototypeHead(normal(K, D))
     belief = df.Belief(normal(K * D, seed=1), covariance_of("Full", K * D))
-    gated = df.Filter(head, STAY, df.Gibbs(df.PseudoLabel(threshold=0.8)), df.Mixture())
-    features = 2 * normal(12, D, seed=2)
-    state, _, info = gated.step(gated.init(belief), features)
-    kept = info.weights > 0
-    assert 0 < kept.sum() < 12
-    plain = df.Filter(head, STAY, inference=df.Mixture())
-    other, _, _ = plain.step(plain.init(belief), features[kept])
-    torch.testing.assert_close(moments(state.belief), moments(other.belief))
+    assert_weightless_left_out(head, belief, df.Mixture(), 0.8, 2 * normal(12, D, seed=2))
 
 
 @every_family

@@ -27,6 +27,7 @@ from driftfilter.base.randomness import Purpose, Randomness
 from driftfilter.gaussian.covariance import antithetic
 from driftfilter.gaussian.diagonal import Diagonal
 from driftfilter.gaussian.lowrank import LowRank
+from small import refuses
 
 SEED = 3
 
@@ -572,8 +573,7 @@ def test_own_options_come_before_fields_of_the_recipe() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "message"),
+test_mistakes_name_the_nearest = refuses(
     [
         ("tnet", {}, r"preset must be one of \['source', .*\(did you mean 'tent'\?\), got 'tnet'"),
         (
@@ -590,10 +590,8 @@ def test_own_options_come_before_fields_of_the_recipe() -> None:
         ("tent", {"lr": -1.0}, r"Adam.lr must be .*, got -1.0"),
         (None, {}, r"preset must be one of .*, got None"),
     ],
+    lambda name, options: df.presets.get(name, **options),
 )
-def test_mistakes_name_the_nearest(name: Any, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        df.presets.get(name, **options)
 
 
 def test_ours_has_the_same_defaults_with_views_and_without() -> None:
