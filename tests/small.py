@@ -1,5 +1,6 @@
 """What many tests share: draws, small networks, what a state holds, and exact comparison."""
 
+import operator
 import re
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -58,12 +59,8 @@ def assert_same(actual: Any, expected: Any) -> None:
     torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 
-def call(function: Callable[[], object]) -> None:
-    function()
-
-
 def refuses(
-    cases: Iterable[tuple[Any, ...]], by: Callable[..., object] = call, exact: bool = False
+    cases: Iterable[tuple[Any, ...]], by: Callable[..., object] = operator.call, exact: bool = False
 ) -> Callable[..., None]:
     """A test that ``by`` raises a ValueError: each case is its arguments and then the message, a
     pattern unless ``exact``.

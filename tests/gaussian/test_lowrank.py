@@ -17,6 +17,7 @@ from oracles import (
     assert_equal,
     assert_moments,
     assert_represents,
+    dense_map,
     kalman_update,
     normals,
     tensor,
@@ -121,11 +122,8 @@ NOISES: dict[str, Noise] = {
 
 
 def moved(covariance: df.LowRank, gain: Gain, noise: Noise) -> Array:
-    G = gain * np.eye(SIZE) if isinstance(gain, float) else np.diag(array(gain))
-    if isinstance(noise, Tensor):
-        added = np.diag(array(noise))
-    else:
-        added = noise * np.eye(SIZE) if isinstance(noise, float) else array(noise.dense())
+    G = dense_map(gain, SIZE)
+    added = dense_map(noise if isinstance(noise, (float, Tensor)) else noise.dense(), SIZE)
     matrix: Array = G @ np.linalg.inv(precision(covariance)) @ G.T + added
     return matrix
 

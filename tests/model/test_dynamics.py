@@ -17,6 +17,7 @@ from oracles import (
     array,
     assert_equal,
     belief,
+    dense_map,
     normals,
     spd,
     tensor,
@@ -25,12 +26,6 @@ from small import refuses
 
 SOURCE = Moments(normals(2, seed=1), spd(2, 2))
 TWO = belief(SOURCE)
-
-
-def dense(gain: float | Tensor, size: int) -> Array:
-    if isinstance(gain, float):
-        return gain * np.eye(size)
-    return np.diag(array(gain)) if gain.dim() == 1 else array(gain)
 
 
 def path(dynamics: Dynamics, state: Array, steps: int) -> Array:
@@ -43,7 +38,7 @@ def path(dynamics: Dynamics, state: Array, steps: int) -> Array:
     points = [read_out @ state]
     for _ in range(steps):
         drift = motion.drift if isinstance(motion.drift, float) else array(motion.drift)
-        state = dense(motion.gain, len(state)) @ state + drift
+        state = dense_map(motion.gain, len(state)) @ state + drift
         points.append(read_out @ state)
     return np.array(points)
 
@@ -59,7 +54,7 @@ def test_gain_drift_and_layout(name: str, dtype: torch.dtype) -> None:
     )
     motion, layout = expected.dynamics(source), expected.dynamics.layout(2)
     tolerance = 1e-6 if dtype == torch.float32 else 1e-12
-    assert_equal(torch.tensor(dense(motion.gain, size)), expected.gain, tolerance)
+    assert_equal(torch.tensor(dense_map(motion.gain, size)), expected.gain, tolerance)
     drift = motion.drift if isinstance(motion.drift, float) else array(motion.drift)
     assert_equal(torch.tensor(np.zeros(size) + drift), np.zeros(size) + expected.drift, tolerance)
     assert all(

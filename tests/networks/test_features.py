@@ -5,9 +5,9 @@ on top of them.
 import copy
 import gc
 import pickle
-import threading
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -220,20 +220,9 @@ def test_threads_do_not_disturb_each_other() -> None:
     backbone = Backbone(model, "head")
     batches = [normal(4, 2, 6, 6, seed=seed) for seed in range(8)]
     expected = [model.eval().features(batch).detach() for batch in batches]
-    found: list[list[Tensor]] = [[] for _ in batches]
-
-    def work(position: int) -> None:
-        for _ in range(20):
-            found[position].append(backbone(batches[position]))
-
-    threads = [threading.Thread(target=work, args=(position,)) for position in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for results, want in zip(found, expected, strict=True):
-        assert len(results) == 20
-        assert all(torch.equal(each, want) for each in results)
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda batch: [backbone(batch) for _ in range(20)], batches))
+    assert_same(found, [[want] * 20 for want in expected])
 
 
 def test_a_step_runs_the_backbone_once() -> None:
