@@ -37,6 +37,11 @@ def tabular(seed: int = 0, width: int = 6) -> nn.Sequential:
     return nn.Sequential(*layers)
 
 
+def few_copies(preset: str) -> dict[str, Any]:
+    """An option for presets that draw copies of a batch: few, to be quick."""
+    return {"copies": 2} if preset in ("cotta", "petal", "memo", "lora") else {}
+
+
 def feed(adapter: Callable[..., object], batches: Iterable[Tensor]) -> None:
     """Batches one after the other, what is said to them thrown away."""
     for batch in batches:

@@ -17,9 +17,8 @@ import driftfilter as df
 from driftfilter.app import models, streams
 from driftfilter.app.corruptions import corrupt
 from driftfilter.storage.state_tensors import to_tensors
-from small import assert_same, refuses
+from small import assert_same, few_copies, refuses
 
-COPIES = {"cotta": 2, "petal": 2, "memo": 2, "lora": 2}  # few, to be quick
 presets = pytest.mark.parametrize("preset", df.presets.names())
 Tensors = dict[str, Tensor]
 
@@ -58,11 +57,10 @@ def images(count: int = 8, seed: int = 1) -> Tensor:
 
 
 def adapter(preset: str, model: nn.Module | None = None, **options: Any) -> df.Adapter:
-    if preset in COPIES:
-        options["copies"] = COPIES[preset]
     data = df.SourceData(
         images(16, 9), torch.arange(16) % 4
     )  # those that have no use for it leave it
+    options |= few_copies(preset)
     return df.adapt(network() if model is None else model, preset, data=data, **options)
 
 

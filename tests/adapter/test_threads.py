@@ -12,6 +12,7 @@ from torch import Tensor
 
 import driftfilter as df
 from fuzzing import batch, made, same
+from small import few_copies
 
 pytestmark = pytest.mark.slow
 
@@ -30,8 +31,7 @@ def _often() -> Iterator[None]:
 
 def adapter(case: str) -> df.Adapter:
     model, preset = case.split("-")
-    options: dict[str, Any] = {"copies": 2} if preset == "cotta" else {}
-    return df.adapt(made(model), preset, window=12, **options)
+    return df.adapt(made(model), preset, window=12, **few_copies(preset))
 
 
 def prediction(adapted: df.Adapter) -> Bits:

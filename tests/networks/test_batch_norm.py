@@ -15,7 +15,7 @@ from torch.nn import functional
 
 import driftfilter as df
 from driftfilter.networks.batch_norm import diversity
-from small import refuses
+from small import assert_same, refuses
 
 KINDS: list[Any] = ["batch", "source", df.PseudoCount(3.0), df.Ema(0.3)]
 kinds = pytest.mark.parametrize("statistics", KINDS, ids=str)
@@ -204,17 +204,12 @@ def test_statistics_of_another_network_are_refused() -> None:
 def test_the_ends_of_the_blends_are_batch_and_source() -> None:
     model, inputs = convolutional(), images()
     theta = df.Network(model).mean()
-    batch, source = (
-        df.Network(model, statistics=kind)(theta, inputs) for kind in ("batch", "source")
+    ends: Any = ("batch", "source")
+    blends = (df.PseudoCount(0.0), df.PseudoCount(1e15), df.Ema(1.0), df.Ema(0.0))
+    batch, source, *found = (
+        df.Network(model, statistics=kind)(theta, inputs) for kind in (*ends, *blends)
     )
-    torch.testing.assert_close(
-        df.Network(model, statistics=df.PseudoCount(0.0))(theta, inputs), batch
-    )
-    torch.testing.assert_close(
-        df.Network(model, statistics=df.PseudoCount(1e15))(theta, inputs), source
-    )
-    torch.testing.assert_close(df.Network(model, statistics=df.Ema(1.0))(theta, inputs), batch)
-    torch.testing.assert_close(df.Network(model, statistics=df.Ema(0.0))(theta, inputs), source)
+    torch.testing.assert_close(found, [batch, source] * 2)
 
 
 @exact
@@ -277,12 +272,8 @@ def test_one_value_a_channel_has_the_derivative_of_its_values_under_ema() -> Non
     expected = reference(model, inputs, 0.3)[0]
     torch.testing.assert_close(logits, expected)
     cotangents = torch.randn_like(logits)
-    gradient = torch.cat(
-        [
-            each.flatten()
-            for each in torch.autograd.grad(expected, list(model.parameters()), cotangents)
-        ]
-    )
+    gradients = torch.autograd.grad(expected, list(model.parameters()), cotangents)
+    gradient = torch.cat([each.flatten() for each in gradients])
     torch.testing.assert_close(pullback.total(cotangents), gradient, rtol=1e-10, atol=1e-10)
 
 
@@ -551,9 +542,7 @@ def test_a_checkpoint_carries_the_diversity() -> None:
     second.load_state_dict(copy.deepcopy(first.state_dict()))
     for seed in range(2, 4):
         assert torch.equal(first(images(seed=seed)), second(images(seed=seed)))
-        assert all(
-            torch.equal(one, other) for one, other in zip(kept(first), kept(second), strict=True)
-        )
+        assert_same(kept(first), kept(second))
     without = {
         name: value
         for name, value in first.state_dict().items()

@@ -272,11 +272,8 @@ def bacs() -> Case:
             members.append(model(batch).detach().softmax(1))
         by_hand.assign(parameters, here)
         now = torch.cat([parameter.flatten() for parameter in parameters])
-        rule.zero_grad()
-        (
-            by_hand.tent_loss(model(batch)) + 0.05 / 2 * (precision * (now - start) ** 2).sum()
-        ).backward()
-        rule.step()
+        pull = 0.05 / 2 * (precision * (now - start) ** 2).sum()
+        by_hand.minimise(rule, by_hand.tent_loss(model(batch)) + pull)
         spread = torch.diag(1 / precision)
         steps.append(
             by_hand.Step(by_hand.flat(parameters), torch.stack(members).mean(0), covariance=spread)

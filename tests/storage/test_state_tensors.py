@@ -14,9 +14,8 @@ import driftfilter as df
 from driftfilter.base.randomness import Purpose, Randomness
 from driftfilter.base.tensors import as_tensor, as_text, map_tensors
 from driftfilter.storage.state_tensors import from_tensors, kinds, to_tensors
-from small import assert_same, contents, feed
+from small import assert_same, contents, feed, few_copies
 
-COPIES = {"cotta": 2, "petal": 2, "memo": 2, "lora": 2}  # few, to be quick
 Tensors = dict[str, Tensor]
 
 
@@ -42,11 +41,8 @@ def images(seed: int, count: int = 6) -> Tensor:
 
 
 def adapter(preset: str, **options: Any) -> df.Adapter:
-    if preset in COPIES:
-        options["copies"] = COPIES[preset]
-    return df.adapt(
-        Backwards(), preset, data=df.SourceData(images(9, 12), torch.arange(12) % 3), **options
-    )
+    data = df.SourceData(images(9, 12), torch.arange(12) % 3)
+    return df.adapt(Backwards(), preset, data=data, **options, **few_copies(preset))
 
 
 def stored(state: Tensors) -> Tensors:
