@@ -53,6 +53,19 @@ def moments(belief: df.Belief) -> tuple[Tensor, Tensor]:
     return belief.mean, belief.covariance.dense()
 
 
+class Written(nn.Module):
+    """Layers by name, and a forward pass that is a function of the module and its inputs."""
+
+    def __init__(self, forward: Callable[[Any, Tensor], Any], **layers: nn.Module) -> None:
+        super().__init__()
+        self.written = forward
+        for name, layer in layers.items():
+            self.add_module(name, layer)
+
+    def forward(self, inputs: Tensor) -> Any:
+        return self.written(self, inputs)
+
+
 def contents(state: df.FilterState) -> list[Tensor]:
     """Copies of everything in a state."""
     parts = *moments(state.belief), *moments(state.source), *state.memory.values()

@@ -15,7 +15,7 @@ from torch.nn.utils import parametrizations
 
 import driftfilter as df
 from driftfilter.networks.layers import NORMS
-from small import conv
+from small import Written, conv
 
 HEAD = df.Recipe(
     parameters=df.Head(), statistics="source", inference=df.Frozen()
@@ -92,21 +92,17 @@ class Pair(nn.Module):
         return self.head(self.norm(self.left(left) + self.right(right)))
 
 
-class Backwards(nn.Module):
+def backwards() -> nn.Module:
     """Registers its head first, and one norm under two names, which it uses twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head, self.norm, self.first, self.last = (
-            nn.Linear(6, 3),
-            nn.LayerNorm(6),
-            nn.Linear(4, 6),
-            nn.Linear(6, 6),
-        )
-        self.again = self.norm
-
-    def forward(self, inputs: Tensor) -> Any:
-        return self.head(self.again(self.last(self.norm(self.first(inputs)).tanh())))
+    norm = nn.LayerNorm(6)
+    return Written(
+        lambda own, x: own.head(own.again(own.last(own.norm(own.first(x)).tanh()))),
+        head=nn.Linear(6, 3),
+        norm=norm,
+        first=nn.Linear(4, 6),
+        last=nn.Linear(6, 6),
+        again=norm,
+    )
 
 
 class Stochastic(nn.Module):
@@ -189,7 +185,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     "LSTM": (lambda: Words(True), words),
     "text transformer": (lambda: Words(False), words),
     "two inputs": (Pair, lambda: (table(), torch.randn(8, 3))),
-    "registered backwards, shared norm": (Backwards, table),
+    "registered backwards, shared norm": (backwards, table),
     "dropout, stochastic depth": (Stochastic, table),
     "weight norm": (lambda: conv(wrap=parametrizations.weight_norm), images),
     "spectral norm": (lambda: conv(wrap=parametrizations.spectral_norm), images),

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import driftfilter as df
+from small import Written
 
 
 class Net(nn.Module):
@@ -45,37 +46,6 @@ class Shifted(nn.Linear):
         return 2 * super().forward(inputs) + self.bias.square()
 
 
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.MultiheadAttention(4, 2, batch_first=True)
-
-    def forward(self, inputs: Tensor) -> Any:
-        return self.inner(inputs, inputs, inputs)[0]
-
-
-class Windows(nn.Module):
-    """A layer norm on windows [n · 3, 2, 4] of each sample's six tokens."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.mix = nn.LayerNorm(4), nn.Linear(4, 4)
-
-    def forward(self, inputs: Tensor) -> Any:
-        return self.mix(self.norm(inputs.reshape(-1, 2, 4))).reshape(len(inputs), 6, 4)
-
-
-class SequenceFirst(nn.Module):
-    """A layer norm on [tokens, n, 4], where no sample can be told from another."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(4)
-
-    def forward(self, inputs: Tensor) -> Any:
-        return self.norm(inputs.transpose(0, 1)).transpose(0, 1)
-
-
 class Transformer(nn.Module):
     """Torch's own encoder, on [tokens, n, 4] or on [n, tokens, 4]."""
 
@@ -91,27 +61,19 @@ class Transformer(nn.Module):
         return self.encoder(inputs.transpose(0, 1)).transpose(0, 1)
 
 
-class Shared(nn.Module):
+def share() -> nn.Module:
     """One linear layer used twice, and its weight once more under another name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.two.weight = self.one.weight
-
-    def forward(self, inputs: Tensor) -> Any:
-        return self.two(torch.tanh(self.one(torch.tanh(self.one(inputs)))))
+    one, two = nn.Linear(4, 4), nn.Linear(4, 4)
+    two.weight = one.weight
+    return Written(
+        lambda own, x: own.two(torch.tanh(own.one(torch.tanh(own.one(x))))), one=one, two=two
+    )
 
 
-class Aliased(nn.Module):
+def alias() -> nn.Module:
     """One layer under two names."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one = self.two = nn.Linear(4, 4)
-
-    def forward(self, inputs: Tensor) -> Any:
-        return self.two(torch.tanh(self.one(inputs)))
+    layer = nn.Linear(4, 4)
+    return Written(lambda own, x: own.two(torch.tanh(own.one(x))), one=layer, two=layer)
 
 
 def first(result: Any) -> Any:
@@ -143,14 +105,38 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
         lambda: Net(nn.InstanceNorm1d(3, affine=True, track_running_stats=True)),
         (3, 5),
     ),
-    "windows": (lambda: Net(Windows()), (6, 4)),
-    "shared": (lambda: Net(Shared()), (4,)),
-    "aliased": (lambda: Net(Aliased()), (4,)),
+    "windows": (  # a layer norm on windows [n · 3, 2, 4] of each sample's six tokens
+        lambda: Net(
+            Written(
+                lambda own, x: own.mix(own.norm(x.reshape(-1, 2, 4))).reshape(len(x), 6, 4),
+                norm=nn.LayerNorm(4),
+                mix=nn.Linear(4, 4),
+            )
+        ),
+        (6, 4),
+    ),
+    "shared": (lambda: Net(share()), (4,)),
+    "aliased": (lambda: Net(alias()), (4,)),
     "own parameter": (lambda: Net(Scaled()), (4,)),
     "overridden forward": (lambda: Net(Shifted(4, 3)), (4,)),
-    "sequence first": (lambda: Net(SequenceFirst()), (7, 4)),
+    "sequence first": (  # on [tokens, n, 4], where no sample can be told from another
+        lambda: Net(
+            Written(
+                lambda own, x: own.norm(x.transpose(0, 1)).transpose(0, 1), norm=nn.LayerNorm(4)
+            )
+        ),
+        (7, 4),
+    ),
     "transposed convolution": (lambda: Net(nn.ConvTranspose2d(2, 3, 2)), (2, 3, 3)),
-    "attention": (lambda: Net(Attention()), (3, 4)),
+    "attention": (
+        lambda: Net(
+            Written(
+                lambda own, x: own.inner(x, x, x)[0],
+                inner=nn.MultiheadAttention(4, 2, batch_first=True),
+            )
+        ),
+        (3, 4),
+    ),
     "lstm": (lambda: Net(nn.LSTM(4, 3, num_layers=2, batch_first=True), first), (5, 4)),
     "gru": (lambda: Net(nn.GRU(4, 3, batch_first=True, bidirectional=True), first), (5, 4)),
 }

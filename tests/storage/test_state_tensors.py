@@ -14,26 +14,21 @@ import driftfilter as df
 from driftfilter.base.randomness import Purpose, Randomness
 from driftfilter.base.tensors import as_tensor, as_text, map_tensors
 from driftfilter.storage.state_tensors import from_tensors, kinds, to_tensors
-from small import assert_same, contents, feed, few_copies
+from small import Written, assert_same, contents, feed, few_copies
 
 Tensors = dict[str, Tensor]
 
 
-class Backwards(nn.Module):
+def backwards() -> nn.Module:
     """Registers its head first."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.head, self.conv, self.bn, self.middle = (
-            nn.Linear(5, 3),
-            nn.Conv2d(3, 6, 3),
-            nn.BatchNorm2d(6),
-            nn.Linear(6, 5),
-        )
-
-    def forward(self, inputs: Tensor) -> Any:
-        return self.head(self.middle(self.bn(self.conv(inputs)).relu().mean((2, 3))).relu())
+    torch.manual_seed(0)
+    return Written(
+        lambda own, x: own.head(own.middle(own.bn(own.conv(x)).relu().mean((2, 3))).relu()),
+        head=nn.Linear(5, 3),
+        conv=nn.Conv2d(3, 6, 3),
+        bn=nn.BatchNorm2d(6),
+        middle=nn.Linear(6, 5),
+    )
 
 
 def images(seed: int, count: int = 6) -> Tensor:
@@ -42,7 +37,7 @@ def images(seed: int, count: int = 6) -> Tensor:
 
 def adapter(preset: str, **options: Any) -> df.Adapter:
     data = df.SourceData(images(9, 12), torch.arange(12) % 3)
-    return df.adapt(Backwards(), preset, data=data, **options, **few_copies(preset))
+    return df.adapt(backwards(), preset, data=data, **options, **few_copies(preset))
 
 
 def stored(state: Tensors) -> Tensors:
@@ -190,7 +185,7 @@ WRONG: dict[str, tuple[str, Callable[[Tensors], Any], str]] = {
     ),
     "a model's": (
         "tent",
-        lambda state: Backwards().state_dict(),
+        lambda state: backwards().state_dict(),
         "state 'recipe' must be the same",
     ),
     "no mean": (
