@@ -37,15 +37,17 @@ class Patches(nn.Module):
         return self.head(hidden.mean(1 if self.batch_first else 0))
 
 
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.attention = nn.Linear(9, 8), nn.MultiheadAttention(8, 2, batch_first=True)
-        self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, 3)
+def attend(own: Any, images: Tensor) -> Any:
+    patches = own.embed(images.reshape(len(images), -1, 9))
+    return own.head(own.norm(patches + own.attention(patches, patches, patches)[0]).mean(1))
 
-    def forward(self, images: Tensor) -> Any:
-        patches = self.embed(images.reshape(len(images), -1, 9))
-        return self.head(self.norm(patches + self.attention(patches, patches, patches)[0]).mean(1))
+
+def drop(own: Any, inputs: Tensor) -> Any:
+    """Dropout and stochastic depth."""
+    hidden = nn.functional.dropout(own.norm(own.stem(inputs)), 0.5, own.training)
+    if not own.training or torch.rand(()) > 0.5:
+        hidden = hidden + own.block(hidden).relu()
+    return own.head(hidden)
 
 
 class Words(nn.Module):
@@ -105,25 +107,6 @@ def backwards() -> nn.Module:
     )
 
 
-class Stochastic(nn.Module):
-    """Dropout and stochastic depth."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem, self.norm, self.block, self.head = (
-            nn.Linear(4, 6),
-            nn.BatchNorm1d(6),
-            nn.Linear(6, 6),
-            nn.Linear(6, 3),
-        )
-
-    def forward(self, inputs: Tensor) -> Any:
-        hidden = nn.functional.dropout(self.norm(self.stem(inputs)), 0.5, self.training)
-        if not self.training or torch.rand(()) > 0.5:
-            hidden = hidden + self.block(hidden).relu()
-        return self.head(hidden)
-
-
 def volume() -> nn.Module:
     last = nn.AdaptiveAvgPool3d(1), nn.Flatten(), nn.Linear(6, 3)
     return nn.Sequential(nn.Conv3d(3, 6, 3), nn.BatchNorm3d(6), nn.ReLU(), *last)
@@ -181,12 +164,30 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     "volumes": (volume, lambda: torch.randn(8, 3, 4, 4, 4)),
     "transformer": (Patches, images),
     "transformer, sequence first": (lambda: Patches(False), images),
-    "attention": (Attention, images),
+    "attention": (
+        lambda: Written(
+            attend,
+            embed=nn.Linear(9, 8),
+            attention=nn.MultiheadAttention(8, 2, batch_first=True),
+            norm=nn.LayerNorm(8),
+            head=nn.Linear(8, 3),
+        ),
+        images,
+    ),
     "LSTM": (lambda: Words(True), words),
     "text transformer": (lambda: Words(False), words),
     "two inputs": (Pair, lambda: (table(), torch.randn(8, 3))),
     "registered backwards, shared norm": (backwards, table),
-    "dropout, stochastic depth": (Stochastic, table),
+    "dropout, stochastic depth": (
+        lambda: Written(
+            drop,
+            stem=nn.Linear(4, 6),
+            norm=nn.BatchNorm1d(6),
+            block=nn.Linear(6, 6),
+            head=nn.Linear(6, 3),
+        ),
+        table,
+    ),
     "weight norm": (lambda: conv(wrap=parametrizations.weight_norm), images),
     "spectral norm": (lambda: conv(wrap=parametrizations.spectral_norm), images),
     "old weight norm": (old_weight_norm, images),

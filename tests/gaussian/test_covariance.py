@@ -101,11 +101,6 @@ def test_isotropic_by_name(structure: str) -> None:
         assert getattr(few, "rank", 2) == 2
 
 
-def test_blocks_have_no_name() -> None:
-    with pytest.raises(ValueError, match="Blocks cannot carry a start by its name; use"):
-        df.Blocks.isotropic_like(1.0, torch.zeros(2))
-
-
 @really_every
 def test_what_a_structure_says_of_itself(name: str) -> None:
     covariance = EVERY_STRUCTURE[name](0).covariance
@@ -431,6 +426,10 @@ test_what_cannot_be_is_refused = refuses(
         (
             lambda: df.Full(EYE).propagate(0.0, 0.0).condition(EYE[:1]),
             "the covariance is not positive definite",
+        ),
+        (
+            lambda: df.Blocks.isotropic_like(1.0, torch.zeros(2)),
+            "Blocks cannot carry a start by its name; use",
         ),
     ]
 )

@@ -347,6 +347,12 @@ test_refusals_name_field_value_and_range = refuses(
             lambda: broken(normal(4, 2) * torch.nan),
             r"the model's logits must be finite, got nan at index \[0, 0\] \(8 of 8",
         ),
+        (
+            lambda: Gibbs(PseudoLabel(), teacher=Teacher(augmentation=GaussianNoise()))(
+                Lifted(perceptron), normal(15), normal(5, 2), {}, RANDOMNESS
+            ),
+            "source must be the source belief if there is a teacher, got None",
+        ),
     ]
 )
 
@@ -402,14 +408,6 @@ def test_a_teacher_follows_slowly_from_the_source() -> None:
         slow = 0.75 * slow + 0.25 * normal(4, seed=seed)
         torch.testing.assert_close(memory["teacher"], slow, rtol=1e-13, atol=1e-15)
     assert torch.equal(memory["other"], normal(1))
-
-
-def test_a_teacher_needs_to_know_the_source() -> None:
-    observation = Gibbs(PseudoLabel(), teacher=Teacher(augmentation=GaussianNoise()))
-    with pytest.raises(
-        ValueError, match="source must be the source belief if there is a teacher, got None"
-    ):
-        observation(Lifted(perceptron), normal(15), normal(5, 2), {}, RANDOMNESS)
 
 
 @pytest.mark.parametrize("over", ["batch", "kept"])

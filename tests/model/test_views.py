@@ -221,6 +221,13 @@ test_refusals_name_field_value_and_range = refuses(
             r"the augmentation must give a tensor of 3 samples, as many as the inputs, got "
             r"NoneType",
         ),
+        *(
+            (
+                lambda inputs=inputs: ImageViews()(inputs, draws()()),
+                r"inputs of ImageViews must be floating-point images \[n, c, h, w\]",
+            )
+            for inputs in (torch.zeros(3, 4), torch.zeros(1, 3, 8, 8, dtype=torch.uint8))
+        ),
     ]
 )
 
@@ -320,18 +327,6 @@ def test_the_same_seed_gives_the_same_images_and_leaves_them() -> None:
     assert torch.equal(viewed(ImageViews()), viewed(ImageViews()))
     assert not torch.equal(viewed(ImageViews()), viewed(ImageViews(), seed=1))
     assert torch.equal(IMAGES, before)
-
-
-@pytest.mark.parametrize(
-    "inputs",
-    [torch.zeros(3, 4), torch.zeros(1, 3, 8, 8, dtype=torch.uint8)],
-    ids=["vectors", "bytes"],
-)
-def test_image_views_of_what_is_no_image(inputs: Tensor) -> None:
-    with pytest.raises(
-        ValueError, match=r"inputs of ImageViews must be floating-point images \[n, c, h, w\]"
-    ):
-        ImageViews()(inputs, draws()())
 
 
 def test_mirror_exchanges_left_and_right_and_draws_nothing() -> None:

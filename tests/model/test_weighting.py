@@ -161,12 +161,6 @@ def test_an_empty_gate_leaves_the_memory_as_it_was() -> None:
     assert after[NAME] is memory[NAME]
 
 
-def test_a_batch_with_other_classes_is_refused() -> None:
-    _, memory = weigh(DiversityGate(), batch(k=4))
-    with pytest.raises(ValueError, match="logits must be 4 classes as before, got '3 classes'"):
-        weigh(DiversityGate(), batch(k=3), None, memory)
-
-
 # ------------------------------------------------------------------ products
 
 
@@ -281,6 +275,10 @@ test_refusals_name_field_value_and_range = refuses(
         (
             lambda: Product((Constant,)),  # type: ignore[arg-type]
             r"Product.factors must be of role .weighting., such as .*, got <class",
+        ),
+        (
+            lambda: weigh(DiversityGate(), batch(k=3), None, weigh(DiversityGate(), batch(k=4))[1]),
+            "logits must be 4 classes as before, got '3 classes'",
         ),
     ]
 )

@@ -46,19 +46,13 @@ class Shifted(nn.Linear):
         return 2 * super().forward(inputs) + self.bias.square()
 
 
-class Transformer(nn.Module):
+def transformer(batch_first: bool) -> nn.Module:
     """Torch's own encoder, on [tokens, n, 4] or on [n, tokens, 4]."""
-
-    def __init__(self, batch_first: bool) -> None:
-        super().__init__()
-        layer = nn.TransformerEncoderLayer(4, 2, 6, batch_first=batch_first)
-        self.batch_first = batch_first
-        self.encoder = nn.TransformerEncoder(layer, 2, nn.LayerNorm(4), enable_nested_tensor=False)
-
-    def forward(self, inputs: Tensor) -> Any:
-        if self.batch_first:
-            return self.encoder(inputs)
-        return self.encoder(inputs.transpose(0, 1)).transpose(0, 1)
+    layer = nn.TransformerEncoderLayer(4, 2, 6, batch_first=batch_first)
+    encoder = nn.TransformerEncoder(layer, 2, nn.LayerNorm(4), enable_nested_tensor=False)
+    if batch_first:
+        return encoder
+    return Written(lambda own, x: own.encoder(x.transpose(0, 1)).transpose(0, 1), encoder=encoder)
 
 
 def share() -> nn.Module:
@@ -198,7 +192,7 @@ def test_transformers(batch_first: bool, selection: df.Selection) -> None:
     """With as many tokens as would pass for samples."""
     torch.manual_seed(0)
     model, inputs = (
-        Net(Transformer(batch_first)).double(),
+        Net(transformer(batch_first)).double(),
         torch.randn(3, 6, 4, dtype=torch.float64),
     )
     network = df.Network(model, selection)

@@ -153,6 +153,7 @@ def test_a_mode_that_is_not_reached_is_an_error() -> None:
 
 
 anything: Any = df  # for values that the types forbid
+EVIDENT = df.Laplace("diagonal", precision="marginal_likelihood")
 HEAD = df.LinearHead(3, intercept=True)
 THETA = torch.tensor([0.3, -1.0, 0.5, 0.0, 0.8, -0.4, -0.2, 0.1, 0.6], dtype=torch.float64)
 
@@ -273,6 +274,16 @@ test_refusals_name_the_field = refuses(
         (
             lambda: df.Gaussian(taper=1.0)(HEAD, THETA),
             "Gaussian.taper must be 0 for it, got 'a model without named parameters",
+        ),
+        (
+            lambda: EVIDENT(HEAD, 0 * THETA, df.SourceData(problem(3)[0])),
+            "Laplace: mean must be other than 0",
+        ),
+        (
+            lambda: replace(EVIDENT, curvature=df.NoCurvature(), labels="predicted")(
+                HEAD, THETA, df.SourceData(problem(3)[0])
+            ),
+            "Laplace: data must be data that inform the parameters",
         ),
     ]
 )
@@ -472,15 +483,6 @@ def test_log_evidence_against_quadrature() -> None:
     assert dense_log_evidence(lam, curvature, mode, peak) == pytest.approx(
         np.log(integral) + peak, abs=0.01
     )
-
-
-def test_no_marginal_likelihood_without_information() -> None:
-    chosen = df.Laplace("diagonal", precision="marginal_likelihood")
-    data = df.SourceData(problem(3)[0])
-    with pytest.raises(ValueError, match="Laplace: mean must be other than 0"):
-        chosen(HEAD, 0 * THETA, data)
-    with pytest.raises(ValueError, match="Laplace: data must be data that inform the parameters"):
-        replace(chosen, curvature=df.NoCurvature(), labels="predicted")(HEAD, THETA, data)
 
 
 EVIDENCE = "marginal_likelihood"
