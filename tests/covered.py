@@ -1,8 +1,12 @@
-"""Blocks of every class that compiled code covers, as compiled.plan.COVERED lists them."""
+"""Blocks of every class that compiled code covers, as compiled.plan.COVERED lists them, and what
+tests of that code share.
+"""
 
 from __future__ import annotations
 
 from typing import Any
+
+import torch
 
 import driftfilter as df
 from driftfilter.compiled.plan import COVERED
@@ -53,3 +57,19 @@ def blocks(role: str) -> dict[str, Any]:
 LOSSES, WEIGHTINGS = blocks("loss"), blocks("weighting")
 CURVATURES, PREDICTIONS = blocks("curvature"), blocks("prediction")
 STRUCTURES = [structure.__name__.lower() for structure in COVERED["covariance"]]
+
+
+def build(**parts: Any) -> df.Filter:
+    """Logistic regression, or what the parts make of it."""
+    usual: dict[str, Any] = {
+        "logits": df.LinearHead(2),
+        "transition": df.Transition(df.MeanReversion(0.95), df.Isotropic(0.01)),
+        "observation": df.Gibbs(df.Entropy()),
+        "inference": df.Linearized(df.Hessian()),
+        "prediction": df.LinearizedProbit(),
+    }
+    return df.Filter(**{**usual, **parts})
+
+
+def assert_close(one: Any, other: Any, tolerance: float = 1e-9) -> None:
+    torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)

@@ -32,38 +32,15 @@ GENTLE = {
 Outcome = tuple[Tensor, ...] | str  # what a call has returned, or the error it has raised
 
 
-def batch_norm() -> nn.Module:
-    layers = (
-        nn.Conv2d(3, 5, 3),
-        nn.BatchNorm2d(5),
-        nn.ReLU(),
-        nn.Flatten(),
-        nn.BatchNorm1d(20),
-        nn.Linear(20, CLASSES),
-    )
-    return nn.Sequential(*layers)
-
-
-def group_norm() -> nn.Module:
-    layers = (
-        nn.Conv2d(3, 6, 3),
-        nn.GroupNorm(2, 6),
-        nn.ReLU(),
-        nn.Flatten(),
-        nn.LayerNorm(24),
-        nn.Linear(24, CLASSES),
-    )
-    return nn.Sequential(*layers)
-
-
-def linear() -> nn.Module:
-    return nn.Sequential(nn.AvgPool2d(2), nn.Flatten(), nn.Linear(12, CLASSES))
+def convolutional(channels: int, first: nn.Module, second: nn.Module) -> nn.Module:
+    layers = nn.Conv2d(3, channels, 3), first, nn.ReLU(), nn.Flatten(), second
+    return nn.Sequential(*layers, nn.Linear(4 * channels, CLASSES))
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "batch_norm": batch_norm,
-    "group_norm": group_norm,
-    "linear": linear,
+    "batch_norm": lambda: convolutional(5, nn.BatchNorm2d(5), nn.BatchNorm1d(20)),
+    "group_norm": lambda: convolutional(6, nn.GroupNorm(2, 6), nn.LayerNorm(24)),
+    "linear": lambda: nn.Sequential(nn.AvgPool2d(2), nn.Flatten(), nn.Linear(12, CLASSES)),
 }
 HEADS = (
     "source",

@@ -140,8 +140,7 @@ EVERY_STRUCTURE: dict[str, Callable[[int], Example]] = {  # for what does not co
 def assert_represents(covariance: Covariance, dense: Array, tolerance: float = 1e-10) -> None:
     """Every operation that reads a covariance agrees with the dense matrix."""
     size, precision = len(dense), np.linalg.inv(dense)
-    assert covariance.dimension == size
-    assert covariance.dtype == torch.float64
+    assert (covariance.dimension, covariance.dtype) == (size, torch.float64)
     assert_equal(covariance.dense(), dense, tolerance)
     assert_equal(covariance.variance(), np.diag(dense), tolerance)
     assert_equal(covariance.log_determinant(), np.linalg.slogdet(dense)[1], tolerance)
@@ -154,17 +153,19 @@ def assert_represents(covariance: Covariance, dense: Array, tolerance: float = 1
         assert_equal(covariance.solve(tensor(vectors)), vectors @ precision, tolerance)
 
 
+def dense_map(value: float | Tensor, size: int) -> Array:
+    """The matrix of a number, a diagonal or a matrix."""
+    if isinstance(value, float):
+        return value * np.eye(size)
+    return np.diag(array(value)) if value.dim() == 1 else array(value)
+
+
 # The Kalman filter --------------------------------------------------------------------------------
 
 
 class Moments(NamedTuple):
     mean: Array
     covariance: Array
-
-
-def kalman_predict(state: Moments, gain: Array, drift: Array) -> Moments:
-    """Mean and covariance after θ ← G θ + c, before any noise."""
-    return Moments(gain @ state.mean + drift, gain @ state.covariance @ gain.T)
 
 
 def kalman_update(prior: Moments, design: Array, targets: Array, variance: float) -> Moments:
@@ -362,8 +363,7 @@ class System:
         """One step without data; the noise of a part acts on its own block, or for Reset on its
         rows and columns.
         """
-        moved = kalman_predict(state, self.gain, self.drift)
-        covariance = moved.covariance.copy()
+        covariance = self.gain @ state.covariance @ self.gain.T
         for part, own, size in zip(self.parts, _slices(self.states), self.states, strict=True):
             gain, before, source = (
                 self.gain[own, own],
@@ -386,7 +386,7 @@ class System:
                 covariance[own, own] += (
                     gain[0, 0] * (1 - gain[0, 0]) * np.diag(np.diag(before) + distance**2)
                 )
-        return Moments(moved.mean, covariance)
+        return Moments(self.gain @ state.mean + self.drift, covariance)
 
 
 def _slices(sizes: list[int]) -> list[slice]:

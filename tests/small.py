@@ -1,8 +1,11 @@
-"""What many tests share: seeded draws, small networks, and all that a filter state holds."""
+"""What many tests share: draws, small networks, what a state holds, and exact comparison."""
 
-from collections.abc import Callable
+import operator
+import re
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -34,12 +37,57 @@ def tabular(seed: int = 0, width: int = 6) -> nn.Sequential:
     return nn.Sequential(*layers)
 
 
+def few_copies(preset: str) -> dict[str, Any]:
+    """An option for presets that draw copies of a batch: few, to be quick."""
+    return {"copies": 2} if preset in ("cotta", "petal", "memo", "lora") else {}
+
+
+def feed(adapter: Callable[..., object], batches: Iterable[Tensor]) -> None:
+    """Batches one after the other, what is said to them thrown away."""
+    for batch in batches:
+        adapter(batch)
+
+
+def moments(belief: df.Belief) -> tuple[Tensor, Tensor]:
+    """Mean and dense covariance."""
+    return belief.mean, belief.covariance.dense()
+
+
+class Written(nn.Module):
+    """Layers by name, and a forward pass that is a function of the module and its inputs."""
+
+    def __init__(self, forward: Callable[[Any, Tensor], Any], **layers: nn.Module) -> None:
+        super().__init__()
+        self.written = forward
+        for name, layer in layers.items():
+            self.add_module(name, layer)
+
+    def forward(self, inputs: Tensor) -> Any:
+        return self.written(self, inputs)
+
+
 def contents(state: df.FilterState) -> list[Tensor]:
     """Copies of everything in a state."""
-    parts = [
-        state.belief.mean,
-        state.belief.covariance.dense(),
-        state.source.mean,
-        state.source.covariance.dense(),
-    ]
-    return [part.clone() for part in [*parts, *state.memory.values()]]
+    parts = *moments(state.belief), *moments(state.source), *state.memory.values()
+    return [part.clone() for part in parts]
+
+
+def assert_same(actual: Any, expected: Any) -> None:
+    """Bit for bit: tensors, or sequences and mappings of them."""
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
+def refuses(
+    cases: Iterable[tuple[Any, ...]], by: Callable[..., object] = operator.call, exact: bool = False
+) -> Callable[..., None]:
+    """A test that ``by`` raises a ValueError: each case is its arguments and then the message, a
+    pattern unless ``exact``.
+    """
+
+    @pytest.mark.parametrize("case", cases)
+    def test(case: tuple[object, ...]) -> None:
+        *arguments, message = case
+        with pytest.raises(ValueError, match=re.escape(str(message)) if exact else str(message)):
+            by(*arguments)
+
+    return test

@@ -20,9 +20,7 @@ from torch import Tensor, nn
 import driftfilter as df
 from driftfilter import callbacks
 from driftfilter.callbacks import JsonLines, TensorBoard
-from small import normal, tabular
-
-ROOT = Path(__file__).parent.parent
+from small import assert_same, feed, normal, tabular
 
 
 def network() -> nn.Module:
@@ -42,17 +40,21 @@ def adapted(*given: df.Callback, **options: Any) -> df.Adapter:
     return df.adapt(network(), "driftfilter", callbacks=given, **options)
 
 
+def watched(*given: df.Callback, **options: Any) -> tuple[Kept, df.Adapter]:
+    """What is told, and an adapter that tells it."""
+    told = Kept()
+    return told, adapted(told, *given, **options)
+
+
 # What is told
 
 
 def test_a_step_is_told_as_it_was() -> None:
-    told = Kept()
-    adapter, alone = adapted(told), adapted()
+    (told, adapter), alone = watched(), adapted()
     for number in range(3):
         logs = adapter(batch(number))
         assert torch.equal(logs, alone(batch(number)))  # to be watched changes nothing
-        step = told[number]
-        p = logs.exp().double().numpy()
+        step, p = told[number], logs.exp().double().numpy()
         assert (step.number, step.samples, step.events, step.accuracy) == (number, 16, (), None)
         assert step.entropy == pytest.approx(entr(p).sum(1).mean(), rel=1e-6)
         assert step.shares == tuple((p.argmax(1) == label).mean() for label in range(3))
@@ -68,16 +70,13 @@ def test_a_step_is_told_as_it_was() -> None:
 
 
 def test_a_step_without_update_and_an_update_without_prediction() -> None:
-    told = Kept()
-    adapter = adapted(told, update_every=2)
-    for number in range(4):
-        adapter(batch(number))
+    told, adapter = watched(update_every=2)
+    feed(adapter, map(batch, range(4)))
     assert [step.number for step in told] == [0, 1, 2, 3]
-    assert [step.info is None for step in told] == [True, False, True, False]
-    assert [math.isnan(step.signals.distance) for step in told] == [True, False, True, False]
-    assert [step.to_dict()["energy"] is None for step in told] == [True, False, True, False]
-    told.clear()
-    adapter = adapted(told)
+    for step in told:
+        without = (step.info is None, step.to_dict()["energy"] is None)
+        assert (*without, math.isnan(step.signals.distance)) == (step.number % 2 == 0,) * 3
+    told, adapter = watched()
     for number in range(2):
         info = adapter.update(batch(number))
     assert [step.number for step in told] == [0, 1]
@@ -87,10 +86,8 @@ def test_a_step_without_update_and_an_update_without_prediction() -> None:
 
 
 def test_numbers_go_on_after_a_checkpoint() -> None:
-    told = Kept()
-    adapter, other = adapted(), adapted(told)
-    for number in range(3):
-        adapter(batch(number))
+    adapter, (told, other) = adapted(), watched()
+    feed(adapter, map(batch, range(3)))
     other.load_state_dict(adapter.state_dict())
     other(batch(3))
     assert told[0].number == 3
@@ -105,8 +102,7 @@ def test_numbers_go_on_after_a_checkpoint() -> None:
     ids=["plain", "every", "chunk", "window"],
 )
 def test_numbers_count_calls_of_either_kind(options: dict[str, Any]) -> None:
-    told = Kept()
-    adapter = adapted(told, **options)
+    told, adapter = watched(**options)
     calls: list[Callable[..., Any]] = [
         adapter,
         adapter,
@@ -123,8 +119,7 @@ def test_numbers_count_calls_of_either_kind(options: dict[str, Any]) -> None:
 
 
 def test_numbers_go_on_while_an_adapter_is_frozen() -> None:
-    told = Kept()
-    adapter = adapted(told, monitor=df.Monitor(distance=1e-6, on_parameters="freeze"))
+    told, adapter = watched(monitor=df.Monitor(distance=1e-6, on_parameters="freeze"))
     for number in range(2):
         adapter(batch(number))
         adapter.update(batch(number))
@@ -133,18 +128,15 @@ def test_numbers_go_on_while_an_adapter_is_frozen() -> None:
 
 
 def test_numbers_go_on_after_a_checkpoint_of_updates_and_calls() -> None:
-    told = Kept()
-    adapter, other = adapted(update_every=2), adapted(told, update_every=2)
+    adapter, (told, other) = adapted(update_every=2), watched(update_every=2)
     for call in (adapter, adapter.update, adapter):
         call(batch(0))
     saved = adapter.state_dict()
     other.load_state_dict(saved)
     other(batch(1))
     assert told[0].number == 3
-    older = {
-        name: value for name, value in saved.items() if name != "number"
-    }  # of a version that did not count
-    other.load_state_dict(older)
+    del saved["number"]  # of a version that did not count
+    other.load_state_dict(saved)
     other(batch(1))
     assert told[1].number == 2  # at least so many there were
 
@@ -155,10 +147,8 @@ def test_what_is_told_and_what_is_returned_are_apart() -> None:
             assert step.log_probabilities is not None
             step.log_probabilities.zero_()
 
-    told = Kept()
-    adapter, writing, alone = adapted(told), adapted(Writes()), adapted()
-    wanted = alone(batch(0))
-    assert torch.equal(writing(batch(0)), wanted)
+    (told, adapter), wanted = watched(), adapted()(batch(0))
+    assert torch.equal(adapted(Writes())(batch(0)), wanted)
     adapter(batch(0)).zero_()
     assert told[0].log_probabilities is not None
     assert torch.equal(told[0].log_probabilities, wanted)
@@ -168,10 +158,8 @@ def test_what_is_told_and_what_is_returned_are_apart() -> None:
 
 
 def test_events_are_those_of_the_step() -> None:
-    told = Kept()
-    adapter = adapted(told, monitor=df.Monitor(distance=1e-6))
-    for number in range(4):
-        adapter(batch(number))
+    told, adapter = watched(monitor=df.Monitor(distance=1e-6))
+    feed(adapter, map(batch, range(4)))
     assert told[0].events
     assert tuple(event for step in told for event in step.events) == adapter.events
     assert told[0].to_dict()["alarms"] == [str(event) for event in told[0].events]
@@ -191,9 +179,7 @@ def test_a_callback_that_fails_leaves_a_whole_state() -> None:
             call(batch(0))
     alone(batch(0))
     alone.update(batch(0))
-    mine, theirs = adapter.state_dict(), alone.state_dict()
-    assert mine.keys() == theirs.keys()
-    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+    assert_same(adapter.state_dict(), alone.state_dict())
     assert adapter.events == ()  # the numbers of the stream were finite
     assert told == []
 
@@ -215,8 +201,7 @@ def test_an_alarm_is_given_though_a_callback_fails() -> None:
 
 
 def test_an_alarm_that_is_an_error_does_not_hide_the_callback_s() -> None:
-    told = Kept()
-    adapter = adapted(told, Refuses(), monitor=df.Monitor(distance=1e-6, on_parameters="warn"))
+    told, adapter = watched(Refuses(), monitor=df.Monitor(distance=1e-6, on_parameters="warn"))
     with pytest.raises(df.AlarmWarning) as caught:  # warnings are errors in these tests
         adapter(batch(0))
     assert isinstance(caught.value.__context__, OSError)
@@ -224,8 +209,7 @@ def test_an_alarm_that_is_an_error_does_not_hide_the_callback_s() -> None:
 
 
 def test_a_refused_batch_is_not_told() -> None:
-    told = Kept()
-    adapter = adapted(told)
+    told, adapter = watched()
     with pytest.raises(df.NotFiniteError):
         adapter(batch(0) * math.nan)
     assert told == []
@@ -236,8 +220,8 @@ def test_nothing_is_computed_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None
         raise AssertionError("computed")
 
     monkeypatch.setattr(callbacks, "summary", fails)
-    told = Kept()
-    adapted(told)(batch(0))  # nor before it is asked for
+    told, adapter = watched()
+    adapter(batch(0))  # nor before it is asked for
     with pytest.raises(AssertionError, match="computed"):
         _ = told[0].entropy
     monkeypatch.setattr("driftfilter.adapter.state.StepRecord", fails)
@@ -276,18 +260,19 @@ def test_they_are_found_by_the_short_name() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
 def test_json_lines_are_added_to_what_is_there(tmp_path: Path) -> None:
     path, told = tmp_path / "new" / "steps.jsonl", Kept()
     for number in range(2):
         writer = JsonLines(path)
         adapted(writer, told)(batch(number))
         writer.close()
-    assert [json.loads(line) for line in path.read_text().splitlines()] == [
-        step.to_dict() for step in told
-    ]
-    writer = JsonLines(path, size=0)
+    assert lines_of(path) == [step.to_dict() for step in told]
+    JsonLines(path, size=0).close()
     assert path.read_bytes() == b""
-    writer.close()
 
 
 def test_lines_know_no_nan(tmp_path: Path) -> None:
@@ -306,8 +291,7 @@ def test_tensorboard_has_every_number(tmp_path: Path) -> None:
 
     writer, told = TensorBoard(tmp_path), Kept()
     adapter = adapted(writer, told, monitor=df.Monitor(distance=1e-6))
-    for number in range(3):
-        adapter(batch(number))
+    feed(adapter, map(batch, range(3)))
     writer.close()
     found = EventAccumulator(str(tmp_path))
     found.Reload()
@@ -352,7 +336,9 @@ def test_recipes(module: str, call: str, tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setitem(sys.modules, module, fake)
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(
-        r"```python\n(.*?)```", (ROOT / "docs" / "callbacks.md").read_text(), re.DOTALL
+        r"```python\n(.*?)```",
+        (Path(__file__).parent.parent / "docs" / "callbacks.md").read_text(),
+        re.DOTALL,
     )
     (block,) = (each for each in blocks if f"import {module}" in each)
     assert len(block[block.index("class ") :].split("\n\n\n")[0].splitlines()) < 15
@@ -373,5 +359,4 @@ def test_lines_go_on_after_a_line_that_a_crash_has_torn(tmp_path: Path) -> None:
     writer = JsonLines(path)
     adapted(writer)(batch(0))
     writer.close()
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [line["step"] for line in lines] == [0, 1, 0]
+    assert [line["step"] for line in lines_of(path)] == [0, 1, 0]

@@ -81,8 +81,7 @@ class Log:
 
 def make_data() -> Generated:
     """70 images of four colours, labeled by the network itself."""
-    coarse = uniform(70, 3, 4, 4, seed=2)
-    images = nn.functional.interpolate(coarse, size=(32, 32))
+    images = nn.functional.interpolate(uniform(70, 3, 4, 4, seed=2), size=(32, 32))
     return Generated(Images(images, Tiny().eval()(images).argmax(-1)))
 
 

@@ -17,10 +17,9 @@ import driftfilter as df
 from driftfilter.app import models, streams
 from driftfilter.app.corruptions import corrupt
 from driftfilter.storage.state_tensors import to_tensors
+from small import assert_same, few_copies, refuses
 
-COPIES = {"cotta": 2, "petal": 2, "memo": 2, "lora": 2}  # few, to be quick
 presets = pytest.mark.parametrize("preset", df.presets.names())
-some = pytest.mark.parametrize("preset", ["tent", "opgd", "stad", "head_ekf", "memo"])
 Tensors = dict[str, Tensor]
 
 
@@ -58,27 +57,11 @@ def images(count: int = 8, seed: int = 1) -> Tensor:
 
 
 def adapter(preset: str, model: nn.Module | None = None, **options: Any) -> df.Adapter:
-    if preset in COPIES:
-        options["copies"] = COPIES[preset]
     data = df.SourceData(
         images(16, 9), torch.arange(16) % 4
     )  # those that have no use for it leave it
+    options |= few_copies(preset)
     return df.adapt(network() if model is None else model, preset, data=data, **options)
-
-
-def bits(state: df.FilterState) -> Tensors:
-    return to_tensors(state)
-
-
-def assert_same(one: Tensors, other: Tensors) -> None:
-    """Bit for bit."""
-    assert one.keys() == other.keys()
-    different = [
-        name
-        for name in one
-        if one[name].dtype != other[name].dtype or not torch.equal(one[name], other[name])
-    ]
-    assert not different
 
 
 def snapshot(model: nn.Module) -> tuple[Tensors, list[Any]]:
@@ -105,6 +88,12 @@ def snapshot(model: nn.Module) -> tuple[Tensors, list[Any]]:
     return tensors, [rest, flags, [id(buffer) for buffer in model.buffers()]]
 
 
+def assert_unchanged(model: nn.Module, before: tuple[Tensors, list[Any]]) -> None:
+    (tensors, rest), (tensors_before, rest_before) = snapshot(model), before
+    assert_same(tensors, tensors_before)
+    assert rest == rest_before
+
+
 # What must not change
 
 
@@ -114,7 +103,7 @@ def test_the_model_stays_as_it_was(preset: str) -> None:
     model(images()).sum().backward()
     model[0].requires_grad_(False)
     model[-1].register_forward_hook(lambda *_: None)
-    before, others = snapshot(model)
+    before = snapshot(model)
     adapted = adapter(preset, model)
     adapted(images())
     adapted.predict(images())
@@ -124,9 +113,7 @@ def test_the_model_stays_as_it_was(preset: str) -> None:
     adapted.train()
     adapted.double()
     adapted(images())
-    after, others_after = snapshot(model)
-    assert_same(before, after)
-    assert others == others_after
+    assert_unchanged(model, before)
     assert list(adapted.parameters()) == list(adapted.buffers()) == list(adapted.children()) == []
 
 
@@ -139,11 +126,10 @@ class Following(nn.Module):
         super().__init__()
         self.norm = nn.BatchNorm2d(6)
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs: Tensor) -> Any:
         self.norm.get_buffer("running_mean").mul_(0.9)
         self.norm.train()
-        outputs: Tensor = self.norm(inputs)
-        return outputs
+        return self.norm(inputs)
 
 
 @pytest.mark.parametrize("preset", ["source", "bn", "tent", "driftfilter", "t3a"])
@@ -152,13 +138,11 @@ def test_no_buffer_is_shared_with_the_model_for_any_layer_may_write_to_any(prese
     model[1] = Following().eval()
     with torch.no_grad():
         model(images())  # is as if in training mode since
-    before, others = snapshot(model)
+    before = snapshot(model)
     adapted = adapter(preset, model)
     adapted(images())
     adapted.predict(images())
-    after, others_after = snapshot(model)
-    assert_same(before, after)
-    assert others == others_after
+    assert_unchanged(model, before)
 
 
 @presets
@@ -171,20 +155,15 @@ def test_predictions_and_other_adapters_change_nothing(preset: str) -> None:
     expected = [alone(batch) for batch in batches]
     disturbed, other = adapter(preset, model), adapter(preset, model)
     for position, batch in enumerate(batches):
-        before = bits(disturbed.state)
+        before = to_tensors(disturbed.state)
         disturbed.predict(images(5, 10 + position))
-        assert_same(bits(disturbed.state), before)
+        assert_same(to_tensors(disturbed.state), before)
         other(images(5, 20 + position))
         assert torch.equal(disturbed(batch), expected[position])
-    assert_same(bits(disturbed.state), bits(alone.state))
+    assert_same(to_tensors(disturbed.state), to_tensors(alone.state))
 
 
 PRIOR = [name for name in df.presets.names() if df.presets.get(name).predict_from == "prior"]
-POSTERIOR = [
-    name
-    for name in df.presets.names()
-    if name not in PRIOR and isinstance(df.presets.get(name).prediction, df.MAP)
-]
 
 
 @pytest.mark.parametrize("preset", PRIOR)
@@ -194,8 +173,7 @@ def test_a_prediction_before_the_step_is_what_the_step_says(preset: str) -> None
     if isinstance(
         adapted.recipe.prediction, df.Moderated
     ):  # the step knows the temperature that the batch asks for
-        state = adapted.state
-        along, length = state.memory["prediction.slopes"].tolist()
+        along, length = adapted.state.memory["prediction.slopes"].tolist()
         temperature = math.sqrt(1 + math.pi / 4 * 0.01 * along / length)
         assert temperature > 1
         stepped = (temperature * stepped).log_softmax(1)
@@ -203,7 +181,14 @@ def test_a_prediction_before_the_step_is_what_the_step_says(preset: str) -> None
     torch.testing.assert_close(said.probabilities.sum(1), torch.ones(8))
 
 
-@pytest.mark.parametrize("preset", POSTERIOR)
+@pytest.mark.parametrize(
+    "preset",
+    [
+        name
+        for name in df.presets.names()
+        if name not in PRIOR and isinstance(df.presets.get(name).prediction, df.MAP)
+    ],
+)
 def test_a_prediction_after_the_step_is_what_the_step_said(preset: str) -> None:
     adapted = adapter(preset)
     one = images(1 if adapted.recipe.chunk else 8)
@@ -217,7 +202,7 @@ def test_update_learns_what_forward_learns(preset: str) -> None:
     for seed in (1, 2):
         one(images(seed=seed))
         info = other.update(images(seed=seed))
-        assert_same(bits(one.state), bits(other.state))
+        assert_same(to_tensors(one.state), to_tensors(other.state))
     assert one.last_info is not None
     assert one.last_info.step == info.step == one.state.step - 1
     assert torch.equal(one.last_info.weights, info.weights)
@@ -230,20 +215,20 @@ def test_reset_forgets_everything(preset: str) -> None:
         used(images(seed=seed))
     used.reset()
     assert used.last_info is None
-    assert_same(bits(used.state), bits(fresh.state))
+    assert_same(to_tensors(used.state), to_tensors(fresh.state))
     for seed in (4, 5, 6):
         assert torch.equal(used(images(seed=seed)), fresh(images(seed=seed)))
-    assert_same(bits(used.state), bits(fresh.state))
+    assert_same(to_tensors(used.state), to_tensors(fresh.state))
 
 
-@some
+@pytest.mark.parametrize("preset", ["tent", "opgd", "stad", "head_ekf", "memo"])
 def test_copies_and_pickles_go_on_alike_and_alone(preset: str) -> None:
     original = adapter(preset, window=12)
     original(images(seed=1))
-    before = bits(original.state)
+    before = to_tensors(original.state)
     copies = [copy.deepcopy(original), pickle.loads(pickle.dumps(original))]
     outputs = [each(images(seed=2)) for each in copies]
-    assert_same(bits(original.state), before)
+    assert_same(to_tensors(original.state), before)
     expected = original(images(seed=2))
     assert all(torch.equal(output, expected) for output in outputs)
 
@@ -281,7 +266,7 @@ def test_a_window_is_the_filter_on_the_last_samples(preset: str, size: int) -> N
         assert torch.equal(adapted.predict(new).log_probabilities, before)
         state, expected, _ = filt.step(state, seen)
         assert torch.equal(adapted(new), expected.log_probabilities[-size:])
-    assert_same(bits(adapted.state), bits(state))
+    assert_same(to_tensors(adapted.state), to_tensors(state))
 
 
 def test_update_every_adapts_to_all_samples_since_the_last_time() -> None:
@@ -294,7 +279,7 @@ def test_update_every_adapts_to_all_samples_since_the_last_time() -> None:
         assert adapted.state.step == state.step
         state, prediction, _ = filt.step(state, torch.cat((batches[first], batches[second])))
         assert torch.equal(adapted(batches[second]), prediction.log_probabilities[-4:])
-    assert_same(bits(adapted.state), bits(state))
+    assert_same(to_tensors(adapted.state), to_tensors(state))
 
 
 def test_what_is_kept_is_not_the_callers_tensor() -> None:
@@ -313,9 +298,11 @@ def test_a_chunk_is_a_batch_of_its_own() -> None:
     whole, cut = adapter("tent", chunk=3), adapter("tent")
     batch = images(8)
     said = torch.cat([cut.predict(piece).log_probabilities for piece in batch.split(3)])
-    assert torch.equal(whole.predict(batch).log_probabilities, said)
-    assert torch.equal(whole(batch), torch.cat([cut(piece) for piece in batch.split(3)]))
-    assert_same(bits(whole.state), bits(cut.state))
+    assert_same(
+        (whole.predict(batch).log_probabilities, whole(batch)),
+        (said, torch.cat([cut(piece) for piece in batch.split(3)])),
+    )
+    assert_same(to_tensors(whole.state), to_tensors(cut.state))
     assert whole.state.step == 3
 
 
@@ -325,7 +312,7 @@ def test_one_sample_after_many() -> None:
     for count in (200, 1, 2):
         state, prediction, _ = filt.step(state, images(count, count))
         assert torch.equal(adapted(images(count, count)), prediction.log_probabilities)
-    assert_same(bits(adapted.state), bits(state))
+    assert_same(to_tensors(adapted.state), to_tensors(state))
 
 
 # What is refused
@@ -396,19 +383,17 @@ TRIALS += [
 def test_a_bad_batch_leaves_no_trace(preset: str, case: str, method: str) -> None:
     """Neither before the first good one (where any number of classes is good) nor later."""
     (bad, message), model = (BAD | MOODS)[case], Moody()
-    before, others = snapshot(model)
+    before = snapshot(model)
     adapted, untouched = adapter(preset, model), adapter(preset, Moody())
     for seed in (1, 2):
-        kept = bits(adapted.state)
+        kept = to_tensors(adapted.state)
         if (case, seed) != ("other classes", 1):
             with pytest.raises((ValueError, RuntimeError), match=message):
                 getattr(adapted, method)(bad)
-        assert_same(bits(adapted.state), kept)
+        assert_same(to_tensors(adapted.state), kept)
         assert torch.equal(adapted(images(seed=seed)), untouched(images(seed=seed)))
-    assert_same(bits(adapted.state), bits(untouched.state))
-    after, others_after = snapshot(model)
-    assert_same(before, after)
-    assert others == others_after
+    assert_same(to_tensors(adapted.state), to_tensors(untouched.state))
+    assert_unchanged(model, before)
 
 
 def mlp(*norms: nn.Module) -> nn.Sequential:
@@ -488,11 +473,7 @@ def uncopyable() -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_refusals(case: str) -> None:
-    make, message = REFUSED[case]
-    with pytest.raises(ValueError, match=message):
-        make()
+test_refusals = refuses(REFUSED.values())
 
 
 def test_recent_samples_of_another_shape_are_refused() -> None:
@@ -526,7 +507,7 @@ def test_gradient_modes_of_the_caller_make_no_difference(preset: str) -> None:
         with second():
             found.append(adapted(images(seed=2).requires_grad_()))
         found.append(adapted(images(seed=3)))
-        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+        assert_same(found, expected)
         assert not any(output.requires_grad or output.is_inference() for output in found)
 
 
@@ -576,15 +557,14 @@ def test_threads_that_predict_see_whole_states() -> None:
         [i for i, each in enumerate(known) if torch.equal(each, answer)] for answer in answers
     ]
     assert all(places)
-    assert_same(bits(adapted.state), bits(state))
+    assert_same(to_tensors(adapted.state), to_tensors(state))
 
 
 def test_threads_that_adapt_take_turns() -> None:
     adapted = adapter("tent", update_every=2)
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda seed: adapted(images(4, seed)), range(30)))
-    assert adapted.state.step == 15
-    assert int(adapted.state_dict()["calls"]) == 30
+    assert (adapted.state.step, int(adapted.state_dict()["calls"])) == (15, 30)
 
 
 def test_arguments_by_place_and_by_name_are_those_of_the_model() -> None:

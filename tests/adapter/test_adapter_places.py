@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import driftfilter as df
 from driftfilter.storage.state_tensors import to_tensors
-from small import conv
+from small import assert_same, conv
 
 
 def setting() -> tuple[nn.Module, list[Tensor]]:
@@ -106,8 +106,7 @@ def test_half_precision_does_not_round_the_belief() -> None:
     adapter(batches[0])
     before = to_tensors(adapter.state)
     adapter.bfloat16()
-    after = to_tensors(adapter.state)
-    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert_same(to_tensors(adapter.state), before)
     assert adapter(batches[1]).isfinite().all()
 
 

@@ -125,8 +125,10 @@ def test_toml_names_variants_only(tmp_path: Path) -> None:
         "__import__",
         "posix:system",
     ):
-        with pytest.raises(ValueError, match="kind must be the name of a variant"):
-            df.from_toml(f'kind = "{kind}"\ncommand = "touch {marker}"\n')
-        with pytest.raises(ValueError, match="kind must be the name of a variant"):
-            df.from_toml(f'kind = "Recipe"\ninference = {{ kind = "{kind}" }}\n')
+        for text in (
+            f'kind = "{kind}"\ncommand = "touch {marker}"\n',
+            f'kind = "Recipe"\ninference = {{ kind = "{kind}" }}\n',
+        ):
+            with pytest.raises(ValueError, match="kind must be the name of a variant"):
+                df.from_toml(text)
     assert not marker.exists()

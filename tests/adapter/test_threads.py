@@ -12,18 +12,11 @@ from torch import Tensor
 
 import driftfilter as df
 from fuzzing import batch, made, same
+from small import few_copies
 
 pytestmark = pytest.mark.slow
 
 THREADS, UPDATES, ASKED = 8, 10, batch(5, 50)
-CASES = [
-    "batch_norm-driftfilter",
-    "batch_norm-tent",
-    "batch_norm-opgd",
-    "group_norm-cotta",
-    "linear-t3a",
-    "linear-head_ekf",
-]
 Bits = dict[str, Tensor]
 
 
@@ -38,8 +31,7 @@ def _often() -> Iterator[None]:
 
 def adapter(case: str) -> df.Adapter:
     model, preset = case.split("-")
-    options: dict[str, Any] = {"copies": 2} if preset == "cotta" else {}
-    return df.adapt(made(model), preset, window=12, **options)
+    return df.adapt(made(model), preset, window=12, **few_copies(preset))
 
 
 def prediction(adapted: df.Adapter) -> Bits:
@@ -78,7 +70,17 @@ def answers_during(learn: Callable[[int], Any], ask: Callable[[], Bits]) -> list
         return [answer for each in asked for answer in each.result()]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [
+        "batch_norm-driftfilter",
+        "batch_norm-tent",
+        "batch_norm-opgd",
+        "group_norm-cotta",
+        "linear-t3a",
+        "linear-head_ekf",
+    ],
+)
 @pytest.mark.parametrize("ask", [prediction, state], ids=["predict", "state_dict"])
 def test_eight_threads_see_whole_states(case: str, ask: Callable[[df.Adapter], Bits]) -> None:
     alone, adapted = adapter(case), adapter(case)

@@ -18,6 +18,7 @@ from driftfilter.base.inputs import (
     samples,
     split_batch,
 )
+from small import refuses
 
 X, Y = torch.arange(12.0).view(6, 2), torch.arange(6)
 MASK = torch.eye(4)  # does not go sample by sample
@@ -127,20 +128,19 @@ BAD: dict[str, tuple[Any, str]] = {
 }
 
 
-@pytest.mark.parametrize("case", BAD)
-def test_refusals(case: str) -> None:
-    inputs, message = BAD[case]
-    with pytest.raises(ValueError, match=message):
-        check_inputs(inputs)
+test_refusals = refuses(BAD.values(), check_inputs)
 
 
-def test_samples_of_different_shapes_do_not_join() -> None:
-    message = (
-        r"inputs\['x'\] must be of one shape .*window, update_every\), got 'samples of shapes "
-        r"\[\(2,\), \(3,\)\]'"
-    )
-    with pytest.raises(ValueError, match=message):
-        join_batches([{"x": X}, {"x": torch.zeros(1, 3)}])
+test_samples_of_different_shapes_do_not_join = refuses(
+    [
+        (
+            [{"x": X}, {"x": torch.zeros(1, 3)}],
+            r"inputs\['x'\] must be of one shape .*window, update_every\), got 'samples of shapes "
+            r"\[\(2,\), \(3,\)\]'",
+        )
+    ],
+    join_batches,
+)
 
 
 def test_integers_do_not_join_floating_numbers() -> None:

@@ -9,7 +9,6 @@ from torch import Tensor
 from driftfilter.base.randomness import Purpose, Randomness, _mix
 
 CPU = torch.device("cpu")
-DEVICES = [CPU, *([torch.device("cuda")] if torch.cuda.is_available() else [])]
 
 
 def draws(
@@ -33,7 +32,9 @@ def test_mix_is_splitmix64() -> None:
     assert [_mix(1234567 + step * gamma) for step in range(5)] == published
 
 
-@pytest.mark.parametrize("device", DEVICES, ids=str)
+@pytest.mark.parametrize(
+    "device", [CPU, *([torch.device("cuda")] if torch.cuda.is_available() else [])], ids=str
+)
 @pytest.mark.parametrize("seed", [0, 1, -1, 2**63, 2**64 - 1])
 def test_same_triple_gives_the_same_numbers(seed: int, device: torch.device) -> None:
     randomness = Randomness(seed, 5, device)

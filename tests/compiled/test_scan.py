@@ -12,7 +12,8 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,9 @@ import torch
 from torch import Tensor
 
 import driftfilter as df
-from covered import CURVATURES, LOSSES, PREDICTIONS, STRUCTURES, WEIGHTINGS
+from covered import CURVATURES, LOSSES, PREDICTIONS, STRUCTURES, WEIGHTINGS, assert_close, build
 from driftfilter.compiled import scan
+from small import assert_same, contents, moments
 
 pytestmark = pytest.mark.slow
 
@@ -69,12 +71,6 @@ def eagerly(
     return state, predictions, infos
 
 
-def assert_close(one: Any, other: Any, tolerance: float = 1e-9) -> None:
-    torch.testing.assert_close(
-        torch.as_tensor(one), torch.as_tensor(other), rtol=tolerance, atol=tolerance
-    )
-
-
 def assert_alike(
     filt: df.Filter, belief: df.Belief, stream: Any, eager: int = 0, tolerance: float = 1e-9
 ) -> df.Outputs:
@@ -94,13 +90,14 @@ def assert_alike(
         wanted.memory,
     )
     assert done.source is wanted.source
-    assert_close(done.belief.mean, wanted.belief.mean, tolerance)
     assert type(done.belief.covariance) is type(wanted.belief.covariance)
-    assert_close(done.belief.covariance.dense(), wanted.belief.covariance.dense(), tolerance)
+    assert_close(moments(done.belief), moments(wanted.belief), tolerance)
     assert len(outputs) == len(outputs.infos) == len(predictions)
-    for mine, theirs in zip(outputs, predictions, strict=True):
-        assert_close(mine.log_probabilities, theirs.log_probabilities, tolerance)
-        assert_close(mine.logit_variance, theirs.logit_variance, tolerance)
+    assert_close(
+        [(each.log_probabilities, each.logit_variance) for each in outputs],
+        [(each.log_probabilities, each.logit_variance) for each in predictions],
+        tolerance,
+    )
     for ours, info in zip(outputs.infos, infos, strict=True):
         assert (ours.step, ours.informative, ours.reason) == (
             info.step,
@@ -108,23 +105,12 @@ def assert_alike(
             info.reason,
         )
         assert ours.losses.shape == info.losses.shape
-        for field in ("losses", "weights", "coefficients", "energy"):
-            assert_close(getattr(ours, field), getattr(info, field), tolerance)
+        values = attrgetter("losses", "weights", "coefficients", "energy")
+        assert_close(values(ours), values(info), tolerance)
     assert_close(
         outputs.log_probabilities, torch.cat([p.log_probabilities for p in predictions]), tolerance
     )
     return outputs
-
-
-def build(**parts: Any) -> df.Filter:
-    usual: dict[str, Any] = {
-        "logits": df.LinearHead(2),
-        "transition": df.Transition(df.MeanReversion(0.95), df.Isotropic(0.01)),
-        "observation": df.Gibbs(df.Entropy()),
-        "inference": df.Linearized(df.Hessian()),
-        "prediction": df.LinearizedProbit(),
-    }
-    return df.Filter(**{**usual, **parts})
 
 
 HEADS = [(df.LinearHead(2), D), (df.LinearHead(4), 4 * D), (df.LinearHead(3), 2 * D)]
@@ -314,8 +300,7 @@ def test_a_stream_in_two_parts_is_the_stream(
     rest, second = filt.run(half, stream[3:])
     tolerance = 1e-13 if dtype == torch.float64 else 1e-6
     assert [info.step for info in second.infos] == list(range(3, len(stream)))
-    assert_close(whole.belief.mean, rest.belief.mean, tolerance)
-    assert_close(whole.belief.covariance.dense(), rest.belief.covariance.dense(), tolerance)
+    assert_close(moments(whole.belief), moments(rest.belief), tolerance)
     assert_close(
         outputs.log_probabilities,
         torch.cat((first.log_probabilities, second.log_probabilities)),
@@ -326,12 +311,9 @@ def test_a_stream_in_two_parts_is_the_stream(
 def test_nothing_that_was_given_is_changed() -> None:
     filt, stream = build(), torch.stack(ragged(sizes=(2,) * 5))
     state = filt.init(start(D))
-    before = [state.belief.mean.clone(), state.belief.covariance.dense().clone(), stream.clone()]
+    before = contents(state), stream.clone()
     filt.run(state, stream)
-    for one, other in zip(
-        before, [state.belief.mean, state.belief.covariance.dense(), stream], strict=True
-    ):
-        assert torch.equal(one, other)
+    assert_same((contents(state), stream), before)
 
 
 def test_first_uninformative_batch_warns_once() -> None:
@@ -345,10 +327,13 @@ def test_first_uninformative_batch_warns_once() -> None:
     assert filt.run(filt.init(start(D)), stream)[1].compiled == 5
 
 
-def error_of(action: Callable[[], object]) -> tuple[type[Exception], str]:
-    with pytest.raises(ValueError, match=r".") as caught:
-        action()
-    return caught.type, str(caught.value)
+def assert_same_error(filt: df.Filter, state: df.FilterState, stream: Any) -> None:
+    found = []
+    for run in (filt.run, partial(eagerly, filt)):
+        with pytest.raises(ValueError, match=r".") as caught:
+            run(state, stream)
+        found.append((caught.type, str(caught.value)))
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
@@ -369,9 +354,7 @@ def test_a_bad_batch_raises_what_the_eager_step_raises(bad: Any, structure: str)
     state = filt.init(start(D, structure))
     stream = [*ragged(sizes=(1,) * 5), bad, *ragged(sizes=(1,) * 2)]
     assert scan.why_eager(filt, state, stream) == "" or isinstance(bad, Tensor)
-    assert error_of(lambda: filt.run(state, stream)) == error_of(
-        lambda: eagerly(filt, state, stream)
-    )
+    assert_same_error(filt, state, stream)
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
@@ -382,9 +365,7 @@ def test_winding_up_raises_the_same_error(structure: str) -> None:
     closed = df.Gibbs(df.Entropy(), df.EntropyGate(0.5))
     filt = build(transition=df.Transition(df.RandomWalk(), df.Discount(1e-30)), observation=closed)
     state, stream = filt.init(start(D, structure)), [torch.zeros(1, D, dtype=torch.float64)] * 40
-    assert error_of(lambda: filt.run(state, stream)) == error_of(
-        lambda: eagerly(filt, state, stream)
-    )
+    assert_same_error(filt, state, stream)
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
@@ -395,9 +376,7 @@ def test_parameters_that_run_away_raise_the_same_error(structure: str) -> None:
         filt.init(start(D, structure)),
         [1e200 * batch for batch in ragged(sizes=(1,) * 4)],
     )
-    assert error_of(lambda: filt.run(state, stream)) == error_of(
-        lambda: eagerly(filt, state, stream)
-    )
+    assert_same_error(filt, state, stream)
 
 
 def test_where_rounding_matters_the_eager_path_takes_the_step() -> None:
@@ -462,8 +441,10 @@ def test_outputs_are_a_sequence_that_can_be_sliced_and_pickled() -> None:
     filt, stream = build(), ragged()
     _, outputs = filt.run(filt.init(start(D)), stream)
     assert [len(p.labels) for p in outputs[1:4]] == [1, 4, 2]
-    assert torch.equal(outputs[-1].log_probabilities, outputs.log_probabilities[-2:])
-    assert torch.equal(outputs.probabilities, outputs.log_probabilities.exp())
+    assert_same(
+        (outputs[-1].log_probabilities, outputs.probabilities),
+        (outputs.log_probabilities[-2:], outputs.log_probabilities.exp()),
+    )
     with pytest.raises(IndexError):
         outputs[6]
     again = pickle.loads(pickle.dumps(outputs))
@@ -481,20 +462,14 @@ def test_samples_of_a_tie_have_no_weight_anywhere(classes: int, structure: str, 
     filt = df.Filter(df.LinearHead(classes), transition, observation, df.Linearized(df.Hessian()))
     x = torch.randn(20, 4, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     x[:, 1:] = 0.0
-    state = first = filt.init(start(3 * classes, structure))
-    infos = []
-    for batch in x:
-        state, _, info = filt.step(state, batch)
-        infos.append(info)
+    first = filt.init(start(3 * classes, structure))
+    state, _, infos = eagerly(filt, first, x)
     end, outputs = filt.run(first, x)
     fleet = df.Fleet(filt, first.belief, [0])
     fleet.run(x[None])
     assert outputs.compiled == 20
     for other in (end, fleet.state(0)):
-        torch.testing.assert_close(other.belief.mean, state.belief.mean, rtol=1e-9, atol=1e-9)
-        torch.testing.assert_close(
-            other.belief.covariance.dense(), state.belief.covariance.dense(), rtol=1e-9, atol=1e-9
-        )
+        assert_close(moments(other.belief), moments(state.belief))
     for own, eager in zip(outputs.infos, infos, strict=True):
         assert (own.weights[1:] == 0).all()
         assert (eager.weights[1:] == 0).all()

@@ -16,26 +16,28 @@ BRIEF = settings(
     database=None,
     suppress_health_check=list(HealthCheck),
 )
-CASES = [
-    *(
-        f"batch_norm-{name}"
-        for name in (
-            "driftfilter",
-            "driftfilter_aug",
-            "tent",
-            "eata",
-            "cotta",
-            "opgd",
-            "opgd_diag",
-            "t3a",
-        )
-    ),
-    *(f"group_norm-{name}" for name in ("driftfilter", "opgd", "sar", "roid")),
-    *(f"linear-{name}" for name in ("head_ekf", "cotta", "t3a")),
-]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(
+            f"batch_norm-{name}"
+            for name in (
+                "driftfilter",
+                "driftfilter_aug",
+                "tent",
+                "eata",
+                "cotta",
+                "opgd",
+                "opgd_diag",
+                "t3a",
+            )
+        ),
+        *(f"group_norm-{name}" for name in ("driftfilter", "opgd", "sar", "roid")),
+        *(f"linear-{name}" for name in ("head_ekf", "cotta", "t3a")),
+    ],
+)
 @pytest.mark.filterwarnings("ignore::driftfilter.NoInformationWarning")
 def test_any_sequence_of_calls(case: str) -> None:
     used = machine(case)

@@ -75,8 +75,7 @@ def test_ratios_and_figures_follow_the_times(
         ),
     )
     called(monkeypatch, "--results", results, "--page", tmp_path / "page.md")
-    written = (tmp_path / "page.md").read_text()
-    assert "\n| `tent` | 500 | 1.25 |" in written
+    assert "\n| `tent` | 500 | 1.25 |" in (tmp_path / "page.md").read_text()
     assert "\n| `tent` | 500 | 1.25 |" not in page.PAGE.read_text()
     called(monkeypatch, "--check", "--results", results, "--page", tmp_path / "page.md")
 
@@ -162,8 +161,7 @@ def test_memory_counts_what_is_alive_at_one_time() -> None:
         del view
         assert memory.now == 400
         torch.zeros(500)
-    assert (memory.now, memory.peak, memory.largest) == (400, 8400, 1000)
-    assert rows.numel() == 100
+    assert ((memory.now, memory.peak, memory.largest), rows.numel()) == ((400, 8400, 1000), 100)
 
 
 @pytest.mark.parametrize(
@@ -199,8 +197,7 @@ def test_a_task_of_bench_becomes_its_means(tmp_path: Path) -> None:
     (tmp_path / "task.json").write_text(json.dumps({"settings": settings, "result": result}))
     record = tasks.record([tmp_path / "task.json"], "driftfilter bench", "")
     (found,) = record["figures"]
-    assert found["rounds"] == [0.6, 0.25]
-    assert found["accuracy"] == {"fog": 0.35, "snow": 0.5}
+    assert (found["rounds"], found["accuracy"]) == ([0.6, 0.25], {"fog": 0.35, "snow": 0.5})
     assert (found["model"], found["protocol"], found["mean"]) == (
         "net",
         "continual",

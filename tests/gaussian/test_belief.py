@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -11,6 +10,7 @@ from torch import Tensor
 import driftfilter as df
 from driftfilter.gaussian.structures import STRUCTURES as STRUCTURE_NAMES
 from oracles import EVERY_STRUCTURE, STRUCTURES, Allocations, array, assert_equal, normals, tensor
+from small import refuses
 
 
 @pytest.mark.parametrize("name", STRUCTURES)
@@ -79,8 +79,7 @@ ONES = torch.ones(2)
 UNIT = df.Diagonal(ONES)
 
 
-@pytest.mark.parametrize(
-    ("build", "message"),
+test_what_cannot_be_is_refused = refuses(
     [
         (
             lambda: df.Belief(torch.ones(3), UNIT),
@@ -130,8 +129,5 @@ UNIT = df.Diagonal(ONES)
             lambda: df.Belief(ONES, torch.eye(2)),  # type: ignore[arg-type]
             r"Belief.covariance must be a covariance such as Full\(matrix\), got tensor",
         ),
-    ],
+    ]
 )
-def test_what_cannot_be_is_refused(build: Callable[[], object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        build()

@@ -21,6 +21,7 @@ from oracles import (
     spd,
     tensor,
 )
+from small import refuses
 
 P, Q = 3, 4
 SIZE = P * Q
@@ -168,62 +169,61 @@ def test_kronecker_noise() -> None:
     assert np.abs(array(moved) - expected).max() > 1e-3  # a projection
 
 
-REFUSED: list[tuple[Any, Any, str]] = [
-    (torch.ones(SIZE), 0.0, "a dynamic that moves coordinates differently"),
-    (torch.eye(SIZE), 0.0, "a dynamic that moves coordinates differently"),
-    (1.0, torch.ones(SIZE), "noise that is neither isotropic nor Kronecker of the same shape"),
-    (
-        1.0,
-        df.Full(torch.eye(SIZE)),
-        "noise that is neither isotropic nor Kronecker of the same shape",
-    ),
-    (
-        1.0,
-        df.Kronecker.isotropic(1.0, Q, P),
-        "noise that is neither isotropic nor Kronecker of the same shape",
-    ),
-]
-
-
-@pytest.mark.parametrize(("gain", "noise", "message"), REFUSED, ids=range(len(REFUSED)))
+@pytest.mark.parametrize(
+    ("gain", "noise", "message"),
+    [
+        (torch.ones(SIZE), 0.0, "a dynamic that moves coordinates differently"),
+        (torch.eye(SIZE), 0.0, "a dynamic that moves coordinates differently"),
+        (1.0, torch.ones(SIZE), "noise that is neither isotropic nor Kronecker of the same shape"),
+        (
+            1.0,
+            df.Full(torch.eye(SIZE)),
+            "noise that is neither isotropic nor Kronecker of the same shape",
+        ),
+        (
+            1.0,
+            df.Kronecker.isotropic(1.0, Q, P),
+            "noise that is neither isotropic nor Kronecker of the same shape",
+        ),
+    ],
+)
 def test_what_it_cannot_carry_is_refused(gain: Any, noise: Any, message: str) -> None:
     with pytest.raises(ValueError, match=f"Kronecker cannot carry {message}; use Full or Diagonal"):
         general().propagate(gain, noise)
 
 
-BUILDS: list[tuple[Any, str]] = [
-    (
-        lambda: df.Kronecker(torch.eye(2), torch.eye(3), torch.ones(2)),
-        "Kronecker.values must be of shape",
-    ),
-    (
-        lambda: df.Kronecker(torch.eye(3), torch.eye(3), torch.ones(2, 3)),
-        r"Kronecker.left must be of shape \[2, 2\]",
-    ),
-    (
-        lambda: df.Kronecker(torch.eye(2), torch.ones(3, 3), torch.ones(2, 3)),
-        "Kronecker.right must be orthogonal",
-    ),
-    (
-        lambda: df.Kronecker(torch.eye(2), torch.eye(3), torch.zeros(2, 3)),
-        "Kronecker.values must be > 0, got a smallest",
-    ),
-    (
-        lambda: df.Kronecker(torch.eye(2), torch.eye(3).double(), torch.ones(2, 3)),
-        "Kronecker.right must be torch.float32",
-    ),
-    (
-        lambda: df.Kronecker(torch.eye(2), torch.eye(3), torch.full((2, 3), torch.nan)),
-        "Kronecker.values must be finite",
-    ),
-    (lambda: df.Kronecker.isotropic(0.0, 2, 3), "Kronecker.variance must be a finite number > 0"),
-]
-
-
-@pytest.mark.parametrize(("build", "message"), BUILDS, ids=range(len(BUILDS)))
-def test_bad_fields_are_named(build: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        build()
+test_bad_fields_are_named = refuses(
+    [
+        (
+            lambda: df.Kronecker(torch.eye(2), torch.eye(3), torch.ones(2)),
+            "Kronecker.values must be of shape",
+        ),
+        (
+            lambda: df.Kronecker(torch.eye(3), torch.eye(3), torch.ones(2, 3)),
+            r"Kronecker.left must be of shape \[2, 2\]",
+        ),
+        (
+            lambda: df.Kronecker(torch.eye(2), torch.ones(3, 3), torch.ones(2, 3)),
+            "Kronecker.right must be orthogonal",
+        ),
+        (
+            lambda: df.Kronecker(torch.eye(2), torch.eye(3), torch.zeros(2, 3)),
+            "Kronecker.values must be > 0, got a smallest",
+        ),
+        (
+            lambda: df.Kronecker(torch.eye(2), torch.eye(3).double(), torch.ones(2, 3)),
+            "Kronecker.right must be torch.float32",
+        ),
+        (
+            lambda: df.Kronecker(torch.eye(2), torch.eye(3), torch.full((2, 3), torch.nan)),
+            "Kronecker.values must be finite",
+        ),
+        (
+            lambda: df.Kronecker.isotropic(0.0, 2, 3),
+            "Kronecker.variance must be a finite number > 0",
+        ),
+    ]
+)
 
 
 def test_overflow_is_an_error() -> None:
@@ -267,8 +267,7 @@ def test_filter_of_a_logistic_regression_equals_the_dense_one(noise: Any) -> Non
         results.append(
             (state.belief.mean, state.belief.covariance.dense(), outputs.log_probabilities)
         )
-    for ours, exact in zip(*results, strict=True):
-        torch.testing.assert_close(ours, exact, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(*results, rtol=1e-9, atol=1e-9)
 
 
 def test_stationary_noise_keeps_a_correlated_source() -> None:

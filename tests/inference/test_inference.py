@@ -1,7 +1,6 @@
 """Inference against dense algebra, quadrature over θ, scipy's optimum and torch.optim."""
 
 import math
-import re
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -14,11 +13,11 @@ from torch import Tensor
 import driftfilter as df
 from driftfilter.base.randomness import Randomness
 from driftfilter.inference.curvature import Curvature
-from driftfilter.inference.linearized import Inference, take_expectation as moments
+from driftfilter.inference.linearized import Inference, take_expectation
 from driftfilter.model.losses import Loss
 from driftfilter.model.observation import Energy
 from driftfilter.model.predictive import LogitFunction, PredictiveModel, lift
-from small import normal
+from small import moments, normal, refuses
 
 BETA = 2.5
 RANDOMNESS = Randomness(0, 0, torch.device("cpu"))
@@ -76,9 +75,8 @@ def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 CONVEX: tuple[Loss, LossFunction] = (df.PseudoLabel(), cross_entropy)
-INDEFINITE: tuple[Loss, LossFunction] = (df.Entropy(), entropy)
 LOSSES = pytest.mark.parametrize(
-    ("loss", "function"), [CONVEX, INDEFINITE], ids=["convex", "indefinite"]
+    ("loss", "function"), [CONVEX, (df.Entropy(), entropy)], ids=["convex", "indefinite"]
 )
 
 
@@ -126,8 +124,7 @@ def expected(
 def energy(
     logits: LogitFunction | PredictiveModel, loss: Loss, mean: Tensor, inputs: Tensor
 ) -> Energy:
-    observation = df.Gibbs(loss, df.Constant(beta=BETA))
-    return observation(lift(logits), mean, inputs, {}, RANDOMNESS)[0]
+    return df.Gibbs(loss, df.Constant(beta=BETA))(lift(logits), mean, inputs, {}, RANDOMNESS)[0]
 
 
 def infer(rule: Inference, p: Problem, loss: Loss, structure: str = "full") -> df.Belief:
@@ -179,8 +176,7 @@ def updated(p: Problem, g: Tensor, H: Tensor, structure: str = "full") -> tuple[
 
 
 def assert_belief(belief: df.Belief, mean: Tensor, matrix: Tensor, atol: float) -> None:
-    torch.testing.assert_close(belief.mean, mean, rtol=0, atol=atol)
-    torch.testing.assert_close(belief.covariance.dense(), matrix, rtol=0, atol=atol)
+    torch.testing.assert_close(moments(belief), (mean, matrix), rtol=0, atol=atol)
 
 
 def network(theta: Tensor, inputs: Tensor) -> Tensor:
@@ -214,8 +210,7 @@ def test_linearized_is_the_information_form(
     logits = plain(mean, inputs)
     gradient, hessian = derivatives(function, logits, hard_labels(logits))
     J = torch.func.jacrev(plain)(mean, inputs)  # [n, k, d]
-    rows = torch.einsum("nk,nkd->nd", gradient, J)
-    p = logits.softmax(-1)
+    rows, p = torch.einsum("nk,nkd->nd", gradient, J), logits.softmax(-1)
     centered = rows - rows.mean(0)
     H = {
         "Hessian()": torch.einsum("nkd,nkl,nle->de", J, hessian, J),
@@ -362,8 +357,7 @@ def optimum(p: Problem, structure: str = "full") -> tuple[Tensor, Tensor]:
     """The Gaussian that minimises E_q[E] + KL(q ‖ prior) for pseudo-label cross-entropy: scipy on a
     grid of θ.
     """
-    d = len(p.mean)
-    precision = torch.linalg.inv(project(structure, p.matrix))
+    d, precision = len(p.mean), torch.linalg.inv(project(structure, p.matrix))
     targets = hard_labels(p.logits(p.mean[None])[0])
     grid, weights = gaussian_grid(
         torch.zeros_like(p.mean), torch.eye(d, dtype=torch.float64), 401 if d == 1 else 61
@@ -495,8 +489,7 @@ def test_nodes_integrate_each_view_and_sample_over_its_own_spread() -> None:
     p = PROBLEMS["3 classes"]._replace(
         mean=vector(0.4, -0.3), inputs=torch.zeros(4, 1, dtype=torch.float64)
     )
-    still = infer(df.Bong(nodes=31), p, df.Entropy())
-    assert_belief(still, p.mean, p.matrix, atol=0)
+    assert_belief(infer(df.Bong(nodes=31), p, df.Entropy()), p.mean, p.matrix, atol=0)
     shifted = vector(0.5, -1.0, 2.0, 0.0)[:, None]
     loss = df.Consistency(lambda inputs, generator: inputs + shifted, "cross_entropy", "soft")
     q = p._replace(inputs=shifted)
@@ -566,22 +559,21 @@ def test_nodes_are_refused_where_they_cannot_work(
         )
 
 
-OPTIMIZERS: list[tuple[df.SGD | df.Adam, Callable[[Tensor], torch.optim.Optimizer]]] = [
-    (df.SGD(0.3), lambda theta: torch.optim.SGD([theta], 0.3)),
-    (df.SGD(0.3, momentum=0.9), lambda theta: torch.optim.SGD([theta], 0.3, momentum=0.9)),
-    (
-        df.SGD(0.3, 0.9, nesterov=True),
-        lambda theta: torch.optim.SGD([theta], 0.3, momentum=0.9, nesterov=True),
-    ),
-    (
-        df.Adam(0.1, (0.8, 0.95), 1e-3),
-        lambda theta: torch.optim.Adam([theta], 0.1, (0.8, 0.95), 1e-3),
-    ),
-]
-
-
 @pytest.mark.parametrize(
-    ("rule", "reference"), OPTIMIZERS, ids=["SGD", "momentum", "nesterov", "Adam"]
+    ("rule", "reference"),
+    [
+        (df.SGD(0.3), lambda theta: torch.optim.SGD([theta], 0.3)),
+        (df.SGD(0.3, momentum=0.9), lambda theta: torch.optim.SGD([theta], 0.3, momentum=0.9)),
+        (
+            df.SGD(0.3, 0.9, nesterov=True),
+            lambda theta: torch.optim.SGD([theta], 0.3, momentum=0.9, nesterov=True),
+        ),
+        (
+            df.Adam(0.1, (0.8, 0.95), 1e-3),
+            lambda theta: torch.optim.Adam([theta], 0.1, (0.8, 0.95), 1e-3),
+        ),
+    ],
+    ids=["SGD", "momentum", "nesterov", "Adam"],
 )
 def test_gradient_step_is_the_optimizer_of_torch(
     rule: df.SGD | df.Adam, reference: Callable[[Tensor], torch.optim.Optimizer]
@@ -612,8 +604,7 @@ def test_plain_sgd_is_the_filter_without_curvature_from_an_isotropic_prior() -> 
     assert stepped.covariance is prior.covariance
 
 
-@pytest.mark.parametrize(
-    ("rule", "settings", "message"),
+test_settings_out_of_range_are_refused = refuses(
     [
         (
             df.Linearized,
@@ -679,12 +670,9 @@ def test_plain_sgd_is_the_filter_without_curvature_from_an_isotropic_prior() -> 
         (df.Adam, {"betas": (0.9, 1.0)}, "Adam.betas must be a finite number in [0, 1), got 1.0"),
         (df.Adam, {"eps": 0.0}, "Adam.eps must be a finite number in (0, inf), got 0.0"),
     ],
+    lambda rule, settings: rule(**settings),
+    exact=True,
 )
-def test_settings_out_of_range_are_refused(
-    rule: Callable[..., object], settings: dict[str, object], message: str
-) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)):
-        rule(**settings)
 
 
 @pytest.mark.slow
@@ -702,7 +690,7 @@ def test_variational_reaches_the_mean_field_optimum_of_correlated_features() -> 
     rule = df.Variational(nodes=21, iterations=2000)
     posterior, memory = rule(prior, batch, {}, RANDOMNESS)
     assert memory["inference.residual"] < rule.tolerance
-    gradient, factor = moments(posterior, batch, rule.curvature, 0, 21, RANDOMNESS)
+    gradient, factor = take_expectation(posterior, batch, rule.curvature, 0, 21, RANDOMNESS)
     assert (posterior.mean - prior.mean + gradient).abs().max() < 1e-4  # P⁻ (μ - μ⁻) + E_q[g] = 0
     torch.testing.assert_close(
         posterior.covariance.precision(), 1 + factor.square().sum(0), rtol=1e-4, atol=0

@@ -23,6 +23,7 @@ from driftfilter.model.predictive import (
     ReadOut,
     lift,
 )
+from small import refuses
 
 RANDOMNESS = Randomness(3, 0, torch.device("cpu"))
 MEAN = torch.tensor([0.9, -0.4], dtype=torch.float64)
@@ -186,8 +187,7 @@ def test_probit_follows_its_formula(form: str, structure: str, plain: LogitFunct
     covariance = STRUCTURES[structure]()
     rule = df.LinearizedProbit("pairwise" if form == "pairwise" else "per_class")
     prediction = predict(rule, covariance, plain, INPUTS)
-    V = logit_covariance(plain, covariance.dense(), INPUTS)
-    f = plain(MEAN, INPUTS)
+    V, f = logit_covariance(plain, covariance.dense(), INPUTS), plain(MEAN, INPUTS)
     expected = torch.zeros_like(f)
     for i in range(len(f)):
         for c in range(f.shape[1]):
@@ -202,10 +202,10 @@ def test_probit_follows_its_formula(form: str, structure: str, plain: LogitFunct
                     math.exp(-gap / math.sqrt(1 + math.pi * v / 8)) for gap, v in gaps
                 )
     torch.testing.assert_close(
-        prediction.probabilities, expected / expected.sum(-1, keepdim=True), rtol=0, atol=1e-12
-    )
-    torch.testing.assert_close(
-        prediction.logit_variance, V.diagonal(dim1=-2, dim2=-1), rtol=0, atol=1e-12
+        (prediction.probabilities, prediction.logit_variance),
+        (expected / expected.sum(-1, keepdim=True), V.diagonal(dim1=-2, dim2=-1)),
+        rtol=0,
+        atol=1e-12,
     )
     assert_normalized(prediction)
 
@@ -296,8 +296,7 @@ def test_logits_known_to_the_caller_are_used(rule: PredictionRule) -> None:
     assert torch.equal(rule(belief, query).log_probabilities, rule(belief, known).log_probabilities)
 
 
-@pytest.mark.parametrize(
-    ("rule", "settings", "message"),
+test_settings_out_of_range_are_refused = refuses(
     [
         (df.MonteCarlo, {"samples": 0}, "MonteCarlo.samples must be an integer >= 1, got 0"),
         (
@@ -333,12 +332,8 @@ def test_logits_known_to_the_caller_are_used(rule: PredictionRule) -> None:
             "Moderated.over_views must be True or False, got None",
         ),
     ],
+    lambda rule, settings: rule(**settings),
 )
-def test_settings_out_of_range_are_refused(
-    rule: Callable[..., object], settings: dict[str, object], message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        rule(**settings)
 
 
 @pytest.mark.parametrize("n", [3, 1])
@@ -402,13 +397,11 @@ def test_tempered_over_views_averages_their_logits() -> None:
     query = Query(lift(curved), INPUTS, RANDOMNESS, views=lambda: views)
     mean = torch.stack([curved(MEAN, view) for view in views]).mean(0)
     rule = df.Tempered(1.5, over_views=True)
-    torch.testing.assert_close(rule(belief, query).log_probabilities, (mean / 1.5).log_softmax(-1))
     known = query._replace(known=torch.stack([curved(MEAN, view) for view in views]), views=None)
-    torch.testing.assert_close(rule(belief, known).log_probabilities, (mean / 1.5).log_softmax(-1))
     alone = Query(lift(curved), INPUTS, RANDOMNESS)
-    torch.testing.assert_close(
-        rule(belief, alone).log_probabilities, (curved(MEAN, INPUTS) / 1.5).log_softmax(-1)
-    )
+    for asked, logits in ((query, mean), (known, mean), (alone, curved(MEAN, INPUTS))):
+        found = rule(belief, asked).log_probabilities
+        torch.testing.assert_close(found, (logits / 1.5).log_softmax(-1))
 
 
 def moderating(logits: LogitFunction | PredictiveModel, **settings: Any) -> df.Filter:
@@ -453,16 +446,11 @@ def test_moderated_has_the_variance_of_the_logits_along_the_loss(structure: str)
     along, length = sums_of(prior_of(filt, state), INPUTS)
     _, prediction, _ = filt.step(state, INPUTS)
     variance = 0.7 * along / length
-    torch.testing.assert_close(
-        prediction.logit_variance,
-        torch.full((3, 3), variance, dtype=torch.float64),
-        rtol=1e-9,
-        atol=0,
-    )
     logits = curved(prior_of(filt, state).mean, INPUTS)
+    expected = (logits / math.sqrt(1 + math.pi / 4 * variance)).log_softmax(-1)
     torch.testing.assert_close(
-        prediction.log_probabilities,
-        (logits / math.sqrt(1 + math.pi / 4 * variance)).log_softmax(-1),
+        (prediction.logit_variance, prediction.log_probabilities),
+        (torch.full((3, 3), variance, dtype=torch.float64), expected),
         rtol=1e-9,
         atol=0,
     )
@@ -491,8 +479,7 @@ def test_moderated_fades_the_sums_of_small_batches() -> None:
         INPUTS[:2],
         3 * INPUTS[:1],
     ):  # each sample counts once, in whatever company
-        now = sums_of(prior_of(filt, state), batch)
-        fading = 1 - len(batch) / 10
+        now, fading = sums_of(prior_of(filt, state), batch), 1 - len(batch) / 10
         along, length = fading * along + now[0], fading * length + now[1]
         state, prediction, _ = filt.step(state, batch)
         assert prediction.logit_variance.max().item() == pytest.approx(along / length, rel=1e-9)
@@ -543,8 +530,7 @@ def test_moderated_learns_in_an_update_too_and_asks_for_rows_once() -> None:
 
 def test_rows_are_worked_out_once_and_sum_to_the_gradient() -> None:
     """Whoever asks after inference gets the rows that it had, unchanged by the curvature."""
-    filt = moderating(curved)
-    belief = df.Belief(MEAN, df.Full(MATRIX))
+    filt, belief = moderating(curved), df.Belief(MEAN, df.Full(MATRIX))
     energy, _ = filt.observation(lift(curved), belief.mean, INPUTS, {}, RANDOMNESS, keeps_rows=True)
     other, _ = filt.observation(lift(curved), belief.mean, INPUTS, {}, RANDOMNESS)
     total = other.evaluation.gradient()

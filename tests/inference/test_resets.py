@@ -2,7 +2,6 @@
 formulas in NumPy.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +16,7 @@ from driftfilter.inference.resets import Upkeep
 from driftfilter.model.observation import Energy
 from driftfilter.model.weighting import Memory
 from oracles import array
+from small import assert_same, refuses
 
 SOURCE = df.Belief(torch.linspace(-1, 1, 6).double(), df.Diagonal(torch.full((6,), 0.5).double()))
 LEARNED = df.Belief(
@@ -42,14 +42,17 @@ def kept_up(
 
 
 NOTHING = df.Gibbs(df.PseudoLabel(threshold=0.9999))  # no sample is that sure
-EVERY = [
-    df.ResetEvery(1),
-    df.ResetBelow(100.0),
-    df.RestoreRandomly(0.5),
-    df.RestoreIrrelevant(0.5),
-    df.ContinualMomentum(0.5),
-]
-every = pytest.mark.parametrize("upkeep", EVERY, ids=lambda upkeep: type(upkeep).__name__)
+every = pytest.mark.parametrize(
+    "upkeep",
+    [
+        df.ResetEvery(1),
+        df.ResetBelow(100.0),
+        df.RestoreRandomly(0.5),
+        df.RestoreIrrelevant(0.5),
+        df.ContinualMomentum(0.5),
+    ],
+    ids=lambda upkeep: type(upkeep).__name__,
+)
 
 
 @pytest.mark.parametrize("steps", [1, 3])
@@ -88,13 +91,11 @@ def test_reset_below_a_running_loss(momentum: float) -> None:
             running = None
         else:
             assert memory["upkeep.loss"].item() == pytest.approx(running, rel=1e-14)
-    assert True in resets
-    assert False in resets
+    assert set(resets) == {True, False}
 
 
 def test_reset_below_takes_the_energy_where_no_rule_leaves_a_loss() -> None:
-    now = energy()
-    _, memory = kept_up(df.ResetBelow(-1.0), {}, energy=now)
+    _, memory = kept_up(df.ResetBelow(-1.0), {}, energy=energy())
     p = (INPUTS @ LEARNED.mean.view(2, 3).T).softmax(-1)
     expected = -(p * p.log()).sum(-1).mean()
     torch.testing.assert_close(memory["upkeep.loss"], expected, rtol=1e-12, atol=0)
@@ -102,16 +103,16 @@ def test_reset_below_takes_the_energy_where_no_rule_leaves_a_loss() -> None:
 
 def test_a_step_without_information_leaves_the_running_loss() -> None:
     memory = {"upkeep.loss": torch.tensor(0.7).double()}
-    belief, after = kept_up(df.ResetBelow(0.5), memory, energy=energy(NOTHING))
-    assert belief is LEARNED
-    assert after == memory
     everyone_left = {
         **memory,
         "inference.loss": torch.tensor(torch.nan).double(),
     }  # at the sharp point
-    belief, after = kept_up(df.ResetBelow(0.5), everyone_left)
-    assert belief is LEARNED
-    assert after == memory
+    for belief, after in (
+        kept_up(df.ResetBelow(0.5), memory, energy=energy(NOTHING)),
+        kept_up(df.ResetBelow(0.5), everyone_left),
+    ):
+        assert belief is LEARNED
+        assert after == memory
 
 
 @pytest.mark.parametrize("probability", [0.0, 0.4, 1.0])
@@ -156,19 +157,14 @@ def test_restore_irrelevant_of_more_parameters_than_torch_quantile_takes() -> No
 
 
 def test_restore_irrelevant_without_a_gradient() -> None:
-    belief, _ = kept_up(df.RestoreIrrelevant(0.5), {}, energy=energy(NOTHING))
-    assert belief is LEARNED
+    old = {"inference.gradient": torch.arange(6).double()}  # of an earlier step
+    for memory in ({}, old):
+        assert kept_up(df.RestoreIrrelevant(0.5), memory, energy=energy(NOTHING))[0] is LEARNED
     with pytest.raises(
         ValueError,
         match=r"the gradient in the memory must be there: GradientStep\(keep_gradient=True\)",
     ):
         kept_up(df.RestoreIrrelevant(0.5), {})
-
-
-def test_a_gradient_of_an_earlier_step_restores_nothing() -> None:
-    old = {"inference.gradient": torch.arange(6).double()}
-    belief, _ = kept_up(df.RestoreIrrelevant(0.5), old, energy=energy(NOTHING))
-    assert belief is LEARNED
 
 
 @pytest.mark.parametrize(
@@ -218,8 +214,7 @@ def test_neither_beliefs_nor_memory_are_changed(upkeep: Upkeep) -> None:
     before = [tensor.clone() for tensor in (LEARNED.mean, SOURCE.mean, *memory.values())]
     belief, _ = kept_up(upkeep, memory)
     assert not torch.equal(belief.mean, LEARNED.mean)
-    for one, other in zip(before, (LEARNED.mean, SOURCE.mean, *memory.values()), strict=True):
-        assert torch.equal(one, other)
+    assert_same(before, [LEARNED.mean, SOURCE.mean, *memory.values()])
     assert set(memory) == {"inference.gradient", "inference.loss"}
 
 
@@ -239,8 +234,7 @@ def test_upkeep_comes_after_the_prediction(upkeep: Upkeep) -> None:
         assert not torch.equal(after.belief.mean, without.belief.mean)
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
+test_refusals_name_field_value_and_range = refuses(
     [
         (lambda: df.ResetEvery(0), "ResetEvery.steps must be an integer >= 1, got 0"),
         (lambda: df.ResetBelow("low"), "ResetBelow.loss must be a finite number.*got 'low'"),  # type: ignore[arg-type]
@@ -268,8 +262,5 @@ def test_upkeep_comes_after_the_prediction(upkeep: Upkeep) -> None:
             lambda: df.ContinualMomentum(floor=1.1),
             r"ContinualMomentum.floor must be a finite number in \[0, 1\], got 1.1",
         ),
-    ],
+    ]
 )
-def test_refusals_name_field_value_and_range(make: Callable[[], object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make()

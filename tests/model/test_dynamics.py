@@ -1,5 +1,4 @@
 import math
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -18,19 +17,15 @@ from oracles import (
     array,
     assert_equal,
     belief,
+    dense_map,
     normals,
     spd,
     tensor,
 )
+from small import refuses
 
 SOURCE = Moments(normals(2, seed=1), spd(2, 2))
 TWO = belief(SOURCE)
-
-
-def dense(gain: float | Tensor, size: int) -> Array:
-    if isinstance(gain, float):
-        return gain * np.eye(size)
-    return np.diag(array(gain)) if gain.dim() == 1 else array(gain)
 
 
 def path(dynamics: Dynamics, state: Array, steps: int) -> Array:
@@ -39,12 +34,11 @@ def path(dynamics: Dynamics, state: Array, steps: int) -> Array:
     """
     layout = dynamics.layout(2)
     read_out = np.eye(2) if layout is None else array(layout.read_out)
-    source = df.Belief(tensor(state), df.Full(torch.eye(len(state)).double()))
-    motion = dynamics(source)
+    motion = dynamics(df.Belief(tensor(state), df.Full(torch.eye(len(state)).double())))
     points = [read_out @ state]
     for _ in range(steps):
         drift = motion.drift if isinstance(motion.drift, float) else array(motion.drift)
-        state = dense(motion.gain, len(state)) @ state + drift
+        state = dense_map(motion.gain, len(state)) @ state + drift
         points.append(read_out @ state)
     return np.array(points)
 
@@ -60,7 +54,7 @@ def test_gain_drift_and_layout(name: str, dtype: torch.dtype) -> None:
     )
     motion, layout = expected.dynamics(source), expected.dynamics.layout(2)
     tolerance = 1e-6 if dtype == torch.float32 else 1e-12
-    assert_equal(torch.tensor(dense(motion.gain, size)), expected.gain, tolerance)
+    assert_equal(torch.tensor(dense_map(motion.gain, size)), expected.gain, tolerance)
     drift = motion.drift if isinstance(motion.drift, float) else array(motion.drift)
     assert_equal(torch.tensor(np.zeros(size) + drift), np.zeros(size) + expected.drift, tolerance)
     assert all(
@@ -95,10 +89,8 @@ def test_season_is_a_fourier_series(period: float, harmonics: int) -> None:
     """θ_t = level + Σ_j A_j cos(2πjt/period) + B_j sin(2πjt/period); at j = period/2 the sine is 0
     and has no state.
     """
-    singles = int(2 * harmonics == period)
-    state = normals(2 * (1 + 2 * harmonics - singles), seed=3)
-    steps = np.arange(31)
-    expected = np.tile(state[:2], (31, 1))
+    state = normals(2 * (1 + 2 * harmonics - int(2 * harmonics == period)), seed=3)
+    steps, expected = np.arange(31), np.tile(state[:2], (31, 1))
     for harmonic in range(1, harmonics + 1):
         angle = 2 * np.pi * harmonic * steps[:, None] / period
         start = 2 * (2 * harmonic - 1)
@@ -110,14 +102,14 @@ def test_season_is_a_fourier_series(period: float, harmonics: int) -> None:
     )
 
 
-RATES = [
-    (df.MeanReversion(0.8), 0.8),
-    (df.MeanReversion(0.0), 0.0),
-    (df.PrecisionReversion(0.4), None),
-]
-
-
-@pytest.mark.parametrize(("dynamics", "rho"), RATES)
+@pytest.mark.parametrize(
+    ("dynamics", "rho"),
+    [
+        (df.MeanReversion(0.8), 0.8),
+        (df.MeanReversion(0.0), 0.0),
+        (df.PrecisionReversion(0.4), None),
+    ],
+)
 def test_reversion_shrinks_the_distance_to_the_source_mean(
     dynamics: Dynamics, rho: float | None
 ) -> None:
@@ -133,10 +125,12 @@ def test_reversion_shrinks_the_distance_to_the_source_mean(
 
 
 PRECISIONS = tensor(np.array([2.0, 0.5]))
-UNCORRELATED = [df.Diagonal(1 / PRECISIONS), df.LowRank(PRECISIONS, torch.zeros(0, 2).double(), 1)]
 
 
-@pytest.mark.parametrize("covariance", UNCORRELATED)
+@pytest.mark.parametrize(
+    "covariance",
+    [df.Diagonal(1 / PRECISIONS), df.LowRank(PRECISIONS, torch.zeros(0, 2).double(), 1)],
+)
 def test_precision_reversion_of_an_uncorrelated_source_is_a_vector(covariance: Covariance) -> None:
     """So that Diagonal and LowRank can carry it."""
     motion = df.PrecisionReversion(0.1)(df.Belief(tensor(SOURCE.mean), covariance))
@@ -160,8 +154,7 @@ def test_precision_reversion_is_accepted_up_to_its_limit() -> None:
     assert np.abs(np.linalg.eigvalsh(array(motion.gain))).max() < 1
 
 
-@pytest.mark.parametrize(
-    ("build", "message"),
+test_what_cannot_be_is_refused = refuses(
     [
         (
             lambda: df.MeanReversion(1.01),
@@ -253,8 +246,5 @@ def test_precision_reversion_is_accepted_up_to_its_limit() -> None:
             lambda: df.Affine(1.0, ((1.0, 0.0), (0.0, 1.0)))(TWO),
             r"Affine.drift must be .* got 'shape \[2, 2\]'",
         ),
-    ],
+    ]
 )
-def test_what_cannot_be_is_refused(build: Callable[[], object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        build()

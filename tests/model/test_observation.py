@@ -35,38 +35,12 @@ from driftfilter.model.weighting import (
     Product,
     Reliability,
 )
+from small import assert_same, normal, perceptron, refuses
 
 RANDOMNESS = Randomness(5, 3, torch.device("cpu"))
 NAME = "weighting.mean_prediction"
 
 
-def draw(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def network(theta: Tensor, inputs: Tensor) -> Tensor:
-    return torch.tanh(inputs @ theta[:6].view(2, 3)) @ theta[6:15].view(3, 3)
-
-
-MODELS: dict[str, tuple[PredictiveModel, int]] = {
-    "head": (LinearHead(3), 6),
-    "logistic": (LinearHead(2, intercept=True), 3),
-    "network": (Lifted(network), 15),
-    "read-out": (ReadOut(Lifted(network), draw(15, 18, seed=7) / 3), 18),
-}
-every_model = pytest.mark.parametrize(
-    ("model", "d"),
-    [
-        pytest.param(*case, id=name, marks=() if name in ("head", "logistic") else pytest.mark.slow)
-        for name, case in MODELS.items()
-    ],
-)
-LOSSES: list[Loss] = [
-    *(cls() for cls in VARIANTS["loss"].values()),
-    Consistency(GaussianNoise(0.5), "symmetric", "soft", copies=2),
-    Sum((PseudoLabel(threshold=0.6), MarginalEntropy(copies=2), Consistency()), (0.5, 1.0, 2.0)),
-    Custom(lambda f: f[:, 0].sin() * f.logsumexp(-1)),
-]
 WEIGHTING = Product((Reliability(beta=3.0), EntropyGate(fraction=0.95), DiversityGate()))
 
 
@@ -97,14 +71,36 @@ def slope(function: Callable[[Tensor], Tensor], theta: Tensor, h: float = 1e-3) 
 # ------------------------------------------------------------------ value and gradient
 
 
-@every_model
-@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: type(loss).__name__)
+@pytest.mark.parametrize(
+    ("model", "d"),
+    [
+        pytest.param(*case, id=name, marks=() if name in ("head", "logistic") else pytest.mark.slow)
+        for name, case in {
+            "head": (LinearHead(3), 6),
+            "logistic": (LinearHead(2, intercept=True), 3),
+            "perceptron": (Lifted(perceptron), 15),
+            "read-out": (ReadOut(Lifted(perceptron), normal(15, 18, seed=7) / 3), 18),
+        }.items()
+    ],
+)
+@pytest.mark.parametrize(
+    "loss",
+    [
+        *(cls() for cls in VARIANTS["loss"].values()),
+        Consistency(GaussianNoise(0.5), "symmetric", "soft", copies=2),
+        Sum(
+            (PseudoLabel(threshold=0.6), MarginalEntropy(copies=2), Consistency()), (0.5, 1.0, 2.0)
+        ),
+        Custom(lambda f: f[:, 0].sin() * f.logsumexp(-1)),
+    ],
+    ids=lambda loss: type(loss).__name__,
+)
 def test_gradient_is_the_slope_of_the_energy(model: PredictiveModel, d: int, loss: Loss) -> None:
     """At the prior mean and elsewhere, with the weights and targets of the prior mean."""
-    anchor, inputs = draw(d, seed=1), 2 * draw(5, 2, seed=2)
+    anchor, inputs = normal(d, seed=1), 2 * normal(5, 2, seed=2)
     energy = energy_of(Gibbs(loss, WEIGHTING), model, anchor, inputs)
     assert energy.samples.used > 1
-    for theta in (anchor, anchor + 0.3 * draw(d, seed=3)):
+    for theta in (anchor, anchor + 0.3 * normal(d, seed=3)):
         evaluation = energy.at(theta)
         expected = slope(lambda point: value_of(energy.at(point)), theta)
         torch.testing.assert_close(evaluation.gradient(), expected, rtol=1e-8, atol=1e-9)
@@ -114,7 +110,7 @@ def test_gradient_is_the_slope_of_the_energy(model: PredictiveModel, d: int, los
 @pytest.mark.parametrize("n", [1, 6])
 @pytest.mark.parametrize("beta", [1.0, 4.0])
 def test_the_energy_of_entropy_written_out(n: int, beta: float) -> None:
-    theta, inputs = draw(6), draw(n, 2, seed=1)
+    theta, inputs = normal(6), normal(n, 2, seed=1)
     total = 0.0
     for x in inputs:
         p = (theta.view(3, 2) @ x).softmax(0)
@@ -126,7 +122,7 @@ def test_the_energy_of_entropy_written_out(n: int, beta: float) -> None:
 @pytest.mark.parametrize("chosen", [[1.0] * 6, [1.0, 2.0, 0.5, 3.0, 1.0, 0.0]])
 def test_information_maximization_has_the_gradient_of_the_batch_loss(chosen: list[float]) -> None:
     """mean H(p_i) - H(p̄) through autograd, both means weighted, times Σ w / n."""
-    theta, inputs = draw(6).requires_grad_(), draw(6, 2, seed=1)
+    theta, inputs = normal(6).requires_grad_(), normal(6, 2, seed=1)
     w = torch.tensor(chosen, dtype=torch.float64)
     p = LinearHead(3)(theta, inputs).softmax(-1)
     shares, mean = w / w.sum(), (w / w.sum()) @ p
@@ -139,30 +135,34 @@ def test_information_maximization_has_the_gradient_of_the_batch_loss(chosen: lis
     energy = energy_of(
         Gibbs(InformationMaximization(), given), LinearHead(3), theta.detach(), inputs
     )
-    torch.testing.assert_close(energy.evaluation.gradient(), exact, rtol=1e-12, atol=1e-13)
     torch.testing.assert_close(
-        value_of(energy.evaluation), (batch * w.sum() / 6).detach(), rtol=1e-12, atol=1e-13
+        (energy.evaluation.gradient(), value_of(energy.evaluation)),
+        (exact, (batch * w.sum() / 6).detach()),
+        rtol=1e-12,
+        atol=1e-13,
     )
 
 
 def test_gradient_and_factor_of_other_cotangents() -> None:
-    theta, inputs, loss = draw(15), draw(4, 2, seed=1), Consistency(copies=2)
-    energy = energy_of(Gibbs(loss, Reliability()), Lifted(network), theta, inputs)
-    cotangents, roots = draw(3, 4, 3, seed=2), draw(3, 4, 3, 2, seed=3)
+    theta, inputs, loss = normal(15), normal(4, 2, seed=1), Consistency(copies=2)
+    energy = energy_of(Gibbs(loss, Reliability()), Lifted(perceptron), theta, inputs)
+    cotangents, roots = normal(3, 4, 3, seed=2), normal(3, 4, 3, 2, seed=3)
     gradient, metric = (
         torch.zeros(15, dtype=torch.float64),
         torch.zeros(15, 15, dtype=torch.float64),
     )
     for v, view in enumerate(energy.views):
         for i, a in enumerate(energy.samples.coefficients):
-            jacobian = torch.func.jacrev(network)(theta, view[i : i + 1])[0]  # [k, d]
+            jacobian = torch.func.jacrev(perceptron)(theta, view[i : i + 1])[0]  # [k, d]
             gradient += a * jacobian.mT @ cotangents[v, i]
             metric += a * jacobian.mT @ roots[v, i] @ roots[v, i].mT @ jacobian
     factor = energy.evaluation.factor(roots)
     torch.testing.assert_close(
-        energy.evaluation.gradient(cotangents), gradient, rtol=1e-11, atol=1e-12
+        (energy.evaluation.gradient(cotangents), factor.mT @ factor),
+        (gradient, metric),
+        rtol=1e-11,
+        atol=1e-12,
     )
-    torch.testing.assert_close(factor.mT @ factor, metric, rtol=1e-11, atol=1e-12)
 
 
 # ------------------------------------------------------------------ normalisation, selection,
@@ -184,8 +184,9 @@ def test_the_sum_is_divided_by_the_batch_or_by_the_samples_kept(
     )[:, 0]
     gate = 0.5 * torch.tensor(2.0).double().log()
     weights = (gate - h).exp() * (h < gate)
-    torch.testing.assert_close(energy.samples.weights, weights)
-    torch.testing.assert_close(energy.samples.coefficients, weights / divisor)
+    torch.testing.assert_close(
+        (energy.samples.weights, energy.samples.coefficients), (weights, weights / divisor)
+    )
     assert energy.samples.used == 2
     torch.testing.assert_close(value_of(energy.evaluation), (weights * h).sum() / divisor)
 
@@ -193,9 +194,8 @@ def test_the_sum_is_divided_by_the_batch_or_by_the_samples_kept(
 @pytest.mark.parametrize("over", ["batch", "kept"])
 def test_a_gate_that_keeps_nothing_gives_an_energy_of_zero(over: Literal["batch", "kept"]) -> None:
     observation = Gibbs(Entropy(), EntropyGate(1e-6), over)
-    energy = energy_of(observation, LinearHead(2), torch.ones(1, dtype=torch.float64), draw(3, 1))
-    assert energy.samples.used == 0
-    assert energy.samples.coefficients.tolist() == [0.0] * 3
+    energy = energy_of(observation, LinearHead(2), torch.ones(1, dtype=torch.float64), normal(3, 1))
+    assert (energy.samples.used, energy.samples.coefficients.tolist()) == (0, [0.0] * 3)
     assert energy.evaluation.gradient().tolist() == [0.0]
 
 
@@ -208,8 +208,7 @@ def test_samples_below_the_threshold_have_no_weight(over: Literal["batch", "kept
         torch.ones(1, dtype=torch.float64),
         inputs,
     )
-    assert energy.samples.used == 2
-    assert energy.samples.weights.tolist() == [2.0, 0.0, 2.0]
+    assert (energy.samples.used, energy.samples.weights.tolist()) == (2, [2.0, 0.0, 2.0])
     torch.testing.assert_close(
         energy.samples.coefficients, energy.samples.weights / (3 if over == "batch" else 2)
     )
@@ -254,28 +253,29 @@ def test_memory_goes_through_the_weighting_unchanged_in_place() -> None:
 )
 def test_targets_and_weights_stay_those_of_the_prior_mean(loss: Loss) -> None:
     """At -θ every label would be the other one: the loss there must be that of the old labels."""
-    anchor, inputs = torch.tensor([2.0, -1.0], dtype=torch.float64), draw(6, 2, seed=4)
+    anchor, inputs = torch.tensor([2.0, -1.0], dtype=torch.float64), normal(6, 2, seed=4)
     energy = energy_of(Gibbs(loss, Reliability(2.0)), LinearHead(2), anchor, inputs)
     evaluation = energy.at(-anchor)
     views = torch.stack([LinearHead(2)(-anchor, view) for view in energy.views])
     targets = loss.targets(LinearHead(2)(anchor, inputs))
     expected = loss.expand(views, targets, energy.samples.weights)
-    torch.testing.assert_close(evaluation.expansion.value, expected.value)
-    torch.testing.assert_close(evaluation.expansion.gradient, expected.gradient)
+    torch.testing.assert_close(
+        (evaluation.expansion.value, evaluation.expansion.gradient),
+        (expected.value, expected.gradient),
+    )
     assert torch.equal(evaluation.coefficients, energy.evaluation.coefficients)
     moved = loss.expand(views, loss.targets(views[0]), energy.samples.weights)
     assert (moved.value - expected.value).abs().max() > 0.1
 
 
 def test_views_are_drawn_once_a_step() -> None:
-    inputs, loss = draw(4, 2), Consistency(GaussianNoise(1.0), copies=2)
-    energy = energy_of(Gibbs(loss), LinearHead(2), draw(2), inputs)
-    again = energy_of(Gibbs(loss), LinearHead(2), draw(2), inputs)
+    inputs, loss = normal(4, 2), Consistency(GaussianNoise(1.0), copies=2)
+    energy = energy_of(Gibbs(loss), LinearHead(2), normal(2), inputs)
+    again = energy_of(Gibbs(loss), LinearHead(2), normal(2), inputs)
     drawn = loss.views(inputs, lambda: RANDOMNESS.generator(Purpose.VIEWS))
     for mine, same, exact in zip(energy.views, again.views, drawn, strict=True):
-        assert torch.equal(mine, exact)
-        assert torch.equal(same, exact)
-    first, second = energy.at(draw(2, seed=8)), energy.at(draw(2, seed=8))
+        assert_same((mine, same), (exact, exact))
+    first, second = energy.at(normal(2, seed=8)), energy.at(normal(2, seed=8))
     assert torch.equal(first.logits, second.logits)
     assert energy.at(energy.anchor) is energy.evaluation
 
@@ -287,7 +287,7 @@ def test_a_plain_function_is_a_loss() -> None:
     def entropy(logits: Tensor) -> Tensor:
         return -(logits.softmax(-1) * logits.log_softmax(-1)).sum(-1)
 
-    theta, inputs = draw(6), draw(5, 2, seed=1)
+    theta, inputs = normal(6), normal(5, 2, seed=1)
     for loss, same in (
         (entropy, Entropy()),
         (Sum((entropy, PseudoLabel())), Sum((Entropy(), PseudoLabel()))),  # type: ignore[arg-type]
@@ -295,10 +295,11 @@ def test_a_plain_function_is_a_loss() -> None:
         mine, exact = (
             energy_of(Gibbs(each), LinearHead(3), theta, inputs).evaluation for each in (loss, same)
         )
-        torch.testing.assert_close(value_of(mine), value_of(exact), rtol=1e-12, atol=1e-13)
-        torch.testing.assert_close(mine.gradient(), exact.gradient(), rtol=1e-12, atol=1e-13)
         torch.testing.assert_close(
-            mine.expansion.hessian(), exact.expansion.hessian(), rtol=1e-12, atol=1e-13
+            (value_of(mine), mine.gradient(), mine.expansion.hessian()),
+            (value_of(exact), exact.gradient(), exact.expansion.hessian()),
+            rtol=1e-12,
+            atol=1e-13,
         )
 
 
@@ -312,8 +313,7 @@ class Broken(PredictiveModel):
         return self.logits, None
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
+test_refusals_name_field_value_and_range = refuses(
     [
         (lambda: Gibbs(over="all"), "Gibbs.over must be 'batch' or 'kept', got 'all'"),  # type: ignore[arg-type]
         (lambda: Gibbs(loss=3.0), "Gibbs.loss must be of role .loss., .*, got 3.0"),  # type: ignore[arg-type]
@@ -327,32 +327,38 @@ class Broken(PredictiveModel):
             lambda: Gibbs(weighting=Constant),  # type: ignore[arg-type]
             "Gibbs.weighting must be of role .weighting., such as .*, got <class",
         ),
-        (lambda: broken(draw(3)), r"the model's logits must be of shape \[4, k\], got shape \[3\]"),
         (
-            lambda: broken(draw(3, 2)),
+            lambda: broken(normal(3)),
+            r"the model's logits must be of shape \[4, k\], got shape \[3\]",
+        ),
+        (
+            lambda: broken(normal(3, 2)),
             r"the model's logits must be of shape \[4, k\], got shape \[3, 2\]",
         ),
         (
-            lambda: broken(draw(4, 2)[:, :0]),
+            lambda: broken(normal(4, 2)[:, :0]),
             r"the model's logits must be of shape \[4, k\], got shape \[4, 0\]",
         ),
         (
-            lambda: broken(draw(4, 2).index_fill(0, torch.tensor([2]), torch.inf)),
+            lambda: broken(normal(4, 2).index_fill(0, torch.tensor([2]), torch.inf)),
             r"the model's logits must be finite, got inf at index \[2, 0\] \(2 of 8 values\)",
         ),
         (
-            lambda: broken(draw(4, 2) * torch.nan),
+            lambda: broken(normal(4, 2) * torch.nan),
             r"the model's logits must be finite, got nan at index \[0, 0\] \(8 of 8",
         ),
-    ],
+        (
+            lambda: Gibbs(PseudoLabel(), teacher=Teacher(augmentation=GaussianNoise()))(
+                Lifted(perceptron), normal(15), normal(5, 2), {}, RANDOMNESS
+            ),
+            "source must be the source belief if there is a teacher, got None",
+        ),
+    ]
 )
-def test_refusals_name_field_value_and_range(call: Callable[[], object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        call()
 
 
 def broken(logits: Tensor) -> object:
-    return energy_of(Gibbs(), Broken(logits), draw(2), draw(4, 2))  # type: ignore[abstract]
+    return energy_of(Gibbs(), Broken(logits), normal(2), normal(4, 2))  # type: ignore[abstract]
 
 
 # ------------------------------------------------------------------ a teacher
@@ -361,28 +367,28 @@ def broken(logits: Tensor) -> object:
 @pytest.mark.parametrize("confidence", [0.0, 0.2, 1.0])
 def test_a_teacher_gives_targets_from_its_own_parameters(confidence: float) -> None:
     """Its logits, or their mean over augmented copies where the source is unsure of the batch."""
-    source = Belief(draw(15), Diagonal(torch.ones(15).double()))
-    theta, slow, inputs = draw(15, seed=1), draw(15, seed=2), draw(5, 2)
+    source = Belief(normal(15), Diagonal(torch.ones(15).double()))
+    theta, slow, inputs = normal(15, seed=1), normal(15, seed=2), normal(5, 2)
     teacher = Teacher(0.9, GaussianNoise(0.3), copies=3, confidence=confidence)
     energy, _ = Gibbs(Consistency(None, "cross_entropy", "soft", copies=0), teacher=teacher)(
-        Lifted(network), theta, inputs, {"teacher": slow}, RANDOMNESS, source
+        Lifted(perceptron), theta, inputs, {"teacher": slow}, RANDOMNESS, source
     )
     generator = RANDOMNESS.generator(Purpose.TEACHER)
     views = [
         inputs + 0.3 * torch.randn(5, 2, generator=generator, dtype=torch.float64) for _ in range(3)
     ]
-    sure = network(source.mean, inputs).softmax(-1).max(-1)[0].mean() >= confidence
+    sure = perceptron(source.mean, inputs).softmax(-1).max(-1)[0].mean() >= confidence
     assert bool(sure) is (confidence < 1)
     taught = (
-        network(slow, inputs)
+        perceptron(slow, inputs)
         if sure
-        else torch.stack([network(slow, view) for view in views]).mean(0)
+        else torch.stack([perceptron(slow, view) for view in views]).mean(0)
     )
     assert energy.taught is not None
     torch.testing.assert_close(energy.taught, taught, rtol=1e-12, atol=1e-14)
 
     def plain(point: Tensor) -> Tensor:
-        return -(taught.softmax(-1) * network(point, inputs).log_softmax(-1)).sum(-1).mean()
+        return -(taught.softmax(-1) * perceptron(point, inputs).log_softmax(-1)).sum(-1).mean()
 
     torch.testing.assert_close(energy.evaluation.value(), plain(theta), rtol=1e-12, atol=0)
     torch.testing.assert_close(
@@ -391,30 +397,22 @@ def test_a_teacher_gives_targets_from_its_own_parameters(confidence: float) -> N
 
 
 def test_a_teacher_follows_slowly_from_the_source() -> None:
-    source, teacher = Belief(draw(4), Diagonal(torch.ones(4).double())), Teacher(0.75)
-    memory: Memory = {"other": draw(1)}
-    energy, _ = Gibbs()(Lifted(network), draw(15), draw(5, 2), {}, RANDOMNESS, source)
+    source, teacher = Belief(normal(4), Diagonal(torch.ones(4).double())), Teacher(0.75)
+    memory: Memory = {"other": normal(1)}
+    energy, _ = Gibbs()(Lifted(perceptron), normal(15), normal(5, 2), {}, RANDOMNESS, source)
     slow = source.mean
     for seed in (1, 2, 3):
-        belief = Belief(draw(4, seed=seed), source.covariance)
+        belief = Belief(normal(4, seed=seed), source.covariance)
         kept, memory = teacher(belief, energy, memory, RANDOMNESS)
         assert kept is belief
-        slow = 0.75 * slow + 0.25 * draw(4, seed=seed)
+        slow = 0.75 * slow + 0.25 * normal(4, seed=seed)
         torch.testing.assert_close(memory["teacher"], slow, rtol=1e-13, atol=1e-15)
-    assert torch.equal(memory["other"], draw(1))
-
-
-def test_a_teacher_needs_to_know_the_source() -> None:
-    observation = Gibbs(PseudoLabel(), teacher=Teacher(augmentation=GaussianNoise()))
-    with pytest.raises(
-        ValueError, match="source must be the source belief if there is a teacher, got None"
-    ):
-        observation(Lifted(network), draw(15), draw(5, 2), {}, RANDOMNESS)
+    assert torch.equal(memory["other"], normal(1))
 
 
 @pytest.mark.parametrize("over", ["batch", "kept"])
 def test_a_batch_below_the_reference_tells_less(over: Any) -> None:
-    theta, inputs = draw(6), draw(8, 2, seed=1)
+    theta, inputs = normal(6), normal(8, 2, seed=1)
     gate = EntropyGate(0.9)
     plain = energy_of(Gibbs(Entropy(), gate, over), LinearHead(3), theta, inputs)
     small, large = (
@@ -425,10 +423,8 @@ def test_a_batch_below_the_reference_tells_less(over: Any) -> None:
     assert 2 < plain.samples.used < 8
     assert torch.equal(small.samples.coefficients, plain.samples.coefficients)
     torch.testing.assert_close(
-        large.samples.coefficients, plain.samples.coefficients * counted / 40
-    )
-    torch.testing.assert_close(
-        large.evaluation.gradient(), plain.evaluation.gradient() * counted / 40
+        (large.samples.coefficients, large.evaluation.gradient()),
+        (plain.samples.coefficients * counted / 40, plain.evaluation.gradient() * counted / 40),
     )
 
 

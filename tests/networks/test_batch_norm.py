@@ -15,6 +15,7 @@ from torch.nn import functional
 
 import driftfilter as df
 from driftfilter.networks.batch_norm import diversity
+from small import assert_same, refuses
 
 KINDS: list[Any] = ["batch", "source", df.PseudoCount(3.0), df.Ema(0.3)]
 kinds = pytest.mark.parametrize("statistics", KINDS, ids=str)
@@ -141,8 +142,7 @@ def test_logits_and_gradient_of_a_blend(statistics: Any, share: float, case: str
     logits, pullback = network.pullback(network.mean(), inputs)
     torch.testing.assert_close(logits, reference(model, inputs, share)[0], rtol=1e-10, atol=1e-10)
     expected = reference(model, inputs, share, renormalizing=isinstance(statistics, df.Ema))[0]
-    cotangents = torch.randn_like(logits)
-    known = dict(model.named_parameters())
+    cotangents, known = torch.randn_like(logits), dict(model.named_parameters())
     gradients = torch.autograd.grad(expected, [known[name] for name in network.shapes], cotangents)
     gradient = torch.cat([each.flatten() for each in gradients])
     torch.testing.assert_close(pullback.total(cotangents), gradient, rtol=1e-10, atol=1e-10)
@@ -172,12 +172,10 @@ def test_ema_carries_its_statistics() -> None:
     theta, carried = network.mean(), None
     memory: Mapping[str, Tensor] = {}
     for step in range(3):
-        inputs = images(seed=step)
-        model_now = network.recall(memory)
+        inputs, model_now = images(seed=step), network.recall(memory)
         logits, pullback = model_now.pullback(theta, inputs)
         expected, carried = reference(model, inputs, 0.3, carried)
-        torch.testing.assert_close(logits, expected)
-        torch.testing.assert_close(model_now(theta, inputs), expected)
+        torch.testing.assert_close((logits, model_now(theta, inputs)), (expected, expected))
         memory = pullback.memory
         torch.testing.assert_close(
             memory["network.statistics"], torch.cat([part for pair in carried for part in pair])
@@ -206,17 +204,12 @@ def test_statistics_of_another_network_are_refused() -> None:
 def test_the_ends_of_the_blends_are_batch_and_source() -> None:
     model, inputs = convolutional(), images()
     theta = df.Network(model).mean()
-    batch, source = (
-        df.Network(model, statistics=kind)(theta, inputs) for kind in ("batch", "source")
+    ends: Any = ("batch", "source")
+    blends = (df.PseudoCount(0.0), df.PseudoCount(1e15), df.Ema(1.0), df.Ema(0.0))
+    batch, source, *found = (
+        df.Network(model, statistics=kind)(theta, inputs) for kind in (*ends, *blends)
     )
-    torch.testing.assert_close(
-        df.Network(model, statistics=df.PseudoCount(0.0))(theta, inputs), batch
-    )
-    torch.testing.assert_close(
-        df.Network(model, statistics=df.PseudoCount(1e15))(theta, inputs), source
-    )
-    torch.testing.assert_close(df.Network(model, statistics=df.Ema(1.0))(theta, inputs), batch)
-    torch.testing.assert_close(df.Network(model, statistics=df.Ema(0.0))(theta, inputs), source)
+    torch.testing.assert_close(found, [batch, source] * 2)
 
 
 @exact
@@ -279,12 +272,8 @@ def test_one_value_a_channel_has_the_derivative_of_its_values_under_ema() -> Non
     expected = reference(model, inputs, 0.3)[0]
     torch.testing.assert_close(logits, expected)
     cotangents = torch.randn_like(logits)
-    gradient = torch.cat(
-        [
-            each.flatten()
-            for each in torch.autograd.grad(expected, list(model.parameters()), cotangents)
-        ]
-    )
+    gradients = torch.autograd.grad(expected, list(model.parameters()), cotangents)
+    gradient = torch.cat([each.flatten() for each in gradients])
     torch.testing.assert_close(pullback.total(cotangents), gradient, rtol=1e-10, atol=1e-10)
 
 
@@ -382,8 +371,10 @@ def test_a_batch_norm_with_a_forward_of_its_own(
         )
         torch.testing.assert_close(logits, expected)
         cotangents = torch.randn_like(logits)
-        torch.testing.assert_close(pullback(cotangents), expected_pullback(cotangents))
-        torch.testing.assert_close(pullback.memory, expected_pullback.memory)
+        torch.testing.assert_close(
+            (pullback(cotangents), pullback.memory),
+            (expected_pullback(cotangents), expected_pullback.memory),
+        )
     tangents = torch.randn(2, own.mean().numel(), dtype=torch.float64)
     pushed = own.pushforward(own.mean(), inputs, tangents)
     torch.testing.assert_close(pushed, other.pushforward(own.mean(), inputs, tangents))
@@ -406,8 +397,7 @@ def test_a_batch_norm_that_normalises_by_hand_has_a_total_but_neither_rows_nor_a
         df.Network(model, statistics=df.Ema()).pullback(batch.mean(), inputs)
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
+test_refusals = refuses(
     [
         (
             lambda: df.PseudoCount(-1.0),
@@ -423,12 +413,8 @@ def test_a_batch_norm_that_normalises_by_hand_has_a_total_but_neither_rows_nor_a
             lambda: df.Ema(0.1, math.nan),
             r"Ema.diversity must be a finite number in \[0, inf\), got nan",
         ),
-    ],
-    ids=["negative", "infinite", "momentum", "diversity", "nan"],
+    ]
 )
-def test_refusals(make: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make()
 
 
 def effective_share(logits: Tensor) -> Tensor:
@@ -491,9 +477,9 @@ def test_the_share_of_a_batch_follows_the_diversity_of_the_one_before() -> None:
         torch.testing.assert_close(found, logits.log_softmax(-1))
         statistics, found_share = kept(adapter)
         torch.testing.assert_close(
-            statistics, torch.cat([part for pair in carried for part in pair])
+            (statistics, found_share),
+            (torch.cat([part for pair in carried for part in pair]), effective_share(logits)),
         )
-        torch.testing.assert_close(found_share, effective_share(logits))
         assert found_share.shape == ()
         share = SHARE * effective_share(logits) ** 4
         assert share < 0.9 * SHARE
@@ -517,8 +503,9 @@ def test_a_batch_of_one_class_lowers_the_share_of_the_next(bias: float) -> None:
     layer: Any = model[0]
     first = blended(images(seed=1), layer.running_mean, layer.running_var, SHARE)
     adapter(images(seed=1))
-    torch.testing.assert_close(kept(adapter)[0], torch.cat(first))
-    torch.testing.assert_close(kept(adapter)[1].item(), found)
+    torch.testing.assert_close(
+        (kept(adapter)[0], kept(adapter)[1].item()), (torch.cat(first), found)
+    )
     adapter(images(seed=2))
     torch.testing.assert_close(
         kept(adapter)[0], torch.cat(blended(images(seed=2), *first, SHARE * found**4))
@@ -555,9 +542,7 @@ def test_a_checkpoint_carries_the_diversity() -> None:
     second.load_state_dict(copy.deepcopy(first.state_dict()))
     for seed in range(2, 4):
         assert torch.equal(first(images(seed=seed)), second(images(seed=seed)))
-        assert all(
-            torch.equal(one, other) for one, other in zip(kept(first), kept(second), strict=True)
-        )
+        assert_same(kept(first), kept(second))
     without = {
         name: value
         for name, value in first.state_dict().items()
@@ -609,8 +594,10 @@ def test_the_diversity_is_that_of_the_classes_where_the_loss_sees_something_else
     )
     seen, pullback = network.observing.pullback(network.mean(), images())
     logits = reference(model.body, images(), SHARE)[0]
-    torch.testing.assert_close(seen, 9 * model.side(logits))
-    torch.testing.assert_close(pullback.memory["network.diversity"], effective_share(logits))
+    torch.testing.assert_close(
+        (seen, pullback.memory["network.diversity"]),
+        (9 * model.side(logits), effective_share(logits)),
+    )
     recalled = network.recall(pullback.memory).observing.pullback(network.mean(), images(seed=2))[1]
     carried = reference(model.body, images(), SHARE)[1]
     logits, _ = reference(model.body, images(seed=2), SHARE * effective_share(logits) ** 4, carried)
@@ -634,7 +621,6 @@ def test_balanced_labels_have_the_full_share_whatever_the_number_of_classes(k: i
     there can be.
     """
     labels = torch.randint(k, (n,), generator=torch.Generator().manual_seed(0))
-    logits = 50.0 * functional.one_hot(labels, k).double()
-    assert 0.8 < diversity(logits).item() <= 1.0
+    assert 0.8 < diversity(50.0 * functional.one_hot(labels, k).double()).item() <= 1.0
     same = 50.0 * functional.one_hot(torch.zeros(n, dtype=torch.long), k).double()
     assert n == 1 or diversity(same).item() < 2 / min(n, k)

@@ -4,25 +4,24 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import driftfilter as df
 from driftfilter.base.tensors import as_text
 from driftfilter.networks.features import Backbone
 from driftfilter.networks.initialization import check, find_wanted, initialize
+from small import Written, assert_same, refuses
 
 
-class Backwards(nn.Module):
+def backwards() -> nn.Module:
     """Registers its head first."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.head, self.norm, self.first = nn.Linear(6, 3), nn.LayerNorm(6), nn.Linear(4, 6)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.norm(self.first(inputs)).relu())
-        return logits
+    torch.manual_seed(0)
+    return Written(
+        lambda own, x: own.head(own.norm(own.first(x)).relu()),
+        head=nn.Linear(6, 3),
+        norm=nn.LayerNorm(6),
+        first=nn.Linear(4, 6),
+    )
 
 
 BATCH = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
@@ -43,7 +42,7 @@ choices = pytest.mark.parametrize("choice", CHOICES)
 def test_what_a_batch_tells_is_found_once_and_stands(choice: str) -> None:
     parameters, wants = CHOICES[choice]
     assert find_wanted(parameters) == wants
-    model = Backwards()
+    model = backwards()
     start = initialize(model, parameters, "source", None, BATCH)
     assert set(start.found) == wants
     if "head" in wants:
@@ -52,35 +51,36 @@ def test_what_a_batch_tells_is_found_once_and_stands(choice: str) -> None:
         torch.testing.assert_close(start.found["center"], Backbone(model, "head")(BATCH).mean(0))
     for example in (None, BATCH + 1):
         again = initialize(model, parameters, "source", None, example, start.found)
-        assert torch.equal(again.mean, start.mean)
-        assert torch.equal(again.model(again.mean, BATCH), start.model(start.mean, BATCH))
+        assert_same(
+            (again.mean, again.model(again.mean, BATCH)),
+            (start.mean, start.model(start.mean, BATCH)),
+        )
         assert again.found.keys() == start.found.keys()
 
 
 @choices
 def test_adaptation_starts_at_the_model(choice: str) -> None:
     """Up to a number that all classes share, which probabilities do not see."""
-    model = Backwards()
+    model = backwards()
     start = initialize(model, CHOICES[choice][0], "source", None, BATCH)
     found, expected = start.model(start.mean, BATCH).log_softmax(-1), model(BATCH).log_softmax(-1)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
 
 
 def test_without_a_batch_the_head_is_the_last_layer_registered() -> None:
-    start = initialize(Backwards(), df.Head(), "source")
-    assert start.mean.shape == (6 * (4 + 1),)
-    assert start.found == {}
+    start = initialize(backwards(), df.Head(), "source")
+    assert (start.mean.shape, start.found) == ((6 * (4 + 1),), {})
 
 
 def test_a_first_batch_with_infinite_features_is_refused() -> None:
     with pytest.raises(ValueError, match="what enters the head 'head' must be finite"):
-        initialize(Backwards(), df.Prototypes(centered=True), "source", None, BATCH * 1e38)
+        initialize(backwards(), df.Prototypes(centered=True), "source", None, BATCH * 1e38)
 
 
 @choices
 def test_values_are_needed_only_to_start(choice: str) -> None:
     with torch.device("meta"):
-        model = Backwards()
+        model = backwards()
     check(model, CHOICES[choice][0])
     with pytest.raises(
         ValueError,
@@ -96,7 +96,7 @@ REFUSED: dict[str, tuple[nn.Module, Any, str]] = {
         r"must select one parameter or more, got none of 2; .* \['Linear'\], named",
     ),
     "no such head": (
-        Backwards(),
+        backwards(),
         df.Prototypes(name="haed"),
         r"Head.name must be .* \['head', 'first'\], got 'haed'",
     ),
@@ -108,11 +108,7 @@ REFUSED: dict[str, tuple[nn.Module, Any, str]] = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_refusals(case: str) -> None:
-    model, parameters, message = REFUSED[case]
-    with pytest.raises(ValueError, match=message):
-        check(model, parameters)
+test_refusals = refuses(REFUSED.values(), check)
 
 
 def test_a_center_from_hardly_any_samples_is_worth_a_warning() -> None:

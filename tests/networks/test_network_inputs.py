@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import driftfilter as df
 from driftfilter.app import models
+from small import assert_same
 
 
 class Pair(nn.Module):
@@ -75,8 +76,10 @@ def test_arguments_by_position_and_by_name(kind: str, selection: df.Selection) -
                 ]
             )
         )
-    torch.testing.assert_close(pullback(cotangents), torch.stack(rows))
-    torch.testing.assert_close(pullback.total(cotangents), torch.stack(rows).sum(0))
+    torch.testing.assert_close(
+        (pullback(cotangents), pullback.total(cotangents)),
+        (torch.stack(rows), torch.stack(rows).sum(0)),
+    )
 
 
 def test_layers_without_a_rule_with_named_inputs() -> None:
@@ -174,8 +177,9 @@ def assert_near(found: tuple[Tensor, ...], expected: tuple[Tensor, ...], toleran
         assert ((one - other).abs().max() <= tolerance * other.abs().max()).item()
 
 
-STATISTICS: list[Any] = ["batch", "source", df.PseudoCount(), df.Ema()]
-statistics_ = pytest.mark.parametrize("statistics", STATISTICS, ids=str)
+statistics_ = pytest.mark.parametrize(
+    "statistics", ["batch", "source", df.PseudoCount(), df.Ema()], ids=str
+)
 SELECTIONS: list[df.Selection] = [df.NormAffine(), df.AllParameters(), df.LoRA(2)]
 
 
@@ -195,11 +199,9 @@ def test_a_module_in_half_precision_under_a_belief_in_float32(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
 def test_inputs_get_the_dtype_of_the_module(dtype: torch.dtype) -> None:
     network = df.Network(convolutional())
-    found, expected = (
-        everything(network, images().to(dtype)),
-        everything(network, images().to(dtype).float()),
+    assert_same(
+        everything(network, images().to(dtype)), everything(network, images().to(dtype).float())
     )
-    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
 @statistics_
@@ -208,10 +210,9 @@ def test_autocast(selection: df.Selection, statistics: Any) -> None:
     network = df.Network(convolutional(), selection, statistics)
     expected = everything(network, images())
     with torch.autocast("cpu", torch.bfloat16):
-        found = everything(network, images())
-        half = everything(network, images().bfloat16())
-    assert_near(found, expected, 0.03)
-    assert_near(half, expected, 0.03)
+        found, half = (everything(network, batch) for batch in (images(), images().bfloat16()))
+    for each in (found, half):
+        assert_near(each, expected, 0.03)
     assert not torch.equal(found[0], expected[0])  # it was on
 
 
@@ -236,8 +237,7 @@ def test_channels_last(selection: df.Selection, statistics: Any) -> None:
 def test_two_threads_at_different_parameters(statistics: Any) -> None:
     network = df.Network(convolutional(), statistics=statistics)
     points = [network.mean() + shift for shift in (0.0, 0.5)]
-    cotangents = torch.randn(6, 3)
-    tangent = torch.ones(1, len(points[0]))
+    cotangents, tangent = torch.randn(6, 3), torch.ones(1, len(points[0]))
 
     def answers(theta: Tensor) -> tuple[Tensor, ...]:
         logits, pullback = network.pullback(theta, images())
@@ -289,11 +289,9 @@ def test_a_pullback_answers_in_another_thread() -> None:
 
 def test_dropout_is_never_on() -> None:
     model = convolutional(dropout=0.5).train()
-    found, expected = (
-        everything(df.Network(model), images()),
-        everything(df.Network(convolutional()), images()),
+    assert_same(
+        everything(df.Network(model), images()), everything(df.Network(convolutional()), images())
     )
-    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
     assert model.training
 
 
@@ -302,10 +300,7 @@ def test_copies_and_pickles_answer_alike(statistics: Any) -> None:
     network = df.Network(convolutional(), statistics=statistics)
     expected = everything(network, images())
     for other in (copy.deepcopy(network), pickle.loads(pickle.dumps(network))):
-        assert all(
-            torch.equal(one, same)
-            for one, same in zip(everything(other, images()), expected, strict=True)
-        )
+        assert_same(everything(other, images()), expected)
 
 
 def test_a_module_on_the_meta_device_is_refused_only_where_values_are_needed() -> None:
@@ -334,10 +329,7 @@ def test_networks_of_one_module_are_told_apart() -> None:
         for rest in ((), (df.Head(), "source"))
     ]
     for network, expected in ((norms, alone[0]), (head, alone[1]), (norms, alone[0])):
-        assert all(
-            torch.equal(one, other)
-            for one, other in zip(everything(network, images()), expected, strict=True)
-        )
+        assert_same(everything(network, images()), expected)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -350,8 +342,7 @@ def test_gpu(memory_format: torch.memory_format, selection: df.Selection, statis
     )
     network = df.Network(convolutional().double().cuda(), selection, statistics)
     found = everything(network, images().double().cuda().contiguous(memory_format=memory_format))
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one.cpu(), other)
+    torch.testing.assert_close(tuple(part.cpu() for part in found), expected)
 
 
 @pytest.mark.slow
@@ -387,11 +378,9 @@ def test_probabilities_are_warned_about_once_and_the_hint_helps() -> None:
     helped = df.adapt(
         nn.Sequential(body, nn.Softmax(-1)), output=lambda result: result.clamp_min(1e-12).log()
     )
-    for _ in range(3):
-        expected = helped(x)
     direct = df.adapt(body)
     for _ in range(3):
-        found = direct(x)
+        found, expected = direct(x), helped(x)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 

@@ -14,51 +14,47 @@ from torch.utils.checkpoint import checkpoint
 import driftfilter as df
 from driftfilter.networks.network import Network
 from driftfilter.networks.row_check import some, wrong_rows
+from small import Written
+
+Forward = Callable[[Any, Tensor], Any]
 
 
-class Written(nn.Module):
+def written(forward: Forward) -> nn.Module:
     """Layers, and a forward pass written by hand."""
-
-    def __init__(self, forward: Callable[["Written", Tensor], Any]) -> None:
-        super().__init__()
-        self.words, self.first = nn.Embedding(9, 6), nn.Linear(6, 6)
-        self.norm, self.head = nn.LayerNorm(6), nn.Linear(6, 3)
-        self.written = forward
-
-    def forward(self, inputs: Tensor) -> Any:
-        return self.written(self, inputs)
+    words, first = nn.Embedding(9, 6), nn.Linear(6, 6)
+    return Written(forward, words=words, first=first, norm=nn.LayerNorm(6), head=nn.Linear(6, 3))
 
 
-def tied(model: Written, words: Tensor) -> Any:
+def tied(model: Any, words: Tensor) -> Any:
     return functional.linear(model.norm(model.words(words)).mean(1), model.words.weight)
 
 
-def used_twice(model: Written, inputs: Tensor) -> Any:
+def used_twice(model: Any, inputs: Tensor) -> Any:
     return model.head(model.norm(inputs).mean(1)) * model.norm.weight.sum()
 
 
-def tokens_first(model: Written, inputs: Tensor) -> Any:
+def tokens_first(model: Any, inputs: Tensor) -> Any:
     return model.head(model.norm(model.first(inputs.transpose(0, 1))).mean(0))
 
 
-def sorted_inside(model: Written, inputs: Tensor) -> Any:
+def sorted_inside(model: Any, inputs: Tensor) -> Any:
     order = inputs[:, 0, 0].argsort()
     return model.head(model.norm(inputs[order]).mean(1))[order.argsort()]
 
 
-def centered(model: Written, inputs: Tensor) -> Any:
+def centered(model: Any, inputs: Tensor) -> Any:
     flat = model.first(inputs.mean(1))
     return model.head(model.norm(flat - flat.mean(0)))
 
 
-def checkpointed(model: Written, inputs: Tensor) -> Any:
+def checkpointed(model: Any, inputs: Tensor) -> Any:
     inner = checkpoint(lambda values: model.norm(model.first(values)), inputs, use_reentrant=False)
     return model.head(inner.mean(1))
 
 
-def network(forward: Callable[[Written, Tensor], Any]) -> Network:
+def network(forward: Forward) -> Network:
     torch.manual_seed(0)
-    return Network(Written(forward).double(), df.AllParameters(), "source")
+    return Network(written(forward).double(), df.AllParameters(), "source")
 
 
 def batch(samples: int = 4, tokens: int = 4) -> Tensor:
@@ -91,9 +87,7 @@ def assert_rows(model: Network, theta: Tensor, inputs: Tensor) -> None:
 @pytest.mark.parametrize(
     ("forward", "inputs"), KINDS, ids=[forward.__name__ for forward, _ in KINDS]
 )
-def test_rows_are_those_of_single_samples(
-    forward: Callable[[Written, Tensor], Any], inputs: Tensor
-) -> None:
+def test_rows_are_those_of_single_samples(forward: Forward, inputs: Tensor) -> None:
     model = network(forward)
     theta = model.mean() + 0.1
     for _ in range(2):  # when it is proved, and when it is known
@@ -118,7 +112,7 @@ def test_samples_that_the_module_couples_keep_rows_that_add_up() -> None:
 
 
 def test_coupled_samples_and_a_parameter_used_twice_are_refused_by_name() -> None:
-    def both(model: Written, inputs: Tensor) -> Any:
+    def both(model: Any, inputs: Tensor) -> Any:
         return centered(model, inputs) * model.norm.weight.sum()
 
     logits, pullback = network(both).pullback(network(both).mean(), batch())
@@ -167,23 +161,19 @@ def test_the_weightiest_sample_is_asked_about_and_another_is_not() -> None:
 
 def test_a_tied_head_adapts_with_per_sample_curvature() -> None:
     torch.manual_seed(0)
-    model = Written(tied).double().eval()
+    model = written(tied).double().eval()
     recipe = df.presets.get("opgd_diag", parameters=df.AllParameters(), statistics="source")
     adapter = df.adapt(model, recipe)
     adapter(WORDS)
-    source = df.adapt(model, recipe)
-    theta = source.belief.mean.requires_grad_()
-    net = Network(model, df.AllParameters(), "source")
-    p = net(theta, WORDS).softmax(-1)
-    center = p.mean(0).detach()
-    losses = -(p * (p.log() - center.log())).sum(-1)
+    theta = df.adapt(model, recipe).belief.mean.requires_grad_()
+    p = Network(model, df.AllParameters(), "source")(theta, WORDS).softmax(-1)
+    losses = -(p * (p.log() - p.mean(0).detach().log())).sum(-1)
     rows = torch.stack(
         [
             torch.autograd.grad(loss, theta, retain_graph=True, allow_unused=True)[0]
             for loss in losses
         ]
     )
-    gradient = 2 * rows.mean(0)
-    spread = 2 * (rows - rows.mean(0)).square().mean(0)
+    gradient, spread = 2 * rows.mean(0), 2 * (rows - rows.mean(0)).square().mean(0)
     expected = theta.detach() - gradient / (1 / 0.08 + spread)
     torch.testing.assert_close(adapter.belief.mean, expected, rtol=1e-5, atol=1e-8)

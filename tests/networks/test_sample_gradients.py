@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import driftfilter as df
+from small import Written
 
 
 class Net(nn.Module):
@@ -45,85 +46,32 @@ class Shifted(nn.Linear):
         return 2 * super().forward(inputs) + self.bias.square()
 
 
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.MultiheadAttention(4, 2, batch_first=True)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        attended: Tensor = self.inner(inputs, inputs, inputs)[0]
-        return attended
-
-
-class Windows(nn.Module):
-    """A layer norm on windows [n · 3, 2, 4] of each sample's six tokens."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.mix = nn.LayerNorm(4), nn.Linear(4, 4)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        mixed: Tensor = self.mix(self.norm(inputs.reshape(-1, 2, 4)))
-        return mixed.reshape(len(inputs), 6, 4)
-
-
-class SequenceFirst(nn.Module):
-    """A layer norm on [tokens, n, 4], where no sample can be told from another."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(4)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        normal: Tensor = self.norm(inputs.transpose(0, 1))
-        return normal.transpose(0, 1)
-
-
-class Transformer(nn.Module):
+def transformer(batch_first: bool) -> nn.Module:
     """Torch's own encoder, on [tokens, n, 4] or on [n, tokens, 4]."""
-
-    def __init__(self, batch_first: bool) -> None:
-        super().__init__()
-        layer = nn.TransformerEncoderLayer(4, 2, 6, batch_first=batch_first)
-        self.batch_first = batch_first
-        self.encoder = nn.TransformerEncoder(layer, 2, nn.LayerNorm(4), enable_nested_tensor=False)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        if self.batch_first:
-            encoded: Tensor = self.encoder(inputs)
-            return encoded
-        sequence: Tensor = self.encoder(inputs.transpose(0, 1))
-        return sequence.transpose(0, 1)
+    layer = nn.TransformerEncoderLayer(4, 2, 6, batch_first=batch_first)
+    encoder = nn.TransformerEncoder(layer, 2, nn.LayerNorm(4), enable_nested_tensor=False)
+    if batch_first:
+        return encoder
+    return Written(lambda own, x: own.encoder(x.transpose(0, 1)).transpose(0, 1), encoder=encoder)
 
 
-class Shared(nn.Module):
+def share() -> nn.Module:
     """One linear layer used twice, and its weight once more under another name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.two.weight = self.one.weight
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        last: Tensor = self.two(torch.tanh(self.one(torch.tanh(self.one(inputs)))))
-        return last
+    one, two = nn.Linear(4, 4), nn.Linear(4, 4)
+    two.weight = one.weight
+    return Written(
+        lambda own, x: own.two(torch.tanh(own.one(torch.tanh(own.one(x))))), one=one, two=two
+    )
 
 
-class Aliased(nn.Module):
+def alias() -> nn.Module:
     """One layer under two names."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one = self.two = nn.Linear(4, 4)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        last: Tensor = self.two(torch.tanh(self.one(inputs)))
-        return last
+    layer = nn.Linear(4, 4)
+    return Written(lambda own, x: own.two(torch.tanh(own.one(x))), one=layer, two=layer)
 
 
-def first(result: Any) -> Tensor:
-    picked: Tensor = result[0]
-    return picked
+def first(result: Any) -> Any:
+    return result[0]
 
 
 CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
@@ -151,18 +99,41 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
         lambda: Net(nn.InstanceNorm1d(3, affine=True, track_running_stats=True)),
         (3, 5),
     ),
-    "windows": (lambda: Net(Windows()), (6, 4)),
-    "shared": (lambda: Net(Shared()), (4,)),
-    "aliased": (lambda: Net(Aliased()), (4,)),
+    "windows": (  # a layer norm on windows [n · 3, 2, 4] of each sample's six tokens
+        lambda: Net(
+            Written(
+                lambda own, x: own.mix(own.norm(x.reshape(-1, 2, 4))).reshape(len(x), 6, 4),
+                norm=nn.LayerNorm(4),
+                mix=nn.Linear(4, 4),
+            )
+        ),
+        (6, 4),
+    ),
+    "shared": (lambda: Net(share()), (4,)),
+    "aliased": (lambda: Net(alias()), (4,)),
     "own parameter": (lambda: Net(Scaled()), (4,)),
     "overridden forward": (lambda: Net(Shifted(4, 3)), (4,)),
-    "sequence first": (lambda: Net(SequenceFirst()), (7, 4)),
+    "sequence first": (  # on [tokens, n, 4], where no sample can be told from another
+        lambda: Net(
+            Written(
+                lambda own, x: own.norm(x.transpose(0, 1)).transpose(0, 1), norm=nn.LayerNorm(4)
+            )
+        ),
+        (7, 4),
+    ),
     "transposed convolution": (lambda: Net(nn.ConvTranspose2d(2, 3, 2)), (2, 3, 3)),
-    "attention": (lambda: Net(Attention()), (3, 4)),
+    "attention": (
+        lambda: Net(
+            Written(
+                lambda own, x: own.inner(x, x, x)[0],
+                inner=nn.MultiheadAttention(4, 2, batch_first=True),
+            )
+        ),
+        (3, 4),
+    ),
     "lstm": (lambda: Net(nn.LSTM(4, 3, num_layers=2, batch_first=True), first), (5, 4)),
     "gru": (lambda: Net(nn.GRU(4, 3, batch_first=True, bidirectional=True), first), (5, 4)),
 }
-cases = pytest.mark.parametrize("case", CASES)
 WITHOUT_RULE = (
     "own parameter",
     "overridden forward",
@@ -186,21 +157,19 @@ def alone(model: nn.Module, names: list[str], inputs: Tensor, cotangents: Tensor
     return torch.stack(rows)
 
 
-def rows_of(
-    model: nn.Module, inputs: Tensor, selection: df.Selection
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows, their total and what both should be."""
+def assert_rows(model: nn.Module, inputs: Tensor, selection: df.Selection) -> Tensor:
+    """Rows and their total are what backward passes say, which is returned."""
     network = df.Network(model, selection, "source")
     logits, pullback = network.pullback(network.mean(), inputs)
     cotangents = torch.randn_like(logits)
-    return (
-        pullback(cotangents),
-        pullback.total(cotangents),
-        alone(model.eval(), list(network.shapes), inputs, cotangents),
+    expected = alone(model.eval(), list(network.shapes), inputs, cotangents)
+    torch.testing.assert_close(
+        (pullback(cotangents), pullback.total(cotangents)), (expected, expected.sum(0))
     )
+    return expected
 
 
-@cases
+@pytest.mark.parametrize("case", CASES)
 def test_rows_are_the_gradients_of_each_sample_alone(
     case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -213,9 +182,7 @@ def test_rows_are_the_gradients_of_each_sample_alone(
         warnings.filterwarnings(
             "ignore", message="Using padding='same' with even kernel"
         )  # torch's own
-        rows, total, expected = rows_of(model, inputs, df.AllParameters())
-    torch.testing.assert_close(rows, expected)
-    torch.testing.assert_close(total, expected.sum(0))
+        expected = assert_rows(model, inputs, df.AllParameters())
     assert expected.count_nonzero() > 0.5 * expected.numel()
 
 
@@ -225,7 +192,7 @@ def test_transformers(batch_first: bool, selection: df.Selection) -> None:
     """With as many tokens as would pass for samples."""
     torch.manual_seed(0)
     model, inputs = (
-        Net(Transformer(batch_first)).double(),
+        Net(transformer(batch_first)).double(),
         torch.randn(3, 6, 4, dtype=torch.float64),
     )
     network = df.Network(model, selection)
@@ -240,10 +207,13 @@ def test_transformers(batch_first: bool, selection: df.Selection) -> None:
         network(theta + 1e-5 * tangent, inputs) - network(theta - 1e-5 * tangent, inputs)
     ) / 2e-5
     torch.testing.assert_close(
-        pullback.total(cotangents) @ tangent, (slope * cotangents).sum(), rtol=1e-6, atol=1e-7
-    )
-    torch.testing.assert_close(
-        network.pushforward(theta, inputs, tangent[None])[0], slope, rtol=1e-6, atol=1e-7
+        (
+            pullback.total(cotangents) @ tangent,
+            network.pushforward(theta, inputs, tangent[None])[0],
+        ),
+        ((slope * cotangents).sum(), slope),
+        rtol=1e-6,
+        atol=1e-7,
     )
     assert torch.backends.mha.get_fastpath_enabled()
 
@@ -253,18 +223,14 @@ def test_embedding_rows(padding: int | None) -> None:
     torch.manual_seed(0)
     model = Net(nn.Embedding(6, 3, padding_idx=padding)).double()
     words = torch.tensor([[1, 1, 2, 4], [2, 0, 5, 5], [3, 3, 3, 3]])
-    rows, total, expected = rows_of(model, words, df.AllParameters())
-    torch.testing.assert_close(rows, expected)
-    torch.testing.assert_close(total, expected.sum(0))
+    assert_rows(model, words, df.AllParameters())
 
 
 @pytest.mark.parametrize("own", ["weight", "bias"])
 def test_one_parameter_of_a_layer(own: str) -> None:
     torch.manual_seed(0)
     model, inputs = Net(nn.Conv2d(2, 3, 3)).double(), torch.randn(4, 2, 5, 5, dtype=torch.float64)
-    rows, total, expected = rows_of(model, inputs, df.ByName((f"*.{own}",)))
-    torch.testing.assert_close(rows, expected)
-    torch.testing.assert_close(total, expected.sum(0))
+    assert_rows(model, inputs, df.ByName((f"*.{own}",)))
 
 
 def test_rows_of_convolutions_under_batch_statistics_sum_to_the_gradient_of_the_batch() -> None:

@@ -88,8 +88,7 @@ def check_kernels() -> None:
             sums = kernels.sample_sums(delta, x, moments[0])
             assert_close(sums, case.sums(case.moments[0]))
             found = torch.empty(4, C)
-            weight = case.weight.float()
-            kernels._totals[2,](sums, weight, moments, found, 5, C, C=32, M=128)
+            kernels._totals[2,](sums, case.weight.float(), moments, found, 5, C, C=32, M=128)
             assert_close(found, case.totals, 1e-3)
 
 
@@ -182,12 +181,11 @@ def test_a_network_is_the_same_with_and_without_kernels(
     images = torch.randn(12, 3, 9, 9, generator=torch.Generator().manual_seed(2)).cuda()
     found = looked_at(statistics, images, LAYOUTS[layout], bf16=False)
     monkeypatch.setattr(kernels, "available", False)
-    for one, other in zip(
-        found, looked_at(statistics, images, LAYOUTS[layout], bf16=False), strict=True
-    ):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(found[1].sum(0), found[2], rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(found[0], found[4], rtol=1e-4, atol=1e-5)
+    wanted = looked_at(statistics, images, LAYOUTS[layout], bf16=False)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        (found[1].sum(0), found[0]), (found[2], found[4]), rtol=1e-4, atol=1e-5
+    )
 
 
 @GPU

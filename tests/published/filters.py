@@ -150,13 +150,10 @@ def head_loop(
     """A filter on the head: mean reversion with stationary noise, then a Newton step; ``around``
     and ``predictive`` draw.
     """
-    body = by_batch(model)
-    head = body.get_submodule("head")
-    assert isinstance(head, nn.Linear)
-    source = torch.cat((head.bias[:, None], head.weight), 1).detach().flatten()
+    body, weight, bias = _body_and_head(by_batch(model))
+    source = torch.cat((bias[:, None], weight), 1).flatten()
     wide = variance * torch.eye(len(source), dtype=source.dtype)
     mean, covariance = source, wide
-    setattr(body, "head", nn.Identity())  # noqa: B010
     for step, batch in enumerate(batches):
         features = torch.cat(
             (torch.ones(len(batch), 1, dtype=batch.dtype), body(batch).detach()), 1
@@ -174,8 +171,7 @@ def head_loop(
         covariance = torch.linalg.inv(torch.linalg.inv(covariance) + curvature)
         mean = mean - covariance @ gradient
         thetas = (mean + predictive(covariance, step)).unflatten(1, (-1, features.shape[1]))
-        probabilities = (features @ thetas.mT).softmax(-1).mean(0)
-        yield Step(mean, probabilities, covariance=covariance)
+        yield Step(mean, (features @ thetas.mT).softmax(-1).mean(0), covariance=covariance)
 
 
 # Prototypes ---------------------------------------------------------------------------------------

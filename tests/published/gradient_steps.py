@@ -124,6 +124,12 @@ def momentum(lr: float) -> Optimizer:
     return lambda parameters: torch.optim.SGD(parameters, lr, momentum=0.9)
 
 
+def minimise(rule: torch.optim.Optimizer, loss: Tensor) -> None:
+    rule.zero_grad()
+    loss.backward()
+    rule.step()
+
+
 # Losses of whole batches, logits [n, k] -> [] -----------------------------------------------------
 
 
@@ -189,9 +195,7 @@ def descend(
     rule = optimizer(parameters)
     for batch in batches:
         logits = model(batch)
-        rule.zero_grad()
-        loss(logits).backward()
-        rule.step()
+        minimise(rule, loss(logits))
         yield Step(flat(parameters), (model(batch) if after else logits).detach().softmax(1))
 
 
@@ -241,9 +245,7 @@ def eata_loop(
             if fisher is not None:
                 here = torch.cat([parameter.flatten() for parameter in parameters])
                 loss = loss + alpha * (fisher * (here - source) ** 2).sum()
-            rule.zero_grad()
-            loss.backward()
-            rule.step()
+            minimise(rule, loss)
         if every and step % every == 0:
             assign(parameters, source)
             rule, running = adam(lr)(parameters), None
@@ -331,9 +333,7 @@ def roid_loop(
             corrected = (logits * (p.mean(0) + smooth) / (1 + smooth * k)).softmax(1)
         there = -(logits.softmax(1) * view.log_softmax(1)).sum(1)
         back = -(view.softmax(1) * logits.log_softmax(1)).sum(1)
-        rule.zero_grad()
-        (((slr_each(logits) + (there + back) / 2) * weights).sum() / n).backward()
-        rule.step()
+        minimise(rule, ((slr_each(logits) + (there + back) / 2) * weights).sum() / n)
         proposed = flat(parameters)
         if kalman:
             q = process * len(proposed) / 38400
@@ -450,9 +450,8 @@ def memo_loop(
     for step, sample in enumerate(samples):
         own = counted(model)
         parameters = list(own.parameters())
-        rule = torch.optim.SGD(parameters, lr)
-        marginal_entropy([own(view) for view in views(sample, step)]).backward()
-        rule.step()
+        loss = marginal_entropy([own(view) for view in views(sample, step)])
+        minimise(torch.optim.SGD(parameters, lr), loss)
         yield Step(flat(parameters), own(sample).detach().softmax(1))
 
 
@@ -482,9 +481,7 @@ def lora_loop(
         logits = [
             torch.func.functional_call(own, weights(), (view,)) for view in views(sample, step)
         ]
-        rule = torch.optim.SGD(pieces, lr)
-        marginal_entropy(logits).backward()
-        rule.step()
+        minimise(torch.optim.SGD(pieces, lr), marginal_entropy(logits))
         yield Step(
             flat(pieces), torch.func.functional_call(own, weights(), (sample,)).detach().softmax(1)
         )

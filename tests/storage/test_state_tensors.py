@@ -14,29 +14,21 @@ import driftfilter as df
 from driftfilter.base.randomness import Purpose, Randomness
 from driftfilter.base.tensors import as_tensor, as_text, map_tensors
 from driftfilter.storage.state_tensors import from_tensors, kinds, to_tensors
+from small import Written, assert_same, contents, feed, few_copies
 
-COPIES = {"cotta": 2, "petal": 2, "memo": 2, "lora": 2}  # few, to be quick
 Tensors = dict[str, Tensor]
 
 
-class Backwards(nn.Module):
+def backwards() -> nn.Module:
     """Registers its head first."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.head, self.conv, self.bn, self.middle = (
-            nn.Linear(5, 3),
-            nn.Conv2d(3, 6, 3),
-            nn.BatchNorm2d(6),
-            nn.Linear(6, 5),
-        )
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        logits: Tensor = self.head(
-            self.middle(self.bn(self.conv(inputs)).relu().mean((2, 3))).relu()
-        )
-        return logits
+    torch.manual_seed(0)
+    return Written(
+        lambda own, x: own.head(own.middle(own.bn(own.conv(x)).relu().mean((2, 3))).relu()),
+        head=nn.Linear(5, 3),
+        conv=nn.Conv2d(3, 6, 3),
+        bn=nn.BatchNorm2d(6),
+        middle=nn.Linear(6, 5),
+    )
 
 
 def images(seed: int, count: int = 6) -> Tensor:
@@ -44,11 +36,8 @@ def images(seed: int, count: int = 6) -> Tensor:
 
 
 def adapter(preset: str, **options: Any) -> df.Adapter:
-    if preset in COPIES:
-        options["copies"] = COPIES[preset]
-    return df.adapt(
-        Backwards(), preset, data=df.SourceData(images(9, 12), torch.arange(12) % 3), **options
-    )
+    data = df.SourceData(images(9, 12), torch.arange(12) % 3)
+    return df.adapt(backwards(), preset, data=data, **options, **few_copies(preset))
 
 
 def stored(state: Tensors) -> Tensors:
@@ -58,15 +47,6 @@ def stored(state: Tensors) -> Tensors:
     file.seek(0)
     read: Tensors = torch.load(file, weights_only=True)
     return read
-
-
-def assert_same(one: Tensors, other: Tensors) -> None:
-    assert one.keys() == other.keys()
-    assert [
-        name
-        for name in one
-        if one[name].dtype != other[name].dtype or not torch.equal(one[name], other[name])
-    ] == []
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -88,11 +68,9 @@ def test_a_resumed_stream_goes_on_bit_for_bit(preset: str, way: str, batches: in
     """Alone and inside another module; before the first batch too. The resumed adapter had seen
     another stream.
     """
-    running = adapter(preset, **OPTIONS[way])
-    for seed in range(batches):
-        running(images(seed))
-    alone = adapter(preset, **OPTIONS[way])
-    inside = nn.ModuleDict({"linear": nn.Linear(2, 2), "it": adapter(preset, **OPTIONS[way])})
+    running, alone, other = (adapter(preset, **OPTIONS[way]) for _ in range(3))
+    feed(running, map(images, range(batches)))
+    inside = nn.ModuleDict({"linear": nn.Linear(2, 2), "it": other})
     alone(images(20))
     assert alone.load_state_dict(stored(running.state_dict())) == ([], [])
     parent = nn.ModuleDict({"linear": nn.Linear(2, 2), "it": running})
@@ -102,8 +80,7 @@ def test_a_resumed_stream_goes_on_bit_for_bit(preset: str, way: str, batches: in
     )
     for seed in range(10, 13):
         expected = running(images(seed))
-        assert torch.equal(alone(images(seed)), expected)
-        assert torch.equal(inside["it"](images(seed)), expected)
+        assert_same((alone(images(seed)), inside["it"](images(seed))), (expected, expected))
     assert_same(alone.state_dict(), running.state_dict())
 
 
@@ -116,9 +93,8 @@ def test_recent_samples_of_several_inputs_are_resumed() -> None:
             torch.manual_seed(0)
             self.first, self.norm, self.head = nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)
 
-        def forward(self, scale: float, inputs: Tensor, mask: Tensor, gate: Tensor) -> Tensor:
-            logits: Tensor = self.head(self.norm(self.first(inputs @ mask)) * gate) * scale
-            return logits
+        def forward(self, scale: float, inputs: Tensor, mask: Tensor, gate: Tensor) -> Any:
+            return self.head(self.norm(self.first(inputs @ mask)) * gate) * scale
 
     def batch(seed: int, named: bool) -> Any:
         generator = torch.Generator().manual_seed(seed)
@@ -126,9 +102,8 @@ def test_recent_samples_of_several_inputs_are_resumed() -> None:
         parts = {"scale": 2.0, "inputs": inputs, "mask": torch.eye(4).tril(), "gate": gate}
         return parts if named else tuple(parts.values())
 
-    def ask(adapter: df.Adapter, x: Any) -> Tensor:
-        found: Tensor = adapter(**x) if isinstance(x, dict) else adapter(*x)
-        return found
+    def ask(adapter: Callable[..., Any], x: Any) -> Any:
+        return adapter(**x) if isinstance(x, dict) else adapter(*x)
 
     for named in (True, False):
         running, resumed = (df.adapt(Gated(), "tent", lr=0.01, window=5) for _ in range(2))
@@ -142,8 +117,7 @@ def test_recent_samples_of_several_inputs_are_resumed() -> None:
         whole = [batch(seed, True) for seed in (3, 4, 5, 6)]
         seen = {name: torch.cat([part[name] for part in whole])[-5:] for name in ("inputs", "gate")}
         expected = filt.predict(running.state, {**whole[0], **seen}).log_probabilities[-2:]
-        said = running.predict(**batch(6, True)) if named else running.predict(*batch(6, False))
-        assert torch.equal(said.log_probabilities, expected)
+        assert torch.equal(ask(running.predict, batch(6, named)).log_probabilities, expected)
 
 
 def test_negative_and_large_seeds_replay() -> None:
@@ -166,8 +140,7 @@ def test_negative_and_large_seeds_replay() -> None:
 
 def test_a_checkpoint_of_float32_in_a_float64_adapter() -> None:
     running, wide = adapter("tent"), adapter("tent").double()
-    for seed in range(2):
-        running(images(seed))
+    feed(running, map(images, range(2)))
     wide.load_state_dict(running.state_dict())
     assert {
         value.dtype for value in to_tensors(wide.state).values() if value.is_floating_point()
@@ -212,7 +185,7 @@ WRONG: dict[str, tuple[str, Callable[[Tensors], Any], str]] = {
     ),
     "a model's": (
         "tent",
-        lambda state: Backwards().state_dict(),
+        lambda state: backwards().state_dict(),
         "state 'recipe' must be the same",
     ),
     "no mean": (
@@ -322,9 +295,8 @@ def test_a_state_is_what_its_tensors_say(structure: str) -> None:
     start = filt.init(df.Belief(torch.linspace(-1, 1, 6), STRUCTURES[structure]), seed=3)
     state, _, _ = filt.step(start, images(0)[:, 0, 0, :2])
     again = from_tensors(stored(to_tensors(state)), start)
-    assert_same(to_tensors(again), to_tensors(state))
+    assert_same((to_tensors(again), contents(again)), (to_tensors(state), contents(state)))
     assert type(again.belief.covariance) is type(state.belief.covariance)
-    assert torch.equal(again.belief.covariance.dense(), state.belief.covariance.dense())
     assert (again.seed, again.step, again.parameters) == (3, 1, 6)
     assert not torch.equal(again.belief.mean, start.belief.mean)
 
