@@ -85,10 +85,9 @@ class StepRecord:
 
     def numbers(self) -> dict[str, float]:
         """What a chart over steps can show."""
-        named = {**self.to_dict(), "alarms": len(self.events)}
         return {
             name: value
-            for name, value in named.items()
+            for name, value in {**self.to_dict(), "alarms": len(self.events)}.items()
             if isinstance(value, (int, float)) and name != "step"
         }
 
@@ -110,8 +109,12 @@ def require_callbacks(callbacks: Iterable[Callback]) -> list[Callback]:
     require(isinstance(callbacks, Iterable), "adapt: callbacks", callbacks, "a list of callbacks")
     found = list(callbacks)
     for each in found:
-        fits = callable(getattr(each, "on_step", None)) and not isinstance(each, type)
-        require(fits, "adapt: callbacks", each, "objects with a method on_step(step)")
+        require(
+            callable(getattr(each, "on_step", None)) and not isinstance(each, type),
+            "adapt: callbacks",
+            each,
+            "objects with a method on_step(step)",
+        )
     return found
 
 

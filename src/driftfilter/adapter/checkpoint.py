@@ -86,8 +86,7 @@ def fingerprint(model: nn.Module) -> Fingerprint:
     shapes, values = hashlib.sha256(), hashlib.sha256()
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         shapes.update(f"{name} {list(tensor.shape)} {tensor.dtype}\n".encode())
-        flat = tensor.detach().cpu().contiguous().reshape(-1)
-        values.update(flat.view(torch.uint8).numpy().data)
+        values.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return Fingerprint(shapes.hexdigest(), values.hexdigest())
 
 

@@ -78,12 +78,11 @@ def join_batches(pieces: Sequence[Inputs]) -> Inputs:
     last, n = pieces[-1], batch_size(pieces[-1])
     if isinstance(last, Tensor):
         return _concatenate("inputs", pieces)
-    keys: list[Any] = list(last) if isinstance(last, Mapping) else list(range(len(last)))
     together = {
         key: _concatenate(f"inputs[{key!r}]", [piece[key] for piece in pieces])
         if _counts(last[key], n)
         else last[key]
-        for key in keys
+        for key in (list(last) if isinstance(last, Mapping) else list(range(len(last))))
     }
     return together if isinstance(last, Mapping) else tuple(together.values())
 

@@ -98,12 +98,7 @@ class Adam(Checked):
             second = second.add_(memory[SECOND], alpha=self.betas[1])
         scale = (second / (1 - self.betas[1] ** count)).sqrt() + self.eps
         step = self.lr / (1 - self.betas[0] ** count) * first / scale
-        kept = {
-            FIRST: first,
-            SECOND: second,
-            COUNT: torch.tensor(count),
-        }
-        return step, {**memory, **kept}
+        return step, {**memory, FIRST: first, SECOND: second, COUNT: torch.tensor(count)}
 
 
 @final

@@ -288,5 +288,4 @@ class LinearizedProbit(Checked, PredictionRule):
             return Prediction((kappa(variance) * logits).log_softmax(-1), variance)
         gaps = logits[..., :, None] - logits[..., None, :]
         spread = (variance[..., :, None] + variance[..., None, :] - 2 * covariance).clamp_min(0)
-        scores = -torch.logsumexp(-kappa(spread) * gaps, -1)
-        return Prediction(scores.log_softmax(-1), variance)
+        return Prediction((-torch.logsumexp(-kappa(spread) * gaps, -1)).log_softmax(-1), variance)

@@ -140,8 +140,7 @@ class SoftLikelihoodRatio(Checked, Loss):
         # nothing cancels.
         others = logp.masked_fill(top, -torch.inf)
         rest = others.logsumexp(-1, keepdim=True)
-        complement = torch.where(top, rest, torch.log1p(-p.masked_fill(top, 0.0)))
-        odds = logp - complement
+        odds = logp - torch.where(top, rest, torch.log1p(-p.masked_fill(top, 0.0)))
         mean_odds = (p * odds).sum(-1, keepdim=True)
         # Σ_{c≠j} p_c p_j / (1 - p_c), with the largest class (whose p/(1 - p) may overflow) apart.
         ratios = odds.masked_fill(top, -torch.inf).exp()
@@ -164,8 +163,7 @@ class PseudoLabel(Checked, Loss):
     threshold: FractionBelowOne = 0.0
 
     def targets(self, logits: Tensor) -> Tensor:
-        confident = logits.softmax(-1).amax(-1, keepdim=True) >= self.threshold
-        return one_hot(logits) * confident
+        return one_hot(logits) * (logits.softmax(-1).amax(-1, keepdim=True) >= self.threshold)
 
     def selected(self, targets: Targets) -> Tensor | None:
         assert isinstance(targets, Tensor)
@@ -291,12 +289,11 @@ class Sum(Checked, Loss):
             self, "coefficients", tuple(self.coefficients) or (1.0,) * len(self.terms)
         )
         require(len(self.terms) > 0, "Sum.terms", self.terms, "one loss or more")
-        allowed = f"one for each of the {len(self.terms)} terms"
         require(
             len(self.coefficients) == len(self.terms),
             "Sum.coefficients",
             self.coefficients,
-            allowed,
+            f"one for each of the {len(self.terms)} terms",
         )
         for coefficient in self.coefficients:
             require_number("Sum.coefficients", coefficient, 0, math.inf)
@@ -382,11 +379,9 @@ class Custom(Loss):
         expansion = differentiate(self.function, logits)
         values = expansion.value[0]
         together = self.function(logits[0]) if logits.dim() == 3 and logits.shape[1] > 1 else values
-        alone = together.shape == values.shape and torch.allclose(
-            together, values, rtol=1e-3, atol=1e-5
-        )
         require(
-            alone,
+            together.shape == values.shape
+            and torch.allclose(together, values, rtol=1e-3, atol=1e-5),
             "the loss function",
             self.function,
             "one of each sample alone: here the others change its value",

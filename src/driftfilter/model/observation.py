@@ -60,7 +60,10 @@ class Teacher(Checked):
     ) -> Tensor:
         """ȳ [n, k]."""
         teacher = memory.get(TEACHER, source.mean)
-        if self._trusts_source(model, inputs, source):
+        if (
+            self.confidence == 0
+            or model(source.mean, inputs).softmax(-1).amax(-1).mean().item() >= self.confidence
+        ):  # the source is sure
             return model(teacher, inputs)
         generator = randomness.generator(Purpose.TEACHER)
 
@@ -72,12 +75,6 @@ class Teacher(Checked):
         for copy in copies:
             total = total + model(teacher, copy)
         return total / self.copies
-
-    def _trusts_source(self, model: PredictiveModel, inputs: Inputs, source: Belief) -> bool:
-        if self.confidence == 0:
-            return True
-        certainty = model(source.mean, inputs).softmax(-1).amax(-1).mean()
-        return certainty.item() >= self.confidence
 
     def __call__(
         self, belief: Belief, energy: Energy, memory: Memory, randomness: Randomness
@@ -139,10 +136,9 @@ class Gibbs(Checked):
         weights, used, memory = self.weigh(logits, loss.selected(targets), memory)
         samples = Samples(targets, weights, self.coefficients(weights, used), used)
         evaluation = evaluate(loss, pulled, samples)
-        energy = Energy(
+        return Energy(
             self, seen, views, samples, theta, evaluation, source, taught, seen is model
-        )
-        return energy, {**memory, **pullback.memory}
+        ), {**memory, **pullback.memory}
 
     def views(
         self, model: PredictiveModel, inputs: Inputs, randomness: Randomness
@@ -240,8 +236,7 @@ class Energy(NamedTuple):
         Samples that were left out stay out, others may leave.
         """
         pulled = self._pull_back(theta)
-        samples = self.observation.weigh_again(self.samples, pulled[0][0])
-        return evaluate(self.loss, pulled, samples)
+        return evaluate(self.loss, pulled, self.observation.weigh_again(self.samples, pulled[0][0]))
 
     def known_logits(self, theta: Tensor) -> Tensor | None:
         """Logits to predict with at θ, of every view [v, n, k], if they are there already."""
@@ -262,8 +257,7 @@ def evaluate(loss: Loss, pulled: list[tuple[Tensor, Pullback]], samples: Samples
     views = [logits for logits, _ in pulled]
     logits = torch.stack(views) if len(views) > 1 else views[0].unsqueeze(0)
     expansion = loss.expand(logits, samples.targets, samples.weights)
-    pullbacks = [pullback for _, pullback in pulled]
-    return Evaluation(expansion, logits, pullbacks, samples.coefficients)
+    return Evaluation(expansion, logits, [pullback for _, pullback in pulled], samples.coefficients)
 
 
 @final
@@ -291,10 +285,7 @@ class Evaluation:
 
         Worked out once, by a backward pass, for all rules of the step; to be read only.
         """
-        pieces: list[Tensor] = []
-        for pull, slopes in zip(self.pullbacks, self.slopes(), strict=True):
-            pieces.append(pull(slopes))
-        return _sum(pieces)
+        return _sum([pull(own) for pull, own in zip(self.pullbacks, self.slopes(), strict=True)])
 
     def slopes(self, cotangents: Tensor | None = None) -> Tensor:
         """(w_i / n) c_i [v, n, k], for the loss's own logit gradients c or others."""

@@ -103,9 +103,8 @@ def shape_of(batch: Tensor) -> dict[str, Tensor]:
     """Entropy of the predicted classes, share of the largest, mean predictive entropy."""
     counts = batch[:-3]
     n = counts.sum()
-    entropy = torch.special.entr(counts / n).sum()
     return {
-        "marginal_entropy": entropy,
+        "marginal_entropy": torch.special.entr(counts / n).sum(),
         "largest_share": counts.max() / n,
         "predictive_entropy": batch[-2] / batch[-3],
     }
@@ -147,11 +146,10 @@ def count_lost(pairs: Tensor, classes: int) -> dict[str, Tensor]:
     surprise = -(_counts(pairs.flatten(), classes) / pairs.numel()).log()
     terms = surprise[pairs[1]] - surprise[pairs[0]]
     total = terms.sum()
-    tail = total.clamp_min(0).square() / (2 * terms.square().sum()).clamp_min(1e-30)
     return {
         "pairs": total.new_tensor(pairs.shape[1]),
         "lost": total / pairs.shape[1],
-        "lost_tail": tail,
+        "lost_tail": total.clamp_min(0).square() / (2 * terms.square().sum()).clamp_min(1e-30),
     }
 
 

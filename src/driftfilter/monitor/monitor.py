@@ -124,9 +124,8 @@ class Monitor(Checked):
                 signal,
                 f"a signal: one of {Signals._fields}",
             )
-            fits = hasattr(detector, "update") and hasattr(detector, "drift_detected")
             require(
-                fits,
+                hasattr(detector, "update") and hasattr(detector, "drift_detected"),
                 f"Monitor.detectors[{signal!r}]",
                 detector,
                 "a detector with update(value) and drift_detected",
@@ -259,8 +258,7 @@ class Monitor(Checked):
             signals=seen.signals,
             alarmed=(*seen.alarms, *((_EARLY,) if seen.early else ())),
         )
-        events = (*self._notice(past, seen), *_report(past, seen, acts))
-        now = now.log(*events)
+        now = now.log(*self._notice(past, seen), *_report(past, seen, acts))
         good = start if past.good is None else past.good
         if _severity(worst) > _PROBATION:
             frozen = worst == "freeze"
@@ -277,7 +275,6 @@ class Monitor(Checked):
 
     def _notice(self, past: MonitorState, seen: Observed) -> list[Event]:
         """That labels begin to come in runs: to be known early, and too little to act upon."""
-        new = seen.early and "share_gained" not in seen.alarms and _EARLY not in past.alarmed
         return (
             [
                 Event(
@@ -288,7 +285,7 @@ class Monitor(Checked):
                     "record",
                 )
             ]
-            if new
+            if seen.early and "share_gained" not in seen.alarms and _EARLY not in past.alarmed
             else []
         )
 
@@ -360,16 +357,10 @@ def _report(past: MonitorState, seen: Observed, acts: Mapping[str, str]) -> list
         seen.signals._asdict(),
         [*past.alarmed, *(("uncertainty",) if past.trying else ())],
     )
-    new = [
-        name
+    return [
+        Event(past.batches, name, values[name.removeprefix(_DETECTOR)], seen.alarms[name], response)
         for name, response in acts.items()
         if name not in known or _severity(response) > _PROBATION
-    ]
-    return [
-        Event(
-            past.batches, name, values[name.removeprefix(_DETECTOR)], seen.alarms[name], acts[name]
-        )
-        for name in new
     ]
 
 

@@ -114,10 +114,9 @@ class MonitorState:
         }
         found = self._tensors()
         for name, state in (("good", self.good), ("newer", self.newer)):
-            parts = {} if state is None else to_tensors(state)
             found |= {
                 f"{name}.{key}": value
-                for key, value in parts.items()
+                for key, value in ({} if state is None else to_tensors(state)).items()
                 if not key.startswith("source.")
             }
         return {
@@ -186,9 +185,8 @@ def _require_fit(found: Mapping[str, Tensor]) -> None:
     )
     if "pairs" in found and lengths:
         pairs, classes = found["pairs"], lengths.pop()[0] - 3
-        fits = pairs.dim() == 2 and bool(((pairs >= 0) & (pairs < classes)).all())
         require(
-            fits,
+            pairs.dim() == 2 and bool(((pairs >= 0) & (pairs < classes)).all()),
             f"state '{MONITOR}pairs'",
             f"{list(pairs.shape)}",
             f"two rows of labels below {classes}",

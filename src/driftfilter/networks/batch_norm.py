@@ -92,9 +92,8 @@ Statistics: TypeAlias = Literal["batch", "source"] | PseudoCount | Ema
 
 def require_statistics(statistics: Any) -> None:
     """Raise for anything but statistics."""
-    known = isinstance(statistics, (PseudoCount, Ema)) or statistics in ("batch", "source")
     require(
-        known,
+        isinstance(statistics, (PseudoCount, Ema)) or statistics in ("batch", "source"),
         "Network: statistics",
         statistics,
         "'batch', 'source', PseudoCount(count) or Ema(momentum)",
@@ -339,9 +338,8 @@ def _inside(layer: Any, name: str, statistics: Statistics) -> nn.Module:
     def forward(*args: Any, **kwargs: Any) -> Any:
         with _Redirected(layer) as redirected:
             outputs = own(*args, **kwargs)
-        known = redirected.called or not blending
         require(
-            known,
+            redirected.called or not blending,
             "Network: statistics",
             statistics,
             f"'batch' or 'source' for {name}, a {type(layer).__name__}",

@@ -12,7 +12,6 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeAlias, final
 
 import torch
@@ -28,6 +27,7 @@ from driftfilter.base.sharding import (
     take_samples,
     total_samples,
 )
+from driftfilter.filtering import outside_inference_mode
 from driftfilter.model.predictive import Draw, LinearHead, PredictiveModel, Pullback
 from driftfilter.networks.autocast import as_called, cast, dtype_of
 from driftfilter.networks.batch_norm import (
@@ -128,13 +128,6 @@ class _Local(threading.local):
         return _Local, ()
 
 
-@contextmanager
-def _frozen() -> Iterator[None]:
-    """No gradients, but tensors that may enter a graph later."""
-    with torch.inference_mode(False), torch.no_grad():
-        yield
-
-
 @final
 class Backbone:
     """Inputs -> features z [n, D], what enters the linear layer ``head`` of a frozen network in
@@ -166,7 +159,7 @@ class Backbone:
             "'batch', 'source' or PseudoCount(count)",
         )
         self.head, self.output, self.statistics = head, output, statistics
-        with _frozen():
+        with outside_inference_mode():
             self._module = private(model)
             layer = _linear_layers(self._module)[head]
             self.weight = _wide(layer.weight.detach().clone())
@@ -175,7 +168,7 @@ class Backbone:
         self._proven = False
 
     def __call__(self, inputs: Inputs) -> Tensor:
-        with _frozen():
+        with outside_inference_mode():
             copy = self._copy()
             copy.seen.clear()
             share(copy.norms, current())
@@ -196,9 +189,11 @@ class Backbone:
         copy: _Copy | None = self._local.copy
         if copy is None:
             module = private(self._module)
-            copy = self._local.copy = _Copy(module, prepare(module, self.statistics), [])
-            copy.module.get_submodule(self.head).register_forward_pre_hook(
-                _watch(copy.seen), with_kwargs=True
+            seen: list[Tensor] = []
+            copy = self._local.copy = _Copy(module, prepare(module, self.statistics), seen)
+            module.get_submodule(self.head).register_forward_pre_hook(
+                lambda _, args, kwargs: seen.append(args[0] if args else kwargs["input"]),
+                with_kwargs=True,
             )
         return copy
 
@@ -214,25 +209,16 @@ class Backbone:
         require_finite(where, features)
         expected = functional.linear(features, self.weight, self.bias)
         rounding = torch.finfo(logits.dtype).eps ** 0.5 * (1 + expected.abs().max().item())
-        same = expected.shape == logits.shape and torch.allclose(
-            expected.to(logits.dtype), logits, rtol=0, atol=rounding
-        )
-        got = f"logits of shape {list(logits.shape)}" + (
-            "" if expected.shape != logits.shape else " with other values"
-        )
-        allowed = (
+        require(
+            expected.shape == logits.shape
+            and torch.allclose(expected.to(logits.dtype), logits, rtol=0, atol=rounding),
+            f"the model's logits, with the head {self.head!r},",
+            f"logits of shape {list(logits.shape)}"
+            + ("" if expected.shape != logits.shape else " with other values"),
             "its output as it is: nothing may follow the head (such as a temperature, a softmax "
-            "or a mean)"
+            "or a mean)",
         )
-        require(same, f"the model's logits, with the head {self.head!r},", got, allowed)
         self._proven = True
-
-
-def _watch(seen: list[Tensor]) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
-    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        seen.append(args[0] if args else kwargs["input"])
-
-    return hook
 
 
 class _Kept(NamedTuple):
@@ -245,9 +231,9 @@ class _Kept(NamedTuple):
 
     def belongs_to(self, names: tuple[str, ...], tensors: list[Tensor]) -> bool:
         same = names == self.names and len(tensors) == len(self.tensors)
-        pairs = zip(tensors, self.tensors, self.versions, strict=False)
         return same and all(
-            kept() is tensor and tensor._version == version for tensor, kept, version in pairs
+            kept() is tensor and tensor._version == version
+            for tensor, kept, version in zip(tensors, self.tensors, self.versions, strict=False)
         )
 
 
@@ -325,19 +311,12 @@ class OnFeatures(PredictiveModel):
         return tuple(take_samples(view) for view in draw(place_samples(inputs)))
 
 
-def head_start(backbone: Backbone) -> Tensor:
-    """θ of the source head as LinearHead reads it: [b_c, w_c] class by class, or w_c if it has
-    no bias [d].
-    """
-    rows = (
-        backbone.weight
-        if backbone.bias is None
-        else torch.cat((backbone.bias[:, None], backbone.weight), 1)
-    )
-    return rows.flatten().clone()
-
-
 def build_head(backbone: Backbone) -> tuple[OnFeatures, Tensor]:
-    """The last layer as a model linear in θ on frozen features, and θ of the source head [d]."""
-    head = LinearHead(len(backbone.weight), intercept=backbone.bias is not None)
-    return OnFeatures(backbone, head), head_start(backbone)
+    """The last layer as a model linear in θ on frozen features, and θ of the source head [d].
+
+    θ is as LinearHead reads it: [b_c, w_c] class by class, or w_c if it has no bias.
+    """
+    weight, bias = backbone.weight, backbone.bias
+    rows = weight if bias is None else torch.cat((bias[:, None], weight), 1)
+    head = LinearHead(len(weight), intercept=bias is not None)
+    return OnFeatures(backbone, head), rows.flatten().clone()

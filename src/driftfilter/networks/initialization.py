@@ -41,9 +41,8 @@ def check(module: nn.Module, parameters: Selection | Prototypes) -> None:
     """Raise if nothing could be selected; needs no values, so that a module on the meta device
     will do.
     """
-    python = not isinstance(module, torch.jit.ScriptModule)
     require(
-        python,
+        not isinstance(module, torch.jit.ScriptModule),
         "adapt: model",
         type(module).__name__,
         "a module in Python: adapt it before torch.jit.script or trace",

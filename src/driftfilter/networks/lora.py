@@ -50,8 +50,12 @@ class LoRA(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        listed = isinstance(self.targets, (tuple, list)) and len(self.targets) > 0
-        require(listed, "LoRA.targets", self.targets, "a tuple of one pattern or more")
+        require(
+            isinstance(self.targets, (tuple, list)) and len(self.targets) > 0,
+            "LoRA.targets",
+            self.targets,
+            "a tuple of one pattern or more",
+        )
         object.__setattr__(self, "targets", tuple(self.targets))
 
     def __call__(self, model: nn.Module) -> Chosen:
@@ -61,10 +65,14 @@ class LoRA(Checked):
         kinds: dict[str, str] = {}
         for layer, module in model.named_modules():
             name = f"{layer}.weight" if layer else "weight"
-            if _has_factors(module) and matches(layer, self.targets) and name in known:
+            dense = isinstance(module, nn.Conv2d) and module.groups == 1
+            if (
+                (dense or isinstance(module, nn.Linear))
+                and matches(layer, self.targets)
+                and name in known
+            ):
                 weights[name] = known[name]
-                drawn = self._draw(known[name], generator)
-                pieces.update(zip(_names(name), drawn, strict=True))
+                pieces.update(zip(_names(name), self._draw(known[name], generator), strict=True))
                 kinds.update(dict.fromkeys(_names(name), type(module).__name__))
         return _Factors(pieces, kinds, weights, self.scale)
 
@@ -81,10 +89,6 @@ class LoRA(Checked):
 
 def _names(target: str) -> list[str]:
     return [f"{target}.A", f"{target}.B"]
-
-
-def _has_factors(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear) or (isinstance(module, nn.Conv2d) and module.groups == 1)
 
 
 @final
@@ -123,8 +127,7 @@ class _Factors(Chosen):
         """dB_i = δᵀ (x Aᵀ) and dA_i = (δ B)ᵀ x, without the rows [n, out, in] of the weight."""
         names = _names(targets["weight"])
         a, b = (pieces[name].detach() for name in names)
-        linear = isinstance(call.module, nn.Linear)
-        found = (_linear if linear else _convolution)(call, flow, a, b)
+        found = (_linear if isinstance(call.module, nn.Linear) else _convolution)(call, flow, a, b)
         return {name: self.scale * rows for name, rows in zip(names, found, strict=True)}
 
 

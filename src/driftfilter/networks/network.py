@@ -182,10 +182,8 @@ class Network(PredictiveModel):
 
     def _pieces(self, theta: Tensor) -> dict[str, Tensor]:
         if theta.shape[-1] != (length := sum(self.sizes)):
-            given = f"{theta.shape[-1]} parameters"
-            require(False, "belief", given, f"over {length} parameters")
-        pieces = theta.split(self.sizes)
-        named = zip(self._shapes.items(), pieces, strict=True)
+            require(False, "belief", f"{theta.shape[-1]} parameters", f"over {length} parameters")
+        named = zip(self._shapes.items(), theta.split(self.sizes), strict=True)
         return {
             name: piece if len(shape) == 1 else piece.view(shape) for (name, shape), piece in named
         }
@@ -215,8 +213,12 @@ class Network(PredictiveModel):
             if self.output is self._classifying and (wrong := doubt(logits.detach())):
                 warn(wrong)
         if logits.shape[1] != (k := self._classes[0]):
-            given = f"shape {list(logits.shape)}"
-            require(False, "the model's logits", given, f"of {k} classes, as before")
+            require(
+                False,
+                "the model's logits",
+                f"shape {list(logits.shape)}",
+                f"of {k} classes, as before",
+            )
 
     def _memory(self, own: Twin, logits: Tensor, outputs: Any) -> Memory:
         if not isinstance(self.statistics, Ema) or not own.blending:
@@ -386,8 +388,7 @@ class NetworkPullback(Pullback):
         rows: list[Tensor] = []
         for own in flat:
             rows.append(self._rows(graph, own, pattern, retain=len(rows) + 1 < len(flat)))
-        stacked = torch.stack(rows) if len(rows) > 1 else rows[0]
-        return stacked.reshape(*cotangents.shape[:-1], -1)
+        return (torch.stack(rows) if len(rows) > 1 else rows[0]).reshape(*cotangents.shape[:-1], -1)
 
     def _prove(self, graph: _Graph, flat: Tensor, pattern: Pattern) -> None:
         """Ask about some samples only: they must get all of the gradient, and others none of it."""
@@ -461,8 +462,9 @@ class NetworkPullback(Pullback):
             with torch.autocast(flow.device.type, enabled=False):
                 if flow.dtype != dtype or call.inputs.dtype != dtype:
                     call, flow = cast_call(call, flow, dtype)
-                found = chosen.rows(call, flow, record.rule, record.targets, graph.leaves)
-                for name, own in found.items():
+                for name, own in chosen.rows(
+                    call, flow, record.rule, record.targets, graph.leaves
+                ).items():
                     if len(own) != samples:  # several inputs a sample, such as frames
                         own = own.unflatten(0, (samples, -1)).sum(1)
                     own = own.to(dtype)

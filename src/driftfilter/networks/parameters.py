@@ -62,8 +62,7 @@ class Chosen(dict[str, Tensor]):
 
         ``targets``: the layer's own names of these parameters -> theirs in the network.
         """
-        found = layer_rows(call, flow, rule, targets)
-        return {targets[own]: rows for own, rows in found.items()}
+        return {targets[own]: rows for own, rows in layer_rows(call, flow, rule, targets).items()}
 
     def __str__(self) -> str:
         lines = [
@@ -136,8 +135,12 @@ class Head:
     def layer(self, model: nn.Module) -> str:
         """The layer's name."""
         linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-        known = self.name in linear or (not self.name and len(linear) > 0)
-        require(known, "Head.name", self.name, f"the name of a linear layer, one of {linear}")
+        require(
+            self.name in linear or (not self.name and len(linear) > 0),
+            "Head.name",
+            self.name,
+            f"the name of a linear layer, one of {linear}",
+        )
         return self.name or linear[-1]
 
     def __call__(self, model: nn.Module) -> list[str]:
@@ -164,8 +167,12 @@ class ByName:
     patterns: tuple[str, ...] = ("*",)
 
     def __post_init__(self) -> None:
-        listed = isinstance(self.patterns, (tuple, list)) and len(self.patterns) > 0
-        require(listed, "ByName.patterns", self.patterns, "a tuple of one pattern or more")
+        require(
+            isinstance(self.patterns, (tuple, list)) and len(self.patterns) > 0,
+            "ByName.patterns",
+            self.patterns,
+            "a tuple of one pattern or more",
+        )
         object.__setattr__(self, "patterns", tuple(self.patterns))
 
     def __call__(self, model: nn.Module) -> list[str]:

@@ -134,8 +134,12 @@ def recipe_of(name: str, options: Mapping[str, Any], beside: Sequence[str] = ())
     """The recipe of a preset with options; the error about an unknown one names those ``beside``
     the preset's, too.
     """
-    known = isinstance(name, str) and name in PRESETS
-    require(known, "preset", name, f"one of {names()}{nearest(str(name), names())}")
+    require(
+        isinstance(name, str) and name in PRESETS,
+        "preset",
+        name,
+        f"one of {names()}{nearest(str(name), names())}",
+    )
     signature = inspect.signature(PRESETS[name])
     own = {key: value for key, value in options.items() if key in signature.parameters}
     others = {key: value for key, value in options.items() if key not in own}
