@@ -172,14 +172,13 @@ def join_arguments(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     if not args or not kwargs:
         return kwargs or (args[0] if len(args) == 1 else args)
     taken = list(inspect.signature(model.forward).parameters.values())[: len(args)]
-    named = len(taken) == len(args) and all(
-        parameter.kind is parameter.POSITIONAL_OR_KEYWORD for parameter in taken
-    )
-    got, allowed = (
+    require(
+        len(taken) == len(args)
+        and all(parameter.kind is parameter.POSITIONAL_OR_KEYWORD for parameter in taken),
+        "adapter",
         f"{len(args)} arguments and {list(kwargs)}",
         "called by place or by name, not both, for this model",
     )
-    require(named, "adapter", got, allowed)
     placed = {parameter.name: value for parameter, value in zip(taken, args, strict=True)}
     twice = sorted(set(placed) & set(kwargs))
     require(not twice, "adapter", f"{twice} by place too", "called with every argument once")

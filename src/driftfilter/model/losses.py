@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Protocol, TypeAlias, final
 
 import torch
@@ -311,15 +312,7 @@ class Sum(Checked, Loss):
         return any(term.is_coupled for term in self.terms)
 
     def views(self, inputs: Inputs, generator: Callable[[], torch.Generator]) -> tuple[Inputs, ...]:
-        drawn: torch.Generator | None = None
-
-        def shared() -> (
-            torch.Generator
-        ):  # one generator for all terms, so that their augmentations differ
-            nonlocal drawn
-            drawn = drawn or generator()
-            return drawn
-
+        shared = cache(generator)  # one for all terms, so that their augmentations differ
         own = [term.views(inputs, shared)[1:] for term in self.terms]
         return (inputs, *(view for views in own for view in views))
 

@@ -164,7 +164,7 @@ class Monitor(Checked):
         ``log_probabilities`` [n, k] are what it predicted (None: nothing), ``probe`` what the state
         of ``choose_probe`` predicts.
         """
-        named = self._of_belief(state) | _of_update(info)
+        named = self._measure(state, info)
         if log_probabilities is None:
             signals = Signals(**_numbers(named))
             alarms = self._out_of_bounds(signals, Evidence()) | _detect(detectors, signals)
@@ -198,8 +198,14 @@ class Monitor(Checked):
         responses = (self.response(signal, past.trying) for signal in seen.alarms)
         return max(responses, key=_severity, default="record")
 
-    def _of_belief(self, state: FilterState) -> dict[str, Tensor]:
-        found = {"distance": deviation(state.belief.mean, state.source)}
+    def _measure(self, state: FilterState, info: StepInfo) -> dict[str, Tensor]:
+        """How far the belief is; effective number of samples and energy of the update."""
+        weights = info.weights
+        found = {
+            "distance": deviation(state.belief.mean, state.source),
+            "effective_samples": weights.sum().square() / weights.square().sum().clamp_min(1e-30),
+            "energy": info.energy,
+        }
         if self.divergence is not None:
             found["divergence"] = kl_divergence(state.belief, state.source) / state.belief.dimension
         return found
@@ -418,13 +424,6 @@ class Observed(NamedTuple):
     def ticks(self) -> float:
         """1, or the part of a window that a small batch fills."""
         return 1.0 if self.batch is None else min(1.0, self.samples / SHORT)
-
-
-def _of_update(info: StepInfo) -> dict[str, Tensor]:
-    """Effective number of samples and energy of an update."""
-    weights = info.weights
-    effective = weights.sum().square() / weights.square().sum().clamp_min(1e-30)
-    return {"effective_samples": effective, "energy": info.energy}
 
 
 def _numbers(named: dict[str, Tensor]) -> dict[str, float]:

@@ -297,16 +297,11 @@ def prepare(module: nn.Module, statistics: Statistics) -> list[TwinBatchNorm]:
     """Turn the batch norms of a twin, in place, into ones that use these statistics; those that
     change are listed.
     """
-    found = []
-    for name, layer in list(module.named_modules()):
-        if not isinstance(layer, _BatchNorm) or (
-            statistics == "source" and layer.running_mean is not None
-        ):
-            continue
-        found.append(
-            _turn(layer if is_plain(layer) else _inside(layer, name, statistics), statistics)
-        )
-    return found
+    return [
+        _turn(layer if is_plain(layer) else _inside(layer, name, statistics), statistics)
+        for name, layer in list(module.named_modules())
+        if isinstance(layer, _BatchNorm) and (statistics != "source" or layer.running_mean is None)
+    ]
 
 
 def share(norms: list[TwinBatchNorm], shards: Shards | None) -> None:

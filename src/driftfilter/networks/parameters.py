@@ -72,13 +72,10 @@ class Chosen(dict[str, Tensor]):
         total = f"{sum(piece.numel() for piece in self.values()):,}"
         table = [("parameter", "layer", "shape", "count"), *lines, ("total", "", "", total)]
         widths = [max(len(line[column]) for line in table) for column in range(4)]
-        return "\n".join(_align(line, widths) for line in table)
-
-
-def _align(line: Iterable[str], widths: list[int]) -> str:
-    *words, count = line
-    cells = [word.ljust(width) for word, width in zip(words, widths, strict=False)]
-    return "  ".join([*cells, count.rjust(widths[-1])])
+        return "\n".join(
+            f"{name:<{widths[0]}}  {kind:<{widths[1]}}  {shape:<{widths[2]}}  {count:>{widths[3]}}"
+            for name, kind, shape, count in table
+        )
 
 
 class Selection(Protocol):

@@ -34,7 +34,14 @@ def twin(model: nn.Module, channels_last: bool = False) -> nn.Module:
             id(parameter): nn.Parameter(ordinary(parameter.detach()), requires_grad=False)
             for parameter in model.parameters()
         }
-        shared |= {id(tensor): tensor.detach() for tensor in _computed(model)}
+        # Tensors with a history among the attributes of layers, such as the weight under
+        # torch.nn.utils.weight_norm.
+        shared |= {
+            id(value): value.detach()
+            for layer in model.modules()
+            for value in vars(layer).values()
+            if isinstance(value, Tensor) and value.grad_fn is not None
+        }
         try:
             found = copy.deepcopy(model, shared).eval()
             return found._apply(in_channels_last) if channels_last else found
@@ -69,14 +76,6 @@ def ordinary(tensor: Tensor) -> Tensor:
     graph.
     """
     return tensor.clone() if tensor.is_inference() else tensor
-
-
-def _computed(model: nn.Module) -> list[Tensor]:
-    """Tensors with a history among the attributes of layers, such as the weight under
-    torch.nn.utils.weight_norm.
-    """
-    values = [value for layer in model.modules() for value in vars(layer).values()]
-    return [value for value in values if isinstance(value, Tensor) and value.grad_fn is not None]
 
 
 def require_values(model: nn.Module) -> None:
