@@ -28,7 +28,7 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import nn
 
 from driftfilter import presets
-from driftfilter.adapter.adapter import Adapter, adapt
+from driftfilter.adapter.adapter import adapt
 from driftfilter.base.checks import require, require_count
 from driftfilter.filtering import Filter
 from driftfilter.networks.batch_norm import Ema
@@ -207,9 +207,7 @@ class AdaptiveClassifier(ClassifierMixin, MetaEstimatorMixin, BaseEstimator):  #
     True
     """
 
-    adapter_: Adapter
     waiting_: Array  # [m, D], m < batch_size: rows that have come, standardised, and wait for more
-    moments_: FeatureMoments
 
     def __init__(
         self, estimator: Any, recipe: Recipe | str | None = None, batch_size: int = 32

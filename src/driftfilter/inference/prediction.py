@@ -182,10 +182,8 @@ class Moderated(Checked, PredictionRule):
         along, length = (
             query.memory[SLOPES] if SLOPES in query.memory else logits.new_tensor((0.0, 0.0))
         )
-        variance = (self.scale * along / length.clamp_min(torch.finfo(length.dtype).tiny)).to(
-            logits.dtype
-        )
-        variance = variance.clamp(0, variance_at(self.limit))
+        ratio = self.scale * along / length.clamp_min(torch.finfo(length.dtype).tiny)
+        variance = ratio.to(logits.dtype).clamp(0, variance_at(self.limit))
         return Prediction(
             (logits / (1 + math.pi / 4 * variance).sqrt()).log_softmax(-1),
             variance.expand_as(logits).clone(),

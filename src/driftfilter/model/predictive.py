@@ -312,7 +312,6 @@ class ReadOut(ModelAround):
         return self.model.pushforward(theta @ self.matrix.mT, inputs, tangents @ self.matrix.mT)
 
 
-@final
 class _ReadOutPullback(PullbackAround):
     def __init__(self, inner: Pullback, matrix: Tensor) -> None:
         super().__init__(inner)

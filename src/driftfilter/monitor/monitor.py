@@ -232,14 +232,13 @@ class Monitor(Checked):
         """What is done about an alarm of this signal; on probation a good belief waits, which is
         better than the source.
         """
-        named: dict[str, Response] = {
+        response = {
             "classes_lost": self.on_collapse,
             "share_gained": self.on_labels,
             "uncertainty": self.on_uncertainty,
             "distance": self.on_parameters,
             "divergence": self.on_parameters,
-        }
-        response = named.get(signal, self.on_detector)
+        }.get(signal, self.on_detector)
         return "revert" if trying and response == "reset" else response
 
     def respond(
@@ -263,12 +262,11 @@ class Monitor(Checked):
             pairs=seen.pairs,
             signals=seen.signals,
             alarmed=(*seen.alarms, *((_EARLY,) if seen.early else ())),
-        )
-        now = now.log(*self._notice(past, seen), *_report(past, seen, acts))
+        ).log(*self._notice(past, seen), *_report(past, seen, acts))
         good = start if past.good is None else past.good
         if _severity(worst) > _PROBATION:
-            frozen = worst == "freeze"
-            now = self._away(replace(now, trying=False, trial=None, frozen=frozen), seen, state)
+            now = replace(now, trying=False, trial=None, frozen=worst == "freeze")
+            now = self._away(now, seen, state)
             if acts.get("classes_lost") == "reset":  # what a collapsed model predicts is no history
                 now = replace(now, history=None, known=None, recent=None)
             return _back(now, worst), replace(start if worst == "reset" else good, step=state.step)

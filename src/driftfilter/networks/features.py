@@ -131,9 +131,6 @@ class Backbone:
     those of its batch norms, as in Network; carried ones (Ema) are not a part of features.
     """
 
-    weight: Tensor  # W [k, D]
-    bias: Tensor | None  # b [k]
-
     def __init__(
         self, model: nn.Module, head: str, output: Output = None, statistics: Statistics = "source"
     ) -> None:
@@ -156,8 +153,8 @@ class Backbone:
         with outside_inference_mode():
             self._module = private(model)
             layer = _linear_layers(self._module)[head]
-            self.weight = _wide(layer.weight.detach().clone())
-            self.bias = None if layer.bias is None else _wide(layer.bias.detach().clone())
+            self.weight = _wide(layer.weight.detach().clone())  # W [k, D]
+            self.bias = None if layer.bias is None else _wide(layer.bias.detach().clone())  # b [k]
         self._local = _Local()
         self._proven = False
 

@@ -91,7 +91,6 @@ def _names(target: str) -> list[str]:
     return [f"{target}.A", f"{target}.B"]
 
 
-@final
 class _Factors(Chosen):
     """Factors A and B of the change of each weight."""
 

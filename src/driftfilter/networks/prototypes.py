@@ -369,13 +369,11 @@ class Mixture(Checked):
         prior = prior if gaussian else self._forgotten(prior, head)
         posterior = prior
         for _ in range(self.iterations):
-            logits = (
-                head.source_logits(features)
+            shares = (
+                one_hot(head.source_logits(features))
                 if self.labels == "source"
-                else _expected_logits(head, posterior, features)
-            )
-            shares = one_hot(logits) if self.labels == "source" else logits.softmax(-1)
-            shares = shares * energy.samples.weights.unsqueeze(-1)
+                else _expected_logits(head, posterior, features).softmax(-1)
+            ) * energy.samples.weights.unsqueeze(-1)
             posterior = (_gaussian_update if gaussian else _directional_update)(
                 prior, head, head.relative(features), shares
             )
