@@ -5,8 +5,6 @@ The state is whole before the first call. A callback that fails, fails the calle
 adapter stays whole, and alarms are still raised.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterable, Mapping

@@ -4,8 +4,6 @@ many samples there are.
 And the logits in what it returns.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias

@@ -6,8 +6,6 @@ looks over samples asks for them here; outside such a call all of this is the id
 of rank 0 come first.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar

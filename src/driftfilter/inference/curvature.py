@@ -2,8 +2,6 @@
 semi-definite always.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Protocol, final, runtime_checkable
 

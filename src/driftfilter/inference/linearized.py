@@ -1,7 +1,5 @@
 """Inference: from the prior N(μ⁻, Σ⁻) and the energy of a batch to the posterior N(μ, Σ)."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, NamedTuple, Protocol, TypeAlias, final, runtime_checkable

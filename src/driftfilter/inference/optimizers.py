@@ -1,7 +1,5 @@
 """The point-estimate limit that published methods use: an optimiser's step on the energy."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from typing import Annotated, final

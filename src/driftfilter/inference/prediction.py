@@ -1,7 +1,5 @@
 """Prediction: class probabilities of a batch from a Gaussian belief over parameters."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

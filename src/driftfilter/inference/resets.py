@@ -6,8 +6,6 @@ this step sees it. Restored parameters get the source's mean; covariances are le
 transition, except in a full reset.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Annotated, Protocol, final

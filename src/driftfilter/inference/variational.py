@@ -1,7 +1,5 @@
 """Variational Bayes: natural-gradient steps to convergence."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from typing import Annotated, final

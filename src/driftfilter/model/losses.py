@@ -6,8 +6,6 @@ them. What must not be differentiated (pseudo-labels, targets) is fixed once a s
 mean.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

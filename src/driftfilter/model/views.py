@@ -1,7 +1,5 @@
 """Losses of augmented views: the same label under a change that should not matter."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field

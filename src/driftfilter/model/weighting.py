@@ -4,8 +4,6 @@ A weighting multiplies the weights it is given and may keep small named statisti
 step. Every weight is finite for a batch of one and for constant batches.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -16,8 +16,6 @@ derivative the batch's moments have the share α only, so that a step may move t
 all samples together, and adaptation was seen to collapse.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections.abc import Callable

@@ -5,8 +5,6 @@ Adapted parameters are a part of the source's (θ_0 = the block of θ_S) or new 
 (disjoint: LoRA starts at W + 0, prototypes at the rows of the head).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 

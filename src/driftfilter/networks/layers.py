@@ -3,8 +3,6 @@
 A new kind of layer is one line here, and its rule in sample_gradients.py.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from torch import nn

@@ -6,8 +6,6 @@ its gradient; a layer that sees samples in another order, or tokens first, gives
 samples. Neither can be read off the module.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

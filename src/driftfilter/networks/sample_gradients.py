@@ -6,8 +6,6 @@ the layer's own parameters. A layer may see m = g·n inputs for n samples (windo
 one sample next to each other.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeAlias
 

@@ -3,8 +3,6 @@
 ``for_model`` gives the recipe of one for a model.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace

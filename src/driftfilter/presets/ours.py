@@ -1,7 +1,5 @@
 """The paper's presets and ours."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from inspect import Parameter, signature

@@ -7,8 +7,6 @@ buffer, not a state of the parameters; ``window`` is the nearest thing here), an
 pseudo-labels of SHOT, which need the whole target set.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

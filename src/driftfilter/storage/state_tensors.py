@@ -1,7 +1,5 @@
 """Everything a filter remembers as named tensors, and back: what a checkpoint holds."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
