@@ -197,13 +197,13 @@ def to_dict(variant: Any) -> dict[str, Any]:
         raise ValueError(
             f"{variant!r} cannot be written as data: {name} is not in the table of variants"
         )
-    values = {item.name: getattr(variant, item.name) for item in fields(variant)}
-    absent = {
-        item.name for item in fields(variant) if item.default is None and values[item.name] is None
-    }
     return {
         "kind": name,
-        **{key: _plain(value) for key, value in values.items() if key not in absent},
+        **{
+            item.name: _plain(value)
+            for item in fields(variant)
+            if (value := getattr(variant, item.name)) is not None or item.default is not None
+        },
     }
 
 

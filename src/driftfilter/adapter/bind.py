@@ -207,12 +207,12 @@ def _links(model: nn.Module) -> list[tuple[dict[str, Any], str, Any]]:
     """The tree of a module as plain references: walking it by torch's own methods takes as long as
     a small network.
     """
-    tables = [
-        table
+    return [
+        (table, name, value)
         for module in model.modules()
         for table in (module._parameters, module._buffers, module._modules)
+        for name, value in table.items()
     ]
-    return [(table, name, value) for table in tables for name, value in table.items()]
 
 
 def _places(tensors: Iterable[Tensor]) -> list[int]:

@@ -132,10 +132,8 @@ def join(
 def require_same(ranks: ProcessRanks, facts: Mapping[str, Any]) -> None:
     """Raise, on every rank, unless all of these are the same on all ranks."""
     digests = [hashlib.sha256(str(fact).encode()).digest()[:8] for fact in facts.values()]
-    own = torch.tensor(
-        [int.from_bytes(digest, "little", signed=True) for digest in digests], device=ranks.device
-    )
-    every = ranks.gather(own).tolist()
+    own = [int.from_bytes(digest, "little", signed=True) for digest in digests]
+    every = ranks.gather(torch.tensor(own, device=ranks.device)).tolist()
     for rank, theirs in enumerate(every):
         wrong = [
             name for name, mine, first in zip(facts, theirs, every[0], strict=True) if mine != first

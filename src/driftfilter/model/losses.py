@@ -311,8 +311,7 @@ class Sum(Checked, Loss):
 
     def views(self, inputs: Inputs, generator: Callable[[], torch.Generator]) -> tuple[Inputs, ...]:
         shared = cache(generator)  # one for all terms, so that their augmentations differ
-        own = [term.views(inputs, shared)[1:] for term in self.terms]
-        return (inputs, *(view for views in own for view in views))
+        return (inputs, *(view for term in self.terms for view in term.views(inputs, shared)[1:]))
 
     def targets(self, logits: Tensor) -> Targets:
         return tuple(term.targets(logits) for term in self.terms)

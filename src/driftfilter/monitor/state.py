@@ -102,8 +102,7 @@ class MonitorState:
         return replace(self, **tensors, good=there(self.good), newer=there(self.newer))
 
     def _tensors(self) -> dict[str, Tensor]:
-        named = {name: getattr(self, name) for name in _TENSORS}
-        return {name: tensor for name, tensor in named.items() if tensor is not None}
+        return {name: tensor for name in _TENSORS if (tensor := getattr(self, name)) is not None}
 
     def to_tensors(self) -> dict[str, Tensor]:
         """As named tensors, for a checkpoint; the source of the states is not repeated."""

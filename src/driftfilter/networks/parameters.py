@@ -67,8 +67,8 @@ class Chosen(dict[str, Tensor]):
             (name, self.kinds[name], str(list(piece.shape)), f"{piece.numel():,}")
             for name, piece in self.items()
         ]
-        total = f"{sum(piece.numel() for piece in self.values()):,}"
-        table = [("parameter", "layer", "shape", "count"), *lines, ("total", "", "", total)]
+        total = ("total", "", "", f"{sum(piece.numel() for piece in self.values()):,}")
+        table = [("parameter", "layer", "shape", "count"), *lines, total]
         widths = [max(len(line[column]) for line in table) for column in range(4)]
         return "\n".join(
             f"{name:<{widths[0]}}  {kind:<{widths[1]}}  {shape:<{widths[2]}}  {count:>{widths[3]}}"
@@ -113,11 +113,12 @@ class NormAffine:
         object.__setattr__(self, "exclude", tuple(self.exclude))
 
     def __call__(self, model: nn.Module) -> list[str]:
-        norms = [
-            (name, module) for name, module in model.named_modules() if isinstance(module, NORMS)
+        return [
+            parameter
+            for name, module in model.named_modules()
+            if isinstance(module, NORMS) and not matches(name, self.exclude)
+            for parameter in _own(name, module)
         ]
-        kept = [(name, module) for name, module in norms if not matches(name, self.exclude)]
-        return [parameter for name, module in kept for parameter in _own(name, module)]
 
 
 @final
@@ -171,8 +172,7 @@ class ByName:
         object.__setattr__(self, "patterns", tuple(self.patterns))
 
     def __call__(self, model: nn.Module) -> list[str]:
-        names = [name for name, _ in model.named_parameters()]
-        return [name for name in names if matches(name, self.patterns)]
+        return [name for name, _ in model.named_parameters() if matches(name, self.patterns)]
 
 
 @final

@@ -114,12 +114,14 @@ def pattern_of(records: Sequence[Record], samples: int) -> Pattern:
     A layer that sees tokens first does so with another number when n changes, and is looked at
     again.
     """
-    calls = (
-        (record.owner, len(record.call.inputs) / samples)
-        for record in records
-        if record.call is not None
+    return (
+        samples > 1,
+        *(
+            (record.owner, len(record.call.inputs) / samples)
+            for record in records
+            if record.call is not None
+        ),
     )
-    return (samples > 1, *calls)
 
 
 class Twin:
