@@ -283,9 +283,9 @@ class Sum(Checked, Loss):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(isinstance(self.terms, (tuple, list)), "Sum.terms", self.terms, "a tuple of losses")
-        object.__setattr__(self, "terms", tuple(as_loss("Sum.terms", term) for term in self.terms))
-        object.__setattr__(
-            self, "coefficients", tuple(self.coefficients) or (1.0,) * len(self.terms)
+        self.__dict__.update(
+            terms=tuple(as_loss("Sum.terms", term) for term in self.terms),
+            coefficients=tuple(self.coefficients) or (1.0,) * len(self.terms),
         )
         require(len(self.terms) > 0, "Sum.terms", self.terms, "one loss or more")
         require(

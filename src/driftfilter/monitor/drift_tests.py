@@ -67,14 +67,9 @@ def bernstein(rise: float, samples: float, reach: float) -> float:
 def summary(log_probabilities: Tensor) -> Tensor:
     """[k + 3]: samples by predicted class; samples, Σ H_i, Σ H_i²."""
     counts = _counts(log_probabilities.argmax(-1), log_probabilities.shape[1])
-    moments = torch.stack([_entropies(log_probabilities).pow(power).sum() for power in range(3)])
+    entropies = torch.special.entr(log_probabilities.exp()).sum(-1).double()  # 0 · ln 0 = 0
+    moments = torch.stack([entropies.pow(power).sum() for power in range(3)])
     return torch.cat((counts, moments))
-
-
-def _entropies(log_probabilities: Tensor) -> Tensor:
-    """H(p_i) [n]; 0 · ln 0 = 0."""
-    entropies: Tensor = torch.special.entr(log_probabilities.exp()).sum(-1).double()
-    return entropies
 
 
 def _counts(labels: Tensor, classes: int) -> Tensor:

@@ -8,7 +8,6 @@ for each thread.
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -32,7 +31,7 @@ from driftfilter.networks.batch_norm import (
     require_statistics,
     share,
 )
-from driftfilter.networks.shared_copy import ordinary, private
+from driftfilter.networks.shared_copy import Local, ordinary, private
 
 # Picks the logits out of what the module returns.
 Output: TypeAlias = "Callable[[Any], Tensor] | None"
@@ -111,15 +110,12 @@ class _Copy(NamedTuple):
     seen: list[Tensor]
 
 
-class _Local(threading.local):
-    """What a thread keeps to itself; a copy made by pickle or copy.deepcopy starts empty."""
+class _Local(Local):
+    """The network of a thread, and the features of its latest batches."""
 
     def __init__(self) -> None:
         self.copy: _Copy | None = None
         self.recent: deque[_Kept] = deque(maxlen=8)  # a batch and its augmented views
-
-    def __reduce__(self) -> tuple[type[_Local], tuple[()]]:
-        return _Local, ()
 
 
 @final

@@ -19,7 +19,6 @@ sequences first.
 from __future__ import annotations
 
 import copy
-import threading
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -47,7 +46,15 @@ from driftfilter.networks.cuda_graphs import CapturedPullback, Captures, Questio
 from driftfilter.networks.parameters import Chosen, NormAffine, Selection, select
 from driftfilter.networks.row_check import some, tolerance_of, wrong_rows
 from driftfilter.networks.sample_gradients import cast_call
-from driftfilter.networks.shared_copy import Pattern, Record, Twin, pattern_of, require_values, twin
+from driftfilter.networks.shared_copy import (
+    Local,
+    Pattern,
+    Record,
+    Twin,
+    pattern_of,
+    require_values,
+    twin,
+)
 
 Memory: TypeAlias = Mapping[str, Tensor]
 _TOGETHER = 4  # tangents that share a forward pass; more of them take as long and more memory
@@ -120,13 +127,7 @@ class Network(PredictiveModel):
         self._carried: Tensor | None = None
         self._trust: Tensor | float = 1.0
         self.capturing = False  # passes as CUDA graphs, one for each shape of a batch
-        self._local = threading.local()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_local"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _local=threading.local())
+        self._local = Local()
 
     def mean(self) -> Tensor:
         """θ of the module as it was given [d]."""
@@ -145,7 +146,6 @@ class Network(PredictiveModel):
             return self
         other = copy.copy(self)
         other.output, other._observed, other._classes = self._observed, None, self._watched
-        other._local = self._local
         return other
 
     def recall(self, memory: Memory) -> Network:
@@ -158,7 +158,7 @@ class Network(PredictiveModel):
     def carrying(self, statistics: Tensor, trust: Tensor | float) -> Network:
         """The model with these statistics [2 · channels], and trust in the next batch."""
         other = copy.copy(self)
-        other._local, other._carried, other._trust = self._local, statistics, trust
+        other._carried, other._trust = statistics, trust
         return other
 
     def carried(self) -> tuple[Tensor, Tensor] | None:

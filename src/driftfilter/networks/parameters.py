@@ -223,11 +223,11 @@ def select(model: nn.Module, selection: Selection) -> Chosen:
         )
     if isinstance(chosen, Chosen):
         return chosen
-    kinds_of = {
-        name: type(model.get_submodule(name.rpartition(".")[0])).__name__ for name in chosen
-    }
     tied = [name for name in chosen if name not in known]
     require(
         not tied, str(selection), tied, f"of parameters of the network, such as {list(known)[:6]}"
     )
-    return Chosen({name: known[name] for name in chosen}, kinds_of)
+    return Chosen(
+        {name: known[name] for name in chosen},
+        {name: type(model.get_submodule(name.rpartition(".")[0])).__name__ for name in chosen},
+    )

@@ -3,6 +3,7 @@ for the time of a call.
 """
 
 import copy
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -48,6 +49,13 @@ def twin(model: nn.Module, channels_last: bool = False) -> nn.Module:
                 f"the model must be one that copy.deepcopy can copy, got {type(model).__name__}: "
                 f"{error}"
             ) from error
+
+
+class Local(threading.local):
+    """What a thread keeps to itself; a copy made by pickle or copy.deepcopy starts empty."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), ()
 
 
 def in_channels_last(values: Tensor) -> Tensor:
