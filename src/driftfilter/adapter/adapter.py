@@ -173,7 +173,17 @@ class Adapter(nn.Module):
         self._lock = threading.RLock()  # of updates; predictions need none
         self._ranks = join(distributed, self.recipe, window, update_every)
         if self._ranks is not None:
-            require_same(self._ranks, self._identity(binding.data is not None))
+            same = {
+                "model": fingerprint(model),
+                "recipe": plain(self.recipe),
+                "seed": self.seed,
+                "monitor": None
+                if self.monitor is None
+                else (replace(self.monitor, detectors={}), sorted(self.monitor.detectors)),
+                "choice of source data": binding.data is not None,
+                "version of torch": torch.__version__,
+            }
+            require_same(self._ranks, same)
 
     # What users call
 
@@ -294,19 +304,6 @@ class Adapter(nn.Module):
 
     def _laid_out(self, inputs: Inputs) -> Inputs:
         return each(inputs, in_channels_last) if self.channels_last else inputs
-
-    def _identity(self, data: bool) -> dict[str, Any]:
-        """What must be the same on all ranks."""
-        return {
-            "model": fingerprint(self._model[0]),
-            "recipe": plain(self.recipe),
-            "seed": self.seed,
-            "monitor": None
-            if self.monitor is None
-            else (replace(self.monitor, detectors={}), sorted(self.monitor.detectors)),
-            "choice of source data": data,
-            "version of torch": torch.__version__,
-        }
 
     def _pieces(self, inputs: Inputs) -> list[Inputs]:
         return split_batch(inputs, self.recipe.chunk) if self.recipe.chunk else [inputs]

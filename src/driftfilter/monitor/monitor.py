@@ -425,5 +425,5 @@ class Observed(NamedTuple):
 
 
 def _numbers(named: dict[str, Tensor]) -> dict[str, float]:
-    values: list[float] = torch.stack([value.double() for value in named.values()]).tolist()
-    return dict(zip(named, values, strict=True))
+    values = torch.stack([value.double() for value in named.values()])
+    return dict(zip(named, values.tolist(), strict=True))

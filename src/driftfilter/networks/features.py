@@ -64,27 +64,21 @@ def find_head(model: nn.Module, inputs: Inputs, output: Output = None) -> str:
     with torch.inference_mode(False), torch.enable_grad():
         copy = private(model)
         layers = _linear_layers(copy)
-        owners = _owners(layers)
+        owners: dict[int, str] = {}  # the layer of every parameter behind a weight, by identity
+        for name, layer in layers.items():
+            for own, parameter in layer.named_parameters():  # several, if it is parametrised
+                if own != "bias":
+                    parameter.requires_grad_()
+                    owners.setdefault(id(parameter), name)
         logits = _logits(copy, inputs, output)
-    for parameter in _parameters_behind(logits):
-        if id(parameter) in owners:
-            return owners[id(parameter)]
+    for found in _parameters_behind(logits):
+        if id(found) in owners:
+            return owners[id(found)]
     raise ValueError(
         "the model must compute its logits from a linear layer, got logits that no such layer "
         "leads to by differentiable"
         f" steps; its linear layers are {list(layers)}"
     )
-
-
-def _owners(layers: dict[str, nn.Linear]) -> dict[int, str]:
-    """The layer of every parameter behind a weight, by identity; these now take part in graphs."""
-    owners: dict[int, str] = {}
-    for name, layer in layers.items():
-        for own, parameter in layer.named_parameters():  # a parametrised weight is made of several
-            if own != "bias":
-                parameter.requires_grad_()
-                owners.setdefault(id(parameter), name)
-    return owners
 
 
 def _parameters_behind(logits: Tensor) -> Iterator[Tensor]:

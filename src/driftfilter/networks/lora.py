@@ -18,7 +18,7 @@ from driftfilter.base.checks import (
     PositiveCount,
     require,
 )
-from driftfilter.networks.parameters import Chosen, Pieces, matches
+from driftfilter.networks.parameters import Chosen, matches
 from driftfilter.networks.sample_gradients import (
     Call,
     Rule,
@@ -119,7 +119,12 @@ class _Factors(Chosen):
         return changed
 
     def rows(
-        self, call: Call, flow: Tensor, rule: Rule, targets: Mapping[str, str], pieces: Pieces
+        self,
+        call: Call,
+        flow: Tensor,
+        rule: Rule,
+        targets: Mapping[str, str],
+        pieces: Mapping[str, Tensor],
     ) -> dict[str, Tensor]:
         """dB_i = δᵀ (x Aᵀ) and dA_i = (δ B)ᵀ x, without the rows [n, out, in] of the weight."""
         names = _names(targets["weight"])

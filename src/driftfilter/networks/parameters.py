@@ -5,7 +5,7 @@ own list.
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Protocol, TypeAlias, final
+from typing import Protocol, final
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from driftfilter.base.checks import require
 from driftfilter.networks.layers import NORMS
 from driftfilter.networks.sample_gradients import Call, Rule, layer_rows
-
-Pieces: TypeAlias = Mapping[str, Tensor]  # of θ, by name
 
 
 class Chosen(dict[str, Tensor]):
@@ -54,7 +52,12 @@ class Chosen(dict[str, Tensor]):
         return [target]
 
     def rows(
-        self, call: Call, flow: Tensor, rule: Rule, targets: Mapping[str, str], pieces: Pieces
+        self,
+        call: Call,
+        flow: Tensor,
+        rule: Rule,
+        targets: Mapping[str, str],
+        pieces: Mapping[str, Tensor],
     ) -> dict[str, Tensor]:
         """Rows [m, ...] of the pieces behind the parameters of a layer, at one call of it.
 

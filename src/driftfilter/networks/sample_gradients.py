@@ -201,14 +201,17 @@ def _norm_by(normalize: Callable[[Any, Tensor], Tensor], channels_first: bool) -
     return rule
 
 
-def _instance(module: Any, inputs: Tensor) -> Tensor:
-    fixed = module.track_running_stats
-    return functional.instance_norm(
-        inputs, module.running_mean, module.running_var, None, None, not fixed, 0.0, module.eps
-    )
-
-
-instance_norm_rows = _norm_by(_instance, True)
+instance_norm_rows = _norm_by(
+    lambda module, x: functional.instance_norm(
+        x,
+        module.running_mean,
+        module.running_var,
+        use_input_stats=not module.track_running_stats,
+        momentum=0.0,
+        eps=module.eps,
+    ),
+    True,
+)
 layer_norm_rows = _norm_by(
     lambda module, x: functional.layer_norm(x, module.normalized_shape, eps=module.eps), False
 )
