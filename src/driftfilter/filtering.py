@@ -276,7 +276,7 @@ class Filter(Checked):
             inputs, teacher, taught = check_inputs(inputs), self.observation.teacher, None
             if teacher is not None:
                 taught = teacher.logits(model, inputs, state.memory, state.source, randomness)
-            views = partial(self.observation.views, inputs, randomness)
+            views = partial(self.observation.views, model, inputs, randomness)
             return self._predict(
                 state.belief, Query(model, inputs, randomness, None, taught, views, state.memory)
             )

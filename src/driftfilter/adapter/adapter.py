@@ -266,7 +266,7 @@ class Adapter(nn.Module):
         """
         bound, known = self._ready(None).bound, self._known
         assert bound is not None
-        if known is None or known[0] is not bound or not bound.read.holds(values=True):
+        if known is None or known[0] is not bound or not bound.is_exact():
             known = self._known = bound, fingerprint(self._model[0])
         return known[1]
 

@@ -148,15 +148,19 @@ class BoundFilter:
     found: Mapping[str, Tensor]  # what batches have told about the model
     final: bool  # whether a batch could tell nothing more
     copied: bool  # whether some weights are copies, which do not see what is written to the model
-    read: ModelSnapshot
+    _read: ModelSnapshot
 
     def fits(self, model: nn.Module, example: Inputs | None, learned: bool) -> bool:
         """Whether this would be the filter on the model now, be it that something was ``learned``
         from its values or not.
         """
-        if model is not self.read.model or (example is not None and not self.final):
+        if model is not self._read.model or (example is not None and not self.final):
             return False
-        return self.read.holds(values=self.copied or not learned)
+        return self._read.holds(values=self.copied or not learned)
+
+    def is_exact(self) -> bool:
+        """Whether the model has not been written to since it was read."""
+        return self._read.holds(values=True)
 
     def taking(self, state: FilterState) -> FilterState:
         """What was learned on the model before, where the model is now."""

@@ -21,9 +21,8 @@ from driftfilter.base.checks import (
     require,
     require_finite,
 )
-from driftfilter.base.inputs import Inputs, batch_size
+from driftfilter.base.inputs import Inputs
 from driftfilter.base.randomness import Purpose, Randomness
-from driftfilter.base.sharding import place_samples, take_samples, total_samples
 from driftfilter.gaussian.belief import Belief
 from driftfilter.model.expansion import Expansion
 from driftfilter.model.losses import Entropy, Loss, Targets, as_loss
@@ -68,10 +67,10 @@ class Teacher(Checked):
             return model(teacher, inputs)
         generator = randomness.generator(Purpose.TEACHER)
 
-        copies = (
-            take_samples(augment(self.augmentation, place_samples(inputs), generator))
-            for _ in range(self.copies)
-        )
+        def draw(batch: Inputs) -> tuple[Inputs, ...]:
+            return (augment(self.augmentation, batch, generator),)
+
+        copies = (model.draw_views(draw, inputs)[0] for _ in range(self.copies))
         total = model(teacher, next(copies))
         for copy in copies:
             total = total + model(teacher, copy)
@@ -124,7 +123,7 @@ class Gibbs(Checked):
         source: Belief | None = None,
     ) -> tuple[Energy, Memory]:
         """The energy of a batch, with weights and targets fixed at the prior mean θ."""
-        views, seen = self.views(inputs, randomness), model.observing
+        views, seen = self.views(model, inputs, randomness), model.observing
         pulled = [pull_back(seen, theta, view) for view in views]
         logits, pullback = pulled[0]
         taught = None
@@ -141,15 +140,18 @@ class Gibbs(Checked):
             self, seen, views, samples, theta, evaluation, source, taught, seen is model
         ), {**memory, **pullback.memory}
 
-    def views(self, inputs: Inputs, randomness: Randomness) -> tuple[Inputs, ...]:
+    def views(
+        self, model: PredictiveModel, inputs: Inputs, randomness: Randomness
+    ) -> tuple[Inputs, ...]:
         """What the loss looks at: the inputs, then augmented ones if it asks for them."""
         loss: Loss = self.loss  # type: ignore[assignment]  # as_loss in __post_init__
         if loss.copies == 0:
             return (inputs,)
 
-        # With the draws of the whole batch, if other processes have a part of it.
-        views = loss.views(place_samples(inputs), lambda: randomness.generator(Purpose.VIEWS))
-        return (inputs, *map(take_samples, views[1:]))
+        def draw(batch: Inputs) -> tuple[Inputs, ...]:
+            return loss.views(batch, lambda: randomness.generator(Purpose.VIEWS))[1:]
+
+        return (inputs, *model.draw_views(draw, inputs))
 
     def weigh(
         self, logits: Tensor, start: Tensor | None, memory: Memory
@@ -186,7 +188,7 @@ class Gibbs(Checked):
 def pull_back(model: PredictiveModel, theta: Tensor, inputs: Inputs) -> tuple[Tensor, Pullback]:
     """The model's logits, checked, and its pullback."""
     logits, pullback = model.pullback(theta, inputs)
-    n = total_samples(batch_size(inputs))
+    n = model.count_samples(inputs)
     if logits.dim() != 2 or logits.shape[0] != n or logits.shape[1] < 1:
         raise ValueError(
             f"the model's logits must be of shape [{n}, k], got shape {list(logits.shape)}"

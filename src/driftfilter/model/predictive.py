@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from driftfilter.base.checks import Checked, PositiveCount, require
-from driftfilter.base.inputs import Inputs
+from driftfilter.base.inputs import Inputs, batch_size
 from driftfilter.gaussian.covariance import Covariance
 
+Draw: TypeAlias = Callable[[Inputs], tuple[Inputs, ...]]
 LogitFunction: TypeAlias = Callable[
     [Tensor, Inputs], Tensor
 ]  # (theta [d], inputs [n, ...]) -> logits [n, k]
@@ -65,6 +66,14 @@ class PredictiveModel(Protocol):
     def recall(self, memory: Mapping[str, Tensor]) -> PredictiveModel:
         """The model with the statistics of its own that a filter's memory holds."""
         return self
+
+    def count_samples(self, inputs: Inputs) -> int:
+        """Samples of a batch: rows of its logits."""
+        return len(inputs) if isinstance(inputs, Tensor) else batch_size(inputs)
+
+    def draw_views(self, draw: Draw, inputs: Inputs) -> tuple[Inputs, ...]:
+        """Views that ``draw`` makes of a batch, with the draws of the whole batch."""
+        return draw(inputs)
 
     def __call__(self, theta: Tensor, inputs: Inputs) -> Tensor:
         """Logits [n, k]."""
@@ -285,6 +294,12 @@ class ModelAround(PredictiveModel):
     def recall(self, memory: Mapping[str, Tensor]) -> PredictiveModel:
         recalled = self.model.recall(memory)
         return self if recalled is self.model else replace(self, model=recalled)
+
+    def count_samples(self, inputs: Inputs) -> int:
+        return self.model.count_samples(inputs)
+
+    def draw_views(self, draw: Draw, inputs: Inputs) -> tuple[Inputs, ...]:
+        return self.model.draw_views(draw, inputs)
 
 
 class PullbackAround(Pullback):
