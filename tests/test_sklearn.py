@@ -25,7 +25,7 @@ from sklearn.utils.estimator_checks import parametrize_with_checks
 
 import driftfilter as df
 from driftfilter.networks.batch_norm import diversity
-from driftfilter.sklearn import AdaptiveClassifier, Moments, as_module
+from driftfilter.sklearn import AdaptiveClassifier, FeatureMoments, as_module
 
 _LABELS = (
     "the check gives labels to partial_fit, which learns without: it refuses them, where "
@@ -91,7 +91,7 @@ def test_module_has_the_classifiers_probabilities(
     X, y = table(classes)
     classifier = make_pipeline(StandardScaler(), clone(CLASSIFIERS[name])).fit(X, y)[-1]
     X = np.random.default_rng(0).normal(1, 3, X.shape)
-    moments = Moments(np.arange(6.0), np.geomspace(0.1, 10, 6)) if with_moments else None
+    moments = FeatureMoments(np.arange(6.0), np.geomspace(0.1, 10, 6)) if with_moments else None
     inputs = X if moments is None else (X - moments.mean) / moments.deviation
     with torch.no_grad():
         probabilities = as_module(classifier, moments)(torch.from_numpy(inputs)).softmax(-1).numpy()
@@ -224,7 +224,7 @@ def test_other_recipes() -> None:
         estimator, df.presets.get("head_ekf", statistics="source")
     ).partial_fit(2 * X)
     adapter = df.adapt(
-        as_module(estimator[-1], Moments(np.zeros(6), np.ones(6))), head.adapter_.recipe
+        as_module(estimator[-1], FeatureMoments(np.zeros(6), np.ones(6))), head.adapter_.recipe
     )
     rows = torch.from_numpy(estimator[0].transform(2 * X))
     adapter.update(rows[:288])

@@ -5,8 +5,6 @@ The state is whole before the first call. A callback that fails, fails the calle
 adapter stays whole, and alarms are still raised.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterable, Mapping
@@ -85,10 +83,9 @@ class StepRecord:
 
     def numbers(self) -> dict[str, float]:
         """What a chart over steps can show."""
-        named = {**self.to_dict(), "alarms": len(self.events)}
         return {
             name: value
-            for name, value in named.items()
+            for name, value in {**self.to_dict(), "alarms": len(self.events)}.items()
             if isinstance(value, (int, float)) and name != "step"
         }
 
@@ -110,8 +107,12 @@ def require_callbacks(callbacks: Iterable[Callback]) -> list[Callback]:
     require(isinstance(callbacks, Iterable), "adapt: callbacks", callbacks, "a list of callbacks")
     found = list(callbacks)
     for each in found:
-        fits = callable(getattr(each, "on_step", None)) and not isinstance(each, type)
-        require(fits, "adapt: callbacks", each, "objects with a method on_step(step)")
+        require(
+            callable(getattr(each, "on_step", None)) and not isinstance(each, type),
+            "adapt: callbacks",
+            each,
+            "objects with a method on_step(step)",
+        )
     return found
 
 

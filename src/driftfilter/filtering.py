@@ -54,12 +54,13 @@ from driftfilter.model.weighting import Memory
 def _without_gradients() -> AbstractContextManager[Any]:
     """No gradients, and no torch.inference_mode, whose tensors a model cannot differentiate."""
     if torch.is_inference_mode_enabled():
-        return _outside_inference_mode()
+        return outside_inference_mode()
     return torch.no_grad() if torch.is_grad_enabled() else nullcontext()
 
 
 @contextmanager
-def _outside_inference_mode() -> Iterator[None]:
+def outside_inference_mode() -> Iterator[None]:
+    """No gradients, but tensors that may enter a graph later."""
     with torch.inference_mode(False), torch.no_grad():
         yield
 
@@ -206,22 +207,27 @@ class Filter(Checked):
         allowed = "of role 'prediction', such as MAP(); a rule of your own inherits PredictionRule"
         fits = isinstance(self.prediction, PredictionRule)
         require(fits, "Filter.prediction", self.prediction, allowed)
-        object.__setattr__(self, "logits", lift(self.logits))
         upkeeps = (self.observation.teacher, self.upkeep)
-        object.__setattr__(self, "_upkeeps", tuple(each for each in upkeeps if each is not None))
         loss: Loss = self.observation.loss  # type: ignore[assignment]  # as_loss in Gibbs
-        needed = max(loss.minimum, self.inference.curvature.minimum)
-        object.__setattr__(self, "_needed", needed)
-        object.__setattr__(self, "_learns", self.prediction.learns)
-        object.__setattr__(self, "_bound", None)
-        object.__setattr__(self, "_motion", None)
-        object.__setattr__(self, "_warned", False)
+        self.__dict__.update(
+            logits=lift(self.logits),
+            _upkeeps=tuple(each for each in upkeeps if each is not None),
+            _needed=max(loss.minimum, self.inference.curvature.minimum),
+            _learns=self.prediction.learns,
+            _bound=None,
+            _motion=None,
+            _warned=False,
+        )
 
     def init(self, belief: Belief, seed: int = 0) -> FilterState:
         """The state before the first batch, from a belief over the parameters: the source."""
         require(isinstance(belief, Belief), "Filter.init: belief", belief, "a Belief")
-        whole = isinstance(seed, Integral) and not isinstance(seed, bool)
-        require(whole, "Filter.init: seed", seed, "an integer")
+        require(
+            isinstance(seed, Integral) and not isinstance(seed, bool),
+            "Filter.init: seed",
+            seed,
+            "an integer",
+        )
         with _without_gradients():
             mean = belief.mean.detach().clone()  # often a model's own, which may be trained on
             source = self.transition.augment(Belief(mean, belief.covariance))
@@ -268,12 +274,12 @@ class Filter(Checked):
         if predicting:
             belief = posterior if self.predict_from == "posterior" else prior
             known, views = energy.known_logits(belief.mean), lambda: energy.views
-            query = Query(model, inputs, randomness, known, energy.taught, views, memory)
-            prediction = self._predict(belief, query)
+            prediction = self._predict(
+                belief, Query(model, inputs, randomness, known, energy.taught, views, memory)
+            )
         for upkeep in self.__dict__["_upkeeps"]:
             posterior, memory = upkeep(posterior, energy, memory, randomness)
-        info = StepInfo.of(state.step, reason, energy)
-        return state.after(posterior, memory), prediction, info
+        return state.after(posterior, memory), prediction, StepInfo.of(state.step, reason, energy)
 
     def predict(self, state: FilterState, inputs: Inputs) -> Prediction:
         """Predict inputs [n, ...] with the belief as it stands, without adapting to them."""
@@ -285,8 +291,9 @@ class Filter(Checked):
             if teacher is not None:
                 taught = teacher.logits(model, inputs, state.memory, state.source, randomness)
             views = partial(self.observation.views, model, inputs, randomness)
-            query = Query(model, inputs, randomness, None, taught, views, state.memory)
-            return self._predict(state.belief, query)
+            return self._predict(
+                state.belief, Query(model, inputs, randomness, None, taught, views, state.memory)
+            )
 
     def run(self, state: FilterState, batches: Iterable[Inputs]) -> tuple[FilterState, Outputs]:
         """A whole stream: batches [n, ...] one after the other, or one tensor [steps, n, ...].
@@ -387,8 +394,7 @@ def _require_proper(belief: Belief, source: Belief) -> None:
 
     A stream that starts from a point mass may stay one.
     """
-    variance = belief.covariance.variance()
-    low, high = torch.stack(variance.aminmax()).tolist()
+    low, high = torch.stack(belief.covariance.variance().aminmax()).tolist()
     if low == 0 and high < math.inf and source.covariance.variance().min().item() == 0:
         return
     if not 0 < low <= high < math.inf:

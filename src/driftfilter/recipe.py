@@ -15,25 +15,6 @@ from numbers import Integral, Real
 from typing import Annotated, Any, Literal, final
 
 import driftfilter.filtering as filtering
-import driftfilter.inference.curvature as curvature
-import driftfilter.inference.linearized as linearized
-import driftfilter.inference.optimizers as optimizers
-import driftfilter.inference.prediction as prediction
-import driftfilter.inference.resets as resets
-import driftfilter.inference.variational as variational
-import driftfilter.model.dynamics as dynamics
-import driftfilter.model.losses as losses
-import driftfilter.model.noise as noise
-import driftfilter.model.observation as observation
-import driftfilter.model.predictive as predictive
-import driftfilter.model.transition as transition
-import driftfilter.model.views as views
-import driftfilter.model.weighting as weighting
-import driftfilter.networks.batch_norm as batch_norm
-import driftfilter.networks.lora as lora
-import driftfilter.networks.parameters as parameters
-import driftfilter.networks.prototypes as prototypes
-import driftfilter.source.posterior as posterior
 from driftfilter.base.checks import (
     VARIANTS as VARIANTS,
     Checked,
@@ -43,6 +24,26 @@ from driftfilter.base.checks import (
     require,
     role_of,
 )
+from driftfilter.inference import (
+    curvature,
+    linearized,
+    optimizers,
+    prediction,
+    resets,
+    variational,
+)
+from driftfilter.model import (
+    dynamics,
+    losses,
+    noise,
+    observation,
+    predictive,
+    transition,
+    views,
+    weighting,
+)
+from driftfilter.networks import batch_norm, lora, parameters, prototypes
+from driftfilter.source import posterior
 
 
 @final
@@ -196,13 +197,13 @@ def to_dict(variant: Any) -> dict[str, Any]:
         raise ValueError(
             f"{variant!r} cannot be written as data: {name} is not in the table of variants"
         )
-    values = {item.name: getattr(variant, item.name) for item in fields(variant)}
-    absent = {
-        item.name for item in fields(variant) if item.default is None and values[item.name] is None
-    }
     return {
         "kind": name,
-        **{key: _plain(value) for key, value in values.items() if key not in absent},
+        **{
+            item.name: _plain(value)
+            for item in fields(variant)
+            if (value := getattr(variant, item.name)) is not None or item.default is not None
+        },
     }
 
 

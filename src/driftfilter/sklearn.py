@@ -25,10 +25,10 @@ from sklearn.pipeline import Pipeline
 from sklearn.preprocessing import StandardScaler
 from sklearn.utils import get_tags
 from sklearn.utils.validation import check_is_fitted, validate_data
-from torch import Tensor, nn
+from torch import nn
 
 from driftfilter import presets
-from driftfilter.adapter.adapter import Adapter, adapt
+from driftfilter.adapter.adapter import adapt
 from driftfilter.base.checks import require, require_count
 from driftfilter.filtering import Filter
 from driftfilter.networks.batch_norm import Ema
@@ -45,7 +45,7 @@ _ACTIVATIONS = {"identity": nn.Identity, "logistic": nn.Sigmoid, "tanh": nn.Tanh
 _RECIPE = bn(Ema(momentum=0.5, diversity=4.0))
 
 
-class Moments(NamedTuple):
+class FeatureMoments(NamedTuple):
     """Mean and standard deviation of the features that enter a classifier, over its training
     data.
     """
@@ -54,23 +54,13 @@ class Moments(NamedTuple):
     deviation: Array  # [D], 1 if a feature does not vary
 
     @classmethod
-    def of(cls, features: Array) -> Moments:
+    def of(cls, features: Array) -> FeatureMoments:
         """The moments of features [n, D]."""
         mean, deviation = features.mean(0), features.std(0)
-        varies = deviation > 1e-12 * np.abs(mean)
-        return cls(mean, np.where(varies, deviation, 1.0))
+        return cls(mean, np.where(deviation > 1e-12 * np.abs(mean), deviation, 1.0))
 
 
-class _OneVersusRest(nn.Module):
-    """f [n, k] -> log σ(f): their softmax is σ(f_c) / Σ_j σ(f_j), as scikit-learn normalises
-    one-versus-rest.
-    """
-
-    def forward(self, outputs: Tensor) -> Tensor:
-        return nn.functional.logsigmoid(outputs)
-
-
-def as_module(classifier: Any, moments: Moments | None = None) -> nn.Sequential:
+def as_module(classifier: Any, moments: FeatureMoments | None = None) -> nn.Sequential:
     """A fitted classifier as a float64 module: features [n, D] -> logits [n, k], whose softmax is
     its predict_proba.
 
@@ -97,7 +87,8 @@ def as_module(classifier: Any, moments: Moments | None = None) -> nn.Sequential:
         )
     for place, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
         layers += [activation()] * (place > 0) + [_linear(weight, bias)]
-    return nn.Sequential(*layers, *([] if softmax else [_OneVersusRest()])).eval()
+    # The softmax of log σ(f) is σ(f_c) / Σ_j σ(f_j), as scikit-learn normalises one-versus-rest.
+    return nn.Sequential(*layers, *([] if softmax else [nn.LogSigmoid()])).eval()
 
 
 def _layers(classifier: Any) -> tuple[list[Array], list[Array], type[nn.Module], bool]:
@@ -115,12 +106,13 @@ def _layers(classifier: Any) -> tuple[list[Array], list[Array], type[nn.Module],
         weights = [np.asarray(weight.T, np.float64) for weight in classifier.coefs_]
         return weights, list(classifier.intercepts_), _ACTIVATIONS[classifier.activation], softmax
     logistic = isinstance(classifier, LogisticRegression)
-    known = logistic or (isinstance(classifier, SGDClassifier) and classifier.loss == "log_loss")
-    allowed = (
+    require(
+        logistic or (isinstance(classifier, SGDClassifier) and classifier.loss == "log_loss"),
+        "estimator",
+        classifier,
         "LogisticRegression, SGDClassifier(loss='log_loss'), MLPClassifier, or a Pipeline that "
-        "ends in one"
+        "ends in one",
     )
-    require(known, "estimator", classifier, allowed)
     weight = classifier.coef_
     weight = weight.toarray() if hasattr(weight, "toarray") else weight  # after sparsify()
     return (
@@ -165,7 +157,7 @@ def _features(estimator: Any, X: Any) -> Array:
     return features
 
 
-def _moments_of_scaler(estimator: Any) -> Moments | None:
+def _moments_of_scaler(estimator: Any) -> FeatureMoments | None:
     """The moments that a StandardScaler in front of the classifier remembers; None without one."""
     transformers, _ = _parts(estimator)
     scaler = transformers[-1] if transformers else None
@@ -173,7 +165,7 @@ def _moments_of_scaler(estimator: Any) -> Moments | None:
     if not isinstance(scaler, StandardScaler) or not scaler.with_std:
         return None
     mean = np.zeros_like(scaler.mean_) if scaler.with_mean else scaler.mean_ / scaler.scale_
-    return Moments(mean, np.ones_like(scaler.scale_))
+    return FeatureMoments(mean, np.ones_like(scaler.scale_))
 
 
 @final
@@ -215,9 +207,7 @@ class AdaptiveClassifier(ClassifierMixin, MetaEstimatorMixin, BaseEstimator):  #
     True
     """
 
-    adapter_: Adapter
     waiting_: Array  # [m, D], m < batch_size: rows that have come, standardised, and wait for more
-    moments_: Moments
 
     def __init__(
         self, estimator: Any, recipe: Recipe | str | None = None, batch_size: int = 32
@@ -233,7 +223,7 @@ class AdaptiveClassifier(ClassifierMixin, MetaEstimatorMixin, BaseEstimator):  #
         X as the source's.
         """
         estimator = clone(self.estimator).fit(X, y)
-        self._start(estimator, Moments.of(_features(estimator, X)))
+        self._start(estimator, FeatureMoments.of(_features(estimator, X)))
         return self
 
     def partial_fit(self, X: Any, y: None = None) -> AdaptiveClassifier:
@@ -259,12 +249,11 @@ class AdaptiveClassifier(ClassifierMixin, MetaEstimatorMixin, BaseEstimator):  #
         """p(y given x) [n, k] as adapted so far, each row by itself; changes nothing."""
         self._require_started()
         rows, still = torch.from_numpy(self._inputs(X)), self._frozen
-        prediction = (
+        return (
             self.adapter_.predict(rows)
             if still is None
             else still.predict(self.adapter_.state, rows)
-        )
-        return prediction.probabilities.numpy()
+        ).probabilities.numpy()
 
     def predict(self, X: Any) -> Array:
         """The most likely class of each row [n]."""
@@ -342,30 +331,27 @@ class AdaptiveClassifier(ClassifierMixin, MetaEstimatorMixin, BaseEstimator):  #
         if "adapter_" not in self.__dict__:
             self._start(self._fitted_estimator(), _moments_of_scaler(self.estimator))
 
-    def _start(self, estimator: Any, moments: Moments | None) -> None:
+    def _start(self, estimator: Any, moments: FeatureMoments | None) -> None:
         require_count("AdaptiveClassifier.batch_size", self.batch_size, 1)
-        allowed = (
-            "known: put the estimator into a FrozenEstimator and call fit(X) with rows it was "
-            "trained on"
-        )
         require(
             moments is not None,
             "AdaptiveClassifier: the moments of the training data",
             moments,
-            allowed,
+            "known: put the estimator into a FrozenEstimator and call fit(X) with rows it was "
+            "trained on",
         )
         assert moments is not None
         recipe = (
             presets.get(self.recipe) if isinstance(self.recipe, str) else self.recipe or _RECIPE
         )
-        alone = isinstance(recipe, Recipe) and (
-            isinstance(recipe.statistics, Ema) or recipe.statistics == "source"
-        )
-        rule = (
+        require(
+            isinstance(recipe, Recipe)
+            and (isinstance(recipe.statistics, Ema) or recipe.statistics == "source"),
+            "AdaptiveClassifier.recipe",
+            self.recipe,
             "a Recipe whose statistics are Ema(...) or 'source', so that each row can be "
-            "predicted by itself"
+            "predicted by itself",
         )
-        require(alone, "AdaptiveClassifier.recipe", self.recipe, rule)
         module = as_module(_parts(estimator)[1], moments)
         self.adapter_ = adapt(module, replace(recipe, chunk=self.batch_size))
         self.estimator_, self.moments_ = estimator, moments
@@ -375,10 +361,7 @@ class AdaptiveClassifier(ClassifierMixin, MetaEstimatorMixin, BaseEstimator):  #
 
     def _inputs(self, X: Any) -> Array:
         """Standardised features z [n, D]."""
-        inputs: Array = (
-            _features(self.estimator_, X) - self.moments_.mean
-        ) / self.moments_.deviation
-        return inputs
+        return (_features(self.estimator_, X) - self.moments_.mean) / self.moments_.deviation
 
     def _freeze_statistics(self) -> Filter | None:
         """A filter on the module with the moments carried so far as its own, so that each row is

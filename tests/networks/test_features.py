@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 import driftfilter as df
-from driftfilter.networks.features import Backbone, OnFeatures, build_head, find_head, head_start
+from driftfilter.networks.features import Backbone, OnFeatures, build_head, find_head
 from small import assert_same, normal, refuses
 
 
@@ -228,7 +228,7 @@ def test_threads_do_not_disturb_each_other() -> None:
 def test_a_step_runs_the_backbone_once() -> None:
     model, _ = convnet()
     counting = Counting(Backbone(model, "head"))
-    start = head_start(Backbone(model, "head"))
+    _, start = build_head(Backbone(model, "head"))
     on_features = OnFeatures(counting, df.LinearHead(3, intercept=True))
     filt = df.Filter(
         on_features,

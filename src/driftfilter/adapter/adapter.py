@@ -109,8 +109,7 @@ def adapt(  # noqa: PLR0913  # what editors complete
             "given in the recipe if that is not a preset's name",
         )
     require(isinstance(model, nn.Module), "adapt: model", type(model).__name__, "a torch module")
-    allowed = "the name of a preset or a Recipe"
-    require(isinstance(recipe, Recipe), "adapt: recipe", recipe, allowed)
+    require(isinstance(recipe, Recipe), "adapt: recipe", recipe, "the name of a preset or a Recipe")
     source = SourceData.of(data)
     chosen = FilterOptions(
         fit_recipe(recipe, source),
@@ -174,7 +173,17 @@ class Adapter(nn.Module):
         self._lock = threading.RLock()  # of updates; predictions need none
         self._ranks = join(distributed, self.recipe, window, update_every)
         if self._ranks is not None:
-            require_same(self._ranks, self._identity(chosen.data is not None))
+            same = {
+                "model": fingerprint(model),
+                "recipe": plain(self.recipe),
+                "seed": self.seed,
+                "monitor": None
+                if self.monitor is None
+                else (replace(self.monitor, detectors={}), sorted(self.monitor.detectors)),
+                "choice of source data": chosen.data is not None,
+                "version of torch": torch.__version__,
+            }
+            require_same(self._ranks, same)
 
     # What users call
 
@@ -296,21 +305,6 @@ class Adapter(nn.Module):
     def _laid_out(self, inputs: Inputs) -> Inputs:
         return each(inputs, in_channels_last) if self.channels_last else inputs
 
-    def _identity(self, data: bool) -> dict[str, Any]:
-        """What must be the same on all ranks."""
-        watching = (
-            None
-            if self.monitor is None
-            else (replace(self.monitor, detectors={}), sorted(self.monitor.detectors))
-        )
-        known = {
-            "model": fingerprint(self._model[0]),
-            "recipe": plain(self.recipe),
-            "seed": self.seed,
-            "monitor": watching,
-        }
-        return {**known, "choice of source data": data, "version of torch": torch.__version__}
-
     def _pieces(self, inputs: Inputs) -> list[Inputs]:
         return split_batch(inputs, self.recipe.chunk) if self.recipe.chunk else [inputs]
 
@@ -370,8 +364,9 @@ class Adapter(nn.Module):
         before, self._now = self._now, now._replace(number=self._now.number + 1)
         try:
             if self.callbacks:
-                ms = 1000 * (time.perf_counter() - begun)
-                record = now.make_record(before, samples, ms, log_probabilities)
+                record = now.make_record(
+                    before, samples, 1000 * (time.perf_counter() - begun), log_probabilities
+                )
                 for callback in tuple(self.callbacks):
                     callback.on_step(record)
         finally:

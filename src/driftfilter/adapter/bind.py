@@ -35,8 +35,12 @@ def fit_recipe(recipe: Recipe, data: SourceData | None) -> Recipe:
     """The recipe, or the nearest one if there are no source data for its posterior."""
     if data is not None or not isinstance(recipe.source, Laplace):
         return recipe
-    anchored = isinstance(recipe.inference, GradientStep)
-    require(anchored, "adapt: data", None, f"source inputs, which {recipe.source} needs")
+    require(
+        isinstance(recipe.inference, GradientStep),
+        "adapt: data",
+        None,
+        f"source inputs, which {recipe.source} needs",
+    )
     warn(
         "no source data (adapt: data=...): the source posterior that anchors the parameters is "
         "left out"
@@ -71,17 +75,24 @@ class FilterOptions:
                 given,
                 "a function of what the model returns",
             )
-        whole = isinstance(self.seed, Integral) and not isinstance(self.seed, bool)
-        require(whole, "adapt: seed", self.seed, "an integer")
-        known = (None, torch.bfloat16, torch.float16)
         require(
-            self.autocast in known,
+            isinstance(self.seed, Integral) and not isinstance(self.seed, bool),
+            "adapt: seed",
+            self.seed,
+            "an integer",
+        )
+        require(
+            self.autocast in (None, torch.bfloat16, torch.float16),
             "adapt: autocast",
             self.autocast,
             "torch.bfloat16, torch.float16 or None",
         )
-        alone = not (self.cuda_graphs and self.distributed)
-        require(alone, "adapt: cuda_graphs", self.cuda_graphs, "False if a stream is distributed")
+        require(
+            not (self.cuda_graphs and self.distributed),
+            "adapt: cuda_graphs",
+            self.cuda_graphs,
+            "False if a stream is distributed",
+        )
         if self.cuda_graphs and isinstance(self.recipe.parameters, (Head, Prototypes)):
             warn(
                 "adapt: cuda_graphs is ignored: no pass over the network is differentiated "
@@ -189,23 +200,23 @@ class ModelSnapshot:
         """Whether the model's tensors are where they were and, if ``values`` matter, have not been
         written to since.
         """
-        same = (
+        return (
             all(names.get(name) is value for names, name, value in self.links)
             and _places(self.owned) == self.places
+            and (not values or self.versions == _versions(self.owned))
         )
-        return same and (not values or self.versions == _versions(self.owned))
 
 
 def _links(model: nn.Module) -> list[tuple[dict[str, Any], str, Any]]:
     """The tree of a module as plain references: walking it by torch's own methods takes as long as
     a small network.
     """
-    tables = [
-        table
+    return [
+        (table, name, value)
         for module in model.modules()
         for table in (module._parameters, module._buffers, module._modules)
+        for name, value in table.items()
     ]
-    return [(table, name, value) for table in tables for name, value in table.items()]
 
 
 def _places(tensors: Iterable[Tensor]) -> list[int]:

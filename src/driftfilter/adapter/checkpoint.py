@@ -49,8 +49,18 @@ def save(
     ``notes``, JSON data such as the place in a stream, come back from ``load``.
     """
     require_count("save: keep", keep, 1)
-    path = Path(path)
-    encoded = _encode(adapter, notes or {})
+    path, state = Path(path), adapter.state_dict()
+    header = {
+        "format": FORMAT,
+        "library": __version__,
+        "recipe": plain(adapter.recipe),
+        "adapter": _options(adapter),
+        "model": adapter.fingerprint._asdict(),
+        "step": int(state["step"]),
+        "seed": int(state["seed"]),
+        "notes": notes or {},
+    }
+    encoded = seal(header, state)
     try:
         with atomic_file(path, keep) as file:
             file.writelines(encoded)
@@ -86,25 +96,8 @@ def fingerprint(model: nn.Module) -> Fingerprint:
     shapes, values = hashlib.sha256(), hashlib.sha256()
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         shapes.update(f"{name} {list(tensor.shape)} {tensor.dtype}\n".encode())
-        flat = tensor.detach().cpu().contiguous().reshape(-1)
-        values.update(flat.view(torch.uint8).numpy().data)
+        values.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return Fingerprint(shapes.hexdigest(), values.hexdigest())
-
-
-def _encode(adapter: Adapter, notes: Mapping[str, Any]) -> list[Any]:
-    """The bytes of a checkpoint, in pieces."""
-    state = adapter.state_dict()
-    header = {
-        "format": FORMAT,
-        "library": __version__,
-        "recipe": plain(adapter.recipe),
-        "adapter": _options(adapter),
-        "model": adapter.fingerprint._asdict(),
-        "step": int(state["step"]),
-        "seed": int(state["seed"]),
-        "notes": notes,
-    }
-    return seal(header, state)
 
 
 def _require_fit(header: Mapping[str, Any], adapter: Adapter, strict: bool) -> None:

@@ -95,19 +95,14 @@ class AdapterState(NamedTuple):
 
     def to_tensors(self, recipe: Recipe, watched: bool) -> dict[str, Tensor]:
         """As named tensors, for a checkpoint."""
-        own = {
+        return {
             "recipe": as_tensor(_memory_of(recipe)),
             "calls": torch.tensor(self.calls),
             "number": torch.tensor(self.number),
-        }
-        found = {_MODEL + name: tensor for name, tensor in self.found.items()}
-        watch = self.watch.to_tensors() if watched else {}
-        return {
-            **own,
             **state_to_tensors(self.current),
             **samples_to_tensors(self.recent),
-            **found,
-            **watch,
+            **{_MODEL + name: tensor for name, tensor in self.found.items()},
+            **(self.watch.to_tensors() if watched else {}),
         }
 
     @classmethod

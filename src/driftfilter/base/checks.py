@@ -51,7 +51,6 @@ def require_number(
     value: Any,
     low: float,
     high: float,
-    *,
     open_low: bool = False,
     open_high: bool = False,
 ) -> None:
@@ -108,8 +107,7 @@ class Interval(NamedTuple):
     open_high: bool = False
 
     def check(self, field: str, value: Any) -> None:
-        bounds = {"open_low": self.open_low, "open_high": self.open_high}
-        require_number(field, value, self.low, self.high, **bounds)
+        require_number(field, value, *self)
 
 
 class AtLeast(NamedTuple):
@@ -127,10 +125,14 @@ class OneOf(NamedTuple):
     allowed: tuple[Any, ...]
 
     def check(self, field: str, value: Any) -> None:
-        known = any(isinstance(value, type(each)) and value == each for each in self.allowed)
-        pair = len(self.allowed) == 2
-        text = " or ".join(map(repr, self.allowed)) if pair else f"one of {list(self.allowed)}"
-        require(known, field, value, text)
+        require(
+            any(isinstance(value, type(each)) and value == each for each in self.allowed),
+            field,
+            value,
+            " or ".join(map(repr, self.allowed))
+            if len(self.allowed) == 2
+            else f"one of {list(self.allowed)}",
+        )
 
 
 class Role(NamedTuple):

@@ -4,8 +4,6 @@ many samples there are.
 And the logits in what it returns.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -78,12 +76,11 @@ def join_batches(pieces: Sequence[Inputs]) -> Inputs:
     last, n = pieces[-1], batch_size(pieces[-1])
     if isinstance(last, Tensor):
         return _concatenate("inputs", pieces)
-    keys: list[Any] = list(last) if isinstance(last, Mapping) else list(range(len(last)))
     together = {
         key: _concatenate(f"inputs[{key!r}]", [piece[key] for piece in pieces])
         if _counts(last[key], n)
         else last[key]
-        for key in keys
+        for key in (list(last) if isinstance(last, Mapping) else list(range(len(last))))
     }
     return together if isinstance(last, Mapping) else tuple(together.values())
 
@@ -173,14 +170,13 @@ def join_arguments(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     if not args or not kwargs:
         return kwargs or (args[0] if len(args) == 1 else args)
     taken = list(inspect.signature(model.forward).parameters.values())[: len(args)]
-    named = len(taken) == len(args) and all(
-        parameter.kind is parameter.POSITIONAL_OR_KEYWORD for parameter in taken
-    )
-    got, allowed = (
+    require(
+        len(taken) == len(args)
+        and all(parameter.kind is parameter.POSITIONAL_OR_KEYWORD for parameter in taken),
+        "adapter",
         f"{len(args)} arguments and {list(kwargs)}",
         "called by place or by name, not both, for this model",
     )
-    require(named, "adapter", got, allowed)
     placed = {parameter.name: value for parameter, value in zip(taken, args, strict=True)}
     twice = sorted(set(placed) & set(kwargs))
     require(not twice, "adapter", f"{twice} by place too", "called with every argument once")

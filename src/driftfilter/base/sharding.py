@@ -6,8 +6,6 @@ looks over samples asks for them here; outside such a call all of this is the id
 of rank 0 come first.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -58,10 +56,8 @@ class Shards:
         own = own.movedim(dim, 0)[: self.samples]
         padded = own.new_zeros(max(self.sizes), *own.shape[1:])
         padded[: len(own)] = own
-        pieces = self.ranks.gather(padded)
-        return torch.cat(
-            [piece[:size] for piece, size in zip(pieces, self.sizes, strict=True)]
-        ).movedim(0, dim)
+        pieces = zip(self.ranks.gather(padded), self.sizes, strict=True)
+        return torch.cat([piece[:size] for piece, size in pieces]).movedim(0, dim)
 
     def own(self, every: Tensor, dim: int = 0) -> Tensor:
         """This rank's part of something that all samples have; zeros for the sample that does not

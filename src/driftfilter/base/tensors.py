@@ -1,7 +1,5 @@
 """Tensors inside of values: moved to another device or dtype; and texts as tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any

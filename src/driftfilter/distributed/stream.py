@@ -63,7 +63,6 @@ class Sharded(ModelAround):
         return tuple(take_samples(view) for view in draw(place_samples(inputs)))
 
 
-@final
 class _ShardedPullback(PullbackAround):
     def __call__(self, cotangents: Tensor) -> Tensor:
         shards = _whole()
@@ -98,8 +97,12 @@ def join(
     """
     if distributed is False:
         return None
-    known = distributed is True or isinstance(distributed, dist.ProcessGroup)
-    require(known, "adapt: distributed", distributed, "True, False or a process group")
+    require(
+        distributed is True or isinstance(distributed, dist.ProcessGroup),
+        "adapt: distributed",
+        distributed,
+        "True, False or a process group",
+    )
     apart = "run an adapter of its own in each process"
     require(
         recipe.chunk == 0,
@@ -113,14 +116,15 @@ def join(
         window,
         f"0 if a stream is distributed: it is for streams of few samples; {apart}",
     )
-    together = (
-        "1 if a stream is distributed: a checkpoint of one rank would lack the samples that "
-        "others wait with"
-    )
-    require(update_every == 1, "adapt: update_every", update_every, together)
-    ready = dist.is_available() and dist.is_initialized()
     require(
-        ready,
+        update_every == 1,
+        "adapt: update_every",
+        update_every,
+        "1 if a stream is distributed: a checkpoint of one rank would lack the samples that "
+        "others wait with",
+    )
+    require(
+        dist.is_available() and dist.is_initialized(),
         "adapt: distributed",
         distributed,
         "False until torch.distributed.init_process_group() has been called",
@@ -135,10 +139,8 @@ def join(
 def require_same(ranks: ProcessRanks, facts: Mapping[str, Any]) -> None:
     """Raise, on every rank, unless all of these are the same on all ranks."""
     digests = [hashlib.sha256(str(fact).encode()).digest()[:8] for fact in facts.values()]
-    own = torch.tensor(
-        [int.from_bytes(digest, "little", signed=True) for digest in digests], device=ranks.device
-    )
-    every = ranks.gather(own).tolist()
+    own = [int.from_bytes(digest, "little", signed=True) for digest in digests]
+    every = ranks.gather(torch.tensor(own, device=ranks.device)).tolist()
     for rank, theirs in enumerate(every):
         wrong = [
             name for name, mine, first in zip(facts, theirs, every[0], strict=True) if mine != first
@@ -183,9 +185,8 @@ def share_call(
         "call": [_CALLS[number] for number in calls],
         **dict(zip(facts, known, strict=True)),
     }.items():
-        same = len(set(numbers)) == 1
         require(
-            same,
+            len(set(numbers)) == 1,
             f"the {what} of the ranks",
             numbers,
             "the same on all: what one calls, resets or loads, all do",
@@ -228,5 +229,4 @@ def _count_samples(inputs: Inputs) -> tuple[int, Inputs]:
 def checksum(values: Tensor) -> int:
     """A checksum of the bits of numbers [d]."""
     bits = values.contiguous().view(torch.int64 if values.dtype == torch.float64 else torch.int32)
-    places = torch.arange(1, len(bits) + 1, device=bits.device)
-    return int((bits.long() * places).sum())
+    return int((bits.long() * torch.arange(1, len(bits) + 1, device=bits.device)).sum())

@@ -60,8 +60,7 @@ class Belief:
 
     def marginal(self, index: Index) -> Belief:
         """The belief over some coordinates."""
-        covariance = self.covariance.marginal(index)
-        return unchecked(Belief, mean=self.mean[index], covariance=covariance)
+        return unchecked(Belief, mean=self.mean[index], covariance=self.covariance.marginal(index))
 
 
 def deviation(mean: Tensor, source: Belief) -> Tensor:

@@ -36,10 +36,12 @@ class Blocks(Covariance):
             "a tuple of covariances",
         )
         object.__setattr__(self, "parts", tuple(self.parts))
-        covariances = len(self.parts) > 0 and all(
-            isinstance(part, Covariance) for part in self.parts
+        require(
+            len(self.parts) > 0 and all(isinstance(part, Covariance) for part in self.parts),
+            "Blocks.parts",
+            self.parts,
+            "one covariance or more",
         )
-        require(covariances, "Blocks.parts", self.parts, "one covariance or more")
         dtypes = [part.dtype for part in self.parts]
         require(len(set(dtypes)) == 1, "Blocks.parts", dtypes, "covariances of one dtype")
 
@@ -79,13 +81,11 @@ class Blocks(Covariance):
 
     def propagate(self, gain: Gain, noise: Noise) -> Blocks:
         gains = self._split_matrix(gain, "a dynamic that mixes blocks")
-        noises: Sequence[Noise]
-        if isinstance(noise, (float, Tensor)):
-            noises = self._split_matrix(noise, "noise that correlates blocks")
-        elif isinstance(noise, Blocks) and noise.sizes == self.sizes:
-            noises = noise.parts
+        if isinstance(noise, Blocks) and noise.sizes == self.sizes:
+            noises: Sequence[Noise] = noise.parts
         else:
-            noises = self._split_matrix(noise.dense(), "noise that correlates blocks")
+            matrix = noise if isinstance(noise, (float, Tensor)) else noise.dense()
+            noises = self._split_matrix(matrix, "noise that correlates blocks")
         return Blocks(
             tuple(p.propagate(g, w) for p, g, w in zip(self.parts, gains, noises, strict=True))
         )
@@ -111,9 +111,11 @@ class Blocks(Covariance):
 
     def precision(self) -> Tensor:
         pieces = [part.precision() for part in self.parts]
-        if all(piece.dim() == 1 for piece in pieces):
-            return torch.cat(pieces)
-        return block_diagonal(pieces)
+        return (
+            torch.cat(pieces)
+            if all(piece.dim() == 1 for piece in pieces)
+            else block_diagonal(pieces)
+        )
 
     def log_determinant(self) -> Tensor:
         return torch.stack([part.log_determinant() for part in self.parts]).sum()
@@ -123,10 +125,9 @@ class Blocks(Covariance):
 
     def relative_trace(self, other: Covariance) -> Tensor:
         """Σ_b tr Σ_b⁻¹ C_b: only the blocks of C count."""
-        stops = accumulate(self.sizes)
         traces = [
             part.relative_trace(other.marginal(slice(stop - part.dimension, stop)))
-            for part, stop in zip(self.parts, stops, strict=True)
+            for part, stop in zip(self.parts, accumulate(self.sizes), strict=True)
         ]
         return torch.stack(traces).sum()
 

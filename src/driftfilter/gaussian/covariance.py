@@ -11,15 +11,12 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, ClassVar, TypeAlias
+from typing import ClassVar, Self, TypeAlias
 
 import torch
 from torch import Tensor
 
 from driftfilter.base.checks import NotPositiveDefiniteError, require
-
-if TYPE_CHECKING:
-    from typing import Self
 
 Gain: TypeAlias = "float | Tensor"
 Noise: TypeAlias = "float | Tensor | Covariance"
@@ -189,10 +186,7 @@ def column_energy(rows: Tensor) -> Tensor:
 
 def compact(rows: Tensor) -> Tensor:
     """Rows with the same FᵀF, no more of them than columns."""
-    if rows.shape[0] <= rows.shape[1]:
-        return rows
-    triangle: Tensor = torch.linalg.qr(rows, mode="r")[1]
-    return triangle
+    return rows if rows.shape[0] <= rows.shape[1] else torch.linalg.qr(rows, mode="r")[1]
 
 
 def positive_root(matrices: Tensor) -> Tensor:

@@ -127,8 +127,7 @@ class Full(Covariance):
     def _condition_by_roots(self, factor: Tensor) -> Full:
         """L (I + Lᵀ FᵀF L)⁻¹ Lᵀ by QR of [F L; I]: no subtraction, so nothing cancels."""
         eye = identity_like(self.matrix).expand_as(self.matrix)
-        stacked = torch.cat((factor @ self.root, eye), -2)
-        _, triangle = torch.linalg.qr(stacked, mode="r")
+        _, triangle = torch.linalg.qr(torch.cat((factor @ self.root, eye), -2), mode="r")
         half = torch.linalg.solve_triangular(triangle.mT, self.root.mT, upper=False)
         matrix = symmetrize(half.mT @ half)
         return unchecked(Full, matrix=matrix, root=cholesky(matrix, "the posterior covariance"))

@@ -28,6 +28,7 @@ from driftfilter.gaussian.covariance import (
     Noise,
     Shapes,
     identity_like,
+    normals,
     refuse,
     symmetrize,
 )
@@ -85,9 +86,8 @@ class Kronecker(Covariance):
                 f"{self.dtype}, as the values",
             )
             error = (basis.mT @ basis - identity_like(basis)).abs().max().item()
-            orthogonal = error <= 1e4 * torch.finfo(self.dtype).eps
             require(
-                orthogonal,
+                error <= 1e4 * torch.finfo(self.dtype).eps,
                 f"Kronecker.{name}",
                 f"columns that are off by {error:.3g}",
                 "orthogonal",
@@ -222,11 +222,8 @@ class Kronecker(Covariance):
         return unchecked(Kronecker, left=self.left, right=self.right, values=values)
 
     def sample(self, count: int, generator: torch.Generator) -> Tensor:
-        like = self.values
-        normals = torch.randn(
-            count, *like.shape, generator=generator, dtype=like.dtype, device=like.device
-        )
-        return (self.left @ (normals * like.rsqrt()) @ self.right.mT).flatten(1)
+        drawn = normals(count, self.values.flatten(), generator).view(count, *self.values.shape)
+        return (self.left @ (drawn * self.values.rsqrt()) @ self.right.mT).flatten(1)
 
     def variance(self) -> Tensor:
         return (self.left.square() @ self.values.reciprocal() @ self.right.square().mT).flatten()

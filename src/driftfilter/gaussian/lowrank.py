@@ -89,9 +89,11 @@ class LowRank(Covariance):
             type(self.factor).__name__,
             "a tensor [r, d]",
         )
-        fits = self.factor.dim() == 2 and self.factor.shape[1] == dimension
         require(
-            fits, "LowRank.factor", f"shape {list(self.factor.shape)}", f"of shape [r, {dimension}]"
+            self.factor.dim() == 2 and self.factor.shape[1] == dimension,
+            "LowRank.factor",
+            f"shape {list(self.factor.shape)}",
+            f"of shape [r, {dimension}]",
         )
         require_floating("LowRank.diagonal", self.diagonal)
         require(
@@ -100,13 +102,14 @@ class LowRank(Covariance):
             self.factor.dtype,
             f"{self.diagonal.dtype}",
         )
-        object.__setattr__(self, "diagonal", self.diagonal.detach().clone())
-        object.__setattr__(self, "factor", self.factor.detach().clone())
+        self.__dict__.update(
+            diagonal=self.diagonal.detach().clone(), factor=self.factor.detach().clone()
+        )
         require_positive("LowRank.diagonal", self.diagonal)
         require_finite("LowRank.factor", self.factor)
-        whole = isinstance(self.rank, int) and not isinstance(self.rank, bool)
         require(
-            whole and 0 <= self.rank <= dimension,
+            (isinstance(self.rank, int) and not isinstance(self.rank, bool))
+            and 0 <= self.rank <= dimension,
             "LowRank.rank",
             self.rank,
             f"an integer in [0, {dimension}] (d)",
@@ -210,15 +213,12 @@ class LowRank(Covariance):
         if added is not None and added.factor.shape[0]:
             sign = math.copysign(1.0, gain) if isinstance(gain, float) else gain.sign()
             shared = (gain * gain / self.diagonal * variance * diagonal).sqrt() * sign
-            coupling = torch.cat((self.factor * shrink.sqrt(), added.factor * -shared))
-            core = _gram(coupling)
+            core = _gram(torch.cat((self.factor * shrink.sqrt(), added.factor * -shared)))
             rows = torch.cat((rows, added.factor * (variance * diagonal)))
         else:
             core = _gram(self.factor, shrink)
-        root = _root_of_one_plus(core)
-        return _low_rank(
-            diagonal, torch.linalg.solve_triangular(root, rows, upper=False), self.rank
-        ).truncate()
+        solved = torch.linalg.solve_triangular(_root_of_one_plus(core), rows, upper=False)
+        return _low_rank(diagonal, solved, self.rank).truncate()
 
     def sample(self, count: int, generator: torch.Generator) -> Tensor:
         """Matheron's rule: x + u⁻¹ Wᵀ (I + W u⁻¹ Wᵀ)⁻¹ (e - W x), x ~ N(0, u⁻¹), e ~ N(0, I)."""

@@ -2,8 +2,6 @@
 semi-definite always.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Protocol, final, runtime_checkable
 
@@ -35,6 +33,9 @@ class LogitMetric(Curvature, Protocol):
     def roots(self, evaluation: Evaluation) -> Tensor:
         """R [v, ..., n, k, r]."""
 
+    def __call__(self, evaluation: Evaluation) -> tuple[Tensor, Tensor]:
+        return evaluation.gradient(), evaluation.factor(self.roots(evaluation))
+
 
 @final
 @dataclass(frozen=True)
@@ -48,9 +49,6 @@ class Hessian(LogitMetric):
 
     def roots(self, evaluation: Evaluation) -> Tensor:
         return evaluation.expansion.root()
-
-    def __call__(self, evaluation: Evaluation) -> tuple[Tensor, Tensor]:
-        return evaluation.gradient(), evaluation.factor(self.roots(evaluation))
 
 
 @final
@@ -69,9 +67,6 @@ class GaussNewton(LogitMetric):
         ).sqrt()  # [v, n]
         scale = shares.reshape(len(shares), *[1] * (p.dim() - 3), -1, 1, 1)
         return (torch.diag_embed(root) - p[..., :, None] * root[..., None, :]) * scale
-
-    def __call__(self, evaluation: Evaluation) -> tuple[Tensor, Tensor]:
-        return evaluation.gradient(), evaluation.factor(self.roots(evaluation))
 
 
 @final

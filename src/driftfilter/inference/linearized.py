@@ -1,7 +1,5 @@
 """Inference: from the prior N(μ⁻, Σ⁻) and the energy of a batch to the posterior N(μ, Σ)."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, NamedTuple, Protocol, TypeAlias, final, runtime_checkable
@@ -211,8 +209,12 @@ class Quadrature(NamedTuple):
 
     def check(self, field: str, value: Any) -> None:
         require_count(field, value, 0)
-        allowed = f"0 (none) or at least {self.least}, below which the rule is rough"
-        require(value == 0 or value >= self.least, field, value, allowed)
+        require(
+            value == 0 or value >= self.least,
+            field,
+            value,
+            f"0 (none) or at least {self.least}, below which the rule is rough",
+        )
 
 
 Nodes: TypeAlias = Annotated[int, Quadrature(least=7)]
@@ -236,7 +238,5 @@ class Bong(Checked):
     def __call__(
         self, prior: Belief, energy: Energy, memory: Memory, randomness: Randomness
     ) -> tuple[Belief, Memory]:
-        moments = take_expectation(
-            prior, energy, self.curvature, self.samples, self.nodes, randomness
-        )
-        return newton_step(prior, *moments), memory
+        rules = (self.curvature, self.samples, self.nodes)
+        return newton_step(prior, *take_expectation(prior, energy, *rules, randomness)), memory

@@ -1,7 +1,5 @@
 """The point-estimate limit that published methods use: an optimiser's step on the energy."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from typing import Annotated, final
@@ -98,12 +96,7 @@ class Adam(Checked):
             second = second.add_(memory[SECOND], alpha=self.betas[1])
         scale = (second / (1 - self.betas[1] ** count)).sqrt() + self.eps
         step = self.lr / (1 - self.betas[0] ** count) * first / scale
-        kept = {
-            FIRST: first,
-            SECOND: second,
-            COUNT: torch.tensor(count),
-        }
-        return step, {**memory, **kept}
+        return step, {**memory, FIRST: first, SECOND: second, COUNT: torch.tensor(count)}
 
 
 @final

@@ -1,7 +1,5 @@
 """Prediction: class probabilities of a batch from a Gaussian belief over parameters."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -191,10 +189,8 @@ class Moderated(Checked, PredictionRule):
         along, length = (
             query.memory[SLOPES] if SLOPES in query.memory else logits.new_tensor((0.0, 0.0))
         )
-        variance = (self.scale * along / length.clamp_min(torch.finfo(length.dtype).tiny)).to(
-            logits.dtype
-        )
-        variance = variance.clamp(0, variance_at(self.limit))
+        ratio = self.scale * along / length.clamp_min(torch.finfo(length.dtype).tiny)
+        variance = ratio.to(logits.dtype).clamp(0, variance_at(self.limit))
         return Prediction(
             (logits / (1 + math.pi / 4 * variance).sqrt()).log_softmax(-1),
             variance.expand_as(logits).clone(),
@@ -297,5 +293,4 @@ class LinearizedProbit(Checked, PredictionRule):
             return Prediction((kappa(variance) * logits).log_softmax(-1), variance)
         gaps = logits[..., :, None] - logits[..., None, :]
         spread = (variance[..., :, None] + variance[..., None, :] - 2 * covariance).clamp_min(0)
-        scores = -torch.logsumexp(-kappa(spread) * gaps, -1)
-        return Prediction(scores.log_softmax(-1), variance)
+        return Prediction((-torch.logsumexp(-kappa(spread) * gaps, -1)).log_softmax(-1), variance)

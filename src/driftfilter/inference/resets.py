@@ -6,8 +6,6 @@ this step sees it. Restored parameters get the source's mean; covariances are le
 transition, except in a full reset.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Annotated, Protocol, final
@@ -91,8 +89,7 @@ class ResetBelow(Checked):
         now = memory.get(LOSS, energy.evaluation.value())
         if energy.samples.used == 0 or now.isnan():
             return belief, kept
-        before = memory.get(RUNNING_LOSS, now)
-        running = self.momentum * before + (1 - self.momentum) * now
+        running = self.momentum * memory.get(RUNNING_LOSS, now) + (1 - self.momentum) * now
         return (
             (energy.require_source(), {})
             if running.item() < self.loss

@@ -1,13 +1,10 @@
 """Variational Bayes: natural-gradient steps to convergence."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from typing import Annotated, final
 
 import torch
-from torch import Tensor
 
 from driftfilter.base.checks import (
     Checked,
@@ -60,7 +57,9 @@ class Variational(Checked):
             gradient, factor = take_expectation(
                 posterior, energy, self.curvature, self.samples, self.nodes, randomness
             )
-            accumulated = _blend(accumulated, factor, rate)
+            if rate < 1:  # a factor of (1 - r) FᵀF + r F'ᵀF', with no more rows than columns
+                factor = torch.cat((accumulated * math.sqrt(1 - rate), factor * math.sqrt(rate)))
+            accumulated = compact(factor)
             covariance = prior.covariance.condition(accumulated)
             slope = prior.covariance.solve(posterior.mean - prior.mean) + gradient
             step = covariance.apply(slope)
@@ -76,10 +75,3 @@ class Variational(Checked):
                 rate /= 2
             before = residual.item()
         return posterior, {**memory, RESIDUAL: residual}
-
-
-def _blend(old: Tensor, new: Tensor, rate: float) -> Tensor:
-    """A factor of (1 - r) FᵀF + r F'ᵀF', with no more rows than columns."""
-    return compact(
-        torch.cat((old * math.sqrt(1 - rate), new * math.sqrt(rate))) if rate < 1 else new
-    )

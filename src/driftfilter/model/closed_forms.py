@@ -73,8 +73,7 @@ def information(
 
     The sample has this share of the mean.
     """
-    surprise = clamp_min(log(mean), FLOOR) - logp
-    return p * surprise, share * (p * p) / clamp_min(mean, tiny) - p
+    return p * (clamp_min(log(mean), FLOOR) - logp), share * (p * p) / clamp_min(mean, tiny) - p
 
 
 def certainty(entropy: Tensor, largest: float) -> Tensor:

@@ -93,20 +93,21 @@ def as_config(field: str, value: object) -> Matrix:
     )
     assert isinstance(value, Sequence)
     items = tuple(as_config(field, item) for item in value)
-    lengths = {len(item) if isinstance(item, tuple) else 0 for item in items}
     require(
-        len(lengths) == 1, field, value, "a number, a vector or a matrix with rows of equal length"
+        len({len(item) if isinstance(item, tuple) else 0 for item in items}) == 1,
+        field,
+        value,
+        "a number, a vector or a matrix with rows of equal length",
     )
     return items  # type: ignore[return-value]
 
 
 def _augment(read_out: Sequence[float], scale: float, parameters: int) -> Layout:
     eye = torch.eye(parameters, dtype=torch.float64)
-    variance = torch.full((len(read_out) * parameters,), scale**2, dtype=torch.float64)
     return Layout(
         torch.kron(torch.tensor([read_out], dtype=torch.float64), eye),
         torch.arange(parameters),
-        variance,
+        torch.full((len(read_out) * parameters,), scale**2, dtype=torch.float64),
     )
 
 
@@ -118,8 +119,9 @@ def _repeat(block: Tensor, source: Belief) -> Tensor:
         f"dimension {source.dimension}",
         f"over the augmented state, a multiple of {block.shape[0]} (see Transition.augment)",
     )
-    eye = torch.eye(source.dimension // block.shape[0], dtype=torch.float64)
-    return torch.kron(block, eye).to(source.mean)
+    return torch.kron(block, torch.eye(source.dimension // block.shape[0], dtype=torch.float64)).to(
+        source.mean
+    )
 
 
 @final
@@ -192,8 +194,7 @@ class LocalTrend(Checked, Dynamics):
         return Motion(1.0, 0.0) if states == 1 else Motion(_repeat(block, source), 0.0)
 
     def layout(self, parameters: int) -> Layout | None:
-        read_out = [1.0, *[0.0] * self.order]
-        return _augment(read_out, self.scale, parameters) if self.order else None
+        return _augment([1.0, *[0.0] * self.order], self.scale, parameters) if self.order else None
 
 
 @final
@@ -247,16 +248,16 @@ class Affine(Dynamics):
     drift: Matrix | Tensor = 0.0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "gain", as_config("Affine.gain", self.gain))
-        object.__setattr__(self, "drift", as_config("Affine.drift", self.drift))
+        self.__dict__.update(
+            gain=as_config("Affine.gain", self.gain), drift=as_config("Affine.drift", self.drift)
+        )
 
     def __call__(self, source: Belief) -> Motion:
         gain, drift = as_matrix(self.gain, source.mean), as_matrix(self.drift, source.mean)
         for field, value, most in (("Affine.gain", gain, 2), ("Affine.drift", drift, 1)):
             if isinstance(value, Tensor):
-                fits = value.dim() <= most and all(size == source.dimension for size in value.shape)
                 require(
-                    fits,
+                    value.dim() <= most and all(size == source.dimension for size in value.shape),
                     field,
                     f"shape {list(value.shape)}",
                     f"of length {source.dimension} (d) in each dimension",

@@ -2,8 +2,6 @@
 computed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple

@@ -6,11 +6,10 @@ them. What must not be differentiated (pseudo-labels, targets) is fixed once a s
 mean.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Protocol, TypeAlias, final
 
 import torch
@@ -140,8 +139,7 @@ class SoftLikelihoodRatio(Checked, Loss):
         # nothing cancels.
         others = logp.masked_fill(top, -torch.inf)
         rest = others.logsumexp(-1, keepdim=True)
-        complement = torch.where(top, rest, torch.log1p(-p.masked_fill(top, 0.0)))
-        odds = logp - complement
+        odds = logp - torch.where(top, rest, torch.log1p(-p.masked_fill(top, 0.0)))
         mean_odds = (p * odds).sum(-1, keepdim=True)
         # Σ_{c≠j} p_c p_j / (1 - p_c), with the largest class (whose p/(1 - p) may overflow) apart.
         ratios = odds.masked_fill(top, -torch.inf).exp()
@@ -164,8 +162,7 @@ class PseudoLabel(Checked, Loss):
     threshold: FractionBelowOne = 0.0
 
     def targets(self, logits: Tensor) -> Tensor:
-        confident = logits.softmax(-1).amax(-1, keepdim=True) >= self.threshold
-        return one_hot(logits) * confident
+        return one_hot(logits) * (logits.softmax(-1).amax(-1, keepdim=True) >= self.threshold)
 
     def selected(self, targets: Targets) -> Tensor | None:
         assert isinstance(targets, Tensor)
@@ -286,17 +283,16 @@ class Sum(Checked, Loss):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(isinstance(self.terms, (tuple, list)), "Sum.terms", self.terms, "a tuple of losses")
-        object.__setattr__(self, "terms", tuple(as_loss("Sum.terms", term) for term in self.terms))
-        object.__setattr__(
-            self, "coefficients", tuple(self.coefficients) or (1.0,) * len(self.terms)
+        self.__dict__.update(
+            terms=tuple(as_loss("Sum.terms", term) for term in self.terms),
+            coefficients=tuple(self.coefficients) or (1.0,) * len(self.terms),
         )
         require(len(self.terms) > 0, "Sum.terms", self.terms, "one loss or more")
-        allowed = f"one for each of the {len(self.terms)} terms"
         require(
             len(self.coefficients) == len(self.terms),
             "Sum.coefficients",
             self.coefficients,
-            allowed,
+            f"one for each of the {len(self.terms)} terms",
         )
         for coefficient in self.coefficients:
             require_number("Sum.coefficients", coefficient, 0, math.inf)
@@ -314,17 +310,8 @@ class Sum(Checked, Loss):
         return any(term.is_coupled for term in self.terms)
 
     def views(self, inputs: Inputs, generator: Callable[[], torch.Generator]) -> tuple[Inputs, ...]:
-        drawn: torch.Generator | None = None
-
-        def shared() -> (
-            torch.Generator
-        ):  # one generator for all terms, so that their augmentations differ
-            nonlocal drawn
-            drawn = drawn or generator()
-            return drawn
-
-        own = [term.views(inputs, shared)[1:] for term in self.terms]
-        return (inputs, *(view for views in own for view in views))
+        shared = cache(generator)  # one for all terms, so that their augmentations differ
+        return (inputs, *(view for term in self.terms for view in term.views(inputs, shared)[1:]))
 
     def targets(self, logits: Tensor) -> Targets:
         return tuple(term.targets(logits) for term in self.terms)
@@ -382,11 +369,9 @@ class Custom(Loss):
         expansion = differentiate(self.function, logits)
         values = expansion.value[0]
         together = self.function(logits[0]) if logits.dim() == 3 and logits.shape[1] > 1 else values
-        alone = together.shape == values.shape and torch.allclose(
-            together, values, rtol=1e-3, atol=1e-5
-        )
         require(
-            alone,
+            together.shape == values.shape
+            and torch.allclose(together, values, rtol=1e-3, atol=1e-5),
             "the loss function",
             self.function,
             "one of each sample alone: here the others change its value",

@@ -54,9 +54,8 @@ class FullNoise:
     def __post_init__(self) -> None:
         object.__setattr__(self, "matrix", as_config("FullNoise.matrix", self.matrix))
         dense = torch.tensor(self.matrix, dtype=torch.float64)
-        square = dense.dim() in (1, 2) and dense.shape[0] == dense.shape[-1]
         require(
-            square,
+            dense.dim() in (1, 2) and dense.shape[0] == dense.shape[-1],
             "FullNoise.matrix",
             f"shape {list(dense.shape)}",
             "a matrix [d, d] or a vector [d]",
@@ -71,9 +70,8 @@ class FullNoise:
                 "symmetric",
             )
             smallest = torch.linalg.eigvalsh(dense)[0].item()
-        allowed = smallest >= -1e-12 * largest
         require(
-            allowed,
+            smallest >= -1e-12 * largest,
             "FullNoise.matrix",
             f"smallest eigenvalue {smallest:g}",
             "positive semi-definite",
@@ -82,9 +80,8 @@ class FullNoise:
     def __call__(self, gain: Gain, source: Belief) -> SpreadRule:
         noise = as_matrix(self.matrix, source.mean)
         assert isinstance(noise, Tensor)
-        fits = noise.shape[0] == source.dimension
         require(
-            fits,
+            noise.shape[0] == source.dimension,
             "FullNoise.matrix",
             f"shape {list(noise.shape)}",
             f"of length {source.dimension} (d) in each dimension",
@@ -143,15 +140,15 @@ class Stationary:
             noise = covariance.variance() * lost.clamp_min(0)
         else:
             before = covariance.dense()
-            after = covariance.propagate(gain, 0.0).dense()
-            noise = before - after
+            noise = before - covariance.propagate(gain, 0.0).dense()
             smallest = torch.linalg.eigvalsh(noise)[0].item() / before.abs().max().item()
-        rounding = 100 * torch.finfo(noise.dtype).eps
-        excess = (
+        require(
+            smallest >= -(100 * torch.finfo(noise.dtype).eps),
+            "Stationary: the gain",
             f"a dynamic that is not stable (smallest eigenvalue of the noise {smallest:.3g} of "
-            "the source)"
+            "the source)",
+            "one with G Σ₀ Gᵀ <= Σ₀",
         )
-        require(smallest >= -rounding, "Stationary: the gain", excess, "one with G Σ₀ Gᵀ <= Σ₀")
         return Spread(1.0, noise)
 
 
@@ -165,9 +162,8 @@ class Restore:
     """
 
     def __call__(self, gain: Gain, source: Belief) -> SpreadRule:
-        allowed = isinstance(gain, float) and 0 <= gain < 1
         require(
-            allowed,
+            isinstance(gain, float) and 0 <= gain < 1,
             "Restore: the gain",
             gain,
             "a number in [0, 1), which is 1 - p (use MeanReversion)",

@@ -59,7 +59,10 @@ class Teacher(Checked):
     ) -> Tensor:
         """ȳ [n, k]."""
         teacher = memory.get(TEACHER, source.mean)
-        if self._trusts_source(model, inputs, source):
+        if (
+            self.confidence == 0
+            or model(source.mean, inputs).softmax(-1).amax(-1).mean().item() >= self.confidence
+        ):  # the source is sure
             return model(teacher, inputs)
         generator = randomness.generator(Purpose.TEACHER)
 
@@ -71,12 +74,6 @@ class Teacher(Checked):
         for copy in copies:
             total = total + model(teacher, copy)
         return total / self.copies
-
-    def _trusts_source(self, model: PredictiveModel, inputs: Inputs, source: Belief) -> bool:
-        if self.confidence == 0:
-            return True
-        certainty = model(source.mean, inputs).softmax(-1).amax(-1).mean()
-        return certainty.item() >= self.confidence
 
     def __call__(
         self, belief: Belief, energy: Energy, memory: Memory, randomness: Randomness
@@ -142,10 +139,9 @@ class Gibbs(Checked):
         weights, used, memory = self.weigh(logits, loss.selected(targets), memory)
         samples = Samples(targets, weights, self.coefficients(weights, used), used)
         evaluation = evaluate(loss, pulled, samples, keeps_rows)
-        energy = Energy(
+        return Energy(
             self, seen, views, samples, theta, evaluation, source, taught, seen is model
-        )
-        return energy, {**memory, **pullback.memory}
+        ), {**memory, **pullback.memory}
 
     def views(
         self, model: PredictiveModel, inputs: Inputs, randomness: Randomness
@@ -246,8 +242,7 @@ class Energy(NamedTuple):
         Samples that were left out stay out, others may leave.
         """
         pulled = self._pull_back(theta)
-        samples = self.observation.weigh_again(self.samples, pulled[0][0])
-        return evaluate(self.loss, pulled, samples)
+        return evaluate(self.loss, pulled, self.observation.weigh_again(self.samples, pulled[0][0]))
 
     def known_logits(self, theta: Tensor) -> Tensor | None:
         """Logits to predict with at θ, of every view [v, n, k], if they are there already."""

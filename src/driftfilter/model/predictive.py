@@ -91,10 +91,8 @@ class PredictiveModel(Protocol):
 def logit_covariance(covariance: Covariance, logits: Tensor, pullback: Pullback) -> Tensor:
     """J_i Σ J_iᵀ of every sample [n, k, k], the covariance of the linearised logits."""
     k = logits.shape[-1]
-    units = torch.eye(k, dtype=logits.dtype, device=logits.device)[:, None, :].expand(
-        k, len(logits), k
-    )
-    jacobian = pullback(units)  # [k, n, d]
+    units = torch.eye(k, dtype=logits.dtype, device=logits.device)
+    jacobian = pullback(units[:, None, :].expand(k, len(logits), k))  # [k, n, d]
     return torch.einsum("knd,lnd->nkl", jacobian, covariance.apply(jacobian))
 
 
@@ -106,15 +104,19 @@ def lift(function: LogitFunction | PredictiveModel) -> PredictiveModel:
     )
     if isinstance(function, PredictiveModel):
         return function
-    with_derivatives = hasattr(function, "pullback")
-    told = "a model with a pullback that lacks members of PredictiveModel"
-    require(not with_derivatives, "Filter.logits", told, f"{allowed}: inherit from it for defaults")
-    hint = (
-        f"{allowed}; for a module write lambda theta, inputs: torch.func.functional_call(module, "
-        "parameters(theta), inputs)"
+    require(
+        not hasattr(function, "pullback"),
+        "Filter.logits",
+        "a model with a pullback that lacks members of PredictiveModel",
+        f"{allowed}: inherit from it for defaults",
     )
-    module = isinstance(function, torch.nn.Module)
-    require(not module, "Filter.logits", type(function).__name__, hint)
+    require(
+        not isinstance(function, torch.nn.Module),
+        "Filter.logits",
+        type(function).__name__,
+        f"{allowed}; for a module write lambda theta, inputs: torch.func.functional_call(module, "
+        "parameters(theta), inputs)",
+    )
     return Lifted(function)
 
 
@@ -328,7 +330,6 @@ class ReadOut(ModelAround):
         return self.model.pushforward(theta @ self.matrix.mT, inputs, tangents @ self.matrix.mT)
 
 
-@final
 class _ReadOutPullback(PullbackAround):
     def __init__(self, inner: Pullback, matrix: Tensor) -> None:
         super().__init__(inner)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Annotated, NamedTuple, final
 
 import torch
@@ -56,9 +57,8 @@ class Transition(Checked):
             return BoundTransition(
                 motion.gain, motion.drift, _settle(self.noise(motion.gain, source), source)
             )
-        parts_decide = isinstance(self.noise, NoNoise)
         require(
-            parts_decide,
+            isinstance(self.noise, NoNoise),
             "Transition.noise",
             self.noise,
             "NoNoise() under BlockDynamics, whose parts have their own",
@@ -79,11 +79,8 @@ class Transition(Checked):
         if isinstance(dynamics, BlockDynamics) and dynamics.sizes == tuple(
             part.dimension for part in parts
         ):
-            pieces = dynamics.split(belief)
-            augmented = [
-                part.augment(piece) for part, piece in zip(dynamics.parts, pieces, strict=True)
-            ]
-            return Belief(mean, Blocks(tuple(piece.covariance for piece in augmented)))
+            pieces = zip(dynamics.parts, dynamics.split(belief), strict=True)
+            return Belief(mean, Blocks(tuple(part.augment(own).covariance for part, own in pieces)))
         if not covariance.is_dense:
             raise refuse(
                 type(covariance).__name__,
@@ -184,29 +181,30 @@ class BlockDynamics(Dynamics):
     parts: tuple[Transition, ...]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "sizes", tuple(self.sizes))
-        object.__setattr__(self, "parts", tuple(self.parts))
-        whole = len(self.sizes) > 0 and all(
-            isinstance(size, int) and size >= 1 for size in self.sizes
-        )
-        require(whole, "BlockDynamics.sizes", self.sizes, "one or more integers >= 1")
-        fits = len(self.parts) == len(self.sizes) and all(
-            isinstance(part, Transition) for part in self.parts
+        self.__dict__.update(sizes=tuple(self.sizes), parts=tuple(self.parts))
+        require(
+            len(self.sizes) > 0 and all(isinstance(size, int) and size >= 1 for size in self.sizes),
+            "BlockDynamics.sizes",
+            self.sizes,
+            "one or more integers >= 1",
         )
         require(
-            fits,
+            len(self.parts) == len(self.sizes)
+            and all(isinstance(part, Transition) for part in self.parts),
             "BlockDynamics.parts",
             self.parts,
             f"{len(self.sizes)} transitions, one for each size",
         )
 
     def _states(self) -> list[int]:
-        layouts = [
-            part.dynamics.layout(size) for part, size in zip(self.parts, self.sizes, strict=True)
-        ]
         return [
-            s if part is None else len(part.variance)
-            for part, s in zip(layouts, self.sizes, strict=True)
+            size if layout is None else len(layout.variance)
+            for layout, size in zip(self._layouts(), self.sizes, strict=True)
+        ]
+
+    def _layouts(self) -> list[Layout | None]:
+        return [
+            part.dynamics.layout(size) for part, size in zip(self.parts, self.sizes, strict=True)
         ]
 
     def split(self, belief: Belief) -> list[Belief]:
@@ -218,10 +216,9 @@ class BlockDynamics(Dynamics):
             self.sizes,
             f"sizes that add up to the {belief.dimension} parameters of the belief",
         )
-        starts = [sum(sizes[:position]) for position in range(len(sizes))]
         return [
-            belief.marginal(slice(start, start + size))
-            for start, size in zip(starts, sizes, strict=True)
+            belief.marginal(slice(stop - size, stop))
+            for stop, size in zip(accumulate(sizes), sizes, strict=True)
         ]
 
     def __call__(self, source: Belief) -> Motion:
@@ -233,10 +230,8 @@ class BlockDynamics(Dynamics):
         drift = _concatenate([part.drift for part in bound], sizes, mean)
 
         def spread(belief: Belief) -> Spread:
-            pieces = self.split(belief)
-            keeps: list[float | Tensor] = []
-            noises: list[Noise] = []
-            for part, piece in zip(bound, pieces, strict=True):
+            moved: list[Spread] = []
+            for part, piece in zip(bound, self.split(belief), strict=True):
                 keep, noise = part.spread_of(piece)
                 if (
                     isinstance(keep, float) and keep > 1
@@ -245,9 +240,11 @@ class BlockDynamics(Dynamics):
                         1.0,
                         piece.covariance.propagate(_scale(part.gain, keep - 1), noise),
                     )
-                keeps.append(keep)
-                noises.append(noise)
-            return Spread(_concatenate(keeps, sizes, mean), _join(noises, sizes, mean))
+                moved.append(Spread(keep, noise))
+            return Spread(
+                _concatenate([part.keep for part in moved], sizes, mean),
+                _join([part.noise for part in moved], sizes, mean),
+            )
 
         fixed = [part.spread for part in bound if isinstance(part.spread, Spread)]
         if len(fixed) == len(bound) and all(_is(part.keep, 1.0) for part in fixed):
@@ -257,32 +254,33 @@ class BlockDynamics(Dynamics):
         return Motion(gain, drift, spread)
 
     def layout(self, parameters: int) -> Layout | None:
-        total = sum(self.sizes)
         require(
-            parameters == total,
+            parameters == sum(self.sizes),
             "BlockDynamics.sizes",
             self.sizes,
             f"sizes that add up to {parameters} parameters",
         )
-        layouts = [
-            part.dynamics.layout(size) for part, size in zip(self.parts, self.sizes, strict=True)
-        ]
+        layouts = self._layouts()
         if all(layout is None for layout in layouts):
             return None
-        pieces: list[Layout] = []
-        for layout, size in zip(layouts, self.sizes, strict=True):
-            eye, nothing = (
+        pieces = [
+            layout
+            or Layout(
                 torch.eye(size, dtype=torch.float64),
+                torch.arange(size),
                 torch.zeros(size, dtype=torch.float64),
             )
-            pieces.append(layout or Layout(eye, torch.arange(size), nothing))
-        starts = [
-            sum(len(piece.variance) for piece in pieces[:position])
-            for position in range(len(pieces))
+            for layout, size in zip(layouts, self.sizes, strict=True)
         ]
+        stops = accumulate(len(piece.variance) for piece in pieces)
         return Layout(
             block_diagonal([piece.read_out for piece in pieces]),
-            torch.cat([piece.places + start for piece, start in zip(pieces, starts, strict=True)]),
+            torch.cat(
+                [
+                    piece.places + (stop - len(piece.variance))
+                    for piece, stop in zip(pieces, stops, strict=True)
+                ]
+            ),
             torch.cat([piece.variance for piece in pieces]),
         )
 
@@ -321,8 +319,7 @@ def _draw(noise: Noise, like: Tensor, generator: torch.Generator) -> Tensor:
     if isinstance(noise, Covariance):
         parts = noise.independent_parts()
         if parts:
-            pieces = like.split([part.dimension for part in parts], -1)
-            drawn = zip(parts, pieces, strict=True)
+            drawn = zip(parts, like.split([part.dimension for part in parts], -1), strict=True)
             return torch.cat([_draw(part, piece, generator) for part, piece in drawn], -1)
         if not noise.is_dense:
             return noise.sample(len(like), generator)
@@ -330,9 +327,11 @@ def _draw(noise: Noise, like: Tensor, generator: torch.Generator) -> Tensor:
     normals = torch.randn(like.shape, generator=generator, dtype=like.dtype, device=like.device)
     if isinstance(noise, float):
         return normals * math.sqrt(noise)
-    if noise.dim() == 1:
-        return normals * noise.clamp_min(0).sqrt()
-    return normals @ positive_root(noise).mT
+    return (
+        normals * noise.clamp_min(0).sqrt()
+        if noise.dim() == 1
+        else normals @ positive_root(noise).mT
+    )
 
 
 def _concatenate(
@@ -345,9 +344,9 @@ def _concatenate(
         like.new_full((size,), v) if isinstance(v, float) else v
         for v, size in zip(values, sizes, strict=True)
     ]
-    if all(piece.dim() == 1 for piece in pieces):
-        return torch.cat(pieces)
-    return block_diagonal(pieces)
+    return (
+        torch.cat(pieces) if all(piece.dim() == 1 for piece in pieces) else block_diagonal(pieces)
+    )
 
 
 def _join(noises: Sequence[Noise], sizes: Sequence[int], like: Tensor) -> Noise:

@@ -1,7 +1,5 @@
 """Losses of augmented views: the same label under a change that should not matter."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -42,13 +40,15 @@ class GaussianNoise(Checked):
     scale: NotNegative = 0.1
 
     def __call__(self, inputs: Tensor, generator: torch.Generator) -> Tensor:
-        got = inputs.dtype if isinstance(inputs, Tensor) else type(inputs).__name__
-        floating = isinstance(inputs, Tensor) and inputs.is_floating_point()
-        require(floating, "inputs of GaussianNoise", got, "floating point, and one tensor")
-        noise = torch.randn(
+        require(
+            isinstance(inputs, Tensor) and inputs.is_floating_point(),
+            "inputs of GaussianNoise",
+            inputs.dtype if isinstance(inputs, Tensor) else type(inputs).__name__,
+            "floating point, and one tensor",
+        )
+        return inputs + self.scale * torch.randn(
             inputs.shape, generator=generator, dtype=inputs.dtype, device=inputs.device
         )
-        return inputs + self.scale * noise
 
 
 @final
@@ -57,13 +57,14 @@ class Mirror:
     """Augmentation: images [n, c, h, w] with left and right exchanged. Draws nothing."""
 
     def __call__(self, inputs: Tensor, generator: torch.Generator) -> Tensor:
-        image = isinstance(inputs, Tensor) and inputs.dim() == 4
-        got = (
+        require(
+            isinstance(inputs, Tensor) and inputs.dim() == 4,
+            "inputs of Mirror",
             f"a tensor of shape {list(inputs.shape)}"
             if isinstance(inputs, Tensor)
-            else type(inputs).__name__
+            else type(inputs).__name__,
+            "images [n, c, h, w] (give another augmentation)",
         )
-        require(image, "inputs of Mirror", got, "images [n, c, h, w] (give another augmentation)")
         return inputs.flip(-1)
 
 
@@ -87,16 +88,12 @@ class ImageViews(Checked):
     noise: NotNegative = 0.005
 
     def __call__(self, inputs: Tensor, generator: torch.Generator) -> Tensor:
-        image = isinstance(inputs, Tensor) and inputs.dim() == 4 and inputs.is_floating_point()
-        got = (
+        require(
+            isinstance(inputs, Tensor) and inputs.dim() == 4 and inputs.is_floating_point(),
+            "inputs of ImageViews",
             f"{inputs.dtype} of shape {list(inputs.shape)}"
             if isinstance(inputs, Tensor)
-            else type(inputs).__name__
-        )
-        require(
-            image,
-            "inputs of ImageViews",
-            got,
+            else type(inputs).__name__,
             "floating-point images [n, c, h, w] (GaussianNoise takes any tensor)",
         )
         low, high = inputs.aminmax()
@@ -178,9 +175,11 @@ class Consistency(Checked, Loss):
     def __post_init__(self) -> None:
         super().__post_init__()
         moving = self.target == "moving"
-        allowed = self.divergence == "symmetric" or not moving
         require(
-            allowed, "Consistency.divergence", self.divergence, "'symmetric' for a moving target"
+            self.divergence == "symmetric" or not moving,
+            "Consistency.divergence",
+            self.divergence,
+            "'symmetric' for a moving target",
         )
         if self.augmentation is None:
             require(

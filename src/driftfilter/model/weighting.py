@@ -4,8 +4,6 @@ A weighting multiplies the weights it is given and may keep small named statisti
 step. Every weight is finite for a batch of one and for constant batches.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -168,16 +166,22 @@ class Product:
     factors: tuple[Weighting, ...] = (EntropyGate(), DiversityGate())
 
     def __post_init__(self) -> None:
-        listed = isinstance(self.factors, (tuple, list)) and len(self.factors) > 0
-        require(listed, "Product.factors", self.factors, "a tuple of one weighting or more")
+        require(
+            isinstance(self.factors, (tuple, list)) and len(self.factors) > 0,
+            "Product.factors",
+            self.factors,
+            "a tuple of one weighting or more",
+        )
         object.__setattr__(self, "factors", tuple(self.factors))
         for factor in self.factors:
             require_role("Product.factors", factor, "weighting", "EntropyGate()")
-        gates = sum(
-            isinstance(factor, (DiversityGate, CertaintyDiversity)) for factor in self.factors
+        require(
+            sum(isinstance(factor, (DiversityGate, CertaintyDiversity)) for factor in self.factors)
+            <= 1,
+            "Product.factors",
+            self.factors,
+            "with one DiversityGate or CertaintyDiversity at most: they share their memory",
         )
-        alone = "with one DiversityGate or CertaintyDiversity at most: they share their memory"
-        require(gates <= 1, "Product.factors", self.factors, alone)
 
     def __call__(self, logits: Tensor, weights: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
         for factor in self.factors:

@@ -67,14 +67,9 @@ def bernstein(rise: float, samples: float, reach: float) -> float:
 def summary(log_probabilities: Tensor) -> Tensor:
     """[k + 3]: samples by predicted class; samples, Σ H_i, Σ H_i²."""
     counts = _counts(log_probabilities.argmax(-1), log_probabilities.shape[1])
-    moments = torch.stack([_entropies(log_probabilities).pow(power).sum() for power in range(3)])
+    entropies = torch.special.entr(log_probabilities.exp()).sum(-1).double()  # 0 · ln 0 = 0
+    moments = torch.stack([entropies.pow(power).sum() for power in range(3)])
     return torch.cat((counts, moments))
-
-
-def _entropies(log_probabilities: Tensor) -> Tensor:
-    """H(p_i) [n]; 0 · ln 0 = 0."""
-    entropies: Tensor = torch.special.entr(log_probabilities.exp()).sum(-1).double()
-    return entropies
 
 
 def _counts(labels: Tensor, classes: int) -> Tensor:
@@ -103,9 +98,8 @@ def shape_of(batch: Tensor) -> dict[str, Tensor]:
     """Entropy of the predicted classes, share of the largest, mean predictive entropy."""
     counts = batch[:-3]
     n = counts.sum()
-    entropy = torch.special.entr(counts / n).sum()
     return {
-        "marginal_entropy": entropy,
+        "marginal_entropy": torch.special.entr(counts / n).sum(),
         "largest_share": counts.max() / n,
         "predictive_entropy": batch[-2] / batch[-3],
     }
@@ -147,11 +141,10 @@ def count_lost(pairs: Tensor, classes: int) -> dict[str, Tensor]:
     surprise = -(_counts(pairs.flatten(), classes) / pairs.numel()).log()
     terms = surprise[pairs[1]] - surprise[pairs[0]]
     total = terms.sum()
-    tail = total.clamp_min(0).square() / (2 * terms.square().sum()).clamp_min(1e-30)
     return {
         "pairs": total.new_tensor(pairs.shape[1]),
         "lost": total / pairs.shape[1],
-        "lost_tail": tail,
+        "lost_tail": total.clamp_min(0).square() / (2 * terms.square().sum()).clamp_min(1e-30),
     }
 
 

@@ -124,9 +124,8 @@ class Monitor(Checked):
                 signal,
                 f"a signal: one of {Signals._fields}",
             )
-            fits = hasattr(detector, "update") and hasattr(detector, "drift_detected")
             require(
-                fits,
+                hasattr(detector, "update") and hasattr(detector, "drift_detected"),
                 f"Monitor.detectors[{signal!r}]",
                 detector,
                 "a detector with update(value) and drift_detected",
@@ -165,7 +164,7 @@ class Monitor(Checked):
         ``log_probabilities`` [n, k] are what it predicted (None: nothing), ``probe`` what the state
         of ``choose_probe`` predicts.
         """
-        named = self._of_belief(state) | _of_update(info)
+        named = self._measure(state, info)
         if log_probabilities is None:
             signals = Signals(**_numbers(named))
             alarms = self._out_of_bounds(signals, Evidence()) | _detect(detectors, signals)
@@ -199,8 +198,14 @@ class Monitor(Checked):
         responses = (self.response(signal, past.trying) for signal in seen.alarms)
         return max(responses, key=_severity, default="record")
 
-    def _of_belief(self, state: FilterState) -> dict[str, Tensor]:
-        found = {"distance": deviation(state.belief.mean, state.source)}
+    def _measure(self, state: FilterState, info: StepInfo) -> dict[str, Tensor]:
+        """How far the belief is; effective number of samples and energy of the update."""
+        weights = info.weights
+        found = {
+            "distance": deviation(state.belief.mean, state.source),
+            "effective_samples": weights.sum().square() / weights.square().sum().clamp_min(1e-30),
+            "energy": info.energy,
+        }
         if self.divergence is not None:
             found["divergence"] = kl_divergence(state.belief, state.source) / state.belief.dimension
         return found
@@ -227,14 +232,13 @@ class Monitor(Checked):
         """What is done about an alarm of this signal; on probation a good belief waits, which is
         better than the source.
         """
-        named: dict[str, Response] = {
+        response = {
             "classes_lost": self.on_collapse,
             "share_gained": self.on_labels,
             "uncertainty": self.on_uncertainty,
             "distance": self.on_parameters,
             "divergence": self.on_parameters,
-        }
-        response = named.get(signal, self.on_detector)
+        }.get(signal, self.on_detector)
         return "revert" if trying and response == "reset" else response
 
     def respond(
@@ -258,13 +262,11 @@ class Monitor(Checked):
             pairs=seen.pairs,
             signals=seen.signals,
             alarmed=(*seen.alarms, *((_EARLY,) if seen.early else ())),
-        )
-        events = (*self._notice(past, seen), *_report(past, seen, acts))
-        now = now.log(*events)
+        ).log(*self._notice(past, seen), *_report(past, seen, acts))
         good = start if past.good is None else past.good
         if _severity(worst) > _PROBATION:
-            frozen = worst == "freeze"
-            now = self._away(replace(now, trying=False, trial=None, frozen=frozen), seen, state)
+            now = replace(now, trying=False, trial=None, frozen=worst == "freeze")
+            now = self._away(now, seen, state)
             if acts.get("classes_lost") == "reset":  # what a collapsed model predicts is no history
                 now = replace(now, history=None, known=None, recent=None)
             return _back(now, worst), replace(start if worst == "reset" else good, step=state.step)
@@ -277,7 +279,6 @@ class Monitor(Checked):
 
     def _notice(self, past: MonitorState, seen: Observed) -> list[Event]:
         """That labels begin to come in runs: to be known early, and too little to act upon."""
-        new = seen.early and "share_gained" not in seen.alarms and _EARLY not in past.alarmed
         return (
             [
                 Event(
@@ -288,7 +289,7 @@ class Monitor(Checked):
                     "record",
                 )
             ]
-            if new
+            if seen.early and "share_gained" not in seen.alarms and _EARLY not in past.alarmed
             else []
         )
 
@@ -360,16 +361,10 @@ def _report(past: MonitorState, seen: Observed, acts: Mapping[str, str]) -> list
         seen.signals._asdict(),
         [*past.alarmed, *(("uncertainty",) if past.trying else ())],
     )
-    new = [
-        name
+    return [
+        Event(past.batches, name, values[name.removeprefix(_DETECTOR)], seen.alarms[name], response)
         for name, response in acts.items()
         if name not in known or _severity(response) > _PROBATION
-    ]
-    return [
-        Event(
-            past.batches, name, values[name.removeprefix(_DETECTOR)], seen.alarms[name], acts[name]
-        )
-        for name in new
     ]
 
 
@@ -429,13 +424,6 @@ class Observed(NamedTuple):
         return 1.0 if self.batch is None else min(1.0, self.samples / SHORT)
 
 
-def _of_update(info: StepInfo) -> dict[str, Tensor]:
-    """Effective number of samples and energy of an update."""
-    weights = info.weights
-    effective = weights.sum().square() / weights.square().sum().clamp_min(1e-30)
-    return {"effective_samples": effective, "energy": info.energy}
-
-
 def _numbers(named: dict[str, Tensor]) -> dict[str, float]:
-    values: list[float] = torch.stack([value.double() for value in named.values()]).tolist()
-    return dict(zip(named, values, strict=True))
+    values = torch.stack([value.double() for value in named.values()])
+    return dict(zip(named, values.tolist(), strict=True))

@@ -102,8 +102,7 @@ class MonitorState:
         return replace(self, **tensors, good=there(self.good), newer=there(self.newer))
 
     def _tensors(self) -> dict[str, Tensor]:
-        named = {name: getattr(self, name) for name in _TENSORS}
-        return {name: tensor for name, tensor in named.items() if tensor is not None}
+        return {name: tensor for name in _TENSORS if (tensor := getattr(self, name)) is not None}
 
     def to_tensors(self) -> dict[str, Tensor]:
         """As named tensors, for a checkpoint; the source of the states is not repeated."""
@@ -114,10 +113,9 @@ class MonitorState:
         }
         found = self._tensors()
         for name, state in (("good", self.good), ("newer", self.newer)):
-            parts = {} if state is None else to_tensors(state)
             found |= {
                 f"{name}.{key}": value
-                for key, value in parts.items()
+                for key, value in ({} if state is None else to_tensors(state)).items()
                 if not key.startswith("source.")
             }
         return {
@@ -186,9 +184,8 @@ def _require_fit(found: Mapping[str, Tensor]) -> None:
     )
     if "pairs" in found and lengths:
         pairs, classes = found["pairs"], lengths.pop()[0] - 3
-        fits = pairs.dim() == 2 and bool(((pairs >= 0) & (pairs < classes)).all())
         require(
-            fits,
+            pairs.dim() == 2 and bool(((pairs >= 0) & (pairs < classes)).all()),
             f"state '{MONITOR}pairs'",
             f"{list(pairs.shape)}",
             f"two rows of labels below {classes}",

@@ -16,8 +16,6 @@ derivative the batch's moments have the share α only, so that a step may move t
 all samples together, and adaptation was seen to collapse.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections.abc import Callable
@@ -92,9 +90,8 @@ Statistics: TypeAlias = Literal["batch", "source"] | PseudoCount | Ema
 
 def require_statistics(statistics: Any) -> None:
     """Raise for anything but statistics."""
-    known = isinstance(statistics, (PseudoCount, Ema)) or statistics in ("batch", "source")
     require(
-        known,
+        isinstance(statistics, (PseudoCount, Ema)) or statistics in ("batch", "source"),
         "Network: statistics",
         statistics,
         "'batch', 'source', PseudoCount(count) or Ema(momentum)",
@@ -298,16 +295,11 @@ def prepare(module: nn.Module, statistics: Statistics) -> list[TwinBatchNorm]:
     """Turn the batch norms of a twin, in place, into ones that use these statistics; those that
     change are listed.
     """
-    found = []
-    for name, layer in list(module.named_modules()):
-        if not isinstance(layer, _BatchNorm) or (
-            statistics == "source" and layer.running_mean is not None
-        ):
-            continue
-        found.append(
-            _turn(layer if is_plain(layer) else _inside(layer, name, statistics), statistics)
-        )
-    return found
+    return [
+        _turn(layer if is_plain(layer) else _inside(layer, name, statistics), statistics)
+        for name, layer in list(module.named_modules())
+        if isinstance(layer, _BatchNorm) and (statistics != "source" or layer.running_mean is None)
+    ]
 
 
 def share(norms: list[TwinBatchNorm], shards: Shards | None) -> None:
@@ -339,9 +331,8 @@ def _inside(layer: Any, name: str, statistics: Statistics) -> nn.Module:
     def forward(*args: Any, **kwargs: Any) -> Any:
         with _Redirected(layer) as redirected:
             outputs = own(*args, **kwargs)
-        known = redirected.called or not blending
         require(
-            known,
+            redirected.called or not blending,
             "Network: statistics",
             statistics,
             f"'batch' or 'source' for {name}, a {type(layer).__name__}",

@@ -36,18 +36,15 @@ def key_of(theta: Tensor, inputs: Inputs, output: Callable[..., Any]) -> Key:
     return (
         theta.dtype,
         theta.device,
-        *((name, _kind(part)) for name, part in parts(inputs)),
+        # Of a tensor its form, of anything else all of it.
+        *(
+            (name, part.shape, part.stride(), part.dtype)
+            if isinstance(part, Tensor)
+            else (name, type(part), part)
+            for name, part in parts(inputs)
+        ),
         autocast_of_model(),
         output,
-    )
-
-
-def _kind(part: Any) -> tuple[Any, ...]:
-    """What a capture takes for granted about a part of the inputs: of a tensor its form, of
-    anything else all of it.
-    """
-    return (
-        (part.shape, part.stride(), part.dtype) if isinstance(part, Tensor) else (type(part), part)
     )
 
 

@@ -8,11 +8,9 @@ for each thread.
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeAlias, final
 
 import torch
@@ -28,6 +26,7 @@ from driftfilter.base.sharding import (
     take_samples,
     total_samples,
 )
+from driftfilter.filtering import outside_inference_mode
 from driftfilter.model.predictive import Draw, LinearHead, PredictiveModel, Pullback
 from driftfilter.networks.autocast import as_called, cast, dtype_of
 from driftfilter.networks.batch_norm import (
@@ -38,7 +37,7 @@ from driftfilter.networks.batch_norm import (
     require_statistics,
     share,
 )
-from driftfilter.networks.shared_copy import ordinary, private
+from driftfilter.networks.shared_copy import Local, ordinary, private
 
 # Picks the logits out of what the module returns.
 Output: TypeAlias = "Callable[[Any], Tensor] | None"
@@ -71,27 +70,21 @@ def find_head(model: nn.Module, inputs: Inputs, output: Output = None) -> str:
     with torch.inference_mode(False), torch.enable_grad():
         copy = private(model)
         layers = _linear_layers(copy)
-        owners = _owners(layers)
+        owners: dict[int, str] = {}  # the layer of every parameter behind a weight, by identity
+        for name, layer in layers.items():
+            for own, parameter in layer.named_parameters():  # several, if it is parametrised
+                if own != "bias":
+                    parameter.requires_grad_()
+                    owners.setdefault(id(parameter), name)
         logits = _logits(copy, inputs, output)
-    for parameter in _parameters_behind(logits):
-        if id(parameter) in owners:
-            return owners[id(parameter)]
+    for found in _parameters_behind(logits):
+        if id(found) in owners:
+            return owners[id(found)]
     raise ValueError(
         "the model must compute its logits from a linear layer, got logits that no such layer "
         "leads to by differentiable"
         f" steps; its linear layers are {list(layers)}"
     )
-
-
-def _owners(layers: dict[str, nn.Linear]) -> dict[int, str]:
-    """The layer of every parameter behind a weight, by identity; these now take part in graphs."""
-    owners: dict[int, str] = {}
-    for name, layer in layers.items():
-        for own, parameter in layer.named_parameters():  # a parametrised weight is made of several
-            if own != "bias":
-                parameter.requires_grad_()
-                owners.setdefault(id(parameter), name)
-    return owners
 
 
 def _parameters_behind(logits: Tensor) -> Iterator[Tensor]:
@@ -117,22 +110,12 @@ class _Copy(NamedTuple):
     seen: list[Tensor]
 
 
-class _Local(threading.local):
-    """What a thread keeps to itself; a copy made by pickle or copy.deepcopy starts empty."""
+class _Local(Local):
+    """The network of a thread, and the features of its latest batches."""
 
     def __init__(self) -> None:
         self.copy: _Copy | None = None
         self.recent: deque[_Kept] = deque(maxlen=8)  # a batch and its augmented views
-
-    def __reduce__(self) -> tuple[type[_Local], tuple[()]]:
-        return _Local, ()
-
-
-@contextmanager
-def _frozen() -> Iterator[None]:
-    """No gradients, but tensors that may enter a graph later."""
-    with torch.inference_mode(False), torch.no_grad():
-        yield
 
 
 @final
@@ -143,9 +126,6 @@ class Backbone:
     The logits must be z Wᵀ + b and nothing after it; the first batch proves it. ``statistics`` are
     those of its batch norms, as in Network; carried ones (Ema) are not a part of features.
     """
-
-    weight: Tensor  # W [k, D]
-    bias: Tensor | None  # b [k]
 
     def __init__(
         self, model: nn.Module, head: str, output: Output = None, statistics: Statistics = "source"
@@ -166,16 +146,16 @@ class Backbone:
             "'batch', 'source' or PseudoCount(count)",
         )
         self.head, self.output, self.statistics = head, output, statistics
-        with _frozen():
+        with outside_inference_mode():
             self._module = private(model)
             layer = _linear_layers(self._module)[head]
-            self.weight = _wide(layer.weight.detach().clone())
-            self.bias = None if layer.bias is None else _wide(layer.bias.detach().clone())
+            self.weight = _wide(layer.weight.detach().clone())  # W [k, D]
+            self.bias = None if layer.bias is None else _wide(layer.bias.detach().clone())  # b [k]
         self._local = _Local()
         self._proven = False
 
     def __call__(self, inputs: Inputs) -> Tensor:
-        with _frozen():
+        with outside_inference_mode():
             copy = self._copy()
             copy.seen.clear()
             share(copy.norms, current())
@@ -196,9 +176,11 @@ class Backbone:
         copy: _Copy | None = self._local.copy
         if copy is None:
             module = private(self._module)
-            copy = self._local.copy = _Copy(module, prepare(module, self.statistics), [])
-            copy.module.get_submodule(self.head).register_forward_pre_hook(
-                _watch(copy.seen), with_kwargs=True
+            seen: list[Tensor] = []
+            copy = self._local.copy = _Copy(module, prepare(module, self.statistics), seen)
+            module.get_submodule(self.head).register_forward_pre_hook(
+                lambda _, args, kwargs: seen.append(args[0] if args else kwargs["input"]),
+                with_kwargs=True,
             )
         return copy
 
@@ -214,25 +196,16 @@ class Backbone:
         require_finite(where, features)
         expected = functional.linear(features, self.weight, self.bias)
         rounding = torch.finfo(logits.dtype).eps ** 0.5 * (1 + expected.abs().max().item())
-        same = expected.shape == logits.shape and torch.allclose(
-            expected.to(logits.dtype), logits, rtol=0, atol=rounding
-        )
-        got = f"logits of shape {list(logits.shape)}" + (
-            "" if expected.shape != logits.shape else " with other values"
-        )
-        allowed = (
+        require(
+            expected.shape == logits.shape
+            and torch.allclose(expected.to(logits.dtype), logits, rtol=0, atol=rounding),
+            f"the model's logits, with the head {self.head!r},",
+            f"logits of shape {list(logits.shape)}"
+            + ("" if expected.shape != logits.shape else " with other values"),
             "its output as it is: nothing may follow the head (such as a temperature, a softmax "
-            "or a mean)"
+            "or a mean)",
         )
-        require(same, f"the model's logits, with the head {self.head!r},", got, allowed)
         self._proven = True
-
-
-def _watch(seen: list[Tensor]) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
-    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        seen.append(args[0] if args else kwargs["input"])
-
-    return hook
 
 
 class _Kept(NamedTuple):
@@ -245,9 +218,9 @@ class _Kept(NamedTuple):
 
     def belongs_to(self, names: tuple[str, ...], tensors: list[Tensor]) -> bool:
         same = names == self.names and len(tensors) == len(self.tensors)
-        pairs = zip(tensors, self.tensors, self.versions, strict=False)
         return same and all(
-            kept() is tensor and tensor._version == version for tensor, kept, version in pairs
+            kept() is tensor and tensor._version == version
+            for tensor, kept, version in zip(tensors, self.tensors, self.versions, strict=False)
         )
 
 
@@ -325,19 +298,12 @@ class OnFeatures(PredictiveModel):
         return tuple(take_samples(view) for view in draw(place_samples(inputs)))
 
 
-def head_start(backbone: Backbone) -> Tensor:
-    """θ of the source head as LinearHead reads it: [b_c, w_c] class by class, or w_c if it has
-    no bias [d].
-    """
-    rows = (
-        backbone.weight
-        if backbone.bias is None
-        else torch.cat((backbone.bias[:, None], backbone.weight), 1)
-    )
-    return rows.flatten().clone()
-
-
 def build_head(backbone: Backbone) -> tuple[OnFeatures, Tensor]:
-    """The last layer as a model linear in θ on frozen features, and θ of the source head [d]."""
-    head = LinearHead(len(backbone.weight), intercept=backbone.bias is not None)
-    return OnFeatures(backbone, head), head_start(backbone)
+    """The last layer as a model linear in θ on frozen features, and θ of the source head [d].
+
+    θ is as LinearHead reads it: [b_c, w_c] class by class, or w_c if it has no bias.
+    """
+    weight, bias = backbone.weight, backbone.bias
+    rows = weight if bias is None else torch.cat((bias[:, None], weight), 1)
+    head = LinearHead(len(weight), intercept=bias is not None)
+    return OnFeatures(backbone, head), rows.flatten().clone()

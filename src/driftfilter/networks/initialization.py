@@ -5,8 +5,6 @@ Adapted parameters are a part of the source's (θ_0 = the block of θ_S) or new 
 (disjoint: LoRA starts at W + 0, prototypes at the rows of the head).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -41,9 +39,8 @@ def check(module: nn.Module, parameters: Selection | Prototypes) -> None:
     """Raise if nothing could be selected; needs no values, so that a module on the meta device
     will do.
     """
-    python = not isinstance(module, torch.jit.ScriptModule)
     require(
-        python,
+        not isinstance(module, torch.jit.ScriptModule),
         "adapt: model",
         type(module).__name__,
         "a module in Python: adapt it before torch.jit.script or trace",

@@ -3,8 +3,6 @@
 A new kind of layer is one line here, and its rule in sample_gradients.py.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from torch import nn
@@ -55,12 +53,9 @@ def find_layer(module: nn.Module) -> Layer | None:
     for kind, layer in LAYERS.items():
         if isinstance(module, kind):
             own = is_plain(module) or type(module).forward is kind.forward
-            return layer if own and not _counts_words(module) else None
+            # The gradient of such an embedding depends on more than the words of one sample.
+            shared = isinstance(module, nn.Embedding) and (
+                module.scale_grad_by_freq or module.max_norm is not None
+            )
+            return layer if own and not shared else None
     return None
-
-
-def _counts_words(module: nn.Module) -> bool:
-    """Whether an embedding's gradient depends on more than the words of one sample."""
-    return isinstance(module, nn.Embedding) and (
-        module.scale_grad_by_freq or module.max_norm is not None
-    )

@@ -2,8 +2,6 @@
 A.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,7 +18,7 @@ from driftfilter.base.checks import (
     PositiveCount,
     require,
 )
-from driftfilter.networks.parameters import Chosen, Pieces, matches
+from driftfilter.networks.parameters import Chosen, matches
 from driftfilter.networks.sample_gradients import (
     Call,
     Rule,
@@ -50,8 +48,12 @@ class LoRA(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        listed = isinstance(self.targets, (tuple, list)) and len(self.targets) > 0
-        require(listed, "LoRA.targets", self.targets, "a tuple of one pattern or more")
+        require(
+            isinstance(self.targets, (tuple, list)) and len(self.targets) > 0,
+            "LoRA.targets",
+            self.targets,
+            "a tuple of one pattern or more",
+        )
         object.__setattr__(self, "targets", tuple(self.targets))
 
     def __call__(self, model: nn.Module) -> Chosen:
@@ -61,10 +63,14 @@ class LoRA(Checked):
         kinds: dict[str, str] = {}
         for layer, module in model.named_modules():
             name = f"{layer}.weight" if layer else "weight"
-            if _has_factors(module) and matches(layer, self.targets) and name in known:
+            dense = isinstance(module, nn.Conv2d) and module.groups == 1
+            if (
+                (dense or isinstance(module, nn.Linear))
+                and matches(layer, self.targets)
+                and name in known
+            ):
                 weights[name] = known[name]
-                drawn = self._draw(known[name], generator)
-                pieces.update(zip(_names(name), drawn, strict=True))
+                pieces.update(zip(_names(name), self._draw(known[name], generator), strict=True))
                 kinds.update(dict.fromkeys(_names(name), type(module).__name__))
         return _Factors(pieces, kinds, weights, self.scale)
 
@@ -83,11 +89,6 @@ def _names(target: str) -> list[str]:
     return [f"{target}.A", f"{target}.B"]
 
 
-def _has_factors(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear) or (isinstance(module, nn.Conv2d) and module.groups == 1)
-
-
-@final
 class _Factors(Chosen):
     """Factors A and B of the change of each weight."""
 
@@ -118,13 +119,17 @@ class _Factors(Chosen):
         return changed
 
     def rows(
-        self, call: Call, flow: Tensor, rule: Rule, targets: Mapping[str, str], pieces: Pieces
+        self,
+        call: Call,
+        flow: Tensor,
+        rule: Rule,
+        targets: Mapping[str, str],
+        pieces: Mapping[str, Tensor],
     ) -> dict[str, Tensor]:
         """dB_i = δᵀ (x Aᵀ) and dA_i = (δ B)ᵀ x, without the rows [n, out, in] of the weight."""
         names = _names(targets["weight"])
         a, b = (pieces[name].detach() for name in names)
-        linear = isinstance(call.module, nn.Linear)
-        found = (_linear if linear else _convolution)(call, flow, a, b)
+        found = (_linear if isinstance(call.module, nn.Linear) else _convolution)(call, flow, a, b)
         return {name: self.scale * rows for name, rows in zip(names, found, strict=True)}
 
 

@@ -19,7 +19,6 @@ sequences first.
 from __future__ import annotations
 
 import copy
-import threading
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -47,7 +46,15 @@ from driftfilter.networks.cuda_graphs import CapturedPullback, Captures, Questio
 from driftfilter.networks.parameters import Chosen, NormAffine, Selection, select
 from driftfilter.networks.row_check import some, tolerance_of, wrong_rows
 from driftfilter.networks.sample_gradients import cast_call
-from driftfilter.networks.shared_copy import Pattern, Record, Twin, pattern_of, require_values, twin
+from driftfilter.networks.shared_copy import (
+    Local,
+    Pattern,
+    Record,
+    Twin,
+    pattern_of,
+    require_values,
+    twin,
+)
 
 Memory: TypeAlias = Mapping[str, Tensor]
 _TOGETHER = 4  # tangents that share a forward pass; more of them take as long and more memory
@@ -120,13 +127,7 @@ class Network(PredictiveModel):
         self._carried: Tensor | None = None
         self._trust: Tensor | float = 1.0
         self.capturing = False  # passes as CUDA graphs, one for each shape of a batch
-        self._local = threading.local()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_local"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _local=threading.local())
+        self._local = Local()
 
     def mean(self) -> Tensor:
         """θ of the module as it was given [d]."""
@@ -145,7 +146,6 @@ class Network(PredictiveModel):
             return self
         other = copy.copy(self)
         other.output, other._observed, other._classes = self._observed, None, self._watched
-        other._local = self._local
         return other
 
     def recall(self, memory: Memory) -> Network:
@@ -158,7 +158,7 @@ class Network(PredictiveModel):
     def carrying(self, statistics: Tensor, trust: Tensor | float) -> Network:
         """The model with these statistics [2 · channels], and trust in the next batch."""
         other = copy.copy(self)
-        other._local, other._carried, other._trust = self._local, statistics, trust
+        other._carried, other._trust = statistics, trust
         return other
 
     def carried(self) -> tuple[Tensor, Tensor] | None:
@@ -182,10 +182,8 @@ class Network(PredictiveModel):
 
     def _pieces(self, theta: Tensor) -> dict[str, Tensor]:
         if theta.shape[-1] != (length := sum(self.sizes)):
-            given = f"{theta.shape[-1]} parameters"
-            require(False, "belief", given, f"over {length} parameters")
-        pieces = theta.split(self.sizes)
-        named = zip(self._shapes.items(), pieces, strict=True)
+            require(False, "belief", f"{theta.shape[-1]} parameters", f"over {length} parameters")
+        named = zip(self._shapes.items(), theta.split(self.sizes), strict=True)
         return {
             name: piece if len(shape) == 1 else piece.view(shape) for (name, shape), piece in named
         }
@@ -216,8 +214,12 @@ class Network(PredictiveModel):
             if self.output is self._classifying and (wrong := doubt(logits.detach())):
                 warn(wrong)
         if logits.shape[1] != (k := self._classes[0]):
-            given = f"shape {list(logits.shape)}"
-            require(False, "the model's logits", given, f"of {k} classes, as before")
+            require(
+                False,
+                "the model's logits",
+                f"shape {list(logits.shape)}",
+                f"of {k} classes, as before",
+            )
 
     def _memory(self, own: Twin, logits: Tensor, outputs: Any) -> Memory:
         if not isinstance(self.statistics, Ema) or not own.blending:
@@ -387,8 +389,7 @@ class NetworkPullback(Pullback):
         rows: list[Tensor] = []
         for own in flat:
             rows.append(self._rows(graph, own, pattern, retain=len(rows) + 1 < len(flat)))
-        stacked = torch.stack(rows) if len(rows) > 1 else rows[0]
-        return stacked.reshape(*cotangents.shape[:-1], -1)
+        return (torch.stack(rows) if len(rows) > 1 else rows[0]).reshape(*cotangents.shape[:-1], -1)
 
     def _prove(self, graph: _Graph, flat: Tensor, pattern: Pattern) -> None:
         """Ask about some samples only: they must get all of the gradient, and others none of it."""
@@ -462,8 +463,9 @@ class NetworkPullback(Pullback):
             with torch.autocast(flow.device.type, enabled=False):
                 if flow.dtype != dtype or call.inputs.dtype != dtype:
                     call, flow = cast_call(call, flow, dtype)
-                found = chosen.rows(call, flow, record.rule, record.targets, graph.leaves)
-                for name, own in found.items():
+                for name, own in chosen.rows(
+                    call, flow, record.rule, record.targets, graph.leaves
+                ).items():
                     if len(own) != samples:  # several inputs a sample, such as frames
                         own = own.unflatten(0, (samples, -1)).sum(1)
                     own = own.to(dtype)

@@ -2,12 +2,10 @@
 own list.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Protocol, TypeAlias, final
+from typing import Protocol, final
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +13,6 @@ from torch import Tensor, nn
 from driftfilter.base.checks import require
 from driftfilter.networks.layers import NORMS
 from driftfilter.networks.sample_gradients import Call, Rule, layer_rows
-
-Pieces: TypeAlias = Mapping[str, Tensor]  # of θ, by name
 
 
 class Chosen(dict[str, Tensor]):
@@ -56,30 +52,31 @@ class Chosen(dict[str, Tensor]):
         return [target]
 
     def rows(
-        self, call: Call, flow: Tensor, rule: Rule, targets: Mapping[str, str], pieces: Pieces
+        self,
+        call: Call,
+        flow: Tensor,
+        rule: Rule,
+        targets: Mapping[str, str],
+        pieces: Mapping[str, Tensor],
     ) -> dict[str, Tensor]:
         """Rows [m, ...] of the pieces behind the parameters of a layer, at one call of it.
 
         ``targets``: the layer's own names of these parameters -> theirs in the network.
         """
-        found = layer_rows(call, flow, rule, targets)
-        return {targets[own]: rows for own, rows in found.items()}
+        return {targets[own]: rows for own, rows in layer_rows(call, flow, rule, targets).items()}
 
     def __str__(self) -> str:
         lines = [
             (name, self.kinds[name], str(list(piece.shape)), f"{piece.numel():,}")
             for name, piece in self.items()
         ]
-        total = f"{sum(piece.numel() for piece in self.values()):,}"
-        table = [("parameter", "layer", "shape", "count"), *lines, ("total", "", "", total)]
+        total = ("total", "", "", f"{sum(piece.numel() for piece in self.values()):,}")
+        table = [("parameter", "layer", "shape", "count"), *lines, total]
         widths = [max(len(line[column]) for line in table) for column in range(4)]
-        return "\n".join(_align(line, widths) for line in table)
-
-
-def _align(line: Iterable[str], widths: list[int]) -> str:
-    *words, count = line
-    cells = [word.ljust(width) for word, width in zip(words, widths, strict=False)]
-    return "  ".join([*cells, count.rjust(widths[-1])])
+        return "\n".join(
+            f"{name:<{widths[0]}}  {kind:<{widths[1]}}  {shape:<{widths[2]}}  {count:>{widths[3]}}"
+            for name, kind, shape, count in table
+        )
 
 
 class Selection(Protocol):
@@ -119,11 +116,12 @@ class NormAffine:
         object.__setattr__(self, "exclude", tuple(self.exclude))
 
     def __call__(self, model: nn.Module) -> list[str]:
-        norms = [
-            (name, module) for name, module in model.named_modules() if isinstance(module, NORMS)
+        return [
+            parameter
+            for name, module in model.named_modules()
+            if isinstance(module, NORMS) and not matches(name, self.exclude)
+            for parameter in _own(name, module)
         ]
-        kept = [(name, module) for name, module in norms if not matches(name, self.exclude)]
-        return [parameter for name, module in kept for parameter in _own(name, module)]
 
 
 @final
@@ -136,8 +134,12 @@ class Head:
     def layer(self, model: nn.Module) -> str:
         """The layer's name."""
         linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-        known = self.name in linear or (not self.name and len(linear) > 0)
-        require(known, "Head.name", self.name, f"the name of a linear layer, one of {linear}")
+        require(
+            self.name in linear or (not self.name and len(linear) > 0),
+            "Head.name",
+            self.name,
+            f"the name of a linear layer, one of {linear}",
+        )
         return self.name or linear[-1]
 
     def __call__(self, model: nn.Module) -> list[str]:
@@ -164,13 +166,16 @@ class ByName:
     patterns: tuple[str, ...] = ("*",)
 
     def __post_init__(self) -> None:
-        listed = isinstance(self.patterns, (tuple, list)) and len(self.patterns) > 0
-        require(listed, "ByName.patterns", self.patterns, "a tuple of one pattern or more")
+        require(
+            isinstance(self.patterns, (tuple, list)) and len(self.patterns) > 0,
+            "ByName.patterns",
+            self.patterns,
+            "a tuple of one pattern or more",
+        )
         object.__setattr__(self, "patterns", tuple(self.patterns))
 
     def __call__(self, model: nn.Module) -> list[str]:
-        names = [name for name, _ in model.named_parameters()]
-        return [name for name in names if matches(name, self.patterns)]
+        return [name for name, _ in model.named_parameters() if matches(name, self.patterns)]
 
 
 @final
@@ -221,11 +226,11 @@ def select(model: nn.Module, selection: Selection) -> Chosen:
         )
     if isinstance(chosen, Chosen):
         return chosen
-    kinds_of = {
-        name: type(model.get_submodule(name.rpartition(".")[0])).__name__ for name in chosen
-    }
     tied = [name for name in chosen if name not in known]
     require(
         not tied, str(selection), tied, f"of parameters of the network, such as {list(known)[:6]}"
     )
-    return Chosen({name: known[name] for name in chosen}, kinds_of)
+    return Chosen(
+        {name: known[name] for name in chosen},
+        {name: type(model.get_submodule(name.rpartition(".")[0])).__name__ for name in chosen},
+    )

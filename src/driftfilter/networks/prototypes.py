@@ -125,10 +125,9 @@ class PrototypeHead(Checked, PredictiveModel):
 
     def join(self, intercepts: Tensor, prototypes: Tensor) -> Tensor:
         """θ [..., d] of class weights [..., k] and prototypes [..., k, D]."""
-        rows = (
+        return (
             torch.cat((intercepts.unsqueeze(-1), prototypes), -1) if self.intercept else prototypes
-        )
-        return rows.flatten(-2)
+        ).flatten(-2)
 
     def _jacobian(self, theta: Tensor, inputs: Tensor) -> _Jacobian:
         require(
@@ -138,7 +137,9 @@ class PrototypeHead(Checked, PredictiveModel):
         a, w = self.split(theta)
         kappa, squares = self.concentration, w.square().sum(-1)
         if self.family == "gaussian":
-            logits = a - kappa / 2 * _distances(features, w).square()
+            # From the differences: expanding the square would cancel if both are far from 0.
+            distances = torch.cdist(features, w, compute_mode="donot_use_mm_for_euclid_dist")
+            logits = a - kappa / 2 * distances.square()
             along, own = torch.full_like(a, kappa), torch.full_like(logits, -kappa)
             return _Jacobian(self, logits, features, w, along, own)
         if self.family == "von_mises_fisher":
@@ -163,13 +164,6 @@ class PrototypeHead(Checked, PredictiveModel):
 
     def pushforward(self, theta: Tensor, inputs: Tensor, tangents: Tensor) -> Tensor:
         return self._jacobian(theta, inputs).push(tangents)
-
-
-def _distances(features: Tensor, prototypes: Tensor) -> Tensor:
-    """|z_n - w_k| [n, k], from the differences: expanding the square would cancel if both are
-    far from 0.
-    """
-    return torch.cdist(features, prototypes, compute_mode="donot_use_mm_for_euclid_dist")
 
 
 @dataclass(eq=False)
@@ -245,10 +239,10 @@ def _match(head: PrototypeHead) -> Tensor:
     rows = head.weight.double()
     center = rows.new_zeros(rows.shape[1]) if head.center is None else head.center.double()
     weights = rows.square().sum(-1) / (2 * head.concentration) + head.source_logits(center)
-    centered = rows - rows.mean(0)
-    shift = -torch.linalg.pinv(centered) @ (weights - weights.mean())
-    a = torch.log_softmax(weights + rows @ shift, -1)
-    return head.join(a, rows / head.concentration + shift).to(head.weight.dtype)
+    shift = -torch.linalg.pinv(rows - rows.mean(0)) @ (weights - weights.mean())
+    return head.join(
+        torch.log_softmax(weights + rows @ shift, -1), rows / head.concentration + shift
+    ).to(head.weight.dtype)
 
 
 def _head_and_features(energy: Energy) -> tuple[PrototypeHead, Tensor]:
@@ -287,9 +281,8 @@ class Supports(Checked):
         self, prior: Belief, energy: Energy, memory: Memory, randomness: Randomness
     ) -> tuple[Belief, Memory]:
         head, features = _head_and_features(energy)
-        directional = head.family != "gaussian"
         require(
-            directional,
+            head.family != "gaussian",
             "Supports: the prototypes' family",
             head.family,
             "'inner_product' or 'von_mises_fisher'",
@@ -312,15 +305,14 @@ class Supports(Checked):
         """A copy of the memory, with one support a class before the first batch: the source
         prototypes.
         """
-        names = (SUPPORTS, ENTROPIES)
-        if names[0] in memory:
-            return {**memory, **{name: memory[name].clone() for name in names}}
+        if SUPPORTS in memory:
+            return {**memory, **{name: memory[name].clone() for name in (SUPPORTS, ENTROPIES)}}
         supports = prototypes.new_zeros(head.classes, self.capacity, prototypes.shape[-1])
         entropies = prototypes.new_full((head.classes, self.capacity), math.inf)
         supports[:, 0] = prototypes
         rows = head.weight if head.center is None else head.weight + head.center
         entropies[:, 0] = entropy(head.source_logits(rows.to(prototypes)))
-        return {**memory, names[0]: supports, names[1]: entropies}
+        return {**memory, SUPPORTS: supports, ENTROPIES: entropies}
 
     def _kept(
         self, memory: dict[str, Tensor], directions: Tensor, logits: Tensor, weights: Tensor
@@ -367,9 +359,8 @@ class Mixture(Checked):
         self, prior: Belief, energy: Energy, memory: Memory, randomness: Randomness
     ) -> tuple[Belief, Memory]:
         head, features = _head_and_features(energy)
-        generative = head.family != "inner_product"
         require(
-            generative,
+            head.family != "inner_product",
             "Mixture: the prototypes' family",
             head.family,
             "'gaussian' or 'von_mises_fisher'",
@@ -378,13 +369,11 @@ class Mixture(Checked):
         prior = prior if gaussian else self._forgotten(prior, head)
         posterior = prior
         for _ in range(self.iterations):
-            logits = (
-                head.source_logits(features)
+            shares = (
+                one_hot(head.source_logits(features))
                 if self.labels == "source"
-                else _expected_logits(head, posterior, features)
-            )
-            shares = one_hot(logits) if self.labels == "source" else logits.softmax(-1)
-            shares = shares * energy.samples.weights.unsqueeze(-1)
+                else _expected_logits(head, posterior, features).softmax(-1)
+            ) * energy.samples.weights.unsqueeze(-1)
             posterior = (_gaussian_update if gaussian else _directional_update)(
                 prior, head, head.relative(features), shares
             )
@@ -424,8 +413,7 @@ def _expected_logits(head: PrototypeHead, belief: Belief, features: Tensor) -> T
     logits = head(belief.mean, features)
     if head.family != "gaussian":
         return logits
-    spread = head.split(belief.covariance.variance())[1].sum(-1)
-    return logits - head.concentration / 2 * spread
+    return logits - head.concentration / 2 * head.split(belief.covariance.variance())[1].sum(-1)
 
 
 def _gaussian_update(

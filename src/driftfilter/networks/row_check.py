@@ -6,8 +6,6 @@ its gradient; a layer that sees samples in another order, or tokens first, gives
 samples. Neither can be read off the module.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch
@@ -20,8 +18,7 @@ def tolerance_of(dtype: torch.dtype, device: torch.device) -> float:
     """The relative error that is still rounding: a wrong row is off by much more than TF32 or,
     coarser, half precision.
     """
-    half = dtype in (torch.float16, torch.bfloat16) or under_autocast(device.type)
-    return 0.1 if half else 0.01
+    return 0.1 if dtype in (torch.float16, torch.bfloat16) or under_autocast(device.type) else 0.01
 
 
 def some(cotangents: Tensor) -> tuple[Tensor, Tensor]:

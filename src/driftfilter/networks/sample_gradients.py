@@ -6,8 +6,6 @@ the layer's own parameters. A layer may see m = g·n inputs for n samples (windo
 one sample next to each other.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeAlias
 
@@ -42,11 +40,8 @@ Rule: TypeAlias = Callable[[Call, Tensor], Rows]  # of one kind of layer
 
 def layer_rows(call: Call, flow: Tensor, rule: Rule, names: Iterable[str]) -> dict[str, Tensor]:
     """Rows [m, …] of the parameters of a layer with these names, if the rule has them."""
-    work, found = rule(call, flow), {}
-    for name in names:
-        if name in work:
-            found[name] = work[name]()
-    return found
+    work = rule(call, flow)
+    return {name: work[name]() for name in names if name in work}
 
 
 def cast_call(call: Call, flow: Tensor, dtype: torch.dtype) -> tuple[Call, Tensor]:
@@ -206,14 +201,17 @@ def _norm_by(normalize: Callable[[Any, Tensor], Tensor], channels_first: bool) -
     return rule
 
 
-def _instance(module: Any, inputs: Tensor) -> Tensor:
-    fixed = module.track_running_stats
-    return functional.instance_norm(
-        inputs, module.running_mean, module.running_var, None, None, not fixed, 0.0, module.eps
-    )
-
-
-instance_norm_rows = _norm_by(_instance, True)
+instance_norm_rows = _norm_by(
+    lambda module, x: functional.instance_norm(
+        x,
+        module.running_mean,
+        module.running_var,
+        use_input_stats=not module.track_running_stats,
+        momentum=0.0,
+        eps=module.eps,
+    ),
+    True,
+)
 layer_norm_rows = _norm_by(
     lambda module, x: functional.layer_norm(x, module.normalized_shape, eps=module.eps), False
 )

@@ -2,9 +2,8 @@
 for the time of a call.
 """
 
-from __future__ import annotations
-
 import copy
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,12 +28,19 @@ def twin(model: nn.Module, channels_last: bool = False) -> nn.Module:
     """
     with torch.inference_mode(False):
         shared: dict[int, Any] = {id(buffer): ordinary(buffer) for buffer in model.buffers()}
-        for parameter in (
-            model.parameters()
-        ):  # frozen, or a backward pass would work out gradients that nobody asks for
-            shared[id(parameter)] = nn.Parameter(ordinary(parameter.detach()), requires_grad=False)
-        for tensor in _computed(model):
-            shared[id(tensor)] = tensor.detach()
+        # Frozen, or a backward pass would work out gradients that nobody asks for.
+        shared |= {
+            id(parameter): nn.Parameter(ordinary(parameter.detach()), requires_grad=False)
+            for parameter in model.parameters()
+        }
+        # Tensors with a history among the attributes of layers, such as the weight under
+        # torch.nn.utils.weight_norm.
+        shared |= {
+            id(value): value.detach()
+            for layer in model.modules()
+            for value in vars(layer).values()
+            if isinstance(value, Tensor) and value.grad_fn is not None
+        }
         try:
             found = copy.deepcopy(model, shared).eval()
             return found._apply(in_channels_last) if channels_last else found
@@ -43,6 +49,13 @@ def twin(model: nn.Module, channels_last: bool = False) -> nn.Module:
                 f"the model must be one that copy.deepcopy can copy, got {type(model).__name__}: "
                 f"{error}"
             ) from error
+
+
+class Local(threading.local):
+    """What a thread keeps to itself; a copy made by pickle or copy.deepcopy starts empty."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), ()
 
 
 def in_channels_last(values: Tensor) -> Tensor:
@@ -69,14 +82,6 @@ def ordinary(tensor: Tensor) -> Tensor:
     graph.
     """
     return tensor.clone() if tensor.is_inference() else tensor
-
-
-def _computed(model: nn.Module) -> list[Tensor]:
-    """Tensors with a history among the attributes of layers, such as the weight under
-    torch.nn.utils.weight_norm.
-    """
-    values = [value for layer in model.modules() for value in vars(layer).values()]
-    return [value for value in values if isinstance(value, Tensor) and value.grad_fn is not None]
 
 
 def require_values(model: nn.Module) -> None:
@@ -117,12 +122,14 @@ def pattern_of(records: Sequence[Record], samples: int) -> Pattern:
     A layer that sees tokens first does so with another number when n changes, and is looked at
     again.
     """
-    calls = (
-        (record.owner, len(record.call.inputs) / samples)
-        for record in records
-        if record.call is not None
+    return (
+        samples > 1,
+        *(
+            (record.owner, len(record.call.inputs) / samples)
+            for record in records
+            if record.call is not None
+        ),
     )
-    return (samples > 1, *calls)
 
 
 class Twin:
@@ -132,7 +139,8 @@ class Twin:
         self.module = private(base)
         self.norms: list[TwinBatchNorm] = prepare(self.module, statistics)
         self.coupled = any(
-            isinstance(layer, TwinBatchNorm) or _without_source(layer)
+            isinstance(layer, TwinBatchNorm)
+            or (isinstance(layer, _BatchNorm) and layer.running_mean is None)
             for layer in self.module.modules()
         )
         self.records: list[Record] | None = None
@@ -163,8 +171,9 @@ class Twin:
             known = find_layer(layer)
             if known is not None:
                 suspect = known.channels_last and owner.startswith(sequences)
-                recorder = self._recorder(owner, known.rule, suspect)
-                layer.register_forward_hook(recorder, with_kwargs=True)
+                layer.register_forward_hook(
+                    self._recorder(owner, known.rule, suspect), with_kwargs=True
+                )
 
     def _recorder(self, owner: str, rule: Rule, suspect: bool) -> Callable[..., None]:
         targets = {own: name for (layer, own), name in self.names.items() if layer == owner}
@@ -196,8 +205,9 @@ class Twin:
         norms = self.blending
         sizes = [norm.num_features for norm in norms for _ in range(2)]
         if statistics is not None and len(statistics) != sum(sizes):
-            given = f"{len(statistics)} values"
-            require(False, "carried statistics", given, f"{sum(sizes)} values")
+            require(
+                False, "carried statistics", f"{len(statistics)} values", f"{sum(sizes)} values"
+            )
         pieces: Any = iter(() if statistics is None else statistics.split(sizes))
         for norm in norms:
             assert norm.running_mean is not None
@@ -268,10 +278,6 @@ def _sequence_first(model: nn.Module) -> set[str]:
         if isinstance(layer, stacks) and any(f.startswith(name) for f in found)
     }
     return {f"{place}." if place else "" for place in places | around}
-
-
-def _without_source(layer: nn.Module) -> bool:
-    return isinstance(layer, _BatchNorm) and layer.running_mean is None
 
 
 def _place(module: nn.Module, own: str, tensor: Tensor | None) -> None:

@@ -189,8 +189,9 @@ def sample_sums(flow: Tensor, inputs: Tensor, mean: Tensor) -> Tensor:
     flow, steps = _dense(flow, inputs), _steps(inputs)
     m, c = steps[:2]
     sums = torch.empty((2, m, c), dtype=torch.float32, device=inputs.device)
-    grid = (m, triton.cdiv(c, _CHANNELS))
-    _sample_sums[grid](flow, inputs, mean.float(), sums, *steps, C=_CHANNELS, S=_POSITIONS)
+    _sample_sums[m, triton.cdiv(c, _CHANNELS)](
+        flow, inputs, mean.float(), sums, *steps, C=_CHANNELS, S=_POSITIONS
+    )
     return sums
 
 
@@ -247,8 +248,7 @@ class Renormalized(torch.autograd.Function):
         ctx.save_for_backward(inputs, weight)
         ctx.moments, ctx.sums = moments, sums
         mean, _, scale, _, _ = moments
-        outputs: Tensor = torch.batch_norm_elemt(inputs, weight, bias, mean, scale, 0.0)
-        return outputs
+        return torch.batch_norm_elemt(inputs, weight, bias, mean, scale, 0.0)
 
     @staticmethod
     @once_differentiable

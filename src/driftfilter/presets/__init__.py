@@ -3,8 +3,6 @@
 ``for_model`` gives the recipe of one for a model.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
@@ -70,8 +68,12 @@ def recipe_of(name: str, options: Mapping[str, Any], beside: Sequence[str] = ())
     """The recipe of a preset with options; the error about an unknown one names those ``beside``
     the preset's, too.
     """
-    known = isinstance(name, str) and name in PRESETS
-    require(known, "preset", name, f"one of {names()}{nearest(str(name), names())}")
+    require(
+        isinstance(name, str) and name in PRESETS,
+        "preset",
+        name,
+        f"one of {names()}{nearest(str(name), names())}",
+    )
     signature = inspect.signature(PRESETS[name])
     own = {key: value for key, value in options.items() if key in signature.parameters}
     others = {key: value for key, value in options.items() if key not in own}

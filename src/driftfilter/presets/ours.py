@@ -1,7 +1,5 @@
 """The paper's presets and ours."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from inspect import Parameter, signature
@@ -108,9 +106,14 @@ def _with_options_of(base: Callable[..., Recipe]) -> Callable[[Preset], Preset]:
     """Declare the options of ``base`` for a preset that hands them on, before its own."""
 
     def declare(preset: Preset) -> Preset:
-        own = signature(preset).parameters.values()
-        keywords = [option for option in own if option.kind is Parameter.KEYWORD_ONLY]
-        options = [*signature(base).parameters.values(), *keywords]
+        options = [
+            *signature(base).parameters.values(),
+            *(
+                option
+                for option in signature(preset).parameters.values()
+                if option.kind is Parameter.KEYWORD_ONLY
+            ),
+        ]
         preset.__signature__ = signature(base).replace(parameters=options)  # type: ignore[attr-defined]
         return preset
 

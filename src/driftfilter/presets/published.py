@@ -7,8 +7,6 @@ buffer, not a state of the parameters; ``window`` is the nearest thing here), an
 pseudo-labels of SHOT, which need the whole target set.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -118,10 +116,6 @@ def shot_im(lr: float = 1e-3) -> Recipe:
     return _descent(InformationMaximization(), lr)
 
 
-def _gate(margin: float, similarity: float) -> Gibbs:
-    return Gibbs(Entropy(), Product((EntropyGate(margin), DiversityGate(similarity))), over="kept")
-
-
 def eta(lr: float = 1e-3, margin: float = 0.4, similarity: float = 0.4) -> Recipe:
     """ETA, because samples that are uncertain or like those before are left out, and others count
     exp(E₀ - H).
@@ -129,7 +123,8 @@ def eta(lr: float = 1e-3, margin: float = 0.4, similarity: float = 0.4) -> Recip
     The mean is over the samples kept. ImageNet: similarity 0.05, SGD 2.5e-4. Where none is kept the
     authors skip the step; here the transition still applies, which for a random walk is the same.
     """
-    return _descent(Entropy(), lr, observation=_gate(margin, similarity))
+    gates = Product((EntropyGate(margin), DiversityGate(similarity)))
+    return _descent(Entropy(), lr, observation=Gibbs(Entropy(), gates, over="kept"))
 
 
 def eata(
@@ -155,11 +150,6 @@ def slr(lr: float = 1e-3) -> Recipe:
     return _descent(SoftLikelihoodRatio(ceiling=0.99), lr)
 
 
-def _roid_observation(augmentation: Augmentation) -> Gibbs:
-    consistency = Consistency(augmentation, divergence="symmetric", target="moving")
-    return Gibbs(Sum((SoftLikelihoodRatio(ceiling=0.99), consistency)), CertaintyDiversity())
-
-
 def roid(lr: float = 1e-3, rho: float = 0.99, augmentation: Augmentation | None = None) -> Recipe:
     """ROID, because certain and diverse samples weigh more, the loss is SLR plus symmetric
     cross-entropy to an augmented view (differentiated on both sides), and weights revert to the
@@ -169,10 +159,12 @@ def roid(lr: float = 1e-3, rho: float = 0.99, augmentation: Augmentation | None 
     only the samples kept, so that their batch statistics differ; and their augmentation is another
     one.
     """
+    consistency = Consistency(augmentation or ImageViews(), "symmetric", target="moving")
+    loss = Sum((SoftLikelihoodRatio(ceiling=0.99), consistency))
     return _descent(
-        Entropy(),
+        loss,
         lr,
-        observation=_roid_observation(augmentation or ImageViews()),
+        observation=Gibbs(loss, CertaintyDiversity()),
         transition=Transition(MeanReversion(rho)),
         prediction=PriorCorrection(),
     )
@@ -308,8 +300,7 @@ def lora(
     marginal entropy of each sample and are dropped (ρ = 0). The authors add a masked-image loss on
     CLIP; rank and rate are ours.
     """
-    small = LoRA(rank)
-    return replace(memo(lr, copies, augmentation), parameters=small)
+    return replace(memo(lr, copies, augmentation), parameters=LoRA(rank))
 
 
 def t3a(capacity: int = 100) -> Recipe:

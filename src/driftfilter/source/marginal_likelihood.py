@@ -6,8 +6,6 @@ Its optimum is the one root of λ |θ_S|² = γ(λ) = Σ_j h_j / (h_j + λ), h t
 left side grows. The right side, the number of parameters that the data determine, falls.
 """
 
-from __future__ import annotations
-
 import math
 
 from torch import Tensor

@@ -65,19 +65,16 @@ class SourceData(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        usable = isinstance(self.inputs, Iterable) and not (
-            isinstance(self.inputs, Tensor) and self.inputs.dim() == 0
-        )
         require(
-            usable,
+            isinstance(self.inputs, Iterable)
+            and not (isinstance(self.inputs, Tensor) and self.inputs.dim() == 0),
             "SourceData.inputs",
             type(self.inputs).__name__,
             "a tensor [N, ...] or an iterable of batches",
         )
         if self.labels is not None:
-            whole = isinstance(self.inputs, Tensor) and isinstance(self.labels, Tensor)
             require(
-                whole,
+                isinstance(self.inputs, Tensor) and isinstance(self.labels, Tensor),
                 "SourceData.labels",
                 type(self.labels).__name__,
                 "a tensor beside a tensor, or in pairs with batches",
@@ -153,8 +150,12 @@ class Gaussian(Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         _require_structure("Gaussian", self.structure)
-        tapers = self.taper == 0 or self.structure == "diagonal"
-        require(tapers, "Gaussian.structure", self.structure, "'diagonal' with a taper")
+        require(
+            self.taper == 0 or self.structure == "diagonal",
+            "Gaussian.structure",
+            self.structure,
+            "'diagonal' with a taper",
+        )
 
     def __call__(
         self, model: PredictiveModel, mean: Tensor, data: SourceData | None = None
@@ -172,16 +173,14 @@ def _depths(model: PredictiveModel, mean: Tensor) -> Tensor:
     assert shapes is not None
     names = [name.rpartition(".")[0] for name in shapes]
     places = {name: place for place, name in enumerate(dict.fromkeys(names))}
-    sizes = mean.new_tensor([shape.numel() for shape in shapes.values()]).long()
     return mean.new_tensor([1 - places[name] / len(places) for name in names]).repeat_interleave(
-        sizes
+        mean.new_tensor([shape.numel() for shape in shapes.values()]).long()
     )
 
 
 def _require_structure(name: str, structure: str) -> None:
-    allowed = f"one of {list(STRUCTURES)}"
     known = isinstance(structure, str) and structure in STRUCTURES
-    require(known, f"{name}.structure", structure, allowed)
+    require(known, f"{name}.structure", structure, f"one of {list(STRUCTURES)}")
 
 
 def _require_choice(name: str, value: str | float, *words: str) -> None:
@@ -234,9 +233,8 @@ class Laplace(Checked):
         )
         _require_choice("Laplace.scale", self.scale, "sum", "mean")
         _require_choice("Laplace.precision", self.precision, "marginal_likelihood")
-        has_evidence = STRUCTURES[self.structure].has_spectrum
         require(
-            has_evidence or not isinstance(self.precision, str),
+            STRUCTURES[self.structure].has_spectrum or not isinstance(self.precision, str),
             "Laplace.structure",
             self.structure,
             "another one for the marginal likelihood",
@@ -261,7 +259,9 @@ class Laplace(Checked):
                 covariance = covariance.condition(rows).truncate()
             count += batch_size(inputs) if self.per == "sample" else 1
         require(count > 0, "Laplace: data", "no batch", "one batch or more")
-        weight = self._weight(count)
+        # c, for N samples or batches.
+        number = 1.0 if isinstance(self.scale, str) else float(self.scale)
+        weight = 1.0 if self.scale == "sum" else number / count
         precision = (
             marginal_precision(covariance, start, mean, weight)
             if isinstance(self.precision, str)
@@ -281,12 +281,6 @@ class Laplace(Checked):
                 yield evaluation.factor(roots)
         else:
             yield self.curvature(evaluation)[1]
-
-    def _weight(self, count: int) -> float:
-        """c, for N samples or batches."""
-        if self.scale == "sum":
-            return 1.0
-        return (1.0 if isinstance(self.scale, str) else float(self.scale)) / count
 
     def _labeling(self, labels: Tensor | None, randomness: Randomness) -> Labeling:
         indifferent = self.per == "sample" and isinstance(self.curvature, (GaussNewton, Hessian))
@@ -374,16 +368,14 @@ def _cross_entropy(
     classes = pulled[0].shape[-1]
     labels = labeling(pulled[0])
     require(isinstance(labels, Tensor), "labels", type(labels).__name__, "a tensor of integers")
-    whole = labels.shape == (samples,) and not labels.is_floating_point()
     require(
-        whole,
+        labels.shape == (samples,) and not labels.is_floating_point(),
         "labels",
         f"{labels.dtype} of shape {list(labels.shape)}",
         f"integers of shape [{samples}]",
     )
-    inside = int(labels.min()) >= 0 and int(labels.max()) < classes
     require(
-        inside,
+        int(labels.min()) >= 0 and int(labels.max()) < classes,
         "labels",
         f"values from {int(labels.min())} to {int(labels.max())}",
         f"in [0, {classes - 1}]",

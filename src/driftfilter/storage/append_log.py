@@ -2,8 +2,6 @@
 resumed.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

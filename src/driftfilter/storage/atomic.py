@@ -4,8 +4,6 @@ They are written beside their place under another name and brought to the disk, 
 happens at once or not at all.
 """
 
-from __future__ import annotations
-
 import glob
 import os
 import re

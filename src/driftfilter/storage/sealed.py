@@ -5,8 +5,6 @@ A safetensors file that any reader of the format can open. Its metadata hold one
 Nothing is ever pickled.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

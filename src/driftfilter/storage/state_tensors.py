@@ -1,7 +1,5 @@
 """Everything a filter remembers as named tensors, and back: what a checkpoint holds."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -37,9 +35,11 @@ def from_tensors(tensors: Mapping[str, Tensor], like: FilterState) -> FilterStat
                 f"state {name!r}", value.masked_fill(value == torch.inf, 0.0)
             )  # empty supports have entropy ∞
     belief, source = _built("belief", like.belief, tensors), _built("source", like.source, tensors)
-    fits = belief.dimension == source.dimension == like.belief.dimension
     require(
-        fits, "state 'belief.mean'", f"{belief.dimension} values", f"{like.belief.dimension} values"
+        belief.dimension == source.dimension == like.belief.dimension,
+        "state 'belief.mean'",
+        f"{belief.dimension} values",
+        f"{like.belief.dimension} values",
     )
     for name, variance in (
         ("belief", belief.covariance.variance()),
@@ -56,14 +56,13 @@ def from_tensors(tensors: Mapping[str, Tensor], like: FilterState) -> FilterStat
         for name, value in tensors.items()
         if name.startswith("memory.")
     }
-    memory = map_tensors(kept, lambda value: value.to(belief.mean, copy=True))
     return FilterState(
         belief,
         source,
         like.parameters,
         int(_one("seed", tensors)),
         int(_one("step", tensors)),
-        memory,
+        map_tensors(kept, lambda value: value.to(belief.mean, copy=True)),
     )
 
 
@@ -97,9 +96,11 @@ def _built(name: str, value: Any, tensors: Mapping[str, Tensor], grows: bool = F
     """
     if isinstance(value, Tensor):
         found = _one(name, tensors)
-        fits = found.dim() == value.dim() and found.shape[grows:] == value.shape[grows:]
         require(
-            fits, f"state {name!r}", f"shape {list(found.shape)}", f"of shape {list(value.shape)}"
+            found.dim() == value.dim() and found.shape[grows:] == value.shape[grows:],
+            f"state {name!r}",
+            f"shape {list(found.shape)}",
+            f"of shape {list(value.shape)}",
         )
         return found.to(value, copy=True)
     if isinstance(value, (bool, int, float)):
