@@ -265,9 +265,8 @@ class Use(RuleBasedStateMachine):
 
     @rule(case=st.sampled_from(list(BAD)), method=calls)
     def refuse(self, case: str, method: str) -> None:
-        errors = (
-            ValueError if case in OWN else (ValueError, RuntimeError, IndexError)
-        )  # torch's own, from within the model
+        # Torch's own, from within the model.
+        errors = ValueError if case in OWN else (ValueError, RuntimeError, IndexError)
         with pytest.raises(errors):
             getattr(self.adapter, method)(BAD[case]())
         self.seen["bad batches refused"] += 1

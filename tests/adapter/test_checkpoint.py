@@ -431,9 +431,10 @@ def test_fingerprints_tell_models_apart() -> None:
     for other in (tabular(seed=1), tabular(width=7), tabular().double(), tabular().bfloat16()):
         assert fingerprint(other).weights != reference.weights
     moved = tabular()
+    # Another layout of the same values.
     moved[0].get_parameter("weight").data = (
         moved[0].get_parameter("weight").data.t().contiguous().t()
-    )  # another layout of the same values
+    )
     assert fingerprint(moved) == reference
     assert fingerprint(tabular(seed=1)).architecture == reference.architecture
     assert fingerprint(tabular().double()).architecture != reference.architecture

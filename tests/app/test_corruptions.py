@@ -307,9 +307,8 @@ def test_fog_of_a_flat_image_is_the_plasma_between_its_ends() -> None:
 def test_elastic_at_severity_1_is_affine() -> None:
     y, x = torch.meshgrid(torch.arange(32.0), torch.arange(32.0), indexing="ij")
     images = (torch.stack([y, x, y + x]) * 4 / 255).expand(20, -1, -1, -1).contiguous()
-    made = (
-        255 * corrupt(images, "elastic_transform", 1)[:, :, 10:22, 10:22]
-    )  # far from the mirrored borders
+    # Far from the mirrored borders.
+    made = 255 * corrupt(images, "elastic_transform", 1)[:, :, 10:22, 10:22]
     assert (made.diff(dim=2).diff(dim=2).abs() <= 1.01).all()  # linear, but for the rounding
     assert (made[1:] - made[:-1]).abs().amax((1, 2, 3)).min() > 1
 

@@ -249,9 +249,8 @@ def test_gradient_is_that_of_the_batch_loss(loss: Loss, kind: str, n: int, k: in
     surrogates are exact.
     """
     case, h = Case(loss, kind, n, k), 1e-3
-    units = (
-        np.eye(case.logits.size).reshape(-1, *case.logits.shape).swapaxes(0, 1)
-    )  # [v, moves, n, k]
+    # [v, moves, n, k].
+    units = np.eye(case.logits.size).reshape(-1, *case.logits.shape).swapaxes(0, 1)
     moved = case.logits[:, None, None] + h * STEPS[:, None, None] * units[:, :, None]
     expected = (case.plain(moved) @ case.weights @ SLOPE / h).reshape(case.logits.shape)
     gradient = case.weights[:, None] * case.expand().gradient.numpy()
@@ -273,9 +272,8 @@ def test_hessian_is_the_block_of_each_sample(loss: Loss, kind: str, n: int, k: i
     for view, sample in np.ndindex(*hessian.shape[:2]):
         moved = np.tile(case.logits[:, None, None, None, None], (1, 2, k, k, 5, 1, 1))
         moved[view, :, :, :, :4, sample] += h * STEPS[:, None] * directions
-        batch = (
-            case.plain(moved) @ case.weights / case.weights[sample]
-        )  # [±, i, j, moves and the middle]
+        # [±, i, j, moves and the middle].
+        batch = case.plain(moved) @ case.weights / case.weights[sample]
         plus, minus = ((batch[..., :4] - batch[..., 4:]) @ BEND) / h**2
         np.testing.assert_allclose(hessian[view, sample], (plus - minus) / 4, rtol=1e-7, atol=2e-8)
 

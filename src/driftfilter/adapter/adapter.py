@@ -165,9 +165,8 @@ class Adapter(nn.Module):
         self._detectors = fresh_detectors(self.monitor)  # beside the state
         self.callbacks = require_callbacks(callbacks)
         self.autocast, self.channels_last = chosen.autocast, chosen.channels_last
-        self._model = [
-            model
-        ]  # in a list, or it would become a part of this module, and its parameters ours
+        # In a list, or it would become a part of this module, and its parameters ours.
+        self._model = [model]
         self._now = AdapterState()
         self._known: tuple[BoundFilter, Fingerprint] | None = None
         self._lock = threading.RLock()  # of updates; predictions need none

@@ -313,9 +313,8 @@ class Fleet:
             mean, values = mean[:m].clone(), values[:m].clone()
         fixed = torch.tensor(find_limits(mean.dtype), dtype=torch.float64).expand(m, 3)
         bounds = torch.cat((self._low[rows, None], fixed), 1)
-        single = (
-            not self._full and mean.dtype == torch.float32
-        )  # rounding does no harm without a matrix to invert
+        # Rounding does no harm without a matrix to invert.
+        single = not self._full and mean.dtype == torch.float32
         dtype = np.float32 if single else np.float64
         head = HeadArrays(k - d // width, np.zeros((0, 0), dtype))
         is_rank_one = self._full and n == 1 and is_along_x(self._rules, self._motion, head, width)

@@ -258,9 +258,8 @@ class _Scan:
         while t < count:
             stop = next(position for position in self.plan.odd if position >= t)
             reached, state = self._run_compiled(state, t, stop) if stop > t else (t, state)
-            patience = (
-                1 if reached > t else min(2 * patience, 256)
-            )  # if it refuses again and again, ask less often
+            # If it refuses again and again, ask less often.
+            patience = 1 if reached > t else min(2 * patience, 256)
             t = min(reached + patience, count)
             for position in range(reached, t):
                 state = self._step_eagerly(state, position)

@@ -53,10 +53,8 @@ class Query(NamedTuple):
     model: PredictiveModel
     inputs: Inputs  # [n, ...]
     randomness: Randomness
-    known: Tensor | None = (
-        # logits at the mean [v, n, k] of every view of the loss, if the caller has them already
-        None
-    )
+    # Logits at the mean [v, n, k] of every view of the loss, if the caller has them already.
+    known: Tensor | None = None
     taught: Tensor | None = None  # logits of the teacher [n, k], if there is one
     # What the loss looks at, clean inputs first.
     views: Callable[[], tuple[Inputs, ...]] | None = None

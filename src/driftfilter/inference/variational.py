@@ -66,9 +66,8 @@ class Variational(Checked):
             covariance = covariance.truncate()
             changes = covariance.variance() / posterior.covariance.variance() - 1
             posterior = Belief(posterior.mean - rate * step, covariance)
-            residual = (
-                (step @ slope).clamp_min(0).sqrt()
-            )  # length of the full step in posterior standard deviations
+            # Length of the full step in posterior standard deviations.
+            residual = (step @ slope).clamp_min(0).sqrt()
             if residual < self.tolerance and changes.abs().max() < self.tolerance * rate:
                 break
             if residual > max(before, self.tolerance):

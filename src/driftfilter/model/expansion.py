@@ -22,9 +22,8 @@ class Expansion(NamedTuple):
         [], Tensor
     ]  # [v, ..., n, k, k], computed when asked for; indefinite as a rule
     root: Callable[[], Tensor]  # R [v, ..., n, k, r], R Rᵀ = the positive part of the Hessian
-    shares: tuple[float | Tensor, ...] = (
-        1.0,
-    )  # weight of each view (number or [n]), for curvature from the model alone
+    # Weight of each view (number or [n]), for curvature from the model alone.
+    shares: tuple[float | Tensor, ...] = (1.0,)
 
 
 def log_softmax(logits: Tensor) -> Tensor:

@@ -17,9 +17,8 @@ from torch import Tensor
 
 # Samples in a window, or the batch if that is larger; and the fewest that are compared.
 SHORT = 64
-STEADY = (
-    2 * SHORT
-)  # samples whose entropies are in it: garbage may raise them by half a deviation only
+# Samples whose entropies are in it: garbage may raise them by half a deviation only.
+STEADY = 2 * SHORT
 LONG = 50  # samples of a class, on average, that are remembered of pairs
 
 

@@ -40,19 +40,15 @@ class Signals(NamedTuple):
     with.
     """
 
-    classes_lost: float = (
-        math.nan
-    )  # by the belief against the source on the same samples: entropy in nats (see Monitor)
+    # By the belief against the source on the same samples: entropy in nats (see Monitor)
+    classes_lost: float = math.nan
     share_gained: float = math.nan  # by the class that gained most, in nats a sample (see Monitor)
-    uncertainty: float = (
-        math.nan
-    )  # rise of the mean predictive entropy of the window, in deviations of a sample
-    distance: float = (
-        math.nan
-    )  # of the mean from the source, in prior standard deviations (see deviation)
-    divergence: float = (
-        math.nan
-    )  # KL(belief ‖ source) / d in nats, if the monitor has a threshold for it
+    # Rise of the mean predictive entropy of the window, in deviations of a sample.
+    uncertainty: float = math.nan
+    # Of the mean from the source, in prior standard deviations (see deviation)
+    distance: float = math.nan
+    # KL(belief ‖ source) / d in nats, if the monitor has a threshold for it.
+    divergence: float = math.nan
     marginal_entropy: float = math.nan  # of the classes predicted in this batch, in nats
     largest_share: float = math.nan  # of a class in this batch
     predictive_entropy: float = math.nan  # mean H(p_i) of this batch, in nats

@@ -112,9 +112,8 @@ class Network(PredictiveModel):
         require(isinstance(model, nn.Module), "Network: model", model, "a torch module")
         require_statistics(statistics)
         self.statistics = statistics
-        self.output = self._classifying = (
-            output or pick_logits
-        )  # what is asked for; and the logits of classes, always
+        # What is asked for; and the logits of classes, always.
+        self.output = self._classifying = output or pick_logits
         self._base = twin(model)  # never called: every thread takes its own twin of it
         self.chosen: Chosen = select(self._base, selection or NormAffine())
         self._shapes = {name: tensor.shape for name, tensor in self.chosen.items()}

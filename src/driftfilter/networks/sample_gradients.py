@@ -40,8 +40,11 @@ Rule: TypeAlias = Callable[[Call, Tensor], Rows]  # of one kind of layer
 
 def layer_rows(call: Call, flow: Tensor, rule: Rule, names: Iterable[str]) -> dict[str, Tensor]:
     """Rows [m, …] of the parameters of a layer with these names, if the rule has them."""
-    work = rule(call, flow)
-    return {name: work[name]() for name in names if name in work}
+    work, found = rule(call, flow), {}
+    for name in names:
+        if name in work:
+            found[name] = work[name]()
+    return found
 
 
 def cast_call(call: Call, flow: Tensor, dtype: torch.dtype) -> tuple[Call, Tensor]:

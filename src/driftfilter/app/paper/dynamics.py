@@ -84,9 +84,8 @@ class DynamicsExample:
         if not isinstance(transition.dynamics, df.Seasonal):
             return source
         variance = source.covariance.variance().clone()
-        variance[2:4] = (
-            self.deviation**2
-        )  # states are level, a, b of both parameters, and a is what is read out
+        # States are level, a, b of both parameters, and a is what is read out.
+        variance[2:4] = self.deviation**2
         return df.Belief(source.mean, df.Full(torch.diag(variance)))
 
 
