@@ -290,8 +290,7 @@ def test_tensorboard_has_every_number(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     writer, told = TensorBoard(tmp_path), Kept()
-    adapter = adapted(writer, told, monitor=df.Monitor(distance=1e-6))
-    feed(adapter, map(batch, range(3)))
+    feed(adapted(writer, told, monitor=df.Monitor(distance=1e-6)), map(batch, range(3)))
     writer.close()
     found = EventAccumulator(str(tmp_path))
     found.Reload()

@@ -103,8 +103,7 @@ def test_the_model_stays_as_it_was(preset: str) -> None:
     model(images()).sum().backward()
     model[0].requires_grad_(False)
     model[-1].register_forward_hook(lambda *_: None)
-    before = snapshot(model)
-    adapted = adapter(preset, model)
+    before, adapted = snapshot(model), adapter(preset, model)
     adapted(images())
     adapted.predict(images())
     adapted.update(images(seed=2))
@@ -138,8 +137,7 @@ def test_no_buffer_is_shared_with_the_model_for_any_layer_may_write_to_any(prese
     model[1] = Following().eval()
     with torch.no_grad():
         model(images())  # is as if in training mode since
-    before = snapshot(model)
-    adapted = adapter(preset, model)
+    before, adapted = snapshot(model), adapter(preset, model)
     adapted(images())
     adapted.predict(images())
     assert_unchanged(model, before)

@@ -72,9 +72,10 @@ def test_without_a_batch_the_head_is_the_last_layer_registered() -> None:
     assert (start.mean.shape, start.found) == ((6 * (4 + 1),), {})
 
 
-def test_a_first_batch_with_infinite_features_is_refused() -> None:
-    with pytest.raises(ValueError, match="what enters the head 'head' must be finite"):
-        initialize(backwards(), df.Prototypes(centered=True), "source", None, BATCH * 1e38)
+test_a_first_batch_with_infinite_features_is_refused = refuses(
+    [(BATCH * 1e38, "what enters the head 'head' must be finite")],
+    lambda x: initialize(backwards(), df.Prototypes(centered=True), "source", None, x),
+)
 
 
 @choices

@@ -227,8 +227,7 @@ def test_zero_vectors_give_finite_logits(family: Family) -> None:
 
 def step_with(model: df.PredictiveModel, inference: df.Inference) -> None:
     filt = df.Filter(model, STAY, inference=inference)
-    belief = df.Belief(torch.ones(4), df.Diagonal(torch.ones(4)))
-    filt.step(filt.init(belief), torch.ones(3, 2))
+    filt.step(filt.init(df.Belief(torch.ones(4), df.Diagonal(torch.ones(4)))), torch.ones(3, 2))
 
 
 test_refusals = refuses(

@@ -222,8 +222,7 @@ def test_transformers(batch_first: bool, selection: df.Selection) -> None:
 def test_embedding_rows(padding: int | None) -> None:
     torch.manual_seed(0)
     model = Net(nn.Embedding(6, 3, padding_idx=padding)).double()
-    words = torch.tensor([[1, 1, 2, 4], [2, 0, 5, 5], [3, 3, 3, 3]])
-    assert_rows(model, words, df.AllParameters())
+    assert_rows(model, torch.tensor([[1, 1, 2, 4], [2, 0, 5, 5], [3, 3, 3, 3]]), df.AllParameters())
 
 
 @pytest.mark.parametrize("own", ["weight", "bias"])
