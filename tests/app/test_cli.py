@@ -229,6 +229,7 @@ LIGHT = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code", [SILENT, LIGHT], ids=["help and mistakes", "bench"])
 def test_nothing_is_imported_before_it_is_needed(code: str) -> None:
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

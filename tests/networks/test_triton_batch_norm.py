@@ -92,6 +92,7 @@ def check_kernels() -> None:
             assert_close(found, case.totals, 1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed (Linux only)")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU see below")
 def test_kernels_in_tritons_interpreter() -> None:

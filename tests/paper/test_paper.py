@@ -379,6 +379,7 @@ def mean(scores: Sequence[Scores], field: str) -> float:
     return statistics.fmean(getattr(each, field) for each in scores)
 
 
+@pytest.mark.slow
 def test_linear_example_follows_the_drift(linear: tuple[list[Scores], list[Scores]]) -> None:
     source, ours = linear
     assert mean(ours, "accuracy") >= 0.97

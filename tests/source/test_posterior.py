@@ -122,6 +122,7 @@ def test_the_mode_is_reached_under_every_structure_with_correlated_features(stru
     assert type(belief.covariance) is type(covariance)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(5))
 def test_a_small_network_reaches_a_mode(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)

@@ -95,10 +95,11 @@ class EmpiricalFisher(Checked, Curvature):
         weights = evaluation.coefficients.clamp_min(torch.finfo(rows.dtype).tiny)
         if evaluation.is_coupled:
             weights = weights.mean().expand_as(weights)
-        if evaluation.keeps_rows:
-            rows = rows.clone()
         if self.centered:
-            rows = rows.addcmul_(weights[:, None], gradient / weights.sum(), value=-1.0)
+            add = torch.addcmul if evaluation.keeps_rows else Tensor.addcmul_
+            rows = add(rows, weights[:, None], gradient / weights.sum(), value=-1.0)
+        elif evaluation.keeps_rows:
+            rows = rows.clone()
         return gradient, rows.mul_((self.scale * weights.rsqrt())[:, None])
 
 

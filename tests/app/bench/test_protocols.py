@@ -64,6 +64,7 @@ def _same(left: StreamPlan, right: StreamPlan) -> bool:
     return sizes and _pairs(left) == _pairs(right)
 
 
+@pytest.mark.slow
 @given(streams, protocols)
 @settings(max_examples=200, deadline=None)
 def test_each_sample_comes_once_under_each_corruption(
