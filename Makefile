@@ -25,7 +25,7 @@ demo: $(LIGHT)
 test: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --quiet  # one thread for each of two workers
 
-quick: setup  # nine tests of ten, in a minute
+quick: setup  # nine tests of ten
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --quiet -m "not slow"
 
 lint: setup

@@ -109,9 +109,8 @@ _ask: Any = _prefetched  # called with the values alone
 def fetch(row: Numbers, begin: int, end: int) -> None:
     """Ask for row[begin:end], as far as the row goes.
 
-    Processors guess what comes next along an array, but not that another stream does: a fleet of
-    10,000 streams takes 11 to 25 % longer without it (benchmarks/fleet.py). Ask for a few lines at
-    a time, for memory answers so many at once.
+    Processors guess what comes next along an array, but not that another stream does. Ask for a
+    few lines at a time, for memory answers so many at once.
     """
     for j in range(begin, min(end, row.shape[0]), 16 if row.itemsize == 4 else 8):  # a cache line
         _ask(row, j)
