@@ -41,20 +41,31 @@ def test_shipped_networks_reach_their_clean_accuracy(name: str, accuracy: float)
         ("resnet20_gn", 272_474, 1_568),
         ("resnet26_w32", 1_472_554, 4_032),
         ("wrn28_10", 36_479_194, 17_952),
+        ("wrn16_4_gn", 2_748_890, 3_616),
+        ("resnet26_gn", 366_938, 1_824),
+        ("vit_s4", 6_350_090, 8_704),
     ],
 )
 def test_architectures_have_the_published_sizes(name: str, parameters: int, affine: int) -> None:
     with torch.device("meta"):
         network = models.build(name)
-    norms = [
-        module for module in network.modules() if isinstance(module, (nn.BatchNorm2d, nn.GroupNorm))
-    ]
+    kinds = (nn.BatchNorm2d, nn.GroupNorm, nn.LayerNorm)
+    norms = [module for module in network.modules() if isinstance(module, kinds)]
     assert sum(parameter.numel() for parameter in network.parameters()) == parameters
     assert sum(parameter.numel() for norm in norms for parameter in norm.parameters()) == affine
 
 
+@pytest.mark.parametrize("name", ["vit_s4", "resnet26_gn", "wrn16_4_gn"])
+def test_networks_without_batch_norm_give_a_row_a_sample(name: str) -> None:
+    """Each sample's logits depend on that sample alone."""
+    network, images = models.build(name), torch.rand(3, 3, 32, 32)
+    with torch.no_grad():
+        torch.testing.assert_close(network(images)[1:2], network(images[1:2]), rtol=1e-4, atol=1e-5)
+
+
 def test_features_and_head_make_the_logits() -> None:
     network = models.build("resnet20")
+    assert isinstance(network, models.ResidualNetwork)
     images = torch.rand(2, 3, 32, 32)
     torch.testing.assert_close(network.head(network.features(images)), network(images))
 

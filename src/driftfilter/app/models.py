@@ -1,5 +1,5 @@
-"""The source networks: residual networks for CIFAR-10 whose weights ship with the package, and
-their larger kin.
+"""The source networks for CIFAR-10: residual networks, two of whose weights ship with the package,
+and a vision transformer.
 
 All take RGB images in [0, 1], [n, 3, 32, 32], and normalise inside the forward pass.
 """
@@ -15,6 +15,7 @@ from typing import TypeAlias
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.nn import functional
 
 from driftfilter.base.checks import require
 
@@ -92,8 +93,7 @@ class ResidualNetwork(nn.Module):
     ) -> None:
         super().__init__()
         self.preactivation = preactivation
-        self.register_buffer("mean", torch.tensor(MEAN).view(3, 1, 1), persistent=False)
-        self.register_buffer("deviation", torch.tensor(DEVIATION).view(3, 1, 1), persistent=False)
+        _register_moments(self)
         block = _PreactivationBlock if preactivation else _Block
         self.stem = _conv(3, widths[0], 3)
         if not preactivation:
@@ -124,26 +124,120 @@ class ResidualNetwork(nn.Module):
         return self.head(self.features(inputs))  # type: ignore[no-any-return]
 
 
-ARCHITECTURES: dict[str, Callable[[], ResidualNetwork]] = {
+class _PooledBlock(nn.Module):
+    """x + conv₂(relu(norm₂(conv₁(relu(norm₁ x))))); a new shape is reached by average pooling and
+    zeros for the new channels.
+    """
+
+    def __init__(self, inside: int, outside: int, stride: int, norm: Norm) -> None:
+        super().__init__()
+        self.bn1, self.conv1 = norm(inside), _conv(inside, outside, 3, stride)
+        self.bn2, self.conv2 = norm(outside), _conv(outside, outside, 3)
+        self.stride, self.added = stride, outside - inside
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        skip = inputs
+        if self.stride != 1:
+            skip = functional.avg_pool2d(inputs, self.stride)
+        if self.added:
+            skip = functional.pad(skip, (0, 0, 0, 0, 0, self.added))
+        hidden = self.conv1(torch.relu(self.bn1(inputs)))
+        return self.conv2(torch.relu(self.bn2(hidden))) + skip  # type: ignore[no-any-return]
+
+
+class PooledResidualNetwork(nn.Module):
+    """The pre-activation ResNet-26 with group norm of the published correlated protocol; its
+    inputs are scaled to [-1, 1].
+    """
+
+    def __init__(self, width: int = 16, depth: int = 4, groups: int = 8, classes: int = 10) -> None:
+        super().__init__()
+        norm = partial(nn.GroupNorm, groups)
+        self.conv1, inside = _conv(3, width, 3), width
+        for group in (1, 2, 3):
+            outside, blocks = width * 2 ** (group - 1), []
+            for position in range(depth):
+                stride = 2 if group > 1 and position == 0 else 1
+                blocks.append(_PooledBlock(inside, outside, stride, norm))
+                inside = outside
+            self.add_module(f"layer{group}", nn.Sequential(*blocks))
+        self.bn, self.fc = norm(inside), nn.Linear(inside, classes)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.conv1((inputs - 0.5) / 0.5)
+        for group in (1, 2, 3):
+            hidden = self.get_submodule(f"layer{group}")(hidden)
+        return self.fc(torch.relu(self.bn(hidden)).mean((2, 3)))  # type: ignore[no-any-return]
+
+
+class _AttentionBlock(nn.Module):
+    """x + proj(attention(qkv(norm₁ x))), then x + fc₂(gelu(fc₁(norm₂ x)))."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.qkv = nn.LayerNorm(width), nn.Linear(width, 3 * width)
+        self.proj, self.norm2 = nn.Linear(width, width), nn.LayerNorm(width)
+        self.fc1, self.fc2 = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        parts = self.qkv(self.norm1(inputs)).unflatten(-1, (3, self.heads, -1))
+        mixed = functional.scaled_dot_product_attention(*parts.permute(2, 0, 3, 1, 4))
+        hidden = inputs + self.proj(mixed.transpose(1, 2).flatten(-2))
+        return hidden + self.fc2(functional.gelu(self.fc1(self.norm2(hidden))))  # type: ignore[no-any-return]
+
+
+class VisionTransformer(nn.Module):
+    """Patches, learned positions, attention blocks with layer norm, mean over tokens, head."""
+
+    mean: Tensor
+    deviation: Tensor
+
+    def __init__(
+        self, width: int = 256, depth: int = 8, heads: int = 8, patch: int = 4, classes: int = 10
+    ) -> None:
+        super().__init__()
+        _register_moments(self)
+        self.patch = nn.Conv2d(3, width, patch, patch)
+        self.pos = nn.Parameter(torch.zeros(1, (32 // patch) ** 2, width))
+        self.blocks = nn.ModuleList(_AttentionBlock(width, heads) for _ in range(depth))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, classes)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.patch((inputs - self.mean) / self.deviation).flatten(2).mT + self.pos
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(self.norm(hidden).mean(1))  # type: ignore[no-any-return]
+
+
+def _register_moments(network: nn.Module) -> None:
+    """Mean and deviation [3, 1, 1] of the training images, which no weight file has."""
+    for name, values in (("mean", MEAN), ("deviation", DEVIATION)):
+        network.register_buffer(name, torch.tensor(values).view(3, 1, 1), persistent=False)
+
+
+_BY_GROUP = partial(nn.GroupNorm, 8)
+ARCHITECTURES: dict[str, Callable[[], nn.Module]] = {
     "resnet20": lambda: ResidualNetwork((16, 16, 32, 64), 3, nn.BatchNorm2d, preactivation=False),
-    "resnet20_gn": lambda: ResidualNetwork(
-        (16, 16, 32, 64), 3, partial(nn.GroupNorm, 8), preactivation=False
-    ),
+    "resnet20_gn": lambda: ResidualNetwork((16, 16, 32, 64), 3, _BY_GROUP, preactivation=False),
     "resnet26_w32": lambda: ResidualNetwork(
         (32, 32, 64, 128), 4, nn.BatchNorm2d, preactivation=False
     ),
+    "resnet26_gn": PooledResidualNetwork,
+    "wrn16_4_gn": lambda: ResidualNetwork((16, 64, 128, 256), 2, _BY_GROUP, preactivation=True),
     "wrn28_10": lambda: ResidualNetwork((16, 160, 320, 640), 4, nn.BatchNorm2d, preactivation=True),
+    "vit_s4": VisionTransformer,
 }
 SHIPPED = ("resnet20", "resnet20_gn")
 
 
-def build(name: str) -> ResidualNetwork:
+def build(name: str) -> nn.Module:
     """An untrained network in eval mode."""
     require(name in ARCHITECTURES, "model name", name, f"one of {list(ARCHITECTURES)}")
     return ARCHITECTURES[name]().eval()
 
 
-def load(name: str, weights: Path | None = None) -> ResidualNetwork:
+def load(name: str, weights: Path | None = None) -> nn.Module:
     """A trained network in eval mode, float32; ``weights`` for those that do not ship with the
     package.
     """

@@ -98,7 +98,8 @@ def test_mistakes_are_named(text: str, message: str, here: Path) -> None:
 
 def test_shipped_networks() -> None:
     assert torch.equal(
-        open_model("resnet20").get_parameter("head.weight"), models.load("resnet20").head.weight
+        open_model("resnet20").get_parameter("head.weight"),
+        models.load("resnet20").get_parameter("head.weight"),
     )
 
 
