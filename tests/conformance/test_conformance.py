@@ -24,7 +24,7 @@ EXAMPLES: dict[str, Any] = {  # for variants that have no default, or a slow one
         sizes=(1, 1), parts=(PART, df.Transition(df.RandomWalk(), df.Discount()))
     ),
     "FullNoise": df.FullNoise(((0.02, 0.005), (0.005, 0.01))),
-    "Variational": df.Variational(iterations=20),
+    "Variational": df.Variational(iterations=3),
 }
 TABLE = [(role, name) for role, classes in VARIANTS.items() for name in classes]
 EVERY = pytest.mark.parametrize(("role", "name"), TABLE, ids=[name for _, name in TABLE])

@@ -21,8 +21,13 @@ from driftfilter.app.streams import sample_images
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+SLOW = ["README.md", "index.md", "quickstart.md", "sklearn.md", "speed.md", "building-blocks.md"]
 BLOCKS = [
-    pytest.param(block, id=f"{page.name}-{position}")
+    pytest.param(
+        block,
+        id=f"{page.name}-{position}",
+        marks=pytest.mark.slow if page.name in SLOW else (),
+    )
     for page in PAGES
     for position, block in enumerate(
         re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
@@ -55,7 +60,6 @@ COMMANDS = [
 RUN_WHOLE = ["README.md", "quickstart.md", "report.md", "checkpoints.md"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("block", BLOCKS)
 def test_block_runs(block: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (

@@ -74,7 +74,7 @@ def slope(function: Callable[[Tensor], Tensor], theta: Tensor, h: float = 1e-3) 
 @pytest.mark.parametrize(
     ("model", "d"),
     [
-        pytest.param(*case, id=name, marks=() if name in ("head", "logistic") else pytest.mark.slow)
+        pytest.param(*case, id=name, marks=pytest.mark.slow if name == "perceptron" else ())
         for name, case in {
             "head": (LinearHead(3), 6),
             "logistic": (LinearHead(2, intercept=True), 3),

@@ -243,9 +243,8 @@ def alarms(
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("k", [2, 10, 300])
-@pytest.mark.parametrize("n", [1, 16, 256])
+@pytest.mark.parametrize("n", [pytest.param(1, marks=pytest.mark.slow), 16, 256])
 def test_one_class_is_an_alarm_at_once(k: int, n: int) -> None:
     generator = torch.Generator().manual_seed(0)
     before = max(8, -(-max(10 * k, 16 * SHORT) // n))

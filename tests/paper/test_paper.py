@@ -19,7 +19,7 @@ from scipy import stats
 import driftfilter as df
 from driftfilter.app import cli, commands
 from driftfilter.app.paper import cases, reproduce
-from driftfilter.app.paper.dynamics import DynamicsExample
+from driftfilter.app.paper.dynamics import DynamicsExample, Prior
 from driftfilter.app.paper.linear import Linear
 from driftfilter.app.paper.moons import Moons
 from driftfilter.app.paper.pinwheel import Pinwheel
@@ -117,10 +117,14 @@ def test_linear_classes_move_together() -> None:
     assert inputs[labels == 1].mean(0).tolist() == pytest.approx([3.5, 2.0], abs=0.04)
 
 
+@pytest.fixture(scope="module")
+def drawn() -> dict[str, Prior]:
+    return DynamicsExample().run(2000)
+
+
 @pytest.mark.parametrize("name", ["random walk", "polynomial trend", "seasonal", "mean reversion"])
-def test_drawn_paths_have_the_moments_of_the_prior(name: str) -> None:
-    example = DynamicsExample()
-    prior = example.run(2000)[name]
+def test_drawn_paths_have_the_moments_of_the_prior(name: str, drawn: dict[str, Prior]) -> None:
+    example, prior = DynamicsExample(), drawn[name]
     steps, count = torch.arange(example.steps + 1, dtype=torch.float64), len(prior.paths)
     start, noise, small = example.deviation**2, example.noise**2, (example.noise / 30) ** 2
     angle = 2 * math.pi * steps / example.period
@@ -169,6 +173,7 @@ def test_the_filter_follows_what_the_source_loses(
     assert not is_alarmed(example, ours)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("structure", ["diagonal", "low rank"])
 def test_moons_under_every_structure(structure: str) -> None:
     (source,), (ours,) = run_pairs(Moons(structure=structure), [SEEDS[0]])
@@ -176,6 +181,7 @@ def test_moons_under_every_structure(structure: str) -> None:
     assert ours.nll < source.nll
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "example",
     [Linear(shift=0.0, steps=300), Moons(end=0.8, steps=50), Pinwheel(radius=1.0, steps=40)],
@@ -390,6 +396,7 @@ def test_linear_example_follows_the_drift(linear: tuple[list[Scores], list[Score
     assert min(each.end_accuracy for each in ours) > 0.9  # never collapses
 
 
+@pytest.mark.slow
 def test_the_control_without_drift_stays_at_the_source() -> None:
     source, ours = run_pairs(Linear(shift=0.0, steps=300), range(5))
     assert mean(ours, "accuracy") >= mean(source, "accuracy") - 0.005
