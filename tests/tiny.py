@@ -1,7 +1,5 @@
 """A benchmark small enough for tests: a network, data, tasks, and a display that remembers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

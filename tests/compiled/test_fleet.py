@@ -1,7 +1,5 @@
 """A fleet against as many filters of their own; arrivals, errors that change nothing, files."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

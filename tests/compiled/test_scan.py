@@ -2,8 +2,6 @@
 and refusals.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import pickle

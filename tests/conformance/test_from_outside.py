@@ -4,8 +4,6 @@ Nothing in the package knows them. They must work in a filter, in an adapter, in
 of the command line and in checkpoints; mean and covariance are held against plain formulas.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -2,8 +2,6 @@
 rank ends on all.
 """
 
-from __future__ import annotations
-
 import copy
 import os
 import pickle

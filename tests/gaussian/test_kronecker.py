@@ -1,7 +1,5 @@
 """The covariance of a weight matrix, against np.kron and dense inverses."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 import driftfilter as df
-from driftfilter.gaussian.covariance import Covariance
 from oracles import (
     Array,
     array,
@@ -57,7 +54,7 @@ def partial_traces(matrix: Array, rows: int = P, columns: int = Q) -> tuple[Arra
     return np.einsum("aibi->ab", blocks), np.einsum("aiaj->ij", blocks)
 
 
-def assert_has(covariance: Covariance, precision: Array, tolerance: float = 1e-10) -> None:
+def assert_has(covariance: df.Covariance, precision: Array, tolerance: float = 1e-10) -> None:
     assert_equal(covariance.precision(), precision, tolerance)
     assert_represents(covariance, np.linalg.inv(precision), tolerance)
 

@@ -12,9 +12,7 @@ from torch import Tensor
 
 import driftfilter as df
 from driftfilter.base.randomness import Randomness
-from driftfilter.inference.curvature import Curvature
 from driftfilter.inference.linearized import Inference, take_expectation
-from driftfilter.model.losses import Loss
 from driftfilter.model.observation import Energy
 from driftfilter.model.predictive import LogitFunction, PredictiveModel, lift
 from small import moments, normal, refuses
@@ -74,7 +72,7 @@ def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
 
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
-CONVEX: tuple[Loss, LossFunction] = (df.PseudoLabel(), cross_entropy)
+CONVEX: tuple[df.Loss, LossFunction] = (df.PseudoLabel(), cross_entropy)
 LOSSES = pytest.mark.parametrize(
     ("loss", "function"), [CONVEX, (df.Entropy(), entropy)], ids=["convex", "indefinite"]
 )
@@ -122,12 +120,12 @@ def expected(
 
 
 def energy(
-    logits: LogitFunction | PredictiveModel, loss: Loss, mean: Tensor, inputs: Tensor
+    logits: LogitFunction | PredictiveModel, loss: df.Loss, mean: Tensor, inputs: Tensor
 ) -> Energy:
     return df.Gibbs(loss, df.Constant(beta=BETA))(lift(logits), mean, inputs, {}, RANDOMNESS)[0]
 
 
-def infer(rule: Inference, p: Problem, loss: Loss, structure: str = "full") -> df.Belief:
+def infer(rule: Inference, p: Problem, loss: df.Loss, structure: str = "full") -> df.Belief:
     prior = df.Belief(p.mean, STRUCTURES[structure](p.matrix))
     return rule(
         prior, energy(df.LinearHead(p.classes), loss, prior.mean, p.inputs), {}, RANDOMNESS
@@ -203,7 +201,7 @@ def linear(theta: Tensor, inputs: Tensor) -> Tensor:
 @LOSSES
 @pytest.mark.parametrize("model", ["linear", "network"])
 def test_linearized_is_the_information_form(
-    model: str, loss: Loss, function: LossFunction, curvature: Curvature, structure: str
+    model: str, loss: df.Loss, function: LossFunction, curvature: df.Curvature, structure: str
 ) -> None:
     plain, d = (linear, 6) if model == "linear" else (network, 10)
     mean, matrix, inputs = normal(d, seed=3), spread(d), 1.5 * normal(5, 2, seed=4)
@@ -282,7 +280,7 @@ def test_low_rank_moves_the_mean_before_it_truncates(rule: Inference) -> None:
 @LOSSES
 @pytest.mark.parametrize("name", ["1d", "2d", "3 classes", "all rows"])
 def test_bong_with_nodes_is_quadrature_over_parameters(
-    name: str, loss: Loss, function: LossFunction
+    name: str, loss: df.Loss, function: LossFunction
 ) -> None:
     p = PROBLEMS[name]
     directions = 2 if name in ("3 classes", "all rows") else 1
@@ -325,7 +323,7 @@ def test_expectation_at_the_mean_is_the_linearized_update(rule: Inference) -> No
 @LOSSES
 @pytest.mark.parametrize("name", ["1d", "2d", "3 classes"])
 def test_bong_with_draws_approaches_quadrature(
-    name: str, loss: Loss, function: LossFunction
+    name: str, loss: df.Loss, function: LossFunction
 ) -> None:
     p = PROBLEMS[name]._replace(matrix={"1d": 0.1}.get(name, 0.2) * PROBLEMS[name].matrix)
     exact = updated(p, *expected(p, function, p.mean, p.matrix))
@@ -337,7 +335,7 @@ def test_bong_with_draws_approaches_quadrature(
 @pytest.mark.parametrize("structure", STRUCTURES)
 @pytest.mark.parametrize("curvature", [df.Hessian(), df.GaussNewton()], ids=repr)
 def test_draws_on_a_linear_model_are_those_of_a_plain_function(
-    curvature: Curvature, structure: str, loss: Loss, function: LossFunction
+    curvature: df.Curvature, structure: str, loss: df.Loss, function: LossFunction
 ) -> None:
     """A model known to be linear averages metrics before it pulls back; a function takes every draw
     apart.
@@ -547,8 +545,8 @@ def test_nodes_integrate_each_view_and_sample_over_its_own_spread() -> None:
 def test_nodes_are_refused_where_they_cannot_work(
     rule: type[df.Bong] | type[df.Variational],
     logits: LogitFunction | PredictiveModel,
-    loss: Loss,
-    curvature: Curvature,
+    loss: df.Loss,
+    curvature: df.Curvature,
     nodes: int,
     message: str,
 ) -> None:

@@ -2,8 +2,6 @@
 fixed at the prior mean.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -11,10 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from driftfilter import VARIANTS
+from driftfilter import VARIANTS, Belief, Consistency, Diagonal, GaussianNoise, MarginalEntropy
 from driftfilter.base.randomness import Purpose, Randomness
-from driftfilter.gaussian.belief import Belief
-from driftfilter.gaussian.diagonal import Diagonal
 from driftfilter.model.losses import (
     Custom,
     Entropy,
@@ -26,7 +22,6 @@ from driftfilter.model.losses import (
 )
 from driftfilter.model.observation import Energy, Evaluation, Gibbs, Teacher
 from driftfilter.model.predictive import Lifted, LinearHead, PredictiveModel, ReadOut
-from driftfilter.model.views import Consistency, GaussianNoise, MarginalEntropy
 from driftfilter.model.weighting import (
     Constant,
     DiversityGate,

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 import driftfilter as df
-from driftfilter.gaussian.covariance import Covariance
 from oracles import (
     MOTIONS,
     NOISES,
@@ -140,7 +139,7 @@ SPLIT = [
     (Part("MeanReversion", "Discount", 2), Part("Affine number", "Discount", 4)),
 ]
 VARIANCES = np.array([0.5, 1.0, 2.0, 0.8, 1.5, 0.7])
-STRUCTURED: dict[str, Covariance] = {
+STRUCTURED: dict[str, df.Covariance] = {
     "Diagonal": df.Diagonal(tensor(VARIANCES)),
     "LowRank": df.LowRank(tensor(1 / VARIANCES), torch.zeros(0, 6).double(), rank=6),
     "Blocks of Full": df.Blocks((df.Full(tensor(spd(2, 0))), df.Full(tensor(spd(4, 1))))),
@@ -514,7 +513,7 @@ def test_a_reset_without_a_variance_is_to_the_source(structure: str) -> None:
     matrix = torch.diag(torch.tensor([0.5, 0.2, 0.9], dtype=torch.float64))
     if structure in ("full", "blocks"):
         matrix[1, 2] = matrix[2, 1] = 0.1
-    built: dict[str, Covariance] = {
+    built: dict[str, df.Covariance] = {
         "full": df.Full(matrix),
         "diagonal": df.Diagonal(matrix.diagonal()),
         "low_rank": df.LowRank(
