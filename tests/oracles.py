@@ -337,9 +337,9 @@ class System:
         spread = np.concatenate(
             [np.full(len(motion.gain), motion.scale**2) for motion in self.motions]
         )
-        hidden = np.diag(spread * (1 - levels.sum(1)))
         self.source = Moments(
-            levels @ parameters.mean, levels @ parameters.covariance @ levels.T + hidden
+            levels @ parameters.mean,
+            levels @ parameters.covariance @ levels.T + np.diag(spread * (1 - levels.sum(1))),
         )
 
     def transition(self) -> df.Transition:

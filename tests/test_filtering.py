@@ -614,8 +614,13 @@ def test_the_state_does_not_share_memory_with_the_caller() -> None:
     assert_same([contents(state) for state in states], before)
 
 
-def test_rules_of_ones_own_that_lack_members_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"Filter.prediction must be .*inherits PredictionRule"):
-        df.Filter(df.LinearHead(2), prediction=lambda belief, query: None)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"Filter.inference must be .*with a curvature"):
-        df.Filter(df.LinearHead(2), inference=lambda *args: None)  # type: ignore[arg-type]
+test_rules_of_ones_own_that_lack_members_are_refused = refuses(
+    [
+        (
+            {"prediction": lambda belief, query: None},
+            r"Filter.prediction must be .*inherits PredictionRule",
+        ),
+        ({"inference": lambda *args: None}, "Filter.inference must be .*with a curvature"),
+    ],
+    by=lambda parts: df.Filter(df.LinearHead(2), **parts),
+)

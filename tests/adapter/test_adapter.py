@@ -548,8 +548,9 @@ def test_threads_that_predict_see_whole_states() -> None:
         if batch is not None:
             stream = torch.cat((stream, batch))
             state, _ = filt.update(state, stream[-window:])
-        seen = torch.cat((stream, asked))[-window:]
-        known.append(filt.predict(state, seen).log_probabilities[-2:])
+        known.append(
+            filt.predict(state, torch.cat((stream, asked))[-window:]).log_probabilities[-2:]
+        )
     adapted.predict(asked)
 
     def ask(_: int) -> list[Tensor]:

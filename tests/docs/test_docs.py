@@ -39,8 +39,11 @@ def commands(page: Path) -> list[str]:
     """Lines of blocks, fenced or indented, that begin with ``driftfilter``; not those with
     something left out (…).
     """
-    text = page.read_text().replace("\\\n", " ")
-    lines = re.findall(r"^ *(driftfilter [a-z]+\b.*)$", "\n".join(_blocks(text)), re.MULTILINE)
+    lines = re.findall(
+        r"^ *(driftfilter [a-z]+\b.*)$",
+        "\n".join(_blocks(page.read_text().replace("\\\n", " "))),
+        re.MULTILINE,
+    )
     return [line for line in lines if "…" not in line]
 
 

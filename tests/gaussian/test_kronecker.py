@@ -153,8 +153,11 @@ def test_numbers_move_it_exactly(gain: float, noise: float) -> None:
 def test_kronecker_noise() -> None:
     covariance, other = general(), general(5)
     dense = np.linalg.inv(dense_precision(covariance))
-    same = covariance.propagate(0.5, 0.0)
-    assert_has(covariance.propagate(0.7, same), np.linalg.inv((0.49 + 0.25) * dense), 1e-9)
+    assert_has(
+        covariance.propagate(0.7, covariance.propagate(0.5, 0.0)),
+        np.linalg.inv((0.49 + 0.25) * dense),
+        1e-9,
+    )
     isotropic = df.Kronecker.isotropic(0.5, P, Q, torch.zeros(0, dtype=torch.float64))
     assert_has(
         covariance.propagate(0.7, isotropic), np.linalg.inv(0.49 * dense + 0.5 * np.eye(SIZE)), 1e-9

@@ -121,9 +121,11 @@ def test_moves_mean_and_covariance(parts: tuple[Part, ...]) -> None:
     """From a belief that is not the source, several times over."""
     system = System(parts, SOURCE)
     transition, source = system.transition(), belief(system.source)
-    factor = normals(2, len(system.source.mean), seed=3)
     exact = Moments(
-        system.source.mean + 0.5, conditioned(system.source.covariance, factor, np.ones(1))
+        system.source.mean + 0.5,
+        conditioned(
+            system.source.covariance, normals(2, len(system.source.mean), seed=3), np.ones(1)
+        ),
     )
     moving = belief(exact)
     for _ in range(5):

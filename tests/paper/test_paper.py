@@ -79,9 +79,9 @@ def test_polynomial_features_are_all_monomials() -> None:
 
 
 def test_moons_lie_on_their_arcs_at_beta_angles() -> None:
-    example = Moons(noise=0.0)
-    places = torch.full((4000,), 0.8, dtype=torch.float64)
-    inputs, labels = example.draw(places, 0.5, torch.Generator().manual_seed(0))
+    inputs, labels = Moons(noise=0.0).draw(
+        torch.full((4000,), 0.8, dtype=torch.float64), 0.5, torch.Generator().manual_seed(0)
+    )
     centers = torch.tensor([[0.0, 0.0], [1.0, 0.5]], dtype=torch.float64)[labels]
     torch.testing.assert_close(
         (inputs - centers).norm(dim=-1), torch.ones(4000, dtype=torch.float64)
@@ -92,8 +92,7 @@ def test_moons_lie_on_their_arcs_at_beta_angles() -> None:
 
 
 def test_pinwheel_unwinds_to_its_blades() -> None:
-    example = Pinwheel(turn=0.3)
-    inputs, labels = example.draw(
+    inputs, labels = Pinwheel(turn=0.3).draw(
         torch.full((4000,), 0.5, dtype=torch.float64), 1 / 3, torch.Generator().manual_seed(0)
     )
     radius = inputs.norm(dim=-1)  # of (r + 0.3 e₁, 0.1 e₂): nearly its first coordinate
@@ -240,8 +239,9 @@ def test_the_supervised_bound_is_the_laplace_posterior_of_all_labels_where_nothi
     problem = example.problem(SEEDS[0])
     belief = example.source(problem.source)
     ours = run_supervised(example, belief, problem, 0).beliefs[-1]
-    model = example.filter().logits
-    whole = df.fit_laplace(model, belief, problem.stream.inputs[0], problem.stream.labels[0])
+    whole = df.fit_laplace(
+        example.filter().logits, belief, problem.stream.inputs[0], problem.stream.labels[0]
+    )
     torch.testing.assert_close(moments(ours), moments(whole))
 
 

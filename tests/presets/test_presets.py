@@ -118,8 +118,11 @@ def eta() -> Case:
 
 def eata() -> Case:
     data = torch.cat(by_hand.stream(4, seed=5))[:40]
-    fisher = by_hand.eata_fisher(MODEL, data.split(16))
-    steps = list(by_hand.eata_loop(MODEL, STREAM, **GATES, fisher=fisher, alpha=200.0))
+    steps = list(
+        by_hand.eata_loop(
+            MODEL, STREAM, **GATES, fisher=by_hand.eata_fisher(MODEL, data.split(16)), alpha=200.0
+        )
+    )
     free = list(by_hand.eata_loop(MODEL, STREAM, **GATES))
     assert (steps[-1].parameters - free[-1].parameters).abs().max() > 1e-3  # the anchor pulls
     adapter = adapter_of("eata", **GATES, alpha=200.0, data=df.SourceData(data, batch_size=16))
@@ -205,8 +208,11 @@ def cotta() -> Case:
     def restore(gradient: Tensor, step: int) -> Tensor:
         return torch.rand(len(gradient), generator=draws_of(Purpose.UPKEEP, step)) < 0.2
 
-    views = noisy_views(Purpose.TEACHER, 4)
-    steps = list(by_hand.cotta_loop(MODEL, batches, 0.02, 0.7, confidence, views, restore))
+    steps = list(
+        by_hand.cotta_loop(
+            MODEL, batches, 0.02, 0.7, confidence, noisy_views(Purpose.TEACHER, 4), restore
+        )
+    )
     assert {step.note for step in steps} == {"clean", "augmented"}
     adapter = adapter_of(
         "cotta",
@@ -223,17 +229,24 @@ def cotta() -> Case:
 def petal() -> Case:
     (batches, confidence), data = less_sure_first(), by_hand.stream(2, seed=6)
     model = by_hand.by_batch(MODEL)
-    names = [name for name, _ in model.named_parameters()]
     precision, start = (
-        dense.gauss_newton_diagonal(model, names, data),
+        dense.gauss_newton_diagonal(model, [name for name, _ in model.named_parameters()], data),
         by_hand.flat(MODEL.parameters()),
     )
 
     def restore(gradient: Tensor, step: int) -> Tensor:
         return gradient**2 < torch.quantile(gradient**2, 0.2)
 
-    views = noisy_views(Purpose.TEACHER, 3)
-    loop = partial(by_hand.cotta_loop, MODEL, batches, 0.02, 0.7, confidence, views, restore)
+    loop = partial(
+        by_hand.cotta_loop,
+        MODEL,
+        batches,
+        0.02,
+        0.7,
+        confidence,
+        noisy_views(Purpose.TEACHER, 3),
+        restore,
+    )
     steps, free = list(loop(pull=lambda theta: 0.05 * precision * (theta - start))), list(loop())
     assert (steps[-1].parameters - free[-1].parameters).abs().max() > 1e-3
     assert all(step.kept == 91 for step in steps)  # 0.2 of 455
