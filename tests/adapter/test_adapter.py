@@ -53,7 +53,7 @@ def network() -> nn.Sequential:
     return model
 
 
-def images(count: int = 8, seed: int = 1) -> Tensor:
+def images(count: int = 4, seed: int = 1) -> Tensor:
     return torch.randn(count, 3, 6, 6, generator=torch.Generator().manual_seed(seed))
 
 
@@ -177,7 +177,7 @@ def test_a_prediction_before_the_step_is_what_the_step_says(preset: str) -> None
         assert temperature > 1
         stepped = (temperature * stepped).log_softmax(1)
     torch.testing.assert_close(stepped, said.log_probabilities, rtol=0, atol=1e-6)
-    torch.testing.assert_close(said.probabilities.sum(1), torch.ones(8))
+    torch.testing.assert_close(said.probabilities.sum(1), torch.ones(4))
 
 
 @pytest.mark.parametrize(
@@ -361,11 +361,11 @@ BAD: dict[str, tuple[Any, str]] = {
 }
 MOODS: dict[str, tuple[Any, str]] = {
     "a tuple": (moody(101), r"must return logits, .* got a tuple of 2; give an output function"),
-    "a sample short": (moody(102), r"logits must be of shape \[8, k\], got shape \[7, 4\]"),
-    "no matrix": (moody(103), r"logits must be of shape \[8, k\], got shape \[32\]"),
+    "a sample short": (moody(102), r"logits must be of shape \[4, k\], got shape \[3, 4\]"),
+    "no matrix": (moody(103), r"logits must be of shape \[4, k\], got shape \[16\]"),
     "other classes": (
         moody(104),
-        r"the model's logits must be of 4 classes, as before, got 'shape \[8, 8\]'",
+        r"the model's logits must be of 4 classes, as before, got 'shape \[4, 8\]'",
     ),
     "NaN logits": (moody(105), "must be finite, got nan"),
 }

@@ -278,7 +278,9 @@ def test_low_rank_moves_the_mean_before_it_truncates(rule: Inference) -> None:
 
 
 @LOSSES
-@pytest.mark.parametrize("name", ["1d", "2d", "3 classes", "all rows"])
+@pytest.mark.parametrize(
+    "name", ["1d", "2d", pytest.param("3 classes", marks=pytest.mark.slow), "all rows"]
+)
 def test_bong_with_nodes_is_quadrature_over_parameters(
     name: str, loss: df.Loss, function: LossFunction
 ) -> None:
@@ -398,7 +400,13 @@ def divergence(belief: df.Belief, mean: Tensor, matrix: Tensor) -> float:
 @pytest.mark.parametrize("rate", [0.3, 1.0])
 @pytest.mark.parametrize(
     ("name", "structure"),
-    [("1d", "full"), ("2d", "full"), ("3 classes", "full"), ("2d", "diagonal"), ("2d", "low rank")],
+    [
+        ("1d", "full"),
+        ("2d", "full"),
+        pytest.param("3 classes", "full", marks=pytest.mark.slow),
+        ("2d", "diagonal"),
+        ("2d", "low rank"),
+    ],
 )
 def test_variational_converges_to_the_optimum(name: str, structure: str, rate: float) -> None:
     """Under Diagonal that is the mean-field problem."""
