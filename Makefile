@@ -26,7 +26,7 @@ test: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --quiet  # one thread for each of two workers
 
 quick: setup  # nine tests of ten
-	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --quiet -m "not slow"
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal --quiet -m "not slow"
 
 lint: setup
 	$(BIN)/ruff check .

@@ -27,7 +27,7 @@ from torch.multiprocessing.spawn import spawn
 
 import driftfilter as df
 from driftfilter.app import models
-from driftfilter.base.sharding import Ranks
+from driftfilter.distributed.ranks import ProcessRanks
 from figures import write
 
 PRESETS = ("tent", "opgd_diag", "opgd", "driftfilter")
@@ -38,9 +38,9 @@ class Count:
 
     def __init__(self) -> None:
         self.messages, self.bytes = 0, 0
-        gather, total = Ranks.gather, Ranks.total
-        Ranks.gather = lambda ranks, tensor: gather(ranks, self.seen(tensor))  # type: ignore[assignment, method-assign]
-        Ranks.total = lambda ranks, tensor: total(ranks, self.seen(tensor))  # type: ignore[assignment, method-assign]
+        gather, total = ProcessRanks.gather, ProcessRanks.total
+        ProcessRanks.gather = lambda ranks, tensor: gather(ranks, self.seen(tensor))  # type: ignore[assignment, method-assign]
+        ProcessRanks.total = lambda ranks, tensor: total(ranks, self.seen(tensor))  # type: ignore[assignment, method-assign]
 
     def seen(self, tensor: Tensor) -> Tensor:
         self.messages, self.bytes = (

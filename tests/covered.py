@@ -2,8 +2,6 @@
 tests of that code share.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

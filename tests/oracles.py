@@ -13,13 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import driftfilter as df
-from driftfilter.gaussian.blocks import Blocks
-from driftfilter.gaussian.covariance import Covariance
-from driftfilter.gaussian.diagonal import Diagonal
-from driftfilter.gaussian.full import Full
-from driftfilter.gaussian.lowrank import LowRank
-from driftfilter.model.dynamics import Dynamics
-from driftfilter.model.noise import NoiseModel
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -66,7 +59,7 @@ def assert_equal(actual: Tensor, expected: Array, tolerance: float = 1e-10) -> N
 class Example(NamedTuple):
     """A covariance in some structure, with what it stands for."""
 
-    covariance: Covariance
+    covariance: df.Covariance
     dense: Array
     # 1 where the structure can hold an entry of the precision, 0 where conditioning drops it
     kept: Array
@@ -79,12 +72,12 @@ def conditioned(dense: Array, factor: Array, kept: Array) -> Array:
 
 def _full(size: int, seed: int) -> Example:
     dense = spd(size, seed)
-    return Example(Full(tensor(dense)), dense, np.ones((size, size)))
+    return Example(df.Full(tensor(dense)), dense, np.ones((size, size)))
 
 
 def _diagonal(size: int, seed: int) -> Example:
     values = np.diag(spd(size, seed))
-    return Example(Diagonal(tensor(values)), np.diag(values), np.eye(size))
+    return Example(df.Diagonal(tensor(values)), np.diag(values), np.eye(size))
 
 
 def _low_rank(size: int, seed: int) -> Example:
@@ -92,7 +85,7 @@ def _low_rank(size: int, seed: int) -> Example:
     diagonal, factor = np.diag(spd(size, seed)), normals(size // 2, size, seed=seed + 1)
     dense = np.linalg.inv(np.diag(diagonal) + factor.T @ factor)
     return Example(
-        LowRank(tensor(diagonal), tensor(factor), rank=size), dense, np.ones((size, size))
+        df.LowRank(tensor(diagonal), tensor(factor), rank=size), dense, np.ones((size, size))
     )
 
 
@@ -100,7 +93,7 @@ def _blocks(*parts: Example) -> Example:
     dense, kept = (
         block_diagonal(*pieces) for pieces in zip(*[part[1:] for part in parts], strict=True)
     )
-    return Example(Blocks(tuple(part.covariance for part in parts)), dense, kept)
+    return Example(df.Blocks(tuple(part.covariance for part in parts)), dense, kept)
 
 
 STRUCTURES: dict[str, Callable[[int], Example]] = {  # seed -> an example in six dimensions
@@ -137,7 +130,7 @@ EVERY_STRUCTURE: dict[str, Callable[[int], Example]] = {  # for what does not co
 }
 
 
-def assert_represents(covariance: Covariance, dense: Array, tolerance: float = 1e-10) -> None:
+def assert_represents(covariance: df.Covariance, dense: Array, tolerance: float = 1e-10) -> None:
     """Every operation that reads a covariance agrees with the dense matrix."""
     size, precision = len(dense), np.linalg.inv(dense)
     assert (covariance.dimension, covariance.dtype) == (size, torch.float64)
@@ -231,7 +224,7 @@ class Motion(NamedTuple):
     stands for.
     """
 
-    dynamics: Dynamics
+    dynamics: df.Dynamics
     gain: Array
     drift: Array | float = 0.0
     read_out: tuple[float, ...] = (1.0,)  # of the states of one parameter; the first is its level
@@ -243,7 +236,7 @@ def _rotation(angle: float) -> Array:
 
 
 def _repeated(
-    dynamics: Dynamics, block: Array, read_out: tuple[float, ...]
+    dynamics: df.Dynamics, block: Array, read_out: tuple[float, ...]
 ) -> Callable[[Moments], Motion]:
     """The same small system for each parameter, states of one kind side by side."""
     return lambda source: Motion(
@@ -300,7 +293,7 @@ MOTIONS: dict[str, Callable[[Moments], Motion]] = {  # source belief over the pa
     "Affine matrix": lambda source: _affine(source, _turning(source)),
 }
 
-NOISES: dict[str, Callable[[int], NoiseModel]] = {  # number of states -> noise
+NOISES: dict[str, Callable[[int], df.NoiseModel]] = {  # number of states -> noise
     "NoNoise": lambda states: df.NoNoise(),
     "Isotropic": lambda states: df.Isotropic(0.02),
     "FullNoise": lambda states: df.FullNoise((0.02 * spd(states, 3)).tolist()),
@@ -344,9 +337,9 @@ class System:
         spread = np.concatenate(
             [np.full(len(motion.gain), motion.scale**2) for motion in self.motions]
         )
-        hidden = np.diag(spread * (1 - levels.sum(1)))
         self.source = Moments(
-            levels @ parameters.mean, levels @ parameters.covariance @ levels.T + hidden
+            levels @ parameters.mean,
+            levels @ parameters.covariance @ levels.T + np.diag(spread * (1 - levels.sum(1))),
         )
 
     def transition(self) -> df.Transition:
@@ -395,4 +388,4 @@ def _slices(sizes: list[int]) -> list[slice]:
 
 
 def belief(moments: Moments) -> df.Belief:
-    return df.Belief(tensor(moments.mean), Full(tensor(moments.covariance)))
+    return df.Belief(tensor(moments.mean), df.Full(tensor(moments.covariance)))

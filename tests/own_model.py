@@ -1,7 +1,5 @@
 """What tests of ``driftfilter run`` share: a user's network, its data, and what runs write."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -18,9 +18,7 @@ from torch import Tensor
 
 import driftfilter as df
 from driftfilter.base.randomness import Randomness
-from driftfilter.inference.linearized import Inference
 from driftfilter.inference.prediction import PredictionRule, Query
-from driftfilter.model.losses import Loss
 from driftfilter.model.predictive import LogitFunction
 from small import assert_same, contents, moments, normal, refuses
 
@@ -44,8 +42,8 @@ def binary(theta: Tensor, inputs: Tensor) -> Tensor:
 
 def build(
     logits: Any = None,
-    loss: Loss | None = None,
-    inference: Inference | None = None,
+    loss: df.Loss | None = None,
+    inference: df.Inference | None = None,
     prediction: PredictionRule | None = None,
     **others: Any,
 ) -> df.Filter:
@@ -134,7 +132,7 @@ EACH_RULE = pytest.mark.parametrize(
 def test_step_is_transition_then_inference_then_prediction(
     device: str,
     predict_from: Literal["prior", "posterior"],
-    inference: Inference,
+    inference: df.Inference,
     prediction: PredictionRule,
 ) -> None:
     transition = df.Transition(df.MeanReversion(0.9), df.Isotropic(0.01))
@@ -162,7 +160,7 @@ def test_step_is_transition_then_inference_then_prediction(
 
 
 @EACH_RULE
-def test_run_is_a_loop_of_steps(inference: Inference, prediction: PredictionRule) -> None:
+def test_run_is_a_loop_of_steps(inference: df.Inference, prediction: PredictionRule) -> None:
     filt, stream = build(inference=inference, prediction=prediction), batches(4)
     looped, predictions = filt.init(belief(), seed=1), []
     for inputs in stream:
@@ -192,7 +190,7 @@ def test_batches_may_differ_in_length() -> None:
 
 
 @EACH_RULE
-def test_seed_decides_every_draw(inference: Inference, prediction: PredictionRule) -> None:
+def test_seed_decides_every_draw(inference: df.Inference, prediction: PredictionRule) -> None:
     stochastic = isinstance(inference, (df.Bong, df.Variational))
     runs: list[tuple[df.FilterState, df.Outputs]] = []
     for seed in (3, 3, 4):
@@ -220,7 +218,7 @@ def through_torch_save(state: df.FilterState) -> df.FilterState:
 )
 def test_saved_state_replays_bit_for_bit(
     save: Callable[[df.FilterState], df.FilterState],
-    inference: Inference,
+    inference: df.Inference,
     prediction: PredictionRule,
 ) -> None:
     observation = df.Gibbs(df.Consistency(), df.DiversityGate(0.99))
@@ -251,7 +249,7 @@ def test_saved_state_replays_bit_for_bit(
     ids=repr,
 )
 def test_batch_of_one_without_information_is_a_transition(
-    loss: Loss, inference: Inference, device: str
+    loss: df.Loss, inference: df.Inference, device: str
 ) -> None:
     filt = build(
         loss=loss,
@@ -616,8 +614,13 @@ def test_the_state_does_not_share_memory_with_the_caller() -> None:
     assert_same([contents(state) for state in states], before)
 
 
-def test_rules_of_ones_own_that_lack_members_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"Filter.prediction must be .*inherits PredictionRule"):
-        df.Filter(df.LinearHead(2), prediction=lambda belief, query: None)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"Filter.inference must be .*with a curvature"):
-        df.Filter(df.LinearHead(2), inference=lambda *args: None)  # type: ignore[arg-type]
+test_rules_of_ones_own_that_lack_members_are_refused = refuses(
+    [
+        (
+            {"prediction": lambda belief, query: None},
+            r"Filter.prediction must be .*inherits PredictionRule",
+        ),
+        ({"inference": lambda *args: None}, "Filter.inference must be .*with a curvature"),
+    ],
+    by=lambda parts: df.Filter(df.LinearHead(2), **parts),
+)

@@ -285,8 +285,9 @@ def test_pickles_in_the_middle_of_a_stream() -> None:
 
 def frame() -> tuple[pd.DataFrame, np.ndarray]:
     X, y = table(2)
-    columns = pd.DataFrame(X, columns=list("pqrstu"))
-    return columns.assign(kind=np.where(X[:, 2] > 3, "old", "new")), y
+    return pd.DataFrame(X, columns=list("pqrstu")).assign(
+        kind=np.where(X[:, 2] > 3, "old", "new")
+    ), y
 
 
 def mixed() -> Pipeline:

@@ -1,7 +1,5 @@
 """A benchmark small enough for tests: a network, data, tasks, and a display that remembers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -87,8 +85,12 @@ def make_data() -> Generated:
 
 def make_bench(data: Generated) -> Bench:
     """On the three corruptions, in batches of 20."""
-    network = NamedNetwork("tiny", Tiny().eval(), "0" * 64)
-    return Bench(data, {"tiny": network}, StreamSettings(NAMES, batch=20), Machine(CPU))
+    return Bench(
+        data,
+        {"tiny": NamedNetwork("tiny", Tiny().eval(), "0" * 64)},
+        StreamSettings(NAMES, batch=20),
+        Machine(CPU),
+    )
 
 
 def run_all(

@@ -225,6 +225,7 @@ def test_contents_that_no_adapter_may_go_on_from(tmp_path: Path) -> None:
     refused("Is a directory")
 
 
+@pytest.mark.slow
 def test_every_kind_of_byte_is_covered(tmp_path: Path) -> None:
     """All bits of the length, the header's beginning and end, the checksum and some of the tensors;
     and truncations.

@@ -67,8 +67,9 @@ def test_quality_is_that_of_torchmetrics_and_of_the_formulas(case: str) -> None:
         multiclass_accuracy(logp.argmax(-1), labels, k, average="micro").item(), abs=1e-6
     )
     # It takes what rounds to more than 1 for logits, and exactly 1 for a bin of its own.
-    probabilities = logp.float().exp().clamp(max=1 - 2**-24)
-    expected = multiclass_calibration_error(probabilities, labels, k, n_bins=15, norm="l1").item()
+    expected = multiclass_calibration_error(
+        logp.float().exp().clamp(max=1 - 2**-24), labels, k, n_bins=15, norm="l1"
+    ).item()
     assert found.ece == pytest.approx(expected, abs=2e-6)
     p, y = logp.double().exp().numpy(), labels.numpy()
     assert found.nll == pytest.approx(
@@ -120,8 +121,10 @@ def test_mutual_information_is_what_two_certain_and_opposite_parameters_disagree
 
 
 def test_uncertainty_of_a_linear_model_is_that_of_the_same_function() -> None:
-    mean = torch.tensor([0.4, -1.0], dtype=torch.float64)
-    belief = df.Belief(mean, df.Full(torch.tensor([[1.0, 0.3], [0.3, 2.0]], dtype=torch.float64)))
+    belief = df.Belief(
+        torch.tensor([0.4, -1.0], dtype=torch.float64),
+        df.Full(torch.tensor([[1.0, 0.3], [0.3, 2.0]], dtype=torch.float64)),
+    )
     inputs = torch.tensor([[1.0, 2.0], [0.3, -1.0]], dtype=torch.float64)
     head = df.LinearHead(2)
     plain = df.Filter(logits=lambda theta, x: head(theta, x)).logits

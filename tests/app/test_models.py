@@ -9,6 +9,7 @@ from torch import nn
 
 from driftfilter.app import models
 from driftfilter.app.streams import sample_images
+from small import refuses
 
 
 def test_sample_images() -> None:
@@ -70,13 +71,16 @@ def test_features_and_head_make_the_logits() -> None:
     torch.testing.assert_close(network.head(network.features(images)), network(images))
 
 
-def test_mistakes_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"model name must be one of \['resnet20', .*got 'resnet'"):
-        models.load("resnet")
-    with pytest.raises(
-        ValueError, match=r"model name must be one of .* or give its weights file, got 'wrn28_10'"
-    ):
-        models.load("wrn28_10")
+test_unknown_names_are_refused = refuses(
+    [
+        ("resnet", r"model name must be one of \['resnet20', .*got 'resnet'"),
+        ("wrn28_10", "model name must be one of .* or give its weights file, got 'wrn28_10'"),
+    ],
+    by=models.load,
+)
+
+
+def test_weights_of_another_network_are_refused(tmp_path: Path) -> None:
     save_file({"stem.weight": torch.zeros(16, 3, 3, 3)}, tmp_path / "some.safetensors")
     with pytest.raises(
         ValueError, match=r"weights must be those of resnet20, got .*missing \['norm.weight'"

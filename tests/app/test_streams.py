@@ -343,8 +343,10 @@ class TestArrays:
         assert domains.shifts == ("fog", "dusk", "clean")
         assert domains.labels.tolist() == LABELS.tolist()
         for seed, shift in ((1, Shift("fog", 3)), (2, Shift("dusk", 3)), (3, CLEAN)):
-            taken = domains.take(shift, torch.tensor([5, 2]), CPU)
-            assert np.array_equal(taken.numpy(), _pixels(seed)[[5, 2]].transpose(0, 3, 1, 2))
+            assert np.array_equal(
+                domains.take(shift, torch.tensor([5, 2]), CPU).numpy(),
+                _pixels(seed)[[5, 2]].transpose(0, 3, 1, 2),
+            )
         with pytest.raises(ValueError, match="severity must be one of 3 for 'fog'"):
             domains.require(Shift("fog", 5))
 
@@ -353,8 +355,10 @@ class TestArrays:
         pixels = _pixels(7)
         domains = open_domains(tmp_path / "own.npz", _images(pixels))
         assert domains.labels.tolist() == LABELS[:8].tolist()
-        taken = domains.take(CLEAN, torch.tensor([7, 0]), CPU)
-        assert np.array_equal(taken.numpy(), pixels[[7, 0]].transpose(0, 3, 1, 2))
+        assert np.array_equal(
+            domains.take(CLEAN, torch.tensor([7, 0]), CPU).numpy(),
+            pixels[[7, 0]].transpose(0, 3, 1, 2),
+        )
 
     @pytest.mark.parametrize(
         ("contents", "message"),

@@ -1,6 +1,7 @@
 """What users rely on, against a list taken before the folders were rearranged (surface.json)."""
 
 import argparse
+import ast
 import dataclasses
 import inspect
 import json
@@ -11,12 +12,14 @@ from typing import Any
 import pytest
 
 import driftfilter as df
+from driftfilter.app import cli, commands as module
 from driftfilter.app.arguments import build_parser
 from driftfilter.app.commands import COMMANDS
+from driftfilter.app.run import progress
 from driftfilter.presets import PRESETS
 
-LIST = Path(__file__).with_name("surface.json")
 DOCS = Path(__file__).parents[2] / "docs" / "cli.md"
+LIST = Path(__file__).with_name("surface.json")
 
 
 def commands() -> dict[str, Any]:
@@ -49,9 +52,19 @@ def _text(name: str, default: object) -> str:
 
 
 def statuses() -> list[int]:
-    """The exit statuses that the page of the command line names."""
-    section = DOCS.read_text(encoding="utf-8").partition("## Exit status")[2].partition("\n## ")[0]
-    return [int(number) for number in re.findall(r"^\| (\d+) \|", section, re.M)]
+    """The exit statuses in the code: what functions that give one return, by number or name."""
+    found = {
+        getattr(source, part.id, None) if isinstance(part, ast.Name) else part.value
+        for source in (cli, module, progress)
+        for function in ast.walk(ast.parse(inspect.getsource(source)))
+        if isinstance(function, ast.FunctionDef)
+        and ast.unparse(function.returns or function) in ("int", "Found")
+        for returned in ast.walk(function)
+        if isinstance(returned, ast.Return) and returned.value is not None
+        for part in ast.walk(returned.value)
+        if isinstance(part, ast.Name | ast.Constant)
+    }
+    return sorted(status for status in found if type(status) is int)
 
 
 def variants() -> dict[str, Any]:
@@ -112,6 +125,11 @@ SURFACE = {
 def test_surface_is_that_of_the_list(part: str) -> None:
     before = json.loads(LIST.read_text(encoding="utf-8"))
     assert json.loads(json.dumps(SURFACE[part]())) == before[part]
+
+
+def test_the_page_of_the_command_line_explains_every_status() -> None:
+    rows = re.findall(r"^\| (\d+) \|", DOCS.read_text(encoding="utf-8"), re.M)
+    assert [int(number) for number in rows] == statuses()
 
 
 if __name__ == "__main__":  # to take the list anew, if a change of the surface is meant

@@ -39,8 +39,10 @@ def test_large_images_are_means_over_squares() -> None:
 
 
 def test_other_floats_are_stretched() -> None:
-    image = np.array([[[-2.0, 0.0], [1.0, 3.0]]])
-    assert thumbnail(image)[..., 0].tolist() == [[0, 102], [153, 255]]
+    assert thumbnail(np.array([[[-2.0, 0.0], [1.0, 3.0]]]))[..., 0].tolist() == [
+        [0, 102],
+        [153, 255],
+    ]
     assert (thumbnail(np.full((3, 4, 4), 7.0)) == 0).all()  # nothing to stretch
 
 

@@ -74,8 +74,9 @@ def test_what_is_not_of_samples_is_that_of_the_last_batch() -> None:
 
 @forms
 def test_each_changes_tensors_only(form: str) -> None:
-    doubled = each(FORMS[form], lambda part: part * 2)
-    for found, before in zip(parts(doubled), parts(FORMS[form]), strict=True):
+    for found, before in zip(
+        parts(each(FORMS[form], lambda part: part * 2)), parts(FORMS[form]), strict=True
+    ):
         assert torch.equal(found, before * 2) if isinstance(before, Tensor) else found == before
 
 

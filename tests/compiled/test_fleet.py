@@ -1,7 +1,5 @@
 """A fleet against as many filters of their own; arrivals, errors that change nothing, files."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +8,9 @@ import torch
 from torch import Tensor
 
 import driftfilter as df
-from covered import assert_close
+from covered import CURVATURES, LOSSES, PREDICTIONS, STRUCTURES, WEIGHTINGS, assert_close
 from driftfilter.compiled import fleet as module
 from small import moments, refuses
-
-pytestmark = pytest.mark.slow
 
 D, NAMES = 3, ["a", "b", "c", "d", "e"]
 
@@ -46,7 +42,7 @@ def features(*shape: int, seed: int = 1) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-@pytest.fixture(params=["compiled", "batched"])
+@pytest.fixture(params=[pytest.param("compiled", marks=pytest.mark.slow), "batched"])
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "batched":
         monkeypatch.setattr(module, "find_spec", lambda name: None)
@@ -64,13 +60,18 @@ def assert_state(
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
-    "hessian": {},
-    "fisher": {
+    **{name: {"observation": df.Gibbs(loss)} for name, loss in LOSSES.items()},
+    **{
+        name: {"observation": df.Gibbs(df.PseudoLabel(), weighting)}
+        for name, weighting in WEIGHTINGS.items()
+    },
+    **{name: {"inference": df.Linearized(block)} for name, block in CURVATURES.items()},
+    **{name: {"prediction": block} for name, block in PREDICTIONS.items()},
+    # Fields that are no block of the table.
+    "radius": {
         "inference": df.Linearized(df.EmpiricalFisher(centered=False, scale=0.8), radius=0.3)
     },
-    "centered": {"inference": df.Linearized(df.EmpiricalFisher())},
-    "gauss newton": {"inference": df.Linearized(df.GaussNewton()), "predict_from": "prior"},
-    "no curvature": {"inference": df.Linearized(df.NoCurvature()), "prediction": df.Tempered(1.5)},
+    "prior": {"inference": df.Linearized(df.GaussNewton()), "predict_from": "prior"},
     "kept": {
         "observation": df.Gibbs(df.PseudoLabel(0.6), df.Reliability(2.0), "kept", reference=2)
     },
@@ -78,23 +79,26 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "transition": df.Transition(df.MeanReversion(0.8), df.Restore()),
         "prediction": df.LinearizedProbit("per_class"),
     },
-    "sum": {"observation": df.Gibbs(df.Sum((df.Entropy(), df.GeneralizedCrossEntropy())))},
 }
 
 
 @pytest.mark.filterwarnings("ignore::driftfilter.NoInformationWarning")
-@pytest.mark.parametrize("structure", ["full", "diagonal"])
-@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("structure", STRUCTURES)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_fleet_is_as_many_filters(
-    name: str, n: int, structure: str, path: str, monkeypatch: pytest.MonkeyPatch
+    name: str, structure: str, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     filt = build(**VARIANTS[name])
-    if name != "centered":  # whose first step without information is the filter's own
+    # These learn nothing from one sample, and a first step without information is the filter's own.
+    if not {df.Linearized(df.EmpiricalFisher()), df.InformationMaximization()} & {
+        filt.inference,
+        filt.observation.loss,
+    }:
         monkeypatch.delattr(df.Filter, "run")  # no stream falls back to its filter
     fleet = df.Fleet(filt, start(structure), NAMES)
     states = {stream: filt.init(start(structure)) for stream in NAMES}
-    for position, arriving in enumerate((NAMES, ["d", "b"], NAMES)):
+    calls = [(NAMES, 1), (["d", "b"], 2), (NAMES, 2), (NAMES, 1)]
+    for position, (arriving, n) in enumerate(calls):
         x = features(len(arriving), n, D, seed=position)
         together = fleet.step(x, arriving)
         for row, stream in enumerate(arriving):
@@ -166,6 +170,7 @@ def test_single_precision_over_many_steps(width: int, path: str) -> None:
         assert_state(fleet, stream, states[stream], 1e-6)
 
 
+@pytest.mark.slow
 def test_streams_that_compiled_code_refuses_step_by_themselves() -> None:
     """One gradient less its mean holds no information: the first such step is the filter's own, and
     warns.

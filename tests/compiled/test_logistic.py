@@ -2,8 +2,6 @@
 loop.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -78,8 +76,10 @@ def assert_alike(
 @pytest.mark.parametrize("curvature", [name for name, c in CURVATURES.items() if c.minimum == 1])
 @pytest.mark.parametrize("loss", [name for name, loss in LOSSES.items() if loss.minimum == 1])
 def test_every_loss_and_curvature(loss: str, curvature: str, scale: float) -> None:
-    observation = df.Gibbs(LOSSES[loss], df.Constant(2.0))
-    filt = build(observation=observation, inference=df.Linearized(CURVATURES[curvature]))
+    filt = build(
+        observation=df.Gibbs(LOSSES[loss], df.Constant(2.0)),
+        inference=df.Linearized(CURVATURES[curvature]),
+    )
     assert_alike(filt, 3, features(3, scale), tolerance=1e-8)
 
 

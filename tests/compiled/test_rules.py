@@ -1,7 +1,5 @@
 """Closed forms by torch, by numba with math's functions and with those of the kernels: one code."""
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

@@ -2,8 +2,6 @@
 and refusals.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import pickle
@@ -183,10 +181,13 @@ FULL_DYNAMICS = {
 @pytest.mark.parametrize("sizes", [(1,) * 8, (3, 1, 4, 2)], ids=["single", "ragged"])
 @pytest.mark.parametrize("name", [*DYNAMICS, *FULL_DYNAMICS])
 def test_every_transition_of_a_full_covariance(name: str, sizes: tuple[int, ...]) -> None:
-    transition = {**DYNAMICS, **FULL_DYNAMICS}[name]
-    observation = df.Gibbs(df.PseudoLabel(), df.Constant(2.0))
     assert_alike(
-        build(transition=transition, observation=observation), start(D), ragged(sizes=sizes)
+        build(
+            transition={**DYNAMICS, **FULL_DYNAMICS}[name],
+            observation=df.Gibbs(df.PseudoLabel(), df.Constant(2.0)),
+        ),
+        start(D),
+        ragged(sizes=sizes),
     )
 
 
@@ -370,8 +371,10 @@ def test_winding_up_raises_the_same_error(structure: str) -> None:
 
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_parameters_that_run_away_raise_the_same_error(structure: str) -> None:
-    observation = df.Gibbs(df.PseudoLabel(), df.Constant(1e200))
-    filt = build(observation=observation, inference=df.Linearized(df.NoCurvature()))
+    filt = build(
+        observation=df.Gibbs(df.PseudoLabel(), df.Constant(1e200)),
+        inference=df.Linearized(df.NoCurvature()),
+    )
     state, stream = (
         filt.init(start(D, structure)),
         [1e200 * batch for batch in ragged(sizes=(1,) * 4)],

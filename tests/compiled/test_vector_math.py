@@ -1,7 +1,5 @@
 """exp and log of the kernels against numpy's."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

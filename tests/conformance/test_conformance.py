@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 import driftfilter as df
-from driftfilter.recipe import VARIANTS
 from small import assert_same, contents, normal
 
 PART = df.Transition(df.MeanReversion(0.9), df.Isotropic(0.01))
@@ -24,9 +23,9 @@ EXAMPLES: dict[str, Any] = {  # for variants that have no default, or a slow one
         sizes=(1, 1), parts=(PART, df.Transition(df.RandomWalk(), df.Discount()))
     ),
     "FullNoise": df.FullNoise(((0.02, 0.005), (0.005, 0.01))),
-    "Variational": df.Variational(iterations=20),
+    "Variational": df.Variational(iterations=3),
 }
-TABLE = [(role, name) for role, classes in VARIANTS.items() for name in classes]
+TABLE = [(role, name) for role, classes in df.VARIANTS.items() for name in classes]
 EVERY = pytest.mark.parametrize(("role", "name"), TABLE, ids=[name for _, name in TABLE])
 # These have no place inside a Filter: a source makes the belief it starts from, statistics and
 # parameters belong to a network, and a recipe holds all of them (tests/source, tests/networks,
@@ -39,7 +38,7 @@ EVERY_STREAMED = pytest.mark.parametrize(
 
 
 def example(role: str, name: str) -> Any:
-    return EXAMPLES[name] if name in EXAMPLES else VARIANTS[role][name]()
+    return EXAMPLES[name] if name in EXAMPLES else df.VARIANTS[role][name]()
 
 
 def changed(variant: Any) -> list[Any]:
@@ -75,7 +74,7 @@ def test_equal_by_value_hashable_and_frozen(role: str, name: str) -> None:
     assert (same, hash(same)) == (variant, hash(variant))
     for other in [
         *changed(variant),
-        *(example(role, other) for other in VARIANTS[role] if other != name),
+        *(example(role, other) for other in df.VARIANTS[role] if other != name),
     ]:
         assert other != variant
         assert len({variant, same, other}) == 2

@@ -4,8 +4,6 @@ Nothing in the package knows them. They must work in a filter, in an adapter, in
 of the command line and in checkpoints; mean and covariance are held against plain formulas.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -59,7 +57,7 @@ class Scalar(df.Covariance):
     @classmethod
     def isotropic_like(
         cls, variance: float, mean: Tensor, rank: int = 0, shapes: Shapes = None
-    ) -> Scalar:
+    ) -> "Scalar":
         return cls(mean.new_tensor(variance), len(mean))
 
     def dense(self) -> Tensor:
@@ -71,16 +69,16 @@ class Scalar(df.Covariance):
     def solve(self, vectors: Tensor) -> Tensor:
         return vectors / self.value
 
-    def condition(self, factor: Tensor) -> Scalar:
+    def condition(self, factor: Tensor) -> "Scalar":
         return Scalar(1 / (1 / self.value + factor.square().sum() / self.size), self.size)
 
-    def propagate(self, gain: Gain, noise: Noise) -> Scalar:
+    def propagate(self, gain: Gain, noise: Noise) -> "Scalar":
         added = noise.value if isinstance(noise, Scalar) else noise
         assert isinstance(gain, float)
         assert isinstance(added, (float, Tensor))
         return Scalar(gain * gain * self.value + added, self.size)
 
-    def marginal(self, index: Index) -> Scalar:
+    def marginal(self, index: Index) -> "Scalar":
         return Scalar(self.value, len(torch.arange(self.size)[index]))
 
 

@@ -2,8 +2,6 @@
 rank ends on all.
 """
 
-from __future__ import annotations
-
 import copy
 import os
 import pickle
@@ -109,9 +107,16 @@ def small() -> nn.Sequential:
 
 
 def images(batches: int, samples: int, size: int, seed: int = 1) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(seed)
     return list(
-        torch.rand(batches, samples, 3, size, size, generator=generator, dtype=torch.float64)
+        torch.rand(
+            batches,
+            samples,
+            3,
+            size,
+            size,
+            generator=torch.Generator().manual_seed(seed),
+            dtype=torch.float64,
+        )
     )
 
 
@@ -340,7 +345,7 @@ class Mortal(nn.Module):
             self.act()
         return self.model[3:](hidden)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Mortal:
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Mortal":
         made = Mortal.__new__(Mortal)
         memo[id(self)] = made
         nn.Module.__init__(made)

@@ -21,8 +21,13 @@ from driftfilter.app.streams import sample_images
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+SLOW = ["README.md", "index.md", "quickstart.md", "sklearn.md", "speed.md", "building-blocks.md"]
 BLOCKS = [
-    pytest.param(block, id=f"{page.name}-{position}")
+    pytest.param(
+        block,
+        id=f"{page.name}-{position}",
+        marks=pytest.mark.slow if page.name in SLOW else (),
+    )
     for page in PAGES
     for position, block in enumerate(
         re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
@@ -34,8 +39,11 @@ def commands(page: Path) -> list[str]:
     """Lines of blocks, fenced or indented, that begin with ``driftfilter``; not those with
     something left out (…).
     """
-    text = page.read_text().replace("\\\n", " ")
-    lines = re.findall(r"^ *(driftfilter [a-z]+\b.*)$", "\n".join(_blocks(text)), re.MULTILINE)
+    lines = re.findall(
+        r"^ *(driftfilter [a-z]+\b.*)$",
+        "\n".join(_blocks(page.read_text().replace("\\\n", " "))),
+        re.MULTILINE,
+    )
     return [line for line in lines if "…" not in line]
 
 
@@ -55,7 +63,6 @@ COMMANDS = [
 RUN_WHOLE = ["README.md", "quickstart.md", "report.md", "checkpoints.md"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("block", BLOCKS)
 def test_block_runs(block: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (

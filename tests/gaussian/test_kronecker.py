@@ -1,7 +1,5 @@
 """The covariance of a weight matrix, against np.kron and dense inverses."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 import driftfilter as df
-from driftfilter.gaussian.covariance import Covariance
 from oracles import (
     Array,
     array,
@@ -57,7 +54,7 @@ def partial_traces(matrix: Array, rows: int = P, columns: int = Q) -> tuple[Arra
     return np.einsum("aibi->ab", blocks), np.einsum("aiaj->ij", blocks)
 
 
-def assert_has(covariance: Covariance, precision: Array, tolerance: float = 1e-10) -> None:
+def assert_has(covariance: df.Covariance, precision: Array, tolerance: float = 1e-10) -> None:
     assert_equal(covariance.precision(), precision, tolerance)
     assert_represents(covariance, np.linalg.inv(precision), tolerance)
 
@@ -156,8 +153,11 @@ def test_numbers_move_it_exactly(gain: float, noise: float) -> None:
 def test_kronecker_noise() -> None:
     covariance, other = general(), general(5)
     dense = np.linalg.inv(dense_precision(covariance))
-    same = covariance.propagate(0.5, 0.0)
-    assert_has(covariance.propagate(0.7, same), np.linalg.inv((0.49 + 0.25) * dense), 1e-9)
+    assert_has(
+        covariance.propagate(0.7, covariance.propagate(0.5, 0.0)),
+        np.linalg.inv((0.49 + 0.25) * dense),
+        1e-9,
+    )
     isotropic = df.Kronecker.isotropic(0.5, P, Q, torch.zeros(0, dtype=torch.float64))
     assert_has(
         covariance.propagate(0.7, isotropic), np.linalg.inv(0.49 * dense + 0.5 * np.eye(SIZE)), 1e-9

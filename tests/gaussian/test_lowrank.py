@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import math
 
 import numpy as np
@@ -28,8 +26,9 @@ SIZE = 7
 
 
 def low_rank(rows: int, rank: int, seed: int = 0, size: int = SIZE) -> df.LowRank:
-    diagonal = np.exp(normals(size, seed=seed))
-    return df.LowRank(tensor(diagonal), tensor(normals(rows, size, seed=seed + 1)), rank)
+    return df.LowRank(
+        tensor(np.exp(normals(size, seed=seed))), tensor(normals(rows, size, seed=seed + 1)), rank
+    )
 
 
 def precision(covariance: df.LowRank) -> Array:

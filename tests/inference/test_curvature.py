@@ -12,7 +12,25 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
-from driftfilter import VARIANTS
+from driftfilter import (
+    VARIANTS,
+    Consistency,
+    Constant,
+    Entropy,
+    EntropyGate,
+    GaussianNoise,
+    GeneralizedCrossEntropy,
+    InformationMaximization,
+    Loss,
+    MarginalEntropy,
+    MarginalLikelihood,
+    Product,
+    PseudoLabel,
+    Reliability,
+    SoftLikelihoodRatio,
+    Sum,
+    Weighting,
+)
 from driftfilter.base.randomness import Randomness
 from driftfilter.inference.curvature import (
     Curvature,
@@ -23,20 +41,8 @@ from driftfilter.inference.curvature import (
     NoCurvature,
 )
 from driftfilter.model.expansion import Expansion
-from driftfilter.model.losses import (
-    Entropy,
-    GeneralizedCrossEntropy,
-    InformationMaximization,
-    Loss,
-    MarginalLikelihood,
-    PseudoLabel,
-    SoftLikelihoodRatio,
-    Sum,
-)
 from driftfilter.model.observation import Energy, Gibbs
 from driftfilter.model.predictive import Lifted, LinearHead, PredictiveModel, ReadOut
-from driftfilter.model.views import Consistency, GaussianNoise, MarginalEntropy
-from driftfilter.model.weighting import Constant, EntropyGate, Product, Reliability, Weighting
 from small import normal, perceptron, refuses
 
 MODELS: dict[str, tuple[PredictiveModel, int]] = {

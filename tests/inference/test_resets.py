@@ -12,7 +12,6 @@ from torch import Tensor
 
 import driftfilter as df
 from driftfilter.base.randomness import Purpose, Randomness
-from driftfilter.inference.resets import Upkeep
 from driftfilter.model.observation import Energy
 from driftfilter.model.weighting import Memory
 from oracles import array
@@ -36,7 +35,7 @@ def randomness(step: int, seed: int = 5) -> Randomness:
 
 
 def kept_up(
-    upkeep: Upkeep, memory: Memory, step: int = 0, **others: Any
+    upkeep: df.Upkeep, memory: Memory, step: int = 0, **others: Any
 ) -> tuple[df.Belief, Memory]:
     return upkeep(LEARNED, others.get("energy") or energy(), memory, randomness(step))
 
@@ -199,14 +198,14 @@ def test_continual_momentum_is_its_kalman_filter(process: float, floor: float) -
 
 
 @every
-def test_without_a_source_there_is_nothing_to_go_back_to(upkeep: Upkeep) -> None:
+def test_without_a_source_there_is_nothing_to_go_back_to(upkeep: df.Upkeep) -> None:
     memory = {"inference.gradient": torch.arange(6).double()}
     with pytest.raises(ValueError, match=r"Energy\.source must be the source belief"):
         kept_up(upkeep, memory, energy=energy()._replace(source=None))
 
 
 @every
-def test_neither_beliefs_nor_memory_are_changed(upkeep: Upkeep) -> None:
+def test_neither_beliefs_nor_memory_are_changed(upkeep: df.Upkeep) -> None:
     memory: dict[str, Tensor] = {
         "inference.gradient": torch.arange(6).double(),
         "inference.loss": torch.tensor(0.1).double(),
@@ -219,7 +218,7 @@ def test_neither_beliefs_nor_memory_are_changed(upkeep: Upkeep) -> None:
 
 
 @every
-def test_upkeep_comes_after_the_prediction(upkeep: Upkeep) -> None:
+def test_upkeep_comes_after_the_prediction(upkeep: df.Upkeep) -> None:
     """The prediction of a step is that of a filter without upkeep, from posterior and prior alike;
     the state is not.
     """

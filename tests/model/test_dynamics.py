@@ -6,8 +6,6 @@ import torch
 from torch import Tensor
 
 import driftfilter as df
-from driftfilter.gaussian.covariance import Covariance
-from driftfilter.model.dynamics import Dynamics
 from oracles import (
     MOTIONS,
     Array,
@@ -28,7 +26,7 @@ SOURCE = Moments(normals(2, seed=1), spd(2, 2))
 TWO = belief(SOURCE)
 
 
-def path(dynamics: Dynamics, state: Array, steps: int) -> Array:
+def path(dynamics: df.Dynamics, state: Array, steps: int) -> Array:
     """Parameters read out along the deterministic motion from a state [states], [steps + 1,
     parameters].
     """
@@ -111,7 +109,7 @@ def test_season_is_a_fourier_series(period: float, harmonics: int) -> None:
     ],
 )
 def test_reversion_shrinks_the_distance_to_the_source_mean(
-    dynamics: Dynamics, rho: float | None
+    dynamics: df.Dynamics, rho: float | None
 ) -> None:
     """Along each eigenvector of the source precision by ρ, or by 1 - η λ, a step."""
     values, vectors = np.linalg.eigh(np.linalg.inv(SOURCE.covariance))
@@ -131,7 +129,9 @@ PRECISIONS = tensor(np.array([2.0, 0.5]))
     "covariance",
     [df.Diagonal(1 / PRECISIONS), df.LowRank(PRECISIONS, torch.zeros(0, 2).double(), 1)],
 )
-def test_precision_reversion_of_an_uncorrelated_source_is_a_vector(covariance: Covariance) -> None:
+def test_precision_reversion_of_an_uncorrelated_source_is_a_vector(
+    covariance: df.Covariance,
+) -> None:
     """So that Diagonal and LowRank can carry it."""
     motion = df.PrecisionReversion(0.1)(df.Belief(tensor(SOURCE.mean), covariance))
     assert isinstance(motion.gain, Tensor)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from driftfilter import VARIANTS
+from driftfilter import VARIANTS, Consistency, MarginalEntropy
 from driftfilter.model.expansion import Expansion
 from driftfilter.model.losses import (
     ConjugatePseudoLabel,
@@ -25,7 +25,6 @@ from driftfilter.model.losses import (
     SoftLikelihoodRatio,
     Sum,
 )
-from driftfilter.model.views import Consistency, MarginalEntropy
 from small import refuses
 
 Array: TypeAlias = npt.NDArray[np.float64]

@@ -2,8 +2,6 @@
 fixed at the prior mean.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -11,10 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from driftfilter import VARIANTS
+from driftfilter import VARIANTS, Belief, Consistency, Diagonal, GaussianNoise, MarginalEntropy
 from driftfilter.base.randomness import Purpose, Randomness
-from driftfilter.gaussian.belief import Belief
-from driftfilter.gaussian.diagonal import Diagonal
 from driftfilter.model.losses import (
     Custom,
     Entropy,
@@ -26,7 +22,6 @@ from driftfilter.model.losses import (
 )
 from driftfilter.model.observation import Energy, Evaluation, Gibbs, Teacher
 from driftfilter.model.predictive import Lifted, LinearHead, PredictiveModel, ReadOut
-from driftfilter.model.views import Consistency, GaussianNoise, MarginalEntropy
 from driftfilter.model.weighting import (
     Constant,
     DiversityGate,
@@ -74,7 +69,7 @@ def slope(function: Callable[[Tensor], Tensor], theta: Tensor, h: float = 1e-3) 
 @pytest.mark.parametrize(
     ("model", "d"),
     [
-        pytest.param(*case, id=name, marks=() if name in ("head", "logistic") else pytest.mark.slow)
+        pytest.param(*case, id=name, marks=pytest.mark.slow if name == "perceptron" else ())
         for name, case in {
             "head": (LinearHead(3), 6),
             "logistic": (LinearHead(2, intercept=True), 3),
@@ -193,8 +188,12 @@ def test_the_sum_is_divided_by_the_batch_or_by_the_samples_kept(
 
 @pytest.mark.parametrize("over", ["batch", "kept"])
 def test_a_gate_that_keeps_nothing_gives_an_energy_of_zero(over: Literal["batch", "kept"]) -> None:
-    observation = Gibbs(Entropy(), EntropyGate(1e-6), over)
-    energy = energy_of(observation, LinearHead(2), torch.ones(1, dtype=torch.float64), normal(3, 1))
+    energy = energy_of(
+        Gibbs(Entropy(), EntropyGate(1e-6), over),
+        LinearHead(2),
+        torch.ones(1, dtype=torch.float64),
+        normal(3, 1),
+    )
     assert (energy.samples.used, energy.samples.coefficients.tolist()) == (0, [0.0] * 3)
     assert energy.evaluation.gradient().tolist() == [0.0]
 
@@ -216,8 +215,7 @@ def test_samples_below_the_threshold_have_no_weight(over: Literal["batch", "kept
 
 def test_the_memory_of_a_weighting_holds_only_samples_the_loss_looks_at() -> None:
     inputs = torch.tensor([[3.0], [0.1], [-4.0]], dtype=torch.float64)
-    observation = Gibbs(PseudoLabel(0.8), DiversityGate())
-    _, memory = observation(
+    _, memory = Gibbs(PseudoLabel(0.8), DiversityGate())(
         LinearHead(2), torch.ones(1, dtype=torch.float64), inputs, {}, RANDOMNESS
     )
     up = torch.sigmoid(inputs[[0, 2], 0]).mean()
@@ -257,8 +255,9 @@ def test_targets_and_weights_stay_those_of_the_prior_mean(loss: Loss) -> None:
     energy = energy_of(Gibbs(loss, Reliability(2.0)), LinearHead(2), anchor, inputs)
     evaluation = energy.at(-anchor)
     views = torch.stack([LinearHead(2)(-anchor, view) for view in energy.views])
-    targets = loss.targets(LinearHead(2)(anchor, inputs))
-    expected = loss.expand(views, targets, energy.samples.weights)
+    expected = loss.expand(
+        views, loss.targets(LinearHead(2)(anchor, inputs)), energy.samples.weights
+    )
     torch.testing.assert_close(
         (evaluation.expansion.value, evaluation.expansion.gradient),
         (expected.value, expected.gradient),

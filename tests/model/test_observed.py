@@ -156,9 +156,11 @@ def test_outputs_for_the_loss_under_a_dynamic_with_hidden_states() -> None:
         seen.append(observed.shape[-1])
         return observed.logsumexp(-1)
 
-    model = TwoHeads().double().eval()
     net = df.Network(
-        model, statistics="source", output=lambda heads: heads[0], observed=lambda heads: heads[1]
+        TwoHeads().double().eval(),
+        statistics="source",
+        output=lambda heads: heads[0],
+        observed=lambda heads: heads[1],
     )
     filt = df.Filter(net, df.Transition(df.LocalTrend(order=1), df.Isotropic(0.01)), df.Gibbs(loss))
     state = filt.init(

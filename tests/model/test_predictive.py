@@ -208,8 +208,9 @@ def test_an_intercept_alone_is_a_model() -> None:
 def test_inputs_take_the_type_of_the_parameters(dtype: torch.dtype) -> None:
     inputs = torch.tensor([[1, 2], [3, 0]], dtype=dtype)
     for theta in (torch.tensor([0.5, -1.0]), torch.tensor([0.5, -1.0], dtype=torch.float64)):
-        logits = LinearHead(2)(theta, inputs)
-        assert torch.equal(logits, torch.tensor([[0.0, -1.5], [0.0, 1.5]], dtype=theta.dtype))
+        assert torch.equal(
+            LinearHead(2)(theta, inputs), torch.tensor([[0.0, -1.5], [0.0, 1.5]], dtype=theta.dtype)
+        )
 
 
 test_refusals_say_what_is_wrong = refuses(

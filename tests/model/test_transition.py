@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 import driftfilter as df
-from driftfilter.gaussian.covariance import Covariance
 from oracles import (
     MOTIONS,
     NOISES,
@@ -122,9 +121,11 @@ def test_moves_mean_and_covariance(parts: tuple[Part, ...]) -> None:
     """From a belief that is not the source, several times over."""
     system = System(parts, SOURCE)
     transition, source = system.transition(), belief(system.source)
-    factor = normals(2, len(system.source.mean), seed=3)
     exact = Moments(
-        system.source.mean + 0.5, conditioned(system.source.covariance, factor, np.ones(1))
+        system.source.mean + 0.5,
+        conditioned(
+            system.source.covariance, normals(2, len(system.source.mean), seed=3), np.ones(1)
+        ),
     )
     moving = belief(exact)
     for _ in range(5):
@@ -140,7 +141,7 @@ SPLIT = [
     (Part("MeanReversion", "Discount", 2), Part("Affine number", "Discount", 4)),
 ]
 VARIANCES = np.array([0.5, 1.0, 2.0, 0.8, 1.5, 0.7])
-STRUCTURED: dict[str, Covariance] = {
+STRUCTURED: dict[str, df.Covariance] = {
     "Diagonal": df.Diagonal(tensor(VARIANCES)),
     "LowRank": df.LowRank(tensor(1 / VARIANCES), torch.zeros(0, 6).double(), rank=6),
     "Blocks of Full": df.Blocks((df.Full(tensor(spd(2, 0))), df.Full(tensor(spd(4, 1))))),
@@ -514,7 +515,7 @@ def test_a_reset_without_a_variance_is_to_the_source(structure: str) -> None:
     matrix = torch.diag(torch.tensor([0.5, 0.2, 0.9], dtype=torch.float64))
     if structure in ("full", "blocks"):
         matrix[1, 2] = matrix[2, 1] = 0.1
-    built: dict[str, Covariance] = {
+    built: dict[str, df.Covariance] = {
         "full": df.Full(matrix),
         "diagonal": df.Diagonal(matrix.diagonal()),
         "low_rank": df.LowRank(

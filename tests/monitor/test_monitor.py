@@ -142,8 +142,7 @@ def test_the_rise_of_uncertainty_is_in_deviations_of_a_sample() -> None:
     logits = torch.randn(300, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     old, new = (logits[:200] * 4).log_softmax(-1), (logits[200:] * 2).log_softmax(-1)
     before, after = (scipy.stats.entropy(part.exp().numpy(), axis=1) for part in (old, new))
-    found = compare(summary(new), summary(old))
-    assert found["rise"].item() == pytest.approx(
+    assert compare(summary(new), summary(old))["rise"].item() == pytest.approx(
         (after.mean() - before.mean()) / before.std(), rel=1e-9
     )
 
@@ -202,10 +201,9 @@ def test_a_stationary_stream_is_no_alarm(k: int, n: int, skew: float) -> None:
     none in 400 batches.
     """
     generator = torch.Generator().manual_seed(0)
-    shares = (torch.arange(k) + 1.0).pow(-skew)
-    labels, other = torch.multinomial(shares, 800 * n, replacement=True, generator=generator).view(
-        2, 400, n
-    )
+    labels, other = torch.multinomial(
+        (torch.arange(k) + 1.0).pow(-skew), 800 * n, replacement=True, generator=generator
+    ).view(2, 400, n)
     certainty = torch.rand(400, n, generator=generator) * 0.4 + 0.55
     source = torch.where(torch.rand(400, n, generator=generator) < 1 / 3, other, labels)
     assert not alarms(labels, certainty, k, source)
@@ -243,9 +241,8 @@ def alarms(
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("k", [2, 10, 300])
-@pytest.mark.parametrize("n", [1, 16, 256])
+@pytest.mark.parametrize("n", [pytest.param(1, marks=pytest.mark.slow), 16, 256])
 def test_one_class_is_an_alarm_at_once(k: int, n: int) -> None:
     generator = torch.Generator().manual_seed(0)
     before = max(8, -(-max(10 * k, 16 * SHORT) // n))
@@ -600,8 +597,9 @@ def test_detectors_are_asked_and_copied() -> None:
 
 
 def test_a_detector_of_river() -> None:
-    drift = pytest.importorskip("river.drift")
-    detectors = {"predictive_entropy": drift.PageHinkley(threshold=1.0)}
+    detectors = {
+        "predictive_entropy": pytest.importorskip("river.drift").PageHinkley(threshold=1.0)
+    }
     adapted = adapter("source", monitor=replace(df.Monitor.recording(), detectors=detectors))
     feed(adapted, map(inputs, range(60)))
     assert not [event for event in adapted.events if event.signal.startswith("detector")]

@@ -376,8 +376,10 @@ def test_a_batch_norm_with_a_forward_of_its_own(
             (expected_pullback(cotangents), expected_pullback.memory),
         )
     tangents = torch.randn(2, own.mean().numel(), dtype=torch.float64)
-    pushed = own.pushforward(own.mean(), inputs, tangents)
-    torch.testing.assert_close(pushed, other.pushforward(own.mean(), inputs, tangents))
+    torch.testing.assert_close(
+        own.pushforward(own.mean(), inputs, tangents),
+        other.pushforward(own.mean(), inputs, tangents),
+    )
     assert model[0].running_mean is not None  # the user's layer is as it was
     assert "inner" not in dict(model[0].named_modules())
 

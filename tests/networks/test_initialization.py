@@ -8,7 +8,6 @@ from torch import nn
 
 import driftfilter as df
 from driftfilter.base.tensors import as_text
-from driftfilter.networks.features import Backbone
 from driftfilter.networks.initialization import check, find_wanted, initialize
 from small import Written, assert_same, refuses
 
@@ -48,7 +47,7 @@ def test_what_a_batch_tells_is_found_once_and_stands(choice: str) -> None:
     if "head" in wants:
         assert as_text(start.found["head"]) == "head"
     if "center" in wants:
-        torch.testing.assert_close(start.found["center"], Backbone(model, "head")(BATCH).mean(0))
+        torch.testing.assert_close(start.found["center"], df.Backbone(model, "head")(BATCH).mean(0))
     for example in (None, BATCH + 1):
         again = initialize(model, parameters, "source", None, example, start.found)
         assert_same(

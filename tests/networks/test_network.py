@@ -97,9 +97,12 @@ def test_rows_are_the_gradients_of_each_sample_alone(case: str) -> None:
     alone = model.eval()
     for cotangent, rows in zip(cotangents, pullback(cotangents), strict=True):
         for sample in range(len(inputs)):
-            out = alone(inputs[sample : sample + 1])
             expected = flat(
-                torch.autograd.grad(out, selected(alone, network), cotangent[sample : sample + 1])
+                torch.autograd.grad(
+                    alone(inputs[sample : sample + 1]),
+                    selected(alone, network),
+                    cotangent[sample : sample + 1],
+                )
             )
             torch.testing.assert_close(rows[sample], expected)
 
@@ -154,8 +157,9 @@ def test_pushforward_is_the_slope_of_the_logits(
     network = df.Network(model, LAYERS, statistics)
     theta, tangents = network.mean(), torch.randn(2, len(network.mean()), dtype=torch.float64)
     with torch.no_grad():
-        moved = network.pushforward(theta, inputs, tangents)
-        for tangent, got in zip(tangents, moved, strict=True):
+        for tangent, got in zip(
+            tangents, network.pushforward(theta, inputs, tangents), strict=True
+        ):
             difference = network(theta + 1e-5 * tangent, inputs) - network(
                 theta - 1e-5 * tangent, inputs
             )
@@ -257,8 +261,9 @@ def test_the_fisher_of_weighted_samples_that_batch_statistics_couple(centered: b
     weights = energy.samples.coefficients
     assert weights.max() > 1.1 * weights.min()
     leaf = theta.clone().requires_grad_()
-    p = network(leaf, inputs).softmax(-1)
-    expected = torch.autograd.grad((weights * torch.special.entr(p).sum(-1)).sum(), leaf)[0]
+    expected = torch.autograd.grad(
+        (weights * torch.special.entr(network(leaf, inputs).softmax(-1)).sum(-1)).sum(), leaf
+    )[0]
     torch.testing.assert_close(gradient, expected, rtol=1e-8, atol=1e-10)
     rows = factor * weights.mean().sqrt() / 1.5 + (gradient / len(weights) if centered else 0)
     torch.testing.assert_close(rows.sum(0), expected, rtol=1e-8, atol=1e-10)

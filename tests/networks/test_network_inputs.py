@@ -222,14 +222,17 @@ def test_channels_last(selection: df.Selection, statistics: Any) -> None:
     expected = everything(df.Network(convolutional(), selection, statistics), images())
     last: nn.Module = convolutional().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     for model in (convolutional(), last):
-        network = df.Network(model, selection, statistics)
         assert_near(
-            everything(network, images().contiguous(memory_format=torch.channels_last)),
+            everything(
+                df.Network(model, selection, statistics),
+                images().contiguous(memory_format=torch.channels_last),
+            ),
             expected,
             1e-5,
         )
-    theta = df.Network(last, selection).mean()
-    torch.testing.assert_close(theta, df.Network(convolutional(), selection).mean())
+    torch.testing.assert_close(
+        df.Network(last, selection).mean(), df.Network(convolutional(), selection).mean()
+    )
 
 
 @pytest.mark.slow

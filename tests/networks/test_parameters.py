@@ -5,7 +5,6 @@ from torch import nn
 
 import driftfilter as df
 from driftfilter.networks.layers import NORMS
-from driftfilter.networks.parameters import select
 from small import refuses
 
 
@@ -36,7 +35,7 @@ def test_names_in_the_order_of_the_network(selection: df.Selection, names: list[
     model = network()
     assert selection(model) == names
     known = dict(model.named_parameters())
-    assert all(parameter is known[name] for name, parameter in select(model, selection).items())
+    assert all(parameter is known[name] for name, parameter in df.select(model, selection).items())
 
 
 def test_a_network_that_is_one_layer() -> None:
@@ -83,7 +82,7 @@ test_selecting_nothing_says_what_there_is = refuses(
             r"Head.name must be the name of a linear layer, one of \[\], got ''",
         ),
     ],
-    lambda selection, model: select(model, selection),
+    lambda selection, model: df.select(model, selection),
 )
 
 

@@ -12,7 +12,6 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import driftfilter as df
-from driftfilter.networks.network import Network
 from driftfilter.networks.row_check import some, wrong_rows
 from small import Written
 
@@ -52,9 +51,9 @@ def checkpointed(model: Any, inputs: Tensor) -> Any:
     return model.head(inner.mean(1))
 
 
-def network(forward: Forward) -> Network:
+def network(forward: Forward) -> df.Network:
     torch.manual_seed(0)
-    return Network(written(forward).double(), df.AllParameters(), "source")
+    return df.Network(written(forward).double(), df.AllParameters(), "source")
 
 
 def batch(samples: int = 4, tokens: int = 4) -> Tensor:
@@ -73,7 +72,7 @@ KINDS = [
 ]
 
 
-def assert_rows(model: Network, theta: Tensor, inputs: Tensor) -> None:
+def assert_rows(model: df.Network, theta: Tensor, inputs: Tensor) -> None:
     """Rows equal the gradients of batches of one."""
     logits, pullback = model.pullback(theta, inputs)
     cotangents = torch.randn_like(logits)
@@ -166,7 +165,7 @@ def test_a_tied_head_adapts_with_per_sample_curvature() -> None:
     adapter = df.adapt(model, recipe)
     adapter(WORDS)
     theta = df.adapt(model, recipe).belief.mean.requires_grad_()
-    p = Network(model, df.AllParameters(), "source")(theta, WORDS).softmax(-1)
+    p = df.Network(model, df.AllParameters(), "source")(theta, WORDS).softmax(-1)
     losses = -(p * (p.log() - p.mean(0).detach().log())).sum(-1)
     rows = torch.stack(
         [

@@ -19,7 +19,7 @@ from scipy import stats
 import driftfilter as df
 from driftfilter.app import cli, commands
 from driftfilter.app.paper import cases, reproduce
-from driftfilter.app.paper.dynamics import DynamicsExample
+from driftfilter.app.paper.dynamics import DynamicsExample, Prior
 from driftfilter.app.paper.linear import Linear
 from driftfilter.app.paper.moons import Moons
 from driftfilter.app.paper.pinwheel import Pinwheel
@@ -79,9 +79,9 @@ def test_polynomial_features_are_all_monomials() -> None:
 
 
 def test_moons_lie_on_their_arcs_at_beta_angles() -> None:
-    example = Moons(noise=0.0)
-    places = torch.full((4000,), 0.8, dtype=torch.float64)
-    inputs, labels = example.draw(places, 0.5, torch.Generator().manual_seed(0))
+    inputs, labels = Moons(noise=0.0).draw(
+        torch.full((4000,), 0.8, dtype=torch.float64), 0.5, torch.Generator().manual_seed(0)
+    )
     centers = torch.tensor([[0.0, 0.0], [1.0, 0.5]], dtype=torch.float64)[labels]
     torch.testing.assert_close(
         (inputs - centers).norm(dim=-1), torch.ones(4000, dtype=torch.float64)
@@ -92,8 +92,7 @@ def test_moons_lie_on_their_arcs_at_beta_angles() -> None:
 
 
 def test_pinwheel_unwinds_to_its_blades() -> None:
-    example = Pinwheel(turn=0.3)
-    inputs, labels = example.draw(
+    inputs, labels = Pinwheel(turn=0.3).draw(
         torch.full((4000,), 0.5, dtype=torch.float64), 1 / 3, torch.Generator().manual_seed(0)
     )
     radius = inputs.norm(dim=-1)  # of (r + 0.3 e₁, 0.1 e₂): nearly its first coordinate
@@ -117,10 +116,14 @@ def test_linear_classes_move_together() -> None:
     assert inputs[labels == 1].mean(0).tolist() == pytest.approx([3.5, 2.0], abs=0.04)
 
 
+@pytest.fixture(scope="module")
+def drawn() -> dict[str, Prior]:
+    return DynamicsExample().run(2000)
+
+
 @pytest.mark.parametrize("name", ["random walk", "polynomial trend", "seasonal", "mean reversion"])
-def test_drawn_paths_have_the_moments_of_the_prior(name: str) -> None:
-    example = DynamicsExample()
-    prior = example.run(2000)[name]
+def test_drawn_paths_have_the_moments_of_the_prior(name: str, drawn: dict[str, Prior]) -> None:
+    example, prior = DynamicsExample(), drawn[name]
     steps, count = torch.arange(example.steps + 1, dtype=torch.float64), len(prior.paths)
     start, noise, small = example.deviation**2, example.noise**2, (example.noise / 30) ** 2
     angle = 2 * math.pi * steps / example.period
@@ -169,6 +172,7 @@ def test_the_filter_follows_what_the_source_loses(
     assert not is_alarmed(example, ours)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("structure", ["diagonal", "low rank"])
 def test_moons_under_every_structure(structure: str) -> None:
     (source,), (ours,) = run_pairs(Moons(structure=structure), [SEEDS[0]])
@@ -176,6 +180,7 @@ def test_moons_under_every_structure(structure: str) -> None:
     assert ours.nll < source.nll
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "example",
     [Linear(shift=0.0, steps=300), Moons(end=0.8, steps=50), Pinwheel(radius=1.0, steps=40)],
@@ -234,8 +239,9 @@ def test_the_supervised_bound_is_the_laplace_posterior_of_all_labels_where_nothi
     problem = example.problem(SEEDS[0])
     belief = example.source(problem.source)
     ours = run_supervised(example, belief, problem, 0).beliefs[-1]
-    model = example.filter().logits
-    whole = df.fit_laplace(model, belief, problem.stream.inputs[0], problem.stream.labels[0])
+    whole = df.fit_laplace(
+        example.filter().logits, belief, problem.stream.inputs[0], problem.stream.labels[0]
+    )
     torch.testing.assert_close(moments(ours), moments(whole))
 
 
@@ -390,6 +396,7 @@ def test_linear_example_follows_the_drift(linear: tuple[list[Scores], list[Score
     assert min(each.end_accuracy for each in ours) > 0.9  # never collapses
 
 
+@pytest.mark.slow
 def test_the_control_without_drift_stays_at_the_source() -> None:
     source, ours = run_pairs(Linear(shift=0.0, steps=300), range(5))
     assert mean(ours, "accuracy") >= mean(source, "accuracy") - 0.005

@@ -20,13 +20,10 @@ import driftfilter as df
 import published.filters as dense
 import published.gradient_steps as by_hand
 import published.ours as own_filters
-from driftfilter.adapter.adapter import Adapter
 from driftfilter.app.models import load
 from driftfilter.app.streams import sample_images
 from driftfilter.base.randomness import Purpose, Randomness
 from driftfilter.gaussian.covariance import antithetic
-from driftfilter.gaussian.diagonal import Diagonal
-from driftfilter.gaussian.lowrank import LowRank
 from small import moments, refuses
 
 SEED = 3
@@ -36,24 +33,24 @@ def draws_of(purpose: Purpose, step: int) -> torch.Generator:
     return Randomness(SEED, step, torch.device("cpu")).generator(purpose)
 
 
-def mean_of(adapter: Adapter) -> Tensor:
+def mean_of(adapter: df.Adapter) -> Tensor:
     return adapter.belief.mean
 
 
 class Case(NamedTuple):
     """A preset on a stream, and what its authors' loop does there."""
 
-    adapter: Adapter
+    adapter: df.Adapter
     batches: list[Tensor]
     steps: list[by_hand.Step]
-    read: Callable[[Adapter], Tensor] = mean_of  # parameters as the loop has them after a step
+    read: Callable[[df.Adapter], Tensor] = mean_of  # parameters as the loop has them after a step
     learns: bool = True
 
 
 MODEL, STREAM = by_hand.network(), by_hand.stream()
 
 
-def adapter_of(preset: str, model: nn.Module = MODEL, **options: Any) -> Adapter:
+def adapter_of(preset: str, model: nn.Module = MODEL, **options: Any) -> df.Adapter:
     return df.adapt(model, preset, seed=SEED, **options)
 
 
@@ -121,8 +118,11 @@ def eta() -> Case:
 
 def eata() -> Case:
     data = torch.cat(by_hand.stream(4, seed=5))[:40]
-    fisher = by_hand.eata_fisher(MODEL, data.split(16))
-    steps = list(by_hand.eata_loop(MODEL, STREAM, **GATES, fisher=fisher, alpha=200.0))
+    steps = list(
+        by_hand.eata_loop(
+            MODEL, STREAM, **GATES, fisher=by_hand.eata_fisher(MODEL, data.split(16)), alpha=200.0
+        )
+    )
     free = list(by_hand.eata_loop(MODEL, STREAM, **GATES))
     assert (steps[-1].parameters - free[-1].parameters).abs().max() > 1e-3  # the anchor pulls
     adapter = adapter_of("eata", **GATES, alpha=200.0, data=df.SourceData(data, batch_size=16))
@@ -160,7 +160,7 @@ def roid() -> Case:
     )
     assert all(0 < step.kept < 12 for step in steps)
 
-    def reverted(adapter: Adapter) -> Tensor:
+    def reverted(adapter: df.Adapter) -> Tensor:
         """The authors revert after a step, the filter before the next one."""
         return 0.9 * adapter.belief.mean + 0.1 * adapter.state.source.mean
 
@@ -208,8 +208,11 @@ def cotta() -> Case:
     def restore(gradient: Tensor, step: int) -> Tensor:
         return torch.rand(len(gradient), generator=draws_of(Purpose.UPKEEP, step)) < 0.2
 
-    views = noisy_views(Purpose.TEACHER, 4)
-    steps = list(by_hand.cotta_loop(MODEL, batches, 0.02, 0.7, confidence, views, restore))
+    steps = list(
+        by_hand.cotta_loop(
+            MODEL, batches, 0.02, 0.7, confidence, noisy_views(Purpose.TEACHER, 4), restore
+        )
+    )
     assert {step.note for step in steps} == {"clean", "augmented"}
     adapter = adapter_of(
         "cotta",
@@ -226,17 +229,24 @@ def cotta() -> Case:
 def petal() -> Case:
     (batches, confidence), data = less_sure_first(), by_hand.stream(2, seed=6)
     model = by_hand.by_batch(MODEL)
-    names = [name for name, _ in model.named_parameters()]
     precision, start = (
-        dense.gauss_newton_diagonal(model, names, data),
+        dense.gauss_newton_diagonal(model, [name for name, _ in model.named_parameters()], data),
         by_hand.flat(MODEL.parameters()),
     )
 
     def restore(gradient: Tensor, step: int) -> Tensor:
         return gradient**2 < torch.quantile(gradient**2, 0.2)
 
-    views = noisy_views(Purpose.TEACHER, 3)
-    loop = partial(by_hand.cotta_loop, MODEL, batches, 0.02, 0.7, confidence, views, restore)
+    loop = partial(
+        by_hand.cotta_loop,
+        MODEL,
+        batches,
+        0.02,
+        0.7,
+        confidence,
+        noisy_views(Purpose.TEACHER, 3),
+        restore,
+    )
     steps, free = list(loop(pull=lambda theta: 0.05 * precision * (theta - start))), list(loop())
     assert (steps[-1].parameters - free[-1].parameters).abs().max() > 1e-3
     assert all(step.kept == 91 for step in steps)  # 0.2 of 455
@@ -353,10 +363,10 @@ def stad_vmf() -> Case:
 
 def paper(preset: str, diagonal: bool, samples: int = 0) -> Case:
     variance = 0.05
-    covariance = Diagonal(torch.full((22,), variance).double()) if diagonal else None
+    covariance = df.Diagonal(torch.full((22,), variance).double()) if diagonal else None
 
     def draws(step: int) -> Tensor:
-        spread = covariance or LowRank.isotropic(variance, 22, 22, torch.zeros(22).double())
+        spread = covariance or df.LowRank.isotropic(variance, 22, 22, torch.zeros(22).double())
         return antithetic(spread, samples, draws_of(Purpose.INFERENCE, step))
 
     steps = dense.paper_loop(MODEL, STREAM, 3.0, variance, diagonal, draws if samples else None)

@@ -2,8 +2,6 @@
 end: test_posterior.py).
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -31,7 +31,7 @@ def backwards() -> nn.Module:
     )
 
 
-def images(seed: int, count: int = 6) -> Tensor:
+def images(seed: int, count: int = 4) -> Tensor:
     return torch.randn(count, 3, 6, 6, generator=torch.Generator().manual_seed(seed))
 
 
@@ -78,7 +78,7 @@ def test_a_resumed_stream_goes_on_bit_for_bit(preset: str, way: str, batches: in
     assert torch.equal(
         inside["linear"].get_parameter("weight"), parent["linear"].get_parameter("weight")
     )
-    for seed in range(10, 13):
+    for seed in (10, 11):
         expected = running(images(seed))
         assert_same((alone(images(seed)), inside["it"](images(seed))), (expected, expected))
     assert_same(alone.state_dict(), running.state_dict())

@@ -22,6 +22,7 @@ from driftfilter.app.bench.protocols import (
 )
 from driftfilter.app.corruptions import CORRUPTIONS
 from driftfilter.app.streams import Shift
+from small import refuses
 
 NAMES = ("fog", "snow", "frost")
 LABELS = torch.arange(1000) * 7 % 10
@@ -232,8 +233,7 @@ def test_order_and_shuffling_follow_the_seed() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
+test_refused_streams = refuses(
     [
         ({"corruptions": ()}, "corruptions must be a tuple of distinct names"),
         ({"corruptions": ("fog", "fog")}, "corruptions must be a tuple of distinct names"),
@@ -246,15 +246,11 @@ def test_order_and_shuffling_follow_the_seed() -> None:
         ({"shuffled": 1}, "shuffled must be True or False, got 1"),
         ({"seed": -1}, "seed must be an integer >= 0, got -1"),
     ],
-    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+    by=lambda fields: StreamSettings(**fields),
 )
-def test_refused_streams(fields: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        StreamSettings(**fields)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
+test_refused_protocols = refuses(
     [
         (lambda: Continual(0), "rounds must be an integer >= 1"),
         (lambda: Recurring(0), "rounds must be an integer >= 1"),
@@ -265,8 +261,4 @@ def test_refused_streams(fields: dict[str, object], message: str) -> None:
             "images must be at most 1000, the samples there are, got 1001",
         ),
     ],
-    ids=["continual", "recurring", "correlated", "slots", "images"],
 )
-def test_refused_protocols(make: object, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make()  # type: ignore[operator]

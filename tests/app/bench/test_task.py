@@ -123,8 +123,9 @@ def test_what_is_predicted_beside_the_steps_is_as_precise(shared: Bench) -> None
 
 
 def _source(labels: Tensor | None) -> SourceImages:
-    images = (255 * uniform(50, 3, 32, 32, seed=5)).byte()
-    return SourceImages(images, labels, "train.npz", "3" * 64)
+    return SourceImages(
+        (255 * uniform(50, 3, 32, 32, seed=5)).byte(), labels, "train.npz", "3" * 64
+    )
 
 
 def test_source_samples_reach_the_presets_that_want_them(shared: Bench, data: Generated) -> None:

@@ -3,6 +3,7 @@ JPEG by themselves.
 """
 
 import io
+from functools import cache
 from itertools import pairwise
 
 import numpy as np
@@ -17,6 +18,7 @@ from driftfilter.app.images.image_filters import affine_grid, pixel_grid, sample
 from driftfilter.app.images.jpeg import recompress
 
 
+@cache
 def _made(n: int, size: int = 32) -> Tensor:
     return textures.frost(torch.zeros(n, 3, size, size), Generator().manual_seed(0))
 

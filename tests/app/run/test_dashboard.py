@@ -54,10 +54,15 @@ def test_all_that_is_known_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     assert "no rate yet" in drawn(dashboard)
     assert "unknown" in row(drawn(dashboard), "distance")
-    signals = df.Signals(distance=0.25)
     dashboard.on_step(
         record(
-            5, [0, 0, 0, 1], right=3, judged=4, accuracy=23 / 44, signals=signals, events=(EVENT,)
+            5,
+            [0, 0, 0, 1],
+            right=3,
+            judged=4,
+            accuracy=23 / 44,
+            signals=df.Signals(distance=0.25),
+            events=(EVENT,),
         )
     )
     dashboard.on_step(df.StepRecord(6, 4, 0.0, notes={"skipped": "bad"}))
@@ -94,8 +99,9 @@ def test_the_last_picture_stays_and_others_come_now_and_then(
 
 def test_many_classes_are_put_together() -> None:
     dashboard = Dashboard(Tally(), None)
-    logs = torch.eye(12, dtype=torch.float64).log()
-    dashboard.on_step(df.StepRecord(0, 12, 1.0, log_probabilities=logs))
+    dashboard.on_step(
+        df.StepRecord(0, 12, 1.0, log_probabilities=torch.eye(12, dtype=torch.float64).log())
+    )
     assert row(drawn(dashboard), "samples").split("samples")[1].strip().startswith("12 of ?")
     assert "others  33%" in drawn(dashboard)
 

@@ -112,8 +112,10 @@ def test_weights_of_either_kind(here: Path) -> None:
     torch.save(other_weights(), "w.pt")
     torch.save({"state_dict": other_weights(), "epoch": 3}, "w.pth")
     for name in ("w.safetensors", "w.pt", "w.pth"):
-        model = open_model("own_net:make", Path(name))
-        assert torch.equal(model.get_parameter("weight"), other_weights()["weight"])
+        assert torch.equal(
+            open_model("own_net:make", Path(name)).get_parameter("weight"),
+            other_weights()["weight"],
+        )
 
 
 class Evil:
