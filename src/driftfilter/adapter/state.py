@@ -14,7 +14,7 @@ from driftfilter.base.checks import require, require_finite
 from driftfilter.base.inputs import Inputs, batch_size, check_inputs, each, join_batches, samples
 from driftfilter.base.tensors import as_tensor, as_text
 from driftfilter.callbacks import StepRecord
-from driftfilter.filtering import Filter, FilterState, StepInfo
+from driftfilter.filtering import FilterState, StepInfo
 from driftfilter.inference.prediction import MAP
 from driftfilter.monitor.state import MONITOR, MonitorState, Signals
 from driftfilter.recipe import Recipe
@@ -42,12 +42,6 @@ class AdapterState(NamedTuple):
     number: int = 0  # of calls before, adapter(x) or update, as callbacks are told
     info: StepInfo | None = None
     watch: MonitorState = MonitorState()
-
-    @property
-    def filter(self) -> Filter:
-        """On the model as it was read."""
-        assert self.bound is not None
-        return self.bound.filter
 
     @property
     def current(self) -> FilterState:

@@ -110,10 +110,8 @@ class _Gathered(torch.autograd.Function):
 
 _CURRENT: ContextVar[Shards | None] = ContextVar("shards", default=None)
 
-
-def current() -> Shards | None:
-    """The shards of the batch at hand; None if this process has all of it."""
-    return _CURRENT.get()
+# The shards of the batch at hand; None if this process has all of it.
+current = _CURRENT.get
 
 
 @contextmanager

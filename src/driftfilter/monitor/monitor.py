@@ -174,7 +174,8 @@ class Monitor(Checked):
         recent = fade(past.recent, batch, samples, STEADY)
         if probe is not None:
             pairs = add_pairs(pairs, log_probabilities, probe)
-        against = {} if past.reference is None else compare(recent, past.reference)
+        history = past.reference
+        against = {} if history is None else compare(recent, history)
         against |= {} if pairs is None else count_lost(pairs, classes)
         numbers = _numbers(named | shape_of(batch) | against)  # the only look at the device
         evidence = Evidence.of({name: numbers.pop(name) for name in against}, classes)
@@ -190,7 +191,7 @@ class Monitor(Checked):
         worst = self._worst(past, seen)
         on_probation = worst == "probation" or (past.trying and _severity(worst) <= _PROBATION)
         due = (past.batches + 1) % self.lag == 0
-        if not (on_probation and due) or seen.batch is None or past.reference is None:
+        if not (on_probation and due) or seen.batch is None or past.history is None:
             return None
         return start if past.good is None else past.good
 
