@@ -175,6 +175,23 @@ def test_tensors_become_plain_numbers() -> None:
 
 
 @pytest.mark.slow
-def test_the_table_can_be_imported_before_anything_else() -> None:
-    """It names every module, and the package loads it in turn."""
-    subprocess.run([sys.executable, "-c", "import driftfilter.recipe"], check=True)
+@pytest.mark.parametrize(
+    "code",
+    [
+        # All modules with variants, and the package loads it in turn.
+        "import driftfilter.recipe as r; assert 'Mixture' in r.VARIANTS['inference']",
+        # No module but these: the role of a variant is known as soon as there is one.
+        """
+from driftfilter.inference.linearized import Linearized
+from driftfilter.model.weighting import Constant
+try:
+    Linearized(curvature=Constant())
+except ValueError as error:
+    assert "of role 'curvature'" in str(error), error
+else:
+    raise AssertionError("a weighting was taken for a curvature")
+""",
+    ],
+)
+def test_the_table_is_there_whatever_is_imported_first(code: str) -> None:
+    subprocess.run([sys.executable, "-c", code], check=True)

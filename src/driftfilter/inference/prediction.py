@@ -14,6 +14,7 @@ from driftfilter.base.checks import (
     NotNegative,
     Positive,
     PositiveCount,
+    register,
     require,
 )
 from driftfilter.base.inputs import Inputs
@@ -292,3 +293,17 @@ class LinearizedProbit(Checked, PredictionRule):
         gaps = logits[..., :, None] - logits[..., None, :]
         spread = (variance[..., :, None] + variance[..., None, :] - 2 * covariance).clamp_min(0)
         return Prediction((-torch.logsumexp(-kappa(spread) * gaps, -1)).log_softmax(-1), variance)
+
+
+register(
+    prediction=(
+        MAP,
+        MonteCarlo,
+        Tempered,
+        Moderated,
+        LinearizedGaussian,
+        LinearizedProbit,
+        PriorCorrection,
+        FromTeacher,
+    )
+)

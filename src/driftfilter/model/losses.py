@@ -20,6 +20,7 @@ from driftfilter.base.checks import (
     FractionBelowOne,
     NotNegative,
     PositiveFraction,
+    register,
     require,
     require_number,
     require_role,
@@ -388,3 +389,17 @@ def as_loss(field: str, loss: Any) -> Loss:
     require(counted, f"{field}.copies", loss.copies, "the number of views beside the inputs")
     own: Loss = loss
     return own
+
+
+register(
+    loss=(
+        Entropy,
+        SoftLikelihoodRatio,
+        PseudoLabel,
+        InformationMaximization,
+        GeneralizedCrossEntropy,
+        ConjugatePseudoLabel,
+        MarginalLikelihood,
+        Sum,
+    )
+)

@@ -17,6 +17,7 @@ from driftfilter.base.checks import (
     Fraction,
     PositiveCount,
     Role,
+    register,
     require,
     require_finite,
 )
@@ -331,3 +332,6 @@ class Evaluation:
 
 def _sum(pieces: list[Tensor]) -> Tensor:
     return pieces[0] if len(pieces) == 1 else torch.stack(pieces).sum(0)
+
+
+register(teacher=(Teacher,), observation=(Gibbs,))

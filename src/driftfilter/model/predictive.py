@@ -16,7 +16,7 @@ from typing import Protocol, TypeAlias, final, runtime_checkable
 import torch
 from torch import Tensor
 
-from driftfilter.base.checks import Checked, PositiveCount, require
+from driftfilter.base.checks import Checked, PositiveCount, register, require
 from driftfilter.base.inputs import Inputs, batch_size
 from driftfilter.gaussian.covariance import Covariance
 
@@ -340,3 +340,6 @@ class _ReadOutPullback(PullbackAround):
 
     def total(self, cotangents: Tensor) -> Tensor:
         return self.inner.total(cotangents) @ self.matrix
+
+
+register(model=(LinearHead,))

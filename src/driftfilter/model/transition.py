@@ -13,7 +13,7 @@ from typing import Annotated, NamedTuple, final
 import torch
 from torch import Tensor
 
-from driftfilter.base.checks import Checked, Role, require, require_count, unchecked
+from driftfilter.base.checks import Checked, Role, register, require, require_count, unchecked
 from driftfilter.gaussian.belief import Belief
 from driftfilter.gaussian.blocks import Blocks
 from driftfilter.gaussian.covariance import (
@@ -371,3 +371,6 @@ def _join(noises: Sequence[Noise], sizes: Sequence[int], like: Tensor) -> Noise:
         else:
             parts.append(noise)
     return Blocks(tuple(parts))
+
+
+register(dynamics=(BlockDynamics,), transition=(Transition,))

@@ -22,6 +22,27 @@ STEADY = 2 * SHORT
 LONG = 50  # samples of a class, on average, that are remembered of pairs
 
 
+class Signals(NamedTuple):
+    """What the monitor saw in the last step; NaN if there was nothing to see or to compare
+    with.
+    """
+
+    # By the belief against the source on the same samples: entropy in nats (see Monitor)
+    classes_lost: float = math.nan
+    share_gained: float = math.nan  # by the class that gained most, in nats a sample (see Monitor)
+    # Rise of the mean predictive entropy of the window, in deviations of a sample.
+    uncertainty: float = math.nan
+    # Of the mean from the source, in prior standard deviations (see deviation)
+    distance: float = math.nan
+    # KL(belief ‖ source) / d in nats, if the monitor has a threshold for it.
+    divergence: float = math.nan
+    marginal_entropy: float = math.nan  # of the classes predicted in this batch, in nats
+    largest_share: float = math.nan  # of a class in this batch
+    predictive_entropy: float = math.nan  # mean H(p_i) of this batch, in nats
+    effective_samples: float = math.nan  # (Σ w)² / Σ w² of this update
+    energy: float = math.nan  # E at the prior mean
+
+
 class Evidence(NamedTuple):
     """How far lately is from before, and -ln of the chance of that (at least; 0 if too few
     samples tell).

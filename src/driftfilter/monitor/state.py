@@ -1,20 +1,20 @@
-"""What a monitor sees, says and remembers: signals, events and the state between two steps, with
-its form in a checkpoint.
+"""What a monitor says and remembers: events and the state between two steps, with its form in a
+checkpoint.
 """
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 from torch import Tensor
 
 from driftfilter.base.checks import require, require_finite
 from driftfilter.base.tensors import as_tensor, as_text, map_tensors
 from driftfilter.filtering import FilterState
+from driftfilter.monitor.drift_tests import Signals as Signals  # beside events, for who reads both
 from driftfilter.storage.state_tensors import from_tensors, to_tensors
 
 MONITOR = "monitor."  # in a checkpoint
@@ -33,27 +33,6 @@ class Event:
     value: float
     threshold: float
     response: str
-
-
-class Signals(NamedTuple):
-    """What the monitor saw in the last step; NaN if there was nothing to see or to compare
-    with.
-    """
-
-    # By the belief against the source on the same samples: entropy in nats (see Monitor)
-    classes_lost: float = math.nan
-    share_gained: float = math.nan  # by the class that gained most, in nats a sample (see Monitor)
-    # Rise of the mean predictive entropy of the window, in deviations of a sample.
-    uncertainty: float = math.nan
-    # Of the mean from the source, in prior standard deviations (see deviation)
-    distance: float = math.nan
-    # KL(belief ‖ source) / d in nats, if the monitor has a threshold for it.
-    divergence: float = math.nan
-    marginal_entropy: float = math.nan  # of the classes predicted in this batch, in nats
-    largest_share: float = math.nan  # of a class in this batch
-    predictive_entropy: float = math.nan  # mean H(p_i) of this batch, in nats
-    effective_samples: float = math.nan  # (Σ w)² / Σ w² of this update
-    energy: float = math.nan  # E at the prior mean
 
 
 @final

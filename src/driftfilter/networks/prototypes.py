@@ -25,6 +25,7 @@ from driftfilter.base.checks import (
     NotNegative,
     Positive,
     PositiveCount,
+    register,
     require,
     require_finite,
     require_shape,
@@ -435,3 +436,6 @@ def _directional_update(
     a, w = head.split(prior.mean)
     moved = w + head.concentration * (shares.mT @ functional.normalize(features, dim=-1))
     return unchecked(Belief, mean=head.join(a, moved), covariance=prior.covariance)
+
+
+register(inference=(Supports, Mixture), parameters=(Prototypes,))

@@ -20,6 +20,7 @@ from driftfilter.base.checks import (
     Positive,
     PositiveCount,
     Role,
+    register,
     require,
     require_number,
     require_shape,
@@ -426,3 +427,6 @@ def _backtrack(
         "logits must be smooth in theta: no step along the Newton direction lowers the "
         f"objective {before:g}"
     )
+
+
+register(source=(PointMass, Gaussian, Laplace))
