@@ -3,8 +3,6 @@
 Torch is imported only by those that need it.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import os

@@ -7,8 +7,6 @@ of the pixelation) grow by min(h, w) / 32; amplitudes, thresholds, mixing weight
 stay. The generator's frost photographs are not shipped: see ``frost``.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import TypeAlias

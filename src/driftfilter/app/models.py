@@ -4,8 +4,6 @@ their larger kin.
 All take RGB images in [0, 1], [n, 3, 32, 32], and normalise inside the forward pass.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from importlib.resources import as_file, files

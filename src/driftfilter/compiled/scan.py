@@ -6,8 +6,6 @@ raises or needs more care with rounding, it hands back: the eager path takes tha
 state, and the scan goes on after it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property

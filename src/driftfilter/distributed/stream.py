@@ -7,8 +7,6 @@ needs them. Batch normalisation exchanges its moments (batch_norm.py). The rest 
 not know: a belief that is updated by the same numbers stays the same.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

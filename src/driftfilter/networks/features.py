@@ -6,8 +6,6 @@ derivatives have closed forms. The user's module is never changed: it is called 
 for each thread.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """The tables of a benchmark: on the terminal, in Markdown and in CSV."""
 
-from __future__ import annotations
-
 import csv
 import io
 import itertools

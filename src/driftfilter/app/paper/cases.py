@@ -1,7 +1,5 @@
 """The rows of an example's table, honest ones beside the good ones, and the example's claims."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace

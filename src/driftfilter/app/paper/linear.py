@@ -6,8 +6,6 @@ unit-precision prior; the bias is a random walk, the weights revert to the sourc
 says. Parameters are θ = [bias, weight 1, weight 2].
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import final

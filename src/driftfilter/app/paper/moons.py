@@ -5,8 +5,6 @@ at (1 - cos φ, 1/2 - sin φ), plus noise. Features are the monomials up to degr
 0.5)/1.0, (y - 0.25)/0.6).
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import final

@@ -7,8 +7,6 @@ Features are the monomials up to degree 7 of x/1.5; the loss is Brier against th
 clean input on 4 copies with Gaussian noise of sd 0.2.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import final

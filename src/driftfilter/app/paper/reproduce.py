@@ -2,8 +2,6 @@
 for each.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import statistics

@@ -4,8 +4,6 @@ An example says how its data are drawn, its model, its filter; everything else i
 Labels are seen by the source, by the evaluation, and by the supervised bound that says so.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Sequence
