@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from numbers import Integral
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
@@ -138,9 +138,7 @@ class FilterOptions:
         return found
 
 
-@final
-@dataclass(frozen=True, eq=False)
-class BoundFilter:
+class BoundFilter(NamedTuple):
     """A filter on the model as it was when it was read, and the state to start from."""
 
     filter: Filter
@@ -148,19 +146,19 @@ class BoundFilter:
     found: Mapping[str, Tensor]  # what batches have told about the model
     final: bool  # whether a batch could tell nothing more
     copied: bool  # whether some weights are copies, which do not see what is written to the model
-    _read: ModelSnapshot
+    read: ModelSnapshot
 
     def fits(self, model: nn.Module, example: Inputs | None, learned: bool) -> bool:
         """Whether this would be the filter on the model now, be it that something was ``learned``
         from its values or not.
         """
-        if model is not self._read.model or (example is not None and not self.final):
+        if model is not self.read.model or (example is not None and not self.final):
             return False
-        return self._read.holds(values=self.copied or not learned)
+        return self.read.holds(values=self.copied or not learned)
 
     def is_exact(self) -> bool:
         """Whether the model has not been written to since it was read."""
-        return self._read.holds(values=True)
+        return self.read.holds(values=True)
 
     def taking(self, state: FilterState) -> FilterState:
         """What was learned on the model before, where the model is now."""
@@ -175,9 +173,7 @@ class BoundFilter:
         return there
 
 
-@final
-@dataclass(frozen=True, eq=False)
-class ModelSnapshot:
+class ModelSnapshot(NamedTuple):
     """A model, and all by which a change of it is noticed."""
 
     model: nn.Module  # the user's, or the copy that an adapter takes along

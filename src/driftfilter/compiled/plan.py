@@ -119,8 +119,7 @@ def _number_curvature(curvature: Any) -> tuple[int, float]:
     """Kind of a curvature, and λ of the empirical Fisher."""
     require_covered("curvature", curvature)
     if isinstance(curvature, EmpiricalFisher):
-        kind = kinds.CENTERED_FISHER if curvature.centered else kinds.FISHER
-        return kind, float(curvature.scale)
+        return kinds.CENTERED_FISHER if curvature.centered else kinds.FISHER, float(curvature.scale)
     plain = {Hessian: kinds.HESSIAN, GaussNewton: kinds.GAUSS_NEWTON, NoCurvature: kinds.NONE}
     return plain[type(curvature)], 1.0
 
@@ -212,10 +211,8 @@ def _require_known(transition: Transition) -> None:
     """Raise for a noise of the user's own that depends on the belief: three probes would not tell
     what it does.
     """
-    parts = transition.dynamics.parts if type(transition.dynamics) is BlockDynamics else ()
-    for part in parts:
+    for part in transition.dynamics.parts if type(transition.dynamics) is BlockDynamics else ():
         _require_known(part)
-
     modules = {type(transition.noise).__module__, type(transition.dynamics).__module__}
     if not all(module.startswith("driftfilter.model.") for module in modules):
         raise Uncovered(f"the noise of {transition} depends on the belief in a way of your own")

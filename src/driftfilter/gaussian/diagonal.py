@@ -39,6 +39,7 @@ class Diagonal(Covariance):
     """
 
     values: Tensor  # [d] variances
+    is_diagonal = True
 
     def __post_init__(self) -> None:
         require_shape("Diagonal.values", self.values, "[d]", None)
@@ -107,10 +108,6 @@ class Diagonal(Covariance):
 
     def relative_trace(self, other: Covariance) -> Tensor:
         return (other.variance() * self.precision()).sum()
-
-    @property
-    def is_diagonal(self) -> bool:
-        return True
 
     def marginal(self, index: Index) -> Diagonal:
         return unchecked(Diagonal, values=self.values[index])

@@ -162,10 +162,7 @@ class Moderated(Checked, PredictionRule):
     limit: Annotated[float, Interval(1, math.inf)] = 4.0
     samples: PositiveCount = 100
     over_views: bool = False
-
-    @property
-    def learns(self) -> bool:
-        return True
+    learns = True
 
     def learn(self, prior: Belief, energy: Energy, memory: Memory) -> Memory:
         """The memory with the two sums of a batch, with w_i in place of w_i / n: batches count by

@@ -207,13 +207,8 @@ class InformationMaximization(Loss):
     for a single sample.
     """
 
-    @property
-    def minimum(self) -> int:
-        return 2
-
-    @property
-    def is_coupled(self) -> bool:
-        return True
+    minimum = 2
+    is_coupled = True
 
     def expand(self, logits: Tensor, targets: Targets, weights: Tensor) -> Expansion:
         logp = log_softmax(logits)

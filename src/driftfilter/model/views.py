@@ -260,10 +260,7 @@ class MarginalEntropy(Checked, Loss):
 
     augmentation: _Augmentation = field(default_factory=GaussianNoise)
     copies: PositiveCount = 8
-
-    @property
-    def is_coupled(self) -> bool:
-        return True
+    is_coupled = True
 
     def views(self, inputs: Inputs, generator: Callable[[], torch.Generator]) -> tuple[Inputs, ...]:
         return _views(self.augmentation, inputs, self.copies, generator())

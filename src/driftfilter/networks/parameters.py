@@ -92,8 +92,7 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
 
 
 def _own(name: str, module: nn.Module) -> list[str]:
-    prefix = f"{name}." if name else ""
-    return [prefix + own for own, _ in module.named_parameters(recurse=False)]
+    return [f"{name}.{own}" if name else own for own, _ in module.named_parameters(recurse=False)]
 
 
 @final

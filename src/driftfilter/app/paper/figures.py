@@ -21,7 +21,8 @@ from torch import Tensor
 import driftfilter as df
 from driftfilter.app import metrics
 from driftfilter.app.paper.dynamics import DynamicsExample, Prior
-from driftfilter.app.paper.trial import TIMES, Example, Problem, grid
+from driftfilter.app.paper.examples import TIMES, Example, Problem
+from driftfilter.app.paper.trial import grid
 
 if TYPE_CHECKING:
     from driftfilter.app.paper.reproduce import Result
