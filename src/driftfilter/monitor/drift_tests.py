@@ -7,10 +7,8 @@ fade. In the history the classes never fade, or a slow change would become the r
 do, for a model that adapts grows more certain.
 """
 
-from __future__ import annotations
-
 import math
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -52,7 +50,7 @@ class Evidence(NamedTuple):
     tails: tuple[float, ...] = (0.0,) * 3
 
     @classmethod
-    def of(cls, found: dict[str, float], classes: int) -> Evidence:
+    def of(cls, found: dict[str, float], classes: int) -> Self:
         """From what ``count_lost`` and ``compare`` found."""
         signals, tails = [math.nan] * 3, [0.0] * 3
         if found.get("pairs", 0) >= SHORT:

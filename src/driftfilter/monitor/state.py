@@ -2,12 +2,10 @@
 checkpoint.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, final
+from typing import Any, Self, final
 
 from torch import Tensor
 
@@ -65,7 +63,7 @@ class MonitorState:
         """[k + 3], the history without the latest batches, once there is so much."""
         return self.history if self.known is None else self.known
 
-    def move_to(self, mean: Tensor) -> MonitorState:
+    def move_to(self, mean: Tensor) -> Self:
         """What is remembered, on the device of a mean; states in its dtype too."""
 
         def there(state: FilterState | None) -> FilterState | None:
@@ -99,7 +97,7 @@ class MonitorState:
         }
 
     @classmethod
-    def from_tensors(cls, tensors: Mapping[str, Tensor], like: FilterState) -> MonitorState:
+    def from_tensors(cls, tensors: Mapping[str, Tensor], like: FilterState) -> Self:
         """What named tensors describe, for states of the structure and source of another one; a
         fresh one of none.
         """
@@ -129,7 +127,7 @@ class MonitorState:
         _require_fit(found)
         return cls(**plain, **states, **found).move_to(like.belief.mean)
 
-    def since(self, before: MonitorState) -> tuple[Event, ...]:
+    def since(self, before: Self) -> tuple[Event, ...]:
         """New events; neither their number tells, for old ones are dropped, nor equality with old
         ones.
         """
@@ -138,7 +136,7 @@ class MonitorState:
         old = set(map(id, before.events))
         return tuple(event for event in self.events if id(event) not in old)
 
-    def log(self, *events: Event) -> MonitorState:
+    def log(self, *events: Event) -> Self:
         """With more events; the last thousand are kept."""
         return replace(self, events=(*self.events, *events)[-KEPT:]) if events else self
 
