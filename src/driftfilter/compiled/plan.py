@@ -1,9 +1,7 @@
 """What a filter's rules are in the terms of the compiled step, or why they have none."""
 
-from __future__ import annotations
-
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,6 +11,7 @@ from driftfilter.base.checks import unchecked
 from driftfilter.base.tensors import map_tensors
 from driftfilter.compiled import terms as kinds
 from driftfilter.compiled.terms import PSEUDO_LABEL, MotionArrays, Rules
+from driftfilter.filtering import Filter
 from driftfilter.gaussian.belief import Belief
 from driftfilter.gaussian.covariance import Covariance
 from driftfilter.gaussian.diagonal import Diagonal
@@ -33,10 +32,6 @@ from driftfilter.model.losses import (
 from driftfilter.model.predictive import LinearHead
 from driftfilter.model.transition import BlockDynamics, BoundTransition, Transition
 from driftfilter.model.weighting import Constant, EntropyGate, Product, Reliability
-
-if TYPE_CHECKING:
-    from driftfilter.filtering import Filter
-
 
 # Role -> classes that compiled code covers; of the transition it covers all but one's own.
 COVERED: dict[str, tuple[type, ...]] = {

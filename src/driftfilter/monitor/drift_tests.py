@@ -180,8 +180,7 @@ def _spread(history: Tensor) -> Tensor:
 
 def _kl(p: Tensor, q: Tensor) -> Tensor:
     """p ln(p / q), 0 if p is."""
-    pieces: Tensor = torch.special.xlogy(p, p) - torch.special.xlogy(p, q)
-    return pieces
+    return torch.xlogy(p, p) - torch.xlogy(p, q)
 
 
 def _binary(p: Tensor, q: Tensor) -> Tensor:

@@ -2,13 +2,11 @@
 ``report``).
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import matplotlib as mpl
 import torch
@@ -22,10 +20,8 @@ import driftfilter as df
 from driftfilter.app import metrics
 from driftfilter.app.paper.dynamics import DynamicsExample, Prior
 from driftfilter.app.paper.examples import TIMES, Example, Problem
+from driftfilter.app.paper.reproduce import Result
 from driftfilter.app.paper.trial import grid
-
-if TYPE_CHECKING:
-    from driftfilter.app.paper.reproduce import Result
 
 CLASSES = ("#0072B2", "#D55E00", "#009E73")  # Okabe–Ito: told apart by all readers
 SOURCE_COLOR, FILTER_COLOR, BOUND_COLOR = "#7F7F7F", "#0072B2", "#009E73"
