@@ -3,7 +3,6 @@
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from importlib.resources import as_file, files
 from pathlib import Path
 from typing import Any, NamedTuple, Self, TypeAlias, final
@@ -173,16 +172,12 @@ class Stored:
             "kind": self.kind,
             "path": str(self.path),
             "frost": "as stored",
-            "sha256": self._sha256,
+            "sha256": self.sha256(),
         }
 
     def with_seed(self, seed: int) -> Self:
         """Itself: what is stored has no seed."""
         return self
-
-    @cached_property
-    def _sha256(self) -> str:
-        return self.sha256()
 
     def require(self, shift: Shift) -> None:
         """Raise unless the shift can be taken."""

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import driftfilter as df
 from driftfilter.app import metrics
-from driftfilter.app.paper.dynamics import DynamicsExample, Prior
+from driftfilter.app.paper.dynamics import Prior
 from driftfilter.app.paper.examples import TIMES, Example, Problem
 from driftfilter.app.paper.reproduce import Result
 from driftfilter.app.paper.trial import grid
@@ -52,7 +52,7 @@ def save(figure: Figure, stem: Path) -> None:
         figure.savefig(stem.with_suffix(".svg"), dpi=160, metadata={"Date": None})
 
 
-def draw_dynamics(example: DynamicsExample, priors: Mapping[str, Prior], shown: int = 12) -> Figure:
+def draw_dynamics(priors: Mapping[str, Prior], shown: int = 12) -> Figure:
     """Paths and mean in the parameter plane, marginal series with ±2 sd, and the induced lines; a
     column a transition.
     """

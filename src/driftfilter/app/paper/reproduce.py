@@ -153,7 +153,7 @@ def _write_dynamics(example: DynamicsExample, seed: int, folder: Path, figures: 
     if figures:
         from driftfilter.app.paper.figures import draw_dynamics, save
 
-        save(draw_dynamics(example, priors), folder / "dynamics")
+        save(draw_dynamics(priors), folder / "dynamics")
     measured = {
         "example": "dynamics",
         "version": df.__version__,
