@@ -164,6 +164,16 @@ def test_every_name_stands_once_and_is_public() -> None:
             assert "kind" not in [item.name for item in fields(cls)]
 
 
+@pytest.mark.parametrize(
+    ("base", "role"),
+    [(df.Loss, "loss"), (df.PredictionRule, "prediction"), (df.Dynamics, "dynamics")],
+)
+def test_every_public_class_of_a_role_is_registered(base: type, role: str) -> None:
+    public = (getattr(df, name) for name in df.__all__)
+    own = {cls.__name__ for cls in public if isinstance(cls, type) and base in cls.__mro__[1:]}
+    assert own == set(VARIANTS[role])
+
+
 def test_tensors_become_plain_numbers() -> None:
     gain: Tensor = torch.tensor([[0.5, 0.25], [0.0, 1.0]])
     variant = df.Affine(gain, torch.zeros(2))  # taken, and turned into plain numbers
