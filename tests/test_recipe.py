@@ -164,6 +164,16 @@ def test_every_name_stands_once_and_is_public() -> None:
             assert "kind" not in [item.name for item in fields(cls)]
 
 
+@pytest.mark.parametrize(
+    ("base", "role"),
+    [(df.Loss, "loss"), (df.PredictionRule, "prediction"), (df.Dynamics, "dynamics")],
+)
+def test_every_public_class_of_a_role_is_registered(base: type, role: str) -> None:
+    public = (getattr(df, name) for name in df.__all__)
+    own = {cls.__name__ for cls in public if isinstance(cls, type) and base in cls.__mro__[1:]}
+    assert own == set(VARIANTS[role])
+
+
 def test_tensors_become_plain_numbers() -> None:
     gain: Tensor = torch.tensor([[0.5, 0.25], [0.0, 1.0]])
     variant = df.Affine(gain, torch.zeros(2))  # taken, and turned into plain numbers
@@ -175,6 +185,23 @@ def test_tensors_become_plain_numbers() -> None:
 
 
 @pytest.mark.slow
-def test_the_table_can_be_imported_before_anything_else() -> None:
-    """It names every module, and the package loads it in turn."""
-    subprocess.run([sys.executable, "-c", "import driftfilter.recipe"], check=True)
+@pytest.mark.parametrize(
+    "code",
+    [
+        # All modules with variants, and the package loads it in turn.
+        "import driftfilter.recipe as r; assert 'Mixture' in r.VARIANTS['inference']",
+        # No module but these: the role of a variant is known as soon as there is one.
+        """
+from driftfilter.inference.linearized import Linearized
+from driftfilter.model.weighting import Constant
+try:
+    Linearized(curvature=Constant())
+except ValueError as error:
+    assert "of role 'curvature'" in str(error), error
+else:
+    raise AssertionError("a weighting was taken for a curvature")
+""",
+    ],
+)
+def test_the_table_is_there_whatever_is_imported_first(code: str) -> None:
+    subprocess.run([sys.executable, "-c", code], check=True)

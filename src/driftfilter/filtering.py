@@ -9,15 +9,13 @@
 State goes in; state, prediction and info come out. Nothing is changed in place.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from numbers import Integral
-from typing import Annotated, Any, Literal, NamedTuple, final
+from typing import Annotated, Any, Literal, NamedTuple, Self, final
 
 import torch
 from torch import Tensor
@@ -81,7 +79,7 @@ class FilterState:
     step: int = 0
     memory: Memory = field(default_factory=dict)  # named statistics of weighting and inference
 
-    def after(self, belief: Belief, memory: Memory) -> FilterState:
+    def after(self, belief: Belief, memory: Memory) -> Self:
         """The state one step later."""
         return FilterState(belief, self.source, self.parameters, self.seed, self.step + 1, memory)
 
@@ -97,7 +95,7 @@ class StepInfo(NamedTuple):
     coefficients: Tensor  # [n], w_i / n
 
     @classmethod
-    def of(cls, step: int, reason: str, energy: Energy) -> StepInfo:
+    def of(cls, step: int, reason: str, energy: Energy) -> Self:
         """The diagnostics of a step."""
         losses, samples = energy.evaluation.expansion.value, energy.samples
         return cls(step, not reason, reason, losses, samples.weights, samples.coefficients)

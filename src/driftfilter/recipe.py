@@ -1,9 +1,9 @@
-"""Recipe, one choice for every building block; the one table of variants; their form in TOML.
+"""Recipe, one choice for every building block; variants in TOML.
 
 A variant is a frozen dataclass. In TOML it is a table: ``kind`` names the class, the other keys are
-its fields. A line in the table VARIANTS is all that a class needs to be read, written, listed and
-checked: one of the package, which gets its conformance tests by it, and one of a user's own, added
-at run time as in ``df.VARIANTS["loss"]["Mine"] = Mine``.
+its fields. A place in the table VARIANTS is all that a class needs to be read, written, listed and
+checked: one of the package, which its module registers and which gets its conformance tests by it,
+and one of a user's own, added at run time as in ``df.VARIANTS["loss"]["Mine"] = Mine``.
 """
 
 from __future__ import annotations
@@ -21,28 +21,25 @@ from driftfilter.base.checks import (
     Count,
     Role,
     nearest,
+    register,
     require,
     role_of,
 )
+
+# Those with an "as" are not named below: all variants are in the table once this module is loaded.
 from driftfilter.inference import (
-    curvature,
     linearized,
-    optimizers,
+    optimizers as optimizers,
     prediction,
-    resets,
-    variational,
+    variational as variational,
 )
-from driftfilter.model import (
-    dynamics,
-    losses,
-    noise,
-    observation,
-    predictive,
-    transition,
-    views,
-    weighting,
+from driftfilter.model import observation, predictive, transition, views as views
+from driftfilter.networks import (
+    batch_norm,
+    lora as lora,
+    parameters,
+    prototypes as prototypes,
 )
-from driftfilter.networks import batch_norm, lora, parameters, prototypes
 from driftfilter.source import posterior
 
 
@@ -83,104 +80,7 @@ class Recipe(Checked):
         return filtering.Filter(model, *rules, self.predict_from, self.upkeep)
 
 
-VARIANTS |= {
-    "model": {"LinearHead": predictive.LinearHead},
-    "statistics": {"PseudoCount": batch_norm.PseudoCount, "Ema": batch_norm.Ema},
-    "dynamics": {
-        "RandomWalk": dynamics.RandomWalk,
-        "MeanReversion": dynamics.MeanReversion,
-        "PrecisionReversion": dynamics.PrecisionReversion,
-        "LocalTrend": dynamics.LocalTrend,
-        "Seasonal": dynamics.Seasonal,
-        "BlockDynamics": transition.BlockDynamics,
-        "Affine": dynamics.Affine,
-    },
-    "noise": {
-        "Isotropic": noise.Isotropic,
-        "FullNoise": noise.FullNoise,
-        "Discount": noise.Discount,
-        "Reset": noise.Reset,
-        "Stationary": noise.Stationary,
-        "Restore": noise.Restore,
-        "NoNoise": noise.NoNoise,
-    },
-    "transition": {"Transition": transition.Transition},
-    "loss": {
-        "Entropy": losses.Entropy,
-        "SoftLikelihoodRatio": losses.SoftLikelihoodRatio,
-        "PseudoLabel": losses.PseudoLabel,
-        "InformationMaximization": losses.InformationMaximization,
-        "Consistency": views.Consistency,
-        "MarginalEntropy": views.MarginalEntropy,
-        "GeneralizedCrossEntropy": losses.GeneralizedCrossEntropy,
-        "ConjugatePseudoLabel": losses.ConjugatePseudoLabel,
-        "MarginalLikelihood": losses.MarginalLikelihood,
-        "Sum": losses.Sum,
-    },
-    "augmentation": {
-        "GaussianNoise": views.GaussianNoise,
-        "ImageViews": views.ImageViews,
-        "Mirror": views.Mirror,
-    },
-    "weighting": {
-        "Constant": weighting.Constant,
-        "Reliability": weighting.Reliability,
-        "EntropyGate": weighting.EntropyGate,
-        "DiversityGate": weighting.DiversityGate,
-        "CertaintyDiversity": weighting.CertaintyDiversity,
-        "Product": weighting.Product,
-    },
-    "teacher": {"Teacher": observation.Teacher},
-    "observation": {"Gibbs": observation.Gibbs},
-    "curvature": {
-        "Hessian": curvature.Hessian,
-        "EmpiricalFisher": curvature.EmpiricalFisher,
-        "GaussNewton": curvature.GaussNewton,
-        "NoCurvature": curvature.NoCurvature,
-    },
-    "inference": {
-        "Linearized": linearized.Linearized,
-        "Bong": linearized.Bong,
-        "Variational": variational.Variational,
-        "GradientStep": optimizers.GradientStep,
-        "Frozen": linearized.Frozen,
-        "Supports": prototypes.Supports,
-        "Mixture": prototypes.Mixture,
-    },
-    "optimizer": {"SGD": optimizers.SGD, "Adam": optimizers.Adam},
-    "prediction": {
-        "MAP": prediction.MAP,
-        "MonteCarlo": prediction.MonteCarlo,
-        "Tempered": prediction.Tempered,
-        "Moderated": prediction.Moderated,
-        "LinearizedGaussian": prediction.LinearizedGaussian,
-        "LinearizedProbit": prediction.LinearizedProbit,
-        "PriorCorrection": prediction.PriorCorrection,
-        "FromTeacher": prediction.FromTeacher,
-    },
-    "upkeep": {
-        "ResetEvery": resets.ResetEvery,
-        "ResetBelow": resets.ResetBelow,
-        "RestoreRandomly": resets.RestoreRandomly,
-        "RestoreIrrelevant": resets.RestoreIrrelevant,
-        "ContinualMomentum": resets.ContinualMomentum,
-    },
-    "parameters": {
-        "NormAffine": parameters.NormAffine,
-        "Head": parameters.Head,
-        "AllParameters": parameters.AllParameters,
-        "ByName": parameters.ByName,
-        "Smallest": parameters.Smallest,
-        "LoRA": lora.LoRA,
-        "Prototypes": prototypes.Prototypes,
-    },
-    "recipe": {"Recipe": Recipe},
-    "source": {
-        "PointMass": posterior.PointMass,
-        "Gaussian": posterior.Gaussian,
-        "Laplace": posterior.Laplace,
-    },
-}
+register(recipe=(Recipe,))
 
 _NOTHING = "None"  # the kind of a field that is left empty, for TOML has no null
 

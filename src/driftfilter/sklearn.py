@@ -6,12 +6,10 @@ at the moments of the training data and changes nothing then. ``adapt`` treats t
 table as it treats any batch norm.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple, Self, final
 
 import numpy as np
 import torch
@@ -54,7 +52,7 @@ class FeatureMoments(NamedTuple):
     deviation: Array  # [D], 1 if a feature does not vary
 
     @classmethod
-    def of(cls, features: Array) -> FeatureMoments:
+    def of(cls, features: Array) -> Self:
         """The moments of features [n, D]."""
         mean, deviation = features.mean(0), features.std(0)
         return cls(mean, np.where(deviation > 1e-12 * np.abs(mean), deviation, 1.0))
@@ -218,7 +216,7 @@ class AdaptiveClassifier(ClassifierMixin, MetaEstimatorMixin, BaseEstimator):  #
 
     # scikit-learn's manner
 
-    def fit(self, X: Any, y: Any = None) -> AdaptiveClassifier:
+    def fit(self, X: Any, y: Any = None) -> Self:
         """Fit a clone of the estimator (a FrozenEstimator stays as it is), and take the moments of
         X as the source's.
         """
@@ -226,7 +224,7 @@ class AdaptiveClassifier(ClassifierMixin, MetaEstimatorMixin, BaseEstimator):  #
         self._start(estimator, FeatureMoments.of(_features(estimator, X)))
         return self
 
-    def partial_fit(self, X: Any, y: None = None) -> AdaptiveClassifier:
+    def partial_fit(self, X: Any, y: None = None) -> Self:
         """Adapt to rows X [n, features] without labels; labels are refused, for they would be
         ignored.
         """
@@ -260,7 +258,7 @@ class AdaptiveClassifier(ClassifierMixin, MetaEstimatorMixin, BaseEstimator):  #
         labels: Array = self.classes_[self.predict_proba(X).argmax(1)]
         return labels
 
-    def reset(self) -> AdaptiveClassifier:
+    def reset(self) -> Self:
         """Back to the source, as if no row had come since ``fit``."""
         self._require_started()
         self._start(self.estimator_, self.moments_)

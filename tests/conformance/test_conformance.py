@@ -1,6 +1,4 @@
-"""What every variant in the name table must do, by standing there: a new line in recipe.VARIANTS is
-covered as it is.
-"""
+"""What every variant in the table must do, by standing there: a new one is covered as it is."""
 
 import contextlib
 import re

@@ -216,7 +216,8 @@ class Adapter(nn.Module):
                 now = self._ready(inputs)
                 for piece in self._pieces(inputs):
                     seen, recent = now.seen(piece, self.window, self.update_every)
-                    state, info = now.filter.update(now.current, seen)
+                    assert now.bound is not None
+                    state, info = now.bound.filter.update(now.current, seen)
                     now = now._replace(recent=recent if self.window else None)
                     now = self._watch(now, state, info, None, seen)
             self._finish(now, begun, batch_size(inputs), None)
@@ -319,8 +320,9 @@ class Adapter(nn.Module):
             )
         if calls % self.update_every:
             return now._replace(recent=recent, calls=calls), self._predict(now, inputs)
-        state, prediction, info = now.filter.step(now.current, seen)
-        own = _take_last(prediction, batch_size(inputs))
+        assert now.bound is not None
+        state, prediction, info = now.bound.filter.step(now.current, seen)
+        own = self._take_own(prediction, seen, inputs)
         new = own if self.window else prediction  # what no step has seen before
         now = now._replace(recent=recent if self.window else None, calls=calls)
         return self._watch(now, state, info, new.log_probabilities, seen), own
@@ -338,16 +340,16 @@ class Adapter(nn.Module):
             return now._replace(state=state, info=info)
         if now.watch.frozen:
             return now
+        assert now.bound is not None
+        past, filt, start, monitor = now.watch, now.bound.filter, now.bound.start, self.monitor
 
         def ask(other: FilterState | None) -> Tensor | None:
             """What another state predicts for the samples that the step predicted."""
             if other is None:
                 return None
-            log_probabilities = now.filter.predict(other, seen).log_probabilities
+            log_probabilities = filt.predict(other, seen).log_probabilities
             return log_probabilities if new is None else log_probabilities[-len(new) :]
 
-        assert now.bound is not None
-        past, start, monitor = now.watch, now.bound.start, self.monitor
         probe = ask(monitor.choose_probe(past, state, new))
         observed = monitor.observe(past, state, info, new, probe, self._detectors)
         trial = ask(monitor.choose_trial(past, start, observed))
@@ -388,7 +390,18 @@ class Adapter(nn.Module):
 
     def _predict(self, now: AdapterState, inputs: Inputs) -> Prediction:
         seen = now.seen(inputs, self.window, self.update_every)[0] if self.window else inputs
-        return _take_last(now.filter.predict(now.current, seen), batch_size(inputs))
+        assert now.bound is not None
+        return self._take_own(now.bound.filter.predict(now.current, seen), seen, inputs)
+
+    def _take_own(self, prediction: Prediction, seen: Inputs, inputs: Inputs) -> Prediction:
+        """What is predicted for these inputs, the last ones of those seen or, if the stream is
+        distributed, this rank's.
+        """
+        if self._ranks is None and seen is inputs:
+            return prediction
+        shards = current()
+        mine = slice(-batch_size(inputs), None) if shards is None else shards.mine
+        return Prediction(prediction.log_probabilities[mine], prediction.logit_variance[mine])
 
     # Reading the model
 
@@ -475,11 +488,3 @@ def _join(predictions: list[Prediction]) -> Prediction:
         return predictions[0]
     columns = ((each.log_probabilities, each.logit_variance) for each in predictions)
     return Prediction(*map(torch.cat, zip(*columns, strict=True)))
-
-
-def _take_last(prediction: Prediction, samples: int) -> Prediction:
-    shards = current()
-    if shards is None and len(prediction.log_probabilities) == samples:
-        return prediction
-    mine = slice(-samples, None) if shards is None else shards.mine
-    return Prediction(prediction.log_probabilities[mine], prediction.logit_variance[mine])

@@ -4,12 +4,10 @@ A model is read when it is first needed, and again if the user has moved it sinc
 it before anything was learned. Nothing is changed in it: the filter stands on a twin.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from numbers import Integral
-from typing import Any, final
+from typing import Any, NamedTuple, Self, final
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +44,71 @@ def fit_recipe(recipe: Recipe, data: SourceData | None) -> Recipe:
         "left out"
     )
     return replace(recipe, source=PointMass(), inference=replace(recipe.inference, anchor=0.0))
+
+
+class ModelSnapshot(NamedTuple):
+    """A model, and all by which a change of it is noticed."""
+
+    model: nn.Module  # the user's, or the copy that an adapter takes along
+    links: list[tuple[dict[str, Any], str, Any]]  # its tree: what every module has under every name
+    owned: tuple[Tensor, ...]  # its parameters and buffers
+    values: tuple[
+        Tensor, ...
+    ]  # theirs, kept so that no other tensor can take their place in memory
+    places: list[int]  # where these are
+    versions: list[int]  # how often they had been written to
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Self:
+        """The model as it is now."""
+        owned = (*model.parameters(), *model.buffers())
+        values = tuple(tensor.detach() for tensor in owned)
+        return cls(model, _links(model), owned, values, _places(values), _versions(values))
+
+    def holds(self, values: bool) -> bool:
+        """Whether the model's tensors are where they were and, if ``values`` matter, have not been
+        written to since.
+        """
+        return (
+            all(names.get(name) is value for names, name, value in self.links)
+            and _places(self.owned) == self.places
+            and (not values or self.versions == _versions(self.owned))
+        )
+
+
+class BoundFilter(NamedTuple):
+    """A filter on the model as it was when it was read, and the state to start from."""
+
+    filter: Filter
+    start: FilterState
+    found: Mapping[str, Tensor]  # what batches have told about the model
+    final: bool  # whether a batch could tell nothing more
+    copied: bool  # whether some weights are copies, which do not see what is written to the model
+    read: ModelSnapshot
+
+    def fits(self, model: nn.Module, example: Inputs | None, learned: bool) -> bool:
+        """Whether this would be the filter on the model now, be it that something was ``learned``
+        from its values or not.
+        """
+        if model is not self.read.model or (example is not None and not self.final):
+            return False
+        return self.read.holds(values=self.copied or not learned)
+
+    def is_exact(self) -> bool:
+        """Whether the model has not been written to since it was read."""
+        return self.read.holds(values=True)
+
+    def taking(self, state: FilterState) -> FilterState:
+        """What was learned on the model before, where the model is now."""
+        size, new = state.belief.dimension, self.start.belief.dimension
+        require(
+            size == new,
+            "adapt: model",
+            f"{new} adapted parameters",
+            f"as it was, with {size}, until reset() is called",
+        )
+        there: FilterState = map_tensors(state, lambda tensor: tensor.to(self.start.belief.mean))
+        return there
 
 
 @final
@@ -136,75 +199,6 @@ class FilterOptions:
                 f"{AUTOCAST}"
             )
         return found
-
-
-@final
-@dataclass(frozen=True, eq=False)
-class BoundFilter:
-    """A filter on the model as it was when it was read, and the state to start from."""
-
-    filter: Filter
-    start: FilterState
-    found: Mapping[str, Tensor]  # what batches have told about the model
-    final: bool  # whether a batch could tell nothing more
-    copied: bool  # whether some weights are copies, which do not see what is written to the model
-    _read: ModelSnapshot
-
-    def fits(self, model: nn.Module, example: Inputs | None, learned: bool) -> bool:
-        """Whether this would be the filter on the model now, be it that something was ``learned``
-        from its values or not.
-        """
-        if model is not self._read.model or (example is not None and not self.final):
-            return False
-        return self._read.holds(values=self.copied or not learned)
-
-    def is_exact(self) -> bool:
-        """Whether the model has not been written to since it was read."""
-        return self._read.holds(values=True)
-
-    def taking(self, state: FilterState) -> FilterState:
-        """What was learned on the model before, where the model is now."""
-        size, new = state.belief.dimension, self.start.belief.dimension
-        require(
-            size == new,
-            "adapt: model",
-            f"{new} adapted parameters",
-            f"as it was, with {size}, until reset() is called",
-        )
-        there: FilterState = map_tensors(state, lambda tensor: tensor.to(self.start.belief.mean))
-        return there
-
-
-@final
-@dataclass(frozen=True, eq=False)
-class ModelSnapshot:
-    """A model, and all by which a change of it is noticed."""
-
-    model: nn.Module  # the user's, or the copy that an adapter takes along
-    links: list[tuple[dict[str, Any], str, Any]]  # its tree: what every module has under every name
-    owned: tuple[Tensor, ...]  # its parameters and buffers
-    values: tuple[
-        Tensor, ...
-    ]  # theirs, kept so that no other tensor can take their place in memory
-    places: list[int]  # where these are
-    versions: list[int]  # how often they had been written to
-
-    @classmethod
-    def of(cls, model: nn.Module) -> ModelSnapshot:
-        """The model as it is now."""
-        owned = (*model.parameters(), *model.buffers())
-        values = tuple(tensor.detach() for tensor in owned)
-        return cls(model, _links(model), owned, values, _places(values), _versions(values))
-
-    def holds(self, values: bool) -> bool:
-        """Whether the model's tensors are where they were and, if ``values`` matter, have not been
-        written to since.
-        """
-        return (
-            all(names.get(name) is value for names, name, value in self.links)
-            and _places(self.owned) == self.places
-            and (not values or self.versions == _versions(self.owned))
-        )
 
 
 def _links(model: nn.Module) -> list[tuple[dict[str, Any], str, Any]]:

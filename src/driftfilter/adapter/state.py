@@ -1,10 +1,8 @@
 """All that calls of an adapter change, as one value: what is replaced whole, saved, and loaded."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -14,7 +12,7 @@ from driftfilter.base.checks import require, require_finite
 from driftfilter.base.inputs import Inputs, batch_size, check_inputs, each, join_batches, samples
 from driftfilter.base.tensors import as_tensor, as_text
 from driftfilter.callbacks import StepRecord
-from driftfilter.filtering import Filter, FilterState, StepInfo
+from driftfilter.filtering import FilterState, StepInfo
 from driftfilter.inference.prediction import MAP
 from driftfilter.monitor.state import MONITOR, MonitorState, Signals
 from driftfilter.recipe import Recipe
@@ -44,18 +42,12 @@ class AdapterState(NamedTuple):
     watch: MonitorState = MonitorState()
 
     @property
-    def filter(self) -> Filter:
-        """On the model as it was read."""
-        assert self.bound is not None
-        return self.bound.filter
-
-    @property
     def current(self) -> FilterState:
         """What has been learned, or the state to start from."""
         assert self.bound is not None
         return self.bound.start if self.state is None else self.state
 
-    def on(self, bound: BoundFilter) -> AdapterState:
+    def on(self, bound: BoundFilter) -> Self:
         """What is known, on the model as it was read now; the state goes where the model is."""
         if self.state is None:
             return self._replace(bound=bound, found=bound.found)
@@ -83,7 +75,7 @@ class AdapterState(NamedTuple):
         return kept, kept
 
     def make_record(
-        self, before: AdapterState, n: int, ms: float, log_probabilities: Tensor | None
+        self, before: Self, n: int, ms: float, log_probabilities: Tensor | None
     ) -> StepRecord:
         """What callbacks are told of a call, with predictions [n, k] of its own: the caller may
         write to those returned.
@@ -106,9 +98,7 @@ class AdapterState(NamedTuple):
         }
 
     @classmethod
-    def from_tensors(
-        cls, own: Mapping[str, Tensor], bound: BoundFilter, watched: bool
-    ) -> AdapterState:
+    def from_tensors(cls, own: Mapping[str, Tensor], bound: BoundFilter, watched: bool) -> Self:
         """What named tensors describe, on a model that was read by what is ``read_found`` them;
         refused unless all is there.
         """

@@ -4,8 +4,6 @@ A field declares an option: its type, its default and, by ``option``, what argpa
 Torch is not imported here, so that help and mistakes are immediate.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Reliability diagrams as plain numbers; torch is not imported here."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 

@@ -3,8 +3,6 @@
 Torch is imported only by the commands that need it, so that help is immediate.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Sequence

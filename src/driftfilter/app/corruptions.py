@@ -7,8 +7,6 @@ of the pixelation) grow by min(h, w) / 32; amplitudes, thresholds, mixing weight
 stay. The generator's frost photographs are not shipped: see ``frost``.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import TypeAlias
@@ -249,8 +247,7 @@ def pixelate(images: Tensor, severity: int, generator: Generator) -> Tensor:
     """
     share = (0.95, 0.9, 0.85, 0.75, 0.65)[severity - 1] / enlargement(images)
     height, width = images.shape[2:]
-    small = resize(images, int(height * share), int(width * share))
-    return resize(small, height, width)
+    return resize(resize(images, int(height * share), int(width * share)), height, width)
 
 
 def spatter(images: Tensor, severity: int, generator: Generator) -> Tensor:
@@ -322,6 +319,5 @@ def _shuffle(images: Tensor, delta: int, generator: Generator) -> Tensor:
     n, _, height, width = images.shape
     y, x = pixel_grid(images)
     inside = (y > delta) & (y <= height - delta) & (x > delta) & (x <= width - delta)
-    offsets = (uniform((2, n, height, width), generator) * 2 * delta).long() - delta
-    dy, dx = offsets * inside
+    dy, dx = ((uniform((2, n, height, width), generator) * 2 * delta).long() - delta) * inside
     return take(images, y + dy, x + dx)

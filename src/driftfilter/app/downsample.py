@@ -1,7 +1,5 @@
 """A long stream in pieces of a few steps, as many as a picture can show."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any

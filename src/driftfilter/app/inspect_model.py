@@ -1,7 +1,5 @@
 """``driftfilter inspect``: what adaptation would change in a model, and what it would cost."""
 
-from __future__ import annotations
-
 import time
 import warnings
 from collections import Counter

@@ -1,7 +1,5 @@
 """The device of tasks, its precision and its memory layout."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager

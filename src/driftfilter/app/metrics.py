@@ -2,8 +2,6 @@
 far from the data.
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

@@ -4,8 +4,7 @@ and a vision transformer.
 All take RGB images in [0, 1], [n, 3, 32, 32], and normalise inside the forward pass.
 """
 
-from __future__ import annotations
-
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from importlib.resources import as_file, files
@@ -29,15 +28,6 @@ def _conv(inside: int, outside: int, size: int, stride: int = 1) -> nn.Conv2d:
     return nn.Conv2d(inside, outside, size, stride, padding=size // 2, bias=False)
 
 
-class _Shortcut(nn.Module):
-    def __init__(self, inside: int, outside: int, stride: int, norm: Norm) -> None:
-        super().__init__()
-        self.conv, self.norm = _conv(inside, outside, 1, stride), norm(outside)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.norm(self.conv(inputs))  # type: ignore[no-any-return]
-
-
 class _Block(nn.Module):
     """relu(norm₂(conv₂(relu(norm₁(conv₁ x)))) + shortcut x)."""
 
@@ -46,7 +36,7 @@ class _Block(nn.Module):
         self.conv1, self.norm1 = _conv(inside, outside, 3, stride), norm(outside)
         self.conv2, self.norm2 = _conv(outside, outside, 3), norm(outside)
         self.shortcut = (
-            _Shortcut(inside, outside, stride, norm)
+            nn.Sequential(OrderedDict(conv=_conv(inside, outside, 1, stride), norm=norm(outside)))
             if stride != 1 or inside != outside
             else nn.Identity()
         )

@@ -1,7 +1,5 @@
 """How far a stream moves the parameters: the mean of the belief against the source, by layer."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,14 +1,11 @@
 """The data of streams: images under many shifts, made here or read from files."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from importlib.resources import as_file, files
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias, final
+from typing import Any, NamedTuple, Self, TypeAlias, final
 
 import numpy as np
 import torch
@@ -88,7 +85,7 @@ class Generated:
     clean: Images
     seed: int = 0
     path: str = "generated"
-    _seeded: dict[int, Generated] = field(default_factory=dict, init=False, repr=False)
+    _seeded: "dict[int, Generated]" = field(default_factory=dict, init=False, repr=False)
     _made: dict[tuple[Shift, torch.device], Tensor] = field(
         default_factory=dict, init=False, repr=False
     )
@@ -120,7 +117,7 @@ class Generated:
             "sha256": hashlib.sha256(content).hexdigest(),
         }
 
-    def with_seed(self, seed: int) -> Generated:
+    def with_seed(self, seed: int) -> Self:
         """The images under the corruptions of this seed, cached with all that is made of them."""
         if seed != self.seed and seed not in self._seeded:
             self._seeded[seed] = replace(self, seed=seed)
@@ -175,16 +172,12 @@ class Stored:
             "kind": self.kind,
             "path": str(self.path),
             "frost": "as stored",
-            "sha256": self._sha256,
+            "sha256": self.sha256(),
         }
 
-    def with_seed(self, seed: int) -> Stored:
+    def with_seed(self, seed: int) -> Self:
         """Itself: what is stored has no seed."""
         return self
-
-    @cached_property
-    def _sha256(self) -> str:
-        return self.sha256()
 
     def require(self, shift: Shift) -> None:
         """Raise unless the shift can be taken."""

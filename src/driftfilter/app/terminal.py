@@ -1,7 +1,5 @@
 """What a command prints: text for people, one JSON document for programs, progress, or nothing."""
 
-from __future__ import annotations
-
 import json
 import math
 import sys

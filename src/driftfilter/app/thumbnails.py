@@ -2,8 +2,6 @@
 rows of numbers.
 """
 
-from __future__ import annotations
-
 import math
 import struct
 import zlib

@@ -72,8 +72,37 @@ def require_count(field: str, value: Any, low: int) -> None:
     require(whole and value >= low, field, value, f"an integer >= {low}")
 
 
-# The one table of variants: role -> name -> class. recipe.py fills it; users may add to it.
-VARIANTS: dict[str, dict[str, type[Any]]] = {}
+# The one table of variants: role -> name -> class. A module adds its own as it is loaded, so that
+# every instance has its role; users may add theirs.
+VARIANTS: dict[str, dict[str, type[Any]]] = {
+    role: {}
+    for role in (
+        "model",
+        "statistics",
+        "dynamics",
+        "noise",
+        "transition",
+        "loss",
+        "augmentation",
+        "weighting",
+        "teacher",
+        "observation",
+        "curvature",
+        "inference",
+        "optimizer",
+        "prediction",
+        "upkeep",
+        "parameters",
+        "recipe",
+        "source",
+    )
+}
+
+
+def register(**variants: tuple[type[Any], ...]) -> None:
+    """Add classes to the table of variants, by role."""
+    for role, classes in variants.items():
+        VARIANTS[role] |= {cls.__name__: cls for cls in classes}
 
 
 def role_of(value: Any) -> str | None:

@@ -9,8 +9,7 @@ of rank 0 come first.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import Any, Protocol, final
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -30,9 +29,7 @@ class Ranks(Protocol):
         """Its sum over the ranks, the same to the last bit on each."""
 
 
-@final
-@dataclass(frozen=True, eq=False)
-class Shards:
+class Shards(NamedTuple):
     """How one batch is divided; a rank without a sample computes with one that counts nowhere."""
 
     ranks: Ranks
@@ -110,10 +107,8 @@ class _Gathered(torch.autograd.Function):
 
 _CURRENT: ContextVar[Shards | None] = ContextVar("shards", default=None)
 
-
-def current() -> Shards | None:
-    """The shards of the batch at hand; None if this process has all of it."""
-    return _CURRENT.get()
+# The shards of the batch at hand; None if this process has all of it.
+current = _CURRENT.get
 
 
 @contextmanager

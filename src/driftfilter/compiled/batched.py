@@ -4,16 +4,15 @@ What looks at one stream alone, transition, energy, curvature and prediction, is
 streams; the Newton step takes beliefs with a leading dimension.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from driftfilter.base.checks import NotFiniteError, NotPositiveDefiniteError, unchecked
 from driftfilter.base.randomness import Randomness
+from driftfilter.filtering import Filter
 from driftfilter.gaussian.belief import Belief
 from driftfilter.gaussian.diagonal import Diagonal
 from driftfilter.gaussian.full import Full
@@ -23,9 +22,6 @@ from driftfilter.model.losses import Loss
 from driftfilter.model.observation import Samples, evaluate
 from driftfilter.model.predictive import PredictiveModel
 from driftfilter.model.transition import BoundTransition
-
-if TYPE_CHECKING:
-    from driftfilter.filtering import Filter
 
 Pair: TypeAlias = tuple[Tensor, Tensor]
 

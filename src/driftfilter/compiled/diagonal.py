@@ -6,8 +6,6 @@ sample i in its logits. One sample alone, as most steps of a fleet have, needs n
 learned in one pass over the parameters.
 """
 
-from __future__ import annotations
-
 import math
 from typing import TypeAlias
 

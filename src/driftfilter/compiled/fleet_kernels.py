@@ -5,8 +5,6 @@ Streams begin to end take ``per`` steps each. Their beliefs are rows of before a
 go to mean and the other array; reached says which streams took all steps.
 """
 
-from __future__ import annotations
-
 from driftfilter.compiled.diagonal import is_pulled, step_diagonal
 from driftfilter.compiled.full import scan_full
 from driftfilter.compiled.logistic import scan_rank_one

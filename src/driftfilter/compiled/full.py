@@ -7,8 +7,6 @@ and Q; then the mean moves by -Y γ and the new logits have covariance Q. What i
 until the next step's transition passes over Σ anyway: memory is used once a step.
 """
 
-from __future__ import annotations
-
 import math
 
 from driftfilter.compiled.rules import (

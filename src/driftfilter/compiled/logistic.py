@@ -6,8 +6,6 @@ triangle of Σ a step takes away what the step before left, moves Σ on, and mak
 predictions, which no step depends on, come after the last one.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -6,8 +6,6 @@ each stream, and rows for x [d], μ [d], y = Σ⁻x [d], what waits to be taken 
 lower triangle of Σ, row by row.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

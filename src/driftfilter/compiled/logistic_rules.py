@@ -7,8 +7,6 @@ if these do not depend on each other; loops without branches over the places run
 registers. The closed forms are those of model/closed_forms.py, with exp and log of vector_math.py.
 """
 
-from __future__ import annotations
-
 import math
 from typing import TypeAlias
 

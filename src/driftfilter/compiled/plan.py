@@ -1,9 +1,7 @@
 """What a filter's rules are in the terms of the compiled step, or why they have none."""
 
-from __future__ import annotations
-
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,6 +11,7 @@ from driftfilter.base.checks import unchecked
 from driftfilter.base.tensors import map_tensors
 from driftfilter.compiled import terms as kinds
 from driftfilter.compiled.terms import PSEUDO_LABEL, MotionArrays, Rules
+from driftfilter.filtering import Filter
 from driftfilter.gaussian.belief import Belief
 from driftfilter.gaussian.covariance import Covariance
 from driftfilter.gaussian.diagonal import Diagonal
@@ -33,10 +32,6 @@ from driftfilter.model.losses import (
 from driftfilter.model.predictive import LinearHead
 from driftfilter.model.transition import BlockDynamics, BoundTransition, Transition
 from driftfilter.model.weighting import Constant, EntropyGate, Product, Reliability
-
-if TYPE_CHECKING:
-    from driftfilter.filtering import Filter
-
 
 # Role -> classes that compiled code covers; of the transition it covers all but one's own.
 COVERED: dict[str, tuple[type, ...]] = {
@@ -119,8 +114,7 @@ def _number_curvature(curvature: Any) -> tuple[int, float]:
     """Kind of a curvature, and λ of the empirical Fisher."""
     require_covered("curvature", curvature)
     if isinstance(curvature, EmpiricalFisher):
-        kind = kinds.CENTERED_FISHER if curvature.centered else kinds.FISHER
-        return kind, float(curvature.scale)
+        return kinds.CENTERED_FISHER if curvature.centered else kinds.FISHER, float(curvature.scale)
     plain = {Hessian: kinds.HESSIAN, GaussNewton: kinds.GAUSS_NEWTON, NoCurvature: kinds.NONE}
     return plain[type(curvature)], 1.0
 
@@ -212,10 +206,8 @@ def _require_known(transition: Transition) -> None:
     """Raise for a noise of the user's own that depends on the belief: three probes would not tell
     what it does.
     """
-    parts = transition.dynamics.parts if type(transition.dynamics) is BlockDynamics else ()
-    for part in parts:
+    for part in transition.dynamics.parts if type(transition.dynamics) is BlockDynamics else ():
         _require_known(part)
-
     modules = {type(transition.noise).__module__, type(transition.dynamics).__module__}
     if not all(module.startswith("driftfilter.model.") for module in modules):
         raise Uncovered(f"the noise of {transition} depends on the belief in a way of your own")

@@ -5,8 +5,6 @@ loss is a list of terms (kind, parameter, coefficient), a weighting a list of ga
 fraction); plan.py makes these lists. Plain loops over few arrays, for these compile fast.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Callable

@@ -6,8 +6,6 @@ raises or needs more care with rounding, it hands back: the eager path takes tha
 state, and the scan goes on after it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -89,7 +87,8 @@ def _plan(filt: Filter, state: FilterState, batches: Iterable[Any]) -> ScanPlan:
     count = batches.shape[0] if isinstance(batches, Tensor) and batches.dim() else len(batches)
     if count < STEPS:
         raise Uncovered(f"{count} steps are fewer than {STEPS}")
-    _require_numba()
+    if find_spec("numba") is None:
+        raise Uncovered("numba is not installed (pip install driftfilter[fast])")
     head = require_head(filt, state)
     kept = _translate(filt, state)
     features, offsets, sizes, odd = _gather(batches, head.intercept, state.belief.mean.dtype)
@@ -145,11 +144,6 @@ def find_limits(dtype: torch.dtype) -> tuple[float, float, float]:
 
 def _find_lowest(covariance: Full) -> float:
     return float(np.linalg.eigvalsh(covariance.dense().numpy())[0])
-
-
-def _require_numba() -> None:
-    if find_spec("numba") is None:
-        raise Uncovered("numba is not installed (pip install driftfilter[fast])")
 
 
 def require_head(filt: Filter, state: FilterState) -> LinearHead:
@@ -301,7 +295,7 @@ class _Scan:
 
         mean, values = _copy(belief.mean), _copy(values)
         moving: Any = (mean.numpy(), values.numpy(), bounds)
-        reached = scan_full(*self._stream(begin, end), *moving, *self._record(belief, begin, end))
+        reached = scan_full(*self._stream(begin, end), *moving, *self._record(belief))
         return reached, unchecked(Belief, mean=mean, covariance=unchecked(Full, matrix=values))
 
     def _advance_rank_one(
@@ -329,7 +323,7 @@ class _Scan:
 
         mean, values = _copy(belief.mean), _copy(belief.covariance.variance())
         same: Any = [mean.numpy(), values.numpy()] * 2
-        reached = scan_diagonal(*self._stream(begin, end), *same, *self._record(belief, begin, end))
+        reached = scan_diagonal(*self._stream(begin, end), *same, *self._record(belief))
         return reached, unchecked(Belief, mean=mean, covariance=unchecked(Diagonal, values=values))
 
     def _stream(self, begin: int, end: int) -> Any:
@@ -338,7 +332,7 @@ class _Scan:
         offsets = np.arange(0, plan.offsets.stop, plan.offsets.step) if equal else plan.offsets
         return plan.rules, plan.motion, plan.head, plan.features.numpy(), offsets, begin, end
 
-    def _record(self, belief: Belief, begin: int, end: int) -> Any:
+    def _record(self, belief: Belief) -> Any:
         from driftfilter.compiled.workspace import allocate
 
         plan, full = self.plan, isinstance(belief.covariance, Full)

@@ -6,8 +6,6 @@ them: exp of finite numbers below 709 (under -708 it stays at 3e-308), log of no
 numbers. What is not finite is for the caller to find.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

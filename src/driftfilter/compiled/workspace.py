@@ -2,8 +2,6 @@
 the curvature.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any, NamedTuple
 

@@ -1,10 +1,8 @@
 """The processes of one stream, and what happens when one of them is gone."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, final
+from typing import Any, Self, final
 
 import torch
 import torch.distributed as dist
@@ -29,7 +27,7 @@ class ProcessRanks:
         )  # where small numbers travel
         self._failed = ""
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ProcessRanks:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self  # the same processes
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -7,8 +7,6 @@ needs them. Batch normalisation exchanges its moments (batch_norm.py). The rest 
 not know: a belief that is updated by the same numbers stays the same.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -22,10 +20,9 @@ from torch import Tensor
 
 from driftfilter.base.checks import NotFiniteError, NotPositiveDefiniteError, require
 from driftfilter.base.inputs import Inputs, batch_size, check_inputs, each
-from driftfilter.base.sharding import Shards, among, current, place_samples, take_samples
+from driftfilter.base.sharding import Shards, among, current
 from driftfilter.distributed.ranks import ProcessRanks, RankError
 from driftfilter.model.predictive import (
-    Draw,
     ModelAround,
     PredictiveModel,
     Pullback,
@@ -55,12 +52,6 @@ class Sharded(ModelAround):
 
     def pushforward(self, theta: Tensor, inputs: Inputs, tangents: Tensor) -> Tensor:
         return _whole().cat(self.model.pushforward(theta, inputs, tangents), 1)
-
-    def count_samples(self, inputs: Inputs) -> int:
-        return sum(_whole().sizes)
-
-    def draw_views(self, draw: Draw, inputs: Inputs) -> tuple[Inputs, ...]:
-        return tuple(take_samples(view) for view in draw(place_samples(inputs)))
 
 
 class _ShardedPullback(PullbackAround):

@@ -1,9 +1,7 @@
 """A Gaussian belief over parameters."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import final
+from typing import Self, final
 
 import torch
 from torch import Tensor
@@ -58,7 +56,7 @@ class Belief:
         """d."""
         return self.mean.shape[0]
 
-    def marginal(self, index: Index) -> Belief:
+    def marginal(self, index: Index) -> Self:
         """The belief over some coordinates."""
         return unchecked(Belief, mean=self.mean[index], covariance=self.covariance.marginal(index))
 

@@ -3,13 +3,11 @@
 Every operation acts on each part alone. A gain or a noise that would mix parts is refused.
 """
 
-from __future__ import annotations
-
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import final
+from typing import Self, final
 
 import torch
 from torch import Tensor
@@ -58,7 +56,7 @@ class Blocks(Covariance):
         """Coordinates of each part."""
         return [part.dimension for part in self.parts]
 
-    def _split(self, vectors: Tensor) -> zip[tuple[Covariance, Tensor]]:
+    def _split(self, vectors: Tensor) -> Iterator[tuple[Covariance, Tensor]]:
         """Each part with its piece of vectors [..., d]."""
         return zip(self.parts, vectors.split(self.sizes, -1), strict=True)
 
@@ -68,18 +66,18 @@ class Blocks(Covariance):
     def solve(self, vectors: Tensor) -> Tensor:
         return torch.cat([part.solve(piece) for part, piece in self._split(vectors)], -1)
 
-    def condition(self, factor: Tensor) -> Blocks:
+    def condition(self, factor: Tensor) -> Self:
         return Blocks(tuple(part.condition(piece) for part, piece in self._split(factor)))
 
-    def inform(self, information: float | Tensor) -> Blocks:
+    def inform(self, information: float | Tensor) -> Self:
         if isinstance(information, float):
             return Blocks(tuple(part.inform(information) for part in self.parts))
         return Blocks(tuple(part.inform(piece) for part, piece in self._split(information)))
 
-    def truncate(self) -> Blocks:
+    def truncate(self) -> Self:
         return Blocks(tuple(part.truncate() for part in self.parts))
 
-    def propagate(self, gain: Gain, noise: Noise) -> Blocks:
+    def propagate(self, gain: Gain, noise: Noise) -> Self:
         gains = self._split_matrix(gain, "a dynamic that mixes blocks")
         if isinstance(noise, Blocks) and noise.sizes == self.sizes:
             noises: Sequence[Noise] = noise.parts

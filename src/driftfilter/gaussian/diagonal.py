@@ -3,10 +3,8 @@
 condition  1/v ← 1/v + diag(FᵀF)        propagate  v ← g² v + w
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import final
+from typing import Self, final
 
 import torch
 from torch import Tensor
@@ -39,6 +37,7 @@ class Diagonal(Covariance):
     """
 
     values: Tensor  # [d] variances
+    is_diagonal = True
 
     def __post_init__(self) -> None:
         require_shape("Diagonal.values", self.values, "[d]", None)
@@ -57,7 +56,7 @@ class Diagonal(Covariance):
     @classmethod
     def isotropic_like(
         cls, variance: float, mean: Tensor, rank: int = 0, shapes: Shapes = None
-    ) -> Diagonal:
+    ) -> Self:
         return cls(mean.new_full(mean.shape, variance))
 
     def apply(self, vectors: Tensor) -> Tensor:
@@ -66,7 +65,7 @@ class Diagonal(Covariance):
     def solve(self, vectors: Tensor) -> Tensor:
         return vectors / self.values
 
-    def condition(self, factor: Tensor) -> Diagonal:
+    def condition(self, factor: Tensor) -> Self:
         values = self.values / column_energy(factor).mul_(self.values).add_(1)
         if not values.min().item() > 0:
             raise NotPositiveDefiniteError(
@@ -74,12 +73,12 @@ class Diagonal(Covariance):
             )
         return unchecked(Diagonal, values=values)
 
-    def inform(self, information: float | Tensor) -> Diagonal:
+    def inform(self, information: float | Tensor) -> Self:
         if isinstance(information, Tensor):
             return self.condition(information.sqrt()[None])  # only column sums count
         return Diagonal(self.values / (1 + self.values * information))
 
-    def propagate(self, gain: Gain, noise: Noise) -> Diagonal:
+    def propagate(self, gain: Gain, noise: Noise) -> Self:
         if isinstance(gain, Tensor) and gain.dim() == 2:
             raise refuse("Diagonal", "a dynamic that mixes coordinates", "Full or Blocks")
         if isinstance(noise, Tensor) and noise.dim() == 2:
@@ -108,11 +107,7 @@ class Diagonal(Covariance):
     def relative_trace(self, other: Covariance) -> Tensor:
         return (other.variance() * self.precision()).sum()
 
-    @property
-    def is_diagonal(self) -> bool:
-        return True
-
-    def marginal(self, index: Index) -> Diagonal:
+    def marginal(self, index: Index) -> Self:
         return unchecked(Diagonal, values=self.values[index])
 
     def dense(self) -> Tensor:

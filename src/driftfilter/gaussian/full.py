@@ -7,11 +7,9 @@ positive definite is kept with it. If the subtraction cancels too much for that,
 comes from a QR decomposition, which subtracts nothing.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
-from typing import ClassVar, final
+from typing import ClassVar, Self, final
 
 import torch
 from torch import Tensor
@@ -75,7 +73,7 @@ class Full(Covariance):
     @classmethod
     def isotropic_like(
         cls, variance: float, mean: Tensor, rank: int = 0, shapes: Shapes = None
-    ) -> Full:
+    ) -> Self:
         return cls(torch.diag(mean.new_full(mean.shape, variance)))
 
     def apply(self, vectors: Tensor) -> Tensor:
@@ -86,7 +84,7 @@ class Full(Covariance):
         applied = (vectors.unsqueeze(-2) @ matrix).squeeze(-2) if each else vectors @ matrix
         return applied if applied.dtype == self.dtype else applied.to(self.dtype)
 
-    def condition(self, factor: Tensor) -> Full:
+    def condition(self, factor: Tensor) -> Self:
         rows, several = factor.shape[-2], factor.dim() > 2
         if rows == 0:
             return self
@@ -124,7 +122,7 @@ class Full(Covariance):
                 return unchecked(Full, matrix=matrix, root=root)
         return self._condition_by_roots(factor)
 
-    def _condition_by_roots(self, factor: Tensor) -> Full:
+    def _condition_by_roots(self, factor: Tensor) -> Self:
         """L (I + Lᵀ FᵀF L)⁻¹ Lᵀ by QR of [F L; I]: no subtraction, so nothing cancels."""
         eye = identity_like(self.matrix).expand_as(self.matrix)
         _, triangle = torch.linalg.qr(torch.cat((factor @ self.root, eye), -2), mode="r")
@@ -132,14 +130,14 @@ class Full(Covariance):
         matrix = symmetrize(half.mT @ half)
         return unchecked(Full, matrix=matrix, root=cholesky(matrix, "the posterior covariance"))
 
-    def truncate(self) -> Full:
+    def truncate(self) -> Self:
         return (
             unchecked(Full, matrix=self.matrix, root=self.root)
             if "precise" in self.__dict__
             else self
         )
 
-    def propagate(self, gain: Gain, noise: Noise) -> Full:
+    def propagate(self, gain: Gain, noise: Noise) -> Self:
         if isinstance(gain, float):
             if isinstance(noise, Tensor) and noise.dim() == 2:
                 return unchecked(Full, matrix=torch.add(noise, self.matrix, alpha=gain * gain))
@@ -155,7 +153,7 @@ class Full(Covariance):
             Full, matrix=moved.add_(noise if isinstance(noise, Tensor) else noise.dense())
         )
 
-    def inform(self, information: float | Tensor) -> Full:
+    def inform(self, information: float | Tensor) -> Self:
         if isinstance(information, Tensor):
             return self.condition(torch.diag(information.sqrt()))
         precision = unchecked(Full, matrix=self.matrix.double()).precision()
@@ -163,7 +161,7 @@ class Full(Covariance):
         inverse = torch.cholesky_inverse(cholesky(precision, "the source precision"))
         return Full(symmetrize(inverse).to(self.dtype))
 
-    def marginal(self, index: Index) -> Full:
+    def marginal(self, index: Index) -> Self:
         return unchecked(Full, matrix=self.matrix[index][:, index])
 
     def dense(self) -> Tensor:

@@ -3,11 +3,9 @@
 Its eigenvectors are a Kronecker product, its eigenvalues are of any kind.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
-from typing import final
+from typing import Self, final
 
 import torch
 from torch import Tensor
@@ -98,7 +96,7 @@ class Kronecker(Covariance):
     @classmethod
     def isotropic(
         cls, variance: float, rows: int, columns: int, like: Tensor | None = None
-    ) -> Kronecker:
+    ) -> Self:
         """σ² I for a weight matrix [rows, columns]; dtype and device as ``like``."""
         like = torch.empty(0) if like is None else like
         require(
@@ -130,7 +128,7 @@ class Kronecker(Covariance):
         )
 
     @classmethod
-    def from_factors(cls, left: Tensor, right: Tensor, damping: float) -> Kronecker:
+    def from_factors(cls, left: Tensor, right: Tensor, damping: float) -> Self:
         """Σ⁻¹ = A ⊗ B + λ I for positive semi-definite A [p, p] and B [q, q]: KFAC's factors and a
         prior precision.
         """
@@ -161,7 +159,7 @@ class Kronecker(Covariance):
     def solve(self, vectors: Tensor) -> Tensor:
         return self._scale(vectors, self.values)
 
-    def condition(self, factor: Tensor) -> Kronecker:
+    def condition(self, factor: Tensor) -> Self:
         if factor.shape[0] == 0:
             return self
         rows = factor.reshape(-1, *self.values.shape)
@@ -182,7 +180,7 @@ class Kronecker(Covariance):
         """Diagonal [p, q] of (U ⊗ V) diag(scale) (U ⊗ V)ᵀ in another Kronecker basis."""
         return (left.mT @ self.left).square() @ scale @ (self.right.mT @ right).square()
 
-    def propagate(self, gain: Gain, noise: Noise) -> Kronecker:
+    def propagate(self, gain: Gain, noise: Noise) -> Self:
         """Exact for a number as gain and isotropic noise, or a Kronecker noise with the same
         eigenvectors.
 
@@ -212,7 +210,7 @@ class Kronecker(Covariance):
         variances = self._diagonal_in(left, right, own) + noise._diagonal_in(left, right, added)
         return unchecked(Kronecker, left=left, right=right, values=variances.reciprocal())
 
-    def _with_variances(self, variances: Tensor) -> Kronecker:
+    def _with_variances(self, variances: Tensor) -> Self:
         """Σ with these eigenvectors and other eigenvalues [p, q]."""
         values = variances.reciprocal()
         if not math.isfinite(values.max().item()):

@@ -1,11 +1,9 @@
 """Σ⁻¹ = diag(u) + WᵀW: the covariance of models with too many parameters for a matrix."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar, final
+from typing import ClassVar, Self, final
 
 import torch
 from torch import Tensor
@@ -118,7 +116,7 @@ class LowRank(Covariance):
     @classmethod
     def isotropic(
         cls, variance: float, dimension: int, rank: int, like: Tensor | None = None
-    ) -> LowRank:
+    ) -> Self:
         """σ² I with room for ``rank`` directions; dtype and device as ``like``."""
         like = torch.empty(0) if like is None else like
         require(
@@ -132,7 +130,7 @@ class LowRank(Covariance):
     @classmethod
     def isotropic_like(
         cls, variance: float, mean: Tensor, rank: int = 0, shapes: Shapes = None
-    ) -> LowRank:
+    ) -> Self:
         return cls.isotropic(variance, len(mean), min(rank, len(mean)), mean)
 
     @property
@@ -162,15 +160,15 @@ class LowRank(Covariance):
     def solve(self, vectors: Tensor) -> Tensor:
         return vectors * self.diagonal + (vectors @ self.factor.mT) @ self.factor
 
-    def condition(self, factor: Tensor) -> LowRank:
+    def condition(self, factor: Tensor) -> Self:
         if self.factor.shape[0]:
             factor = torch.cat((self.factor, factor))
         return _low_rank(self.diagonal, compact(factor), self.rank)
 
-    def inform(self, information: float | Tensor) -> LowRank:
+    def inform(self, information: float | Tensor) -> Self:
         return LowRank(self.diagonal + information, self.factor, self.rank)
 
-    def truncate(self) -> LowRank:
+    def truncate(self) -> Self:
         if self.factor.shape[0] <= self.rank:
             return self
         # Ascending; in float32 the decomposition may fail to converge.
@@ -184,7 +182,7 @@ class LowRank(Covariance):
             self.diagonal + dropped.masked_fill_(dropped <= rounding, 0.0), factor, self.rank
         )
 
-    def propagate(self, gain: Gain, noise: Noise) -> LowRank:
+    def propagate(self, gain: Gain, noise: Noise) -> Self:
         """Exact for diagonal G and W = diag(q) + low rank: with D₁ = g²/u, D₂ = q, u' = 1/(D₁ +
         D₂),
 
@@ -255,7 +253,7 @@ class LowRank(Covariance):
     def is_diagonal(self) -> bool:
         return not self.factor.shape[0]
 
-    def marginal(self, index: Index) -> LowRank:
+    def marginal(self, index: Index) -> Self:
         """Schur complement: u_A, W_A and the core of those left out, I + W_B u_B⁻¹ W_Bᵀ."""
         rest = torch.ones(self.dimension, dtype=torch.bool, device=self.diagonal.device)
         rest[index] = False

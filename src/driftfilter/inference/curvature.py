@@ -8,7 +8,7 @@ from typing import Protocol, final, runtime_checkable
 import torch
 from torch import Tensor
 
-from driftfilter.base.checks import Checked, Positive
+from driftfilter.base.checks import Checked, Positive, register
 from driftfilter.model.observation import Evaluation
 
 
@@ -111,3 +111,6 @@ class NoCurvature(Curvature):
     def __call__(self, evaluation: Evaluation) -> tuple[Tensor, Tensor]:
         gradient = evaluation.gradient()
         return gradient, gradient.new_zeros(0, len(gradient))
+
+
+register(curvature=(Hessian, EmpiricalFisher, GaussNewton, NoCurvature))

@@ -12,6 +12,7 @@ from driftfilter.base.checks import (
     Count,
     NotNegative,
     Role,
+    register,
     require,
     require_count,
     require_finite,
@@ -240,3 +241,6 @@ class Bong(Checked):
     ) -> tuple[Belief, Memory]:
         rules = (self.curvature, self.samples, self.nodes)
         return newton_step(prior, *take_expectation(prior, energy, *rules, randomness)), memory
+
+
+register(inference=(Linearized, Bong, Frozen))

@@ -14,6 +14,7 @@ from driftfilter.base.checks import (
     NotNegative,
     Positive,
     Role,
+    register,
     require,
     require_finite,
     require_number,
@@ -149,3 +150,6 @@ class GradientStep(Checked):
         )
         require_finite("the posterior mean", mean)
         return unchecked(Belief, mean=mean, covariance=prior.covariance), memory
+
+
+register(inference=(GradientStep,), optimizer=(SGD, Adam))

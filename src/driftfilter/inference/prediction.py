@@ -14,6 +14,7 @@ from driftfilter.base.checks import (
     NotNegative,
     Positive,
     PositiveCount,
+    register,
     require,
 )
 from driftfilter.base.inputs import Inputs
@@ -161,10 +162,7 @@ class Moderated(Checked, PredictionRule):
     limit: Annotated[float, Interval(1, math.inf)] = 4.0
     samples: PositiveCount = 100
     over_views: bool = False
-
-    @property
-    def learns(self) -> bool:
-        return True
+    learns = True
 
     def learn(self, prior: Belief, energy: Energy, memory: Memory) -> Memory:
         """The memory with the two sums of a batch, with w_i in place of w_i / n: batches count by
@@ -292,3 +290,17 @@ class LinearizedProbit(Checked, PredictionRule):
         gaps = logits[..., :, None] - logits[..., None, :]
         spread = (variance[..., :, None] + variance[..., None, :] - 2 * covariance).clamp_min(0)
         return Prediction((-torch.logsumexp(-kappa(spread) * gaps, -1)).log_softmax(-1), variance)
+
+
+register(
+    prediction=(
+        MAP,
+        MonteCarlo,
+        Tempered,
+        Moderated,
+        LinearizedGaussian,
+        LinearizedProbit,
+        PriorCorrection,
+        FromTeacher,
+    )
+)

@@ -20,6 +20,7 @@ from driftfilter.base.checks import (
     Interval,
     NotNegative,
     PositiveCount,
+    register,
     require,
     unchecked,
 )
@@ -175,3 +176,6 @@ class ContinualMomentum(Checked):
         mean = torch.lerp(hidden, proposed, self.rho)
         kept = {**memory, HIDDEN: hidden, VARIANCE: share * variance}
         return unchecked(Belief, mean=mean, covariance=belief.covariance), kept
+
+
+register(upkeep=(ResetEvery, ResetBelow, RestoreRandomly, RestoreIrrelevant, ContinualMomentum))

@@ -13,6 +13,7 @@ from driftfilter.base.checks import (
     PositiveCount,
     PositiveFraction,
     Role,
+    register,
 )
 from driftfilter.base.randomness import Randomness
 from driftfilter.gaussian.belief import Belief
@@ -74,3 +75,6 @@ class Variational(Checked):
                 rate /= 2
             before = residual.item()
         return posterior, {**memory, RESIDUAL: residual}
+
+
+register(inference=(Variational,))

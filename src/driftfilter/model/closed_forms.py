@@ -7,8 +7,6 @@ A loss Σ_c g_c(p_c) is told by first = p g'(p) and second = p² g''(p) of each 
 finite as p -> 0. Added constants in g' cancel, since Σp = 1.
 """
 
-from __future__ import annotations
-
 from math import pi
 
 from torch import Tensor, addcmul, clamp_max, clamp_min, exp, expm1, log, rsqrt, where

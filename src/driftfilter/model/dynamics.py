@@ -24,6 +24,7 @@ from driftfilter.base.checks import (
     NotNegative,
     Positive,
     PositiveCount,
+    register,
     require,
     require_number,
 )
@@ -263,3 +264,6 @@ class Affine(Dynamics):
                     f"of length {source.dimension} (d) in each dimension",
                 )
         return Motion(gain, drift)
+
+
+register(dynamics=(RandomWalk, MeanReversion, PrecisionReversion, LocalTrend, Seasonal, Affine))

@@ -20,6 +20,7 @@ from driftfilter.base.checks import (
     FractionBelowOne,
     NotNegative,
     PositiveFraction,
+    register,
     require,
     require_number,
     require_role,
@@ -206,13 +207,8 @@ class InformationMaximization(Loss):
     for a single sample.
     """
 
-    @property
-    def minimum(self) -> int:
-        return 2
-
-    @property
-    def is_coupled(self) -> bool:
-        return True
+    minimum = 2
+    is_coupled = True
 
     def expand(self, logits: Tensor, targets: Targets, weights: Tensor) -> Expansion:
         logp = log_softmax(logits)
@@ -388,3 +384,17 @@ def as_loss(field: str, loss: Any) -> Loss:
     require(counted, f"{field}.copies", loss.copies, "the number of views beside the inputs")
     own: Loss = loss
     return own
+
+
+register(
+    loss=(
+        Entropy,
+        SoftLikelihoodRatio,
+        PseudoLabel,
+        InformationMaximization,
+        GeneralizedCrossEntropy,
+        ConjugatePseudoLabel,
+        MarginalLikelihood,
+        Sum,
+    )
+)

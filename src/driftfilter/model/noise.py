@@ -9,7 +9,14 @@ from typing import Protocol, final
 import torch
 from torch import Tensor
 
-from driftfilter.base.checks import Checked, NotNegative, Positive, PositiveFraction, require
+from driftfilter.base.checks import (
+    Checked,
+    NotNegative,
+    Positive,
+    PositiveFraction,
+    register,
+    require,
+)
 from driftfilter.gaussian.belief import Belief
 from driftfilter.gaussian.covariance import Gain, symmetrize
 from driftfilter.model.dynamics import Matrix, Spread, SpreadRule, as_config, as_matrix
@@ -175,3 +182,6 @@ class Restore:
             return Spread(1.0, gain * (1 - gain) * (belief.covariance.variance() + distance))
 
         return spread
+
+
+register(noise=(Isotropic, FullNoise, Discount, Reset, Stationary, Restore, NoNoise))

@@ -17,6 +17,7 @@ from driftfilter.base.checks import (
     Fraction,
     PositiveCount,
     Role,
+    register,
     require,
     require_finite,
 )
@@ -295,15 +296,14 @@ class Evaluation:
 
         They come from a backward pass. If the evaluation keeps them, they are to be read only.
         """
-        if "_rows" in self.__dict__:
-            kept: Tensor = self.__dict__["_rows"]
-            return kept
-        pieces: list[Tensor] = []
-        for pull, slopes in zip(self.pullbacks, self.slopes(), strict=True):
-            pieces.append(pull(slopes))
-        rows = _sum(pieces)
-        if self.keeps_rows:
-            self.__dict__["_rows"] = rows
+        rows: Tensor | None = self.__dict__.get("_rows")
+        if rows is None:
+            pieces: list[Tensor] = []
+            for pull, slopes in zip(self.pullbacks, self.slopes(), strict=True):
+                pieces.append(pull(slopes))
+            rows = _sum(pieces)
+            if self.keeps_rows:
+                self.__dict__["_rows"] = rows
         return rows
 
     def slopes(self, cotangents: Tensor | None = None) -> Tensor:
@@ -331,3 +331,6 @@ class Evaluation:
 
 def _sum(pieces: list[Tensor]) -> Tensor:
     return pieces[0] if len(pieces) == 1 else torch.stack(pieces).sum(0)
+
+
+register(teacher=(Teacher,), observation=(Gibbs,))

@@ -16,8 +16,9 @@ from typing import Protocol, TypeAlias, final, runtime_checkable
 import torch
 from torch import Tensor
 
-from driftfilter.base.checks import Checked, PositiveCount, require
+from driftfilter.base.checks import Checked, PositiveCount, register, require
 from driftfilter.base.inputs import Inputs, batch_size
+from driftfilter.base.sharding import current, place_samples, take_samples
 from driftfilter.gaussian.covariance import Covariance
 
 Draw: TypeAlias = Callable[[Inputs], tuple[Inputs, ...]]
@@ -71,12 +72,15 @@ class PredictiveModel(Protocol):
         return self
 
     def count_samples(self, inputs: Inputs) -> int:
-        """Samples of a batch: rows of its logits."""
+        """Samples of a batch: rows of its logits, of all ranks if it is in shards."""
+        shards = current()
+        if shards is not None:
+            return sum(shards.sizes)
         return len(inputs) if isinstance(inputs, Tensor) else batch_size(inputs)
 
     def draw_views(self, draw: Draw, inputs: Inputs) -> tuple[Inputs, ...]:
         """Views that ``draw`` makes of a batch, with the draws of the whole batch."""
-        return draw(inputs)
+        return tuple(take_samples(view) for view in draw(place_samples(inputs)))
 
     def __call__(self, theta: Tensor, inputs: Inputs) -> Tensor:
         """Logits [n, k]."""
@@ -340,3 +344,6 @@ class _ReadOutPullback(PullbackAround):
 
     def total(self, cotangents: Tensor) -> Tensor:
         return self.inner.total(cotangents) @ self.matrix
+
+
+register(model=(LinearHead,))

@@ -2,8 +2,6 @@
 (noise.py).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,7 +11,7 @@ from typing import Annotated, NamedTuple, final
 import torch
 from torch import Tensor
 
-from driftfilter.base.checks import Checked, Role, require, require_count, unchecked
+from driftfilter.base.checks import Checked, Role, register, require, require_count, unchecked
 from driftfilter.gaussian.belief import Belief
 from driftfilter.gaussian.blocks import Blocks
 from driftfilter.gaussian.covariance import (
@@ -28,6 +26,42 @@ from driftfilter.gaussian.diagonal import Diagonal
 from driftfilter.gaussian.full import Full
 from driftfilter.model.dynamics import Dynamics, Layout, Motion, RandomWalk, Spread, SpreadRule
 from driftfilter.model.noise import NoiseModel, NoNoise
+
+
+class BoundTransition(NamedTuple):
+    """A transition whose constants are worked out for one source."""
+
+    gain: Gain
+    drift: float | Tensor
+    spread: SpreadRule
+
+    def spread_of(self, belief: Belief) -> Spread:
+        """keep and noise for the belief that moves."""
+        return self.spread if isinstance(self.spread, Spread) else self.spread(belief)
+
+    def __call__(self, belief: Belief) -> Belief:
+        keep, noise = self.spread_of(belief)
+        covariance = belief.covariance
+        if not (_is(self.gain, 1.0) and _is(keep, 1.0) and _is(noise, 0.0)):
+            covariance = covariance.propagate(_scale(self.gain, keep), noise)
+        return unchecked(Belief, mean=self._move(belief.mean), covariance=covariance)
+
+    def _move(self, mean: Tensor) -> Tensor:
+        if isinstance(self.gain, float) and isinstance(self.drift, Tensor):
+            return torch.add(self.drift, mean, alpha=self.gain)
+        moved = mean if _is(self.gain, 1.0) else _apply(self.gain, mean)
+        return moved if _is(self.drift, 0.0) else moved + self.drift
+
+    def move_sample(self, deviation: Tensor, belief: Belief, generator: torch.Generator) -> Tensor:
+        """Deviations from the mean [count, d] after one step: G e + w, where w makes up the rest of
+        Σ⁻.
+        """
+        keep, noise = self.spread_of(belief)
+        drawn = _draw(noise, deviation, generator)
+        if isinstance(keep, float) and keep > 1:
+            extra = belief.covariance.sample(len(deviation), generator) * math.sqrt(keep - 1)
+            return drawn + _apply(self.gain, deviation + extra)
+        return drawn + _apply(_scale(self.gain, keep), deviation)
 
 
 @final
@@ -124,42 +158,6 @@ class Transition(Checked):
             belief = bound(belief)
             paths.append(belief.mean + deviation)
         return torch.stack(paths, 1)
-
-
-class BoundTransition(NamedTuple):
-    """A transition whose constants are worked out for one source."""
-
-    gain: Gain
-    drift: float | Tensor
-    spread: SpreadRule
-
-    def spread_of(self, belief: Belief) -> Spread:
-        """keep and noise for the belief that moves."""
-        return self.spread if isinstance(self.spread, Spread) else self.spread(belief)
-
-    def __call__(self, belief: Belief) -> Belief:
-        keep, noise = self.spread_of(belief)
-        covariance = belief.covariance
-        if not (_is(self.gain, 1.0) and _is(keep, 1.0) and _is(noise, 0.0)):
-            covariance = covariance.propagate(_scale(self.gain, keep), noise)
-        return unchecked(Belief, mean=self._move(belief.mean), covariance=covariance)
-
-    def _move(self, mean: Tensor) -> Tensor:
-        if isinstance(self.gain, float) and isinstance(self.drift, Tensor):
-            return torch.add(self.drift, mean, alpha=self.gain)
-        moved = mean if _is(self.gain, 1.0) else _apply(self.gain, mean)
-        return moved if _is(self.drift, 0.0) else moved + self.drift
-
-    def move_sample(self, deviation: Tensor, belief: Belief, generator: torch.Generator) -> Tensor:
-        """Deviations from the mean [count, d] after one step: G e + w, where w makes up the rest of
-        Σ⁻.
-        """
-        keep, noise = self.spread_of(belief)
-        drawn = _draw(noise, deviation, generator)
-        if isinstance(keep, float) and keep > 1:
-            extra = belief.covariance.sample(len(deviation), generator) * math.sqrt(keep - 1)
-            return drawn + _apply(self.gain, deviation + extra)
-        return drawn + _apply(_scale(self.gain, keep), deviation)
 
 
 @final
@@ -371,3 +369,6 @@ def _join(noises: Sequence[Noise], sizes: Sequence[int], like: Tensor) -> Noise:
         else:
             parts.append(noise)
     return Blocks(tuple(parts))
+
+
+register(dynamics=(BlockDynamics,), transition=(Transition,))

@@ -17,6 +17,7 @@ from driftfilter.base.checks import (
     NotNegative,
     PositiveCount,
     Role,
+    register,
     require,
 )
 from driftfilter.base.inputs import Inputs, batch_size
@@ -259,10 +260,7 @@ class MarginalEntropy(Checked, Loss):
 
     augmentation: _Augmentation = field(default_factory=GaussianNoise)
     copies: PositiveCount = 8
-
-    @property
-    def is_coupled(self) -> bool:
-        return True
+    is_coupled = True
 
     def views(self, inputs: Inputs, generator: Callable[[], torch.Generator]) -> tuple[Inputs, ...]:
         return _views(self.augmentation, inputs, self.copies, generator())
@@ -275,3 +273,6 @@ class MarginalEntropy(Checked, Loss):
         first = -share * p * mean.log().clamp_min(FLOOR)
         second = -(share * p).square() / mean.clamp_min(torch.finfo(p.dtype).tiny)
         return separable(None, p, first, second, (0.0, *[1 / self.copies] * self.copies))
+
+
+register(loss=(Consistency, MarginalEntropy), augmentation=(GaussianNoise, ImageViews, Mirror))

@@ -17,6 +17,7 @@ from driftfilter.base.checks import (
     Fraction,
     Positive,
     PositiveFraction,
+    register,
     require,
     require_role,
 )
@@ -187,3 +188,6 @@ class Product:
         for factor in self.factors:
             weights, memory = factor(logits, weights, memory)
         return weights, memory
+
+
+register(weighting=(Constant, Reliability, EntropyGate, DiversityGate, CertaintyDiversity, Product))

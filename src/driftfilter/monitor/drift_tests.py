@@ -7,10 +7,8 @@ fade. In the history the classes never fade, or a slow change would become the r
 do, for a model that adapts grows more certain.
 """
 
-from __future__ import annotations
-
 import math
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -22,6 +20,27 @@ STEADY = 2 * SHORT
 LONG = 50  # samples of a class, on average, that are remembered of pairs
 
 
+class Signals(NamedTuple):
+    """What the monitor saw in the last step; NaN if there was nothing to see or to compare
+    with.
+    """
+
+    # By the belief against the source on the same samples: entropy in nats (see Monitor)
+    classes_lost: float = math.nan
+    share_gained: float = math.nan  # by the class that gained most, in nats a sample (see Monitor)
+    # Rise of the mean predictive entropy of the window, in deviations of a sample.
+    uncertainty: float = math.nan
+    # Of the mean from the source, in prior standard deviations (see deviation)
+    distance: float = math.nan
+    # KL(belief ‖ source) / d in nats, if the monitor has a threshold for it.
+    divergence: float = math.nan
+    marginal_entropy: float = math.nan  # of the classes predicted in this batch, in nats
+    largest_share: float = math.nan  # of a class in this batch
+    predictive_entropy: float = math.nan  # mean H(p_i) of this batch, in nats
+    effective_samples: float = math.nan  # (Σ w)² / Σ w² of this update
+    energy: float = math.nan  # E at the prior mean
+
+
 class Evidence(NamedTuple):
     """How far lately is from before, and -ln of the chance of that (at least; 0 if too few
     samples tell).
@@ -31,7 +50,7 @@ class Evidence(NamedTuple):
     tails: tuple[float, ...] = (0.0,) * 3
 
     @classmethod
-    def of(cls, found: dict[str, float], classes: int) -> Evidence:
+    def of(cls, found: dict[str, float], classes: int) -> Self:
         """From what ``count_lost`` and ``compare`` found."""
         signals, tails = [math.nan] * 3, [0.0] * 3
         if found.get("pairs", 0) >= SHORT:
@@ -161,8 +180,7 @@ def _spread(history: Tensor) -> Tensor:
 
 def _kl(p: Tensor, q: Tensor) -> Tensor:
     """p ln(p / q), 0 if p is."""
-    pieces: Tensor = torch.special.xlogy(p, p) - torch.special.xlogy(p, q)
-    return pieces
+    return torch.xlogy(p, p) - torch.xlogy(p, q)
 
 
 def _binary(p: Tensor, q: Tensor) -> Tensor:

@@ -30,6 +30,7 @@ from driftfilter.monitor.drift_tests import (
     SHORT,
     STEADY,
     Evidence,
+    Signals,
     add_pairs,
     compare,
     count_lost,
@@ -39,7 +40,7 @@ from driftfilter.monitor.drift_tests import (
     shape_of,
     summary,
 )
-from driftfilter.monitor.state import Event, MonitorState, Signals
+from driftfilter.monitor.state import Event, MonitorState
 
 Response: TypeAlias = Literal[
     "record", "warn", "inflate", "probation", "revert", "reset", "freeze"
@@ -174,7 +175,8 @@ class Monitor(Checked):
         recent = fade(past.recent, batch, samples, STEADY)
         if probe is not None:
             pairs = add_pairs(pairs, log_probabilities, probe)
-        against = {} if past.reference is None else compare(recent, past.reference)
+        history = past.reference
+        against = {} if history is None else compare(recent, history)
         against |= {} if pairs is None else count_lost(pairs, classes)
         numbers = _numbers(named | shape_of(batch) | against)  # the only look at the device
         evidence = Evidence.of({name: numbers.pop(name) for name in against}, classes)
@@ -190,7 +192,7 @@ class Monitor(Checked):
         worst = self._worst(past, seen)
         on_probation = worst == "probation" or (past.trying and _severity(worst) <= _PROBATION)
         due = (past.batches + 1) % self.lag == 0
-        if not (on_probation and due) or seen.batch is None or past.reference is None:
+        if not (on_probation and due) or seen.batch is None or past.history is None:
             return None
         return start if past.good is None else past.good
 
@@ -212,17 +214,23 @@ class Monitor(Checked):
 
     def _out_of_bounds(self, signals: Signals, evidence: Evidence) -> dict[str, float]:
         """Signals beyond their thresholds, with these."""
-        limits = (
-            self.classes,
-            self.share,
-            self.uncertainty,
-            self.distance,
-            self.divergence or math.inf,
-        )
-        pairs = zip(
-            Signals._fields, signals, limits, (*self._certain(evidence), True, True), strict=False
-        )
-        return {name: limit for name, value, limit, sure in pairs if sure and value >= limit}
+        sure = dict(zip(Signals._fields, self._certain(evidence), strict=False))
+        return {
+            name: limit
+            for name, (limit, _) in self._bounds.items()
+            if getattr(signals, name) >= limit and sure.get(name, True)
+        }
+
+    @property
+    def _bounds(self) -> dict[str, tuple[float, Response]]:
+        """The alarms: signal -> its threshold, and what is done about it."""
+        return {
+            "classes_lost": (self.classes, self.on_collapse),
+            "share_gained": (self.share, self.on_labels),
+            "uncertainty": (self.uncertainty, self.on_uncertainty),
+            "distance": (self.distance, self.on_parameters),
+            "divergence": (self.divergence or math.inf, self.on_parameters),
+        }
 
     def _certain(self, evidence: Evidence) -> list[bool]:
         """Whether classes lost, a share gained and a rise of uncertainty are no chance."""
@@ -232,13 +240,7 @@ class Monitor(Checked):
         """What is done about an alarm of this signal; on probation a good belief waits, which is
         better than the source.
         """
-        response = {
-            "classes_lost": self.on_collapse,
-            "share_gained": self.on_labels,
-            "uncertainty": self.on_uncertainty,
-            "distance": self.on_parameters,
-            "divergence": self.on_parameters,
-        }.get(signal, self.on_detector)
+        _, response = self._bounds.get(signal, (math.inf, self.on_detector))
         return "revert" if trying and response == "reset" else response
 
     def respond(

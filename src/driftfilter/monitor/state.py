@@ -1,20 +1,18 @@
-"""What a monitor sees, says and remembers: signals, events and the state between two steps, with
-its form in a checkpoint.
+"""What a monitor says and remembers: events and the state between two steps, with its form in a
+checkpoint.
 """
 
-from __future__ import annotations
-
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, NamedTuple, final
+from typing import Any, Self, final
 
 from torch import Tensor
 
 from driftfilter.base.checks import require, require_finite
 from driftfilter.base.tensors import as_tensor, as_text, map_tensors
 from driftfilter.filtering import FilterState
+from driftfilter.monitor.drift_tests import Signals as Signals  # beside events, for who reads both
 from driftfilter.storage.state_tensors import from_tensors, to_tensors
 
 MONITOR = "monitor."  # in a checkpoint
@@ -33,27 +31,6 @@ class Event:
     value: float
     threshold: float
     response: str
-
-
-class Signals(NamedTuple):
-    """What the monitor saw in the last step; NaN if there was nothing to see or to compare
-    with.
-    """
-
-    # By the belief against the source on the same samples: entropy in nats (see Monitor)
-    classes_lost: float = math.nan
-    share_gained: float = math.nan  # by the class that gained most, in nats a sample (see Monitor)
-    # Rise of the mean predictive entropy of the window, in deviations of a sample.
-    uncertainty: float = math.nan
-    # Of the mean from the source, in prior standard deviations (see deviation)
-    distance: float = math.nan
-    # KL(belief ‖ source) / d in nats, if the monitor has a threshold for it.
-    divergence: float = math.nan
-    marginal_entropy: float = math.nan  # of the classes predicted in this batch, in nats
-    largest_share: float = math.nan  # of a class in this batch
-    predictive_entropy: float = math.nan  # mean H(p_i) of this batch, in nats
-    effective_samples: float = math.nan  # (Σ w)² / Σ w² of this update
-    energy: float = math.nan  # E at the prior mean
 
 
 @final
@@ -86,7 +63,7 @@ class MonitorState:
         """[k + 3], the history without the latest batches, once there is so much."""
         return self.history if self.known is None else self.known
 
-    def move_to(self, mean: Tensor) -> MonitorState:
+    def move_to(self, mean: Tensor) -> Self:
         """What is remembered, on the device of a mean; states in its dtype too."""
 
         def there(state: FilterState | None) -> FilterState | None:
@@ -120,7 +97,7 @@ class MonitorState:
         }
 
     @classmethod
-    def from_tensors(cls, tensors: Mapping[str, Tensor], like: FilterState) -> MonitorState:
+    def from_tensors(cls, tensors: Mapping[str, Tensor], like: FilterState) -> Self:
         """What named tensors describe, for states of the structure and source of another one; a
         fresh one of none.
         """
@@ -150,7 +127,7 @@ class MonitorState:
         _require_fit(found)
         return cls(**plain, **states, **found).move_to(like.belief.mean)
 
-    def since(self, before: MonitorState) -> tuple[Event, ...]:
+    def since(self, before: Self) -> tuple[Event, ...]:
         """New events; neither their number tells, for old ones are dropped, nor equality with old
         ones.
         """
@@ -159,7 +136,7 @@ class MonitorState:
         old = set(map(id, before.events))
         return tuple(event for event in self.events if id(event) not in old)
 
-    def log(self, *events: Event) -> MonitorState:
+    def log(self, *events: Event) -> Self:
         """With more events; the last thousand are kept."""
         return replace(self, events=(*self.events, *events)[-KEPT:]) if events else self
 

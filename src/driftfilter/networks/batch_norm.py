@@ -28,7 +28,7 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
-from driftfilter.base.checks import Checked, Fraction, NotNegative, require
+from driftfilter.base.checks import Checked, Fraction, NotNegative, register, require
 from driftfilter.base.sharding import Shards
 from driftfilter.networks.triton_batch_norm import Renormalized, SampleSums, blend, fits
 
@@ -369,3 +369,6 @@ def _turn(layer: Any, statistics: Statistics) -> TwinBatchNorm:
     layer.carried = None if missing else (layer.running_mean, layer.running_var)
     turned: TwinBatchNorm = layer
     return turned
+
+
+register(statistics=(PseudoCount, Ema))

@@ -6,8 +6,6 @@ derivatives have closed forms. The user's module is never changed: it is called 
 for each thread.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -22,12 +20,9 @@ from driftfilter.base.inputs import Inputs, arguments, batch_size, each, pick_lo
 from driftfilter.base.sharding import (
     current,
     gather_samples,
-    place_samples,
-    take_samples,
-    total_samples,
 )
 from driftfilter.filtering import outside_inference_mode
-from driftfilter.model.predictive import Draw, LinearHead, PredictiveModel, Pullback
+from driftfilter.model.predictive import LinearHead, PredictiveModel, Pullback
 from driftfilter.networks.autocast import as_called, cast, dtype_of
 from driftfilter.networks.batch_norm import (
     Ema,
@@ -290,12 +285,6 @@ class OnFeatures(PredictiveModel):
 
     def pushforward(self, theta: Tensor, inputs: Inputs, tangents: Tensor) -> Tensor:
         return self.model.pushforward(theta, self.features(inputs), tangents)
-
-    def count_samples(self, inputs: Inputs) -> int:
-        return total_samples(batch_size(inputs))
-
-    def draw_views(self, draw: Draw, inputs: Inputs) -> tuple[Inputs, ...]:
-        return tuple(take_samples(view) for view in draw(place_samples(inputs)))
 
 
 def build_head(backbone: Backbone) -> tuple[OnFeatures, Tensor]:

@@ -11,13 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from driftfilter.base.checks import (
-    Checked,
-    Count,
-    Positive,
-    PositiveCount,
-    require,
-)
+from driftfilter.base.checks import Checked, Count, Positive, PositiveCount, register, require
 from driftfilter.networks.parameters import Chosen, matches
 from driftfilter.networks.sample_gradients import (
     Call,
@@ -148,3 +142,6 @@ def _convolution(call: Call, flow: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor
     return convolution_weight_rows(call, narrow, rank).flatten(2), flow.flatten(2) @ inner.flatten(
         2
     ).mT
+
+
+register(parameters=(LoRA,))

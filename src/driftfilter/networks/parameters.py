@@ -10,7 +10,7 @@ from typing import Protocol, final
 import torch
 from torch import Tensor, nn
 
-from driftfilter.base.checks import require
+from driftfilter.base.checks import register, require
 from driftfilter.networks.layers import NORMS
 from driftfilter.networks.sample_gradients import Call, Rule, layer_rows
 
@@ -92,8 +92,7 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
 
 
 def _own(name: str, module: nn.Module) -> list[str]:
-    prefix = f"{name}." if name else ""
-    return [prefix + own for own, _ in module.named_parameters(recurse=False)]
+    return [f"{name}.{own}" if name else own for own, _ in module.named_parameters(recurse=False)]
 
 
 @final
@@ -234,3 +233,6 @@ def select(model: nn.Module, selection: Selection) -> Chosen:
         {name: known[name] for name in chosen},
         {name: type(model.get_submodule(name.rpartition(".")[0])).__name__ for name in chosen},
     )
+
+
+register(parameters=(NormAffine, Head, AllParameters, ByName, Smallest))

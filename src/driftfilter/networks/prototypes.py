@@ -9,8 +9,6 @@ z are features, relative to a center. θ is w_1, …, w_k one after the other or
 a_k = log π_k (up to a constant), [a_1, w_1], …, [a_k, w_k].
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Literal, final
@@ -25,6 +23,7 @@ from driftfilter.base.checks import (
     NotNegative,
     Positive,
     PositiveCount,
+    register,
     require,
     require_finite,
     require_shape,
@@ -129,7 +128,7 @@ class PrototypeHead(Checked, PredictiveModel):
             torch.cat((intercepts.unsqueeze(-1), prototypes), -1) if self.intercept else prototypes
         ).flatten(-2)
 
-    def _jacobian(self, theta: Tensor, inputs: Tensor) -> _Jacobian:
+    def _jacobian(self, theta: Tensor, inputs: Tensor) -> "_Jacobian":
         require(
             inputs.dim() == 2, "inputs", f"shape {list(inputs.shape)}", "of shape [n, features]"
         )
@@ -435,3 +434,6 @@ def _directional_update(
     a, w = head.split(prior.mean)
     moved = w + head.concentration * (shares.mT @ functional.normalize(features, dim=-1))
     return unchecked(Belief, mean=head.join(a, moved), covariance=prior.covariance)
+
+
+register(inference=(Supports, Mixture), parameters=(Prototypes,))

@@ -138,6 +138,8 @@ class Twin:
     def __init__(self, base: nn.Module, targets: set[str], statistics: Statistics) -> None:
         self.module = private(base)
         self.norms: list[TwinBatchNorm] = prepare(self.module, statistics)
+        # Those that blend a batch's statistics with carried ones.
+        self.blending = [norm for norm in self.norms if norm.blend is not None]
         self.coupled = any(
             isinstance(layer, TwinBatchNorm)
             or (isinstance(layer, _BatchNorm) and layer.running_mean is None)
@@ -190,11 +192,6 @@ class Twin:
             self.records.append(Record(owner, rule, targets, call, node, position, suspect))
 
         return hook
-
-    @property
-    def blending(self) -> list[TwinBatchNorm]:
-        """The batch norms that blend a batch's statistics with carried ones."""
-        return [norm for norm in self.norms if norm.blend is not None]
 
     def carry(self, statistics: Tensor | None, trust: Tensor | float) -> None:
         """Blend with these statistics, the mean and then the variance of each layer; with the

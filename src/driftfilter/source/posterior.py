@@ -3,12 +3,10 @@
 A source takes a model and its parameters, and perhaps data, and gives the belief before the stream.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Literal, Protocol, TypeAlias, final, runtime_checkable
+from typing import Annotated, Literal, Protocol, Self, TypeAlias, final, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -20,6 +18,7 @@ from driftfilter.base.checks import (
     Positive,
     PositiveCount,
     Role,
+    register,
     require,
     require_number,
     require_shape,
@@ -84,7 +83,7 @@ class SourceData(Checked):
             require_shape("SourceData.labels", self.labels, f"[{count}]", count)
 
     @classmethod
-    def of(cls, data: SourceData | Tensor | tuple[Tensor, Tensor] | None) -> SourceData | None:
+    def of(cls, data: Self | Tensor | tuple[Tensor, Tensor] | None) -> Self | None:
         """Inputs [N, ...], alone or with their labels [N], as source data; None stays None."""
         if data is None or isinstance(data, SourceData):
             return data
@@ -426,3 +425,6 @@ def _backtrack(
         "logits must be smooth in theta: no step along the Newton direction lowers the "
         f"objective {before:g}"
     )
+
+
+register(source=(PointMass, Gaussian, Laplace))

@@ -5,8 +5,6 @@ A task's file is named after what determines its result, and written whole or no
 that is there is not run again.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

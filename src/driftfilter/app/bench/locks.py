@@ -6,8 +6,6 @@ locks between hosts: a claim that names another host is left alone, locked or no
 that somebody has made a moment ago and not yet named himself in.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket

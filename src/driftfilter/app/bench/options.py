@@ -1,7 +1,5 @@
 """What ``driftfilter bench`` can be told; torch is not imported here."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias

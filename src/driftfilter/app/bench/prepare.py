@@ -1,7 +1,5 @@
 """From the options of the benchmark to its tasks: what they name is read and checked here."""
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import itertools

@@ -4,8 +4,6 @@ They need not know each other: claims (locks.py) see to it that each task is run
 a process decides with which task it begins and which GPU of its host it takes.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from typing import NamedTuple

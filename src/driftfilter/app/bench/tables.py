@@ -1,7 +1,5 @@
 """The tables of a benchmark: on the terminal, in Markdown and in CSV."""
 
-from __future__ import annotations
-
 import csv
 import io
 import itertools
@@ -296,12 +294,11 @@ def plain(table: Table) -> str:
     """A table as text for a terminal or a pipe."""
     grid = [table.head, *table.rows]
     widths = [max(len(cell) for cell in column) for column in zip(*grid, strict=True)]
-    lines = ["  ".join(map(_pad, range(len(widths)), row, widths)).rstrip() for row in grid]
+    lines = [  # names to the left, numbers to the right
+        "  ".join([*map(str.ljust, row[:3], widths), *map(str.rjust, row[3:], widths[3:])]).rstrip()
+        for row in grid
+    ]
     return "\n".join([*table.notes, "", *lines, *(f"failed: {each}" for each in table.failures)])
-
-
-def _pad(place: int, cell: str, width: int) -> str:
-    return cell.ljust(width) if place < 3 else cell.rjust(width)  # names left, numbers right
 
 
 def markdown(table: Table) -> str:

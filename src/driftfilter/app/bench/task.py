@@ -1,7 +1,5 @@
 """One task of the benchmark: a preset on a model through one stream, and what is measured."""
 
-from __future__ import annotations
-
 import platform
 import statistics
 import time

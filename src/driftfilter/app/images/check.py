@@ -1,7 +1,5 @@
 """``driftfilter data``: where to get CIFAR-10-C, and whether a folder holds what it should."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path

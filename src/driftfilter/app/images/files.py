@@ -1,7 +1,5 @@
 """Files of data, read with care: every refusal says which file and what was expected of it."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import pickle

@@ -1,7 +1,5 @@
 """Linear filters, zooms and warps of batches of images [n, c, h, w], on the device they are on."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """JPEG there and back, as libjpeg does it by default: integers, chroma halved."""
 
-from __future__ import annotations
-
 import math
 
 import torch

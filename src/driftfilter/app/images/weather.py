@@ -1,7 +1,5 @@
 """Random layers of weather and water laid over images, [n, 1 or 3, h, w] in [0, 1]."""
 
-from __future__ import annotations
-
 import math
 
 import torch

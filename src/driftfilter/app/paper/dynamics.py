@@ -5,8 +5,6 @@ The moments are those of the filter's own prior, step by step; the paths are dra
 and the largest disagreement between the two is part of the result.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import NamedTuple, final
 

@@ -2,13 +2,11 @@
 ``report``).
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import matplotlib as mpl
 import torch
@@ -20,11 +18,10 @@ from torch import Tensor
 
 import driftfilter as df
 from driftfilter.app import metrics
-from driftfilter.app.paper.dynamics import DynamicsExample, Prior
-from driftfilter.app.paper.trial import TIMES, Example, Problem, grid
-
-if TYPE_CHECKING:
-    from driftfilter.app.paper.reproduce import Result
+from driftfilter.app.paper.dynamics import Prior
+from driftfilter.app.paper.examples import TIMES, Example, Problem
+from driftfilter.app.paper.reproduce import Result
+from driftfilter.app.paper.trial import grid
 
 CLASSES = ("#0072B2", "#D55E00", "#009E73")  # Okabe–Ito: told apart by all readers
 SOURCE_COLOR, FILTER_COLOR, BOUND_COLOR = "#7F7F7F", "#0072B2", "#009E73"
@@ -55,7 +52,7 @@ def save(figure: Figure, stem: Path) -> None:
         figure.savefig(stem.with_suffix(".svg"), dpi=160, metadata={"Date": None})
 
 
-def draw_dynamics(example: DynamicsExample, priors: Mapping[str, Prior], shown: int = 12) -> Figure:
+def draw_dynamics(priors: Mapping[str, Prior], shown: int = 12) -> Figure:
     """Paths and mean in the parameter plane, marginal series with ±2 sd, and the induced lines; a
     column a transition.
     """

@@ -2,8 +2,6 @@
 for each.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import statistics
@@ -21,13 +19,9 @@ import driftfilter as df
 from driftfilter.app.paper import cases
 from driftfilter.app.paper.cases import CLAIMS, FILTER, SOURCE, Case
 from driftfilter.app.paper.dynamics import DynamicsExample
-from driftfilter.app.paper.linear import Linear
-from driftfilter.app.paper.moons import Moons
-from driftfilter.app.paper.pinwheel import Pinwheel
+from driftfilter.app.paper.examples import TIMES, Example, Linear, Moons, Pinwheel
 from driftfilter.app.paper.trial import (
-    TIMES,
     Doubt,
-    Example,
     Scores,
     Trial,
     doubt,
@@ -159,7 +153,7 @@ def _write_dynamics(example: DynamicsExample, seed: int, folder: Path, figures: 
     if figures:
         from driftfilter.app.paper.figures import draw_dynamics, save
 
-        save(draw_dynamics(example, priors), folder / "dynamics")
+        save(draw_dynamics(priors), folder / "dynamics")
     measured = {
         "example": "dynamics",
         "version": df.__version__,
@@ -183,7 +177,7 @@ def _write_stream(
         "version": df.__version__,
         "seeds": [result.seed for result in results],
         "predict_from": example.filter().predict_from,
-        "settings": asdict(example),  # type: ignore[call-overload]  # every example is a dataclass
+        "settings": asdict(example),
         "cases": {case.name: _measure(case, results) for case in rows},
         "uncertainty": {
             "times": TIMES,

@@ -1,7 +1,5 @@
 """``driftfilter report``: runs side by side on one page that needs nothing but itself."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar

@@ -1,7 +1,5 @@
 """The page: charts, tables and sentences of the streams, put into the template."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Sequence, Set
 from importlib.resources import files

@@ -1,7 +1,5 @@
 """A folder of ``driftfilter run`` as an entry of a report."""
 
-from __future__ import annotations
-
 import base64
 import json
 import math

@@ -4,8 +4,6 @@ Drawn 400 wide, so that their letters can be read on a phone; colours are classe
 style sheet, which knows light, dark and print. ``Markup.format`` escapes whatever is put in.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple

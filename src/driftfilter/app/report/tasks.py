@@ -2,8 +2,6 @@
 an entry for each preset.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -2,8 +2,6 @@
 and a file of weights.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 import traceback

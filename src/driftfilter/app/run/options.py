@@ -1,7 +1,5 @@
 """What ``driftfilter run`` can be told; torch is not imported here."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The predictions that a run writes as it goes on."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 

@@ -1,7 +1,5 @@
 """From the options of ``driftfilter run`` to all that a run needs."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from pathlib import Path

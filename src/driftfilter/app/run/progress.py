@@ -1,7 +1,5 @@
 """What ``driftfilter run`` says on a terminal or in a log while it runs, and at its end."""
 
-from __future__ import annotations
-
 import signal
 import sys
 import warnings

@@ -2,8 +2,6 @@
 become a model's inputs.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable, Iterator

@@ -5,8 +5,6 @@ A run writes to one folder: what a checkpoint covers is a prefix of its logs, an
 is cut off on resuming.
 """
 
-from __future__ import annotations
-
 import json
 import platform
 import time
@@ -14,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Self, TypeAlias
 
 import numpy as np
 import torch
@@ -51,7 +49,7 @@ class Tally(NamedTuple):
         """Accuracy on the samples so far whose label is known."""
         return self.right / self.judged if self.judged else None
 
-    def after(self, step: df.StepRecord) -> Tally:
+    def after(self, step: df.StepRecord) -> Self:
         """The tally with one more step."""
         return self._replace(
             step=self.step + 1,
@@ -107,6 +105,20 @@ def run(
             return ending
 
 
+class _Files(NamedTuple):
+    made: PreparedRun
+    steps: JsonLines
+    predictions: Predictions
+    source: Predictions | None
+
+    def save(self, tally: Tally) -> None:
+        """Write a checkpoint, the logs first: it must not cover what is not on the disk."""
+        sizes = {"steps": self.steps.journal.sync(), "predictions": self.predictions.log.sync()}
+        sizes |= {} if self.source is None else {"baseline": self.source.log.sync()}
+        notes = {"settled": self.made.options.fixed(), "tally": tally._asdict(), "sizes": sizes}
+        df.save(self.made.adapter, self.made.options.out / STATE, self.made.options.keep, notes)
+
+
 def _summarize(files: _Files, ending: Ending) -> None:
     """Write what the report needs."""
     made, source, out = files.made, files.source, files.made.options.out
@@ -126,20 +138,6 @@ def _summarize(files: _Files, ending: Ending) -> None:
         **made.machine.peak_memory(),
     }
     summary.write(out, finished, made.adapter, made.model, others)
-
-
-class _Files(NamedTuple):
-    made: PreparedRun
-    steps: JsonLines
-    predictions: Predictions
-    source: Predictions | None
-
-    def save(self, tally: Tally) -> None:
-        """Write a checkpoint, the logs first: it must not cover what is not on the disk."""
-        sizes = {"steps": self.steps.journal.sync(), "predictions": self.predictions.log.sync()}
-        sizes |= {} if self.source is None else {"baseline": self.source.log.sync()}
-        notes = {"settled": self.made.options.fixed(), "tally": tally._asdict(), "sizes": sizes}
-        df.save(self.made.adapter, self.made.options.out / STATE, self.made.options.keep, notes)
 
 
 def _open_files(made: PreparedRun, tally: Tally, sizes: dict[str, int], stack: ExitStack) -> _Files:

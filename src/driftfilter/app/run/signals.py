@@ -1,7 +1,5 @@
 """Ending a run on a signal: SIGTERM, as a service manager sends, or Ctrl-C."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -2,8 +2,6 @@
 at.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -131,8 +129,7 @@ def _classes(finished: Finished, usable: NDArray[Any]) -> list[dict[str, Any]]:
 
 
 def _counts(labels: NDArray[Any], k: int) -> list[int]:
-    found: list[int] = np.bincount(labels, minlength=k).tolist()
-    return found
+    return list(np.bincount(labels, minlength=k).tolist())
 
 
 def write_examples(out: Path, finished: Finished, feed: Feed, form: Form) -> str:
