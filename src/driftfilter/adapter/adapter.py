@@ -131,7 +131,7 @@ class Adapter(nn.Module):
 
     ``update_every`` m: predict every batch at once, adapt on every m-th one to all samples since
     the last time. ``window`` w: adapt to, and take batch statistics over, the last w samples, for
-    streams of single samples.
+    streams of single samples. Without either, a recipe may wait for its ``least`` samples.
     """
 
     def __init__(
@@ -158,6 +158,8 @@ class Adapter(nn.Module):
         check(model, chosen.recipe.parameters)
         self._options, self.recipe, self.seed = chosen, chosen.recipe, chosen.seed
         self.update_every, self.window = update_every, window
+        # A window looks back on earlier samples itself, and ranks must not keep samples apart.
+        self._least = 0 if window or distributed is not False else self.recipe.least
         # Prototypes follow the features at once: what they predict changes with the stream, and is
         # no sign of collapse.
         at_once = monitor is _DEFAULT and isinstance(self.recipe.parameters, Prototypes)
@@ -215,7 +217,7 @@ class Adapter(nn.Module):
             with self._noting(), self._given("update", args, kwargs) as inputs:
                 now = self._ready(inputs)
                 for piece in self._pieces(inputs):
-                    seen, recent = now.seen(piece, self.window, self.update_every)
+                    seen, recent = now.seen(piece, self.window, self._waits(now, piece))
                     assert now.bound is not None
                     state, info = now.bound.filter.update(now.current, seen)
                     now = now._replace(recent=recent if self.window else None)
@@ -312,13 +314,13 @@ class Adapter(nn.Module):
         """One call: a step, or a prediction alone until the time for one has come, or while the
         monitor has it frozen.
         """
-        seen, recent = now.seen(inputs, self.window, self.update_every)
+        seen, recent = now.seen(inputs, self.window, self._waits(now, inputs))
         calls = now.calls + 1
         if self.monitor is not None and now.watch.frozen:
             return now._replace(recent=recent if self.window else None, calls=calls), self._predict(
                 now, inputs
             )
-        if calls % self.update_every:
+        if calls % self.update_every or batch_size(seen) < self._least:
             return now._replace(recent=recent, calls=calls), self._predict(now, inputs)
         assert now.bound is not None
         state, prediction, info = now.bound.filter.step(now.current, seen)
@@ -326,6 +328,11 @@ class Adapter(nn.Module):
         new = own if self.window else prediction  # what no step has seen before
         now = now._replace(recent=recent if self.window else None, calls=calls)
         return self._watch(now, state, info, new.log_probabilities, seen), own
+
+    def _waits(self, now: AdapterState, inputs: Inputs) -> bool:
+        """Whether samples gather until a step."""
+        few = now.recent is not None or batch_size(inputs) < self._least
+        return self.update_every > 1 or (self._least > 0 and few)
 
     def _watch(
         self,
@@ -389,7 +396,7 @@ class Adapter(nn.Module):
             raise
 
     def _predict(self, now: AdapterState, inputs: Inputs) -> Prediction:
-        seen = now.seen(inputs, self.window, self.update_every)[0] if self.window else inputs
+        seen = now.seen(inputs, self.window, False)[0] if self.window else inputs
         assert now.bound is not None
         return self._take_own(now.bound.filter.predict(now.current, seen), seen, inputs)
 

@@ -174,8 +174,11 @@ class FilterOptions:
         logits, mean, told = initialize(frozen, recipe.parameters, recipe.statistics, *picks)
         if isinstance(logits, Network):
             logits.capturing = self.cuda_graphs
-        filt = recipe.filter(shard_model(logits) if self.distributed else logits)
         with among(None):  # source data are the same on all ranks
+            shares = None
+            if recipe.centering is not None and self.data is not None:
+                shares = self.data.mean_prediction(logits, mean)
+            filt = recipe.filter(shard_model(logits) if self.distributed else logits, shares)
             start = filt.init(recipe.source(logits, mean, self.data), self.seed)
         for reason in self.find_ignored(start.belief.mean.device):
             warn(reason)

@@ -6,12 +6,13 @@
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from driftfilter.base.checks import nearest, require, warn
+from driftfilter.networks.parameters import NormAffine
 from driftfilter.presets.ours import OURS
 from driftfilter.presets.published import PUBLISHED
 from driftfilter.recipe import Recipe
@@ -25,10 +26,8 @@ PRESETS: dict[str, Callable[..., Recipe]] = {
 # (docs/presets.md).
 FOR_BATCH_NORM = ("tent", "pl", "rpl", "conjugate", "slr", "roid", "cmf", "bacs")
 
-# What is safe in place of a default for networks without batch normalisation: their gradients are
-# larger, and nothing but information maximisation keeps the classes apart.
-_SAFE = {"variance": 0.01, "balance": 3.0, "temperature": 2.0}
-WITHOUT_BATCH_NORM: dict[str, dict[str, float]] = {"driftfilter": _SAFE, "driftfilter_aug": _SAFE}
+# Presets that ask what norms a network has.
+BY_NORMS = ("driftfilter", "driftfilter_aug")
 
 
 def for_model(
@@ -45,8 +44,17 @@ def for_model(
             f"{name!r} at its published rate was seen to lose accuracy under group norm "
             "(docs/presets.md); lower lr"
         )
-    safer = {} if by_batch else WITHOUT_BATCH_NORM.get(name, {})
-    return recipe_of(name, {**safer, **options}, beside)
+    fitting = {"norms": find_norms(model)} if name in BY_NORMS and layers else {}
+    return recipe_of(name, {**fitting, **options}, beside)
+
+
+def find_norms(model: nn.Module) -> Literal["batch", "other", "none"]:
+    """Which norms a network has whose parameters could be adapted: "batch" if there is one of
+    batch normalisation, "other" or "none".
+    """
+    if any(isinstance(layer, _BatchNorm) for layer in model.modules()):
+        return "batch"
+    return "other" if NormAffine()(model) else "none"
 
 
 def names() -> list[str]:

@@ -89,6 +89,13 @@ class SourceData(Checked):
             return data
         return cls(*data) if isinstance(data, tuple) else cls(data)
 
+    def mean_prediction(self, model: PredictiveModel, theta: Tensor) -> Tensor:
+        """The mean of softmax f over all samples [k], with one sample of equal shares."""
+        found = [model(theta, inputs).softmax(-1) for inputs, _ in self]
+        require(len(found) > 0, "adapt: data", "no samples", "one sample or more")
+        together = torch.cat(found)
+        return (together.sum(0) + 1 / together.shape[1]) / (len(together) + 1)
+
     def __iter__(self) -> Iterator[tuple[Inputs, Tensor | None]]:
         if isinstance(self.inputs, Tensor):
             pieces = self.inputs.split(self.batch_size)
