@@ -98,7 +98,10 @@ def adapt(  # noqa: PLR0913  # what editors complete
     >>> adapter(torch.randn(16, 4)).shape  # log-probabilities
     torch.Size([16, 3])
     """
+    why = ""
     if isinstance(recipe, str):
+        if recipe in presets.BY_NORMS and "norms" not in options and isinstance(model, nn.Module):
+            why = f"{recipe!r} for this network: {presets.explain(model)}"
         own = list(inspect.signature(adapt).parameters)[2:-1]  # an unknown option is held to them
         recipe = presets.for_model(model, recipe, options, own)
     else:
@@ -122,7 +125,7 @@ def adapt(  # noqa: PLR0913  # what editors complete
         cuda_graphs,
         distributed is not False,
     )
-    return Adapter(model, chosen, update_every, window, monitor, callbacks, distributed)
+    return Adapter(model, chosen, update_every, window, monitor, callbacks, distributed, why)
 
 
 @final
@@ -143,8 +146,10 @@ class Adapter(nn.Module):
         monitor: Monitor | None,
         callbacks: Iterable[Callback],
         distributed: bool | ProcessGroup,
+        why: str = "",
     ) -> None:
         super().__init__()
+        self.why = why  # this recipe, if it was chosen by what the network is
         require_count("adapt: update_every", update_every, 1)
         require_count("adapt: window", window, 0)
         require(
@@ -273,7 +278,8 @@ class Adapter(nn.Module):
         return known[1]
 
     def extra_repr(self) -> str:
-        return f"{type(self._model[0]).__name__}, {self.recipe}"
+        lines = (type(self._model[0]).__name__, self.why, str(self.recipe))
+        return ",\n".join(filter(None, lines)) if self.why else f"{lines[0]}, {lines[2]}"
 
     # The steps
 

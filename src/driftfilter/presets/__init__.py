@@ -26,8 +26,19 @@ PRESETS: dict[str, Callable[..., Recipe]] = {
 # (docs/presets.md).
 FOR_BATCH_NORM = ("tent", "pl", "rpl", "conjugate", "slr", "roid", "cmf", "bacs")
 
-# Presets that ask what norms a network has.
+# Presets that ask what norms a network has, and what they do then.
 BY_NORMS = ("driftfilter", "driftfilter_aug")
+_REASONS = {
+    "batch": "it has batch norm: statistics are carried from batch to batch, norm parameters adapt",
+    "other": "it has norm layers but no batch norm: logits are centred, norm parameters adapt",
+    "none": "it has no norm layer with parameters: logits are centred, the last layer adapts",
+    "frozen": "it has quantised layers, which no gradient passes: logits are centred, that is all",
+}
+
+
+def explain(model: nn.Module) -> str:
+    """What the default does with a network, and why."""
+    return _REASONS[find_norms(model)]
 
 
 def for_model(
@@ -48,10 +59,12 @@ def for_model(
     return recipe_of(name, {**fitting, **options}, beside)
 
 
-def find_norms(model: nn.Module) -> Literal["batch", "other", "none"]:
+def find_norms(model: nn.Module) -> Literal["batch", "other", "none", "frozen"]:
     """Which norms a network has whose parameters could be adapted: "batch" if there is one of
-    batch normalisation, "other" or "none".
+    batch normalisation, "other" or "none"; "frozen" if it has quantised layers.
     """
+    if any("quantized" in type(layer).__module__ for layer in model.modules()):
+        return "frozen"
     if any(isinstance(layer, _BatchNorm) for layer in model.modules()):
         return "batch"
     return "other" if NormAffine()(model) else "none"

@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeVar
 
 from driftfilter.base.checks import require
 from driftfilter.inference.curvature import EmpiricalFisher, Hessian
-from driftfilter.inference.linearized import Bong, Linearized
+from driftfilter.inference.linearized import Bong, Frozen, Linearized
 from driftfilter.inference.prediction import LinearizedGaussian, Moderated, Tempered
 from driftfilter.model.centering import Centering
 from driftfilter.model.dynamics import MeanReversion, RandomWalk
@@ -86,7 +86,7 @@ def driftfilter(  # what users may turn
     temperature: float | None = None,
     momentum: float = 0.5,
     diversity: float = 4.0,
-    norms: Literal["batch", "other", "none"] = "batch",
+    norms: Literal["batch", "other", "none", "frozen"] = "batch",
 ) -> Recipe:
     """Ours, the default: one forward and one backward pass, no augmentation. The norm parameters
     move, the early layers more than the deep ones, by at most ``radius`` a step, and revert to the
@@ -98,15 +98,17 @@ def driftfilter(  # what users may turn
     nothing re-centres the features, so the mean logit is filtered (``Centering``), and information
     maximisation against the marginal of the last 200 samples (``RunningInformation``) is the loss,
     unless labels come in runs (``RunGate``). "none": the same for the last layer in place of norm
-    parameters.
+    parameters. "frozen": logits are centred, and no parameter moves (``center``).
 
     Predicts before the step, at the ``temperature`` that the belief's own variance of the logits
     asks for (``Moderated``), or at one that is given. Batches below 16 samples are predicted at
     once and adapted to together; those below 100 take smaller steps. All was chosen on speckle
     noise, blur, saturation and spatter (docs/benchmarks.md).
     """
-    known = ("batch", "other", "none")
+    known = ("batch", "other", "none", "frozen")
     require(norms in known, "driftfilter: norms", norms, f"one of {known}")
+    if norms == "frozen":
+        return replace(center(), parameters=NormAffine())
     by_batch = norms == "batch"
     loss: Loss = RunningInformation()
     if by_batch:
@@ -199,9 +201,23 @@ def head_bong(
     return replace(_head(structure, rank, beta, variance, rho), inference=Bong(Hessian(), samples))
 
 
+def center(count: float = 30.0, window: int = 2000, temperature: float = 0.75) -> Recipe:
+    """A filter of class offsets on a frozen network (``Centering``): no parameter moves, no
+    backward pass, for any network with a linear layer at its end and any batch size.
+    """
+    return Recipe(
+        parameters=Head(),
+        statistics="source",
+        inference=Frozen(),
+        predict_from="prior",
+        centering=Centering(count, window, temperature),
+    )
+
+
 OURS = (
     driftfilter,
     driftfilter_aug,
+    center,
     opgd,
     opgd_diag,
     bong_diag,
