@@ -14,7 +14,7 @@ import driftfilter as df
 from driftfilter.app.models import ARCHITECTURES
 from driftfilter.app.run.load_model import open_model
 from driftfilter.base.checks import require
-from driftfilter.networks.layers import NORMS
+from driftfilter.networks.layers import is_norm
 
 SUBSETS: tuple[df.Selection, ...] = (df.NormAffine(), df.Head(), df.AllParameters())
 TIMED = ("source", "tent", "driftfilter")  # presets: no update, a plain one, the default
@@ -66,7 +66,7 @@ def inspect(text: str, weights: Any, shape: tuple[int, ...] | None, batch: int) 
     """
     model = open_model(text, weights)
     shape = (3, 32, 32) if shape is None and text in ARCHITECTURES else shape
-    norms = Counter(type(layer).__name__ for layer in model.modules() if isinstance(layer, NORMS))
+    norms = Counter(type(layer).__name__ for layer in model.modules() if is_norm(layer))
     return Inspection(
         text,
         sum(parameter.numel() for parameter in model.parameters()),
