@@ -56,7 +56,7 @@ class DemoOptions:
 
 def demo(options: DemoOptions, output: Output, arguments: Sequence[str]) -> Found:
     """Run the paper's linear example, and a short image stream."""
-    from driftfilter.app.paper.examples import Linear
+    from driftfilter.app.paper.linear import Linear
     from driftfilter.app.paper.reproduce import reproduce
 
     out, example = options.out, Linear()
