@@ -57,7 +57,8 @@ def _stream(documents: Sequence[Document]) -> StreamReport:
         at += visit["steps"]
     others = [entry for entry in entries if entry is not source]
     return StreamReport(
-        f"{made['model']}, {made['protocol']['name']} protocol",
+        f"{made['model']}, {made['protocol']['name']} protocol, "
+        f"batches of {made['stream']['batch']}",
         _sentence(made, result, len(others)),
         others,
         None if source is None else source._replace(name="frozen source"),
@@ -68,12 +69,12 @@ def _stream(documents: Sequence[Document]) -> StreamReport:
 
 def _sentence(made: Mapping[str, Any], result: Mapping[str, Any], count: int) -> str:
     stream = made["stream"]
-    kinds = len({row["corruption"] for row in result["domains"]})
+    kinds = {row["corruption"] for row in result["domains"]}
+    under = f"under {_plural(len(kinds), 'corruption')} of severity {stream['severity']}"
     return (
         f"{_plural(count, 'preset')} adapted {made['model']} to {result['pooled']['n']:,} "
-        "unlabeled images under "
-        f"{_plural(kinds, 'corruption')} of severity {stream['severity']}, {stream['batch']} at "
-        "a time "
+        f"unlabeled images {'without corruption' if kinds == {'clean'} else under}, "
+        f"{stream['batch']} at a time "
         f"({made['protocol']['name']} protocol), on {made['device']}."
     )
 
