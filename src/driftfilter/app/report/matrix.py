@@ -17,7 +17,7 @@ from driftfilter.app.bench.matrix import (
     say_gain,
 )
 from driftfilter.app.report import svg as draw
-from driftfilter.app.report.content import StreamReport
+from driftfilter.app.report.content import StreamReport, plural
 
 Say: TypeAlias = Callable[[Cell | None], str]
 DETAILED = 8  # streams of a matrix that are shown beside it
@@ -37,9 +37,12 @@ def view(matrix: Matrix) -> dict[str, Any]:
     """What the template is given of a matrix."""
     table, *_ = draw_up(matrix)
     cells = matrix.cells
-    sizes = [len({cell[place] for cell in cells}) for place in range(3)]
+    sizes = [
+        plural(len({cell[place] for cell in cells}), what)
+        for place, what in enumerate(("network", "protocol", "batch size"))
+    ]
     return {
-        "title": "{} networks × {} protocols × {} batch sizes".format(*sizes),
+        "title": " × ".join(sizes),
         "says": f"{describe_harm(cells).capitalize()}.",
         "head": table.head,
         "rows": [[_minus(text) for text in row] for row in table.rows],

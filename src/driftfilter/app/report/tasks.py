@@ -18,6 +18,7 @@ from driftfilter.app.report.content import (
     ShownSample,
     StreamReport,
     flat,
+    plural,
     read_json,
 )
 
@@ -70,9 +71,9 @@ def _stream(documents: Sequence[Document]) -> StreamReport:
 def _sentence(made: Mapping[str, Any], result: Mapping[str, Any], count: int) -> str:
     stream = made["stream"]
     kinds = {row["corruption"] for row in result["domains"]}
-    under = f"under {_plural(len(kinds), 'corruption')} of severity {stream['severity']}"
+    under = f"under {plural(len(kinds), 'corruption')} of severity {stream['severity']}"
     return (
-        f"{_plural(count, 'preset')} adapted {made['model']} to {result['pooled']['n']:,} "
+        f"{plural(count, 'preset')} adapted {made['model']} to {result['pooled']['n']:,} "
         f"unlabeled images {'without corruption' if kinds == {'clean'} else under}, "
         f"{stream['batch']} at a time "
         f"({made['protocol']['name']} protocol), on {made['device']}."
@@ -81,10 +82,6 @@ def _sentence(made: Mapping[str, Any], result: Mapping[str, Any], count: int) ->
 
 def _words(name: str) -> str:
     return name.replace("_", " ")
-
-
-def _plural(count: int, what: str) -> str:
-    return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 def _entry(documents: Sequence[Document]) -> Entry:
