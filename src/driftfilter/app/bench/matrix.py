@@ -82,9 +82,10 @@ def collect(own: Sequence[Document], documents: Iterable[Document]) -> Matrix:
     they were.
     """
     kinds = {_kind(document) for document in own}
-    alike = [each for each in documents if "result" in each and _kind(each) in kinds]
-    cells = [cell for stream in tables.by_condition(alike) for cell in _cells(stream)]
-    return Matrix(_notes(alike) if cells else [], cells)
+    alike = [each for each in documents if _kind(each) in kinds]
+    done = [each for each in alike if "result" in each]
+    cells = [cell for stream in tables.by_condition(done) for cell in _cells(stream)]
+    return Matrix([*_notes(done), *_list_failures(alike)] if cells else [], cells)
 
 
 def _kind(document: Document) -> str:
@@ -104,6 +105,16 @@ def _cells(documents: Sequence[Document]) -> list[Cell]:
     name, _, file = made["model"].partition("=")
     network = name if file in ("", name) else made["model"]
     return compare((network, made["protocol"]["name"], stream["batch"], stream["images"]), means)
+
+
+def _list_failures(documents: Iterable[Document]) -> list[str]:
+    """A line for each task that failed, whose cell is empty."""
+    failed = [(each["settings"], each["error"]) for each in documents if "error" in each]
+    return [
+        f"failed: {made['preset']}, {made['model']}, {made['protocol']['name']}, batch "
+        f"{made['stream']['batch']}, seed {made['stream']['seed']}: {error}"
+        for made, error in failed
+    ]
 
 
 def _notes(documents: Sequence[Document]) -> list[str]:
