@@ -137,6 +137,9 @@ def test_the_worst_come_first() -> None:
         ["tent", "net", "reset", "+10.0", "-2.0", "+0.0", "+0.0"],
         ["bn", "net", "reset", "-0.4", "–", "–", "–"],
     ]
+    mixed = [cells[0]._replace(network=network, protocol=each) for each in "pq" for network in "ba"]
+    _, rows = matrix.lay_out(mixed)
+    assert [name[1:] for name in rows] == [("b", "p"), ("b", "q"), ("a", "p"), ("a", "q")]
     many = [make_cell(place / 100, 1 + place) for place in range(30)]
     assert len(matrix.draw_up(Matrix([], many))[0].rows) == matrix.WORST
 

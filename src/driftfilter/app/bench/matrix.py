@@ -136,17 +136,19 @@ def rank(cells: Iterable[Cell]) -> list[Cell]:
     return sorted(cells, key=lambda cell: (cell.gain, -cell.excess))
 
 
-def lay_out(
-    cells: Sequence[Cell],
-) -> tuple[list[str], dict[tuple[str, str, str], list[Cell | None]]]:
+def lay_out(cells: Sequence[Cell]) -> tuple[list[str], dict[tuple[str, ...], list[Cell | None]]]:
     """Titles of the columns, which are batch sizes; and by preset, network and protocol the cell in
     each column, None if there is none.
     """
     columns = sorted({(cell.batch, cell.images) for cell in cells}, reverse=True)
-    presets = list(dict.fromkeys(cell.preset for cell in cells))
-    rows: dict[tuple[str, str, str], list[Cell | None]] = {}
-    for cell in sorted(cells, key=lambda cell: presets.index(cell.preset)):
-        row = rows.setdefault((cell.preset, cell.network, cell.protocol), [None] * len(columns))
+    names = [(cell.preset, cell.network, cell.protocol) for cell in cells]
+    first = [list(dict.fromkeys(part)) for part in zip(*names, strict=True)]
+    order = itertools.product(*first)  # by preset, then network, then protocol, as they come
+    rows: dict[tuple[str, ...], list[Cell | None]] = {
+        name: [None] * len(columns) for name in order if name in names
+    }
+    for name, cell in zip(names, cells, strict=True):
+        row = rows[name]
         place = columns.index((cell.batch, cell.images))
         row[place] = row[place] or cell  # a run's own come first
     return [f"batch {batch}, {images:,} images" for batch, images in columns], rows
