@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import final
+from typing import NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -20,15 +20,18 @@ from driftfilter.base.inputs import Inputs
 from driftfilter.model.label_runs import count_labels, independence, start_counts
 from driftfilter.model.predictive import ModelAround, PredictiveModel, Pullback, PullbackAround
 
-CENTER = "centering"  # in the memory: counts [2 k], mean square and its samples, labels [k + 3]
+CENTER = "centering"  # in the memory: see Known
 _ROUNDS = 2
+_TRUSTED = 200  # samples over which shares of classes are compared
+_SPREAD = 4.0  # of logits whose mutual information is compared
 _LARGE = 1e15  # of logits whose squares are summed
+_LITTLE, _MUCH = 0.02, 0.08  # nats of mutual information from which offsets count, and in full
 
 
 @final
 @dataclass(frozen=True)
 class Centering(Checked):
-    """f - δ in place of the logits f: no class is predicted more often than in the source.
+    """f - g δ in place of the logits f: no class is predicted more often than in the source.
 
     Shares m of the classes have a Dirichlet prior of ``count`` samples with the source's shares u,
     and are observed through the predictions of samples that fade over a ``window``. Twice, from
@@ -38,15 +41,43 @@ class Centering(Checked):
         c ← (1 - n / window) c + t Σ_i softmax((f_i - δ) / T)
 
     for a batch of n samples, this one included. T = ``temperature`` · σ, σ² the mean square of the
-    logits' deviations from their mean over classes: for large T the offsets are those of the mean
-    logit, for small ones those of the labels, which are few at first. t is the trust in shares of
-    classes (label_runs.py): labels that come in runs count for nothing. u is the mean prediction
-    of source data if there are any, and equal shares otherwise.
+    logits' deviations from their mean over classes, σ at most 4. t is the trust in shares of classes
+    (label_runs.py): labels that come in runs count for nothing.
+
+    u is the mean prediction of source data if there are any, and g = 1. Otherwise shares are taken
+    to be equal, and g in [0, 1] asks whether they are: offsets that a change of domain has made
+    cut through clusters of samples, and without them predictions and inputs have more mutual
+    information I = H(mean p) - mean H(p); those that undo an imbalance of the classes cut through
+    clusters themselves. g = (I(f - δ) - I(f) - 0.02) / 0.06, p = softmax(4 f / σ).
     """
 
     count: Positive = 30.0
     window: PositiveCount = 2000
     temperature: Positive = 0.75
+
+
+class Known(NamedTuple):
+    """What is remembered, sums over samples that fade."""
+
+    rounds: Tensor  # [rounds, k], c
+    plain: Tensor  # [k], predictions without offsets
+    shifted: Tensor  # [k], predictions with them
+    sums: Tensor  # [4]: squares of deviations, samples; entropies without and with offsets, by t
+    labels: Tensor  # [k + 3], see label_runs.py
+
+    @classmethod
+    def of(cls, packed: Tensor | None, logits: Tensor) -> Known:
+        """From one vector; nothing yet of None."""
+        k = logits.shape[-1]
+        sizes = (_ROUNDS * k, k, k, 4, k + 3)
+        if packed is None:
+            packed = torch.cat((logits.new_zeros(sum(sizes[:-1])), start_counts(k, logits)))
+        rounds, *others = packed.split(sizes)
+        return cls(rounds.view(_ROUNDS, k), *others)
+
+    def pack(self) -> Tensor:
+        """As one vector."""
+        return torch.cat((self.rounds.flatten(), *self[1:]))
 
 
 @final
@@ -56,43 +87,61 @@ class Centered(ModelAround):
 
     rule: Centering = field(default_factory=Centering)
     source: Tensor | None = None  # u [k]
-    known: Tensor | None = None  # [3 k + 5], see CENTER
+    known: Tensor | None = None  # see Known
 
     def recall(self, memory: Mapping[str, Tensor]) -> PredictiveModel:
         return replace(self, model=self.model.recall(memory), known=memory.get(CENTER))
 
     def _center(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Centred logits [n, k], and what is known then."""
-        n, k = logits.shape
-        known = self.known
-        if known is None:
-            known = torch.cat((logits.new_zeros(_ROUNDS * k + 2), start_counts(k, logits)))
-        counts, spread, labels = known.split((_ROUNDS * k, 2, k + 3))
+        n, known = len(logits), Known.of(self.known, logits)
         fading = max(0.0, 1 - n / self.rule.window)
         square = (logits - logits.mean(-1, keepdim=True)).clamp(-_LARGE, _LARGE).square().mean()
-        spread = fading * spread + n * torch.stack((square, torch.ones_like(square)))
-        temperature = self.rule.temperature * (spread[0] / spread[1]).sqrt()
-        temperature = temperature.clamp_min(torch.finfo(logits.dtype).tiny ** 0.5)
-        before = logits - self._offsets(counts.view(_ROUNDS, k), temperature)
-        labels = count_labels(labels, before.argmax(-1))
-        trust = independence(labels, 200)
-        offsets, new = torch.zeros_like(logits[0]), []
-        for old in counts.view(_ROUNDS, k):
-            own = ((logits - offsets) / temperature).softmax(-1).sum(0)
-            new.append(fading * old + trust * own)
-            offsets = offsets + self._offset(new[-1], temperature)
-        return logits - offsets, torch.cat((*new, spread, labels))
+        sums = fading * known.sums[:2] + n * torch.stack((square, torch.ones_like(square)))
+        tiny = torch.finfo(logits.dtype).tiny ** 0.5
+        sigma = (sums[0] / sums[1]).sqrt().clamp(tiny, _SPREAD)
+        before = logits - self._offsets(known, sigma)
+        labels = count_labels(known.labels, before.argmax(-1))
+        trust = independence(labels, _TRUSTED, known=self.source is not None)
+        offsets, rounds = torch.zeros_like(logits[0]), []
+        for counts in known.rounds:
+            own = ((logits - offsets) / (self.rule.temperature * sigma)).softmax(-1).sum(0)
+            rounds.append(fading * counts + trust * own)
+            offsets = offsets + self._offset(rounds[-1], sigma)
+        plain, shifted = (
+            (_SPREAD / sigma * each).softmax(-1) for each in (logits, logits - offsets)
+        )
+        entropies = torch.stack([torch.special.entr(each).sum() for each in (plain, shifted)])
+        now = Known(
+            torch.stack(rounds),
+            fading * known.plain + trust * plain.sum(0),
+            fading * known.shifted + trust * shifted.sum(0),
+            torch.cat((sums, fading * known.sums[2:] + trust * entropies)),
+            labels,
+        )
+        return logits - self._needed(now) * offsets, now.pack()
 
-    def _offsets(self, counts: Tensor, temperature: Tensor) -> Tensor:
-        """δ [k] of counts [rounds, k]."""
-        return torch.stack([self._offset(each, temperature) for each in counts]).sum(0)
+    def _offsets(self, known: Known, sigma: Tensor) -> Tensor:
+        """g δ [k]."""
+        total = torch.stack([self._offset(counts, sigma) for counts in known.rounds]).sum(0)
+        return self._needed(known) * total
 
-    def _offset(self, counts: Tensor, temperature: Tensor) -> Tensor:
+    def _offset(self, counts: Tensor, sigma: Tensor) -> Tensor:
         """T log(m / u) [k] of one round."""
-        equal = torch.full_like(counts, 1 / len(counts))
-        source = equal if self.source is None else self.source.to(counts)
+        source = torch.full_like(counts, 1 / len(counts))
+        source = source if self.source is None else self.source.to(counts)
         shares = (self.rule.count * source + counts) / (self.rule.count + counts.sum())
-        return temperature * (shares / source).log()
+        return self.rule.temperature * sigma * (shares / source).log()
+
+    def _needed(self, known: Known) -> Tensor:
+        """g, a scalar []."""
+        samples = known.plain.sum().clamp_min(torch.finfo(known.plain.dtype).tiny)
+        if self.source is not None:
+            return torch.ones_like(samples)
+        marginals = [torch.special.entr(each / samples).sum() for each in known[1:3]]
+        gained = marginals[1] - marginals[0] - (known.sums[3] - known.sums[2]) / samples
+        needed: Tensor = (gained - _LITTLE) / (_MUCH - _LITTLE)
+        return needed.clamp(0, 1)
 
     def __call__(self, theta: Tensor, inputs: Inputs) -> Tensor:
         return self._center(self.model(theta, inputs))[0]

@@ -36,11 +36,16 @@ def count_labels(counts: Tensor, labels: Tensor) -> Tensor:
     return torch.cat((fading * counts[:-1] + torch.cat((new, pairs)), labels[-1:].to(last)))
 
 
-def independence(counts: Tensor, window: float) -> Tensor:
+def independence(counts: Tensor, window: float, known: bool = False) -> Tensor:
     """t = (N / (N + k))², a scalar [] in [0, 1]: how far shares of classes in a window are to be
-    trusted.
+    those of the source.
+
+    0 for two classes unless shares in the source are ``known``: rare events, fraud and rain have
+    no equal shares.
     """
     classes = len(counts) - 3
+    if classes <= 2 and not known:
+        return torch.zeros_like(counts[0])
     shares = counts[:classes] + _PRIOR / classes
     shares = shares / shares.sum()
     chance = shares.square().sum()

@@ -238,9 +238,9 @@ class RunningInformation(Checked, Loss):
 
     m is the mean of p over the last ``window`` samples, uniform before the first, and not
     differentiated: a batch of as many samples has the gradient of ``InformationMaximization``.
-    s = ``spread`` / σ, σ² the mean square of the logits' deviations from their mean over classes in
-    that window: the loss does not change if all logits are multiplied by a number, as those of a
-    network trained with smooth labels are. ``spread`` 0: s = 1.
+    s = max(1, ``spread`` / σ), σ² the mean square of the logits' deviations from their mean over
+    classes in that window: small logits, as those of a network trained with smooth labels are, are
+    seen as if they had the usual spread. ``spread`` 0: s = 1.
     """
 
     window: PositiveCount = 200
@@ -248,9 +248,10 @@ class RunningInformation(Checked, Loss):
 
     def recall(self, logits: Tensor, memory: Memory) -> tuple[Loss, Memory]:
         state = self._follow(logits, memory.get(_INFORMATION))
-        return unchecked(
-            RunningInformation, window=self.window, spread=self.spread, _state=state
-        ), {**memory, _INFORMATION: state}
+        return unchecked(RunningInformation, **{**self.__dict__, "_state": state}), {
+            **memory,
+            _INFORMATION: state,
+        }
 
     def _follow(self, logits: Tensor, known: Tensor | None) -> Tensor:
         """m and σ² after a batch [k + 1]."""
@@ -265,10 +266,11 @@ class RunningInformation(Checked, Loss):
         return torch.cat((mean, square[None]))
 
     def _scale(self, square: Tensor) -> Tensor:
-        """s, a scalar [], at most 8."""
+        """s, a scalar [], from 1 to 8."""
         if self.spread == 0:
             return torch.ones_like(square)
-        return (self.spread * square.clamp_min(torch.finfo(square.dtype).tiny).rsqrt()).clamp_max(8)
+        scale = self.spread * square.clamp_min(torch.finfo(square.dtype).tiny).rsqrt()
+        return scale.clamp(1, 8)
 
     def targets(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         state = self.__dict__.get("_state")

@@ -121,7 +121,7 @@ def driftfilter(  # what users may turn
         source=Gaussian(variance, taper=0.0 if norms == "none" else taper),
         transition=Transition(MeanReversion(rho), Reset(None)),
         observation=Gibbs(loss, Reliability(beta) if by_batch else RunGate(beta), reference=100),
-        inference=Linearized(EmpiricalFisher(centered=False), radius, 1.0 if by_batch else 4.0),
+        inference=Linearized(EmpiricalFisher(centered=False), radius),
         prediction=Moderated() if temperature is None else Tempered(temperature),
         predict_from="prior",
         centering=None if by_batch else Centering(),
