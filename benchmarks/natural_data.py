@@ -261,5 +261,6 @@ def trained(task: Task, norm: str, seed: int, path: Path) -> nn.Module:
     else:
         train(model, task.train, task.epochs)
         path.parent.mkdir(exist_ok=True)
-        torch.save(model.state_dict(), path)
+        torch.save(model.state_dict(), path.with_suffix(".part"))
+        path.with_suffix(".part").replace(path)  # whole or not at all
     return model.eval()
