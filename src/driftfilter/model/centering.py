@@ -41,8 +41,8 @@ class Centering(Checked):
         c ← (1 - n / window) c + t Σ_i softmax((f_i - δ) / T)
 
     for a batch of n samples, this one included. T = ``temperature`` · σ, σ² the mean square of the
-    logits' deviations from their mean over classes, σ at most 4. t is the trust in shares of classes
-    (label_runs.py): labels that come in runs count for nothing.
+    logits' deviations from their mean over classes, σ at most 4. t is the trust in shares of
+    classes (label_runs.py): labels that come in runs count for nothing.
 
     u is the mean prediction of source data if there are any, and g = 1. Otherwise shares are taken
     to be equal, and g in [0, 1] asks whether they are: offsets that a change of domain has made

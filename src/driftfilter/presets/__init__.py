@@ -29,7 +29,7 @@ FOR_BATCH_NORM = ("tent", "pl", "rpl", "conjugate", "slr", "roid", "cmf", "bacs"
 # Presets that ask what norms a network has, and what they do then.
 BY_NORMS = ("driftfilter", "driftfilter_aug")
 _REASONS = {
-    "batch": "it has batch norm: statistics are carried from batch to batch, norm parameters adapt",
+    "batch": "it has batch norm: statistics are carried, logits centred, norm parameters adapt",
     "other": "it has norm layers but no batch norm: logits are centred, norm parameters adapt",
     "none": "it has no norm layer with parameters: logits are centred, the last layer adapts",
     "frozen": "it has quantised layers, which no gradient passes: logits are centred, that is all",
