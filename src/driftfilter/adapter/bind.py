@@ -177,7 +177,8 @@ class FilterOptions:
         with among(None):  # source data are the same on all ranks
             shares = None
             if recipe.centering is not None and self.data is not None:
-                shares = self.data.mean_prediction(logits, mean)
+                temperature = recipe.centering.temperature
+                shares = self.data.mean_prediction(logits, mean, temperature)
             filt = recipe.filter(shard_model(logits) if self.distributed else logits, shares)
             start = filt.init(recipe.source(logits, mean, self.data), self.seed)
         for reason in self.find_ignored(start.belief.mean.device):

@@ -40,8 +40,8 @@ class Centering(Checked):
     for a batch of n samples, this one included. T = ``temperature`` · σ, σ² the mean square of the
     logits' deviations from their mean over classes: for large T the offsets are those of the mean
     logit, for small ones those of the labels, which are few at first. t is the trust in shares of
-    classes (label_runs.py): labels that come in runs count for nothing. u is the mean prediction
-    of source data if there are any, and equal shares otherwise.
+    classes (label_runs.py): labels that come in runs count for nothing. u is the mean of
+    softmax(f / T) of source data if there are any, and equal shares otherwise.
     """
 
     count: Positive = 30.0
