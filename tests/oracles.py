@@ -438,7 +438,7 @@ class ClassOffsets:
 
     def _offset(self, seen: Array, temperature: float) -> Array:
         posterior = (self.count * self.shares + seen) / (self.count + seen.sum())
-        return temperature * np.log(posterior / self.shares)
+        return np.asarray(temperature * np.log(posterior / self.shares))
 
     def center(self, logits: Array) -> Array:
         """The logits of a batch without the offsets, which have seen it."""

@@ -175,9 +175,9 @@ def classifier() -> nn.Sequential:
     """Three classes of vectors [n, 3]; a sample is its own logits, up to a norm's parameters."""
     model = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3), nn.Linear(3, 3)).double()
     with torch.no_grad():
-        for layer in (model[0], model[2]):
-            layer.weight.copy_(2.0 * torch.eye(3))
-            layer.bias.zero_()
+        for layer in ("0", "2"):
+            model.get_parameter(f"{layer}.weight").copy_(2.0 * torch.eye(3))
+            model.get_parameter(f"{layer}.bias").zero_()
     return model.eval()
 
 
