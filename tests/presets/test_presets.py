@@ -693,7 +693,6 @@ def test_presets_that_learn_nothing_need_no_norm_parameters(preset: str) -> None
 
 NORMS: dict[str, tuple[str, Callable[[], nn.Module]]] = {
     "batch": ("batch", lambda: nn.BatchNorm1d(6)),
-    "batch, not affine": ("batch", lambda: nn.BatchNorm1d(6, affine=False)),
     "group": ("other", lambda: nn.GroupNorm(2, 6)),
     "layer": ("other", lambda: nn.LayerNorm(6)),
     "instance": ("other", lambda: nn.InstanceNorm1d(6, affine=True)),
@@ -712,10 +711,10 @@ def test_the_default_asks_what_norms_a_network_has(kind: str) -> None:
     norms, layer = NORMS[kind]
     assert find_norms(classifier(layer())) == norms
     for name in ("driftfilter", "driftfilter_aug"):
-        recipe = df.presets.for_model(name, classifier(layer()), {})
+        recipe = df.presets.for_model(classifier(layer()), name, {})
         assert recipe == df.presets.get(name, norms=norms)
         assert recipe.parameters == (df.Head() if norms == "none" else df.NormAffine())
-        chosen = df.presets.for_model(name, classifier(layer()), {"norms": "other", "radius": 3.0})
+        chosen = df.presets.for_model(classifier(layer()), name, {"norms": "other", "radius": 3.0})
         assert chosen == df.presets.get(name, norms="other", radius=3.0)
 
 
