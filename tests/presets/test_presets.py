@@ -11,6 +11,7 @@ from dataclasses import fields
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from scipy import special
@@ -25,6 +26,7 @@ from driftfilter.app.streams import sample_images
 from driftfilter.base.randomness import Purpose, Randomness
 from driftfilter.gaussian.covariance import antithetic
 from driftfilter.presets import find_norms
+from oracles import ClassOffsets
 from small import moments, refuses
 
 SEED = 3
@@ -454,11 +456,22 @@ def without_batch_norm(preset: str, norm: bool, **options: Any) -> Case:
     return Case(adapter_of(preset, model, **options), LARGER, list(steps))
 
 
+def centred(preset: str, **options: Any) -> Case:
+    """Nothing but class offsets on top of a network that stays."""
+    offsets = ClassOffsets(np.full(4, 0.25), 30.0, 2000.0, 0.75)
+    said = [torch.tensor(offsets.center(MODEL(batch).detach().numpy())) for batch in STREAM]
+    adapter = adapter_of(preset, **options)
+    steps = [by_hand.Step(adapter.belief.mean, logits.softmax(1)) for logits in said]
+    assert (steps[-1].probabilities - MODEL(STREAM[-1]).softmax(1)).abs().max() > 0.01
+    return Case(adapter, STREAM, steps, learns=False)
+
+
 OTHER: dict[str, Any] = {"beta": 3.0, "variance": 0.3, "rho": 0.8, "radius": 0.4}
 
 
 CASES: dict[str, Callable[[], Case]] = {
     "source": source,
+    "source with centred logits": lambda: centred("source", centering=df.Centering()),
     "bn": bn,
     "bn as pseudo-counts": lambda: bn(df.PseudoCount(16)),
     "bn running": lambda: bn(df.Ema(0.1)),
