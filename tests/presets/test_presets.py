@@ -744,7 +744,7 @@ def test_the_default_adapts_a_network_without_norms_by_its_last_layer() -> None:
     assert len(moved) == 3 * 7
     assert (moved.abs() > 0).any()
     for other in ("tent", "opgd"):
-        with pytest.raises(ValueError, match="NormAffine.* must select one parameter or more"):
+        with pytest.raises(ValueError, match=r"NormAffine.* must select one parameter or more"):
             df.adapt(model, other)
 
 
