@@ -15,7 +15,7 @@ from driftfilter.model import centering
 from driftfilter.model.centering import CENTER, Centered
 from driftfilter.model.predictive import PredictiveModel, lift
 from oracles import Array, ClassOffsets, array, tensor
-from small import assert_same, normal, perceptron, refuses
+from small import Written, assert_same, normal, perceptron, refuses
 
 THETA = normal(15)
 AS_THEY_ARE: PredictiveModel = lift(lambda theta, logits: logits + 0 * theta[0])
@@ -240,6 +240,20 @@ def test_source_data_tell_the_shares_to_keep() -> None:
     }
     assert off["told"][-400:].max() < 0.2
     assert off["alone"][-400:].max() > 1.0
+
+
+def test_source_data_wait_for_a_batch_that_tells_where_the_head_is() -> None:
+    """Of a network that registers its head first; its state can be saved before."""
+    torch.manual_seed(0)
+    first = Written(
+        lambda own, x: own.head(own.body(x).relu()), head=nn.Linear(4, 3), body=nn.Linear(3, 4)
+    ).double()
+    data = df.SourceData(normal(40, 3, seed=4))
+    told, alone = (df.adapt(first.eval(), **given) for given in ({"data": data}, {}))
+    assert told.recipe.centering is not None
+    told.load_state_dict(told.state_dict())
+    found = [adapted(normal(20, 3, seed=6) + 1.0) for adapted in (told, alone)]
+    assert (found[0] - found[1]).abs().max() > 1e-3  # its shares are those of the data
 
 
 def test_source_shares_are_taken_at_the_temperature_of_the_rule() -> None:
