@@ -249,7 +249,7 @@ def test_source_data_wait_for_a_batch_that_tells_where_the_head_is() -> None:
         lambda own, x: own.head(own.body(x).relu()), head=nn.Linear(4, 3), body=nn.Linear(3, 4)
     ).double()
     data = df.SourceData(normal(40, 3, seed=4))
-    told, alone = (df.adapt(first.eval(), **given) for given in ({"data": data}, {}))
+    told, alone = (df.adapt(first.eval(), data=given) for given in (data, None))
     assert told.recipe.centering is not None
     told.load_state_dict(told.state_dict())
     found = [adapted(normal(20, 3, seed=6) + 1.0) for adapted in (told, alone)]
