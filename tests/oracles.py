@@ -2,7 +2,8 @@
 Monte Carlo bounds.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -389,3 +390,69 @@ def _slices(sizes: list[int]) -> list[slice]:
 
 def belief(moments: Moments) -> df.Belief:
     return df.Belief(tensor(moments.mean), df.Full(tensor(moments.covariance)))
+
+
+# Labels in runs and class offsets -----------------------------------------------------------------
+
+
+class LabelRuns:
+    """Labels in the order of a stream, counted one by one; older ones fade over 512 samples."""
+
+    def __init__(self, classes: int) -> None:
+        self.counts, self.pairs, self.equal = [0.0] * classes, 0.0, 0.0
+        self.last: int | None = None
+
+    def count(self, labels: Iterable[int]) -> None:
+        batch = list(labels)
+        fading = max(0.0, 1 - len(batch) / 512)
+        self.counts = [fading * count for count in self.counts]
+        self.pairs, self.equal = fading * self.pairs, fading * self.equal
+        for label in batch:
+            self.counts[label] += 1
+            if self.last is not None:
+                self.pairs += 1
+                self.equal += label == self.last
+            self.last = label
+
+    def trust(self, window: float) -> float:
+        """(N / (N + k))², N = W (1 - ρ) / (1 + ρ); ten labels of equal shares and five pairs at
+        chance come first.
+        """
+        k = len(self.counts)
+        total = sum(self.counts) + 10
+        chance = sum(((count + 10 / k) / total) ** 2 for count in self.counts)
+        agreement = (self.equal + 5 * chance) / (self.pairs + 5)
+        rho = min(1.0, max(0.0, (agreement - chance + 0.01) / (1 - chance + 0.01)))
+        samples = window * (1 - rho) / (1 + rho)
+        return (samples / (samples + k)) ** 2
+
+
+class ClassOffsets:
+    """Offsets of the logits from how often each class is predicted, in two rounds."""
+
+    def __init__(self, shares: Array, count: float, window: float, temperature: float) -> None:
+        self.shares, self.count, self.window = shares, count, window
+        self.temperature, self.runs = temperature, LabelRuns(len(shares))
+        self.seen = [0 * shares, 0 * shares]  # of either round
+        self.squares, self.samples = 0.0, 0.0
+
+    def _offset(self, seen: Array, temperature: float) -> Array:
+        posterior = (self.count * self.shares + seen) / (self.count + seen.sum())
+        return np.asarray(temperature * np.log(posterior / self.shares))
+
+    def center(self, logits: Array) -> Array:
+        """The logits of a batch without the offsets, which have seen it."""
+        fading = max(0.0, 1 - len(logits) / self.window)
+        deviations = logits - logits.mean(1, keepdims=True)
+        self.squares = fading * self.squares + len(logits) * (deviations**2).mean()
+        self.samples = fading * self.samples + len(logits)
+        scale = self.temperature * math.sqrt(self.squares / self.samples)
+        before = logits - self._offset(self.seen[0], scale) - self._offset(self.seen[1], scale)
+        self.runs.count(before.argmax(1).tolist())
+        trust = self.runs.trust(200)
+        for index, seen in enumerate(self.seen):
+            raised = np.exp((logits - logits.max(1, keepdims=True)) / scale)
+            own = (raised / raised.sum(1, keepdims=True)).sum(0)
+            self.seen[index] = fading * seen + trust * own
+            logits = logits - self._offset(self.seen[index], scale)
+        return logits

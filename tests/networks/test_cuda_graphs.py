@@ -45,7 +45,7 @@ def stream(sizes: list[int]) -> list[Tensor]:
 
 
 def run(preset: str, batches: list[Tensor], graphs: bool, **options: Any) -> tuple[Tensor, ...]:
-    adapter = df.adapt(model(), preset, cuda_graphs=graphs, **options)
+    adapter = df.adapt(model(), preset, cuda_graphs=graphs, least=0, **options)
     outputs = torch.cat([adapter(batch) for batch in batches])
     return (
         outputs,

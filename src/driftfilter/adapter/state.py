@@ -138,4 +138,6 @@ def _memory_of(recipe: Recipe) -> str:
     """The kind of memory a recipe has: how it predicts leaves nothing for other rules, and may
     change between runs.
     """
-    return kinds(replace(recipe, prediction=MAP(), predict_from="posterior"))
+    kind = kinds(replace(recipe, prediction=MAP(), predict_from="posterior"))
+    # Recipes once had no centring, and checkpoints of those without say nothing of it.
+    return kind if recipe.centering else kind.removesuffix(", NoneType)") + ")"

@@ -89,11 +89,17 @@ class SourceData(Checked):
             return data
         return cls(*data) if isinstance(data, tuple) else cls(data)
 
-    def mean_prediction(self, model: PredictiveModel, theta: Tensor) -> Tensor:
-        """The mean of softmax f over all samples [k], with one sample of equal shares."""
-        found = [model(theta, inputs).softmax(-1) for inputs, _ in self]
+    def mean_prediction(self, model: PredictiveModel, theta: Tensor, temperature: float) -> Tensor:
+        """The mean of softmax(f / T) over all samples [k], with one sample of equal shares.
+
+        T = ``temperature`` · σ, as in ``Centering``: shares are compared at one temperature.
+        """
+        found = [model(theta, inputs) for inputs, _ in self]
         require(len(found) > 0, "adapt: data", "no samples", "one sample or more")
-        together = torch.cat(found)
+        logits = torch.cat(found)
+        deviations = logits - logits.mean(-1, keepdim=True)
+        scale = temperature * deviations.square().mean().sqrt()
+        together = (deviations / scale.clamp_min(torch.finfo(scale.dtype).tiny)).softmax(-1)
         return (together.sum(0) + 1 / together.shape[1]) / (len(together) + 1)
 
     def __iter__(self) -> Iterator[tuple[Inputs, Tensor | None]]:
