@@ -414,11 +414,13 @@ class LabelRuns:
                 self.equal += label == self.last
             self.last = label
 
-    def trust(self, window: float) -> float:
+    def trust(self, window: float, known: bool = False) -> float:
         """(N / (N + k))², N = W (1 - ρ) / (1 + ρ); ten labels of equal shares and five pairs at
-        chance come first.
+        chance come first. 0 for two classes of unknown shares.
         """
         k = len(self.counts)
+        if k <= 2 and not known:
+            return 0.0
         total = sum(self.counts) + 10
         chance = sum(((count + 10 / k) / total) ** 2 for count in self.counts)
         agreement = (self.equal + 5 * chance) / (self.pairs + 5)
@@ -427,18 +429,40 @@ class LabelRuns:
         return (samples / (samples + k)) ** 2
 
 
-class ClassOffsets:
-    """Offsets of the logits from how often each class is predicted, in two rounds."""
+def softmax(logits: Array) -> Array:
+    raised = np.exp(logits - logits.max(1, keepdims=True))
+    return np.asarray(raised / raised.sum(1, keepdims=True))
 
-    def __init__(self, shares: Array, count: float, window: float, temperature: float) -> None:
+
+class ClassOffsets:
+    """Offsets of the logits from how often each class is predicted, in two rounds; if shares are
+    not ``known`` to be the source's, as far as they gain mutual information.
+    """
+
+    def __init__(
+        self, shares: Array, count: float, window: float, temperature: float, known: bool = False
+    ) -> None:
         self.shares, self.count, self.window = shares, count, window
-        self.temperature, self.runs = temperature, LabelRuns(len(shares))
+        self.temperature, self.runs, self.known = temperature, LabelRuns(len(shares)), known
         self.seen = [0 * shares, 0 * shares]  # of either round
         self.squares, self.samples = 0.0, 0.0
+        self.predicted = [0 * shares, 0 * shares]  # without offsets, and with them
+        self.entropies = [0.0, 0.0]
 
-    def _offset(self, seen: Array, temperature: float) -> Array:
+    def _offset(self, seen: Array, scale: float) -> Array:
         posterior = (self.count * self.shares + seen) / (self.count + seen.sum())
-        return np.asarray(temperature * np.log(posterior / self.shares))
+        return np.asarray(scale * np.log(posterior / self.shares))
+
+    def needed(self) -> float:
+        """g: 0 below .02 nats of mutual information gained, 1 above .08."""
+        total = self.predicted[0].sum()
+        if self.known or total == 0:
+            return float(self.known)
+        information = []
+        for predicted, entropy in zip(self.predicted, self.entropies, strict=True):
+            mean = predicted / total
+            information.append(-(mean * np.log(mean)).sum() - entropy / total)
+        return float(np.clip((information[1] - information[0] - 0.02) / 0.06, 0, 1))
 
     def center(self, logits: Array) -> Array:
         """The logits of a batch without the offsets, which have seen it."""
@@ -446,13 +470,19 @@ class ClassOffsets:
         deviations = logits - logits.mean(1, keepdims=True)
         self.squares = fading * self.squares + len(logits) * (deviations**2).mean()
         self.samples = fading * self.samples + len(logits)
-        scale = self.temperature * math.sqrt(self.squares / self.samples)
-        before = logits - self._offset(self.seen[0], scale) - self._offset(self.seen[1], scale)
-        self.runs.count(before.argmax(1).tolist())
-        trust = self.runs.trust(200)
+        sigma = min(4.0, math.sqrt(self.squares / self.samples))
+        scale = self.temperature * sigma
+        old = sum(self._offset(seen, scale) for seen in self.seen)
+        self.runs.count((logits - self.needed() * old).argmax(1).tolist())
+        trust = self.runs.trust(200, self.known)
+        offsets = 0 * self.shares
         for index, seen in enumerate(self.seen):
-            raised = np.exp((logits - logits.max(1, keepdims=True)) / scale)
-            own = (raised / raised.sum(1, keepdims=True)).sum(0)
+            own = softmax((logits - offsets) / scale).sum(0)
             self.seen[index] = fading * seen + trust * own
-            logits = logits - self._offset(self.seen[index], scale)
-        return logits
+            offsets = offsets + self._offset(self.seen[index], scale)
+        for index, each in enumerate((logits, logits - offsets)):
+            p = softmax(4 / sigma * each)
+            own = -(p * np.log(np.maximum(p, 1e-300))).sum()
+            self.predicted[index] = fading * self.predicted[index] + trust * p.sum(0)
+            self.entropies[index] = fading * self.entropies[index] + trust * own
+        return np.asarray(logits - self.needed() * offsets)

@@ -26,7 +26,7 @@ def drawn(shares: list[float], samples: int = 3000, seed: int = 0) -> Tensor:
 
 
 @pytest.mark.parametrize("sizes", [(1,) * 9, (7, 1, 30, 2), (600, 5, 512, 1)])
-@pytest.mark.parametrize("classes", [2, 5])
+@pytest.mark.parametrize("classes", [3, 5])
 def test_counts_and_trust_are_those_of_a_loop(sizes: tuple[int, ...], classes: int) -> None:
     labels = drawn([1 / classes] * classes, sum(sizes)).sort().values.roll(3)
     labels[::4] = 0  # neither all in runs nor all shuffled
@@ -77,3 +77,12 @@ def test_trust_falls_with_the_length_of_runs_and_grows_with_the_window() -> None
     assert trusts[0] > 1.05 * trusts[1] > 1.05**2 * trusts[2] > 1.05**3 * trusts[3]
     counts = counted(labels, 10, 50)
     assert independence(counts, 20) < independence(counts, 200) < independence(counts, 2000) < 1
+
+
+def test_two_classes_are_trusted_only_if_their_shares_are_known() -> None:
+    counts, plain = counted(drawn([0.5, 0.5], 300), 2, 300), LabelRuns(2)
+    plain.count(drawn([0.5, 0.5], 300).tolist())
+    assert independence(counts, 200) == 0
+    known = independence(counts, 200, known=True).item()
+    assert known == pytest.approx(plain.trust(200, known=True), rel=1e-10)
+    assert known > 0.8

@@ -69,6 +69,15 @@ def losses_of(logits: list[Tensor], weights: Tensor, ceiling: float, balance: fl
     return total
 
 
+def centre(views: list[Tensor], offsets: ClassOffsets) -> list[Tensor]:
+    """Logits of every view without offsets, which remember the first alone."""
+    copies = [offsets, *(deepcopy(offsets) for _ in views[1:])]
+    return [
+        view - torch.tensor(view.detach().numpy() - own.center(view.detach().numpy()))
+        for view, own in zip(views, copies, strict=True)
+    ]
+
+
 def own_loop(
     model: nn.Module,
     batches: list[Tensor],
@@ -107,6 +116,8 @@ def own_loop(
             )
     share = momentum * min(1, len(batches[0]) / 64)
     fading, sums = 1 - len(batches[0]) / 100, torch.zeros(2)
+    classes = model(batches[0]).shape[1]
+    offsets = ClassOffsets(np.full(classes, 1 / classes), 30.0, 2000.0, 0.75)
     for batch in batches:
         here = rho * here + (1 - rho) * source
         pieces = here.split([p.numel() for p in parameters])
@@ -114,7 +125,7 @@ def own_loop(
         own = dict(zip(names, leaves, strict=True))
         views = [batch, batch.flip(-1)] if mirrored else [batch]
         passes = [renormalised(model, view, own, carried, share) for view in views]
-        logits = [view for view, _ in passes]
+        logits = centre([view for view, _ in passes], offsets)
         p = logits[0].detach().softmax(1)
         k, n = p.shape[1], len(batch)
         weights = beta * (1 - torch.special.entr(p).sum(1) / math.log(k))
@@ -128,7 +139,8 @@ def own_loop(
         length = ((rows @ step) / (weights.mean() / max(n, 100)).sqrt()).norm()
         here = here - step * min(1.0, radius / length.item())
         carried = passes[0][1]
-        seen = torch.special.entr(p.mean(0)).sum().exp().item() / (k * (1 - (1 - 1 / k) ** n))
+        raw = passes[0][0].detach().softmax(1)  # statistics know nothing of offsets
+        seen = torch.special.entr(raw.mean(0)).sum().exp().item() / (k * (1 - (1 - 1 / k) ** n))
         share = momentum * min(1, n / 64) * min(1, seen) ** diversity
         mean = torch.stack(logits).mean(0).detach()
         yield Step(
@@ -201,7 +213,7 @@ def other_loop(
     temperature: float | None,
 ) -> Iterator[Step]:
     """Class offsets, the information of the last 200 samples and labels in runs, in NumPy; the rest
-    as in ``own_loop``, with steps up to four times as long.
+    as in ``own_loop``.
     """
     source, prior = start_of(model, variance, taper)
     here, k = source, model(batches[0]).shape[1]
@@ -212,17 +224,12 @@ def other_loop(
         here = rho * here + (1 - rho) * source
         leaf = here.expand(len(batch), -1).clone().requires_grad_()
         views = [batch, batch.flip(-1)] if mirrored else [batch]
-        before, logits = deepcopy(offsets), []
-        for at, view in enumerate(views):
-            raw = individual_logits(model, view, leaf)
-            own = offsets if at == 0 else deepcopy(before)
-            taken = raw.detach().numpy() - own.center(raw.detach().numpy())
-            logits.append(raw - torch.tensor(taken))
+        logits = centre([individual_logits(model, view, leaf) for view in views], offsets)
         clean, n = logits[0].detach(), len(batch)
         spread = clean.var(1, correction=0).mean()
         share = n / 200
         square = spread if square is None else (1 - share) * square + share * spread
-        sharp = min(8.0, 4 / square.item() ** 0.5)
+        sharp = min(8.0, max(1.0, 4 / square.item() ** 0.5))
         mean = (1 - share) * mean + share * (sharp * clean).softmax(1).mean(0)
         runs.count(clean.argmax(1).tolist())
         weight = beta * runs.trust(200)
@@ -242,10 +249,7 @@ def other_loop(
         moderated = (1 + math.pi / 4 * 0.01 * sums[0].item() / sums[1].item()) ** 0.5
         scale = weight / max(n, 100)
         covariance = 1 / (1 / prior + (rows**2).sum(0) / scale)
-        longer = min(4.0, max(1.0, (15 * spread * length / along).item()))
-        step = longer * covariance * rows.sum(0)
+        step = covariance * rows.sum(0)
         here = here - step * min(1.0, radius / ((rows @ step) / scale**0.5).norm().item())
         predicted = torch.stack(logits).mean(0).detach() / (temperature or moderated)
-        yield Step(
-            here, predicted.softmax(1), covariance=torch.diag(covariance), note=f"{longer:.3f}"
-        )
+        yield Step(here, predicted.softmax(1), covariance=torch.diag(covariance))

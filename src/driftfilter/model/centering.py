@@ -44,9 +44,9 @@ class Centering(Checked):
     logits' deviations from their mean over classes, σ at most 4. t is the trust in shares of
     classes (label_runs.py): labels that come in runs count for nothing.
 
-    u is the mean prediction of source data if there are any, and g = 1. Otherwise shares are taken
-    to be equal, and g in [0, 1] asks whether they are: offsets that a change of domain has made
-    cut through clusters of samples, and without them predictions and inputs have more mutual
+    u is the mean of softmax(f / T) of source data if there are any, and g = 1. Otherwise shares are
+    taken to be equal, and g in [0, 1] asks whether they are: offsets that a change of domain has
+    made cut through clusters of samples, and without them predictions and inputs have more mutual
     information I = H(mean p) - mean H(p); those that undo an imbalance of the classes cut through
     clusters themselves. g = (I(f - δ) - I(f) - 0.02) / 0.06, p = softmax(4 f / σ).
     """

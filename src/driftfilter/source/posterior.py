@@ -98,8 +98,8 @@ class SourceData(Checked):
         require(len(found) > 0, "adapt: data", "no samples", "one sample or more")
         logits = torch.cat(found)
         deviations = logits - logits.mean(-1, keepdim=True)
-        scale = temperature * deviations.square().mean().sqrt()
-        together = (deviations / scale.clamp_min(torch.finfo(scale.dtype).tiny)).softmax(-1)
+        sigma = deviations.square().mean().sqrt().clamp(torch.finfo(logits.dtype).tiny ** 0.5, 4.0)
+        together = (deviations / (temperature * sigma)).softmax(-1)
         return (together.sum(0) + 1 / together.shape[1]) / (len(together) + 1)
 
     def __iter__(self) -> Iterator[tuple[Inputs, Tensor | None]]:
