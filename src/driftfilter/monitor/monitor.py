@@ -269,7 +269,8 @@ class Monitor(Checked):
             now = self._away(now, seen, state)
             if acts.get("classes_lost") == "reset":  # what a collapsed model predicts is no history
                 now = replace(now, history=None, known=None, recent=None)
-            return _back(now, worst), replace(start if worst == "reset" else good, step=state.step)
+            after = replace(start, step=state.step) if worst == "reset" else _revert(good, state)
+            return _back(now, worst), after
         if worst == "probation" or past.trying:
             return self._try(replace(now, trying=True), seen, state, good, trial)
         if worst == "inflate":
@@ -368,6 +369,13 @@ def _report(past: MonitorState, seen: Observed, acts: Mapping[str, str]) -> list
     ]
 
 
+def _revert(good: FilterState, state: FilterState) -> FilterState:
+    """The good belief; batch-norm statistics, with a guard of their own, stay those of now."""
+    own = {name: value for name, value in good.memory.items() if not name.startswith(_NETWORK)}
+    own |= {name: value for name, value in state.memory.items() if name.startswith(_NETWORK)}
+    return replace(good, step=state.step, memory=own)
+
+
 def _back(now: MonitorState, response: str) -> MonitorState:
     """After the belief went back: a newer one is no good, and pairs tell of another one."""
     good = None if response == "reset" else now.good
@@ -382,6 +390,7 @@ def _severity(response: str) -> int:
 
 _PROBATION = _severity("probation")
 _DETECTOR = "detector of "
+_NETWORK = "network."  # what a network carries, in the memory
 _EARLY = "share_gained, half of it"
 
 
