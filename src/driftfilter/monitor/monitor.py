@@ -269,8 +269,7 @@ class Monitor(Checked):
             now = self._away(now, seen, state)
             if acts.get("classes_lost") == "reset":  # what a collapsed model predicts is no history
                 now = replace(now, history=None, known=None, recent=None)
-            after = replace(start, step=state.step) if worst == "reset" else _revert(good, state)
-            return _back(now, worst), after
+            return _back(now, worst), _restore(start if worst == "reset" else good, state)
         if worst == "probation" or past.trying:
             return self._try(replace(now, trying=True), seen, state, good, trial)
         if worst == "inflate":
@@ -369,11 +368,13 @@ def _report(past: MonitorState, seen: Observed, acts: Mapping[str, str]) -> list
     ]
 
 
-def _revert(good: FilterState, state: FilterState) -> FilterState:
-    """The good belief; batch-norm statistics, with a guard of their own, stay those of now."""
-    own = {name: value for name, value in good.memory.items() if not name.startswith(_NETWORK)}
-    own |= {name: value for name, value in state.memory.items() if name.startswith(_NETWORK)}
-    return replace(good, step=state.step, memory=own)
+def _restore(good: FilterState, state: FilterState) -> FilterState:
+    """A good belief after the step of a bad one; batch-norm statistics, which have a guard of their
+    own, stay.
+    """
+    memory = {name: value for name, value in good.memory.items() if not name.startswith(_NETWORK)}
+    memory |= {name: value for name, value in state.memory.items() if name.startswith(_NETWORK)}
+    return replace(good, step=state.step, memory=memory)
 
 
 def _back(now: MonitorState, response: str) -> MonitorState:

@@ -30,7 +30,7 @@ from torch.overrides import TorchFunctionMode
 
 from driftfilter.base.checks import Checked, Fraction, NotNegative, require
 from driftfilter.base.sharding import Shards, gather_samples
-from driftfilter.networks.batch_trust import Witness
+from driftfilter.networks.batch_trust import Witness, mean_shift, moment_shift
 from driftfilter.networks.triton_batch_norm import Renormalized, SampleSums, blend, fits
 
 _ENOUGH = 64  # samples whose statistics count in full
@@ -81,9 +81,9 @@ class Ema(Checked):
     A network that a change of domain has broken predicts few classes too, and must not shut itself
     out. G (0 to 1) is 1 if the moments at the first batch norm have moved farther than a change of
     classes moves them (batch_trust.py): the batch's statistics then take the place of the carried
-    ones. A layer with one value a sample (tables) cannot tell the two, and has G = 0; what it
-    carries on is of values within 10 deviations of the carried mean, so that one broken row does
-    not rescale all that follow.
+    ones. In tables, whose layers see one value a sample, only a mean that is far off tells; and
+    what is blended there are values within 10 deviations of the carried mean, so that one broken
+    row does not rescale all that follow.
 
     ``diversity`` 0: every batch has the share ``momentum``, and none of the above holds.
     """
@@ -181,8 +181,11 @@ class TwinBatchNorm(_BatchNorm):
         if fixed and self._fits_kernels(inputs) and not self._is_bounded(inputs):
             return self._renormalize_by_kernel(inputs)
         batch = self._batch_by_kernel(inputs.detach()) if fixed else self._batch(inputs)
-        believed = self._batch(self._bound(inputs)) if self._is_bounded(inputs) else batch
-        mean, variance = self._blend(inputs, believed, len(inputs))
+        self._ask(inputs, batch, len(inputs))
+        believed = batch
+        if self._is_bounded(inputs):
+            believed = self._believe(self._batch(self._bound(inputs)), batch)
+        mean, variance = self._blend(believed, len(inputs))
         scale = (variance + self.eps).rsqrt()
         self.moments, self.blended = (
             Moments(mean.detach(), scale.detach()),
@@ -204,10 +207,12 @@ class TwinBatchNorm(_BatchNorm):
             return self._by_source(inputs)
         mean, variance = batch_mean, batch_variance
         if self.blend is not None:
+            self._ask(inputs, (mean, variance), samples)
             if self._is_bounded(inputs):
                 own = (*self._batch(self._bound(inputs)), *own[2:])
-                mean, variance, _, _ = shards.moments(*own)
-            mean, variance = self._blend(inputs, (mean, variance), samples)
+                bounded = shards.moments(*own)[:2]
+                mean, variance = self._believe(bounded, (mean, variance))
+            mean, variance = self._blend((mean, variance), samples)
             self.blended = (mean.detach(), variance.detach())
         scale = (variance + self.eps).rsqrt()
         self.moments = Moments(mean.detach(), scale.detach())
@@ -298,17 +303,35 @@ class TwinBatchNorm(_BatchNorm):
         low, high = (mean - reach).view(shape), (mean + reach).view(shape)
         return inputs.detach().to(mean.dtype).clamp(low, high)
 
-    def _ask(self, inputs: Tensor, batch: tuple[Tensor, Tensor], samples: int) -> None:
-        """Let the first layer of a pass witness a change of domain, if it can."""
+    def _believe(
+        self, bounded: tuple[Tensor, Tensor], batch: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """The moments of bounded values, or of all if they are of another domain."""
         assert self.witness is not None
+        if self.witness.least is None:
+            return bounded
+        mean, variance = (
+            torch.lerp(*pair, self.witness.least.to(pair[0]))
+            for pair in zip(bounded, batch, strict=True)
+        )
+        return mean, variance
+
+    def _ask(self, inputs: Tensor, batch: tuple[Tensor, Tensor], samples: int) -> None:
+        """Let the first layer of a pass witness a change of domain."""
+        if self.witness is None or self.witness.was_asked:
+            return
         assert self.carried is not None
         self.witness.was_asked = True
-        if samples == 1 or self._is_bounded(inputs):
+        if samples == 1:
             return
-        mean, variance = (part.detach() for part in batch)
-        means = gather_samples(inputs.detach().flatten(2).mean(2, dtype=mean.dtype))
+        mean = batch[0].detach()
         carried = (self.carried[0].to(mean), self.carried[1].to(mean) + self.eps)
-        self.witness.answer(carried, (mean, variance + self.eps), means)
+        own = (mean, batch[1].detach() + self.eps)
+        if self._is_bounded(inputs):
+            self.witness.answer(mean_shift(carried, own), samples)
+            return
+        means = gather_samples(inputs.detach().flatten(2).mean(2, dtype=mean.dtype))
+        self.witness.answer(moment_shift(carried, own, means), samples)
 
     def _share(self, samples: int, trust: Tensor | float) -> Tensor | float:
         """α of a batch."""
@@ -318,13 +341,9 @@ class TwinBatchNorm(_BatchNorm):
             return share
         return witness.least.clamp(min=share)
 
-    def _blend(
-        self, inputs: Tensor, batch: tuple[Tensor, Tensor], samples: int
-    ) -> tuple[Tensor, Tensor]:
+    def _blend(self, batch: tuple[Tensor, Tensor], samples: int) -> tuple[Tensor, Tensor]:
         """Mean and variance [c] by which to normalise."""
         if self.witness is not None:
-            if not self.witness.was_asked:
-                self._ask(inputs, batch, samples)
             self.believed = (batch[0].detach(), batch[1].detach(), samples)
         return self._mixture(batch, self._share(samples, self.trust))
 
