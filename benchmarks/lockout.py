@@ -225,7 +225,13 @@ def gas(folder: Path, seed: int, presets: list[str]) -> Iterator[Row]:
     fit(model, *data[1], 60)
     inputs, labels = (torch.cat(parts) for parts in zip(*(data[m] for m in MONTHS), strict=True))
     mixed = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
-    for name, order in {"in file order": torch.arange(len(labels)), "shuffled": mixed}.items():
+    first = mixed[labels[mixed] == 0][:256]
+    orders = {
+        "in file order": torch.arange(len(labels)),
+        "shuffled": mixed,
+        "256 of one gas, then shuffled": torch.cat((first, mixed)),
+    }
+    for name, order in orders.items():
         stream = [(inputs[at], labels[at]) for at in order.split(64)]
         row = compare(model, stream, presets)
         yield {"stream": f"gas, {name}", "seed": seed, **stretches(row, all=slice(None))}

@@ -15,6 +15,7 @@ from torch.nn import functional
 
 import driftfilter as df
 from driftfilter.networks.batch_norm import diversity
+from driftfilter.networks.batch_trust import evidence_of_change, moment_shift
 from small import assert_same, refuses
 
 KINDS: list[Any] = ["batch", "source", df.PseudoCount(3.0), df.Ema(0.3)]
@@ -672,3 +673,104 @@ def test_balanced_labels_have_the_full_share_whatever_the_number_of_classes(k: i
     assert 0.8 < diversity(50.0 * functional.one_hot(labels, k).double()).item() <= 1.0
     same = 50.0 * functional.one_hot(torch.zeros(n, dtype=torch.long), k).double()
     assert n == 1 or diversity(same).item() < 2 / min(n, k)
+
+
+# Lock-out
+
+
+def classifier() -> tuple[nn.Sequential, Callable[[int, float, float], tuple[Tensor, Tensor]]]:
+    """A network that tells where a bright bar is, and batches of such images at another light; its
+    statistics are the clean images', and at a tenth of the light it sees one class only.
+    """
+
+    def batch(seed: int, slope: float = 1.0, shift: float = 0.0) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        labels = torch.randint(4, (32,), generator=generator)
+        pixels = 0.3 * torch.rand(32, 1, 8, 8, generator=generator)
+        pixels[torch.arange(32), 0, 2 * labels] += 1
+        return slope * pixels + shift, labels
+
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(1, 8, 3, padding=1),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Conv2d(8, 16, 3, stride=2),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(144, 4),
+    )
+    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+    for step in range(100):
+        inputs, labels = batch(1000 + step)
+        optimizer.zero_grad()
+        functional.cross_entropy(model(inputs), labels).backward()
+        optimizer.step()
+    return model.eval(), batch
+
+
+def accuracy(adapter: Any, batches: list[tuple[Tensor, Tensor]]) -> float:
+    hits = [(adapter(inputs).argmax(-1) == labels).double().mean() for inputs, labels in batches]
+    return torch.stack(hits).mean().item()
+
+
+@pytest.mark.parametrize(("slope", "shift"), [(0.1, 0.0), (0.3, 0.9), (1.0, 2.0)])
+@pytest.mark.parametrize("monitor", [df.Monitor(), None], ids=["guarded", "not_guarded"])
+def test_a_change_of_light_does_not_lock_the_adapter_out(
+    slope: float, shift: float, monitor: df.Monitor | None
+) -> None:
+    model, batch = classifier()
+    adapter = df.adapt(model, monitor=monitor)
+    clean, changed = map(batch, range(10)), [batch(seed, slope, shift) for seed in range(20, 30)]
+    assert accuracy(adapter, list(clean)) > 0.95
+    assert accuracy(model, changed) < 0.5
+    assert accuracy(adapter, changed) > 0.95
+
+
+def test_a_change_of_light_moves_the_first_layer_farther_than_one_class_does() -> None:
+    model, batch = classifier()
+    norm: Any = model[1]
+
+    def evidence(inputs: Tensor) -> float:
+        with torch.no_grad():
+            values = model[0](inputs)
+        variance, mean = torch.var_mean(values, (0, 2, 3), correction=0)
+        carried, means = (norm.running_mean, norm.running_var), values.mean((2, 3))
+        shift = moment_shift(carried, (mean, variance), means)
+        return evidence_of_change(shift, len(inputs)).item()
+
+    inputs, labels = map(torch.cat, zip(*map(batch, range(8)), strict=True))
+    assert [evidence(inputs[labels == label][:32]) for label in range(4)] == [0.0] * 4
+    assert evidence(inputs[:32]) == 0
+    assert [evidence(light) for light in (0.1 * inputs, 0.3 * inputs + 0.9, inputs + 2)] == [1] * 3
+    assert 0 < evidence(0.1 * inputs[:8]) <= 0.5  # few samples count in part
+
+
+def table(seed: int, samples: int = 64) -> Tensor:
+    return torch.randn(samples, 4, generator=torch.Generator().manual_seed(seed)).double()
+
+
+def carried_after(*batches: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and variance [4] of a batch norm that sees a table."""
+    model = trained(nn.BatchNorm1d(4), nn.Linear(4, 3))
+    norm: Any = model[0]
+    norm.running_mean.zero_()
+    norm.running_var.fill_(1)
+    adapter = diverse(model, inference=df.Frozen())
+    for each in batches:
+        adapter(each)
+    mean, variance = kept(adapter)[0].split(4)
+    return mean, variance
+
+
+def test_one_broken_row_does_not_rescale_a_table() -> None:
+    broken = table(0)
+    broken[7, 2] = 1e6
+    assert carried_after(broken)[1].max() < 0.5 * 100 / 64 + 2  # as if it were 10 deviations off
+
+
+def test_a_table_that_is_far_off_takes_the_place_of_the_old_one() -> None:
+    mean, variance = carried_after(table(0) + 20)
+    torch.testing.assert_close(mean, 20 + table(0).mean(0))
+    torch.testing.assert_close(variance, table(0).var(0, correction=0))

@@ -27,6 +27,7 @@ from driftfilter.base.checks import (
 from driftfilter.filtering import FilterState, StepInfo
 from driftfilter.gaussian.belief import deviation, kl_divergence
 from driftfilter.monitor.drift_tests import (
+    LONG,
     SHORT,
     STEADY,
     Evidence,
@@ -84,7 +85,8 @@ class Monitor(Checked):
                         than 50 samples (of every eighth at 200), which tell as much. Every second
                         time the source is also asked with its own statistics: carried ones that
                         have collapsed lose classes for both. There H(b) - H(a) >= ln 2 of at least
-                        256 samples, since a source may spread the classes of a new domain
+                        256 samples (100 of two classes), since a source may spread the classes of a
+                        new domain
         share_gained    G_c / N >= share, G_c = N KL(s ‖ m) + M KL(q ‖ m) of a class with share s in
                         a window of N = max(n, 64) samples, q in the history of M, pooled m, against
                         all others; of the class that gained most. Recorded from half of it on
@@ -230,17 +232,17 @@ class Monitor(Checked):
         signals = Signals(*evidence.signals, **numbers)
         early = self._certain(evidence)[1] and signals.share_gained >= self.share / 2
         alarms = self._out_of_bounds(signals, evidence)
-        lost = self._have_collapsed(told)
+        lost = self._have_collapsed(told, classes)
         if lost:
             signals = signals._replace(classes_lost=told[_APART + "lost"])
             alarms["classes_lost"] = _HALF
         alarms |= _detect(detectors, signals)
         return Observed(signals, alarms, early, batch, recent, pairs, samples, own, lost, told)
 
-    def _have_collapsed(self, found: Mapping[str, float]) -> bool:
+    def _have_collapsed(self, found: Mapping[str, float], classes: int) -> bool:
         """Whether it is the statistics that lose classes."""
         return (
-            found.get(_APART + "pairs", 0) >= _MANY
+            found.get(_APART + "pairs", 0) >= min(_MANY, LONG * classes)
             and found[_APART + "lost"] >= _HALF
             and found[_APART + "lost_tail"] >= -math.log(self.false_alarm)
         )
