@@ -678,7 +678,7 @@ def test_balanced_labels_have_the_full_share_whatever_the_number_of_classes(k: i
 # Lock-out
 
 
-def classifier() -> tuple[nn.Sequential, Callable[[int, float, float], tuple[Tensor, Tensor]]]:
+def classifier() -> tuple[nn.Sequential, Callable[..., tuple[Tensor, Tensor]]]:
     """A network that tells where a bright bar is, and batches of such images at another light; its
     statistics are the clean images', and at a tenth of the light it sees one class only.
     """
