@@ -6,9 +6,10 @@
 Digits: the network of examples/own_cnn.py sees 30 clean batches of 32, then a change; accuracy from
 the tenth batch after it and from the twentieth. Labels: clean digits in runs of 64 and sorted.
 Images: ResNet-20 while the light goes and comes back; accuracy from the tenth batch on, and over
-the last quarter. Gas: UCI gas-sensor drift, a network with batch norm trained on the first month
-(FOLDER holds batch1.dat, …; data-sources: github:miltongneto/Gas-Sensor-Array-Drift), in file order
-and shuffled, batches of 64. Each beside the frozen network and ``bn``.
+the last quarter; and clean images sorted by class. Gas: UCI gas-sensor drift, a network with batch
+norm trained on the first month (FOLDER holds batch1.dat, …, of the repository
+miltongneto/Gas-Sensor-Array-Drift), in file order, shuffled, and after a run of one gas, in batches
+of 64. Each beside the frozen network and ``bn``.
 """
 
 from __future__ import annotations
@@ -196,6 +197,12 @@ def light(seed: int, presets: list[str], sizes: list[int]) -> Iterator[Row]:
             row = compare(model, stream, presets)
             parts = {"from 10": slice(10, None), "last quarter": slice(-count // 4, None)}
             yield {"stream": f"resnet20, {name}, {size}", "seed": seed, **stretches(row, **parts)}
+        order = data.labels.argsort(stable=True)
+        row = compare(
+            model, [(data.images[at], data.labels[at]) for at in order.split(size)], presets
+        )
+        name = f"resnet20, clean, sorted, {size}"
+        yield {"stream": name, "seed": seed, **stretches(row, all=slice(None))}
 
 
 def read_gas(folder: Path) -> dict[int, Batch]:
