@@ -5,6 +5,7 @@ view, in dense algebra.
 import math
 from collections.abc import Iterator
 from copy import deepcopy
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,27 +20,45 @@ CONSISTENCY = 0.3  # of the symmetric cross-entropy between two views, as the pr
 Moments = dict[str, tuple[Tensor, Tensor]]
 
 
+def mix(old: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor], share: float) -> Any:
+    """Mean and variance of a mixture."""
+    shift = new[0] - old[0]
+    spread = (1 - share) * old[1] + share * new[1] + share * (1 - share) * shift**2
+    return old[0] + share * shift, spread
+
+
+def least_share(
+    batch: Tensor, old: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor], eps: float
+) -> float:
+    """What the first batch norm says of a change of domain."""
+    before, after = old[1] + eps, new[1] + eps
+    between = (batch.mean((2, 3), keepdim=True).var(0, correction=0)[None] / after).clamp(0.05, 1)
+    shift = (new[0] - old[0]) ** 2 / (between * torch.maximum(before, after))
+    moved = (shift + (1 - between) * (after / before).log() ** 2).mean().item()
+    n = len(batch)
+    return min(1.0, max(0.0, moved / (1 + 8 / n) - 1)) * min(1, n / 16)
+
+
 def renormalised(
     model: nn.Module, batch: Tensor, own: dict[str, Tensor], carried: Moments, share: float
-) -> tuple[Tensor, Moments]:
-    """Logits where every sample uses norm parameters of its own [n, c], and the statistics to carry
-    on.
+) -> tuple[Tensor, Moments, float]:
+    """Logits where every sample uses norm parameters of its own [n, c], the statistics of the batch
+    and the least share that they have.
 
     Batch renormalisation: (x - m_b)/s_b r + d, r and d constants that make it (x - m)/s.
     """
-    blends: Moments = {}
+    found: Moments = {}
+    least = 0.0
     for name, layer in model.named_children():
         if not isinstance(layer, nn.BatchNorm2d):
             batch = layer(batch)
             continue
         variance, mean = torch.var_mean(batch, (0, 2, 3), correction=0, keepdim=True)
-        old_mean, old_variance = carried[name]
-        shift = mean.detach() - old_mean
-        new_mean = old_mean + share * shift
-        new_variance = (
-            (1 - share) * old_variance + share * variance.detach() + share * (1 - share) * shift**2
-        )
-        blends[name] = (new_mean, new_variance)
+        new = (mean.detach(), variance.detach())
+        if not found:
+            least = least_share(batch.detach(), carried[name], new, layer.eps)
+        found[name] = new
+        new_mean, new_variance = mix(carried[name], new, max(share, least))
         deviation = (new_variance + layer.eps).sqrt()
         inside = (variance + layer.eps).sqrt()
         ratio, offset = (inside / deviation).detach(), ((mean - new_mean) / deviation).detach()
@@ -47,7 +66,7 @@ def renormalised(
         batch = (
             hat * own[f"{name}.weight"][:, :, None, None] + own[f"{name}.bias"][:, :, None, None]
         )
-    return batch, blends
+    return batch, found, least
 
 
 def losses_of(logits: list[Tensor], weights: Tensor, ceiling: float, balance: float) -> Tensor:
@@ -114,7 +133,7 @@ def own_loop(
                 layer.running_mean[None, :, None, None],
                 layer.running_var[None, :, None, None],
             )
-    share = momentum * min(1, len(batches[0]) / 64)
+    full, trust = momentum * min(1, len(batches[0]) / 64), 1.0
     fading, sums = 1 - len(batches[0]) / 100, torch.zeros(2)
     classes = model(batches[0]).shape[1]
     offsets = ClassOffsets(np.full(classes, 1 / classes), 30.0, 2000.0, 0.75)
@@ -124,8 +143,8 @@ def own_loop(
         leaves = [piece.expand(len(batch), -1).clone().requires_grad_() for piece in pieces]
         own = dict(zip(names, leaves, strict=True))
         views = [batch, batch.flip(-1)] if mirrored else [batch]
-        passes = [renormalised(model, view, own, carried, share) for view in views]
-        logits = centre([view for view, _ in passes], offsets)
+        passes = [renormalised(model, view, own, carried, full * trust) for view in views]
+        logits = centre([view for view, _, _ in passes], offsets)
         p = logits[0].detach().softmax(1)
         k, n = p.shape[1], len(batch)
         weights = beta * (1 - torch.special.entr(p).sum(1) / math.log(k))
@@ -138,10 +157,11 @@ def own_loop(
         step = covariance * rows.sum(0)
         length = ((rows @ step) / (weights.mean() / max(n, 100)).sqrt()).norm()
         here = here - step * min(1.0, radius / length.item())
-        carried = passes[0][1]
         raw = passes[0][0].detach().softmax(1)  # statistics know nothing of offsets
         seen = torch.special.entr(raw.mean(0)).sum().exp().item() / (k * (1 - (1 - 1 / k) ** n))
-        share = momentum * min(1, n / 64) * min(1, seen) ** diversity
+        before, trust = trust, min(1, seen) ** diversity
+        share = max(full * (before * trust) ** 0.5, passes[0][2])
+        carried = {name: mix(carried[name], new, share) for name, new in passes[0][1].items()}
         mean = torch.stack(logits).mean(0).detach()
         yield Step(
             here,

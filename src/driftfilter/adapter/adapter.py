@@ -44,8 +44,9 @@ from driftfilter.callbacks import Callback, require_callbacks
 from driftfilter.distributed.stream import checksum, join, require_same, share_call
 from driftfilter.filtering import FilterState, StepInfo
 from driftfilter.gaussian.belief import Belief
+from driftfilter.inference.linearized import Frozen
 from driftfilter.inference.prediction import Prediction
-from driftfilter.monitor.monitor import AlarmWarning, Monitor, fresh_detectors
+from driftfilter.monitor.monitor import MEANINGS, AlarmWarning, Monitor, fresh_detectors
 from driftfilter.monitor.state import Event, Signals
 from driftfilter.networks.autocast import full_precision
 from driftfilter.networks.initialization import check
@@ -216,17 +217,23 @@ class Adapter(nn.Module):
             return _join([self._predict(now, piece) for piece in self._pieces(inputs)])
 
     def update(self, *args: Any, **kwargs: Any) -> StepInfo:
-        """Adapt to a batch now, without predicting it; the last info of several pieces."""
+        """Adapt to a batch now, without returning predictions; the last info of several pieces.
+
+        A monitor sees what the step would have predicted.
+        """
         begun = time.perf_counter()
         with self._lock, self._apart():
             with self._noting(), self._given("update", args, kwargs) as inputs:
                 now = self._ready(inputs)
                 for piece in self._pieces(inputs):
                     seen, recent = now.seen(piece, self.window, self._waits(now, piece))
-                    assert now.bound is not None
-                    state, info = now.bound.filter.update(now.current, seen)
                     now = now._replace(recent=recent if self.window else None)
-                    now = self._watch(now, state, info, None, seen)
+                    if self.monitor is None or now.watch.frozen:
+                        assert now.bound is not None
+                        state, info = now.bound.filter.update(now.current, seen)
+                        now = self._watch(now, state, info, None, seen)
+                    else:
+                        now, _, info = self._adapt(now, seen, piece)
             self._finish(now, begun, batch_size(inputs), None)
         return info
 
@@ -328,12 +335,18 @@ class Adapter(nn.Module):
             )
         if calls % self.update_every or batch_size(seen) < self._least:
             return now._replace(recent=recent, calls=calls), self._predict(now, inputs)
+        now = now._replace(recent=recent if self.window else None, calls=calls)
+        return self._adapt(now, seen, inputs)[:2]
+
+    def _adapt(
+        self, now: AdapterState, seen: Inputs, inputs: Inputs
+    ) -> tuple[AdapterState, Prediction, StepInfo]:
+        """A step, watched, and its prediction of the inputs, the last of what it has seen."""
         assert now.bound is not None
         state, prediction, info = now.bound.filter.step(now.current, seen)
         own = self._take_own(prediction, seen, inputs)
         new = own if self.window else prediction  # what no step has seen before
-        now = now._replace(recent=recent if self.window else None, calls=calls)
-        return self._watch(now, state, info, new.log_probabilities, seen), own
+        return self._watch(now, state, info, new.log_probabilities, seen), own, info
 
     def _waits(self, now: AdapterState, inputs: Inputs) -> bool:
         """Whether samples gather until a step."""
@@ -364,7 +377,9 @@ class Adapter(nn.Module):
             return log_probabilities if new is None else log_probabilities[-len(new) :]
 
         probe = ask(monitor.choose_probe(past, state, new))
-        observed = monitor.observe(past, state, info, new, probe, self._detectors)
+        apart = ask(monitor.choose_apart(past, state, new))
+        learns = not isinstance(self.recipe.inference, Frozen)
+        observed = monitor.observe(past, state, info, new, probe, self._detectors, apart, learns)
         trial = ask(monitor.choose_trial(past, start, observed))
         watch, state = monitor.respond(past, start, state, observed, trial)
         return now._replace(state=state, info=info, watch=watch)
@@ -387,7 +402,8 @@ class Adapter(nn.Module):
             for event in now.watch.since(before.watch):
                 if event.response == "warn":
                     beyond = f"{event.value:.3g}, beyond {event.threshold:.3g} (batch {event.step})"
-                    warn(f"{event.signal} is {beyond}", AlarmWarning)
+                    hint = MEANINGS.get(event.signal, "")
+                    warn(f"{event.signal} is {beyond}{hint}", AlarmWarning)
 
     @contextmanager
     def _noting(self) -> Iterator[None]:

@@ -56,11 +56,10 @@ def is_norm(module: nn.Module) -> bool:
     """
     if isinstance(module, NORMS):
         return True
-    own = module._parameters.values()
-    vectors = any(each is not None for each in own) and all(
-        each is None or each.dim() == 1 for each in own
-    )
-    return vectors and not module._modules and bool(_NAMED.search(type(module).__name__))
+    if module._modules or not _NAMED.search(type(module).__name__):
+        return False
+    own = [each for each in module._parameters.values() if each is not None]
+    return len(own) > 0 and all(each.dim() == 1 for each in own)
 
 
 def find_layer(module: nn.Module) -> Layer | None:

@@ -65,9 +65,10 @@ def find_norms(model: nn.Module) -> Literal["batch", "other", "none", "frozen"]:
     """
     if any("quantized" in type(layer).__module__ for layer in model.modules()):
         return "frozen"
-    if any(isinstance(layer, _BatchNorm) for layer in model.modules()):
-        return "batch"
-    return "other" if NormAffine()(model) else "none"
+    if not NormAffine()(model):
+        return "none"
+    by_batch = any(isinstance(layer, _BatchNorm) for layer in model.modules())
+    return "batch" if by_batch else "other"
 
 
 def names() -> list[str]:
