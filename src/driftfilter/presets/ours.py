@@ -105,8 +105,8 @@ def driftfilter(  # what users may turn
     asks for (``Moderated``), or at one that is given. Batches below 16 samples are predicted at
     once and adapted to together; those below 100 take smaller steps. ``variance`` is 0.1 with batch
     norm, 0.2 with other norms and 0.005 for the last layer. ``reach`` 4 (see ``Linearized``) gained
-    a vision transformer 2 points, and cost small networks with group norm many. All was chosen on speckle noise, blur,
-    saturation and spatter (docs/benchmarks.md).
+    a vision transformer 2 points, and cost small networks with group norm many. All was chosen on
+    speckle noise, blur, saturation and spatter (docs/benchmarks.md).
     """
     known = ("batch", "other", "none", "frozen")
     require(norms in known, "driftfilter: norms", norms, f"one of {known}")
