@@ -17,11 +17,14 @@ import textwrap
 from decimal import ROUND_HALF_UP, Decimal
 from functools import cache
 from itertools import zip_longest
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import jinja2
 
+from driftfilter.app.bench.matrix import Matrix, compare, markdown
+from driftfilter.app.bench.tables import group
 from figures import exponent
 
 HERE = Path(__file__).parent
@@ -103,6 +106,20 @@ def made(record: Named) -> str:
     )
 
 
+def compared(tasks: list[Named]) -> str:
+    """Tables of a matrix: presets against the frozen network by network, protocol, batch size."""
+    stream, preset = itemgetter("model", "protocol", "batch", "images"), itemgetter("preset")
+    cells = [
+        cell
+        for alike in group(tasks, stream)
+        for cell in compare(
+            stream(alike[0]),
+            {preset(seeds[0]): [each["mean"] for each in seeds] for seeds in group(alike, preset)},
+        )
+    ]
+    return markdown(Matrix([], cells))
+
+
 @cache
 def template() -> jinja2.Template:
     environment = jinja2.Environment(
@@ -114,6 +131,7 @@ def template() -> jinja2.Template:
     )
     environment.filters |= {"share": share, "number": number}
     environment.globals |= {"one": one, "made": made, "exponent": exponent, "zip": zip}
+    environment.globals |= {"compared": compared}
     return environment.get_template(TEMPLATE)
 
 

@@ -86,7 +86,7 @@ def main() -> None:
     paths = [
         path
         for source in arguments.sources
-        for path in ([source] if source.is_file() else sorted(source.glob("*.json")))
+        for path in ([source] if source.is_file() else sorted(source.glob("*_seed*.json")))
     ]
     text = json.dumps(
         record(paths, arguments.command, arguments.note), indent=1, ensure_ascii=False

@@ -43,6 +43,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "linear": lambda: nn.Sequential(nn.AvgPool2d(2), nn.Flatten(), nn.Linear(12, CLASSES)),
 }
 HEADS = (
+    "driftfilter",
     "source",
     "bn",
     "cotta",
@@ -165,9 +166,11 @@ class Use(RuleBasedStateMachine):
         seed=st.integers(0, 2**40),
         every=st.sampled_from([1, 1, 2, 3]),
         window=st.sampled_from([0, 0, 4, 10]),
+        least=st.sampled_from([0, 0, 6]),
     )
-    def begin(self, seed: int, every: int, window: int) -> None:
+    def begin(self, seed: int, every: int, window: int, least: int) -> None:
         self.options: dict[str, Any] = {"seed": seed, "update_every": every, "window": window}
+        self.options["least"] = least
         self.model = made(self.case.split("-")[0])
         self.before, self.random = snapshot(self.model), torch.get_rng_state()
         self.adapter, self.shadow = self.fresh(), self.fresh(made(self.case.split("-")[0]))

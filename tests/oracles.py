@@ -2,7 +2,8 @@
 Monte Carlo bounds.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -389,3 +390,99 @@ def _slices(sizes: list[int]) -> list[slice]:
 
 def belief(moments: Moments) -> df.Belief:
     return df.Belief(tensor(moments.mean), df.Full(tensor(moments.covariance)))
+
+
+# Labels in runs and class offsets -----------------------------------------------------------------
+
+
+class LabelRuns:
+    """Labels in the order of a stream, counted one by one; older ones fade over 512 samples."""
+
+    def __init__(self, classes: int) -> None:
+        self.counts, self.pairs, self.equal = [0.0] * classes, 0.0, 0.0
+        self.last: int | None = None
+
+    def count(self, labels: Iterable[int]) -> None:
+        batch = list(labels)
+        fading = max(0.0, 1 - len(batch) / 512)
+        self.counts = [fading * count for count in self.counts]
+        self.pairs, self.equal = fading * self.pairs, fading * self.equal
+        for label in batch:
+            self.counts[label] += 1
+            if self.last is not None:
+                self.pairs += 1
+                self.equal += label == self.last
+            self.last = label
+
+    def trust(self, window: float, known: bool = False) -> float:
+        """(N / (N + k))², N = W (1 - ρ) / (1 + ρ); ten labels of equal shares and five pairs at
+        chance come first. 0 for two classes of unknown shares.
+        """
+        k = len(self.counts)
+        if k <= 2 and not known:
+            return 0.0
+        total = sum(self.counts) + 10
+        chance = sum(((count + 10 / k) / total) ** 2 for count in self.counts)
+        agreement = (self.equal + 5 * chance) / (self.pairs + 5)
+        rho = min(1.0, max(0.0, (agreement - chance + 0.01) / (1 - chance + 0.01)))
+        samples = window * (1 - rho) / (1 + rho)
+        return (samples / (samples + k)) ** 2
+
+
+def softmax(logits: Array) -> Array:
+    raised = np.exp(logits - logits.max(1, keepdims=True))
+    return np.asarray(raised / raised.sum(1, keepdims=True))
+
+
+class ClassOffsets:
+    """Offsets of the logits from how often each class is predicted, in two rounds; if shares are
+    not ``known`` to be the source's, as far as they gain mutual information.
+    """
+
+    def __init__(
+        self, shares: Array, count: float, window: float, temperature: float, known: bool = False
+    ) -> None:
+        self.shares, self.count, self.window = shares, count, window
+        self.temperature, self.runs, self.known = temperature, LabelRuns(len(shares)), known
+        self.seen = [0 * shares, 0 * shares]  # of either round
+        self.squares, self.samples = 0.0, 0.0
+        self.predicted = [0 * shares, 0 * shares]  # without offsets, and with them
+        self.entropies = [0.0, 0.0]
+
+    def _offset(self, seen: Array, scale: float) -> Array:
+        posterior = (self.count * self.shares + seen) / (self.count + seen.sum())
+        return np.asarray(scale * np.log(posterior / self.shares))
+
+    def needed(self) -> float:
+        """g: 0 below .02 nats of mutual information gained, 1 above .08."""
+        total = self.predicted[0].sum()
+        if self.known or total == 0:
+            return float(self.known)
+        information = []
+        for predicted, entropy in zip(self.predicted, self.entropies, strict=True):
+            mean = predicted / total
+            information.append(-(mean * np.log(mean)).sum() - entropy / total)
+        return float(np.clip((information[1] - information[0] - 0.02) / 0.06, 0, 1))
+
+    def center(self, logits: Array) -> Array:
+        """The logits of a batch without the offsets, which have seen it."""
+        fading = max(0.0, 1 - len(logits) / self.window)
+        deviations = logits - logits.mean(1, keepdims=True)
+        self.squares = fading * self.squares + len(logits) * (deviations**2).mean()
+        self.samples = fading * self.samples + len(logits)
+        sigma = min(4.0, math.sqrt(self.squares / self.samples))
+        scale = self.temperature * sigma
+        old = sum(self._offset(seen, scale) for seen in self.seen)
+        self.runs.count((logits - self.needed() * old).argmax(1).tolist())
+        trust = self.runs.trust(200, self.known)
+        offsets = 0 * self.shares
+        for index, seen in enumerate(self.seen):
+            own = softmax((logits - offsets) / scale).sum(0)
+            self.seen[index] = fading * seen + trust * own
+            offsets = offsets + self._offset(self.seen[index], scale)
+        for index, each in enumerate((logits, logits - offsets)):
+            p = softmax(4 / sigma * each)
+            own = -(p * np.log(np.maximum(p, 1e-300))).sum()
+            self.predicted[index] = fading * self.predicted[index] + trust * p.sum(0)
+            self.entropies[index] = fading * self.entropies[index] + trust * own
+        return np.asarray(logits - self.needed() * offsets)

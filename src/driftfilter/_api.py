@@ -60,6 +60,7 @@ from driftfilter.inference.resets import (
     Upkeep as Upkeep,
 )
 from driftfilter.inference.variational import Variational as Variational
+from driftfilter.model.centering import Centering as Centering
 from driftfilter.model.dynamics import (
     Affine as Affine,
     Dynamics as Dynamics,
@@ -77,6 +78,7 @@ from driftfilter.model.losses import (
     Loss as Loss,
     MarginalLikelihood as MarginalLikelihood,
     PseudoLabel as PseudoLabel,
+    RunningInformation as RunningInformation,
     SoftLikelihoodRatio as SoftLikelihoodRatio,
     Sum as Sum,
 )
@@ -110,6 +112,7 @@ from driftfilter.model.weighting import (
     EntropyGate as EntropyGate,
     Product as Product,
     Reliability as Reliability,
+    RunGate as RunGate,
     Weighting as Weighting,
 )
 from driftfilter.monitor.monitor import AlarmWarning as AlarmWarning, Monitor as Monitor

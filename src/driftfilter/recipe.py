@@ -14,6 +14,8 @@ from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from numbers import Integral, Real
 from typing import Annotated, Any, Literal, final
 
+from torch import Tensor
+
 import driftfilter.filtering as filtering
 from driftfilter.base.checks import (
     VARIANTS as VARIANTS,
@@ -34,6 +36,7 @@ from driftfilter.inference import (
     variational as variational,
 )
 from driftfilter.model import observation, predictive, transition, views as views
+from driftfilter.model.centering import Centered, Centering
 from driftfilter.networks import (
     batch_norm,
     lora as lora,
@@ -50,8 +53,10 @@ class Recipe(Checked):
     predicted.
 
     ``parameters`` of the network, ``statistics`` of its batch normalisation, the ``source``
-    posterior; the other fields are those of ``Filter``. ``chunk``: batches are cut into pieces of
-    this many samples, each a step of its own (0: never).
+    posterior; ``centering`` of the logits (None: none); the other fields are those of ``Filter``.
+    ``chunk``: batches are cut into pieces of this many samples, each a step of its own (0: never).
+    ``least``: smaller batches are predicted at once, and adapted to together when so many samples
+    have come (0: at once).
     """
 
     parameters: Annotated[Any, Role("parameters", "NormAffine()")] = field(
@@ -68,14 +73,26 @@ class Recipe(Checked):
     predict_from: Literal["prior", "posterior"] = "posterior"
     upkeep: Any = None
     chunk: Count = 0
+    centering: Centering | None = None
+    least: Count = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         batch_norm.require_statistics(self.statistics)
+        require(
+            self.centering is None or isinstance(self.centering, Centering),
+            "Recipe.centering",
+            self.centering,
+            "a Centering or None",
+        )
         self.filter(predictive.LinearHead(2))  # checks the other fields
 
-    def filter(self, model: predictive.PredictiveModel) -> filtering.Filter:
-        """The filter on a model."""
+    def filter(
+        self, model: predictive.PredictiveModel, shares: Tensor | None = None
+    ) -> filtering.Filter:
+        """The filter on a model; ``shares`` of the classes in the source [k], for centring."""
+        if self.centering is not None:
+            model = Centered(model, self.centering, shares)
         rules = (self.transition, self.observation, self.inference, self.prediction)
         return filtering.Filter(model, *rules, self.predict_from, self.upkeep)
 

@@ -61,7 +61,7 @@ def adapter(preset: str, model: nn.Module | None = None, **options: Any) -> df.A
     data = df.SourceData(
         images(16, 9), torch.arange(16) % 4
     )  # those that have no use for it leave it
-    options |= few_copies(preset)
+    options = {"least": 0, **few_copies(preset), **options}  # a step on every batch, however small
     return df.adapt(network() if model is None else model, preset, data=data, **options)
 
 
@@ -278,6 +278,78 @@ def test_update_every_adapts_to_all_samples_since_the_last_time() -> None:
         assert adapted.state.step == state.step
         state, prediction, _ = filt.step(state, torch.cat((batches[first], batches[second])))
         assert torch.equal(adapted(batches[second]), prediction.log_probabilities[-4:])
+    assert_same(to_tensors(adapted.state), to_tensors(state))
+
+
+WAITING: dict[str, Any] = {"least": 10}
+
+
+@pytest.mark.parametrize("preset", ["tent", "opgd_diag"])
+def test_small_batches_are_predicted_at_once_and_adapted_to_together(preset: str) -> None:
+    """At the tenth sample or later, all since the last step are one batch; a batch of ten waits for
+    nobody.
+    """
+    adapted, (filt, state) = adapter(preset, **WAITING), by_hand(preset)
+    stream, start = images(60), 0
+    for count, size in enumerate((1, 4, 4, 3, 9, 9, 10, 12, 2)):
+        stop = start + size
+        gathered = {3: 12, 5: 18, 6: 10, 7: 12}.get(count)
+        if gathered is None:  # too few yet
+            expected, before = filt.predict(state, stream[start:stop]), adapted.state
+            assert torch.equal(adapted(stream[start:stop]), expected.log_probabilities)
+            assert_same(to_tensors(adapted.state), to_tensors(before))
+        else:
+            state, expected, info = filt.step(state, stream[stop - gathered : stop])
+            said = expected.log_probabilities[-size:]
+            assert torch.equal(adapted(stream[start:stop]), said)
+            assert adapted.last_info is not None
+            assert torch.equal(adapted.last_info.weights, info.weights)
+        assert_same(to_tensors(adapted.state), to_tensors(state))
+        start = stop
+    assert state.step == 4
+
+
+def test_samples_that_wait_are_saved() -> None:
+    running, resumed = adapter("tent", **WAITING), adapter("tent", **WAITING)
+    for seed in (1, 2):
+        running(images(4, seed))
+    assert running.state.step == 0
+    resumed.load_state_dict(running.state_dict())
+    for seed in (3, 4, 5):
+        assert torch.equal(resumed(images(4, seed)), running(images(4, seed)))
+    assert running.state.step == 1
+    assert_same(resumed.state_dict(), running.state_dict())
+
+
+def test_update_waits_for_no_sample_more() -> None:
+    """It adapts to those that have gathered, too; ``predict`` and ``reset`` do not."""
+    adapted, (filt, state) = adapter("tent", **WAITING), by_hand("tent")
+    adapted(images(4, 9))
+    adapted.reset()
+    adapted(images(4, 1))
+    adapted.predict(images(8, 7))
+    adapted.update(images(3, 2))
+    state, _ = filt.update(state, torch.cat((images(4, 1), images(3, 2))))
+    adapted.update(images(2, 3))
+    state, _ = filt.update(state, images(2, 3))
+    assert_same(to_tensors(adapted.state), to_tensors(state))
+
+
+@pytest.mark.filterwarnings("ignore::driftfilter.NoInformationWarning")  # of the first sample alone
+def test_a_window_does_not_wait() -> None:
+    one, other = adapter("tent", window=6, **WAITING), adapter("tent", window=6)
+    for seed in range(4):
+        assert torch.equal(one(images(2, seed)), other(images(2, seed)))
+    assert one.state.step == other.state.step == 4
+
+
+def test_samples_that_wait_and_every_second_batch() -> None:
+    """A step comes when both are satisfied, to all samples since the last one."""
+    adapted, (filt, state) = adapter("tent", update_every=2, **WAITING), by_hand("tent")
+    for seed in range(4):
+        adapted(images(4, seed))
+        assert adapted.state.step == (seed == 3)
+    state, _ = filt.update(state, torch.cat([images(4, seed) for seed in range(4)]))
     assert_same(to_tensors(adapted.state), to_tensors(state))
 
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 import driftfilter as df
 from driftfilter.adapter.checkpoint import fingerprint
+from driftfilter.base.tensors import as_text
 from driftfilter.storage.sealed import FORMAT, seal
 from small import assert_same, feed, normal, tabular
 
@@ -45,6 +46,27 @@ def rewritten(path: Path, tensors: dict[str, Tensor] | None = None, **changes: A
     header = {name: value for name, value in header_of(path).items() if name != "sha256"}
     data = b"".join(seal({**header, **changes}, {**load(path.read_bytes()), **(tensors or {})}))
     path.write_bytes(data)
+
+
+@pytest.mark.parametrize("preset", ["tent", "opgd_diag"])
+def test_a_file_from_before_a_field_was_there_is_read_as_if_it_had_its_default(
+    preset: str, tmp_path: Path
+) -> None:
+    running, path = adapter(preset, 2), tmp_path / "state.safetensors"
+    df.save(running, path)
+    recipe = header_of(path)["recipe"]
+    recipe = {name: value for name, value in recipe.items() if name not in ("centering", "least")}
+    recipe["inference"].pop("reach", None)
+    kind = as_text(load(path.read_bytes())["recipe"])
+    assert kind.endswith("posterior, NoneType)")  # of upkeep alone, as it was
+    rewritten(path, recipe=recipe)
+    resumed = adapter(preset)
+    df.load(resumed, path)
+    assert_same(resumed.state_dict(), running.state_dict())
+    with pytest.raises(df.CheckpointError, match="least was 0, here it is 3"):
+        df.load(adapter(preset, least=3), path)
+    with pytest.raises(df.CheckpointError, match="centering"):
+        df.load(adapter(preset, centering=df.Centering()), path)
 
 
 @pytest.mark.parametrize("batches", [0, 3])

@@ -90,7 +90,7 @@ KEYS: dict[str, set[str]] = {
         "subsets",
         "milliseconds",
         "batch",
-        "statistics",
+        "default",
     },
 }
 

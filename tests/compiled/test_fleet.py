@@ -240,6 +240,10 @@ test_refused_filters_and_names = refuses(
             "closed forms, but the inference is Bong",
         ),
         (
+            lambda: df.Fleet(build(inference=df.Linearized(reach=2.0)), start("full")),
+            "closed forms, but the inference has a reach above 1",
+        ),
+        (
             lambda: df.Fleet(build(transition=df.Transition(df.LocalTrend())), start("full")),
             "hidden states",
         ),

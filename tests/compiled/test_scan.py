@@ -22,6 +22,7 @@ from torch import Tensor
 import driftfilter as df
 from covered import CURVATURES, LOSSES, PREDICTIONS, STRUCTURES, WEIGHTINGS, assert_close, build
 from driftfilter.compiled import scan
+from driftfilter.model.centering import Centered
 from small import assert_same, contents, moments
 
 pytestmark = pytest.mark.slow
@@ -405,13 +406,26 @@ def test_where_rounding_matters_the_eager_path_takes_the_step() -> None:
     ("change", "reason"),
     [
         ({"inference": df.Bong()}, "Linearized"),
+        ({"inference": df.Linearized(df.Hessian(), reach=4.0)}, "reach"),
+        ({"observation": df.Gibbs(df.RunningInformation())}, "RunningInformation"),
+        ({"logits": Centered(df.LinearHead(2))}, "LinearHead"),
         ({"observation": df.Gibbs(df.SoftLikelihoodRatio())}, "closed form"),
         ({"observation": df.Gibbs(df.Entropy(), df.DiversityGate())}, "DiversityGate"),
         ({"prediction": df.MonteCarlo()}, "MonteCarlo"),
         ({"upkeep": df.ResetEvery(10)}, "upkeep"),
         ({"logits": lambda theta, x: torch.stack((0 * (x @ theta), x @ theta), -1)}, "LinearHead"),
     ],
-    ids=["bong", "ratio", "memory", "monte carlo", "upkeep", "function"],
+    ids=[
+        "bong",
+        "reach",
+        "running",
+        "centred",
+        "ratio",
+        "memory",
+        "monte carlo",
+        "upkeep",
+        "function",
+    ],
 )
 def test_what_is_not_covered_runs_eagerly_and_says_why(change: dict[str, Any], reason: str) -> None:
     filt = build(**change)

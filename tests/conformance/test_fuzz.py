@@ -35,7 +35,7 @@ BRIEF = settings(
             )
         ),
         *(f"group_norm-{name}" for name in ("driftfilter", "opgd", "sar", "roid")),
-        *(f"linear-{name}" for name in ("head_ekf", "cotta", "t3a")),
+        *(f"linear-{name}" for name in ("driftfilter", "head_ekf", "cotta", "t3a")),
     ],
 )
 @pytest.mark.filterwarnings("ignore::driftfilter.NoInformationWarning")

@@ -230,6 +230,7 @@ def other_networks(rank: int | None) -> dict[str, dict[str, Any]]:
         "linearized": df.presets.get("opgd", prediction=df.LinearizedGaussian(4)),
     }
     recipes["ema"] = df.presets.get("driftfilter")
+    recipes["centred"] = df.presets.get("driftfilter", norms="other")
     batches = images(5, 24, 2)
     found = {
         f"{network} {recipe}": streamed(df.adapt(model, recipes[recipe], **made), batches, rank)
@@ -437,9 +438,10 @@ def alone(tmp_path: Path) -> Iterator[ProcessRanks]:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("preset", ["opgd", "driftfilter_aug", "head_ekf"])
+@pytest.mark.parametrize("preset", ["opgd", "driftfilter", "driftfilter_aug", "head_ekf"])
 def test_one_rank_is_one_process(preset: str, alone: ProcessRanks) -> None:
-    adapter, plain = df.adapt(small(), preset, distributed=True), df.adapt(small(), preset)
+    """Which waits for no sample more, whatever the recipe says: ranks keep none apart."""
+    adapter, plain = df.adapt(small(), preset, distributed=True), df.adapt(small(), preset, least=0)
     for batch in images(3, 6, 8):
         torch.testing.assert_close(adapter(batch), plain(batch), rtol=1e-10, atol=1e-10)
     assert adapter.update(batch).losses.shape[-1] == 6

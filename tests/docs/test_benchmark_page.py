@@ -80,7 +80,28 @@ def test_ratios_and_figures_follow_the_times(
     called(monkeypatch, "--check", "--results", results, "--page", tmp_path / "page.md")
 
 
-@pytest.mark.parametrize("name", NAMES)
+def test_the_matrix_is_on_the_page_if_it_was_measured(results: Path) -> None:
+    (results / "matrix.json").unlink(missing_ok=True)
+    assert "### The matrix" not in page.render(results)
+    stream = {"model": "vit_s4", "protocol": "reset", "batch": 1, "images": 500}
+    figures = [
+        {**stream, "preset": preset, "mean": {"accuracy": accuracy, "ece": ece, "nll": 0.5}}
+        for preset, accuracy, ece in (
+            ("source", 0.6, 0.1),
+            ("driftfilter", 0.62, 0.07),
+            ("driftfilter", 0.64, 0.07),
+        )
+    ]
+    record = json.loads((results / "cifar10c-quick.json").read_text())
+    (results / "matrix.json").write_text(json.dumps({**record, "figures": figures}))
+    found = page.render(results)
+    assert "| preset | network | protocol | batch 1, 500 images |" in found
+    assert "\n| driftfilter | vit_s4 | reset | +3.0 |\n" in found
+    assert "\n| driftfilter | vit_s4 | reset | -0.030 |\n" in found
+    assert "none of 1 cells is more than 0.5 points below the frozen network" in found
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "matrix.json"])
 def test_a_missing_result_is_named(
     name: str, results: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

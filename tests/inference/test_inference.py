@@ -12,10 +12,10 @@ from torch import Tensor
 
 import driftfilter as df
 from driftfilter.base.randomness import Randomness
-from driftfilter.inference.linearized import Inference, take_expectation
+from driftfilter.inference.linearized import Inference, newton_step, take_expectation
 from driftfilter.model.observation import Energy
 from driftfilter.model.predictive import LogitFunction, PredictiveModel, lift
-from small import moments, normal, refuses
+from small import assert_same, moments, normal, refuses
 
 BETA = 2.5
 RANDOMNESS = Randomness(0, 0, torch.device("cpu"))
@@ -255,6 +255,57 @@ def test_a_radius_shortens_the_step_in_the_metric_of_the_whole_curvature(
         infer(df.Linearized(df.NoCurvature(), radius), p, df.PseudoLabel(), structure).mean,
         without.mean,
     )
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize(
+    ("scale", "reach"), [(1.0, 2.5), (1.0, 1e9), (3.0, 1e9), (30.0, 1e9), (1.0, 1.0)]
+)
+@pytest.mark.parametrize("radius", [0.0, 0.1])
+def test_a_reach_lengthens_steps_that_hardly_move_the_logits(
+    structure: str, scale: float, reach: float, radius: float
+) -> None:
+    """By 15 σ² / v, at least 1 and at most the reach; then comes the radius. v is the prior
+    variance of the logits along the loss, here from the whole J Σ Jᵀ, and σ² that of the logits
+    over classes.
+    """
+    p = PROBLEMS["2d"]
+    p = p._replace(matrix=scale * p.matrix)
+    logits, J = p.logits(p.mean[None])[0], p.jacobian()
+    gradient, hessian = derivatives(cross_entropy, logits, hard_labels(logits))
+    u = BETA / len(p.inputs) * gradient
+    prior = STRUCTURES[structure](p.matrix).dense()
+    spreads = torch.einsum("nkd,de,nle->nkl", J, prior, J)
+    v = torch.einsum("nk,nkl,nl->", u, spreads, u) / (u**2).sum()
+    longer = 15 * logits.var(1, correction=0).mean() / v
+    assert 3.5 < longer * scale < 5
+    longer = longer.clamp(1, reach)
+    H = BETA / len(p.inputs) * torch.einsum("nkd,nkl,nle->de", J, hessian, J)
+    mean, covariance = updated(p, torch.einsum("nk,nkd->d", u, J), H, structure)
+    step = longer * (mean - p.mean)
+    if radius:
+        step = step * min(1.0, radius / (step @ H @ step).sqrt().item())
+    rule = df.Linearized(df.Hessian(), radius, reach)
+    posterior = infer(rule, p, df.PseudoLabel(), structure)
+    assert_belief(posterior, p.mean + step, covariance, atol=1e-10)
+
+
+def test_a_reach_of_one_is_the_newton_step_bit_for_bit() -> None:
+    p, curvature = PROBLEMS["2d"], df.EmpiricalFisher()
+    prior = df.Belief(p.mean, df.Full(p.matrix))
+    there = energy(df.LinearHead(2), df.Entropy(), prior.mean, p.inputs)
+    plain = newton_step(prior, *curvature(there.at(prior.mean)), 0.2)
+    posterior, _ = df.Linearized(curvature, 0.2, 1.0)(prior, there, {}, RANDOMNESS)
+    assert_same(moments(posterior), moments(plain))
+    longer, _ = df.Linearized(curvature, 0.0, 4.0)(prior, there, {}, RANDOMNESS)
+    assert not torch.equal(longer.mean, newton_step(prior, *curvature(there.at(prior.mean))).mean)
+
+
+def test_a_reach_over_logits_all_alike_or_a_point_mass_stays_finite() -> None:
+    p = PROBLEMS["2d"]
+    for q in (p._replace(mean=0 * p.mean), p._replace(matrix=1e-200 * p.matrix)):
+        posterior = infer(df.Linearized(df.NoCurvature(), 0.0, 4.0), q, df.Entropy())
+        assert posterior.mean.isfinite().all()
 
 
 @pytest.mark.parametrize(
@@ -619,6 +670,11 @@ test_settings_out_of_range_are_refused = refuses(
             df.Linearized,
             {"radius": -1.0},
             "Linearized.radius must be a finite number in [0, inf), got -1.0",
+        ),
+        (
+            df.Linearized,
+            {"reach": 0.5},
+            "Linearized.reach must be a finite number in [1, inf), got 0.5",
         ),
         (df.Bong, {"samples": -1}, "Bong.samples must be an integer >= 0, got -1"),
         (df.Bong, {"nodes": 2.0}, "Bong.nodes must be an integer >= 0, got 2.0"),

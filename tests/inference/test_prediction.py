@@ -562,7 +562,7 @@ def test_moderated_learns_nothing_of_logits_from_a_loss_of_other_outputs() -> No
         model, "driftfilter", prediction=df.Moderated(), observed=lambda outputs: 3 * outputs
     )
     for adapter in (plain, other):
-        adapter(torch.randn(8, 4))
+        adapter(torch.randn(16, 4))
     assert "prediction.slopes" in plain.state.memory
     assert "prediction.slopes" not in other.state.memory
     x = torch.randn(8, 4)

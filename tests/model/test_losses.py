@@ -22,9 +22,11 @@ from driftfilter.model.losses import (
     Loss,
     MarginalLikelihood,
     PseudoLabel,
+    RunningInformation,
     SoftLikelihoodRatio,
     Sum,
 )
+from driftfilter.model.weighting import Memory
 from small import refuses
 
 Array: TypeAlias = npt.NDArray[np.float64]
@@ -74,6 +76,23 @@ def information_maximization(x: Array, fixed: Fixed) -> Array:
     shares = (fixed.weights / fixed.weights.sum())[:, None]
     mean = (shares * np.exp(log_p(fixed.means[0]))).sum(-2, keepdims=True)
     return np.asarray(entropy(x[0]) + (np.exp(log_p(x[0])) * np.log(mean)).sum(-1))
+
+
+def spread_of(x: Array) -> float:
+    """Mean square of the deviations from the mean over classes."""
+    return float(((x - x.mean(-1, keepdims=True)) ** 2).mean())
+
+
+def sharpness(loss: RunningInformation, square: float) -> float:
+    return min(8.0, max(1.0, loss.spread / max(square, 1e-300) ** 0.5)) if loss.spread else 1.0
+
+
+def running_information(loss: RunningInformation, x: Array, fixed: Fixed) -> Array:
+    """-KL(softmax(s f) ‖ m), m and s of a first batch: the anchor, and uniform before it."""
+    s, share = sharpness(loss, spread_of(fixed.anchor)), min(1.0, len(fixed.anchor) / loss.window)
+    mean = (1 - share) / x.shape[-1] + share * np.exp(log_p(s * fixed.anchor)).mean(0)
+    logp = log_p(s * x[0])
+    return np.asarray((np.exp(logp) * (np.log(mean) - logp)).sum(-1))
 
 
 def conjugate(loss: ConjugatePseudoLabel, x: Array) -> Array:
@@ -129,6 +148,7 @@ FORMULAS: dict[str, Callable[[Any, Array, Fixed], Array]] = {
         (1 - np.exp(-cross_entropy(x[0], fixed.anchor)) ** loss.q) / loss.q
     ),
     "InformationMaximization": lambda loss, x, fixed: information_maximization(x, fixed),
+    "RunningInformation": running_information,
     "ConjugatePseudoLabel": lambda loss, x, fixed: conjugate(loss, x[0]),
     "MarginalLikelihood": lambda loss, x, fixed: -logsumexp(x[0])[..., 0],
     "Consistency": consistency,
@@ -136,6 +156,9 @@ FORMULAS: dict[str, Callable[[Any, Array, Fixed], Array]] = {
     "Sum": weighted_sum,
 }
 OTHERS: list[Loss] = [
+    RunningInformation(window=4, spread=0.0),
+    RunningInformation(window=1, spread=1.5),
+    Sum((RunningInformation(), Entropy()), (0.5, 2.0)),
     PseudoLabel(threshold=0.6),
     GeneralizedCrossEntropy(q=1.0),
     GeneralizedCrossEntropy(q=0.1),
@@ -262,7 +285,9 @@ def test_hessian_is_the_block_of_each_sample(loss: Loss, kind: str, n: int, k: i
     """The block of the batch loss's Hessian for one view of one sample, a mean prediction moving
     along.
     """
-    case, h = Case(loss, kind, n, k), 4e-3
+    case = Case(loss, kind, n, k)
+    # RunningInformation multiplies logits that hardly differ, by up to 8.
+    h = 1e-3 if kind == "tied" and "RunningInformation" in repr(loss) else 4e-3
     hessian, units = case.expand().hessian().numpy(), np.eye(k)
     assert hessian.shape == (*case.logits.shape, k)
     directions = np.stack((units[:, None] + units, units[:, None] - units))[
@@ -439,6 +464,102 @@ def test_samples_without_a_weight_do_not_enter_the_mean_prediction() -> None:
     assert InformationMaximization().expand(logits, None, 0 * weights).gradient.isfinite().all()
 
 
+# ------------------------------------------------------------------ information of a stream
+
+
+def logits_of(n: int, k: int = 4, seed: int = 0, scale: float = 2.0) -> Tensor:
+    return scale * torch.tensor(np.random.default_rng(seed).normal(size=(n, k)))
+
+
+def recalled(loss: Loss, logits: Tensor, memory: Memory) -> tuple[Expansion, Memory]:
+    """A loss with its memory at the logits of a batch, as a filter has it."""
+    loss, memory = loss.recall(logits, memory)
+    ones = logits.new_ones(len(logits))
+    return loss.expand(logits[None], loss.targets(logits), ones), memory
+
+
+@pytest.mark.parametrize("spread", [0.0, 3.0])
+def test_running_information_over_a_stream(spread: float) -> None:
+    """Batches of any size, one larger than the window: m and σ² as a loop has them, and the
+    gradient of -KL(p ‖ m) by autograd with both fixed.
+    """
+    loss, memory = RunningInformation(window=20, spread=spread), dict[str, Tensor]()
+    mean, square = np.full(4, 0.25), None
+    for step, n in enumerate((1, 6, 1, 25, 3)):
+        logits = logits_of(n, seed=step)
+        own, share = spread_of(logits.numpy()), min(1.0, n / 20)
+        square = own if square is None else (1 - share) * square + share * own
+        s = sharpness(loss, square)
+        p = np.exp(log_p(s * logits.numpy()))
+        mean = (1 - share) * mean + share * p.mean(0)
+        expansion, kept = recalled(loss, logits, memory)
+        memory = dict(kept)
+        np.testing.assert_allclose(memory["loss.information"], [*mean, square], rtol=1e-12)
+
+        def plain(f: Tensor, s: float = s, mean: Array = mean) -> Tensor:
+            logp = (s * f).log_softmax(-1)
+            return (logp.exp() * (torch.tensor(mean).log() - logp)).sum(-1)
+
+        leaf = logits.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(plain(leaf).sum(), leaf)
+        hessian = torch.func.vmap(torch.func.hessian(plain))(logits)
+        torch.testing.assert_close(
+            (expansion.value[0], expansion.gradient[0], expansion.hessian()[0]),
+            (plain(logits), gradient, hessian),
+            rtol=1e-10,
+            atol=1e-12,
+        )
+        assert expansion.gradient.abs().max() > 1e-3  # nor constant for a batch of one
+
+
+@pytest.mark.parametrize("factor", [0.5, 2.0])
+def test_running_information_does_not_see_a_factor_of_small_logits(factor: float) -> None:
+    """Whose spread stays between a half and four: s is from 1 to 8."""
+    memory, scaled = dict[str, Tensor](), dict[str, Tensor]()
+    for step, n in enumerate((5, 9, 1)):
+        logits = logits_of(n, seed=step, scale=1.8)
+        own, kept = recalled(RunningInformation(), logits, memory)
+        other, kept_scaled = recalled(RunningInformation(), factor * logits, scaled)
+        memory, scaled = dict(kept), dict(kept_scaled)
+        torch.testing.assert_close(
+            (other.value, factor * other.gradient, factor**2 * other.hessian()),
+            (own.value, own.gradient, own.hessian()),
+        )
+
+
+def test_logits_that_hardly_differ_are_not_blown_up() -> None:
+    """s is at most 8: what is left of logits all alike is rounding."""
+    logits = 1e-3 * logits_of(6)
+    mean, scale = RunningInformation().targets(logits)
+    assert (scale == 8).all()
+    torch.testing.assert_close(mean, torch.full_like(mean, 0.25), rtol=0.01, atol=0)
+
+
+def test_a_batch_of_a_window_is_information_maximization() -> None:
+    """Its gradient; the Hessian differs, for there p̄ moves along."""
+    logits = logits_of(12)
+    running, _ = recalled(RunningInformation(window=12, spread=0.0), logits, {})
+    batch = InformationMaximization().expand(logits[None], None, torch.ones(12).double())
+    torch.testing.assert_close((running.value, running.gradient), (batch.value, batch.gradient))
+    longer, _ = recalled(RunningInformation(window=24, spread=0.0), logits, {})
+    assert (longer.gradient - batch.gradient).abs().max() > 1e-3
+
+
+def test_a_sum_remembers_what_its_terms_do() -> None:
+    loss, plain = Sum((Entropy(), RunningInformation(window=9)), (0.5, 2.0)), Sum()
+    memory, alone = dict[str, Tensor](), dict[str, Tensor]()
+    for step in range(3):
+        logits = logits_of(4, seed=step)
+        together, kept = recalled(loss, logits, memory)
+        own, kept_alone = recalled(RunningInformation(window=9), logits, alone)
+        memory, alone = dict(kept), dict(kept_alone)
+        rest = Entropy().expand(logits[None], None, torch.ones(4))
+        torch.testing.assert_close(together.gradient, 0.5 * rest.gradient + 2.0 * own.gradient)
+        assert torch.equal(memory["loss.information"], alone["loss.information"])
+    assert plain.recall(logits, memory) == (plain, memory)
+    assert loss == Sum((Entropy(), RunningInformation(window=9)), (0.5, 2.0))  # nothing left in it
+
+
 # ------------------------------------------------------------------ selection, sums, functions,
 # refusals
 
@@ -519,6 +640,14 @@ test_refusals_name_field_value_and_range = refuses(
         (
             lambda: ConjugatePseudoLabel(epsilon=-1.0),
             r"ConjugatePseudoLabel.epsilon must be .* in \[0, inf\), got -1.0",
+        ),
+        (
+            lambda: RunningInformation(window=0),
+            r"RunningInformation.window must be an integer >= 1, got 0",
+        ),
+        (
+            lambda: RunningInformation(spread=-1.0),
+            r"RunningInformation.spread must be .* in \[0, inf\), got -1.0",
         ),
         (lambda: Sum(()), r"Sum.terms must be one loss or more, got \(\)"),
         (

@@ -185,7 +185,7 @@ def test_signals_of_a_step() -> None:
         math.isnan(getattr(signals, name)) for name in set(df.Signals._fields) - set(expected)
     )
     adapted.update(inputs(1))
-    assert math.isnan(adapted.signals.largest_share)
+    assert adapted.signals.largest_share > 0
     assert adapted.signals.distance > 0
 
 
@@ -485,7 +485,8 @@ def test_after_enough_patience_the_stream_is_the_new_history(stream: str) -> Non
         df.Monitor(patience=15), "source" if stream == "garbage" else "tent", count=0
     )
     bring = {"garbage": lambda _: garbage(100), "blurred": blurred}[stream]
-    feed(adapted, map(bring, range(40)))
+    with pytest.warns(df.AlarmWarning, match="one_class is 1, beyond 0.9"):
+        feed(adapted, map(bring, range(40)))
     accepted = [event for event in adapted.events if event.response == "accept"]
     assert accepted[0].step == 30 + 14
     first = adapted.events.index(accepted[0])
@@ -711,3 +712,94 @@ def test_a_state_with_a_damaged_history_is_refused(name: str, change: Any, messa
 def test_prototypes_are_only_recorded_by_default() -> None:
     assert adapter("t3a").monitor == df.Monitor.recording()
     assert adapter("t3a", monitor=df.Monitor()).monitor == df.Monitor()
+
+
+# What is carried, and what lasts
+
+
+def carrying(**options: Any) -> df.Adapter:
+    return df.adapt(network(), "tent", statistics=df.Ema(0.5, 4.0), **options)
+
+
+def test_going_back_keeps_the_statistics_of_now() -> None:
+    adapted = carrying()
+    feed(adapted, map(inputs, range(30)))
+    good = {name: value.clone() for name, value in adapted.state.memory.items()}
+    adapted(garbage(100))
+    assert adapted.events[-1].response == "revert"
+    memory = adapted.state.memory
+    assert not torch.equal(memory["network.statistics"], good["network.statistics"])
+    assert memory["network.diversity"] < 0.7 < good["network.diversity"]  # it is not forgotten
+
+
+def test_the_monitor_sees_updates_too() -> None:
+    called, updated = adapter(), adapter()
+    for seed in range(30):
+        called(inputs(seed))
+        updated.update(inputs(seed))
+    for seed in range(3):
+        called(garbage(seed + 100))
+        updated.update(garbage(seed + 100))
+    assert [event.response for event in updated.events] == ["revert"] * len(updated.events)
+    assert updated.events == called.events != ()
+    assert torch.equal(updated.belief.mean, called.belief.mean)
+
+
+def broken_statistics(adapted: df.Adapter) -> None:
+    """Carried variances so large that the bias is left, and the class that it is for."""
+    state = adapted.state_dict()
+    state["memory.network.statistics"][16:] = 1e6
+    state["memory.network.diversity"].fill_(1e-3)
+    adapted.load_state_dict(state)
+
+
+def test_statistics_that_lose_classes_go_back_to_the_source() -> None:
+    """Under them the source loses the same classes: only its own statistics tell."""
+    recipe = df.presets.get("bn", statistics=df.Ema(0.5, 4.0))
+    model: Any = network()
+    model[3].weight.data.mul_(8)
+    model[3].bias.data[0] += 5
+    lost, held = (
+        df.adapt(model, recipe, monitor=monitor)
+        for monitor in (df.Monitor(share=50.0, uncertainty=50.0), None)
+    )
+    for each in (lost, held):
+        each(inputs(0))
+        broken_statistics(each)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", df.AlarmWarning)
+            feed(each, map(inputs, range(1, 40)))
+    event = next(event for event in lost.events if event.signal == "classes_lost")
+    assert (event.response, event.threshold) == ("reset", math.log(2))
+    assert event.value >= math.log(2)
+    assert [event.signal for event in lost.events if event.response == "warn"] == ["one_class"]
+    variances = [each.state.memory["network.statistics"][16:].max() for each in (lost, held)]
+    assert variances[0] < 1e3
+    assert variances[1] > 1e5
+
+
+@pytest.mark.parametrize(
+    ("signal", "make", "batch"),
+    [
+        ("one_class", lambda: adapter("source"), lambda seed: garbage(100)),
+        ("reverts", adapter, lambda seed: garbage(seed) if seed > 30 else inputs(seed)),
+        ("unchanged", lambda: adapter(inference=df.GradientStep(df.SGD(1e-60))), inputs),
+    ],
+    ids=["one_class", "reverts", "unchanged"],
+)
+def test_what_lasts_is_told_once(signal: str, make: Any, batch: Any) -> None:
+    adapted = make()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        feed(adapted, map(batch, range(80)))
+    told = [event for event in adapted.events if event.response == "warn"]
+    assert [event.signal for event in told].count(signal) == 1
+    assert sum(f"{signal} is" in str(each.message) for each in caught) == 1
+    again = make()
+    again.load_state_dict(adapted.state_dict())
+    feed(again, map(batch, range(80, 120)))  # a warning would be an error
+    assert again.events[: len(adapted.events)] == adapted.events
+
+
+def test_a_rule_that_learns_nothing_may_change_nothing() -> None:
+    feed(adapter("source"), map(inputs, range(40)))

@@ -15,6 +15,7 @@ from torch.nn import functional
 
 import driftfilter as df
 from driftfilter.networks.batch_norm import diversity
+from driftfilter.networks.batch_trust import evidence_of_change, moment_shift
 from small import assert_same, refuses
 
 KINDS: list[Any] = ["batch", "source", df.PseudoCount(3.0), df.Ema(0.3)]
@@ -91,8 +92,9 @@ def reference(
     share: float | Tensor,
     carried: list[tuple[Tensor, Tensor]] | None = None,
     renormalizing: bool = False,
+    carrying: float | Tensor | None = None,
 ) -> Any:
-    """Logits and blended statistics, layer by layer."""
+    """Logits and blended statistics, layer by layer; these by another share, if there is one."""
     found: list[tuple[Tensor, Tensor]] = []
     hidden = inputs
     for layer in model:
@@ -103,7 +105,8 @@ def reference(
         assert layer.running_var is not None
         before = carried[len(found)] if carried else (layer.running_mean, layer.running_var)
         mean, variance = blended(hidden, *before, share)
-        found.append((mean, variance))
+        kept = blended(hidden, *before, share if carrying is None else carrying)
+        found.append(kept)
         wide = [-1, *[1] * (hidden.dim() - 2)]
         scaled = (hidden - mean.view(wide)) / (variance + layer.eps).sqrt().view(wide)
         if renormalizing:
@@ -465,26 +468,74 @@ def move_to(model: nn.Sequential, theta: Tensor) -> nn.Sequential:
     return own
 
 
-def test_the_share_of_a_batch_follows_the_diversity_of_the_one_before() -> None:
+def least_share(values: Tensor, mean: Tensor, variance: Tensor, eps: float) -> float:
+    """G min(1, n/16) for what the first batch norm sees [n, c, …], channel by channel."""
+    n, shifts = len(values), []
+    for channel in range(values.shape[1]):
+        own = values[:, channel].flatten(1)
+        before, after = variance[channel].item() + eps, own.var(correction=0).item() + eps
+        between = min(1.0, max(0.05, own.mean(1).var(correction=0).item() / after))
+        off = (own.mean().item() - mean[channel].item()) ** 2 / (between * max(before, after))
+        shifts.append(off + (1 - between) * math.log(after / before) ** 2)
+    gone = sum(shifts) / len(shifts) / (1 + 8 / n) - 1
+    return min(1.0, max(0.0, gone)) * min(1.0, n / 16)
+
+
+def follow(
+    model: nn.Sequential,
+    inputs: Tensor,
+    trust: Tensor | float = 1.0,
+    carried: list[tuple[Tensor, Tensor]] | None = None,
+) -> tuple[Tensor, list[tuple[Tensor, Tensor]], Tensor]:
+    """Logits, statistics carried on, and D, of a batch after one with this D⁴."""
+    full, hidden = full_share(len(inputs)), inputs
+    for layer in model:
+        if isinstance(layer, nn.BatchNorm2d):
+            break
+        hidden = layer(hidden)
+    assert isinstance(layer, nn.BatchNorm2d)
+    assert layer.running_mean is not None
+    assert layer.running_var is not None
+    before = carried[0] if carried else (layer.running_mean, layer.running_var)
+    least = least_share(hidden, *before, layer.eps)
+    share = torch.as_tensor(full * trust).clamp(min=least)
+    found = effective_share(reference(model, inputs, share, carried)[0])
+    kept = (full * (trust * found**4) ** 0.5).clamp(min=least)
+    return *reference(model, inputs, share, carried, carrying=kept), found
+
+
+@pytest.mark.parametrize("change", ["none", "light"])
+def test_the_share_of_a_batch_follows_the_diversity_unless_the_domain_has_changed(
+    change: str,
+) -> None:
     model = unbalanced()
-    adapter, share, carried = (
+    adapter, trust, carried = (
         diverse(model, inference=df.GradientStep(df.SGD(0.1))),
-        torch.tensor(SHARE).double(),
+        torch.tensor(1.0).double(),
         None,
     )
+    norm: Any = model[1]
+    seen = torch.cat([images(20, seed) for seed in range(4)])
+    norm.running_var, norm.running_mean = torch.var_mean(model[0](seen).detach(), (0, 2, 3))
     for step in range(4):
-        inputs, theta = images(seed=step), adapter.belief.mean
-        found = adapter(inputs)
-        logits, carried = reference(move_to(model, theta), inputs, share, carried)
+        inputs, theta = images(20, seed=step), adapter.belief.mean
+        inputs = inputs * 0.1 + 2 if change == "light" and step == 2 else inputs
+        found, own = adapter(inputs), move_to(model, theta)
+        before = carried
+        logits, carried, diversity_of_it = follow(own, inputs, trust, carried)
         torch.testing.assert_close(found, logits.log_softmax(-1))
         statistics, found_share = kept(adapter)
         torch.testing.assert_close(
             (statistics, found_share),
-            (torch.cat([part for pair in carried for part in pair]), effective_share(logits)),
+            (torch.cat([part for pair in carried for part in pair]), diversity_of_it),
         )
         assert found_share.shape == ()
-        share = SHARE * effective_share(logits) ** 4
-        assert share < 0.9 * SHARE
+        if before is not None:  # there the share is 1, or by the diversity alone
+            alone = reference(own, inputs, full_share(20) * trust, before)[0]
+            changed = change == "light" and step >= 2
+            assert torch.allclose(logits, alone) != changed
+        trust = diversity_of_it**4
+        assert trust < 0.9
     assert not torch.equal(adapter.belief.mean, theta)
 
 
@@ -501,9 +552,11 @@ def one_class(bias: float) -> nn.Sequential:
 def test_a_batch_of_one_class_lowers_the_share_of_the_next(bias: float) -> None:
     found = 1.0 if bias == 0 else 0.25 / (1 - 0.75 ** len(images()))
     model = one_class(bias)
-    adapter = diverse(model, inference=df.Frozen())
     layer: Any = model[0]
-    first = blended(images(seed=1), layer.running_mean, layer.running_var, SHARE)
+    layer.running_mean.zero_()  # the images': no change of domain
+    layer.running_var.fill_(1)
+    adapter = diverse(model, inference=df.Frozen())
+    first = blended(images(seed=1), layer.running_mean, layer.running_var, SHARE * found**2)
     adapter(images(seed=1))
     torch.testing.assert_close(
         (kept(adapter)[0], kept(adapter)[1].item()), (torch.cat(first), found)
@@ -559,10 +612,8 @@ def test_predict_uses_the_diversity_kept_and_keeps_none() -> None:
     adapter = diverse(model, inference=df.Frozen())
     adapter(images(seed=0))
     before = {name: value.clone() for name, value in adapter.state_dict().items()}
-    logits, carried = reference(model, images(seed=0), SHARE)
-    expected = reference(model, images(seed=1), SHARE * effective_share(logits) ** 4, carried)[
-        0
-    ].softmax(-1)
+    _, carried, found = follow(model, images(seed=0))
+    expected = follow(model, images(seed=1), found**4, carried)[0].softmax(-1)
     for _ in range(2):
         torch.testing.assert_close(adapter.predict(images(seed=1)).probabilities, expected)
     assert all(torch.equal(value, before[name]) for name, value in adapter.state_dict().items())
@@ -595,15 +646,13 @@ def test_the_diversity_is_that_of_the_classes_where_the_loss_sees_something_else
         model, None, df.Ema(0.5, 4.0), lambda sides: sides[0], lambda sides: sides[1]
     )
     seen, pullback = network.observing.pullback(network.mean(), images())
-    logits = reference(model.body, images(), SHARE)[0]
+    logits, carried, found = follow(model.body, images())
     torch.testing.assert_close(
-        (seen, pullback.memory["network.diversity"]),
-        (9 * model.side(logits), effective_share(logits)),
+        (seen, pullback.memory["network.diversity"]), (9 * model.side(logits), found)
     )
     recalled = network.recall(pullback.memory).observing.pullback(network.mean(), images(seed=2))[1]
-    carried = reference(model.body, images(), SHARE)[1]
-    logits, _ = reference(model.body, images(seed=2), SHARE * effective_share(logits) ** 4, carried)
-    torch.testing.assert_close(recalled.memory["network.diversity"], effective_share(logits))
+    expected = follow(model.body, images(seed=2), found**4, carried)[2]
+    torch.testing.assert_close(recalled.memory["network.diversity"], expected)
 
 
 def test_the_diversity_is_of_the_belief_s_precision_under_autocast() -> None:
@@ -626,3 +675,104 @@ def test_balanced_labels_have_the_full_share_whatever_the_number_of_classes(k: i
     assert 0.8 < diversity(50.0 * functional.one_hot(labels, k).double()).item() <= 1.0
     same = 50.0 * functional.one_hot(torch.zeros(n, dtype=torch.long), k).double()
     assert n == 1 or diversity(same).item() < 2 / min(n, k)
+
+
+# Lock-out
+
+
+def classifier() -> tuple[nn.Sequential, Callable[..., tuple[Tensor, Tensor]]]:
+    """A network that tells where a bright bar is, and batches of such images at another light; its
+    statistics are the clean images', and at a tenth of the light it sees one class only.
+    """
+
+    def batch(seed: int, slope: float = 1.0, shift: float = 0.0) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        labels = torch.randint(4, (32,), generator=generator)
+        pixels = 0.3 * torch.rand(32, 1, 8, 8, generator=generator)
+        pixels[torch.arange(32), 0, 2 * labels] += 1
+        return slope * pixels + shift, labels
+
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(1, 8, 3, padding=1),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Conv2d(8, 16, 3, stride=2),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(144, 4),
+    )
+    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+    for step in range(100):
+        inputs, labels = batch(1000 + step)
+        optimizer.zero_grad()
+        functional.cross_entropy(model(inputs), labels).backward()
+        optimizer.step()
+    return model.eval(), batch
+
+
+def accuracy(adapter: Any, batches: list[tuple[Tensor, Tensor]]) -> float:
+    hits = [(adapter(inputs).argmax(-1) == labels).double().mean() for inputs, labels in batches]
+    return torch.stack(hits).mean().item()
+
+
+@pytest.mark.parametrize(("slope", "shift"), [(0.1, 0.0), (0.3, 0.9), (1.0, 2.0)])
+@pytest.mark.parametrize("monitor", [df.Monitor(), None], ids=["guarded", "not_guarded"])
+def test_a_change_of_light_does_not_lock_the_adapter_out(
+    slope: float, shift: float, monitor: df.Monitor | None
+) -> None:
+    model, batch = classifier()
+    adapter = df.adapt(model, monitor=monitor)
+    clean, changed = map(batch, range(10)), [batch(seed, slope, shift) for seed in range(20, 30)]
+    assert accuracy(adapter, list(clean)) > 0.95
+    assert accuracy(model, changed) < 0.5
+    assert accuracy(adapter, changed) > 0.95
+
+
+def test_a_change_of_light_moves_the_first_layer_farther_than_one_class_does() -> None:
+    model, batch = classifier()
+    norm: Any = model[1]
+
+    def evidence(inputs: Tensor) -> float:
+        with torch.no_grad():
+            values = model[0](inputs)
+        variance, mean = torch.var_mean(values, (0, 2, 3), correction=0)
+        carried, means = (norm.running_mean, norm.running_var), values.mean((2, 3))
+        shift = moment_shift(carried, (mean, variance), means)
+        return evidence_of_change(shift, len(inputs)).item()
+
+    inputs, labels = map(torch.cat, zip(*map(batch, range(8)), strict=True))
+    assert [evidence(inputs[labels == label][:32]) for label in range(4)] == [0.0] * 4
+    assert evidence(inputs[:32]) == 0
+    assert [evidence(light) for light in (0.1 * inputs, 0.3 * inputs + 0.9, inputs + 2)] == [1] * 3
+    assert 0 < evidence(0.1 * inputs[:8]) <= 0.5  # few samples count in part
+
+
+def table(seed: int, samples: int = 64) -> Tensor:
+    return torch.randn(samples, 4, generator=torch.Generator().manual_seed(seed)).double()
+
+
+def carried_after(*batches: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and variance [4] of a batch norm that sees a table."""
+    model = trained(nn.BatchNorm1d(4), nn.Linear(4, 3))
+    norm: Any = model[0]
+    norm.running_mean.zero_()
+    norm.running_var.fill_(1)
+    adapter = diverse(model, inference=df.Frozen())
+    for each in batches:
+        adapter(each)
+    mean, variance = kept(adapter)[0].split(4)
+    return mean, variance
+
+
+def test_one_broken_row_does_not_rescale_a_table() -> None:
+    broken = table(0)
+    broken[7, 2] = 1e6
+    assert carried_after(broken)[1].max() < 0.5 * 100 / 64 + 2  # as if it were 10 deviations off
+
+
+def test_a_table_that_is_far_off_takes_the_place_of_the_old_one() -> None:
+    mean, variance = carried_after(table(0) + 20)
+    torch.testing.assert_close(mean, 20 + table(0).mean(0))
+    torch.testing.assert_close(variance, table(0).var(0, correction=0))

@@ -20,8 +20,12 @@ import driftfilter as df
 from driftfilter.app import cli, commands
 from driftfilter.app.paper import cases, reproduce
 from driftfilter.app.paper.dynamics import DynamicsExample, Prior
-from driftfilter.app.paper.examples import TIMES, Example, Linear, Moons, Pinwheel, polynomial
+from driftfilter.app.paper.linear import Linear
+from driftfilter.app.paper.moons import Moons
+from driftfilter.app.paper.pinwheel import Pinwheel
 from driftfilter.app.paper.trial import (
+    TIMES,
+    Example,
     RawHessian,
     Runner,
     Scores,
@@ -29,6 +33,7 @@ from driftfilter.app.paper.trial import (
     doubt,
     far_points,
     is_alarmed,
+    polynomial,
     run_filter,
     run_frozen,
     run_raw_hessian,

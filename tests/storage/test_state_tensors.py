@@ -50,15 +50,16 @@ def stored(state: Tensors) -> Tensors:
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "plain": {},
+    "plain": {"least": 0},
+    "least": {"least": 10},
     "window": {"window": 9},
     "update_every": {"update_every": 2},
 }
 CASES = [(preset, "plain") for preset in df.presets.names()]
 CASES += [
     (preset, way)
-    for preset in ("tent", "eata", "stad", "head_ekf", "opgd")
-    for way in ("window", "update_every")
+    for preset in ("tent", "eata", "stad", "head_ekf", "opgd", "driftfilter")
+    for way in ("window", "update_every", "least")
 ]
 
 

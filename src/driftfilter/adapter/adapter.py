@@ -44,8 +44,9 @@ from driftfilter.callbacks import Callback, require_callbacks
 from driftfilter.distributed.stream import checksum, join, require_same, share_call
 from driftfilter.filtering import FilterState, StepInfo
 from driftfilter.gaussian.belief import Belief
+from driftfilter.inference.linearized import Frozen
 from driftfilter.inference.prediction import Prediction
-from driftfilter.monitor.monitor import AlarmWarning, Monitor, fresh_detectors
+from driftfilter.monitor.monitor import MEANINGS, AlarmWarning, Monitor, fresh_detectors
 from driftfilter.monitor.state import Event, Signals
 from driftfilter.networks.autocast import full_precision
 from driftfilter.networks.initialization import check
@@ -98,7 +99,10 @@ def adapt(  # noqa: PLR0913  # what editors complete
     >>> adapter(torch.randn(16, 4)).shape  # log-probabilities
     torch.Size([16, 3])
     """
+    why = ""
     if isinstance(recipe, str):
+        if recipe in presets.BY_NORMS and "norms" not in options and isinstance(model, nn.Module):
+            why = f"{recipe!r} for this network: {presets.explain(model)}"
         own = list(inspect.signature(adapt).parameters)[2:-1]  # an unknown option is held to them
         recipe = presets.for_model(model, recipe, options, own)
     else:
@@ -122,7 +126,7 @@ def adapt(  # noqa: PLR0913  # what editors complete
         cuda_graphs,
         distributed is not False,
     )
-    return Adapter(model, chosen, update_every, window, monitor, callbacks, distributed)
+    return Adapter(model, chosen, update_every, window, monitor, callbacks, distributed, why)
 
 
 @final
@@ -131,7 +135,7 @@ class Adapter(nn.Module):
 
     ``update_every`` m: predict every batch at once, adapt on every m-th one to all samples since
     the last time. ``window`` w: adapt to, and take batch statistics over, the last w samples, for
-    streams of single samples.
+    streams of single samples. Without either, a recipe may wait for its ``least`` samples.
     """
 
     def __init__(
@@ -143,8 +147,10 @@ class Adapter(nn.Module):
         monitor: Monitor | None,
         callbacks: Iterable[Callback],
         distributed: bool | ProcessGroup,
+        why: str = "",
     ) -> None:
         super().__init__()
+        self.why = why  # this recipe, if it was chosen by what the network is
         require_count("adapt: update_every", update_every, 1)
         require_count("adapt: window", window, 0)
         require(
@@ -158,6 +164,8 @@ class Adapter(nn.Module):
         check(model, chosen.recipe.parameters)
         self._options, self.recipe, self.seed = chosen, chosen.recipe, chosen.seed
         self.update_every, self.window = update_every, window
+        # A window looks back on earlier samples itself, and ranks must not keep samples apart.
+        self._least = 0 if window or distributed is not False else self.recipe.least
         # Prototypes follow the features at once: what they predict changes with the stream, and is
         # no sign of collapse.
         at_once = monitor is _DEFAULT and isinstance(self.recipe.parameters, Prototypes)
@@ -209,17 +217,23 @@ class Adapter(nn.Module):
             return _join([self._predict(now, piece) for piece in self._pieces(inputs)])
 
     def update(self, *args: Any, **kwargs: Any) -> StepInfo:
-        """Adapt to a batch now, without predicting it; the last info of several pieces."""
+        """Adapt to a batch now, without returning predictions; the last info of several pieces.
+
+        A monitor sees what the step would have predicted.
+        """
         begun = time.perf_counter()
         with self._lock, self._apart():
             with self._noting(), self._given("update", args, kwargs) as inputs:
                 now = self._ready(inputs)
                 for piece in self._pieces(inputs):
-                    seen, recent = now.seen(piece, self.window, self.update_every)
-                    assert now.bound is not None
-                    state, info = now.bound.filter.update(now.current, seen)
+                    seen, recent = now.seen(piece, self.window, self._waits(now, piece))
                     now = now._replace(recent=recent if self.window else None)
-                    now = self._watch(now, state, info, None, seen)
+                    if self.monitor is None or now.watch.frozen:
+                        assert now.bound is not None
+                        state, info = now.bound.filter.update(now.current, seen)
+                        now = self._watch(now, state, info, None, seen)
+                    else:
+                        now, _, info = self._adapt(now, seen, piece)
             self._finish(now, begun, batch_size(inputs), None)
         return info
 
@@ -271,7 +285,8 @@ class Adapter(nn.Module):
         return known[1]
 
     def extra_repr(self) -> str:
-        return f"{type(self._model[0]).__name__}, {self.recipe}"
+        lines = (type(self._model[0]).__name__, self.why, str(self.recipe))
+        return ",\n".join(filter(None, lines)) if self.why else f"{lines[0]}, {lines[2]}"
 
     # The steps
 
@@ -312,20 +327,31 @@ class Adapter(nn.Module):
         """One call: a step, or a prediction alone until the time for one has come, or while the
         monitor has it frozen.
         """
-        seen, recent = now.seen(inputs, self.window, self.update_every)
+        seen, recent = now.seen(inputs, self.window, self._waits(now, inputs))
         calls = now.calls + 1
         if self.monitor is not None and now.watch.frozen:
             return now._replace(recent=recent if self.window else None, calls=calls), self._predict(
                 now, inputs
             )
-        if calls % self.update_every:
+        if calls % self.update_every or batch_size(seen) < self._least:
             return now._replace(recent=recent, calls=calls), self._predict(now, inputs)
+        now = now._replace(recent=recent if self.window else None, calls=calls)
+        return self._adapt(now, seen, inputs)[:2]
+
+    def _adapt(
+        self, now: AdapterState, seen: Inputs, inputs: Inputs
+    ) -> tuple[AdapterState, Prediction, StepInfo]:
+        """A step, watched, and its prediction of the inputs, the last of what it has seen."""
         assert now.bound is not None
         state, prediction, info = now.bound.filter.step(now.current, seen)
         own = self._take_own(prediction, seen, inputs)
         new = own if self.window else prediction  # what no step has seen before
-        now = now._replace(recent=recent if self.window else None, calls=calls)
-        return self._watch(now, state, info, new.log_probabilities, seen), own
+        return self._watch(now, state, info, new.log_probabilities, seen), own, info
+
+    def _waits(self, now: AdapterState, inputs: Inputs) -> bool:
+        """Whether samples gather until a step."""
+        few = now.recent is not None or batch_size(inputs) < self._least
+        return self.update_every > 1 or (self._least > 0 and few)
 
     def _watch(
         self,
@@ -351,7 +377,9 @@ class Adapter(nn.Module):
             return log_probabilities if new is None else log_probabilities[-len(new) :]
 
         probe = ask(monitor.choose_probe(past, state, new))
-        observed = monitor.observe(past, state, info, new, probe, self._detectors)
+        apart = ask(monitor.choose_apart(past, state, new))
+        learns = not isinstance(self.recipe.inference, Frozen)
+        observed = monitor.observe(past, state, info, new, probe, self._detectors, apart, learns)
         trial = ask(monitor.choose_trial(past, start, observed))
         watch, state = monitor.respond(past, start, state, observed, trial)
         return now._replace(state=state, info=info, watch=watch)
@@ -374,7 +402,8 @@ class Adapter(nn.Module):
             for event in now.watch.since(before.watch):
                 if event.response == "warn":
                     beyond = f"{event.value:.3g}, beyond {event.threshold:.3g} (batch {event.step})"
-                    warn(f"{event.signal} is {beyond}", AlarmWarning)
+                    hint = MEANINGS.get(event.signal, "")
+                    warn(f"{event.signal} is {beyond}{hint}", AlarmWarning)
 
     @contextmanager
     def _noting(self) -> Iterator[None]:
@@ -389,7 +418,7 @@ class Adapter(nn.Module):
             raise
 
     def _predict(self, now: AdapterState, inputs: Inputs) -> Prediction:
-        seen = now.seen(inputs, self.window, self.update_every)[0] if self.window else inputs
+        seen = now.seen(inputs, self.window, False)[0] if self.window else inputs
         assert now.bound is not None
         return self._take_own(now.bound.filter.predict(now.current, seen), seen, inputs)
 

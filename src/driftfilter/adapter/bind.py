@@ -174,14 +174,19 @@ class FilterOptions:
         logits, mean, told = initialize(frozen, recipe.parameters, recipe.statistics, *picks)
         if isinstance(logits, Network):
             logits.capturing = self.cuda_graphs
-        filt = recipe.filter(shard_model(logits) if self.distributed else logits)
+        final = find_wanted(recipe.parameters) <= set(
+            told
+        )  # or a batch must tell where the head is
         with among(None):  # source data are the same on all ranks
+            shares = None
+            if recipe.centering is not None and self.data is not None and final:
+                temperature = recipe.centering.temperature
+                shares = self.data.mean_prediction(logits, mean, temperature)
+            filt = recipe.filter(shard_model(logits) if self.distributed else logits, shares)
             start = filt.init(recipe.source(logits, mean, self.data), self.seed)
         for reason in self.find_ignored(start.belief.mean.device):
             warn(reason)
-        return BoundFilter(
-            filt, start, told, find_wanted(recipe.parameters) <= set(told), self.channels_last, read
-        )
+        return BoundFilter(filt, start, told, final, self.channels_last, read)
 
     def find_ignored(self, device: torch.device) -> list[str]:
         """Options that do nothing for a model there; a script that runs without a GPU too is not

@@ -22,7 +22,7 @@ from torch import nn
 
 from driftfilter import __version__
 from driftfilter.base.checks import require_count
-from driftfilter.recipe import to_dict
+from driftfilter.recipe import from_dict, to_dict
 from driftfilter.storage.atomic import atomic_file, earlier
 
 if TYPE_CHECKING:
@@ -111,7 +111,10 @@ def _require_fit(header: Mapping[str, Any], adapter: Adapter, strict: bool) -> N
         raise ValueError(f"it was saved with another model, of other {what}")
     if not strict:
         return
-    pairs = ((header["recipe"], plain(adapter.recipe)), (header["adapter"], _options(adapter)))
+    pairs = (
+        (_complete(header["recipe"]), plain(adapter.recipe)),
+        (header["adapter"], _options(adapter)),
+    )
     for difference in (_difference(there, here) for there, here in pairs):
         if difference is not None:
             name, there, here = difference
@@ -123,6 +126,14 @@ def _require_fit(header: Mapping[str, Any], adapter: Adapter, strict: bool) -> N
 
 def _options(adapter: Adapter) -> dict[str, int]:
     return {"update_every": adapter.update_every, "window": adapter.window}
+
+
+def _complete(recipe: Any) -> Any:
+    """The data of a recipe with the defaults of fields that its classes have got since."""
+    try:
+        return plain(from_dict(recipe))
+    except (ValueError, AttributeError, TypeError):  # text, or of classes that are not here
+        return recipe
 
 
 def plain(recipe: Any) -> Any:

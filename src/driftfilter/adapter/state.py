@@ -59,9 +59,11 @@ class AdapterState(NamedTuple):
             watch=self.watch.move_to(state.belief.mean),
         )
 
-    def seen(self, inputs: Inputs, window: int, update_every: int) -> tuple[Inputs, Inputs | None]:
-        """What an update sees, this batch last, and what of it to keep."""
-        if not window and update_every == 1:
+    def seen(self, inputs: Inputs, window: int, waits: bool) -> tuple[Inputs, Inputs | None]:
+        """What an update sees, this batch last, and what of it to keep; ``waits``: samples gather
+        until the next update.
+        """
+        if not window and not waits:
             return inputs, None
         together = (
             join_batches([self.recent, inputs])
@@ -136,4 +138,6 @@ def _memory_of(recipe: Recipe) -> str:
     """The kind of memory a recipe has: how it predicts leaves nothing for other rules, and may
     change between runs.
     """
-    return kinds(replace(recipe, prediction=MAP(), predict_from="posterior"))
+    kind = kinds(replace(recipe, prediction=MAP(), predict_from="posterior"))
+    # Recipes once had no centring, and checkpoints of those without say nothing of it.
+    return kind if recipe.centering else kind.removesuffix(", NoneType)") + ")"

@@ -56,7 +56,7 @@ class DemoOptions:
 
 def demo(options: DemoOptions, output: Output, arguments: Sequence[str]) -> Found:
     """Run the paper's linear example, and a short image stream."""
-    from driftfilter.app.paper.examples import Linear
+    from driftfilter.app.paper.linear import Linear
     from driftfilter.app.paper.reproduce import reproduce
 
     out, example = options.out, Linear()
@@ -192,33 +192,42 @@ def bench(options: BenchOptions, output: Output, arguments: Sequence[str]) -> Fo
         return fail("bench", f"interrupted: the same command goes on from {folder}", 130)
     wrong = [document for document in documents if document is not None and "error" in document]
     shown = [*benchmark.read_finished(made, tasks, folder), *wrong]
-    _show([document for document in documents if document is not None], shown, folder, output)
+    own = [document for document in documents if document is not None]
+    _show(own, shown, folder, output, options.matrix)
     left = benchmark.describe_undone(made, tasks, documents, folder)
     failures = [f"failed: {each['settings']['preset']}: {each['error']}" for each in wrong]
     for line in [*(failures if output.quiet else []), *left]:
         print(line, file=sys.stderr)
+    found: dict[str, Any] = {"out": str(folder), "not_done": left, "results": own}
     if shown:
         output.say(f"wrote {folder}")
+    unreported = 0
+    if shown and options.matrix:
+        unreported, found["report"] = _write_report([folder], None, output)
     # Among several workers what one leaves is another's; torchrun would end them all for a status
     # that is not 0.
-    return 1 if wrong or (left and me.workers == 1) else 0, {
-        "out": str(folder),
-        "not_done": left,
-        "results": [each for each in documents if each],
-    }
+    return 1 if wrong or unreported or (left and me.workers == 1) else 0, found
 
 
 def _show(
-    own: Sequence[dict[str, Any]], shown: Sequence[dict[str, Any]], folder: Path, output: Output
+    own: Sequence[dict[str, Any]],
+    shown: Sequence[dict[str, Any]],
+    folder: Path,
+    output: Output,
+    matrix: bool,
 ) -> None:
-    """Write tables and pictures of all that is in the folder, and print the tables of this run."""
-    from driftfilter.app.bench import plots, tables
+    """Write tables and pictures of all that is in the folder, and print the tables of this run, or
+    those of its matrix.
+    """
+    from driftfilter.app.bench import matrix as matrices, plots, tables
 
     conditions = {tables.condition(document["settings"]) for document in own}
-    for table in tables.write(shown, folder):
-        if conditions & table.conditions and output.plain:
-            tables.show(table)
-            print()
+    made = [each for each in tables.write(shown, folder) if conditions & each.conditions]
+    if matrix:
+        made = matrices.write(matrices.collect(own, shown), folder)
+    for table in made if output.plain else ():
+        tables.show(table)
+        print()
     for line in plots.write(shown, folder):
         output.note(line)
 

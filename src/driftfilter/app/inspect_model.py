@@ -14,7 +14,7 @@ import driftfilter as df
 from driftfilter.app.models import ARCHITECTURES
 from driftfilter.app.run.load_model import open_model
 from driftfilter.base.checks import require
-from driftfilter.networks.layers import NORMS
+from driftfilter.networks.layers import is_norm
 
 SUBSETS: tuple[df.Selection, ...] = (df.NormAffine(), df.Head(), df.AllParameters())
 TIMED = ("source", "tent", "driftfilter")  # presets: no update, a plain one, the default
@@ -52,24 +52,12 @@ class Inspection(NamedTuple):
     subsets: list[Subset]
     milliseconds: dict[str, float]  # a step of a preset on random inputs; empty: not timed
     batch: int
+    default: str  # what the default preset does with it, and why
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
         subsets = [{**subset._asdict(), "memory_mb": subset.memory()} for subset in self.subsets]
-        return {**self._asdict(), "subsets": subsets, "statistics": self.statistics}
-
-    @property
-    def statistics(self) -> str:
-        """What the statistics policy of a recipe means for this model."""
-        if not self.batch_norm:
-            return (
-                "no batch normalisation: statistics policies have no effect; the default takes "
-                "smaller steps"
-            )
-        return (
-            "batch normalisation: the default carries statistics from batch to batch (Ema), "
-            "most others use the batch's"
-        )
+        return {**self._asdict(), "subsets": subsets}
 
 
 def inspect(text: str, weights: Any, shape: tuple[int, ...] | None, batch: int) -> Inspection:
@@ -78,7 +66,7 @@ def inspect(text: str, weights: Any, shape: tuple[int, ...] | None, batch: int) 
     """
     model = open_model(text, weights)
     shape = (3, 32, 32) if shape is None and text in ARCHITECTURES else shape
-    norms = Counter(type(layer).__name__ for layer in model.modules() if isinstance(layer, NORMS))
+    norms = Counter(type(layer).__name__ for layer in model.modules() if is_norm(layer))
     return Inspection(
         text,
         sum(parameter.numel() for parameter in model.parameters()),
@@ -87,6 +75,7 @@ def inspect(text: str, weights: Any, shape: tuple[int, ...] | None, batch: int) 
         [_subset(model, each) for each in SUBSETS],
         {} if shape is None else _time(model, torch.rand(batch, *shape)),
         batch,
+        df.presets.explain(model),
     )
 
 
@@ -139,7 +128,7 @@ def describe(found: Inspection, names: bool) -> list[str]:
     norms = ", ".join(f"{count} {kind}" for kind, count in found.norms.items()) or "none"
     out = [
         f"{found.model}: {found.parameters:,} parameters; norm layers: {norms}",
-        found.statistics,
+        f"the default: {found.default}",
         "",
         f"{'subset':<26}{'tensors':>8}{'numbers':>13}   belief in MB: diagonal, low rank 10, full",
     ]

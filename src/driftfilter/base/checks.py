@@ -79,6 +79,7 @@ VARIANTS: dict[str, dict[str, type[Any]]] = {
     for role in (
         "model",
         "statistics",
+        "centering",
         "dynamics",
         "noise",
         "transition",

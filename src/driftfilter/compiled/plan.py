@@ -71,6 +71,8 @@ def translate_rules(filt: Filter) -> Rules:
         raise Uncovered("the filter has a teacher or an upkeep")
     require_covered("inference", inference)
     assert isinstance(inference, Linearized)
+    if inference.reach > 1:
+        raise Uncovered("the inference has a reach above 1")
     terms = _terms(observation.loss, 1.0)
     curvature, scale = _number_curvature(inference.curvature)
     beta, gates = _factors(observation.weighting)

@@ -10,6 +10,7 @@ from torch import Tensor
 from driftfilter.base.checks import (
     Checked,
     Count,
+    Interval,
     NotNegative,
     Role,
     register,
@@ -20,7 +21,7 @@ from driftfilter.base.checks import (
 )
 from driftfilter.base.randomness import Purpose, Randomness
 from driftfilter.gaussian.belief import Belief
-from driftfilter.gaussian.covariance import antithetic, positive_root
+from driftfilter.gaussian.covariance import Covariance, antithetic, positive_root
 from driftfilter.inference.curvature import (
     Curvature,
     EmpiricalFisher,
@@ -31,6 +32,9 @@ from driftfilter.inference.curvature import (
 from driftfilter.model.observation import Energy, Evaluation
 from driftfilter.model.predictive import logit_covariance
 from driftfilter.model.weighting import Memory
+
+# Prior variance of the logits, in units of their own, from which a step is as long as it should be.
+_FREE = 15.0
 
 
 @runtime_checkable
@@ -86,17 +90,46 @@ class Linearized(Checked):
     ``radius`` r > 0 is a trust region: the mean's step Δ is shortened to |F Δ| ≤ r, so that the
     quadratic energy changes by at most ½ r² nats beside its slope. A diagonal Σ does not see how
     parameters act together, and oversteps without it.
+
+    ``reach`` > 1: the step is up to so many times as long if the prior hardly lets the logits move:
+    by min(reach, 15 σ² / v), at least 1, with v the prior variance of the logits along the loss
+    (``variance_along``) and σ² the mean square of the logits' deviations from their mean over
+    classes. (Of the networks tried, v / σ² is 1 to 4 in a vision transformer and 15 to 44 in
+    residual networks with group norm, at the variance of the default.)
     """
 
     curvature: Annotated[Curvature, Role("curvature", "Hessian()")] = field(
         default_factory=EmpiricalFisher
     )
     radius: NotNegative = 0.0
+    reach: Annotated[float, Interval(1, math.inf, open_high=True)] = 1.0
 
     def __call__(
         self, prior: Belief, energy: Energy, memory: Memory, randomness: Randomness
     ) -> tuple[Belief, Memory]:
-        return newton_step(prior, *self.curvature(energy.at(prior.mean)), self.radius), memory
+        evaluation = energy.at(prior.mean)
+        gradient, factor = self.curvature(evaluation)
+        if self.reach > 1:
+            gradient = gradient * self._lengthen(prior, evaluation)
+        return newton_step(prior, gradient, factor, self.radius), memory
+
+    def _lengthen(self, prior: Belief, evaluation: Evaluation) -> Tensor:
+        """By how much the step is lengthened, a scalar []."""
+        along, length = variance_along(prior.covariance, evaluation)
+        logits = evaluation.logits[0]
+        square = (logits - logits.mean(-1, keepdim=True)).square().mean()
+        tiny = torch.finfo(along.dtype).tiny
+        longer: Tensor = _FREE * square * length / along.clamp_min(tiny)
+        return longer.clamp(1, self.reach)
+
+
+def variance_along(covariance: Covariance, evaluation: Evaluation) -> Tensor:
+    """Σ_i g_iᵀ Σ g_i and Σ_i |u_i|² [2] of gradient rows g_i = J_iᵀ u_i, u_i = (w_i / n) ∇_f ℓ_i:
+    their ratio is the variance of the logits along the loss.
+    """
+    rows, slopes = evaluation.rows, evaluation.slopes().sum(0)
+    along = torch.dot(rows.flatten(), covariance.apply(rows).flatten())
+    return torch.stack((along, slopes.square().sum()))
 
 
 def take_expectation(

@@ -21,6 +21,7 @@ from driftfilter.base.inputs import Inputs
 from driftfilter.base.randomness import Purpose, Randomness
 from driftfilter.gaussian.belief import Belief
 from driftfilter.gaussian.covariance import antithetic
+from driftfilter.inference.linearized import variance_along
 from driftfilter.model.closed_forms import kappa, variance_at
 from driftfilter.model.observation import Energy
 from driftfilter.model.predictive import PredictiveModel, logit_covariance
@@ -170,12 +171,10 @@ class Moderated(Checked, PredictionRule):
         """
         if not energy.observes_logits:
             return memory
-        rows, slopes = energy.evaluation.rows, energy.evaluation.slopes().sum(0)
-        along = torch.dot(rows.flatten(), prior.covariance.apply(rows).flatten())
         samples = energy.samples
         divisor = (samples.weights.sum() / samples.coefficients.sum()).square()
-        sums = divisor * torch.stack((along, slopes.square().sum()))
-        fading = 1 - len(slopes) / self.samples
+        sums = divisor * variance_along(prior.covariance, energy.evaluation)
+        fading = 1 - len(samples.weights) / self.samples
         if fading > 0 and SLOPES in memory:
             sums = sums + fading * memory[SLOPES]
         return {**memory, SLOPES: sums}

@@ -19,11 +19,13 @@ from driftfilter.base.checks import (
     Checked,
     FractionBelowOne,
     NotNegative,
+    PositiveCount,
     PositiveFraction,
     register,
     require,
     require_number,
     require_role,
+    unchecked,
 )
 from driftfilter.base.inputs import Inputs
 from driftfilter.gaussian.covariance import positive_root
@@ -44,8 +46,11 @@ from driftfilter.model.expansion import (
     log_softmax,
     separable,
 )
+from driftfilter.model.weighting import Memory
 
 Targets: TypeAlias = "Tensor | tuple[Targets, ...] | None"
+_LARGE = 1e15  # of logits whose squares are summed
+_INFORMATION = "loss.information"  # in the memory: m and σ² of RunningInformation [k + 1]
 
 
 class Loss(Protocol):
@@ -69,6 +74,12 @@ class Loss(Protocol):
     def views(self, inputs: Inputs, generator: Callable[[], torch.Generator]) -> tuple[Inputs, ...]:
         """The inputs the loss looks at, clean ones first."""
         return (inputs,)
+
+    def recall(self, logits: Tensor, memory: Memory) -> tuple["Loss", Memory]:
+        """The loss with what it remembers of earlier batches, for one with clean logits [n, k] at
+        the prior mean; and the memory with this batch in it.
+        """
+        return self, memory
 
     def targets(self, logits: Tensor) -> Targets:
         """What is fixed at the prior mean, from the clean logits [n, k] there."""
@@ -221,6 +232,69 @@ class InformationMaximization(Loss):
 
 @final
 @dataclass(frozen=True)
+class RunningInformation(Checked, Loss):
+    """-KL(p_i ‖ m) with p_i = softmax(s f_i): confident samples, a diverse stream; not constant for
+    a single sample.
+
+    m is the mean of p over the last ``window`` samples, uniform before the first, and not
+    differentiated: a batch of as many samples has the gradient of ``InformationMaximization``.
+    s = max(1, ``spread`` / σ), σ² the mean square of the logits' deviations from their mean over
+    classes in that window: small logits, as those of a network trained with smooth labels are, are
+    seen as if they had the usual spread. ``spread`` 0: s = 1.
+    """
+
+    window: PositiveCount = 200
+    spread: NotNegative = 4.0
+
+    def recall(self, logits: Tensor, memory: Memory) -> tuple[Loss, Memory]:
+        state = self._follow(logits, memory.get(_INFORMATION))
+        return unchecked(RunningInformation, **{**self.__dict__, "_state": state}), {
+            **memory,
+            _INFORMATION: state,
+        }
+
+    def _follow(self, logits: Tensor, known: Tensor | None) -> Tensor:
+        """m and σ² after a batch [k + 1]."""
+        n, k = logits.shape
+        share = min(1.0, n / self.window)
+        deviations = logits - logits.mean(-1, keepdim=True)
+        square = deviations.clamp(-_LARGE, _LARGE).square().mean()
+        if known is None:
+            known = torch.cat((logits.new_full((k,), 1 / k), square[None]))
+        square = torch.lerp(known[k], square, share)
+        mean = torch.lerp(known[:k], (self._scale(square) * logits).softmax(-1).mean(0), share)
+        return torch.cat((mean, square[None]))
+
+    def _scale(self, square: Tensor) -> Tensor:
+        """s, a scalar [], from 1 to 8."""
+        if self.spread == 0:
+            return torch.ones_like(square)
+        scale = self.spread * square.clamp_min(torch.finfo(square.dtype).tiny).rsqrt()
+        return scale.clamp(1, 8)
+
+    def targets(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        state = self.__dict__.get("_state")
+        state = self._follow(logits, None) if state is None else state
+        return state[:-1].expand_as(logits), self._scale(state[-1]).expand(len(logits), 1)
+
+    def expand(self, logits: Tensor, targets: Targets, weights: Tensor) -> Expansion:
+        mean, scale = targets  # type: ignore[misc]
+        assert isinstance(mean, Tensor)
+        assert isinstance(scale, Tensor)
+        logp = log_softmax(scale * logits)
+        p = logp.exp()
+        none, tiny = torch.zeros_like(scale), torch.finfo(p.dtype).tiny
+        inner = separable(None, p, *information(p, logp, none, mean, tiny))
+        return Expansion(
+            inner.value,
+            scale * inner.gradient,
+            lambda: scale[..., None].square() * inner.hessian(),
+            lambda: scale[..., None] * inner.root(),
+        )
+
+
+@final
+@dataclass(frozen=True)
 class ConjugatePseudoLabel(Checked, Loss):
     """Conjugate of poly-cross-entropy, the loss of the source: log Σ exp f - y·f + ε y·(1 - p),
 
@@ -309,6 +383,15 @@ class Sum(Checked, Loss):
         shared = cache(generator)  # one for all terms, so that their augmentations differ
         return (inputs, *(view for term in self.terms for view in term.views(inputs, shared)[1:]))
 
+    def recall(self, logits: Tensor, memory: Memory) -> tuple[Loss, Memory]:
+        terms: list[Loss] = []
+        for term in self.terms:
+            recalled, memory = term.recall(logits, memory)
+            terms.append(recalled)
+        if all(new is old for new, old in zip(terms, self.terms, strict=True)):
+            return self, memory
+        return unchecked(Sum, **{**self.__dict__, "terms": tuple(terms)}), memory
+
     def targets(self, logits: Tensor) -> Targets:
         return tuple(term.targets(logits) for term in self.terms)
 
@@ -392,6 +475,7 @@ register(
         SoftLikelihoodRatio,
         PseudoLabel,
         InformationMaximization,
+        RunningInformation,
         GeneralizedCrossEntropy,
         ConjugatePseudoLabel,
         MarginalLikelihood,

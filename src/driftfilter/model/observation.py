@@ -20,6 +20,7 @@ from driftfilter.base.checks import (
     register,
     require,
     require_finite,
+    unchecked,
 )
 from driftfilter.base.inputs import Inputs
 from driftfilter.base.randomness import Purpose, Randomness
@@ -135,13 +136,15 @@ class Gibbs(Checked):
             require(source is not None, "source", source, "the source belief if there is a teacher")
             assert source is not None
             taught = self.teacher.logits(seen, inputs, memory, source, randomness)
-        loss: Loss = self.loss  # type: ignore[assignment]  # as_loss in __post_init__
+        own: Loss = self.loss  # type: ignore[assignment]  # as_loss in __post_init__
+        loss, memory = own.recall(logits, memory)
+        rule = self if loss is own else unchecked(Gibbs, **{**self.__dict__, "loss": loss})
         targets = loss.targets(logits if taught is None else taught)
         weights, used, memory = self.weigh(logits, loss.selected(targets), memory)
         samples = Samples(targets, weights, self.coefficients(weights, used), used)
         evaluation = evaluate(loss, pulled, samples, keeps_rows)
         return Energy(
-            self, seen, views, samples, theta, evaluation, source, taught, seen is model
+            rule, seen, views, samples, theta, evaluation, source, taught, seen is model
         ), {**memory, **pullback.memory}
 
     def views(

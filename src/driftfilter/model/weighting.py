@@ -16,6 +16,7 @@ from driftfilter.base.checks import (
     Checked,
     Fraction,
     Positive,
+    PositiveCount,
     PositiveFraction,
     register,
     require,
@@ -23,10 +24,12 @@ from driftfilter.base.checks import (
 )
 from driftfilter.model import closed_forms
 from driftfilter.model.expansion import log_softmax
+from driftfilter.model.label_runs import count_labels, independence, start_counts
 
 Memory: TypeAlias = Mapping[str, Tensor]
 
 _MEAN_PREDICTION = "weighting.mean_prediction"
+_LABELS = "weighting.labels"  # in the memory: counts [k + 3], see label_runs.py
 
 
 class Weighting(Protocol):
@@ -190,4 +193,32 @@ class Product:
         return weights, memory
 
 
-register(weighting=(Constant, Reliability, EntropyGate, DiversityGate, CertaintyDiversity, Product))
+@final
+@dataclass(frozen=True)
+class RunGate(Checked):
+    """w_i = β t, t in [0, 1] the trust in shares of classes over ``window`` samples
+    (label_runs.py): labels that come in runs teach nothing about a loss that wants all classes.
+    """
+
+    beta: Positive = 1.0
+    window: PositiveCount = 200
+
+    def __call__(self, logits: Tensor, weights: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
+        counts = memory.get(_LABELS)
+        counts = start_counts(logits.shape[-1], logits) if counts is None else counts
+        counts = count_labels(counts, logits.argmax(-1))
+        trust = independence(counts, self.window)
+        return weights * (self.beta * trust), {**memory, _LABELS: counts}
+
+
+register(
+    weighting=(
+        Constant,
+        Reliability,
+        EntropyGate,
+        DiversityGate,
+        CertaintyDiversity,
+        RunGate,
+        Product,
+    )
+)

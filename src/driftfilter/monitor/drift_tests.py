@@ -123,6 +123,12 @@ def shape_of(batch: Tensor) -> dict[str, Tensor]:
     }
 
 
+def dominant(window: Tensor) -> dict[str, Tensor]:
+    """The class that most samples of a window [k + 3] were predicted to be of, and its share."""
+    most, label = window[:-3].max(0)
+    return {"dominant": label, "dominance": most / window[:-3].sum()}
+
+
 def compare(recent: Tensor, history: Tensor) -> dict[str, Tensor]:
     """A window [k + 3] against the history [k + 3]: scalars by name.
 

@@ -27,6 +27,7 @@ from driftfilter.base.checks import (
 from driftfilter.filtering import FilterState, StepInfo
 from driftfilter.gaussian.belief import deviation, kl_divergence
 from driftfilter.monitor.drift_tests import (
+    LONG,
     SHORT,
     STEADY,
     Evidence,
@@ -34,6 +35,7 @@ from driftfilter.monitor.drift_tests import (
     add_pairs,
     compare,
     count_lost,
+    dominant,
     extend,
     fade,
     rise,
@@ -46,7 +48,18 @@ Response: TypeAlias = Literal[
     "record", "warn", "inflate", "probation", "revert", "reset", "freeze"
 ]  # mildest first
 _USUAL = 50  # samples of a batch
+_HALF = math.log(2)  # of the effective number of classes lost, in nats
+_MANY = 4 * SHORT  # samples that tell of a loss of statistics
+_LASTS = 20.0  # ticks after which it is told
 OF_MODEL = ("classes_lost", "distance", "divergence")  # what no stream is to blame for
+
+# What lasts, in words.
+MEANINGS = {
+    "one_class": ": nearly all samples are predicted to be of one class; unless they are, compare"
+    " with the frozen model",
+    "reverts": " ticks: every step is taken back, the model does not adapt",
+    "unchanged": " ticks: no parameter has changed, the model does not adapt",
+}
 
 
 class AlarmWarning(UserWarning):
@@ -70,7 +83,11 @@ class Monitor(Checked):
         classes_lost    H(b) - H(a) >= classes, a and b the classes that the belief and the source
                         (with the batch-norm statistics of now) predict for the same samples: the
                         last 50 k of every ``probe``-th batch, and of fewer if batches are larger
-                        than 50 samples (of every eighth at 200), which tell as much
+                        than 50 samples (of every eighth at 200), which tell as much. Every second
+                        time the source is also asked with its own statistics: carried ones that
+                        have collapsed lose classes for both. There H(b) - H(a) >= ln 2 of at least
+                        256 samples (100 of two classes), since a source may spread the classes of a
+                        new domain
         share_gained    G_c / N >= share, G_c = N KL(s ‖ m) + M KL(q ‖ m) of a class with share s in
                         a window of N = max(n, 64) samples, q in the history of M, pooled m, against
                         all others; of the class that gained most. Recorded from half of it on
@@ -93,10 +110,18 @@ class Monitor(Checked):
     and then, and revert to it as soon as what it predicts is as certain as its history: the stream
     is back), "revert" (to the last good belief, a snapshot ``lag`` to 2 ``lag`` ticks old, batch
     after batch), "reset" (to the source; on probation, to the last good belief), "freeze" (revert,
-    and adapt no more until ``resume``). After ``patience`` ticks off the history the stream has
-    changed for good: what came lately becomes the history, and a belief on probation the good one.
-    What the model does is never accepted so. A tick is a batch, or as many small ones as fill a
-    window. ``detectors``: signal -> detector (river).
+    and adapt no more until ``resume``). Carried batch-norm statistics stay those of now, whatever
+    the belief goes back to: they have a guard of their own (``Ema``), and old ones would hold a
+    model in a domain that is gone. They go back if they are what has lost the classes. After
+    ``patience`` ticks off the history the stream has changed for good: what came lately becomes the
+    history, and a belief on probation the good one. What the model does is never accepted so. A
+    tick is a batch, or as many small ones as fill a window. ``detectors``: signal -> detector
+    (river).
+
+    What lasts for 20 ticks is told once, by a warning (by an event alone if ``on_labels`` is
+    "record"): "one_class", 90 % of the samples are predicted to be of the same class (99 % of two
+    classes); "reverts", every step was taken back; "unchanged", the parameters are still the
+    source's to the last bit.
     """
 
     classes: Positive = 0.03
@@ -137,8 +162,8 @@ class Monitor(Checked):
         """One that changes nothing."""
         return cls(on_collapse="record", on_labels="record", on_uncertainty="record")
 
-    # The adapter calls these four in turn, and makes the predictions that the first and the third
-    # ask for.
+    # The adapter calls these five in turn, and makes the predictions that those called "choose" ask
+    # for.
 
     def choose_probe(
         self, past: MonitorState, state: FilterState, log_probabilities: Tensor | None
@@ -146,10 +171,26 @@ class Monitor(Checked):
         """A state whose prediction of this batch is to be compared: the source's, now and then."""
         if log_probabilities is None:
             return None
-        every = math.ceil(self.probe * max(1.0, len(log_probabilities) / _USUAL))
-        if (past.batches + 1) % every or torch.equal(state.belief.mean, state.source.mean):
+        due = (past.batches + 1) % self._turns(log_probabilities) == 0
+        if not due or torch.equal(state.belief.mean, state.source.mean):
             return None
         return replace(state, belief=state.source)
+
+    def choose_apart(
+        self, past: MonitorState, state: FilterState, log_probabilities: Tensor | None
+    ) -> FilterState | None:
+        """The source with its own batch-norm statistics, every second time, if others are
+        carried.
+        """
+        if log_probabilities is None or not any(name.startswith(_NETWORK) for name in state.memory):
+            return None
+        if (past.batches + 1) % (2 * self._turns(log_probabilities)):
+            return None
+        return replace(state, belief=state.source, memory=_without_statistics(state.memory))
+
+    def _turns(self, log_probabilities: Tensor) -> int:
+        """Batches from one probe to the next."""
+        return math.ceil(self.probe * max(1.0, len(log_probabilities) / _USUAL))
 
     def observe(
         self,
@@ -159,11 +200,14 @@ class Monitor(Checked):
         log_probabilities: Tensor | None,
         probe: Tensor | None,
         detectors: Mapping[str, Detector],
+        apart: Tensor | None = None,
+        learns: bool = False,
     ) -> Observed:
         """The signals of a step that led to ``state``.
 
         ``log_probabilities`` [n, k] are what it predicted (None: nothing), ``probe`` what the state
-        of ``choose_probe`` predicts.
+        of ``choose_probe`` predicts, ``apart`` that of ``choose_apart``; ``learns``: whether the
+        recipe means to change parameters.
         """
         named = self._measure(state, info)
         if log_probabilities is None:
@@ -171,19 +215,39 @@ class Monitor(Checked):
             alarms = self._out_of_bounds(signals, Evidence()) | _detect(detectors, signals)
             return Observed(signals, alarms, False, None, past.recent, past.pairs, 0)
         samples, classes = log_probabilities.shape
-        batch, pairs = summary(log_probabilities), past.pairs
+        batch = summary(log_probabilities)
         recent = fade(past.recent, batch, samples, STEADY)
-        if probe is not None:
-            pairs = add_pairs(pairs, log_probabilities, probe)
+        pairs, own = (
+            known if other is None else add_pairs(known, log_probabilities, other)
+            for known, other in ((past.pairs, probe), (past.apart, apart))
+        )
         history = past.reference
         against = {} if history is None else compare(recent, history)
         against |= {} if pairs is None else count_lost(pairs, classes)
-        numbers = _numbers(named | shape_of(batch) | against)  # the only look at the device
+        beside = dominant(recent) | {"moved": (state.belief.mean - state.source.mean).abs().max()}
+        if apart is not None and own is not None:
+            beside |= {_APART + name: value for name, value in count_lost(own, classes).items()}
+        numbers = _numbers(named | shape_of(batch) | against | beside)  # the only look there
         evidence = Evidence.of({name: numbers.pop(name) for name in against}, classes)
+        told = {name: numbers.pop(name) for name in beside}
+        told["learns"] = float(learns and info.informative)
         signals = Signals(*evidence.signals, **numbers)
         early = self._certain(evidence)[1] and signals.share_gained >= self.share / 2
-        alarms = self._out_of_bounds(signals, evidence) | _detect(detectors, signals)
-        return Observed(signals, alarms, early, batch, recent, pairs, samples)
+        alarms = self._out_of_bounds(signals, evidence)
+        lost = self._have_collapsed(told, classes)
+        if lost:
+            signals = signals._replace(classes_lost=told[_APART + "lost"])
+            alarms["classes_lost"] = _HALF
+        alarms |= _detect(detectors, signals)
+        return Observed(signals, alarms, early, batch, recent, pairs, samples, own, lost, told)
+
+    def _have_collapsed(self, found: Mapping[str, float], classes: int) -> bool:
+        """Whether it is the statistics that lose classes."""
+        return (
+            found.get(_APART + "pairs", 0) >= min(_MANY, LONG * classes)
+            and found[_APART + "lost"] >= _HALF
+            and found[_APART + "lost_tail"] >= -math.log(self.false_alarm)
+        )
 
     def choose_trial(
         self, past: MonitorState, start: FilterState, seen: Observed
@@ -262,16 +326,19 @@ class Monitor(Checked):
             batches=past.batches + 1,
             recent=seen.recent,
             pairs=seen.pairs,
+            apart=past.apart if seen.apart is None else seen.apart,
             signals=seen.signals,
             alarmed=(*seen.alarms, *((_EARLY,) if seen.early else ())),
         ).log(*self._notice(past, seen), *_report(past, seen, acts))
+        now = self._tell(now, seen, _severity(worst) > _PROBATION)
         good = start if past.good is None else past.good
         if _severity(worst) > _PROBATION:
             now = replace(now, trying=False, trial=None, frozen=worst == "freeze")
             now = self._away(now, seen, state)
             if acts.get("classes_lost") == "reset":  # what a collapsed model predicts is no history
                 now = replace(now, history=None, known=None, recent=None)
-            return _back(now, worst), replace(start if worst == "reset" else good, step=state.step)
+            after = start if worst == "reset" else good
+            return _back(now, worst), _restore(after, state, statistics=seen.statistics_lost)
         if worst == "probation" or past.trying:
             return self._try(replace(now, trying=True), seen, state, good, trial)
         if worst == "inflate":
@@ -294,6 +361,29 @@ class Monitor(Checked):
             if seen.early and "share_gained" not in seen.alarms and _EARLY not in past.alarmed
             else []
         )
+
+    def _tell(self, now: MonitorState, seen: Observed, back: bool) -> MonitorState:
+        """With what goes on for long, told once."""
+        if seen.batch is None:
+            return now
+        label, share = seen.beside["dominant"], seen.beside["dominance"]
+        most = _MOST if len(seen.batch) > 2 + 3 else _MOST_OF_TWO
+        holds = {
+            f"{_ONE_CLASS} {label:.0f}": share >= most,  # of another class it begins anew
+            "reverts": back,
+            "unchanged": seen.beside["learns"] > 0 and seen.beside["moved"] == 0,
+        }
+        lasting = {
+            name: now.lasting.get(name, 0.0) + seen.ticks for name, there in holds.items() if there
+        }
+        response = "record" if self.on_labels == "record" else "warn"
+        for name, ticks in lasting.items():
+            signal = name.split()[0]
+            if ticks >= _LASTS and signal not in now.warned:
+                value = (share, most) if signal == _ONE_CLASS else (ticks, _LASTS)
+                event = Event(now.batches - 1, signal, *value, response)
+                now = replace(now, warned=(*now.warned, signal)).log(event)
+        return replace(now, lasting=lasting)
 
     def _take(self, now: MonitorState, seen: Observed, state: FilterState) -> MonitorState:
         """With the batch in the history and, if one is due and nothing is wrong, a snapshot of
@@ -370,11 +460,32 @@ def _report(past: MonitorState, seen: Observed, acts: Mapping[str, str]) -> list
     ]
 
 
+def _restore(good: FilterState, state: FilterState, statistics: bool) -> FilterState:
+    """A good belief after the step of a bad one; carried batch-norm statistics stay those of now,
+    unless they go back too.
+    """
+    if statistics:
+        return replace(good, step=state.step)
+    carried = {name: value for name, value in state.memory.items() if name.startswith(_NETWORK)}
+    return replace(good, step=state.step, memory={**_without_statistics(good.memory), **carried})
+
+
+def _without_statistics(memory: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value for name, value in memory.items() if not name.startswith(_NETWORK)}
+
+
 def _back(now: MonitorState, response: str) -> MonitorState:
     """After the belief went back: a newer one is no good, and pairs tell of another one."""
     good = None if response == "reset" else now.good
     return replace(
-        now, good=good, newer=good, later=now.known, history=now.reference, age=0.0, pairs=None
+        now,
+        good=good,
+        newer=good,
+        later=now.known,
+        history=now.reference,
+        age=0.0,
+        pairs=None,
+        apart=None if "classes_lost" in now.alarmed else now.apart,
     )
 
 
@@ -384,6 +495,9 @@ def _severity(response: str) -> int:
 
 _PROBATION = _severity("probation")
 _DETECTOR = "detector of "
+_NETWORK = "network."  # what a network carries, in the memory
+_APART = "apart, "
+_ONE_CLASS, _MOST, _MOST_OF_TWO = "one_class", 0.9, 0.99
 _EARLY = "share_gained, half of it"
 
 
@@ -419,6 +533,9 @@ class Observed(NamedTuple):
     recent: Tensor | None  # [k + 3], the window with it
     pairs: Tensor | None  # [2, w], with it if it was probed
     samples: int
+    apart: Tensor | None = None  # [2, w], the same beside the source's own statistics
+    statistics_lost: bool = False  # whether these lose classes that the source's own do not
+    beside: Mapping[str, float] = {}  # what is told if it lasts
 
     @property
     def ticks(self) -> float:

@@ -17,8 +17,9 @@ from driftfilter.storage.state_tensors import from_tensors, to_tensors
 
 MONITOR = "monitor."  # in a checkpoint
 KEPT = 1000  # events
-_TENSORS = ("history", "recent", "known", "later", "pairs", "trial")
-_PLAIN = ("batches", "age", "away", "trying", "alarmed", "frozen")
+_TENSORS = ("history", "recent", "known", "later", "pairs", "apart", "trial")
+_LABELS = ("pairs", "apart")  # those of labels
+_PLAIN = ("batches", "age", "away", "trying", "alarmed", "frozen", "lasting", "warned")
 
 
 @final
@@ -42,6 +43,7 @@ class MonitorState:
     history: Tensor | None = None  # [k + 3], of batches taken for good
     recent: Tensor | None = None  # [k + 3], the window
     pairs: Tensor | None = None  # [2, w], what the belief and the source called the same samples
+    apart: Tensor | None = None  # [2, w], the same with the source under its own statistics
     good: FilterState | None = None  # what to go back to; None: the start of the stream
     newer: FilterState | None = None  # takes its place when the next snapshot is due
     # [k + 3], the history at the time of the good state: what the window is compared with.
@@ -55,6 +57,9 @@ class MonitorState:
     trial: Tensor | None = None  # [k + 3], what the good belief predicts meanwhile
     alarmed: tuple[str, ...] = ()  # signals out of bounds in the last step
     frozen: bool = False
+    # Ticks for which something lasts that is told if it goes on (see Monitor), by name.
+    lasting: Mapping[str, float] = field(default_factory=dict)
+    warned: tuple[str, ...] = ()  # what has been told
     signals: Signals = field(default_factory=Signals)
     events: tuple[Event, ...] = ()
 
@@ -111,6 +116,7 @@ class MonitorState:
         plain = json.loads(as_text(own["told"]))
         plain |= {
             "alarmed": tuple(plain["alarmed"]),
+            "warned": tuple(plain.get("warned", ())),
             "signals": Signals(*plain["signals"]),
             "events": tuple(Event(*event) for event in plain["events"]),
         }
@@ -145,7 +151,7 @@ def _require_fit(found: Mapping[str, Tensor]) -> None:
     """Raise unless summaries [k + 3] are finite and of one length, and the labels of pairs below
     k.
     """
-    summaries = {name: tensor for name, tensor in found.items() if name != "pairs"}
+    summaries = {name: tensor for name, tensor in found.items() if name not in _LABELS}
     for name, tensor in summaries.items():
         require_finite(f"state {MONITOR + name!r}", tensor)
     lengths = {tensor.shape for tensor in summaries.values()}
@@ -155,11 +161,14 @@ def _require_fit(found: Mapping[str, Tensor]) -> None:
         f"shapes {sorted(map(list, lengths))}",
         "summaries of one length",
     )
-    if "pairs" in found and lengths:
-        pairs, classes = found["pairs"], lengths.pop()[0] - 3
+    classes = lengths.pop()[0] - 3 if lengths else 0
+    for name in _LABELS:
+        pairs = found.get(name)
         require(
-            pairs.dim() == 2 and bool(((pairs >= 0) & (pairs < classes)).all()),
-            f"state '{MONITOR}pairs'",
-            f"{list(pairs.shape)}",
+            pairs is None
+            or not classes
+            or (pairs.dim() == 2 and bool(((pairs >= 0) & (pairs < classes)).all())),
+            f"state '{MONITOR}{name}'",
+            "" if pairs is None else f"{list(pairs.shape)}",
             f"two rows of labels below {classes}",
         )

@@ -29,10 +29,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
 from driftfilter.base.checks import Checked, Fraction, NotNegative, register, require
-from driftfilter.base.sharding import Shards
+from driftfilter.base.sharding import Shards, gather_samples
+from driftfilter.networks.batch_trust import Witness, mean_shift, moment_shift
 from driftfilter.networks.triton_batch_norm import Renormalized, SampleSums, blend, fits
 
 _ENOUGH = 64  # samples whose statistics count in full
+_FAR = 10.0  # deviations from the carried mean at which a value of a table is cut off
 
 
 class Moments(NamedTuple):
@@ -66,22 +68,31 @@ class Ema(Checked):
     """Carried statistics, the source's at first; each step blends them with the batch's, and
     normalises by and carries on the blend. The share of the batch is
 
-        α_t = momentum · min(1, n/64) · D_{t-1}^diversity,
+        α_t = max(momentum · min(1, n/64) · D_{t-1}^diversity, G_t · min(1, n/16)),
         D = exp(H(p̄)) / (k (1 - (1 - 1/k)ⁿ)), at most 1
 
     D compares the effective number of classes in the mean prediction p̄ of the last batch observed
     with the number that n balanced draws from k classes show; it is 1 at first. A batch of few
     classes (labels that come in runs) or of few samples says little about the statistics of a
-    domain. A batch's own D is known only once it is normalised, and the batch before it is most
-    often like it: the first batch of a run is not guarded. ``diversity`` 0: every batch has the
-    share ``momentum``.
+    domain. A batch's own D is known only once it is normalised. What is carried on knows it: there
+    (D_{t-1} D_t)^(diversity/2) takes the place of D_{t-1}^diversity, so that the first batch of a
+    run leaves little behind.
+
+    A network that a change of domain has broken predicts few classes too, and must not shut itself
+    out. G (0 to 1) is 1 if the moments at the first batch norm have moved farther than a change of
+    classes moves them (batch_trust.py): the batch's statistics then take the place of the carried
+    ones. In tables, whose layers see one value a sample, only a mean that is far off tells; and
+    what is blended there are values within 10 deviations of the carried mean, so that one broken
+    row does not rescale all that follow.
+
+    ``diversity`` 0: every batch has the share ``momentum``, and none of the above holds.
     """
 
     momentum: Fraction = 0.1
     diversity: NotNegative = 0.0
 
     def share(self, samples: int) -> float:
-        """α at D = 1."""
+        """α at D = 1 and G = 0."""
         return self.momentum * min(1.0, samples / _ENOUGH) if self.diversity > 0 else self.momentum
 
 
@@ -115,11 +126,13 @@ class TwinBatchNorm(_BatchNorm):
 
     blend: PseudoCount | Ema | None  # None: the batch's statistics
     trust: Tensor | float  # D^diversity, by which the share of the batch is multiplied
+    witness: Witness | None = None  # of a change of domain, if the blend asks for diversity
     carried: (
         tuple[Tensor, Tensor] | None
     )  # mean and variance [c]; None: the running ones, if there are any
     moments: Moments  # of the last call
     blended: tuple[Tensor, Tensor]  # mean and variance [c] of the last call
+    believed: tuple[Tensor, Tensor, int] | None  # what it blended: mean, variance, samples
 
     shards: Shards | None = None  # of the batch at hand, if other ranks have a part of it
 
@@ -165,10 +178,14 @@ class TwinBatchNorm(_BatchNorm):
 
     def _by_blend(self, inputs: Tensor) -> Tensor:
         fixed = isinstance(self.blend, Ema) and inputs.numel() > self.num_features
-        if fixed and self._fits_kernels(inputs):
+        if fixed and self._fits_kernels(inputs) and not self._is_bounded(inputs):
             return self._renormalize_by_kernel(inputs)
         batch = self._batch_by_kernel(inputs.detach()) if fixed else self._batch(inputs)
-        mean, variance = self._mixture(batch, len(inputs))
+        self._ask(inputs, batch, len(inputs))
+        believed = batch
+        if self._is_bounded(inputs):
+            believed = self._believe(self._batch(self._bound(inputs)), batch)
+        mean, variance = self._blend(believed, len(inputs))
         scale = (variance + self.eps).rsqrt()
         self.moments, self.blended = (
             Moments(mean.detach(), scale.detach()),
@@ -190,7 +207,12 @@ class TwinBatchNorm(_BatchNorm):
             return self._by_source(inputs)
         mean, variance = batch_mean, batch_variance
         if self.blend is not None:
-            mean, variance = self._mixture((mean, variance), samples)
+            self._ask(inputs, (mean, variance), samples)
+            if self._is_bounded(inputs):
+                own = (*self._batch(self._bound(inputs)), *own[2:])
+                bounded = shards.moments(*own)[:2]
+                mean, variance = self._believe(bounded, (mean, variance))
+            mean, variance = self._blend((mean, variance), samples)
             self.blended = (mean.detach(), variance.detach())
         scale = (variance + self.eps).rsqrt()
         self.moments = Moments(mean.detach(), scale.detach())
@@ -230,16 +252,19 @@ class TwinBatchNorm(_BatchNorm):
         """Renormalise on a GPU; the backward pass shares the sums that rows of parameters need."""
         assert self.blend is not None
         assert self.carried is not None
-        trust = (
-            self.trust
-            if isinstance(self.trust, Tensor)
-            else inputs.new_full((), self.trust, dtype=torch.float32)
-        )
         values, carried = inputs.detach(), (self.carried[0].float(), self.carried[1].float())
-        moments = blend(values, carried, trust.float(), self.blend.share(len(inputs)), self.eps)
-        mean, variance, scale, _, _ = moments
+        if self.witness is not None and not self.witness.was_asked:
+            self._ask(values, self._batch_by_kernel(values), len(inputs))
+        share = self._share(len(inputs), self.trust)
+        if not isinstance(share, Tensor):
+            share = inputs.new_full((), share, dtype=torch.float32)
+        moments = blend(values, carried, share.float(), 1.0, self.eps)
+        mean, variance, scale, own_mean, own_scale = moments
         sums = SampleSums(values, mean)
         self.__dict__.update(moments=Moments(mean, scale, sums), blended=(mean, variance))
+        if self.witness is not None:
+            own_variance = own_scale.pow(-2) - self.eps
+            self.__dict__["believed"] = (own_mean, own_variance, len(inputs))
         outputs: Tensor = Renormalized.apply(inputs, self.weight, self.bias, moments, sums)  # type: ignore[no-untyped-call]
         return outputs
 
@@ -264,11 +289,78 @@ class TwinBatchNorm(_BatchNorm):
         mean, variance = torch.batch_norm_update_stats(inputs, None, None, 0.0)
         return mean, variance
 
-    def _mixture(self, batch: tuple[Tensor, Tensor], samples: int) -> tuple[Tensor, Tensor]:
+    def _is_bounded(self, inputs: Tensor) -> bool:
+        """Whether a row that is far off must not count in full: one value of a sample is all that
+        a channel has.
+        """
+        return self.witness is not None and inputs.numel() == len(inputs) * self.num_features
+
+    def _bound(self, inputs: Tensor) -> Tensor:
+        """Values within some deviations of the carried mean."""
+        assert self.carried is not None
+        mean, variance = self.carried
+        shape, reach = (-1, *[1] * (inputs.dim() - 2)), _FAR * (variance + self.eps).sqrt()
+        low, high = (mean - reach).view(shape), (mean + reach).view(shape)
+        return inputs.detach().to(mean.dtype).clamp(low, high)
+
+    def _believe(
+        self, bounded: tuple[Tensor, Tensor], batch: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """The moments of bounded values, or of all if they are of another domain."""
+        assert self.witness is not None
+        if self.witness.least is None:
+            return bounded
+        mean, variance = (
+            torch.lerp(*pair, self.witness.least.to(pair[0]))
+            for pair in zip(bounded, batch, strict=True)
+        )
+        return mean, variance
+
+    def _ask(self, inputs: Tensor, batch: tuple[Tensor, Tensor], samples: int) -> None:
+        """Let the first layer of a pass witness a change of domain."""
+        if self.witness is None or self.witness.was_asked:
+            return
+        assert self.carried is not None
+        self.witness.was_asked = True
+        if samples == 1:
+            return
+        mean = batch[0].detach()
+        carried = (self.carried[0].to(mean), self.carried[1].to(mean) + self.eps)
+        own = (mean, batch[1].detach() + self.eps)
+        if self._is_bounded(inputs):
+            self.witness.answer(mean_shift(carried, own), samples)
+            return
+        means = gather_samples(inputs.detach().flatten(2).mean(2, dtype=mean.dtype))
+        self.witness.answer(moment_shift(carried, own, means), samples)
+
+    def _share(self, samples: int, trust: Tensor | float) -> Tensor | float:
+        """α of a batch."""
         assert self.blend is not None
+        share, witness = self.blend.share(samples) * trust, self.witness
+        if witness is None or witness.least is None:
+            return share
+        return witness.least.clamp(min=share)
+
+    def _blend(self, batch: tuple[Tensor, Tensor], samples: int) -> tuple[Tensor, Tensor]:
+        """Mean and variance [c] by which to normalise."""
+        if self.witness is not None:
+            self.believed = (batch[0].detach(), batch[1].detach(), samples)
+        return self._mixture(batch, self._share(samples, self.trust))
+
+    def carry_on(self, trust: Tensor | float) -> tuple[Tensor, Tensor]:
+        """Mean and variance [c] for the next batch, if the last one has this trust."""
+        if self.believed is None:
+            assert self.carried is not None
+            return self.carried
+        mean, variance, samples = self.believed
+        return self._mixture((mean, variance), self._share(samples, trust))
+
+    def _mixture(
+        self, batch: tuple[Tensor, Tensor], share: Tensor | float
+    ) -> tuple[Tensor, Tensor]:
         assert self.carried is not None
         mean, variance = (part.to(batch[0].dtype) for part in self.carried)
-        share, shift = self.blend.share(samples) * self.trust, batch[0] - mean
+        shift = batch[0] - mean
         spread = (batch[1] - variance) + (1 - share) * shift.square()
         return mean + share * shift, variance + share * spread
 
@@ -366,6 +458,7 @@ def _turn(layer: Any, statistics: Statistics) -> TwinBatchNorm:
     layer.__class__ = TwinBatchNorm  # the twin's own layer: the same one, with other statistics
     layer.blend = None if isinstance(statistics, str) or missing else statistics
     layer.trust = 1.0
+    layer.believed = None
     layer.carried = None if missing else (layer.running_mean, layer.running_var)
     turned: TwinBatchNorm = layer
     return turned

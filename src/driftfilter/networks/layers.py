@@ -3,6 +3,7 @@
 A new kind of layer is one line here, and its rule in sample_gradients.py.
 """
 
+import re
 from typing import NamedTuple
 
 from torch import nn
@@ -46,6 +47,19 @@ LAYERS: dict[type[nn.Module], Layer] = {
 }
 
 NORMS = tuple(kind for kind, layer in LAYERS.items() if layer.is_norm)
+_NAMED = re.compile(r"(RMS|Layer|Group|Instance|Batch)_?Norm")
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Whether a layer normalises: one of torch's, or one of another library that is named so
+    (LlamaRMSNorm, say) and has vectors for parameters and no layers inside.
+    """
+    if isinstance(module, NORMS):
+        return True
+    if module._modules or not _NAMED.search(type(module).__name__):
+        return False
+    own = [each for each in module._parameters.values() if each is not None]
+    return len(own) > 0 and all(each.dim() == 1 for each in own)
 
 
 def find_layer(module: nn.Module) -> Layer | None:

@@ -223,15 +223,16 @@ class Network(PredictiveModel):
     def _memory(self, own: Twin, logits: Tensor, outputs: Any) -> Memory:
         if not isinstance(self.statistics, Ema) or not own.blending:
             return {}
-        carried = {STATISTICS: own.carried()}
-        if self.statistics.diversity > 0:
-            classes = logits
-            if self.output is not self._classifying:
-                with as_called():
-                    classes = self._classifying(outputs)
-                require_logits(classes, len(logits))
-            carried[DIVERSITY] = diversity(gather_samples(classes.detach().to(logits.dtype)))
-        return carried
+        if self.statistics.diversity == 0:
+            return {STATISTICS: own.carried()}
+        classes = logits
+        if self.output is not self._classifying:
+            with as_called():
+                classes = self._classifying(outputs)
+            require_logits(classes, len(logits))
+        found = diversity(gather_samples(classes.detach().to(logits.dtype)))
+        trust = (found**self.statistics.diversity * self._trust) ** 0.5
+        return {STATISTICS: own.carried(trust), DIVERSITY: found}
 
     def __call__(self, theta: Tensor, inputs: Inputs) -> Tensor:
         return self._forward(

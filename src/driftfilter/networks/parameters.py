@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from driftfilter.base.checks import register, require
-from driftfilter.networks.layers import NORMS
+from driftfilter.networks.layers import is_norm
 from driftfilter.networks.sample_gradients import Call, Rule, layer_rows
 
 
@@ -118,7 +118,7 @@ class NormAffine:
         return [
             parameter
             for name, module in model.named_modules()
-            if isinstance(module, NORMS) and not matches(name, self.exclude)
+            if is_norm(module) and not matches(name, self.exclude)
             for parameter in _own(name, module)
         ]
 

@@ -15,7 +15,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from driftfilter.base.checks import require
 from driftfilter.base.sharding import Shards, current
-from driftfilter.networks.batch_norm import Statistics, TwinBatchNorm, prepare, share
+from driftfilter.networks.batch_norm import Ema, Statistics, TwinBatchNorm, prepare, share
+from driftfilter.networks.batch_trust import Witness
 from driftfilter.networks.layers import find_layer
 from driftfilter.networks.sample_gradients import Call, Rule
 
@@ -140,6 +141,10 @@ class Twin:
         self.norms: list[TwinBatchNorm] = prepare(self.module, statistics)
         # Those that blend a batch's statistics with carried ones.
         self.blending = [norm for norm in self.norms if norm.blend is not None]
+        self._witness = Witness()
+        if isinstance(statistics, Ema) and statistics.diversity > 0 and statistics.momentum > 0:
+            for norm in self.blending:
+                norm.witness = self._witness
         self.coupled = any(
             isinstance(layer, TwinBatchNorm)
             or (isinstance(layer, _BatchNorm) and layer.running_mean is None)
@@ -215,7 +220,8 @@ class Twin:
                 else (next(pieces), next(pieces))
             )
             norm.trust = trust
-            norm.blended = norm.carried  # should it not be called
+            norm.blended, norm.believed = norm.carried, None  # should it not be called
+        self._witness.forget()
         if (shards := current()) is not self._shards:
             share(self.norms, shards)
             self._shards = shards
@@ -231,9 +237,12 @@ class Twin:
             ]
         )
 
-    def carried(self) -> Tensor:
-        """The statistics to carry on, after a call."""
-        return torch.cat([part.detach() for norm in self.blending for part in norm.blended])
+    def carried(self, trust: Tensor | float | None = None) -> Tensor:
+        """The statistics to carry on, after a call: those it normalised by, or with another trust
+        in its batch.
+        """
+        blends = (norm.blended if trust is None else norm.carry_on(trust) for norm in self.blending)
+        return torch.cat([part.detach() for blend in blends for part in blend])
 
     @contextmanager
     def holding(self, tensors: Mapping[str, Tensor]) -> Iterator[nn.Module]:

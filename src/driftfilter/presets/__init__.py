@@ -6,12 +6,13 @@
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from driftfilter.base.checks import nearest, require, warn
+from driftfilter.networks.parameters import NormAffine
 from driftfilter.presets.ours import OURS
 from driftfilter.presets.published import PUBLISHED
 from driftfilter.recipe import Recipe
@@ -25,10 +26,19 @@ PRESETS: dict[str, Callable[..., Recipe]] = {
 # (docs/presets.md).
 FOR_BATCH_NORM = ("tent", "pl", "rpl", "conjugate", "slr", "roid", "cmf", "bacs")
 
-# What is safe in place of a default for networks without batch normalisation: their gradients are
-# larger, and nothing but information maximisation keeps the classes apart.
-_SAFE = {"variance": 0.01, "balance": 3.0, "temperature": 2.0}
-WITHOUT_BATCH_NORM: dict[str, dict[str, float]] = {"driftfilter": _SAFE, "driftfilter_aug": _SAFE}
+# Presets that ask what norms a network has, and what they do then.
+BY_NORMS = ("driftfilter", "driftfilter_aug")
+_REASONS = {
+    "batch": "it has batch norm: statistics are carried, logits centred, norm parameters adapt",
+    "other": "it has norm layers but no batch norm: logits are centred, norm parameters adapt",
+    "none": "it has no norm layer with parameters: logits are centred, the last layer adapts",
+    "frozen": "it has quantised layers, which no gradient passes: logits are centred, that is all",
+}
+
+
+def explain(model: nn.Module) -> str:
+    """What the default does with a network, and why."""
+    return _REASONS[find_norms(model)]
 
 
 def for_model(
@@ -45,8 +55,20 @@ def for_model(
             f"{name!r} at its published rate was seen to lose accuracy under group norm "
             "(docs/presets.md); lower lr"
         )
-    safer = {} if by_batch else WITHOUT_BATCH_NORM.get(name, {})
-    return recipe_of(name, {**safer, **options}, beside)
+    fitting = {"norms": find_norms(model)} if name in BY_NORMS and layers else {}
+    return recipe_of(name, {**fitting, **options}, beside)
+
+
+def find_norms(model: nn.Module) -> Literal["batch", "other", "none", "frozen"]:
+    """Which norms a network has whose parameters could be adapted: "batch" if there is one of
+    batch normalisation, "other" or "none"; "frozen" if it has quantised layers.
+    """
+    if any("quantized" in type(layer).__module__ for layer in model.modules()):
+        return "frozen"
+    if not NormAffine()(model):
+        return "none"
+    by_batch = any(isinstance(layer, _BatchNorm) for layer in model.modules())
+    return "batch" if by_batch else "other"
 
 
 def names() -> list[str]:

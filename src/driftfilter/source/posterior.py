@@ -89,6 +89,19 @@ class SourceData(Checked):
             return data
         return cls(*data) if isinstance(data, tuple) else cls(data)
 
+    def mean_prediction(self, model: PredictiveModel, theta: Tensor, temperature: float) -> Tensor:
+        """The mean of softmax(f / T) over all samples [k], with one sample of equal shares.
+
+        T = ``temperature`` · σ, as in ``Centering``: shares are compared at one temperature.
+        """
+        found = [model(theta, inputs) for inputs, _ in self]
+        require(len(found) > 0, "adapt: data", "no samples", "one sample or more")
+        logits = torch.cat(found)
+        deviations = logits - logits.mean(-1, keepdim=True)
+        sigma = deviations.square().mean().sqrt().clamp(torch.finfo(logits.dtype).tiny ** 0.5, 4.0)
+        together = (deviations / (temperature * sigma)).softmax(-1)
+        return (together.sum(0) + 1 / together.shape[1]) / (len(together) + 1)
+
     def __iter__(self) -> Iterator[tuple[Inputs, Tensor | None]]:
         if isinstance(self.inputs, Tensor):
             pieces = self.inputs.split(self.batch_size)

@@ -11,6 +11,7 @@ from hypothesis import given, settings, strategies as st
 from driftfilter.app.bench.protocols import (
     PROTOCOLS,
     AnyProtocol,
+    Clean,
     Continual,
     Correlated,
     Episodic,
@@ -21,7 +22,7 @@ from driftfilter.app.bench.protocols import (
     StreamSettings,
 )
 from driftfilter.app.corruptions import CORRUPTIONS
-from driftfilter.app.streams import Shift
+from driftfilter.app.streams import CLEAN, Shift
 from small import refuses
 
 NAMES = ("fog", "snow", "frost")
@@ -114,6 +115,13 @@ def test_reset_starts_each_corruption_from_the_source() -> None:
 @pytest.mark.parametrize("name", [name for name in PROTOCOLS if name != "reset"])
 def test_the_others_never_reset(name: str) -> None:
     assert not any(step.reset for step in PROTOCOLS[name]()(StreamSettings(NAMES), LABELS).steps)
+
+
+def test_clean_shows_the_images_without_corruption_once() -> None:
+    plan = Clean()(StreamSettings(NAMES, batch=30, images=100, shuffled=True, seed=1), LABELS)
+    assert plan.domains == (CLEAN,)
+    assert [len(step.index) for step in plan.steps] == [30, 30, 30, 10]
+    assert sorted(sample for _, sample in _pairs(plan)) == list(range(100))
 
 
 def test_continual_is_reset_without_resets_and_repeats() -> None:

@@ -15,6 +15,13 @@ QUICK: dict[str, Any] = {
     "corruptions": "gaussian_noise,defocus_blur,contrast,jpeg_compression",
     "batch": 100,
 }
+# What --matrix stands for.
+MATRIX: dict[str, Any] = {
+    "presets": "source,driftfilter",
+    "protocols": "clean,reset,continual",
+    "models": "resnet20,resnet20_gn",
+    "batches": "200,16,1",
+}
 
 
 @dataclass(frozen=True)
@@ -23,6 +30,11 @@ class BenchOptions:
 
     quick: bool = option(
         "4 corruptions of the shipped images in batches of 100: minutes on a CPU", False
+    )
+    matrix: bool = option(
+        "also a page of accuracy and ECE against the frozen network, by network, protocol (clean, "
+        "reset and continual) and batch size; below 8 samples a step, 500 images a corruption",
+        False,
     )
     presets: str = option(
         "names, with options as in cotta:copies=4,lr=0.001 (default: those of --quick)",
@@ -61,6 +73,9 @@ class BenchOptions:
     )
     severity: int = count_option("1 to 5 (default {default})", 5)
     batch: int = count_option("samples a step (default {default})", 200)
+    batches: str | None = option(
+        "several of them, as in 200,16,1, which --matrix has (default: --batch)", metavar="A,B"
+    )
     images: int | None = count_option("a corruption (default: all)", None)
     order: Literal["given", "shuffled"] = option("of the corruptions (default {default})", "given")
     shuffled: bool = option("images of a corruption in random order, by the seed", False)
@@ -84,5 +99,10 @@ class BenchOptions:
 
 
 def read_options(**given: Any) -> BenchOptions:
-    """The options that are given; with ``quick`` those it stands for, unless given otherwise."""
-    return BenchOptions(**{**(QUICK if given.get("quick") else {}), **given})
+    """The options that are given; with ``quick`` and ``matrix`` those they stand for, unless given
+    otherwise.
+    """
+    meant = {**(QUICK if given.get("quick") else {}), **(MATRIX if given.get("matrix") else {})}
+    if "batch" in given:
+        meant.pop("batches", None)
+    return BenchOptions(**{**meant, **given})

@@ -29,6 +29,9 @@ from driftfilter.app.machine import Machine, choose_machine
 from driftfilter.app.streams import Domains, open_cifar10, open_domains
 from driftfilter.base.checks import nearest, require
 
+# In a matrix: batches below so many samples see so many images of a corruption.
+SMALL_BATCH, FEW_IMAGES = 8, 500
+
 
 def prepare(options: BenchOptions) -> tuple[Bench, tuple[Task, ...]]:
     """All that is needed, and every task.
@@ -36,7 +39,7 @@ def prepare(options: BenchOptions) -> tuple[Bench, tuple[Task, ...]]:
     A wrong option or a missing file is an error here, before anything runs.
     """
     machine = choose_machine(options.device, options.precision)
-    presets = parse_choices(options.presets)
+    presets = parse_choices(f"source,{options.presets}" if options.matrix else options.presets)
     protocols = [_set_rounds(each, options.rounds) for each in parse_choices(options.protocols)]
     networks = {each.name: each for each in _load_networks(options.models, machine)}
     require(
@@ -45,8 +48,6 @@ def prepare(options: BenchOptions) -> tuple[Bench, tuple[Task, ...]]:
         options.models,
         "files of distinct names",
     )
-    each = itertools.product(networks, protocols, presets, parse_seeds(options.seeds))
-    tasks = tuple(Task(preset, chosen, model, seed) for model, chosen, preset, seed in each)
     names = _parse_corruptions(options.corruptions)
     data = open_domains(
         options.data,
@@ -62,6 +63,13 @@ def prepare(options: BenchOptions) -> tuple[Bench, tuple[Task, ...]]:
     }
     stream = StreamSettings(
         **{**shared, "corruptions": _default_corruptions(data) if names is None else names}
+    )
+    each = itertools.product(
+        networks, protocols, _parse_batches(options), presets, parse_seeds(options.seeds)
+    )
+    tasks = tuple(
+        Task(preset, chosen, model, seed, batch, _limit_images(options, batch, len(data.labels)))
+        for model, chosen, batch, preset, seed in each
     )
     bench = Bench(
         data,
@@ -131,6 +139,24 @@ def parse_seeds(text: str) -> tuple[int, ...]:
         "distinct: each is run once",
     )
     return numbers if "," in text else tuple(range(numbers[0]))
+
+
+def _parse_batches(options: BenchOptions) -> tuple[int | None, ...]:
+    """The batch sizes of the tasks, each once; None is that of the stream."""
+    if options.batches is None:
+        return (None,)
+    parts = options.batches.replace(" ", "").split(",")
+    known = all(part.isdigit() and int(part) > 0 for part in parts)
+    require(known, "batches", options.batches, "batch sizes, as in 200,16,1")
+    return tuple(dict.fromkeys(map(int, parts)))
+
+
+def _limit_images(options: BenchOptions, batch: int | None, count: int) -> int | None:
+    """Images a corruption in a matrix, whose small batches would take hours of ``count`` images;
+    None is what the stream has.
+    """
+    small = options.matrix and options.images is None and (batch or options.batch) < SMALL_BATCH
+    return min(FEW_IMAGES, count) if small else None
 
 
 def _parse_corruptions(text: str) -> tuple[str, ...] | None:

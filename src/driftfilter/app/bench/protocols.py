@@ -3,7 +3,7 @@ pure functions of them.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, TypeAlias, final
 
 import numpy as np
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from driftfilter.app.corruptions import CORRUPTIONS
-from driftfilter.app.streams import Shift, shift_of
+from driftfilter.app.streams import CLEAN, Shift, shift_of
 from driftfilter.base.checks import Count, Positive, PositiveCount, check_fields, require
 
 
@@ -78,6 +78,17 @@ class _Checked:
 
     def __post_init__(self) -> None:
         check_fields(self, "")
+
+
+@final
+@dataclass(frozen=True)
+class Clean:
+    """The images without corruption."""
+
+    def __call__(self, stream: StreamSettings, labels: Tensor) -> StreamPlan:
+        """The plan for samples with labels [N]."""
+        clean = replace(stream, corruptions=(CLEAN.corruption,))
+        return _plan(stream, _visits(clean, labels, _random(stream)))
 
 
 @final
@@ -215,9 +226,10 @@ class Recurring(_Checked):
         )
 
 
-AnyProtocol: TypeAlias = Episodic | Continual | Gradual | Mixed | Correlated | Recurring
+AnyProtocol: TypeAlias = Clean | Episodic | Continual | Gradual | Mixed | Correlated | Recurring
 
 PROTOCOLS: dict[str, type[AnyProtocol]] = {
+    "clean": Clean,
     "reset": Episodic,
     "continual": Continual,
     "gradual": Gradual,

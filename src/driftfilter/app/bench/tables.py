@@ -34,13 +34,13 @@ MEASURES = {"mean": "accuracy", "ECE": "ece", "NLL": "nll", "Brier": "brier"}
 
 
 class Table(NamedTuple):
-    """Presets on one model under one protocol."""
+    """Rows of names and numbers: presets on one model under one protocol, or across several."""
 
     notes: list[str]  # what it was measured with
     head: list[str]
     rows: list[list[str]]
-    failures: list[str]
-    conditions: frozenset[str]  # of the documents in it
+    failures: Sequence[str] = ()
+    conditions: frozenset[str] = frozenset()  # of the documents in it
 
 
 class Row(NamedTuple):
@@ -96,10 +96,8 @@ def by_preset(documents: Iterable[Document]) -> list[list[Document]]:
 def _row(documents: Sequence[Document]) -> Row:
     made = documents[0]["settings"]
     results = [document["result"] for document in documents if "result" in document]
-    values = {
-        name: [_accuracy(result["domains"], name) for result in results]
-        for name in made["stream"]["corruptions"]
-    }
+    names = ["clean"] if made["protocol"]["name"] == "clean" else made["stream"]["corruptions"]
+    values = {name: [_accuracy(result["domains"], name) for result in results] for name in names}
     values |= {
         title: [result["mean"][name] for result in results] for title, name in MEASURES.items()
     }
@@ -178,8 +176,8 @@ def _summary(rows: Sequence[Row]) -> Table:
             "mean accuracy / ECE over the domains of each protocol",
             f"severity {stream['severity']}, {stream['images']:,} images a corruption, batch "
             f"{stream['batch']}, "
-            f"window {rows[0].settings['window']}, {_machine(rows[0].settings)}",
-            *_commands(rows),
+            f"window {rows[0].settings['window']}, {describe_machine(rows[0].settings)}",
+            *list_commands(rows),
         ],
         ["preset", "model", "source images", *protocols],
         [[*key[:3], *(found.get(name, "") for name in protocols)] for key, found in cells.items()],
@@ -192,12 +190,13 @@ def _conditions(rows: Sequence[Row]) -> frozenset[str]:
     return frozenset(condition(row.settings) for row in rows)
 
 
-def _commands(rows: Sequence[Row]) -> list[str]:
+def list_commands(rows: Sequence[Row]) -> list[str]:
     """Commands that made the rows, each once."""
     return list(dict.fromkeys(f"command: {command}" for row in rows for command in row.commands))
 
 
-def _machine(made: Mapping[str, Any]) -> str:
+def describe_machine(made: Mapping[str, Any]) -> str:
+    """Device, precision and layout of a task."""
     tried = ", cuDNN benchmark" if made["cudnn_benchmark"] else ""
     return f"{made['device']}, precision {made['precision']}{tried}, {made['layout']}"
 
@@ -212,7 +211,7 @@ def _source(rows: Sequence[Row]) -> list[str]:
     ]
 
 
-def _describe_seeds(rows: Sequence[Row]) -> str:
+def describe_seeds(rows: Sequence[Row]) -> str:
     """The seeds of all rows if they are the same, else those of each: some are not done yet."""
     each = [", ".join(map(str, sorted(row.seeds))) for row in rows]
     named = [f"{row.settings['preset']} {seeds}" for row, seeds in zip(rows, each, strict=True)]
@@ -274,15 +273,15 @@ def _notes(rows: Sequence[Row]) -> list[str]:
         f"{stream['images']:,} images a corruption, batch {stream['batch']}, window "
         f"{made['window']}, {order}",
         "data: " + ", ".join(f"{key} {value}" for key, value in made["data"].items()),
-        _describe_seeds(rows),
+        describe_seeds(rows),
         "accuracy by corruption; mean, ECE (15 bins), NLL and Brier (sum over classes) are "
         "means over the domains",
         "from: predicted from the prior (before the update on the batch) or posterior; ms: "
         "median step",
-        _machine(made),
+        describe_machine(made),
         *_source(rows),
         ", ".join(f"{name} {version}" for name, version in made["versions"].items()),
-        *_commands(rows),
+        *list_commands(rows),
         *(f"warning of {text}" for row in rows for text in row.warnings),
     ]
 

@@ -81,17 +81,25 @@ class Task(NamedTuple):
     protocol: Choice
     model: str
     seed: int
+    batch: int | None = None  # None: the bench's, as for images
+    images: int | None = None
 
     def __str__(self) -> str:
-        return f"{self.preset} · {self.protocol} · {self.model} · seed {self.seed}"
+        batch = "" if self.batch is None else f" · batch {self.batch}"
+        return f"{self.preset} · {self.protocol} · {self.model}{batch} · seed {self.seed}"
 
     def recipe(self) -> df.Recipe:
         """Recipe of the preset; an error names what is not known."""
         return df.presets.get(self.preset.name, **dict(self.preset.options))
 
+    def set_up(self, stream: StreamSettings) -> StreamSettings:
+        """The stream with this seed, and with what else this task has of its own."""
+        batch, images = self.batch or stream.batch, self.images or stream.images
+        return replace(stream, seed=self.seed, batch=batch, images=images)
+
     def plan(self, stream: StreamSettings, labels: Tensor) -> StreamPlan:
-        """Plan of the protocol, with this seed."""
-        return build_protocol(self.protocol)(replace(stream, seed=self.seed), labels)
+        """Plan of the protocol, with what this task has of its own."""
+        return build_protocol(self.protocol)(self.set_up(stream), labels)
 
 
 def build_protocol(choice: Choice) -> AnyProtocol:
@@ -152,6 +160,7 @@ class Bench:
 def settings(bench: Bench, task: Task) -> dict[str, Any]:
     """All that determines a result, JSON-ready."""
     recipe, chosen = task.recipe(), build_protocol(task.protocol)
+    stream = task.set_up(bench.stream)
     return {
         "preset": str(task.preset),
         "recipe": repr(recipe),
@@ -164,10 +173,9 @@ def settings(bench: Bench, task: Task) -> dict[str, Any]:
         "weights_sha256": bench.networks[task.model].weights,
         "normalisation": "inside the model",
         "stream": {
-            **asdict(bench.stream),
-            "images": bench.stream.images or len(bench.data.labels),
-            "corruptions": list(bench.stream.corruptions),
-            "seed": task.seed,
+            **asdict(stream),
+            "images": stream.images or len(bench.data.labels),
+            "corruptions": list(stream.corruptions),
         },
         "data": bench.description,
         "window": bench.window,

@@ -5,8 +5,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple, TypeAlias
 
-from driftfilter.app.paper.examples import Example, Linear, Moons, Pinwheel
+from driftfilter.app.paper.linear import Linear
+from driftfilter.app.paper.moons import Moons
+from driftfilter.app.paper.pinwheel import Pinwheel
 from driftfilter.app.paper.trial import (
+    Example,
     Runner,
     Scores,
     Trial,

@@ -19,9 +19,8 @@ from torch import Tensor
 import driftfilter as df
 from driftfilter.app import metrics
 from driftfilter.app.paper.dynamics import Prior
-from driftfilter.app.paper.examples import TIMES, Example, Problem
 from driftfilter.app.paper.reproduce import Result
-from driftfilter.app.paper.trial import grid
+from driftfilter.app.paper.trial import TIMES, Example, Problem, grid
 
 CLASSES = ("#0072B2", "#D55E00", "#009E73")  # Okabe–Ito: told apart by all readers
 SOURCE_COLOR, FILTER_COLOR, BOUND_COLOR = "#7F7F7F", "#0072B2", "#009E73"

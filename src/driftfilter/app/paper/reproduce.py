@@ -19,9 +19,13 @@ import driftfilter as df
 from driftfilter.app.paper import cases
 from driftfilter.app.paper.cases import CLAIMS, FILTER, SOURCE, Case
 from driftfilter.app.paper.dynamics import DynamicsExample
-from driftfilter.app.paper.examples import TIMES, Example, Linear, Moons, Pinwheel
+from driftfilter.app.paper.linear import Linear
+from driftfilter.app.paper.moons import Moons
+from driftfilter.app.paper.pinwheel import Pinwheel
 from driftfilter.app.paper.trial import (
+    TIMES,
     Doubt,
+    Example,
     Scores,
     Trial,
     doubt,
@@ -177,7 +181,7 @@ def _write_stream(
         "version": df.__version__,
         "seeds": [result.seed for result in results],
         "predict_from": example.filter().predict_from,
-        "settings": asdict(example),
+        "settings": asdict(example),  # type: ignore[call-overload]  # every example is a dataclass
         "cases": {case.name: _measure(case, results) for case in rows},
         "uncertainty": {
             "times": TIMES,

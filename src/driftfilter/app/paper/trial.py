@@ -4,24 +4,79 @@ An example says how its data are drawn, its model, its filter; all else is writt
 Labels are seen by the source, by the evaluation, and by the supervised bound that says so.
 """
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, TypeAlias, final
+from typing import NamedTuple, Protocol, TypeAlias, final
 
 import torch
 from torch import Tensor
 
 import driftfilter as df
 from driftfilter.app import metrics
-from driftfilter.app.paper.examples import TIMES, Example, Problem
 from driftfilter.base.randomness import Randomness
 from driftfilter.inference.curvature import Curvature
 from driftfilter.model.observation import Energy
 from driftfilter.model.weighting import Memory
 
+TIMES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the stream, at which beliefs are kept
 WINDOWS = 20  # parts of the stream whose accuracy is kept
 VANISHED = 0.05  # k times the share of a class among the predictions, below which it has vanished
+
+
+class Labeled(NamedTuple):
+    """Samples with the labels that only source and evaluation see."""
+
+    inputs: Tensor  # [..., 2]
+    labels: Tensor  # [...]
+
+
+class Problem(NamedTuple):
+    """Everything drawn for one seed."""
+
+    source: Labeled  # [N, 2]
+    stream: Labeled  # [steps, n, 2]
+    current: tuple[
+        Labeled, ...
+    ]  # fresh samples from where the stream is at each of TIMES; the last is where it ends
+
+
+class Example(Protocol):
+    """Settings of an example, with defaults that are the paper's."""
+
+    @property
+    def steps(self) -> int:
+        """Batches in the stream."""
+
+    @property
+    def classes(self) -> int:
+        """k."""
+
+    @property
+    def chance(self) -> float:
+        """End accuracy below which a run has collapsed."""
+
+    @property
+    def window(self) -> tuple[tuple[float, float], tuple[float, float]]:
+        """Part of the plane that is drawn, (left, right) and (low, high)."""
+
+    @property
+    def far(self) -> float:
+        """Distance from every sample beyond which a point of the window is far."""
+
+    @property
+    def reach(self) -> float:
+        """Source standard deviations beyond which the filter has run away."""
+
+    def problem(self, seed: int) -> Problem:
+        """Source, stream and test samples of a seed."""
+
+    def source(self, data: Labeled) -> df.Belief:
+        """The Laplace source posterior."""
+
+    def filter(self) -> df.Filter:
+        """The filter, over raw inputs [n, 2]."""
 
 
 class Scores(NamedTuple):
@@ -63,6 +118,63 @@ def is_alarmed(example: Example, scores: Scores) -> bool:
 
 
 Runner: TypeAlias = Callable[[Example, df.Belief, Problem, int], Trial]
+
+
+def polynomial(inputs: Tensor, degree: int) -> Tensor:
+    """All monomials of two coordinates up to a degree, [n, 2] -> [n, (degree + 1)(degree + 2)/2],
+    the constant first.
+    """
+    powers = [torch.ones_like(inputs)]
+    for _ in range(degree):
+        powers.append(powers[-1] * inputs)
+    table = torch.stack(powers)  # [degree + 1, n, 2]
+    pairs = torch.tensor(
+        [(total - second, second) for total in range(degree + 1) for second in range(total + 1)]
+    )
+    return (table[pairs[:, 0], :, 0] * table[pairs[:, 1], :, 1]).mT.contiguous()
+
+
+def draw_labels(
+    shape: tuple[int, ...], shares: Sequence[float], generator: torch.Generator
+) -> Tensor:
+    """Class indices drawn with given shares."""
+    weights, count = torch.tensor(shares, dtype=torch.float64), math.prod(shape)
+    return torch.multinomial(weights, count, replacement=True, generator=generator).reshape(shape)
+
+
+def draw_problem(
+    draw: Callable[[Tensor, float, torch.Generator], Labeled],
+    ends: tuple[float, float],
+    shape: tuple[int, int],
+    counts: tuple[int, int],
+    shares: tuple[float, float],
+    seed: int,
+) -> Problem:
+    """Everything drawn for a seed: ``draw`` takes places between the ``ends`` of the way [...].
+
+    The stream is of ``shape`` (steps, samples a step); ``counts`` are those of the source and of
+    each fresh set, ``shares`` those of the last class in the source and in the stream.
+    """
+    generator, (first, last), (known, share) = torch.Generator().manual_seed(seed), ends, shares
+    source = draw(torch.full((counts[0],), first, dtype=torch.float64), known, generator)
+    way = torch.linspace(first, last, shape[0], dtype=torch.float64)
+    stream = draw(way[:, None].expand(shape), share, generator)
+    fresh = (
+        torch.full((counts[1],), first + fraction * (last - first), dtype=torch.float64)
+        for fraction in TIMES
+    )
+    return Problem(source, stream, tuple(draw(place, share, generator) for place in fresh))
+
+
+def unit_prior(dimension: int, structure: str, rank: int = 10) -> df.Belief:
+    """N(0, I) in a structure."""
+    mean = torch.zeros(dimension, dtype=torch.float64)
+    covariances: dict[str, Callable[[], df.Covariance]] = {
+        "full": lambda: df.Full(torch.eye(dimension, dtype=torch.float64)),
+        "diagonal": lambda: df.Diagonal(torch.ones_like(mean)),
+        "low rank": lambda: df.LowRank.isotropic(1.0, dimension, min(rank, dimension), mean),
+    }
+    return df.Belief(mean, covariances[structure]())
 
 
 def run_frozen(example: Example, belief: df.Belief, problem: Problem, seed: int) -> Trial:

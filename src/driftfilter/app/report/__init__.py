@@ -1,12 +1,14 @@
 """``driftfilter report``: runs side by side on one page that needs nothing but itself."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from driftfilter.app.bench.matrix import NAME, Matrix, read
 from driftfilter.app.bench.tables import Document
 from driftfilter.app.report import runs, tasks
-from driftfilter.app.report.content import ReportError, StreamReport
+from driftfilter.app.report.content import ReportError, StreamReport, read_json
+from driftfilter.app.report.matrix import pick_worst, view
 from driftfilter.app.report.page import render
 from driftfilter.storage.atomic import write_atomic
 
@@ -23,7 +25,7 @@ def write(folders: Sequence[Path], out: Path | None = None) -> Path:
     first of them.
     """
     path = folders[0] / "report.html" if out is None else out
-    page = render(collect(folders))
+    page = render(collect(folders), collect_matrices(folders))
     if len(page.encode()) > LIMIT:
         raise ReportError(
             f"the page would have {len(page.encode()) / 1e6:.1f} MB, more than {LIMIT / 1e6:g}: "
@@ -58,7 +60,19 @@ def collect(folders: Sequence[Path]) -> list[StreamReport]:
             documents += [
                 _require_understood(Path(each["path"]), each, tasks.streams) for each in held
             ]
-    return [*runs.streams(found), *tasks.streams(documents)]
+    of_tasks = tasks.streams(documents)
+    shown = pick_worst(of_tasks) if collect_matrices(unique) else of_tasks
+    return [*runs.streams(found), *shown]
+
+
+def collect_matrices(folders: Sequence[Path]) -> list[Matrix]:
+    """The matrices that folders of ``bench --matrix`` hold."""
+    paths = [path for folder in dict.fromkeys(folders) if (path := folder / NAME).exists()]
+    return [read(_require_understood(path, read_json(path), _view_first)) for path in paths]
+
+
+def _view_first(documents: Sequence[Mapping[str, Any]]) -> object:
+    return view(read(documents[0]))
 
 
 def _require_understood(path: Path, held: T, use: Callable[[list[T]], object]) -> T:

@@ -94,6 +94,11 @@ def read_json(path: Path) -> Any:
         raise ReportError(f"{path} is damaged: it must hold JSON, got {error}") from error
 
 
+def plural(count: int, what: str) -> str:
+    """A number of things."""
+    return f"{count} {what}{'' if count == 1 else 's'}"
+
+
 def flat(document: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     """Nested settings as lines: names with dots, values as text; what is not set is left out."""
     lines: dict[str, str] = {}

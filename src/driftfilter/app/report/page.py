@@ -9,7 +9,8 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from driftfilter import __version__
-from driftfilter.app.report import svg as draw
+from driftfilter.app.bench.matrix import Matrix
+from driftfilter.app.report import matrix as matrix_view, svg as draw
 from driftfilter.app.report.content import Entry, StreamReport
 from driftfilter.app.report.svg import Axis, Series, Style
 
@@ -19,15 +20,18 @@ PICTURES = 1_000_000  # bytes of all of them
 ALARMS = 200  # marks of a chart
 
 
-def render(streams: Sequence[StreamReport]) -> str:
+def render(streams: Sequence[StreamReport], matrices: Sequence[Matrix] = ()) -> str:
     """The whole page; every string in it is escaped."""
     made = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     source = (files("driftfilter.app.report") / "page.html.jinja").read_text(encoding="utf-8")
     pictured = _choose_pictured(streams)
+    above = [matrix_view.view(each) for each in matrices]
+    below = streams[0].title if len(streams) == 1 else f"{len(streams)} streams"
     return made.from_string(source).render(
-        title=streams[0].title if len(streams) == 1 else f"{len(streams)} streams",
+        title=above[0]["title"] if above else below,
+        matrices=above,
         streams=[_view(stream, place, pictured) for place, stream in enumerate(streams)],
         version=__version__,
         **_SAID,

@@ -1,4 +1,4 @@
-"""Charts as inline SVG: lines over time, dots by row, bars, reliability diagrams.
+"""Charts as inline SVG: lines over time, dots by row, bars, reliability diagrams, heat maps.
 
 Drawn 400 wide, so that their letters can be read on a phone; colours are classes of the page's
 style sheet, which knows light, dark and print. ``Markup.format`` escapes whatever is put in.
@@ -293,3 +293,41 @@ def reliability(name: str, says: str, bins: ReliabilityDiagram, style: Style) ->
         _text(left + side, bottom + 55, "confidence", "name", "end"),
     ]
     return _svg(name, says, bottom + 60, body, 204)
+
+
+def heat(
+    name: str,
+    says: str,
+    columns: Sequence[str],
+    rows: Mapping[str, Sequence[tuple[float, str] | None]],
+    better: int,
+) -> Markup:
+    """Differences in a grid, each with its text: one colour for those of the sign ``better``,
+    another for the rest, stronger the larger they are; None leaves a cell empty.
+    """
+    left, cut = _labels(rows)
+    top, height, width = 32.0, 24.0, min((WIDTH - left) / len(columns), 88.0)
+    sizes = (abs(each[0]) for row in rows.values() for each in row if each)
+    most = max(sizes, default=0.0) or 1.0
+    body = []
+    for place, title in enumerate(columns):
+        for line, part in enumerate(title.split(", ")):
+            body += [_text(left + width * (place + 0.5), 11 + 13 * line, part, "tick")]
+    for number, (label, row) in enumerate(rows.items()):
+        y = top + height * number
+        body += [_text(left - 8, y + height / 2 + 4, cut(label), "label", "end")]
+        for place, each in enumerate(row):
+            value, text = each or (0.0, "–")
+            x, kind = left + width * place, "better" if value * better > 0 else "worse"
+            body += [
+                _shade(x, y, width, height, kind, 0.6 * math.sqrt(abs(value) / most)),
+                _text(x + width / 2, y + height / 2 + 4, text, "value"),
+            ]
+    return _svg(name, says, top + height * len(rows) + 4, body)
+
+
+def _shade(x: float, y: float, width: float, height: float, kind: str, opacity: float) -> Markup:
+    return Markup(
+        '<rect x="{:.1f}" y="{:.1f}" width="{:.1f}" height="{:.1f}" class="heat {}" '
+        'fill-opacity="{:.2f}"/>'
+    ).format(x + 1, y + 1, width - 2, height - 2, kind, opacity)

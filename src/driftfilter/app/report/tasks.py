@@ -18,6 +18,7 @@ from driftfilter.app.report.content import (
     ShownSample,
     StreamReport,
     flat,
+    plural,
     read_json,
 )
 
@@ -57,7 +58,8 @@ def _stream(documents: Sequence[Document]) -> StreamReport:
         at += visit["steps"]
     others = [entry for entry in entries if entry is not source]
     return StreamReport(
-        f"{made['model']}, {made['protocol']['name']} protocol",
+        f"{made['model']}, {made['protocol']['name']} protocol, "
+        f"batches of {made['stream']['batch']}",
         _sentence(made, result, len(others)),
         others,
         None if source is None else source._replace(name="frozen source"),
@@ -68,22 +70,18 @@ def _stream(documents: Sequence[Document]) -> StreamReport:
 
 def _sentence(made: Mapping[str, Any], result: Mapping[str, Any], count: int) -> str:
     stream = made["stream"]
-    kinds = len({row["corruption"] for row in result["domains"]})
+    kinds = {row["corruption"] for row in result["domains"]}
+    under = f"under {plural(len(kinds), 'corruption')} of severity {stream['severity']}"
     return (
-        f"{_plural(count, 'preset')} adapted {made['model']} to {result['pooled']['n']:,} "
-        "unlabeled images under "
-        f"{_plural(kinds, 'corruption')} of severity {stream['severity']}, {stream['batch']} at "
-        "a time "
+        f"{plural(count, 'preset')} adapted {made['model']} to {result['pooled']['n']:,} "
+        f"unlabeled images {'without corruption' if kinds == {'clean'} else under}, "
+        f"{stream['batch']} at a time "
         f"({made['protocol']['name']} protocol), on {made['device']}."
     )
 
 
 def _words(name: str) -> str:
     return name.replace("_", " ")
-
-
-def _plural(count: int, what: str) -> str:
-    return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 def _entry(documents: Sequence[Document]) -> Entry:

@@ -1,0 +1,285 @@
+"""Whether an adapter locks itself out: changes that break the source, and labels in runs.
+
+    python benchmarks/lockout.py [digits] [labels] [images] [gas] [--gas FOLDER] [--seeds 5] \
+        [--json FILE]
+
+Digits: the network of examples/own_cnn.py sees 30 clean batches of 32, then a change; accuracy from
+the tenth batch after it and from the twentieth. Labels: clean digits in runs of 64 and sorted.
+Images: ResNet-20 while the light goes and comes back; accuracy from the tenth batch on, and over
+the last quarter; and clean images sorted by class. Gas: UCI gas-sensor drift, a network with batch
+norm trained on the first month (FOLDER holds batch1.dat, …, of the repository
+miltongneto/Gas-Sensor-Array-Drift), in file order, shuffled, and after a run of one gas, in batches
+of 64. Each beside the frozen network and ``bn``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+
+import driftfilter as df
+from driftfilter.app import models
+from driftfilter.app.streams import sample_images
+
+Batch = tuple[Tensor, Tensor]
+Row = dict[str, Any]
+CLEAN, AFTER = 30, 60  # batches of digits
+MONTHS = (2, 3, 4, 5, 6, 8, 9)  # of the gas data, the first is what the network is trained on
+
+CHANGES: dict[str, list[Callable[[Tensor], Tensor]]] = {
+    "0.2 x": [lambda x: 0.2 * x],
+    "0.4 x + 0.4": [lambda x: 0.4 * x + 0.4],
+    "0.3 x + 0.6": [lambda x: 0.3 * x + 0.6],
+    "x + 1": [lambda x: x + 1],
+    "x + 1, then 0.2 x": [lambda x: x + 1, lambda x: 0.2 * x],
+}
+
+
+def fit(model: nn.Module, inputs: Tensor, labels: Tensor, epochs: int) -> nn.Module:
+    """Train a classifier."""
+    optimizer = torch.optim.Adam(model.parameters(), 2e-3)
+    for _ in range(epochs):
+        for index in torch.randperm(len(labels)).split(64):
+            if len(index) == 1:
+                continue
+            loss = nn.functional.cross_entropy(model(inputs[index]), labels[index])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    return model.eval()
+
+
+def digits(seed: int) -> tuple[nn.Module, Tensor, Tensor]:
+    """The network of examples/own_cnn.py, and the digits that it has not seen."""
+    torch.manual_seed(seed)
+    data = load_digits()
+    images = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16
+    labels = torch.tensor(data.target)
+    model = nn.Sequential(
+        nn.Conv2d(1, 32, 3, padding=1),
+        nn.BatchNorm2d(32),
+        nn.ReLU(),
+        nn.Conv2d(32, 64, 3, stride=2, padding=1),
+        nn.BatchNorm2d(64),
+        nn.ReLU(),
+        nn.Conv2d(64, 64, 3, padding=1),
+        nn.BatchNorm2d(64),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(64, 10),
+    )
+    return fit(model, images[:900], labels[:900], 30), images[900:], labels[900:]
+
+
+def endless(inputs: Tensor, labels: Tensor, size: int, seed: int) -> Iterator[Batch]:
+    """Full batches, in another order each pass."""
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        for at in torch.randperm(len(labels), generator=generator).split(size):
+            if len(at) == size:
+                yield inputs[at], labels[at]
+
+
+def take(batches: Iterator[Batch], count: int, change: Callable[[Tensor], Tensor]) -> list[Batch]:
+    """So many batches under a change."""
+    return [(change(inputs), labels) for inputs, labels in (next(batches) for _ in range(count))]
+
+
+def compare(model: nn.Module, stream: list[Batch], presets: list[str]) -> Row:
+    """Per-batch accuracy [batches] by the frozen network and by presets; events of the default."""
+    row: Row = {}
+    with torch.no_grad():
+        row["frozen"] = [hits(model(inputs), labels) for inputs, labels in stream]
+    for preset in presets:
+        monitor = None if preset == "unguarded" else df.Monitor()
+        adapter = df.adapt(
+            model, "driftfilter" if preset == "unguarded" else preset, monitor=monitor
+        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            row[preset] = [hits(adapter(inputs), labels) for inputs, labels in stream]
+        if preset == "driftfilter":
+            row["events"] = dict(Counter(f"{e.signal} {e.response}" for e in adapter.events))
+    return row
+
+
+def hits(logits: Tensor, labels: Tensor) -> float:
+    """Accuracy of a batch."""
+    return float((logits.argmax(-1) == labels).double().mean())
+
+
+def mean(values: list[float]) -> float:
+    """Of a stretch of a stream."""
+    return sum(values) / len(values)
+
+
+def stretches(row: Row, **parts: slice) -> Row:
+    """Mean accuracy over stretches of a stream in place of that of every batch."""
+    found = {"events": row["events"]} if "events" in row else {}
+    for name, values in row.items():
+        if name != "events":
+            found[name] = {part: mean(values[where]) for part, where in parts.items()}
+    return found
+
+
+def changes(seed: int, presets: list[str]) -> Iterator[Row]:
+    """Digits, before and after a change."""
+    model, images, labels = digits(seed)
+    for name, steps in CHANGES.items():
+        batches = endless(images, labels, 32, seed)
+        stream = take(batches, CLEAN, lambda x: x)
+        for step in steps[:-1]:
+            stream += take(batches, CLEAN, step)
+        start = len(stream)
+        stream += take(batches, AFTER, steps[-1])
+        row = compare(model, stream, presets)
+        parts = {"10 to 20": slice(start + 10, start + 20), "20 to 60": slice(start + 20, None)}
+        yield {"stream": f"digits, {name}", "seed": seed, **stretches(row, **parts)}
+
+
+def label_runs(seed: int, presets: list[str]) -> Iterator[Row]:
+    """Clean digits, one class after the other."""
+    model, images, labels = digits(seed)
+    generator = torch.Generator().manual_seed(seed)
+    runs = []
+    for _ in range(4):
+        for label in torch.randperm(10, generator=generator):
+            of = (labels == label).nonzero().flatten()
+            runs.append(of[torch.randint(len(of), (64,), generator=generator)])
+    mixed = torch.randperm(len(labels), generator=generator)[:640]
+    orders = {
+        "in runs of 64": torch.cat(runs),
+        "sorted": labels.argsort(stable=True),
+        "mixed, then in runs of 64": torch.cat([mixed, *runs]),
+    }
+    for name, order in orders.items():
+        stream = [(images[at], labels[at]) for at in order.split(32)]
+        row = compare(model, stream, presets)
+        yield {"stream": f"digits, clean, {name}", "seed": seed, **stretches(row, all=slice(None))}
+
+
+def ramp(t: float, back: bool) -> float:
+    """From 0 to 1 in the middle of a stream and back, or to 1 after a quarter of it."""
+    return 1 - abs(2 * t - 1) if back else min(1.0, 4 * t)
+
+
+LIGHT: dict[str, tuple[bool, Callable[[Tensor, float], Tensor]]] = {
+    "brightness to white and back": (True, lambda x, a: (x + a).clamp(max=1)),
+    "contrast to .04 and back": (
+        True,
+        lambda x, a: torch.lerp(x, x.mean((2, 3), keepdim=True), 0.96 * a),
+    ),
+    "darkness to .03": (False, lambda x, a: x * (1 - 0.97 * a)),
+}
+
+
+def light(seed: int, presets: list[str], sizes: list[int]) -> Iterator[Row]:
+    """ResNet-20 while the light goes."""
+    model, data = models.load("resnet20").eval(), sample_images()
+    for size in sizes:
+        count = max(40, 2000 // size)
+        for name, (back, change) in LIGHT.items():
+            batches = endless(data.images, data.labels, size, seed)
+            stream = [
+                (change(inputs, ramp(i / (count - 1), back)), labels)
+                for i, (inputs, labels) in enumerate(next(batches) for _ in range(count))
+            ]
+            row = compare(model, stream, presets)
+            parts = {"from 10": slice(10, None), "last quarter": slice(-count // 4, None)}
+            yield {"stream": f"resnet20, {name}, {size}", "seed": seed, **stretches(row, **parts)}
+        order = data.labels.argsort(stable=True)
+        row = compare(
+            model, [(data.images[at], data.labels[at]) for at in order.split(size)], presets
+        )
+        name = f"resnet20, clean, sorted, {size}"
+        yield {"stream": name, "seed": seed, **stretches(row, all=slice(None))}
+
+
+def read_gas(folder: Path) -> dict[int, Batch]:
+    """Rows [n, 128] and gases [n] by month, in units of the first."""
+    found = {}
+    for month in (1, *MONTHS):
+        lines = [line.split() for line in (folder / f"batch{month}.dat").open()]
+        rows = torch.tensor([[float(pair.split(":")[1]) for pair in line[1:]] for line in lines])
+        found[month] = rows, torch.tensor([int(line[0].split(";")[0]) - 1 for line in lines])
+    center, scale = found[1][0].mean(0), found[1][0].std(0)
+    return {month: ((rows - center) / scale, gases) for month, (rows, gases) in found.items()}
+
+
+def gas(folder: Path, seed: int, presets: list[str]) -> Iterator[Row]:
+    """Sensors that drift for three years, gases in runs."""
+    data = read_gas(folder)
+    torch.manual_seed(seed)
+    model = nn.Sequential(
+        nn.Linear(128, 64),
+        nn.BatchNorm1d(64),
+        nn.ReLU(),
+        nn.Linear(64, 64),
+        nn.BatchNorm1d(64),
+        nn.ReLU(),
+        nn.Linear(64, 6),
+    )
+    fit(model, *data[1], 60)
+    inputs, labels = (torch.cat(parts) for parts in zip(*(data[m] for m in MONTHS), strict=True))
+    mixed = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
+    first = mixed[labels[mixed] == 0][:256]
+    orders = {
+        "in file order": torch.arange(len(labels)),
+        "shuffled": mixed,
+        "256 of one gas, then shuffled": torch.cat((first, mixed)),
+    }
+    for name, order in orders.items():
+        stream = [(inputs[at], labels[at]) for at in order.split(64)]
+        row = compare(model, stream, presets)
+        yield {"stream": f"gas, {name}", "seed": seed, **stretches(row, all=slice(None))}
+
+
+def show(row: Row) -> None:
+    """One line of the table."""
+    scores = "   ".join(
+        f"{name} " + " ".join(f"{value:.3f}" for value in values.values())
+        for name, values in row.items()
+        if name not in ("stream", "seed", "events")
+    )
+    print(f"{row['stream']:<46}{row['seed']:>2}   {scores}   {row.get('events', '')}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("parts", nargs="*", default=["digits", "labels", "images"])
+    parser.add_argument("--gas", type=Path, help="the folder of the gas-sensor data")
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--sizes", type=int, nargs="+", default=[32, 100], help="of images")
+    parser.add_argument("--presets", nargs="+", default=["bn", "driftfilter"])
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    arguments = parser.parse_args()
+    rows: list[Row] = []
+    for part in arguments.parts:
+        for seed in range(arguments.seeds if part != "images" else 1):
+            found = {
+                "digits": lambda s: changes(s, arguments.presets),
+                "labels": lambda s: label_runs(s, arguments.presets),
+                "images": lambda s: light(s, arguments.presets, arguments.sizes),
+                "gas": lambda s: gas(arguments.gas, s, arguments.presets),
+            }[part](seed)
+            for row in found:
+                show(row)
+                rows.append(row)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
