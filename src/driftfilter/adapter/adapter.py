@@ -34,6 +34,7 @@ from driftfilter.base.checks import (
 from driftfilter.base.inputs import (
     Inputs,
     batch_size,
+    can_join,
     check_inputs,
     each,
     join_arguments,
@@ -164,8 +165,10 @@ class Adapter(nn.Module):
         check(model, chosen.recipe.parameters)
         self._options, self.recipe, self.seed = chosen, chosen.recipe, chosen.seed
         self.update_every, self.window = update_every, window
-        # A window looks back on earlier samples itself, and ranks must not keep samples apart.
-        self._least = 0 if window or distributed is not False else self.recipe.least
+        # A window looks back on earlier samples itself, ranks must not keep samples apart, and
+        # pieces of a batch stay as small as they are.
+        together = not window and distributed is False and not self.recipe.chunk
+        self._least = self.recipe.least if together else 0
         # Prototypes follow the features at once: what they predict changes with the stream, and is
         # no sign of collapse.
         at_once = monitor is _DEFAULT and isinstance(self.recipe.parameters, Prototypes)
@@ -327,6 +330,7 @@ class Adapter(nn.Module):
         """One call: a step, or a prediction alone until the time for one has come, or while the
         monitor has it frozen.
         """
+        now = self._make_room(now, inputs)
         seen, recent = now.seen(inputs, self.window, self._waits(now, inputs))
         calls = now.calls + 1
         if self.monitor is not None and now.watch.frozen:
@@ -347,6 +351,15 @@ class Adapter(nn.Module):
         own = self._take_own(prediction, seen, inputs)
         new = own if self.window else prediction  # what no step has seen before
         return self._watch(now, state, info, new.log_probabilities, seen), own, info
+
+    def _make_room(self, now: AdapterState, inputs: Inputs) -> AdapterState:
+        """Adapt to samples that wait for others, if these are of another shape."""
+        waiting = now.recent
+        if waiting is None or not self._least or self.update_every > 1:
+            return now
+        if can_join(waiting, inputs):
+            return now
+        return self._adapt(now._replace(recent=None), waiting, waiting)[0]
 
     def _waits(self, now: AdapterState, inputs: Inputs) -> bool:
         """Whether samples gather until a step."""

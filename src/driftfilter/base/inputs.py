@@ -69,6 +69,19 @@ def _require_batch(name: str, part: Tensor) -> None:
         )
 
 
+def can_join(one: Inputs, other: Inputs) -> bool:
+    """Whether two batches have samples of the same shapes, so that they may become one."""
+    try:
+        join_batches([each(one, _first), each(other, _first)])
+    except ValueError:
+        return False
+    return True
+
+
+def _first(part: Tensor) -> Tensor:
+    return part[:1] if part.dim() else part
+
+
 def join_batches(pieces: Sequence[Inputs]) -> Inputs:
     """Batches one after the other as one batch; what does not go sample by sample is that of the
     last one.

@@ -22,10 +22,10 @@ from driftfilter.model.predictive import ModelAround, PredictiveModel, Pullback,
 
 CENTER = "centering"  # in the memory: see Known
 _ROUNDS = 2
-_TRUSTED = 200  # samples over which shares of classes are compared
 _SPREAD = 4.0  # of logits whose mutual information is compared
 _LARGE = 1e15  # of logits whose squares are summed
 _LITTLE, _MUCH = 0.02, 0.08  # nats of mutual information from which offsets count, and in full
+_PART, _MOST = 0.35, 0.5  # the same for what is gained as a part of the marginal entropy gained
 
 
 @final
@@ -44,11 +44,16 @@ class Centering(Checked):
     logits' deviations from their mean over classes, σ at most 4. t is the trust in shares of
     classes (label_runs.py): labels that come in runs count for nothing.
 
-    u is the mean of softmax(f / T) of source data if there are any, and g = 1. Otherwise shares are
-    taken to be equal, and g in [0, 1] asks whether they are: offsets that a change of domain has
+    u is the mean of softmax(f / T) of source data if there are any, and equal shares otherwise. The
+    stream's shares need not be those, and g in [0, 1] asks: offsets that a change of domain has
     made cut through clusters of samples, and without them predictions and inputs have more mutual
-    information I = H(mean p) - mean H(p); those that undo an imbalance of the classes cut through
-    clusters themselves. g = (I(f - δ) - I(f) - 0.02) / 0.06, p = softmax(4 f / σ).
+    information I = H(mean p) - mean H(p), p = softmax(4 f / σ); those that undo an imbalance of the
+    classes cut through clusters themselves, so that of what H(mean p) gains mean H(p) takes most.
+    With ΔI and ΔH what I and H(mean p) gain by δ,
+
+        g = t · (ΔI - 0.02) / 0.06 · (ΔI / ΔH - 0.35) / 0.15,   each factor within [0, 1]
+
+    Inputs that are predicted without adapting to them have the offsets of the last batch.
     """
 
     count: Positive = 30.0
@@ -98,11 +103,9 @@ class Centered(ModelAround):
         fading = max(0.0, 1 - n / self.rule.window)
         square = (logits - logits.mean(-1, keepdim=True)).clamp(-_LARGE, _LARGE).square().mean()
         sums = fading * known.sums[:2] + n * torch.stack((square, torch.ones_like(square)))
-        tiny = torch.finfo(logits.dtype).tiny ** 0.5
-        sigma = (sums[0] / sums[1]).sqrt().clamp(tiny, _SPREAD)
-        before = logits - self._offsets(known, sigma)
-        labels = count_labels(known.labels, before.argmax(-1))
-        trust = independence(labels, _TRUSTED, known=self.source is not None)
+        sigma = _sigma(sums)
+        labels = count_labels(known.labels, logits.argmax(-1))
+        trust = self._trust(labels)
         offsets, rounds = torch.zeros_like(logits[0]), []
         for counts in known.rounds:
             own = ((logits - offsets) / (self.rule.temperature * sigma)).softmax(-1).sum(0)
@@ -121,10 +124,9 @@ class Centered(ModelAround):
         )
         return logits - self._needed(now) * offsets, now.pack()
 
-    def _offsets(self, known: Known, sigma: Tensor) -> Tensor:
-        """g δ [k]."""
-        total = torch.stack([self._offset(counts, sigma) for counts in known.rounds]).sum(0)
-        return self._needed(known) * total
+    def _trust(self, labels: Tensor) -> Tensor:
+        """t, a scalar []."""
+        return independence(labels, known=self.source is not None)
 
     def _offset(self, counts: Tensor, sigma: Tensor) -> Tensor:
         """T log(m / u) [k] of one round."""
@@ -135,16 +137,24 @@ class Centered(ModelAround):
 
     def _needed(self, known: Known) -> Tensor:
         """g, a scalar []."""
-        samples = known.plain.sum().clamp_min(torch.finfo(known.plain.dtype).tiny)
-        if self.source is not None:
-            return torch.ones_like(samples)
-        marginals = [torch.special.entr(each / samples).sum() for each in known[1:3]]
-        gained = marginals[1] - marginals[0] - (known.sums[3] - known.sums[2]) / samples
-        needed: Tensor = (gained - _LITTLE) / (_MUCH - _LITTLE)
-        return needed.clamp(0, 1)
+        tiny = torch.finfo(known.plain.dtype).tiny
+        samples = known.plain.sum().clamp_min(tiny)
+        before, after = (torch.special.entr(each / samples).sum() for each in known[1:3])
+        gained = after - before - (known.sums[3] - known.sums[2]) / samples
+        much = ((gained - _LITTLE) / (_MUCH - _LITTLE)).clamp(0, 1)
+        part = gained / (after - before).clamp_min(tiny)
+        most = ((part - _PART) / (_MOST - _PART)).clamp(0, 1)
+        return much * most * self._trust(known.labels)
 
     def __call__(self, theta: Tensor, inputs: Inputs) -> Tensor:
-        return self._center(self.model(theta, inputs))[0]
+        """Logits [n, k] without the offsets that earlier batches have told: each row by itself."""
+        logits = self.model(theta, inputs)
+        if self.known is None:
+            return logits
+        known = Known.of(self.known, logits)
+        sigma = _sigma(known.sums)
+        offsets = torch.stack([self._offset(counts, sigma) for counts in known.rounds]).sum(0)
+        return logits - self._needed(known) * offsets
 
     def pullback(self, theta: Tensor, inputs: Inputs) -> tuple[Tensor, Pullback]:
         logits, inner = self.model.pullback(theta, inputs)
@@ -153,6 +163,12 @@ class Centered(ModelAround):
 
     def pushforward(self, theta: Tensor, inputs: Inputs, tangents: Tensor) -> Tensor:
         return self.model.pushforward(theta, inputs, tangents)
+
+
+def _sigma(sums: Tensor) -> Tensor:
+    """σ of the logits, a scalar [] from next to nothing to 4."""
+    tiny: float = torch.finfo(sums.dtype).tiny ** 0.5
+    return (sums[0] / sums[1].clamp_min(tiny)).sqrt().clamp(tiny, _SPREAD)
 
 
 class _CenteredPullback(PullbackAround):

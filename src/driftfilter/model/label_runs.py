@@ -1,12 +1,12 @@
 """Whether labels come in runs, from predicted labels in the order of the stream.
 
-A window of W samples tells as much about the shares of classes as N independent ones,
-
-    N = W (1 - ρ) / (1 + ρ),   ρ = (A - S + ε) / (1 - S + ε),
+    t = (21 (1 - ρ) / (21 - 19 ρ))²,   ρ = (A - S + ε) / (1 - S + ε),
 
 A the share of neighbours in the stream with the same label, S = Σ q² what it would be if labels of
 the same shares q came in random order. Runs of length L have ρ = 1 - 1/L or so; a biased
 model in a shuffled stream has ρ = 0 however few classes it predicts; one label alone has ρ = 1.
+20 samples a class tell as much about the shares of k classes as N = 20 k (1 - ρ) / (1 + ρ)
+independent ones, and t is (N / (N + k))², over its value at ρ = 0.
 """
 
 import torch
@@ -36,9 +36,8 @@ def count_labels(counts: Tensor, labels: Tensor) -> Tensor:
     return torch.cat((fading * counts[:-1] + torch.cat((new, pairs)), labels[-1:].to(last)))
 
 
-def independence(counts: Tensor, window: float, known: bool = False) -> Tensor:
-    """t = (N / (N + k))², a scalar [] in [0, 1]: how far shares of classes in a window are to be
-    those of the source.
+def independence(counts: Tensor, known: bool = False) -> Tensor:
+    """t, a scalar [] in [0, 1]: how far shares of classes in a stream are those of the source.
 
     0 for two classes unless shares in the source are ``known``: rare events, fraud and rain have
     no equal shares.
@@ -53,5 +52,4 @@ def independence(counts: Tensor, window: float, known: bool = False) -> Tensor:
     agreement = (equal + _PRIOR / 2 * chance) / (pairs + _PRIOR / 2)
     excess = (agreement - chance + _ROUNDING) / (1 - chance + _ROUNDING)
     rho = excess.clamp(0, 1)
-    samples = window * (1 - rho) / (1 + rho)
-    return (samples / (samples + classes)).square()
+    return (21 * (1 - rho) / (21 - 19 * rho)).square()

@@ -238,9 +238,9 @@ class RunningInformation(Checked, Loss):
 
     m is the mean of p over the last ``window`` samples, uniform before the first, and not
     differentiated: a batch of as many samples has the gradient of ``InformationMaximization``.
-    s = max(1, ``spread`` / σ), σ² the mean square of the logits' deviations from their mean over
-    classes in that window: small logits, as those of a network trained with smooth labels are, are
-    seen as if they had the usual spread. ``spread`` 0: s = 1.
+    s = ``spread`` / σ from 1 to 8, σ² the mean square of the logits' deviations from their mean
+    over classes in that window: small logits, as those of a network trained with smooth labels are,
+    are seen as if they had the usual spread. ``spread`` 0: s = 1.
     """
 
     window: PositiveCount = 200
@@ -366,6 +366,12 @@ class Sum(Checked, Loss):
         )
         for coefficient in self.coefficients:
             require_number("Sum.coefficients", coefficient, 0, math.inf)
+        require(
+            sum(isinstance(term, RunningInformation) for term in self.terms) <= 1,
+            "Sum.terms",
+            self.terms,
+            "with one RunningInformation at most: they share their memory",
+        )
 
     @property
     def minimum(self) -> int:

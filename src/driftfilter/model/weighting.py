@@ -16,7 +16,6 @@ from driftfilter.base.checks import (
     Checked,
     Fraction,
     Positive,
-    PositiveCount,
     PositiveFraction,
     register,
     require,
@@ -29,7 +28,7 @@ from driftfilter.model.label_runs import count_labels, independence, start_count
 Memory: TypeAlias = Mapping[str, Tensor]
 
 _MEAN_PREDICTION = "weighting.mean_prediction"
-_LABELS = "weighting.labels"  # in the memory: counts [k + 3], see label_runs.py
+LABELS = "weighting.labels"  # in the memory: counts [k + 3], see label_runs.py
 
 
 class Weighting(Protocol):
@@ -162,6 +161,23 @@ class CertaintyDiversity(Checked):
 
 @final
 @dataclass(frozen=True)
+class RunGate(Checked):
+    """w_i = β t, t in [0, 1] the trust in shares of classes (label_runs.py): labels that come in
+    runs teach nothing about a loss that wants all classes.
+    """
+
+    beta: Positive = 1.0
+
+    def __call__(self, logits: Tensor, weights: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
+        counts = memory.get(LABELS)
+        counts = start_counts(logits.shape[-1], logits) if counts is None else counts
+        counts = count_labels(counts, logits.argmax(-1))
+        trust = independence(counts)
+        return weights * (self.beta * trust), {**memory, LABELS: counts}
+
+
+@final
+@dataclass(frozen=True)
 class Product:
     """Several weightings, one after the other; later ones see which samples the earlier ones
     kept.
@@ -186,29 +202,17 @@ class Product:
             self.factors,
             "with one DiversityGate or CertaintyDiversity at most: they share their memory",
         )
+        require(
+            sum(isinstance(factor, RunGate) for factor in self.factors) <= 1,
+            "Product.factors",
+            self.factors,
+            "with one RunGate at most: they share their memory",
+        )
 
     def __call__(self, logits: Tensor, weights: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
         for factor in self.factors:
             weights, memory = factor(logits, weights, memory)
         return weights, memory
-
-
-@final
-@dataclass(frozen=True)
-class RunGate(Checked):
-    """w_i = β t, t in [0, 1] the trust in shares of classes over ``window`` samples
-    (label_runs.py): labels that come in runs teach nothing about a loss that wants all classes.
-    """
-
-    beta: Positive = 1.0
-    window: PositiveCount = 200
-
-    def __call__(self, logits: Tensor, weights: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
-        counts = memory.get(_LABELS)
-        counts = start_counts(logits.shape[-1], logits) if counts is None else counts
-        counts = count_labels(counts, logits.argmax(-1))
-        trust = independence(counts, self.window)
-        return weights * (self.beta * trust), {**memory, _LABELS: counts}
 
 
 register(

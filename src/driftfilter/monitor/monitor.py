@@ -26,6 +26,8 @@ from driftfilter.base.checks import (
 )
 from driftfilter.filtering import FilterState, StepInfo
 from driftfilter.gaussian.belief import deviation, kl_divergence
+from driftfilter.model.centering import CENTER
+from driftfilter.model.weighting import LABELS
 from driftfilter.monitor.drift_tests import (
     LONG,
     SHORT,
@@ -230,7 +232,7 @@ class Monitor(Checked):
         numbers = _numbers(named | shape_of(batch) | against | beside)  # the only look there
         evidence = Evidence.of({name: numbers.pop(name) for name in against}, classes)
         told = {name: numbers.pop(name) for name in beside}
-        told["learns"] = float(learns and info.informative)
+        told["learns"] = float(learns)
         signals = Signals(*evidence.signals, **numbers)
         early = self._certain(evidence)[1] and signals.share_gained >= self.share / 2
         alarms = self._out_of_bounds(signals, evidence)
@@ -462,11 +464,12 @@ def _report(past: MonitorState, seen: Observed, acts: Mapping[str, str]) -> list
 
 def _restore(good: FilterState, state: FilterState, statistics: bool) -> FilterState:
     """A good belief after the step of a bad one; carried batch-norm statistics stay those of now,
-    unless they go back too.
+    unless they go back too, and what is known of the classes of the stream stays in any case.
     """
+    kept = _OF_STREAM if statistics else (*_OF_STREAM, _NETWORK)
+    carried = {name: value for name, value in state.memory.items() if name.startswith(kept)}
     if statistics:
-        return replace(good, step=state.step)
-    carried = {name: value for name, value in state.memory.items() if name.startswith(_NETWORK)}
+        return replace(good, step=state.step, memory={**good.memory, **carried})
     return replace(good, step=state.step, memory={**_without_statistics(good.memory), **carried})
 
 
@@ -496,6 +499,7 @@ def _severity(response: str) -> int:
 _PROBATION = _severity("probation")
 _DETECTOR = "detector of "
 _NETWORK = "network."  # what a network carries, in the memory
+_OF_STREAM = (CENTER, LABELS)  # of the classes that the stream has shown
 _APART = "apart, "
 _ONE_CLASS, _MOST, _MOST_OF_TWO = "one_class", 0.9, 0.99
 _EARLY = "share_gained, half of it"

@@ -111,7 +111,7 @@ def driftfilter(  # what users may turn
     known = ("batch", "other", "none", "frozen")
     require(norms in known, "driftfilter: norms", norms, f"one of {known}")
     if norms == "frozen":
-        return replace(center(), parameters=NormAffine())
+        return replace(center(), parameters=NormAffine(), prediction=Tempered(1.0))
     by_batch = norms == "batch"
     loss: Loss = RunningInformation()
     if by_batch:
