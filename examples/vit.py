@@ -2,7 +2,7 @@
 
 Trains a tiny ViT (16 patches of 2x2 pixels) on half of scikit-learn's digits, then shows it the
 other half overexposed, in batches of 32 without labels. Prints accuracy and NLL as it is, with the
-default preset, and with larger steps: without batch norm the default is a careful one.
+default preset, and with smaller steps: without batch norm its variance is 0.2.
 """
 
 import torch
