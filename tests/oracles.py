@@ -414,9 +414,9 @@ class LabelRuns:
                 self.equal += label == self.last
             self.last = label
 
-    def trust(self, window: float, known: bool = False) -> float:
-        """(N / (N + k))², N = W (1 - ρ) / (1 + ρ); ten labels of equal shares and five pairs at
-        chance come first. 0 for two classes of unknown shares.
+    def trust(self, known: bool = False) -> float:
+        """(N / (N + k))² over its value at ρ = 0, N = 20 k (1 - ρ) / (1 + ρ); ten labels of equal
+        shares and five pairs at chance come first. 0 for two classes of unknown shares.
         """
         k = len(self.counts)
         if k <= 2 and not known:
@@ -425,8 +425,8 @@ class LabelRuns:
         chance = sum(((count + 10 / k) / total) ** 2 for count in self.counts)
         agreement = (self.equal + 5 * chance) / (self.pairs + 5)
         rho = min(1.0, max(0.0, (agreement - chance + 0.01) / (1 - chance + 0.01)))
-        samples = window * (1 - rho) / (1 + rho)
-        return (samples / (samples + k)) ** 2
+        samples = 20 * k * (1 - rho) / (1 + rho)
+        return (samples / (samples + k) * 21 / 20) ** 2
 
 
 def softmax(logits: Array) -> Array:
@@ -435,8 +435,8 @@ def softmax(logits: Array) -> Array:
 
 
 class ClassOffsets:
-    """Offsets of the logits from how often each class is predicted, in two rounds; if shares are
-    not ``known`` to be the source's, as far as they gain mutual information.
+    """Offsets of the logits from how often each class is predicted, in two rounds, as far as they
+    gain mutual information; shares of the source may be ``known``.
     """
 
     def __init__(
@@ -454,15 +454,30 @@ class ClassOffsets:
         return np.asarray(scale * np.log(posterior / self.shares))
 
     def needed(self) -> float:
-        """g: 0 below .02 nats of mutual information gained, 1 above .08."""
+        """g: trust in shares, by how much mutual information is gained and what part of the
+        marginal entropy's gain that is.
+        """
         total = self.predicted[0].sum()
-        if self.known or total == 0:
-            return float(self.known)
-        information = []
-        for predicted, entropy in zip(self.predicted, self.entropies, strict=True):
+        if total == 0:
+            return 0.0
+        marginal = []
+        for predicted in self.predicted:
             mean = predicted / total
-            information.append(-(mean * np.log(mean)).sum() - entropy / total)
-        return float(np.clip((information[1] - information[0] - 0.02) / 0.06, 0, 1))
+            marginal.append(-(mean * np.log(mean)).sum())
+        more = marginal[1] - marginal[0]
+        gained = more - (self.entropies[1] - self.entropies[0]) / total
+        part = gained / max(more, np.finfo(float).tiny)
+        factors = np.clip([(gained - 0.02) / 0.06, (part - 0.35) / 0.15], 0, 1)
+        return float(factors.prod() * self.runs.trust(self.known))
+
+    def predict(self, logits: Array) -> Array:
+        """Logits without the offsets that earlier batches have told."""
+        if self.samples == 0:
+            return logits
+        scale = self.temperature * min(4.0, math.sqrt(self.squares / self.samples))
+        return np.asarray(
+            logits - self.needed() * sum(self._offset(seen, scale) for seen in self.seen)
+        )
 
     def center(self, logits: Array) -> Array:
         """The logits of a batch without the offsets, which have seen it."""
@@ -472,9 +487,8 @@ class ClassOffsets:
         self.samples = fading * self.samples + len(logits)
         sigma = min(4.0, math.sqrt(self.squares / self.samples))
         scale = self.temperature * sigma
-        old = sum(self._offset(seen, scale) for seen in self.seen)
-        self.runs.count((logits - self.needed() * old).argmax(1).tolist())
-        trust = self.runs.trust(200, self.known)
+        self.runs.count(logits.argmax(1).tolist())
+        trust = self.runs.trust(self.known)
         offsets = 0 * self.shares
         for index, seen in enumerate(self.seen):
             own = softmax((logits - offsets) / scale).sum(0)

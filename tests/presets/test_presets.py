@@ -457,12 +457,13 @@ def without_batch_norm(preset: str, norm: bool, **options: Any) -> Case:
 
 
 def centred(preset: str, **options: Any) -> Case:
-    """Nothing but class offsets on top of a network that stays."""
+    """Nothing but class offsets on top of a network that stays, and in this stream there are none
+    to take off (tests/model/test_centering.py has streams with some).
+    """
     offsets = ClassOffsets(np.full(4, 0.25), 30.0, 2000.0, 0.75)
     said = [torch.tensor(offsets.center(MODEL(batch).detach().numpy())) for batch in STREAM]
     adapter = adapter_of(preset, **options)
     steps = [by_hand.Step(adapter.belief.mean, logits.softmax(1)) for logits in said]
-    assert (steps[-1].probabilities - MODEL(STREAM[-1]).softmax(1)).abs().max() > 0.01
     return Case(adapter, STREAM, steps, learns=False)
 
 

@@ -252,7 +252,7 @@ def other_loop(
         sharp = min(8.0, max(1.0, 4 / square.item() ** 0.5))
         mean = (1 - share) * mean + share * (sharp * clean).softmax(1).mean(0)
         runs.count(clean.argmax(1).tolist())
-        weight = beta * runs.trust(200)
+        weight = beta * runs.trust()
         losses = torch.zeros(n).double()
         for each in logits:
             logp = (sharp * each).log_softmax(1)

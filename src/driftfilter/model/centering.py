@@ -144,7 +144,8 @@ class Centered(ModelAround):
         much = ((gained - _LITTLE) / (_MUCH - _LITTLE)).clamp(0, 1)
         part = gained / (after - before).clamp_min(tiny)
         most = ((part - _PART) / (_MOST - _PART)).clamp(0, 1)
-        return much * most * self._trust(known.labels)
+        needed: Tensor = much * most * self._trust(known.labels)
+        return needed
 
     def __call__(self, theta: Tensor, inputs: Inputs) -> Tensor:
         """Logits [n, k] without the offsets that earlier batches have told: each row by itself."""
