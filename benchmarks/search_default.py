@@ -14,7 +14,8 @@ recipes: the default with every combination of the values given, the model reset
 corruption. offsets: class offsets taken off the logits of frozen networks, 300 images at a time, by
 temperature, rounds and gate, with classes of equal shares and with shares that fall from 1 to 1/5.
 A gate says how far offsets count: "diversity" by the classes predicted, "information" by the mutual
-information that they gain (the rule of Centering). --keep FOLDER keeps the logits, and reads those
+information that they gain, "a part" also by how much of the marginal entropy gained that is (as
+Centering has it). --keep FOLDER keeps the logits, and reads those
 that are there. digits: small networks of batch norm, group norm and none on scikit-learn's digits,
 by reach and, without norms, by variance.
 """
@@ -144,12 +145,24 @@ def find_offsets(logits: Tensor, temperature: float, rounds: int) -> Tensor:
     return offsets
 
 
+def gain_entropy(logits: Tensor, offsets: Tensor) -> float:
+    """Marginal entropy H(mean p) without the offsets, less that with them."""
+    after, before = (each.softmax(-1).mean(0) for each in (logits - offsets, logits))
+    return float((torch.special.entr(after) - torch.special.entr(before)).sum())
+
+
 def gain_information(logits: Tensor, offsets: Tensor) -> float:
     """Mutual information H(mean p) - mean H(p) without the offsets, less that with them."""
     after, before = (each.softmax(-1) for each in (logits - offsets, logits))
-    marginal = torch.special.entr(after.mean(0)) - torch.special.entr(before.mean(0))
     own = torch.special.entr(after) - torch.special.entr(before)
-    return float(marginal.sum() - own.sum(-1).mean())
+    return gain_entropy(logits, offsets) - float(own.sum(-1).mean())
+
+
+def gain_part(logits: Tensor, offsets: Tensor) -> float:
+    """Mutual information gained as a part of the marginal entropy gained; less below .08 nats."""
+    gained = gain_information(logits, offsets)
+    much = min(1.0, max(0.0, (gained - 0.02) / 0.06))
+    return much * gained / max(gain_entropy(logits, offsets), 1e-12)
 
 
 def lack_diversity(logits: Tensor, offsets: Tensor) -> float:
@@ -165,6 +178,7 @@ GATES: dict[str, Gate] = {
     "diversity .9 to .7": (lack_diversity, 0.1, 0.3),
     "diversity .95 to .85": (lack_diversity, 0.05, 0.15),
     "information .02 to .08": (gain_information, 0.02, 0.08),
+    "a part of .35 to .5": (gain_part, 0.35, 0.5),
 }
 
 
@@ -176,7 +190,8 @@ def take_off(logits: Tensor, temperature: float, rounds: int, gate: str) -> Tens
 
 def center(logits: Tensor) -> Tensor:
     """The library's rule, from nothing known before."""
-    return Centered(lift(lambda theta, inputs: inputs), df.Centering())(logits[:0], logits)
+    model = Centered(lift(lambda theta, inputs: inputs + 0 * theta), df.Centering())
+    return model.pullback(torch.zeros(1), logits)[0]
 
 
 VARIANTS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -218,9 +233,11 @@ def search_offsets(arguments: argparse.Namespace) -> dict[str, list[Row]]:
             }
             gained = fmean(gain_information(x, find_offsets(x, 3.0, 2)) for x, _ in blocks)
             about = {"network": name, "domain": domain, "shares": kind}
-            streams.append({**about, "information": round(gained, 4), "accuracy": accuracy})
+            more = fmean(gain_entropy(x, find_offsets(x, 3.0, 2)) for x, _ in blocks)
+            gains = {"information": round(gained, 4), "entropy": round(more, 4)}
+            streams.append({**about, **gains, "accuracy": accuracy})
             points = 100 * (accuracy["T 3, 2 rounds, gate none"] - accuracy["frozen"])
-            text = f"{points:+6.2f} points, {gained:+.3f} nats"
+            text = f"{points:+6.2f} points, {gained:+.3f} of {more:+.3f} nats"
             print(f"{name:<14}{domain:<16}{kind:<12}{text}", flush=True)
     return {"streams": streams, "variants": list(compare_variants(streams))}
 

@@ -5,6 +5,7 @@ itself.
 import inspect
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Iterable
 from copy import deepcopy
 from dataclasses import fields
@@ -763,3 +764,21 @@ def test_sar_freezes_the_authors_layers_under_any_prefix() -> None:
     for wrapped in (model, nn.Sequential(model)):
         chosen = df.select(wrapped, df.presets.get("sar").parameters)
         assert all("layer3" in name for name in chosen)
+
+
+@pytest.mark.parametrize("preset", ["driftfilter", "driftfilter_aug"])
+def test_quantised_networks_are_centred_and_nothing_else(preset: str) -> None:
+    """No gradient passes their layers, so that no parameter moves."""
+    layers = (nn.Flatten(), nn.Linear(16, 8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, 3))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch moves its quantisation elsewhere
+        quantise: Any = torch.ao.quantization.quantize_dynamic
+        network = quantise(nn.Sequential(*layers).eval(), {nn.Linear}, torch.qint8)
+        bare = quantise(nn.Sequential(*layers[:2]).eval(), {nn.Linear}, torch.qint8)
+    adapter = df.adapt(network, preset)
+    assert "quantised" in adapter.why
+    before = adapter.belief.mean.clone()
+    assert adapter(torch.rand(20, 1, 4, 4)).shape == (20, 3)
+    assert torch.equal(adapter.belief.mean, before)
+    with pytest.raises(ValueError, match=r"adapt: model must be adapted before it is quantised"):
+        df.adapt(bare, preset)

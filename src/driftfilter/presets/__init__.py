@@ -63,7 +63,13 @@ def find_norms(model: nn.Module) -> Literal["batch", "other", "none", "frozen"]:
     """Which norms a network has whose parameters could be adapted: "batch" if there is one of
     batch normalisation, "other" or "none"; "frozen" if it has quantised layers.
     """
-    if any("quantized" in type(layer).__module__ for layer in model.modules()):
+    if any(".quantized" in type(layer).__module__ for layer in model.modules()):
+        require(
+            len(NormAffine()(model)) > 0,
+            "adapt: model",
+            "quantised layers and no norm layer",
+            "adapted before it is quantised",
+        )
         return "frozen"
     if not NormAffine()(model):
         return "none"

@@ -106,8 +106,8 @@ def driftfilter(  # what users may turn
     once and adapted to together; those below 100 take smaller steps. ``variance`` is 0.1 with batch
     norm, 0.2 with other norms and 0.005 for the last layer. ``reach`` 4 (see ``Linearized``) gained
     a vision transformer 2 points, and cost small networks with group norm many. All was chosen on
-    speckle noise, blur, saturation and spatter, but for ``reach`` and what two classes do: those on
-    streams of natural shift (docs/benchmarks.md).
+    speckle noise, blur, saturation and spatter, but for ``reach``, what two classes do and when
+    offsets count: there streams of natural shift and digits had been seen (docs/benchmarks.md).
     """
     known = ("batch", "other", "none", "frozen")
     require(norms in known, "driftfilter: norms", norms, f"one of {known}")
