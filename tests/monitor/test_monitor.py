@@ -84,7 +84,7 @@ def test_the_g_statistic_is_scipys(n: int, m: int, k: int) -> None:
         for a, b in table.T
         if a / n > b / m
     ]
-    assert compare(batch, history)["g_class"].item() == pytest.approx(max(single), rel=1e-9)
+    assert float(compare(batch, history)["g_class"]) == pytest.approx(max(single), rel=1e-9)
 
 
 def test_the_chance_is_bounded_by_the_chi_square_tail() -> None:
@@ -142,7 +142,7 @@ def test_the_rise_of_uncertainty_is_in_deviations_of_a_sample() -> None:
     logits = torch.randn(300, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     old, new = (logits[:200] * 4).log_softmax(-1), (logits[200:] * 2).log_softmax(-1)
     before, after = (scipy.stats.entropy(part.exp().numpy(), axis=1) for part in (old, new))
-    assert compare(summary(new), summary(old))["rise"].item() == pytest.approx(
+    assert float(compare(summary(new), summary(old))["rise"]) == pytest.approx(
         (after.mean() - before.mean()) / before.std(), rel=1e-9
     )
 
@@ -686,7 +686,7 @@ def test_rare_hard_samples_are_no_rise_of_uncertainty() -> None:
             window = fade(window, found, 64)
             if history is not None:
                 evidence = Evidence.of(
-                    {name: value.item() for name, value in compare(window, history).items()}, 4
+                    {name: float(value) for name, value in compare(window, history).items()}, 4
                 )
                 assert evidence.tails[2] < -math.log(1e-4)
             history = extend(history, found, 64)
@@ -803,3 +803,31 @@ def test_what_lasts_is_told_once(signal: str, make: Any, batch: Any) -> None:
 
 def test_a_rule_that_learns_nothing_may_change_nothing() -> None:
     feed(adapter("source"), map(inputs, range(40)))
+
+
+def test_single_samples_of_a_model_that_learns_nothing_are_judged_eight_at_a_time() -> None:
+    """As one batch of them; a checkpoint in between has those that wait."""
+    head = torch.nn.Linear(4, 3)
+    inputs = torch.randn(29, 4, generator=torch.Generator().manual_seed(0))
+    whole, other = df.adapt(head, "center"), df.adapt(head, "center")
+    seen = []
+    for number, sample in enumerate(inputs):
+        log_probabilities = whole(sample[None])
+        seen.append(summary(log_probabilities))
+        judged = 8 * ((number + 1) // 8)
+        assert whole._now.watch.batches == number + 1
+        assert whole._now.watch.gathered == number + 1 - judged
+        assert math.isnan(whole.signals.largest_share) is (judged == 0)
+        if judged:
+            history = whole._now.watch.history
+            assert history is not None
+            expected = torch.stack(seen[:judged]).sum(0)
+            torch.testing.assert_close(history[:-3], expected[:-3])
+    other.load_state_dict(whole.state_dict())
+    for sample in torch.cat((inputs[3:9], inputs[:5])):
+        assert torch.equal(whole(sample[None]), other(sample[None]))
+        assert str(whole.signals) == str(other.signals)  # some are NaN
+        assert whole._now.watch.gathered == other._now.watch.gathered
+    steady = df.adapt(head, "head_ekf", predict_from="prior")
+    steady(inputs[:2])
+    assert steady._now.watch.gathered == 0  # what learns is judged at once

@@ -381,6 +381,10 @@ class Adapter(nn.Module):
             return now
         assert now.bound is not None
         past, filt, start, monitor = now.watch, now.bound.filter, now.bound.start, self.monitor
+        learns = not isinstance(self.recipe.inference, Frozen)
+        waits = None if learns or new is None else monitor.wait(past, new)
+        if waits is not None:
+            return now._replace(state=state, info=info, watch=waits)
 
         def ask(other: FilterState | None) -> Tensor | None:
             """What another state predicts for the samples that the step predicted."""
@@ -391,7 +395,6 @@ class Adapter(nn.Module):
 
         probe = ask(monitor.choose_probe(past, state, new))
         apart = ask(monitor.choose_apart(past, state, new))
-        learns = not isinstance(self.recipe.inference, Frozen)
         observed = monitor.observe(past, state, info, new, probe, self._detectors, apart, learns)
         trial = ask(monitor.choose_trial(past, start, observed))
         watch, state = monitor.respond(past, start, state, observed, trial)

@@ -67,7 +67,10 @@ def deviation(mean: Tensor, source: Belief) -> Tensor:
 
     NaN if the source has no variance, and so no scale to measure by.
     """
-    moved, variance = mean - source.mean, source.covariance.variance()
+    variance = source.covariance.variance()
+    if mean is source.mean:  # as it stays if nothing is learned
+        return torch.where(variance.min() > 0, 0.0, torch.nan).to(mean)
+    moved = mean - source.mean
     square = (source.covariance.solve(moved) * moved).mean().clamp_min(0)
     return torch.where(variance.min() > 0, square.sqrt(), torch.nan)
 

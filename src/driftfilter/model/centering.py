@@ -8,6 +8,7 @@ without a backward pass and for batches of one.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, final
@@ -17,13 +18,29 @@ from torch import Tensor
 
 from driftfilter.base.checks import Checked, Positive, PositiveCount, register
 from driftfilter.base.inputs import Inputs
+from driftfilter.base.light import (
+    Number,
+    Vector,
+    as_torch,
+    clip,
+    entropy,
+    join,
+    lighten,
+    log,
+    match,
+    number,
+    numbers,
+    root,
+    total,
+)
 from driftfilter.model.label_runs import count_labels, independence, start_counts
 from driftfilter.model.predictive import ModelAround, PredictiveModel, Pullback, PullbackAround
 
 CENTER = "centering"  # in the memory: see Known
 _ROUNDS = 2
 _SPREAD = 4.0  # of logits whose mutual information is compared
-_LARGE = 1e15  # of logits whose squares are summed
+_LARGE = 1e30  # of squares that are summed
+_TINY = torch.finfo(torch.float32).tiny
 _LITTLE, _MUCH = 0.02, 0.08  # nats of mutual information from which offsets count, and in full
 _PART, _MOST = 0.35, 0.5  # the same for what is gained as a part of the marginal entropy gained
 
@@ -64,25 +81,27 @@ class Centering(Checked):
 class Known(NamedTuple):
     """What is remembered, sums over samples that fade."""
 
-    rounds: Tensor  # [rounds, k], c
-    plain: Tensor  # [k], predictions without offsets
-    shifted: Tensor  # [k], predictions with them
-    sums: Tensor  # [4]: squares of deviations, samples; entropies without and with offsets, by t
-    labels: Tensor  # [k + 3], see label_runs.py
+    rounds: Vector  # [rounds, k], c
+    predicted: Vector  # [2, k], predictions without offsets and with them
+    sums: list[Number]  # squares of deviations, samples; entropies without and with offsets, by t
+    labels: Vector  # [k + 3], see label_runs.py
 
     @classmethod
     def of(cls, packed: Tensor | None, logits: Tensor) -> Known:
         """From one vector; nothing yet of None."""
         k = logits.shape[-1]
-        sizes = (_ROUNDS * k, k, k, 4, k + 3)
+        shares, sums = (_ROUNDS + 2) * k, (_ROUNDS + 2) * k + 4
         if packed is None:
-            packed = torch.cat((logits.new_zeros(sum(sizes[:-1])), start_counts(k, logits)))
-        rounds, *others = packed.split(sizes)
-        return cls(rounds.view(_ROUNDS, k), *others)
+            packed = torch.cat((logits.new_zeros(sums), start_counts(k, logits)))
+        known = lighten(packed)
+        predictions = known[:shares].reshape(_ROUNDS + 2, k)
+        rounds, predicted = predictions[:_ROUNDS], predictions[_ROUNDS:]
+        return cls(rounds, predicted, numbers(known[shares:sums]), known[sums:])
 
     def pack(self) -> Tensor:
         """As one vector."""
-        return torch.cat((self.rounds.flatten(), *self[1:]))
+        shares = (self.rounds.reshape(-1), self.predicted.reshape(-1))
+        return as_torch(join(*shares, self.sums, self.labels, like=self.labels))
 
 
 @final
@@ -101,51 +120,56 @@ class Centered(ModelAround):
         """Centred logits [n, k], and what is known then."""
         n, known = len(logits), Known.of(self.known, logits)
         fading = max(0.0, 1 - n / self.rule.window)
-        square = (logits - logits.mean(-1, keepdim=True)).clamp(-_LARGE, _LARGE).square().mean()
-        sums = fading * known.sums[:2] + n * torch.stack((square, torch.ones_like(square)))
-        sigma = _sigma(sums)
-        labels = count_labels(known.labels, logits.argmax(-1))
+        squares, samples, *entropies = (fading * each for each in known.sums)
+        square = (logits - logits.mean(-1, keepdim=True)).square().mean()
+        squares = squares + n * clip(number(square, known.labels), 0.0, _LARGE)
+        samples = samples + n
+        sigma = _sigma(squares, samples)
+        labels = count_labels(known.labels, match(logits.argmax(-1), known.labels))
         trust = self._trust(labels)
-        offsets, rounds = torch.zeros_like(logits[0]), []
-        for counts in known.rounds:
-            own = ((logits - offsets) / (self.rule.temperature * sigma)).softmax(-1).sum(0)
-            rounds.append(fading * counts + trust * own)
-            offsets = offsets + self._offset(rounds[-1], sigma)
-        plain, shifted = (
-            (_SPREAD / sigma * each).softmax(-1) for each in (logits, logits - offsets)
-        )
-        entropies = torch.stack([torch.special.entr(each).sum() for each in (plain, shifted)])
+        offsets, rounds = 0.0 * known.rounds[0], fading * known.rounds
+        temperature = self.rule.temperature * sigma
+        for counts in rounds:
+            own = ((logits - as_torch(offsets)) / temperature).softmax(-1).sum(0)
+            counts += trust * lighten(own)
+            offsets = offsets + self._offset(counts, sigma)
+        both = torch.stack((logits, logits - as_torch(offsets)))
+        predicted = (_SPREAD / sigma * both).softmax(-1)
+        new = numbers(lighten(torch.special.entr(predicted).sum((1, 2))))
         now = Known(
-            torch.stack(rounds),
-            fading * known.plain + trust * plain.sum(0),
-            fading * known.shifted + trust * shifted.sum(0),
-            torch.cat((sums, fading * known.sums[2:] + trust * entropies)),
+            rounds,
+            fading * known.predicted + trust * lighten(predicted.sum(1)),
+            [
+                squares,
+                samples,
+                *(old + trust * own for old, own in zip(entropies, new, strict=True)),
+            ],
             labels,
         )
-        return logits - self._needed(now) * offsets, now.pack()
+        return logits - as_torch(self._needed(now, trust) * offsets), now.pack()
 
-    def _trust(self, labels: Tensor) -> Tensor:
-        """t, a scalar []."""
+    def _trust(self, labels: Vector) -> Number:
+        """t."""
         return independence(labels, known=self.source is not None)
 
-    def _offset(self, counts: Tensor, sigma: Tensor) -> Tensor:
+    def _offset(self, counts: Vector, sigma: Number) -> Vector:
         """T log(m / u) [k] of one round."""
-        source = torch.full_like(counts, 1 / len(counts))
-        source = source if self.source is None else self.source.to(counts)
-        shares = (self.rule.count * source + counts) / (self.rule.count + counts.sum())
-        return self.rule.temperature * sigma * (shares / source).log()
+        source = (
+            1 / len(counts) if self.source is None else lighten(self.source.to(as_torch(counts)))
+        )
+        shares = (self.rule.count * source + counts) / (self.rule.count + total(counts))
+        return self.rule.temperature * sigma * log(shares / source)
 
-    def _needed(self, known: Known) -> Tensor:
-        """g, a scalar []."""
-        tiny = torch.finfo(known.plain.dtype).tiny
-        samples = known.plain.sum().clamp_min(tiny)
-        before, after = (torch.special.entr(each / samples).sum() for each in known[1:3])
+    def _needed(self, known: Known, trust: Number) -> Number:
+        """g."""
+        without, shifted = known.predicted
+        samples = clip(total(without), _TINY, math.inf)
+        before, after = entropy(without / samples), entropy(shifted / samples)
         gained = after - before - (known.sums[3] - known.sums[2]) / samples
-        much = ((gained - _LITTLE) / (_MUCH - _LITTLE)).clamp(0, 1)
-        part = gained / (after - before).clamp_min(tiny)
-        most = ((part - _PART) / (_MOST - _PART)).clamp(0, 1)
-        needed: Tensor = much * most * self._trust(known.labels)
-        return needed
+        much = clip((gained - _LITTLE) / (_MUCH - _LITTLE), 0.0, 1.0)
+        part = gained / clip(after - before, _TINY, math.inf)
+        most = clip((part - _PART) / (_MOST - _PART), 0.0, 1.0)
+        return much * most * trust
 
     def __call__(self, theta: Tensor, inputs: Inputs) -> Tensor:
         """Logits [n, k] without the offsets that earlier batches have told: each row by itself."""
@@ -153,9 +177,11 @@ class Centered(ModelAround):
         if self.known is None:
             return logits
         known = Known.of(self.known, logits)
-        sigma = _sigma(known.sums)
-        offsets = torch.stack([self._offset(counts, sigma) for counts in known.rounds]).sum(0)
-        return logits - self._needed(known) * offsets
+        sigma = _sigma(*known.sums[:2])
+        first, *others = (self._offset(counts, sigma) for counts in known.rounds)
+        return logits - as_torch(
+            self._needed(known, self._trust(known.labels)) * sum(others, first)
+        )
 
     def pullback(self, theta: Tensor, inputs: Inputs) -> tuple[Tensor, Pullback]:
         logits, inner = self.model.pullback(theta, inputs)
@@ -166,10 +192,9 @@ class Centered(ModelAround):
         return self.model.pushforward(theta, inputs, tangents)
 
 
-def _sigma(sums: Tensor) -> Tensor:
-    """σ of the logits, a scalar [] from next to nothing to 4."""
-    tiny: float = torch.finfo(sums.dtype).tiny ** 0.5
-    return (sums[0] / sums[1].clamp_min(tiny)).sqrt().clamp(tiny, _SPREAD)
+def _sigma(squares: Number, samples: Number) -> Number:
+    """σ of the logits, from next to nothing to 4."""
+    return clip(root(squares / clip(samples, _TINY, math.inf)), _TINY**0.5, _SPREAD)
 
 
 class _CenteredPullback(PullbackAround):

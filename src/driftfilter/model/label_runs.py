@@ -12,6 +12,8 @@ independent ones, and t is (N / (N + k))², over its value at ρ = 0.
 import torch
 from torch import Tensor
 
+from driftfilter.base.light import Number, Vector, clip, count, join, numbers, total
+
 _MEMORY = 512  # samples whose labels are remembered, older ones fade
 _PRIOR = 10.0  # labels of equal shares, and half as many pairs at chance, before the first sample
 _ROUNDING = 0.01  # ε
@@ -22,34 +24,30 @@ def start_counts(classes: int, like: Tensor) -> Tensor:
     return torch.cat((like.new_zeros(classes + 2), like.new_full((1,), -1.0)))
 
 
-def count_labels(counts: Tensor, labels: Tensor) -> Tensor:
+def count_labels(counts: Vector, labels: Vector) -> Vector:
     """Counts [k + 3] with the labels [n] of one more batch."""
     n, classes = len(labels), len(counts) - 3
     fading = max(0.0, 1 - n / _MEMORY)
     last = counts[-1:]
-    before = torch.cat((last, labels[:-1].to(last)))
-    equal = before == labels
-    new = counts.new_zeros(classes).scatter_add(
-        0, labels, torch.ones_like(labels, dtype=last.dtype)
-    )
-    pairs = torch.stack(((before >= 0).sum(), equal.sum())).to(last)
-    return torch.cat((fading * counts[:-1] + torch.cat((new, pairs)), labels[-1:].to(last)))
+    pairs = (last >= 0) + (n - 1)
+    equal = (labels[:1] == last) + (labels[1:] == labels[:-1]).sum()
+    new = join(count(labels, classes, counts), pairs, equal, like=counts)
+    return join(fading * counts[:-1] + new, labels[-1:], like=counts)
 
 
-def independence(counts: Tensor, known: bool = False) -> Tensor:
-    """t, a scalar [] in [0, 1]: how far shares of classes in a stream are those of the source.
+def independence(counts: Vector, known: bool = False) -> Number:
+    """t, a number in [0, 1]: how far shares of classes in a stream are those of the source.
 
     0 for two classes unless shares in the source are ``known``: rare events, fraud and rain have
     no equal shares.
     """
     classes = len(counts) - 3
     if classes <= 2 and not known:
-        return torch.zeros_like(counts[0])
+        return 0.0 * numbers(counts)[0]
     shares = counts[:classes] + _PRIOR / classes
     shares = shares / shares.sum()
-    chance = shares.square().sum()
-    pairs, equal = counts[classes], counts[classes + 1]
+    chance = total(shares * shares)
+    pairs, equal = numbers(counts[classes : classes + 2])
     agreement = (equal + _PRIOR / 2 * chance) / (pairs + _PRIOR / 2)
-    excess = (agreement - chance + _ROUNDING) / (1 - chance + _ROUNDING)
-    rho = excess.clamp(0, 1)
-    return (21 * (1 - rho) / (21 - 19 * rho)).square()
+    rho = clip((agreement - chance + _ROUNDING) / (1 - chance + _ROUNDING), 0.0, 1.0)
+    return (21 * (1 - rho) / (21 - 19 * rho)) ** 2

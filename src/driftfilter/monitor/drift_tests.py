@@ -13,6 +13,23 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
+from driftfilter.base.light import (
+    Number,
+    Vector,
+    as_torch,
+    clip,
+    count,
+    entropy,
+    join,
+    lighten,
+    match,
+    numbers,
+    root,
+    stack,
+    total,
+    xlogy,
+)
+
 # Samples in a window, or the batch if that is larger; and the fewest that are compared.
 SHORT = 64
 # Samples whose entropies are in it: garbage may raise them by half a deviation only.
@@ -84,16 +101,17 @@ def bernstein(rise: float, samples: float, reach: float) -> float:
 
 def summary(log_probabilities: Tensor) -> Tensor:
     """[k + 3]: samples by predicted class; samples, Σ H_i, Σ H_i²."""
-    counts = _counts(log_probabilities.argmax(-1), log_probabilities.shape[1])
-    entropies = torch.special.entr(log_probabilities.exp()).sum(-1).double()  # 0 · ln 0 = 0
-    moments = torch.stack([entropies.pow(power).sum() for power in range(3)])
-    return torch.cat((counts, moments))
+    probabilities = log_probabilities.exp()
+    entropies = lighten(torch.special.entr(probabilities).sum(-1).double())  # 0 · ln 0 = 0
+    labels = match(log_probabilities.argmax(-1), entropies)
+    moments = (len(labels), total(entropies), total(entropies * entropies))
+    counts = count(labels, log_probabilities.shape[1], entropies)
+    return as_torch(join(counts, moments, like=entropies))
 
 
-def _counts(labels: Tensor, classes: int) -> Tensor:
-    """How often each of k classes is among labels [n]: [k]."""
-    ones = torch.ones_like(labels, dtype=torch.float64)
-    return ones.new_zeros(classes).scatter_add(0, labels, ones)
+def gather(waiting: Tensor | None, batch: Tensor) -> Tensor:
+    """A batch together with samples that wait to be judged."""
+    return batch if waiting is None else waiting + batch
 
 
 def extend(history: Tensor | None, batch: Tensor, samples: int) -> Tensor:
@@ -101,46 +119,52 @@ def extend(history: Tensor | None, batch: Tensor, samples: int) -> Tensor:
     if history is None:
         return batch
     share = max(0.0, 1 - samples / (4 * LONG * (batch.shape[0] - 3)))
-    return torch.cat((history[:-3], history[-3:] * share)) + batch
+    return _add(history, batch, 1.0, share)
 
 
 def fade(window: Tensor | None, batch: Tensor, samples: int, entropies: int = SHORT) -> Tensor:
     """A short window with a batch in it, which remembers the entropies of so many samples."""
     if window is None:
         return batch
-    classes, moments = (max(0.0, 1 - samples / memory) for memory in (SHORT, entropies))
-    return torch.cat((window[:-3] * classes, window[-3:] * moments)) + batch
+    return _add(window, batch, *(max(0.0, 1 - samples / memory) for memory in (SHORT, entropies)))
 
 
-def shape_of(batch: Tensor) -> dict[str, Tensor]:
+def _add(known: Tensor, batch: Tensor, classes: float, moments: float) -> Tensor:
+    """A batch beside what is left of older ones, of their classes and of their entropies."""
+    old, new = lighten(known), lighten(batch)
+    return as_torch(join(classes * old[:-3], moments * old[-3:], like=old) + new)
+
+
+def shape_of(batch: Tensor) -> dict[str, Number]:
     """Entropy of the predicted classes, share of the largest, mean predictive entropy."""
-    counts = batch[:-3]
-    n = counts.sum()
+    known = lighten(batch)
+    shares = known[:-3] / known[:-3].sum()
     return {
-        "marginal_entropy": torch.special.entr(counts / n).sum(),
-        "largest_share": counts.max() / n,
-        "predictive_entropy": batch[-2] / batch[-3],
+        "marginal_entropy": entropy(shares),
+        "largest_share": shares.max(),
+        "predictive_entropy": known[-2] / known[-3],
     }
 
 
-def dominant(window: Tensor) -> dict[str, Tensor]:
+def dominant(window: Tensor) -> dict[str, Number]:
     """The class that most samples of a window [k + 3] were predicted to be of, and its share."""
-    most, label = window[:-3].max(0)
-    return {"dominant": label, "dominance": most / window[:-3].sum()}
+    counts = lighten(window)[:-3]
+    return {"dominant": counts.argmax(), "dominance": counts.max() / counts.sum()}
 
 
-def compare(recent: Tensor, history: Tensor) -> dict[str, Tensor]:
-    """A window [k + 3] against the history [k + 3]: scalars by name.
+def compare(recent: Tensor, history: Tensor) -> dict[str, Number]:
+    """A window [k + 3] against the history [k + 3]: numbers by name.
 
     G = N KL(s ‖ m) + M KL(q ‖ m) for the share s of a class among N samples and q among M, pooled
     m, against all others: that of the class that gained most.
     """
-    counts, past = recent[:-3], history[:-3]
-    n, m = counts.sum(), past.sum()
-    s, q, pooled = counts / n, past / m, (counts + past) / (n + m)
+    window, past = lighten(recent), lighten(history)
+    counts, before = window[:-3], past[:-3]
+    n, m = counts.sum(), before.sum()
+    s, q, pooled = counts / n, before / m, (counts + before) / (n + m)
     g = n * _binary(s, pooled) + m * _binary(q, pooled)
-    entropies = {"told": recent[-3], "lately": history[-3], "usual": history[-2] / history[-3]}
-    entropies |= {"rise": rise(recent, history), "spread": _spread(history)}
+    entropies = {"told": window[-3], "lately": past[-3], "usual": past[-2] / past[-3]}
+    entropies |= {"rise": rise(recent, history), "spread": _spread(past)}
     return {"window": n, "past": m, "g_class": (g * (s > q)).max(), **entropies}
 
 
@@ -162,7 +186,8 @@ def count_lost(pairs: Tensor, classes: int) -> dict[str, Tensor]:
     chance, and P(L >= l) <= exp(-l² / 2 Σ (terms)²), whatever the classes and their number. Labels
     that stay the same say nothing, nor does a change of the stream, which both have seen.
     """
-    surprise = -(_counts(pairs.flatten(), classes) / pairs.numel()).log()
+    like = torch.empty(0, dtype=torch.float64, device=pairs.device)
+    surprise = -(count(pairs.flatten(), classes, like) / pairs.numel()).log()
     terms = surprise[pairs[1]] - surprise[pairs[0]]
     total = terms.sum()
     return {
@@ -172,23 +197,19 @@ def count_lost(pairs: Tensor, classes: int) -> dict[str, Tensor]:
     }
 
 
-def rise(window: Tensor, history: Tensor) -> Tensor:
+def rise(window: Tensor, history: Tensor) -> Number:
     """The rise of the mean predictive entropy, in standard deviations of a sample."""
-    return (window[-2] / window[-3] - history[-2] / history[-3]) / _spread(history)
+    new, old = lighten(window), lighten(history)
+    return (new[-2] / new[-3] - old[-2] / old[-3]) / _spread(old)
 
 
-def _spread(history: Tensor) -> Tensor:
+def _spread(history: Vector) -> Number:
     """Standard deviation of the predictive entropies of samples, in nats."""
-    return (
-        (history[-1] / history[-3] - (history[-2] / history[-3]).square()).clamp_min(1e-12).sqrt()
-    )
+    samples, entropies, squares = numbers(history[-3:])
+    return root(clip(squares / samples - (entropies / samples) ** 2, 1e-12, math.inf))
 
 
-def _kl(p: Tensor, q: Tensor) -> Tensor:
-    """p ln(p / q), 0 if p is."""
-    return torch.xlogy(p, p) - torch.xlogy(p, q)
-
-
-def _binary(p: Tensor, q: Tensor) -> Tensor:
+def _binary(p: Vector, q: Vector) -> Vector:
     """KL of one class against all others."""
-    return _kl(p, q) + _kl(1 - p, 1 - q)
+    own, other = stack(p, 1 - p), stack(q, 1 - q)
+    return (xlogy(own, own) - xlogy(own, other)).sum(0)

@@ -24,6 +24,7 @@ from driftfilter.base.checks import (
     PositiveCount,
     require,
 )
+from driftfilter.base.light import Number, clip, lighten, total
 from driftfilter.filtering import FilterState, StepInfo
 from driftfilter.gaussian.belief import deviation, kl_divergence
 from driftfilter.model.centering import CENTER
@@ -40,6 +41,7 @@ from driftfilter.monitor.drift_tests import (
     dominant,
     extend,
     fade,
+    gather,
     rise,
     shape_of,
     summary,
@@ -52,6 +54,7 @@ Response: TypeAlias = Literal[
 _USUAL = 50  # samples of a batch
 _HALF = math.log(2)  # of the effective number of classes lost, in nats
 _MANY = 4 * SHORT  # samples that tell of a loss of statistics
+_FEW = SHORT // 8  # samples below which a model that cannot collapse is not judged
 _LASTS = 20.0  # ticks after which it is told
 OF_MODEL = ("classes_lost", "distance", "divergence")  # what no stream is to blame for
 
@@ -117,8 +120,9 @@ class Monitor(Checked):
     model in a domain that is gone. They go back if they are what has lost the classes. After
     ``patience`` ticks off the history the stream has changed for good: what came lately becomes the
     history, and a belief on probation the good one. What the model does is never accepted so. A
-    tick is a batch, or as many small ones as fill a window. ``detectors``: signal -> detector
-    (river).
+    tick is a batch, or as many small ones as fill a window. Samples of a model that learns nothing
+    (``Frozen``), which cannot collapse, are judged eight at a time. ``detectors``: signal ->
+    detector (river).
 
     What lasts for 20 ticks is told once, by a warning (by an event alone if ``on_labels`` is
     "record"): "one_class", 90 % of the samples are predicted to be of the same class (99 % of two
@@ -163,6 +167,16 @@ class Monitor(Checked):
     def recording(cls) -> Monitor:
         """One that changes nothing."""
         return cls(on_collapse="record", on_labels="record", on_uncertainty="record")
+
+    def wait(self, past: MonitorState, log_probabilities: Tensor) -> MonitorState | None:
+        """What is remembered if samples [n, k] of a model that learns nothing gather until there
+        are enough to judge, an eighth of a window; None if there are.
+        """
+        n = past.gathered + len(log_probabilities)
+        if n >= _FEW:
+            return None
+        waiting = gather(past.waiting, summary(log_probabilities))
+        return replace(past, batches=past.batches + 1, waiting=waiting, gathered=n)
 
     # The adapter calls these five in turn, and makes the predictions that those called "choose" ask
     # for.
@@ -216,8 +230,9 @@ class Monitor(Checked):
             signals = Signals(**_numbers(named))
             alarms = self._out_of_bounds(signals, Evidence()) | _detect(detectors, signals)
             return Observed(signals, alarms, False, None, past.recent, past.pairs, 0)
-        samples, classes = log_probabilities.shape
-        batch = summary(log_probabilities)
+        classes = log_probabilities.shape[1]
+        batch = gather(past.waiting, summary(log_probabilities))
+        samples = past.gathered + len(log_probabilities)
         recent = fade(past.recent, batch, samples, STEADY)
         pairs, own = (
             known if other is None else add_pairs(known, log_probabilities, other)
@@ -226,7 +241,7 @@ class Monitor(Checked):
         history = past.reference
         against = {} if history is None else compare(recent, history)
         against |= {} if pairs is None else count_lost(pairs, classes)
-        beside = dominant(recent) | {"moved": (state.belief.mean - state.source.mean).abs().max()}
+        beside = dominant(recent) | {"moved": _movement(state)}
         if apart is not None and own is not None:
             beside |= {_APART + name: value for name, value in count_lost(own, classes).items()}
         numbers = _numbers(named | shape_of(batch) | against | beside)  # the only look there
@@ -266,12 +281,13 @@ class Monitor(Checked):
         responses = (self.response(signal, past.trying) for signal in seen.alarms)
         return max(responses, key=_severity, default="record")
 
-    def _measure(self, state: FilterState, info: StepInfo) -> dict[str, Tensor]:
+    def _measure(self, state: FilterState, info: StepInfo) -> dict[str, Number]:
         """How far the belief is; effective number of samples and energy of the update."""
-        weights = info.weights
-        found = {
+        weights = lighten(info.weights)
+        squares = clip(total(weights * weights), 1e-30, math.inf)
+        found: dict[str, Number] = {
             "distance": deviation(state.belief.mean, state.source),
-            "effective_samples": weights.sum().square() / weights.square().sum().clamp_min(1e-30),
+            "effective_samples": total(weights) ** 2 / squares,
             "energy": info.energy,
         }
         if self.divergence is not None:
@@ -327,6 +343,8 @@ class Monitor(Checked):
             past,
             batches=past.batches + 1,
             recent=seen.recent,
+            waiting=None if seen.batch is not None else past.waiting,
+            gathered=0 if seen.batch is not None else past.gathered,
             pairs=seen.pairs,
             apart=past.apart if seen.apart is None else seen.apart,
             signals=seen.signals,
@@ -423,8 +441,8 @@ class Monitor(Checked):
 
     def _at_home(self, trial: Tensor, history: Tensor) -> float | None:
         """The rise of uncertainty of the good belief, if enough samples say that it is none."""
-        count, rose = torch.stack((trial[:-3].sum(), rise(trial, history))).tolist()
-        return float(rose) if count >= SHORT / 2 and rose < self.uncertainty / 2 else None
+        count, rose = float(trial[:-3].sum()), float(rise(trial, history))
+        return rose if count >= SHORT / 2 and rose < self.uncertainty / 2 else None
 
     def _away(self, now: MonitorState, seen: Observed, state: FilterState) -> MonitorState:
         """One more batch that is not in the history; after enough of them the window becomes the
@@ -547,6 +565,16 @@ class Observed(NamedTuple):
         return 1.0 if self.batch is None else min(1.0, self.samples / SHORT)
 
 
-def _numbers(named: dict[str, Tensor]) -> dict[str, float]:
-    values = torch.stack([value.double() for value in named.values()])
-    return dict(zip(named, values.tolist(), strict=True))
+def _movement(state: FilterState) -> Number:
+    """The largest change of a parameter since the source."""
+    mean, start = state.belief.mean, state.source.mean
+    return 0.0 if mean is start else (mean - start).abs().max()
+
+
+def _numbers(named: dict[str, Number]) -> dict[str, float]:
+    """Numbers by name; those in tensors are read together, for each look stops a GPU's queue."""
+    tensors = {name: value.double() for name, value in named.items() if isinstance(value, Tensor)}
+    read = torch.stack(list(tensors.values())).tolist() if tensors else []
+    return {name: float(value) for name, value in named.items() if name not in tensors} | dict(
+        zip(tensors, read, strict=True)
+    )

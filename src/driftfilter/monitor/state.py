@@ -17,9 +17,9 @@ from driftfilter.storage.state_tensors import from_tensors, to_tensors
 
 MONITOR = "monitor."  # in a checkpoint
 KEPT = 1000  # events
-_TENSORS = ("history", "recent", "known", "later", "pairs", "apart", "trial")
+_TENSORS = ("history", "recent", "known", "later", "pairs", "apart", "trial", "waiting")
 _LABELS = ("pairs", "apart")  # those of labels
-_PLAIN = ("batches", "age", "away", "trying", "alarmed", "frozen", "lasting", "warned")
+_PLAIN = ("batches", "age", "away", "trying", "alarmed", "frozen", "lasting", "warned", "gathered")
 
 
 @final
@@ -55,6 +55,8 @@ class MonitorState:
     away: float = 0.0
     trying: bool = False  # on probation: the belief goes on adapting, and the good one waits
     trial: Tensor | None = None  # [k + 3], what the good belief predicts meanwhile
+    waiting: Tensor | None = None  # [k + 3], samples that have not been judged yet
+    gathered: int = 0  # their number
     alarmed: tuple[str, ...] = ()  # signals out of bounds in the last step
     frozen: bool = False
     # Ticks for which something lasts that is told if it goes on (see Monitor), by name.
