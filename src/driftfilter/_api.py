@@ -129,6 +129,7 @@ from driftfilter.networks.parameters import (
     AllParameters as AllParameters,
     ByName as ByName,
     Head as Head,
+    NoParameters as NoParameters,
     NormAffine as NormAffine,
     Selection as Selection,
     Smallest as Smallest,

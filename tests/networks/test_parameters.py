@@ -1,6 +1,7 @@
 """Which parameters a selection names."""
 
 import pytest
+import torch
 from torch import nn
 
 import driftfilter as df
@@ -81,6 +82,8 @@ test_selecting_nothing_says_what_there_is = refuses(
             nn.LayerNorm(2),
             r"Head.name must be the name of a linear layer, one of \[\], got ''",
         ),
+        (df.Head(), nn.Conv2d(3, 2, 1), r"got ''; a network without one has adapt\(model, 'cent"),
+        (df.NormAffine(), nn.Conv2d(3, 2, 1), r"must select .*; adapt\(model, 'center'\) none"),
     ],
     lambda selection, model: df.select(model, selection),
 )
@@ -126,3 +129,15 @@ test_patterns_are_a_tuple = refuses(
         ),
     ]
 )
+
+
+def test_no_parameters_leave_no_graph_and_no_row() -> None:
+    model = network().double()
+    found = df.Network(model, df.NoParameters(), "source")
+    inputs, theta = torch.rand(4, 3, 3, 3).double(), found.mean()
+    assert theta.tolist() == [0.0]
+    assert theta.dtype == torch.float64
+    logits, _ = found.pullback(theta, inputs)
+    assert torch.equal(logits, model.eval()(inputs))
+    assert not found._graph(theta, inputs).logits.requires_grad
+    assert torch.equal(found(theta + 1, inputs), logits)

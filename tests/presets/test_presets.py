@@ -8,8 +8,9 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable
 from copy import deepcopy
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +18,7 @@ import pytest
 import torch
 from scipy import special
 from torch import Tensor, nn
+from torch.nn import functional
 
 import driftfilter as df
 import published.filters as dense
@@ -26,7 +28,9 @@ from driftfilter.app.models import load
 from driftfilter.app.streams import sample_images
 from driftfilter.base.randomness import Purpose, Randomness
 from driftfilter.gaussian.covariance import antithetic
+from driftfilter.model.centering import CENTER
 from driftfilter.presets import find_norms
+from driftfilter.presets.ours import UNUSED, driftfilter
 from oracles import ClassOffsets
 from small import moments, refuses
 
@@ -766,19 +770,102 @@ def test_sar_freezes_the_authors_layers_under_any_prefix() -> None:
         assert all("layer3" in name for name in chosen)
 
 
-@pytest.mark.parametrize("preset", ["driftfilter", "driftfilter_aug"])
-def test_quantised_networks_are_centred_and_nothing_else(preset: str) -> None:
-    """No gradient passes their layers, so that no parameter moves."""
-    layers = (nn.Flatten(), nn.Linear(16, 8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, 3))
+class Attention(nn.Module):
+    """A block of a transformer on four tokens of four numbers each, of linear layers and norms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.LayerNorm(4), nn.LayerNorm(4)
+        self.mix, self.project, self.head = nn.Linear(4, 12), nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        tokens = inputs.flatten(1, 2)
+        query, key, value = self.mix(self.first(tokens)).chunk(3, -1)
+        attended = functional.scaled_dot_product_attention(query, key, value)
+        logits: Tensor = self.head(self.second(tokens + self.project(attended)).mean(1))
+        return logits
+
+
+def quantised(network: nn.Module) -> nn.Module:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch moves its quantisation elsewhere
         quantise: Any = torch.ao.quantization.quantize_dynamic
-        network = quantise(nn.Sequential(*layers).eval(), {nn.Linear}, torch.qint8)
-        bare = quantise(nn.Sequential(*layers[:2]).eval(), {nn.Linear}, torch.qint8)
-    adapter = df.adapt(network, preset)
-    assert "quantised" in adapter.why
-    before = adapter.belief.mean.clone()
-    assert adapter(torch.rand(20, 1, 4, 4)).shape == (20, 3)
-    assert torch.equal(adapter.belief.mean, before)
-    with pytest.raises(ValueError, match=r"adapt: model must be adapted before it is quantised"):
-        df.adapt(bare, preset)
+        found: nn.Module = quantise(network.eval(), {nn.Linear}, torch.qint8)
+    return found
+
+
+@pytest.mark.parametrize("preset", ["driftfilter", "driftfilter_aug", "center"])
+@pytest.mark.parametrize("kind", ["perceptron", "transformer", "convolutions"])
+def test_networks_with_nothing_to_adapt_are_centred_and_nothing_else(
+    preset: str, kind: str, tmp_path: Path
+) -> None:
+    """No gradient passes quantised layers, so that no parameter moves; a perceptron of them has no
+    parameter at all.
+    """
+    torch.manual_seed(0)
+    network: nn.Module
+    layers: tuple[nn.Module, ...]
+    if kind == "perceptron":
+        layers = (nn.Flatten(), nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 3))
+        network = quantised(nn.Sequential(*layers))
+        assert not list(network.parameters())
+    elif kind == "transformer":
+        network = quantised(Attention())
+    else:
+        layers = (nn.Conv2d(1, 8, 3), nn.ReLU(), nn.Conv2d(8, 3, 1), nn.AdaptiveAvgPool2d(1))
+        network = nn.Sequential(*layers, nn.Flatten()).eval()
+    inputs = torch.rand(60, 1, 4, 4)
+    with torch.no_grad():  # spread, with an offset on the first class
+        scale = 3 / network(inputs).std(0)
+
+    def output(logits: Tensor) -> Tensor:
+        moved: Tensor = (logits - logits.mean()) * scale + torch.tensor([1.0, 0.0, 0.0])
+        return moved
+
+    adapter = df.adapt(network, preset, output=output)
+    assert adapter.why == "" if preset == "center" else "logits are centred" in adapter.why
+    assert adapter.belief.mean.tolist() == [0.0]
+    found = torch.cat([adapter(batch) for batch in inputs.split(1)])
+    assert adapter.belief.mean.tolist() == [0.0]
+    with torch.no_grad():
+        expected = output(network(inputs[:1])).log_softmax(-1)
+    if preset != "driftfilter_aug":
+        torch.testing.assert_close(found[:1], expected)  # one sample tells of no offset
+    assert adapter.state.memory[CENTER].abs().sum() > 0
+    other = df.adapt(network, preset, output=output)
+    other.load_state_dict(adapter.state_dict())
+    assert torch.equal(other(inputs[:7]), adapter(inputs[:7]))
+    df.save(adapter, tmp_path / "adapter.safetensors")
+
+
+def test_options_that_do_nothing_are_told() -> None:
+    norms = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 3))
+    says = r"option 'balance' of preset 'driftfilter', 0.3, does nothing for a network with "
+    with pytest.warns(UserWarning, match=says + r"norms='other': those that do are \['beta', "):
+        df.adapt(norms, balance=0.3)
+    with pytest.warns(UserWarning, match="'taper' .* norms='none'"):
+        df.adapt(norms[0], taper=1.0)
+    with pytest.warns(UserWarning, match="'beta' .* norms='frozen'"):
+        df.presets.get("driftfilter_aug", norms="frozen", beta=3.0)
+    batch = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    used: list[tuple[nn.Module, dict[str, Any]]] = [
+        (batch, {"balance": 0.3, "momentum": 0.1}),
+        (norms, {"beta": 3.0, "taper": 1.0, "temperature": 2.0}),
+        (norms[0], {"beta": 3.0, "radius": 2.0}),
+    ]
+    for network, options in used:
+        df.adapt(network, **options)  # warnings are errors
+
+
+@pytest.mark.parametrize("norms", ["batch", "other", "none", "frozen"])
+def test_options_that_do_something_change_the_recipe(norms: str) -> None:
+    """An option is unused if, and only if, it leaves what counts for such a network as it is."""
+    other = {"beta": 3.0, "variance": 0.3, "taper": 1.0, "rho": 0.9, "ceiling": 0.9}
+    other |= {"balance": 0.3, "radius": 2.0, "reach": 2.0, "temperature": 3.0}
+    other |= {"momentum": 0.1, "diversity": 2.0}
+    plain = driftfilter(norms=norms)  # type: ignore[arg-type]
+    for name, value in other.items():
+        changed = driftfilter(norms=norms, **{name: value})  # type: ignore[arg-type]
+        if norms != "batch":  # without such norms nobody reads their statistics
+            changed = replace(changed, statistics=plain.statistics)
+        assert (changed == plain) is (name in UNUSED.get(norms, ())), name

@@ -98,7 +98,8 @@ def cast(inputs: Any, dtype: torch.dtype) -> Any:
 
 
 def dtype_of(module: nn.Module) -> torch.dtype:
-    """The dtype of the module's first floating parameter."""
-    return next(
+    """The dtype of the module's first floating parameter; float32 if it has none."""
+    floating = (
         parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()
     )
+    return next(floating, torch.float32)

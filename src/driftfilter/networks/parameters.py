@@ -133,12 +133,12 @@ class Head:
     def layer(self, model: nn.Module) -> str:
         """The layer's name."""
         linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-        require(
-            self.name in linear or (not self.name and len(linear) > 0),
-            "Head.name",
-            self.name,
-            f"the name of a linear layer, one of {linear}",
-        )
+        if self.name not in linear and (self.name or not linear):
+            hint = "" if linear else "; a network without one has adapt(model, 'center')"
+            raise ValueError(
+                f"Head.name must be the name of a linear layer, one of {linear}, got "
+                f"{self.name!r}{hint}"
+            )
         return self.name or linear[-1]
 
     def __call__(self, model: nn.Module) -> list[str]:
@@ -181,7 +181,7 @@ class ByName:
 @dataclass(frozen=True)
 class Smallest:
     """The smallest parameter of the network, in the place of none: for recipes that learn nothing,
-    on any network.
+    on any network that has one.
     """
 
     def __call__(self, model: nn.Module) -> list[str]:
@@ -191,6 +191,33 @@ class Smallest:
             if parameter.is_floating_point()
         }
         return [min(known, key=lambda name: known[name].numel())] if known else []
+
+
+@final
+@dataclass(frozen=True)
+class NoParameters:
+    """No parameter of the network: θ is one number, 0, that it does not read. For recipes that
+    learn nothing, on any network, quantised ones without a floating parameter too; a forward pass
+    leaves no graph.
+    """
+
+    def __call__(self, model: nn.Module) -> Chosen:
+        # Where the logits are; quantised layers hide their tensors from ``parameters``.
+        known = next((each for each in model.parameters() if each.is_floating_point()), None)
+        like = torch.zeros(1) if known is None else known.detach()
+        dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+        return _Unread({"none": like.new_zeros(1, dtype=dtype)}, {"none": "none"})
+
+
+class _Unread(Chosen):
+    """A piece that no parameter of the network is made of."""
+
+    @property
+    def targets(self) -> set[str]:
+        return set()
+
+    def replacements(self, pieces: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {}
 
 
 def select(model: nn.Module, selection: Selection) -> Chosen:
@@ -213,11 +240,13 @@ def select(model: nn.Module, selection: Selection) -> Chosen:
                 if any(True for _ in module.parameters(False))
             }
         )
-        hint = (
-            "; adapt(model, 'head_ekf') adapts the last linear layer"
-            if isinstance(selection, NormAffine)
-            else ""
-        )
+        hint = ""
+        if isinstance(selection, NormAffine):
+            has_head = any(isinstance(module, nn.Linear) for module in model.modules())
+            preset = (
+                "'head_ekf') adapts the last linear layer" if has_head else "'center') none of them"
+            )
+            hint = f"; adapt(model, {preset}"
         raise ValueError(
             f"{selection} must select one parameter or more, got none of {len(known)}; the "
             f"network has parameters in {kinds},"
@@ -235,4 +264,4 @@ def select(model: nn.Module, selection: Selection) -> Chosen:
     )
 
 
-register(parameters=(NormAffine, Head, AllParameters, ByName, Smallest))
+register(parameters=(NormAffine, Head, AllParameters, ByName, Smallest, NoParameters))

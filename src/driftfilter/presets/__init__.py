@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from driftfilter.base.checks import nearest, require, warn
 from driftfilter.networks.parameters import NormAffine
-from driftfilter.presets.ours import OURS
+from driftfilter.presets.ours import OURS, UNUSED
 from driftfilter.presets.published import PUBLISHED
 from driftfilter.recipe import Recipe
 
@@ -32,7 +32,8 @@ _REASONS = {
     "batch": "it has batch norm: statistics are carried, logits centred, norm parameters adapt",
     "other": "it has norm layers but no batch norm: logits are centred, norm parameters adapt",
     "none": "it has no norm layer with parameters: logits are centred, the last layer adapts",
-    "frozen": "it has quantised layers, which no gradient passes: logits are centred, that is all",
+    "frozen": "it has quantised layers, which no gradient passes, or neither norm parameters nor a "
+    "linear layer: logits are centred, that is all",
 }
 
 
@@ -61,18 +62,14 @@ def for_model(
 
 def find_norms(model: nn.Module) -> Literal["batch", "other", "none", "frozen"]:
     """Which norms a network has whose parameters could be adapted: "batch" if there is one of
-    batch normalisation, "other" or "none"; "frozen" if it has quantised layers.
+    batch normalisation, "other" or "none"; "frozen" if it has quantised layers, or neither norms
+    nor a linear layer.
     """
     if any(".quantized" in type(layer).__module__ for layer in model.modules()):
-        require(
-            len(NormAffine()(model)) > 0,
-            "adapt: model",
-            "quantised layers and no norm layer",
-            "adapted before it is quantised",
-        )
         return "frozen"
     if not NormAffine()(model):
-        return "none"
+        has_head = any(isinstance(layer, nn.Linear) for layer in model.modules())
+        return "none" if has_head else "frozen"
     by_batch = any(isinstance(layer, _BatchNorm) for layer in model.modules())
     return "batch" if by_batch else "other"
 
@@ -105,6 +102,13 @@ def recipe_of(name: str, options: Mapping[str, Any], beside: Sequence[str] = ())
     signature = inspect.signature(PRESETS[name])
     own = {key: value for key, value in options.items() if key in signature.parameters}
     others = {key: value for key, value in options.items() if key not in own}
+    unused = UNUSED.get(own.get("norms", "batch"), ()) if name in BY_NORMS else ()
+    for key in (each for each in own if each in unused):
+        used = [each for each in signature.parameters if each not in unused]
+        warn(
+            f"option {key!r} of preset {name!r}, {own[key]!r}, does nothing for a network with "
+            f"norms={own['norms']!r}: those that do are {used}"
+        )
     known_fields = [item.name for item in fields(Recipe)]
     for key in others:
         possible = [*signature.parameters, *known_fields, *beside]

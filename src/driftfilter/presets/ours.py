@@ -25,7 +25,7 @@ from driftfilter.model.transition import Transition
 from driftfilter.model.views import Augmentation, Consistency, Mirror
 from driftfilter.model.weighting import Constant, Reliability, RunGate
 from driftfilter.networks.batch_norm import Ema
-from driftfilter.networks.parameters import Head, NormAffine
+from driftfilter.networks.parameters import Head, NoParameters, NormAffine
 from driftfilter.recipe import Recipe
 from driftfilter.source.posterior import Gaussian
 
@@ -99,7 +99,9 @@ def driftfilter(  # what users may turn
     times information maximisation against collapse. "other" (layer, group, instance, RMS norm):
     the loss is information maximisation against the marginal of the last 200 samples
     (``RunningInformation``), unless labels come in runs (``RunGate``). "none": the same for the
-    last layer in place of norm parameters. "frozen": no parameter moves (``center``).
+    last layer in place of norm parameters. "frozen" (quantised layers, or nothing to adapt): no
+    parameter moves (``center``). An option that such a network has no use for gives a warning
+    (``UNUSED``).
 
     Predicts before the step, at the ``temperature`` that the belief's own variance of the logits
     asks for (``Moderated``), or at one that is given. Batches below 16 samples are predicted at
@@ -112,7 +114,7 @@ def driftfilter(  # what users may turn
     known = ("batch", "other", "none", "frozen")
     require(norms in known, "driftfilter: norms", norms, f"one of {known}")
     if norms == "frozen":
-        return replace(center(), parameters=NormAffine(), prediction=Tempered(1.0))
+        return replace(center(), prediction=Tempered(temperature or 1.0))
     by_batch = norms == "batch"
     loss: Loss = RunningInformation()
     if by_batch:
@@ -131,6 +133,16 @@ def driftfilter(  # what users may turn
         centering=Centering(),
         least=16,
     )
+
+
+# Options of ``driftfilter`` that do nothing, by norms.
+_OF_BATCH_NORM = ("balance", "ceiling", "momentum", "diversity")
+_OF_PARAMETERS = ("beta", "variance", "taper", "rho", "radius", "reach", "consistency")
+UNUSED: dict[str, tuple[str, ...]] = {
+    "other": _OF_BATCH_NORM,
+    "none": (*_OF_BATCH_NORM, "taper"),
+    "frozen": (*_OF_BATCH_NORM, *_OF_PARAMETERS),
+}
 
 
 def _with_options_of(base: Callable[..., Recipe]) -> Callable[[Preset], Preset]:
@@ -207,10 +219,10 @@ def head_bong(
 
 def center(count: float = 30.0, window: int = 2000, temperature: float = 0.75) -> Recipe:
     """A filter of class offsets on a frozen network (``Centering``): no parameter moves, no
-    backward pass, for any network with a linear layer at its end and any batch size.
+    backward pass, for any network and any batch size.
     """
     return Recipe(
-        parameters=Head(),
+        parameters=NoParameters(),
         statistics="source",
         inference=Frozen(),
         predict_from="prior",
