@@ -4,6 +4,7 @@ moments against NumPy's.
 
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from sklearn.ensemble import RandomForestClassifier
 from sklearn.exceptions import NotFittedError
 from sklearn.frozen import FrozenEstimator
 from sklearn.linear_model import LogisticRegression, LogisticRegressionCV, SGDClassifier
+from sklearn.metrics import balanced_accuracy_score
 from sklearn.model_selection import cross_val_score
 from sklearn.neural_network import MLPClassifier
 from sklearn.pipeline import Pipeline, make_pipeline
@@ -378,3 +380,32 @@ def test_a_refused_batch_leaves_the_state_as_it_was() -> None:
         model.partial_fit(bad)
     assert model.adapter_.state is state
     assert model.waiting_ is waiting
+
+
+@pytest.mark.parametrize("share", [0.9, 0.97])
+@pytest.mark.parametrize("moved", [0.0, 0.7])
+def test_the_default_by_name_keeps_a_rare_class(share: float, moved: float) -> None:
+    """Predicting nothing but the larger class has a balanced accuracy of one half."""
+    X, y = make_classification(
+        3000, 12, n_informative=6, weights=[share], class_sep=1.5, flip_y=0.0, random_state=1
+    )
+    fitted = make_pipeline(StandardScaler(), LogisticRegression()).fit(X[:1500], y[:1500])
+    stream, labels = X[1500:] + moved, y[1500:]
+    plain, named = AdaptiveClassifier(fitted), AdaptiveClassifier(fitted, recipe="driftfilter")
+    found = []
+    for start in range(0, len(stream), 50):
+        piece = stream[start : start + 50]
+        found.append(named.partial_fit(piece).predict_proba(piece))
+        np.testing.assert_array_equal(found[-1], plain.partial_fit(piece).predict_proba(piece))
+    before = balanced_accuracy_score(labels, fitted.predict(X[1500:]))
+    after = balanced_accuracy_score(labels, np.concatenate(found).argmax(1))
+    assert before > 0.75
+    assert after > before - 0.03
+
+
+def test_a_recipe_that_is_given_is_taken_as_it_is() -> None:
+    X, y = load_wine(return_X_y=True)
+    fitted = make_pipeline(StandardScaler(), LogisticRegression()).fit(X, y)
+    recipe = df.presets.get("driftfilter")
+    model = AdaptiveClassifier(fitted, recipe=recipe).partial_fit(X)
+    assert model.adapter_.recipe == replace(recipe, chunk=32)

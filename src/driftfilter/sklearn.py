@@ -184,8 +184,8 @@ class AdaptiveClassifier(ClassifierMixin, MetaEstimatorMixin, BaseEstimator):  #
         the reference). Fitted, in a FrozenEstimator: ``fit(X)`` keeps it, and takes the moments of
         X. Otherwise ``fit(X, y)`` fits a clone.
     recipe : Recipe, name of a preset, or None
-        What adapts. None: the location and scale of every feature follow the stream, the weights
-        stay.
+        What adapts. None, or "driftfilter", whose choice for a table it is: the location and scale
+        of every feature follow the stream, the weights stay.
     batch_size : int
         How many rows an update takes, however many come in a call; the rest waits in
         ``waiting_`` for more.
@@ -346,9 +346,11 @@ class AdaptiveClassifier(ClassifierMixin, MetaEstimatorMixin, BaseEstimator):  #
             "trained on",
         )
         assert moments is not None
-        recipe = (
-            presets.get(self.recipe) if isinstance(self.recipe, str) else self.recipe or _RECIPE
-        )
+        recipe = self.recipe
+        if recipe in (None, "driftfilter"):  # its losses are for images: see docs/sklearn.md
+            recipe = _RECIPE
+        elif isinstance(recipe, str):
+            recipe = presets.get(recipe)
         require(
             isinstance(recipe, Recipe)
             and (isinstance(recipe.statistics, Ema) or recipe.statistics == "source"),
