@@ -159,6 +159,7 @@ def test_loading_keeps_no_tensor_of_the_checkpoint() -> None:
     for value in saved.values():
         value.zero_()
     assert torch.equal(resumed(images(1)), running(images(1)))
+    assert str(resumed.signals) == str(running.signals)  # what the monitor remembers, too
 
 
 # What is refused

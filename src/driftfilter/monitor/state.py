@@ -131,7 +131,7 @@ class MonitorState:
                 if key.startswith(f"{name}.")
             }
             states[name] = from_tensors({**parts, **source}, like) if parts else None
-        found: dict[str, Any] = {name: own[name] for name in _TENSORS if name in own}
+        found: dict[str, Any] = {name: own[name].clone() for name in _TENSORS if name in own}
         _require_fit(found)
         return cls(**plain, **states, **found).move_to(like.belief.mean)
 
