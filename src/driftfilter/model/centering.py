@@ -87,16 +87,17 @@ class Known(NamedTuple):
     labels: Vector  # [k + 3], see label_runs.py
 
     @classmethod
-    def of(cls, packed: Tensor | None, logits: Tensor) -> Known:
-        """From one vector; nothing yet of None."""
+    def of(cls, packed: Tensor | None, logits: Tensor, fading: float = 1.0) -> Known:
+        """From one vector, whose sums have faded to a share; nothing yet of None."""
         k = logits.shape[-1]
         shares, sums = (_ROUNDS + 2) * k, (_ROUNDS + 2) * k + 4
         if packed is None:
             packed = torch.cat((logits.new_zeros(sums), start_counts(k, logits)))
         known = lighten(packed)
-        predictions = known[:shares].reshape(_ROUNDS + 2, k)
+        faded = fading * known[:sums]  # in one dtype: sums that are divided by each other
+        predictions = faded[:shares].reshape(_ROUNDS + 2, k)
         rounds, predicted = predictions[:_ROUNDS], predictions[_ROUNDS:]
-        return cls(rounds, predicted, numbers(known[shares:sums]), known[sums:])
+        return cls(rounds, predicted, numbers(faded[shares:]), known[sums:])
 
     def pack(self) -> Tensor:
         """As one vector."""
@@ -118,27 +119,27 @@ class Centered(ModelAround):
 
     def _center(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Centred logits [n, k], and what is known then."""
-        n, known = len(logits), Known.of(self.known, logits)
-        fading = max(0.0, 1 - n / self.rule.window)
-        squares, samples, *entropies = (fading * each for each in known.sums)
+        n = len(logits)
+        known = Known.of(self.known, logits, max(0.0, 1 - n / self.rule.window))
+        squares, samples, *entropies = known.sums
         square = (logits - logits.mean(-1, keepdim=True)).square().mean()
         squares = squares + n * clip(number(square, known.labels), 0.0, _LARGE)
         samples = samples + n
         sigma = _sigma(squares, samples)
         labels = count_labels(known.labels, match(logits.argmax(-1), known.labels))
         trust = self._trust(labels)
-        offsets, rounds = 0.0 * known.rounds[0], fading * known.rounds
+        offsets = 0.0 * known.rounds[0]
         temperature = self.rule.temperature * sigma
-        for counts in rounds:
+        for counts in known.rounds:
             own = ((logits - as_torch(offsets)) / temperature).softmax(-1).sum(0)
-            counts += trust * lighten(own)
+            counts += trust * lighten(own)  # of a copy, which has faded
             offsets = offsets + self._offset(counts, sigma)
         both = torch.stack((logits, logits - as_torch(offsets)))
         predicted = (_SPREAD / sigma * both).softmax(-1)
         new = numbers(lighten(torch.special.entr(predicted).sum((1, 2))))
         now = Known(
-            rounds,
-            fading * known.predicted + trust * lighten(predicted.sum(1)),
+            known.rounds,
+            known.predicted + trust * lighten(predicted.sum(1)),
             [
                 squares,
                 samples,
