@@ -97,7 +97,7 @@ class Centered(ModelAround):
     def recall(self, memory: Mapping[str, Tensor]) -> PredictiveModel:
         return replace(self, model=self.model.recall(memory), known=memory.get(CENTER))
 
-    def _center(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+    def _center(self, logits: Tensor, novelty: Tensor | float) -> tuple[Tensor, Tensor]:
         """Centred logits [n, k], and what is known then."""
         n, known = len(logits), Known.of(self.known, logits)
         fading = max(0.0, 1 - n / self.rule.window)
@@ -105,7 +105,7 @@ class Centered(ModelAround):
         sums = fading * known.sums[:2] + n * torch.stack((square, torch.ones_like(square)))
         sigma = _sigma(sums)
         labels = count_labels(known.labels, logits.argmax(-1))
-        trust = self._trust(labels)
+        trust = self._trust(labels) * novelty
         offsets, rounds = torch.zeros_like(logits[0]), []
         for counts in known.rounds:
             own = ((logits - offsets) / (self.rule.temperature * sigma)).softmax(-1).sum(0)
@@ -159,7 +159,7 @@ class Centered(ModelAround):
 
     def pullback(self, theta: Tensor, inputs: Inputs) -> tuple[Tensor, Pullback]:
         logits, inner = self.model.pullback(theta, inputs)
-        centred, known = self._center(logits)
+        centred, known = self._center(logits, inner.novelty)
         return centred, _CenteredPullback(inner, known)
 
     def pushforward(self, theta: Tensor, inputs: Inputs, tangents: Tensor) -> Tensor:

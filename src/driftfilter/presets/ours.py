@@ -87,6 +87,7 @@ def driftfilter(  # what users may turn
     temperature: float | None = None,
     momentum: float = 0.5,
     diversity: float = 4.0,
+    shift: float = 0.45,
     norms: Literal["batch", "other", "none", "frozen"] = "batch",
 ) -> Recipe:
     """Ours, the default: one forward and one backward pass, no augmentation. The norm parameters
@@ -121,7 +122,9 @@ def driftfilter(  # what users may turn
         variance = {"batch": 0.1, "other": 0.2, "none": 0.005}[norms]
     return Recipe(
         parameters=Head() if norms == "none" else NormAffine(),
-        statistics="source" if norms == "none" else Ema(momentum, diversity),
+        statistics="source"
+        if norms == "none"
+        else Ema(momentum, diversity, shift if by_batch else 0.0),
         source=Gaussian(variance, taper=0.0 if norms == "none" else taper),
         transition=Transition(MeanReversion(rho), Reset(None)),
         observation=Gibbs(loss, Reliability(beta) if by_batch else RunGate(beta), reference=100),
