@@ -172,9 +172,12 @@ def looked_at(
         return logits, rows, total, carried, net(net.mean(), images)
 
 
+STATISTICS = [df.Ema(0.3), df.Ema(0.5, 4.0), df.Ema(0.5, 4.0, 100.0), "batch", "source"]
+
+
 @GPU
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("statistics", [df.Ema(0.3), df.Ema(0.5, 4.0), "batch", "source"], ids=str)
+@pytest.mark.parametrize("statistics", STATISTICS, ids=str)
 def test_a_network_is_the_same_with_and_without_kernels(
     layout: str, statistics: df.Ema | str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -136,7 +136,7 @@ class TwinBatchNorm(_BatchNorm):
 
     blend: PseudoCount | Ema | None  # None: the batch's statistics
     trust: Tensor | float  # D^diversity, by which the share of the batch is multiplied
-    novelty: Tensor | float  # ν, the share of the batch in what is blended; else the source's
+    novelty: Tensor | float = 1.0  # ν, the share of the batch in what is blended; else the source
     witness: Witness | None = None  # of a change of domain, if the blend asks for diversity
     probe: Probe | None = None  # who asks how far the batch is from the source
     carried: (
@@ -511,7 +511,7 @@ def _turn(layer: Any, statistics: Statistics) -> TwinBatchNorm:
     layer.__dict__["own_check"] = type(layer)._check_input_dim
     layer.__class__ = TwinBatchNorm  # the twin's own layer: the same one, with other statistics
     layer.blend = None if isinstance(statistics, str) or missing else statistics
-    layer.trust = layer.novelty = 1.0
+    layer.trust = 1.0
     layer.believed = None
     layer.carried = None if missing else (layer.running_mean, layer.running_var)
     turned: TwinBatchNorm = layer

@@ -90,15 +90,17 @@ def driftfilter(  # what users may turn
     shift: float = 0.45,
     norms: Literal["batch", "other", "none", "frozen"] = "batch",
 ) -> Recipe:
-    """Ours, the default: one forward and one backward pass, no augmentation. The norm parameters
-    move, the early layers more than the deep ones, by at most ``radius`` a step, and revert to the
-    source; offsets of the classes that a change of domain has made are taken off the logits
-    (``Centering``). `adapt` chooses ``norms`` by what the network is.
+    """Ours, the default: one forward and one backward pass (with batch norm one more forward pass
+    in every fourth step), no augmentation. The norm parameters move, the early layers more than the
+    deep ones, by at most ``radius`` a step, and revert to the source; offsets of the classes that a
+    change of domain has made are taken off the logits (``Centering``). `adapt` chooses ``norms`` by
+    what the network is.
 
     "batch": batch normalisation carries its statistics, and trusts a batch the less the fewer
-    classes are in it; the loss is the soft likelihood ratio of reliable samples with ``balance``
-    times information maximisation against collapse. "other" (layer, group, instance, RMS norm):
-    the loss is information maximisation against the marginal of the last 200 samples
+    classes are in it; while the source network, asked in every fourth batch, sees no ``shift`` of
+    the domain, statistics and parameters stay the source's. The loss is the soft likelihood ratio
+    of reliable samples with ``balance`` times information maximisation against collapse. "other"
+    (layer, group, instance, RMS norm): the loss is information maximisation against the marginal of the last 200 samples
     (``RunningInformation``), unless labels come in runs (``RunGate``). "none": the same for the
     last layer in place of norm parameters. "frozen": no parameter moves (``center``).
 
