@@ -100,9 +100,10 @@ def driftfilter(  # what users may turn
     classes are in it; while the source network, asked in every fourth batch, sees no ``shift`` of
     the domain, statistics and parameters stay the source's. The loss is the soft likelihood ratio
     of reliable samples with ``balance`` times information maximisation against collapse. "other"
-    (layer, group, instance, RMS norm): the loss is information maximisation against the marginal of the last 200 samples
-    (``RunningInformation``), unless labels come in runs (``RunGate``). "none": the same for the
-    last layer in place of norm parameters. "frozen": no parameter moves (``center``).
+    (layer, group, instance, RMS norm): the loss is information maximisation against the
+    marginal of the last 200 samples (``RunningInformation``), unless labels come in runs
+    (``RunGate``). "none": the same for the last layer in place of norm parameters. "frozen": no
+    parameter moves (``center``).
 
     Predicts before the step, at the ``temperature`` that the belief's own variance of the logits
     asks for (``Moderated``), or at one that is given. Batches below 16 samples are predicted at
