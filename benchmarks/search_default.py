@@ -6,6 +6,8 @@
     python benchmarks/search_default.py offsets --models NAME=WEIGHTS … --clean CIFAR10_TEST.npz \
         [--images 4000] [--keep FOLDER]
     python benchmarks/search_default.py digits [--seeds 3] [--batches 64 16]
+    python benchmarks/search_default.py shift --models resnet20=WEIGHTS … --clean CIFAR10_TEST.npz \
+        [--images 2000] [--batches 200 16] [--limits 0 .4 .45 .5]
 
 Nothing here sees the fifteen corruptions that are reported: networks for CIFAR-10 are tried on
 clean images and on speckle noise, Gaussian blur, saturation and spatter at severity 5.
@@ -17,7 +19,9 @@ A gate says how far offsets count: "diversity" by the classes predicted, "inform
 information that they gain, "a part" also by how much of the marginal entropy gained that is (as
 Centering has it). --keep FOLDER keeps the logits, and reads those
 that are there. digits: small networks of batch norm, group norm and none on scikit-learn's digits,
-by reach and, without norms, by variance.
+by reach and, without norms, by variance. shift: S of the source network (``Ema.shift``) on clean
+images, mixed and sorted by class, and on the extra corruptions at severity 1 and 5, and what the
+default with each limit of it has there.
 """
 
 from __future__ import annotations
@@ -44,6 +48,7 @@ from driftfilter.app.metrics import quality
 from driftfilter.app.streams import open_cifar10
 from driftfilter.model.centering import Centered
 from driftfilter.model.predictive import lift
+from driftfilter.networks.network import SHIFT
 from figures import write
 
 Row = dict[str, Any]
@@ -328,6 +333,40 @@ def search_digits(arguments: argparse.Namespace) -> list[Row]:
     return rows
 
 
+# Shift
+
+
+def measure_shift(model: nn.Module, inputs: Tensor, batch: int) -> Row:
+    """Least, mean and greatest S of the batches of a stream."""
+    network = df.Network(model, statistics=df.Ema(0.5, 4.0, 1.0))
+    known = [
+        network.pullback(network.mean(), each)[1].memory[SHIFT] for each in inputs.split(batch)
+    ]
+    shifts = [float(sums[0] / sums[1]) for sums in known]
+    return {"least": min(shifts), "mean": fmean(shifts), "greatest": max(shifts)}
+
+
+def search_shift(arguments: argparse.Namespace) -> list[Row]:
+    """S by network, batch size and domain, and quality by limit (0: no limit)."""
+    domains, labels = open_domains(arguments)
+    mild = {f"{name} 1": corrupt(domains["clean"], name, 1, seed=0) for name in EXTRA}
+    order, rows = labels.argsort(stable=True), []
+    streams = {name: (images, labels) for name, images in (domains | mild).items()}
+    streams["sorted"] = domains["clean"][order], labels[order]
+    cases = itertools.product(open_models(arguments), arguments.batches, streams.items())
+    for (name, model), batch, (domain, (images, own)) in cases:
+        size = min(batch, len(own) // 20) if domain == "sorted" else batch
+        shifts = measure_shift(model, images, size)
+        text = " ".join(f"{value:.2f}" for value in shifts.values())
+        found = {"frozen": judge(follow(model, None, images, 200), own)}
+        for limit in arguments.limits:
+            recipe = df.presets.get("driftfilter", shift=limit)
+            found[f"{limit:g}"] = judge(follow(model, recipe, images, size), own)
+        show(f"{name} {size} {domain}, S {text}", found)
+        rows.append({"network": name, "batch": size, "domain": domain, "S": shifts, **found})
+    return rows
+
+
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -335,7 +374,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     parts = parser.add_subparsers(dest="part", required=True)
     recipes, offsets = parts.add_parser("recipes"), parts.add_parser("offsets")
-    for part, images in ((recipes, 10_000), (offsets, 4000)):
+    shift = parts.add_parser("shift")
+    for part, images in ((recipes, 10_000), (offsets, 4000), (shift, 2000)):
         part.add_argument("--models", nargs="+", required=True, help="NAME=WEIGHTS, or NAME")
         part.add_argument("--clean", type=Path, required=True, help="CIFAR-10's test images")
         part.add_argument("--images", type=int, default=images)
@@ -345,6 +385,8 @@ def parse() -> argparse.Namespace:
     for knob, values in KNOBS.items():
         recipes.add_argument(f"--{knob}", type=float, nargs="+", default=values)
     offsets.add_argument("--keep", type=Path, help="folder of logits")
+    shift.add_argument("--batches", type=int, nargs="+", default=[200, 16])
+    shift.add_argument("--limits", type=float, nargs="+", default=[0.0, 0.4, 0.45, 0.5])
     digits = parts.add_parser("digits")
     digits.add_argument("--seeds", type=int, default=3)
     digits.add_argument("--batches", type=int, nargs="+", default=[64, 16])
@@ -358,6 +400,7 @@ def main() -> None:
         "recipes": search_recipes,
         "offsets": search_offsets,
         "digits": search_digits,
+        "shift": search_shift,
     }
     device = getattr(arguments, "device", "cpu")
     write(arguments.json, parts[arguments.part](arguments), device=device)

@@ -567,3 +567,16 @@ def test_moderated_learns_nothing_of_logits_from_a_loss_of_other_outputs() -> No
     assert "prediction.slopes" not in other.state.memory
     x = torch.randn(8, 4)
     assert other.predict(x).logit_variance.max() == 0 < plain.predict(x).logit_variance.max()
+
+
+def test_a_batch_without_weight_leaves_predictions_as_they_are() -> None:
+    logits = torch.zeros(4, 3)
+    filt = df.Filter(
+        df.LinearHead(3),
+        observation=df.Gibbs(weighting=df.EntropyGate(1e-6)),
+        prediction=df.Moderated(),
+        predict_from="prior",
+    )
+    state = filt.init(df.Belief(torch.zeros(6), df.Diagonal(torch.ones(6))))
+    _, prediction, _ = filt.step(state, torch.randn(4, 2, generator=torch.Generator()))
+    torch.testing.assert_close(prediction.log_probabilities, logits.log_softmax(-1))

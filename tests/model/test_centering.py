@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import driftfilter as df
-from driftfilter.model.centering import CENTER, Centered
+from driftfilter.model.centering import CENTER, Centered, Known
 from driftfilter.model.predictive import PredictiveModel, lift
 from oracles import Array, ClassOffsets, array, tensor
 from small import Written, assert_same, normal, perceptron, refuses
@@ -275,3 +275,10 @@ def test_source_shares_are_taken_at_the_temperature_of_the_rule() -> None:
     scale = 0.6 * (logits - logits.mean(1, keepdim=True)).square().mean().sqrt()
     expected = ((logits / scale).softmax(1).sum(0) + 1 / 3) / 51
     torch.testing.assert_close(found, expected)
+
+
+def test_a_batch_of_the_source_s_domain_tells_of_no_offsets() -> None:
+    logits = moved(60, 0)
+    centred, known = Centered(AS_THEY_ARE)._center(logits, 0.0)
+    torch.testing.assert_close(centred, logits)
+    assert not Known.of(known, logits).rounds.any()

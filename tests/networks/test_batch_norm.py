@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import driftfilter as df
+from driftfilter.base.randomness import Randomness
 from driftfilter.networks.batch_norm import diversity
-from driftfilter.networks.batch_trust import evidence_of_change, moment_shift
+from driftfilter.networks.batch_trust import Probe, evidence_of_change, moment_shift, novelty
 from small import assert_same, refuses
 
 KINDS: list[Any] = ["batch", "source", df.PseudoCount(3.0), df.Ema(0.3)]
@@ -468,16 +469,22 @@ def move_to(model: nn.Sequential, theta: Tensor) -> nn.Sequential:
     return own
 
 
-def least_share(values: Tensor, mean: Tensor, variance: Tensor, eps: float) -> float:
-    """G min(1, n/16) for what the first batch norm sees [n, c, …], channel by channel."""
-    n, shifts = len(values), []
+def layer_shift(values: Tensor, mean: Tensor, variance: Tensor, eps: float) -> float:
+    """S for what a batch norm sees [n, c, …], channel by channel."""
+    shifts = []
     for channel in range(values.shape[1]):
         own = values[:, channel].flatten(1)
         before, after = variance[channel].item() + eps, own.var(correction=0).item() + eps
         between = min(1.0, max(0.05, own.mean(1).var(correction=0).item() / after))
         off = (own.mean().item() - mean[channel].item()) ** 2 / (between * max(before, after))
         shifts.append(off + (1 - between) * math.log(after / before) ** 2)
-    gone = sum(shifts) / len(shifts) / (1 + 8 / n) - 1
+    return sum(shifts) / len(shifts)
+
+
+def least_share(values: Tensor, mean: Tensor, variance: Tensor, eps: float) -> float:
+    """G min(1, n/16) for what the first batch norm sees [n, c, …]."""
+    n = len(values)
+    gone = layer_shift(values, mean, variance, eps) / (1 + 8 / n) - 1
     return min(1.0, max(0.0, gone)) * min(1.0, n / 16)
 
 
@@ -776,3 +783,125 @@ def test_a_table_that_is_far_off_takes_the_place_of_the_old_one() -> None:
     mean, variance = carried_after(table(0) + 20)
     torch.testing.assert_close(mean, 20 + table(0).mean(0))
     torch.testing.assert_close(variance, table(0).var(0, correction=0))
+
+
+# Whether a stream has left the source's domain ---------------------------------------------------
+
+
+def three_norms() -> nn.Sequential:
+    layers = [
+        part
+        for inputs in (2, 3, 3)
+        for part in (nn.Conv2d(inputs, 3, 2), nn.BatchNorm2d(3), nn.Tanh())
+    ]
+    return trained(*layers, nn.Flatten(), nn.Linear(12, 4)).eval()
+
+
+def source_shift(model: nn.Sequential, inputs: Tensor) -> float:
+    """S of a batch: what each norm of the frozen network sees, the last one left out."""
+    shifts, hidden, n = [], inputs, len(inputs)
+    with torch.no_grad():
+        for layer in model:
+            if isinstance(layer, nn.BatchNorm2d):
+                assert layer.running_mean is not None
+                assert layer.running_var is not None
+                moments = (layer.running_mean, layer.running_var)
+                shifts.append(layer_shift(hidden, *moments, layer.eps))
+            hidden = layer(hidden)
+    means = [sum(shifts[:count]) / count for count in range(1, len(shifts))]
+    classes = effective_share(hidden).item()
+    return (max(means) - 1 / n) / (1 + 2 * (1 - classes) ** 2)
+
+
+def test_every_fourth_batch_passes_through_the_source() -> None:
+    model = three_norms()
+    network = df.Network(model, statistics=df.Ema(0.5, 4.0, 2.0))
+    theta = network.mean() + 0.1  # asked is the source, not what became of it
+    memory: dict[str, Tensor] = {}
+    weight = total = 0.0
+    for step in range(9):
+        inputs = images(20, seed=step) * (1 + step / 8)
+        pullback = network.recall(memory).pullback(theta, inputs)[1]
+        memory = dict(pullback.memory)
+        if step % 4 == 0:  # 20 samples of a window of 32
+            total = 0.375 * total + 20 * source_shift(model, inputs)
+            weight = 0.375 * weight + 20
+        expected = torch.tensor([total, weight, step + 1]).double()
+        torch.testing.assert_close(memory["network.shift"], expected)
+        far = min(1.0, max(0.01, 2 * (total / weight / 2.0 - 1)))
+        torch.testing.assert_close(pullback.novelty, torch.tensor(far, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("far", [0.0, 0.2, 1.0])
+def test_what_is_blended_is_a_mixture_of_carried_source_and_batch(share: float, far: float) -> None:
+    model = trained(nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(50, 4))
+    norm: Any = model[0]
+    values, carried = images(), (torch.tensor([0.3, -2.0]).double(), torch.ones(2).double())
+    parts = [
+        (1 - share, *carried),
+        (share * (1 - far), norm.running_mean, norm.running_var),
+        (share * far, values.mean((0, 2, 3)), values.var((0, 2, 3), correction=0)),
+    ]
+    mean = sum(weight * own for weight, own, _ in parts)
+    square = sum(weight * (spread + own**2) for weight, own, spread in parts)
+    network = df.Network(model, statistics=df.Ema(share)).carrying(
+        torch.cat(carried), 1.0, torch.tensor(far, dtype=torch.float64)
+    )
+    memory = network.pullback(network.mean(), values)[1].memory
+    torch.testing.assert_close(
+        memory["network.statistics"], torch.cat((mean, square - mean**2)), rtol=1e-12, atol=1e-12
+    )
+
+
+def test_a_first_layer_that_is_far_off_counts_before_the_source_is_asked() -> None:
+    model, batch = classifier()
+    network = df.Network(model, statistics=df.Ema(0.5, 4.0, 0.45))
+    start = network.carried()
+    assert start is not None
+    dark = 0.1 * batch(0)[0]
+    found = network.carrying(start[0], 1.0, torch.tensor(0.01))(network.mean(), dark)
+    by_batch = df.Network(model, statistics="batch")
+    torch.testing.assert_close(found, by_batch(by_batch.mean(), dark))
+
+
+def test_what_a_network_says_of_its_layers() -> None:
+    probe = Probe()
+    assert probe.answer(10, torch.tensor(1.0)) is None  # a table
+    probe.shifts = [torch.tensor(0.6)]
+    found = probe.answer(10, torch.tensor(1.0))
+    torch.testing.assert_close(found, torch.tensor(0.5))  # the only layer, the last one or not
+    probe.shifts += [torch.tensor(1.8), torch.tensor(9.0)]
+    found = probe.answer(10, torch.tensor(0.5))
+    torch.testing.assert_close(found, torch.tensor(1.1 / 1.5))
+    steps = [novelty(torch.tensor(shift), 0.4).item() for shift in (0.0, 0.4, 0.5, 0.6, 3.0)]
+    assert steps == pytest.approx([0.01, 0.01, 0.5, 1.0, 1.0])
+
+
+def test_novelty_multiplies_the_weights_of_samples() -> None:
+    recipe = df.presets.get("opgd", beta=3.0, statistics=df.Ema(0.5, 4.0, 1e9))
+    network = df.Network(three_norms(), statistics=recipe.statistics)
+    energy, _ = recipe.observation(
+        network, network.mean(), images(20), {}, Randomness(0, 0, torch.device("cpu"))
+    )
+    torch.testing.assert_close(energy.samples.weights, torch.full((20,), 0.03).double())
+
+
+@pytest.mark.parametrize("order", ["mixed", "sorted"])
+def test_on_the_source_s_own_domain_a_network_stays_what_it_was(order: str) -> None:
+    model, batch = classifier()
+    inputs, labels = map(torch.cat, zip(*map(batch, range(8)), strict=True))
+    at = labels.argsort(stable=True) if order == "sorted" else torch.arange(len(labels))
+    adapter = df.adapt(model)
+    found = torch.cat([adapter(inputs[each]) for each in at.split(32)])
+    with torch.no_grad():
+        frozen = model(inputs[at])
+    assert (found.argmax(-1) == frozen.argmax(-1)).double().mean() > 0.99
+
+
+def test_a_table_is_never_told_apart_from_the_source() -> None:
+    model = trained(nn.BatchNorm1d(4), nn.Linear(4, 3))
+    network = df.Network(model, statistics=df.Ema(0.5, 4.0, 0.45))
+    pullback = network.pullback(network.mean(), table(0))[1]
+    assert pullback.novelty == 1
+    assert pullback.memory["network.shift"].tolist() == [0, 0, 1]

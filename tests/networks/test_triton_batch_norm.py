@@ -8,6 +8,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -90,6 +91,30 @@ def check_kernels() -> None:
             found = torch.empty(4, C)
             kernels._totals[2,](sums, case.weight.float(), moments, found, 5, C, C=32, M=128)
             assert_close(found, case.totals, 1e-3)
+    check_blends()
+
+
+def novel(case: Example) -> TwinBatchNorm:
+    """A layer that blends carried, source's and batch's moments."""
+    layer = TwinBatchNorm(C, eps=EPS)
+    layer.own_check = lambda self, inputs: None
+    layer.blend, layer.trust, layer.novelty = df.Ema(SHARE), TRUST, torch.tensor(0.3)
+    layer.carried = (case.carried[0].float(), case.carried[1].float())
+    return layer
+
+
+def check_blends() -> None:
+    """The kernels' way through a layer blends as torch's does; what comes after is for a GPU."""
+    case = example(torch.float32, torch.contiguous_format)
+    by_torch, by_kernel = novel(case), novel(case)
+    by_torch(case.x.float())
+    with (
+        mock.patch.object(TwinBatchNorm, "_fits_kernels", return_value=True),
+        mock.patch("driftfilter.networks.batch_norm.Renormalized"),
+    ):
+        by_kernel(case.x.float())
+    assert isinstance(by_kernel.moments.sums, kernels.SampleSums)
+    torch.testing.assert_close(by_kernel.blended, by_torch.blended, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow
@@ -172,9 +197,12 @@ def looked_at(
         return logits, rows, total, carried, net(net.mean(), images)
 
 
+STATISTICS = [df.Ema(0.3), df.Ema(0.5, 4.0), df.Ema(0.5, 4.0, 100.0), "batch", "source"]
+
+
 @GPU
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("statistics", [df.Ema(0.3), df.Ema(0.5, 4.0), "batch", "source"], ids=str)
+@pytest.mark.parametrize("statistics", STATISTICS, ids=str)
 def test_a_network_is_the_same_with_and_without_kernels(
     layout: str, statistics: df.Ema | str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

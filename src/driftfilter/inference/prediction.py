@@ -27,6 +27,7 @@ from driftfilter.model.observation import Energy
 from driftfilter.model.predictive import PredictiveModel, logit_covariance
 from driftfilter.model.weighting import Memory
 
+_TINY = 1e-30  # in place of a sum of weights that are all 0
 SLOPES = "prediction.slopes"  # in the memory: Σ_i g_iᵀ Σ⁻ g_i and Σ_i |u_i|² [2], see Moderated
 
 
@@ -172,7 +173,7 @@ class Moderated(Checked, PredictionRule):
         if not energy.observes_logits:
             return memory
         samples = energy.samples
-        divisor = (samples.weights.sum() / samples.coefficients.sum()).square()
+        divisor = (samples.weights.sum() / samples.coefficients.sum().clamp_min(_TINY)).square()
         sums = divisor * variance_along(prior.covariance, energy.evaluation)
         fading = 1 - len(samples.weights) / self.samples
         if fading > 0 and SLOPES in memory:

@@ -117,7 +117,7 @@ class Centered(ModelAround):
     def recall(self, memory: Mapping[str, Tensor]) -> PredictiveModel:
         return replace(self, model=self.model.recall(memory), known=memory.get(CENTER))
 
-    def _center(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+    def _center(self, logits: Tensor, novelty: Tensor | float) -> tuple[Tensor, Tensor]:
         """Centred logits [n, k], and what is known then."""
         n = len(logits)
         known = Known.of(self.known, logits, max(0.0, 1 - n / self.rule.window))
@@ -128,22 +128,23 @@ class Centered(ModelAround):
         sigma = _sigma(squares, samples)
         labels = count_labels(known.labels, match(logits.argmax(-1), known.labels))
         trust = self._trust(labels)
+        told = trust * (number(novelty, labels) if isinstance(novelty, Tensor) else novelty)
         offsets = 0.0 * known.rounds[0]
         temperature = self.rule.temperature * sigma
         for counts in known.rounds:
             own = ((logits - as_torch(offsets)) / temperature).softmax(-1).sum(0)
-            counts += trust * lighten(own)  # of a copy, which has faded
+            counts += told * lighten(own)  # of a copy, which has faded
             offsets = offsets + self._offset(counts, sigma)
         both = torch.stack((logits, logits - as_torch(offsets)))
         predicted = (_SPREAD / sigma * both).softmax(-1)
         new = numbers(lighten(torch.special.entr(predicted).sum((1, 2))))
         now = Known(
             known.rounds,
-            known.predicted + trust * lighten(predicted.sum(1)),
+            known.predicted + told * lighten(predicted.sum(1)),
             [
                 squares,
                 samples,
-                *(old + trust * own for old, own in zip(entropies, new, strict=True)),
+                *(old + told * own for old, own in zip(entropies, new, strict=True)),
             ],
             labels,
         )
@@ -186,7 +187,7 @@ class Centered(ModelAround):
 
     def pullback(self, theta: Tensor, inputs: Inputs) -> tuple[Tensor, Pullback]:
         logits, inner = self.model.pullback(theta, inputs)
-        centred, known = self._center(logits)
+        centred, known = self._center(logits, inner.novelty)
         return centred, _CenteredPullback(inner, known)
 
     def pushforward(self, theta: Tensor, inputs: Inputs, tangents: Tensor) -> Tensor:

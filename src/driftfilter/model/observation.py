@@ -141,6 +141,7 @@ class Gibbs(Checked):
         rule = self if loss is own else unchecked(Gibbs, **{**self.__dict__, "loss": loss})
         targets = loss.targets(logits if taught is None else taught)
         weights, used, memory = self.weigh(logits, loss.selected(targets), memory)
+        weights = weights * pullback.novelty
         samples = Samples(targets, weights, self.coefficients(weights, used), used)
         evaluation = evaluate(loss, pulled, samples, keeps_rows)
         return Energy(

@@ -34,6 +34,8 @@ class Pullback(ABC):
     is_coupled: bool = False
     # Statistics of the model itself to carry to the next step, such as running means.
     memory: Mapping[str, Tensor] = MappingProxyType({})
+    # How far the batch is of another domain than the source's, 0 to 1; multiplies its weights.
+    novelty: Tensor | float = 1.0
 
     @abstractmethod
     def __call__(self, cotangents: Tensor) -> Tensor:
@@ -314,6 +316,7 @@ class PullbackAround(Pullback):
 
     def __init__(self, inner: Pullback) -> None:
         self.inner, self.is_coupled, self.memory = inner, inner.is_coupled, inner.memory
+        self.novelty = inner.novelty
 
 
 @final

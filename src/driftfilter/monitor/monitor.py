@@ -47,6 +47,7 @@ from driftfilter.monitor.drift_tests import (
     summary,
 )
 from driftfilter.monitor.state import Event, MonitorState
+from driftfilter.networks.network import SHIFT
 
 Response: TypeAlias = Literal[
     "record", "warn", "inflate", "probation", "revert", "reset", "freeze"
@@ -436,7 +437,9 @@ class Monitor(Checked):
             if rose is not None:
                 event = Event(now.batches - 1, "uncertainty", rose, self.uncertainty / 2, "revert")
                 now = replace(now, trying=False, trial=None, away=0.0, recent=known).log(event)
-                return _back(now, "revert"), replace(good, step=state.step)
+                domain = {SHIFT: state.memory[SHIFT]} if SHIFT in state.memory else {}
+                memory = {**good.memory, **domain}  # an old one would take a new domain for none
+                return _back(now, "revert"), replace(good, step=state.step, memory=memory)
         return self._away(now, seen, state), state
 
     def _at_home(self, trial: Tensor, history: Tensor) -> float | None:

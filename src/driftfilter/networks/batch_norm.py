@@ -30,7 +30,7 @@ from torch.overrides import TorchFunctionMode
 
 from driftfilter.base.checks import Checked, Fraction, NotNegative, register, require
 from driftfilter.base.sharding import Shards, gather_samples
-from driftfilter.networks.batch_trust import Witness, mean_shift, moment_shift
+from driftfilter.networks.batch_trust import Probe, Witness, mean_shift, moment_shift
 from driftfilter.networks.triton_batch_norm import Renormalized, SampleSums, blend, fits
 
 _ENOUGH = 64  # samples whose statistics count in full
@@ -86,10 +86,20 @@ class Ema(Checked):
     row does not rescale all that follow.
 
     ``diversity`` 0: every batch has the share ``momentum``, and none of the above holds.
+
+    ``shift`` > 0: while the stream is of the source's domain its statistics are the source's, and
+    no batch teaches anything. What is blended are the batch's moments with share ν and the source's
+    with share 1 - ν,
+
+        ν = max(2 (S / shift - 1), G), between 0 and 1,
+
+    S the shift that the source network, with its own statistics, sees in every fourth batch
+    (batch_trust.py). The weights of samples are multiplied by the first term. Not in tables.
     """
 
     momentum: Fraction = 0.1
     diversity: NotNegative = 0.0
+    shift: NotNegative = 0.0
 
     def share(self, samples: int) -> float:
         """α at D = 1 and G = 0."""
@@ -126,7 +136,9 @@ class TwinBatchNorm(_BatchNorm):
 
     blend: PseudoCount | Ema | None  # None: the batch's statistics
     trust: Tensor | float  # D^diversity, by which the share of the batch is multiplied
+    novelty: Tensor | float = 1.0  # ν, the share of the batch in what is blended; else the source
     witness: Witness | None = None  # of a change of domain, if the blend asks for diversity
+    probe: Probe | None = None  # who asks how far the batch is from the source
     carried: (
         tuple[Tensor, Tensor] | None
     )  # mean and variance [c]; None: the running ones, if there are any
@@ -143,6 +155,8 @@ class TwinBatchNorm(_BatchNorm):
 
     def forward(self, inputs: Tensor) -> Tensor:
         self.own_check(self, inputs)
+        if self.probe is not None:
+            return self._tell(inputs, self.probe)
         if self.shards is not None:
             return self._among(inputs, self.shards)
         if self.carried is None or (self.blend is None and inputs.numel() > self.num_features):
@@ -174,6 +188,22 @@ class TwinBatchNorm(_BatchNorm):
         self.moments = Moments(mean, (variance + self.eps).rsqrt())
         return functional.batch_norm(
             inputs, mean, variance, self.weight, self.bias, False, 0.0, self.eps
+        )
+
+    def _tell(self, inputs: Tensor, probe: Probe) -> Tensor:
+        """Normalise by the source's statistics, and tell how far the batch is from them."""
+        assert self.running_mean is not None
+        assert self.running_var is not None
+        if inputs.numel() > len(inputs) * self.num_features:
+            mean, variance = self._batch(inputs)
+            if self.shards is not None:
+                values, samples = inputs.numel() // self.num_features, len(inputs)
+                mean, variance = self.shards.moments(mean, variance, values, samples)[:2]
+            source = (self.running_mean.to(mean), self.running_var.to(mean) + self.eps)
+            means = gather_samples(inputs.flatten(2).mean(2, dtype=mean.dtype))
+            probe.shifts.append(moment_shift(source, (mean, variance + self.eps), means))
+        return functional.batch_norm(
+            inputs, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps
         )
 
     def _by_blend(self, inputs: Tensor) -> Tensor:
@@ -252,10 +282,11 @@ class TwinBatchNorm(_BatchNorm):
         """Renormalise on a GPU; the backward pass shares the sums that rows of parameters need."""
         assert self.blend is not None
         assert self.carried is not None
-        values, carried = inputs.detach(), (self.carried[0].float(), self.carried[1].float())
+        values = inputs.detach()
         if self.witness is not None and not self.witness.was_asked:
             self._ask(values, self._batch_by_kernel(values), len(inputs))
-        share = self._share(len(inputs), self.trust)
+        carried, share = self._revert(self._share(len(inputs), self.trust))
+        carried = (carried[0].float(), carried[1].float())
         if not isinstance(share, Tensor):
             share = inputs.new_full((), share, dtype=torch.float32)
         moments = blend(values, carried, share.float(), 1.0, self.eps)
@@ -358,11 +389,34 @@ class TwinBatchNorm(_BatchNorm):
     def _mixture(
         self, batch: tuple[Tensor, Tensor], share: Tensor | float
     ) -> tuple[Tensor, Tensor]:
+        carried, share = self._revert(share)
+        return _mix(carried, batch, share)
+
+    def _revert(self, share: Tensor | float) -> tuple[tuple[Tensor, Tensor], Tensor | float]:
+        """What a batch with share α is blended with, and the share α ν that is left to it: the
+        source's moments have the rest of α.
+        """
         assert self.carried is not None
-        mean, variance = (part.to(batch[0].dtype) for part in self.carried)
-        shift = batch[0] - mean
-        spread = (batch[1] - variance) + (1 - share) * shift.square()
-        return mean + share * shift, variance + share * spread
+        novelty = self.novelty
+        if not isinstance(novelty, Tensor):  # nobody has asked
+            return self.carried, share
+        assert self.running_mean is not None
+        assert self.running_var is not None
+        if self.witness is not None and self.witness.least is not None:
+            novelty = torch.maximum(novelty, self.witness.least.to(novelty))
+        left = share * novelty
+        part = (share - left) / (1 - left).clamp_min(torch.finfo(left.dtype).tiny)
+        return _mix(self.carried, (self.running_mean, self.running_var), part), left
+
+
+def _mix(
+    carried: tuple[Tensor, Tensor], batch: tuple[Tensor, Tensor], share: Tensor | float
+) -> tuple[Tensor, Tensor]:
+    """Moments of the mixture: see the top of this file."""
+    mean, variance = (part.to(batch[0].dtype) for part in carried)
+    shift = batch[0] - mean
+    spread = (batch[1] - variance) + (1 - share) * shift.square()
+    return mean + share * shift, variance + share * spread
 
 
 def _scale_and_shift(

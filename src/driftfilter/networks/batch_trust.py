@@ -3,13 +3,20 @@
 A model that a change of domain has broken predicts few classes, and so does one that sees labels in
 runs: what is predicted cannot tell them apart. The first layer can. A change of classes moves its
 means by about what lies between samples, and a change of light, contrast or range farther.
+
+Noise and blur are seen by deeper layers only, and only if those before them normalise by the
+source's statistics: the batch's own take the change away. Now and then a batch passes through the
+source network as it was, and all layers but the last, which sees the classes, say how far off it is
+(``Probe``).
 """
 
+import torch
 from torch import Tensor, maximum
 
 _FAR = 9.0  # squared deviations by which no class shifts a table
 _LEAST = 0.05  # of a channel's variance, what lies between samples at least
 _SOME = 8  # samples whose scatter looks like a shift
+_LITTLE = 0.01  # of a batch counts in any case
 _ENOUGH = 16  # samples whose moments may take the place of the carried ones
 
 
@@ -52,6 +59,36 @@ def evidence_of_change(shift: Tensor, samples: int) -> Tensor:
     """
     found: Tensor = (shift / (1 + _SOME / samples) - 1).clamp(0, 1)
     return found * min(1.0, samples / _ENOUGH)
+
+
+def novelty(shift: Tensor, limit: float) -> Tensor:
+    """How far a stream with shift S is of another domain than the source's, a scalar []:
+    2 (S / limit - 1) between 0.01 and 1. At the least, what moderates predictions is still known.
+    """
+    return (2 * (shift / limit - 1)).clamp(_LITTLE, 1)
+
+
+class Probe:
+    """What the batch norms of a source network say of a batch."""
+
+    def __init__(self) -> None:
+        self.shifts: list[Tensor] = []  # S [] of each layer, in the order of their calls
+
+    def answer(self, samples: int, diversity: Tensor) -> Tensor | None:
+        """S [] of a batch of n in which the source sees classes of diversity D; None if no layer
+        knew.
+
+            S = (max over l of the mean of S_1, …, S_l - 1/n) / (1 + 2 (1 - D)²)
+
+        By chance the mean of a batch is off by 1/n of the variance between samples. The last layer
+        is left out.
+        """
+        known = self.shifts[:-1] or self.shifts
+        if not known:
+            return None
+        shifts = torch.stack(known)
+        means = shifts.cumsum(0) / torch.arange(1, len(known) + 1, device=shifts.device)
+        return (means.max() - 1 / samples) / (1 + 2 * (1 - diversity.to(means)).square())
 
 
 class Witness:

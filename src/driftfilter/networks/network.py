@@ -38,10 +38,11 @@ from driftfilter.base.inputs import (
     require_logits,
     sample,
 )
-from driftfilter.base.sharding import gather_samples
+from driftfilter.base.sharding import gather_samples, total_samples
 from driftfilter.model.predictive import PredictiveModel, Pullback
 from driftfilter.networks.autocast import as_called, cast, dtype_of, forward_mode
 from driftfilter.networks.batch_norm import Ema, Statistics, diversity, require_statistics
+from driftfilter.networks.batch_trust import novelty
 from driftfilter.networks.cuda_graphs import CapturedPullback, Captures, Question, key_of, possible
 from driftfilter.networks.parameters import Chosen, NormAffine, Selection, select
 from driftfilter.networks.row_check import some, tolerance_of, wrong_rows
@@ -62,6 +63,11 @@ _TOGETHER = 4  # tangents that share a forward pass; more of them take as long a
 STATISTICS = "network.statistics"
 # In the memory, if Ema asks for it: D of the last batch observed [].
 DIVERSITY = "network.diversity"
+# In the memory, if Ema asks for it: sums of n S and n over the batches probed, which fade over
+# _WINDOW samples, and the number of batches [3].
+SHIFT = "network.shift"
+_WINDOW = 32
+_EVERY = 4  # batches of which one is probed
 
 
 @dataclass
@@ -125,6 +131,8 @@ class Network(PredictiveModel):
         self._start = self.chosen.start()
         self._carried: Tensor | None = None
         self._trust: Tensor | float = 1.0
+        self._novelty: Tensor | float = 1.0
+        self._shift: Tensor | None = None
         self.capturing = False  # passes as CUDA graphs, one for each shape of a batch
         self._local = Local()
 
@@ -152,25 +160,62 @@ class Network(PredictiveModel):
         if not isinstance(self.statistics, Ema) or STATISTICS not in memory:
             return self
         trust = memory[DIVERSITY] ** self.statistics.diversity if DIVERSITY in memory else 1.0
-        return self.carrying(memory[STATISTICS], trust)
+        other = self.carrying(memory[STATISTICS], trust)
+        return other.knowing(memory[SHIFT]) if SHIFT in memory else other
 
-    def carrying(self, statistics: Tensor, trust: Tensor | float) -> Network:
-        """The model with these statistics [2 · channels], and trust in the next batch."""
+    def carrying(
+        self, statistics: Tensor, trust: Tensor | float, novelty: Tensor | float = 1.0
+    ) -> Network:
+        """The model with these statistics [2 · channels], trust in the next batch and its
+        novelty.
+        """
         other = copy.copy(self)
-        other._carried, other._trust = statistics, trust
+        other._carried, other._trust, other._novelty = statistics, trust, novelty
         return other
 
-    def carried(self) -> tuple[Tensor, Tensor] | None:
-        """The statistics that the next batch is blended with and the trust in it; None if
-        nothing is blended.
+    def knowing(self, shift: Tensor) -> Network:
+        """The model that knows how far the stream is from the source (``SHIFT``)."""
+        assert isinstance(self.statistics, Ema)
+        other = copy.copy(self)
+        other._shift = shift
+        if bool(shift[1] > 0):
+            other._novelty = novelty(shift[0] / shift[1], self.statistics.shift)
+        return other
+
+    def probe(self, inputs: Inputs) -> Network:
+        """The model that knows of one more batch; every fourth passes through the source."""
+        rule = self.statistics
+        if not isinstance(rule, Ema) or rule.shift == 0 or not self._own().blending:
+            return self
+        known = self._start.new_zeros(3) if self._shift is None else self._shift
+        samples, (*sums, count) = total_samples(batch_size(inputs)), known.unbind()
+        if int(count) % _EVERY == 0 and samples > 1:
+            own, pieces = self._own(), self.chosen.replacements(self._pieces(self._start))
+            with (
+                torch.no_grad(),
+                as_called(),
+                own.probing() as probe,
+                own.holding(pieces) as module,
+            ):
+                logits = self._classifying(self._ask(module, inputs))
+            shift = probe.answer(samples, diversity(gather_samples(logits)))
+            fading = max(0.0, 1 - samples / _WINDOW)
+            if shift is not None:
+                found = torch.stack((samples * shift, torch.full_like(shift, samples)))
+                sums = list(fading * known[:2] + found.to(known))
+        return self.knowing(torch.stack((*sums, count + 1)))
+
+    def carried(self) -> tuple[Tensor, ...] | None:
+        """The statistics that the next batch is blended with, the trust in it and its novelty if
+        that is known; None if nothing is blended.
         """
         own = self._own()
         if not own.blending:
             return None
         statistics = own.start() if self._carried is None else self._carried
-        return statistics, torch.as_tensor(
-            self._trust, dtype=torch.float32, device=statistics.device
-        )
+        trust = torch.as_tensor(self._trust, dtype=torch.float32, device=statistics.device)
+        known = (self._novelty,) if isinstance(self._novelty, Tensor) else ()
+        return statistics, trust, *known
 
     def _own(self) -> Twin:
         own: Twin | None = getattr(self._local, "twin", None)
@@ -191,7 +236,7 @@ class Network(PredictiveModel):
         self, own: Twin, tensors: dict[str, Tensor], inputs: Inputs, dtype: torch.dtype
     ) -> tuple[Tensor, Any]:
         """Logits [n, k], and what the module returned, of which they are a part."""
-        own.carry(self._carried, self._trust)
+        own.carry(self._carried, self._trust, self._novelty)
         with as_called(), own.holding(tensors) as module:
             outputs = self._ask(module, inputs)
             logits = self.output(outputs)
@@ -257,10 +302,20 @@ class Network(PredictiveModel):
     def pullback(
         self, theta: Tensor, inputs: Inputs
     ) -> tuple[Tensor, NetworkPullback | CapturedPullback]:
+        known = self.probe(inputs)
+        logits, pull = known._pull(theta, inputs)
+        if known._shift is not None:
+            pull.memory = {**pull.memory, SHIFT: known._shift}
+            pull.novelty = known._novelty
+        return logits, pull
+
+    def _pull(
+        self, theta: Tensor, inputs: Inputs
+    ) -> tuple[Tensor, NetworkPullback | CapturedPullback]:
         if not self.capturing or not possible(theta, inputs):
             return self.eager(theta, inputs)
         captures: Captures = self._local.__dict__.setdefault("captures", Captures())
-        key = key_of(theta, inputs, self.output)
+        key = (key_of(theta, inputs, self.output), isinstance(self._novelty, Tensor))
         taken = captures.take(self, key, theta, inputs)
         if taken is None:
             logits, pull = self.eager(theta, inputs)

@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from driftfilter.base.checks import require
 from driftfilter.base.sharding import Shards, current
 from driftfilter.networks.batch_norm import Ema, Statistics, TwinBatchNorm, prepare, share
-from driftfilter.networks.batch_trust import Witness
+from driftfilter.networks.batch_trust import Probe, Witness
 from driftfilter.networks.layers import find_layer
 from driftfilter.networks.sample_gradients import Call, Rule
 
@@ -198,11 +198,14 @@ class Twin:
 
         return hook
 
-    def carry(self, statistics: Tensor | None, trust: Tensor | float) -> None:
+    def carry(
+        self, statistics: Tensor | None, trust: Tensor | float, novelty: Tensor | float
+    ) -> None:
         """Blend with these statistics, the mean and then the variance of each layer; with the
         source's if there are none.
 
-        The share of a batch is multiplied by the trust in it.
+        The share of a batch is multiplied by the trust in it; its novelty is its part of what is
+        blended.
         """
         norms = self.blending
         sizes = [norm.num_features for norm in norms for _ in range(2)]
@@ -219,12 +222,28 @@ class Twin:
                 if statistics is None
                 else (next(pieces), next(pieces))
             )
-            norm.trust = trust
+            norm.trust, norm.novelty = trust, novelty
             norm.blended, norm.believed = norm.carried, None  # should it not be called
         self._witness.forget()
+        self._divide()
+
+    def _divide(self) -> None:
         if (shards := current()) is not self._shards:
             share(self.norms, shards)
             self._shards = shards
+
+    @contextmanager
+    def probing(self) -> Iterator[Probe]:
+        """Batch norms use the source's statistics, and tell how far a batch is from them."""
+        self._divide()
+        probe = Probe()
+        for norm in self.blending:
+            norm.__dict__["probe"] = probe
+        try:
+            yield probe
+        finally:
+            for norm in self.blending:
+                norm.__dict__["probe"] = None
 
     def start(self) -> Tensor:
         """The source's statistics, in the order of those carried."""

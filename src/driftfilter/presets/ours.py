@@ -87,21 +87,24 @@ def driftfilter(  # what users may turn
     temperature: float | None = None,
     momentum: float = 0.5,
     diversity: float = 4.0,
+    shift: float = 0.45,
     norms: Literal["batch", "other", "none", "frozen"] = "batch",
 ) -> Recipe:
-    """Ours, the default: one forward and one backward pass, no augmentation. The norm parameters
-    move, the early layers more than the deep ones, by at most ``radius`` a step, and revert to the
-    source; offsets of the classes that a change of domain has made are taken off the logits
-    (``Centering``). `adapt` chooses ``norms`` by what the network is.
+    """Ours, the default: one forward and one backward pass (with batch norm one more forward pass
+    in every fourth step), no augmentation. The norm parameters move, the early layers more than the
+    deep ones, by at most ``radius`` a step, and revert to the source; offsets of the classes that a
+    change of domain has made are taken off the logits (``Centering``). `adapt` chooses ``norms`` by
+    what the network is.
 
     "batch": batch normalisation carries its statistics, and trusts a batch the less the fewer
-    classes are in it; the loss is the soft likelihood ratio of reliable samples with ``balance``
-    times information maximisation against collapse. "other" (layer, group, instance, RMS norm):
-    the loss is information maximisation against the marginal of the last 200 samples
-    (``RunningInformation``), unless labels come in runs (``RunGate``). "none": the same for the
-    last layer in place of norm parameters. "frozen" (quantised layers, or nothing to adapt): no
-    parameter moves (``center``). An option that such a network has no use for gives a warning
-    (``UNUSED``).
+    classes are in it; while the source network, asked in every fourth batch, sees no ``shift`` of
+    the domain, statistics and parameters stay the source's. The loss is the soft likelihood ratio
+    of reliable samples with ``balance`` times information maximisation against collapse. "other"
+    (layer, group, instance, RMS norm): the loss is information maximisation against the
+    marginal of the last 200 samples (``RunningInformation``), unless labels come in runs
+    (``RunGate``). "none": the same for the last layer in place of norm parameters. "frozen"
+    (quantised layers, or nothing to adapt): no parameter moves (``center``). An option that such a
+    network has no use for gives a warning (``UNUSED``).
 
     Predicts before the step, at the ``temperature`` that the belief's own variance of the logits
     asks for (``Moderated``), or at one that is given. Batches below 16 samples are predicted at
@@ -123,7 +126,9 @@ def driftfilter(  # what users may turn
         variance = {"batch": 0.1, "other": 0.2, "none": 0.005}[norms]
     return Recipe(
         parameters=Head() if norms == "none" else NormAffine(),
-        statistics="source" if norms == "none" else Ema(momentum, diversity),
+        statistics="source"
+        if norms == "none"
+        else Ema(momentum, diversity, shift if by_batch else 0.0),
         source=Gaussian(variance, taper=0.0 if norms == "none" else taper),
         transition=Transition(MeanReversion(rho), Reset(None)),
         observation=Gibbs(loss, Reliability(beta) if by_batch else RunGate(beta), reference=100),
@@ -136,7 +141,7 @@ def driftfilter(  # what users may turn
 
 
 # Options of ``driftfilter`` that do nothing, by norms.
-_OF_BATCH_NORM = ("balance", "ceiling", "momentum", "diversity")
+_OF_BATCH_NORM = ("balance", "ceiling", "momentum", "diversity", "shift")
 _OF_PARAMETERS = ("beta", "variance", "taper", "rho", "radius", "reach", "consistency")
 UNUSED: dict[str, tuple[str, ...]] = {
     "other": _OF_BATCH_NORM,
