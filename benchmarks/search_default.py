@@ -2,7 +2,8 @@
 
     python benchmarks/search_default.py recipes --models vit_s4=WEIGHTS wrn16_4_gn=WEIGHTS \
         --clean CIFAR10_TEST.npz [--norms other] [--batch 200] [--images 10000] \
-        [--variance .1 .2 .4] [--taper 0 2] [--rho .995] [--radius 6] [--reach 1 4]
+        [--variance 1 2 4] [--taper 0 2] [--rho .995] [--radius 6] [--reach 1 4] \
+        [--priors absolute relative all]
     python benchmarks/search_default.py offsets --models NAME=WEIGHTS … --clean CIFAR10_TEST.npz \
         [--images 4000] [--keep FOLDER]
     python benchmarks/search_default.py digits [--seeds 3] [--batches 64 16]
@@ -13,7 +14,9 @@ Nothing here sees the fifteen corruptions that are reported: networks for CIFAR-
 clean images and on speckle noise, Gaussian blur, saturation and spatter at severity 5.
 
 recipes: the default with every combination of the values given, the model reset for each
-corruption. offsets: class offsets taken off the logits of frozen networks, 300 images at a time, by
+corruption; without batch norm by prior, too: a variance for all parameters, relative to the size of
+each layer, and that with the whole Fisher matrix ("all", the default). offsets: class offsets taken
+off the logits of frozen networks, 300 images at a time, by
 temperature, rounds and gate, with classes of equal shares and with shares that fall from 1 to 1/5.
 A gate says how far offsets count: "diversity" by the classes predicted, "information" by the mutual
 information that they gain, "a part" also by how much of the marginal entropy gained that is (as
@@ -53,8 +56,13 @@ from figures import write
 
 Row = dict[str, Any]
 METRICS = ("accuracy", "nll", "ece")
-KNOBS = {"variance": [0.2], "taper": [2.0], "rho": [0.995], "radius": [6.0], "reach": [1.0]}
+KNOBS = {"variance": [2.0], "taper": [2.0], "rho": [0.995], "radius": [6.0], "reach": [1.0]}
 DOMAINS = ("clean", *EXTRA)
+PRIORS: dict[str, dict[str, Any]] = {  # of networks without batch norm, by name
+    "absolute": {"structure": "diagonal", "relative": False},
+    "relative": {"structure": "diagonal", "relative": True},
+    "all": {"structure": "low_rank", "rank": 256, "relative": True},  # of the Fisher matrix
+}
 SPREAD, COUNT, BLOCK = 4.0, 30.0, 300  # of logits, of the prior in samples, images at a time
 
 
@@ -108,17 +116,24 @@ def search_recipes(arguments: argparse.Namespace) -> list[Row]:
         for values in itertools.product(*(getattr(arguments, knob) for knob in KNOBS))
     ]
     rows = []
-    for (name, model), options in itertools.product(open_models(arguments), [None, *grid]):
+    cases = [(None, None), *itertools.product(arguments.priors or [None], grid)]
+    for (name, model), (prior, options) in itertools.product(open_models(arguments), cases):
         recipe = None
         if options is not None:
             recipe = df.presets.get("driftfilter", norms=arguments.norms, **options)
+        if recipe is not None and prior is not None:
+            assert isinstance(recipe.source, df.Gaussian)
+            recipe = replace(recipe, source=replace(recipe.source, **PRIORS[prior]))
         found = {
             domain: judge(follow(model, recipe, images, arguments.batch), labels)
             for domain, images in domains.items()
         }
         cells = {"clean": found["clean"], "extra": average([found[each] for each in EXTRA])}
-        rows.append({"network": name, "options": options, **cells})
-        show(f"{name} " + (" ".join(f"{k} {v:g}" for k, v in (options or {}).items())), cells)
+        rows.append({"network": name, "prior": prior, "options": options, **cells})
+        show(
+            f"{name} {prior or ''} " + (" ".join(f"{k} {v:g}" for k, v in (options or {}).items())),
+            cells,
+        )
     return rows
 
 
@@ -382,6 +397,7 @@ def parse() -> argparse.Namespace:
         part.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     recipes.add_argument("--norms", choices=("batch", "other"), default="other")
     recipes.add_argument("--batch", type=int, default=200)
+    parser.add_argument("--priors", nargs="*", choices=PRIORS, default=[])
     for knob, values in KNOBS.items():
         recipes.add_argument(f"--{knob}", type=float, nargs="+", default=values)
     offsets.add_argument("--keep", type=Path, help="folder of logits")

@@ -158,4 +158,4 @@ def test_a_run_takes_fields_of_the_recipe(folder: Path, capsys: pytest.CaptureFi
     said(capsys, *common, "one", *fields)
     recipe = json.loads((folder / "one" / "config.json").read_text())["recipe"]
     assert (recipe["transition"]["dynamics"]["rho"], recipe["predict_from"]) == (0.5, "posterior")
-    assert recipe["source"]["variance"] == 0.2  # the rest as the preset has it for this model
+    assert recipe["source"]["variance"] == 2.0  # the rest as the preset has it for this model

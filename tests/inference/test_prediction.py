@@ -465,6 +465,16 @@ def test_moderated_has_the_variance_of_the_logits_along_the_loss(structure: str)
     )
 
 
+def test_moderated_by_a_variance_of_its_own() -> None:
+    filt = moderating(curved, scale=0.7, samples=2, variance=0.3)
+    state = filt.init(df.Belief(MEAN, df.Full(MATRIX)))
+    same = 0.3 * torch.eye(len(MEAN), dtype=torch.float64)
+    along, length = sums_of(df.Belief(prior_of(filt, state).mean, df.Full(same)), INPUTS)
+    _, prediction, _ = filt.step(state, INPUTS)
+    expected = torch.full((3, 3), 0.7 * along / length, dtype=torch.float64)
+    torch.testing.assert_close(prediction.logit_variance, expected, rtol=1e-9, atol=0)
+
+
 def test_moderated_is_the_probit_of_one_sample_of_two_classes() -> None:
     filt = moderating(df.LinearHead(2), scale=0.3)
     state = filt.init(df.Belief(MEAN, df.Full(MATRIX)))

@@ -207,16 +207,22 @@ def individual_logits(model: nn.Module, batch: Tensor, own: Tensor) -> Tensor:
 
 
 def start_of(model: nn.Module, variance: float, taper: float) -> tuple[Tensor, Tensor]:
-    """Parameters and their prior variances: of group norms, earlier ones wider, or of the head."""
+    """Parameters and their prior variances: of group norms, relative to their size and earlier ones
+    wider, or of the head.
+    """
     layers = [layer for layer in model.children() if isinstance(layer, nn.GroupNorm)]
     if not layers:
         head = next(layer for layer in model.children() if isinstance(layer, nn.Linear))
         mean = torch.cat((head.bias[:, None], head.weight), 1).detach().flatten()
         return mean, torch.full_like(mean, variance)
     mean = flat(piece for layer in layers for piece in (layer.weight, layer.bias))
+    sizes = [max((p**2).mean().item() for p in (at.weight, at.bias)) for at in layers]
+    least = sum(sizes) / len(sizes) / 100
     spread = [
-        layer.weight.new_full((2 * layer.num_channels,), variance * (1 - at / len(layers)) ** taper)
-        for at, layer in enumerate(layers)
+        layer.weight.new_full(
+            (2 * layer.num_channels,), variance * max(size, least) * (1 - at / len(layers)) ** taper
+        )
+        for at, (layer, size) in enumerate(zip(layers, sizes, strict=True))
     ]
     return mean, torch.cat(spread)
 
@@ -236,6 +242,8 @@ def other_loop(
     as in ``own_loop``.
     """
     source, prior = start_of(model, variance, taper)
+    by_norms = any(isinstance(layer, nn.GroupNorm) for layer in model.children())
+    reference = 200 if by_norms else 100
     here, k = source, model(batches[0]).shape[1]
     offsets, runs = ClassOffsets(np.full(k, 1 / k), 30.0, 2000.0, 0.75), LabelRuns(k)
     mean, square = torch.full((k,), 1 / k, dtype=torch.float64), None
@@ -261,15 +269,18 @@ def other_loop(
             one, other = (view.log_softmax(1) for view in logits)
             both = (one.exp() * other).sum(1) + (other.exp() * one).sum(1)
             losses = losses - CONSISTENCY * both / 2
-        energy = weight * losses.sum() / max(n, 100)
+        energy = weight * losses.sum() / max(n, reference)
         slopes = torch.stack(torch.autograd.grad(energy, logits, retain_graph=True)).sum(0)
         (rows,) = torch.autograd.grad(energy, leaf)
-        along, length = (rows**2 * prior).sum(), (slopes**2).sum()
+        known = torch.full_like(prior, 0.06) if by_norms else prior
+        along, length = (rows**2 * known).sum(), (slopes**2).sum()
         sums = fading * sums + torch.stack((along, length))
         moderated = (1 + math.pi / 4 * 0.01 * sums[0].item() / sums[1].item()) ** 0.5
-        scale = weight / max(n, 100)
-        covariance = 1 / (1 / prior + (rows**2).sum(0) / scale)
-        step = covariance * rows.sum(0)
+        scale = weight / max(n, reference)
+        information = rows.T @ rows / scale  # all of it for norms, of the head the diagonal
+        information = information if by_norms else torch.diag(information.diagonal())
+        covariance = torch.linalg.inv(torch.diag(1 / prior) + information)
+        step = covariance @ rows.sum(0)
         here = here - step * min(1.0, radius / ((rows @ step) / scale**0.5).norm().item())
         predicted = torch.stack(logits).mean(0).detach() / (temperature or moderated)
-        yield Step(here, predicted.softmax(1), covariance=torch.diag(covariance))
+        yield Step(here, predicted.softmax(1), covariance=covariance)

@@ -267,11 +267,11 @@ test_refusals_name_the_field = refuses(
         (lambda: df.Gaussian(taper=-1.0), "Gaussian.taper must be a finite number"),
         (
             lambda: df.Gaussian(structure="full", taper=1.0),
-            "Gaussian.structure must be 'diagonal' with a taper, got 'full'",
+            "Gaussian.structure must be 'diagonal' or 'low_rank' with a taper or a relative",
         ),
         (
             lambda: df.Gaussian(taper=1.0)(HEAD, THETA),
-            "Gaussian.taper must be 0 for it, got 'a model without named parameters",
+            "Gaussian.taper or relative must be 0 and False for it, got 'a model without named",
         ),
         (
             lambda: EVIDENT(HEAD, 0 * THETA, df.SourceData(problem(3)[0])),
@@ -599,3 +599,25 @@ def test_a_taper_gives_deeper_layers_less_variance() -> None:
         df.Gaussian(0.3)(network, network.mean()).covariance.variance(),
         torch.full((67,), 0.3, dtype=torch.float64),
     )
+
+
+def test_a_relative_variance_is_one_of_the_size_of_each_layer() -> None:
+    torch.manual_seed(0)
+    norms = (nn.LayerNorm(5), nn.GroupNorm(1, 5), nn.BatchNorm1d(5))
+    parameters = [parameter for norm in norms for parameter in norm.parameters()]
+    for parameter, value in zip(parameters, (0.5, -1.0, 3.0, 0.3, 0.0, 0.0), strict=True):
+        nn.init.constant_(parameter, value)
+    model = nn.Sequential(nn.Linear(4, 5), *norms, nn.Linear(5, 2)).double().eval()
+    network = df.Network(model, df.NormAffine())
+    sizes = [1.0, 9.0, 0.0]  # the bias of the first is the larger one
+    least = sum(sizes) / 3 / 100
+    expected = [0.3 * max(size, least) * (1 - at / 3) ** 2 for at, size in enumerate(sizes)]
+    each = torch.tensor(expected, dtype=torch.float64).repeat_interleave(10)
+    for structure in ("diagonal", "low_rank"):
+        source = df.Gaussian(0.3, structure, taper=2.0, relative=True)
+        close(source(network, network.mean()).covariance.dense(), torch.diag(each))
+    for parameter in parameters:
+        nn.init.zeros_(parameter)
+    network = df.Network(model, df.NormAffine())
+    belief = df.Gaussian(0.3, relative=True)(network, network.mean())
+    close(belief.covariance.variance(), torch.full((30,), 0.3, dtype=torch.float64))

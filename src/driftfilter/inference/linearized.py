@@ -123,12 +123,13 @@ class Linearized(Checked):
         return longer.clamp(1, self.reach)
 
 
-def variance_along(covariance: Covariance, evaluation: Evaluation) -> Tensor:
+def variance_along(covariance: Covariance | float, evaluation: Evaluation) -> Tensor:
     """Σ_i g_iᵀ Σ g_i and Σ_i |u_i|² [2] of gradient rows g_i = J_iᵀ u_i, u_i = (w_i / n) ∇_f ℓ_i:
-    their ratio is the variance of the logits along the loss.
+    their ratio is the variance of the logits along the loss. A number σ² stands for σ² I.
     """
     rows, slopes = evaluation.rows, evaluation.slopes().sum(0)
-    along = torch.dot(rows.flatten(), covariance.apply(rows).flatten())
+    spread = rows * covariance if isinstance(covariance, float) else covariance.apply(rows)
+    along = torch.dot(rows.flatten(), spread.flatten())
     return torch.stack((along, slopes.square().sum()))
 
 

@@ -155,6 +155,9 @@ class Moderated(Checked, PredictionRule):
     covariance. So s = 0.01 is the belief that counts each sample of a batch of a hundred in full.
     (On the extra corruptions 0.009 was best, docs/benchmarks.md.)
 
+    ``variance`` σ²: v is that of parameters known up to σ² each, σ² I in place of Σ⁻. For a prior
+    that is wide on purpose, and says how far a step may go rather than how sure one is.
+
     T is at most ``limit``. Batches of n < ``samples`` fade the sums of those before by 1 - n /
     samples, and add their own. Inputs predicted without adapting to them have the T of the last
     batch; T = 1 before the first one, and if the loss sees other outputs than the logits.
@@ -164,6 +167,7 @@ class Moderated(Checked, PredictionRule):
     limit: Annotated[float, Interval(1, math.inf)] = 4.0
     samples: PositiveCount = 100
     over_views: bool = False
+    variance: Positive | None = None
     learns = True
 
     def learn(self, prior: Belief, energy: Energy, memory: Memory) -> Memory:
@@ -174,7 +178,8 @@ class Moderated(Checked, PredictionRule):
             return memory
         samples = energy.samples
         divisor = (samples.weights.sum() / samples.coefficients.sum().clamp_min(_TINY)).square()
-        sums = divisor * variance_along(prior.covariance, energy.evaluation)
+        covariance = prior.covariance if self.variance is None else self.variance
+        sums = divisor * variance_along(covariance, energy.evaluation)
         fading = 1 - len(samples.weights) / self.samples
         if fading > 0 and SLOPES in memory:
             sums = sums + fading * memory[SLOPES]

@@ -108,11 +108,13 @@ def driftfilter(  # what users may turn
 
     Predicts before the step, at the ``temperature`` that the belief's own variance of the logits
     asks for (``Moderated``), or at one that is given. Batches below 16 samples are predicted at
-    once and adapted to together; those below 100 take smaller steps. ``variance`` is 0.1 with batch
-    norm, 0.2 with other norms and 0.005 for the last layer. ``reach`` 4 (see ``Linearized``) gained
-    a vision transformer 2 points, and cost small networks with group norm many. All was chosen on
-    speckle noise, blur, saturation and spatter, but for ``reach``, what two classes do and when
-    offsets count: there streams of natural shift and digits had been seen (docs/benchmarks.md).
+    once and adapted to together; those below 100 (with other norms 200) take smaller steps.
+    ``variance`` is 0.1 with batch norm and 0.005 for the last layer. With other norms it is 2, and
+    relative to the size of each layer's parameters, and the whole Fisher matrix of the batch says
+    how far a step goes: one variance then serves transformers, residual and small networks alike.
+    All was chosen on clean images, speckle noise, blur, saturation and spatter, but for what two
+    classes do, when offsets count and the prior of other norms: there streams of natural shift and
+    digits had been seen (docs/benchmarks.md).
     """
     known = ("batch", "other", "none", "frozen")
     require(norms in known, "driftfilter: norms", norms, f"one of {known}")
@@ -122,18 +124,28 @@ def driftfilter(  # what users may turn
     loss: Loss = RunningInformation()
     if by_batch:
         loss = Sum((SoftLikelihoodRatio(ceiling), InformationMaximization()), (1.0, balance))
+    by_others = norms == "other"
     if variance is None:
-        variance = {"batch": 0.1, "other": 0.2, "none": 0.005}[norms]
+        variance = {"batch": 0.1, "other": 2.0, "none": 0.005}[norms]
+    source = Gaussian(variance, taper=0.0 if norms == "none" else taper)
+    if by_others:
+        source = replace(source, structure="low_rank", rank=256, relative=True)
     return Recipe(
         parameters=Head() if norms == "none" else NormAffine(),
         statistics="source"
         if norms == "none"
         else Ema(momentum, diversity, shift if by_batch else 0.0),
-        source=Gaussian(variance, taper=0.0 if norms == "none" else taper),
+        source=source,
         transition=Transition(MeanReversion(rho), Reset(None)),
-        observation=Gibbs(loss, Reliability(beta) if by_batch else RunGate(beta), reference=100),
+        observation=Gibbs(
+            loss,
+            Reliability(beta) if by_batch else RunGate(beta),
+            reference=200 if by_others else 100,
+        ),
         inference=Linearized(EmpiricalFisher(centered=False), radius, reach),
-        prediction=Moderated() if temperature is None else Tempered(temperature),
+        prediction=Moderated(variance=0.06 if by_others else None)
+        if temperature is None
+        else Tempered(temperature),
         predict_from="prior",
         centering=Centering(),
         least=16,

@@ -6,7 +6,16 @@ A source takes a model and its parameters, and perhaps data, and gives the belie
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Literal, Protocol, Self, TypeAlias, final, runtime_checkable
+from typing import (
+    Annotated,
+    Literal,
+    NamedTuple,
+    Protocol,
+    Self,
+    TypeAlias,
+    final,
+    runtime_checkable,
+)
 
 import torch
 from torch import Tensor
@@ -148,46 +157,84 @@ class PointMass:
 class Gaussian(Checked):
     """N(θ_S, σ² I), in the structure that the filter is to carry; ``rank`` is that of "low_rank".
 
-    ``structure`` is a name in the table ``driftfilter.gaussian.structures``. ``taper`` a: the
-    variance of layer l of L, in the order in which the module has them, is σ² (1 - l/L)^a, l = 0,
-    1, …: the deeper a layer, the less a shift of the inputs is a reason to move it ("diagonal"
-    only, of a network).
+    ``structure`` is a name in the table ``driftfilter.gaussian.structures``. The variance of layer
+    l of L, in the order in which the module has them, l = 0, 1, …, is
+
+        σ² s_l² (1 - l/L)^a
+
+    with a = ``taper``: the deeper a layer, the less a shift of the inputs is a reason to move it.
+    ``relative``: s_l is the size of the layer's own parameters, the largest root mean square of
+    one of its tensors (at least a tenth of the root mean square over layers), so that σ is a
+    relative change; otherwise s_l = 1. Both are for a network, "diagonal" and "low_rank".
     """
 
     variance: Positive = 0.01
     structure: str = "diagonal"
     rank: Count = 10
     taper: NotNegative = 0.0
+    relative: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _require_structure("Gaussian", self.structure)
         require(
-            self.taper == 0 or self.structure == "diagonal",
+            self.structure in ("diagonal", "low_rank") or not (self.taper or self.relative),
             "Gaussian.structure",
             self.structure,
-            "'diagonal' with a taper",
+            "'diagonal' or 'low_rank' with a taper or a relative variance",
         )
 
     def __call__(
         self, model: PredictiveModel, mean: Tensor, data: SourceData | None = None
     ) -> Belief:
-        if self.taper:
-            return Belief(mean, Diagonal(self.variance * _depths(model, mean).pow(self.taper)))
         structure = STRUCTURES[self.structure]
-        return Belief(mean, structure.isotropic_like(self.variance, mean, self.rank, model.shapes))
+        if not (self.taper or self.relative):
+            alike = structure.isotropic_like(self.variance, mean, self.rank, model.shapes)
+            return Belief(mean, alike)
+        layers = _Layers.of(model)
+        variances = self.variance * layers.depths().to(mean).pow(self.taper)
+        if self.relative:
+            variances = variances * layers.squares(mean)
+        widest = float(variances.max())
+        covariance = structure.isotropic_like(widest, mean, self.rank, model.shapes)
+        return Belief(
+            mean, covariance.inform(layers.spread((1 / variances - 1 / widest).clamp_min(0)))
+        )
 
 
-def _depths(model: PredictiveModel, mean: Tensor) -> Tensor:
-    """1 - l/L of every parameter [d], l the place of its layer among the L with parameters in θ."""
-    shapes = model.shapes
-    require(shapes is not None, "Gaussian.taper", "a model without named parameters", "0 for it")
-    assert shapes is not None
-    names = [name.rpartition(".")[0] for name in shapes]
-    places = {name: place for place, name in enumerate(dict.fromkeys(names))}
-    return mean.new_tensor([1 - places[name] / len(places) for name in names]).repeat_interleave(
-        mean.new_tensor([shape.numel() for shape in shapes.values()]).long()
-    )
+class _Layers(NamedTuple):
+    """The layers with parameters in θ, in the order of the module."""
+
+    places: list[int]  # of each tensor its layer
+    sizes: list[int]  # numbers in each tensor
+
+    @classmethod
+    def of(cls, model: PredictiveModel) -> Self:
+        shapes, missing = model.shapes, "a model without named parameters"
+        require(shapes is not None, "Gaussian.taper or relative", missing, "0 and False for it")
+        assert shapes is not None
+        names = [name.rpartition(".")[0] for name in shapes]
+        places = {name: place for place, name in enumerate(dict.fromkeys(names))}
+        return cls([places[name] for name in names], [shape.numel() for shape in shapes.values()])
+
+    def depths(self) -> Tensor:
+        """1 - l/L of every layer [L]."""
+        count = max(self.places) + 1
+        return 1 - torch.arange(count, dtype=torch.float64) / count
+
+    def squares(self, mean: Tensor) -> Tensor:
+        """s² of every layer [L]."""
+        own = torch.stack([piece.square().mean() for piece in mean.split(self.sizes)])
+        largest = own.new_zeros(max(self.places) + 1)
+        largest = largest.scatter_reduce(0, own.new_tensor(self.places).long(), own, "amax")
+        average = largest.mean()
+        floor = torch.where(average > 0, average / 100, torch.ones_like(average))
+        return torch.maximum(largest, floor)
+
+    def spread(self, values: Tensor) -> Tensor:
+        """Values of the layers [L] as values of their parameters [d]."""
+        by_tensor = values[values.new_tensor(self.places).long()]
+        return by_tensor.repeat_interleave(values.new_tensor(self.sizes).long())
 
 
 def _require_structure(name: str, structure: str) -> None:
