@@ -397,7 +397,7 @@ def parse() -> argparse.Namespace:
         part.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     recipes.add_argument("--norms", choices=("batch", "other"), default="other")
     recipes.add_argument("--batch", type=int, default=200)
-    parser.add_argument("--priors", nargs="*", choices=PRIORS, default=[])
+    recipes.add_argument("--priors", nargs="*", choices=PRIORS, default=[])
     for knob, values in KNOBS.items():
         recipes.add_argument(f"--{knob}", type=float, nargs="+", default=values)
     offsets.add_argument("--keep", type=Path, help="folder of logits")
