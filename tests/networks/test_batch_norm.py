@@ -17,6 +17,7 @@ import driftfilter as df
 from driftfilter.base.randomness import Randomness
 from driftfilter.networks.batch_norm import diversity
 from driftfilter.networks.batch_trust import Probe, evidence_of_change, moment_shift, novelty
+from driftfilter.networks.network import SHIFT, STATISTICS
 from small import assert_same, refuses
 
 KINDS: list[Any] = ["batch", "source", df.PseudoCount(3.0), df.Ema(0.3)]
@@ -824,9 +825,9 @@ def test_every_fourth_batch_passes_through_the_source() -> None:
         pullback = network.recall(memory).pullback(theta, inputs)[1]
         memory = dict(pullback.memory)
         if step % 4 == 0:  # 20 samples of a window of 32
-            total = 0.375 * total + 20 * source_shift(model, inputs)
+            total = 0.375 * total + 20 * min(4.0, source_shift(model, inputs))  # twice the limit
             weight = 0.375 * weight + 20
-        expected = torch.tensor([total, weight, step + 1]).double()
+        expected = torch.tensor([total, weight, (step + 1) % 4]).double()
         torch.testing.assert_close(memory["network.shift"], expected)
         far = min(1.0, max(0.01, 2 * (total / weight / 2.0 - 1)))
         torch.testing.assert_close(pullback.novelty, torch.tensor(far, dtype=torch.float64))
@@ -904,4 +905,69 @@ def test_a_table_is_never_told_apart_from_the_source() -> None:
     network = df.Network(model, statistics=df.Ema(0.5, 4.0, 0.45))
     pullback = network.pullback(network.mean(), table(0))[1]
     assert pullback.novelty == 1
-    assert pullback.memory["network.shift"].tolist() == [0, 0, 1]
+    assert pullback.memory["network.shift"].tolist() == [0, 0, -1]  # and not asked again
+    again = network.recall(pullback.memory).pullback(network.mean(), table(1))[1]
+    assert again.novelty == 1
+
+
+def _shift_model() -> nn.Module:
+    torch.manual_seed(0)
+    layers = (nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3))
+    end = (nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 10))
+    model = nn.Sequential(*layers, *end)
+    with torch.no_grad():
+        for _ in range(30):
+            model(torch.randn(64, 3, 8, 8))
+    return model.eval()
+
+
+def _images(generator: torch.Generator, scale: float = 1.0) -> Tensor:
+    return torch.randn(64, 3, 8, 8, generator=generator) * scale
+
+
+@pytest.mark.parametrize("scale", [500.0, 20000.0])
+def test_half_precision_blends_in_float32_and_survives_a_source_that_overflows(
+    scale: float,
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    adapter = df.adapt(_shift_model().half(), monitor=None)
+    for _ in range(6):
+        inputs = _images(generator, scale).clamp(-6e4, 6e4).half()
+        assert adapter(inputs).isfinite().all()
+
+
+def test_a_state_of_a_stream_that_asked_for_shift_does_not_hold_back_one_that_does_not() -> None:
+    generator = torch.Generator().manual_seed(0)
+    model = _shift_model()
+    asking, other = df.adapt(model, monitor=None), df.adapt(model, shift=0.0, monitor=None)
+    for _ in range(5):
+        asking(_images(generator))
+    other.load_state_dict(asking.state_dict())
+    start = other.state.memory[STATISTICS]
+    for _ in range(5):
+        other(_images(generator, 1.3))
+    assert (other.state.memory[STATISTICS] - start).abs().max() > 0.02
+
+
+def test_one_far_batch_counts_as_one_and_single_samples_are_not_probed() -> None:
+    generator = torch.Generator().manual_seed(0)
+    adapter = df.adapt(_shift_model(), monitor=None)
+    adapter.update(_images(generator)[:1])
+    assert SHIFT not in adapter.state.memory
+    shifts = []
+    for place in range(17):
+        adapter.update(_images(generator, 1e6 if place == 4 else 1.0)[:16])
+        sums = adapter.state.memory[SHIFT]
+        shifts.append((sums[0] / sums[1]).item())
+        assert sums[2] == (place + 1) % 4
+    assert max(shifts) <= 0.9 + 1e-6
+    assert shifts[4] > 0.3
+    assert shifts[12] < 0.45
+
+
+@pytest.mark.parametrize("rule", [df.Moderated(), df.Moderated(variance=1), df.LinearizedProbit()])
+def test_rules_that_ask_for_gradients_of_no_parameters_get_zeros(rule: Any) -> None:
+    model = _shift_model()
+    inputs = _images(torch.Generator().manual_seed(0))
+    found = df.adapt(model, "center", prediction=rule)(inputs)
+    torch.testing.assert_close(found, df.adapt(model, "center")(inputs))

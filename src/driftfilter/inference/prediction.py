@@ -178,7 +178,7 @@ class Moderated(Checked, PredictionRule):
             return memory
         samples = energy.samples
         divisor = (samples.weights.sum() / samples.coefficients.sum().clamp_min(_TINY)).square()
-        covariance = prior.covariance if self.variance is None else self.variance
+        covariance = prior.covariance if self.variance is None else float(self.variance)
         sums = divisor * variance_along(covariance, energy.evaluation)
         fading = 1 - len(samples.weights) / self.samples
         if fading > 0 and SLOPES in memory:

@@ -185,11 +185,14 @@ class Gibbs(Checked):
             return weights / max(weights.shape[0], least)
         return weights / (used.clamp_min(least) if isinstance(used, Tensor) else max(used, least))
 
-    def weigh_again(self, samples: Samples, logits: Tensor) -> Samples:
+    def weigh_again(
+        self, samples: Samples, logits: Tensor, novelty: Tensor | float = 1.0
+    ) -> Samples:
         """The samples with the weights that their logits at another θ give to those that had one;
         no memory is kept.
         """
         weights, used, _ = self.weigh(logits, (samples.weights > 0).to(logits.dtype), {})
+        weights = weights * novelty
         return Samples(samples.targets, weights, self.coefficients(weights, used), used)
 
 
@@ -246,8 +249,9 @@ class Energy(NamedTuple):
 
         Samples that were left out stay out, others may leave.
         """
-        pulled = self._pull_back(theta)
-        return evaluate(self.loss, pulled, self.observation.weigh_again(self.samples, pulled[0][0]))
+        pulled, novelty = self._pull_back(theta), self.evaluation.pullbacks[0].novelty
+        samples = self.observation.weigh_again(self.samples, pulled[0][0], novelty)
+        return evaluate(self.loss, pulled, samples)
 
     def known_logits(self, theta: Tensor) -> Tensor | None:
         """Logits to predict with at θ, of every view [v, n, k], if they are there already."""

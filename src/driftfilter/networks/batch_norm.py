@@ -94,7 +94,8 @@ class Ema(Checked):
         ν = max(2 (S / shift - 1), G), between 0 and 1,
 
     S the shift that the source network, with its own statistics, sees in every fourth batch
-    (batch_trust.py). The weights of samples are multiplied by the first term. Not in tables.
+    (batch_trust.py). The weights of samples are multiplied by the first term, which holds back
+    rules that see their size (``Linearized``, SGD), not Adam. Not in tables.
     """
 
     momentum: Fraction = 0.1
@@ -412,10 +413,11 @@ class TwinBatchNorm(_BatchNorm):
 def _mix(
     carried: tuple[Tensor, Tensor], batch: tuple[Tensor, Tensor], share: Tensor | float
 ) -> tuple[Tensor, Tensor]:
-    """Moments of the mixture: see the top of this file."""
-    mean, variance = (part.to(batch[0].dtype) for part in carried)
-    shift = batch[0] - mean
-    spread = (batch[1] - variance) + (1 - share) * shift.square()
+    """Moments of the mixture: see the top of this file; in float32 at least."""
+    wide = torch.promote_types(batch[0].dtype, torch.float32)
+    mean, variance, own_mean, own_variance = (part.to(wide) for part in (*carried, *batch))
+    shift = own_mean - mean
+    spread = (own_variance - variance) + (1 - share) * shift.square()
     return mean + share * shift, variance + share * spread
 
 

@@ -64,7 +64,7 @@ STATISTICS = "network.statistics"
 # In the memory, if Ema asks for it: D of the last batch observed [].
 DIVERSITY = "network.diversity"
 # In the memory, if Ema asks for it: sums of n S and n over the batches probed, which fade over
-# _WINDOW samples, and the number of batches [3].
+# _WINDOW samples, and the batches since the last one probed, -1 if no layer can tell [3].
 SHIFT = "network.shift"
 _WINDOW = 32
 _EVERY = 4  # batches of which one is probed
@@ -161,7 +161,8 @@ class Network(PredictiveModel):
             return self
         trust = memory[DIVERSITY] ** self.statistics.diversity if DIVERSITY in memory else 1.0
         other = self.carrying(memory[STATISTICS], trust)
-        return other.knowing(memory[SHIFT]) if SHIFT in memory else other
+        asked = SHIFT in memory and self.statistics.shift > 0
+        return other.knowing(memory[SHIFT]) if asked else other
 
     def carrying(
         self, statistics: Tensor, trust: Tensor | float, novelty: Tensor | float = 1.0
@@ -189,7 +190,10 @@ class Network(PredictiveModel):
             return self
         known = self._start.new_zeros(3) if self._shift is None else self._shift
         samples, (*sums, count) = total_samples(batch_size(inputs)), known.unbind()
-        if int(count) % _EVERY == 0 and samples > 1:
+        place = int(count)
+        if place < 0 or samples == 1:
+            return self
+        if place == 0:
             own, pieces = self._own(), self.chosen.replacements(self._pieces(self._start))
             with (
                 torch.no_grad(),
@@ -200,10 +204,14 @@ class Network(PredictiveModel):
                 logits = self._classifying(self._ask(module, inputs))
             shift = probe.answer(samples, diversity(gather_samples(logits)))
             fading = max(0.0, 1 - samples / _WINDOW)
-            if shift is not None:
-                found = torch.stack((samples * shift, torch.full_like(shift, samples)))
-                sums = list(fading * known[:2] + found.to(known))
-        return self.knowing(torch.stack((*sums, count + 1)))
+            if shift is None:
+                return self.knowing(torch.stack((*sums, count - 1)))
+            # Far is far: a source that overflows is, and one batch must not count for many.
+            far = 2 * rule.shift
+            shift = shift.nan_to_num(far, far).clamp_max(far)
+            found = torch.stack((samples * shift, torch.full_like(shift, samples)))
+            sums = list(fading * known[:2] + found.to(known))
+        return self.knowing(torch.stack((*sums, torch.full_like(count, (place + 1) % _EVERY))))
 
     def carried(self) -> tuple[Tensor, ...] | None:
         """The statistics that the next batch is blended with, the trust in it and its novelty if
@@ -428,6 +436,8 @@ class NetworkPullback(Pullback):
         self.asked("total")
         graph = self._take()
         graph.records.clear()  # or they would hold the layers' inputs beyond their turn
+        if not graph.logits.requires_grad:  # no parameter is read
+            return torch.zeros_like(self._theta)
         gradients = graph.backward(cotangents)
         pairs = [(gradients[name], leaf) for name, leaf in graph.leaves.items()]
         return torch.cat(
@@ -437,6 +447,8 @@ class NetworkPullback(Pullback):
     def __call__(self, cotangents: Tensor) -> Tensor:
         self.asked("rows" if cotangents.dim() == 2 else None)
         graph = self._take()
+        if not graph.logits.requires_grad:
+            return self._theta.new_zeros(*cotangents.shape[:-1], len(self._theta))
         flat = cotangents.reshape(-1, *cotangents.shape[-2:])
         pattern = (self._network.output, *pattern_of(graph.records, len(graph.logits)))
         if pattern not in self._network.proofs and len(graph.logits) > 1 and not graph.own.coupled:

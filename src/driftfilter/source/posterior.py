@@ -233,8 +233,8 @@ class _Layers(NamedTuple):
 
     def spread(self, values: Tensor) -> Tensor:
         """Values of the layers [L] as values of their parameters [d]."""
-        by_tensor = values[values.new_tensor(self.places).long()]
-        return by_tensor.repeat_interleave(values.new_tensor(self.sizes).long())
+        places, sizes = (torch.tensor(part, device=values.device) for part in self)
+        return values[places].repeat_interleave(sizes)
 
 
 def _require_structure(name: str, structure: str) -> None:
