@@ -37,7 +37,7 @@ from figures import write
 from natural_data import CLEAN, NORMS, TASKS, Rows, load, trained
 
 PRESETS = ("bn", "tent", "eata", "shot_im", "opgd", "opgd_diag", "head_ekf", "t3a")
-METHODS = ("frozen", "default", *PRESETS)
+METHODS = ("frozen", "default", "data", *PRESETS)  # data: the default with source data
 METRICS = ("accuracy", "nll", "ece")
 
 
@@ -46,8 +46,10 @@ def start(model: nn.Module, method: str, source: Rows) -> Callable[[Tensor], Ten
         return lambda inputs: model(inputs).log_softmax(-1)
     if method == "default":
         return df.adapt(model)
-    data = source.inputs[torch.randperm(len(source.labels))[:2_000]] if method == "eata" else None
-    return df.adapt(model, method, data=data)
+    some = source.inputs[torch.randperm(len(source.labels))[:2_000]]
+    if method == "data":
+        return df.adapt(model, data=some)
+    return df.adapt(model, method, data=some if method == "eata" else None)
 
 
 def measure(model: nn.Module, method: str, source: Rows, rows: Rows, batch: int) -> dict[str, Any]:

@@ -56,7 +56,8 @@ class Recipe(Checked):
     posterior; ``centering`` of the logits (None: none); the other fields are those of ``Filter``.
     ``chunk``: batches are cut into pieces of this many samples, each a step of its own (0: never).
     ``least``: smaller batches are predicted at once, and adapted to together when so many samples
-    have come (0: at once).
+    have come (0: at once). ``align``: layers that keep no statistics get those of source data
+    behind them, to which ``statistics`` apply as to batch normalisation (networks/alignment.py).
     """
 
     parameters: Annotated[Any, Role("parameters", "NormAffine()")] = field(
@@ -75,6 +76,7 @@ class Recipe(Checked):
     chunk: Count = 0
     centering: Centering | None = None
     least: Count = 0
+    align: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -100,12 +100,13 @@ def adapt(  # noqa: PLR0913  # what editors complete
     >>> adapter(torch.randn(16, 4)).shape  # log-probabilities
     torch.Size([16, 3])
     """
-    why = ""
+    why, source = "", SourceData.of(data)
     if isinstance(recipe, str):
+        can_align = source is not None and recipe in presets.BY_NORMS and not source.is_table
         if recipe in presets.BY_NORMS and "norms" not in options and isinstance(model, nn.Module):
-            why = f"{recipe!r} for this network: {presets.explain(model)}"
+            why = f"{recipe!r} for this network: {presets.explain(model, can_align)}"
         own = list(inspect.signature(adapt).parameters)[2:-1]  # an unknown option is held to them
-        recipe = presets.for_model(model, recipe, options, own)
+        recipe = presets.for_model(model, recipe, options, own, can_align)
     else:
         require(
             not options,
@@ -115,7 +116,6 @@ def adapt(  # noqa: PLR0913  # what editors complete
         )
     require(isinstance(model, nn.Module), "adapt: model", type(model).__name__, "a torch module")
     require(isinstance(recipe, Recipe), "adapt: recipe", recipe, "the name of a preset or a Recipe")
-    source = SourceData.of(data)
     chosen = FilterOptions(
         fit_recipe(recipe, source),
         source,
@@ -162,7 +162,7 @@ class Adapter(nn.Module):
         )
         # A module of torch.compile would compile every twin anew.
         model = getattr(model, "_orig_mod", model)
-        check(model, chosen.recipe.parameters)
+        check(model, None if chosen.recipe.align else chosen.recipe.parameters)
         self._options, self.recipe, self.seed = chosen, chosen.recipe, chosen.seed
         self.update_every, self.window = update_every, window
         # A window looks back on earlier samples itself, ranks must not keep samples apart, and
@@ -243,7 +243,7 @@ class Adapter(nn.Module):
     def reset(self) -> None:
         """Back to the source, as if no batch had come."""
         with self._lock:
-            self._now = AdapterState(None if self._now.found else self._now.bound)
+            self._now = self._now.start_anew()
             self._detectors = fresh_detectors(self.monitor)
 
     def resume(self) -> None:
@@ -461,8 +461,10 @@ class Adapter(nn.Module):
         with self._lock, self._apart():
             now = self._now
             if not self._fits(now, example):
-                now = now.on(self._options(self._model[0], now.found, example))
-                if set(now.found) == set(self._now.found):
+                # Source data are measured again if the model may be another one.
+                found = now.told if now.state is None else now.found
+                now = now.on(self._options(self._model[0], found, example))
+                if set(now.told) == set(self._now.told):
                     self._now = now
         return now
 

@@ -19,6 +19,7 @@ from driftfilter.base.tensors import map_tensors
 from driftfilter.distributed.stream import shard_model
 from driftfilter.filtering import Filter, FilterState
 from driftfilter.inference.optimizers import GradientStep
+from driftfilter.networks.alignment import MOMENTS, align
 from driftfilter.networks.autocast import AUTOCAST
 from driftfilter.networks.initialization import find_wanted, initialize
 from driftfilter.networks.network import Network
@@ -31,6 +32,12 @@ from driftfilter.source.posterior import Laplace, PointMass, SourceData
 
 def fit_recipe(recipe: Recipe, data: SourceData | None) -> Recipe:
     """The recipe, or the nearest one if there are no source data for its posterior."""
+    require(
+        data is not None or not recipe.align,
+        "adapt: data",
+        None,
+        "source inputs, of which Recipe.align (norms='aligned') takes the statistics",
+    )
     if data is not None or not isinstance(recipe.source, Laplace):
         return recipe
     require(
@@ -81,7 +88,7 @@ class BoundFilter(NamedTuple):
 
     filter: Filter
     start: FilterState
-    found: Mapping[str, Tensor]  # what batches have told about the model
+    found: Mapping[str, Tensor]  # what batches and source data have told about the model
     final: bool  # whether a batch could tell nothing more
     copied: bool  # whether some weights are copies, which do not see what is written to the model
     read: ModelSnapshot
@@ -171,6 +178,7 @@ class FilterOptions:
         recipe, read = self.recipe, ModelSnapshot.of(model)
         frozen = twin(model, self.channels_last)
         picks = (self.output, example, found, self.observed)
+        aligned = self._align(frozen, found) if recipe.align else {}
         logits, mean, told = initialize(frozen, recipe.parameters, recipe.statistics, *picks)
         if isinstance(logits, Network):
             logits.capturing = self.cuda_graphs
@@ -186,7 +194,16 @@ class FilterOptions:
             start = filt.init(recipe.source(logits, mean, self.data), self.seed)
         for reason in self.find_ignored(start.belief.mean.device):
             warn(reason)
-        return BoundFilter(filt, start, told, final, self.channels_last, read)
+        return BoundFilter(filt, start, {**told, **aligned}, final, self.channels_last, read)
+
+    def _align(self, frozen: nn.Module, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Put statistics behind the layers of a twin: those of the source data, unless a
+        checkpoint has brought them.
+        """
+        assert self.data is not None
+        inputs = (inputs for inputs, _ in self.data)
+        with among(None):
+            return {MOMENTS: align(frozen, found.get(MOMENTS), inputs)}
 
     def find_ignored(self, device: torch.device) -> list[str]:
         """Options that do nothing for a model there; a script that runs without a GPU too is not

@@ -15,6 +15,7 @@ from driftfilter.callbacks import StepRecord
 from driftfilter.filtering import FilterState, StepInfo
 from driftfilter.inference.prediction import MAP
 from driftfilter.monitor.state import MONITOR, MonitorState, Signals
+from driftfilter.networks.alignment import MOMENTS
 from driftfilter.recipe import Recipe
 from driftfilter.storage.state_tensors import (
     RECENT,
@@ -32,7 +33,7 @@ class AdapterState(NamedTuple):
     """An adapter between two calls; other threads see one moment or the other."""
 
     bound: BoundFilter | None = None
-    found: Mapping[str, Tensor] = {}  # what the first batch has told about the model
+    found: Mapping[str, Tensor] = {}  # what the first batch or source data have told of the model
     state: FilterState | None = None  # None: no batch has come
     recent: Inputs | None = None  # samples seen lately, for a window or until the next update
     # that a step could follow, by which update_every counts; of a batch cut into pieces, each
@@ -46,6 +47,16 @@ class AdapterState(NamedTuple):
         """What has been learned, or the state to start from."""
         assert self.bound is not None
         return self.bound.start if self.state is None else self.state
+
+    @property
+    def told(self) -> dict[str, Tensor]:
+        """What the first batch has told about the model."""
+        return {name: value for name, value in self.found.items() if name != MOMENTS}
+
+    def start_anew(self) -> Self:
+        """As if no batch had come; what only a batch could tell is forgotten."""
+        bound = None if self.told else self.bound
+        return type(self)(bound, {} if bound is None else bound.found)
 
     def on(self, bound: BoundFilter) -> Self:
         """What is known, on the model as it was read now; the state goes where the model is."""

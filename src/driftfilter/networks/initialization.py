@@ -35,9 +35,9 @@ class Start(NamedTuple):
     ] = {}  # what an example has told, to build the model again without one
 
 
-def check(module: nn.Module, parameters: Selection | Prototypes) -> None:
+def check(module: nn.Module, parameters: Selection | Prototypes | None) -> None:
     """Raise if nothing could be selected; needs no values, so that a module on the meta device
-    will do.
+    will do. None: of layers that are yet to come.
     """
     require(
         not isinstance(module, torch.jit.ScriptModule),
@@ -52,7 +52,8 @@ def check(module: nn.Module, parameters: Selection | Prototypes) -> None:
         f"parameters {lazy[:4]} without a shape",
         "called once before: it has lazy layers",
     )
-    select(module, Head(parameters.name) if isinstance(parameters, Prototypes) else parameters)
+    if parameters is not None:
+        select(module, Head(parameters.name) if isinstance(parameters, Prototypes) else parameters)
 
 
 def find_wanted(parameters: Selection | Prototypes) -> set[str]:

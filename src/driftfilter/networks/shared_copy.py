@@ -170,7 +170,7 @@ class Twin:
 
     def _watch(self) -> None:
         """Record the calls of layers that hold a piece of θ and have a rule for rows."""
-        sequences = tuple(_sequence_first(self.module))
+        sequences = tuple(find_sequence_first(self.module))
         layers = {
             self.module.get_submodule(owner): owner for owner, _ in self.names
         }  # one layer may have several names
@@ -286,7 +286,7 @@ def _in_plain_format(layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]
     return (first.contiguous(), *args[1:])
 
 
-def _sequence_first(model: nn.Module) -> set[str]:
+def find_sequence_first(model: nn.Module) -> set[str]:
     """Beginnings of the names of layers near an attention or recurrent layer that takes [tokens, n,
     …].
     """

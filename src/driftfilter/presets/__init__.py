@@ -6,14 +6,15 @@
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
-from typing import Any, Literal
+from typing import Any
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from driftfilter.base.checks import nearest, require, warn
+from driftfilter.networks.alignment import find_alignable
 from driftfilter.networks.parameters import NormAffine
-from driftfilter.presets.ours import OURS, UNUSED
+from driftfilter.presets.ours import OURS, UNUSED, Norms
 from driftfilter.presets.published import PUBLISHED
 from driftfilter.recipe import Recipe
 
@@ -30,6 +31,8 @@ FOR_BATCH_NORM = ("tent", "pl", "rpl", "conjugate", "slr", "roid", "cmf", "bacs"
 BY_NORMS = ("driftfilter", "driftfilter_aug")
 _REASONS = {
     "batch": "it has batch norm: statistics are carried, logits centred, norm parameters adapt",
+    "aligned": "it has norm layers but no batch norm, and there are source data: their statistics "
+    "are carried behind the norms, logits centred, norm parameters adapt",
     "other": "it has norm layers but no batch norm: logits are centred, norm parameters adapt",
     "none": "it has no norm layer with parameters: logits are centred, the last layer adapts",
     "frozen": "it has quantised layers, which no gradient passes, or neither norm parameters nor a "
@@ -37,16 +40,20 @@ _REASONS = {
 }
 
 
-def explain(model: nn.Module) -> str:
-    """What the default does with a network, and why."""
-    return _REASONS[find_norms(model)]
+def explain(model: nn.Module, data: bool = False) -> str:
+    """What the default does with a network, and why; ``data``: there are source data, no table."""
+    return _REASONS[find_norms(model, data)]
 
 
 def for_model(
-    model: nn.Module, name: str, options: Mapping[str, Any], beside: Sequence[str] = ()
+    model: nn.Module,
+    name: str,
+    options: Mapping[str, Any],
+    beside: Sequence[str] = (),
+    data: bool = False,
 ) -> Recipe:
     """The recipe of a preset, with what is safe for the norms of a network unless an option says
-    otherwise.
+    otherwise; ``data``: whether there are source data, other than tables.
     """
     layers = list(model.modules()) if isinstance(model, nn.Module) else []
     by_batch = any(isinstance(layer, _BatchNorm) for layer in layers)
@@ -56,22 +63,23 @@ def for_model(
             f"{name!r} at its published rate was seen to lose accuracy under group norm "
             "(docs/presets.md); lower lr"
         )
-    fitting = {"norms": find_norms(model)} if name in BY_NORMS and layers else {}
+    fitting = {"norms": find_norms(model, data)} if name in BY_NORMS and layers else {}
     return recipe_of(name, {**fitting, **options}, beside)
 
 
-def find_norms(model: nn.Module) -> Literal["batch", "other", "none", "frozen"]:
+def find_norms(model: nn.Module, data: bool = False) -> Norms:
     """Which norms a network has whose parameters could be adapted: "batch" if there is one of
-    batch normalisation, "other" or "none"; "frozen" if it has quantised layers, or neither norms
-    nor a linear layer.
+    batch normalisation, "aligned" if others can have statistics of source ``data``, "other" or
+    "none"; "frozen" if it has quantised layers, or neither norms nor a linear layer.
     """
     if any(".quantized" in type(layer).__module__ for layer in model.modules()):
         return "frozen"
     if not NormAffine()(model):
         has_head = any(isinstance(layer, nn.Linear) for layer in model.modules())
         return "none" if has_head else "frozen"
-    by_batch = any(isinstance(layer, _BatchNorm) for layer in model.modules())
-    return "batch" if by_batch else "other"
+    if any(isinstance(layer, _BatchNorm) for layer in model.modules()):
+        return "batch"
+    return "aligned" if data and find_alignable(model) else "other"
 
 
 def names() -> list[str]:

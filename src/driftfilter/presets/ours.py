@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from inspect import Parameter, signature
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
 from driftfilter.base.checks import require
 from driftfilter.inference.curvature import EmpiricalFisher, Hessian
@@ -30,6 +30,7 @@ from driftfilter.recipe import Recipe
 from driftfilter.source.posterior import Gaussian
 
 Preset = TypeVar("Preset", bound=Callable[..., Recipe])
+Norms: TypeAlias = Literal["batch", "aligned", "other", "none", "frozen"]
 
 
 def _paper(structure: str, beta: float, variance: float, rank: int = 256) -> Recipe:
@@ -87,8 +88,8 @@ def driftfilter(  # what users may turn
     temperature: float | None = None,
     momentum: float = 0.5,
     diversity: float = 4.0,
-    shift: float = 0.45,
-    norms: Literal["batch", "other", "none", "frozen"] = "batch",
+    shift: float | None = None,
+    norms: Norms = "batch",
 ) -> Recipe:
     """Ours, the default: one forward and one backward pass (with batch norm one more forward pass
     in every fourth step), no augmentation. The norm parameters move, the early layers more than the
@@ -99,7 +100,9 @@ def driftfilter(  # what users may turn
     "batch": batch normalisation carries its statistics, and trusts a batch the less the fewer
     classes are in it; while the source network, asked in every fourth batch, sees no ``shift`` of
     the domain, statistics and parameters stay the source's. The loss is the soft likelihood ratio
-    of reliable samples with ``balance`` times information maximisation against collapse. "other"
+    of reliable samples with ``balance`` times information maximisation against collapse. "aligned"
+    (other norms, with source ``data`` that are no table): the same, by statistics of the source
+    data that stand behind the norms (``Recipe.align``). "other"
     (layer, group, instance, RMS norm): the loss is information maximisation against the
     marginal of the last 200 samples (``RunningInformation``), unless labels come in runs
     (``RunGate``). "none": the same for the last layer in place of norm parameters. "frozen"
@@ -110,24 +113,27 @@ def driftfilter(  # what users may turn
     asks for (``Moderated``; with other norms that of parameters known up to 0.06), or at one that
     is given. Batches below 16 samples are predicted at
     once and adapted to together; those below 100 (with other norms 200) take smaller steps.
-    ``variance`` is 0.1 with batch norm and 0.005 for the last layer. With other norms it is 2, and
+    ``shift`` is 0.45 with batch norm, whose running statistics are those of training, and 0.1 with
+    those of source data. ``variance`` is 0.1 with either and 0.005 for the last layer. With other norms it is 2, and
     relative to the size of each layer's parameters, and the whole Fisher matrix of the batch says
     how far a step goes: one variance then serves transformers, residual and small networks alike.
     All was chosen on clean images, speckle noise, blur, saturation and spatter, but for what two
     classes do, when offsets count and the prior of other norms: there streams of natural shift and
     digits had been seen (docs/benchmarks.md).
     """
-    known = ("batch", "other", "none", "frozen")
+    known = get_args(Norms)
     require(norms in known, "driftfilter: norms", norms, f"one of {known}")
     if norms == "frozen":
         return replace(center(), prediction=Tempered(temperature or 1.0))
-    by_batch = norms == "batch"
+    by_batch = norms in ("batch", "aligned")
+    if shift is None:
+        shift = 0.1 if norms == "aligned" else 0.45
     loss: Loss = RunningInformation()
     if by_batch:
         loss = Sum((SoftLikelihoodRatio(ceiling), InformationMaximization()), (1.0, balance))
     by_others = norms == "other"
     if variance is None:
-        variance = {"batch": 0.1, "other": 2.0, "none": 0.005}[norms]
+        variance = {"batch": 0.1, "aligned": 0.1, "other": 2.0, "none": 0.005}[norms]
     source = Gaussian(variance, taper=0.0 if norms == "none" else taper)
     if by_others:
         source = replace(source, structure="low_rank", rank=256, relative=True)
@@ -150,6 +156,7 @@ def driftfilter(  # what users may turn
         predict_from="prior",
         centering=Centering(),
         least=16,
+        align=norms == "aligned",
     )
 
 

@@ -98,6 +98,12 @@ class SourceData(Checked):
             return data
         return cls(*data) if isinstance(data, tuple) else cls(data)
 
+    @property
+    def is_table(self) -> bool:
+        """Whether samples are rows of numbers, by the first batch."""
+        first = next(iter(self), (None, None))[0]
+        return isinstance(first, Tensor) and first.dim() == 2 and first.is_floating_point()
+
     def mean_prediction(self, model: PredictiveModel, theta: Tensor, temperature: float) -> Tensor:
         """The mean of softmax(f / T) over all samples [k], with one sample of equal shares.
 

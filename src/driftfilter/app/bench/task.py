@@ -205,7 +205,7 @@ def _versions() -> dict[str, str]:
 
 def _wants_data(recipe: df.Recipe) -> bool:
     """Whether source samples would change a result."""
-    return isinstance(recipe.source, df.Laplace)
+    return recipe.align or isinstance(recipe.source, df.Laplace)
 
 
 def run_task(bench: Bench, task: Task, watch: Watch | None = None) -> dict[str, Any]:

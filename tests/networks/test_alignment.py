@@ -1,0 +1,241 @@
+"""Statistics behind layers that keep none: an identity on the source, the source's moments on the
+stream, held against formulas written out.
+"""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import driftfilter as df
+from driftfilter.networks.alignment import align, find_alignable
+from driftfilter.networks.shared_copy import twin
+from small import assert_same
+
+
+class Tokens(nn.Module):
+    """Two norms over the last dimension of [n, tokens, c], one of them behind attention."""
+
+    def __init__(self, norm: Callable[[int], nn.Module]) -> None:
+        super().__init__()
+        self.first, self.second = norm(6), norm(6)
+        self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.first(inputs)
+        hidden = inputs + self.attention(hidden, hidden, hidden, need_weights=False)[0]
+        return self.head(self.second(hidden).mean(1))  # type: ignore[no-any-return]
+
+
+def images(norm: nn.Module) -> nn.Sequential:
+    first = nn.Conv2d(2, 4, 3, padding=1)
+    return nn.Sequential(first, norm, nn.ReLU(), nn.Flatten(), nn.Linear(64, 3))
+
+
+NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "layer": (lambda: Tokens(nn.LayerNorm), (5, 6)),
+    "rms": (lambda: Tokens(nn.RMSNorm), (5, 6)),
+    "group": (lambda: images(nn.GroupNorm(2, 4)), (2, 4, 4)),
+    "instance": (lambda: images(nn.InstanceNorm2d(4, affine=True)), (2, 4, 4)),
+    "instance without parameters": (lambda: images(nn.InstanceNorm2d(4)), (2, 4, 4)),
+    "table": (
+        lambda: nn.Sequential(nn.Linear(5, 8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, 3)),
+        (5,),
+    ),
+    "encoder": (
+        lambda: nn.Sequential(
+            nn.TransformerEncoderLayer(6, 2, 8, batch_first=True), nn.Flatten(), nn.Linear(30, 3)
+        ),
+        (5, 6),
+    ),
+}
+every = pytest.mark.parametrize("name", NETWORKS)
+
+
+def make(name: str) -> tuple[nn.Module, Tensor, Tensor]:
+    """A network in float64 with parameters of no special value, source data, and a stream."""
+    torch.manual_seed(0)
+    build, shape = NETWORKS[name]
+    model = build().double().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    source = torch.randn(40, *shape, dtype=torch.float64)
+    return model, source, 1.7 * torch.randn(24, *shape, dtype=torch.float64) + 0.5
+
+
+def outputs_of(model: nn.Module, layers: list[nn.Module], inputs: Tensor) -> list[Tensor]:
+    """What some layers give [n, c, ...], with what stands behind them."""
+    found: list[Tensor] = []
+    handles = [layer.register_forward_hook(lambda *call: found.append(call[2])) for layer in layers]
+    with torch.no_grad():
+        model(inputs)
+    for handle in handles:
+        handle.remove()
+    last = [isinstance(layer, (nn.LayerNorm, nn.RMSNorm)) for layer in layers]
+    return [
+        each.movedim(-1, 1) if ends and each.dim() > 2 else each
+        for each, ends in zip(found, last, strict=True)
+    ]
+
+
+def moments_of(values: Tensor) -> tuple[Tensor, Tensor]:
+    flat = values.movedim(1, -1).flatten(0, -2)
+    return flat.mean(0), flat.var(0, correction=0)
+
+
+@every
+def test_on_the_source_an_aligned_network_is_the_network(name: str) -> None:
+    model, source, stream = make(name)
+    frozen = twin(model)
+    align(frozen, None, source.split(16))
+    recipe = df.Recipe(df.Smallest(), "source", inference=df.Frozen(), align=True)
+    adapter = df.adapt(model, recipe, data=source)
+    with torch.no_grad():
+        torch.testing.assert_close(frozen(stream), model(stream), atol=1e-12, rtol=0)
+        torch.testing.assert_close(
+            adapter(stream), model(stream).log_softmax(-1), atol=1e-12, rtol=0
+        )
+
+
+@every
+def test_behind_each_layer_a_batch_has_the_moments_of_the_source(name: str) -> None:
+    model, source, stream = make(name)
+    frozen = twin(model)
+    layers = find_alignable(frozen)
+    names = {layer: each for each, layer in frozen.named_modules()}
+    same = [model.get_submodule(names[layer]) for layer in layers]
+    wanted = outputs_of(model, same, source)
+    align(frozen, None, source.split(7))
+    network = df.Network(frozen, df.NormAffine(), "batch")
+    own = network._own().module
+    found = outputs_of(own, [own.get_submodule(names[layer]) for layer in layers], stream)
+    assert len(layers) > 0
+    for got, expected in zip(found, wanted, strict=True):
+        mean, variance = moments_of(got)
+        own_mean, own_variance = moments_of(expected)
+        torch.testing.assert_close(mean, own_mean, atol=1e-5, rtol=0)
+        torch.testing.assert_close(
+            variance, own_variance, atol=2e-3, rtol=0
+        )  # up to ε = 1e-5 of batch norm
+
+
+@pytest.mark.parametrize("statistics", ["batch", "source", df.Ema(1.0)], ids=str)
+@every
+def test_rows_sum_to_the_gradient_of_the_batch(name: str, statistics: object) -> None:
+    model, source, stream = make(name)
+    frozen = twin(model)
+    align(frozen, None, source.split(16))
+    network = df.Network(frozen, df.NormAffine(), statistics)  # type: ignore[arg-type]
+    theta = network.mean()
+    logits, pullback = network.pullback(theta, stream)
+    cotangents = torch.randn_like(logits)
+
+    def value(point: Tensor) -> Tensor:
+        return (network(point, stream) * cotangents).sum()
+
+    steps = torch.eye(len(theta), dtype=torch.float64)[:: max(1, len(theta) // 7)]
+    rows = pullback(cotangents)
+    assert rows.shape == (len(stream), len(theta))
+    for step in steps:
+        slope = (value(theta + 1e-5 * step) - value(theta - 1e-5 * step)) / 2e-5
+        torch.testing.assert_close(rows.sum(0) @ step, slope, atol=1e-5, rtol=0)
+
+
+def test_scale_and_shift_behind_a_norm_are_adapted_in_place_of_its_own() -> None:
+    model, source, _ = make("layer")
+    frozen = twin(model)
+    align(frozen, None, source.split(16))
+    names = df.NormAffine()(frozen)
+    assert names == [
+        f"{norm}.behind.{part}" for norm in ("first", "second") for part in ("weight", "bias")
+    ]
+
+
+def test_source_data_choose_alignment_and_print_it() -> None:
+    model, source, stream = make("group")
+    assert not df.adapt(model).recipe.align
+    adapter = df.adapt(model, data=source)
+    assert adapter.recipe.align
+    assert "there are source data" in str(adapter)
+    by_batch = images(nn.BatchNorm2d(4)).double().eval()
+    assert not df.adapt(by_batch, data=source).recipe.align
+    adapter(stream)
+    model, source, _ = make("table")
+    assert not df.adapt(model, data=source).recipe.align  # clean tables were seen to lose
+
+
+def test_a_users_model_stays_as_it_is() -> None:
+    model, source, stream = make("layer")
+    before, hooks = (
+        copy.deepcopy(model.state_dict()),
+        [len(m._forward_hooks) for m in model.modules()],
+    )
+    adapter = df.adapt(model, data=source)
+    adapter(stream)
+    assert [len(m._forward_hooks) for m in model.modules()] == hooks
+    assert model.state_dict().keys() == before.keys()
+    for name, value in model.state_dict().items():
+        assert_same(value, before[name])
+
+
+def test_moments_are_measured_once_and_travel_with_a_checkpoint(tmp_path: Path) -> None:
+    model, source, stream = make("group")
+    passes = []
+
+    class Counted(list[Tensor]):
+        def __iter__(self):  # type: ignore[no-untyped-def]
+            passes.append(1)
+            return super().__iter__()
+
+    data = df.SourceData(Counted(source.split(16)))
+    adapter = df.adapt(model, data=data, monitor=None)
+    passes.clear()
+    adapter.predict(stream)
+    adapter(stream)
+    adapter.reset()
+    first = adapter(stream)
+    assert len(passes) == 2  # moments, and shares of classes
+    path = tmp_path / "state.safetensors"
+    df.save(adapter, path)
+    other = df.adapt(model, data=source + 1, monitor=None)  # other data: the file's moments hold
+    df.load(other, path)
+    assert_same(other(stream), adapter(stream))
+    assert_same(other.state_dict()["model.moments"], adapter.state_dict()["model.moments"])
+    assert first.shape == (24, 3)
+
+
+def test_a_model_that_is_written_to_is_measured_again() -> None:
+    model, source, _ = make("group")
+    adapter = df.adapt(model, data=source, monitor=None)
+    before = adapter.state_dict()["model.moments"]
+    with torch.no_grad():
+        next(model.parameters()).add_(1.0)
+    after = adapter.state_dict()["model.moments"]
+    assert (after - before).abs().max() > 1e-4
+    assert_same(after, df.adapt(model, data=source).state_dict()["model.moments"])
+
+
+def test_layers_that_see_tokens_first_are_left_alone() -> None:
+    layer = nn.TransformerEncoderLayer(6, 2, 8)  # [tokens, n, c]
+    assert find_alignable(nn.Sequential(layer)) == []
+    assert df.presets.find_norms(nn.Sequential(layer, nn.Linear(6, 3)), data=True) == "other"
+
+
+def test_what_cannot_be_aligned_is_refused() -> None:
+    model, source, _ = make("group")
+    recipe = df.presets.get("driftfilter", norms="aligned")
+    cases: list[tuple[nn.Module, df.Recipe, Any, str]] = [
+        (model, recipe, None, "adapt: data must be source inputs"),
+        (nn.Linear(4, 3), df.Recipe(align=True), source, "Recipe.align must be False for Linear"),
+        (model, recipe, df.SourceData([]), "adapt: data must be one sample or more"),
+        (model, recipe, source * torch.nan, r"moments of source data \(adapt: data\)"),
+    ]
+    for given, chosen, data, message in cases:
+        with pytest.raises(ValueError, match=message):
+            df.adapt(given, chosen, data=data).state_dict()
