@@ -12,8 +12,9 @@ State goes in; state, prediction and info come out. Nothing is changed in place.
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import zip_longest
 from numbers import Integral
 from typing import Annotated, Any, Literal, NamedTuple, Self, final
 
@@ -27,6 +28,7 @@ from driftfilter.base.checks import (
     finite_at_the_end,
     require,
     require_finite,
+    require_number,
     warn,
 )
 from driftfilter.base.inputs import Inputs, check_inputs
@@ -232,24 +234,48 @@ class Filter(Checked):
             self.transition(source, source)  # refuses now what a structure cannot carry
         return FilterState(source, source, belief.dimension, int(seed))
 
-    def step(self, state: FilterState, inputs: Inputs) -> tuple[FilterState, Prediction, StepInfo]:
-        """Adapt to one unlabeled batch [n, ...] and predict it."""
+    def step(
+        self, state: FilterState, inputs: Inputs, dt: float = 1.0
+    ) -> tuple[FilterState, Prediction, StepInfo]:
+        """Adapt to one unlabeled batch [n, ...] and predict it.
+
+        ``dt``: time since the step before. What the transition says is of one unit of time; over
+        a whole dt it is as many transitions one after the other (docs/equations.md).
+        """
         with _without_gradients(), _checking_on(state):
-            state, prediction, info = self._one_step(state, inputs, predicting=True)
+            state, prediction, info = self._one_step(state, inputs, dt, predicting=True)
         assert prediction is not None
         return state, prediction, info
 
-    def update(self, state: FilterState, inputs: Inputs) -> tuple[FilterState, StepInfo]:
+    def update(
+        self, state: FilterState, inputs: Inputs, dt: float = 1.0
+    ) -> tuple[FilterState, StepInfo]:
         """Adapt to one unlabeled batch [n, ...] without predicting it: the state is ``step``'s."""
         with _without_gradients(), _checking_on(state):
-            state, _, info = self._one_step(state, inputs, predicting=False)
+            state, _, info = self._one_step(state, inputs, dt, predicting=False)
         return state, info
 
+    def elapse(self, state: FilterState, dt: float) -> FilterState:
+        """Let time pass without data: the belief moves as the transition says over ``dt``.
+
+        ``step`` after it moves the belief by its own dt more.
+        """
+        _require_state(state)
+        with _without_gradients():
+            belief = self._transition_over(state, dt)(state.belief)
+            if belief.covariance is not state.belief.covariance:
+                _require_proper(belief, state.source)
+        return replace(state, belief=belief)
+
+    def _transition_over(self, state: FilterState, dt: float) -> BoundTransition:
+        require_number("dt", dt, 0, math.inf)
+        return self._bind(state)[0].over(dt)
+
     def _one_step(
-        self, state: FilterState, inputs: Inputs, predicting: bool
+        self, state: FilterState, inputs: Inputs, dt: float, predicting: bool
     ) -> tuple[FilterState, Prediction | None, StepInfo]:
         inputs = check_inputs(inputs)
-        transition, model = self._bind(state)
+        transition, model = self._transition_over(state, dt), self._bind(state)[1]
         randomness = Randomness(state.seed, state.step, state.belief.mean.device)
         prior = transition(state.belief)
         energy, memory = self.observation(
@@ -293,22 +319,26 @@ class Filter(Checked):
                 state.belief, Query(model, inputs, randomness, None, taught, views, state.memory)
             )
 
-    def run(self, state: FilterState, batches: Iterable[Inputs]) -> tuple[FilterState, Outputs]:
+    def run(
+        self, state: FilterState, batches: Iterable[Inputs], dt: float | Iterable[float] = 1.0
+    ) -> tuple[FilterState, Outputs]:
         """A whole stream: batches [n, ...] one after the other, or one tensor [steps, n, ...].
 
-        Long streams of a linear head run in compiled code if numba is installed (docs/speed.md).
+        ``dt``: time between steps (see ``step``), a number or one for each batch. Long streams of
+        a linear head run in compiled code if numba is installed and dt is 1 (docs/speed.md).
         """
         from driftfilter.compiled import scan
 
         _require_state(state)
         with _without_gradients():
-            done = scan.run(self, state, batches)
+            is_compiled = isinstance(dt, (int, float)) and dt == 1
+            done = scan.run(self, state, batches) if is_compiled else None
             if done is not None:
                 return done
             predictions: list[Prediction] = []
             infos: list[StepInfo] = []
-            for batch in batches:
-                state, prediction, info = self.step(state, batch)
+            for batch, time in _pair_with_times(batches, dt):
+                state, prediction, info = self.step(state, batch, time)
                 predictions.append(prediction)
                 infos.append(info)
         return state, Outputs(predictions, infos)
@@ -373,6 +403,21 @@ class Filter(Checked):
             f"{used} sample with a weight, {type(self.observation.loss).__name__} under "
             f"{self.inference} needs {self.needed}"
         )
+
+
+def _pair_with_times(
+    batches: Iterable[Inputs], dt: float | Iterable[float]
+) -> Iterator[tuple[Inputs, float]]:
+    """Batches, each with the time since the one before."""
+    times = dt.tolist() if isinstance(dt, Tensor) else dt
+    if not isinstance(times, Iterable):
+        yield from ((batch, times) for batch in batches)
+        return
+    missing: Any = object()
+    for batch, time in zip_longest(batches, times, fillvalue=missing):
+        fits = batch is not missing and time is not missing
+        require(fits, "dt", "more numbers or fewer", "a number, or one for each batch")
+        yield batch, time
 
 
 def _require_state(state: object) -> None:

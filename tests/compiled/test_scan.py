@@ -167,6 +167,14 @@ FULL_DYNAMICS = {
     ),
     "trend": df.Transition(df.LocalTrend(1), df.Discount(0.9)),
     "seasonal": df.Transition(df.Seasonal(12.0, 2), df.Isotropic(0.01)),
+    "trend and season": df.Transition(
+        df.SumDynamics(
+            (
+                df.Transition(df.LocalTrend(1, velocity=0.1), df.Discount(0.9)),
+                df.Transition(df.Seasonal(12.0, 2, amplitude=0.2, level=False), df.Isotropic(0.01)),
+            )
+        )
+    ),
     "block trend": df.Transition(
         df.BlockDynamics(
             (2, 1),
