@@ -415,6 +415,7 @@ def test_where_rounding_matters_the_eager_path_takes_the_step() -> None:
     [
         ({"inference": df.Bong()}, "Linearized"),
         ({"inference": df.Linearized(df.Hessian(), reach=4.0)}, "reach"),
+        ({"inference": df.Linearized(df.Hessian("never"))}, "raw"),
         ({"observation": df.Gibbs(df.RunningInformation())}, "RunningInformation"),
         ({"logits": Centered(df.LinearHead(2))}, "LinearHead"),
         ({"observation": df.Gibbs(df.SoftLikelihoodRatio())}, "closed form"),
@@ -426,6 +427,7 @@ def test_where_rounding_matters_the_eager_path_takes_the_step() -> None:
     ids=[
         "bong",
         "reach",
+        "raw",
         "running",
         "centred",
         "ratio",

@@ -116,9 +116,15 @@ def _terms(loss: Any, coefficient: float) -> list[tuple[int, float, float]]:
 def _number_curvature(curvature: Any) -> tuple[int, float]:
     """Kind of a curvature, and λ of the empirical Fisher."""
     require_covered("curvature", curvature)
+    if isinstance(curvature, Hessian) and curvature.clip == "never":
+        raise Uncovered("the Hessian is raw, clip='never'")
     if isinstance(curvature, EmpiricalFisher):
         return kinds.CENTERED_FISHER if curvature.centered else kinds.FISHER, float(curvature.scale)
-    plain = {Hessian: kinds.HESSIAN, GaussNewton: kinds.GAUSS_NEWTON, NoCurvature: kinds.NONE}
+    plain: dict[type, int] = {
+        Hessian: kinds.HESSIAN,
+        GaussNewton: kinds.GAUSS_NEWTON,
+        NoCurvature: kinds.NONE,
+    }
     return plain[type(curvature)], 1.0
 
 

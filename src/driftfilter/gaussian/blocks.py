@@ -69,6 +69,9 @@ class Blocks(Covariance):
     def condition(self, factor: Tensor) -> Self:
         return Blocks(tuple(part.condition(piece) for part, piece in self._split(factor)))
 
+    def remove(self, factor: Tensor) -> Self:
+        return Blocks(tuple(part.remove(piece) for part, piece in self._split(factor)))
+
     def inform(self, information: float | Tensor) -> Self:
         if isinstance(information, float):
             return Blocks(tuple(part.inform(information) for part in self.parts))

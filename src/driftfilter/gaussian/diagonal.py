@@ -73,6 +73,15 @@ class Diagonal(Covariance):
             )
         return unchecked(Diagonal, values=values)
 
+    def remove(self, factor: Tensor) -> Self:
+        left = 1 - column_energy(factor) * self.values
+        if not left.min().item() > 0:
+            raise NotPositiveDefiniteError(
+                "the precision less negative curvature is not positive definite: a variance would "
+                f"be divided by {left.min().item():g}"
+            )
+        return unchecked(Diagonal, values=self.values / left)
+
     def inform(self, information: float | Tensor) -> Self:
         if isinstance(information, Tensor):
             return self.condition(information.sqrt()[None])  # only column sums count

@@ -29,6 +29,7 @@ from driftfilter.gaussian.covariance import (
     Noise,
     Shapes,
     cholesky,
+    compact,
     identity_like,
     symmetrize,
 )
@@ -129,6 +130,18 @@ class Full(Covariance):
         half = torch.linalg.solve_triangular(triangle.mT, self.root.mT, upper=False)
         matrix = symmetrize(half.mT @ half)
         return unchecked(Full, matrix=matrix, root=cholesky(matrix, "the posterior covariance"))
+
+    def remove(self, factor: Tensor) -> Self:
+        """Σ + (N Σ)ᵀ (I - N Σ Nᵀ)⁻¹ (N Σ); I - N Σ Nᵀ is positive definite if Σ⁻¹ - NᵀN is."""
+        matrix: Tensor = self.__dict__.get("precise", self.matrix).double()
+        rows = compact(factor.double())
+        cross = rows @ matrix
+        inner = identity_like(rows @ rows.mT) - cross @ rows.mT
+        whitened = torch.linalg.solve_triangular(
+            cholesky(inner, "the precision less negative curvature"), cross, upper=False
+        )
+        grown = symmetrize(matrix + whitened.mT @ whitened)
+        return unchecked(Full, matrix=grown.to(self.dtype), precise=grown)
 
     def truncate(self) -> Self:
         return (
