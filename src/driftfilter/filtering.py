@@ -35,8 +35,10 @@ from driftfilter.base.inputs import Inputs, check_inputs
 from driftfilter.base.randomness import Randomness
 from driftfilter.gaussian.belief import Belief
 from driftfilter.inference.linearized import Inference, Linearized
+from driftfilter.inference.outputs import Outputs as Outputs
 from driftfilter.inference.prediction import MAP, Prediction, PredictionRule, Query
 from driftfilter.inference.resets import Upkeep
+from driftfilter.inference.smoothing import smooth_beliefs
 from driftfilter.model.dynamics import MeanReversion
 from driftfilter.model.losses import Loss
 from driftfilter.model.noise import Stationary
@@ -106,61 +108,6 @@ class StepInfo(NamedTuple):
     def energy(self) -> Tensor:
         """E at the prior mean, a scalar []."""
         return self.coefficients @ self.losses.sum(0)
-
-
-@final
-class Outputs(Sequence[Prediction]):
-    """The predictions of a stream, one per batch; as attributes, those of all samples one after the
-    other.
-
-    ``infos``: the StepInfo of every batch. ``compiled``: how many steps ran in compiled code
-    (docs/speed.md).
-    """
-
-    def __init__(
-        self,
-        predictions: Sequence[Prediction],
-        infos: Sequence[StepInfo],
-        together: tuple[Tensor, Tensor] | None = None,
-        compiled: int = 0,
-    ) -> None:
-        self._predictions, self.infos, self.compiled = predictions, infos, compiled
-        # log-probabilities and logit variances [samples, k], if they are one tensor already
-        self._together = together
-
-    def __len__(self) -> int:
-        return len(self._predictions)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._predictions[index]
-
-    @property
-    def log_probabilities(self) -> Tensor:
-        """log p(y given x) of every sample [samples, k]."""
-        return (
-            self._together[0]
-            if self._together
-            else torch.cat([prediction.log_probabilities for prediction in self])
-        )
-
-    @property
-    def logit_variance(self) -> Tensor:
-        """Variance of the logits of every sample [samples, k]."""
-        return (
-            self._together[1]
-            if self._together
-            else torch.cat([prediction.logit_variance for prediction in self])
-        )
-
-    @property
-    def probabilities(self) -> Tensor:
-        """p(y given x) of every sample [samples, k]."""
-        return self.log_probabilities.exp()
-
-    @property
-    def labels(self) -> Tensor:
-        """The most likely class of every sample [samples]."""
-        return self.log_probabilities.argmax(-1)
 
 
 @final
@@ -320,28 +267,74 @@ class Filter(Checked):
             )
 
     def run(
-        self, state: FilterState, batches: Iterable[Inputs], dt: float | Iterable[float] = 1.0
+        self,
+        state: FilterState,
+        batches: Iterable[Inputs],
+        dt: float | Iterable[float] = 1.0,
+        keep_states: bool = False,
     ) -> tuple[FilterState, Outputs]:
         """A whole stream: batches [n, ...] one after the other, or one tensor [steps, n, ...].
 
-        ``dt``: time between steps (see ``step``), a number or one for each batch. Long streams of
-        a linear head run in compiled code if numba is installed and dt is 1 (docs/speed.md).
+        ``dt``: time between steps (see ``step``), a number or one for each batch.
+        ``keep_states``: for ``smooth``. Without these, long streams of a linear head run in
+        compiled code if numba is installed (docs/speed.md).
         """
         from driftfilter.compiled import scan
 
         _require_state(state)
         with _without_gradients():
-            is_compiled = isinstance(dt, (int, float)) and dt == 1
-            done = scan.run(self, state, batches) if is_compiled else None
+            is_plain = isinstance(dt, (int, float)) and dt == 1 and not keep_states
+            done = scan.run(self, state, batches) if is_plain else None
             if done is not None:
                 return done
             predictions: list[Prediction] = []
             infos: list[StepInfo] = []
+            states, times = [state], []
             for batch, time in _pair_with_times(batches, dt):
                 state, prediction, info = self.step(state, batch, time)
                 predictions.append(prediction)
                 infos.append(info)
-        return state, Outputs(predictions, infos)
+                if keep_states:
+                    states.append(state)
+                    times.append(time)
+        kept = (states, times) if keep_states else ()
+        return state, Outputs(predictions, infos, None, 0, *kept)
+
+    def smooth(
+        self, filtered: Outputs | Sequence[FilterState], dt: float | Iterable[float] = 1.0
+    ) -> list[FilterState]:
+        """States of a stream with the belief that all of the stream gives, later batches too.
+
+        ``filtered`` is what ``run(…, keep_states=True)`` gave, or states one after the other, with
+        the ``dt`` between them. The last state stays as it is. What has passed is labelled anew by
+        ``predict(smoothed[t + 1], batches[t])``.
+        """
+        if isinstance(filtered, Outputs):
+            allowed = "of run(…, keep_states=True)"
+            require(len(filtered.states) > 0, "Filter.smooth: outputs", "no states", allowed)
+            states, dt = filtered.states, filtered.times
+        else:
+            states = list(filtered)
+        self._require_a_stream(states)
+        with _without_gradients():
+            pairs = list(_pair_with_times(states[:-1], dt))
+            transitions = [self._transition_over(state, time) for state, time in pairs]
+            beliefs = smooth_beliefs([state.belief for state in states], transitions)
+        each = zip(states, beliefs, strict=True)
+        return [replace(state, belief=belief) for state, belief in each]
+
+    def _require_a_stream(self, states: Sequence[FilterState]) -> None:
+        """Raise unless these are states of one stream, one after the other."""
+        require(len(states) > 0, "Filter.smooth: states", states, "one FilterState or more")
+        for state in states:
+            _require_state(state)
+        allowed = "None to smooth: it changes beliefs in ways that the transition does not know"
+        require(not self.upkeep, "Filter.upkeep", self.upkeep, allowed)
+        steps, (first, *others) = [state.step for state in states], states
+        fit = steps == list(range(steps[0], steps[0] + len(steps))) and all(
+            torch.equal(state.source.mean, first.source.mean) for state in others
+        )
+        require(fit, "Filter.smooth: states", f"steps {steps}", "one stream's, one after the other")
 
     def _predict(self, belief: Belief, query: Query) -> Prediction:
         """The rule's prediction; logits that are not finite at its parameters are refused."""

@@ -91,6 +91,12 @@ class Blocks(Covariance):
             tuple(p.propagate(g, w) for p, g, w in zip(self.parts, gains, noises, strict=True))
         )
 
+    def smooth(self, gain: Gain, prior: Covariance, later: Covariance) -> Self:
+        gains = self._split_matrix(gain, "a dynamic that mixes blocks")
+        both = zip(prior.independent_parts(), later.independent_parts(), strict=True)
+        each = zip(self.parts, gains, both, strict=True)
+        return Blocks(tuple(part.smooth(own, *others) for part, own, others in each))
+
     def _split_matrix(self, value: float | Tensor, what: str) -> Sequence[float | Tensor]:
         if isinstance(value, float):
             return [value] * len(self.parts)

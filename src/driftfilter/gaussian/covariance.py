@@ -78,6 +78,13 @@ class Covariance(ABC):
         """
         raise refuse(cls.__name__, "a start by its name", "a structure with isotropic_like")
 
+    def smooth(self, gain: Gain, prior: Covariance, later: Covariance) -> Covariance:
+        """Σ + C (Σ' - Σ⁻) Cᵀ, C = Σ Gᵀ (Σ⁻)⁻¹: what is left of Σ once later data are known.
+
+        Σ⁻ is the covariance one move later, Σ' that with all data.
+        """
+        raise refuse(type(self).__name__, "smoothing", "Full, Diagonal or Blocks of them")
+
     def truncate(self) -> Self:
         """This covariance within the structure's budget of memory."""
         return self

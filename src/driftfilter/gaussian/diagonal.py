@@ -98,6 +98,15 @@ class Diagonal(Covariance):
             noise = noise.variance()
         return unchecked(Diagonal, values=(self.values * (gain * gain)).add_(noise))
 
+    def smooth(self, gain: Gain, prior: Covariance, later: Covariance) -> Self:
+        if isinstance(gain, Tensor) and gain.dim() == 2:
+            raise refuse("Diagonal", "a dynamic that mixes coordinates", "Full or Blocks")
+        after = prior.variance()
+        back = self.values * gain / after
+        noise = (after - gain * gain * self.values).clamp_min(0)
+        kept = (1 - back * gain).square() * self.values
+        return unchecked(Diagonal, values=kept + back.square() * (later.variance() + noise))
+
     def sample(self, count: int, generator: torch.Generator) -> Tensor:
         return normals(count, self.values, generator) * self.values.sqrt()
 

@@ -166,6 +166,20 @@ class Full(Covariance):
             Full, matrix=moved.add_(noise if isinstance(noise, Tensor) else noise.dense())
         )
 
+    def smooth(self, gain: Gain, prior: Covariance, later: Covariance) -> Self:
+        """(I - C G) Σ (I - C G)ᵀ + C (Σ' + W) Cᵀ, a sum in which nothing is negative; W = Σ⁻ - G Σ
+        Gᵀ.
+        """
+        before, eye = self.matrix.double(), identity_like(self.matrix.double())
+        known = gain.double() if isinstance(gain, Tensor) else eye * gain
+        known = torch.diag(known) if known.dim() == 1 else known
+        moved, after = known @ before, prior.dense().double()
+        root = cholesky(after, "the prior covariance of a step")
+        back = torch.cholesky_solve(moved, root).mT  # C
+        rest, noise = eye - back @ known, after - moved @ known.mT
+        matrix = rest @ before @ rest.mT + back @ (later.dense().double() + noise) @ back.mT
+        return unchecked(Full, matrix=symmetrize(matrix).to(self.dtype))
+
     def inform(self, information: float | Tensor) -> Self:
         if isinstance(information, Tensor):
             return self.condition(torch.diag(information.sqrt()))

@@ -53,8 +53,15 @@ class BoundTransition:
     def _move(self, mean: Tensor) -> Tensor:
         if isinstance(self.gain, float) and isinstance(self.drift, Tensor):
             return torch.add(self.drift, mean, alpha=self.gain)
-        moved = mean if is_number(self.gain, 1.0) else _apply(self.gain, mean)
+        moved = mean if is_number(self.gain, 1.0) else apply_gain(self.gain, mean)
         return moved if is_number(self.drift, 0.0) else moved + self.drift
+
+    def kept_gain(self, belief: Belief) -> Gain:
+        """K with Cov(θ_t, θ_{t-1}) = K Σ: the gain, less what a reset drops; what inflates Σ is
+        noise.
+        """
+        keep = self.spread_of(belief).keep
+        return self.gain if isinstance(keep, float) and keep > 1 else scale_gain(self.gain, keep)
 
     def over(self, dt: float) -> BoundTransition:
         """This transition over ``dt`` units of time: what as many transitions come to one after the
@@ -92,8 +99,8 @@ class BoundTransition:
         drawn = _draw(noise, deviation, generator)
         if isinstance(keep, float) and keep > 1:
             extra = belief.covariance.sample(len(deviation), generator) * math.sqrt(keep - 1)
-            return drawn + _apply(self.gain, deviation + extra)
-        return drawn + _apply(scale_gain(self.gain, keep), deviation)
+            return drawn + apply_gain(self.gain, deviation + extra)
+        return drawn + apply_gain(scale_gain(self.gain, keep), deviation)
 
 
 @final
@@ -222,9 +229,11 @@ def is_number(value: object, number: float) -> bool:
     return isinstance(value, float) and value == number
 
 
-def _apply(gain: Gain, vectors: Tensor) -> Tensor:
-    """G v for rows v [..., d]."""
-    return vectors * gain if isinstance(gain, float) or gain.dim() == 1 else vectors @ gain.mT
+def apply_gain(gain: Gain, vectors: Tensor, transposed: bool = False) -> Tensor:
+    """G v for rows v [..., d], or Gᵀ v."""
+    if isinstance(gain, float) or gain.dim() == 1:
+        return vectors * gain
+    return vectors @ (gain if transposed else gain.mT)
 
 
 def scale_gain(gain: Gain, keep: float | Tensor) -> Gain:
