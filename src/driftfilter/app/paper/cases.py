@@ -65,6 +65,7 @@ def _against_linearized(example: Example, hot: Moons | Pinwheel) -> list[Case]:
 
 def linear(example: Linear) -> list[Case]:
     """Rows of the linear example."""
+    ratio = df.Gibbs(df.SoftLikelihoodRatio(), df.Constant(example.beta))
     return [
         Case(SOURCE, example, run_frozen),
         Case(FILTER, example, run_filter),
@@ -72,6 +73,7 @@ def linear(example: Linear) -> list[Case]:
         *_pair("no shift", replace(example, shift=0.0)),
         *_pair("share 0.9", replace(example, share=0.9)),
         Case("beta 100", replace(example, beta=100.0), run_filter),
+        Case("likelihood ratio", example, run_changed(observation=ratio)),
         Case("BONG", example, run_changed(inference=df.Bong(df.Hessian(), samples=0, nodes=15))),
         *_variants(example),
     ]

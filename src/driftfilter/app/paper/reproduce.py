@@ -280,7 +280,7 @@ def _cells(measured: Mapping[str, Any], seconds: float) -> str:
         for field, numbers in measured["scores"].items()
     }
     shown = [values[field] for field in ("accuracy", "end_accuracy", "nll", "ece")]
-    cells = "".join(f"{f'{v.mean():.3f} ± {v.std(correction=0):.3f}':>16}" for v in shown)
+    cells = "".join(f"{f' {v.mean():.3f} ± {v.std(correction=0):.3f}':>16}" for v in shown)
     count, collapsed, alarms = (
         len(values["accuracy"]),
         sum(measured["collapsed"]),
