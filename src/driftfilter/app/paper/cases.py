@@ -73,7 +73,7 @@ def linear(example: Linear) -> list[Case]:
         *_pair("no shift", replace(example, shift=0.0)),
         *_pair("share 0.9", replace(example, share=0.9)),
         Case("beta 100", replace(example, beta=100.0), run_filter),
-        Case("likelihood ratio", example, run_changed(observation=ratio)),
+        Case("likelihood ratio", replace(example, steps=200), run_changed(observation=ratio)),
         Case("BONG", example, run_changed(inference=df.Bong(df.Hessian(), samples=0, nodes=15))),
         *_variants(example),
     ]
