@@ -209,20 +209,16 @@ class Filter(Checked):
         """
         _require_state(state)
         with _without_gradients():
-            belief = self._transition_over(state, dt)(state.belief)
+            belief = self._bind(state, dt)[0](state.belief)
             if belief.covariance is not state.belief.covariance:
                 _require_proper(belief, state.source)
         return replace(state, belief=belief)
-
-    def _transition_over(self, state: FilterState, dt: float) -> BoundTransition:
-        require_number("dt", dt, 0, math.inf)
-        return self._bind(state)[0].over(dt)
 
     def _one_step(
         self, state: FilterState, inputs: Inputs, dt: float, predicting: bool
     ) -> tuple[FilterState, Prediction | None, StepInfo]:
         inputs = check_inputs(inputs)
-        transition, model = self._transition_over(state, dt), self._bind(state)[1]
+        transition, model = self._bind(state, dt)
         randomness = Randomness(state.seed, state.step, state.belief.mean.device)
         prior = transition(state.belief)
         energy, memory = self.observation(
@@ -318,7 +314,7 @@ class Filter(Checked):
         self._require_a_stream(states)
         with _without_gradients():
             pairs = list(_pair_with_times(states[:-1], dt))
-            transitions = [self._transition_over(state, time) for state, time in pairs]
+            transitions = [self._bind(state, time)[0] for state, time in pairs]
             beliefs = smooth_beliefs([state.belief for state in states], transitions)
         each = zip(states, beliefs, strict=True)
         return [replace(state, belief=belief) for state, belief in each]
@@ -348,9 +344,12 @@ class Filter(Checked):
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_bound": None, "_motion": None}  # worked out after unpickling
 
-    def _bind(self, state: FilterState) -> tuple[BoundTransition, PredictiveModel]:
-        """Transition and model for a state; a stream has one source, for which both are kept."""
+    def _bind(self, state: FilterState, dt: float = 1.0) -> tuple[BoundTransition, PredictiveModel]:
+        """Transition over a time and model for a state; a stream has one source, for which both are
+        kept.
+        """
         _require_state(state)
+        require_number("dt", dt, 0, math.inf)
         bound: tuple[Belief, BoundTransition, PredictiveModel] | None = self.__dict__["_bound"]
         if bound is None or bound[0] is not state.source:
             model: PredictiveModel = self.logits  # type: ignore[assignment]  # lifted
@@ -360,7 +359,7 @@ class Filter(Checked):
             bound = (state.source, self.transition.bind(state.source), model)
             object.__setattr__(self, "_bound", bound)
         _, transition, model = bound
-        return transition, model.recall(state.memory) if state.memory else model
+        return transition.over(dt), model.recall(state.memory) if state.memory else model
 
     def _why_uninformative(self, energy: Energy) -> str:
         """Why a batch can say nothing about the parameters; empty if it can.
