@@ -61,6 +61,7 @@ from driftfilter.inference.resets import (
 )
 from driftfilter.inference.variational import Variational as Variational
 from driftfilter.model.centering import Centering as Centering
+from driftfilter.model.composed import BlockDynamics as BlockDynamics, SumDynamics as SumDynamics
 from driftfilter.model.dynamics import (
     Affine as Affine,
     Dynamics as Dynamics,
@@ -97,7 +98,7 @@ from driftfilter.model.predictive import (
     LinearHead as LinearHead,
     PredictiveModel as PredictiveModel,
 )
-from driftfilter.model.transition import BlockDynamics as BlockDynamics, Transition as Transition
+from driftfilter.model.transition import Transition as Transition
 from driftfilter.model.views import (
     Consistency as Consistency,
     GaussianNoise as GaussianNoise,

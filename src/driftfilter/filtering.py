@@ -12,8 +12,9 @@ State goes in; state, prediction and info come out. Nothing is changed in place.
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import zip_longest
 from numbers import Integral
 from typing import Annotated, Any, Literal, NamedTuple, Self, final
 
@@ -27,14 +28,17 @@ from driftfilter.base.checks import (
     finite_at_the_end,
     require,
     require_finite,
+    require_number,
     warn,
 )
 from driftfilter.base.inputs import Inputs, check_inputs
 from driftfilter.base.randomness import Randomness
 from driftfilter.gaussian.belief import Belief
 from driftfilter.inference.linearized import Inference, Linearized
+from driftfilter.inference.outputs import Outputs as Outputs
 from driftfilter.inference.prediction import MAP, Prediction, PredictionRule, Query
 from driftfilter.inference.resets import Upkeep
+from driftfilter.inference.smoothing import smooth_beliefs
 from driftfilter.model.dynamics import MeanReversion
 from driftfilter.model.losses import Loss
 from driftfilter.model.noise import Stationary
@@ -104,61 +108,6 @@ class StepInfo(NamedTuple):
     def energy(self) -> Tensor:
         """E at the prior mean, a scalar []."""
         return self.coefficients @ self.losses.sum(0)
-
-
-@final
-class Outputs(Sequence[Prediction]):
-    """The predictions of a stream, one per batch; as attributes, those of all samples one after the
-    other.
-
-    ``infos``: the StepInfo of every batch. ``compiled``: how many steps ran in compiled code
-    (docs/speed.md).
-    """
-
-    def __init__(
-        self,
-        predictions: Sequence[Prediction],
-        infos: Sequence[StepInfo],
-        together: tuple[Tensor, Tensor] | None = None,
-        compiled: int = 0,
-    ) -> None:
-        self._predictions, self.infos, self.compiled = predictions, infos, compiled
-        # log-probabilities and logit variances [samples, k], if they are one tensor already
-        self._together = together
-
-    def __len__(self) -> int:
-        return len(self._predictions)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._predictions[index]
-
-    @property
-    def log_probabilities(self) -> Tensor:
-        """log p(y given x) of every sample [samples, k]."""
-        return (
-            self._together[0]
-            if self._together
-            else torch.cat([prediction.log_probabilities for prediction in self])
-        )
-
-    @property
-    def logit_variance(self) -> Tensor:
-        """Variance of the logits of every sample [samples, k]."""
-        return (
-            self._together[1]
-            if self._together
-            else torch.cat([prediction.logit_variance for prediction in self])
-        )
-
-    @property
-    def probabilities(self) -> Tensor:
-        """p(y given x) of every sample [samples, k]."""
-        return self.log_probabilities.exp()
-
-    @property
-    def labels(self) -> Tensor:
-        """The most likely class of every sample [samples]."""
-        return self.log_probabilities.argmax(-1)
 
 
 @final
@@ -232,24 +181,44 @@ class Filter(Checked):
             self.transition(source, source)  # refuses now what a structure cannot carry
         return FilterState(source, source, belief.dimension, int(seed))
 
-    def step(self, state: FilterState, inputs: Inputs) -> tuple[FilterState, Prediction, StepInfo]:
-        """Adapt to one unlabeled batch [n, ...] and predict it."""
+    def step(
+        self, state: FilterState, inputs: Inputs, dt: float = 1.0
+    ) -> tuple[FilterState, Prediction, StepInfo]:
+        """Adapt to one unlabeled batch [n, ...] and predict it.
+
+        ``dt``: time since the step before. What the transition says is of one unit of time; over
+        a whole dt it is as many transitions one after the other (docs/equations.md).
+        """
         with _without_gradients(), _checking_on(state):
-            state, prediction, info = self._one_step(state, inputs, predicting=True)
+            state, prediction, info = self._one_step(state, inputs, dt, predicting=True)
         assert prediction is not None
         return state, prediction, info
 
-    def update(self, state: FilterState, inputs: Inputs) -> tuple[FilterState, StepInfo]:
+    def update(
+        self, state: FilterState, inputs: Inputs, dt: float = 1.0
+    ) -> tuple[FilterState, StepInfo]:
         """Adapt to one unlabeled batch [n, ...] without predicting it: the state is ``step``'s."""
         with _without_gradients(), _checking_on(state):
-            state, _, info = self._one_step(state, inputs, predicting=False)
+            state, _, info = self._one_step(state, inputs, dt, predicting=False)
         return state, info
 
+    def elapse(self, state: FilterState, dt: float) -> FilterState:
+        """Let time pass without data: the belief moves as the transition says over ``dt``.
+
+        ``step`` after it moves the belief by its own dt more.
+        """
+        _require_state(state)
+        with _without_gradients():
+            belief = self._bind(state, dt)[0](state.belief)
+            if belief.covariance is not state.belief.covariance:
+                _require_proper(belief, state.source)
+        return replace(state, belief=belief)
+
     def _one_step(
-        self, state: FilterState, inputs: Inputs, predicting: bool
+        self, state: FilterState, inputs: Inputs, dt: float, predicting: bool
     ) -> tuple[FilterState, Prediction | None, StepInfo]:
         inputs = check_inputs(inputs)
-        transition, model = self._bind(state)
+        transition, model = self._bind(state, dt)
         randomness = Randomness(state.seed, state.step, state.belief.mean.device)
         prior = transition(state.belief)
         energy, memory = self.observation(
@@ -293,25 +262,75 @@ class Filter(Checked):
                 state.belief, Query(model, inputs, randomness, None, taught, views, state.memory)
             )
 
-    def run(self, state: FilterState, batches: Iterable[Inputs]) -> tuple[FilterState, Outputs]:
+    def run(
+        self,
+        state: FilterState,
+        batches: Iterable[Inputs],
+        dt: float | Iterable[float] = 1.0,
+        keep_states: bool = False,
+    ) -> tuple[FilterState, Outputs]:
         """A whole stream: batches [n, ...] one after the other, or one tensor [steps, n, ...].
 
-        Long streams of a linear head run in compiled code if numba is installed (docs/speed.md).
+        ``dt``: time between steps (see ``step``), a number or one for each batch.
+        ``keep_states``: for ``smooth``. Without these, long streams of a linear head run in
+        compiled code if numba is installed (docs/speed.md).
         """
         from driftfilter.compiled import scan
 
         _require_state(state)
         with _without_gradients():
-            done = scan.run(self, state, batches)
+            is_plain = isinstance(dt, (int, float)) and dt == 1 and not keep_states
+            done = scan.run(self, state, batches) if is_plain else None
             if done is not None:
                 return done
             predictions: list[Prediction] = []
             infos: list[StepInfo] = []
-            for batch in batches:
-                state, prediction, info = self.step(state, batch)
+            states, times = [state], []
+            for batch, time in _pair_with_times(batches, dt):
+                state, prediction, info = self.step(state, batch, time)
                 predictions.append(prediction)
                 infos.append(info)
-        return state, Outputs(predictions, infos)
+                if keep_states:
+                    states.append(state)
+                    times.append(time)
+        kept = (states, times) if keep_states else ()
+        return state, Outputs(predictions, infos, None, 0, *kept)
+
+    def smooth(
+        self, filtered: Outputs | Sequence[FilterState], dt: float | Iterable[float] = 1.0
+    ) -> list[FilterState]:
+        """States of a stream with the belief that all of the stream gives, later batches too.
+
+        ``filtered`` is what ``run(…, keep_states=True)`` gave, or states one after the other, with
+        the ``dt`` between them. The last state stays as it is. What has passed is labelled anew by
+        ``predict(smoothed[t + 1], batches[t])``.
+        """
+        if isinstance(filtered, Outputs):
+            allowed = "of run(…, keep_states=True)"
+            require(len(filtered.states) > 0, "Filter.smooth: outputs", "no states", allowed)
+            states, dt = filtered.states, filtered.times
+        else:
+            states = list(filtered)
+        self._require_a_stream(states)
+        with _without_gradients():
+            pairs = list(_pair_with_times(states[:-1], dt))
+            transitions = [self._bind(state, time)[0] for state, time in pairs]
+            beliefs = smooth_beliefs([state.belief for state in states], transitions)
+        each = zip(states, beliefs, strict=True)
+        return [replace(state, belief=belief) for state, belief in each]
+
+    def _require_a_stream(self, states: Sequence[FilterState]) -> None:
+        """Raise unless these are states of one stream, one after the other."""
+        require(len(states) > 0, "Filter.smooth: states", states, "one FilterState or more")
+        for state in states:
+            _require_state(state)
+        allowed = "None to smooth: it changes beliefs in ways that the transition does not know"
+        require(not self.upkeep, "Filter.upkeep", self.upkeep, allowed)
+        steps, (first, *others) = [state.step for state in states], states
+        fit = steps == list(range(steps[0], steps[0] + len(steps))) and all(
+            torch.equal(state.source.mean, first.source.mean) for state in others
+        )
+        require(fit, "Filter.smooth: states", f"steps {steps}", "one stream's, one after the other")
 
     def _predict(self, belief: Belief, query: Query) -> Prediction:
         """The rule's prediction; logits that are not finite at its parameters are refused."""
@@ -325,9 +344,12 @@ class Filter(Checked):
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_bound": None, "_motion": None}  # worked out after unpickling
 
-    def _bind(self, state: FilterState) -> tuple[BoundTransition, PredictiveModel]:
-        """Transition and model for a state; a stream has one source, for which both are kept."""
+    def _bind(self, state: FilterState, dt: float = 1.0) -> tuple[BoundTransition, PredictiveModel]:
+        """Transition over a time and model for a state; a stream has one source, for which both are
+        kept.
+        """
         _require_state(state)
+        require_number("dt", dt, 0, math.inf)
         bound: tuple[Belief, BoundTransition, PredictiveModel] | None = self.__dict__["_bound"]
         if bound is None or bound[0] is not state.source:
             model: PredictiveModel = self.logits  # type: ignore[assignment]  # lifted
@@ -337,7 +359,7 @@ class Filter(Checked):
             bound = (state.source, self.transition.bind(state.source), model)
             object.__setattr__(self, "_bound", bound)
         _, transition, model = bound
-        return transition, model.recall(state.memory) if state.memory else model
+        return transition.over(dt), model.recall(state.memory) if state.memory else model
 
     def _why_uninformative(self, energy: Energy) -> str:
         """Why a batch can say nothing about the parameters; empty if it can.
@@ -373,6 +395,21 @@ class Filter(Checked):
             f"{used} sample with a weight, {type(self.observation.loss).__name__} under "
             f"{self.inference} needs {self.needed}"
         )
+
+
+def _pair_with_times(
+    batches: Iterable[Inputs], dt: float | Iterable[float]
+) -> Iterator[tuple[Inputs, float]]:
+    """Batches, each with the time since the one before."""
+    times = dt.tolist() if isinstance(dt, Tensor) else dt
+    if not isinstance(times, Iterable):
+        yield from ((batch, times) for batch in batches)
+        return
+    missing: Any = object()
+    for batch, time in zip_longest(batches, times, fillvalue=missing):
+        fits = batch is not missing and time is not missing
+        require(fits, "dt", "more numbers or fewer", "a number, or one for each batch")
+        yield batch, time
 
 
 def _require_state(state: object) -> None:

@@ -7,6 +7,7 @@ import math
 import pickle
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -242,6 +243,31 @@ def test_seeds() -> None:
     first, same, other = (twice(adapter("bong_diag", seed=seed)) for seed in (0, 0, 1))
     assert torch.equal(first, same)
     assert not torch.equal(first, other)
+
+
+def test_time_without_data_moves_the_belief_as_transitions_do() -> None:
+    """And nothing else; before the first batch it moves nothing."""
+    waiting = adapter("opgd_diag")
+    waiting.elapse(5)
+    assert_same(waiting.belief.mean, adapter("opgd_diag").belief.mean)
+    recipe = replace(
+        df.presets.get("opgd_diag"),
+        transition=df.Transition(df.MeanReversion(0.9), df.Isotropic(1e-4)),
+    )
+    waiting = df.adapt(network(), recipe)
+    waiting(images(seed=1))
+    before = waiting.state
+    waiting.elapse(2.5)
+    state = waiting.state
+    mean = before.source.mean + 0.9**2.5 * (before.belief.mean - before.source.mean)
+    noise = 1e-4 * (1 - 0.9**5) / (1 - 0.9**2)
+    torch.testing.assert_close(state.belief.mean, mean)
+    torch.testing.assert_close(
+        state.belief.covariance.variance(), 0.9**5 * before.belief.covariance.variance() + noise
+    )
+    assert (state.step, state.memory) == (before.step, before.memory)
+    with pytest.raises(ValueError, match="dt must be a finite number"):
+        waiting.elapse(-1)
 
 
 # Streams of few samples

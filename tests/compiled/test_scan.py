@@ -167,6 +167,14 @@ FULL_DYNAMICS = {
     ),
     "trend": df.Transition(df.LocalTrend(1), df.Discount(0.9)),
     "seasonal": df.Transition(df.Seasonal(12.0, 2), df.Isotropic(0.01)),
+    "trend and season": df.Transition(
+        df.SumDynamics(
+            (
+                df.Transition(df.LocalTrend(1, velocity=0.1), df.Discount(0.9)),
+                df.Transition(df.Seasonal(12.0, 2, amplitude=0.2, level=False), df.Isotropic(0.01)),
+            )
+        )
+    ),
     "block trend": df.Transition(
         df.BlockDynamics(
             (2, 1),
@@ -407,6 +415,7 @@ def test_where_rounding_matters_the_eager_path_takes_the_step() -> None:
     [
         ({"inference": df.Bong()}, "Linearized"),
         ({"inference": df.Linearized(df.Hessian(), reach=4.0)}, "reach"),
+        ({"inference": df.Linearized(df.Hessian("never"))}, "raw"),
         ({"observation": df.Gibbs(df.RunningInformation())}, "RunningInformation"),
         ({"logits": Centered(df.LinearHead(2))}, "LinearHead"),
         ({"observation": df.Gibbs(df.SoftLikelihoodRatio())}, "closed form"),
@@ -418,6 +427,7 @@ def test_where_rounding_matters_the_eager_path_takes_the_step() -> None:
     ids=[
         "bong",
         "reach",
+        "raw",
         "running",
         "centred",
         "ratio",

@@ -21,6 +21,9 @@ EXAMPLES: dict[str, Any] = {  # for variants that have no default, or a slow one
     "BlockDynamics": df.BlockDynamics(
         sizes=(1, 1), parts=(PART, df.Transition(df.RandomWalk(), df.Discount()))
     ),
+    "SumDynamics": df.SumDynamics(
+        (df.Transition(df.LocalTrend(velocity=0.1)), df.Transition(df.Seasonal(level=False)))
+    ),
     "FullNoise": df.FullNoise(((0.02, 0.005), (0.005, 0.01))),
     "Variational": df.Variational(iterations=3),
 }

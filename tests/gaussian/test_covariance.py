@@ -11,7 +11,14 @@ from torch import Tensor
 
 import driftfilter as df
 from driftfilter.base.tensors import map_tensors
-from driftfilter.gaussian.covariance import Gain, Noise, antithetic, positive_root
+from driftfilter.gaussian.covariance import (
+    Gain,
+    Noise,
+    antithetic,
+    positive_factor,
+    positive_root,
+    signed_root,
+)
 from driftfilter.gaussian.structures import STRUCTURES as STRUCTURE_NAMES
 from oracles import (
     EVERY_STRUCTURE,
@@ -119,6 +126,36 @@ def test_condition_adds_the_curvature_the_structure_can_hold(name: str, rows: in
     assert_represents(posterior, conditioned(example.dense, factor, example.kept))
     assert_represents(posterior.truncate(), conditioned(example.dense, factor, example.kept))
     assert_equal(example.covariance.dense(), example.dense)  # the prior is a value: unchanged
+
+
+@really_every
+@pytest.mark.parametrize("rows", [0, 1, 2, 9])
+def test_remove_takes_away_curvature_or_refuses(name: str, rows: int) -> None:
+    """(Σ⁻¹ - the entries of NᵀN that the structure keeps)⁻¹, if that is positive definite."""
+    example, factor = EVERY_STRUCTURE[name](1), 0.1 * normals(rows, SIZE, seed=2)
+    if name in ("LowRank", "flat LowRank", "mixed Blocks", "Kronecker", "layers"):
+        with pytest.raises(ValueError, match="cannot carry negative curvature; use Full, Diagonal"):
+            example.covariance.remove(tensor(factor))
+        return
+    precision = np.linalg.inv(example.dense) - example.kept * (factor.T @ factor)
+    assert np.linalg.eigvalsh(precision)[0] > 0.05
+    left = example.covariance.remove(tensor(factor))
+    assert type(left) is type(example.covariance)
+    assert_represents(left, np.linalg.inv(precision))
+    assert_represents(left.truncate(), np.linalg.inv(precision))
+    assert_equal(example.covariance.dense(), example.dense)
+    if rows:
+        with pytest.raises(df.NotPositiveDefiniteError, match="less negative curvature"):
+            example.covariance.remove(tensor(60 * factor))
+
+
+@pytest.mark.parametrize("structure", ["full", "diagonal"])
+def test_remove_undoes_condition_in_float32(structure: str) -> None:
+    start = STRUCTURE_NAMES[structure].isotropic_like(0.5, torch.zeros(SIZE))
+    factor = tensor(normals(4, SIZE, seed=2), torch.float32)
+    back = start.condition(factor).remove(factor).truncate()
+    assert back.dtype == torch.float32
+    torch.testing.assert_close(back.dense(), start.dense(), rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize("name", sorted(EVERY_STRUCTURE.keys() - {"LowRank", "mixed Blocks"}))
@@ -235,6 +272,25 @@ def test_positive_root_sets_negative_eigenvalues_to_zero() -> None:
         rotation @ np.diag(values) @ rotation.T for values in ([0.0, 0.5, 3.0], [2.0, 0.0, 0.0])
     ]
     assert_equal(root @ root.mT, np.stack(expected), 1e-12)
+
+
+def test_a_signed_root_is_the_whole_matrix() -> None:
+    matrices = normals(2, 4, 4, seed=0)
+    matrices = matrices + matrices.swapaxes(-1, -2)
+    root, signs = signed_root(tensor(matrices))
+    assert_equal((root * signs[..., None, :]) @ root.mT, matrices, 1e-12)
+
+
+@pytest.mark.parametrize("rows", [3, 9], ids=["few", "more than columns"])
+def test_positive_factor_is_the_positive_part_of_signed_rows(rows: int) -> None:
+    each, signs = normals(2, rows, 5, seed=0), np.sign(normals(2, rows, seed=1))
+    factor = positive_factor(tensor(each), tensor(signs))
+    whole = np.einsum("bmd,bm,bme->bde", each, signs, each)
+    values, vectors = np.linalg.eigh(whole)
+    assert values.min() < -0.5
+    expected = np.einsum("bdj,bj,bej->bde", vectors, np.maximum(values, 0), vectors)
+    assert factor.shape == (2, min(rows, 5), 5)
+    assert_equal(factor.mT @ factor, expected, 1e-12)
 
 
 @every_structure

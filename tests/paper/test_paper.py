@@ -14,11 +14,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 from scipy import stats
 
 import driftfilter as df
 from driftfilter.app import cli, commands
-from driftfilter.app.paper import cases, reproduce
+from driftfilter.app.paper import cases, reproduce, trial
 from driftfilter.app.paper.dynamics import DynamicsExample, Prior
 from driftfilter.app.paper.linear import Linear
 from driftfilter.app.paper.moons import Moons
@@ -26,7 +27,6 @@ from driftfilter.app.paper.pinwheel import Pinwheel
 from driftfilter.app.paper.trial import (
     TIMES,
     Example,
-    RawHessian,
     Runner,
     Scores,
     Trial,
@@ -34,11 +34,14 @@ from driftfilter.app.paper.trial import (
     far_points,
     is_alarmed,
     polynomial,
+    run_changed,
+    run_clipped,
     run_filter,
     run_frozen,
-    run_raw_hessian,
+    run_smoothed,
     run_supervised,
 )
+from driftfilter.inference.curvature import Clip
 from small import moments
 
 SHORT: dict[str, Example] = {
@@ -125,21 +128,25 @@ def drawn() -> dict[str, Prior]:
 def test_drawn_paths_have_the_moments_of_the_prior(name: str, drawn: dict[str, Prior]) -> None:
     example, prior = DynamicsExample(), drawn[name]
     steps, count = torch.arange(example.steps + 1, dtype=torch.float64), len(prior.paths)
-    start, noise, small = example.deviation**2, example.noise**2, (example.noise / 30) ** 2
+    start, noise = example.deviation**2, example.noise**2
+    small, season = example.trend_noise**2, example.season_noise**2
     angle = 2 * math.pi * steps / example.period
     closed = {
         "random walk": start + steps * noise,
         "polynomial trend": start
-        + steps**2 * example.velocity**2
+        + steps**2 * example.velocity_deviation**2
         + small * (steps + (steps - 1) * steps * (2 * steps - 1) / 6),
-        "seasonal": start * (1 + angle.cos() ** 2)
-        + (example.amplitude * angle.sin()) ** 2
-        + 2 * small * steps,
+        "seasonal": start + example.season_deviation**2 + 2 * season * steps,
         "mean reversion": example.rho ** (2 * steps) * start
         + noise * (1 - example.rho ** (2 * steps)) / (1 - example.rho**2),
     }[name]
     for index, value in ((0, example.intercept), (1, example.slope)):
-        torch.testing.assert_close(prior.mean[:, index], torch.full_like(steps, value))
+        phase, still = example.phase[index], torch.zeros_like(steps)
+        moved = {
+            "polynomial trend": example.velocity[index] * steps,
+            "seasonal": example.amplitude[index] * ((angle + phase).sin() - math.sin(phase)),
+        }
+        torch.testing.assert_close(prior.mean[:, index], value + moved.get(name, still))
         torch.testing.assert_close(prior.covariance[:, index, index], closed, rtol=1e-9, atol=1e-12)
     means, variances = prior.disagreement()
     assert means < 4.5, f"{count} paths"
@@ -214,23 +221,58 @@ def test_too_large_a_temperature_raises_the_alarm(example: Example) -> None:
 
 def test_a_raw_hessian_is_refused() -> None:
     """With the step at which it was, and no half-made scores."""
-    measured = run(Pinwheel(steps=100), run_raw_hessian, SEEDS[0])
+    measured = run(Pinwheel(steps=100), run_clipped("never"), SEEDS[0])
     assert measured.scores is None
     assert measured.refused_at in range(1, 101)
 
 
-def test_a_raw_hessian_that_is_positive_is_the_clipped_one() -> None:
-    """Cross-entropy is convex: nothing to clip, so both curvatures give the same run."""
+@pytest.mark.parametrize("example", [Linear(), Moons(), Pinwheel()], ids=lambda each: type(each))
+def test_the_raw_hessian_is_of_the_inference_of_the_example(
+    example: Example, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """BONG on the moons and the pinwheel, as in the paper; linearised on the linear model."""
+    seen: list[df.Filter] = []
+    monkeypatch.setattr(trial, "_run", lambda filt, *others: seen.append(filt))
+    run(example, run_clipped("never"), SEEDS[0])
+    own = example.filter()
+    expected = df.Linearized if isinstance(example, Linear) else df.Bong
+    assert isinstance(seen[0].inference, expected)
+    assert replace(own.inference, curvature=df.Hessian("never")) == seen[0].inference  # type: ignore[type-var]
+    assert replace(seen[0], inference=own.inference, logits=own.logits) == own
+
+
+def test_orders_of_clipping_agree_where_nothing_is_to_be_clipped() -> None:
+    """Cross-entropy is convex: all curvatures give the same run."""
     example, seed = Moons(steps=5), SEEDS[0]
     problem = example.problem(seed)
     belief = example.source(problem.source)
     convex = replace(example.filter(), observation=df.Gibbs(df.PseudoLabel(), df.Constant(5.0)))
-    each = (replace(convex, inference=rule) for rule in (RawHessian(), df.Linearized(df.Hessian())))
-    ends = [filt.run(filt.init(belief), problem.stream.inputs)[0].belief for filt in each]
-    torch.testing.assert_close(ends[0].mean, ends[1].mean, rtol=1e-7, atol=1e-9)
-    torch.testing.assert_close(
-        ends[0].covariance.dense(), ends[1].covariance.dense(), rtol=1e-6, atol=1e-9
+    orders: tuple[Clip, ...] = ("after", "before", "never")
+    each = (
+        replace(convex, inference=df.Bong(df.Hessian(order), samples=0, nodes=15))
+        for order in orders
     )
+    first, *others = (filt.run(filt.init(belief), problem.stream.inputs)[0].belief for filt in each)
+    for other in others:
+        torch.testing.assert_close(first.mean, other.mean, rtol=1e-7, atol=1e-9)
+        torch.testing.assert_close(moments(first)[1], moments(other)[1], rtol=1e-6, atol=1e-9)
+
+
+def test_a_row_with_other_parts_is_the_filter_with_them() -> None:
+    example, seed = Moons(steps=5), SEEDS[0]
+    same = run(example, run_changed(predict_from="posterior"), seed)
+    assert same.scores == run(example, run_filter, seed).scores
+    assert run(example, run_changed(predict_from="prior"), seed).scores != same.scores
+
+
+def test_the_smoothed_row_ends_where_the_filter_does() -> None:
+    example, seed = Moons(steps=20), SEEDS[0]
+    ours, filtered = run(example, run_smoothed, seed), run(example, run_filter, seed)
+    assert ours.scores is not None
+    assert filtered.scores is not None
+    assert ours.scores.end_accuracy == filtered.scores.end_accuracy
+    torch.testing.assert_close(moments(ours.beliefs[-1]), moments(filtered.beliefs[-1]))
+    assert not torch.equal(ours.beliefs[1].mean, filtered.beliefs[1].mean)
 
 
 def test_the_supervised_bound_is_the_laplace_posterior_of_all_labels_where_nothing_moves() -> None:
@@ -328,6 +370,21 @@ def test_figures_tables_and_metrics_are_written(tmp_path: Path) -> None:
     assert done == [("pinwheel", 1, 1)]
     for case in cases.pinwheel(Pinwheel()):
         assert any(line.startswith(case.name) for line in tables["pinwheel"].splitlines())
+
+
+@pytest.mark.slow
+def test_every_class_has_its_colour_in_the_figure(tmp_path: Path) -> None:
+    """Marks are small, and maps of other colours large: none may take its place in the palette."""
+    figures = pytest.importorskip("driftfilter.app.paper.figures")
+    example = Pinwheel(steps=5)
+    problem = example.problem(SEEDS[0])
+    beliefs = run(example, run_filter, SEEDS[0]).beliefs
+    figures.save(figures.draw_boundaries(example, problem, beliefs), tmp_path / "figure")
+    found = Image.open(tmp_path / "figure.png").convert("RGB").getcolors(1 << 20)
+    assert found is not None
+    pixels = {color: count for count, color in found}
+    for color in figures.CLASSES:
+        assert pixels.get(tuple(bytes.fromhex(color[1:])), 0) > 200, color
 
 
 @pytest.mark.slow

@@ -124,17 +124,16 @@ def _clipped(matrix: Tensor) -> Tensor:
     return positive
 
 
-def _head_curvature(logits: Tensor, features: Tensor, beta: float) -> Tensor:
-    """Sum over samples of beta times the clipped block of the batch loss's Hessian, on the features
-    [d, d].
+def _head_curvature(points: list[Tensor], features: Tensor, beta: float) -> Tensor:
+    """Sum over samples of beta times the positive part of the mean, over logits [n, k] of several
+    points, of its block of the batch loss's Hessian, on the features [d, d].
     """
-    n, k = logits.shape
-    hessian = torch.autograd.functional.hessian(im_loss, logits)
-    total = torch.zeros(k * features.shape[1], k * features.shape[1], dtype=logits.dtype)
+    n, k = points[0].shape
+    hessians = [torch.autograd.functional.hessian(im_loss, logits) for logits in points]
+    total = torch.zeros(k * features.shape[1], k * features.shape[1], dtype=features.dtype)
     for i in range(n):
-        total += torch.kron(
-            beta * _clipped(hessian[i, :, i]), torch.outer(features[i], features[i])
-        )
+        block = torch.stack([hessian[i, :, i] for hessian in hessians]).mean(0)
+        total += torch.kron(beta * _clipped(block), torch.outer(features[i], features[i]))
     return total
 
 
@@ -161,13 +160,13 @@ def head_loop(
         mean = rho * mean + (1 - rho) * source
         covariance = rho**2 * covariance + (1 - rho**2) * wide
         points = mean[None] if around is None else mean + around(covariance, step)
-        gradient, curvature = torch.zeros_like(mean), torch.zeros_like(covariance)
-        for point in points:
-            logits = features @ point.view(-1, features.shape[1]).T
+        gradient = torch.zeros_like(mean)
+        outputs = [features @ point.view(-1, features.shape[1]).T for point in points]
+        for logits in outputs:
             gradient += (
                 beta * (im_cotangents(logits).T @ features / len(batch)).flatten() / len(points)
             )
-            curvature += _head_curvature(logits, features, beta) / len(points)
+        curvature = _head_curvature(outputs, features, beta)
         covariance = torch.linalg.inv(torch.linalg.inv(covariance) + curvature)
         mean = mean - covariance @ gradient
         thetas = (mean + predictive(covariance, step)).unflatten(1, (-1, features.shape[1]))

@@ -240,6 +240,18 @@ class Adapter(nn.Module):
             self._finish(now, begun, batch_size(inputs), None)
         return info
 
+    def elapse(self, dt: float) -> None:
+        """Let time pass without data: the belief moves as the transition says over ``dt`` units.
+
+        A step is one unit of time. After a gap of g units between two batches, ``elapse(g - 1)``
+        comes before the second. Before the first batch nothing moves.
+        """
+        with self._lock, self._apart():
+            now = self._ready(None)
+            assert now.bound is not None
+            state = now.bound.filter.elapse(now.current, dt)
+            self._now = now if now.state is None else now._replace(state=state)
+
     def reset(self) -> None:
         """Back to the source, as if no batch had come."""
         with self._lock:

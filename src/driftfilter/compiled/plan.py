@@ -20,6 +20,7 @@ from driftfilter.inference.curvature import EmpiricalFisher, GaussNewton, Hessia
 from driftfilter.inference.linearized import Linearized
 from driftfilter.inference.prediction import MAP, LinearizedProbit, Tempered
 from driftfilter.model.closed_forms import variance_at
+from driftfilter.model.composed import BlockDynamics, SumDynamics
 from driftfilter.model.dynamics import Spread
 from driftfilter.model.losses import (
     Entropy,
@@ -30,7 +31,7 @@ from driftfilter.model.losses import (
     Sum,
 )
 from driftfilter.model.predictive import LinearHead
-from driftfilter.model.transition import BlockDynamics, BoundTransition, Transition
+from driftfilter.model.transition import BoundTransition, Transition
 from driftfilter.model.weighting import Constant, EntropyGate, Product, Reliability
 
 # Role -> classes that compiled code covers; of the transition it covers all but one's own.
@@ -115,9 +116,15 @@ def _terms(loss: Any, coefficient: float) -> list[tuple[int, float, float]]:
 def _number_curvature(curvature: Any) -> tuple[int, float]:
     """Kind of a curvature, and λ of the empirical Fisher."""
     require_covered("curvature", curvature)
+    if isinstance(curvature, Hessian) and curvature.clip == "never":
+        raise Uncovered("the Hessian is raw, clip='never'")
     if isinstance(curvature, EmpiricalFisher):
         return kinds.CENTERED_FISHER if curvature.centered else kinds.FISHER, float(curvature.scale)
-    plain = {Hessian: kinds.HESSIAN, GaussNewton: kinds.GAUSS_NEWTON, NoCurvature: kinds.NONE}
+    plain: dict[type, int] = {
+        Hessian: kinds.HESSIAN,
+        GaussNewton: kinds.GAUSS_NEWTON,
+        NoCurvature: kinds.NONE,
+    }
     return plain[type(curvature)], 1.0
 
 
@@ -208,9 +215,10 @@ def _require_known(transition: Transition) -> None:
     """Raise for a noise of the user's own that depends on the belief: three probes would not tell
     what it does.
     """
-    for part in transition.dynamics.parts if type(transition.dynamics) is BlockDynamics else ():
+    dynamics = transition.dynamics
+    for part in dynamics.parts if isinstance(dynamics, (BlockDynamics, SumDynamics)) else ():
         _require_known(part)
-    modules = {type(transition.noise).__module__, type(transition.dynamics).__module__}
+    modules = {type(transition.noise).__module__, type(dynamics).__module__}
     if not all(module.startswith("driftfilter.model.") for module in modules):
         raise Uncovered(f"the noise of {transition} depends on the belief in a way of your own")
 

@@ -69,6 +69,9 @@ class Blocks(Covariance):
     def condition(self, factor: Tensor) -> Self:
         return Blocks(tuple(part.condition(piece) for part, piece in self._split(factor)))
 
+    def remove(self, factor: Tensor) -> Self:
+        return Blocks(tuple(part.remove(piece) for part, piece in self._split(factor)))
+
     def inform(self, information: float | Tensor) -> Self:
         if isinstance(information, float):
             return Blocks(tuple(part.inform(information) for part in self.parts))
@@ -87,6 +90,12 @@ class Blocks(Covariance):
         return Blocks(
             tuple(p.propagate(g, w) for p, g, w in zip(self.parts, gains, noises, strict=True))
         )
+
+    def smooth(self, gain: Gain, prior: Covariance, later: Covariance) -> Self:
+        gains = self._split_matrix(gain, "a dynamic that mixes blocks")
+        both = zip(prior.independent_parts(), later.independent_parts(), strict=True)
+        each = zip(self.parts, gains, both, strict=True)
+        return Blocks(tuple(part.smooth(own, *others) for part, own, others in each))
 
     def _split_matrix(self, value: float | Tensor, what: str) -> Sequence[float | Tensor]:
         if isinstance(value, float):

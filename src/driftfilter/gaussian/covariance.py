@@ -54,6 +54,12 @@ class Covariance(ABC):
     def condition(self, factor: Tensor) -> Covariance:
         """(Σ⁻¹ + FᵀF)⁻¹ for F [m, d], before any truncation."""
 
+    def remove(self, factor: Tensor) -> Covariance:
+        """(Σ⁻¹ - NᵀN)⁻¹ for N [l, d]; refused if that is not positive definite."""
+        raise refuse(
+            type(self).__name__, "negative curvature", "Full, Diagonal or Blocks, or clip it"
+        )
+
     @abstractmethod
     def propagate(self, gain: Gain, noise: Noise) -> Covariance:
         """G Σ Gᵀ + W."""
@@ -71,6 +77,13 @@ class Covariance(ABC):
         ``rank`` is the budget of a low rank; other structures leave it aside.
         """
         raise refuse(cls.__name__, "a start by its name", "a structure with isotropic_like")
+
+    def smooth(self, gain: Gain, prior: Covariance, later: Covariance) -> Covariance:
+        """Σ + C (Σ' - Σ⁻) Cᵀ, C = Σ Gᵀ (Σ⁻)⁻¹: what is left of Σ once later data are known.
+
+        Σ⁻ is the covariance one move later, Σ' that with all data.
+        """
+        raise refuse(type(self).__name__, "smoothing", "Full, Diagonal or Blocks of them")
 
     def truncate(self) -> Self:
         """This covariance within the structure's budget of memory."""
@@ -196,6 +209,23 @@ def positive_root(matrices: Tensor) -> Tensor:
     values, vectors = torch.linalg.eigh(matrices.double())  # in float32 it may fail to converge
     root: Tensor = vectors * values.clamp_min(0).sqrt()[..., None, :]
     return root.to(matrices.dtype)
+
+
+def signed_root(matrices: Tensor) -> tuple[Tensor, Tensor]:
+    """R [..., k, k] and signs s [..., k] with R diag(s) Rᵀ = symmetric matrices."""
+    values, vectors = torch.linalg.eigh(matrices.double())  # in float32 it may fail to converge
+    root: Tensor = vectors * values.abs().sqrt()[..., None, :]
+    return root.to(matrices.dtype), values.sign().to(matrices.dtype)
+
+
+def positive_factor(rows: Tensor, signs: Tensor) -> Tensor:
+    """F [..., r, d] with FᵀF = the positive part of Σ_j s_j f_jᵀ f_j, for rows f [..., m, d] and
+    signs s [..., m]; r is the smaller of m and d.
+    """
+    basis, triangle = torch.linalg.qr(rows.mT.double())
+    core = (triangle * signs[..., None, :]) @ triangle.mT
+    factor: Tensor = (basis @ positive_root(core)).mT
+    return factor.to(rows.dtype)
 
 
 def block_diagonal(pieces: Sequence[Tensor]) -> Tensor:

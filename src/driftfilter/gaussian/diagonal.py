@@ -73,6 +73,15 @@ class Diagonal(Covariance):
             )
         return unchecked(Diagonal, values=values)
 
+    def remove(self, factor: Tensor) -> Self:
+        left = 1 - column_energy(factor) * self.values
+        if not left.min().item() > 0:
+            raise NotPositiveDefiniteError(
+                "the precision less negative curvature is not positive definite: a variance would "
+                f"be divided by {left.min().item():g}"
+            )
+        return unchecked(Diagonal, values=self.values / left)
+
     def inform(self, information: float | Tensor) -> Self:
         if isinstance(information, Tensor):
             return self.condition(information.sqrt()[None])  # only column sums count
@@ -88,6 +97,15 @@ class Diagonal(Covariance):
                 raise refuse("Diagonal", "noise that correlates coordinates", "Full or Blocks")
             noise = noise.variance()
         return unchecked(Diagonal, values=(self.values * (gain * gain)).add_(noise))
+
+    def smooth(self, gain: Gain, prior: Covariance, later: Covariance) -> Self:
+        if isinstance(gain, Tensor) and gain.dim() == 2:
+            raise refuse("Diagonal", "a dynamic that mixes coordinates", "Full or Blocks")
+        after = prior.variance()
+        back = self.values * gain / after
+        noise = (after - gain * gain * self.values).clamp_min(0)
+        kept = (1 - back * gain).square() * self.values
+        return unchecked(Diagonal, values=kept + back.square() * (later.variance() + noise))
 
     def sample(self, count: int, generator: torch.Generator) -> Tensor:
         return normals(count, self.values, generator) * self.values.sqrt()

@@ -29,6 +29,7 @@ from driftfilter.gaussian.covariance import (
     Noise,
     Shapes,
     cholesky,
+    compact,
     identity_like,
     symmetrize,
 )
@@ -130,6 +131,18 @@ class Full(Covariance):
         matrix = symmetrize(half.mT @ half)
         return unchecked(Full, matrix=matrix, root=cholesky(matrix, "the posterior covariance"))
 
+    def remove(self, factor: Tensor) -> Self:
+        """Σ + (N Σ)ᵀ (I - N Σ Nᵀ)⁻¹ (N Σ); I - N Σ Nᵀ is positive definite if Σ⁻¹ - NᵀN is."""
+        matrix: Tensor = self.__dict__.get("precise", self.matrix).double()
+        rows = compact(factor.double())
+        cross = rows @ matrix
+        inner = identity_like(rows @ rows.mT) - cross @ rows.mT
+        whitened = torch.linalg.solve_triangular(
+            cholesky(inner, "the precision less negative curvature"), cross, upper=False
+        )
+        grown = symmetrize(matrix + whitened.mT @ whitened)
+        return unchecked(Full, matrix=grown.to(self.dtype), precise=grown)
+
     def truncate(self) -> Self:
         return (
             unchecked(Full, matrix=self.matrix, root=self.root)
@@ -152,6 +165,20 @@ class Full(Covariance):
         return unchecked(
             Full, matrix=moved.add_(noise if isinstance(noise, Tensor) else noise.dense())
         )
+
+    def smooth(self, gain: Gain, prior: Covariance, later: Covariance) -> Self:
+        """(I - C G) Σ (I - C G)ᵀ + C (Σ' + W) Cᵀ, a sum in which nothing is negative; W = Σ⁻ - G Σ
+        Gᵀ.
+        """
+        before, eye = self.matrix.double(), identity_like(self.matrix.double())
+        known = gain.double() if isinstance(gain, Tensor) else eye * gain
+        known = torch.diag(known) if known.dim() == 1 else known
+        moved, after = known @ before, prior.dense().double()
+        root = cholesky(after, "the prior covariance of a step")
+        back = torch.cholesky_solve(moved, root).mT  # C
+        rest, noise = eye - back @ known, after - moved @ known.mT
+        matrix = rest @ before @ rest.mT + back @ (later.dense().double() + noise) @ back.mT
+        return unchecked(Full, matrix=symmetrize(matrix).to(self.dtype))
 
     def inform(self, information: float | Tensor) -> Self:
         if isinstance(information, Tensor):

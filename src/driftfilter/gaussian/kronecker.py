@@ -210,6 +210,10 @@ class Kronecker(Covariance):
         variances = self._diagonal_in(left, right, own) + noise._diagonal_in(left, right, added)
         return unchecked(Kronecker, left=left, right=right, values=variances.reciprocal())
 
+    def smooth(self, gain: Gain, prior: Covariance, later: Covariance) -> Covariance:
+        why = "smoothing, which mixes the eigenvectors of different steps"
+        raise refuse("Kronecker", why, "Full, Diagonal or Blocks of them")
+
     def _with_variances(self, variances: Tensor) -> Self:
         """Σ with these eigenvectors and other eigenvalues [p, q]."""
         values = variances.reciprocal()

@@ -218,6 +218,10 @@ class LowRank(Covariance):
         solved = torch.linalg.solve_triangular(_root_of_one_plus(core), rows, upper=False)
         return _low_rank(diagonal, solved, self.rank).truncate()
 
+    def smooth(self, gain: Gain, prior: Covariance, later: Covariance) -> Covariance:
+        why = "smoothing, which needs the curvature that its truncation dropped"
+        raise refuse("LowRank", why, "Full, Diagonal or Blocks of them")
+
     def sample(self, count: int, generator: torch.Generator) -> Tensor:
         """Matheron's rule: x + u⁻¹ Wᵀ (I + W u⁻¹ Wᵀ)⁻¹ (e - W x), x ~ N(0, u⁻¹), e ~ N(0, I)."""
         plain = normals(count, self.diagonal, generator) * self.diagonal.rsqrt()

@@ -1,15 +1,27 @@
 """Curvature: the second derivative of the energy as a factor F [m, d], H ≈ FᵀF, positive
-semi-definite always.
+semi-definite unless a raw Hessian is asked for.
 """
 
 from dataclasses import dataclass
-from typing import Protocol, final, runtime_checkable
+from typing import Literal, NamedTuple, Protocol, TypeAlias, final, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from driftfilter.base.checks import Checked, Positive, register
+from driftfilter.gaussian.covariance import positive_root
 from driftfilter.model.observation import Evaluation
+
+# When negative curvature is cut off, seen from an expectation over θ.
+Clip: TypeAlias = Literal["after", "before", "never"]
+
+
+class Quadratic(NamedTuple):
+    """An energy to second order in θ: its gradient, and H = FᵀF - NᵀN."""
+
+    gradient: Tensor  # g [d]
+    factor: Tensor  # F [m, d]
+    negative: Tensor | None = None  # N [l, d]; None if H is positive semi-definite
 
 
 class Curvature(Protocol):
@@ -20,8 +32,8 @@ class Curvature(Protocol):
         """Samples below which there is no curvature."""
         return 1
 
-    def __call__(self, evaluation: Evaluation) -> tuple[Tensor, Tensor]:
-        """g [d] and F [m, d]."""
+    def __call__(self, evaluation: Evaluation) -> tuple[Tensor, ...]:
+        """g [d] and F [m, d]; a third, N [l, d], only if H = FᵀF - NᵀN may be indefinite."""
 
 
 @runtime_checkable
@@ -30,25 +42,56 @@ class LogitMetric(Curvature, Protocol):
     each sample.
     """
 
-    def roots(self, evaluation: Evaluation) -> Tensor:
-        """R [v, ..., n, k, r]."""
+    @property
+    def clip(self) -> Clip:
+        """When negative eigenvalues of M are set to 0; all the same if it has none."""
+        return "before"
 
-    def __call__(self, evaluation: Evaluation) -> tuple[Tensor, Tensor]:
-        return evaluation.gradient(), evaluation.factor(self.roots(evaluation))
+    def roots(self, evaluation: Evaluation) -> Tensor:
+        """R [v, ..., n, k, r], R Rᵀ = the positive part of M."""
+
+    def metric(self, evaluation: Evaluation) -> Tensor:
+        """M [v, ..., n, k, k] as an expectation averages it."""
+        roots = self.roots(evaluation)
+        return roots @ roots.mT
+
+    def factors(self, evaluation: Evaluation, metric: Tensor) -> tuple[Tensor, ...]:
+        """F of metrics M [v, n, k, k], and N if nothing is to be clipped."""
+        parts = (metric, -metric) if self.clip == "never" else (metric,)
+        return tuple(evaluation.factor(positive_root(part)) for part in parts)
+
+    def __call__(self, evaluation: Evaluation) -> tuple[Tensor, ...]:
+        gradient = evaluation.gradient()
+        if self.clip == "never":
+            return gradient, *self.factors(evaluation, self.metric(evaluation))
+        return gradient, evaluation.factor(self.roots(evaluation))
 
 
 @final
 @dataclass(frozen=True)
-class Hessian(LogitMetric):
+class Hessian(Checked, LogitMetric):
     """Σ_i (w_i/n) J_iᵀ clip(∇²_f ℓ_i) J_i: each sample's k×k logit Hessian with negative
     eigenvalues set to 0.
 
-    Exact for a linear head but for the clipping (entropy's raw Hessian is indefinite and cannot be
-    used); for a network it leaves out the second derivative of f.
+    Exact for a linear head but for the clipping (entropy's Hessian is indefinite); for a network it
+    leaves out the second derivative of f. ``clip`` says when an expectation over θ (``Bong``,
+    ``Variational``) clips: "after" it, clip(E_q[∇²ℓ_i]), "before" it, E_q[clip ∇²ℓ_i], which is
+    never smaller, or "never", E_q[∇²ℓ_i] as it is. At one point "after" and "before" are the same.
+    With "never" a posterior may have no positive definite precision, and is then refused.
+
+    "after" clips in the logits of each sample if the model is linear in θ. Otherwise the Jacobian
+    changes from draw to draw, and the positive part of each sample's average is taken in θ.
     """
+
+    clip: Clip = "after"
 
     def roots(self, evaluation: Evaluation) -> Tensor:
         return evaluation.expansion.root()
+
+    def metric(self, evaluation: Evaluation) -> Tensor:
+        if self.clip == "before":
+            return super().metric(evaluation)
+        return evaluation.expansion.hessian()
 
 
 @final

@@ -1,6 +1,7 @@
 """Inference: from the prior N(μ⁻, Σ⁻) and the energy of a batch to the posterior N(μ, Σ)."""
 
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, NamedTuple, Protocol, TypeAlias, final, runtime_checkable
 
@@ -12,6 +13,7 @@ from driftfilter.base.checks import (
     Count,
     Interval,
     NotNegative,
+    NotPositiveDefiniteError,
     Role,
     register,
     require,
@@ -21,13 +23,14 @@ from driftfilter.base.checks import (
 )
 from driftfilter.base.randomness import Purpose, Randomness
 from driftfilter.gaussian.belief import Belief
-from driftfilter.gaussian.covariance import Covariance, antithetic, positive_root
+from driftfilter.gaussian.covariance import Covariance, antithetic, positive_factor, signed_root
 from driftfilter.inference.curvature import (
     Curvature,
     EmpiricalFisher,
     Hessian,
     LogitMetric,
     NoCurvature,
+    Quadratic,
 )
 from driftfilter.model.observation import Energy, Evaluation
 from driftfilter.model.predictive import logit_covariance
@@ -64,13 +67,33 @@ class Frozen:
         return prior, memory
 
 
-def newton_step(prior: Belief, gradient: Tensor, factor: Tensor, radius: float = 0.0) -> Belief:
-    """Σ = ((Σ⁻)⁻¹ + FᵀF)⁻¹, μ = μ⁻ - Σ g, shortened to abs(F Σ g) <= radius if > 0; the mean moves
-    before Σ is truncated.
+def condition_on(covariance: Covariance, factor: Tensor, negative: Tensor | None) -> Covariance:
+    """(Σ⁻¹ + FᵀF - NᵀN)⁻¹, refused if that is not positive definite."""
+    conditioned = covariance.condition(factor)
+    if negative is None:
+        return conditioned
+    try:
+        return conditioned.remove(negative)
+    except NotPositiveDefiniteError as error:
+        raise NotPositiveDefiniteError(
+            f"{error}; Hessian(clip='never') has taken more than the prior has: "
+            "Hessian(clip='after') keeps the positive part"
+        ) from error
+
+
+def newton_step(
+    prior: Belief,
+    gradient: Tensor,
+    factor: Tensor,
+    radius: float = 0.0,
+    negative: Tensor | None = None,
+) -> Belief:
+    """Σ = ((Σ⁻)⁻¹ + FᵀF - NᵀN)⁻¹, μ = μ⁻ - Σ g, shortened to abs(F Σ g) <= radius if > 0; the mean
+    moves before Σ is truncated. There is no N unless it is given.
 
     Dense and diagonal beliefs may have a leading dimension: as many steps at once.
     """
-    covariance = prior.covariance.condition(factor)
+    covariance = condition_on(prior.covariance, factor, negative)
     step = covariance.apply(gradient)
     if radius:
         along = torch.mv(factor, step) if step.dim() == 1 else (factor @ step[..., None])[..., 0]
@@ -108,10 +131,10 @@ class Linearized(Checked):
         self, prior: Belief, energy: Energy, memory: Memory, randomness: Randomness
     ) -> tuple[Belief, Memory]:
         evaluation = energy.at(prior.mean)
-        gradient, factor = self.curvature(evaluation)
+        gradient, factor, negative = Quadratic(*self.curvature(evaluation))
         if self.reach > 1:
             gradient = gradient * self._lengthen(prior, evaluation)
-        return newton_step(prior, gradient, factor, self.radius), memory
+        return newton_step(prior, gradient, factor, self.radius, negative), memory
 
     def _lengthen(self, prior: Belief, evaluation: Evaluation) -> Tensor:
         """By how much the step is lengthened, a scalar []."""
@@ -140,16 +163,16 @@ def take_expectation(
     samples: int,
     nodes: int,
     randomness: Randomness,
-) -> tuple[Tensor, Tensor]:
-    """E_q[g] [d] and F [m, d] with FᵀF = E_q[FᵀF] under q = belief, by quadrature, by draws or
-    (neither) at the mean.
+) -> Quadratic:
+    """E_q[g] [d] and E_q[H] = FᵀF - NᵀN under q = belief, by quadrature, by draws or (neither) at
+    the mean. The curvature says whether negative parts are clipped before or after averaging.
     """
     if samples == 0 and nodes == 0:
-        return curvature(energy.at(belief.mean))
+        return Quadratic(*curvature(energy.at(belief.mean)))
     if nodes:
         return _integrate(belief, energy, curvature, nodes)
     draws = antithetic(belief.covariance, samples, randomness.generator(Purpose.INFERENCE))
-    if energy.model.linear and isinstance(curvature, LogitMetric) and not energy.loss.is_coupled:
+    if energy.model.linear and isinstance(curvature, LogitMetric):
         # The Jacobian is the same at every draw: average k×k metrics first, and one pullback serves
         # them all.
         center = energy.at(belief.mean)
@@ -158,20 +181,47 @@ def take_expectation(
         )  # [v, s, n, k]
         weights = moves.new_full((samples,), 1 / samples)
         return _average_over(center.logits[:, None] + moves, weights, center, energy, curvature)
-    pieces = [curvature(energy.at(belief.mean + draw)) for draw in draws]
-    gradient = torch.stack([gradient for gradient, _ in pieces]).mean(0)
-    return gradient, torch.cat([factor for _, factor in pieces]) / math.sqrt(samples)
+    evaluations = (energy.at(belief.mean + draw) for draw in draws)
+    if isinstance(curvature, LogitMetric) and curvature.clip == "after":
+        return _clip_average(evaluations, curvature, samples)
+    return _average([Quadratic(*curvature(evaluation)) for evaluation in evaluations])
 
 
-def _integrate(
-    belief: Belief, energy: Energy, curvature: Curvature, nodes: int
-) -> tuple[Tensor, Tensor]:
+def _average(pieces: Sequence[Quadratic]) -> Quadratic:
+    """The mean of energies to second order."""
+    scale = 1 / math.sqrt(len(pieces))
+    negatives = [piece.negative for piece in pieces if piece.negative is not None]
+    return Quadratic(
+        torch.stack([piece.gradient for piece in pieces]).mean(0),
+        torch.cat([piece.factor for piece in pieces]) * scale,
+        torch.cat(negatives) * scale if negatives else None,
+    )
+
+
+def _clip_average(
+    evaluations: Iterable[Evaluation], curvature: LogitMetric, samples: int
+) -> Quadratic:
+    """The mean over draws, and of each sample (and view) the positive part of its mean Hessian in
+    θ, from signed rows √(w_i/n) J_iᵀ R_i of every draw.
+    """
+    gradients, rows, signs = [], [], []
+    for evaluation in evaluations:
+        root, sign = signed_root(curvature.metric(evaluation))
+        gradients.append(evaluation.gradient())
+        rows.append(torch.stack(evaluation.pull_roots(root)))  # [v, k, n, d]
+        signs.append(sign)  # [v, n, k]
+    stacked = torch.cat(rows, 1).transpose(1, 2) / math.sqrt(samples)  # [v, n, s k, d]
+    factor = positive_factor(stacked, torch.cat(signs, -1)).flatten(0, -2)
+    return Quadratic(torch.stack(gradients).mean(0), factor)
+
+
+def _integrate(belief: Belief, energy: Energy, curvature: Curvature, nodes: int) -> Quadratic:
     """For a model linear in θ the logits of sample i are N(f_i, J_i Σ J_iᵀ): integrate over those k
     numbers instead.
 
     Trapezoid rule in the eigenvectors of J Σ Jᵀ: on analytic integrands it converges faster than
-    Gauss–Hermite, which at a logit sd of 3 is off by 1e-3 with 20 nodes. A clipped Hessian has
-    kinks, where any rule converges slowly (1e-4 or so).
+    Gauss–Hermite, which at a logit sd of 3 is off by 1e-3 with 20 nodes. A Hessian clipped before
+    it is averaged has kinks, where any rule converges slowly (1e-4 or so).
     """
     require(
         energy.model.linear,
@@ -195,16 +245,24 @@ def _integrate(
 
 def _average_over(
     logits: Tensor, weights: Tensor, center: Evaluation, energy: Energy, curvature: LogitMetric
-) -> tuple[Tensor, Tensor]:
-    """E[g] and F over logits [v, m, n, k] with weights [m], if the model's Jacobian is that of the
-    center everywhere.
+) -> Quadratic:
+    """E[g] and E[H] over logits [v, m, n, k] with weights [m], if the model's Jacobian is that of
+    the center everywhere.
     """
-    expansion = energy.loss.expand(logits, energy.samples.targets, energy.samples.weights)
-    evaluation = replace(center, expansion=expansion, logits=logits)
-    cotangents = torch.einsum("m,vmnk->vnk", weights, evaluation.expansion.gradient)
-    roots = curvature.roots(evaluation)
-    metric = torch.einsum("m,vmnkr,vmnlr->vnkl", weights, roots, roots)
-    return evaluation.gradient(cotangents), evaluation.factor(positive_root(metric))
+
+    def look(points: Tensor) -> tuple[Tensor, Tensor]:
+        expansion = energy.loss.expand(points, energy.samples.targets, energy.samples.weights)
+        evaluation = replace(center, expansion=expansion, logits=points)
+        return expansion.gradient, curvature.metric(evaluation)
+
+    if energy.loss.is_coupled:  # every point is a batch of its own
+        each = [look(points) for points in logits.unbind(1)]
+        gradients, metrics = (torch.stack(parts, 1) for parts in zip(*each, strict=True))
+    else:
+        gradients, metrics = look(logits)
+    cotangents = torch.einsum("m,vmnk->vnk", weights, gradients)
+    average = torch.einsum("m,vmnkl->vnkl", weights, metrics)
+    return Quadratic(center.gradient(cotangents), *curvature.factors(center, average))
 
 
 def _logit_cloud(logits: Tensor, covariance: Tensor, nodes: int) -> tuple[Tensor, Tensor]:
@@ -258,12 +316,13 @@ Nodes: TypeAlias = Annotated[int, Quadrature(least=7)]
 @final
 @dataclass(frozen=True)
 class Bong(Checked):
-    """Bayesian online natural gradient: the linearised update with E_q[g] and E_q[FᵀF], q = the
+    """Bayesian online natural gradient: the linearised update with E_q[g] and E_q[H], q = the
     prior N(μ⁻, Σ⁻).
 
-    Expectations by ``samples`` antithetic draws of θ or, for a model linear in θ, by ``nodes``
-    quadrature points for each logit direction; with 0 of both at the mean, which is the linearised
-    update.
+    H is the curvature; a ``Hessian`` is clipped after it is averaged, unless its ``clip`` says
+    otherwise. Expectations by ``samples`` antithetic draws of θ or, for a model linear in θ, by
+    ``nodes`` quadrature points for each logit direction; with 0 of both at the mean, which is the
+    linearised update.
     """
 
     curvature: Annotated[Curvature, Role("curvature", "Hessian()")] = field(default_factory=Hessian)
@@ -274,7 +333,8 @@ class Bong(Checked):
         self, prior: Belief, energy: Energy, memory: Memory, randomness: Randomness
     ) -> tuple[Belief, Memory]:
         rules = (self.curvature, self.samples, self.nodes)
-        return newton_step(prior, *take_expectation(prior, energy, *rules, randomness)), memory
+        gradient, factor, negative = take_expectation(prior, energy, *rules, randomness)
+        return newton_step(prior, gradient, factor, negative=negative), memory
 
 
 register(inference=(Linearized, Bong, Frozen))

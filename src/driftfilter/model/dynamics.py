@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, NamedTuple, Protocol, TypeAlias, final
+from typing import Annotated, NamedTuple, Protocol, TypeAlias, final, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -29,9 +29,9 @@ from driftfilter.base.checks import (
     require_number,
 )
 from driftfilter.gaussian.belief import Belief
-from driftfilter.gaussian.covariance import Gain, Noise, block_diagonal
+from driftfilter.gaussian.covariance import Covariance, Gain, Noise, block_diagonal
 
-Matrix: TypeAlias = "float | tuple[float, ...] | tuple[tuple[float, ...], ...]"
+Matrix: TypeAlias = float | tuple[float, ...] | tuple[tuple[float, ...], ...]
 
 
 class Spread(NamedTuple):
@@ -45,24 +45,44 @@ class Spread(NamedTuple):
 SpreadRule: TypeAlias = "Spread | Callable[[Belief], Spread]"
 
 
+@runtime_checkable
+class MovingSpread(Protocol):
+    """A spread that depends on the belief, and is known for any length of time."""
+
+    def __call__(self, belief: Belief) -> Spread:
+        """The spread for the belief that moves."""
+
+    def over(self, dt: float) -> SpreadRule:
+        """The rule for ``dt`` units of time."""
+
+
 class Motion(NamedTuple):
-    """μ⁻ = G μ + c; a dynamic that also decides the noise says so in ``spread``."""
+    """μ⁻ = G μ + c; a dynamic that also decides the noise says so in ``spread``, and ``over`` what
+    it is over another length of time.
+    """
 
     gain: Gain
     drift: float | Tensor
     spread: SpreadRule | None = None
+    over: Callable[[float], Motion] | None = None
 
 
 class Layout(NamedTuple):
     """Where the parameters stand in the augmented state."""
 
     read_out: Tensor  # [d, states], θ = E s
-    places: Tensor  # [d], the states that start as the parameters themselves
+    places: Tensor  # [d], the states that start as the parameters; [0] if the parameters are a sum
     variance: Tensor  # [states], where the hidden states start
+    mean: float | Tensor = 0.0  # [states], the same; the parameters make up for what it reads out
 
 
 class Dynamics(Protocol):
     """An affine map of the parameters, fixed by the source belief."""
+
+    @property
+    def states(self) -> int:
+        """States of each parameter, of which ``layout`` is made."""
+        return 1
 
     def __call__(self, source: Belief) -> Motion:
         """The motion, for a source belief over the (augmented) state."""
@@ -70,6 +90,12 @@ class Dynamics(Protocol):
     def layout(self, parameters: int) -> Layout | None:
         """The augmented state for this many parameters; None if the state is the parameters."""
         return None
+
+    def augment_parts(self, belief: Belief) -> tuple[Covariance, ...]:
+        """The augmented covariances of parts that are independent in the belief and move on their
+        own; none if the parts of the belief are not those of the dynamic.
+        """
+        return ()
 
 
 def as_matrix(value: Matrix | Tensor, like: Tensor) -> Gain:
@@ -103,13 +129,34 @@ def as_config(field: str, value: object) -> Matrix:
     return items  # type: ignore[return-value]
 
 
-def _augment(read_out: Sequence[float], scale: float, parameters: int) -> Layout:
-    eye = torch.eye(parameters, dtype=torch.float64)
+def _augment(read_out: Sequence[float], scale: float, start: Tensor, level: bool = True) -> Layout:
+    """States of one kind side by side, starting at ``start`` [states, d] with variance scale²; the
+    first are the parameters if there is a level.
+    """
+    parameters = start.shape[1]
     return Layout(
-        torch.kron(torch.tensor([read_out], dtype=torch.float64), eye),
-        torch.arange(parameters),
+        torch.kron(
+            torch.tensor([read_out], dtype=torch.float64),
+            torch.eye(parameters, dtype=torch.float64),
+        ),
+        torch.arange(parameters if level else 0),
         torch.full((len(read_out) * parameters,), scale**2, dtype=torch.float64),
+        start.flatten(),
     )
+
+
+def _spread_out(field: str, value: Matrix | Tensor, rows: int, parameters: int) -> Tensor:
+    """A configured start as a matrix [rows, d]: a number or a vector [d] is its first row."""
+    given = torch.tensor(value, dtype=torch.float64)
+    require(
+        given.dim() == 0 or tuple(given.shape) in ((parameters,), (rows, parameters)),
+        field,
+        f"shape {list(given.shape)}",
+        f"a number, a vector [{parameters}] or a matrix [{rows}, {parameters}]",
+    )
+    start = torch.zeros(rows, parameters, dtype=torch.float64)
+    start[: rows if given.dim() == 2 else 1] = given
+    return start
 
 
 def _repeat(block: Tensor, source: Belief) -> Tensor:
@@ -178,24 +225,40 @@ class LocalTrend(Checked, Dynamics):
     """Local polynomial trend: θ_t = θ_{t-1} + dt v_{t-1}, v_t = v_{t-1} + dt a_{t-1}, … (order 0 is
     a random walk).
 
-    G = I + dt N, the Jordan block of order + 1 states for each parameter; hidden states start at
-    N(0, scale²).
+    G = I + dt N, the Jordan block of order + 1 states for each parameter. Hidden states start at
+    N(``velocity``, scale²): a number or a vector [d] is the mean of v, a matrix [order, d] those of
+    v, a, ….
     """
 
     order: Count = 1
     dt: Positive = 1.0
     scale: Positive = 0.1
+    velocity: Matrix | Tensor = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        velocity = as_config("LocalTrend.velocity", self.velocity)
+        object.__setattr__(self, "velocity", velocity)
+        allowed = "0 for a trend of order 0, which has none"
+        require(self.order > 0 or velocity == 0.0, "LocalTrend.velocity", velocity, allowed)
+
+    @property
+    def states(self) -> int:
+        return self.order + 1
 
     def __call__(self, source: Belief) -> Motion:
-        states = self.order + 1
         block = (
-            torch.eye(states, dtype=torch.float64)
+            torch.eye(self.states, dtype=torch.float64)
             + self.dt * torch.diag(torch.ones(self.order), 1).double()
         )
-        return Motion(1.0, 0.0) if states == 1 else Motion(_repeat(block, source), 0.0)
+        return Motion(1.0, 0.0) if self.states == 1 else Motion(_repeat(block, source), 0.0)
 
     def layout(self, parameters: int) -> Layout | None:
-        return _augment([1.0, *[0.0] * self.order], self.scale, parameters) if self.order else None
+        if not self.order:
+            return None
+        hidden = _spread_out("LocalTrend.velocity", self.velocity, self.order, parameters)
+        start = torch.cat((torch.zeros(1, parameters, dtype=torch.float64), hidden))
+        return _augment([1.0, *[0.0] * self.order], self.scale, start)
 
 
 @final
@@ -204,16 +267,26 @@ class Seasonal(Checked, Dynamics):
     """Level plus Fourier harmonics: θ = level + Σ_j a_j, (a_j, b_j) rotates by 2πj/period a step.
 
     G = diag(1, R(2π/period), R(4π/period), …), R(w) = [[cos w, sin w], [-sin w, cos w]]; the
-    harmonic j = period/2 is a single state with gain -1. Harmonics start at N(0, scale²), the level
-    at the parameter.
+    harmonic j = period/2 is a single state with gain -1. Harmonics start with variance scale²
+    around what is known of them, a_j(t) = A sin(2πjt/period + φ), A = ``amplitude`` and φ =
+    ``phase``: a number or a vector [d] for the first harmonic (the others start around 0), or a
+    matrix [harmonics, d]. The level starts where level and harmonics together are the parameters
+    of the source. Without a ``level`` it is a season to be added to another dynamic
+    (``SumDynamics``).
     """
 
     period: Annotated[float, Interval(2, math.inf)] = 24.0
     harmonics: PositiveCount = 1
     scale: Positive = 0.1
+    amplitude: Matrix | Tensor = 0.0
+    phase: Matrix | Tensor = 0.0
+    level: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        for name in ("amplitude", "phase"):
+            value = as_config(f"Seasonal.{name}", getattr(self, name))
+            object.__setattr__(self, name, value)
         require(
             2 * self.harmonics <= self.period,
             "Seasonal.harmonics",
@@ -221,11 +294,15 @@ class Seasonal(Checked, Dynamics):
             f"at most period/2 = {self.period / 2:g}",
         )
 
+    @property
+    def states(self) -> int:
+        return self.level + 2 * self.harmonics - self._is_single(self.harmonics)
+
     def _is_single(self, harmonic: int) -> bool:
         return 2 * harmonic == self.period
 
     def __call__(self, source: Belief) -> Motion:
-        blocks = [torch.ones(1, 1, dtype=torch.float64)]
+        blocks = [torch.ones(1, 1, dtype=torch.float64)] if self.level else []
         for harmonic in range(1, self.harmonics + 1):
             angle = 2 * math.pi * harmonic / self.period
             cosine, sine = math.cos(angle), math.sin(angle)
@@ -234,10 +311,18 @@ class Seasonal(Checked, Dynamics):
         return Motion(_repeat(block_diagonal(blocks), source), 0.0)
 
     def layout(self, parameters: int) -> Layout:
-        read_out = [1.0]
-        for harmonic in range(1, self.harmonics + 1):
-            read_out += [1.0] if self._is_single(harmonic) else [1.0, 0.0]
-        return _augment(read_out, self.scale, parameters)
+        shape = (self.harmonics, parameters)
+        size = _spread_out("Seasonal.amplitude", self.amplitude, *shape)
+        angle = _spread_out("Seasonal.phase", self.phase, *shape)
+        read_out = [1.0] if self.level else []
+        start = [torch.zeros(parameters, dtype=torch.float64)] if self.level else []
+        for harmonic, a, b in zip(
+            range(1, self.harmonics + 1), size * angle.sin(), size * angle.cos(), strict=True
+        ):
+            single = self._is_single(harmonic)
+            read_out += [1.0] if single else [1.0, 0.0]
+            start += [a] if single else [a, b]
+        return _augment(read_out, self.scale, torch.stack(start), self.level)
 
 
 @final

@@ -176,12 +176,24 @@ class Restore:
             "a number in [0, 1), which is 1 - p (use MeanReversion)",
         )
         assert isinstance(gain, float)
+        return _Jumps(gain, source)
 
-        def spread(belief: Belief) -> Spread:
-            distance = (belief.mean - source.mean).square()
-            return Spread(1.0, gain * (1 - gain) * (belief.covariance.variance() + distance))
 
-        return spread
+@dataclass(frozen=True, eq=False)
+class _Jumps:
+    """The spread of parameters that stay with probability ρ and else jump back to the source."""
+
+    stays: float  # ρ
+    source: Belief
+
+    def __call__(self, belief: Belief) -> Spread:
+        distance = (belief.mean - self.source.mean).square()
+        spread = self.stays * (1 - self.stays) * (belief.covariance.variance() + distance)
+        return Spread(1.0, spread)
+
+    def over(self, dt: float) -> SpreadRule:
+        """Who stays for a time t stays with probability ρᵗ."""
+        return _Jumps(self.stays**dt, self.source)
 
 
 register(noise=(Isotropic, FullNoise, Discount, Reset, Stationary, Restore, NoNoise))

@@ -330,11 +330,13 @@ class Evaluation:
         """F [m, d] with FᵀF = Σ_i (w_i / n) J_iᵀ (R_i R_iᵀ) J_i, for roots R of logit-space metrics
         [v, n, k, r].
         """
-        weighted = roots.permute(0, 3, 1, 2) * self.coefficients.sqrt().unsqueeze(1)  # [v, r, n, k]
-        pieces = [
-            pull(weighted.select(0, view)).flatten(0, 1) for view, pull in enumerate(self.pullbacks)
-        ]
+        pieces = [rows.flatten(0, 1) for rows in self.pull_roots(roots)]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+    def pull_roots(self, roots: Tensor) -> list[Tensor]:
+        """√(w_i / n) J_iᵀ R_i of each view [r, n, d], for R [v, n, k, r]."""
+        weighted = roots.permute(0, 3, 1, 2) * self.coefficients.sqrt().unsqueeze(1)  # [v, r, n, k]
+        return [pull(weighted.select(0, view)) for view, pull in enumerate(self.pullbacks)]
 
 
 def _sum(pieces: list[Tensor]) -> Tensor:

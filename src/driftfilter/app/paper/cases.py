@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple, TypeAlias
 
+import driftfilter as df
 from driftfilter.app.paper.linear import Linear
 from driftfilter.app.paper.moons import Moons
 from driftfilter.app.paper.pinwheel import Pinwheel
@@ -13,13 +14,16 @@ from driftfilter.app.paper.trial import (
     Runner,
     Scores,
     Trial,
+    run_changed,
+    run_clipped,
     run_filter,
     run_frozen,
-    run_raw_hessian,
+    run_smoothed,
     run_supervised,
 )
 
-SOURCE, FILTER = "frozen source", "filter"
+SOURCE, FILTER, SMOOTHED = "frozen source", "filter", "smoothed"
+LINEARIZED = df.Linearized(df.Hessian())
 
 
 class Case(NamedTuple):
@@ -37,8 +41,31 @@ def _pair(name: str, example: Example) -> list[Case]:
     ]
 
 
+def _variants(example: Example) -> list[Case]:
+    """Choices that the paper leaves open, or argues for."""
+    return [
+        Case("before the step", example, run_changed(predict_from="prior")),
+        Case(SMOOTHED, example, run_smoothed),
+        Case("raw Hessian", example, run_clipped("never")),
+    ]
+
+
+def _against_linearized(example: Example, hot: Moons | Pinwheel) -> list[Case]:
+    """BONG with too large a temperature, the linearised update with both, and the other order of
+    clipping.
+    """
+    linearized, name = run_changed(inference=LINEARIZED), f"beta {hot.beta:.0f}"
+    return [
+        Case(name, hot, run_filter),
+        Case("linearized", example, linearized),
+        Case(f"linearized, {name}", hot, linearized),
+        Case("clip before", example, run_clipped("before")),
+    ]
+
+
 def linear(example: Linear) -> list[Case]:
     """Rows of the linear example."""
+    ratio = df.Gibbs(df.SoftLikelihoodRatio(), df.Constant(example.beta))
     return [
         Case(SOURCE, example, run_frozen),
         Case(FILTER, example, run_filter),
@@ -46,7 +73,9 @@ def linear(example: Linear) -> list[Case]:
         *_pair("no shift", replace(example, shift=0.0)),
         *_pair("share 0.9", replace(example, share=0.9)),
         Case("beta 100", replace(example, beta=100.0), run_filter),
-        Case("raw Hessian", example, run_raw_hessian),
+        Case("likelihood ratio", replace(example, steps=200), run_changed(observation=ratio)),
+        Case("BONG", example, run_changed(inference=df.Bong(df.Hessian(), samples=0, nodes=15))),
+        *_variants(example),
     ]
 
 
@@ -60,8 +89,8 @@ def moons(example: Moons) -> list[Case]:
         Case("labels (bound)", example, run_supervised),
         *_pair("no shift", replace(example, end=example.start)),
         *_pair("share 0.9", replace(example, share=0.9)),
-        Case("beta 10000", replace(example, beta=10_000.0), run_filter),
-        Case("raw Hessian", example, run_raw_hessian),
+        *_against_linearized(example, replace(example, beta=10_000.0)),
+        *_variants(example),
     ]
 
 
@@ -76,8 +105,8 @@ def pinwheel(example: Pinwheel) -> list[Case]:
         *_pair("rotated", rotate(example)),
         *_pair("no shift", replace(example, radius=1.0)),
         *_pair("share 0.9", replace(example, share=0.9)),
-        Case("beta 30000", replace(example, beta=30_000.0), run_filter),
-        Case("raw Hessian", example, run_raw_hessian),
+        *_against_linearized(example, replace(example, beta=30_000.0)),
+        *_variants(example),
     ]
 
 

@@ -5,6 +5,7 @@ The moments are those of the filter's own prior, step by step; the paths are dra
 and the largest disagreement between the two is part of the result.
 """
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple, final
 
@@ -43,10 +44,15 @@ class DynamicsExample:
     slope: float = 0.5
     deviation: float = 0.02  # of each parameter at the start
     noise: float = 0.03  # sd of the steps of the random walk and of mean reversion
-    velocity: float = 0.004  # sd of the trend's hidden velocity at the start
+    velocity: tuple[float, float] = (0.008, -0.006)  # of the trend at the start
+    velocity_deviation: float = 0.002  # sd of it
+    trend_noise: float = 0.0003  # sd of the steps of the trend and its velocity
     # No divisor of the times drawn: lines would be back at their beginning.
     period: float = 32.0
-    amplitude: float = 0.25  # sd of the seasonal harmonics at the start
+    amplitude: tuple[float, float] = (0.25, 0.15)  # of the season
+    phase: tuple[float, float] = (0.0, math.pi / 2)  # of the season at the start
+    season_deviation: float = 0.03  # sd of the season at the start
+    season_noise: float = 0.003  # sd of the steps of level and season
     rho: float = 0.95
 
     def belief(self) -> df.Belief:
@@ -59,32 +65,32 @@ class DynamicsExample:
     def transitions(self) -> dict[str, df.Transition]:
         """The paper's four transitions."""
         step = df.Isotropic(self.noise**2)
-        small = df.Isotropic((self.noise / 30) ** 2)
         return {
             "random walk": df.Transition(df.RandomWalk(), step),
-            "polynomial trend": df.Transition(df.LocalTrend(order=1, scale=self.velocity), small),
-            "seasonal": df.Transition(df.Seasonal(period=self.period, scale=self.amplitude), small),
+            "polynomial trend": df.Transition(
+                df.LocalTrend(scale=self.velocity_deviation, velocity=self.velocity),
+                df.Isotropic(self.trend_noise**2),
+            ),
+            "seasonal": df.Transition(
+                df.Seasonal(
+                    self.period,
+                    scale=self.season_deviation,
+                    amplitude=self.amplitude,
+                    phase=self.phase,
+                ),
+                df.Isotropic(self.season_noise**2),
+            ),
             "mean reversion": df.Transition(df.MeanReversion(self.rho), step),
         }
 
     def run(self, seed: int) -> dict[str, Prior]:
         """Moments and paths under every transition."""
         return {
-            name: _prior(transition, self.start(transition), self.steps, self.paths, seed)
+            name: _prior(
+                transition, transition.augment(self.belief()), self.steps, self.paths, seed
+            )
             for name, transition in self.transitions().items()
         }
-
-    def start(self, transition: df.Transition) -> df.Belief:
-        """The states at the start; harmonics start in the phase in which a parameter is where it
-        should be.
-        """
-        source = transition.augment(self.belief())
-        if not isinstance(transition.dynamics, df.Seasonal):
-            return source
-        variance = source.covariance.variance().clone()
-        # States are level, a, b of both parameters, and a is what is read out.
-        variance[2:4] = self.deviation**2
-        return df.Belief(source.mean, df.Full(torch.diag(variance)))
 
 
 def _prior(

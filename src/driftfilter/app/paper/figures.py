@@ -2,6 +2,7 @@
 ``report``).
 """
 
+import io
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -9,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
+import numpy as np
 import torch
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from PIL import Image
 from torch import Tensor
 
 import driftfilter as df
@@ -23,7 +26,8 @@ from driftfilter.app.paper.reproduce import Result
 from driftfilter.app.paper.trial import TIMES, Example, Problem, grid
 
 CLASSES = ("#0072B2", "#D55E00", "#009E73")  # Okabe–Ito: told apart by all readers
-SOURCE_COLOR, FILTER_COLOR, BOUND_COLOR = "#7F7F7F", "#0072B2", "#009E73"
+SOURCE_COLOR, FILTER_COLOR, OTHER_COLORS = "#7F7F7F", "#0072B2", ("#009E73", "#CC79A7")
+KEPT_COLORS = (*CLASSES, SOURCE_COLOR, *OTHER_COLORS, "black", "white")
 STYLE: Any = {
     "font.size": 8,
     "axes.titlesize": 9,
@@ -42,13 +46,33 @@ RESOLUTION = 121  # points along each side of a map
 
 
 def save(figure: Figure, stem: Path) -> None:
-    """Write stem.png and stem.svg."""
+    """Write stem.png, small enough for a page, and stem.svg."""
     stem.parent.mkdir(parents=True, exist_ok=True)
     with mpl.rc_context(STYLE):
         figure.draw_without_rendering()
         figure.set_layout_engine("none")  # laid out once, not for every file
-        figure.savefig(stem.with_suffix(".png"), dpi=160)
+        drawn = io.BytesIO()
+        figure.savefig(drawn, format="png", dpi=120)
         figure.savefig(stem.with_suffix(".svg"), dpi=160, metadata={"Date": None})
+    _reduce(Image.open(drawn).convert("RGB")).save(stem.with_suffix(".png"), optimize=True)
+
+
+def _reduce(image: Image.Image) -> Image.Image:
+    """An image in 256 colours, those of classes and lines among them.
+
+    A palette of what is most common would give a class that covers few pixels the colour of another
+    one.
+    """
+    kept = [round(255 * part) for color in KEPT_COLORS for part in to_rgb(color)]
+    others = image.quantize(256 - len(kept) // 3, method=Image.Quantize.MEDIANCUT).getpalette()
+    palette = [*kept, *(others or [])[: 768 - len(kept)]]
+    pixels = torch.from_numpy(np.array(image)).flatten(0, 1)  # [pixels, 3]
+    colors, places = torch.unique(pixels, dim=0, return_inverse=True)
+    # Pillow's own search among given colours is coarse, and turns white grey.
+    nearest = torch.cdist(colors.double(), torch.tensor(palette).view(-1, 3).double()).argmin(1)
+    reduced = Image.frombytes("P", image.size, nearest[places].to(torch.uint8).numpy().tobytes())
+    reduced.putpalette(palette)
+    return reduced
 
 
 def draw_dynamics(priors: Mapping[str, Prior], shown: int = 12) -> Figure:
@@ -102,21 +126,21 @@ def _draw_series(axes: Axes, prior: Prior, shown: int) -> None:
 
 
 def _draw_lines(axes: Axes, prior: Prior, shown: int = 8) -> None:
-    """Lines intercept + slope x of a few paths at five times, over the widest ±2 sd band of those
-    times.
+    """Lines intercept + slope x of a few paths at five times, with the mean's of each; behind them
+    all that lies within ±2 sd at one of those times.
     """
     x = torch.linspace(-2, 2, 41, dtype=prior.mean.dtype)
     design = torch.stack((torch.ones_like(x), x), -1)  # [41, 2]
     steps = [round(fraction * (len(prior.mean) - 1)) for fraction in TIMES]
-    spread = torch.einsum("xi,tij,xj->tx", design, prior.covariance, design).sqrt().amax(0)
-    mean = design @ prior.mean[0]
-    axes.fill_between(x, mean - 2 * spread, mean + 2 * spread, color="0.9", linewidth=0)
-    for step, fraction in zip(steps, TIMES, strict=True):
-        color = mpl.colormaps["viridis"](fraction)
-        axes.plot(
-            x, (prior.paths[:shown, step] @ design.mT).mT, color=color, linewidth=0.7, alpha=0.8
-        )
-    axes.plot(x, mean, color="black", linewidth=1.4)
+    variance = torch.einsum("xi,tij,xj->tx", design, prior.covariance[steps], design)
+    means, spread = prior.mean[steps] @ design.mT, 2 * variance.sqrt()  # [5, 41]
+    low, high = (means - spread).amin(0), (means + spread).amax(0)
+    axes.fill_between(x, low, high, color="0.92", linewidth=0)
+    for step, fraction, mean in zip(steps, TIMES, means, strict=True):
+        color, lines = mpl.colormaps["viridis"](fraction), prior.paths[:shown, step] @ design.mT
+        axes.plot(x, lines.mT, color=color, linewidth=0.5, alpha=0.7)
+        axes.plot(x, mean, color="black", linewidth=2.4, zorder=3)
+        axes.plot(x, mean, color=color, linewidth=1.4, zorder=3)
     axes.set_xlabel("x")
 
 
@@ -225,7 +249,7 @@ def _draw_samples(axes: Axes, problem: Problem, position: int, color: str | None
 
 
 def draw_over_time(
-    results: Sequence[Result], source: str, filtered: str, bound: str | None
+    results: Sequence[Result], source: str, filtered: str, others: Sequence[str]
 ) -> Figure:
     """Accuracy along the stream, and uncertainty near and far: mean and ± sd over seeds."""
     with mpl.rc_context(STYLE):
@@ -234,7 +258,7 @@ def draw_over_time(
         rows = [
             (source, SOURCE_COLOR),
             (filtered, FILTER_COLOR),
-            *([(bound, BOUND_COLOR)] if bound else []),
+            *zip(others, OTHER_COLORS, strict=False),
         ]
         for name, color in rows:
             windows = torch.tensor(
@@ -264,7 +288,7 @@ def draw_over_time(
             [*handles, near, far],
             [*labels, "near the data", "far from it"],
             loc="outside lower center",
-            ncols=5,
+            ncols=6,
         )
     return figure
 

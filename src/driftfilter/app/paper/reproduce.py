@@ -17,7 +17,7 @@ import torch
 
 import driftfilter as df
 from driftfilter.app.paper import cases
-from driftfilter.app.paper.cases import CLAIMS, FILTER, SOURCE, Case
+from driftfilter.app.paper.cases import CLAIMS, FILTER, SMOOTHED, SOURCE, Case
 from driftfilter.app.paper.dynamics import DynamicsExample
 from driftfilter.app.paper.linear import Linear
 from driftfilter.app.paper.moons import Moons
@@ -236,10 +236,10 @@ def _doubts(results: Sequence[Result]) -> dict[str, dict[str, Any]]:
 
 def _table(rows: Sequence[Case], measured: Mapping[str, Any]) -> str:
     heads = "".join(f"{head:>16}" for head in ("stream acc.", "end acc.", "NLL", "ECE"))
-    lines = [f"{'':<20}{heads}{'least share':>13}{'collapsed':>11}{'alarms':>8}{'ms/step':>9}"]
+    lines = [f"{'':<24}{heads}{'least share':>13}{'collapsed':>11}{'alarms':>8}{'ms/step':>9}"]
     results, seconds = measured["cases"], measured["seconds"]
     lines += [
-        f"{case.name:<20}" + _cells(results[case.name], seconds[case.name] / case.example.steps)
+        f"{case.name:<24}" + _cells(results[case.name], seconds[case.name] / case.example.steps)
         for case in rows
     ]
     lines.append("")
@@ -280,7 +280,7 @@ def _cells(measured: Mapping[str, Any], seconds: float) -> str:
         for field, numbers in measured["scores"].items()
     }
     shown = [values[field] for field in ("accuracy", "end_accuracy", "nll", "ece")]
-    cells = "".join(f"{f'{v.mean():.3f} ± {v.std(correction=0):.3f}':>16}" for v in shown)
+    cells = "".join(f"{f' {v.mean():.3f} ± {v.std(correction=0):.3f}':>16}" for v in shown)
     count, collapsed, alarms = (
         len(values["accuracy"]),
         sum(measured["collapsed"]),
@@ -305,5 +305,6 @@ def _draw_stream(name: str, example: Example, results: Sequence[Result], folder:
             run = run_filter(variant, variant.source(problem.source), problem, seed)
             figures.save(figures.draw_boundaries(variant, problem, run.beliefs), folder / title)
         labels = (SOURCE, FILTER) if title == name else ("rotated, source", "rotated, filter")
-        bound = "labels (bound)" if title == name else None
-        figures.save(figures.draw_over_time(results, *labels, bound), folder / f"{title}_over_time")
+        others = ("labels (bound)", SMOOTHED) if title == name else ()
+        figure = figures.draw_over_time(results, *labels, others)
+        figures.save(figure, folder / f"{title}_over_time")

@@ -7,18 +7,15 @@ Labels are seen by the source, by the evaluation, and by the supervised bound th
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Protocol, TypeAlias, final
+from dataclasses import replace
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
 import driftfilter as df
 from driftfilter.app import metrics
-from driftfilter.base.randomness import Randomness
-from driftfilter.inference.curvature import Curvature
-from driftfilter.model.observation import Energy
-from driftfilter.model.weighting import Memory
+from driftfilter.inference.curvature import Clip
 
 TIMES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the stream, at which beliefs are kept
 WINDOWS = 20  # parts of the stream whose accuracy is kept
@@ -198,11 +195,39 @@ def run_filter(example: Example, belief: df.Belief, problem: Problem, seed: int)
     return _run(example.filter(), belief, problem, seed)
 
 
-def run_raw_hessian(example: Example, belief: df.Belief, problem: Problem, seed: int) -> Trial:
-    """The filter with the Hessian as it is, not clipped: refused as soon as a posterior precision
-    is not positive.
+def run_clipped(clip: Clip) -> Runner:
+    """The filter with the Hessian clipped before it is averaged, after, or never: then it is
+    refused as soon as a posterior precision is not positive.
     """
-    return _run(replace(example.filter(), inference=RawHessian()), belief, problem, seed)
+
+    def run(example: Example, belief: df.Belief, problem: Problem, seed: int) -> Trial:
+        filt = example.filter()
+        rule = replace(filt.inference, curvature=df.Hessian(clip))  # type: ignore[type-var]
+        return _run(replace(filt, inference=rule), belief, problem, seed)
+
+    return run
+
+
+def run_changed(**parts: Any) -> Runner:
+    """The filter with some of its parts in place of the example's."""
+
+    def run(example: Example, belief: df.Belief, problem: Problem, seed: int) -> Trial:
+        return _run(replace(example.filter(), **parts), belief, problem, seed)
+
+    return run
+
+
+def run_smoothed(example: Example, belief: df.Belief, problem: Problem, seed: int) -> Trial:
+    """The filter, and then every batch labelled anew by what the whole stream has told."""
+    filt, stream = example.filter(), problem.stream.inputs
+    start = time.perf_counter()
+    end, outputs = filt.run(filt.init(belief, seed), stream, keep_states=True)
+    states = filt.smooth(outputs)
+    pairs = zip(states[1:], stream, strict=True)
+    logp = torch.cat([filt.predict(state, batch).log_probabilities for state, batch in pairs])
+    seconds = time.perf_counter() - start
+    beliefs = [states[mark].belief for mark in (0, *_marks(len(stream)))]
+    return _score(problem, logp, filt.predict(end, problem.current[-1].inputs), beliefs, seconds)
 
 
 def run_supervised(example: Example, belief: df.Belief, problem: Problem, seed: int) -> Trial:
@@ -270,31 +295,6 @@ def _score(
 def _distance(source: df.Belief, belief: df.Belief) -> float:
     move = belief.mean - source.mean
     return (move @ source.covariance.solve(move) / len(move)).sqrt().item()
-
-
-@final
-@dataclass(frozen=True)
-class RawHessian:
-    """Linearised update with the exact Hessian H = J'∇²ℓJ, as the paper prints it: Σ⁻¹ = (Σ⁻)⁻¹ +
-    H, whatever its sign.
-    """
-
-    curvature: Curvature = field(default_factory=df.Hessian)
-
-    def __call__(
-        self, prior: df.Belief, energy: Energy, memory: Memory, randomness: Randomness
-    ) -> tuple[df.Belief, Memory]:
-        evaluation = energy.at(prior.mean)
-        values, vectors = torch.linalg.eigh(evaluation.expansion.hessian())
-        up, down = (
-            evaluation.factor(vectors * part.clamp_min(0).sqrt()[..., None, :])
-            for part in (values, -values)
-        )
-        precision = torch.linalg.inv(prior.covariance.dense()) + up.mT @ up - down.mT @ down
-        covariance = df.Full(
-            torch.linalg.inv((precision + precision.mT) / 2)
-        )  # refuses what is not positive definite
-        return df.Belief(prior.mean - covariance.apply(evaluation.gradient()), covariance), memory
 
 
 def grid(example: Example, points: int) -> Tensor:
