@@ -93,6 +93,15 @@ def test_reset_below_a_running_loss(momentum: float) -> None:
     assert set(resets) == {True, False}
 
 
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_reset_may_keep_the_optimisers_memory(keep: bool) -> None:
+    of_optimizer = {f"inference.{name}": torch.ones(1) for name in ("velocity", "first", "count")}
+    memory = {**of_optimizer, "inference.loss": torch.tensor(0.1).double(), "other": torch.ones(1)}
+    belief, after = kept_up(df.ResetBelow(0.5, keep_optimizer=keep), memory)
+    assert belief is SOURCE
+    assert after == (of_optimizer if keep else {})
+
+
 def test_reset_below_takes_the_energy_where_no_rule_leaves_a_loss() -> None:
     _, memory = kept_up(df.ResetBelow(-1.0), {}, energy=energy())
     p = (INPUTS @ LEARNED.mean.view(2, 3).T).softmax(-1)

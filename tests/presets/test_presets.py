@@ -105,7 +105,7 @@ def descent(preset: str, loss: Callable[[Tensor], Tensor], **options: Any) -> Ca
 
 def conjugate(epsilon: float = 6.0) -> Case:
     steps = by_hand.descend(
-        MODEL, STREAM, by_hand.conjugate_loss(epsilon), by_hand.momentum(0.1), after=True
+        MODEL, STREAM, by_hand.conjugate_loss(epsilon), by_hand.nesterov(0.1), after=True
     )
     return Case(adapter_of("conjugate", lr=0.1, epsilon=epsilon), STREAM, list(steps))
 
@@ -339,13 +339,18 @@ def lora() -> Case:
     return Case(adapter, *in_episodes(samples, loop))
 
 
-def t3a(capacity: int = 3) -> Case:
+def t3a(capacity: int = 3, elsewhere: bool = False) -> Case:
     model = by_hand.network()
+    weight = model.get_parameter("head.weight")
     with torch.no_grad():
-        model.get_parameter("head.weight")[2] *= (
-            0.3  # a row less certain than some features, so that it leaves
-        )
+        weight[2] *= 0.3  # a row less certain than some features, so that it leaves
+        if elsewhere:
+            weight[0] = 0.6 * weight[1]
+            model.get_parameter("head.bias").zero_()
+            assert (weight @ weight[0]).argmax() == 1  # the head calls it another class
     steps = list(dense.t3a_loop(model, STREAM, capacity))
+    if elsewhere:
+        return Case(adapter_of("t3a", model, capacity=capacity), STREAM, steps)
     assert (steps[-1].kept < 40) is (capacity > 0)  # full
     assert (steps[-1].note != "4 rows") is (capacity > 0)
     return Case(adapter_of("t3a", model, capacity=capacity), STREAM, steps)
@@ -502,6 +507,8 @@ CASES: dict[str, Callable[[], Case]] = {
     "lora": lora,
     "t3a": t3a,
     "t3a without limit": lambda: t3a(0),
+    "t3a with a row of another class": lambda: t3a(3, elsewhere=True),
+    "t3a without limit, with a row of another class": lambda: t3a(0, elsewhere=True),
     "stad": stad,
     "stad_vmf": stad_vmf,
     "rdumb": rdumb,

@@ -124,6 +124,10 @@ def momentum(lr: float) -> Optimizer:
     return lambda parameters: torch.optim.SGD(parameters, lr, momentum=0.9)
 
 
+def nesterov(lr: float) -> Optimizer:
+    return lambda parameters: torch.optim.SGD(parameters, lr, momentum=0.9, nesterov=True)
+
+
 def minimise(rule: torch.optim.Optimizer, loss: Tensor) -> None:
     rule.zero_grad()
     loss.backward()
@@ -285,9 +289,9 @@ def sar_loop(
         rule.step()
         running = loss.item() if running is None else 0.9 * running + 0.1 * loss.item()
         note = f"{running}"
-        if running < threshold:  # the authors' reset, with the running loss cleared too
+        if running < threshold:  # the momentum goes on: it is the inner optimiser's own
             assign(parameters, source)
-            rule, running, note = momentum(lr)(parameters), None, "reset"
+            running, note = None, "reset"
         yield Step(
             flat(parameters),
             logits.detach().softmax(1),

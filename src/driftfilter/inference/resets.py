@@ -26,7 +26,7 @@ from driftfilter.base.checks import (
 )
 from driftfilter.base.randomness import Purpose, Randomness
 from driftfilter.gaussian.belief import Belief
-from driftfilter.inference.optimizers import GRADIENT, LOSS
+from driftfilter.inference.optimizers import GRADIENT, LOSS, OF_OPTIMIZER
 from driftfilter.model.observation import Energy
 from driftfilter.model.weighting import Memory
 
@@ -77,11 +77,13 @@ class ResetBelow(Checked):
     collapse (SAR).
 
     e ← momentum · e + (1 - momentum) · E, from the first E; a step without information leaves it.
-    All memory goes too.
+    All memory goes too, but for the optimiser's with ``keep_optimizer``: in SAR's code the momentum
+    goes on.
     """
 
     loss: Annotated[float, Interval(-math.inf, math.inf)] = 0.2
     momentum: FractionBelowOne = 0.9
+    keep_optimizer: bool = False
 
     def __call__(
         self, belief: Belief, energy: Energy, memory: Memory, randomness: Randomness
@@ -91,11 +93,10 @@ class ResetBelow(Checked):
         if energy.samples.used == 0 or now.isnan():
             return belief, kept
         running = self.momentum * memory.get(RUNNING_LOSS, now) + (1 - self.momentum) * now
-        return (
-            (energy.require_source(), {})
-            if running.item() < self.loss
-            else (belief, {**kept, RUNNING_LOSS: running})
-        )
+        if running.item() >= self.loss:
+            return belief, {**kept, RUNNING_LOSS: running}
+        left = {name: kept[name] for name in OF_OPTIMIZER if name in kept}
+        return energy.require_source(), left if self.keep_optimizer else {}
 
 
 @final

@@ -100,9 +100,10 @@ def conjugate(lr: float = 1e-3, epsilon: float = 0.0) -> Recipe:
     """Conjugate pseudo-labels, because the loss is the conjugate of the source's (ε = 0:
     cross-entropy, ε = 6: PolyLoss).
 
-    For ε = 0 it is the entropy. SGD with momentum 0.9; predicts after the step, as the authors do.
+    For ε = 0 it is the entropy. SGD with Nesterov momentum 0.9; predicts after the step, as the
+    authors do.
     """
-    rule = GradientStep(SGD(lr, momentum=0.9))
+    rule = GradientStep(SGD(lr, momentum=0.9, nesterov=True))
     return Recipe(observation=Gibbs(ConjugatePseudoLabel(epsilon)), inference=rule)
 
 
@@ -262,16 +263,17 @@ def sar(
     resets the model.
 
     Below 32 samples the rate shrinks in proportion (the authors double it again for one sample).
-    The last norm layers are ``frozen``, by their names. A reset also clears the running loss (in
-    the authors' code it survives). A step that keeps no sample does nothing (theirs goes on along
-    the momentum). The threshold 0.2 and the learning rate are for 1,000 classes.
+    The last norm layers are ``frozen``, by their names. A reset keeps the momentum, as the authors'
+    code does, and clears the running loss (their code means to, and writes it back). A step that
+    keeps no sample does nothing (theirs goes on along the momentum). The threshold 0.2 and the
+    learning rate are for 1,000 classes.
     """
     return Recipe(
         parameters=NormAffine(exclude=frozen),
         observation=Gibbs(Entropy(), EntropyGate(margin, weighted=False), over="kept"),
         inference=GradientStep(SGD(lr, momentum=0.9), radius=radius, reference=32),
         predict_from="prior",
-        upkeep=ResetBelow(loss),
+        upkeep=ResetBelow(loss, keep_optimizer=True),
     )
 
 
@@ -304,12 +306,15 @@ def lora(
 
 
 def t3a(capacity: int = 100) -> Recipe:
-    """T3A, because each class is the mean direction of its source row and of the confident features
-    the source head called by its name, the ``capacity`` of lowest entropy (0: all of them, which is
-    the conjugate von Mises–Fisher update).
+    """T3A, because each class is the mean direction of the rows of the source head and of the
+    confident features that the head called by its name, the ``capacity`` of lowest entropy (0: all
+    of them, which is the conjugate von Mises–Fisher update).
+
+    A row that the head calls another class is filed there, as in the authors' code. Their code for
+    "all of them" drops the least certain support of each class at every call.
     """
     return Recipe(
-        parameters=Prototypes("inner_product"),
+        parameters=Prototypes("inner_product", filed=True),
         statistics="source",
         observation=Gibbs(Entropy()),
         inference=Supports(capacity),
