@@ -32,6 +32,11 @@ from driftfilter.inference.curvature import (
     Hessian as Hessian,
     NoCurvature as NoCurvature,
 )
+from driftfilter.inference.iterates import (
+    ContinualMomentum as ContinualMomentum,
+    LatentWeights as LatentWeights,
+    SteadyState as SteadyState,
+)
 from driftfilter.inference.linearized import (
     Bong as Bong,
     Frozen as Frozen,
@@ -52,7 +57,6 @@ from driftfilter.inference.prediction import (
     Tempered as Tempered,
 )
 from driftfilter.inference.resets import (
-    ContinualMomentum as ContinualMomentum,
     ResetBelow as ResetBelow,
     ResetEvery as ResetEvery,
     RestoreIrrelevant as RestoreIrrelevant,

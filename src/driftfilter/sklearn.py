@@ -347,7 +347,8 @@ class AdaptiveClassifier(ClassifierMixin, MetaEstimatorMixin, BaseEstimator):  #
             "trained on",
         )
         assert moments is not None
-        recipe, guarded = self.recipe, {}
+        recipe = self.recipe
+        guarded: dict[str, Any] = {}
         if recipe in (None, "driftfilter"):  # its losses are for images: see docs/sklearn.md
             recipe, guarded = _RECIPE, {"monitor": Monitor()}
         elif isinstance(recipe, str):

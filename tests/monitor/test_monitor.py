@@ -55,7 +55,7 @@ def garbage(seed: int, n: int = 64) -> Tensor:
 
 
 def adapter(preset: str = "tent", **options: Any) -> df.Adapter:
-    guarded = {"statistics": "source", "monitor": df.Monitor()}
+    guarded: dict[str, Any] = {"statistics": "source", "monitor": df.Monitor()}
     return df.adapt(network(), preset, **{**guarded, **options})
 
 
@@ -719,9 +719,9 @@ def test_published_methods_are_only_recorded_by_default(preset: str) -> None:
     for recipe in (preset, df.presets.get(preset)):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that there are no source data
-            found, asked, none = (
-                df.adapt(network(), recipe, **options)
-                for options in ({}, {"monitor": df.Monitor()}, {"monitor": None})
+            found = df.adapt(network(), recipe)
+            asked, none = (
+                df.adapt(network(), recipe, monitor=monitor) for monitor in (df.Monitor(), None)
             )
         assert (found.monitor, asked.monitor, none.monitor) == (expected, df.Monitor(), None)
         done = "change nothing" if published else "classes_lost → reset"
@@ -731,10 +731,8 @@ def test_published_methods_are_only_recorded_by_default(preset: str) -> None:
 
 
 def test_a_published_method_goes_its_own_way_through_alarms() -> None:
-    plain, as_it_comes = (
-        df.adapt(network(), "tent", statistics="source", **options)
-        for options in ({"monitor": None}, {})
-    )
+    plain = df.adapt(network(), "tent", statistics="source", monitor=None)
+    as_it_comes = df.adapt(network(), "tent", statistics="source")
     for adapted in (plain, as_it_comes):
         feed(adapted, map(inputs, range(30)))
         feed(adapted, map(garbage, range(100, 105)))
@@ -746,7 +744,7 @@ def test_a_published_method_goes_its_own_way_through_alarms() -> None:
 
 
 def carrying(**options: Any) -> df.Adapter:
-    guarded = {"statistics": df.Ema(0.5, 4.0), "monitor": df.Monitor()}
+    guarded: dict[str, Any] = {"statistics": df.Ema(0.5, 4.0), "monitor": df.Monitor()}
     return df.adapt(network(), "tent", **{**guarded, **options})
 
 

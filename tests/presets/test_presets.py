@@ -31,6 +31,7 @@ from driftfilter.gaussian.covariance import antithetic
 from driftfilter.model.centering import CENTER
 from driftfilter.presets import find_norms
 from driftfilter.presets.ours import UNUSED, driftfilter
+from driftfilter.presets.published import PUBLISHED
 from oracles import ClassOffsets
 from small import moments, refuses
 
@@ -156,45 +157,68 @@ def sar() -> Case:
     return Case(adapter_of("sar", loss=threshold, **options), batches, steps)
 
 
-def roid() -> Case:
-    options: dict[str, Any] = {"lr": 0.02, "rho": 0.9}
+def reverted(adapter: df.Adapter) -> Tensor:
+    """ROID's authors revert after a step, the filter before the next one."""
+    return 0.9 * adapter.belief.mean + 0.1 * adapter.state.source.mean
+
+
+def of_roids(
+    preset: str,
+    after: Callable[[Tensor, Tensor, Tensor], Tensor],
+    optimizer: by_hand.Optimizer,
+    read: Callable[[df.Adapter], Tensor] = mean_of,
+    size: int = 0,
+    **options: Any,
+) -> Case:
+    """A method on ROID's loss; views are noisy, so that it matters which samples they are of."""
+    views = noisy_views(Purpose.VIEWS, 1)
     steps = list(
         by_hand.roid_loop(
-            MODEL,
-            STREAM,
-            **options,
-            augment=lambda images, step: flipped(images, torch.Generator()),
+            MODEL, STREAM, optimizer, lambda images, step: views(images, step)[0], after, size
         )
     )
     assert all(0 < step.kept < 12 for step in steps)
+    options = {"augmentation": NOISE, "batch_size": size, **options}
+    return Case(adapter_of(preset, **options), STREAM, steps, read)
 
-    def reverted(adapter: df.Adapter) -> Tensor:
-        """The authors revert after a step, the filter before the next one."""
-        return 0.9 * adapter.belief.mean + 0.1 * adapter.state.source.mean
 
-    return Case(adapter_of("roid", **options, augmentation=flipped), STREAM, steps, reverted)
+def roid(size: int = 0) -> Case:
+    options: dict[str, Any] = {"lr": 0.02, "rho": 0.9}
+    return of_roids("roid", by_hand.ensemble(0.9), by_hand.adam(0.02), reverted, size, **options)
 
 
 def cmf(process: float = 0.005) -> Case:
     """With more process noise than the authors' for 22 parameters the filter moves, too."""
-    views = noisy_views(Purpose.VIEWS, 1)
-    loop = partial(
-        by_hand.roid_loop,
-        MODEL,
-        STREAM,
-        0.02,
-        0.9,
-        lambda images, step: views(images, step)[0],
-        True,
-    )
     options: dict[str, Any] = (
         {} if process == 0.005 else {"upkeep": df.ContinualMomentum(0.9, process)}
     )
-    return Case(
-        adapter_of("cmf", lr=0.02, rho=0.9, augmentation=NOISE, **options),
-        STREAM,
-        list(loop(process)),
-    )
+    kalman = by_hand.MomentumFilter(0.9, process)
+    return of_roids("cmf", kalman, by_hand.adam(0.02), lr=0.02, rho=0.9, **options)
+
+
+def slwi(limit: float = 0.5) -> Case:
+    """More process noise than the authors', so that φ moves; a limit that the third step fails, or
+    not.
+    """
+    latent = by_hand.LatentFilter(0.9, 50.0, 0.95, limit, 3.0)
+    upkeep = df.LatentWeights(0.9, 50.0, 0.95, limit, 3.0)
+    case = of_roids("slwi", latent, by_hand.adam(0.02), lr=0.02, upkeep=upkeep)
+    assert latent.surprises == [False, False, limit < 1]
+    return case
+
+
+def slwi_by_default() -> Case:
+    latent = by_hand.LatentFilter(0.99, 0.005, 0.99, 2.0, 2.0)
+    return of_roids("slwi", latent, by_hand.adam(1e-3))
+
+
+def ssa(variance: float = 1e-6) -> Case:
+    """A window of one move, so that the third step is scaled, if the variance is small enough."""
+    options: dict[str, Any] = {"moves": 1, "rho": 0.9, "retention": 0.8, "pull": 0.3}
+    steady = by_hand.SteadyFilter(variance, **options)
+    case = of_roids("ssa", steady, by_hand.nesterov(0.1), lr=0.1, variance=variance, **options)
+    assert (steady.sizes[2] != 1) is steady.steady is (variance < 1)
+    return case
 
 
 def less_sure_first() -> tuple[list[Tensor], float]:
@@ -497,8 +521,14 @@ CASES: dict[str, Callable[[], Case]] = {
     "eata": eata,
     "slr": lambda: descent("slr", lambda logits: by_hand.slr_each(logits).mean(), lr=0.02),
     "roid": roid,
+    "roid with the size of a batch": lambda: roid(20),
     "cmf": cmf,
     "cmf with more noise": lambda: cmf(50.0),
+    "slwi": slwi,
+    "slwi without a surprise": lambda: slwi(100.0),
+    "slwi by default": slwi_by_default,
+    "ssa": ssa,
+    "ssa before it is steady": lambda: ssa(1e6),
     "cotta": cotta,
     "petal": petal,
     "bacs": bacs,
@@ -646,6 +676,13 @@ def test_fields_of_the_recipe_are_options_of_every_preset(name: str) -> None:
     assert (recipe.chunk, recipe.predict_from, recipe.upkeep) == (2, "posterior", df.ResetEvery(7))
     kept = {item.name for item in fields(recipe)} - {"chunk", "predict_from", "upkeep"}
     assert all(getattr(recipe, field) == getattr(df.presets.get(name), field) for field in kept)
+
+
+def test_no_option_of_a_published_method_is_one_of_the_adapters() -> None:
+    """``adapt`` would take it for itself."""
+    own = set(inspect.signature(df.adapt).parameters)
+    for method in PUBLISHED:
+        assert not own & set(inspect.signature(method).parameters), method.__name__
 
 
 def test_own_options_come_before_fields_of_the_recipe() -> None:

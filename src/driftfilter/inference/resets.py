@@ -1,5 +1,5 @@
-"""Upkeep: what is done to the belief after a step, beside the transition: restores, resets and slow
-averages.
+"""Upkeep: what is done to the belief after a step, beside the transition: restores and resets.
+Filters of the parameters that an optimiser proposes are in iterates.py.
 
 Each belongs to the move to the next step; it comes after the prediction, so that no prediction of
 this step sees it. Restored parameters get the source's mean; covariances are left to the
@@ -18,7 +18,6 @@ from driftfilter.base.checks import (
     Fraction,
     FractionBelowOne,
     Interval,
-    NotNegative,
     PositiveCount,
     register,
     require,
@@ -32,8 +31,6 @@ from driftfilter.model.weighting import Memory
 
 # In the memory:
 RUNNING_LOSS = "upkeep.loss"  # e of ResetBelow []
-HIDDEN = "upkeep.hidden"  # φ of ContinualMomentum [d]
-VARIANCE = "upkeep.variance"  # P of ContinualMomentum []
 
 
 class Upkeep(Protocol):
@@ -148,35 +145,4 @@ class RestoreIrrelevant(Checked):
         return _restore(belief, energy.require_source(), fisher < threshold), memory
 
 
-@final
-@dataclass(frozen=True)
-class ContinualMomentum(Checked):
-    """CMF: a Kalman filter with scalar variance P on the parameters an optimiser proposes, θ̃
-    observed with noise.
-
-    φ' = ρ φ + (1 - ρ) θ_S,  P' = ρ² P + q,  b = clip(r / (P' + r), floor, 1),  φ = b φ' + (1 - b)
-    θ̃,  P = b P', θ = ρ θ̃ + (1 - ρ) φ;  q = process · d / 38400, r = 1 - q; φ starts at θ_S, P at
-    0.
-    """
-
-    rho: Fraction = 0.99
-    process: NotNegative = 0.005
-    floor: Fraction = 0.89
-
-    def __call__(
-        self, belief: Belief, energy: Energy, memory: Memory, randomness: Randomness
-    ) -> tuple[Belief, Memory]:
-        source, proposed = energy.require_source().mean, belief.mean
-        q = min(
-            self.process * belief.dimension / 38400, 1.0
-        )  # the authors' scale, which only makes sense below 1
-        hidden = torch.lerp(source, memory.get(HIDDEN, source), self.rho)
-        variance = self.rho**2 * memory.get(VARIANCE, source.new_zeros(())) + q
-        share = ((1 - q) / (variance + 1 - q).clamp_min(1e-12)).clamp(self.floor, 1.0)
-        hidden = share * hidden + (1 - share) * proposed
-        mean = torch.lerp(hidden, proposed, self.rho)
-        kept = {**memory, HIDDEN: hidden, VARIANCE: share * variance}
-        return unchecked(Belief, mean=mean, covariance=belief.covariance), kept
-
-
-register(upkeep=(ResetEvery, ResetBelow, RestoreRandomly, RestoreIrrelevant, ContinualMomentum))
+register(upkeep=(ResetEvery, ResetBelow, RestoreRandomly, RestoreIrrelevant))

@@ -12,9 +12,8 @@ from typing import Any
 
 from driftfilter.inference.linearized import Frozen
 from driftfilter.inference.optimizers import SGD, Adam, GradientStep
-from driftfilter.inference.prediction import FromTeacher, MonteCarlo, PriorCorrection
+from driftfilter.inference.prediction import FromTeacher, MonteCarlo
 from driftfilter.inference.resets import (
-    ContinualMomentum,
     ResetBelow,
     ResetEvery,
     RestoreIrrelevant,
@@ -29,17 +28,17 @@ from driftfilter.model.losses import (
     Loss,
     PseudoLabel,
     SoftLikelihoodRatio,
-    Sum,
 )
 from driftfilter.model.noise import Isotropic
 from driftfilter.model.observation import Gibbs, Teacher
 from driftfilter.model.transition import Transition
 from driftfilter.model.views import Augmentation, Consistency, ImageViews, MarginalEntropy
-from driftfilter.model.weighting import CertaintyDiversity, DiversityGate, EntropyGate, Product
+from driftfilter.model.weighting import DiversityGate, EntropyGate, Product
 from driftfilter.networks.batch_norm import PseudoCount, Statistics
 from driftfilter.networks.lora import LoRA
 from driftfilter.networks.parameters import AllParameters, NormAffine, Smallest
 from driftfilter.networks.prototypes import Mixture, Prototypes, Supports
+from driftfilter.presets.weight_filters import cmf, roid, slwi, ssa
 from driftfilter.recipe import Recipe
 from driftfilter.source.posterior import Gaussian, Laplace
 
@@ -149,35 +148,6 @@ def slr(lr: float = 1e-3) -> Recipe:
     it.
     """
     return _descent(SoftLikelihoodRatio(ceiling=0.99), lr)
-
-
-def roid(lr: float = 1e-3, rho: float = 0.99, augmentation: Augmentation | None = None) -> Recipe:
-    """ROID, because certain and diverse samples weigh more, the loss is SLR plus symmetric
-    cross-entropy to an augmented view (differentiated on both sides), and weights revert to the
-    source by 1 - ρ a step: mean reversion, exactly.
-
-    Predicts before the step, with its correction for the batch's class prior. The authors augment
-    only the samples kept, so that their batch statistics differ; and their augmentation is another
-    one.
-    """
-    consistency = Consistency(augmentation or ImageViews(), "symmetric", target="moving")
-    loss = Sum((SoftLikelihoodRatio(ceiling=0.99), consistency))
-    return _descent(
-        loss,
-        lr,
-        observation=Gibbs(loss, CertaintyDiversity()),
-        transition=Transition(MeanReversion(rho)),
-        prediction=PriorCorrection(),
-    )
-
-
-def cmf(lr: float = 1e-3, rho: float = 0.99, augmentation: Augmentation | None = None) -> Recipe:
-    """CMF, because a scalar Kalman filter follows the parameters that ROID's loss proposes, and
-    pulls them to itself.
-    """
-    return replace(
-        roid(lr, augmentation=augmentation), transition=Transition(), upkeep=ContinualMomentum(rho)
-    )
 
 
 def cotta(
@@ -375,6 +345,8 @@ PUBLISHED = (
     slr,
     roid,
     cmf,
+    slwi,
+    ssa,
     cotta,
     petal,
     bacs,
