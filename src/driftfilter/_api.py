@@ -121,7 +121,11 @@ from driftfilter.model.weighting import (
 )
 from driftfilter.monitor.monitor import AlarmWarning as AlarmWarning, Monitor as Monitor
 from driftfilter.monitor.state import Event as Event, Signals as Signals
-from driftfilter.networks.batch_norm import Ema as Ema, PseudoCount as PseudoCount
+from driftfilter.networks.batch_norm import (
+    Ema as Ema,
+    PseudoCount as PseudoCount,
+    RunningStatistics as RunningStatistics,
+)
 from driftfilter.networks.features import (
     Backbone as Backbone,
     OnFeatures as OnFeatures,

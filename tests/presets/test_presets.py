@@ -99,6 +99,21 @@ def bn(statistics: Any = "batch") -> Case:
     return Case(adapter_of("bn", statistics=statistics), STREAM, steps, learns=False)
 
 
+def bn_ema(momentum: float = 0.1) -> Case:
+    """torch's own layers, in training mode for the first pass over a batch."""
+    model = deepcopy(MODEL)
+    frozen = min(MODEL.parameters(), key=Tensor.numel).detach().flatten()
+    for layer in model.modules():
+        if isinstance(layer, nn.BatchNorm2d):
+            layer.momentum = momentum
+    steps = []
+    for batch in STREAM:
+        model.train()(batch)
+        steps.append(by_hand.Step(frozen, model.eval()(batch).detach().softmax(1)))
+    adapter = adapter_of("bn_ema", momentum=momentum)
+    return Case(adapter, STREAM, steps, learns=False)
+
+
 def descent(preset: str, loss: Callable[[Tensor], Tensor], **options: Any) -> Case:
     steps = by_hand.descend(MODEL, STREAM, loss, by_hand.adam(options["lr"]))
     return Case(adapter_of(preset, **options), STREAM, list(steps))
@@ -135,6 +150,23 @@ def eata() -> Case:
     free = list(by_hand.eata_loop(MODEL, STREAM, **GATES))
     assert (steps[-1].parameters - free[-1].parameters).abs().max() > 1e-3  # the anchor pulls
     adapter = adapter_of("eata", **GATES, alpha=200.0, data=df.SourceData(data, batch_size=16))
+    return Case(adapter, STREAM, steps)
+
+
+def ewc() -> Case:
+    data, model = by_hand.stream(2, seed=6), by_hand.by_batch(MODEL)
+    parameters, names = by_hand.norms(model), dense.norm_names(model)
+    fisher = (dense.gauss_newton_diagonal(model, names, data) - 1) / 24  # a mean, without the prior
+    start, rule, steps = by_hand.flat(parameters), by_hand.adam(0.02)(parameters), []
+    for batch in STREAM:
+        logits = model(batch)
+        here = torch.cat([parameter.flatten() for parameter in parameters])
+        pull = 30.0 / 2 * (fisher * (here - start) ** 2).sum()
+        by_hand.minimise(rule, by_hand.tent_loss(logits) + pull)
+        steps.append(by_hand.Step(by_hand.flat(parameters), logits.detach().softmax(1)))
+    free = list(by_hand.descend(MODEL, STREAM, by_hand.tent_loss, by_hand.adam(0.02)))
+    assert (steps[-1].parameters - free[-1].parameters).abs().max() > 1e-3  # the anchor pulls
+    adapter = adapter_of("ewc", lr=0.02, strength=30.0, data=df.SourceData(data))
     return Case(adapter, STREAM, steps)
 
 
@@ -511,6 +543,8 @@ CASES: dict[str, Callable[[], Case]] = {
     "bn": bn,
     "bn as pseudo-counts": lambda: bn(df.PseudoCount(16)),
     "bn running": lambda: bn(df.Ema(0.1)),
+    "bn_ema": bn_ema,
+    "bn_ema with another momentum": lambda: bn_ema(0.4),
     "tent": lambda: descent("tent", by_hand.tent_loss, lr=0.02),
     "pl": lambda: descent("pl", by_hand.pl_loss(0.7), lr=0.02, threshold=0.7),
     "rpl": lambda: descent("rpl", by_hand.rpl_loss(0.6), lr=0.02, q=0.6),
@@ -519,6 +553,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "shot_im": lambda: descent("shot_im", by_hand.im_loss, lr=0.02),
     "eta": eta,
     "eata": eata,
+    "ewc": ewc,
     "slr": lambda: descent("slr", lambda logits: by_hand.slr_each(logits).mean(), lr=0.02),
     "roid": roid,
     "roid with the size of a batch": lambda: roid(20),
@@ -723,7 +758,7 @@ def test_ours_has_the_same_defaults_with_views_and_without() -> None:
     assert list(views.values())[: len(plain)] == list(plain.values())
 
 
-@pytest.mark.parametrize("name", ["eata", "petal", "bacs"])
+@pytest.mark.parametrize("name", ["eata", "ewc", "petal", "bacs"])
 def test_without_source_data_the_anchor_is_left_out(name: str) -> None:
     with pytest.warns(UserWarning, match="no source data"):
         adapter = adapter_of(name)

@@ -34,7 +34,7 @@ from driftfilter.model.observation import Gibbs, Teacher
 from driftfilter.model.transition import Transition
 from driftfilter.model.views import Augmentation, Consistency, ImageViews, MarginalEntropy
 from driftfilter.model.weighting import DiversityGate, EntropyGate, Product
-from driftfilter.networks.batch_norm import PseudoCount, Statistics
+from driftfilter.networks.batch_norm import PseudoCount, RunningStatistics, Statistics
 from driftfilter.networks.lora import LoRA
 from driftfilter.networks.parameters import AllParameters, NormAffine, Smallest
 from driftfilter.networks.prototypes import Mixture, Prototypes, Supports
@@ -64,9 +64,20 @@ def bn(statistics: Statistics = "batch") -> Recipe:
     """BN adaptation, because only the statistics of batch normalisation follow the stream.
 
     ``PseudoCount(16)`` is Schneider et al.'s blend with the source (with the mixture's variance
-    term, which most code omits), ``Ema(0.1)`` running statistics.
+    term, which most code omits), ``Ema(0.1)`` carried statistics of ours (``bn_ema`` has the
+    published ones).
     """
     return Recipe(Smallest(), statistics=statistics, inference=Frozen(), predict_from="prior")
+
+
+def bn_ema(momentum: float = 0.1) -> Recipe:
+    """BN-EMA, because batch normalisation goes on with its running statistics as in training, and
+    predicts by them: ``RunningStatistics``.
+
+    The authors' code takes each layer's own momentum, which is 0.1 unless a network says otherwise,
+    and puts the whole network into training mode for the first pass, so that dropout draws there.
+    """
+    return bn(RunningStatistics(momentum))
 
 
 def tent(lr: float = 1e-3) -> Recipe:
@@ -141,6 +152,18 @@ def eata(
     fisher = Laplace(per="batch", scale="mean", precision=1e-12, labels="predicted")
     anchored = GradientStep(Adam(lr), anchor=2 * alpha)
     return replace(eta(lr, margin, similarity), source=fisher, inference=anchored)
+
+
+def ewc(lr: float = 1e-3, strength: float = 10.0) -> Recipe:
+    """EWC, because the loss of the new task, here the entropy, has the gradient of λ/2 Σ_j F_j (θ_j
+    - θ_Sj)² added: a Gaussian source posterior as fixed anchor.
+
+    F is the Fisher information of the trained network, the mean over source ``data``, exact over
+    their labels (none are needed). Without data it is TENT. The authors train on a labelled task;
+    what takes its place is chosen here, and λ is: on speckle noise, blur, saturation and spatter.
+    """
+    fisher = Laplace(scale="mean", precision=1e-12)
+    return _descent(Entropy(), lr, source=fisher, inference=GradientStep(Adam(lr), anchor=strength))
 
 
 def slr(lr: float = 1e-3) -> Recipe:
@@ -335,6 +358,7 @@ def rdumb(
 PUBLISHED = (
     source,
     bn,
+    bn_ema,
     tent,
     pl,
     rpl,
@@ -342,6 +366,7 @@ PUBLISHED = (
     shot_im,
     eta,
     eata,
+    ewc,
     slr,
     roid,
     cmf,
