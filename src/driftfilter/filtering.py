@@ -154,6 +154,12 @@ class Filter(Checked):
         allowed = "of role 'prediction', such as MAP(); a rule of your own inherits PredictionRule"
         fits = isinstance(self.prediction, PredictionRule)
         require(fits, "Filter.prediction", self.prediction, allowed)
+        require(
+            self.observation.augmented == "batch" or not self.prediction.over_views,
+            "Gibbs.augmented",
+            self.observation.augmented,
+            "'batch' if the prediction is over views, which all samples then need",
+        )
         upkeeps = (self.observation.teacher, self.upkeep)
         loss: Loss = self.observation.loss  # type: ignore[assignment]  # as_loss in Gibbs
         self.__dict__.update(

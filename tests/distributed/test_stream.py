@@ -163,6 +163,7 @@ def of_others(rank: int | None) -> dict[str, dict[str, Any]]:
         "cotta": {"copies": 2},
         "petal": {"copies": 2, "data": df.SourceData(batches[0], torch.arange(24) % 4)},
         "bacs": {"data": df.SourceData(batches[0], torch.arange(24) % 4)},
+        "ewc": {"data": df.SourceData(batches[0])},
         "bn": {"statistics": df.PseudoCount(16)},
     }
     adapters = {

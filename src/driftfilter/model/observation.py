@@ -28,6 +28,7 @@ from driftfilter.gaussian.belief import Belief
 from driftfilter.model.expansion import Expansion
 from driftfilter.model.losses import Entropy, Loss, Targets, as_loss
 from driftfilter.model.predictive import PredictiveModel, Pullback
+from driftfilter.model.some_samples import SomeSamples
 from driftfilter.model.views import Augmentation, ImageViews, augment
 from driftfilter.model.weighting import Constant, Memory, Weighting
 
@@ -93,7 +94,9 @@ class Gibbs(Checked):
     E = Σ_i w_i ℓ_i / n (``over`` "batch") or divided by the number of samples with a positive
     weight ("kept"); by no less than ``reference``, so that a batch of fewer samples tells less.
     ``loss`` may be any function logits [n, k] -> [n]. Targets of the loss (pseudo-labels) are those
-    of the parameters themselves at the prior mean, or of a ``teacher``.
+    of the parameters themselves at the prior mean, or of a ``teacher``. Views that the loss asks
+    for are of the whole batch, or (``augmented`` "kept") of the samples with a weight alone: batch
+    statistics of a view are then those of these samples, as in ROID's code.
     """
 
     loss: Loss | Callable[[Tensor], Tensor] = field(default_factory=Entropy)
@@ -103,6 +106,7 @@ class Gibbs(Checked):
     over: Literal["batch", "kept"] = "batch"
     teacher: Teacher | None = None
     reference: Count = 0
+    augmented: Literal["batch", "kept"] = "batch"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -128,9 +132,8 @@ class Gibbs(Checked):
 
         ``keeps_rows``: somebody asks for the gradient rows at θ after inference.
         """
-        views, seen = self.views(model, inputs, randomness), model.observing
-        pulled = [pull_back(seen, theta, view) for view in views]
-        logits, pullback = pulled[0]
+        seen = model.observing
+        logits, pullback = pull_back(seen, theta, inputs)
         taught = None
         if self.teacher is not None:
             require(source is not None, "source", source, "the source belief if there is a teacher")
@@ -141,12 +144,23 @@ class Gibbs(Checked):
         rule = self if loss is own else unchecked(Gibbs, **{**self.__dict__, "loss": loss})
         targets = loss.targets(logits if taught is None else taught)
         weights, used, memory = self.weigh(logits, loss.selected(targets), memory)
+        some = self._choose_some(seen, weights)
+        views = self.views(model if some is None else some, inputs, randomness)
+        viewed = seen if some is None else some
+        pulled = [(logits, pullback), *(pull_back(viewed, theta, view) for view in views[1:])]
         weights = weights * pullback.novelty
         samples = Samples(targets, weights, self.coefficients(weights, used), used)
         evaluation = evaluate(loss, pulled, samples, keeps_rows)
         return Energy(
-            rule, seen, views, samples, theta, evaluation, source, taught, seen is model
+            rule, seen, views, samples, theta, evaluation, source, taught, seen is model, some
         ), {**memory, **pullback.memory}
+
+    def _choose_some(self, model: PredictiveModel, weights: Tensor) -> SomeSamples | None:
+        """The model of the samples to augment, by their weights [n]; None if it is all of them."""
+        if self.augmented == "batch":
+            return None
+        index = weights.nonzero().squeeze(1)
+        return SomeSamples(model, index, len(weights)) if 0 < len(index) < len(weights) else None
 
     def views(
         self, model: PredictiveModel, inputs: Inputs, randomness: Randomness
@@ -232,6 +246,7 @@ class Energy(NamedTuple):
     source: Belief | None = None  # where the stream started
     taught: Tensor | None = None  # the teacher's logits [n, k]
     observes_logits: bool = True  # False: the loss sees other outputs than those predicted with
+    some: SomeSamples | None = None  # of whom augmented views are, if not of all samples
 
     @property
     def loss(self) -> Loss:
@@ -263,8 +278,14 @@ class Energy(NamedTuple):
         assert self.source is not None
         return self.source
 
+    @property
+    def looks(self) -> list[tuple[PredictiveModel, Inputs]]:
+        """Every view with the model of its samples."""
+        clean, *others = self.views
+        return [(self.model, clean), *((self.some or self.model, view) for view in others)]
+
     def _pull_back(self, theta: Tensor) -> list[tuple[Tensor, Pullback]]:
-        return [pull_back(self.model, theta, view) for view in self.views]
+        return [pull_back(model, theta, view) for model, view in self.looks]
 
 
 def evaluate(

@@ -85,7 +85,11 @@ class Ema(Checked):
     what is blended there are values within 10 deviations of the carried mean, so that one broken
     row does not rescale all that follow.
 
-    ``diversity`` 0: every batch has the share ``momentum``, and none of the above holds.
+    ``diversity`` 0: every batch has the share ``momentum``, and none of the above holds. That is
+    not yet the published BN-EMA, which is ``RunningStatistics``: there a layer's batch moments come
+    from a pass in which all layers before it normalise by the batch, while here they are of what
+    the layer then normalises. So the statistics there fit inputs that no layer but the first ever
+    sees.
 
     ``shift`` > 0: while the stream is of the source's domain its statistics are the source's, and
     no batch teaches anything. What is blended are the batch's moments with share ν and the source's
@@ -107,16 +111,39 @@ class Ema(Checked):
         return self.momentum * min(1.0, samples / _ENOUGH) if self.diversity > 0 else self.momentum
 
 
-Statistics: TypeAlias = Literal["batch", "source"] | PseudoCount | Ema
+@final
+@dataclass(frozen=True)
+class RunningStatistics(Checked):
+    """The published BN-EMA: running statistics as torch keeps them in training, from the source's
+    on; normalised by as in evaluation.
+
+        m ← (1 - momentum) m + momentum m_b,   v ← (1 - momentum) v + momentum v_b N / (N - 1)
+
+    Two passes a batch. In the first each layer normalises by its batch, and its m_b and v_b, of N
+    values a channel, enter the running statistics; the second normalises by these, which no
+    derivative sees. ``Ema`` takes one pass: its layers blend the moments of what they normalise,
+    with the biased variance and the spread between the two means. A layer that sees one value a
+    channel leaves its statistics.
+    """
+
+    momentum: Fraction = 0.1
+
+    def share(self, samples: int) -> float:
+        """The share of a batch of n samples."""
+        return self.momentum
+
+
+Statistics: TypeAlias = Literal["batch", "source"] | PseudoCount | Ema | RunningStatistics
 
 
 def require_statistics(statistics: Any) -> None:
     """Raise for anything but statistics."""
     require(
-        isinstance(statistics, (PseudoCount, Ema)) or statistics in ("batch", "source"),
+        isinstance(statistics, (PseudoCount, Ema, RunningStatistics))
+        or statistics in ("batch", "source"),
         "Network: statistics",
         statistics,
-        "'batch', 'source', PseudoCount(count) or Ema(momentum)",
+        "'batch', 'source', PseudoCount(count), Ema(momentum) or RunningStatistics(momentum)",
     )
 
 
@@ -135,7 +162,8 @@ class TwinBatchNorm(_BatchNorm):
     rows or carries them.
     """
 
-    blend: PseudoCount | Ema | None  # None: the batch's statistics
+    blend: PseudoCount | Ema | RunningStatistics | None  # None: the batch's statistics
+    measures: bool = False  # RunningStatistics: whether this is the first pass over a batch
     trust: Tensor | float  # D^diversity, by which the share of the batch is multiplied
     novelty: Tensor | float = 1.0  # ν, the share of the batch in what is blended; else the source
     witness: Witness | None = None  # of a change of domain, if the blend asks for diversity
@@ -158,6 +186,8 @@ class TwinBatchNorm(_BatchNorm):
         self.own_check(self, inputs)
         if self.probe is not None:
             return self._tell(inputs, self.probe)
+        if isinstance(self.blend, RunningStatistics):
+            return self._measure(inputs) if self.measures else self._by_running(inputs)
         if self.shards is not None:
             return self._among(inputs, self.shards)
         if self.carried is None or (self.blend is None and inputs.numel() > self.num_features):
@@ -190,6 +220,31 @@ class TwinBatchNorm(_BatchNorm):
         return functional.batch_norm(
             inputs, mean, variance, self.weight, self.bias, False, 0.0, self.eps
         )
+
+    def _by_running(self, inputs: Tensor) -> Tensor:
+        """Normalise by the running statistics, which are constants."""
+        assert self.carried is not None
+        mean, variance = self.carried
+        scale = (variance + self.eps).rsqrt()
+        self.moments = Moments(mean, scale)
+        return _scale_and_shift(inputs, mean, scale, self.weight, self.bias)
+
+    def _measure(self, inputs: Tensor) -> Tensor:
+        """Normalise by the batch, whose moments enter the running statistics."""
+        assert self.blend is not None
+        assert self.carried is not None
+        values, samples = inputs.numel() // self.num_features, len(inputs)
+        mean, variance = self._batch(inputs)
+        if self.shards is not None:
+            mean, variance, values, samples = self.shards.moments(mean, variance, values, samples)
+        if values == 1:
+            return self._by_running(inputs)
+        share, unbiased = self.blend.share(samples), variance * (values / (values - 1))
+        self.carried = self.blended = (
+            torch.lerp(self.carried[0].to(mean), mean, share),
+            torch.lerp(self.carried[1].to(mean), unbiased, share),
+        )
+        return _scale_and_shift(inputs, mean, (variance + self.eps).rsqrt(), self.weight, self.bias)
 
     def _tell(self, inputs: Tensor, probe: Probe) -> Tensor:
         """Normalise by the source's statistics, and tell how far the batch is from them."""
@@ -520,4 +575,4 @@ def _turn(layer: Any, statistics: Statistics) -> TwinBatchNorm:
     return turned
 
 
-register(statistics=(PseudoCount, Ema))
+register(statistics=(PseudoCount, Ema, RunningStatistics))

@@ -26,6 +26,7 @@ from driftfilter.model.predictive import LinearHead, PredictiveModel, Pullback
 from driftfilter.networks.autocast import as_called, cast, dtype_of
 from driftfilter.networks.batch_norm import (
     Ema,
+    RunningStatistics,
     Statistics,
     TwinBatchNorm,
     prepare,
@@ -119,7 +120,8 @@ class Backbone:
     evaluation mode.
 
     The logits must be z Wᵀ + b and nothing after it; the first batch proves it. ``statistics`` are
-    those of its batch norms, as in Network; carried ones (Ema) are not a part of features.
+    those of its batch norms, as in Network; carried ones (Ema, RunningStatistics) are not a part of
+    features.
     """
 
     def __init__(
@@ -135,7 +137,7 @@ class Backbone:
         )
         require_statistics(statistics)
         require(
-            not isinstance(statistics, Ema),
+            not isinstance(statistics, (Ema, RunningStatistics)),
             "Backbone: statistics",
             statistics,
             "'batch', 'source' or PseudoCount(count)",

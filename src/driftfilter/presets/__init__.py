@@ -1,4 +1,5 @@
-"""The table of presets by name: published methods (published.py), the paper's and ours (ours.py).
+"""The table of presets by name: published methods (published.py, weight_filters.py), the paper's
+and ours (ours.py).
 
 ``for_model`` gives the recipe of one for a model.
 """
@@ -25,7 +26,19 @@ PRESETS: dict[str, Callable[..., Recipe]] = {
 # At their published rates only for networks with batch normalisation: they push every sample,
 # certain or not, and on the shipped network with group normalisation they fall below the source
 # (docs/presets.md).
-FOR_BATCH_NORM = ("tent", "pl", "rpl", "conjugate", "slr", "roid", "cmf", "bacs")
+FOR_BATCH_NORM = (
+    "tent",
+    "pl",
+    "rpl",
+    "conjugate",
+    "ewc",
+    "slr",
+    "roid",
+    "cmf",
+    "slwi",
+    "ssa",
+    "bacs",
+)
 
 # Presets that ask what norms a network has, and what they do then.
 BY_NORMS = ("driftfilter", "driftfilter_aug")
