@@ -114,9 +114,10 @@ def driftfilter(  # what users may turn
     is given. Batches below 16 samples are predicted at
     once and adapted to together; those below 100 (with other norms 200) take smaller steps.
     ``shift`` is 0.45 with batch norm, whose running statistics are those of training, and 0.1 with
-    those of source data. ``variance`` is 0.1 with either and 0.005 for the last layer. With other norms it is 2, and
-    relative to the size of each layer's parameters, and the whole Fisher matrix of the batch says
-    how far a step goes: one variance then serves transformers, residual and small networks alike.
+    those of source data. ``variance`` is 0.1 with either and 0.005 for the last layer. With "other"
+    norms it is 2, and relative to the size of each layer's parameters, and the whole Fisher matrix
+    of the batch says how far a step goes: one variance then serves transformers, residual and
+    small networks alike.
     All was chosen on clean images, speckle noise, blur, saturation and spatter, but for what two
     classes do, when offsets count and the prior of other norms: there streams of natural shift and
     digits had been seen (docs/benchmarks.md).
