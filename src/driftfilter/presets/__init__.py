@@ -46,7 +46,8 @@ _REASONS = {
     "batch": "it has batch norm: statistics are carried, logits centred, norm parameters adapt",
     "aligned": "it has norm layers but no batch norm, and there are source data: their statistics "
     "are carried behind the norms, logits centred, norm parameters adapt",
-    "other": "it has norm layers but no batch norm: logits are centred, norm parameters adapt",
+    "other": "it has norm layers but no batch norm: logits are centred, norm parameters adapt "
+    "(inputs of the source, data=, would give its norms statistics too, tables excepted)",
     "none": "it has no norm layer with parameters: logits are centred, the last layer adapts",
     "frozen": "it has quantised layers, which no gradient passes, or neither norm parameters nor a "
     "linear layer: logits are centred, that is all",
