@@ -93,6 +93,11 @@ class PredictiveModel(Protocol):
         """
         return self
 
+    @property
+    def by_source(self) -> PredictiveModel:
+        """The model with the source's batch statistics: itself, if it has no others."""
+        return self
+
     def recall(self, memory: Mapping[str, Tensor]) -> PredictiveModel:
         """The model with the statistics of its own that a filter's memory holds."""
         return self
@@ -331,6 +336,11 @@ class ModelAround(PredictiveModel):
     def exact(self) -> PredictiveModel:
         exact = self.model.exact
         return self if exact is self.model else replace(self, model=exact)
+
+    @property
+    def by_source(self) -> PredictiveModel:
+        inner = self.model.by_source
+        return self if inner is self.model else replace(self, model=inner)
 
     def recall(self, memory: Mapping[str, Tensor]) -> PredictiveModel:
         recalled = self.model.recall(memory)

@@ -167,6 +167,16 @@ class Network(PredictiveModel):
         other._exact = True
         return other
 
+    @property
+    def by_source(self) -> Network:
+        """The network whose batch norms use the running statistics of the source."""
+        if self.statistics == "source":
+            return self
+        other = copy.copy(self)
+        other.statistics, other.capturing, other._local = "source", False, Local()
+        other._carried, other._trust, other._novelty, other._shift = None, 1.0, 1.0, None
+        return other
+
     def recall(self, memory: Memory) -> Network:
         """The model with the statistics that a memory carries; itself if it carries none."""
         if not isinstance(self.statistics, Ema) or STATISTICS not in memory:
