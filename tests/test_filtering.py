@@ -624,3 +624,31 @@ test_rules_of_ones_own_that_lack_members_are_refused = refuses(
     ],
     by=lambda parts: df.Filter(df.LinearHead(2), **parts),
 )
+
+
+ONE_LOGIT = {
+    f"{role} {name}": (role, kind)
+    for role in ("loss", "weighting", "curvature", "inference", "prediction")
+    for name, kind in df.VARIANTS[role].items()
+    # These need a model or an observation of their own, or two classes.
+    if name not in ("Supports", "Mixture", "FromTeacher", "SoftLikelihoodRatio")
+}
+
+
+@pytest.mark.parametrize("case", ONE_LOGIT)
+@pytest.mark.parametrize("kind", ["function", "head"])
+def test_one_logit_is_a_class_that_is_certain(kind: str, case: str) -> None:
+    role, variant = ONE_LOGIT[case]
+    rule: Any = variant()
+    if role in ("loss", "weighting"):
+        pair = (rule,) if role == "loss" else (df.Entropy(), rule)
+        parts: dict[str, Any] = {"observation": df.Gibbs(*pair)}
+    else:
+        parts = {"inference": df.Linearized(rule)} if role == "curvature" else {role: rule}
+    function: Any = (lambda theta, x: (x @ theta)[:, None]) if kind == "function" else None
+    filt = df.Filter(function or df.LinearHead(1), **parts)
+    state = filt.init(df.Belief(normal(2), df.Full(torch.eye(2, dtype=torch.float64))))
+    state, prediction, _ = filt.step(state, normal(5, 2, seed=1))
+    assert torch.equal(prediction.probabilities, torch.ones(5, 1, dtype=torch.float64))
+    if case != "loss MarginalLikelihood":
+        assert_same(state.belief.mean, filt.transition(state.source, state.source).mean)

@@ -230,6 +230,11 @@ def other_networks(rank: int | None) -> dict[str, dict[str, Any]]:
         "full": full,
         "linearized": df.presets.get("opgd", prediction=df.LinearizedGaussian(4)),
     }
+    recipes["probit"] = df.presets.get("opgd", prediction=df.LinearizedProbit())
+    recipes["ema probit"] = df.presets.get(
+        "opgd", prediction=df.LinearizedProbit(), statistics=df.Ema(0.3)
+    )
+    recipes["newton"] = replace(full, inference=df.Linearized(df.GaussNewton()))
     recipes["ema"] = df.presets.get("driftfilter")
     recipes["centred"] = df.presets.get("driftfilter", norms="other")
     batches = images(5, 24, 2)

@@ -274,6 +274,13 @@ def test_positive_root_sets_negative_eigenvalues_to_zero() -> None:
     assert_equal(root @ root.mT, np.stack(expected), 1e-12)
 
 
+def test_the_root_of_an_average_has_no_noise_of_the_size_of_its_rounding() -> None:
+    row = normals(1, 4, seed=0)
+    matrix = tensor(row.T @ row) + 1e-17 * torch.eye(4, dtype=torch.float64)
+    assert positive_root(matrix, averaged=True).count_nonzero() == 4
+    assert positive_root(matrix).abs().max(0).values[:3].max() > 1e-10
+
+
 def test_a_signed_root_is_the_whole_matrix() -> None:
     matrices = normals(2, 4, 4, seed=0)
     matrices = matrices + matrices.swapaxes(-1, -2)

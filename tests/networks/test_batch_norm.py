@@ -6,6 +6,7 @@ import copy
 import math
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,11 +15,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import driftfilter as df
-from driftfilter.base.randomness import Randomness
+from driftfilter.base.randomness import Purpose, Randomness
+from driftfilter.gaussian.covariance import antithetic
 from driftfilter.networks.batch_norm import diversity
 from driftfilter.networks.batch_trust import Probe, evidence_of_change, moment_shift, novelty
 from driftfilter.networks.network import SHIFT, STATISTICS
-from small import assert_same, refuses
+from small import Written, assert_same, normal, refuses
 
 KINDS: list[Any] = ["batch", "source", df.PseudoCount(3.0), df.Ema(0.3)]
 kinds = pytest.mark.parametrize("statistics", KINDS, ids=str)
@@ -217,7 +219,7 @@ def test_the_ends_of_the_blends_are_batch_and_source() -> None:
     torch.testing.assert_close(found, [batch, source] * 2)
 
 
-@exact
+@kinds
 def test_pushforward_is_the_slope_of_the_logits(statistics: Any) -> None:
     network, inputs = df.Network(convolutional(), statistics=statistics), images()
     theta, tangent = network.mean(), torch.randn(len(network.mean()), dtype=torch.float64)
@@ -234,7 +236,7 @@ def test_pushforward_is_the_slope_of_the_logits(statistics: Any) -> None:
 def test_pushforward_is_the_adjoint_of_the_pullback(statistics: Any) -> None:
     network, inputs = df.Network(convolutional(), df.AllParameters(), statistics), images()
     theta, tangent = network.mean(), torch.randn(len(network.mean()), dtype=torch.float64)
-    logits, pullback = network.pullback(theta, inputs)
+    logits, pullback = network.exact.pullback(theta, inputs)
     cotangents = torch.randn_like(logits)
     pushed = network.pushforward(theta, inputs, tangent[None])[0]
     torch.testing.assert_close(
@@ -256,6 +258,123 @@ def test_total_is_the_slope_of_the_logits(statistics: Any) -> None:
         atol=1e-7,
     )
     torch.testing.assert_close(pullback(cotangents).sum(0), pullback.total(cotangents))
+
+
+def slopes(network: df.PredictiveModel, theta: Tensor, inputs: Tensor) -> Tensor:
+    """The Jacobian of the logits of each sample [n, k, d], by finite differences."""
+    moves = 1e-5 * torch.eye(len(theta), dtype=theta.dtype)
+    ahead, behind = (
+        torch.stack([network(point, inputs) for point in (theta + moves, theta - moves)[side]], -1)
+        for side in (0, 1)
+    )
+    return (ahead - behind) / 2e-5
+
+
+CARRIED = [df.Ema(0.3, diversity=2.0), df.Ema(0.4, diversity=3.0, shift=0.1)]
+settings_of = {
+    "images": (convolutional, images),
+    "rows": (
+        lambda: trained(
+            *(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Tanh()),
+            *(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 3)),
+        ),
+        lambda samples=6, seed=1: normal(samples, 4, seed=seed),
+    ),
+}
+
+
+@pytest.mark.parametrize("statistics", [*KINDS, *CARRIED], ids=str)
+@pytest.mark.parametrize("case", settings_of)
+@pytest.mark.parametrize("hidden", [False, True], ids=["parameters", "with velocities"])
+def test_gaussian_logits_are_those_of_finite_differences(
+    hidden: bool, case: str, statistics: Any
+) -> None:
+    """V_i = J_i Σ J_iᵀ of each sample, by a J that moves the parameters one by one; also after a
+    batch whose statistics are carried.
+    """
+    build, draw = settings_of[case]
+    network, inputs = df.Network(build(), statistics=statistics), draw()
+    filt = df.Filter(
+        network,
+        df.Transition(df.LocalTrend(), df.Isotropic(0.01)) if hidden else df.Transition(),
+        prediction=df.LinearizedProbit(),
+    )
+    d = len(network.mean())
+    root = normal(d, d, seed=3)
+    belief = df.Belief(network.mean(), df.Full(0.05 * (root @ root.mT / d + torch.eye(d).double())))
+    state, _ = filt.update(filt.init(belief), draw(seed=2))
+    _, model = filt._bind(state)
+    J = slopes(model, state.belief.mean, inputs)
+    V = torch.einsum("nkd,de,nle->nkl", J, state.belief.covariance.dense(), J)
+    expected = df.LinearizedProbit().of(model(state.belief.mean, inputs), V)
+    found = filt.predict(state, inputs)
+    close: Any = torch.testing.assert_close
+    close(found.logit_variance, expected.logit_variance, rtol=1e-6, atol=1e-9)
+    close(found.log_probabilities, expected.log_probabilities, rtol=1e-6, atol=1e-8)
+    drawn = df.LinearizedGaussian(6)
+    moves = Randomness(state.seed, state.step, torch.device("cpu")).generator(Purpose.PREDICTION)
+    moved = torch.einsum("nkd,sd->snk", J, antithetic(state.belief.covariance, 6, moves))
+    found = replace(filt, prediction=drawn).predict(state, inputs)
+    close(found.logit_variance, moved.square().mean(0), rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("statistics", "share"),
+    [("batch", 1.0), ("source", 0.0), (df.PseudoCount(3.0), 5 / 8), (df.Ema(0.3), 0.3)],
+    ids=str,
+)
+@pytest.mark.parametrize("curvature", [df.GaussNewton(), df.Hessian()], ids=repr)
+@pytest.mark.parametrize("selection", [df.NormAffine(), df.AllParameters()], ids=repr)
+def test_curvature_of_coupled_samples_has_the_jacobian_of_each(
+    selection: Any, curvature: df.Curvature, statistics: Any, share: float
+) -> None:
+    """Σ_i J_iᵀ M_i J_i / n with the whole Jacobian of each sample's logits, by automatic
+    differentiation of the layers written out (under Ema that of renormalisation).
+    """
+    model, inputs = convolutional(), images()
+    with torch.no_grad():
+        model.get_parameter("7.weight").mul_(6)  # surer, so that entropy has some curvature
+    network = df.Network(model, selection, statistics)
+    named = dict(model.named_parameters())
+    chosen = [named[name] for name in network.shapes]
+    logits, _ = reference(model, inputs, share, renormalizing=isinstance(statistics, df.Ema))
+    rows = [
+        torch.cat([part.flatten() for part in torch.autograd.grad(each, chosen, retain_graph=True)])
+        for each in logits.view(-1)
+    ]
+    J = torch.stack(rows).view(*logits.shape, -1)
+    logits = logits.detach()
+    metric = torch.func.vmap(torch.func.hessian(lambda f: f.logsumexp(-1)))(logits)
+    if isinstance(curvature, df.Hessian):
+        metric = torch.func.vmap(
+            torch.func.hessian(lambda f: torch.special.entr(f.softmax(-1)).sum())
+        )(logits)
+        values, vectors = torch.linalg.eigh(metric)
+        metric = (vectors * values.clamp_min(0)[:, None, :]) @ vectors.mT
+    expected = torch.einsum("nkd,nkl,nle->de", J, metric, J) / len(inputs)
+    energy, _ = df.Gibbs(df.Entropy())(
+        network, network.mean(), inputs, {}, Randomness(0, 0, torch.device("cpu"))
+    )
+    _, factor, *_ = curvature(energy.evaluation)
+    assert expected.diagonal().max() > 1e-3
+    torch.testing.assert_close(factor.mT @ factor, expected, rtol=1e-9, atol=1e-11)
+
+
+def test_gaussian_logits_of_a_module_that_couples_samples_itself() -> None:
+    """No batch norm: the module subtracts the mean of the batch."""
+    model = Written(
+        lambda own, x: own.head(own.norm(own.first(x)) - own.norm(own.first(x)).mean(0)),
+        first=nn.Linear(4, 5),
+        norm=nn.LayerNorm(5),
+        head=nn.Linear(5, 3),
+    ).double()
+    network, inputs = df.Network(model), normal(6, 4)
+    belief = df.Belief(network.mean(), df.Diagonal(torch.full((10,), 0.2).double()))
+    filt = df.Filter(network, prediction=df.LinearizedProbit())
+    J = slopes(network, network.mean(), inputs)
+    for _ in range(2):  # the first time proves it
+        found = filt.predict(filt.init(belief), inputs).logit_variance
+        torch.testing.assert_close(found, 0.2 * J.square().sum(-1), rtol=1e-6, atol=1e-9)
 
 
 @pytest.mark.parametrize("shape", [(3,), (3, 1, 1)], ids=str)

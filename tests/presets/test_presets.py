@@ -294,7 +294,7 @@ def petal() -> Case:
     (batches, confidence), data = less_sure_first(), by_hand.stream(2, seed=6)
     model = by_hand.by_batch(MODEL)
     precision, start = (
-        dense.gauss_newton_diagonal(model, [name for name, _ in model.named_parameters()], data),
+        dense.gauss_newton_diagonal(MODEL, [name for name, _ in model.named_parameters()], data),
         by_hand.flat(MODEL.parameters()),
     )
 
@@ -330,7 +330,7 @@ def petal() -> Case:
 def bacs() -> Case:
     data, model = by_hand.stream(2, seed=6), by_hand.by_batch(MODEL)
     parameters, names = by_hand.norms(model), dense.norm_names(model)
-    precision, start = dense.gauss_newton_diagonal(model, names, data), by_hand.flat(parameters)
+    precision, start = dense.gauss_newton_diagonal(MODEL, names, data), by_hand.flat(parameters)
     rule, steps = by_hand.adam(0.02)(parameters), []
     for step, batch in enumerate(STREAM):
         here = by_hand.flat(parameters)

@@ -56,22 +56,22 @@ def usage_rows(
 
 
 def gauss_newton_diagonal(model: nn.Module, names: list[str], batches: Iterable[Tensor]) -> Tensor:
-    """Diagonal of I + the sum over samples of J' (diag p - p p') J [d], as rows of use, batch by
-    batch.
+    """Diagonal of I + the sum over samples of J' (diag p - p p') J [d], sample by sample in
+    evaluation mode: under the source's statistics.
     """
-    total = torch.ones(
-        sum(dict(model.named_parameters())[name].numel() for name in names), dtype=torch.float64
-    )
-    for batch in batches:
-        for column in range(model(batch).shape[1]):
-
-            def root(logits: Tensor, column: int = column) -> Tensor:
-                p = logits.softmax(1)
-                return (functional.one_hot(torch.tensor(column), p.shape[1]) - p) * p[
-                    :, column, None
-                ].sqrt()
-
-            total += (usage_rows(model, names, batch, root) ** 2).sum(0)
+    model = deepcopy(model).eval()
+    chosen = [dict(model.named_parameters())[name] for name in names]
+    total = torch.ones(sum(each.numel() for each in chosen), dtype=torch.float64)
+    for sample in (sample for batch in batches for sample in batch):
+        logits = model(sample[None])[0]
+        rows = [
+            torch.cat(
+                [part.flatten() for part in torch.autograd.grad(f, chosen, retain_graph=True)]
+            )
+            for f in logits
+        ]
+        jacobian, p = torch.stack(rows), logits.detach().softmax(0)
+        total += ((torch.diag(p) - torch.outer(p, p)) @ jacobian * jacobian).sum(0)
     return total
 
 

@@ -13,6 +13,7 @@ from scipy.optimize import minimize, minimize_scalar
 from torch import Tensor, nn
 
 import driftfilter as df
+from driftfilter.networks.features import build_head
 from driftfilter.source import posterior as source
 from oracles import Allocations
 from small import assert_same, moments, refuses
@@ -321,6 +322,110 @@ def test_laplace_adds_the_hessian_of_every_batch(curvature: df.Curvature, labele
     close(precision(small).diagonal(), expected.diagonal())
 
 
+def two_norms(affine: bool = True) -> nn.Sequential:
+    """A network whose second batch norm sees what the first one's parameters do."""
+    torch.manual_seed(1)
+    layers = nn.Linear(2, 4), nn.BatchNorm1d(4, affine=affine), nn.Tanh(), nn.Linear(4, 4)
+    model = nn.Sequential(*layers, nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 3)).double()
+    with torch.no_grad():
+        model.train()(3 + 2 * torch.randn(64, 2, dtype=torch.float64))
+    return model.eval()
+
+
+def gauss_newton(model: nn.Module, names: Any, batches: Any) -> Tensor:
+    """Σ_i J_iᵀ (diag p_i - p_i p_iᵀ) J_i [d, d] of a module as it is, by its dense Jacobian."""
+    chosen = {name: model.get_parameter(name).detach() for name in names}
+    total: Tensor = torch.tensor(0.0, dtype=torch.float64)
+    for batch in batches:
+
+        def logits(own: dict[str, Tensor], batch: Tensor = batch) -> Tensor:
+            found: Tensor = torch.func.functional_call(model, own, batch)
+            return found
+
+        pieces = torch.func.jacrev(logits)(chosen)
+        J = torch.cat([piece.flatten(2) for piece in pieces.values()], -1)
+        p = logits(chosen).softmax(-1)
+        metric = torch.diag_embed(p) - p[:, :, None] * p[:, None, :]
+        total = total + torch.einsum("nkd,nkl,nle->de", J, metric, J)
+    return total
+
+
+@pytest.mark.parametrize("kind", ["batch", df.PseudoCount(8), df.Ema(0.3), "source"], ids=str)
+@pytest.mark.parametrize("curvature", [df.GaussNewton(), df.Hessian()], ids=repr)
+def test_laplace_is_fitted_under_the_statistics_of_the_source(kind: Any, curvature: Any) -> None:
+    """Whatever the stream has: the parameters were trained for these. Of each sample alone, so that
+    how the data are cut does not matter.
+    """
+    (inputs, labels), model = problem(3), two_norms()
+    for selection in (df.NormAffine(), df.AllParameters()):
+        network = df.Network(model, selection, kind)
+        rule = df.Laplace("full", curvature=curvature, precision=0.5)
+        found = [
+            rule(network, network.mean(), df.SourceData(inputs, labels, size)) for size in (7, 20)
+        ]
+        expected = gauss_newton(model, network.shapes, [inputs]) + 0.5 * torch.eye(
+            len(network.mean()), dtype=torch.float64
+        )
+        close([precision(belief) for belief in found], [expected] * 2)
+        diagonal = df.Laplace(curvature=curvature, precision=0.5)(
+            network, network.mean(), df.SourceData(inputs, labels, 20)
+        )
+        close(diagonal.covariance.precision(), expected.diagonal())
+
+
+@pytest.mark.parametrize("curvature", [df.GaussNewton(), df.Hessian()], ids=repr)
+def test_laplace_under_the_statistics_of_the_stream_if_asked(curvature: Any) -> None:
+    """The whole Jacobian of each sample in its batch, which moves the moments of the others."""
+    (inputs, labels), model = problem(3), two_norms()
+    network = df.Network(model, df.AllParameters(), "batch")
+    rule = df.Laplace("full", curvature=curvature, precision=0.5, statistics="stream")
+    belief = rule(network, network.mean(), df.SourceData(inputs, labels, 20))
+    batched = two_norms()
+    for layer in batched:
+        if isinstance(layer, nn.BatchNorm1d):
+            layer.track_running_stats, layer.running_mean, layer.running_var = False, None, None
+    eye = torch.eye(len(network.mean()), dtype=torch.float64)
+    close(precision(belief), gauss_newton(batched, network.shapes, inputs.split(20)) + 0.5 * eye)
+    source = gauss_newton(model, network.shapes, [inputs])
+    assert not torch.allclose(precision(belief), source + 0.5 * eye, rtol=0.1)
+
+
+def test_laplace_of_a_head_has_the_features_of_the_source() -> None:
+    (inputs, labels), model = problem(3), two_norms()
+    head, theta = build_head(df.Backbone(model, "6", statistics="batch"))
+    features = torch.cat((torch.ones(len(inputs), 1).double(), model[:-1](inputs).detach()), 1)
+    plain = df.LinearHead(3)
+    data = df.SourceData(inputs, labels, 20)
+    expected = df.Laplace("full")(plain, theta, df.SourceData(features, labels))
+    close(moments(df.Laplace("full")(head, theta, data)), moments(expected))
+    stream = df.Laplace("full", statistics="stream")(head, theta, data)
+    assert not torch.allclose(precision(stream), precision(expected), rtol=0.1)
+
+
+def test_fit_laplace_finds_the_mode_under_the_statistics_of_the_source() -> None:
+    (inputs, labels), model = problem(3), two_norms()
+    network, still = (df.Network(model, df.NormAffine(), kind) for kind in ("batch", "source"))
+    start = network.mean()
+    prior = df.Belief(start, df.Full(0.1 * torch.eye(len(start), dtype=torch.float64)))
+    expected = df.fit_laplace(still, prior, inputs, labels)
+    close(moments(df.fit_laplace(network, prior, inputs, labels)), moments(expected))
+    stream = df.fit_laplace(network, prior, inputs, labels, statistics="stream")
+    assert not torch.allclose(stream.mean, expected.mean, rtol=1e-2)
+    with pytest.raises(ValueError, match="fit_laplace: statistics must be 'source' or 'stream'"):
+        anything.fit_laplace(network, prior, inputs, labels, statistics="batch")
+
+
+@pytest.mark.parametrize("preset", ["bacs", "petal"])
+def test_presets_with_a_laplace_have_the_posterior_of_the_trained_network(preset: str) -> None:
+    (inputs, labels), model = problem(3), two_norms()
+    adapter = df.adapt(model, preset, data=df.SourceData(inputs, labels, 20), monitor=None)
+    names = [name for name, _ in model.named_parameters()]
+    names = [name for name in names if name[0] in "14"] if preset == "bacs" else names
+    start = 100.0 if preset == "bacs" else 1.0
+    expected = gauss_newton(model, names, [inputs]).diagonal() + start
+    close(adapter.belief.covariance.precision(), expected)
+
+
 def test_many_classes_take_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """A row for every sample and class would be 50 · 20 rows of 60 numbers."""
     head, inputs = df.LinearHead(20, intercept=True), problem(2)[0][:50]
@@ -390,7 +495,9 @@ def test_eata_fisher_is_the_mean_of_squared_batch_gradients() -> None:
     """The loop of EATA's own code, on a network with batch statistics."""
     model, inputs = perceptron(), problem(3)[0]
     network = df.Network(model, df.NormAffine(), statistics="batch")
-    chosen = df.Laplace("diagonal", per="batch", labels="predicted", scale="mean", precision=1e-10)
+    chosen = df.Laplace(
+        per="batch", labels="predicted", scale="mean", precision=1e-10, statistics="stream"
+    )
     belief = chosen(network, network.mean(), df.SourceData(inputs, batch_size=20))
 
     reference = perceptron()

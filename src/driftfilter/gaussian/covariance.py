@@ -202,11 +202,18 @@ def compact(rows: Tensor) -> Tensor:
     return rows if rows.shape[0] <= rows.shape[1] else torch.linalg.qr(rows, mode="r")[1]
 
 
-def positive_root(matrices: Tensor) -> Tensor:
+def positive_root(matrices: Tensor, averaged: bool = False) -> Tensor:
     """R [..., k, k] with R Rᵀ = the positive part of symmetric matrices: negative eigenvalues
     become 0.
+
+    ``averaged``: so do those of the size of rounding, relative to the largest. Sums that should
+    cancel leave some, and their roots would be noise of the size 1e-8.
     """
     values, vectors = torch.linalg.eigh(matrices.double())  # in float32 it may fail to converge
+    if averaged:
+        rounding = 4 * values.shape[-1] * torch.finfo(matrices.dtype).eps
+        noise = rounding * values.abs().amax(-1, keepdim=True)
+        values = values.masked_fill(values <= noise, 0.0)
     root: Tensor = vectors * values.clamp_min(0).sqrt()[..., None, :]
     return root.to(matrices.dtype)
 
@@ -224,7 +231,7 @@ def positive_factor(rows: Tensor, signs: Tensor) -> Tensor:
     """
     basis, triangle = torch.linalg.qr(rows.mT.double())
     core = (triangle * signs[..., None, :]) @ triangle.mT
-    factor: Tensor = (basis @ positive_root(core)).mT
+    factor: Tensor = (basis @ positive_root(core, averaged=True)).mT
     return factor.to(rows.dtype)
 
 

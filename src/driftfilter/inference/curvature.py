@@ -58,7 +58,7 @@ class LogitMetric(Curvature, Protocol):
     def factors(self, evaluation: Evaluation, metric: Tensor) -> tuple[Tensor, ...]:
         """F of metrics M [v, n, k, k], and N if nothing is to be clipped."""
         parts = (metric, -metric) if self.clip == "never" else (metric,)
-        return tuple(evaluation.factor(positive_root(part)) for part in parts)
+        return tuple(evaluation.factor(positive_root(part, averaged=True)) for part in parts)
 
     def __call__(self, evaluation: Evaluation) -> tuple[Tensor, ...]:
         gradient = evaluation.gradient()
@@ -79,6 +79,9 @@ class Hessian(Checked, LogitMetric):
     never smaller, or "never", E_q[∇²ℓ_i] as it is. At one point "after" and "before" are the same.
     With "never" a posterior may have no positive definite precision, and is then refused.
 
+    If batch statistics couple the samples of a batch, J_i is still the derivative of sample i's own
+    logits, which takes n k backward passes a batch, not k; with statistics="source" it takes k.
+
     "after" clips in the logits of each sample if the model is linear in θ. Otherwise the Jacobian
     changes from draw to draw, and the positive part of each sample's average is taken in θ.
     """
@@ -97,11 +100,14 @@ class Hessian(Checked, LogitMetric):
 @final
 @dataclass(frozen=True)
 class GaussNewton(LogitMetric):
-    """Generalised Gauss–Newton with the softmax metric, M = diag p - p pᵀ, root diag(√p) - p
-    √pᵀ.
+    """Generalised Gauss–Newton with the softmax metric: Σ_i (w_i/n) J_iᵀ (diag p_i - p_i p_iᵀ) J_i.
+
+    If batch statistics couple the samples of a batch, J_i is still the derivative of sample i's own
+    logits, which takes n k backward passes a batch, not k; with statistics="source" it takes k.
     """
 
     def roots(self, evaluation: Evaluation) -> Tensor:
+        """diag(√p) - p √pᵀ."""
         p = evaluation.logits.softmax(-1)
         root = p.sqrt()
         samples = p.new_ones(p.shape[-2])

@@ -48,8 +48,10 @@ def _opposite(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 def invariant_root(hessian: Tensor) -> Tensor:
     """R [..., k, k - 1], R Rᵀ = the positive part, for losses that do not see a shift of the
-    logits: their Hessians have rows of sum 0.
+    logits: their Hessians have rows of sum 0. One logit has no curvature, a root of zeros.
     """
+    if hessian.shape[-1] == 1:
+        return torch.zeros_like(hessian)
     basis = _contrasts(hessian.shape[-1]).to(hessian)
     return basis @ positive_root(basis.mT @ hessian @ basis)
 

@@ -355,9 +355,11 @@ class Evaluation:
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def pull_roots(self, roots: Tensor) -> list[Tensor]:
-        """√(w_i / n) J_iᵀ R_i of each view [r, n, d], for R [v, n, k, r]."""
+        """√(w_i / n) J_iᵀ R_i of each view [r, n, d], for R [v, n, k, r]: r backward passes, or n r
+        if samples are coupled.
+        """
         weighted = roots.permute(0, 3, 1, 2) * self.coefficients.sqrt().unsqueeze(1)  # [v, r, n, k]
-        return [pull(weighted.select(0, view)) for view, pull in enumerate(self.pullbacks)]
+        return [pull.apart(weighted.select(0, view)) for view, pull in enumerate(self.pullbacks)]
 
 
 def _sum(pieces: list[Tensor]) -> Tensor:

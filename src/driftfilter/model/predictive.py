@@ -45,6 +45,23 @@ class Pullback(ABC):
     def total(self, cotangents: Tensor) -> Tensor:
         """Their sum Σ_i J_iᵀ c_i, without the rows: [n, k] -> [d]."""
 
+    def apart(self, cotangents: Tensor) -> Tensor:
+        """J_iᵀ c_i of every sample, J_i the derivative of its own logits: [..., n, k] -> [..., n,
+        d]. If samples are coupled, that takes a backward pass for each of them.
+        """
+        if not self.is_coupled:
+            rows = self(cotangents)
+            if not self.is_coupled:  # the rows may have told
+                return rows
+        questions = cotangents.reshape(-1, *cotangents.shape[-2:])
+        found = torch.stack([self._each(question) for question in questions])
+        return found.reshape(*cotangents.shape[:-1], -1)
+
+    def _each(self, cotangents: Tensor) -> Tensor:
+        """J_iᵀ c_i [n, d], one total after the other."""
+        alone = torch.diag_embed(cotangents.mT).movedim(0, -1)  # [n, n, k]
+        return torch.stack([self.total(question) for question in alone])
+
 
 @runtime_checkable
 class PredictiveModel(Protocol):
@@ -69,6 +86,18 @@ class PredictiveModel(Protocol):
         """The model as the loss sees it: itself, unless it has outputs for the loss alone."""
         return self
 
+    @property
+    def exact(self) -> PredictiveModel:
+        """The model whose pullback is the derivative of the logits, as predictions need it: itself,
+        unless it learns by another one (``Ema``).
+        """
+        return self
+
+    @property
+    def by_source(self) -> PredictiveModel:
+        """The model with the source's batch statistics: itself, if it has no others."""
+        return self
+
     def recall(self, memory: Mapping[str, Tensor]) -> PredictiveModel:
         """The model with the statistics of its own that a filter's memory holds."""
         return self
@@ -91,14 +120,17 @@ class PredictiveModel(Protocol):
         """Logits [n, k] and the pullback there."""
 
     def pushforward(self, theta: Tensor, inputs: Inputs, tangents: Tensor) -> Tensor:
-        """J v for rows v [s, d] -> [s, n, k]."""
+        """J v for rows v [s, d] -> [s, n, k], J the derivative of the logits."""
 
 
 def logit_covariance(covariance: Covariance, logits: Tensor, pullback: Pullback) -> Tensor:
-    """J_i Σ J_iᵀ of every sample [n, k, k], the covariance of the linearised logits."""
+    """J_i Σ J_iᵀ of every sample [n, k, k], the covariance of the linearised logits.
+
+    It takes k backward passes, or n k if samples are coupled.
+    """
     k = logits.shape[-1]
     units = torch.eye(k, dtype=logits.dtype, device=logits.device)
-    jacobian = pullback(units[:, None, :].expand(k, len(logits), k))  # [k, n, d]
+    jacobian = pullback.apart(units[:, None, :].expand(k, len(logits), k))  # [k, n, d]
     return torch.einsum("knd,lnd->nkl", jacobian, covariance.apply(jacobian))
 
 
@@ -299,6 +331,16 @@ class ModelAround(PredictiveModel):
     def observing(self) -> PredictiveModel:
         seen = self.model.observing
         return self if seen is self.model else replace(self, model=seen)
+
+    @property
+    def exact(self) -> PredictiveModel:
+        exact = self.model.exact
+        return self if exact is self.model else replace(self, model=exact)
+
+    @property
+    def by_source(self) -> PredictiveModel:
+        inner = self.model.by_source
+        return self if inner is self.model else replace(self, model=inner)
 
     def recall(self, memory: Mapping[str, Tensor]) -> PredictiveModel:
         recalled = self.model.recall(memory)

@@ -13,7 +13,8 @@ renormalisation (Ioffe, 2017): with σ² = variance + ε, σ_b² = v_b + ε,
 
 where m_b and σ_b are differentiated as in batch normalisation, r and d are not. In the exact
 derivative the batch's moments have the share α only, so that a step may move the mean and scale of
-all samples together, and adaptation was seen to collapse.
+all samples together, and adaptation was seen to collapse. Predictions ask how the logits move with
+the parameters, and have the exact derivative (``Network.exact``, ``Network.pushforward``).
 """
 
 import inspect
@@ -166,6 +167,7 @@ class TwinBatchNorm(_BatchNorm):
     measures: bool = False  # RunningStatistics: whether this is the first pass over a batch
     trust: Tensor | float  # D^diversity, by which the share of the batch is multiplied
     novelty: Tensor | float = 1.0  # ν, the share of the batch in what is blended; else the source
+    exact: bool = False  # whether Ema's blend, too, is differentiated as it stands
     witness: Witness | None = None  # of a change of domain, if the blend asks for diversity
     probe: Probe | None = None  # who asks how far the batch is from the source
     carried: (
@@ -263,7 +265,7 @@ class TwinBatchNorm(_BatchNorm):
         )
 
     def _by_blend(self, inputs: Tensor) -> Tensor:
-        fixed = isinstance(self.blend, Ema) and inputs.numel() > self.num_features
+        fixed = self._renormalizes(inputs.numel() // self.num_features)
         if fixed and self._fits_kernels(inputs) and not self._is_bounded(inputs):
             return self._renormalize_by_kernel(inputs)
         batch = self._batch_by_kernel(inputs.detach()) if fixed else self._batch(inputs)
@@ -282,6 +284,10 @@ class TwinBatchNorm(_BatchNorm):
             if fixed
             else _scale_and_shift(inputs, mean, scale, self.weight, self.bias)
         )
+
+    def _renormalizes(self, values: int) -> bool:
+        """Whether a batch with so many values a channel has the derivative of renormalisation."""
+        return isinstance(self.blend, Ema) and values > 1 and not self.exact
 
     def _among(self, inputs: Tensor, shards: Shards) -> Tensor:
         """Normalise if other ranks have a part of the batch: its moments are those of all its
@@ -302,7 +308,7 @@ class TwinBatchNorm(_BatchNorm):
             self.blended = (mean.detach(), variance.detach())
         scale = (variance + self.eps).rsqrt()
         self.moments = Moments(mean.detach(), scale.detach())
-        if not isinstance(self.blend, Ema) or values == 1:
+        if not self._renormalizes(values):
             return _scale_and_shift(inputs, mean, scale, self.weight, self.bias)
         corrected = self._correct((batch_mean.detach(), batch_variance.detach()), self.moments)
         return _scale_and_shift(inputs, batch_mean, (batch_variance + self.eps).rsqrt(), *corrected)
@@ -388,7 +394,7 @@ class TwinBatchNorm(_BatchNorm):
         mean, variance = self.carried
         shape, reach = (-1, *[1] * (inputs.dim() - 2)), _FAR * (variance + self.eps).sqrt()
         low, high = (mean - reach).view(shape), (mean + reach).view(shape)
-        return inputs.detach().to(mean.dtype).clamp(low, high)
+        return (inputs if self.exact else inputs.detach()).to(mean.dtype).clamp(low, high)
 
     def _believe(
         self, bounded: tuple[Tensor, Tensor], batch: tuple[Tensor, Tensor]

@@ -151,6 +151,13 @@ class Backbone:
         self._local = _Local()
         self._proven = False
 
+    @property
+    def by_source(self) -> "Backbone":
+        """The backbone whose batch norms use the running statistics of the source."""
+        if self.statistics == "source":
+            return self
+        return Backbone(self._module, self.head, self.output)
+
     def __call__(self, inputs: Inputs) -> Tensor:
         with outside_inference_mode():
             copy = self._copy()
@@ -263,6 +270,12 @@ class OnFeatures(PredictiveModel):
     @property
     def linear(self) -> bool:
         return self.model.linear
+
+    @property
+    def by_source(self) -> PredictiveModel:
+        backbone = self.backbone
+        inner = backbone.by_source if isinstance(backbone, Backbone) else backbone
+        return self if inner is backbone else OnFeatures(inner, self.model)
 
     def features(self, inputs: Inputs) -> Tensor:
         """z [n, D]."""

@@ -139,6 +139,7 @@ class Network(PredictiveModel):
         self._trust: Tensor | float = 1.0
         self._novelty: Tensor | float = 1.0
         self._shift: Tensor | None = None
+        self._exact = False  # whether it has the derivative of its logits under Ema, too
         self.capturing = False  # passes as CUDA graphs, one for each shape of a batch
         self._local = Local()
 
@@ -159,6 +160,27 @@ class Network(PredictiveModel):
             return self
         other = copy.copy(self)
         other.output, other._observed, other._classes = self._observed, None, self._watched
+        return other
+
+    @property
+    def exact(self) -> Network:
+        """The network whose pullback is the derivative of the logits: under ``Ema`` that of the
+        blend as it stands, with its shares held fixed, not that of batch renormalisation.
+        """
+        if self._exact or not isinstance(self.statistics, Ema):
+            return self
+        other = copy.copy(self)
+        other._exact = True
+        return other
+
+    @property
+    def by_source(self) -> Network:
+        """The network whose batch norms use the running statistics of the source."""
+        if self.statistics == "source":
+            return self
+        other = copy.copy(self)
+        other.statistics, other.capturing, other._local = "source", False, Local()
+        other._carried, other._trust, other._novelty, other._shift = None, 1.0, 1.0, None
         return other
 
     def recall(self, memory: Memory) -> Network:
@@ -252,7 +274,7 @@ class Network(PredictiveModel):
         self, own: Twin, tensors: dict[str, Tensor], inputs: Inputs, dtype: torch.dtype
     ) -> tuple[Tensor, Any]:
         """Logits [n, k], and what the module returned, of which they are a part."""
-        own.carry(self._carried, self._trust, self._novelty)
+        own.carry(self._carried, self._trust, self._novelty, self._exact)
         if own.measured:
             still = {name: tensor.detach() for name, tensor in tensors.items()}
             with torch.no_grad(), as_called(), own.measuring(), own.holding(still) as module:
@@ -323,7 +345,7 @@ class Network(PredictiveModel):
     def pullback(
         self, theta: Tensor, inputs: Inputs
     ) -> tuple[Tensor, NetworkPullback | CapturedPullback]:
-        known = self.probe(inputs)
+        known = self if self._exact else self.probe(inputs)  # predictions look at no source
         logits, pull = known._pull(theta, inputs)
         if known._shift is not None:
             pull.memory = {**pull.memory, SHIFT: known._shift}
@@ -333,7 +355,8 @@ class Network(PredictiveModel):
     def _pull(
         self, theta: Tensor, inputs: Inputs
     ) -> tuple[Tensor, NetworkPullback | CapturedPullback]:
-        if not self.capturing or not possible(theta, inputs) or self._own().measured:
+        graphs = self.capturing and not self._exact and possible(theta, inputs)
+        if not graphs or self._own().measured:
             return self.eager(theta, inputs)
         captures: Captures = self._local.__dict__.setdefault("captures", Captures())
         key = (key_of(theta, inputs, self.output), isinstance(self._novelty, Tensor))
@@ -351,10 +374,11 @@ class Network(PredictiveModel):
         return graph.logits.detach(), NetworkPullback(self, theta, inputs, graph)
 
     def pushforward(self, theta: Tensor, inputs: Inputs, tangents: Tensor) -> Tensor:
+        exact = self.exact
+
         def along(tangent: Tensor) -> Tensor:
-            moved: Tensor = torch.func.jvp(lambda point: self(point, inputs), (theta,), (tangent,))[
-                1
-            ]
+            found = torch.func.jvp(lambda point: exact(point, inputs), (theta,), (tangent,))
+            moved: Tensor = found[1]
             return moved
 
         with forward_mode():
@@ -372,6 +396,12 @@ class Network(PredictiveModel):
         would be wrong.
         """
         known: dict[Pattern, list[str]] = self._local.__dict__.setdefault("proofs", {})
+        return known
+
+    @property
+    def mixing(self) -> set[Pattern]:
+        """Ways of a batch through the layers on which the module itself couples its samples."""
+        known: set[Pattern] = self._local.__dict__.setdefault("mixing", set())
         return known
 
     def couples(self, theta: Tensor, inputs: Inputs, logits: Tensor) -> bool:
@@ -436,7 +466,7 @@ class NetworkPullback(Pullback):
         self._network, self._theta, self._inputs = network, theta, inputs
         self._fresh: _Graph | None = graph
         self.memory = graph.memory  # what the network carries to the next step
-        self.is_coupled = graph.own.coupled
+        self.is_coupled = graph.own.coupled  # or in a way of the module's own, which rows tell
         self.asked: Callable[[Question | None], None] = lambda question: (
             None
         )  # who wants to know what is asked
@@ -447,15 +477,25 @@ class NetworkPullback(Pullback):
 
     def total(self, cotangents: Tensor) -> Tensor:
         self.asked("total")
+        return self._totals(cotangents[None])[0]
+
+    def _each(self, cotangents: Tensor) -> Tensor:
+        self.asked(None)
+        return self._totals(torch.diag_embed(cotangents.mT).movedim(0, -1))
+
+    def _totals(self, questions: Tensor) -> Tensor:
+        """Gradients [m, d] of cotangents [m, n, k], by one forward pass."""
         graph = self._take()
         graph.records.clear()  # or they would hold the layers' inputs beyond their turn
         if not graph.logits.requires_grad:  # no parameter is read
-            return torch.zeros_like(self._theta)
-        gradients = graph.backward(cotangents)
-        pairs = [(gradients[name], leaf) for name, leaf in graph.leaves.items()]
-        return torch.cat(
-            [(torch.zeros_like(leaf) if grad is None else grad).flatten() for grad, leaf in pairs]
-        )
+            return self._theta.new_zeros(len(questions), len(self._theta))
+        found: list[Tensor] = []
+        for cotangents in questions:
+            gradients = graph.backward(cotangents, retain=len(found) + 1 < len(questions))
+            pairs = [(gradients[name], leaf) for name, leaf in graph.leaves.items()]
+            pieces = (torch.zeros_like(leaf) if own is None else own for own, leaf in pairs)
+            found.append(torch.cat([piece.flatten() for piece in pieces]))
+        return torch.stack(found)
 
     def __call__(self, cotangents: Tensor) -> Tensor:
         self.asked("rows" if cotangents.dim() == 2 else None)
@@ -466,6 +506,7 @@ class NetworkPullback(Pullback):
         pattern = (self._network.output, *pattern_of(graph.records, len(graph.logits)))
         if pattern not in self._network.proofs and len(graph.logits) > 1 and not graph.own.coupled:
             self._prove(graph, flat, pattern)
+        self.is_coupled = graph.own.coupled or pattern in self._network.mixing
         rows: list[Tensor] = []
         for own in flat:
             rows.append(self._rows(graph, own, pattern, retain=len(rows) + 1 < len(flat)))
@@ -481,6 +522,7 @@ class NetworkPullback(Pullback):
         astray = wrong_rows(rows, gradients, tolerance, asked)
         if astray and self._network.couples(self._theta, self._inputs, graph.logits.detach()):
             astray = wrong_rows(rows, gradients, tolerance)
+            self._network.mixing.add(pattern)
         self._network.proofs[pattern] = [*without, *astray]
 
     def _rows(self, graph: _Graph, cotangents: Tensor, pattern: Pattern, retain: bool) -> Tensor:

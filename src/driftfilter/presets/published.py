@@ -149,7 +149,9 @@ def eata(
     Without data it is ETA. ImageNet: α = 2000. A step that keeps no sample does not pull either, as
     theirs.
     """
-    fisher = Laplace(per="batch", scale="mean", precision=1e-12, labels="predicted")
+    fisher = Laplace(
+        per="batch", scale="mean", precision=1e-12, labels="predicted", statistics="stream"
+    )
     anchored = GradientStep(Adam(lr), anchor=2 * alpha)
     return replace(eta(lr, margin, similarity), source=fisher, inference=anchored)
 
@@ -211,8 +213,8 @@ def petal(
     """PETAL, because it is CoTTA with the pull λ Λ_S (θ - θ_S) of a Gaussian source posterior, and
     restores the parameters whose squared gradient is below its 3 % quantile.
 
-    Λ_S is a diagonal Laplace posterior from source ``data``, while the authors retrain with SWAG;
-    without data λ = 0.
+    Λ_S is a diagonal Laplace posterior from source ``data``, under the source's batch statistics,
+    while the authors retrain with SWAG; without data λ = 0.
     """
     recipe = cotta(lr, momentum, 0.0, confidence, copies, augmentation)
     anchored = GradientStep(Adam(lr), anchor=strength, keep_gradient=True)
@@ -227,7 +229,7 @@ def bacs(
 
     One posterior with ``samples`` draws of the same covariance, while the authors adapt each member
     of an ensemble (of SWAG posteriors) by itself; a diagonal Laplace posterior from source
-    ``data``. Without data it is TENT.
+    ``data``, under the source's batch statistics. Without data it is TENT.
     """
     posterior, anchored = Laplace(precision=precision), GradientStep(Adam(lr), anchor=strength)
     return _descent(

@@ -272,7 +272,9 @@ class Laplace(Checked):
     "predicted", the most likely class; "drawn" from the model's probabilities with ``seed``, which
     makes the empirical Fisher an estimate of the Fisher information. Gauss–Newton and Hessian do
     not depend on them. "kronecker" needs a Network, and keeps what a Kronecker part can of each
-    weight matrix.
+    weight matrix. ``statistics``: the data pass with the batch statistics of the "source", under
+    which the parameters were trained to be a mode; or as the "stream" will, with those that the
+    model adapts with, as EATA's authors have it. Gauss–Newton then takes k passes for each sample.
     """
 
     structure: str = "diagonal"
@@ -285,6 +287,7 @@ class Laplace(Checked):
     precision: Literal["marginal_likelihood"] | float = 1.0
     labels: Literal["given", "predicted", "drawn"] = "given"
     seed: Count = 0
+    statistics: Literal["source", "stream"] = "source"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -311,6 +314,7 @@ class Laplace(Checked):
     ) -> Belief:
         require(data is not None, "Laplace: data", data, "SourceData(inputs, labels)")
         assert data is not None
+        model = model.by_source if self.statistics == "source" else model
         start = 1.0 if isinstance(self.precision, str) else float(self.precision)
         covariance = STRUCTURES[self.structure].isotropic_like(
             1 / start, mean, self.rank, model.shapes
@@ -393,17 +397,23 @@ def fit_laplace(
     inputs: Tensor,
     labels: Tensor,
     iterations: int = 100,
+    statistics: Literal["source", "stream"] = "source",
 ) -> Belief:
     """Laplace approximation N(θ*, Λ⁻¹): the mode θ* by Newton's method from the prior's mean, Λ the
     Hessian there.
 
     Λ = Λ_prior + Σ_i J_iᵀ (diag p_i - p_i p_iᵀ) J_i, a *sum* over the source samples (the paper
     calls Λ⁻¹ the Hessian); exact for linear heads, generalised Gauss–Newton for others. ``labels``
-    [n] are class indices; the covariance keeps the prior's structure. Raises if the mode is not
-    reached in ``iterations`` steps.
+    [n] are class indices; the covariance keeps the prior's structure. Batch norms use the
+    statistics of the "source", or as in the "stream" those of the model (``Laplace``). Raises if
+    the mode is not reached in ``iterations`` steps.
     """
     require(isinstance(prior, Belief), "prior", prior, "a Belief")
-    energy = _cross_entropy(lift(logits), prior.mean, inputs, lambda _: labels)
+    known = statistics in ("source", "stream")
+    require(known, "fit_laplace: statistics", statistics, "'source' or 'stream'")
+    model = lift(logits)
+    model = model.by_source if statistics == "source" else model
+    energy = _cross_entropy(model, prior.mean, inputs, lambda _: labels)
     exact = _exact(prior.covariance)
     mean, evaluation = prior.mean, energy.evaluation
     for _ in range(iterations):
