@@ -38,7 +38,12 @@ from driftfilter.inference.linearized import (
     Inference as Inference,
     Linearized as Linearized,
 )
-from driftfilter.inference.optimizers import SGD as SGD, Adam as Adam, GradientStep as GradientStep
+from driftfilter.inference.optimizers import (
+    SGD as SGD,
+    Adam as Adam,
+    AdamW as AdamW,
+    GradientStep as GradientStep,
+)
 from driftfilter.inference.prediction import (
     MAP as MAP,
     FromTeacher as FromTeacher,

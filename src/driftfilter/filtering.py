@@ -34,7 +34,7 @@ from driftfilter.base.randomness import Randomness
 from driftfilter.gaussian.belief import Belief
 from driftfilter.inference.linearized import Inference, Linearized
 from driftfilter.inference.prediction import MAP, Prediction, PredictionRule, Query
-from driftfilter.inference.resets import Upkeep
+from driftfilter.inference.resets import Upkeep, as_upkeeps
 from driftfilter.model.dynamics import MeanReversion
 from driftfilter.model.losses import Loss
 from driftfilter.model.noise import Stationary
@@ -167,7 +167,8 @@ class Filter(Checked):
     """A Gaussian filter over the parameters of a classifier, on a stream without labels.
 
     ``predict_from``: "posterior" predicts a batch after adapting to it, "prior" before. ``upkeep``:
-    what else happens to the belief between two steps (restores and resets).
+    what else happens to the belief between two steps (restores and resets); several in a tuple, one
+    after the other.
 
     >>> import torch, driftfilter as df
     >>> filt = df.Filter(logits=df.LinearHead(classes=2), inference=df.Linearized(df.Hessian()))
@@ -187,7 +188,7 @@ class Filter(Checked):
     )
     prediction: Annotated[PredictionRule, Role("prediction", "MAP()")] = field(default_factory=MAP)
     predict_from: Literal["prior", "posterior"] = "posterior"
-    upkeep: Annotated[Upkeep, Role("upkeep", "ResetEvery(1000)")] | None = None
+    upkeep: Upkeep | tuple[Upkeep, ...] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -205,7 +206,7 @@ class Filter(Checked):
         allowed = "of role 'prediction', such as MAP(); a rule of your own inherits PredictionRule"
         fits = isinstance(self.prediction, PredictionRule)
         require(fits, "Filter.prediction", self.prediction, allowed)
-        upkeeps = (self.observation.teacher, self.upkeep)
+        upkeeps = (self.observation.teacher, *as_upkeeps("Filter.upkeep", self.upkeep))
         loss: Loss = self.observation.loss  # type: ignore[assignment]  # as_loss in Gibbs
         self.__dict__.update(
             logits=lift(self.logits),

@@ -79,6 +79,8 @@ class Recipe(Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         batch_norm.require_statistics(self.statistics)
+        if isinstance(self.upkeep, list):
+            object.__setattr__(self, "upkeep", tuple(self.upkeep))
         require(
             self.centering is None or isinstance(self.centering, Centering),
             "Recipe.centering",

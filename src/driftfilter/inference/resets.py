@@ -8,7 +8,7 @@ transition, except in a full reset.
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, Protocol, final
+from typing import Annotated, Any, Protocol, final
 
 import torch
 from torch import Tensor
@@ -22,6 +22,8 @@ from driftfilter.base.checks import (
     PositiveCount,
     register,
     require,
+    require_role,
+    role_of,
     unchecked,
 )
 from driftfilter.base.randomness import Purpose, Randomness
@@ -43,6 +45,20 @@ class Upkeep(Protocol):
         self, belief: Belief, energy: Energy, memory: Memory, randomness: Randomness
     ) -> tuple[Belief, Memory]:
         """Belief and memory for the next step; the energy is that of this one."""
+
+
+def as_upkeeps(field: str, upkeep: Any) -> tuple[Upkeep, ...]:
+    """None, one upkeep or several, one after the other."""
+    if upkeep is None:
+        return ()
+    several = tuple(upkeep) if isinstance(upkeep, (tuple, list)) else (upkeep,)
+    require(len(several) > 0, field, upkeep, "an upkeep, a tuple of one or more, or None")
+    for each in several:
+        require_role(field, each, "upkeep", "ResetEvery(1000), or a tuple of them")
+    kinds = [type(each) for each in several if role_of(each) == "upkeep"]
+    allowed = "with one of a kind: they share their memory and their draws"
+    require(len(set(kinds)) == len(kinds), field, upkeep, allowed)
+    return several
 
 
 def _restore(belief: Belief, source: Belief, mask: Tensor) -> Belief:

@@ -83,8 +83,8 @@ def get(name: str, **options: Any) -> Recipe:
     """The recipe of a preset, with some of its hyper-parameters, or fields of the recipe, changed.
 
     >>> get("tent", lr=0.01).inference
-    GradientStep(rule=Adam(lr=0.01, betas=(0.9, 0.999), eps=1e-08), anchor=0.0, radius=0.0,
-                 reference=0, keep_gradient=False)
+    GradientStep(rule=Adam(lr=0.01, betas=(0.9, 0.999), eps=1e-08, weight_decay=0.0), anchor=0.0,
+                 radius=0.0, reference=0, keep_gradient=False)
     """
     return recipe_of(name, options)
 
