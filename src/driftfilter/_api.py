@@ -98,6 +98,7 @@ from driftfilter.model.noise import (
     Stationary as Stationary,
 )
 from driftfilter.model.observation import Gibbs as Gibbs, Teacher as Teacher
+from driftfilter.model.opinion import OpinionEntropy as OpinionEntropy
 from driftfilter.model.predictive import (
     LinearHead as LinearHead,
     PredictiveModel as PredictiveModel,

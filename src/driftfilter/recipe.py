@@ -35,7 +35,13 @@ from driftfilter.inference import (
     prediction,
     variational as variational,
 )
-from driftfilter.model import observation, predictive, transition, views as views
+from driftfilter.model import (
+    observation,
+    opinion as opinion,
+    predictive,
+    transition,
+    views as views,
+)
 from driftfilter.model.centering import Centered, Centering
 from driftfilter.networks import (
     batch_norm,

@@ -1,4 +1,5 @@
-"""The table of presets by name: published methods (published.py), the paper's and ours (ours.py).
+"""The table of presets by name: published methods (published.py, more_published.py), the paper's
+and ours (ours.py).
 
 ``for_model`` gives the recipe of one for a model.
 """
@@ -13,12 +14,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from driftfilter.base.checks import nearest, require, warn
 from driftfilter.networks.parameters import NormAffine
+from driftfilter.presets.more_published import MORE
 from driftfilter.presets.ours import OURS, UNUSED
 from driftfilter.presets.published import PUBLISHED
 from driftfilter.recipe import Recipe
 
 PRESETS: dict[str, Callable[..., Recipe]] = {
-    preset.__name__: preset for preset in (*PUBLISHED, *OURS)
+    preset.__name__: preset for preset in (*PUBLISHED, *MORE, *OURS)
 }
 
 # At their published rates only for networks with batch normalisation: they push every sample,

@@ -1,0 +1,74 @@
+"""More presets are the updates their authors published: step by step against plain loops."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import driftfilter as df
+import published.gradient_steps as by_hand
+import published.more_methods as more
+from driftfilter.base.randomness import Purpose, Randomness
+from driftfilter.presets.more_published import MORE
+
+SEED = 3
+MODEL, STREAM = by_hand.network(), by_hand.stream()
+
+
+def mean_of(adapter: df.Adapter) -> Tensor:
+    return adapter.belief.mean
+
+
+class Case(NamedTuple):
+    """A preset on a stream, and what its authors' loop does there."""
+
+    adapter: df.Adapter
+    batches: list[Tensor]
+    steps: list[by_hand.Step]
+    read: Callable[[df.Adapter], Tensor] = mean_of
+    learns: bool = True
+
+
+def adapter_of(preset: str, model: nn.Module = MODEL, **options: Any) -> df.Adapter:
+    return df.adapt(model, preset, seed=SEED, **options)
+
+
+def draws_of(purpose: Purpose, step: int) -> torch.Generator:
+    return Randomness(SEED, step, torch.device("cpu")).generator(purpose)
+
+
+def come() -> Case:
+    steps = by_hand.descend(MODEL, STREAM, more.come_loss, by_hand.adam(0.02))
+    return Case(adapter_of("come", lr=0.02), STREAM, list(steps))
+
+
+CASES: dict[str, Callable[[], Case]] = {"come": come}
+
+
+def assert_close(actual: Any, expected: Any) -> None:
+    torch.testing.assert_close(actual, expected, rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_preset_is_its_authors_loop(name: str) -> None:
+    """After one, two and three batches: parameters and probabilities."""
+    case = CASES[name]()
+    before = [parameter.clone() for parameter in MODEL.parameters()]
+    assert len(case.batches) == len(case.steps) == 3
+    case.adapter(case.batches[0])
+    start = case.adapter.state.source.mean
+    case.adapter.reset()
+    for batch, step in zip(case.batches, case.steps, strict=True):
+        assert_close(case.adapter(batch).exp(), step.probabilities)
+        assert_close(case.read(case.adapter), step.parameters)
+    moved = max((step.parameters - start).abs().max().item() for step in case.steps)
+    assert moved > 1e-4 if case.learns else moved == 0
+    assert all(
+        torch.equal(one, other) for one, other in zip(before, MODEL.parameters(), strict=True)
+    )
+
+
+def test_every_preset_has_a_loop() -> None:
+    assert {preset.__name__ for preset in MORE} <= set(CASES)
