@@ -75,6 +75,7 @@ from driftfilter.model.dynamics import (
     RandomWalk as RandomWalk,
     Seasonal as Seasonal,
 )
+from driftfilter.model.looking import ProbabilityDrop as ProbabilityDrop
 from driftfilter.model.losses import (
     ConjugatePseudoLabel as ConjugatePseudoLabel,
     Entropy as Entropy,
@@ -110,12 +111,15 @@ from driftfilter.model.views import (
     ImageViews as ImageViews,
     MarginalEntropy as MarginalEntropy,
     Mirror as Mirror,
+    PatchShuffle as PatchShuffle,
 )
 from driftfilter.model.weighting import (
+    Batch as Batch,
     CertaintyDiversity as CertaintyDiversity,
     Constant as Constant,
     DiversityGate as DiversityGate,
     EntropyGate as EntropyGate,
+    LookingWeighting as LookingWeighting,
     Product as Product,
     Reliability as Reliability,
     RunGate as RunGate,

@@ -36,6 +36,7 @@ from driftfilter.inference import (
     variational as variational,
 )
 from driftfilter.model import (
+    looking as looking,
     observation,
     opinion as opinion,
     predictive,

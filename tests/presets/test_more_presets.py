@@ -44,7 +44,17 @@ def come() -> Case:
     return Case(adapter_of("come", lr=0.02), STREAM, list(steps))
 
 
-CASES: dict[str, Callable[[], Case]] = {"come": come}
+def deyo() -> Case:
+    def draws(step: int, samples: int) -> Tensor:
+        return torch.rand(samples, 9, generator=draws_of(Purpose.WEIGHTING, step))
+
+    rules: dict[str, Any] = {"lr": 0.02, "drop": 0.05, "margin": 0.6, "limit": 0.8}
+    steps = list(more.deyo_loop(MODEL, STREAM, **rules, cuts=3, draws=draws))
+    assert all(0 < step.kept < int(step.note.split()[0]) < 12 for step in steps)
+    return Case(adapter_of("deyo", **rules, patches=3), STREAM, steps)
+
+
+CASES: dict[str, Callable[[], Case]] = {"come": come, "deyo": deyo}
 
 
 def assert_close(actual: Any, expected: Any) -> None:

@@ -16,6 +16,7 @@ class Purpose(IntEnum):
     PREDICTION = 3
     TEACHER = 4
     UPKEEP = 5
+    WEIGHTING = 6
 
 
 def _mix(value: int) -> int:

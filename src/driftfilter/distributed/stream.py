@@ -28,6 +28,7 @@ from driftfilter.model.predictive import (
     Pullback,
     PullbackAround,
 )
+from driftfilter.model.weighting import looks
 from driftfilter.networks.features import OnFeatures
 from driftfilter.recipe import Recipe
 
@@ -100,6 +101,12 @@ def join(
         "adapt: recipe",
         f"chunk={recipe.chunk}",
         f"without chunks, each a step of its own; {apart}",
+    )
+    require(
+        not looks(recipe.observation.weighting),
+        "adapt: recipe",
+        recipe.observation.weighting,
+        f"a recipe whose weighting sees logits alone, not inputs of other ranks; {apart}",
     )
     require(
         window == 0,

@@ -29,7 +29,7 @@ from driftfilter.model.expansion import Expansion
 from driftfilter.model.losses import Entropy, Loss, Targets, as_loss
 from driftfilter.model.predictive import PredictiveModel, Pullback
 from driftfilter.model.views import Augmentation, ImageViews, augment
-from driftfilter.model.weighting import Constant, Memory, Weighting
+from driftfilter.model.weighting import Batch, Constant, Memory, Weighting, look_at, looks
 
 TEACHER = "teacher"  # in the memory: φ [d]
 
@@ -106,7 +106,7 @@ class Gibbs(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "loss", as_loss("Gibbs.loss", self.loss))
+        self.__dict__.update(loss=as_loss("Gibbs.loss", self.loss), _looks=looks(self.weighting))
         require(
             self.teacher is None or isinstance(self.teacher, Teacher),
             "Gibbs.teacher",
@@ -140,13 +140,13 @@ class Gibbs(Checked):
         loss, memory = own.recall(logits, memory)
         rule = self if loss is own else unchecked(Gibbs, **{**self.__dict__, "loss": loss})
         targets = loss.targets(logits if taught is None else taught)
-        weights, used, memory = self.weigh(logits, loss.selected(targets), memory)
+        batch = Batch(seen, theta, inputs, randomness, source)
+        weights, used, memory = self.weigh(logits, loss.selected(targets), memory, batch)
         weights = weights * pullback.novelty
         samples = Samples(targets, weights, self.coefficients(weights, used), used)
         evaluation = evaluate(loss, pulled, samples, keeps_rows)
-        return Energy(
-            rule, seen, views, samples, theta, evaluation, source, taught, seen is model
-        ), {**memory, **pullback.memory}
+        fixed = (rule, seen, views, samples, theta, evaluation, source, taught)
+        return Energy(*fixed, seen is model, randomness), {**memory, **pullback.memory}
 
     def views(
         self, model: PredictiveModel, inputs: Inputs, randomness: Randomness
@@ -162,7 +162,7 @@ class Gibbs(Checked):
         return (inputs, *model.draw_views(draw, inputs))
 
     def weigh(
-        self, logits: Tensor, start: Tensor | None, memory: Memory
+        self, logits: Tensor, start: Tensor | None, memory: Memory, batch: Batch
     ) -> tuple[Tensor, int, Memory]:
         """Weights [n] of samples from their logits [n, k], how many have one, and the weighting's
         memory.
@@ -170,7 +170,8 @@ class Gibbs(Checked):
         if start is None and isinstance(self.weighting, Constant):  # nothing to look at
             return logits.new_full(logits.shape[:1], self.weighting.beta), logits.shape[0], memory
         start = logits.new_ones(logits.shape[0]) if start is None else start
-        weights, memory = self.weighting(logits, start, memory)
+        weighting = look_at(batch, self.weighting) if self.__dict__["_looks"] else self.weighting
+        weights, memory = weighting(logits, start, memory)
         if not (weights >= 0).all():
             raise ValueError(
                 f"the weights of the samples must be >= 0, got {weights.min().item():g} from "
@@ -186,12 +187,12 @@ class Gibbs(Checked):
         return weights / (used.clamp_min(least) if isinstance(used, Tensor) else max(used, least))
 
     def weigh_again(
-        self, samples: Samples, logits: Tensor, novelty: Tensor | float = 1.0
+        self, samples: Samples, logits: Tensor, batch: Batch, novelty: Tensor | float = 1.0
     ) -> Samples:
         """The samples with the weights that their logits at another θ give to those that had one;
         no memory is kept.
         """
-        weights, used, _ = self.weigh(logits, (samples.weights > 0).to(logits.dtype), {})
+        weights, used, _ = self.weigh(logits, (samples.weights > 0).to(logits.dtype), {}, batch)
         weights = weights * novelty
         return Samples(samples.targets, weights, self.coefficients(weights, used), used)
 
@@ -232,6 +233,7 @@ class Energy(NamedTuple):
     source: Belief | None = None  # where the stream started
     taught: Tensor | None = None  # the teacher's logits [n, k]
     observes_logits: bool = True  # False: the loss sees other outputs than those predicted with
+    randomness: Randomness | None = None  # of the step
 
     @property
     def loss(self) -> Loss:
@@ -250,7 +252,9 @@ class Energy(NamedTuple):
         Samples that were left out stay out, others may leave.
         """
         pulled, novelty = self._pull_back(theta), self.evaluation.pullbacks[0].novelty
-        samples = self.observation.weigh_again(self.samples, pulled[0][0], novelty)
+        assert self.randomness is not None
+        batch = Batch(self.model, theta, self.views[0], self.randomness, self.source)
+        samples = self.observation.weigh_again(self.samples, pulled[0][0], batch, novelty)
         return evaluate(self.loss, pulled, samples)
 
     def known_logits(self, theta: Tensor) -> Tensor | None:

@@ -136,6 +136,44 @@ class ImageViews(Checked):
         return functional.grid_sample(inputs, grid, padding_mode="border", align_corners=False)
 
 
+@final
+@dataclass(frozen=True)
+class PatchShuffle(Checked):
+    """Augmentation: images [n, c, h, w] cut into ``patches`` × ``patches`` pieces in random order,
+    another one for each image.
+
+    It destroys shapes and leaves colours and textures. Sizes that cannot be cut evenly are scaled
+    down to the next that can, and back.
+    """
+
+    patches: PositiveCount = 4
+
+    def __call__(self, inputs: Tensor, generator: torch.Generator) -> Tensor:
+        require(
+            isinstance(inputs, Tensor) and inputs.dim() == 4 and inputs.is_floating_point(),
+            "inputs of PatchShuffle",
+            f"{inputs.dtype} of shape {list(inputs.shape)}"
+            if isinstance(inputs, Tensor)
+            else type(inputs).__name__,
+            "floating-point images [n, c, h, w] (give another augmentation)",
+        )
+        n, size = len(inputs), inputs.shape[2:]
+        rows, columns = (min(self.patches, length) for length in size)
+        even = [size[0] // rows * rows, size[1] // columns * columns]
+        cut = _resize(inputs, even).unflatten(3, (columns, -1)).unflatten(2, (rows, -1))
+        pieces = cut.permute(0, 2, 4, 1, 3, 5).flatten(1, 2)  # [n, pieces, c, h', w']
+        order = torch.rand(n, rows * columns, generator=generator, device=inputs.device).argsort(-1)
+        pieces = pieces[torch.arange(n, device=inputs.device)[:, None], order]
+        joined = pieces.unflatten(1, (rows, columns)).permute(0, 3, 1, 4, 2, 5)
+        return _resize(joined.flatten(4, 5).flatten(2, 3), list(size))
+
+
+def _resize(images: Tensor, size: list[int]) -> Tensor:
+    if list(images.shape[2:]) == size:
+        return images
+    return functional.interpolate(images, size, mode="bilinear", antialias=True)
+
+
 def augment(augmentation: Augmentation, inputs: Inputs, generator: torch.Generator) -> Inputs:
     """One augmented view, checked."""
     view = augmentation(inputs.clone() if isinstance(inputs, Tensor) else inputs, generator)
@@ -275,4 +313,7 @@ class MarginalEntropy(Checked, Loss):
         return separable(None, p, first, second, (0.0, *[1 / self.copies] * self.copies))
 
 
-register(loss=(Consistency, MarginalEntropy), augmentation=(GaussianNoise, ImageViews, Mirror))
+register(
+    loss=(Consistency, MarginalEntropy),
+    augmentation=(GaussianNoise, ImageViews, Mirror, PatchShuffle),
+)
