@@ -32,6 +32,7 @@ from driftfilter.inference.curvature import (
     Hessian as Hessian,
     NoCurvature as NoCurvature,
 )
+from driftfilter.inference.laplacian import LaplacianAdjustment as LaplacianAdjustment
 from driftfilter.inference.linearized import (
     Bong as Bong,
     Frozen as Frozen,

@@ -167,6 +167,10 @@ ROLES: dict[
 }
 
 
+# A plain function has no features, and says so.
+FEATURES = ("LaplacianAdjustment",)
+
+
 class Setting(NamedTuple):
     """A filter with one variant in its place."""
 
@@ -201,7 +205,7 @@ class Setting(NamedTuple):
 def setting(role: str, name: str, base: str, dtype: torch.dtype, device: str) -> Setting:
     """``base``: a covariance structure under a linear head, or "lifted"."""
     parts = {
-        "logits": curved if base == "lifted" else df.LinearHead(2),
+        "logits": curved if base == "lifted" and name not in FEATURES else df.LinearHead(2),
         "inference": df.Linearized(df.Hessian()),
     }
     filt = df.Filter(**{**parts, **ROLES[role](example(role, name))})

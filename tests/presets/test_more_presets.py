@@ -54,7 +54,20 @@ def deyo() -> Case:
     return Case(adapter_of("deyo", **rules, patches=3), STREAM, steps)
 
 
-CASES: dict[str, Callable[[], Case]] = {"come": come, "deyo": deyo}
+def lame(affinity: str) -> Case:
+    steps = list(more.lame_loop(MODEL, STREAM, affinity, 3))
+    assert all(2 < step.kept < 99 and step.note == "moved" for step in steps)
+    adapter = adapter_of("lame", affinity=affinity, neighbours=3)
+    return Case(adapter, STREAM, steps, learns=False)
+
+
+CASES: dict[str, Callable[[], Case]] = {
+    "come": come,
+    "deyo": deyo,
+    "lame": lambda: lame("knn"),
+    "lame rbf": lambda: lame("rbf"),
+    "lame linear": lambda: lame("linear"),
+}
 
 
 def assert_close(actual: Any, expected: Any) -> None:

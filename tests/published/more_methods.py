@@ -6,6 +6,7 @@ shared.
 
 import math
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 
 import torch
 from torch import Tensor, nn
@@ -67,3 +68,44 @@ def deyo_loop(
         minimise(rule, (losses * factor).mean())
         note = f"{len(certain)} certain"
         yield Step(flat(parameters), logits.detach().softmax(1), len(second), note=note)
+
+
+@torch.no_grad()
+def lame_loop(
+    model: nn.Module, batches: list[Tensor], affinity: str, neighbours: int
+) -> Iterator[Step]:
+    """LAME, sample by sample; ``kept``: the fixed points until it stands still."""
+    body = deepcopy(model).eval()
+    head = body.get_submodule("head")
+    setattr(body, "head", nn.Identity())  # noqa: B010
+    frozen = min(model.parameters(), key=Tensor.numel).detach().flatten()
+    for batch in batches:
+        features = body(batch)
+        p = head(features).softmax(1)
+        z = features / features.norm(dim=1, keepdim=True)
+        n = len(z)
+        apart = torch.stack([(z - row).norm(dim=1) for row in z])
+        kernel = torch.zeros(n, n, dtype=p.dtype)
+        if affinity == "knn":
+            for i in range(n):
+                for j in sorted(range(n), key=lambda j, i=i: apart[i, j].item())[1:][:neighbours]:  # type: ignore[misc]
+                    kernel[i, j] = 1.0
+        elif affinity == "rbf":
+            width = torch.stack([row.sort().values[neighbours - 1] for row in apart]).mean()
+            kernel = torch.exp(-(apart**2) / (2 * width**2))
+        else:
+            kernel = z @ z.T
+        unary = -torch.log(p + 1e-10)
+        labels, before = torch.softmax(-unary, 1), math.inf
+        for step in range(100):
+            pairwise = kernel @ labels
+            labels = torch.softmax(-unary + pairwise, 1)
+            energy = (
+                (unary * labels - pairwise * labels + labels * torch.log(labels.clip(1e-20)))
+                .sum()
+                .item()
+            )
+            if step > 1 and abs(energy - before) <= 1e-8 * abs(before):
+                break
+            before = energy
+        yield Step(frozen, labels, step, note="moved" if (labels - p).abs().max() > 0.1 else "")

@@ -20,7 +20,8 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias, final
 
@@ -44,6 +45,7 @@ from driftfilter.networks.autocast import as_called, cast, dtype_of, forward_mod
 from driftfilter.networks.batch_norm import Ema, Statistics, diversity, require_statistics
 from driftfilter.networks.batch_trust import novelty
 from driftfilter.networks.cuda_graphs import CapturedPullback, Captures, Question, key_of, possible
+from driftfilter.networks.features import catch_features, find_head, take_features
 from driftfilter.networks.parameters import Chosen, NormAffine, Selection, select
 from driftfilter.networks.row_check import some, tolerance_of, wrong_rows
 from driftfilter.networks.sample_gradients import cast_call
@@ -134,6 +136,8 @@ class Network(PredictiveModel):
         self._novelty: Tensor | float = 1.0
         self._shift: Tensor | None = None
         self.capturing = False  # passes as CUDA graphs, one for each shape of a batch
+        self._featuring = False  # features beside the logits
+        self._head: list[str] = []  # the layer that they enter, once it is known
         self._local = Local()
 
     def mean(self) -> Tensor:
@@ -154,6 +158,16 @@ class Network(PredictiveModel):
         other = copy.copy(self)
         other.output, other._observed, other._classes = self._observed, None, self._watched
         return other
+
+    def with_features(self) -> Network:
+        """The network with what enters its last linear layer beside its outputs."""
+        other = copy.copy(self)
+        other._featuring = True
+        return other
+
+    def logits_and_features(self, theta: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        outputs = self.with_features()(theta, inputs)
+        return outputs[:, : self._classes[0]], outputs[:, self._classes[0] :]
 
     def recall(self, memory: Memory) -> Network:
         """The model with the statistics that a memory carries; itself if it carries none."""
@@ -245,12 +259,29 @@ class Network(PredictiveModel):
     ) -> tuple[Tensor, Any]:
         """Logits [n, k], and what the module returned, of which they are a part."""
         own.carry(self._carried, self._trust, self._novelty)
-        with as_called(), own.holding(tensors) as module:
+        seen: list[Tensor] = []
+        with as_called(), own.holding(tensors) as module, self._catching(module, inputs, seen):
             outputs = self._ask(module, inputs)
             logits = self.output(outputs)
         samples = len(inputs) if isinstance(inputs, Tensor) else batch_size(inputs)
         self._require_logits(logits, samples)
+        if self._featuring:
+            logits = torch.cat((logits, take_features(self._head[0], seen).to(logits.dtype)), -1)
         return logits.to(dtype), outputs
+
+    @contextmanager
+    def _catching(self, module: nn.Module, inputs: Inputs, seen: list[Tensor]) -> Iterator[None]:
+        """Catch what enters the last linear layer, if features are asked for."""
+        if not self._featuring:
+            yield
+            return
+        if not self._head:
+            self._head.append(find_head(self._base, inputs, self._classifying))
+        handle = catch_features(module.get_submodule(self._head[0]), seen)
+        try:
+            yield
+        finally:
+            handle.remove()
 
     def _ask(self, module: nn.Module, inputs: Inputs) -> Any:
         """What the module returns for inputs in its dtype."""
@@ -278,7 +309,7 @@ class Network(PredictiveModel):
             return {}
         if self.statistics.diversity == 0:
             return {STATISTICS: own.carried()}
-        classes = logits
+        classes = logits[:, : self._classes[0]]
         if self.output is not self._classifying:
             with as_called():
                 classes = self._classifying(outputs)
@@ -320,7 +351,7 @@ class Network(PredictiveModel):
     def _pull(
         self, theta: Tensor, inputs: Inputs
     ) -> tuple[Tensor, NetworkPullback | CapturedPullback]:
-        if not self.capturing or not possible(theta, inputs):
+        if not self.capturing or self._featuring or not possible(theta, inputs):
             return self.eager(theta, inputs)
         captures: Captures = self._local.__dict__.setdefault("captures", Captures())
         key = (key_of(theta, inputs, self.output), isinstance(self._novelty, Tensor))
@@ -424,6 +455,7 @@ class NetworkPullback(Pullback):
         self._fresh: _Graph | None = graph
         self.memory = graph.memory  # what the network carries to the next step
         self.is_coupled = graph.own.coupled
+        self.feature_columns = graph.logits.shape[1] - network._classes[0]
         self.asked: Callable[[Question | None], None] = lambda question: (
             None
         )  # who wants to know what is asked
@@ -450,7 +482,11 @@ class NetworkPullback(Pullback):
         if not graph.logits.requires_grad:
             return self._theta.new_zeros(*cotangents.shape[:-1], len(self._theta))
         flat = cotangents.reshape(-1, *cotangents.shape[-2:])
-        pattern = (self._network.output, *pattern_of(graph.records, len(graph.logits)))
+        pattern = (
+            self._network.output,
+            self.feature_columns,
+            *pattern_of(graph.records, len(graph.logits)),
+        )
         if pattern not in self._network.proofs and len(graph.logits) > 1 and not graph.own.coupled:
             self._prove(graph, flat, pattern)
         rows: list[Tensor] = []
