@@ -66,6 +66,14 @@ from driftfilter.inference.resets import (
     Upkeep as Upkeep,
 )
 from driftfilter.inference.variational import Variational as Variational
+from driftfilter.model.batch_losses import (
+    BatchLoss as BatchLoss,
+    CentroidLabel as CentroidLabel,
+    Contrast as Contrast,
+    MomentAlignment as MomentAlignment,
+    Seen as Seen,
+    SourceReplay as SourceReplay,
+)
 from driftfilter.model.centering import Centering as Centering
 from driftfilter.model.dynamics import (
     Affine as Affine,

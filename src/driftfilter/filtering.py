@@ -12,7 +12,7 @@ State goes in; state, prediction and info come out. Nothing is changed in place.
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from numbers import Integral
 from typing import Annotated, Any, Literal, NamedTuple, Self, final
@@ -218,8 +218,17 @@ class Filter(Checked):
             _warned=False,
         )
 
-    def init(self, belief: Belief, seed: int = 0) -> FilterState:
-        """The state before the first batch, from a belief over the parameters: the source."""
+    def init(
+        self,
+        belief: Belief,
+        seed: int = 0,
+        data: Iterable[tuple[Inputs, Tensor | None]] | None = None,
+    ) -> FilterState:
+        """The state before the first batch, from a belief over the parameters: the source.
+
+        ``data``: source inputs with labels or None (``SourceData``), for losses that must remember
+        something of them.
+        """
         require(isinstance(belief, Belief), "Filter.init: belief", belief, "a Belief")
         require(
             isinstance(seed, Integral) and not isinstance(seed, bool),
@@ -231,7 +240,9 @@ class Filter(Checked):
             mean = belief.mean.detach().clone()  # often a model's own, which may be trained on
             source = self.transition.augment(Belief(mean, belief.covariance))
             self.transition(source, source)  # refuses now what a structure cannot carry
-        return FilterState(source, source, belief.dimension, int(seed))
+            state = FilterState(source, source, belief.dimension, int(seed))
+            memory = self.observation.survey(self._bind(state)[1], source.mean, data)
+        return replace(state, memory=memory)
 
     def step(self, state: FilterState, inputs: Inputs) -> tuple[FilterState, Prediction, StepInfo]:
         """Adapt to one unlabeled batch [n, ...] and predict it."""
@@ -289,7 +300,8 @@ class Filter(Checked):
             inputs, teacher, taught = check_inputs(inputs), self.observation.teacher, None
             if teacher is not None:
                 taught = teacher.logits(model, inputs, state.memory, state.source, randomness)
-            views = partial(self.observation.views, model, inputs, randomness)
+            observation = self.observation.remember(state.memory)
+            views = partial(observation.views, model, inputs, randomness)
             return self._predict(
                 state.belief, Query(model, inputs, randomness, None, taught, views, state.memory)
             )

@@ -37,6 +37,7 @@ from driftfilter.inference import (
     variational as variational,
 )
 from driftfilter.model import (
+    batch_losses as batch_losses,
     looking as looking,
     observation,
     opinion as opinion,

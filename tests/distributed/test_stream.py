@@ -164,6 +164,8 @@ def of_others(rank: int | None) -> dict[str, dict[str, Any]]:
         "cotta": {"copies": 2},
         "petal": {"copies": 2, "data": df.SourceData(batches[0], torch.arange(24) % 4)},
         "bacs": {"data": df.SourceData(batches[0], torch.arange(24) % 4)},
+        "santa": {"data": df.SourceData(batches[0], torch.arange(24) % 4)},
+        "tttpp": {"data": df.SourceData(batches[0], batch_size=12), "queue": 30},
         "bn": {"statistics": df.PseudoCount(16)},
     }
     adapters = {

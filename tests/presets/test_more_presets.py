@@ -61,7 +61,56 @@ def lame(affinity: str) -> Case:
     return Case(adapter, STREAM, steps, learns=False)
 
 
+NOISE = df.GaussianNoise(0.2)
+
+
+def noisy_views(copies: int) -> Callable[[Tensor, int], list[Tensor]]:
+    def views(images: Tensor, step: int) -> list[Tensor]:
+        generator = draws_of(Purpose.VIEWS, step)
+        return [NOISE(images, generator) for _ in range(copies)]
+
+    return views
+
+
+def santa() -> Case:
+    images = by_hand.stream(4, seed=5)
+    labels = torch.arange(48).split(12)
+    data = [(batch, own % 4) for batch, own in zip(images, labels, strict=True)]
+    rules: dict[str, Any] = {"lr": 0.02, "anchoring": 0.7, "contrast": 1.3, "temperature": 0.3}
+    views = noisy_views(1)
+    steps = list(
+        more.santa_loop(
+            MODEL, STREAM, data, **rules, augment=lambda images, step: views(images, step)[0]
+        )
+    )
+    assert all(step.kept > 1 for step in steps)  # samples have different prototypes
+    adapter = adapter_of("santa", **rules, augmentation=NOISE, data=df.SourceData(data))
+    return Case(adapter, STREAM, steps)
+
+
+def shot(window: int = 20) -> Case:
+    """With a window of more than a batch and of less."""
+    steps = list(more.shot_loop(MODEL, STREAM, 0.02, 0.5, window))
+    assert max(step.kept for step in steps) > 0  # a centroid says otherwise
+    return Case(adapter_of("shot", lr=0.02, weight=0.5, recent=window), STREAM, steps)
+
+
+def tttpp(queue: int = 0) -> Case:
+    data = by_hand.stream(4, seed=5)
+    rules: dict[str, Any] = {"lr": 0.02, "scale": 0.3, "temperature": 0.5}
+    loop = more.tttpp_loop(MODEL, STREAM, data, **rules, window=queue or 12, views=noisy_views(2))
+    steps = list(loop)
+    assert [step.kept for step in steps] == ([12, 20, 20] if queue else [12, 12, 12])
+    options: dict[str, Any] = {"augmentation": NOISE, "data": df.SourceData(data)}
+    return Case(adapter_of("tttpp", **rules, queue=queue, **options), STREAM, steps)
+
+
 CASES: dict[str, Callable[[], Case]] = {
+    "santa": santa,
+    "shot": shot,
+    "shot within a batch": lambda: shot(5),
+    "tttpp": tttpp,
+    "tttpp with a queue": lambda: tttpp(20),
     "come": come,
     "deyo": deyo,
     "lame": lambda: lame("knn"),

@@ -6,12 +6,25 @@ shared.
 
 import math
 from collections.abc import Callable, Iterator
-from copy import deepcopy
+from copy import copy, deepcopy
 
+import numpy as np
 import torch
+from scipy.spatial.distance import cdist
 from torch import Tensor, nn
+from torch.nn import functional
 
-from published.gradient_steps import Step, adam, by_batch, entropies, flat, minimise, norms
+from published.gradient_steps import (
+    Augment,
+    Step,
+    adam,
+    by_batch,
+    entropies,
+    flat,
+    im_loss,
+    minimise,
+    norms,
+)
 
 
 def come_loss(logits: Tensor) -> Tensor:
@@ -109,3 +122,141 @@ def lame_loop(
                 break
             before = energy
         yield Step(frozen, labels, step, note="moved" if (labels - p).abs().max() > 0.1 else "")
+
+
+# Features ----------------------------------------------------------------------------------------
+
+
+def split(model: nn.Module) -> tuple[nn.Module, nn.Module]:
+    """The body and the head of a network, on the same parameters."""
+    body = copy(model)
+    body._modules = dict(model._modules)
+    body._modules["head"] = nn.Identity()
+    return body, model.get_submodule("head")
+
+
+def supervised_contrast(groups: Tensor, temperature: float) -> Tensor:
+    """SupCon without labels, of vectors [n, views, D]: mean over anchors of the mean over
+    positives.
+    """
+    n, views, _ = groups.shape
+    z = functional.normalize(torch.cat(groups.unbind(1)), dim=1)
+    logits = z @ z.T / temperature
+    mask = torch.eye(n, dtype=z.dtype).repeat(views, views)
+    others = 1 - torch.eye(n * views, dtype=z.dtype)
+    mask = mask * others
+    log_prob = logits - torch.log((torch.exp(logits) * others).sum(1, keepdim=True))
+    return -((mask * log_prob).sum(1) / mask.sum(1)).mean()
+
+
+def santa_loop(
+    model: nn.Module,
+    batches: list[Tensor],
+    data: list[tuple[Tensor, Tensor]],
+    lr: float,
+    anchoring: float,
+    contrast: float,
+    temperature: float,
+    augment: Augment,
+) -> Iterator[Step]:
+    """SANTA without its projector; ``kept``: classes that are the nearest of a sample."""
+    model, anchor = by_batch(model), by_batch(model)
+    body, head = split(model)
+    with torch.no_grad():
+        features = torch.cat([body(images) for images, _ in data])
+        labels = torch.cat([own for _, own in data])
+        prototypes = torch.stack([features[labels == c].mean(0) for c in range(4)])
+    parameters = norms(model)
+    rule = adam(lr)(parameters)
+    for step, batch in enumerate(batches):
+        features, view = body(batch), body(augment(batch, step))
+        logits, other = head(features), head(view)
+        target = anchor(batch).detach().log_softmax(1)
+        alike = functional.cosine_similarity(features[:, None], prototypes[None], dim=-1)
+        nearest = alike.argmax(1)
+        groups = torch.stack((prototypes[nearest], features, view), 1)
+        both = -(logits.softmax(1) * target).sum(1) / 2 - (other.softmax(1) * target).sum(1) / 2
+        loss = anchoring * both.mean() + contrast * supervised_contrast(groups, temperature)
+        minimise(rule, loss)
+        yield Step(flat(parameters), logits.detach().softmax(1), len(nearest.unique()))
+
+
+def centroid_labels(features: Tensor, logits: Tensor) -> Tensor:
+    """SHOT's: two rounds of the nearest centroid by cosine distance, in NumPy."""
+    z = torch.cat((features, torch.ones(len(features), 1, dtype=features.dtype)), 1)
+    z = (z.T / torch.norm(z, dim=1)).T
+    shares, labels = logits.softmax(1).numpy(), logits.argmax(1).numpy()
+    for _ in range(2):
+        centroids = shares.T.dot(z.numpy()) / (1e-8 + shares.sum(0)[:, None])
+        present = np.where(np.eye(logits.shape[1])[labels].sum(0) > 0)[0]
+        apart = cdist(z.numpy(), centroids[present], "cosine")
+        labels = present[apart.argmin(1)]
+        shares = np.eye(logits.shape[1])[labels]
+    return torch.from_numpy(labels)
+
+
+def shot_loop(
+    model: nn.Module, batches: list[Tensor], lr: float, weight: float, window: int
+) -> Iterator[Step]:
+    """``kept``: samples whose centroid label is not their most likely class."""
+    model = by_batch(model)
+    body, head = split(model)
+    parameters = norms(model)
+    rule = adam(lr)(parameters)
+    seen: list[tuple[Tensor, Tensor]] = []
+    for batch in batches:
+        features = body(batch)
+        logits = head(features)
+        seen += list(zip(features.detach(), logits.detach(), strict=True))
+        seen = seen[-max(window, len(batch)) :]
+        together = [torch.stack(column) for column in zip(*seen, strict=True)]
+        labels = centroid_labels(*together)[-len(batch) :]
+        minimise(rule, im_loss(logits) + weight * functional.cross_entropy(logits, labels))
+        changed = int((labels != logits.argmax(1)).sum())
+        yield Step(flat(parameters), logits.detach().softmax(1), changed)
+
+
+def covariance(features: Tensor) -> Tensor:
+    n = len(features)
+    total = torch.ones(1, n, dtype=features.dtype) @ features
+    return (features.T @ features - (total.T @ total) / n) / (n - 1)
+
+
+def coral(one: Tensor, other: Tensor) -> Tensor:
+    return (one - other).pow(2).sum() / (4.0 * len(one) ** 2)
+
+
+def tttpp_loop(
+    model: nn.Module,
+    batches: list[Tensor],
+    data: list[Tensor],
+    lr: float,
+    scale: float,
+    temperature: float,
+    window: int,
+    views: Callable[[Tensor, int], list[Tensor]],
+) -> Iterator[Step]:
+    """The authors' losses on the features, one step a batch; ``kept``: features in the queue."""
+    model = by_batch(model)
+    body, _ = split(model)
+    with torch.no_grad():
+        first, *others = [body(images) for images in data]
+        corals = [coral(covariance(first), covariance(other)).item() for other in others]
+        shifts = [(first.mean(0) - other.mean(0)).pow(2).mean().item() for other in others]
+        everything = torch.cat(others)
+    spread, center = covariance(everything), everything.mean(0)
+    parameters = list(model.parameters())
+    rule = torch.optim.SGD(parameters, lr, momentum=0.9)
+    queue = torch.zeros(0, everything.shape[1], dtype=everything.dtype)
+    for step, batch in enumerate(batches):
+        groups = torch.stack([body(view) for view in views(batch, step)], 1)
+        loss = temperature / 0.07 * supervised_contrast(groups, temperature)
+        features = body(batch)
+        together = torch.cat((features, queue[len(queue) - min(len(queue), window - len(batch)) :]))
+        aligned = coral(spread, covariance(together)) * scale / float(np.mean(corals))
+        aligned = (
+            aligned + (center - together.mean(0)).pow(2).mean() * scale / float(np.mean(shifts)) / 2
+        )
+        minimise(rule, loss + aligned)
+        used, queue = len(together), torch.cat((queue, features.detach()))[-window:]
+        yield Step(flat(parameters), model(batch).detach().softmax(1), used)

@@ -30,6 +30,7 @@ from driftfilter.base.randomness import Purpose, Randomness
 from driftfilter.gaussian.belief import Belief
 from driftfilter.inference.optimizers import GRADIENT, LOSS
 from driftfilter.model.observation import Energy
+from driftfilter.model.survey import forget
 from driftfilter.model.weighting import Memory
 
 # In the memory:
@@ -71,7 +72,7 @@ def _restore(belief: Belief, source: Belief, mask: Tensor) -> Belief:
 @dataclass(frozen=True)
 class ResetEvery(Checked):
     """Back to the source after every so many steps, whatever was learned (RDumb); all memory goes
-    too.
+    too, but for what is of the source.
     """
 
     steps: PositiveCount = 1000
@@ -80,7 +81,7 @@ class ResetEvery(Checked):
         self, belief: Belief, energy: Energy, memory: Memory, randomness: Randomness
     ) -> tuple[Belief, Memory]:
         return (
-            (energy.require_source(), {})
+            (energy.require_source(), forget(memory))
             if (randomness.step + 1) % self.steps == 0
             else (belief, memory)
         )
@@ -93,7 +94,7 @@ class ResetBelow(Checked):
     collapse (SAR).
 
     e ← momentum · e + (1 - momentum) · E, from the first E; a step without information leaves it.
-    All memory goes too.
+    All memory goes too, but for what is of the source.
     """
 
     loss: Annotated[float, Interval(-math.inf, math.inf)] = 0.2
@@ -108,7 +109,7 @@ class ResetBelow(Checked):
             return belief, kept
         running = self.momentum * memory.get(RUNNING_LOSS, now) + (1 - self.momentum) * now
         return (
-            (energy.require_source(), {})
+            (energy.require_source(), forget(memory))
             if running.item() < self.loss
             else (belief, {**kept, RUNNING_LOSS: running})
         )

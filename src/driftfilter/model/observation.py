@@ -4,7 +4,7 @@ pseudo-likelihood.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Annotated, Literal, NamedTuple, final
 
@@ -28,6 +28,7 @@ from driftfilter.gaussian.belief import Belief
 from driftfilter.model.expansion import Expansion
 from driftfilter.model.losses import Entropy, Loss, Targets, as_loss
 from driftfilter.model.predictive import PredictiveModel, Pullback
+from driftfilter.model.survey import SourceSamples
 from driftfilter.model.views import Augmentation, ImageViews, augment
 from driftfilter.model.weighting import Batch, Constant, Memory, Weighting, look_at, looks
 
@@ -128,25 +129,55 @@ class Gibbs(Checked):
 
         ``keeps_rows``: somebody asks for the gradient rows at θ after inference.
         """
-        views, seen = self.views(model, inputs, randomness), model.observing
+        rule, plain = self.remember(memory), model.observing
+        own: Loss = rule.loss  # type: ignore[assignment]  # as_loss in __post_init__
+        seen = plain.with_features() if own.sees_features else plain
+        views = rule.views(model, inputs, randomness)
         pulled = [pull_back(seen, theta, view) for view in views]
-        logits, pullback = pulled[0]
+        outputs, pullback = pulled[0]
+        k = outputs.shape[1] - pullback.feature_columns
         taught = None
         if self.teacher is not None:
             require(source is not None, "source", source, "the source belief if there is a teacher")
             assert source is not None
             taught = self.teacher.logits(seen, inputs, memory, source, randomness)
-        own: Loss = self.loss  # type: ignore[assignment]  # as_loss in __post_init__
-        loss, memory = own.recall(logits, memory)
-        rule = self if loss is own else unchecked(Gibbs, **{**self.__dict__, "loss": loss})
-        targets = loss.targets(logits if taught is None else taught)
-        batch = Batch(seen, theta, inputs, randomness, source)
+        own = own.divide(pullback.feature_columns) if own.sees_features else own
+        loss, memory = own.recall(outputs, memory)
+        rule = rule._with(loss)
+        targets = loss.targets(outputs if taught is None else taught)
+        batch = Batch(plain, theta, inputs, randomness, source)
+        logits = outputs[:, :k] if pullback.feature_columns else outputs
         weights, used, memory = self.weigh(logits, loss.selected(targets), memory, batch)
         weights = weights * pullback.novelty
         samples = Samples(targets, weights, self.coefficients(weights, used), used)
         evaluation = evaluate(loss, pulled, samples, keeps_rows)
-        fixed = (rule, seen, views, samples, theta, evaluation, source, taught)
-        return Energy(*fixed, seen is model, randomness), {**memory, **pullback.memory}
+        told = taught if taught is None else taught[:, :k]
+        fixed = (rule, seen, views, samples, theta, evaluation, source, told)
+        return Energy(*fixed, plain is model, randomness), {**memory, **pullback.memory}
+
+    def survey(
+        self,
+        model: PredictiveModel,
+        theta: Tensor,
+        data: Iterable[tuple[Inputs, Tensor | None]] | None,
+    ) -> Memory:
+        """What the loss remembers of source data, seen by the model at θ_S."""
+        loss: Loss = self.loss  # type: ignore[assignment]  # as_loss in __post_init__
+        if not loss.needs_source:
+            return {}
+        require(data is not None, "data", None, f"source samples, which {loss} needs")
+        assert data is not None
+        return loss.survey(SourceSamples(model.observing, theta, data, loss.sees_features))
+
+    def remember(self, memory: Memory) -> Gibbs:
+        """The observation with what the loss needs of the memory before it looks at a batch."""
+        loss: Loss = self.loss  # type: ignore[assignment]  # as_loss in __post_init__
+        return self._with(loss.remember(memory))
+
+    def _with(self, loss: Loss) -> Gibbs:
+        if loss is self.loss:
+            return self
+        return unchecked(Gibbs, **{**self.__dict__, "loss": loss})
 
     def views(
         self, model: PredictiveModel, inputs: Inputs, randomness: Randomness
@@ -251,15 +282,19 @@ class Energy(NamedTuple):
 
         Samples that were left out stay out, others may leave.
         """
-        pulled, novelty = self._pull_back(theta), self.evaluation.pullbacks[0].novelty
+        pulled, first = self._pull_back(theta), self.evaluation.pullbacks[0]
         assert self.randomness is not None
         batch = Batch(self.model, theta, self.views[0], self.randomness, self.source)
-        samples = self.observation.weigh_again(self.samples, pulled[0][0], batch, novelty)
+        logits = pulled[0][0]
+        logits = logits[:, : logits.shape[1] - first.feature_columns]
+        samples = self.observation.weigh_again(self.samples, logits, batch, first.novelty)
         return evaluate(self.loss, pulled, samples)
 
     def known_logits(self, theta: Tensor) -> Tensor | None:
         """Logits to predict with at θ, of every view [v, n, k], if they are there already."""
-        return self.evaluation.logits if theta is self.anchor and self.observes_logits else None
+        if theta is not self.anchor or not self.observes_logits:
+            return None
+        return self.evaluation.class_logits
 
     def require_source(self) -> Belief:
         """The belief that the stream started from."""
@@ -288,7 +323,7 @@ class Evaluation:
     """E to second order at one θ: the loss in logit space and the way back to parameters."""
 
     expansion: Expansion
-    logits: Tensor  # [v, ..., n, k]
+    logits: Tensor  # [v, ..., n, k], or [v, ..., n, k + D] with features for a loss that sees them
     pullbacks: list[Pullback]  # one for each view
     coefficients: Tensor  # [n]
     keeps_rows: bool = False  # rows are worked out once, for several rules of the step
@@ -296,6 +331,12 @@ class Evaluation:
     def value(self) -> Tensor:
         """E, a scalar []."""
         return self.coefficients @ self.expansion.value.sum(0)
+
+    @property
+    def class_logits(self) -> Tensor:
+        """The logits without features that may stand beside them [v, ..., n, k]."""
+        columns = self.pullbacks[0].feature_columns
+        return self.logits[..., : self.logits.shape[-1] - columns] if columns else self.logits
 
     @property
     def is_coupled(self) -> bool:

@@ -9,12 +9,14 @@ from typing import Literal
 
 from driftfilter.inference.laplacian import LaplacianAdjustment
 from driftfilter.inference.linearized import Frozen
+from driftfilter.inference.optimizers import SGD, GradientStep
+from driftfilter.model.batch_losses import CentroidLabel, Contrast, MomentAlignment
 from driftfilter.model.looking import ProbabilityDrop
-from driftfilter.model.losses import Entropy
-from driftfilter.model.observation import Gibbs
+from driftfilter.model.losses import Entropy, InformationMaximization, Sum
+from driftfilter.model.observation import Gibbs, Teacher
 from driftfilter.model.opinion import OpinionEntropy
-from driftfilter.model.views import PatchShuffle
-from driftfilter.networks.parameters import NormAffine, Smallest
+from driftfilter.model.views import Augmentation, Consistency, ImageViews, PatchShuffle
+from driftfilter.networks.parameters import AllParameters, NormAffine, Smallest
 from driftfilter.presets.published import tent
 from driftfilter.recipe import Recipe
 
@@ -70,4 +72,65 @@ def lame(affinity: Literal["knn", "rbf", "linear"] = "knn", neighbours: int = 5)
     )
 
 
-MORE = (come, deyo, lame)
+def santa(
+    lr: float = 1e-3,
+    anchoring: float = 1.0,
+    contrast: float = 1.0,
+    temperature: float = 0.1,
+    augmentation: Augmentation | None = None,
+) -> Recipe:
+    """SANTA, because predictions of an image and of its augmented copy go to where the source
+    network is certain (-Σ p log p_S), and the features of both to each other and to the nearest
+    class mean of the source.
+
+    Class means are of source ``data``; without data the second term is left out. The authors' code
+    (that of the benchmark) puts a random projector of two layers before the contrast, and trains it
+    along; here features are contrasted as they are, as in their code for DomainNet-126. Their
+    augmentation is another one.
+    """
+    views = augmentation or ImageViews()
+    aligned = Contrast(views, prototypes=True, temperature=temperature)
+    anchored = Consistency(None, "reverse", "soft", copies=0)
+    loss = Sum((anchored, aligned), (anchoring, contrast), each_view=True)
+    source = Teacher(momentum=1.0, confidence=0.0, copies=1)
+    return replace(tent(lr), observation=Gibbs(loss, teacher=source))
+
+
+def shot(lr: float = 1e-3, weight: float = 0.3, recent: int = 1000) -> Recipe:
+    """SHOT, because the loss is information maximisation plus ``weight`` times the cross-entropy to
+    the nearest class centroid in features.
+
+    Online, on the norm parameters, and centroids are of the last ``recent`` samples, with features
+    as they were. The authors run epochs over the whole target set on the feature extractor, with
+    centroids of all of it once an epoch, and add 1e-5 inside the logarithms of the entropies.
+    """
+    loss = Sum((InformationMaximization(), CentroidLabel(recent)), (1.0, weight))
+    return replace(tent(lr), observation=Gibbs(loss))
+
+
+def tttpp(
+    lr: float = 1e-3,
+    scale: float = 0.05,
+    temperature: float = 0.5,
+    queue: int = 0,
+    augmentation: Augmentation | None = None,
+) -> Recipe:
+    """TTT++, because all parameters follow a contrastive loss of two augmented copies of each image
+    and the alignment of mean and covariance of the features with the source's.
+
+    Moments are of source ``data``; without data the alignment is left out. The contrast counts
+    temperature / 0.07, as in the authors' code. They train a head for it with the source network,
+    on whose outputs both terms stand too, normalise both copies of an image together, keep a queue
+    of features (``queue``) once it is full, take the source's moments in evaluation mode, and
+    run epochs with SGD of momentum 0.9 and 0.01; here it is one step a batch, on the features.
+    """
+    pairs = Contrast(augmentation or ImageViews(), 2, clean=False, temperature=temperature)
+    loss = Sum((pairs, MomentAlignment(queue)), (temperature / 0.07, scale))
+    return Recipe(
+        parameters=AllParameters(),
+        observation=Gibbs(loss),
+        inference=GradientStep(SGD(lr, momentum=0.9)),
+    )
+
+
+MORE = (come, deyo, lame, santa, shot, tttpp)
