@@ -83,9 +83,10 @@ def adapt(  # noqa: PLR0913  # what editors complete
     """A module that takes the place of ``model`` and adapts to the unlabeled inputs it sees.
 
     ``recipe`` is the name of a preset or a Recipe. Options of the adapter: ``data`` (source inputs,
-    with labels or without, for recipes with a source posterior), ``output`` (picks the logits out
-    of what the model returns), ``observed`` (picks what the loss sees, if that is something else),
-    ``seed``, ``update_every``, ``window``, ``monitor`` (a Monitor, or None for no alarms) and
+    with labels or without, for recipes with a source posterior or a loss that needs them),
+    ``output`` (picks the logits out of what the model returns), ``observed`` (picks what the loss
+    sees, if that is something else), ``seed``, ``update_every``, ``window``, ``monitor`` (a
+    Monitor, or None for no alarms) and
     ``callbacks`` (called after every step). For speed: ``autocast`` (torch.bfloat16: the precision
     of the model's own operations), ``channels_last`` (for images: a copy of convolution weights in
     that layout, on a CPU too), ``cuda_graphs`` (on a GPU, passes over batches of a shape seen
