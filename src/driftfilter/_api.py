@@ -144,6 +144,12 @@ from driftfilter.networks.features import (
 )
 from driftfilter.networks.lora import LoRA as LoRA
 from driftfilter.networks.network import Network as Network
+from driftfilter.networks.norm_rules import (
+    InstanceAware as InstanceAware,
+    NormCall as NormCall,
+    NormRule as NormRule,
+    RobustStatistics as RobustStatistics,
+)
 from driftfilter.networks.parameters import (
     AllParameters as AllParameters,
     ByName as ByName,

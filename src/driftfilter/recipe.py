@@ -49,6 +49,7 @@ from driftfilter.model.centering import Centered, Centering
 from driftfilter.networks import (
     batch_norm,
     lora as lora,
+    norm_rules as norm_rules,
     parameters,
     prototypes as prototypes,
 )

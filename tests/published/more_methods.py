@@ -260,3 +260,74 @@ def tttpp_loop(
         minimise(rule, loss + aligned)
         used, queue = len(together), torch.cat((queue, features.detach()))[-window:]
         yield Step(flat(parameters), model(batch).detach().softmax(1), used)
+
+
+# Norm layers of one's own ------------------------------------------------------------------------
+
+
+class RobustNorm(nn.Module):
+    """RoTTA's batch norm: running moments that blend in the batch while training."""
+
+    def __init__(self, layer: nn.BatchNorm2d, momentum: float) -> None:
+        super().__init__()
+        assert layer.running_mean is not None
+        assert layer.running_var is not None
+        self.carried = (layer.running_mean.clone(), layer.running_var.clone())
+        self.weight, self.bias = layer.weight, layer.bias
+        self.eps, self.momentum = layer.eps, momentum
+
+    def forward(self, images: Tensor) -> Tensor:
+        mean, variance = self.carried
+        if self.training:
+            spread, center = torch.var_mean(images, (0, 2, 3), unbiased=False)
+            mean = (1 - self.momentum) * mean + self.momentum * center
+            variance = (1 - self.momentum) * variance + self.momentum * spread
+            self.carried = (mean.detach(), variance.detach())
+        normalised = (images - mean.view(1, -1, 1, 1)) / (variance + self.eps).sqrt().view(
+            1, -1, 1, 1
+        )
+        return normalised * self.weight.view(1, -1, 1, 1) + self.bias.view(1, -1, 1, 1)
+
+
+class InstanceAwareNorm(nn.Module):
+    """NOTE's: the moments of an instance count beyond k standard errors of the layer's."""
+
+    def __init__(self, layer: nn.BatchNorm2d, k: float, momentum: float) -> None:
+        super().__init__()
+        self.k, self.weight, self.bias = k, layer.weight, layer.bias
+        self.inner = nn.BatchNorm2d(layer.num_features, layer.eps, momentum, affine=False).double()
+        self.inner.running_mean, self.inner.running_var = layer.running_mean, layer.running_var
+
+    @property
+    def carried(self) -> tuple[Tensor, Tensor]:
+        assert self.inner.running_mean is not None
+        assert self.inner.running_var is not None
+        return self.inner.running_mean.clone(), self.inner.running_var.clone()
+
+    @staticmethod
+    def shrink(values: Tensor, limit: Tensor) -> Tensor:
+        return torch.relu(values - limit) - torch.relu(-(values + limit))
+
+    def forward(self, images: Tensor) -> Tensor:
+        c, size = images.shape[1], images.shape[2] * images.shape[3]
+        own_variance, own_mean = torch.var_mean(images, (2, 3), keepdim=True, unbiased=True)
+        if self.training:
+            self.inner(images.detach())
+            variance, mean = torch.var_mean(images, (0, 2, 3), keepdim=True, unbiased=True)
+        else:
+            mean, variance = (part.view(1, c, 1, 1) for part in self.carried)
+        near = torch.sqrt((variance + self.inner.eps) / size)
+        alike = (variance + self.inner.eps) * math.sqrt(2 / (size - 1))
+        mean_i = mean + self.shrink(own_mean - mean, self.k * near)
+        variance_i = torch.relu(variance + self.shrink(own_variance - variance, self.k * alike))
+        normalised = (images - mean_i) * torch.rsqrt(variance_i + self.inner.eps)
+        return normalised * self.weight.view(c, 1, 1) + self.bias.view(c, 1, 1)
+
+
+def replace_norms(model: nn.Module, layer: Callable[[nn.BatchNorm2d], nn.Module]) -> nn.Module:
+    """A copy with other layers in the place of its batch norms."""
+    other = deepcopy(model)
+    for name, child in list(other.named_children()):
+        if isinstance(child, nn.BatchNorm2d):
+            setattr(other, name, layer(child))
+    return other.requires_grad_()

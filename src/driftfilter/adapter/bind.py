@@ -23,6 +23,7 @@ from driftfilter.model.losses import Sum, as_loss
 from driftfilter.networks.autocast import AUTOCAST
 from driftfilter.networks.initialization import find_wanted, initialize
 from driftfilter.networks.network import Network
+from driftfilter.networks.norm_rules import NormRule
 from driftfilter.networks.parameters import Head
 from driftfilter.networks.prototypes import Prototypes
 from driftfilter.networks.shared_copy import twin
@@ -181,6 +182,9 @@ class FilterOptions:
                 "adapt: cuda_graphs is ignored: no pass over the network is differentiated "
                 "if its head alone is adapted"
             )
+
+        if self.cuda_graphs and isinstance(self.recipe.statistics, NormRule):
+            warn("adapt: cuda_graphs is ignored: batch norms have statistics of your own")
 
     def __call__(
         self, model: nn.Module, found: Mapping[str, Tensor], example: Inputs | None

@@ -30,6 +30,7 @@ from driftfilter.model.predictive import (
 )
 from driftfilter.model.weighting import looks
 from driftfilter.networks.features import OnFeatures
+from driftfilter.networks.norm_rules import NormRule
 from driftfilter.recipe import Recipe
 
 TIMEOUT = timedelta(seconds=30)  # until a rank that does not answer is given up
@@ -101,6 +102,12 @@ def join(
         "adapt: recipe",
         f"chunk={recipe.chunk}",
         f"without chunks, each a step of its own; {apart}",
+    )
+    require(
+        not isinstance(recipe.statistics, NormRule),
+        "adapt: recipe",
+        recipe.statistics,
+        f"of statistics that ranks can add up, not by a rule of one's own; {apart}",
     )
     require(
         not looks(recipe.observation.weighting),

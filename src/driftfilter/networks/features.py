@@ -33,6 +33,7 @@ from driftfilter.networks.batch_norm import (
     require_statistics,
     share,
 )
+from driftfilter.networks.norm_rules import NormRule
 from driftfilter.networks.shared_copy import Local, ordinary, private
 
 # Picks the logits out of what the module returns.
@@ -148,7 +149,8 @@ class Backbone:
     evaluation mode.
 
     The logits must be z Wᵀ + b and nothing after it; the first batch proves it. ``statistics`` are
-    those of its batch norms, as in Network; carried ones (Ema) are not a part of features.
+    those of its batch norms, as in Network; carried ones (Ema, a NormRule) are not a part of
+    features.
     """
 
     def __init__(
@@ -164,7 +166,7 @@ class Backbone:
         )
         require_statistics(statistics)
         require(
-            not isinstance(statistics, Ema),
+            not isinstance(statistics, (Ema, NormRule)),
             "Backbone: statistics",
             statistics,
             "'batch', 'source' or PseudoCount(count)",

@@ -46,6 +46,7 @@ from driftfilter.networks.batch_norm import Ema, Statistics, diversity, require_
 from driftfilter.networks.batch_trust import novelty
 from driftfilter.networks.cuda_graphs import CapturedPullback, Captures, Question, key_of, possible
 from driftfilter.networks.features import catch_features, find_head, take_features
+from driftfilter.networks.norm_rules import NormRule
 from driftfilter.networks.parameters import Chosen, NormAffine, Selection, select
 from driftfilter.networks.row_check import some, tolerance_of, wrong_rows
 from driftfilter.networks.sample_gradients import cast_call
@@ -120,6 +121,7 @@ class Network(PredictiveModel):
         require(isinstance(model, nn.Module), "Network: model", model, "a torch module")
         require_statistics(statistics)
         self.statistics = statistics
+        self._has_rule = isinstance(statistics, NormRule)
         # What is asked for; and the logits of classes, always.
         self.output = self._classifying = output or pick_logits
         self._base = twin(model)  # never called: every thread takes its own twin of it
@@ -171,6 +173,8 @@ class Network(PredictiveModel):
 
     def recall(self, memory: Memory) -> Network:
         """The model with the statistics that a memory carries; itself if it carries none."""
+        if self._has_rule and STATISTICS in memory:
+            return self.carrying(memory[STATISTICS], 1.0)
         if not isinstance(self.statistics, Ema) or STATISTICS not in memory:
             return self
         trust = memory[DIVERSITY] ** self.statistics.diversity if DIVERSITY in memory else 1.0
@@ -255,10 +259,15 @@ class Network(PredictiveModel):
         }
 
     def _forward(
-        self, own: Twin, tensors: dict[str, Tensor], inputs: Inputs, dtype: torch.dtype
+        self,
+        own: Twin,
+        tensors: dict[str, Tensor],
+        inputs: Inputs,
+        dtype: torch.dtype,
+        learning: bool = False,
     ) -> tuple[Tensor, Any]:
         """Logits [n, k], and what the module returned, of which they are a part."""
-        own.carry(self._carried, self._trust, self._novelty)
+        own.carry(self._carried, self._trust, self._novelty, learning)
         seen: list[Tensor] = []
         with as_called(), own.holding(tensors) as module, self._catching(module, inputs, seen):
             outputs = self._ask(module, inputs)
@@ -305,6 +314,8 @@ class Network(PredictiveModel):
             )
 
     def _memory(self, own: Twin, logits: Tensor, outputs: Any) -> Memory:
+        if self._has_rule and own.blending:
+            return {STATISTICS: own.carried()}
         if not isinstance(self.statistics, Ema) or not own.blending:
             return {}
         if self.statistics.diversity == 0:
@@ -333,7 +344,7 @@ class Network(PredictiveModel):
             tensors = self.chosen.replacements(leaves)
             own.records = records
             try:
-                logits, outputs = self._forward(own, tensors, inputs, theta.dtype)
+                logits, outputs = self._forward(own, tensors, inputs, theta.dtype, learning=True)
             finally:
                 own.records = None
         return _Graph(logits, leaves, tensors, own, records, self._memory(own, logits, outputs))
@@ -351,7 +362,8 @@ class Network(PredictiveModel):
     def _pull(
         self, theta: Tensor, inputs: Inputs
     ) -> tuple[Tensor, NetworkPullback | CapturedPullback]:
-        if not self.capturing or self._featuring or not possible(theta, inputs):
+        plain = not self._featuring and not self._has_rule
+        if not self.capturing or not plain or not possible(theta, inputs):
             return self.eager(theta, inputs)
         captures: Captures = self._local.__dict__.setdefault("captures", Captures())
         key = (key_of(theta, inputs, self.output), isinstance(self._novelty, Tensor))

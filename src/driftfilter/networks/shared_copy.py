@@ -199,13 +199,17 @@ class Twin:
         return hook
 
     def carry(
-        self, statistics: Tensor | None, trust: Tensor | float, novelty: Tensor | float
+        self,
+        statistics: Tensor | None,
+        trust: Tensor | float,
+        novelty: Tensor | float,
+        learning: bool = False,
     ) -> None:
         """Blend with these statistics, the mean and then the variance of each layer; with the
         source's if there are none.
 
         The share of a batch is multiplied by the trust in it; its novelty is its part of what is
-        blended.
+        blended. ``learning`` tells rules of one's own whether a pass learns.
         """
         norms = self.blending
         sizes = [norm.num_features for norm in norms for _ in range(2)]
@@ -222,7 +226,7 @@ class Twin:
                 if statistics is None
                 else (next(pieces), next(pieces))
             )
-            norm.trust, norm.novelty = trust, novelty
+            norm.trust, norm.novelty, norm.learning = trust, novelty, learning
             norm.blended, norm.believed = norm.carried, None  # should it not be called
         self._witness.forget()
         self._divide()
