@@ -74,6 +74,11 @@ from driftfilter.model.batch_losses import (
     Seen as Seen,
     SourceReplay as SourceReplay,
 )
+from driftfilter.model.buffers import (
+    Buffer as Buffer,
+    CategoryBalanced as CategoryBalanced,
+    PredictionBalanced as PredictionBalanced,
+)
 from driftfilter.model.centering import Centering as Centering
 from driftfilter.model.dynamics import (
     Affine as Affine,
@@ -130,6 +135,7 @@ from driftfilter.model.weighting import (
     EntropyGate as EntropyGate,
     LookingWeighting as LookingWeighting,
     Product as Product,
+    Recency as Recency,
     Reliability as Reliability,
     RunGate as RunGate,
     Weighting as Weighting,

@@ -18,6 +18,7 @@ from torch import Tensor
 
 import driftfilter.filtering as filtering
 from driftfilter.base.checks import (
+    LATE,
     VARIANTS as VARIANTS,
     Checked,
     Count,
@@ -38,6 +39,7 @@ from driftfilter.inference import (
 )
 from driftfilter.model import (
     batch_losses as batch_losses,
+    buffers,
     looking as looking,
     observation,
     opinion as opinion,
@@ -66,7 +68,8 @@ class Recipe(Checked):
     posterior; ``centering`` of the logits (None: none); the other fields are those of ``Filter``.
     ``chunk``: batches are cut into pieces of this many samples, each a step of its own (0: never).
     ``least``: smaller batches are predicted at once, and adapted to together when so many samples
-    have come (0: at once).
+    have come (0: at once). ``buffer``: batches are predicted at once, and updates are made of the
+    samples that it keeps (None: of the batches themselves).
     """
 
     parameters: Annotated[Any, Role("parameters", "NormAffine()")] = field(
@@ -85,6 +88,7 @@ class Recipe(Checked):
     chunk: Count = 0
     centering: Centering | None = None
     least: Count = 0
+    buffer: buffers.Buffer | None = field(default=None, metadata=LATE)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -96,6 +100,15 @@ class Recipe(Checked):
             "Recipe.centering",
             self.centering,
             "a Centering or None",
+        )
+        is_buffer = isinstance(self.buffer, buffers.Buffer) and not isinstance(self.buffer, type)
+        allowed = "a Buffer, such as CategoryBalanced(), or None"
+        require(self.buffer is None or is_buffer, "Recipe.buffer", self.buffer, allowed)
+        require(
+            self.buffer is None or self.least == 0,
+            "Recipe.least",
+            self.least,
+            "0 with a buffer, which says itself when an update is due",
         )
         self.filter(predictive.LinearHead(2))  # checks the other fields
 

@@ -105,7 +105,40 @@ def tttpp(queue: int = 0) -> Case:
     return Case(adapter_of("tttpp", **rules, queue=queue, **options), STREAM, steps)
 
 
+def rotta() -> Case:
+    rules: dict[str, Any] = {"lr": 0.02, "capacity": 8, "every": 6, "momentum": 0.2}
+
+    def augment(images: Tensor, update: int) -> Tensor:
+        return NOISE(images, draws_of(Purpose.STUDENT, update))
+
+    loop = more.rotta_loop(
+        MODEL, STREAM, **rules, slowness=0.7, timely=0.8, certain=1.2, augment=augment
+    )
+    steps = list(loop)
+    assert steps[-1].kept > 4  # samples take the places of others
+    assert steps[-1].note != "0 refused"
+    options: dict[str, Any] = {"slowness": 0.7, "timeliness": 0.8, "uncertainty": 1.2}
+    return Case(adapter_of("rotta", **rules, **options, augmentation=NOISE), STREAM, steps)
+
+
+def note() -> Case:
+    def draws(seen: int) -> list[list[float]]:
+        generator = draws_of(Purpose.BUFFER, seen)
+        numbers: list[list[float]] = torch.rand(
+            6, 3, generator=generator, dtype=torch.float64
+        ).tolist()
+        return numbers
+
+    rules: dict[str, Any] = {"lr": 0.02, "capacity": 8, "every": 6, "width": 0.5, "momentum": 0.2}
+    steps = list(more.note_loop(MODEL, STREAM, **rules, draws=draws))
+    assert steps[-1].kept > 4
+    assert steps[-1].note != "0 refused"
+    return Case(adapter_of("note", **rules), STREAM, steps)
+
+
 CASES: dict[str, Callable[[], Case]] = {
+    "rotta": rotta,
+    "note": note,
     "santa": santa,
     "shot": shot,
     "shot within a batch": lambda: shot(5),

@@ -7,6 +7,7 @@ shared.
 import math
 from collections.abc import Callable, Iterator
 from copy import copy, deepcopy
+from typing import Any
 
 import numpy as np
 import torch
@@ -260,6 +261,152 @@ def tttpp_loop(
         minimise(rule, loss + aligned)
         used, queue = len(together), torch.cat((queue, features.detach()))[-window:]
         yield Step(flat(parameters), model(batch).detach().softmax(1), used)
+
+
+# Memories of samples -----------------------------------------------------------------------------
+
+
+class CategoryMemory:
+    """RoTTA's memory, a list for each class of [image, uncertainty, age]."""
+
+    def __init__(self, capacity: int, classes: int, timely: float, certain: float) -> None:
+        self.capacity, self.classes, self.timely, self.certain = capacity, classes, timely, certain
+        self.lists: list[list[list[Any]]] = [[] for _ in range(classes)]
+        self.refused = self.replaced = 0
+
+    def score(self, age: int, uncertainty: float) -> float:
+        first = self.timely * 1 / (1 + math.exp(-age / self.capacity))
+        return first + self.certain * uncertainty / math.log(self.classes)
+
+    def add(self, image: Tensor, label: int, uncertainty: float) -> None:
+        if self.room(label, self.score(0, uncertainty)):
+            self.lists[label].append([image, uncertainty, 0])
+        else:
+            self.refused += 1
+        for items in self.lists:
+            for item in items:
+                item[2] += 1
+
+    def room(self, label: int, score: float) -> bool:
+        sizes = [len(items) for items in self.lists]
+        if sizes[label] < self.capacity / self.classes:
+            if sum(sizes) < self.capacity:
+                return True
+            return self.remove([c for c in range(self.classes) if sizes[c] == max(sizes)], score)
+        return self.remove([label], score)
+
+    def remove(self, labels: list[int], score: float) -> bool:
+        worst: tuple[int, int] | None = None
+        highest = -math.inf
+        for label in labels:
+            for place, (_, uncertainty, age) in enumerate(self.lists[label]):
+                own = self.score(age, uncertainty)
+                if own >= highest:
+                    highest, worst = own, (label, place)
+        assert worst is not None
+        if highest > score:
+            self.lists[worst[0]].pop(worst[1])
+            self.replaced += 1
+            return True
+        return False
+
+
+def rotta_loop(
+    model: nn.Module,
+    batches: list[Tensor],
+    lr: float,
+    capacity: int,
+    every: int,
+    momentum: float,
+    slowness: float,
+    timely: float,
+    certain: float,
+    augment: Augment,
+) -> Iterator[Step]:
+    """``augment`` gets the number of the update; ``kept``: samples that took another's place."""
+    student = replace_norms(model, lambda layer: RobustNorm(layer, momentum))
+    teacher = replace_norms(model, lambda layer: RobustNorm(layer, momentum))
+    layers = [layer for layer in student.modules() if isinstance(layer, RobustNorm)]
+    parameters = [piece for layer in layers for piece in (layer.weight, layer.bias)]
+    rule = adam(lr)(parameters)
+    memory, seen, updates = CategoryMemory(capacity, 4, timely, certain), 0, 0
+    for batch in batches:
+        teacher.eval()
+        with torch.no_grad():
+            p = teacher(batch).softmax(1)
+        uncertainty = (-p * torch.log(p + 1e-6)).sum(1)
+        for image, own, unsure in zip(batch, p, uncertainty, strict=True):
+            memory.add(image, int(own.argmax()), unsure.item())
+            seen += 1
+            if seen % every == 0:
+                student.train()
+                teacher.train()
+                items = [item for items in memory.lists for item in items]
+                images = torch.stack([image for image, _, _ in items])
+                ages = torch.tensor([age / capacity for _, _, age in items]).double()
+                with torch.no_grad():
+                    target = teacher(images).softmax(1)
+                logits = student(augment(images, updates))
+                weights = torch.exp(-ages) / (1 + torch.exp(-ages))
+                loss = (-(target * logits.log_softmax(1)).sum(1) * weights).mean()
+                minimise(rule, loss)
+                updates += 1
+                with torch.no_grad():
+                    for slow, fast in zip(teacher.parameters(), student.parameters(), strict=True):
+                        slow.copy_(slowness * slow + (1 - slowness) * fast)
+        note = f"{memory.refused} refused"
+        yield Step(flat(parameters), p, memory.replaced, note=note)
+
+
+def note_loop(
+    model: nn.Module,
+    batches: list[Tensor],
+    lr: float,
+    capacity: int,
+    every: int,
+    width: float,
+    momentum: float,
+    draws: Callable[[int], list[list[float]]],
+) -> Iterator[Step]:
+    """``draws``: three random numbers for each of the next samples, by how many were seen;
+    ``kept``: samples that took another's place.
+    """
+    model = replace_norms(model, lambda layer: InstanceAwareNorm(layer, width, momentum))
+    layers = [layer for layer in model.modules() if isinstance(layer, InstanceAwareNorm)]
+    parameters = [piece for layer in layers for piece in (layer.weight, layer.bias)]
+    rule = adam(lr)(parameters)
+    lists: list[list[Tensor]] = [[] for _ in range(4)]
+    counter, seen, replaced, refused = [0] * 4, 0, 0, 0
+    for batch in batches:
+        predicted = []
+        for image in batch:
+            if seen % every == 0:
+                chances = draws(seen)
+            first, second, third = chances[seen % every]
+            model.eval()
+            with torch.no_grad():
+                predicted.append(model(image[None])[0].softmax(0))
+            label, seen, add = int(predicted[-1].argmax()), seen + 1, True
+            counter[label] += 1
+            sizes = [len(items) for items in lists]
+            if sum(sizes) >= capacity:
+                largest = [c for c in range(4) if sizes[c] == max(sizes)]
+                if label not in largest:
+                    chosen = largest[int(first * len(largest))]
+                    lists[chosen].pop(int(second * sizes[chosen]))
+                elif third <= sizes[label] / counter[label]:
+                    lists[label].pop(int(second * sizes[label]))
+                else:
+                    add, refused = False, refused + 1
+                replaced += add
+            if add:
+                lists[label].append(image)
+            if seen % every == 0:
+                model.train()
+                images = torch.stack([image for items in lists for image in items])
+                minimise(rule, entropies(model(images)).mean())
+        note = f"{refused} refused"
+        yield Step(flat(parameters), torch.stack(predicted), replaced, note=note)
 
 
 # Norm layers of one's own ------------------------------------------------------------------------

@@ -17,6 +17,8 @@ class Purpose(IntEnum):
     TEACHER = 4
     UPKEEP = 5
     WEIGHTING = 6
+    STUDENT = 7
+    BUFFER = 8
 
 
 def _mix(value: int) -> int:

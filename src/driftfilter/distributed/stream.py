@@ -104,6 +104,12 @@ def join(
         f"without chunks, each a step of its own; {apart}",
     )
     require(
+        recipe.buffer is None,
+        "adapt: recipe",
+        recipe.buffer,
+        f"a recipe without a buffer, which would keep samples of other ranks; {apart}",
+    )
+    require(
         not isinstance(recipe.statistics, NormRule),
         "adapt: recipe",
         recipe.statistics,

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from driftfilter.base.checks import (
+    LATE,
     Checked,
     Count,
     Fraction,
@@ -33,6 +34,7 @@ from driftfilter.model.views import Augmentation, ImageViews, augment
 from driftfilter.model.weighting import Batch, Constant, Memory, Weighting, look_at, looks
 
 TEACHER = "teacher"  # in the memory: φ [d]
+_TEACHERS = "teacher."  # in the memory: what the model carries for the teacher
 
 
 @final
@@ -42,7 +44,9 @@ class Teacher(Checked):
     from φ = θ_S.
 
     ȳ = f(x; φ), or its mean over augmented copies if the source is unsure of the batch:
-    mean_i max_c p_c(x_i; θ_S) < ``confidence``.
+    mean_i max_c p_c(x_i; θ_S) < ``confidence``. With ``own_statistics`` the teacher carries
+    statistics of batch norm of its own, by the same rule (RoTTA; for ``confidence`` 0 only);
+    otherwise it has the student's.
     """
 
     momentum: Fraction = 0.999
@@ -51,6 +55,43 @@ class Teacher(Checked):
     )
     copies: PositiveCount = 32
     confidence: Fraction = 0.92
+    own_statistics: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            self.confidence == 0 or not self.own_statistics,
+            "Teacher.confidence",
+            self.confidence,
+            "0 for a teacher with statistics of its own",
+        )
+
+    def observe(
+        self,
+        model: PredictiveModel,
+        inputs: Inputs,
+        memory: Memory,
+        source: Belief,
+        randomness: Randomness,
+    ) -> tuple[Tensor, Memory]:
+        """ȳ [n, k] for a batch that is learned from, and the memory with what the teacher keeps of
+        it.
+        """
+        if not self.own_statistics:
+            return self.logits(model, inputs, memory, source, randomness), memory
+        teacher = memory.get(TEACHER, source.mean)
+        outputs, pullback = self._recall(model, memory).pullback(teacher, inputs)
+        kept = {_TEACHERS + name: value for name, value in pullback.memory.items()}
+        return outputs, {**memory, **kept}
+
+    def _recall(self, model: PredictiveModel, memory: Memory) -> PredictiveModel:
+        """The model with the teacher's own statistics, if it has any yet."""
+        own = {
+            name.removeprefix(_TEACHERS): value
+            for name, value in memory.items()
+            if name.startswith(_TEACHERS)
+        }
+        return model.recall(own) if self.own_statistics else model
 
     def logits(
         self,
@@ -61,7 +102,7 @@ class Teacher(Checked):
         randomness: Randomness,
     ) -> Tensor:
         """ȳ [n, k]."""
-        teacher = memory.get(TEACHER, source.mean)
+        teacher, model = memory.get(TEACHER, source.mean), self._recall(model, memory)
         if (
             self.confidence == 0
             or model(source.mean, inputs).softmax(-1).amax(-1).mean().item() >= self.confidence
@@ -94,7 +135,8 @@ class Gibbs(Checked):
     E = Σ_i w_i ℓ_i / n (``over`` "batch") or divided by the number of samples with a positive
     weight ("kept"); by no less than ``reference``, so that a batch of fewer samples tells less.
     ``loss`` may be any function logits [n, k] -> [n]. Targets of the loss (pseudo-labels) are those
-    of the parameters themselves at the prior mean, or of a ``teacher``.
+    of the parameters themselves at the prior mean, or of a ``teacher``. With an ``augmentation``
+    the loss sees augmented inputs, and the teacher the inputs as they are.
     """
 
     loss: Loss | Callable[[Tensor], Tensor] = field(default_factory=Entropy)
@@ -104,6 +146,9 @@ class Gibbs(Checked):
     over: Literal["batch", "kept"] = "batch"
     teacher: Teacher | None = None
     reference: Count = 0
+    augmentation: Annotated[Augmentation, Role("augmentation", "ImageViews()")] | None = field(
+        default=None, metadata=LATE
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -132,7 +177,8 @@ class Gibbs(Checked):
         rule, plain = self.remember(memory), model.observing
         own: Loss = rule.loss  # type: ignore[assignment]  # as_loss in __post_init__
         seen = plain.with_features() if own.sees_features else plain
-        views = rule.views(model, inputs, randomness)
+        shown = inputs if self.augmentation is None else self._augment(model, inputs, randomness)
+        views = rule.views(model, shown, randomness)
         pulled = [pull_back(seen, theta, view) for view in views]
         outputs, pullback = pulled[0]
         k = outputs.shape[1] - pullback.feature_columns
@@ -140,12 +186,12 @@ class Gibbs(Checked):
         if self.teacher is not None:
             require(source is not None, "source", source, "the source belief if there is a teacher")
             assert source is not None
-            taught = self.teacher.logits(seen, inputs, memory, source, randomness)
+            taught, memory = self.teacher.observe(seen, inputs, memory, source, randomness)
         own = own.divide(pullback.feature_columns) if own.sees_features else own
         loss, memory = own.recall(outputs, memory)
         rule = rule._with(loss)
         targets = loss.targets(outputs if taught is None else taught)
-        batch = Batch(plain, theta, inputs, randomness, source)
+        batch = Batch(plain, theta, shown, randomness, source)
         logits = outputs[:, :k] if pullback.feature_columns else outputs
         weights, used, memory = self.weigh(logits, loss.selected(targets), memory, batch)
         weights = weights * pullback.novelty
@@ -153,7 +199,14 @@ class Gibbs(Checked):
         evaluation = evaluate(loss, pulled, samples, keeps_rows)
         told = taught if taught is None else taught[:, :k]
         fixed = (rule, seen, views, samples, theta, evaluation, source, told)
-        return Energy(*fixed, plain is model, randomness), {**memory, **pullback.memory}
+        known = plain is model and shown is inputs
+        return Energy(*fixed, known, randomness), {**memory, **pullback.memory}
+
+    def _augment(self, model: PredictiveModel, inputs: Inputs, randomness: Randomness) -> Inputs:
+        """The inputs as the loss sees them."""
+        assert self.augmentation is not None
+        augmentation, generator = self.augmentation, randomness.generator(Purpose.STUDENT)
+        return model.draw_views(lambda batch: (augment(augmentation, batch, generator),), inputs)[0]
 
     def survey(
         self,
@@ -263,7 +316,7 @@ class Energy(NamedTuple):
     evaluation: Evaluation  # there
     source: Belief | None = None  # where the stream started
     taught: Tensor | None = None  # the teacher's logits [n, k]
-    observes_logits: bool = True  # False: the loss sees other outputs than those predicted with
+    observes_logits: bool = True  # False: the loss sees other outputs, or inputs, than predictions
     randomness: Randomness | None = None  # of the step
 
     @property

@@ -34,6 +34,7 @@ from driftfilter.model.predictive import PredictiveModel
 Memory: TypeAlias = Mapping[str, Tensor]
 
 _MEAN_PREDICTION = "weighting.mean_prediction"
+_AGES = "sample.age"  # in the memory while an update is made of a buffer, see buffers.py
 LABELS = "weighting.labels"  # in the memory: counts [k + 3], see label_runs.py
 
 
@@ -214,6 +215,24 @@ class RunGate(Checked):
 
 @final
 @dataclass(frozen=True)
+class Recency(Checked):
+    """w_i = β / (1 + exp(a_i / span)), a_i the samples that have come since sample i, if updates
+    are made of a buffer of samples; β / 2 otherwise (RoTTA).
+    """
+
+    span: Positive = 64.0
+    beta: Positive = 1.0
+
+    def __call__(self, logits: Tensor, weights: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
+        ages = memory.get(_AGES)
+        if ages is None:
+            return weights * (self.beta / 2), memory
+        require(len(ages) == len(weights), _AGES, f"{len(ages)} values", f"{len(weights)} values")
+        return weights * (self.beta * torch.sigmoid(-ages.to(weights) / self.span)), memory
+
+
+@final
+@dataclass(frozen=True)
 class Product:
     """Several weightings, one after the other; later ones see which samples the earlier ones
     kept.
@@ -263,6 +282,7 @@ register(
         DiversityGate,
         CertaintyDiversity,
         RunGate,
+        Recency,
         Product,
     )
 )

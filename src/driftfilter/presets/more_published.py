@@ -9,13 +9,17 @@ from typing import Literal
 
 from driftfilter.inference.laplacian import LaplacianAdjustment
 from driftfilter.inference.linearized import Frozen
-from driftfilter.inference.optimizers import SGD, GradientStep
+from driftfilter.inference.optimizers import SGD, Adam, GradientStep
+from driftfilter.inference.prediction import FromTeacher
 from driftfilter.model.batch_losses import CentroidLabel, Contrast, MomentAlignment
+from driftfilter.model.buffers import CategoryBalanced, PredictionBalanced
 from driftfilter.model.looking import ProbabilityDrop
 from driftfilter.model.losses import Entropy, InformationMaximization, Sum
 from driftfilter.model.observation import Gibbs, Teacher
 from driftfilter.model.opinion import OpinionEntropy
 from driftfilter.model.views import Augmentation, Consistency, ImageViews, PatchShuffle
+from driftfilter.model.weighting import Recency
+from driftfilter.networks.norm_rules import InstanceAware, RobustStatistics
 from driftfilter.networks.parameters import AllParameters, NormAffine, Smallest
 from driftfilter.presets.published import tent
 from driftfilter.recipe import Recipe
@@ -133,4 +137,66 @@ def tttpp(
     )
 
 
-MORE = (come, deyo, lame, santa, shot, tttpp)
+# The authors' strong augmentation, as far as ImageViews has it.
+_STRONG = ImageViews(degrees=15.0, zoom=0.1, brightness=0.4, contrast=0.3)
+
+
+def rotta(
+    lr: float = 1e-3,
+    capacity: int = 64,
+    every: int = 64,
+    momentum: float = 0.05,
+    slowness: float = 0.999,
+    timeliness: float = 1.0,
+    uncertainty: float = 1.0,
+    augmentation: Augmentation | None = None,
+) -> Recipe:
+    """RoTTA, because every 64 samples the student takes a step on a memory that is balanced by
+    category, recent and certain: the cross-entropy of augmented samples to a slow teacher's
+    prediction of them as they are, recent ones weighing more; batch norm blends its statistics
+    slowly, the teacher's and the student's each by itself.
+
+    Predicts each batch with the teacher, before its samples enter the memory. The augmentation
+    differs from the authors' (no hue, saturation, gamma and blur; each image draws its own).
+    """
+    return Recipe(
+        statistics=RobustStatistics(momentum),
+        observation=Gibbs(
+            Consistency(None, "cross_entropy", "soft", copies=0),
+            Recency(span=capacity),
+            teacher=Teacher(slowness, copies=1, confidence=0.0, own_statistics=True),
+            augmentation=augmentation or _STRONG,
+        ),
+        inference=GradientStep(Adam(lr)),
+        prediction=FromTeacher(),
+        buffer=CategoryBalanced(capacity, every, timeliness, uncertainty),
+    )
+
+
+def note(
+    lr: float = 1e-4,
+    capacity: int = 64,
+    every: int = 64,
+    width: float = 4.0,
+    momentum: float = 0.01,
+) -> Recipe:
+    """NOTE, because every 64 samples Adam takes a step on the entropy of a reservoir with as many
+    samples of each predicted class, and batch norm corrects each sample by its own moments where
+    chance does not explain them.
+
+    Samples are predicted one by one, by statistics that follow the reservoir; larger batches are
+    cut into pieces of ``every`` samples, each predicted before its update. The authors train the
+    source network with this batch norm; one that was not loses by it where samples differ much.
+    Their mean is also over the classes, which Adam does not see, with 1e-6 inside the logarithm.
+    """
+    return Recipe(
+        statistics=InstanceAware(width, momentum),
+        observation=Gibbs(Entropy()),
+        inference=GradientStep(Adam(lr)),
+        predict_from="prior",
+        buffer=PredictionBalanced(capacity, every),
+        chunk=every,
+    )
+
+
+MORE = (come, deyo, lame, santa, shot, tttpp, rotta, note)
