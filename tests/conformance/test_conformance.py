@@ -29,9 +29,9 @@ EXAMPLES: dict[str, Any] = {  # for variants that have no default, or a slow one
 TABLE = [(role, name) for role, classes in df.VARIANTS.items() for name in classes]
 EVERY = pytest.mark.parametrize(("role", "name"), TABLE, ids=[name for _, name in TABLE])
 # These have no place inside a Filter: a source makes the belief it starts from, statistics and
-# parameters belong to a network, and a recipe holds all of them (tests/source, tests/networks,
-# tests/presets).
-OUTSIDE = ("source", "statistics", "parameters", "recipe")
+# parameters belong to a network, a buffer to an adapter, and a recipe holds all of them
+# (tests/source, tests/networks, tests/model/test_buffers.py, tests/presets).
+OUTSIDE = ("source", "statistics", "parameters", "buffer", "recipe")
 STREAMED = [(role, name) for role, name in TABLE if role not in OUTSIDE]
 EVERY_STREAMED = pytest.mark.parametrize(
     ("role", "name"), STREAMED, ids=[name for _, name in STREAMED]

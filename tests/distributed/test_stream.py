@@ -43,7 +43,7 @@ SHARDS = (
 STEPS = 20
 EXACT = ("tent", "eata", "opgd", "opgd_diag", "driftfilter")
 EPISODES = ("memo", "lora")  # every sample is a step of its own
-LOOKING = ("deyo",)  # weightings that look at inputs, which other ranks have
+LOOKING = ("deyo", "rotta", "note")  # at samples, which other ranks have
 OTHERS = [name for name in df.presets.names() if name not in (*EXACT, *EPISODES, *LOOKING)]
 
 
@@ -515,6 +515,7 @@ test_what_cannot_be_distributed_is_refused = refuses(
         ({"recipe": "memo"}, r"adapt: recipe must be without chunks.*got 'chunk=1'"),
         ({"recipe": "lora"}, r"adapt: recipe must be without chunks"),
         ({"recipe": "deyo"}, r"adapt: recipe must be a recipe whose weighting sees logits alone"),
+        ({"recipe": "rotta"}, r"adapt: recipe must be a recipe without a buffer.*got CategoryBal"),
         ({"window": 32}, r"adapt: window must be 0 if a stream is distributed.*got 32"),
         (
             {"update_every": 2},
