@@ -38,7 +38,11 @@ def tabular(seed: int = 0, width: int = 6) -> nn.Sequential:
 
 
 def few_copies(preset: str) -> dict[str, Any]:
-    """An option for presets that draw copies of a batch: few, to be quick."""
+    """Options for presets that draw copies of a batch: few, to be quick; and for those with a
+    buffer: small, so that every batch of four is an update.
+    """
+    if preset in ("rotta", "note"):
+        return {"capacity": 6, "every": 4}
     return {"copies": 2} if preset in ("cotta", "petal", "memo", "lora") else {}
 
 

@@ -171,7 +171,7 @@ def test_every_name_stands_once_and_is_public() -> None:
 def test_every_public_class_of_a_role_is_registered(base: type, role: str) -> None:
     public = (getattr(df, name) for name in df.__all__)
     own = {cls.__name__ for cls in public if isinstance(cls, type) and base in cls.__mro__[1:]}
-    assert own == set(VARIANTS[role])
+    assert own - {"BatchLoss"} == set(VARIANTS[role])  # that holds a function, as no TOML can
 
 
 def test_tensors_become_plain_numbers() -> None:

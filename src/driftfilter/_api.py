@@ -37,13 +37,19 @@ from driftfilter.inference.iterates import (
     LatentWeights as LatentWeights,
     SteadyState as SteadyState,
 )
+from driftfilter.inference.laplacian import LaplacianAdjustment as LaplacianAdjustment
 from driftfilter.inference.linearized import (
     Bong as Bong,
     Frozen as Frozen,
     Inference as Inference,
     Linearized as Linearized,
 )
-from driftfilter.inference.optimizers import SGD as SGD, Adam as Adam, GradientStep as GradientStep
+from driftfilter.inference.optimizers import (
+    SGD as SGD,
+    Adam as Adam,
+    AdamW as AdamW,
+    GradientStep as GradientStep,
+)
 from driftfilter.inference.prediction import (
     MAP as MAP,
     FromTeacher as FromTeacher,
@@ -64,6 +70,19 @@ from driftfilter.inference.resets import (
     Upkeep as Upkeep,
 )
 from driftfilter.inference.variational import Variational as Variational
+from driftfilter.model.batch_losses import (
+    BatchLoss as BatchLoss,
+    CentroidLabel as CentroidLabel,
+    Contrast as Contrast,
+    MomentAlignment as MomentAlignment,
+    Seen as Seen,
+    SourceReplay as SourceReplay,
+)
+from driftfilter.model.buffers import (
+    Buffer as Buffer,
+    CategoryBalanced as CategoryBalanced,
+    PredictionBalanced as PredictionBalanced,
+)
 from driftfilter.model.centering import Centering as Centering
 from driftfilter.model.composed import BlockDynamics as BlockDynamics, SumDynamics as SumDynamics
 from driftfilter.model.dynamics import (
@@ -75,6 +94,7 @@ from driftfilter.model.dynamics import (
     RandomWalk as RandomWalk,
     Seasonal as Seasonal,
 )
+from driftfilter.model.looking import ProbabilityDrop as ProbabilityDrop
 from driftfilter.model.losses import (
     ConjugatePseudoLabel as ConjugatePseudoLabel,
     Entropy as Entropy,
@@ -98,6 +118,7 @@ from driftfilter.model.noise import (
     Stationary as Stationary,
 )
 from driftfilter.model.observation import Gibbs as Gibbs, Teacher as Teacher
+from driftfilter.model.opinion import OpinionEntropy as OpinionEntropy
 from driftfilter.model.predictive import (
     LinearHead as LinearHead,
     PredictiveModel as PredictiveModel,
@@ -109,13 +130,17 @@ from driftfilter.model.views import (
     ImageViews as ImageViews,
     MarginalEntropy as MarginalEntropy,
     Mirror as Mirror,
+    PatchShuffle as PatchShuffle,
 )
 from driftfilter.model.weighting import (
+    Batch as Batch,
     CertaintyDiversity as CertaintyDiversity,
     Constant as Constant,
     DiversityGate as DiversityGate,
     EntropyGate as EntropyGate,
+    LookingWeighting as LookingWeighting,
     Product as Product,
+    Recency as Recency,
     Reliability as Reliability,
     RunGate as RunGate,
     Weighting as Weighting,
@@ -134,6 +159,12 @@ from driftfilter.networks.features import (
 )
 from driftfilter.networks.lora import LoRA as LoRA
 from driftfilter.networks.network import Network as Network
+from driftfilter.networks.norm_rules import (
+    InstanceAware as InstanceAware,
+    NormCall as NormCall,
+    NormRule as NormRule,
+    RobustStatistics as RobustStatistics,
+)
 from driftfilter.networks.parameters import (
     AllParameters as AllParameters,
     ByName as ByName,

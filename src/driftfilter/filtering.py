@@ -37,7 +37,7 @@ from driftfilter.gaussian.belief import Belief
 from driftfilter.inference.linearized import Inference, Linearized
 from driftfilter.inference.outputs import Outputs as Outputs
 from driftfilter.inference.prediction import MAP, Prediction, PredictionRule, Query
-from driftfilter.inference.resets import Upkeep
+from driftfilter.inference.resets import Upkeep, as_upkeeps
 from driftfilter.inference.smoothing import smooth_beliefs
 from driftfilter.model.dynamics import MeanReversion
 from driftfilter.model.losses import Loss
@@ -116,7 +116,8 @@ class Filter(Checked):
     """A Gaussian filter over the parameters of a classifier, on a stream without labels.
 
     ``predict_from``: "posterior" predicts a batch after adapting to it, "prior" before. ``upkeep``:
-    what else happens to the belief between two steps (restores and resets).
+    what else happens to the belief between two steps (restores and resets); several in a tuple, one
+    after the other.
 
     >>> import torch, driftfilter as df
     >>> filt = df.Filter(logits=df.LinearHead(classes=2), inference=df.Linearized(df.Hessian()))
@@ -136,7 +137,7 @@ class Filter(Checked):
     )
     prediction: Annotated[PredictionRule, Role("prediction", "MAP()")] = field(default_factory=MAP)
     predict_from: Literal["prior", "posterior"] = "posterior"
-    upkeep: Annotated[Upkeep, Role("upkeep", "ResetEvery(1000)")] | None = None
+    upkeep: Upkeep | tuple[Upkeep, ...] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -160,7 +161,7 @@ class Filter(Checked):
             self.observation.augmented,
             "'batch' if the prediction is over views, which all samples then need",
         )
-        upkeeps = (self.observation.teacher, self.upkeep)
+        upkeeps = (self.observation.teacher, *as_upkeeps("Filter.upkeep", self.upkeep))
         loss: Loss = self.observation.loss  # type: ignore[assignment]  # as_loss in Gibbs
         self.__dict__.update(
             logits=lift(self.logits),
@@ -172,8 +173,17 @@ class Filter(Checked):
             _warned=False,
         )
 
-    def init(self, belief: Belief, seed: int = 0) -> FilterState:
-        """The state before the first batch, from a belief over the parameters: the source."""
+    def init(
+        self,
+        belief: Belief,
+        seed: int = 0,
+        data: Iterable[tuple[Inputs, Tensor | None]] | None = None,
+    ) -> FilterState:
+        """The state before the first batch, from a belief over the parameters: the source.
+
+        ``data``: source inputs with labels or None (``SourceData``), for losses that must remember
+        something of them.
+        """
         require(isinstance(belief, Belief), "Filter.init: belief", belief, "a Belief")
         require(
             isinstance(seed, Integral) and not isinstance(seed, bool),
@@ -185,7 +195,9 @@ class Filter(Checked):
             mean = belief.mean.detach().clone()  # often a model's own, which may be trained on
             source = self.transition.augment(Belief(mean, belief.covariance))
             self.transition(source, source)  # refuses now what a structure cannot carry
-        return FilterState(source, source, belief.dimension, int(seed))
+            state = FilterState(source, source, belief.dimension, int(seed))
+            memory = self.observation.survey(self._bind(state)[1], source.mean, data)
+        return replace(state, memory=memory)
 
     def step(
         self, state: FilterState, inputs: Inputs, dt: float = 1.0
@@ -263,7 +275,8 @@ class Filter(Checked):
             inputs, teacher, taught = check_inputs(inputs), self.observation.teacher, None
             if teacher is not None:
                 taught = teacher.logits(model, inputs, state.memory, state.source, randomness)
-            views = partial(self.observation.views, model, inputs, randomness)
+            observation = self.observation.remember(state.memory)
+            views = partial(observation.views, model, inputs, randomness)
             return self._predict(
                 state.belief, Query(model, inputs, randomness, None, taught, views, state.memory)
             )

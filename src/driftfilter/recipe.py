@@ -18,6 +18,7 @@ from torch import Tensor
 
 import driftfilter.filtering as filtering
 from driftfilter.base.checks import (
+    LATE,
     VARIANTS as VARIANTS,
     Checked,
     Count,
@@ -31,14 +32,19 @@ from driftfilter.base.checks import (
 # Those with an "as" are not named below: all variants are in the table once this module is loaded.
 from driftfilter.inference import (
     iterates as iterates,
+    laplacian as laplacian,
     linearized,
     optimizers as optimizers,
     prediction,
     variational as variational,
 )
 from driftfilter.model import (
+    batch_losses as batch_losses,
+    buffers,
     composed as composed,
+    looking as looking,
     observation,
+    opinion as opinion,
     predictive,
     transition,
     views as views,
@@ -47,6 +53,7 @@ from driftfilter.model.centering import Centered, Centering
 from driftfilter.networks import (
     batch_norm,
     lora as lora,
+    norm_rules as norm_rules,
     parameters,
     prototypes as prototypes,
 )
@@ -65,6 +72,8 @@ class Recipe(Checked):
     ``least``: smaller batches are predicted at once, and adapted to together when so many samples
     have come (0: at once). ``align``: layers that keep no statistics get those of source data
     behind them, to which ``statistics`` apply as to batch normalisation (networks/alignment.py).
+    ``buffer``: batches are predicted at once, and updates are made of the samples that it keeps
+    (None: of the batches themselves).
     """
 
     parameters: Annotated[Any, Role("parameters", "NormAffine()")] = field(
@@ -84,15 +93,27 @@ class Recipe(Checked):
     centering: Centering | None = None
     least: Count = 0
     align: bool = False
+    buffer: buffers.Buffer | None = field(default=None, metadata=LATE)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         batch_norm.require_statistics(self.statistics)
+        if isinstance(self.upkeep, list):
+            object.__setattr__(self, "upkeep", tuple(self.upkeep))
         require(
             self.centering is None or isinstance(self.centering, Centering),
             "Recipe.centering",
             self.centering,
             "a Centering or None",
+        )
+        is_buffer = isinstance(self.buffer, buffers.Buffer) and not isinstance(self.buffer, type)
+        allowed = "a Buffer, such as CategoryBalanced(), or None"
+        require(self.buffer is None or is_buffer, "Recipe.buffer", self.buffer, allowed)
+        require(
+            self.buffer is None or self.least == 0,
+            "Recipe.least",
+            self.least,
+            "0 with a buffer, which says itself when an update is due",
         )
         self.filter(predictive.LinearHead(2))  # checks the other fields
 

@@ -26,13 +26,15 @@ EXAMPLES: dict[str, Any] = {  # for variants that have no default, or a slow one
     ),
     "FullNoise": df.FullNoise(((0.02, 0.005), (0.005, 0.01))),
     "Variational": df.Variational(iterations=3),
+    "Contrast": df.Contrast(df.GaussianNoise(), prototypes=True),
+    "ProbabilityDrop": df.ProbabilityDrop(df.GaussianNoise(), drop=-1.0, limit=1.0),
 }
 TABLE = [(role, name) for role, classes in df.VARIANTS.items() for name in classes]
 EVERY = pytest.mark.parametrize(("role", "name"), TABLE, ids=[name for _, name in TABLE])
 # These have no place inside a Filter: a source makes the belief it starts from, statistics and
-# parameters belong to a network, and a recipe holds all of them (tests/source, tests/networks,
-# tests/presets).
-OUTSIDE = ("source", "statistics", "parameters", "recipe")
+# parameters belong to a network, a buffer to an adapter, and a recipe holds all of them
+# (tests/source, tests/networks, tests/model/test_buffers.py, tests/presets).
+OUTSIDE = ("source", "statistics", "parameters", "buffer", "recipe")
 STREAMED = [(role, name) for role, name in TABLE if role not in OUTSIDE]
 EVERY_STREAMED = pytest.mark.parametrize(
     ("role", "name"), STREAMED, ids=[name for _, name in STREAMED]
@@ -130,7 +132,7 @@ NOISE = df.GaussianNoise()
 
 def on_vectors(augmentation: Any) -> Any:
     """An augmentation of vectors, of images 1 pixel high where it wants images."""
-    if not isinstance(augmentation, (df.ImageViews, df.Mirror)):
+    if not isinstance(augmentation, (df.ImageViews, df.Mirror, df.PatchShuffle)):
         return augmentation
     return lambda inputs, generator: augmentation(inputs[:, None, None], generator)[:, 0, 0]
 
@@ -169,6 +171,12 @@ ROLES: dict[
 }
 
 
+# A plain function has no features, and says so.
+FEATURES = ("LaplacianAdjustment", "MomentAlignment", "Contrast", "CentroidLabel")
+# Losses of a head's features, which its parameters do not move.
+STILL = ("Frozen", "MomentAlignment", "Contrast")
+
+
 class Setting(NamedTuple):
     """A filter with one variant in its place."""
 
@@ -183,7 +191,8 @@ class Setting(NamedTuple):
         mean = scale * torch.tensor([1.0, -0.5], dtype=self.dtype, device=self.device)
         belief = df.Belief(mean, STRUCTURES[self.structure](matrix))
         try:
-            return self.filter.init(belief, seed)
+            source = 1.5 * normal(3, 5, 2, seed=8).to(mean)
+            return self.filter.init(belief, seed, [(batch, None) for batch in source])
         except ValueError as error:
             if self.structure == "Full" or not re.match(
                 f"{self.structure} cannot carry .*; use ", str(error)
@@ -203,7 +212,7 @@ class Setting(NamedTuple):
 def setting(role: str, name: str, base: str, dtype: torch.dtype, device: str) -> Setting:
     """``base``: a covariance structure under a linear head, or "lifted"."""
     parts = {
-        "logits": curved if base == "lifted" else df.LinearHead(2),
+        "logits": curved if base == "lifted" and name not in FEATURES else df.LinearHead(2),
         "inference": df.Linearized(df.Hessian()),
     }
     filt = df.Filter(**{**parts, **ROLES[role](example(role, name))})
@@ -257,9 +266,13 @@ def test_deterministic_and_without_side_effects(
     again, repeated = two.run(other, stream)
     assert_same(contents(again), contents(after))
     assert torch.equal(repeated.log_probabilities, outputs.log_probabilities)
-    shut = name == "RunGate" and outputs.log_probabilities.shape[-1] == 2
+    binary = outputs.log_probabilities.shape[-1] == 2
+    shut = binary and name in (
+        "RunGate",
+        "OpinionEntropy",
+    )  # no direction of logits (0, f) can turn
     still = torch.equal(after.belief.mean, state.belief.mean)
-    assert still is (name == "Frozen" or shut)
+    assert still is (name in STILL or shut)
 
 
 @EVERY_STREAMED

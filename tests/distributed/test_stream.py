@@ -43,7 +43,8 @@ SHARDS = (
 STEPS = 20
 EXACT = ("tent", "eata", "opgd", "opgd_diag", "driftfilter")
 EPISODES = ("memo", "lora")  # every sample is a step of its own
-OTHERS = [name for name in df.presets.names() if name not in (*EXACT, *EPISODES)]
+LOOKING = ("deyo", "rotta", "note")  # at samples, which other ranks have
+OTHERS = [name for name in df.presets.names() if name not in (*EXACT, *EPISODES, *LOOKING)]
 
 
 # What the ranks do
@@ -164,6 +165,8 @@ def of_others(rank: int | None) -> dict[str, dict[str, Any]]:
         "petal": {"copies": 2, "data": df.SourceData(batches[0], torch.arange(24) % 4)},
         "bacs": {"data": df.SourceData(batches[0], torch.arange(24) % 4)},
         "ewc": {"data": df.SourceData(batches[0])},
+        "santa": {"data": df.SourceData(batches[0], torch.arange(24) % 4)},
+        "tttpp": {"data": df.SourceData(batches[0], batch_size=12), "queue": 30},
         "bn": {"statistics": df.PseudoCount(16)},
     }
     adapters = {
@@ -517,6 +520,8 @@ test_what_cannot_be_distributed_is_refused = refuses(
     [
         ({"recipe": "memo"}, r"adapt: recipe must be without chunks.*got 'chunk=1'"),
         ({"recipe": "lora"}, r"adapt: recipe must be without chunks"),
+        ({"recipe": "deyo"}, r"adapt: recipe must be a recipe whose weighting sees logits alone"),
+        ({"recipe": "rotta"}, r"adapt: recipe must be a recipe without a buffer.*got CategoryBal"),
         ({"window": 32}, r"adapt: window must be 0 if a stream is distributed.*got 32"),
         (
             {"update_every": 2},

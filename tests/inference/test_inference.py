@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -739,11 +739,25 @@ def test_nodes_are_refused_where_they_cannot_work(
             df.Adam(0.1, (0.8, 0.95), 1e-3),
             lambda theta: torch.optim.Adam([theta], 0.1, (0.8, 0.95), 1e-3),
         ),
+        (
+            df.SGD(0.3, 0.9, nesterov=True, weight_decay=0.2),
+            lambda theta: torch.optim.SGD(
+                [theta], 0.3, momentum=0.9, nesterov=True, weight_decay=0.2
+            ),
+        ),
+        (
+            df.Adam(0.1, weight_decay=0.3),
+            lambda theta: torch.optim.Adam([theta], 0.1, weight_decay=0.3),
+        ),
+        (
+            df.AdamW(0.1, (0.8, 0.95), weight_decay=0.3),
+            lambda theta: torch.optim.AdamW([theta], 0.1, (0.8, 0.95), weight_decay=0.3),
+        ),
     ],
-    ids=["SGD", "momentum", "nesterov", "Adam"],
+    ids=["SGD", "momentum", "nesterov", "Adam", "SGD with decay", "Adam with decay", "AdamW"],
 )
 def test_gradient_step_is_the_optimizer_of_torch(
-    rule: df.SGD | df.Adam, reference: Callable[[Tensor], torch.optim.Optimizer]
+    rule: Any, reference: Callable[[Tensor], torch.optim.Optimizer]
 ) -> None:
     filt = df.Filter(
         network,

@@ -212,8 +212,48 @@ def test_upkeep_comes_after_the_prediction(upkeep: df.Upkeep) -> None:
         assert not torch.equal(after.belief.mean, without.belief.mean)
 
 
+def test_several_upkeeps_come_one_after_the_other() -> None:
+    """CMF's filter on the proposal, then CoTTA's restore of what it gives; and both are saved."""
+    pair = (df.ContinualMomentum(0.5, process=1000.0), df.RestoreRandomly(0.5))
+    rule = df.GradientStep(df.SGD(0.1))
+    plain = df.Filter(df.LinearHead(2), df.Transition(), df.Gibbs(), rule)
+    filt = replace(plain, upkeep=pair)
+    state = filt.init(SOURCE, seed=5)
+    for step in range(3):
+        without, expected, _ = plain.step(state, INPUTS)
+        belief, memory = pair[0](without.belief, energy(), without.memory, randomness(step))
+        belief, memory = pair[1](belief, energy(), memory, randomness(step))
+        state, prediction, _ = filt.step(state, INPUTS)
+        assert_same((state.belief.mean, state.memory), (belief.mean, memory))
+        assert torch.equal(prediction.log_probabilities, expected.log_probabilities)
+    other = replace(plain, upkeep=pair[::-1])
+    reverse, _, _ = other.step(other.init(SOURCE, seed=5), INPUTS)
+    first, _, _ = filt.step(filt.init(SOURCE, seed=5), INPUTS)
+    assert not torch.equal(reverse.memory["upkeep.hidden"], first.memory["upkeep.hidden"])
+
+
+def test_several_upkeeps_in_a_recipe() -> None:
+    pair = (df.ContinualMomentum(0.5), df.ResetEvery(7))
+    recipe = df.presets.get("tent", upkeep=list(pair))
+    assert recipe.upkeep == pair
+    read = df.from_toml(df.to_toml(recipe))
+    assert (read, repr(read)) == (recipe, repr(recipe))
+
+
 test_refusals_name_field_value_and_range = refuses(
     [
+        (
+            lambda: df.Recipe(upkeep=()),
+            r"Filter.upkeep must be an upkeep, a tuple of one or more, or None, got \(\)",
+        ),
+        (
+            lambda: df.Recipe(upkeep=(df.ResetEvery(3), df.MAP())),
+            r"Filter.upkeep must be of role 'upkeep', such as ResetEvery.*, got MAP\(\)",
+        ),
+        (
+            lambda: df.Recipe(upkeep=(df.ResetBelow(0.1), df.ResetBelow(0.2))),
+            "Filter.upkeep must be with one of a kind: they share their memory",
+        ),
         (lambda: df.ResetEvery(0), "ResetEvery.steps must be an integer >= 1, got 0"),
         (lambda: df.ResetBelow("low"), "ResetBelow.loss must be a finite number.*got 'low'"),  # type: ignore[arg-type]
         (

@@ -32,6 +32,7 @@ from driftfilter.model.losses import (
     Sum,
 )
 from driftfilter.model.observation import Energy, Evaluation, Gibbs, Teacher
+from driftfilter.model.opinion import OpinionEntropy
 from driftfilter.model.predictive import Lifted, LinearHead, PredictiveModel, Pullback, ReadOut
 from driftfilter.model.some_samples import SomeSamples
 from driftfilter.model.weighting import (
@@ -77,6 +78,8 @@ def slope(function: Callable[[Tensor], Tensor], theta: Tensor, h: float = 1e-3) 
 
 # ------------------------------------------------------------------ value and gradient
 
+TABLE: list[Loss] = [cls() for cls in VARIANTS["loss"].values()]
+
 
 @pytest.mark.parametrize(
     ("model", "d"),
@@ -93,7 +96,7 @@ def slope(function: Callable[[Tensor], Tensor], theta: Tensor, h: float = 1e-3) 
 @pytest.mark.parametrize(
     "loss",
     [
-        *(cls() for cls in VARIANTS["loss"].values()),
+        *(loss for loss in TABLE if not (loss.sees_features or loss.needs_source)),
         Consistency(GaussianNoise(0.5), "symmetric", "soft", copies=2),
         Sum(
             (PseudoLabel(threshold=0.6), MarginalEntropy(copies=2), Consistency()), (0.5, 1.0, 2.0)
@@ -110,8 +113,10 @@ def test_gradient_is_the_slope_of_the_energy(model: PredictiveModel, d: int, los
     for theta in (anchor, anchor + 0.3 * normal(d, seed=3)):
         evaluation = energy.at(theta)
         expected = slope(lambda point: value_of(energy.at(point)), theta)
-        torch.testing.assert_close(evaluation.gradient(), expected, rtol=1e-8, atol=1e-9)
-        torch.testing.assert_close(evaluation.rows.sum(0), expected, rtol=1e-8, atol=1e-9)
+        fast = isinstance(loss, OpinionEntropy)  # directions of short logits turn fast
+        rtol, atol = (2e-7, 1e-7) if fast else (1e-8, 1e-9)
+        torch.testing.assert_close(evaluation.gradient(), expected, rtol=rtol, atol=atol)
+        torch.testing.assert_close(evaluation.rows.sum(0), expected, rtol=rtol, atol=atol)
 
 
 @pytest.mark.parametrize("n", [1, 6])

@@ -19,6 +19,7 @@ from driftfilter.model.views import (
     ImageViews,
     MarginalEntropy,
     Mirror,
+    PatchShuffle,
 )
 from small import assert_same, refuses
 
@@ -342,3 +343,33 @@ def test_mirror_exchanges_left_and_right_and_draws_nothing() -> None:
         match=r"inputs of Mirror must be images \[n, c, h, w\] .*, got 'a tensor of shape \[3, 4\]",
     ):
         Mirror()(torch.zeros(3, 4), generator)
+
+
+@pytest.mark.parametrize(("height", "width", "patches"), [(8, 8, 4), (8, 12, 2), (1, 2, 4)])
+def test_patches_come_in_another_order(height: int, width: int, patches: int) -> None:
+    """Each piece is somewhere in the shuffled image, at the place its random number says."""
+    images = torch.rand(5, 3, height, width, generator=torch.Generator().manual_seed(2)).double()
+    shuffled = PatchShuffle(patches)(images, draws()())
+    rows, columns = min(patches, height), min(patches, width)
+    h, w = height // rows, width // columns
+    orders = torch.rand(5, rows * columns, generator=draws()()).argsort(1)
+    for image, new, order in zip(images, shuffled, orders.tolist(), strict=True):
+        for place, origin in enumerate(order):
+            (top, left), (up, aside) = divmod(place, columns), divmod(origin, columns)
+            piece = image[:, up * h : (up + 1) * h, aside * w : (aside + 1) * w]
+            assert torch.equal(new[:, top * h : (top + 1) * h, left * w : (left + 1) * w], piece)
+    assert len({tuple(order) for order in orders.tolist()}) > 1
+
+
+def test_sizes_that_patches_do_not_divide_are_scaled_and_scaled_back() -> None:
+    """A constant image stays; one patch is the image scaled by torch's antialiased rule."""
+    images = torch.rand(2, 3, 7, 5, generator=torch.Generator().manual_seed(2)).double()
+    flat = torch.full_like(images, 0.3)
+    torch.testing.assert_close(PatchShuffle(2)(flat, draws()()), flat)
+    assert torch.equal(PatchShuffle(1)(images, draws()()), images)
+    small = torch.nn.functional.interpolate(images, [6, 4], mode="bilinear", antialias=True)
+    cut = PatchShuffle(2)(small, draws()())
+    expected = torch.nn.functional.interpolate(cut, [7, 5], mode="bilinear", antialias=True)
+    assert torch.equal(PatchShuffle(2)(images, draws()()), expected)
+    with pytest.raises(ValueError, match=r"inputs of PatchShuffle must be floating-point images"):
+        PatchShuffle()(torch.zeros(3, 4), draws()())

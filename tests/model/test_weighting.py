@@ -14,8 +14,13 @@ import torch
 from hypothesis import given, strategies as st
 from torch import Tensor
 
-from driftfilter import VARIANTS
+from driftfilter import VARIANTS, GaussianNoise, PatchShuffle, ProbabilityDrop
+from driftfilter.base.randomness import Purpose, Randomness
+from driftfilter.model.losses import Entropy
+from driftfilter.model.observation import Gibbs
+from driftfilter.model.predictive import LinearHead, lift
 from driftfilter.model.weighting import (
+    Batch,
     CertaintyDiversity,
     Constant,
     DiversityGate,
@@ -26,16 +31,22 @@ from driftfilter.model.weighting import (
     RunGate,
     Weighting,
     entropy,
+    look_at,
+    looks,
 )
 from oracles import LabelRuns
 from small import assert_same, refuses
 
 NAME = "weighting.mean_prediction"
 WEIGHTINGS: list[Weighting] = [
-    *(cls() for cls in VARIANTS["weighting"].values()),
+    *(cls() for name, cls in VARIANTS["weighting"].items() if name != "ProbabilityDrop"),
+    ProbabilityDrop(GaussianNoise(0.5), drop=-1.0),
+    Product((Reliability(), ProbabilityDrop(GaussianNoise(0.5), drop=-1.0))),
     EntropyGate(fraction=1.0, beta=2.0),
     Product((Reliability(beta=3.0), DiversityGate(similarity=1.0, momentum=0.0), Constant(0.5))),
 ]
+IDENTITY = lift(lambda theta, inputs: inputs)
+RANDOMNESS = Randomness(3, 7, torch.device("cpu"))
 every_weighting = pytest.mark.parametrize("weighting", WEIGHTINGS, ids=repr)
 
 
@@ -59,6 +70,8 @@ def weigh(
     weighting: Weighting, logits: Tensor, before: Tensor | None = None, memory: Memory | None = None
 ) -> tuple[Tensor, Memory]:
     start = torch.ones(len(logits), dtype=logits.dtype) if before is None else before
+    # At inputs that are their own logits, if it looks at all.
+    weighting = look_at(Batch(IDENTITY, logits[0], logits, RANDOMNESS, None), weighting)
     return weighting(logits, start, {} if memory is None else memory)
 
 
@@ -230,8 +243,8 @@ def test_neither_arguments_nor_memory_are_changed(weighting: Weighting) -> None:
         "another.rule": torch.tensor(7.0),
     }
     same = copy.deepcopy((logits, before, held))
-    weights, after = weighting(logits, before, MappingProxyType(held))
-    again, _ = weighting(logits, before, MappingProxyType(held))
+    weights, after = weigh(weighting, logits, before, MappingProxyType(held))
+    again, _ = weigh(weighting, logits, before, MappingProxyType(held))
     assert_same((weights, logits, before, held), (again, *same))
     assert after["another.rule"] is held["another.rule"]
 
@@ -359,3 +372,69 @@ def test_run_gate_closes_for_labels_in_runs() -> None:
         kept[name] = weights.max().item()
     assert kept["runs"] < 0.1
     assert kept["turns"] == 1
+
+
+# ------------------------------------------------------------------ weightings that look again
+
+
+class Counting:
+    """A linear head that notes the batches it is asked about."""
+
+    def __init__(self) -> None:
+        self.seen: list[Tensor] = []
+
+    def __call__(self, theta: Tensor, inputs: Tensor) -> Tensor:
+        self.seen.append(inputs)
+        return LinearHead(3)(theta, inputs.flatten(1))
+
+
+@pytest.mark.parametrize("before", [None, torch.tensor([1.0, 0.0, 2.0, 1.0] * 5).double()])
+@pytest.mark.parametrize("drop", [-1.0, 0.05])
+def test_what_the_likely_class_loses_by_shuffled_patches(
+    before: Tensor | None, drop: float
+) -> None:
+    """The formula in NumPy, sample by sample; the model sees the certain samples alone."""
+    generator = torch.Generator().manual_seed(4)
+    images = torch.randn(20, 2, 4, 4, generator=generator).double()
+    theta, model = torch.randn(3 * 32, generator=generator).double(), Counting()
+    rule = ProbabilityDrop(PatchShuffle(2), drop, fraction=0.3, limit=0.6, beta=1.5)
+    logits = LinearHead(3)(theta, images.flatten(1))
+    start = torch.ones(20).double() if before is None else before
+    weights, memory = rule.look(Batch(model, theta, images, RANDOMNESS, None))(logits, start, {})  # type: ignore[arg-type]
+    h, p, size = entropies(logits), softmax(logits), math.log(3)
+    certain = [i for i in range(20) if start[i] > 0 and h[i] < 0.6 * size]
+    shuffled = PatchShuffle(2)(images[certain], RANDOMNESS.generator(Purpose.WEIGHTING))
+    (seen,) = model.seen
+    assert torch.equal(seen, shuffled)
+    after = softmax(LinearHead(3)(theta, shuffled.flatten(1)))
+    expected = np.zeros(20)
+    for place, i in enumerate(certain):
+        lost = p[i].max() - after[place][p[i].argmax()]
+        if lost > drop:
+            expected[i] = start[i] * 1.5 * (math.exp(0.3 * size - h[i]) + math.exp(lost))
+    assert 0 < (expected > 0).sum() < 20
+    np.testing.assert_allclose(weights.numpy(), expected, rtol=1e-12, atol=1e-15)
+    assert memory == {}
+
+
+def test_a_weighting_that_looks_is_known_inside_of_a_product() -> None:
+    looking = ProbabilityDrop(GaussianNoise())
+    assert [looks(looking), looks(Constant())] == [True, False]
+    assert looks(Product((Constant(), Product((looking,)))))
+    assert not looks(Product((Constant(), EntropyGate())))
+    with pytest.raises(ValueError, match="ProbabilityDrop must be asked to look at a batch, got"):
+        looking(5 * torch.eye(3), torch.ones(3), {})
+
+
+def test_samples_are_looked_at_again_where_they_are_weighed_again() -> None:
+    """At the sharp point of SAM: the weights there, of the samples that had one."""
+    generator = torch.Generator().manual_seed(4)
+    inputs, theta = torch.randn(20, 4, generator=generator).double(), torch.randn(12).double()
+    rule = Gibbs(Entropy(), ProbabilityDrop(lambda images, _: images.roll(1, -1), 0.0))
+    there = theta + 0.5 * torch.randn(12, generator=generator).double()
+    first, _ = rule(LinearHead(3), theta, inputs, {}, RANDOMNESS)
+    fresh, _ = rule(LinearHead(3), there, inputs, {}, RANDOMNESS)
+    kept = first.samples.weights > 0
+    expected = fresh.samples.coefficients * kept
+    torch.testing.assert_close(first.reweigh_at(there).coefficients, expected)
+    assert not torch.equal(expected, first.samples.coefficients)

@@ -213,7 +213,7 @@ test_refusals = refuses(
         (
             lambda: df.Network(nn.LayerNorm(2), statistics="none"),  # type: ignore[arg-type]
             "Network: statistics must be 'batch', 'source', PseudoCount.count., "
-            "Ema.momentum. or RunningStatistics.momentum., got 'none'",
+            "Ema.momentum., RunningStatistics.momentum. or a NormRule, got 'none'",
         ),
         (
             lambda: df.Network(nn.LayerNorm(2))(torch.zeros(3), torch.zeros(1, 2)),

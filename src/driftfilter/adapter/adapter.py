@@ -23,7 +23,7 @@ from torch import Tensor, nn
 import driftfilter.presets as presets
 from driftfilter.adapter.bind import BoundFilter, FilterOptions, fit_recipe
 from driftfilter.adapter.checkpoint import Fingerprint, fingerprint, plain
-from driftfilter.adapter.state import AdapterState, read_found
+from driftfilter.adapter.state import AdapterState, read_found, without_samples
 from driftfilter.base.checks import (
     NotFiniteError,
     NotPositiveDefiniteError,
@@ -38,6 +38,7 @@ from driftfilter.base.inputs import (
     check_inputs,
     each,
     join_arguments,
+    samples,
     split_batch,
 )
 from driftfilter.base.sharding import current
@@ -97,8 +98,9 @@ def adapt(  # noqa: PLR0913  # what editors complete
     """A module that takes the place of ``model`` and adapts to the unlabeled inputs it sees.
 
     ``recipe`` is the name of a preset or a Recipe. Options of the adapter: ``data`` (source inputs,
-    with labels or without, for recipes with a source posterior), ``output`` (picks the logits out
-    of what the model returns), ``observed`` (picks what the loss sees, if that is something else),
+    with labels or without, for recipes with a source posterior, a loss that needs them or aligned
+    norms), ``output`` (picks the logits out of what the model returns), ``observed`` (picks what
+    the loss sees, if that is something else),
     ``seed``, ``update_every``, ``window``, ``monitor`` (a Monitor, or None for no alarms; without
     it Gaussian filters are guarded, and published methods are left as their authors wrote them:
     their alarms are recorded) and ``callbacks`` (called after every step). For speed: ``autocast``
@@ -170,6 +172,10 @@ class Adapter(nn.Module):
         self.why = why  # this recipe, if it was chosen by what the network is
         require_count("adapt: update_every", update_every, 1)
         require_count("adapt: window", window, 0)
+        if chosen.recipe.buffer is not None:
+            allowed = "left out with a buffer, which says itself what updates are made of, and when"
+            require(window == 0, "adapt: window", window, allowed)
+            require(update_every == 1, "adapt: update_every", update_every, allowed)
         require(
             monitor is None or isinstance(monitor, Monitor),
             "adapt: monitor",
@@ -242,6 +248,9 @@ class Adapter(nn.Module):
             with self._noting(), self._given("update", args, kwargs) as inputs:
                 now = self._ready(inputs)
                 for piece in self._pieces(inputs):
+                    if self.recipe.buffer is not None:
+                        now, info = self._fill_now(now, piece)
+                        continue
                     seen, recent = now.seen(piece, self.window, self._waits(now, piece))
                     now = now._replace(recent=recent if self.window else None)
                     if self.monitor is None or now.watch.frozen:
@@ -357,6 +366,8 @@ class Adapter(nn.Module):
         """One call: a step, or a prediction alone until the time for one has come, or while the
         monitor has it frozen.
         """
+        if self.recipe.buffer is not None:
+            return self._fill(now, inputs)
         now = self._make_room(now, inputs)
         seen, recent = now.seen(inputs, self.window, self._waits(now, inputs))
         calls = now.calls + 1
@@ -378,6 +389,44 @@ class Adapter(nn.Module):
         own = self._take_own(prediction, seen, inputs)
         new = own if self.window else prediction  # what no step has seen before
         return self._watch(now, state, info, new.log_probabilities, seen), own, info
+
+    def _fill(self, now: AdapterState, inputs: Inputs) -> tuple[AdapterState, Prediction]:
+        """Predict a batch, then offer its samples to the buffer, of which an update is made
+        whenever one is due.
+        """
+        buffer = self.recipe.buffer
+        assert buffer is not None
+        prediction, calls = self._predict(now, inputs), now.calls + 1
+        now = now._replace(calls=calls)
+        if self.monitor is not None and now.watch.frozen:
+            return now, prediction
+        start, n = 0, batch_size(inputs)
+        while start < n:
+            stop = min(n, start + buffer.every - now.offered % buffer.every)
+            piece, said = samples(inputs, start, stop), prediction.log_probabilities[start:stop]
+            now = now.keep(piece, said, buffer, self.seed)
+            if now.offered % buffer.every == 0:
+                now = self._adapt_to_kept(now, piece, said)
+            start = stop
+        return now, prediction
+
+    def _fill_now(self, now: AdapterState, inputs: Inputs) -> tuple[AdapterState, StepInfo]:
+        """Offer samples to the buffer, and adapt to it even if no update is due."""
+        before = now.info
+        now, prediction = self._fill(now, inputs)
+        if now.watch.frozen:
+            assert now.bound is not None
+            return now, now.bound.filter.update(now.current, inputs)[1]
+        if now.info is before:
+            now = self._adapt_to_kept(now, inputs, prediction.log_probabilities)
+        assert now.info is not None
+        return now, now.info
+
+    def _adapt_to_kept(self, now: AdapterState, new: Inputs, said: Tensor) -> AdapterState:
+        """A step on the samples in the buffer, watched by what was said of the new ones [n, k]."""
+        assert now.bound is not None
+        state, info = now.bound.filter.update(now.of_buffer, now.recent)
+        return self._watch(now, without_samples(state), info, said, new)
 
     def _make_room(self, now: AdapterState, inputs: Inputs) -> AdapterState:
         """Adapt to samples that wait for others, if these are of another shape."""

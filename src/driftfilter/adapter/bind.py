@@ -19,10 +19,12 @@ from driftfilter.base.tensors import map_tensors
 from driftfilter.distributed.stream import shard_model
 from driftfilter.filtering import Filter, FilterState
 from driftfilter.inference.optimizers import GradientStep
+from driftfilter.model.losses import Sum, as_loss
 from driftfilter.networks.alignment import MOMENTS, align
 from driftfilter.networks.autocast import AUTOCAST
 from driftfilter.networks.initialization import find_wanted, initialize
 from driftfilter.networks.network import Network
+from driftfilter.networks.norm_rules import NormRule
 from driftfilter.networks.parameters import Head
 from driftfilter.networks.prototypes import Prototypes
 from driftfilter.networks.shared_copy import twin
@@ -31,14 +33,18 @@ from driftfilter.source.posterior import Laplace, PointMass, SourceData
 
 
 def fit_recipe(recipe: Recipe, data: SourceData | None) -> Recipe:
-    """The recipe, or the nearest one if there are no source data for its posterior."""
+    """The recipe, or the nearest one if there are no source data for its posterior or its loss."""
     require(
         data is not None or not recipe.align,
         "adapt: data",
         None,
         "source inputs, of which Recipe.align (norms='aligned') takes the statistics",
     )
-    if data is not None or not isinstance(recipe.source, Laplace):
+    return recipe if data is not None else _without_anchor(_without_source_terms(recipe))
+
+
+def _without_anchor(recipe: Recipe) -> Recipe:
+    if not isinstance(recipe.source, Laplace):
         return recipe
     require(
         isinstance(recipe.inference, GradientStep),
@@ -51,6 +57,21 @@ def fit_recipe(recipe: Recipe, data: SourceData | None) -> Recipe:
         "left out"
     )
     return replace(recipe, source=PointMass(), inference=replace(recipe.inference, anchor=0.0))
+
+
+def _without_source_terms(recipe: Recipe) -> Recipe:
+    loss = as_loss("Recipe.observation.loss", recipe.observation.loss)
+    if not loss.needs_source:
+        return recipe
+    pairs = zip(loss.terms, loss.coefficients, strict=True) if isinstance(loss, Sum) else ()
+    kept = [(term, coefficient) for term, coefficient in pairs if not term.needs_source]
+    require(len(kept) > 0, "adapt: data", None, f"source inputs, which {loss} needs")
+    assert isinstance(loss, Sum)
+    names = [type(term).__name__ for term in loss.terms if term.needs_source]
+    warn(f"no source data (adapt: data=...): {' and '.join(names)} are left out of the loss")
+    terms, coefficients = zip(*kept, strict=True)
+    rest = replace(loss, terms=terms, coefficients=coefficients)
+    return replace(recipe, observation=replace(recipe.observation, loss=rest))
 
 
 class ModelSnapshot(NamedTuple):
@@ -169,6 +190,9 @@ class FilterOptions:
                 "if its head alone is adapted"
             )
 
+        if self.cuda_graphs and isinstance(self.recipe.statistics, NormRule):
+            warn("adapt: cuda_graphs is ignored: batch norms have statistics of your own")
+
     def __call__(
         self, model: nn.Module, found: Mapping[str, Tensor], example: Inputs | None
     ) -> BoundFilter:
@@ -190,8 +214,10 @@ class FilterOptions:
             if recipe.centering is not None and self.data is not None and final:
                 temperature = recipe.centering.temperature
                 shares = self.data.mean_prediction(logits, mean, temperature)
-            filt = recipe.filter(shard_model(logits) if self.distributed else logits, shares)
-            start = filt.init(recipe.source(logits, mean, self.data), self.seed)
+            filt = whole = recipe.filter(logits, shares)
+            if self.distributed:
+                filt = recipe.filter(shard_model(logits), shares)
+            start = whole.init(recipe.source(logits, mean, self.data), self.seed, self.data)
         for reason in self.find_ignored(start.belief.mean.device):
             warn(reason)
         return BoundFilter(filt, start, {**told, **aligned}, final, self.channels_last, read)

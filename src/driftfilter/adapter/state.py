@@ -9,11 +9,21 @@ from torch import Tensor
 
 from driftfilter.adapter.bind import BoundFilter
 from driftfilter.base.checks import require, require_finite
-from driftfilter.base.inputs import Inputs, batch_size, check_inputs, each, join_batches, samples
+from driftfilter.base.inputs import (
+    Inputs,
+    batch_size,
+    check_inputs,
+    each,
+    join_batches,
+    sample,
+    samples,
+)
+from driftfilter.base.randomness import Purpose, Randomness
 from driftfilter.base.tensors import as_tensor, as_text
 from driftfilter.callbacks import StepRecord
 from driftfilter.filtering import FilterState, StepInfo
 from driftfilter.inference.prediction import MAP
+from driftfilter.model.buffers import SAMPLE, Buffer
 from driftfilter.monitor.state import MONITOR, MonitorState, Signals
 from driftfilter.networks.alignment import MOMENTS
 from driftfilter.recipe import Recipe
@@ -27,6 +37,14 @@ from driftfilter.storage.state_tensors import (
 )
 
 _MODEL = "model."  # in a checkpoint: what batches told about the model
+_BUFFER = "buffer."  # in a checkpoint: what a buffer knows of its samples
+_SEEN = "seen"  # samples that a buffer has seen []
+
+
+def without_samples(state: FilterState) -> FilterState:
+    """The state after an update of a buffer: what is known of samples is kept beside it."""
+    memory = {name: value for name, value in state.memory.items() if not name.startswith(SAMPLE)}
+    return replace(state, memory=memory)
 
 
 class AdapterState(NamedTuple):
@@ -35,7 +53,9 @@ class AdapterState(NamedTuple):
     bound: BoundFilter | None = None
     found: Mapping[str, Tensor] = {}  # what the first batch or source data have told of the model
     state: FilterState | None = None  # None: no batch has come
-    recent: Inputs | None = None  # samples seen lately, for a window or until the next update
+    # Samples seen lately, for a window or until the next update; or those in a buffer.
+    recent: Inputs | None = None
+    known: Mapping[str, Tensor] = {}  # what a buffer knows of its samples, and how many it has seen
     # that a step could follow, by which update_every counts; of a batch cut into pieces, each
     calls: int = 0
     number: int = 0  # of calls before, adapter(x) or update, as callbacks are told
@@ -87,6 +107,32 @@ class AdapterState(NamedTuple):
         kept = samples(together, total - wanted, total) if total > wanted else together
         return kept, kept
 
+    @property
+    def offered(self) -> int:
+        """Samples that a buffer has seen."""
+        return int(self.known.get(_SEEN, 0))
+
+    def keep(self, inputs: Inputs, log_probabilities: Tensor, buffer: Buffer, seed: int) -> Self:
+        """With the samples that a buffer keeps of its own and of new ones, predicted so [n, k]."""
+        together = inputs if self.recent is None else join_batches([self.recent, inputs])
+        randomness = Randomness(seed, self.offered, torch.device("cpu"))
+        known = {name: value for name, value in self.known.items() if name != _SEEN}
+        chosen = buffer.choose(known, log_probabilities, randomness.generator(Purpose.BUFFER))
+        places, known = chosen[0], dict(chosen[1])
+        total = batch_size(together)
+        fits = places.dim() == 1 and all(0 <= place < total for place in places.tolist())
+        allowed = f"one or more of the {total} samples"
+        require(fits and len(places) > 0, "places of a buffer", places, allowed)
+        known[_SEEN] = torch.tensor(self.offered + batch_size(inputs))
+        device = log_probabilities.device
+        return self._replace(recent=sample(together, places.to(device)), known=known)
+
+    @property
+    def of_buffer(self) -> FilterState:
+        """The state with what is known of the samples in the buffer, for the time of an update."""
+        names = {SAMPLE + name: value for name, value in self.known.items() if name != _SEEN}
+        return replace(self.current, memory={**self.current.memory, **names})
+
     def make_record(
         self, before: Self, n: int, ms: float, log_probabilities: Tensor | None
     ) -> StepRecord:
@@ -106,6 +152,7 @@ class AdapterState(NamedTuple):
             "number": torch.tensor(self.number),
             **state_to_tensors(self.current),
             **samples_to_tensors(self.recent),
+            **{_BUFFER + name: tensor for name, tensor in self.known.items()},
             **{_MODEL + name: tensor for name, tensor in self.found.items()},
             **(self.watch.to_tensors() if watched else {}),
         }
@@ -115,7 +162,7 @@ class AdapterState(NamedTuple):
         """What named tensors describe, on a model that was read by what is ``read_found`` them;
         refused unless all is there.
         """
-        beside = ("recipe", "calls", "number", RECENT, _MODEL, MONITOR)
+        beside = ("recipe", "calls", "number", RECENT, _BUFFER, _MODEL, MONITOR)
         state = from_tensors(
             {name: value for name, value in own.items() if not name.startswith(beside)}, bound.start
         )
@@ -125,10 +172,14 @@ class AdapterState(NamedTuple):
         )  # older checkpoints have none: at least so many there were
         watch = MonitorState.from_tensors(own, bound.start) if watched else MonitorState()
         kept = None if recent is None else check_inputs(recent)
+        known = {
+            name.removeprefix(_BUFFER): value.clone()
+            for name, value in own.items()
+            if name.startswith(_BUFFER)
+        }
         # Where a batch would have told more than was saved, none had come: the state is the start.
-        return cls(
-            bound, bound.found, state if bound.final else None, kept, calls, number, watch=watch
-        )
+        learned = state if bound.final else None
+        return cls(bound, bound.found, learned, kept, known, calls, number, watch=watch)
 
 
 def read_found(own: Mapping[str, Tensor], recipe: Recipe) -> dict[str, Tensor]:

@@ -94,6 +94,7 @@ VARIANTS: dict[str, dict[str, type[Any]]] = {
         "prediction",
         "upkeep",
         "parameters",
+        "buffer",
         "recipe",
         "source",
     )
@@ -119,6 +120,11 @@ def require_role(field: str, value: Any, role: str, example: str) -> None:
     usable = (callable(value) or hasattr(value, "expand")) and not isinstance(value, (type, Tensor))
     fits = role_of(value) == role or (usable and role_of(value) is None)
     require(fits, field, value, f"of role {role!r}, such as {example}")
+
+
+# Metadata of a field that came later than the first checkpoints: while it has its default, a recipe
+# is of the kind it was before.
+LATE = {"late": True}
 
 
 class Rule(Protocol):

@@ -16,6 +16,9 @@ class Purpose(IntEnum):
     PREDICTION = 3
     TEACHER = 4
     UPKEEP = 5
+    WEIGHTING = 6
+    STUDENT = 7
+    BUFFER = 8
 
 
 def _mix(value: int) -> int:

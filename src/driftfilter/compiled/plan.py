@@ -70,6 +70,8 @@ def translate_rules(filt: Filter) -> Rules:
     observation, inference = filt.observation, filt.inference
     if observation.teacher is not None or filt.upkeep is not None:
         raise Uncovered("the filter has a teacher or an upkeep")
+    if observation.augmentation is not None:
+        raise Uncovered("the loss sees augmented inputs")
     require_covered("inference", inference)
     assert isinstance(inference, Linearized)
     if inference.reach > 1:

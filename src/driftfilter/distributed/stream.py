@@ -28,7 +28,9 @@ from driftfilter.model.predictive import (
     Pullback,
     PullbackAround,
 )
+from driftfilter.model.weighting import looks
 from driftfilter.networks.features import OnFeatures
+from driftfilter.networks.norm_rules import NormRule
 from driftfilter.recipe import Recipe
 
 TIMEOUT = timedelta(seconds=30)  # until a rank that does not answer is given up
@@ -100,6 +102,24 @@ def join(
         "adapt: recipe",
         f"chunk={recipe.chunk}",
         f"without chunks, each a step of its own; {apart}",
+    )
+    require(
+        recipe.buffer is None,
+        "adapt: recipe",
+        recipe.buffer,
+        f"a recipe without a buffer, which would keep samples of other ranks; {apart}",
+    )
+    require(
+        not isinstance(recipe.statistics, NormRule),
+        "adapt: recipe",
+        recipe.statistics,
+        f"of statistics that ranks can add up, not by a rule of one's own; {apart}",
+    )
+    require(
+        not looks(recipe.observation.weighting),
+        "adapt: recipe",
+        recipe.observation.weighting,
+        f"a recipe whose weighting sees logits alone, not inputs of other ranks; {apart}",
     )
     require(
         window == 0,

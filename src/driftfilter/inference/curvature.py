@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple, Protocol, TypeAlias, final, runtime_chec
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from driftfilter.base.checks import Checked, Positive, register
 from driftfilter.gaussian.covariance import positive_root
@@ -108,14 +109,16 @@ class GaussNewton(LogitMetric):
 
     def roots(self, evaluation: Evaluation) -> Tensor:
         """diag(√p) - p √pᵀ."""
-        p = evaluation.logits.softmax(-1)
+        p = evaluation.class_logits.softmax(-1)
         root = p.sqrt()
         samples = p.new_ones(p.shape[-2])
         shares = torch.stack(
             [samples * share for share in evaluation.expansion.shares]
         ).sqrt()  # [v, n]
         scale = shares.reshape(len(shares), *[1] * (p.dim() - 3), -1, 1, 1)
-        return (torch.diag_embed(root) - p[..., :, None] * root[..., None, :]) * scale
+        roots = (torch.diag_embed(root) - p[..., :, None] * root[..., None, :]) * scale
+        features = evaluation.logits.shape[-1] - p.shape[-1]  # these have no metric
+        return functional.pad(roots, (0, 0, 0, features)) if features else roots
 
 
 @final

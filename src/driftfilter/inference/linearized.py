@@ -139,7 +139,7 @@ class Linearized(Checked):
     def _lengthen(self, prior: Belief, evaluation: Evaluation) -> Tensor:
         """By how much the step is lengthened, a scalar []."""
         along, length = variance_along(prior.covariance, evaluation)
-        logits = evaluation.logits[0]
+        logits = evaluation.class_logits[0]
         square = (logits - logits.mean(-1, keepdim=True)).square().mean()
         tiny = torch.finfo(along.dtype).tiny
         longer: Tensor = _FREE * square * length / along.clamp_min(tiny)

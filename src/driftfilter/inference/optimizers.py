@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, field
-from typing import Annotated, final
+from typing import Annotated, Protocol, final
 
 import torch
 from torch import Tensor
@@ -34,16 +34,24 @@ LOSS = "inference.loss"  # E at the sharp point []; NaN if every sample left the
 GRADIENT = "inference.gradient"  # of the last step [d], if it is kept
 
 
+class Optimizer(Protocol):
+    """How a gradient becomes a step."""
+
+    def __call__(self, gradient: Tensor, memory: Memory, theta: Tensor) -> tuple[Tensor, Memory]:
+        """The step to subtract from θ [d], and the memory after it."""
+
+
 @final
 @dataclass(frozen=True)
 class SGD(Checked):
     """θ ← θ - lr v, v ← momentum · v + g (g + momentum · v with ``nesterov``), as
-    torch.optim.SGD.
+    torch.optim.SGD. With ``weight_decay`` λ the gradient is g + λ θ.
     """
 
     lr: Positive = 1e-3
     momentum: FractionBelowOne = 0.0
     nesterov: bool = False
+    weight_decay: NotNegative = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -54,8 +62,9 @@ class SGD(Checked):
             "False without momentum",
         )
 
-    def __call__(self, gradient: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
+    def __call__(self, gradient: Tensor, memory: Memory, theta: Tensor) -> tuple[Tensor, Memory]:
         """The step to subtract [d], and the memory after it."""
+        gradient = _decay(gradient, self.weight_decay, theta)
         if self.momentum == 0:
             return self.lr * gradient, memory
         before = memory.get(VELOCITY)
@@ -67,38 +76,69 @@ class SGD(Checked):
 @final
 @dataclass(frozen=True)
 class Adam(Checked):
-    """Adam with bias correction, as torch.optim.Adam."""
+    """Adam with bias correction, as torch.optim.Adam. With ``weight_decay`` λ the gradient is
+    g + λ θ, which Adam rescales (``AdamW`` does not).
+    """
 
     lr: Positive = 1e-3
     betas: tuple[float, float] = (0.9, 0.999)
     eps: Positive = 1e-8
+    weight_decay: NotNegative = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(
-            isinstance(self.betas, (tuple, list)) and len(self.betas) == 2,
-            "Adam.betas",
-            self.betas,
-            "two numbers",
-        )
-        object.__setattr__(self, "betas", tuple(self.betas))
-        for beta in self.betas:
-            require_number("Adam.betas", beta, 0, 1, open_high=True)
+        object.__setattr__(self, "betas", _check_betas("Adam.betas", self.betas))
 
-    def __call__(self, gradient: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
+    def __call__(self, gradient: Tensor, memory: Memory, theta: Tensor) -> tuple[Tensor, Memory]:
         """The step to subtract [d], and the memory after it."""
-        count, first, second = (
-            1,
-            (1 - self.betas[0]) * gradient,
-            (1 - self.betas[1]) * gradient.square(),
-        )
-        if COUNT in memory:
-            count += int(memory[COUNT])
-            first = torch.lerp(memory[FIRST], gradient, 1 - self.betas[0])
-            second = second.add_(memory[SECOND], alpha=self.betas[1])
-        scale = (second / (1 - self.betas[1] ** count)).sqrt() + self.eps
-        step = self.lr / (1 - self.betas[0] ** count) * first / scale
-        return step, {**memory, FIRST: first, SECOND: second, COUNT: torch.tensor(count)}
+        gradient = _decay(gradient, self.weight_decay, theta)
+        return _adapt_rates(gradient, memory, self.lr, self.betas, self.eps)
+
+
+@final
+@dataclass(frozen=True)
+class AdamW(Checked):
+    """θ ← θ - lr λ θ - Adam's step on g, as torch.optim.AdamW; λ is the ``weight_decay``."""
+
+    lr: Positive = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: Positive = 1e-8
+    weight_decay: NotNegative = 0.01
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "betas", _check_betas("AdamW.betas", self.betas))
+
+    def __call__(self, gradient: Tensor, memory: Memory, theta: Tensor) -> tuple[Tensor, Memory]:
+        """The step to subtract [d], and the memory after it."""
+        step, memory = _adapt_rates(gradient, memory, self.lr, self.betas, self.eps)
+        return _decay(step, self.lr * self.weight_decay, theta), memory
+
+
+def _decay(vector: Tensor, rate: float, theta: Tensor) -> Tensor:
+    return torch.add(vector, theta, alpha=rate) if rate else vector
+
+
+def _check_betas(field: str, betas: object) -> tuple[float, float]:
+    require(isinstance(betas, (tuple, list)) and len(betas) == 2, field, betas, "two numbers")
+    assert isinstance(betas, (tuple, list))
+    for beta in betas:
+        require_number(field, beta, 0, 1, open_high=True)
+    return betas[0], betas[1]
+
+
+def _adapt_rates(
+    gradient: Tensor, memory: Memory, lr: float, betas: tuple[float, float], eps: float
+) -> tuple[Tensor, Memory]:
+    """Adam's step: lr m̂ / (√v̂ + ε), and the memory with m, v and the number of steps."""
+    count, first, second = 1, (1 - betas[0]) * gradient, (1 - betas[1]) * gradient.square()
+    if COUNT in memory:
+        count += int(memory[COUNT])
+        first = torch.lerp(memory[FIRST], gradient, 1 - betas[0])
+        second = second.add_(memory[SECOND], alpha=betas[1])
+    scale = (second / (1 - betas[1] ** count)).sqrt() + eps
+    step = lr / (1 - betas[0] ** count) * first / scale
+    return step, {**memory, FIRST: first, SECOND: second, COUNT: torch.tensor(count)}
 
 
 @final
@@ -115,7 +155,7 @@ class GradientStep(Checked):
     reference, as a rate chosen for large batches should on small ones (0: never).
     """
 
-    rule: Annotated[SGD | Adam, Role("optimizer", "SGD() or Adam()")] = field(default_factory=SGD)
+    rule: Annotated[Optimizer, Role("optimizer", "SGD() or Adam()")] = field(default_factory=SGD)
     anchor: NotNegative = 0.0
     radius: NotNegative = 0.0
     reference: Count = 0
@@ -142,7 +182,7 @@ class GradientStep(Checked):
             )
             assert source is not None
             gradient = gradient + self.anchor * source.covariance.solve(prior.mean - source.mean)
-        step, memory = self.rule(gradient, memory)
+        step, memory = self.rule(gradient, memory, prior.mean)
         if self.keep_gradient:
             memory = {**memory, GRADIENT: gradient}
         n = energy.samples.weights.shape[0]
@@ -153,4 +193,4 @@ class GradientStep(Checked):
         return unchecked(Belief, mean=mean, covariance=prior.covariance), memory
 
 
-register(inference=(GradientStep,), optimizer=(SGD, Adam))
+register(inference=(GradientStep,), optimizer=(SGD, Adam, AdamW))

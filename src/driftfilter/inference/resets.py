@@ -8,7 +8,7 @@ transition, except in a full reset.
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, Protocol, final
+from typing import Annotated, Any, Protocol, final
 
 import torch
 from torch import Tensor
@@ -21,12 +21,15 @@ from driftfilter.base.checks import (
     PositiveCount,
     register,
     require,
+    require_role,
+    role_of,
     unchecked,
 )
 from driftfilter.base.randomness import Purpose, Randomness
 from driftfilter.gaussian.belief import Belief
 from driftfilter.inference.optimizers import GRADIENT, LOSS, OF_OPTIMIZER
 from driftfilter.model.observation import Energy
+from driftfilter.model.survey import forget
 from driftfilter.model.weighting import Memory
 
 # In the memory:
@@ -42,6 +45,20 @@ class Upkeep(Protocol):
         """Belief and memory for the next step; the energy is that of this one."""
 
 
+def as_upkeeps(field: str, upkeep: Any) -> tuple[Upkeep, ...]:
+    """None, one upkeep or several, one after the other."""
+    if upkeep is None:
+        return ()
+    several = tuple(upkeep) if isinstance(upkeep, (tuple, list)) else (upkeep,)
+    require(len(several) > 0, field, upkeep, "an upkeep, a tuple of one or more, or None")
+    for each in several:
+        require_role(field, each, "upkeep", "ResetEvery(1000), or a tuple of them")
+    kinds = [type(each) for each in several if role_of(each) == "upkeep"]
+    allowed = "with one of a kind: they share their memory and their draws"
+    require(len(set(kinds)) == len(kinds), field, upkeep, allowed)
+    return several
+
+
 def _restore(belief: Belief, source: Belief, mask: Tensor) -> Belief:
     return unchecked(
         Belief, mean=torch.where(mask, source.mean, belief.mean), covariance=belief.covariance
@@ -52,7 +69,7 @@ def _restore(belief: Belief, source: Belief, mask: Tensor) -> Belief:
 @dataclass(frozen=True)
 class ResetEvery(Checked):
     """Back to the source after every so many steps, whatever was learned (RDumb); all memory goes
-    too.
+    too, but for what is of the source.
     """
 
     steps: PositiveCount = 1000
@@ -61,7 +78,7 @@ class ResetEvery(Checked):
         self, belief: Belief, energy: Energy, memory: Memory, randomness: Randomness
     ) -> tuple[Belief, Memory]:
         return (
-            (energy.require_source(), {})
+            (energy.require_source(), forget(memory))
             if (randomness.step + 1) % self.steps == 0
             else (belief, memory)
         )
@@ -74,8 +91,8 @@ class ResetBelow(Checked):
     collapse (SAR).
 
     e ← momentum · e + (1 - momentum) · E, from the first E; a step without information leaves it.
-    All memory goes too, but for the optimiser's with ``keep_optimizer``: in SAR's code the momentum
-    goes on.
+    All memory goes too, but for what is of the source and, with ``keep_optimizer``, the
+    optimiser's: in SAR's code the momentum goes on.
     """
 
     loss: Annotated[float, Interval(-math.inf, math.inf)] = 0.2
@@ -93,7 +110,8 @@ class ResetBelow(Checked):
         if running.item() >= self.loss:
             return belief, {**kept, RUNNING_LOSS: running}
         left = {name: kept[name] for name in OF_OPTIMIZER if name in kept}
-        return energy.require_source(), left if self.keep_optimizer else {}
+        kept = {**forget(memory), **left} if self.keep_optimizer else forget(memory)
+        return energy.require_source(), kept
 
 
 @final

@@ -16,7 +16,7 @@ from typing import NamedTuple, final
 import torch
 from torch import Tensor
 
-from driftfilter.base.checks import Checked, Positive, PositiveCount, register
+from driftfilter.base.checks import Checked, Positive, PositiveCount, register, require
 from driftfilter.base.inputs import Inputs
 from driftfilter.base.light import (
     Number,
@@ -113,6 +113,10 @@ class Centered(ModelAround):
     rule: Centering = field(default_factory=Centering)
     source: Tensor | None = None  # u [k]
     known: Tensor | None = None  # see Known
+
+    def with_features(self) -> PredictiveModel:
+        require(False, "Recipe.centering", self.rule, "None for a rule that sees features")
+        return self
 
     def recall(self, memory: Mapping[str, Tensor]) -> PredictiveModel:
         return replace(self, model=self.model.recall(memory), known=memory.get(CENTER))

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from driftfilter.gaussian.covariance import positive_root
 from driftfilter.model.closed_forms import FLOOR, bend, center
@@ -98,6 +99,83 @@ def differentiate(function: Callable[[Tensor], Tensor], logits: Tensor) -> Expan
     hessian = hessians(function, logits)
     values, gradients = value.reshape(logits[:1].shape[:-1]), gradient.reshape(logits[:1].shape)
     return Expansion(values, gradients, hessian, lambda: positive_root(hessian()))
+
+
+def couple(
+    function: Callable[[Tensor], Tensor], outputs: Tensor, weights: Tensor, least: int = 2
+) -> Expansion:
+    """A function of a whole batch to second order: outputs [v, m, K] of the samples that have a
+    weight -> values ℓ [m], or one number [] that stands for each of them.
+
+    Rows are c_i = (1 / w_i) ∂/∂f_i Σ_j w_j ℓ_j, so that Σ_i (w_i / n) J_iᵀ c_i is the gradient of
+    Σ_j (w_j / n) ℓ_j, which samples enter jointly. The Hessian is the block of each view of each
+    sample. With fewer than ``least`` samples there is nothing to couple, and all of it is 0.
+    """
+    kept = weights > 0
+    own, enough = weights[kept], int(kept.sum()) >= least
+    with torch.enable_grad():
+        leaf = outputs[:, kept].detach().requires_grad_()
+        losses = function(leaf) if enough else leaf.new_zeros(len(own))
+        _require_values(losses, len(own))
+        total = (own * losses).sum()
+    (rows,) = (
+        torch.autograd.grad(total, leaf, create_graph=True)
+        if total.requires_grad
+        else (torch.zeros_like(leaf),)
+    )
+    value, gradient = torch.zeros_like(outputs[..., 0]), torch.zeros_like(outputs)
+    value[0, kept] = losses.detach().expand_as(own)
+    gradient[:, kept] = rows.detach() / own[:, None]
+
+    def hessian() -> Tensor:
+        blocks = outputs.new_zeros(*outputs.shape, outputs.shape[-1])
+        if rows.requires_grad:
+            blocks[:, kept] = _blocks(rows, leaf) / own[:, None, None]
+        return blocks
+
+    shares = (1 / len(outputs),) * len(outputs)
+    return Expansion(value, gradient, hessian, lambda: positive_root(hessian()), shares)
+
+
+def _require_values(losses: object, samples: int) -> None:
+    fits = isinstance(losses, Tensor) and losses.shape in ((), (samples,))
+    if not fits:
+        got = f"shape {list(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
+        raise ValueError(
+            f"a loss of a batch must give one number, or one for each of its {samples} samples, "
+            f"got {got}"
+        )
+
+
+def _blocks(rows: Tensor, leaf: Tensor) -> Tensor:
+    """∂ rows_i / ∂ leaf_i of every view and sample [v, m, K, K], a sample at a time."""
+    views, samples, width = leaf.shape
+    blocks = leaf.new_zeros(views, samples, width, width)
+    units = torch.eye(width, dtype=leaf.dtype, device=leaf.device)
+    for view in range(views):
+        for i in range(samples):
+            with torch.enable_grad():
+                own = rows[view, i]
+            (moved,) = torch.autograd.grad(
+                own, leaf, units, retain_graph=True, is_grads_batched=True
+            )
+            blocks[view, i] = moved[:, view, i]
+    return blocks
+
+
+def pad_features(expansion: Expansion, columns: int) -> Expansion:
+    """An expansion in the logits as one in outputs with so many features beside them."""
+    if columns == 0:
+        return expansion
+
+    def hessian() -> Tensor:
+        return functional.pad(expansion.hessian(), (0, columns, 0, columns))
+
+    return expansion._replace(
+        gradient=functional.pad(expansion.gradient, (0, columns)),
+        hessian=hessian,
+        root=lambda: functional.pad(expansion.root(), (0, 0, 0, columns)),
+    )
 
 
 def hessians(function: Callable[[Tensor], Tensor], logits: Tensor) -> Callable[[], Tensor]:

@@ -44,8 +44,10 @@ from driftfilter.model.expansion import (
     hessians,
     invariant_root,
     log_softmax,
+    pad_features,
     separable,
 )
+from driftfilter.model.survey import SourceSamples
 from driftfilter.model.weighting import Memory
 
 Targets: TypeAlias = "Tensor | tuple[Targets, ...] | None"
@@ -70,6 +72,28 @@ class Loss(Protocol):
     def is_coupled(self) -> bool:
         """Whether samples, or the views of a sample, enter jointly."""
         return False
+
+    @property
+    def sees_features(self) -> bool:
+        """Whether it looks at features too: its logits are then outputs [..., k + D]."""
+        return False
+
+    @property
+    def needs_source(self) -> bool:
+        """Whether it must see source data before the stream (``survey``)."""
+        return False
+
+    def survey(self, source: SourceSamples) -> Memory:
+        """What to remember of the source, under names that begin with "source."."""
+        return {}
+
+    def remember(self, memory: Memory) -> "Loss":
+        """The loss with what it needs of the memory before a batch is looked at."""
+        return self
+
+    def divide(self, features: int) -> "Loss":
+        """The loss for outputs whose last so many columns are features."""
+        return self
 
     def views(self, inputs: Inputs, generator: Callable[[], torch.Generator]) -> tuple[Inputs, ...]:
         """The inputs the loss looks at, clean ones first."""
@@ -385,6 +409,34 @@ class Sum(Checked, Loss):
     def is_coupled(self) -> bool:
         return any(term.is_coupled for term in self.terms)
 
+    @property
+    def sees_features(self) -> bool:
+        return any(term.sees_features for term in self.terms)
+
+    @property
+    def needs_source(self) -> bool:
+        return any(term.needs_source for term in self.terms)
+
+    def survey(self, source: SourceSamples) -> Memory:
+        return {name: value for term in self.terms for name, value in term.survey(source).items()}
+
+    def remember(self, memory: Memory) -> Loss:
+        return self._with(tuple(term.remember(memory) for term in self.terms))
+
+    def divide(self, features: int) -> Loss:
+        terms = tuple(term.divide(features) for term in self.terms)
+        return unchecked(Sum, **{**self.__dict__, "terms": terms, "_features": features})
+
+    def _with(self, terms: tuple[Loss, ...]) -> "Sum":
+        if all(new is old for new, old in zip(terms, self.terms, strict=True)):
+            return self
+        return unchecked(Sum, **{**self.__dict__, "terms": terms})
+
+    def _seen_by(self, term: Loss, outputs: Tensor) -> Tensor:
+        """The columns that a term sees: all, or the logits alone."""
+        columns = self.__dict__.get("_features", 0)
+        return outputs if term.sees_features else outputs[..., : outputs.shape[-1] - columns]
+
     def views(self, inputs: Inputs, generator: Callable[[], torch.Generator]) -> tuple[Inputs, ...]:
         shared = cache(generator)  # one for all terms, so that their augmentations differ
         return (inputs, *(view for term in self.terms for view in term.views(inputs, shared)[1:]))
@@ -392,14 +444,12 @@ class Sum(Checked, Loss):
     def recall(self, logits: Tensor, memory: Memory) -> tuple[Loss, Memory]:
         terms: list[Loss] = []
         for term in self.terms:
-            recalled, memory = term.recall(logits, memory)
+            recalled, memory = term.recall(self._seen_by(term, logits), memory)
             terms.append(recalled)
-        if all(new is old for new, old in zip(terms, self.terms, strict=True)):
-            return self, memory
-        return unchecked(Sum, **{**self.__dict__, "terms": tuple(terms)}), memory
+        return self._with(tuple(terms)), memory
 
     def targets(self, logits: Tensor) -> Targets:
-        return tuple(term.targets(logits) for term in self.terms)
+        return tuple(term.targets(self._seen_by(term, logits)) for term in self.terms)
 
     def selected(self, targets: Targets) -> Tensor | None:
         assert isinstance(targets, tuple)
@@ -413,7 +463,8 @@ class Sum(Checked, Loss):
         shares: list[float | Tensor] = [0.0] * len(logits)
         pieces: list[tuple[float, list[int], Expansion]] = []
         for coefficient, index, term, target in self._parts(len(logits), targets):
-            piece = term.expand(logits[index], target, weights)
+            piece = term.expand(self._seen_by(term, logits[index]), target, weights)
+            piece = pad_features(piece, logits.shape[-1] - piece.gradient.shape[-1])
             value[index] += coefficient * piece.value
             gradient[index] += coefficient * piece.gradient
             for position, share in zip(index, piece.shares, strict=True):

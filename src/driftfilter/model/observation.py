@@ -4,7 +4,7 @@ pseudo-likelihood.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Annotated, Literal, NamedTuple, final
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from driftfilter.base.checks import (
+    LATE,
     Checked,
     Count,
     Fraction,
@@ -29,10 +30,12 @@ from driftfilter.model.expansion import Expansion
 from driftfilter.model.losses import Entropy, Loss, Targets, as_loss
 from driftfilter.model.predictive import PredictiveModel, Pullback
 from driftfilter.model.some_samples import SomeSamples
+from driftfilter.model.survey import SourceSamples
 from driftfilter.model.views import Augmentation, ImageViews, augment
-from driftfilter.model.weighting import Constant, Memory, Weighting
+from driftfilter.model.weighting import Batch, Constant, Memory, Weighting, look_at, looks
 
 TEACHER = "teacher"  # in the memory: φ [d]
+_TEACHERS = "teacher."  # in the memory: what the model carries for the teacher
 
 
 @final
@@ -42,7 +45,9 @@ class Teacher(Checked):
     from φ = θ_S.
 
     ȳ = f(x; φ), or its mean over augmented copies if the source is unsure of the batch:
-    mean_i max_c p_c(x_i; θ_S) < ``confidence``.
+    mean_i max_c p_c(x_i; θ_S) < ``confidence``. With ``own_statistics`` the teacher carries
+    statistics of batch norm of its own, by the same rule (RoTTA; for ``confidence`` 0 only);
+    otherwise it has the student's.
     """
 
     momentum: Fraction = 0.999
@@ -51,6 +56,43 @@ class Teacher(Checked):
     )
     copies: PositiveCount = 32
     confidence: Fraction = 0.92
+    own_statistics: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            self.confidence == 0 or not self.own_statistics,
+            "Teacher.confidence",
+            self.confidence,
+            "0 for a teacher with statistics of its own",
+        )
+
+    def observe(
+        self,
+        model: PredictiveModel,
+        inputs: Inputs,
+        memory: Memory,
+        source: Belief,
+        randomness: Randomness,
+    ) -> tuple[Tensor, Memory]:
+        """ȳ [n, k] for a batch that is learned from, and the memory with what the teacher keeps of
+        it.
+        """
+        if not self.own_statistics:
+            return self.logits(model, inputs, memory, source, randomness), memory
+        teacher = memory.get(TEACHER, source.mean)
+        outputs, pullback = self._recall(model, memory).pullback(teacher, inputs)
+        kept = {_TEACHERS + name: value for name, value in pullback.memory.items()}
+        return outputs, {**memory, **kept}
+
+    def _recall(self, model: PredictiveModel, memory: Memory) -> PredictiveModel:
+        """The model with the teacher's own statistics, if it has any yet."""
+        own = {
+            name.removeprefix(_TEACHERS): value
+            for name, value in memory.items()
+            if name.startswith(_TEACHERS)
+        }
+        return model.recall(own) if self.own_statistics else model
 
     def logits(
         self,
@@ -61,7 +103,7 @@ class Teacher(Checked):
         randomness: Randomness,
     ) -> Tensor:
         """ȳ [n, k]."""
-        teacher = memory.get(TEACHER, source.mean)
+        teacher, model = memory.get(TEACHER, source.mean), self._recall(model, memory)
         if (
             self.confidence == 0
             or model(source.mean, inputs).softmax(-1).amax(-1).mean().item() >= self.confidence
@@ -96,7 +138,8 @@ class Gibbs(Checked):
     ``loss`` may be any function logits [n, k] -> [n]. Targets of the loss (pseudo-labels) are those
     of the parameters themselves at the prior mean, or of a ``teacher``. Views that the loss asks
     for are of the whole batch, or (``augmented`` "kept") of the samples with a weight alone: batch
-    statistics of a view are then those of these samples, as in ROID's code.
+    statistics of a view are then those of these samples, as in ROID's code. With an
+    ``augmentation`` the loss sees augmented inputs, and the teacher the inputs as they are.
     """
 
     loss: Loss | Callable[[Tensor], Tensor] = field(default_factory=Entropy)
@@ -107,10 +150,13 @@ class Gibbs(Checked):
     teacher: Teacher | None = None
     reference: Count = 0
     augmented: Literal["batch", "kept"] = "batch"
+    augmentation: Annotated[Augmentation, Role("augmentation", "ImageViews()")] | None = field(
+        default=None, metadata=LATE
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "loss", as_loss("Gibbs.loss", self.loss))
+        self.__dict__.update(loss=as_loss("Gibbs.loss", self.loss), _looks=looks(self.weighting))
         require(
             self.teacher is None or isinstance(self.teacher, Teacher),
             "Gibbs.teacher",
@@ -132,28 +178,63 @@ class Gibbs(Checked):
 
         ``keeps_rows``: somebody asks for the gradient rows at θ after inference.
         """
-        seen = model.observing
-        logits, pullback = pull_back(seen, theta, inputs)
+        remembered, plain = self.remember(memory), model.observing
+        own: Loss = remembered.loss  # type: ignore[assignment]  # as_loss in __post_init__
+        seen = plain.with_features() if own.sees_features else plain
+        shown = inputs if self.augmentation is None else self._augment(model, inputs, randomness)
+        outputs, pullback = pull_back(seen, theta, shown)
+        k = outputs.shape[1] - pullback.feature_columns
         taught = None
         if self.teacher is not None:
             require(source is not None, "source", source, "the source belief if there is a teacher")
             assert source is not None
-            taught = self.teacher.logits(seen, inputs, memory, source, randomness)
-        own: Loss = self.loss  # type: ignore[assignment]  # as_loss in __post_init__
-        loss, memory = own.recall(logits, memory)
-        rule = self if loss is own else unchecked(Gibbs, **{**self.__dict__, "loss": loss})
-        targets = loss.targets(logits if taught is None else taught)
-        weights, used, memory = self.weigh(logits, loss.selected(targets), memory)
+            taught, memory = self.teacher.observe(seen, inputs, memory, source, randomness)
+        own = own.divide(pullback.feature_columns) if own.sees_features else own
+        loss, memory = own.recall(outputs, memory)
+        targets = loss.targets(outputs if taught is None else taught)
+        batch = Batch(plain, theta, shown, randomness, source)
+        logits = outputs[:, :k] if pullback.feature_columns else outputs
+        weights, used, memory = self.weigh(logits, loss.selected(targets), memory, batch)
         some = self._choose_some(seen, weights)
-        views = self.views(model if some is None else some, inputs, randomness)
-        viewed = seen if some is None else some
-        pulled = [(logits, pullback), *(pull_back(viewed, theta, view) for view in views[1:])]
+        views = remembered.views(model if some is None else some, shown, randomness)
+        others = [pull_back(some or seen, theta, view) for view in views[1:]]
         weights = weights * pullback.novelty
         samples = Samples(targets, weights, self.coefficients(weights, used), used)
-        evaluation = evaluate(loss, pulled, samples, keeps_rows)
-        return Energy(
-            rule, seen, views, samples, theta, evaluation, source, taught, seen is model, some
-        ), {**memory, **pullback.memory}
+        evaluation = evaluate(loss, [(outputs, pullback), *others], samples, keeps_rows)
+        told = taught if taught is None else taught[:, :k]
+        fixed = (remembered._with(loss), seen, views, samples, theta, evaluation, source, told)
+        known = plain is model and shown is inputs
+        return Energy(*fixed, known, some, randomness), {**memory, **pullback.memory}
+
+    def _augment(self, model: PredictiveModel, inputs: Inputs, randomness: Randomness) -> Inputs:
+        """The inputs as the loss sees them."""
+        assert self.augmentation is not None
+        augmentation, generator = self.augmentation, randomness.generator(Purpose.STUDENT)
+        return model.draw_views(lambda batch: (augment(augmentation, batch, generator),), inputs)[0]
+
+    def survey(
+        self,
+        model: PredictiveModel,
+        theta: Tensor,
+        data: Iterable[tuple[Inputs, Tensor | None]] | None,
+    ) -> Memory:
+        """What the loss remembers of source data, seen by the model at θ_S."""
+        loss: Loss = self.loss  # type: ignore[assignment]  # as_loss in __post_init__
+        if not loss.needs_source:
+            return {}
+        require(data is not None, "data", None, f"source samples, which {loss} needs")
+        assert data is not None
+        return loss.survey(SourceSamples(model.observing, theta, data, loss.sees_features))
+
+    def remember(self, memory: Memory) -> Gibbs:
+        """The observation with what the loss needs of the memory before it looks at a batch."""
+        loss: Loss = self.loss  # type: ignore[assignment]  # as_loss in __post_init__
+        return self._with(loss.remember(memory))
+
+    def _with(self, loss: Loss) -> Gibbs:
+        if loss is self.loss:
+            return self
+        return unchecked(Gibbs, **{**self.__dict__, "loss": loss})
 
     def _choose_some(self, model: PredictiveModel, weights: Tensor) -> SomeSamples | None:
         """The model of the samples to augment, by their weights [n]; None if it is all of them."""
@@ -176,7 +257,7 @@ class Gibbs(Checked):
         return (inputs, *model.draw_views(draw, inputs))
 
     def weigh(
-        self, logits: Tensor, start: Tensor | None, memory: Memory
+        self, logits: Tensor, start: Tensor | None, memory: Memory, batch: Batch
     ) -> tuple[Tensor, int, Memory]:
         """Weights [n] of samples from their logits [n, k], how many have one, and the weighting's
         memory.
@@ -184,7 +265,8 @@ class Gibbs(Checked):
         if start is None and isinstance(self.weighting, Constant):  # nothing to look at
             return logits.new_full(logits.shape[:1], self.weighting.beta), logits.shape[0], memory
         start = logits.new_ones(logits.shape[0]) if start is None else start
-        weights, memory = self.weighting(logits, start, memory)
+        weighting = look_at(batch, self.weighting) if self.__dict__["_looks"] else self.weighting
+        weights, memory = weighting(logits, start, memory)
         if not (weights >= 0).all():
             raise ValueError(
                 f"the weights of the samples must be >= 0, got {weights.min().item():g} from "
@@ -200,12 +282,12 @@ class Gibbs(Checked):
         return weights / (used.clamp_min(least) if isinstance(used, Tensor) else max(used, least))
 
     def weigh_again(
-        self, samples: Samples, logits: Tensor, novelty: Tensor | float = 1.0
+        self, samples: Samples, logits: Tensor, batch: Batch, novelty: Tensor | float = 1.0
     ) -> Samples:
         """The samples with the weights that their logits at another θ give to those that had one;
         no memory is kept.
         """
-        weights, used, _ = self.weigh(logits, (samples.weights > 0).to(logits.dtype), {})
+        weights, used, _ = self.weigh(logits, (samples.weights > 0).to(logits.dtype), {}, batch)
         weights = weights * novelty
         return Samples(samples.targets, weights, self.coefficients(weights, used), used)
 
@@ -245,8 +327,9 @@ class Energy(NamedTuple):
     evaluation: Evaluation  # there
     source: Belief | None = None  # where the stream started
     taught: Tensor | None = None  # the teacher's logits [n, k]
-    observes_logits: bool = True  # False: the loss sees other outputs than those predicted with
+    observes_logits: bool = True  # False: the loss sees other outputs, or inputs, than predictions
     some: SomeSamples | None = None  # of whom augmented views are, if not of all samples
+    randomness: Randomness | None = None  # of the step
 
     @property
     def loss(self) -> Loss:
@@ -264,13 +347,19 @@ class Energy(NamedTuple):
 
         Samples that were left out stay out, others may leave.
         """
-        pulled, novelty = self._pull_back(theta), self.evaluation.pullbacks[0].novelty
-        samples = self.observation.weigh_again(self.samples, pulled[0][0], novelty)
+        pulled, first = self._pull_back(theta), self.evaluation.pullbacks[0]
+        assert self.randomness is not None
+        batch = Batch(self.model, theta, self.views[0], self.randomness, self.source)
+        logits = pulled[0][0]
+        logits = logits[:, : logits.shape[1] - first.feature_columns]
+        samples = self.observation.weigh_again(self.samples, logits, batch, first.novelty)
         return evaluate(self.loss, pulled, samples)
 
     def known_logits(self, theta: Tensor) -> Tensor | None:
         """Logits to predict with at θ, of every view [v, n, k], if they are there already."""
-        return self.evaluation.logits if theta is self.anchor and self.observes_logits else None
+        if theta is not self.anchor or not self.observes_logits:
+            return None
+        return self.evaluation.class_logits
 
     def require_source(self) -> Belief:
         """The belief that the stream started from."""
@@ -305,7 +394,7 @@ class Evaluation:
     """E to second order at one θ: the loss in logit space and the way back to parameters."""
 
     expansion: Expansion
-    logits: Tensor  # [v, ..., n, k]
+    logits: Tensor  # [v, ..., n, k], or [v, ..., n, k + D] with features for a loss that sees them
     pullbacks: list[Pullback]  # one for each view
     coefficients: Tensor  # [n]
     keeps_rows: bool = False  # rows are worked out once, for several rules of the step
@@ -313,6 +402,12 @@ class Evaluation:
     def value(self) -> Tensor:
         """E, a scalar []."""
         return self.coefficients @ self.expansion.value.sum(0)
+
+    @property
+    def class_logits(self) -> Tensor:
+        """The logits without features that may stand beside them [v, ..., n, k]."""
+        columns = self.pullbacks[0].feature_columns
+        return self.logits[..., : self.logits.shape[-1] - columns] if columns else self.logits
 
     @property
     def is_coupled(self) -> bool:

@@ -15,6 +15,7 @@ from typing import Protocol, TypeAlias, final, runtime_checkable
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from driftfilter.base.checks import Checked, PositiveCount, register, require
 from driftfilter.base.inputs import Inputs, batch_size
@@ -36,6 +37,8 @@ class Pullback(ABC):
     memory: Mapping[str, Tensor] = MappingProxyType({})
     # How far the batch is of another domain than the source's, 0 to 1; multiplies its weights.
     novelty: Tensor | float = 1.0
+    # D if the last D columns of the outputs are features, beside the logits (``with_features``).
+    feature_columns: int = 0
 
     @abstractmethod
     def __call__(self, cotangents: Tensor) -> Tensor:
@@ -97,6 +100,18 @@ class PredictiveModel(Protocol):
     def by_source(self) -> PredictiveModel:
         """The model with the source's batch statistics: itself, if it has no others."""
         return self
+
+    def with_features(self) -> PredictiveModel:
+        """The model with its features beside the logits, outputs [n, k + D]."""
+        allowed = "a network with a linear head, or a head on features, for a rule that sees them"
+        require(False, "the model", type(self).__name__, allowed)
+        return self
+
+    def logits_and_features(self, theta: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        """Logits [n, k] and the features [n, D] that the last layer makes them of."""
+        outputs, pullback = self.with_features().pullback(theta, inputs)
+        k = outputs.shape[1] - pullback.feature_columns
+        return outputs[:, :k], outputs[:, k:]
 
     def recall(self, memory: Mapping[str, Tensor]) -> PredictiveModel:
         """The model with the statistics of its own that a filter's memory holds."""
@@ -202,10 +217,13 @@ class LinearHead(Checked, PredictiveModel):
         """[..., d] -> [..., n, k]."""
         width = features.shape[1]
         if theta.dim() == 1:
-            logits = torch.nn.functional.linear(features, theta.view(-1, width))
+            logits = functional.linear(features, theta.view(-1, width))
         else:
             logits = features @ theta.unflatten(-1, (-1, width)).mT
         return torch.cat((logits.new_zeros(*logits.shape[:-1], 1), logits), -1) if first else logits
+
+    def with_features(self) -> PredictiveModel:
+        return BesideFeatures(self)
 
     def __call__(self, theta: Tensor, inputs: Tensor) -> Tensor:
         return self._logits(theta, *self._features(inputs, theta))
@@ -342,6 +360,9 @@ class ModelAround(PredictiveModel):
         inner = self.model.by_source
         return self if inner is self.model else replace(self, model=inner)
 
+    def with_features(self) -> PredictiveModel:
+        return replace(self, model=self.model.with_features())
+
     def recall(self, memory: Mapping[str, Tensor]) -> PredictiveModel:
         recalled = self.model.recall(memory)
         return self if recalled is self.model else replace(self, model=recalled)
@@ -358,7 +379,38 @@ class PullbackAround(Pullback):
 
     def __init__(self, inner: Pullback) -> None:
         self.inner, self.is_coupled, self.memory = inner, inner.is_coupled, inner.memory
-        self.novelty = inner.novelty
+        self.novelty, self.feature_columns = inner.novelty, inner.feature_columns
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class BesideFeatures(ModelAround):
+    """A head with the features that it stands on, its inputs [n, D], beside its logits."""
+
+    def __call__(self, theta: Tensor, inputs: Tensor) -> Tensor:
+        logits = self.model(theta, inputs)
+        return torch.cat((logits, inputs.to(logits.dtype)), -1)
+
+    def pullback(self, theta: Tensor, inputs: Tensor) -> tuple[Tensor, Pullback]:
+        logits, inner = self.model.pullback(theta, inputs)
+        beside = _BesidePullback(inner, inputs.shape[-1])
+        return torch.cat((logits, inputs.to(logits.dtype)), -1), beside
+
+    def pushforward(self, theta: Tensor, inputs: Tensor, tangents: Tensor) -> Tensor:
+        moves = self.model.pushforward(theta, inputs, tangents)
+        return functional.pad(moves, (0, inputs.shape[-1]))  # features do not depend on θ
+
+
+class _BesidePullback(PullbackAround):
+    def __init__(self, inner: Pullback, features: int) -> None:
+        super().__init__(inner)
+        self.feature_columns = features
+
+    def __call__(self, cotangents: Tensor) -> Tensor:
+        return self.inner(cotangents[..., : -self.feature_columns])
+
+    def total(self, cotangents: Tensor) -> Tensor:
+        return self.inner.total(cotangents[..., : -self.feature_columns])
 
 
 @final

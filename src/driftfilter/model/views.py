@@ -136,6 +136,44 @@ class ImageViews(Checked):
         return functional.grid_sample(inputs, grid, padding_mode="border", align_corners=False)
 
 
+@final
+@dataclass(frozen=True)
+class PatchShuffle(Checked):
+    """Augmentation: images [n, c, h, w] cut into ``patches`` × ``patches`` pieces in random order,
+    another one for each image.
+
+    It destroys shapes and leaves colours and textures. Sizes that cannot be cut evenly are scaled
+    down to the next that can, and back.
+    """
+
+    patches: PositiveCount = 4
+
+    def __call__(self, inputs: Tensor, generator: torch.Generator) -> Tensor:
+        require(
+            isinstance(inputs, Tensor) and inputs.dim() == 4 and inputs.is_floating_point(),
+            "inputs of PatchShuffle",
+            f"{inputs.dtype} of shape {list(inputs.shape)}"
+            if isinstance(inputs, Tensor)
+            else type(inputs).__name__,
+            "floating-point images [n, c, h, w] (give another augmentation)",
+        )
+        n, size = len(inputs), inputs.shape[2:]
+        rows, columns = (min(self.patches, length) for length in size)
+        even = [size[0] // rows * rows, size[1] // columns * columns]
+        cut = _resize(inputs, even).unflatten(3, (columns, -1)).unflatten(2, (rows, -1))
+        pieces = cut.permute(0, 2, 4, 1, 3, 5).flatten(1, 2)  # [n, pieces, c, h', w']
+        order = torch.rand(n, rows * columns, generator=generator, device=inputs.device).argsort(-1)
+        pieces = pieces[torch.arange(n, device=inputs.device)[:, None], order]
+        joined = pieces.unflatten(1, (rows, columns)).permute(0, 3, 1, 4, 2, 5)
+        return _resize(joined.flatten(4, 5).flatten(2, 3), list(size))
+
+
+def _resize(images: Tensor, size: list[int]) -> Tensor:
+    if list(images.shape[2:]) == size:
+        return images
+    return functional.interpolate(images, size, mode="bilinear", antialias=True)
+
+
 def augment(augmentation: Augmentation, inputs: Inputs, generator: torch.Generator) -> Inputs:
     """One augmented view, checked."""
     view = augmentation(inputs.clone() if isinstance(inputs, Tensor) else inputs, generator)
@@ -148,9 +186,10 @@ def augment(augmentation: Augmentation, inputs: Inputs, generator: torch.Generat
     return view
 
 
-def _views(
+def draw_copies(
     augmentation: Augmentation, inputs: Inputs, copies: int, generator: torch.Generator
 ) -> tuple[Inputs, ...]:
+    """The inputs and augmented copies of them."""
     return (inputs, *(augment(augmentation, inputs, generator) for _ in range(copies)))
 
 
@@ -160,16 +199,17 @@ class Consistency(Checked, Loss):
     """Augmented views should get the label of the clean input: mean over views of a divergence
     D(p_view, target).
 
-    ``brier`` Σ (p - t)², ``cross_entropy`` -Σ t log p, ``symmetric`` half of it and half of -Σ p
-    log t; the target t is the most likely class (``hard``) or the probabilities (``soft``) of the
-    clean input at the prior mean, or of the observation's teacher. There log t is no less than log
-    1e-4, which stands for a hard label's log 0. With the target ``moving`` t is the clean
-    prediction itself, differentiated too (symmetric only, as in ROID). Without an augmentation
-    (None, and 0 copies) the clean input itself is held against the target.
+    ``brier`` Σ (p - t)², ``cross_entropy`` -Σ t log p, ``reverse`` -Σ p log t, ``symmetric`` half
+    of each of these two; the target t is the most likely class (``hard``) or the probabilities
+    (``soft``) of the clean input at the prior mean, or of the observation's teacher. In
+    ``symmetric`` log t is no less than log 1e-4, which stands for a hard label's log 0. With the
+    target ``moving`` t is the clean prediction itself, differentiated too (symmetric only, as in
+    ROID). Without an augmentation (None, and 0 copies) the clean input itself is held against the
+    target.
     """
 
     augmentation: _Augmentation | None = field(default_factory=GaussianNoise)
-    divergence: Literal["brier", "cross_entropy", "symmetric"] = "brier"
+    divergence: Literal["brier", "cross_entropy", "symmetric", "reverse"] = "brier"
     target: Literal["hard", "soft", "moving"] = "hard"
     copies: Count = 1
 
@@ -181,6 +221,12 @@ class Consistency(Checked, Loss):
             "Consistency.divergence",
             self.divergence,
             "'symmetric' for a moving target",
+        )
+        require(
+            self.divergence != "reverse" or self.target == "soft",
+            "Consistency.target",
+            self.target,
+            "'soft' for the divergence 'reverse'",
         )
         if self.augmentation is None:
             require(
@@ -208,7 +254,7 @@ class Consistency(Checked, Loss):
         return (
             (inputs,)
             if self.augmentation is None
-            else _views(self.augmentation, inputs, self.copies, generator())
+            else draw_copies(self.augmentation, inputs, self.copies, generator())
         )
 
     def targets(self, logits: Tensor) -> Targets:
@@ -229,6 +275,9 @@ class Consistency(Checked, Loss):
             value, first, second = (p - t).square(), 2 * p * (p - t), 2 * p * p
         else:
             value, first, second = -t * logp, -t, t
+        if self.divergence == "reverse":
+            value = first = -p * t.log().clamp_min(FLOOR)
+            second = torch.zeros_like(p)
         if self.divergence == "symmetric":
             reverse = -p * t.log().clamp_min(_TARGET_FLOOR)
             value, first, second = (value + reverse) / 2, (first + reverse) / 2, second / 2
@@ -263,7 +312,7 @@ class MarginalEntropy(Checked, Loss):
     is_coupled = True
 
     def views(self, inputs: Inputs, generator: Callable[[], torch.Generator]) -> tuple[Inputs, ...]:
-        return _views(self.augmentation, inputs, self.copies, generator())
+        return draw_copies(self.augmentation, inputs, self.copies, generator())
 
     def expand(self, logits: Tensor, targets: Targets, weights: Tensor) -> Expansion:
         p = log_softmax(logits).exp()
@@ -275,4 +324,7 @@ class MarginalEntropy(Checked, Loss):
         return separable(None, p, first, second, (0.0, *[1 / self.copies] * self.copies))
 
 
-register(loss=(Consistency, MarginalEntropy), augmentation=(GaussianNoise, ImageViews, Mirror))
+register(
+    loss=(Consistency, MarginalEntropy),
+    augmentation=(GaussianNoise, ImageViews, Mirror, PatchShuffle),
+)

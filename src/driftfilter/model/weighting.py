@@ -1,13 +1,14 @@
 """Weightings β_{t,i}: how much each sample of a batch counts, from its logits at the prior mean.
 
 A weighting multiplies the weights it is given and may keep small named statistics from step to
-step. Every weight is finite for a batch of one and for constant batches.
+step. Every weight is finite for a batch of one and for constant batches. One that must see more
+than logits has a ``look`` (looking.py).
 """
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias, final
+from typing import NamedTuple, Protocol, TypeAlias, final, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -20,15 +21,31 @@ from driftfilter.base.checks import (
     register,
     require,
     require_role,
+    unchecked,
 )
+from driftfilter.base.inputs import Inputs
+from driftfilter.base.randomness import Randomness
+from driftfilter.gaussian.belief import Belief
 from driftfilter.model import closed_forms
 from driftfilter.model.expansion import log_softmax
 from driftfilter.model.label_runs import count_labels, independence, start_counts
+from driftfilter.model.predictive import PredictiveModel
 
 Memory: TypeAlias = Mapping[str, Tensor]
 
 _MEAN_PREDICTION = "weighting.mean_prediction"
+_AGES = "sample.age"  # in the memory while an update is made of a buffer, see buffers.py
 LABELS = "weighting.labels"  # in the memory: counts [k + 3], see label_runs.py
+
+
+class Batch(NamedTuple):
+    """A batch as a weighting may look at it, beside its logits."""
+
+    model: PredictiveModel  # as the loss sees it
+    theta: Tensor  # [d], where the logits are taken
+    inputs: Inputs  # [n, ...]
+    randomness: Randomness
+    source: Belief | None  # where the stream started
 
 
 class Weighting(Protocol):
@@ -38,6 +55,26 @@ class Weighting(Protocol):
         """New weights [n] from logits [n, k] and the weights so far [n]; memory is replaced, never
         changed.
         """
+
+
+@runtime_checkable
+class LookingWeighting(Weighting, Protocol):
+    """A weighting that must see more than logits: it looks at a batch before it is called."""
+
+    def look(self, batch: Batch) -> Weighting:
+        """The weighting for this batch."""
+
+
+def looks(weighting: Weighting) -> bool:
+    """Whether a weighting sees more than logits."""
+    if isinstance(weighting, Product):
+        return any(map(looks, weighting.factors))
+    return isinstance(weighting, LookingWeighting)
+
+
+def look_at(batch: Batch, weighting: Weighting) -> Weighting:
+    """The weighting for this batch; itself if it sees logits alone."""
+    return weighting.look(batch) if isinstance(weighting, LookingWeighting) else weighting
 
 
 def entropy(logits: Tensor) -> Tensor:
@@ -178,6 +215,24 @@ class RunGate(Checked):
 
 @final
 @dataclass(frozen=True)
+class Recency(Checked):
+    """w_i = β / (1 + exp(a_i / span)), a_i the samples that have come since sample i, if updates
+    are made of a buffer of samples; β / 2 otherwise (RoTTA).
+    """
+
+    span: Positive = 64.0
+    beta: Positive = 1.0
+
+    def __call__(self, logits: Tensor, weights: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
+        ages = memory.get(_AGES)
+        if ages is None:
+            return weights * (self.beta / 2), memory
+        require(len(ages) == len(weights), _AGES, f"{len(ages)} values", f"{len(weights)} values")
+        return weights * (self.beta * torch.sigmoid(-ages.to(weights) / self.span)), memory
+
+
+@final
+@dataclass(frozen=True)
 class Product:
     """Several weightings, one after the other; later ones see which samples the earlier ones
     kept.
@@ -209,6 +264,10 @@ class Product:
             "with one RunGate at most: they share their memory",
         )
 
+    def look(self, batch: Batch) -> Weighting:
+        factors = tuple(look_at(batch, factor) for factor in self.factors)
+        return unchecked(Product, factors=factors)
+
     def __call__(self, logits: Tensor, weights: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
         for factor in self.factors:
             weights, memory = factor(logits, weights, memory)
@@ -223,6 +282,7 @@ register(
         DiversityGate,
         CertaintyDiversity,
         RunGate,
+        Recency,
         Product,
     )
 )

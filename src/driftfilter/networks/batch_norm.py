@@ -32,6 +32,7 @@ from torch.overrides import TorchFunctionMode
 from driftfilter.base.checks import Checked, Fraction, NotNegative, register, require
 from driftfilter.base.sharding import Shards, gather_samples
 from driftfilter.networks.batch_trust import Probe, Witness, mean_shift, moment_shift
+from driftfilter.networks.norm_rules import NormCall, NormRule
 from driftfilter.networks.triton_batch_norm import Renormalized, SampleSums, blend, fits
 
 _ENOUGH = 64  # samples whose statistics count in full
@@ -41,8 +42,8 @@ _FAR = 10.0  # deviations from the carried mean at which a value of a table is c
 class Moments(NamedTuple):
     """By which a layer normalised."""
 
-    mean: Tensor  # [c]
-    scale: Tensor  # [c], 1 / standard deviation
+    mean: Tensor  # [c], or [n, c] if each sample has its own
+    scale: Tensor  # the same, 1 / standard deviation
     # Sums of the gradient to come, if the layer's own backward pass needs them too.
     sums: SampleSums | None = None
 
@@ -134,17 +135,22 @@ class RunningStatistics(Checked):
         return self.momentum
 
 
-Statistics: TypeAlias = Literal["batch", "source"] | PseudoCount | Ema | RunningStatistics
+Statistics: TypeAlias = (
+    Literal["batch", "source"] | PseudoCount | Ema | RunningStatistics | NormRule
+)
 
 
 def require_statistics(statistics: Any) -> None:
     """Raise for anything but statistics."""
+    is_rule = isinstance(statistics, NormRule) and not isinstance(statistics, type)
     require(
-        isinstance(statistics, (PseudoCount, Ema, RunningStatistics))
+        is_rule
+        or isinstance(statistics, (PseudoCount, Ema, RunningStatistics))
         or statistics in ("batch", "source"),
         "Network: statistics",
         statistics,
-        "'batch', 'source', PseudoCount(count), Ema(momentum) or RunningStatistics(momentum)",
+        "'batch', 'source', PseudoCount(count), Ema(momentum), RunningStatistics(momentum) or a "
+        "NormRule",
     )
 
 
@@ -163,8 +169,11 @@ class TwinBatchNorm(_BatchNorm):
     rows or carries them.
     """
 
-    blend: PseudoCount | Ema | RunningStatistics | None  # None: the batch's statistics
+    # None: the batch's statistics
+    blend: PseudoCount | Ema | RunningStatistics | NormRule | None
     measures: bool = False  # RunningStatistics: whether this is the first pass over a batch
+    rule: NormRule | None = None  # the blend, if it is a rule of one's own
+    learning: bool = False  # whether a pass is one that learns, for such a rule
     trust: Tensor | float  # D^diversity, by which the share of the batch is multiplied
     novelty: Tensor | float = 1.0  # ν, the share of the batch in what is blended; else the source
     exact: bool = False  # whether Ema's blend, too, is differentiated as it stands
@@ -190,6 +199,8 @@ class TwinBatchNorm(_BatchNorm):
             return self._tell(inputs, self.probe)
         if isinstance(self.blend, RunningStatistics):
             return self._measure(inputs) if self.measures else self._by_running(inputs)
+        if self.rule is not None:
+            return self._by_rule(inputs, self.rule)
         if self.shards is not None:
             return self._among(inputs, self.shards)
         if self.carried is None or (self.blend is None and inputs.numel() > self.num_features):
@@ -233,7 +244,7 @@ class TwinBatchNorm(_BatchNorm):
 
     def _measure(self, inputs: Tensor) -> Tensor:
         """Normalise by the batch, whose moments enter the running statistics."""
-        assert self.blend is not None
+        assert isinstance(self.blend, RunningStatistics)
         assert self.carried is not None
         values, samples = inputs.numel() // self.num_features, len(inputs)
         mean, variance = self._batch(inputs)
@@ -247,6 +258,16 @@ class TwinBatchNorm(_BatchNorm):
             torch.lerp(self.carried[1].to(mean), unbiased, share),
         )
         return _scale_and_shift(inputs, mean, (variance + self.eps).rsqrt(), self.weight, self.bias)
+
+    def _by_rule(self, inputs: Tensor, rule: NormRule) -> Tensor:
+        """Normalise by a rule of one's own."""
+        assert self.carried is not None
+        call = NormCall(inputs, self.carried, self.learning, self.eps)
+        (mean, variance), (next_mean, next_variance) = rule.normalize_by(call)
+        scale = (variance + self.eps).rsqrt()
+        self.moments = Moments(mean.detach(), scale.detach())
+        self.blended = (next_mean.detach(), next_variance.detach())
+        return _scale_and_shift(inputs, mean, scale, self.weight, self.bias)
 
     def _tell(self, inputs: Tensor, probe: Probe) -> Tensor:
         """Normalise by the source's statistics, and tell how far the batch is from them."""
@@ -428,7 +449,7 @@ class TwinBatchNorm(_BatchNorm):
 
     def _share(self, samples: int, trust: Tensor | float) -> Tensor | float:
         """α of a batch."""
-        assert self.blend is not None
+        assert isinstance(self.blend, (PseudoCount, Ema))
         share, witness = self.blend.share(samples) * trust, self.witness
         if witness is None or witness.least is None:
             return share
@@ -485,10 +506,10 @@ def _mix(
 def _scale_and_shift(
     inputs: Tensor, mean: Tensor, scale: Tensor, weight: Tensor | None, bias: Tensor | None
 ) -> Tensor:
-    """(x - mean) scale w + b, for channels' [c]."""
+    """(x - mean) scale w + b, for channels' moments [c], or [n, c] of each sample."""
     slope = scale if weight is None else scale * weight
     shift = -mean * slope if bias is None else bias - mean * slope
-    shape = (-1, *[1] * (inputs.dim() - 2))
+    shape = (*slope.shape, *[1] * (inputs.dim() - 2))
     return torch.addcmul(shift.view(shape), inputs.to(mean.dtype), slope.view(shape)).to(
         inputs.dtype
     )
@@ -574,6 +595,7 @@ def _turn(layer: Any, statistics: Statistics) -> TwinBatchNorm:
     layer.__dict__["own_check"] = type(layer)._check_input_dim
     layer.__class__ = TwinBatchNorm  # the twin's own layer: the same one, with other statistics
     layer.blend = None if isinstance(statistics, str) or missing else statistics
+    layer.rule = layer.blend if isinstance(layer.blend, NormRule) else None
     layer.trust = 1.0
     layer.believed = None
     layer.carried = None if missing else (layer.running_mean, layer.running_var)

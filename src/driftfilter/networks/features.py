@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeAlias, final
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.hooks import RemovableHandle
 
 from driftfilter.base.checks import require, require_finite
 from driftfilter.base.inputs import Inputs, arguments, batch_size, each, pick_logits, require_logits
@@ -33,6 +34,7 @@ from driftfilter.networks.batch_norm import (
     require_statistics,
     share,
 )
+from driftfilter.networks.norm_rules import NormRule
 from driftfilter.networks.shared_copy import Local, ordinary, private
 
 # Picks the logits out of what the module returns.
@@ -98,6 +100,34 @@ def _parameters_behind(logits: Tensor) -> Iterator[Tensor]:
                 waiting.append(following)
 
 
+def catch_features(head: nn.Module, seen: list[Tensor]) -> RemovableHandle:
+    """Leave in ``seen`` what enters a layer, in each forward pass."""
+    return head.register_forward_pre_hook(
+        lambda _, args, kwargs: seen.append(args[0] if args else kwargs["input"]),
+        with_kwargs=True,
+    )
+
+
+def take_features(head: str, seen: list[Tensor]) -> Tensor:
+    """What entered the layer of this name in a forward pass [n, D]; refused unless it was called
+    once, with a vector a sample.
+    """
+    require(
+        len(seen) == 1,
+        "Backbone: head",
+        head,
+        f"used once a forward pass, not {len(seen)} times",
+    )
+    features = seen.pop()
+    require(
+        features.dim() == 2,
+        f"what enters the head {head!r}",
+        f"shape {list(features.shape)}",
+        "of shape [n, D]: one vector a sample, no tokens",
+    )
+    return features
+
+
 class _Copy(NamedTuple):
     """A thread's own network; each forward pass leaves in ``seen`` what entered the head."""
 
@@ -120,7 +150,8 @@ class Backbone:
     evaluation mode.
 
     The logits must be z Wᵀ + b and nothing after it; the first batch proves it. ``statistics`` are
-    those of its batch norms, as in Network; carried ones (Ema, RunningStatistics) are not a part of
+    those of its batch norms, as in Network; carried ones (Ema, RunningStatistics, a NormRule) are
+    not a part of
     features.
     """
 
@@ -137,7 +168,7 @@ class Backbone:
         )
         require_statistics(statistics)
         require(
-            not isinstance(statistics, (Ema, RunningStatistics)),
+            not isinstance(statistics, (Ema, RunningStatistics, NormRule)),
             "Backbone: statistics",
             statistics,
             "'batch', 'source' or PseudoCount(count)",
@@ -164,13 +195,7 @@ class Backbone:
             copy.seen.clear()
             share(copy.norms, current())
             logits = _logits(copy.module, inputs, self.output)
-            require(
-                len(copy.seen) == 1,
-                "Backbone: head",
-                self.head,
-                f"used once a forward pass, not {len(copy.seen)} times",
-            )
-            features = copy.seen.pop().detach().to(self.weight.dtype)
+            features = take_features(self.head, copy.seen).detach().to(self.weight.dtype)
             if not self._proven:
                 self._prove(features, logits)
         return gather_samples(features)
@@ -182,22 +207,12 @@ class Backbone:
             module = private(self._module)
             seen: list[Tensor] = []
             copy = self._local.copy = _Copy(module, prepare(module, self.statistics), seen)
-            module.get_submodule(self.head).register_forward_pre_hook(
-                lambda _, args, kwargs: seen.append(args[0] if args else kwargs["input"]),
-                with_kwargs=True,
-            )
+            catch_features(module.get_submodule(self.head), seen)
         return copy
 
     def _prove(self, features: Tensor, logits: Tensor) -> None:
-        """Raise unless features are one row a sample and the logits are those of the head."""
-        where = f"what enters the head {self.head!r}"
-        require(
-            features.dim() == 2,
-            where,
-            f"shape {list(features.shape)}",
-            "of shape [n, D]: one vector a sample, no tokens",
-        )
-        require_finite(where, features)
+        """Raise unless the logits are those of the head."""
+        require_finite(f"what enters the head {self.head!r}", features)
         expected = functional.linear(features, self.weight, self.bias)
         rounding = torch.finfo(logits.dtype).eps ** 0.5 * (1 + expected.abs().max().item())
         require(
@@ -276,6 +291,11 @@ class OnFeatures(PredictiveModel):
         backbone = self.backbone
         inner = backbone.by_source if isinstance(backbone, Backbone) else backbone
         return self if inner is backbone else OnFeatures(inner, self.model)
+
+    def with_features(self) -> PredictiveModel:
+        beside = OnFeatures(self.backbone, self.model.with_features())
+        beside._local = self._local  # features that are known already
+        return beside
 
     def features(self, inputs: Inputs) -> Tensor:
         """z [n, D]."""

@@ -20,7 +20,8 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias, final
 
@@ -50,6 +51,8 @@ from driftfilter.networks.batch_norm import (
 )
 from driftfilter.networks.batch_trust import novelty
 from driftfilter.networks.cuda_graphs import CapturedPullback, Captures, Question, key_of, possible
+from driftfilter.networks.features import catch_features, find_head, take_features
+from driftfilter.networks.norm_rules import NormRule
 from driftfilter.networks.parameters import Chosen, NormAffine, Selection, select
 from driftfilter.networks.row_check import some, tolerance_of, wrong_rows
 from driftfilter.networks.sample_gradients import cast_call
@@ -124,6 +127,8 @@ class Network(PredictiveModel):
         require(isinstance(model, nn.Module), "Network: model", model, "a torch module")
         require_statistics(statistics)
         self.statistics = statistics
+        # Whether what is carried depends on no trust in a batch.
+        self._carries_all = isinstance(statistics, (NormRule, RunningStatistics))
         # What is asked for; and the logits of classes, always.
         self.output = self._classifying = output or pick_logits
         self._base = twin(model)  # never called: every thread takes its own twin of it
@@ -141,6 +146,8 @@ class Network(PredictiveModel):
         self._shift: Tensor | None = None
         self._exact = False  # whether it has the derivative of its logits under Ema, too
         self.capturing = False  # passes as CUDA graphs, one for each shape of a batch
+        self._featuring = False  # features beside the logits
+        self._head: list[str] = []  # the layer that they enter, once it is known
         self._local = Local()
 
     def mean(self) -> Tensor:
@@ -183,9 +190,19 @@ class Network(PredictiveModel):
         other._carried, other._trust, other._novelty, other._shift = None, 1.0, 1.0, None
         return other
 
+    def with_features(self) -> Network:
+        """The network with what enters its last linear layer beside its outputs."""
+        other = copy.copy(self)
+        other._featuring = True
+        return other
+
+    def logits_and_features(self, theta: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        outputs = self.with_features()(theta, inputs)
+        return outputs[:, : self._classes[0]], outputs[:, self._classes[0] :]
+
     def recall(self, memory: Memory) -> Network:
         """The model with the statistics that a memory carries; itself if it carries none."""
-        if isinstance(self.statistics, RunningStatistics) and STATISTICS in memory:
+        if self._carries_all and STATISTICS in memory:
             return self.carrying(memory[STATISTICS], 1.0)
         if not isinstance(self.statistics, Ema) or STATISTICS not in memory:
             return self
@@ -271,20 +288,42 @@ class Network(PredictiveModel):
         }
 
     def _forward(
-        self, own: Twin, tensors: dict[str, Tensor], inputs: Inputs, dtype: torch.dtype
+        self,
+        own: Twin,
+        tensors: dict[str, Tensor],
+        inputs: Inputs,
+        dtype: torch.dtype,
+        learning: bool = False,
     ) -> tuple[Tensor, Any]:
         """Logits [n, k], and what the module returned, of which they are a part."""
-        own.carry(self._carried, self._trust, self._novelty, self._exact)
+        own.carry(self._carried, self._trust, self._novelty, self._exact, learning)
         if own.measured:
             still = {name: tensor.detach() for name, tensor in tensors.items()}
             with torch.no_grad(), as_called(), own.measuring(), own.holding(still) as module:
                 self._ask(module, inputs)
-        with as_called(), own.holding(tensors) as module:
+        seen: list[Tensor] = []
+        with as_called(), own.holding(tensors) as module, self._catching(module, inputs, seen):
             outputs = self._ask(module, inputs)
             logits = self.output(outputs)
         samples = len(inputs) if isinstance(inputs, Tensor) else batch_size(inputs)
         self._require_logits(logits, samples)
+        if self._featuring:
+            logits = torch.cat((logits, take_features(self._head[0], seen).to(logits.dtype)), -1)
         return logits.to(dtype), outputs
+
+    @contextmanager
+    def _catching(self, module: nn.Module, inputs: Inputs, seen: list[Tensor]) -> Iterator[None]:
+        """Catch what enters the last linear layer, if features are asked for."""
+        if not self._featuring:
+            yield
+            return
+        if not self._head:
+            self._head.append(find_head(self._base, inputs, self._classifying))
+        handle = catch_features(module.get_submodule(self._head[0]), seen)
+        try:
+            yield
+        finally:
+            handle.remove()
 
     def _ask(self, module: nn.Module, inputs: Inputs) -> Any:
         """What the module returns for inputs in its dtype."""
@@ -308,12 +347,14 @@ class Network(PredictiveModel):
             )
 
     def _memory(self, own: Twin, logits: Tensor, outputs: Any) -> Memory:
-        rule = self.statistics
-        if not isinstance(rule, (Ema, RunningStatistics)) or not own.blending:
-            return {}
-        if isinstance(rule, RunningStatistics) or rule.diversity == 0:
+        if self._carries_all and own.blending:
             return {STATISTICS: own.carried()}
-        classes = logits
+        rule = self.statistics
+        if not isinstance(rule, Ema) or not own.blending:
+            return {}
+        if rule.diversity == 0:
+            return {STATISTICS: own.carried()}
+        classes = logits[:, : self._classes[0]]
         if self.output is not self._classifying:
             with as_called():
                 classes = self._classifying(outputs)
@@ -337,7 +378,7 @@ class Network(PredictiveModel):
             tensors = self.chosen.replacements(leaves)
             own.records = records
             try:
-                logits, outputs = self._forward(own, tensors, inputs, theta.dtype)
+                logits, outputs = self._forward(own, tensors, inputs, theta.dtype, learning=True)
             finally:
                 own.records = None
         return _Graph(logits, leaves, tensors, own, records, self._memory(own, logits, outputs))
@@ -355,8 +396,8 @@ class Network(PredictiveModel):
     def _pull(
         self, theta: Tensor, inputs: Inputs
     ) -> tuple[Tensor, NetworkPullback | CapturedPullback]:
-        graphs = self.capturing and not self._exact and possible(theta, inputs)
-        if not graphs or self._own().measured:
+        plain = not self._featuring and not self._carries_all and not self._exact
+        if not self.capturing or not plain or not possible(theta, inputs):
             return self.eager(theta, inputs)
         captures: Captures = self._local.__dict__.setdefault("captures", Captures())
         key = (key_of(theta, inputs, self.output), isinstance(self._novelty, Tensor))
@@ -466,7 +507,8 @@ class NetworkPullback(Pullback):
         self._network, self._theta, self._inputs = network, theta, inputs
         self._fresh: _Graph | None = graph
         self.memory = graph.memory  # what the network carries to the next step
-        self.is_coupled = graph.own.coupled  # or in a way of the module's own, which rows tell
+        self.is_coupled = graph.own.coupled
+        self.feature_columns = graph.logits.shape[1] - network._classes[0]
         self.asked: Callable[[Question | None], None] = lambda question: (
             None
         )  # who wants to know what is asked
@@ -503,7 +545,11 @@ class NetworkPullback(Pullback):
         if not graph.logits.requires_grad:
             return self._theta.new_zeros(*cotangents.shape[:-1], len(self._theta))
         flat = cotangents.reshape(-1, *cotangents.shape[-2:])
-        pattern = (self._network.output, *pattern_of(graph.records, len(graph.logits)))
+        pattern = (
+            self._network.output,
+            self.feature_columns,
+            *pattern_of(graph.records, len(graph.logits)),
+        )
         if pattern not in self._network.proofs and len(graph.logits) > 1 and not graph.own.coupled:
             self._prove(graph, flat, pattern)
         self.is_coupled = graph.own.coupled or pattern in self._network.mixing

@@ -34,7 +34,7 @@ from driftfilter.gaussian.belief import Belief
 from driftfilter.inference.curvature import NoCurvature
 from driftfilter.model.losses import one_hot
 from driftfilter.model.observation import Energy
-from driftfilter.model.predictive import PredictiveModel, Pullback
+from driftfilter.model.predictive import BesideFeatures, PredictiveModel, Pullback
 from driftfilter.model.weighting import Memory, entropy
 from driftfilter.networks.features import Backbone, OnFeatures
 
@@ -167,6 +167,9 @@ class PrototypeHead(Checked, PredictiveModel):
             slope = -along / squares.clamp_min(1e-24)
         products = features @ w.mT
         return _Jacobian(self, a + along * products, features, w, along, slope * products)
+
+    def with_features(self) -> PredictiveModel:
+        return BesideFeatures(self)
 
     def __call__(self, theta: Tensor, inputs: Tensor) -> Tensor:
         return self._jacobian(theta, inputs).logits

@@ -134,10 +134,11 @@ def batch_norm_rows(call: Call, flow: Tensor) -> Rows:
     mean, scale, sums = call.moments or Moments(
         module.running_mean, (module.running_var + module.eps).rsqrt()
     )
-    if sums is not None or (flow.is_cuda and fits(call.inputs)):
+    alike = mean.dim() == 1  # for all samples
+    if sums is not None or (alike and flow.is_cuda and fits(call.inputs)):
         total, spread = (sums or SampleSums(call.inputs, mean)).of(flow)
         return {"weight": lambda: spread * scale, "bias": lambda: total}
-    if flow.is_cuda:
+    if alike and flow.is_cuda:
         return _batch_norm_on_gpu(call.inputs, flow, mean, scale)
     deltas, values = (
         flow.reshape(*flow.shape[:2], -1),

@@ -213,12 +213,14 @@ class Twin:
         trust: Tensor | float,
         novelty: Tensor | float,
         exact: bool = False,
+        learning: bool = False,
     ) -> None:
         """Blend with these statistics, the mean and then the variance of each layer; with the
         source's if there are none.
 
         The share of a batch is multiplied by the trust in it; its novelty is its part of what is
         blended. ``exact``: the blend is differentiated as it stands, of whatever kind it is.
+        ``learning`` tells rules of one's own whether a pass learns.
         """
         norms = self.blending
         sizes = [norm.num_features for norm in norms for _ in range(2)]
@@ -235,7 +237,7 @@ class Twin:
                 if statistics is None
                 else (next(pieces), next(pieces))
             )
-            norm.trust, norm.novelty, norm.exact = trust, novelty, exact
+            norm.trust, norm.novelty, norm.exact, norm.learning = trust, novelty, exact, learning
             norm.blended, norm.believed = norm.carried, None  # should it not be called
         self._witness.forget()
         self._divide()

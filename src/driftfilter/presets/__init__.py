@@ -1,4 +1,5 @@
-"""The table of presets by name: published methods (published.py, weight_filters.py), the paper's
+"""The table of presets by name: published methods (published.py, weight_filters.py,
+more_published.py), the paper's
 and ours (ours.py).
 
 ``for_model`` gives the recipe of one for a model.
@@ -15,12 +16,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from driftfilter.base.checks import nearest, require, warn
 from driftfilter.networks.alignment import find_alignable
 from driftfilter.networks.parameters import NormAffine
+from driftfilter.presets.more_published import MORE
 from driftfilter.presets.ours import OURS, UNUSED, Norms
 from driftfilter.presets.published import PUBLISHED
 from driftfilter.recipe import Recipe
 
 PRESETS: dict[str, Callable[..., Recipe]] = {
-    preset.__name__: preset for preset in (*PUBLISHED, *OURS)
+    preset.__name__: preset for preset in (*PUBLISHED, *MORE, *OURS)
 }
 
 # At their published rates only for networks with batch normalisation: they push every sample,
@@ -105,8 +107,8 @@ def get(name: str, **options: Any) -> Recipe:
     """The recipe of a preset, with some of its hyper-parameters, or fields of the recipe, changed.
 
     >>> get("tent", lr=0.01).inference
-    GradientStep(rule=Adam(lr=0.01, betas=(0.9, 0.999), eps=1e-08), anchor=0.0, radius=0.0,
-                 reference=0, keep_gradient=False)
+    GradientStep(rule=Adam(lr=0.01, betas=(0.9, 0.999), eps=1e-08, weight_decay=0.0), anchor=0.0,
+                 radius=0.0, reference=0, keep_gradient=False)
     """
     return recipe_of(name, options)
 

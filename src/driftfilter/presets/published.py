@@ -1,10 +1,8 @@
 """Published methods as compositions: each is a recipe, and says why it is the method it names.
 
 Hyper-parameters are the authors', or those of the benchmark code for CIFAR-10-C if the authors
-have none. What differs from the authors' code stands in the docstring. Left out: LAME (no
-parameters: a random field over one batch), NOTE and RoTTA (their memory of past samples is a data
-buffer, not a state of the parameters; ``window`` is the nearest thing here), and the centroid
-pseudo-labels of SHOT, which need the whole target set.
+have none. What differs from the authors' code stands in the docstring. More of them, which look
+beyond the logits of one batch, are in more_published.py.
 """
 
 from dataclasses import replace

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from driftfilter.base.checks import require, require_finite, unchecked
+from driftfilter.base.checks import LATE, require, require_finite, unchecked
 from driftfilter.base.inputs import Inputs
 from driftfilter.base.tensors import map_tensors
 from driftfilter.filtering import FilterState
@@ -161,5 +161,10 @@ def kinds(variant: Any) -> str:
             if isinstance(variant, (int, float))
             else type(variant).__name__
         )
-    parts = [kinds(getattr(variant, item.name)) for item in fields(variant)]
+    parts = [
+        kinds(value)
+        for item in fields(variant)
+        # Checkpoints of before say nothing of a field that came later.
+        if (value := getattr(variant, item.name)) != item.default or item.metadata != LATE
+    ]
     return f"{type(variant).__name__}({', '.join(part for part in parts if part)})"

@@ -24,6 +24,7 @@ from driftfilter.app.parameter_shift import measure_shift
 from driftfilter.app.streams import CLEAN, Domains
 from driftfilter.app.terminal import Watch
 from driftfilter.base.checks import Count, check_fields, nearest, require
+from driftfilter.model.losses import as_loss
 
 WARM_UP = 5  # steps that are not timed
 PROBED = 500  # clean images
@@ -50,7 +51,7 @@ class NamedNetwork(NamedTuple):
 
 
 class SourceImages(NamedTuple):
-    """Samples for the recipes whose source posterior is computed from source samples."""
+    """Samples for the recipes whose source posterior, or loss, is made of source samples."""
 
     images: Tensor  # [n, 3, h, w], 8 bits
     labels: Tensor | None  # [n]
@@ -205,7 +206,8 @@ def _versions() -> dict[str, str]:
 
 def _wants_data(recipe: df.Recipe) -> bool:
     """Whether source samples would change a result."""
-    return recipe.align or isinstance(recipe.source, df.Laplace)
+    loss = as_loss("Recipe.observation.loss", recipe.observation.loss)
+    return recipe.align or isinstance(recipe.source, df.Laplace) or loss.needs_source
 
 
 def run_task(bench: Bench, task: Task, watch: Watch | None = None) -> dict[str, Any]:

@@ -33,7 +33,8 @@ class RunOptions:
         metavar="PATH=VALUE",
     )
     source: str | None = option(
-        "source samples, as DATA, for recipes with a source posterior", metavar="FILE"
+        "source samples, as DATA, for recipes with a source posterior or a loss of them",
+        metavar="FILE",
     )
     labels: str | None = option(
         ".npy, or .npz with labels or y: for the accuracy, never for adapting", metavar="FILE"
