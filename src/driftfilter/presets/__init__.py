@@ -26,7 +26,10 @@ PRESETS: dict[str, Callable[..., Recipe]] = {
 # At their published rates only for networks with batch normalisation: they push every sample,
 # certain or not, and on the shipped network with group normalisation they fall below the source
 # (docs/presets.md).
-FOR_BATCH_NORM = ("tent", "pl", "rpl", "conjugate", "slr", "roid", "cmf", "bacs")
+FOR_BATCH_NORM = (
+    *("tent", "pl", "rpl", "conjugate", "slr", "roid", "cmf", "bacs"),
+    *("come", "deyo", "santa"),
+)
 
 # Presets that ask what norms a network has, and what they do then.
 BY_NORMS = ("driftfilter", "driftfilter_aug")
