@@ -25,7 +25,10 @@ import driftfilter as df
 from driftfilter.base.tensors import as_text
 
 CLASSES, SHAPE = 4, (3, 4, 4)
-FEW = {name: {"copies": 2} for name in ("cotta", "petal", "memo", "lora")}  # to be quick
+FEW: dict[str, dict[str, Any]] = {
+    **{name: {"copies": 2} for name in ("cotta", "petal", "memo", "lora")},  # to be quick
+    **{name: {"capacity": 9, "every": 6} for name in ("rotta", "note")},
+}
 GENTLE = {
     name: {"lr": 1e-4} for name in df.presets.FOR_BATCH_NORM
 }  # what is warned about under group norm
@@ -171,6 +174,8 @@ class Use(RuleBasedStateMachine):
     def begin(self, seed: int, every: int, window: int, least: int) -> None:
         self.options: dict[str, Any] = {"seed": seed, "update_every": every, "window": window}
         self.options["least"] = least
+        if df.presets.get(self.case.split("-")[1]).buffer is not None:  # which does all of this
+            self.options = {"seed": seed}
         self.model = made(self.case.split("-")[0])
         self.before, self.random = snapshot(self.model), torch.get_rng_state()
         self.adapter, self.shadow = self.fresh(), self.fresh(made(self.case.split("-")[0]))

@@ -630,8 +630,12 @@ ONE_LOGIT = {
     f"{role} {name}": (role, kind)
     for role in ("loss", "weighting", "curvature", "inference", "prediction")
     for name, kind in df.VARIANTS[role].items()
-    # These need a model or an observation of their own, or two classes.
-    if name not in ("Supports", "Mixture", "FromTeacher", "SoftLikelihoodRatio")
+    # These need a model or an observation of their own, features, images, or two classes.
+    if name
+    not in (
+        *("Supports", "Mixture", "FromTeacher", "SoftLikelihoodRatio", "MomentAlignment"),
+        *("Contrast", "CentroidLabel", "SourceReplay", "ProbabilityDrop", "LaplacianAdjustment"),
+    )
 }
 
 

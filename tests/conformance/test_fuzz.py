@@ -32,9 +32,14 @@ BRIEF = settings(
                 "opgd",
                 "opgd_diag",
                 "t3a",
+                "deyo",
+                "santa",
+                "tttpp",
+                "rotta",
+                "note",
             )
         ),
-        *(f"group_norm-{name}" for name in ("driftfilter", "opgd", "sar", "roid")),
+        *(f"group_norm-{name}" for name in ("driftfilter", "opgd", "sar", "roid", "lame", "shot")),
         *(f"linear-{name}" for name in ("driftfilter", "head_ekf", "cotta", "t3a")),
     ],
 )

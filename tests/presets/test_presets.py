@@ -157,7 +157,7 @@ def eata() -> Case:
 def ewc() -> Case:
     data, model = by_hand.stream(2, seed=6), by_hand.by_batch(MODEL)
     parameters, names = by_hand.norms(model), dense.norm_names(model)
-    fisher = (dense.gauss_newton_diagonal(model, names, data) - 1) / 24  # a mean, without the prior
+    fisher = (dense.gauss_newton_diagonal(MODEL, names, data) - 1) / 24  # a mean, without the prior
     start, rule, steps = by_hand.flat(parameters), by_hand.adam(0.02)(parameters), []
     for batch in STREAM:
         logits = model(batch)

@@ -149,7 +149,7 @@ class Gibbs(Checked):
     over: Literal["batch", "kept"] = "batch"
     teacher: Teacher | None = None
     reference: Count = 0
-    augmented: Literal["batch", "kept"] = "batch"
+    augmented: Literal["batch", "kept"] = field(default="batch", metadata=LATE)
     augmentation: Annotated[Augmentation, Role("augmentation", "ImageViews()")] | None = field(
         default=None, metadata=LATE
     )

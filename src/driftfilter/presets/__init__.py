@@ -29,17 +29,8 @@ PRESETS: dict[str, Callable[..., Recipe]] = {
 # certain or not, and on the shipped network with group normalisation they fall below the source
 # (docs/presets.md).
 FOR_BATCH_NORM = (
-    "tent",
-    "pl",
-    "rpl",
-    "conjugate",
-    "ewc",
-    "slr",
-    "roid",
-    "cmf",
-    "slwi",
-    "ssa",
-    "bacs",
+    *("tent", "pl", "rpl", "conjugate", "ewc", "slr", "roid", "cmf", "slwi", "ssa", "bacs"),
+    *("come", "deyo", "santa"),
 )
 
 # Presets that ask what norms a network has, and what they do then.
