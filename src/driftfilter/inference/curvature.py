@@ -2,14 +2,14 @@
 semi-definite unless a raw Hessian is asked for.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol, TypeAlias, final, runtime_checkable
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from driftfilter.base.checks import Checked, Positive, register
+from driftfilter.base.checks import LATE, Checked, Positive, register
 from driftfilter.gaussian.covariance import positive_root
 from driftfilter.model.observation import Evaluation
 
@@ -87,7 +87,7 @@ class Hessian(Checked, LogitMetric):
     changes from draw to draw, and the positive part of each sample's average is taken in θ.
     """
 
-    clip: Clip = "after"
+    clip: Clip = field(default="after", metadata=LATE)
 
     def roots(self, evaluation: Evaluation) -> Tensor:
         return evaluation.expansion.root()

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from driftfilter.base.checks import (
+    LATE,
     Checked,
     Count,
     NotNegative,
@@ -287,7 +288,7 @@ class Laplace(Checked):
     precision: Literal["marginal_likelihood"] | float = 1.0
     labels: Literal["given", "predicted", "drawn"] = "given"
     seed: Count = 0
-    statistics: Literal["source", "stream"] = "source"
+    statistics: Literal["source", "stream"] = field(default="source", metadata=LATE)
 
     def __post_init__(self) -> None:
         super().__post_init__()

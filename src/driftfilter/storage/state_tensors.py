@@ -161,10 +161,12 @@ def kinds(variant: Any) -> str:
             if isinstance(variant, (int, float))
             else type(variant).__name__
         )
+    # Checkpoints of before say nothing of a field that came later; a word there changes how a
+    # batch is looked at, not what is remembered.
     parts = [
         kinds(value)
         for item in fields(variant)
-        # Checkpoints of before say nothing of a field that came later.
-        if (value := getattr(variant, item.name)) != item.default or item.metadata != LATE
+        for value in (getattr(variant, item.name),)
+        if item.metadata != LATE or not (value == item.default or isinstance(value, str))
     ]
     return f"{type(variant).__name__}({', '.join(part for part in parts if part)})"
