@@ -91,7 +91,8 @@ def adapt(  # noqa: PLR0913  # what editors complete
     that layout, on a CPU too), ``cuda_graphs`` (on a GPU, passes over batches of a shape seen
     before are one launch each: for models without steps on the CPU; without a GPU nothing) and
     ``distributed`` (True, or a process group: every process gets a shard of each batch, and all
-    hold the same belief). Any other option is one of the preset's, such as ``lr``.
+    hold the same belief). Any other option is one of the preset's, such as ``lr``, or a field of
+    the recipe, such as ``source=df.Given(belief)`` for a posterior of your own.
 
     >>> import torch, driftfilter as df
     >>> from torch import nn
