@@ -187,6 +187,10 @@ from driftfilter.recipe import (
     from_toml as from_toml,
     to_toml as to_toml,
 )
+from driftfilter.source.given import (
+    Given as Given,
+    marginal_source as marginal_source,
+)
 from driftfilter.source.posterior import (
     Gaussian as Gaussian,
     Laplace as Laplace,
@@ -194,6 +198,5 @@ from driftfilter.source.posterior import (
     Source as Source,
     SourceData as SourceData,
     fit_laplace as fit_laplace,
-    marginal_source as marginal_source,
 )
 from driftfilter.storage.sealed import CheckpointError as CheckpointError

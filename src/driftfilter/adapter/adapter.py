@@ -100,16 +100,16 @@ def adapt(  # noqa: PLR0913  # what editors complete
     ``recipe`` is the name of a preset or a Recipe. Options of the adapter: ``data`` (source inputs,
     with labels or without, for recipes with a source posterior, a loss that needs them or aligned
     norms), ``output`` (picks the logits out of what the model returns), ``observed`` (picks what
-    the loss sees, if that is something else),
-    ``seed``, ``update_every``, ``window``, ``monitor`` (a Monitor, or None for no alarms; without
-    it Gaussian filters are guarded, and published methods are left as their authors wrote them:
-    their alarms are recorded) and ``callbacks`` (called after every step). For speed: ``autocast``
-    (torch.bfloat16: the precision of the model's own operations), ``channels_last`` (for images: a
-    copy of convolution weights in that layout, on a CPU too), ``cuda_graphs`` (on a GPU, passes
-    over batches of a shape seen before are one launch each: for models without steps on the CPU;
-    without a GPU nothing) and ``distributed`` (True, or a process group: every process gets a shard
-    of each batch, and all hold the same belief). Any other option is one of the preset's, such as
-    ``lr``.
+    the loss sees, if that is something else), ``seed``, ``update_every``, ``window``, ``monitor``
+    (a Monitor, or None for no alarms; without it Gaussian filters are guarded, and published
+    methods are left as their authors wrote them: their alarms are recorded) and ``callbacks``
+    (called after every step). For speed: ``autocast`` (torch.bfloat16: the precision of the model's
+    own operations), ``channels_last`` (for images: a copy of convolution weights in that layout, on
+    a CPU too), ``cuda_graphs`` (on a GPU, passes over batches of a shape seen before are one launch
+    each: for models without steps on the CPU; without a GPU nothing) and ``distributed`` (True, or
+    a process group: every process gets a shard of each batch, and all hold the same belief). Any
+    other option is one of the preset's, such as ``lr``, or a field of the recipe, such as
+    ``source=df.Given(belief)`` for a posterior of your own.
 
     >>> import torch, driftfilter as df
     >>> from torch import nn

@@ -109,9 +109,9 @@ def driftfilter(  # what users may turn
     (quantised layers, or nothing to adapt): no parameter moves (``center``). An option that such a
     network has no use for gives a warning (``UNUSED``).
 
-    Predicts before the step, at the ``temperature`` that the belief's own variance of the logits
-    asks for (``Moderated``; with other norms that of parameters known up to 0.06), or at one that
-    is given. Batches below 16 samples are predicted at
+    Predicts before the step, at a ``temperature`` found without labels (``Moderated``, from the
+    belief's variance of the logits along the loss; with other norms that of parameters known up to
+    0.06), or at one that is given. Batches below 16 samples are predicted at
     once and adapted to together; those below 100 (with other norms 200) take smaller steps.
     ``shift`` is 0.45 with batch norm, whose running statistics are those of training, and 0.1 with
     those of source data. ``variance`` is 0.1 with either and 0.005 for the last layer. With "other"

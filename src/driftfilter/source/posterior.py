@@ -46,7 +46,6 @@ from driftfilter.inference.curvature import Curvature, GaussNewton, Hessian, Log
 from driftfilter.model.losses import PseudoLabel
 from driftfilter.model.observation import Energy, Evaluation, Gibbs, Samples, evaluate, pull_back
 from driftfilter.model.predictive import LogitFunction, PredictiveModel, lift
-from driftfilter.networks.network import Network
 from driftfilter.source.marginal_likelihood import marginal_precision, reweight
 
 BUDGET = 1 << 27  # numbers in a factor of the curvature
@@ -368,27 +367,6 @@ class Laplace(Checked):
             "'predicted' or 'drawn' for data without labels",
         )
         return lambda logits: labels  # type: ignore[return-value]  # not None here
-
-
-def marginal_source(wide: Network, network: Network, belief: Belief) -> Belief:
-    """The belief over the parameters of ``network``, from one over the parameters of ``wide``,
-    which has them and others.
-
-    Its covariance is the block of Σ: the other parameters are integrated out. A Laplace fit on
-    ``network`` itself has the inverse of the block of Λ, smaller, as if the other parameters were
-    known.
-    """
-    places = dict(zip(wide.shapes, torch.arange(belief.dimension).split(wide.sizes), strict=True))
-    missing = [name for name in network.shapes if name not in places]
-    require(
-        not missing,
-        "marginal_source: network",
-        f"parameters {missing}",
-        f"with parameters of wide, {list(places)}",
-    )
-    return belief.marginal(
-        torch.cat([places[name] for name in network.shapes]).to(belief.mean.device)
-    )
 
 
 @torch.no_grad()
