@@ -19,7 +19,7 @@ from scipy import stats
 
 import driftfilter as df
 from driftfilter.app import cli, commands
-from driftfilter.app.paper import cases, reproduce, trial
+from driftfilter.app.paper import cases, options, reproduce, trial
 from driftfilter.app.paper.dynamics import DynamicsExample, Prior
 from driftfilter.app.paper.linear import Linear
 from driftfilter.app.paper.moons import Moons
@@ -413,7 +413,7 @@ def test_the_command_writes_and_says_where(
 
 
 def test_the_command_knows_the_examples() -> None:
-    assert ("dynamics", *reproduce.STREAMS) == commands.EXAMPLES
+    assert ("dynamics", *reproduce.STREAMS, "cifar") == options.EXAMPLES
 
 
 def test_figures_need_matplotlib_and_say_so(

@@ -14,13 +14,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any
 
 from driftfilter.app.arguments import (
     Command,
     Found,
     argument,
-    count,
     count_option,
     file,
     folder,
@@ -29,12 +28,10 @@ from driftfilter.app.arguments import (
     shape,
 )
 from driftfilter.app.bench.options import BenchOptions, read_options
+from driftfilter.app.paper.options import FIRST_SEED, ReproduceOptions
 from driftfilter.app.run.options import RunOptions
 from driftfilter.app.terminal import Display, Output, Shown, show_progress
 
-ExampleName: TypeAlias = Literal["dynamics", "linear", "moons", "pinwheel", "all"]
-EXAMPLES = get_args(ExampleName)[:-1]
-FIRST_SEED = 3000  # nothing was chosen on the seeds from here on
 DEMO_BENCH = ("bench", "--quick", "--images", "500", "--corruptions", "gaussian_noise,contrast")
 
 
@@ -106,49 +103,42 @@ def _read_metrics(folder: Path, output: Output) -> Any:
     )
 
 
-@dataclass(frozen=True)
-class ReproduceOptions:
-    """Options of ``driftfilter reproduce``."""
-
-    example: ExampleName = argument("EXAMPLE", f"{', '.join(EXAMPLES)}, or all of them")
-    seeds: int = count_option("number of seeds (default {default})", 20)
-    first_seed: int = option("the first of them ({default})", FIRST_SEED, type=int, metavar="S")
-    out: Path = option(
-        "where to write (default {default})", Path("runs/reproduce"), type=folder, metavar="DIR"
-    )
-    workers: int = option(
-        "processes (default: one a core)", os.cpu_count() or 1, type=count, metavar="N"
-    )
-    no_figures: bool = option("numbers only, without matplotlib", False)
-
-
 def reproduce(options: ReproduceOptions, output: Output, arguments: Sequence[str]) -> Found:
     """Run the paper's examples."""
+    misplaced = options.find_misplaced()
+    if misplaced is not None:
+        return fail("reproduce", misplaced, 2)
     if not options.no_figures and find_spec("matplotlib") is None:
         return fail(
             "reproduce",
             "figures need matplotlib: pip install 'driftfilter[report]', or give --no-figures",
             1,
         )
+    from driftfilter.app.paper import cifar
     from driftfilter.app.paper.reproduce import reproduce as run_all
 
-    names, out = EXAMPLES if options.example == "all" else (options.example,), options.out
-    seeds = range(options.first_seed, options.first_seed + options.seeds)
+    names, out, figures = options.names, options.out, not options.no_figures
     start = time.perf_counter()
+    failures: list[str] = []
+    try:
+        images = cifar.prepare(options) if "cifar" in names else None
+    except (ValueError, OSError, ImportError) as error:
+        return fail("reproduce", error, 2)
     with show_progress(output.quiet) as display:
-        tables = run_all(
-            names,
-            seeds,
-            out,
-            options.workers,
-            _count_seeds(display),
-            figures=not options.no_figures,
-        )
+        seeds, count = options.list_seeds(), _count_seeds(display)
+        tables = run_all(names, seeds, out, options.workers, count, figures=figures)
+        if images is not None:
+            command = shlex.join(["driftfilter", *arguments])
+            found = cifar.reproduce(images, out / "cifar", display, command, figures)
+            failures = found.failures
+            tables |= {"cifar": found.table} if found.table else {}
     for name, table in tables.items():
         output.say(f"{name}\n\n{table}\n")
+    for line in failures:
+        print(f"failed: cifar: {line}", file=sys.stderr)
     seconds = time.perf_counter() - start
     output.say(f"wrote {', '.join(str(out / name) for name in tables)} in {seconds:.0f} s")
-    return 0, {
+    return 1 if failures else 0, {
         "out": str(out),
         "seconds": seconds,
         "examples": {name: _read_metrics(out / name, output) for name in tables},

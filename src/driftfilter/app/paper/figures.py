@@ -298,3 +298,29 @@ def _draw_band(axes: Axes, x: Tensor, values: Tensor, color: str, style: str, la
     mean, sd = values.mean(0), values.std(0, correction=0)
     axes.fill_between(x, mean - sd, mean + sd, color=color, alpha=0.15, linewidth=0)
     axes.plot(x, mean, color=color, linestyle=style, linewidth=1.4, label=label)
+
+
+def draw_cifar(methods: Mapping[str, Mapping[str, Any]]) -> Figure:
+    """Mean accuracy of each method beside the paper's, and accuracy by corruption; means over
+    seeds.
+    """
+    colors = (SOURCE_COLOR, OTHER_COLORS[1], CLASSES[2], CLASSES[1], CLASSES[0])
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(10.5, 3.0), layout="constrained")
+        means, each = figure.subplots(1, 2, sharey=True, width_ratios=(1, 2))
+        places = range(len(methods))
+        paper = [method["paper"] for method in methods.values()]
+        here = [np.mean(method["accuracy"]) for method in methods.values()]
+        means.plot(places, paper, "D--", color="black", markersize=4, linewidth=0.8, label="paper")
+        means.plot(places, here, "o-", color="0.5", markersize=5, linewidth=0.8, label="here")
+        means.set_xticks(places, list(methods))
+        means.set_ylabel("accuracy, mean over corruptions")
+        means.legend(loc="lower right")
+        for (name, method), color in zip(methods.items(), colors, strict=True):
+            shares = [np.mean(values) for values in method["corruptions"].values()]
+            each.plot(shares, "o", color=color, markersize=5, alpha=0.85, label=name)
+        labels = [name.replace("_", "\n") for name in next(iter(methods.values()))["corruptions"]]
+        each.set_xticks(range(len(labels)), labels, fontsize=6)
+        each.set_ylabel("accuracy")
+        figure.legend(*each.get_legend_handles_labels(), loc="outside right center")
+    return figure

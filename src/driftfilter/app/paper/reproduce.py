@@ -124,7 +124,8 @@ def reproduce(
     return tables
 
 
-def _write(folder: Path, measured: Mapping[str, Any], table: str) -> str:
+def write(folder: Path, measured: Mapping[str, Any], table: str) -> str:
+    """Write metrics.json and table.txt of an example; the table."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "metrics.json").write_text(
         json.dumps(measured, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
@@ -165,7 +166,7 @@ def _write_dynamics(example: DynamicsExample, seed: int, folder: Path, figures: 
         "settings": asdict(example),
         "transitions": rows,
     }
-    return _write(folder, measured, "\n".join(lines))
+    return write(folder, measured, "\n".join(lines))
 
 
 def _write_stream(
@@ -204,7 +205,7 @@ def _write_stream(
     }
     if figures:
         _draw_stream(name, example, results, folder)
-    return _write(folder, measured, _table(rows, measured))
+    return write(folder, measured, _table(rows, measured))
 
 
 def _measure(case: Case, results: Sequence[Result]) -> dict[str, Any]:
