@@ -244,6 +244,10 @@ test_refused_filters_and_names = refuses(
             "closed forms, but the inference has a reach above 1",
         ),
         (
+            lambda: df.Fleet(build(inference=df.Linearized(df.Hessian("never"))), start("full")),
+            "closed forms, but the Hessian is raw",
+        ),
+        (
             lambda: df.Fleet(build(transition=df.Transition(df.LocalTrend())), start("full")),
             "hidden states",
         ),
