@@ -223,7 +223,7 @@ MISTAKES: dict[str, tuple[list[str], int, str]] = {
         "must be a folder, or where one can be made, got the file 'text.txt'",
     ),
     "reproduce nothing": (["reproduce"], 2, "the following arguments are required: EXAMPLE"),
-    "reproduce example": (["reproduce", "linaer"], 2, "pinwheel, all) (did you mean 'linear'?)"),
+    "reproduce example": (["reproduce", "linaer"], 2, "cifar, all) (did you mean 'linear'?)"),
     "reproduce option": (
         ["reproduce", "linear", "--no-figure s"],
         2,

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from driftfilter.app import models, streams
+from driftfilter.app.machine import choose_machine
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import train
@@ -48,9 +49,8 @@ def test_stopped_and_gone_on_it_gives_the_weights_of_one_run(
     assert all(torch.equal(one[name], two[name]) for name in one)
     network = models.load("resnet20", whole)
     assert not any(module.training for module in network.modules())
-    assert not torch.equal(
-        network.get_parameter("head.weight"), models.build("resnet20").head.weight
-    )
+    head = network.get_parameter("head.weight")
+    assert torch.equal(head, one["head.weight"])
 
 
 def test_a_saved_training_of_another_kind_is_refused(images: Path, tmp_path: Path) -> None:
@@ -63,7 +63,7 @@ def test_a_saved_training_of_another_kind_is_refused(images: Path, tmp_path: Pat
 def test_the_loss_falls_on_images_seen_again(images: Path) -> None:
     pixels, labels = train.read(images, [])
     training = train.Training("resnet20", epochs=8, batch=40, lr=0.05)
-    trainer = train.Trainer(training, train.choose_machine("cpu"))
+    trainer = train.Trainer(training, choose_machine("cpu"))
     losses = [trainer.run_epoch(pixels, labels) for _ in range(8)]
     assert losses[-1] < 0.9 * losses[0]
 

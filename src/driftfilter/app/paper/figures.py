@@ -316,9 +316,10 @@ def draw_cifar(methods: Mapping[str, Mapping[str, Any]]) -> Figure:
         means.set_xticks(places, list(methods))
         means.set_ylabel("accuracy, mean over corruptions")
         means.legend(loc="lower right")
-        for (name, method), color in zip(methods.items(), colors, strict=True):
+        for place, (name, method) in enumerate(methods.items()):
             shares = [np.mean(values) for values in method["corruptions"].values()]
-            each.plot(shares, "o", color=color, markersize=5, alpha=0.85, label=name)
+            beside = np.arange(len(shares)) + 0.12 * (place - len(methods) // 2)
+            each.plot(beside, shares, "o", color=colors[place], markersize=4, label=name)
         labels = [name.replace("_", "\n") for name in next(iter(methods.values()))["corruptions"]]
         each.set_xticks(range(len(labels)), labels, fontsize=6)
         each.set_ylabel("accuracy")
