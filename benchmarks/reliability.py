@@ -217,7 +217,8 @@ def collapse(labels: Tensor, data: dict[str, Tensor], seeds: int) -> list[dict[s
             stream = make(seed)
             adapter = df.adapt(model, "tent", lr=lr, monitor=df.Monitor.recording())
             score = scores(adapter, stream)
-            guarded = scores(df.adapt(model, "tent", lr=lr), stream) if seed == 0 else [math.nan]
+            guard = df.adapt(model, "tent", lr=lr, monitor=df.Monitor())
+            guarded = scores(guard, stream) if seed == 0 else [math.nan]
             first = adapter.events[0] if adapter.events else None
             span = max(1, JUDGED // len(stream[0][1]))
             row = {
@@ -250,7 +251,7 @@ def healthy(labels: Tensor, data: dict[str, Tensor], n: int, seeds: int) -> list
     print(f"{'five passes of':<22}{'preset':<14}{'batches':>9}{'false alarms':>14}")
     for preset in ("driftfilter", "tent"):
         for seed, name in enumerate(names):
-            adapter = df.adapt(model, preset)
+            adapter = df.adapt(model, preset, monitor=df.Monitor())
             stream = shuffled(data[name][:300], labels[:300], n, seed, 5)
             scores(adapter, stream)
             rows.append(
@@ -269,7 +270,7 @@ def healthy(labels: Tensor, data: dict[str, Tensor], n: int, seeds: int) -> list
         for batch in shuffled(images[:200], labels[:200], n, 3)
     ]
     for preset in ("driftfilter", "tent"):
-        guarded, plain = df.adapt(model, preset), df.adapt(model, preset, monitor=None)
+        guarded, plain = (df.adapt(model, preset, monitor=guard) for guard in (df.Monitor(), None))
         row = {
             "preset": preset,
             "guarded": mean(scores(guarded, stream)),

@@ -32,6 +32,11 @@ from driftfilter.inference.curvature import (
     Hessian as Hessian,
     NoCurvature as NoCurvature,
 )
+from driftfilter.inference.iterates import (
+    ContinualMomentum as ContinualMomentum,
+    LatentWeights as LatentWeights,
+    SteadyState as SteadyState,
+)
 from driftfilter.inference.laplacian import LaplacianAdjustment as LaplacianAdjustment
 from driftfilter.inference.linearized import (
     Bong as Bong,
@@ -58,7 +63,6 @@ from driftfilter.inference.prediction import (
     Tempered as Tempered,
 )
 from driftfilter.inference.resets import (
-    ContinualMomentum as ContinualMomentum,
     ResetBelow as ResetBelow,
     ResetEvery as ResetEvery,
     RestoreIrrelevant as RestoreIrrelevant,
@@ -142,7 +146,11 @@ from driftfilter.model.weighting import (
 )
 from driftfilter.monitor.monitor import AlarmWarning as AlarmWarning, Monitor as Monitor
 from driftfilter.monitor.state import Event as Event, Signals as Signals
-from driftfilter.networks.batch_norm import Ema as Ema, PseudoCount as PseudoCount
+from driftfilter.networks.batch_norm import (
+    Ema as Ema,
+    PseudoCount as PseudoCount,
+    RunningStatistics as RunningStatistics,
+)
 from driftfilter.networks.features import (
     Backbone as Backbone,
     OnFeatures as OnFeatures,

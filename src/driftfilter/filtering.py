@@ -206,8 +206,20 @@ class Filter(Checked):
         allowed = "of role 'prediction', such as MAP(); a rule of your own inherits PredictionRule"
         fits = isinstance(self.prediction, PredictionRule)
         require(fits, "Filter.prediction", self.prediction, allowed)
+        require(
+            self.observation.augmented == "batch" or not self.prediction.over_views,
+            "Gibbs.augmented",
+            self.observation.augmented,
+            "'batch' if the prediction is over views, which all samples then need",
+        )
         upkeeps = (self.observation.teacher, *as_upkeeps("Filter.upkeep", self.upkeep))
         loss: Loss = self.observation.loss  # type: ignore[assignment]  # as_loss in Gibbs
+        require(
+            not (loss.replays and self.prediction.over_views),
+            "Filter.prediction",
+            self.prediction,
+            "not over views, one of which is of source samples",
+        )
         self.__dict__.update(
             logits=lift(self.logits),
             _upkeeps=tuple(each for each in upkeeps if each is not None),

@@ -31,6 +31,7 @@ from driftfilter.base.checks import (
 
 # Those with an "as" are not named below: all variants are in the table once this module is loaded.
 from driftfilter.inference import (
+    iterates as iterates,
     laplacian as laplacian,
     linearized,
     optimizers as optimizers,

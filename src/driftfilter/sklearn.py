@@ -29,6 +29,7 @@ from driftfilter import presets
 from driftfilter.adapter.adapter import adapt
 from driftfilter.base.checks import require, require_count
 from driftfilter.filtering import Filter
+from driftfilter.monitor.monitor import Monitor
 from driftfilter.networks.batch_norm import Ema
 from driftfilter.networks.initialization import initialize
 from driftfilter.networks.network import STATISTICS
@@ -347,8 +348,9 @@ class AdaptiveClassifier(ClassifierMixin, MetaEstimatorMixin, BaseEstimator):  #
         )
         assert moments is not None
         recipe = self.recipe
+        guarded: dict[str, Any] = {}
         if recipe in (None, "driftfilter"):  # its losses are for images: see docs/sklearn.md
-            recipe = _RECIPE
+            recipe, guarded = _RECIPE, {"monitor": Monitor()}
         elif isinstance(recipe, str):
             recipe = presets.get(recipe)
         require(
@@ -360,7 +362,7 @@ class AdaptiveClassifier(ClassifierMixin, MetaEstimatorMixin, BaseEstimator):  #
             "predicted by itself",
         )
         module = as_module(_parts(estimator)[1], moments)
-        self.adapter_ = adapt(module, replace(recipe, chunk=self.batch_size))
+        self.adapter_ = adapt(module, replace(recipe, chunk=self.batch_size), **guarded)
         self.estimator_, self.moments_ = estimator, moments
         self._module, self._size = module, self.batch_size
         self.waiting_ = np.empty((0, len(moments.mean)))

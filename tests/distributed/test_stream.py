@@ -166,6 +166,7 @@ def of_others(rank: int | None) -> dict[str, dict[str, Any]]:
         "bacs": {"data": df.SourceData(batches[0], torch.arange(24) % 4)},
         "santa": {"data": df.SourceData(batches[0], torch.arange(24) % 4)},
         "tttpp": {"data": df.SourceData(batches[0], batch_size=12), "queue": 30},
+        "ewc": {"data": df.SourceData(batches[0])},
         "bn": {"statistics": df.PseudoCount(16)},
     }
     adapters = {

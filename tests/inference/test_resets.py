@@ -1,5 +1,5 @@
-"""What happens to the belief between two steps: restores, resets and slow averages, against their
-formulas in NumPy.
+"""What happens to the belief between two steps: restores and resets, against their formulas in
+NumPy (test_iterates.py has the filters of proposals).
 """
 
 from dataclasses import replace
@@ -14,7 +14,6 @@ import driftfilter as df
 from driftfilter.base.randomness import Purpose, Randomness
 from driftfilter.model.observation import Energy
 from driftfilter.model.weighting import Memory
-from oracles import array
 from small import assert_same, refuses
 
 SOURCE = df.Belief(torch.linspace(-1, 1, 6).double(), df.Diagonal(torch.full((6,), 0.5).double()))
@@ -49,6 +48,8 @@ every = pytest.mark.parametrize(
         df.RestoreRandomly(0.5),
         df.RestoreIrrelevant(0.5),
         df.ContinualMomentum(0.5),
+        df.LatentWeights(0.5),
+        df.SteadyState(pull=0.5),
     ],
     ids=lambda upkeep: type(upkeep).__name__,
 )
@@ -91,6 +92,15 @@ def test_reset_below_a_running_loss(momentum: float) -> None:
         else:
             assert memory["upkeep.loss"].item() == pytest.approx(running, rel=1e-14)
     assert set(resets) == {True, False}
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_reset_may_keep_the_optimisers_memory(keep: bool) -> None:
+    of_optimizer = {f"inference.{name}": torch.ones(1) for name in ("velocity", "first", "count")}
+    memory = {**of_optimizer, "inference.loss": torch.tensor(0.1).double(), "other": torch.ones(1)}
+    belief, after = kept_up(df.ResetBelow(0.5, keep_optimizer=keep), memory)
+    assert belief is SOURCE
+    assert after == (of_optimizer if keep else {})
 
 
 def test_reset_below_takes_the_energy_where_no_rule_leaves_a_loss() -> None:
@@ -164,37 +174,6 @@ def test_restore_irrelevant_without_a_gradient() -> None:
         match=r"the gradient in the memory must be there: GradientStep\(keep_gradient=True\)",
     ):
         kept_up(df.RestoreIrrelevant(0.5), {})
-
-
-@pytest.mark.parametrize(
-    ("process", "floor"), [(0.005, 0.89), (2000.0, 0.0), (5000.0, 0.6), (1e9, 0.3)]
-)
-def test_continual_momentum_is_its_kalman_filter(process: float, floor: float) -> None:
-    """A Kalman filter of scalar variance that observes the proposal, with a floor on the prior's
-    share.
-    """
-    rho, source = 0.8, array(SOURCE.mean)
-    hidden, variance = source, 0.0
-    memory: Memory = {}
-    q = min(process * 6 / 38400, 1.0)
-    shares = []
-    for step in range(4):
-        proposed = source + (step + 1) * np.linspace(0.1, 0.6, 6)
-        belief = df.Belief(torch.tensor(proposed), LEARNED.covariance)
-        after, memory = df.ContinualMomentum(rho, process, floor)(
-            belief, energy(), memory, randomness(step)
-        )
-        hidden, variance = rho * hidden + (1 - rho) * source, rho**2 * variance + q
-        gain = min(variance / (variance + 1 - q), 1 - floor)  # 1 - b
-        shares.append(gain)
-        hidden, variance = hidden + gain * (proposed - hidden), (1 - gain) * variance
-        np.testing.assert_allclose(
-            after.mean.numpy(), rho * proposed + (1 - rho) * hidden, rtol=1e-12
-        )
-        np.testing.assert_allclose(memory["upkeep.hidden"].numpy(), hidden, rtol=1e-12)
-        np.testing.assert_allclose(memory["upkeep.variance"].item(), variance, rtol=1e-12)
-        assert after.covariance is LEARNED.covariance
-    assert (shares[-1] == 1 - floor) is (process > 2000)  # both sides of the floor
 
 
 @every
@@ -288,18 +267,6 @@ test_refusals_name_field_value_and_range = refuses(
         (
             lambda: df.RestoreIrrelevant(-0.1),
             r"RestoreIrrelevant.quantile must be a finite number in \[0, 1\], got -0.1",
-        ),
-        (
-            lambda: df.ContinualMomentum(rho=2.0),
-            r"ContinualMomentum.rho must be a finite number in \[0, 1\], got 2.0",
-        ),
-        (
-            lambda: df.ContinualMomentum(process=-1.0),
-            "ContinualMomentum.process must be a finite number.*got -1.0",
-        ),
-        (
-            lambda: df.ContinualMomentum(floor=1.1),
-            r"ContinualMomentum.floor must be a finite number in \[0, 1\], got 1.1",
         ),
     ]
 )

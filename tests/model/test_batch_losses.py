@@ -119,9 +119,9 @@ def features_of(inputs: Tensor) -> Tensor:
     return found
 
 
-def energies(loss: Any, weighting: Any = None, steps: int = 1) -> list[Energy]:
+def energies(loss: Any, weighting: Any = None, steps: int = 1, **others: Any) -> list[Energy]:
     """The energies of a stream of batches at θ_S, with what the loss remembers."""
-    rule = df.Gibbs(loss, weighting or df.Constant())
+    rule = df.Gibbs(loss, weighting or df.Constant(), **others)
     memory, found = rule.survey(MODEL, THETA, DATA), []
     for step in range(steps):
         energy, memory = rule(MODEL, THETA, INPUTS + 0.3 * step, memory, RANDOMNESS)
@@ -166,12 +166,16 @@ EVERY: dict[str, Callable[[], Loss]] = {
 }
 
 
-@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("gated", ["", "batch", "kept"])
 @pytest.mark.parametrize("name", EVERY)
-def test_gradients_through_a_network_are_slopes_of_the_energy(name: str, gated: bool) -> None:
-    """At the prior mean and elsewhere; rows sum to it."""
-    weighting = df.EntropyGate(0.91) if gated else None
-    energy = energies(EVERY[name](), weighting, steps=2)[-1]
+def test_gradients_through_a_network_are_slopes_of_the_energy(name: str, gated: str) -> None:
+    """At the prior mean and elsewhere; rows sum to it. Views are of the whole batch, or of the
+    samples kept alone.
+    """
+    loss, weighting = EVERY[name](), df.EntropyGate(0.91) if gated else None
+    if gated == "kept" and loss.replays:
+        return
+    energy = energies(loss, weighting, steps=2, augmented=gated or "batch")[-1]
     assert 2 < energy.samples.used < 7 if gated else energy.samples.used == 7
     for theta in (THETA, THETA + 0.1 * normal(len(THETA), seed=4)):
         evaluation, tangent, h = energy.at(theta), normal(len(theta), seed=5), 1e-5
@@ -390,6 +394,18 @@ test_what_is_missing_is_named = refuses(
         (
             lambda: df.BatchLoss(ttt_plus_plus, copies=2),
             "BatchLoss.copies must be 0 without an augmentation, 1 or more with one, got 2",
+        ),
+        (
+            lambda: df.Gibbs(df.Sum((df.Entropy(), df.SourceReplay())), augmented="kept"),
+            "Gibbs.augmented must be 'batch' for a loss of source samples, .* got 'kept'",
+        ),
+        (
+            lambda: df.Filter(
+                df.LinearHead(2),
+                observation=df.Gibbs(df.SourceReplay()),
+                prediction=df.Tempered(over_views=True),
+            ),
+            "Filter.prediction must be not over views, one of which is of source samples",
         ),
         (
             lambda: df.Contrast(clean=False),

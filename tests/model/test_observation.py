@@ -9,7 +9,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from driftfilter import VARIANTS, Belief, Consistency, Diagonal, GaussianNoise, MarginalEntropy
+from driftfilter import (
+    VARIANTS,
+    Belief,
+    Bong,
+    Consistency,
+    Diagonal,
+    Filter,
+    GaussianNoise,
+    Hessian,
+    MarginalEntropy,
+    Tempered,
+)
 from driftfilter.base.randomness import Purpose, Randomness
 from driftfilter.model.losses import (
     Custom,
@@ -22,7 +33,8 @@ from driftfilter.model.losses import (
 )
 from driftfilter.model.observation import Energy, Evaluation, Gibbs, Teacher
 from driftfilter.model.opinion import OpinionEntropy
-from driftfilter.model.predictive import Lifted, LinearHead, PredictiveModel, ReadOut
+from driftfilter.model.predictive import Lifted, LinearHead, PredictiveModel, Pullback, ReadOut
+from driftfilter.model.some_samples import SomeSamples
 from driftfilter.model.weighting import (
     Constant,
     DiversityGate,
@@ -285,6 +297,141 @@ def test_views_are_drawn_once_a_step() -> None:
 
 
 # ------------------------------------------------------------------ functions as losses, refusals
+
+
+# ------------------------------------------------------------------ views of the samples kept
+
+
+def centred(theta: Tensor, inputs: Tensor) -> Tensor:
+    """Logits that depend on which samples are in the batch, as under batch statistics."""
+    return (inputs - inputs.mean(0)) @ theta.view(3, -1).T
+
+
+class Batchwise(PredictiveModel):
+    """A function of whole batches as a model; rows are not asked for."""
+
+    def __call__(self, theta: Tensor, inputs: Tensor) -> Tensor:
+        return centred(theta, inputs)
+
+    def pullback(self, theta: Tensor, inputs: Tensor) -> tuple[Tensor, Pullback]:
+        def pull(cotangents: Tensor) -> Tensor:
+            jacobian: Tensor = torch.func.jacrev(lambda point: centred(point, inputs))(theta)
+            return (cotangents.unsqueeze(-1) * jacobian).sum((0, 1))
+
+        return centred(theta, inputs), TotalOnly(pull)
+
+    def pushforward(self, theta: Tensor, inputs: Tensor, tangents: Tensor) -> Tensor:
+        return torch.stack([centred(tangent, inputs) for tangent in tangents])
+
+
+class TotalOnly(Pullback):
+    def __init__(self, pull: Callable[[Tensor], Tensor]) -> None:
+        self.pull = pull
+
+    def __call__(self, cotangents: Tensor) -> Tensor:
+        one = torch.eye(cotangents.shape[-2]).to(cotangents).unsqueeze(-1)
+        return torch.stack([self.pull(part * cotangents) for part in one])
+
+    def total(self, cotangents: Tensor) -> Tensor:
+        return self.pull(cotangents)
+
+
+def test_views_of_the_samples_kept_are_seen_without_the_others() -> None:
+    """Value and gradient against the energy written out: one view, of the samples with a weight."""
+    model, theta, inputs = Batchwise(), 2 * normal(6), normal(9, 2, seed=1)
+    noise, gate = GaussianNoise(0.3), EntropyGate(fraction=0.5)
+    loss = Sum((Entropy(), Consistency(noise, "symmetric", target="moving")))
+    energy = energy_of(Gibbs(loss, gate, augmented="kept"), model, theta, inputs)
+    weights = energy.samples.weights
+    kept = weights > 0
+    assert 1 < kept.sum() < 8
+    view = noise(inputs[kept], RANDOMNESS.generator(Purpose.VIEWS))
+    assert torch.equal(energy.views[1], view)
+
+    def written_out(point: Tensor) -> Tensor:
+        clean, other = (
+            part.log_softmax(-1) for part in (centred(point, inputs), centred(point, view))
+        )
+        entropies = -(clean.exp() * clean).sum(-1)
+        own = clean[kept]
+        agree = -(own.exp() * other + other.exp() * own).sum(-1) / 2
+        return (weights @ entropies + weights[kept] @ agree) / 9
+
+    for point in (theta, theta + 0.1 * normal(6, seed=2)):
+        evaluation = energy.at(point)
+        torch.testing.assert_close(value_of(evaluation), written_out(point), rtol=1e-12, atol=0)
+        expected = slope(written_out, point)
+        torch.testing.assert_close(evaluation.gradient(), expected, rtol=1e-7, atol=1e-9)
+        torch.testing.assert_close(evaluation.rows.sum(0), expected, rtol=1e-7, atol=1e-9)
+    whole = energy_of(Gibbs(loss, gate), model, theta, inputs)
+    assert (whole.evaluation.gradient() - energy.evaluation.gradient()).abs().max() > 1e-3
+
+
+def test_a_model_of_some_samples_has_no_derivative_at_the_others() -> None:
+    model, theta, inputs = LinearHead(3), normal(6), normal(5, 2, seed=1)
+    some = SomeSamples(model, torch.tensor([1, 3, 4]), 5)
+    taken = some.take(inputs)
+    assert torch.equal(taken, inputs[[1, 3, 4]])
+    logits, pull = some.pullback(theta, taken)
+    whole, all_of_it = model.pullback(theta, inputs)
+    mask = torch.tensor([0.0, 1, 0, 1, 1]).double().unsqueeze(1)
+    cotangents, tangents = normal(2, 5, 3, seed=2), normal(4, 6, seed=3)
+    for found, expected in (
+        (some(theta, taken), mask * whole),
+        (logits, mask * whole),
+        (pull(cotangents), all_of_it(mask * cotangents)),
+        (pull.total(cotangents[0]), all_of_it.total(mask * cotangents[0])),
+        (
+            some.pushforward(theta, taken, tangents),
+            mask * model.pushforward(theta, inputs, tangents),
+        ),
+    ):
+        torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-15)
+
+
+@pytest.mark.parametrize("fraction", [1e-6, 1.0])
+def test_where_all_or_none_are_kept_the_whole_batch_is_augmented(fraction: float) -> None:
+    loss = Consistency(GaussianNoise(0.3), copies=2)
+    theta, inputs = normal(6), normal(5, 2, seed=1)
+    found, whole = (
+        energy_of(
+            Gibbs(loss, EntropyGate(fraction=fraction), augmented=augmented),
+            LinearHead(3),
+            theta,
+            inputs,
+        )
+        for augmented in ("kept", "batch")
+    )
+    assert found.samples.used == (0 if fraction < 1 else 5)
+    assert_same(list(found.views), list(whole.views))
+    assert torch.equal(found.evaluation.gradient(), whole.evaluation.gradient())
+
+
+def test_a_prediction_over_views_needs_views_of_all_samples() -> None:
+    loss = Consistency(GaussianNoise(0.3))
+    with pytest.raises(ValueError, match=r"Gibbs.augmented must be 'batch' if .*, got 'kept'"):
+        Filter(
+            LinearHead(3),
+            observation=Gibbs(loss, augmented="kept"),
+            prediction=Tempered(over_views=True),
+        )
+
+
+def test_bong_sees_the_samples_kept_alone() -> None:
+    """A model linear in θ shares one Jacobian between draws; a plain function does not."""
+    loss = Sum((Entropy(), Consistency(GaussianNoise(0.3))))
+    belief = Belief(normal(6), Diagonal(torch.full((6,), 0.3).double()))
+    inputs, observation = (
+        normal(9, 2, seed=1),
+        Gibbs(loss, EntropyGate(fraction=0.9), augmented="kept"),
+    )
+    steps = []
+    for model in (LinearHead(3), lambda theta, x: LinearHead(3)(theta, x)):
+        filt = Filter(model, observation=observation, inference=Bong(Hessian(), 4))
+        state, _, info = filt.step(filt.init(belief), inputs)
+        assert 0 < (info.weights > 0).sum() < 9
+        steps.append((state.belief.mean, state.belief.covariance.dense()))
+    torch.testing.assert_close(steps[0], steps[1], rtol=1e-10, atol=1e-12)
 
 
 def test_a_plain_function_is_a_loss() -> None:

@@ -29,6 +29,8 @@ from driftfilter.monitor.drift_tests import (
     summary,
 )
 from driftfilter.monitor.state import MonitorState
+from driftfilter.presets.more_published import MORE
+from driftfilter.presets.published import PUBLISHED
 from driftfilter.storage.state_tensors import to_tensors
 from small import assert_same, feed
 
@@ -54,7 +56,8 @@ def garbage(seed: int, n: int = 64) -> Tensor:
 
 
 def adapter(preset: str = "tent", **options: Any) -> df.Adapter:
-    return df.adapt(network(), preset, **{"statistics": "source", **options})
+    guarded: dict[str, Any] = {"statistics": "source", "monitor": df.Monitor()}
+    return df.adapt(network(), preset, **{**guarded, **options})
 
 
 def log_probabilities(labels: Tensor, classes: int, certainty: float = 0.9) -> Tensor:
@@ -709,16 +712,41 @@ def test_a_state_with_a_damaged_history_is_refused(name: str, change: Any, messa
         second.load_state_dict(state)
 
 
-def test_prototypes_are_only_recorded_by_default() -> None:
-    assert adapter("t3a").monitor == df.Monitor.recording()
-    assert adapter("t3a", monitor=df.Monitor()).monitor == df.Monitor()
+@pytest.mark.parametrize("preset", df.presets.names())
+def test_published_methods_are_only_recorded_by_default(preset: str) -> None:
+    """Also as a Recipe; what is asked for wins."""
+    published = preset in {method.__name__ for method in (*PUBLISHED, *MORE)}
+    expected = df.Monitor.recording() if published else df.Monitor()
+    for recipe in (preset, df.presets.get(preset)):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that there are no source data
+            found = df.adapt(network(), recipe)
+            asked, none = (
+                df.adapt(network(), recipe, monitor=monitor) for monitor in (df.Monitor(), None)
+            )
+        assert (found.monitor, asked.monitor, none.monitor) == (expected, df.Monitor(), None)
+        done = "change nothing" if published else "classes_lost → reset"
+        assert done in repr(found)
+        assert "classes_lost → reset" in repr(asked)
+        assert "no monitor" in repr(none)
+
+
+def test_a_published_method_goes_its_own_way_through_alarms() -> None:
+    plain = df.adapt(network(), "tent", statistics="source", monitor=None)
+    as_it_comes = df.adapt(network(), "tent", statistics="source")
+    for adapted in (plain, as_it_comes):
+        feed(adapted, map(inputs, range(30)))
+        feed(adapted, map(garbage, range(100, 105)))
+    assert {event.signal for event in as_it_comes.events} >= {"share_gained"}
+    assert_same(bits(as_it_comes), bits(plain))
 
 
 # What is carried, and what lasts
 
 
 def carrying(**options: Any) -> df.Adapter:
-    return df.adapt(network(), "tent", statistics=df.Ema(0.5, 4.0), **options)
+    guarded: dict[str, Any] = {"statistics": df.Ema(0.5, 4.0), "monitor": df.Monitor()}
+    return df.adapt(network(), "tent", **{**guarded, **options})
 
 
 def test_going_back_keeps_the_statistics_of_now() -> None:

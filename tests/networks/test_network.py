@@ -212,8 +212,8 @@ test_refusals = refuses(
         (lambda: df.Network(3), "Network: model must be a torch module, got 3"),  # type: ignore[arg-type]
         (
             lambda: df.Network(nn.LayerNorm(2), statistics="none"),  # type: ignore[arg-type]
-            "Network: statistics must be 'batch', 'source', PseudoCount.count., Ema.momentum. or "
-            "a NormRule, got 'none'",
+            "Network: statistics must be 'batch', 'source', PseudoCount.count., Ema.momentum., "
+            "RunningStatistics.momentum. or a NormRule, got 'none'",
         ),
         (
             lambda: df.Network(nn.LayerNorm(2))(torch.zeros(3), torch.zeros(1, 2)),

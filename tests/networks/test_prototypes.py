@@ -242,6 +242,14 @@ test_refusals = refuses(
         ),
         (lambda: df.Prototypes(concentration=0.0), "concentration must be a finite number"),
         (
+            lambda: df.Prototypes(filed=True),
+            "Prototypes.filed must be False for Gaussian prototypes .*, got True",
+        ),
+        (
+            lambda: df.Prototypes("inner_product", strength=2.0, filed=True),
+            "Prototypes.filed must be False .* for a strength other than 1, got True",
+        ),
+        (
             lambda: df.PrototypeHead(torch.eye(2))(torch.zeros(5), torch.zeros(1, 2)),
             "belief must be over 4 parameters, got '5 parameters'",
         ),

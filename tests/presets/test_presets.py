@@ -32,6 +32,7 @@ from driftfilter.model.centering import CENTER
 from driftfilter.presets import find_norms
 from driftfilter.presets.more_published import MORE
 from driftfilter.presets.ours import UNUSED, driftfilter
+from driftfilter.presets.published import PUBLISHED
 from oracles import ClassOffsets
 from small import moments, refuses
 
@@ -99,6 +100,21 @@ def bn(statistics: Any = "batch") -> Case:
     return Case(adapter_of("bn", statistics=statistics), STREAM, steps, learns=False)
 
 
+def bn_ema(momentum: float = 0.1) -> Case:
+    """torch's own layers, in training mode for the first pass over a batch."""
+    model = deepcopy(MODEL)
+    frozen = min(MODEL.parameters(), key=Tensor.numel).detach().flatten()
+    for layer in model.modules():
+        if isinstance(layer, nn.BatchNorm2d):
+            layer.momentum = momentum
+    steps = []
+    for batch in STREAM:
+        model.train()(batch)
+        steps.append(by_hand.Step(frozen, model.eval()(batch).detach().softmax(1)))
+    adapter = adapter_of("bn_ema", momentum=momentum)
+    return Case(adapter, STREAM, steps, learns=False)
+
+
 def descent(preset: str, loss: Callable[[Tensor], Tensor], **options: Any) -> Case:
     steps = by_hand.descend(MODEL, STREAM, loss, by_hand.adam(options["lr"]))
     return Case(adapter_of(preset, **options), STREAM, list(steps))
@@ -106,7 +122,7 @@ def descent(preset: str, loss: Callable[[Tensor], Tensor], **options: Any) -> Ca
 
 def conjugate(epsilon: float = 6.0) -> Case:
     steps = by_hand.descend(
-        MODEL, STREAM, by_hand.conjugate_loss(epsilon), by_hand.momentum(0.1), after=True
+        MODEL, STREAM, by_hand.conjugate_loss(epsilon), by_hand.nesterov(0.1), after=True
     )
     return Case(adapter_of("conjugate", lr=0.1, epsilon=epsilon), STREAM, list(steps))
 
@@ -138,6 +154,23 @@ def eata() -> Case:
     return Case(adapter, STREAM, steps)
 
 
+def ewc() -> Case:
+    data, model = by_hand.stream(2, seed=6), by_hand.by_batch(MODEL)
+    parameters, names = by_hand.norms(model), dense.norm_names(model)
+    fisher = (dense.gauss_newton_diagonal(model, names, data) - 1) / 24  # a mean, without the prior
+    start, rule, steps = by_hand.flat(parameters), by_hand.adam(0.02)(parameters), []
+    for batch in STREAM:
+        logits = model(batch)
+        here = torch.cat([parameter.flatten() for parameter in parameters])
+        pull = 30.0 / 2 * (fisher * (here - start) ** 2).sum()
+        by_hand.minimise(rule, by_hand.tent_loss(logits) + pull)
+        steps.append(by_hand.Step(by_hand.flat(parameters), logits.detach().softmax(1)))
+    free = list(by_hand.descend(MODEL, STREAM, by_hand.tent_loss, by_hand.adam(0.02)))
+    assert (steps[-1].parameters - free[-1].parameters).abs().max() > 1e-3  # the anchor pulls
+    adapter = adapter_of("ewc", lr=0.02, strength=30.0, data=df.SourceData(data))
+    return Case(adapter, STREAM, steps)
+
+
 def rdumb() -> Case:
     steps = list(by_hand.eata_loop(MODEL, STREAM, **GATES, every=2))
     assert torch.equal(steps[1].parameters, by_hand.flat(by_hand.norms(by_hand.by_batch(MODEL))))
@@ -157,45 +190,68 @@ def sar() -> Case:
     return Case(adapter_of("sar", loss=threshold, **options), batches, steps)
 
 
-def roid() -> Case:
-    options: dict[str, Any] = {"lr": 0.02, "rho": 0.9}
+def reverted(adapter: df.Adapter) -> Tensor:
+    """ROID's authors revert after a step, the filter before the next one."""
+    return 0.9 * adapter.belief.mean + 0.1 * adapter.state.source.mean
+
+
+def of_roids(
+    preset: str,
+    after: Callable[[Tensor, Tensor, Tensor], Tensor],
+    optimizer: by_hand.Optimizer,
+    read: Callable[[df.Adapter], Tensor] = mean_of,
+    size: int = 0,
+    **options: Any,
+) -> Case:
+    """A method on ROID's loss; views are noisy, so that it matters which samples they are of."""
+    views = noisy_views(Purpose.VIEWS, 1)
     steps = list(
         by_hand.roid_loop(
-            MODEL,
-            STREAM,
-            **options,
-            augment=lambda images, step: flipped(images, torch.Generator()),
+            MODEL, STREAM, optimizer, lambda images, step: views(images, step)[0], after, size
         )
     )
     assert all(0 < step.kept < 12 for step in steps)
+    options = {"augmentation": NOISE, "batch_size": size, **options}
+    return Case(adapter_of(preset, **options), STREAM, steps, read)
 
-    def reverted(adapter: df.Adapter) -> Tensor:
-        """The authors revert after a step, the filter before the next one."""
-        return 0.9 * adapter.belief.mean + 0.1 * adapter.state.source.mean
 
-    return Case(adapter_of("roid", **options, augmentation=flipped), STREAM, steps, reverted)
+def roid(size: int = 0) -> Case:
+    options: dict[str, Any] = {"lr": 0.02, "rho": 0.9}
+    return of_roids("roid", by_hand.ensemble(0.9), by_hand.adam(0.02), reverted, size, **options)
 
 
 def cmf(process: float = 0.005) -> Case:
     """With more process noise than the authors' for 22 parameters the filter moves, too."""
-    views = noisy_views(Purpose.VIEWS, 1)
-    loop = partial(
-        by_hand.roid_loop,
-        MODEL,
-        STREAM,
-        0.02,
-        0.9,
-        lambda images, step: views(images, step)[0],
-        True,
-    )
     options: dict[str, Any] = (
         {} if process == 0.005 else {"upkeep": df.ContinualMomentum(0.9, process)}
     )
-    return Case(
-        adapter_of("cmf", lr=0.02, rho=0.9, augmentation=NOISE, **options),
-        STREAM,
-        list(loop(process)),
-    )
+    kalman = by_hand.MomentumFilter(0.9, process)
+    return of_roids("cmf", kalman, by_hand.adam(0.02), lr=0.02, rho=0.9, **options)
+
+
+def slwi(limit: float = 0.5) -> Case:
+    """More process noise than the authors', so that φ moves; a limit that the third step fails, or
+    not.
+    """
+    latent = by_hand.LatentFilter(0.9, 50.0, 0.95, limit, 3.0)
+    upkeep = df.LatentWeights(0.9, 50.0, 0.95, limit, 3.0)
+    case = of_roids("slwi", latent, by_hand.adam(0.02), lr=0.02, upkeep=upkeep)
+    assert latent.surprises == [False, False, limit < 1]
+    return case
+
+
+def slwi_by_default() -> Case:
+    latent = by_hand.LatentFilter(0.99, 0.005, 0.99, 2.0, 2.0)
+    return of_roids("slwi", latent, by_hand.adam(1e-3))
+
+
+def ssa(variance: float = 1e-6) -> Case:
+    """A window of one move, so that the third step is scaled, if the variance is small enough."""
+    options: dict[str, Any] = {"moves": 1, "rho": 0.9, "retention": 0.8, "pull": 0.3}
+    steady = by_hand.SteadyFilter(variance, **options)
+    case = of_roids("ssa", steady, by_hand.nesterov(0.1), lr=0.1, variance=variance, **options)
+    assert (steady.sizes[2] != 1) is steady.steady is (variance < 1)
+    return case
 
 
 def less_sure_first() -> tuple[list[Tensor], float]:
@@ -340,13 +396,18 @@ def lora() -> Case:
     return Case(adapter, *in_episodes(samples, loop))
 
 
-def t3a(capacity: int = 3) -> Case:
+def t3a(capacity: int = 3, elsewhere: bool = False) -> Case:
     model = by_hand.network()
+    weight = model.get_parameter("head.weight")
     with torch.no_grad():
-        model.get_parameter("head.weight")[2] *= (
-            0.3  # a row less certain than some features, so that it leaves
-        )
+        weight[2] *= 0.3  # a row less certain than some features, so that it leaves
+        if elsewhere:
+            weight[0] = 0.6 * weight[1]
+            model.get_parameter("head.bias").zero_()
+            assert (weight @ weight[0]).argmax() == 1  # the head calls it another class
     steps = list(dense.t3a_loop(model, STREAM, capacity))
+    if elsewhere:
+        return Case(adapter_of("t3a", model, capacity=capacity), STREAM, steps)
     assert (steps[-1].kept < 40) is (capacity > 0)  # full
     assert (steps[-1].note != "4 rows") is (capacity > 0)
     return Case(adapter_of("t3a", model, capacity=capacity), STREAM, steps)
@@ -483,6 +544,8 @@ CASES: dict[str, Callable[[], Case]] = {
     "bn": bn,
     "bn as pseudo-counts": lambda: bn(df.PseudoCount(16)),
     "bn running": lambda: bn(df.Ema(0.1)),
+    "bn_ema": bn_ema,
+    "bn_ema with another momentum": lambda: bn_ema(0.4),
     "tent": lambda: descent("tent", by_hand.tent_loss, lr=0.02),
     "pl": lambda: descent("pl", by_hand.pl_loss(0.7), lr=0.02, threshold=0.7),
     "rpl": lambda: descent("rpl", by_hand.rpl_loss(0.6), lr=0.02, q=0.6),
@@ -491,10 +554,17 @@ CASES: dict[str, Callable[[], Case]] = {
     "shot_im": lambda: descent("shot_im", by_hand.im_loss, lr=0.02),
     "eta": eta,
     "eata": eata,
+    "ewc": ewc,
     "slr": lambda: descent("slr", lambda logits: by_hand.slr_each(logits).mean(), lr=0.02),
     "roid": roid,
+    "roid with the size of a batch": lambda: roid(20),
     "cmf": cmf,
     "cmf with more noise": lambda: cmf(50.0),
+    "slwi": slwi,
+    "slwi without a surprise": lambda: slwi(100.0),
+    "slwi by default": slwi_by_default,
+    "ssa": ssa,
+    "ssa before it is steady": lambda: ssa(1e6),
     "cotta": cotta,
     "petal": petal,
     "bacs": bacs,
@@ -503,6 +573,8 @@ CASES: dict[str, Callable[[], Case]] = {
     "lora": lora,
     "t3a": t3a,
     "t3a without limit": lambda: t3a(0),
+    "t3a with a row of another class": lambda: t3a(3, elsewhere=True),
+    "t3a without limit, with a row of another class": lambda: t3a(0, elsewhere=True),
     "stad": stad,
     "stad_vmf": stad_vmf,
     "rdumb": rdumb,
@@ -643,6 +715,13 @@ def test_fields_of_the_recipe_are_options_of_every_preset(name: str) -> None:
     assert all(getattr(recipe, field) == getattr(df.presets.get(name), field) for field in kept)
 
 
+def test_no_option_of_a_published_method_is_one_of_the_adapters() -> None:
+    """``adapt`` would take it for itself."""
+    own = set(inspect.signature(df.adapt).parameters)
+    for method in (*PUBLISHED, *MORE):
+        assert not own & set(inspect.signature(method).parameters), method.__name__
+
+
 def test_own_options_come_before_fields_of_the_recipe() -> None:
     assert df.presets.get("bn", statistics="source").statistics == "source"
     assert df.presets.get("stad", transition=df.Transition()).transition == df.Transition()
@@ -681,7 +760,7 @@ def test_ours_has_the_same_defaults_with_views_and_without() -> None:
     assert list(views.values())[: len(plain)] == list(plain.values())
 
 
-@pytest.mark.parametrize("name", ["eata", "petal", "bacs"])
+@pytest.mark.parametrize("name", ["eata", "ewc", "petal", "bacs"])
 def test_without_source_data_the_anchor_is_left_out(name: str) -> None:
     with pytest.warns(UserWarning, match="no source data"):
         adapter = adapter_of(name)

@@ -187,11 +187,13 @@ def _body_and_head(model: nn.Module) -> tuple[nn.Module, Tensor, Tensor]:
 
 @torch.no_grad()
 def t3a_loop(model: nn.Module, batches: list[Tensor], capacity: int) -> Iterator[Step]:
-    """Parameters: the sums of each class's supports; ``kept``: how many supports there are."""
+    """Parameters: the sums of each class's supports; ``kept``: how many supports there are. Rows of
+    the head are filed as features are: by what the head calls them.
+    """
     body, weight, bias = _body_and_head(model)
     supports, labels, uncertain = (
         weight.clone(),
-        torch.arange(len(weight)),
+        (weight @ weight.T + bias).argmax(1),
         entropies(weight @ weight.T + bias),
     )
     rows = torch.ones(len(weight), dtype=torch.bool)

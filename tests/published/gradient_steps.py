@@ -124,6 +124,10 @@ def momentum(lr: float) -> Optimizer:
     return lambda parameters: torch.optim.SGD(parameters, lr, momentum=0.9)
 
 
+def nesterov(lr: float) -> Optimizer:
+    return lambda parameters: torch.optim.SGD(parameters, lr, momentum=0.9, nesterov=True)
+
+
 def minimise(rule: torch.optim.Optimizer, loss: Tensor) -> None:
     rule.zero_grad()
     loss.backward()
@@ -285,9 +289,9 @@ def sar_loop(
         rule.step()
         running = loss.item() if running is None else 0.9 * running + 0.1 * loss.item()
         note = f"{running}"
-        if running < threshold:  # the authors' reset, with the running loss cleared too
+        if running < threshold:  # the momentum goes on: it is the inner optimiser's own
             assign(parameters, source)
-            rule, running, note = momentum(lr)(parameters), None, "reset"
+            running, note = None, "reset"
         yield Step(
             flat(parameters),
             logits.detach().softmax(1),
@@ -296,7 +300,7 @@ def sar_loop(
         )
 
 
-# ROID and CMF -------------------------------------------------------------------------------------
+# ROID, CMF, SLWI and SSA --------------------------------------------------------------------------
 
 
 def _scaled(values: Tensor) -> Tensor:
@@ -306,44 +310,121 @@ def _scaled(values: Tensor) -> Tensor:
 def roid_loop(
     model: nn.Module,
     batches: list[Tensor],
-    lr: float,
-    rho: float,
+    optimizer: Optimizer,
     augment: Augment,
-    kalman: bool = False,
-    process: float = 0.005,
+    after: Callable[[Tensor, Tensor, Tensor], Tensor],
+    size: int = 0,
 ) -> Iterator[Step]:
-    """ROID; with ``kalman`` CMF. Every sample is augmented, also those left out, which changes the
-    view's statistics.
+    """ROID's loss, of which only the samples kept are augmented; ``after``: what becomes of the
+    parameters, from those before a step, those after it and the source's. ``size`` of a batch as
+    configured, if it is not that of the batches.
     """
     model = by_batch(model)
     parameters = norms(model)
-    source, rule = flat(parameters), adam(lr)(parameters)
-    hidden, variance, running = source, 0.0, None
+    source, rule = flat(parameters), optimizer(parameters)
+    running = None
     for step, batch in enumerate(batches):
-        logits, view = model(batch), model(augment(batch, step))
+        before, logits = flat(parameters), model(batch)
         n, k = logits.shape
         with torch.no_grad():
             p = logits.softmax(1)
             running = torch.full_like(p[0], 1 / k) if running is None else running
             diversity = _scaled(1 - functional.cosine_similarity(running[None], p, dim=1))
             kept = diversity >= diversity.mean()
-            weights = torch.exp(diversity * _scaled(-entropies(logits)) * 3) * kept
+            weights = torch.exp(diversity * _scaled(-entropies(logits)) * 3)[kept]
             running = 0.9 * running + 0.1 * p.mean(0)
             smooth = max(1 / n, 1 / k) / p.mean(0).max()
             corrected = (logits * (p.mean(0) + smooth) / (1 + smooth * k)).softmax(1)
-        there = -(logits.softmax(1) * view.log_softmax(1)).sum(1)
-        back = -(view.softmax(1) * logits.log_softmax(1)).sum(1)
-        minimise(rule, ((slr_each(logits) + (there + back) / 2) * weights).sum() / n)
-        proposed = flat(parameters)
-        if kalman:
-            q = process * len(proposed) / 38400
-            hidden, variance = rho * hidden + (1 - rho) * source, rho**2 * variance + q
-            share = min(max((1 - q) / (variance + 1 - q), 0.89), 1.0)
-            hidden, variance = share * hidden + (1 - share) * proposed, share * variance
-            assign(parameters, rho * proposed + (1 - rho) * hidden)
-        else:
-            assign(parameters, rho * proposed + (1 - rho) * source)
+        clean, view = logits[kept], model(augment(batch[kept], step))
+        there = -(clean.softmax(1) * view.log_softmax(1)).sum(1)
+        back = -(view.softmax(1) * clean.log_softmax(1)).sum(1)
+        loss = ((slr_each(clean) + (there + back) / 2) * weights).sum() / (size or n)
+        minimise(rule, loss)
+        assign(parameters, after(before, flat(parameters), source))
         yield Step(flat(parameters), corrected, int(kept.sum()))
+
+
+def ensemble(rho: float) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """ROID's average with the source."""
+    return lambda before, proposed, source: rho * proposed + (1 - rho) * source
+
+
+class MomentumFilter:
+    """CMF: one number for the variance of all weights."""
+
+    def __init__(self, rho: float, process: float) -> None:
+        self.rho, self.process, self.variance = rho, process, 0.0
+        self.hidden: Tensor | None = None
+
+    def __call__(self, before: Tensor, proposed: Tensor, source: Tensor) -> Tensor:
+        q = self.process * len(proposed) / 38400
+        hidden = source if self.hidden is None else self.hidden
+        hidden = self.rho * hidden + (1 - self.rho) * source
+        self.variance = self.rho**2 * self.variance + q
+        share = max((1 - q) / (self.variance + 1 - q), 0.89)
+        share = share if share < 0.9999 else 1.0
+        self.hidden, self.variance = share * hidden + (1 - share) * proposed, share * self.variance
+        return self.rho * proposed + (1 - self.rho) * self.hidden
+
+
+class LatentFilter:
+    """SLWI, in the words of its state-space model: N(φ; μ, P) before, θ observed with variance r;
+    ``surprises`` notes which steps were cut.
+    """
+
+    def __init__(self, rho: float, process: float, gain: float, limit: float, cut: float) -> None:
+        self.rho, self.process, self.gain, self.limit, self.cut = rho, process, gain, limit, cut
+        self.hidden: Tensor | None = None
+        self.variance, self.fits, self.surprises = 0.0, list[float](), list[bool]()
+
+    def __call__(self, before: Tensor, proposed: Tensor, source: Tensor) -> Tensor:
+        q = self.process * len(proposed) / 38400
+        hidden = source if self.hidden is None else self.hidden
+        mean, variance = (
+            self.rho * hidden + (1 - self.rho) * source,
+            self.rho**2 * self.variance + q,
+        )
+        predictive = torch.distributions.Normal(mean, math.sqrt(variance + 1 - q))
+        constant = predictive.log_prob(mean).sum().item()
+        self.fits.append(predictive.log_prob(proposed).sum().item() - constant)
+        changes = [new - old for old, new in zip(self.fits, self.fits[1:], strict=False)]
+        earlier = changes[:-1]
+        usual = math.sqrt(sum(change**2 for change in earlier) / max(len(earlier), 1))
+        self.surprises.append(bool(earlier) and abs(changes[-1]) > self.limit * usual)
+        seen = before + (proposed - before) / self.cut if self.surprises[-1] else proposed
+        precision = 1 / variance + 1 / (1 - q)
+        self.hidden = (mean / variance + seen / (1 - q)) / precision
+        self.variance = 1 / precision
+        return mean + self.gain * (seen - mean)
+
+
+class SteadyFilter:
+    """SSA: moves of the mean weight in a list; ``sizes`` notes by what steps were multiplied."""
+
+    def __init__(
+        self, variance: float, moves: int, rho: float, retention: float, pull: float
+    ) -> None:
+        self.variance, self.window = variance, moves
+        self.rho, self.retention, self.pull = rho, retention, pull
+        self.hidden: Tensor | None = None
+        self.moves, self.sizes, self.steady = list[float](), list[float](), False
+
+    def __call__(self, before: Tensor, proposed: Tensor, source: Tensor) -> Tensor:
+        move, size = (before - proposed).mean().item(), 1.0
+        if len(self.moves) > self.window:
+            known = [*self.moves[-self.window :], move]
+            center = sum(known) / len(known)
+            spread = sum((each - center) ** 2 for each in known) / len(known)
+            proposal = math.sqrt(self.variance / spread)
+            self.steady = self.steady or proposal < math.sqrt(2)
+            size = proposal if self.steady else 1.0
+        self.moves.append(size * move)
+        self.sizes.append(size)
+        taken = (1 - size) * before + size * proposed
+        hidden = source if self.hidden is None else self.hidden
+        hidden = self.rho * hidden + (1 - self.rho) * source
+        self.hidden = self.retention * hidden + (1 - self.retention) * taken
+        return (1 - self.pull) * taken + self.pull * self.hidden
 
 
 # CoTTA and PETAL ----------------------------------------------------------------------------------

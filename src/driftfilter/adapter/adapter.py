@@ -47,6 +47,7 @@ from driftfilter.distributed.stream import checksum, join, require_same, share_c
 from driftfilter.filtering import FilterState, StepInfo
 from driftfilter.gaussian.belief import Belief
 from driftfilter.inference.linearized import Frozen
+from driftfilter.inference.optimizers import GradientStep
 from driftfilter.inference.prediction import Prediction
 from driftfilter.monitor.monitor import MEANINGS, AlarmWarning, Monitor, fresh_detectors
 from driftfilter.monitor.state import Event, Signals
@@ -61,6 +62,19 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # not in every build of torch
 
 _DEFAULT = Monitor()
+
+
+def _choose_monitor(recipe: Recipe) -> Monitor:
+    """The monitor of a recipe if nobody asks for one: it acts on Gaussian filters and on class
+    offsets (ours, the paper's), and records for all others.
+
+    A published method is what its authors wrote: the mean takes an optimiser's step, features move
+    prototypes, or nothing is learned. A reset would make another method of it.
+    """
+    stays = isinstance(recipe.inference, Frozen) and recipe.centering is None
+    follows = isinstance(recipe.parameters, Prototypes)  # what it predicts changes at once
+    published = stays or follows or isinstance(recipe.inference, GradientStep)
+    return Monitor.recording() if published else _DEFAULT
 
 
 def adapt(  # noqa: PLR0913  # what editors complete
@@ -87,13 +101,14 @@ def adapt(  # noqa: PLR0913  # what editors complete
     with labels or without, for recipes with a source posterior or a loss that needs them),
     ``output`` (picks the logits out of what the model returns), ``observed`` (picks what the loss
     sees, if that is something else), ``seed``, ``update_every``, ``window``, ``monitor`` (a
-    Monitor, or None for no alarms) and
-    ``callbacks`` (called after every step). For speed: ``autocast`` (torch.bfloat16: the precision
-    of the model's own operations), ``channels_last`` (for images: a copy of convolution weights in
-    that layout, on a CPU too), ``cuda_graphs`` (on a GPU, passes over batches of a shape seen
-    before are one launch each: for models without steps on the CPU; without a GPU nothing) and
-    ``distributed`` (True, or a process group: every process gets a shard of each batch, and all
-    hold the same belief). Any other option is one of the preset's, such as ``lr``.
+    Monitor, or None for no alarms; without it Gaussian filters are guarded, and published methods
+    are left as their authors wrote them: their alarms are recorded) and ``callbacks`` (called after
+    every step). For speed: ``autocast`` (torch.bfloat16: the precision of the model's own
+    operations), ``channels_last`` (for images: a copy of convolution weights in that layout, on a
+    CPU too), ``cuda_graphs`` (on a GPU, passes over batches of a shape seen before are one launch
+    each: for models without steps on the CPU; without a GPU nothing) and ``distributed`` (True, or
+    a process group: every process gets a shard of each batch, and all hold the same belief). Any
+    other option is one of the preset's, such as ``lr``.
 
     >>> import torch, driftfilter as df
     >>> from torch import nn
@@ -175,10 +190,7 @@ class Adapter(nn.Module):
         # pieces of a batch stay as small as they are.
         together = not window and distributed is False and not self.recipe.chunk
         self._least = self.recipe.least if together else 0
-        # Prototypes follow the features at once: what they predict changes with the stream, and is
-        # no sign of collapse.
-        at_once = monitor is _DEFAULT and isinstance(self.recipe.parameters, Prototypes)
-        self.monitor = Monitor.recording() if at_once else monitor
+        self.monitor = _choose_monitor(self.recipe) if monitor is _DEFAULT else monitor
         self._detectors = fresh_detectors(self.monitor)  # beside the state
         self.callbacks = require_callbacks(callbacks)
         self.autocast, self.channels_last = chosen.autocast, chosen.channels_last
@@ -297,8 +309,10 @@ class Adapter(nn.Module):
         return known[1]
 
     def extra_repr(self) -> str:
-        lines = (type(self._model[0]).__name__, self.why, str(self.recipe))
-        return ",\n".join(filter(None, lines)) if self.why else f"{lines[0]}, {lines[2]}"
+        name, recipe = type(self._model[0]).__name__, str(self.recipe)
+        watched = "no monitor" if self.monitor is None else f"monitor: {self.monitor.summary}"
+        lines = (name, self.why, recipe, watched) if self.why else (f"{name}, {recipe}", watched)
+        return ",\n".join(lines)
 
     # The steps
 

@@ -132,9 +132,7 @@ def samples(inputs: Inputs, start: int, stop: int) -> Inputs:
 
 
 def sample(inputs: Inputs, index: Tensor) -> Inputs:
-    """One sample of a batch as a batch, its index [1] given; what does not go sample by sample
-    stays whole.
-    """
+    """Samples of a batch by their indices [m]; what does not go sample by sample stays whole."""
     n = batch_size(inputs)
     return each(inputs, lambda part: part.index_select(0, index) if _counts(part, n) else part)
 

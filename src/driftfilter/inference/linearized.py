@@ -154,7 +154,7 @@ def take_expectation(
         # them all.
         center = energy.at(belief.mean)
         moves = torch.stack(
-            [energy.model.pushforward(belief.mean, view, draws) for view in energy.views]
+            [model.pushforward(belief.mean, view, draws) for model, view in energy.looks]
         )  # [v, s, n, k]
         weights = moves.new_full((samples,), 1 / samples)
         return _average_over(center.logits[:, None] + moves, weights, center, energy, curvature)

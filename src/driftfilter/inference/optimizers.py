@@ -29,6 +29,7 @@ from driftfilter.model.weighting import Memory
 # In the memory:
 VELOCITY = "inference.velocity"  # v of SGD [d]
 FIRST, SECOND, COUNT = "inference.first", "inference.second", "inference.count"  # of Adam
+OF_OPTIMIZER = (VELOCITY, FIRST, SECOND, COUNT)
 LOSS = "inference.loss"  # E at the sharp point []; NaN if every sample left there
 GRADIENT = "inference.gradient"  # of the last step [d], if it is kept
 

@@ -91,6 +91,11 @@ class PredictionRule(Protocol):
         """The prediction of the inputs in question."""
 
     @property
+    def over_views(self) -> bool:
+        """Whether the rule predicts from all views of the loss."""
+        return False
+
+    @property
     def learns(self) -> bool:
         """Whether the rule learns from batches; the energy then keeps its gradient rows for it."""
         return False

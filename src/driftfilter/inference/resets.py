@@ -1,5 +1,5 @@
-"""Upkeep: what is done to the belief after a step, beside the transition: restores, resets and slow
-averages.
+"""Upkeep: what is done to the belief after a step, beside the transition: restores and resets.
+Filters of the parameters that an optimiser proposes are in iterates.py.
 
 Each belongs to the move to the next step; it comes after the prediction, so that no prediction of
 this step sees it. Restored parameters get the source's mean; covariances are left to the
@@ -18,7 +18,6 @@ from driftfilter.base.checks import (
     Fraction,
     FractionBelowOne,
     Interval,
-    NotNegative,
     PositiveCount,
     register,
     require,
@@ -28,15 +27,13 @@ from driftfilter.base.checks import (
 )
 from driftfilter.base.randomness import Purpose, Randomness
 from driftfilter.gaussian.belief import Belief
-from driftfilter.inference.optimizers import GRADIENT, LOSS
+from driftfilter.inference.optimizers import GRADIENT, LOSS, OF_OPTIMIZER
 from driftfilter.model.observation import Energy
 from driftfilter.model.survey import forget
 from driftfilter.model.weighting import Memory
 
 # In the memory:
 RUNNING_LOSS = "upkeep.loss"  # e of ResetBelow []
-HIDDEN = "upkeep.hidden"  # φ of ContinualMomentum [d]
-VARIANCE = "upkeep.variance"  # P of ContinualMomentum []
 
 
 class Upkeep(Protocol):
@@ -94,11 +91,13 @@ class ResetBelow(Checked):
     collapse (SAR).
 
     e ← momentum · e + (1 - momentum) · E, from the first E; a step without information leaves it.
-    All memory goes too, but for what is of the source.
+    All memory goes too, but for what is of the source and, with ``keep_optimizer``, for the
+    optimiser's: in SAR's code the momentum goes on.
     """
 
     loss: Annotated[float, Interval(-math.inf, math.inf)] = 0.2
     momentum: FractionBelowOne = 0.9
+    keep_optimizer: bool = False
 
     def __call__(
         self, belief: Belief, energy: Energy, memory: Memory, randomness: Randomness
@@ -108,11 +107,10 @@ class ResetBelow(Checked):
         if energy.samples.used == 0 or now.isnan():
             return belief, kept
         running = self.momentum * memory.get(RUNNING_LOSS, now) + (1 - self.momentum) * now
-        return (
-            (energy.require_source(), forget(memory))
-            if running.item() < self.loss
-            else (belief, {**kept, RUNNING_LOSS: running})
-        )
+        if running.item() >= self.loss:
+            return belief, {**kept, RUNNING_LOSS: running}
+        left = {name: kept[name] for name in OF_OPTIMIZER if name in kept and self.keep_optimizer}
+        return energy.require_source(), {**forget(memory), **left}
 
 
 @final
@@ -164,35 +162,4 @@ class RestoreIrrelevant(Checked):
         return _restore(belief, energy.require_source(), fisher < threshold), memory
 
 
-@final
-@dataclass(frozen=True)
-class ContinualMomentum(Checked):
-    """CMF: a Kalman filter with scalar variance P on the parameters an optimiser proposes, θ̃
-    observed with noise.
-
-    φ' = ρ φ + (1 - ρ) θ_S,  P' = ρ² P + q,  b = clip(r / (P' + r), floor, 1),  φ = b φ' + (1 - b)
-    θ̃,  P = b P', θ = ρ θ̃ + (1 - ρ) φ;  q = process · d / 38400, r = 1 - q; φ starts at θ_S, P at
-    0.
-    """
-
-    rho: Fraction = 0.99
-    process: NotNegative = 0.005
-    floor: Fraction = 0.89
-
-    def __call__(
-        self, belief: Belief, energy: Energy, memory: Memory, randomness: Randomness
-    ) -> tuple[Belief, Memory]:
-        source, proposed = energy.require_source().mean, belief.mean
-        q = min(
-            self.process * belief.dimension / 38400, 1.0
-        )  # the authors' scale, which only makes sense below 1
-        hidden = torch.lerp(source, memory.get(HIDDEN, source), self.rho)
-        variance = self.rho**2 * memory.get(VARIANCE, source.new_zeros(())) + q
-        share = ((1 - q) / (variance + 1 - q).clamp_min(1e-12)).clamp(self.floor, 1.0)
-        hidden = share * hidden + (1 - share) * proposed
-        mean = torch.lerp(hidden, proposed, self.rho)
-        kept = {**memory, HIDDEN: hidden, VARIANCE: share * variance}
-        return unchecked(Belief, mean=mean, covariance=belief.covariance), kept
-
-
-register(upkeep=(ResetEvery, ResetBelow, RestoreRandomly, RestoreIrrelevant, ContinualMomentum))
+register(upkeep=(ResetEvery, ResetBelow, RestoreRandomly, RestoreIrrelevant))

@@ -345,6 +345,7 @@ class SourceReplay(Checked, Loss):
     samples: PositiveCount = 512
     copies = 1
     needs_source = True
+    replays = True
 
     def survey(self, source: SourceSamples) -> Memory:
         inputs: list[Tensor] = []

@@ -83,6 +83,11 @@ class Loss(Protocol):
         """Whether it must see source data before the stream (``survey``)."""
         return False
 
+    @property
+    def replays(self) -> bool:
+        """Whether one of its views is of source samples, not of the batch."""
+        return False
+
     def survey(self, source: SourceSamples) -> Memory:
         """What to remember of the source, under names that begin with "source."."""
         return {}
@@ -416,6 +421,10 @@ class Sum(Checked, Loss):
     @property
     def needs_source(self) -> bool:
         return any(term.needs_source for term in self.terms)
+
+    @property
+    def replays(self) -> bool:
+        return any(term.replays for term in self.terms)
 
     def survey(self, source: SourceSamples) -> Memory:
         return {name: value for term in self.terms for name, value in term.survey(source).items()}

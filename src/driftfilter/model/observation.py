@@ -29,6 +29,7 @@ from driftfilter.gaussian.belief import Belief
 from driftfilter.model.expansion import Expansion
 from driftfilter.model.losses import Entropy, Loss, Targets, as_loss
 from driftfilter.model.predictive import PredictiveModel, Pullback
+from driftfilter.model.some_samples import SomeSamples
 from driftfilter.model.survey import SourceSamples
 from driftfilter.model.views import Augmentation, ImageViews, augment
 from driftfilter.model.weighting import Batch, Constant, Memory, Weighting, look_at, looks
@@ -135,8 +136,10 @@ class Gibbs(Checked):
     E = Σ_i w_i ℓ_i / n (``over`` "batch") or divided by the number of samples with a positive
     weight ("kept"); by no less than ``reference``, so that a batch of fewer samples tells less.
     ``loss`` may be any function logits [n, k] -> [n]. Targets of the loss (pseudo-labels) are those
-    of the parameters themselves at the prior mean, or of a ``teacher``. With an ``augmentation``
-    the loss sees augmented inputs, and the teacher the inputs as they are.
+    of the parameters themselves at the prior mean, or of a ``teacher``. Views that the loss asks
+    for are of the whole batch, or (``augmented`` "kept") of the samples with a weight alone: batch
+    statistics of a view are then those of these samples, as in ROID's code. With an
+    ``augmentation`` the loss sees augmented inputs, and the teacher the inputs as they are.
     """
 
     loss: Loss | Callable[[Tensor], Tensor] = field(default_factory=Entropy)
@@ -146,6 +149,7 @@ class Gibbs(Checked):
     over: Literal["batch", "kept"] = "batch"
     teacher: Teacher | None = None
     reference: Count = 0
+    augmented: Literal["batch", "kept"] = field(default="batch", metadata=LATE)
     augmentation: Annotated[Augmentation, Role("augmentation", "ImageViews()")] | None = field(
         default=None, metadata=LATE
     )
@@ -153,6 +157,12 @@ class Gibbs(Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.__dict__.update(loss=as_loss("Gibbs.loss", self.loss), _looks=looks(self.weighting))
+        require(
+            self.augmented == "batch" or not self.__dict__["loss"].replays,
+            "Gibbs.augmented",
+            self.augmented,
+            "'batch' for a loss of source samples, of which there are as many as in the batch",
+        )
         require(
             self.teacher is None or isinstance(self.teacher, Teacher),
             "Gibbs.teacher",
@@ -178,9 +188,7 @@ class Gibbs(Checked):
         own: Loss = rule.loss  # type: ignore[assignment]  # as_loss in __post_init__
         seen = plain.with_features() if own.sees_features else plain
         shown = inputs if self.augmentation is None else self._augment(model, inputs, randomness)
-        views = rule.views(model, shown, randomness)
-        pulled = [pull_back(seen, theta, view) for view in views]
-        outputs, pullback = pulled[0]
+        outputs, pullback = pull_back(seen, theta, shown)
         k = outputs.shape[1] - pullback.feature_columns
         taught = None
         if self.teacher is not None:
@@ -194,13 +202,17 @@ class Gibbs(Checked):
         batch = Batch(plain, theta, shown, randomness, source)
         logits = outputs[:, :k] if pullback.feature_columns else outputs
         weights, used, memory = self.weigh(logits, loss.selected(targets), memory, batch)
+        some = self._choose_some(seen, weights)
+        views = rule.views(model if some is None else some, shown, randomness)
+        viewed = seen if some is None else some
+        pulled = [(outputs, pullback), *(pull_back(viewed, theta, view) for view in views[1:])]
         weights = weights * pullback.novelty
         samples = Samples(targets, weights, self.coefficients(weights, used), used)
         evaluation = evaluate(loss, pulled, samples, keeps_rows)
         told = taught if taught is None else taught[:, :k]
         fixed = (rule, seen, views, samples, theta, evaluation, source, told)
         known = plain is model and shown is inputs
-        return Energy(*fixed, known, randomness), {**memory, **pullback.memory}
+        return Energy(*fixed, known, randomness, some), {**memory, **pullback.memory}
 
     def _augment(self, model: PredictiveModel, inputs: Inputs, randomness: Randomness) -> Inputs:
         """The inputs as the loss sees them."""
@@ -231,6 +243,13 @@ class Gibbs(Checked):
         if loss is self.loss:
             return self
         return unchecked(Gibbs, **{**self.__dict__, "loss": loss})
+
+    def _choose_some(self, model: PredictiveModel, weights: Tensor) -> SomeSamples | None:
+        """The model of the samples to augment, by their weights [n]; None if it is all of them."""
+        if self.augmented == "batch":
+            return None
+        index = weights.nonzero().squeeze(1)
+        return SomeSamples(model, index, len(weights)) if 0 < len(index) < len(weights) else None
 
     def views(
         self, model: PredictiveModel, inputs: Inputs, randomness: Randomness
@@ -318,6 +337,7 @@ class Energy(NamedTuple):
     taught: Tensor | None = None  # the teacher's logits [n, k]
     observes_logits: bool = True  # False: the loss sees other outputs, or inputs, than predictions
     randomness: Randomness | None = None  # of the step
+    some: SomeSamples | None = None  # of whom augmented views are, if not of all samples
 
     @property
     def loss(self) -> Loss:
@@ -355,8 +375,14 @@ class Energy(NamedTuple):
         assert self.source is not None
         return self.source
 
+    @property
+    def looks(self) -> list[tuple[PredictiveModel, Inputs]]:
+        """Every view with the model of its samples."""
+        clean, *others = self.views
+        return [(self.model, clean), *((self.some or self.model, view) for view in others)]
+
     def _pull_back(self, theta: Tensor) -> list[tuple[Tensor, Pullback]]:
-        return [pull_back(self.model, theta, view) for view in self.views]
+        return [pull_back(model, theta, view) for model, view in self.looks]
 
 
 def evaluate(

@@ -169,6 +169,17 @@ class Monitor(Checked):
         """One that changes nothing."""
         return cls(on_collapse="record", on_labels="record", on_uncertainty="record")
 
+    @property
+    def summary(self) -> str:
+        """What is done about alarms, in a few words."""
+        responses = {signal: response for signal, (_, response) in self._bounds.items()}
+        acting = [
+            f"{signal} → {response}"
+            for signal, response in responses.items()
+            if _severity(response) > _severity("warn")
+        ]
+        return ", ".join(acting) or "alarms are recorded, and change nothing"
+
     def wait(self, past: MonitorState, log_probabilities: Tensor) -> MonitorState | None:
         """What is remembered if samples [n, k] of a model that learns nothing gather until there
         are enough to judge, an eighth of a window; None if there are.

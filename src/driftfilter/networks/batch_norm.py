@@ -86,7 +86,11 @@ class Ema(Checked):
     what is blended there are values within 10 deviations of the carried mean, so that one broken
     row does not rescale all that follow.
 
-    ``diversity`` 0: every batch has the share ``momentum``, and none of the above holds.
+    ``diversity`` 0: every batch has the share ``momentum``, and none of the above holds. That is
+    not yet the published BN-EMA, which is ``RunningStatistics``: there a layer's batch moments come
+    from a pass in which all layers before it normalise by the batch, while here they are of what
+    the layer then normalises. So the statistics there fit inputs that no layer but the first ever
+    sees.
 
     ``shift`` > 0: while the stream is of the source's domain its statistics are the source's, and
     no batch teaches anything. What is blended are the batch's moments with share ν and the source's
@@ -108,17 +112,44 @@ class Ema(Checked):
         return self.momentum * min(1.0, samples / _ENOUGH) if self.diversity > 0 else self.momentum
 
 
-Statistics: TypeAlias = Literal["batch", "source"] | PseudoCount | Ema | NormRule
+@final
+@dataclass(frozen=True)
+class RunningStatistics(Checked):
+    """The published BN-EMA: running statistics as torch keeps them in training, from the source's
+    on; normalised by as in evaluation.
+
+        m ← (1 - momentum) m + momentum m_b,   v ← (1 - momentum) v + momentum v_b N / (N - 1)
+
+    Two passes a batch. In the first each layer normalises by its batch, and its m_b and v_b, of N
+    values a channel, enter the running statistics; the second normalises by these, which no
+    derivative sees. ``Ema`` takes one pass: its layers blend the moments of what they normalise,
+    with the biased variance and the spread between the two means. A layer that sees one value a
+    channel leaves its statistics.
+    """
+
+    momentum: Fraction = 0.1
+
+    def share(self, samples: int) -> float:
+        """The share of a batch of n samples."""
+        return self.momentum
+
+
+Statistics: TypeAlias = (
+    Literal["batch", "source"] | PseudoCount | Ema | RunningStatistics | NormRule
+)
 
 
 def require_statistics(statistics: Any) -> None:
     """Raise for anything but statistics."""
     is_rule = isinstance(statistics, NormRule) and not isinstance(statistics, type)
     require(
-        is_rule or isinstance(statistics, (PseudoCount, Ema)) or statistics in ("batch", "source"),
+        is_rule
+        or isinstance(statistics, (PseudoCount, Ema, RunningStatistics))
+        or statistics in ("batch", "source"),
         "Network: statistics",
         statistics,
-        "'batch', 'source', PseudoCount(count), Ema(momentum) or a NormRule",
+        "'batch', 'source', PseudoCount(count), Ema(momentum), RunningStatistics(momentum) or a "
+        "NormRule",
     )
 
 
@@ -137,7 +168,8 @@ class TwinBatchNorm(_BatchNorm):
     rows or carries them.
     """
 
-    blend: PseudoCount | Ema | NormRule | None  # None: the batch's statistics
+    blend: PseudoCount | Ema | RunningStatistics | NormRule | None  # None: the batch's statistics
+    measures: bool = False  # RunningStatistics: whether this is the first pass over a batch
     rule: NormRule | None = None  # the blend, if it is a rule of one's own
     learning: bool = False  # whether a pass is one that learns, for such a rule
     trust: Tensor | float  # D^diversity, by which the share of the batch is multiplied
@@ -164,6 +196,8 @@ class TwinBatchNorm(_BatchNorm):
             return self._tell(inputs, self.probe)
         if self.rule is not None:
             return self._by_rule(inputs, self.rule)
+        if isinstance(self.blend, RunningStatistics):
+            return self._measure(inputs) if self.measures else self._by_running(inputs)
         if self.shards is not None:
             return self._among(inputs, self.shards)
         if self.carried is None or (self.blend is None and inputs.numel() > self.num_features):
@@ -206,6 +240,31 @@ class TwinBatchNorm(_BatchNorm):
         self.moments = Moments(mean.detach(), scale.detach())
         self.blended = (next_mean.detach(), next_variance.detach())
         return _scale_and_shift(inputs, mean, scale, self.weight, self.bias)
+
+    def _by_running(self, inputs: Tensor) -> Tensor:
+        """Normalise by the running statistics, which are constants."""
+        assert self.carried is not None
+        mean, variance = self.carried
+        scale = (variance + self.eps).rsqrt()
+        self.moments = Moments(mean, scale)
+        return _scale_and_shift(inputs, mean, scale, self.weight, self.bias)
+
+    def _measure(self, inputs: Tensor) -> Tensor:
+        """Normalise by the batch, whose moments enter the running statistics."""
+        assert isinstance(self.blend, RunningStatistics)
+        assert self.carried is not None
+        values, samples = inputs.numel() // self.num_features, len(inputs)
+        mean, variance = self._batch(inputs)
+        if self.shards is not None:
+            mean, variance, values, samples = self.shards.moments(mean, variance, values, samples)
+        if values == 1:
+            return self._by_running(inputs)
+        share, unbiased = self.blend.share(samples), variance * (values / (values - 1))
+        self.carried = self.blended = (
+            torch.lerp(self.carried[0].to(mean), mean, share),
+            torch.lerp(self.carried[1].to(mean), unbiased, share),
+        )
+        return _scale_and_shift(inputs, mean, (variance + self.eps).rsqrt(), self.weight, self.bias)
 
     def _tell(self, inputs: Tensor, probe: Probe) -> Tensor:
         """Normalise by the source's statistics, and tell how far the batch is from them."""
@@ -537,4 +596,4 @@ def _turn(layer: Any, statistics: Statistics) -> TwinBatchNorm:
     return turned
 
 
-register(statistics=(PseudoCount, Ema))
+register(statistics=(PseudoCount, Ema, RunningStatistics))

@@ -27,6 +27,7 @@ from driftfilter.model.predictive import LinearHead, PredictiveModel, Pullback
 from driftfilter.networks.autocast import as_called, cast, dtype_of
 from driftfilter.networks.batch_norm import (
     Ema,
+    RunningStatistics,
     Statistics,
     TwinBatchNorm,
     prepare,
@@ -149,7 +150,8 @@ class Backbone:
     evaluation mode.
 
     The logits must be z Wᵀ + b and nothing after it; the first batch proves it. ``statistics`` are
-    those of its batch norms, as in Network; carried ones (Ema, a NormRule) are not a part of
+    those of its batch norms, as in Network; carried ones (Ema, RunningStatistics, a NormRule) are
+    not a part of
     features.
     """
 
@@ -166,7 +168,7 @@ class Backbone:
         )
         require_statistics(statistics)
         require(
-            not isinstance(statistics, (Ema, NormRule)),
+            not isinstance(statistics, (Ema, RunningStatistics, NormRule)),
             "Backbone: statistics",
             statistics,
             "'batch', 'source' or PseudoCount(count)",

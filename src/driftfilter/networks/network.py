@@ -42,7 +42,13 @@ from driftfilter.base.inputs import (
 from driftfilter.base.sharding import gather_samples, total_samples
 from driftfilter.model.predictive import PredictiveModel, Pullback
 from driftfilter.networks.autocast import as_called, cast, dtype_of, forward_mode
-from driftfilter.networks.batch_norm import Ema, Statistics, diversity, require_statistics
+from driftfilter.networks.batch_norm import (
+    Ema,
+    RunningStatistics,
+    Statistics,
+    diversity,
+    require_statistics,
+)
 from driftfilter.networks.batch_trust import novelty
 from driftfilter.networks.cuda_graphs import CapturedPullback, Captures, Question, key_of, possible
 from driftfilter.networks.features import catch_features, find_head, take_features
@@ -99,15 +105,15 @@ class Network(PredictiveModel):
     """p(y given x, θ) of a module, θ the selected parameters one after the other.
 
     ``statistics``: batch normalisation by the "batch" it sees, by the running statistics of the
-    "source", or by a blend of both, ``PseudoCount`` or ``Ema``. A layer that sees one value a
-    channel has no variance, and uses the source's; one without running statistics always uses the
-    batch's. ``output`` picks the logits out of what the module returns; without it they are the
-    result, its ``logits``, or its only element. ``observed`` picks what the loss sees, if that
-    is something else [n, any]: the outputs of a head of its own for self-supervision, or logits and
-    features side by side. The diversity of a batch (``Ema``) is that of the logits even then.
-    Inputs are a tensor, a tuple or list (positional arguments) or a mapping (keyword arguments). θ
-    is float32, or float64 if the module is; floating inputs get the module's dtype except under
-    autocast.
+    "source", or by a blend of both, ``PseudoCount``, ``Ema`` or ``RunningStatistics``. A layer that
+    sees one value a channel has no variance, and uses the source's; one without running statistics
+    always uses the batch's. ``output`` picks the logits out of what the module returns; without it
+    they are the result, its ``logits``, or its only element. ``observed`` picks what the loss sees,
+    if that is something else [n, any]: the outputs of a head of its own for self-supervision, or
+    logits and features side by side. The diversity of a batch (``Ema``) is that of the logits even
+    then. Inputs are a tensor, a tuple or list (positional arguments) or a mapping (keyword
+    arguments). θ is float32, or float64 if the module is; floating inputs get the module's dtype
+    except under autocast.
     """
 
     def __init__(
@@ -173,7 +179,8 @@ class Network(PredictiveModel):
 
     def recall(self, memory: Memory) -> Network:
         """The model with the statistics that a memory carries; itself if it carries none."""
-        if self._has_rule and STATISTICS in memory:
+        carries = self._has_rule or isinstance(self.statistics, RunningStatistics)
+        if carries and STATISTICS in memory:
             return self.carrying(memory[STATISTICS], 1.0)
         if not isinstance(self.statistics, Ema) or STATISTICS not in memory:
             return self
@@ -268,6 +275,10 @@ class Network(PredictiveModel):
     ) -> tuple[Tensor, Any]:
         """Logits [n, k], and what the module returned, of which they are a part."""
         own.carry(self._carried, self._trust, self._novelty, learning)
+        if own.measured:
+            still = {name: tensor.detach() for name, tensor in tensors.items()}
+            with torch.no_grad(), as_called(), own.measuring(), own.holding(still) as module:
+                self._ask(module, inputs)
         seen: list[Tensor] = []
         with as_called(), own.holding(tensors) as module, self._catching(module, inputs, seen):
             outputs = self._ask(module, inputs)
@@ -316,9 +327,10 @@ class Network(PredictiveModel):
     def _memory(self, own: Twin, logits: Tensor, outputs: Any) -> Memory:
         if self._has_rule and own.blending:
             return {STATISTICS: own.carried()}
-        if not isinstance(self.statistics, Ema) or not own.blending:
+        rule = self.statistics
+        if not isinstance(rule, (Ema, RunningStatistics)) or not own.blending:
             return {}
-        if self.statistics.diversity == 0:
+        if isinstance(rule, RunningStatistics) or rule.diversity == 0:
             return {STATISTICS: own.carried()}
         classes = logits[:, : self._classes[0]]
         if self.output is not self._classifying:
@@ -326,7 +338,7 @@ class Network(PredictiveModel):
                 classes = self._classifying(outputs)
             require_logits(classes, len(logits))
         found = diversity(gather_samples(classes.detach().to(logits.dtype)))
-        trust = (found**self.statistics.diversity * self._trust) ** 0.5
+        trust = (found**rule.diversity * self._trust) ** 0.5
         return {STATISTICS: own.carried(trust), DIVERSITY: found}
 
     def __call__(self, theta: Tensor, inputs: Inputs) -> Tensor:
@@ -362,7 +374,7 @@ class Network(PredictiveModel):
     def _pull(
         self, theta: Tensor, inputs: Inputs
     ) -> tuple[Tensor, NetworkPullback | CapturedPullback]:
-        plain = not self._featuring and not self._has_rule
+        plain = not self._featuring and not self._has_rule and not self._own().measured
         if not self.capturing or not plain or not possible(theta, inputs):
             return self.eager(theta, inputs)
         captures: Captures = self._local.__dict__.setdefault("captures", Captures())

@@ -74,7 +74,8 @@ class PrototypeHead(Checked, PredictiveModel):
     ``weight`` and ``bias`` are the source head's: what it says about a sample labels it if a
     method asks for that. ``intercept`` puts a_k before w_k in θ; without it all classes weigh the
     same. ``center`` is subtracted from features: a head does not see a part that all classes share,
-    but prototypes do (see Prototypes).
+    but prototypes do (see Prototypes). ``filed``: a row of the source head stands for the class
+    that the head calls it, which need not be its own (T3A).
     """
 
     weight: Tensor  # [k, D]
@@ -83,6 +84,7 @@ class PrototypeHead(Checked, PredictiveModel):
     concentration: Positive = 1.0
     intercept: bool = False
     center: Tensor | None = None  # [D]
+    filed: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -106,6 +108,18 @@ class PrototypeHead(Checked, PredictiveModel):
         """Logits of the source head [n, k]."""
         bias = None if self.bias is None else self.bias.to(features)
         return functional.linear(features, self.weight.to(features), bias)
+
+    @property
+    def row_logits(self) -> Tensor:
+        """Logits of the source head for its own rows, as if they were features [k, k]."""
+        rows = self.weight if self.center is None else self.weight + self.center
+        return self.source_logits(rows)
+
+    @property
+    def row_labels(self) -> Tensor:
+        """The class [k] that each row of the source head stands for."""
+        logits = self.row_logits
+        return logits.argmax(-1) if self.filed else torch.arange(len(logits), device=logits.device)
 
     def split(self, theta: Tensor) -> tuple[Tensor, Tensor]:
         """Class weights a [..., k] and prototypes w [..., k, D] of θ [..., d]."""
@@ -209,6 +223,9 @@ class Prototypes(Checked):
     ``centered`` ones are relative to the mean feature of the first batch. Rows of a head are class
     means up to a vector that all classes share; features after a ReLU have a large one, and without
     a center the first prototype to find it takes every sample.
+
+    ``filed``: directions start as sums of the rows that the head itself calls by their class, each
+    of length 1, as T3A files them. A class whose row is called another starts at 0.
     """
 
     family: Family = "gaussian"
@@ -217,17 +234,31 @@ class Prototypes(Checked):
     intercept: bool = False
     centered: bool = False
     name: str = ""  # of the last layer; empty: the one that gives the logits
+    filed: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        fits = self.family != "gaussian" and self.strength == 1
+        allowed = "False for Gaussian prototypes and for a strength other than 1"
+        require(fits or not self.filed, "Prototypes.filed", self.filed, allowed)
 
     def build(self, backbone: Backbone, center: Tensor | None = None) -> tuple[OnFeatures, Tensor]:
         """The predictive model of raw inputs, for features relative to a center [D], and where θ
         starts [d].
         """
         head = PrototypeHead(
-            backbone.weight, backbone.bias, self.family, self.concentration, self.intercept, center
+            backbone.weight,
+            backbone.bias,
+            self.family,
+            self.concentration,
+            self.intercept,
+            center,
+            self.filed,
         )
         if self.family == "gaussian":
             return OnFeatures(backbone, head), _match(head)
         rows = self.strength * functional.normalize(head.weight, dim=-1)
+        rows = torch.zeros_like(rows).index_add(0, head.row_labels, rows)
         return OnFeatures(backbone, head), head.join(rows.new_zeros(len(rows)), rows)
 
 
@@ -298,30 +329,43 @@ class Supports(Checked):
             w = w + one_hot(logits).mT @ directions
         else:
             memory = self._kept(
-                self._buffer(head, w, memory), directions, logits, energy.samples.weights
+                self._buffer(head, w, memory),
+                directions,
+                logits.argmax(-1),
+                entropy(logits),
+                energy.samples.weights,
             )
             w = memory[SUPPORTS].sum(1)
         return unchecked(Belief, mean=head.join(a, w), covariance=prior.covariance), memory
 
     def _buffer(self, head: PrototypeHead, prototypes: Tensor, memory: Memory) -> dict[str, Tensor]:
-        """A copy of the memory, with one support a class before the first batch: the source
-        prototypes.
-        """
+        """A copy of the memory; before the first batch, with the source prototypes as supports."""
         if SUPPORTS in memory:
             return {**memory, **{name: memory[name].clone() for name in (SUPPORTS, ENTROPIES)}}
         supports = prototypes.new_zeros(head.classes, self.capacity, prototypes.shape[-1])
-        entropies = prototypes.new_full((head.classes, self.capacity), math.inf)
-        supports[:, 0] = prototypes
-        rows = head.weight if head.center is None else head.weight + head.center
-        entropies[:, 0] = entropy(head.source_logits(rows.to(prototypes)))
-        return {**memory, SUPPORTS: supports, ENTROPIES: entropies}
+        empty = prototypes.new_full((head.classes, self.capacity), math.inf)
+        rows = prototypes  # one a class, unless they are filed: then of length 1, see Prototypes
+        if head.filed:
+            rows = functional.normalize(head.weight.to(prototypes), dim=-1)
+        uncertain = entropy(head.row_logits.to(prototypes))
+        return self._kept(
+            {**memory, SUPPORTS: supports, ENTROPIES: empty},
+            rows,
+            head.row_labels,
+            uncertain,
+            torch.ones_like(uncertain),
+        )
 
     def _kept(
-        self, memory: dict[str, Tensor], directions: Tensor, logits: Tensor, weights: Tensor
-    ) -> Memory:
-        """The buffer [k, capacity] with a batch's samples, each class's lowest entropies first."""
+        self,
+        memory: dict[str, Tensor],
+        directions: Tensor,
+        labels: Tensor,
+        uncertain: Tensor,
+        weights: Tensor,
+    ) -> dict[str, Tensor]:
+        """The buffer [k, capacity] with more samples, each class's lowest entropies first."""
         supports, entropies = memory[SUPPORTS], memory[ENTROPIES]
-        labels, uncertain = logits.argmax(-1), entropy(logits)
         for label in labels[weights > 0].unique().tolist():
             chosen = (labels == label) & (weights > 0)
             every = torch.cat((entropies[label], uncertain[chosen]))

@@ -15,7 +15,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from driftfilter.base.checks import require
 from driftfilter.base.sharding import Shards, current
-from driftfilter.networks.batch_norm import Ema, Statistics, TwinBatchNorm, prepare, share
+from driftfilter.networks.batch_norm import (
+    Ema,
+    RunningStatistics,
+    Statistics,
+    TwinBatchNorm,
+    prepare,
+    share,
+)
 from driftfilter.networks.batch_trust import Probe, Witness
 from driftfilter.networks.layers import find_layer
 from driftfilter.networks.sample_gradients import Call, Rule
@@ -141,6 +148,8 @@ class Twin:
         self.norms: list[TwinBatchNorm] = prepare(self.module, statistics)
         # Those that blend a batch's statistics with carried ones.
         self.blending = [norm for norm in self.norms if norm.blend is not None]
+        # Those whose running statistics see a batch before it is normalised by them.
+        self.measured = [norm for norm in self.norms if isinstance(norm.blend, RunningStatistics)]
         self._witness = Witness()
         if isinstance(statistics, Ema) and statistics.diversity > 0 and statistics.momentum > 0:
             for norm in self.blending:
@@ -248,6 +257,17 @@ class Twin:
         finally:
             for norm in self.blending:
                 norm.__dict__["probe"] = None
+
+    @contextmanager
+    def measuring(self) -> Iterator[None]:
+        """Batch norms normalise by the batch, whose moments enter their running statistics."""
+        for norm in self.measured:
+            norm.__dict__["measures"] = True
+        try:
+            yield
+        finally:
+            for norm in self.measured:
+                norm.__dict__["measures"] = False
 
     def start(self) -> Tensor:
         """The source's statistics, in the order of those carried."""

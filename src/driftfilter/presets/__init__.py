@@ -1,5 +1,5 @@
-"""The table of presets by name: published methods (published.py, more_published.py), the paper's
-and ours (ours.py).
+"""The table of presets by name: published methods (published.py, weight_filters.py and
+more_published.py), the paper's and ours (ours.py).
 
 ``for_model`` gives the recipe of one for a model.
 """
@@ -27,8 +27,20 @@ PRESETS: dict[str, Callable[..., Recipe]] = {
 # certain or not, and on the shipped network with group normalisation they fall below the source
 # (docs/presets.md).
 FOR_BATCH_NORM = (
-    *("tent", "pl", "rpl", "conjugate", "slr", "roid", "cmf", "bacs"),
-    *("come", "deyo", "santa"),
+    "tent",
+    "pl",
+    "rpl",
+    "conjugate",
+    "ewc",
+    "slr",
+    "roid",
+    "cmf",
+    "slwi",
+    "ssa",
+    "bacs",
+    "come",
+    "deyo",
+    "santa",
 )
 
 # Presets that ask what norms a network has, and what they do then.

@@ -10,9 +10,8 @@ from typing import Any
 
 from driftfilter.inference.linearized import Frozen
 from driftfilter.inference.optimizers import SGD, Adam, GradientStep
-from driftfilter.inference.prediction import FromTeacher, MonteCarlo, PriorCorrection
+from driftfilter.inference.prediction import FromTeacher, MonteCarlo
 from driftfilter.inference.resets import (
-    ContinualMomentum,
     ResetBelow,
     ResetEvery,
     RestoreIrrelevant,
@@ -27,17 +26,17 @@ from driftfilter.model.losses import (
     Loss,
     PseudoLabel,
     SoftLikelihoodRatio,
-    Sum,
 )
 from driftfilter.model.noise import Isotropic
 from driftfilter.model.observation import Gibbs, Teacher
 from driftfilter.model.transition import Transition
 from driftfilter.model.views import Augmentation, Consistency, ImageViews, MarginalEntropy
-from driftfilter.model.weighting import CertaintyDiversity, DiversityGate, EntropyGate, Product
-from driftfilter.networks.batch_norm import PseudoCount, Statistics
+from driftfilter.model.weighting import DiversityGate, EntropyGate, Product
+from driftfilter.networks.batch_norm import PseudoCount, RunningStatistics, Statistics
 from driftfilter.networks.lora import LoRA
 from driftfilter.networks.parameters import AllParameters, NormAffine, Smallest
 from driftfilter.networks.prototypes import Mixture, Prototypes, Supports
+from driftfilter.presets.weight_filters import cmf, roid, slwi, ssa
 from driftfilter.recipe import Recipe
 from driftfilter.source.posterior import Gaussian, Laplace
 
@@ -63,9 +62,20 @@ def bn(statistics: Statistics = "batch") -> Recipe:
     """BN adaptation, because only the statistics of batch normalisation follow the stream.
 
     ``PseudoCount(16)`` is Schneider et al.'s blend with the source (with the mixture's variance
-    term, which most code omits), ``Ema(0.1)`` running statistics.
+    term, which most code omits), ``Ema(0.1)`` carried statistics of ours (``bn_ema`` has the
+    published ones).
     """
     return Recipe(Smallest(), statistics=statistics, inference=Frozen(), predict_from="prior")
+
+
+def bn_ema(momentum: float = 0.1) -> Recipe:
+    """BN-EMA, because batch normalisation goes on with its running statistics as in training, and
+    predicts by them: ``RunningStatistics``.
+
+    The authors' code takes each layer's own momentum, which is 0.1 unless a network says otherwise,
+    and puts the whole network into training mode for the first pass, so that dropout draws there.
+    """
+    return bn(RunningStatistics(momentum))
 
 
 def tent(lr: float = 1e-3) -> Recipe:
@@ -98,9 +108,10 @@ def conjugate(lr: float = 1e-3, epsilon: float = 0.0) -> Recipe:
     """Conjugate pseudo-labels, because the loss is the conjugate of the source's (ε = 0:
     cross-entropy, ε = 6: PolyLoss).
 
-    For ε = 0 it is the entropy. SGD with momentum 0.9; predicts after the step, as the authors do.
+    For ε = 0 it is the entropy. SGD with Nesterov momentum 0.9; predicts after the step, as the
+    authors do.
     """
-    rule = GradientStep(SGD(lr, momentum=0.9))
+    rule = GradientStep(SGD(lr, momentum=0.9, nesterov=True))
     return Recipe(observation=Gibbs(ConjugatePseudoLabel(epsilon)), inference=rule)
 
 
@@ -141,40 +152,23 @@ def eata(
     return replace(eta(lr, margin, similarity), source=fisher, inference=anchored)
 
 
+def ewc(lr: float = 1e-3, strength: float = 10.0) -> Recipe:
+    """EWC, because the loss of the new task, here the entropy, has the gradient of λ/2 Σ_j F_j (θ_j
+    - θ_Sj)² added: a Gaussian source posterior as fixed anchor.
+
+    F is the Fisher information of the trained network, the mean over source ``data``, exact over
+    their labels (none are needed). Without data it is TENT. The authors train on a labelled task;
+    what takes its place is chosen here, and λ is: on speckle noise, blur, saturation and spatter.
+    """
+    fisher = Laplace(scale="mean", precision=1e-12)
+    return _descent(Entropy(), lr, source=fisher, inference=GradientStep(Adam(lr), anchor=strength))
+
+
 def slr(lr: float = 1e-3) -> Recipe:
     """Soft likelihood ratio, because that is the loss, bounded at p = 0.99 as ROID's code has
     it.
     """
     return _descent(SoftLikelihoodRatio(ceiling=0.99), lr)
-
-
-def roid(lr: float = 1e-3, rho: float = 0.99, augmentation: Augmentation | None = None) -> Recipe:
-    """ROID, because certain and diverse samples weigh more, the loss is SLR plus symmetric
-    cross-entropy to an augmented view (differentiated on both sides), and weights revert to the
-    source by 1 - ρ a step: mean reversion, exactly.
-
-    Predicts before the step, with its correction for the batch's class prior. The authors augment
-    only the samples kept, so that their batch statistics differ; and their augmentation is another
-    one.
-    """
-    consistency = Consistency(augmentation or ImageViews(), "symmetric", target="moving")
-    loss = Sum((SoftLikelihoodRatio(ceiling=0.99), consistency))
-    return _descent(
-        loss,
-        lr,
-        observation=Gibbs(loss, CertaintyDiversity()),
-        transition=Transition(MeanReversion(rho)),
-        prediction=PriorCorrection(),
-    )
-
-
-def cmf(lr: float = 1e-3, rho: float = 0.99, augmentation: Augmentation | None = None) -> Recipe:
-    """CMF, because a scalar Kalman filter follows the parameters that ROID's loss proposes, and
-    pulls them to itself.
-    """
-    return replace(
-        roid(lr, augmentation=augmentation), transition=Transition(), upkeep=ContinualMomentum(rho)
-    )
 
 
 def cotta(
@@ -260,16 +254,17 @@ def sar(
     resets the model.
 
     Below 32 samples the rate shrinks in proportion (the authors double it again for one sample).
-    The last norm layers are ``frozen``, by their names. A reset also clears the running loss (in
-    the authors' code it survives). A step that keeps no sample does nothing (theirs goes on along
-    the momentum). The threshold 0.2 and the learning rate are for 1,000 classes.
+    The last norm layers are ``frozen``, by their names. A reset keeps the momentum, as the authors'
+    code does, and clears the running loss (their code means to, and writes it back). A step that
+    keeps no sample does nothing (theirs goes on along the momentum). The threshold 0.2 and the
+    learning rate are for 1,000 classes.
     """
     return Recipe(
         parameters=NormAffine(exclude=frozen),
         observation=Gibbs(Entropy(), EntropyGate(margin, weighted=False), over="kept"),
         inference=GradientStep(SGD(lr, momentum=0.9), radius=radius, reference=32),
         predict_from="prior",
-        upkeep=ResetBelow(loss),
+        upkeep=ResetBelow(loss, keep_optimizer=True),
     )
 
 
@@ -302,12 +297,15 @@ def lora(
 
 
 def t3a(capacity: int = 100) -> Recipe:
-    """T3A, because each class is the mean direction of its source row and of the confident features
-    the source head called by its name, the ``capacity`` of lowest entropy (0: all of them, which is
-    the conjugate von Mises–Fisher update).
+    """T3A, because each class is the mean direction of the rows of the source head and of the
+    confident features that the head called by its name, the ``capacity`` of lowest entropy (0: all
+    of them, which is the conjugate von Mises–Fisher update).
+
+    A row that the head calls another class is filed there, as in the authors' code. Their code for
+    "all of them" drops the least certain support of each class at every call.
     """
     return Recipe(
-        parameters=Prototypes("inner_product"),
+        parameters=Prototypes("inner_product", filed=True),
         statistics="source",
         observation=Gibbs(Entropy()),
         inference=Supports(capacity),
@@ -358,6 +356,7 @@ def rdumb(
 PUBLISHED = (
     source,
     bn,
+    bn_ema,
     tent,
     pl,
     rpl,
@@ -365,9 +364,12 @@ PUBLISHED = (
     shot_im,
     eta,
     eata,
+    ewc,
     slr,
     roid,
     cmf,
+    slwi,
+    ssa,
     cotta,
     petal,
     bacs,
