@@ -186,7 +186,8 @@ class Network(PredictiveModel):
         if self.statistics == "source":
             return self
         other = copy.copy(self)
-        other.statistics, other.capturing, other._local = "source", False, Local()
+        other.statistics, other._carries_all = "source", False
+        other.capturing, other._local = False, Local()
         other._carried, other._trust, other._novelty, other._shift = None, 1.0, 1.0, None
         return other
 
