@@ -29,6 +29,7 @@ from driftfilter.monitor.drift_tests import (
     summary,
 )
 from driftfilter.monitor.state import MonitorState
+from driftfilter.presets.more_published import MORE
 from driftfilter.presets.published import PUBLISHED
 from driftfilter.storage.state_tensors import to_tensors
 from small import assert_same, feed
@@ -714,7 +715,7 @@ def test_a_state_with_a_damaged_history_is_refused(name: str, change: Any, messa
 @pytest.mark.parametrize("preset", df.presets.names())
 def test_published_methods_are_only_recorded_by_default(preset: str) -> None:
     """Also as a Recipe; what is asked for wins."""
-    published = preset in {method.__name__ for method in PUBLISHED}
+    published = preset in {method.__name__ for method in (*PUBLISHED, *MORE)}
     expected = df.Monitor.recording() if published else df.Monitor()
     for recipe in (preset, df.presets.get(preset)):
         with warnings.catch_warnings():

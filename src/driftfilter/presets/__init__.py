@@ -1,6 +1,5 @@
-"""The table of presets by name: published methods (published.py, weight_filters.py,
-more_published.py), the paper's
-and ours (ours.py).
+"""The table of presets by name: published methods (published.py, weight_filters.py and
+more_published.py), the paper's and ours (ours.py).
 
 ``for_model`` gives the recipe of one for a model.
 """

@@ -151,7 +151,9 @@ def driftfilter(  # what users may turn
             reference=200 if by_others else 100,
         ),
         inference=Linearized(EmpiricalFisher(centered=False), radius, reach),
-        prediction=Moderated(variance=0.06 if by_others else None)
+        prediction=Moderated(
+            scale=0.02 if norms == "aligned" else 0.01, variance=0.06 if by_others else None
+        )
         if temperature is None
         else Tempered(temperature),
         predict_from="prior",
