@@ -110,9 +110,9 @@ def driftfilter(  # what users may turn
     network has no use for gives a warning (``UNUSED``).
 
     Predicts before the step, at a ``temperature`` found without labels (``Moderated``, from the
-    belief's variance of the logits along the loss; with other norms that of parameters known up to
-    0.06), or at one that is given. Batches below 16 samples are predicted at
-    once and adapted to together; those below 100 (with other norms 200) take smaller steps.
+    belief's variance of the logits along the loss; "aligned" at twice the scale, "other" by that of
+    parameters known up to 0.06), or at one that is given. Batches below 16 samples are predicted at
+    once and adapted to together; those below 100 ("other" 200) take smaller steps.
     ``shift`` is 0.45 with batch norm, whose running statistics are those of training, and 0.1 with
     those of source data. ``variance`` is 0.1 with either and 0.005 for the last layer. With "other"
     norms it is 2, and relative to the size of each layer's parameters, and the whole Fisher matrix
