@@ -155,12 +155,12 @@ class Filter(Checked):
         allowed = "of role 'prediction', such as MAP(); a rule of your own inherits PredictionRule"
         fits = isinstance(self.prediction, PredictionRule)
         require(fits, "Filter.prediction", self.prediction, allowed)
-        require(
-            self.observation.augmented == "batch" or not self.prediction.over_views,
-            "Gibbs.augmented",
-            self.observation.augmented,
-            "'batch' if the prediction is over views, which all samples then need",
-        )
+        over_views, whole = self.prediction.over_views, self.observation.augmented == "batch"
+        allowed = "'batch' if the prediction is over views, which all samples then need"
+        given = self.observation.augmented, self.observation.augmentation
+        require(whole or not over_views, "Gibbs.augmented", given[0], allowed)
+        allowed = "None if the prediction is over views, which are those of the loss"
+        require(given[1] is None or not over_views, "Gibbs.augmentation", given[1], allowed)
         upkeeps = (self.observation.teacher, *as_upkeeps("Filter.upkeep", self.upkeep))
         loss: Loss = self.observation.loss  # type: ignore[assignment]  # as_loss in Gibbs
         self.__dict__.update(

@@ -232,10 +232,58 @@ def test_what_cannot_be_aligned_is_refused() -> None:
     recipe = df.presets.get("driftfilter", norms="aligned")
     cases: list[tuple[nn.Module, df.Recipe, Any, str]] = [
         (model, recipe, None, "adapt: data must be source inputs"),
-        (nn.Linear(4, 3), df.Recipe(align=True), source, "Recipe.align must be False for Linear"),
+        (nn.Linear(4, 3), df.Recipe(align=True), source[:, 0, 0], "Recipe.align must be False"),
         (model, recipe, df.SourceData([]), "adapt: data must be one sample or more"),
         (model, recipe, source * torch.nan, r"moments of source data \(adapt: data\)"),
     ]
     for given, chosen, data, message in cases:
         with pytest.raises(ValueError, match=message):
             df.adapt(given, chosen, data=data).state_dict()
+
+
+class Functional(nn.Module):
+    """Uses the parameters of one norm without calling it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called, self.read = nn.LayerNorm(6), nn.LayerNorm(6)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.called(inputs)
+        hidden = nn.functional.layer_norm(2 * hidden, (6,), self.read.weight, self.read.bias)
+        return self.head(hidden.mean(1))  # type: ignore[no-any-return]
+
+
+def test_a_norm_that_is_read_and_not_called_stays_as_it_is() -> None:
+    torch.manual_seed(0)
+    model = Functional().double().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    source = torch.randn(40, 5, 6, dtype=torch.float64)
+    frozen = twin(model)
+    moments = align(frozen, None, source.split(16))
+    assert len(moments) == 12
+    with torch.no_grad():
+        torch.testing.assert_close(frozen(source), model(source), atol=1e-12, rtol=0)
+    assert "read.weight" in dict(frozen.named_parameters())
+
+
+def test_what_is_written_to_a_model_later_is_seen() -> None:
+    model, source, stream = make("group")
+    recipe = df.Recipe(df.Head(), "source", inference=df.Frozen(), align=True)
+    adapter = df.adapt(model, recipe, data=source, monitor=None)
+    adapter(stream)
+    with torch.no_grad():
+        for parameter in model.get_submodule("1").parameters():
+            parameter.mul_(1.5)
+        expected = model(stream).log_softmax(-1)
+    torch.testing.assert_close(adapter(stream), expected, atol=1e-9, rtol=0)
+
+
+def test_a_posterior_of_ones_own_is_refused_for_it_is_over_other_parameters() -> None:
+    model, source, _ = make("group")
+    belief = df.Belief(df.Network(model).mean(), df.Diagonal(torch.ones(8, dtype=torch.float64)))
+    with pytest.raises(ValueError, match=r"Recipe\.source must be another one"):
+        df.adapt(model, data=source, source=df.Given(belief))

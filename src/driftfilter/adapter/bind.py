@@ -29,6 +29,7 @@ from driftfilter.networks.parameters import Head
 from driftfilter.networks.prototypes import Prototypes
 from driftfilter.networks.shared_copy import twin
 from driftfilter.recipe import Recipe
+from driftfilter.source.given import Given
 from driftfilter.source.posterior import Laplace, PointMass, SourceData
 
 
@@ -39,6 +40,13 @@ def fit_recipe(recipe: Recipe, data: SourceData | None) -> Recipe:
         "adapt: data",
         None,
         "source inputs, of which Recipe.align (norms='aligned') takes the statistics",
+    )
+    require(
+        not (recipe.align and isinstance(recipe.source, Given)),
+        "Recipe.source",
+        recipe.source,
+        "another one with Recipe.align, which adapts other parameters than the model's (or give "
+        "norms='other')",
     )
     return recipe if data is not None else _without_anchor(_without_source_terms(recipe))
 
@@ -220,7 +228,8 @@ class FilterOptions:
             start = whole.init(recipe.source(logits, mean, self.data), self.seed, self.data)
         for reason in self.find_ignored(start.belief.mean.device):
             warn(reason)
-        return BoundFilter(filt, start, {**told, **aligned}, final, self.channels_last, read)
+        copied = self.channels_last or recipe.align
+        return BoundFilter(filt, start, {**told, **aligned}, final, copied, read)
 
     def _align(self, frozen: nn.Module, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Put statistics behind the layers of a twin: those of the source data, unless a

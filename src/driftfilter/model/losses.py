@@ -418,7 +418,13 @@ class Sum(Checked, Loss):
         return any(term.needs_source for term in self.terms)
 
     def survey(self, source: SourceSamples) -> Memory:
-        return {name: value for term in self.terms for name, value in term.survey(source).items()}
+        found: dict[str, Tensor] = {}
+        for term in self.terms:
+            for name, value in term.survey(source).items():
+                same = name not in found or torch.equal(found[name], value)
+                require(same, "Sum.terms", f"two that remember {name!r} of the source", "one each")
+                found[name] = value
+        return found
 
     def remember(self, memory: Memory) -> Loss:
         return self._with(tuple(term.remember(memory) for term in self.terms))

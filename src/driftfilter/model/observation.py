@@ -74,12 +74,13 @@ class Teacher(Checked):
         memory: Memory,
         source: Belief,
         randomness: Randomness,
+        classes: int | None = None,
     ) -> tuple[Tensor, Memory]:
         """ȳ [n, k] for a batch that is learned from, and the memory with what the teacher keeps of
-        it.
+        it; ``classes`` k, if features stand beside the logits.
         """
         if not self.own_statistics:
-            return self.logits(model, inputs, memory, source, randomness), memory
+            return self.logits(model, inputs, memory, source, randomness, classes), memory
         teacher = memory.get(TEACHER, source.mean)
         outputs, pullback = self._recall(model, memory).pullback(teacher, inputs)
         kept = {_TEACHERS + name: value for name, value in pullback.memory.items()}
@@ -101,13 +102,15 @@ class Teacher(Checked):
         memory: Memory,
         source: Belief,
         randomness: Randomness,
+        classes: int | None = None,
     ) -> Tensor:
-        """ȳ [n, k]."""
+        """ȳ [n, k], or with features beside it if there are more outputs than ``classes``."""
         teacher, model = memory.get(TEACHER, source.mean), self._recall(model, memory)
-        if (
-            self.confidence == 0
-            or model(source.mean, inputs).softmax(-1).amax(-1).mean().item() >= self.confidence
-        ):  # the source is sure
+        is_sure = self.confidence == 0
+        if not is_sure:
+            own = model(source.mean, inputs)[:, :classes].softmax(-1)
+            is_sure = own.amax(-1).mean().item() >= self.confidence
+        if is_sure:  # the source
             return model(teacher, inputs)
         generator = randomness.generator(Purpose.TEACHER)
 
@@ -163,6 +166,12 @@ class Gibbs(Checked):
             self.teacher,
             "a Teacher or None",
         )
+        require(
+            self.augmented == "batch" or not self.loss.needs_source,  # type: ignore[union-attr]
+            "Gibbs.augmented",
+            self.augmented,
+            f"'batch' for {self.loss}, which looks at source samples",
+        )
 
     def __call__(
         self,
@@ -188,7 +197,7 @@ class Gibbs(Checked):
         if self.teacher is not None:
             require(source is not None, "source", source, "the source belief if there is a teacher")
             assert source is not None
-            taught, memory = self.teacher.observe(seen, inputs, memory, source, randomness)
+            taught, memory = self.teacher.observe(seen, inputs, memory, source, randomness, k)
         own = own.divide(pullback.feature_columns) if own.sees_features else own
         loss, memory = own.recall(outputs, memory)
         targets = loss.targets(outputs if taught is None else taught)
@@ -203,8 +212,9 @@ class Gibbs(Checked):
         evaluation = evaluate(loss, [(outputs, pullback), *others], samples, keeps_rows)
         told = taught if taught is None else taught[:, :k]
         fixed = (remembered._with(loss), seen, views, samples, theta, evaluation, source, told)
-        known = plain is model and shown is inputs
-        return Energy(*fixed, known, some, randomness), {**memory, **pullback.memory}
+        known = plain is model and shown is inputs and pullback.predicts
+        told_by = (known, some, randomness, plain)
+        return Energy(*fixed, *told_by), {**memory, **pullback.memory}
 
     def _augment(self, model: PredictiveModel, inputs: Inputs, randomness: Randomness) -> Inputs:
         """The inputs as the loss sees them."""
@@ -330,6 +340,7 @@ class Energy(NamedTuple):
     observes_logits: bool = True  # False: the loss sees other outputs, or inputs, than predictions
     some: SomeSamples | None = None  # of whom augmented views are, if not of all samples
     randomness: Randomness | None = None  # of the step
+    plain: PredictiveModel | None = None  # the model without features beside the logits
 
     @property
     def loss(self) -> Loss:
@@ -349,7 +360,7 @@ class Energy(NamedTuple):
         """
         pulled, first = self._pull_back(theta), self.evaluation.pullbacks[0]
         assert self.randomness is not None
-        batch = Batch(self.model, theta, self.views[0], self.randomness, self.source)
+        batch = Batch(self.plain or self.model, theta, self.views[0], self.randomness, self.source)
         logits = pulled[0][0]
         logits = logits[:, : logits.shape[1] - first.feature_columns]
         samples = self.observation.weigh_again(self.samples, logits, batch, first.novelty)

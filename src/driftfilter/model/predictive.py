@@ -33,6 +33,8 @@ class Pullback(ABC):
 
     # Whether batch statistics tie samples together: a row then holds a part of others'.
     is_coupled: bool = False
+    # Whether the logits are those of a prediction: some statistics differ while a pass learns.
+    predicts: bool = True
     # Statistics of the model itself to carry to the next step, such as running means.
     memory: Mapping[str, Tensor] = MappingProxyType({})
     # How far the batch is of another domain than the source's, 0 to 1; multiplies its weights.
@@ -378,8 +380,13 @@ class PullbackAround(Pullback):
     """A pullback around another one, which says what the inner one says of the model."""
 
     def __init__(self, inner: Pullback) -> None:
-        self.inner, self.is_coupled, self.memory = inner, inner.is_coupled, inner.memory
+        self.inner, self.memory = inner, inner.memory
         self.novelty, self.feature_columns = inner.novelty, inner.feature_columns
+        self.predicts = inner.predicts
+
+    @property
+    def is_coupled(self) -> bool:  # type: ignore[override]  # the inner rows may tell later
+        return self.inner.is_coupled
 
 
 @final

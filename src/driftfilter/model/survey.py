@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from driftfilter.base.checks import require
-from driftfilter.base.inputs import Inputs, check_inputs
+from driftfilter.base.inputs import Inputs, check_inputs, each
 from driftfilter.model.predictive import PredictiveModel
 
 SOURCE = "source."  # names in the memory that begin so are of the source
@@ -40,7 +40,8 @@ class SourceSamples:
 
     def __iter__(self) -> Iterator[SourceBatch]:
         for given, labels in self.data:
-            inputs = check_inputs(given)
+            inputs = each(check_inputs(given), lambda part: part.to(self.theta.device))
+            labels = labels if labels is None else labels.to(self.theta.device)
             if self.features:
                 both = self.model.logits_and_features(self.theta, inputs)
                 yield SourceBatch(inputs, labels, *both)

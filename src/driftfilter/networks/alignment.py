@@ -15,6 +15,7 @@ pass. w and b are what is adapted in place of γ and β.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import chain
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -124,25 +125,64 @@ def _pass_on(layer: nn.Module, args: Any, outputs: Tensor) -> Tensor:
 def align(module: nn.Module, moments: Tensor | None, data: Iterable[Inputs]) -> Tensor:
     """Put statistics behind the layers of a twin, in place; m_S, then v_S, of every layer
     [2 · channels] are measured on source data unless they are given, and returned.
+
+    The first batch of the data says which layers are called: of others, whose parameters the module
+    may use in a way of its own, nothing changes.
     """
-    layers = find_alignable(module)
+    call = _Call(next(module.parameters()).device, dtype_of(module))
+    batches = iter(data)
+    first = next(batches, None)
+    require(first is not None, "adapt: data", "no samples", "one sample or more")
+    assert first is not None
+    layers = _find_called(module, find_alignable(module), call, first)
     require(
         len(layers) > 0,
         "Recipe.align",
         True,
-        f"False for {type(module).__name__}: no layer of it could have statistics behind it",
+        f"False (norms='other') for {type(module).__name__}, which calls no norm layer that could "
+        "have statistics behind it",
     )
-    first = next(module.parameters())
-    behind = [_attach(layer, next(layer.parameters(recurse=False), first)) for layer in layers]
+    like = next(module.parameters())
+    behind = [_attach(layer, next(layer.parameters(recurse=False), like)) for layer in layers]
     sizes = [norm.num_features for norm in behind for _ in range(2)]
     if moments is None:
-        moments = _measure(module, behind, data)
+        moments = _measure(module, behind, call, chain((first,), batches))
     fits = moments.dim() == 1 and len(moments) == sum(sizes)
     require(fits, "moments of the source", list(moments.shape), f"[{sum(sizes)}]")
     pieces = iter(moments.split(sizes))
     for norm in behind:
         norm.start(next(pieces), next(pieces))
     return moments
+
+
+class _Call(NamedTuple):
+    """How a module is called with source data."""
+
+    device: torch.device
+    dtype: torch.dtype
+
+    def __call__(self, module: nn.Module, inputs: Inputs) -> None:
+        there = each(inputs, lambda part: cast(part.to(self.device), self.dtype))
+        args, kwargs = arguments(there)
+        with torch.no_grad(), as_called():
+            module(*args, **kwargs)
+
+
+def _find_called(
+    module: nn.Module, layers: list[nn.Module], call: _Call, inputs: Inputs
+) -> list[nn.Module]:
+    """Those of the layers that a pass goes through, with a dimension of samples before others."""
+    found: set[nn.Module] = set()
+
+    def note(layer: nn.Module, args: Any, outputs: Any) -> None:
+        if isinstance(outputs, Tensor) and outputs.dim() > 1:
+            found.add(layer)
+
+    handles = [layer.register_forward_hook(note) for layer in layers]
+    call(module, inputs)
+    for handle in handles:
+        handle.remove()
+    return [layer for layer in layers if layer in found]
 
 
 def _attach(layer: nn.Module, like: Tensor) -> Behind:
@@ -154,30 +194,22 @@ def _attach(layer: nn.Module, like: Tensor) -> Behind:
     return behind
 
 
-@torch.no_grad()
-def _measure(module: nn.Module, behind: list[Behind], data: Iterable[Inputs]) -> Tensor:
-    """m_S and v_S of every layer [2 · channels]; 0 and 1 if no sample reaches it."""
+def _measure(
+    module: nn.Module, behind: list[Behind], call: _Call, data: Iterable[Inputs]
+) -> Tensor:
+    """m_S and v_S of every layer [2 · channels]."""
     found: dict[nn.Module, _Moments] = {}
 
     def listen(norm: nn.Module, args: tuple[Tensor, ...]) -> None:
         own = _Moments.of(args[0])
         found[norm] = found[norm].join(own) if norm in found else own
 
-    dtype, handles = dtype_of(module), [norm.register_forward_pre_hook(listen) for norm in behind]
-    batches = 0
-    with as_called():
-        for inputs in data:
-            batches += 1
-            args, kwargs = arguments(each(inputs, lambda tensor: cast(tensor, dtype)))
-            module(*args, **kwargs)
+    handles = [norm.register_forward_pre_hook(listen) for norm in behind]
+    for inputs in data:
+        call(module, inputs)
     for handle in handles:
         handle.remove()
-    require(batches > 0, "adapt: data", "no samples", "one sample or more")
-    parts: list[Tensor] = []
-    for norm in behind:
-        nothing = torch.zeros(norm.num_features, dtype=torch.float64, device=norm.weight.device)
-        own = found.get(norm, _Moments(0, nothing, nothing + 1))
-        parts += [own.mean, own.variance]
+    parts = [part for norm in behind for part in (found[norm].mean, found[norm].variance)]
     moments = torch.cat(parts).to(behind[0].weight)
     require_finite("moments of source data (adapt: data)", moments)
     return moments

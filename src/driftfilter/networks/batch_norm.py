@@ -29,7 +29,15 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
-from driftfilter.base.checks import Checked, Fraction, NotNegative, register, require
+from driftfilter.base.checks import (
+    Checked,
+    Fraction,
+    NotNegative,
+    register,
+    require,
+    require_finite,
+    require_shape,
+)
 from driftfilter.base.sharding import Shards, gather_samples
 from driftfilter.networks.batch_trust import Probe, Witness, mean_shift, moment_shift
 from driftfilter.networks.norm_rules import NormCall, NormRule
@@ -264,6 +272,10 @@ class TwinBatchNorm(_BatchNorm):
         assert self.carried is not None
         call = NormCall(inputs, self.carried, self.learning, self.eps)
         (mean, variance), (next_mean, next_variance) = rule.normalize_by(call)
+        for name, part in (("mean", next_mean), ("variance", next_variance)):
+            what = f"the {name} that {rule} carries on"
+            require_shape(what, part, f"[{self.num_features}]", self.num_features)
+            require_finite(what, part)
         scale = (variance + self.eps).rsqrt()
         self.moments = Moments(mean.detach(), scale.detach())
         self.blended = (next_mean.detach(), next_variance.detach())

@@ -172,9 +172,10 @@ class Network(PredictiveModel):
     @property
     def exact(self) -> Network:
         """The network whose pullback is the derivative of the logits: under ``Ema`` that of the
-        blend as it stands, with its shares held fixed, not that of batch renormalisation.
+        blend as it stands, with its shares held fixed, not that of batch renormalisation; under a
+        ``NormRule`` that of a pass which predicts, not of one which learns.
         """
-        if self._exact or not isinstance(self.statistics, Ema):
+        if self._exact or not isinstance(self.statistics, (Ema, NormRule)):
             return self
         other = copy.copy(self)
         other._exact = True
@@ -379,7 +380,7 @@ class Network(PredictiveModel):
             tensors = self.chosen.replacements(leaves)
             own.records = records
             try:
-                logits, outputs = self._forward(own, tensors, inputs, theta.dtype, learning=True)
+                logits, outputs = self._forward(own, tensors, inputs, theta.dtype, not self._exact)
             finally:
                 own.records = None
         return _Graph(logits, leaves, tensors, own, records, self._memory(own, logits, outputs))
@@ -510,6 +511,7 @@ class NetworkPullback(Pullback):
         self.memory = graph.memory  # what the network carries to the next step
         self.is_coupled = graph.own.coupled
         self.feature_columns = graph.logits.shape[1] - network._classes[0]
+        self.predicts = network._exact or not isinstance(network.statistics, NormRule)
         self.asked: Callable[[Question | None], None] = lambda question: (
             None
         )  # who wants to know what is asked

@@ -109,7 +109,8 @@ class SourceData(Checked):
 
         T = ``temperature`` · σ, as in ``Centering``: shares are compared at one temperature.
         """
-        found = [model(theta, inputs) for inputs, _ in self]
+        own = (each(inputs, lambda part: part.to(theta.device)) for inputs, _ in self)
+        found = [model(theta, inputs) for inputs in own]
         require(len(found) > 0, "adapt: data", "no samples", "one sample or more")
         logits = torch.cat(found)
         deviations = logits - logits.mean(-1, keepdim=True)
