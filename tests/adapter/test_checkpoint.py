@@ -19,7 +19,7 @@ from safetensors.torch import load, load_file, save_file
 from torch import Tensor, nn
 
 import driftfilter as df
-from driftfilter.adapter.checkpoint import fingerprint
+from driftfilter.adapter.checkpoint import _complete, fingerprint, plain
 from driftfilter.base.tensors import as_text
 from driftfilter.storage.sealed import FORMAT, seal
 from small import assert_same, feed, normal, tabular
@@ -482,3 +482,12 @@ def test_the_fingerprint_follows_the_model(monkeypatch: pytest.MonkeyPatch) -> N
         model[3].get_parameter("bias").add_(1)
     assert running.fingerprint != first
     assert running.fingerprint == fingerprint(model)
+
+
+@pytest.mark.parametrize(("preset", "goes_on"), [("eata", True), ("petal", False)])
+def test_a_posterior_of_before_was_fitted_under_the_streams_statistics(
+    preset: str, goes_on: bool
+) -> None:
+    now = plain(df.presets.get(preset))
+    source = {name: value for name, value in now["source"].items() if name != "statistics"}
+    assert (_complete({**now, "source": source}) == now) is goes_on

@@ -129,10 +129,19 @@ def _options(adapter: Adapter) -> dict[str, int]:
 
 
 def _complete(recipe: Any) -> Any:
-    """The data of a recipe with the defaults of fields that its classes have got since."""
+    """The data of a recipe with the defaults of fields that its classes have got since; Laplace
+    posteriors were fitted under the stream's statistics before they had a choice.
+    """
     try:
+        if recipe["source"]["kind"] == "Laplace":
+            recipe = {**recipe, "source": {"statistics": "stream", **recipe["source"]}}
         return plain(from_dict(recipe))
-    except (ValueError, AttributeError, TypeError):  # text, or of classes that are not here
+    except (
+        ValueError,
+        AttributeError,
+        TypeError,
+        KeyError,
+    ):  # text, or of classes that are not here
         return recipe
 
 
