@@ -84,6 +84,7 @@ from driftfilter.model.buffers import (
     PredictionBalanced as PredictionBalanced,
 )
 from driftfilter.model.centering import Centering as Centering
+from driftfilter.model.label_chain import LabelChain as LabelChain
 from driftfilter.model.composed import BlockDynamics as BlockDynamics, SumDynamics as SumDynamics
 from driftfilter.model.dynamics import (
     Affine as Affine,

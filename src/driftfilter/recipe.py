@@ -42,6 +42,7 @@ from driftfilter.model import (
     batch_losses as batch_losses,
     buffers,
     composed as composed,
+    label_chain,
     looking as looking,
     observation,
     opinion as opinion,
@@ -73,7 +74,8 @@ class Recipe(Checked):
     have come (0: at once). ``align``: layers that keep no statistics get those of source data
     behind them, to which ``statistics`` apply as to batch normalisation (networks/alignment.py).
     ``buffer``: batches are predicted at once, and updates are made of the samples that it keeps
-    (None: of the batches themselves).
+    (None: of the batches themselves). ``labels``: how labels follow each other in the stream; what
+    is predicted for samples one by one is put together by it (None: each for itself).
     """
 
     parameters: Annotated[Any, Role("parameters", "NormAffine()")] = field(
@@ -94,6 +96,7 @@ class Recipe(Checked):
     least: Count = 0
     align: bool = False
     buffer: buffers.Buffer | None = field(default=None, metadata=LATE)
+    labels: label_chain.LabelChain | None = field(default=None, metadata=LATE)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -115,6 +118,8 @@ class Recipe(Checked):
             self.least,
             "0 with a buffer, which says itself when an update is due",
         )
+        is_chain = self.labels is None or isinstance(self.labels, label_chain.LabelChain)
+        require(is_chain, "Recipe.labels", self.labels, "a LabelChain or None")
         self.filter(predictive.LinearHead(2))  # checks the other fields
 
     def filter(

@@ -191,6 +191,8 @@ class Adapter(nn.Module):
         # pieces of a batch stay as small as they are.
         together = not window and distributed is False and not self.recipe.chunk
         self._least = self.recipe.least if together else 0
+        # The order of samples among ranks is nobody's.
+        self._chain = self.recipe.labels if distributed is False else None
         self.monitor = _choose_monitor(self.recipe) if monitor is _DEFAULT else monitor
         self._detectors = fresh_detectors(self.monitor)  # beside the state
         self.callbacks = require_callbacks(callbacks)
@@ -223,7 +225,7 @@ class Adapter(nn.Module):
             with self._noting(), self._given("adapter(x)", args, kwargs) as inputs:
                 now = self._ready(inputs)
                 for piece in self._pieces(inputs):
-                    now, prediction = self._step(now, piece)
+                    now, prediction = self._put_in_order(*self._step(now, piece))
                     outputs.append(prediction.log_probabilities)
             together = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
             self._finish(now, begun, len(together), together)
@@ -248,17 +250,7 @@ class Adapter(nn.Module):
             with self._noting(), self._given("update", args, kwargs) as inputs:
                 now = self._ready(inputs)
                 for piece in self._pieces(inputs):
-                    if self.recipe.buffer is not None:
-                        now, info = self._fill_now(now, piece)
-                        continue
-                    seen, recent = now.seen(piece, self.window, self._waits(now, piece))
-                    now = now._replace(recent=recent if self.window else None)
-                    if self.monitor is None or now.watch.frozen:
-                        assert now.bound is not None
-                        state, info = now.bound.filter.update(now.current, seen)
-                        now = self._watch(now, state, info, None, seen)
-                    else:
-                        now, _, info = self._adapt(now, seen, piece)
+                    now, info = self._update(now, piece)
             self._finish(now, begun, batch_size(inputs), None)
         return info
 
@@ -390,6 +382,28 @@ class Adapter(nn.Module):
         new = own if self.window else prediction  # what no step has seen before
         return self._watch(now, state, info, new.log_probabilities, seen), own, info
 
+    def _update(self, now: AdapterState, inputs: Inputs) -> tuple[AdapterState, StepInfo]:
+        """A step on a batch that nobody wants predicted but a monitor, or a chain of labels."""
+        if self.recipe.buffer is not None:
+            now, prediction, info = self._fill_now(now, inputs)
+            return self._put_in_order(now, prediction)[0], info
+        seen, recent = now.seen(inputs, self.window, self._waits(now, inputs))
+        now = now._replace(recent=recent if self.window else None)
+        if now.watch.frozen or (self.monitor is None and self._chain is None):
+            assert now.bound is not None
+            state, info = now.bound.filter.update(now.current, seen)
+            return self._watch(now, state, info, None, seen), info
+        now, prediction, info = self._adapt(now, seen, inputs)
+        return self._put_in_order(now, prediction)[0], info
+
+    def _put_in_order(
+        self, now: AdapterState, prediction: Prediction
+    ) -> tuple[AdapterState, Prediction]:
+        """What is predicted of samples that follow each other in the stream."""
+        if self._chain is None or len(prediction.log_probabilities) == 0:
+            return now, prediction
+        return now.put_in_order(self._chain, prediction)
+
     def _fill(self, now: AdapterState, inputs: Inputs) -> tuple[AdapterState, Prediction]:
         """Predict a batch, then offer its samples to the buffer, of which an update is made
         whenever one is due.
@@ -410,17 +424,19 @@ class Adapter(nn.Module):
             start = stop
         return now, prediction
 
-    def _fill_now(self, now: AdapterState, inputs: Inputs) -> tuple[AdapterState, StepInfo]:
+    def _fill_now(
+        self, now: AdapterState, inputs: Inputs
+    ) -> tuple[AdapterState, Prediction, StepInfo]:
         """Offer samples to the buffer, and adapt to it even if no update is due."""
         before = now.info
         now, prediction = self._fill(now, inputs)
         if now.watch.frozen:
             assert now.bound is not None
-            return now, now.bound.filter.update(now.current, inputs)[1]
+            return now, prediction, now.bound.filter.update(now.current, inputs)[1]
         if now.info is before:
             now = self._adapt_to_kept(now, inputs, prediction.log_probabilities)
         assert now.info is not None
-        return now, now.info
+        return now, prediction, now.info
 
     def _adapt_to_kept(self, now: AdapterState, new: Inputs, said: Tensor) -> AdapterState:
         """A step on the samples in the buffer, watched by what was said of the new ones [n, k]."""

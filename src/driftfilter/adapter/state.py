@@ -22,8 +22,9 @@ from driftfilter.base.randomness import Purpose, Randomness
 from driftfilter.base.tensors import as_tensor, as_text
 from driftfilter.callbacks import StepRecord
 from driftfilter.filtering import FilterState, StepInfo
-from driftfilter.inference.prediction import MAP
+from driftfilter.inference.prediction import MAP, Prediction
 from driftfilter.model.buffers import SAMPLE, Buffer
+from driftfilter.model.label_chain import RUNS, LabelChain
 from driftfilter.monitor.state import MONITOR, MonitorState, Signals
 from driftfilter.networks.alignment import MOMENTS
 from driftfilter.recipe import Recipe
@@ -38,6 +39,7 @@ from driftfilter.storage.state_tensors import (
 
 _MODEL = "model."  # in a checkpoint: what batches told about the model
 _BUFFER = "buffer."  # in a checkpoint: what a buffer knows of its samples
+_LABELS = "labels"  # in a checkpoint: what is known of the order of labels
 _SEEN = "seen"  # samples that a buffer has seen []
 
 
@@ -61,6 +63,7 @@ class AdapterState(NamedTuple):
     number: int = 0  # of calls before, adapter(x) or update, as callbacks are told
     info: StepInfo | None = None
     watch: MonitorState = MonitorState()
+    labels: Tensor | None = None  # what a LabelChain knows of the stream
 
     @property
     def current(self) -> FilterState:
@@ -106,6 +109,18 @@ class AdapterState(NamedTuple):
         total, wanted = batch_size(together), max(window, batch_size(inputs))
         kept = samples(together, total - wanted, total) if total > wanted else together
         return kept, kept
+
+    def put_in_order(
+        self, chain: LabelChain, prediction: Prediction
+    ) -> tuple[Self, Prediction]:
+        """The prediction of a batch by how labels follow each other, which is known better now."""
+        together, labels = chain(prediction.log_probabilities, self.labels)
+        state = self.state
+        if state is not None:
+            stays = chain.stay(labels).to(state.belief.mean)
+            state = replace(state, memory={**state.memory, RUNS: stays})
+        now = self._replace(labels=labels, state=state)
+        return now, replace(prediction, log_probabilities=together)
 
     @property
     def offered(self) -> int:
@@ -154,6 +169,7 @@ class AdapterState(NamedTuple):
             **samples_to_tensors(self.recent),
             **{_BUFFER + name: tensor for name, tensor in self.known.items()},
             **{_MODEL + name: tensor for name, tensor in self.found.items()},
+            **({} if self.labels is None else {_LABELS: self.labels}),
             **(self.watch.to_tensors() if watched else {}),
         }
 
@@ -162,7 +178,7 @@ class AdapterState(NamedTuple):
         """What named tensors describe, on a model that was read by what is ``read_found`` them;
         refused unless all is there.
         """
-        beside = ("recipe", "calls", "number", RECENT, _BUFFER, _MODEL, MONITOR)
+        beside = ("recipe", "calls", "number", RECENT, _BUFFER, _MODEL, MONITOR, _LABELS)
         state = from_tensors(
             {name: value for name, value in own.items() if not name.startswith(beside)}, bound.start
         )
@@ -179,7 +195,8 @@ class AdapterState(NamedTuple):
         }
         # Where a batch would have told more than was saved, none had come: the state is the start.
         learned = state if bound.final else None
-        return cls(bound, bound.found, learned, kept, known, calls, number, watch=watch)
+        labels = own[_LABELS].to("cpu", torch.float64, copy=True) if _LABELS in own else None
+        return cls(bound, bound.found, learned, kept, known, calls, number, None, watch, labels)
 
 
 def read_found(own: Mapping[str, Tensor], recipe: Recipe) -> dict[str, Tensor]:
@@ -200,6 +217,6 @@ def _memory_of(recipe: Recipe) -> str:
     """The kind of memory a recipe has: how it predicts leaves nothing for other rules, and may
     change between runs.
     """
-    kind = kinds(replace(recipe, prediction=MAP(), predict_from="posterior"))
+    kind = kinds(replace(recipe, prediction=MAP(), predict_from="posterior", labels=None))
     # Recipes once had no centring, and checkpoints of those without say nothing of it.
     return kind if recipe.centering else kind.removesuffix(", NoneType)") + ")"

@@ -80,6 +80,7 @@ VARIANTS: dict[str, dict[str, type[Any]]] = {
         "model",
         "statistics",
         "centering",
+    "labels",
         "dynamics",
         "noise",
         "transition",

@@ -50,4 +50,9 @@ def independence(counts: Vector, known: bool = False) -> Number:
     pairs, equal = numbers(counts[classes : classes + 2])
     agreement = (equal + _PRIOR / 2 * chance) / (pairs + _PRIOR / 2)
     rho = clip((agreement - chance + _ROUNDING) / (1 - chance + _ROUNDING), 0.0, 1.0)
+    return trust_in_shares(rho)
+
+
+def trust_in_shares(rho: Number) -> Number:
+    """t of runs with ρ: 1 in a shuffled stream, 0 if a label stays for ever."""
     return (21 * (1 - rho) / (21 - 19 * rho)) ** 2

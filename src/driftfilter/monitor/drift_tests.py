@@ -75,7 +75,9 @@ class Evidence(NamedTuple):
         if found.get("past", 0) >= SHORT:
             pooled = found["told"] * found["lately"] / (found["told"] + found["lately"])
             signals[1:] = found["g_class"] / found["window"], found["rise"]
-            tails[1] = improbability(found["g_class"]) - math.log(classes)
+            stay = found.get("stay", 0.0)  # N samples in runs tell as much as so many others
+            independent = found["g_class"] * (1 - stay) / (1 + stay)
+            tails[1] = improbability(independent) - math.log(classes)
             tails[2] = bernstein(
                 found["rise"], pooled, (math.log(classes) - found["usual"]) / found["spread"]
             )

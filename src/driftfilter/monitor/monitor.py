@@ -28,6 +28,7 @@ from driftfilter.base.light import Number, clip, lighten, total
 from driftfilter.filtering import FilterState, StepInfo
 from driftfilter.gaussian.belief import deviation, kl_divergence
 from driftfilter.model.centering import CENTER
+from driftfilter.model.label_chain import RUNS
 from driftfilter.model.weighting import LABELS
 from driftfilter.monitor.drift_tests import (
     LONG,
@@ -252,6 +253,7 @@ class Monitor(Checked):
         )
         history = past.reference
         against = {} if history is None else compare(recent, history)
+        against |= {"stay": state.memory[RUNS]} if RUNS in state.memory else {}
         against |= {} if pairs is None else count_lost(pairs, classes)
         beside = dominant(recent) | {"moved": _movement(state)}
         if apart is not None and own is not None:
@@ -531,7 +533,7 @@ def _severity(response: str) -> int:
 _PROBATION = _severity("probation")
 _DETECTOR = "detector of "
 _NETWORK = "network."  # what a network carries, in the memory
-_OF_STREAM = (CENTER, LABELS)  # of the classes that the stream has shown
+_OF_STREAM = (CENTER, LABELS, RUNS)  # of the classes that the stream has shown
 _APART = "apart, "
 _ONE_CLASS, _MOST, _MOST_OF_TWO = "one_class", 0.9, 0.99
 _EARLY = "share_gained, half of it"

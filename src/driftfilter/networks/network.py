@@ -49,6 +49,8 @@ from driftfilter.networks.batch_norm import (
     diversity,
     require_statistics,
 )
+from driftfilter.model.label_chain import RUNS, LabelChain
+from driftfilter.model.label_runs import trust_in_shares
 from driftfilter.networks.batch_trust import novelty
 from driftfilter.networks.cuda_graphs import CapturedPullback, Captures, Question, key_of, possible
 from driftfilter.networks.features import catch_features, find_head, take_features
@@ -74,6 +76,8 @@ STATISTICS = "network.statistics"
 DIVERSITY = "network.diversity"
 # In the memory, if Ema asks for it: sums of n S and n over the batches probed, which fade over
 # _WINDOW samples, and the batches since the last one probed, -1 if no layer can tell [3].
+SOURCE = "network.source"
+_CHAIN = LabelChain()
 SHIFT = "network.shift"
 _WINDOW = 32
 _EVERY = 4  # batches of which one is probed
@@ -143,6 +147,9 @@ class Network(PredictiveModel):
         self._carried: Tensor | None = None
         self._trust: Tensor | float = 1.0
         self._novelty: Tensor | float = 1.0
+        self._source: Tensor | None = None
+        self._runs = None
+        self._stay: Tensor | None = None  # how often a label of the stream stays, if that is known
         self._shift: Tensor | None = None
         self._exact = False  # whether it has the derivative of its logits under Ema, too
         self.capturing = False  # passes as CUDA graphs, one for each shape of a batch
@@ -208,10 +215,28 @@ class Network(PredictiveModel):
             return self.carrying(memory[STATISTICS], 1.0)
         if not isinstance(self.statistics, Ema) or STATISTICS not in memory:
             return self
-        trust = memory[DIVERSITY] ** self.statistics.diversity if DIVERSITY in memory else 1.0
-        other = self.carrying(memory[STATISTICS], trust)
+        other = copy.copy(self)
+        if SOURCE in memory:
+            other._source = memory[SOURCE]
+            other._stay = _CHAIN.stay(memory[SOURCE]).to(self._start)
+            import os
+            other._runs=memory.get(RUNS)
+            if os.environ.get("MAXR") and RUNS in memory: other._stay = torch.maximum(other._stay, memory[RUNS])
+        found = memory.get(DIVERSITY)
+        other = other.carrying(memory[STATISTICS], 1.0 if found is None else other._trusts(found))
         asked = SHIFT in memory and self.statistics.shift > 0
         return other.knowing(memory[SHIFT]) if asked else other
+
+    def _trusts(self, found: Tensor) -> Tensor:
+        """How far a batch with classes of diversity D is trusted: D^diversity [], or [2] for early
+        layers and late ones if it is known how labels follow each other (``Ema``).
+        """
+        assert isinstance(self.statistics, Ema)
+        power = self.statistics.diversity
+        if self._stay is None:
+            return found**power
+        stay = self._stay.to(found)
+        return torch.stack((found ** (power * (1 - stay)), found**power * trust_in_shares(stay)))
 
     def carrying(
         self, statistics: Tensor, trust: Tensor | float, novelty: Tensor | float = 1.0
@@ -251,10 +276,15 @@ class Network(PredictiveModel):
                 own.holding(pieces) as module,
             ):
                 logits = self._classifying(self._ask(module, inputs))
-            shift = probe.answer(samples, diversity(gather_samples(logits)))
+            logits = gather_samples(logits)
+            source = _CHAIN(logits.log_softmax(-1), self._source)[1].to(logits.device)
+            shift = probe.answer(samples, diversity(logits))
             fading = max(0.0, 1 - samples / _WINDOW)
             if shift is None:
                 return self.knowing(torch.stack((*sums, count - 1)))
+            self = copy.copy(self); self._source = source; self._stay = _CHAIN.stay(source).to(self._start)
+            import os
+            if os.environ.get("MAXR") and self._runs is not None: self._stay = torch.maximum(self._stay, self._runs)
             # Far is far: a source that overflows is, and one batch must not count for many.
             far = 2 * rule.shift
             shift = shift.nan_to_num(far, far).clamp_max(far)
@@ -362,7 +392,7 @@ class Network(PredictiveModel):
                 classes = self._classifying(outputs)
             require_logits(classes, len(logits))
         found = diversity(gather_samples(classes.detach().to(logits.dtype)))
-        trust = (found**rule.diversity * self._trust) ** 0.5
+        trust = (self._trusts(found) * self._trust) ** 0.5
         return {STATISTICS: own.carried(trust), DIVERSITY: found}
 
     def __call__(self, theta: Tensor, inputs: Inputs) -> Tensor:
@@ -392,7 +422,11 @@ class Network(PredictiveModel):
         logits, pull = known._pull(theta, inputs)
         if known._shift is not None:
             pull.memory = {**pull.memory, SHIFT: known._shift}
+            if known._source is not None:
+                pull.memory[SOURCE] = known._source
             pull.novelty = known._novelty
+        if known._stay is not None:
+            pull.novelty = pull.novelty * trust_in_shares(known._stay)
         return logits, pull
 
     def _pull(
@@ -402,7 +436,7 @@ class Network(PredictiveModel):
         if not self.capturing or not plain or not possible(theta, inputs):
             return self.eager(theta, inputs)
         captures: Captures = self._local.__dict__.setdefault("captures", Captures())
-        key = (key_of(theta, inputs, self.output), isinstance(self._novelty, Tensor))
+        key = (key_of(theta, inputs, self.output), isinstance(self._novelty, Tensor), self._stay is None)
         taken = captures.take(self, key, theta, inputs)
         if taken is None:
             logits, pull = self.eager(theta, inputs)

@@ -139,6 +139,8 @@ def pattern_of(records: Sequence[Record], samples: int) -> Pattern:
         ),
     )
 
+_Trust: TypeAlias = Tensor | float | None
+
 
 class Twin:
     """A twin of one thread: its tensors are replaced for the time of a call."""
@@ -229,7 +231,7 @@ class Twin:
                 False, "carried statistics", f"{len(statistics)} values", f"{sum(sizes)} values"
             )
         pieces: Any = iter(() if statistics is None else statistics.split(sizes))
-        for norm in norms:
+        for norm, own in zip(norms, self._share_trust(trust), strict=True):
             assert norm.running_mean is not None
             assert norm.running_var is not None
             norm.carried = (
@@ -237,10 +239,23 @@ class Twin:
                 if statistics is None
                 else (next(pieces), next(pieces))
             )
-            norm.trust, norm.novelty, norm.exact, norm.learning = trust, novelty, exact, learning
+            norm.trust, norm.novelty, norm.exact, norm.learning = own, novelty, exact, learning
             norm.blended, norm.believed = norm.carried, None  # should it not be called
         self._witness.forget()
         self._divide()
+
+    def _share_trust(self, trust: _Trust) -> list[_Trust]:
+        """The trust of each layer, of one for all or of two for early layers and late ones [2]."""
+        count = len(self.blending)
+        import os
+        if os.environ.get("LATE"):
+            c, part = eval(os.environ["LATE"]); e=int(part*count)
+            base = 1.0 if trust is None else trust
+            first, last = (base[0], base[1]) if isinstance(base, Tensor) and base.dim() else (base, base)
+            return [first] * e + [c * last] * (count - e)
+        if not isinstance(trust, Tensor) or trust.dim() == 0:
+            return [trust] * count
+        return [trust[0]] * (count // 2) + [trust[1]] * (count - count // 2)
 
     def _divide(self) -> None:
         if (shards := current()) is not self._shards:
@@ -286,7 +301,10 @@ class Twin:
         """The statistics to carry on, after a call: those it normalised by, or with another trust
         in its batch.
         """
-        blends = (norm.blended if trust is None else norm.carry_on(trust) for norm in self.blending)
+        blends = (
+            norm.blended if own is None else norm.carry_on(own)
+            for norm, own in zip(self.blending, self._share_trust(trust), strict=True)
+        )
         return torch.cat([part.detach() for blend in blends for part in blend])
 
     @contextmanager

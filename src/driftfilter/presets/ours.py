@@ -11,6 +11,7 @@ from driftfilter.inference.linearized import Bong, Frozen, Linearized
 from driftfilter.inference.prediction import LinearizedGaussian, Moderated, Tempered
 from driftfilter.model.centering import Centering
 from driftfilter.model.dynamics import MeanReversion, RandomWalk
+from driftfilter.model.label_chain import LabelChain
 from driftfilter.model.losses import (
     InformationMaximization,
     Loss,
@@ -160,6 +161,7 @@ def driftfilter(  # what users may turn
         centering=Centering(),
         least=16,
         align=norms == "aligned",
+        labels=LabelChain(),
     )
 
 
@@ -255,6 +257,7 @@ def center(count: float = 30.0, window: int = 2000, temperature: float = 0.75) -
         inference=Frozen(),
         predict_from="prior",
         centering=Centering(count, window, temperature),
+        labels=LabelChain(),
     )
 
 

@@ -1,0 +1,145 @@
+"""Labels that come in runs, as a hidden Markov chain: p(y_t given all that the stream has shown).
+
+    stickiness   s_t = s_{t-1}, or with probability ε a new one, drawn from ρ
+    label        y_t = y_{t-1} with probability s_t, else drawn from b
+    evidence     p(x_t given y_t) ∝ p(y_t given x_t) / b(y_t)
+
+p(y given x) is what any classifier predicts for a sample alone, and b what it has predicted for
+the stream so far, on average. A classifier that is off towards some classes has these in b as well,
+so that it does not look like a stream in which they last; and with s = 0 the labels are those of
+the classifier, to the last bit. Filtering and smoothing are exact for the two hidden states
+together.
+"""
+
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeAlias, final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from driftfilter.base.checks import Checked, Fraction, Interval, Positive, register, require
+
+RUNS = "labels.runs"  # in the memory of a filter: how often a label stays [], see LabelChain.stay
+_TINY = 1e-300
+
+_Array: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
+
+
+@final
+@dataclass(frozen=True)
+class LabelChain(Checked):
+    """A filter of the labels of a stream whose neighbours may share them; see the top of this file.
+
+    ``stays``: the values that the stickiness s may have, the first of them 0; ``independent``: the
+    share of that one in ρ, those above 0 have the rest in equal parts; ``switch``: ε; ``count``:
+    predictions of equal shares that b starts from; ``window``: samples whose predictions are in b.
+
+    Samples are taken in the order of the batch. Each is predicted from all of its own batch and of
+    those before. It works on the log-probabilities of any classifier:
+
+    >>> import torch, driftfilter as df
+    >>> chain, known = df.LabelChain(), None
+    >>> alone = torch.tensor([[0.7, 0.3], [0.4, 0.6], [0.7, 0.3]]).log().repeat(20, 1)
+    >>> for batch in alone.split(6):
+    ...     together, known = chain(batch, known)
+    >>> together.shape
+    torch.Size([6, 2])
+    """
+
+    stays: tuple[float, ...] = (0.0, 0.5, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995)
+    independent: Annotated[float, Interval(0, 1, open_low=True, open_high=True)] = 0.95
+    switch: Fraction = 0.001
+    count: Positive = 10.0
+    window: Positive = 2000.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        stays = tuple(self.stays)
+        numbers = all(isinstance(s, (int, float)) and 0 <= s < 1 for s in stays)
+        fits = numbers and len(stays) > 1 and stays[0] == 0 and list(stays) == sorted(set(stays))
+        require(fits, "LabelChain.stays", self.stays, "0 and larger numbers below 1, in order")
+        object.__setattr__(self, "stays", tuple(float(s) for s in stays))
+
+    def __call__(self, log_probabilities: Tensor, known: Tensor | None) -> tuple[Tensor, Tensor]:
+        """log p(y given the stream) [n, k] from log p(y given x) [n, k], and what is known after
+        the batch.
+        """
+        k = log_probabilities.shape[1]
+        given = log_probabilities.detach().to("cpu", torch.float64)
+        probabilities = given.softmax(-1).numpy()
+        alpha, counts = self._unpack(known, k)
+        if len(probabilities) == 0:
+            return log_probabilities, self._pack(alpha, counts)
+        counts = counts * max(0.0, 1 - len(probabilities) / self.window)
+        before = counts + np.concatenate((np.zeros((1, k)), probabilities.cumsum(0)))
+        shares = before[:-1] + self.count / k
+        shares /= shares.sum(1, keepdims=True)
+        ratios = probabilities / shares
+        forward, evidence = self._filter(alpha, probabilities, ratios)
+        smoothed = self._smooth(forward, evidence, probabilities, ratios)
+        told = torch.from_numpy(np.log(np.maximum(smoothed, _TINY))).to(log_probabilities)
+        return told, self._pack(forward[-1], before[-1])
+
+    def stay(self, known: Tensor) -> Tensor:
+        """How often a label stays [], the mean of s by what is known."""
+        s, _ = self._constants()
+        return torch.as_tensor(s) @ known[:-1].sum(1)
+
+    @property
+    def _start(self) -> _Array:
+        return self._constants()[1]
+
+    def _constants(self) -> tuple[_Array, _Array]:
+        """s and ρ [j]."""
+        s = np.array(self.stays)
+        rho = np.full(len(s), (1 - self.independent) / (len(s) - 1))
+        rho[0] = self.independent
+        return s, rho
+
+    def _unpack(self, known: Tensor | None, k: int) -> tuple[_Array, _Array]:
+        """p(s, y) [j, k] and the sums of predictions [k]."""
+        if known is None:
+            rho = self._constants()[1]
+            return np.repeat(rho[:, None] / k, k, 1), np.zeros(k)
+        shape = [len(self.stays) + 1, k]
+        fits = list(known.shape) == shape
+        require(fits, "LabelChain: known", f"shape {list(known.shape)}", f"of shape {shape}")
+        values = known.to("cpu", torch.float64).numpy()
+        return values[:-1], values[-1]
+
+    def _pack(self, alpha: _Array, counts: _Array) -> Tensor:
+        return torch.from_numpy(np.concatenate((alpha, counts[None])))
+
+    def _filter(self, alpha: _Array, p: _Array, ratios: _Array) -> tuple[_Array, _Array]:
+        """p(s_t, y_t given x_1, …, x_t) [n, j, k] and p(x_t given x_1, …, x_{t-1}) [n], over what
+        it would be in a stream of independent samples.
+        """
+        s, rho = self._constants()
+        stays, leaves, drawn = s[:, None], 1 - s, self.switch * rho[:, None]
+        forward, evidence = np.empty((len(p), *alpha.shape)), np.empty(len(p))
+        for t in range(len(p)):
+            prior = (1 - self.switch) * alpha + drawn * alpha.sum(0)
+            joint = stays * prior * ratios[t]
+            joint += (leaves * prior.sum(1))[:, None] * p[t]
+            evidence[t] = joint.sum()
+            alpha = np.divide(joint, evidence[t], out=forward[t])
+        return forward, evidence
+
+    def _smooth(
+        self, forward: _Array, evidence: _Array, p: _Array, ratios: _Array
+    ) -> _Array:
+        """p(y_t given all samples) [n, k]."""
+        s, rho = self._constants()
+        stays, leaves = s[:, None], 1 - s
+        beta = np.ones(forward.shape[1:])
+        smoothed = np.empty(p.shape)
+        for t in range(len(p) - 1, -1, -1):
+            smoothed[t] = (forward[t] * beta).sum(0)
+            ahead = stays * beta * ratios[t]
+            ahead += (leaves * (beta @ p[t]))[:, None]
+            beta = ((1 - self.switch) * ahead + self.switch * (rho @ ahead)) / evidence[t]
+        return smoothed / smoothed.sum(1, keepdims=True)
+
+
+register(labels=(LabelChain,))
