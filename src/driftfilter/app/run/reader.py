@@ -53,7 +53,7 @@ class StoredFeed:
 
     def batches(self, size: int, start: int) -> Iterator[Batch]:
         """All samples but the first ``start``."""
-        _require_covered(self.name, self.count, start)
+        require_covered(self.name, self.count, start)
         pieces = (
             (first, min(first + size, self.count)) for first in range(start, self.count, size)
         )
@@ -75,7 +75,7 @@ class Lines:
     def batches(self, size: int, start: int) -> Iterator[Batch]:
         """All samples but the first ``start``."""
         lines = (line for line in self.stream if line.strip())
-        _require_covered("stdin", sum(1 for _ in islice(lines, start)), start)
+        require_covered("stdin", sum(1 for _ in islice(lines, start)), start)
         while some := list(islice(lines, size)):
             yield Batch(len(some), partial(_decode, some, self.integers))
 
@@ -83,7 +83,8 @@ class Lines:
 Feed: TypeAlias = StoredFeed | Lines
 
 
-def _require_covered(name: str, count: int, start: int) -> None:
+def require_covered(name: str, count: int, start: int) -> None:
+    """Raise unless there are as many samples as a checkpoint has seen."""
     require(
         count >= start,
         f"{name}: samples",

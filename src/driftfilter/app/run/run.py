@@ -19,10 +19,11 @@ import torch
 from numpy.typing import NDArray
 
 import driftfilter as df
-from driftfilter.app.bench.locks import claim, describe_holder
+from driftfilter.app.bench.locks import Claim, claim, describe_holder
 from driftfilter.app.run import summary
+from driftfilter.app.run.consumed import STEPS, Reads, require_same, sum_labels
 from driftfilter.app.run.predictions import Predictions, columns
-from driftfilter.app.run.prepare import PreparedRun
+from driftfilter.app.run.prepare import PreparedRun, require_free
 from driftfilter.app.run.reader import Batch, Shapes, require_shapes, shapes_of
 from driftfilter.app.run.signals import Stop
 from driftfilter.base.checks import require
@@ -88,17 +89,19 @@ def run(
     options, stop = made.options, Stop()
     options.out.mkdir(parents=True, exist_ok=True)
     with claim(options.out / STATE) as mine, ExitStack() as stack:
-        if not mine:
+        if mine is None:
             raise ValueError(
                 f"--out {options.out} is in use: {describe_holder(options.out / STATE)}"
             )
-        first, sizes = _resume(made)
-        batches = made.feed.batches(options.batch, 0 if options.stdin_continues else first.rows)
-        files = _open_files(made, first, sizes, stack)
+        require_free(options)  # another run may have been here since it was prepared
+        first, notes = _resume(made)
+        batches = made.feed.batches(options.batch, require_same(made, first.rows, notes))
+        files = _open_files(made, mine, first, notes.get("sizes", {}), stack)
         _write_config(made, command)
         summary.clear(options.out)
         with made.machine.ready(), stop.listen(), follow(first, made.feed.count) as callback:
-            last, error = _adapt(files, first, stop.each(batches), (files.steps, callback), warn)
+            own = mine.each(files.reads.each(stop.each(batches)))
+            last, error = _adapt(files, first, own, (files.steps, callback), warn)
             files.save(last)
             ending = Ending(last, files.predictions.export(), first.step, stop.signal, error)
             _summarize(files, ending)
@@ -107,15 +110,24 @@ def run(
 
 class _Files(NamedTuple):
     made: PreparedRun
+    claim: Claim
+    reads: Reads
     steps: JsonLines
     predictions: Predictions
     source: Predictions | None
 
     def save(self, tally: Tally) -> None:
         """Write a checkpoint, the logs first: it must not cover what is not on the disk."""
-        sizes = {"steps": self.steps.journal.sync(), "predictions": self.predictions.log.sync()}
-        sizes |= {} if self.source is None else {"baseline": self.source.log.sync()}
-        notes = {"settled": self.made.options.fixed(), "tally": tally._asdict(), "sizes": sizes}
+        self.claim.check()
+        logs = {"steps": self.steps.journal, "predictions": self.predictions.log}
+        logs |= {} if self.source is None else {"baseline": self.source.log}
+        notes = {
+            "settled": self.made.options.fixed(),
+            "tally": tally._asdict(),
+            "sizes": {name: log.sync() for name, log in logs.items()},
+            "sums": {name: log.sum for name, log in logs.items()},
+            "labels": sum_labels(self.made.labels, tally.rows),
+        }
         df.save(self.made.adapter, self.made.options.out / STATE, self.made.options.keep, notes)
 
 
@@ -140,11 +152,11 @@ def _summarize(files: _Files, ending: Ending) -> None:
     summary.write(out, finished, made.adapter, made.model, others)
 
 
-def _open_files(made: PreparedRun, tally: Tally, sizes: dict[str, int], stack: ExitStack) -> _Files:
+def _open_files(
+    made: PreparedRun, mine: Claim, tally: Tally, sizes: dict[str, int], stack: ExitStack
+) -> _Files:
     """The logs, cut to what the checkpoint covers."""
-    steps = stack.enter_context(
-        closing(JsonLines(made.options.out / "steps.jsonl", sizes.get("steps", 0)))
-    )
+    steps = stack.enter_context(closing(JsonLines(made.options.out / STEPS, sizes.get("steps", 0))))
 
     def open_predictions(stem: str) -> Predictions:
         found = Predictions(
@@ -161,6 +173,8 @@ def _open_files(made: PreparedRun, tally: Tally, sizes: dict[str, int], stack: E
 
     return _Files(
         made,
+        mine,
+        Reads(made.dtype),
         steps,
         open_predictions("predictions"),
         None if made.source is None else open_predictions("baseline"),
@@ -208,8 +222,8 @@ class _Latest:
         self.record = step
 
 
-def _resume(made: PreparedRun) -> tuple[Tally, dict[str, int]]:
-    """Load the checkpoint into the adapter: how far it is, and the sizes of the logs then."""
+def _resume(made: PreparedRun) -> tuple[Tally, dict[str, Any]]:
+    """Load the checkpoint into the adapter: how far it is, and all of its notes."""
     path = made.options.out / STATE
     if not made.options.resume or not path.exists():
         return Tally(), {}
@@ -223,7 +237,7 @@ def _resume(made: PreparedRun) -> tuple[Tally, dict[str, int]]:
             fixed[name],
             f"{before!r}, as it was when the run began (or give another --out)",
         )
-    return Tally(**notes["tally"]), notes["sizes"]
+    return Tally(**notes["tally"]), notes
 
 
 def _write_config(made: PreparedRun, command: str) -> None:
@@ -261,10 +275,10 @@ def _step(
     files.predictions.append(logs)
     right, judged = _count_right(made, tally, logs)
     ms = 1000 * (time.perf_counter() - begun - apart)
-    notes: dict[str, Any] = {}
+    notes: dict[str, Any] = {"inputs": files.reads.latest}
     if source is not None and files.source is not None:
         files.source.append(source)
-        notes = {"baseline_entropy": float(columns(source).entropy.mean())}
+        notes |= {"baseline_entropy": float(columns(source).entropy.mean())}
         notes |= (
             {"baseline_right": _count_right(made, tally, source)[0]}
             if tally.judged + judged
