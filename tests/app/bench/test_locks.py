@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from containers import CONTAINER, require_containers
 from driftfilter.app.bench import locks
 from driftfilter.app.bench.locks import claim, claim_path, describe_holder
 from driftfilter.storage import own_file
@@ -22,7 +23,6 @@ CLAIMS = (
     "import os, pathlib, sys, time; from driftfilter.app.bench import locks; "
     "claim = locks.claim(pathlib.Path(sys.argv[1]));"
 )
-CONTAINER = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
 
 
 @pytest.fixture
@@ -134,16 +134,6 @@ def test_a_forked_child_does_not_keep_its_parents_lock(path: Path) -> None:
             assert mine
     finally:
         os.kill(child, signal.SIGKILL)
-
-
-def require_containers() -> None:
-    """Skip where this user may not make namespaces."""
-    try:
-        tried = subprocess.run([*CONTAINER, "true"], check=False, capture_output=True, text=True)
-    except FileNotFoundError:
-        pytest.skip("there is no unshare here")
-    if tried.returncode:
-        pytest.skip(f"unshare is not permitted here: {tried.stderr.strip()}")
 
 
 def test_two_containers_do_not_share_a_claim_and_a_killed_one_frees_it_at_once(path: Path) -> None:
