@@ -95,6 +95,7 @@ def _require_covered(name: str, count: int, start: int) -> None:
 def open_feed(text: str, integers: frozenset[str] = frozenset()) -> Feed:
     """The samples at a path, or on stdin."""
     if text == "-":
+        require(sys.stdin is not None, "DATA", text, f"{EXPECTED}; stdin is closed")
         return Lines(sys.stdin.buffer, integers)
     path = Path(text)
     require(path.exists(), "DATA", text, f"{EXPECTED}; there is no such file")
