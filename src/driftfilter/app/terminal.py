@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
-from typing import IO, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TextIO, TypeAlias
 
 OFTEN = 0.5  # seconds between two looks at a task by a bar: a note may have to wait for a device
 
@@ -59,7 +59,7 @@ class Stream:
     ``error``: why something was lost.
     """
 
-    def __init__(self, stream: IO[str], error: OSError | None = None) -> None:
+    def __init__(self, stream: TextIO, error: OSError | None = None) -> None:
         self._stream, self.error = stream, error
 
     def __getattr__(self, name: str) -> Any:
@@ -102,7 +102,7 @@ def keep_streams() -> Iterator[Stream]:
             pass  # else a file of the run would be opened under the number of stdout
         os.close(number)
 
-        def open_stream(stream: IO[str] | None) -> Any:
+        def open_stream(stream: TextIO | None) -> Any:
             if stream is not None:
                 return Stream(stream)
             nowhere = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))

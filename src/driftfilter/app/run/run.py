@@ -23,7 +23,14 @@ from driftfilter.app.bench.locks import claim, describe_holder
 from driftfilter.app.run import summary
 from driftfilter.app.run.predictions import Predictions, columns
 from driftfilter.app.run.prepare import PreparedRun
-from driftfilter.app.run.reader import Batch, Shapes, require_shapes, shapes_of
+from driftfilter.app.run.reader import (
+    Batch,
+    Lines,
+    Place,
+    Shapes,
+    require_shapes,
+    shapes_of,
+)
 from driftfilter.app.run.signals import Stop
 from driftfilter.base.checks import require
 from driftfilter.base.inputs import Inputs
@@ -31,6 +38,7 @@ from driftfilter.callbacks import JsonLines
 from driftfilter.recipe import to_dict
 
 STATE = "state.safetensors"
+HELD = 60 << 20  # bytes of stdin that a checkpoint holds; safetensors has a limit of 100 MB
 
 
 class Tally(NamedTuple):
@@ -72,6 +80,7 @@ class Ending(NamedTuple):
     begun: int  # the step it began with
     signal: int | None = None
     error: str = ""
+    lost: str = ""  # samples that were read and will not be seen
 
 
 # Makes, from how far a run is when it begins and how many samples there are, a context whose
@@ -92,15 +101,17 @@ def run(
             raise ValueError(
                 f"--out {options.out} is in use: {describe_holder(options.out / STATE)}"
             )
-        first, sizes = _resume(made)
-        batches = made.feed.batches(options.batch, 0 if options.stdin_continues else first.rows)
-        files = _open_files(made, first, sizes, stack)
+        first, notes = _resume(made)
+        if isinstance(made.feed, Lines):
+            made.feed.begin(_find_place(made, first, notes, warn), stop.wait)
+        batches = made.feed.batches(options.batch, first.rows)
+        files = _open_files(made, first, notes.get("sizes", {}), stack)
         _write_config(made, command)
         summary.clear(options.out)
         with made.machine.ready(), stop.listen(), follow(first, made.feed.count) as callback:
             last, error = _adapt(files, first, stop.each(batches), (files.steps, callback), warn)
-            files.save(last)
-            ending = Ending(last, files.predictions.export(), first.step, stop.signal, error)
+            lost = files.save(last, ended=True)
+            ending = Ending(last, files.predictions.export(), first.step, stop.signal, error, lost)
             _summarize(files, ending)
             return ending
 
@@ -111,12 +122,32 @@ class _Files(NamedTuple):
     predictions: Predictions
     source: Predictions | None
 
-    def save(self, tally: Tally) -> None:
-        """Write a checkpoint, the logs first: it must not cover what is not on the disk."""
+    def save(self, tally: Tally, ended: bool = False) -> str:
+        """Write a checkpoint, the logs first: it must not cover what is not on the disk.
+
+        Returns which samples it could not hold, though stdin goes on after them.
+        """
         sizes = {"steps": self.steps.journal.sync(), "predictions": self.predictions.log.sync()}
         sizes |= {} if self.source is None else {"baseline": self.source.log.sync()}
         notes = {"settled": self.made.options.fixed(), "tally": tally._asdict(), "sizes": sizes}
+        stdin, lost = self._note_stdin(tally, ended)
+        notes |= stdin
         df.save(self.made.adapter, self.made.options.out / STATE, self.made.options.keep, notes)
+        return lost
+
+    def _note_stdin(self, tally: Tally, ended: bool) -> tuple[dict[str, Any], str]:
+        """What was read and not stepped, for the checkpoint, or why it is lost."""
+        if not isinstance(self.made.feed, Lines):
+            return {}, ""
+        place = self.made.feed.place(tally.rows, ended)
+        if len(place.rest) <= HELD:
+            return {"stdin": {**place.to_dict(), "ended": ended}}, ""
+        lost = (
+            f"{len(place.rest)} bytes of stdin were read and not stepped, and are lost: a "
+            f"checkpoint holds {HELD} (a smaller --batch reads less ahead)"
+        )
+        stdin = {**Place(place.first).to_dict(), "ended": False}
+        return {"stdin": stdin}, lost if self.made.options.stdin_continues else ""
 
 
 def _summarize(files: _Files, ending: Ending) -> None:
@@ -208,8 +239,8 @@ class _Latest:
         self.record = step
 
 
-def _resume(made: PreparedRun) -> tuple[Tally, dict[str, int]]:
-    """Load the checkpoint into the adapter: how far it is, and the sizes of the logs then."""
+def _resume(made: PreparedRun) -> tuple[Tally, dict[str, Any]]:
+    """Load the checkpoint into the adapter: how far it is, and its notes."""
     path = made.options.out / STATE
     if not made.options.resume or not path.exists():
         return Tally(), {}
@@ -223,7 +254,24 @@ def _resume(made: PreparedRun) -> tuple[Tally, dict[str, int]]:
             fixed[name],
             f"{before!r}, as it was when the run began (or give another --out)",
         )
-    return Tally(**notes["tally"]), notes["sizes"]
+    return Tally(**notes["tally"]), notes
+
+
+def _find_place(
+    made: PreparedRun, tally: Tally, notes: dict[str, Any], warn: Callable[[str], None]
+) -> Place:
+    """Where stdin is: at its beginning, or where the checkpoint left it."""
+    if not made.options.stdin_continues:
+        return Place()
+    if "stdin" not in notes:  # a checkpoint of other data, or from before there was a place
+        return Place(tally.rows)
+    place = Place.from_dict(str(made.options.out / STATE), notes["stdin"], tally.rows)
+    if not notes["stdin"].get("ended"):
+        warn(
+            "the run did not end by itself: samples that it read after the checkpoint of step "
+            f"{tally.step} may be lost"
+        )
+    return place
 
 
 def _write_config(made: PreparedRun, command: str) -> None:
