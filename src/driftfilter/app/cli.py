@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext, redirect_stdout
 
 from driftfilter.app.arguments import build_parser, parse
-from driftfilter.app.commands import COMMANDS
+from driftfilter.app.commands import COMMANDS, fail
 from driftfilter.app.terminal import Stream, keep_streams
 
 
@@ -27,9 +27,14 @@ def _run(arguments: Sequence[str], stdout: Stream) -> int:
     if command is None:
         build_parser(COMMANDS).print_help()
         return 2
-    # A user's own model may print.
-    with redirect_stdout(sys.stderr) if output.json else nullcontext():
-        status, document = command.run(options, output, arguments)
+    # A user's own model may print, and its code may end the process.
+    try:
+        with redirect_stdout(sys.stderr) if output.json else nullcontext():
+            status, document = command.run(options, output, arguments)
+    except SystemExit as error:
+        status, document = fail(
+            arguments[0], f"the code of the model raised SystemExit: {error.code}", 1
+        )
     if document is not None:
         output.document(document)
     stdout.flush()

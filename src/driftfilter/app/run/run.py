@@ -8,6 +8,7 @@ is cut off on resuming.
 import json
 import platform
 import time
+import traceback
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import replace
@@ -212,7 +213,9 @@ def _adapt(
         try:
             tally, record = _step(files, tally, batch, latest)
         except BadBatchError as bad:
-            if options.on_bad_batch == "stop":
+            # A device without memory is no fault of the batch.
+            full = isinstance(bad.__cause__, torch.OutOfMemoryError)
+            if options.on_bad_batch == "stop" or full:
                 return (
                     tally,
                     f"step {tally.step} (samples {tally.rows} to {tally.rows + batch.rows - 1}): "
@@ -331,10 +334,13 @@ def _predict(
     """Inputs of a batch, its log-probabilities [n, k], those of the model as it is if asked for,
     and the seconds that these took.
 
-    The adapter comes last, so that it is as it was if anything fails.
+    The adapter comes last, so that it is as it was if anything fails. The code of a model can fail
+    in any way, also by SystemExit; only an interrupt is none of its own.
     """
+    failed = "the samples could not be read"
     try:
-        inputs = made.form(batch.read())
+        raw, failed = batch.read(), "the model failed"
+        inputs = made.form(raw)
         require_shapes(inputs, tally.shapes)
         named = inputs if isinstance(inputs, dict) else {}
         given = () if named else (inputs,)
@@ -349,12 +355,12 @@ def _predict(
         apart = time.perf_counter() - begun
         logs = made.adapter(*given, **named).cpu().numpy().astype(made.dtype)
         return inputs, logs, source, apart
-    except torch.OutOfMemoryError:
-        raise  # nothing is wrong with the batch
-    except (ValueError, TypeError) as error:
-        raise BadBatchError(str(error)) from error
-    except (RuntimeError, IndexError) as error:
-        raise BadBatchError(f"the model failed: {str(error).partition(chr(10))[0]}") from error
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        (told, *_) = "".join(traceback.format_exception_only(error)).splitlines()
+        is_told = isinstance(error, (ValueError, TypeError)) and str(error)
+        raise BadBatchError(str(error) if is_told else f"{failed}: {told}") from error
 
 
 def _require_classes(made: PreparedRun, tally: Tally, k: int) -> None:
