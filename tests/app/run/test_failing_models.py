@@ -1,6 +1,7 @@
 """Models and readers that fail in any way: the batch is bad, what was done before it is saved."""
 
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -110,3 +111,39 @@ def test_a_picture_that_is_a_bomb(
     options = ("--out", "o", "--resume", "--on-bad-batch", "skip")
     assert run(*options, model="resnet20", data="pictures", batch=2) == 3
     assert (predictions("o")["label"] == -1).tolist() == [False, False, True, True, False, False]
+
+
+CUTTING = f"""{MODULE}
+import os
+
+class Cutting(nn.Module):
+    def forward(self, x):
+        os.truncate("cut.npy", int(os.environ["LEFT"]))
+        return x
+
+def cut():
+    return nn.Sequential(Cutting(), make())
+"""
+
+
+@pytest.mark.parametrize("order", ["C", "F"])
+@pytest.mark.parametrize("left", [0, 1000])
+def test_a_file_that_is_cut_while_it_is_read(
+    left: int,
+    order: Literal["C", "F"],
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A look at its map would kill the process, or find zeros in its last page."""
+    (folder / "cutting_network.py").write_text(CUTTING)
+    monkeypatch.setenv("LEFT", str(left))
+    np.save("cut.npy", np.asarray(samples(), order=order))
+    length = (folder / "cut.npy").stat().st_size
+    assert run("--out", "o", model="cutting_network:cut", data="cut.npy") == 1
+    assert (
+        f"step 1 (samples 10 to 19): cut.npy must be {length} bytes long, as it was at the "
+        f"beginning, got '{left} bytes'" in capsys.readouterr().err
+    )
+    assert summary("o")["tally"]["step"] == 1
+    assert "could not be read again: cut.npy must be" in summary("o")["no_examples"]

@@ -5,6 +5,7 @@ become a model's inputs.
 import base64
 import io
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -207,12 +208,47 @@ def _array(name: str, array: NDArray[Any], labels: NDArray[Any] | None = None) -
     kind = array.dtype
     fits = kind.kind in "fiub" and kind.itemsize <= 8 and array.ndim > 1 and array.size > 0
     require(fits, name, f"{kind} {list(array.shape)}", "an array of numbers [n, ...]")
+    take = (
+        _read_rows(name, array)
+        if isinstance(array, np.memmap)
+        else lambda first, last: array[first:last]
+    )
     return StoredFeed(
         name,
         len(array),
-        lambda first, last: np.array(array[first:last], kind.newbyteorder("=")),
+        lambda first, last: np.array(take(first, last), kind.newbyteorder("=")),
         None if labels is None else require_labels(f"{name}: labels", labels, len(array)),
     )
+
+
+def _read_rows(name: str, array: "np.memmap[Any, Any]") -> Callable[[int, int], NDArray[Any]]:
+    """Rows of a file: read, for a look at the map of a file that is cut kills the process.
+
+    Only an array in Fortran's order is mapped; there a moment is left after the check.
+    """
+    assert array.filename is not None
+    number = os.open(array.filename, os.O_RDONLY)  # as long as the process lives
+    length = array.offset + array.nbytes
+
+    def check() -> None:
+        size = os.fstat(number).st_size
+        whole = f"{length} bytes long, as it was at the beginning"
+        require(size >= length, name, f"{size} bytes", whole)
+
+    def take(first: int, last: int) -> NDArray[Any]:
+        check()
+        if not array.flags.c_contiguous:
+            return array[first:last]
+        found = np.empty((last - first, *array.shape[1:]), array.dtype)
+        left, place = found.reshape(-1).view(np.uint8).data, first * array[:1].nbytes
+        while left:
+            got = os.preadv(number, [left], array.offset + place)
+            if not got:
+                check()
+            left, place = left[got:], place + got
+        return found
+
+    return take
 
 
 def _folder(root: Path) -> StoredFeed:
