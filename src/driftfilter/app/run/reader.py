@@ -227,25 +227,20 @@ def _read_rows(name: str, array: "np.memmap[Any, Any]") -> Callable[[int, int], 
     Only an array in Fortran's order is mapped; there a moment is left after the check.
     """
     assert array.filename is not None
-    number = os.open(array.filename, os.O_RDONLY)  # as long as the process lives
+    # Open as long as the process lives, and so the same file whatever its name stands for later.
+    number = os.open(array.filename, os.O_RDONLY | getattr(os, "O_BINARY", 0))
     length = array.offset + array.nbytes
 
-    def check() -> None:
-        size = os.fstat(number).st_size
-        whole = f"{length} bytes long, as it was at the beginning"
-        require(size >= length, name, f"{size} bytes", whole)
-
     def take(first: int, last: int) -> NDArray[Any]:
-        check()
+        size, whole = os.fstat(number).st_size, f"{length} bytes long, as it was at the beginning"
+        require(size >= length, name, f"{size} bytes", whole)
         if not array.flags.c_contiguous:
             return array[first:last]
         found = np.empty((last - first, *array.shape[1:]), array.dtype)
-        left, place = found.reshape(-1).view(np.uint8).data, first * array[:1].nbytes
-        while left:
-            got = os.preadv(number, [left], array.offset + place)
-            if not got:
-                check()
-            left, place = left[got:], place + got
+        with open(number, "rb", closefd=False) as file:
+            file.seek(array.offset + first * array[:1].nbytes)
+            got = file.readinto(found.reshape(-1).view(np.uint8).data)
+        require(got == found.nbytes, name, f"{got} bytes from sample {first} on", whole)
         return found
 
     return take

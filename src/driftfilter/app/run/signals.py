@@ -53,7 +53,7 @@ class Stop:
             # First: a signal from here on raises, one before it is seen.
             self._waiting = True
             if self.signal is None:
-                with suppress(io.UnsupportedOperation):  # a stream in memory
+                with suppress(OSError):  # a stream in memory, or a pipe of Windows
                     select.select([stream], [], [])
             self._waiting = False
         except _NowError:
