@@ -300,6 +300,16 @@ def require_finite(field: str, values: Tensor) -> None:
         )
 
 
+def require_squarable(field: str, values: Tensor) -> None:
+    """Raise unless the numbers of a floating tensor are finite, and so are the squares of their
+    differences: with others, no distance or variance can be worked out.
+    """
+    require_finite(field, values)
+    most = values.abs().amax().item() if values.numel() else 0.0
+    bound = math.sqrt(torch.finfo(values.dtype).max) / 2
+    require(most <= bound, field, f"numbers up to {most:g}", f"of numbers up to {bound:.3g}")
+
+
 def require_positive(field: str, values: Tensor) -> None:
     """Raise unless all of a tensor is finite and > 0."""
     require_finite(field, values)

@@ -14,12 +14,17 @@ import torch
 from torch import Tensor
 
 from driftfilter.base.checks import Checked, NotNegative, PositiveCount, register
+from driftfilter.base.memory import remembered
 
 Known: TypeAlias = Mapping[str, Tensor]
 SAMPLE = "sample."  # in the memory, while an update is made of a buffer: what is known of samples
 # Names of what is known, [m] each:
 LABEL, UNCERTAINTY, AGE = "label", "uncertainty", "age"
 COUNTS = "counts"  # of samples that were called each class so far [k]
+for _name in (LABEL, AGE):
+    remembered(SAMPLE + _name, "m", whole=True)
+remembered(SAMPLE + UNCERTAINTY, "m")
+remembered(SAMPLE + COUNTS, "k", whole=True)
 
 
 @runtime_checkable

@@ -148,6 +148,7 @@ class Twin:
         self.norms: list[TwinBatchNorm] = prepare(self.module, statistics)
         # Those that blend a batch's statistics with carried ones.
         self.blending = [norm for norm in self.norms if norm.blend is not None]
+        self.width = sum(2 * norm.num_features for norm in self.blending)  # of what is carried
         # Those whose running statistics see a batch before it is normalised by them.
         self.measured = [norm for norm in self.norms if isinstance(norm.blend, RunningStatistics)]
         self._witness = Witness()
