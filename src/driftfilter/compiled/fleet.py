@@ -15,7 +15,13 @@ from torch import Tensor
 from driftfilter.base.checks import require, require_finite, unchecked
 from driftfilter.compiled.batched import step_batched
 from driftfilter.compiled.fleet_file import read, require_plain
-from driftfilter.compiled.plan import Uncovered, translate_rules, translate_transition
+from driftfilter.compiled.plan import (
+    Uncovered,
+    give_up,
+    require_working,
+    translate_rules,
+    translate_transition,
+)
 from driftfilter.compiled.scan import find_limits, is_along_x, require_head
 from driftfilter.compiled.terms import HeadArrays, MotionArrays
 from driftfilter.filtering import Filter, FilterState
@@ -237,13 +243,16 @@ class Fleet:
         rows = torch.arange(len(self)) if streams is None else self._indices(streams)
         self._require_features(features, len(rows))
         features = features.to(self._mean)
-        compiled = find_spec("numba") is not None and self._mean.device.type == "cpu"
-        beliefs, predictions = (
-            self._advance_compiled(features, rows)
-            if compiled
-            else self._advance_batched(features, rows)
-        )
-        return rows, beliefs, predictions
+        done = self._advance_compiled(features, rows) if self._is_compiled() else None
+        return rows, *(self._advance_batched(features, rows) if done is None else done)
+
+    def _is_compiled(self) -> bool:
+        """Whether streams advance in compiled code."""
+        try:
+            require_working()
+        except Uncovered:
+            return False
+        return find_spec("numba") is not None and self._mean.device.type == "cpu"
 
     def _require_features(self, features: Any, m: int) -> None:
         require(
@@ -295,12 +304,18 @@ class Fleet:
         logp, variance = (torch.stack(parts, 1) for parts in zip(*out, strict=True))
         return (mean, values, self._low[rows]), (logp, variance)
 
-    def _advance_compiled(self, features: Tensor, rows: Tensor) -> tuple[Beliefs, Predictions]:
+    def _advance_compiled(
+        self, features: Tensor, rows: Tensor
+    ) -> tuple[Beliefs, Predictions] | None:
         """All streams in compiled code, on torch's threads; a stream that refuses a step takes it
-        eagerly.
+        eagerly. None if compiled code could not be had.
         """
-        from driftfilter.compiled import fleet_kernels, logistic, logistic_lanes
-        from driftfilter.compiled.workspace import allocate
+        try:
+            from driftfilter.compiled import fleet_kernels, logistic, logistic_lanes
+            from driftfilter.compiled.workspace import allocate
+        except Exception as error:
+            give_up(error)
+            return None
 
         given = features
         if self._head.intercept:
@@ -347,7 +362,11 @@ class Fleet:
             else:
                 kernels.each_diagonal(*stream, begin, end, *beliefs, *record)
 
-        _share_out(work, m)
+        try:
+            _share_out(work, m)
+        except Exception as error:
+            give_up(error)
+            return None
         results = torch.from_numpy(out).to(mean.dtype).reshape(m, per, n, -1)
         logp, variance = results[..., :k], results[..., k : 2 * k]
         for position in np.flatnonzero(reached == 0).tolist():

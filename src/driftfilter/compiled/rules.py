@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import numba
 
+from driftfilter.compiled.cache import KernelCache
 from driftfilter.compiled.terms import (
     BOUNDED_RATIO,
     ENTROPY,
@@ -76,12 +77,9 @@ def kernel(function: Call) -> Call:
     """A kernel: compiled to machine code at the first call, and kept on disk for later processes if
     a folder can be written.
     """
-    options: Any = {"no_cfunc_wrapper": True, **_OPTIONS}
-    try:
-        made: Any = numba.njit(cache=True, **options)(function)
-    except RuntimeError:  # no folder for the cache
-        made = numba.njit(**options)(function)
-    else:
+    made: Any = numba.njit(no_cfunc_wrapper=True, **_OPTIONS)(function)
+    with contextlib.suppress(RuntimeError, OSError):  # no folder for the cache
+        made._cache = KernelCache(function)
         _forget_stale(made.stats.cache_path)
     kernel: Call = made
     return kernel
