@@ -2,7 +2,9 @@
 that is right.
 """
 
+import hashlib
 import json
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -39,7 +41,7 @@ def first(value: float) -> Change:
 
     def change(tensor: Tensor) -> Tensor:
         other = tensor.clone()
-        other.view(-1)[:1] = value
+        other.view(-1)[:1] = value if other.is_floating_point() else 77
         return other
 
     return change
@@ -61,3 +63,16 @@ CHANGES: dict[str, Change] = {
     "a dimension more": lambda tensor: tensor[None],
     "flat": lambda tensor: tensor.reshape(-1) if tensor.dim() != 1 else tensor[:, None],
 }
+
+
+def resum(header: bytes, rest: bytes) -> bytes:
+    """A sealed file of these bytes of a header, and those after it, with a checksum that is right
+    if there is still a place for it.
+    """
+    data = len(header).to_bytes(8, "little") + header + rest
+    found = re.search(rb'\\"sha256\\":\\"([0-9a-f]{64})\\"}"}', data)
+    if found is None:
+        return data
+    blank = data[: found.start(1)] + b"0" * 64 + data[found.end(1) :]
+    digest = hashlib.sha256(blank).hexdigest().encode()
+    return data[: found.start(1)] + digest + data[found.end(1) :]

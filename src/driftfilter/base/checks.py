@@ -27,7 +27,8 @@ from typing import (
 import torch
 from torch import Tensor
 
-from driftfilter.base.suggest import nearest as nearest  # where refusals are made, too
+# Both are used without torch, too.
+from driftfilter.base.suggest import nearest as nearest, require as require
 
 T = TypeVar("T")
 
@@ -38,12 +39,6 @@ class NotPositiveDefiniteError(ValueError):
 
 class NotFiniteError(ValueError):
     """NaN or infinity where numbers are needed."""
-
-
-def require(condition: bool, field: str, value: Any, allowed: str) -> None:
-    """Raise ``ValueError`` naming the field unless ``condition`` holds."""
-    if not condition:
-        raise ValueError(f"{field} must be {allowed}, got {value!r}")
 
 
 def require_number(

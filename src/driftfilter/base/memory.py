@@ -10,19 +10,20 @@ from torch import Tensor
 
 from driftfilter.base.checks import require
 
-# By name: whether the numbers are whole, and the sizes: a number, a letter that stands for one, or
-# such a term as 5k+7.
-_FORMS: dict[str, tuple[bool, tuple[str, ...]]] = {}
+# By name: whether the numbers are whole, the sizes (a number, a letter that stands for one, or such
+# a term as 5k+7), and the name that must stand beside it.
+_FORMS: dict[str, tuple[bool, tuple[str, ...], str]] = {}
 _TERM = re.compile(r"(\d*)([A-Za-z]?)(?:\+(\d+))?")
 
 
-def remembered(name: str, *sizes: str, whole: bool = False) -> str:
-    """A name in the memory, for a tensor of these sizes; ``whole``: of integers.
+def remembered(name: str, *sizes: str, whole: bool = False, beside: str = "") -> str:
+    """A name in the memory, for a tensor of these sizes; ``whole``: of integers; ``beside``: it is
+    never there without another name.
 
     d stands for the parameters. Another letter stands for any number, the same one in all names
     that begin alike ("loss.…").
     """
-    _FORMS[name] = whole, sizes
+    _FORMS[name] = whole, sizes, beside
     return name
 
 
@@ -37,7 +38,9 @@ def require_forms(memory: Mapping[str, Tensor], prefix: str, d: int) -> None:
         plain = name.removeprefix("teacher.")
         if plain not in _FORMS:
             continue
-        whole, sizes = _FORMS[plain]
+        whole, sizes, beside = _FORMS[plain]
+        alone = beside and name.removesuffix(plain) + beside not in memory
+        require(not alone, "state", f"no {prefix + beside!r}", f"complete, as it has {name!r}")
         letters = known.setdefault(plain.partition(".")[0], {"d": d})
         dtypes = (torch.int64,) if whole else (torch.float32, torch.float64)
         fits = value.dtype in dtypes and value.dim() == len(sizes)

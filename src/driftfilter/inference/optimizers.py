@@ -29,8 +29,9 @@ from driftfilter.model.weighting import Memory
 
 # In the memory:
 VELOCITY = remembered("inference.velocity", "d")  # v of SGD
-FIRST, SECOND = remembered("inference.first", "d"), remembered("inference.second", "d")  # of Adam
-COUNT = remembered("inference.count", whole=True)  # of its steps
+FIRST = remembered("inference.first", "d", beside="inference.second")  # of Adam
+SECOND = remembered("inference.second", "d", beside="inference.count")
+COUNT = remembered("inference.count", whole=True, beside="inference.first")
 OF_OPTIMIZER = (VELOCITY, FIRST, SECOND, COUNT)
 LOSS = remembered("inference.loss")  # E at the sharp point; NaN if every sample left there
 GRADIENT = remembered("inference.gradient", "d")  # of the last step, if it is kept

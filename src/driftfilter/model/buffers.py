@@ -21,9 +21,9 @@ SAMPLE = "sample."  # in the memory, while an update is made of a buffer: what i
 # Names of what is known, [m] each:
 LABEL, UNCERTAINTY, AGE = "label", "uncertainty", "age"
 COUNTS = "counts"  # of samples that were called each class so far [k]
-for _name in (LABEL, AGE):
-    remembered(SAMPLE + _name, "m", whole=True)
-remembered(SAMPLE + UNCERTAINTY, "m")
+remembered(SAMPLE + LABEL, "m", whole=True, beside=SAMPLE + AGE)
+remembered(SAMPLE + AGE, "m", whole=True, beside=SAMPLE + UNCERTAINTY)
+remembered(SAMPLE + UNCERTAINTY, "m", beside=SAMPLE + LABEL)
 remembered(SAMPLE + COUNTS, "k", whole=True)
 
 

@@ -61,8 +61,12 @@ def bessel_ratios(concentration: Tensor, dimension: int) -> tuple[Tensor, Tensor
 
 
 # In the memory of Supports:
-SUPPORTS = remembered("inference.supports", "k", "s", "D")  # features [k, capacity, D]
-ENTROPIES = remembered("inference.entropies", "k", "s")  # theirs; infinite if a place is empty
+SUPPORTS = remembered(
+    "inference.supports", "k", "s", "D", beside="inference.entropies"
+)  # features [k, capacity, D]
+ENTROPIES = remembered(
+    "inference.entropies", "k", "s", beside="inference.supports"
+)  # theirs; infinite if a place is empty
 
 Family = Literal["gaussian", "von_mises_fisher", "inner_product"]
 

@@ -69,8 +69,8 @@ def _require_memory(memory: Mapping[str, Tensor], like: FilterState) -> None:
     """
     require_forms(memory, _MEMORY, like.belief.dimension)
     for name, mine in like.memory.items():
-        if name in memory:
-            _require_like(_MEMORY + name, memory[name], mine)
+        require(name in memory, "state", f"no {_MEMORY + name!r}", "complete")
+        _require_like(_MEMORY + name, memory[name], mine)
 
 
 def read_count(name: str, tensors: Mapping[str, Tensor], low: int | None = 0) -> int:

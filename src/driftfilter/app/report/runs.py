@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from driftfilter.app.bench.tables import group
 from driftfilter.app.calibration import ReliabilityDiagram
 from driftfilter.app.downsample import downsample
-from driftfilter.app.images.files import open_arrays
+from driftfilter.app.images.arrays import open_arrays
 from driftfilter.app.report.content import (
     DRAWN,
     MEASURES,

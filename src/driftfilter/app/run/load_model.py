@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from driftfilter.app import models
-from driftfilter.app.images.files import require_bounded
+from driftfilter.app.images.arrays import require_bounded
 from driftfilter.base.checks import nearest, require
 
 EXPECTED = "the name of a shipped network, or package.module:factory"
