@@ -41,7 +41,8 @@ def first(value: float) -> Change:
 
     def change(tensor: Tensor) -> Tensor:
         other = tensor.clone()
-        other.view(-1)[:1] = value if other.is_floating_point() else 77
+        whole = int(value) if abs(value) < 2**60 else 77
+        other.view(-1)[:1] = value if other.is_floating_point() else whole
         return other
 
     return change

@@ -3,9 +3,9 @@ nothing may be half changed.
 
 Files are made and read in a child process, so that a crash of it is seen:
 
-    python tests/file_fuzzing.py KIND FIRST LAST
+    python tests/file_fuzzing.py FIRST LAST SKIP KIND...
 
-prints a line of JSON before and after each. ``fuzz`` reads these; benchmarks/fuzz.py does so at
+prints a line before and after each. ``fuzz`` reads these; benchmarks/fuzz.py does so at
 length.
 """
 
@@ -132,7 +132,12 @@ def use_adapter(mine: df.Adapter, path: Path) -> str:
         assert same(after, kept), "half changed by a step"
         return "works until numbers are too large"
     df.save(mine, path.with_name("again"))
-    df.load(mine, path.with_name("again"))
+    try:
+        df.load(mine, path.with_name("again"))
+    except df.CheckpointError as error:  # a moment of Adam out of all proportion did it
+        if "must be of numbers up to" not in str(error):
+            raise
+        return "works until numbers are too large"
     return "works"
 
 
@@ -319,52 +324,54 @@ KINDS: dict[str, Kind] = {
 # The child, and who watches it
 
 
-def work(name: str, first: int, last: int) -> None:
-    """Make and use files, and print how each ended."""
+def work(first: int, last: int, skip: int, names: list[str]) -> None:
+    """Make and use files, all but the first so many, and print how each ended."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    kind = KINDS[name]
-    originals = kind.originals()
+    originals = functools.cache(lambda name: KINDS[name].originals())
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / f"file{kind.suffix}"
-        for number in range(first, last):
-            print(json.dumps([number, "begun"]), flush=True)
-            rng = random.Random(f"{name} {number}")
-            path.write_bytes(kind.mutate(rng.choice(originals), rng))
+        for name, number in list_files(first, last, names)[skip:]:
+            kind, rng = KINDS[name], random.Random(f"{name} {number}")
+            path = Path(folder) / f"file{kind.suffix}"
+            path.write_bytes(kind.mutate(rng.choice(originals(name)), rng))
+            print("begun", flush=True)
             signal.alarm(SECONDS)
             try:
                 ended = kind.use(path)
             except BaseException as error:  # whatever it is, the others go on
                 ended = f"FAILED {type(error).__name__}: {error}"[:300]
             signal.alarm(0)
-            print(json.dumps([number, ended]), flush=True)
+            print(json.dumps(ended), flush=True)
 
 
-def fuzz(name: str, first: int, last: int) -> tuple[Counter[str], dict[str, str]]:
-    """How files of a kind ended, and those that should not have ended so, by their numbers."""
+def list_files(first: int, last: int, names: list[str]) -> list[tuple[str, int]]:
+    return [(name, number) for name in names for number in range(first, last)]
+
+
+def fuzz(first: int, last: int, names: list[str]) -> tuple[Counter[str], dict[str, str]]:
+    """How files ended, counted by kind; and those that should not have ended so."""
     counts, failures = Counter[str](), dict[str, str]()
     source = str(Path(df.__file__).parents[1])
     environment = {**os.environ, "PYTHONPATH": source, "OMP_NUM_THREADS": "1"}
-    while first < last:
-        command = [sys.executable, __file__, name, str(first), str(last)]
+    files, done = list_files(first, last, names), 0
+    while done < len(files):
+        command = [sys.executable, __file__, *map(str, (first, last, done)), *names]
         child = subprocess.run(command, env=environment, capture_output=True, check=False)
-        begun = None
-        for line in child.stdout.splitlines():
-            number, ended = json.loads(line)
-            begun, first = (number, first) if ended == "begun" else (None, number + 1)
-            if ended.startswith("FAILED"):
-                failures[f"{name} {number}"] = ended
-            counts["files"] += ended != "begun"
-            counts[ended.partition(" ")[0] if "FAILED" in ended else ended] += ended != "begun"
-        if child.returncode and begun is None:
+        lines = child.stdout.decode().splitlines()
+        died = lines[-1:] == ["begun"]
+        if child.returncode and not died:
             raise RuntimeError(child.stderr.decode()[-2000:])
-        if begun is not None:  # it died at that file
-            failures[f"{name} {begun}"] = f"the process ended with status {child.returncode}"
-            counts["files"] += 1
-            first = begun + 1
+        ends = [json.loads(line) for line in lines if line != "begun"]
+        if died:
+            ends.append(f"FAILED: the process ended with status {child.returncode}")
+        for (name, number), ended in zip(files[done : done + len(ends)], ends, strict=True):
+            counts[f"{name}: {ended.partition(' ')[0] if 'FAILED' in ended else ended}"] += 1
+            if "FAILED" in ended:
+                failures[f"{name} {number}"] = ended
+        done += len(ends)
     return counts, failures
 
 
 if __name__ == "__main__":
-    work(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    work(*map(int, sys.argv[1:4]), sys.argv[4:])

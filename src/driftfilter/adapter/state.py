@@ -196,6 +196,7 @@ def _require_known(known: Mapping[str, Tensor], samples: int, classes: int | Non
     for name in (LABEL, AGE, UNCERTAINTY):
         count = len(known[name]) if name in known else samples
         require(count == samples, f"state {_BUFFER + name!r}", count, f"of {samples} samples")
+        require_finite(f"state {_BUFFER + name!r}", known.get(name, torch.empty(0)))
     labels = known.get(LABEL, torch.empty(0))
     fits = all(0 <= label < (classes or label + 1) for label in labels.tolist())
     require(fits, f"state {_BUFFER + LABEL!r}", labels, f"of classes 0 … {classes}, without that")

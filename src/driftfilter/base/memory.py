@@ -44,8 +44,10 @@ def require_forms(memory: Mapping[str, Tensor], prefix: str, d: int) -> None:
         letters = known.setdefault(plain.partition(".")[0], {"d": d})
         dtypes = (torch.int64,) if whole else (torch.float32, torch.float64)
         fits = value.dtype in dtypes and value.dim() == len(sizes)
+        fits = fits and not (whole and bool((value < 0).any()))
         fits = fits and all(_fits(*pair, letters) for pair in zip(sizes, value.shape, strict=True))
-        allowed = f"{' or '.join(map(str, dtypes))} [{', '.join(sizes)}], {letters}"
+        least = " >= 0" if whole else ""
+        allowed = f"{' or '.join(map(str, dtypes))} [{', '.join(sizes)}]{least}, {letters}"
         require(fits, f"state {prefix + name!r}", found, allowed)
 
 

@@ -3,6 +3,7 @@ checkpoint.
 """
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Self, final
@@ -10,7 +11,7 @@ from typing import Any, Self, final
 import torch
 from torch import Tensor
 
-from driftfilter.base.checks import require, require_finite
+from driftfilter.base.checks import require, require_squarable
 from driftfilter.base.tensors import as_tensor, as_text, map_tensors
 from driftfilter.filtering import FilterState
 from driftfilter.monitor.drift_tests import Signals as Signals  # beside events, for who reads both
@@ -166,7 +167,6 @@ class MonitorState:
 
 def _read_plain(told: Tensor) -> dict[str, Any]:
     """What is told in JSON; refused unless every field is of its type."""
-    require(told.dtype == torch.uint8, f"state '{MONITOR}told'", told.dtype, "a text in bytes")
     plain = parse_object(as_text(told))
     for name, value in plain.items():
         kind = _TOLD.get(name)
@@ -194,16 +194,23 @@ def _require_fit(found: Mapping[str, Tensor]) -> None:
     """
     summaries = {name: tensor for name, tensor in found.items() if name not in _LABELS}
     for name, tensor in summaries.items():
-        require_finite(f"state {MONITOR + name!r}", tensor)
+        if tensor.is_floating_point():
+            require_squarable(f"state {MONITOR + name!r}", tensor)
+            least = tensor.amin().item() if tensor.numel() else 0.0
+            require(least > -1e-6, f"state {MONITOR + name!r}", least, "sums of numbers >= 0")
     lengths = {tuple(tensor.shape) for tensor in summaries.values()}
     real = all(tensor.dtype in (torch.float32, torch.float64) for tensor in summaries.values())
     require(
         len(lengths) <= 1 and all(len(shape) == 1 and shape[0] > 3 for shape in lengths) and real,
         f"state '{MONITOR}…'",
         f"shapes {sorted(map(list, lengths))}",
-        "summaries [k + 3] of real numbers and of one length",
+        "summaries of one length [k + 3], of real numbers",
     )
     classes = lengths.pop()[0] - 3 if lengths else 0
+    for name, tensor in summaries.items():  # no mean entropy is above ln k
+        samples, total = tensor[-3].item(), tensor[-2].item()
+        most = 1.001 * samples * math.log(max(classes, 2)) + 1e-6
+        require(total <= most, f"state {MONITOR + name!r}", f"Σ H = {total:g}", f"<= {most:g}")
     for name in _LABELS:
         pairs = found.get(name)
         require(
@@ -212,7 +219,7 @@ def _require_fit(found: Mapping[str, Tensor]) -> None:
                 pairs.dim() == 2
                 and len(pairs) == 2
                 and pairs.dtype == torch.int64
-                and bool(((pairs >= 0) & (pairs < classes)).all())
+                and bool(((pairs >= 0) & (pairs < (classes or math.inf))).all())
             ),
             f"state '{MONITOR}{name}'",
             "" if pairs is None else f"{list(pairs.shape)}",
