@@ -374,4 +374,4 @@ def fuzz(first: int, last: int, names: list[str]) -> tuple[Counter[str], dict[st
 
 
 if __name__ == "__main__":
-    work(*map(int, sys.argv[1:4]), sys.argv[4:])
+    work(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:])

@@ -4,6 +4,7 @@ import copy
 import io
 import json
 import random
+import re
 import warnings
 import zipfile
 from collections.abc import Iterable, Mapping
@@ -206,6 +207,12 @@ def mutate_text(data: bytes, rng: Rng) -> bytes:
     if rng.random() < 0.4:
         return mutate_bytes(data, rng)
     words = data.decode().split(" ")
+    numbers = [place for place, word in enumerate(words) if re.fullmatch(r"-?\d[\d.e-]*,?", word)]
+    if numbers and rng.random() < 0.5:  # another number, perhaps one that is allowed
+        place = rng.choice(numbers)
+        comma = "," if words[place].endswith(",") else ""
+        words[place] = rng.choice(["0", "0.0", "0.5", "1", "2", "7.5", "-0.5", "1e300"]) + comma
+        return " ".join(words).encode()
     place = rng.randrange(len(words))
     deep = rng.choice([30, 5000])
     nested = ["[" * deep + "]" * deep, "{ a = " * deep + "1" + " }" * deep, ".".join("a" * deep)]

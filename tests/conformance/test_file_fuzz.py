@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -48,16 +49,18 @@ def test_crafted_fleets_are_refused(tmp_path: Path) -> None:
         for name in names:
             crafted = [(what, make(tensors[name])) for what, make in changes.items()]
             whole = not tensors[name].is_floating_point()
-            right = ("NaN", "infinite", "3e38") if whole else ()
+            right: tuple[str, ...] = ("NaN", "infinite", "3e38") if whole else ()
             right += ("negative",) if name in ("mean", "low", "seed") else ()
             right += ("3e38",) if name == "low" else ()  # bounds too high are brought down
             kept = [(what, value) for what, value in crafted if what not in right]
             for value in (*(value for _, value in kept), None):
                 (tmp_path / f"{number}-{name}-{full}").write_bytes(reseal(data, {name: value}))
                 number += 1
+        streams: Any
         for streams in (None, "abcde", [*"abcd"], [*"abcdd"], [1.5, *"bcde"], [True, *"bcde"], {}):
             (tmp_path / f"{number}-{full}").write_bytes(reseal(data, streams=streams))
             number += 1
+        filt: Any
         for filt in (None, "", [], "Filter()"):
             (tmp_path / f"{number}-{full}").write_bytes(reseal(data, fleet=filt))
             number += 1

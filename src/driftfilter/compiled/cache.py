@@ -40,7 +40,7 @@ class _Hashed:
         return self._file.write(data)
 
 
-class _Files(IndexDataCacheFile):  # type: ignore[misc]  # numba has no types
+class _Files(IndexDataCacheFile):
     """Numba's files, each with its SHA-256 as the last bytes, which unpickling leaves alone."""
 
     @contextmanager
@@ -51,13 +51,15 @@ class _Files(IndexDataCacheFile):  # type: ignore[misc]  # numba has no types
             file.write(hashed.hash.digest())
 
     def _load_index(self) -> Any:
-        return super()._load_index() if _is_whole(Path(self._index_path)) else {}
+        own: Any = super()  # numba has no types
+        return own._load_index() if _is_whole(Path(self._index_path)) else {}
 
     def _load_data(self, name: str) -> Any:
-        path = Path(self._data_path(name))
+        own: Any = super()
+        path = Path(own._data_path(name))
         if not _is_whole(path):
             raise OSError(f"{path} is damaged")  # as if it were not there
-        return super()._load_data(name)
+        return own._load_data(name)
 
 
 def _is_whole(path: Path) -> bool:
@@ -71,26 +73,30 @@ def _is_whole(path: Path) -> bool:
     return whole
 
 
-class KernelCache(FunctionCache):  # type: ignore[misc]  # numba has no types
+class KernelCache(FunctionCache):
     """Numba's cache of a function, which never fails: what it cannot read is compiled, and what it
     cannot write is left out.
     """
 
     def __init__(self, function: Any) -> None:
-        super().__init__(function)
-        mine = self._cache_file
-        stem = self._impl.filename_base
-        self._cache_file = _Files(self._cache_path, stem, mine._source_stamp)
+        own: Any = super()
+        own.__init__(function)
+        files: Any = _Files
+        self._cache_file = files(
+            self._cache_path, self._impl.filename_base, self._cache_file._source_stamp
+        )
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
+        own: Any = super()
         try:
-            return super().load_overload(sig, target_context)
+            return own.load_overload(sig, target_context)
         except Exception as error:  # of whatever kind: it can be compiled
             _tell(f"read from the cache: {type(error).__name__}: {error}")
             return None
 
     def save_overload(self, sig: Any, data: Any) -> None:
+        own: Any = super()
         try:
-            super().save_overload(sig, data)
+            own.save_overload(sig, data)
         except Exception as error:  # of whatever kind: it has been compiled
             _tell(f"written to the cache: {type(error).__name__}: {error}")

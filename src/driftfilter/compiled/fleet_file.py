@@ -62,7 +62,8 @@ def _find_least(values: Tensor) -> Tensor:
     if values.dim() == 2:
         return values.new_zeros(len(values), dtype=torch.float64)
     spectrum = torch.linalg.eigvalsh(values.double())
-    least, most = spectrum[:, 0], spectrum[:, -1]
+    least: Tensor = spectrum[:, 0]
+    most = spectrum[:, -1]
     rounding = 8 * values.shape[-1] * torch.finfo(values.dtype).eps * most
     asymmetry = (values - values.mT).abs().flatten(1).amax(-1)
     require(bool((asymmetry <= rounding).all()), field, "asymmetric ones", "covariances")

@@ -77,7 +77,8 @@ def kernel(function: Call) -> Call:
     """A kernel: compiled to machine code at the first call, and kept on disk for later processes if
     a folder can be written.
     """
-    made: Any = numba.njit(no_cfunc_wrapper=True, **_OPTIONS)(function)
+    options: Any = {"no_cfunc_wrapper": True, **_OPTIONS}
+    made: Any = numba.njit(**options)(function)
     with contextlib.suppress(RuntimeError, OSError):  # no folder for the cache
         made._cache = KernelCache(function)
         _forget_stale(made.stats.cache_path)

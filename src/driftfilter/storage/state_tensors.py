@@ -132,9 +132,9 @@ def _built(name: str, value: Any, tensors: Mapping[str, Tensor], grows: bool = F
     if isinstance(value, (bool, int, float)):
         found = _one(name, tensors)
         _require_like(name, found, torch.tensor(value))
-        low, high = 0, tensors["belief.mean"].numel()  # a number of directions
-        whole = type(value) is int
-        require(not whole or low <= found <= high, f"state {name!r}", found, f"{low} … {high}")
+        most = tensors["belief.mean"].numel()  # a whole number is one of directions
+        fits = type(value) is not int or 0 <= found.item() <= most
+        require(fits, f"state {name!r}", found.item(), f"from 0 to {most}")
         return type(value)(found.item())
     if isinstance(value, tuple):
         return tuple(
