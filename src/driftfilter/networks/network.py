@@ -220,9 +220,9 @@ class Network(PredictiveModel):
         """The model with these statistics [2 · channels], trust in the next batch and its
         novelty.
         """
-        width = self._own().width
-        if statistics.shape != (width,) and not isinstance(self.statistics, NormRule):
-            require(False, f"state 'memory.{STATISTICS}'", list(statistics.shape), f"[{width}]")
+        width, count = self._own().width, statistics.numel()
+        if count != width:
+            require(False, "carried statistics", f"{count} values", f"{width} values")
         other = copy.copy(self)
         other._carried, other._trust, other._novelty = statistics, trust, novelty
         return other

@@ -225,10 +225,6 @@ class Twin:
         """
         norms = self.blending
         sizes = [norm.num_features for norm in norms for _ in range(2)]
-        if statistics is not None and len(statistics) != sum(sizes):
-            require(
-                False, "carried statistics", f"{len(statistics)} values", f"{sum(sizes)} values"
-            )
         pieces: Any = iter(() if statistics is None else statistics.split(sizes))
         for norm in norms:
             assert norm.running_mean is not None
