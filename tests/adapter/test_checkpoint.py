@@ -1,7 +1,6 @@
 """Checkpoints in files: what is written is read back bit for bit, and nothing else is."""
 
 import errno
-import json
 import os
 import random
 import resource
@@ -14,15 +13,15 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import load, load_file, save_file
 from torch import Tensor, nn
 
+import crafting
 import driftfilter as df
 from driftfilter.adapter.checkpoint import _complete, fingerprint, plain
 from driftfilter.base.tensors import as_text
 from driftfilter.storage.atomic import atomic_file
-from driftfilter.storage.sealed import FORMAT, seal
+from driftfilter.storage.sealed import FORMAT
 from small import assert_same, feed, normal, tabular
 
 
@@ -37,16 +36,12 @@ def adapter(preset: str = "tent", batches: int = 0, **options: Any) -> df.Adapte
 
 
 def header_of(path: Path) -> dict[str, Any]:
-    with safe_open(path, "pt") as file:
-        header: dict[str, Any] = json.loads(file.metadata()["driftfilter"])
-    return header
+    return crafting.header_of(path.read_bytes())
 
 
 def rewritten(path: Path, tensors: dict[str, Tensor] | None = None, **changes: Any) -> None:
     """The same file with another header or other tensors, and a checksum that is right."""
-    header = {name: value for name, value in header_of(path).items() if name != "sha256"}
-    data = b"".join(seal({**header, **changes}, {**load(path.read_bytes()), **(tensors or {})}))
-    path.write_bytes(data)
+    path.write_bytes(crafting.reseal(path.read_bytes(), tensors, **changes))
 
 
 @pytest.mark.parametrize("preset", ["tent", "opgd_diag"])

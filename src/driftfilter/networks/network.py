@@ -39,6 +39,7 @@ from driftfilter.base.inputs import (
     require_logits,
     sample,
 )
+from driftfilter.base.memory import remembered
 from driftfilter.base.sharding import gather_samples, total_samples
 from driftfilter.model.predictive import PredictiveModel, Pullback
 from driftfilter.networks.autocast import as_called, cast, dtype_of, forward_mode
@@ -69,12 +70,12 @@ from driftfilter.networks.shared_copy import (
 Memory: TypeAlias = Mapping[str, Tensor]
 _TOGETHER = 4  # tangents that share a forward pass; more of them take as long and more memory
 # In the memory: means, then variances, of every batch norm [2 · channels].
-STATISTICS = "network.statistics"
+STATISTICS = remembered("network.statistics", "c")
 # In the memory, if Ema asks for it: D of the last batch observed [].
-DIVERSITY = "network.diversity"
+DIVERSITY = remembered("network.diversity")
 # In the memory, if Ema asks for it: sums of n S and n over the batches probed, which fade over
 # _WINDOW samples, and the batches since the last one probed, -1 if no layer can tell [3].
-SHIFT = "network.shift"
+SHIFT = remembered("network.shift", "3")
 _WINDOW = 32
 _EVERY = 4  # batches of which one is probed
 
@@ -219,6 +220,9 @@ class Network(PredictiveModel):
         """The model with these statistics [2 · channels], trust in the next batch and its
         novelty.
         """
+        width, count = self._own().width, statistics.numel()
+        if count != width:
+            require(False, "carried statistics", f"{count} values", f"{width} values")
         other = copy.copy(self)
         other._carried, other._trust, other._novelty = statistics, trust, novelty
         return other

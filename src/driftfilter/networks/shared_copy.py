@@ -148,6 +148,7 @@ class Twin:
         self.norms: list[TwinBatchNorm] = prepare(self.module, statistics)
         # Those that blend a batch's statistics with carried ones.
         self.blending = [norm for norm in self.norms if norm.blend is not None]
+        self.width = sum(2 * norm.num_features for norm in self.blending)  # of what is carried
         # Those whose running statistics see a batch before it is normalised by them.
         self.measured = [norm for norm in self.norms if isinstance(norm.blend, RunningStatistics)]
         self._witness = Witness()
@@ -224,10 +225,6 @@ class Twin:
         """
         norms = self.blending
         sizes = [norm.num_features for norm in norms for _ in range(2)]
-        if statistics is not None and len(statistics) != sum(sizes):
-            require(
-                False, "carried statistics", f"{len(statistics)} values", f"{sum(sizes)} values"
-            )
         pieces: Any = iter(() if statistics is None else statistics.split(sizes))
         for norm in norms:
             assert norm.running_mean is not None

@@ -18,10 +18,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from driftfilter.app.images.arrays import open_array, open_arrays
 from driftfilter.app.images.files import (
     Integers,
-    open_array,
-    open_arrays,
     picture,
     pictures,
     require_labels,

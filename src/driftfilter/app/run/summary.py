@@ -31,7 +31,7 @@ def open_classes(path: Path) -> tuple[str, ...]:
     """The names of the classes, one a line."""
     require(path.is_file(), "--classes", str(path), "a text file that is there")
     try:
-        names = tuple(line.strip() for line in path.read_text(encoding="utf-8").splitlines())
+        names = tuple(line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines())
     except UnicodeDecodeError as error:
         raise ValueError(f"--classes {path} must be a text file in UTF-8, got {error}") from error
     require(
