@@ -69,7 +69,7 @@ def _read_member(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> NDArray[A
     with archive.open(member) as file:
         _require_size(member.filename, file, member.file_size)
     with archive.open(member) as file:
-        return npy.read_array(file, allow_pickle=False)
+        return npy.read_array(file)  # no pickles: its default
 
 
 def require_bounded(path: Path) -> None:
