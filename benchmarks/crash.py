@@ -2,12 +2,14 @@
 
     python benchmarks/crash.py [--model small|resnet20] [--kills 200] [--flips 2000] \
         [--truncations 200] [--json FILE]
+    python benchmarks/crash.py --containers 20 [--steps 40]
 
 Runs with a checkpoint at every step are killed (SIGKILL) at random moments and resumed, over and
 over; after every kill the newest checkpoint must load, and every run that reaches its end must have
 predicted, bit for bit, what an unbroken one did. A kill "in a save" left the file being written
 behind, one "in a step" did not. Children are forked from this process, which has imported torch but
-never used it, so that a run costs no start.
+never used it, so that a run costs no start. ``--containers`` measures something else, and only
+that: two containers' worth of namespaces in one folder (benchmarks/two_containers.py).
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ import numpy as np
 import torch
 
 import driftfilter as df
+import two_containers
 from driftfilter.app import cli
 from driftfilter.app.run.options import RunOptions
 from driftfilter.app.run.prepare import PreparedRun, prepare
@@ -258,6 +261,32 @@ def disk(folder: Path, model: str, steps: int) -> dict[str, str]:
     return found
 
 
+def shared_folder(folder: Path, model: str, count: int, steps: int, rng: random.Random) -> int:
+    """Containers in one folder: one at a time, each run whole and equal to an unbroken one."""
+    if reason := two_containers.permitted():
+        print(f"not measured: {reason}")
+        return 0
+
+    def own(out: str) -> list[str]:
+        return command(folder, model, out, steps)
+
+    if ended(forked(lambda: cli.main(own("unbroken")), folder / "log.txt")) != 0:
+        sys.exit(f"the unbroken run failed:\n{(folder / 'log.txt').read_text()}")
+    wrong = 0
+    for name, found in (
+        ("one mount", two_containers.one_mount(folder, own, count, steps, rng)),
+        ("a mount each", two_containers.a_mount_each(folder, own, max(count // 7, 1), steps, rng)),
+    ):
+        outs = found.pop("outs", [])
+        whole = [out for out in outs if (out / "predictions.npz").exists()]
+        found["never ended"] = len(outs) - len(whole)
+        found["differ"] = sum(not same(out, folder / "unbroken") for out in whole)
+        wrong += found["differ"] + found["never ended"] + found.get("ended wrong", 0)
+        print(name, *(f"  {key:<28} {value}" for key, value in found.items()), sep="\n")
+    print("WRONG" if wrong else "all as they should be")
+    return 1 if wrong else 0
+
+
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -268,6 +297,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--truncations", type=int, default=200)
     parser.add_argument("--steps", type=int, default=40, help="of the unbroken run")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--containers", type=int, default=0, help="trials with two in one folder")
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
 
@@ -280,6 +310,9 @@ def main() -> int:
         folder = Path(text)
         sys.path.insert(0, text)
         furnish(folder, arguments.model, arguments.steps)
+        if arguments.containers:
+            own = (arguments.model, arguments.containers, arguments.steps, rng)
+            return shared_folder(folder, *own)
         result: dict[str, Any] = {
             "kills": kills(folder, arguments.model, arguments.kills, arguments.steps, rng)
         }

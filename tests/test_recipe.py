@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import driftfilter as df
-from driftfilter.recipe import VARIANTS, from_dict, to_dict
+from driftfilter.recipe import VARIANTS, change, from_dict, to_dict
 from small import refuses
 
 
@@ -67,6 +67,28 @@ def test_hand_written_toml() -> None:
     bias = df.Transition(df.RandomWalk(), df.Isotropic(0.01))
     weights = df.Transition(df.PrecisionReversion(0.001), df.Stationary())
     assert df.from_toml(text) == df.Transition(df.BlockDynamics((1, 2), (bias, weights)))
+
+
+def test_a_mark_of_utf8_is_passed_over() -> None:
+    text = df.to_toml(df.Recipe())
+    assert df.from_toml("\ufeff" + text) == df.from_toml(text) == df.Recipe()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a = " + "[" * 5000 + "]" * 5000,
+        "a = " + "{ a = " * 5000 + "1" + " }" * 5000,
+        ".".join("a" * 5000) + " = 1",
+        'kind = "Recipe"\nupkeep = ' + "[" * 900 + "]" * 900,
+    ],
+    ids=["lists", "tables", "dots", "within a recipe"],
+)
+def test_toml_that_is_too_deep(text: str) -> None:
+    with pytest.raises(ValueError, match="must be"):
+        df.from_toml(text)
+    with pytest.raises(ValueError, match="must be"):
+        change(df.Recipe(), "observation.weighting.beta", "[" * 5000 + "]" * 5000)
 
 
 def test_fields_left_out_keep_their_defaults() -> None:

@@ -380,6 +380,11 @@ class Filter(Checked):
         _, transition, model = bound
         return transition.over(dt), model.recall(state.memory) if state.memory else model
 
+    def require_recalled(self, state: FilterState) -> None:
+        """Raise if the model or the loss cannot go on from what a state remembers."""
+        self._bind(state)
+        self.observation.remember(state.memory)
+
     def _why_uninformative(self, energy: Energy) -> str:
         """Why a batch can say nothing about the parameters; empty if it can.
 

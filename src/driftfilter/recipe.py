@@ -227,7 +227,7 @@ def change(variant: Any, path: str, text: str) -> Any:
     Constant(beta=3.0)
     """
     try:
-        value = tomllib.loads(f"value = {text}")["value"]
+        value = _read_toml(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         value = text
     data = to_dict(variant)
@@ -285,5 +285,15 @@ def _toml(value: Any) -> str:
 
 
 def from_toml(text: str) -> Any:
-    """The variant that a TOML document describes."""
-    return from_dict(tomllib.loads(text))
+    """The variant that a TOML document describes; a mark of UTF-8 may stand before it."""
+    try:
+        return from_dict(_read_toml(text.removeprefix("\ufeff")))
+    except RecursionError:
+        raise ValueError("TOML must be of parts inside parts some levels deep, got more") from None
+
+
+def _read_toml(text: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text)
+    except RecursionError:
+        raise ValueError("TOML must be of parts inside parts some levels deep, got more") from None

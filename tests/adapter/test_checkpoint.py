@@ -1,7 +1,6 @@
 """Checkpoints in files: what is written is read back bit for bit, and nothing else is."""
 
 import errno
-import json
 import os
 import random
 import resource
@@ -14,14 +13,15 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import load, load_file, save_file
 from torch import Tensor, nn
 
+import crafting
 import driftfilter as df
 from driftfilter.adapter.checkpoint import _complete, fingerprint, plain
 from driftfilter.base.tensors import as_text
-from driftfilter.storage.sealed import FORMAT, seal
+from driftfilter.storage.atomic import atomic_file
+from driftfilter.storage.sealed import FORMAT
 from small import assert_same, feed, normal, tabular
 
 
@@ -36,16 +36,12 @@ def adapter(preset: str = "tent", batches: int = 0, **options: Any) -> df.Adapte
 
 
 def header_of(path: Path) -> dict[str, Any]:
-    with safe_open(path, "pt") as file:
-        header: dict[str, Any] = json.loads(file.metadata()["driftfilter"])
-    return header
+    return crafting.header_of(path.read_bytes())
 
 
 def rewritten(path: Path, tensors: dict[str, Tensor] | None = None, **changes: Any) -> None:
     """The same file with another header or other tensors, and a checksum that is right."""
-    header = {name: value for name, value in header_of(path).items() if name != "sha256"}
-    data = b"".join(seal({**header, **changes}, {**load(path.read_bytes()), **(tensors or {})}))
-    path.write_bytes(data)
+    path.write_bytes(crafting.reseal(path.read_bytes(), tensors, **changes))
 
 
 @pytest.mark.parametrize("preset", ["tent", "opgd_diag"])
@@ -421,28 +417,29 @@ def killed_save(
 
 
 def test_parts_of_killed_processes_are_swept(tmp_path: Path) -> None:
-    gone = subprocess.run(
-        [sys.executable, "-c", "import os; print(os.getpid())"],
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    mine, living, names = os.getpid(), os.getppid(), [".a.{}-new.part", ".a.{}-old.part"]
-    stale = [tmp_path / name.format(pid) for name in names for pid in (mine, int(gone.stdout))]
-    kept = [
-        tmp_path / name
-        for name in (
-            f".a.{living}-new.part",
-            ".a.part",
-            ".b.1-new.part",
-            ".a.x-new.part",
-            "a.1-new.part",
-        )
-    ]
-    for path in (*stale, *kept):
-        path.write_text("half")
+    """Whatever processes have their numbers now; a part that is being written is locked."""
+    token = "0123456789abcdef"
+    stale = [f".a.{os.getppid()}-new.part", ".a.1-old.part", f".a.{token}.part"]
+    kept = [".a.part", f".b.{token}.part", ".a.x-new.part", f"a.{token}.part", f".a.{token}x.part"]
+    for name in (*stale, *kept):
+        (tmp_path / name).write_text("half")
+    with atomic_file(tmp_path / "a") as file:
+        (written,) = {path.name for path in tmp_path.iterdir()} - set(kept)
+        save = "import sys, pathlib; from driftfilter.storage.atomic import write_atomic;"
+        code = f"{save} write_atomic(pathlib.Path(sys.argv[1]), 'theirs')"
+        subprocess.run([sys.executable, "-c", code, str(tmp_path / "a")], check=True)
+        assert (tmp_path / written).exists()
+        file.write(b"ours")
+    assert (tmp_path / "a").read_text() == "ours"
+    assert {path.name for path in tmp_path.iterdir()} == {*kept, "a"}
+
+
+def test_a_link_is_replaced_and_not_written_through(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("precious")
+    (tmp_path / "a").symlink_to(tmp_path / "precious")
     df.save(adapter(), tmp_path / "a")
-    assert {path for path in tmp_path.iterdir() if path.name != "a"} == set(kept)
+    assert (tmp_path / "precious").read_text() == "precious"
+    df.load(adapter(), tmp_path / "a")
 
 
 # The fingerprint

@@ -13,6 +13,7 @@ import pytest
 
 from driftfilter import __version__
 from driftfilter.app.bench import task
+from driftfilter.app.bench.locks import claim
 from driftfilter.app.bench.options import QUICK_PRESETS
 from driftfilter.app.cli import main
 
@@ -167,21 +168,20 @@ def test_two_processes_share_a_folder(
     assert (tmp_path / "stream-continual-rounds=2_resnet20.png").exists()
 
 
-def test_a_claim_of_another_host_is_named_and_no_table_is_lost(
+def test_a_claim_of_another_process_is_named_and_no_table_is_lost(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     command = [*SMALL, "--presets", "bn", "--out", str(tmp_path)]
     assert main(command) == 0
     (done,) = tmp_path.glob("*.json")
-    done.rename(done.with_suffix(".claim"))
-    done.with_suffix(".claim").write_text(json.dumps({"host": "far", "pid": 17}))
+    done.rename(done.with_suffix(".kept"))
     before = (tmp_path / "table.md").read_text()
     capsys.readouterr()
-    assert main(command) == 1
+    with claim(done):
+        assert main(command) == 1
     shown = capsys.readouterr()
     assert (
-        "claimed by process 17 on host far; if it runs no more, remove "
-        f"{done.with_suffix('.claim')}" in shown.err
+        f"claimed by process {os.getpid()} on host {socket.gethostname()}; it is free" in shown.err
     )
     assert shown.out == ""
     assert (tmp_path / "table.md").read_text() == before

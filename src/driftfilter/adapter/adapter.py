@@ -611,7 +611,10 @@ class Adapter(nn.Module):
         if found or self._now.found:
             bound = self._options(self._model[0], found, None)
         assert bound is not None
-        return AdapterState.from_tensors(own, bound, watched=self.monitor is not None)
+        now = AdapterState.from_tensors(own, bound, watched=self.monitor is not None)
+        if isinstance(now.recent, Tensor) and self._ranks is None:  # the model must take them
+            bound.filter.predict(now.current, now.recent[:1].to(now.current.belief.mean.device))
+        return now
 
     def __getstate__(self) -> dict[str, Any]:
         kept = {name: value for name, value in self.__dict__.items() if name != "_lock"}

@@ -17,19 +17,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 
 from driftfilter import __version__
-from driftfilter.base.checks import require_count
+from driftfilter.base.checks import require, require_count
 from driftfilter.recipe import from_dict, to_dict
 from driftfilter.storage.atomic import atomic_file, earlier
 
 if TYPE_CHECKING:
     from driftfilter.adapter.adapter import Adapter
-from driftfilter.storage.sealed import FORMAT, CheckpointError, seal, unseal
+from driftfilter.storage.sealed import FAILURES, FORMAT, CheckpointError, seal, unseal
 
-_FAILURES = (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError)
+# Fields of a header that an adapter reads, and what they are.
+_HEADER: dict[str, tuple[type, ...]] = {
+    "recipe": (dict, str),
+    "adapter": (dict,),
+    "model": (dict,),
+    "notes": (dict,),
+}
 
 
 class Fingerprint(NamedTuple):
@@ -82,8 +87,11 @@ def load(adapter: Adapter, path: str | Path, strict: bool = True) -> dict[str, A
     try:
         header, tensors = unseal(path.read_bytes())
         _require_fit(header, adapter, strict)
+        for name in ("step", "seed"):
+            told, held = header.get(name), tensors[name].tolist() if name in tensors else None
+            require(told is None or told == held, f"its {name}", told, f"{held}, as in its tensors")
         adapter.load_state_dict(tensors)
-    except _FAILURES as error:
+    except FAILURES as error:
         reason = error.strerror if isinstance(error, OSError) else error
         older = f"; the one before it is {earlier(path, 1)}" if earlier(path, 1).is_file() else ""
         raise CheckpointError(f"{path} was not loaded: {reason}{older}") from error
@@ -101,6 +109,9 @@ def fingerprint(model: nn.Module) -> Fingerprint:
 
 
 def _require_fit(header: Mapping[str, Any], adapter: Adapter, strict: bool) -> None:
+    for name, kinds in _HEADER.items():
+        require(name in header, "its header", sorted(header), f"complete, with {name!r}")
+        require(isinstance(header[name], kinds), f"its {name}", header[name], f"of {kinds}")
     theirs, mine = Fingerprint(**header["model"]), adapter.fingerprint
     what = (
         "names, shapes or dtypes of parameters or buffers"

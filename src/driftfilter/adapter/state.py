@@ -18,12 +18,13 @@ from driftfilter.base.inputs import (
     sample,
     samples,
 )
+from driftfilter.base.memory import require_forms
 from driftfilter.base.randomness import Purpose, Randomness
 from driftfilter.base.tensors import as_tensor, as_text
 from driftfilter.callbacks import StepRecord
 from driftfilter.filtering import FilterState, StepInfo
 from driftfilter.inference.prediction import MAP, Prediction
-from driftfilter.model.buffers import SAMPLE, Buffer
+from driftfilter.model.buffers import AGE, LABEL, SAMPLE, UNCERTAINTY, Buffer
 from driftfilter.model.label_chain import RUNS, LabelChain
 from driftfilter.monitor.state import MONITOR, MonitorState, Signals
 from driftfilter.networks.alignment import MOMENTS
@@ -32,6 +33,7 @@ from driftfilter.storage.state_tensors import (
     RECENT,
     from_tensors,
     kinds,
+    read_count,
     samples_from_tensors,
     samples_to_tensors,
     to_tensors as state_to_tensors,
@@ -182,21 +184,39 @@ class AdapterState(NamedTuple):
         state = from_tensors(
             {name: value for name, value in own.items() if not name.startswith(beside)}, bound.start
         )
-        recent, calls = samples_from_tensors(own), int(own.get("calls", 0))
-        number = int(
-            own.get("number", max(calls, state.step))
-        )  # older checkpoints have none: at least so many there were
+        bound.filter.require_recalled(state)
+        calls = read_count("calls", own) if "calls" in own else 0
+        # Older checkpoints have no number: at least so many there were.
+        number = read_count("number", own) if "number" in own else max(calls, state.step)
         watch = MonitorState.from_tensors(own, bound.start) if watched else MonitorState()
+        recent = samples_from_tensors(own)
         kept = None if recent is None else check_inputs(recent)
         known = {
             name.removeprefix(_BUFFER): value.clone()
             for name, value in own.items()
             if name.startswith(_BUFFER)
         }
+        classes = None if watch.history is None else len(watch.history) - 3
+        _require_known(known, 0 if kept is None else batch_size(kept), classes)
         # Where a batch would have told more than was saved, none had come: the state is the start.
         learned = state if bound.final else None
         labels = own[_LABELS].to("cpu", torch.float64, copy=True) if _LABELS in own else None
         return cls(bound, bound.found, learned, kept, known, calls, number, None, watch, labels)
+
+
+def _require_known(known: Mapping[str, Tensor], samples: int, classes: int | None) -> None:
+    """Raise unless what a buffer knows is of as many samples as it has, and of classes below k."""
+    if not known:
+        return
+    read_count(_SEEN, known)
+    require_forms({SAMPLE + name: value for name, value in known.items()}, _BUFFER, samples)
+    for name in (LABEL, AGE, UNCERTAINTY):
+        count = len(known[name]) if name in known else samples
+        require(count == samples, f"state {_BUFFER + name!r}", count, f"of {samples} samples")
+        require_finite(f"state {_BUFFER + name!r}", known.get(name, torch.empty(0)))
+    labels = known.get(LABEL, torch.empty(0))
+    fits = all(0 <= label < (classes or label + 1) for label in labels.tolist())
+    require(fits, f"state {_BUFFER + LABEL!r}", labels, f"of classes 0 … {classes}, without that")
 
 
 def read_found(own: Mapping[str, Tensor], recipe: Recipe) -> dict[str, Tensor]:

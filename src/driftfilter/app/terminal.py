@@ -1,12 +1,14 @@
 """What a command prints: text for people, one JSON document for programs, progress, or nothing."""
 
+import errno
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeAlias
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
+from typing import Any, NamedTuple, TextIO, TypeAlias
 
 OFTEN = 0.5  # seconds between two looks at a task by a bar: a note may have to wait for a device
 
@@ -35,7 +37,7 @@ class Output(NamedTuple):
     def document(self, document: Any) -> None:
         """Print JSON on stdout."""
         if self.json:
-            print(json.dumps(finite(document), indent=1, ensure_ascii=False))
+            print(json.dumps(finite(document), indent=1))  # ASCII, which every stdout can take
 
 
 def finite(value: Any) -> Any:
@@ -45,6 +47,75 @@ def finite(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: finite(each) for key, each in value.items()}
     return [finite(each) for each in value] if isinstance(value, (list, tuple)) else value
+
+
+# Standard streams
+
+
+class Stream:
+    """Standard stream that never fails: what cannot be written goes nowhere, and a character that
+    its encoding does not know is escaped.
+
+    ``error``: why something was lost.
+    """
+
+    def __init__(self, stream: TextIO, error: OSError | None = None) -> None:
+        self._stream, self.error = stream, error
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except UnicodeEncodeError:
+            code = self._stream.encoding
+            return self.write(text.encode(code, "backslashreplace").decode(code))
+        except OSError as error:
+            self._give_up(error)
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError as error:
+            self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        """Send to nowhere what is in the buffer and what else comes, also from other code."""
+        self.error = self.error or error
+        with suppress(OSError), open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), self._stream.fileno())
+
+    def is_closed(self) -> bool:
+        """Whether something was lost because nobody reads it, or nobody ever did."""
+        return self.error is not None and self.error.errno in (errno.EPIPE, errno.EBADF)
+
+
+@contextmanager
+def keep_streams() -> Iterator[Stream]:
+    """Stdout; for the time of a block, the command goes on if the reader of stdout or stderr goes
+    away, or if there never was one.
+    """
+    with ExitStack() as stack:
+        while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+            pass  # else a file of the run would be opened under the number of stdout
+        os.close(number)
+
+        def open_stream(stream: TextIO | None) -> Any:
+            if stream is not None:
+                return Stream(stream)
+            nowhere = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
+            return Stream(nowhere, OSError(errno.EBADF, "it is closed"))
+
+        stdout, stderr = map(open_stream, (sys.stdout, sys.stderr))
+        stack.enter_context(redirect_stdout(stdout))
+        stack.enter_context(redirect_stderr(stderr))
+        try:
+            yield stdout
+        finally:
+            stdout.flush()
+            stderr.flush()
 
 
 # Progress

@@ -27,7 +27,8 @@ from typing import (
 import torch
 from torch import Tensor
 
-from driftfilter.base.suggest import nearest as nearest  # where refusals are made, too
+# Both are used without torch, too.
+from driftfilter.base.suggest import nearest as nearest, require as require
 
 T = TypeVar("T")
 
@@ -38,12 +39,6 @@ class NotPositiveDefiniteError(ValueError):
 
 class NotFiniteError(ValueError):
     """NaN or infinity where numbers are needed."""
-
-
-def require(condition: bool, field: str, value: Any, allowed: str) -> None:
-    """Raise ``ValueError`` naming the field unless ``condition`` holds."""
-    if not condition:
-        raise ValueError(f"{field} must be {allowed}, got {value!r}")
 
 
 def require_number(
@@ -299,6 +294,16 @@ def require_finite(field: str, values: Tensor) -> None:
             f"{field} must be finite, got {value} at index {list(where)} ({int(bad.sum())} of "
             f"{values.numel()} values)"
         )
+
+
+def require_squarable(field: str, values: Tensor) -> None:
+    """Raise unless the numbers of a floating tensor are finite, and so are the squares of their
+    differences: with others, no distance or variance can be worked out.
+    """
+    require_finite(field, values)
+    most = values.abs().amax().item() if values.numel() else 0.0
+    bound = math.sqrt(torch.finfo(values.dtype).max) / 2
+    require(most <= bound, field, f"numbers up to {most:g}", f"of numbers up to {bound:.3g}")
 
 
 def require_positive(field: str, values: Tensor) -> None:

@@ -1,7 +1,14 @@
-"""What somebody may have meant; without torch, for the command line."""
+"""Refusals, and what somebody may have meant; without torch, for the command line."""
 
 import difflib
 from collections.abc import Iterable
+from typing import Any
+
+
+def require(condition: bool, field: str, value: Any, allowed: str) -> None:
+    """Raise ``ValueError`` naming the field unless ``condition`` holds."""
+    if not condition:
+        raise ValueError(f"{field} must be {allowed}, got {value!r}")
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

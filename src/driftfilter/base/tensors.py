@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from driftfilter.base.checks import unchecked
+from driftfilter.base.checks import require, unchecked
 
 
 def as_tensor(text: str) -> Tensor:
@@ -17,6 +17,8 @@ def as_tensor(text: str) -> Tensor:
 
 def as_text(tensor: Tensor) -> str:
     """The text in a tensor of bytes."""
+    found = f"{list(tensor.shape)} {tensor.dtype}"
+    require(tensor.dtype == torch.uint8 and tensor.dim() == 1, "a text", found, "bytes [n]")
     return bytes(tensor.tolist()).decode()
 
 

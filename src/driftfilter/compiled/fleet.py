@@ -14,7 +14,14 @@ from torch import Tensor
 
 from driftfilter.base.checks import require, require_finite, unchecked
 from driftfilter.compiled.batched import step_batched
-from driftfilter.compiled.plan import Uncovered, translate_rules, translate_transition
+from driftfilter.compiled.fleet_file import read, require_plain
+from driftfilter.compiled.plan import (
+    Uncovered,
+    give_up,
+    require_working,
+    translate_rules,
+    translate_transition,
+)
 from driftfilter.compiled.scan import find_limits, is_along_x, require_head
 from driftfilter.compiled.terms import HeadArrays, MotionArrays
 from driftfilter.filtering import Filter, FilterState
@@ -23,7 +30,7 @@ from driftfilter.gaussian.diagonal import Diagonal
 from driftfilter.gaussian.full import Full
 from driftfilter.inference.prediction import Prediction
 from driftfilter.storage.atomic import atomic_file
-from driftfilter.storage.sealed import CheckpointError, seal, unseal
+from driftfilter.storage.sealed import FAILURES, CheckpointError, seal
 
 StreamName: TypeAlias = Hashable
 Beliefs: TypeAlias = tuple[
@@ -236,13 +243,16 @@ class Fleet:
         rows = torch.arange(len(self)) if streams is None else self._indices(streams)
         self._require_features(features, len(rows))
         features = features.to(self._mean)
-        compiled = find_spec("numba") is not None and self._mean.device.type == "cpu"
-        beliefs, predictions = (
-            self._advance_compiled(features, rows)
-            if compiled
-            else self._advance_batched(features, rows)
-        )
-        return rows, beliefs, predictions
+        done = self._advance_compiled(features, rows) if self._is_compiled() else None
+        return rows, *(self._advance_batched(features, rows) if done is None else done)
+
+    def _is_compiled(self) -> bool:
+        """Whether streams advance in compiled code."""
+        try:
+            require_working()
+        except Uncovered:
+            return False
+        return find_spec("numba") is not None and self._mean.device.type == "cpu"
 
     def _require_features(self, features: Any, m: int) -> None:
         require(
@@ -294,12 +304,18 @@ class Fleet:
         logp, variance = (torch.stack(parts, 1) for parts in zip(*out, strict=True))
         return (mean, values, self._low[rows]), (logp, variance)
 
-    def _advance_compiled(self, features: Tensor, rows: Tensor) -> tuple[Beliefs, Predictions]:
+    def _advance_compiled(
+        self, features: Tensor, rows: Tensor
+    ) -> tuple[Beliefs, Predictions] | None:
         """All streams in compiled code, on torch's threads; a stream that refuses a step takes it
-        eagerly.
+        eagerly. None if compiled code could not be had.
         """
-        from driftfilter.compiled import fleet_kernels, logistic, logistic_lanes
-        from driftfilter.compiled.workspace import allocate
+        try:
+            from driftfilter.compiled import fleet_kernels, logistic, logistic_lanes
+            from driftfilter.compiled.workspace import allocate
+        except Exception as error:
+            give_up(error)
+            return None
 
         given = features
         if self._head.intercept:
@@ -346,7 +362,11 @@ class Fleet:
             else:
                 kernels.each_diagonal(*stream, begin, end, *beliefs, *record)
 
-        _share_out(work, m)
+        try:
+            _share_out(work, m)
+        except Exception as error:
+            give_up(error)
+            return None
         results = torch.from_numpy(out).to(mean.dtype).reshape(m, per, n, -1)
         logp, variance = results[..., :k], results[..., k : 2 * k]
         for position in np.flatnonzero(reached == 0).tolist():
@@ -366,50 +386,32 @@ class Fleet:
         """Write all streams to a file, which is there whole or as it was; the last ``keep`` files
         stay.
         """
-        names = [*self._rows]
-        plain = all(isinstance(name, (str, int)) and not isinstance(name, bool) for name in names)
-        require(plain, "Fleet.save: streams", names[:3], "named by texts or whole numbers")
-        tensors = {
+        names = require_plain("Fleet.save: streams", [*self._rows])
+        header = {"format": 1, "fleet": repr(self.filter), "streams": names}
+        with atomic_file(Path(path), keep) as file:
+            file.writelines(seal(header, self._tensors()))
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """All that streams have, a row each, by its name in a file."""
+        return {
             "mean": self._mean,
             "values": self._values,
             "low": self._low,
             "step": self._steps,
             "seed": self._seeds,
         }
-        header = {"format": 1, "fleet": repr(self.filter), "streams": names}
-        with atomic_file(Path(path), keep) as file:
-            file.writelines(seal(header, tensors))
 
     def load(self, path: str | Path) -> None:
         """Go on from a file of ``save`` by a fleet of the same filter; what does not fit raises and
         changes nothing.
         """
         try:
-            header, tensors = unseal(Path(path).read_bytes())
-            require(
-                header.get("fleet") == repr(self.filter),
-                "its filter",
-                header.get("fleet"),
-                repr(self.filter),
-            )
-            for name, mine in (("mean", self._mean), ("values", self._values)):
-                fits = (
-                    tensors[name].shape[1:] == mine.shape[1:] and tensors[name].dtype == mine.dtype
-                )
-                require(
-                    fits,
-                    name,
-                    f"{list(tensors[name].shape)} {tensors[name].dtype}",
-                    f"[S, {list(mine.shape[1:])}]",
-                )
-        except (OSError, ValueError, KeyError) as error:
+            names, tensors = read(Path(path), repr(self.filter), self._tensors())
+        except FAILURES as error:
             raise CheckpointError(f"{path} was not loaded: {error}") from error
-        self._rows = {stream: row for row, stream in enumerate(header["streams"])}
-        self._mean, self._values = (
-            tensors["mean"].to(self._mean.device),
-            tensors["values"].to(self._mean.device),
-        )
-        self._low, self._steps, self._seeds = tensors["low"], tensors["step"], tensors["seed"]
+        mean, values, self._low, self._steps, self._seeds = tensors.values()
+        self._mean, self._values = (each.to(self._mean.device) for each in (mean, values))
+        self._rows = {stream: row for row, stream in enumerate(names)}
         self._spare = None
 
 

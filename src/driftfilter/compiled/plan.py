@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from driftfilter.base.checks import unchecked
+from driftfilter.base.checks import unchecked, warn
 from driftfilter.base.tensors import map_tensors
 from driftfilter.compiled import terms as kinds
 from driftfilter.compiled.terms import PSEUDO_LABEL, MotionArrays, Rules
@@ -55,6 +55,24 @@ COVERED: dict[str, tuple[type, ...]] = {
 
 class Uncovered(Exception):  # noqa: N818  # no error: the eager path takes over
     """A configuration that compiled code does not cover, and why."""
+
+
+_failures: list[str] = []  # of compiled code in this process
+
+
+def give_up(error: Exception) -> None:
+    """Leave compiled code alone for the rest of the process, and warn: kernels raise nothing of
+    their own, so it could not be made or loaded.
+    """
+    if not _failures:
+        _failures.append(f"{type(error).__name__}: {error}")
+        warn(f"compiled code failed, the eager path takes over: {_failures[0]}")
+
+
+def require_working() -> None:
+    """Raise if compiled code has failed before."""
+    if _failures:
+        raise Uncovered(f"compiled code has failed: {_failures[0]}")
 
 
 def require_covered(role: str, part: object) -> None:

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import numba
 
+from driftfilter.compiled.cache import KernelCache
 from driftfilter.compiled.terms import (
     BOUNDED_RATIO,
     ENTROPY,
@@ -77,11 +78,9 @@ def kernel(function: Call) -> Call:
     a folder can be written.
     """
     options: Any = {"no_cfunc_wrapper": True, **_OPTIONS}
-    try:
-        made: Any = numba.njit(cache=True, **options)(function)
-    except RuntimeError:  # no folder for the cache
-        made = numba.njit(**options)(function)
-    else:
+    made: Any = numba.njit(**options)(function)
+    with contextlib.suppress(RuntimeError, OSError):  # no folder for the cache
+        made._cache = KernelCache(function)
         _forget_stale(made.stats.cache_path)
     kernel: Call = made
     return kernel

@@ -19,7 +19,9 @@ from torch import Tensor
 from driftfilter.base.checks import unchecked
 from driftfilter.compiled.plan import (
     Uncovered,
+    give_up,
     require_covered,
+    require_working,
     translate_rules,
     translate_transition,
 )
@@ -89,6 +91,7 @@ def _plan(filt: Filter, state: FilterState, batches: Iterable[Any]) -> ScanPlan:
         raise Uncovered(f"{count} steps are fewer than {STEPS}")
     if find_spec("numba") is None:
         raise Uncovered("numba is not installed (pip install driftfilter[fast])")
+    require_working()
     head = require_head(filt, state)
     kept = _translate(filt, state)
     features, offsets, sizes, odd = _gather(batches, head.intercept, state.belief.mean.dtype)
@@ -246,12 +249,14 @@ class _Scan:
         self.out = np.empty((len(plan.features), 2 * self.classes + 3))  # see ScanRecord
         self.used = np.empty(len(plan.batches), np.int64)
         self.eager: dict[int, tuple[Prediction, StepInfo]] = {}
+        self.failed = False  # compiled code could not be had
 
     def run(self, state: FilterState) -> tuple[FilterState, Outputs]:
         begun, t, patience, count = state.step, 0, 1, len(self.plan.batches)
         while t < count:
             stop = next(position for position in self.plan.odd if position >= t)
-            reached, state = self._run_compiled(state, t, stop) if stop > t else (t, state)
+            ready = stop > t and not self.failed
+            reached, state = self._run_compiled(state, t, stop) if ready else (t, state)
             # If it refuses again and again, ask less often.
             patience = 1 if reached > t else min(2 * patience, 256)
             t = min(reached + patience, count)
@@ -268,9 +273,14 @@ class _Scan:
         """Steps from begin on, up to the first one that is refused: which that is, and the state
         before it.
         """
-        end, belief = self._advance(state.belief, begin, stop)
-        if begin < end < stop:  # the covariance is already spoilt by the step that was refused
-            _, belief = self._advance(state.belief, begin, end)
+        try:
+            end, belief = self._advance(state.belief, begin, stop)
+            if begin < end < stop:  # the covariance is already spoilt by the step that was refused
+                _, belief = self._advance(state.belief, begin, end)
+        except Exception as error:
+            self.failed = True
+            give_up(error)
+            return begin, state
         if end == begin:
             return begin, state
         return end, FilterState(

@@ -21,17 +21,18 @@ from driftfilter.base.checks import (
     register,
     unchecked,
 )
+from driftfilter.base.memory import remembered
 from driftfilter.base.randomness import Randomness
 from driftfilter.gaussian.belief import Belief
 from driftfilter.model.observation import Energy
 from driftfilter.model.weighting import Memory
 
 # In the memory:
-HIDDEN = "upkeep.hidden"  # φ [d]
-VARIANCE = "upkeep.variance"  # P []
-FIT = "upkeep.fit"  # ℓ of the last step, the sum of earlier Δ² and their number [3]
-MOVES = "upkeep.moves"  # mean moves of the last steps [moves]
-SETTLED = "upkeep.settled"  # how many steps there were; whether the variance has settled [2]
+HIDDEN = remembered("upkeep.hidden", "d")  # φ
+VARIANCE = remembered("upkeep.variance")  # P
+FIT = remembered("upkeep.fit", "3")  # ℓ of the last step, the sum of earlier Δ², their number
+MOVES = remembered("upkeep.moves", "m")  # mean moves of the last steps
+SETTLED = remembered("upkeep.settled", "2")  # number of steps; whether the variance has settled
 
 _SIZE = 38400  # parameters of the network for which the authors chose their process noise
 _NEARLY_ONE = 0.9999  # from here on the authors count a share as 1

@@ -20,6 +20,7 @@ from driftfilter.base.checks import (
     require_number,
     unchecked,
 )
+from driftfilter.base.memory import remembered
 from driftfilter.base.randomness import Randomness
 from driftfilter.gaussian.belief import Belief
 from driftfilter.inference.curvature import NoCurvature
@@ -27,11 +28,13 @@ from driftfilter.model.observation import Energy
 from driftfilter.model.weighting import Memory
 
 # In the memory:
-VELOCITY = "inference.velocity"  # v of SGD [d]
-FIRST, SECOND, COUNT = "inference.first", "inference.second", "inference.count"  # of Adam
+VELOCITY = remembered("inference.velocity", "d")  # v of SGD
+FIRST = remembered("inference.first", "d", beside="inference.second")  # of Adam
+SECOND = remembered("inference.second", "d", beside="inference.count")
+COUNT = remembered("inference.count", whole=True, beside="inference.first")
 OF_OPTIMIZER = (VELOCITY, FIRST, SECOND, COUNT)
-LOSS = "inference.loss"  # E at the sharp point []; NaN if every sample left there
-GRADIENT = "inference.gradient"  # of the last step [d], if it is kept
+LOSS = remembered("inference.loss")  # E at the sharp point; NaN if every sample left there
+GRADIENT = remembered("inference.gradient", "d")  # of the last step, if it is kept
 
 
 class Optimizer(Protocol):

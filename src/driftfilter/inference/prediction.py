@@ -18,6 +18,7 @@ from driftfilter.base.checks import (
     require,
 )
 from driftfilter.base.inputs import Inputs
+from driftfilter.base.memory import remembered
 from driftfilter.base.randomness import Purpose, Randomness
 from driftfilter.gaussian.belief import Belief
 from driftfilter.gaussian.covariance import antithetic
@@ -28,7 +29,7 @@ from driftfilter.model.predictive import PredictiveModel, logit_covariance
 from driftfilter.model.weighting import Memory
 
 _TINY = 1e-30  # in place of a sum of weights that are all 0
-SLOPES = "prediction.slopes"  # in the memory: Σ_i g_iᵀ Σ⁻ g_i and Σ_i |u_i|² [2], see Moderated
+SLOPES = remembered("prediction.slopes", "2")  # Σ_i g_iᵀ Σ⁻ g_i and Σ_i |u_i|², see Moderated
 
 
 @final

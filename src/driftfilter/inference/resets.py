@@ -25,6 +25,7 @@ from driftfilter.base.checks import (
     role_of,
     unchecked,
 )
+from driftfilter.base.memory import remembered
 from driftfilter.base.randomness import Purpose, Randomness
 from driftfilter.gaussian.belief import Belief
 from driftfilter.inference.optimizers import GRADIENT, LOSS, OF_OPTIMIZER
@@ -33,7 +34,7 @@ from driftfilter.model.survey import forget
 from driftfilter.model.weighting import Memory
 
 # In the memory:
-RUNNING_LOSS = "upkeep.loss"  # e of ResetBelow []
+RUNNING_LOSS = remembered("upkeep.loss")  # e of ResetBelow
 
 
 class Upkeep(Protocol):

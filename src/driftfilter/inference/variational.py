@@ -16,6 +16,7 @@ from driftfilter.base.checks import (
     Role,
     register,
 )
+from driftfilter.base.memory import remembered
 from driftfilter.base.randomness import Randomness
 from driftfilter.gaussian.belief import Belief
 from driftfilter.gaussian.covariance import compact
@@ -24,7 +25,7 @@ from driftfilter.inference.linearized import Nodes, condition_on, take_expectati
 from driftfilter.model.observation import Energy
 from driftfilter.model.weighting import Memory
 
-RESIDUAL = "inference.residual"  # in the memory: length of a further full step []
+RESIDUAL = remembered("inference.residual")  # length of a further full step
 
 
 @final

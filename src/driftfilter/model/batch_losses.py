@@ -23,6 +23,7 @@ from driftfilter.base.checks import (
     unchecked,
 )
 from driftfilter.base.inputs import Inputs
+from driftfilter.base.memory import remembered
 from driftfilter.model.expansion import Expansion, couple, log_softmax, pad_features, separable
 from driftfilter.model.losses import Loss, Targets, one_hot
 from driftfilter.model.survey import SOURCE, SourceBatch, SourceSamples, from_source
@@ -33,9 +34,11 @@ Own = TypeVar("Own", bound=Loss)
 _TINY = 1e-30  # in place of a discrepancy that is 0
 _SHORT = 1e-12  # of vectors that have no direction
 # In the memory of a filter:
-QUEUE = "loss.queue"  # features of earlier samples [m, D], see MomentAlignment
-WINDOW = "loss.window"  # outputs of earlier samples [m, k + D], see CentroidLabel
-POSITION = "loss.position"  # of the next source sample [], see SourceReplay
+QUEUE = remembered("loss.queue", "m", "D")  # features of earlier samples, see MomentAlignment
+WINDOW = remembered(
+    "loss.window", "w", "o"
+)  # outputs [w, k + D] of earlier samples, see CentroidLabel
+POSITION = remembered("loss.position", whole=True)  # of the next source sample, see SourceReplay
 
 
 class Seen(NamedTuple):

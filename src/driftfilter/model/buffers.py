@@ -14,12 +14,17 @@ import torch
 from torch import Tensor
 
 from driftfilter.base.checks import Checked, NotNegative, PositiveCount, register
+from driftfilter.base.memory import remembered
 
 Known: TypeAlias = Mapping[str, Tensor]
 SAMPLE = "sample."  # in the memory, while an update is made of a buffer: what is known of samples
 # Names of what is known, [m] each:
 LABEL, UNCERTAINTY, AGE = "label", "uncertainty", "age"
 COUNTS = "counts"  # of samples that were called each class so far [k]
+remembered(SAMPLE + LABEL, "m", whole=True, beside=SAMPLE + AGE)
+remembered(SAMPLE + AGE, "m", whole=True, beside=SAMPLE + UNCERTAINTY)
+remembered(SAMPLE + UNCERTAINTY, "m", beside=SAMPLE + LABEL)
+remembered(SAMPLE + COUNTS, "k", whole=True)
 
 
 @runtime_checkable

@@ -33,10 +33,11 @@ from driftfilter.base.light import (
     root,
     total,
 )
+from driftfilter.base.memory import remembered
 from driftfilter.model.label_runs import count_labels, independence, start_counts
 from driftfilter.model.predictive import ModelAround, PredictiveModel, Pullback, PullbackAround
 
-CENTER = "centering"  # in the memory: see Known
+CENTER = remembered("centering", "5k+7")  # see Known
 _ROUNDS = 2
 _SPREAD = 4.0  # of logits whose mutual information is compared
 _LARGE = 1e30  # of squares that are summed

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from driftfilter.base.checks import Checked, Fraction, Interval, Positive, register, require
+from driftfilter.base.memory import remembered
 
-RUNS = "labels.runs"  # in the memory of a filter: how often a label stays [], see LabelChain.stay
+RUNS = remembered("labels.runs")  # in the memory of a filter: how often a label stays [], see LabelChain.stay
 _TINY = 1e-300
 
 _Array: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]

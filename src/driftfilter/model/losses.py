@@ -28,6 +28,7 @@ from driftfilter.base.checks import (
     unchecked,
 )
 from driftfilter.base.inputs import Inputs
+from driftfilter.base.memory import remembered
 from driftfilter.gaussian.covariance import positive_root
 from driftfilter.model.closed_forms import (
     FLOOR,
@@ -52,7 +53,7 @@ from driftfilter.model.weighting import Memory
 
 Targets: TypeAlias = "Tensor | tuple[Targets, ...] | None"
 _LARGE = 1e15  # of logits whose squares are summed
-_INFORMATION = "loss.information"  # in the memory: m and σ² of RunningInformation [k + 1]
+_INFORMATION = remembered("loss.information", "k+1")  # m and σ² of RunningInformation
 
 
 class Loss(Protocol):

@@ -24,6 +24,7 @@ from driftfilter.base.checks import (
     unchecked,
 )
 from driftfilter.base.inputs import Inputs
+from driftfilter.base.memory import remembered
 from driftfilter.base.randomness import Purpose, Randomness
 from driftfilter.gaussian.belief import Belief
 from driftfilter.model.expansion import Expansion
@@ -34,7 +35,7 @@ from driftfilter.model.survey import SourceSamples
 from driftfilter.model.views import Augmentation, ImageViews, augment
 from driftfilter.model.weighting import Batch, Constant, Memory, Weighting, look_at, looks
 
-TEACHER = "teacher"  # in the memory: φ [d]
+TEACHER = remembered("teacher", "d")  # φ
 _TEACHERS = "teacher."  # in the memory: what the model carries for the teacher
 
 

@@ -24,6 +24,7 @@ from driftfilter.base.checks import (
     unchecked,
 )
 from driftfilter.base.inputs import Inputs
+from driftfilter.base.memory import remembered
 from driftfilter.base.randomness import Randomness
 from driftfilter.gaussian.belief import Belief
 from driftfilter.model import closed_forms
@@ -33,9 +34,9 @@ from driftfilter.model.predictive import PredictiveModel
 
 Memory: TypeAlias = Mapping[str, Tensor]
 
-_MEAN_PREDICTION = "weighting.mean_prediction"
+_MEAN_PREDICTION = remembered("weighting.mean_prediction", "k")
 _AGES = "sample.age"  # in the memory while an update is made of a buffer, see buffers.py
-LABELS = "weighting.labels"  # in the memory: counts [k + 3], see label_runs.py
+LABELS = remembered("weighting.labels", "k+3")  # counts, see label_runs.py
 
 
 class Batch(NamedTuple):

@@ -3,23 +3,39 @@ checkpoint.
 """
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Self, final
 
+import torch
 from torch import Tensor
 
-from driftfilter.base.checks import require, require_finite
+from driftfilter.base.checks import require, require_squarable
 from driftfilter.base.tensors import as_tensor, as_text, map_tensors
 from driftfilter.filtering import FilterState
 from driftfilter.monitor.drift_tests import Signals as Signals  # beside events, for who reads both
+from driftfilter.storage.sealed import parse_object
 from driftfilter.storage.state_tensors import from_tensors, to_tensors
 
 MONITOR = "monitor."  # in a checkpoint
 KEPT = 1000  # events
 _TENSORS = ("history", "recent", "known", "later", "pairs", "apart", "trial", "waiting")
 _LABELS = ("pairs", "apart")  # those of labels
-_PLAIN = ("batches", "age", "away", "trying", "alarmed", "frozen", "lasting", "warned", "gathered")
+# What is told in JSON, with what it must be: a type, or a list or an object of one.
+_PLAIN: dict[str, Any] = {
+    "batches": int,
+    "age": float,
+    "away": float,
+    "trying": bool,
+    "alarmed": [str],
+    "frozen": bool,
+    "lasting": {"": float},
+    "warned": [str],
+    "gathered": int,
+}
+_TOLD: dict[str, Any] = {**_PLAIN, "signals": [float], "events": [list]}
+_EVENT = (int, str, float, float, str)
 
 
 @final
@@ -115,7 +131,7 @@ class MonitorState:
         }
         if "told" not in own:
             return cls()
-        plain = json.loads(as_text(own["told"]))
+        plain = _read_plain(own["told"])
         plain |= {
             "alarmed": tuple(plain["alarmed"]),
             "warned": tuple(plain.get("warned", ())),
@@ -149,27 +165,62 @@ class MonitorState:
         return replace(self, events=(*self.events, *events)[-KEPT:]) if events else self
 
 
+def _read_plain(told: Tensor) -> dict[str, Any]:
+    """What is told in JSON; refused unless every field is of its type."""
+    plain = parse_object(as_text(told))
+    for name, value in plain.items():
+        kind = _TOLD.get(name)
+        require(_is(value, kind), f"state '{MONITOR}told': {name}", value, f"of type {kind}")
+    for event in plain["events"]:
+        fits = len(event) == len(_EVENT) and all(map(_is, event, _EVENT))
+        require(fits, f"state '{MONITOR}told': events", event, f"of types {_EVENT}")
+    return plain
+
+
+def _is(value: Any, kind: Any) -> bool:
+    """Whether JSON data are of a type: a whole number may stand for a real one, not a truth
+    value.
+    """
+    if isinstance(kind, list):
+        return isinstance(value, list) and all(_is(each, kind[0]) for each in value)
+    if isinstance(kind, dict):
+        return isinstance(value, dict) and all(_is(each, kind[""]) for each in value.values())
+    return type(value) is kind or (kind is float and type(value) is int)
+
+
 def _require_fit(found: Mapping[str, Tensor]) -> None:
     """Raise unless summaries [k + 3] are finite and of one length, and the labels of pairs below
     k.
     """
     summaries = {name: tensor for name, tensor in found.items() if name not in _LABELS}
     for name, tensor in summaries.items():
-        require_finite(f"state {MONITOR + name!r}", tensor)
-    lengths = {tensor.shape for tensor in summaries.values()}
+        if tensor.is_floating_point():
+            require_squarable(f"state {MONITOR + name!r}", tensor)
+            least = tensor.amin().item() if tensor.numel() else 0.0
+            require(least > -1e-6, f"state {MONITOR + name!r}", least, "sums of numbers >= 0")
+    lengths = {tuple(tensor.shape) for tensor in summaries.values()}
+    real = all(tensor.dtype in (torch.float32, torch.float64) for tensor in summaries.values())
     require(
-        len(lengths) <= 1,
+        len(lengths) <= 1 and all(len(shape) == 1 and shape[0] > 3 for shape in lengths) and real,
         f"state '{MONITOR}…'",
         f"shapes {sorted(map(list, lengths))}",
-        "summaries of one length",
+        "summaries of one length [k + 3], of real numbers",
     )
     classes = lengths.pop()[0] - 3 if lengths else 0
+    for name, tensor in summaries.items():  # no mean entropy is above ln k
+        samples, total = tensor[-3].item(), tensor[-2].item()
+        most = 1.001 * samples * math.log(max(classes, 2)) + 1e-6
+        require(total <= most, f"state {MONITOR + name!r}", f"Σ H = {total:g}", f"<= {most:g}")
     for name in _LABELS:
         pairs = found.get(name)
         require(
             pairs is None
-            or not classes
-            or (pairs.dim() == 2 and bool(((pairs >= 0) & (pairs < classes)).all())),
+            or (
+                pairs.dim() == 2
+                and len(pairs) == 2
+                and pairs.dtype == torch.int64
+                and bool(((pairs >= 0) & (pairs < (classes or math.inf))).all())
+            ),
             f"state '{MONITOR}{name}'",
             "" if pairs is None else f"{list(pairs.shape)}",
             f"two rows of labels below {classes}",

@@ -20,7 +20,7 @@ the parameters, and have the exact derivative (``Network.exact``, ``Network.push
 import inspect
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeAlias, final
 
 import torch
@@ -30,6 +30,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
 from driftfilter.base.checks import (
+    LATE,
     Checked,
     Fraction,
     NotNegative,
@@ -39,6 +40,7 @@ from driftfilter.base.checks import (
     require_shape,
 )
 from driftfilter.base.sharding import Shards, gather_samples
+from driftfilter.model.label_runs import trust_in_shares
 from driftfilter.networks.batch_trust import Probe, Witness, mean_shift, moment_shift
 from driftfilter.networks.norm_rules import NormCall, NormRule
 from driftfilter.networks.triton_batch_norm import Renormalized, SampleSums, blend, fits
@@ -115,6 +117,14 @@ class Ema(Checked):
     momentum: Fraction = 0.1
     diversity: NotNegative = 0.0
     shift: NotNegative = 0.0
+    late: Fraction = field(default=1.0, metadata=LATE)
+
+    def trust(self, found: Tensor, stay: Tensor | float) -> Tensor:
+        """By what the share of a batch with classes of diversity D is multiplied [2], in early
+        layers and in late ones, if a label of the stream stays with this probability.
+        """
+        late = self.late * trust_in_shares(stay) * found**self.diversity
+        return torch.stack((found ** (self.diversity * (1 - stay)), late))
 
     def share(self, samples: int) -> float:
         """α at D = 1 and G = 0."""

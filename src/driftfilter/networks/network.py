@@ -39,6 +39,7 @@ from driftfilter.base.inputs import (
     require_logits,
     sample,
 )
+from driftfilter.base.memory import remembered
 from driftfilter.base.sharding import gather_samples, total_samples
 from driftfilter.model.predictive import PredictiveModel, Pullback
 from driftfilter.networks.autocast import as_called, cast, dtype_of, forward_mode
@@ -49,7 +50,7 @@ from driftfilter.networks.batch_norm import (
     diversity,
     require_statistics,
 )
-from driftfilter.model.label_chain import RUNS, LabelChain
+from driftfilter.model.label_chain import RUNS
 from driftfilter.model.label_runs import trust_in_shares
 from driftfilter.networks.batch_trust import novelty
 from driftfilter.networks.cuda_graphs import CapturedPullback, Captures, Question, key_of, possible
@@ -71,14 +72,12 @@ from driftfilter.networks.shared_copy import (
 Memory: TypeAlias = Mapping[str, Tensor]
 _TOGETHER = 4  # tangents that share a forward pass; more of them take as long and more memory
 # In the memory: means, then variances, of every batch norm [2 · channels].
-STATISTICS = "network.statistics"
+STATISTICS = remembered("network.statistics", "c")
 # In the memory, if Ema asks for it: D of the last batch observed [].
-DIVERSITY = "network.diversity"
+DIVERSITY = remembered("network.diversity")
 # In the memory, if Ema asks for it: sums of n S and n over the batches probed, which fade over
 # _WINDOW samples, and the batches since the last one probed, -1 if no layer can tell [3].
-SOURCE = "network.source"
-_CHAIN = LabelChain()
-SHIFT = "network.shift"
+SHIFT = remembered("network.shift", "3")
 _WINDOW = 32
 _EVERY = 4  # batches of which one is probed
 
@@ -146,10 +145,10 @@ class Network(PredictiveModel):
         self._start = self.chosen.start()
         self._carried: Tensor | None = None
         self._trust: Tensor | float = 1.0
+        if isinstance(statistics, Ema) and statistics.late < 1:
+            self._trust = statistics.trust(self._start.new_ones(()), 0.0)
+        self._stay: Tensor | float = 0.0  # how often a label is that of the sample before
         self._novelty: Tensor | float = 1.0
-        self._source: Tensor | None = None
-        self._runs = None
-        self._stay: Tensor | None = None  # how often a label of the stream stays, if that is known
         self._shift: Tensor | None = None
         self._exact = False  # whether it has the derivative of its logits under Ema, too
         self.capturing = False  # passes as CUDA graphs, one for each shape of a batch
@@ -197,6 +196,7 @@ class Network(PredictiveModel):
         other.statistics, other._carries_all = "source", False
         other.capturing, other._local = False, Local()
         other._carried, other._trust, other._novelty, other._shift = None, 1.0, 1.0, None
+        other._stay = 0.0
         return other
 
     def with_features(self) -> Network:
@@ -215,37 +215,28 @@ class Network(PredictiveModel):
             return self.carrying(memory[STATISTICS], 1.0)
         if not isinstance(self.statistics, Ema) or STATISTICS not in memory:
             return self
-        other = copy.copy(self)
-        if SOURCE in memory:
-            other._source = memory[SOURCE]
-            other._stay = _CHAIN.stay(memory[SOURCE]).to(self._start)
-            import os
-            other._runs=memory.get(RUNS)
-            if os.environ.get("MAXR") and RUNS in memory: other._stay = torch.maximum(other._stay, memory[RUNS])
-        found = memory.get(DIVERSITY)
-        other = other.carrying(memory[STATISTICS], 1.0 if found is None else other._trusts(found))
+        stay, found = memory.get(RUNS, 0.0), memory.get(DIVERSITY)
+        trust = self._trust if found is None else self.statistics.trust(found, stay)
+        other = self.carrying(memory[STATISTICS], trust, stay)
         asked = SHIFT in memory and self.statistics.shift > 0
         return other.knowing(memory[SHIFT]) if asked else other
 
-    def _trusts(self, found: Tensor) -> Tensor:
-        """How far a batch with classes of diversity D is trusted: D^diversity [], or [2] for early
-        layers and late ones if it is known how labels follow each other (``Ema``).
-        """
-        assert isinstance(self.statistics, Ema)
-        power = self.statistics.diversity
-        if self._stay is None:
-            return found**power
-        stay = self._stay.to(found)
-        return torch.stack((found ** (power * (1 - stay)), found**power * trust_in_shares(stay)))
-
     def carrying(
-        self, statistics: Tensor, trust: Tensor | float, novelty: Tensor | float = 1.0
+        self,
+        statistics: Tensor,
+        trust: Tensor | float,
+        stay: Tensor | float = 0.0,
+        novelty: Tensor | float = 1.0,
     ) -> Network:
-        """The model with these statistics [2 · channels], trust in the next batch and its
-        novelty.
+        """The model with these statistics [2 · channels], trust in the next batch, how often a
+        label stays, and the batch's novelty.
         """
+        width, count = self._own().width, statistics.numel()
+        if count != width:
+            require(False, "carried statistics", f"{count} values", f"{width} values")
         other = copy.copy(self)
-        other._carried, other._trust, other._novelty = statistics, trust, novelty
+        other._carried, other._trust = statistics, trust
+        other._stay, other._novelty = stay, novelty
         return other
 
     def knowing(self, shift: Tensor) -> Network:
@@ -276,15 +267,10 @@ class Network(PredictiveModel):
                 own.holding(pieces) as module,
             ):
                 logits = self._classifying(self._ask(module, inputs))
-            logits = gather_samples(logits)
-            source = _CHAIN(logits.log_softmax(-1), self._source)[1].to(logits.device)
-            shift = probe.answer(samples, diversity(logits))
+            shift = probe.answer(samples, diversity(gather_samples(logits)))
             fading = max(0.0, 1 - samples / _WINDOW)
             if shift is None:
                 return self.knowing(torch.stack((*sums, count - 1)))
-            self = copy.copy(self); self._source = source; self._stay = _CHAIN.stay(source).to(self._start)
-            import os
-            if os.environ.get("MAXR") and self._runs is not None: self._stay = torch.maximum(self._stay, self._runs)
             # Far is far: a source that overflows is, and one batch must not count for many.
             far = 2 * rule.shift
             shift = shift.nan_to_num(far, far).clamp_max(far)
@@ -293,16 +279,19 @@ class Network(PredictiveModel):
         return self.knowing(torch.stack((*sums, torch.full_like(count, (place + 1) % _EVERY))))
 
     def carried(self) -> tuple[Tensor, ...] | None:
-        """The statistics that the next batch is blended with, the trust in it and its novelty if
-        that is known; None if nothing is blended.
+        """The statistics that the next batch is blended with, the trust in it [2], how often a
+        label stays, and its novelty if that is known; None if nothing is blended.
         """
         own = self._own()
         if not own.blending:
             return None
         statistics = own.start() if self._carried is None else self._carried
-        trust = torch.as_tensor(self._trust, dtype=torch.float32, device=statistics.device)
+        trust, stay = (
+            torch.as_tensor(value, dtype=torch.float32, device=statistics.device)
+            for value in (self._trust, self._stay)
+        )
         known = (self._novelty,) if isinstance(self._novelty, Tensor) else ()
-        return statistics, trust, *known
+        return statistics, trust.expand(2), stay, *known
 
     def _own(self) -> Twin:
         own: Twin | None = getattr(self._local, "twin", None)
@@ -392,7 +381,7 @@ class Network(PredictiveModel):
                 classes = self._classifying(outputs)
             require_logits(classes, len(logits))
         found = diversity(gather_samples(classes.detach().to(logits.dtype)))
-        trust = (self._trusts(found) * self._trust) ** 0.5
+        trust = (rule.trust(found, self._stay) * self._trust) ** 0.5
         return {STATISTICS: own.carried(trust), DIVERSITY: found}
 
     def __call__(self, theta: Tensor, inputs: Inputs) -> Tensor:
@@ -422,11 +411,7 @@ class Network(PredictiveModel):
         logits, pull = known._pull(theta, inputs)
         if known._shift is not None:
             pull.memory = {**pull.memory, SHIFT: known._shift}
-            if known._source is not None:
-                pull.memory[SOURCE] = known._source
-            pull.novelty = known._novelty
-        if known._stay is not None:
-            pull.novelty = pull.novelty * trust_in_shares(known._stay)
+            pull.novelty = known._novelty * trust_in_shares(known._stay)
         return logits, pull
 
     def _pull(
@@ -436,7 +421,7 @@ class Network(PredictiveModel):
         if not self.capturing or not plain or not possible(theta, inputs):
             return self.eager(theta, inputs)
         captures: Captures = self._local.__dict__.setdefault("captures", Captures())
-        key = (key_of(theta, inputs, self.output), isinstance(self._novelty, Tensor), self._stay is None)
+        key = (key_of(theta, inputs, self.output), isinstance(self._novelty, Tensor))
         taken = captures.take(self, key, theta, inputs)
         if taken is None:
             logits, pull = self.eager(theta, inputs)

@@ -29,6 +29,7 @@ from driftfilter.base.checks import (
     require_shape,
     unchecked,
 )
+from driftfilter.base.memory import remembered
 from driftfilter.base.randomness import Randomness
 from driftfilter.gaussian.belief import Belief
 from driftfilter.inference.curvature import NoCurvature
@@ -60,8 +61,12 @@ def bessel_ratios(concentration: Tensor, dimension: int) -> tuple[Tensor, Tensor
 
 
 # In the memory of Supports:
-SUPPORTS = "inference.supports"  # features [k, capacity, D]
-ENTROPIES = "inference.entropies"  # theirs [k, capacity]; infinite if a place is empty
+SUPPORTS = remembered(
+    "inference.supports", "k", "s", "D", beside="inference.entropies"
+)  # features [k, capacity, D]
+ENTROPIES = remembered(
+    "inference.entropies", "k", "s", beside="inference.supports"
+)  # theirs; infinite if a place is empty
 
 Family = Literal["gaussian", "von_mises_fisher", "inner_product"]
 

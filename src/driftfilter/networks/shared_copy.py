@@ -139,7 +139,7 @@ def pattern_of(records: Sequence[Record], samples: int) -> Pattern:
         ),
     )
 
-_Trust: TypeAlias = Tensor | float | None
+_EARLY = 0.45  # of the layers see the domain rather than the classes
 
 
 class Twin:
@@ -150,6 +150,7 @@ class Twin:
         self.norms: list[TwinBatchNorm] = prepare(self.module, statistics)
         # Those that blend a batch's statistics with carried ones.
         self.blending = [norm for norm in self.norms if norm.blend is not None]
+        self.width = sum(2 * norm.num_features for norm in self.blending)  # of what is carried
         # Those whose running statistics see a batch before it is normalised by them.
         self.measured = [norm for norm in self.norms if isinstance(norm.blend, RunningStatistics)]
         self._witness = Witness()
@@ -226,12 +227,8 @@ class Twin:
         """
         norms = self.blending
         sizes = [norm.num_features for norm in norms for _ in range(2)]
-        if statistics is not None and len(statistics) != sum(sizes):
-            require(
-                False, "carried statistics", f"{len(statistics)} values", f"{sum(sizes)} values"
-            )
         pieces: Any = iter(() if statistics is None else statistics.split(sizes))
-        for norm, own in zip(norms, self._share_trust(trust), strict=True):
+        for norm, own in zip(norms, self._share_out(trust), strict=True):
             assert norm.running_mean is not None
             assert norm.running_var is not None
             norm.carried = (
@@ -244,18 +241,13 @@ class Twin:
         self._witness.forget()
         self._divide()
 
-    def _share_trust(self, trust: _Trust) -> list[_Trust]:
-        """The trust of each layer, of one for all or of two for early layers and late ones [2]."""
+    def _share_out(self, trust: Tensor | float) -> list[Tensor | float]:
+        """The trust of each layer, of one for all or of two [2] for early layers and late ones."""
         count = len(self.blending)
-        import os
-        if os.environ.get("LATE"):
-            c, part = eval(os.environ["LATE"]); e=int(part*count)
-            base = 1.0 if trust is None else trust
-            first, last = (base[0], base[1]) if isinstance(base, Tensor) and base.dim() else (base, base)
-            return [first] * e + [c * last] * (count - e)
         if not isinstance(trust, Tensor) or trust.dim() == 0:
             return [trust] * count
-        return [trust[0]] * (count // 2) + [trust[1]] * (count - count // 2)
+        early = int(_EARLY * count)
+        return [trust[0]] * early + [trust[1]] * (count - early)
 
     def _divide(self) -> None:
         if (shards := current()) is not self._shards:
@@ -301,10 +293,11 @@ class Twin:
         """The statistics to carry on, after a call: those it normalised by, or with another trust
         in its batch.
         """
-        blends = (
-            norm.blended if own is None else norm.carry_on(own)
-            for norm, own in zip(self.blending, self._share_trust(trust), strict=True)
-        )
+        if trust is None:
+            blends = [norm.blended for norm in self.blending]
+        else:
+            own = zip(self.blending, self._share_out(trust), strict=True)
+            blends = [norm.carry_on(trust) for norm, trust in own]
         return torch.cat([part.detach() for blend in blends for part in blend])
 
     @contextmanager

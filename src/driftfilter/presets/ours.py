@@ -143,7 +143,7 @@ def driftfilter(  # what users may turn
         parameters=Head() if norms == "none" else NormAffine(),
         statistics="source"
         if norms == "none"
-        else Ema(momentum, diversity, shift if by_batch else 0.0),
+        else Ema(momentum, diversity, shift if by_batch else 0.0, 0.3 if norms == "batch" else 1.0),
         source=source,
         transition=Transition(MeanReversion(rho), Reset(None)),
         observation=Gibbs(

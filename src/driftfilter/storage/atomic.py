@@ -7,14 +7,20 @@ happens at once or not at all.
 import glob
 import os
 import re
+import secrets
 import shutil
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-_WRITING = threading.RLock()  # a part is named after its process: one at a time of a process
+from driftfilter.storage.own_file import open_own, try_lock
+
+_WRITING = threading.RLock()  # one at a time of a process
+_HOUR = 3600  # seconds after which a part was left by a process that is gone, if there are no locks
+_PART = re.compile(r"\.([0-9a-f]{16}|\d+-(new|old))\.part")  # the second: of earlier versions
 
 
 @contextmanager
@@ -22,18 +28,20 @@ def atomic_file(path: Path, keep: int = 1) -> Iterator[IO[bytes]]:
     """A file to write to, which becomes ``path`` if the block ends well, and else goes away.
 
     The last ``keep`` files stay: the one before ``state.safetensors`` as ``state.1.safetensors``,
-    and so on.
+    and so on. If ``path`` is a link, the file takes its place; what it points to stays as it is.
     """
-    part = _beside(path, "new")
     with _WRITING:
         _sweep(path)
+        part, opened = _open_part(path)
         try:
-            with part.open("wb") as file:
+            with opened as file:
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
-            _rotate(path, keep)
-            os.replace(part, path)
+                if os.name != "posix":
+                    file.close()  # there, open files cannot be renamed
+                _rotate(path, keep)
+                os.replace(part, path)  # before it is closed, and with that no longer locked
             _sync_folder(path.parent)
         finally:
             with suppress(OSError):  # the error that led here says more
@@ -52,29 +60,38 @@ def earlier(path: Path, number: int) -> Path:
     return path.with_suffix(f".{number}{path.suffix}") if number else path
 
 
-def _is_alive(pid: int) -> bool:
-    """Whether a process of this host has not ended, as far as can be known."""
-    if os.name != "posix":  # there, os.kill kills
-        return True
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except (PermissionError, OverflowError):  # another user's; or no number of a process
-        pass
-    return True
+def _beside(path: Path) -> Path:
+    """A new name, which processes of other containers do not choose, too."""
+    return path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
 
 
-def _beside(path: Path, what: str) -> Path:
-    return path.with_name(f".{path.name}.{os.getpid()}-{what}.part")
+def _open_part(path: Path) -> tuple[Path, IO[bytes]]:
+    """A part of this process, locked, so that others do not sweep it away."""
+    while True:
+        part = _beside(path)
+        file = part.open("xb")
+        try_lock(file.fileno(), wait=True)
+        if part.exists():
+            return part, file
+        file.close()  # swept away before it was locked
 
 
 def _sweep(path: Path) -> None:
-    """Remove the parts that killed processes have left."""
+    """Remove the parts that killed processes have left: nobody has them locked."""
     for part in path.parent.glob(f".{glob.escape(path.name)}.*.part"):
-        found = re.fullmatch(r"\.(\d+)-(new|old)\.part", part.name.removeprefix(f".{path.name}"))
-        if found and (int(found[1]) == os.getpid() or not _is_alive(int(found[1]))):
-            part.unlink(missing_ok=True)
+        if _PART.fullmatch(part.name.removeprefix(f".{path.name}")):
+            with suppress(OSError):
+                _remove_left(part)
+
+
+def _remove_left(part: Path) -> None:
+    file = open_own(part, os.O_RDWR)
+    try:
+        is_locked = try_lock(file)
+        if is_locked or (is_locked is None and time.time() - os.fstat(file).st_mtime > _HOUR):
+            part.unlink()
+    finally:
+        os.close(file)
 
 
 def _rotate(path: Path, keep: int) -> None:
@@ -94,13 +111,16 @@ def _rotate(path: Path, keep: int) -> None:
 
 def _copy(path: Path, target: Path) -> None:
     """Give a file a second name, or copy it if the file system knows no such thing."""
-    aside = _beside(path, "old")
-    try:
-        os.link(path, aside)
-    except OSError:
-        shutil.copyfile(path, aside)
-    os.replace(aside, target)
-    aside.unlink(missing_ok=True)  # left if both were the same file already
+    while True:
+        aside = _beside(path)
+        try:
+            os.link(path, aside)
+        except OSError:
+            shutil.copyfile(path, aside)
+        with suppress(FileNotFoundError):  # swept away by another process
+            os.replace(aside, target)
+            aside.unlink(missing_ok=True)  # left if both were the same file already
+            return
 
 
 def _sync_folder(folder: Path) -> None:

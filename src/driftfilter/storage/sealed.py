@@ -12,15 +12,31 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load as read_tensors, save as tensor_bytes
 from torch import Tensor
 
 from driftfilter import __version__
+from driftfilter.base.checks import require
 
 FORMAT = 1  # of the header; "format" and "sha256" keep their place and meaning in every later one
 _BLANK = b"0" * 64
 # Only the end of the header has that last quote.
 _CHECKSUM = re.compile(rb'\\"sha256\\":\\"([0-9a-f]{64})\\"}"}')
+
+
+# What a file that is none of ours may raise while it is read; the reader makes one error of them.
+FAILURES = (
+    OSError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,
+    RuntimeError,
+    MemoryError,
+    SafetensorError,
+)
 
 
 class CheckpointError(RuntimeError):
@@ -58,9 +74,10 @@ def unseal(data: bytes) -> tuple[dict[str, Any], dict[str, Tensor]]:
         rest.update(piece)
     if rest.hexdigest().encode() != found[1]:
         raise ValueError("it is truncated or altered: its checksum is not that of its content")
-    header: dict[str, Any] = json.loads(
-        json.loads(data[8 : 8 + length])["__metadata__"]["driftfilter"]
-    )
+    header = parse_object(parse_object(data[8 : 8 + length])["__metadata__"]["driftfilter"])
+    known = header.get("format")
+    whole = isinstance(known, int) and not isinstance(known, bool) and known > 0
+    require(whole, "its format", known, "an integer > 0")
     if header["format"] > FORMAT:
         written = f"driftfilter {header.get('library', '(unknown)')}"
         raise ValueError(
@@ -69,3 +86,19 @@ def unseal(data: bytes) -> tuple[dict[str, Any], dict[str, Tensor]]:
         )
     # Copies in memory of torch's own: where numbers lie can change the last bit of a product.
     return header, {name: tensor.clone() for name, tensor in read_tensors(data).items()}
+
+
+def parse_object(text: bytes | str) -> dict[str, Any]:
+    """A JSON object in which no name stands twice: readers differ in which one they take."""
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        names = [name for name, _ in pairs]
+        twice = (
+            [name for name in names if names.count(name) > 1] if len({*names}) < len(names) else []
+        )
+        require(not twice, "a JSON object", f"{twice[:1]} twice", "of fields named once each")
+        return dict(pairs)
+
+    found = json.loads(text, object_pairs_hook=once)
+    require(isinstance(found, dict), "JSON", type(found).__name__, "an object")
+    return found  # type: ignore[no-any-return]

@@ -7,13 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from driftfilter.base.checks import LATE, require, require_finite, unchecked
+from driftfilter.base.checks import LATE, require, require_finite, require_squarable, unchecked
 from driftfilter.base.inputs import Inputs
+from driftfilter.base.memory import require_forms
 from driftfilter.base.tensors import map_tensors
 from driftfilter.filtering import FilterState
 from driftfilter.gaussian.belief import Belief
 from driftfilter.gaussian.covariance import Covariance
 
+_MEMORY = "memory."
 RECENT = "recent."  # samples that a window or the next update still needs
 
 
@@ -21,13 +23,13 @@ def to_tensors(state: FilterState) -> dict[str, Tensor]:
     """The state as tensors by name."""
     seed = (state.seed + (1 << 63)) % (1 << 64) - (1 << 63)  # its lower 64 bits are all that counts
     counts = {"step": torch.tensor(state.step), "seed": torch.tensor(seed)}
-    memory = {f"memory.{name}": value for name, value in state.memory.items()}
+    memory = {_MEMORY + name: value for name, value in state.memory.items()}
     return {**counts, **_flat("belief", state.belief), **_flat("source", state.source), **memory}
 
 
 def from_tensors(tensors: Mapping[str, Tensor], like: FilterState) -> FilterState:
     """The state that named tensors describe, of the structure of another one; refused unless all of
-    it is there and finite.
+    it is there, of the right kind and finite.
     """
     for name, value in tensors.items():
         if value.is_floating_point():
@@ -35,16 +37,10 @@ def from_tensors(tensors: Mapping[str, Tensor], like: FilterState) -> FilterStat
                 f"state {name!r}", value.masked_fill(value == torch.inf, 0.0)
             )  # empty supports have entropy ∞
     belief, source = _built("belief", like.belief, tensors), _built("source", like.source, tensors)
-    require(
-        belief.dimension == source.dimension == like.belief.dimension,
-        "state 'belief.mean'",
-        f"{belief.dimension} values",
-        f"{like.belief.dimension} values",
-    )
-    for name, variance in (
-        ("belief", belief.covariance.variance()),
-        ("source", source.covariance.variance()),
-    ):
+    for name, each in (("belief", belief), ("source", source)):
+        require_squarable(f"state '{name}.mean'", each.mean)
+        variance = each.covariance.variance()
+        require_finite(f"state '{name}.covariance'", variance)
         require(
             bool((variance >= 0).all()),
             f"state '{name}.covariance'",
@@ -52,18 +48,38 @@ def from_tensors(tensors: Mapping[str, Tensor], like: FilterState) -> FilterStat
             "of variances >= 0",
         )
     kept = {
-        name.removeprefix("memory."): value
+        name.removeprefix(_MEMORY): value
         for name, value in tensors.items()
-        if name.startswith("memory.")
+        if name.startswith(_MEMORY)
     }
+    _require_memory(kept, like)
     return FilterState(
         belief,
         source,
         like.parameters,
-        int(_one("seed", tensors)),
-        int(_one("step", tensors)),
+        read_count("seed", tensors, low=None),
+        read_count("step", tensors),
         map_tensors(kept, lambda value: value.to(belief.mean, copy=True)),
     )
+
+
+def _require_memory(memory: Mapping[str, Tensor], like: FilterState) -> None:
+    """Raise unless what is remembered has the form that was declared for its name, and what the
+    other state remembers already, as of the source, has the form that it has there.
+    """
+    require_forms(memory, _MEMORY, like.belief.dimension)
+    for name, mine in like.memory.items():
+        require(name in memory, "state", f"no {_MEMORY + name!r}", "complete")
+        _require_like(_MEMORY + name, memory[name], mine)
+
+
+def read_count(name: str, tensors: Mapping[str, Tensor], low: int | None = 0) -> int:
+    """The whole number under a name, which must be there; of at least ``low``."""
+    found = _one(name, tensors)
+    fits = found.dim() == 0 and found.dtype == torch.int64
+    require(fits, f"state {name!r}", f"{list(found.shape)} {found.dtype}", "one number of int64")
+    require(low is None or found.item() >= (low or 0), f"state {name!r}", found.item(), ">= 0")
+    return int(found)
 
 
 def _one(name: str, tensors: Mapping[str, Tensor]) -> Tensor:
@@ -89,6 +105,21 @@ def _flat(name: str, value: Any) -> dict[str, Tensor]:
     }
 
 
+def _require_like(name: str, found: Tensor, value: Tensor, grows: bool = False) -> None:
+    """Raise unless a tensor has the shape of another one (but for its rows if it ``grows``), and
+    numbers of the same kind: float32 and float64 may take each other's place.
+    """
+    floating = (torch.float32, torch.float64)
+    alike = found.dtype == value.dtype or (found.dtype in floating and value.is_floating_point())
+    require(alike, f"state {name!r}", f"{found.dtype}", f"of {value.dtype}")
+    require(
+        found.dim() == value.dim() and found.shape[grows:] == value.shape[grows:],
+        f"state {name!r}",
+        f"shape {list(found.shape)}",
+        f"of shape {list(value.shape)}",
+    )
+
+
 def _built(name: str, value: Any, tensors: Mapping[str, Tensor], grows: bool = False) -> Any:
     """A dataclass like another one with the tensors and numbers of this name.
 
@@ -96,15 +127,15 @@ def _built(name: str, value: Any, tensors: Mapping[str, Tensor], grows: bool = F
     """
     if isinstance(value, Tensor):
         found = _one(name, tensors)
-        require(
-            found.dim() == value.dim() and found.shape[grows:] == value.shape[grows:],
-            f"state {name!r}",
-            f"shape {list(found.shape)}",
-            f"of shape {list(value.shape)}",
-        )
+        _require_like(name, found, value, grows)
         return found.to(value, copy=True)
     if isinstance(value, (bool, int, float)):
-        return type(value)(_one(name, tensors).item())
+        found = _one(name, tensors)
+        _require_like(name, found, torch.tensor(value))
+        most = tensors["belief.mean"].numel()  # a whole number is one of directions
+        fits = type(value) is not int or 0 <= found.item() <= most
+        require(fits, f"state {name!r}", found.item(), f"from 0 to {most}")
+        return type(value)(found.item())
     if isinstance(value, tuple):
         return tuple(
             _built(f"{name}.{position}", part, tensors) for position, part in enumerate(value)

@@ -1,11 +1,11 @@
 """Which of several processes this is, and what follows from it for the benchmark."""
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 
+from driftfilter.app.bench.locks import claim
 from driftfilter.app.bench.ranks import Worker, worker
 from driftfilter.app.cli import main
 from driftfilter.app.machine import choose_machine
@@ -80,9 +80,9 @@ def test_a_worker_begins_at_its_place_and_leaves_the_rest_to_others(
         "1 of 3",
     ]
     (done,) = tmp_path.glob("tent_*.json")
-    done.rename(done.with_suffix(".claim"))
-    done.with_suffix(".claim").write_text(json.dumps({"host": "far", "pid": 17}))
-    assert main(command) == 0
-    assert "not done: tent" in capsys.readouterr().err
-    monkeypatch.delenv("WORLD_SIZE")
-    assert main(command) == 1
+    done.rename(done.with_suffix(".kept"))
+    with claim(done):
+        assert main(command) == 0
+        assert "not done: tent" in capsys.readouterr().err
+        monkeypatch.delenv("WORLD_SIZE")
+        assert main(command) == 1

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import numpy as np
@@ -381,6 +382,54 @@ def test_a_run_that_cannot_be_reported(
     assert main(["report", "o"]) == 1
     assert f"driftfilter report: error: {reason}" in capsys.readouterr().err
     assert not Path("o/report.html").exists()
+
+
+TYPES: dict[str, Callable[[dict[str, Any]], object]] = {
+    "config.json: versions": lambda found: found.update(versions=[]),
+    "config.json: model": lambda found: found.update(model="x"),
+    "config.json: options": lambda found: found.update(options=None),
+    "config.json: recipe": lambda found: found.update(recipe=3),
+    "config.json: data": lambda found: found["options"].update(data=7),
+    "summary.json: tally": lambda found: found["tally"].update(rows="46"),
+    "summary.json: classes": lambda found: found.update(classes={"a": 1}),
+    "summary.json: changed": lambda found: found.update(changed="x"),
+    "summary.json: quality": lambda found: found["quality"].update(after=[1]),
+    "summary.json: bins": lambda found: found["quality"]["after"]["bins"].update(samples="x"),
+    "summary.json: accuracy": lambda found: found["quality"]["after"].update(accuracy="high"),
+    "summary.json: memory": lambda found: found.update(peak_memory_mb="x"),
+    "steps.jsonl: ms": lambda found: found.update(ms="1"),
+    "steps.jsonl: entropy": lambda found: found.update(entropy=[1]),
+    "steps.jsonl: alarms": lambda found: found.update(alarms=5),
+    "movement.json: relative": lambda found: found.update(relative="x"),
+}
+
+
+@pytest.mark.parametrize("case", TYPES)
+def test_fields_of_another_type_are_no_traceback(
+    case: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A report is made all the same, or an error says whose files it cannot be made of."""
+    assert run("--out", "o", *FULL) == 0
+    path = Path("o") / case.partition(":")[0]
+    lines = path.read_text().splitlines() if path.suffix == ".jsonl" else [path.read_text()]
+    found = json.loads(lines[0])
+    TYPES[case](found[0] if isinstance(found, list) else found)
+    path.write_text("\n".join([json.dumps(found), *lines[1:]]))
+    capsys.readouterr()
+    status = main(["report", "o"])
+    told = capsys.readouterr().err
+    assert (status, told) == (0, "") or (status == 1 and "driftfilter report: error: o" in told)
+    assert Path("o/report.html").exists() == (status == 0)
+
+
+def test_marks_of_utf8_are_passed_over(folder: Path) -> None:
+    (folder / "names.txt").write_text("\ufeffleft\nmiddle\nright\n", encoding="utf-8")
+    assert run("--out", "o", *FULL) == 0
+    assert summary("o")["classes"][0]["name"] == "left"
+    for name in ("config.json", "summary.json", "steps.jsonl", "movement.json"):
+        path = Path("o") / name
+        path.write_text("\ufeff" + path.read_text(encoding="utf-8"), encoding="utf-8")
+    assert page("o").row("left")
 
 
 def test_folders_without_a_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,7 +1,8 @@
 """Signals end a run after the step at hand, or at once where it waits."""
 
+import io
+import os
 import signal
-from collections.abc import Iterator
 
 import pytest
 
@@ -26,20 +27,32 @@ def test_the_step_at_hand_is_finished(number: signal.Signals) -> None:
 
 @pytest.mark.parametrize("number", NUMBERS)
 def test_a_wait_ends_at_once(number: signal.Signals) -> None:
-    went_on = False
+    """What is there to read is left where it is."""
+    stop, before = Stop(), signal.getsignal(signal.SIGALRM)
+    reading, writing = os.pipe()
+    with stop.listen(), open(reading, "rb") as stream, open(writing, "wb", 0) as writer:
+        signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(number))
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 0.05)
+            assert not stop.wait(stream)
+        finally:
+            signal.signal(signal.SIGALRM, before)
+        assert stop.signal == number
+        writer.write(b"later")
+        assert not stop.wait(stream)
+        assert stream.read1(9) == b"later"
 
-    def items() -> Iterator[int]:
-        nonlocal went_on
-        yield 0
-        signal.raise_signal(number)
-        went_on = True
-        yield 1
 
+def test_a_wait_for_what_is_there_or_ended() -> None:
     stop = Stop()
-    with stop.listen():
-        assert list(stop.each(items())) == [0]
-    assert not went_on
-    assert stop.signal == number
+    reading, writing = os.pipe()
+    with stop.listen(), open(reading, "rb") as stream:
+        os.write(writing, b"here")
+        assert stop.wait(stream)
+        assert stream.read1(9) == b"here"
+        os.close(writing)
+        assert stop.wait(stream)
+        assert stop.wait(io.BytesIO())
 
 
 def test_a_second_signal_interrupts() -> None:

@@ -135,7 +135,7 @@ def read_finished(bench: Bench, tasks: Sequence[Task], folder: Path) -> list[dic
 def _read(path: Path) -> dict[str, Any] | None:
     """What a file of a task holds; None if it is none."""
     try:
-        document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8-sig"))
         return document if isinstance(document["settings"], dict) and "result" in document else None
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None

@@ -1,8 +1,10 @@
 """``driftfilter report``: runs side by side on one page that needs nothing but itself."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+
+from jinja2 import TemplateError
 
 from driftfilter.app.bench.matrix import NAME, Matrix, read
 from driftfilter.app.bench.tables import Document
@@ -12,12 +14,21 @@ from driftfilter.app.report.matrix import pick_worst, view
 from driftfilter.app.report.page import render
 from driftfilter.storage.atomic import write_atomic
 
-T = TypeVar("T")
-
 __all__ = ["LIMIT", "ReportError", "collect", "write"]
 
 MOST = 8  # folders on one page
 LIMIT = 3_000_000  # bytes of it
+# What a document that is none of ours may raise while it is read and drawn.
+_FAILURES = (
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,
+    AssertionError,
+    RecursionError,
+    TemplateError,
+)
 
 
 def write(folders: Sequence[Path], out: Path | None = None) -> Path:
@@ -25,7 +36,7 @@ def write(folders: Sequence[Path], out: Path | None = None) -> Path:
     first of them.
     """
     path = folders[0] / "report.html" if out is None else out
-    page = render(collect(folders), collect_matrices(folders))
+    page = _render(collect(folders), collect_matrices(folders))
     if len(page.encode()) > LIMIT:
         raise ReportError(
             f"the page would have {len(page.encode()) / 1e6:.1f} MB, more than {LIMIT / 1e6:g}: "
@@ -49,7 +60,9 @@ def collect(folders: Sequence[Path]) -> list[StreamReport]:
                 "is none"
             )
         if (folder / "config.json").exists():
-            found.append(_require_understood(folder, runs.read_run(folder), runs.streams))
+            with _understanding(folder):
+                found.append(runs.read_run(folder))
+                runs.streams(found[-1:])
         else:
             held = tasks.read_tasks(folder)
             if not held:
@@ -57,9 +70,10 @@ def collect(folders: Sequence[Path]) -> list[StreamReport]:
                     f"{folder} holds no run: neither config.json of driftfilter run nor a finished "
                     "task of bench"
                 )
-            documents += [
-                _require_understood(Path(each["path"]), each, tasks.streams) for each in held
-            ]
+            for each in held:
+                with _understanding(Path(each["path"])):
+                    tasks.streams([each])
+            documents += held
     of_tasks = tasks.streams(documents)
     shown = pick_worst(of_tasks) if collect_matrices(unique) else of_tasks
     return [*runs.streams(found), *shown]
@@ -68,20 +82,34 @@ def collect(folders: Sequence[Path]) -> list[StreamReport]:
 def collect_matrices(folders: Sequence[Path]) -> list[Matrix]:
     """The matrices that folders of ``bench --matrix`` hold."""
     paths = [path for folder in dict.fromkeys(folders) if (path := folder / NAME).exists()]
-    return [read(_require_understood(path, read_json(path), _view_first)) for path in paths]
+    matrices = []
+    for path in paths:
+        with _understanding(path):
+            matrices.append(read(read_json(path)))
+            view(matrices[-1])
+    return matrices
 
 
-def _view_first(documents: Sequence[Mapping[str, Any]]) -> object:
-    return view(read(documents[0]))
-
-
-def _require_understood(path: Path, held: T, use: Callable[[list[T]], object]) -> T:
-    """What was read there, known to be of use."""
+def _render(streams: Sequence[StreamReport], matrices: Sequence[Matrix]) -> str:
+    """The page; if it cannot be drawn, an error names the folder that it cannot be drawn of."""
     try:
-        use([held])
-    except (KeyError, TypeError, IndexError, AttributeError, ArithmeticError) as error:
+        return render(streams, matrices)
+    except _FAILURES:
+        for stream in streams:
+            with _understanding(Path(stream.all[0].where)):
+                render([stream], [])
+        raise
+
+
+@contextmanager
+def _understanding(path: Path) -> Iterator[None]:
+    """Make one error of all that what was read there may raise if it is of no use."""
+    try:
+        yield
+    except ReportError:
+        raise
+    except _FAILURES as error:
         reason = f"{type(error).__name__} {error}"
         raise ReportError(
             f"{path} is of another version of driftfilter, or damaged: {reason}"
         ) from error
-    return held

@@ -87,7 +87,7 @@ class StreamReport(NamedTuple):
 def read_json(path: Path) -> Any:
     """What a file holds; an error names it."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ReportError(f"{path} could not be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:

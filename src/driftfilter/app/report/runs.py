@@ -4,16 +4,14 @@ import base64
 import json
 import math
 import statistics
-import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from driftfilter.app.bench.tables import group
 from driftfilter.app.calibration import ReliabilityDiagram
 from driftfilter.app.downsample import downsample
+from driftfilter.app.images.arrays import open_arrays
 from driftfilter.app.report.content import (
     DRAWN,
     MEASURES,
@@ -77,12 +75,12 @@ def read_run(folder: Path) -> RunFolder:
 
 def _steps(path: Path) -> list[dict[str, Any]]:
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, ValueError) as error:
         raise ReportError(f"{path} could not be read: {error}") from error
     try:
         return [json.loads(line) for line in lines]
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ReportError(f"{path} is damaged: every line must hold JSON, got {error}") from error
 
 
@@ -235,9 +233,8 @@ def _examples(run: RunFolder) -> tuple[list[ShownSample], str]:
     if not path.exists():
         return [], run.summary["no_examples"] or "not recorded"
     try:
-        with np.load(path) as arrays:
-            found = dict(arrays)
-    except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
+        found = open_arrays(path)
+    except (ValueError, OSError) as error:
         raise ReportError(f"{path} is damaged: {error}") from error
     names = [each["name"] for each in run.summary["classes"]]
     images = found["values"].ndim == 4

@@ -5,6 +5,7 @@ and a file of weights.
 import importlib
 import sys
 import traceback
+import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from pickle import UnpicklingError
@@ -16,6 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from driftfilter.app import models
+from driftfilter.app.images.arrays import require_bounded
 from driftfilter.base.checks import nearest, require
 
 EXPECTED = "the name of a shipped network, or package.module:factory"
@@ -111,6 +113,8 @@ def open_weights(path: Path) -> dict[str, Tensor]:
         "a .safetensors, .pt or .pth file",
     )
     try:
+        if zipfile.is_zipfile(path):
+            require_bounded(path)
         found = (
             load_file(path)
             if path.suffix == ".safetensors"
@@ -123,7 +127,11 @@ def open_weights(path: Path) -> dict[str, Tensor]:
         ValueError,
         EOFError,
         OSError,
-        KeyError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        ArithmeticError,
+        zipfile.BadZipFile,
     ) as error:
         reason = str(error).partition("\n")[0]
         raise ValueError(

@@ -35,6 +35,11 @@ def columns(logs: NDArray[Any]) -> Columns:
     )
 
 
+def log_path(folder: Path, kind: Literal["npz", "csv"], stem: str) -> Path:
+    """Path of the file that grows with every step."""
+    return folder / f"{stem}.{'csv' if kind == 'csv' else 'part'}"
+
+
 class Predictions:
     """The predictions of a run: ``predictions.csv``, a line a sample; or log-probabilities, in the
     end ``predictions.npz``.
@@ -60,7 +65,7 @@ class Predictions:
             np.dtype(dtype),
         )
         self._rows, self._waiting = (rows, 0) if classes else (0, rows)
-        self.log = AppendLog(folder / f"{stem}.{'csv' if kind == 'csv' else 'part'}", size)
+        self.log = AppendLog(log_path(folder, kind, stem), size)
 
     def append(self, logs: NDArray[Any]) -> None:
         """Log-probabilities [n, k] of the next n samples."""

@@ -43,12 +43,7 @@ def prepare(options: RunOptions) -> PreparedRun:
     """All that is needed; a wrong option or a missing file is an error here, before anything is
     written.
     """
-    require(
-        options.resume or not (options.out / "config.json").exists(),
-        "--out",
-        str(options.out),
-        "a folder without a run (or give --resume, to go on with that one)",
-    )
+    require_free(options)
     for option in ("stdin_continues", "integers"):
         require(
             not getattr(options, option) or options.data == "-",
@@ -76,6 +71,16 @@ def prepare(options: RunOptions) -> PreparedRun:
         source=df.adapt(model, "source") if options.baseline else None,
         classes=() if options.classes is None else summary.open_classes(Path(options.classes)),
         adapter=_adapt(options, model, form),
+    )
+
+
+def require_free(options: RunOptions) -> None:
+    """Raise if there is a run in the folder that is not to be resumed."""
+    require(
+        options.resume or not (options.out / "config.json").exists(),
+        "--out",
+        str(options.out),
+        "a folder without a run (or give --resume, to go on with that one)",
     )
 
 

@@ -85,13 +85,15 @@ def conclude(ending: Ending, out: Path, output: Output) -> tuple[int, dict[str, 
         "accuracy": tally.accuracy,
         "resumed_after": ending.begun,
         "signal": None if ending.signal is None else signal.Signals(ending.signal).name,
-        "error": ending.error or None,
+        "error": ending.error or ending.lost or None,
         "predictions": str(ending.predictions),
         "out": str(out),
     }
 
 
 def _status(ending: Ending, out: Path) -> int:
+    if ending.lost:
+        print(f"driftfilter run: error: {ending.lost}", file=sys.stderr)
     if ending.error:
         print(f"driftfilter run: error: {ending.error}", file=sys.stderr)
         if not ending.tally.step:
@@ -112,5 +114,5 @@ def _status(ending: Ending, out: Path) -> int:
             f"from {out}",
             file=sys.stderr,
         )
-        return 130 if ending.signal == signal.SIGINT else 0
+        return 1 if ending.lost else 130 if ending.signal == signal.SIGINT else 0
     return SKIPPED if ending.tally.skipped else 0

@@ -2,24 +2,25 @@
 become a model's inputs.
 """
 
+import base64
+import io
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from pathlib import Path
-from typing import IO, Any, Literal, NamedTuple, TypeAlias, final
+from typing import Any, Literal, NamedTuple, TypeAlias, final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from driftfilter.app.images.arrays import open_array, open_arrays
 from driftfilter.app.images.files import (
     Integers,
-    open_array,
-    open_arrays,
     picture,
     pictures,
     require_labels,
@@ -31,6 +32,7 @@ Raw: TypeAlias = NDArray[Any] | dict[str, NDArray[Any]]
 Shapes: TypeAlias = dict[str, list[int]]  # of one sample, by the name of its parts
 
 CHANNELS = (1, 3, 4)
+READ = 1 << 16  # bytes of stdin at a time
 EXPECTED = "an .npy or .npz file, a folder of pictures, or - for lines of JSON on stdin"
 
 
@@ -53,37 +55,118 @@ class StoredFeed:
 
     def batches(self, size: int, start: int) -> Iterator[Batch]:
         """All samples but the first ``start``."""
-        _require_covered(self.name, self.count, start)
+        require_covered(self.name, self.count, start)
         pieces = (
             (first, min(first + size, self.count)) for first in range(start, self.count, size)
         )
         return (Batch(last - first, partial(self.take, first, last)) for first, last in pieces)
 
 
+class Place(NamedTuple):
+    """How far stdin was read: the number of the first sample that is still to come, and what was
+    read of that and of those after it.
+    """
+
+    first: int = 0
+    rest: bytes = b""
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready, for a checkpoint."""
+        return {"first": self.first, "rest": base64.b64encode(self.rest).decode()}
+
+    @staticmethod
+    def from_dict(name: str, found: Any, rows: int) -> "Place":
+        """The place in a checkpoint that covers so many samples."""
+        try:
+            place = Place(found["first"], base64.b64decode(found["rest"], validate=True))
+            if not 0 <= place.first <= rows:
+                raise ValueError(f"sample {place.first}")
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"{name}: stdin must be the number of a sample up to {rows} and the base64 of what "
+                f"was read of it, got {str(found)[:80]}"
+            ) from error
+        return place
+
+
 @final
-@dataclass(frozen=True, eq=False)
 class Lines:
     """One sample a line: a JSON array, or an object of arrays by the names that the model takes;
     empty lines are no samples.
     """
 
-    stream: IO[bytes]
-    integers: frozenset[str] = frozenset()  # names of the parts that are integers
     count = None
     labels = None
 
+    def __init__(self, stream: io.BufferedIOBase, integers: frozenset[str] = frozenset()) -> None:
+        self.stream, self.integers = stream, integers  # names of the parts that are integers
+        self._wait: Callable[[io.BufferedIOBase], bool] = lambda stream: True
+        self._first, self._lines, self._given = 0, list[bytes](), 0
+        self._half, self._ended = bytearray(), False  # the beginning of the line after those
+
+    def begin(self, place: Place, wait: Callable[[io.BufferedIOBase], bool]) -> None:
+        """Have the stream go on after a place, and end if ``wait``, which waits for more to read,
+        says so by False.
+        """
+        self._first, self._wait = place.first, wait
+        self._split(place.rest)
+
     def batches(self, size: int, start: int) -> Iterator[Batch]:
-        """All samples but the first ``start``."""
-        lines = (line for line in self.stream if line.strip())
-        _require_covered("stdin", sum(1 for _ in islice(lines, start)), start)
-        while some := list(islice(lines, size)):
+        """All samples but the first ``start`` that were not given before."""
+        while self._first + self._given < start:
+            if not self._take(min(size, start - self._first - self._given)):
+                require_covered("stdin", self._first if self._ended else start, start)
+                return
+        while some := self._take(size):
             yield Batch(len(some), partial(_decode, some, self.integers))
+
+    def place(self, rows: int, ended: bool) -> Place:
+        """What was read beyond the first ``rows`` samples.
+
+        The beginning of a line is among it only if the run has ``ended``: after a kill nobody
+        knows with what stdin goes on.
+        """
+        done = min(rows - self._first, len(self._lines))
+        rest = b"".join(line + b"\n" for line in self._lines[done:])
+        half = bytes(self._half) if ended else b""
+        # A whole array goes on with nothing but the end of its line, which may never come.
+        return Place(self._first + done, rest + half + (b"\n" if _is_whole(half) else b""))
+
+    def _take(self, count: int) -> list[bytes]:
+        """The next lines, fewer at the end of the stream; none if the wait was ended."""
+        del self._lines[: self._given]
+        self._first, self._given = self._first + self._given, 0
+        while len(self._lines) < count and not self._ended:
+            if not self._wait(self.stream):
+                return []
+            data = self.stream.read1(READ)
+            self._split(data or b"\n")  # the last line may have no end
+            self._ended = not data
+        self._given = min(count, len(self._lines))
+        return self._lines[: self._given]
+
+    def _split(self, data: bytes) -> None:
+        more, *others = data.split(b"\n")
+        self._half += more
+        for other in others:
+            if self._half.strip():
+                self._lines.append(bytes(self._half))
+            self._half = bytearray(other)
+
+
+def _is_whole(line: bytes) -> bool:
+    """Whether a line is an array or an object."""
+    try:
+        return isinstance(json.loads(line), (list, dict))
+    except (ValueError, RecursionError):
+        return False
 
 
 Feed: TypeAlias = StoredFeed | Lines
 
 
-def _require_covered(name: str, count: int, start: int) -> None:
+def require_covered(name: str, count: int, start: int) -> None:
+    """Raise unless there are as many samples as a checkpoint has seen."""
     require(
         count >= start,
         f"{name}: samples",
@@ -95,6 +178,8 @@ def _require_covered(name: str, count: int, start: int) -> None:
 def open_feed(text: str, integers: frozenset[str] = frozenset()) -> Feed:
     """The samples at a path, or on stdin."""
     if text == "-":
+        require(sys.stdin is not None, "DATA", text, f"{EXPECTED}; stdin is closed")
+        assert isinstance(sys.stdin.buffer, io.BufferedIOBase)
         return Lines(sys.stdin.buffer, integers)
     path = Path(text)
     require(path.exists(), "DATA", text, f"{EXPECTED}; there is no such file")
@@ -123,12 +208,42 @@ def _array(name: str, array: NDArray[Any], labels: NDArray[Any] | None = None) -
     kind = array.dtype
     fits = kind.kind in "fiub" and kind.itemsize <= 8 and array.ndim > 1 and array.size > 0
     require(fits, name, f"{kind} {list(array.shape)}", "an array of numbers [n, ...]")
+    take = (
+        _read_rows(name, array)
+        if isinstance(array, np.memmap)
+        else lambda first, last: array[first:last]
+    )
     return StoredFeed(
         name,
         len(array),
-        lambda first, last: np.array(array[first:last], kind.newbyteorder("=")),
+        lambda first, last: np.array(take(first, last), kind.newbyteorder("=")),
         None if labels is None else require_labels(f"{name}: labels", labels, len(array)),
     )
+
+
+def _read_rows(name: str, array: "np.memmap[Any, Any]") -> Callable[[int, int], NDArray[Any]]:
+    """Rows of a file: read, for a look at the map of a file that is cut kills the process.
+
+    Only an array in Fortran's order is mapped; there a moment is left after the check.
+    """
+    assert array.filename is not None
+    # Open as long as the process lives, and so the same file whatever its name stands for later.
+    number = os.open(array.filename, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+    length = array.offset + array.nbytes
+
+    def take(first: int, last: int) -> NDArray[Any]:
+        size, whole = os.fstat(number).st_size, f"{length} bytes long, as it was at the beginning"
+        require(size >= length, name, f"{size} bytes", whole)
+        if not array.flags.c_contiguous:
+            return array[first:last]
+        found = np.empty((last - first, *array.shape[1:]), array.dtype)
+        with open(number, "rb", closefd=False) as file:
+            file.seek(array.offset + first * array[:1].nbytes)
+            got = file.readinto(found.reshape(-1).view(np.uint8).data)
+        require(got == found.nbytes, name, f"{got} bytes from sample {first} on", whole)
+        return found
+
+    return take
 
 
 def _folder(root: Path) -> StoredFeed:

@@ -8,6 +8,7 @@ is cut off on resuming.
 import json
 import platform
 import time
+import traceback
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import replace
@@ -19,11 +20,19 @@ import torch
 from numpy.typing import NDArray
 
 import driftfilter as df
-from driftfilter.app.bench.locks import claim, describe_holder
+from driftfilter.app.bench.locks import Claim, claim, describe_holder
 from driftfilter.app.run import summary
+from driftfilter.app.run.consumed import STEPS, Reads, require_same, sum_labels
 from driftfilter.app.run.predictions import Predictions, columns
-from driftfilter.app.run.prepare import PreparedRun
-from driftfilter.app.run.reader import Batch, Shapes, require_shapes, shapes_of
+from driftfilter.app.run.prepare import PreparedRun, require_free
+from driftfilter.app.run.reader import (
+    Batch,
+    Lines,
+    Place,
+    Shapes,
+    require_shapes,
+    shapes_of,
+)
 from driftfilter.app.run.signals import Stop
 from driftfilter.base.checks import require
 from driftfilter.base.inputs import Inputs
@@ -31,6 +40,7 @@ from driftfilter.callbacks import JsonLines
 from driftfilter.recipe import to_dict
 
 STATE = "state.safetensors"
+HELD = 60 << 20  # bytes of stdin that a checkpoint holds; safetensors has a limit of 100 MB
 
 
 class Tally(NamedTuple):
@@ -72,6 +82,7 @@ class Ending(NamedTuple):
     begun: int  # the step it began with
     signal: int | None = None
     error: str = ""
+    lost: str = ""  # samples that were read and will not be seen
 
 
 # Makes, from how far a run is when it begins and how many samples there are, a context whose
@@ -88,35 +99,69 @@ def run(
     options, stop = made.options, Stop()
     options.out.mkdir(parents=True, exist_ok=True)
     with claim(options.out / STATE) as mine, ExitStack() as stack:
-        if not mine:
+        if mine is None:
             raise ValueError(
                 f"--out {options.out} is in use: {describe_holder(options.out / STATE)}"
             )
-        first, sizes = _resume(made)
-        batches = made.feed.batches(options.batch, 0 if options.stdin_continues else first.rows)
-        files = _open_files(made, first, sizes, stack)
+        require_free(options)  # another run may have been here since it was prepared
+        first, notes = _resume(made)
+        if isinstance(made.feed, Lines):
+            made.feed.begin(_find_place(made, first, notes, warn), stop.wait)
+        require_same(made, first.rows, notes)
+        batches = made.feed.batches(options.batch, first.rows)
+        files = _open_files(made, mine, first, notes.get("sizes", {}), stack)
         _write_config(made, command)
         summary.clear(options.out)
         with made.machine.ready(), stop.listen(), follow(first, made.feed.count) as callback:
-            last, error = _adapt(files, first, stop.each(batches), (files.steps, callback), warn)
-            files.save(last)
-            ending = Ending(last, files.predictions.export(), first.step, stop.signal, error)
+            own = mine.each(files.reads.each(stop.each(batches)))
+            last, error = _adapt(files, first, own, (files.steps, callback), warn)
+            lost = files.save(last, ended=True)
+            ending = Ending(last, files.predictions.export(), first.step, stop.signal, error, lost)
             _summarize(files, ending)
             return ending
 
 
 class _Files(NamedTuple):
     made: PreparedRun
+    claim: Claim
+    reads: Reads
     steps: JsonLines
     predictions: Predictions
     source: Predictions | None
 
-    def save(self, tally: Tally) -> None:
-        """Write a checkpoint, the logs first: it must not cover what is not on the disk."""
-        sizes = {"steps": self.steps.journal.sync(), "predictions": self.predictions.log.sync()}
-        sizes |= {} if self.source is None else {"baseline": self.source.log.sync()}
-        notes = {"settled": self.made.options.fixed(), "tally": tally._asdict(), "sizes": sizes}
+    def save(self, tally: Tally, ended: bool = False) -> str:
+        """Write a checkpoint, the logs first: it must not cover what is not on the disk.
+
+        Returns which samples it could not hold, though stdin goes on after them.
+        """
+        self.claim.check()
+        logs = {"steps": self.steps.journal, "predictions": self.predictions.log}
+        logs |= {} if self.source is None else {"baseline": self.source.log}
+        stdin, lost = self._note_stdin(tally, ended)
+        notes = {
+            "settled": self.made.options.fixed(),
+            "tally": tally._asdict(),
+            "sizes": {name: log.sync() for name, log in logs.items()},
+            "sums": {name: log.sum for name, log in logs.items()},
+            "labels": sum_labels(self.made.labels, tally.rows),
+            **stdin,
+        }
         df.save(self.made.adapter, self.made.options.out / STATE, self.made.options.keep, notes)
+        return lost
+
+    def _note_stdin(self, tally: Tally, ended: bool) -> tuple[dict[str, Any], str]:
+        """What was read and not stepped, for the checkpoint, or why it is lost."""
+        if not isinstance(self.made.feed, Lines):
+            return {}, ""
+        place = self.made.feed.place(tally.rows, ended)
+        if len(place.rest) <= HELD:
+            return {"stdin": {**place.to_dict(), "ended": ended}}, ""
+        lost = (
+            f"{len(place.rest)} bytes of stdin were read and not stepped, and are lost: a "
+            f"checkpoint holds {HELD} (a smaller --batch reads less ahead)"
+        )
+        stdin = {**Place(place.first).to_dict(), "ended": False}
+        return {"stdin": stdin}, lost if self.made.options.stdin_continues else ""
 
 
 def _summarize(files: _Files, ending: Ending) -> None:
@@ -140,11 +185,11 @@ def _summarize(files: _Files, ending: Ending) -> None:
     summary.write(out, finished, made.adapter, made.model, others)
 
 
-def _open_files(made: PreparedRun, tally: Tally, sizes: dict[str, int], stack: ExitStack) -> _Files:
+def _open_files(
+    made: PreparedRun, mine: Claim, tally: Tally, sizes: dict[str, int], stack: ExitStack
+) -> _Files:
     """The logs, cut to what the checkpoint covers."""
-    steps = stack.enter_context(
-        closing(JsonLines(made.options.out / "steps.jsonl", sizes.get("steps", 0)))
-    )
+    steps = stack.enter_context(closing(JsonLines(made.options.out / STEPS, sizes.get("steps", 0))))
 
     def open_predictions(stem: str) -> Predictions:
         found = Predictions(
@@ -161,6 +206,8 @@ def _open_files(made: PreparedRun, tally: Tally, sizes: dict[str, int], stack: E
 
     return _Files(
         made,
+        mine,
+        Reads(made.dtype),
         steps,
         open_predictions("predictions"),
         None if made.source is None else open_predictions("baseline"),
@@ -181,7 +228,9 @@ def _adapt(
         try:
             tally, record = _step(files, tally, batch, latest)
         except BadBatchError as bad:
-            if options.on_bad_batch == "stop":
+            # A device without memory is no fault of the batch.
+            full = isinstance(bad.__cause__, torch.OutOfMemoryError)
+            if options.on_bad_batch == "stop" or full:
                 return (
                     tally,
                     f"step {tally.step} (samples {tally.rows} to {tally.rows + batch.rows - 1}): "
@@ -208,8 +257,8 @@ class _Latest:
         self.record = step
 
 
-def _resume(made: PreparedRun) -> tuple[Tally, dict[str, int]]:
-    """Load the checkpoint into the adapter: how far it is, and the sizes of the logs then."""
+def _resume(made: PreparedRun) -> tuple[Tally, dict[str, Any]]:
+    """Load the checkpoint into the adapter: how far it is, and all of its notes."""
     path = made.options.out / STATE
     if not made.options.resume or not path.exists():
         return Tally(), {}
@@ -223,7 +272,24 @@ def _resume(made: PreparedRun) -> tuple[Tally, dict[str, int]]:
             fixed[name],
             f"{before!r}, as it was when the run began (or give another --out)",
         )
-    return Tally(**notes["tally"]), notes["sizes"]
+    return Tally(**notes["tally"]), notes
+
+
+def _find_place(
+    made: PreparedRun, tally: Tally, notes: dict[str, Any], warn: Callable[[str], None]
+) -> Place:
+    """Where stdin is: at its beginning, or where the checkpoint left it."""
+    if not made.options.stdin_continues:
+        return Place()
+    if "stdin" not in notes:  # a checkpoint of other data, or from before there was a place
+        return Place(tally.rows)
+    place = Place.from_dict(str(made.options.out / STATE), notes["stdin"], tally.rows)
+    if not notes["stdin"].get("ended"):
+        warn(
+            "the run did not end by itself: samples that it read after the checkpoint of step "
+            f"{tally.step} may be lost"
+        )
+    return place
 
 
 def _write_config(made: PreparedRun, command: str) -> None:
@@ -261,10 +327,10 @@ def _step(
     files.predictions.append(logs)
     right, judged = _count_right(made, tally, logs)
     ms = 1000 * (time.perf_counter() - begun - apart)
-    notes: dict[str, Any] = {}
+    notes: dict[str, Any] = {"inputs": files.reads.latest}
     if source is not None and files.source is not None:
         files.source.append(source)
-        notes = {"baseline_entropy": float(columns(source).entropy.mean())}
+        notes |= {"baseline_entropy": float(columns(source).entropy.mean())}
         notes |= (
             {"baseline_right": _count_right(made, tally, source)[0]}
             if tally.judged + judged
@@ -283,10 +349,13 @@ def _predict(
     """Inputs of a batch, its log-probabilities [n, k], those of the model as it is if asked for,
     and the seconds that these took.
 
-    The adapter comes last, so that it is as it was if anything fails.
+    The adapter comes last, so that it is as it was if anything fails. The code of a model can fail
+    in any way, also by SystemExit; only an interrupt is none of its own.
     """
+    failed = "the samples could not be read"
     try:
-        inputs = made.form(batch.read())
+        raw, failed = batch.read(), "the model failed"
+        inputs = made.form(raw)
         require_shapes(inputs, tally.shapes)
         named = inputs if isinstance(inputs, dict) else {}
         given = () if named else (inputs,)
@@ -301,12 +370,12 @@ def _predict(
         apart = time.perf_counter() - begun
         logs = made.adapter(*given, **named).cpu().numpy().astype(made.dtype)
         return inputs, logs, source, apart
-    except torch.OutOfMemoryError:
-        raise  # nothing is wrong with the batch
-    except (ValueError, TypeError) as error:
-        raise BadBatchError(str(error)) from error
-    except (RuntimeError, IndexError) as error:
-        raise BadBatchError(f"the model failed: {str(error).partition(chr(10))[0]}") from error
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        (told, *_) = "".join(traceback.format_exception_only(error)).splitlines()
+        is_told = isinstance(error, (ValueError, TypeError)) and str(error)
+        raise BadBatchError(str(error) if is_told else f"{failed}: {told}") from error
 
 
 def _require_classes(made: PreparedRun, tally: Tally, k: int) -> None:

@@ -1,8 +1,10 @@
 """Ending a run on a signal: SIGTERM, as a service manager sends, or Ctrl-C."""
 
+import io
+import select
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -41,17 +43,24 @@ class Stop:
         if self._waiting:
             raise _NowError
 
+    def wait(self, stream: io.BufferedIOBase) -> bool:
+        """Wait until there is something to read, or nothing more will come; False if a signal came
+        first.
+
+        Nothing is read here, so that nothing is lost if the wait ends.
+        """
+        try:
+            # First: a signal from here on raises, one before it is seen.
+            self._waiting = True
+            if self.signal is None:
+                with suppress(OSError):  # a stream in memory, or a pipe of Windows
+                    select.select([stream], [], [])
+            self._waiting = False
+        except _NowError:
+            self._waiting = False
+        return self.signal is None
+
     def each(self, items: Iterator[T]) -> Iterator[T]:
         """The items, until a signal comes."""
-        while True:
-            item: T | None = None
-            try:
-                # First: a signal after the next line raises, one before it is seen there.
-                self._waiting = True
-                item = None if self.signal else next(items, None)
-                self._waiting = False
-            except _NowError:
-                self._waiting = False
-            if item is None:
-                return
+        while self.signal is None and (item := next(items, None)) is not None:
             yield item

@@ -31,7 +31,7 @@ def open_classes(path: Path) -> tuple[str, ...]:
     """The names of the classes, one a line."""
     require(path.is_file(), "--classes", str(path), "a text file that is there")
     try:
-        names = tuple(line.strip() for line in path.read_text(encoding="utf-8").splitlines())
+        names = tuple(line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines())
     except UnicodeDecodeError as error:
         raise ValueError(f"--classes {path} must be a text file in UTF-8, got {error}") from error
     require(
@@ -143,7 +143,7 @@ def write_examples(out: Path, finished: Finished, feed: Feed, form: Form) -> str
     rows = np.concatenate((most, least))
     try:
         values = [_show_sample(form, feed, int(row)) for row in rows]
-    except (ValueError, OSError, ImportError) as error:
+    except Exception as error:  # files can have changed in any way
         return f"the data could not be read again: {error}"
     if not values or len({(value.shape, value.dtype) for value in values}) > 1:
         return "there are no samples of one shape to show"
