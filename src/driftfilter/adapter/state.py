@@ -25,7 +25,7 @@ from driftfilter.callbacks import StepRecord
 from driftfilter.filtering import FilterState, StepInfo
 from driftfilter.inference.prediction import MAP, Prediction
 from driftfilter.model.buffers import AGE, LABEL, SAMPLE, UNCERTAINTY, Buffer
-from driftfilter.model.label_chain import RUNS, LabelChain
+from driftfilter.model.label_chain import RUNS, LabelChain, require_known
 from driftfilter.monitor.state import MONITOR, MonitorState, Signals
 from driftfilter.networks.alignment import MOMENTS
 from driftfilter.recipe import Recipe
@@ -200,7 +200,7 @@ class AdapterState(NamedTuple):
         _require_known(known, 0 if kept is None else batch_size(kept), classes)
         # Where a batch would have told more than was saved, none had come: the state is the start.
         learned = state if bound.final else None
-        labels = own[_LABELS].to("cpu", torch.float64, copy=True) if _LABELS in own else None
+        labels = require_known(f"state {_LABELS!r}", own[_LABELS]) if _LABELS in own else None
         return cls(bound, bound.found, learned, kept, known, calls, number, None, watch, labels)
 
 

@@ -23,6 +23,7 @@ from driftfilter.base.memory import remembered
 
 RUNS = remembered("labels.runs")  # in the memory of a filter: how often a label stays [], see LabelChain.stay
 _TINY = 1e-300
+_ROUNDING = 1e-6
 
 _Array: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -49,9 +50,9 @@ class LabelChain(Checked):
     """
 
     stays: tuple[float, ...] = (0.0, 0.5, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995)
-    independent: Annotated[float, Interval(0, 1, open_low=True, open_high=True)] = 0.95
+    independent: Annotated[float, Interval(0, 1, open_low=True, open_high=True)] = 0.99
     switch: Fraction = 0.001
-    count: Positive = 10.0
+    count: Positive = 1.0
     window: Positive = 2000.0
 
     def __post_init__(self) -> None:
@@ -86,10 +87,6 @@ class LabelChain(Checked):
         """How often a label stays [], the mean of s by what is known."""
         s, _ = self._constants()
         return torch.as_tensor(s) @ known[:-1].sum(1)
-
-    @property
-    def _start(self) -> _Array:
-        return self._constants()[1]
 
     def _constants(self) -> tuple[_Array, _Array]:
         """s and ρ [j]."""
@@ -141,6 +138,18 @@ class LabelChain(Checked):
             ahead += (leaves * (beta @ p[t]))[:, None]
             beta = ((1 - self.switch) * ahead + self.switch * (rho @ ahead)) / evidence[t]
         return smoothed / smoothed.sum(1, keepdims=True)
+
+
+def require_known(field: str, value: Tensor) -> Tensor:
+    """A copy of what a chain knows; raise unless it is one: chances [j, k] that sum to 1, and below
+    them sums of predictions [k].
+    """
+    fits = value.dtype == torch.float64 and value.dim() == 2 and len(value) > 2
+    fits = fits and bool((value >= 0).all() and value.isfinite().all())
+    fits = fits and abs(float(value[:-1].sum()) - 1) < _ROUNDING
+    found = f"{list(value.shape)} {value.dtype}"
+    require(fits, field, found, "torch.float64 [j + 1, k], chances [j, k] that sum to 1 first")
+    return value.to("cpu", copy=True)
 
 
 register(labels=(LabelChain,))
