@@ -43,7 +43,7 @@ from driftfilter.base.inputs import (
 )
 from driftfilter.base.sharding import current
 from driftfilter.callbacks import Callback, require_callbacks
-from driftfilter.distributed.stream import checksum, join, require_same, share_call
+from driftfilter.distributed.stream import digest, join, require_same, share_call
 from driftfilter.filtering import FilterState, StepInfo
 from driftfilter.gaussian.belief import Belief
 from driftfilter.inference.linearized import Frozen
@@ -347,13 +347,9 @@ class Adapter(nn.Module):
         if self._ranks is None:
             yield self._laid_out(check_inputs(inputs))
             return
-        step, belief = (
-            (0, 0) if now.state is None else (now.state.step, checksum(now.state.belief.mean))
-        )
-        watch = 2 * now.watch.batches + now.watch.frozen
-        with share_call(
-            self._ranks, inputs, call, {"step": step, "monitor": watch, "belief": belief}
-        ) as own:
+        step = 0 if now.state is None else now.state.step
+        facts = {"step": step, **digest(self._ranks, now.to_compare(self.recipe))}
+        with share_call(self._ranks, inputs, call, facts) as own:
             yield self._laid_out(own)
 
     def _laid_out(self, inputs: Inputs) -> Inputs:
