@@ -44,7 +44,7 @@ from driftfilter.base.inputs import (
 from driftfilter.base.sharding import current
 from driftfilter.callbacks import Callback, require_callbacks
 from driftfilter.distributed.stream import digest, join, require_same, share_call
-from driftfilter.filtering import FilterState, StepInfo
+from driftfilter.filtering import Filter, FilterState, StepInfo
 from driftfilter.gaussian.belief import Belief
 from driftfilter.inference.linearized import Frozen
 from driftfilter.inference.optimizers import GradientStep
@@ -458,15 +458,15 @@ class Adapter(nn.Module):
         if waits is not None:
             return now._replace(state=state, info=info, watch=waits)
 
-        def ask(other: FilterState | None) -> Tensor | None:
+        def ask(other: FilterState | None, by: Filter = filt) -> Tensor | None:
             """What another state predicts for the samples that the step predicted."""
             if other is None:
                 return None
-            log_probabilities = filt.predict(other, seen).log_probabilities
+            log_probabilities = by.predict(other, seen).log_probabilities
             return log_probabilities if new is None else log_probabilities[-len(new) :]
 
         probe = ask(monitor.choose_probe(past, state, new))
-        apart = ask(monitor.choose_apart(past, state, new))
+        apart = ask(monitor.choose_apart(past, state, new), now.bound.by_source)
         observed = monitor.observe(past, state, info, new, probe, self._detectors, apart, learns)
         trial = ask(monitor.choose_trial(past, start, observed))
         watch, state = monitor.respond(past, start, state, observed, trial)
