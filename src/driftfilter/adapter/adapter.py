@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -31,6 +30,7 @@ from driftfilter.base.checks import (
     require_count,
     warn,
 )
+from driftfilter.base.fork_lock import ForkLock
 from driftfilter.base.inputs import (
     Inputs,
     batch_size,
@@ -199,7 +199,7 @@ class Adapter(nn.Module):
         self._model = [model]
         self._now = AdapterState()
         self._known: tuple[BoundFilter, Fingerprint] | None = None
-        self._lock = threading.RLock()  # of updates; predictions need none
+        self._lock = ForkLock()  # of updates; predictions need none
         self._ranks = join(distributed, self.recipe, window, update_every)
         if self._ranks is not None:
             same = {
@@ -599,7 +599,7 @@ class Adapter(nn.Module):
         return {**kept, "_now": self._now._replace(bound=None), "_known": None, "callbacks": []}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _lock=threading.RLock())
+        self.__dict__.update(state, _lock=ForkLock())
 
 
 def _join(predictions: list[Prediction]) -> Prediction:

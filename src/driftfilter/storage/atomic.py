@@ -8,13 +8,14 @@ import glob
 import os
 import re
 import shutil
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-_WRITING = threading.RLock()  # a part is named after its process: one at a time of a process
+from driftfilter.base.fork_lock import ForkLock
+
+_WRITING = ForkLock()  # a part is named after its process: one at a time of a process
 
 
 @contextmanager
