@@ -23,7 +23,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -314,7 +314,7 @@ def zipf(images: Tensor, labels: Tensor, n: int, exponent: float, seed: int) -> 
 def skewed(images: Tensor, labels: Tensor, seeds: int) -> list[dict[str, object]]:
     """Alarms of lost classes where only the stream has lost them."""
     model, rows = models.load("resnet20"), []
-    cases: list[tuple[str, dict[str, float], int]] = [
+    cases: list[tuple[str, dict[str, Any], int]] = [
         ("driftfilter", {}, 100),
         ("driftfilter", {"shift": 0.0}, 50),
         ("tent", {}, 50),
