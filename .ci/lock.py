@@ -1,8 +1,8 @@
-"""Write constraints.txt and hashes.txt anew: `make lock`, or `make lock UPGRADE=1` for newer versions.
+"""Write constraints.txt and hashes.txt anew: `make lock`; UPGRADE=1 for newer versions.
 
 constraints.txt has a version for everything that a target of the Makefile installs, on any machine.
-hashes.txt has those of `make setup` with the SHA-256 of the files that pip chose here, all but torch,
-whose file is another one on every kind of machine.
+hashes.txt has those of `make setup` with the SHA-256 of the files that pip chose here, all but
+torch, whose file is another one on every kind of machine.
 """
 
 import json
@@ -32,6 +32,7 @@ def chosen(wanted: list[str], constraints: Path) -> list[dict[str, Any]]:
 
 
 def line(package: dict[str, Any], hashed: bool = False) -> str:
+    """A package with its version, and the hash of its file if wanted."""
     name, version = package["metadata"]["name"], package["metadata"]["version"]
     plain = f"{name.lower().replace('_', '-')}=={version.partition('+')[0]}"
     if not hashed:
@@ -40,6 +41,7 @@ def line(package: dict[str, Any], hashed: bool = False) -> str:
 
 
 def main() -> None:
+    """Write both files."""
     pins = CONSTRAINTS.read_text(encoding="utf-8").splitlines()
     comments = [pin for pin in pins if pin.startswith("#")]
     with tempfile.TemporaryDirectory() as folder:
