@@ -4,14 +4,20 @@ VENV := .venv
 BIN := $(VENV)/bin
 LIGHT := $(VENV)/.light
 READY := $(VENV)/.ready
-INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+# Versions are those of constraints.txt, of what builds the package too (PIP_CONSTRAINT). With HASHES=1
+# files are checked as well, by the SHA-256 of hashes.txt: all but torch's, on Linux x86-64 with Python 3.11.
+HASHES ?=
+PIP := PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet --disable-pip-version-check
+INSTALL := $(PIP) --constraint constraints.txt $(if $(HASHES),--no-build-isolation)
+CHECKED := $(if $(HASHES),$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes --requirement hashes.txt)
 
-.PHONY: setup demo test quick lint bench page docs clean
+.PHONY: setup demo test quick lint bench page docs lock clean
 
 setup: $(READY)
 
 $(LIGHT): pyproject.toml constraints.txt  # what the demo needs
 	$(PYTHON) -m venv $(VENV)
+	$(CHECKED)
 	$(INSTALL) --editable ".[report,fast]"
 	touch $@
 
@@ -48,6 +54,9 @@ page: setup  # docs/benchmarks.md from benchmarks/results, with what `make bench
 docs: setup
 	$(INSTALL) --editable ".[docs]"
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet  # the theme's notice about its successor
+
+lock: setup  # constraints.txt and hashes.txt anew; UPGRADE=1: newer versions
+	$(BIN)/python .ci/lock.py $(if $(UPGRADE),--upgrade)
 
 clean:
 	rm -rf $(VENV) site .pytest_cache .mypy_cache .ruff_cache .hypothesis

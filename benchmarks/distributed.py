@@ -6,7 +6,8 @@ exchanged.
 
 The same batches in one process and then divided evenly over gloo ranks of one thread each; medians
 over the steps after the first two. Bytes are what a rank sends in a step: each tensor once,
-whatever way the backend takes.
+whatever way the backend takes. The check is the time in which a rank works out the checksums of its
+state.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from torch.multiprocessing.spawn import spawn
 import driftfilter as df
 from driftfilter.app import models
 from driftfilter.distributed.ranks import ProcessRanks
+from driftfilter.distributed.stream import digest
 from figures import write
 
 PRESETS = ("tent", "opgd_diag", "opgd", "driftfilter")
@@ -54,6 +56,7 @@ def measured(preset: str, arguments: argparse.Namespace, rank: int, ranks: int) 
     count = Count()
     adapter = df.adapt(models.build(arguments.model), preset, monitor=None, distributed=ranks > 1)
     generator, times = torch.Generator().manual_seed(0), []
+    checks, group = [], adapter._ranks
     for step in range(arguments.steps + 2):
         batch = torch.rand(arguments.batch, 3, 32, 32, generator=generator).tensor_split(ranks)[
             rank
@@ -63,8 +66,14 @@ def measured(preset: str, arguments: argparse.Namespace, rank: int, ranks: int) 
         start = time.perf_counter()
         adapter(batch)
         times.append(time.perf_counter() - start)
+        if group is not None:
+            known, start = group.digests, time.perf_counter()
+            digest(group, adapter._now.to_compare(adapter.recipe))
+            checks.append(time.perf_counter() - start)
+            group.digests = known  # the next call does it again
     each = {"messages": count.messages // arguments.steps, "bytes": count.bytes // arguments.steps}
-    return {"milliseconds": 1000 * statistics.median(times[2:]), **each}
+    check = 1000 * statistics.median(checks[2:] or [0.0])
+    return {"milliseconds": 1000 * statistics.median(times[2:]), "check": check, **each}
 
 
 def work(rank: int, ranks: int, folder: str, arguments: argparse.Namespace) -> None:
@@ -80,6 +89,9 @@ def work(rank: int, ranks: int, folder: str, arguments: argparse.Namespace) -> N
         found[preset] = measured(preset, arguments, rank, ranks)
     if rank == 0:
         Path(folder, f"{ranks}.json").write_text(json.dumps(found), encoding="utf-8")
+    if ranks > 1:  # neither ends before the other is done
+        dist.barrier()
+        dist.destroy_process_group()
 
 
 def main() -> None:
@@ -103,15 +115,15 @@ def main() -> None:
         f"{platform.processor() or platform.machine()}"
     )
     print(
-        f"preset        1 rank ms  {arguments.ranks} ranks ms  speed-up  messages  bytes sent by "
-        "a rank"
+        f"preset        1 rank ms  {arguments.ranks} ranks ms  speed-up  check ms  messages  bytes "
+        "sent by a rank"
     )
     for preset in PRESETS:
         alone, shared = one[preset]["milliseconds"], several[preset]["milliseconds"]
         sent = several[preset]
         print(
             f"{preset:12}  {alone:9.1f}  {shared:10.1f}  {alone / shared:8.2f}  "
-            f"{sent['messages']:8}  {sent['bytes']:,}"
+            f"{sent['check']:8.2f}  {sent['messages']:8}  {sent['bytes']:,}"
         )
     figures = {
         "model": arguments.model,

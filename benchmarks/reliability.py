@@ -1,13 +1,14 @@
 """What the monitor does under faults, on the ResNets and images that ship with the package.
 
-    python benchmarks/reliability.py [poison] [collapse] [healthy] [--seeds 5] [--batch 50] \
+    python benchmarks/reliability.py [poison] [collapse] [healthy] [zipf] [--seeds 5] [--batch 50] \
         [--json FILE]
 
 Poison: 40 genuine batches, 100 of garbage, 20 genuine ones to recover, then 40 that are judged;
 beside the same stream without garbage. Collapse: streams on which TENT breaks down; where the first
 alarm comes (the monitor only records) against where the accuracy over the last 1,000 images has
 first fallen 5 points below its best. Healthy: false alarms over five passes of a stream, and what a
-guarded and an unguarded adapter score on a stream whose corruption changes.
+guarded and an unguarded adapter score on a stream whose corruption changes. Zipf: clean images
+whose classes are uniform at first; then the r-th most common has a share in proportion to r^-s.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -285,6 +286,54 @@ def healthy(labels: Tensor, data: dict[str, Tensor], n: int, seeds: int) -> list
     return rows
 
 
+# Clean images of other classes
+
+
+def zipf(images: Tensor, labels: Tensor, n: int, exponent: float, seed: int) -> list[Batch]:
+    """1,000 images of uniform classes, then 5,000 whose shares are as r^-s, drawn with
+    replacement.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    shares = torch.arange(1.0, 11.0).pow(-exponent)[torch.randperm(10, generator=generator)]
+    places = [(labels == label).nonzero().squeeze(1) for label in range(10)]
+    stream = []
+    for batch in range(6000 // n):
+        of = torch.ones(10) if batch < 1000 // n else shares
+        classes = torch.multinomial(of, n, replacement=True, generator=generator).tolist()
+        drawn = torch.rand(n, generator=generator).tolist()
+        at = torch.stack(
+            [
+                places[label][int(u * len(places[label]))]
+                for label, u in zip(classes, drawn, strict=True)
+            ]
+        )
+        stream.append((images[at], labels[at]))
+    return stream
+
+
+def skewed(images: Tensor, labels: Tensor, seeds: int) -> list[dict[str, object]]:
+    """Alarms of lost classes where only the stream has lost them."""
+    model, rows = models.load("resnet20"), []
+    cases: list[tuple[str, dict[str, Any], int]] = [
+        ("driftfilter", {}, 100),
+        ("driftfilter", {"shift": 0.0}, 50),
+        ("tent", {}, 50),
+    ]
+    print(f"{'preset':<24}{'batch':>6}{'s':>5}{'seed':>5}{'classes_lost at':>24}")
+    for preset, options, n in cases:
+        for exponent in (1.0, 2.0, 2.5):
+            for seed in range(seeds):
+                adapter = df.adapt(model, preset, monitor=df.Monitor(), **options)
+                scores(adapter, zipf(images, labels, n, exponent, seed))
+                lost = [event.step for event in adapter.events if event.signal == "classes_lost"]
+                name = f"{preset} {options or ''}"
+                print(f"{name:<24}{n:>6}{exponent:>5}{seed:>5}{lost!s:>24}", flush=True)
+                rows.append(
+                    {"preset": name, "batch": n, "exponent": exponent, "seed": seed, "lost": lost}
+                )
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -321,6 +370,7 @@ def main() -> None:
         "poison": lambda: poison(labels, data[arguments.corruption], n, arguments.presets),
         "collapse": lambda: collapse(labels, data, arguments.seeds),
         "healthy": lambda: healthy(labels, data, n, arguments.seeds),
+        "zipf": lambda: skewed(images, labels, arguments.seeds),
     }
     for part in arguments.parts:
         print(f"\n{part}\n")

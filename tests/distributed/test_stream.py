@@ -6,6 +6,8 @@ import copy
 import os
 import pickle
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -310,6 +312,7 @@ def disagreeing(rank: int) -> dict[str, str]:
         state = adapter.state_dict()
         adapter.load_state_dict({**state, "belief.mean": state["belief.mean"] + 1e-12})
     found["belief"] = failing(lambda: adapter(batch))
+    found |= differing(rank, batch)
     adapter.reset()
     adapter(batch)
     if rank:  # as after an alarm, and a resume() on the other rank alone
@@ -317,6 +320,39 @@ def disagreeing(rank: int) -> dict[str, str]:
     found["monitor of a step"] = failing(lambda: adapter(batch))
     adapter.reset()
     assert torch.equal(adapter(batch).isfinite().all(), torch.tensor(True))
+    return found
+
+
+DIFFERENT = {  # what only one rank has: the tensor of a checkpoint, and how it is called
+    "belief.covariance.values": "covariance",
+    "memory.network.statistics": "statistics",
+    "memory.centering": "memory",
+    "source.covariance.values": "source",
+    "monitor.recent": "monitor",
+    "monitor.good.belief.mean": "monitor",
+    "seed": "state",
+}
+
+
+def differing(rank: int, batch: Tensor) -> dict[str, str]:
+    """Errors where one tensor of the state is another one on a rank, and that all else is as
+    before.
+    """
+    watchful = df.Monitor(lag=1)  # with a good belief soon
+    adapter = df.adapt(small(), "driftfilter", monitor=watchful, distributed=True)
+    found = {}
+    for _ in range(16):
+        adapter(batch)
+    state = adapter.state_dict()
+    for name in DIFFERENT:
+        assert name in state, sorted(state)
+        changed = state[name] + 1 if name == "seed" else 2 * state[name]
+        adapter.load_state_dict({**state, name: changed} if rank else state)
+        before = adapter.belief.mean
+        found[name] = failing(lambda: adapter(batch))
+        assert torch.equal(adapter.belief.mean, before)
+    adapter.load_state_dict(state)
+    adapter(batch)
     return found
 
 
@@ -331,6 +367,9 @@ def test_ranks_that_disagree_are_told_so_and_go_on(tmp_path: Path) -> None:
     texts |= {
         what: f"the {what} of the ranks must be the same on all"
         for what in ("call", "step", "belief")
+    }
+    texts |= {
+        name: f"the {kind} of the ranks must be the same on all" for name, kind in DIFFERENT.items()
     }
     for what, text in texts.items():
         assert first[what] == second[what]
@@ -432,6 +471,61 @@ def test_a_rank_that_fails_in_the_middle_of_a_call_tells_the_others(tmp_path: Pa
     assert other["first"].startswith("RankError: rank 0 of 2 got no answer")
     assert failed["unchanged"]
     assert other["unchanged"]
+
+
+SERVE = """
+import os, signal, sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import driftfilter as df
+
+torch.set_num_threads(1)
+folder, dies = Path(sys.argv[1]), int(sys.argv[2])
+dist.init_process_group("gloo")
+rank, ranks = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+layers = (torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
+adapter = df.adapt(torch.nn.Sequential(*layers).eval(), distributed=True)
+file = folder / "state.safetensors"
+start = df.load(adapter, file)["next"] if file.exists() else 0
+batches = torch.randn(30, 16, 4, generator=torch.Generator().manual_seed(1)) + 1
+for step in range(start, 30):
+    if rank == 1 and step == dies:
+        os.kill(os.getpid(), signal.SIGKILL)
+    adapter(batches[step].tensor_split(ranks)[rank])
+    if rank == 0 and step % 4 == 3:
+        df.save(adapter, file, notes={"next": step + 1})
+df.save(adapter, folder / f"end{rank}.safetensors")
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_a_torchrun_that_is_given_again_ends_as_one_that_nobody_killed(tmp_path: Path) -> None:
+    """The loop of docs/distributed.md; ``--max-restarts`` hangs with gloo."""
+    (tmp_path / "serve.py").write_text(SERVE, encoding="utf-8")
+
+    def torchrun(folder: str, dies: int = -1) -> int:
+        (tmp_path / folder).mkdir(exist_ok=True)
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += ["--nproc-per-node", "2", str(tmp_path / "serve.py"), str(tmp_path / folder)]
+        done = subprocess.run([*command, str(dies)], capture_output=True, timeout=120, check=False)
+        return done.returncode
+
+    assert torchrun("whole") == 0
+    assert torchrun("killed", dies=17) != 0
+    assert not (tmp_path / "killed" / "end0.safetensors").exists()
+    assert torchrun("killed") == 0
+    ends = [
+        (tmp_path / folder / f"end{rank}.safetensors").read_bytes()
+        for folder in ("whole", "killed")
+        for rank in (0, 1)
+    ]
+    assert len(set(ends)) == 1
 
 
 # In this process

@@ -806,6 +806,45 @@ def test_statistics_that_lose_classes_go_back_to_the_source() -> None:
     assert variances[1] > 1e5
 
 
+@pytest.mark.parametrize("statistics", [df.Ema(0.5, 4.0), df.RunningStatistics(0.5)])
+def test_the_source_with_its_own_statistics_is_the_model_itself(statistics: Any) -> None:
+    """Not one that blends the batch: that of few classes would spread them for it."""
+    adapted, model, asked = carrying(statistics=statistics), network(), []
+    observe = df.Monitor.observe
+
+    def noted(self: df.Monitor, *args: Any) -> Any:
+        asked.append(args[6])
+        return observe(self, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(df.Monitor, "observe", noted)
+        for seed in range(12):
+            adapted(garbage(seed) + inputs(seed) / 4)
+            if asked[-1] is not None:
+                expected = model(garbage(seed) + inputs(seed) / 4).log_softmax(-1)
+                torch.testing.assert_close(asked[-1], expected)
+    assert sum(each is not None for each in asked) == 2
+
+
+@pytest.mark.parametrize(("agrees", "alarm"), [(True, False), (False, True)])
+def test_a_source_that_statistics_mislead_is_no_witness(agrees: bool, alarm: bool) -> None:
+    """Half of the samples are of one class; under the statistics of now the source spreads them."""
+    generator, k = torch.Generator().manual_seed(0), 4
+    own = (torch.rand(400, generator=generator) < 0.5) * torch.randint(
+        k, (400,), generator=generator
+    )
+    spread = torch.randint(k, (400,), generator=generator)
+    apart = torch.stack((own, own if agrees else spread.roll(1)))
+    now = torch.stack((own, spread))
+    watch = MonitorState(pairs=now, apart=apart)
+    logp = log_probabilities(own[:64], k)
+    seen = df.Monitor().observe(watch, MOVED, INFO, logp, None, {})
+    assert ("classes_lost" in seen.alarms) == alarm
+    assert seen.signals.classes_lost == pytest.approx(
+        0 if agrees else float(count_lost(now, k)["lost"])
+    )
+
+
 @pytest.mark.parametrize(
     ("signal", "make", "batch"),
     [

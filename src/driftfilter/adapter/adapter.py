@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -31,6 +30,7 @@ from driftfilter.base.checks import (
     require_count,
     warn,
 )
+from driftfilter.base.fork_lock import ForkLock
 from driftfilter.base.inputs import (
     Inputs,
     batch_size,
@@ -43,8 +43,8 @@ from driftfilter.base.inputs import (
 )
 from driftfilter.base.sharding import current
 from driftfilter.callbacks import Callback, require_callbacks
-from driftfilter.distributed.stream import checksum, join, require_same, share_call
-from driftfilter.filtering import FilterState, StepInfo
+from driftfilter.distributed.stream import digest, join, require_same, share_call
+from driftfilter.filtering import Filter, FilterState, StepInfo
 from driftfilter.gaussian.belief import Belief
 from driftfilter.inference.linearized import Frozen
 from driftfilter.inference.optimizers import GradientStep
@@ -201,7 +201,7 @@ class Adapter(nn.Module):
         self._model = [model]
         self._now = AdapterState()
         self._known: tuple[BoundFilter, Fingerprint] | None = None
-        self._lock = threading.RLock()  # of updates; predictions need none
+        self._lock = ForkLock()  # of updates; predictions need none
         self._ranks = join(distributed, self.recipe, window, update_every)
         if self._ranks is not None:
             same = {
@@ -339,13 +339,9 @@ class Adapter(nn.Module):
         if self._ranks is None:
             yield self._laid_out(check_inputs(inputs))
             return
-        step, belief = (
-            (0, 0) if now.state is None else (now.state.step, checksum(now.state.belief.mean))
-        )
-        watch = 2 * now.watch.batches + now.watch.frozen
-        with share_call(
-            self._ranks, inputs, call, {"step": step, "monitor": watch, "belief": belief}
-        ) as own:
+        step = 0 if now.state is None else now.state.step
+        facts = {"step": step, **digest(self._ranks, now.to_compare(self.recipe))}
+        with share_call(self._ranks, inputs, call, facts) as own:
             yield self._laid_out(own)
 
     def _laid_out(self, inputs: Inputs) -> Inputs:
@@ -478,15 +474,15 @@ class Adapter(nn.Module):
         if waits is not None:
             return now._replace(state=state, info=info, watch=waits)
 
-        def ask(other: FilterState | None) -> Tensor | None:
+        def ask(other: FilterState | None, by: Filter = filt) -> Tensor | None:
             """What another state predicts for the samples that the step predicted."""
             if other is None:
                 return None
-            log_probabilities = filt.predict(other, seen).log_probabilities
+            log_probabilities = by.predict(other, seen).log_probabilities
             return log_probabilities if new is None else log_probabilities[-len(new) :]
 
         probe = ask(monitor.choose_probe(past, state, new))
-        apart = ask(monitor.choose_apart(past, state, new))
+        apart = ask(monitor.choose_apart(past, state, new), now.bound.by_source)
         observed = monitor.observe(past, state, info, new, probe, self._detectors, apart, learns)
         trial = ask(monitor.choose_trial(past, start, observed))
         watch, state = monitor.respond(past, start, state, observed, trial)
@@ -622,7 +618,7 @@ class Adapter(nn.Module):
         return {**kept, "_now": self._now._replace(bound=None), "_known": None, "callbacks": []}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _lock=threading.RLock())
+        self.__dict__.update(state, _lock=ForkLock())
 
 
 def _join(predictions: list[Prediction]) -> Prediction:

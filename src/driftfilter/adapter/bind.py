@@ -116,6 +116,7 @@ class BoundFilter(NamedTuple):
     """A filter on the model as it was when it was read, and the state to start from."""
 
     filter: Filter
+    by_source: Filter  # the same under the source's own batch-norm statistics
     start: FilterState
     found: Mapping[str, Tensor]  # what batches and source data have told about the model
     final: bool  # whether a batch could tell nothing more
@@ -222,14 +223,17 @@ class FilterOptions:
             if recipe.centering is not None and self.data is not None and final:
                 temperature = recipe.centering.temperature
                 shares = self.data.mean_prediction(logits, mean, temperature)
-            filt = whole = recipe.filter(logits, shares)
-            if self.distributed:
-                filt = recipe.filter(shard_model(logits), shares)
+            whole = recipe.filter(logits, shares)
+            both = (
+                shard_model(each) if self.distributed else each
+                for each in (logits, logits.by_source)
+            )
+            filt, apart = (recipe.filter(each, shares) for each in both)
             start = whole.init(recipe.source(logits, mean, self.data), self.seed, self.data)
         for reason in self.find_ignored(start.belief.mean.device):
             warn(reason)
         copied = self.channels_last or recipe.align
-        return BoundFilter(filt, start, {**told, **aligned}, final, copied, read)
+        return BoundFilter(filt, apart, start, {**told, **aligned}, final, copied, read)
 
     def _align(self, frozen: nn.Module, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Put statistics behind the layers of a twin: those of the source data, unless a

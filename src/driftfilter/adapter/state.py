@@ -70,8 +70,10 @@ class AdapterState(NamedTuple):
     @property
     def current(self) -> FilterState:
         """What has been learned, or the state to start from."""
+        if self.state is not None:
+            return self.state
         assert self.bound is not None
-        return self.bound.start if self.state is None else self.state
+        return self.bound.start
 
     @property
     def told(self) -> dict[str, Tensor]:
@@ -174,6 +176,16 @@ class AdapterState(NamedTuple):
             **({} if self.labels is None else {_LABELS: self.labels}),
             **(self.watch.to_tensors() if watched else {}),
         }
+
+    def to_compare(self, recipe: Recipe) -> dict[str, Tensor]:
+        """Named tensors on which later results depend, for ranks to compare; none before a step.
+
+        A rank may have an event of its own: an input that it alone refused.
+        """
+        if self.state is None:
+            return {}
+        silent = self._replace(watch=replace(self.watch, events=()))
+        return silent.to_tensors(recipe, watched=True)
 
     @classmethod
     def from_tensors(cls, own: Mapping[str, Tensor], bound: BoundFilter, watched: bool) -> Self:

@@ -26,6 +26,9 @@ class ProcessRanks:
             "cuda" if "nccl" in dist.get_backend(group) else "cpu"
         )  # where small numbers travel
         self._failed = ""
+        # Checksums of the tensors of the last call, by id; the tensors are kept, so that an id
+        # stays theirs.
+        self.digests: dict[int, tuple[Tensor, int]] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self  # the same processes

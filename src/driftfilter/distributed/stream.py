@@ -8,11 +8,12 @@ not know: a belief that is updated by the same numbers stays the same.
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, final
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -237,7 +238,42 @@ def _count_samples(inputs: Inputs) -> tuple[int, Inputs]:
     return samples, each(check_inputs(inputs), lambda part: part.view_as(part))
 
 
-def checksum(values: Tensor) -> int:
-    """A checksum of the bits of numbers [d]."""
-    bits = values.contiguous().view(torch.int64 if values.dtype == torch.float64 else torch.int32)
-    return int((bits.long() * torch.arange(1, len(bits) + 1, device=bits.device)).sum())
+# What a stream goes on by, as a checkpoint names it: what it is, and how its names begin.
+_KINDS = (
+    ("belief", "belief.mean"),
+    ("covariance", "belief."),
+    ("statistics", "memory.network."),
+    ("memory", "memory."),
+    ("source", "source."),
+    ("monitor", "monitor."),
+    ("state", ""),
+)
+
+
+def digest(ranks: ProcessRanks, tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """Checksums (CRC-32) of named tensors, with their names, dtypes and shapes, by what they are.
+
+    States are values: the bits of a tensor that the call before had too are not read again.
+    """
+    new = [tensor for tensor in tensors.values() if id(tensor) not in ranks.digests]
+    sums = (
+        (id(tensor), (tensor, crc32(bits))) for tensor, bits in zip(new, _read(new), strict=True)
+    )
+    known = {**ranks.digests, **dict(sums)}
+    ranks.digests = {id(tensor): known[id(tensor)] for tensor in tensors.values()}
+    found = dict.fromkeys((kind for kind, _ in _KINDS), 0)
+    for name, tensor in sorted(tensors.items()):
+        kind = next(kind for kind, start in _KINDS if name.startswith(start))
+        told = f"{name} {tensor.dtype} {list(tensor.shape)} {known[id(tensor)][1]}"
+        found[kind] = crc32(told.encode(), found[kind])
+    return found
+
+
+def _read(tensors: Sequence[Tensor]) -> list[memoryview]:
+    """Their bytes; those on a GPU come in one copy, because each would wait for its queue."""
+    flat = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
+    away = [part for part in flat if part.is_cuda]
+    if away:
+        here = iter(torch.cat(away).cpu().split([len(part) for part in away]))
+        flat = [next(here) if part.is_cuda else part for part in flat]
+    return [part.numpy().data for part in flat]

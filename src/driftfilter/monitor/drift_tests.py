@@ -186,7 +186,8 @@ def count_lost(pairs: Tensor, classes: int) -> dict[str, Tensor]:
     L = Σ_i ln m(a_i) - ln m(b_i), m the shares in both together, is w (H(b) - H(a)) up to third
     order in the difference of shares. Were a_i and b_i exchangeable, each term had its sign by
     chance, and P(L >= l) <= exp(-l² / 2 Σ (terms)²), whatever the classes and their number. Labels
-    that stay the same say nothing, nor does a change of the stream, which both have seen.
+    that stay the same ("agreed" is their share) say nothing, nor does a change of the stream, which
+    both have seen.
     """
     like = torch.empty(0, dtype=torch.float64, device=pairs.device)
     surprise = -(count(pairs.flatten(), classes, like) / pairs.numel()).log()
@@ -196,6 +197,7 @@ def count_lost(pairs: Tensor, classes: int) -> dict[str, Tensor]:
         "pairs": total.new_tensor(pairs.shape[1]),
         "lost": total / pairs.shape[1],
         "lost_tail": total.clamp_min(0).square() / (2 * terms.square().sum()).clamp_min(1e-30),
+        "agreed": (pairs[0] == pairs[1]).double().mean(),
     }
 
 

@@ -94,7 +94,9 @@ class Monitor(Checked):
                         time the source is also asked with its own statistics: carried ones that
                         have collapsed lose classes for both. There H(b) - H(a) >= ln 2 of at least
                         256 samples (100 of two classes), since a source may spread the classes of a
-                        new domain
+                        new domain. Statistics of a stream of few classes spread these over others
+                        for the source: if that with its own agrees with the belief on more samples,
+                        the smaller of the two losses counts
         share_gained    G_c / N >= share, G_c = N KL(s ‖ m) + M KL(q ‖ m) of a class with share s in
                         a window of N = max(n, 64) samples, q in the history of M, pooled m, against
                         all others; of the class that gained most. Recorded from half of it on
@@ -256,16 +258,17 @@ class Monitor(Checked):
         against |= {"stay": state.memory[RUNS]} if RUNS in state.memory else {}
         against |= {} if pairs is None else count_lost(pairs, classes)
         beside = dominant(recent) | {"moved": _movement(state)}
-        if apart is not None and own is not None:
+        if own is not None:
             beside |= {_APART + name: value for name, value in count_lost(own, classes).items()}
         numbers = _numbers(named | shape_of(batch) | against | beside)  # the only look there
-        evidence = Evidence.of({name: numbers.pop(name) for name in against}, classes)
         told = {name: numbers.pop(name) for name in beside}
+        found = _beside_both({name: numbers.pop(name) for name in against}, told)
+        evidence = Evidence.of(found, classes)
         told["learns"] = float(learns)
         signals = Signals(*evidence.signals, **numbers)
         early = self._certain(evidence)[1] and signals.share_gained >= self.share / 2
         alarms = self._out_of_bounds(signals, evidence)
-        lost = self._have_collapsed(told, classes)
+        lost = apart is not None and self._have_collapsed(told, classes)
         if lost:
             signals = signals._replace(classes_lost=told[_APART + "lost"])
             alarms["classes_lost"] = _HALF
@@ -481,6 +484,16 @@ class Monitor(Checked):
         if now.trying:
             now = replace(now, good=state, newer=state, age=0.0, trying=False, trial=None)
         return replace(now, history=now.recent, known=None, later=None, away=0.0).log(event)
+
+
+def _beside_both(found: dict[str, float], told: Mapping[str, float]) -> dict[str, float]:
+    """What was found beside the source under the statistics of now; if that under its own agrees
+    with the belief on more samples, not more classes are lost than beside this one.
+    """
+    agrees = told.get(_APART + "agreed", 0.0) > found.get("agreed", 1.0)
+    if not agrees or told[_APART + "pairs"] < SHORT:
+        return found
+    return {**found, "lost": min(found["lost"], told[_APART + "lost"])}
 
 
 def _report(past: MonitorState, seen: Observed, acts: Mapping[str, str]) -> list[Event]:

@@ -2,7 +2,6 @@
 call.
 """
 
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
@@ -12,7 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-_LOCK = threading.Lock()
+from driftfilter.base.fork_lock import ForkLock
+
+_LOCK = ForkLock()
 
 
 AUTOCAST = ("cpu", "cuda")  # kinds of devices whose autocast is put aside and given back

@@ -9,16 +9,16 @@ import os
 import re
 import secrets
 import shutil
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
+from driftfilter.base.fork_lock import ForkLock
 from driftfilter.storage.own_file import open_own, try_lock
 
-_WRITING = threading.RLock()  # one at a time of a process
+_WRITING = ForkLock()  # one at a time of a process
 _HOUR = 3600  # seconds after which a part was left by a process that is gone, if there are no locks
 _PART = re.compile(r"\.([0-9a-f]{16}|\d+-(new|old))\.part")  # the second: of earlier versions
 
