@@ -84,7 +84,6 @@ from driftfilter.model.buffers import (
     PredictionBalanced as PredictionBalanced,
 )
 from driftfilter.model.centering import Centering as Centering
-from driftfilter.model.label_chain import LabelChain as LabelChain
 from driftfilter.model.composed import BlockDynamics as BlockDynamics, SumDynamics as SumDynamics
 from driftfilter.model.dynamics import (
     Affine as Affine,
@@ -95,6 +94,7 @@ from driftfilter.model.dynamics import (
     RandomWalk as RandomWalk,
     Seasonal as Seasonal,
 )
+from driftfilter.model.label_chain import LabelChain as LabelChain
 from driftfilter.model.looking import ProbabilityDrop as ProbabilityDrop
 from driftfilter.model.losses import (
     ConjugatePseudoLabel as ConjugatePseudoLabel,

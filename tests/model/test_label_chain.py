@@ -132,11 +132,11 @@ def test_runs_are_seen(length: int, batch: int, least: float) -> None:
 
 def test_bad_settings_are_refused() -> None:
     for stays in ((), (0.0,), (0.5, 0.9), (0.0, 1.0), (0.0, 0.9, 0.5), (0.0, "a")):
-        with pytest.raises(ValueError, match="LabelChain.stays"):
+        with pytest.raises(ValueError, match=r"LabelChain\.stays"):
             df.LabelChain(stays)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="LabelChain.independent"):
+    with pytest.raises(ValueError, match=r"LabelChain\.independent"):
         df.LabelChain(independent=1.0)
-    with pytest.raises(ValueError, match="Recipe.labels"):
+    with pytest.raises(ValueError, match=r"Recipe\.labels"):
         df.Recipe(labels=True)  # type: ignore[arg-type]
     known = df.LabelChain()(normal(3, 4).log_softmax(-1), None)[1]
     with pytest.raises(ValueError, match="known"):

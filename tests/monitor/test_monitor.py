@@ -443,7 +443,8 @@ def test_a_collapse_goes_back_to_the_source_and_begins_anew() -> None:
 def test_the_source_is_asked_now_and_then_with_the_statistics_of_now(
     samples: int, every: int
 ) -> None:
-    start = adapter("driftfilter", statistics=df.PseudoCount(16), monitor=df.Monitor(probe=2))
+    options = {"statistics": df.PseudoCount(16), "labels": None}
+    start = adapter("driftfilter", **options, monitor=df.Monitor(probe=2))
     asked = []
     predict = df.Filter.predict
 

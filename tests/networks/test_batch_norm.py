@@ -17,9 +17,10 @@ from torch.nn import functional
 import driftfilter as df
 from driftfilter.base.randomness import Purpose, Randomness
 from driftfilter.gaussian.covariance import antithetic
+from driftfilter.model.label_chain import RUNS
 from driftfilter.networks.batch_norm import diversity
 from driftfilter.networks.batch_trust import Probe, evidence_of_change, moment_shift, novelty
-from driftfilter.networks.network import SHIFT, STATISTICS
+from driftfilter.networks.network import DIVERSITY, SHIFT, STATISTICS
 from small import Written, assert_same, normal, refuses
 
 KINDS: list[Any] = ["batch", "source", df.PseudoCount(3.0), df.Ema(0.3)]
@@ -854,7 +855,7 @@ def test_a_change_of_light_does_not_lock_the_adapter_out(
     clean, changed = map(batch, range(10)), [batch(seed, slope, shift) for seed in range(20, 30)]
     assert accuracy(adapter, list(clean)) > 0.95
     assert accuracy(model, changed) < 0.5
-    assert accuracy(adapter, changed) > 0.95
+    assert accuracy(adapter, changed) > 0.93  # one batch may look like a run of one class
 
 
 def test_a_change_of_light_moves_the_first_layer_farther_than_one_class_does() -> None:
@@ -966,7 +967,7 @@ def test_what_is_blended_is_a_mixture_of_carried_source_and_batch(share: float, 
     mean = sum(weight * own for weight, own, _ in parts)
     square = sum(weight * (spread + own**2) for weight, own, spread in parts)
     network = df.Network(model, statistics=df.Ema(share)).carrying(
-        torch.cat(carried), 1.0, torch.tensor(far, dtype=torch.float64)
+        torch.cat(carried), 1.0, novelty=torch.tensor(far, dtype=torch.float64)
     )
     memory = network.pullback(network.mean(), values)[1].memory
     torch.testing.assert_close(
@@ -980,7 +981,7 @@ def test_a_first_layer_that_is_far_off_counts_before_the_source_is_asked() -> No
     start = network.carried()
     assert start is not None
     dark = 0.1 * batch(0)[0]
-    found = network.carrying(start[0], 1.0, torch.tensor(0.01))(network.mean(), dark)
+    found = network.carrying(start[0], 1.0, novelty=torch.tensor(0.01))(network.mean(), dark)
     by_batch = df.Network(model, statistics="batch")
     torch.testing.assert_close(found, by_batch(by_batch.mean(), dark))
 
@@ -996,6 +997,50 @@ def test_what_a_network_says_of_its_layers() -> None:
     torch.testing.assert_close(found, torch.tensor(1.1 / 1.5))
     steps = [novelty(torch.tensor(shift), 0.4).item() for shift in (0.0, 0.4, 0.5, 0.6, 3.0)]
     assert steps == pytest.approx([0.01, 0.01, 0.5, 1.0, 1.0])
+
+
+def test_early_layers_follow_runs_of_labels_and_late_ones_do_not() -> None:
+    """Of three batch norms the first two are early: what they see, and by how much each then moves,
+    written out.
+    """
+    model, stay, diverse_as = three_norms().requires_grad_(False), 0.8, 0.6
+    hidden = values = images(20)
+    for layer in model:  # a source that is near
+        if isinstance(layer, nn.BatchNorm2d):
+            variance, mean = torch.var_mean(hidden, (0, 2, 3), correction=0)
+            layer.running_mean, layer.running_var = mean + 0.1 * variance.sqrt(), 1.1 * variance
+        hidden = layer(hidden)
+    rule = df.Ema(0.5, 4.0, late=0.3)
+    network = df.Network(model, statistics=rule)
+    start = network.carried()
+    assert start is not None
+    known = {
+        STATISTICS: start[0],
+        DIVERSITY: torch.tensor(diverse_as).double(),
+        RUNS: torch.tensor(stay).double(),
+    }
+    trusts = [diverse_as ** (4 * (1 - stay))] * 2
+    trusts += [0.3 * diverse_as**4 * (21 * (1 - stay) / (21 - 19 * stay)) ** 2]
+    hidden, trust = values, iter(trusts)
+    least = None
+    for layer in model:
+        if isinstance(layer, nn.BatchNorm2d):
+            assert layer.running_mean is not None
+            assert layer.running_var is not None
+            before = layer.running_mean, layer.running_var
+            if least is None:
+                least = least_share(hidden, *before, layer.eps)
+            share = max(least, full_share(20) * next(trust))
+            variance, mean = torch.var_mean(hidden, (0, 2, 3), correction=0)
+            off = mean - before[0]
+            spread = before[1] + share * (variance - before[1] + (1 - share) * off**2)
+            moments = (before[0] + share * off, spread, layer.weight, layer.bias)
+            hidden = functional.batch_norm(hidden, *moments, eps=layer.eps)
+        else:
+            hidden = layer(hidden)
+    assert least is not None
+    assert least < full_share(20) * trusts[-1]
+    torch.testing.assert_close(network.recall(known)(network.mean(), values), hidden)
 
 
 def test_novelty_multiplies_the_weights_of_samples() -> None:

@@ -114,13 +114,11 @@ class AdapterState(NamedTuple):
         kept = samples(together, total - wanted, total) if total > wanted else together
         return kept, kept
 
-    def put_in_order(
-        self, chain: LabelChain, prediction: Prediction
-    ) -> tuple[Self, Prediction]:
+    def put_in_order(self, chain: LabelChain, prediction: Prediction) -> tuple[Self, Prediction]:
         """The prediction of a batch by how labels follow each other, which is known better now."""
         together, labels = chain(prediction.log_probabilities, self.labels)
         state = self.state
-        if state is not None:
+        if state is not None and not self.watch.frozen:
             stays = chain.stay(labels).to(state.belief.mean)
             state = replace(state, memory={**state.memory, RUNS: stays})
         now = self._replace(labels=labels, state=state)

@@ -75,7 +75,7 @@ VARIANTS: dict[str, dict[str, type[Any]]] = {
         "model",
         "statistics",
         "centering",
-    "labels",
+        "labels",
         "dynamics",
         "noise",
         "transition",

@@ -21,7 +21,9 @@ from torch import Tensor
 from driftfilter.base.checks import Checked, Fraction, Interval, Positive, register, require
 from driftfilter.base.memory import remembered
 
-RUNS = remembered("labels.runs")  # in the memory of a filter: how often a label stays [], see LabelChain.stay
+RUNS = remembered(
+    "labels.runs"
+)  # in the memory of a filter: how often a label stays [], see LabelChain.stay
 _TINY = 1e-300
 _ROUNDING = 1e-6
 
@@ -124,9 +126,7 @@ class LabelChain(Checked):
             alpha = np.divide(joint, evidence[t], out=forward[t])
         return forward, evidence
 
-    def _smooth(
-        self, forward: _Array, evidence: _Array, p: _Array, ratios: _Array
-    ) -> _Array:
+    def _smooth(self, forward: _Array, evidence: _Array, p: _Array, ratios: _Array) -> _Array:
         """p(y_t given all samples) [n, k]."""
         s, rho = self._constants()
         stays, leaves = s[:, None], 1 - s
@@ -137,7 +137,8 @@ class LabelChain(Checked):
             ahead = stays * beta * ratios[t]
             ahead += (leaves * (beta @ p[t]))[:, None]
             beta = ((1 - self.switch) * ahead + self.switch * (rho @ ahead)) / evidence[t]
-        return smoothed / smoothed.sum(1, keepdims=True)
+        smoothed /= smoothed.sum(1, keepdims=True)
+        return smoothed
 
 
 def require_known(field: str, value: Tensor) -> Tensor:

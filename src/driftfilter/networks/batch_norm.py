@@ -90,6 +90,13 @@ class Ema(Checked):
     (D_{t-1} D_t)^(diversity/2) takes the place of D_{t-1}^diversity, so that the first batch of a
     run leaves little behind.
 
+    Early layers see the domain, late ones the classes. If it is known how often a label of the
+    stream is that of the sample before (R, from ``LabelChain``), D^((1 - R) diversity) is in the
+    place of D^diversity in the first 45 % of the layers: few classes in a batch are then what is to
+    be expected, and no reason to distrust it. In all others the share is multiplied by ``late``
+    and by t(R) (label_runs.py), which is 0 if a label stays for ever. So are the weights of
+    samples, by t(R), if there is a ``shift``.
+
     A network that a change of domain has broken predicts few classes too, and must not shut itself
     out. G (0 to 1) is 1 if the moments at the first batch norm have moved farther than a change of
     classes moves them (batch_trust.py): the batch's statistics then take the place of the carried

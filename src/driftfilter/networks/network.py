@@ -41,6 +41,8 @@ from driftfilter.base.inputs import (
 )
 from driftfilter.base.memory import remembered
 from driftfilter.base.sharding import gather_samples, total_samples
+from driftfilter.model.label_chain import RUNS
+from driftfilter.model.label_runs import trust_in_shares
 from driftfilter.model.predictive import PredictiveModel, Pullback
 from driftfilter.networks.autocast import as_called, cast, dtype_of, forward_mode
 from driftfilter.networks.batch_norm import (
@@ -50,8 +52,6 @@ from driftfilter.networks.batch_norm import (
     diversity,
     require_statistics,
 )
-from driftfilter.model.label_chain import RUNS
-from driftfilter.model.label_runs import trust_in_shares
 from driftfilter.networks.batch_trust import novelty
 from driftfilter.networks.cuda_graphs import CapturedPullback, Captures, Question, key_of, possible
 from driftfilter.networks.features import catch_features, find_head, take_features

@@ -3,6 +3,7 @@ for the time of a call.
 """
 
 import copy
+import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -139,6 +140,7 @@ def pattern_of(records: Sequence[Record], samples: int) -> Pattern:
         ),
     )
 
+
 _EARLY = 0.45  # of the layers see the domain rather than the classes
 
 
@@ -241,12 +243,12 @@ class Twin:
         self._witness.forget()
         self._divide()
 
-    def _share_out(self, trust: Tensor | float) -> list[Tensor | float]:
+    def _share_out(self, trust: Tensor | float) -> Sequence[Tensor | float]:
         """The trust of each layer, of one for all or of two [2] for early layers and late ones."""
         count = len(self.blending)
         if not isinstance(trust, Tensor) or trust.dim() == 0:
             return [trust] * count
-        early = int(_EARLY * count)
+        early = math.ceil(_EARLY * count)
         return [trust[0]] * early + [trust[1]] * (count - early)
 
     def _divide(self) -> None:

@@ -98,10 +98,14 @@ def driftfilter(  # what users may turn
     change of domain has made are taken off the logits (``Centering``). `adapt` chooses ``norms`` by
     what the network is.
 
+    Labels may come in runs: what is predicted for samples one by one is put together by a chain
+    of labels (``LabelChain``), which changes nothing in a shuffled stream.
+
     "batch": batch normalisation carries its statistics, and trusts a batch the less the fewer
-    classes are in it; while the source network, asked in every fourth batch, sees no ``shift`` of
-    the domain, statistics and parameters stay the source's. The loss is the soft likelihood ratio
-    of reliable samples with ``balance`` times information maximisation against collapse. "aligned"
+    classes are in it, in late layers more so; while the source network, asked in every fourth
+    batch, sees no ``shift`` of the domain, statistics and parameters stay the source's. The loss is
+    the soft likelihood ratio of reliable samples with ``balance`` times information maximisation
+    against collapse. "aligned"
     (other norms, with source ``data`` that are no table): the same, by statistics of the source
     data that stand behind the norms (``Recipe.align``). "other"
     (layer, group, instance, RMS norm): the loss is information maximisation against the
