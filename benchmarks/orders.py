@@ -2,7 +2,7 @@
 
     python benchmarks/orders.py --models resnet20 vit_s4=WEIGHTS … --clean CIFAR10_TEST.npz \
         [--corruptions extra | reported | NAME …] [--images 1000] [--batch 64] \
-        [--orders shuffled runs correlated sorted tail] [--methods frozen chain without default] \
+        [--orders shuffled runs correlated sorted imbalanced] [--methods frozen chain without default] \
         [--presets lame …] [--late 1 .3] [--json FILE]
 
 Every stream is one corruption at severity 5, from the source, guarded as by default. "chain" is
@@ -10,8 +10,8 @@ the frozen network with a chain of labels (``LabelChain``), "without" the defaul
 "default" the default; ``--late`` (``Ema.late``) gives more of it. The settings of the chain and
 ``late`` were decided on the four extra corruptions, with ResNet-20, the ViT and WRN-16-4.
 
-Runs are of 8 samples; "correlated" is the bench's protocol, with a slot for every 100 samples;
-"tail" has shares from 1 to 1/10.
+Runs are of 8 samples; the other orders are protocols of the bench, "correlated" with a slot for
+every 100 samples, as for all 10,000.
 """
 
 from __future__ import annotations
@@ -25,39 +25,36 @@ import torch
 from torch import Tensor, nn
 
 import driftfilter as df
-from driftfilter.app.bench.protocols import Correlated, StreamSettings
+from driftfilter.app.bench.protocols import (
+    Continual,
+    Correlated,
+    Imbalanced,
+    Sorted,
+    StreamSettings,
+)
 from driftfilter.app.corruptions import CORRUPTIONS, EXTRA, corrupt
 from driftfilter.app.streams import open_cifar10
 from figures import write
 from search_default import Row, average, judge, open_models
 
 RUN = 8  # samples of a class
-ORDERS = ("shuffled", "runs", "correlated", "sorted", "tail")
+ORDERS = ("shuffled", "runs", "correlated", "sorted", "imbalanced")
 
 
 def order(labels: Tensor, name: str, seed: int = 0) -> Tensor:
     """The samples of a stream, by number."""
-    random = torch.Generator().manual_seed(seed)
-    shuffled = torch.randperm(len(labels), generator=random)
-    classes = labels.unique()[torch.randperm(len(labels.unique()), generator=random)]
-    members = {int(c): shuffled[labels[shuffled] == c] for c in classes}
-    if name == "shuffled":
-        return shuffled
-    if name == "sorted":
-        return torch.cat(list(members.values()))
-    if name == "runs":
-        runs = [run for own in members.values() for run in own.split(RUN)]
-        turns = torch.randperm(len(runs), generator=random)
-        return torch.cat([runs[int(turn)] for turn in turns])
-    if name == "correlated":
-        settings = StreamSettings(corruptions=("fog",), batch=len(labels), seed=seed)
-        return Correlated(slots=max(2, len(labels) // 100))(settings, labels).samples()[0]
-    shares = torch.logspace(0, -1, len(classes))
-    kept = [
-        own[: int(share * len(own))] for own, share in zip(members.values(), shares, strict=True)
-    ]
-    together = torch.cat(kept)
-    return together[torch.randperm(len(together), generator=random)]
+    settings = StreamSettings(("fog",), batch=len(labels), shuffled=True, seed=seed)
+    if name != "runs":
+        slots = max(2, len(labels) // 100)
+        plans = {"shuffled": Continual(), "sorted": Sorted(), "imbalanced": Imbalanced()}
+        return (plans | {"correlated": Correlated(slots=slots)})[name](settings, labels).samples()[
+            0
+        ]
+    index = Sorted()(settings, labels).samples()[0]
+    classes = labels[index].unique_consecutive(return_counts=True)[1]
+    runs = [run for own in index.split(classes.tolist()) for run in own.split(RUN)]
+    turns = torch.randperm(len(runs), generator=torch.Generator().manual_seed(seed))
+    return torch.cat([runs[turn] for turn in turns.tolist()])
 
 
 def make(model: nn.Module, method: str) -> df.Adapter:

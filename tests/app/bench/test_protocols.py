@@ -16,8 +16,11 @@ from driftfilter.app.bench.protocols import (
     Correlated,
     Episodic,
     Gradual,
+    Imbalanced,
     Mixed,
     Recurring,
+    Returning,
+    Sorted,
     StreamPlan,
     StreamSettings,
 )
@@ -46,6 +49,7 @@ protocols = st.sampled_from(
         Mixed(),
         Correlated(),
         Correlated(0.5, 3),
+        Sorted(),
         Recurring(),
         Recurring(7),
     ]
@@ -212,6 +216,46 @@ def test_correlated_visits_differ() -> None:
     assert first != second
 
 
+def test_sorted_samples_come_class_by_class() -> None:
+    pairs = _pairs(Sorted()(StreamSettings(NAMES, shuffled=True), LABELS))
+    for start in (0, 1000, 2000):
+        part = [LABELS[sample].item() for _, sample in pairs[start : start + 1000]]
+        assert part == sorted(part)
+        assert len({sample for _, sample in pairs[start : start + 1000]}) == 1000
+
+
+@pytest.mark.parametrize("ratio", [1.0, 10.0])
+def test_imbalanced_shares_fall_to_the_ratio(ratio: float) -> None:
+    plan = Imbalanced(ratio)(StreamSettings(NAMES, batch=50), LABELS)
+    pairs = _pairs(plan)
+    common = []
+    for name in NAMES:
+        samples = [sample for shift, sample in pairs if shift.corruption == name]
+        counts = Counter(LABELS[sample].item() for sample in samples)
+        falling = sorted(counts.values(), reverse=True)
+        assert falling == [round(100 * ratio ** (-place / 9)) for place in range(10)]
+        assert len(set(samples)) == len(samples)
+        assert samples != sorted(samples)
+        common.append(counts.most_common(1)[0][0])
+    assert ratio == 1 or len(set(common)) > 1
+    assert (
+        Imbalanced(1000.0)(StreamSettings(("fog",)), LABELS[:20]).steps[0].index.numel() == 10 + 1
+    )
+
+
+def test_clean_images_come_after_every_corruption() -> None:
+    plan = Returning()(StreamSettings(NAMES, batch=100), LABELS)
+    visits = [
+        (shift, [sample for _, sample in group])
+        for shift, group in groupby(_pairs(plan), lambda pair: pair[0])
+    ]
+    assert [shift for shift, _ in visits] == [
+        shift for name in NAMES for shift in (Shift(name), CLEAN)
+    ]
+    halves = [list(range(500)), list(range(500, 1000))]
+    assert [samples for _, samples in visits] == halves * 3
+
+
 def test_recurring_shifts_return_with_new_samples() -> None:
     plan = Recurring(rounds=4)(StreamSettings(NAMES, batch=100), LABELS)
     visits = [
@@ -263,6 +307,7 @@ test_refused_protocols = refuses(
         (lambda: Continual(0), "rounds must be an integer >= 1"),
         (lambda: Recurring(0), "rounds must be an integer >= 1"),
         (lambda: Correlated(0.0), "concentration must be a finite number"),
+        (lambda: Imbalanced(0.5), "ratio must be"),
         (lambda: Correlated(slots=0), "slots must be an integer >= 1"),
         (
             lambda: Continual()(StreamSettings(images=1001), LABELS),

@@ -2,9 +2,10 @@
 pure functions of them.
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple, TypeAlias, final
+from typing import Annotated, Literal, NamedTuple, TypeAlias, final
 
 import numpy as np
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from driftfilter.app.corruptions import CORRUPTIONS
 from driftfilter.app.streams import CLEAN, Shift, shift_of
-from driftfilter.base.checks import Count, Positive, PositiveCount, check_fields, require
+from driftfilter.base.checks import Count, Interval, Positive, PositiveCount, check_fields, require
 
 
 @final
@@ -205,6 +206,69 @@ class Correlated(_Checked):
 
 @final
 @dataclass(frozen=True)
+class Sorted:
+    """Like ``Continual``, but the samples of a corruption come class by class."""
+
+    def __call__(self, stream: StreamSettings, labels: Tensor) -> StreamPlan:
+        """The plan for samples with labels [N]."""
+        visits = _visits(stream, labels, _random(stream))
+        order = (visit.samples[labels[visit.samples].argsort(stable=True)] for visit in visits)
+        each = zip(visits, order, strict=True)
+        return _plan(stream, [visit._replace(samples=samples) for visit, samples in each])
+
+
+@final
+@dataclass(frozen=True)
+class Imbalanced(_Checked):
+    """Like ``Continual``, with shares of the classes that fall from 1 to 1/``ratio``, the common
+    ones drawn anew for each corruption; in random order.
+    """
+
+    ratio: Annotated[float, Interval(1, math.inf)] = 10.0
+
+    def __call__(self, stream: StreamSettings, labels: Tensor) -> StreamPlan:
+        """The plan for samples with labels [N]."""
+        random = _random(stream)
+        return _plan(
+            stream,
+            [
+                visit._replace(samples=self._thin_out(visit.samples, labels, random))
+                for visit in _visits(stream, labels, random)
+            ],
+        )
+
+    def _thin_out(self, index: Tensor, labels: Tensor, random: np.random.Generator) -> Tensor:
+        """A part of the samples index [n]; of every class one at least."""
+        classes = random.permutation(labels[index].unique().numpy())
+        shares = np.geomspace(1, 1 / self.ratio, len(classes))
+        kept = []
+        for label, share in zip(classes, shares, strict=True):
+            own = index[labels[index] == int(label)]
+            own = own[torch.from_numpy(random.permutation(len(own)))]
+            kept.append(own[: max(1, round(share * len(own)))])
+        together = torch.cat(kept)
+        return together[torch.from_numpy(random.permutation(len(together)))]
+
+
+@final
+@dataclass(frozen=True)
+class Returning:
+    """Like ``Continual``, but clean images come between the corruptions: the first half of the
+    samples of each is corrupted, the other half is not.
+    """
+
+    def __call__(self, stream: StreamSettings, labels: Tensor) -> StreamPlan:
+        """The plan for samples with labels [N]."""
+        parts: list[Visit] = []
+        for visit in _visits(stream, labels, _random(stream)):
+            bad, good = visit.samples.tensor_split(2)
+            clean = Visit(CLEAN.corruption, stream.severity, good)
+            parts += [visit._replace(samples=bad), clean]
+        return _plan(stream, parts)
+
+
+@final
+@dataclass(frozen=True)
 class Recurring(_Checked):
     """Short visits that return, never reset: the samples of each corruption are cut in ``rounds``
     parts, one for each round.
@@ -226,7 +290,18 @@ class Recurring(_Checked):
         )
 
 
-AnyProtocol: TypeAlias = Clean | Episodic | Continual | Gradual | Mixed | Correlated | Recurring
+AnyProtocol: TypeAlias = (
+    Clean
+    | Episodic
+    | Continual
+    | Gradual
+    | Mixed
+    | Correlated
+    | Sorted
+    | Imbalanced
+    | Returning
+    | Recurring
+)
 
 PROTOCOLS: dict[str, type[AnyProtocol]] = {
     "clean": Clean,
@@ -235,6 +310,9 @@ PROTOCOLS: dict[str, type[AnyProtocol]] = {
     "gradual": Gradual,
     "mixed": Mixed,
     "correlated": Correlated,
+    "sorted": Sorted,
+    "imbalanced": Imbalanced,
+    "returning": Returning,
     "recurring": Recurring,
 }
 
