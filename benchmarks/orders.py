@@ -2,8 +2,8 @@
 
     python benchmarks/orders.py --models resnet20 vit_s4=WEIGHTS … --clean CIFAR10_TEST.npz \
         [--corruptions extra | reported | NAME …] [--images 1000] [--batch 64] \
-        [--orders shuffled runs correlated sorted imbalanced] [--methods frozen chain without default] \
-        [--presets lame …] [--late 1 .3] [--json FILE]
+        [--orders shuffled runs correlated sorted imbalanced] \
+        [--methods frozen chain without default] [--presets lame …] [--late 1 .3] [--json FILE]
 
 Every stream is one corruption at severity 5, from the source, guarded as by default. "chain" is
 the frozen network with a chain of labels (``LabelChain``), "without" the default without one,
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 import driftfilter as df
 from driftfilter.app.bench.protocols import (
+    AnyProtocol,
     Continual,
     Correlated,
     Imbalanced,
@@ -44,12 +45,14 @@ ORDERS = ("shuffled", "runs", "correlated", "sorted", "imbalanced")
 def order(labels: Tensor, name: str, seed: int = 0) -> Tensor:
     """The samples of a stream, by number."""
     settings = StreamSettings(("fog",), batch=len(labels), shuffled=True, seed=seed)
-    if name != "runs":
-        slots = max(2, len(labels) // 100)
-        plans = {"shuffled": Continual(), "sorted": Sorted(), "imbalanced": Imbalanced()}
-        return (plans | {"correlated": Correlated(slots=slots)})[name](settings, labels).samples()[
-            0
-        ]
+    plans: dict[str, AnyProtocol] = {
+        "shuffled": Continual(),
+        "sorted": Sorted(),
+        "imbalanced": Imbalanced(),
+        "correlated": Correlated(slots=max(2, len(labels) // 100)),
+    }
+    if name in plans:
+        return plans[name](settings, labels).samples()[0]
     index = Sorted()(settings, labels).samples()[0]
     classes = labels[index].unique_consecutive(return_counts=True)[1]
     runs = [run for own in index.split(classes.tolist()) for run in own.split(RUN)]

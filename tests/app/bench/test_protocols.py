@@ -238,9 +238,8 @@ def test_imbalanced_shares_fall_to_the_ratio(ratio: float) -> None:
         assert samples != sorted(samples)
         common.append(counts.most_common(1)[0][0])
     assert ratio == 1 or len(set(common)) > 1
-    assert (
-        Imbalanced(1000.0)(StreamSettings(("fog",)), LABELS[:20]).steps[0].index.numel() == 10 + 1
-    )
+    few = Imbalanced(1000.0)(StreamSettings(("fog",)), LABELS[:20])
+    assert len(few.samples()[0]) == 2 + 9  # one at least
 
 
 def test_clean_images_come_after_every_corruption() -> None:
