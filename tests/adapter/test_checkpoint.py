@@ -434,6 +434,26 @@ def test_parts_of_killed_processes_are_swept(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {*kept, "a"}
 
 
+class Spread(nn.Module):
+    """Needs two samples or more: of one alone the spread is not a number."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x - x.mean(0)) / x.std(0)
+
+
+@pytest.mark.parametrize("options", [{"window": 8}, {"update_every": 2}])
+def test_recent_samples_of_a_model_that_one_sample_is_too_few_for(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    running, resumed = (
+        df.adapt(nn.Sequential(Spread(), tabular()), "tent", **options) for _ in range(2)
+    )
+    feed(running, map(batch, range(3)))
+    df.save(running, tmp_path / "state.safetensors")
+    df.load(resumed, tmp_path / "state.safetensors")
+    assert torch.equal(resumed(batch(3)), running(batch(3)))
+
+
 def test_a_link_is_replaced_and_not_written_through(tmp_path: Path) -> None:
     (tmp_path / "precious").write_text("precious")
     (tmp_path / "a").symlink_to(tmp_path / "precious")

@@ -277,6 +277,24 @@ def test_saved_and_loaded(structure: str, path: str, tmp_path: Path) -> None:
         assert_state(other, stream, one.state(stream), 0.0)
 
 
+def test_a_device_without_room_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "fleet.safetensors"
+    fleet, other = (df.Fleet(build(), start("full"), NAMES) for _ in range(2))
+    fleet.step(features(5, 1, D))
+    fleet.save(file)
+
+    def fill(*_: Any) -> None:
+        raise torch.OutOfMemoryError("full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "to", fill)
+        with pytest.raises(torch.OutOfMemoryError):
+            other.load(file)
+    assert [other.state(stream).step for stream in NAMES] == [0] * len(NAMES)
+
+
 def test_files_that_do_not_fit_change_nothing(tmp_path: Path) -> None:
     file = tmp_path / "fleet.safetensors"
     fleet = df.Fleet(build(), start("diagonal"), NAMES)

@@ -608,8 +608,9 @@ class Adapter(nn.Module):
             bound = self._options(self._model[0], found, None)
         assert bound is not None
         now = AdapterState.from_tensors(own, bound, watched=self.monitor is not None)
-        if isinstance(now.recent, Tensor) and self._ranks is None:  # the model must take them
-            bound.filter.predict(now.current, now.recent[:1].to(now.current.belief.mean.device))
+        if isinstance(now.recent, Tensor) and self._ranks is None:
+            # The model must take them: together, for one alone may be too few for it.
+            bound.filter.predict(now.current, now.recent.to(now.current.belief.mean.device))
         return now
 
     def __getstate__(self) -> dict[str, Any]:

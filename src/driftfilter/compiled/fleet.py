@@ -409,8 +409,10 @@ class Fleet:
             names, tensors = read(Path(path), repr(self.filter), self._tensors())
         except FAILURES as error:
             raise CheckpointError(f"{path} was not loaded: {error}") from error
-        mean, values, self._low, self._steps, self._seeds = tensors.values()
-        self._mean, self._values = (each.to(self._mean.device) for each in (mean, values))
+        device = self._mean.device  # on which there may be no room for them
+        mean, values = (tensors[name].to(device) for name in ("mean", "values"))
+        self._mean, self._values, self._low = mean, values, tensors["low"]
+        self._steps, self._seeds = tensors["step"], tensors["seed"]
         self._rows = {stream: row for row, stream in enumerate(names)}
         self._spare = None
 

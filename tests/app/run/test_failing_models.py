@@ -15,6 +15,10 @@ import os
 class OwnError(Exception):
     pass
 
+class MuteError(ValueError):
+    def __str__(self):
+        raise RuntimeError("no text")
+
 class Failing(nn.Module):
     def forward(self, x):
         if (x > 50).any():
@@ -35,6 +39,7 @@ RAISED = {
     "OSError: [Errno 5] d": "OSError(5, 'd')",
     "BrokenPipeError: [Errno 32] e": "BrokenPipeError(32, 'e')",
     "failing_network.OwnError: one": "OwnError('one\\ntwo')",
+    "failing_network.MuteError: <exception str() failed>": "MuteError()",
     "ValueError": "ValueError()",
     "RuntimeError: g": "RuntimeError('g')",
     "MemoryError": "MemoryError()",

@@ -62,15 +62,13 @@ class Reads:
         return raw
 
 
-def require_same(made: PreparedRun, rows: int, notes: Mapping[str, Any]) -> int:
-    """How many samples the feed has to pass over; raise unless data, labels and logs are those
-    that the notes of a checkpoint know.
+def require_same(made: PreparedRun, rows: int, notes: Mapping[str, Any]) -> None:
+    """Raise unless data, labels and logs are those that the notes of a checkpoint know.
 
     A checkpoint of an earlier version knows none of them.
     """
-    start = 0 if made.options.stdin_continues else rows
     if "sums" not in notes:
-        return start
+        return
     _require_logs(made, notes)
     before = notes["labels"]
     found = sum_labels(made.labels, before["count"])
@@ -80,13 +78,12 @@ def require_same(made: PreparedRun, rows: int, notes: Mapping[str, Any]) -> int:
         f"others (checksum {found['sum']})",
         f"as they were when the run began (checksum {before['sum']}; or give another --out)",
     )
-    if not start:
-        return 0
+    if made.options.stdin_continues:  # what was consumed does not come again
+        return
     if isinstance(made.feed, StoredFeed):
         require_covered(made.feed.name, made.feed.count, rows)
     steps = _read_steps(made.options.out / STEPS, notes["sizes"]["steps"])
     _require_data(made.feed, steps, made.dtype)
-    return start if isinstance(made.feed, StoredFeed) else 0
 
 
 def _require_logs(made: PreparedRun, notes: Mapping[str, Any]) -> None:

@@ -373,9 +373,20 @@ def _predict(
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        (told, *_) = "".join(traceback.format_exception_only(error)).splitlines()
-        is_told = isinstance(error, (ValueError, TypeError)) and str(error)
-        raise BadBatchError(str(error) if is_told else f"{failed}: {told}") from error
+        raise BadBatchError(_explain(error) or f"{failed}: {_name(error)}") from error
+
+
+def _explain(error: BaseException) -> str:
+    """What an error says that needs no name beside it; empty if it is of another kind."""
+    try:
+        return str(error) if isinstance(error, (ValueError, TypeError)) else ""
+    except Exception:  # a model's own error can fail in this, too
+        return ""
+
+
+def _name(error: BaseException) -> str:
+    (told, *_) = "".join(traceback.format_exception_only(error)).splitlines()
+    return told
 
 
 def _require_classes(made: PreparedRun, tally: Tally, k: int) -> None:
