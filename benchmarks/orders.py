@@ -98,6 +98,7 @@ def measure(arguments: argparse.Namespace) -> list[Row]:
                 row = {"network": name, "order": stream, "method": method, **mean}
                 row |= {"worst": worst, "worst_accuracy": found[worst]["accuracy"]}
                 row |= {"clean": found.get("clean"), "alarms": events, "batch": arguments.batch}
+                row |= {"images": arguments.images}
                 rows.append(row)
                 print(row, flush=True)
     return rows

@@ -12,20 +12,19 @@ import torch
 from torch import Tensor
 
 import driftfilter as df
-from driftfilter.model.label_chain import RUNS
+from driftfilter.model.label_chain import RUNS, stay
 from oracles import Array, array
 from small import assert_same, normal, tabular
 
 
-def by_enumeration(chain: df.LabelChain, streams: list[Array]) -> tuple[list[Array], Array]:
+def by_enumeration(chain: df.LabelChain, streams: list[Array]) -> tuple[list[Array], float]:
     """p(y_t given all batches so far) [n, k] for the samples of each batch, and the mean of s after
     the last one: sums over all paths (s_1, y_1), …, of products of plain conditional probabilities.
     """
     k, j = streams[0].shape[1], len(chain.stays)
     rho = [chain.independent] + [(1 - chain.independent) / (j - 1)] * (j - 1)
     found, seen, shares = [], np.zeros((0, k)), np.zeros((0, k))
-    counts = np.zeros(k)
-    stay = 0.0
+    counts, mean = np.zeros(k), 0.0
     for batch in streams:
         counts = counts * max(0.0, 1 - len(batch) / chain.window)
         for p in batch:
@@ -52,8 +51,8 @@ def by_enumeration(chain: df.LabelChain, streams: list[Array]) -> tuple[list[Arr
             stays += weight * chain.stays[path[-1][0]]
             total += weight
         found.append(joint[-len(batch) :] / total)
-        stay = stays / total
-    return found, np.array(stay)
+        mean = stays / total
+    return found, mean
 
 
 @pytest.mark.parametrize("sizes", [(4,), (1, 1, 2), (2, 2)])
@@ -75,10 +74,10 @@ def test_labels_are_those_of_a_sum_over_all_paths(
         together, known = chain(batch, known)
         found.append(array(together.exp()))
     assert known is not None
-    expected, stay = by_enumeration(chain, [array(batch.exp()) for batch in batches])
+    expected, mean = by_enumeration(chain, [array(batch.exp()) for batch in batches])
     for own, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(own, other, rtol=1e-12)
-    np.testing.assert_allclose(float(chain.stay(known)), stay, rtol=1e-12)
+    np.testing.assert_allclose(float(stay(known)), mean, rtol=1e-12)
 
 
 def test_a_stream_that_never_stays_is_what_the_classifier_says() -> None:
@@ -106,6 +105,7 @@ def stream(chain: df.LabelChain, alone: Tensor, batch: int) -> tuple[Tensor, Ten
     return torch.cat(found), known
 
 
+OTHER = df.LabelChain(tuple(place / 8 for place in range(8)))
 BIASED = torch.tensor([2.5, 0.0, 0.0, 0.0, -1.0]).double()
 SHUFFLED = torch.randint(5, (2000,), generator=torch.Generator().manual_seed(0))
 
@@ -117,7 +117,7 @@ def test_a_shuffled_stream_loses_nothing(bias: Tensor, batch: int) -> None:
     alone = classify(SHUFFLED, 2.0, bias)
     together, known = stream(df.LabelChain(), alone, batch)
     assert accuracy(together, SHUFFLED) > accuracy(alone, SHUFFLED) - 0.003
-    assert float(df.LabelChain().stay(known)) < 0.05
+    assert float(stay(known)) < 0.05
 
 
 @pytest.mark.parametrize(("batch", "least"), [(1, 0.15), (50, 0.25)])
@@ -127,7 +127,7 @@ def test_runs_are_seen(length: int, batch: int, least: float) -> None:
     alone = classify(labels, 2.0, BIASED)
     together, known = stream(df.LabelChain(), alone, batch)
     assert accuracy(together, labels) > accuracy(alone, labels) + least
-    assert float(df.LabelChain().stay(known)) > 0.7
+    assert float(stay(known)) > 0.7
 
 
 def test_bad_settings_are_refused() -> None:
@@ -139,8 +139,9 @@ def test_bad_settings_are_refused() -> None:
     with pytest.raises(ValueError, match=r"Recipe\.labels"):
         df.Recipe(labels=True)  # type: ignore[arg-type]
     known = df.LabelChain()(normal(3, 4).log_softmax(-1), None)[1]
-    with pytest.raises(ValueError, match="known"):
-        df.LabelChain()(normal(3, 5).log_softmax(-1), known)
+    for chain, classes in ((df.LabelChain(), 5), (OTHER, 4)):
+        with pytest.raises(ValueError, match="LabelChain: known"):
+            chain(normal(3, classes).log_softmax(-1), known)
 
 
 # ------------------------------------------------------------------ in an adapter
@@ -159,7 +160,7 @@ def test_an_adapter_puts_its_own_predictions_in_order() -> None:
     together, known = stream(df.LabelChain(), alone, 20)
     assert_same(torch.cat([ordered(x) for x in BATCHES]), together)
     stays = ordered.state.memory[RUNS]
-    torch.testing.assert_close(stays.double(), df.LabelChain().stay(known), rtol=1e-6, atol=0)
+    torch.testing.assert_close(stays.double(), stay(known), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("preset", ["driftfilter", "tent", "center", "buffer"])
@@ -217,11 +218,11 @@ def test_files_from_before_start_the_chain_anew(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        torch.ones(9, 3),
-        torch.full((9, 3), torch.nan).double(),
-        -torch.ones(9, 3).double(),
-        torch.ones(3).double(),
-        torch.zeros(9, 3).double(),
+        torch.ones(9, 4),
+        torch.full((9, 4), torch.nan).double(),
+        -torch.ones(9, 4).double(),
+        torch.ones(4).double(),
+        torch.zeros(9, 4).double(),
     ],
     ids=["no chances", "nan", "negative", "flat", "nothing"],
 )

@@ -406,9 +406,8 @@ def test_a_frozen_adapter_predicts_by_the_belief_it_keeps(options: dict[str, Any
 
 
 def test_the_strongest_of_several_responses_is_done() -> None:
-    adapted = adapter(
-        "driftfilter", monitor=df.Monitor(on_labels="freeze", distance=1e-9, classes=9.0)
-    )
+    monitor = df.Monitor(on_labels="freeze", distance=1e-9, classes=9.0)
+    adapted = adapter("driftfilter", monitor=monitor, labels=None)
     feed(adapted, map(inputs, range(30)))
     assert [(event.signal, event.response) for event in adapted.events] == [("distance", "record")]
     adapted(garbage(100))

@@ -25,7 +25,7 @@ from driftfilter.callbacks import StepRecord
 from driftfilter.filtering import FilterState, StepInfo
 from driftfilter.inference.prediction import MAP, Prediction
 from driftfilter.model.buffers import AGE, LABEL, SAMPLE, UNCERTAINTY, Buffer
-from driftfilter.model.label_chain import RUNS, LabelChain, require_known
+from driftfilter.model.label_chain import RUNS, LabelChain, require_known, stay
 from driftfilter.monitor.state import MONITOR, MonitorState, Signals
 from driftfilter.networks.alignment import MOMENTS
 from driftfilter.recipe import Recipe
@@ -69,11 +69,16 @@ class AdapterState(NamedTuple):
 
     @property
     def current(self) -> FilterState:
-        """What has been learned, or the state to start from."""
-        if self.state is not None:
-            return self.state
-        assert self.bound is not None
-        return self.bound.start
+        """What has been learned, or the state to start from; with how often labels stay."""
+        state = self.state
+        if state is None:
+            assert self.bound is not None
+            state = self.bound.start
+        if self.labels is None:
+            return state
+        return replace(
+            state, memory={**state.memory, RUNS: stay(self.labels).to(state.belief.mean)}
+        )
 
     @property
     def told(self) -> dict[str, Tensor]:
@@ -117,12 +122,7 @@ class AdapterState(NamedTuple):
     def put_in_order(self, chain: LabelChain, prediction: Prediction) -> tuple[Self, Prediction]:
         """The prediction of a batch by how labels follow each other, which is known better now."""
         together, labels = chain(prediction.log_probabilities, self.labels)
-        state = self.state
-        if state is not None and not self.watch.frozen:
-            stays = chain.stay(labels).to(state.belief.mean)
-            state = replace(state, memory={**state.memory, RUNS: stays})
-        now = self._replace(labels=labels, state=state)
-        return now, replace(prediction, log_probabilities=together)
+        return self._replace(labels=labels), replace(prediction, log_probabilities=together)
 
     @property
     def offered(self) -> int:

@@ -21,9 +21,7 @@ from torch import Tensor
 from driftfilter.base.checks import Checked, Fraction, Interval, Positive, register, require
 from driftfilter.base.memory import remembered
 
-RUNS = remembered(
-    "labels.runs"
-)  # in the memory of a filter: how often a label stays [], see LabelChain.stay
+RUNS = remembered("labels.runs")  # in the memory of a filter: how often a label stays []
 _TINY = 1e-300
 _ROUNDING = 1e-6
 
@@ -85,11 +83,6 @@ class LabelChain(Checked):
         told = torch.from_numpy(np.log(np.maximum(smoothed, _TINY))).to(log_probabilities)
         return told, self._pack(forward[-1], before[-1])
 
-    def stay(self, known: Tensor) -> Tensor:
-        """How often a label stays [], the mean of s by what is known."""
-        s, _ = self._constants()
-        return torch.as_tensor(s) @ known[:-1].sum(1)
-
     def _constants(self) -> tuple[_Array, _Array]:
         """s and ρ [j]."""
         s = np.array(self.stays)
@@ -102,14 +95,18 @@ class LabelChain(Checked):
         if known is None:
             rho = self._constants()[1]
             return np.repeat(rho[:, None] / k, k, 1), np.zeros(k)
-        shape = [len(self.stays) + 1, k]
+        shape = [len(self.stays) + 1, k + 1]
         fits = list(known.shape) == shape
         require(fits, "LabelChain: known", f"shape {list(known.shape)}", f"of shape {shape}")
         values = known.to("cpu", torch.float64).numpy()
-        return values[:-1], values[-1]
+        stays = tuple(values[:-1, -1].tolist())
+        require(stays == self.stays, "LabelChain: known", f"stays {stays}", f"of {self.stays}")
+        return values[:-1, :-1], values[-1, :-1]
 
     def _pack(self, alpha: _Array, counts: _Array) -> Tensor:
-        return torch.from_numpy(np.concatenate((alpha, counts[None])))
+        """[j + 1, k + 1]: p(s, y) with the values of s beside it, and the sums below it."""
+        rows = np.concatenate((alpha, counts[None]))
+        return torch.from_numpy(np.column_stack((rows, (*self.stays, 0.0))))
 
     def _filter(self, alpha: _Array, p: _Array, ratios: _Array) -> tuple[_Array, _Array]:
         """p(s_t, y_t given x_1, …, x_t) [n, j, k] and p(x_t given x_1, …, x_{t-1}) [n], over what
@@ -141,15 +138,19 @@ class LabelChain(Checked):
         return smoothed
 
 
+def stay(known: Tensor) -> Tensor:
+    """How often a label stays [], the mean of s by what a chain knows."""
+    return known[:-1, :-1].sum(1) @ known[:-1, -1]
+
+
 def require_known(field: str, value: Tensor) -> Tensor:
-    """A copy of what a chain knows; raise unless it is one: chances [j, k] that sum to 1, and below
-    them sums of predictions [k].
-    """
-    fits = value.dtype == torch.float64 and value.dim() == 2 and len(value) > 2
+    """A copy of what a chain knows; raise unless it may be that."""
+    fits = value.dtype == torch.float64 and value.dim() == 2 and min(value.shape) > 1
     fits = fits and bool((value >= 0).all() and value.isfinite().all())
-    fits = fits and abs(float(value[:-1].sum()) - 1) < _ROUNDING
+    fits = fits and bool((value[:-1, -1] < 1).all())
+    fits = fits and abs(float(value[:-1, :-1].sum()) - 1) < _ROUNDING
     found = f"{list(value.shape)} {value.dtype}"
-    require(fits, field, found, "torch.float64 [j + 1, k], chances [j, k] that sum to 1 first")
+    require(fits, field, found, "torch.float64 [j + 1, k + 1], what a LabelChain knows")
     return value.to("cpu", copy=True)
 
 
