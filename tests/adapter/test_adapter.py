@@ -168,8 +168,8 @@ PRIOR = [name for name in df.presets.names() if df.presets.get(name).predict_fro
 
 @pytest.mark.parametrize("preset", PRIOR)
 def test_a_prediction_before_the_step_is_what_the_step_says(preset: str) -> None:
-    """But for offsets, which see the batch in a step only."""
-    adapted = adapter(preset, centering=None)
+    """But for offsets, which see the batch in a step only, and the order of labels."""
+    adapted = adapter(preset, centering=None, labels=None)
     said, stepped = adapted.predict(images()), adapted(images())
     if isinstance(
         adapted.recipe.prediction, df.Moderated

@@ -41,7 +41,7 @@ from driftfilter.base.inputs import (
     samples,
     split_batch,
 )
-from driftfilter.base.sharding import current
+from driftfilter.base.sharding import current, gather_samples
 from driftfilter.callbacks import Callback, require_callbacks
 from driftfilter.distributed.stream import digest, join, require_same, share_call
 from driftfilter.filtering import Filter, FilterState, StepInfo
@@ -191,8 +191,6 @@ class Adapter(nn.Module):
         # pieces of a batch stay as small as they are.
         together = not window and distributed is False and not self.recipe.chunk
         self._least = self.recipe.least if together else 0
-        # The order of samples among ranks is nobody's.
-        self._chain = self.recipe.labels if distributed is False else None
         self.monitor = _choose_monitor(self.recipe) if monitor is _DEFAULT else monitor
         self._detectors = fresh_detectors(self.monitor)  # beside the state
         self.callbacks = require_callbacks(callbacks)
@@ -385,7 +383,7 @@ class Adapter(nn.Module):
             return self._put_in_order(now, prediction)[0], info
         seen, recent = now.seen(inputs, self.window, self._waits(now, inputs))
         now = now._replace(recent=recent if self.window else None)
-        if now.watch.frozen or (self.monitor is None and self._chain is None):
+        if now.watch.frozen or (self.monitor is None and self.recipe.labels is None):
             assert now.bound is not None
             state, info = now.bound.filter.update(now.current, seen)
             return self._watch(now, state, info, None, seen), info
@@ -395,10 +393,15 @@ class Adapter(nn.Module):
     def _put_in_order(
         self, now: AdapterState, prediction: Prediction
     ) -> tuple[AdapterState, Prediction]:
-        """What is predicted of samples that follow each other in the stream."""
-        if self._chain is None or len(prediction.log_probabilities) == 0:
+        """What is predicted of samples that follow each other in the stream; if that is
+        distributed, the ranks' one after the other.
+        """
+        if self.recipe.labels is None:
             return now, prediction
-        return now.put_in_order(self._chain, prediction)
+        alone, shards = gather_samples(prediction.log_probabilities), current()
+        now, together = now.put_in_order(self.recipe.labels, alone)
+        own = together if shards is None else together[shards.mine]
+        return now, replace(prediction, log_probabilities=own)
 
     def _fill(self, now: AdapterState, inputs: Inputs) -> tuple[AdapterState, Prediction]:
         """Predict a batch, then offer its samples to the buffer, of which an update is made

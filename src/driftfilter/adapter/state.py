@@ -23,7 +23,7 @@ from driftfilter.base.randomness import Purpose, Randomness
 from driftfilter.base.tensors import as_tensor, as_text
 from driftfilter.callbacks import StepRecord
 from driftfilter.filtering import FilterState, StepInfo
-from driftfilter.inference.prediction import MAP, Prediction
+from driftfilter.inference.prediction import MAP
 from driftfilter.model.buffers import AGE, LABEL, SAMPLE, UNCERTAINTY, Buffer
 from driftfilter.model.label_chain import RUNS, LabelChain, require_known, stay
 from driftfilter.monitor.state import MONITOR, MonitorState, Signals
@@ -119,10 +119,12 @@ class AdapterState(NamedTuple):
         kept = samples(together, total - wanted, total) if total > wanted else together
         return kept, kept
 
-    def put_in_order(self, chain: LabelChain, prediction: Prediction) -> tuple[Self, Prediction]:
-        """The prediction of a batch by how labels follow each other, which is known better now."""
-        together, labels = chain(prediction.log_probabilities, self.labels)
-        return self._replace(labels=labels), replace(prediction, log_probabilities=together)
+    def put_in_order(self, chain: LabelChain, alone: Tensor) -> tuple[Self, Tensor]:
+        """log p(y given the stream) [n, k] of a batch, from log p(y given x) [n, k], and what is
+        known then.
+        """
+        together, labels = chain(alone, self.labels)
+        return self._replace(labels=labels), together
 
     @property
     def offered(self) -> int:
