@@ -16,6 +16,7 @@ from oracles import ClassOffsets, LabelRuns
 from published.filters import norm_names
 from published.gradient_steps import Step, assign, flat, norms, slr_each
 
+LATE = 0.3  # of the share of a batch in the layers behind the first 45 %
 CONSISTENCY = 0.3  # of the symmetric cross-entropy between two views, as the preset has it
 Moments = dict[str, tuple[Tensor, Tensor]]
 
@@ -58,7 +59,7 @@ def renormalised(
         if not found:
             least = least_share(batch.detach(), carried[name], new, layer.eps)
         found[name] = new
-        new_mean, new_variance = mix(carried[name], new, max(share, least))
+        new_mean, new_variance = mix(carried[name], new, max(late(name, carried) * share, least))
         deviation = (new_variance + layer.eps).sqrt()
         inside = (variance + layer.eps).sqrt()
         ratio, offset = (inside / deviation).detach(), ((mean - new_mean) / deviation).detach()
@@ -67,6 +68,11 @@ def renormalised(
             hat * own[f"{name}.weight"][:, :, None, None] + own[f"{name}.bias"][:, :, None, None]
         )
     return batch, found, least
+
+
+def late(name: str, carried: Moments) -> float:
+    """By what the share of a batch is multiplied in a layer."""
+    return 1.0 if list(carried).index(name) < 0.45 * len(carried) else LATE
 
 
 def losses_of(logits: list[Tensor], weights: Tensor, ceiling: float, balance: float) -> Tensor:
@@ -160,8 +166,11 @@ def own_loop(
         raw = passes[0][0].detach().softmax(1)  # statistics know nothing of offsets
         seen = torch.special.entr(raw.mean(0)).sum().exp().item() / (k * (1 - (1 - 1 / k) ** n))
         before, trust = trust, min(1, seen) ** diversity
-        share = max(full * (before * trust) ** 0.5, passes[0][2])
-        carried = {name: mix(carried[name], new, share) for name, new in passes[0][1].items()}
+        share, least = full * (before * trust) ** 0.5, passes[0][2]
+        carried = {
+            name: mix(carried[name], new, max(late(name, carried) * share, least))
+            for name, new in passes[0][1].items()
+        }
         mean = torch.stack(logits).mean(0).detach()
         yield Step(
             here,
