@@ -610,7 +610,8 @@ class Adapter(nn.Module):
         if found or self._now.found:
             bound = self._options(self._model[0], found, None)
         assert bound is not None
-        now = AdapterState.from_tensors(own, bound, watched=self.monitor is not None)
+        watched, chain = self.monitor is not None, self.recipe.labels
+        now = AdapterState.from_tensors(own, bound, watched, chain)
         if isinstance(now.recent, Tensor) and self._ranks is None:
             # The model must take them: together, for one alone may be too few for it.
             bound.filter.predict(now.current, now.recent.to(now.current.belief.mean.device))
