@@ -111,6 +111,9 @@ def adapt(  # noqa: PLR0913  # what editors complete
     other option is one of the preset's, such as ``lr``, or a field of the recipe, such as
     ``source=df.Given(belief)`` for a posterior of your own.
 
+    The default reads the order of samples: if neighbours share labels, what ``adapter(x)`` says of
+    a sample depends on those before it and on the rest of its batch. ``labels=None`` turns it off.
+
     >>> import torch, driftfilter as df
     >>> from torch import nn
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
