@@ -180,6 +180,17 @@ def test_update_and_call_leave_the_same(preset: str) -> None:
     assert_same(own["labels"], other["labels"])
 
 
+@pytest.mark.parametrize("window", [0, 30])
+def test_update_and_call_leave_the_same_while_frozen(window: int) -> None:
+    at_once = df.Monitor(distance=1e-9, on_parameters="freeze")
+    called, updated = (adapter("driftfilter", window=window, monitor=at_once) for _ in range(2))
+    for x in BATCHES:
+        called(x)
+        updated.update(x)
+    assert called._now.watch.frozen
+    assert_same(called.state_dict()["labels"], updated.state_dict()["labels"])
+
+
 def test_a_prediction_alone_knows_no_order() -> None:
     ordered, plain = adapter("center"), df.adapt(tabular(), "center", labels=None)
     for x in BATCHES:

@@ -384,6 +384,8 @@ class Adapter(nn.Module):
         if self.recipe.buffer is not None:
             now, prediction, info = self._fill_now(now, inputs)
             return self._put_in_order(now, prediction)[0], info
+        if now.watch.frozen and self.recipe.labels is not None:
+            now = self._put_in_order(now, self._predict(now, inputs))[0]
         seen, recent = now.seen(inputs, self.window, self._waits(now, inputs))
         now = now._replace(recent=recent if self.window else None)
         if now.watch.frozen or (self.monitor is None and self.recipe.labels is None):
