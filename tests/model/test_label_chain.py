@@ -146,6 +146,30 @@ def test_bad_settings_are_refused() -> None:
             chain(normal(3, classes).log_softmax(-1), known)
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        torch.zeros(3),
+        torch.zeros(2, 0),
+        torch.zeros(2, 2, dtype=torch.long),
+        torch.tensor([[torch.nan, 0.0]]),
+        torch.full((2, 3), -torch.inf),
+    ],
+    ids=["flat", "no class", "integers", "nan", "impossible"],
+)
+def test_no_log_probabilities_are_refused(wrong: Tensor) -> None:
+    with pytest.raises(ValueError, match=r"LabelChain: (log_)?probabilities"):
+        df.LabelChain()(wrong, None)
+
+
+def test_impossible_classes_are_none_of_a_stream() -> None:
+    """-inf for a class, as of masked logits, is no wrong number."""
+    alone = torch.tensor([[0.0, 0.0, -torch.inf]]).repeat(9, 1).log_softmax(-1)
+    together, known = df.LabelChain()(alone, None)
+    torch.testing.assert_close(together.exp(), alone.exp())
+    assert bool(known.isfinite().all())
+
+
 # ------------------------------------------------------------------ in an adapter
 
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from driftfilter.base.checks import Checked, Interval, Positive, register, require
+from driftfilter.base.checks import Checked, Interval, Positive, register, require, require_finite
 from driftfilter.base.memory import remembered
 
 RUNS = remembered("labels.runs")  # in the memory of a filter: how often a label stays []
@@ -68,9 +68,13 @@ class LabelChain(Checked):
         """log p(y given the stream) [n, k] from log p(y given x) [n, k], and what is known after
         the batch.
         """
-        k = log_probabilities.shape[1]
-        given = log_probabilities.detach().to("cpu", torch.float64)
-        probabilities = given.softmax(-1).numpy()
+        k = log_probabilities.shape[1] if log_probabilities.dim() == 2 else 0
+        found = f"{list(log_probabilities.shape)} {log_probabilities.dtype}"
+        fits = k > 0 and log_probabilities.is_floating_point()
+        require(fits, "LabelChain: log_probabilities", found, "floating [n, k] of k > 0 classes")
+        given = log_probabilities.detach().to("cpu", torch.float64).softmax(-1)
+        require_finite("LabelChain: probabilities", given)
+        probabilities = given.numpy()
         alpha, counts = self._unpack(known, k)
         if len(probabilities) == 0:
             return log_probabilities, self._pack(alpha, counts)
