@@ -59,7 +59,7 @@ def by_enumeration(chain: df.LabelChain, streams: list[Array]) -> tuple[list[Arr
 @pytest.mark.parametrize(
     "chain",
     [
-        df.LabelChain((0.0, 0.9), 0.5, 0.0, 1.0, 100.0),
+        df.LabelChain((0.0, 0.9), 0.5, 1e-9, 1.0, 100.0),
         df.LabelChain((0.0, 0.7), 0.8, 0.3, 2.0, 3.0),
     ],
     ids=["no switch", "switches, forgets"],
@@ -136,12 +136,38 @@ def test_bad_settings_are_refused() -> None:
             df.LabelChain(stays)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"LabelChain\.independent"):
         df.LabelChain(independent=1.0)
+    with pytest.raises(ValueError, match=r"LabelChain\.switch"):
+        df.LabelChain(switch=0.0)  # a stickiness that underflows would never come back
     with pytest.raises(ValueError, match=r"Recipe\.labels"):
         df.Recipe(labels=True)  # type: ignore[arg-type]
     known = df.LabelChain()(normal(3, 4).log_softmax(-1), None)[1]
     for chain, classes in ((df.LabelChain(), 5), (OTHER, 4)):
         with pytest.raises(ValueError, match="LabelChain: known"):
             chain(normal(3, classes).log_softmax(-1), known)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        torch.zeros(3),
+        torch.zeros(2, 0),
+        torch.zeros(2, 2, dtype=torch.long),
+        torch.tensor([[torch.nan, 0.0]]),
+        torch.full((2, 3), -torch.inf),
+    ],
+    ids=["flat", "no class", "integers", "nan", "impossible"],
+)
+def test_no_log_probabilities_are_refused(wrong: Tensor) -> None:
+    with pytest.raises(ValueError, match=r"LabelChain: (log_)?probabilities"):
+        df.LabelChain()(wrong, None)
+
+
+def test_impossible_classes_are_none_of_a_stream() -> None:
+    """-inf for a class, as of masked logits, is no wrong number."""
+    alone = torch.tensor([[0.0, 0.0, -torch.inf]]).repeat(9, 1).log_softmax(-1)
+    together, known = df.LabelChain()(alone, None)
+    torch.testing.assert_close(together.exp(), alone.exp())
+    assert bool(known.isfinite().all())
 
 
 # ------------------------------------------------------------------ in an adapter
@@ -176,6 +202,17 @@ def test_update_and_call_leave_the_same(preset: str) -> None:
         updated.update(x)
     own, other = called.state_dict(), updated.state_dict()
     assert_same(own["labels"], other["labels"])
+
+
+@pytest.mark.parametrize("window", [0, 30])
+def test_update_and_call_leave_the_same_while_frozen(window: int) -> None:
+    at_once = df.Monitor(distance=1e-9, on_parameters="freeze")
+    called, updated = (adapter("driftfilter", window=window, monitor=at_once) for _ in range(2))
+    for x in BATCHES:
+        called(x)
+        updated.update(x)
+    assert called._now.watch.frozen
+    assert_same(called.state_dict()["labels"], updated.state_dict()["labels"])
 
 
 def test_a_prediction_alone_knows_no_order() -> None:
@@ -223,8 +260,10 @@ def test_files_from_before_start_the_chain_anew(tmp_path: Path) -> None:
         -torch.ones(9, 4).double(),
         torch.ones(4).double(),
         torch.zeros(9, 4).double(),
+        torch.cat((torch.full((8, 4), 1 / 24), torch.full((1, 4), 1e30))).double(),
+        torch.full((9, 5), 1 / 32).double(),
     ],
-    ids=["no chances", "nan", "negative", "flat", "nothing"],
+    ids=["no chances", "nan", "negative", "flat", "nothing", "too many", "a class more"],
 )
 def test_crafted_labels_are_refused(wrong: Tensor) -> None:
     ordered = adapter("tent")
@@ -233,3 +272,29 @@ def test_crafted_labels_are_refused(wrong: Tensor) -> None:
     with pytest.raises(ValueError, match="labels"):
         ordered.load_state_dict({**before, "labels": wrong})
     assert_same(ordered.state_dict()["labels"], before["labels"])
+
+
+def test_what_another_chain_knew_is_left_out(tmp_path: Path) -> None:
+    """A file of one chain, loaded without one and with another: labels stay as often as these say,
+    not as the file said.
+    """
+    old = adapter("driftfilter")
+    for x in BATCHES[:3]:
+        old(x)
+    df.save(old, tmp_path / "s.safetensors")
+    plain, other = (df.adapt(tabular(), "driftfilter", labels=each) for each in (None, OTHER))
+    for new in (plain, other):
+        df.load(new, tmp_path / "s.safetensors", strict=False)
+        assert "labels" not in new.state_dict()
+        assert RUNS not in new.state.memory
+    assert_same(other(BATCHES[3]), OTHER(plain(BATCHES[3]), None)[0])
+    assert RUNS not in plain.state.memory
+
+
+def test_stickiness_comes_back_in_one_long_batch() -> None:
+    """Beliefs that fall below any float are none to come back from; a slight ε keeps them."""
+    labels = torch.cat((torch.arange(2000) * 7 % 4, torch.arange(2000) // 400 % 4))
+    alone = (4.0 * torch.nn.functional.one_hot(labels, 4)).log_softmax(-1)
+    together, known = df.LabelChain(switch=1e-12)(alone, None)
+    assert bool(together.isfinite().all())
+    assert float(stay(known)) > 0.9

@@ -111,6 +111,9 @@ def adapt(  # noqa: PLR0913  # what editors complete
     other option is one of the preset's, such as ``lr``, or a field of the recipe, such as
     ``source=df.Given(belief)`` for a posterior of your own.
 
+    The default reads the order of samples: if neighbours share labels, what ``adapter(x)`` says of
+    a sample depends on those before it and on the rest of its batch. ``labels=None`` turns it off.
+
     >>> import torch, driftfilter as df
     >>> from torch import nn
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
@@ -381,6 +384,8 @@ class Adapter(nn.Module):
         if self.recipe.buffer is not None:
             now, prediction, info = self._fill_now(now, inputs)
             return self._put_in_order(now, prediction)[0], info
+        if now.watch.frozen and self.recipe.labels is not None:
+            now = self._put_in_order(now, self._predict(now, inputs))[0]
         seen, recent = now.seen(inputs, self.window, self._waits(now, inputs))
         now = now._replace(recent=recent if self.window else None)
         if now.watch.frozen or (self.monitor is None and self.recipe.labels is None):
@@ -610,7 +615,8 @@ class Adapter(nn.Module):
         if found or self._now.found:
             bound = self._options(self._model[0], found, None)
         assert bound is not None
-        now = AdapterState.from_tensors(own, bound, watched=self.monitor is not None)
+        watched, chain = self.monitor is not None, self.recipe.labels
+        now = AdapterState.from_tensors(own, bound, watched, chain)
         if isinstance(now.recent, Tensor) and self._ranks is None:
             # The model must take them: together, for one alone may be too few for it.
             bound.filter.predict(now.current, now.recent.to(now.current.belief.mean.device))

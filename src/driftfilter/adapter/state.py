@@ -25,7 +25,7 @@ from driftfilter.callbacks import StepRecord
 from driftfilter.filtering import FilterState, StepInfo
 from driftfilter.inference.prediction import MAP
 from driftfilter.model.buffers import AGE, LABEL, SAMPLE, UNCERTAINTY, Buffer
-from driftfilter.model.label_chain import RUNS, LabelChain, require_known, stay
+from driftfilter.model.label_chain import RUNS, LabelChain, is_of, require_known, stay
 from driftfilter.monitor.state import MONITOR, MonitorState, Signals
 from driftfilter.networks.alignment import MOMENTS
 from driftfilter.recipe import Recipe
@@ -74,11 +74,14 @@ class AdapterState(NamedTuple):
         if state is None:
             assert self.bound is not None
             state = self.bound.start
-        if self.labels is None:
+        if self.labels is not None:
+            stays = stay(self.labels).to(state.belief.mean)
+            return replace(state, memory={**state.memory, RUNS: stays})
+        if RUNS not in state.memory:
             return state
-        return replace(
-            state, memory={**state.memory, RUNS: stay(self.labels).to(state.belief.mean)}
-        )
+        # Loaded from a file of a chain that is no more.
+        memory = {name: value for name, value in state.memory.items() if name != RUNS}
+        return replace(state, memory=memory)
 
     @property
     def told(self) -> dict[str, Tensor]:
@@ -188,9 +191,15 @@ class AdapterState(NamedTuple):
         return silent.to_tensors(recipe, watched=True)
 
     @classmethod
-    def from_tensors(cls, own: Mapping[str, Tensor], bound: BoundFilter, watched: bool) -> Self:
+    def from_tensors(
+        cls,
+        own: Mapping[str, Tensor],
+        bound: BoundFilter,
+        watched: bool,
+        chain: LabelChain | None = None,
+    ) -> Self:
         """What named tensors describe, on a model that was read by what is ``read_found`` them;
-        refused unless all is there.
+        refused unless all is there. What another chain of labels knew is left out.
         """
         beside = ("recipe", "calls", "number", RECENT, _BUFFER, _MODEL, MONITOR, _LABELS)
         state = from_tensors(
@@ -212,7 +221,10 @@ class AdapterState(NamedTuple):
         _require_known(known, 0 if kept is None else batch_size(kept), classes)
         # Where a batch would have told more than was saved, none had come: the state is the start.
         learned = state if bound.final else None
-        labels = require_known(f"state {_LABELS!r}", own[_LABELS]) if _LABELS in own else None
+        labels = None
+        if _LABELS in own:
+            told = require_known(f"state {_LABELS!r}", own[_LABELS], classes)
+            labels = told if is_of(chain, told) else None
         return cls(bound, bound.found, learned, kept, known, calls, number, None, watch, labels)
 
 

@@ -18,12 +18,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from driftfilter.base.checks import Checked, Fraction, Interval, Positive, register, require
+from driftfilter.base.checks import Checked, Interval, Positive, register, require, require_finite
 from driftfilter.base.memory import remembered
 
 RUNS = remembered("labels.runs")  # in the memory of a filter: how often a label stays []
 _TINY = 1e-300
 _ROUNDING = 1e-6
+_MANY = 2.0**53  # more samples than any stream has
 
 _Array: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -51,7 +52,7 @@ class LabelChain(Checked):
 
     stays: tuple[float, ...] = (0.0, 0.5, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995)
     independent: Annotated[float, Interval(0, 1, open_low=True, open_high=True)] = 0.99
-    switch: Fraction = 0.001
+    switch: Annotated[float, Interval(0, 1, open_low=True)] = 0.001
     count: Positive = 1.0
     window: Positive = 2000.0
 
@@ -67,9 +68,13 @@ class LabelChain(Checked):
         """log p(y given the stream) [n, k] from log p(y given x) [n, k], and what is known after
         the batch.
         """
-        k = log_probabilities.shape[1]
-        given = log_probabilities.detach().to("cpu", torch.float64)
-        probabilities = given.softmax(-1).numpy()
+        k = log_probabilities.shape[1] if log_probabilities.dim() == 2 else 0
+        found = f"{list(log_probabilities.shape)} {log_probabilities.dtype}"
+        fits = k > 0 and log_probabilities.is_floating_point()
+        require(fits, "LabelChain: log_probabilities", found, "floating [n, k] of k > 0 classes")
+        given = log_probabilities.detach().to("cpu", torch.float64).softmax(-1)
+        require_finite("LabelChain: probabilities", given)
+        probabilities = given.numpy()
         alpha, counts = self._unpack(known, k)
         if len(probabilities) == 0:
             return log_probabilities, self._pack(alpha, counts)
@@ -143,14 +148,25 @@ def stay(known: Tensor) -> Tensor:
     return known[:-1, :-1].sum(1) @ known[:-1, -1]
 
 
-def require_known(field: str, value: Tensor) -> Tensor:
-    """A copy of what a chain knows; raise unless it may be that."""
+def is_of(chain: LabelChain | None, known: Tensor) -> bool:
+    """Whether it is this chain that knows it."""
+    return chain is not None and tuple(known[:-1, -1].tolist()) == chain.stays
+
+
+def require_known(field: str, value: Tensor, classes: int | None) -> Tensor:
+    """A copy of what a chain knows; raise unless it may be that, of so many classes if that is
+    known.
+    """
     fits = value.dtype == torch.float64 and value.dim() == 2 and min(value.shape) > 1
     fits = fits and bool((value >= 0).all() and value.isfinite().all())
     fits = fits and bool((value[:-1, -1] < 1).all())
     fits = fits and abs(float(value[:-1, :-1].sum()) - 1) < _ROUNDING
+    fits = fits and float(value[-1].sum()) < _MANY
+    fits = fits and value.shape[1] == (classes or value.shape[1] - 1) + 1
     found = f"{list(value.shape)} {value.dtype}"
-    require(fits, field, found, "torch.float64 [j + 1, k + 1], what a LabelChain knows")
+    of = "k" if classes is None else classes
+    allowed = f"torch.float64 [j + 1, k + 1], what a LabelChain knows of {of} classes"
+    require(fits, field, found, allowed)
     return value.to("cpu", copy=True)
 
 
