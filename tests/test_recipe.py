@@ -74,6 +74,11 @@ def test_a_mark_of_utf8_is_passed_over() -> None:
     assert df.from_toml("\ufeff" + text) == df.from_toml(text) == df.Recipe()
 
 
+def test_a_field_may_be_set_to_nothing() -> None:
+    recipe = df.presets.get("driftfilter")
+    assert change(recipe, "labels", "None") == df.presets.get("driftfilter", labels=None)
+
+
 @pytest.mark.parametrize(
     "text",
     [

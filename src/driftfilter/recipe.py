@@ -221,7 +221,7 @@ def _build(value: Any) -> Any:
 
 def change(variant: Any, path: str, text: str) -> Any:
     """The variant with the field at a path, such as ``transition.dynamics.rho``, set to a TOML
-    value; a bare word is a text.
+    value; a bare word is a text, but ``None`` nothing.
 
     >>> change(Recipe(), "observation.weighting.beta", "3.0").observation.weighting
     Constant(beta=3.0)
@@ -229,7 +229,7 @@ def change(variant: Any, path: str, text: str) -> Any:
     try:
         value = _read_toml(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
-        value = text
+        value = {"kind": _NOTHING} if text == _NOTHING else text
     data = to_dict(variant)
     part: Any = data
     *names, last = path.split(".")

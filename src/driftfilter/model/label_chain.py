@@ -7,7 +7,7 @@
 p(y given x) is what any classifier predicts for a sample alone, and b what it has predicted for
 the stream so far, on average. A classifier that is off towards some classes has these in b as well,
 so that it does not look like a stream in which they last; and with s = 0 the labels are those of
-the classifier, to the last bit. Filtering and smoothing are exact for the two hidden states
+the classifier. Filtering and smoothing are exact for the two hidden states
 together.
 """
 

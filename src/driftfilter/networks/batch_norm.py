@@ -104,8 +104,8 @@ class Ema(Checked):
     what is blended there are values within 10 deviations of the carried mean, so that one broken
     row does not rescale all that follow.
 
-    ``diversity`` 0: every batch has the share ``momentum``, and none of the above holds. That is
-    not yet the published BN-EMA, which is ``RunningStatistics``: there a layer's batch moments come
+    ``diversity`` 0: every batch has the share ``momentum``, and nothing of the above holds but
+    ``late``. That is not yet the published BN-EMA, which is ``RunningStatistics``: there a layer's batch moments come
     from a pass in which all layers before it normalise by the batch, while here they are of what
     the layer then normalises. So the statistics there fit inputs that no layer but the first ever
     sees.

@@ -99,7 +99,7 @@ def driftfilter(  # what users may turn
     what the network is.
 
     Labels may come in runs: what is predicted for samples one by one is put together by a chain
-    of labels (``LabelChain``), which changes nothing in a shuffled stream.
+    of labels (``LabelChain``), which changes next to nothing in a shuffled stream.
 
     "batch": batch normalisation carries its statistics, and trusts a batch the less the fewer
     classes are in it, in late layers more so; while the source network, asked in every fourth
