@@ -105,10 +105,10 @@ class Ema(Checked):
     row does not rescale all that follow.
 
     ``diversity`` 0: every batch has the share ``momentum``, and nothing of the above holds but
-    ``late``. That is not yet the published BN-EMA, which is ``RunningStatistics``: there a layer's batch moments come
-    from a pass in which all layers before it normalise by the batch, while here they are of what
-    the layer then normalises. So the statistics there fit inputs that no layer but the first ever
-    sees.
+    ``late``. That is not yet the published BN-EMA, which is ``RunningStatistics``: there a layer's
+    batch moments come from a pass in which all layers before it normalise by the batch, while here
+    they are of what the layer then normalises. So the statistics there fit inputs that no layer but
+    the first ever sees.
 
     ``shift`` > 0: while the stream is of the source's domain its statistics are the source's, and
     no batch teaches anything. What is blended are the batch's moments with share ν and the source's
