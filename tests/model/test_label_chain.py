@@ -215,6 +215,13 @@ def test_update_and_call_leave_the_same_while_frozen(window: int) -> None:
     assert_same(called.state_dict()["labels"], updated.state_dict()["labels"])
 
 
+def test_the_default_leaves_tables_as_they_are() -> None:
+    ordered, plain = df.adapt(tabular()), df.adapt(tabular(), labels=None)
+    for x in BATCHES:
+        assert_same(ordered(x), plain(x))
+    assert "labels" not in ordered.state_dict()
+
+
 def test_a_prediction_alone_knows_no_order() -> None:
     ordered, plain = adapter("center"), df.adapt(tabular(), "center", labels=None)
     for x in BATCHES:

@@ -37,6 +37,7 @@ from driftfilter.base.inputs import (
     can_join,
     check_inputs,
     each,
+    is_table,
     join_arguments,
     samples,
     split_batch,
@@ -226,7 +227,7 @@ class Adapter(nn.Module):
             with self._noting(), self._given("adapter(x)", args, kwargs) as inputs:
                 now = self._ready(inputs)
                 for piece in self._pieces(inputs):
-                    now, prediction = self._put_in_order(*self._step(now, piece))
+                    now, prediction = self._put_in_order(*self._step(now, piece), piece)
                     outputs.append(prediction.log_probabilities)
             together = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
             self._finish(now, begun, len(together), together)
@@ -383,9 +384,9 @@ class Adapter(nn.Module):
         """A step on a batch that nobody wants predicted but a monitor, or a chain of labels."""
         if self.recipe.buffer is not None:
             now, prediction, info = self._fill_now(now, inputs)
-            return self._put_in_order(now, prediction)[0], info
+            return self._put_in_order(now, prediction, inputs)[0], info
         if now.watch.frozen and self.recipe.labels is not None:
-            now = self._put_in_order(now, self._predict(now, inputs))[0]
+            now = self._put_in_order(now, self._predict(now, inputs), inputs)[0]
         seen, recent = now.seen(inputs, self.window, self._waits(now, inputs))
         now = now._replace(recent=recent if self.window else None)
         if now.watch.frozen or (self.monitor is None and self.recipe.labels is None):
@@ -393,18 +394,19 @@ class Adapter(nn.Module):
             state, info = now.bound.filter.update(now.current, seen)
             return self._watch(now, state, info, None, seen), info
         now, prediction, info = self._adapt(now, seen, inputs)
-        return self._put_in_order(now, prediction)[0], info
+        return self._put_in_order(now, prediction, inputs)[0], info
 
     def _put_in_order(
-        self, now: AdapterState, prediction: Prediction
+        self, now: AdapterState, prediction: Prediction, inputs: Inputs
     ) -> tuple[AdapterState, Prediction]:
         """What is predicted of samples that follow each other in the stream; if that is
         distributed, the ranks' one after the other.
         """
-        if self.recipe.labels is None:
+        chain = self.recipe.labels
+        if chain is None or (is_table(inputs) and not chain.tables):
             return now, prediction
         alone, shards = gather_samples(prediction.log_probabilities), current()
-        now, together = now.put_in_order(self.recipe.labels, alone)
+        now, together = now.put_in_order(chain, alone)
         own = together if shards is None else together[shards.mine]
         return now, replace(prediction, log_probabilities=own)
 

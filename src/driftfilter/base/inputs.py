@@ -40,6 +40,11 @@ def batch_size(inputs: Inputs) -> int:
     return next(int(part.shape[0]) for _, part in parts(inputs) if isinstance(part, Tensor))
 
 
+def is_table(inputs: object) -> bool:
+    """Whether samples are rows of numbers [n, features]."""
+    return isinstance(inputs, Tensor) and inputs.dim() == 2 and inputs.is_floating_point()
+
+
 def check_inputs(inputs: Inputs) -> Inputs:
     """The inputs, refused if unusable, as tensors that may enter a graph."""
     if isinstance(inputs, Tensor):  # nearly always, and a small filter feels every loop

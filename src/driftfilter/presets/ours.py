@@ -99,7 +99,7 @@ def driftfilter(  # what users may turn
     what the network is.
 
     Labels may come in runs: what is predicted for samples one by one is put together by a chain
-    of labels (``LabelChain``), which changes next to nothing in a shuffled stream.
+    of labels (``LabelChain``), which changes next to nothing in a shuffled stream; not in tables.
 
     "batch": batch normalisation carries its statistics, and trusts a batch the less the fewer
     classes are in it, in late layers more so; while the source network, asked in every fourth
@@ -165,7 +165,7 @@ def driftfilter(  # what users may turn
         centering=Centering(),
         least=16,
         align=norms == "aligned",
-        labels=LabelChain(),
+        labels=LabelChain(tables=False),
     )
 
 
@@ -261,7 +261,7 @@ def center(count: float = 30.0, window: int = 2000, temperature: float = 0.75) -
         inference=Frozen(),
         predict_from="prior",
         centering=Centering(count, window, temperature),
-        labels=LabelChain(),
+        labels=LabelChain(tables=False),
     )
 
 

@@ -34,7 +34,7 @@ from driftfilter.base.checks import (
     require_shape,
     unchecked,
 )
-from driftfilter.base.inputs import Inputs, batch_size, check_inputs, each
+from driftfilter.base.inputs import Inputs, batch_size, check_inputs, each, is_table
 from driftfilter.base.randomness import Purpose, Randomness
 from driftfilter.gaussian.belief import Belief
 from driftfilter.gaussian.covariance import Covariance
@@ -102,7 +102,7 @@ class SourceData(Checked):
     def is_table(self) -> bool:
         """Whether samples are rows of numbers, by the first batch."""
         first = next(iter(self), (None, None))[0]
-        return isinstance(first, Tensor) and first.dim() == 2 and first.is_floating_point()
+        return is_table(first)
 
     def mean_prediction(self, model: PredictiveModel, theta: Tensor, temperature: float) -> Tensor:
         """The mean of softmax(f / T) over all samples [k], with one sample of equal shares.
