@@ -134,6 +134,7 @@ class Recipe(Checked):
 
 register(recipe=(Recipe,))
 
+_TOO_DEEP = "TOML must be of parts inside parts some levels deep, got more"
 _NOTHING = "None"  # the kind of a field that is left empty, for TOML has no null
 
 
@@ -289,11 +290,11 @@ def from_toml(text: str) -> Any:
     try:
         return from_dict(_read_toml(text.removeprefix("\ufeff")))
     except RecursionError:
-        raise ValueError("TOML must be of parts inside parts some levels deep, got more") from None
+        raise ValueError(_TOO_DEEP) from None
 
 
 def _read_toml(text: str) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
     except RecursionError:
-        raise ValueError("TOML must be of parts inside parts some levels deep, got more") from None
+        raise ValueError(_TOO_DEEP) from None

@@ -3,7 +3,7 @@ pure functions of them.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal, NamedTuple, TypeAlias, final
 
@@ -179,14 +179,7 @@ class Correlated(_Checked):
 
     def __call__(self, stream: StreamSettings, labels: Tensor) -> StreamPlan:
         """The plan for samples with labels [N]."""
-        random = _random(stream)
-        return _plan(
-            stream,
-            [
-                visit._replace(samples=self._sort(visit.samples, labels, random))
-                for visit in _visits(stream, labels, random)
-            ],
-        )
+        return _rearrange(stream, labels, self._sort)
 
     def _sort(self, index: Tensor, labels: Tensor, random: np.random.Generator) -> Tensor:
         """The samples index [n], slot by slot."""
@@ -211,10 +204,9 @@ class Sorted:
 
     def __call__(self, stream: StreamSettings, labels: Tensor) -> StreamPlan:
         """The plan for samples with labels [N]."""
-        visits = _visits(stream, labels, _random(stream))
-        order = (visit.samples[labels[visit.samples].argsort(stable=True)] for visit in visits)
-        each = zip(visits, order, strict=True)
-        return _plan(stream, [visit._replace(samples=samples) for visit, samples in each])
+        return _rearrange(
+            stream, labels, lambda index, labels, _: index[labels[index].argsort(stable=True)]
+        )
 
 
 @final
@@ -228,14 +220,7 @@ class Imbalanced(_Checked):
 
     def __call__(self, stream: StreamSettings, labels: Tensor) -> StreamPlan:
         """The plan for samples with labels [N]."""
-        random = _random(stream)
-        return _plan(
-            stream,
-            [
-                visit._replace(samples=self._thin_out(visit.samples, labels, random))
-                for visit in _visits(stream, labels, random)
-            ],
-        )
+        return _rearrange(stream, labels, self._thin_out)
 
     def _thin_out(self, index: Tensor, labels: Tensor, random: np.random.Generator) -> Tensor:
         """A part of the samples index [n]; of every class one at least."""
@@ -348,6 +333,22 @@ def _plan(stream: StreamSettings, visits: Iterable[Visit], reset: bool = False) 
         for number, part in enumerate(visit.samples.split(stream.batch))
     )
     return StreamPlan(tuple(steps), domains)
+
+
+def _rearrange(
+    stream: StreamSettings,
+    labels: Tensor,
+    order: Callable[[Tensor, Tensor, np.random.Generator], Tensor],
+) -> StreamPlan:
+    """One corruption after the other, the samples [n] of each in another order, or a part."""
+    random = _random(stream)
+    return _plan(
+        stream,
+        [
+            visit._replace(samples=order(visit.samples, labels, random))
+            for visit in _visits(stream, labels, random)
+        ],
+    )
 
 
 def _share_out(
