@@ -7,12 +7,12 @@
 p(y given x) is what any classifier predicts for a sample alone, and b what it has predicted for
 the stream so far, on average. A classifier that is off towards some classes has these in b as well,
 so that it does not look like a stream in which they last; and with s = 0 the labels are those of
-the classifier. Filtering and smoothing are exact for the two hidden states
-together.
+the classifier. Filtering and smoothing are exact for the two hidden states together
+(sticky_chain.py, where the new label is drawn from w = b and l = p(y given x) / b).
 """
 
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeAlias, final
+from typing import Annotated, final
 
 import numpy as np
 import torch
@@ -20,13 +20,13 @@ from torch import Tensor
 
 from driftfilter.base.checks import Checked, Interval, Positive, register, require, require_finite
 from driftfilter.base.memory import remembered
+from driftfilter.model import sticky_chain
+from driftfilter.model.sticky_chain import Array, Smoother, Stickiness
 
 RUNS = remembered("labels.runs")  # in the memory of a filter: how often a label stays []
 _TINY = 1e-300
 _ROUNDING = 1e-6
 _MANY = 2.0**53  # more samples than any stream has
-
-_Array: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
 
 
 @final
@@ -70,9 +70,14 @@ class LabelChain(Checked):
         require(fits, "LabelChain.stays", self.stays, "0 and larger numbers below 1, in order")
         object.__setattr__(self, "stays", tuple(float(s) for s in stays))
 
-    def __call__(self, log_probabilities: Tensor, known: Tensor | None) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self,
+        log_probabilities: Tensor,
+        known: Tensor | None,
+        smooth: Smoother = sticky_chain.smooth,
+    ) -> tuple[Tensor, Tensor]:
         """log p(y given the stream) [n, k] from log p(y given x) [n, k], and what is known after
-        the batch.
+        the batch; ``smooth``: what runs the two passes.
         """
         k = log_probabilities.shape[1] if log_probabilities.dim() == 2 else 0
         found = f"{list(log_probabilities.shape)} {log_probabilities.dtype}"
@@ -88,23 +93,21 @@ class LabelChain(Checked):
         before = counts + np.concatenate((np.zeros((1, k)), probabilities.cumsum(0)))
         shares = before[:-1] + self.count / k
         shares /= shares.sum(1, keepdims=True)
-        ratios = probabilities / shares
-        forward, evidence = self._filter(alpha, probabilities, ratios)
-        smoothed = self._smooth(forward, evidence, probabilities, ratios)
-        told = torch.from_numpy(np.log(np.maximum(smoothed, _TINY))).to(log_probabilities)
-        return told, self._pack(forward[-1], before[-1])
+        passes = smooth(alpha, probabilities / shares, probabilities, self._stickiness())
+        told = torch.from_numpy(np.log(np.maximum(passes.smoothed, _TINY))).to(log_probabilities)
+        return told, self._pack(passes.filtered[-1], before[-1])
 
-    def _constants(self) -> tuple[_Array, _Array]:
-        """s and ρ [j]."""
+    def _stickiness(self) -> Stickiness:
+        """s and ρ [j], and ε."""
         s = np.array(self.stays)
         rho = np.full(len(s), (1 - self.independent) / (len(s) - 1))
         rho[0] = self.independent
-        return s, rho
+        return Stickiness(s, rho, self.switch)
 
-    def _unpack(self, known: Tensor | None, k: int) -> tuple[_Array, _Array]:
+    def _unpack(self, known: Tensor | None, k: int) -> tuple[Array, Array]:
         """p(s, y) [j, k] and the sums of predictions [k]."""
         if known is None:
-            rho = self._constants()[1]
+            rho = self._stickiness().shares
             return np.repeat(rho[:, None] / k, k, 1), np.zeros(k)
         shape = [len(self.stays) + 1, k + 1]
         fits = list(known.shape) == shape
@@ -114,39 +117,10 @@ class LabelChain(Checked):
         require(stays == self.stays, "LabelChain: known", f"stays {stays}", f"of {self.stays}")
         return values[:-1, :-1], values[-1, :-1]
 
-    def _pack(self, alpha: _Array, counts: _Array) -> Tensor:
+    def _pack(self, alpha: Array, counts: Array) -> Tensor:
         """[j + 1, k + 1]: p(s, y) with the values of s beside it, and the sums below it."""
         rows = np.concatenate((alpha, counts[None]))
         return torch.from_numpy(np.column_stack((rows, (*self.stays, 0.0))))
-
-    def _filter(self, alpha: _Array, p: _Array, ratios: _Array) -> tuple[_Array, _Array]:
-        """p(s_t, y_t given x_1, …, x_t) [n, j, k] and p(x_t given x_1, …, x_{t-1}) [n], over what
-        it would be in a stream of independent samples.
-        """
-        s, rho = self._constants()
-        stays, leaves, drawn = s[:, None], 1 - s, self.switch * rho[:, None]
-        forward, evidence = np.empty((len(p), *alpha.shape)), np.empty(len(p))
-        for t in range(len(p)):
-            prior = (1 - self.switch) * alpha + drawn * alpha.sum(0)
-            joint = stays * prior * ratios[t]
-            joint += (leaves * prior.sum(1))[:, None] * p[t]
-            evidence[t] = joint.sum()
-            alpha = np.divide(joint, evidence[t], out=forward[t])
-        return forward, evidence
-
-    def _smooth(self, forward: _Array, evidence: _Array, p: _Array, ratios: _Array) -> _Array:
-        """p(y_t given all samples) [n, k]."""
-        s, rho = self._constants()
-        stays, leaves = s[:, None], 1 - s
-        beta = np.ones(forward.shape[1:])
-        smoothed = np.empty(p.shape)
-        for t in range(len(p) - 1, -1, -1):
-            smoothed[t] = (forward[t] * beta).sum(0)
-            ahead = stays * beta * ratios[t]
-            ahead += (leaves * (beta @ p[t]))[:, None]
-            beta = ((1 - self.switch) * ahead + self.switch * (rho @ ahead)) / evidence[t]
-        smoothed /= smoothed.sum(1, keepdims=True)
-        return smoothed
 
 
 def stay(known: Tensor) -> Tensor:
