@@ -22,6 +22,7 @@ from driftfilter.base.memory import require_forms
 from driftfilter.base.randomness import Purpose, Randomness
 from driftfilter.base.tensors import as_tensor, as_text
 from driftfilter.callbacks import StepRecord
+from driftfilter.compiled.sticky_chain import smooth
 from driftfilter.filtering import FilterState, StepInfo
 from driftfilter.inference.prediction import MAP
 from driftfilter.model.buffers import AGE, LABEL, SAMPLE, UNCERTAINTY, Buffer
@@ -126,7 +127,7 @@ class AdapterState(NamedTuple):
         """log p(y given the stream) [n, k] of a batch, from log p(y given x) [n, k], and what is
         known then.
         """
-        together, labels = chain(alone, self.labels)
+        together, labels = chain(alone, self.labels, smooth)
         return self._replace(labels=labels), together
 
     @property

@@ -69,9 +69,14 @@ def give_up(error: Exception) -> None:
         warn(f"compiled code failed, the eager path takes over: {_failures[0]}")
 
 
+def is_working() -> bool:
+    """Whether compiled code has not failed before."""
+    return not _failures
+
+
 def require_working() -> None:
     """Raise if compiled code has failed before."""
-    if _failures:
+    if not is_working():
         raise Uncovered(f"compiled code has failed: {_failures[0]}")
 
 

@@ -31,7 +31,7 @@ from driftfilter.compiled.terms import (
     Floats,
     Rules,
 )
-from driftfilter.model import closed_forms
+from driftfilter.model import closed_forms, sticky_chain
 from driftfilter.model.closed_forms import FLOOR
 
 Call = TypeVar("Call", bound=Callable[..., Any])
@@ -56,7 +56,8 @@ def _forget_stale(folder: str) -> None:
     """Remove compiled code that is older than a source of the kernels: numba looks at the file of
     the outermost one only.
     """
-    sources = [*Path(__file__).parent.glob("*.py"), Path(closed_forms.__file__)]
+    shared = [Path(closed_forms.__file__), Path(sticky_chain.__file__)]
+    sources = [*Path(__file__).parent.glob("*.py"), *shared]
     newest = max(source.stat().st_mtime for source in sources)
     for kept in (
         file for source in sources for file in Path(folder).glob(f"{source.stem}.*.nb[ic]")
