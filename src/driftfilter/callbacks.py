@@ -39,6 +39,7 @@ class StepRecord:
     judged: int = 0  # samples of this step whose labels are known
     accuracy: float | None = None  # over all samples so far whose labels are known
     notes: Mapping[str, Any] = field(default_factory=dict)  # what else is to be logged, JSON-ready
+    domains: Mapping[int, int] = field(default_factory=dict)  # samples of each domain, by number
 
     @cached_property
     def _summary(self) -> list[float]:
@@ -76,6 +77,7 @@ class StepRecord:
             "largest_share": _number(self.largest_share),
             "distance": _number(self.signals.distance),
             **({} if self.accuracy is None else known),
+            **({"domains": dict(self.domains)} if self.domains else {}),
             **({"alarms": list(map(str, self.events))} if self.events else {}),
             "ms": round(self.ms, 3),
             **self.notes,

@@ -42,6 +42,7 @@ from driftfilter.model import (
     batch_losses as batch_losses,
     buffers,
     composed as composed,
+    domains,
     label_chain,
     looking as looking,
     observation,
@@ -75,7 +76,9 @@ class Recipe(Checked):
     behind them, to which ``statistics`` apply as to batch normalisation (networks/alignment.py).
     ``buffer``: batches are predicted at once, and updates are made of the samples that it keeps
     (None: of the batches themselves). ``labels``: how labels follow each other in the stream; what
-    is predicted for samples one by one is put together by it (None: each for itself).
+    is predicted for samples one by one is put together by it (None: each for itself). ``domains``:
+    the stream may be of several domains that come back or are mixed, each with a filter state of
+    its own (None: one state for all).
     """
 
     parameters: Annotated[Any, Role("parameters", "NormAffine()")] = field(
@@ -97,6 +100,7 @@ class Recipe(Checked):
     align: bool = False
     buffer: buffers.Buffer | None = field(default=None, metadata=LATE)
     labels: label_chain.LabelChain | None = field(default=None, metadata=LATE)
+    domains: domains.Domains | None = field(default=None, metadata=LATE)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -120,6 +124,11 @@ class Recipe(Checked):
         )
         is_chain = self.labels is None or isinstance(self.labels, label_chain.LabelChain)
         require(is_chain, "Recipe.labels", self.labels, "a LabelChain or None")
+        is_memory = self.domains is None or isinstance(self.domains, domains.Domains)
+        require(is_memory, "Recipe.domains", self.domains, "a Domains or None")
+        allowed = "None with a buffer, whose samples are of all domains"
+        alone = self.domains is None or self.buffer is None
+        require(alone, "Recipe.domains", self.domains, allowed)
         self.filter(predictive.LinearHead(2))  # checks the other fields
 
     def filter(

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import driftfilter.presets as presets
 from driftfilter.adapter.bind import BoundFilter, FilterOptions, fit_recipe
 from driftfilter.adapter.checkpoint import Fingerprint, fingerprint, plain
-from driftfilter.adapter.state import AdapterState, read_found, without_samples
+from driftfilter.adapter.state import AdapterState, Group, merge, read_found, without_samples
 from driftfilter.base.checks import (
     NotFiniteError,
     NotPositiveDefiniteError,
@@ -50,6 +50,7 @@ from driftfilter.gaussian.belief import Belief
 from driftfilter.inference.linearized import Frozen
 from driftfilter.inference.optimizers import GradientStep
 from driftfilter.inference.prediction import Prediction
+from driftfilter.model.appearance import describe
 from driftfilter.monitor.monitor import MEANINGS, AlarmWarning, Monitor, fresh_detectors
 from driftfilter.monitor.state import Event, Signals
 from driftfilter.networks.autocast import full_precision
@@ -227,7 +228,7 @@ class Adapter(nn.Module):
             with self._noting(), self._given("adapter(x)", args, kwargs) as inputs:
                 now = self._ready(inputs)
                 for piece in self._pieces(inputs):
-                    now, prediction = self._put_in_order(*self._step(now, piece), piece)
+                    now, prediction = self._put_in_order(*self._step_each(now, piece), piece)
                     outputs.append(prediction.log_probabilities)
             together = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
             self._finish(now, begun, len(together), together)
@@ -240,7 +241,7 @@ class Adapter(nn.Module):
         """
         with self._apart(), self._given("predict", args, kwargs) as inputs:
             now = self._ready(inputs)
-            return _join([self._predict(now, piece) for piece in self._pieces(inputs)])
+            return _join([self._predict_each(now, piece) for piece in self._pieces(inputs)])
 
     def update(self, *args: Any, **kwargs: Any) -> StepInfo:
         """Adapt to a batch now, without returning predictions; the last info of several pieces.
@@ -352,6 +353,31 @@ class Adapter(nn.Module):
     def _pieces(self, inputs: Inputs) -> list[Inputs]:
         return split_batch(inputs, self.recipe.chunk) if self.recipe.chunk else [inputs]
 
+    def _divide(self, now: AdapterState, inputs: Inputs) -> tuple[AdapterState, list[Group]]:
+        """A batch by the domains of its samples; if the stream is distributed, all are of one."""
+        rule, place = self.recipe.domains, 0 if now.domains is None else now.domains.active
+        signatures = None if rule is None or self._ranks is not None else describe(inputs)
+        if rule is None or signatures is None:
+            return now, [Group(place)]
+        return now.divide(rule, signatures)
+
+    def _step_each(self, now: AdapterState, inputs: Inputs) -> tuple[AdapterState, Prediction]:
+        """One call for the samples of each domain."""
+        now, groups = self._divide(now, inputs)
+        found = []
+        for each_group in groups:
+            now, own = self._step(now.enter(each_group.place), each_group.pick(inputs))
+            found.append(own)
+        return now, merge(groups, found)
+
+    def _predict_each(self, now: AdapterState, inputs: Inputs) -> Prediction:
+        """A prediction of the samples of each domain that is known."""
+        if now.domains is None or (signatures := describe(inputs)) is None:
+            return self._predict(now, inputs)
+        groups = now.recall(signatures)
+        found = [self._predict(now.enter(own.place), own.pick(inputs)) for own in groups]
+        return merge(groups, found)
+
     def _step(self, now: AdapterState, inputs: Inputs) -> tuple[AdapterState, Prediction]:
         """One call: a step, or a prediction alone until the time for one has come, or while the
         monitor has it frozen.
@@ -382,19 +408,31 @@ class Adapter(nn.Module):
 
     def _update(self, now: AdapterState, inputs: Inputs) -> tuple[AdapterState, StepInfo]:
         """A step on a batch that nobody wants predicted but a monitor, or a chain of labels."""
+        now, groups = self._divide(now, inputs)
+        found: list[Prediction] = []
+        for own in groups:
+            now, prediction, info = self._update_one(now.enter(own.place), own.pick(inputs))
+            found += [] if prediction is None else [prediction]
+        if len(found) == len(groups):
+            now = self._put_in_order(now, merge(groups, found), inputs)[0]
+        return now, info
+
+    def _update_one(
+        self, now: AdapterState, inputs: Inputs
+    ) -> tuple[AdapterState, Prediction | None, StepInfo]:
+        """A step on samples of one domain, with what it predicts if somebody wants that."""
         if self.recipe.buffer is not None:
-            now, prediction, info = self._fill_now(now, inputs)
-            return self._put_in_order(now, prediction, inputs)[0], info
+            return self._fill_now(now, inputs)
+        prediction = None
         if now.watch.frozen and self.recipe.labels is not None:
-            now = self._put_in_order(now, self._predict(now, inputs), inputs)[0]
+            prediction = self._predict(now, inputs)
         seen, recent = now.seen(inputs, self.window, self._waits(now, inputs))
         now = now._replace(recent=recent if self.window else None)
         if now.watch.frozen or (self.monitor is None and self.recipe.labels is None):
             assert now.bound is not None
             state, info = now.bound.filter.update(now.current, seen)
-            return self._watch(now, state, info, None, seen), info
-        now, prediction, info = self._adapt(now, seen, inputs)
-        return self._put_in_order(now, prediction, inputs)[0], info
+            return self._watch(now, state, info, None, seen), prediction, info
+        return self._adapt(now, seen, inputs)
 
     def _put_in_order(
         self, now: AdapterState, prediction: Prediction, inputs: Inputs
@@ -579,7 +617,15 @@ class Adapter(nn.Module):
             now = self._now
             recent = None if now.recent is None else each(now.recent, fn)
             self._model = [twin(self._model[0])._apply(fn)]
-            self._now = now._replace(recent=recent)  # the state follows when the copy is read
+            domains = now.domains
+            if domains is not None:
+                domains = domains.map_slots(
+                    lambda slot: (
+                        slot if slot.recent is None else slot._replace(recent=each(slot.recent, fn))
+                    )
+                )
+            # The states follow when the copy is read.
+            self._now = now._replace(recent=recent, domains=domains)
         return self
 
     # Saving
@@ -617,8 +663,7 @@ class Adapter(nn.Module):
         if found or self._now.found:
             bound = self._options(self._model[0], found, None)
         assert bound is not None
-        watched, chain = self.monitor is not None, self.recipe.labels
-        now = AdapterState.from_tensors(own, bound, watched, chain)
+        now = AdapterState.from_tensors(own, bound, self.monitor is not None, self.recipe)
         if isinstance(now.recent, Tensor) and self._ranks is None:
             # The model must take them: together, for one alone may be too few for it.
             bound.filter.predict(now.current, now.recent.to(now.current.belief.mean.device))

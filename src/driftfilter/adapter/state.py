@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from driftfilter.adapter.bind import BoundFilter
+from driftfilter.adapter.domains import DOMAINS, DomainMemory, Slot
 from driftfilter.base.checks import require, require_finite
 from driftfilter.base.inputs import (
     Inputs,
@@ -17,6 +18,7 @@ from driftfilter.base.inputs import (
     join_batches,
     sample,
     samples,
+    tensors,
 )
 from driftfilter.base.memory import require_forms
 from driftfilter.base.randomness import Purpose, Randomness
@@ -24,11 +26,13 @@ from driftfilter.base.tensors import as_tensor, as_text
 from driftfilter.callbacks import StepRecord
 from driftfilter.compiled.sticky_chain import smooth
 from driftfilter.filtering import FilterState, StepInfo
-from driftfilter.inference.prediction import MAP
+from driftfilter.inference.prediction import MAP, Prediction
 from driftfilter.model.buffers import AGE, LABEL, SAMPLE, UNCERTAINTY, Buffer
+from driftfilter.model.domains import Domains
 from driftfilter.model.label_chain import RUNS, LabelChain, is_of, require_known, stay
 from driftfilter.monitor.state import MONITOR, MonitorState, Signals
 from driftfilter.networks.alignment import MOMENTS
+from driftfilter.networks.network import ask_at_once
 from driftfilter.recipe import Recipe
 from driftfilter.storage.state_tensors import (
     RECENT,
@@ -44,6 +48,37 @@ _MODEL = "model."  # in a checkpoint: what batches told about the model
 _BUFFER = "buffer."  # in a checkpoint: what a buffer knows of its samples
 _LABELS = "labels"  # in a checkpoint: what is known of the order of labels
 _SEEN = "seen"  # samples that a buffer has seen []
+
+
+class Group(NamedTuple):
+    """Samples of a batch that are of one domain."""
+
+    place: int  # of the domain
+    which: Tensor | None = None  # [m]; None: all of the batch
+
+    def pick(self, inputs: Inputs) -> Inputs:
+        """The samples of the group in a batch."""
+        if self.which is None:
+            return inputs
+        return sample(inputs, self.which.to(tensors(inputs)[0].device))
+
+
+def group(owners: Tensor) -> list[Group]:
+    """The samples of each domain, by whose they are [n]."""
+    places = owners.unique().tolist()
+    if len(places) == 1:
+        return [Group(places[0])]
+    return [Group(place, (owners == place).nonzero()[:, 0]) for place in places]
+
+
+def merge(groups: list[Group], found: list[Prediction]) -> Prediction:
+    """What is predicted for a batch, by what is predicted for each group of its samples."""
+    if len(groups) == 1:
+        return found[0]
+    places = torch.cat([own.which for own in groups if own.which is not None]).argsort()
+    places = places.to(found[0].log_probabilities.device)
+    columns = ((own.log_probabilities, own.logit_variance) for own in found)
+    return Prediction(*(torch.cat(parts)[places] for parts in zip(*columns, strict=True)))
 
 
 def without_samples(state: FilterState) -> FilterState:
@@ -67,6 +102,7 @@ class AdapterState(NamedTuple):
     info: StepInfo | None = None
     watch: MonitorState = MonitorState()
     labels: Tensor | None = None  # what a LabelChain knows of the stream
+    domains: DomainMemory | None = None  # what is known in other domains
 
     @property
     def current(self) -> FilterState:
@@ -98,12 +134,57 @@ class AdapterState(NamedTuple):
         """What is known, on the model as it was read now; the state goes where the model is."""
         if self.state is None:
             return self._replace(bound=bound, found=bound.found)
-        state = bound.taking(self.state)
+        state, domains = bound.taking(self.state), self.domains
+        if domains is not None:
+            domains = domains.map_slots(lambda slot: slot.map_states(bound.taking))
         return self._replace(
             bound=bound,
             found=bound.found,
             state=state,
             watch=self.watch.move_to(state.belief.mean),
+            domains=domains,
+        )
+
+    def divide(self, rule: Domains, signatures: Tensor) -> tuple[Self, list[Group]]:
+        """A batch with signatures [n, D] by its domains, each to be entered."""
+        before = self.domains or DomainMemory(rule.start(signatures.shape[1]), (Slot(),))
+        if before.known.means.shape[1] != signatures.shape[1]:
+            return self, [Group(before.active)]
+        division = rule.divide(signatures, before.known, smooth)
+        domains = before._replace(slots=self._keep(before)).follow(division)
+        return self._replace(domains=domains), group(division.owners)
+
+    def recall(self, signatures: Tensor) -> list[Group]:
+        """A batch with signatures [n, D] by its domains, to be predicted alone."""
+        domains = self.domains
+        if domains is None or domains.known.means.shape[1] != signatures.shape[1]:
+            return [Group(0 if domains is None else domains.active)]
+        return group(domains.known.recall(signatures, smooth))
+
+    def _keep(self, domains: DomainMemory) -> tuple[Slot, ...]:
+        """The slots with what is known in the active domain."""
+        slots, watch = list(domains.slots), self.watch
+        slots[domains.active] = Slot(self.state, self.recent, self.calls, watch.good, watch.newer)
+        return tuple(slots)
+
+    def enter(self, place: int) -> Self:
+        """In another domain; steps count on."""
+        domains = self.domains
+        if domains is None or place == domains.active:
+            return self
+        slots = domains.slots if domains.active < 0 else self._keep(domains)
+        slot, state = slots[place], slots[place].state
+        if self.state is not None:
+            assert self.bound is not None
+            known = self.bound.start if state is None else state
+            memory = ask_at_once(known.memory) if domains.returns(place) else known.memory
+            state = replace(known, step=self.state.step, memory=memory)
+        return self._replace(
+            state=state,
+            recent=slot.recent,
+            calls=slot.calls,
+            watch=replace(self.watch, good=slot.good, newer=slot.newer),
+            domains=domains._replace(slots=slots, active=place),
         )
 
     def seen(self, inputs: Inputs, window: int, waits: bool) -> tuple[Inputs, Inputs | None]:
@@ -165,7 +246,9 @@ class AdapterState(NamedTuple):
         info = None if self.info is before.info else self.info
         told = None if log_probabilities is None else log_probabilities.clone()
         signals = Signals() if self.watch is before.watch else self.watch.signals
-        return StepRecord(before.number, n, ms, info, told, signals, self.watch.since(before.watch))
+        shares = {} if self.domains is None else self.domains.shares
+        events = self.watch.since(before.watch)
+        return StepRecord(before.number, n, ms, info, told, signals, events, domains=shares)
 
     def to_tensors(self, recipe: Recipe, watched: bool) -> dict[str, Tensor]:
         """As named tensors, for a checkpoint."""
@@ -178,6 +261,7 @@ class AdapterState(NamedTuple):
             **{_BUFFER + name: tensor for name, tensor in self.known.items()},
             **{_MODEL + name: tensor for name, tensor in self.found.items()},
             **({} if self.labels is None else {_LABELS: self.labels}),
+            **({} if self.domains is None else self.domains.to_tensors()),
             **(self.watch.to_tensors() if watched else {}),
         }
 
@@ -197,12 +281,12 @@ class AdapterState(NamedTuple):
         own: Mapping[str, Tensor],
         bound: BoundFilter,
         watched: bool,
-        chain: LabelChain | None = None,
+        recipe: Recipe,
     ) -> Self:
         """What named tensors describe, on a model that was read by what is ``read_found`` them;
         refused unless all is there. What another chain of labels knew is left out.
         """
-        beside = ("recipe", "calls", "number", RECENT, _BUFFER, _MODEL, MONITOR, _LABELS)
+        beside = ("recipe", "calls", "number", RECENT, _BUFFER, _MODEL, MONITOR, _LABELS, DOMAINS)
         state = from_tensors(
             {name: value for name, value in own.items() if not name.startswith(beside)}, bound.start
         )
@@ -225,8 +309,12 @@ class AdapterState(NamedTuple):
         labels = None
         if _LABELS in own:
             told = require_known(f"state {_LABELS!r}", own[_LABELS], classes)
-            labels = told if is_of(chain, told) else None
-        return cls(bound, bound.found, learned, kept, known, calls, number, None, watch, labels)
+            labels = told if is_of(recipe.labels, told) else None
+        domains = None
+        if recipe.domains is not None and learned is not None:
+            domains = DomainMemory.from_tensors(own, bound.start)
+        before = (bound, bound.found, learned, kept, known, calls, number, None, watch, labels)
+        return cls(*before, domains)
 
 
 def _require_known(known: Mapping[str, Tensor], samples: int, classes: int | None) -> None:
@@ -262,6 +350,8 @@ def _memory_of(recipe: Recipe) -> str:
     """The kind of memory a recipe has: how it predicts leaves nothing for other rules, and may
     change between runs.
     """
-    kind = kinds(replace(recipe, prediction=MAP(), predict_from="posterior", labels=None))
+    kind = kinds(
+        replace(recipe, prediction=MAP(), predict_from="posterior", labels=None, domains=None)
+    )
     # Recipes once had no centring, and checkpoints of those without say nothing of it.
     return kind if recipe.centering else kind.removesuffix(", NoneType)") + ")"

@@ -76,6 +76,7 @@ VARIANTS: dict[str, dict[str, type[Any]]] = {
         "statistics",
         "centering",
         "labels",
+        "domains",
         "dynamics",
         "noise",
         "transition",

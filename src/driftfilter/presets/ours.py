@@ -10,6 +10,7 @@ from driftfilter.inference.curvature import EmpiricalFisher, Hessian
 from driftfilter.inference.linearized import Bong, Frozen, Linearized
 from driftfilter.inference.prediction import LinearizedGaussian, Moderated, Tempered
 from driftfilter.model.centering import Centering
+from driftfilter.model.domains import Domains
 from driftfilter.model.dynamics import MeanReversion, RandomWalk
 from driftfilter.model.label_chain import LabelChain
 from driftfilter.model.losses import (
@@ -166,6 +167,7 @@ def driftfilter(  # what users may turn
         least=16,
         align=norms == "aligned",
         labels=LabelChain(tables=False),
+        domains=Domains(),
     )
 
 

@@ -1,0 +1,143 @@
+"""What an adapter remembers of each domain of its stream: a filter state of its own.
+
+Which domain a sample is of, ``model/domains.py`` says. Here states change places: that of the
+domain at hand is the adapter's own, all others wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from driftfilter.base.checks import require
+from driftfilter.base.inputs import Inputs, check_inputs
+from driftfilter.filtering import FilterState
+from driftfilter.model.domains import SOURCE, Division, KnownDomains
+from driftfilter.storage.state_tensors import (
+    from_tensors,
+    read_count,
+    samples_from_tensors,
+    samples_to_tensors,
+    to_tensors,
+)
+
+DOMAINS = "domains."  # in a checkpoint
+_KNOWN, _ACTIVE, _SHARES, _CALLS = "known.", "active", "shares", "calls"
+_STATES = ("state", "good", "newer")
+
+
+class Slot(NamedTuple):
+    """What an adapter knows in a domain. All that is None begins with the source."""
+
+    state: FilterState | None = None
+    recent: Inputs | None = None
+    calls: int = 0
+    good: FilterState | None = None  # see MonitorState
+    newer: FilterState | None = None
+
+    def map_states(self, change: Any) -> Slot:
+        """With other states."""
+        parts = {name: getattr(self, name) for name in _STATES}
+        return self._replace(**{name: change(part) for name, part in parts.items() if part})
+
+    def to_tensors(self) -> dict[str, Tensor]:
+        """As named tensors, for a checkpoint; the source of the states is not repeated."""
+        found = {_CALLS: torch.tensor(self.calls), **samples_to_tensors(self.recent)}
+        for name in _STATES:
+            state = getattr(self, name)
+            tensors = {} if state is None else to_tensors(state)
+            kept = {key: value for key, value in tensors.items() if not key.startswith("source.")}
+            found |= {f"{name}.{key}": value for key, value in kept.items()}
+        return found
+
+    @classmethod
+    def from_tensors(
+        cls, tensors: Mapping[str, Tensor], source: Mapping[str, Tensor], like: FilterState
+    ) -> Slot:
+        """What named tensors describe, for states of the structure of another one."""
+        states: dict[str, Any] = {}
+        for name in _STATES:
+            own = _below(tensors, f"{name}.")
+            states[name] = from_tensors({**own, **source}, like) if own else None
+        recent = samples_from_tensors(tensors)
+        kept = None if recent is None else check_inputs(recent)
+        return cls(recent=kept, calls=read_count(_CALLS, tensors), **states)
+
+
+class DomainMemory(NamedTuple):
+    """The domains of a stream."""
+
+    known: KnownDomains
+    slots: tuple[Slot, ...]  # of each domain; that of the active one is out of date
+    active: int = 0  # -1: none, one is to be entered
+    shares: Mapping[int, int] = {}  # samples in the last batch, by name
+    before: frozenset[int] = frozenset()  # names in the batch before that
+
+    def follow(self, division: Division) -> DomainMemory:
+        """With the domains of a division: those that are new have the state that they begin as."""
+        slots: list[Slot] = []
+        for place, origin in enumerate(division.origins):
+            slot = Slot() if origin == SOURCE else self.slots[origin]
+            is_new = origin in division.origins[:place]
+            slots.append(slot._replace(recent=None) if is_new else slot)
+        origins = division.origins
+        active = origins.index(self.active) if self.active in origins else -1
+        places, counts = division.owners.unique(return_counts=True)
+        shares = dict(zip(division.known.names[places].tolist(), counts.tolist(), strict=True))
+        return DomainMemory(division.known, tuple(slots), active, shares, frozenset(self.shares))
+
+    def returns(self, place: int) -> bool:
+        """Whether a domain was not there in the batch before."""
+        return int(self.known.names[place]) not in self.before
+
+    def map_slots(self, change: Any) -> DomainMemory:
+        """With other slots."""
+        return self._replace(slots=tuple(map(change, self.slots)))
+
+    def to_tensors(self) -> dict[str, Tensor]:
+        """As named tensors, for a checkpoint."""
+        shares = torch.tensor(list(self.shares.items())).reshape(-1, 2)
+        found = {_ACTIVE: torch.tensor(self.active), _SHARES: shares.long()}
+        found |= {_KNOWN + name: value for name, value in self.known.to_tensors().items()}
+        for place, slot in enumerate(self.slots):
+            own = {} if place == self.active else slot.to_tensors()
+            found |= {f"{place}.{name}": value for name, value in own.items()}
+        return {DOMAINS + name: value for name, value in found.items()}
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor], like: FilterState) -> DomainMemory | None:
+        """What named tensors describe, for states of the structure of another one; None of none."""
+        own = _below(tensors, DOMAINS)
+        if not own:
+            return None
+        known = KnownDomains.from_tensors(_below(own, _KNOWN), DOMAINS + _KNOWN)
+        active, count = read_count(_ACTIVE, own), len(known.names)
+        require(active < count, f"state '{DOMAINS}{_ACTIVE}'", active, f"below {count}")
+        source = {name: value for name, value in tensors.items() if name.startswith("source.")}
+        slots = tuple(
+            Slot() if place == active else Slot.from_tensors(_below(own, f"{place}."), source, like)
+            for place in range(count)
+        )
+        return cls(known, slots, active, _read_shares(own))
+
+
+def _read_shares(tensors: Mapping[str, Tensor]) -> dict[int, int]:
+    """Samples in the last batch, by name."""
+    shares = tensors.get(_SHARES, torch.zeros(0, 2, dtype=torch.int64))
+    fits = shares.dtype == torch.int64 and shares.dim() == 2 and shares.shape[1] == 2
+    fits = fits and bool((shares >= 0).all())
+    found = f"{list(shares.shape)} {shares.dtype}"
+    require(fits, f"state '{DOMAINS}{_SHARES}'", found, "torch.int64 [m, 2], >= 0")
+    return {int(name): int(count) for name, count in shares.tolist()}
+
+
+def _below(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """Tensors whose names begin so, without it."""
+    return {
+        name.removeprefix(prefix): value
+        for name, value in tensors.items()
+        if name.startswith(prefix)
+    }
