@@ -85,6 +85,7 @@ from driftfilter.model.buffers import (
 )
 from driftfilter.model.centering import Centering as Centering
 from driftfilter.model.composed import BlockDynamics as BlockDynamics, SumDynamics as SumDynamics
+from driftfilter.model.domains import Domains as Domains
 from driftfilter.model.dynamics import (
     Affine as Affine,
     Dynamics as Dynamics,

@@ -71,7 +71,7 @@ class Domains(Checked):
 
     most: Annotated[int, Interval(2, 256)] = 24
     limit: Positive = 0.13
-    near: Annotated[float, Interval(0, np.inf)] = 1.0
+    near: Annotated[float, Interval(0, np.inf)] = 0.3
     kurtosis: Annotated[float, Interval(1, 3)] = 1.8
 
     def start(self, width: int) -> KnownDomains:
@@ -90,6 +90,8 @@ class Domains(Checked):
         known then.
         """
         n, block = len(signatures), torch.cat((known.block, signatures))
+        if n >= _ENOUGH:  # they tell enough without those that wait
+            known, block = known.settle(), signatures
         if len(block) < _ENOUGH:
             return known.wait(block, known.recall(signatures, smooth))
         found = known.assign(block, smooth)
@@ -150,6 +152,15 @@ class KnownDomains:
         """Samples that are too few to be looked at, and belong to domains known before [n]."""
         known = replace(self, block=block, current=owners.mode().values)
         return Division(owners, known, tuple(range(len(self.counts))))
+
+    def settle(self) -> KnownDomains:
+        """What has not been looked at yet is of the domain at hand."""
+        if len(self.block) == 0:
+            return self
+        domains = _unpack(self, self.alpha)
+        domains[int(self.current)].take(self.block, int(self.seen.max()) + len(self.block))
+        known = _pack(domains, int(self.born))
+        return replace(known, current=self.current, mixed=self.mixed)
 
     def assign(self, signatures: Tensor, smooth: Smoother = sticky_chain.smooth) -> Assignment:
         """The domains of samples with signatures [n, D], by all of them."""
@@ -326,6 +337,17 @@ class _Domain:
     pool: Tensor  # [m, D]
     alpha: Tensor  # [j]
     origin: int
+    came: int = 0  # samples with this block
+    before: int = 0  # number of the last sample before it
+
+    def take(self, signatures: Tensor, clock: int) -> None:
+        """Get samples [n, D], of which the last one has this number."""
+        most = _EACH * len(self.mean)
+        self.pool = torch.cat((self.pool, signatures.float()))[-most:]
+        self.came = min(len(signatures), most)
+        self.waiting = min(self.waiting + len(signatures), len(self.pool))
+        self.fresh += len(signatures)
+        self.before, self.seen = self.seen, clock
 
     def fit(self, signatures: Tensor) -> None:
         """Rest on these samples [n, D] alone."""
@@ -350,15 +372,7 @@ class _Draft:
     """The domains while a block of samples is divided among them."""
 
     def __init__(self, known: KnownDomains, signatures: Tensor, found: Assignment) -> None:
-        numbers = (known.names, known.counts, known.seen, known.waiting, known.fresh, known.due)
-        rows = list(zip(*(part.tolist() for part in numbers), strict=True))
-        pools = known.pool.split(known.sizes.tolist())
-        self.domains = []
-        for place, (name, count, seen, waiting, fresh, due) in enumerate(rows):
-            mean, covariance = known.means[place], known.covariances[place]
-            pool, alpha = pools[place], found.alpha[:, place]
-            order = (seen, waiting, fresh, due, pool, alpha, place)
-            self.domains.append(_Domain(name, count, mean, covariance, *order))
+        self.domains = _unpack(known, found.alpha)
         self.signatures = signatures
         self.owners = known.names[found.owners]  # names [n]
         self.born, self.clock = int(known.born), int(known.seen.max())
@@ -397,23 +411,21 @@ class _Draft:
 
     def take(self) -> None:
         """Give every domain the signatures of its samples."""
-        most = _EACH * self.signatures.shape[1]
         for domain in self.domains:
             places = self._pick(domain).nonzero()[:, 0]
             if len(places):
-                new = self.signatures[places].float()
-                domain.pool = torch.cat((domain.pool, new))[-most:]
-                domain.seen = self.clock + int(places[-1]) + 1
-                domain.waiting = min(domain.waiting + len(places), len(domain.pool))
-                domain.fresh += len(places)
+                domain.take(self.signatures[places], self.clock + int(places[-1]) + 1)
 
     def judge(self, domain: _Domain, rule: Domains) -> None:
-        """Hold samples that a domain has got to what is known of it, if they are enough."""
-        if domain.waiting < _ENOUGH:
+        """Hold samples that a domain has got to what is known of it, if they are enough: those of
+        this batch, or all that wait.
+        """
+        count = domain.came if domain.came >= _ENOUGH else domain.waiting
+        if count < _ENOUGH:
             return
-        new = domain.pool[-domain.waiting :].double()
+        new = domain.pool[-count:].double()
         if domain.count == 0:
-            domain.fit(new)
+            domain.fit(domain.pool[-domain.waiting :].double())
             return
         others = [domain, *(each for each in self.domains if each is not domain)]
         distances = distance(find_moments(new), _gather(others)).tolist()
@@ -423,8 +435,10 @@ class _Draft:
             origin = nearest.origin if distances[place] <= rule.near else SOURCE
             nearest = self._add(domain, origin)
             nearest.count = 0.0
-        if nearest is not domain:
-            self._hand_over(domain, nearest)
+        if nearest is domain:
+            new = domain.pool[-domain.waiting :].double()
+        else:
+            self._hand_over(domain, nearest, count)
         nearest.absorb(new)
 
     def _add(self, like: _Domain, origin: int) -> _Domain:
@@ -438,18 +452,20 @@ class _Draft:
             pool=like.pool[:0],
             alpha=0 * like.alpha,
             origin=origin,
+            came=0,
         )
         self.born += 1
         self.domains.append(child)
         return child
 
-    def _hand_over(self, giver: _Domain, taker: _Domain) -> None:
-        """What waits for judgement in one domain, and samples of the block, are another one's."""
-        count, most = giver.waiting, _EACH * len(giver.mean)
+    def _hand_over(self, giver: _Domain, taker: _Domain, count: int) -> None:
+        """The last samples of a domain, and those of the block, are another one's."""
+        most = _EACH * len(giver.mean)
         taker.pool = torch.cat((taker.pool, giver.pool[-count:]))[-most:]
         giver.pool = giver.pool[:-count]
-        taker.seen, taker.fresh = max(taker.seen, giver.seen), taker.fresh + count
-        giver.waiting, giver.fresh = 0, max(0, giver.fresh - count)
+        taker.seen, giver.seen = max(taker.seen, giver.seen), giver.before
+        taker.fresh += count
+        giver.waiting, giver.fresh = giver.waiting - count, max(0, giver.fresh - count)
         self._rename(giver, taker)
 
     def _rename(self, giver: _Domain, taker: _Domain) -> None:
@@ -527,6 +543,18 @@ def _gather(domains: list[_Domain]) -> _Moments:
     counts = torch.tensor([each.count for each in domains], dtype=torch.float64)
     covariances = torch.stack([each.covariance for each in domains])
     return torch.stack([each.mean for each in domains]), regularize(covariances, counts)
+
+
+def _unpack(known: KnownDomains, alphas: Tensor) -> list[_Domain]:
+    """One domain at a time, with p(s, z) [j, K]."""
+    numbers = (known.names, known.counts, known.seen, known.waiting, known.fresh, known.due)
+    rows = list(zip(*(part.tolist() for part in numbers), strict=True))
+    pools, domains = known.pool.split(known.sizes.tolist()), []
+    for place, (name, count, seen, waiting, fresh, due) in enumerate(rows):
+        mean, covariance = known.means[place], known.covariances[place]
+        order = (seen, waiting, fresh, due, pools[place], alphas[:, place], place)
+        domains.append(_Domain(name, count, mean, covariance, *order))
+    return domains
 
 
 def _pack(domains: list[_Domain], born: int) -> KnownDomains:
