@@ -306,6 +306,16 @@ class Adapter(nn.Module):
         return self._now.watch.signals
 
     @property
+    def domains(self) -> tuple[tuple[int, int], ...]:
+        """The domains that are remembered: the number of each, which stays with it, and of how many
+        samples it is known, 2,000 at most and one batch.
+        """
+        if self._now.domains is None:
+            return ()
+        known = self._now.domains.known
+        return tuple(zip(known.names.tolist(), known.counts.long().tolist(), strict=True))
+
+    @property
     def fingerprint(self) -> Fingerprint:
         """What tells the model from others; worked out again only if it has been written to
         since.

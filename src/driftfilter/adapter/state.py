@@ -87,6 +87,14 @@ def without_samples(state: FilterState) -> FilterState:
     return replace(state, memory=memory)
 
 
+def _without_runs(state: FilterState) -> FilterState:
+    """A state that does not know how often labels stay."""
+    if RUNS not in state.memory:
+        return state
+    memory = {name: value for name, value in state.memory.items() if name != RUNS}
+    return replace(state, memory=memory)
+
+
 class AdapterState(NamedTuple):
     """An adapter between two calls; other threads see one moment or the other."""
 
@@ -114,11 +122,7 @@ class AdapterState(NamedTuple):
         if self.labels is not None:
             stays = stay(self.labels).to(state.belief.mean)
             return replace(state, memory={**state.memory, RUNS: stays})
-        if RUNS not in state.memory:
-            return state
-        # Loaded from a file of a chain that is no more.
-        memory = {name: value for name, value in state.memory.items() if name != RUNS}
-        return replace(state, memory=memory)
+        return _without_runs(state)  # of a chain that is no more
 
     @property
     def told(self) -> dict[str, Tensor]:
@@ -163,8 +167,10 @@ class AdapterState(NamedTuple):
 
     def _keep(self, domains: DomainMemory) -> tuple[Slot, ...]:
         """The slots with what is known in the active domain."""
-        slots, watch = list(domains.slots), self.watch
-        slots[domains.active] = Slot(self.state, self.recent, self.calls, watch.good, watch.newer)
+        slots, watch, state = list(domains.slots), self.watch, self.state
+        if state is not None:
+            state = _without_runs(state)
+        slots[domains.active] = Slot(state, self.recent, self.calls, watch.good, watch.newer)
         return tuple(slots)
 
     def enter(self, place: int) -> Self:

@@ -1,0 +1,182 @@
+"""An adapter with a memory of domains: a state for each, which comes back with its domain; samples
+of several domains in one batch; saved and resumed bit for bit.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import driftfilter as df
+from driftfilter.model.appearance import describe
+from driftfilter.networks.network import STATISTICS
+from small import assert_same, conv
+
+
+def images(domain: str, n: int, seed: int = 0) -> Tensor:
+    """Images [n, 3, 16, 16] that are smooth, in noise or in the dark."""
+    random = torch.Generator().manual_seed(seed)
+    small = torch.rand(n, 3, 4, 4, generator=random)
+    smooth = nn.functional.interpolate(small, size=16, mode="bilinear")
+    noise = 0.4 * torch.randn(n, 3, 16, 16, generator=random)
+    fine = 0.02 * torch.randn(n, 3, 16, 16, generator=random)
+    return {"smooth": smooth + fine, "noise": smooth + noise, "dark": 0.1 * smooth + fine}[domain]
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return conv().eval()
+
+
+def adapter(preset: str = "driftfilter", **options: Any) -> df.Adapter:
+    options = {"domains": df.Domains(), "labels": None, "monitor": None, **options}
+    return df.adapt(network(), preset, **options)
+
+
+VISITS = ["smooth", "noise", "dark", "noise", "smooth"]
+
+
+def visits(size: int = 100, each: int = 2) -> list[tuple[str, Tensor]]:
+    return [
+        (domain, images(domain, size, seed=10 * number + batch))
+        for number, domain in enumerate(VISITS)
+        for batch in range(each)
+    ]
+
+
+def test_every_domain_has_an_adapter_of_its_own() -> None:
+    """TENT with a memory of domains is a TENT for each domain: bit for bit."""
+    together = adapter("tent")
+    alone = {domain: adapter("tent", domains=None) for domain in set(VISITS)}
+    for domain, batch in visits():
+        assert_same(together(batch), alone[domain](batch))
+    assert len(together.domains) == 3
+
+
+def test_samples_of_several_domains_are_divided() -> None:
+    """Once domains are known a batch of all of them is as many batches."""
+    together = adapter("tent")
+    alone = {domain: adapter("tent", domains=None) for domain in set(VISITS)}
+    for domain, batch in visits():
+        together(batch)
+        alone[domain](batch)
+    order = torch.randperm(300, generator=torch.Generator().manual_seed(0))
+    parts = {domain: images(domain, 100, seed=77) for domain in ("smooth", "noise", "dark")}
+    mixed = torch.cat(list(parts.values()))[order]
+    expected = torch.cat([alone[domain](batch) for domain, batch in parts.items()])[order]
+    before = together.state_dict()
+    predicted = together.predict(mixed)
+    assert_same(list(together.state_dict().values()), list(before.values()))
+    found = together(mixed)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert predicted.log_probabilities.shape == found.shape
+    later = images("dark", 40, seed=5)  # few samples, but the stream is known to be mixed
+    groups = together.predict(torch.cat((later, images("noise", 40, seed=6))))
+    near = alone["dark"].predict(later).log_probabilities
+    torch.testing.assert_close(groups.log_probabilities[:40], near, rtol=1e-4, atol=1e-5)
+
+
+def test_a_domain_that_returns_finds_its_statistics() -> None:
+    one = adapter()
+    seen: dict[str, Tensor] = {}
+    for number, (domain, batch) in enumerate(visits(each=3)):
+        if number % 3 == 0 and domain in seen:
+            signatures = describe(batch)
+            assert signatures is not None
+            state = one._now.enter(one._now.recall(signatures)[0].place).current
+            assert_same(state.memory[STATISTICS], seen[domain])
+        one(batch)
+        seen[domain] = one.state.memory[STATISTICS].clone()
+
+
+@pytest.mark.parametrize("size", [100, 24])
+@pytest.mark.parametrize("preset", ["driftfilter", "tent", "center"])
+def test_saved_and_resumed_bit_for_bit(preset: str, size: int) -> None:
+    batches = [batch for _, batch in visits(size, each=4)]
+    batches += [torch.cat((images("smooth", 60, 1), images("dark", 60, 2)))[::7] for _ in range(9)]
+    options: dict[str, Any] = {"labels": df.LabelChain(), "monitor": df.Monitor()}
+    whole = adapter(preset, **options)
+    expected = [whole(batch) for batch in batches]
+    one = adapter(preset, **options)
+    for number, batch in enumerate(batches):
+        if number % 3 == 2:
+            state = one.state_dict()
+            one = adapter(preset, **options)
+            one.load_state_dict(state)
+        assert_same(one(batch), expected[number])
+    own, other = one.state_dict(), whole.state_dict()
+    assert own.keys() == other.keys()
+    assert_same([own[name] for name in own], [other[name] for name in own])
+
+
+def test_update_and_call_leave_the_same() -> None:
+    called, updated = adapter(), adapter()
+    for _, batch in visits():
+        called(batch)
+        updated.update(batch)
+    own, other = called.state_dict(), updated.state_dict()
+    names = [name for name in own if not name.endswith("calls")]  # those that a step could follow
+    assert_same([own[name] for name in names], [other[name] for name in names])
+
+
+def test_steps_count_on_and_a_reset_forgets_domains() -> None:
+    one = adapter()
+    for number, (_, batch) in enumerate(visits()):
+        one(batch)
+        assert one.state.step == number + 1
+    assert [name for name, _ in one.domains] == [0, 1, 2]
+    one.reset()
+    assert one.domains == ()
+    assert not any(name.startswith("domains") for name in one.state_dict())
+
+
+def test_callbacks_are_told_of_domains() -> None:
+    told: list[dict[int, int]] = []
+
+    class Listener:
+        def on_step(self, step: df.StepRecord) -> None:
+            told.append(dict(step.domains))
+
+    one = adapter(callbacks=[Listener()])
+    for _, batch in visits(each=1):
+        one(batch)
+    assert told == [{0: 100}, {1: 100}, {2: 100}, {1: 100}, {0: 100}]
+
+
+def test_other_samples_are_of_one_domain() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 3)).eval()
+    batches = torch.randn(5, 80, 4)
+    one, other = (df.adapt(model, domains=rule) for rule in (df.Domains(), None))
+    for batch in batches:
+        assert_same(one(batch), other(batch))
+    assert one.domains == ()
+
+
+def test_a_state_of_another_device_or_dtype_takes_its_domains_along() -> None:
+    one = adapter()
+    for _, batch in visits(size=72):
+        one(batch)
+    one = one.double()
+    found = one(images("noise", 72, 3).double())
+    assert found.dtype == torch.float64
+    assert len(one.domains) == 3
+
+
+def test_domains_and_a_buffer_do_not_go_together() -> None:
+    with pytest.raises(ValueError, match=r"Recipe.domains must be None with a buffer"):
+        adapter("center", buffer=df.CategoryBalanced())
+
+
+@pytest.mark.parametrize("name", ["domains.active", "domains.shares", "domains.1.calls"])
+def test_crafted_states_are_refused(name: str) -> None:
+    one = adapter()
+    for _, batch in visits():
+        one(batch)
+    state = one.state_dict()
+    before = {key: value.clone() for key, value in state.items()}
+    for wrong in (torch.tensor(-3), torch.zeros(2)):
+        with pytest.raises(ValueError, match=name.split(".")[-1]):
+            one.load_state_dict({**state, name: wrong})
+        assert_same(list(one.state_dict().values()), list(before.values()))
