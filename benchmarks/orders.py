@@ -1,25 +1,34 @@
-"""Streams by the order of their labels: shuffled, in runs, sorted, one class common.
+"""Streams by the order of their labels and domains: shuffled, in runs, sorted, mixed, returning.
 
     python benchmarks/orders.py --models resnet20 vit_s4=WEIGHTS … --clean CIFAR10_TEST.npz \
         [--corruptions extra | reported | NAME …] [--images 1000] [--batch 64] \
         [--orders shuffled runs correlated sorted imbalanced] \
-        [--methods frozen chain without default] [--presets lame …] [--late 1 .3] [--json FILE]
+        [--orders correlated_continual published mixed recurring] \
+        [--methods frozen chain without default data] [--presets lame lame:affinity=rbf …] \
+        [--late 1 .3] [--source CIFAR10_TRAIN.npz] [--visits 20] [--bfloat16] [--json FILE]
 
-Every stream is one corruption at severity 5, from the source, guarded as by default. "chain" is
-the frozen network with a chain of labels (``LabelChain``), "without" the default without one,
-"default" the default; ``--late`` (``Ema.late``) gives more of it. The settings of the chain and
-``late`` were decided on the four extra corruptions, with ResNet-20, the ViT and WRN-16-4.
+Every stream is one corruption at severity 5, from the source, guarded as by default; but
+"correlated_continual", "published" (each sorted by class), "mixed" and "recurring" (all
+corruptions, again and again) are one stream of all of them, never reset. "chain" is the frozen
+network with a chain of labels (``LabelChain``), "without" the default without one, "default" the
+default, "data" the default that was given the inputs of ``--source``; ``--late`` (``Ema.late``)
+gives more of it. The settings of the chain and ``late`` were decided on the four extra
+corruptions, with ResNet-20, the ViT and WRN-16-4.
 
 Runs are of 8 samples; the other orders are protocols of the bench, "correlated" with a slot for
-every 100 samples, as for all 10,000.
+every 100 samples, as for all 10,000. "published" is the setting `correlated` of
+github:mariodoebler/test-time-adaptation for CIFAR-10-C (batches of 200 there, all 10,000 images).
+Rows of ``--json`` that were not measured again are kept.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
+import json
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +39,9 @@ from driftfilter.app.bench.protocols import (
     Continual,
     Correlated,
     Imbalanced,
+    Mixed,
     Sorted,
+    StreamPlan,
     StreamSettings,
 )
 from driftfilter.app.corruptions import CORRUPTIONS, EXTRA, corrupt
@@ -40,6 +51,9 @@ from search_default import Row, average, judge, open_models
 
 RUN = 8  # samples of a class
 ORDERS = ("shuffled", "runs", "correlated", "sorted", "imbalanced")
+TOGETHER = ("correlated_continual", "published", "mixed", "recurring")  # all in one stream
+SETS = {"extra": ("clean", *EXTRA), "reported": tuple(CORRUPTIONS)}
+KEY = ("network", "order", "method", "batch", "images", "domains")  # of a row
 
 
 def order(labels: Tensor, name: str, seed: int = 0) -> Tensor:
@@ -49,7 +63,7 @@ def order(labels: Tensor, name: str, seed: int = 0) -> Tensor:
         "shuffled": Continual(),
         "sorted": Sorted(),
         "imbalanced": Imbalanced(),
-        "correlated": Correlated(slots=max(2, len(labels) // 100)),
+        "correlated": _correlated(labels),
     }
     if name in plans:
         return plans[name](settings, labels).samples()[0]
@@ -60,48 +74,134 @@ def order(labels: Tensor, name: str, seed: int = 0) -> Tensor:
     return torch.cat([runs[turn] for turn in turns.tolist()])
 
 
-def make(model: nn.Module, method: str) -> df.Adapter:
-    if method == "frozen":
-        return df.adapt(model, "source")
+def _correlated(labels: Tensor) -> Correlated:
+    return Correlated(slots=max(2, len(labels) // 100))
+
+
+def plan(
+    arguments: argparse.Namespace, name: str, domains: list[str], labels: Tensor
+) -> StreamPlan:
+    """One stream of all domains."""
+    settings = StreamSettings(tuple(domains), batch=arguments.batch, shuffled=True)
+    plans: dict[str, AnyProtocol] = {
+        "correlated_continual": _correlated(labels),
+        "published": Sorted(),
+        "mixed": Mixed(),
+        "recurring": Continual(arguments.visits),
+    }
+    return plans[name](settings, labels)
+
+
+def make(model: nn.Module, method: str, arguments: argparse.Namespace) -> df.Adapter:
+    quick = {"autocast": torch.bfloat16, "channels_last": True} if arguments.bfloat16 else {}
+    options: dict[str, Any] = quick
+    preset = {"frozen": "source", "chain": "source"}.get(method, method)
     if method == "chain":
-        return df.adapt(model, "source", labels=df.LabelChain())
-    if method in ("default", "without"):
-        return df.adapt(model) if method == "default" else df.adapt(model, labels=None)
+        options["labels"] = df.LabelChain()
+    if method == "without":
+        options["labels"] = None
+    if method == "data":
+        options["data"] = open_cifar10(arguments.source).images.to(arguments.device)
     if method.startswith("late "):
-        statistics = df.Ema(0.5, 4.0, 0.45, float(method.removeprefix("late ")))
-        return df.adapt(model, statistics=statistics)
-    return df.adapt(model, method)
+        options["statistics"] = df.Ema(0.5, 4.0, 0.45, float(method.removeprefix("late ")))
+    if method in ("default", "without", "data") or method.startswith("late "):
+        return df.adapt(model, **options)
+    name, _, option = preset.partition(":")
+    recipe = df.presets.get(name, **dict([option.split("=")] if option else []))
+    return df.adapt(model, recipe, **options)
+
+
+def acting(adapter: df.Adapter) -> int:
+    """How many alarms have acted."""
+    return sum(event.response != "record" for event in adapter.events)
+
+
+def follow_each(
+    model: nn.Module, method: str, arguments: argparse.Namespace, index: Tensor, data: Data
+) -> Row:
+    """A stream for each domain, from the source."""
+    found: dict[str, Row] = {}
+    events = 0
+    for domain, inputs in data.domains.items():
+        adapter = make(model, method, arguments)
+        outputs = torch.cat([adapter(inputs[part]) for part in index.split(arguments.batch)])
+        found[domain] = judge(outputs, data.labels[index])
+        events += acting(adapter)
+    return summarize(found) | {"alarms": events}
+
+
+def follow_all(
+    model: nn.Module, method: str, arguments: argparse.Namespace, plan: StreamPlan, data: Data
+) -> Row:
+    """One stream of all domains, and the accuracy of each visit if they return."""
+    adapter, inputs = make(model, method, arguments), list(data.domains.values())
+    outputs = []
+    for step in plan.steps:
+        places = zip(step.domain.tolist(), step.index.tolist(), strict=True)
+        outputs.append(adapter(torch.stack([inputs[domain][at] for domain, at in places])))
+    predicted, (index, domain) = torch.cat(outputs), plan.samples()
+    visit = torch.cat([torch.full_like(step.index, step.round) for step in plan.steps])
+    found = {
+        name: judge(predicted[domain == at], data.labels[index[domain == at]])
+        for at, name in enumerate(data.domains)
+    }
+    right = (predicted.argmax(-1).cpu() == data.labels[index]).double()
+    visits = [round(float(right[visit == each].mean()), 4) for each in visit.unique()]
+    return summarize(found) | {"alarms": acting(adapter), "visits": visits}
+
+
+def summarize(found: dict[str, Row]) -> Row:
+    """Means over the corruptions, the worst of them, and the clean images."""
+    worst = min(found, key=lambda domain: float(found[domain]["accuracy"]))
+    return {
+        **average([row for domain, row in found.items() if domain != "clean"]),
+        "worst": worst,
+        "worst_accuracy": found[worst]["accuracy"],
+        "clean": found.get("clean"),
+        "each": {domain: row["accuracy"] for domain, row in found.items()},
+    }
+
+
+class Data(NamedTuple):
+    domains: dict[str, Tensor]  # inputs [n, …] by name
+    labels: Tensor  # [n]
+
+
+def open_data(arguments: argparse.Namespace) -> Data:
+    data = open_cifar10(arguments.clean)
+    images, labels = data.images[: arguments.images], data.labels[: arguments.images]
+    names = [one for name in arguments.corruptions for one in SETS.get(name, (name,))]
+    inputs = {one: images if one == "clean" else corrupt(images, one, 5, seed=0) for one in names}
+    return Data({one: each.to(arguments.device) for one, each in inputs.items()}, labels)
 
 
 def measure(arguments: argparse.Namespace) -> list[Row]:
-    data = open_cifar10(arguments.clean)
-    images, labels = data.images[: arguments.images], data.labels[: arguments.images]
-    sets = {"extra": ("clean", *EXTRA), "reported": tuple(CORRUPTIONS)}
-    names = [one for name in arguments.corruptions for one in sets.get(name, (name,))]
-    domains = {one: images if one == "clean" else corrupt(images, one, 5, seed=0) for one in names}
+    data = open_data(arguments)
     methods = [*arguments.methods, *arguments.presets, *(f"late {c:g}" for c in arguments.late)]
     rows: list[Row] = []
     for name, model in open_models(arguments):
-        for stream in arguments.orders:
-            index = order(labels, stream)
-            for method in methods:
-                found: dict[str, Any] = {}
-                events = 0
-                for domain, inputs in domains.items():
-                    adapter = make(model, method)
-                    parts = index.split(arguments.batch)
-                    outputs = torch.cat([adapter(inputs[part]) for part in parts])
-                    found[domain] = judge(outputs, labels[index])
-                    events += sum(event.response != "record" for event in adapter.events)
-                mean = average([row for domain, row in found.items() if domain != "clean"])
-                worst = min(found, key=lambda domain: float(found[domain]["accuracy"]))
-                row = {"network": name, "order": stream, "method": method, **mean}
-                row |= {"worst": worst, "worst_accuracy": found[worst]["accuracy"]}
-                row |= {"clean": found.get("clean"), "alarms": events, "batch": arguments.batch}
-                row |= {"images": arguments.images}
-                rows.append(row)
-                print(row, flush=True)
+        for stream, method in itertools.product(arguments.orders, methods):
+            if stream in TOGETHER:
+                steps = plan(arguments, stream, list(data.domains), data.labels)
+                found = follow_all(model, method, arguments, steps, data)
+            else:
+                index = order(data.labels, stream)
+                found = follow_each(model, method, arguments, index, data)
+            row = {"network": name, "order": stream, "method": method, **found}
+            row |= {"batch": arguments.batch, "images": arguments.images}
+            row |= {"domains": " ".join(arguments.corruptions), "bfloat16": arguments.bfloat16}
+            rows.append(row)
+            print(row, flush=True)
     return rows
+
+
+def keep_others(path: Path | None, rows: list[Row]) -> list[Row]:
+    """With the rows of a file that are not measured here."""
+    if path is None or not path.exists():
+        return rows
+    new = [[row[name] for name in KEY] for row in rows]
+    old = json.loads(path.read_text(encoding="utf-8"))["figures"]["rows"]
+    return [row for row in old if [row[name] for name in KEY] not in new] + rows
 
 
 def main() -> None:
@@ -113,15 +213,19 @@ def main() -> None:
     parser.add_argument("--corruptions", nargs="+", default=["extra"])
     parser.add_argument("--images", type=int, default=1000)
     parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--orders", nargs="+", choices=ORDERS, default=list(ORDERS))
+    parser.add_argument("--orders", nargs="+", choices=ORDERS + TOGETHER, default=list(ORDERS))
     parser.add_argument("--methods", nargs="*", default=["frozen", "chain", "without", "default"])
     parser.add_argument("--presets", nargs="*", default=[])
     parser.add_argument("--late", type=float, nargs="*", default=[])
+    parser.add_argument("--source", type=Path, help="images for the method data")
+    parser.add_argument("--visits", type=int, default=20, help="of each corruption, recurring")
+    parser.add_argument("--bfloat16", action="store_true", help="autocast, channels last")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     warnings.simplefilter("ignore", df.AlarmWarning)
-    write(arguments.json, {"rows": measure(arguments)}, "numpy")
+    rows = measure(arguments)
+    write(arguments.json, {"rows": keep_others(arguments.json, rows)}, "numpy")
 
 
 if __name__ == "__main__":

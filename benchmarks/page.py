@@ -79,6 +79,17 @@ def one(entries: list[Named], **wanted: Any) -> Named:
     return fitting[0]
 
 
+def judged(entries: list[Named], **wanted: Any) -> str:
+    """Accuracy (NLL, ECE) of the only entry of a list with these values; – if there is none."""
+    fitting = [
+        entry for entry in entries if all(entry[key] == value for key, value in wanted.items())
+    ]
+    if not fitting:
+        return "–"
+    found = one(fitting)
+    return f"{share(found['accuracy'])} ({share(found['nll'])}, {share(found['ece'])})"
+
+
 def share(value: float | None) -> str:
     """.558: three digits, no zero before the point, halves up; – for None."""
     if value is None:
@@ -131,7 +142,7 @@ def template() -> jinja2.Template:
     )
     environment.filters |= {"share": share, "number": number}
     environment.globals |= {"one": one, "made": made, "exponent": exponent, "zip": zip}
-    environment.globals |= {"compared": compared}
+    environment.globals |= {"compared": compared, "judged": judged}
     return environment.get_template(TEMPLATE)
 
 
