@@ -3,12 +3,15 @@
     python benchmarks/orders.py --models resnet20 vit_s4=WEIGHTS … --clean CIFAR10_TEST.npz \
         [--corruptions extra | reported | NAME …] [--images 1000] [--batch 64] \
         [--orders shuffled runs correlated sorted imbalanced] \
-        [--methods frozen chain without default] [--presets lame …] [--late 1 .3] [--json FILE]
+        [--methods frozen chain without default] [--presets lame …] [--late 1 .3] \
+        [--skews 0 .001 .01 .1] [--biases 20 40 80] [--seeds 1] [--json FILE]
 
 Every stream is one corruption at severity 5, from the source, guarded as by default. "chain" is
 the frozen network with a chain of labels (``LabelChain``), "without" the default without one,
-"default" the default; ``--late`` (``Ema.late``) gives more of it. The settings of the chain and
-``late`` were decided on the four extra corruptions, with ResNet-20, the ViT and WRN-16-4.
+"default" the default; ``--late`` (``Ema.late``), ``--skews`` and ``--biases`` (``LabelChain.skew``,
+``bias``) give more of it. The settings of the chain and ``late`` were decided on the four extra
+corruptions, with ResNet-20, the ViT and WRN-16-4. ``--seeds``: orders of the same images, in
+"imbalanced" with other common classes; the mean of all.
 
 Runs are of 8 samples; the other orders are protocols of the bench, "correlated" with a slot for
 every 100 samples, as for all 10,000.
@@ -18,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import warnings
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +74,9 @@ def make(model: nn.Module, method: str) -> df.Adapter:
     if method.startswith("late "):
         statistics = df.Ema(0.5, 4.0, 0.45, float(method.removeprefix("late ")))
         return df.adapt(model, statistics=statistics)
+    if method.startswith("skew "):
+        skew, bias = map(float, method.removeprefix("skew ").split(", bias "))
+        return df.adapt(model, labels=df.LabelChain(tables=False, skew=skew, bias=bias))
     return df.adapt(model, method)
 
 
@@ -80,25 +87,30 @@ def measure(arguments: argparse.Namespace) -> list[Row]:
     names = [one for name in arguments.corruptions for one in sets.get(name, (name,))]
     domains = {one: images if one == "clean" else corrupt(images, one, 5, seed=0) for one in names}
     methods = [*arguments.methods, *arguments.presets, *(f"late {c:g}" for c in arguments.late)]
+    pairs = product(arguments.skews, arguments.biases)
+    methods += [f"skew {skew:g}, bias {bias:g}" for skew, bias in pairs]
     rows: list[Row] = []
     for name, model in open_models(arguments):
         for stream in arguments.orders:
-            index = order(labels, stream)
+            streams = [order(labels, stream, seed) for seed in range(arguments.seeds)]
             for method in methods:
                 found: dict[str, Any] = {}
                 events = 0
                 for domain, inputs in domains.items():
-                    adapter = make(model, method)
-                    parts = index.split(arguments.batch)
-                    outputs = torch.cat([adapter(inputs[part]) for part in parts])
-                    found[domain] = judge(outputs, labels[index])
-                    events += sum(event.response != "record" for event in adapter.events)
+                    judged = []
+                    for index in streams:
+                        adapter = make(model, method)
+                        parts = index.split(arguments.batch)
+                        outputs = torch.cat([adapter(inputs[part]) for part in parts])
+                        judged.append(judge(outputs, labels[index]))
+                        events += sum(event.response != "record" for event in adapter.events)
+                    found[domain] = average(judged)
                 mean = average([row for domain, row in found.items() if domain != "clean"])
                 worst = min(found, key=lambda domain: float(found[domain]["accuracy"]))
                 row = {"network": name, "order": stream, "method": method, **mean}
                 row |= {"worst": worst, "worst_accuracy": found[worst]["accuracy"]}
                 row |= {"clean": found.get("clean"), "alarms": events, "batch": arguments.batch}
-                row |= {"images": arguments.images}
+                row |= {"images": arguments.images, "seeds": arguments.seeds}
                 rows.append(row)
                 print(row, flush=True)
     return rows
@@ -117,6 +129,9 @@ def main() -> None:
     parser.add_argument("--methods", nargs="*", default=["frozen", "chain", "without", "default"])
     parser.add_argument("--presets", nargs="*", default=[])
     parser.add_argument("--late", type=float, nargs="*", default=[])
+    parser.add_argument("--skews", type=float, nargs="*", default=[])
+    parser.add_argument("--biases", type=float, nargs="*", default=[40.0])
+    parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()

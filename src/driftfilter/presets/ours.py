@@ -165,7 +165,7 @@ def driftfilter(  # what users may turn
         centering=Centering(),
         least=16,
         align=norms == "aligned",
-        labels=LabelChain(tables=False),
+        labels=LabelChain(tables=False, skew=0.1 if norms == "batch" else 0.0),
     )
 
 
