@@ -69,13 +69,14 @@ class Shares(NamedTuple):
         entropies = _entropy(p)
         weights = single * np.clip(1 - entropies / math.log(max(k, 2)), 0.0, 1.0)
         prior = np.array(((_OWN,), (bias,)))
-        filled, gained = fading * self.counts + prior, fading * math.log(self.ratio)
-        for own, weight in zip(p, weights.tolist(), strict=True):
-            joint = own * filled
-            sums = joint.sum(1)
-            skewed, equal = (sums / filled.sum(1)).tolist()
-            gained += weight * math.log(skewed / equal)
-            filled += (weight / sums)[:, None] * joint
+        filled = fading * self.counts + prior
+        totals = filled.sum(1) + (weights.cumsum() - weights)[:, None]
+        chances = np.empty((n, 2))  # p(x_t given those before), times the totals
+        for t in range(n):
+            np.matmul(filled, p[t], out=chances[t])
+            filled *= 1 + np.outer(weights[t] / chances[t], p[t])
+        skewed, equal = (chances / totals).T
+        gained = fading * math.log(self.ratio) + float(weights @ np.log(skewed / equal))
         predicted = fading * self.predicted
         predicted[0] += p.sum(0)
         without = p / (1 + predicted[0])

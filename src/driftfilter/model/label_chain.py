@@ -49,9 +49,12 @@ class LabelChain(Checked):
     ``stays``: the values that the stickiness s may have, the first of them 0; ``independent``: the
     share of that one in ρ, those above 0 have the rest in equal parts; ``switch``: ε; ``count``:
     predictions of equal shares that b starts from; ``window``: samples whose predictions are in b;
-    ``tables``: whether an adapter puts rows of tables in order, too; ``skew``: the probability
-    before the first sample that the classes have shares of their own in this stream, 0: never;
-    ``bias``: samples of each class that a classifier's own bias looks like (class_shares.py).
+    ``tables``: whether an adapter puts rows of tables in order, too.
+
+    ``skew``: the probability ρ before the first sample that the classes have shares of their own in
+    this stream; 0: never. ``bias``: κ, a classifier that is off towards some classes does not look
+    like that while it is off as if shares were drawn from Dirichlet(κ, …, κ) (class_shares.py has
+    the formulas).
 
     Given its label, a sample is taken to tell nothing of the next one. Neighbours in a series of
     measurements often do, and a model that is wrong of one is wrong of the other: electricity
