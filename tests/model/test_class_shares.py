@@ -78,6 +78,8 @@ def test_what_is_gained_without_a_bias() -> None:
         information.append(entropy(mean) - sum(entropy(sample) for sample in samples) / 8)
     found = Shares.start(3).follow(np.array(p), 1.0, 5.0)
     np.testing.assert_allclose(found.gain(), information[1] - information[0])
+    unsure = sum(entropy(sample) for sample in p) / 8 / log(3)
+    np.testing.assert_allclose(found.certainty(), 1 - unsure)
 
 
 def test_what_was_counted_fades() -> None:
@@ -97,12 +99,16 @@ def test_what_was_counted_fades() -> None:
 @pytest.mark.parametrize(
     ("gain", "trust"), [(-0.1, 1.0), (0.02, 1.0), (0.03, 0.5), (0.04, 0.0), (0.5, 0.0)]
 )
-def test_labels_have_the_mean_share(gain: float, trust: float) -> None:
-    """Less of it the more information there is without a bias."""
+@pytest.mark.parametrize(("certainty", "right"), [(0.5, 0.0), (0.65, 0.5), (0.7, 1.0), (0.9, 1.0)])
+def test_labels_have_the_mean_share(
+    gain: float, trust: float, certainty: float, right: float
+) -> None:
+    """Less of it the more information there is without a bias, and the less sure samples are."""
     sums = np.array([[4.0, 2.0, 2.0], [4.0, 2.0, 2.0]])
     counts = np.array([[5.0, 2.0, 0.0], [4.0, 2.0, 1.0]])
-    known = Shares(counts, sums, np.array((8 * gain, 0.0)) + 1.0, 3.0)
-    chance = trust * 0.1 * 3 / (0.1 * 3 + 0.9)
+    entropies = 8 * (log(3) * (1 - certainty) - np.array((0.0, gain)))
+    known = Shares(counts, sums, entropies, 3.0)
+    chance = trust * right * 0.1 * 3 / (0.1 * 3 + 0.9)
     mean = chance * np.array([6, 3, 1]) / 10 + (1 - chance) / 3
     np.testing.assert_allclose(known.chance(0.1), chance, atol=1e-12)
     np.testing.assert_allclose(known.correct(0.1), 3 * mean)
@@ -123,7 +129,7 @@ def draw(shares: tuple[float, ...], n: int = 1000) -> Tensor:
 def classify(labels: Tensor, bias: tuple[float, ...] = (0.0,) * 5) -> Tensor:
     """log p(y given x) [n, 5] as they are if shares are equal, but for a bias."""
     noise = normal(len(labels), 5)
-    logits = 2.0 * (noise + 2.0 * torch.eye(5).double()[labels])  # log p(x given y)
+    logits = 2.5 * (noise + 2.5 * torch.eye(5).double()[labels])  # log p(x given y)
     return (logits + torch.tensor(bias).double()).log_softmax(-1)
 
 
@@ -158,7 +164,7 @@ def test_own_shares_are_found_and_used(batch: int) -> None:
     best = (alone + torch.tensor(TAILED).log()).log_softmax(-1)
     plain, own, ideal = (measure(each, labels)[1] for each in (alone, together, best))
     assert ideal < plain - 0.02
-    assert own < plain - 0.7 * (plain - ideal)
+    assert own < plain - 0.6 * (plain - ideal)
     assert measure(together, labels)[0] > measure(alone, labels)[0]
     counts = known[-1, 5:10]
     torch.testing.assert_close(
@@ -183,7 +189,7 @@ def test_equal_shares_lose_nothing(bias: float, most: float, batch: int) -> None
 def test_a_large_bias_that_cuts_through_clusters_is_none_of_the_stream() -> None:
     """Two of five samples are called one class: without it there is more information."""
     labels = draw((0.2,) * 5)
-    alone = classify(labels, (3.0, 0.0, 0.0, 0.0, 0.0))
+    alone = classify(labels, (5.0, 0.0, 0.0, 0.0, 0.0))
     assert float(alone.exp().mean(0)[0]) > 0.4
     together, known = stream(SKEWED, alone, 50)
     shares = Shares.unpack(array(known[-1, 5:-1]))

@@ -17,9 +17,11 @@ labels that are unknown.
 
 A bias may be larger than κ says. One that a change of domain has made cuts through clusters of
 samples, and predictions without it have more mutual information I = H(mean p) - mean H(p) with the
-inputs (as in centering.py). With ΔI what q ∝ p / m gains over p, m = (1 + Σp) / (k + n),
+inputs (as in centering.py). And a classifier that is seldom sure is wrong often, so that any share
+may be its bias. With ΔI what q ∝ p / m gains over p, m = (1 + Σp) / (k + n), and C the mean of
+1 - H(p) / ln k,
 
-    w = p(skewed) · (0.04 - ΔI) / 0.02, the factor within [0, 1]
+    w = p(skewed) · (0.04 - ΔI) / 0.02 · (C - 0.6) / 0.1,   each factor within [0, 1]
     E[π] = w π_skewed + (1 - w) / k
     p(y given x and the stream) ∝ p(y given x) k E[π_y]
 
@@ -37,6 +39,7 @@ _OWN = 1.0  # a of shares that are the stream's
 _WINDOW, _LEAST = 30, 300  # samples that are not forgotten: of each class, and at least
 _SURE = 30.0  # the largest logarithm of a ratio that is kept
 _LITTLE, _MUCH = 0.02, 0.04  # nats that predictions gain without a bias: none, or one for certain
+_UNSURE, _CERTAIN = 0.6, 0.7  # C of a classifier whose bias may be anything, or is as κ says
 
 
 class Shares(NamedTuple):
@@ -100,13 +103,27 @@ class Shares(NamedTuple):
         """w; ``skew``: ρ."""
         odds = skew * self.ratio
         unbiased = (_MUCH - self.gain()) / (_MUCH - _LITTLE)
-        return odds / (odds + 1 - skew) * min(max(unbiased, 0.0), 1.0)
+        right = (self.certainty() - _UNSURE) / (_CERTAIN - _UNSURE)
+        return odds / (odds + 1 - skew) * _within(unbiased) * _within(right)
 
     def gain(self) -> float:
         """ΔI."""
-        samples = max(float(self.predicted[0].sum()), 1.0)
+        samples = self._samples()
         plain, without = _entropy(self.predicted / samples) - self.entropies / samples
         return float(without - plain)
+
+    def certainty(self) -> float:
+        """C."""
+        most = math.log(max(len(self.predicted[0]), 2))
+        return 1 - float(self.entropies[0]) / self._samples() / most
+
+    def _samples(self) -> float:
+        return max(float(self.predicted[0].sum()), 1.0)
+
+
+def _within(factor: float) -> float:
+    """A factor within [0, 1]."""
+    return min(max(factor, 0.0), 1.0)
 
 
 def _entropy(p: _Array) -> _Array:

@@ -79,7 +79,7 @@ class LabelChain(Checked):
     window: Positive = 2000.0
     tables: bool = True
     skew: Annotated[float, Interval(0, 1, open_high=True)] = field(default=0.0, metadata=LATE)
-    bias: Positive = field(default=20.0, metadata=LATE)
+    bias: Positive = field(default=40.0, metadata=LATE)
 
     def __post_init__(self) -> None:
         super().__post_init__()
