@@ -1,7 +1,7 @@
 """Streams by the order of their labels: shuffled, in runs, sorted, one class common.
 
     python benchmarks/orders.py --models resnet20 vit_s4=WEIGHTS … --clean CIFAR10_TEST.npz \
-        [--corruptions extra | reported | NAME …] [--images 1000] [--batch 64] \
+        [--corruptions extra | pairs | reported | NAME …] [--images 1000] [--batch 64] \
         [--orders shuffled runs correlated sorted imbalanced] \
         [--methods frozen chain without default] [--presets lame …] [--late 1 .3] \
         [--skews 0 .001 .01 .1] [--biases 20 40 80] [--seeds 1] [--json FILE]
@@ -12,6 +12,9 @@ the frozen network with a chain of labels (``LabelChain``), "without" the defaul
 ``bias``) give more of it. The settings of the chain and ``late`` were decided on the four extra
 corruptions, with ResNet-20, the ViT and WRN-16-4. ``--seeds``: orders of the same images, in
 "imbalanced" with other common classes; the mean of all.
+
+"pairs" are extra corruptions one on top of the other ("A+B" is B of A), on which the network is
+wrong more often; they decided when shares of classes count (class_shares.py).
 
 Runs are of 8 samples; the other orders are protocols of the bench, "correlated" with a slot for
 every 100 samples, as for all 10,000.
@@ -43,6 +46,13 @@ from figures import write
 from search_default import Row, average, judge, open_models
 
 RUN = 8  # samples of a class
+PAIRS = (
+    "gaussian_blur+speckle_noise",
+    "spatter+speckle_noise",
+    "spatter+gaussian_blur",
+    "saturate+speckle_noise",
+    "saturate+spatter",
+)
 ORDERS = ("shuffled", "runs", "correlated", "sorted", "imbalanced")
 
 
@@ -64,6 +74,14 @@ def order(labels: Tensor, name: str, seed: int = 0) -> Tensor:
     return torch.cat([runs[turn] for turn in turns.tolist()])
 
 
+def corrupt_by(images: Tensor, name: str) -> Tensor:
+    """Images of a domain: "clean", a corruption, or several joined by "+", one after the other."""
+    parts = [] if name == "clean" else name.split("+")
+    for seed, part in enumerate(parts):
+        images = corrupt(images, part, 5, seed=seed)
+    return images
+
+
 def make(model: nn.Module, method: str) -> df.Adapter:
     if method == "frozen":
         return df.adapt(model, "source")
@@ -83,9 +101,9 @@ def make(model: nn.Module, method: str) -> df.Adapter:
 def measure(arguments: argparse.Namespace) -> list[Row]:
     data = open_cifar10(arguments.clean)
     images, labels = data.images[: arguments.images], data.labels[: arguments.images]
-    sets = {"extra": ("clean", *EXTRA), "reported": tuple(CORRUPTIONS)}
+    sets = {"extra": ("clean", *EXTRA), "pairs": PAIRS, "reported": tuple(CORRUPTIONS)}
     names = [one for name in arguments.corruptions for one in sets.get(name, (name,))]
-    domains = {one: images if one == "clean" else corrupt(images, one, 5, seed=0) for one in names}
+    domains = {one: corrupt_by(images, one) for one in names}
     methods = [*arguments.methods, *arguments.presets, *(f"late {c:g}" for c in arguments.late)]
     pairs = product(arguments.skews, arguments.biases)
     methods += [f"skew {skew:g}, bias {bias:g}" for skew, bias in pairs]
