@@ -1,19 +1,25 @@
 """Streams by the order of their labels and domains: shuffled, in runs, sorted, mixed, returning.
 
     python benchmarks/orders.py --models resnet20 vit_s4=WEIGHTS … --clean CIFAR10_TEST.npz \
-        [--corruptions extra | reported | NAME …] [--images 1000] [--batch 64] \
+        [--corruptions extra | pairs | reported | NAME …] [--images 1000] [--batch 64] \
         [--orders shuffled runs correlated sorted imbalanced] \
         [--orders correlated_continual published mixed recurring] \
-        [--methods frozen chain without default data] [--presets lame lame:affinity=rbf …] \
-        [--late 1 .3] [--source CIFAR10_TRAIN.npz] [--visits 20] [--bfloat16] [--json FILE]
+        [--methods frozen chain without default data forgetful] [--presets lame lame:affinity=rbf …] \
+        [--late 1 .3] [--skews 0 .001 .01 .1] [--biases 20 40 80] [--seeds 1] \
+        [--source CIFAR10_TRAIN.npz] [--visits 20] [--bfloat16] [--json FILE]
 
 Every stream is one corruption at severity 5, from the source, guarded as by default; but
 "correlated_continual", "published" (each sorted by class), "mixed" and "recurring" (all
 corruptions, again and again) are one stream of all of them, never reset. "chain" is the frozen
 network with a chain of labels (``LabelChain``), "without" the default without one, "default" the
-default, "data" the default that was given the inputs of ``--source``; ``--late`` (``Ema.late``)
-gives more of it. The settings of the chain and ``late`` were decided on the four extra
-corruptions, with ResNet-20, the ViT and WRN-16-4.
+default, "forgetful" the default without a memory of domains (``Domains``), "data" the default that
+was given the inputs of ``--source``; ``--late`` (``Ema.late``), ``--skews`` and ``--biases``
+(``LabelChain.skew``, ``bias``) give more of it. The settings of the chain and ``late`` were decided
+on the four extra corruptions, with ResNet-20, the ViT and WRN-16-4. ``--seeds``: orders of the same
+images, in "imbalanced" with other common classes; the mean of all.
+
+"pairs" are extra corruptions one on top of the other ("A+B" is B of A), on which the network is
+wrong more often; they decided when shares of classes count (class_shares.py).
 
 Runs are of 8 samples; the other orders are protocols of the bench, "correlated" with a slot for
 every 100 samples, as for all 10,000. "published" is the setting `correlated` of
@@ -50,9 +56,16 @@ from figures import write
 from search_default import Row, average, judge, open_models
 
 RUN = 8  # samples of a class
+PAIRS = (
+    "gaussian_blur+speckle_noise",
+    "spatter+speckle_noise",
+    "spatter+gaussian_blur",
+    "saturate+speckle_noise",
+    "saturate+spatter",
+)
 ORDERS = ("shuffled", "runs", "correlated", "sorted", "imbalanced")
 TOGETHER = ("correlated_continual", "published", "mixed", "recurring")  # all in one stream
-SETS = {"extra": ("clean", *EXTRA), "reported": tuple(CORRUPTIONS)}
+SETS = {"extra": ("clean", *EXTRA), "pairs": PAIRS, "reported": tuple(CORRUPTIONS)}
 KEY = ("network", "order", "method", "batch", "images", "domains")  # of a row
 
 
@@ -92,6 +105,14 @@ def plan(
     return plans[name](settings, labels)
 
 
+def corrupt_by(images: Tensor, name: str) -> Tensor:
+    """Images of a domain: "clean", a corruption, or several joined by "+", one after the other."""
+    parts = [] if name == "clean" else name.split("+")
+    for seed, part in enumerate(parts):
+        images = corrupt(images, part, 5, seed=seed)
+    return images
+
+
 def make(model: nn.Module, method: str, arguments: argparse.Namespace) -> df.Adapter:
     quick = {"autocast": torch.bfloat16, "channels_last": True} if arguments.bfloat16 else {}
     options: dict[str, Any] = quick
@@ -100,11 +121,17 @@ def make(model: nn.Module, method: str, arguments: argparse.Namespace) -> df.Ada
         options["labels"] = df.LabelChain()
     if method == "without":
         options["labels"] = None
+    if method == "forgetful":
+        options["domains"] = None
     if method == "data":
         options["data"] = open_cifar10(arguments.source).images.to(arguments.device)
     if method.startswith("late "):
         options["statistics"] = df.Ema(0.5, 4.0, 0.45, float(method.removeprefix("late ")))
-    if method in ("default", "without", "data") or method.startswith("late "):
+    if method.startswith("skew "):
+        skew, bias = map(float, method.removeprefix("skew ").split(", bias "))
+        options["labels"] = df.LabelChain(tables=False, skew=skew, bias=bias)
+    ours = ("default", "without", "forgetful", "data")
+    if method in ours or method.startswith(("late ", "skew ")):
         return df.adapt(model, **options)
     name, _, option = preset.partition(":")
     recipe = df.presets.get(name, **dict([option.split("=")] if option else []))
@@ -117,17 +144,21 @@ def acting(adapter: df.Adapter) -> int:
 
 
 def follow_each(
-    model: nn.Module, method: str, arguments: argparse.Namespace, index: Tensor, data: Data
+    model: nn.Module, method: str, arguments: argparse.Namespace, stream: str, data: Data
 ) -> Row:
-    """A stream for each domain, from the source."""
+    """A stream for each domain, from the source, in as many orders as there are seeds."""
+    orders = [order(data.labels, stream, seed) for seed in range(arguments.seeds)]
     found: dict[str, Row] = {}
     events = 0
     for domain, inputs in data.domains.items():
-        adapter = make(model, method, arguments)
-        outputs = torch.cat([adapter(inputs[part]) for part in index.split(arguments.batch)])
-        found[domain] = judge(outputs, data.labels[index])
-        events += acting(adapter)
-    return summarize(found) | {"alarms": events}
+        judged = []
+        for index in orders:
+            adapter = make(model, method, arguments)
+            outputs = torch.cat([adapter(inputs[part]) for part in index.split(arguments.batch)])
+            judged.append(judge(outputs, data.labels[index]))
+            events += acting(adapter)
+        found[domain] = average(judged)
+    return summarize(found) | {"alarms": events, "seeds": arguments.seeds}
 
 
 def follow_all(
@@ -171,13 +202,15 @@ def open_data(arguments: argparse.Namespace) -> Data:
     data = open_cifar10(arguments.clean)
     images, labels = data.images[: arguments.images], data.labels[: arguments.images]
     names = [one for name in arguments.corruptions for one in SETS.get(name, (name,))]
-    inputs = {one: images if one == "clean" else corrupt(images, one, 5, seed=0) for one in names}
-    return Data({one: each.to(arguments.device) for one, each in inputs.items()}, labels)
+    inputs = {one: corrupt_by(images, one).to(arguments.device) for one in names}
+    return Data(inputs, labels)
 
 
 def measure(arguments: argparse.Namespace) -> list[Row]:
     data = open_data(arguments)
     methods = [*arguments.methods, *arguments.presets, *(f"late {c:g}" for c in arguments.late)]
+    pairs = itertools.product(arguments.skews, arguments.biases)
+    methods += [f"skew {skew:g}, bias {bias:g}" for skew, bias in pairs]
     rows: list[Row] = []
     for name, model in open_models(arguments):
         for stream, method in itertools.product(arguments.orders, methods):
@@ -185,8 +218,7 @@ def measure(arguments: argparse.Namespace) -> list[Row]:
                 steps = plan(arguments, stream, list(data.domains), data.labels)
                 found = follow_all(model, method, arguments, steps, data)
             else:
-                index = order(data.labels, stream)
-                found = follow_each(model, method, arguments, index, data)
+                found = follow_each(model, method, arguments, stream, data)
             row = {"network": name, "order": stream, "method": method, **found}
             row |= {"batch": arguments.batch, "images": arguments.images}
             row |= {"domains": " ".join(arguments.corruptions), "bfloat16": arguments.bfloat16}
@@ -220,6 +252,9 @@ def main() -> None:
     parser.add_argument("--source", type=Path, help="images for the method data")
     parser.add_argument("--visits", type=int, default=20, help="of each corruption, recurring")
     parser.add_argument("--bfloat16", action="store_true", help="autocast, channels last")
+    parser.add_argument("--skews", type=float, nargs="*", default=[])
+    parser.add_argument("--biases", type=float, nargs="*", default=[40.0])
+    parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()

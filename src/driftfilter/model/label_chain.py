@@ -9,18 +9,30 @@ the stream so far, on average. A classifier that is off towards some classes has
 so that it does not look like a stream in which they last; and with s = 0 the labels are those of
 the classifier. Filtering and smoothing are exact for the two hidden states together
 (sticky_chain.py, where the new label is drawn from w = b and l = p(y given x) / b).
+
+The shares of the classes may be the stream's own (class_shares.py); what the chain says is then
+corrected for them.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, final
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from driftfilter.base.checks import Checked, Interval, Positive, register, require, require_finite
+from driftfilter.base.checks import (
+    LATE,
+    Checked,
+    Interval,
+    Positive,
+    register,
+    require,
+    require_finite,
+)
 from driftfilter.base.memory import remembered
 from driftfilter.model import sticky_chain
+from driftfilter.model.class_shares import Shares
 from driftfilter.model.sticky_chain import Array, Smoother, Stickiness
 
 RUNS = remembered("labels.runs")  # in the memory of a filter: how often a label stays []
@@ -38,6 +50,11 @@ class LabelChain(Checked):
     share of that one in ρ, those above 0 have the rest in equal parts; ``switch``: ε; ``count``:
     predictions of equal shares that b starts from; ``window``: samples whose predictions are in b;
     ``tables``: whether an adapter puts rows of tables in order, too.
+
+    ``skew``: the probability ρ before the first sample that the classes have shares of their own in
+    this stream; 0: never. ``bias``: κ, a classifier that is off towards some classes does not look
+    like that while it is off as if shares were drawn from Dirichlet(κ, …, κ) (class_shares.py has
+    the formulas).
 
     Given its label, a sample is taken to tell nothing of the next one. Neighbours in a series of
     measurements often do, and a model that is wrong of one is wrong of the other: electricity
@@ -61,6 +78,8 @@ class LabelChain(Checked):
     count: Positive = 1.0
     window: Positive = 2000.0
     tables: bool = True
+    skew: Annotated[float, Interval(0, 1, open_high=True)] = field(default=0.0, metadata=LATE)
+    bias: Positive = field(default=40.0, metadata=LATE)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -86,16 +105,22 @@ class LabelChain(Checked):
         given = log_probabilities.detach().to("cpu", torch.float64).softmax(-1)
         require_finite("LabelChain: probabilities", given)
         probabilities = given.numpy()
-        alpha, counts = self._unpack(known, k)
+        alpha, counts, shares = self._unpack(known, k)
         if len(probabilities) == 0:
-            return log_probabilities, self._pack(alpha, counts)
+            return log_probabilities, self._pack(alpha, counts, shares)
         counts = counts * max(0.0, 1 - len(probabilities) / self.window)
         before = counts + np.concatenate((np.zeros((1, k)), probabilities.cumsum(0)))
-        shares = before[:-1] + self.count / k
-        shares /= shares.sum(1, keepdims=True)
-        passes = smooth(alpha, probabilities / shares, probabilities, self._stickiness())
-        told = torch.from_numpy(np.log(np.maximum(passes.smoothed, _TINY))).to(log_probabilities)
-        return told, self._pack(passes.filtered[-1], before[-1])
+        predicted = before[:-1] + self.count / k
+        predicted /= predicted.sum(1, keepdims=True)
+        passes = smooth(alpha, probabilities / predicted, probabilities, self._stickiness())
+        smoothed = passes.smoothed
+        if self.skew:
+            single = float(passes.filtered[-1, 0].sum())  # p(s = 0): labels that come one by one
+            shares = shares.follow(probabilities, single, self.bias)
+            smoothed = smoothed * shares.correct(self.skew)
+            smoothed /= smoothed.sum(1, keepdims=True)
+        told = torch.from_numpy(np.log(np.maximum(smoothed, _TINY))).to(log_probabilities)
+        return told, self._pack(passes.filtered[-1], before[-1], shares)
 
     def _stickiness(self) -> Stickiness:
         """s and ρ [j], and ε."""
@@ -104,23 +129,31 @@ class LabelChain(Checked):
         rho[0] = self.independent
         return Stickiness(s, rho, self.switch)
 
-    def _unpack(self, known: Tensor | None, k: int) -> tuple[Array, Array]:
-        """p(s, y) [j, k] and the sums of predictions [k]."""
+    def _unpack(self, known: Tensor | None, k: int) -> tuple[Array, Array, Shares]:
+        """p(s, y) [j, k], the sums of predictions [k], and what is known of the shares."""
         if known is None:
             rho = self._stickiness().shares
-            return np.repeat(rho[:, None] / k, k, 1), np.zeros(k)
-        shape = [len(self.stays) + 1, k + 1]
+            return np.repeat(rho[:, None] / k, k, 1), np.zeros(k), Shares.start(k)
+        shape = [len(self.stays) + 1, 5 * k + 4 if self.skew else k + 1]
         fits = list(known.shape) == shape
         require(fits, "LabelChain: known", f"shape {list(known.shape)}", f"of shape {shape}")
         values = known.to("cpu", torch.float64).numpy()
-        stays = tuple(values[:-1, -1].tolist())
-        require(stays == self.stays, "LabelChain: known", f"stays {stays}", f"of {self.stays}")
-        return values[:-1, :-1], values[-1, :-1]
+        last = tuple(values[:, -1].tolist())
+        require(is_of(self, known), "LabelChain: known", f"stays and skew {last}", f"of {self}")
+        shares = Shares.unpack(values[-1, k:-1]) if self.skew else Shares.start(k)
+        return values[:-1, :k], values[-1, :k], shares
 
-    def _pack(self, alpha: Array, counts: Array) -> Tensor:
-        """[j + 1, k + 1]: p(s, y) with the values of s beside it, and the sums below it."""
+    def _pack(self, alpha: Array, counts: Array, shares: Shares) -> Tensor:
+        """[j + 1, k + 1]: p(s, y) with the values of s beside it, and the sums below it, with
+        ``skew`` beside them. If that is not 0, [j + 1, 5k + 4]: before the last column stand 4k + 3
+        with what is known of the shares in the last row, and 0 above it.
+        """
         rows = np.concatenate((alpha, counts[None]))
-        return torch.from_numpy(np.column_stack((rows, (*self.stays, 0.0))))
+        if self.skew:
+            row = shares.pack()
+            rows = np.concatenate((rows, np.zeros((len(rows), len(row)))), 1)
+            rows[-1, len(counts) :] = row
+        return torch.from_numpy(np.column_stack((rows, (*self.stays, self.skew))))
 
 
 def stay(known: Tensor) -> Tensor:
@@ -130,7 +163,7 @@ def stay(known: Tensor) -> Tensor:
 
 def is_of(chain: LabelChain | None, known: Tensor) -> bool:
     """Whether it is this chain that knows it."""
-    return chain is not None and tuple(known[:-1, -1].tolist()) == chain.stays
+    return chain is not None and tuple(known[:, -1].tolist()) == (*chain.stays, chain.skew)
 
 
 def require_known(field: str, value: Tensor, classes: int | None) -> Tensor:
@@ -139,10 +172,15 @@ def require_known(field: str, value: Tensor, classes: int | None) -> Tensor:
     """
     fits = value.dtype == torch.float64 and value.dim() == 2 and min(value.shape) > 1
     fits = fits and bool((value >= 0).all() and value.isfinite().all())
-    fits = fits and bool((value[:-1, -1] < 1).all())
+    fits = fits and bool((value[:, -1] < 1).all())
     fits = fits and abs(float(value[:-1, :-1].sum()) - 1) < _ROUNDING
     fits = fits and float(value[-1].sum()) < _MANY
-    fits = fits and value.shape[1] == (classes or value.shape[1] - 1) + 1
+    columns = value.shape[-1] - 1 if fits else 0
+    if fits and value[-1, -1] > 0:  # what is known of shares stands before it
+        k = (columns - 3) // 5
+        fits = columns == 5 * k + 3 > 3 and not value[:-1, k:-1].any() and bool(value[-1, -2] > 0)
+        columns = k
+    fits = fits and columns == (classes or columns)
     found = f"{list(value.shape)} {value.dtype}"
     of = "k" if classes is None else classes
     allowed = f"torch.float64 [j + 1, k + 1], what a LabelChain knows of {of} classes"

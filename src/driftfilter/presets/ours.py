@@ -101,6 +101,8 @@ def driftfilter(  # what users may turn
 
     Labels may come in runs: what is predicted for samples one by one is put together by a chain
     of labels (``LabelChain``), which changes next to nothing in a shuffled stream; not in tables.
+    With batch norm it also finds out whether classes have shares of their own in the stream; other
+    norms leave a bias towards some classes that looks the same.
 
     "batch": batch normalisation carries its statistics, and trusts a batch the less the fewer
     classes are in it, in late layers more so; while the source network, asked in every fourth
@@ -166,7 +168,7 @@ def driftfilter(  # what users may turn
         centering=Centering(),
         least=16,
         align=norms == "aligned",
-        labels=LabelChain(tables=False),
+        labels=LabelChain(tables=False, skew=0.1 if norms == "batch" else 0.0),
         domains=Domains(),
     )
 
