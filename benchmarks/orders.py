@@ -4,7 +4,8 @@
         [--corruptions extra | pairs | reported | NAME …] [--images 1000] [--batch 64] \
         [--orders shuffled runs correlated sorted imbalanced] \
         [--orders correlated_continual published mixed recurring] \
-        [--methods frozen chain without default data forgetful] [--presets lame lame:affinity=rbf …] \
+        [--methods frozen chain without default data forgetful] \
+        [--presets lame lame:affinity=rbf …] \
         [--late 1 .3] [--skews 0 .001 .01 .1] [--biases 20 40 80] [--seeds 1] \
         [--source CIFAR10_TRAIN.npz] [--visits 20] [--bfloat16] [--json FILE]
 
