@@ -11,8 +11,8 @@ def downsample(steps: Sequence[Mapping[str, Any]], most: int = MOST) -> list[dic
     """Steps, each with ``n`` samples and whatever else is known of it, as ``most`` pieces of
     equally many, JSON-ready.
 
-    Sums of what is counted (n, judged, right), means over the samples of entropies; pieces can be
-    put together again.
+    Sums of what is counted (n, judged, right, samples by domain), means over the samples of
+    entropies; pieces can be put together again.
     """
     size, first, pieces = max(1, math.ceil(len(steps) / most)), 0, []
     for at in range(0, len(steps), size):
@@ -36,4 +36,8 @@ def merge(steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             found[name] = sum(step["n"] * step[name] for step in known) / sum(
                 step["n"] for step in known
             )
-    return found
+    domains: dict[str, int] = {}
+    for step in steps:
+        for name, count in step.get("domains", {}).items():
+            domains[name] = domains.get(name, 0) + count
+    return {**found, "domains": domains} if domains else found

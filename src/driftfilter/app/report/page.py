@@ -111,6 +111,7 @@ def _view(stream: StreamReport, place: int, pictured: Set[int]) -> dict[str, Any
         "ranking": _ranking(styled),
         "accuracy": _over_time(stream, styled, "accuracy"),
         "entropy": _over_time(stream, styled, "entropy"),
+        "domains": [found for entry, _ in styled if (found := _domains(entry)) is not None],
         "parts": _parts(styled, stream.part),
         "reliability": [(entry, _reliability(entry, style)) for entry, style in styled],
         "movement": [
@@ -206,6 +207,22 @@ def _over_time(stream: StreamReport, styled: Styled, what: str) -> Markup | None
     return draw.lines(
         f"{what.capitalize()} over time", says, known, across, up, stream.marks, alarms
     )
+
+
+def _domains(entry: Entry) -> tuple[str, Markup] | None:
+    """Which domain samples were of, and when; None if all were of one."""
+    found: dict[str, list[tuple[float, float, float]]] = {}
+    for piece in entry.along:
+        start, end = piece["step"], piece["step"] + piece["steps"]
+        for name, samples in piece.get("domains", {}).items():
+            found.setdefault(str(name), []).append((start, end, samples / piece["n"]))
+    if len(found) < 2:
+        return None
+    rows = {name: found[name] for name in sorted(found, key=int)}
+    last = max(end for stretches in rows.values() for _, end, _ in stretches)
+    across = Axis("step", 0, last, lambda value: f"{value:,.0f}")
+    says = "; ".join(f"domain {name} from step {found[name][0][0]:,} on" for name in rows)
+    return entry.name, draw.timeline(f"Domains of {entry.name} over time", says, rows, across)
 
 
 def _accuracies(values: Iterable[float]) -> Axis:

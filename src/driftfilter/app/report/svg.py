@@ -326,6 +326,28 @@ def heat(
     return _svg(name, says, top + height * len(rows) + 4, body)
 
 
+def timeline(
+    name: str, says: str, rows: Mapping[str, Sequence[tuple[float, float, float]]], across: Axis
+) -> Markup:
+    """Rows over time: stretches from here to there, stronger the larger a share is."""
+    left, cut = _labels(rows)
+    right, height, top = WIDTH - 16.0, 14.0, 8.0
+    bottom = top + height * len(rows)
+    body = []
+    for place, (label, stretches) in enumerate(rows.items()):
+        y = top + height * place
+        body += [_text(left - 8, y + height - 3, cut(label), "label", "end")]
+        for start, end, share in stretches:
+            x, to = across.at(start, left, right), across.at(end, left, right)
+            body += [_shade(x - 1, y, to - x + 2, height, "better", share)]
+    for tick in across.ticks(4):
+        body += [_text(across.at(tick, left, right), bottom + 15, across.text(tick), "tick")]
+    body += [_line(left, bottom, right, bottom, "axis")]
+    return _svg(
+        name, says, bottom + 34, [*body, _text(right, bottom + 30, across.name, "name", "end")]
+    )
+
+
 def _shade(x: float, y: float, width: float, height: float, kind: str, opacity: float) -> Markup:
     return Markup(
         '<rect x="{:.1f}" y="{:.1f}" width="{:.1f}" height="{:.1f}" class="heat {}" '
