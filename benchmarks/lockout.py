@@ -39,7 +39,7 @@ import driftfilter as df
 from driftfilter.app import models
 from driftfilter.app.metrics import quality
 from driftfilter.app.streams import open_cifar10, sample_images
-from orders import ORDERS, order
+from orders import ORDERS, order as arrange
 
 Batch = tuple[Tensor, Tensor]
 Row = dict[str, Any]
@@ -286,7 +286,7 @@ def undisturbed(
     """A network on the data it was made for."""
     images, labels = data
     for way in arguments.orders:
-        at = order(labels, way, seed)
+        at = arrange(labels, way, seed)
         for size in arguments.sizes:
             stream = [(images[part], labels[part]) for part in at.split(size)]
             found = {p: measure(model, p, stream) for p in ("frozen", *arguments.presets)}

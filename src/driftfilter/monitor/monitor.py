@@ -49,7 +49,7 @@ from driftfilter.monitor.drift_tests import (
     summary,
 )
 from driftfilter.monitor.state import Event, MonitorState
-from driftfilter.networks.network import SHIFT
+from driftfilter.networks.batch_trust import SHIFT
 
 Response: TypeAlias = Literal[
     "record", "warn", "inflate", "probation", "revert", "reset", "freeze"

@@ -26,6 +26,7 @@ from driftfilter.model.transition import Transition
 from driftfilter.model.views import Augmentation, Consistency, Mirror
 from driftfilter.model.weighting import Constant, Reliability, RunGate
 from driftfilter.networks.batch_norm import Ema
+from driftfilter.networks.batch_trust import ForgetAtHome
 from driftfilter.networks.parameters import Head, NoParameters, NormAffine
 from driftfilter.recipe import Recipe
 from driftfilter.source.posterior import Gaussian
@@ -163,6 +164,7 @@ def driftfilter(  # what users may turn
         else Tempered(temperature),
         predict_from="prior",
         centering=Centering(),
+        upkeep=ForgetAtHome(shift) if by_batch and shift > 0 else None,
         least=16,
         align=norms == "aligned",
         labels=LabelChain(tables=False),
