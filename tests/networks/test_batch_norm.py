@@ -1153,6 +1153,7 @@ def test_at_home_a_part_of_what_was_learned_is_kept(known: Any, kept: float) -> 
     inputs, at = torch.eye(3), Randomness(0, 0, torch.device("cpu"))
     energy = df.Gibbs()(df.LinearHead(2), learned.mean, inputs, {}, at, source)[0]
     memory = {} if known is None else {SHIFT: torch.tensor(known)}
+    assert df.ForgetAtHome(0.0)(learned, energy, memory, at) == (learned, memory)
     belief, after = df.ForgetAtHome(0.5, 0.25)(learned, energy, memory, at)
     assert after is memory
     assert belief.covariance is learned.covariance

@@ -88,11 +88,14 @@ class Detector(Protocol):
 class Monitor(Checked):
     """Alarms, their thresholds and what is done about them.
 
-        classes_lost    H(b) - H(a) >= classes, a and b the classes that the belief and the source
-                        (with the batch-norm statistics of now) predict for the same samples: the
-                        last 50 k of every ``probe``-th batch, and of fewer if batches are larger
-                        than 50 samples (of every eighth at 200), which tell as much. Every second
-                        time the source is also asked with its own statistics: carried ones that
+        classes_lost    H(b) - H(a) - D >= classes, a and b the classes that the belief and the
+                        source (with the batch-norm statistics of now) predict for the same samples:
+                        the last 50 k of every ``probe``-th batch, and of fewer if batches are
+                        larger than 50 samples (of every eighth at 200), which tell as much. D, the
+                        source's doubt, is the rise of its mean predictive entropy above that in
+                        the history: a source that does not know its way spreads classes. Every
+                        second
+                        time it is also asked with its own statistics: carried ones that
                         have collapsed lose classes for both. There H(b) - H(a) >= ln 2 of at least
                         256 samples (100 of two classes), since a source may spread the classes of a
                         new domain. Statistics of a stream of few classes spread these over others
@@ -109,7 +112,9 @@ class Monitor(Checked):
 
     Of the first three the difference must also be no chance: a tail below ``false_alarm``, bounded
     by Chernoff (classes_lost: under exchangeable labels, a share: under χ² with one degree of
-    freedom, of k).
+    freedom, of k). N samples in runs tell as much as N (1 - R) / (1 + R) others, R how often a
+    label stays in the history, or by the chain of labels if that says more (not of classes lost,
+    for what has collapsed predicts runs).
 
     A collapse of the model and a change of the stream look alike in what is predicted, but not
     beside the source: that sees the same stream, and does not collapse. A share gained, or
@@ -117,10 +122,11 @@ class Monitor(Checked):
 
     Responses, mildest first; of several alarms the strongest is done: "record" (an event), "warn",
     "inflate" (the covariance, ×``inflation``), "probation" (go on, but ask the last good belief now
-    and then, and revert to it as soon as what it predicts is as certain as its history: the stream
-    is back), "revert" (to the last good belief, a snapshot ``lag`` to 2 ``lag`` ticks old, batch
-    after batch), "reset" (to the source; on probation, to the last good belief), "freeze" (revert,
-    and adapt no more until ``resume``). Carried batch-norm statistics stay those of now, whatever
+    and then, and revert to it as soon as what it predicts is as certain as its history and of such
+    classes: the stream is back), "revert" (to the last good belief, a snapshot ``lag`` to 2
+    ``lag`` ticks old, batch after batch; of a share gained if a chain of labels puts the stream in
+    order, probation in its place), "reset" (to the source; on probation, to the last good belief),
+    "freeze" (revert, and adapt no more until ``resume``). Carried batch-norm statistics stay those of now, whatever
     the belief goes back to: they have a guard of their own (``Ema``), and old ones would hold a
     model in a domain that is gone. They go back if they are what has lost the classes. After
     ``patience`` ticks off the history the stream has changed for good: what came lately becomes the
@@ -484,7 +490,9 @@ class Monitor(Checked):
         """A step on probation: back to the good belief if that is at home again."""
         history = now.reference
         if trial is not None and history is not None:
-            known = fade(now.trial, summary(trial), seen.samples)
+            known = summary(trial)
+            if seen.samples < SHORT // 2:  # too few to judge by
+                known = fade(now.trial, known, seen.samples)
             now, rose = replace(now, trial=known), self._at_home(known, history)
             if rose is not None:
                 event = Event(now.batches - 1, "uncertainty", rose, self.uncertainty / 2, "revert")

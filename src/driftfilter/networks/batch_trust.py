@@ -16,7 +16,7 @@ from typing import final
 import torch
 from torch import Tensor, maximum
 
-from driftfilter.base.checks import Checked, Fraction, Positive, register, unchecked
+from driftfilter.base.checks import Checked, Fraction, NotNegative, register, unchecked
 from driftfilter.base.memory import remembered
 from driftfilter.base.randomness import Randomness
 from driftfilter.gaussian.belief import Belief
@@ -129,17 +129,17 @@ class ForgetAtHome(Checked):
 
     after each step, S the shift that the source sees (``Ema.shift``, which must be on): there
     nothing is learned, and the source is what is right. A mean that reverts by ρ = 0.995 a step
-    takes 140 steps for a half of the way.
+    takes 140 steps for a half of the way. ``shift`` 0: never.
     """
 
-    shift: Positive = 0.45
+    shift: NotNegative = 0.45
     keep: Fraction = 0.5
 
     def __call__(
         self, belief: Belief, energy: Energy, memory: Memory, randomness: Randomness
     ) -> tuple[Belief, Memory]:
         known = memory.get(SHIFT)
-        if known is None:
+        if known is None or self.shift == 0:
             return belief, memory
         source = energy.require_source().mean
         home = (known[1] > 0) & (known[0] <= self.shift * known[1])

@@ -104,7 +104,8 @@ def driftfilter(  # what users may turn
 
     "batch": batch normalisation carries its statistics, and trusts a batch the less the fewer
     classes are in it, in late layers more so; while the source network, asked in every fourth
-    batch, sees no ``shift`` of the domain, statistics and parameters stay the source's. The loss is
+    batch, sees no ``shift`` of the domain, statistics and parameters stay the source's, or go back
+    to them (``ForgetAtHome``). The loss is
     the soft likelihood ratio of reliable samples with ``balance`` times information maximisation
     against collapse. "aligned"
     (other norms, with source ``data`` that are no table): the same, by statistics of the source
@@ -164,7 +165,7 @@ def driftfilter(  # what users may turn
         else Tempered(temperature),
         predict_from="prior",
         centering=Centering(),
-        upkeep=ForgetAtHome(shift) if by_batch and shift > 0 else None,
+        upkeep=ForgetAtHome(shift) if by_batch else None,
         least=16,
         align=norms == "aligned",
         labels=LabelChain(tables=False),
