@@ -126,14 +126,14 @@ class Monitor(Checked):
     classes: the stream is back), "revert" (to the last good belief, a snapshot ``lag`` to 2
     ``lag`` ticks old, batch after batch; of a share gained if a chain of labels puts the stream in
     order, probation in its place), "reset" (to the source; on probation, to the last good belief),
-    "freeze" (revert, and adapt no more until ``resume``). Carried batch-norm statistics stay those of now, whatever
-    the belief goes back to: they have a guard of their own (``Ema``), and old ones would hold a
-    model in a domain that is gone. They go back if they are what has lost the classes. After
-    ``patience`` ticks off the history the stream has changed for good: what came lately becomes the
-    history, and a belief on probation the good one. What the model does is never accepted so. A
-    tick is a batch, or as many small ones as fill a window. Samples of a model that learns nothing
-    (``Frozen``), which cannot collapse, are judged eight at a time. ``detectors``: signal ->
-    detector (river).
+    "freeze" (revert, and adapt no more until ``resume``). Carried batch-norm statistics stay those
+    of now, whatever the belief goes back to: they have a guard of their own (``Ema``), and old ones
+    would hold a model in a domain that is gone. They go back if they are what has lost the classes.
+    After ``patience`` ticks off the history the stream has changed for good: what came lately
+    becomes the history, and a belief on probation the good one. What the model does is never
+    accepted so. A tick is a batch, or as many small ones as fill a window. Samples of a model
+    that learns nothing (``Frozen``), which cannot collapse, are judged eight at a time.
+    ``detectors``: signal -> detector (river).
 
     What lasts for 20 ticks is told once, by a warning (by an event alone if ``on_labels`` is
     "record"): "one_class", 90 % of the samples are predicted to be of the same class (99 % of two
@@ -491,7 +491,7 @@ class Monitor(Checked):
         history = now.reference
         if trial is not None and history is not None:
             known = summary(trial)
-            if seen.samples < SHORT // 2:  # too few to judge by
+            if seen.samples < 3 * SHORT // 4:  # too few to judge by
                 known = fade(now.trial, known, seen.samples)
             now, rose = replace(now, trial=known), self._at_home(known, history)
             if rose is not None:
