@@ -2,6 +2,8 @@
 
     python benchmarks/lockout.py [digits] [labels] [images] [gas] [--gas FOLDER] [--seeds 5] \
         [--json FILE]
+    python benchmarks/lockout.py clean chance common [--models resnet20 vit_s4=WEIGHTS …] \
+        [--clean CIFAR10_TEST.npz] [--images 1000] [--orders shuffled sorted …] [--sizes 64 200]
 
 Digits: the network of examples/own_cnn.py sees 30 clean batches of 32, then a change; accuracy from
 the tenth batch after it and from the twentieth. Labels: clean digits in runs of 64 and sorted.
@@ -10,6 +12,13 @@ the last quarter; and clean images sorted by class. Gas: UCI gas-sensor drift, a
 norm trained on the first month (FOLDER holds batch1.dat, …, of the repository
 miltongneto/Gas-Sensor-Array-Drift), in file order, shuffled, and after a run of one gas, in batches
 of 64. Each beside the frozen network and ``bn``.
+
+Clean: nothing is wrong, in any order of labels (orders.py); accuracy, NLL and ECE. Chance: a domain
+in which the network guesses, and back: contrast to zero (images; digits) and changes of the range
+of digits; accuracy there from the tenth batch on, in the first ten batches after it, and from the
+eleventh on. Common: one digit of ten becomes 55 % of a stream while the light drifts slowly.
+CNNs on digits there have batch norm, group norm or none; the networks of ``--models`` see CIFAR-10,
+the shipped images if no file is given.
 """
 
 from __future__ import annotations
@@ -28,7 +37,9 @@ from torch import Tensor, nn
 
 import driftfilter as df
 from driftfilter.app import models
-from driftfilter.app.streams import sample_images
+from driftfilter.app.metrics import quality
+from driftfilter.app.streams import open_cifar10, sample_images
+from orders import ORDERS, order as arrange
 
 Batch = tuple[Tensor, Tensor]
 Row = dict[str, Any]
@@ -58,7 +69,14 @@ def fit(model: nn.Module, inputs: Tensor, labels: Tensor, epochs: int) -> nn.Mod
     return model.eval()
 
 
-def digits(seed: int) -> tuple[nn.Module, Tensor, Tensor]:
+NORMS: dict[str, Callable[[int], nn.Module]] = {
+    "batch": nn.BatchNorm2d,
+    "group": lambda width: nn.GroupNorm(8, width),
+    "none": lambda width: nn.Identity(),
+}
+
+
+def digits(seed: int, norm: str = "batch") -> tuple[nn.Module, Tensor, Tensor]:
     """The network of examples/own_cnn.py, and the digits that it has not seen."""
     torch.manual_seed(seed)
     data = load_digits()
@@ -66,13 +84,13 @@ def digits(seed: int) -> tuple[nn.Module, Tensor, Tensor]:
     labels = torch.tensor(data.target)
     model = nn.Sequential(
         nn.Conv2d(1, 32, 3, padding=1),
-        nn.BatchNorm2d(32),
+        NORMS[norm](32),
         nn.ReLU(),
         nn.Conv2d(32, 64, 3, stride=2, padding=1),
-        nn.BatchNorm2d(64),
+        NORMS[norm](64),
         nn.ReLU(),
         nn.Conv2d(64, 64, 3, padding=1),
-        nn.BatchNorm2d(64),
+        NORMS[norm](64),
         nn.ReLU(),
         nn.AdaptiveAvgPool2d(1),
         nn.Flatten(),
@@ -95,16 +113,20 @@ def take(batches: Iterator[Batch], count: int, change: Callable[[Tensor], Tensor
     return [(change(inputs), labels) for inputs, labels in (next(batches) for _ in range(count))]
 
 
+def start(model: nn.Module, preset: str) -> df.Adapter:
+    """A guarded adapter; "unguarded" is the default without its monitor."""
+    if preset == "unguarded":
+        return df.adapt(model, monitor=None)
+    return df.adapt(model, preset, monitor=df.Monitor())
+
+
 def compare(model: nn.Module, stream: list[Batch], presets: list[str]) -> Row:
     """Per-batch accuracy [batches] by the frozen network and by presets; events of the default."""
     row: Row = {}
     with torch.no_grad():
         row["frozen"] = [hits(model(inputs), labels) for inputs, labels in stream]
     for preset in presets:
-        monitor = None if preset == "unguarded" else df.Monitor()
-        adapter = df.adapt(
-            model, "driftfilter" if preset == "unguarded" else preset, monitor=monitor
-        )
+        adapter = start(model, preset)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             row[preset] = [hits(adapter(inputs), labels) for inputs, labels in stream]
@@ -244,6 +266,129 @@ def gas(folder: Path, seed: int, presets: list[str]) -> Iterator[Row]:
         yield {"stream": f"gas, {name}", "seed": seed, **stretches(row, all=slice(None))}
 
 
+# Nothing wrong
+
+
+def measure(model: nn.Module, preset: str, stream: list[Batch]) -> Row:
+    """Quality of the predictions for a stream."""
+    frozen = preset == "frozen"
+    adapter = model if frozen else start(model, preset)
+    with torch.set_grad_enabled(not frozen), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        outputs = torch.cat([adapter(inputs) for inputs, _ in stream]).log_softmax(-1)
+    found = quality(outputs, torch.cat([labels for _, labels in stream]))
+    return {name: getattr(found, name) for name in ("accuracy", "nll", "ece")}
+
+
+def undisturbed(
+    name: str, model: nn.Module, data: Batch, seed: int, arguments: argparse.Namespace
+) -> Iterator[Row]:
+    """A network on the data it was made for."""
+    images, labels = data
+    for way in arguments.orders:
+        at = arrange(labels, way, seed)
+        for size in arguments.sizes:
+            stream = [(images[part], labels[part]) for part in at.split(size)]
+            found = {p: measure(model, p, stream) for p in ("frozen", *arguments.presets)}
+            yield {"stream": f"{name}, clean, {way}, {size}", "seed": seed, **found}
+
+
+# A source at chance
+
+
+def at_chance(
+    name: str,
+    model: nn.Module,
+    data: Batch,
+    seed: int,
+    presets: list[str],
+    size: int,
+    changes: dict[str, Callable[[Tensor, float], Tensor]],
+) -> Iterator[Row]:
+    """Ten batches of the source's domain, a change that comes in ten, thirty under it, then thirty
+    of the source's domain again.
+    """
+    away = [*([0.0] * 10), *(i / 10 for i in range(10)), *([1.0] * 30), *([0.0] * 30)]
+    for kind, change in changes.items():
+        batches = endless(*data, size, seed)
+        stream = [(change(x, a), y) for (x, y), a in zip(batches, away, strict=False)]
+        row = compare(model, stream, presets)
+        parts = {"away": slice(30, 50), "first 10": slice(50, 60), "then": slice(60, None)}
+        yield {"stream": f"{name}, {kind}, {size}", "seed": seed, **stretches(row, **parts)}
+
+
+TO_CHANCE: dict[str, Callable[[Tensor, float], Tensor]] = {
+    "contrast to 0": lambda x, a: torch.lerp(x, x.mean((1, 2, 3), keepdim=True), a),
+    "contrast to .003": lambda x, a: torch.lerp(x, x.mean((1, 2, 3), keepdim=True), 0.997 * a),
+    "light to .01": lambda x, a: x * (1 - 0.99 * a),
+}
+
+
+# One class becomes common
+
+
+DRIFTS: dict[str, Callable[[Tensor, float], Tensor]] = {
+    "x + a": lambda x, a: x + a,
+    "x (1 - .8 a)": lambda x, a: x * (1 - 0.8 * a),
+    "x (1 - .6 a) + .4 a": lambda x, a: x * (1 - 0.6 * a) + 0.4 * a,
+}
+
+
+def common(seed: int, presets: list[str], share: float = 0.55) -> Iterator[Row]:
+    """Digits in batches of 32: 30 of equal shares, then 170 of which one class has 55 %."""
+    model, images, labels = digits(seed)
+    for name, drift in DRIFTS.items():
+        generator = torch.Generator().manual_seed(seed)
+        stream = []
+        for i in range(200):
+            weights = torch.full((10,), (1 - share) / 9)
+            weights[seed % 10] = share
+            classes = torch.multinomial(
+                weights if i >= CLEAN else torch.ones(10), 32, True, generator=generator
+            )
+            places = [(labels == label).nonzero().flatten() for label in classes]
+            drawn = torch.rand(32, generator=generator)
+            at = torch.stack([p[int(u * len(p))] for p, u in zip(places, drawn, strict=True)])
+            stream.append((drift(images[at], max(0.0, (i - CLEAN) / 170)), labels[at]))
+        row = compare(model, stream, presets)
+        parts = {"all": slice(CLEAN, None), "last quarter": slice(150, None)}
+        yield {"stream": f"digits, 55 %, {name}", "seed": seed, **stretches(row, **parts)}
+
+
+def networks(arguments: argparse.Namespace) -> Iterator[tuple[str, nn.Module, Batch]]:
+    """Those of CIFAR-10 with its images."""
+    if not arguments.models:
+        return
+    data = sample_images() if arguments.clean is None else open_cifar10(arguments.clean)
+    some = data.images[: arguments.images], data.labels[: arguments.images]
+    for given in arguments.models:
+        name, _, weights = given.partition("=")
+        yield name, models.load(name, Path(weights) if weights else None), some
+
+
+def on_all(part: str, arguments: argparse.Namespace) -> Iterator[Row]:
+    """What concerns networks of every norm."""
+    small = [
+        (f"digits {norm}", *digits(seed, norm), seed)
+        for seed in range(arguments.first_seed, arguments.first_seed + arguments.seeds)
+        for norm in arguments.norms
+    ]
+    large = [(name, model, *data, 0) for name, model, data in networks(arguments)]
+    for name, model, images, labels, seed in (*small, *large):
+        if part == "clean":
+            yield from undisturbed(name, model, (images, labels), seed, arguments)
+            continue
+        kinds = dict(TO_CHANCE)
+        if name.startswith("digits"):
+            kinds |= {
+                "0.4 x + 0.4": lambda x, a: x * (1 - 0.6 * a) + 0.4 * a,
+                "x + 1": lambda x, a: x + a,
+                "1 - x": lambda x, a: torch.lerp(x, 1 - x, a),
+            }
+        data = images, labels
+        yield from at_chance(name, model, data, seed, arguments.presets, arguments.sizes[0], kinds)
+
+
 def show(row: Row) -> None:
     """One line of the table."""
     scores = "   ".join(
@@ -261,17 +406,28 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", default=["digits", "labels", "images"])
     parser.add_argument("--gas", type=Path, help="the folder of the gas-sensor data")
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--first-seed", type=int, default=0, help="others to choose by than report")
     parser.add_argument("--sizes", type=int, nargs="+", default=[32, 100], help="of images")
     parser.add_argument("--presets", nargs="+", default=["bn", "driftfilter"])
+    parser.add_argument("--models", nargs="*", default=["resnet20"], help="NAME or NAME=WEIGHTS")
+    parser.add_argument("--norms", nargs="*", default=list(NORMS), help="of CNNs on digits")
+    parser.add_argument("--clean", type=Path, help="CIFAR-10's test images")
+    parser.add_argument("--images", type=int, default=1000)
+    parser.add_argument("--orders", nargs="+", choices=ORDERS, default=list(ORDERS))
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     arguments = parser.parse_args()
     rows: list[Row] = []
     for part in arguments.parts:
-        for seed in range(arguments.seeds if part != "images" else 1):
+        once = part in ("images", "clean", "chance")
+        seeds = range(arguments.first_seed, arguments.first_seed + arguments.seeds)
+        for seed in seeds[:1] if once else seeds:
             found = {
                 "digits": lambda s: changes(s, arguments.presets),
                 "labels": lambda s: label_runs(s, arguments.presets),
                 "images": lambda s: light(s, arguments.presets, arguments.sizes),
+                "clean": lambda s: on_all("clean", arguments),
+                "chance": lambda s: on_all("chance", arguments),
+                "common": lambda s: common(s, arguments.presets),
                 "gas": lambda s: gas(arguments.gas, s, arguments.presets),
             }[part](seed)
             for row in found:

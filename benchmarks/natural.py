@@ -22,6 +22,7 @@ import math
 import multiprocessing
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -64,7 +65,10 @@ def measure(model: nn.Module, method: str, source: Rows, rows: Rows, batch: int)
     except ValueError as error:
         return {"failed" if outputs else "refused": str(error)}
     found = quality(torch.cat(outputs), rows.labels)
-    values = {name: round(getattr(found, name), 6) for name in METRICS}
+    values: dict[str, Any] = {name: round(getattr(found, name), 6) for name in METRICS}
+    if isinstance(predict, df.Adapter):  # alarms that act
+        acts = [event.signal for event in predict.events if event.response != "record"]
+        values["alarms"] = dict(Counter(acts))
     return {**values, "n": found.n, "seconds": round(time.perf_counter() - begun, 2)}
 
 
@@ -144,6 +148,16 @@ def table(rows: Sequence[Row], metric: str) -> Iterator[str]:
         yield row.title() + "".join(cells) + f"  {row.best() or '-'}"
 
 
+def alarms(rows: Sequence[Row]) -> Iterator[str]:
+    """What the default's monitor acted upon, over all seeds."""
+    yield "alarms of the default that act"
+    for row in rows:
+        found: Counter[str] = Counter()
+        for record in row.methods.get("default", []):
+            found.update(record.get("alarms", {}))
+        yield row.title() + (", ".join(f"{name} {n}" for name, n in found.items()) or "none")
+
+
 def verdict(rows: Sequence[Row]) -> Iterator[str]:
     """What the default has to show, and the rows that do not show it."""
     shifted = [row for row in rows if row.stream != CLEAN]
@@ -217,6 +231,7 @@ def main() -> None:
     print(f"batches of {arguments.batch}, {arguments.seeds} seeds, at most {arguments.rows} rows")
     for metric in METRICS:
         print("", *table(rows, metric), sep="\n")
+    print("", *alarms(rows), sep="\n")
     print("", *verdict(rows), f"\n{time.perf_counter() - begun:.0f} s", sep="\n")
     figures = {"batch": arguments.batch, "rows": arguments.rows, "records": records}
     write(arguments.json, figures, "numpy", threads=1)

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 import driftfilter as df
 from driftfilter.inference.prediction import SLOPES
-from driftfilter.networks.network import SHIFT
+from driftfilter.networks.batch_trust import SHIFT
 from figures import write
 from search_default import average, follow, judge, open_domains, open_models
 

@@ -8,7 +8,7 @@
         [--images 4000] [--keep FOLDER]
     python benchmarks/search_default.py digits [--seeds 3] [--batches 64 16]
     python benchmarks/search_default.py shift --models resnet20=WEIGHTS … --clean CIFAR10_TEST.npz \
-        [--images 2000] [--batches 200 16] [--limits 0 .4 .45 .5]
+        [--images 2000] [--batches 200 16] [--limits 0 .4 .45 .5] [--keeps 1 .5]
 
 Nothing here sees the fifteen corruptions that are reported: networks for CIFAR-10 are tried on
 clean images and on speckle noise, Gaussian blur, saturation and spatter at severity 5.
@@ -24,7 +24,7 @@ Centering has it). --keep FOLDER keeps the logits, and reads those
 that are there. digits: small networks of batch norm, group norm and none on scikit-learn's digits,
 by reach and, without norms, by variance. shift: S of the source network (``Ema.shift``) on clean
 images, mixed and sorted by class, and on the extra corruptions at severity 1 and 5, and what the
-default with each limit of it has there.
+default with each limit of it has there, and with what ``ForgetAtHome`` keeps.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from driftfilter.app.metrics import quality
 from driftfilter.app.streams import open_cifar10
 from driftfilter.model.centering import Centered
 from driftfilter.model.predictive import lift
-from driftfilter.networks.network import SHIFT
+from driftfilter.networks.batch_trust import SHIFT
 from figures import write
 
 Row = dict[str, Any]
@@ -377,6 +377,9 @@ def search_shift(arguments: argparse.Namespace) -> list[Row]:
         for limit in arguments.limits:
             recipe = df.presets.get("driftfilter", shift=limit)
             found[f"{limit:g}"] = judge(follow(model, recipe, images, size), own)
+        for keep in arguments.keeps:
+            recipe = replace(df.presets.get("driftfilter"), upkeep=df.ForgetAtHome(keep=keep))
+            found[f"keep {keep:g}"] = judge(follow(model, recipe, images, size), own)
         show(f"{name} {size} {domain}, S {text}", found)
         rows.append({"network": name, "batch": size, "domain": domain, "S": shifts, **found})
     return rows
@@ -402,7 +405,8 @@ def parse() -> argparse.Namespace:
         recipes.add_argument(f"--{knob}", type=float, nargs="+", default=values)
     offsets.add_argument("--keep", type=Path, help="folder of logits")
     shift.add_argument("--batches", type=int, nargs="+", default=[200, 16])
-    shift.add_argument("--limits", type=float, nargs="+", default=[0.0, 0.4, 0.45, 0.5])
+    shift.add_argument("--limits", type=float, nargs="*", default=[0.0, 0.4, 0.45, 0.5])
+    shift.add_argument("--keeps", type=float, nargs="*", default=[], help="ForgetAtHome.keep")
     digits = parts.add_parser("digits")
     digits.add_argument("--seeds", type=int, default=3)
     digits.add_argument("--batches", type=int, nargs="+", default=[64, 16])

@@ -154,6 +154,7 @@ from driftfilter.networks.batch_norm import (
     PseudoCount as PseudoCount,
     RunningStatistics as RunningStatistics,
 )
+from driftfilter.networks.batch_trust import ForgetAtHome as ForgetAtHome
 from driftfilter.networks.features import (
     Backbone as Backbone,
     OnFeatures as OnFeatures,

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import driftfilter as df
+from driftfilter.model.label_chain import RUNS
 from driftfilter.monitor.drift_tests import (
     LONG,
     SHORT,
@@ -23,6 +24,7 @@ from driftfilter.monitor.drift_tests import (
     bernstein,
     compare,
     count_lost,
+    doubt,
     extend,
     fade,
     improbability,
@@ -210,6 +212,79 @@ def test_a_stationary_stream_is_no_alarm(k: int, n: int, skew: float) -> None:
     certainty = torch.rand(400, n, generator=generator) * 0.4 + 0.55
     source = torch.where(torch.rand(400, n, generator=generator) < 1 / 3, other, labels)
     assert not alarms(labels, certainty, k, source)
+
+
+@pytest.mark.parametrize("k", [2, 10])
+@pytest.mark.parametrize("stays", [0.8, 0.95])
+def test_runs_that_the_history_has_are_no_alarm(k: int, stays: float) -> None:
+    """Labels of a Markov chain, and certainties that last as they do, 200 batches; one class after
+    them is an alarm unless runs are so long that it is one of them.
+    """
+    generator = torch.Generator().manual_seed(0)
+    n, batches = SHORT, 200
+    leaves = torch.rand(n * batches, generator=generator) >= stays
+    drawn = torch.randint(k, (n * batches,), generator=generator)
+    certain = torch.rand(n * batches, generator=generator) * 0.4 + 0.55
+    place = torch.where(leaves, torch.arange(n * batches), 0).cummax(0).values
+    labels, sure = drawn[place].view(batches, n), certain[place].view(batches, n)
+    assert not [step for step, signal in alarms(labels, sure, k) if "half" not in signal]
+    one = torch.cat((labels, torch.zeros(8, n, dtype=torch.long)))
+    found = alarms(one, torch.cat((sure, sure[:8])), k)
+    told = [step for step, signal in found if signal == "share_gained"]
+    assert (told[:1] == [batches]) == (stays == 0.8 and k == 10)
+
+
+def test_samples_in_runs_tell_as_much_as_fewer() -> None:
+    """The tails of (1 - R) / (1 + R) as many samples, by the formulas of the tests themselves."""
+    found = {"past": 500.0, "window": 64.0, "g_class": 40.0, "rise": 0.8, "usual": 0.3}
+    found |= {"spread": 0.4, "told": 128.0, "lately": 500.0, "pairs": 99.0, "lost": 0.2}
+    found |= {"lost_tail": 20.0, "stayed": 0.6, "doubt": 0.05}
+    for stay, part in ((0.0, 0.25), (0.6, 0.25), (0.9, 0.1 / 1.9)):
+        evidence = Evidence.of({**found, "stay": stay}, 10)
+        samples = part * 128 * 500 / 628
+        tails = (
+            0.25 * 20,
+            improbability(part * 40) - math.log(10),
+            bernstein(0.8, samples, (math.log(10) - 0.3) / 0.4),
+        )
+        assert evidence.tails == pytest.approx(tails)
+        assert evidence.signals == pytest.approx((0.15, 40 / 64, 0.8))
+
+
+def test_what_a_source_in_doubt_spreads_is_no_loss() -> None:
+    """From a tenth on half of the labels are the first; the source, less and less sure, gives some
+    of them to others.
+    """
+    generator, k, n = torch.Generator().manual_seed(0), 10, 50
+    steps = 120
+    common = torch.rand(steps, n, generator=generator) < 0.5
+    common[:20] = False
+    labels = torch.randint(k, (steps, n), generator=generator) * ~common
+    spread = torch.rand(steps, n, generator=generator) < torch.linspace(0, 0.3, steps)[:, None]
+    other = torch.where(spread, torch.randint(k, (steps, n), generator=generator), labels)
+
+    def step_on(doubtful: bool) -> list[int]:
+        monitor, watch, found = df.Monitor.recording(), MonitorState(), []
+        for step in range(steps):
+            sure = 0.9 - (0.5 * step / steps if doubtful else 0.0)
+            asked = torch.full((n, k), (1 - sure) / (k - 1))
+            asked.scatter_(1, other[step][:, None], sure)
+            logp = log_probabilities(labels[step], k)
+            watch, _ = watch_step(monitor, watch, logp, asked.log())
+            found += [step] if "classes_lost" in watch.alarmed else []
+        return found
+
+    assert step_on(doubtful=False)
+    assert not step_on(doubtful=True)
+
+
+def test_doubt_is_the_rise_of_the_mean_entropy_in_nats() -> None:
+    before = torch.tensor([[0.9, 0.1], [0.5, 0.5]]).log()
+    after = torch.tensor([[0.6, 0.4], [0.7, 0.3], [0.5, 0.5]]).log()
+    entropies = [-(each.exp() * each).sum(-1).mean().item() for each in (before, after)]
+    rose = float(doubt(summary(after), summary(before)))
+    assert rose == pytest.approx(entropies[1] - entropies[0])
+    assert float(doubt(summary(before), summary(after))) == 0
 
 
 START = df.Filter(df.LinearHead(2)).init(df.Belief(torch.zeros(2), df.Diagonal(torch.ones(2))))
@@ -482,6 +557,34 @@ def test_on_probation_the_belief_adapts_and_goes_back_when_the_stream_does() -> 
     assert len(adapted.events) == 2
 
 
+@pytest.mark.parametrize("ordered", [True, False])
+def test_a_share_gained_is_on_probation_if_a_chain_orders_the_labels(ordered: bool) -> None:
+    """It goes on while one class is common, and back once the good belief sees classes as before;
+    without a chain every step is taken back.
+    """
+    monitor, watch = df.Monitor(), MonitorState()
+    state = replace(MOVED, memory={RUNS: torch.tensor(0.0).double()} if ordered else {})
+    generator, k, n = torch.Generator().manual_seed(0), 10, 64
+    labels = torch.randint(k, (70, n), generator=generator)
+    labels[30:45, : 2 * n // 3] = 0
+    after = []
+    for row in labels:
+        logp = log_probabilities(row, k)
+        seen = monitor.observe(watch, state, INFO, logp, None, {})
+        trial = logp if monitor.choose_trial(watch, START, seen) else None
+        watch, next_state = monitor.respond(watch, START, state, seen, trial)
+        after.append(next_state)
+    acts = [(event.step, event.response) for event in watch.events if event.response != "record"]
+    if not ordered:
+        assert acts == [(step, "revert") for step in range(30, 45)]
+        return
+    assert [response for _, response in acts] == ["probation", "revert"]
+    assert acts[0][0] == 30
+    assert acts[1][0] in range(45, 45 + 2 * monitor.lag)
+    assert all(each is state for each in after[:45])
+    assert torch.equal(after[acts[1][0]].belief.mean, state.belief.mean)  # of the last snapshot
+
+
 @pytest.mark.parametrize("stream", ["garbage", "blurred"])
 def test_after_enough_patience_the_stream_is_the_new_history(stream: str) -> None:
     adapted = poisoned(
@@ -701,6 +804,10 @@ def test_rare_hard_samples_are_no_rise_of_uncertainty() -> None:
         ("history", lambda value: value * math.nan, "monitor.history.* must be finite"),
         ("history", lambda value: value[:-1], "monitor.* must be summaries of one length"),
         ("pairs", lambda value: value + 99, "monitor.pairs.* must be two rows of labels below 4"),
+        ("runs", lambda value: value[:-1], r"monitor.runs.* must be of shape \[k \+ 3\]"),
+        ("runs", lambda value: -value, "monitor.runs.* must be sums of numbers >= 0"),
+        ("runs", lambda value: value.float(), "monitor.runs.* must be torch.float64"),
+        ("answered", lambda value: value * math.inf, "monitor.answered.* must be finite"),
     ],
 )
 def test_a_state_with_a_damaged_history_is_refused(name: str, change: Any, message: str) -> None:

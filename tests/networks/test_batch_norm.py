@@ -19,8 +19,14 @@ from driftfilter.base.randomness import Purpose, Randomness
 from driftfilter.gaussian.covariance import antithetic
 from driftfilter.model.label_chain import RUNS
 from driftfilter.networks.batch_norm import diversity
-from driftfilter.networks.batch_trust import Probe, evidence_of_change, moment_shift, novelty
-from driftfilter.networks.network import DIVERSITY, SHIFT, STATISTICS
+from driftfilter.networks.batch_trust import (
+    SHIFT,
+    Probe,
+    evidence_of_change,
+    moment_shift,
+    novelty,
+)
+from driftfilter.networks.network import DIVERSITY, STATISTICS
 from small import Written, assert_same, normal, refuses
 
 KINDS: list[Any] = ["batch", "source", df.PseudoCount(3.0), df.Ema(0.3)]
@@ -1127,6 +1133,46 @@ def test_one_far_batch_counts_as_one_and_single_samples_are_not_probed() -> None
     assert max(shifts) <= 0.9 + 1e-6
     assert shifts[4] > 0.3
     assert shifts[12] < 0.45
+
+
+@pytest.mark.parametrize(
+    ("known", "kept"),
+    [(None, 1.0), ((0.0, 0.0, 1.0), 1.0), ((3.0, 10.0, 2.0), 0.25), ((7.0, 10.0, 2.0), 1.0)],
+)
+def test_at_home_a_part_of_what_was_learned_is_kept(known: Any, kept: float) -> None:
+    """μ₀ + keep (μ - μ₀) if S = 0.3 is below the limit of 0.5; bit for bit μ if it is 0.7 or not
+    known.
+    """
+    source, learned = (
+        df.Belief(
+            torch.randn(6, generator=torch.Generator().manual_seed(seed)),
+            df.Diagonal(torch.ones(6)),
+        )
+        for seed in (0, 1)
+    )
+    inputs, at = torch.eye(3), Randomness(0, 0, torch.device("cpu"))
+    energy = df.Gibbs()(df.LinearHead(2), learned.mean, inputs, {}, at, source)[0]
+    memory = {} if known is None else {SHIFT: torch.tensor(known)}
+    assert df.ForgetAtHome(0.0)(learned, energy, memory, at) == (learned, memory)
+    belief, after = df.ForgetAtHome(0.5, 0.25)(learned, energy, memory, at)
+    assert after is memory
+    assert belief.covariance is learned.covariance
+    expected = source.mean + kept * (learned.mean - source.mean)
+    torch.testing.assert_close(belief.mean, expected)
+    assert torch.equal(belief.mean, learned.mean) == (kept == 1)
+
+
+def test_back_in_its_domain_the_default_is_the_source_within_ten_batches() -> None:
+    generator, model = torch.Generator().manual_seed(0), _shift_model()
+    adapter = df.adapt(model, monitor=None)
+    for _ in range(12):
+        adapter(_images(generator, 3.0))
+    far = (adapter.belief.mean - adapter.state.source.mean).norm()
+    for _ in range(10):
+        adapter(_images(generator))
+    left = (adapter.belief.mean - adapter.state.source.mean).norm()
+    assert far > 1e-5
+    assert left < 0.05 * far
 
 
 @pytest.mark.parametrize("rule", [df.Moderated(), df.Moderated(variance=1), df.LinearizedProbit()])

@@ -41,16 +41,20 @@ def independence(counts: Vector, known: bool = False) -> Number:
     0 for two classes unless shares in the source are ``known``: rare events, fraud and rain have
     no equal shares.
     """
-    classes = len(counts) - 3
-    if classes <= 2 and not known:
+    if len(counts) - 3 <= 2 and not known:
         return 0.0 * numbers(counts)[0]
+    return trust_in_shares(stickiness(counts))
+
+
+def stickiness(counts: Vector) -> Number:
+    """ρ, a number in [0, 1]."""
+    classes = len(counts) - 3
     shares = counts[:classes] + _PRIOR / classes
     shares = shares / shares.sum()
     chance = total(shares * shares)
     pairs, equal = numbers(counts[classes : classes + 2])
     agreement = (equal + _PRIOR / 2 * chance) / (pairs + _PRIOR / 2)
-    rho = clip((agreement - chance + _ROUNDING) / (1 - chance + _ROUNDING), 0.0, 1.0)
-    return trust_in_shares(rho)
+    return clip((agreement - chance + _ROUNDING) / (1 - chance + _ROUNDING), 0.0, 1.0)
 
 
 def trust_in_shares(rho: Number) -> Number:

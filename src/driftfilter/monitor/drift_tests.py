@@ -68,20 +68,30 @@ class Evidence(NamedTuple):
 
     @classmethod
     def of(cls, found: dict[str, float], classes: int) -> Self:
-        """From what ``count_lost`` and ``compare`` found."""
+        """From what ``count_lost`` and ``compare`` found.
+
+        N samples in runs tell as much as N (1 - R) / (1 + R) independent ones: R is "stayed" of
+        labels in the history, or "stay" by what is known now if that is more. A model that has
+        collapsed predicts runs, too, so that of classes lost only the history tells.
+        """
         signals, tails = [math.nan] * 3, [0.0] * 3
+        stayed = found.get("stayed", 0.0)
         if found.get("pairs", 0) >= SHORT:
-            signals[0], tails[0] = found["lost"], found["lost_tail"]
+            signals[0] = found["lost"] - found.get("doubt", 0.0)
+            tails[0] = _independent(stayed) * found["lost_tail"]
         if found.get("past", 0) >= SHORT:
             pooled = found["told"] * found["lately"] / (found["told"] + found["lately"])
             signals[1:] = found["g_class"] / found["window"], found["rise"]
-            stay = found.get("stay", 0.0)  # N samples in runs tell as much as so many others
-            independent = found["g_class"] * (1 - stay) / (1 + stay)
-            tails[1] = improbability(independent) - math.log(classes)
-            tails[2] = bernstein(
-                found["rise"], pooled, (math.log(classes) - found["usual"]) / found["spread"]
-            )
+            part = _independent(max(found.get("stay", 0.0), stayed))
+            tails[1] = improbability(part * found["g_class"]) - math.log(classes)
+            reach = (math.log(classes) - found["usual"]) / found["spread"]
+            tails[2] = bernstein(found["rise"], part * pooled, reach)
         return cls(tuple(signals), tuple(tails))
+
+
+def _independent(stay: float) -> float:
+    """(1 - R) / (1 + R)."""
+    return (1 - stay) / (1 + stay)
 
 
 def improbability(statistic: float) -> float:
@@ -177,6 +187,14 @@ def add_pairs(pairs: Tensor | None, own: Tensor, source: Tensor) -> Tensor:
     new = torch.stack((own.argmax(-1), source.argmax(-1)))
     joined = new if pairs is None else torch.cat((pairs, new), 1)
     return joined[:, -max(LONG * own.shape[1], SHORT) :]
+
+
+def doubt(window: Tensor, history: Tensor) -> Number:
+    """By how many nats the mean predictive entropy of a window [k + 3] is above that of the
+    history; 0 if it is below.
+    """
+    new, old = lighten(window), lighten(history)
+    return clip(numbers(new[-2:-1] / new[-3] - old[-2:-1] / old[-3])[0], 0.0, math.inf)
 
 
 def count_lost(pairs: Tensor, classes: int) -> dict[str, Tensor]:

@@ -24,11 +24,12 @@ from driftfilter.base.checks import (
     PositiveCount,
     require,
 )
-from driftfilter.base.light import Number, clip, lighten, total
+from driftfilter.base.light import Number, as_torch, clip, lighten, match, total
 from driftfilter.filtering import FilterState, StepInfo
 from driftfilter.gaussian.belief import deviation, kl_divergence
 from driftfilter.model.centering import CENTER
 from driftfilter.model.label_chain import RUNS
+from driftfilter.model.label_runs import count_labels, start_counts, stickiness
 from driftfilter.model.weighting import LABELS
 from driftfilter.monitor.drift_tests import (
     LONG,
@@ -40,15 +41,15 @@ from driftfilter.monitor.drift_tests import (
     compare,
     count_lost,
     dominant,
+    doubt,
     extend,
     fade,
     gather,
-    rise,
     shape_of,
     summary,
 )
 from driftfilter.monitor.state import Event, MonitorState
-from driftfilter.networks.network import SHIFT
+from driftfilter.networks.batch_trust import SHIFT
 
 Response: TypeAlias = Literal[
     "record", "warn", "inflate", "probation", "revert", "reset", "freeze"
@@ -87,11 +88,14 @@ class Detector(Protocol):
 class Monitor(Checked):
     """Alarms, their thresholds and what is done about them.
 
-        classes_lost    H(b) - H(a) >= classes, a and b the classes that the belief and the source
-                        (with the batch-norm statistics of now) predict for the same samples: the
-                        last 50 k of every ``probe``-th batch, and of fewer if batches are larger
-                        than 50 samples (of every eighth at 200), which tell as much. Every second
-                        time the source is also asked with its own statistics: carried ones that
+        classes_lost    H(b) - H(a) - D >= classes, a and b the classes that the belief and the
+                        source (with the batch-norm statistics of now) predict for the same samples:
+                        the last 50 k of every ``probe``-th batch, and of fewer if batches are
+                        larger than 50 samples (of every eighth at 200), which tell as much. D, the
+                        source's doubt, is the rise of its mean predictive entropy above that in
+                        the history: a source that does not know its way spreads classes. Every
+                        second
+                        time it is also asked with its own statistics: carried ones that
                         have collapsed lose classes for both. There H(b) - H(a) >= ln 2 of at least
                         256 samples (100 of two classes), since a source may spread the classes of a
                         new domain. Statistics of a stream of few classes spread these over others
@@ -108,7 +112,9 @@ class Monitor(Checked):
 
     Of the first three the difference must also be no chance: a tail below ``false_alarm``, bounded
     by Chernoff (classes_lost: under exchangeable labels, a share: under χ² with one degree of
-    freedom, of k).
+    freedom, of k). N samples in runs tell as much as N (1 - R) / (1 + R) others, R how often a
+    label stays in the history, or by the chain of labels if that says more (not of classes lost,
+    for what has collapsed predicts runs).
 
     A collapse of the model and a change of the stream look alike in what is predicted, but not
     beside the source: that sees the same stream, and does not collapse. A share gained, or
@@ -116,17 +122,18 @@ class Monitor(Checked):
 
     Responses, mildest first; of several alarms the strongest is done: "record" (an event), "warn",
     "inflate" (the covariance, ×``inflation``), "probation" (go on, but ask the last good belief now
-    and then, and revert to it as soon as what it predicts is as certain as its history: the stream
-    is back), "revert" (to the last good belief, a snapshot ``lag`` to 2 ``lag`` ticks old, batch
-    after batch), "reset" (to the source; on probation, to the last good belief), "freeze" (revert,
-    and adapt no more until ``resume``). Carried batch-norm statistics stay those of now, whatever
-    the belief goes back to: they have a guard of their own (``Ema``), and old ones would hold a
-    model in a domain that is gone. They go back if they are what has lost the classes. After
-    ``patience`` ticks off the history the stream has changed for good: what came lately becomes the
-    history, and a belief on probation the good one. What the model does is never accepted so. A
-    tick is a batch, or as many small ones as fill a window. Samples of a model that learns nothing
-    (``Frozen``), which cannot collapse, are judged eight at a time. ``detectors``: signal ->
-    detector (river).
+    and then, and revert to it as soon as what it predicts is as certain as its history and of such
+    classes: the stream is back), "revert" (to the last good belief, a snapshot ``lag`` to 2
+    ``lag`` ticks old, batch after batch; of a share gained if a chain of labels puts the stream in
+    order, probation in its place), "reset" (to the source; on probation, to the last good belief),
+    "freeze" (revert, and adapt no more until ``resume``). Carried batch-norm statistics stay those
+    of now, whatever the belief goes back to: they have a guard of their own (``Ema``), and old ones
+    would hold a model in a domain that is gone. They go back if they are what has lost the classes.
+    After ``patience`` ticks off the history the stream has changed for good: what came lately
+    becomes the history, and a belief on probation the good one. What the model does is never
+    accepted so. A tick is a batch, or as many small ones as fill a window. Samples of a model
+    that learns nothing (``Frozen``), which cannot collapse, are judged eight at a time.
+    ``detectors``: signal -> detector (river).
 
     What lasts for 20 ticks is told once, by a warning (by an event alone if ``on_labels`` is
     "record"): "one_class", 90 % of the samples are predicted to be of the same class (99 % of two
@@ -191,7 +198,8 @@ class Monitor(Checked):
         if n >= _FEW:
             return None
         waiting = gather(past.waiting, summary(log_probabilities))
-        return replace(past, batches=past.batches + 1, waiting=waiting, gathered=n)
+        runs = _count_runs(past.runs, log_probabilities)
+        return replace(past, batches=past.batches + 1, waiting=waiting, gathered=n, runs=runs)
 
     # The adapter calls these five in turn, and makes the predictions that those called "choose" ask
     # for.
@@ -249,6 +257,10 @@ class Monitor(Checked):
         batch = gather(past.waiting, summary(log_probabilities))
         samples = past.gathered + len(log_probabilities)
         recent = fade(past.recent, batch, samples, STEADY)
+        probed = None if probe is None else summary(probe)
+        asked = past.asked
+        if probed is not None:
+            asked = fade(asked, probed, len(log_probabilities), LONG * classes)
         pairs, own = (
             known if other is None else add_pairs(known, log_probabilities, other)
             for known, other in ((past.pairs, probe), (past.apart, apart))
@@ -256,7 +268,10 @@ class Monitor(Checked):
         history = past.reference
         against = {} if history is None else compare(recent, history)
         against |= {"stay": state.memory[RUNS]} if RUNS in state.memory else {}
+        against |= {} if past.runs is None else {"stayed": stickiness(lighten(past.runs))}
         against |= {} if pairs is None else count_lost(pairs, classes)
+        if asked is not None and past.answered is not None:
+            against["doubt"] = doubt(asked, past.answered)
         beside = dominant(recent) | {"moved": _movement(state)}
         if own is not None:
             beside |= {_APART + name: value for name, value in count_lost(own, classes).items()}
@@ -273,7 +288,22 @@ class Monitor(Checked):
             signals = signals._replace(classes_lost=told[_APART + "lost"])
             alarms["classes_lost"] = _HALF
         alarms |= _detect(detectors, signals)
-        return Observed(signals, alarms, early, batch, recent, pairs, samples, own, lost, told)
+        return Observed(
+            signals,
+            alarms,
+            early,
+            batch,
+            recent,
+            pairs,
+            samples,
+            own,
+            lost,
+            told,
+            asked,
+            probed,
+            _count_runs(past.runs, log_probabilities),
+            RUNS in state.memory,
+        )
 
     def _have_collapsed(self, found: Mapping[str, float], classes: int) -> bool:
         """Whether it is the statistics that lose classes."""
@@ -295,7 +325,7 @@ class Monitor(Checked):
         return start if past.good is None else past.good
 
     def _worst(self, past: MonitorState, seen: Observed) -> Response:
-        responses = (self.response(signal, past.trying) for signal in seen.alarms)
+        responses = (self._response_to(signal, past, seen) for signal in seen.alarms)
         return max(responses, key=_severity, default="record")
 
     def _measure(self, state: FilterState, info: StepInfo) -> dict[str, Number]:
@@ -342,6 +372,14 @@ class Monitor(Checked):
         _, response = self._bounds.get(signal, (math.inf, self.on_detector))
         return "revert" if trying and response == "reset" else response
 
+    def _response_to(self, signal: str, past: MonitorState, seen: Observed) -> Response:
+        """What is done about an alarm of a step. Labels that a chain puts in order teach what they
+        should: a share gained may be garbage, but need not be taken back at once.
+        """
+        response = self.response(signal, past.trying)
+        gained = signal == "share_gained" and seen.ordered
+        return "probation" if gained and response == "revert" else response
+
     def respond(
         self,
         past: MonitorState,
@@ -354,7 +392,7 @@ class Monitor(Checked):
 
         ``trial`` [n, k]: what the state of ``choose_trial`` predicts.
         """
-        acts = {signal: self.response(signal, past.trying) for signal in seen.alarms}
+        acts = {signal: self._response_to(signal, past, seen) for signal in seen.alarms}
         worst = self._worst(past, seen)
         now = replace(
             past,
@@ -364,6 +402,7 @@ class Monitor(Checked):
             gathered=0 if seen.batch is not None else past.gathered,
             pairs=seen.pairs,
             apart=past.apart if seen.apart is None else seen.apart,
+            asked=past.asked if seen.asked is None else seen.asked,
             signals=seen.signals,
             alarmed=(*seen.alarms, *((_EARLY,) if seen.early else ())),
         ).log(*self._notice(past, seen), *_report(past, seen, acts))
@@ -428,6 +467,9 @@ class Monitor(Checked):
         """
         if seen.batch is not None:
             now = replace(now, history=extend(now.history, seen.batch, seen.samples), away=0.0)
+            now = replace(now, runs=seen.runs)
+        if seen.probed is not None:
+            now = replace(now, answered=extend(now.answered, seen.probed, seen.samples))
         if seen.alarms:
             return now
         age = now.age + seen.ticks
@@ -448,7 +490,9 @@ class Monitor(Checked):
         """A step on probation: back to the good belief if that is at home again."""
         history = now.reference
         if trial is not None and history is not None:
-            known = fade(now.trial, summary(trial), seen.samples)
+            known = summary(trial)
+            if seen.samples < 3 * SHORT // 4:  # too few to judge by
+                known = fade(now.trial, known, seen.samples)
             now, rose = replace(now, trial=known), self._at_home(known, history)
             if rose is not None:
                 event = Event(now.batches - 1, "uncertainty", rose, self.uncertainty / 2, "revert")
@@ -459,9 +503,14 @@ class Monitor(Checked):
         return self._away(now, seen, state), state
 
     def _at_home(self, trial: Tensor, history: Tensor) -> float | None:
-        """The rise of uncertainty of the good belief, if enough samples say that it is none."""
-        count, rose = float(trial[:-3].sum()), float(rise(trial, history))
-        return rose if count >= SHORT / 2 and rose < self.uncertainty / 2 else None
+        """The rise of uncertainty of the good belief, if enough samples say that it is none, nor a
+        share gained.
+        """
+        found = compare(trial, history)
+        samples, rose = float(found["window"]), float(found["rise"])
+        gained = float(found["g_class"]) / samples
+        home = rose < self.uncertainty / 2 and gained < self.share / 2
+        return rose if samples >= SHORT / 2 and home else None
 
     def _away(self, now: MonitorState, seen: Observed, state: FilterState) -> MonitorState:
         """One more batch that is not in the history; after enough of them the window becomes the
@@ -483,7 +532,8 @@ class Monitor(Checked):
         )
         if now.trying:
             now = replace(now, good=state, newer=state, age=0.0, trying=False, trial=None)
-        return replace(now, history=now.recent, known=None, later=None, away=0.0).log(event)
+        now = replace(now, history=now.recent, known=None, later=None, away=0.0)
+        return replace(now, answered=now.asked, runs=seen.runs).log(event)
 
 
 def _beside_both(found: dict[str, float], told: Mapping[str, float]) -> dict[str, float]:
@@ -500,7 +550,7 @@ def _report(past: MonitorState, seen: Observed, acts: Mapping[str, str]) -> list
     """Events of the alarms: every time if the belief goes back, else when one begins."""
     values, known = (
         seen.signals._asdict(),
-        [*past.alarmed, *(("uncertainty",) if past.trying else ())],
+        [*past.alarmed, *(_OF_TRIAL if past.trying else ())],
     )
     return [
         Event(past.batches, name, values[name.removeprefix(_DETECTOR)], seen.alarms[name], response)
@@ -550,6 +600,7 @@ _OF_STREAM = (CENTER, LABELS, RUNS)  # of the classes that the stream has shown
 _APART = "apart, "
 _ONE_CLASS, _MOST, _MOST_OF_TWO = "one_class", 0.9, 0.99
 _EARLY = "share_gained, half of it"
+_OF_TRIAL = ("uncertainty", "share_gained")  # what may put a belief on probation
 
 
 def fresh_detectors(monitor: Monitor | None) -> dict[str, Detector]:
@@ -587,11 +638,23 @@ class Observed(NamedTuple):
     apart: Tensor | None = None  # [2, w], the same beside the source's own statistics
     statistics_lost: bool = False  # whether these lose classes that the source's own do not
     beside: Mapping[str, float] = {}  # what is told if it lasts
+    asked: Tensor | None = None  # [k + 3], what the source predicts lately
+    probed: Tensor | None = None  # [k + 3], what it predicts for this batch
+    runs: Tensor | None = None  # [k + 3], of labels, with the batch
+    ordered: bool = False  # whether a chain of labels puts the stream in order
 
     @property
     def ticks(self) -> float:
         """1, or the part of a window that a small batch fills."""
         return 1.0 if self.batch is None else min(1.0, self.samples / SHORT)
+
+
+def _count_runs(runs: Tensor | None, log_probabilities: Tensor) -> Tensor:
+    """[k + 3], labels in the order of the stream with those of a batch (label_runs.py)."""
+    known = start_counts(log_probabilities.shape[1], log_probabilities.double())
+    counts = lighten(known if runs is None else runs)
+    labels = match(log_probabilities.argmax(-1), counts)
+    return as_torch(count_labels(counts, labels))
 
 
 def _movement(state: FilterState) -> Number:

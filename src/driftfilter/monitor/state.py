@@ -11,7 +11,7 @@ from typing import Any, Self, final
 import torch
 from torch import Tensor
 
-from driftfilter.base.checks import require, require_squarable
+from driftfilter.base.checks import require, require_shape, require_squarable
 from driftfilter.base.tensors import as_tensor, as_text, map_tensors
 from driftfilter.filtering import FilterState
 from driftfilter.monitor.drift_tests import Signals as Signals  # beside events, for who reads both
@@ -20,7 +20,10 @@ from driftfilter.storage.state_tensors import from_tensors, to_tensors
 
 MONITOR = "monitor."  # in a checkpoint
 KEPT = 1000  # events
-_TENSORS = ("history", "recent", "known", "later", "pairs", "apart", "trial", "waiting")
+_TENSORS = (
+    *("history", "recent", "known", "later", "pairs", "apart", "trial", "waiting"),
+    *("asked", "answered", "runs"),
+)
 _LABELS = ("pairs", "apart")  # those of labels
 # What is told in JSON, with what it must be: a type, or a list or an object of one.
 _PLAIN: dict[str, Any] = {
@@ -60,6 +63,9 @@ class MonitorState:
     recent: Tensor | None = None  # [k + 3], the window
     pairs: Tensor | None = None  # [2, w], what the belief and the source called the same samples
     apart: Tensor | None = None  # [2, w], the same with the source under its own statistics
+    asked: Tensor | None = None  # [k + 3], what the source predicted for the last 50 k samples
+    answered: Tensor | None = None  # [k + 3], what it predicted in batches taken for good
+    runs: Tensor | None = None  # [k + 3], of labels in the history (label_runs.py)
     good: FilterState | None = None  # what to go back to; None: the start of the stream
     newer: FilterState | None = None  # takes its place when the next snapshot is due
     # [k + 3], the history at the time of the good state: what the window is compared with.
@@ -192,7 +198,8 @@ def _require_fit(found: Mapping[str, Tensor]) -> None:
     """Raise unless summaries [k + 3] are finite and of one length, and the labels of pairs below
     k.
     """
-    summaries = {name: tensor for name, tensor in found.items() if name not in _LABELS}
+    others = (*_LABELS, "runs")
+    summaries = {name: tensor for name, tensor in found.items() if name not in others}
     for name, tensor in summaries.items():
         if tensor.is_floating_point():
             require_squarable(f"state {MONITOR + name!r}", tensor)
@@ -211,6 +218,13 @@ def _require_fit(found: Mapping[str, Tensor]) -> None:
         samples, total = tensor[-3].item(), tensor[-2].item()
         most = 1.001 * samples * math.log(max(classes, 2)) + 1e-6
         require(total <= most, f"state {MONITOR + name!r}", f"Σ H = {total:g}", f"<= {most:g}")
+    if "runs" in found:
+        field, runs = f"state '{MONITOR}runs'", found["runs"]
+        require_shape(field, runs, "[k + 3]", classes + 3)
+        require(runs.dtype == torch.float64, field, runs.dtype, "torch.float64")
+        require_squarable(field, runs)
+        fits = float(runs[:-1].amin()) >= 0 and -1 <= float(runs[-1]) < classes
+        require(fits, field, runs.tolist(), "sums of numbers >= 0, then a label")
     for name in _LABELS:
         pairs = found.get(name)
         require(

@@ -10,9 +10,22 @@ source network as it was, and all layers but the last, which sees the classes, s
 (``Probe``).
 """
 
+from dataclasses import dataclass
+from typing import final
+
 import torch
 from torch import Tensor, maximum
 
+from driftfilter.base.checks import Checked, Fraction, NotNegative, register, unchecked
+from driftfilter.base.memory import remembered
+from driftfilter.base.randomness import Randomness
+from driftfilter.gaussian.belief import Belief
+from driftfilter.model.observation import Energy
+from driftfilter.model.weighting import Memory
+
+# In the memory, if Ema asks for it: sums of n S and n over the batches probed, which fade over 32
+# samples, and the batches since the last one probed, -1 if no layer can tell [3].
+SHIFT = remembered("network.shift", "3")
 _FAR = 9.0  # squared deviations by which no class shifts a table
 _LEAST = 0.05  # of a channel's variance, what lies between samples at least
 _SOME = 8  # samples whose scatter looks like a shift
@@ -105,3 +118,34 @@ class Witness:
     def answer(self, shift: Tensor, samples: int) -> None:
         """Note the shift of a batch."""
         self.least = evidence_of_change(shift, samples)
+
+
+@final
+@dataclass(frozen=True)
+class ForgetAtHome(Checked):
+    """While the stream is of the source's domain, what other domains have taught is forgotten:
+
+        μ ← μ₀ + keep · (μ - μ₀)   if S <= shift
+
+    after each step, S the shift that the source sees (``Ema.shift``, which must be on): there
+    nothing is learned, and the source is what is right. A mean that reverts by ρ = 0.995 a step
+    takes 140 steps for a half of the way. ``shift`` 0: never.
+    """
+
+    shift: NotNegative = 0.45
+    keep: Fraction = 0.5
+
+    def __call__(
+        self, belief: Belief, energy: Energy, memory: Memory, randomness: Randomness
+    ) -> tuple[Belief, Memory]:
+        known = memory.get(SHIFT)
+        if known is None or self.shift == 0:
+            return belief, memory
+        source = energy.require_source().mean
+        home = (known[1] > 0) & (known[0] <= self.shift * known[1])
+        kept = torch.where(home, self.keep, 1.0).to(source)
+        mean = torch.lerp(source, belief.mean, kept)
+        return unchecked(Belief, mean=mean, covariance=belief.covariance), memory
+
+
+register(upkeep=(ForgetAtHome,))

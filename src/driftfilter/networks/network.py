@@ -52,7 +52,7 @@ from driftfilter.networks.batch_norm import (
     diversity,
     require_statistics,
 )
-from driftfilter.networks.batch_trust import novelty
+from driftfilter.networks.batch_trust import SHIFT, novelty
 from driftfilter.networks.cuda_graphs import CapturedPullback, Captures, Question, key_of, possible
 from driftfilter.networks.features import catch_features, find_head, take_features
 from driftfilter.networks.norm_rules import NormRule
@@ -75,9 +75,6 @@ _TOGETHER = 4  # tangents that share a forward pass; more of them take as long a
 STATISTICS = remembered("network.statistics", "c")
 # In the memory, if Ema asks for it: D of the last batch observed [].
 DIVERSITY = remembered("network.diversity")
-# In the memory, if Ema asks for it: sums of n S and n over the batches probed, which fade over
-# _WINDOW samples, and the batches since the last one probed, -1 if no layer can tell [3].
-SHIFT = remembered("network.shift", "3")
 _WINDOW = 32
 _EVERY = 4  # batches of which one is probed
 

@@ -27,6 +27,7 @@ from driftfilter.model.transition import Transition
 from driftfilter.model.views import Augmentation, Consistency, Mirror
 from driftfilter.model.weighting import Constant, Reliability, RunGate
 from driftfilter.networks.batch_norm import Ema
+from driftfilter.networks.batch_trust import ForgetAtHome
 from driftfilter.networks.parameters import Head, NoParameters, NormAffine
 from driftfilter.recipe import Recipe
 from driftfilter.source.posterior import Gaussian
@@ -106,7 +107,8 @@ def driftfilter(  # what users may turn
 
     "batch": batch normalisation carries its statistics, and trusts a batch the less the fewer
     classes are in it, in late layers more so; while the source network, asked in every fourth
-    batch, sees no ``shift`` of the domain, statistics and parameters stay the source's. The loss is
+    batch, sees no ``shift`` of the domain, statistics and parameters stay the source's, or go back
+    to them (``ForgetAtHome``). The loss is
     the soft likelihood ratio of reliable samples with ``balance`` times information maximisation
     against collapse. "aligned"
     (other norms, with source ``data`` that are no table): the same, by statistics of the source
@@ -166,6 +168,7 @@ def driftfilter(  # what users may turn
         else Tempered(temperature),
         predict_from="prior",
         centering=Centering(),
+        upkeep=ForgetAtHome(shift) if by_batch else None,
         least=16,
         align=norms == "aligned",
         labels=LabelChain(tables=False, skew=0.1 if norms == "batch" else 0.0),
