@@ -34,7 +34,7 @@ EVERY = pytest.mark.parametrize(("role", "name"), TABLE, ids=[name for _, name i
 # These have no place inside a Filter: a source makes the belief it starts from, statistics and
 # parameters belong to a network, a buffer to an adapter, and a recipe holds all of them
 # (tests/source, tests/networks, tests/model/test_buffers.py, tests/presets).
-OUTSIDE = ("source", "statistics", "parameters", "buffer", "labels", "recipe")
+OUTSIDE = ("source", "statistics", "parameters", "buffer", "labels", "domains", "recipe")
 STREAMED = [(role, name) for role, name in TABLE if role not in OUTSIDE]
 EVERY_STREAMED = pytest.mark.parametrize(
     ("role", "name"), STREAMED, ids=[name for _, name in STREAMED]

@@ -166,6 +166,17 @@ def test_mixed_domains_fall_apart_and_samples_find_their_own(size: int) -> None:
     assert len(known.names) == 3
 
 
+@pytest.mark.parametrize("size", [300, 100, 48])
+def test_batches_of_domains_that_are_known_are_divided(size: int) -> None:
+    signatures = torch.cat([draw(name, 200, seed=3) for name in range(3)])
+    order = torch.randperm(600, generator=torch.Generator().manual_seed(0))
+    found, known = follow(df.Domains(), list(signatures[order].split(size)), know(0, 1, 2))
+    names = torch.tensor([name for names in found for name in names])
+    late = torch.arange(600) >= 300  # with 192 samples, and the batch that brings the last of them
+    assert torch.equal(names[late], order[late] // 200)
+    assert known.names.tolist() == [0, 1, 2]
+
+
 def test_one_gaussian_does_not_fall_apart() -> None:
     batches = [draw(0, 200, seed) for seed in range(20)]
     _, known = follow(df.Domains(), batches)

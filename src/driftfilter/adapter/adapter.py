@@ -41,6 +41,7 @@ from driftfilter.base.inputs import (
     join_arguments,
     samples,
     split_batch,
+    tensors,
 )
 from driftfilter.base.sharding import current, gather_samples
 from driftfilter.callbacks import Callback, require_callbacks
@@ -363,28 +364,41 @@ class Adapter(nn.Module):
     def _pieces(self, inputs: Inputs) -> list[Inputs]:
         return split_batch(inputs, self.recipe.chunk) if self.recipe.chunk else [inputs]
 
+    def _describe(self, inputs: Inputs) -> Tensor | None:
+        """How the samples of all ranks look [n, D]; None if nobody wants to know, or can."""
+        own = None if self.recipe.domains is None else describe(inputs)
+        if own is None or self._ranks is None:
+            return own
+        return gather_samples(own.to(tensors(inputs)[0].device)).cpu()
+
     def _divide(self, now: AdapterState, inputs: Inputs) -> tuple[AdapterState, list[Group]]:
-        """A batch by the domains of its samples; if the stream is distributed, all are of one."""
-        rule, place = self.recipe.domains, 0 if now.domains is None else now.domains.active
-        signatures = None if rule is None or self._ranks is not None else describe(inputs)
+        """A batch by the domains of its samples."""
+        rule, signatures = self.recipe.domains, self._describe(inputs)
         if rule is None or signatures is None:
-            return now, [Group(place)]
-        return now.divide(rule, signatures)
+            return now, [Group(0 if now.domains is None else now.domains.active)]
+        now, groups = now.divide(rule, signatures)
+        return now, self._keep_together(groups)
+
+    def _keep_together(self, groups: list[Group]) -> list[Group]:
+        """The groups of a batch; if ranks have parts of it, one for all: the largest."""
+        if self._ranks is None or len(groups) == 1:
+            return groups
+        return [Group(max(groups, key=lambda own: own.size).place)]
 
     def _step_each(self, now: AdapterState, inputs: Inputs) -> tuple[AdapterState, Prediction]:
         """One call for the samples of each domain."""
         now, groups = self._divide(now, inputs)
         found = []
-        for each_group in groups:
-            now, own = self._step(now.enter(each_group.place), each_group.pick(inputs))
-            found.append(own)
+        for own in groups:
+            now, prediction = self._step(now.enter(own.place), own.pick(inputs))
+            found.append(prediction)
         return now, merge(groups, found)
 
     def _predict_each(self, now: AdapterState, inputs: Inputs) -> Prediction:
         """A prediction of the samples of each domain that is known."""
-        if now.domains is None or (signatures := describe(inputs)) is None:
+        if now.domains is None or (signatures := self._describe(inputs)) is None:
             return self._predict(now, inputs)
-        groups = now.recall(signatures)
+        groups = self._keep_together(now.recall(signatures))
         found = [self._predict(now.enter(own.place), own.pick(inputs)) for own in groups]
         return merge(groups, found)
 

@@ -56,6 +56,11 @@ class Group(NamedTuple):
     place: int  # of the domain
     which: Tensor | None = None  # [m]; None: all of the batch
 
+    @property
+    def size(self) -> int:
+        """Samples of a group that is not all of a batch."""
+        return 0 if self.which is None else len(self.which)
+
     def pick(self, inputs: Inputs) -> Inputs:
         """The samples of the group in a batch."""
         if self.which is None:

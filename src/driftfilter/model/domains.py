@@ -90,7 +90,7 @@ class Domains(Checked):
         known then.
         """
         n, block = len(signatures), torch.cat((known.block, signatures))
-        if n >= _ENOUGH:  # they tell enough without those that wait
+        if n >= _ENOUGH > len(known.block):  # they tell enough without those that wait
             known, block = known.settle(), signatures
         if len(block) < _ENOUGH:
             return known.wait(block, known.recall(signatures, smooth))
