@@ -55,9 +55,9 @@ class Domains(Checked):
 
         KL(N(m_b, (C_b + C) / 2) ‖ N(m, C)) / D <= ``limit``
 
-    A class alone has 0.04 to 0.11, another corruption 0.14 to 50 (CIFAR-10, speckle noise, blur,
-    saturation, spatter). If they are too far they go to another domain that explains them, or make
-    a new one. That begins as its neighbour if it is within ``near``, else as the source.
+    A class alone has 0.11 at most, another corruption 0.15 to 40 if it is not slight (CIFAR-10,
+    benchmarks/search_domains.py). If they are too far they go to another domain that explains them,
+    or make a new one. That begins as its neighbour if it is within ``near``, else as the source.
 
     24 D samples of a domain are looked at for two clusters, along the direction in which they have
     the smallest kurtosis: below ``kurtosis`` there are two, and a domain for each, which begins as
