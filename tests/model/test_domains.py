@@ -199,6 +199,16 @@ def test_clusters_are_found_where_the_variance_is_small() -> None:
     assert max(agreement, 1 - agreement) > 0.95
 
 
+def test_samples_that_are_all_the_same_are_no_clusters() -> None:
+    signatures = torch.ones(432, 18, dtype=torch.float64)
+    kurtosis, side = find_clusters(signatures)
+    assert kurtosis == torch.inf
+    assert not side.any()
+    names, known = follow(df.Domains(), [draw(0, 1).repeat(200, 1)] * 4)
+    assert {name for batch in names for name in batch} == {0}
+    assert known.counts.tolist() == [800]
+
+
 def test_the_budget_merges_what_is_one_and_forgets_what_is_oldest() -> None:
     rule = df.Domains(most=2)
     found, known = follow(rule, [draw(name, 200) for name in (0, 1, 2, 1)])

@@ -15,23 +15,30 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from driftfilter.base.inputs import Inputs, tensors
+from driftfilter.base.inputs import Inputs, batch_size, tensors
 
 _SCALES = 3
 _LEAST = 2**_SCALES  # of the sides of an image
 _FLOOR = 1e-4  # of the variance, an energy that is none
 _TINY = 1e-12
+_MOST = 1e15  # a value beyond it, whose square might be infinite, is taken for it
 
 
 def describe(inputs: Inputs) -> Tensor | None:
-    """Signatures [n, D], on the CPU in float64, D = 9 for one channel and c + 15 for c (signals: 6
-    and c + 9); None if the samples are no images [n, c, h, w] or signals [n, c, t] of at least
-    eight values a side.
+    """Signatures [n, D], on the CPU in float64 and finite, D = 9 for one channel and c + 15 for c
+    (signals: 6 and c + 9); None if the samples are no images [n, c, h, w], floating or uint8, or
+    floating signals [n, c, t] of at least eight values a side.
+
+    Of several inputs the first one is looked at that has several numbers a sample: what comes after
+    it may be a mask.
     """
-    images = next((part for part in tensors(inputs) if part.is_floating_point()), None)
+    n = batch_size(inputs)
+    images = next((each for each in tensors(inputs) if each.dim() > 1 and len(each) == n), None)
     if images is None or images.dim() not in (3, 4) or min(images.shape[2:]) < _LEAST:
         return None
-    images = images.detach().float()
+    if not images.is_floating_point() and (images.dtype != torch.uint8 or images.dim() == 3):
+        return None
+    images = images.detach().float().clamp(-_MOST, _MOST)
     means = images.flatten(2).mean(2)  # [n, c]
     images = images - means.view(*means.shape, *[1] * (images.dim() - 2))
     whole, grey = _energies(images)

@@ -295,12 +295,15 @@ def find_clusters(signatures: Tensor) -> tuple[float, Tensor]:
 
     A Gaussian has 3, by chance 1.9 to 2 in the best direction if there are 24 samples a dimension;
     two clusters far from each other have 1. Found by gradient steps from every principal axis.
+    ∞ if all samples are the same.
     """
     n = len(signatures)
     mean, covariance = find_moments(signatures)
     scale = (covariance.diagonal() * (1 + _RELATIVE) + _ABSOLUTE**2).sqrt()
     values, axes = torch.linalg.eigh(covariance / scale / scale[:, None])
     kept = values > _RELATIVE
+    if not bool(kept.any()):  # all samples look the same
+        return torch.inf, torch.zeros(n, dtype=torch.bool)
     z = (signatures - mean) / scale @ axes[:, kept] / values[kept].sqrt()
     directions = torch.eye(z.shape[1], dtype=z.dtype)
     for _ in range(_ROUNDS):
