@@ -13,7 +13,6 @@ nearly as much as over all of them. Tables and tokens have none at all.
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from driftfilter.base.inputs import Inputs, batch_size, tensors
 
@@ -56,19 +55,29 @@ def _energies(images: Tensor) -> tuple[Tensor, Tensor]:
     A mean square is that of half the sums of neighbours plus that of half their differences, so
     that only sums are needed.
     """
-    found = [_squares(images)]
+    own = _squares(images)
+    found = [own]
     for _ in range(_SCALES):
-        own = _squares(images)
         if images.dim() == 3:
-            images = functional.avg_pool1d(images, 2)
-            found.append(own - _squares(images))
-            continue
-        one, other = (functional.avg_pool2d(images, size) for size in ((2, 1), (1, 2)))
-        images = functional.avg_pool2d(one, (1, 2))
-        both, sides = _squares(images), _squares(one) + _squares(other)
-        found += [sides - 2 * both, own - sides + both]
+            images = _halve(images, 2)
+            half = _squares(images)
+            found.append(own - half)
+        else:
+            one, other = _halve(images, 2), _halve(images, 3)
+            images = _halve(one, 3)
+            half, sides = _squares(images), _squares(one) + _squares(other)
+            found += [sides - 2 * half, own - sides + half]
+        own = half
     whole, grey = torch.stack(found, 2)
     return whole, grey
+
+
+def _halve(images: Tensor, axis: int) -> Tensor:
+    """Half the sums of neighbours along an axis; an odd one at its end is left out."""
+    half = images.shape[axis] // 2
+    pairs = images.narrow(axis, 0, 2 * half).unflatten(axis, (half, 2))
+    one, other = pairs.unbind(axis + 1)
+    return (one + other) / 2
 
 
 def _squares(images: Tensor) -> Tensor:
