@@ -253,6 +253,7 @@ def test_what_is_known_is_kept_in_tensors() -> None:
         ("mixed", torch.tensor(2)),
         ("means", torch.full((2, WIDTH), torch.nan, dtype=torch.float64)),
         ("pool", torch.zeros(3, WIDTH + 1)),
+        ("pool", torch.tensor(0.0)),
         ("block", torch.zeros(500, WIDTH, dtype=torch.float64)),
     ],
 )
@@ -261,6 +262,12 @@ def test_crafted_tensors_are_refused(name: str, value: Tensor) -> None:
     with pytest.raises(ValueError, match=r"^state 'domains\.known\.") as error:
         KnownDomains.from_tensors(tensors, "domains.known.")
     assert name in str(error.value)
+
+
+@pytest.mark.parametrize("most", [1, 2.5])
+def test_the_budget_is_a_number_of_domains(most: float) -> None:
+    with pytest.raises(ValueError, match=r"^Domains\.most must be an integer >= 2"):
+        df.Domains(most=most)  # type: ignore[arg-type]
 
 
 def test_a_missing_part_is_refused() -> None:
