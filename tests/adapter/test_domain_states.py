@@ -255,3 +255,16 @@ def test_crafted_states_are_refused(name: str) -> None:
         with pytest.raises(ValueError, match=name.split(".")[-1]):
             one.load_state_dict({**state, name: wrong})
         assert_same(list(one.state_dict().values()), list(before.values()))
+
+
+def test_states_of_before_go_into_the_default() -> None:
+    """What was saved without a chain of labels, domains and ``ForgetAtHome`` is one domain's."""
+    old = df.adapt(network(), labels=None, domains=None, upkeep=None)
+    for _, batch in visits()[:3]:
+        old(batch)
+    new = df.adapt(network())
+    new.load_state_dict(old.state_dict())
+    assert_same(new.belief.mean, old.belief.mean)
+    for _, batch in visits():
+        new(batch)
+    assert len(new.domains) == 3

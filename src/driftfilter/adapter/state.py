@@ -32,6 +32,7 @@ from driftfilter.model.domains import Domains
 from driftfilter.model.label_chain import RUNS, LabelChain, is_of, require_known, stay
 from driftfilter.monitor.state import MONITOR, MonitorState, Signals
 from driftfilter.networks.alignment import MOMENTS
+from driftfilter.networks.batch_trust import ForgetAtHome
 from driftfilter.networks.network import ask_at_once
 from driftfilter.recipe import Recipe
 from driftfilter.storage.state_tensors import (
@@ -374,8 +375,8 @@ def _memory_of(recipe: Recipe) -> str:
     """The kind of memory a recipe has: how it predicts leaves nothing for other rules, and may
     change between runs.
     """
-    kind = kinds(
-        replace(recipe, prediction=MAP(), predict_from="posterior", labels=None, domains=None)
-    )
+    kept = None if isinstance(recipe.upkeep, ForgetAtHome) else recipe.upkeep  # remembers nothing
+    parts = {"predict_from": "posterior", "upkeep": kept, "labels": None, "domains": None}
+    kind = kinds(replace(recipe, prediction=MAP(), **parts))
     # Recipes once had no centring, and checkpoints of those without say nothing of it.
     return kind if recipe.centering else kind.removesuffix(", NoneType)") + ")"
