@@ -142,6 +142,13 @@ def test_callbacks_are_told_of_domains() -> None:
     for _, batch in visits(each=1):
         one(batch)
     assert told == [{0: 100}, {1: 100}, {2: 100}, {1: 100}, {0: 100}]
+    one(images("dark", 100)[..., :4])  # too small to have a look
+    assert told.pop() == {}
+    pieces = adapter(callbacks=[Listener()], chunk=70)
+    for _, batch in visits(each=1)[:2]:
+        pieces(batch)
+        pieces.update(batch)
+    assert [sum(counts.values()) for counts in told[5:]] == [100] * 4
 
 
 def test_other_samples_are_of_one_domain() -> None:
@@ -152,6 +159,56 @@ def test_other_samples_are_of_one_domain() -> None:
     for batch in batches:
         assert_same(one(batch), other(batch))
     assert one.domains == ()
+
+
+def test_masks_are_no_images() -> None:
+    """Beside tokens, with -inf where nothing is to be looked at."""
+
+    class Pooled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.norm, self.head = (
+                nn.Embedding(20, 6),
+                nn.LayerNorm(6),
+                nn.Linear(6, 3),
+            )
+
+        def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
+            found: Tensor = self.head(
+                self.norm((mask[:, 0].softmax(-1) @ self.table(tokens))[:, 0])
+            )
+            return found
+
+    torch.manual_seed(0)
+    one, mask = df.adapt(Pooled().eval()), torch.zeros(80, 1, 12, 12)
+    mask[..., 9:] = -torch.inf
+    for _ in range(3):
+        assert one(torch.randint(0, 20, (80, 12)), mask).isfinite().all()
+    assert one.domains == ()
+
+
+@pytest.mark.parametrize("size", [40, 100])
+def test_huge_values_leave_nothing_behind_that_fails_later(size: int) -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = network()
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            found: Tensor = self.inner(inputs.clamp(-9, 9))
+            return found
+
+    one = df.adapt(Scaled().eval())
+    one(1e30 * images("noise", size))
+    for seed in range(4):
+        assert one(images("smooth", size, seed)).isfinite().all()
+
+
+def test_images_that_are_all_the_same() -> None:
+    one = adapter()
+    for _ in range(8):
+        assert one(torch.full((100, 3, 16, 16), 0.5)).isfinite().all()
+    assert one.domains == ((0, 800),)
 
 
 def test_a_state_of_another_device_or_dtype_takes_its_domains_along() -> None:
@@ -169,6 +226,24 @@ def test_domains_and_a_buffer_do_not_go_together() -> None:
         adapter("center", buffer=df.CategoryBalanced())
 
 
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("domains.1.state.memory.network.statistics", torch.zeros(0)),
+        ("domains.1.recent.[]", torch.rand(5, 7, 16, 16)),
+    ],
+)
+def test_states_that_wait_are_held_to_the_model(name: str, wrong: Tensor) -> None:
+    one = adapter()
+    for _, batch in visits():
+        one(batch)
+    assert one.domains[1][0] == 1
+    assert int(one.state_dict()["domains.active"]) == 0
+    state = {**one.state_dict(), name: wrong}
+    with pytest.raises((ValueError, RuntimeError)):
+        one.load_state_dict(state)
+
+
 @pytest.mark.parametrize("name", ["domains.active", "domains.shares", "domains.1.calls"])
 def test_crafted_states_are_refused(name: str) -> None:
     one = adapter()
@@ -180,3 +255,16 @@ def test_crafted_states_are_refused(name: str) -> None:
         with pytest.raises(ValueError, match=name.split(".")[-1]):
             one.load_state_dict({**state, name: wrong})
         assert_same(list(one.state_dict().values()), list(before.values()))
+
+
+def test_states_of_before_go_into_the_default() -> None:
+    """What was saved without a chain of labels, domains and ``ForgetAtHome`` is one domain's."""
+    old = df.adapt(network(), labels=None, domains=None, upkeep=None)
+    for _, batch in visits()[:3]:
+        old(batch)
+    new = df.adapt(network())
+    new.load_state_dict(old.state_dict())
+    assert_same(new.belief.mean, old.belief.mean)
+    for _, batch in visits():
+        new(batch)
+    assert len(new.domains) == 3

@@ -54,14 +54,25 @@ def test_signatures_are_those_of_plain_loops(shape: tuple[int, ...]) -> None:
         torch.rand(4, 3, 7),
         torch.ones(4, 3, 32, 32, dtype=torch.int64),
         {"tokens": torch.ones(4, 20, dtype=torch.int64)},
+        {"tokens": torch.ones(4, 20, dtype=torch.int64), "mask": torch.rand(4, 1, 20, 20)},
+        (torch.ones(4, dtype=torch.int64), torch.rand(1, 20, 20)),
+        torch.ones(4, 2, 20, dtype=torch.uint8),
     ],
-    ids=["table", "low", "short", "whole numbers", "tokens"],
+    ids=["table", "low", "short", "whole", "tokens", "masked tokens", "bias", "bytes"],
 )
 def test_other_samples_have_no_signatures(samples: Tensor) -> None:
     assert describe(samples) is None
 
 
-def test_the_first_real_input_is_described() -> None:
+def test_images_of_bytes_look_as_their_numbers_do() -> None:
+    images = torch.randint(0, 256, (4, 3, 16, 16), dtype=torch.uint8)
+    own, other = describe(images), describe(images.double())
+    assert own is not None
+    assert other is not None
+    torch.testing.assert_close(own, other, rtol=0, atol=0)
+
+
+def test_the_first_input_of_several_numbers_is_described() -> None:
     images = torch.rand(4, 3, 16, 16)
     alone = describe(images)
     beside = describe({"numbers": torch.ones(4, dtype=torch.int64), "images": images})
@@ -74,6 +85,8 @@ def test_flat_and_huge_images_have_finite_signatures() -> None:
     images = torch.stack(
         (torch.zeros(3, 16, 16), torch.ones(3, 16, 16), 255 * torch.rand(3, 16, 16))
     )
+    images = torch.cat((images, 1e30 * torch.rand(2, 3, 16, 16)))
+    images[4, 0, 0, 0] = torch.finfo(torch.float32).max
     found = describe(images)
     assert found is not None
     assert bool(found.isfinite().all())

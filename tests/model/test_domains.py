@@ -199,6 +199,16 @@ def test_clusters_are_found_where_the_variance_is_small() -> None:
     assert max(agreement, 1 - agreement) > 0.95
 
 
+def test_samples_that_are_all_the_same_are_no_clusters() -> None:
+    signatures = torch.ones(432, 18, dtype=torch.float64)
+    kurtosis, side = find_clusters(signatures)
+    assert kurtosis == torch.inf
+    assert not side.any()
+    names, known = follow(df.Domains(), [draw(0, 1).repeat(200, 1)] * 4)
+    assert {name for batch in names for name in batch} == {0}
+    assert known.counts.tolist() == [800]
+
+
 def test_the_budget_merges_what_is_one_and_forgets_what_is_oldest() -> None:
     rule = df.Domains(most=2)
     found, known = follow(rule, [draw(name, 200) for name in (0, 1, 2, 1)])
@@ -243,6 +253,7 @@ def test_what_is_known_is_kept_in_tensors() -> None:
         ("mixed", torch.tensor(2)),
         ("means", torch.full((2, WIDTH), torch.nan, dtype=torch.float64)),
         ("pool", torch.zeros(3, WIDTH + 1)),
+        ("pool", torch.tensor(0.0)),
         ("block", torch.zeros(500, WIDTH, dtype=torch.float64)),
     ],
 )
@@ -251,6 +262,12 @@ def test_crafted_tensors_are_refused(name: str, value: Tensor) -> None:
     with pytest.raises(ValueError, match=r"^state 'domains\.known\.") as error:
         KnownDomains.from_tensors(tensors, "domains.known.")
     assert name in str(error.value)
+
+
+@pytest.mark.parametrize("most", [1, 2.5])
+def test_the_budget_is_a_number_of_domains(most: float) -> None:
+    with pytest.raises(ValueError, match=r"^Domains\.most must be an integer >= 2"):
+        df.Domains(most=most)  # type: ignore[arg-type]
 
 
 def test_a_missing_part_is_refused() -> None:

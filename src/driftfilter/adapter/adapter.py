@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -224,15 +225,17 @@ class Adapter(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Adapt to a batch and predict it: log-probabilities [n, k], which are valid logits too."""
-        begun, outputs = time.perf_counter(), []
+        begun, outputs, shares = time.perf_counter(), [], Counter[int]()
         with self._lock, self._apart():
             with self._noting(), self._given("adapter(x)", args, kwargs) as inputs:
                 now = self._ready(inputs)
                 for piece in self._pieces(inputs):
+                    before = now
                     now, prediction = self._put_in_order(*self._step_each(now, piece), piece)
                     outputs.append(prediction.log_probabilities)
+                    shares.update(now.count_domains(before))
             together = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
-            self._finish(now, begun, len(together), together)
+            self._finish(now, begun, len(together), together, shares)
         return together
 
     def predict(self, *args: Any, **kwargs: Any) -> Prediction:
@@ -249,20 +252,23 @@ class Adapter(nn.Module):
 
         A monitor sees what the step would have predicted.
         """
-        begun = time.perf_counter()
+        begun, shares = time.perf_counter(), Counter[int]()
         with self._lock, self._apart():
             with self._noting(), self._given("update", args, kwargs) as inputs:
                 now = self._ready(inputs)
                 for piece in self._pieces(inputs):
+                    before = now
                     now, info = self._update(now, piece)
-            self._finish(now, begun, batch_size(inputs), None)
+                    shares.update(now.count_domains(before))
+            self._finish(now, begun, batch_size(inputs), None, shares)
         return info
 
     def elapse(self, dt: float) -> None:
         """Let time pass without data: the belief moves as the transition says over ``dt`` units.
 
         A step is one unit of time. After a gap of g units between two batches, ``elapse(g - 1)``
-        comes before the second. Before the first batch nothing moves.
+        comes before the second. Before the first batch nothing moves. Of several domains the last
+        one moves: the time of a domain is that of its own batches.
         """
         with self._lock, self._apart():
             now = self._ready(None)
@@ -283,7 +289,7 @@ class Adapter(nn.Module):
 
     @property
     def state(self) -> FilterState:
-        """All that has been learned; an immutable value."""
+        """All that has been learned, of several domains in the last one; an immutable value."""
         return self._ready(None).current
 
     @property
@@ -561,7 +567,12 @@ class Adapter(nn.Module):
         return now._replace(state=state, info=info, watch=watch)
 
     def _finish(
-        self, now: AdapterState, begun: float, samples: int, log_probabilities: Tensor | None
+        self,
+        now: AdapterState,
+        begun: float,
+        samples: int,
+        log_probabilities: Tensor | None,
+        shares: Mapping[int, int],
     ) -> None:
         """A call is over: what it changed is for all to see, callbacks are told and, even if one
         fails, warnings given.
@@ -569,9 +580,8 @@ class Adapter(nn.Module):
         before, self._now = self._now, now._replace(number=self._now.number + 1)
         try:
             if self.callbacks:
-                record = now.make_record(
-                    before, samples, 1000 * (time.perf_counter() - begun), log_probabilities
-                )
+                ms = 1000 * (time.perf_counter() - begun)
+                record = now.make_record(before, samples, ms, log_probabilities, shares)
                 for callback in tuple(self.callbacks):
                     callback.on_step(record)
         finally:
@@ -688,9 +698,11 @@ class Adapter(nn.Module):
             bound = self._options(self._model[0], found, None)
         assert bound is not None
         now = AdapterState.from_tensors(own, bound, self.monitor is not None, self.recipe)
-        if isinstance(now.recent, Tensor) and self._ranks is None:
-            # The model must take them: together, for one alone may be too few for it.
-            bound.filter.predict(now.current, now.recent.to(now.current.belief.mean.device))
+        slots = () if now.domains is None else now.domains.slots
+        for recent in (now.recent, *(slot.recent for slot in slots)):
+            if isinstance(recent, Tensor) and self._ranks is None:
+                # The model must take them: together, for one alone may be too few for it.
+                bound.filter.predict(now.current, recent.to(now.current.belief.mean.device))
         return now
 
     def __getstate__(self) -> dict[str, Any]:

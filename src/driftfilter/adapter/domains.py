@@ -93,6 +93,12 @@ class DomainMemory(NamedTuple):
         """Whether a domain was not there in the batch before."""
         return int(self.known.names[place]) not in self.before
 
+    @property
+    def states(self) -> list[FilterState]:
+        """All that wait."""
+        every = (getattr(slot, name) for slot in self.slots for name in _STATES)
+        return [state for state in every if state is not None]
+
     def map_slots(self, change: Any) -> DomainMemory:
         """With other slots."""
         return self._replace(slots=tuple(map(change, self.slots)))

@@ -32,6 +32,7 @@ from driftfilter.model.domains import Domains
 from driftfilter.model.label_chain import RUNS, LabelChain, is_of, require_known, stay
 from driftfilter.monitor.state import MONITOR, MonitorState, Signals
 from driftfilter.networks.alignment import MOMENTS
+from driftfilter.networks.batch_trust import ForgetAtHome
 from driftfilter.networks.network import ask_at_once
 from driftfilter.recipe import Recipe
 from driftfilter.storage.state_tensors import (
@@ -163,6 +164,13 @@ class AdapterState(NamedTuple):
         domains = before._replace(slots=self._keep(before)).follow(division)
         return self._replace(domains=domains), group(division.owners)
 
+    def count_domains(self, before: Self) -> Mapping[int, int]:
+        """Samples of each domain in the batch after another state, by name; none if it was not
+        divided.
+        """
+        domains = self.domains
+        return {} if domains is None or domains is before.domains else domains.shares
+
     def recall(self, signatures: Tensor) -> list[Group]:
         """A batch with signatures [n, D] by its domains, to be predicted alone."""
         domains = self.domains
@@ -249,15 +257,19 @@ class AdapterState(NamedTuple):
         return replace(self.current, memory={**self.current.memory, **names})
 
     def make_record(
-        self, before: Self, n: int, ms: float, log_probabilities: Tensor | None
+        self,
+        before: Self,
+        n: int,
+        ms: float,
+        log_probabilities: Tensor | None,
+        shares: Mapping[int, int],
     ) -> StepRecord:
         """What callbacks are told of a call, with predictions [n, k] of its own: the caller may
-        write to those returned.
+        write to those returned. ``shares``: samples by domain.
         """
         info = None if self.info is before.info else self.info
         told = None if log_probabilities is None else log_probabilities.clone()
         signals = Signals() if self.watch is before.watch else self.watch.signals
-        shares = {} if self.domains is None else self.domains.shares
         events = self.watch.since(before.watch)
         return StepRecord(before.number, n, ms, info, told, signals, events, domains=shares)
 
@@ -324,6 +336,8 @@ class AdapterState(NamedTuple):
         domains = None
         if recipe.domains is not None and learned is not None:
             domains = DomainMemory.from_tensors(own, bound.start)
+            for state in () if domains is None else domains.states:
+                bound.filter.require_recalled(state)
         before = (bound, bound.found, learned, kept, known, calls, number, None, watch, labels)
         return cls(*before, domains)
 
@@ -361,8 +375,8 @@ def _memory_of(recipe: Recipe) -> str:
     """The kind of memory a recipe has: how it predicts leaves nothing for other rules, and may
     change between runs.
     """
-    kind = kinds(
-        replace(recipe, prediction=MAP(), predict_from="posterior", labels=None, domains=None)
-    )
+    kept = None if isinstance(recipe.upkeep, ForgetAtHome) else recipe.upkeep  # remembers nothing
+    parts = {"predict_from": "posterior", "upkeep": kept, "labels": None, "domains": None}
+    kind = kinds(replace(recipe, prediction=MAP(), **parts))
     # Recipes once had no centring, and checkpoints of those without say nothing of it.
     return kind if recipe.centering else kind.removesuffix(", NoneType)") + ")"

@@ -13,25 +13,31 @@ nearly as much as over all of them. Tables and tokens have none at all.
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from driftfilter.base.inputs import Inputs, tensors
+from driftfilter.base.inputs import Inputs, batch_size, tensors
 
 _SCALES = 3
 _LEAST = 2**_SCALES  # of the sides of an image
 _FLOOR = 1e-4  # of the variance, an energy that is none
 _TINY = 1e-12
+_MOST = 1e15  # a value beyond it, whose square might be infinite, is taken for it
 
 
 def describe(inputs: Inputs) -> Tensor | None:
-    """Signatures [n, D], on the CPU in float64, D = 9 for one channel and c + 15 for c (signals: 6
-    and c + 9); None if the samples are no images [n, c, h, w] or signals [n, c, t] of at least
-    eight values a side.
+    """Signatures [n, D], on the CPU in float64 and finite, D = 9 for one channel and c + 15 for c
+    (signals: 6 and c + 9); None if the samples are no images [n, c, h, w], floating or uint8, or
+    floating signals [n, c, t] of at least eight values a side.
+
+    Of several inputs the first one is looked at that has several numbers a sample: what comes after
+    it may be a mask.
     """
-    images = next((part for part in tensors(inputs) if part.is_floating_point()), None)
+    n = batch_size(inputs)
+    images = next((each for each in tensors(inputs) if each.dim() > 1 and len(each) == n), None)
     if images is None or images.dim() not in (3, 4) or min(images.shape[2:]) < _LEAST:
         return None
-    images = images.detach().float()
+    if not images.is_floating_point() and (images.dtype != torch.uint8 or images.dim() == 3):
+        return None
+    images = images.detach().float().clamp(-_MOST, _MOST)
     means = images.flatten(2).mean(2)  # [n, c]
     images = images - means.view(*means.shape, *[1] * (images.dim() - 2))
     whole, grey = _energies(images)
@@ -49,19 +55,29 @@ def _energies(images: Tensor) -> tuple[Tensor, Tensor]:
     A mean square is that of half the sums of neighbours plus that of half their differences, so
     that only sums are needed.
     """
-    found = [_squares(images)]
+    own = _squares(images)
+    found = [own]
     for _ in range(_SCALES):
-        own = _squares(images)
         if images.dim() == 3:
-            images = functional.avg_pool1d(images, 2)
-            found.append(own - _squares(images))
-            continue
-        one, other = (functional.avg_pool2d(images, size) for size in ((2, 1), (1, 2)))
-        images = functional.avg_pool2d(one, (1, 2))
-        both, sides = _squares(images), _squares(one) + _squares(other)
-        found += [sides - 2 * both, own - sides + both]
+            images = _halve(images, 2)
+            half = _squares(images)
+            found.append(own - half)
+        else:
+            one, other = _halve(images, 2), _halve(images, 3)
+            images = _halve(one, 3)
+            half, sides = _squares(images), _squares(one) + _squares(other)
+            found += [sides - 2 * half, own - sides + half]
+        own = half
     whole, grey = torch.stack(found, 2)
     return whole, grey
+
+
+def _halve(images: Tensor, axis: int) -> Tensor:
+    """Half the sums of neighbours along an axis; an odd one at its end is left out."""
+    half = images.shape[axis] // 2
+    pairs = images.narrow(axis, 0, 2 * half).unflatten(axis, (half, 2))
+    one, other = pairs.unbind(axis + 1)
+    return (one + other) / 2
 
 
 def _squares(images: Tensor) -> Tensor:

@@ -18,7 +18,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from driftfilter.base.checks import Checked, Interval, Positive, register, require, require_finite
+from driftfilter.base.checks import (
+    AtLeast,
+    Checked,
+    Interval,
+    Positive,
+    register,
+    require,
+    require_finite,
+)
 from driftfilter.model import sticky_chain
 from driftfilter.model.sticky_chain import Smoother, Stickiness
 
@@ -69,7 +77,7 @@ class Domains(Checked):
     Images and signals have signatures; other samples are all of one domain.
     """
 
-    most: Annotated[int, Interval(2, 256)] = 24
+    most: Annotated[int, AtLeast(2)] = 24
     limit: Positive = 0.13
     near: Annotated[float, Interval(0, np.inf)] = 0.3
     kurtosis: Annotated[float, Interval(1, 3)] = 1.8
@@ -213,7 +221,7 @@ def _require_forms(known: KnownDomains, prefix: str) -> None:
     k, width = known.names.numel(), known.means.shape[-1] if known.means.dim() else 0
     shapes: dict[str, tuple[int, ...]] = {"means": (k, width), "covariances": (k, width, width)}
     shapes |= {"alpha": (len(_STAYS.values), k), "born": (), "current": (), "mixed": ()}
-    shapes |= {name: (len(getattr(known, name)), width) for name in ("pool", "block")}
+    shapes |= {name: (*getattr(known, name).shape[:1], width) for name in ("pool", "block")}
     real = {"counts", "means", "covariances", "alpha", "block"}
     for name, value in known.to_tensors().items():
         shape = shapes.get(name, (k,))
@@ -295,12 +303,15 @@ def find_clusters(signatures: Tensor) -> tuple[float, Tensor]:
 
     A Gaussian has 3, by chance 1.9 to 2 in the best direction if there are 24 samples a dimension;
     two clusters far from each other have 1. Found by gradient steps from every principal axis.
+    ∞ if all samples are the same.
     """
     n = len(signatures)
     mean, covariance = find_moments(signatures)
     scale = (covariance.diagonal() * (1 + _RELATIVE) + _ABSOLUTE**2).sqrt()
     values, axes = torch.linalg.eigh(covariance / scale / scale[:, None])
     kept = values > _RELATIVE
+    if not bool(kept.any()):  # all samples look the same
+        return torch.inf, torch.zeros(n, dtype=torch.bool)
     z = (signatures - mean) / scale @ axes[:, kept] / values[kept].sqrt()
     directions = torch.eye(z.shape[1], dtype=z.dtype)
     for _ in range(_ROUNDS):
