@@ -2,6 +2,7 @@
 of several domains in one batch; saved and resumed bit for bit.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -268,3 +269,34 @@ def test_states_of_before_go_into_the_default() -> None:
     for _, batch in visits():
         new(batch)
     assert len(new.domains) == 3
+
+
+def test_a_monitor_compares_every_domain_with_the_source() -> None:
+    """Two in every batch, and a comparison in every second batch of each: not always the same."""
+    one = adapter("tent", monitor=df.Monitor(probe=2))
+    for _, batch in visits():
+        one(batch)
+    for seed in range(10):
+        one(torch.cat((images("smooth", 40, seed), images("dark", 40, seed + 50))))
+    smooth, noise, dark = (one._now.enter(place).watch for place in range(3))
+    for watch in (smooth, dark):
+        assert watch.pairs is not None
+        assert watch.pairs.shape[1] == 50 * 3  # as many as are kept
+    assert smooth.turns + noise.turns + dark.turns == smooth.batches == dark.batches
+
+
+def test_probation_is_of_one_domain() -> None:
+    one = adapter("tent", monitor=df.Monitor())
+    for domain in ("smooth", "dark"):
+        for seed in range(20):
+            one(images(domain, 100, seed))
+    one._now = one._now._replace(watch=replace(one._now.watch, trying=True))
+    one(images("smooth", 100, 77))
+    assert not one._now.watch.trying
+    assert one._now.watch.good is not None
+    again = adapter("tent", monitor=df.Monitor())
+    again.load_state_dict(one.state_dict())
+    for each in (one, again):
+        each(images("dark", 100, 78))
+        assert each._now.watch.trying
+    assert_same(again.belief.mean, one.belief.mean)

@@ -6,7 +6,7 @@ domain at hand is the adapter's own, all others wait.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ from driftfilter.base.checks import require
 from driftfilter.base.inputs import Inputs, check_inputs
 from driftfilter.filtering import FilterState
 from driftfilter.model.domains import SOURCE, Division, KnownDomains
+from driftfilter.monitor.state import MONITOR, MonitorState
 from driftfilter.storage.state_tensors import (
     from_tensors,
     read_count,
@@ -26,7 +27,7 @@ from driftfilter.storage.state_tensors import (
 
 DOMAINS = "domains."  # in a checkpoint
 _KNOWN, _ACTIVE, _SHARES, _CALLS = "known.", "active", "shares", "calls"
-_STATES = ("state", "good", "newer")
+_STATE = "state."
 
 
 class Slot(NamedTuple):
@@ -35,36 +36,43 @@ class Slot(NamedTuple):
     state: FilterState | None = None
     recent: Inputs | None = None
     calls: int = 0
-    good: FilterState | None = None  # see MonitorState
-    newer: FilterState | None = None
+    watch: MonitorState = MonitorState()  # what concerns the belief
 
-    def map_states(self, change: Any) -> Slot:
-        """With other states."""
-        parts = {name: getattr(self, name) for name in _STATES}
-        return self._replace(**{name: change(part) for name, part in parts.items() if part})
+    @property
+    def states(self) -> list[FilterState]:
+        """The state, and those that a monitor may go back to."""
+        every = (self.state, self.watch.good, self.watch.newer)
+        return [state for state in every if state is not None]
+
+    def map_states(self, change: Callable[[FilterState], FilterState]) -> Slot:
+        """With another state, and the monitor's where it is."""
+        if self.state is None:
+            return self
+        state = change(self.state)
+        return self._replace(state=state, watch=self.watch.move_to(state.belief.mean))
 
     def to_tensors(self) -> dict[str, Tensor]:
         """As named tensors, for a checkpoint; the source of the states is not repeated."""
         found = {_CALLS: torch.tensor(self.calls), **samples_to_tensors(self.recent)}
-        for name in _STATES:
-            state = getattr(self, name)
-            tensors = {} if state is None else to_tensors(state)
-            kept = {key: value for key, value in tensors.items() if not key.startswith("source.")}
-            found |= {f"{name}.{key}": value for key, value in kept.items()}
-        return found
+        tensors = {} if self.state is None else to_tensors(self.state)
+        kept = {key: value for key, value in tensors.items() if not key.startswith("source.")}
+        found |= {_STATE + key: value for key, value in kept.items()}
+        return found | (self.watch.to_tensors() if self.watch.turns else {})
 
     @classmethod
     def from_tensors(
-        cls, tensors: Mapping[str, Tensor], source: Mapping[str, Tensor], like: FilterState
+        cls, tensors: Mapping[str, Tensor], beside: Mapping[str, Tensor], like: FilterState
     ) -> Slot:
-        """What named tensors describe, for states of the structure of another one."""
-        states: dict[str, Any] = {}
-        for name in _STATES:
-            own = _below(tensors, f"{name}.")
-            states[name] = from_tensors({**own, **source}, like) if own else None
+        """What named tensors describe, for states of the structure of another one; ``beside``: the
+        source, and what the monitor knows of the stream.
+        """
+        own = _below(tensors, _STATE)
+        state = from_tensors({**own, **_with(beside, "source.")}, like) if own else None
+        watch = MonitorState.from_tensors({**beside, **tensors}, like)
         recent = samples_from_tensors(tensors)
         kept = None if recent is None else check_inputs(recent)
-        return cls(recent=kept, calls=read_count(_CALLS, tensors), **states)
+        calls = read_count(_CALLS, tensors)
+        return cls(state, kept, calls, MonitorState(**watch.of_belief))
 
 
 class DomainMemory(NamedTuple):
@@ -96,8 +104,7 @@ class DomainMemory(NamedTuple):
     @property
     def states(self) -> list[FilterState]:
         """All that wait."""
-        every = (getattr(slot, name) for slot in self.slots for name in _STATES)
-        return [state for state in every if state is not None]
+        return [state for slot in self.slots for state in slot.states]
 
     def map_slots(self, change: Any) -> DomainMemory:
         """With other slots."""
@@ -122,9 +129,9 @@ class DomainMemory(NamedTuple):
         known = KnownDomains.from_tensors(_below(own, _KNOWN), DOMAINS + _KNOWN)
         active, count = read_count(_ACTIVE, own), len(known.names)
         require(active < count, f"state '{DOMAINS}{_ACTIVE}'", active, f"below {count}")
-        source = {name: value for name, value in tensors.items() if name.startswith("source.")}
+        beside = _with(tensors, "source.", f"{MONITOR}history")
         slots = tuple(
-            Slot() if place == active else Slot.from_tensors(_below(own, f"{place}."), source, like)
+            Slot() if place == active else Slot.from_tensors(_below(own, f"{place}."), beside, like)
             for place in range(count)
         )
         return cls(known, slots, active, _read_shares(own))
@@ -147,3 +154,8 @@ def _below(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
         for name, value in tensors.items()
         if name.startswith(prefix)
     }
+
+
+def _with(tensors: Mapping[str, Tensor], *prefixes: str) -> dict[str, Tensor]:
+    """Tensors whose names begin with one of these."""
+    return {name: value for name, value in tensors.items() if name.startswith(prefixes)}

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -180,10 +180,11 @@ class AdapterState(NamedTuple):
 
     def _keep(self, domains: DomainMemory) -> tuple[Slot, ...]:
         """The slots with what is known in the active domain."""
-        slots, watch, state = list(domains.slots), self.watch, self.state
+        slots, state = list(domains.slots), self.state
         if state is not None:
             state = _without_runs(state)
-        slots[domains.active] = Slot(state, self.recent, self.calls, watch.good, watch.newer)
+        watch = MonitorState(**self.watch.of_belief)
+        slots[domains.active] = Slot(state, self.recent, self.calls, watch)
         return tuple(slots)
 
     def enter(self, place: int) -> Self:
@@ -202,7 +203,7 @@ class AdapterState(NamedTuple):
             state=state,
             recent=slot.recent,
             calls=slot.calls,
-            watch=replace(self.watch, good=slot.good, newer=slot.newer),
+            watch=replace(self.watch, **slot.watch.of_belief),
             domains=domains._replace(slots=slots, active=place),
         )
 
@@ -376,7 +377,12 @@ def _memory_of(recipe: Recipe) -> str:
     change between runs.
     """
     kept = None if isinstance(recipe.upkeep, ForgetAtHome) else recipe.upkeep  # remembers nothing
-    parts = {"predict_from": "posterior", "upkeep": kept, "labels": None, "domains": None}
+    parts: dict[str, Any] = {
+        "predict_from": "posterior",
+        "upkeep": kept,
+        "labels": None,
+        "domains": None,
+    }
     kind = kinds(replace(recipe, prediction=MAP(), **parts))
     # Recipes once had no centring, and checkpoints of those without say nothing of it.
     return kind if recipe.centering else kind.removesuffix(", NoneType)") + ")"

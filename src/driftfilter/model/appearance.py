@@ -76,8 +76,8 @@ def _halve(images: Tensor, axis: int) -> Tensor:
     """Half the sums of neighbours along an axis; an odd one at its end is left out."""
     half = images.shape[axis] // 2
     pairs = images.narrow(axis, 0, 2 * half).unflatten(axis, (half, 2))
-    one, other = pairs.unbind(axis + 1)
-    return (one + other) / 2
+    sums: Tensor = pairs.select(axis + 1, 0) + pairs.select(axis + 1, 1)
+    return sums / 2
 
 
 def _squares(images: Tensor) -> Tensor:

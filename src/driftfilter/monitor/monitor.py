@@ -199,7 +199,8 @@ class Monitor(Checked):
             return None
         waiting = gather(past.waiting, summary(log_probabilities))
         runs = _count_runs(past.runs, log_probabilities)
-        return replace(past, batches=past.batches + 1, waiting=waiting, gathered=n, runs=runs)
+        past = replace(past, batches=past.batches + 1, turns=past.turns + 1)
+        return replace(past, waiting=waiting, gathered=n, runs=runs)
 
     # The adapter calls these five in turn, and makes the predictions that those called "choose" ask
     # for.
@@ -210,7 +211,7 @@ class Monitor(Checked):
         """A state whose prediction of this batch is to be compared: the source's, now and then."""
         if log_probabilities is None:
             return None
-        due = (past.batches + 1) % self._turns(log_probabilities) == 0
+        due = (past.turns + 1) % self._turns(log_probabilities) == 0
         if not due or torch.equal(state.belief.mean, state.source.mean):
             return None
         return replace(state, belief=state.source)
@@ -223,7 +224,7 @@ class Monitor(Checked):
         """
         if log_probabilities is None or not any(name.startswith(_NETWORK) for name in state.memory):
             return None
-        if (past.batches + 1) % (2 * self._turns(log_probabilities)):
+        if (past.turns + 1) % (2 * self._turns(log_probabilities)):
             return None
         return replace(state, belief=state.source, memory=_without_statistics(state.memory))
 
@@ -319,7 +320,7 @@ class Monitor(Checked):
         """The last good state, if a step on probation is one to try it on."""
         worst = self._worst(past, seen)
         on_probation = worst == "probation" or (past.trying and _severity(worst) <= _PROBATION)
-        due = (past.batches + 1) % self.lag == 0
+        due = (past.turns + 1) % self.lag == 0
         if not (on_probation and due) or seen.batch is None or past.history is None:
             return None
         return start if past.good is None else past.good
@@ -397,6 +398,7 @@ class Monitor(Checked):
         now = replace(
             past,
             batches=past.batches + 1,
+            turns=past.turns + 1,
             recent=seen.recent,
             waiting=None if seen.batch is not None else past.waiting,
             gathered=0 if seen.batch is not None else past.gathered,

@@ -36,7 +36,13 @@ _PLAIN: dict[str, Any] = {
     "lasting": {"": float},
     "warned": [str],
     "gathered": int,
+    "turns": int,
 }
+# What concerns a belief, or what was known at its time, and not the stream.
+_OF_BELIEF = (
+    *("good", "newer", "known", "later", "age", "away"),
+    *("trying", "trial", "pairs", "apart", "turns"),
+)
 _TOLD: dict[str, Any] = {**_PLAIN, "signals": [float], "events": [list]}
 _EVENT = (int, str, float, float, str)
 
@@ -81,6 +87,7 @@ class MonitorState:
     gathered: int = 0  # their number
     alarmed: tuple[str, ...] = ()  # signals out of bounds in the last step
     frozen: bool = False
+    turns: int = 0  # batches of the belief's own domain, by which it is compared now and then
     # Ticks for which something lasts that is told if it goes on (see Monitor), by name.
     lasting: Mapping[str, float] = field(default_factory=dict)
     warned: tuple[str, ...] = ()  # what has been told
@@ -91,6 +98,11 @@ class MonitorState:
     def reference(self) -> Tensor | None:
         """[k + 3], the history without the latest batches, once there is so much."""
         return self.history if self.known is None else self.known
+
+    @property
+    def of_belief(self) -> dict[str, Any]:
+        """What concerns the belief by name: another domain's has its own."""
+        return {name: getattr(self, name) for name in _OF_BELIEF}
 
     def move_to(self, mean: Tensor) -> Self:
         """What is remembered, on the device of a mean; states in its dtype too."""
@@ -139,6 +151,7 @@ class MonitorState:
             return cls()
         plain = _read_plain(own["told"])
         plain |= {
+            "turns": plain.get("turns", plain["batches"]),
             "alarmed": tuple(plain["alarmed"]),
             "warned": tuple(plain.get("warned", ())),
             "signals": Signals(*plain["signals"]),
