@@ -33,6 +33,7 @@ def by_loops(sample: Array) -> list[float]:
     parts = [grey] if len(sample) == 1 else [grey, sample - grey]
     shares = [energy / sample.var() + 1e-4 for part in parts for energy in energies(part)]
     means = sample.reshape(len(sample), -1).mean(1)
+    means = means if len(sample) <= 4 else means.mean(keepdims=True)
     return [*means.tolist(), float(np.log(sample.var())), *np.log(shares).tolist()]
 
 

@@ -314,8 +314,8 @@ class Adapter(nn.Module):
 
     @property
     def domains(self) -> tuple[tuple[int, int], ...]:
-        """The domains that are remembered: the number of each, which stays with it, and of how many
-        samples it is known, 2,000 at most and one batch.
+        """The domains that are remembered: the number of each, which stays with it, and on how many
+        samples what is known of it rests.
         """
         if self._now.domains is None:
             return ()

@@ -2,7 +2,7 @@
 
 Of an image or a signal x [c, …] with m the mean of its channels,
 
-    mean of each channel;   log v, v the variance of x;
+    mean of each channel, or of all if there are more than four;   log v, v the variance of x;
     log(energy / v + 1e-4) of m and of x - m: all of it, and that of its differences between
     neighbours (Haar wavelets) at three scales, along one axis and along both
 
@@ -20,13 +20,14 @@ _SCALES = 3
 _LEAST = 2**_SCALES  # of the sides of an image
 _FLOOR = 1e-4  # of the variance, an energy that is none
 _TINY = 1e-12
+_CHANNELS = 4  # whose means are told one by one
 _MOST = 1e15  # a value beyond it, whose square might be infinite, is taken for it
 
 
 def describe(inputs: Inputs) -> Tensor | None:
-    """Signatures [n, D], on the CPU in float64 and finite, D = 9 for one channel and c + 15 for c
-    (signals: 6 and c + 9); None if the samples are no images [n, c, h, w], floating or uint8, or
-    floating signals [n, c, t] of at least eight values a side.
+    """Signatures [n, D], on the CPU in float64 and finite, D = 9 for one channel, c + 15 for up to
+    four and 16 for more (signals: 6, c + 9 and 10). None if the samples are no images [n, c, h, w],
+    floating or uint8, or floating signals [n, c, t], of at least eight values a side.
 
     Of several inputs the first one is looked at that has several numbers a sample: what comes after
     it may be a mask.
@@ -45,6 +46,8 @@ def describe(inputs: Inputs) -> Tensor | None:
     variance = whole[:, 0] + between + _TINY
     parts = grey if images.shape[1] == 1 else torch.cat((grey, whole - grey), 1)
     shares = parts.clamp_min(0) / variance[:, None] + _FLOOR
+    if means.shape[1] > _CHANNELS:
+        means = means.mean(1, keepdim=True)
     return torch.cat((means, variance.log()[:, None], shares.log()), 1).to("cpu", torch.float64)
 
 

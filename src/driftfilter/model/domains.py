@@ -366,9 +366,14 @@ class _Domain:
         self.absorb(signatures)
 
     def absorb(self, signatures: Tensor) -> None:
-        """Rest on these samples [n, D] as well; nothing waits any more."""
-        self.count, self.waiting = min(self.count, _MEMORY), 0
+        """Rest on these samples [n, D] as well."""
+        self.count = min(self.count, _MEMORY)
         self.pool_moments(len(signatures), find_moments(signatures))
+
+    def settle(self) -> None:
+        """Rest on all samples that wait as well."""
+        self.absorb(self.pool[-self.waiting :].double())
+        self.waiting = 0
 
     def pool_moments(self, count: float, others: _Moments) -> None:
         """Rest on so many samples with these moments as well."""
@@ -436,7 +441,7 @@ class _Draft:
             return
         new = domain.pool[-count:].double()
         if domain.count == 0:
-            domain.fit(domain.pool[-domain.waiting :].double())
+            domain.settle()
             return
         others = [domain, *(each for each in self.domains if each is not domain)]
         distances = distance(find_moments(new), _gather(others)).tolist()
@@ -447,10 +452,10 @@ class _Draft:
             nearest = self._add(domain, origin)
             nearest.count = 0.0
         if nearest is domain:
-            new = domain.pool[-domain.waiting :].double()
+            domain.settle()
         else:
             self._hand_over(domain, nearest, count)
-        nearest.absorb(new)
+            nearest.absorb(new)
 
     def _add(self, like: _Domain, origin: int) -> _Domain:
         """A domain without samples."""
@@ -470,9 +475,12 @@ class _Draft:
         return child
 
     def _hand_over(self, giver: _Domain, taker: _Domain, count: int) -> None:
-        """The last samples of a domain, and those of the block, are another one's."""
-        most = _EACH * len(giver.mean)
-        taker.pool = torch.cat((taker.pool, giver.pool[-count:]))[-most:]
+        """The last samples of a domain, and those of the block, are another one's; they come
+        before those that wait there.
+        """
+        most, known = _EACH * len(giver.mean), len(taker.pool) - taker.waiting
+        parts = (taker.pool[:known], giver.pool[-count:], taker.pool[known:])
+        taker.pool = torch.cat(parts)[-most:]
         giver.pool = giver.pool[:-count]
         taker.seen, giver.seen = max(taker.seen, giver.seen), giver.before
         taker.fresh += count
@@ -502,6 +510,7 @@ class _Draft:
                 break
             side = again
         child.pool, domain.pool = domain.pool[side], domain.pool[~side]
+        domain.waiting = 0
         moved = self._pick(domain) & _prefer(domain, child, self.signatures)
         self.owners = self.owners.masked_fill(moved, child.name)
         if bool(moved[-1]):
