@@ -135,8 +135,7 @@ def make(model: nn.Module, method: str, arguments: argparse.Namespace) -> df.Ada
     if method in ours or method.startswith(("late ", "skew ")):
         return df.adapt(model, **options)
     name, _, option = preset.partition(":")
-    recipe = df.presets.get(name, **dict([option.split("=")] if option else []))
-    return df.adapt(model, recipe, **options)
+    return df.adapt(model, name, **dict([option.split("=")] if option else []), **options)
 
 
 def acting(adapter: df.Adapter) -> int:
