@@ -135,7 +135,8 @@ def make(model: nn.Module, method: str, arguments: argparse.Namespace) -> df.Ada
     if method in ours or method.startswith(("late ", "skew ")):
         return df.adapt(model, **options)
     name, _, option = preset.partition(":")
-    return df.adapt(model, name, **dict([option.split("=")] if option else []), **options)
+    own: dict[str, Any] = dict([option.split("=")] if option else [])
+    return df.adapt(model, name, **own, **options)
 
 
 def acting(adapter: df.Adapter) -> int:
