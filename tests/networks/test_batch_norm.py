@@ -1121,7 +1121,7 @@ def test_a_state_of_a_stream_that_asked_for_shift_does_not_hold_back_one_that_do
 
 def test_one_far_batch_counts_as_one_and_single_samples_are_not_probed() -> None:
     generator = torch.Generator().manual_seed(0)
-    adapter = df.adapt(_shift_model(), monitor=None)
+    adapter = df.adapt(_shift_model(), monitor=None, domains=None)
     adapter.update(_images(generator)[:1])
     assert SHIFT not in adapter.state.memory
     shifts = []
