@@ -2,7 +2,7 @@
 
     python benchmarks/search_domains.py signatures --clean CIFAR10_TEST.npz
     python benchmarks/search_domains.py streams --models resnet20=WEIGHTS --clean CIFAR10_TEST.npz \
-        [--near 0 .3 inf] [--images 100] [--json FILE]
+        [--near 0 .3 100] [--images 100] [--json FILE]
 
 Nothing here sees the fifteen corruptions that are reported: domains are clean images and speckle
 noise, Gaussian blur, saturation and spatter at severities 3 and 5.
@@ -114,7 +114,7 @@ def main() -> None:
     parser.add_argument("what", choices=["signatures", "streams"])
     parser.add_argument("--clean", type=Path, required=True)
     parser.add_argument("--models", nargs="+", default=["resnet20"])
-    parser.add_argument("--near", type=float, nargs="+", default=[0.0, 0.3, float("inf")])
+    parser.add_argument("--near", type=float, nargs="+", default=[0.0, 0.3, 100.0])
     parser.add_argument("--images", type=int, default=100, help="a visit, one batch")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", type=Path)

@@ -131,7 +131,7 @@ def test_domains_are_known_again(size: int) -> None:
 
 
 def test_a_new_domain_begins_as_the_source_or_as_its_neighbour() -> None:
-    rule, first, known = df.Domains(), draw(0, 200), know(0)
+    rule, first, known = df.Domains(near=0.3), draw(0, 200), know(0)
     far = rule.divide(draw(1, 200), known)
     assert far.origins == (0, SOURCE)
     moved = first.mean(0) + 1.8 * (first - first.mean(0))

@@ -79,7 +79,7 @@ class Domains(Checked):
 
     most: Annotated[int, AtLeast(2)] = 24
     limit: Positive = 0.13
-    near: Annotated[float, Interval(0, np.inf)] = 0.3
+    near: Annotated[float, Interval(0, np.inf)] = 100.0
     kurtosis: Annotated[float, Interval(1, 3)] = 1.8
 
     def start(self, width: int) -> KnownDomains:
