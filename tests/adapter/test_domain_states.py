@@ -31,7 +31,7 @@ def network() -> nn.Module:
 
 
 def adapter(preset: str = "driftfilter", **options: Any) -> df.Adapter:
-    options = {"domains": df.Domains(), "labels": None, "monitor": None, **options}
+    options = {"domains": df.Domains(near=0.0), "labels": None, "monitor": None, **options}
     return df.adapt(network(), preset, **options)
 
 
