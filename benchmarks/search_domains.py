@@ -28,7 +28,7 @@ import driftfilter as df
 from driftfilter.app.corruptions import EXTRA, corrupt
 from driftfilter.app.streams import open_cifar10
 from driftfilter.model.appearance import describe
-from driftfilter.model.domains import distance, find_clusters, find_moments, regularize
+from driftfilter.model.clusters import distance, find_clusters, find_moments, regularize
 from figures import write
 from search_default import Row, open_models
 
@@ -51,9 +51,8 @@ def sign(images: Tensor) -> Tensor:
 def hold(samples: Tensor, domain: Tensor) -> float:
     """How far samples [n, D] are from a domain's [N, D]."""
     mean, covariance = find_moments(domain)
-    count = torch.tensor([float(len(domain))], dtype=torch.float64)
-    known = (mean[None], regularize(covariance[None], count))
-    return round(float(distance(find_moments(samples), known)), 3)
+    count = torch.tensor(float(len(domain)), dtype=torch.float64)
+    return round(distance(find_moments(samples), (mean, regularize(covariance, count))), 3)
 
 
 def search_signatures(arguments: argparse.Namespace) -> list[Row]:

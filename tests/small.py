@@ -76,6 +76,18 @@ def contents(state: df.FilterState) -> list[Tensor]:
     return [part.clone() for part in parts]
 
 
+def stream(chain: df.LabelChain, alone: Tensor, batch: int) -> tuple[Tensor, Tensor]:
+    """What a chain of labels makes of log-probabilities [n, k], batch by batch, and what it knows
+    then.
+    """
+    known, found = None, []
+    for part in alone.split(batch):
+        together, known = chain(part, known)
+        found.append(together)
+    assert known is not None
+    return torch.cat(found), known
+
+
 def assert_same(actual: Any, expected: Any) -> None:
     """Bit for bit: tensors, or sequences and mappings of them."""
     torch.testing.assert_close(actual, expected, rtol=0, atol=0)

@@ -15,7 +15,7 @@ import driftfilter as df
 from driftfilter.model.class_shares import Shares
 from driftfilter.model.label_chain import RUNS
 from oracles import array
-from small import assert_same, conv, normal
+from small import assert_same, conv, normal, stream
 
 SKEWED = df.LabelChain(skew=0.1)
 
@@ -131,15 +131,6 @@ def classify(labels: Tensor, bias: tuple[float, ...] = (0.0,) * 5) -> Tensor:
     noise = normal(len(labels), 5)
     logits = 2.5 * (noise + 2.5 * torch.eye(5).double()[labels])  # log p(x given y)
     return (logits + torch.tensor(bias).double()).log_softmax(-1)
-
-
-def stream(chain: df.LabelChain, alone: Tensor, batch: int) -> tuple[Tensor, Tensor]:
-    known, found = None, []
-    for part in alone.split(batch):
-        together, known = chain(part, known)
-        found.append(together)
-    assert known is not None
-    return torch.cat(found), known
 
 
 def chance(known: Tensor) -> float:

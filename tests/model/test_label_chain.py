@@ -14,7 +14,7 @@ from torch import Tensor
 import driftfilter as df
 from driftfilter.model.label_chain import RUNS, stay
 from oracles import Array, array
-from small import assert_same, normal, tabular
+from small import assert_same, normal, stream, tabular
 
 
 def by_enumeration(chain: df.LabelChain, streams: list[Array]) -> tuple[list[Array], float]:
@@ -94,15 +94,6 @@ def classify(labels: Tensor, right: float, bias: Tensor, seed: int = 0) -> Tenso
 
 def accuracy(log_probabilities: Tensor, labels: Tensor) -> float:
     return float((log_probabilities.argmax(-1) == labels).double().mean())
-
-
-def stream(chain: df.LabelChain, alone: Tensor, batch: int) -> tuple[Tensor, Tensor]:
-    known, found = None, []
-    for part in alone.split(batch):
-        together, known = chain(part, known)
-        found.append(together)
-    assert known is not None
-    return torch.cat(found), known
 
 
 OTHER = df.LabelChain(tuple(place / 8 for place in range(8)))

@@ -648,18 +648,8 @@ class Adapter(nn.Module):
         stays where it is.
         """
         with self._lock:
-            now = self._now
-            recent = None if now.recent is None else each(now.recent, fn)
             self._model = [twin(self._model[0])._apply(fn)]
-            domains = now.domains
-            if domains is not None:
-                domains = domains.map_slots(
-                    lambda slot: (
-                        slot if slot.recent is None else slot._replace(recent=each(slot.recent, fn))
-                    )
-                )
-            # The states follow when the copy is read.
-            self._now = now._replace(recent=recent, domains=domains)
+            self._now = self._now.map_samples(fn)  # the states follow when the copy is read
         return self
 
     # Saving

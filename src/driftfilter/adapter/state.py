@@ -1,6 +1,6 @@
 """All that calls of an adapter change, as one value: what is replaced whole, saved, and loaded."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple, Self
 
@@ -154,6 +154,17 @@ class AdapterState(NamedTuple):
             watch=self.watch.move_to(state.belief.mean),
             domains=domains,
         )
+
+    def map_samples(self, change: Callable[[Tensor], Tensor]) -> Self:
+        """With the samples that wait in any domain changed, for another device or dtype."""
+
+        def there(recent: Inputs | None) -> Inputs | None:
+            return None if recent is None else each(recent, change)
+
+        domains = self.domains
+        if domains is not None:
+            domains = domains.map_slots(lambda slot: slot._replace(recent=there(slot.recent)))
+        return self._replace(recent=there(self.recent), domains=domains)
 
     def divide(self, rule: Domains, signatures: Tensor) -> tuple[Self, list[Group]]:
         """A batch with signatures [n, D] by its domains, each to be entered."""

@@ -30,11 +30,12 @@ shares change.
 """
 
 import math
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import numpy as np
 
-_Array: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
+from driftfilter.model.sticky_chain import Array
+
 _OWN = 1.0  # a of shares that are the stream's
 _WINDOW, _LEAST = 30, 300  # samples that are not forgotten: of each class, and at least
 _SURE = 30.0  # the largest logarithm of a ratio that is kept
@@ -45,9 +46,9 @@ _UNSURE, _CERTAIN = 0.6, 0.7  # C of a classifier whose bias may be anything, or
 class Shares(NamedTuple):
     """What is known after some samples."""
 
-    counts: _Array  # [2, k], c of skewed shares and of equal ones
-    predicted: _Array  # [2, k], sums of p and of q
-    entropies: _Array  # [2], sums of H(p) and of H(q)
+    counts: Array  # [2, k], c of skewed shares and of equal ones
+    predicted: Array  # [2, k], sums of p and of q
+    entropies: Array  # [2], sums of H(p) and of H(q)
     ratio: float  # of the probabilities of the samples under both hypotheses
 
     @classmethod
@@ -56,16 +57,16 @@ class Shares(NamedTuple):
         return cls(np.zeros((2, classes)), np.zeros((2, classes)), np.zeros(2), 1.0)
 
     @classmethod
-    def unpack(cls, packed: _Array) -> "Shares":
+    def unpack(cls, packed: Array) -> "Shares":
         """From one vector [4k + 3]."""
         rows = packed[:-3].reshape(4, -1)
         return cls(rows[:2], rows[2:], packed[-3:-1], float(packed[-1]))
 
-    def pack(self) -> _Array:
+    def pack(self) -> Array:
         """As one vector [4k + 3]."""
         return np.concatenate((*self.counts, *self.predicted, self.entropies, (self.ratio,)))
 
-    def follow(self, p: _Array, single: float, bias: float) -> "Shares":
+    def follow(self, p: Array, single: float, bias: float) -> "Shares":
         """After samples with p(y given x) [n, k]; ``single``: u, ``bias``: κ."""
         n, k = p.shape
         fading = max(0.0, 1 - n / max(_LEAST, _WINDOW * k))
@@ -93,10 +94,10 @@ class Shares(NamedTuple):
             math.exp(min(max(gained, -_SURE), _SURE)),
         )
 
-    def correct(self, skew: float) -> _Array:
+    def correct(self, skew: float) -> Array:
         """k E[π] [k]; ``skew``: ρ."""
         filled = _OWN + self.counts[0]
-        own: _Array = len(filled) * filled / filled.sum()
+        own: Array = len(filled) * filled / filled.sum()
         return 1 + self.chance(skew) * (own - 1)
 
     def chance(self, skew: float) -> float:
@@ -104,7 +105,7 @@ class Shares(NamedTuple):
         odds = skew * self.ratio
         unbiased = (_MUCH - self.gain()) / (_MUCH - _LITTLE)
         right = (self.certainty() - _UNSURE) / (_CERTAIN - _UNSURE)
-        return odds / (odds + 1 - skew) * _within(unbiased) * _within(right)
+        return odds / (odds + 1 - skew) * float(np.clip(unbiased, 0, 1) * np.clip(right, 0, 1))
 
     def gain(self) -> float:
         """ΔI."""
@@ -121,12 +122,7 @@ class Shares(NamedTuple):
         return max(float(self.predicted[0].sum()), 1.0)
 
 
-def _within(factor: float) -> float:
-    """A factor within [0, 1]."""
-    return min(max(factor, 0.0), 1.0)
-
-
-def _entropy(p: _Array) -> _Array:
+def _entropy(p: Array) -> Array:
     """H [n] of distributions [n, k]."""
-    found: _Array = -(p * np.log(np.where(p > 0, p, 1.0))).sum(1)
+    found: Array = -(p * np.log(np.where(p > 0, p, 1.0))).sum(1)
     return found

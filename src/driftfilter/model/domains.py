@@ -11,12 +11,12 @@ sample then belongs to its most likely domain, and m and C are the moments of th
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import Annotated, NamedTuple, TypeAlias, final
+from itertools import combinations
+from typing import Annotated, NamedTuple, final
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import normalize
 
 from driftfilter.base.checks import (
     AtLeast,
@@ -28,6 +28,15 @@ from driftfilter.base.checks import (
     require_finite,
 )
 from driftfilter.model import sticky_chain
+from driftfilter.model.clusters import (
+    PRIOR,
+    Moments,
+    distance,
+    find_clusters,
+    find_moments,
+    log_density,
+    regularize,
+)
 from driftfilter.model.sticky_chain import Smoother, Stickiness
 
 SOURCE = -1  # the origin of a domain that begins as the source
@@ -38,16 +47,10 @@ _SOME = _ENOUGH // 2  # samples that a cluster has at least
 _STRAYS = 0.1  # of samples, whose domain may be a mistake
 _FOLDS = 4  # parts of which each is explained by the others
 _MEMORY = 2000.0  # samples on which moments rest at most
-_PRIOR = 32.0  # samples that say that signatures are not correlated
-_RELATIVE, _ABSOLUTE = 1e-3, 1e-4  # added to variances
-_FREEDOM = 5.0  # of Student's t
 _TINY = 1e-300
 _EACH = 24  # samples a dimension by which clusters are told
-_ROUNDS, _RATE = 40, 0.5  # of gradient steps towards the smallest kurtosis
 _TRIES = 5  # at the border between two clusters
 _LONGEST = 2**8  # times as many samples as at first until clusters are looked for again
-
-_Moments: TypeAlias = tuple[Tensor, Tensor]  # mean [..., D], covariance [..., D, D]
 
 
 @final
@@ -99,7 +102,7 @@ class Domains(Checked):
         """
         n, block = len(signatures), torch.cat((known.block, signatures))
         if n >= _ENOUGH > len(known.block):  # they tell enough without those that wait
-            known, block = known.settle(), signatures
+            known, block = known.assume_current(), signatures
         if len(block) < _ENOUGH:
             return known.wait(block, known.recall(signatures, smooth))
         found = known.assign(block, smooth)
@@ -161,7 +164,7 @@ class KnownDomains:
         known = replace(self, block=block, current=owners.mode().values)
         return Division(owners, known, tuple(range(len(self.counts))))
 
-    def settle(self) -> KnownDomains:
+    def assume_current(self) -> KnownDomains:
         """What has not been looked at yet is of the domain at hand."""
         if len(self.block) == 0:
             return self
@@ -255,84 +258,6 @@ def _require_sense(known: KnownDomains, prefix: str) -> None:
     require(not wrong, f"state {prefix!r}…", f"{wrong} that do not fit the rest", allowed)
 
 
-def regularize(covariances: Tensor, counts: Tensor) -> Tensor:
-    """C of samples' covariances [..., D, D], so many [...], with 32 that are not correlated."""
-    variances = covariances.diagonal(dim1=-2, dim2=-1)
-    part = (counts / (counts + _PRIOR))[..., None, None]
-    more = (1 - part[..., 0] + _RELATIVE) * variances + _ABSOLUTE
-    return part * covariances + torch.diag_embed(more)
-
-
-def log_density(signatures: Tensor, known: _Moments) -> Tensor:
-    """log t_5 [n, K] of signatures [n, D] with moments m [K, D] and C [K, D, D], up to a constant:
-    -½ log|C| - (5 + D)/2 log(1 + (φ - m)ᵀ C⁻¹ (φ - m) / 3).
-    """
-    means, covariances = known
-    factor = torch.linalg.cholesky(covariances)
-    apart = (signatures[None] - means[:, None]).mT  # [K, D, n]
-    square = torch.linalg.solve_triangular(factor, apart, upper=False).square().sum(1)
-    volume = factor.diagonal(dim1=1, dim2=2).log().sum(1, keepdim=True)
-    tail = (square / (_FREEDOM - 2)).log1p() * ((_FREEDOM + signatures.shape[1]) / 2)
-    density: Tensor = -volume - tail
-    return density.mT
-
-
-def find_moments(signatures: Tensor) -> _Moments:
-    """Mean [D] and covariance [D, D] of signatures [n, D]."""
-    mean = signatures.mean(0)
-    apart = signatures - mean
-    covariance = apart.mT @ apart / len(signatures)
-    return mean, (covariance + covariance.mT) / 2
-
-
-def distance(batch: _Moments, known: _Moments) -> Tensor:
-    """KL(N(m_b, (C_b + C) / 2) ‖ N(m, C)) / D [K] of one batch's moments from K domains'."""
-    (mean, covariance), (m, c) = batch, known
-    factor = torch.linalg.cholesky(c)
-    shrunk = (covariance + c) / 2
-    apart = torch.linalg.solve_triangular(factor, (mean - m).unsqueeze(-1), upper=False)
-    trace = torch.cholesky_solve(shrunk, factor).diagonal(dim1=-2, dim2=-1).sum(-1)
-    ratio = 2 * factor.diagonal(dim1=-2, dim2=-1).log().sum(-1) - torch.logdet(shrunk)
-    divergence: Tensor = (apart.square().sum((-2, -1)) + trace - m.shape[-1] + ratio) / 2
-    return divergence / m.shape[-1]
-
-
-def find_clusters(signatures: Tensor) -> tuple[float, Tensor]:
-    """The smallest kurtosis E[(w·z)⁴] of whitened signatures z over directions w, and on which side
-    of the best cut along it each sample lies [n].
-
-    A Gaussian has 3, by chance 1.9 to 2 in the best direction if there are 24 samples a dimension;
-    two clusters far from each other have 1. Found by gradient steps from every principal axis.
-    ∞ if all samples are the same.
-    """
-    n = len(signatures)
-    mean, covariance = find_moments(signatures)
-    scale = (covariance.diagonal() * (1 + _RELATIVE) + _ABSOLUTE**2).sqrt()
-    values, axes = torch.linalg.eigh(covariance / scale / scale[:, None])
-    kept = values > _RELATIVE
-    if not bool(kept.any()):  # all samples look the same
-        return torch.inf, torch.zeros(n, dtype=torch.bool)
-    z = (signatures - mean) / scale @ axes[:, kept] / values[kept].sqrt()
-    directions = torch.eye(z.shape[1], dtype=z.dtype)
-    for _ in range(_ROUNDS):
-        slope = ((z @ directions.mT) ** 3).mT @ z / n
-        slope = slope - (slope * directions).sum(1, keepdim=True) * directions
-        step = _RATE * slope / (1 + slope.norm(dim=1, keepdim=True))
-        directions = normalize(directions - step, dim=1)
-    along = z @ directions.mT
-    kurtosis = along.pow(4).mean(0) / along.square().mean(0).square()
-    least = int(kurtosis.argmin())
-    return float(kurtosis[least]), along[:, least] > _cut(along[:, least])
-
-
-def _cut(values: Tensor) -> Tensor:
-    """Where numbers [n] fall into two parts with the smallest variances within."""
-    n, ordered = len(values), values.sort().values
-    below, count = ordered.cumsum(0)[:-1], torch.arange(1, n, dtype=values.dtype)
-    place = int(((below - count / n * ordered.sum()).square() / (count * (n - count))).argmax())
-    return (ordered[place] + ordered[place + 1]) / 2
-
-
 @dataclass(eq=False)
 class _Domain:
     """A domain while a batch is divided; see ``KnownDomains``."""
@@ -350,6 +275,12 @@ class _Domain:
     origin: int
     came: int = 0  # samples with this block
     before: int = 0  # number of the last sample before it
+
+    @property
+    def moments(self) -> Moments:
+        """m [D] and C [D, D]."""
+        count = torch.tensor(self.count, dtype=torch.float64)
+        return self.mean, regularize(self.covariance, count)
 
     def take(self, signatures: Tensor, clock: int) -> None:
         """Get samples [n, D], of which the last one has this number."""
@@ -375,7 +306,7 @@ class _Domain:
         self.absorb(self.pool[-self.waiting :].double())
         self.waiting = 0
 
-    def pool_moments(self, count: float, others: _Moments) -> None:
+    def pool_moments(self, count: float, others: Moments) -> None:
         """Rest on so many samples with these moments as well."""
         mean, covariance = others
         share, apart = count / (self.count + count), mean - self.mean
@@ -410,12 +341,12 @@ class _Draft:
         if float((~self._pick(common)).sum()) < _STRAYS * n:
             return True
         part, likelihood = torch.arange(n) % _FOLDS, 0.0
-        usual = _gather([common])[1]
+        usual = common.moments[1]
         for fold in range(_FOLDS):
             mean, covariance = find_moments(self.signatures[part != fold])
-            own = (n * regularize(covariance, usual.new_tensor(n)) + _PRIOR * usual) / (n + _PRIOR)
+            own = (n * regularize(covariance, usual.new_tensor(n)) + PRIOR * usual) / (n + PRIOR)
             left = self.signatures[part == fold]
-            likelihood += float(log_density(left, (mean[None], own)).sum())
+            likelihood += float(log_density(left, (mean[None], own[None])).sum())
         return likelihood > evidence
 
     def unite(self) -> None:
@@ -443,13 +374,13 @@ class _Draft:
         if domain.count == 0:
             domain.settle()
             return
-        others = [domain, *(each for each in self.domains if each is not domain)]
-        distances = distance(find_moments(new), _gather(others)).tolist()
-        place = 0 if distances[0] <= rule.limit else distances.index(min(distances))
-        nearest, is_known = others[place], distances[place] <= rule.limit
-        if not is_known:
-            origin = nearest.origin if distances[place] <= rule.near else SOURCE
-            nearest = self._add(domain, origin)
+        moments = find_moments(new)
+        nearest, far = domain, distance(moments, domain.moments)
+        if far > rule.limit:
+            pairs = [(distance(moments, each.moments), each) for each in self.domains]
+            far, nearest = min(pairs, key=lambda pair: pair[0])
+        if far > rule.limit:
+            nearest = self._add(domain, nearest.origin if far <= rule.near else SOURCE)
             nearest.count = 0.0
         if nearest is domain:
             domain.settle()
@@ -520,11 +451,9 @@ class _Draft:
         """One domain less: two that are the same become one, or the one not seen for longest
         goes.
         """
-        known = _gather(self.domains)
-        between = torch.stack([distance(pair, known) for pair in zip(*known, strict=True)])
-        between = torch.maximum(between, between.mT).fill_diagonal_(torch.inf)
-        one, other = (self.domains[i] for i in divmod(int(between.argmin()), len(between)))
-        if float(between.min()) <= limit:
+        one, other = min(combinations(self.domains, 2), key=_distance_between)
+        apart = _distance_between((one, other))
+        if apart <= limit:
             kept, gone = (one, other) if one.count >= other.count else (other, one)
             kept.pool_moments(gone.count, (gone.mean, gone.covariance))
             kept.seen = max(kept.seen, gone.seen)
@@ -547,6 +476,12 @@ class _Draft:
         return Division(places[-n:], replace(known, current=current, mixed=mixed), origins)
 
 
+def _distance_between(pair: tuple[_Domain, _Domain]) -> float:
+    """The larger of the distances of two domains from each other."""
+    one, other = (each.moments for each in pair)
+    return max(distance(one, other), distance(other, one))
+
+
 def _is_cut(side: Tensor) -> bool:
     """Whether samples on both sides [n] are enough for a cluster."""
     return _SOME <= int(side.sum()) <= len(side) - _SOME
@@ -558,11 +493,10 @@ def _prefer(domain: _Domain, child: _Domain, signatures: Tensor) -> Tensor:
     return density[:, 1] > density[:, 0]
 
 
-def _gather(domains: list[_Domain]) -> _Moments:
+def _gather(domains: list[_Domain]) -> Moments:
     """m [K, D] and C [K, D, D]."""
-    counts = torch.tensor([each.count for each in domains], dtype=torch.float64)
-    covariances = torch.stack([each.covariance for each in domains])
-    return torch.stack([each.mean for each in domains]), regularize(covariances, counts)
+    means, covariances = zip(*(each.moments for each in domains), strict=True)
+    return torch.stack(means), torch.stack(covariances)
 
 
 def _unpack(known: KnownDomains, alphas: Tensor) -> list[_Domain]:
