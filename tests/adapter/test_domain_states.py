@@ -91,6 +91,26 @@ def test_a_domain_that_returns_finds_its_statistics() -> None:
         seen[domain] = one.state.memory[STATISTICS].clone()
 
 
+def test_a_new_domain_begins_with_a_belief_and_statistics_of_the_source() -> None:
+    one, before = adapter(domains=df.Domains()), adapter(domains=None)
+    for seed in range(3):
+        one(images("smooth", 100, seed))
+        before(images("smooth", 100, seed))
+    signatures = describe(images("noise", 100))
+    assert signatures is not None
+    now, groups = one._now.divide(df.Domains(), signatures)
+    state, start = now.enter(groups[0].place).current, now.bound.start if now.bound else None
+    assert start is not None
+    assert_same(state.belief.mean, before.belief.mean)
+    assert not torch.equal(state.belief.mean, start.belief.mean)
+    assert state.memory.keys() == start.memory.keys()
+    fresh = adapter(domains=None)
+    fresh(images("noise", 100))
+    assert STATISTICS in one.state.memory
+    one(images("noise", 100))
+    assert_same(one.state.memory[STATISTICS][:4], fresh.state.memory[STATISTICS][:4])
+
+
 @pytest.mark.parametrize("size", [100, 24])
 @pytest.mark.parametrize("preset", ["driftfilter", "tent", "center"])
 def test_saved_and_resumed_bit_for_bit(preset: str, size: int) -> None:

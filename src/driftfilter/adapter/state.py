@@ -172,7 +172,8 @@ class AdapterState(NamedTuple):
         if before.known.means.shape[1] != signatures.shape[1]:
             return self, [Group(before.active)]
         division = rule.divide(signatures, before.known, smooth)
-        domains = before._replace(slots=self._keep(before)).follow(division)
+        assert self.bound is not None
+        domains = before._replace(slots=self._keep(before)).follow(division, self.bound.start)
         return self._replace(domains=domains), group(division.owners)
 
     def count_domains(self, before: Self) -> Mapping[int, int]:

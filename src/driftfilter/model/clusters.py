@@ -50,7 +50,9 @@ def find_moments(signatures: Tensor) -> Moments:
 
 
 def distance(batch: Moments, known: Moments) -> float:
-    """KL(N(m_b, (C_b + C) / 2) ‖ N(m, C)) / D of a batch's moments m_b, C_b from a domain's m, C."""
+    """How far a batch's moments m_b, C_b are from a domain's m, C:
+    KL(N(m_b, (C_b + C) / 2) ‖ N(m, C)) / D.
+    """
     (mean, covariance), (m, c) = batch, known
     shrunk = Belief(mean, Full((covariance + c) / 2))
     return float(kl_divergence(shrunk, Belief(m, Full(c)))) / len(m)

@@ -68,11 +68,13 @@ class Domains(Checked):
 
     A class alone has 0.11 at most, another corruption 0.15 to 40 if it is not slight (CIFAR-10,
     benchmarks/search_domains.py). If they are too far they go to another domain that explains them,
-    or make a new one. That begins as its neighbour if it is within ``near``, else as the source.
+    or make a new one. That begins with the belief of its neighbour if it is within ``near``, else
+    with the source's, and always with the source's statistics.
 
     24 D samples of a domain are looked at for two clusters, along the direction in which they have
-    the smallest kurtosis: below ``kurtosis`` there are two, and a domain for each, which begins as
-    the one before. If there are not, the domain is looked at again after twice as many samples.
+    the smallest kurtosis: below ``kurtosis`` there are two, and a domain for each, which begins
+    with the belief of the one before. If there are not, the domain is looked at again after twice
+    as many samples.
 
     If there are more than ``most``, two become one that are one by the first rule; if there are no
     such two, the one not seen for longest is forgotten.
