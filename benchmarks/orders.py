@@ -165,7 +165,7 @@ def follow_each(
 def follow_all(
     model: nn.Module, method: str, arguments: argparse.Namespace, plan: StreamPlan, data: Data
 ) -> Row:
-    """One stream of all domains, and the accuracy of each visit if they return."""
+    """One stream of all domains, with the accuracy of each visit and of each fourth of it."""
     adapter, inputs = make(model, method, arguments), list(data.domains.values())
     outputs = []
     for step in plan.steps:
@@ -179,7 +179,9 @@ def follow_all(
     }
     right = (predicted.argmax(-1).cpu() == data.labels[index]).double()
     visits = [round(float(right[visit == each].mean()), 4) for each in visit.unique()]
-    return summarize(found) | {"alarms": acting(adapter), "visits": visits}
+    quarters = [round(float(part.mean()), 4) for part in right.chunk(4)]
+    more = {"alarms": acting(adapter), "visits": visits, "quarters": quarters}
+    return summarize(found) | more
 
 
 def summarize(found: dict[str, Row]) -> Row:
