@@ -36,7 +36,13 @@ from driftfilter.base.randomness import Randomness
 from driftfilter.gaussian.belief import Belief
 from driftfilter.inference.linearized import Inference, Linearized
 from driftfilter.inference.outputs import Outputs as Outputs
-from driftfilter.inference.prediction import MAP, Prediction, PredictionRule, Query
+from driftfilter.inference.prediction import (
+    MAP,
+    LinearizedGaussian,
+    Prediction,
+    PredictionRule,
+    Query,
+)
 from driftfilter.inference.resets import Upkeep, as_upkeeps
 from driftfilter.inference.smoothing import smooth_beliefs
 from driftfilter.model.dynamics import MeanReversion
@@ -280,6 +286,22 @@ class Filter(Checked):
             return self._predict(
                 state.belief, Query(model, inputs, randomness, None, taught, views, state.memory)
             )
+
+    def uncertainty(self, state: FilterState, inputs: Inputs, draws: int = 8) -> Prediction:
+        """Predict inputs [n, ...] with the belief as it stands, with an uncertainty of each sample:
+        Gaussian logits f(μ) + J δ, δ ~ N(0, Σ) (``LinearizedGaussian``).
+
+        Σ is what the prediction rule takes parameters to be uncertain by (``spread``): the belief's
+        own, or a part of it. Beside the forward pass it takes one product with the Jacobian for
+        each of the ``draws``, whatever the number of classes.
+        """
+        _require_state(state)
+        randomness = Randomness(state.seed, state.step, state.belief.mean.device)
+        with _without_gradients():
+            _, model = self._bind(state)
+            query = Query(model, check_inputs(inputs), randomness, memory=state.memory)
+            belief = self.prediction.spread(state.belief)
+            return LinearizedGaussian(draws)(belief, query)
 
     def run(
         self,
