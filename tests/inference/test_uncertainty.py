@@ -105,25 +105,78 @@ def small(norm: str) -> torch.nn.Module:
     return model.double().eval()
 
 
+def dense(network: Network, mean: Tensor, values: Tensor, x: Tensor) -> Tensor:
+    """J_i Σ J_iᵀ [n, k, k] by one backward pass after the other."""
+    logits, pullback = network.exact.pullback(mean, x)
+    return logit_covariance(df.Diagonal(values), logits, pullback)
+
+
 @pytest.mark.parametrize("norm", ["batch", "layer"])
-@pytest.mark.parametrize("rule", [df.MAP(), df.Moderated(scale=0.3), df.Moderated(variance=0.2)])
-def test_variance_of_each_sample_is_that_of_the_jacobian(
-    norm: str, rule: df.PredictionRule
-) -> None:
+def test_variance_of_each_sample_is_that_of_the_jacobian(norm: str) -> None:
     network = Network(small(norm))
-    filt = df.Filter(network, prediction=rule)
+    filt = df.Filter(network)
     values = torch.linspace(0.1, 1.0, 12, dtype=torch.float64)
     state = filt.init(df.Belief(network.mean(), df.Diagonal(values)))
     x = torch.randn(7, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     found = filt.uncertainty(state, x, draws=4000)
-    scale = rule.scale if isinstance(rule, df.Moderated) else 1.0
-    if isinstance(rule, df.Moderated) and rule.variance is not None:
-        values = torch.full_like(values, rule.variance)
-    logits, pullback = network.exact.pullback(state.belief.mean, x)
-    dense = logit_covariance(df.Diagonal(scale * values), logits, pullback)
-    exact = dense.diagonal(dim1=-2, dim2=-1)
+    exact = dense(network, state.belief.mean, values, x).diagonal(dim1=-2, dim2=-1)
     torch.testing.assert_close(found.logit_variance, exact, rtol=0.12, atol=1e-6)
     assert found.mutual_information.unique().numel() == 7  # of each sample, not of the batch
+
+
+@pytest.mark.parametrize("variance", [None, 0.2])
+def test_moderated_shares_out_the_variance_of_the_batch(variance: float | None) -> None:
+    network, rule = Network(small("batch")), df.Moderated(scale=0.3, variance=variance)
+    filt = df.Filter(network, prediction=rule, inference=df.Linearized(df.EmpiricalFisher()))
+    values = torch.linspace(0.1, 1.0, 12, dtype=torch.float64)
+    state = filt.init(df.Belief(network.mean(), df.Diagonal(values)))
+    x = torch.randn(7, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    before = filt.uncertainty(state, x)
+    assert float(before.logit_variance.max()) == 0  # nothing is known of its size yet
+    state, _, _ = filt.step(state, x)
+    found, plain = filt.uncertainty(state, x, draws=4000), filt.predict(state, x)
+    v = float(plain.logit_variance[0, 0])
+    assert v > 0
+    assert float(found.logit_variance.mean()) == pytest.approx(v)
+    belief = state.belief.covariance.variance()
+    used = belief if variance is None else torch.full_like(belief, variance)
+    centre = torch.eye(3, dtype=torch.float64) - 1 / 3
+    covariance = centre @ dense(network, state.belief.mean, used, x) @ centre
+    exact = covariance.diagonal(dim1=-2, dim2=-1)
+    torch.testing.assert_close(found.logit_variance, v * exact / exact.mean(), rtol=0.15, atol=1e-4)
+    logits = network(state.belief.mean, x)
+    cooled = logits / (1 + torch.pi / 4 * found.logit_variance.mean(-1, keepdim=True)).sqrt()
+    torch.testing.assert_close(found.log_probabilities, cooled.log_softmax(-1))
+    assert torch.equal(found.labels, plain.labels)
+
+
+def test_moderated_of_each_sample_keeps_to_its_limit() -> None:
+    network, rule = Network(small("batch")), df.Moderated(scale=1e6, limit=1.5)
+    filt = df.Filter(network, prediction=rule, inference=df.Linearized(df.EmpiricalFisher()))
+    start = df.Belief(network.mean(), df.Diagonal(torch.ones(12, dtype=torch.float64)))
+    x = torch.randn(9, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    state, _, _ = filt.step(filt.init(start), x)
+    logits, found = network(state.belief.mean, x), filt.uncertainty(state, x)
+    gaps = [each.amax(-1) - each.amin(-1) for each in (logits, found.log_probabilities)]
+    assert float((gaps[0] / gaps[1]).max()) <= 1.5 + 1e-9
+
+
+@pytest.mark.parametrize("preset", ["center", "driftfilter_aug", "head_ekf", "bong_lowrank"])
+def test_every_kind_of_belief_tells(preset: str) -> None:
+    adapter = df.adapt(df_images(), preset)
+    x = torch.rand(20, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    adapter(x)
+    found = adapter.uncertainty(x)
+    assert bool(found.mutual_information.isfinite().all())
+    assert bool((found.mutual_information >= 0).all())
+
+
+def df_images() -> torch.nn.Module:
+    torch.manual_seed(0)
+    layers = (torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.ReLU())
+    return torch.nn.Sequential(
+        *layers, torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(), torch.nn.Linear(4, 3)
+    ).eval()
 
 
 def test_adapter_tells_the_uncertainty_of_each_sample_and_stays_as_it_is() -> None:

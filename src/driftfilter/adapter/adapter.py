@@ -250,7 +250,7 @@ class Adapter(nn.Module):
             found = [self._predict_each(now, piece) for piece in self._pieces(inputs)]
             return join_predictions(found)
 
-    def uncertainty(self, *args: Any, draws: int = 8, **kwargs: Any) -> Prediction:
+    def uncertainty(self, *args: Any, draws: int = 4, **kwargs: Any) -> Prediction:
         """Predict a batch with the belief as it stands, with an uncertainty for each sample.
 
         ``draws`` products with the Jacobian beside the forward pass (``Filter.uncertainty``). It

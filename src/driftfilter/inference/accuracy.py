@@ -3,19 +3,22 @@
 A calibrated prediction is right as often as it is confident. Over n samples with confidences c_i =
 max_y p_i(y), their mean c, the mean prediction p̄ and the shares l of the predicted labels
 
-    error   e = (1 - c) w - h g,  w = (H(p̄) / H(l))^α, from 1 to 1.25
+    error   e = (1 - c) w - g,  w = (H(p̄) / H(l))^α, from 1 to 1.25
     floor   e >= D (1 - exp(-L))            if there is a second opinion
     band    1 - e ± z √( s Σ_i c_i (1 - c_i) / n² + (κ e)² )
 
 g is how much more often the source is right on labelled data of its own than it is confident, 0
-without such data. If it is less often right, h = 1. If it is more often right, h = ½: most often
-these data are what it was trained on. The weight w is AETTA's, against overconfidence: a network that is lost gives many samples the same
+without such data; of a source that is too little confident only what is above δ counts, for most
+often these data are what it was trained on, and flatter it.
+
+The weight w is AETTA's, against overconfidence: a network that is lost gives many samples the same
 few labels. Theirs is (ln k / H(p̄))^α, which takes classes to come equally often; here p̄, which is
-calibrated if p_i is, says how often they come. D says on how many samples the belief and the source
-disagree, and L how many nats of entropy the belief's labels have lost against the source's on the
-same samples (``Monitor``: classes_lost): a model that has collapsed is confident, and its
-confidence tells nothing. s = (1 + R) / (1 - R) if labels stay with probability R, for samples in
-runs are wrong together.
+calibrated if p_i is, says how often they come.
+
+D says on how many samples the belief and the source disagree, and L how many nats of entropy the
+belief's labels have lost against the source's on the same samples (``Monitor``: classes_lost): a
+model that has collapsed is confident, and its confidence tells nothing. s = (1 + R) / (1 - R) if
+labels stay with probability R, for samples in runs are wrong together.
 """
 
 from __future__ import annotations
@@ -37,10 +40,10 @@ ENOUGH = 1000  # labelled samples of the source
 _Z = 1.96  # of a normal distribution, for 95 %
 _WEIGHT = 3.0  # α, as AETTA has it
 _HEAVIEST = 1.25
-_HALF = 0.5  # h
+_FLATTERS = 0.03  # δ
 # κ: how far the error is off under a shift, as a part of it, without labelled source data and with
 # them (benchmarks/estimate.py).
-_OFF, _LESS_OFF = 0.2, 0.12
+_OFF, _LESS_OFF = 0.2, 0.15
 
 
 @final
@@ -85,9 +88,9 @@ class SourceCalibration(NamedTuple):
 
     @property
     def excess(self) -> float:
-        """h g."""
+        """g: how much more often it is right than sure."""
         gap = self.accuracy - self.confidence
-        return _HALF * gap if gap > 0 else gap
+        return max(0.0, gap - _FLATTERS) if gap > 0 else gap
 
     @classmethod
     def of(cls, found: Tensor) -> SourceCalibration:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NamedTuple, Protocol, final, runtime_checkable
 
 import torch
@@ -147,7 +147,11 @@ class Query(NamedTuple):
 
     def draws(self, belief: Belief, samples: int) -> Tensor:
         """Deviations of θ from the mean [samples, d]."""
-        return antithetic(belief.covariance, samples, self.randomness.generator(Purpose.PREDICTION))
+        return antithetic(belief.covariance, samples, self.draw(Purpose.PREDICTION))
+
+    def draw(self, purpose: Purpose) -> torch.Generator:
+        """The generator for a purpose."""
+        return self.randomness.generator(purpose)
 
 
 @runtime_checkable
@@ -174,9 +178,11 @@ class PredictionRule(Protocol):
         """The memory with what the rule keeps of a batch, after inference."""
         return memory
 
-    def spread(self, belief: Belief) -> Belief:
-        """The belief with the covariance by which the rule takes predictions to be uncertain."""
-        return belief
+    def of_each(self, belief: Belief, query: Query, draws: int) -> Prediction:
+        """The prediction with an uncertainty of each sample, by products of the Jacobian with so
+        many draws: Gaussian logits, unless the rule knows better.
+        """
+        return LinearizedGaussian(draws)(belief, query)
 
 
 @final
@@ -267,24 +273,47 @@ class Moderated(Checked, PredictionRule):
             sums = sums + fading * memory[SLOPES]
         return {**memory, SLOPES: sums}
 
-    def spread(self, belief: Belief) -> Belief:
-        """s Σ, or s σ² I."""
+    def __call__(self, belief: Belief, query: Query) -> Prediction:
+        logits, variance = self._logits(belief, query), self._variance(query.memory, belief)
+        return Prediction(
+            (logits / _temper(variance.to(logits.dtype))).log_softmax(-1),
+            variance.to(logits.dtype).expand_as(logits).clone(),
+        )
+
+    def of_each(self, belief: Belief, query: Query, draws: int) -> Prediction:
+        """softmax(f_i(μ) / T_i), T_i² = 1 + π v_i / 4: v is shared out among the samples.
+
+        v_ic = v V_ic / V̄ with V_i the variances of the logits of a sample, less their mean over
+        classes, by ``draws`` from Σ (or σ² I): (1/s) Σ_δ (C J_i δ)², and V̄ their mean over the
+        batch. v_i is the mean of v_ic over classes. On average samples are as uncertain as the
+        batch.
+        """
+        logits, generator = self._logits(belief, query), query.draw(Purpose.PREDICTION)
         covariance = belief.covariance
         if self.variance is not None:
             covariance = Diagonal(torch.full_like(belief.mean, self.variance))
-        return replace(belief, covariance=covariance.propagate(math.sqrt(self.scale), 0.0))
+        moves = query.model.pushforward(
+            belief.mean, query.inputs, covariance.sample(draws, generator)
+        )
+        found = (moves - moves.mean(-1, keepdim=True)).square().mean(0)
+        mean = found.mean().clamp_min(torch.finfo(found.dtype).tiny)
+        variance = self._variance(query.memory, belief).to(logits.dtype) * found / mean
+        own = variance.mean(-1, keepdim=True).clamp_max(variance_at(self.limit))
+        return Prediction((logits / _temper(own)).log_softmax(-1), variance)
 
-    def __call__(self, belief: Belief, query: Query) -> Prediction:
-        logits = query.view_logits(belief).mean(0) if self.over_views else query.logits(belief)
-        along, length = (
-            query.memory[SLOPES] if SLOPES in query.memory else logits.new_tensor((0.0, 0.0))
-        )
+    def _logits(self, belief: Belief, query: Query) -> Tensor:
+        return query.view_logits(belief).mean(0) if self.over_views else query.logits(belief)
+
+    def _variance(self, memory: Memory, belief: Belief) -> Tensor:
+        """v [] of the last batch."""
+        along, length = memory[SLOPES] if SLOPES in memory else belief.mean.new_zeros(2)
         ratio = self.scale * along / length.clamp_min(torch.finfo(length.dtype).tiny)
-        variance = ratio.to(logits.dtype).clamp(0, variance_at(self.limit))
-        return Prediction(
-            (logits / (1 + math.pi / 4 * variance).sqrt()).log_softmax(-1),
-            variance.expand_as(logits).clone(),
-        )
+        return ratio.clamp(0, variance_at(self.limit))
+
+
+def _temper(variance: Tensor) -> Tensor:
+    """T = √(1 + π v / 4)."""
+    return (1 + math.pi / 4 * variance).sqrt()
 
 
 @final

@@ -177,9 +177,9 @@ class Monitor(Checked):
     on_uncertainty: Response = "probation"
     on_parameters: Response = "record"
     on_detector: Response = "record"
+    detectors: Mapping[str, Detector] = field(default_factory=dict, hash=False)
     error: PositiveFraction | None = None
     on_error: Literal["record", "warn"] = "warn"
-    detectors: Mapping[str, Detector] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
