@@ -18,6 +18,7 @@ LAYERS = 40  # bars of a chart
 CLASSES = 20  # rows of a table
 PICTURES = 1_000_000  # bytes of all of them
 ALARMS = 200  # marks of a chart
+WINDOW = 1000  # samples that an estimate is of
 
 
 def render(streams: Sequence[StreamReport], matrices: Sequence[Matrix] = ()) -> str:
@@ -223,7 +224,7 @@ def _estimates(stream: StreamReport, styled: Styled) -> Markup | None:
             (_middle(piece), piece["estimate"]) for piece in entry.along if "estimate_low" in piece
         ]
         series.append(Series(f"{entry.name}, expected", band.style._replace(dash="2 3"), middle))
-        true = Series(entry.name, band.style._replace(dash="", shape=0), _curve(entry, "accuracy"))
+        true = Series(entry.name, band.style._replace(dash="", shape=0), _lately(entry))
         series += [true] if true.points else []
     ends = [end for _, band in bands for _, *pair in band.points for end in pair]
     up = _accuracies([*ends, *(value for each in series for _, value in each.points)])
@@ -240,6 +241,18 @@ def _estimates(stream: StreamReport, styled: Styled) -> Markup | None:
 
 def _middle(piece: Mapping[str, Any]) -> float:
     return float(piece["step"] + piece["steps"] / 2)
+
+
+def _lately(entry: Entry) -> list[tuple[float, float]]:
+    """Points (step, accuracy over the last samples), as far as labels are known."""
+    found, pieces = [], [piece for piece in entry.along if "right" in piece]
+    for at, piece in enumerate(pieces):
+        right = judged = 0
+        for earlier in reversed(pieces[: at + 1]):
+            if judged < WINDOW:
+                right, judged = right + earlier["right"], judged + earlier.get("judged", 0)
+        found += [(_middle(piece), right / judged)] if judged else []
+    return found
 
 
 def _band(entry: Entry) -> list[tuple[float, float, float]]:

@@ -183,8 +183,8 @@ def summarize_estimates(path: Path) -> dict[str, Any] | None:
     """Expected accuracy over a whole run by its lines of steps.jsonl, JSON-ready; None if there is
     none.
 
-    Means over the samples of windows that do not overlap, of a thousand each; the last is of what
-    is left. ``least``: the lowest of them, ``at`` its last step.
+    Means of the estimates after every thousand samples and at the end, weighted by the samples
+    since the one before. ``least``: the lowest of them, ``at`` its step.
     """
     lines = path.read_text(encoding="utf-8").splitlines()
     found = list(_windows([json.loads(line) for line in lines]))
