@@ -2,10 +2,10 @@
 
     python benchmarks/estimate.py --models resnet20 vit_s4=WEIGHTS … --clean CIFAR10_TEST.npz \
         --source CIFAR10_TRAIN.npz [--domains extra] [--protocols reset continual] [--data no yes] \
-        [--images 1000] [--batch 200] [--json FILE]
+        [--images 1000] [--window 1000] [--batch 200] [--no-tent] [--json FILE]
 
 Constants were chosen on ``--domains extra`` (clean images, speckle noise, Gaussian blur, saturation
-and spatter); ``fifteen`` is what is reported. For windows of 1,000 samples: the mean absolute error
+and spatter); ``fifteen`` is what is reported. For windows of samples: the mean absolute error
 of ``adapter.estimate`` in points and how often its interval covers, without source data and with
 labelled ones; on the same predictions their mean confidence, ATC (the threshold of the confidence
 above which as many source samples lie as are right) and AETTA's formula (dropout of 0.4 before the
@@ -23,6 +23,7 @@ import math
 import statistics
 import warnings
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,7 +41,6 @@ from driftfilter.inference.prediction import Query, join_predictions
 from figures import write
 from search_default import open_models
 
-WINDOW = 1000
 DROPOUT, DRAWS, ALPHA = 0.4, 10, 3.0  # AETTA's, for CIFAR-10-C
 COVERAGE = 16  # of 20 parts: 80 %
 Row = dict[str, Any]
@@ -110,13 +110,16 @@ def drop_features(
     return logits.argmax(-1), logits.softmax(-1).mean((0, 1))
 
 
-def open_stream(arguments: argparse.Namespace) -> Iterator[tuple[str, Tensor, Tensor]]:
+@cache
+def open_stream(clean: Path, count: int, kind: str) -> list[tuple[str, Tensor, Tensor]]:
     """Images and labels of each domain."""
-    data = open_cifar10(arguments.clean)
-    images, labels = data.images[: arguments.images], data.labels[: arguments.images]
-    names = ["clean", *EXTRA] if arguments.domains == "extra" else list(CORRUPTIONS)
-    for name in names:
-        yield name, images if name == "clean" else corrupt(images, name, 5, seed=0), labels
+    data = open_cifar10(clean)
+    images, labels = data.images[:count], data.labels[:count]
+    names = ["clean", *EXTRA] if kind == "extra" else list(CORRUPTIONS)
+    return [
+        (name, images if name == "clean" else corrupt(images, name, 5, seed=0), labels)
+        for name in names
+    ]
 
 
 def open_source(arguments: argparse.Namespace) -> Source:
@@ -132,7 +135,7 @@ def follow(
     given = (source.images[:500], source.labels[:500]) if data else None
     threshold = source.threshold(model, arguments.batch)
     generator, adapter = torch.Generator().manual_seed(0), None
-    for name, images, labels in open_stream(arguments):
+    for name, images, labels in open_stream(arguments.clean, arguments.images, arguments.domains):
         if adapter is None or protocol == "reset":
             adapter = df.adapt(model, data=given)
         pairs = zip(images.split(arguments.batch), labels.split(arguments.batch), strict=True)
@@ -144,7 +147,7 @@ def follow(
             window.dropped.append(dropped)
             window.mean.append(mean)
             seen += len(y)
-            if seen >= WINDOW:
+            if seen >= arguments.window:
                 yield {"domain": name, **window.judge(adapter.estimate, threshold)}
                 window, seen = Window(), 0
 
@@ -152,10 +155,12 @@ def follow(
 def follow_tent(arguments: argparse.Namespace, model: nn.Module, protocol: str) -> Iterator[Row]:
     """Truth and mean confidence of the windows of tent."""
     adapter = None
-    for name, images, labels in open_stream(arguments):
+    for name, images, labels in open_stream(arguments.clean, arguments.images, arguments.domains):
         if adapter is None or protocol == "reset":
             adapter = df.adapt(model, "tent")
-        for x, y in zip(images.split(WINDOW), labels.split(WINDOW), strict=True):
+        for x, y in zip(
+            images.split(arguments.window), labels.split(arguments.window), strict=True
+        ):
             logp = torch.cat([adapter(each) for each in x.split(arguments.batch)])
             truth = float((logp.argmax(-1) == y).double().mean())
             yield {"domain": name, "truth": truth, "confidence": float(confidence(logp).mean())}
@@ -250,7 +255,9 @@ def judge_uncertainties(arguments: argparse.Namespace) -> list[Row]:
     for name, model in open_models(arguments):
         cells: dict[str, list[tuple[float, float]]] = {}
         clean = None
-        for domain, images, labels in open_stream(arguments):
+        for domain, images, labels in open_stream(
+            arguments.clean, arguments.images, arguments.domains
+        ):
             adapter = df.adapt(model)
             for x in images.split(arguments.batch):
                 adapter(x)
@@ -307,6 +314,7 @@ def main() -> None:
     parser.add_argument("--protocols", nargs="+", default=["reset"])
     parser.add_argument("--data", nargs="+", choices=["no", "yes"], default=["no", "yes"])
     parser.add_argument("--images", type=int, default=1000)
+    parser.add_argument("--window", type=int, default=1000)
     parser.add_argument("--batch", type=int, default=200)
     parser.add_argument("--samples", type=int, default=0, help="judge uncertainties on so many")
     parser.add_argument("--draws", type=int, default=4)
