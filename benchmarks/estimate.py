@@ -110,9 +110,16 @@ def drop_features(
     return logits.argmax(-1), logits.softmax(-1).mean((0, 1))
 
 
+Domain = tuple[str, Tensor, Tensor]  # its name, images, labels
+
+
+def open_stream(arguments: argparse.Namespace) -> list[Domain]:
+    """The domains of a stream, one after the other."""
+    return _open_stream(arguments.clean, arguments.images, arguments.domains)
+
+
 @cache
-def open_stream(clean: Path, count: int, kind: str) -> list[tuple[str, Tensor, Tensor]]:
-    """Images and labels of each domain."""
+def _open_stream(clean: Path, count: int, kind: str) -> list[Domain]:
     data = open_cifar10(clean)
     images, labels = data.images[:count], data.labels[:count]
     names = ["clean", *EXTRA] if kind == "extra" else list(CORRUPTIONS)
@@ -135,7 +142,7 @@ def follow(
     given = (source.images[:500], source.labels[:500]) if data else None
     threshold = source.threshold(model, arguments.batch)
     generator, adapter = torch.Generator().manual_seed(0), None
-    for name, images, labels in open_stream(arguments.clean, arguments.images, arguments.domains):
+    for name, images, labels in open_stream(arguments):
         if adapter is None or protocol == "reset":
             adapter = df.adapt(model, data=given)
         pairs = zip(images.split(arguments.batch), labels.split(arguments.batch), strict=True)
@@ -155,7 +162,7 @@ def follow(
 def follow_tent(arguments: argparse.Namespace, model: nn.Module, protocol: str) -> Iterator[Row]:
     """Truth and mean confidence of the windows of tent."""
     adapter = None
-    for name, images, labels in open_stream(arguments.clean, arguments.images, arguments.domains):
+    for name, images, labels in open_stream(arguments):
         if adapter is None or protocol == "reset":
             adapter = df.adapt(model, "tent")
         for x, y in zip(
@@ -254,10 +261,7 @@ def judge_uncertainties(arguments: argparse.Namespace) -> list[Row]:
     }
     for name, model in open_models(arguments):
         cells: dict[str, list[tuple[float, float]]] = {}
-        clean = None
-        for domain, images, labels in open_stream(
-            arguments.clean, arguments.images, arguments.domains
-        ):
+        for _, images, labels in open_stream(arguments.clean, arguments.images, arguments.domains):
             adapter = df.adapt(model)
             for x in images.split(arguments.batch):
                 adapter(x)
@@ -269,7 +273,6 @@ def judge_uncertainties(arguments: argparse.Namespace) -> list[Row]:
                 if rule == "draws":
                     by_information = rank(found.mutual_information, wrong)
                     cells.setdefault("mutual information", []).append((math.nan, by_information))
-            clean = adapter if domain == "clean" else clean
         row: Row = {"network": name, "samples": arguments.samples, "draws": arguments.draws}
         for rule, each in cells.items():
             row[rule] = {

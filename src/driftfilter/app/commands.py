@@ -281,7 +281,7 @@ def _write_report(
 def check(options: CheckOptions, output: Output, arguments: Sequence[str]) -> Found:
     """Say whether a run is as good as was asked for."""
     from driftfilter.app.report.content import ReportError
-    from driftfilter.app.run.check import check_run
+    from driftfilter.app.run.check_run import check_run
 
     if not options.asked:
         return fail("check", f"nothing to check: give one of {', '.join(options.known)}", 2)
