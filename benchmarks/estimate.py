@@ -261,7 +261,7 @@ def judge_uncertainties(arguments: argparse.Namespace) -> list[Row]:
     }
     for name, model in open_models(arguments):
         cells: dict[str, list[tuple[float, float]]] = {}
-        for _, images, labels in open_stream(arguments.clean, arguments.images, arguments.domains):
+        for _, images, labels in open_stream(arguments):
             adapter = df.adapt(model)
             for x in images.split(arguments.batch):
                 adapter(x)

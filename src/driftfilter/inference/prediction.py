@@ -313,7 +313,7 @@ class Moderated(Checked, PredictionRule):
 
 def _temper(variance: Tensor) -> Tensor:
     """T = √(1 + π v / 4)."""
-    return (1 + math.pi / 4 * variance).sqrt()
+    return torch.sqrt(1 + math.pi / 4 * variance)
 
 
 @final
