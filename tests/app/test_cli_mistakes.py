@@ -204,6 +204,13 @@ def test_a_run_that_ends_badly_says_so_as_data(capsys: pytest.CaptureFixture[str
 # Mistakes
 
 MISTAKES: dict[str, tuple[list[str], int, str]] = {
+    "check of nothing": (
+        ["check", "o"],
+        2,
+        "nothing to check: give one of --min-accuracy-estimate",
+    ),
+    "check of a share": (["check", "o", "--max-ece", "5"], 2, "must be a number from 0 to 1"),
+    "check of no run": (["check", "none", "--max-alarms", "0"], 1, "none/config.json"),
     "demo option": (
         ["demo", "--seed-count", "3"],
         2,

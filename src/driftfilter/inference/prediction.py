@@ -307,7 +307,7 @@ class Moderated(Checked, PredictionRule):
     def _variance(self, memory: Memory, belief: Belief) -> Tensor:
         """v [] of the last batch."""
         along, length = memory[SLOPES] if SLOPES in memory else belief.mean.new_zeros(2)
-        ratio = self.scale * along / length.clamp_min(torch.finfo(length.dtype).tiny)
+        ratio: Tensor = self.scale * along / length.clamp_min(torch.finfo(length.dtype).tiny)
         return ratio.clamp(0, variance_at(self.limit))
 
 
