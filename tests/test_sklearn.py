@@ -409,3 +409,16 @@ def test_a_recipe_that_is_given_is_taken_as_it_is() -> None:
     recipe = df.presets.get("driftfilter")
     model = AdaptiveClassifier(fitted, recipe=recipe).partial_fit(X)
     assert model.adapter_.recipe == replace(recipe, chunk=32)
+
+
+def test_expected_accuracy_is_near_the_truth_after_a_shift() -> None:
+    X, y, fitted = standard(2)
+    model = AdaptiveClassifier(fitted)
+    assert model.estimate_.samples == 0
+    moved = X * 1.4 + 0.5 * X.std(0)
+    model.partial_fit(moved)
+    found = model.estimate_
+    assert found.samples == len(X) - len(X) % 32
+    assert found.low <= model.score(moved, y) <= found.high
+    model.reset()
+    assert model.estimate_.samples == 0

@@ -25,6 +25,7 @@ from driftfilter.gaussian.diagonal import Diagonal as Diagonal
 from driftfilter.gaussian.full import Full as Full
 from driftfilter.gaussian.kronecker import Kronecker as Kronecker
 from driftfilter.gaussian.lowrank import LowRank as LowRank
+from driftfilter.inference.accuracy import Estimate as Estimate
 from driftfilter.inference.curvature import (
     Curvature as Curvature,
     EmpiricalFisher as EmpiricalFisher,

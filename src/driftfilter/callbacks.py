@@ -17,6 +17,7 @@ from torch import Tensor
 
 from driftfilter.base.checks import require
 from driftfilter.filtering import StepInfo
+from driftfilter.inference.accuracy import Estimate, Expectation
 from driftfilter.monitor.drift_tests import summary
 from driftfilter.monitor.state import Event, Signals
 from driftfilter.storage.append_log import AppendLog, whole_lines
@@ -40,6 +41,8 @@ class StepRecord:
     accuracy: float | None = None  # over all samples so far whose labels are known
     notes: Mapping[str, Any] = field(default_factory=dict)  # what else is to be logged, JSON-ready
     domains: Mapping[int, int] = field(default_factory=dict)  # samples of each domain, by number
+    # What the estimate of the accuracy is worked out from.
+    expectation: Expectation = field(default_factory=Expectation)
 
     @cached_property
     def _summary(self) -> list[float]:
@@ -47,6 +50,11 @@ class StepRecord:
         return (
             [] if self.log_probabilities is None else list(summary(self.log_probabilities).tolist())
         )
+
+    @cached_property
+    def estimate(self) -> Estimate:
+        """Expected accuracy over the last thousand samples, these ones among them."""
+        return self.expectation.estimate
 
     @property
     def shares(self) -> tuple[float, ...]:
@@ -77,6 +85,7 @@ class StepRecord:
             "largest_share": _number(self.largest_share),
             "distance": _number(self.signals.distance),
             **({} if self.accuracy is None else known),
+            **_write_estimate(self.estimate),
             **({"domains": dict(self.domains)} if self.domains else {}),
             **({"alarms": list(map(str, self.events))} if self.events else {}),
             "ms": round(self.ms, 3),
@@ -90,6 +99,17 @@ class StepRecord:
             for name, value in {**self.to_dict(), "alarms": len(self.events)}.items()
             if isinstance(value, (int, float)) and name != "step"
         }
+
+
+def _write_estimate(estimate: Estimate) -> dict[str, float]:
+    """JSON-ready; empty if nothing is known."""
+    if not estimate.samples:
+        return {}
+    return {
+        "estimate": estimate.accuracy,
+        "estimate_low": estimate.low,
+        "estimate_high": estimate.high,
+    }
 
 
 def _number(value: Any) -> float | None:

@@ -27,6 +27,7 @@ from driftfilter.base.checks import (
     Role,
     finite_at_the_end,
     require,
+    require_count,
     require_finite,
     require_number,
     warn,
@@ -36,7 +37,12 @@ from driftfilter.base.randomness import Randomness
 from driftfilter.gaussian.belief import Belief
 from driftfilter.inference.linearized import Inference, Linearized
 from driftfilter.inference.outputs import Outputs as Outputs
-from driftfilter.inference.prediction import MAP, Prediction, PredictionRule, Query
+from driftfilter.inference.prediction import (
+    MAP,
+    Prediction,
+    PredictionRule,
+    Query,
+)
 from driftfilter.inference.resets import Upkeep, as_upkeeps
 from driftfilter.inference.smoothing import smooth_beliefs
 from driftfilter.model.dynamics import MeanReversion
@@ -280,6 +286,24 @@ class Filter(Checked):
             return self._predict(
                 state.belief, Query(model, inputs, randomness, None, taught, views, state.memory)
             )
+
+    def uncertainty(self, state: FilterState, inputs: Inputs, draws: int = 4) -> Prediction:
+        """Predict inputs [n, ...] with the belief as it stands, with an uncertainty of each sample.
+
+        Beside the forward pass it takes one product with the Jacobian for each of the ``draws``
+        from the belief, whatever the number of classes. What becomes of them is up to the
+        prediction rule: Gaussian logits f(μ) + J δ (``LinearizedGaussian``), or for ``Moderated`` a
+        temperature of each sample.
+        """
+        _require_state(state)
+        require_count("Filter.uncertainty: draws", draws, 1)
+        randomness = Randomness(state.seed, state.step, state.belief.mean.device)
+        with _without_gradients():
+            _, model = self._bind(state)
+            inputs, observation = check_inputs(inputs), self.observation.remember(state.memory)
+            views = partial(observation.views, model, inputs, randomness)
+            query = Query(model, inputs, randomness, views=views, memory=state.memory)
+            return self.prediction.of_each(state.belief, query, draws)
 
     def run(
         self,

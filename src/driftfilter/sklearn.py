@@ -29,6 +29,7 @@ from driftfilter import presets
 from driftfilter.adapter.adapter import adapt
 from driftfilter.base.checks import require, require_count
 from driftfilter.filtering import Filter
+from driftfilter.inference.accuracy import Estimate
 from driftfilter.monitor.monitor import Monitor
 from driftfilter.networks.batch_norm import Ema
 from driftfilter.networks.initialization import initialize
@@ -265,6 +266,14 @@ class AdaptiveClassifier(ClassifierMixin, MetaEstimatorMixin, BaseEstimator):  #
         """The most likely class of each row [n]."""
         labels: Array = self.classes_[self.predict_proba(X).argmax(1)]
         return labels
+
+    @property
+    def estimate_(self) -> Estimate:
+        """Expected accuracy over the last thousand rows adapted to, without labels
+        (docs/knowing.md).
+        """
+        self._require_started()
+        return self.adapter_.estimate
 
     def reset(self) -> Self:
         """Back to the source, as if no row had come since ``fit``."""

@@ -58,6 +58,7 @@ HAPPY: dict[str, tuple[list[str], str]] = {  # command, and the end of what it s
     "bench --list": ([*BENCH, "--list"], "to do  source · reset · resnet20 · seed 0\n"),
     "run": (RUN, "; wrote runs/run/predictions.npz\n"),
     "report": (["report", "done"], "wrote done/report.html\n"),
+    "check": (["check", "done", "--max-skipped", "0"], "skipped 0, asked for at most 0\n"),
     "data": (["data", "images.npz"], "images.npz: all is as it should be\n"),
     "data (no folder)": (["data"], "driftfilter data FOLDER\n"),
     "inspect": (["inspect", MODEL], "to have it timed\n"),
@@ -73,6 +74,7 @@ KEYS: dict[str, set[str]] = {
         "steps",
         "skipped",
         "accuracy",
+        "estimate",
         "resumed_after",
         "signal",
         "error",
@@ -80,6 +82,7 @@ KEYS: dict[str, set[str]] = {
         "out",
     },
     "report": {"report"},
+    "check": {"run", "ok", "checks"},
     "data": {"path", "ok", "files"},
     "data (no folder)": {"archives_md5", "text"},
     "inspect": {
@@ -116,7 +119,7 @@ def test_json_is_one_document_and_quiet_is_silent(
     case: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command, last = HAPPY[case]
-    if case == "report":
+    if case in ("report", "check"):
         assert called(capsys, *RUN, "--quiet", "--out", "done")[0] == 0
     again = ["--resume"] if case == "run" else []
     status, out, _ = called(capsys, *command)
@@ -201,6 +204,13 @@ def test_a_run_that_ends_badly_says_so_as_data(capsys: pytest.CaptureFixture[str
 # Mistakes
 
 MISTAKES: dict[str, tuple[list[str], int, str]] = {
+    "check of nothing": (
+        ["check", "o"],
+        2,
+        "nothing to check: give one of --min-accuracy-estimate",
+    ),
+    "check of a share": (["check", "o", "--max-ece", "5"], 2, "must be a number from 0 to 1"),
+    "check of no run": (["check", "none", "--max-alarms", "0"], 1, "none/config.json"),
     "demo option": (
         ["demo", "--seed-count", "3"],
         2,

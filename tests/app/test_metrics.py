@@ -153,3 +153,18 @@ def test_reliability_counts_every_sample_once(case: str) -> None:
     for place, n in enumerate(found.samples):
         low, high = place / metrics.BINS, (place + 1) / metrics.BINS
         assert n == 0 or low - 1e-6 <= found.confidence[place] <= high + 1e-6
+
+
+def test_accuracy_by_coverage_is_that_of_the_most_confident() -> None:
+    logp = torch.tensor([[0.6, 0.4], [0.9, 0.1], [0.2, 0.8], [0.55, 0.45]]).log()
+    labels = torch.tensor([1, 0, 1, 0])  # in order of confidence: right, right, wrong, right
+    assert metrics.risk_coverage(logp, labels) == pytest.approx([1, 1, 2 / 3, 3 / 4])
+    assert metrics.risk_coverage(logp, labels, points=2) == pytest.approx([1, 3 / 4])
+    many = torch.randn(1003, 5, generator=torch.Generator().manual_seed(0)).log_softmax(-1)
+    truth = torch.arange(1003) % 5
+    found = metrics.risk_coverage(many, truth)
+    assert len(found) == 20
+    assert found[-1] == pytest.approx(metrics.accuracy(many, truth))
+    order = sorted(range(1003), key=lambda i: -float(many[i].max()))[: 1003 * 16 // 20]
+    kept = [int(many[i].argmax()) == int(truth[i]) for i in order]
+    assert found[15] == pytest.approx(sum(kept) / len(kept))

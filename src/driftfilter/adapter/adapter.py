@@ -49,11 +49,12 @@ from driftfilter.callbacks import Callback, require_callbacks
 from driftfilter.distributed.stream import digest, join, require_same, share_call
 from driftfilter.filtering import Filter, FilterState, StepInfo
 from driftfilter.gaussian.belief import Belief
+from driftfilter.inference.accuracy import Estimate
 from driftfilter.inference.linearized import Frozen
 from driftfilter.inference.optimizers import GradientStep
-from driftfilter.inference.prediction import Prediction
+from driftfilter.inference.prediction import Prediction, join_predictions
 from driftfilter.model.appearance import describe
-from driftfilter.monitor.monitor import MEANINGS, AlarmWarning, Monitor, fresh_detectors
+from driftfilter.monitor.monitor import MEANINGS, AlarmWarning, Beside, Monitor, fresh_detectors
 from driftfilter.monitor.state import Event, Signals
 from driftfilter.networks.autocast import full_precision
 from driftfilter.networks.initialization import check
@@ -232,6 +233,7 @@ class Adapter(nn.Module):
                 for piece in self._pieces(inputs):
                     before = now
                     now, prediction = self._put_in_order(*self._step_each(now, piece), piece)
+                    now = self._believe(now, prediction)
                     outputs.append(prediction.log_probabilities)
                     shares.update(now.count_domains(before))
             together = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
@@ -245,7 +247,20 @@ class Adapter(nn.Module):
         """
         with self._apart(), self._given("predict", args, kwargs) as inputs:
             now = self._ready(inputs)
-            return _join([self._predict_each(now, piece) for piece in self._pieces(inputs)])
+            found = [self._predict_each(now, piece) for piece in self._pieces(inputs)]
+            return join_predictions(found)
+
+    def uncertainty(self, *args: Any, draws: int = 4, **kwargs: Any) -> Prediction:
+        """Predict a batch with the belief as it stands, with an uncertainty for each sample.
+
+        ``draws`` products with the Jacobian beside the forward pass (``Filter.uncertainty``). It
+        changes nothing, and may run while another thread updates.
+        """
+        require_count("Adapter.uncertainty: draws", draws, 1)
+        with self._apart(), self._given("uncertainty", args, kwargs) as inputs:
+            now = self._ready(inputs)
+            found = [self._predict_each(now, piece, draws) for piece in self._pieces(inputs)]
+            return join_predictions(found)
 
     def update(self, *args: Any, **kwargs: Any) -> StepInfo:
         """Adapt to a batch now, without returning predictions; the last info of several pieces.
@@ -311,6 +326,13 @@ class Adapter(nn.Module):
     def signals(self) -> Signals:
         """What the monitor saw in the last update."""
         return self._now.watch.signals
+
+    @property
+    def estimate(self) -> Estimate:
+        """Expected accuracy over the last thousand samples, with an interval, without labels
+        (docs/knowing.md).
+        """
+        return self._now.expectation.estimate
 
     @property
     def domains(self) -> tuple[tuple[int, int], ...]:
@@ -400,12 +422,14 @@ class Adapter(nn.Module):
             found.append(prediction)
         return now, merge(groups, found)
 
-    def _predict_each(self, now: AdapterState, inputs: Inputs) -> Prediction:
-        """A prediction of the samples of each domain that is known."""
+    def _predict_each(self, now: AdapterState, inputs: Inputs, draws: int = 0) -> Prediction:
+        """A prediction of the samples of each domain that is known; with ``draws``, of each
+        sample's uncertainty.
+        """
         if now.domains is None or (signatures := self._describe(inputs)) is None:
-            return self._predict(now, inputs)
+            return self._predict(now, inputs, draws)
         groups = self._keep_together(now.recall(signatures))
-        found = [self._predict(now.enter(own.place), own.pick(inputs)) for own in groups]
+        found = [self._predict(now.enter(own.place), own.pick(inputs), draws) for own in groups]
         return merge(groups, found)
 
     def _step(self, now: AdapterState, inputs: Inputs) -> tuple[AdapterState, Prediction]:
@@ -444,7 +468,7 @@ class Adapter(nn.Module):
             now, prediction, info = self._update_one(now.enter(own.place), own.pick(inputs))
             found += [] if prediction is None else [prediction]
         if len(found) == len(groups):
-            now = self._put_in_order(now, merge(groups, found), inputs)[0]
+            now = self._believe(*self._put_in_order(now, merge(groups, found), inputs))
         return now, info
 
     def _update_one(
@@ -477,6 +501,10 @@ class Adapter(nn.Module):
         now, together = now.put_in_order(chain, alone)
         own = together if shards is None else together[shards.mine]
         return now, replace(prediction, log_probabilities=own)
+
+    def _believe(self, now: AdapterState, prediction: Prediction) -> AdapterState:
+        """With what is predicted, by all ranks."""
+        return now.believe(gather_samples(prediction.log_probabilities))
 
     def _fill(self, now: AdapterState, inputs: Inputs) -> tuple[AdapterState, Prediction]:
         """Predict a batch, then offer its samples to the buffer, of which an update is made
@@ -561,7 +589,8 @@ class Adapter(nn.Module):
 
         probe = ask(monitor.choose_probe(past, state, new))
         apart = ask(monitor.choose_apart(past, state, new), now.bound.by_source)
-        observed = monitor.observe(past, state, info, new, probe, self._detectors, apart, learns)
+        beside = Beside(learns, now.expectation if monitor.expects else None)
+        observed = monitor.observe(past, state, info, new, probe, self._detectors, apart, beside)
         trial = ask(monitor.choose_trial(past, start, observed))
         watch, state = monitor.respond(past, start, state, observed, trial)
         return now._replace(state=state, info=info, watch=watch)
@@ -603,10 +632,12 @@ class Adapter(nn.Module):
                 self._now = self._now._replace(watch=watch.log(event))
             raise
 
-    def _predict(self, now: AdapterState, inputs: Inputs) -> Prediction:
+    def _predict(self, now: AdapterState, inputs: Inputs, draws: int = 0) -> Prediction:
         seen = now.seen(inputs, self.window, False)[0] if self.window else inputs
         assert now.bound is not None
-        return self._take_own(now.bound.filter.predict(now.current, seen), seen, inputs)
+        filt, state = now.bound.filter, now.current
+        found = filt.uncertainty(state, seen, draws) if draws else filt.predict(state, seen)
+        return self._take_own(found, seen, inputs)
 
     def _take_own(self, prediction: Prediction, seen: Inputs, inputs: Inputs) -> Prediction:
         """What is predicted for these inputs, the last ones of those seen or, if the stream is
@@ -616,7 +647,7 @@ class Adapter(nn.Module):
             return prediction
         shards = current()
         mine = slice(-batch_size(inputs), None) if shards is None else shards.mine
-        return Prediction(prediction.log_probabilities[mine], prediction.logit_variance[mine])
+        return prediction.pick(mine)
 
     # Reading the model
 
@@ -702,10 +733,3 @@ class Adapter(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _lock=ForkLock())
-
-
-def _join(predictions: list[Prediction]) -> Prediction:
-    if len(predictions) == 1:
-        return predictions[0]
-    columns = ((each.log_probabilities, each.logit_variance) for each in predictions)
-    return Prediction(*map(torch.cat, zip(*columns, strict=True)))

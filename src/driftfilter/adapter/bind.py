@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from driftfilter.base.checks import check_fields, require, warn
-from driftfilter.base.inputs import Inputs
+from driftfilter.base.inputs import Inputs, each
 from driftfilter.base.sharding import among
 from driftfilter.base.tensors import map_tensors
 from driftfilter.distributed.stream import shard_model
 from driftfilter.filtering import Filter, FilterState
+from driftfilter.inference.accuracy import ENOUGH, SourceCalibration, confidence
 from driftfilter.inference.optimizers import GradientStep
 from driftfilter.model.losses import Sum, as_loss
 from driftfilter.networks.alignment import MOMENTS, align
@@ -122,6 +123,8 @@ class BoundFilter(NamedTuple):
     final: bool  # whether a batch could tell nothing more
     copied: bool  # whether some weights are copies, which do not see what is written to the model
     read: ModelSnapshot
+    # How right and how sure the source is on data of its own with labels; None without them.
+    calibration: SourceCalibration | None = None
 
     def fits(self, model: nn.Module, example: Inputs | None, learned: bool) -> bool:
         """Whether this would be the filter on the model now, be it that something was ``learned``
@@ -230,10 +233,24 @@ class FilterOptions:
             )
             filt, apart = (recipe.filter(each, shares) for each in both)
             start = whole.init(recipe.source(logits, mean, self.data), self.seed, self.data)
+            calibration = self._calibrate(recipe.filter(logits.by_source, shares), start)
         for reason in self.find_ignored(start.belief.mean.device):
             warn(reason)
         copied = self.channels_last or recipe.align
-        return BoundFilter(filt, apart, start, {**told, **aligned}, final, copied, read)
+        known = {**told, **aligned}
+        return BoundFilter(filt, apart, start, known, final, copied, read, calibration)
+
+    def _calibrate(self, filt: Filter, start: FilterState) -> SourceCalibration | None:
+        """How right and how sure the source is on the first of its data that have labels."""
+        found: list[Tensor] = []
+        for inputs, labels in self.data or ():
+            if labels is None or sum(map(len, found)) >= ENOUGH:
+                break
+            own = each(inputs, lambda part: part.to(start.belief.mean.device))
+            logs = filt.predict(start, own).log_probabilities
+            right = logs.argmax(-1) == labels.to(logs.device)
+            found.append(torch.stack((right.double(), confidence(logs).double()), 1))
+        return SourceCalibration.of(torch.cat(found)) if found else None
 
     def _align(self, frozen: nn.Module, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Put statistics behind the layers of a twin: those of the source data, unless a

@@ -26,7 +26,8 @@ from driftfilter.base.tensors import as_tensor, as_text
 from driftfilter.callbacks import StepRecord
 from driftfilter.compiled.sticky_chain import smooth
 from driftfilter.filtering import FilterState, StepInfo
-from driftfilter.inference.prediction import MAP, Prediction
+from driftfilter.inference.accuracy import Expectation, Opinions
+from driftfilter.inference.prediction import MAP, Prediction, join_predictions
 from driftfilter.model.buffers import AGE, LABEL, SAMPLE, UNCERTAINTY, Buffer
 from driftfilter.model.domains import Domains
 from driftfilter.model.label_chain import RUNS, LabelChain, is_of, require_known, stay
@@ -48,6 +49,7 @@ from driftfilter.storage.state_tensors import (
 _MODEL = "model."  # in a checkpoint: what batches told about the model
 _BUFFER = "buffer."  # in a checkpoint: what a buffer knows of its samples
 _LABELS = "labels"  # in a checkpoint: what is known of the order of labels
+_OPINIONS = "opinions."  # in a checkpoint: predictions of the last samples
 _SEEN = "seen"  # samples that a buffer has seen []
 
 
@@ -83,8 +85,7 @@ def merge(groups: list[Group], found: list[Prediction]) -> Prediction:
         return found[0]
     places = torch.cat([own.which for own in groups if own.which is not None]).argsort()
     places = places.to(found[0].log_probabilities.device)
-    columns = ((own.log_probabilities, own.logit_variance) for own in found)
-    return Prediction(*(torch.cat(parts)[places] for parts in zip(*columns, strict=True)))
+    return join_predictions(found).pick(places)
 
 
 def without_samples(state: FilterState) -> FilterState:
@@ -117,6 +118,7 @@ class AdapterState(NamedTuple):
     watch: MonitorState = MonitorState()
     labels: Tensor | None = None  # what a LabelChain knows of the stream
     domains: DomainMemory | None = None  # what is known in other domains
+    opinions: Opinions | None = None  # of the last samples (inference/accuracy.py)
 
     @property
     def current(self) -> FilterState:
@@ -236,6 +238,18 @@ class AdapterState(NamedTuple):
         kept = samples(together, total - wanted, total) if total > wanted else together
         return kept, kept
 
+    def believe(self, log_probabilities: Tensor) -> Self:
+        """With the predictions [n, k] that users were given."""
+        new = Opinions.of(log_probabilities)
+        return self._replace(opinions=new if self.opinions is None else self.opinions.extend(new))
+
+    @property
+    def expectation(self) -> Expectation:
+        """What the estimate of the accuracy is worked out from."""
+        stays = 0.0 if self.labels is None else float(stay(self.labels))
+        calibration = None if self.bound is None else self.bound.calibration
+        return Expectation(self.opinions, calibration, stays, self.watch.second_opinion)
+
     def put_in_order(self, chain: LabelChain, alone: Tensor) -> tuple[Self, Tensor]:
         """log p(y given the stream) [n, k] of a batch, from log p(y given x) [n, k], and what is
         known then.
@@ -284,7 +298,17 @@ class AdapterState(NamedTuple):
         told = None if log_probabilities is None else log_probabilities.clone()
         signals = Signals() if self.watch is before.watch else self.watch.signals
         events = self.watch.since(before.watch)
-        return StepRecord(before.number, n, ms, info, told, signals, events, domains=shares)
+        return StepRecord(
+            before.number,
+            n,
+            ms,
+            info,
+            told,
+            signals,
+            events,
+            domains=shares,
+            expectation=self.expectation,
+        )
 
     def to_tensors(self, recipe: Recipe, watched: bool) -> dict[str, Tensor]:
         """As named tensors, for a checkpoint."""
@@ -298,6 +322,7 @@ class AdapterState(NamedTuple):
             **{_MODEL + name: tensor for name, tensor in self.found.items()},
             **({} if self.labels is None else {_LABELS: self.labels}),
             **({} if self.domains is None else self.domains.to_tensors()),
+            **_name(_OPINIONS, {} if self.opinions is None else self.opinions.to_tensors()),
             **(self.watch.to_tensors() if watched else {}),
         }
 
@@ -322,7 +347,10 @@ class AdapterState(NamedTuple):
         """What named tensors describe, on a model that was read by what is ``read_found`` them;
         refused unless all is there. What another chain of labels knew is left out.
         """
-        beside = ("recipe", "calls", "number", RECENT, _BUFFER, _MODEL, MONITOR, _LABELS, DOMAINS)
+        beside = (
+            *("recipe", "calls", "number", RECENT, _BUFFER, _MODEL, MONITOR, _LABELS),
+            *(DOMAINS, _OPINIONS),
+        )
         state = from_tensors(
             {name: value for name, value in own.items() if not name.startswith(beside)}, bound.start
         )
@@ -351,8 +379,15 @@ class AdapterState(NamedTuple):
             domains = DomainMemory.from_tensors(own, bound.start)
             for state in () if domains is None else domains.states:
                 bound.filter.require_recalled(state)
+        opinions = None
+        if _OPINIONS + "sums" in own:
+            opinions = Opinions.from_tensors(_OPINIONS, own)
         before = (bound, bound.found, learned, kept, known, calls, number, None, watch, labels)
-        return cls(*before, domains)
+        return cls(*before, domains, opinions)
+
+
+def _name(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {prefix + name: value for name, value in tensors.items()}
 
 
 def _require_known(known: Mapping[str, Tensor], samples: int, classes: int | None) -> None:

@@ -100,6 +100,24 @@ def count(text: str) -> int:
     return int(text)
 
 
+def whole(text: str) -> int:
+    """An integer of at least 0."""
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"must be an integer >= 0, got {text!r}")
+    return int(text)
+
+
+def fraction(text: str) -> float:
+    """A number from 0 to 1."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"must be a number from 0 to 1, got {text!r}")
+    return value
+
+
 def shape(text: str) -> tuple[int, ...]:
     """Sizes separated by commas."""
     parts = text.split(",")

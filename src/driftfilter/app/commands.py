@@ -29,7 +29,7 @@ from driftfilter.app.arguments import (
 )
 from driftfilter.app.bench.options import BenchOptions, read_options
 from driftfilter.app.paper.options import FIRST_SEED, ReproduceOptions
-from driftfilter.app.run.options import RunOptions
+from driftfilter.app.run.options import CheckOptions, RunOptions
 from driftfilter.app.terminal import Display, Output, Shown, show_progress
 
 DEMO_BENCH = ("bench", "--quick", "--images", "500", "--corruptions", "gaussian_noise,contrast")
@@ -278,6 +278,19 @@ def _write_report(
     return 0, str(path)
 
 
+def check(options: CheckOptions, output: Output, arguments: Sequence[str]) -> Found:
+    """Say whether a run is as good as was asked for."""
+    from driftfilter.app.report.content import ReportError
+    from driftfilter.app.run.check_run import check_run
+
+    if not options.asked:
+        return fail("check", f"nothing to check: give one of {', '.join(options.known)}", 2)
+    try:
+        return check_run(options, output)
+    except (ReportError, OSError) as error:
+        return fail("check", error, 1)
+
+
 @dataclass(frozen=True)
 class DataOptions:
     """Options of ``driftfilter data``."""
@@ -391,6 +404,12 @@ COMMANDS: dict[str, Command] = {
         report,
         ReportOptions,
         "runs and benchmarks side by side, as one HTML file that loads nothing",
+    ),
+    "check": Command(
+        check,
+        CheckOptions,
+        "whether a finished run is as good as you ask for, for pipelines",
+        "exit status: 0 all checks hold; 1 one fails, or cannot be judged; 2 wrong usage",
     ),
     "data": Command(data, DataOptions, "where to get CIFAR-10-C, and whether a folder holds it"),
     "inspect": Command(

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 MOST = 200
+_MEANS = ("entropy", "baseline_entropy", "estimate", "estimate_low", "estimate_high")
 
 
 def downsample(steps: Sequence[Mapping[str, Any]], most: int = MOST) -> list[dict[str, Any]]:
@@ -12,7 +13,7 @@ def downsample(steps: Sequence[Mapping[str, Any]], most: int = MOST) -> list[dic
     equally many, JSON-ready.
 
     Sums of what is counted (n, judged, right, samples by domain), means over the samples of
-    entropies; pieces can be put together again.
+    entropies and estimates; pieces can be put together again.
     """
     size, first, pieces = max(1, math.ceil(len(steps) / most)), 0, []
     for at in range(0, len(steps), size):
@@ -30,7 +31,7 @@ def merge(steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     for name in ("judged", "right", "baseline_right"):
         if any(name in step for step in steps):
             found[name] = sum(step.get(name, 0) for step in steps)
-    for name in ("entropy", "baseline_entropy"):
+    for name in _MEANS:
         known = [step for step in steps if step.get(name) is not None]
         if known:
             found[name] = sum(step["n"] * step[name] for step in known) / sum(

@@ -62,6 +62,17 @@ def brier(log_probabilities: Tensor, labels: Tensor) -> float:
     return (probabilities.square().sum(-1) - 2 * right + 1).mean().item()
 
 
+def risk_coverage(log_probabilities: Tensor, labels: Tensor, points: int = 20) -> list[float]:
+    """Accuracy among the most confident 1/m, 2/m, … m/m of the samples, m = ``points``, or one a
+    sample if there are fewer, for log-probabilities [n, k] and labels [n].
+    """
+    confidence, predicted = log_probabilities.max(-1)
+    right = (predicted == labels)[confidence.argsort(descending=True, stable=True)].double()
+    points = min(points, len(labels))
+    counts = torch.arange(1, points + 1, device=right.device) * len(labels) // points
+    return (right.cumsum(0)[counts - 1] / counts).tolist()
+
+
 class Quality(NamedTuple):
     """What the benchmark says about predictions."""
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import Tensor
 
+from driftfilter.inference.accuracy import Estimate
 from driftfilter.inference.prediction import Prediction
 
 if TYPE_CHECKING:
@@ -66,6 +67,11 @@ class Outputs(Sequence[Prediction]):
     def probabilities(self) -> Tensor:
         """p(y given x) of every sample [samples, k]."""
         return self.log_probabilities.exp()
+
+    @property
+    def estimate(self) -> Estimate:
+        """Expected accuracy over the last thousand samples (docs/knowing.md)."""
+        return Estimate.of(self.log_probabilities)
 
     @property
     def labels(self) -> Tensor:

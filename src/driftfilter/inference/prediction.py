@@ -1,9 +1,11 @@
 """Prediction: class probabilities of a batch from a Gaussian belief over parameters."""
 
+from __future__ import annotations
+
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal, NamedTuple, Protocol, final, runtime_checkable
+from typing import Annotated, Any, Literal, NamedTuple, Protocol, final, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -16,17 +18,20 @@ from driftfilter.base.checks import (
     PositiveCount,
     register,
     require,
+    require_number,
 )
 from driftfilter.base.inputs import Inputs
 from driftfilter.base.memory import remembered
 from driftfilter.base.randomness import Purpose, Randomness
 from driftfilter.gaussian.belief import Belief
 from driftfilter.gaussian.covariance import antithetic
+from driftfilter.gaussian.diagonal import Diagonal
+from driftfilter.inference.accuracy import Estimate, Expectation, Opinions, confidence
 from driftfilter.inference.linearized import variance_along
 from driftfilter.model.closed_forms import kappa, variance_at
 from driftfilter.model.observation import Energy
 from driftfilter.model.predictive import PredictiveModel, logit_covariance
-from driftfilter.model.weighting import Memory
+from driftfilter.model.weighting import Memory, entropy
 
 _TINY = 1e-30  # in place of a sum of weights that are all 0
 SLOPES = remembered("prediction.slopes", "2")  # Σ_i g_iᵀ Σ⁻ g_i and Σ_i |u_i|², see Moderated
@@ -39,6 +44,7 @@ class Prediction:
 
     log_probabilities: Tensor  # [n, k]
     logit_variance: Tensor  # [n, k]; 0 if the rule ignores the covariance
+    expected_entropy: Tensor | None = None  # [n], E_q H(p), if the rule has draws of θ from q
 
     @property
     def probabilities(self) -> Tensor:
@@ -49,6 +55,69 @@ class Prediction:
     def labels(self) -> Tensor:
         """The most likely class [n]."""
         return self.log_probabilities.argmax(-1)
+
+    @property
+    def confidence(self) -> Tensor:
+        """The probability of the most likely class [n]."""
+        return confidence(self.log_probabilities)
+
+    @property
+    def entropy(self) -> Tensor:
+        """H(p) [n] in nats, all of the uncertainty about a label."""
+        found: Tensor = torch.special.entr(self.probabilities).sum(-1)
+        return found
+
+    @property
+    def mutual_information(self) -> Tensor:
+        """H(E_q p) - E_q H(p) [n] in nats: the part that knowing the parameters would remove.
+
+        By draws if the rule has made any. Else to second order in the variance v_c of the logits,
+        ½ Σ_c v_c p_c (1 - p_c), as if they were independent; at most the entropy. Sample by sample
+        it tells what the rule does: ``Moderated`` has one variance for a batch, and
+        ``Adapter.uncertainty`` one for each sample.
+        """
+        if self.expected_entropy is not None:
+            return (self.entropy - self.expected_entropy).clamp_min(0)
+        p = self.probabilities
+        return torch.minimum((self.logit_variance * p * (1 - p)).sum(-1) / 2, self.entropy)
+
+    @property
+    def estimate(self) -> Estimate:
+        """Expected accuracy over these samples, of as many as there are."""
+        return Expectation(Opinions.of(self.log_probabilities.flatten(0, -2))).estimate
+
+    def accept(self, risk: float) -> Tensor:
+        """Which samples [n] to accept so that the expected error among them is at most ``risk``.
+
+        The largest set S, the most confident first, with (1/|S|) Σ_{i ∈ S} (1 - c_i) <= risk; none
+        if the most confident sample is above it.
+        """
+        require_number("Prediction.accept: risk", risk, 0, 1)
+        doubt, order = (1 - self.confidence.double()).sort(stable=True)
+        count = torch.arange(1, len(doubt) + 1, device=doubt.device)
+        taken = doubt.cumsum(0) <= risk * count  # a mean of sorted numbers only grows
+        return torch.zeros_like(taken).scatter(0, order, taken)
+
+    def pick(self, index: Any) -> Prediction:
+        """The prediction of some samples."""
+        expected = self.expected_entropy
+        return Prediction(
+            self.log_probabilities[index],
+            self.logit_variance[index],
+            None if expected is None else expected[index],
+        )
+
+
+def join_predictions(predictions: Sequence[Prediction]) -> Prediction:
+    """Predictions of batches, one after the other."""
+    if len(predictions) == 1:
+        return predictions[0]
+    expected = [each.expected_entropy for each in predictions if each.expected_entropy is not None]
+    return Prediction(
+        torch.cat([each.log_probabilities for each in predictions]),
+        torch.cat([each.logit_variance for each in predictions]),
+        torch.cat(expected) if len(expected) == len(predictions) else None,
+    )
 
 
 class Query(NamedTuple):
@@ -78,7 +147,11 @@ class Query(NamedTuple):
 
     def draws(self, belief: Belief, samples: int) -> Tensor:
         """Deviations of θ from the mean [samples, d]."""
-        return antithetic(belief.covariance, samples, self.randomness.generator(Purpose.PREDICTION))
+        return antithetic(belief.covariance, samples, self.draw(Purpose.PREDICTION))
+
+    def draw(self, purpose: Purpose) -> torch.Generator:
+        """The generator for a purpose."""
+        return self.randomness.generator(purpose)
 
 
 @runtime_checkable
@@ -104,6 +177,12 @@ class PredictionRule(Protocol):
     def learn(self, prior: Belief, energy: Energy, memory: Memory) -> Memory:
         """The memory with what the rule keeps of a batch, after inference."""
         return memory
+
+    def of_each(self, belief: Belief, query: Query, draws: int) -> Prediction:
+        """The prediction with an uncertainty of each sample, by products of the Jacobian with so
+        many draws: Gaussian logits, unless the rule knows better.
+        """
+        return LinearizedGaussian(draws)(belief, query)
 
 
 @final
@@ -195,16 +274,46 @@ class Moderated(Checked, PredictionRule):
         return {**memory, SLOPES: sums}
 
     def __call__(self, belief: Belief, query: Query) -> Prediction:
-        logits = query.view_logits(belief).mean(0) if self.over_views else query.logits(belief)
-        along, length = (
-            query.memory[SLOPES] if SLOPES in query.memory else logits.new_tensor((0.0, 0.0))
-        )
-        ratio = self.scale * along / length.clamp_min(torch.finfo(length.dtype).tiny)
-        variance = ratio.to(logits.dtype).clamp(0, variance_at(self.limit))
+        logits, variance = self._logits(belief, query), self._variance(query.memory, belief)
         return Prediction(
-            (logits / (1 + math.pi / 4 * variance).sqrt()).log_softmax(-1),
-            variance.expand_as(logits).clone(),
+            (logits / _temper(variance.to(logits.dtype))).log_softmax(-1),
+            variance.to(logits.dtype).expand_as(logits).clone(),
         )
+
+    def of_each(self, belief: Belief, query: Query, draws: int) -> Prediction:
+        """softmax(f_i(μ) / T_i), T_i² = 1 + π v_i / 4: v is shared out among the samples.
+
+        v_ic = v V_ic / V̄ with V_i the variances of the logits of a sample, less their mean over
+        classes, by ``draws`` from Σ (or σ² I): (1/s) Σ_δ (C J_i δ)², and V̄ their mean over the
+        batch. v_i is the mean of v_ic over classes. On average samples are as uncertain as the
+        batch.
+        """
+        logits, generator = self._logits(belief, query), query.draw(Purpose.PREDICTION)
+        covariance = belief.covariance
+        if self.variance is not None:
+            covariance = Diagonal(torch.full_like(belief.mean, self.variance))
+        moves = query.model.pushforward(
+            belief.mean, query.inputs, covariance.sample(draws, generator)
+        )
+        found = (moves - moves.mean(-1, keepdim=True)).square().mean(0)
+        mean = found.mean().clamp_min(torch.finfo(found.dtype).tiny)
+        variance = self._variance(query.memory, belief).to(logits.dtype) * found / mean
+        own = variance.mean(-1, keepdim=True).clamp_max(variance_at(self.limit))
+        return Prediction((logits / _temper(own)).log_softmax(-1), variance)
+
+    def _logits(self, belief: Belief, query: Query) -> Tensor:
+        return query.view_logits(belief).mean(0) if self.over_views else query.logits(belief)
+
+    def _variance(self, memory: Memory, belief: Belief) -> Tensor:
+        """v [] of the last batch."""
+        along, length = memory[SLOPES] if SLOPES in memory else belief.mean.new_zeros(2)
+        ratio: Tensor = self.scale * along / length.clamp_min(torch.finfo(length.dtype).tiny)
+        return ratio.clamp(0, variance_at(self.limit))
+
+
+def _temper(variance: Tensor) -> Tensor:
+    """T = √(1 + π v / 4)."""
+    return torch.sqrt(1 + math.pi / 4 * variance)
 
 
 @final
@@ -248,6 +357,11 @@ def _average(logits: Tensor) -> Tensor:
     return logits.log_softmax(-1).logsumexp(0) - math.log(len(logits))
 
 
+def _mean_entropy(logits: Tensor) -> Tensor:
+    """Mean over draws of the entropy of each softmax, [s, n, k] -> [n]."""
+    return entropy(logits).mean(0)
+
+
 @final
 @dataclass(frozen=True)
 class MonteCarlo(Checked, PredictionRule):
@@ -258,7 +372,7 @@ class MonteCarlo(Checked, PredictionRule):
     def __call__(self, belief: Belief, query: Query) -> Prediction:
         draws = belief.mean + query.draws(belief, self.samples)
         logits = torch.stack([query.model(draw, query.inputs) for draw in draws])
-        return Prediction(_average(logits), logits.var(0, correction=0))
+        return Prediction(_average(logits), logits.var(0, correction=0), _mean_entropy(logits))
 
 
 @final
@@ -276,7 +390,8 @@ class LinearizedGaussian(Checked, PredictionRule):
         moves = query.model.pushforward(
             belief.mean, query.inputs, query.draws(belief, self.samples)
         )
-        return Prediction(_average(logits + moves), moves.square().mean(0))
+        drawn = logits + moves
+        return Prediction(_average(drawn), moves.square().mean(0), _mean_entropy(drawn))
 
 
 @final

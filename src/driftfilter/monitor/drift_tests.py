@@ -56,6 +56,8 @@ class Signals(NamedTuple):
     predictive_entropy: float = math.nan  # mean H(p_i) of this batch, in nats
     effective_samples: float = math.nan  # (Σ w)² / Σ w² of this update
     energy: float = math.nan  # E at the prior mean
+    # 1 - the expected accuracy before this batch (inference/accuracy.py), if the monitor wants it.
+    expected_error: float = math.nan
 
 
 class Evidence(NamedTuple):

@@ -22,11 +22,13 @@ from driftfilter.base.checks import (
     Interval,
     Positive,
     PositiveCount,
+    PositiveFraction,
     require,
 )
 from driftfilter.base.light import Number, as_torch, clip, lighten, match, total
 from driftfilter.filtering import FilterState, StepInfo
 from driftfilter.gaussian.belief import deviation, kl_divergence
+from driftfilter.inference.accuracy import Expectation
 from driftfilter.model.centering import CENTER
 from driftfilter.model.label_chain import RUNS
 from driftfilter.model.label_runs import count_labels, start_counts, stickiness
@@ -63,6 +65,8 @@ OF_MODEL = ("classes_lost", "distance", "divergence")  # what no stream is to bl
 
 # What lasts, in words.
 MEANINGS = {
+    "expected_error": ": fewer of the last thousand predictions are expected to be right than you"
+    " ask for",
     "one_class": ": nearly all samples are predicted to be of one class; unless they are, compare"
     " with the frozen model",
     "reverts": " ticks: every step is taken back, the model does not adapt",
@@ -81,6 +85,20 @@ class Detector(Protocol):
 
     def update(self, x: float) -> Any:
         """Take the next value."""
+
+
+class Beside(NamedTuple):
+    """What is known beside a step."""
+
+    learns: bool = False  # whether the recipe means to change parameters
+    expected: Expectation | None = None  # of the accuracy before it, if that is wanted
+
+    @property
+    def expected_error(self) -> float:
+        """1 - the expected accuracy, of enough samples; else NaN."""
+        if self.expected is None or (told := self.expected.estimate).samples < SHORT:
+            return math.nan
+        return 1 - told.accuracy
 
 
 @final
@@ -109,6 +127,9 @@ class Monitor(Checked):
         distance, divergence (off by default: it costs up to d³)
                         of the belief from the source, in units of a prior that is most often
                         chosen, not learned: by default an alarm is recorded only
+        expected_error (off by default)
+                        1 - the expected accuracy over the last thousand samples before the batch
+                        (``Adapter.estimate``) >= error, of 64 samples or more
 
     Of the first three the difference must also be no chance: a tail below ``false_alarm``, bounded
     by Chernoff (classes_lost: under exchangeable labels, a share: under χ² with one degree of
@@ -157,6 +178,8 @@ class Monitor(Checked):
     on_parameters: Response = "record"
     on_detector: Response = "record"
     detectors: Mapping[str, Detector] = field(default_factory=dict, hash=False)
+    error: PositiveFraction | None = None
+    on_error: Literal["record", "warn"] = "warn"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -189,6 +212,11 @@ class Monitor(Checked):
             if _severity(response) > _severity("warn")
         ]
         return ", ".join(acting) or "alarms are recorded, and change nothing"
+
+    @property
+    def expects(self) -> bool:
+        """Whether somebody wants to know the expected error."""
+        return self.error is not None or _EXPECTED in self.detectors
 
     def wait(self, past: MonitorState, log_probabilities: Tensor) -> MonitorState | None:
         """What is remembered if samples [n, k] of a model that learns nothing gather until there
@@ -241,15 +269,16 @@ class Monitor(Checked):
         probe: Tensor | None,
         detectors: Mapping[str, Detector],
         apart: Tensor | None = None,
-        learns: bool = False,
+        known: Beside | None = None,
     ) -> Observed:
         """The signals of a step that led to ``state``.
 
         ``log_probabilities`` [n, k] are what it predicted (None: nothing), ``probe`` what the state
-        of ``choose_probe`` predicts, ``apart`` that of ``choose_apart``; ``learns``: whether the
-        recipe means to change parameters.
+        of ``choose_probe`` predicts, ``apart`` that of ``choose_apart``; ``known``: what
+        is known beside it.
         """
-        named = self._measure(state, info)
+        known = known or Beside()
+        named = self._measure(state, info) | {_EXPECTED: known.expected_error}
         if log_probabilities is None:
             signals = Signals(**_numbers(named))
             alarms = self._out_of_bounds(signals, Evidence()) | _detect(detectors, signals)
@@ -280,7 +309,7 @@ class Monitor(Checked):
         told = {name: numbers.pop(name) for name in beside}
         found = _beside_both({name: numbers.pop(name) for name in against}, told)
         evidence = Evidence.of(found, classes)
-        told["learns"] = float(learns)
+        told["learns"] = float(known.learns)
         signals = Signals(*evidence.signals, **numbers)
         early = self._certain(evidence)[1] and signals.share_gained >= self.share / 2
         alarms = self._out_of_bounds(signals, evidence)
@@ -360,6 +389,7 @@ class Monitor(Checked):
             "uncertainty": (self.uncertainty, self.on_uncertainty),
             "distance": (self.distance, self.on_parameters),
             "divergence": (self.divergence or math.inf, self.on_parameters),
+            _EXPECTED: (self.error or math.inf, self.on_error),
         }
 
     def _certain(self, evidence: Evidence) -> list[bool]:
@@ -472,7 +502,7 @@ class Monitor(Checked):
             now = replace(now, runs=seen.runs)
         if seen.probed is not None:
             now = replace(now, answered=extend(now.answered, seen.probed, seen.samples))
-        if seen.alarms:
+        if any(signal != _EXPECTED for signal in seen.alarms):
             return now
         age = now.age + seen.ticks
         if age < self.lag:
@@ -597,6 +627,7 @@ def _severity(response: str) -> int:
 
 _PROBATION = _severity("probation")
 _DETECTOR = "detector of "
+_EXPECTED = "expected_error"  # what users ask for, and nothing that is done about
 _NETWORK = "network."  # what a network carries, in the memory
 _OF_STREAM = (CENTER, LABELS, RUNS)  # of the classes that the stream has shown
 _APART = "apart, "

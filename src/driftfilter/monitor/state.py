@@ -14,6 +14,7 @@ from torch import Tensor
 from driftfilter.base.checks import require, require_shape, require_squarable
 from driftfilter.base.tensors import as_tensor, as_text, map_tensors
 from driftfilter.filtering import FilterState
+from driftfilter.inference.accuracy import SecondOpinion
 from driftfilter.monitor.drift_tests import Signals as Signals  # beside events, for who reads both
 from driftfilter.storage.sealed import parse_object
 from driftfilter.storage.state_tensors import from_tensors, to_tensors
@@ -98,6 +99,13 @@ class MonitorState:
     def reference(self) -> Tensor | None:
         """[k + 3], the history without the latest batches, once there is so much."""
         return self.history if self.known is None else self.known
+
+    @property
+    def second_opinion(self) -> SecondOpinion | None:
+        """What the belief and the source say of the same samples; None before enough of them."""
+        if self.pairs is None or math.isnan(self.signals.classes_lost):
+            return None
+        return SecondOpinion(self.pairs, self.signals.classes_lost)
 
     @property
     def of_belief(self) -> dict[str, Any]:

@@ -512,6 +512,37 @@ def browse(folder: Path, page: Path, *arguments: str) -> tuple[str, list[str]]:
     return done.stdout, [*(line for line in done.stderr.splitlines() if "CONSOLE" in line), *urls]
 
 
+def test_expected_accuracy_and_coverage_are_drawn(folder: Path) -> None:
+    assert run("--out", "a", *FULL) == 0
+    found = page("a")
+    assert "Expected accuracy over time" in found.source
+    assert 'class="fill band c0"' in found.source
+    assert "tent:lr=0.01, expected from" in found.source
+    assert "Accuracy by coverage" in found.text
+    assert len(summary("a")["quality"]["after"]["covered"]) == 20
+
+
+def test_expected_accuracy_needs_no_labels_and_coverage_does(folder: Path) -> None:
+    assert run("--out", "a") == 0
+    found = page("a")
+    assert "Expected accuracy over time" in found.source
+    assert "Accuracy by coverage" not in found.text
+
+
+def test_runs_from_before_there_was_an_estimate_are_drawn(folder: Path) -> None:
+    assert run("--out", "a", *FULL) == 0
+    lines = [json.loads(line) for line in Path("a/steps.jsonl").read_text().splitlines()]
+    kept = [{k: v for k, v in line.items() if "estimate" not in k} for line in lines]
+    Path("a/steps.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))
+    document = summary("a")
+    for side in document["quality"].values():
+        del side["covered"]
+    Path("a/summary.json").write_text(json.dumps(document))
+    found = page("a")
+    assert "Expected accuracy" not in found.text
+    assert "Accuracy by coverage" not in found.text
+
+
 @pytest.mark.skipif(BROWSER is None, reason="chromium is not installed")
 def test_a_browser_shows_it(folder: Path) -> None:
     """At the widths of a desk and of a phone, without an error on the console and without a

@@ -15,6 +15,7 @@ from rich.console import Console
 import driftfilter as df
 from driftfilter.app.run.dashboard import Dashboard, sparkline
 from driftfilter.app.run.run import Tally
+from driftfilter.inference.accuracy import Expectation, Opinions
 from own_model import run, steps
 
 EVENT = df.Event(3, "uncertainty", 0.5, 0.4, "probation")
@@ -110,7 +111,9 @@ def test_many_classes_are_put_together() -> None:
 def test_without_a_terminal_it_goes_on_plainly(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--out", "o", "--live") == 0
     out, err = capsys.readouterr()
-    assert out == "46 samples, 5 steps; wrote o/predictions.npz\n"
+    expected, told = out.splitlines()
+    assert expected.startswith("accuracy expected of the last 46 samples: 0.")
+    assert told == "46 samples, 5 steps; wrote o/predictions.npz"
     assert err == "driftfilter run: --live needs a terminal on stderr; progress in lines instead\n"
 
 
@@ -130,3 +133,16 @@ def test_on_a_terminal(options: list[str], monkeypatch: pytest.MonkeyPatch) -> N
     assert f"{steps('o')[-1]['accuracy']:.4f}" in text
     assert "46 of 46" in text if options else "46/46" in text
     assert Path("o/summary.json").exists()
+
+
+def test_expected_accuracy_is_shown_once_it_is_known() -> None:
+    dashboard = Dashboard(Tally(), 100)
+    assert "unknown" in row(drawn(dashboard), "estimate")
+    logs = torch.tensor([[0.9, 0.1], [0.1, 0.9]]).log().repeat(20, 1)
+    known = Expectation(Opinions.of(logs))
+    dashboard.on_step(record(0, [0, 1], expectation=known))
+    told = row(drawn(dashboard), "estimate")
+    assert "0.900 (" in told
+    assert "of the last 40 samples" in told
+    dashboard.on_step(df.StepRecord(1, 2, 0.0, notes={"skipped": "bad"}))
+    assert row(drawn(dashboard), "estimate") == told

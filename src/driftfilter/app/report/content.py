@@ -50,6 +50,7 @@ class Entry(NamedTuple):
     along: Sequence[Mapping[str, Any]]  # see ``app.along``
     spread: Mapping[str, float] = {}  # standard deviation over seeds
     bins: ReliabilityDiagram | None = None
+    covered: Sequence[float] = ()  # accuracy among the most confident 1/m, 2/m, … m/m
     parts: Mapping[str, float] = {}  # accuracy by shift, or by stretch
     alarms: Sequence[tuple[int, str]] = ()
     movement: Sequence[Mapping[str, Any]] = ()

@@ -1,7 +1,7 @@
 """The page: charts, tables and sentences of the streams, put into the template."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from importlib.resources import files
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ LAYERS = 40  # bars of a chart
 CLASSES = 20  # rows of a table
 PICTURES = 1_000_000  # bytes of all of them
 ALARMS = 200  # marks of a chart
+WINDOW = 1000  # samples that an estimate is of
 
 
 def render(streams: Sequence[StreamReport], matrices: Sequence[Matrix] = ()) -> str:
@@ -111,6 +112,8 @@ def _view(stream: StreamReport, place: int, pictured: Set[int]) -> dict[str, Any
         "ranking": _ranking(styled),
         "accuracy": _over_time(stream, styled, "accuracy"),
         "entropy": _over_time(stream, styled, "entropy"),
+        "estimate": _estimates(stream, styled),
+        "covered": _covered(styled),
         "domains": [found for entry, _ in styled if (found := _domains(entry)) is not None],
         "parts": _parts(styled, stream.part),
         "reliability": [(entry, _reliability(entry, style)) for entry, style in styled],
@@ -209,6 +212,81 @@ def _over_time(stream: StreamReport, styled: Styled, what: str) -> Markup | None
     )
 
 
+def _estimates(stream: StreamReport, styled: Styled) -> Markup | None:
+    """Expected accuracy with its band, and the accuracy that labels tell, over time."""
+    bands = [(entry, draw.Band(style, _band(entry))) for entry, style in styled]
+    bands = [(entry, band) for entry, band in bands if len(band.points) > 1]
+    if not bands:
+        return None
+    series = []
+    for entry, band in bands:
+        middle = [
+            (_middle(piece), piece["estimate"]) for piece in entry.along if "estimate_low" in piece
+        ]
+        series.append(Series(f"{entry.name}, expected", band.style._replace(dash="2 3"), middle))
+        true = Series(entry.name, band.style._replace(dash="", shape=0), _lately(entry))
+        series += [true] if true.points else []
+    ends = [end for _, band in bands for _, *pair in band.points for end in pair]
+    up = _accuracies([*ends, *(value for each in series for _, value in each.points)])
+    last = max(piece["step"] + piece["steps"] for entry, _ in bands for piece in entry.along)
+    says = "; ".join(
+        f"{each.name} from {up.text(each.points[0][1])} to {up.text(each.points[-1][1])}"
+        for each in series
+    )
+    across = Axis("step", 0, last, lambda value: f"{value:,.0f}")
+    found = [band for _, band in bands]
+    name = "Expected accuracy over time"
+    return draw.lines(name, says, series, across, up, stream.marks, bands=found)
+
+
+def _middle(piece: Mapping[str, Any]) -> float:
+    return float(piece["step"] + piece["steps"] / 2)
+
+
+def _lately(entry: Entry) -> list[tuple[float, float]]:
+    """Points (step, accuracy over the last samples), as far as labels are known."""
+    found, pieces = [], [piece for piece in entry.along if "right" in piece]
+    for at, piece in enumerate(pieces):
+        right = judged = 0
+        for earlier in reversed(pieces[: at + 1]):
+            if judged < WINDOW:
+                right, judged = right + earlier["right"], judged + earlier.get("judged", 0)
+        found += [(_middle(piece), right / judged)] if judged else []
+    return found
+
+
+def _band(entry: Entry) -> list[tuple[float, float, float]]:
+    """Points (step, low, high) of the estimate, in the middle of each piece of the stream."""
+    return [
+        (_middle(piece), piece["estimate_low"], piece["estimate_high"])
+        for piece in entry.along
+        if "estimate_low" in piece
+    ]
+
+
+def _covered(styled: Styled) -> Markup | None:
+    """Accuracy among the most confident predictions, by how many are kept."""
+    series = [
+        Series(
+            entry.name,
+            style,
+            [((at + 1) / len(entry.covered), value) for at, value in enumerate(entry.covered)],
+        )
+        for entry, style in styled
+        if entry.covered
+    ]
+    if not series:
+        return None
+    up = _accuracies(value for each in series for _, value in each.points)
+    says = "; ".join(
+        f"{each.name} {up.text(each.points[-1][1])} of all, {up.text(each.points[0][1])} of the "
+        "most confident"
+        for each in series
+    )
+    across = Axis("share of samples kept", 0, 1, lambda value: f"{100 * value:.0f} %")
+    return draw.lines("Accuracy by coverage", says, series, across, up)
+
+
 def _domains(entry: Entry) -> tuple[str, Markup] | None:
     """Which domain samples were of, and when; None if all were of one."""
     found: dict[str, list[tuple[float, float, float]]] = {}
@@ -232,7 +310,7 @@ def _accuracies(values: Iterable[float]) -> Axis:
 
 def _curve(entry: Entry, what: str) -> list[tuple[float, float]]:
     """Points (step, value) in the middle of each piece of the stream."""
-    middles = [(piece["step"] + piece["steps"] / 2, piece) for piece in entry.along]
+    middles = [(_middle(piece), piece) for piece in entry.along]
     if what == "accuracy":
         return [
             (step, piece["right"] / piece["judged"])

@@ -66,14 +66,19 @@ def read_run(folder: Path) -> RunFolder:
             f"here is {FORMAT}"
         )
     run = RunFolder(
-        folder, config, summary, _steps(folder / "steps.jsonl"), read_json(folder / "movement.json")
+        folder,
+        config,
+        summary,
+        read_lines(folder / "steps.jsonl"),
+        read_json(folder / "movement.json"),
     )
     if not run.used:
         raise ReportError(f"{folder} holds an empty run: no sample was predicted")
     return run
 
 
-def _steps(path: Path) -> list[dict[str, Any]]:
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The steps of a run, a line each; an error names the file."""
     try:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, ValueError) as error:
@@ -151,6 +156,7 @@ def _entry(run: RunFolder, name: str) -> Entry:
         {} if quality is None else {each: quality[each] for each in MEASURES},
         downsample(used, DRAWN),
         bins=None if quality is None else ReliabilityDiagram(**quality["bins"]),
+        covered=() if quality is None else quality.get("covered", ()),
         parts=_parts(used, "right"),
         alarms=[(step["step"], str(text)) for step in run.steps for text in step.get("alarms", ())],
         movement=run.movement,
@@ -207,6 +213,7 @@ def _source(run: RunFolder) -> Entry:
         {} if quality is None else {each: quality[each] for each in MEASURES},
         downsample(steps, DRAWN),
         bins=None if quality is None else ReliabilityDiagram(**quality["bins"]),
+        covered=() if quality is None else quality.get("covered", ()),
         parts=_parts(used, "baseline_right"),
         no_examples="",
     )

@@ -45,6 +45,13 @@ class Series(NamedTuple):
     points: Sequence[tuple[float, float]]
 
 
+class Band(NamedTuple):
+    """The room between two lines of a chart."""
+
+    style: Style
+    points: Sequence[tuple[float, float, float]]  # where, from, to
+
+
 class Axis(NamedTuple):
     """An axis: its name, its ends and how its values are written."""
 
@@ -152,6 +159,11 @@ def _path(points: Sequence[tuple[float, float]], style: Style) -> Markup:
     )
 
 
+def _area(points: Sequence[tuple[float, float]], style: Style) -> Markup:
+    d = "M" + "L".join(f"{x:.1f},{y:.1f}" for x, y in points) + "Z"
+    return Markup('<path d="{}" class="fill band {}"/>').format(d, style.color)
+
+
 def lines(
     name: str,
     says: str,
@@ -160,9 +172,10 @@ def lines(
     up: Axis,
     marks: Sequence[tuple[float, str]] = (),
     alarms: Sequence[float] = (),
+    bands: Sequence[Band] = (),
 ) -> Markup:
     """Lines over steps; ``marks`` begin a stretch of this name, ``alarms`` stand on the axis of
-    time.
+    time, ``bands`` lie below the lines.
     """
     left, right, top, bottom = 44.0, 392.0, 22.0, 200.0
     body = [
@@ -181,6 +194,12 @@ def lines(
         _line(left, bottom, right, bottom, "axis"),
         _text(right, bottom + 30, across.name, "name", "end"),
     ]
+    for band in bands:
+        edge = [(x, high) for x, _, high in band.points]
+        edge += [(x, low) for x, low, _ in reversed(band.points)]
+        body += [
+            _area([(across.at(x, left, right), up.at(y, bottom, top)) for x, y in edge], band.style)
+        ]
     for each in series:
         places = [(across.at(x, left, right), up.at(y, bottom, top)) for x, y in each.points]
         body += [_path(places, each.style)] if len(places) > 1 else []

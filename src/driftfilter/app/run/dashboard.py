@@ -42,9 +42,15 @@ def sparkline(values: Iterable[float]) -> str:
     return "".join(map(level, found))
 
 
+def _describe(estimate: df.Estimate) -> str:
+    if not estimate.samples:
+        return "unknown"
+    return f"{estimate} expected of the last {estimate.samples} samples"
+
+
 class Dashboard:
-    """A callback that draws: progress and rate, accuracy, predictive entropy, class shares,
-    distance, alarms.
+    """A callback that draws: progress and rate, accuracy as it is and as it is expected, predictive
+    entropy, class shares, distance, alarms.
     """
 
     def __init__(
@@ -59,6 +65,7 @@ class Dashboard:
         self._entropies: deque[float] = deque(maxlen=DRAWN)
         self._shares: deque[tuple[float, ...]] = deque(maxlen=LATELY)
         self._distance, self._alarms = math.nan, 0
+        self._estimate = df.Estimate(math.nan, 0.0, 1.0, 0)
         self._last: deque[str] = deque(maxlen=ALARMS)
         self._live = Live(
             self.picture(), console=console or Console(stderr=True), auto_refresh=False
@@ -84,6 +91,7 @@ class Dashboard:
         self._distance = (
             self._distance if math.isnan(step.signals.distance) else step.signals.distance
         )
+        self._estimate = step.estimate if step.estimate.samples else self._estimate
         self._alarms += len(step.events)
         self._last.extend(
             f"step {step.number}: {event.signal} {event.value:.3g}, {event.response}"
@@ -111,6 +119,7 @@ class Dashboard:
                 "accuracy",
                 "unknown: no labels" if tally.accuracy is None else f"{tally.accuracy:.4f}",
             ),
+            ("estimate", _describe(self._estimate)),
             ("entropy", f"{known[-1]:.3f} nats  {sparkline(self._entropies)}" if known else ""),
             (
                 "distance",

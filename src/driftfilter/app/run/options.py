@@ -1,11 +1,20 @@
-"""What ``driftfilter run`` can be told; torch is not imported here."""
+"""What ``driftfilter run`` and ``driftfilter check`` can be told; torch is not imported here."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from driftfilter.app.arguments import argument, count, count_option, folder, option
+from driftfilter.app.arguments import (
+    argument,
+    count,
+    count_option,
+    file,
+    folder,
+    fraction,
+    option,
+    whole,
+)
 
 
 @dataclass(frozen=True)
@@ -95,3 +104,33 @@ class RunOptions:
             **{name: getattr(self, name) for name in names},
             "labels": "none" if self.labels is None else "given",
         }
+
+
+@dataclass(frozen=True)
+class CheckOptions:
+    """Options of ``driftfilter check``."""
+
+    run: Path = argument("RUN", "folder of a driftfilter run that has ended", type=Path)
+    min_accuracy_estimate: float | None = option(
+        "least expected accuracy over the run, which needs no labels", type=fraction, metavar="P"
+    )
+    min_accuracy: float | None = option(
+        "least accuracy, of a run with --labels", type=fraction, metavar="P"
+    )
+    max_ece: float | None = option(
+        "largest calibration error, of a run with --labels", type=fraction, metavar="P"
+    )
+    max_alarms: int | None = option("most alarms of the monitor", type=whole, metavar="N")
+    max_skipped: int | None = option("most steps that were skipped", type=whole, metavar="N")
+    junit: Path | None = option("to write the checks to, as JUnit XML", type=file, metavar="FILE")
+
+    @property
+    def known(self) -> list[str]:
+        """The checks, as they are written."""
+        names = (item.name for item in fields(self) if item.name.startswith(("min_", "max_")))
+        return [f"--{name.replace('_', '-')}" for name in names]
+
+    @property
+    def asked(self) -> bool:
+        """Whether there is anything to check."""
+        return any(getattr(self, each[2:].replace("-", "_")) is not None for each in self.known)

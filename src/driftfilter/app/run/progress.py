@@ -77,12 +77,16 @@ def conclude(ending: Ending, out: Path, output: Output) -> tuple[int, dict[str, 
     """Say how a run ended; its exit status, and how it ended as data."""
     tally = ending.tally
     begun = f", resumed after {ending.begun}" if ending.begun else ""
+    expected = ending.estimate if ending.estimate and ending.estimate.samples else None
+    if expected is not None:
+        output.say(f"accuracy expected of the last {expected.samples} samples: {expected}")
     output.say(f"{tally.rows} samples, {describe(tally)}{begun}; wrote {ending.predictions}")
     return _status(ending, out), {
         "samples": tally.rows,
         "steps": tally.step,
         "skipped": tally.skipped,
         "accuracy": tally.accuracy,
+        "estimate": None if expected is None else expected.accuracy,
         "resumed_after": ending.begun,
         "signal": None if ending.signal is None else signal.Signals(ending.signal).name,
         "error": ending.error or ending.lost or None,

@@ -83,6 +83,7 @@ class Ending(NamedTuple):
     signal: int | None = None
     error: str = ""
     lost: str = ""  # samples that were read and will not be seen
+    estimate: df.Estimate | None = None  # of the accuracy, at the end
 
 
 # Makes, from how far a run is when it begins and how many samples there are, a context whose
@@ -116,7 +117,15 @@ def run(
             own = mine.each(files.reads.each(stop.each(batches)))
             last, error = _adapt(files, first, own, (files.steps, callback), warn)
             lost = files.save(last, ended=True)
-            ending = Ending(last, files.predictions.export(), first.step, stop.signal, error, lost)
+            ending = Ending(
+                last,
+                files.predictions.export(),
+                first.step,
+                stop.signal,
+                error,
+                lost,
+                made.adapter.estimate,
+            )
             _summarize(files, ending)
             return ending
 
@@ -180,6 +189,7 @@ def _summarize(files: _Files, ending: Ending) -> None:
         "error": ending.error,
         "no_examples": summary.write_examples(out, finished, made.feed, made.form),
         "tally": ending.tally._asdict(),
+        "estimate": summary.summarize_estimates(out / STEPS),
         **made.machine.peak_memory(),
     }
     summary.write(out, finished, made.adapter, made.model, others)

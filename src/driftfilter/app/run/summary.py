@@ -3,7 +3,7 @@ at.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ from driftfilter.app.run.reader import Feed, Form, StoredFeed
 from driftfilter.app.terminal import finite
 from driftfilter.app.thumbnails import VALUES, find_extremes, is_image, thumbnail
 from driftfilter.base.checks import require
+from driftfilter.inference import accuracy
 from driftfilter.storage.atomic import atomic_file, write_atomic
 
 FORMAT = 1  # of summary.json
@@ -98,6 +99,7 @@ def _quality(logs: NDArray[Any] | None, labels: Integers | None) -> dict[str, An
     return {
         **finite(metrics.quality(logp, truth)._asdict()),
         "bins": metrics.reliability(logp, truth)._asdict(),
+        "covered": metrics.risk_coverage(logp, truth),
     }
 
 
@@ -175,6 +177,40 @@ def _show_sample(form: Form, feed: StoredFeed, row: int) -> NDArray[Any]:
     assert not isinstance(inputs, dict)  # only lines of JSON have parts
     sample = inputs[0].cpu().numpy()
     return thumbnail(sample) if is_image(sample) else sample.astype(np.float64).ravel()[:VALUES]
+
+
+def summarize_estimates(path: Path) -> dict[str, Any] | None:
+    """Expected accuracy over a whole run by its lines of steps.jsonl, JSON-ready; None if there is
+    none.
+
+    Means of the estimates after every thousand samples and at the end, weighted by the samples
+    since the one before. ``least``: the lowest of them, ``at`` its step.
+    """
+    lines = path.read_text(encoding="utf-8").splitlines()
+    found = list(_windows([json.loads(line) for line in lines]))
+    total = sum(n for n, _ in found)
+    if not total:
+        return None
+    worst = min((step for _, step in found), key=lambda step: step["estimate"])
+    means = {
+        name: sum(n * step[f"estimate{part}"] for n, step in found) / total
+        for name, part in (("accuracy", ""), ("low", "_low"), ("high", "_high"))
+    }
+    return {**means, "samples": total, "least": worst["estimate"], "at": worst["step"]}
+
+
+def _windows(steps: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """The step that ends each window, with its samples."""
+    n, last = 0, None
+    for step in steps:
+        if step.get("estimate") is None:
+            continue
+        n, last = n + step["n"], step
+        if n >= accuracy.WINDOW:
+            yield n, step
+            n, last = 0, None
+    if last is not None:
+        yield n, last
 
 
 def write_json(path: Path, document: Any) -> None:

@@ -1,0 +1,193 @@
+"""How accurate predictions are, without labels: what they themselves expect.
+
+A calibrated prediction is right as often as it is confident. Over n samples with confidences c_i =
+max_y p_i(y), their mean c, the mean prediction p̄ and the shares l of the predicted labels
+
+    error   e = (1 - c) w - g,  w = (H(p̄) / H(l))^α, from 1 to 1.25
+    floor   e >= D (1 - exp(-L))            if there is a second opinion
+    band    1 - e ± z √( s Σ_i c_i (1 - c_i) / n² + (κ e)² )
+
+g is how much more often the source is right on labelled data of its own than it is confident, 0
+without such data; of a source that is too little confident only what is above δ counts, for most
+often these data are what it was trained on, and flatter it.
+
+The weight w is AETTA's, against overconfidence: a network that is lost gives many samples the same
+few labels. Theirs is (ln k / H(p̄))^α, which takes classes to come equally often; here p̄, which is
+calibrated if p_i is, says how often they come.
+
+D says on how many samples the belief and the source disagree, and L how many nats of entropy the
+belief's labels have lost against the source's on the same samples (``Monitor``: classes_lost): a
+model that has collapsed is confident, and its confidence tells nothing. s = (1 + R) / (1 - R) if
+labels stay with probability R, for samples in runs are wrong together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple, Self, final
+
+import torch
+from torch import Tensor
+
+from driftfilter.base.checks import require, require_finite
+from driftfilter.base.light import as_torch, count, join, lighten, match, total
+
+WINDOW = 1000  # samples, or a block more
+BLOCK = 100  # samples that are summed up together, or a batch if that is larger
+ENOUGH = 1000  # labelled samples of the source
+_Z = 1.96  # of a normal distribution, for 95 %
+_WEIGHT = 3.0  # α, as AETTA has it
+_HEAVIEST = 1.25
+_FLATTERS = 0.03  # δ
+# κ: how far the error is off under a shift, as a part of it, without labelled source data and with
+# them (benchmarks/estimate.py).
+_OFF, _LESS_OFF = 0.2, 0.15
+
+
+@final
+@dataclass(frozen=True)
+class Estimate:
+    """Expected accuracy over the last samples, with an interval; of none nothing is known."""
+
+    accuracy: float  # NaN if there are no samples
+    low: float
+    high: float
+    samples: int
+
+    def __str__(self) -> str:
+        if not self.samples:
+            return "unknown"
+        return f"{self.accuracy:.3f} ({self.low:.3f} to {self.high:.3f})"
+
+    @classmethod
+    def of(cls, log_probabilities: Tensor, last: int = WINDOW) -> Estimate:
+        """The estimate from log-probabilities [..., k] alone, over the ``last`` samples."""
+        return Expectation(Opinions.of(log_probabilities.flatten(0, -2)[-last:])).estimate
+
+
+class SecondOpinion(NamedTuple):
+    """What a belief and its source say of the same samples."""
+
+    labels: Tensor  # [2, w], by the belief and by the source
+    lost: float  # L, nats of entropy that the belief's labels have lost
+
+    @property
+    def floor(self) -> float:
+        """D (1 - exp(-L)), D the share of samples with two labels."""
+        disagreement = float((self.labels[0] != self.labels[1]).double().mean())
+        return disagreement * (1 - math.exp(-max(0.0, self.lost)))
+
+
+class SourceCalibration(NamedTuple):
+    """How right and how sure the source is on labelled data of its own."""
+
+    accuracy: float
+    confidence: float
+
+    @property
+    def excess(self) -> float:
+        """g: how much more often it is right than sure."""
+        gap = self.accuracy - self.confidence
+        return max(0.0, gap - _FLATTERS) if gap > 0 else gap
+
+    @classmethod
+    def of(cls, found: Tensor) -> SourceCalibration:
+        """From whether samples are right, and how sure, [n, 2]."""
+        return cls(*found.mean(0).tolist())
+
+
+class Opinions(NamedTuple):
+    """Predictions of the last samples, summed up in blocks, the newest last; an immutable value."""
+
+    sums: Tensor  # [b, 2k + 2]: Σ p_i [k], samples by predicted label [k], Σ c_i, Σ c_i²
+    counts: tuple[int, ...]  # samples of each block
+
+    @classmethod
+    def of(cls, log_probabilities: Tensor) -> Opinions:
+        """One block of log-probabilities [n, k]."""
+        wide = log_probabilities.double()
+        best, labels = wide.max(-1)
+        known = lighten(wide.exp().sum(0))
+        sure = lighten(best.exp())
+        labels = count(match(labels, known), wide.shape[1], known)
+        moments = (total(sure), total(sure * sure))
+        return cls(as_torch(join(known, labels, moments, like=known))[None], (len(wide),))
+
+    def extend(self, new: Opinions) -> Opinions:
+        """With a block behind it, in the last one if that is small; what is older than a thousand
+        samples is dropped.
+        """
+        sums, counts = torch.cat((self.sums.to(new.sums), new.sums)), (*self.counts, *new.counts)
+        if sum(counts[-2:]) <= BLOCK:
+            sums = torch.cat((sums[:-2], sums[-2:].sum(0, keepdim=True)))
+            counts = (*counts[:-2], sum(counts[-2:]))
+        while sum(counts[1:]) >= WINDOW:
+            sums, counts = sums[1:], counts[1:]
+        return Opinions(sums, counts)
+
+    def to_tensors(self) -> dict[str, Tensor]:
+        """As named tensors, for a checkpoint."""
+        return {"sums": self.sums.contiguous(), "counts": torch.tensor(self.counts)}
+
+    @classmethod
+    def from_tensors(cls, prefix: str, own: Mapping[str, Tensor]) -> Self:
+        """What named tensors describe; refused unless it may be that."""
+        sums, counts = own[f"{prefix}sums"], own[f"{prefix}counts"]
+        found = f"{list(sums.shape)} {sums.dtype}, {list(counts.shape)} {counts.dtype}"
+        fits = sums.dtype == torch.float64 and counts.dtype == torch.int64 and sums.dim() == 2
+        fits = fits and 0 < len(sums) == counts.numel() and counts.dim() == 1
+        fits = fits and sums.shape[1] >= 4 and sums.shape[1] % 2 == 0
+        require(fits, f"state {prefix + 'sums'!r}", found, "torch.float64 [b, 2k + 2], and [b]")
+        require_finite(f"state {prefix + 'sums'!r}", sums)
+        k, most = sums.shape[1] // 2 - 1, 1.001 * counts.double() + 1e-6
+        parts = (sums[:, :k].sum(1), sums[:, k : 2 * k].sum(1), *sums[:, 2 * k :].T)
+        fits = bool((counts > 0).all() and (sums >= -1e-6).all())
+        fits = fits and all(bool((part <= most).all()) for part in parts)
+        allowed = "sums of as many probabilities as there are samples"
+        require(fits, f"state {prefix + 'sums'!r}", sums, allowed)
+        return cls(sums.clone(), tuple(counts.tolist()))
+
+
+class Expectation(NamedTuple):
+    """What an estimate is worked out from."""
+
+    opinions: Opinions | None = None
+    source: SourceCalibration | None = None
+    stay: float = 0.0  # R
+    second: SecondOpinion | None = None
+
+    @property
+    def estimate(self) -> Estimate:
+        """The formulas at the top of this file."""
+        if self.opinions is None:
+            return Estimate(math.nan, 0.0, 1.0, 0)
+        n = sum(self.opinions.counts)
+        *shares, sure, squares = (self.opinions.sums.sum(0) / n).tolist()  # the only look there
+        k = len(shares) // 2
+        error = (1 - sure) * _weigh(_entropy(shares[:k]), _entropy(shares[k:]))
+        error -= 0.0 if self.source is None else self.source.excess
+        if self.second is not None:
+            error = max(error, self.second.floor)
+        error = min(max(error, 0.0), 1.0)
+        chance = (1 + self.stay) / (1 - self.stay) * max(0.0, sure - squares) / n
+        off = (_OFF if self.source is None else _LESS_OFF) * error
+        reach = _Z * math.sqrt(chance + off**2)
+        return Estimate(1 - error, max(0.0, 1 - error - reach), min(1.0, 1 - error + reach), n)
+
+
+def _weigh(expected: float, said: float) -> float:
+    """(H(p̄) / H(l))^α, from 1 to 1.25: one label for all samples may be right."""
+    if expected <= said:
+        return 1.0
+    return min(_HEAVIEST, math.pow(expected / max(said, 1e-12), _WEIGHT))
+
+
+def _entropy(shares: list[float]) -> float:
+    return -sum(share * math.log(share) for share in shares if share > 0)
+
+
+def confidence(log_probabilities: Tensor) -> Tensor:
+    """max_y p(y given x) of log-probabilities [..., k]: [...]."""
+    return log_probabilities.amax(-1).exp()

@@ -1,0 +1,165 @@
+"""Accuracy without labels, against sums over samples, simulated labels and hand-made cases."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import driftfilter as df
+from driftfilter.inference.accuracy import (
+    BLOCK,
+    WINDOW,
+    Expectation,
+    Opinions,
+    SecondOpinion,
+    SourceCalibration,
+)
+
+
+def predictions(n: int, k: int = 4, seed: int = 0, scale: float = 2.0) -> Tensor:
+    """Log-probabilities [n, k]."""
+    generator = torch.Generator().manual_seed(seed)
+    return (scale * torch.randn(n, k, generator=generator, dtype=torch.float64)).log_softmax(-1)
+
+
+def follow(batches: list[Tensor]) -> Opinions:
+    """What is known after batches, one after the other."""
+    known = Opinions.of(batches[0])
+    for batch in batches[1:]:
+        known = known.extend(Opinions.of(batch))
+    return known
+
+
+def entropy(shares: Tensor) -> float:
+    return float(-torch.xlogy(shares, shares).sum())
+
+
+def by_hand(logp: Tensor, kappa: float = 0.2, stay: float = 0.0) -> tuple[float, float]:
+    """Expected error and half of the band, sample by sample."""
+    p, n = logp.exp(), len(logp)
+    sure = [float(row.max()) for row in p]
+    labels = [int(row.argmax()) for row in p]
+    said = torch.tensor([labels.count(c) / n for c in range(p.shape[1])], dtype=torch.float64)
+    weight = min(1.25, max(1.0, (entropy(p.mean(0)) / entropy(said)) ** 3))
+    error = weight * sum(1 - c for c in sure) / n
+    chance = (1 + stay) / (1 - stay) * sum(c * (1 - c) for c in sure) / n**2
+    return error, 1.96 * math.sqrt(chance + (kappa * error) ** 2)
+
+
+@pytest.mark.parametrize("sizes", [[300], [200] * 5, [7] * 60, [1] * 250, [90, 20, 500]])
+def test_estimate_is_that_of_the_samples_themselves(sizes: list[int]) -> None:
+    logp = predictions(sum(sizes))
+    found = Expectation(follow(list(logp.split(sizes))), stay=0.5).estimate
+    error, reach = by_hand(logp, stay=0.5)
+    assert found.samples == len(logp)
+    assert found.accuracy == pytest.approx(1 - error, rel=1e-12)
+    assert found.low == pytest.approx(max(0, 1 - error - reach), rel=1e-12)
+    assert found.high == pytest.approx(min(1, 1 - error + reach), rel=1e-12)
+
+
+@pytest.mark.parametrize("n", [1, 30, 99, 100, 200, 1700])
+def test_what_is_older_than_a_thousand_samples_is_forgotten(n: int) -> None:
+    logp = predictions(4 * WINDOW)
+    known = follow(list(logp.split(n))[: 3 * WINDOW // n])
+    kept = sum(known.counts)
+    assert WINDOW <= kept < WINDOW + max(n, BLOCK)
+    assert len(known.counts) <= WINDOW // min(max(n, 1), BLOCK) * 2 + 2
+    seen = logp[: n * (3 * WINDOW // n)][-kept:]
+    expected = Opinions.of(seen).sums
+    torch.testing.assert_close(known.sums.sum(0), expected[0], rtol=1e-10, atol=1e-10)
+
+
+def test_band_covers_what_calibrated_predictions_come_to() -> None:
+    covered, generator = 0, torch.Generator().manual_seed(3)
+    for seed in range(200):
+        logp = predictions(400, seed=seed)
+        labels = logp.exp().multinomial(1, generator=generator)[:, 0]
+        found = df.Estimate.of(logp)
+        truth = float((logp.argmax(-1) == labels).double().mean())
+        covered += found.low <= truth <= found.high
+        assert abs(found.accuracy - truth) < 0.15
+    assert covered >= 190
+
+
+def test_estimate_is_of_the_last_samples() -> None:
+    logp = predictions(1500)
+    assert df.Estimate.of(logp) == df.Estimate.of(logp[500:])
+    assert df.Estimate.of(logp, last=20) == df.Estimate.of(logp[-20:])
+    shaped = df.Estimate.of(logp[:600].reshape(3, 200, -1))
+    assert shaped == df.Estimate.of(logp[:600])
+
+
+def test_labels_that_are_fewer_than_predicted_weigh() -> None:
+    even = torch.tensor([[0.6, 0.4], [0.4, 0.6]], dtype=torch.float64).log().repeat(50, 1)
+    assert df.Estimate.of(even).accuracy == pytest.approx(0.6)
+    rare = torch.tensor([[0.9, 0.1]], dtype=torch.float64).log().repeat(100, 1)
+    assert df.Estimate.of(rare).accuracy == pytest.approx(1 - 0.1 * 1.25)  # and no more
+
+
+def test_source_that_is_less_sure_than_right_counts_beyond_three_points() -> None:
+    opinions = Opinions.of(predictions(200))
+    plain = Expectation(opinions).estimate
+    under = Expectation(opinions, SourceCalibration(0.95, 0.85)).estimate
+    over = Expectation(opinions, SourceCalibration(0.85, 0.95)).estimate
+    assert under.accuracy - plain.accuracy == pytest.approx(0.07)
+    near = Expectation(opinions, SourceCalibration(0.87, 0.85)).estimate
+    assert near.accuracy == plain.accuracy
+    assert plain.accuracy - over.accuracy == pytest.approx(0.1)
+    error, reach = 1 - under.accuracy, under.high - under.accuracy
+    chance = (by_hand(predictions(200), kappa=0)[1] / 1.96) ** 2
+    assert reach == pytest.approx(1.96 * math.sqrt(chance + (0.15 * error) ** 2), rel=1e-9)
+
+
+def test_collapsed_model_is_not_believed() -> None:
+    sure = torch.tensor([[0.998, 0.001, 0.001]]).log().repeat(300, 1)
+    labels = torch.stack((torch.zeros(300), torch.arange(300) % 3)).long()
+    found = Expectation(Opinions.of(sure), second=SecondOpinion(labels, math.log(3))).estimate
+    assert found.accuracy == pytest.approx(1 - 2 / 3 * (1 - 1 / 3))
+    healthy = Expectation(Opinions.of(sure), second=SecondOpinion(labels, -0.1)).estimate
+    assert healthy.accuracy > 0.99
+
+
+def test_nothing_is_known_of_no_samples() -> None:
+    found = Expectation().estimate
+    assert math.isnan(found.accuracy)
+    assert (found.low, found.high, found.samples, str(found)) == (0.0, 1.0, 0, "unknown")
+
+
+def test_estimate_reads_well() -> None:
+    assert str(df.Estimate(0.8, 0.75, 0.85, 1000)) == "0.800 (0.750 to 0.850)"
+
+
+def test_half_precision_and_extremes_stay_within_bounds() -> None:
+    for logp in (predictions(50).half(), torch.eye(3)[[0, 1, 2]].log(), predictions(1)):
+        found = df.Estimate.of(logp)
+        assert 0 <= found.low <= found.accuracy <= found.high <= 1
+
+
+def test_tensors_describe_all_of_it() -> None:
+    known = follow(list(predictions(330).split(110)))
+    named = {"o." + name: value for name, value in known.to_tensors().items()}
+    again = Opinions.from_tensors("o.", named)
+    assert torch.equal(again.sums, known.sums)
+    assert again.counts == known.counts
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"counts": torch.tensor([110, 110])},
+        {"counts": torch.tensor([110, 110, 0])},
+        {"counts": torch.tensor([110.0, 110.0, 110.0])},
+        {"counts": torch.tensor([1, 110, 110])},
+        {"sums": torch.zeros(3, 9, dtype=torch.float64)},
+        {"sums": torch.zeros(3, 10)},
+        {"sums": torch.full((3, 10), -1.0, dtype=torch.float64)},
+        {"sums": torch.full((3, 10), math.nan, dtype=torch.float64)},
+        {"sums": torch.full((3, 10), 1e9, dtype=torch.float64)},
+    ],
+)
+def test_tensors_that_describe_nothing_are_refused(wrong: dict[str, Any]) -> None:
+    named = {**follow(list(predictions(330).split(110))).to_tensors(), **wrong}
+    with pytest.raises(ValueError, match=r"o\.sums"):
+        Opinions.from_tensors("o.", {"o." + name: value for name, value in named.items()})
