@@ -1,6 +1,6 @@
 """All that calls of an adapter change, as one value: what is replaced whole, saved, and loaded."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple, Self
 
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from driftfilter.adapter.bind import BoundFilter
 from driftfilter.adapter.domains import DOMAINS, DomainMemory, Slot
+from driftfilter.adapter.labels import TAUGHT, Taught
 from driftfilter.base.checks import require, require_finite
 from driftfilter.base.inputs import (
     Inputs,
@@ -117,6 +118,7 @@ class AdapterState(NamedTuple):
     watch: MonitorState = MonitorState()
     labels: Tensor | None = None  # what a LabelChain knows of the stream
     domains: DomainMemory | None = None  # what is known in other domains
+    taught: Taught = Taught()  # what is known of labels
 
     @property
     def current(self) -> FilterState:
@@ -177,6 +179,13 @@ class AdapterState(NamedTuple):
         if domains is None or domains.known.means.shape[1] != signatures.shape[1]:
             return [Group(0 if domains is None else domains.active)]
         return group(domains.known.recall(signatures, smooth))
+
+    def map_states(self, change: Callable[[FilterState], FilterState]) -> Self:
+        """With another state in every domain."""
+        domains = self.domains
+        if domains is not None:
+            domains = domains.map_slots(lambda slot: slot.map_states(change))
+        return self._replace(state=change(self.current), domains=domains)
 
     def _keep(self, domains: DomainMemory) -> tuple[Slot, ...]:
         """The slots with what is known in the active domain."""
@@ -286,6 +295,7 @@ class AdapterState(NamedTuple):
             **{_MODEL + name: tensor for name, tensor in self.found.items()},
             **({} if self.labels is None else {_LABELS: self.labels}),
             **({} if self.domains is None else self.domains.to_tensors()),
+            **self.taught.to_tensors(),
             **(self.watch.to_tensors() if watched else {}),
         }
 
@@ -311,6 +321,7 @@ class AdapterState(NamedTuple):
         refused unless all is there. What another chain of labels knew is left out.
         """
         beside = ("recipe", "calls", "number", RECENT, _BUFFER, _MODEL, MONITOR, _LABELS, DOMAINS)
+        beside = (*beside, TAUGHT)
         state = from_tensors(
             {name: value for name, value in own.items() if not name.startswith(beside)}, bound.start
         )
@@ -340,7 +351,7 @@ class AdapterState(NamedTuple):
             for state in () if domains is None else domains.states:
                 bound.filter.require_recalled(state)
         before = (bound, bound.found, learned, kept, known, calls, number, None, watch, labels)
-        return cls(*before, domains)
+        return cls(*before, domains, Taught.from_tensors(own))
 
 
 def _require_known(known: Mapping[str, Tensor], samples: int, classes: int | None) -> None:
