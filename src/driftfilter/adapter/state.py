@@ -321,9 +321,9 @@ class AdapterState(NamedTuple):
         refused unless all is there. What another chain of labels knew is left out.
         """
         beside = ("recipe", "calls", "number", RECENT, _BUFFER, _MODEL, MONITOR, _LABELS, DOMAINS)
-        beside = (*beside, TAUGHT)
         state = from_tensors(
-            {name: value for name, value in own.items() if not name.startswith(beside)}, bound.start
+            {name: value for name, value in own.items() if not name.startswith((*beside, TAUGHT))},
+            bound.start,
         )
         bound.filter.require_recalled(state)
         calls = read_count("calls", own) if "calls" in own else 0
