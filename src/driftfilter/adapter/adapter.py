@@ -542,7 +542,7 @@ class Adapter(nn.Module):
         """Labels of the samples of each domain that is known; the stream is where it was."""
         signatures = None if now.domains is None else self._describe(inputs)
         active = 0 if now.domains is None else now.domains.active
-        groups = [Group(active)] if signatures is None else now.recall(signatures)
+        groups = [Group(active)] if signatures is None else now.place(signatures)
         for own in groups:
             now = now.enter(own.place)
             assert now.bound is not None

@@ -180,6 +180,13 @@ class AdapterState(NamedTuple):
             return [Group(0 if domains is None else domains.active)]
         return group(domains.known.recall(signatures, smooth))
 
+    def place(self, signatures: Tensor) -> list[Group]:
+        """Samples with signatures [n, D] from anywhere in the stream by their domains."""
+        domains = self.domains
+        if domains is None or domains.known.means.shape[1] != signatures.shape[1]:
+            return [Group(0 if domains is None else domains.active)]
+        return group(domains.known.place(signatures))
+
     def map_states(self, change: Callable[[FilterState], FilterState]) -> Self:
         """With another state in every domain."""
         domains = self.domains

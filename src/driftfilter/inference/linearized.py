@@ -361,7 +361,8 @@ def learn_exactly(
     A diagonal alone does not see that a sample moves all parameters together: each would take the
     whole way.
     """
-    if not prior.covariance.is_diagonal:
+    plain = isinstance(inference.curvature, NoCurvature)
+    if plain or not prior.covariance.is_diagonal:
         return inference(prior, energy, memory, randomness)
     exact = unchecked(Belief, mean=prior.mean, covariance=exact_form(prior.covariance))
     posterior, memory = inference(exact, energy, memory, randomness)
