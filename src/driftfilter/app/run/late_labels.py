@@ -93,4 +93,4 @@ def _parse(path: Path, place: int, row: list[str], count: int) -> tuple[int, int
     fits = min(sample, label, *rest) >= 0 and len(rest) < 2
     require(fits, where, ",".join(row), allowed)
     require(sample < count, where, f"sample {sample}", f"one of the data, 0 to {count - 1}")
-    return max(sample + 1, *rest), sample, label
+    return max((sample + 1, *rest)), sample, label
