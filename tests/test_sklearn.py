@@ -361,8 +361,10 @@ def test_what_it_refuses() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             AdaptiveClassifier(fitted, **options).predict(X)
-    with pytest.raises(ValueError, match="y must be None: it learns without labels"):
-        AdaptiveClassifier(fitted).partial_fit(X, y)
+    with pytest.raises(ValueError, match=r"y must be of the classes \[0, 1, 2\], got \[3\]"):
+        AdaptiveClassifier(fitted).partial_fit(X[:2], [0, 3])
+    with pytest.raises(ValueError, match=r"y must be of shape \[3\]"):
+        AdaptiveClassifier(fitted).partial_fit(X[:3], [0, 1])
     with pytest.raises(ValueError, match="two classes or more"):
         AdaptiveClassifier(MLPClassifier((2,), max_iter=1000, tol=1)).fit(X, np.zeros(len(X)))
     several = MLPClassifier((2,), max_iter=1000, tol=1).fit(X, np.stack((y == 0, y > 0), 1))
@@ -422,3 +424,39 @@ def test_expected_accuracy_is_near_the_truth_after_a_shift() -> None:
     assert found.low <= model.score(moved, y) <= found.high
     model.reset()
     assert model.estimate_.samples == 0
+
+
+def test_labels_teach_the_last_layer() -> None:
+    """Two classes change their names: nothing but labels can tell."""
+    X, y = load_wine(return_X_y=True)
+    fitted = make_pipeline(StandardScaler(), LogisticRegression()).fit(X, y)
+    model, renamed = AdaptiveClassifier(fitted), np.array([1, 0, 2])[y]
+    order = np.random.default_rng(0).permutation(len(y))
+    first, rest = order[:60], order[60:]
+    assert model.score(X[rest], renamed[rest]) < 0.5
+    for place in first:
+        model.learn_one(dict(enumerate(X[place])), renamed[place])
+    assert model.score(X[rest], renamed[rest]) > 0.8
+    moved = pickle.loads(pickle.dumps(model)).partial_fit(1.2 * X[order])
+    assert moved.score(1.2 * X[rest], renamed[rest]) > 0.75  # rows go on moving the moments
+    assert model.reset().score(X, y) == fitted.score(X, y)
+
+
+def test_labels_are_learned_as_the_dense_update_says() -> None:
+    X, y = load_wine(return_X_y=True)
+    fitted = make_pipeline(StandardScaler(), LogisticRegression()).fit(X, y)
+    model = AdaptiveClassifier(fitted).partial_fit(X[:3], [2, 2, 2])
+    z = (fitted[0].transform(X[:3])) / np.sqrt(1 + 1e-5)  # as the batch norm at the source has it
+    rows = np.concatenate((np.ones((3, 1)), z * np.sqrt(1 + 1e-5)), 1)
+    head = fitted[1]
+    theta = np.concatenate((head.intercept_[:, None], head.coef_), 1).flatten()
+    p = fitted.predict_proba(X[:3])
+    precision, gradient = np.eye(len(theta)) / 0.1, np.zeros_like(theta)
+    for row, own in zip(rows, p, strict=True):
+        jacobian = np.kron(np.eye(3), row[None])
+        precision += jacobian.T @ (np.diag(own) - np.outer(own, own)) @ jacobian
+        gradient += jacobian.T @ (own - np.eye(3)[2])
+    moved = (theta - np.linalg.solve(precision, gradient)).reshape(3, -1)
+    logits = np.concatenate((np.ones((len(X), 1)), fitted[0].transform(X)), 1) @ moved.T
+    expected = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+    np.testing.assert_allclose(model.predict_proba(X), expected, atol=2e-3)

@@ -35,7 +35,12 @@ from driftfilter.base.checks import (
 from driftfilter.base.inputs import Inputs, check_inputs
 from driftfilter.base.randomness import Randomness
 from driftfilter.gaussian.belief import Belief
-from driftfilter.inference.linearized import Inference, Linearized
+from driftfilter.inference.linearized import (
+    Inference,
+    Linearized,
+    choose_for_labels,
+    learn_exactly,
+)
 from driftfilter.inference.outputs import Outputs as Outputs
 from driftfilter.inference.prediction import (
     MAP,
@@ -46,6 +51,8 @@ from driftfilter.inference.prediction import (
 from driftfilter.inference.resets import Upkeep, as_upkeeps
 from driftfilter.inference.smoothing import smooth_beliefs
 from driftfilter.model.dynamics import MeanReversion
+from driftfilter.model.held import HELD, free_others, hold, inflate as inflate_belief, note_held
+from driftfilter.model.labelled import label_energy
 from driftfilter.model.losses import Loss
 from driftfilter.model.noise import Stationary
 from driftfilter.model.observation import Energy, Gibbs
@@ -226,6 +233,69 @@ class Filter(Checked):
             state, _, info = self._one_step(state, inputs, dt, predicting=False)
         return state, info
 
+    def learn(
+        self,
+        state: FilterState,
+        inputs: Inputs,
+        labels: Tensor,
+        weight: float | Tensor = 1.0,
+    ) -> tuple[FilterState, StepInfo]:
+        """Learn the labels [n] of samples [n, ...]: the belief as it stands is conditioned on
+
+            E(θ) = Σ_i w_i -log p(y_i given x_i, θ),   w_i the ``weight``, one for all or [n],
+
+        by the filter's own inference. No time passes, and nothing else that the filter remembers
+        changes: batch norm keeps its statistics. With ``Linearized(Hessian())`` on a linear head it
+        is the supervised extended Kalman step, one Newton step towards the Laplace posterior.
+        """
+        with _without_gradients(), _checking_on(state):
+            rule, held = choose_for_labels(self.inference), state.memory.get(HELD)
+            model = free_others(self._bind(state)[1], held).settled
+            randomness = Randomness(state.seed, state.step, state.belief.mean.device)
+            weights, mean = _require_weights(weight), state.belief.mean
+            energy = label_energy(model, mean, inputs, lambda _: labels, weights)
+            energy = energy._replace(source=state.source, randomness=randomness)
+            belief, memory = learn_exactly(rule, state.belief, energy, state.memory, randomness)
+            if held is not None:
+                belief = hold(belief, held)
+        return replace(state, belief=belief, memory=memory), StepInfo.of(state.step, "", energy)
+
+    def intervene(
+        self,
+        state: FilterState,
+        where: Tensor,
+        inflate: float | None = None,
+        mean: Tensor | float | None = None,
+        freeze: bool | None = None,
+    ) -> FilterState:
+        """Change the belief by hand, on the coordinates of a mask [d].
+
+        ``inflate`` f: Σ ← D Σ D, D² = f there and 1 elsewhere, so that the block of Σ is f times
+        what it was; ``mean``: the new means, a number or [d]; ``freeze``: True, means and
+        variances there stay as they are then, independent of all others, until False.
+        """
+        _require_state(state)
+        d = state.belief.dimension
+        fits = isinstance(where, Tensor) and where.dtype == torch.bool and where.shape == (d,)
+        require(fits and bool(where.any()), "where", where, f"a mask [{d}] of True and False")
+        known = state.memory.get(HELD)
+        is_held = torch.zeros_like(where) if known is None else known[0] > 0
+        belief, memory = state.belief, dict(state.memory)
+        with _without_gradients():
+            if inflate is not None:
+                require_number("inflate", inflate, 0, math.inf, open_low=True)
+                belief = inflate_belief(belief, where, float(inflate))
+            if mean is not None:
+                belief = Belief(_set_mean(belief.mean, where, mean), belief.covariance)
+            if freeze is not None:
+                require(isinstance(freeze, bool), "freeze", freeze, "True or False")
+                is_held = is_held | where if freeze else is_held & ~where
+            memory.pop(HELD, None)
+            if is_held.any():
+                memory[HELD] = note_held(belief, is_held)
+                belief = hold(belief, memory[HELD])
+        return replace(state, belief=belief, memory=memory)
+
     def elapse(self, state: FilterState, dt: float) -> FilterState:
         """Let time pass without data: the belief moves as the transition says over ``dt``.
 
@@ -236,6 +306,8 @@ class Filter(Checked):
             belief = self._bind(state, dt)[0](state.belief)
             if belief.covariance is not state.belief.covariance:
                 _require_proper(belief, state.source)
+            if HELD in state.memory:
+                belief = hold(belief, state.memory[HELD])
         return replace(state, belief=belief)
 
     def _one_step(
@@ -244,7 +316,9 @@ class Filter(Checked):
         inputs = check_inputs(inputs)
         transition, model = self._bind(state, dt)
         randomness = Randomness(state.seed, state.step, state.belief.mean.device)
-        prior = transition(state.belief)
+        prior, held = transition(state.belief), state.memory.get(HELD)
+        if held is not None:
+            prior, model = hold(prior, held), free_others(model, held)
         energy, memory = self.observation(
             model,
             prior.mean,
@@ -270,6 +344,8 @@ class Filter(Checked):
             )
         for upkeep in self.__dict__["_upkeeps"]:
             posterior, memory = upkeep(posterior, energy, memory, randomness)
+        if held is not None:
+            posterior, memory = hold(posterior, held), {**memory, HELD: held}
         return state.after(posterior, memory), prediction, StepInfo.of(state.step, reason, energy)
 
     def predict(self, state: FilterState, inputs: Inputs) -> Prediction:
@@ -323,6 +399,7 @@ class Filter(Checked):
         _require_state(state)
         with _without_gradients():
             is_plain = isinstance(dt, (int, float)) and dt == 1 and not keep_states
+            is_plain = is_plain and HELD not in state.memory
             done = scan.run(self, state, batches) if is_plain else None
             if done is not None:
                 return done
@@ -458,6 +535,27 @@ def _pair_with_times(
         fits = batch is not missing and time is not missing
         require(fits, "dt", "more numbers or fewer", "a number, or one for each batch")
         yield batch, time
+
+
+def _set_mean(before: Tensor, where: Tensor, mean: Tensor | float) -> Tensor:
+    """Means [d] with new ones on a mask [d]."""
+    if not isinstance(mean, Tensor):
+        require_number("mean", mean, -math.inf, math.inf)
+        return torch.where(where, float(mean), before)
+    found = f"{mean.dtype} of shape {list(mean.shape)}"
+    require(mean.shape == before.shape, "mean", found, f"a number, or of shape {[len(before)]}")
+    require_finite("mean", mean[where])
+    return torch.where(where, mean.to(before), before)
+
+
+def _require_weights(weight: float | Tensor) -> float | Tensor:
+    """A weight of labels, or one for each, if it is finite and above 0."""
+    if isinstance(weight, Tensor):
+        fits = weight.is_floating_point() and bool((weight > 0).all() and weight.isfinite().all())
+        require(fits, "weight", weight, "finite numbers > 0")
+        return weight
+    require_number("weight", weight, 0, math.inf, open_low=True)
+    return weight
 
 
 def _require_state(state: object) -> None:

@@ -28,14 +28,21 @@ from torch import nn
 from driftfilter import presets
 from driftfilter.adapter.adapter import adapt
 from driftfilter.base.checks import require, require_count
-from driftfilter.filtering import Filter
+from driftfilter.filtering import Filter, FilterState
 from driftfilter.inference.accuracy import Estimate
+from driftfilter.inference.curvature import Hessian
+from driftfilter.inference.linearized import Frozen, Linearized
+from driftfilter.model.dynamics import RandomWalk
+from driftfilter.model.noise import NoNoise
+from driftfilter.model.transition import Transition
 from driftfilter.monitor.monitor import Monitor
 from driftfilter.networks.batch_norm import Ema
 from driftfilter.networks.initialization import initialize
 from driftfilter.networks.network import STATISTICS
+from driftfilter.networks.parameters import Head
 from driftfilter.presets.published import bn
 from driftfilter.recipe import Recipe
+from driftfilter.source.posterior import Gaussian
 
 Array = NDArray[Any]
 
@@ -44,6 +51,13 @@ _OUTLYING = 8.0  # deviations from the median
 # Chosen on synthetic tables, wine and iris (docs/sklearn.md); losses that move weights gained
 # nothing there.
 _RECIPE = bn(Ema(momentum=0.5, diversity=4.0))
+# What labels teach if nothing else moves weights: the last layer, by what they say alone.
+_OF_LABELS: dict[str, Any] = {
+    "parameters": Head(),
+    "source": Gaussian(0.1, "low_rank", 64),
+    "transition": Transition(RandomWalk(), NoNoise()),
+    "inference": Linearized(Hessian()),
+}
 
 
 class FeatureMoments(NamedTuple):
@@ -215,6 +229,7 @@ class AdaptiveClassifier(ClassifierMixin, MetaEstimatorMixin, BaseEstimator):  #
     """
 
     waiting_: Array  # [m, D], m < batch_size: rows that have come, standardised, and wait for more
+    taught_: FilterState | None = None  # what labels have taught the last layer; None: nothing
 
     def __init__(
         self, estimator: Any, recipe: Recipe | str | None = None, batch_size: int = 32
@@ -233,17 +248,17 @@ class AdaptiveClassifier(ClassifierMixin, MetaEstimatorMixin, BaseEstimator):  #
         self._start(estimator, FeatureMoments.of(_features(estimator, X)))
         return self
 
-    def partial_fit(self, X: Any, y: None = None) -> Self:
-        """Adapt to rows X [n, features] without labels; labels are refused, for they would be
-        ignored.
+    def partial_fit(self, X: Any, y: Any = None) -> Self:
+        """Adapt to rows X [n, features] without labels; or, with y [n], learn the labels of rows,
+        which then do not count as rows of the stream once more.
+
+        Without a recipe labels teach the last layer: each call is a supervised Kalman step on a
+        Gaussian belief around the fitted weights, which nothing forgets. A recipe that adapts
+        parameters learns them by its own inference (``Adapter.learn``).
         """
-        require(
-            y is None,
-            "AdaptiveClassifier.partial_fit: y",
-            type(y).__name__,
-            "None: it learns without labels",
-        )
         self._require_started()
+        if y is not None:
+            return self._learn(self._inputs(X), self._indices(y))
         rows = np.concatenate((self.waiting_, self._inputs(X)))
         ready = len(rows) - len(rows) % self._size
         if ready:
@@ -256,10 +271,9 @@ class AdaptiveClassifier(ClassifierMixin, MetaEstimatorMixin, BaseEstimator):  #
         """p(y given x) [n, k] as adapted so far, each row by itself; changes nothing."""
         self._require_started()
         rows, still = torch.from_numpy(self._inputs(X)), self._frozen
+        state = self.adapter_.state if self.taught_ is None else self.taught_
         return (
-            self.adapter_.predict(rows)
-            if still is None
-            else still.predict(self.adapter_.state, rows)
+            self.adapter_.predict(rows) if still is None else still.predict(state, rows)
         ).probabilities.numpy()
 
     def predict(self, X: Any) -> Array:
@@ -283,11 +297,11 @@ class AdaptiveClassifier(ClassifierMixin, MetaEstimatorMixin, BaseEstimator):  #
 
     # river's manner
 
-    def learn_one(self, x: Mapping[Any, float]) -> None:
+    def learn_one(self, x: Mapping[Any, float], y: Any = None) -> None:
         """Adapt to one row, its values by feature name (by position 0, 1, … if the estimator knows
-        no names).
+        no names), or learn its label y.
         """
-        self.partial_fit(self._row(x))
+        self.partial_fit(self._row(x), None if y is None else [y])
 
     def predict_proba_one(self, x: Mapping[Any, float]) -> dict[Any, float]:
         """The probability of every class for one row."""
@@ -375,11 +389,49 @@ class AdaptiveClassifier(ClassifierMixin, MetaEstimatorMixin, BaseEstimator):  #
         self.estimator_, self.moments_ = estimator, moments
         self._module, self._size = module, self.batch_size
         self.waiting_ = np.empty((0, len(moments.mean)))
+        self.taught_ = None
         self._frozen = self._freeze_statistics()
 
     def _inputs(self, X: Any) -> Array:
         """Standardised features z [n, D]."""
         return (_features(self.estimator_, X) - self.moments_.mean) / self.moments_.deviation
+
+    def _indices(self, y: Any) -> Array:
+        """The places [n] of labels among the classes."""
+        labels = np.asarray(y)
+        known = np.isin(labels, self.classes_)
+        allowed = f"of the classes {self.classes_.tolist()}"
+        require(bool(known.all()), "partial_fit: y", labels[~known][:5].tolist(), allowed)
+        places: Array = np.searchsorted(self.classes_, labels)
+        return places
+
+    def _learn(self, rows: Array, labels: Array) -> Self:
+        """Learn the labels [n] of rows, standardised [n, D]."""
+        fits = labels.shape == (len(rows),)
+        require(fits, "partial_fit: y", f"shape {labels.shape}", f"of shape [{len(rows)}]")
+        inputs, told = torch.from_numpy(rows), torch.from_numpy(labels).long()
+        if not isinstance(self.adapter_.recipe.inference, Frozen):
+            self.adapter_.learn(inputs, told)
+            return self
+        filt, state = self._build_head()
+        self.taught_ = filt.learn(self.taught_ or state, inputs, told)[0]
+        self._frozen = filt
+        return self
+
+    def _build_head(self) -> tuple[Filter, FilterState]:
+        """A filter of the last layer that learns from labels alone, and its first state."""
+        recipe = replace(self.adapter_.recipe, **_OF_LABELS, statistics="source")
+        model, mean, _ = initialize(self._carry_moments(), recipe.parameters, "source")
+        filt = recipe.filter(model)
+        return filt, filt.init(recipe.source(model, mean), self.adapter_.seed)
+
+    def _carry_moments(self) -> nn.Sequential:
+        """The module with the moments carried so far as its own."""
+        module = copy.deepcopy(self._module)
+        carried = self.adapter_.state.memory.get(STATISTICS)
+        if carried is not None:
+            module[0].running_mean, module[0].running_var = carried.clone().chunk(2)
+        return module
 
     def _freeze_statistics(self) -> Filter | None:
         """A filter on the module with the moments carried so far as its own, so that each row is
@@ -388,13 +440,11 @@ class AdaptiveClassifier(ClassifierMixin, MetaEstimatorMixin, BaseEstimator):  #
         None if the recipe carries none: the adapter then predicts rows one by one itself.
         """
         recipe = self.adapter_.recipe
+        if self.taught_ is not None:
+            return self._build_head()[0]
         if recipe.statistics == "source":
             return None
-        module = copy.deepcopy(self._module)
-        carried = self.adapter_.state.memory.get(STATISTICS)
-        if carried is not None:
-            module[0].running_mean, module[0].running_var = carried.clone().chunk(2)
-        return recipe.filter(initialize(module, recipe.parameters, "source").model)
+        return recipe.filter(initialize(self._carry_moments(), recipe.parameters, "source").model)
 
     def _row(self, x: Mapping[Any, float]) -> Any:
         """One row as a table, in the order of the features."""

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, Literal, final
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,8 @@ from torch import Tensor, nn
 import driftfilter.presets as presets
 from driftfilter.adapter.bind import BoundFilter, FilterOptions, fit_recipe
 from driftfilter.adapter.checkpoint import Fingerprint, fingerprint, plain
+from driftfilter.adapter.intervene import find_where, spread_mean
+from driftfilter.adapter.labels import WEIGHT, choose_samples
 from driftfilter.adapter.state import AdapterState, Group, merge, read_found, without_samples
 from driftfilter.base.checks import (
     NotFiniteError,
@@ -34,6 +36,7 @@ from driftfilter.base.checks import (
 from driftfilter.base.fork_lock import ForkLock
 from driftfilter.base.inputs import (
     Inputs,
+    arguments,
     batch_size,
     can_join,
     check_inputs,
@@ -54,6 +57,7 @@ from driftfilter.inference.linearized import Frozen
 from driftfilter.inference.optimizers import GradientStep
 from driftfilter.inference.prediction import Prediction, join_predictions
 from driftfilter.model.appearance import describe
+from driftfilter.model.labelled import require_labels
 from driftfilter.monitor.monitor import MEANINGS, AlarmWarning, Beside, Monitor, fresh_detectors
 from driftfilter.monitor.state import Event, Signals
 from driftfilter.networks.autocast import full_precision
@@ -278,6 +282,74 @@ class Adapter(nn.Module):
             self._finish(now, begun, batch_size(inputs), None, shares)
         return info
 
+    def learn(
+        self,
+        inputs: Inputs,
+        labels: Tensor | int,
+        weight: float | None = None,
+        numbers: Any = None,
+    ) -> StepInfo:
+        """Learn the labels [n] of samples [n, ...], of the last batch or of one long ago.
+
+        The belief as it stands is conditioned on E = ``weight`` Σ_i -log p(y_i given x_i, θ), by
+        the recipe's own inference; no time passes, and statistics, offsets and the chain of labels
+        stay. Of several domains each sample teaches the one that it looks like. ``numbers`` [n] of
+        the samples in the stream, counted from 0: one that was learned before, or has not come, is
+        refused. Without them a label that is given twice counts twice. ``reset`` forgets it all.
+        """
+        allowed = "not distributed: labels are learned on one process"
+        require(self._ranks is None, "adapt: distributed", True, allowed)
+        with self._lock, self._apart(), self._noting():
+            args, kwargs = arguments(inputs)
+            own = self._laid_out(check_inputs(join_arguments(self._model[0], args, kwargs)))
+            labels = require_labels(labels, batch_size(own))
+            now = self._ready(own)
+            taught = now.taught.note(numbers, batch_size(own))
+            now, info = self._learn(now, own, labels, WEIGHT if weight is None else weight)
+            self._now = now._replace(taught=taught)
+        return info
+
+    def ask(self, n: int = 1) -> Tensor:
+        """The places [n] in the last batch of the samples whose labels would help most.
+
+        One after the other, that of the largest H(p) / (1 + m): H the entropy of what was predicted
+        for it by ``adapter(x)``, m the number of those chosen before of the same predicted class.
+        Kept for it are the log-probabilities [n, k] of the last batch; no inputs, and not in
+        checkpoints.
+        """
+        last = self._now.taught.last
+        require(last is not None, "ask", "no batch", "called after adapter(x)")
+        assert last is not None
+        return choose_samples(last, n)
+
+    def intervene(
+        self,
+        names: str | Iterable[str],
+        inflate: float | None = None,
+        mean: Tensor | float | Literal["source"] | None = None,
+        freeze: bool | None = None,
+    ) -> None:
+        """Change the belief over some parameters by hand, because something has happened: a camera
+        was cleaned, a sensor replaced.
+
+        ``names``: of parameters, or patterns such as "blocks.0.*". ``inflate`` f: their covariance
+        is f times what it was, so that the next batches teach more. ``mean``: their new means, a
+        number for all, a tensor of the shape of each, or those of the "source". ``freeze``: True,
+        means and variances stay as they are now, whatever comes, until False. In every domain that
+        is remembered. It is an event ("intervention") with the number of values concerned.
+        """
+        given = inflate is not None or mean is not None or freeze is not None
+        require(given, "intervene", "nothing to do", "inflate, mean or freeze")
+        with self._lock, self._apart():
+            now = self._ready(None)
+            assert now.bound is not None
+            where = find_where(now.bound, names)
+            start, filt = now.bound.start.belief.mean, now.bound.filter
+            means = spread_mean(now.bound, where, mean, start)
+            new = now.map_states(lambda own: filt.intervene(own, where, inflate, means, freeze))
+            event = Event(now.watch.batches, "intervention", float(where.sum()), 0.0, "record")
+            self._now = new._replace(watch=now.watch.log(event))
+
     def elapse(self, dt: float) -> None:
         """Let time pass without data: the belief moves as the transition says over ``dt`` units.
 
@@ -488,6 +560,21 @@ class Adapter(nn.Module):
             return self._watch(now, state, info, None, seen), prediction, info
         return self._adapt(now, seen, inputs)
 
+    def _learn(
+        self, now: AdapterState, inputs: Inputs, labels: Tensor, weight: float
+    ) -> tuple[AdapterState, StepInfo]:
+        """Labels of the samples of each domain that is known; the stream is where it was."""
+        signatures = None if now.domains is None else self._describe(inputs)
+        active = 0 if now.domains is None else now.domains.active
+        groups = [Group(active)] if signatures is None else now.place(signatures)
+        for own in groups:
+            now = now.enter(own.place)
+            assert now.bound is not None
+            some = labels if own.which is None else labels[own.which]
+            state, info = now.bound.filter.learn(now.current, own.pick(inputs), some, weight)
+            now = now._replace(state=state)
+        return now.enter(active), info
+
     def _put_in_order(
         self, now: AdapterState, prediction: Prediction, inputs: Inputs
     ) -> tuple[AdapterState, Prediction]:
@@ -606,7 +693,8 @@ class Adapter(nn.Module):
         """A call is over: what it changed is for all to see, callbacks are told and, even if one
         fails, warnings given.
         """
-        before, self._now = self._now, now._replace(number=self._now.number + 1)
+        before, taught = self._now, now.taught.follow(samples, log_probabilities)
+        self._now = now._replace(number=before.number + 1, taught=taught)
         try:
             if self.callbacks:
                 ms = 1000 * (time.perf_counter() - begun)

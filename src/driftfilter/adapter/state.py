@@ -9,6 +9,7 @@ from torch import Tensor
 
 from driftfilter.adapter.bind import BoundFilter
 from driftfilter.adapter.domains import DOMAINS, DomainMemory, Slot
+from driftfilter.adapter.labels import TAUGHT, Taught
 from driftfilter.base.checks import require, require_finite
 from driftfilter.base.inputs import (
     Inputs,
@@ -119,6 +120,7 @@ class AdapterState(NamedTuple):
     labels: Tensor | None = None  # what a LabelChain knows of the stream
     domains: DomainMemory | None = None  # what is known in other domains
     opinions: Opinions | None = None  # of the last samples (inference/accuracy.py)
+    taught: Taught = Taught()  # what is known of labels
 
     @property
     def current(self) -> FilterState:
@@ -191,6 +193,20 @@ class AdapterState(NamedTuple):
         if domains is None or domains.known.means.shape[1] != signatures.shape[1]:
             return [Group(0 if domains is None else domains.active)]
         return group(domains.known.recall(signatures, smooth))
+
+    def place(self, signatures: Tensor) -> list[Group]:
+        """Samples with signatures [n, D] from anywhere in the stream by their domains."""
+        domains = self.domains
+        if domains is None or domains.known.means.shape[1] != signatures.shape[1]:
+            return [Group(0 if domains is None else domains.active)]
+        return group(domains.known.place(signatures))
+
+    def map_states(self, change: Callable[[FilterState], FilterState]) -> Self:
+        """With another state in every domain."""
+        domains = self.domains
+        if domains is not None:
+            domains = domains.map_slots(lambda slot: slot.map_states(change))
+        return self._replace(state=change(self.current), domains=domains)
 
     def _keep(self, domains: DomainMemory) -> tuple[Slot, ...]:
         """The slots with what is known in the active domain."""
@@ -323,6 +339,7 @@ class AdapterState(NamedTuple):
             **({} if self.labels is None else {_LABELS: self.labels}),
             **({} if self.domains is None else self.domains.to_tensors()),
             **_name(_OPINIONS, {} if self.opinions is None else self.opinions.to_tensors()),
+            **self.taught.to_tensors(),
             **(self.watch.to_tensors() if watched else {}),
         }
 
@@ -349,7 +366,7 @@ class AdapterState(NamedTuple):
         """
         beside = (
             *("recipe", "calls", "number", RECENT, _BUFFER, _MODEL, MONITOR, _LABELS),
-            *(DOMAINS, _OPINIONS),
+            *(DOMAINS, _OPINIONS, TAUGHT),
         )
         state = from_tensors(
             {name: value for name, value in own.items() if not name.startswith(beside)}, bound.start
@@ -383,7 +400,7 @@ class AdapterState(NamedTuple):
         if _OPINIONS + "sums" in own:
             opinions = Opinions.from_tensors(_OPINIONS, own)
         before = (bound, bound.found, learned, kept, known, calls, number, None, watch, labels)
-        return cls(*before, domains, opinions)
+        return cls(*before, domains, opinions, Taught.from_tensors(own))
 
 
 def _name(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -29,7 +29,7 @@ from driftfilter.app.arguments import (
 )
 from driftfilter.app.bench.options import BenchOptions, read_options
 from driftfilter.app.paper.options import FIRST_SEED, ReproduceOptions
-from driftfilter.app.run.options import CheckOptions, RunOptions
+from driftfilter.app.run.options import CheckOptions, RunOptions, TuneOptions
 from driftfilter.app.terminal import Display, Output, Shown, show_progress
 
 DEMO_BENCH = ("bench", "--quick", "--images", "500", "--corruptions", "gaussian_noise,contrast")
@@ -247,6 +247,21 @@ def run(options: RunOptions, output: Output, arguments: Sequence[str]) -> Found:
     return progress.conclude(ending, options.out, output)
 
 
+def tune(options: TuneOptions, output: Output, arguments: Sequence[str]) -> Found:
+    """Choose the default's numbers on a user's stream."""
+    from driftfilter.app import tune as tuning
+
+    with show_progress(output.quiet) as display:
+        watch, end = display("tune")
+        try:
+            found = tuning.tune(options, lambda *done: watch and watch(*done, lambda: "samples"))
+        except (ValueError, OSError, ImportError, TypeError) as error:
+            return fail("tune", error, 2)
+        end(f"  tune: {found.samples} samples")
+    output.say("\n".join(tuning.describe(found)))
+    return 0, found.to_dict()
+
+
 @dataclass(frozen=True)
 class ReportOptions:
     """Options of ``driftfilter report``."""
@@ -399,6 +414,11 @@ COMMANDS: dict[str, Command] = {
         "adapt your own model over your own data, with checkpoints",
         "exit status: 0 done, or ended by SIGTERM and saved; 1 failed; 2 wrong usage; 3 done, but "
         "batches were skipped; 130 ended by Ctrl-C and saved",
+    ),
+    "tune": Command(
+        tune,
+        TuneOptions,
+        "choose the default's numbers on your own stream, without labels",
     ),
     "report": Command(
         report,

@@ -30,6 +30,7 @@ from driftfilter.gaussian.covariance import (
     normals,
     refuse,
 )
+from driftfilter.gaussian.full import Full
 
 
 def _gram(rows: Tensor, weights: Tensor | None = None) -> Tensor:
@@ -286,3 +287,13 @@ def _as_low_rank(noise: Covariance) -> LowRank:
         raise refuse("LowRank", "noise that correlates coordinates", "Full")
     factor = torch.block_diag(*[part.factor for part in parts])
     return _low_rank(torch.cat([part.diagonal for part in parts]), factor, 0)
+
+
+def exact_form(covariance: Covariance) -> Covariance:
+    """Σ in a structure that conditions without projection, until it is truncated."""
+    if covariance.is_exact:
+        return covariance
+    if covariance.is_diagonal:
+        precision = covariance.precision()
+        return LowRank(precision, precision.new_zeros(0, len(precision)), 0)
+    return Full(covariance.dense())

@@ -24,6 +24,8 @@ from driftfilter.base.checks import (
 from driftfilter.base.randomness import Purpose, Randomness
 from driftfilter.gaussian.belief import Belief
 from driftfilter.gaussian.covariance import Covariance, antithetic, positive_factor, signed_root
+from driftfilter.gaussian.diagonal import Diagonal
+from driftfilter.gaussian.lowrank import exact_form
 from driftfilter.inference.curvature import (
     Curvature,
     EmpiricalFisher,
@@ -335,6 +337,37 @@ class Bong(Checked):
         rules = (self.curvature, self.samples, self.nodes)
         gradient, factor, negative = take_expectation(prior, energy, *rules, randomness)
         return newton_step(prior, gradient, factor, negative=negative), memory
+
+
+def choose_for_labels(inference: Inference) -> Inference:
+    """The inference with which labels are learned: its own, but a centred Fisher, to which one
+    sample says nothing, is not centred; refused if it learns nothing.
+    """
+    allowed = "one that learns from an energy, such as Linearized(), if labels are to be learned"
+    require(not isinstance(inference, Frozen), "inference", inference, allowed)
+    curvature = inference.curvature
+    if not isinstance(curvature, EmpiricalFisher) or not curvature.centered:
+        return inference
+    free: Any = replace(curvature, centered=False)
+    return replace(inference, curvature=free)  # type: ignore[type-var]  # a dataclass with it
+
+
+def learn_exactly(
+    inference: Inference, prior: Belief, energy: Energy, memory: Memory, randomness: Randomness
+) -> tuple[Belief, Memory]:
+    """The posterior of an energy of few samples: the mean moves by all of its curvature, if the
+    covariance is diagonal, too, and keeps of it what its structure can.
+
+    A diagonal alone does not see that a sample moves all parameters together: each would take the
+    whole way.
+    """
+    plain = isinstance(inference.curvature, NoCurvature)
+    if plain or not prior.covariance.is_diagonal:
+        return inference(prior, energy, memory, randomness)
+    exact = unchecked(Belief, mean=prior.mean, covariance=exact_form(prior.covariance))
+    posterior, memory = inference(exact, energy, memory, randomness)
+    covariance = Diagonal(posterior.covariance.truncate().variance())
+    return unchecked(Belief, mean=posterior.mean, covariance=covariance), memory
 
 
 register(inference=(Linearized, Bong, Frozen))

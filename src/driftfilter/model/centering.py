@@ -114,6 +114,11 @@ class Centered(ModelAround):
     rule: Centering = field(default_factory=Centering)
     source: Tensor | None = None  # u [k]
     known: Tensor | None = None  # see Known
+    is_settled: bool = False  # whether a batch adds nothing to what is known
+
+    @property
+    def settled(self) -> PredictiveModel:
+        return replace(self, model=self.model.settled, is_settled=True)
 
     def with_features(self) -> PredictiveModel:
         require(False, "Recipe.centering", self.rule, "None for a rule that sees features")
@@ -180,7 +185,10 @@ class Centered(ModelAround):
 
     def __call__(self, theta: Tensor, inputs: Inputs) -> Tensor:
         """Logits [n, k] without the offsets that earlier batches have told: each row by itself."""
-        logits = self.model(theta, inputs)
+        return self._without_offsets(self.model(theta, inputs))
+
+    def _without_offsets(self, logits: Tensor) -> Tensor:
+        """Logits [n, k] without the offsets that are known."""
         if self.known is None:
             return logits
         known = Known.of(self.known, logits)
@@ -192,6 +200,8 @@ class Centered(ModelAround):
 
     def pullback(self, theta: Tensor, inputs: Inputs) -> tuple[Tensor, Pullback]:
         logits, inner = self.model.pullback(theta, inputs)
+        if self.is_settled:
+            return self._without_offsets(logits), inner
         centred, known = self._center(logits, inner.novelty)
         return centred, _CenteredPullback(inner, known)
 

@@ -41,6 +41,7 @@ from driftfilter.model.sticky_chain import Smoother, Stickiness
 
 SOURCE = -1  # the origin of a domain that begins as the source
 _STAYS = Stickiness(np.array((0.0, 0.5, 0.9, 0.99, 0.999)), np.full(5, 0.2), 0.001)
+_LIKELIER = 3.0  # nats by which another domain must be likelier for a single sample
 _ENOUGH = 64  # samples by which a domain is known, or judged
 _PLENTY = 3 * _ENOUGH  # samples by which a stream is known to be of several at a time
 _SOME = _ENOUGH // 2  # samples that a cluster has at least
@@ -198,6 +199,15 @@ class KnownDomains:
             return self.current.repeat(len(signatures))
         owners = self.assign(signatures, smooth).owners
         return owners if self.mixed else owners.mode().values.repeat(len(owners))
+
+    def place(self, signatures: Tensor) -> Tensor:
+        """Whose each sample is [n], wherever in the stream it was, by its signature [n, D] alone:
+        of the domain at hand, unless another one is likelier by more than 3 nats.
+        """
+        density = self.log_density(signatures)
+        highest, owners = density.max(-1)
+        ahead = highest - density[:, int(self.current)] > _LIKELIER
+        return torch.where(ahead, owners, self.current)
 
     def log_density(self, signatures: Tensor) -> Tensor:
         """log t_5(φ; m, C) [n, K], up to a constant."""

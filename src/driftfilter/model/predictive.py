@@ -103,6 +103,13 @@ class PredictiveModel(Protocol):
         """The model with the source's batch statistics: itself, if it has no others."""
         return self
 
+    @property
+    def settled(self) -> PredictiveModel:
+        """The model with the statistics that it carries, to which the batch at hand adds nothing:
+        itself, if it carries none.
+        """
+        return self
+
     def with_features(self) -> PredictiveModel:
         """The model with its features beside the logits, outputs [n, k + D]."""
         allowed = "a network with a linear head, or a head on features, for a rule that sees them"
@@ -360,6 +367,11 @@ class ModelAround(PredictiveModel):
     @property
     def by_source(self) -> PredictiveModel:
         inner = self.model.by_source
+        return self if inner is self.model else replace(self, model=inner)
+
+    @property
+    def settled(self) -> PredictiveModel:
+        inner = self.model.settled
         return self if inner is self.model else replace(self, model=inner)
 
     def with_features(self) -> PredictiveModel:

@@ -202,6 +202,7 @@ class TwinBatchNorm(_BatchNorm):
     trust: Tensor | float  # D^diversity, by which the share of the batch is multiplied
     novelty: Tensor | float = 1.0  # ν, the share of the batch in what is blended; else the source
     exact: bool = False  # whether Ema's blend, too, is differentiated as it stands
+    settled: bool = False  # whether what is carried is normalised by as it is
     witness: Witness | None = None  # of a change of domain, if the blend asks for diversity
     probe: Probe | None = None  # who asks how far the batch is from the source
     carried: (
@@ -222,7 +223,8 @@ class TwinBatchNorm(_BatchNorm):
         self.own_check(self, inputs)
         if self.probe is not None:
             return self._tell(inputs, self.probe)
-        if isinstance(self.blend, RunningStatistics):
+        still = self.settled and self.blend is not None
+        if still or isinstance(self.blend, RunningStatistics):
             return self._measure(inputs) if self.measures else self._by_running(inputs)
         if self.rule is not None:
             return self._by_rule(inputs, self.rule)

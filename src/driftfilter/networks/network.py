@@ -156,6 +156,7 @@ class Network(PredictiveModel):
         self._stay: Tensor | float = 0.0  # how often a label is that of the sample before
         self._novelty: Tensor | float = 1.0
         self._shift: Tensor | None = None
+        self._settled = False  # whether batch norms blend nothing with what is carried
         self._exact = False  # whether it has the derivative of its logits under Ema, too
         self.capturing = False  # passes as CUDA graphs, one for each shape of a batch
         self._featuring = False  # features beside the logits
@@ -203,6 +204,17 @@ class Network(PredictiveModel):
         other.capturing, other._local = False, Local()
         other._carried, other._trust, other._novelty, other._shift = None, 1.0, 1.0, None
         other._stay = 0.0
+        return other
+
+    @property
+    def settled(self) -> Network:
+        """The network that normalises by the statistics it carries, or without any by the source's,
+        whatever the batch has; with the "batch"'s own there is none.
+        """
+        if isinstance(self.statistics, str):
+            return self
+        other = copy.copy(self)
+        other._settled = True
         return other
 
     def with_features(self) -> Network:
@@ -323,8 +335,8 @@ class Network(PredictiveModel):
         learning: bool = False,
     ) -> tuple[Tensor, Any]:
         """Logits [n, k], and what the module returned, of which they are a part."""
-        own.carry(self._carried, self._trust, self._novelty, self._exact, learning)
-        if own.measured:
+        own.carry(self._carried, self._trust, self._novelty, self._exact, learning, self._settled)
+        if own.measured and not self._settled:
             still = {name: tensor.detach() for name, tensor in tensors.items()}
             with torch.no_grad(), as_called(), own.measuring(), own.holding(still) as module:
                 self._ask(module, inputs)
@@ -374,6 +386,8 @@ class Network(PredictiveModel):
             )
 
     def _memory(self, own: Twin, logits: Tensor, outputs: Any) -> Memory:
+        if self._settled:
+            return {}
         if self._carries_all and own.blending:
             return {STATISTICS: own.carried()}
         rule = self.statistics
@@ -413,9 +427,10 @@ class Network(PredictiveModel):
     def pullback(
         self, theta: Tensor, inputs: Inputs
     ) -> tuple[Tensor, NetworkPullback | CapturedPullback]:
-        known = self if self._exact else self.probe(inputs)  # predictions look at no source
+        still = self._exact or self._settled  # predictions look at no source
+        known = self if still else self.probe(inputs)
         logits, pull = known._pull(theta, inputs)
-        if known._shift is not None:
+        if known._shift is not None and not self._settled:
             pull.memory = {**pull.memory, SHIFT: known._shift}
             pull.novelty = known._novelty * trust_in_shares(known._stay)
         return logits, pull
@@ -423,7 +438,8 @@ class Network(PredictiveModel):
     def _pull(
         self, theta: Tensor, inputs: Inputs
     ) -> tuple[Tensor, NetworkPullback | CapturedPullback]:
-        plain = not self._featuring and not self._carries_all and not self._exact
+        plain = not self._featuring and not self._carries_all
+        plain = plain and not self._exact and not self._settled
         if not self.capturing or not plain or not possible(theta, inputs):
             return self.eager(theta, inputs)
         captures: Captures = self._local.__dict__.setdefault("captures", Captures())
@@ -472,12 +488,18 @@ class Network(PredictiveModel):
         known: set[Pattern] = self._local.__dict__.setdefault("mixing", set())
         return known
 
+    @property
+    def is_coupled(self) -> bool:
+        """Whether batch statistics tie samples together."""
+        own = self._own()
+        return own.coupled_when_settled if self._settled else own.coupled
+
     def couples(self, theta: Tensor, inputs: Inputs, logits: Tensor) -> bool:
         """Whether the samples of a batch with these logits are coupled, by batch statistics or in a
         way of the module's own.
         """
-        if self._own().coupled or len(logits) == 1:
-            return self._own().coupled
+        if self.is_coupled or len(logits) == 1:
+            return self.is_coupled
         first = torch.zeros(1, dtype=torch.long, device=logits.device)
         apart = (self(theta, sample(inputs, first)) - logits[:1]).abs().max()
         return bool(apart > tolerance_of(self._dtype, logits.device) * (1e-6 + logits.abs().max()))
@@ -534,7 +556,7 @@ class NetworkPullback(Pullback):
         self._network, self._theta, self._inputs = network, theta, inputs
         self._fresh: _Graph | None = graph
         self.memory = graph.memory  # what the network carries to the next step
-        self.is_coupled = graph.own.coupled
+        self.is_coupled = network.is_coupled
         self.feature_columns = graph.logits.shape[1] - network._classes[0]
         self.predicts = network._exact or not isinstance(network.statistics, NormRule)
         self.asked: Callable[[Question | None], None] = lambda question: (
@@ -578,9 +600,10 @@ class NetworkPullback(Pullback):
             self.feature_columns,
             *pattern_of(graph.records, len(graph.logits)),
         )
-        if pattern not in self._network.proofs and len(graph.logits) > 1 and not graph.own.coupled:
+        known, coupled = pattern in self._network.proofs, self._network.is_coupled
+        if not known and len(graph.logits) > 1 and not coupled:
             self._prove(graph, flat, pattern)
-        self.is_coupled = graph.own.coupled or pattern in self._network.mixing
+        self.is_coupled = coupled or pattern in self._network.mixing
         rows: list[Tensor] = []
         for own in flat:
             rows.append(self._rows(graph, own, pattern, retain=len(rows) + 1 < len(flat)))

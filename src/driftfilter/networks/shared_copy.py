@@ -164,6 +164,8 @@ class Twin:
             or (isinstance(layer, _BatchNorm) and layer.running_mean is None)
             for layer in self.module.modules()
         )
+        # Whether they still are if what is carried is normalised by as it is.
+        self.coupled_when_settled = self.coupled and len(self.blending) < len(self.norms)
         self.records: list[Record] | None = None
         self._shards: Shards | None = None
         canonical = {id(parameter): name for name, parameter in self.module.named_parameters()}
@@ -219,13 +221,15 @@ class Twin:
         novelty: Tensor | float,
         exact: bool = False,
         learning: bool = False,
+        settled: bool = False,
     ) -> None:
         """Blend with these statistics, the mean and then the variance of each layer; with the
         source's if there are none.
 
         The share of a batch is multiplied by the trust in it; its novelty is its part of what is
         blended. ``exact``: the blend is differentiated as it stands, of whatever kind it is.
-        ``learning`` tells rules of one's own whether a pass learns.
+        ``learning`` tells rules of one's own whether a pass learns. ``settled``: what is carried is
+        normalised by as it is.
         """
         norms = self.blending
         sizes = [norm.num_features for norm in norms for _ in range(2)]
@@ -239,6 +243,7 @@ class Twin:
                 else (next(pieces), next(pieces))
             )
             norm.trust, norm.novelty, norm.exact, norm.learning = own, novelty, exact, learning
+            norm.settled = settled
             norm.blended, norm.believed = norm.carried, None  # should it not be called
         self._witness.forget()
         self._divide()

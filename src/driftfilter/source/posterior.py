@@ -4,7 +4,7 @@ A source takes a model and its parameters, and perhaps data, and gives the belie
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import (
     Annotated,
@@ -12,7 +12,6 @@ from typing import (
     NamedTuple,
     Protocol,
     Self,
-    TypeAlias,
     final,
     runtime_checkable,
 )
@@ -34,22 +33,20 @@ from driftfilter.base.checks import (
     require_shape,
     unchecked,
 )
-from driftfilter.base.inputs import Inputs, batch_size, check_inputs, each, is_table
+from driftfilter.base.inputs import Inputs, batch_size, each, is_table
 from driftfilter.base.randomness import Purpose, Randomness
 from driftfilter.gaussian.belief import Belief
 from driftfilter.gaussian.covariance import Covariance
 from driftfilter.gaussian.diagonal import Diagonal
-from driftfilter.gaussian.full import Full
-from driftfilter.gaussian.lowrank import LowRank
+from driftfilter.gaussian.lowrank import exact_form
 from driftfilter.gaussian.structures import STRUCTURES
 from driftfilter.inference.curvature import Curvature, GaussNewton, Hessian, LogitMetric
-from driftfilter.model.losses import PseudoLabel
-from driftfilter.model.observation import Energy, Evaluation, Gibbs, Samples, evaluate, pull_back
+from driftfilter.model.labelled import Labeling, label_energy
+from driftfilter.model.observation import Energy, Evaluation
 from driftfilter.model.predictive import LogitFunction, PredictiveModel, lift
 from driftfilter.source.marginal_likelihood import marginal_precision, reweight
 
 BUDGET = 1 << 27  # numbers in a factor of the curvature
-Labeling: TypeAlias = Callable[[Tensor], Tensor]  # logits [n, k] -> class indices [n]
 
 
 @final
@@ -324,7 +321,7 @@ class Laplace(Checked):
         for step, (inputs, labels) in enumerate(data):
             labeling = self._labeling(labels, Randomness(self.seed, step, mean.device))
             for rows in self._rows(
-                _cross_entropy(model, mean, inputs, labeling).evaluation, len(mean)
+                label_energy(model, mean, inputs, labeling).evaluation, len(mean)
             ):
                 covariance = covariance.condition(rows).truncate()
             count += batch_size(inputs) if self.per == "sample" else 1
@@ -393,8 +390,8 @@ def fit_laplace(
     require(known, "fit_laplace: statistics", statistics, "'source' or 'stream'")
     model = lift(logits)
     model = model.by_source if statistics == "source" else model
-    energy = _cross_entropy(model, prior.mean, inputs, lambda _: labels)
-    exact = _exact(prior.covariance)
+    energy = label_energy(model, prior.mean, inputs, lambda _: labels)
+    exact = exact_form(prior.covariance)
     mean, evaluation = prior.mean, energy.evaluation
     for _ in range(iterations):
         gradient, factor = Hessian()(evaluation)
@@ -410,46 +407,6 @@ def fit_laplace(
         f"still {decrement**0.5:g} posterior standard deviations long (gradient norm "
         f"{slope.norm().item():g})"
     )
-
-
-def _cross_entropy(
-    model: PredictiveModel, mean: Tensor, inputs: Inputs, labeling: Labeling
-) -> Energy:
-    """The energy Σ_i -log p(y_i given x_i, θ), the labels y_i from the logits at the mean."""
-    # A data loader's inputs are on the CPU.
-    inputs = each(check_inputs(inputs), lambda part: part.to(mean.device))
-    samples = batch_size(inputs)
-    pulled = pull_back(model, mean, inputs)
-    classes = pulled[0].shape[-1]
-    labels = labeling(pulled[0])
-    require(isinstance(labels, Tensor), "labels", type(labels).__name__, "a tensor of integers")
-    require(
-        labels.shape == (samples,) and not labels.is_floating_point(),
-        "labels",
-        f"{labels.dtype} of shape {list(labels.shape)}",
-        f"integers of shape [{samples}]",
-    )
-    require(
-        int(labels.min()) >= 0 and int(labels.max()) < classes,
-        "labels",
-        f"values from {int(labels.min())} to {int(labels.max())}",
-        f"in [0, {classes - 1}]",
-    )
-    targets = torch.nn.functional.one_hot(labels.long(), classes).to(mean)
-    ones = mean.new_ones(samples)
-    fixed = Samples(targets, ones, ones, samples)
-    loss = PseudoLabel()  # cross-entropy to the targets it is given
-    return Energy(Gibbs(loss), model, (inputs,), fixed, mean, evaluate(loss, [pulled], fixed))
-
-
-def _exact(covariance: Covariance) -> Covariance:
-    """Σ in a structure that conditions without projection: the mode must not depend on it."""
-    if covariance.is_exact:
-        return covariance
-    if covariance.is_diagonal:
-        precision = covariance.precision()
-        return LowRank(precision, precision.new_zeros(0, len(precision)), 0)
-    return Full(covariance.dense())
 
 
 def _backtrack(

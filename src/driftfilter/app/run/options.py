@@ -46,7 +46,9 @@ class RunOptions:
         metavar="FILE",
     )
     labels: str | None = option(
-        ".npy, or .npz with labels or y: for the accuracy, never for adapting", metavar="FILE"
+        ".npy, or .npz with labels or y: for the accuracy, never for adapting; or .csv of "
+        "sample,label[,after]: learned when they have come",
+        metavar="FILE",
     )
     batch: int = count_option("samples a step (default {default})", 200)
     window: int = count_option(
@@ -94,6 +96,11 @@ class RunOptions:
         "to write to (default {default})", Path("runs/run"), type=folder, metavar="DIR"
     )
 
+    @property
+    def labels_are_late(self) -> bool:
+        """Whether labels are learned, not held against predictions."""
+        return self.labels is not None and self.labels.endswith(".csv")
+
     def fixed(self) -> dict[str, Any]:
         """Options that must not change between the parts of a run.
 
@@ -102,7 +109,11 @@ class RunOptions:
         names = ("batch", "seed", "layout", "scale", "range", "integers", "predictions", "baseline")
         return {
             **{name: getattr(self, name) for name in names},
-            "labels": "none" if self.labels is None else "given",
+            "labels": "none"
+            if self.labels is None
+            else "learned"
+            if self.labels_are_late
+            else "given",
         }
 
 
@@ -134,3 +145,29 @@ class CheckOptions:
     def asked(self) -> bool:
         """Whether there is anything to check."""
         return any(getattr(self, each[2:].replace("-", "_")) is not None for each in self.known)
+
+
+@dataclass(frozen=True)
+class TuneOptions:
+    """Options of ``driftfilter tune``, as they are written there."""
+
+    model: str = argument(
+        "MODEL", "package.module:factory (called without arguments), or resnet20, resnet20_gn"
+    )
+    data: str = argument(
+        "DATA", ".npy [n, ...], .npz with x or images, or a folder of pictures; labels are not used"
+    )
+    weights: str | None = option(
+        ".safetensors, or .pt that holds tensors only (default: as the factory makes it)",
+        metavar="FILE",
+    )
+    batch: int = count_option("samples a step (default {default})", 200)
+    limit: int = count_option("samples to look at, the first ones (default: all)", 0)
+    seed: int = option("of all draws (default {default})", 0, type=int, metavar="S")
+    device: str = option("auto (default), cpu or cuda", "auto", metavar="NAME")
+    layout: Literal["auto", "first", "last"] = option(
+        "of image channels (auto: 8-bit [n, h, w, 3] are last)", "auto"
+    )
+    scale: float | None = option(
+        "factor of all values (default: 1/255 for 8-bit images, else 1)", type=float, metavar="X"
+    )

@@ -13,6 +13,7 @@ from driftfilter.app.bench.prepare import parse_choices
 from driftfilter.app.images.files import Integers
 from driftfilter.app.machine import Machine, choose_machine
 from driftfilter.app.run import summary
+from driftfilter.app.run.late_labels import LateLabels
 from driftfilter.app.run.load_model import open_model
 from driftfilter.app.run.options import RunOptions
 from driftfilter.app.run.reader import Feed, Form, open_feed, open_labels
@@ -32,6 +33,7 @@ class PreparedRun(NamedTuple):
     model: nn.Module
     source: df.Adapter | None = None  # the model as it is, if a baseline is asked for
     classes: tuple[str, ...] = ()  # their names
+    late: LateLabels | None = None  # labels to learn
 
     @property
     def dtype(self) -> str:
@@ -53,14 +55,16 @@ def prepare(options: RunOptions) -> PreparedRun:
         )
     machine = choose_machine(options.device)
     feed = open_feed(options.data, frozenset(filter(None, options.integers.split(","))))
-    labels = (
-        feed.labels if options.labels is None else open_labels(Path(options.labels), feed.count)
-    )
+    labels, late = feed.labels, None
+    if options.labels is not None and options.labels_are_late:
+        late = LateLabels.open(Path(options.labels), feed)
+    elif options.labels is not None:
+        labels = open_labels(Path(options.labels), feed.count)
     model = machine.place(
         open_model(options.model, None if options.weights is None else Path(options.weights))
     )
     within = None if options.range is None else _parse_range(options.range)
-    form = Form(_dtype(model), machine.device, options.layout, options.scale, within)
+    form = Form(find_dtype(model), machine.device, options.layout, options.scale, within)
     return PreparedRun(
         options=options,
         feed=feed,
@@ -71,6 +75,7 @@ def prepare(options: RunOptions) -> PreparedRun:
         source=df.adapt(model, "source") if options.baseline else None,
         classes=() if options.classes is None else summary.open_classes(Path(options.classes)),
         adapter=_adapt(options, model, form),
+        late=late,
     )
 
 
@@ -84,7 +89,8 @@ def require_free(options: RunOptions) -> None:
     )
 
 
-def _dtype(model: nn.Module) -> torch.dtype:
+def find_dtype(model: nn.Module) -> torch.dtype:
+    """The type of a model's numbers."""
     return next(
         (each.dtype for each in model.parameters() if each.is_floating_point()), torch.float32
     )

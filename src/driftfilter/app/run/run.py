@@ -30,6 +30,7 @@ from driftfilter.app.run.reader import (
     Lines,
     Place,
     Shapes,
+    StoredFeed,
     require_shapes,
     shapes_of,
 )
@@ -109,6 +110,8 @@ def run(
         if isinstance(made.feed, Lines):
             made.feed.begin(_find_place(made, first, notes, warn), stop.wait)
         require_same(made, first.rows, notes)
+        if made.late is not None and "learned" in notes:
+            made.late.require_same(notes["learned"], first.rows)
         batches = made.feed.batches(options.batch, first.rows)
         files = _open_files(made, mine, first, notes.get("sizes", {}), stack)
         _write_config(made, command)
@@ -153,6 +156,7 @@ class _Files(NamedTuple):
             "sizes": {name: log.sync() for name, log in logs.items()},
             "sums": {name: log.sum for name, log in logs.items()},
             "labels": sum_labels(self.made.labels, tally.rows),
+            **({} if self.made.late is None else {"learned": self.made.late.sum(tally.rows)}),
             **stdin,
         }
         df.save(self.made.adapter, self.made.options.out / STATE, self.made.options.keep, notes)
@@ -251,11 +255,23 @@ def _adapt(
                 predictions.skip(batch.rows)
             record = df.StepRecord(tally.step, batch.rows, 0.0, notes={"skipped": str(bad)})
             tally = tally.after(record)
+        record = _learn(files.made, tally, record, warn)
         for callback in callbacks:
             callback.on_step(record)
         if options.checkpoint_every and tally.step % options.checkpoint_every == 0:
             files.save(tally)
     return tally, ""
+
+
+def _learn(
+    made: PreparedRun, tally: Tally, record: df.StepRecord, warn: Callable[[str], None]
+) -> df.StepRecord:
+    """Learn the labels that are due after a step; its record says how many."""
+    if made.late is None or not isinstance(made.feed, StoredFeed):
+        return record
+    span = tally.rows - record.samples, tally.rows
+    learned = made.late.learn(made.adapter, made.feed, made.form, span, warn)
+    return replace(record, notes={**record.notes, "learned": learned}) if learned else record
 
 
 class _Latest:
