@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias, final
@@ -68,6 +68,7 @@ from driftfilter.networks.shared_copy import (
     require_values,
     twin,
 )
+from driftfilter.networks.shared_pass import SharedPass
 
 Memory: TypeAlias = Mapping[str, Tensor]
 _TOGETHER = 4  # tangents that share a forward pass; more of them take as long and more memory
@@ -160,7 +161,7 @@ class Network(PredictiveModel):
         self.capturing = False  # passes as CUDA graphs, one for each shape of a batch
         self._featuring = False  # features beside the logits
         self._head: list[str] = []  # the layer that they enter, once it is known
-        self._local = Local()
+        self._local, self._shared = Local(), SharedPass()
 
     def mean(self) -> Tensor:
         """θ of the module as it was given [d]."""
@@ -254,6 +255,13 @@ class Network(PredictiveModel):
             other._novelty = novelty(shift[0] / shift[1], self.statistics.shift)
         return other
 
+    def share_pass(self, batches: Sequence[Inputs]) -> bool:
+        read = self.chosen.targets or self._observed is not None or self._featuring
+        if read or self.statistics != "source" or self._own().coupled:
+            return False
+        with torch.no_grad():
+            return self._shared.run(lambda inputs: self(self._start, inputs), batches)
+
     def probe(self, inputs: Inputs) -> Network:
         """The model that knows of one more batch; every fourth passes through the source."""
         rule = self.statistics
@@ -323,6 +331,9 @@ class Network(PredictiveModel):
         learning: bool = False,
     ) -> tuple[Tensor, Any]:
         """Logits [n, k], and what the module returned, of which they are a part."""
+        shared = None if self._featuring else self._shared.find(inputs)
+        if shared is not None:
+            return shared.to(dtype), None
         own.carry(self._carried, self._trust, self._novelty, self._exact, learning)
         if own.measured:
             still = {name: tensor.detach() for name, tensor in tensors.items()}
