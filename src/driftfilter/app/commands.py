@@ -30,6 +30,7 @@ from driftfilter.app.arguments import (
 from driftfilter.app.bench.options import BenchOptions, read_options
 from driftfilter.app.paper.options import FIRST_SEED, ReproduceOptions
 from driftfilter.app.run.options import RunOptions
+from driftfilter.app.serve.options import ServeOptions
 from driftfilter.app.terminal import Display, Output, Shown, show_progress
 
 DEMO_BENCH = ("bench", "--quick", "--images", "500", "--corruptions", "gaussian_noise,contrast")
@@ -247,6 +248,23 @@ def run(options: RunOptions, output: Output, arguments: Sequence[str]) -> Found:
     return progress.conclude(ending, options.out, output)
 
 
+def serve(options: ServeOptions, output: Output, arguments: Sequence[str]) -> Found:
+    """Serve a model over HTTP, one posterior for each tenant."""
+    needed = ("starlette", "uvicorn", "prometheus_client", *(("ray",) if options.ray else ()))
+    missing = [name for name in needed if find_spec(name) is None]
+    if missing:
+        extra = "ray,serve" if "ray" in missing else "serve"
+        return fail("serve", f"it needs {missing}: pip install 'driftfilter[{extra}]'", 1)
+    from driftfilter.app.serve.command import serve as run_service
+
+    try:
+        return run_service(options, output), {"store": options.store}
+    except (ValueError, ImportError) as error:
+        return fail("serve", error, 2)
+    except (OSError, RuntimeError) as error:
+        return fail("serve", error, 1)
+
+
 @dataclass(frozen=True)
 class ReportOptions:
     """Options of ``driftfilter report``."""
@@ -386,6 +404,9 @@ COMMANDS: dict[str, Command] = {
         "adapt your own model over your own data, with checkpoints",
         "exit status: 0 done, or ended by SIGTERM and saved; 1 failed; 2 wrong usage; 3 done, but "
         "batches were skipped; 130 ended by Ctrl-C and saved",
+    ),
+    "serve": Command(
+        serve, ServeOptions, "your own model over HTTP, one posterior for each tenant"
     ),
     "report": Command(
         report,

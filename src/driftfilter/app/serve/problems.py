@@ -32,7 +32,9 @@ class ProblemError(Exception):
         **others: Any,
     ) -> None:
         self.status, self.field, self.allowed = status, field, allowed
-        self.value = value if isinstance(value, (int, float, bool, type(None))) else str(value)[:200]
+        self.value = (
+            value if isinstance(value, (int, float, bool, type(None))) else str(value)[:200]
+        )
         self.detail = detail or f"{field} must be {allowed}, got {self.value!r}"
         self.retry_after, self.others = retry_after, others
         super().__init__(self.detail)

@@ -19,7 +19,9 @@ def bytes_of(state: AdapterState) -> int:
     if bound is not None:
         shared |= {_place(tensor) for tensor in bound.found.values()}
     own = {_place(each): each for each in _tensors(state._replace(bound=None))}
-    sizes = [tensor.untyped_storage().nbytes() for place, tensor in own.items() if place not in shared]
+    sizes = [
+        tensor.untyped_storage().nbytes() for place, tensor in own.items() if place not in shared
+    ]
     return sum(sizes) + _TENSOR * len(sizes) + _OBJECTS
 
 
