@@ -78,9 +78,9 @@ def read_npy(data: bytes) -> NDArray[Any]:
     rest = data[file.tell() :]
     if dtype.kind not in "biuf" or dtype.hasobject:
         raise ProblemError(400, "dtype", dtype, "one of booleans, integers or floating numbers")
-    told = math.prod(shape) * dtype.itemsize
-    if told != len(rest) or any(size < 0 for size in shape):
-        raise ProblemError(400, "body", f"{len(rest)} bytes", f"{told} bytes for shape {shape}")
+    size = math.prod(shape) * dtype.itemsize
+    if size != len(rest) or any(length < 0 for length in shape):
+        raise ProblemError(400, "body", f"{len(rest)} bytes", f"{size} bytes for shape {shape}")
     array = np.frombuffer(rest, dtype).reshape(shape, order="F" if columns_first else "C")
     return array.astype(dtype.newbyteorder("="))
 

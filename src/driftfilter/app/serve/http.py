@@ -82,6 +82,29 @@ def make_app(backend: Backend, rules: Rules) -> Starlette:
 
         return answer
 
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        yield
+        await backend.close()
+
+    one = "/v1/tenants/{tenant}"
+    return Starlette(
+        routes=[
+            Route(f"{one}/predict", serve("predict"), methods=["POST"]),
+            Route(f"{one}/learn", serve("learn"), methods=["POST"]),
+            Route(f"{one}/reset", serve("reset"), methods=["POST"]),
+            Route(one, serve("look"), methods=["GET"]),
+            Route(one, serve("delete"), methods=["DELETE"]),
+            *_routes_beside(backend, rules, metrics),
+        ],
+        exception_handlers={ProblemError: _tell_problem, HTTPException: _tell_error},
+        lifespan=lifespan,
+    )
+
+
+def _routes_beside(backend: Backend, rules: Rules, metrics: Metrics) -> list[Route]:
+    """What belongs to no tenant."""
+
     async def health(call: Call) -> Response:
         return JSONResponse({"status": "alive"})
 
@@ -101,28 +124,13 @@ def make_app(backend: Backend, rules: Rules) -> Starlette:
     async def show_page(call: Call) -> Response:
         return HTMLResponse(PAGE)
 
-    @asynccontextmanager
-    async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        yield
-        await backend.close()
-
-    one = "/v1/tenants/{tenant}"
-    return Starlette(
-        routes=[
-            Route(f"{one}/predict", serve("predict"), methods=["POST"]),
-            Route(f"{one}/learn", serve("learn"), methods=["POST"]),
-            Route(f"{one}/reset", serve("reset"), methods=["POST"]),
-            Route(one, serve("look"), methods=["GET"]),
-            Route(one, serve("delete"), methods=["DELETE"]),
-            Route("/healthz", health),
-            Route("/readyz", ready),
-            Route("/metrics", show_metrics),
-            Route("/openapi.json", show_document),
-            Route("/", show_page),
-        ],
-        exception_handlers={ProblemError: _tell_problem, HTTPException: _tell_error},
-        lifespan=lifespan,
-    )
+    return [
+        Route("/healthz", health),
+        Route("/readyz", ready),
+        Route("/metrics", show_metrics),
+        Route("/openapi.json", show_document),
+        Route("/", show_page),
+    ]
 
 
 def _only_predicts(call: Call) -> bool:

@@ -9,6 +9,7 @@ import base64
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -109,12 +110,12 @@ class Shard:
 
     def _serve_wave(self, requests: Sequence[Request]) -> list[Reply | ProblemError]:
         """Answer requests of different tenants: work out what each becomes, keep it, answer."""
-        tenants = [self._attempt(lambda own=own: self._find(own)) for own in requests]
+        tenants = [self._attempt(partial(self._find, own)) for own in requests]
         self._share_pass(requests, tenants)
         works = [
             found
             if isinstance(found, (Reply, ProblemError))
-            else self._attempt(lambda own=own, found=found: self._work(own, found))
+            else self._attempt(partial(self._work, own, found))
             for own, found in zip(requests, tenants, strict=True)
         ]
         return self._keep(requests, works)
@@ -240,12 +241,14 @@ class Shard:
 
     # Keeping it
 
-    def _keep(self, requests: Sequence[Request], works: Sequence[Any]) -> Any:
+    def _keep(
+        self, requests: Sequence[Request], works: Sequence[Any]
+    ) -> list[Reply | ProblemError]:
         """Bring what has changed to the store, at once, and answer; if that fails, all is as it
         was.
         """
         changed = [place for place, work in enumerate(works) if work is None or _is_tenant(work)]
-        replies = list(works)
+        replies: list[Reply | ProblemError] = list(works)
         if not changed:
             return replies
         keys = [key_of(requests[place].tenant) for place in changed]
