@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -40,6 +41,7 @@ from driftfilter.base.inputs import (
     each,
     is_table,
     join_arguments,
+    pick_logits,
     samples,
     split_batch,
     tensors,
@@ -303,6 +305,26 @@ class Adapter(nn.Module):
         with self._lock:
             self._now = snapshot
             self._detectors = fresh_detectors(self.monitor)
+
+    def export(self, path: str | Path, example: Inputs | None = None) -> None:
+        """Write the adapted network as a plain one: ``.onnx``, or a state dict (``.safetensors``,
+        ``.pt``), whose log softmax is what ``predict`` says. ``example`` is a batch of inputs, for
+        ONNX, class offsets and temperatures. What it cannot hold: adapter/export.py.
+        """
+        from driftfilter.adapter.export import export
+
+        with self._apart():
+            export(self, path, example)
+
+    @property
+    def model(self) -> nn.Module:
+        """The user's model, or the copy that the adapter took along to another device."""
+        return self._model[0]
+
+    @property
+    def output(self) -> Callable[[Any], Tensor]:
+        """What picks the logits out of what the model returns."""
+        return self._options.output or pick_logits
 
     def share_pass(self, batches: Sequence[Inputs]) -> bool:
         """Run the network once for the next batches of several streams, if the recipe adapts

@@ -255,6 +255,33 @@ class Network(PredictiveModel):
             other._novelty = novelty(shift[0] / shift[1], self.statistics.shift)
         return other
 
+    def adapted_parameters(self, theta: Tensor) -> dict[str, Tensor]:
+        """The module's parameters by name that θ makes, such as W + B A of a LoRA."""
+        found = self.chosen.replacements(self._pieces(theta)) if self.chosen.targets else {}
+        return {name: tensor for name, tensor in found.items() if name in self.chosen.targets}
+
+    def adapted_statistics(self) -> dict[str, Tensor]:
+        """The running statistics by name that a memory carries in the place of the source's;
+        refused if they come from the batch.
+        """
+        own, rule = self._own(), self.statistics
+        allowed = "'source', Ema or RunningStatistics: those of a batch come with it"
+        carried = isinstance(rule, (Ema, RunningStatistics))
+        fits = carried or not own.norms
+        require(fits, "export: statistics", rule, allowed)
+        if not own.blending or self._carried is None:
+            return {}
+        named = [
+            (name, module) for name, module in own.module.named_modules() if module in own.blending
+        ]
+        sizes = [norm.num_features for norm in own.blending for _ in range(2)]
+        pieces = iter(self._carried.split(sizes))
+        return {
+            f"{name}.{buffer}": next(pieces)
+            for name, _ in sorted(named, key=lambda pair: own.blending.index(pair[1]))
+            for buffer in ("running_mean", "running_var")
+        }
+
     def share_pass(self, batches: Sequence[Inputs]) -> bool:
         read = self.chosen.targets or self._observed is not None or self._featuring
         if read or self.statistics != "source" or self._own().coupled:
