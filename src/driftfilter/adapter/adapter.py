@@ -331,7 +331,7 @@ class Adapter(nn.Module):
         nothing before its last layer and no samples are coupled; False if it does not.
 
         What is predicted for each of them is the same to rounding. Batches are of samples of one
-        shape; each is known by identity, in this thread, until the next such pass.
+        shape; each is known by identity, in this thread, as long as it lives.
         """
         if self._ranks is not None or self.channels_last or self.window or self.recipe.chunk:
             return False

@@ -33,6 +33,10 @@ class Kept(NamedTuple):
         versions = [tensor._version for tensor in tensors]
         return cls(_names(inputs), [weakref.ref(tensor) for tensor in tensors], versions, value)
 
+    def is_alive(self) -> bool:
+        """Whether somebody could still ask."""
+        return all(tensor() is not None for tensor in self.tensors)
+
     def belongs_to(self, inputs: Inputs, tensors: list[Tensor]) -> bool:
         """Whether it is known of these inputs."""
         same = _names(inputs) == self.names and len(tensors) == len(self.tensors)
@@ -66,17 +70,19 @@ class _Latest(Local):
 
 @final
 class SharedPass:
-    """What the latest pass of this thread has told of each of its batches."""
+    """What passes of this thread have told of each of their batches."""
 
     def __init__(self) -> None:
         self._local = _Latest()
         self._allowed: bool | None = None  # None: not proven yet
 
     def run(self, ask: Callable[[Inputs], Tensor], batches: Sequence[Inputs]) -> bool:
-        """Ask about the batches at once. False if samples are coupled, or torch cannot tell
-        whether a batch is written to: nothing is known then.
+        """Ask about batches of one form at once. False if samples are coupled, or torch cannot
+        tell whether a batch is written to: nothing is known of them then.
         """
-        self._local.known = {}
+        self._local.known = {
+            place: kept for place, kept in self._local.known.items() if kept.is_alive()
+        }
         parts = [counted_tensors(batch) for batch in batches]
         if self._allowed is False or any(not part for part in parts):
             return False

@@ -66,7 +66,7 @@ def make_backend(options: ServeOptions) -> tuple[Backend, Form]:
 
 def make_batcher(options: ServeOptions, adapter: df.Adapter, store: Any) -> Batcher:
     """A shard over a store, in a thread of its own."""
-    shard = Shard(adapter, store, options.memory << 20, options.tenants, share=options.batch > 1)
+    shard = Shard(adapter, store, options.memory << 20, options.tenants)
     return Batcher(shard, options.batch, options.wait / 1000)
 
 

@@ -22,7 +22,7 @@ from driftfilter.adapter.state import AdapterState
 from driftfilter.app.serve.problems import ProblemError
 from driftfilter.app.serve.sizes import bytes_of
 from driftfilter.app.serve.store import Entry, Store, key_of
-from driftfilter.base.inputs import Inputs, batch_size, tensors
+from driftfilter.base.inputs import Inputs, check_inputs, tensors
 from driftfilter.storage.sealed import FAILURES
 
 Kind: TypeAlias = Literal["predict", "peek", "learn", "look", "reset", "delete"]
@@ -85,10 +85,9 @@ class Shard:
         store: Store,
         memory: int = 1 << 30,
         limit: int = 100_000,
-        share: bool = True,
     ) -> None:
         self.adapter, self.store, self.memory, self.limit = adapter, store, memory, limit
-        self.share, self.counts = share, Counts()
+        self.counts = Counts()
         self._fresh = adapter.snapshot()
         self._held: OrderedDict[str, _Tenant] = OrderedDict()  # by key, the oldest first
         self.used = 0  # bytes
@@ -97,6 +96,10 @@ class Shard:
     def held(self) -> int:
         """Tenants in memory."""
         return len(self._held)
+
+    def find_state(self, tenant: str) -> AdapterState:
+        """What a tenant knows; that of a new one if it has never been served."""
+        return self._load(key_of(tenant)).state
 
     def serve(self, requests: Sequence[Request]) -> list[Reply | ProblemError]:
         """Answer requests, those of a tenant in their order; those of several together."""
@@ -188,18 +191,21 @@ class Shard:
     # What it becomes
 
     def _share_pass(self, requests: Sequence[Request], tenants: Sequence[Any]) -> None:
-        """Run the network once for all requests whose samples are alike, if the recipe lets it."""
-        if not self.share:
-            return
+        """Run the network once for all requests whose samples are alike, if the recipe lets it.
+
+        One request alone goes the same way: whether it has company must change no bit.
+        """
         groups: dict[Any, list[Inputs]] = {}
         for request, tenant in zip(requests, tenants, strict=True):
-            if isinstance(tenant, _Tenant) and request.inputs is not None:
-                groups.setdefault(_form(request.inputs), []).append(request.inputs)
+            asks = isinstance(tenant, _Tenant) and request.inputs is not None
+            form = self._attempt(partial(_form, request.inputs)) if asks else None
+            if isinstance(form, tuple):  # what cannot be read is refused later, by itself
+                groups.setdefault(form, []).append(request.inputs)
         self.adapter.restore(self._fresh)
-        largest = max(groups.values(), key=len, default=[])
-        if largest and self._attempt(lambda: self.adapter.share_pass(largest)) is True:
-            self.counts.passes += 1
-            self.counts.shared += len(largest)
+        for batches in groups.values():
+            if self._attempt(partial(self.adapter.share_pass, batches)) is True:
+                self.counts.passes += 1
+                self.counts.shared += len(batches)
 
     def _work(self, request: Request, tenant: _Tenant) -> Any:
         """The tenant after a step, or the answer to a request that changes nothing."""
@@ -346,8 +352,8 @@ def _arguments(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
 def _form(inputs: Inputs) -> Any:
     """What samples must have in common to go through the network together."""
     names = tuple(inputs) if isinstance(inputs, dict) else ()
-    batch_size(inputs)
-    return names, *((part.shape[1:], part.dtype) for part in tensors(inputs))
+    parts = tensors(check_inputs(inputs))
+    return names, *((part.shape[1:], part.dtype) for part in parts)
 
 
 def _refuse(error: OSError) -> ProblemError:
