@@ -7,8 +7,9 @@ import asyncio
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Protocol
+from typing import Any, Protocol
 
 from driftfilter.app.serve.problems import ProblemError
 from driftfilter.app.serve.shard import Reply, Request, Shard
@@ -43,6 +44,7 @@ class Batcher:
     ) -> None:
         self.shard, self.most, self.wait, self.waiting = shard, most, wait, waiting
         self._queue: deque[tuple[Request, Future[Reply]]] = deque()
+        self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._there = threading.Condition()
         self._closed, self._failing = False, ("", 0.0)  # why the store failed, and when
         self._thread = threading.Thread(target=self._run, name="shard", daemon=True)
@@ -61,6 +63,14 @@ class Batcher:
             self._there.notify()
         return future
 
+    def call(self, work: Callable[[], Any]) -> "Future[Any]":
+        """Have something done between two groups, by the thread of the shard."""
+        future: Future[Any] = Future()
+        with self._there:
+            self._calls.append((work, future))
+            self._there.notify()
+        return future
+
     async def ask(self, request: Request) -> Reply:
         return await asyncio.wrap_future(self.submit(request))
 
@@ -68,16 +78,25 @@ class Batcher:
         more = False
         while (group := self._take(more)) is not None:
             self._answer(group)
+            self._call_all()
             more = self._tend(len(group))
+
+    def _call_all(self) -> None:
+        while self._calls:
+            work, future = self._calls.popleft()
+            try:
+                future.set_result(work())
+            except Exception as error:
+                future.set_exception(error)
 
     def _take(self, more: bool) -> list[tuple[Request, "Future[Reply]"]] | None:
         """The next group, none of them if there is ``more`` to tidy up; None once all is closed."""
         with self._there:
-            while not self._queue and not self._closed:
+            while not (self._queue or self._calls or self._closed):
                 self._there.wait(0.05 if more else None)
                 if more:
                     break
-            if self._closed and not self._queue:
+            if self._closed and not (self._queue or self._calls):
                 return None
             until = time.monotonic() + self.wait
             while self._queue and len(self._queue) < self.most and not self._closed:

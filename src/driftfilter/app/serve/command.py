@@ -4,7 +4,6 @@ import ctypes
 import sys
 import threading
 from pathlib import Path
-from typing import Any
 
 import uvicorn
 
@@ -17,9 +16,10 @@ from driftfilter.app.run.reader import Form
 from driftfilter.app.serve.batching import Backend, Batcher
 from driftfilter.app.serve.http import Rules, make_app
 from driftfilter.app.serve.limits import Rate, Tokens
+from driftfilter.app.serve.open_store import open_store
 from driftfilter.app.serve.options import ServeOptions
 from driftfilter.app.serve.shard import Shard
-from driftfilter.app.serve.store import FolderStore
+from driftfilter.app.serve.store import Store
 from driftfilter.app.terminal import Output
 from driftfilter.base.checks import require
 
@@ -60,11 +60,11 @@ def make_backend(options: ServeOptions) -> tuple[Backend, Form]:
 
         return connect(options)
     adapter, form = make_adapter(options)
-    store = FolderStore(Path(options.store), sync=options.durability == "step")
+    store = open_store(options.store, sync=options.durability == "step")
     return make_batcher(options, adapter, store), form
 
 
-def make_batcher(options: ServeOptions, adapter: df.Adapter, store: Any) -> Batcher:
+def make_batcher(options: ServeOptions, adapter: df.Adapter, store: Store) -> Batcher:
     """A shard over a store, in a thread of its own."""
     shard = Shard(adapter, store, options.memory << 20, options.tenants)
     return Batcher(shard, options.batch, options.wait / 1000)

@@ -25,7 +25,7 @@ from driftfilter.storage.atomic import atomic_file
 from driftfilter.storage.record_log import RecordLog, read_records
 
 SEGMENT = 64 << 20  # bytes of a log before a new one is begun
-_WAIT = 10.0  # seconds that a killed process may take to end
+_WAIT = 20.0  # seconds that a killed process may take to end
 
 
 def key_of(tenant: str) -> str:
@@ -54,6 +54,9 @@ class Store(Protocol):
 
     def release(self, keys: Sequence[str]) -> None:
         """Leave tenants to another worker."""
+
+    def held(self) -> Iterator[str]:
+        """Tenants of which this worker has the last word."""
 
     def tend(self, budget: int) -> bool:
         """Tidy up a little; whether there is more of it."""
@@ -180,7 +183,6 @@ class FolderStore:
             self._live.discard(key)
 
     def held(self) -> Iterator[str]:
-        """Tenants whose last record is in this worker's log."""
         yield from list(self._places)
 
     def tend(self, budget: int) -> bool:
