@@ -167,7 +167,9 @@ class Load:
         limits = httpx.Limits(max_connections=self.clients, max_keepalive_connections=self.clients)
         options: dict[str, Any] = {"limits": limits, "timeout": 120, "trust_env": False}
         async with httpx.AsyncClient(base_url=self.url, **options) as client:
-            own = [range(place, len(self.plan.names), self.clients) for place in range(self.clients)]
+            own = [
+                range(place, len(self.plan.names), self.clients) for place in range(self.clients)
+            ]
             await asyncio.gather(*(self._client(client, tenants) for tenants in own))
 
     async def _client(self, client: httpx.AsyncClient, tenants: range) -> None:
@@ -231,7 +233,7 @@ def kills(args: argparse.Namespace) -> dict[str, Any]:
     with scratch() as folder:
         plan = Plan(args.tenants, args.steps, args.batch)
         answers, states = reference(plan, args.preset, folder / "reference")
-        rounds, done = [], 0
+        rounds, done = list[dict[str, Any]](), 0
         while done < args.kills:
             store = folder / f"store{len(rounds)}"
             service = Service(store, args.preset, "--durability", args.durability)
@@ -257,7 +259,7 @@ def ray_kills(args: argparse.Namespace) -> dict[str, Any]:
     with scratch() as folder:
         plan = Plan(args.tenants, args.steps, args.batch)
         answers, states = reference(plan, args.preset, folder / "reference")
-        rounds, done = [], 0
+        rounds, done = list[dict[str, Any]](), 0
         while done < args.kills:
             store = folder / f"store{len(rounds)}"
             options = ("--ray", "local", "--workers", str(args.workers))
@@ -292,17 +294,14 @@ def ray_kills(args: argparse.Namespace) -> dict[str, Any]:
 
 def find_workers(parent: int) -> list[int]:
     """Processes of workers below a process: Ray names them so."""
-    below, found = {parent}, []
+    below = {parent}
     listed = subprocess.run(
         ["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True, check=True
     )
     rows = [line.split(None, 2) for line in listed.stdout.splitlines()[1:]]
     for _ in range(5):
         below |= {int(pid) for pid, above, *_ in rows if int(above) in below}
-    for row in rows:
-        if int(row[0]) in below and row[-1].startswith("ray::Worker"):
-            found.append(int(row[0]))
-    return found
+    return [int(row[0]) for row in rows if int(row[0]) in below and "ray::Worker" in row[-1]]
 
 
 def nodes(args: argparse.Namespace) -> dict[str, Any]:
@@ -310,9 +309,9 @@ def nodes(args: argparse.Namespace) -> dict[str, Any]:
     import ray
     from ray.cluster_utils import Cluster
 
+    from driftfilter.app.run.reader import Form
     from driftfilter.app.serve.options import ServeOptions
     from driftfilter.app.serve.ray_router import Router
-    from driftfilter.app.run.reader import Form
 
     with scratch() as folder:
         plan = Plan(args.tenants, args.steps, args.batch)
@@ -364,7 +363,7 @@ def nodes(args: argparse.Namespace) -> dict[str, Any]:
             }
 
         told = asyncio.run(run())
-        cluster.shutdown()
+        cluster.shutdown()  # type: ignore[no-untyped-call]
         for number in range(args.workers + 1):
             with FolderStore(store, f"w{number}") as own:
                 own.release(list(own.held()))
@@ -398,7 +397,7 @@ def disk(args: argparse.Namespace) -> dict[str, Any]:
             return subprocess.run(command, check=False, capture_output=True).returncode == 0
 
         async def run() -> dict[str, Any]:
-            work, told = asyncio.create_task(load.run()), {}
+            work, told = asyncio.create_task(load.run()), dict[str, Any]()
             await asyncio.sleep(1.0)
             for name, begin, end in (
                 ("full", lambda: limit("1"), lambda: limit("unlimited")),
@@ -447,7 +446,7 @@ def memory(args: argparse.Namespace) -> dict[str, Any]:
         for place in range(args.marks + 1):
             serve(place * args.tenants, (place + 1) * args.tenants)
             pages = int(Path("/proc/self/statm").read_text().split()[1])
-            marks.append((pages * os.sysconf("SC_PAGE_SIZE"), shard.used))
+            marks.append((pages * os.sysconf("SC_PAGE_SIZE"), shard.tenants.used))
         slopes = np.diff(np.array(marks), axis=0) / args.tenants
         return {
             "model": args.model,
@@ -533,7 +532,10 @@ def fuzz(args: argparse.Namespace) -> dict[str, Any]:
         service.start()
         draws, statuses = random.Random(args.seed), dict[int, int]()
         images = pixels()[:2]
-        good = [pack(images), json.dumps({"inputs": (images[:, :, :6, :6] / 255).tolist()}).encode()]
+        good = [
+            pack(images),
+            json.dumps({"inputs": (images[:, :, :6, :6] / 255).tolist()}).encode(),
+        ]
         kinds, steps = [NPY, "application/json"], 0
         with httpx.Client(base_url=service.url, trust_env=False, timeout=60) as client:
             first = {"content-type": NPY, "sequence": "1"}

@@ -3,10 +3,10 @@
 import errno
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from driftfilter.storage import record_log
 from driftfilter.storage.record_log import DamagedLogError, RecordLog, read_records
 
 RECORDS = [b"one", b"", b"three" * 9]
@@ -63,21 +63,21 @@ def test_a_failed_write_takes_back_what_it_wrote(
     path = tmp_path / "a.log"
     log = RecordLog(path)
     log.append([b"first"], sync=True)
-    own = {"pwrite": os.pwrite, "fsync": os.fsync}
+    write = os.pwrite
 
-    def fail(*args: object) -> int:
+    def fail(*args: Any) -> int:
         if len(args) == 3:
-            own["pwrite"](args[0], bytes(args[1])[:3], args[2])  # type: ignore[call-overload]
+            write(args[0], bytes(args[1])[:3], args[2])
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(record_log.os, failing, fail)
+        patch.setattr(os, failing, fail)
         with pytest.raises(OSError, match=r"No space left.*a\.log"):
             log.append([b"second"], sync=True)
     assert _read(path) == [b"first"]
     with monkeypatch.context() as patch:  # neither can it be taken back
-        patch.setattr(record_log.os, failing, fail)
-        patch.setattr(record_log.os, "ftruncate", fail)
+        patch.setattr(os, failing, fail)
+        patch.setattr(os, "ftruncate", fail)
         with pytest.raises(OSError, match="No space left"):
             log.append([b"second"], sync=True)
     log.append([b"third"], sync=False)

@@ -129,6 +129,7 @@ def test_health_metrics_and_the_page(client: Any) -> None:
     metrics = client.get("/metrics").text
     assert 'driftfilter_requests_total{kind="predict",status="200"} 1.0' in metrics
     assert "driftfilter_steps 1.0" in metrics
+    _problem(client.post("/v1/workers?count=2"), 501, "workers")
     paths = client.get("/openapi.json").json()["paths"]
     assert "/v1/tenants/{tenant}/predict" in paths
     page = client.get("/").text

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import driftfilter as df
 from driftfilter.app.serve.problems import ProblemError
-from driftfilter.app.serve.shard import Reply, Request, Shard
+from driftfilter.app.serve.shard import Kind, Reply, Request, Shard
 from driftfilter.app.serve.store import Entry, FolderStore
 from small import conv, tabular
 
@@ -46,8 +46,14 @@ def _assert_same_state(shard: Shard, tenant: str, adapter: df.Adapter) -> None:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.parametrize("memory", [1 << 30, 1], ids=["in memory", "always loaded"])
-def test_tenants_are_as_adapters_of_their_own(name: str, memory: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("memory", [1 << 30, 1, 2], ids=["in memory", "always loaded", "packed"])
+def test_tenants_are_as_adapters_of_their_own(
+    name: str, memory: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if memory == 2:
+        memory = 1 << 30
+        monkeypatch.setattr("driftfilter.app.serve.held._AWAKE", 0)
+        monkeypatch.setattr("driftfilter.app.serve.held._SMALL", 0)
     build, recipe = RECIPES[name]
     model, form = build().eval(), (3, 8, 8) if build is conv else (4,)
     shard = Shard(df.adapt(model, recipe), FolderStore(tmp_path, sync=False), memory)
@@ -176,9 +182,10 @@ def test_a_store_that_fails_leaves_all_as_it_was(
 
     with monkeypatch.context() as patch:
         patch.setattr(shard.store, "write", fail)
-        for kind in ("predict", "delete", "reset"):
+        kinds: tuple[Kind, ...] = ("predict", "delete", "reset")
+        for kind in kinds:
             inputs = _batch(2, (4,)) if kind == "predict" else None
-            problem = _problem(shard, Request(kind, "a", inputs))  # type: ignore[arg-type]
+            problem = _problem(shard, Request(kind, "a", inputs))
             assert (problem.status, problem.field) == (503, "store")
     batch = _batch(2, (4,))
     found = _ask(shard, Request("predict", "a", batch, None, 2, "y"))[0]
@@ -190,8 +197,9 @@ def test_limits_and_lives_of_tenants(tmp_path: Path) -> None:
     first = _ask(shard, Request("predict", "a", batch))[0]
     _ask(shard, *(Request("predict", tenant, batch) for tenant in "bc"))
     assert _problem(shard, Request("predict", "d", batch)).status == 429
-    for kind in ("look", "reset", "delete"):
-        assert _problem(shard, Request(kind, "d")).status == 404  # type: ignore[arg-type]
+    kinds: tuple[Kind, ...] = ("look", "reset", "delete")
+    for kind in kinds:
+        assert _problem(shard, Request(kind, "d")).status == 404
     if not hasattr(shard.adapter, "learn"):
         assert _problem(shard, Request("learn", "a", batch, torch.zeros(8))).status == 501
     shard.serve([Request("delete", "a")])

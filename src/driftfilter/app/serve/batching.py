@@ -133,8 +133,8 @@ class Batcher:
         return {
             **vars(shard.counts),
             "tenants": shard.store.count(),
-            "tenants_held": shard.held,
-            "bytes_held": shard.used,
+            "tenants_held": len(shard.tenants),
+            "bytes_held": shard.tenants.used,
             "queue": len(self._queue),
         }
 

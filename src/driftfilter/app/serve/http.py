@@ -118,6 +118,16 @@ def _routes_beside(backend: Backend, rules: Rules, metrics: Metrics) -> list[Rou
         rules.tokens.check(call.headers.get("authorization"))
         return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
+    async def scale(call: Call) -> Response:
+        rules.tokens.check(call.headers.get("authorization"))
+        change = getattr(backend, "scale", None)
+        if change is None:
+            raise ProblemError(501, "workers", None, "left out without --ray")
+        count = call.query_params.get("count", "")
+        if not (count.isascii() and count.isdigit() and 1 <= int(count[:5]) <= 1000):
+            raise ProblemError(400, "count", count, "a whole number from 1 to 1000")
+        return JSONResponse({"workers": int(count), "tenants_moved_from": await change(int(count))})
+
     async def show_document(call: Call) -> Response:
         return JSONResponse(document())
 
@@ -128,6 +138,7 @@ def _routes_beside(backend: Backend, rules: Rules, metrics: Metrics) -> list[Rou
         Route("/healthz", health),
         Route("/readyz", ready),
         Route("/metrics", show_metrics),
+        Route("/v1/workers", scale, methods=["POST"]),
         Route("/openapi.json", show_document),
         Route("/", show_page),
     ]

@@ -15,6 +15,7 @@ _SEQUENCE = {
     "schema": {"type": "integer", "minimum": 1},
 }
 _ADAPT = {"name": "adapt", "in": "query", "schema": {"type": "boolean", "default": True}}
+_COUNT = {"name": "count", "in": "query", "required": True, "schema": {"type": "integer"}}
 _ARRAY = {"description": "array [n, ...]", "type": "array", "items": {}}
 _PROBLEM = {
     "description": "refused, nothing has changed",
@@ -75,6 +76,7 @@ def document() -> dict[str, Any]:
                 "get": _operation("what is known of a tenant", _TENANT),
                 "delete": _operation("forget a tenant", _TENANT),
             },
+            "/v1/workers": {"post": _operation("have so many workers of --ray", _COUNT)},
             "/healthz": {"get": _operation("whether the process is alive")},
             "/readyz": {"get": _operation("whether requests can be served")},
             "/metrics": {"get": _operation("counts and times, for Prometheus")},

@@ -224,7 +224,7 @@ def connect(options: ServeOptions) -> tuple[Router, Form]:
         address = None if options.ray in (None, "local") else options.ray
         # Workers import the model from where this process would.
         paths = os.pathsep.join(filter(None, (os.getcwd(), *sys.path)))
-        local = {"include_dashboard": False, "num_cpus": _ANY} if not address else {}
+        local: dict[str, Any] = {} if address else {"include_dashboard": False, "num_cpus": _ANY}
         env = {"env_vars": {"PYTHONPATH": paths}}
         ray.init(address, log_to_driver=False, runtime_env=env, **local)
     return Router(options), make_adapter(options)[1]

@@ -6,7 +6,6 @@ number that is not the next one is refused. If the store fails, the tenant is as
 """
 
 import base64
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,8 +18,8 @@ from torch import Tensor
 import driftfilter as df
 from driftfilter.adapter.checkpoint import decode, encode
 from driftfilter.adapter.state import AdapterState
+from driftfilter.app.serve.held import Tenant, Tenants
 from driftfilter.app.serve.problems import ProblemError
-from driftfilter.app.serve.sizes import bytes_of
 from driftfilter.app.serve.store import Entry, Store, key_of
 from driftfilter.base.inputs import Inputs, check_inputs, tensors
 from driftfilter.storage.sealed import FAILURES
@@ -49,17 +48,6 @@ class Reply(NamedTuple):
     facts: dict[str, Any] | None = None
 
 
-class _Tenant(NamedTuple):
-    """A tenant in memory."""
-
-    state: AdapterState
-    sequence: int = 0  # of the last step
-    answer: NDArray[Any] | None = None  # to it
-    digest: str = ""  # of its request
-    size: int = 0  # bytes
-    is_new: bool = False
-
-
 @dataclass
 class Counts:
     """What a shard has done, for metrics."""
@@ -86,16 +74,10 @@ class Shard:
         memory: int = 1 << 30,
         limit: int = 100_000,
     ) -> None:
-        self.adapter, self.store, self.memory, self.limit = adapter, store, memory, limit
+        self.adapter, self.store, self.limit = adapter, store, limit
         self.counts = Counts()
         self._fresh = adapter.snapshot()
-        self._held: OrderedDict[str, _Tenant] = OrderedDict()  # by key, the oldest first
-        self.used = 0  # bytes
-
-    @property
-    def held(self) -> int:
-        """Tenants in memory."""
-        return len(self._held)
+        self.tenants = Tenants(adapter, memory)
 
     def find_state(self, tenant: str) -> AdapterState:
         """What a tenant knows; that of a new one if it has never been served."""
@@ -108,7 +90,7 @@ class Shard:
             found = self._serve_wave([requests[place] for place in wave])
             for place, reply in zip(wave, found, strict=True):
                 replies[place] = reply
-        self._evict()
+        self.counts.evictions += self.tenants.tidy()
         return [reply for reply in replies if reply is not None]
 
     def _serve_wave(self, requests: Sequence[Request]) -> list[Reply | ProblemError]:
@@ -151,7 +133,7 @@ class Shard:
             return tenant
         return self._check_sequence(request, request.sequence, tenant)
 
-    def _check_sequence(self, request: Request, number: int, tenant: _Tenant) -> Any:
+    def _check_sequence(self, request: Request, number: int, tenant: Tenant) -> Any:
         """The tenant if the number is the next one, the stored answer if it is the last one."""
         last = tenant.sequence
         if number == last + 1:
@@ -168,25 +150,24 @@ class Shard:
         )
         raise ProblemError(409, "sequence", number, allowed, last=last, done=done)
 
-    def _load(self, key: str) -> _Tenant:
+    def _load(self, key: str) -> Tenant:
         """A tenant from memory, from the store, or a new one."""
-        tenant = self._held.get(key)
-        if tenant is not None:
-            self._held.move_to_end(key)
-            return tenant
+        found = self.tenants.get(key, self._fresh)
+        if found is not None:
+            return found
         data = self.store.read(key)
         if data is None:
-            return _Tenant(self._fresh, is_new=True)
+            return Tenant(self._fresh, is_new=True)
         self.adapter.restore(self._fresh)
         try:
             notes = decode(self.adapter, data)
         except FAILURES as error:
             raise df.CheckpointError(f"what is stored was not loaded: {error}") from error
         self.counts.loads += 1
-        tenant = _Tenant(
+        tenant = Tenant(
             self.adapter.snapshot(), notes["sequence"], _unpack(notes["answer"]), notes["digest"]
         )
-        return self._hold(key, tenant)
+        return self.tenants.hold(key, tenant)
 
     # What it becomes
 
@@ -197,7 +178,7 @@ class Shard:
         """
         groups: dict[Any, list[Inputs]] = {}
         for request, tenant in zip(requests, tenants, strict=True):
-            asks = isinstance(tenant, _Tenant) and request.inputs is not None
+            asks = isinstance(tenant, Tenant) and request.inputs is not None
             form = self._attempt(partial(_form, request.inputs)) if asks else None
             if isinstance(form, tuple):  # what cannot be read is refused later, by itself
                 groups.setdefault(form, []).append(request.inputs)
@@ -207,7 +188,7 @@ class Shard:
                 self.counts.passes += 1
                 self.counts.shared += len(batches)
 
-    def _work(self, request: Request, tenant: _Tenant) -> Any:
+    def _work(self, request: Request, tenant: Tenant) -> Any:
         """The tenant after a step, or the answer to a request that changes nothing."""
         adapter = self.adapter
         if request.kind == "look":
@@ -215,7 +196,7 @@ class Shard:
         if request.kind == "delete":
             return None
         if request.kind == "reset":
-            return _Tenant(self._fresh, tenant.sequence + 1, None, request.digest)
+            return Tenant(self._fresh, tenant.sequence + 1, None, request.digest)
         adapter.restore(tenant.state)
         args, named = _arguments(request.inputs)
         if request.kind == "peek":
@@ -226,9 +207,9 @@ class Shard:
             adapter.learn(*args, request.labels, **named)  # type: ignore[operator]
         else:
             answer = adapter(*args, **named).cpu().numpy()
-        return _Tenant(adapter.snapshot(), tenant.sequence + 1, answer, request.digest)
+        return Tenant(adapter.snapshot(), tenant.sequence + 1, answer, request.digest)
 
-    def _describe(self, tenant: _Tenant) -> dict[str, Any]:
+    def _describe(self, tenant: Tenant) -> dict[str, Any]:
         """What is known of a tenant, for people."""
         self.adapter.restore(tenant.state)
         events = self.adapter.events
@@ -274,7 +255,7 @@ class Shard:
             replies[place] = self._commit(key, works[place])
         return replies
 
-    def _encode(self, tenant: str, work: _Tenant | None) -> bytes | None:
+    def _encode(self, tenant: str, work: Tenant | None) -> bytes | None:
         if work is None:
             return None
         self.adapter.restore(work.state)
@@ -286,14 +267,14 @@ class Shard:
         }
         return b"".join(encode(self.adapter, notes))
 
-    def _commit(self, key: str, work: _Tenant | None) -> Reply:
-        self._drop(key)
+    def _commit(self, key: str, work: Tenant | None) -> Reply:
         if work is None:
+            self.tenants.drop(key)
             return Reply(0)
         self.counts.steps += 1
         if self._fresh.bound is not work.state.bound and work.state.bound is not None:
             self._learn_model(work.state)
-        self._hold(key, work)
+        self.tenants.hold(key, work)
         return Reply(work.sequence, work.answer)
 
     def _learn_model(self, state: AdapterState) -> None:
@@ -302,30 +283,11 @@ class Shard:
         if bound is not None and bound.final and not self._fresh.found:
             self._fresh = AdapterState(bound, bound.found)
 
-    # Memory
-
-    def _hold(self, key: str, tenant: _Tenant) -> _Tenant:
-        answer = 0 if tenant.answer is None else tenant.answer.nbytes
-        tenant = tenant._replace(size=bytes_of(tenant.state) + answer)
-        self._held[key] = tenant
-        self.used += tenant.size
-        return tenant
-
-    def _drop(self, key: str) -> None:
-        tenant = self._held.pop(key, None)
-        self.used -= 0 if tenant is None else tenant.size
-
-    def _evict(self) -> None:
-        """Let go of those that were not asked for longest; the store has them."""
-        while self.used > self.memory and self._held:
-            self._drop(next(iter(self._held)))
-            self.counts.evictions += 1
-
     def release(self, keys: Sequence[str]) -> None:
         """Leave tenants to another worker."""
         self.store.release(keys)
         for key in keys:
-            self._drop(key)
+            self.tenants.drop(key)
 
 
 def _waves(requests: Sequence[Request]) -> Iterator[list[int]]:
@@ -342,7 +304,7 @@ def _waves(requests: Sequence[Request]) -> Iterator[list[int]]:
 
 
 def _is_tenant(work: Any) -> bool:
-    return isinstance(work, _Tenant)
+    return isinstance(work, Tenant)
 
 
 def _arguments(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
