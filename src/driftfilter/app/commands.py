@@ -230,12 +230,15 @@ def run(options: RunOptions, output: Output, arguments: Sequence[str]) -> Found:
     from driftfilter.app.run import progress
     from driftfilter.app.run.prepare import prepare
     from driftfilter.app.run.run import run as adapt
+    from driftfilter.app.run.tenants import follow_tenants
 
     with progress.shorten_warnings():
         try:
             made = prepare(options)
         except (ValueError, OSError, ImportError) as error:
             return fail("run", error, 2)
+        if options.tenants is not None:
+            return follow_tenants(made, output)
         follow = progress.follow(output.quiet, options.live, made.classes)
         try:
             ending = adapt(made, follow, progress.warn, shlex.join(["driftfilter", *arguments]))

@@ -39,6 +39,9 @@ class RunOptions:
     labels: str | None = option(
         ".npy, or .npz with labels or y: for the accuracy, never for adapting", metavar="FILE"
     )
+    tenants: str | None = option(
+        "array of an .npz that says whose each sample is: a posterior for each", metavar="COLUMN"
+    )
     batch: int = count_option("samples a step (default {default})", 200)
     window: int = count_option(
         "samples the adapter looks back on, for small batches (default {default})", 0

@@ -33,6 +33,11 @@ def key_of(tenant: str) -> str:
     return hashlib.sha256(tenant.encode()).hexdigest()[:40]
 
 
+def path_of(folder: Path, key: str) -> Path:
+    """The file of a tenant in a store."""
+    return folder / "tenants" / key[:2] / f"{key}.safetensors"
+
+
 class Entry(NamedTuple):
     """What is to be kept of a tenant: a checkpoint, or that there is none any more."""
 
@@ -220,7 +225,7 @@ class FolderStore:
             file.write(self._read_at(place))
 
     def _path(self, key: str) -> Path:
-        return self._tenants / key[:2] / f"{key}.safetensors"
+        return path_of(self.folder, key)
 
     def close(self) -> None:
         for log in self._segments.values():
