@@ -12,9 +12,10 @@ import inspect
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, final
 
 import torch
@@ -43,11 +44,13 @@ from driftfilter.base.inputs import (
     each,
     is_table,
     join_arguments,
+    pick_logits,
     samples,
     split_batch,
     tensors,
 )
 from driftfilter.base.sharding import current, gather_samples
+from driftfilter.base.tensors import have_same_values
 from driftfilter.callbacks import Callback, require_callbacks
 from driftfilter.distributed.stream import digest, join, require_same, share_call
 from driftfilter.filtering import Filter, FilterState, StepInfo
@@ -58,6 +61,7 @@ from driftfilter.inference.optimizers import GradientStep
 from driftfilter.inference.prediction import Prediction, join_predictions
 from driftfilter.model.appearance import describe
 from driftfilter.model.labelled import require_labels
+from driftfilter.model.predictive import PredictiveModel
 from driftfilter.monitor.monitor import MEANINGS, AlarmWarning, Beside, Monitor, fresh_detectors
 from driftfilter.monitor.state import Event, Signals
 from driftfilter.networks.autocast import full_precision
@@ -211,6 +215,7 @@ class Adapter(nn.Module):
         self._model = [model]
         self._now = AdapterState()
         self._known: tuple[BoundFilter, Fingerprint] | None = None
+        self._plain: Any = None  # the recipe as data, once it is asked for
         self._lock = ForkLock()  # of updates; predictions need none
         self._ranks = join(distributed, self.recipe, window, update_every)
         if self._ranks is not None:
@@ -374,6 +379,55 @@ class Adapter(nn.Module):
         with self._lock:
             self._now = self._now._replace(watch=replace(self._now.watch, frozen=False))
 
+    def snapshot(self) -> AdapterState:
+        """All that calls have changed, an immutable value to go back to (``restore``); what no
+        later call reads is left out.
+        """
+        return self._ready(None).rest()
+
+    def restore(self, snapshot: AdapterState) -> None:
+        """Go on from a ``snapshot`` of this adapter: as many streams as there are snapshots share
+        one network, by turns. Detectors of a monitor, which are no part of it, begin anew.
+        """
+        with self._lock:
+            self._now = snapshot
+            self._detectors = fresh_detectors(self.monitor)
+
+    def export(self, path: str | Path, example: Inputs | None = None) -> None:
+        """Write the adapted network as a plain one: ``.onnx``, or a state dict (``.safetensors``,
+        ``.pt``), whose log softmax is what ``predict`` says. ``example`` is a batch of inputs, for
+        ONNX, class offsets and temperatures. What it cannot hold: adapter/export.py.
+        """
+        from driftfilter.adapter.export import export
+
+        with self._apart():
+            export(self, path, example)
+
+    @property
+    def model(self) -> nn.Module:
+        """The user's model, or the copy that the adapter took along to another device."""
+        return self._model[0]
+
+    @property
+    def output(self) -> Callable[[Any], Tensor]:
+        """What picks the logits out of what the model returns."""
+        return self._options.output or pick_logits
+
+    def share_pass(self, batches: Sequence[Inputs]) -> bool:
+        """Run the network once for the next batches of several streams, if the recipe adapts
+        nothing before its last layer and no samples are coupled; False if it does not.
+
+        What is predicted for each of them is the same to rounding. Batches are of samples of one
+        shape; each is known by identity, in this thread, as long as it lives.
+        """
+        if self._ranks is not None or self.channels_last or self.window or self.recipe.chunk:
+            return False
+        with self._apart():
+            bound = self._ready(None).bound
+            assert bound is not None
+            model, checked = bound.filter.logits, [check_inputs(batch) for batch in batches]
+            return bound.final and isinstance(model, PredictiveModel) and model.share_pass(checked)
+
     @property
     def state(self) -> FilterState:
         """All that has been learned, of several domains in the last one; an immutable value."""
@@ -415,6 +469,13 @@ class Adapter(nn.Module):
             return ()
         known = self._now.domains.known
         return tuple(zip(known.names.tolist(), known.counts.long().tolist(), strict=True))
+
+    @property
+    def plain_recipe(self) -> Any:
+        """The recipe as JSON data, as checkpoints have it."""
+        if self._plain is None:
+            self._plain = plain(self.recipe)
+        return self._plain
 
     @property
     def fingerprint(self) -> Fingerprint:
@@ -803,9 +864,9 @@ class Adapter(nn.Module):
     def _load(self, own: Mapping[str, Tensor]) -> AdapterState:
         """What named tensors describe; refused unless all of it is there and of this recipe."""
         found, bound = read_found(own, self.recipe), self._ready(None).bound
-        if found or self._now.found:
-            bound = self._options(self._model[0], found, None)
         assert bound is not None
+        if not have_same_values(found, bound.found):
+            bound = self._options(self._model[0], found, None)
         now = AdapterState.from_tensors(own, bound, self.monitor is not None, self.recipe)
         slots = () if now.domains is None else now.domains.slots
         for recent in (now.recent, *(slot.recent for slot in slots)):

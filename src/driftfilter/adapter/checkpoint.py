@@ -54,18 +54,7 @@ def save(
     ``notes``, JSON data such as the place in a stream, come back from ``load``.
     """
     require_count("save: keep", keep, 1)
-    path, state = Path(path), adapter.state_dict()
-    header = {
-        "format": FORMAT,
-        "library": __version__,
-        "recipe": plain(adapter.recipe),
-        "adapter": _options(adapter),
-        "model": adapter.fingerprint._asdict(),
-        "step": int(state["step"]),
-        "seed": int(state["seed"]),
-        "notes": notes or {},
-    }
-    encoded = seal(header, state)
+    path, encoded = Path(path), encode(adapter, notes)
     try:
         with atomic_file(path, keep) as file:
             file.writelines(encoded)
@@ -74,6 +63,22 @@ def save(
         raise CheckpointError(
             f"{path} could not be written: {error.strerror or error}{before}"
         ) from error
+
+
+def encode(adapter: Adapter, notes: Mapping[str, Any] | None = None) -> list[Any]:
+    """The content of a file of ``save``, in pieces."""
+    state = adapter.state_dict()
+    header = {
+        "format": FORMAT,
+        "library": __version__,
+        "recipe": adapter.plain_recipe,
+        "adapter": _options(adapter),
+        "model": adapter.fingerprint._asdict(),
+        "step": int(state["step"]),
+        "seed": int(state["seed"]),
+        "notes": notes or {},
+    }
+    return seal(header, state)
 
 
 def load(adapter: Adapter, path: str | Path, strict: bool = True) -> dict[str, Any]:
@@ -85,16 +90,23 @@ def load(adapter: Adapter, path: str | Path, strict: bool = True) -> dict[str, A
     """
     path = Path(path)
     try:
-        header, tensors = unseal(path.read_bytes())
-        _require_fit(header, adapter, strict)
-        for name in ("step", "seed"):
-            told, held = header.get(name), tensors[name].tolist() if name in tensors else None
-            require(told is None or told == held, f"its {name}", told, f"{held}, as in its tensors")
-        adapter.load_state_dict(tensors)
+        return decode(adapter, path.read_bytes(), strict)
     except FAILURES as error:
         reason = error.strerror if isinstance(error, OSError) else error
         older = f"; the one before it is {earlier(path, 1)}" if earlier(path, 1).is_file() else ""
         raise CheckpointError(f"{path} was not loaded: {reason}{older}") from error
+
+
+def decode(adapter: Adapter, data: bytes, strict: bool = True) -> dict[str, Any]:
+    """Go on from the content of a file, as ``load`` does; raise one of ``FAILURES`` if it does not
+    fit, and change nothing.
+    """
+    header, tensors = unseal(data)
+    _require_fit(header, adapter, strict)
+    for name in ("step", "seed"):
+        told, held = header.get(name), tensors[name].tolist() if name in tensors else None
+        require(told is None or told == held, f"its {name}", told, f"{held}, as in its tensors")
+    adapter.load_state_dict(tensors)
     notes: dict[str, Any] = header["notes"]
     return notes
 
@@ -122,8 +134,10 @@ def _require_fit(header: Mapping[str, Any], adapter: Adapter, strict: bool) -> N
         raise ValueError(f"it was saved with another model, of other {what}")
     if not strict:
         return
+    recipe = adapter.plain_recipe
+    there = recipe if header["recipe"] == recipe else _complete(header["recipe"])
     pairs = (
-        (_complete(header["recipe"]), plain(adapter.recipe)),
+        (there, recipe),
         (header["adapter"], _options(adapter)),
     )
     for difference in (_difference(there, here) for there, here in pairs):

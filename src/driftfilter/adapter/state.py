@@ -144,6 +144,15 @@ class AdapterState(NamedTuple):
         bound = None if self.told else self.bound
         return type(self)(bound, {} if bound is None else bound.found)
 
+    def rest(self) -> Self:
+        """Without what no later call reads: diagnostics, and the slot of the domain at hand."""
+        domains = self.domains
+        if domains is not None and domains.active >= 0:
+            slots = list(domains.slots)
+            slots[domains.active] = Slot()
+            domains = domains._replace(slots=tuple(slots))
+        return self._replace(info=None, domains=domains)
+
     def on(self, bound: BoundFilter) -> Self:
         """What is known, on the model as it was read now; the state goes where the model is."""
         if self.state is None:

@@ -30,6 +30,7 @@ from driftfilter.app.arguments import (
 from driftfilter.app.bench.options import BenchOptions, read_options
 from driftfilter.app.paper.options import FIRST_SEED, ReproduceOptions
 from driftfilter.app.run.options import CheckOptions, RunOptions, TuneOptions
+from driftfilter.app.serve.options import ServeOptions
 from driftfilter.app.terminal import Display, Output, Shown, show_progress
 
 DEMO_BENCH = ("bench", "--quick", "--images", "500", "--corruptions", "gaussian_noise,contrast")
@@ -229,12 +230,15 @@ def run(options: RunOptions, output: Output, arguments: Sequence[str]) -> Found:
     from driftfilter.app.run import progress
     from driftfilter.app.run.prepare import prepare
     from driftfilter.app.run.run import run as adapt
+    from driftfilter.app.run.tenants import follow_tenants
 
     with progress.shorten_warnings():
         try:
             made = prepare(options)
         except (ValueError, OSError, ImportError) as error:
             return fail("run", error, 2)
+        if options.tenants is not None:
+            return follow_tenants(made, output)
         follow = progress.follow(output.quiet, options.live, made.classes)
         try:
             ending = adapt(made, follow, progress.warn, shlex.join(["driftfilter", *arguments]))
@@ -260,6 +264,23 @@ def tune(options: TuneOptions, output: Output, arguments: Sequence[str]) -> Foun
         end(f"  tune: {found.samples} samples")
     output.say("\n".join(tuning.describe(found)))
     return 0, found.to_dict()
+
+
+def serve(options: ServeOptions, output: Output, arguments: Sequence[str]) -> Found:
+    """Serve a model over HTTP, one posterior for each tenant."""
+    needed = ("starlette", "uvicorn", "prometheus_client", *(("ray",) if options.ray else ()))
+    missing = [name for name in needed if find_spec(name) is None]
+    if missing:
+        extra = "ray,serve" if "ray" in missing else "serve"
+        return fail("serve", f"it needs {missing}: pip install 'driftfilter[{extra}]'", 1)
+    from driftfilter.app.serve.command import serve as run_service
+
+    try:
+        return run_service(options, output), {"store": options.store}
+    except (ValueError, ImportError) as error:
+        return fail("serve", error, 2)
+    except (OSError, RuntimeError) as error:
+        return fail("serve", error, 1)
 
 
 @dataclass(frozen=True)
@@ -419,6 +440,9 @@ COMMANDS: dict[str, Command] = {
         tune,
         TuneOptions,
         "choose the default's numbers on your own stream, without labels",
+    ),
+    "serve": Command(
+        serve, ServeOptions, "your own model over HTTP, one posterior for each tenant"
     ),
     "report": Command(
         report,

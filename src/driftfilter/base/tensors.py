@@ -22,6 +22,16 @@ def as_text(tensor: Tensor) -> str:
     return bytes(tensor.tolist()).decode()
 
 
+def have_same_values(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    """Whether named tensors are of the same names, dtypes, devices and values."""
+    return one.keys() == other.keys() and all(
+        (mine := one[name]).dtype == theirs.dtype
+        and mine.device == theirs.device
+        and torch.equal(mine, theirs)
+        for name, theirs in other.items()
+    )
+
+
 def map_tensors(value: Any, change: Any) -> Any:
     """A state, belief or covariance with every floating tensor changed, for another device or
     dtype.

@@ -8,7 +8,7 @@ function or a network.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Protocol, TypeAlias, final, runtime_checkable
@@ -125,6 +125,12 @@ class PredictiveModel(Protocol):
     def recall(self, memory: Mapping[str, Tensor]) -> PredictiveModel:
         """The model with the statistics of its own that a filter's memory holds."""
         return self
+
+    def share_pass(self, batches: Sequence[Inputs]) -> bool:
+        """Ask the part of the model that has no θ about several batches at once; each of them is
+        known then as long as it lives. False: there is no such part, or samples are coupled.
+        """
+        return False
 
     def count_samples(self, inputs: Inputs) -> int:
         """Samples of a batch: rows of its logits, of all ranks if it is in shards."""
@@ -380,6 +386,9 @@ class ModelAround(PredictiveModel):
     def recall(self, memory: Mapping[str, Tensor]) -> PredictiveModel:
         recalled = self.model.recall(memory)
         return self if recalled is self.model else replace(self, model=recalled)
+
+    def share_pass(self, batches: Sequence[Inputs]) -> bool:
+        return self.model.share_pass(batches)
 
     def count_samples(self, inputs: Inputs) -> int:
         return self.model.count_samples(inputs)

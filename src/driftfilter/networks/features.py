@@ -6,9 +6,8 @@ derivatives have closed forms. The user's module is never changed: it is called 
 for each thread.
 """
 
-import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias, final
 
 import torch
@@ -36,6 +35,7 @@ from driftfilter.networks.batch_norm import (
 )
 from driftfilter.networks.norm_rules import NormRule
 from driftfilter.networks.shared_copy import Local, ordinary, private
+from driftfilter.networks.shared_pass import Kept, SharedPass, counted_tensors
 
 # Picks the logits out of what the module returns.
 Output: TypeAlias = "Callable[[Any], Tensor] | None"
@@ -141,7 +141,7 @@ class _Local(Local):
 
     def __init__(self) -> None:
         self.copy: _Copy | None = None
-        self.recent: deque[_Kept] = deque(maxlen=8)  # a batch and its augmented views
+        self.recent: deque[Kept] = deque(maxlen=8)  # a batch and its augmented views
 
 
 @final
@@ -227,35 +227,6 @@ class Backbone:
         self._proven = True
 
 
-class _Kept(NamedTuple):
-    """Features of a batch, for as long as its tensors live and are not written to."""
-
-    names: tuple[str, ...]
-    tensors: list[weakref.ref[Tensor]]
-    versions: list[int]
-    features: Tensor
-
-    def belongs_to(self, names: tuple[str, ...], tensors: list[Tensor]) -> bool:
-        same = names == self.names and len(tensors) == len(self.tensors)
-        return same and all(
-            kept() is tensor and tensor._version == version
-            for tensor, kept, version in zip(tensors, self.tensors, self.versions, strict=False)
-        )
-
-
-def _tensors(inputs: Inputs) -> list[Tensor] | None:
-    """The tensors of a batch; None if there is anything else, or one whose changes torch does
-    not count.
-    """
-    parts = (
-        [inputs]
-        if isinstance(inputs, Tensor)
-        else list(inputs.values() if isinstance(inputs, Mapping) else inputs)
-    )
-    counted = all(isinstance(part, Tensor) and not part.is_inference() for part in parts)
-    return parts if counted else None
-
-
 @final
 class OnFeatures(PredictiveModel):
     """A model p(y given z, θ) on the features z of a backbone, as a predictive model of the raw
@@ -280,7 +251,7 @@ class OnFeatures(PredictiveModel):
             "a PredictiveModel such as LinearHead(10)",
         )
         self.backbone, self.model = backbone, model
-        self._local = _Local()
+        self._local, self._shared = _Local(), SharedPass()
 
     @property
     def linear(self) -> bool:
@@ -294,23 +265,29 @@ class OnFeatures(PredictiveModel):
 
     def with_features(self) -> PredictiveModel:
         beside = OnFeatures(self.backbone, self.model.with_features())
-        beside._local = self._local  # features that are known already
+        beside._local, beside._shared = self._local, self._shared  # features known already
         return beside
 
     def features(self, inputs: Inputs) -> Tensor:
         """z [n, D]."""
-        tensors = _tensors(inputs)
+        tensors = counted_tensors(inputs)
         if tensors is None:
             return self.backbone(inputs)
-        names = tuple(inputs) if isinstance(inputs, Mapping) else ()
-        recent: deque[_Kept] = self._local.recent
+        shared = self._shared.find(inputs)
+        if shared is not None:
+            return shared
+        recent: deque[Kept] = self._local.recent
         for kept in recent:
-            if kept.belongs_to(names, tensors):
-                return kept.features
+            if kept.belongs_to(inputs, tensors):
+                return kept.value
         features = self.backbone(inputs)
-        versions = [tensor._version for tensor in tensors]
-        recent.append(_Kept(names, [weakref.ref(tensor) for tensor in tensors], versions, features))
+        recent.append(Kept.of(inputs, tensors, features))
         return features
+
+    def share_pass(self, batches: Sequence[Inputs]) -> bool:
+        backbone = self.backbone
+        apart = isinstance(backbone, Backbone) and backbone.statistics == "source"
+        return apart and self._shared.run(backbone, batches)
 
     def __call__(self, theta: Tensor, inputs: Inputs) -> Tensor:
         return self.model(theta, self.features(inputs))

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias, final
@@ -68,6 +68,7 @@ from driftfilter.networks.shared_copy import (
     require_values,
     twin,
 )
+from driftfilter.networks.shared_pass import SharedPass
 
 Memory: TypeAlias = Mapping[str, Tensor]
 _TOGETHER = 4  # tangents that share a forward pass; more of them take as long and more memory
@@ -161,7 +162,7 @@ class Network(PredictiveModel):
         self.capturing = False  # passes as CUDA graphs, one for each shape of a batch
         self._featuring = False  # features beside the logits
         self._head: list[str] = []  # the layer that they enter, once it is known
-        self._local = Local()
+        self._local, self._shared = Local(), SharedPass()
 
     def mean(self) -> Tensor:
         """θ of the module as it was given [d]."""
@@ -266,6 +267,40 @@ class Network(PredictiveModel):
             other._novelty = novelty(shift[0] / shift[1], self.statistics.shift)
         return other
 
+    def adapted_parameters(self, theta: Tensor) -> dict[str, Tensor]:
+        """The module's parameters by name that θ makes, such as W + B A of a LoRA."""
+        found = self.chosen.replacements(self._pieces(theta)) if self.chosen.targets else {}
+        return {name: tensor for name, tensor in found.items() if name in self.chosen.targets}
+
+    def adapted_statistics(self) -> dict[str, Tensor]:
+        """The running statistics by name that a memory carries in the place of the source's;
+        refused if they come from the batch.
+        """
+        own, rule = self._own(), self.statistics
+        allowed = "'source', Ema or RunningStatistics: those of a batch come with it"
+        carried = isinstance(rule, (Ema, RunningStatistics))
+        fits = carried or not own.norms
+        require(fits, "export: statistics", rule, allowed)
+        if not own.blending or self._carried is None:
+            return {}
+        named = [
+            (name, module) for name, module in own.module.named_modules() if module in own.blending
+        ]
+        sizes = [norm.num_features for norm in own.blending for _ in range(2)]
+        pieces = iter(self._carried.split(sizes))
+        return {
+            f"{name}.{buffer}": next(pieces)
+            for name, _ in sorted(named, key=lambda pair: own.blending.index(pair[1]))
+            for buffer in ("running_mean", "running_var")
+        }
+
+    def share_pass(self, batches: Sequence[Inputs]) -> bool:
+        read = self.chosen.targets or self._observed is not None or self._featuring
+        if read or self.statistics != "source" or self._own().coupled:
+            return False
+        with torch.no_grad():
+            return self._shared.run(lambda inputs: self(self._start, inputs), batches)
+
     def probe(self, inputs: Inputs) -> Network:
         """The model that knows of one more batch; every fourth passes through the source."""
         rule = self.statistics
@@ -335,6 +370,9 @@ class Network(PredictiveModel):
         learning: bool = False,
     ) -> tuple[Tensor, Any]:
         """Logits [n, k], and what the module returned, of which they are a part."""
+        shared = None if self._featuring else self._shared.find(inputs)
+        if shared is not None:
+            return shared.to(dtype), None
         own.carry(self._carried, self._trust, self._novelty, self._exact, learning, self._settled)
         if own.measured and not self._settled:
             still = {name: tensor.detach() for name, tensor in tensors.items()}

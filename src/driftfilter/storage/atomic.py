@@ -42,7 +42,7 @@ def atomic_file(path: Path, keep: int = 1) -> Iterator[IO[bytes]]:
                     file.close()  # there, open files cannot be renamed
                 _rotate(path, keep)
                 os.replace(part, path)  # before it is closed, and with that no longer locked
-            _sync_folder(path.parent)
+            sync_folder(path.parent)
         finally:
             with suppress(OSError):  # the error that led here says more
                 part.unlink(missing_ok=True)
@@ -123,7 +123,7 @@ def _copy(path: Path, target: Path) -> None:
             return
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     """Bring the new name, too, to the disk, so that it outlasts a loss of power."""
     if os.name == "posix":
         descriptor = os.open(folder, os.O_RDONLY)

@@ -10,7 +10,7 @@ from torch import Tensor
 from driftfilter.base.checks import LATE, require, require_finite, require_squarable, unchecked
 from driftfilter.base.inputs import Inputs
 from driftfilter.base.memory import require_forms
-from driftfilter.base.tensors import map_tensors
+from driftfilter.base.tensors import have_same_values, map_tensors
 from driftfilter.filtering import FilterState
 from driftfilter.gaussian.belief import Belief
 from driftfilter.gaussian.covariance import Covariance
@@ -53,9 +53,10 @@ def from_tensors(tensors: Mapping[str, Tensor], like: FilterState) -> FilterStat
         if name.startswith(_MEMORY)
     }
     _require_memory(kept, like)
+    flat, known = _flat("source", source), _flat("source", like.source)
     return FilterState(
         belief,
-        source,
+        like.source if have_same_values(flat, known) else source,  # one for all states on a model
         like.parameters,
         read_count("seed", tensors, low=None),
         read_count("step", tensors),

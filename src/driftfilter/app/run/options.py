@@ -50,6 +50,9 @@ class RunOptions:
         "sample,label[,after]: learned when they have come",
         metavar="FILE",
     )
+    tenants: str | None = option(
+        "array of an .npz that says whose each sample is: a posterior for each", metavar="COLUMN"
+    )
     batch: int = count_option("samples a step (default {default})", 200)
     window: int = count_option(
         "samples the adapter looks back on, for small batches (default {default})", 0

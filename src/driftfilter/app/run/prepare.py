@@ -63,7 +63,7 @@ def prepare(options: RunOptions) -> PreparedRun:
     model = machine.place(
         open_model(options.model, None if options.weights is None else Path(options.weights))
     )
-    within = None if options.range is None else _parse_range(options.range)
+    within = None if options.range is None else parse_range(options.range)
     form = Form(find_dtype(model), machine.device, options.layout, options.scale, within)
     return PreparedRun(
         options=options,
@@ -74,7 +74,7 @@ def prepare(options: RunOptions) -> PreparedRun:
         model=model,
         source=df.adapt(model, "source") if options.baseline else None,
         classes=() if options.classes is None else summary.open_classes(Path(options.classes)),
-        adapter=_adapt(options, model, form),
+        adapter=build_adapter(options, model, form),
         late=late,
     )
 
@@ -96,7 +96,8 @@ def find_dtype(model: nn.Module) -> torch.dtype:
     )
 
 
-def _parse_range(text: str) -> tuple[float, float]:
+def parse_range(text: str) -> tuple[float, float]:
+    """Two bounds, written LOW,HIGH."""
     try:
         low, high = map(float, text.split(","))
     except ValueError:
@@ -105,7 +106,7 @@ def _parse_range(text: str) -> tuple[float, float]:
     return low, high
 
 
-def _adapt(options: RunOptions, model: nn.Module, form: Form) -> df.Adapter:
+def build_adapter(options: RunOptions, model: nn.Module, form: Form) -> df.Adapter:
     """The adapter of a preset or a recipe, with the fields that --set names."""
     own: dict[str, Any] = {
         "seed": options.seed,

@@ -1,0 +1,678 @@
+"""The service under load, kills and damage, on loopback only; writes JSON.
+
+    python benchmarks/serve.py kills --kills 100            # SIGKILLs of the embedded service
+    python benchmarks/serve.py ray --kills 100              # of workers of a Ray cluster
+    python benchmarks/serve.py router --kills 5             # of the router in front of them
+    python benchmarks/serve.py nodes                        # two Ray nodes, one killed
+    python benchmarks/serve.py disk                         # full and read-only for a while
+    python benchmarks/serve.py memory                       # of a tenant
+    python benchmarks/serve.py tenants --tenants 10000      # throughput with 1, 10, 100 clients
+    python benchmarks/serve.py fuzz --bodies 10000
+    python benchmarks/serve.py export --assets FOLDER       # state dict and ONNX of every network
+
+Every answer and all that is stored in the end is compared with one process that was never killed.
+"""
+
+import argparse
+import asyncio
+import io
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+import driftfilter as df
+from driftfilter.app import models, streams
+from driftfilter.app.serve.shard import Reply, Request, Shard
+from driftfilter.app.serve.store import FolderStore, key_of
+from driftfilter.storage.sealed import unseal
+
+NPY = "application/x-npy"
+MODEL = "resnet20"
+
+
+def pixels() -> NDArray[np.uint8]:
+    """The 2,000 images that ship with the package [2000, 3, 32, 32]."""
+    images = np.asarray(streams.sample_images()[0])
+    return np.ascontiguousarray(images)
+
+
+def pack(array: NDArray[Any]) -> bytes:
+    file = io.BytesIO()
+    np.save(file, array)
+    return file.getvalue()
+
+
+class Plan:
+    """What each tenant sends: batches of shipped images, some of them darkened."""
+
+    def __init__(self, tenants: int, steps: int, n: int) -> None:
+        self.names = [f"tenant {number}" for number in range(tenants)]
+        self.steps, self.n, self._images = steps, n, pixels()
+
+    def batch(self, tenant: int, step: int) -> NDArray[np.uint8]:
+        places = np.random.default_rng((tenant, step)).integers(0, len(self._images), self.n)
+        images = self._images[places]
+        return images // 2 if tenant % 2 else images
+
+
+def reference(plan: Plan, preset: str, folder: Path) -> tuple[dict[Any, bytes], dict[str, Any]]:
+    """Answers and stored tensors of one process that nobody kills, a request at a time."""
+    from driftfilter.app.run.reader import Form
+
+    store = FolderStore(folder, sync=False)
+    shard = Shard(df.adapt(models.load(MODEL), preset), store)
+    answers, form = {}, Form()
+    for step in range(plan.steps):
+        for tenant, name in enumerate(plan.names):
+            inputs = form(plan.batch(tenant, step))
+            (found,) = shard.serve([Request("predict", name, inputs)])
+            assert isinstance(found, Reply), found
+            assert found.log_probabilities is not None
+            answers[tenant, step] = found.log_probabilities.tobytes()
+    states = read_states(store, plan.names)
+    store.close()
+    return answers, states
+
+
+def read_states(store: Any, names: list[str]) -> dict[str, Any]:
+    found = {}
+    for name in names:
+        data = store.read(key_of(name))
+        assert data is not None, name
+        header, tensors = unseal(data)
+        found[name] = header["notes"]["sequence"], tensors
+    return found
+
+
+def count_different(one: dict[str, Any], other: dict[str, Any]) -> int:
+    """Tenants whose number or any tensor differs in a bit."""
+    wrong = 0
+    for name, (sequence, tensors) in one.items():
+        theirs = other[name]
+        same = sequence == theirs[0] and tensors.keys() == theirs[1].keys()
+        wrong += not (same and all(torch.equal(tensors[key], theirs[1][key]) for key in tensors))
+    return wrong
+
+
+class Service:
+    """``driftfilter serve`` in a process of its own."""
+
+    def __init__(self, store: Path, preset: str, *options: str, port: int = 8731) -> None:
+        self.url, self.starts = f"http://127.0.0.1:{port}", 0
+        command = ["-m", "driftfilter.app.cli", "serve", MODEL, "--preset", preset]
+        self._command = [*command, "--store", str(store), "--port", str(port), "--quiet", *options]
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self, wait: float = 90.0) -> None:
+        """Start it, and wait until it answers."""
+        self.starts += 1
+        self.process = subprocess.Popen(
+            [sys.executable, *self._command], start_new_session=True, stderr=subprocess.DEVNULL
+        )
+        until = time.monotonic() + wait
+        while time.monotonic() < until:
+            try:
+                if httpx.get(f"{self.url}/healthz", timeout=1, trust_env=False).status_code == 200:
+                    return
+            except httpx.HTTPError:
+                time.sleep(0.02)
+            assert self.process.poll() is None, "the service ended by itself"
+        raise TimeoutError("the service did not start")
+
+    def kill(self) -> None:
+        assert self.process is not None
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait()
+
+    def stop(self) -> None:
+        assert self.process is not None
+        self.process.send_signal(signal.SIGTERM)
+        self.process.wait(60)
+
+
+@contextmanager
+def scratch() -> Iterator[Path]:
+    folder = Path(tempfile.mkdtemp(prefix="driftfilter-serve-"))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+class Load:
+    """Clients that send the plan, each tenant's steps in their order, again until answered."""
+
+    def __init__(self, plan: Plan, url: str, clients: int) -> None:
+        self.plan, self.url, self.clients = plan, url, clients
+        self.answers: dict[Any, bytes] = {}
+        self.repeated, self.retries, self.times = 0, 0, list[float]()
+        self.statuses: dict[int, int] = {}
+
+    async def run(self) -> None:
+        limits = httpx.Limits(max_connections=self.clients, max_keepalive_connections=self.clients)
+        options: dict[str, Any] = {"limits": limits, "timeout": 120, "trust_env": False}
+        async with httpx.AsyncClient(base_url=self.url, **options) as client:
+            own = [
+                range(place, len(self.plan.names), self.clients) for place in range(self.clients)
+            ]
+            await asyncio.gather(*(self._client(client, tenants) for tenants in own))
+
+    async def _client(self, client: httpx.AsyncClient, tenants: range) -> None:
+        for step in range(self.plan.steps):
+            for tenant in tenants:
+                await self._send(client, tenant, step)
+
+    async def _send(self, client: httpx.AsyncClient, tenant: int, step: int) -> None:
+        headers = {"content-type": NPY, "accept": NPY, "sequence": str(step + 1)}
+        url = f"/v1/tenants/{self.plan.names[tenant]}/predict"
+        body, begun = pack(self.plan.batch(tenant, step)), time.perf_counter()
+        while True:
+            try:
+                found = await client.post(url, content=body, headers=headers)
+            except httpx.HTTPError:
+                self.retries += 1
+                await asyncio.sleep(0.05)
+                continue
+            self.statuses[found.status_code] = self.statuses.get(found.status_code, 0) + 1
+            if found.status_code == 200:
+                break
+            assert found.status_code in (503, 429), found.text
+            self.retries += 1
+            await asyncio.sleep(0.05)
+        self.times.append(time.perf_counter() - begun)
+        self.repeated += "repeated" in found.headers
+        self.answers[tenant, step] = np.load(io.BytesIO(found.content)).tobytes()
+
+
+async def disturb(
+    load: Load, kill: Callable[[], Awaitable[None]], kills: int, pause: tuple[float, float]
+) -> int:
+    """Kill while the load runs; kills that were done before it ended."""
+    work, done, draws = asyncio.create_task(load.run()), 0, random.Random(0)
+    while done < kills and not work.done():
+        await asyncio.sleep(draws.uniform(*pause))
+        if not work.done():
+            await kill()
+            done += 1
+    await work
+    return done
+
+
+def compare(plan: Plan, load: Load, answers: dict[Any, bytes], states: int) -> dict[str, Any]:
+    wrong = sum(load.answers[key] != answers[key] for key in answers)
+    return {
+        "tenants": len(plan.names),
+        "steps": plan.steps * len(plan.names),
+        "answers_different": wrong,
+        "tenants_with_another_state": states,
+        "answers_from_the_store": load.repeated,
+        "requests_sent_again": load.retries,
+        "statuses": {str(key): value for key, value in sorted(load.statuses.items())},
+    }
+
+
+def kills(args: argparse.Namespace) -> dict[str, Any]:
+    """SIGKILLs of the embedded service until so many are done: rounds of the same plan, each with
+    tenants of its own.
+    """
+    with scratch() as folder:
+        plan = Plan(args.tenants, args.steps, args.batch)
+        answers, states = reference(plan, args.preset, folder / "reference")
+        rounds, done = list[dict[str, Any]](), 0
+        while done < args.kills:
+            store = folder / f"store{len(rounds)}"
+            service = Service(store, args.preset, "--durability", args.durability)
+            service.start()
+            load = Load(plan, service.url, args.clients)
+
+            async def kill(service: Service = service) -> None:
+                await asyncio.to_thread(service.kill)
+                await asyncio.to_thread(service.start)
+
+            killed = asyncio.run(disturb(load, kill, args.kills - done, (0.05, args.pause)))
+            service.stop()
+            done += killed
+            with FolderStore(store) as kept:
+                different = count_different(read_states(kept, plan.names), states)
+            rounds.append({"kills": killed, **compare(plan, load, answers, different)})
+            print(rounds[-1], flush=True)
+        return {"kills": done, "preset": args.preset, "rounds": rounds}
+
+
+def ray_kills(args: argparse.Namespace) -> dict[str, Any]:
+    """SIGKILLs of Ray workers, one at a time, while the router stays; or of the router itself."""
+    with scratch() as folder:
+        plan = Plan(args.tenants, args.steps, args.batch)
+        answers, states = reference(plan, args.preset, folder / "reference")
+        rounds, done = list[dict[str, Any]](), 0
+        while done < args.kills:
+            store = folder / f"store{len(rounds)}"
+            options = ("--ray", "local", "--workers", str(args.workers))
+            service = Service(store, args.preset, *options, "--durability", args.durability)
+            service.start()
+            load, draws = Load(plan, service.url, args.clients), random.Random(1)
+
+            async def kill(service: Service = service, draws: random.Random = draws) -> None:
+                assert service.process is not None
+                if args.what == "router":
+                    await asyncio.to_thread(service.kill)
+                    await asyncio.to_thread(service.start)
+                    return
+                found = find_workers(service.process.pid)
+                if found:
+                    os.kill(draws.choice(found), signal.SIGKILL)
+
+            killed = asyncio.run(disturb(load, kill, args.kills - done, (0.3, args.pause)))
+            service.stop()
+            done += killed
+            kept = {}
+            for number in range(args.workers):
+                with FolderStore(store, f"w{number}") as own:
+                    own.release(list(own.held()))
+            with FolderStore(store, "reader") as own:
+                kept = read_states(own, plan.names)
+            different = count_different(kept, states)
+            rounds.append({"kills": killed, **compare(plan, load, answers, different)})
+            print(rounds[-1], flush=True)
+        return {"kills": done, "preset": args.preset, "workers": args.workers, "rounds": rounds}
+
+
+def find_workers(parent: int) -> list[int]:
+    """Processes of workers below a process: Ray names them so."""
+    below = {parent}
+    listed = subprocess.run(
+        ["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True, check=True
+    )
+    rows = [line.split(None, 2) for line in listed.stdout.splitlines()[1:]]
+    for _ in range(5):
+        below |= {int(pid) for pid, above, *_ in rows if int(above) in below}
+    return [int(row[0]) for row in rows if int(row[0]) in below and "ray::Worker" in row[-1]]
+
+
+def nodes(args: argparse.Namespace) -> dict[str, Any]:
+    """Two Ray nodes on this machine, one killed while it serves, and a worker more in the end."""
+    import ray
+    from ray.cluster_utils import Cluster
+
+    from driftfilter.app.run.reader import Form
+    from driftfilter.app.serve.options import ServeOptions
+    from driftfilter.app.serve.ray_router import Router
+
+    with scratch() as folder:
+        plan = Plan(args.tenants, args.steps, args.batch)
+        answers, states = reference(plan, args.preset, folder / "reference")
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4})
+        second = cluster.add_node(num_cpus=4)
+        env = {"env_vars": {"PYTHONPATH": os.pathsep.join(sys.path)}}
+        ray.init(cluster.address, log_to_driver=False, runtime_env=env)
+        store, form = folder / "store", Form()
+        options = ServeOptions(
+            MODEL, store=str(store), preset=args.preset, ray=cluster.address, workers=args.workers
+        )
+        found: dict[Any, bytes] = {}
+
+        async def run() -> dict[str, Any]:
+            router = Router(options)
+            before = await router.processes()
+
+            async def client(tenant: int) -> None:
+                for step in range(plan.steps):
+                    inputs = form(plan.batch(tenant, step))
+                    own = Request("predict", plan.names[tenant], inputs, None, step + 1, str(step))
+                    reply = await router.ask(own)
+                    assert reply.log_probabilities is not None
+                    found[tenant, step] = reply.log_probabilities.tobytes()
+
+            load = asyncio.gather(*map(client, range(len(plan.names))))
+            while len(found) < len(answers) // 3:
+                await asyncio.sleep(0.05)
+            await asyncio.to_thread(cluster.remove_node, second, False)
+            await load
+            after = await router.processes()
+            held = router.facts()
+            moved = await router.scale(args.workers + 1)
+            for tenant, name in enumerate(plan.names):  # everybody is still there
+                last = plan.steps - 1
+                inputs = form(plan.batch(tenant, last))
+                again = Request("predict", name, inputs, None, last + 1, str(last))
+                reply = await router.ask(again)
+                assert reply.repeated
+                assert reply.log_probabilities is not None
+                assert reply.log_probabilities.tobytes() == answers[tenant, last]
+            await router.close()
+            return {
+                "workers_started_again": sum(before[name] != after[name] for name in before),
+                "tenants_before": held.get("tenants"),
+                "moved_to_the_new_worker": sum(moved.values()),
+                "moved_from": moved,
+            }
+
+        told = asyncio.run(run())
+        cluster.shutdown()  # type: ignore[no-untyped-call]
+        for number in range(args.workers + 1):
+            with FolderStore(store, f"w{number}") as own:
+                own.release(list(own.held()))
+        with FolderStore(store, "reader") as own:
+            different = count_different(read_states(own, plan.names), states)
+        wrong = sum(found[key] != answers[key] for key in answers)
+        return {
+            **told,
+            "tenants": len(plan.names),
+            "answers_different": wrong,
+            "tenants_with_another_state": different,
+        }
+
+
+def disk(args: argparse.Namespace) -> dict[str, Any]:
+    """A disk that is full, then one that cannot be written to, for a while each."""
+    with scratch() as folder:
+        plan = Plan(args.tenants, args.steps, args.batch)
+        answers, states = reference(plan, args.preset, folder / "reference")
+        service = Service(folder / "store", args.preset)
+        service.start()
+        assert service.process is not None
+        load, pid = Load(plan, service.url, args.clients), str(service.process.pid)
+
+        def limit(size: str) -> None:
+            subprocess.run(["prlimit", "--pid", pid, f"--fsize={size}:unlimited"], check=True)
+
+        def protect(sign: str) -> bool:
+            logs = list((folder / "store" / "workers" / "0").glob("*.log"))
+            command = ["chattr", f"{sign}i", *map(str, logs)]
+            return subprocess.run(command, check=False, capture_output=True).returncode == 0
+
+        async def run() -> dict[str, Any]:
+            work, told = asyncio.create_task(load.run()), dict[str, Any]()
+            await asyncio.sleep(1.0)
+            for name, begin, end in (
+                ("full", lambda: limit("1"), lambda: limit("unlimited")),
+                ("read_only", lambda: protect("+"), lambda: protect("-")),
+            ):
+                before = load.statuses.get(503, 0)
+                if begin() is False:
+                    told[name] = "not tried: chattr +i is not allowed here"
+                    continue
+                await asyncio.sleep(2.0)
+                ready = httpx.get(f"{service.url}/readyz", trust_env=False).status_code
+                end()
+                told[name] = {"refused": load.statuses.get(503, 0) - before, "readyz": ready}
+                await asyncio.sleep(0.5)
+            await work
+            return told
+
+        told = asyncio.run(run())
+        service.stop()
+        with FolderStore(folder / "store") as kept:
+            different = count_different(read_states(kept, plan.names), states)
+        return {**told, **compare(plan, load, answers, different)}
+
+
+def memory(args: argparse.Namespace) -> dict[str, Any]:
+    """Resident memory that a tenant more costs: the slope over many of them."""
+    from driftfilter.app.serve.command import give_back_memory
+
+    give_back_memory()
+    torch.set_num_threads(1)
+    with scratch() as folder:
+        weights = None if args.assets is None else args.assets / f"models/{args.model}.safetensors"
+        model = models.load(args.model, weights if args.model not in models.SHIPPED else None)
+        shard = Shard(df.adapt(model, args.preset), FolderStore(folder, sync=False))
+        images = torch.from_numpy(pixels()).float() / 255
+
+        def serve(first: int, last: int) -> None:
+            for step in range(args.steps):
+                for tenant in range(first, last):
+                    places = torch.arange(args.batch) + 61 * tenant + args.batch * step
+                    inputs = images[places % len(images)]
+                    (found,) = shard.serve([Request("predict", f"tenant {tenant}", inputs)])
+                    assert isinstance(found, Reply), found
+
+        marks = []
+        for place in range(args.marks + 1):
+            serve(place * args.tenants, (place + 1) * args.tenants)
+            pages = int(Path("/proc/self/statm").read_text().split()[1])
+            marks.append((pages * os.sysconf("SC_PAGE_SIZE"), shard.tenants.used))
+        slopes = np.diff(np.array(marks), axis=0) / args.tenants
+        return {
+            "model": args.model,
+            "preset": args.preset,
+            "steps": args.steps,
+            "batch": args.batch,
+            "resident_bytes_a_tenant": slopes[:, 0].mean().item(),
+            "counted_bytes_a_tenant": slopes[:, 1].mean().item(),
+            "slopes": slopes.tolist(),
+        }
+
+
+def many(args: argparse.Namespace) -> dict[str, Any]:
+    """Many tenants: throughput and times with 1, 10 and 100 clients, served together or one by
+    one, and the memory of the service.
+    """
+    found: dict[str, Any] = {"tenants": args.tenants, "preset": args.preset, "runs": []}
+    for batch in (64, 1):
+        with scratch() as folder:
+            options = ("--memory", str(args.memory), "--batch", str(batch))
+            service = Service(folder / "store", args.preset, *options)
+            service.start()
+            assert service.process is not None
+            if batch > 1:  # all of them once
+                asyncio.run(Load(Plan(args.tenants, 1, args.batch), service.url, 100).run())
+            for clients in (1, 10, 100):
+                load = Timed(Plan(args.tenants, 10**9, args.batch), service.url, clients)
+                asyncio.run(load.run_for(args.seconds))
+                times = np.sort(load.times)
+                status = Path(f"/proc/{service.process.pid}/status").read_text()
+                resident = next(line for line in status.splitlines() if line.startswith("VmRSS"))
+                run = {
+                    "served_together": batch,
+                    "clients": clients,
+                    "requests_a_second": len(times) / args.seconds,
+                    "p50_ms": 1000 * float(times[len(times) // 2]),
+                    "p99_ms": 1000 * float(times[int(0.99 * len(times))]),
+                    "resident_mb": int(resident.split()[1]) / 1000,
+                    "statuses": {str(key): value for key, value in load.statuses.items()},
+                }
+                found["runs"].append(run)
+                print(run, flush=True)
+            text = httpx.get(f"{service.url}/metrics", trust_env=False).text
+            lines = [line.split() for line in text.splitlines() if line.startswith("driftfilter_")]
+            found[f"metrics_{batch}"] = {
+                line[0]: float(line[1]) for line in lines if "{" not in line[0]
+            }
+            service.stop()
+    return found
+
+
+class Timed(Load):
+    """Clients that ask tenants at random, without numbers, for some time."""
+
+    async def run_for(self, seconds: float) -> None:
+        limits = httpx.Limits(max_connections=self.clients, max_keepalive_connections=self.clients)
+        until = time.perf_counter() + seconds
+        options: dict[str, Any] = {"limits": limits, "timeout": 120, "trust_env": False}
+        bodies = [pack(self.plan.batch(number, 0)) for number in range(200)]
+        async with httpx.AsyncClient(base_url=self.url, **options) as client:
+
+            async def ask(number: int) -> None:
+                draws = random.Random(number)
+                while time.perf_counter() < until:
+                    tenant = draws.randrange(len(self.plan.names))
+                    begun = time.perf_counter()
+                    found = await client.post(
+                        f"/v1/tenants/{self.plan.names[tenant]}/predict",
+                        content=draws.choice(bodies),
+                        headers={"content-type": NPY, "accept": NPY},
+                    )
+                    self.times.append(time.perf_counter() - begun)
+                    code = found.status_code
+                    self.statuses[code] = self.statuses.get(code, 0) + 1
+
+            await asyncio.gather(*map(ask, range(self.clients)))
+
+
+def fuzz(args: argparse.Namespace) -> dict[str, Any]:
+    """Damaged bodies, headers and paths: never a 500, and what is refused changes nothing."""
+    with scratch() as folder:
+        service = Service(folder / "store", "center")
+        service.start()
+        draws, statuses = random.Random(args.seed), dict[int, int]()
+        images = pixels()[:2]
+        good = [
+            pack(images),
+            json.dumps({"inputs": (images[:, :, :6, :6] / 255).tolist()}).encode(),
+        ]
+        kinds, steps = [NPY, "application/json"], 0
+        with httpx.Client(base_url=service.url, trust_env=False, timeout=60) as client:
+            first = {"content-type": NPY, "sequence": "1"}
+            assert client.post("/v1/tenants/a/predict", content=good[0], headers=first).is_success
+            for _ in range(args.bodies):
+                place = draws.randrange(2)
+                headers = {"content-type": kinds[place]}
+                if draws.random() < 0.1:
+                    headers["sequence"] = draws.choice(["0", "-1", "x", "1", "9" * 40, "1e3", "١"])
+                    headers["sequence"] = headers["sequence"].encode("utf-8").decode("latin-1")
+                body = damage(bytearray(good[place]), draws)
+                try:
+                    found = client.post("/v1/tenants/a/predict", content=body, headers=headers)
+                except (httpx.HTTPError, UnicodeError):
+                    continue
+                statuses[found.status_code] = statuses.get(found.status_code, 0) + 1
+                steps += found.status_code == 200 and "repeated" not in found.headers
+            facts = client.get("/v1/tenants/a").json()
+        service.stop()
+        return {
+            "bodies": args.bodies,
+            "statuses": {str(key): value for key, value in sorted(statuses.items())},
+            "steps_taken": facts["steps"],
+            "steps_answered": steps + 1,
+        }
+
+
+def damage(body: bytearray, draws: random.Random) -> bytes:
+    """A body with some bytes changed, taken out or put in; most of them near its beginning."""
+    for _ in range(draws.randint(1, 5)):
+        spot = draws.randrange(min(len(body), 200) if draws.random() < 0.8 else len(body) + 1)
+        what = draws.random()
+        if what < 0.25:
+            del body[spot : spot + draws.randint(1, 30)]
+        elif what < 0.5:
+            body[spot:spot] = draws.randbytes(draws.randint(1, 8))
+        elif what < 0.6:
+            body[spot:spot] = draws.choice([b"[", b"{", b"1e999", b"NaN", b"-", b'"', b"null"])
+        elif spot < len(body):
+            body[spot] = draws.randrange(256)
+        if not body:
+            return b""
+    return bytes(body)
+
+
+def export(args: argparse.Namespace) -> dict[str, Any]:
+    """Every network of the assets, adapted, as a state dict and as ONNX, beside the adapter with
+    the batch kept out of its statistics.
+    """
+    from dataclasses import replace
+
+    import onnxruntime
+    from safetensors.torch import load_file
+
+    found: dict[str, Any] = {}
+    images = torch.from_numpy(pixels()).float() / 255
+    with scratch() as folder:
+        for name in args.models or models.ARCHITECTURES:
+            weights = None if name in models.SHIPPED else args.assets / f"models/{name}.safetensors"
+            model = models.load(name, weights)
+            adapter = df.adapt(model)
+            for step in range(args.steps):
+                adapter(0.6 * images[16 * step : 16 * step + 16] + 0.2)
+            inputs = 0.6 * images[1000 : 1000 + args.batch] + 0.2
+            alone = adapter
+            if isinstance(adapter.recipe.statistics, df.Ema):
+                recipe = replace(adapter.recipe, statistics=df.Ema(0.0))
+                alone = df.adapt(model, recipe)
+                df.save(adapter, folder / "state.safetensors")
+                df.load(alone, folder / "state.safetensors", strict=False)
+            expected = alone.predict(inputs).probabilities
+            adapter.export(folder / "model.safetensors", inputs[:2])
+            plain = models.build(name)
+            plain.load_state_dict(load_file(folder / "model.safetensors"))
+            adapter.export(folder / "model.onnx", inputs[:2])
+            session = onnxruntime.InferenceSession(
+                str(folder / "model.onnx"), providers=["CPUExecutionProvider"]
+            )
+            (logits,) = session.run(None, {session.get_inputs()[0].name: inputs.numpy()})
+            with torch.no_grad():
+                by_dict, source = plain(inputs).softmax(-1), model(inputs).softmax(-1)
+            found[name] = {
+                "state_dict": (by_dict - expected).abs().max().item(),
+                "onnx": (torch.from_numpy(logits).softmax(-1) - expected).abs().max().item(),
+                "source_model": (source - expected).abs().max().item(),
+            }
+            print(name, found[name], flush=True)
+    return found
+
+
+WHAT: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
+    "kills": kills,
+    "ray": ray_kills,
+    "router": ray_kills,
+    "nodes": nodes,
+    "disk": disk,
+    "memory": memory,
+    "tenants": many,
+    "fuzz": fuzz,
+    "export": export,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", choices=WHAT)
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--tenants", type=int, default=50)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--clients", type=int, default=10)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--preset", default="driftfilter")
+    parser.add_argument("--durability", default="step")
+    parser.add_argument("--pause", type=float, default=1.5, help="seconds between kills at most")
+    parser.add_argument("--model", default=MODEL)
+    parser.add_argument("--models", nargs="*")
+    parser.add_argument("--marks", type=int, default=3)
+    parser.add_argument("--memory", type=int, default=256, help="megabytes of tenants")
+    parser.add_argument("--seconds", type=float, default=20)
+    parser.add_argument("--bodies", type=int, default=10_000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--assets", type=Path)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    begun = time.perf_counter()
+    result = {**WHAT[args.what](args), "seconds": round(time.perf_counter() - begun, 1)}
+    print(json.dumps(result, indent=1))
+    if args.json is not None:
+        known = json.loads(args.json.read_text()) if args.json.exists() else {}
+        options = {key: str(value) for key, value in vars(args).items() if key != "json"}
+        known[f"{args.what} {args.preset}" if args.what == "memory" else args.what] = {
+            "options": options,
+            "result": result,
+        }
+        args.json.write_text(json.dumps(known, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""``driftfilter serve``: one posterior for each tenant over one network, behind HTTP."""

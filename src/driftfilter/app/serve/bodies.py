@@ -1,0 +1,175 @@
+"""Arrays in requests and answers: JSON, or NumPy's .npy. Nothing is unpickled or evaluated, and no
+memory is taken that the body itself does not have.
+"""
+
+import hashlib
+import io
+import json
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.lib import format as npy
+from numpy.typing import NDArray
+from torch import Tensor
+
+from driftfilter.app.run.reader import Form
+from driftfilter.app.serve.problems import ProblemError
+from driftfilter.app.serve.shard import Reply
+from driftfilter.app.terminal import finite
+from driftfilter.base.inputs import Inputs
+from driftfilter.storage.sealed import parse_object
+
+NPY, JSON = "application/x-npy", "application/json"
+_LAST = 2**53  # whole numbers that every JSON reader keeps
+_DEPTH = 40  # of brackets in JSON
+
+
+class Body(NamedTuple):
+    """What a body says."""
+
+    inputs: Inputs
+    labels: Tensor | None
+    sequence: int | None
+    digest: str
+
+
+def read_body(
+    data: bytes, kind: str, sequence: str | None, form: Form, integers: frozenset[str]
+) -> Body:
+    """The samples in a body, and their number in the stream, from it or from a header."""
+    kind = kind.partition(";")[0].strip().lower()
+    document: dict[str, Any] = {}
+    if kind == NPY:
+        raw: Any = read_npy(data)
+    elif kind == JSON:
+        document = _read_json(data)
+        raw = _read_inputs(document, integers)
+    else:
+        raise ProblemError(415, "Content-Type", kind, f"{JSON} or {NPY}")
+    number = _read_number(sequence, document.get("sequence"))
+    try:
+        inputs = form(raw)
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise ProblemError(422, "inputs", _shape(raw), "an array [n, ...]", str(error)) from error
+    digest = hashlib.sha256(kind.encode() + b"\n" + data).hexdigest()[:32]
+    return Body(inputs, _read_labels(document), number, digest)
+
+
+def _shape(raw: Any) -> str:
+    parts = raw if isinstance(raw, Mapping) else {"": raw}
+    return "; ".join(
+        f"{name} {list(part.shape)} {part.dtype}".strip() for name, part in parts.items()
+    )
+
+
+def read_npy(data: bytes) -> NDArray[Any]:
+    """The array of numbers in a .npy file; its header must say as many bytes as follow."""
+    file = io.BytesIO(data)
+    try:
+        version = npy.read_magic(file)
+        read = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}[version]
+        shape, columns_first, dtype = read(file)
+    except Exception as error:  # NumPy reads it as Python's tokens, which fail in many ways
+        told = f"a .npy array of version 1 or 2 ({error})"
+        raise ProblemError(400, "body", f"{len(data)} bytes", told) from error
+    rest = data[file.tell() :]
+    if dtype.kind not in "biuf" or dtype.hasobject:
+        raise ProblemError(400, "dtype", dtype, "one of booleans, integers or floating numbers")
+    size = math.prod(shape) * dtype.itemsize
+    if size != len(rest) or any(length < 0 for length in shape):
+        raise ProblemError(400, "body", f"{len(rest)} bytes", f"{size} bytes for shape {shape}")
+    array = np.frombuffer(rest, dtype).reshape(shape, order="F" if columns_first else "C")
+    return array.astype(dtype.newbyteorder("="))
+
+
+def _read_json(data: bytes) -> dict[str, Any]:
+    if _nested(data) > _DEPTH:
+        raise ProblemError(400, "body", "deep", f"JSON of at most {_DEPTH} brackets in each other")
+    try:
+        return parse_object(data)
+    except (ValueError, RecursionError) as error:
+        told = f"a JSON object ({error})"[:300]
+        raise ProblemError(400, "body", f"{len(data)} bytes", told) from error
+
+
+def _nested(data: bytes) -> int:
+    """Brackets in each other at the beginning of a text: only there can it be as deep as long."""
+    head = data[:4096]
+    return head.count(b"[") + head.count(b"{") - head.count(b"]") - head.count(b"}")
+
+
+def _read_inputs(document: dict[str, Any], integers: frozenset[str]) -> Any:
+    if "inputs" not in document:
+        raise ProblemError(400, "inputs", None, "an array [n, ...], or an object of them")
+    found = document["inputs"]
+    if isinstance(found, dict):
+        if not found:
+            raise ProblemError(400, "inputs", "{}", "of at least one array")
+        return {name: _array(name, part, name in integers) for name, part in found.items()}
+    return _array("inputs", found, "inputs" in integers)
+
+
+def _array(name: str, part: Any, whole: bool) -> NDArray[Any]:
+    try:
+        if not isinstance(part, list):
+            raise ValueError(f"it is a {type(part).__name__}")
+        array = np.array(part)
+        if array.dtype.kind not in "iuf" or (whole and array.dtype.kind == "f"):
+            raise ValueError(f"its numbers are {array.dtype}")
+        return array.astype(np.int64 if whole else np.float32)
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:
+        allowed = f"an array [n, ...] of {'integers' if whole else 'numbers'} ({error})"
+        raise ProblemError(400, name, type(part).__name__, allowed) from error
+
+
+def _read_labels(document: dict[str, Any]) -> Tensor | None:
+    if "labels" not in document:
+        return None
+    labels = document["labels"]
+    plain = isinstance(labels, list) and all(type(label) is int for label in labels)
+    if not plain or not all(-1 <= label < _LAST for label in labels):
+        raise ProblemError(400, "labels", type(labels).__name__, "a list of whole numbers")
+    return torch.tensor(labels, dtype=torch.int64)
+
+
+def _read_number(header: str | None, field: Any) -> int | None:
+    """The number of a request, from its header or its body; None: the next one."""
+    if header is not None:
+        if not (header.isascii() and header.isdigit() and len(header) < 17):
+            raise ProblemError(400, "Sequence", header, f"a whole number from 1 to {_LAST}")
+        if field is not None and field != int(header):
+            raise ProblemError(400, "sequence", field, f"that of the header, {header}")
+        field = int(header)
+    if field is None:
+        return None
+    if type(field) is not int or not 1 <= field <= _LAST:
+        raise ProblemError(400, "sequence", field, f"a whole number from 1 to {_LAST}")
+    return field
+
+
+def read_sequence(header: str | None) -> int | None:
+    """The number of a request without a body."""
+    return _read_number(header, None)
+
+
+def write_npy(array: NDArray[Any]) -> bytes:
+    """An array as a .npy file."""
+    file = io.BytesIO()
+    np.save(file, array, allow_pickle=False)
+    return file.getvalue()
+
+
+def write_json(tenant: str, reply: Reply) -> bytes:
+    """An answer as JSON; float32 numbers keep every bit."""
+    document: dict[str, Any] = {"tenant": tenant, "sequence": reply.sequence}
+    if reply.facts is not None:
+        document |= reply.facts
+    if reply.log_probabilities is not None:
+        logs = reply.log_probabilities
+        document |= {"labels": logs.argmax(1).tolist(), "log_probabilities": logs.tolist()}
+    if reply.repeated:
+        document["repeated"] = True
+    return json.dumps(finite(document), separators=(",", ":")).encode()

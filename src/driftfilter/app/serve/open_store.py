@@ -1,0 +1,65 @@
+"""Stores elsewhere: any file system that fsspec knows, one object for each tenant."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from driftfilter.app.serve.store import Entry, FolderStore, Store
+
+
+class RemoteStore:
+    """Objects of a file system such as s3:// or gs://, each written whole before its step is
+    answered.
+
+    There are no locks: that one process at a time has a tenant is the router's word.
+    """
+
+    def __init__(self, address: str) -> None:
+        import fsspec
+
+        self._files, self._root = fsspec.core.url_to_fs(address)
+        self._files.makedirs(f"{self._root}/tenants", exist_ok=True)
+        self._here: set[str] = set()  # tenants that this worker has written
+
+    def _path(self, key: str) -> str:
+        return f"{self._root}/tenants/{key[:2]}/{key}.safetensors"
+
+    def read(self, key: str) -> bytes | None:
+        try:
+            found: bytes = self._files.cat_file(self._path(key))
+        except FileNotFoundError:
+            return None
+        return found
+
+    def write(self, entries: Sequence[Entry]) -> None:
+        """Keep checkpoints; each of them is whole, and one that fails leaves those before it."""
+        for key, content in entries:
+            path = self._path(key)
+            if content is None:
+                if self._files.exists(path):
+                    self._files.rm_file(path)
+                self._here.discard(key)
+                continue
+            self._files.makedirs(path.rpartition("/")[0], exist_ok=True)
+            with self._files.transaction:  # under its name once it is whole
+                self._files.pipe_file(path, content)
+            self._here.add(key)
+
+    def count(self) -> int:
+        return len(self._here)
+
+    def release(self, keys: Sequence[str]) -> None:
+        self._here.difference_update(keys)
+
+    def held(self) -> Iterator[str]:
+        yield from list(self._here)
+
+    def tend(self, budget: int) -> bool:
+        return False
+
+    def close(self) -> None:
+        self._here.clear()
+
+
+def open_store(place: str, worker: str = "0", sync: bool = True) -> Store:
+    """The store of a folder, or of an address such as s3://bucket/folder."""
+    return RemoteStore(place) if "://" in place else FolderStore(Path(place), worker, sync)

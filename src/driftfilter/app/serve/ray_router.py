@@ -1,0 +1,230 @@
+"""Shards as actors of a Ray cluster, and the router to them.
+
+A tenant belongs to one worker, by its name (ring.py). A worker that dies is started again by Ray,
+on any node that sees the store, under its name and with its log; requests with a number are sent
+again meanwhile, and what had been done gets its stored answer. One router is in front.
+"""
+
+import asyncio
+import os
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from driftfilter.app.run.reader import Form
+from driftfilter.app.serve.command import give_back_memory, make_adapter, make_batcher
+from driftfilter.app.serve.open_store import open_store
+from driftfilter.app.serve.options import ServeOptions
+from driftfilter.app.serve.problems import ProblemError
+from driftfilter.app.serve.ring import find_owner
+from driftfilter.app.serve.shard import STEPS, Reply, Request
+from driftfilter.app.serve.store import key_of
+from driftfilter.base.inputs import each
+
+_ANY = 1000  # workers of a cluster on one machine: they share its processors
+PATIENCE = 60.0  # seconds that a request waits for its worker to come back
+_FRESH = 1.0  # seconds for which the numbers of workers are not asked for again
+
+
+class Worker:
+    """A shard in a process of Ray."""
+
+    def __init__(self, name: str, options: ServeOptions) -> None:
+        give_back_memory()
+        self.name = name
+        store = open_store(options.store, name, sync=options.durability == "step")
+        self._batcher = make_batcher(options, make_adapter(options)[0], store)
+
+    async def ask(self, request: Request) -> Reply | ProblemError:
+        """Answer a request; a problem is an answer, too."""
+        if request.inputs is not None:
+            # In memory of torch: where numbers lie can change the last bit of a product.
+            request = request._replace(inputs=each(request.inputs, lambda part: part.clone()))
+        try:
+            return await asyncio.wrap_future(self._batcher.submit(request))
+        except ProblemError as problem:
+            return problem
+
+    async def release(self, workers: Sequence[str]) -> int:
+        """Leave the tenants that belong to others now; their number."""
+
+        def leave() -> int:
+            shard = self._batcher.shard
+            moving = [key for key in shard.store.held() if find_owner(key, workers) != self.name]
+            shard.release(moving)
+            return len(moving)
+
+        return await asyncio.wrap_future(self._batcher.call(leave))
+
+    async def facts(self) -> dict[str, float]:
+        """Numbers for metrics."""
+        return {**self._batcher.facts(), "process": os.getpid()}
+
+    async def close(self) -> None:
+        """Finish what waits, and let go of the store."""
+        await self._batcher.close()
+
+
+class Router:
+    """Requests to the workers that their tenants belong to."""
+
+    def __init__(self, options: ServeOptions) -> None:
+        self._options = options
+        self._workers: dict[str, Any] = {}
+        self._down: set[str] = set()
+        self._open, self._flying = asyncio.Event(), 0
+        self._open.set()
+        self._facts: dict[str, float] = {}
+        self._asked = 0.0
+        self._tasks: set[asyncio.Task[None]] = set()
+        for number in range(options.workers):
+            self._workers[f"w{number}"] = self._make(f"w{number}")
+
+    def _make(self, name: str) -> Any:
+        actor = ray.remote(Worker).options(
+            max_restarts=-1, max_concurrency=1000, num_cpus=1, scheduling_strategy="SPREAD"
+        )
+        return actor.remote(name, self._options)
+
+    async def ask(self, request: Request) -> Reply:
+        await self._open.wait()
+        self._flying += 1
+        try:
+            reply = await self._send(request)
+        finally:
+            self._flying -= 1
+        self._refresh()
+        if isinstance(reply, ProblemError):
+            raise reply
+        return reply
+
+    async def _send(self, request: Request) -> Reply | ProblemError:
+        """Send a request until its worker answers. One that has no number is not sent again: it
+        may have been taken.
+        """
+        until, key = time.monotonic() + PATIENCE, key_of(request.tenant)
+        while True:
+            name = find_owner(key, list(self._workers))
+            try:
+                sent = self._workers[name].ask.remote(request)
+                found: Reply | ProblemError = await asyncio.wait_for(sent, PATIENCE)
+                self._down.discard(name)
+                return found
+            except (RayError, TimeoutError) as error:
+                self._down.add(name)
+                again = request.kind not in STEPS or request.sequence is not None
+                if not again or time.monotonic() > until:
+                    return _refuse(name, error, again)
+            await asyncio.sleep(0.1)
+
+    async def scale(self, count: int) -> dict[str, int]:
+        """Have so many workers: tenants that belong to others then move by way of the store, while
+        requests wait. How many moved, by the worker that they left.
+        """
+        self._open.clear()
+        try:
+            while self._flying:
+                await asyncio.sleep(0.005)
+            names = [f"w{number}" for number in range(count)]
+            await self._start(name for name in names if name not in self._workers)
+            leaving = [name for name in self._workers if name not in names]
+            moved = {}
+            for name, worker in self._workers.items():
+                moved[name] = await _insist(partial(worker.release.remote, names))
+            for name in leaving:
+                worker = self._workers.pop(name)
+                await worker.close.remote()
+                ray.kill(worker)
+            return moved
+        finally:
+            self._open.set()
+
+    async def _start(self, names: Iterable[str]) -> None:
+        """Start workers, and wait until they can answer; if one cannot, nothing has changed."""
+        new = {name: self._make(name) for name in names}
+        try:
+            for worker in new.values():
+                await asyncio.wait_for(worker.facts.remote(), PATIENCE)
+        except (RayError, TimeoutError) as error:
+            for worker in new.values():
+                ray.kill(worker)
+            told = f"no worker more could be started ({type(error).__name__})"
+            raise ProblemError(503, "workers", len(new), "started", told) from error
+        self._workers |= new
+
+    def facts(self) -> dict[str, float]:
+        return {**self._facts, "workers": len(self._workers), "workers_down": len(self._down)}
+
+    def _refresh(self) -> None:
+        """Ask the workers for their numbers, now and then, while requests go on."""
+        if time.monotonic() - self._asked < _FRESH:
+            return
+        self._asked = time.monotonic()
+        task = asyncio.get_running_loop().create_task(self._gather())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _gather(self) -> None:
+        asked = [worker.facts.remote() for worker in list(self._workers.values())]
+        found = await asyncio.gather(*asked, return_exceptions=True)
+        known = [each for each in found if isinstance(each, dict)]
+        names = [name for name in (known[0] if known else ()) if name != "process"]
+        self._facts = {name: sum(each[name] for each in known) for name in names}
+
+    async def processes(self) -> dict[str, int]:
+        """The process of each worker."""
+        found = {}
+        for name, worker in self._workers.items():
+            found[name] = int((await _insist(worker.facts.remote))["process"])
+        return found
+
+    def is_ready(self) -> str:
+        return f"workers {sorted(self._down)} are starting again" if self._down else ""
+
+    async def close(self) -> None:
+        for task in list(self._tasks):
+            task.cancel()
+        for worker in self._workers.values():
+            with suppress(RayError, TimeoutError):  # what was answered is in the store
+                await asyncio.wait_for(worker.close.remote(), 10)
+        ray.shutdown()
+
+
+async def _insist(ask: Callable[[], Awaitable[Any]]) -> Any:
+    """The answer of a worker, asked again if it has to start anew."""
+    until = time.monotonic() + PATIENCE
+    while True:
+        try:
+            return await asyncio.wait_for(ask(), PATIENCE)
+        except (RayError, TimeoutError):
+            if time.monotonic() > until:
+                raise
+            await asyncio.sleep(0.1)
+
+
+def _refuse(name: str, error: Exception, again: bool) -> ProblemError:
+    told = type(error).__name__
+    detail = f"worker {name} did not answer ({told}): " + (
+        "send the request again, under its number"
+        if again
+        else "the step may have been taken; requests with a number can be sent again"
+    )
+    return ProblemError(503, "worker", name, "alive", detail, retry_after=1)
+
+
+def connect(options: ServeOptions) -> tuple[Router, Form]:
+    """Workers on a cluster, or on one that is started here, and the form of their inputs."""
+    if not ray.is_initialized():
+        address = None if options.ray in (None, "local") else options.ray
+        # Workers import the model from where this process would.
+        paths = os.pathsep.join(filter(None, (os.getcwd(), *sys.path)))
+        local: dict[str, Any] = {} if address else {"include_dashboard": False, "num_cpus": _ANY}
+        env = {"env_vars": {"PYTHONPATH": paths}}
+        ray.init(address, log_to_driver=False, runtime_env=env, **local)
+    return Router(options), make_adapter(options)[1]

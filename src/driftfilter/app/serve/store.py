@@ -1,0 +1,250 @@
+"""Where tenants are kept: a folder with a log for each worker and a checkpoint for each tenant.
+
+    tenants/3f/3fa9….safetensors   a checkpoint as ``df.save`` writes it
+    workers/NAME/00000007.log      checkpoints since then, one after the other, the last one counts
+    workers/NAME.claim             whose log it is
+
+A step is a record in the log of the worker that took it. When a log has grown to ``segment`` bytes
+a new one is begun, and the tenants whose last record lies in the old one are written to files of
+their own, a few at a time; then the old one goes away. Names of tenants never become names of
+files: these are SHA-256.
+"""
+
+import hashlib
+import json
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, Self
+
+from driftfilter.app.bench.locks import claim, describe_holder
+from driftfilter.base.checks import require
+from driftfilter.storage.atomic import atomic_file
+from driftfilter.storage.record_log import RecordLog, read_records
+
+SEGMENT = 64 << 20  # bytes of a log before a new one is begun
+_WAIT = 20.0  # seconds that a killed process may take to end
+
+
+def key_of(tenant: str) -> str:
+    """What stands for the name of a tenant in names of files."""
+    return hashlib.sha256(tenant.encode()).hexdigest()[:40]
+
+
+def path_of(folder: Path, key: str) -> Path:
+    """The file of a tenant in a store."""
+    return folder / "tenants" / key[:2] / f"{key}.safetensors"
+
+
+class Entry(NamedTuple):
+    """What is to be kept of a tenant: a checkpoint, or that there is none any more."""
+
+    key: str
+    content: bytes | None
+
+
+class Store(Protocol):
+    """Where tenants are kept. Errors of the disk are OSErrors, and then nothing has changed."""
+
+    def read(self, key: str) -> bytes | None:
+        """The checkpoint of a tenant; None if there is none."""
+
+    def write(self, entries: Sequence[Entry]) -> None:
+        """Keep checkpoints, all or none; they are safe when it returns."""
+
+    def count(self) -> int:
+        """Tenants that are kept here."""
+
+    def release(self, keys: Sequence[str]) -> None:
+        """Leave tenants to another worker."""
+
+    def held(self) -> Iterator[str]:
+        """Tenants of which this worker has the last word."""
+
+    def tend(self, budget: int) -> bool:
+        """Tidy up a little; whether there is more of it."""
+
+    def close(self) -> None:
+        """Let go of it all."""
+
+
+class _Place(NamedTuple):
+    """Of the last record of a tenant."""
+
+    segment: int
+    start: int = 0
+    length: int = -1  # -1: it says that the tenant is gone
+
+    @property
+    def gone(self) -> bool:
+        return self.length < 0
+
+
+class FolderStore:
+    """A folder of this machine, or one that all machines see and that knows locks.
+
+    ``sync``: every write is on the disk (fsync) when it returns. Else it outlasts a kill of the
+    process, and a loss of power but for the last second.
+    """
+
+    def __init__(
+        self, folder: Path, worker: str = "0", sync: bool = True, segment: int = SEGMENT
+    ) -> None:
+        require(worker.isalnum(), "worker", worker, "of letters and digits")
+        self.folder, self.sync, self.segment = folder, sync, segment
+        self._tenants, self._logs = folder / "tenants", folder / "workers" / worker
+        self._stack = ExitStack()
+        self._claim(worker)
+        self._logs.mkdir(parents=True, exist_ok=True)
+        self._tenants.mkdir(parents=True, exist_ok=True)
+        self._places: dict[str, _Place] = {}
+        self._segments: dict[int, RecordLog] = {}
+        self._retiring: deque[str] = deque()  # tenants to be written before the oldest log may go
+        self._synced = time.monotonic()
+        self._live = {path.stem for path in self._tenants.glob("*/*.safetensors")}
+        for path in sorted(self._logs.glob("*.log")):
+            self._open(path)
+        self._live |= {key for key, place in self._places.items() if not place.gone}
+        self._live -= {key for key, place in self._places.items() if place.gone}
+
+    def _claim(self, worker: str) -> None:
+        """Take the log for this process; one that was killed may need a moment to be gone."""
+        place, until = self.folder / "workers" / f"{worker}.log", time.monotonic() + _WAIT
+        while (mine := self._stack.enter_context(claim(place))) is None:
+            if time.monotonic() > until:
+                raise ValueError(f"--store {self.folder} is in use: {describe_holder(place)}")
+            time.sleep(0.05)
+        self._mine = mine
+
+    def _open(self, path: Path) -> None:
+        """Read which records a log has; what follows them is cut off."""
+        number, size = int(path.stem), 0
+        for start, content in read_records(path):
+            header, body = _split(content)
+            size = start + len(content)
+            if header["kind"] == "state":
+                self._places[header["key"]] = _Place(number, size - len(body), len(body))
+            elif header["kind"] == "gone":
+                self._places[header["key"]] = _Place(number)
+            else:  # another worker has it
+                self._places.pop(header["key"], None)
+        self._segments[number] = RecordLog(path, size)
+
+    @property
+    def _current(self) -> tuple[int, RecordLog]:
+        """The log that grows."""
+        last = max(self._segments, default=0)
+        if not last or self._segments[last].size >= self.segment:
+            last += 1
+            self._segments[last] = RecordLog(self._logs / f"{last:08d}.log")
+        return last, self._segments[last]
+
+    def read(self, key: str) -> bytes | None:
+        if key in self._places:
+            place = self._places[key]
+            return None if place.gone else self._read_at(place)
+        path = self._path(key)
+        return path.read_bytes() if path.is_file() else None
+
+    def _read_at(self, place: _Place) -> bytes:
+        return self._segments[place.segment].read(place.start, place.length)
+
+    def write(self, entries: Sequence[Entry]) -> None:
+        self._mine.check()
+        kinds = ["gone" if entry.content is None else "state" for entry in entries]
+        contents = [
+            _join({"key": entry.key, "kind": kind}, entry.content or b"")
+            for entry, kind in zip(entries, kinds, strict=True)
+        ]
+        number, log = self._current
+        starts = log.append(contents, self.sync)
+        for entry, start, content in zip(entries, starts, contents, strict=True):
+            if entry.content is None:
+                self._places[entry.key] = _Place(number)
+                self._live.discard(entry.key)
+            else:
+                length = len(entry.content)
+                place = _Place(number, start + len(content) - length, length)
+                self._places[entry.key] = place
+                self._live.add(entry.key)
+        if not self.sync and time.monotonic() - self._synced > 1:
+            log.sync()
+            self._synced = time.monotonic()
+
+    def count(self) -> int:
+        return len(self._live)
+
+    def release(self, keys: Sequence[str]) -> None:
+        own = [key for key in keys if key in self._places]
+        for key in own:
+            self._save(key)
+        if own:
+            contents = [_join({"key": key, "kind": "left"}, b"") for key in own]
+            self._current[1].append(contents, True)
+        for key in own:
+            del self._places[key]
+            self._live.discard(key)
+
+    def held(self) -> Iterator[str]:
+        yield from list(self._places)
+
+    def tend(self, budget: int) -> bool:
+        if len(self._segments) < 2:
+            return False
+        oldest = min(self._segments)
+        if not self._retiring:
+            there = [key for key, place in self._places.items() if place.segment == oldest]
+            self._retiring.extend(there)
+        for _ in range(min(budget, len(self._retiring))):
+            key = self._retiring[0]
+            place = self._places.get(key)
+            if place is not None and place.segment == oldest:
+                self._save(key)
+                del self._places[key]
+            self._retiring.popleft()
+        if not self._retiring:
+            self._drop(oldest)
+        return len(self._segments) > 1
+
+    def _drop(self, number: int) -> None:
+        """Remove the oldest log: nobody's last record lies in it."""
+        log = self._segments.pop(number)
+        log.close()
+        log.path.unlink()
+
+    def _save(self, key: str) -> None:
+        """Write the file of a tenant from its last record, or remove it if that says so."""
+        place, path = self._places[key], self._path(key)
+        if place.gone:
+            path.unlink(missing_ok=True)
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_file(path) as file:
+            file.write(self._read_at(place))
+
+    def _path(self, key: str) -> Path:
+        return path_of(self.folder, key)
+
+    def close(self) -> None:
+        for log in self._segments.values():
+            log.sync()
+            log.close()
+        self._segments.clear()
+        self._stack.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _join(header: Mapping[str, Any], body: bytes) -> bytes:
+    return json.dumps(header, separators=(",", ":")).encode() + b"\n" + body
+
+
+def _split(content: bytes) -> tuple[dict[str, Any], bytes]:
+    line, _, body = content.partition(b"\n")
+    return json.loads(line), body

@@ -1,0 +1,232 @@
+"""The service over HTTP: what a client can rely on, and what it cannot break."""
+
+import io
+import json
+import random
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import driftfilter as df
+from driftfilter.app.run.reader import Form
+
+pytest.importorskip("starlette", reason="the extra serve is not installed")
+uvicorn = pytest.importorskip("uvicorn", reason="the extra serve is not installed")
+httpx = pytest.importorskip("httpx", reason="httpx is not installed")
+pytest.importorskip("prometheus_client", reason="the extra serve is not installed")
+
+
+from driftfilter.app.serve.batching import Batcher  # noqa: E402
+from driftfilter.app.serve.http import Rules, make_app  # noqa: E402
+from driftfilter.app.serve.limits import Rate, Tokens  # noqa: E402
+from driftfilter.app.serve.shard import Shard  # noqa: E402
+from driftfilter.app.serve.store import FolderStore  # noqa: E402
+from small import tabular  # noqa: E402
+
+NPY = {"content-type": "application/x-npy"}
+BODY = 20_000
+
+
+@contextmanager
+def _client(folder: Path, tokens: Path | None = None, rate: float = 0.0) -> Iterator[Any]:
+    """A client of a service in another thread."""
+    shard = Shard(df.adapt(tabular().eval(), "center"), FolderStore(folder, sync=False), limit=50)
+    rules = Rules(Form(torch.float32), Tokens(tokens), Rate(rate), BODY)
+    app = make_app(Batcher(shard), rules)
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", ws="none"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    while not server.started:
+        assert thread.is_alive()
+        time.sleep(0.005)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    try:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False) as client:
+            yield client
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+@pytest.fixture
+def client(tmp_path: Path) -> Iterator[Any]:
+    with _client(tmp_path / "store") as found:
+        yield found
+
+
+def _npy(array: Any, **options: Any) -> bytes:
+    file = io.BytesIO()
+    np.save(file, array, **options)
+    return file.getvalue()
+
+
+def _inputs(seed: int = 0, n: int = 6) -> np.ndarray[Any, Any]:
+    return np.random.default_rng(seed).normal(size=(n, 4)).astype(np.float32)
+
+
+def _problem(response: Any, status: int, field: str) -> dict[str, Any]:
+    found: dict[str, Any] = response.json()
+    assert response.status_code == status, found
+    assert response.headers["content-type"] == "application/problem+json"
+    assert found["field"] == field
+    assert found["status"] == status
+    assert found["allowed"]
+    assert found["detail"]
+    return found
+
+
+def test_a_tenant_is_served_as_an_adapter_serves(client: Any) -> None:
+    adapter, url = df.adapt(tabular().eval(), "center"), "/v1/tenants/north"
+    for step in range(1, 4):
+        inputs = _inputs(step)
+        expected = adapter(torch.from_numpy(inputs))
+        if step == 2:
+            body = {"inputs": inputs.tolist(), "sequence": step}
+            found = client.post(f"{url}/predict", json=body).json()
+            assert found["labels"] == expected.argmax(1).tolist()
+            logs = torch.tensor(found["log_probabilities"])
+        else:
+            headers = {**NPY, "sequence": str(step), "accept": "application/x-npy"}
+            response = client.post(f"{url}/predict", content=_npy(inputs), headers=headers)
+            assert response.headers["sequence"] == str(step)
+            logs = torch.from_numpy(np.load(io.BytesIO(response.content)))
+        torch.testing.assert_close(logs, expected)
+    peek = client.post(f"{url}/predict?adapt=false", content=_npy(_inputs(9)), headers=NPY).json()
+    said = adapter.predict(torch.from_numpy(_inputs(9))).log_probabilities
+    torch.testing.assert_close(torch.tensor(peek["log_probabilities"]), said)
+    facts = client.get(url).json()
+    assert (facts["sequence"], facts["steps"], facts["parameters"]) == (3, 3, 1)
+    assert client.post(f"{url}/reset").json()["sequence"] == 4
+    assert client.get(url).json()["steps"] == 0
+    assert client.delete(url).status_code == 200
+    _problem(client.get(url), 404, "tenant")
+
+
+def test_a_number_again_gets_the_same_bytes(client: Any) -> None:
+    headers = {**NPY, "sequence": "1", "accept": "application/x-npy"}
+    ask = {"url": "/v1/tenants/a/predict", "content": _npy(_inputs()), "headers": headers}
+    first, again = client.post(**ask), client.post(**ask)
+    assert first.content == again.content
+    assert "repeated" not in first.headers
+    assert again.headers["repeated"] == "true"
+    assert client.get("/v1/tenants/a").json()["steps"] == 1
+    headers["sequence"] = "5"
+    found = _problem(client.post(**ask), 409, "sequence")
+    assert found["last"] == 1
+
+
+def test_health_metrics_and_the_page(client: Any) -> None:
+    client.post("/v1/tenants/a/predict", content=_npy(_inputs()), headers=NPY)
+    assert client.get("/healthz").json() == {"status": "alive"}
+    assert client.get("/readyz").json() == {"status": "ready"}
+    metrics = client.get("/metrics").text
+    assert 'driftfilter_requests_total{kind="predict",status="200"} 1.0' in metrics
+    assert "driftfilter_steps 1.0" in metrics
+    _problem(client.post("/v1/workers?count=2"), 501, "workers")
+    paths = client.get("/openapi.json").json()["paths"]
+    assert "/v1/tenants/{tenant}/predict" in paths
+    page = client.get("/").text
+    assert "http://" not in page
+    assert "https://" not in page
+
+
+def test_tokens_limits_and_names(tmp_path: Path) -> None:
+    tokens = tmp_path / "tokens"
+    tokens.write_text("first\nsecond\n")
+    with _client(tmp_path / "store", tokens, rate=2) as client:
+        _problem(client.get("/v1/tenants/a"), 401, "Authorization")
+        for wrong in ("Bearer", "Bearer third", "Basic first", "Bearer firstsecond", "Bearer ü"):
+            headers = {"authorization": wrong.encode()}
+            _problem(client.get("/v1/tenants/a", headers=headers), 401, "Authorization")
+            _problem(client.get("/metrics", headers=headers), 401, "Authorization")
+        client.headers["authorization"] = "Bearer second"
+        assert client.get("/readyz").status_code == 200
+        _problem(client.get("/v1/tenants/" + "x" * 201), 400, "tenant")
+        _problem(client.get("/v1/tenants/a%00b"), 400, "tenant")
+        _problem(client.get("/v1/tenants/..%2f..%2fetc"), 404, "path")
+        _problem(client.get("/v1/tenants/.."), 404, "path")
+        large = client.post("/v1/tenants/b/predict", content=b"x" * (BODY + 1), headers=NPY)
+        _problem(large, 413, "body")
+        statuses = [client.get("/v1/tenants/c").status_code for _ in range(8)]
+        assert statuses[:4] == [404] * 4
+        assert 429 in statuses
+
+
+CASES: list[tuple[Any, dict[str, str], int, str]] = [
+    (b"{}", {"content-type": "text/plain"}, 415, "Content-Type"),
+    (b"", NPY, 400, "body"),
+    (b"\x93NUMPY\x03\x00", NPY, 400, "body"),
+    (_npy(np.array([{"a": 1}], object), allow_pickle=True), NPY, 400, "dtype"),
+    (_npy(np.array(["text"])), NPY, 400, "dtype"),
+    (_npy(np.zeros(3, "M8[s]")), NPY, 400, "dtype"),
+    (_npy(np.zeros((2, 4)))[:-8], NPY, 400, "body"),
+    (_npy(np.zeros((2, 4))).replace(b"(2, 4)", b"(9, 4)"), NPY, 400, "body"),
+    (_npy(np.zeros((2, 4))).replace(b"(2, 4)", b"(-2,-4)"[:6]), NPY, 400, "body"),
+    (_npy(np.zeros((0, 4))), NPY, 422, "inputs"),
+    (_npy(np.zeros((2, 5))), NPY, 422, "inputs"),
+    (_npy(np.full((2, 4), np.nan)), NPY, 422, "inputs"),
+    (_npy(np.zeros(())), NPY, 422, "inputs"),
+    (_npy(np.zeros((2, 4))), {**NPY, "sequence": "-1"}, 400, "Sequence"),
+    (_npy(np.zeros((2, 4))), {**NPY, "sequence": "9" * 30}, 400, "Sequence"),
+    ({"inputs": "text"}, {}, 400, "inputs"),
+    ({"inputs": [[1, 2], [3]]}, {}, 400, "inputs"),
+    ({"inputs": [["a"]]}, {}, 400, "inputs"),
+    ({"inputs": [[None]]}, {}, 400, "inputs"),
+    ({"inputs": {}}, {}, 400, "inputs"),
+    ({"inputs": {"nobody": [[1.0]]}}, {}, 422, "inputs"),
+    ({"sequence": 1}, {}, 400, "inputs"),
+    ({"inputs": [[0, 0, 0, 0]], "sequence": "1"}, {}, 400, "sequence"),
+    ({"inputs": [[0, 0, 0, 0]], "sequence": True}, {}, 400, "sequence"),
+    ({"inputs": [[0, 0, 0, 0]], "sequence": 0}, {}, 400, "sequence"),
+    ({"inputs": [[0, 0, 0, 0]], "labels": [0]}, {}, 400, "labels"),
+    ([1, 2], {}, 400, "body"),
+    (b'{"inputs": [[1, 2, 3, NaN]]}', {}, 422, "inputs"),
+    (b'{"inputs": 1, "inputs": 2}', {}, 400, "body"),
+    (b"[" * 5000, {}, 400, "body"),
+    (b'{"inputs":' + b"[" * 3000, {}, 400, "body"),
+    (b"\xff\xfe", {}, 400, "body"),
+    (b'{"inputs": [[1e999, 0, 0, 0]]}', {}, 422, "inputs"),
+    (b'{"inputs": [[' + b"9" * 6000 + b"]]}", {}, 400, "body"),
+]
+
+
+@pytest.mark.parametrize("case", range(len(CASES)))
+def test_a_malformed_body_is_refused_by_name(case: int, client: Any) -> None:
+    body, headers, status, field = CASES[case]
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    headers = {"content-type": "application/json", **headers}
+    _problem(client.post("/v1/tenants/a/predict", content=content, headers=headers), status, field)
+    _problem(client.get("/v1/tenants/a"), 404, "tenant")
+
+
+def test_fuzzed_bodies_never_break_it(client: Any) -> None:
+    """Mutations of good bodies: refused or served, never a 500, and what is refused steps
+    nothing. Ten thousand: benchmarks/serve.py.
+    """
+    draws, steps = random.Random(0), 0
+    good = [_npy(_inputs(n=2)), json.dumps({"inputs": _inputs(n=2).tolist()}).encode()]
+    kinds = ["application/x-npy", "application/json"]
+    for _ in range(300):
+        place = draws.randrange(2)
+        body = bytearray(good[place])
+        for _ in range(draws.randint(1, 4)):
+            spot = draws.randrange(len(body) + 1)
+            if draws.random() < 0.3:
+                del body[spot : spot + draws.randint(1, 20)]
+            elif draws.random() < 0.5:
+                body[spot:spot] = draws.randbytes(draws.randint(1, 8))
+            elif spot < len(body):
+                body[spot] = draws.randrange(256)
+        headers = {"content-type": kinds[place]}
+        found = client.post("/v1/tenants/a/predict", content=bytes(body), headers=headers)
+        assert found.status_code in (200, 400, 422), found.text
+        steps += found.status_code == 200
+    if steps:
+        assert client.get("/v1/tenants/a").json()["steps"] == steps

@@ -1,0 +1,82 @@
+"""A store gives back what was written last, across kills, new logs and other workers."""
+
+import random
+from pathlib import Path
+
+import pytest
+
+from driftfilter.app.serve.store import Entry, FolderStore, key_of
+
+KEYS = [key_of(f"tenant {number}") for number in range(6)]
+
+
+def test_a_store_is_a_dictionary_that_outlasts_its_process(tmp_path: Path) -> None:
+    """Against a dictionary: writes, deletions and new openings at random, logs of few records."""
+    draws, expected = random.Random(0), dict[str, bytes]()
+    store = FolderStore(tmp_path, sync=False, segment=300)
+    for step in range(150):
+        chosen = draws.sample(KEYS, draws.randint(1, 3))
+        entries = [
+            Entry(key, None if draws.random() < 0.2 else f"{key} {step}".encode()) for key in chosen
+        ]
+        store.write(entries)
+        for key, content in entries:
+            expected.pop(key, None)
+            expected |= {} if content is None else {key: content}
+        store.tend(draws.randint(0, 2))
+        if draws.random() < 0.1:
+            store.close()
+            store = FolderStore(tmp_path, sync=False, segment=300)
+        assert {key: found for key in KEYS if (found := store.read(key))} == expected
+        assert store.count() == len(expected)
+    while store.tend(1):
+        pass
+    assert len(list((tmp_path / "workers" / "0").glob("*.log"))) == 1
+    store.close()
+
+
+def test_a_tenant_that_is_left_belongs_to_the_other_worker(tmp_path: Path) -> None:
+    first, second = FolderStore(tmp_path, "a"), FolderStore(tmp_path, "b")
+    first.write([Entry(KEYS[0], b"1"), Entry(KEYS[1], b"stays"), Entry(KEYS[2], None)])
+    first.release(KEYS[:1] + KEYS[2:3])
+    assert second.read(KEYS[0]) == b"1"
+    second.write([Entry(KEYS[0], b"2"), Entry(KEYS[2], b"new")])
+    second.release([KEYS[2]])
+    first.close()
+    first = FolderStore(tmp_path, "a", segment=1)  # its old records say nothing any more
+    first.write([Entry(KEYS[1], b"later")])
+    while first.tend(9):
+        pass
+    assert second.read(KEYS[0]) == b"2"
+    assert first.read(KEYS[2]) == b"new"
+    first.close()
+    second.close()
+
+
+def test_a_store_is_one_process_s_and_free_once_that_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("driftfilter.app.serve.store._WAIT", 0.1)
+    with FolderStore(tmp_path) as store:
+        store.write([Entry(KEYS[0], b"1")])
+        with pytest.raises(ValueError, match="is in use: claimed by process"):
+            FolderStore(tmp_path)
+    with FolderStore(tmp_path) as store:
+        assert store.read(KEYS[0]) == b"1"
+
+
+def test_names_never_become_paths(tmp_path: Path) -> None:
+    (tmp_path / "store").mkdir()
+    with FolderStore(tmp_path / "store", segment=1) as store:
+        for name in ("../../x", "/etc/passwd", "..", "a\0b", "ü" * 200):
+            store.write([Entry(key_of(name), b"1")])
+        while store.tend(9):
+            pass
+    files = [
+        path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()
+    ]
+    allowed = ("store/tenants/", "store/workers/0")
+    assert files
+    assert all(path.startswith(allowed) and path.isascii() for path in files)
+    stems = [Path(path).stem for path in files if path.startswith("store/tenants/")]
+    assert all(len(stem) == 40 and int(stem, 16) >= 0 for stem in stems)
