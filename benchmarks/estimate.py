@@ -240,7 +240,7 @@ def draw_digits(count: int) -> Tensor:
 def score(adapter: df.Adapter, images: Tensor, batch: int, draws: int) -> dict[str, df.Prediction]:
     """Predictions of images by each rule, nothing adapted."""
     filt, state = adapter._now.bound.filter, adapter.state  # type: ignore[union-attr]
-    found: dict[str, list[df.Prediction]] = {"map": [], "default": [], "draws": []}
+    found: dict[str, list[df.Prediction]] = {"map": [], "default": [], "each sample": []}
     at_mean = df.MAP()
     for x in images.split(batch):
         _, model = filt._bind(state)
@@ -248,7 +248,7 @@ def score(adapter: df.Adapter, images: Tensor, batch: int, draws: int) -> dict[s
         with torch.no_grad():
             found["map"].append(at_mean(state.belief, query))
         found["default"].append(adapter.predict(x))
-        found["draws"].append(adapter.uncertainty(x, draws=draws))
+        found["each sample"].append(adapter.uncertainty(x, draws=draws))
     return {name: join_predictions(each) for name, each in found.items()}
 
 
@@ -270,15 +270,15 @@ def judge_uncertainties(arguments: argparse.Namespace) -> list[Row]:
                 wrong = found.labels != labels
                 told = (covered, rank(-found.confidence, wrong))
                 cells.setdefault(rule, []).append(told)
-                if rule == "draws":
+                if rule == "each sample":
                     by_information = rank(found.mutual_information, wrong)
-                    cells.setdefault("mutual information", []).append((math.nan, by_information))
+                    cells.setdefault("mutual information", []).append((0.0, by_information))
         row: Row = {"network": name, "samples": arguments.samples, "draws": arguments.draws}
         for rule, each in cells.items():
-            row[rule] = {
-                "accuracy at 80 %": round(100 * statistics.fmean(pair[0] for pair in each), 2),
-                "auroc of errors": round(statistics.fmean(pair[1] for pair in each), 4),
-            }
+            row[rule] = {"auroc of errors": round(statistics.fmean(pair[1] for pair in each), 4)}
+            if rule != "mutual information":
+                covered = 100 * statistics.fmean(pair[0] for pair in each)
+                row[rule]["accuracy at 80 %"] = round(covered, 2)
         row["foreign"] = judge_foreign(arguments, model, foreign)
         print(row, flush=True)
         rows.append(row)
@@ -301,7 +301,7 @@ def judge_foreign(
         told = score(adapter, mixed, arguments.batch, arguments.draws)
         found[kind] = {
             **{rule: rank(each.entropy, strange) for rule, each in told.items()},
-            "mutual information": rank(told["draws"].mutual_information, strange),
+            "mutual information": rank(told["each sample"].mutual_information, strange),
         }
     return found
 

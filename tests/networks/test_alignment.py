@@ -200,7 +200,7 @@ def test_moments_are_measured_once_and_travel_with_a_checkpoint(tmp_path: Path) 
     adapter(stream)
     adapter.reset()
     first = adapter(stream)
-    assert len(passes) == 2  # moments, and shares of classes
+    assert len(passes) == 3  # moments, shares of classes, and whether there are labels
     path = tmp_path / "state.safetensors"
     df.save(adapter, path)
     other = df.adapt(model, data=source + 1, monitor=None)  # other data: the file's moments hold

@@ -21,6 +21,7 @@ from driftfilter.filtering import Filter, FilterState
 from driftfilter.inference.accuracy import ENOUGH, SourceCalibration, confidence
 from driftfilter.inference.optimizers import GradientStep
 from driftfilter.model.losses import Sum, as_loss
+from driftfilter.model.predictive import PredictiveModel
 from driftfilter.networks.alignment import MOMENTS, align
 from driftfilter.networks.autocast import AUTOCAST
 from driftfilter.networks.initialization import find_wanted, initialize
@@ -233,21 +234,22 @@ class FilterOptions:
             )
             filt, apart = (recipe.filter(each, shares) for each in both)
             start = whole.init(recipe.source(logits, mean, self.data), self.seed, self.data)
-            calibration = self._calibrate(recipe.filter(logits.by_source, shares), start)
+            calibration = None
+            if final:
+                calibration = self._calibrate(logits.by_source, mean)
         for reason in self.find_ignored(start.belief.mean.device):
             warn(reason)
         copied = self.channels_last or recipe.align
         known = {**told, **aligned}
         return BoundFilter(filt, apart, start, known, final, copied, read, calibration)
 
-    def _calibrate(self, filt: Filter, start: FilterState) -> SourceCalibration | None:
+    def _calibrate(self, model: PredictiveModel, mean: Tensor) -> SourceCalibration | None:
         """How right and how sure the source is on the first of its data that have labels."""
         found: list[Tensor] = []
         for inputs, labels in self.data or ():
             if labels is None or sum(map(len, found)) >= ENOUGH:
                 break
-            own = each(inputs, lambda part: part.to(start.belief.mean.device))
-            logs = filt.predict(start, own).log_probabilities
+            logs = model(mean, each(inputs, lambda part: part.to(mean.device))).log_softmax(-1)
             right = logs.argmax(-1) == labels.to(logs.device)
             found.append(torch.stack((right.double(), confidence(logs).double()), 1))
         return SourceCalibration.of(torch.cat(found)) if found else None
