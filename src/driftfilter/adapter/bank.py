@@ -178,7 +178,7 @@ class Bank(nn.Module):
             yield
         except BaseException:
             for member, now in zip(self.members, before, strict=True):
-                member._now = now  # type: ignore[assignment]
+                member._now = now
             raise
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -201,7 +201,7 @@ class Bank(nn.Module):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *others: Any, **named: Any
     ) -> None:
-        own = {name: state_dict.get(f"{prefix}bank.{name}") for name in _NAMES}
+        own: dict[str, Any] = {name: state_dict.get(f"{prefix}bank.{name}") for name in _NAMES}
         if all(value is None for value in own.values()):
             self._now = None
             return
