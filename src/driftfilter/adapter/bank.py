@@ -39,7 +39,8 @@ class BankState(NamedTuple):
         """I = H(mean p) - mean H(p) of each member in nats [m]; 0 before the first sample."""
         samples = self.samples.clamp_min(1e-300)
         marginal = torch.special.entr(self.predicted / samples).sum(-1)
-        return (marginal - self.entropies / samples).clamp_min(0)
+        found: Tensor = (marginal - self.entropies / samples).clamp_min(0)
+        return found
 
 
 def add_predictions(before: BankState, logs: Tensor, fading: float) -> BankState:
