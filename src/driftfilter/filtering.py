@@ -51,10 +51,17 @@ from driftfilter.inference.prediction import (
 from driftfilter.inference.resets import Upkeep, as_upkeeps
 from driftfilter.inference.smoothing import smooth_beliefs
 from driftfilter.model.dynamics import MeanReversion
-from driftfilter.model.held import HELD, free_others, hold, inflate as inflate_belief, note_held
+from driftfilter.model.held import (
+    HELD,
+    INFLATED,
+    free_others,
+    hold,
+    inflate as inflate_belief,
+    note_held,
+)
 from driftfilter.model.labelled import label_energy
 from driftfilter.model.losses import Loss
-from driftfilter.model.noise import Stationary
+from driftfilter.model.noise import Reset, Stationary
 from driftfilter.model.observation import Energy, Gibbs
 from driftfilter.model.predictive import (
     LogitFunction,
@@ -271,8 +278,9 @@ class Filter(Checked):
         """Change the belief by hand, on the coordinates of a mask [d].
 
         ``inflate`` f: Σ ← D Σ D, D² = f there and 1 elsewhere, so that the block of Σ is f times
-        what it was; ``mean``: the new means, a number or [d]; ``freeze``: True, means and
-        variances there stay as they are then, independent of all others, until False.
+        what it was (and that of the next prior, if the noise is ``Reset``); ``mean``: the new
+        means, a number or [d]; ``freeze``: True, means and variances there stay as they are then,
+        independent of all others, until False.
         """
         _require_state(state)
         d = state.belief.dimension
@@ -284,7 +292,10 @@ class Filter(Checked):
         with _without_gradients():
             if inflate is not None:
                 require_number("inflate", inflate, 0, math.inf, open_low=True)
-                belief = inflate_belief(belief, where, float(inflate))
+                factors = torch.where(where, float(inflate), 1.0).to(belief.mean)
+                belief = inflate_belief(belief, factors)
+                if isinstance(self.transition.noise, Reset):  # or nothing would learn by it
+                    memory[INFLATED] = factors * memory.get(INFLATED, 1.0)
             if mean is not None:
                 belief = Belief(_set_mean(belief.mean, where, mean), belief.covariance)
             if freeze is not None:
@@ -317,6 +328,10 @@ class Filter(Checked):
         transition, model = self._bind(state, dt)
         randomness = Randomness(state.seed, state.step, state.belief.mean.device)
         prior, held = transition(state.belief), state.memory.get(HELD)
+        if INFLATED in state.memory:
+            prior = inflate_belief(prior, state.memory[INFLATED])
+            rest = {name: own for name, own in state.memory.items() if name != INFLATED}
+            state = replace(state, memory=rest)
         if held is not None:
             prior, model = hold(prior, held), free_others(model, held)
         energy, memory = self.observation(
@@ -399,7 +414,7 @@ class Filter(Checked):
         _require_state(state)
         with _without_gradients():
             is_plain = isinstance(dt, (int, float)) and dt == 1 and not keep_states
-            is_plain = is_plain and HELD not in state.memory
+            is_plain = is_plain and HELD not in state.memory and INFLATED not in state.memory
             done = scan.run(self, state, batches) if is_plain else None
             if done is not None:
                 return done

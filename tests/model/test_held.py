@@ -54,9 +54,9 @@ def test_held_coordinates_stay_and_others_move(belief: df.Belief, parts: dict[st
     filt, inputs = filter_of(**parts), tensor(normals(8, 2, seed=5))
     moving = filt.step(filt.init(belief), inputs)[0]  # Adam has momentum to lose
     state = filt.intervene(moving, WHERE, freeze=True)
-    expected = moving.belief.covariance.dense().numpy().copy()
-    expected[np.ix_(WHERE, ~WHERE)] = expected[np.ix_(~WHERE, WHERE)] = 0
-    expected[np.ix_(WHERE, WHERE)] = np.diag(moving.belief.covariance.variance()[WHERE])
+    dense, apart = moving.belief.covariance.dense().numpy(), WHERE.numpy()
+    kept = np.outer(~apart, ~apart) | np.eye(SIZE, dtype=bool)
+    expected = np.where(kept, dense, 0.0)
     assert_equal(state.belief.covariance.dense(), expected)
     after = filt.elapse(filt.step(state, inputs)[0], 2.0)
     after = filt.learn(after, inputs, torch.tensor([0, 1, 2, 0, 1, 2, 0, 1]))[0]
@@ -88,6 +88,30 @@ def test_others_learn_as_if_the_held_were_constants() -> None:
     torch.testing.assert_close(after.belief.mean[~WHERE], alone.belief.mean)
     own = after.belief.covariance.dense()[~WHERE][:, ~WHERE]
     torch.testing.assert_close(own, alone.belief.covariance.dense())
+
+
+def test_a_renewed_covariance_is_inflated_once() -> None:
+    """Reset noise forgets a covariance before a batch teaches by it: the next prior has the
+    factors.
+    """
+    renewed = df.Transition(df.RandomWalk(), df.Reset(None))
+    filt = df.Filter(df.LinearHead(3), renewed, inference=df.Linearized(df.NoCurvature()))
+    belief, inputs = beliefs()[1], tensor(normals(8, 2, seed=5))
+    state = filt.init(belief)
+    plain, (first, again) = (
+        filt.step(state, inputs)[0],
+        (
+            filt.intervene(state, WHERE, inflate=4.0),
+            filt.intervene(filt.intervene(state, WHERE, inflate=2.0), WHERE, inflate=2.0),
+        ),
+    )
+    ratio = torch.where(WHERE, 4.0, 1.0).double()
+    for own in (first, again):
+        after = filt.step(own, inputs)[0]
+        moves = after.belief.mean - belief.mean, plain.belief.mean - belief.mean
+        torch.testing.assert_close(moves[0], ratio * moves[1])  # μ⁻ - Σ g
+        later = filt.elapse(after, 1.0).belief.covariance.variance()
+        torch.testing.assert_close(later, belief.covariance.variance())
 
 
 def test_means_that_are_set() -> None:

@@ -39,7 +39,8 @@ class BankState(NamedTuple):
         """I = H(mean p) - mean H(p) of each member in nats [m]; 0 before the first sample."""
         samples = self.samples.clamp_min(1e-300)
         marginal = torch.special.entr(self.predicted / samples).sum(-1)
-        return (marginal - self.entropies / samples).clamp_min(0)
+        found: Tensor = (marginal - self.entropies / samples).clamp_min(0)
+        return found
 
 
 def add_predictions(before: BankState, logs: Tensor, fading: float) -> BankState:
@@ -178,7 +179,7 @@ class Bank(nn.Module):
             yield
         except BaseException:
             for member, now in zip(self.members, before, strict=True):
-                member._now = now  # type: ignore[assignment]
+                member._now = now
             raise
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -201,7 +202,7 @@ class Bank(nn.Module):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *others: Any, **named: Any
     ) -> None:
-        own = {name: state_dict.get(f"{prefix}bank.{name}") for name in _NAMES}
+        own: dict[str, Any] = {name: state_dict.get(f"{prefix}bank.{name}") for name in _NAMES}
         if all(value is None for value in own.values()):
             self._now = None
             return

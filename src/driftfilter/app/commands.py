@@ -251,6 +251,16 @@ def run(options: RunOptions, output: Output, arguments: Sequence[str]) -> Found:
     return progress.conclude(ending, options.out, output)
 
 
+def _count_samples(watch: Any) -> Callable[[int, int], None]:
+    """Show how many samples are done, if anybody watches."""
+
+    def show(done: int, total: int) -> None:
+        if watch is not None:
+            watch(done, total, lambda: "samples")
+
+    return show
+
+
 def tune(options: TuneOptions, output: Output, arguments: Sequence[str]) -> Found:
     """Choose the default's numbers on a user's stream."""
     from driftfilter.app import tune as tuning
@@ -258,7 +268,7 @@ def tune(options: TuneOptions, output: Output, arguments: Sequence[str]) -> Foun
     with show_progress(output.quiet) as display:
         watch, end = display("tune")
         try:
-            found = tuning.tune(options, lambda *done: watch and watch(*done, lambda: "samples"))
+            found = tuning.tune(options, _count_samples(watch))
         except (ValueError, OSError, ImportError, TypeError) as error:
             return fail("tune", error, 2)
         end(f"  tune: {found.samples} samples")

@@ -18,10 +18,13 @@ from driftfilter.model.predictive import ModelAround, PredictiveModel, Pullback,
 HELD = remembered("held", "3", "d")
 
 
-def inflate(belief: Belief, where: Tensor, factor: float) -> Belief:
-    """D Σ D with D² = ``factor`` on the coordinates of a mask [d], and 1 elsewhere."""
-    gain = torch.where(where, factor**0.5, 1.0).to(belief.mean)
-    covariance = belief.covariance.propagate(gain, 0.0)
+# In the memory, if the noise renews covariances: the factors of the next prior's.
+INFLATED = remembered("inflated", "d")
+
+
+def inflate(belief: Belief, factors: Tensor) -> Belief:
+    """D Σ D with D² = the factors [d]."""
+    covariance = belief.covariance.propagate(factors.sqrt(), 0.0)
     return unchecked(Belief, mean=belief.mean, covariance=covariance)
 
 
