@@ -15,12 +15,14 @@ Every answer and all that is stored in the end is compared with one process that
 
 import argparse
 import asyncio
+import atexit
 import io
 import json
 import os
 import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -38,7 +40,7 @@ from numpy.typing import NDArray
 import driftfilter as df
 from driftfilter.app import models, streams
 from driftfilter.app.serve.shard import Reply, Request, Shard
-from driftfilter.app.serve.store import FolderStore, key_of
+from driftfilter.app.serve.store import Entry, FolderStore, key_of
 from driftfilter.storage.sealed import unseal
 
 NPY = "application/x-npy"
@@ -112,11 +114,20 @@ def count_different(one: dict[str, Any], other: dict[str, Any]) -> int:
 class Service:
     """``driftfilter serve`` in a process of its own."""
 
-    def __init__(self, store: Path, preset: str, *options: str, port: int = 8731) -> None:
+    def __init__(self, store: Path, preset: str, *options: str) -> None:
+        with socket.socket() as free:  # a port of its own
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
         self.url, self.starts = f"http://127.0.0.1:{port}", 0
         command = ["-m", "driftfilter.app.cli", "serve", MODEL, "--preset", preset]
         self._command = [*command, "--store", str(store), "--port", str(port), "--quiet", *options]
         self.process: subprocess.Popen[bytes] | None = None
+        atexit.register(self._end)
+
+    def _end(self) -> None:
+        """Leave nothing behind if the benchmark fails."""
+        if self.process is not None and self.process.poll() is None:
+            self.kill()
 
     def start(self, wait: float = 90.0) -> None:
         """Start it, and wait until it answers."""
@@ -434,17 +445,18 @@ def memory(args: argparse.Namespace) -> dict[str, Any]:
         shard = Shard(df.adapt(model, args.preset), FolderStore(folder, sync=False))
         images = torch.from_numpy(pixels()).float() / 255
 
-        def serve(first: int, last: int) -> None:
-            for step in range(args.steps):
-                for tenant in range(first, last):
-                    places = torch.arange(args.batch) + 61 * tenant + args.batch * step
-                    inputs = images[places % len(images)]
-                    (found,) = shard.serve([Request("predict", f"tenant {tenant}", inputs)])
-                    assert isinstance(found, Reply), found
-
+        for step in range(args.steps):
+            places = torch.arange(args.batch) + args.batch * step
+            inputs = images[places % len(images)]
+            (found,) = shard.serve([Request("predict", "grown", inputs)])
+            assert isinstance(found, Reply), found
+        content = shard.store.read(key_of("grown"))
         marks = []
-        for place in range(args.marks + 1):
-            serve(place * args.tenants, (place + 1) * args.tenants)
+        for place in range(args.marks + 1):  # others that know as much, each read by itself
+            names = [f"tenant {place} {number}" for number in range(args.tenants)]
+            shard.store.write([Entry(key_of(name), content) for name in names])
+            for name in names:
+                shard.serve([Request("look", name)])
             pages = int(Path("/proc/self/statm").read_text().split()[1])
             marks.append((pages * os.sysconf("SC_PAGE_SIZE"), shard.tenants.used))
         slopes = np.diff(np.array(marks), axis=0) / args.tenants
@@ -453,6 +465,7 @@ def memory(args: argparse.Namespace) -> dict[str, Any]:
             "preset": args.preset,
             "steps": args.steps,
             "batch": args.batch,
+            "checkpoint_bytes": len(content or b""),
             "resident_bytes_a_tenant": slopes[:, 0].mean().item(),
             "counted_bytes_a_tenant": slopes[:, 1].mean().item(),
             "slopes": slopes.tolist(),
@@ -592,14 +605,16 @@ def export(args: argparse.Namespace) -> dict[str, Any]:
 
     found: dict[str, Any] = {}
     images = torch.from_numpy(pixels()).float() / 255
+    noise = torch.randn(images.shape, generator=torch.Generator().manual_seed(0))
+    images = (images + 0.06 * noise).clamp(0, 1)
     with scratch() as folder:
         for name in args.models or models.ARCHITECTURES:
             weights = None if name in models.SHIPPED else args.assets / f"models/{name}.safetensors"
             model = models.load(name, weights)
             adapter = df.adapt(model)
             for step in range(args.steps):
-                adapter(0.6 * images[16 * step : 16 * step + 16] + 0.2)
-            inputs = 0.6 * images[1000 : 1000 + args.batch] + 0.2
+                adapter(images[32 * step : 32 * step + 32])
+            inputs = images[1000 : 1000 + args.batch]
             alone = adapter
             if isinstance(adapter.recipe.statistics, df.Ema):
                 recipe = replace(adapter.recipe, statistics=df.Ema(0.0))
@@ -617,9 +632,11 @@ def export(args: argparse.Namespace) -> dict[str, Any]:
             (logits,) = session.run(None, {session.get_inputs()[0].name: inputs.numpy()})
             with torch.no_grad():
                 by_dict, source = plain(inputs).softmax(-1), model(inputs).softmax(-1)
+                exact = plain.double()(inputs.double()).softmax(-1)
             found[name] = {
                 "state_dict": (by_dict - expected).abs().max().item(),
                 "onnx": (torch.from_numpy(logits).softmax(-1) - expected).abs().max().item(),
+                "rounding_of_float32": (by_dict - exact).abs().max().item(),
                 "source_model": (source - expected).abs().max().item(),
             }
             print(name, found[name], flush=True)
@@ -640,6 +657,7 @@ WHAT: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
 
 
 def main() -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # services end with it
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("what", choices=WHAT)
     parser.add_argument("--kills", type=int, default=20)
@@ -667,7 +685,8 @@ def main() -> None:
     if args.json is not None:
         known = json.loads(args.json.read_text()) if args.json.exists() else {}
         options = {key: str(value) for key, value in vars(args).items() if key != "json"}
-        known[f"{args.what} {args.preset}" if args.what == "memory" else args.what] = {
+        name = f"memory {args.model} {args.preset} {args.steps}"
+        known[name if args.what == "memory" else args.what] = {
             "options": options,
             "result": result,
         }

@@ -74,6 +74,19 @@ def test_tenants_are_as_adapters_of_their_own(
     assert (shard.counts.passes > 0) == (name in ("center", "head"))
 
 
+def test_tenants_of_a_new_start_share_one_network(tmp_path: Path) -> None:
+    """A head is found by the first batch: all that are loaded stand on one filter."""
+    model, recipe = tabular().eval(), RECIPES["head"][1]
+    first = Shard(df.adapt(model, recipe), FolderStore(tmp_path, sync=False))
+    _ask(first, *(Request("predict", tenant, _batch(1, (4,))) for tenant in TENANTS))
+    first.store.close()
+    again = Shard(df.adapt(model, recipe), FolderStore(tmp_path, sync=False))
+    _ask(again, Request("predict", "new", _batch(2, (4,))))
+    bounds = {id(again.find_state(tenant).bound) for tenant in (*TENANTS, "new")}
+    assert len(bounds) == 1
+    assert again.counts.loads == 3
+
+
 @pytest.mark.parametrize("n", [1, 2, 5])
 def test_company_changes_no_bit(n: int, tmp_path: Path) -> None:
     """Served alone or together, answers and states are the same, for the shipped ResNet-20, too."""

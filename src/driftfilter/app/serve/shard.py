@@ -164,9 +164,9 @@ class Shard:
         except FAILURES as error:
             raise df.CheckpointError(f"what is stored was not loaded: {error}") from error
         self.counts.loads += 1
-        tenant = Tenant(
-            self.adapter.snapshot(), notes["sequence"], _unpack(notes["answer"]), notes["digest"]
-        )
+        state = self.adapter.snapshot()
+        self._learn_model(state)
+        tenant = Tenant(state, notes["sequence"], _unpack(notes["answer"]), notes["digest"])
         return self.tenants.hold(key, tenant)
 
     # What it becomes
@@ -272,8 +272,7 @@ class Shard:
             self.tenants.drop(key)
             return Reply(0)
         self.counts.steps += 1
-        if self._fresh.bound is not work.state.bound and work.state.bound is not None:
-            self._learn_model(work.state)
+        self._learn_model(work.state)
         self.tenants.hold(key, work)
         return Reply(work.sequence, work.answer)
 

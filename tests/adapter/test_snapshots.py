@@ -1,0 +1,45 @@
+"""Streams by turns over one network are as if each had an adapter of its own, bit for bit."""
+
+import pytest
+import torch
+from torch import Tensor
+
+import driftfilter as df
+from small import conv, few_copies, tabular
+
+
+def _batch(form: tuple[int, ...], seed: int) -> Tensor:
+    return torch.randn(8, *form, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("preset", ["driftfilter", "center", "tent", "head_ekf", "note", "t3a"])
+@pytest.mark.parametrize("images", [False, True])
+def test_streams_by_turns(preset: str, images: bool) -> None:
+    torch.manual_seed(0)
+    model, form = (conv().eval(), (3, 8, 8)) if images else (tabular().eval(), (4,))
+    options = few_copies(preset)
+    one = df.adapt(model, preset, **options)
+    kept = [one.snapshot()] * 2
+    own = [df.adapt(model, preset, **options) for _ in kept]
+    for step in range(6):
+        for place, snapshot in enumerate(kept):
+            batch = _batch(form, 2 * step + place)
+            one.restore(snapshot)
+            assert torch.equal(one(batch), own[place](batch))
+            kept[place] = one.snapshot()
+            saved, expected = one.state_dict(), own[place].state_dict()
+            assert saved.keys() == expected.keys()
+            assert all(torch.equal(saved[name], value) for name, value in expected.items())
+
+
+def test_what_is_loaded_shares_the_network_and_its_source() -> None:
+    model = tabular().eval()
+    one = df.adapt(model)
+    fresh = one.snapshot()
+    one(_batch((4,), 0))
+    saved, bound = one.state_dict(), one.snapshot().bound
+    one.restore(fresh)
+    one.load_state_dict(saved)
+    assert one.snapshot().bound is bound
+    assert bound is not None
+    assert one.state.source is bound.start.source
