@@ -213,9 +213,25 @@ def test_limits_and_lives_of_tenants(tmp_path: Path) -> None:
     kinds: tuple[Kind, ...] = ("look", "reset", "delete")
     for kind in kinds:
         assert _problem(shard, Request(kind, "d")).status == 404
-    if not hasattr(shard.adapter, "learn"):
-        assert _problem(shard, Request("learn", "a", batch, torch.zeros(8))).status == 501
     shard.serve([Request("delete", "a")])
     assert _problem(shard, Request("look", "a")).status == 404
     again = _ask(shard, Request("predict", "a", batch))[0]
     assert (again == first).all()
+
+
+def test_labels_teach_a_tenant_as_they_teach_an_adapter(tmp_path: Path) -> None:
+    model, batch, labels = tabular().eval(), _batch(1, (4,), 32), torch.arange(32) % 3
+    shard = Shard(df.adapt(model), FolderStore(tmp_path, sync=False))
+    alone = df.adapt(model)
+    alone(batch)
+    alone.learn(batch, labels)
+    shard.serve([Request("predict", "a", batch), Request("learn", "a", batch, labels)])
+    found, (told,) = shard.find_state("a").current.belief, shard.serve([Request("look", "a")])
+    torch.testing.assert_close(found.mean, alone.belief.mean)
+    assert isinstance(told, Reply)
+    assert told.facts is not None
+    assert told.facts["estimate"]["accuracy"] == pytest.approx(alone.estimate.accuracy)
+    before = shard.find_state("a")
+    wrong = Request("learn", "a", batch, torch.full((32,), 77))
+    assert _problem(shard, wrong).status == 422
+    assert shard.find_state("a") is before

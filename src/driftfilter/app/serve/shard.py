@@ -127,8 +127,6 @@ class Shard:
         if tenant.is_new and request.kind != "peek" and self.store.count() >= self.limit:
             allowed = f"at most {self.limit} tenants"
             raise ProblemError(429, "tenant", request.tenant, allowed, retry_after=3600)
-        if request.kind == "learn" and not hasattr(self.adapter, "learn"):
-            raise ProblemError(501, "learn", request.tenant, "left out: this version cannot learn")
         if request.kind not in STEPS or request.sequence is None:
             return tenant
         return self._check_sequence(request, request.sequence, tenant)
@@ -204,7 +202,9 @@ class Shard:
             return Reply(tenant.sequence, said.cpu().numpy())
         answer = None
         if request.kind == "learn":
-            adapter.learn(*args, request.labels, **named)  # type: ignore[operator]
+            assert request.inputs is not None
+            assert request.labels is not None
+            adapter.learn(request.inputs, request.labels)
         else:
             answer = adapter(*args, **named).cpu().numpy()
         return Tenant(adapter.snapshot(), tenant.sequence + 1, answer, request.digest)
@@ -220,10 +220,8 @@ class Shard:
             "bytes": tenant.size,
             "events": [vars(event) for event in events[-20:]],
             "domains": [{"name": name, "samples": n} for name, n in self.adapter.domains],
+            "estimate": _to_dict(self.adapter.estimate),
         }
-        if hasattr(self.adapter, "estimate"):
-            found = self.adapter.estimate
-            facts["estimate"] = str(found() if callable(found) else found)
         return facts
 
     # Keeping it
@@ -315,6 +313,11 @@ def _form(inputs: Inputs) -> Any:
     names = tuple(inputs) if isinstance(inputs, dict) else ()
     parts = tensors(check_inputs(inputs))
     return names, *((part.shape[1:], part.dtype) for part in parts)
+
+
+def _to_dict(estimate: df.Estimate) -> dict[str, Any] | None:
+    """The expected accuracy; None if no sample has come."""
+    return vars(estimate) if estimate.samples else None
 
 
 def _refuse(error: OSError) -> ProblemError:
