@@ -248,15 +248,20 @@ class AdaptiveClassifier(ClassifierMixin, MetaEstimatorMixin, BaseEstimator):  #
         self._start(estimator, FeatureMoments.of(_features(estimator, X)))
         return self
 
-    def partial_fit(self, X: Any, y: Any = None) -> Self:
+    def partial_fit(self, X: Any, y: Any = None, classes: Any = None) -> Self:
         """Adapt to rows X [n, features] without labels; or, with y [n], learn the labels of rows,
-        which then do not count as rows of the stream once more.
+        which then do not count as rows of the stream once more. ``classes``, which scikit-learn's
+        own methods ask for, are those of the fitted estimator.
 
         Without a recipe labels teach the last layer: each call is a supervised Kalman step on a
         Gaussian belief around the fitted weights, which nothing forgets. A recipe that adapts
         parameters learns them by its own inference (``Adapter.learn``).
         """
         self._require_started()
+        if classes is not None:
+            allowed = f"those of the fitted estimator, {self.classes_.tolist()}"
+            fits = np.array_equal(np.unique(classes), self.classes_)
+            require(fits, "partial_fit: classes", classes, allowed)
         if y is not None:
             return self._learn(self._inputs(X), self._indices(y))
         rows = np.concatenate((self.waiting_, self._inputs(X)))
@@ -414,7 +419,11 @@ class AdaptiveClassifier(ClassifierMixin, MetaEstimatorMixin, BaseEstimator):  #
             self.adapter_.learn(inputs, told)
             return self
         filt, state = self._build_head()
-        self.taught_ = filt.learn(self.taught_ or state, inputs, told)[0]
+        try:
+            self.taught_ = filt.learn(self.taught_ or state, inputs, told)[0]
+        except ValueError as error:  # something stands behind the last layer, such as one-vs-rest
+            problem = f"the last layer of {self.estimator_} cannot be taught: {error}"
+            raise ValueError(f"partial_fit: y must be left out, {problem}") from error
         self._frozen = filt
         return self
 
