@@ -487,7 +487,9 @@ def many(args: argparse.Namespace) -> dict[str, Any]:
                 asyncio.run(Load(Plan(args.tenants, 1, args.batch), service.url, 100).run())
             for clients in (1, 10, 100):
                 load = Timed(Plan(args.tenants, 10**9, args.batch), service.url, clients)
+                before = processor_time(service.process.pid)
                 asyncio.run(load.run_for(args.seconds))
+                used = processor_time(service.process.pid) - before
                 times = np.sort(load.times)
                 status = Path(f"/proc/{service.process.pid}/status").read_text()
                 resident = next(line for line in status.splitlines() if line.startswith("VmRSS"))
@@ -495,6 +497,7 @@ def many(args: argparse.Namespace) -> dict[str, Any]:
                     "served_together": batch,
                     "clients": clients,
                     "requests_a_second": len(times) / args.seconds,
+                    "processor_ms_a_request": 1000 * used / len(times),
                     "p50_ms": 1000 * float(times[len(times) // 2]),
                     "p99_ms": 1000 * float(times[int(0.99 * len(times))]),
                     "resident_mb": int(resident.split()[1]) / 1000,
@@ -509,6 +512,12 @@ def many(args: argparse.Namespace) -> dict[str, Any]:
             }
             service.stop()
     return found
+
+
+def processor_time(process: int) -> float:
+    """Seconds of processor time that a process has used."""
+    parts = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return (int(parts[11]) + int(parts[12])) / os.sysconf("SC_CLK_TCK")
 
 
 class Timed(Load):
