@@ -95,8 +95,7 @@ def give_back_memory() -> None:
     if sys.platform == "linux":
         mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # not in every C library
         if mallopt is not None:
-            mallopt(_IDLE = 120  # seconds after which a connection is closed; a busy machine may need some to read it
-_MMAP_THRESHOLD, _LARGE)
+            mallopt(_MMAP_THRESHOLD, _LARGE)
 
 
 def _tell(server: uvicorn.Server, backend: Backend, output: Output, ended: threading.Event) -> None:
