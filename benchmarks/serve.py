@@ -7,6 +7,7 @@
     python benchmarks/serve.py disk                         # full and read-only for a while
     python benchmarks/serve.py memory                       # of a tenant
     python benchmarks/serve.py tenants --tenants 10000      # throughput with 1, 10, 100 clients
+    python benchmarks/serve.py together --batch 1           # a shard alone, 100 at once
     python benchmarks/serve.py fuzz --bodies 10000
     python benchmarks/serve.py export --assets FOLDER       # state dict and ONNX of every network
 
@@ -487,7 +488,9 @@ def many(args: argparse.Namespace) -> dict[str, Any]:
                 asyncio.run(Load(Plan(args.tenants, 1, args.batch), service.url, 100).run())
             for clients in (1, 10, 100):
                 load = Timed(Plan(args.tenants, 10**9, args.batch), service.url, clients)
+                before = processor_time(service.process.pid)
                 asyncio.run(load.run_for(args.seconds))
+                used = processor_time(service.process.pid) - before
                 times = np.sort(load.times)
                 status = Path(f"/proc/{service.process.pid}/status").read_text()
                 resident = next(line for line in status.splitlines() if line.startswith("VmRSS"))
@@ -495,6 +498,7 @@ def many(args: argparse.Namespace) -> dict[str, Any]:
                     "served_together": batch,
                     "clients": clients,
                     "requests_a_second": len(times) / args.seconds,
+                    "processor_ms_a_request": 1000 * used / len(times),
                     "p50_ms": 1000 * float(times[len(times) // 2]),
                     "p99_ms": 1000 * float(times[int(0.99 * len(times))]),
                     "resident_mb": int(resident.split()[1]) / 1000,
@@ -509,6 +513,37 @@ def many(args: argparse.Namespace) -> dict[str, Any]:
             }
             service.stop()
     return found
+
+
+def together(args: argparse.Namespace) -> dict[str, Any]:
+    """A shard without HTTP: requests of 100 tenants served 100 at once, and one by one."""
+    images, found = torch.from_numpy(pixels()).float() / 255, dict[str, Any]()
+    for size in (100, 1, 100, 1):
+        with scratch() as folder, FolderStore(folder, sync=True) as store:
+            shard = Shard(df.adapt(models.load(MODEL), "center"), store)
+            wall, used = 0.0, 0.0
+            for step in range(args.steps):
+                requests = [
+                    Request("predict", f"tenant {place}", images[place + step :][: args.batch])
+                    for place in range(100)
+                ]
+                begun = time.perf_counter(), time.process_time()
+                for start in range(0, 100, size):
+                    shard.serve(requests[start : start + size])
+                if step:  # the first makes the tenants
+                    wall += time.perf_counter() - begun[0]
+                    used += time.process_time() - begun[1]
+            count = 100 * (args.steps - 1)
+            found.setdefault(f"{size} at once", []).append(
+                {"ms_a_request": 1000 * wall / count, "processor_ms": 1000 * used / count}
+            )
+    return found
+
+
+def processor_time(process: int) -> float:
+    """Seconds of processor time that a process has used."""
+    parts = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return (int(parts[11]) + int(parts[12])) / os.sysconf("SC_CLK_TCK")
 
 
 class Timed(Load):
@@ -651,6 +686,7 @@ WHAT: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
     "disk": disk,
     "memory": memory,
     "tenants": many,
+    "together": together,
     "fuzz": fuzz,
     "export": export,
 }

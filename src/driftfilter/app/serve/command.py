@@ -24,6 +24,7 @@ from driftfilter.app.terminal import Output
 from driftfilter.base.checks import require
 
 _EVERY = 10.0  # seconds between two lines about the service
+_IDLE = 120  # seconds after which a connection is closed; a busy machine may need some to read it
 _MMAP_THRESHOLD, _LARGE = -3, 1 << 18
 
 
@@ -40,7 +41,12 @@ def serve(options: ServeOptions, output: Output) -> int:
     names = frozenset(filter(None, options.integers.split(",")))
     rules = Rules(form, tokens, Rate(options.rate), options.body << 20, names)
     config = uvicorn.Config(
-        make_app(backend, rules), options.host, options.port, log_level="warning", access_log=False
+        make_app(backend, rules),
+        options.host,
+        options.port,
+        log_level="warning",
+        access_log=False,
+        timeout_keep_alive=_IDLE,
     )
     server = uvicorn.Server(config)
     ended = threading.Event()
