@@ -18,7 +18,8 @@ in which the network guesses, and back: contrast to zero (images; digits) and ch
 of digits; accuracy there from the tenth batch on, in the first ten batches after it, and from the
 eleventh on. Common: one digit of ten becomes 55 % of a stream while the light drifts slowly.
 CNNs on digits there have batch norm, group norm or none; the networks of ``--models`` see CIFAR-10,
-the shipped images if no file is given.
+the shipped images if no file is given. ``--presets without_labels without_steps …``: the default
+without a part of it.
 """
 
 from __future__ import annotations
@@ -44,6 +45,12 @@ from orders import ORDERS, order as arrange
 Batch = tuple[Tensor, Tensor]
 Row = dict[str, Any]
 CLEAN, AFTER = 30, 60  # batches of digits
+PARTS: dict[str, Row] = {  # of the default, switched off one at a time
+    "without_labels": {"labels": None},
+    "without_centering": {"centering": None},
+    "without_domains": {"domains": None},
+    "without_steps": {"inference": df.Frozen()},
+}
 MONTHS = (2, 3, 4, 5, 6, 8, 9)  # of the gas data, the first is what the network is trained on
 
 CHANGES: dict[str, list[Callable[[Tensor], Tensor]]] = {
@@ -114,9 +121,13 @@ def take(batches: Iterator[Batch], count: int, change: Callable[[Tensor], Tensor
 
 
 def start(model: nn.Module, preset: str) -> df.Adapter:
-    """A guarded adapter; "unguarded" is the default without its monitor."""
+    """A guarded adapter; "unguarded" is the default without its monitor, and those of PARTS lack
+    another part of it.
+    """
     if preset == "unguarded":
         return df.adapt(model, monitor=None)
+    if preset in PARTS:
+        return df.adapt(model, monitor=df.Monitor(), **PARTS[preset])
     return df.adapt(model, preset, monitor=df.Monitor())
 
 
