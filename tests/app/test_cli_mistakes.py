@@ -57,6 +57,7 @@ HAPPY: dict[str, tuple[list[str], str]] = {  # command, and the end of what it s
     "bench": (BENCH, "wrote runs/bench\n"),
     "bench --list": ([*BENCH, "--list"], "to do  source · reset · resnet20 · seed 0\n"),
     "run": (RUN, "; wrote runs/run/predictions.npz\n"),
+    "tune": (["tune", MODEL, "x.npy", "--batch", "10"], "\n"),
     "report": (["report", "done"], "wrote done/report.html\n"),
     "check": (["check", "done", "--max-skipped", "0"], "skipped 0, asked for at most 0\n"),
     "data": (["data", "images.npz"], "images.npz: all is as it should be\n"),
@@ -81,6 +82,7 @@ KEYS: dict[str, set[str]] = {
         "predictions",
         "out",
     },
+    "tune": {"settings", "chosen", "samples", "batches"},
     "report": {"report"},
     "check": {"run", "ok", "checks"},
     "data": {"path", "ok", "files"},
@@ -99,11 +101,9 @@ KEYS: dict[str, set[str]] = {
 
 
 def test_every_command_is_here() -> None:
-    assert (
-        set(COMMANDS)
-        == {name.split()[0] for name in HAPPY}
-        == {name.split()[0] for name in MISTAKES}
-    )
+    """The service ends by a signal alone: app/serve has its happy path."""
+    assert set(COMMANDS) == {"serve", *(name.split()[0] for name in HAPPY)}
+    assert set(COMMANDS) == {name.split()[0] for name in MISTAKES}
 
 
 @pytest.fixture
@@ -211,6 +211,15 @@ MISTAKES: dict[str, tuple[list[str], int, str]] = {
     ),
     "check of a share": (["check", "o", "--max-ece", "5"], 2, "must be a number from 0 to 1"),
     "check of no run": (["check", "none", "--max-alarms", "0"], 1, "none/config.json"),
+    "tune data": (["tune", MODEL, "none.npy"], 2, "there is no such file, got 'none.npy'"),
+    "tune one batch": (["tune", MODEL, "x.npy"], 2, "DATA must be two batches or more"),
+    "serve store": (["serve", MODEL], 2, "--store must be a folder for the tenants, got ''"),
+    "serve port": (["serve", MODEL, "--store", "s", "--port", "99999"], 2, "from 0 to 65535"),
+    "serve preset": (
+        ["serve", MODEL, "--store", "s", "--preset", "tnt"],
+        2,
+        "did you mean 'tent'?",
+    ),
     "demo option": (
         ["demo", "--seed-count", "3"],
         2,
