@@ -132,8 +132,14 @@ class Opinions(NamedTuple):
         return {"sums": self.sums.contiguous(), "counts": torch.tensor(self.counts)}
 
     @classmethod
-    def from_tensors(cls, prefix: str, own: Mapping[str, Tensor]) -> Self:
-        """What named tensors describe; refused unless it may be that."""
+    def from_tensors(
+        cls, prefix: str, own: Mapping[str, Tensor], classes: int | None = None
+    ) -> Self:
+        """What named tensors describe; refused unless it may be that, of so many classes if that
+        is known.
+        """
+        there = f"{prefix}counts" in own
+        require(there, f"state {prefix + 'counts'!r}", None, "there, beside the sums")
         sums, counts = own[f"{prefix}sums"], own[f"{prefix}counts"]
         found = f"{list(sums.shape)} {sums.dtype}, {list(counts.shape)} {counts.dtype}"
         fits = sums.dtype == torch.float64 and counts.dtype == torch.int64 and sums.dim() == 2
@@ -141,7 +147,9 @@ class Opinions(NamedTuple):
         fits = fits and sums.shape[1] >= 4 and sums.shape[1] % 2 == 0
         require(fits, f"state {prefix + 'sums'!r}", found, "torch.float64 [b, 2k + 2], and [b]")
         require_finite(f"state {prefix + 'sums'!r}", sums)
-        k, most = sums.shape[1] // 2 - 1, 1.001 * counts.double() + 1e-6
+        k = sums.shape[1] // 2 - 1
+        require(classes in (None, k), f"state {prefix + 'sums'!r}", k, f"of {classes} classes")
+        most = 1.001 * counts.double() + 1e-6
         parts = (sums[:, :k].sum(1), sums[:, k : 2 * k].sum(1), *sums[:, 2 * k :].T)
         fits = bool((counts > 0).all() and (sums >= -1e-6).all())
         fits = fits and all(bool((part <= most).all()) for part in parts)
