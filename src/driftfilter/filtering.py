@@ -292,8 +292,9 @@ class Filter(Checked):
         belief, memory = state.belief, dict(state.memory)
         with _without_gradients():
             if inflate is not None:
+                require_number("inflate", inflate, 0, math.inf, open_low=True)
                 most = torch.finfo(belief.mean.dtype).max
-                require_number("inflate", inflate, 0, most, open_low=True)
+                require(inflate <= most, "inflate", inflate, f"at most {most:g}")
                 factors = torch.where(where, float(inflate), 1.0).to(belief.mean)
                 belief = inflate_belief(belief, factors)
                 if isinstance(self.transition.noise, Reset):  # or nothing would learn by it
@@ -465,6 +466,9 @@ class Filter(Checked):
             _require_state(state)
         allowed = "None to smooth: it changes beliefs in ways that the transition does not know"
         require(not self.upkeep, "Filter.upkeep", self.upkeep, allowed)
+        held = any(HELD in state.memory or INFLATED in state.memory for state in states)
+        allowed = "without interventions, which the transition does not know either"
+        require(not held, "Filter.smooth: states", "frozen or inflated ones", allowed)
         steps, (first, *others) = [state.step for state in states], states
         fit = steps == list(range(steps[0], steps[0] + len(steps))) and all(
             torch.equal(state.source.mean, first.source.mean) for state in others

@@ -31,7 +31,7 @@ from typing import NamedTuple, Self, final
 import torch
 from torch import Tensor
 
-from driftfilter.base.checks import require, require_finite
+from driftfilter.base.checks import require, require_count, require_finite
 from driftfilter.base.light import as_torch, count, join, lighten, match, total
 
 WINDOW = 1000  # samples, or a block more
@@ -64,6 +64,9 @@ class Estimate:
     @classmethod
     def of(cls, log_probabilities: Tensor, last: int = WINDOW) -> Estimate:
         """The estimate from log-probabilities [..., k] alone, over the ``last`` samples."""
+        require_count("Estimate.of: last", last, 1)
+        shape = list(log_probabilities.shape)
+        require(len(shape) > 1, "Estimate.of: log_probabilities", shape, "of shape [..., k]")
         return Expectation(Opinions.of(log_probabilities.flatten(0, -2)[-last:])).estimate
 
 
@@ -169,9 +172,9 @@ class Expectation(NamedTuple):
     @property
     def estimate(self) -> Estimate:
         """The formulas at the top of this file."""
-        if self.opinions is None:
+        n = 0 if self.opinions is None else sum(self.opinions.counts)
+        if self.opinions is None or not n:
             return Estimate(math.nan, 0.0, 1.0, 0)
-        n = sum(self.opinions.counts)
         *shares, sure, squares = (self.opinions.sums.sum(0) / n).tolist()  # the only look there
         k = len(shares) // 2
         error = (1 - sure) * _weigh(_entropy(shares[:k]), _entropy(shares[k:]))

@@ -103,3 +103,12 @@ def test_a_file_that_is_no_text_is_named(folder: Path, capsys: pytest.CaptureFix
     Path("late.CSV").write_bytes(b"\xff\xfe\x00\x81")
     assert run("--out", "o", "--labels", "late.CSV", preset=PRESET) == 2
     assert "late.CSV must be text, sample,label in a line" in capsys.readouterr().err
+
+
+def test_a_recipe_that_learns_no_labels_refuses_before_it_runs(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write("late.csv", "0,1", "1,2")
+    assert run("--out", "o", "--labels", "late.csv", preset="source") == 2
+    assert "one that learns from an energy" in capsys.readouterr().err
+    assert not Path("o").exists()
