@@ -32,7 +32,7 @@ from driftfilter.base.checks import (
     require_number,
     warn,
 )
-from driftfilter.base.inputs import Inputs, check_inputs
+from driftfilter.base.inputs import Inputs, batch_size, check_inputs
 from driftfilter.base.randomness import Randomness
 from driftfilter.gaussian.belief import Belief
 from driftfilter.inference.linearized import (
@@ -259,7 +259,8 @@ class Filter(Checked):
             rule, held = choose_for_labels(self.inference), state.memory.get(HELD)
             model = free_others(self._bind(state)[1], held).settled
             randomness = Randomness(state.seed, state.step, state.belief.mean.device)
-            weights, mean = _require_weights(weight), state.belief.mean
+            inputs, mean = check_inputs(inputs), state.belief.mean
+            weights = _require_weights(weight, batch_size(inputs))
             energy = label_energy(model, mean, inputs, lambda _: labels, weights)
             energy = energy._replace(source=state.source, randomness=randomness)
             belief, memory = learn_exactly(rule, state.belief, energy, state.memory, randomness)
@@ -292,6 +293,8 @@ class Filter(Checked):
         with _without_gradients():
             if inflate is not None:
                 require_number("inflate", inflate, 0, math.inf, open_low=True)
+                most = torch.finfo(belief.mean.dtype).max
+                require(inflate <= most, "inflate", inflate, f"at most {most:g}")
                 factors = torch.where(where, float(inflate), 1.0).to(belief.mean)
                 belief = inflate_belief(belief, factors)
                 if isinstance(self.transition.noise, Reset):  # or nothing would learn by it
@@ -300,6 +303,8 @@ class Filter(Checked):
                 belief = Belief(_set_mean(belief.mean, where, mean), belief.covariance)
             if freeze is not None:
                 require(isinstance(freeze, bool), "freeze", freeze, "True or False")
+                moves = getattr(self.inference, "of_features", False)
+                require(not moves, "freeze", freeze, f"None with {self.inference}, of features")
                 is_held = is_held | where if freeze else is_held & ~where
             memory.pop(HELD, None)
             if is_held.any():
@@ -394,7 +399,7 @@ class Filter(Checked):
             inputs, observation = check_inputs(inputs), self.observation.remember(state.memory)
             views = partial(observation.views, model, inputs, randomness)
             query = Query(model, inputs, randomness, views=views, memory=state.memory)
-            return self.prediction.of_each(state.belief, query, draws)
+            return _require_predicted(self.prediction.of_each(state.belief, query, draws))
 
     def run(
         self,
@@ -461,6 +466,9 @@ class Filter(Checked):
             _require_state(state)
         allowed = "None to smooth: it changes beliefs in ways that the transition does not know"
         require(not self.upkeep, "Filter.upkeep", self.upkeep, allowed)
+        held = any(HELD in state.memory or INFLATED in state.memory for state in states)
+        allowed = "without interventions, which the transition does not know either"
+        require(not held, "Filter.smooth: states", "frozen or inflated ones", allowed)
         steps, (first, *others) = [state.step for state in states], states
         fit = steps == list(range(steps[0], steps[0] + len(steps))) and all(
             torch.equal(state.source.mean, first.source.mean) for state in others
@@ -469,12 +477,7 @@ class Filter(Checked):
 
     def _predict(self, belief: Belief, query: Query) -> Prediction:
         """The rule's prediction; logits that are not finite at its parameters are refused."""
-        prediction = self.prediction(belief, query)
-        require_finite(
-            "log-probabilities (the model's logits at the parameters predicted with)",
-            prediction.log_probabilities,
-        )
-        return prediction
+        return _require_predicted(self.prediction(belief, query))
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_bound": None, "_motion": None}  # worked out after unpickling
@@ -563,11 +566,21 @@ def _set_mean(before: Tensor, where: Tensor, mean: Tensor | float) -> Tensor:
     return torch.where(where, mean.to(before), before)
 
 
-def _require_weights(weight: float | Tensor) -> float | Tensor:
+def _require_predicted(prediction: Prediction) -> Prediction:
+    """The prediction, if its logits are finite."""
+    require_finite(
+        "log-probabilities (the model's logits at the parameters predicted with)",
+        prediction.log_probabilities,
+    )
+    return prediction
+
+
+def _require_weights(weight: float | Tensor, samples: int) -> float | Tensor:
     """A weight of labels, or one for each, if it is finite and above 0."""
     if isinstance(weight, Tensor):
         fits = weight.is_floating_point() and bool((weight > 0).all() and weight.isfinite().all())
-        require(fits, "weight", weight, "finite numbers > 0")
+        fits = fits and weight.shape in ((), (samples,))
+        require(fits, "weight", weight, f"finite numbers > 0, one or of shape [{samples}]")
         return weight
     require_number("weight", weight, 0, math.inf, open_low=True)
     return weight

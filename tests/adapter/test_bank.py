@@ -145,3 +145,36 @@ def test_mistakes(members: Any, options: Any, message: str) -> None:
     given = [df.adapt(network(), "opgd")] if members is None else members
     with pytest.raises(ValueError, match=message):
         df.Bank(given, **options)
+
+
+def test_predictions_of_each_member_or_none() -> None:
+    bank, logs = bank_of(), torch.randn(20, 3).log_softmax(-1)
+    for each, message in (
+        ([logs], "Bank: predictions must be 3, as many as there are members, got '1 of them'"),
+        ([logs[0]] * 3, r"Bank: predictions must be of one shape \[n, k\]"),
+        ([logs[:0]] * 3, r"Bank: predictions must be of one shape \[n, k\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            bank.note(each)
+    assert bank._now is None
+
+
+def test_what_users_write_to_is_their_own() -> None:
+    bank = bank_of()
+    bank(batch(0))
+    before = bank.weights
+    bank.weights.zero_()
+    bank.state_dict()["bank.weights"].zero_()
+    assert torch.equal(bank.weights, before)
+    broken = {**bank.state_dict(), "bank.weights": 2 * before}
+    with pytest.raises(ValueError, match=r"state 'bank.weights' must be a sum of 1"):
+        bank.load_state_dict(broken)
+    assert torch.equal(bank.weights, before)
+
+
+def test_members_are_several() -> None:
+    adapter = df.adapt(network(), "opgd")
+    with pytest.raises(ValueError, match="got 'the same adapter twice'"):
+        df.Bank([adapter, adapter])
+    with pytest.raises(ValueError, match="Bank: members must be one adapter or filter, or more"):
+        df.Bank(adapter)  # type: ignore[arg-type]

@@ -1,7 +1,10 @@
 """What an adapter expects of its own accuracy: shown everywhere, saved, resumed and forgotten."""
 
+import copy
 import math
+import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +12,7 @@ from torch import Tensor
 
 import driftfilter as df
 from driftfilter.callbacks import JsonLines
-from driftfilter.inference.accuracy import WINDOW
+from driftfilter.inference.accuracy import WINDOW, Opinions
 from driftfilter.monitor.monitor import AlarmWarning
 from small import normal, tabular
 
@@ -181,3 +184,37 @@ def test_filter_and_fleet_tell_it_of_their_predictions() -> None:
     fleet = df.Fleet(filt, belief, streams=["north"])
     found = fleet.step({"north": batches[0]})["north"].estimate
     assert found.accuracy == pytest.approx(outputs[0].estimate.accuracy, abs=1e-5)
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda own: pickle.loads(pickle.dumps(own))])
+def test_a_copy_estimates_the_same(again: Any) -> None:
+    model, x = tabular(), batch(7, 300)
+    with torch.no_grad():
+        said = model(x).argmax(-1)
+    adapter = df.adapt(model, "source", data=(x, (said + 1) % 3))
+    adapter(batch(0, 200))
+    assert again(adapter).estimate == adapter.estimate
+
+
+def test_uncertainty_that_is_not_finite_is_refused_as_predictions_are() -> None:
+    adapter = df.adapt(tabular().eval())
+    adapter(batch(0))
+    for call in (adapter.predict, adapter.uncertainty):
+        with pytest.raises(ValueError, match=r"log-probabilities .* must be finite"):
+            call(batch(1) * 1e30)
+
+
+@pytest.mark.parametrize("classes", [3, 5])
+def test_opinions_of_other_classes_or_half_of_them_are_refused(classes: int) -> None:
+    running, resumed = df.adapt(tabular()), df.adapt(tabular())
+    for seed in range(3):
+        running(batch(seed))
+    state = dict(running.state_dict())
+    if classes == 3:
+        del state["opinions.counts"]
+    else:
+        other = Opinions.of(normal(150, classes, seed=1).log_softmax(-1))
+        state |= {f"opinions.{name}": value for name, value in other.to_tensors().items()}
+    with pytest.raises(ValueError, match=r"state 'opinions\."):
+        resumed.load_state_dict(state)
+    assert resumed.estimate.samples == 0

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import driftfilter as df
 from driftfilter.adapter.labels import choose_samples
+from driftfilter.model.held import HELD
 from driftfilter.networks.network import STATISTICS
 
 
@@ -257,3 +258,87 @@ def test_wrong_interventions(names: Any, options: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         adapter.intervene(names, **options)
     assert_same(before, tensors(adapter))
+
+
+# Where labels, domains, monitors and copies meet
+
+
+def two_domains() -> df.Adapter:
+    """The stream has just moved from one domain to another, and the network has just probed."""
+    adapter = df.adapt(network(), domains=df.Domains())
+    for seed in range(6):
+        adapter(images(seed, 60, 0.0 if seed < 5 else 3.0))
+    assert len(adapter.domains) == 2
+    return adapter
+
+
+def test_labels_of_another_domain_leave_the_one_at_hand_as_it_was() -> None:
+    adapter = two_domains()
+    before = adapter.state
+    adapter.learn(images(20, 1), 0)
+    assert torch.equal(adapter.belief.mean, before.belief.mean)
+    assert_same(dict(before.memory), dict(adapter.state.memory))
+
+
+def test_each_label_takes_its_weight_to_its_domain() -> None:
+    own, labels = torch.cat((images(20, 1), images(21, 2, 3.0))), torch.tensor([0, 1, 2])
+    weights = torch.tensor([0.5, 1.0, 2.0])
+    together, apart = two_domains(), two_domains()
+    together.learn(own, labels, weight=weights)
+    apart.learn(own[:1], labels[:1], weight=0.5)
+    apart.learn(own[1:], labels[1:], weight=weights[1:])
+    assert_same(tensors(together), tensors(apart))
+
+
+@pytest.mark.parametrize("recipe", ["t3a", "stad", "stad_vmf"])
+def test_prototypes_by_features_refuse_labels_and_freezing(recipe: str) -> None:
+    """They would count the class that they predict themselves, whatever the label."""
+    adapter = started(recipe)
+    before = tensors(adapter)
+    with pytest.raises(ValueError, match="one that learns from an energy"):
+        adapter.learn(images(7, 1), 0)
+    with pytest.raises(ValueError, match="freeze must be None with"):
+        adapter.intervene("*", freeze=True)
+    assert_same(before, tensors(adapter))
+    adapter(images(8))
+
+
+def test_a_monitor_goes_back_to_a_belief_with_the_intervention_in_it() -> None:
+    adapter = started(domains=None, monitor=df.Monitor(lag=1))
+    for seed in range(3, 12):
+        adapter(images(seed))
+    assert adapter._now.watch.good is not None
+    adapter.intervene("1.bias", mean=0.25, freeze=True)
+    watch = adapter._now.watch
+    for state in (watch.good, watch.newer, adapter.state):
+        assert state is not None
+        assert (state.belief.mean[6:] == 0.25).all()
+        assert state.memory[HELD][0].tolist() == [0.0] * 6 + [1.0] * 6
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        ({"numbers": ["a"]}, r"numbers must be integers of shape \[1\], got \['a'\]"),
+        ({"numbers": [2**70]}, r"numbers must be integers of shape \[1\]"),
+        ({"numbers": [None]}, r"numbers must be integers of shape \[1\], got \[None\]"),
+        ({"labels": 10**30}, "labels must be a class index, got 10"),
+        ({"labels": torch.tensor([7], dtype=torch.uint64)}, r"labels must be in \[0, 2\]"),
+        ({"weight": torch.ones(3)}, r"weight must be finite numbers > 0, one or of shape \[1\]"),
+        ({"weight": torch.ones(1, 1)}, r"weight must be finite numbers > 0, one or of shape"),
+    ],
+)
+def test_errors_name_the_argument(call: dict[str, Any], message: str) -> None:
+    adapter = started()
+    before = tensors(adapter)
+    with pytest.raises(ValueError, match=message):
+        adapter.learn(images(7, 1), **{"labels": 0, **call})
+    assert_same(before, tensors(adapter))
+
+
+def test_factors_beyond_the_dtype_and_no_names() -> None:
+    adapter = started()
+    with pytest.raises(ValueError, match="inflate must be"):
+        adapter.intervene("1.bias", inflate=1e40)
+    with pytest.raises(ValueError, match="intervene: names must be one name or more"):
+        adapter.intervene(None, freeze=True)  # type: ignore[arg-type]

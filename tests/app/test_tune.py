@@ -70,3 +70,11 @@ def test_text_and_mistakes(
     ):
         assert main(["tune", *arguments]) == 2
         assert message in capsys.readouterr().err
+
+
+def test_samples_that_the_model_does_not_take(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    np.save("x.npy", np.zeros((20, 7), np.float32))
+    assert main(["tune", MODEL, "x.npy", "--batch", "10", "--quiet"]) == 1
+    assert "driftfilter tune: error: mat1 and mat2 shapes" in capsys.readouterr().err

@@ -163,3 +163,12 @@ def test_tensors_that_describe_nothing_are_refused(wrong: dict[str, Any]) -> Non
     named = {**follow(list(predictions(330).split(110))).to_tensors(), **wrong}
     with pytest.raises(ValueError, match=r"o\.sums"):
         Opinions.from_tensors("o.", {"o." + name: value for name, value in named.items()})
+
+
+def test_of_no_samples_nothing_is_known() -> None:
+    assert df.Estimate.of(torch.zeros(0, 3)).samples == 0
+    assert str(df.Estimate.of(torch.zeros(0, 3))) == "unknown"
+    with pytest.raises(ValueError, match=r"log_probabilities must be of shape \[..., k\]"):
+        df.Estimate.of(torch.zeros(3))
+    with pytest.raises(ValueError, match="last must be an integer >= 1"):
+        df.Estimate.of(torch.zeros(2, 3), last=0)

@@ -1,5 +1,6 @@
 """Beliefs changed by hand: inflated, set and held coordinates, against dense algebra."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import driftfilter as df
 from oracles import assert_equal, normals, spd, tensor
 
 SIZE = 6
+RESET = df.Transition(df.RandomWalk(), df.Reset())
 WHERE = torch.tensor([False, True, True, False, False, True])
 
 
@@ -138,3 +140,11 @@ def test_mistakes(options: dict[str, Any], message: str) -> None:
         filt.intervene(state, WHERE, **options)
     with pytest.raises(ValueError, match=r"where must be a mask \[6\]"):
         filt.intervene(state, WHERE[:3], inflate=2.0)
+
+
+@pytest.mark.parametrize("options", [{"freeze": True}, {"inflate": 2.0}])
+def test_smoothing_refuses_what_the_transition_does_not_know(options: dict[str, Any]) -> None:
+    filt = filter_of() if "freeze" in options else replace(filter_of(), transition=RESET)
+    state = filt.intervene(filt.init(beliefs()[0]), WHERE, mean=0.7, **options)
+    with pytest.raises(ValueError, match=r"Filter\.smooth: states must be without interventions"):
+        filt.smooth([state])

@@ -291,16 +291,17 @@ class Adapter(nn.Module):
         self,
         inputs: Inputs,
         labels: Tensor | int,
-        weight: float | None = None,
+        weight: float | Tensor | None = None,
         numbers: Any = None,
     ) -> StepInfo:
         """Learn the labels [n] of samples [n, ...], of the last batch or of one long ago.
 
-        The belief as it stands is conditioned on E = ``weight`` Σ_i -log p(y_i given x_i, θ), by
-        the recipe's own inference; no time passes, and statistics, offsets and the chain of labels
-        stay. Of several domains each sample teaches the one that it looks like. ``numbers`` [n] of
-        the samples in the stream, counted from 0: one that was learned before, or has not come, is
-        refused. Without them a label that is given twice counts twice. ``reset`` forgets it all.
+        The belief as it stands is conditioned on E = Σ_i w_i -log p(y_i given x_i, θ), w_i the
+        ``weight``, one for all or [n], by the recipe's own inference; no time passes, and
+        statistics, offsets and the chain of labels stay. Of several domains each sample teaches the
+        one that it looks like. ``numbers`` [n] of the samples in the stream, counted from 0: one
+        that was learned before, or has not come, is refused. Without them a label that is given
+        twice counts twice. ``reset`` forgets it all.
         """
         allowed = "not distributed: labels are learned on one process"
         require(self._ranks is None, "adapt: distributed", True, allowed)
@@ -353,7 +354,7 @@ class Adapter(nn.Module):
             means = spread_mean(now.bound, where, mean, start)
             new = now.map_states(lambda own: filt.intervene(own, where, inflate, means, freeze))
             event = Event(now.watch.batches, "intervention", float(where.sum()), 0.0, "record")
-            self._now = new._replace(watch=now.watch.log(event))
+            self._now = new._replace(watch=new.watch.log(event))
 
     def elapse(self, dt: float) -> None:
         """Let time pass without data: the belief moves as the transition says over ``dt`` units.
@@ -458,7 +459,8 @@ class Adapter(nn.Module):
         """Expected accuracy over the last thousand samples, with an interval, without labels
         (docs/knowing.md).
         """
-        return self._now.expectation.estimate
+        now = self._now if self._now.opinions is None else self._ready(None)  # a copy reads anew
+        return now.expectation.estimate
 
     @property
     def domains(self) -> tuple[tuple[int, int], ...]:
@@ -622,19 +624,22 @@ class Adapter(nn.Module):
         return self._adapt(now, seen, inputs)
 
     def _learn(
-        self, now: AdapterState, inputs: Inputs, labels: Tensor, weight: float
+        self, now: AdapterState, inputs: Inputs, labels: Tensor, weight: float | Tensor
     ) -> tuple[AdapterState, StepInfo]:
         """Labels of the samples of each domain that is known; the stream is where it was."""
         signatures = None if now.domains is None else self._describe(inputs)
         active = 0 if now.domains is None else now.domains.active
         groups = [Group(active)] if signatures is None else now.place(signatures)
         for own in groups:
-            now = now.enter(own.place)
+            now = now.enter(own.place, visiting=True)
             assert now.bound is not None
-            some = labels if own.which is None else labels[own.which]
-            state, info = now.bound.filter.learn(now.current, own.pick(inputs), some, weight)
+            some, share = labels, weight
+            if own.which is not None:
+                some = labels[own.which]
+                share = weight[own.which] if isinstance(weight, Tensor) and weight.dim() else weight
+            state, info = now.bound.filter.learn(now.current, own.pick(inputs), some, share)
             now = now._replace(state=state)
-        return now.enter(active), info
+        return now.enter(active, visiting=True), info
 
     def _put_in_order(
         self, now: AdapterState, prediction: Prediction, inputs: Inputs

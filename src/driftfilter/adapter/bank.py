@@ -1,6 +1,6 @@
 """Several settings abreast on one stream, weighed by what their predictions tell: ``df.Bank``."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple, Self, final
 
@@ -100,8 +100,13 @@ class Bank(nn.Module):
         require_number("Bank: rate", rate, 0, float("inf"))
         require_number("Bank: switch", switch, 0, 1, open_high=True)
         require(predict in ("mix", "pick"), "Bank: predict", predict, "'mix' or 'pick'")
-        given = list(members)
-        require(len(given) > 0, "Bank: members", given, "one adapter or filter, or more")
+        some = isinstance(members, Iterable)
+        given = list(members) if some else []
+        found = given if some else type(members).__name__
+        require(len(given) > 0, "Bank: members", found, "one adapter or filter, or more")
+        adapters = [id(member) for member in given if isinstance(member, Adapter)]
+        apart, allowed = len(set(adapters)) == len(adapters), "each there once: it would step twice"
+        require(apart, "Bank: members", "the same adapter twice", allowed)
         self.members = nn.ModuleList(_as_member(member) for member in given)
         self.window, self.rate, self.switch, self.rule = window, rate, switch, predict
         self._now: BankState | None = None
@@ -133,7 +138,7 @@ class Bank(nn.Module):
         """w [m]."""
         if self._now is None:
             return torch.full((len(self.members),), 1 / len(self.members), dtype=torch.float64)
-        return self._now.weights
+        return self._now.weights.clone()  # users may write
 
     @property
     def information(self) -> Tensor:
@@ -157,7 +162,10 @@ class Bank(nn.Module):
     def _follow(self, each: list[Tensor]) -> BankState:
         """What is known after predictions [n, k] of each member."""
         shapes = {tuple(own.shape) for own in each}
-        require(len(shapes) == 1, "Bank: predictions", sorted(shapes), "of one shape")
+        fits = len(shapes) == 1 and all(len(own) == 2 and own[0] > 0 for own in shapes)
+        require(fits, "Bank: predictions", sorted(shapes), "of one shape [n, k], n >= 1")
+        m, allowed = len(self.members), "as many as there are members"
+        require(len(each) == m, "Bank: predictions", f"{len(each)} of them", f"{m}, {allowed}")
         logs = torch.stack([own.detach().to("cpu", torch.float64) for own in each])
         _, n, k = logs.shape
         before = self._now or BankState.start(len(each), k)
@@ -197,7 +205,7 @@ class Bank(nn.Module):
     ) -> None:
         if self._now is not None:
             for name, value in self._now._asdict().items():
-                destination[f"{prefix}bank.{name}"] = value
+                destination[f"{prefix}bank.{name}"] = value.clone()
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *others: Any, **named: Any
@@ -214,6 +222,8 @@ class Bank(nn.Module):
             fits = fits and value.dtype == torch.float64 and bool((value >= 0).all())
             allowed = f"float64 {list(shape)} >= 0"
             require(fits and bool(value.isfinite().all()), f"state 'bank.{name}'", value, allowed)
+        total = float(own["weights"].sum())
+        require(abs(total - 1) < 1e-6, "state 'bank.weights'", f"a sum of {total}", "a sum of 1")
         self._now = BankState(**{name: value.clone() for name, value in own.items()})
 
 

@@ -56,12 +56,12 @@ class Slot(NamedTuple):
         state = replace(self.state, memory=start.memory)
         return Slot(state, calls=self.calls, watch=self.watch)
 
-    def map_states(self, change: Callable[[FilterState], FilterState]) -> Slot:
-        """With another state, and the monitor's where it is."""
+    def map_states(self, change: Callable[[FilterState], FilterState], good: bool = False) -> Slot:
+        """With another state, and the monitor's where it is; with ``good`` these change, too."""
         if self.state is None:
             return self
-        state = change(self.state)
-        return self._replace(state=state, watch=self.watch.move_to(state.belief.mean))
+        state, watch = change(self.state), self.watch.map_states(change) if good else self.watch
+        return self._replace(state=state, watch=watch.move_to(state.belief.mean))
 
     def to_tensors(self) -> dict[str, Tensor]:
         """As named tensors, for a checkpoint; the source of the states is not repeated."""

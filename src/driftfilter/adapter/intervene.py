@@ -26,6 +26,8 @@ def _find_shapes(bound: BoundFilter) -> dict[str, torch.Size]:
 def find_where(bound: BoundFilter, names: str | Iterable[str]) -> Tensor:
     """The coordinates [d] of the parameters of these names or patterns."""
     shapes = _find_shapes(bound)
+    some = isinstance(names, Iterable)
+    require(some, "intervene: names", names, "one name or more")
     patterns = [names] if isinstance(names, str) else list(names)
     require(len(patterns) > 0, "intervene: names", patterns, "one name or more")
     for pattern in patterns:

@@ -34,7 +34,11 @@ class Taught(NamedTuple):
         """
         if numbers is None:
             return self
-        new = torch.as_tensor(numbers).reshape(-1)
+        try:
+            new = torch.as_tensor(numbers).reshape(-1)
+        except (TypeError, ValueError, RuntimeError):
+            require(False, "numbers", numbers, f"integers of shape [{samples}]")
+            raise
         whole = not new.is_floating_point() and new.dtype != torch.bool and not new.is_complex()
         found = f"{new.dtype} of shape {list(new.shape)}"
         require(whole and len(new) == samples, "numbers", found, f"integers of shape [{samples}]")

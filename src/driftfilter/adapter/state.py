@@ -211,11 +211,11 @@ class AdapterState(NamedTuple):
         return group(domains.known.place(signatures))
 
     def map_states(self, change: Callable[[FilterState], FilterState]) -> Self:
-        """With another state in every domain."""
-        domains = self.domains
+        """With another state in every domain, and those changed that a monitor may go back to."""
+        domains, watch = self.domains, self.watch.map_states(change)
         if domains is not None:
-            domains = domains.map_slots(lambda slot: slot.map_states(change))
-        return self._replace(state=change(self.current), domains=domains)
+            domains = domains.map_slots(lambda slot: slot.map_states(change, good=True))
+        return self._replace(state=change(self.current), domains=domains, watch=watch)
 
     def _keep(self, domains: DomainMemory) -> tuple[Slot, ...]:
         """The slots with what is known in the active domain."""
@@ -226,8 +226,8 @@ class AdapterState(NamedTuple):
         slots[domains.active] = Slot(state, self.recent, self.calls, watch)
         return tuple(slots)
 
-    def enter(self, place: int) -> Self:
-        """In another domain; steps count on."""
+    def enter(self, place: int, visiting: bool = False) -> Self:
+        """In another domain; steps count on. ``visiting``: no batch of the stream comes there."""
         domains = self.domains
         if domains is None or place == domains.active:
             return self
@@ -236,7 +236,8 @@ class AdapterState(NamedTuple):
         if self.state is not None:
             assert self.bound is not None
             known = self.bound.start if state is None else state
-            memory = ask_at_once(known.memory) if domains.returns(place) else known.memory
+            anew = domains.returns(place) and not visiting
+            memory = ask_at_once(known.memory) if anew else known.memory
             state = replace(known, step=self.state.step, memory=memory)
         return self._replace(
             state=state,
@@ -407,7 +408,7 @@ class AdapterState(NamedTuple):
                 bound.filter.require_recalled(state)
         opinions = None
         if _OPINIONS + "sums" in own:
-            opinions = Opinions.from_tensors(_OPINIONS, own)
+            opinions = Opinions.from_tensors(_OPINIONS, own, classes)
         before = (bound, bound.found, learned, kept, known, calls, number, None, watch, labels)
         return cls(*before, domains, opinions, Taught.from_tensors(own))
 

@@ -271,6 +271,8 @@ def tune(options: TuneOptions, output: Output, arguments: Sequence[str]) -> Foun
             found = tuning.tune(options, _count_samples(watch))
         except (ValueError, OSError, ImportError, TypeError) as error:
             return fail("tune", error, 2)
+        except RuntimeError as error:  # of the model, which takes other samples
+            return fail("tune", error, 1)
         end(f"  tune: {found.samples} samples")
     output.say("\n".join(tuning.describe(found)))
     return 0, found.to_dict()

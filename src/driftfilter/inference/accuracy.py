@@ -31,7 +31,7 @@ from typing import NamedTuple, Self, final
 import torch
 from torch import Tensor
 
-from driftfilter.base.checks import require, require_finite
+from driftfilter.base.checks import require, require_count, require_finite
 from driftfilter.base.light import as_torch, count, join, lighten, match, total
 
 WINDOW = 1000  # samples, or a block more
@@ -64,6 +64,9 @@ class Estimate:
     @classmethod
     def of(cls, log_probabilities: Tensor, last: int = WINDOW) -> Estimate:
         """The estimate from log-probabilities [..., k] alone, over the ``last`` samples."""
+        require_count("Estimate.of: last", last, 1)
+        shape = list(log_probabilities.shape)
+        require(len(shape) > 1, "Estimate.of: log_probabilities", shape, "of shape [..., k]")
         return Expectation(Opinions.of(log_probabilities.flatten(0, -2)[-last:])).estimate
 
 
@@ -132,8 +135,14 @@ class Opinions(NamedTuple):
         return {"sums": self.sums.contiguous(), "counts": torch.tensor(self.counts)}
 
     @classmethod
-    def from_tensors(cls, prefix: str, own: Mapping[str, Tensor]) -> Self:
-        """What named tensors describe; refused unless it may be that."""
+    def from_tensors(
+        cls, prefix: str, own: Mapping[str, Tensor], classes: int | None = None
+    ) -> Self:
+        """What named tensors describe; refused unless it may be that, of so many classes if that
+        is known.
+        """
+        there = f"{prefix}counts" in own
+        require(there, f"state {prefix + 'counts'!r}", None, "there, beside the sums")
         sums, counts = own[f"{prefix}sums"], own[f"{prefix}counts"]
         found = f"{list(sums.shape)} {sums.dtype}, {list(counts.shape)} {counts.dtype}"
         fits = sums.dtype == torch.float64 and counts.dtype == torch.int64 and sums.dim() == 2
@@ -141,7 +150,9 @@ class Opinions(NamedTuple):
         fits = fits and sums.shape[1] >= 4 and sums.shape[1] % 2 == 0
         require(fits, f"state {prefix + 'sums'!r}", found, "torch.float64 [b, 2k + 2], and [b]")
         require_finite(f"state {prefix + 'sums'!r}", sums)
-        k, most = sums.shape[1] // 2 - 1, 1.001 * counts.double() + 1e-6
+        k = sums.shape[1] // 2 - 1
+        require(classes in (None, k), f"state {prefix + 'sums'!r}", k, f"of {classes} classes")
+        most = 1.001 * counts.double() + 1e-6
         parts = (sums[:, :k].sum(1), sums[:, k : 2 * k].sum(1), *sums[:, 2 * k :].T)
         fits = bool((counts > 0).all() and (sums >= -1e-6).all())
         fits = fits and all(bool((part <= most).all()) for part in parts)
@@ -161,9 +172,9 @@ class Expectation(NamedTuple):
     @property
     def estimate(self) -> Estimate:
         """The formulas at the top of this file."""
-        if self.opinions is None:
+        n = 0 if self.opinions is None else sum(self.opinions.counts)
+        if self.opinions is None or not n:
             return Estimate(math.nan, 0.0, 1.0, 0)
-        n = sum(self.opinions.counts)
         *shares, sure, squares = (self.opinions.sums.sum(0) / n).tolist()  # the only look there
         k = len(shares) // 2
         error = (1 - sure) * _weigh(_entropy(shares[:k]), _entropy(shares[k:]))

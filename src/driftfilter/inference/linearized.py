@@ -339,12 +339,17 @@ class Bong(Checked):
         return newton_step(prior, gradient, factor, negative=negative), memory
 
 
+def follows_energy(inference: Inference) -> bool:
+    """Whether it learns from an energy: not if nothing, nor if it moves prototypes by features."""
+    return not isinstance(inference, Frozen) and not getattr(inference, "of_features", False)
+
+
 def choose_for_labels(inference: Inference) -> Inference:
     """The inference with which labels are learned: its own, but a centred Fisher, to which one
     sample says nothing, is not centred; refused if it learns nothing.
     """
     allowed = "one that learns from an energy, such as Linearized(), if labels are to be learned"
-    require(not isinstance(inference, Frozen), "inference", inference, allowed)
+    require(follows_energy(inference), "inference", inference, allowed)
     curvature = inference.curvature
     if not isinstance(curvature, EmpiricalFisher) or not curvature.centered:
         return inference

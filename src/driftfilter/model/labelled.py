@@ -23,6 +23,8 @@ Labeling: TypeAlias = Callable[[Tensor], Tensor]  # logits [n, k] -> class indic
 def require_labels(labels: object, samples: int, field: str = "labels") -> Tensor:
     """The labels, if they are class indices [n]; one sample may have a plain number."""
     if isinstance(labels, int) and not isinstance(labels, bool):
+        most = torch.iinfo(torch.int64).max
+        require(-most <= labels <= most, field, labels, "a class index")
         labels = torch.tensor([labels])
     require(isinstance(labels, Tensor), field, type(labels).__name__, "a tensor of integers")
     assert isinstance(labels, Tensor)
@@ -38,7 +40,7 @@ def require_labels(labels: object, samples: int, field: str = "labels") -> Tenso
 
 def require_classes(labels: Tensor, classes: int, field: str = "labels") -> None:
     """Raise unless labels are of k classes."""
-    low, high = int(labels.min()), int(labels.max())
+    low, high = int(labels.long().min()), int(labels.long().max())
     found, allowed = f"values from {low} to {high}", f"in [0, {classes - 1}]"
     require(0 <= low <= high < classes, field, found, allowed)
 

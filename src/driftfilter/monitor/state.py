@@ -4,7 +4,7 @@ checkpoint.
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Self, final
 
@@ -122,6 +122,13 @@ class MonitorState:
             name: tensor.to(mean.device) for name, tensor in self._tensors().items()
         }
         return replace(self, **tensors, good=there(self.good), newer=there(self.newer))
+
+    def map_states(self, change: Callable[[FilterState], FilterState]) -> Self:
+        """With other states to go back to."""
+        good, newer = (
+            None if state is None else change(state) for state in (self.good, self.newer)
+        )
+        return replace(self, good=good, newer=newer)
 
     def _tensors(self) -> dict[str, Tensor]:
         return {name: tensor for name in _TENSORS if (tensor := getattr(self, name)) is not None}

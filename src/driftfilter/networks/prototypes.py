@@ -314,6 +314,7 @@ class Supports(Checked):
 
     capacity: Count = 100
     curvature = NoCurvature()
+    of_features = True  # not of an energy, and so not of labels
 
     def __call__(
         self, prior: Belief, energy: Energy, memory: Memory, randomness: Randomness
@@ -405,6 +406,7 @@ class Mixture(Checked):
     transition_concentration: NotNegative = 0.0  # 0: nothing is forgotten
     pseudo_count: NotNegative = 0.0  # 0: class weights stay
     curvature = NoCurvature()
+    of_features = True  # not of an energy, and so not of labels
 
     def __call__(
         self, prior: Belief, energy: Energy, memory: Memory, randomness: Randomness

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 
 from driftfilter.app.cli import main
@@ -204,3 +205,13 @@ def test_estimates_of_a_run_are_means_of_windows_that_do_not_overlap(tmp_path: P
 @pytest.mark.usefixtures("done")
 def test_summary_has_the_estimate_of_the_steps() -> None:
     assert summary("o")["estimate"]["accuracy"] == steps("o")[-1]["estimate"]
+
+
+def test_a_run_that_failed_is_not_good(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    x = np.load("x.npy")
+    x[-1] = np.nan
+    np.save("x.npy", x)
+    assert run("--out", "o", "--on-bad-batch", "stop", "--quiet") == 1
+    capsys.readouterr()
+    assert check("--min-accuracy-estimate", "0") == 1
+    assert "o holds a run that failed: step 4" in capsys.readouterr().err

@@ -68,6 +68,8 @@ def test_labels_that_changed_are_refused(folder: Path, capsys: pytest.CaptureFix
         ("3", "late.csv line 2 must be sample,label or sample,label,after: integers >= 0, got '3'"),
         ("3,cat", "late.csv line 2 must be sample,label"),
         ("-1,0", "late.csv line 2 must be sample,label"),
+        (f"1,{10**23}", "late.csv line 2 must be sample,label"),
+        (f"1,2,{10**23}", "late.csv line 2 must be sample,label"),
         (f"{N},0", f"late.csv line 2 must be one of the data, 0 to {N - 1}, got 'sample {N}'"),
         ("0,1", "late.csv must be one for each sample, got 'two labels of samples [0]'"),
     ],
@@ -95,3 +97,18 @@ def test_stdin_cannot_be_read_again(
     write("late.csv", "0,1")
     assert run("--out", "o", "--labels", "late.csv", data="-", preset=PRESET) == 2
     assert "samples of stdin cannot be read again" in capsys.readouterr().err
+
+
+def test_a_file_that_is_no_text_is_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("late.CSV").write_bytes(b"\xff\xfe\x00\x81")
+    assert run("--out", "o", "--labels", "late.CSV", preset=PRESET) == 2
+    assert "late.CSV must be text, sample,label in a line" in capsys.readouterr().err
+
+
+def test_a_recipe_that_learns_no_labels_refuses_before_it_runs(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write("late.csv", "0,1", "1,2")
+    assert run("--out", "o", "--labels", "late.csv", preset="source") == 2
+    assert "one that learns from an energy" in capsys.readouterr().err
+    assert not Path("o").exists()

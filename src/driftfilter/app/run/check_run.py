@@ -102,7 +102,10 @@ def check_run(options: CheckOptions, output: Output) -> tuple[int, dict[str, Any
     ReportError.
     """
     try:
-        checks = find_checks(options, read_run(options.run))
+        run = read_run(options.run)
+        if run.summary.get("error"):
+            raise ReportError(f"{options.run} holds a run that failed: {run.summary['error']}")
+        checks = find_checks(options, run)
     except (LookupError, TypeError, AttributeError, ValueError) as error:
         if isinstance(error, ReportError):
             raise

@@ -38,8 +38,11 @@ class LateLabels(NamedTuple):
         require(isinstance(feed, StoredFeed), "DATA", "-", allowed)
         assert isinstance(feed, StoredFeed)
         require(path.is_file(), "--labels", str(path), "a file that is there")
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            rows = [(place, row) for place, row in enumerate(csv.reader(file), 1) if row]
+        try:
+            with path.open(encoding="utf-8-sig", newline="") as file:
+                rows = [(place, row) for place, row in enumerate(csv.reader(file), 1) if row]
+        except (UnicodeDecodeError, csv.Error) as error:
+            raise ValueError(f"{path} must be text, sample,label in a line: {error}") from error
         if rows and tuple(cell.strip() for cell in rows[0][1]) in (_HEADER, _HEADER[:2]):
             rows = rows[1:]
         found = [_parse(path, place, row, feed.count) for place, row in rows]
@@ -86,11 +89,13 @@ class LateLabels(NamedTuple):
 def _parse(path: Path, place: int, row: list[str], count: int) -> tuple[int, int, int]:
     """When a label is due, the number of its sample, and the label."""
     where, allowed = f"{path} line {place}", "sample,label or sample,label,after: integers >= 0"
+    most = np.iinfo(np.int64).max
     try:
         sample, label, *rest = (int(cell) for cell in row)
     except ValueError:
         sample, label, rest = -1, -1, []
-    fits = min(sample, label, *rest) >= 0 and len(rest) < 2
+    numbers = sample, label, *rest
+    fits = min(numbers) >= 0 and max(numbers) <= most and len(rest) < 2
     require(fits, where, ",".join(row), allowed)
     require(sample < count, where, f"sample {sample}", f"one of the data, 0 to {count - 1}")
     return max((sample + 1, *rest)), sample, label

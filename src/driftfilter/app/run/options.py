@@ -102,7 +102,7 @@ class RunOptions:
     @property
     def labels_are_late(self) -> bool:
         """Whether labels are learned, not held against predictions."""
-        return self.labels is not None and self.labels.endswith(".csv")
+        return self.labels is not None and self.labels.lower().endswith(".csv")
 
     def fixed(self) -> dict[str, Any]:
         """Options that must not change between the parts of a run.

@@ -18,6 +18,7 @@ from driftfilter.app.run.load_model import open_model
 from driftfilter.app.run.options import RunOptions
 from driftfilter.app.run.reader import Feed, Form, open_feed, open_labels
 from driftfilter.base.checks import require
+from driftfilter.inference.linearized import choose_for_labels
 from driftfilter.recipe import change
 
 
@@ -65,6 +66,9 @@ def prepare(options: RunOptions) -> PreparedRun:
     )
     within = None if options.range is None else parse_range(options.range)
     form = Form(find_dtype(model), machine.device, options.layout, options.scale, within)
+    adapter = build_adapter(options, model, form)
+    if late is not None:
+        choose_for_labels(adapter.recipe.inference)  # refused now, not at every label
     return PreparedRun(
         options=options,
         feed=feed,
@@ -74,7 +78,7 @@ def prepare(options: RunOptions) -> PreparedRun:
         model=model,
         source=df.adapt(model, "source") if options.baseline else None,
         classes=() if options.classes is None else summary.open_classes(Path(options.classes)),
-        adapter=build_adapter(options, model, form),
+        adapter=adapter,
         late=late,
     )
 
