@@ -95,7 +95,10 @@ class Shard:
 
     def _serve_wave(self, requests: Sequence[Request]) -> list[Reply | ProblemError]:
         """Answer requests of different tenants: work out what each becomes, keep it, answer."""
-        tenants = [self._attempt(partial(self._find, own)) for own in requests]
+        tenants, new = list[Any](), 0  # new: tenants that the store does not count yet
+        for own in requests:
+            tenants.append(found := self._attempt(partial(self._find, own, new)))
+            new += isinstance(found, Tenant) and found.is_new and own.kind != "peek"
         self._share_pass(requests, tenants)
         works = [
             found
@@ -119,12 +122,12 @@ class Shard:
 
     # What a tenant is before a request
 
-    def _find(self, request: Request) -> Any:
+    def _find(self, request: Request, new: int) -> Any:
         """The tenant of a request, or the answer if nothing is left to do."""
         tenant = self._load(key_of(request.tenant))
         if tenant.is_new and request.kind in ("look", "delete", "reset"):
             raise ProblemError(404, "tenant", request.tenant, "one that has been served before")
-        if tenant.is_new and request.kind != "peek" and self.store.count() >= self.limit:
+        if tenant.is_new and request.kind != "peek" and self.store.count() + new >= self.limit:
             allowed = f"at most {self.limit} tenants"
             raise ProblemError(429, "tenant", request.tenant, allowed, retry_after=3600)
         if request.kind not in STEPS or request.sequence is None:
