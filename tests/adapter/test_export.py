@@ -51,6 +51,10 @@ RECIPES = {
         nn.BatchNorm1d,
         replace(df.presets.get("head_ekf"), statistics="source", prediction=df.Tempered(1.7)),
     ),
+    "head without batch norm": (
+        nn.LayerNorm,
+        replace(df.presets.get("head_ekf"), prediction=df.Tempered(1.7)),
+    ),
     "offsets": (nn.LayerNorm, df.presets.get("center", count=1.0)),
     "LoRA": (
         nn.LayerNorm,

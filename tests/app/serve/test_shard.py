@@ -250,7 +250,12 @@ def test_new_tenants_that_come_together_keep_to_the_limit(tmp_path: Path) -> Non
 def test_a_call_that_nobody_waits_for_ends_no_thread(tmp_path: Path) -> None:
     shard = Shard(df.adapt(tabular().eval(), "center"), FolderStore(tmp_path, sync=False))
     batcher, begun, go = Batcher(shard), threading.Event(), threading.Event()
-    first = batcher.call(lambda: (begun.set(), go.wait(10)))
+
+    def work() -> bool:
+        begun.set()
+        return go.wait(10)
+
+    first = batcher.call(work)
     assert begun.wait(10)
     second = batcher.call(lambda: None)
     assert second.cancel()

@@ -175,7 +175,8 @@ class Shard:
     def _share_pass(self, requests: Sequence[Request], tenants: Sequence[Any]) -> None:
         """Run the network once for all requests whose samples are alike, if the recipe lets it.
 
-        One request alone goes the same way: whether it has company must change no bit.
+        One request alone goes the same way: whether it has company changes no bit of a network of
+        convolutions, and others to rounding.
         """
         groups: dict[Any, list[Inputs]] = {}
         for request, tenant in zip(requests, tenants, strict=True):
