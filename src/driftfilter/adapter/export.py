@@ -19,6 +19,7 @@ import math
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -196,6 +197,10 @@ def _logits(adapter: Adapter, module: nn.Module, inputs: Inputs) -> Tensor:
 
 def _trace(module: nn.Module, example: Inputs) -> bytes:
     """The module as an ONNX graph for batches of any size."""
+    missing = [name for name in ("onnx", "onnxscript") if find_spec(name) is None]
+    if missing:
+        told = f"export: ONNX needs {' and '.join(missing)}: pip install 'driftfilter[onnx]'"
+        raise ModuleNotFoundError(told)
     args, named = arguments(example)
     require(batch_size(example) > 1, "export: example", batch_size(example), "of >= 2 samples")
     sizes = torch.export.Dim("batch")

@@ -2,7 +2,10 @@
 
 import io
 import json
+import os
 import random
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -259,3 +262,18 @@ def test_fuzzed_bodies_never_break_it(client: Any) -> None:
         steps += found.status_code == 200
     if steps:
         assert client.get("/v1/tenants/a").json()["steps"] == steps
+
+
+def test_a_termination_is_an_end_in_order(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "driftfilter.app.cli", "serve", "resnet20"]
+    env = {**os.environ, "PYTHONPATH": str(Path(df.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    options = ["--preset", "center", "--store", str(tmp_path / "store"), "--port", "0"]
+    with subprocess.Popen(
+        command + options, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
+    ) as service:
+        assert service.stdout is not None
+        assert "serving at" in service.stdout.readline()
+        service.terminate()
+        _, told = service.communicate(timeout=60)
+    assert service.returncode == 0
+    assert "what was answered is in the store" in told
