@@ -264,3 +264,23 @@ def test_a_call_that_nobody_waits_for_ends_no_thread(tmp_path: Path) -> None:
     answer = batcher.submit(Request("predict", "a", _batch(0, (4,)))).result(10)
     assert answer.sequence == 1
     batcher.stop()
+
+
+def test_a_tenant_that_cannot_be_written_harms_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shard = Shard(df.adapt(tabular().eval(), "center"), FolderStore(tmp_path, sync=False))
+    whole = shard._encode
+
+    def encode(tenant: str, work: Any) -> bytes | None:
+        if tenant == "b":
+            raise ValueError("no such number")
+        return whole(tenant, work)
+
+    requests = [Request("predict", tenant, _batch(0, (4,))) for tenant in TENANTS]
+    with monkeypatch.context() as patch:
+        patch.setattr(shard, "_encode", encode)
+        kinds = [type(found) for found in shard.serve(requests)]
+    assert kinds == [Reply, ProblemError, Reply]
+    again = shard.serve(requests)
+    assert [found.sequence for found in again if isinstance(found, Reply)] == [2, 1, 2]

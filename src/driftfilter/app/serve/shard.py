@@ -236,25 +236,27 @@ class Shard:
         """Bring what has changed to the store, at once, and answer; if that fails, all is as it
         was.
         """
-        changed = [place for place, work in enumerate(works) if work is None or _is_tenant(work)]
         replies: list[Reply | ProblemError] = list(works)
-        if not changed:
+        entries = dict[int, Entry]()  # by the place of the request
+        for place, work in enumerate(works):
+            if work is None or _is_tenant(work):
+                tenant = requests[place].tenant
+                content = self._attempt(partial(self._encode, tenant, work))
+                if isinstance(content, ProblemError):  # no other tenant's
+                    replies[place] = content
+                else:
+                    entries[place] = Entry(key_of(tenant), content)
+        if not entries:
             return replies
-        keys = [key_of(requests[place].tenant) for place in changed]
         try:
-            entries = [
-                Entry(key, self._encode(requests[place].tenant, works[place]))
-                for key, place in zip(keys, changed, strict=True)
-            ]
-            self.store.write(entries)
+            self.store.write(list(entries.values()))
         except OSError as error:
             self.counts.failures += 1
-            problem = _refuse(error)
-            for place in changed:
-                replies[place] = problem
-            return replies
-        for key, place in zip(keys, changed, strict=True):
-            replies[place] = self._commit(key, works[place])
+            return [
+                _refuse(error) if place in entries else own for place, own in enumerate(replies)
+            ]
+        for place, entry in entries.items():
+            replies[place] = self._commit(entry.key, works[place])
         return replies
 
     def _encode(self, tenant: str, work: Tenant | None) -> bytes | None:
