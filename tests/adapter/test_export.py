@@ -1,5 +1,6 @@
 """An exported network says what the adapter predicts."""
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -50,6 +51,10 @@ RECIPES = {
     "head": (
         nn.BatchNorm1d,
         replace(df.presets.get("head_ekf"), statistics="source", prediction=df.Tempered(1.7)),
+    ),
+    "head without batch norm": (
+        nn.LayerNorm,
+        replace(df.presets.get("head_ekf"), prediction=df.Tempered(1.7)),
     ),
     "offsets": (nn.LayerNorm, df.presets.get("center", count=1.0)),
     "LoRA": (
@@ -124,6 +129,14 @@ def test_what_an_export_cannot_hold_is_refused(tmp_path: Path) -> None:
         adapter.export(tmp_path / "model.pt")
     with pytest.raises(ValueError, match="export: path"):
         adapter.export(tmp_path / "model.zip", inputs)
+
+
+def test_onnx_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    adapter = _adapted(_network(nn.LayerNorm), df.presets.get("center"))
+    monkeypatch.setitem(sys.modules, "onnxscript", None)
+    with pytest.raises(ModuleNotFoundError, match=r"needs .*onnxscript: pip install .*\[onnx\]"):
+        adapter.export(tmp_path / "model.onnx", _batches()[0])
+    assert not (tmp_path / "model.onnx").exists()
 
 
 def test_a_rule_with_draws_is_left_out_with_a_warning(tmp_path: Path) -> None:

@@ -43,3 +43,16 @@ def test_what_is_loaded_shares_the_network_and_its_source() -> None:
     assert one.snapshot().bound is bound
     assert bound is not None
     assert one.state.source is bound.start.source
+
+
+def test_what_is_no_snapshot_of_this_model_changes_nothing() -> None:
+    one, other = df.adapt(tabular().eval(), "tent"), df.adapt(tabular(width=9).eval(), "tent")
+    for adapter in (one, other):
+        adapter(_batch((4,), 0))
+    saved = one.state_dict()
+    with pytest.raises(ValueError, match="restore: snapshot must be what snapshot"):
+        one.restore(None)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="adapted parameters"):
+        one.restore(other.snapshot())
+    assert all(torch.equal(value, saved[name]) for name, value in one.state_dict().items())
+    one(_batch((4,), 1))

@@ -40,6 +40,18 @@ def test_a_log_cut_anywhere_has_its_whole_records(tmp_path: Path) -> None:
         assert _read(path) == RECORDS[: sum(end <= cut for end in ends)]
 
 
+def test_zeros_behind_the_records_are_of_a_loss_of_power(tmp_path: Path) -> None:
+    """A file system may keep the new size of a file without what was written there."""
+    path = tmp_path / "a.log"
+    whole = _written(path)
+    for zeros in (1, 12, 13, 5000):
+        path.write_bytes(whole + bytes(zeros))
+        assert _read(path) == RECORDS
+    path.write_bytes(whole + bytes(12) + whole)
+    with pytest.raises(DamagedLogError, match="damaged at byte"):
+        _read(path)
+
+
 def test_a_flipped_bit_is_no_record(tmp_path: Path) -> None:
     path = tmp_path / "a.log"
     whole = _written(path)

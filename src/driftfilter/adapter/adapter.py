@@ -390,8 +390,16 @@ class Adapter(nn.Module):
         """Go on from a ``snapshot`` of this adapter: as many streams as there are snapshots share
         one network, by turns. Detectors of a monitor, which are no part of it, begin anew.
         """
+        is_one = isinstance(snapshot, AdapterState)
+        require(is_one, "restore: snapshot", type(snapshot).__name__, "what snapshot() returned")
         with self._lock:
-            self._now = snapshot
+            before, self._now = self._now, snapshot
+            try:
+                if snapshot.bound is not None and snapshot.bound.read.model is not self.model:
+                    self._ready(None)  # taken before the model moved, or on another one
+            except BaseException:
+                self._now = before
+                raise
             self._detectors = fresh_detectors(self.monitor)
 
     def export(self, path: str | Path, example: Inputs | None = None) -> None:

@@ -19,12 +19,14 @@ import math
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import save as tensor_bytes
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from driftfilter.base.checks import require, warn
 from driftfilter.base.inputs import Inputs, arguments, batch_size
@@ -123,18 +125,20 @@ def _find_tensors(adapter: Adapter, model: Any, theta: Tensor) -> dict[str, Tens
     recipe = adapter.recipe
     require(not recipe.align, "export: recipe", "norms='aligned'", "of norms that the model has")
     if isinstance(model, OnFeatures):
-        return _find_head_tensors(model, theta)
+        return _find_head_tensors(model, theta, adapter.model)
     require(isinstance(model, Network), "export: recipe", recipe.parameters, "of the network's own")
     return {**model.adapted_parameters(theta), **model.adapted_statistics()}
 
 
-def _find_head_tensors(model: OnFeatures, theta: Tensor) -> dict[str, Tensor]:
+def _find_head_tensors(model: OnFeatures, theta: Tensor, module: nn.Module) -> dict[str, Tensor]:
     head, backbone = model.model, model.backbone
     fits = isinstance(head, LinearHead) and isinstance(backbone, Backbone)
     require(fits, "export: recipe", type(head).__name__, "of a linear head (no prototypes)")
     assert isinstance(backbone, Backbone)
     allowed = "'source': an export sees no batch to take them from"
-    require(backbone.statistics == "source", "export: statistics", backbone.statistics, allowed)
+    alone = not any(isinstance(layer, _BatchNorm) for layer in module.modules())
+    known = alone or backbone.statistics == "source"
+    require(known, "export: statistics", backbone.statistics, allowed)
     rows = theta.view(len(backbone.weight), -1)
     if backbone.bias is None:
         return {f"{backbone.head}.weight": rows}
@@ -193,6 +197,10 @@ def _logits(adapter: Adapter, module: nn.Module, inputs: Inputs) -> Tensor:
 
 def _trace(module: nn.Module, example: Inputs) -> bytes:
     """The module as an ONNX graph for batches of any size."""
+    missing = [name for name in ("onnx", "onnxscript") if find_spec(name) is None]
+    if missing:
+        told = f"export: ONNX needs {' and '.join(missing)}: pip install 'driftfilter[onnx]'"
+        raise ModuleNotFoundError(told)
     args, named = arguments(example)
     require(batch_size(example) > 1, "export: example", batch_size(example), "of >= 2 samples")
     sizes = torch.export.Dim("batch")

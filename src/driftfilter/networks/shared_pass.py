@@ -2,7 +2,8 @@
 
 Each batch is then known by identity, as long as its tensors live and are not written to. Torch may
 compute one sample alone by other products than several together, which changes the last bit: a pass
-has at least two samples, so that what is found of a batch does not depend on its company.
+has at least two samples. What is found of a batch then does not depend on its company, but for the
+rounding of matrix products, which torch computes by the number of their rows.
 """
 
 from __future__ import annotations

@@ -108,6 +108,8 @@ def read_records(path: Path) -> Iterator[Record]:
             if _frame(content) != frame:
                 if start + length == size:  # a length that was written before its content
                     return
+                if not any(frame) and not any(file.read()):  # a size that was, at a loss of power
+                    return
                 raise DamagedLogError(f"{path} is damaged at byte {place}: no log was read")
             yield Record(start, content)
             place = start + length

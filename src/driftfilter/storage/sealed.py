@@ -8,6 +8,7 @@ Nothing is ever pickled.
 import hashlib
 import json
 import re
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -92,12 +93,12 @@ def parse_object(text: bytes | str) -> dict[str, Any]:
     """A JSON object in which no name stands twice: readers differ in which one they take."""
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        names = [name for name, _ in pairs]
-        twice = (
-            [name for name in names if names.count(name) > 1] if len({*names}) < len(names) else []
-        )
-        require(not twice, "a JSON object", f"{twice[:1]} twice", "of fields named once each")
-        return dict(pairs)
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            names = Counter(name for name, _ in pairs)
+            twice = [name for name, count in names.items() if count > 1][:1]
+            require(not twice, "a JSON object", f"{twice} twice", "of fields named once each")
+        return found
 
     found = json.loads(text, object_pairs_hook=once)
     require(isinstance(found, dict), "JSON", type(found).__name__, "an object")

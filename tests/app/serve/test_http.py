@@ -2,7 +2,10 @@
 
 import io
 import json
+import os
 import random
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -16,6 +19,7 @@ import torch
 
 import driftfilter as df
 from driftfilter.app.run.reader import Form
+from driftfilter.storage.sealed import parse_object
 
 pytest.importorskip("starlette", reason="the extra serve is not installed")
 uvicorn = pytest.importorskip("uvicorn", reason="the extra serve is not installed")
@@ -150,6 +154,7 @@ def test_tokens_limits_and_names(tmp_path: Path) -> None:
         assert client.get("/readyz").status_code == 200
         _problem(client.get("/v1/tenants/" + "x" * 201), 400, "tenant")
         _problem(client.get("/v1/tenants/a%00b"), 400, "tenant")
+        _problem(client.get("/v1/tenants/a%ff"), 400, "tenant")  # else the same as a%fe
         _problem(client.get("/v1/tenants/..%2f..%2fetc"), 404, "path")
         _problem(client.get("/v1/tenants/.."), 404, "path")
         large = client.post("/v1/tenants/b/predict", content=b"x" * (BODY + 1), headers=NPY)
@@ -157,6 +162,12 @@ def test_tokens_limits_and_names(tmp_path: Path) -> None:
         statuses = [client.get("/v1/tenants/c").status_code for _ in range(8)]
         assert statuses[:4] == [404] * 4
         assert 429 in statuses
+
+
+def _head(shape: str) -> bytes:
+    """The header of a .npy file, and nothing behind it."""
+    line = f"{{'descr': '<f4', 'fortran_order': False, 'shape': {shape}, }}\n".encode()
+    return b"\x93NUMPY\x01\x00" + len(line).to_bytes(2, "little") + line
 
 
 CASES: list[tuple[Any, dict[str, str], int, str]] = [
@@ -170,6 +181,12 @@ CASES: list[tuple[Any, dict[str, str], int, str]] = [
     (_npy(np.zeros((2, 4))).replace(b"(2, 4)", b"(9, 4)"), NPY, 400, "body"),
     (_npy(np.zeros((2, 4))).replace(b"(2, 4)", b"(-2,-4)"[:6]), NPY, 400, "body"),
     (_npy(np.zeros((0, 4))), NPY, 422, "inputs"),
+    (_head(f"(0, {2**70})"), NPY, 400, "body"),
+    (_head(f"(0, {2**40}, {2**40})"), NPY, 400, "body"),
+    (_head(f"({'9' * 4000}, {'9' * 4000})"), NPY, 400, "body"),
+    (_head(f"({'0,' * 80})"), NPY, 400, "body"),
+    (_head("(-1, -4)"), NPY, 400, "body"),
+    (_head("(True, 0)"), NPY, 400, "body"),
     (_npy(np.zeros((2, 5))), NPY, 422, "inputs"),
     (_npy(np.full((2, 4), np.nan)), NPY, 422, "inputs"),
     (_npy(np.zeros(())), NPY, 422, "inputs"),
@@ -186,6 +203,12 @@ CASES: list[tuple[Any, dict[str, str], int, str]] = [
     ({"inputs": [[0, 0, 0, 0]], "sequence": True}, {}, 400, "sequence"),
     ({"inputs": [[0, 0, 0, 0]], "sequence": 0}, {}, 400, "sequence"),
     ({"inputs": [[0, 0, 0, 0]], "labels": [0]}, {}, 400, "labels"),
+    (b'{"inputs": [[0, 0, 0, 0]], "sequence": NaN}', {}, 400, "sequence"),
+    (b'{"inputs": [[0, 0, 0, 0]], "sequence": -Infinity}', {}, 400, "sequence"),
+    (b'{"inputs": [[0, 0, 0, 0]], "sequence": "\\ud800"}', {}, 400, "sequence"),
+    (b'{"inputs": {"\\ud800": 1}}', {}, 400, "\\ud800"),
+    (b'{"inputs": {"\\ud800": [[0, 0, 0, 0]]}}', {}, 422, "inputs"),
+    (b'{"\\ud800": 1, "\\ud800": 1}', {}, 400, "body"),
     ([1, 2], {}, 400, "body"),
     (b'{"inputs": [[1, 2, 3, NaN]]}', {}, 422, "inputs"),
     (b'{"inputs": 1, "inputs": 2}', {}, 400, "body"),
@@ -204,6 +227,15 @@ def test_a_malformed_body_is_refused_by_name(case: int, client: Any) -> None:
     headers = {"content-type": "application/json", **headers}
     _problem(client.post("/v1/tenants/a/predict", content=content, headers=headers), status, field)
     _problem(client.get("/v1/tenants/a"), 404, "tenant")
+
+
+def test_a_name_that_stands_twice_is_found_soon() -> None:
+    """In time that grows as the text does: else one body keeps the service busy for hours."""
+    names = ",".join(f'"{number}":0' for number in range(30_000))
+    begun = time.process_time()
+    with pytest.raises(ValueError, match="'0'] twice"):
+        parse_object(f'{{{names},"0":1}}')
+    assert time.process_time() - begun < 1
 
 
 def test_fuzzed_bodies_never_break_it(client: Any) -> None:
@@ -230,3 +262,18 @@ def test_fuzzed_bodies_never_break_it(client: Any) -> None:
         steps += found.status_code == 200
     if steps:
         assert client.get("/v1/tenants/a").json()["steps"] == steps
+
+
+def test_a_termination_is_an_end_in_order(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "driftfilter.app.cli", "serve", "resnet20"]
+    env = {**os.environ, "PYTHONPATH": str(Path(df.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    options = ["--preset", "center", "--store", str(tmp_path / "store"), "--port", "0"]
+    with subprocess.Popen(
+        command + options, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
+    ) as service:
+        assert service.stdout is not None
+        assert "serving at" in service.stdout.readline()
+        service.terminate()
+        _, told = service.communicate(timeout=60)
+    assert service.returncode == 0
+    assert "what was answered is in the store" in told

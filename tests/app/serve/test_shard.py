@@ -1,6 +1,7 @@
 """A shard does for each tenant what an adapter of its own would do, and each step once."""
 
 import errno
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 import driftfilter as df
+from driftfilter.app.serve.batching import Batcher
 from driftfilter.app.serve.problems import ProblemError
 from driftfilter.app.serve.shard import Kind, Reply, Request, Shard
 from driftfilter.app.serve.store import Entry, FolderStore
@@ -235,3 +237,50 @@ def test_labels_teach_a_tenant_as_they_teach_an_adapter(tmp_path: Path) -> None:
     wrong = Request("learn", "a", batch, torch.full((32,), 77))
     assert _problem(shard, wrong).status == 422
     assert shard.find_state("a") is before
+
+
+def test_new_tenants_that_come_together_keep_to_the_limit(tmp_path: Path) -> None:
+    shard = Shard(df.adapt(tabular().eval(), "center"), FolderStore(tmp_path, sync=False), limit=2)
+    requests = [Request("predict", tenant, _batch(0, (4,))) for tenant in ("a", "b", "c")]
+    kinds = [type(found) for found in shard.serve(requests)]
+    assert kinds == [Reply, Reply, ProblemError]
+    assert shard.store.count() == 2
+
+
+def test_a_call_that_nobody_waits_for_ends_no_thread(tmp_path: Path) -> None:
+    shard = Shard(df.adapt(tabular().eval(), "center"), FolderStore(tmp_path, sync=False))
+    batcher, begun, go = Batcher(shard), threading.Event(), threading.Event()
+
+    def work() -> bool:
+        begun.set()
+        return go.wait(10)
+
+    first = batcher.call(work)
+    assert begun.wait(10)
+    second = batcher.call(lambda: None)
+    assert second.cancel()
+    go.set()
+    first.result(10)
+    answer = batcher.submit(Request("predict", "a", _batch(0, (4,)))).result(10)
+    assert answer.sequence == 1
+    batcher.stop()
+
+
+def test_a_tenant_that_cannot_be_written_harms_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shard = Shard(df.adapt(tabular().eval(), "center"), FolderStore(tmp_path, sync=False))
+    whole = shard._encode
+
+    def encode(tenant: str, work: Any) -> bytes | None:
+        if tenant == "b":
+            raise ValueError("no such number")
+        return whole(tenant, work)
+
+    requests = [Request("predict", tenant, _batch(0, (4,))) for tenant in TENANTS]
+    with monkeypatch.context() as patch:
+        patch.setattr(shard, "_encode", encode)
+        kinds = [type(found) for found in shard.serve(requests)]
+    assert kinds == [Reply, ProblemError, Reply]
+    again = shard.serve(requests)
+    assert [found.sequence for found in again if isinstance(found, Reply)] == [2, 1, 2]

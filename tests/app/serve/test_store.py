@@ -1,11 +1,13 @@
 """A store gives back what was written last, across kills, new logs and other workers."""
 
+import errno
 import random
 from pathlib import Path
 
 import pytest
 
 from driftfilter.app.serve.store import Entry, FolderStore, key_of
+from driftfilter.storage.record_log import RecordLog
 
 KEYS = [key_of(f"tenant {number}") for number in range(6)]
 
@@ -80,3 +82,51 @@ def test_names_never_become_paths(tmp_path: Path) -> None:
     assert all(path.startswith(allowed) and path.isascii() for path in files)
     stems = [Path(path).stem for path in files if path.startswith("store/tenants/")]
     assert all(len(stem) == 40 and int(stem, 16) >= 0 for stem in stems)
+
+
+def test_a_log_that_cannot_be_removed_never_comes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store is read-only for a moment, just when an old log should go."""
+    store = FolderStore(tmp_path, segment=1)
+    store.write([Entry(KEYS[0], b"1")])
+    store.write([Entry(KEYS[0], b"2")])
+
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", refuse)
+        with pytest.raises(OSError, match="Read-only"):
+            store.tend(9)
+    store.write([Entry(KEYS[1], b"other")])
+    while store.tend(9):
+        pass
+    store.close()
+    with FolderStore(tmp_path) as store:
+        assert store.read(KEYS[0]) == b"2"
+
+
+def test_what_is_written_comes_to_the_disk_within_a_second_or_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if nothing more is written; and if that fails, no step is said not to be taken."""
+    now, synced, fails = [0.0], list[str](), [True]
+    monkeypatch.setattr("driftfilter.app.serve.store.time.monotonic", lambda: now[0])
+
+    def sync(log: RecordLog) -> None:
+        if fails[0]:
+            raise OSError(errno.EIO, "Input/output error")
+        synced.append(log.path.stem)
+
+    with FolderStore(tmp_path, sync=False, segment=1) as store:
+        monkeypatch.setattr(RecordLog, "sync", sync)
+        store.write([Entry(KEYS[0], b"1")])
+        now[0] = 5.0
+        store.write([Entry(KEYS[0], b"2")])
+        with pytest.raises(OSError, match="Input/output"):
+            store.tend(0)
+        fails[0] = False
+        while store.tend(0) and len(synced) < 2:
+            now[0] += 0.05
+        assert synced == ["00000001", "00000002"]

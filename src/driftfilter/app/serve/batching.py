@@ -84,6 +84,8 @@ class Batcher:
     def _call_all(self) -> None:
         while self._calls:
             work, future = self._calls.popleft()
+            if not future.set_running_or_notify_cancel():
+                continue
             try:
                 future.set_result(work())
             except Exception as error:

@@ -25,6 +25,7 @@ from driftfilter.storage.sealed import parse_object
 NPY, JSON = "application/x-npy", "application/json"
 _LAST = 2**53  # whole numbers that every JSON reader keeps
 _DEPTH = 40  # of brackets in JSON
+_DIMENSIONS = 32  # that every NumPy knows
 
 
 class Body(NamedTuple):
@@ -72,6 +73,7 @@ def read_npy(data: bytes) -> NDArray[Any]:
         version = npy.read_magic(file)
         read = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}[version]
         shape, columns_first, dtype = read(file)
+        _require_lengths(shape)
     except Exception as error:  # NumPy reads it as Python's tokens, which fail in many ways
         told = f"a .npy array of version 1 or 2 ({error})"
         raise ProblemError(400, "body", f"{len(data)} bytes", told) from error
@@ -79,10 +81,17 @@ def read_npy(data: bytes) -> NDArray[Any]:
     if dtype.kind not in "biuf" or dtype.hasobject:
         raise ProblemError(400, "dtype", dtype, "one of booleans, integers or floating numbers")
     size = math.prod(shape) * dtype.itemsize
-    if size != len(rest) or any(length < 0 for length in shape):
+    if size != len(rest):
         raise ProblemError(400, "body", f"{len(rest)} bytes", f"{size} bytes for shape {shape}")
     array = np.frombuffer(rest, dtype).reshape(shape, order="F" if columns_first else "C")
     return array.astype(dtype.newbyteorder("="))
+
+
+def _require_lengths(shape: tuple[int, ...]) -> None:
+    """What NumPy can make an array of, be it empty."""
+    fits = all(type(length) is int and 0 <= length < _LAST for length in shape)
+    if not fits or len(shape) > _DIMENSIONS or math.prod(filter(None, shape)) >= _LAST:
+        raise ValueError(f"no array has the shape {str(shape)[:80]}")
 
 
 def _read_json(data: bytes) -> dict[str, Any]:

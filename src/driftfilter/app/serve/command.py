@@ -1,8 +1,11 @@
 """From the options of ``driftfilter serve`` to a service that runs until a signal ends it."""
 
 import ctypes
+import signal
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import uvicorn
@@ -52,11 +55,31 @@ def serve(options: ServeOptions, output: Output) -> int:
     ended = threading.Event()
     threading.Thread(target=_tell, args=(server, backend, output, ended), daemon=True).start()
     try:
-        server.run()
+        with _taking_terminations(server):
+            server.run()
     finally:
         ended.set()
     output.note("driftfilter serve: ended; what was answered is in the store")
     return 0 if server.started else 1
+
+
+@contextmanager
+def _taking_terminations(server: uvicorn.Server) -> Iterator[None]:
+    """Have SIGTERM end a service in order: uvicorn, once it has ended, sends itself the signal
+    again, which would kill the process.
+    """
+
+    def end(*_: object) -> None:
+        server.should_exit = True
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def make_backend(options: ServeOptions) -> tuple[Backend, Form]:

@@ -14,9 +14,12 @@ LONGEST = 200  # characters of a tenant's name
 
 
 def require_name(tenant: str) -> str:
-    """The name of a tenant: it is never part of a path, but must be printable and short."""
-    if not 1 <= len(tenant) <= LONGEST or not tenant.isprintable():
-        raise ProblemError(400, "tenant", tenant, f"1 to {LONGEST} printable characters")
+    """The name of a tenant: it is never part of a path, but must be printable and short.
+
+    U+FFFD stands for any bytes that are no UTF-8: names that differ would be one tenant.
+    """
+    if not 1 <= len(tenant) <= LONGEST or not tenant.isprintable() or "\ufffd" in tenant:
+        raise ProblemError(400, "tenant", tenant, f"1 to {LONGEST} printable characters of UTF-8")
     return tenant
 
 

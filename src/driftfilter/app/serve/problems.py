@@ -1,5 +1,6 @@
 """What a client is told if a request came to nothing: application/problem+json (RFC 9457)."""
 
+import math
 from typing import Any
 
 JSON_TYPE = "application/problem+json"
@@ -31,11 +32,10 @@ class ProblemError(Exception):
         retry_after: float | None = None,
         **others: Any,
     ) -> None:
-        self.status, self.field, self.allowed = status, field, allowed
-        self.value = (
-            value if isinstance(value, (int, float, bool, type(None))) else str(value)[:200]
-        )
-        self.detail = detail or f"{field} must be {allowed}, got {self.value!r}"
+        self.status, self.field, self.allowed = status, _clean(field), _clean(allowed)
+        plain = isinstance(value, (int, type(None))) or _is_finite(value)
+        self.value = value if plain else _clean(str(value)[:200])
+        self.detail = _clean(detail) or f"{self.field} must be {self.allowed}, got {self.value!r}"
         self.retry_after, self.others = retry_after, others
         super().__init__(self.detail)
 
@@ -56,6 +56,15 @@ class ProblemError(Exception):
             "allowed": self.allowed,
             **self.others,
         }
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, float) and math.isfinite(value)
+
+
+def _clean(text: str) -> str:
+    """A client's words without halves of characters, which are no UTF-8."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _rebuild(args: tuple[Any, ...], others: dict[str, Any]) -> ProblemError:

@@ -95,7 +95,10 @@ class Shard:
 
     def _serve_wave(self, requests: Sequence[Request]) -> list[Reply | ProblemError]:
         """Answer requests of different tenants: work out what each becomes, keep it, answer."""
-        tenants = [self._attempt(partial(self._find, own)) for own in requests]
+        tenants, new = list[Any](), 0  # new: tenants that the store does not count yet
+        for own in requests:
+            tenants.append(found := self._attempt(partial(self._find, own, new)))
+            new += isinstance(found, Tenant) and found.is_new and own.kind != "peek"
         self._share_pass(requests, tenants)
         works = [
             found
@@ -119,12 +122,12 @@ class Shard:
 
     # What a tenant is before a request
 
-    def _find(self, request: Request) -> Any:
+    def _find(self, request: Request, new: int) -> Any:
         """The tenant of a request, or the answer if nothing is left to do."""
         tenant = self._load(key_of(request.tenant))
         if tenant.is_new and request.kind in ("look", "delete", "reset"):
             raise ProblemError(404, "tenant", request.tenant, "one that has been served before")
-        if tenant.is_new and request.kind != "peek" and self.store.count() >= self.limit:
+        if tenant.is_new and request.kind != "peek" and self.store.count() + new >= self.limit:
             allowed = f"at most {self.limit} tenants"
             raise ProblemError(429, "tenant", request.tenant, allowed, retry_after=3600)
         if request.kind not in STEPS or request.sequence is None:
@@ -172,7 +175,8 @@ class Shard:
     def _share_pass(self, requests: Sequence[Request], tenants: Sequence[Any]) -> None:
         """Run the network once for all requests whose samples are alike, if the recipe lets it.
 
-        One request alone goes the same way: whether it has company must change no bit.
+        One request alone goes the same way: whether it has company changes no bit of a network of
+        convolutions, and others to rounding.
         """
         groups: dict[Any, list[Inputs]] = {}
         for request, tenant in zip(requests, tenants, strict=True):
@@ -232,25 +236,27 @@ class Shard:
         """Bring what has changed to the store, at once, and answer; if that fails, all is as it
         was.
         """
-        changed = [place for place, work in enumerate(works) if work is None or _is_tenant(work)]
         replies: list[Reply | ProblemError] = list(works)
-        if not changed:
+        entries = dict[int, Entry]()  # by the place of the request
+        for place, work in enumerate(works):
+            if work is None or _is_tenant(work):
+                tenant = requests[place].tenant
+                content = self._attempt(partial(self._encode, tenant, work))
+                if isinstance(content, ProblemError):  # no other tenant's
+                    replies[place] = content
+                else:
+                    entries[place] = Entry(key_of(tenant), content)
+        if not entries:
             return replies
-        keys = [key_of(requests[place].tenant) for place in changed]
         try:
-            entries = [
-                Entry(key, self._encode(requests[place].tenant, works[place]))
-                for key, place in zip(keys, changed, strict=True)
-            ]
-            self.store.write(entries)
+            self.store.write(list(entries.values()))
         except OSError as error:
             self.counts.failures += 1
-            problem = _refuse(error)
-            for place in changed:
-                replies[place] = problem
-            return replies
-        for key, place in zip(keys, changed, strict=True):
-            replies[place] = self._commit(key, works[place])
+            return [
+                _refuse(error) if place in entries else own for place, own in enumerate(replies)
+            ]
+        for place, entry in entries.items():
+            replies[place] = self._commit(entry.key, works[place])
         return replies
 
     def _encode(self, tenant: str, work: Tenant | None) -> bytes | None:

@@ -102,7 +102,7 @@ class FolderStore:
         self._places: dict[str, _Place] = {}
         self._segments: dict[int, RecordLog] = {}
         self._retiring: deque[str] = deque()  # tenants to be written before the oldest log may go
-        self._synced = time.monotonic()
+        self._synced, self._unsynced = time.monotonic(), set[int]()  # logs, with sync=False
         self._live = {path.stem for path in self._tenants.glob("*/*.safetensors")}
         for path in sorted(self._logs.glob("*.log")):
             self._open(path)
@@ -160,6 +160,8 @@ class FolderStore:
         ]
         number, log = self._current
         starts = log.append(contents, self.sync)
+        if not self.sync:
+            self._unsynced.add(number)
         for entry, start, content in zip(entries, starts, contents, strict=True):
             if entry.content is None:
                 self._places[entry.key] = _Place(number)
@@ -169,8 +171,15 @@ class FolderStore:
                 place = _Place(number, start + len(content) - length, length)
                 self._places[entry.key] = place
                 self._live.add(entry.key)
-        if not self.sync and time.monotonic() - self._synced > 1:
-            log.sync()
+
+    def _sync(self) -> None:
+        """Bring to the disk what was written more than a second ago. It is no part of a write: if
+        it fails, what was written is still there.
+        """
+        if self._unsynced and time.monotonic() - self._synced > 1:
+            for number in sorted(self._unsynced & self._segments.keys()):
+                self._segments[number].sync()
+            self._unsynced.clear()
             self._synced = time.monotonic()
 
     def count(self) -> int:
@@ -191,8 +200,9 @@ class FolderStore:
         yield from list(self._places)
 
     def tend(self, budget: int) -> bool:
+        self._sync()
         if len(self._segments) < 2:
-            return False
+            return bool(self._unsynced)
         oldest = min(self._segments)
         if not self._retiring:
             there = [key for key, place in self._places.items() if place.segment == oldest]
@@ -206,13 +216,14 @@ class FolderStore:
             self._retiring.popleft()
         if not self._retiring:
             self._drop(oldest)
-        return len(self._segments) > 1
+        return len(self._segments) > 1 or bool(self._unsynced)
 
     def _drop(self, number: int) -> None:
         """Remove the oldest log: nobody's last record lies in it."""
-        log = self._segments.pop(number)
+        log = self._segments[number]
+        log.path.unlink()  # first: one that stays must stay known, or it comes again as the last
+        del self._segments[number]
         log.close()
-        log.path.unlink()
 
     def _save(self, key: str) -> None:
         """Write the file of a tenant from its last record, or remove it if that says so."""
