@@ -767,7 +767,9 @@ class Adapter(nn.Module):
         """A call is over: what it changed is for all to see, callbacks are told and, even if one
         fails, warnings given.
         """
-        before, taught = self._now, now.taught.follow(samples, log_probabilities)
+        # Ranks have shards of different sizes, and learn no labels: they number no samples.
+        numbered = samples if self._ranks is None else 0
+        before, taught = self._now, now.taught.follow(numbered, log_probabilities)
         self._now = now._replace(number=before.number + 1, taught=taught)
         try:
             if self.callbacks:
