@@ -12,17 +12,16 @@ from PIL import Image
 
 from driftfilter.app import streams
 from driftfilter.app.corruptions import CORRUPTIONS, EXTRA, corrupt
+from driftfilter.app.readers.folders import open_folders
+from driftfilter.app.readers.published import open_npz, open_published
+from driftfilter.app.readers.stored import Stored
 from driftfilter.app.streams import (
     CLEAN,
     Generated,
     Images,
     Shift,
-    Stored,
     open_cifar10,
     open_domains,
-    open_folders,
-    open_npz,
-    open_published,
     sample_images,
 )
 
@@ -49,6 +48,12 @@ def folder(tmp_path: Path) -> Path:
     for seed, name in enumerate([*CORRUPTIONS, "spatter"]):
         np.save(tmp_path / f"{name}.npy", _pixels(seed, 5 * COUNT))
     return tmp_path
+
+
+def _take(domains: streams.Domains, shift: Shift, index: torch.Tensor) -> torch.Tensor:
+    taken = domains.take(shift, index, CPU)
+    assert isinstance(taken, torch.Tensor)
+    return taken
 
 
 def _save_pictures(root: Path, pixels: NDArray[np.uint8], classes: int = 2) -> None:
@@ -149,7 +154,7 @@ class TestPublished:
                 expected = _pixels(seed, 5 * COUNT)[COUNT * (severity - 1) :][
                     index.numpy()
                 ].transpose(0, 3, 1, 2)
-                taken = domains.take(Shift(name, severity), index, CPU)
+                taken = _take(domains, Shift(name, severity), index)
                 assert taken.dtype == torch.uint8
                 assert np.array_equal(taken.numpy(), expected)
 
@@ -157,7 +162,7 @@ class TestPublished:
         with pytest.raises(ValueError, match="shift must be one of"):
             open_published(folder).take(CLEAN, torch.arange(2), CPU)
         pixels = _pixels(99)
-        taken = open_published(folder, _images(pixels)).take(CLEAN, torch.tensor([3, 1]), CPU)
+        taken = _take(open_published(folder, _images(pixels)), CLEAN, torch.tensor([3, 1]))
         assert np.array_equal(taken.numpy(), pixels[[3, 1]].transpose(0, 3, 1, 2))
 
     def test_clean_images_of_another_order(self, folder: Path) -> None:
@@ -272,23 +277,23 @@ FOG = _pixels(0, 5 * COUNT)
         ),
         (
             "labels",
-            lambda path: np.save(path, np.tile(LABELS + 1, 5)),
-            "from 0 to 10 - 1, got 'labels from 1 to 10'",
+            lambda path: np.save(path, np.tile(LABELS + 91, 5)),
+            "from 0 to 100 - 1, got 'labels from 91 to 100'",
         ),
         (
             "labels",
             lambda path: np.save(path, np.tile(LABELS - 1, 5)),
-            "from 0 to 10 - 1, got 'labels from -1 to 8'",
+            "from 0 to 100 - 1, got 'labels from -1 to 8'",
         ),
         (
             "labels",
             lambda path: np.save(path, np.tile(LABELS / 1.0, 5)),
-            "integer labels from 0 to 10 - 1, got dtype",
+            "integer labels from 0 to 100 - 1, got dtype",
         ),
         (
             "labels",
             lambda path: np.save(path, np.eye(10, dtype=int)),
-            "integer labels from 0 to 10 - 1, got \\[10, 10\\]",
+            "integer labels from 0 to 100 - 1, got \\[10, 10\\]",
         ),
     ],
     ids=[
@@ -344,7 +349,7 @@ class TestArrays:
         assert domains.labels.tolist() == LABELS.tolist()
         for seed, shift in ((1, Shift("fog", 3)), (2, Shift("dusk", 3)), (3, CLEAN)):
             assert np.array_equal(
-                domains.take(shift, torch.tensor([5, 2]), CPU).numpy(),
+                _take(domains, shift, torch.tensor([5, 2])).numpy(),
                 _pixels(seed)[[5, 2]].transpose(0, 3, 1, 2),
             )
         with pytest.raises(ValueError, match="severity must be one of 3 for 'fog'"):
@@ -356,7 +361,7 @@ class TestArrays:
         domains = open_domains(tmp_path / "own.npz", _images(pixels))
         assert domains.labels.tolist() == LABELS[:8].tolist()
         assert np.array_equal(
-            domains.take(CLEAN, torch.tensor([7, 0]), CPU).numpy(),
+            _take(domains, CLEAN, torch.tensor([7, 0])).numpy(),
             pixels[[7, 0]].transpose(0, 3, 1, 2),
         )
 
@@ -424,7 +429,7 @@ class TestArrays:
 class TestFolders:
     def _check(self, domains: Stored, shift: Shift, pixels: NDArray[np.uint8]) -> None:
         """Picture i is of class i mod 2; which sample it is, is told by its pixels."""
-        taken = domains.take(shift, torch.arange(len(pixels)), CPU).permute(0, 2, 3, 1).numpy()
+        taken = _take(domains, shift, torch.arange(len(pixels))).permute(0, 2, 3, 1).numpy()
         numbers = [
             next(i for i, pixel in enumerate(pixels) if np.array_equal(pixel, row)) for row in taken
         ]
@@ -432,7 +437,7 @@ class TestFolders:
         assert domains.labels.tolist() == [number % 2 for number in numbers]
         some = torch.tensor([4, 1])
         assert np.array_equal(
-            domains.take(shift, some, CPU).permute(0, 2, 3, 1).numpy(), taken[some.numpy()]
+            _take(domains, shift, some).permute(0, 2, 3, 1).numpy(), taken[some.numpy()]
         )
 
     def test_shift_and_class(self, tmp_path: Path) -> None:
@@ -454,8 +459,7 @@ class TestFolders:
 
     def test_class_alone_is_clean(self, tmp_path: Path) -> None:
         _save_pictures(tmp_path, _pixels(0, 10))
-        domains = open_domains(tmp_path)
-        assert isinstance(domains, Stored)
+        domains = open_folders(tmp_path)
         assert domains.shifts == ("clean",)
         self._check(domains, CLEAN, _pixels(0, 10))
 
@@ -467,7 +471,7 @@ class TestFolders:
         (tmp_path / "one").mkdir()
         grey = _pixels(0, 1)[0, :, :, 0]
         Image.fromarray(grey).save(tmp_path / "one" / "grey.png")
-        taken = open_folders(tmp_path).take(CLEAN, torch.tensor([0]), CPU)
+        taken = _take(open_folders(tmp_path), CLEAN, torch.tensor([0]))
         assert np.array_equal(taken[0].numpy(), np.stack([grey] * 3))
 
     def test_description_follows_names_and_sizes(self, tmp_path: Path) -> None:
@@ -481,31 +485,31 @@ class TestFolders:
         ("damage", "message"),
         [
             (
-                lambda root: (root / "dusk" / "class1" / "001.png").write_bytes(b"none"),
+                lambda root: (root / "fog" / "class1" / "001.png").write_bytes(b"none"),
                 "001.png must be a picture that can be read",
             ),
             (
-                lambda root: Image.new("RGB", (9, 7)).save(root / "dusk" / "class1" / "001.png"),
+                lambda root: Image.new("RGB", (9, 7)).save(root / "fog" / "class1" / "001.png"),
                 "001.png must be 32x32 .*got '7x9'",
             ),
             (
-                lambda root: (root / "rain" / "class2").mkdir(),
+                lambda root: (root / "snow" / "class2").mkdir(),
                 "class2 must be a class folder of pictures",
             ),
             (
-                lambda root: (root / "rain" / "class1" / "001.png").unlink(),
-                "class 'class1' of .*rain.* the same pictures by name",
+                lambda root: (root / "snow" / "class1" / "001.png").unlink(),
+                "snow.* must be the same pictures by name .* got .'class1/001'",
             ),
             (
-                lambda root: (root / "rain" / "class1").rename(root / "rain" / "other"),
-                "classes of .*rain.* must be those of the first",
+                lambda root: (root / "snow" / "class1").rename(root / "snow" / "other"),
+                "snow.* must be the same pictures by name .* got .'class1/001'",
             ),
-            (lambda root: (root / "snow").mkdir(), "snow must be a folder of class folders"),
+            (lambda root: (root / "frost").mkdir(), "frost must be a folder of class folders"),
         ],
         ids=["corrupt", "size", "empty-class", "missing", "classes", "empty-shift"],
     )
     def test_refused(self, tmp_path: Path, damage: Callable[[Path], object], message: str) -> None:
-        for name in ("dusk", "rain"):
+        for name in ("fog", "snow"):
             _save_pictures(tmp_path / name, _pixels(0, 4))
         damage(tmp_path)
         with pytest.raises(ValueError, match=message):
@@ -529,7 +533,7 @@ class TestFolders:
         _truncate(tmp_path / "class0" / "002.png")
         domains = open_folders(tmp_path)
         with pytest.raises(ValueError, match=r"002\.png must be a whole picture"):
-            domains.take(CLEAN, torch.arange(4), CPU)
+            _take(domains, CLEAN, torch.arange(4))
 
 
 class TestOpening:
@@ -555,7 +559,7 @@ class TestOpening:
             with pytest.raises(
                 ValueError, match=f"severity must be an integer from 1 to 5, got {severity}"
             ):
-                open_domains(path, severity=severity)
+                open_domains(path, layout=streams.Layout(severity))
 
     @pytest.mark.parametrize("name", ["nowhere", "empty"])
     def test_nothing_there(self, tmp_path: Path, name: str) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from driftfilter.app.bench.options import Precision
 from driftfilter.app.bench.ranks import worker
+from driftfilter.app.readers.stored import Samples
 from driftfilter.base.checks import require
 
 PRECISIONS = get_args(Precision)
@@ -55,6 +56,12 @@ class Machine:
         """8-bit images [n, 3, h, w] as float32 in [0, 1] on the device."""
         layout = torch.channels_last if self.cuda else torch.contiguous_format
         return (images.to(self.device).float() / 255).contiguous(memory_format=layout)
+
+    def inputs(self, samples: Samples) -> Samples:
+        """A batch as a model takes it: 8 bits are pixels, all else stays as it is."""
+        if isinstance(samples, dict):
+            return {name: each.to(self.device) for name, each in samples.items()}
+        return self.pixels(samples) if samples.dtype == torch.uint8 else samples.to(self.device)
 
     def peak_memory(self) -> dict[str, Any]:
         """Megabytes at most in use, and what they are measured on, JSON-ready."""

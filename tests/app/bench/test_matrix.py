@@ -37,7 +37,7 @@ def test_the_tasks_are_the_product_with_the_frozen_network() -> None:
         (16, 2000),
         (1, 500),
     ]
-    plan = tasks[8].plan(made.stream, made.data.labels)
+    plan = tasks[8].plan(made.stream, made.data)
     assert [len(step.index) for step in plan.steps] == [1] * 500
 
 

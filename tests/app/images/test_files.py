@@ -80,9 +80,9 @@ class _Harm:
         (pickle.dumps([1, 2]), "AttributeError"),
         (
             pickle.dumps({"data": DATA, "labels": LABELS})[:-500],
-            "must be a batch of CIFAR-10's python version",
+            "must be a batch of CIFAR-10's or CIFAR-100's python version",
         ),
-        (b"no pickle", "must be a batch of CIFAR-10's python version"),
+        (b"no pickle", "must be a batch of CIFAR-10's or CIFAR-100's python version"),
         (
             pickle.dumps({"data": DATA / 255, "labels": LABELS}),
             "got 'data of float64 \\[6, 3072\\]'",

@@ -15,8 +15,9 @@ from torch import Tensor
 from driftfilter.app import metrics
 from driftfilter.app.bench.protocols import Step, StreamPlan
 from driftfilter.app.downsample import downsample
-from driftfilter.app.streams import Domains, Shift
-from driftfilter.app.thumbnails import find_extremes, png, thumbnail
+from driftfilter.app.readers.stored import Samples, Shift
+from driftfilter.app.streams import Domains
+from driftfilter.app.thumbnails import VALUES, find_extremes, is_image, png, thumbnail
 
 if TYPE_CHECKING:
     from driftfilter.app.bench.task import Bench
@@ -77,7 +78,6 @@ def pick_examples(
     found: list[dict[str, Any]] = []
     for place in (*most.tolist(), *least.tolist()):
         shift, row = plan.domains[int(domain[place])], index[place : place + 1]
-        picture = thumbnail(data.take(shift, row, device)[0].cpu().numpy())
         found.append(
             {
                 "row": int(row),
@@ -86,10 +86,19 @@ def pick_examples(
                 "most": len(found) < len(most),
                 "label": int(logp[place].argmax()),
                 "probability": logp[place].max().exp().item(),
-                "png": base64.b64encode(png(picture)).decode(),
+                **_show(data.take(shift, row, device)),
             }
         )
     return found
+
+
+def _show(samples: Samples) -> dict[str, Any]:
+    """A picture of one sample, or its first numbers."""
+    inputs = samples if isinstance(samples, Tensor) else next(iter(samples.values()))
+    sample = inputs[0].cpu().numpy()
+    if is_image(sample):
+        return {"png": base64.b64encode(png(thumbnail(sample))).decode()}
+    return {"png": "", "values": sample.astype(float).ravel()[:VALUES].tolist()}
 
 
 def _share(right: Tensor) -> float:

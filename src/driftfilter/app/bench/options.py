@@ -58,11 +58,22 @@ class BenchOptions:
         metavar="N",
     )
     data: str | None = option(
-        "CIFAR-10-C folder, .npz or image folder (default: corruptions are generated)",
+        "what `driftfilter data` lists: arrays, folders of pictures, tables, texts, windows of "
+        "sensors (default: corruptions are generated)",
         metavar="PATH",
     )
+    columns: str | None = option(
+        "of tables, texts and lists of pictures: label=y,domain=center,path=file,text=review,"
+        "where=split:test,drop=id+time (default: columns of those names; the rest are numbers)",
+        metavar="MEANING=COLUMN,…",
+    )
+    classes: str | None = option(
+        "file of the names of class folders, or labels, in the order of the model's classes: lines "
+        "or JSON (default: by name)",
+        metavar="FILE",
+    )
     clean: str | None = option(
-        "CIFAR-10 test images, folder or .npz (default: the shipped first 2,000)", metavar="PATH"
+        "clean images, CIFAR's folder or .npz (default: the shipped first 2,000)", metavar="PATH"
     )
     source: str | None = option(
         ".npz of source images, for presets with a source posterior (default: none)",

@@ -26,7 +26,9 @@ from driftfilter.app.bench.task import (
 from driftfilter.app.corruptions import CORRUPTIONS, EXTRA
 from driftfilter.app.images.files import digest, open_images
 from driftfilter.app.machine import Machine, choose_machine
-from driftfilter.app.streams import Domains, open_cifar10, open_domains
+from driftfilter.app.readers.folders import read_classes
+from driftfilter.app.readers.records import Columns
+from driftfilter.app.streams import Domains, Layout, open_cifar10, open_domains
 from driftfilter.base.checks import nearest, require
 
 # In a matrix: batches below so many samples see so many images of a corruption.
@@ -52,8 +54,13 @@ def prepare(options: BenchOptions) -> tuple[Bench, tuple[Task, ...]]:
     data = open_domains(
         options.data,
         None if options.clean is None else open_cifar10(options.clean),
-        severity=options.severity,
-        names=names,
+        layout=Layout(
+            options.severity,
+            names,
+            Columns.parse(options.columns),
+            None if options.classes is None else read_classes(Path(options.classes)),
+            fitted=all(each.prepare is not None for each in networks.values()),
+        ),
         clean_path=options.clean or "generated",
     )
     shared = {
@@ -83,7 +90,7 @@ def prepare(options: BenchOptions) -> tuple[Bench, tuple[Task, ...]]:
     )
     for task in tasks:
         task.recipe()
-        for shift in task.plan(stream, data.labels).domains:
+        for shift in task.plan(stream, data).domains:
             data.require(shift)
     return bench, tasks
 

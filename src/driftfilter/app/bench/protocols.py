@@ -3,7 +3,7 @@ pure functions of them.
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal, NamedTuple, TypeAlias, final
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from driftfilter.app.corruptions import CORRUPTIONS
-from driftfilter.app.streams import CLEAN, Shift, shift_of
+from driftfilter.app.readers.stored import CLEAN, Shift, shift_of
 from driftfilter.base.checks import Count, Interval, Positive, PositiveCount, check_fields, require
 
 
@@ -44,9 +44,9 @@ class StreamPlan(NamedTuple):
 class StreamSettings:
     """What all protocols share.
 
-    Under each corruption come its first ``images`` samples (None: all), in the order of the data or
-    ``shuffled`` anew; ``order`` is that of the corruptions. Batches never span a change of shift
-    (but for ``Mixed``): the last of each is smaller.
+    Under each corruption come its first ``images`` samples (None, or more than a domain has: all),
+    in the order of the data or ``shuffled`` anew; ``order`` is that of the corruptions. Batches
+    never span a change of shift (but for ``Mixed``): the last of each is smaller.
     """
 
     corruptions: tuple[str, ...] = tuple(CORRUPTIONS)
@@ -63,6 +63,10 @@ class StreamSettings:
         require(distinct, "corruptions", names, "a tuple of distinct names, at least one")
         shift_of(names[0], self.severity)
         check_fields(self, "")
+
+
+# Sample numbers [n] by the name of a shift; None in its place: all samples come under every shift.
+Members: TypeAlias = Mapping[str, Tensor]
 
 
 class Visit(NamedTuple):
@@ -86,10 +90,12 @@ class _Checked:
 class Clean:
     """The images without corruption."""
 
-    def __call__(self, stream: StreamSettings, labels: Tensor) -> StreamPlan:
-        """The plan for samples with labels [N]."""
+    def __call__(
+        self, stream: StreamSettings, labels: Tensor, members: Members | None = None
+    ) -> StreamPlan:
+        """The plan for samples with labels [N], of which each shift has its members."""
         clean = replace(stream, corruptions=(CLEAN.corruption,))
-        return _plan(stream, _visits(clean, labels, _random(stream)))
+        return _plan(stream, _visits(clean, labels, members, _random(stream)))
 
 
 @final
@@ -97,9 +103,11 @@ class Clean:
 class Episodic:
     """Every corruption by itself, from the source."""
 
-    def __call__(self, stream: StreamSettings, labels: Tensor) -> StreamPlan:
-        """The plan for samples with labels [N]."""
-        return _plan(stream, _visits(stream, labels, _random(stream)), reset=True)
+    def __call__(
+        self, stream: StreamSettings, labels: Tensor, members: Members | None = None
+    ) -> StreamPlan:
+        """The plan for samples with labels [N], of which each shift has its members."""
+        return _plan(stream, _visits(stream, labels, members, _random(stream)), reset=True)
 
 
 @final
@@ -111,9 +119,11 @@ class Continual(_Checked):
 
     rounds: PositiveCount = 1
 
-    def __call__(self, stream: StreamSettings, labels: Tensor) -> StreamPlan:
-        """The plan for samples with labels [N]."""
-        visits = _visits(stream, labels, _random(stream))
+    def __call__(
+        self, stream: StreamSettings, labels: Tensor, members: Members | None = None
+    ) -> StreamPlan:
+        """The plan for samples with labels [N], of which each shift has its members."""
+        visits = _visits(stream, labels, members, _random(stream))
         return _plan(
             stream,
             [visit._replace(round=number) for number in range(self.rounds) for visit in visits],
@@ -130,14 +140,16 @@ class Gradual:
     (CoTTA's gradual protocol shows all of them at every stage, nine times the steps).
     """
 
-    def __call__(self, stream: StreamSettings, labels: Tensor) -> StreamPlan:
-        """The plan for samples with labels [N]."""
+    def __call__(
+        self, stream: StreamSettings, labels: Tensor, members: Members | None = None
+    ) -> StreamPlan:
+        """The plan for samples with labels [N], of which each shift has its members."""
         stages = [*range(1, stream.severity), *range(stream.severity, 0, -1)]
         return _plan(
             stream,
             [
                 visit._replace(severity=stage, samples=part)
-                for visit in _visits(stream, labels, _random(stream))
+                for visit in _visits(stream, labels, members, _random(stream))
                 for stage, part in zip(stages, visit.samples.tensor_split(len(stages)), strict=True)
             ],
         )
@@ -148,12 +160,15 @@ class Gradual:
 class Mixed:
     """Every sample of a batch from a corruption of its own, all uniformly mixed, never reset."""
 
-    def __call__(self, stream: StreamSettings, labels: Tensor) -> StreamPlan:
-        """The plan for samples with labels [N]."""
+    def __call__(
+        self, stream: StreamSettings, labels: Tensor, members: Members | None = None
+    ) -> StreamPlan:
+        """The plan for samples with labels [N], of which each shift has its members."""
         random = _random(stream)
-        visits = _visits(stream, labels, random)
+        visits = _visits(stream, labels, members, random)
         index = torch.cat([visit.samples for visit in visits])
-        domain = torch.arange(len(visits)).repeat_interleave(len(visits[0].samples))
+        sizes = torch.tensor([len(visit.samples) for visit in visits])
+        domain = torch.arange(len(visits)).repeat_interleave(sizes)
         return StreamPlan(
             tuple(
                 Step(index[some], domain[some], False)
@@ -177,9 +192,11 @@ class Correlated(_Checked):
     concentration: Positive = 0.1
     slots: PositiveCount = 100
 
-    def __call__(self, stream: StreamSettings, labels: Tensor) -> StreamPlan:
-        """The plan for samples with labels [N]."""
-        return _rearrange(stream, labels, self._sort)
+    def __call__(
+        self, stream: StreamSettings, labels: Tensor, members: Members | None = None
+    ) -> StreamPlan:
+        """The plan for samples with labels [N], of which each shift has its members."""
+        return _rearrange(stream, labels, members, self._sort)
 
     def _sort(self, index: Tensor, labels: Tensor, random: np.random.Generator) -> Tensor:
         """The samples index [n], slot by slot."""
@@ -202,10 +219,15 @@ class Correlated(_Checked):
 class Sorted:
     """Like ``Continual``, but the samples of a corruption come class by class."""
 
-    def __call__(self, stream: StreamSettings, labels: Tensor) -> StreamPlan:
-        """The plan for samples with labels [N]."""
+    def __call__(
+        self, stream: StreamSettings, labels: Tensor, members: Members | None = None
+    ) -> StreamPlan:
+        """The plan for samples with labels [N], of which each shift has its members."""
         return _rearrange(
-            stream, labels, lambda index, labels, _: index[labels[index].argsort(stable=True)]
+            stream,
+            labels,
+            members,
+            lambda index, labels, _: index[labels[index].argsort(stable=True)],
         )
 
 
@@ -218,9 +240,11 @@ class Imbalanced(_Checked):
 
     ratio: Annotated[float, Interval(1, math.inf)] = 10.0
 
-    def __call__(self, stream: StreamSettings, labels: Tensor) -> StreamPlan:
-        """The plan for samples with labels [N]."""
-        return _rearrange(stream, labels, self._thin_out)
+    def __call__(
+        self, stream: StreamSettings, labels: Tensor, members: Members | None = None
+    ) -> StreamPlan:
+        """The plan for samples with labels [N], of which each shift has its members."""
+        return _rearrange(stream, labels, members, self._thin_out)
 
     def _thin_out(self, index: Tensor, labels: Tensor, random: np.random.Generator) -> Tensor:
         """A part of the samples index [n]; of every class one at least."""
@@ -242,10 +266,12 @@ class Returning:
     samples of each is corrupted, the other half is not.
     """
 
-    def __call__(self, stream: StreamSettings, labels: Tensor) -> StreamPlan:
-        """The plan for samples with labels [N]."""
+    def __call__(
+        self, stream: StreamSettings, labels: Tensor, members: Members | None = None
+    ) -> StreamPlan:
+        """The plan for samples with labels [N], of which each shift has its members."""
         parts: list[Visit] = []
-        for visit in _visits(stream, labels, _random(stream)):
+        for visit in _visits(stream, labels, members, _random(stream)):
             bad, good = visit.samples.tensor_split(2)
             clean = Visit(CLEAN.corruption, stream.severity, good)
             parts += [visit._replace(samples=bad), clean]
@@ -261,9 +287,11 @@ class Recurring(_Checked):
 
     rounds: PositiveCount = 3
 
-    def __call__(self, stream: StreamSettings, labels: Tensor) -> StreamPlan:
-        """The plan for samples with labels [N]."""
-        visits = _visits(stream, labels, _random(stream))
+    def __call__(
+        self, stream: StreamSettings, labels: Tensor, members: Members | None = None
+    ) -> StreamPlan:
+        """The plan for samples with labels [N], of which each shift has its members."""
+        visits = _visits(stream, labels, members, _random(stream))
         parts = [(visit, visit.samples.tensor_split(self.rounds)) for visit in visits]
         return _plan(
             stream,
@@ -306,21 +334,34 @@ def _random(stream: StreamSettings) -> np.random.Generator:
     return np.random.default_rng(stream.seed)
 
 
-def _visits(stream: StreamSettings, labels: Tensor, random: np.random.Generator) -> list[Visit]:
+def _visits(
+    stream: StreamSettings, labels: Tensor, members: Members | None, random: np.random.Generator
+) -> list[Visit]:
     """One visit of each corruption with all its samples, at the severity of the stream."""
-    count = len(labels) if stream.images is None else stream.images
-    require(
-        0 < count <= len(labels), "images", count, f"at most {len(labels)}, the samples there are"
-    )
     names = np.array(stream.corruptions)
     return [
-        Visit(
-            str(name),
-            stream.severity,
-            torch.from_numpy(random.permutation(count)) if stream.shuffled else torch.arange(count),
-        )
+        Visit(str(name), stream.severity, _choose(stream, str(name), labels, members, random))
         for name in (random.permutation(names) if stream.order == "shuffled" else names)
     ]
+
+
+def _choose(
+    stream: StreamSettings,
+    name: str,
+    labels: Tensor,
+    members: Members | None,
+    random: np.random.Generator,
+) -> Tensor:
+    """The samples [n] of a corruption, in the order in which they come."""
+    if members is None:
+        count = len(labels) if stream.images is None else stream.images
+        there = f"at most {len(labels)}, the samples there are"
+        require(0 < count <= len(labels), "images", count, there)
+        own = torch.arange(count)
+    else:
+        require(name in members, "shift", name, f"one of {', '.join(members)}")
+        own = members[name][: stream.images]
+    return own[torch.from_numpy(random.permutation(len(own)))] if stream.shuffled else own
 
 
 def _plan(stream: StreamSettings, visits: Iterable[Visit], reset: bool = False) -> StreamPlan:
@@ -338,6 +379,7 @@ def _plan(stream: StreamSettings, visits: Iterable[Visit], reset: bool = False) 
 def _rearrange(
     stream: StreamSettings,
     labels: Tensor,
+    members: Members | None,
     order: Callable[[Tensor, Tensor, np.random.Generator], Tensor],
 ) -> StreamPlan:
     """One corruption after the other, the samples [n] of each in another order, or a part."""
@@ -346,7 +388,7 @@ def _rearrange(
         stream,
         [
             visit._replace(samples=order(visit.samples, labels, random))
-            for visit in _visits(stream, labels, random)
+            for visit in _visits(stream, labels, members, random)
         ],
     )
 

@@ -4,8 +4,8 @@ import platform
 import statistics
 import time
 import warnings
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple, final
@@ -21,7 +21,8 @@ from driftfilter.app.bench.protocols import PROTOCOLS, AnyProtocol, Step, Stream
 from driftfilter.app.images.files import digest
 from driftfilter.app.machine import Machine
 from driftfilter.app.parameter_shift import measure_shift
-from driftfilter.app.streams import CLEAN, Domains
+from driftfilter.app.readers.stored import CLEAN, Preparation, Samples, join
+from driftfilter.app.streams import Domains
 from driftfilter.app.terminal import Watch
 from driftfilter.base.checks import Count, check_fields, nearest, require
 from driftfilter.model.losses import as_loss
@@ -43,11 +44,14 @@ class Choice(NamedTuple):
 
 
 class NamedNetwork(NamedTuple):
-    """A classifier of images [n, 3, h, w] in [0, 1], which it normalises itself."""
+    """A classifier: of images [n, 3, h, w] in [0, 1], which it normalises itself, or of what its
+    data hold.
+    """
 
     name: str
     module: nn.Module
     weights: str  # sha256 of their file
+    prepare: Preparation | None = None  # what it makes of samples; None: nothing
 
 
 class SourceImages(NamedTuple):
@@ -98,9 +102,10 @@ class Task(NamedTuple):
         batch, images = self.batch or stream.batch, self.images or stream.images
         return replace(stream, seed=self.seed, batch=batch, images=images)
 
-    def plan(self, stream: StreamSettings, labels: Tensor) -> StreamPlan:
+    def plan(self, stream: StreamSettings, data: Domains) -> StreamPlan:
         """Plan of the protocol, with what this task has of its own."""
-        return build_protocol(self.protocol)(self.set_up(stream), labels)
+        protocol = build_protocol(self.protocol)
+        return protocol(self.set_up(stream), data.labels, data.members)
 
 
 def build_protocol(choice: Choice) -> AnyProtocol:
@@ -141,6 +146,9 @@ class Bench:
     before: bool = False
     probe_every: Count = 0
     source: SourceImages | None = None
+    _prepared: dict[Preparation | None, Domains] = field(
+        default_factory=dict, init=False, repr=False
+    )
 
     def __post_init__(self) -> None:
         check_fields(self, "")
@@ -151,6 +159,13 @@ class Bench:
     def source_data(self) -> df.SourceData | None:
         """The source samples on the machine of the tasks; cached, for it moves all of them."""
         return None if self.source is None else self.source.place(self.machine)
+
+    def open_data(self, model: str) -> Domains:
+        """The data as a network takes them; what is made of them is kept for the next task."""
+        prepare = self.networks[model].prepare
+        if prepare not in self._prepared:
+            self._prepared[prepare] = self.data.prepared(prepare)
+        return self._prepared[prepare]
 
     @cached_property
     def description(self) -> dict[str, str]:
@@ -215,10 +230,10 @@ def run_task(bench: Bench, task: Task, watch: Watch | None = None) -> dict[str, 
     start = time.perf_counter()
     if bench.machine.cuda:
         torch.cuda.reset_peak_memory_stats(bench.machine.device)
-    plan = task.plan(bench.stream, bench.data.labels)
+    plan = task.plan(bench.stream, bench.data)
     with warnings.catch_warnings(record=True) as caught, bench.machine.ready():
         warnings.simplefilter("default")
-        data = bench.data.with_seed(task.seed)
+        data = bench.open_data(task.model).with_seed(task.seed)
         _require_classes(bench, task, data, plan)
         adapter = _adapt(bench, task)
         trace = _follow(bench, adapter, data, plan, watch)
@@ -259,7 +274,15 @@ def _require_classes(bench: Bench, task: Task, data: Domains, plan: StreamPlan) 
     first = plan.steps[0]
     image = data.take(plan.domains[int(first.domain[0])], first.index[:1], bench.machine.device)
     with torch.no_grad():
-        k = bench.networks[task.model].module(bench.machine.pixels(image)).shape[-1]
+        outputs = call(bench.networks[task.model].module, bench.machine.inputs(image))
+    shape = list(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
+    require(
+        isinstance(outputs, Tensor) and outputs.dim() == 2 and len(outputs) == 1,
+        f"output of model {task.model!r} for one sample",
+        shape,
+        "logits [1, classes]",
+    )
+    k = outputs.shape[-1]
     given = [(f"data {bench.description['path']}", bench.data.labels)]
     if bench.source is not None and bench.source.labels is not None and _wants_data(task.recipe()):
         given.append((f"source {bench.source.path}", bench.source.labels))
@@ -282,7 +305,7 @@ def _follow(
     """
     labels, machine = data.labels, bench.machine
     ask = bench.before and adapter.recipe.predict_from == "posterior"
-    clock, probe = _Clock(machine), _Probe(bench, len(plan.steps))
+    clock, probe = _Clock(machine), _Probe(bench, data, len(plan.steps))
     outputs: list[Tensor] = []
     before: list[Tensor] = []
     right, seen, alarms = torch.zeros((), dtype=torch.int64, device=machine.device), 0, 0
@@ -294,9 +317,9 @@ def _follow(
         images = _take_batch(data, plan, step, machine)
         if ask:
             with machine.autocast():
-                before.append(adapter.predict(images).labels)
+                before.append(call(adapter.predict, images).labels)
         with clock, machine.autocast():
-            outputs.append(adapter(images))
+            outputs.append(call(adapter, images))
         if watch is not None:
             right = right + (outputs[-1].argmax(-1) == labels[step.index].to(machine.device)).sum()
             seen += len(step.index)
@@ -316,17 +339,22 @@ def _describe(share: Tensor) -> str:
     return f"accuracy {share.item():.3f}"
 
 
-def _take_batch(data: Domains, plan: StreamPlan, step: Step, machine: Machine) -> Tensor:
-    """A batch in [0, 1] [n, 3, h, w], every sample from its own domain."""
+def call(function: Callable[..., Any], samples: Samples) -> Any:
+    """A model or an adapter on a batch: several inputs go by their names."""
+    return function(samples) if isinstance(samples, Tensor) else function(**samples)
+
+
+def _take_batch(data: Domains, plan: StreamPlan, step: Step, machine: Machine) -> Samples:
+    """A batch as the model takes it, every sample from its own domain."""
     present = step.domain.unique().tolist()
     if len(present) == 1:
-        return machine.pixels(data.take(plan.domains[present[0]], step.index, machine.device))
+        return machine.inputs(data.take(plan.domains[present[0]], step.index, machine.device))
     places = [(step.domain == domain).nonzero().squeeze(1) for domain in present]
     parts = [
         data.take(plan.domains[domain], step.index[at], machine.device)
         for domain, at in zip(present, places, strict=True)
     ]
-    return machine.pixels(torch.cat(parts)[torch.cat(places).argsort().to(machine.device)])
+    return machine.inputs(join(parts, torch.cat(places).argsort().to(machine.device)))
 
 
 class _Clock:
@@ -364,19 +392,23 @@ class _Clock:
 class _Probe:
     """Accuracy on the first clean images, every so many steps and after the last."""
 
-    def __init__(self, bench: Bench, steps: int) -> None:
+    def __init__(self, bench: Bench, data: Domains, steps: int) -> None:
         self._every, self._steps, self._machine = bench.probe_every, steps, bench.machine
         self._right: dict[int, Tensor] = {}
         if self._every:
-            index = torch.arange(min(PROBED, len(bench.data.labels)))
-            self._images = bench.machine.pixels(bench.data.take(CLEAN, index, bench.machine.device))
-            self._labels = bench.data.labels[index].to(bench.machine.device)
+            every = (
+                torch.arange(len(data.labels)) if data.members is None else data.members["clean"]
+            )
+            index = every[:PROBED]
+            clean = data.take(CLEAN, index, bench.machine.device)
+            self._images = bench.machine.inputs(clean)
+            self._labels = data.labels[index].to(bench.machine.device)
 
     def __call__(self, adapter: df.Adapter, step: int) -> None:
         if self._every and (step % self._every == 0 or step == self._steps):
             with self._machine.autocast():
                 self._right[step] = (
-                    (adapter.predict(self._images).labels == self._labels).double().mean()
+                    (call(adapter.predict, self._images).labels == self._labels).double().mean()
                 )
 
     def accuracies(self) -> list[dict[str, float]]:

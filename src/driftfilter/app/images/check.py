@@ -14,7 +14,8 @@ from driftfilter.app.images.files import (
     require_images,
     severity_labels,
 )
-from driftfilter.app.streams import open_cifar10, open_domains, open_published
+from driftfilter.app.readers.published import open_published
+from driftfilter.app.streams import open_cifar10, open_domains
 
 # md5 of the archives, as published with them.
 ARCHIVES = {
@@ -107,10 +108,7 @@ def _check_published(folder: Path) -> Iterator[Finding]:
     labels = folder / "labels.npy"
     yield _look(
         labels.name,
-        lambda: (
-            f"{5 * len(severity_labels(labels))} labels from 0 to 9, five times the "
-            f"same{_hash(labels)}"
-        ),
+        lambda: f"{5 * len(severity_labels(labels))} labels, five times the same{_hash(labels)}",
     )
     for name in (*CORRUPTIONS, *EXTRA):
         file = folder / f"{name}.npy"

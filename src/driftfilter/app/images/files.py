@@ -34,16 +34,20 @@ def open_images(path: Path, classes: int | None = None) -> tuple[Bytes, Integers
     return images, require_labels(f"{path}: labels", found["labels"], len(images), classes)
 
 
+def list_arrays(path: Path) -> list[str]:
+    """Names of the arrays of an ``.npz`` file; none if it is no such file."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return [each.removesuffix(".npy") for each in archive.namelist()]
+    except Exception:  # of whatever kind: who reads it says what is wrong with it
+        return []
+
+
 def holds_clean(path: Path) -> bool:
     """Whether an ``.npz`` file holds clean "images", known to be alone; else it may hold an array
     for each corruption.
     """
-    try:
-        with zipfile.ZipFile(path) as archive:
-            names = archive.namelist()
-    except Exception:  # of whatever kind: who reads it says what is wrong with it
-        return False
-    if "images.npy" not in names:
+    if "images" not in list_arrays(path):
         return False
     others = [
         name for name, array in open_arrays(path).items() if name != "images" and array.ndim == 4
@@ -105,9 +109,11 @@ def require_labels(
     return array.astype(np.int64)
 
 
-def severity_labels(path: Path, classes: int = 10) -> Integers:
-    """Labels [N] of a file that holds them five times over, once for each severity."""
-    labels = require_labels(str(path), open_array(path), None, classes)
+def severity_labels(path: Path) -> Integers:
+    """Labels [N] of a file that holds them five times over, once for each severity; CIFAR-100-C has
+    100 classes.
+    """
+    labels = require_labels(str(path), open_array(path), None, 100)
     require(
         len(labels) % 5 == 0,
         str(path),
@@ -149,10 +155,12 @@ class _Unpickler(pickle.Unpickler):
 
 
 def open_batch(path: Path) -> tuple[Bytes, Integers]:
-    """Images [n, 32, 32, 3] and labels [n] of a batch of CIFAR-10's python version."""
+    """Images [n, 32, 32, 3] and labels [n] of a batch of CIFAR's python version, CIFAR-100's the
+    fine ones.
+    """
     expected = (
-        "a batch of CIFAR-10's python version: a pickled dictionary of data, uint8 [n, 3072], "
-        "and n labels"
+        "a batch of CIFAR-10's or CIFAR-100's python version: a pickled dictionary of data, uint8 "
+        "[n, 3072], and n labels"
     )
     require(path.is_file(), str(path), "no such file", expected)
     try:
@@ -161,7 +169,8 @@ def open_batch(path: Path) -> tuple[Bytes, Integers]:
         entries = {
             key.decode() if isinstance(key, bytes) else key: value for key, value in batch.items()
         }
-        data, labels = np.asarray(entries["data"]), np.asarray(entries["labels"])
+        given = entries["fine_labels" if "fine_labels" in entries else "labels"]
+        data, labels = np.asarray(entries["data"]), np.asarray(given)
     except Exception as error:  # a pickle that is none can fail in any way
         raise ValueError(
             f"{path} must be {expected}, got {type(error).__name__}: {error}"
@@ -173,7 +182,9 @@ def open_batch(path: Path) -> tuple[Bytes, Integers]:
         expected,
     )
     images = data.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
-    return images, require_labels(f"{path}: labels", labels, len(images), 10)
+    return images, require_labels(
+        f"{path}: labels", labels, len(images), 10 if path.name == "test_batch" else 100
+    )
 
 
 def pictures(root: Path) -> Iterator[Path]:

@@ -172,5 +172,11 @@ def _example(made: Mapping[str, Any], each: Mapping[str, Any]) -> ShownSample:
         for key in ("label", "truth")
     )
     return ShownSample(
-        each["most"], label, truth, each["probability"], _words(each["where"]), each["png"]
+        each["most"],
+        label,
+        truth,
+        each["probability"],
+        _words(each["where"]),
+        each["png"],
+        each.get("values", ()),
     )
