@@ -4,7 +4,8 @@
         [--methods frozen default] [--beside FILE] [--rows 1280] [--jobs 2] [--json FILE]
 
 Digits from one office's scans to another's (MNIST, USPS), electricity prices and weather in the
-order of time, movements of people the network has not seen, gas sensors that age. Each task trains
+order of time, movements of people the network has not seen, gas sensors that age, digits spoken by
+others. Each task trains
 three networks of one shape, with batch norm, with group norm (layer norm in an MLP) and without
 norm layers, and keeps them in DIR/networks: delete that folder to train again. "clean" is held-out
 data of the source. A seed draws the training rows, the weights and, of the digits and the people,
@@ -39,7 +40,7 @@ from natural_data import CLEAN, NORMS, TASKS, Rows, load, trained
 
 PRESETS = ("bn", "tent", "eata", "shot_im", "opgd", "opgd_diag", "head_ekf", "t3a")
 METHODS = ("frozen", "default", "data", *PRESETS)  # data: the default with source data
-METRICS = ("accuracy", "nll", "ece")
+METRICS = ("accuracy", "nll", "brier", "ece")
 
 
 def start(model: nn.Module, method: str, source: Rows) -> Callable[[Tensor], Tensor]:

@@ -9,11 +9,14 @@ The folder holds what others collected and is never part of this repository:
                                                          commit 9d430221
     gas/batch{1,2,3,4,5,6,8,9}.dat                       github miltongneto/Gas-Sensor-Array-Drift,
                                                          Dataset/
+    speech/{01..60}/{digit}_{speaker}_{take}.wav         github soerenab/AudioMNIST, data/
 """
 
 from __future__ import annotations
 
 import itertools
+import math
+import wave
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -177,6 +180,50 @@ def gas(folder: Path, generator: torch.Generator) -> Task:
     return Task(train, streams, "mlp", 150)
 
 
+FRAME, BANDS, FRAMES = 1200, 40, 40  # samples of a frame at 48 kHz, bands, frames of a recording
+TAKES = 10  # of 50 recordings that a speaker has of each digit
+
+
+def hear(path: Path) -> Tensor:
+    """Log energies [1, 40, 40] of a recording, in bands from 100 to 8,000 Hz of equal ratio."""
+    with wave.open(str(path)) as file:
+        samples = np.frombuffer(file.readframes(file.getnframes()), np.int16).copy()
+    signal = torch.from_numpy(samples).float() / 32768
+    signal = nn.functional.pad(signal, (0, max(0, FRAME * FRAMES - len(signal))))
+    frames = signal[: FRAME * FRAMES].view(FRAMES, FRAME) * torch.hann_window(FRAME)
+    power = torch.fft.rfft(frames).abs().square()[:, : FRAME // 6]  # 40 Hz a bin
+    edges = torch.logspace(math.log10(100), math.log10(8_000), BANDS + 1) / 40
+    bins = torch.arange(power.shape[1])
+    inside = (bins >= edges[:-1, None].floor()) & (bins <= edges[1:, None].ceil())
+    return (power @ inside.float().T / inside.sum(1) + 1e-6).log().T[None]
+
+
+def speaker(folder: Path, number: int) -> Rows:
+    """All digits of one speaker in a drawn order, the same each time."""
+    paths = [
+        folder / f"speech/{number:02d}/{digit}_{number:02d}_{take}.wav"
+        for digit in range(10)
+        for take in range(TAKES)
+    ]
+    rows = Rows(
+        torch.stack([hear(path) for path in paths]), torch.arange(10).repeat_interleave(TAKES)
+    )
+    return shuffle(rows, torch.Generator().manual_seed(number))
+
+
+def speech(folder: Path, generator: torch.Generator) -> Task:
+    """Thirty speakers train, the other thirty follow one after the other."""
+    people = (torch.randperm(60, generator=generator) + 1).tolist()
+
+    def join(numbers: Sequence[int]) -> Rows:
+        pieces = [speaker(folder, number) for number in numbers]
+        return Rows(*(torch.cat(column) for column in zip(*pieces, strict=True)))
+
+    train, clean = split(join(people[:30]), 600, generator)
+    streams = {CLEAN: shuffle(clean, generator), "others": join(people[30:])}
+    return Task(train, streams, "cnn2d", 30)
+
+
 TASKS: dict[str, Callable[[Path, torch.Generator], Task]] = {
     "mnist": mnist_to_usps,
     "usps": usps_to_mnist,
@@ -184,6 +231,7 @@ TASKS: dict[str, Callable[[Path, torch.Generator], Task]] = {
     "weather": in_time("weather"),
     "har": har,
     "gas": gas,
+    "speech": speech,
 }
 
 
