@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from driftfilter.app.images.files import Integers, digest, picture, require_labels
 from driftfilter.app.readers.folders import ClassNumbers, number_classes
-from driftfilter.app.readers.stored import Arrays, Raw, Rows, Stored, shift_of
+from driftfilter.app.readers.stored import Raw, Rows, Stored, shift_of
 from driftfilter.base.checks import nearest, require
 
 SUFFIXES = (".csv", ".parquet", ".jsonl")
@@ -265,10 +265,3 @@ def fill_up(rows: Iterable[Sequence[float]]) -> NDArray[Any]:
     for row, array in zip(filled, arrays, strict=True):
         row[: len(array)] = array
     return filled
-
-
-def tokenized(raw: Raw, encode: Callable[[list[str]], Arrays]) -> Arrays:
-    """Texts by a model's tokenizer; what is no text stays as it is."""
-    texts = [each for each in raw if isinstance(each, str)] if isinstance(raw, list) else []
-    require(bool(texts) or not isinstance(raw, list), "samples", "pictures", "texts")
-    return encode(texts) if texts else raw  # type: ignore[return-value]
