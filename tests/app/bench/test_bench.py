@@ -21,8 +21,9 @@ from driftfilter.app.bench import bench, tables
 from driftfilter.app.bench.locks import claim
 from driftfilter.app.bench.options import BenchOptions
 from driftfilter.app.bench.prepare import open_source, parse_choices, parse_seeds, prepare
-from driftfilter.app.bench.task import Bench, Choice, NamedNetwork, Task, settings
+from driftfilter.app.bench.task import Bench, Choice, Task, settings
 from driftfilter.app.machine import Machine
+from driftfilter.app.networks.load_model import NamedNetwork
 from driftfilter.storage.atomic import write_atomic
 from tiny import CPU, Broken, Log, Tiny, run_all, task_of
 
