@@ -195,7 +195,8 @@ def hear(path: Path) -> Tensor:
     edges = torch.logspace(math.log10(100), math.log10(8_000), BANDS + 1) / 40
     bins = torch.arange(power.shape[1])
     inside = (bins >= edges[:-1, None].floor()) & (bins <= edges[1:, None].ceil())
-    return (power @ inside.float().T / inside.sum(1) + 1e-6).log().T[None]
+    energies: Tensor = power @ inside.float().T / inside.sum(1)
+    return (energies + 1e-6).log().T[None]
 
 
 def speaker(folder: Path, number: int) -> Rows:

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from driftfilter.app.bench import bench
 from driftfilter.app.bench.prepare import parse_choices
 from driftfilter.app.bench.protocols import StreamSettings
-from driftfilter.app.bench.task import Bench, NamedNetwork, Task, run_task
+from driftfilter.app.bench.task import Bench, Task, run_task
 from driftfilter.app.machine import Machine
+from driftfilter.app.networks.load_model import NamedNetwork
 from driftfilter.app.streams import Generated, Images
 from driftfilter.app.terminal import Shown
 

@@ -33,12 +33,15 @@ ALLOWED = {
         "CIFAR-10's python version is a pickle; the unpickler there admits numpy arrays and "
         "nothing else"
     ),
-    "pickle in app/run/load_model.py": (
+    "pickle in app/networks/load_model.py": (
         "the name of an error that torch.load(weights_only=True) raises"
     ),
     "save in app/serve/bodies.py": "numpy's, of an answer, with allow_pickle=False",
     "import_module in __init__.py": "the package's own _api",
-    "import_module in app/run/load_model.py": "the user's package.module:factory",
+    "import_module in app/networks/load_model.py": "the user's package.module:factory",
+    "import_module in app/networks/libraries.py": (
+        "timm, torchvision or transformers, by these names alone"
+    ),
     "literal_eval in app/bench/prepare.py": (
         "numbers and lists in name:option=value; evaluates nothing"
     ),

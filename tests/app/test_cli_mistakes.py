@@ -400,7 +400,7 @@ MISTAKES: dict[str, tuple[list[str], int, str]] = {
     "inspect weights": (
         ["inspect", MODEL, "--weights", "none.safetensors"],
         2,
-        "--weights must be a .safetensors, .pt or .pth file",
+        "weights must be a .safetensors, .pt or .pth file",
     ),
     "list option": (["list", "--jsn"], 2, "unrecognized arguments: --jsn (did you mean '--json'?)"),
     "list name": (["list", "tent"], 2, "driftfilter list: error: unrecognized arguments: tent\n"),

@@ -27,6 +27,13 @@ from driftfilter.base.suggest import nearest
 # Exit status, and what was found as data; None if the error says it all.
 Found: TypeAlias = tuple[int, Any]
 
+# How a network is named (``app.networks.load_model``).
+MODEL_HELP = (
+    "NAME[=WEIGHTS][,OPTION=VALUE]: a shipped network, package.module:factory (called without "
+    "arguments), timm:NAME, torchvision:NAME (both with WEIGHTS) or hf:FOLDER; options resize, "
+    "crop, mean, deviation, interpolation of images, as in resize=256,crop=224,mean=imagenet"
+)
+
 HELP = (
     "COMMAND --help lists its options; exit status: 0 done, 1 failed, 2 wrong usage, "
     "130 ended by Ctrl-C"

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from driftfilter.app.arguments import (
+    MODEL_HELP,
     Command,
     Found,
     argument,
@@ -157,6 +158,8 @@ def bench(options: BenchOptions, output: Output, arguments: Sequence[str]) -> Fo
         made, tasks = prepare(options)
     except (ValueError, OSError, ImportError) as error:
         return fail("bench", error, 2)
+    for network in made.networks.values():
+        output.note(f"{network.name}: transform {network.transform}")
     done = benchmark.are_done(made, tasks, folder)
     if options.list:
         pairs = list(zip(done, tasks, strict=True))
@@ -371,7 +374,7 @@ class InspectOptions:
 
     model: str = argument(
         "MODEL",
-        "package.module:factory (called without arguments), or a shipped network's name",
+        MODEL_HELP,
     )
     weights: Path | None = option(
         ".safetensors, or .pt that holds tensors only", type=Path, metavar="FILE"

@@ -1,5 +1,6 @@
 """``driftfilter inspect``: what adaptation would change in a model, and what it would cost."""
 
+import re
 import time
 import warnings
 from collections import Counter
@@ -12,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 import driftfilter as df
 from driftfilter.app.models import ARCHITECTURES
-from driftfilter.app.run.load_model import open_model
+from driftfilter.app.networks.load_model import NamedNetwork, open_model
 from driftfilter.base.checks import require
 from driftfilter.networks.layers import is_norm
 
@@ -46,6 +47,7 @@ class Inspection(NamedTuple):
     """All that is known of a model without data."""
 
     model: str
+    transform: str  # of images
     parameters: int
     norms: dict[str, int]  # layers by kind
     batch_norm: bool
@@ -64,11 +66,13 @@ def inspect(text: str, weights: Any, shape: tuple[int, ...] | None, batch: int) 
     """Inspect a model given by name or ``package.module:factory``; steps are timed if the shape of
     an input is known.
     """
-    model = open_model(text, weights)
-    shape = (3, 32, 32) if shape is None and text in ARCHITECTURES else shape
+    opened = open_model(text, weights)
+    model = opened.module
+    shape = _guess_shape(opened) if shape is None else shape
     norms = Counter(type(layer).__name__ for layer in model.modules() if is_norm(layer))
     return Inspection(
-        text,
+        opened.name,
+        str(opened.transform),
         sum(parameter.numel() for parameter in model.parameters()),
         dict(norms),
         any(isinstance(layer, _BatchNorm) for layer in model.modules()),
@@ -77,6 +81,14 @@ def inspect(text: str, weights: Any, shape: tuple[int, ...] | None, batch: int) 
         batch,
         df.presets.explain(model),
     )
+
+
+def _guess_shape(opened: NamedNetwork) -> tuple[int, ...] | None:
+    """Shape of an image as the network takes it; None if nobody says it."""
+    crop = opened.transform.crop or opened.transform.resize
+    if crop is not None:
+        return (3, crop, crop) if isinstance(crop, int) else (3, *crop)
+    return (3, 32, 32) if re.split("[=,]", opened.name)[0] in ARCHITECTURES else None
 
 
 def _subset(model: nn.Module, selection: df.Selection) -> Subset:
@@ -128,6 +140,7 @@ def describe(found: Inspection, names: bool) -> list[str]:
     norms = ", ".join(f"{count} {kind}" for kind, count in found.norms.items()) or "none"
     out = [
         f"{found.model}: {found.parameters:,} parameters; norm layers: {norms}",
+        f"transform of images: {found.transform}",
         f"the default: {found.default}",
         "",
         f"{'subset':<26}{'tensors':>8}{'numbers':>13}   belief in MB: diagonal, low rank 10, full",

@@ -1,7 +1,8 @@
 """The source networks for CIFAR-10: residual networks, two of whose weights ship with the package,
-and a vision transformer.
+and a vision transformer; and a ResNet-50 for ImageNet.
 
-All take RGB images in [0, 1], [n, 3, 32, 32], and normalise inside the forward pass.
+All take RGB images in [0, 1], [n, 3, 32, 32] (ImageNet: [n, 3, 224, 224]), and normalise inside the
+forward pass.
 """
 
 from collections import OrderedDict
@@ -22,6 +23,7 @@ Norm: TypeAlias = Callable[[int], nn.Module]
 
 MEAN = (0.4914, 0.4822, 0.4465)
 DEVIATION = (0.2470, 0.2435, 0.2616)
+KERAS_MEAN = (123.68, 116.779, 103.939)  # of RGB in [0, 255]
 
 
 def _conv(inside: int, outside: int, size: int, stride: int = 1) -> nn.Conv2d:
@@ -160,6 +162,58 @@ class PooledResidualNetwork(nn.Module):
         return self.fc(torch.relu(self.bn(hidden)).mean((2, 3)))  # type: ignore[no-any-return]
 
 
+class _Bottleneck(nn.Module):
+    """relu(bn₃(conv₃(relu(bn₂(conv₂(relu(bn₁(conv₁ x))))))) + shortcut x); conv₁, 1 × 1, has the
+    stride.
+    """
+
+    def __init__(self, inside: int, width: int, stride: int, norm: Norm) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = _conv(inside, width, 1, stride), norm(width)
+        self.conv2, self.bn2 = _conv(width, width, 3), norm(width)
+        self.conv3, self.bn3 = _conv(width, 4 * width, 1), norm(4 * width)
+        self.downsample = (
+            nn.Sequential(_conv(inside, 4 * width, 1, stride), norm(4 * width))
+            if stride != 1 or inside != 4 * width
+            else nn.Identity()
+        )
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = torch.relu(self.bn1(self.conv1(inputs)))
+        hidden = self.bn3(self.conv3(torch.relu(self.bn2(self.conv2(hidden)))))
+        return torch.relu(hidden + self.downsample(inputs))
+
+
+class BottleneckNetwork(nn.Module):
+    """The ResNet-50 for ImageNet as Keras has it, under torchvision's names: batch norm with
+    ε = 0.001, inputs 255 (x - mean) without a division.
+    """
+
+    mean: Tensor
+
+    def __init__(self, classes: int = 1000) -> None:
+        super().__init__()
+        norm = partial(nn.BatchNorm2d, eps=1e-3)
+        moments = torch.tensor(KERAS_MEAN).view(3, 1, 1) / 255
+        self.register_buffer("mean", moments, persistent=False)
+        self.conv1, self.bn1, inside = _conv(3, 64, 7, 2), norm(64), 64
+        for group, depth in enumerate((3, 4, 6, 3)):
+            width, blocks = 64 * 2**group, []
+            for position in range(depth):
+                stride = 2 if group > 0 and position == 0 else 1
+                blocks.append(_Bottleneck(inside, width, stride, norm))
+                inside = 4 * width
+            self.add_module(f"layer{group + 1}", nn.Sequential(*blocks))
+        self.fc = nn.Linear(inside, classes)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = torch.relu(self.bn1(self.conv1(255 * (inputs - self.mean))))
+        hidden = functional.max_pool2d(hidden, 3, 2, padding=1)
+        for group in (1, 2, 3, 4):
+            hidden = self.get_submodule(f"layer{group}")(hidden)
+        return self.fc(hidden.mean((2, 3)))  # type: ignore[no-any-return]
+
+
 class _AttentionBlock(nn.Module):
     """x + proj(attention(qkv(norm₁ x))), then x + fc₂(gelu(fc₁(norm₂ x)))."""
 
@@ -217,6 +271,7 @@ ARCHITECTURES: dict[str, Callable[[], nn.Module]] = {
     "wrn16_4_gn": lambda: ResidualNetwork((16, 64, 128, 256), 2, _BY_GROUP, preactivation=True),
     "wrn28_10": lambda: ResidualNetwork((16, 160, 320, 640), 4, nn.BatchNorm2d, preactivation=True),
     "vit_s4": VisionTransformer,
+    "resnet50_imagenet": BottleneckNetwork,
 }
 SHIPPED = ("resnet20", "resnet20_gn")
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import driftfilter as df
 from driftfilter.adapter.bank import BankState, add_predictions
 from driftfilter.app.machine import choose_machine
-from driftfilter.app.run.load_model import open_model
+from driftfilter.app.networks.load_model import open_model
 from driftfilter.app.run.options import TuneOptions
 from driftfilter.app.run.prepare import find_dtype
 from driftfilter.app.run.reader import Form, StoredFeed, open_feed
@@ -60,7 +60,7 @@ def tune(options: TuneOptions, tell: Callable[[int, int], None] = lambda *done: 
     require(isinstance(feed, StoredFeed), "DATA", options.data, "a file or folder")
     assert isinstance(feed, StoredFeed)
     weights = None if options.weights is None else Path(options.weights)
-    model = machine.place(open_model(options.model, weights))
+    model = machine.place(open_model(options.model, weights).module)
     form = Form(find_dtype(model), machine.device, options.layout, options.scale, None)
     total = min(options.limit or feed.count, feed.count)
     places = [(at, min(at + options.batch, total)) for at in range(0, total, options.batch)]

@@ -21,8 +21,9 @@ from driftfilter.app.bench import bench, tables
 from driftfilter.app.bench.locks import claim
 from driftfilter.app.bench.options import BenchOptions
 from driftfilter.app.bench.prepare import open_source, parse_choices, parse_seeds, prepare
-from driftfilter.app.bench.task import Bench, Choice, NamedNetwork, Task, settings
+from driftfilter.app.bench.task import Bench, Choice, Task, settings
 from driftfilter.app.machine import Machine
+from driftfilter.app.networks.load_model import NamedNetwork
 from driftfilter.storage.atomic import write_atomic
 from tiny import CPU, Broken, Log, Tiny, run_all, task_of
 
@@ -254,7 +255,7 @@ def test_seeds() -> None:
         ("protocols", "continul", "did you mean 'continual'"),
         ("protocols", "continual:round=2", "did you mean 'rounds'"),
         ("models", "resnet21", "did you mean 'resnet20'"),
-        ("models", "resnet20=nowhere.safetensors", "weights of model 'resnet20' must be a file"),
+        ("models", "resnet20=nowhere.safetensors", "weights must be a .safetensors, .pt or .pth file that is there"),
         ("models", "wrn28_10", "give its weights file"),
         ("corruptions", "foggy", "did you mean 'fog'"),
         ("severity", 6, "severity must be"),

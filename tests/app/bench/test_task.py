@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 import driftfilter as df
 from driftfilter.app.bench import tables
-from driftfilter.app.bench.task import Bench, NamedNetwork, SourceImages, run_task, settings
+from driftfilter.app.bench.task import Bench, SourceImages, run_task, settings
 from driftfilter.app.corruptions import corrupt
 from driftfilter.app.machine import Machine
+from driftfilter.app.networks.load_model import NamedNetwork
 from driftfilter.app.streams import CLEAN, Generated, Shift
 from tiny import CPU, NAMES, Log, Tiny, accuracies, result_of, task_of, uniform
 

@@ -12,7 +12,7 @@ import torch
 
 from driftfilter.app.images import arrays
 from driftfilter.app.images.arrays import open_array, open_arrays, require_bounded
-from driftfilter.app.run.load_model import open_weights
+from driftfilter.app.networks.load_model import open_weights
 
 
 def npy(array: Any, shape: tuple[int, ...] | None = None) -> bytes:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import driftfilter as df
-from driftfilter.app.run.load_model import open_model
+from driftfilter.app.networks.load_model import open_model
 from driftfilter.app.serve.open_store import RemoteStore, open_store
 from driftfilter.app.serve.options import ServeOptions
 from driftfilter.app.serve.problems import ProblemError
@@ -65,7 +65,9 @@ def test_killed_workers_and_new_ones_answer_as_one_that_lives(folder: Path, tmp_
     from driftfilter.app.serve.ray_router import Router, connect
 
     model, tenants, steps = "run_network:make", 8, 6
-    shard = Shard(df.adapt(open_model(model), "driftfilter"), open_store(str(tmp_path / "alone")))
+    shard = Shard(
+        df.adapt(open_model(model).module, "driftfilter"), open_store(str(tmp_path / "alone"))
+    )
     expected = {}
     for tenant in range(tenants):
         for step in range(steps):

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from driftfilter.app.arguments import count_option, folder, option
+from driftfilter.app.arguments import MODEL_HELP, count_option, folder, option
 
 Precision: TypeAlias = Literal["float32", "tf32", "bf16"]
 
@@ -48,7 +48,7 @@ class BenchOptions:
         metavar="A,B",
     )
     models: str = option(
-        "shipped networks, or name=weights.safetensors (default {default})",
+        f"each {MODEL_HELP} (default {{default}})",
         "resnet20",
         metavar="A,B",
     )

@@ -1,24 +1,20 @@
 """From the options of the benchmark to its tasks: what they name is read and checked here."""
 
 import ast
-import hashlib
 import itertools
 import re
 from collections.abc import Iterable
 from dataclasses import fields
-from importlib.resources import as_file, files
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from driftfilter.app import models
 from driftfilter.app.bench.options import BenchOptions
 from driftfilter.app.bench.protocols import StreamSettings
 from driftfilter.app.bench.task import (
     Bench,
     Choice,
-    NamedNetwork,
     SourceImages,
     Task,
     build_protocol,
@@ -26,10 +22,11 @@ from driftfilter.app.bench.task import (
 from driftfilter.app.corruptions import CORRUPTIONS, EXTRA
 from driftfilter.app.images.files import digest, open_images
 from driftfilter.app.machine import Machine, choose_machine
+from driftfilter.app.networks.load_model import NamedNetwork, open_model, split_models
 from driftfilter.app.readers.folders import read_classes
 from driftfilter.app.readers.records import Columns
 from driftfilter.app.streams import Domains, Layout, open_cifar10, open_domains
-from driftfilter.base.checks import nearest, require
+from driftfilter.base.checks import require
 
 # In a matrix: batches below so many samples see so many images of a corruption.
 SMALL_BATCH, FEW_IMAGES = 8, 500
@@ -45,7 +42,7 @@ def prepare(options: BenchOptions) -> tuple[Bench, tuple[Task, ...]]:
     protocols = [_set_rounds(each, options.rounds) for each in parse_choices(options.protocols)]
     networks = {each.name: each for each in _load_networks(options.models, machine)}
     require(
-        len(networks) == len(set(options.models.split(","))),
+        len(networks) == len(split_models(options.models)),
         "models",
         options.models,
         "files of distinct names",
@@ -184,20 +181,10 @@ def _default_corruptions(data: Domains) -> tuple[str, ...]:
 
 
 def _load_networks(text: str, machine: Machine) -> Iterable[NamedNetwork]:
-    """Networks by ``name`` if they ship with the package, or by ``name=weights.safetensors``."""
-    known = list(models.ARCHITECTURES)
-    for part in text.split(","):
-        name, _, path = part.partition("=")
-        require(name in known, "model", name, f"one of {known}{nearest(name, known)}")
-        require(not path or Path(path).is_file(), f"weights of model {name!r}", path, "a file")
-        module = machine.place(models.load(name, Path(path) if path else None))
-        with as_file(files("driftfilter.app") / "assets" / f"{name}.safetensors") as shipped:
-            weights = (Path(path) if path else shipped).read_bytes()
-        yield NamedNetwork(
-            f"{name}={Path(path).stem}" if path else name,
-            module,
-            hashlib.sha256(weights).hexdigest(),
-        )
+    """The networks of a list (``split_models``), on the machine."""
+    for each in split_models(text):
+        opened = open_model(each)
+        yield opened._replace(module=machine.place(opened.module))
 
 
 def open_source(path: Path) -> SourceImages:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, final
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 import driftfilter as df
@@ -20,6 +20,7 @@ from driftfilter.app.bench.evaluate import Trace, evaluate, pick_examples
 from driftfilter.app.bench.protocols import PROTOCOLS, AnyProtocol, Step, StreamPlan, StreamSettings
 from driftfilter.app.images.files import digest
 from driftfilter.app.machine import Machine
+from driftfilter.app.networks.load_model import NamedNetwork
 from driftfilter.app.parameter_shift import measure_shift
 from driftfilter.app.readers.stored import CLEAN, Preparation, Samples, join
 from driftfilter.app.streams import Domains
@@ -41,17 +42,6 @@ class Choice(NamedTuple):
         return self.name + "".join(
             f"{',' if i else ':'}{key}={value}" for i, (key, value) in enumerate(self.options)
         )
-
-
-class NamedNetwork(NamedTuple):
-    """A classifier: of images [n, 3, h, w] in [0, 1], which it normalises itself, or of what its
-    data hold.
-    """
-
-    name: str
-    module: nn.Module
-    weights: str  # sha256 of their file
-    prepare: Preparation | None = None  # what it makes of samples; None: nothing
 
 
 class SourceImages(NamedTuple):

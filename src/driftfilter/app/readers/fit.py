@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
 import numpy as np
 
@@ -10,7 +10,7 @@ from driftfilter.app.images.files import Bytes
 from driftfilter.app.readers.stored import Arrays, Raw, stack
 from driftfilter.base.checks import require
 
-Size = int | tuple[int, int]  # of the shorter side, or height and width
+Size: TypeAlias = int | tuple[int, int]  # of the shorter side, or height and width
 
 
 @final

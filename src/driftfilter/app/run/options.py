@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from driftfilter.app.arguments import (
+    MODEL_HELP,
     argument,
     count,
     count_option,
@@ -21,9 +22,7 @@ from driftfilter.app.arguments import (
 class RunOptions:
     """Options of ``driftfilter run``, as they are written there."""
 
-    model: str = argument(
-        "MODEL", "package.module:factory (called without arguments), or resnet20, resnet20_gn"
-    )
+    model: str = argument("MODEL", MODEL_HELP)
     data: str = argument(
         "DATA", ".npy [n, ...], .npz with x or images, a folder of pictures, or - for lines of JSON"
     )
@@ -154,9 +153,7 @@ class CheckOptions:
 class TuneOptions:
     """Options of ``driftfilter tune``, as they are written there."""
 
-    model: str = argument(
-        "MODEL", "package.module:factory (called without arguments), or resnet20, resnet20_gn"
-    )
+    model: str = argument("MODEL", MODEL_HELP)
     data: str = argument(
         "DATA", ".npy [n, ...], .npz with x or images, or a folder of pictures; labels are not used"
     )

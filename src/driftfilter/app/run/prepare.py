@@ -12,9 +12,9 @@ import driftfilter as df
 from driftfilter.app.bench.prepare import parse_choices
 from driftfilter.app.images.files import Integers
 from driftfilter.app.machine import Machine, choose_machine
+from driftfilter.app.networks.load_model import open_model
 from driftfilter.app.run import summary
 from driftfilter.app.run.late_labels import LateLabels
-from driftfilter.app.run.load_model import open_model
 from driftfilter.app.run.options import RunOptions
 from driftfilter.app.run.reader import Feed, Form, open_feed, open_labels
 from driftfilter.base.checks import require
@@ -61,9 +61,8 @@ def prepare(options: RunOptions) -> PreparedRun:
         late = LateLabels.open(Path(options.labels), feed)
     elif options.labels is not None:
         labels = open_labels(Path(options.labels), feed.count)
-    model = machine.place(
-        open_model(options.model, None if options.weights is None else Path(options.weights))
-    )
+    weights = None if options.weights is None else Path(options.weights)
+    model = machine.place(open_model(options.model, weights).module)
     within = None if options.range is None else parse_range(options.range)
     form = Form(find_dtype(model), machine.device, options.layout, options.scale, within)
     adapter = build_adapter(options, model, form)

@@ -12,7 +12,7 @@ import uvicorn
 
 import driftfilter as df
 from driftfilter.app.machine import choose_machine
-from driftfilter.app.run.load_model import open_model
+from driftfilter.app.networks.load_model import open_model
 from driftfilter.app.run.options import RunOptions
 from driftfilter.app.run.prepare import build_adapter, find_dtype, parse_range
 from driftfilter.app.run.reader import Form
@@ -103,7 +103,7 @@ def make_adapter(options: ServeOptions) -> tuple[df.Adapter, Form]:
     """The adapter of a model and a preset or recipe, and the form of its inputs."""
     machine = choose_machine(options.device)
     weights = None if options.weights is None else Path(options.weights)
-    model = machine.place(open_model(options.model, weights))
+    model = machine.place(open_model(options.model, weights).module)
     within = None if options.range is None else parse_range(options.range)
     form = Form(find_dtype(model), machine.device, options.layout, options.scale, within)
     shared = ("weights", "preset", "recipe", "set", "source", "seed")

@@ -4,16 +4,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from driftfilter.app.arguments import argument, count_option, option
+from driftfilter.app.arguments import MODEL_HELP, argument, count_option, option
 
 
 @dataclass(frozen=True)
 class ServeOptions:
     """Options of ``driftfilter serve``."""
 
-    model: str = argument(
-        "MODEL", "package.module:factory (called without arguments), or resnet20, resnet20_gn"
-    )
+    model: str = argument("MODEL", MODEL_HELP)
     store: str = option("folder of the tenants; with --ray an fsspec path, too", "", metavar="DIR")
     weights: str | None = option(
         ".safetensors, or .pt that holds tensors only (default: as the factory makes it)",

@@ -1,0 +1,1 @@
+"""Source networks by name: where they come from, and the transform of their images."""
