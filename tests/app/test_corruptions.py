@@ -15,7 +15,8 @@ from PIL import Image
 from scipy import ndimage, stats
 from torch import Tensor
 
-from driftfilter.app.corruptions import CORRUPTIONS, EXTRA, FROST_TEXTURE, corrupt
+from driftfilter.app.corruptions import CORRUPTIONS, EXTRA, FROST_TEXTURE, _shuffle, corrupt
+from driftfilter.app.images.constants import SETS, find_set
 from driftfilter.app.streams import sample_images
 
 NAMES = [*CORRUPTIONS, *EXTRA]
@@ -151,7 +152,7 @@ def test_gaussian_blur_against_scipy(severity: int, size: int) -> None:
     sigma = [0.4, 0.6, 0.7, 0.8, 1.0][severity - 1] * size / 32
     x = _arrays(_images(3, size)) / 255
     _assert_near(
-        corrupt(_images(3, size), "gaussian_blur", severity),
+        corrupt(_images(3, size), "gaussian_blur", severity, constants="cifar"),
         np.floor(255 * ndimage.gaussian_filter(x, (0, sigma, sigma, 0), mode="nearest") + 1e-3),
         0.005,
     )
@@ -180,7 +181,7 @@ def test_pixelate_against_pillow(severity: int) -> None:
 
 
 def test_pixelate_keeps_the_number_of_cells_of_a_larger_image() -> None:
-    made = corrupt(_images(1, 96), "pixelate")[0, 0]
+    made = corrupt(_images(1, 96), "pixelate", constants="cifar")[0, 0]
     assert (made[1:] != made[:-1]).any(1).sum().item() + 1 == 20
 
 
@@ -313,6 +314,81 @@ def test_elastic_at_severity_1_is_affine() -> None:
     assert (made[1:] - made[:-1]).abs().amax((1, 2, 3)).min() > 1
 
 
+@pytest.mark.parametrize("name", list(SETS))
+def test_each_set_has_every_corruption_at_five_severities(name: str) -> None:
+    table = SETS[name].table
+    assert sorted(table) == sorted(NAMES)
+    for corruption, constants in table.items():
+        assert len(constants) == 5
+        assert len({len(row) for row in constants}) == 1, corruption
+        assert len(set(constants)) == 5, corruption
+
+
+def test_the_size_chooses_the_set() -> None:
+    sizes = {32: "cifar", 45: "cifar", 46: "tiny_imagenet", 64: "tiny_imagenet"}
+    sizes |= {119: "tiny_imagenet", 120: "imagenet", 224: "imagenet", 299: "imagenet"}
+    assert {size: find_set(size) for size in sizes} == sizes
+    for size, name in ((32, "cifar"), (64, "tiny_imagenet"), (160, "imagenet")):
+        made = [corrupt(_images(2, size), "fog", 3, 1, each) for each in (None, *SETS)]
+        assert [torch.equal(made[0], each) for each in made[1:]] == [name == each for each in SETS]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_at_224_pixels(name: str) -> None:
+    images = _images(2, 224)
+    made = [corrupt(images, name, severity, seed=2) for severity in (1, 5)]
+    for each in made:
+        assert each.shape == images.shape
+        assert 0 <= each.min() <= each.max() <= 1
+    assert torch.equal(made[1], corrupt(images, name, 5, seed=2))
+    change = [(each - images).square().mean().item() for each in made]
+    if name not in ("elastic_transform", "saturate", "spatter"):
+        assert change[1] > 1.1 * change[0] > 0
+
+
+def test_closed_forms_at_224_pixels() -> None:
+    images = _images(2, 224)
+    x = _arrays(images) / 255
+    mean = x.mean((1, 2), keepdims=True)
+    _assert_near(corrupt(images, "contrast"), np.floor(255 * (0.05 * (x - mean) + mean)), 0.005)
+    value = x.max(3, keepdims=True)
+    raised = np.floor(255 * x / value * np.minimum(value + 0.5, 1) + 1e-3)
+    _assert_near(corrupt(images, "brightness"), raised, 0.01)
+    cells = x.reshape(2, 56, 4, 56, 4, 3).mean((2, 4)).repeat(4, 1).repeat(4, 2)
+    assert np.abs(_arrays(corrupt(images, "pixelate")) - 255 * cells).max() < 1.01
+    blurred = ndimage.gaussian_filter(x, (0, 6, 6, 0), mode="nearest")
+    _assert_near(corrupt(images, "gaussian_blur"), np.floor(255 * blurred + 1e-3), 0.005)
+    flat = torch.full((2, 3, 224, 224), 102 / 255)
+    noise = corrupt(flat, "gaussian_noise", 1) - flat  # .4 is 5 deviations from 0
+    assert noise.std().item() == pytest.approx(math.hypot(0.08, 1 / 255 / math.sqrt(12)), rel=0.01)
+    for name in ("zoom_blur", "defocus_blur", "motion_blur", "glass_blur", "elastic_transform"):
+        assert (corrupt(flat, name) - flat).abs().max() <= 1.01 / 255, name
+
+
+def test_defocus_at_224_pixels_against_scipy() -> None:
+    """The disc of radius 10, blurred within its own square of 21 pixels, mirrored at its edge."""
+    line = np.arange(-10, 11)
+    disc = (line[:, None] ** 2 + line**2 <= 100).astype(float)
+    kernel = ndimage.gaussian_filter(disc / disc.sum(), 0.5, truncate=4, mode="mirror")
+    x = _arrays(_images(1, 224)) / 255
+    expected = ndimage.correlate(x, kernel[None, :, :, None], mode="mirror")
+    _assert_near(corrupt(_images(1, 224), "defocus_blur"), np.floor(255 * expected + 1e-3), 0.02)
+
+
+@pytest.mark.parametrize("delta", [1, 2, 4])
+def test_glass_copies_as_the_loop_over_pixels_does(delta: int) -> None:
+    images = torch.rand(2, 3, 40, 36, generator=torch.Generator().manual_seed(0))
+    made = _shuffle(images, delta, torch.Generator().manual_seed(1))
+    draws = torch.rand(2, 2, 40, 36, generator=torch.Generator().manual_seed(1))
+    dy, dx = (draws * 2 * delta).long() - delta
+    expected = images.clone()
+    for i in range(2):
+        for h in range(40 - delta, delta, -1):
+            for w in range(36 - delta, delta, -1):
+                expected[i, :, h, w] = expected[i, :, h + dy[i, h, w], w + dx[i, h, w]]
+    assert torch.equal(made, expected)
+
+
 BAD: dict[str, tuple[Callable[[], Tensor], str]] = {
     "name": (
         lambda: corrupt(_images(1), "gausian_noise"),
@@ -345,6 +421,10 @@ BAD: dict[str, tuple[Callable[[], Tensor], str]] = {
     "integers": (
         lambda: corrupt((_images(1) > 0.5).to(torch.uint8), "fog"),
         "float32 or float64, got torch.uint8",
+    ),
+    "constants": (
+        lambda: corrupt(_images(1), "fog", constants="imagenett"),
+        "constants must be one of cifar, tiny_imagenet, imagenet.*did you mean 'imagenet'",
     ),
     "small": (lambda: corrupt(_images(1)[..., :31], "fog"), "at least 32 pixels high and wide"),
 }

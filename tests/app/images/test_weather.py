@@ -14,13 +14,14 @@ from scipy import ndimage
 from torch import Generator, Tensor
 
 from driftfilter.app.images import weather as textures
+from driftfilter.app.images.constants import CIFAR_FROST
 from driftfilter.app.images.image_filters import affine_grid, pixel_grid, sample
 from driftfilter.app.images.jpeg import recompress
 
 
 @cache
 def _made(n: int, size: int = 32) -> Tensor:
-    return textures.frost(torch.zeros(n, 3, size, size), Generator().manual_seed(0))
+    return textures.frost(torch.zeros(n, 3, size, size), CIFAR_FROST, Generator().manual_seed(0))
 
 
 def _octaves(heights: np.ndarray) -> list[float]:
@@ -51,7 +52,7 @@ def test_each_octave_of_the_plasma_is_decay_squared_weaker(decay: float) -> None
 
 def test_frost_comes_in_five_colours_as_likely() -> None:
     levels = 255 * _made(4000).mean((2, 3))  # [n, 3]
-    palette = torch.tensor([row[:3] for row in textures._FROSTS]).float()
+    palette = torch.tensor([row[:3] for row in CIFAR_FROST]).float()
     kind = torch.cdist(levels, palette).argmin(1)
     shares = kind.bincount(minlength=5) / len(kind)
     assert shares.numpy() == pytest.approx([0.2] * 5, abs=0.04)  # the two palest overlap
@@ -61,11 +62,11 @@ def test_frost_comes_in_five_colours_as_likely() -> None:
 
 def test_frost_has_the_contrast_and_the_spectrum_of_its_kind() -> None:
     made = 255 * _made(4000).double()
-    palette = torch.tensor([row[:3] for row in textures._FROSTS]).double()
+    palette = torch.tensor([row[:3] for row in CIFAR_FROST]).double()
     kind = torch.cdist(made.mean((2, 3)), palette).argmin(1)
     frequency = torch.hypot(torch.fft.fftfreq(32)[:, None], torch.fft.fftfreq(32))
     low, high = ((frequency > a) & (frequency < b) for a, b in ((0.05, 0.1), (0.3, 0.5)))
-    for i, (*_, spread, knee, _bend) in enumerate(textures._FROSTS[:3]):
+    for i, (*_, spread, knee, _bend) in enumerate(CIFAR_FROST[:3]):
         layers = made[kind == i].mean(1)
         assert layers.std((1, 2)).median().item() == pytest.approx(spread, rel=0.03)
         power = torch.fft.fft2(layers).abs().square().mean(0)
@@ -86,11 +87,15 @@ def test_frost_of_a_larger_image_keeps_level_and_contrast() -> None:
     )
 
 
-def test_distance_against_scipy() -> None:
+@pytest.mark.parametrize("reach", [3, 20, 60])
+def test_distance_up_to_a_reach_against_scipy(reach: int) -> None:
     marks = torch.rand(5, 1, 32, 40, generator=Generator().manual_seed(0)) < 0.02
     expected = np.stack([ndimage.distance_transform_edt(~plane.numpy()) for plane in marks[:, 0]])
     torch.testing.assert_close(
-        textures._distance(marks)[:, 0].double(), torch.from_numpy(expected), rtol=0, atol=1e-5
+        textures._distance(marks, reach)[:, 0].double(),
+        torch.from_numpy(expected).clamp(max=reach),
+        rtol=0,
+        atol=1e-5,
     )
 
 

@@ -7,13 +7,6 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-SIZE = 32  # pixels, of the published images, which lengths are given for
-
-
-def enlargement(images: Tensor) -> float:
-    """How many pixels a pixel of the published images has become."""
-    return min(images.shape[2:]) / SIZE
-
 
 def to_bytes(images: Tensor) -> Tensor:
     """⌊255 x⌋ in [0, 255]; the margin keeps float32 from losing a unit if 255 x is whole."""
@@ -57,15 +50,18 @@ def _bell(sigma: float, reach: int) -> Tensor:
     return torch.softmax(-(torch.arange(-reach, reach + 1) ** 2) / (2 * sigma**2), 0)
 
 
-def disc(radius: float, alias: float, reach: int) -> Tensor:
-    """A disc of total weight 1, blurred; [k, k]."""
-    whole = math.ceil(radius) + reach
+def disc(radius: float, alias: float, grown: float = 1) -> Tensor:
+    """A disc of total weight 1, blurred over one pixel (two if the radius is above 8); [k, k].
+
+    As published, a radius of 8 or more leaves no margin: the blur mirrors the disc there.
+    """
+    reach = math.ceil(grown) * (1 if radius <= 8 * grown else 2)
+    whole = min(math.ceil(max(radius, 8 * grown)), math.ceil(radius) + reach)
     line = torch.arange(-whole, whole + 1)
     inside = (line[:, None] ** 2 + line**2 <= radius**2).float()
     bell = _bell(alias, reach)
-    return F.conv2d(
-        (inside / inside.sum())[None, None], torch.outer(bell, bell)[None, None], padding=reach
-    )[0, 0]
+    padded = F.pad((inside / inside.sum())[None, None], (reach,) * 4, mode="reflect")
+    return F.conv2d(padded, torch.outer(bell, bell)[None, None])[0, 0]
 
 
 def correlate(images: Tensor, kernel: Tensor, mode: str = "reflect") -> Tensor:
@@ -89,10 +85,8 @@ def streak(images: Tensor, radius: float, sigma: float, degrees: Tensor) -> Tens
     """Σ_i k_i x(p + i u), i = 0 … 2r, k a half Gaussian and u the direction of an angle [n], to the
     nearest pixel.
     """
-    reach = 2 * math.ceil(radius * enlargement(images))
-    weights = torch.softmax(
-        -(torch.arange(reach + 1) ** 2) / (2 * (sigma * enlargement(images)) ** 2), 0
-    ).tolist()
+    reach = 2 * math.ceil(radius)
+    weights = torch.softmax(-(torch.arange(reach + 1) ** 2) / (2 * sigma**2), 0).tolist()
     y, x = pixel_grid(images)
     down, right = degrees.deg2rad().sin()[:, None, None], degrees.deg2rad().cos()[:, None, None]
     made = torch.zeros_like(images)

@@ -1,11 +1,14 @@
 """Random layers of weather and water laid over images, [n, 1 or 3, h, w] in [0, 1]."""
 
 import math
+from typing import TypeAlias
 
 import torch
 from torch import Generator, Tensor
 
-from driftfilter.app.images.image_filters import correlate, enlargement
+from driftfilter.app.images.image_filters import correlate
+
+Kinds: TypeAlias = tuple[tuple[float, ...], ...]
 
 
 def normal(shape: tuple[int, ...], generator: Generator) -> Tensor:
@@ -18,28 +21,18 @@ def uniform(shape: tuple[int, ...], generator: Generator) -> Tensor:
     return torch.rand(shape, generator=generator, device=generator.device)
 
 
-# Five kinds of frost, measured on the published images less the images under them: mean red, green
-# and blue and their common deviation between crops, deviation within a crop (all of 255), knee of
-# the spectrum and bend of the values (skewness / 6).
-_FROSTS = (
-    (96, 108, 120, 10, 32.0, 0.2, 0.08),
-    (74, 147, 164, 10, 14.0, 0.4, 0.06),
-    (142, 157, 169, 11, 26.5, 0.13, -0.03),
-    (190, 193, 202, 5, 20.5, 0.18, -0.17),
-    (204, 209, 219, 5, 16.0, 0.22, -0.17),
-)
 _PATCHINESS = 0.4  # of the contrast within a crop: the deviation of its logarithm
 
 
-def frost(images: Tensor, generator: Generator) -> Tensor:
+def frost(images: Tensor, kinds: Kinds, generator: Generator) -> Tensor:
     """colour + shift + spread · u, u = (v + b (v² - 1)) e^w; [n, 3, h, w].
 
     Gaussian v of power 1 + (knee / frequency)² and w of power 1 / frequency², standardised; one
-    kind for each image.
+    kind for each image, of those measured: see ``constants.CIFAR_FROST``.
     """
     n, _, height, width = images.shape
-    kind = torch.randint(len(_FROSTS), (n,), generator=generator, device=generator.device)
-    *colour, shift, spread, knee, bend = images.new_tensor(_FROSTS)[kind].T[
+    kind = torch.randint(len(kinds), (n,), generator=generator, device=generator.device)
+    *colour, shift, spread, knee, bend = images.new_tensor(kinds)[kind].T[
         ..., None, None, None
     ]  # each [n, 1, 1, 1]
     frequency = _frequency(height, width).to(images.device)
@@ -102,32 +95,34 @@ def plasma(images: Tensor, decay: float, generator: Generator) -> Tensor:
     return (heights / heights.amax((1, 2), keepdim=True))[:, None, :height, :width]
 
 
-def water(liquid: Tensor) -> Tensor:
-    """Shading of drops [n, 1, h, w] in 0 … 255: an emboss of the equalised distance to their edges,
-    at most 1.
+def water(liquid: Tensor, reach: int = 20) -> Tensor:
+    """Shading of drops [n, 1, h, w] in 0 … 255: an emboss of the equalised distance to their edges
+    (cut at ``reach``), at most 1.
     """
     slope = torch.tensor([[-1.0, 0, 1], [-2, 0, 2], [-1, 0, 1]])
     steep = (
         correlate(liquid, slope, "replicate").abs() + correlate(liquid, slope.T, "replicate").abs()
         > 150
     )
-    far = _distance(steep & (liquid > 0)).clamp(max=20 * enlargement(liquid))
+    far = _distance(steep & (liquid > 0), reach)
     box, emboss = torch.full((3, 3), 1 / 9), torch.tensor([[-2.0, -1, 0], [-1, 1, 1], [0, 1, 2]])
     relief = correlate(_equalise((correlate(far, box) + 1e-3).floor()), emboss).clamp(0, 255)
     shade = liquid * correlate(relief, box).round()
     return shade / shade.amax((2, 3), keepdim=True).clamp(min=1e-12)
 
 
-def _distance(marks: Tensor) -> Tensor:
-    """Euclidean distance [n, 1, h, w] to the nearest mark, one axis after the other."""
-    squares = torch.where(marks, 0.0, 1e6)
+def _distance(marks: Tensor, reach: int) -> Tensor:
+    """min(Euclidean distance to the nearest mark, reach) [n, 1, h, w], one axis after the other."""
+    squares = torch.where(marks, 0.0, float(reach**2))
     for axis in (2, 3):
-        line = torch.arange(marks.shape[axis], device=marks.device)
-        squares = (
-            (squares.transpose(axis, 3)[..., None, :] + (line[:, None] - line) ** 2)
-            .amin(-1)
-            .transpose(axis, 3)
-        )
+        nearest = squares.clone()
+        for move in range(1, min(reach, marks.shape[axis])):
+            kept = marks.shape[axis] - move
+            low, high = (squares.narrow(axis, start, kept) + move**2 for start in (0, move))
+            for start, part in ((move, low), (0, high)):
+                place = nearest.narrow(axis, start, kept)
+                torch.minimum(place, part, out=place)
+        squares = nearest
     return squares.sqrt()
 
 
