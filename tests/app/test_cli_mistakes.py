@@ -89,6 +89,7 @@ KEYS: dict[str, set[str]] = {
     "data (no folder)": {"archives_md5", "text"},
     "inspect": {
         "model",
+        "transform",
         "parameters",
         "norms",
         "batch_norm",

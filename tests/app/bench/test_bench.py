@@ -255,7 +255,11 @@ def test_seeds() -> None:
         ("protocols", "continul", "did you mean 'continual'"),
         ("protocols", "continual:round=2", "did you mean 'rounds'"),
         ("models", "resnet21", "did you mean 'resnet20'"),
-        ("models", "resnet20=nowhere.safetensors", "weights must be a .safetensors, .pt or .pth file that is there"),
+        (
+            "models",
+            "resnet20=nowhere.safetensors",
+            "weights must be a .safetensors, .pt",
+        ),
         ("models", "wrn28_10", "give its weights file"),
         ("corruptions", "foggy", "did you mean 'fog'"),
         ("severity", 6, "severity must be"),
