@@ -20,11 +20,8 @@ def energies(part: Array) -> list[float]:
     found = [float((part**2).mean())]
     for _ in range(3):
         part, across = halve(part, 1)
-        if part.ndim == 3:
-            (part, along), (across, both) = halve(part, 2), halve(across, 2)
-            found += [float((along**2).mean() + (across**2).mean()), float((both**2).mean())]
-        else:
-            found.append(float((across**2).mean()))
+        (part, along), (across, both) = halve(part, 2), halve(across, 2)
+        found += [float((along**2).mean() + (across**2).mean()), float((both**2).mean())]
     return found
 
 
@@ -37,7 +34,7 @@ def by_loops(sample: Array) -> list[float]:
     return [*means.tolist(), float(np.log(sample.var())), *np.log(shares).tolist()]
 
 
-@pytest.mark.parametrize("shape", [(3, 16, 32), (1, 8, 8), (5, 16, 8), (2, 24), (1, 64)])
+@pytest.mark.parametrize("shape", [(3, 16, 32), (1, 8, 8), (5, 16, 8)])
 def test_signatures_are_those_of_plain_loops(shape: tuple[int, ...]) -> None:
     samples = torch.rand(4, *shape, generator=torch.Generator().manual_seed(0)) ** 2
     found = describe(samples)
@@ -57,6 +54,7 @@ def test_signatures_are_those_of_plain_loops(shape: tuple[int, ...]) -> None:
         {"tokens": torch.ones(4, 20, dtype=torch.int64)},
         {"tokens": torch.ones(4, 20, dtype=torch.int64), "mask": torch.rand(4, 1, 20, 20)},
         (torch.ones(4, dtype=torch.int64), torch.rand(1, 20, 20)),
+        torch.rand(4, 2, 20),  # signals, whose classes differ in energy
         torch.ones(4, 2, 20, dtype=torch.uint8),
     ],
     ids=["table", "low", "short", "whole", "tokens", "masked tokens", "bias", "bytes"],

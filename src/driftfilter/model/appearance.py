@@ -1,6 +1,6 @@
 """How samples look: a few numbers a sample that tell domains apart, not classes.
 
-Of an image or a signal x [c, …] with m the mean of its channels,
+Of an image x [c, h, w] with m the mean of its channels,
 
     mean of each channel, or of all if there are more than four;   log v, v the variance of x;
     log(energy / v + 1e-4) of m and of x - m: all of it, and that of its differences between
@@ -8,7 +8,8 @@ Of an image or a signal x [c, …] with m the mean of its channels,
 
 Noise adds energy to small scales, blur takes it away, fog and contrast change v, light the means,
 colour x - m. A class has no such signature of its own: what images show varies within each class
-nearly as much as over all of them. Tables and tokens have none at all.
+nearly as much as over all of them. Signals of sensors are otherwise: a walk has another energy than
+rest, so that domains would be classes. They have no signature, nor do tables and tokens.
 """
 
 import torch
@@ -26,21 +27,21 @@ _MOST = 1e15  # a value beyond it, whose square might be infinite, is taken for 
 
 def describe(inputs: Inputs) -> Tensor | None:
     """Signatures [n, D], on the CPU in float64 and finite, D = 9 for one channel, c + 15 for up to
-    four and 16 for more (signals: 6, c + 9 and 10). None if the samples are no images [n, c, h, w],
-    floating or uint8, or floating signals [n, c, t], of at least eight values a side.
+    four and 16 for more. None if the samples are no images [n, c, h, w], floating or uint8, of at
+    least eight values a side.
 
     Of several inputs the first one is looked at that has several numbers a sample: what comes after
     it may be a mask.
     """
     n = batch_size(inputs)
     images = next((each for each in tensors(inputs) if each.dim() > 1 and len(each) == n), None)
-    if images is None or images.dim() not in (3, 4) or min(images.shape[2:]) < _LEAST:
+    if images is None or images.dim() != 4 or min(images.shape[2:]) < _LEAST:
         return None
-    if not images.is_floating_point() and (images.dtype != torch.uint8 or images.dim() == 3):
+    if not images.is_floating_point() and images.dtype != torch.uint8:
         return None
     images = images.detach().float().clamp(-_MOST, _MOST)
     means = images.flatten(2).mean(2)  # [n, c]
-    images = images - means.view(*means.shape, *[1] * (images.dim() - 2))
+    images = images - means[:, :, None, None]
     whole, grey = _energies(images)
     between = means.var(1, correction=0)
     variance = whole[:, 0] + between + _TINY
@@ -52,8 +53,8 @@ def describe(inputs: Inputs) -> Tensor | None:
 
 
 def _energies(images: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean squares of images [n, c, …] and of the means of their channels: of all, then of
-    differences between neighbours, scale by scale [n, 7] (signals: [n, 4]).
+    """Mean squares of images [n, c, h, w] and of the means of their channels: of all, then of
+    differences between neighbours, scale by scale [n, 7].
 
     A mean square is that of half the sums of neighbours plus that of half their differences, so
     that only sums are needed.
@@ -61,15 +62,10 @@ def _energies(images: Tensor) -> tuple[Tensor, Tensor]:
     own = _squares(images)
     found = [own]
     for _ in range(_SCALES):
-        if images.dim() == 3:
-            images = _halve(images, 2)
-            half = _squares(images)
-            found.append(own - half)
-        else:
-            one, other = _halve(images, 2), _halve(images, 3)
-            images = _halve(one, 3)
-            half, sides = _squares(images), _squares(one) + _squares(other)
-            found += [sides - 2 * half, own - sides + half]
+        one, other = _halve(images, 2), _halve(images, 3)
+        images = _halve(one, 3)
+        half, sides = _squares(images), _squares(one) + _squares(other)
+        found += [sides - 2 * half, own - sides + half]
         own = half
     whole, grey = torch.stack(found, 2)
     return whole, grey
@@ -84,6 +80,6 @@ def _halve(images: Tensor, axis: int) -> Tensor:
 
 
 def _squares(images: Tensor) -> Tensor:
-    """Mean squares of images [n, c, …], and of the means of their channels [2, n]."""
+    """Mean squares of images [n, c, h, w], and of the means of their channels [2, n]."""
     flat = images.flatten(2)
     return torch.stack((flat.square().mean((1, 2)), flat.mean(1).square().mean(1)))

@@ -80,7 +80,7 @@ class Domains(Checked):
     If there are more than ``most``, two become one that are one by the first rule; if there are no
     such two, the one not seen for longest is forgotten.
 
-    Images and signals have signatures; other samples are all of one domain.
+    Images have signatures; other samples, signals of sensors among them, are all of one domain.
     """
 
     most: Annotated[int, AtLeast(2)] = 24
