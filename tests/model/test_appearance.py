@@ -49,7 +49,6 @@ def test_signatures_are_those_of_plain_loops(shape: tuple[int, ...]) -> None:
     [
         torch.rand(4, 20),
         torch.rand(4, 3, 7, 32),
-        torch.rand(4, 3, 7),
         torch.ones(4, 3, 32, 32, dtype=torch.int64),
         {"tokens": torch.ones(4, 20, dtype=torch.int64)},
         {"tokens": torch.ones(4, 20, dtype=torch.int64), "mask": torch.rand(4, 1, 20, 20)},
@@ -57,7 +56,7 @@ def test_signatures_are_those_of_plain_loops(shape: tuple[int, ...]) -> None:
         torch.rand(4, 2, 20),  # signals, whose classes differ in energy
         torch.ones(4, 2, 20, dtype=torch.uint8),
     ],
-    ids=["table", "low", "short", "whole", "tokens", "masked tokens", "bias", "bytes"],
+    ids=["table", "low", "whole", "tokens", "masked tokens", "bias", "signals", "bytes"],
 )
 def test_other_samples_have_no_signatures(samples: Tensor) -> None:
     assert describe(samples) is None
