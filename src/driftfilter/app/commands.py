@@ -159,7 +159,7 @@ def bench(options: BenchOptions, output: Output, arguments: Sequence[str]) -> Fo
     except (ValueError, OSError, ImportError) as error:
         return fail("bench", error, 2)
     for network in made.networks.values():
-        output.note(f"{network.name}: transform {network.transform}")
+        output.note(f"{network.name}: transform {network.describe_inputs()}")
     done = benchmark.are_done(made, tasks, folder)
     if options.list:
         pairs = list(zip(done, tasks, strict=True))

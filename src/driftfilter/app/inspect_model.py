@@ -47,7 +47,7 @@ class Inspection(NamedTuple):
     """All that is known of a model without data."""
 
     model: str
-    transform: str  # of images
+    transform: str  # of samples, in words
     parameters: int
     norms: dict[str, int]  # layers by kind
     batch_norm: bool
@@ -72,7 +72,7 @@ def inspect(text: str, weights: Any, shape: tuple[int, ...] | None, batch: int) 
     norms = Counter(type(layer).__name__ for layer in model.modules() if is_norm(layer))
     return Inspection(
         opened.name,
-        str(opened.transform),
+        opened.describe_inputs(),
         sum(parameter.numel() for parameter in model.parameters()),
         dict(norms),
         any(isinstance(layer, _BatchNorm) for layer in model.modules()),
@@ -140,7 +140,7 @@ def describe(found: Inspection, names: bool) -> list[str]:
     norms = ", ".join(f"{count} {kind}" for kind, count in found.norms.items()) or "none"
     out = [
         f"{found.model}: {found.parameters:,} parameters; norm layers: {norms}",
-        f"transform of images: {found.transform}",
+        f"transform: {found.transform}",
         f"the default: {found.default}",
         "",
         f"{'subset':<26}{'tensors':>8}{'numbers':>13}   belief in MB: diagonal, low rank 10, full",

@@ -56,7 +56,7 @@ class Row(NamedTuple):
 
 # What rows of one table, and columns of one summary, may differ in.
 OF_PRESET = frozenset({"preset", "recipe", "statistics", "predict_from", "source_data"})
-OF_TABLE = frozenset({"model", "weights_sha256", "protocol"})
+OF_TABLE = frozenset({"model", "weights_sha256", "transform", "protocol"})
 
 
 def condition(settings: Mapping[str, Any], apart: Set[str] = OF_PRESET) -> str:

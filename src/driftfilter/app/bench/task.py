@@ -178,6 +178,7 @@ def settings(bench: Bench, task: Task) -> dict[str, Any]:
         "model": task.model,
         "weights_sha256": bench.networks[task.model].weights,
         "normalisation": "inside the model",
+        "transform": bench.networks[task.model].describe_inputs(),
         "stream": {
             **asdict(stream),
             "images": stream.images or len(bench.data.labels),

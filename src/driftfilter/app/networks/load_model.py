@@ -57,6 +57,10 @@ class NamedNetwork(NamedTuple):
         """What is done to samples before the network gets them; None: nothing."""
         return self.tokens or self.transform.fit
 
+    def describe_inputs(self) -> str:
+        """What is done to samples, in words."""
+        return str(self.transform) if self.tokens is None else "texts by its own tokenizer"
+
 
 class _Entry(NamedTuple):
     """The parts of ``NAME=WEIGHTS,OPTION=VALUE``."""
