@@ -14,6 +14,7 @@ import torch
 
 from driftfilter.app import models
 from driftfilter.app.bench.options import BenchOptions
+from driftfilter.app.bench.peers import open_checkout
 from driftfilter.app.bench.protocols import StreamSettings
 from driftfilter.app.bench.task import (
     Bench,
@@ -22,6 +23,7 @@ from driftfilter.app.bench.task import (
     SourceImages,
     Task,
     build_protocol,
+    settings,
 )
 from driftfilter.app.corruptions import CORRUPTIONS, EXTRA
 from driftfilter.app.images.files import digest, open_images
@@ -80,9 +82,10 @@ def prepare(options: BenchOptions) -> tuple[Bench, tuple[Task, ...]]:
         options.before,
         options.probe_every,
         None if options.source is None else open_source(Path(options.source)),
+        None if options.peers is None else open_checkout(options.peers),
     )
     for task in tasks:
-        task.recipe()
+        settings(bench, task)
         for shift in task.plan(stream, data.labels).domains:
             data.require(shift)
     return bench, tasks
