@@ -79,6 +79,11 @@ class BenchOptions:
         ".npz of source images, for presets with a source posterior (default: none)",
         metavar="PATH",
     )
+    peers: str | None = option(
+        "checkout of mariodoebler/test-time-adaptation, whose own classes are then presets: "
+        "peer_tent, peer_cotta:N_AUGMENTATIONS=4 (default: none)",
+        metavar="DIR",
+    )
     corruptions: str = option(
         "all (default: the 15), extra (the 4 for tuning), or names", "all", metavar="A,B"
     )

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from driftfilter.app.bench.options import BenchOptions
+from driftfilter.app.bench.peers import open_checkout
 from driftfilter.app.bench.protocols import StreamSettings
 from driftfilter.app.bench.task import (
     Bench,
@@ -18,6 +19,7 @@ from driftfilter.app.bench.task import (
     SourceImages,
     Task,
     build_protocol,
+    settings,
 )
 from driftfilter.app.corruptions import CORRUPTIONS, EXTRA
 from driftfilter.app.images.files import digest, open_images
@@ -84,9 +86,10 @@ def prepare(options: BenchOptions) -> tuple[Bench, tuple[Task, ...]]:
         options.before,
         options.probe_every,
         None if options.source is None else open_source(Path(options.source)),
+        None if options.peers is None else open_checkout(options.peers),
     )
     for task in tasks:
-        task.recipe()
+        settings(bench, task)
         for shift in task.plan(stream, data).domains:
             data.require(shift)
     return bench, tasks

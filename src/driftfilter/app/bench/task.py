@@ -17,6 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 import driftfilter as df
 from driftfilter.app.bench.evaluate import Trace, evaluate, pick_examples
+from driftfilter.app.bench.peers import PREFIX, SIZE, Checkout, Peer
 from driftfilter.app.bench.protocols import PROTOCOLS, AnyProtocol, Step, StreamPlan, StreamSettings
 from driftfilter.app.images.files import digest
 from driftfilter.app.machine import Machine
@@ -83,6 +84,12 @@ class Task(NamedTuple):
         batch = "" if self.batch is None else f" · batch {self.batch}"
         return f"{self.preset} · {self.protocol} · {self.model}{batch} · seed {self.seed}"
 
+    @property
+    def peer(self) -> str | None:
+        """Name of the published method, if the preset is one; it has no recipe."""
+        name = self.preset.name
+        return name.removeprefix(PREFIX) if name.startswith(PREFIX) else None
+
     def recipe(self) -> df.Recipe:
         """Recipe of the preset; an error names what is not known."""
         return df.presets.get(self.preset.name, **dict(self.preset.options))
@@ -136,6 +143,7 @@ class Bench:
     before: bool = False
     probe_every: Count = 0
     source: SourceImages | None = None
+    peers: Checkout | None = None
     _prepared: dict[Preparation | None, Domains] = field(
         default_factory=dict, init=False, repr=False
     )
@@ -165,15 +173,10 @@ class Bench:
 
 def settings(bench: Bench, task: Task) -> dict[str, Any]:
     """All that determines a result, JSON-ready."""
-    recipe, chosen = task.recipe(), build_protocol(task.protocol)
-    stream = task.set_up(bench.stream)
+    chosen, stream = build_protocol(task.protocol), task.set_up(bench.stream)
     return {
         "preset": str(task.preset),
-        "recipe": repr(recipe),
-        "statistics": str(recipe.statistics)
-        if any(isinstance(each, _BatchNorm) for each in bench.networks[task.model].module.modules())
-        else "none",
-        "predict_from": recipe.predict_from,
+        **_describe_method(bench, task),
         "protocol": {"name": str(task.protocol), **asdict(chosen)},
         "model": task.model,
         "weights_sha256": bench.networks[task.model].weights,
@@ -189,11 +192,34 @@ def settings(bench: Bench, task: Task) -> dict[str, Any]:
         "before": bench.before,
         "probe_every": bench.probe_every,
         "source_data": bench.source.describe()
-        if bench.source is not None and _wants_data(recipe)
+        if bench.source is not None and _wants_data(task)
         else None,
         **bench.machine.settings(),
         "versions": _versions(),
     }
+
+
+def _describe_method(bench: Bench, task: Task) -> dict[str, str]:
+    """The recipe, or of a peer their class, settings and files."""
+    if task.peer is not None:
+        batch = task.set_up(bench.stream).batch
+        described = find_peers(bench.peers).describe(task.peer, dict(task.preset.options), batch)
+        return {"recipe": described, "statistics": "theirs", "predict_from": "theirs"}
+    recipe = task.recipe()
+    modules = bench.networks[task.model].module.modules()
+    normalized = any(isinstance(each, _BatchNorm) for each in modules)
+    return {
+        "recipe": repr(recipe),
+        "statistics": str(recipe.statistics) if normalized else "none",
+        "predict_from": recipe.predict_from,
+    }
+
+
+def find_peers(peers: Checkout | None) -> Checkout:
+    """The checkout, known to be given."""
+    require(peers is not None, "peers", None, f"a folder, for presets named {PREFIX}…")
+    assert peers is not None
+    return peers
 
 
 @cache
@@ -210,8 +236,11 @@ def _versions() -> dict[str, str]:
     }
 
 
-def _wants_data(recipe: df.Recipe) -> bool:
-    """Whether source samples would change a result."""
+def _wants_data(task: Task) -> bool:
+    """Whether source samples would change a result; a peer gets them if there are any."""
+    if task.peer is not None:
+        return True
+    recipe = task.recipe()
     loss = as_loss("Recipe.observation.loss", recipe.observation.loss)
     return recipe.align or isinstance(recipe.source, df.Laplace) or loss.needs_source
 
@@ -225,10 +254,14 @@ def run_task(bench: Bench, task: Task, watch: Watch | None = None) -> dict[str, 
     with warnings.catch_warnings(record=True) as caught, bench.machine.ready():
         warnings.simplefilter("default")
         data = bench.open_data(task.model).with_seed(task.seed)
-        _require_classes(bench, task, data, plan)
-        adapter = _adapt(bench, task)
+        k, size = _require_classes(bench, task, data, plan)
+        adapter = _adapt(bench, task) if task.peer is None else _adapt_peer(bench, task, k, size)
         trace = _follow(bench, adapter, data, plan, watch)
-        moved = measure_shift(adapter, bench.networks[task.model].module)
+        moved = (
+            []  # of a peer it is not known which of its weights are its parameters
+            if isinstance(adapter, Peer)
+            else measure_shift(adapter, bench.networks[task.model].module)
+        )
     timed = trace.milliseconds[WARM_UP:] or trace.milliseconds
     return {
         "settings": settings(bench, task),
@@ -252,7 +285,7 @@ def _adapt(bench: Bench, task: Task) -> df.Adapter:
     return df.adapt(
         bench.networks[task.model].module,
         task.preset.name,
-        data=bench.source_data if _wants_data(task.recipe()) else None,
+        data=bench.source_data if _wants_data(task) else None,
         seed=task.seed,
         window=bench.window,
         monitor=df.Monitor.recording(),  # methods as published: an alarm changes nothing
@@ -260,8 +293,32 @@ def _adapt(bench: Bench, task: Task) -> df.Adapter:
     )
 
 
-def _require_classes(bench: Bench, task: Task, data: Domains, plan: StreamPlan) -> None:
-    """Raise unless the model has the classes of the data; it is asked with one image."""
+def _adapt_peer(bench: Bench, task: Task, k: int, size: list[int]) -> Peer:
+    machine = bench.machine
+    require(size == [SIZE, SIZE], "image size for a peer", size, f"{SIZE} x {SIZE}")
+    require(
+        machine.cuda == torch.cuda.is_available(),
+        "device for a peer",
+        str(machine.device),
+        "cuda if there is one: their code takes it",
+    )
+    return find_peers(bench.peers).build(
+        str(task.peer),
+        dict(task.preset.options),
+        bench.networks[task.model].module,
+        k,
+        task.set_up(bench.stream).batch,
+        task.seed,
+        bench.source_data,
+    )
+
+
+def _require_classes(
+    bench: Bench, task: Task, data: Domains, plan: StreamPlan
+) -> tuple[int, list[int]]:
+    """Classes of the model, which is asked with one sample, and height and width of an image; raise
+    unless the model has the classes of the data.
+    """
     first = plan.steps[0]
     image = data.take(plan.domains[int(first.domain[0])], first.index[:1], bench.machine.device)
     with torch.no_grad():
@@ -275,7 +332,7 @@ def _require_classes(bench: Bench, task: Task, data: Domains, plan: StreamPlan) 
     )
     k = outputs.shape[-1]
     given = [(f"data {bench.description['path']}", bench.data.labels)]
-    if bench.source is not None and bench.source.labels is not None and _wants_data(task.recipe()):
+    if bench.source is not None and bench.source.labels is not None and _wants_data(task):
         given.append((f"source {bench.source.path}", bench.source.labels))
     for name, labels in given:
         highest = int(labels.max())
@@ -285,17 +342,23 @@ def _require_classes(bench: Bench, task: Task, data: Domains, plan: StreamPlan) 
             f"up to {highest}",
             f"below {k}, the classes of model {task.model!r}",
         )
+    return k, list(image.shape[2:]) if isinstance(image, Tensor) else []
 
 
 def _follow(
-    bench: Bench, adapter: df.Adapter, data: Domains, plan: StreamPlan, watch: Watch | None
+    bench: Bench, adapter: df.Adapter | Peer, data: Domains, plan: StreamPlan, watch: Watch | None
 ) -> Trace:
     """Take the adapter through all steps.
 
     The device is never waited for here, except by the watch and the probe when they look.
     """
     labels, machine = data.labels, bench.machine
-    ask = bench.before and adapter.recipe.predict_from == "posterior"
+    # A peer predicts as its code does: it is not asked.
+    ask = (
+        bench.before
+        and not isinstance(adapter, Peer)
+        and adapter.recipe.predict_from == "posterior"
+    )
     clock, probe = _Clock(machine), _Probe(bench, data, len(plan.steps))
     outputs: list[Tensor] = []
     before: list[Tensor] = []
@@ -395,7 +458,7 @@ class _Probe:
             self._images = bench.machine.inputs(clean)
             self._labels = data.labels[index].to(bench.machine.device)
 
-    def __call__(self, adapter: df.Adapter, step: int) -> None:
+    def __call__(self, adapter: df.Adapter | Peer, step: int) -> None:
         if self._every and (step % self._every == 0 or step == self._steps):
             with self._machine.autocast():
                 self._right[step] = (
