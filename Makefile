@@ -47,7 +47,7 @@ bench: setup  # the CPU part; `make page` takes its figures over
 	    OMP_NUM_THREADS=1 $(BIN)/python benchmarks/$$name.py --json runs/benchmarks/$$name.json || exit 1; \
 	done; echo "make bench took $$(($$(date +%s) - begun)) s"
 
-page: setup  # docs/benchmarks.md from benchmarks/results, with what `make bench` has measured here if it has
+page: setup  # docs/benchmarks.md, docs/lab and docs/figures from benchmarks/results, with what `make bench` has measured here if it has
 	for file in runs/benchmarks/*.json; do test ! -e $$file || cp $$file benchmarks/results/; done
 	$(BIN)/python benchmarks/page.py
 

@@ -1,10 +1,10 @@
-"""docs/benchmarks.md from page.md.jinja beside this file (the prose) and results/*.json (every
-figure).
+"""The pages with figures: docs/**/X.md from pages/**/X.md.jinja beside this file (the prose) and
+results/*.json (every figure), docs/figures/*.svg from the same results and pictures.py.
 
-    python benchmarks/page.py [--check] [--results FOLDER] [--page FILE]
+    python benchmarks/page.py [--check] [--results FOLDER] [--docs FOLDER]
 
-Writes the page; with --check it exits with 1 where the page is not what template and results give.
-Ratios and exponents are computed here, from times and sizes.
+Writes them; with --check it exits with 1 where one is not what template and results give. Ratios
+and exponents are computed here, from times and sizes.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from functools import cache
 from itertools import zip_longest
 from operator import itemgetter
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 import jinja2
@@ -26,9 +27,13 @@ import jinja2
 from driftfilter.app.bench.matrix import Matrix, compare, markdown
 from driftfilter.app.bench.tables import group
 from figures import exponent
+from pictures import PICTURES
 
 HERE = Path(__file__).parent
-RESULTS, PAGE, TEMPLATE = HERE / "results", HERE.parent / "docs" / "benchmarks.md", "page.md.jinja"
+RESULTS, PAGES, DOCS = HERE / "results", HERE / "pages", HERE.parent / "docs"
+SUFFIX = ".jinja"
+FIGURES = "figures"  # the folder of the pictures
+MEASURES = ("accuracy", "ece", "nll", "brier")
 
 
 class MissingError(Exception):
@@ -68,26 +73,64 @@ def read(folder: Path) -> Named:
     return found
 
 
+def fitting(entries: list[Named], **wanted: Any) -> list[Named]:
+    """The entries of a list with these values."""
+    return [entry for entry in entries if all(entry[key] == value for key, value in wanted.items())]
+
+
 def one(entries: list[Named], **wanted: Any) -> Named:
     """The only entry of a list with these values."""
-    fitting = [
-        entry for entry in entries if all(entry[key] == value for key, value in wanted.items())
-    ]
-    if len(fitting) != 1:
+    found = fitting(entries, **wanted)
+    if len(found) != 1:
         where = entries[0].where if entries else "an empty list"
-        raise MissingError(f"{len(fitting)} entries with {wanted}, one is needed ({where} and on)")
-    return fitting[0]
+        raise MissingError(f"{len(found)} entries with {wanted}, one is needed ({where} and on)")
+    return found[0]
 
 
 def judged(entries: list[Named], **wanted: Any) -> str:
     """Accuracy (NLL, ECE) of the only entry of a list with these values; – if there is none."""
-    fitting = [
-        entry for entry in entries if all(entry[key] == value for key, value in wanted.items())
-    ]
-    if not fitting:
+    if not fitting(entries, **wanted):
         return "–"
-    found = one(fitting)
+    found = one(entries, **wanted)
     return f"{share(found['accuracy'])} ({share(found['nll'])}, {share(found['ece'])})"
+
+
+def spread(values: list[float]) -> str:
+    """.851, or .851 ± .002 of several seeds."""
+    deviation = f" ± {share(stdev(values))}" if len(values) > 1 else ""
+    return share(fmean(values)) + deviation
+
+
+def quality(tasks: list[Named]) -> str:
+    """Cells of a table: accuracy, ECE, NLL and Brier score of a method, over its seeds."""
+    cells = [
+        spread([task["mean"][name] for task in tasks])
+        if tasks and all(name in task["mean"] for task in tasks)
+        else "–"
+        for name in MEASURES
+    ]
+    return " | ".join(cells)
+
+
+def bench_table(record: Named) -> str:
+    """A record of tasks.py as a table: a row for each method on each stream, the best first."""
+    stream, preset = itemgetter("model", "protocol", "batch", "images"), itemgetter("preset")
+    lines = [
+        "| network | protocol | batch | images | method | accuracy | ECE | NLL | Brier |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for alike in group(record["figures"], stream):
+        methods = sorted(
+            group(alike, preset),
+            key=lambda seeds: -fmean(each["mean"]["accuracy"] for each in seeds),
+        )
+        network, protocol, batch, images = stream(alike[0])
+        lines += [
+            f"| `{network}` | {protocol} | {batch} | {number(images)} | `{preset(seeds[0])}` "
+            f"| {quality(seeds)} |"
+            for seeds in methods
+        ]
+    return "\n".join(lines)
 
 
 def share(value: float | None) -> str:
@@ -97,8 +140,31 @@ def share(value: float | None) -> str:
     return f"{Decimal(repr(value)).quantize(Decimal('.001'), ROUND_HALF_UP):f}".removeprefix("0")
 
 
+def summed(summary: Named | None, name: str = "accuracy") -> str:
+    """A mean, with its deviation over seeds if there were several; – for None."""
+    if summary is None:
+        return "–"
+    deviation = summary.get("deviation", {}).get(name, 0)
+    return share(summary[name]) + (f" ± {share(deviation)}" if deviation else "")
+
+
+def shares(values: list[float]) -> str:
+    return ", ".join(map(share, values))
+
+
+def points(difference: float) -> str:
+    """A difference of accuracies: +2.1 of a hundred."""
+    return f"{100 * difference:+.1f}"
+
+
 def number(value: float, digits: int = 0) -> str:
     return f"{value:,.{digits}f}"
+
+
+def code(name: str) -> str:
+    """A case of a benchmark as code up to its first comma, but for steps written by hand."""
+    preset, comma, rest = name.partition(",")
+    return name if name.startswith("hand") else f"`{preset}`{comma}{rest}"
 
 
 def made(record: Named) -> str:
@@ -117,6 +183,11 @@ def made(record: Named) -> str:
     )
 
 
+def brief(record: Named) -> str:
+    """Command, machine and date of a result."""
+    return f"`{record['command']}`: {record['machine']}, {record['date']}"
+
+
 def compared(tasks: list[Named]) -> str:
     """Tables of a matrix: presets against the frozen network by network, protocol, batch size."""
     stream, preset = itemgetter("model", "protocol", "batch", "images"), itemgetter("preset")
@@ -132,22 +203,31 @@ def compared(tasks: list[Named]) -> str:
 
 
 @cache
-def template() -> jinja2.Template:
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(HERE),
+def environment() -> jinja2.Environment:
+    made_ready = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(PAGES),
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters |= {"share": share, "number": number}
-    environment.globals |= {"one": one, "made": made, "exponent": exponent, "zip": zip}
-    environment.globals |= {"compared": compared, "judged": judged}
-    return environment.get_template(TEMPLATE)
+    made_ready.filters |= {"share": share, "shares": shares, "number": number, "points": points}
+    made_ready.globals |= {"one": one, "fitting": fitting, "made": made, "brief": brief}
+    made_ready.globals |= {"compared": compared, "judged": judged, "quality": quality}
+    made_ready.globals |= {"spread": spread, "bench_table": bench_table, "code": code}
+    made_ready.globals |= {"summed": summed, "mean": fmean}
+    made_ready.globals |= {"exponent": exponent, "zip": zip}
+    return made_ready
 
 
-def render(folder: Path) -> str:
-    return wrap(template().render(results=read(folder)))
+def render(folder: Path) -> dict[str, str]:
+    """Every page and picture that the results of a folder give, by its place below docs."""
+    results = read(folder)
+    pages = {
+        name.removesuffix(SUFFIX): wrap(environment().get_template(name).render(results=results))
+        for name in sorted(environment().list_templates())
+    }
+    return pages | {f"{FIGURES}/{name}.svg": draw(results) for name, draw in PICTURES.items()}
 
 
 def wrap(page: str) -> str:
@@ -155,7 +235,7 @@ def wrap(page: str) -> str:
     blocks = re.split(
         r"(^```.*?^```$|\n\s*\n|\n(?=- )|\n(?=\|)|(?<=\|)\n)", page, flags=re.M | re.S
     )
-    kept = ("|", "#", "<", "```")
+    kept = ("|", "#", "<", "```", "!")
     return "".join(b if b.startswith(kept) or len(b) <= 100 else fill(b) for b in blocks)
 
 
@@ -181,6 +261,20 @@ def difference(page: str, wanted: str) -> str:
     return "" if page == wanted else "its end of file differs"
 
 
+def check(wanted: dict[str, str], docs: Path, results: Path) -> None:
+    """Exits with the first file that is not what templates and results give."""
+    again = "Run: python benchmarks/page.py"
+    for name, text in wanted.items():
+        path = docs / name
+        differs = difference(path.read_text(encoding="utf-8") if path.exists() else "", text)
+        if differs:
+            source = f"benchmarks/pages, pictures.py and {results} give"
+            sys.exit(f"{path} is not what {source}: {differs}\n{again}")
+    for path in (docs / FIGURES).glob("*.svg"):
+        if f"{FIGURES}/{path.name}" not in wanted:
+            sys.exit(f"{path}: pictures.py draws no such picture; remove it")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -188,22 +282,22 @@ def main() -> None:
     parser.add_argument(
         "--check",
         action="store_true",
-        help="write nothing; exit with 1 where the page would change",
+        help="write nothing; exit with 1 where a page or picture would change",
     )
     parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--page", type=Path, default=PAGE)
+    parser.add_argument("--docs", type=Path, default=DOCS)
     arguments = parser.parse_args()
     try:
         wanted = render(arguments.results)
     except (MissingError, jinja2.TemplateError, OSError, ValueError) as error:
-        sys.exit(f"benchmarks/{TEMPLATE}: {error}")
-    if not arguments.check:
-        arguments.page.write_text(wanted, encoding="utf-8")
-    elif differs := difference(arguments.page.read_text(encoding="utf-8"), wanted):
-        source = f"benchmarks/{TEMPLATE} and {arguments.results} give"
-        sys.exit(
-            f"{arguments.page} is not what {source}: {differs}\nRun: python benchmarks/page.py"
-        )
+        sys.exit(f"benchmarks/pages: {error}")
+    if arguments.check:
+        check(wanted, arguments.docs, arguments.results)
+        return
+    for name, text in wanted.items():
+        path = arguments.docs / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""docs/benchmarks.md is what its template and the results give; and the benchmarks write what it
-reads.
+"""Pages with figures are what their templates and the results give; and the benchmarks write what
+they read.
 """
 
 import json
@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -43,7 +44,7 @@ def called(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
     page.main()
 
 
-def test_the_page_is_what_template_and_results_give(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_are_what_templates_and_results_give(monkeypatch: pytest.MonkeyPatch) -> None:
     called(monkeypatch, "--check")
 
 
@@ -57,7 +58,7 @@ def scaled(figures: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_result_is_on_the_page(
+def test_every_result_is_on_a_page(
     name: str, results: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     change(results / name, scaled)
@@ -74,34 +75,75 @@ def test_ratios_and_figures_follow_the_times(
             figures | {"ms": figures["ms"] | {"hand-written TENT": 400.0, "tent": 500.0}}
         ),
     )
-    called(monkeypatch, "--results", results, "--page", tmp_path / "page.md")
-    assert "\n| `tent` | 500 | 1.25 |" in (tmp_path / "page.md").read_text()
-    assert "\n| `tent` | 500 | 1.25 |" not in page.PAGE.read_text()
-    called(monkeypatch, "--check", "--results", results, "--page", tmp_path / "page.md")
+    called(monkeypatch, "--results", results, "--docs", tmp_path)
+    assert "\n| `tent` | 500 | 1.25 |" in (tmp_path / "lab" / "steps.md").read_text()
+    assert "\n| `tent` | 500 | 1.25 |" not in (page.DOCS / "lab" / "steps.md").read_text()
+    assert "\n| `tent` | 500 (1.25) |" in (tmp_path / "benchmarks.md").read_text()
+    called(monkeypatch, "--check", "--results", results, "--docs", tmp_path)
 
 
-def test_the_matrix_is_on_the_page_if_it_was_measured(results: Path) -> None:
-    (results / "matrix.json").unlink(missing_ok=True)
-    assert "### The matrix" not in page.render(results)
+def tasks_of(**means: list[float]) -> list[page.Named]:
+    """Tasks of a bench, of one stream: the accuracies of each preset by seed."""
     stream = {"model": "vit_s4", "protocol": "reset", "batch": 1, "images": 500}
-    figures = [
-        {**stream, "preset": preset, "mean": {"accuracy": accuracy, "ece": ece, "nll": 0.5}}
-        for preset, accuracy, ece in (
-            ("source", 0.6, 0.1),
-            ("driftfilter", 0.62, 0.07),
-            ("driftfilter", 0.64, 0.07),
+    return [
+        page.named(
+            "a test",
+            {**stream, "preset": preset, "mean": {"accuracy": value, "ece": 0.1, "nll": 2}},
         )
+        for preset, values in means.items()
+        for value in values
     ]
-    record = json.loads((results / "cifar10c-quick.json").read_text())
-    (results / "matrix.json").write_text(json.dumps({**record, "figures": figures}))
-    found = page.render(results)
+
+
+def test_a_matrix_is_compared_with_the_frozen_network() -> None:
+    found = page.compared(tasks_of(source=[0.6], driftfilter=[0.62, 0.64]))
     assert "| preset | network | protocol | batch 1, 500 images |" in found
     assert "\n| driftfilter | vit_s4 | reset | +3.0 |\n" in found
-    assert "\n| driftfilter | vit_s4 | reset | -0.030 |\n" in found
     assert "none of 1 cells is more than 0.5 points below the frozen network" in found
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "matrix.json"])
+def test_a_bench_is_a_table_with_deviations_over_seeds() -> None:
+    record = page.Named("a test", {"figures": tasks_of(source=[0.6], tent=[0.62, 0.64])})
+    head, rule, best, last = page.bench_table(record).splitlines()
+    assert head.count("|") == rule.count("|") == best.count("|") == last.count("|")
+    assert (
+        best
+        == "| `vit_s4` | reset | 1 | 500 | `tent` | .630 ± .014 | .100 ± .000 | 2.000 ± .000 | – |"
+    )
+    assert last == "| `vit_s4` | reset | 1 | 500 | `source` | .600 | .100 | 2.000 | – |"
+
+
+def test_a_new_bench_at_the_scale_of_imagenet_is_taken_up(results: Path) -> None:
+    name = "imagenet-c.json"
+    record = json.loads((results / "peers.json").read_text())
+    (results / name).write_text(json.dumps({**record, "command": "a run of today"}))
+    found = page.render(results)["benchmarks.md"]
+    assert "`a run of today`" in found
+    assert "Accuracy has not been measured there" not in found
+
+
+def test_a_picture_that_nothing_draws_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called(monkeypatch, "--docs", tmp_path)
+    (tmp_path / "figures" / "old.svg").write_text("")
+    with pytest.raises(SystemExit, match=r"old\.svg: .* remove it"):
+        called(monkeypatch, "--check", "--docs", tmp_path)
+
+
+@pytest.mark.parametrize("name", page.PICTURES)
+def test_pictures_are_whole_and_know_light_and_dark(name: str) -> None:
+    picture = (page.DOCS / "figures" / f"{name}.svg").read_text()
+    ElementTree.fromstring(picture)
+    assert "prefers-color-scheme: dark" in picture
+    assert len(picture) < 40_000
+
+
+def test_the_page_for_readers_is_short() -> None:
+    assert len((page.DOCS / "benchmarks.md").read_text().splitlines()) < 200
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_a_missing_result_is_named(
     name: str, results: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -232,7 +232,7 @@ class Moderated(Checked, PredictionRule):
     It is no posterior predictive: one T for all samples of a batch, and s is chosen, not derived.
     It is a good temperature: on 15 corruptions that s was not chosen on, NLL was .820, by the best
     temperature of each corruption with labels .816, without one .936 (ResNet-20, batches of 200,
-    docs/benchmarks.md). The s of least NLL does not move with the batch size: .011 for batches of
+    docs/lab/defaults.md). The s of least NLL does not move with the batch size: .011 for batches of
     400, 200 and 100, .012 for 50.
 
     g_i are the rows of network.py. If batch statistics couple the samples, they hold parts of other

@@ -130,7 +130,7 @@ def driftfilter(  # what users may turn
     small networks alike.
     All was chosen on clean images, speckle noise, blur, saturation and spatter, but for what two
     classes do, when offsets count and the prior of other norms: there streams of natural shift and
-    digits had been seen (docs/benchmarks.md).
+    digits had been seen (docs/lab/natural.md).
     """
     known = get_args(Norms)
     require(norms in known, "driftfilter: norms", norms, f"one of {known}")

@@ -12,6 +12,7 @@ from driftfilter import __version__
 from driftfilter.app.bench.matrix import Matrix
 from driftfilter.app.report import matrix as matrix_view, svg as draw
 from driftfilter.app.report.content import Entry, StreamReport
+from driftfilter.app.report.picture import style_sheet
 from driftfilter.app.report.svg import Axis, Series, Style
 
 LAYERS = 40  # bars of a chart
@@ -31,6 +32,7 @@ def render(streams: Sequence[StreamReport], matrices: Sequence[Matrix] = ()) -> 
     above = [matrix_view.view(each) for each in matrices]
     below = streams[0].title if len(streams) == 1 else f"{len(streams)} streams"
     return made.from_string(source).render(
+        charts=Markup(style_sheet()),
         title=above[0]["title"] if above else below,
         matrices=above,
         streams=[_view(stream, place, pictured) for place, stream in enumerate(streams)],
