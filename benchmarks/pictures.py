@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import concepts
 from driftfilter.app.report.picture import stand_alone
 from driftfilter.app.report.svg import Axis, Series, Style, bars, dots, lines, spanning, style
 
@@ -191,4 +192,8 @@ PICTURES: dict[str, Callable[[Results], str]] = {
     "visits": draw_visits,
     "natural": draw_natural,
     "estimate": draw_estimate,
+    "state-space": lambda _: concepts.draw_state_space(),
+    "energy": lambda _: concepts.draw_energy(),
+    "belief": lambda _: concepts.draw_belief(),
+    "prediction": lambda _: concepts.draw_prediction(),
 }

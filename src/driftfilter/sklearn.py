@@ -48,7 +48,7 @@ Array = NDArray[Any]
 
 _ACTIVATIONS = {"identity": nn.Identity, "logistic": nn.Sigmoid, "tanh": nn.Tanh, "relu": nn.ReLU}
 _OUTLYING = 8.0  # deviations from the median
-# Chosen on synthetic tables, wine and iris (docs/sklearn.md); losses that move weights gained
+# Chosen on synthetic tables, wine and iris (docs/lab/tabular.md); losses that move weights gained
 # nothing there.
 _RECIPE = bn(Ema(momentum=0.5, diversity=4.0))
 # What labels teach if nothing else moves weights: the last layer, by what they say alone.
@@ -377,7 +377,7 @@ class AdaptiveClassifier(ClassifierMixin, MetaEstimatorMixin, BaseEstimator):  #
         assert moments is not None
         recipe = self.recipe
         guarded: dict[str, Any] = {}
-        if recipe in (None, "driftfilter"):  # its losses are for images: see docs/sklearn.md
+        if recipe in (None, "driftfilter"):  # its losses are for images: docs/lab/tabular.md
             recipe, guarded = _RECIPE, {"monitor": Monitor()}
         elif isinstance(recipe, str):
             recipe = presets.get(recipe)

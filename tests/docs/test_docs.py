@@ -21,7 +21,7 @@ from driftfilter.app.streams import sample_images
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-SLOW = ["README.md", "index.md", "quickstart.md", "sklearn.md", "speed.md", "building-blocks.md"]
+SLOW = ["README.md", "index.md", "see.md", "sklearn.md", "speed.md", "building-blocks.md"]
 BLOCKS = [
     pytest.param(
         block,
@@ -60,7 +60,7 @@ COMMANDS = [
     for page in PAGES
     for position, command in enumerate(commands(page))
 ]
-RUN_WHOLE = ["README.md", "quickstart.md", "report.md", "checkpoints.md"]
+RUN_WHOLE = ["README.md", "see.md", "report.md", "checkpoints.md"]
 
 
 @pytest.mark.parametrize("block", BLOCKS)
