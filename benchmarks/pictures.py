@@ -66,7 +66,7 @@ def draw_rounds(results: Results) -> str:
             results["cifar10c-rounds.json"]["figures"], (OURS, OTHER), strict=True
         )
     ]
-    title = "Ten rounds over 15 corruptions, never reset"
+    title = "Accuracy over ten rounds of 15 corruptions"
     return draw_lines(title, series, "round", (0, 1))
 
 
@@ -79,7 +79,7 @@ def draw_visits(results: Results) -> str:
         for row in rows
         if row["method"] in names
     ]
-    return draw_lines("The same 15 corruptions again and again", series, "visit")
+    return draw_lines("Accuracy when 15 corruptions return", series, "visit")
 
 
 def draw_lines(

@@ -139,6 +139,13 @@ def test_pictures_are_whole_and_know_light_and_dark(name: str) -> None:
     assert len(picture) < 40_000
 
 
+def test_the_readme_has_figures_of_the_page() -> None:
+    told = (page.DOCS.parent / "README.md").read_text().splitlines()
+    rows = [line for line in told if re.search(r"\| \.\d{3} \|", line)]
+    assert rows
+    assert set(rows) <= set((page.DOCS / "benchmarks.md").read_text().splitlines())
+
+
 def test_the_page_for_readers_is_short() -> None:
     assert len((page.DOCS / "benchmarks.md").read_text().splitlines()) < 200
 
