@@ -4,7 +4,7 @@ import platform
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache, cached_property, partial
 from pathlib import Path
@@ -17,6 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 import driftfilter as df
 from driftfilter.app.bench.evaluate import Trace, evaluate, pick_examples
+from driftfilter.app.bench.outputs import Outputs, call, examine, require_classes, take_few
 from driftfilter.app.bench.peers import PREFIX, SIZE, Checkout, Peer
 from driftfilter.app.bench.protocols import PROTOCOLS, AnyProtocol, Step, StreamPlan, StreamSettings
 from driftfilter.app.images.files import digest
@@ -133,6 +134,7 @@ class Bench:
 
     ``window``: samples the adapter looks back on. ``before``: also predict every batch before the
     update. ``probe_every`` so many steps, and after the last, predict clean images (0: never).
+    ``outputs`` is what is known of the models.
     """
 
     data: Domains
@@ -144,6 +146,7 @@ class Bench:
     probe_every: Count = 0
     source: SourceImages | None = None
     peers: Checkout | None = None
+    outputs: dict[str, Outputs] = field(default_factory=dict, init=False, repr=False)
     _prepared: dict[Preparation | None, Domains] = field(
         default_factory=dict, init=False, repr=False
     )
@@ -165,6 +168,11 @@ class Bench:
             self._prepared[prepare] = self.data.prepared(prepare)
         return self._prepared[prepare]
 
+    @property
+    def path(self) -> str:
+        """Where the data lie, as a report says it."""
+        return str(self.data.path)
+
     @cached_property
     def description(self) -> dict[str, str]:
         """What a report says of the data; cached, for it reads all of them."""
@@ -182,6 +190,7 @@ def settings(bench: Bench, task: Task) -> dict[str, Any]:
         "weights_sha256": bench.networks[task.model].weights,
         "normalisation": "inside the model",
         "transform": bench.networks[task.model].describe_inputs(),
+        "outputs": bench.networks[task.model].outputs,
         "stream": {
             **asdict(stream),
             "images": stream.images or len(bench.data.labels),
@@ -254,8 +263,8 @@ def run_task(bench: Bench, task: Task, watch: Watch | None = None) -> dict[str, 
     with warnings.catch_warnings(record=True) as caught, bench.machine.ready():
         warnings.simplefilter("default")
         data = bench.open_data(task.model).with_seed(task.seed)
-        k, size = _require_classes(bench, task, data, plan)
-        adapter = _adapt(bench, task) if task.peer is None else _adapt_peer(bench, task, k, size)
+        fit = require_fit(bench, task, plan)
+        adapter = _adapt(bench, task) if task.peer is None else _adapt_peer(bench, task, *fit)
         trace = _follow(bench, adapter, data, plan, watch)
         moved = (
             []  # of a peer it is not known which of its weights are its parameters
@@ -313,36 +322,21 @@ def _adapt_peer(bench: Bench, task: Task, k: int, size: list[int]) -> Peer:
     )
 
 
-def _require_classes(
-    bench: Bench, task: Task, data: Domains, plan: StreamPlan
-) -> tuple[int, list[int]]:
-    """Classes of the model, which is asked with one sample, and height and width of an image; raise
-    unless the model has the classes of the data.
+def require_fit(bench: Bench, task: Task, plan: StreamPlan) -> Outputs:
+    """Classes of the task's model, which is asked with the first samples, and height and width of
+    an image; raise unless the model takes the data and has its classes.
     """
-    first = plan.steps[0]
-    image = data.take(plan.domains[int(first.domain[0])], first.index[:1], bench.machine.device)
-    with torch.no_grad():
-        outputs = call(bench.networks[task.model].module, bench.machine.inputs(image))
-    shape = list(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
-    require(
-        isinstance(outputs, Tensor) and outputs.dim() == 2 and len(outputs) == 1,
-        f"output of model {task.model!r} for one sample",
-        shape,
-        "logits [1, classes]",
-    )
-    k = outputs.shape[-1]
-    given = [(f"data {bench.description['path']}", bench.data.labels)]
+    if task.model not in bench.outputs:
+        samples = take_few(bench.open_data(task.model), plan, bench.machine)
+        module = bench.networks[task.model].module
+        bench.outputs[task.model] = examine(task.model, module, samples, bench.machine)
+    found, data = bench.outputs[task.model], bench.data
+    given = [(f"data {bench.path}", data.labels)]
+    require_classes(task.model, found.classes, given, data.counted)
     if bench.source is not None and bench.source.labels is not None and _wants_data(task):
-        given.append((f"source {bench.source.path}", bench.source.labels))
-    for name, labels in given:
-        highest = int(labels.max())
-        require(
-            highest < k,
-            f"labels of {name}",
-            f"up to {highest}",
-            f"below {k}, the classes of model {task.model!r}",
-        )
-    return k, list(image.shape[2:]) if isinstance(image, Tensor) else []
+        source = [(f"source {bench.source.path}", bench.source.labels)]
+        require_classes(task.model, found.classes, source)
+    return found
 
 
 def _follow(
@@ -391,11 +385,6 @@ def _follow(
 
 def _describe(share: Tensor) -> str:
     return f"accuracy {share.item():.3f}"
-
-
-def call(function: Callable[..., Any], samples: Samples) -> Any:
-    """A model or an adapter on a batch: several inputs go by their names."""
-    return function(samples) if isinstance(samples, Tensor) else function(**samples)
 
 
 def _take_batch(data: Domains, plan: StreamPlan, step: Step, machine: Machine) -> Samples:
