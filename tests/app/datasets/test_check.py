@@ -5,7 +5,7 @@ import json
 import pickle
 import shlex
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -274,20 +274,22 @@ def test_windows(tmp_path: Path) -> None:
 # Which it is
 
 
+def save_domains(root: Path, names: Sequence[str], classes: int) -> None:
+    for name in names:
+        save_classes(root / name, 0, [f"c{i}" for i in range(classes)], count=1, size=2)
+
+
 @pytest.mark.parametrize(
     ("folder", "make", "name"),
     [
         (
             "x",
-            lambda root: (
-                save_classes(root / "photo", 0)
-                or save_classes(root / "cartoon", 0)
-                or save_classes(root / "sketch", 0)
-            ),
+            lambda root: save_domains(root, ("photo", "cartoon", "sketch"), 7),
             "pacs",
         ),
-        ("PACS", lambda root: save_classes(root / "photo", 0), "pacs"),
-        ("x", lambda root: save_classes(root / "photo", 0), None),
+        ("x", lambda root: save_domains(root, ("photo", "cartoon", "sketch"), 20), None),
+        ("PACS", lambda root: save_domains(root, ("photo",), 7), "pacs"),
+        ("x", lambda root: save_domains(root, ("photo",), 7), None),
         ("x", lambda root: save_tiny_val(root / "val"), "tiny-imagenet"),
         ("x", lambda root: save_corruptions(root, ("fog",), (1,), size=4), None),
         (
@@ -303,7 +305,7 @@ def test_windows(tmp_path: Path) -> None:
             "imagenet-a",
         ),
     ],
-    ids=["domains", "by name", "too little", "tiny", "too few", "tiny-c", "a"],
+    ids=["domains", "others", "by name", "too little", "tiny", "too few", "tiny-c", "a"],
 )
 def test_recognised(
     tmp_path: Path, folder: str, make: Callable[[Path], Any], name: str | None
@@ -386,7 +388,7 @@ def test_a_folder_is_checked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(
-        DATA_SETS,  # type: ignore[arg-type]
+        DATA_SETS,
         "pacs",
         replace(DATA_SETS["pacs"], contents=DomainFolders({"photo": 4, "sketch": 4}, 2)),
     )

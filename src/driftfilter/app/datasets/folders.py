@@ -127,8 +127,10 @@ class DomainFolders:
     classes: int
 
     def resembles(self, path: Path) -> float:
-        there = [each.name for each in subfolders(path)] if path.is_dir() else []
-        return len({*there} & {*self.domains}) / len(self.domains)
+        every = subfolders(path) if path.is_dir() else []
+        there = [each for each in every if each.name in self.domains]
+        classes = {each.name for folder in there for each in subfolders(enter(folder))}
+        return len(there) / len(self.domains) * ratio(len(classes), self.classes)
 
     def check(self, path: Path, look: Look) -> Iterator[Finding]:
         there = {
