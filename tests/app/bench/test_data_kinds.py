@@ -3,8 +3,10 @@ what it says of data and models that do not fit.
 """
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -152,6 +154,63 @@ def test_a_file_of_texts_as_tokens() -> None:
         here = np.array([each == name for each in domains])
         assert accuracies(source)[name] == pytest.approx(judge(logits[here], labels[here]))
     assert tent["result"]["pooled"]["n"] == 24
+
+
+def make_transformers() -> Any:
+    """A stand-in for the package: words are numbered by their length."""
+
+    class Labelled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.own = small_models.tokens()
+
+        def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Any:
+            return SimpleNamespace(logits=self.own(input_ids, attention_mask))
+
+    def encode(texts: list[str], **options: Any) -> dict[str, NDArray[np.int64]]:
+        assert options["padding"]
+        rows = [[len(word) for word in text.split()] for text in texts]
+        longest = max(map(len, rows))
+        return {
+            "input_ids": np.array([[*row, *[0] * (longest - len(row))] for row in rows]),
+            "attention_mask": np.array(
+                [[1] * len(row) + [0] * (longest - len(row)) for row in rows]
+            ),
+        }
+
+    encode.model_max_length = 512  # type: ignore[attr-defined]
+    report = {"missing_keys": [], "mismatched_keys": []}
+    model = SimpleNamespace(from_pretrained=lambda *_, **__: (Labelled(), report))
+    tokenizer = SimpleNamespace(from_pretrained=lambda *_, **__: encode)
+    return SimpleNamespace(AutoModelForSequenceClassification=model, AutoTokenizer=tokenizer)
+
+
+def test_a_file_of_texts_for_a_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts of all lengths in one batch, over two domains."""
+    monkeypatch.setitem(sys.modules, "transformers", make_transformers())
+    Path("minilm").mkdir()
+    Path("minilm/config.json").write_text(
+        '{"architectures": ["BertForSequenceClassification"], "max_position_embeddings": 8}'
+    )
+    for name in ("model.safetensors", "tokenizer.json"):
+        Path("minilm", name).write_bytes(b"{}")
+    tokens, labels, domains = make_tokens()
+    rows = [
+        {"text": " ".join("x" * each for each in row), "label": int(label), "domain": where}
+        for row, label, where in zip(tokens, labels, domains, strict=True)
+    ]
+    write_lines(Path("t.jsonl"), rows)
+    (document,) = bench(
+        *("--data", "t.jsonl", "--models", "hf:minilm", "--presets", "source"),
+        *("--corruptions", "kitchen", "--batch", "5"),
+    )
+    model, here = small_models.tokens(), [i for i, each in enumerate(domains) if each == "kitchen"]
+    with torch.no_grad():
+        logits = torch.cat(
+            [model(torch.tensor([tokens[i]]), torch.ones(1, len(tokens[i]))) for i in here]
+        )
+    assert accuracies(document) == {"kitchen": pytest.approx(judge(logits, labels[here]))}
+    assert document["settings"]["transform"] == "texts by its own tokenizer"
 
 
 def test_windows_of_sensors() -> None:
