@@ -376,7 +376,7 @@ def data(options: DataOptions, output: Output, arguments: Sequence[str]) -> Foun
         name = options.dataset or check.recognise(path)
         if name is not None:
             find_data_set(name)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         return fail("data", error, 2)
     findings = _check_data(path, name, options.decode, output)
     wrong = [finding for finding in findings if not finding.ok]

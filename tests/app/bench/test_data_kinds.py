@@ -136,7 +136,7 @@ def test_a_table_in_the_order_of_time() -> None:
         here = np.array([each == f"plant{number}" for each in domains])
         expected = judge(logits[here], labels[here])
         assert accuracies(document)[f"plant{number}"] == pytest.approx(expected)
-    assert document["settings"]["data"]["read"].startswith("Columns(label='label'")
+    assert document["settings"]["data"]["read"] == "label=label,domain=domain"
 
 
 def test_a_file_of_texts_as_tokens() -> None:

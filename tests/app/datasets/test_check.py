@@ -246,7 +246,7 @@ def test_a_table(tmp_path: Path) -> None:
     assert "must be 2 rows long, got '1 rows'" in wrong(contents, tmp_path)["elec.csv"]
     write_csv(tmp_path / "elec.csv", "day,label", [[0, "UP"], [1, "DOWN"]])
     assert "class" in wrong(contents, tmp_path)["elec.csv"]
-    assert contents.resembles(tmp_path) == 0.5
+    assert contents.resembles(tmp_path) == 0.25
 
 
 def test_a_list_of_pictures(tmp_path: Path) -> None:
@@ -406,5 +406,7 @@ def test_a_folder_is_checked(
     assert capsys.readouterr().err == "driftfilter data: error: 3 of 4 pictures\n"
     assert main(["data", str(tmp_path), "--dataset", "imagenet-r", "--decode"]) == 1
     assert "WRONG  classes" in capsys.readouterr().out
+    assert main(["data", str(tmp_path / "nowhere"), "--dataset", "imagenet-r"]) == 1
+    assert "WRONG  nowhere" in capsys.readouterr().out
     assert main(["data", str(tmp_path), "--dataset", "imagenet-x"]) == 2
     assert "did you mean 'imagenet-" in capsys.readouterr().err

@@ -89,7 +89,10 @@ def find(path: Path, name: str | None = None, look: Look | None = None) -> Itera
         try_to(file.name, partial(_check_archive, file, archives[file.name])) for file in found
     )
     if name is not None:
-        yield from DATA_SETS[name].contents.check(path, look)
+        try:
+            yield from DATA_SETS[name].contents.check(path, look)
+        except (ValueError, OSError) as error:  # such as a folder that may not be read
+            yield Finding(path.name, False, str(error))
     elif not found:
         yield try_to(path.name, partial(_check_other, path, look))
 

@@ -33,6 +33,10 @@ class Columns:
     where: str = ""
     drop: str = ""
 
+    def __str__(self) -> str:
+        given = ((each.name, getattr(self, each.name)) for each in fields(self))
+        return ",".join(f"{meaning}={column}" for meaning, column in given if column)
+
     @classmethod
     def parse(cls, text: str | None) -> Self:
         """Columns from ``label=y,domain=center,where=split:test``."""

@@ -61,7 +61,7 @@ def open_records(
         lambda: digest([path]),
         domains.list_members(order),
         counted=known.counted,
-        how=repr(columns),
+        how=str(columns),
     )
 
 

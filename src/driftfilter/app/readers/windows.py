@@ -20,7 +20,7 @@ from driftfilter.app.readers.stored import Raw, Rows, Stored, shift_of
 from driftfilter.base.checks import require
 
 INPUTS, LABELS, DOMAINS = "inputs", "labels", "domains"
-EXPECTED = "floating-point or whole numbers [n, ...]"
+EXPECTED = "floating-point or whole numbers [n, ...], but no 8-bit ones, which are pixels"
 
 
 def holds_windows(path: Path) -> bool:
