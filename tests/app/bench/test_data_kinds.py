@@ -17,8 +17,10 @@ from PIL import Image
 from torch import Tensor, nn
 
 import small_models
+from driftfilter.app.bench.options import BenchOptions
+from driftfilter.app.bench.prepare import prepare
 from driftfilter.app.cli import main
-from driftfilter.app.corruptions import CORRUPTIONS
+from driftfilter.app.corruptions import CORRUPTIONS, EXTRA
 from small_data import (
     WNIDS,
     make_table,
@@ -32,6 +34,8 @@ from small_data import (
     write_tokens,
     write_windows,
 )
+
+PICTURES = "small_models:pictures"
 
 
 @pytest.fixture(autouse=True)
@@ -84,6 +88,13 @@ def test_folders_of_corruptions() -> None:
     assert accuracies(first) == pytest.approx({name: expected[f"{name}/5"] for name in names})
     assert (first["settings"]["data"]["kind"], first["settings"]["outputs"]) == ("folders", "all")
     assert [row["n"] for row in second["result"]["domains"]] == [12, 12]
+
+
+def test_folders_of_the_four_for_tuning_alone() -> None:
+    """ImageNet-C's extra.tar: nothing has to be named."""
+    save_corruptions(Path("c"), tuple(EXTRA), count=1)
+    made, _ = prepare(BenchOptions(data="c", models=PICTURES, device="cpu"))
+    assert set(made.stream.corruptions) == {*EXTRA}
 
 
 def test_folders_of_domains_whose_name_has_a_space() -> None:
@@ -289,7 +300,6 @@ def save_lines(**row: Any) -> Callable[[], None]:
     return lambda: write_lines(Path("d.jsonl"), [row])
 
 
-PICTURES = "small_models:pictures"
 # How data are made, the options, and what is said.
 UNFIT: dict[str, tuple[Callable[[], None], str, str]] = {
     "no corruption of that name": (
@@ -300,7 +310,7 @@ UNFIT: dict[str, tuple[Callable[[], None], str, str]] = {
     "a missing corruption": (
         save_all_but_frost,
         f"--data d --models {PICTURES}",
-        "corruptions of d must be the 15, or named: --corruptions gaussian_noise,",
+        "corruptions of d must be the 15, or named: --corruptions brightness,contrast,",
     ),
     "a missing severity": (
         lambda: save_corruptions(Path("d"), ("fog",), (3,)),

@@ -29,6 +29,7 @@ from driftfilter.app.machine import Machine, choose_machine
 from driftfilter.app.networks.load_model import NamedNetwork, open_model, split_models
 from driftfilter.app.readers.classes import read_classes
 from driftfilter.app.readers.columns import Columns
+from driftfilter.app.readers.stored import Stored
 from driftfilter.app.streams import CLEAN, Domains, Layout, open_cifar10, open_domains
 from driftfilter.base.checks import require
 
@@ -212,19 +213,20 @@ def _list_severities(severity: int, protocols: Iterable[Choice]) -> tuple[int, .
 
 
 def _default_corruptions(data: Domains) -> tuple[str, ...]:
-    """The 15 of CIFAR-10-C, or what the data have instead; some of the 15 must be asked for."""
-    found = [each for each in data.shifts if each != CLEAN.corruption]
-    some = [each for each in CORRUPTIONS if each in found]
-    if some and set(found) <= {*CORRUPTIONS, *EXTRA}:
-        missing = [each for each in CORRUPTIONS if each not in found]
+    """The 15 of CIFAR-10-C, or what the data have instead; of folders of corruptions, which may be
+    unpacked in part, some of the 15 must be asked for.
+    """
+    shifts = [each for each in data.shifts if each != CLEAN.corruption]
+    found = [each for each in shifts if each not in EXTRA]
+    missing = [each for each in CORRUPTIONS if each not in found]
+    if isinstance(data, Stored) and data.kind == "folders" and {*found} <= {*CORRUPTIONS}:
         require(
-            not missing,
+            not missing or not found,
             f"corruptions of {data.path}",
             f"all but {', '.join(missing)}",
-            f"the 15, or named: --corruptions {','.join(some)}",
+            f"the 15, or named: --corruptions {','.join(found)}",
         )
-        return tuple(CORRUPTIONS)
-    return tuple(found)
+    return tuple((found or shifts) if missing else CORRUPTIONS)
 
 
 def _load_networks(text: str, machine: Machine) -> Iterable[NamedNetwork]:
