@@ -85,8 +85,8 @@ KEYS: dict[str, set[str]] = {
     "tune": {"settings", "chosen", "samples", "batches"},
     "report": {"report"},
     "check": {"run", "ok", "checks"},
-    "data": {"path", "ok", "files"},
-    "data (no folder)": {"archives_md5", "text"},
+    "data": {"path", "name", "ok", "files"},
+    "data (no folder)": {"data_sets", "layouts"},
     "inspect": {
         "model",
         "transform",

@@ -346,26 +346,67 @@ def check(options: CheckOptions, output: Output, arguments: Sequence[str]) -> Fo
 class DataOptions:
     """Options of ``driftfilter data``."""
 
-    folder: str | None = option("the folder to check", positional=True, nargs="?", metavar="FOLDER")
+    folder: str | None = option(
+        "the folder or file to check, or the name of a data set to be told about (default: list "
+        "all)",
+        positional=True,
+        nargs="?",
+        metavar="FOLDER",
+    )
+    dataset: str | None = option(
+        "which data set FOLDER should be (default: the one it resembles)", metavar="NAME"
+    )
+    decode: bool = option("unpack every picture, not only look at its beginning and end", False)
 
 
 def data(options: DataOptions, output: Output, arguments: Sequence[str]) -> Found:
-    """Say where to get CIFAR-10-C, and whether a folder holds it."""
-    from driftfilter.app.images import check
+    """List data sets, tell about one, or say whether a folder is whole."""
+    from driftfilter.app.datasets import check
+    from driftfilter.app.datasets.table import DATA_SETS, LAYOUTS, find_data_set
 
     if options.folder is None:
         output.say(check.explain())
-        return 0, {"archives_md5": check.ARCHIVES, "text": check.explain()}
-    findings = list(check.find(Path(options.folder)))
+        sets = {name: each.to_dict() for name, each in DATA_SETS.items()}
+        return 0, {"data_sets": sets, "layouts": dict(LAYOUTS)}
+    path = Path(options.folder)
+    if options.folder in DATA_SETS and not path.exists():
+        output.say(DATA_SETS[options.folder].describe(options.folder))
+        return 0, {"name": options.folder, **DATA_SETS[options.folder].to_dict()}
+    try:
+        name = options.dataset or check.recognise(path)
+        if name is not None:
+            find_data_set(name)
+    except (ValueError, OSError) as error:
+        return fail("data", error, 2)
+    findings = _check_data(path, name, options.decode, output)
     wrong = [finding for finding in findings if not finding.ok]
+    output.say(f"{options.folder}: {'data of your own' if name is None else name}")
     output.say(check.describe(options.folder, findings))
     if wrong and output.quiet:
         return fail("data", "; ".join(finding.text for finding in wrong), 1)
     return 1 if wrong else 0, {
         "path": options.folder,
+        "name": name,
         "ok": not wrong,
         "files": [finding._asdict() for finding in findings],
     }
+
+
+def _check_data(path: Path, name: str | None, decode: bool, output: Output) -> list[Any]:
+    """The findings, with the number of pictures that were looked at on stderr."""
+    from driftfilter.app.datasets import check
+    from driftfilter.app.datasets.findings import Look
+
+    with show_progress(output.quiet or output.json) as display:
+        watch, seen = display("pictures").watch, 0
+
+        def count(more: int) -> None:
+            nonlocal seen
+            seen += more
+            if watch is not None:
+                watch(seen, None, lambda: "looked at")
+
+        return list(check.find(path, name, Look(decode, count)))
 
 
 @dataclass(frozen=True)
@@ -470,7 +511,9 @@ COMMANDS: dict[str, Command] = {
         "whether a finished run is as good as you ask for, for pipelines",
         "exit status: 0 all checks hold; 1 one fails, or cannot be judged; 2 wrong usage",
     ),
-    "data": Command(data, DataOptions, "where to get CIFAR-10-C, and whether a folder holds it"),
+    "data": Command(
+        data, DataOptions, "published data sets: where to get them, and whether a folder is whole"
+    ),
     "inspect": Command(
         inspect_model,
         InspectOptions,

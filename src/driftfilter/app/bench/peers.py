@@ -120,7 +120,19 @@ class Checkout:
 
     def configure(self, name: str, options: Mapping[str, Any], batch: int) -> Any:
         """Their settings of ``peer_name`` with these options and batch size: a ``CfgNode``."""
-        return self._configure(name, options, batch)
+        known = sorted(path.stem for path in (self.root / CONFIGS).glob("*.yaml"))
+        peers = [f"{PREFIX}{each}" for each in known]
+        asked = f"{PREFIX}{name}"
+        require(name in known, "preset", asked, f"one of {peers}{nearest(asked, peers)}")
+        with _open(self.root):
+            config = import_module("conf").cfg.clone()
+        config.defrost()
+        config.merge_from_file(str(self.root / CONFIGS / f"{name}.yaml"))
+        config.TEST.BATCH_SIZE = batch
+        for key, value in options.items():
+            _set(config, f"option of {asked}", key, value)
+        config.freeze()
+        return config
 
     def describe(self, name: str, options: Mapping[str, Any], batch: int) -> str:
         """What determines the method, as one line of JSON."""
@@ -154,21 +166,6 @@ class Checkout:
             module.get_source_loader = _give_source(f"{PREFIX}{name}", source)
         with _without_gpu():
             return Peer(method(config, model, classes))
-
-    def _configure(self, name: str, options: Mapping[str, Any], batch: int) -> Any:
-        known = sorted(path.stem for path in (self.root / CONFIGS).glob("*.yaml"))
-        peers = [f"{PREFIX}{each}" for each in known]
-        asked = f"{PREFIX}{name}"
-        require(name in known, "preset", asked, f"one of {peers}{nearest(asked, peers)}")
-        with _open(self.root):
-            config = import_module("conf").cfg.clone()
-        config.defrost()
-        config.merge_from_file(str(self.root / CONFIGS / f"{name}.yaml"))
-        config.TEST.BATCH_SIZE = batch
-        for key, value in options.items():
-            _set(config, f"option of {asked}", key, value)
-        config.freeze()
-        return config
 
     def _load(self, registered: str) -> tuple[Any, ModuleType]:
         """The class that their registry would find by this name, and its module."""

@@ -51,6 +51,7 @@ class NamedNetwork(NamedTuple):
     weights: str  # sha256 of their file; without a file, of the tensors
     transform: Transform = Transform()
     tokens: Tokens | None = None  # of a network of texts
+    outputs: str = "all"  # which of its logits are looked at
 
     @property
     def prepare(self) -> Preparation | None:
