@@ -55,18 +55,14 @@ class DemoOptions:
 
 def demo(options: DemoOptions, output: Output, arguments: Sequence[str]) -> Found:
     """Run the paper's linear example, and a short image stream."""
-    from driftfilter.app.paper.linear import Linear
+    from driftfilter.app import demo as demonstration
     from driftfilter.app.paper.reproduce import reproduce
 
-    out, example = options.out, Linear()
-    output.say(
-        "2-D logistic regression; both classes drift diagonally by 3 while no label is ever seen\n"
-        f"{example.source_samples} labeled source samples, {example.steps} single-sample steps, "
-        f"{options.seeds} seeds\n"
-    )
+    out, silent = options.out, output._replace(json=True)  # files hold the whole tables
+    output.say(f"{demonstration.OPENING}\n")
     seeds = range(FIRST_SEED, FIRST_SEED + options.seeds)
     with show_progress(output.quiet) as display:
-        tables = reproduce(
+        reproduce(
             ("linear",),
             seeds,
             out,
@@ -74,13 +70,16 @@ def demo(options: DemoOptions, output: Output, arguments: Sequence[str]) -> Foun
             _count_seeds(display),
             figures=find_spec("matplotlib") is not None,
         )
-    output.say(f"{tables['linear']}\n\nwrote {out / 'linear'}\n")
-    found: dict[str, Any] = {"out": str(out), "linear": _read_metrics(out / "linear", output)}
+    linear = json.loads((out / "linear" / "metrics.json").read_text(encoding="utf-8"))
+    output.say("\n".join(demonstration.describe_points(linear)) + "\n")
     command = [*DEMO_BENCH, "--out", str(out / "images")]
-    status, found["images"] = bench(parse(command, COMMANDS).options, output, command)
+    status, images = bench(parse(command, COMMANDS).options, silent, command)
+    found: dict[str, Any] = {"out": str(out), "linear": linear, "images": images}
     if status:
         return status, found
-    status, found["report"] = _write_report([out / "images"], None, output)
+    output.say("\n".join(demonstration.describe_images(images["results"])) + "\n")
+    status, found["report"] = _write_report([out / "images"], None, silent)
+    output.say("\n".join(demonstration.describe_files(out, found["report"])))
     return status, found
 
 
@@ -158,8 +157,7 @@ def bench(options: BenchOptions, output: Output, arguments: Sequence[str]) -> Fo
         made, tasks = prepare(options)
     except (ValueError, OSError, ImportError) as error:
         return fail("bench", error, 2)
-    for network in made.networks.values():
-        output.note(f"{network.name}: transform {network.describe_inputs()}")
+    _note_transforms(made.networks, output)
     done = benchmark.are_done(made, tasks, folder)
     if options.list:
         pairs = list(zip(done, tasks, strict=True))
@@ -201,6 +199,13 @@ def bench(options: BenchOptions, output: Output, arguments: Sequence[str]) -> Fo
     # Among several workers what one leaves is another's; torchrun would end them all for a status
     # that is not 0.
     return 1 if wrong or unreported or (left and me.workers == 1) else 0, found
+
+
+def _note_transforms(networks: Mapping[str, Any], output: Output) -> None:
+    """Say what is done to samples before a network sees them, if anything is."""
+    for network in networks.values():
+        if network.has_transform:
+            output.note(f"{network.name}: transform {network.describe_inputs()}")
 
 
 def _show(

@@ -58,6 +58,11 @@ class NamedNetwork(NamedTuple):
         """What is done to samples before the network gets them; None: nothing."""
         return self.tokens or self.transform.fit
 
+    @property
+    def has_transform(self) -> bool:
+        """Whether samples are changed before the network sees them."""
+        return self.transform != Transform() or self.tokens is not None
+
     def describe_inputs(self) -> str:
         """What is done to samples, in words."""
         return str(self.transform) if self.tokens is None else "texts by its own tokenizer"
