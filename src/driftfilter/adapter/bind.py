@@ -7,6 +7,7 @@ it before anything was learned. Nothing is changed in it: the filter stands on a
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from numbers import Integral
+from operator import is_
 from typing import Any, NamedTuple, Self, final
 
 import torch
@@ -81,11 +82,37 @@ def _without_source_terms(recipe: Recipe) -> Recipe:
     return replace(recipe, observation=replace(recipe.observation, loss=rest))
 
 
+class Links(NamedTuple):
+    """The tree of a module as plain references: walking it by torch's own methods takes as long as
+    a small network.
+    """
+
+    tables: tuple[dict[str, Any], ...]  # of parameters, buffers and modules
+    names: tuple[str, ...]
+    values: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Self:
+        """What every module has under every name now."""
+        found = [
+            (table, name, value)
+            for module in model.modules()
+            for table in (module._parameters, module._buffers, module._modules)
+            for name, value in table.items()
+        ]
+        tables, names, values = zip(*found, strict=True) if found else ((), (), ())
+        return cls(tables, names, values)
+
+    def hold(self) -> bool:
+        """Whether it still has all of it."""
+        return all(map(is_, map(dict.get, self.tables, self.names), self.values))
+
+
 class ModelSnapshot(NamedTuple):
     """A model, and all by which a change of it is noticed."""
 
     model: nn.Module  # the user's, or the copy that an adapter takes along
-    links: list[tuple[dict[str, Any], str, Any]]  # its tree: what every module has under every name
+    links: Links  # its tree: what every module has under every name
     owned: tuple[Tensor, ...]  # its parameters and buffers
     values: tuple[
         Tensor, ...
@@ -98,14 +125,14 @@ class ModelSnapshot(NamedTuple):
         """The model as it is now."""
         owned = (*model.parameters(), *model.buffers())
         values = tuple(tensor.detach() for tensor in owned)
-        return cls(model, _links(model), owned, values, _places(values), _versions(values))
+        return cls(model, Links.of(model), owned, values, _places(values), _versions(values))
 
     def holds(self, values: bool) -> bool:
         """Whether the model's tensors are where they were and, if ``values`` matter, have not been
         written to since.
         """
         return (
-            all(names.get(name) is value for names, name, value in self.links)
+            self.links.hold()
             and _places(self.owned) == self.places
             and (not values or self.versions == _versions(self.owned))
         )
@@ -245,18 +272,6 @@ class FilterOptions:
         inputs = (inputs for inputs, _ in self.data)
         with among(None):
             return {MOMENTS: align(frozen, found.get(MOMENTS), inputs)}
-
-
-def _links(model: nn.Module) -> list[tuple[dict[str, Any], str, Any]]:
-    """The tree of a module as plain references: walking it by torch's own methods takes as long as
-    a small network.
-    """
-    return [
-        (table, name, value)
-        for module in model.modules()
-        for table in (module._parameters, module._buffers, module._modules)
-        for name, value in table.items()
-    ]
 
 
 def _places(tensors: Iterable[Tensor]) -> list[int]:

@@ -459,7 +459,7 @@ class Network(PredictiveModel):
     def _graph(self, theta: Tensor, inputs: Inputs) -> _Graph:
         own = self._own()
         records: list[Record] = []
-        with torch.enable_grad():
+        with torch.set_grad_enabled(bool(self.sizes)):  # or nothing is to be differentiated
             leaves = {
                 name: piece.requires_grad_() for name, piece in self._pieces(theta.detach()).items()
             }
