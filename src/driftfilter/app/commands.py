@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from driftfilter.app.arguments import (
     MODEL_HELP,
@@ -432,6 +432,12 @@ class InspectOptions:
     )
     batch: int = count_option("samples a step (default {default})", 200)
     names: bool = option("list every parameter of every subset", False)
+    speed: Literal["exact", "fast"] = option(
+        "fast: the model in bfloat16 where the device computes in it (default {default})", "exact"
+    )
+    profile: bool = option(
+        "the parts of a step of the default on this machine, and what would help", False
+    )
 
 
 def inspect_model(options: InspectOptions, output: Output, arguments: Sequence[str]) -> Found:
@@ -439,7 +445,14 @@ def inspect_model(options: InspectOptions, output: Output, arguments: Sequence[s
     from driftfilter.app import inspect_model as inspection
 
     try:
-        found = inspection.inspect(options.model, options.weights, options.input, options.batch)
+        found = inspection.inspect(
+            options.model,
+            options.weights,
+            options.input,
+            options.batch,
+            options.speed,
+            options.profile,
+        )
     except (ValueError, OSError, TypeError, ImportError) as error:
         return fail("inspect", error, 2)
     output.say("\n".join(inspection.describe(found, options.names)))
