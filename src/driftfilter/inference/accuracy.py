@@ -26,7 +26,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, Self, final
+from typing import Any, NamedTuple, Self, final
 
 import torch
 from torch import Tensor
@@ -123,10 +123,10 @@ class Opinions(NamedTuple):
         samples is dropped.
         """
         sums, counts = torch.cat((self.sums.to(new.sums), new.sums)), (*self.counts, *new.counts)
-        if sum(counts[-2:]) <= BLOCK:
+        if len(counts) > 1 and joins(*counts[-2:]):
             sums = torch.cat((sums[:-2], sums[-2:].sum(0, keepdim=True)))
             counts = (*counts[:-2], sum(counts[-2:]))
-        while sum(counts[1:]) >= WINDOW:
+        while is_old(sum(counts[1:])):
             sums, counts = sums[1:], counts[1:]
         return Opinions(sums, counts)
 
@@ -186,6 +186,16 @@ class Expectation(NamedTuple):
         off = (_OFF if self.source is None else _LESS_OFF) * error
         reach = _Z * math.sqrt(chance + off**2)
         return Estimate(1 - error, max(0.0, 1 - error - reach), min(1.0, 1 - error + reach), n)
+
+
+def joins(last: Any, new: Any) -> Any:
+    """Whether so many new samples belong to the last block of so many."""
+    return last + new <= BLOCK
+
+
+def is_old(newer: Any) -> Any:
+    """Whether a block is dropped, by how many samples have come after it."""
+    return newer >= WINDOW
 
 
 def _weigh(expected: float, said: float) -> float:
