@@ -19,13 +19,13 @@ SUMS, COUNTS = "opinions", "counts"  # in a file
 class FleetOpinions(NamedTuple):
     """``Opinions`` of S streams, a row each; blocks that are not there yet have no samples."""
 
-    sums: Tensor  # [S, BLOCKS, 2k + 2], the newest block last
+    sums: Tensor  # [S, BLOCKS, 2k + 3], the newest block last
     counts: Tensor  # [S, BLOCKS]
 
     @classmethod
     def start(cls, streams: int, classes: int) -> Self:
         """Of streams that have predicted nothing."""
-        sums = torch.zeros(streams, BLOCKS, 2 * classes + 2, dtype=torch.float64)
+        sums = torch.zeros(streams, BLOCKS, 2 * classes + 3, dtype=torch.float64)
         return cls(sums, torch.zeros(streams, BLOCKS, dtype=torch.int64))
 
     def join(self, others: Self) -> Self:
@@ -82,12 +82,10 @@ class FleetOpinions(NamedTuple):
 
 
 def _sum_up(log_probabilities: Tensor) -> Tensor:
-    """Σ p_i [k], samples by predicted label [k], Σ c_i and Σ c_i² of log-probabilities [m, n, k]:
-    [m, 2k + 2].
-    """
+    """The sums of ``Opinions`` of log-probabilities [m, n, k]: [m, 2k + 3]."""
     wide = log_probabilities.detach().to("cpu", torch.float64).exp()
     sure, labels = wide.max(-1)
     said = torch.zeros(len(wide), wide.shape[-1], dtype=wide.dtype)
     said.scatter_add_(1, labels, torch.ones_like(sure))
-    moments = torch.stack((sure.sum(1), sure.square().sum(1)), 1)
+    moments = torch.stack((sure.sum(1), sure.square().sum(1), sure.sum(1)), 1)
     return torch.cat((wide.sum(1), said, moments), 1)
