@@ -164,7 +164,7 @@ def fit(inputs: Tensor, logs: Tensor, labels: Tensor, ridge: float) -> Tensor:
         return energy
 
     with torch.enable_grad():
-        optimizer.step(close)  # type: ignore[no-untyped-call]
+        optimizer.step(close)
     return found.detach()
 
 
@@ -234,12 +234,14 @@ def inform(logs: list[Tensor], spread: float | None) -> list[float]:
     if spread is None:
         p = torch.cat(logs, 1).exp()
         inner = torch.special.entr(p).sum(-1).mean(1)
-        return (torch.special.entr(p.mean(1)).sum(-1) - inner).tolist()
+        plain: list[float] = (torch.special.entr(p.mean(1)).sum(-1) - inner).tolist()
+        return plain
     state = BankState.start(len(logs[0]), logs[0].shape[-1])
     with mock.patch.object(bank_module, "_SPREAD", spread):
         for batch in logs:
             state = add_predictions(state, batch, 1.0)
-    return state.information.tolist()
+    found: list[float] = state.information.tolist()
+    return found
 
 
 def main() -> None:
