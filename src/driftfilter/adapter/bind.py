@@ -149,7 +149,7 @@ class BoundFilter(NamedTuple):
     copied: bool  # whether some weights are copies, which do not see what is written to the model
     read: ModelSnapshot
     refused: Mapping[str, str]  # measures for speed that the model has shown not to take -> why
-    # How right and how sure the source is on data of its own with labels; None without them.
+    # How sure the source is on data of its own, and how right if they have labels; None without.
     calibration: SourceCalibration | None = None
 
     def fits(self, model: nn.Module, example: Inputs | None, learned: bool) -> bool:
@@ -254,14 +254,16 @@ class FilterOptions:
         return network.refused
 
     def _calibrate(self, model: PredictiveModel, mean: Tensor) -> SourceCalibration | None:
-        """How right and how sure the source is on the first of its data that have labels."""
+        """How sure the source is on the first of its data, and how right if they have labels."""
         found: list[Tensor] = []
         for inputs, labels in self.data or ():
-            if labels is None or sum(map(len, found)) >= ENOUGH:
+            if sum(map(len, found)) >= ENOUGH:
                 break
             logs = model(mean, each(inputs, lambda part: part.to(mean.device))).log_softmax(-1)
-            right = logs.argmax(-1) == labels.to(logs.device)
-            found.append(torch.stack((right.double(), confidence(logs).double()), 1))
+            told = [confidence(logs).double()]
+            if labels is not None:
+                told.append((logs.argmax(-1) == labels.to(logs.device)).double())
+            found.append(torch.stack(told, 1))
         return SourceCalibration.of(torch.cat(found)) if found else None
 
     def _align(self, frozen: nn.Module, found: Mapping[str, Tensor]) -> dict[str, Tensor]:

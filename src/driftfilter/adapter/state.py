@@ -264,9 +264,9 @@ class AdapterState(NamedTuple):
         kept = samples(together, total - wanted, total) if total > wanted else together
         return kept, kept
 
-    def believe(self, log_probabilities: Tensor) -> Self:
-        """With the predictions [n, k] that users were given."""
-        new = Opinions.of(log_probabilities)
+    def believe(self, log_probabilities: Tensor, plain: Tensor) -> Self:
+        """With the predictions [n, k] that users were given, and their plain confidences [n]."""
+        new = Opinions.of(log_probabilities, plain)
         return self._replace(opinions=new if self.opinions is None else self.opinions.extend(new))
 
     @property

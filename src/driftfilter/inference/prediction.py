@@ -45,6 +45,8 @@ class Prediction:
     log_probabilities: Tensor  # [n, k]
     logit_variance: Tensor  # [n, k]; 0 if the rule ignores the covariance
     expected_entropy: Tensor | None = None  # [n], E_q H(p), if the rule has draws of θ from q
+    # [n], confidences at the mean without the rule's temperature; None: those of the probabilities.
+    plain: Tensor | None = None
 
     @property
     def probabilities(self) -> Tensor:
@@ -60,6 +62,11 @@ class Prediction:
     def confidence(self) -> Tensor:
         """The probability of the most likely class [n]."""
         return confidence(self.log_probabilities)
+
+    @property
+    def plain_confidence(self) -> Tensor:
+        """The confidence [n] at the mean parameters, without the rule's temperature."""
+        return self.confidence if self.plain is None else self.plain
 
     @property
     def entropy(self) -> Tensor:
@@ -100,11 +107,12 @@ class Prediction:
 
     def pick(self, index: Any) -> Prediction:
         """The prediction of some samples."""
-        expected = self.expected_entropy
+        expected, plain = self.expected_entropy, self.plain
         return Prediction(
             self.log_probabilities[index],
             self.logit_variance[index],
             None if expected is None else expected[index],
+            None if plain is None else plain[index],
         )
 
 
@@ -113,10 +121,12 @@ def join_predictions(predictions: Sequence[Prediction]) -> Prediction:
     if len(predictions) == 1:
         return predictions[0]
     expected = [each.expected_entropy for each in predictions if each.expected_entropy is not None]
+    plain = [each.plain for each in predictions if each.plain is not None]
     return Prediction(
         torch.cat([each.log_probabilities for each in predictions]),
         torch.cat([each.logit_variance for each in predictions]),
         torch.cat(expected) if len(expected) == len(predictions) else None,
+        torch.cat(plain) if len(plain) == len(predictions) else None,
     )
 
 
@@ -278,6 +288,7 @@ class Moderated(Checked, PredictionRule):
         return Prediction(
             (logits / _temper(variance.to(logits.dtype))).log_softmax(-1),
             variance.to(logits.dtype).expand_as(logits).clone(),
+            plain=confidence(logits.log_softmax(-1)),
         )
 
     def of_each(self, belief: Belief, query: Query, draws: int) -> Prediction:
@@ -299,7 +310,8 @@ class Moderated(Checked, PredictionRule):
         mean = found.mean().clamp_min(torch.finfo(found.dtype).tiny)
         variance = self._variance(query.memory, belief).to(logits.dtype) * found / mean
         own = variance.mean(-1, keepdim=True).clamp_max(variance_at(self.limit))
-        return Prediction((logits / _temper(own)).log_softmax(-1), variance)
+        plain = confidence(logits.log_softmax(-1))
+        return Prediction((logits / _temper(own)).log_softmax(-1), variance, plain=plain)
 
     def _logits(self, belief: Belief, query: Query) -> Tensor:
         return query.view_logits(belief).mean(0) if self.over_views else query.logits(belief)
