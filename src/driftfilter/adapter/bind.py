@@ -4,6 +4,7 @@ A model is read when it is first needed, and again if the user has moved it sinc
 it before anything was learned. Nothing is changed in it: the filter stands on a twin.
 """
 
+import operator
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from numbers import Integral
@@ -84,11 +85,19 @@ def _without_source_terms(recipe: Recipe) -> Recipe:
     return replace(recipe, observation=replace(recipe.observation, loss=rest))
 
 
+class Links(NamedTuple):
+    """The tree of a module: what every module has under every name."""
+
+    tables: tuple[dict[str, Any], ...]
+    names: tuple[str, ...]
+    values: tuple[Any, ...]
+
+
 class ModelSnapshot(NamedTuple):
     """A model, and all by which a change of it is noticed."""
 
     model: nn.Module  # the user's, or the copy that an adapter takes along
-    links: list[tuple[dict[str, Any], str, Any]]  # its tree: what every module has under every name
+    links: Links
     owned: tuple[Tensor, ...]  # its parameters and buffers
     values: tuple[
         Tensor, ...
@@ -108,7 +117,7 @@ class ModelSnapshot(NamedTuple):
         written to since.
         """
         return (
-            all(names.get(name) is value for names, name, value in self.links)
+            all(map(operator.is_, map(dict.get, *self.links[:2]), self.links.values))
             and _places(self.owned) == self.places
             and (not values or self.versions == _versions(self.owned))
         )
@@ -124,6 +133,7 @@ class BoundFilter(NamedTuple):
     final: bool  # whether a batch could tell nothing more
     copied: bool  # whether some weights are copies, which do not see what is written to the model
     read: ModelSnapshot
+    recipe: Recipe
     # How right and how sure the source is on data of its own with labels; None without them.
     calibration: SourceCalibration | None = None
 
@@ -241,7 +251,7 @@ class FilterOptions:
             warn(reason)
         copied = self.channels_last or recipe.align
         known = {**told, **aligned}
-        return BoundFilter(filt, apart, start, known, final, copied, read, calibration)
+        return BoundFilter(filt, apart, start, known, final, copied, read, recipe, calibration)
 
     def _calibrate(self, model: PredictiveModel, mean: Tensor) -> SourceCalibration | None:
         """How right and how sure the source is on the first of its data that have labels."""
@@ -281,21 +291,22 @@ class FilterOptions:
         return found
 
 
-def _links(model: nn.Module) -> list[tuple[dict[str, Any], str, Any]]:
+def _links(model: nn.Module) -> Links:
     """The tree of a module as plain references: walking it by torch's own methods takes as long as
     a small network.
     """
-    return [
+    found = [
         (table, name, value)
         for module in model.modules()
         for table in (module._parameters, module._buffers, module._modules)
         for name, value in table.items()
     ]
+    return Links(*map(tuple, zip(*found, strict=True))) if found else Links((), (), ())
 
 
 def _places(tensors: Iterable[Tensor]) -> list[int]:
     """Addresses, which no two devices share: before each step, so it must not take long."""
-    return [tensor.data_ptr() for tensor in tensors]
+    return list(map(Tensor.data_ptr, tensors))
 
 
 def _versions(tensors: Iterable[Tensor]) -> list[int]:
