@@ -394,6 +394,9 @@ class Adapter(nn.Module):
         """
         is_one = isinstance(snapshot, AdapterState)
         require(is_one, "restore: snapshot", type(snapshot).__name__, "what snapshot() returned")
+        other = self.recipe if snapshot.bound is None else snapshot.bound.recipe
+        same = other is self.recipe or plain(other) == self.plain_recipe
+        require(same, "restore: snapshot", f"of the recipe {other}", "of the adapter's own")
         with self._lock:
             before, self._now = self._now, snapshot
             try:

@@ -149,6 +149,7 @@ class BoundFilter(NamedTuple):
     copied: bool  # whether some weights are copies, which do not see what is written to the model
     read: ModelSnapshot
     refused: Mapping[str, str]  # measures for speed that the model has shown not to take -> why
+    recipe: Recipe
     # How sure the source is on data of its own, and how right if they have labels; None without.
     calibration: SourceCalibration | None = None
 
@@ -242,7 +243,9 @@ class FilterOptions:
             warn(reason)
         copied = bool(speed.channels_last) or recipe.align
         known = {**told, **aligned}
-        return BoundFilter(filt, apart, start, known, final, copied, read, refused, calibration)
+        return BoundFilter(
+            filt, apart, start, known, final, copied, read, refused, recipe, calibration
+        )
 
     def _quicken(self, network: Network, model: nn.Module) -> Mapping[str, str]:
         """Turn on what makes passes over a network faster; what it will turn out not to take."""
@@ -278,7 +281,7 @@ class FilterOptions:
 
 def _places(tensors: Iterable[Tensor]) -> list[int]:
     """Addresses, which no two devices share: before each step, so it must not take long."""
-    return [tensor.data_ptr() for tensor in tensors]
+    return list(map(Tensor.data_ptr, tensors))
 
 
 def _versions(tensors: Iterable[Tensor]) -> list[int]:
