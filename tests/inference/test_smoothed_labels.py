@@ -63,6 +63,9 @@ def test_smoothing_is_found_without_labels(epsilon: float) -> None:
     assert 0.8 * epsilon < found < 1.1 * epsilon
     exact = float(find_smoothing(smoothed(certain(40, 10), epsilon).log()))
     assert exact == pytest.approx(epsilon, rel=1e-9)
+    half = find_smoothing(smoothed(certain(40, 10), epsilon).log().half())
+    assert float(half) == pytest.approx(epsilon, rel=1e-2)
+    assert half.dtype == torch.float32
 
 
 def test_plain_labels_few_classes_and_doubt_are_not_taken_for_smoothing() -> None:

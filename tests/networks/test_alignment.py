@@ -340,7 +340,8 @@ def test_the_shift_is_told_from_moments_of_source_data() -> None:
     wide = (1 - r) * (own_variance / variance).log() ** 2
     shown = 3 * (1 - (1 - 1 / 3) ** 24)
     diversity = (torch.special.entr(p).sum().exp() / shown).clamp(max=1)
-    expected = ((far + wide).mean() - 1 / 24 - 1 / 40) / (1 + 2 * (1 - diversity) ** 2)
+    by_chance = 1 / 24 + 1 / 40
+    expected = ((far + wide).mean() - by_chance) / (1 + 2 * (1 - diversity) ** 2) / (1 + 8 / 24)
     adapter = df.adapt(model, MEASURED, data=df.SourceData(source, batch_size=7), monitor=None)
     assert shift_of(adapter, stream) == pytest.approx(float(expected), rel=1e-5)
     plain = df.adapt(model, replace(MEASURED, statistics=df.Ema(0.5, 4.0, 1e9)), monitor=None)

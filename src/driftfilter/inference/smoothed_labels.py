@@ -37,10 +37,10 @@ _TAIL = 0.5  # of the floor, above which the line begins
 def find_smoothing(logits: Tensor) -> Tensor:
     """ε [] of a network by its logits [n, k] of source data."""
     k = logits.shape[-1]
-    none = logits.new_zeros(())
+    logs = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+    none = logs.new_zeros(())
     if k < _CLASSES:
         return none
-    logs = logits.log_softmax(-1)
     best, label = logs.max(-1)
     sure = best >= best.quantile(1 - _SURE)
     is_other = torch.ones_like(logs, dtype=torch.bool).scatter(-1, label[:, None], False)

@@ -331,7 +331,7 @@ class TwinBatchNorm(_BatchNorm):
             mean, variance, samples = found
             assert variance is not None
             assert samples is not None
-            probe.chance = 1 / samples
+            probe.reference = samples
             return mean, variance
         assert self.running_mean is not None
         assert self.running_var is not None
