@@ -74,10 +74,10 @@ def compare(task: str, epsilon: float, seed: int) -> Row:
         known, logs = model(rows[source]), model(rows[held]).log_softmax(-1)
     found: Row = {}
     for sure in SURE:
-        smoothed_labels._SURE = sure  # type: ignore[misc]
+        smoothed_labels._SURE = sure
         found[f"found {sure:g}"] = float(find_smoothing(known))
         found[f"held out {sure:g}"] = float(find_smoothing(logs))
-    smoothed_labels._SURE = 0.75  # type: ignore[misc]
+    smoothed_labels._SURE = 0.75
     smoothing = find_smoothing(known)
     after = unsmooth(logs, smoothing) if smoothing > 0 else logs
     return {**found, "before": judge(logs, labels[held]), "after": judge(after, labels[held])}

@@ -1,6 +1,7 @@
 """Smoothed labels: the formulas against what smoothing does, written out."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -82,20 +83,22 @@ def test_plain_labels_few_classes_and_doubt_are_not_taken_for_smoothing() -> Non
 
 def network() -> tuple[nn.Module, Tensor]:
     """A classifier that says (1 - ε) p + ε/k with ε = 0.1 of certain inputs, and its inputs."""
-    layers = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8)).double().eval()
+    norm, head = nn.LayerNorm(8), nn.Linear(8, 8)
+    layers = nn.Sequential(norm, head).double().eval()
     inputs = torch.eye(8, dtype=torch.float64).repeat(8, 1)
     with torch.no_grad():
-        outputs = layers[0](inputs[:8])
+        outputs = norm(inputs[:8])
         wanted = smoothed(torch.eye(8, dtype=torch.float64), 0.1).log()
-        layers[1].weight.copy_((torch.linalg.pinv(outputs) @ wanted).T)
-        layers[1].bias.copy_((wanted - outputs @ layers[1].weight.T).mean(0))
+        head.weight.copy_((torch.linalg.pinv(outputs) @ wanted).T)
+        head.bias.copy_((wanted - outputs @ head.weight.T).mean(0))
         torch.testing.assert_close(layers(inputs[:8]).log_softmax(-1), wanted)
     return layers, inputs
 
 
 def test_an_adapter_with_source_data_predicts_without_the_smoothing(tmp_path: Path) -> None:
     model, inputs = network()
-    options = {"norms": "other", "labels": None, "centering": None, "domains": None}
+    options: dict[str, Any] = {"labels": None, "centering": None, "domains": None}
+    options["norms"] = "other"
     plain = df.adapt(model, monitor=None, **options)
     adapter = df.adapt(model, data=inputs, monitor=None, **options)
     smoothing = adapter.state.memory[SMOOTHING]
@@ -118,7 +121,8 @@ def test_an_adapter_with_source_data_predicts_without_the_smoothing(tmp_path: Pa
 def test_an_estimate_does_not_count_the_smoothing_twice() -> None:
     """Labelled source data say how sure the source is: as it is after the correction."""
     model, inputs = network()
-    options = {"norms": "other", "labels": None, "centering": None, "domains": None}
+    options: dict[str, Any] = {"labels": None, "centering": None, "domains": None}
+    options["norms"] = "other"
     adapter = df.adapt(model, data=(inputs, torch.arange(64) % 8), monitor=None, **options)
     adapter(inputs)
     found = adapter.estimate.accuracy

@@ -299,21 +299,21 @@ def test_a_posterior_of_ones_own_is_refused_for_it_is_over_other_parameters() ->
 # Batch norms, whose shift is measured from source data
 
 
-def deep() -> tuple[nn.Module, Tensor, Tensor]:
+def deep() -> tuple[nn.Sequential, Tensor, Tensor]:
     """Two batch norms whose running statistics are not what they see, source data and a stream."""
     torch.manual_seed(0)
+    norms = nn.BatchNorm2d(4), nn.BatchNorm2d(5)
     model = nn.Sequential(
-        *(nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU()),
-        *(nn.Conv2d(4, 5, 3, padding=1), nn.BatchNorm2d(5), nn.ReLU()),
+        *(nn.Conv2d(2, 4, 3, padding=1), norms[0], nn.ReLU()),
+        *(nn.Conv2d(4, 5, 3, padding=1), norms[1], nn.ReLU()),
         *(nn.Flatten(), nn.Linear(80, 3)),
     )
     model = model.double().eval()
     source = torch.randn(40, 2, 4, 4, dtype=torch.float64)
     with torch.no_grad():
-        for place in (1, 4):
+        for place, norm in zip((1, 4), norms, strict=True):
             mean, variance = moments_of(model[:place](source))
-            model[place].running_mean.copy_(mean)  # type: ignore[operator, union-attr]
-            model[place].running_var.copy_(2.5 * variance)  # type: ignore[operator, union-attr]
+            norm._buffers.update(running_mean=mean, running_var=2.5 * variance)
     return model, source, 1.3 * torch.randn(24, 2, 4, 4, dtype=torch.float64) + 0.4
 
 

@@ -175,7 +175,8 @@ def compare(module: nn.Module, moments: Tensor | None, data: Iterable[Inputs]) -
     call, batches, first = _begin(module, data)
     own = [layer for layer in module.modules() if isinstance(layer, _BatchNorm)]
     known = [layer for layer in own if layer.running_mean is not None]
-    norms = _find_called(module, known, call, first)
+    called = _find_called(module, known, call, first)
+    norms = [layer for layer in known if layer in called]
     seen: list[int] = []
 
     def count(inputs: Inputs) -> Inputs:
@@ -187,10 +188,10 @@ def compare(module: nn.Module, moments: Tensor | None, data: Iterable[Inputs]) -
         moments = torch.cat((found, found.new_tensor([sum(seen)])))
     sizes = [norm.num_features for norm in norms for _ in range(2)]
     _require_moments(moments[:-1], sizes)
-    pieces = iter(moments[:-1].split(sizes))
+    pieces, device = iter(moments[:-1].split(sizes)), call.device
     for norm in norms:
         for name, value in zip(SEEN, (next(pieces), next(pieces), moments[-1]), strict=True):
-            norm.register_buffer(name, value.to(norm.running_mean.device), persistent=False)
+            norm.register_buffer(name, value.to(device), persistent=False)
     return moments
 
 
@@ -209,7 +210,7 @@ def _require_moments(moments: Tensor, sizes: list[int]) -> None:
 
 
 def _find_called(
-    module: nn.Module, layers: list[nn.Module], call: _Call, inputs: Inputs
+    module: nn.Module, layers: Sequence[nn.Module], call: _Call, inputs: Inputs
 ) -> list[nn.Module]:
     """Those of the layers that a pass goes through, with a dimension of samples before others."""
     found: set[nn.Module] = set()

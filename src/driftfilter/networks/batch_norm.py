@@ -325,13 +325,9 @@ class TwinBatchNorm(_BatchNorm):
         """Mean and variance [c] from which a batch is how far away: of source data, if they are
         known, else the running ones.
         """
-        found = [self._buffers.get(name) for name in SEEN]
         asked = isinstance(self.blend, Ema) and self.blend.baseline == "data"
-        if asked and found[0] is not None:
-            mean, variance, samples = found
-            assert variance is not None
-            assert samples is not None
-            probe.reference = samples
+        if asked and SEEN[0] in self._buffers:
+            mean, variance, probe.reference = (getattr(self, name) for name in SEEN)
             return mean, variance
         assert self.running_mean is not None
         assert self.running_var is not None
