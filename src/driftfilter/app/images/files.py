@@ -206,11 +206,11 @@ def subfolders(folder: Path) -> list[Path]:
 
 
 def pictures_by_class(folder: Path) -> dict[str, list[Path]]:
-    """The pictures under each class of ``folder``/<class>/*.png, classes and pictures by name."""
-    classes = {
-        entry.name: sorted(path for path in entry.iterdir() if _is_picture(path.name))
-        for entry in subfolders(folder)
-    }
+    """The pictures under each class of ``folder``/<class>/*.png, classes and pictures by name.
+
+    In <class>/images, if there is such a folder, as in Tiny-ImageNet's train/.
+    """
+    classes = {entry.name: _list_pictures(entry) for entry in subfolders(folder)}
     require(bool(classes), str(folder), "none", "a folder of class folders")
     for name, paths in classes.items():
         require(
@@ -220,6 +220,12 @@ def pictures_by_class(folder: Path) -> dict[str, list[Path]]:
             f"a class folder of pictures ({', '.join(SUFFIXES)})",
         )
     return classes
+
+
+def _list_pictures(folder: Path) -> list[Path]:
+    inner = folder / "images"
+    place = inner if inner.is_dir() else folder
+    return sorted(path for path in place.iterdir() if _is_picture(path.name))
 
 
 def picture_size(path: Path) -> tuple[int, int]:

@@ -51,7 +51,7 @@ def open_folders(
     ``fitted`` to one later; their pixels are read when asked for. The hash is of names and sizes.
     """
     found = {
-        shift: _find_pictures(folder) for shift, folder in _shift_folders(root, severity).items()
+        shift: find_pictures(folder) for shift, folder in _shift_folders(root, severity).items()
     }
     if not fitted:
         require_one_size([each.path for several in found.values() for each in several])
@@ -111,8 +111,8 @@ def read_classes(path: Path) -> dict[str, int]:
     return dict(pairs)
 
 
-def _find_pictures(folder: Path) -> list[Labelled]:
-    """The pictures of a shift, by class and name."""
+def find_pictures(folder: Path) -> list[Labelled]:
+    """The pictures of a folder of class folders, or of Tiny-ImageNet's val/, by class and name."""
     if (folder / ANNOTATIONS).is_file():
         return _read_annotations(folder)
     return [
