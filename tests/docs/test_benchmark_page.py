@@ -23,6 +23,7 @@ import core
 import page
 import tasks
 from figures import exponent
+from pictures import PICTURES
 
 NAMES = sorted(path.name for path in page.RESULTS.glob("*.json"))
 
@@ -131,7 +132,7 @@ def test_a_picture_that_nothing_draws_is_told(
         called(monkeypatch, "--check", "--docs", tmp_path)
 
 
-@pytest.mark.parametrize("name", page.PICTURES)
+@pytest.mark.parametrize("name", PICTURES)
 def test_pictures_are_whole_and_know_light_and_dark(name: str) -> None:
     picture = (page.DOCS / "figures" / f"{name}.svg").read_text()
     ElementTree.fromstring(picture)
