@@ -74,7 +74,9 @@ def test_a_worker_begins_at_its_place_and_leaves_the_rest_to_others(
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(command) == 0
-    assert [line[:6] for line in capsys.readouterr().err.splitlines()] == [
+    transform, *tasks = capsys.readouterr().err.splitlines()
+    assert transform.startswith("resnet20: transform ")
+    assert [line[:6] for line in tasks] == [
         "2 of 3",
         "3 of 3",
         "1 of 3",
