@@ -33,6 +33,7 @@ HERE = Path(__file__).parent
 RESULTS, PAGES, DOCS = HERE / "results", HERE / "pages", HERE.parent / "docs"
 SUFFIX = ".jinja"
 FIGURES = "figures"  # the folder of the pictures
+MORE = "lab/more.md.jinja"  # rendered last: the results that no other page has taken
 MEASURES = ("accuracy", "ece", "nll", "brier")
 
 
@@ -65,9 +66,20 @@ def named(where: str, value: Any) -> Any:
     )
 
 
-def read(folder: Path) -> Named:
-    """Every result of a folder, by the name of its file."""
-    found = Named(str(folder), {})
+class Results(Named):
+    """Every result of a folder by the name of its file; ``taken`` are those that were asked for."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__(where, {})
+        self.taken: set[str] = set()
+
+    def __getitem__(self, name: str) -> Any:
+        self.taken.add(name)
+        return super().__getitem__(name)
+
+
+def read(folder: Path) -> Results:
+    found = Results(str(folder))
     for path in sorted(folder.glob("*.json")):
         found[path.name] = Named(path.name, json.loads(path.read_text(encoding="utf-8")))
     return found
@@ -122,7 +134,7 @@ def bench_table(record: Named) -> str:
     for alike in group(record["figures"], stream):
         methods = sorted(
             group(alike, preset),
-            key=lambda seeds: -fmean(each["mean"]["accuracy"] for each in seeds),
+            key=lambda seeds: -accuracy(seeds),
         )
         network, protocol, batch, images = stream(alike[0])
         lines += [
@@ -131,6 +143,53 @@ def bench_table(record: Named) -> str:
             for seeds in methods
         ]
     return "\n".join(lines)
+
+
+def scale_rows(record: Named, title: str) -> str:
+    """Rows of a record of tasks.py: the frozen network, the best of others' methods and ours."""
+    lines = []
+    for alike in group(record["figures"], itemgetter("model", "protocol")):
+        methods = {seeds[0]["preset"]: seeds for seeds in group(alike, itemgetter("preset"))}
+        ours = [name for name in methods if name.startswith("driftfilter")]
+        others = [name for name in methods if name not in ("source", *ours)]
+        best = max(others, key=lambda name: accuracy(methods[name]), default=None)
+        lines += [
+            f"| {title}, `{alike[0]['model']}` | {alike[0]['protocol']} | `{name}` "
+            f"| {quality(methods[name])} |"
+            for name in ("source", best, *ours)
+            if name in methods
+        ]
+    return "\n".join(lines)
+
+
+def accuracy(seeds: list[Named]) -> float:
+    return fmean(task["mean"]["accuracy"] for task in seeds)
+
+
+def any_table(figures: Any) -> str:
+    """Figures of any form: a table of each list of entries, one of what stands alone."""
+    if isinstance(figures, list):
+        columns = list(dict.fromkeys(key for row in figures for key in row))
+        cells = [[plain(row.get(key)) for key in columns] for row in figures]
+        rows = [columns, ["---"] * len(columns), *cells]
+        return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+    tables = {key: value for key, value in figures.items() if is_table(value)}
+    alone = [f"| {key} | {plain(value)} |" for key, value in figures.items() if key not in tables]
+    parts = ["\n".join(["| | |", "|---|---|", *alone])] if alone else []
+    return "\n\n".join([*parts, *(f"{key}:\n\n{any_table(tables[key])}" for key in tables)])
+
+
+def is_table(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and isinstance(value[0], dict)
+
+
+def plain(value: Any) -> str:
+    """A value of any kind in a cell."""
+    if isinstance(value, dict):
+        return "; ".join(f"{key} {plain(each)}" for key, each in value.items())
+    if isinstance(value, list):
+        return ", ".join(map(plain, value))
+    return f"{value:.4g}" if isinstance(value, float) else "–" if value is None else str(value)
 
 
 def share(value: float | None) -> str:
@@ -215,6 +274,7 @@ def environment() -> jinja2.Environment:
     made_ready.globals |= {"one": one, "fitting": fitting, "made": made, "brief": brief}
     made_ready.globals |= {"compared": compared, "judged": judged, "quality": quality}
     made_ready.globals |= {"spread": spread, "bench_table": bench_table, "code": code}
+    made_ready.globals |= {"scale_rows": scale_rows, "any_table": any_table}
     made_ready.globals |= {"summed": summed, "mean": fmean}
     made_ready.globals |= {"exponent": exponent, "zip": zip}
     return made_ready
@@ -223,11 +283,12 @@ def environment() -> jinja2.Environment:
 def render(folder: Path) -> dict[str, str]:
     """Every page and picture that the results of a folder give, by its place below docs."""
     results = read(folder)
+    pictures = {f"{FIGURES}/{name}.svg": draw(results) for name, draw in PICTURES.items()}
     pages = {
-        name.removesuffix(SUFFIX): wrap(environment().get_template(name).render(results=results))
-        for name in sorted(environment().list_templates())
+        name: environment().get_template(name).render(results=results)
+        for name in sorted(environment().list_templates(), key=lambda name: (name == MORE, name))
     }
-    return pages | {f"{FIGURES}/{name}.svg": draw(results) for name, draw in PICTURES.items()}
+    return {name.removesuffix(SUFFIX): wrap(page) for name, page in pages.items()} | pictures
 
 
 def wrap(page: str) -> str:
