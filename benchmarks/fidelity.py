@@ -249,7 +249,8 @@ def compare_imagenet(arguments: argparse.Namespace) -> None:
         (rms, mean, fine), (rms_, mean_, fine_) = (describe_change(each, clean) for each in both)
         print(
             f"{name:<18}{rms:>7.1f} /{rms_:>6.1f}{mean:>+9.1f} /{mean_:>+6.1f}"
-            f"{fine:>8.3f} /{fine_:>6.3f}{score(both[0]):>7.1f} /{score(both[1]):>6.1f}{spent:>8.1f}",
+            f"{fine:>8.3f} /{fine_:>6.3f}{score(both[0]):>7.1f} /{score(both[1]):>6.1f}"
+            f"{spent:>8.1f}",
             flush=True,
         )
 

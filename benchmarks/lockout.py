@@ -50,6 +50,8 @@ PARTS: dict[str, Row] = {  # of the default, switched off one at a time
     "without_centering": {"centering": None},
     "without_domains": {"domains": None},
     "without_steps": {"inference": df.Frozen()},
+    "without_shift": {"shift": 0},
+    "unguarded": {"monitor": None},
 }
 MONTHS = (2, 3, 4, 5, 6, 8, 9)  # of the gas data, the first is what the network is trained on
 
@@ -121,13 +123,9 @@ def take(batches: Iterator[Batch], count: int, change: Callable[[Tensor], Tensor
 
 
 def start(model: nn.Module, preset: str) -> df.Adapter:
-    """A guarded adapter; "unguarded" is the default without its monitor, and those of PARTS lack
-    another part of it.
-    """
-    if preset == "unguarded":
-        return df.adapt(model, monitor=None)
+    """A guarded adapter; those of PARTS are the default without a part of it."""
     if preset in PARTS:
-        return df.adapt(model, monitor=df.Monitor(), **PARTS[preset])
+        return df.adapt(model, **{"monitor": df.Monitor(), **PARTS[preset]})
     return df.adapt(model, preset, monitor=df.Monitor())
 
 

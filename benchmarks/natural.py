@@ -1,17 +1,17 @@
 """Frozen network, default and presets on streams whose shift is natural.
 
     python benchmarks/natural.py --data DIR [--batch 64] [--seeds 1] [--tasks elec har] \
-        [--methods frozen default] [--beside FILE] [--rows 1280] [--jobs 2] [--json FILE]
+        [--methods frozen default] [--beside FILE …] [--rows 1280] [--jobs 2] [--json FILE]
 
 Digits from one office's scans to another's (MNIST, USPS), electricity prices and weather in the
 order of time, movements of people the network has not seen, gas sensors that age, digits spoken by
-others. Each task trains
-three networks of one shape, with batch norm, with group norm (layer norm in an MLP) and without
-norm layers, and keeps them in DIR/networks: delete that folder to train again. "clean" is held-out
-data of the source. A seed draws the training rows, the weights and, of the digits and the people,
-who is in the stream. A stream above --rows is thinned to blocks of 64 consecutive rows. The best
-preset is the one of highest accuracy on the stream, which nobody can know beforehand. What DIR
-holds: natural_data.py.
+others. Each task trains three networks of one shape, with batch norm, with group norm (layer norm
+in an MLP) and without norm layers, and keeps them in DIR/networks: delete that folder to train
+again. "clean" is held-out data of the source. A seed draws the training rows, the weights and, of
+the digits and the people, who is in the stream; tables show mean ± deviation over seeds. A stream
+above --rows is thinned to blocks of 64 consecutive rows. The best preset is the one of highest
+accuracy on the stream, which nobody can know beforehand. --methods without_labels without_domains
+…: the default without a part of it. What DIR holds: natural_data.py.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
 import torch
@@ -36,6 +36,7 @@ from torch import Tensor, nn
 import driftfilter as df
 from driftfilter.app.metrics import quality
 from figures import write
+from lockout import PARTS
 from natural_data import CLEAN, NORMS, TASKS, Rows, load, trained
 
 PRESETS = ("bn", "tent", "eata", "shot_im", "opgd", "opgd_diag", "head_ekf", "t3a")
@@ -46,8 +47,8 @@ METRICS = ("accuracy", "nll", "brier", "ece")
 def start(model: nn.Module, method: str, source: Rows) -> Callable[[Tensor], Tensor]:
     if method == "frozen":
         return lambda inputs: model(inputs).log_softmax(-1)
-    if method == "default":
-        return df.adapt(model)
+    if method == "default" or method in PARTS:
+        return df.adapt(model, **PARTS.get(method, {}))
     some = source.inputs[torch.randperm(len(source.labels))[:2_000]]
     if method == "data":
         return df.adapt(model, data=some)
@@ -84,7 +85,7 @@ def compare(name: str, norm: str, seed: int, arguments: argparse.Namespace) -> l
     records = []
     for stream, method in itertools.product(task.streams, arguments.methods):
         torch.manual_seed(seed)
-        rows = task.streams[stream].thin(arguments.rows)
+        rows = task.streams[stream].thin(arguments.limit)
         about = {"task": name, "stream": stream, "norm": shown, "seed": seed, "method": method}
         records.append(about | measure(model, method, task.train, rows, arguments.batch))
     return records
@@ -101,12 +102,45 @@ class Row(NamedTuple):
     norm: str
     methods: dict[str, list[dict[str, Any]]]  # a record for each seed
 
+    def values(self, method: str, metric: str) -> list[float]:
+        """One for each seed; none if a seed has no predictions."""
+        records = self.methods.get(method, [])
+        found = [record[metric] for record in records if metric in record]
+        return found if len(found) == len(records) else []
+
     def mean(self, method: str, metric: str) -> float | None:
         """Over seeds; None if a seed has no predictions."""
-        records = self.methods.get(method, [])
-        if not records or not all(metric in record for record in records):
+        found = self.values(method, metric)
+        return fmean(found) if found else None
+
+    def deviation(self, method: str, metric: str) -> float:
+        """Over seeds; 0 for one."""
+        found = self.values(method, metric)
+        return stdev(found) if len(found) > 1 else 0.0
+
+    def summary(self, method: str | None) -> dict[str, Any] | None:
+        """Means over seeds, and deviations."""
+        if method is None or self.mean(method, "accuracy") is None:
             return None
-        return fmean(record[metric] for record in records)
+        means = {metric: round(fmean(self.values(method, metric)), 4) for metric in METRICS}
+        deviations = {metric: round(self.deviation(method, metric), 4) for metric in METRICS}
+        return {**means, "deviation": deviations}
+
+    def compared(self) -> dict[str, Any]:
+        """Frozen, default and best preset."""
+        best, records = self.best(), next(iter(self.methods.values()))
+        counts = [record["n"] for record in records if "n" in record]
+        return {
+            "task": self.task,
+            "stream": self.stream,
+            "norm": self.norm,
+            "seeds": len(records),
+            "n": max(counts, default=0),
+            "frozen": self.summary("frozen"),
+            "default": self.summary("default"),
+            "best preset": best,
+            "best": self.summary(best),
+        }
 
     def why_not(self, method: str) -> str:
         """Why a method has no figures."""
@@ -138,12 +172,14 @@ def gather(records: Sequence[dict[str, Any]]) -> list[Row]:
 
 
 def table(rows: Sequence[Row], metric: str) -> Iterator[str]:
-    methods = [name for name in METHODS if any(name in row.methods for row in rows)]
-    yield f"{metric:<25}" + "".join(f"{name:>10}" for name in methods) + "  best preset"
+    methods = [name for name in (*METHODS, *PARTS) if any(name in row.methods for row in rows)]
+    yield f"{metric:<25}" + "".join(f"{name:>13}" for name in methods) + "  best preset"
     for row in rows:
         values = {name: row.mean(name, metric) for name in methods}
         cells = (
-            f"{value:>10.3f}" if value is not None else f"{row.why_not(name):>10}"
+            f"{value:>7.3f}±{row.deviation(name, metric):.3f}"
+            if value is not None
+            else f"{row.why_not(name):>13}"
             for name, value in values.items()
         )
         yield row.title() + "".join(cells) + f"  {row.best() or '-'}"
@@ -180,20 +216,17 @@ def verdict(rows: Sequence[Row]) -> Iterator[str]:
             yield f"    {row.title()}{loss}"
 
 
-def read(path: Path | None, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """What an earlier run has of the same streams and of methods not measured now."""
-    if path is None:
-        return []
-    figures = json.loads(path.read_text())["figures"]
-    if any(figures[name] != getattr(arguments, name) for name in ("batch", "rows")):
-        raise SystemExit(f"{path} is of other --batch or --rows")
-    return [
-        record
-        for record in figures["records"]
-        if record["method"] not in arguments.methods
-        and record["task"] in arguments.tasks
-        and record["seed"] < arguments.seeds
-    ]
+def read(arguments: argparse.Namespace, measured: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What earlier runs have that was not measured now."""
+    names = ("task", "stream", "norm", "seed", "method")
+    found = {tuple(record[name] for name in names): record for record in measured}
+    for path in arguments.beside:
+        figures = json.loads(path.read_text())["figures"]
+        if any(figures[name] != getattr(arguments, name) for name in ("batch", "limit")):
+            raise SystemExit(f"{path} is of other --batch or --rows")
+        for record in figures["records"]:
+            found.setdefault(tuple(record[name] for name in names), record)
+    return list(found.values())
 
 
 def parse() -> argparse.Namespace:
@@ -201,7 +234,7 @@ def parse() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--data", type=Path, required=True, help="folder of the files named above")
-    parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=list(TASKS))
+    parser.add_argument("--tasks", nargs="*", default=list(TASKS), choices=list(TASKS))
     parser.add_argument(
         "--norms",
         nargs="+",
@@ -209,12 +242,17 @@ def parse() -> argparse.Namespace:
         choices=list(NORMS),
         help="group: in an MLP layer norm",
     )
-    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
+    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=[*METHODS, *PARTS])
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--rows", type=int, default=40_000, help="of a stream, at most")
+    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument(
+        "--rows", type=int, default=40_000, dest="limit", help="of a stream, at most"
+    )
     parser.add_argument("--jobs", type=int, default=2, help="processes of one thread each")
-    parser.add_argument("--beside", type=Path, help="take methods not measured from this --json")
+    parser.add_argument(
+        "--beside", type=Path, nargs="*", default=[], help="take what is not measured from --jsons"
+    )
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     return parser.parse_args()
 
@@ -222,19 +260,25 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     arguments = parse()
     begun = time.perf_counter()
-    parts = list(itertools.product(arguments.tasks, arguments.norms, range(arguments.seeds)))
+    seeds = range(arguments.first_seed, arguments.first_seed + arguments.seeds)
+    parts = list(itertools.product(arguments.tasks, arguments.norms, seeds))
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(arguments.jobs, context) as pool:
         waiting = [pool.submit(compare, *part, arguments) for part in parts]
         records = [record for each in waiting for record in each.result()]
-    records += read(arguments.beside, arguments)
+    records = read(arguments, records)
     rows = gather(records)
-    print(f"batches of {arguments.batch}, {arguments.seeds} seeds, at most {arguments.rows} rows")
+    print(f"batches of {arguments.batch}, {arguments.seeds} seeds, at most {arguments.limit} rows")
     for metric in METRICS:
         print("", *table(rows, metric), sep="\n")
     print("", *alarms(rows), sep="\n")
     print("", *verdict(rows), f"\n{time.perf_counter() - begun:.0f} s", sep="\n")
-    figures = {"batch": arguments.batch, "rows": arguments.rows, "records": records}
+    figures = {
+        "batch": arguments.batch,
+        "limit": arguments.limit,
+        "rows": [row.compared() for row in rows],
+        "records": records,
+    }
     write(arguments.json, figures, "numpy", threads=1)
 
 

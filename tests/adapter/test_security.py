@@ -42,6 +42,7 @@ ALLOWED = {
     "import_module in app/networks/libraries.py": (
         "timm, torchvision or transformers, by these names alone"
     ),
+    "import_module in app/bench/peers.py": "the checkout that the user names by --peers",
     "literal_eval in app/bench/prepare.py": (
         "numbers and lists in name:option=value; evaluates nothing"
     ),

@@ -52,7 +52,7 @@ BENCH = [
     "source",
 ]
 HAPPY: dict[str, tuple[list[str], str]] = {  # command, and the end of what it says
-    "demo": (["demo", "--seeds", "1"], "wrote runs/demo/images/report.html\n"),
+    "demo": (["demo", "--seeds", "1"], "more presets, more corruptions\n"),
     "reproduce": (["reproduce", "dynamics", "--no-figures"], " s\n"),
     "bench": (BENCH, "wrote runs/bench\n"),
     "bench --list": ([*BENCH, "--list"], "to do  source · reset · resnet20 · seed 0\n"),
@@ -85,8 +85,8 @@ KEYS: dict[str, set[str]] = {
     "tune": {"settings", "chosen", "samples", "batches"},
     "report": {"report"},
     "check": {"run", "ok", "checks"},
-    "data": {"path", "ok", "files"},
-    "data (no folder)": {"archives_md5", "text"},
+    "data": {"path", "name", "ok", "files"},
+    "data (no folder)": {"data_sets", "layouts"},
     "inspect": {
         "model",
         "transform",

@@ -158,8 +158,8 @@ test_a_wrong_option_is_refused = refuses(
             "adapt: channels_last must be True or False, got 'yes'",
         ),
         (
-            lambda: df.adapt(model(), autocast=torch.float32),
-            "adapt: autocast must be torch.bfloat16, torch.float16 or None, got",
+            lambda: df.adapt(model(), autocast=torch.float64),
+            "adapt: autocast must be torch.bfloat16, torch.float16, torch.float32 or None, got",
         ),
     ]
 )
@@ -211,7 +211,7 @@ def test_what_a_device_leaves_out_is_said(
     device: str, options: dict[str, Any], ignored: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    found = df.adapt(model(), **options)._options.find_ignored(torch.device(device))
+    found = df.adapt(model(), **options)._options.speed.find_ignored(torch.device(device))
     assert [text.split(" ")[1] for text in found] == ignored
 
 

@@ -4,6 +4,7 @@ from their formulas.
 
 import itertools
 import math
+from dataclasses import replace
 from decimal import Decimal, localcontext
 from typing import Any, NamedTuple
 
@@ -326,7 +327,41 @@ def test_supports_are_t3a(capacity: int) -> None:
         kept = state.memory["inference.entropies"]
         counts = torch.tensor([len(supports) for supports in reference.supports])
         assert torch.equal(torch.isfinite(kept).sum(1), counts)
-        assert state.memory["inference.supports"].shape == (4, capacity, 5)
+        assert state.memory["inference.supports"].shape == (4, int(counts.max()), 5)
+
+
+def test_supports_take_as_much_memory_as_there_are() -> None:
+    k, width = 1000, 64
+    head = df.PrototypeHead(normal(k, width, seed=1), family="inner_product", filed=True)
+    filt = df.Filter(head, STAY, inference=df.Supports(100))
+    start = head.weight / head.weight.norm(dim=1, keepdim=True)
+    state = filt.init(df.Belief(start.flatten(), df.Diagonal(torch.ones(k * width).double())))
+    for step in range(3):
+        state, _, _ = filt.step(state, normal(50, width, seed=10 + step))
+    supports, entropies = (state.memory[f"inference.{name}"] for name in ("supports", "entropies"))
+    most = int(entropies.isfinite().sum(1).max())
+    assert supports.shape == (k, most, width)
+    assert most <= 10
+
+
+def test_a_buffer_with_empty_places_goes_on() -> None:
+    """As they were kept before: with all places of the capacity from the beginning."""
+    head = df.PrototypeHead(normal(4, 5, seed=1), family="inner_product")
+    filt = df.Filter(head, STAY, inference=df.Supports(7))
+    belief = df.Belief(head.weight.flatten(), df.Diagonal(torch.ones(20).double()))
+    state, _, _ = filt.step(filt.init(belief), normal(3, 5, seed=2))
+    supports, entropies = (state.memory[f"inference.{name}"] for name in ("supports", "entropies"))
+    room = 7 - supports.shape[1]
+    padded = {
+        "inference.supports": torch.cat((supports, supports.new_zeros(4, room, 5)), 1),
+        "inference.entropies": torch.cat((entropies, entropies.new_full((4, room), torch.inf)), 1),
+    }
+    other = replace(state, memory={**state.memory, **padded})
+    for step in range(6):
+        features = normal(8, 5, seed=20 + step)
+        state, one, _ = filt.step(state, features)
+        other, two, _ = filt.step(other, features)
+        torch.testing.assert_close(one.log_probabilities, two.log_probabilities)
 
 
 def assert_weightless_left_out(

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import driftfilter as df
+from driftfilter.networks.sample_gradients import _products
 from small import Written
 
 
@@ -281,3 +282,16 @@ def test_layers_without_a_rule_beside_batch_statistics_have_a_total_but_no_rows(
         match=r"Network: selection must be .* couple .*, got \"parameters \['0.scale'\]\"",
     ):
         pullback(torch.ones_like(logits))
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_products_of_a_large_batch_are_summed_piece_by_piece(layout: torch.memory_format) -> None:
+    generator = torch.Generator().manual_seed(0)
+    left, right = (
+        torch.randn(203, 16, 20, 20, generator=generator).contiguous(memory_format=layout)
+        for _ in range(2)
+    )
+    assert left.numel() > 1 << 20  # 203 are no multiple of a piece
+    found = _products(left.flatten(2), right.flatten(2))
+    wanted = (left.double() * right.double()).sum((2, 3))
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-4)

@@ -26,6 +26,7 @@ from driftfilter.adapter.bind import BoundFilter, FilterOptions, fit_recipe
 from driftfilter.adapter.checkpoint import Fingerprint, fingerprint, plain
 from driftfilter.adapter.intervene import find_where, spread_mean
 from driftfilter.adapter.labels import WEIGHT, choose_samples
+from driftfilter.adapter.speed import Measure, Speed, SpeedOptions
 from driftfilter.adapter.state import AdapterState, Group, merge, read_found, without_samples
 from driftfilter.base.checks import (
     NotFiniteError,
@@ -102,9 +103,10 @@ def adapt(  # noqa: PLR0913  # what editors complete
     window: int = 0,
     monitor: Monitor | None = _DEFAULT,
     callbacks: Iterable[Callback] = (),
+    speed: Speed = "exact",
     autocast: torch.dtype | None = None,
-    channels_last: bool = False,
-    cuda_graphs: bool = False,
+    channels_last: bool | None = None,
+    cuda_graphs: bool | None = None,
     distributed: bool | ProcessGroup = False,
     **options: Any,
 ) -> Adapter:
@@ -116,11 +118,14 @@ def adapt(  # noqa: PLR0913  # what editors complete
     the loss sees, if that is something else), ``seed``, ``update_every``, ``window``, ``monitor``
     (a Monitor, or None for no alarms; without it Gaussian filters are guarded, and published
     methods are left as their authors wrote them: their alarms are recorded) and ``callbacks``
-    (called after every step). For speed: ``autocast`` (torch.bfloat16: the precision of the model's
-    own operations), ``channels_last`` (for images: a copy of convolution weights in that layout, on
-    a CPU too), ``cuda_graphs`` (on a GPU, passes over batches of a shape seen before are one launch
-    each: for models without steps on the CPU; without a GPU nothing) and ``distributed`` (True, or
-    a process group: every process gets a shard of each batch, and all hold the same belief). Any
+    (called after every step). ``speed``: "exact" does all that changes no result beyond rounding,
+    "fast" also runs the model in bfloat16 where the device computes in it; ``print(adapter)`` says
+    what is on. Single measures, which are decided by ``speed`` unless they are given: ``autocast``
+    (a dtype: the precision of the model's own operations), ``channels_last`` (for images, with a
+    copy of convolution weights in that layout) and ``cuda_graphs`` (on a GPU, passes over batches
+    of a shape seen before are one launch each: for models without steps on the CPU; without a GPU
+    nothing). ``distributed`` (True, or a process group): every process gets a shard of each batch,
+    and all hold the same belief. Any
     other option is one of the preset's, such as ``lr``, or a field of the recipe, such as
     ``source=df.Given(belief)`` for a posterior of your own.
 
@@ -156,10 +161,7 @@ def adapt(  # noqa: PLR0913  # what editors complete
         output,
         observed,
         seed,
-        autocast,
-        channels_last,
-        cuda_graphs,
-        distributed is not False,
+        SpeedOptions(speed, autocast, channels_last, cuda_graphs, distributed is not False),
     )
     return Adapter(model, chosen, update_every, window, monitor, callbacks, distributed, why)
 
@@ -210,7 +212,7 @@ class Adapter(nn.Module):
         self.monitor = _choose_monitor(self.recipe) if monitor is _DEFAULT else monitor
         self._detectors = fresh_detectors(self.monitor)  # beside the state
         self.callbacks = require_callbacks(callbacks)
-        self.autocast, self.channels_last = chosen.autocast, chosen.channels_last
+        self.channels_last = bool(chosen.speed.channels_last)
         # In a list, or it would become a part of this module, and its parameters ours.
         self._model = [model]
         self._now = AdapterState()
@@ -502,7 +504,19 @@ class Adapter(nn.Module):
         name, recipe = type(self._model[0]).__name__, str(self.recipe)
         watched = "no monitor" if self.monitor is None else f"monitor: {self.monitor.summary}"
         lines = (name, self.why, recipe, watched) if self.why else (f"{name}, {recipe}", watched)
-        return ",\n".join(lines)
+        return ",\n".join((*lines, f"for speed: {', '.join(map(str, self.measures))}"))
+
+    @property
+    def measures(self) -> tuple[Measure, ...]:
+        """What makes steps faster: which measures are on, and why."""
+        bound = self._now.bound
+        refused = None if bound is None else bound.refused
+        return self._options.speed.measure(self._model[0], self.recipe, refused)
+
+    @property
+    def autocast(self) -> torch.dtype | None:
+        """The precision of the model's own operations; None: as the caller has it."""
+        return self._options.speed.autocast_for(self._model[0])
 
     # The steps
 

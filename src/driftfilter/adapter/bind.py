@@ -7,12 +7,14 @@ it before anything was learned. Nothing is changed in it: the filter stands on a
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from numbers import Integral
+from operator import is_
 from typing import Any, NamedTuple, Self, final
 
 import torch
 from torch import Tensor, nn
 
-from driftfilter.base.checks import check_fields, require, warn
+from driftfilter.adapter.speed import SpeedOptions
+from driftfilter.base.checks import require, warn
 from driftfilter.base.inputs import Inputs, each
 from driftfilter.base.sharding import among
 from driftfilter.base.tensors import map_tensors
@@ -23,12 +25,8 @@ from driftfilter.inference.optimizers import GradientStep
 from driftfilter.model.losses import Sum, as_loss
 from driftfilter.model.predictive import PredictiveModel
 from driftfilter.networks.alignment import MOMENTS, align
-from driftfilter.networks.autocast import AUTOCAST
 from driftfilter.networks.initialization import find_wanted, initialize
 from driftfilter.networks.network import Network
-from driftfilter.networks.norm_rules import NormRule
-from driftfilter.networks.parameters import Head
-from driftfilter.networks.prototypes import Prototypes
 from driftfilter.networks.shared_copy import twin
 from driftfilter.recipe import Recipe
 from driftfilter.source.given import Given
@@ -84,11 +82,37 @@ def _without_source_terms(recipe: Recipe) -> Recipe:
     return replace(recipe, observation=replace(recipe.observation, loss=rest))
 
 
+class Links(NamedTuple):
+    """The tree of a module as plain references: walking it by torch's own methods takes as long as
+    a small network.
+    """
+
+    tables: tuple[dict[str, Any], ...]  # of parameters, buffers and modules
+    names: tuple[str, ...]
+    values: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Self:
+        """What every module has under every name now."""
+        found = [
+            (table, name, value)
+            for module in model.modules()
+            for table in (module._parameters, module._buffers, module._modules)
+            for name, value in table.items()
+        ]
+        tables, names, values = zip(*found, strict=True) if found else ((), (), ())
+        return cls(tables, names, values)
+
+    def hold(self) -> bool:
+        """Whether it still has all of it."""
+        return all(map(is_, map(dict.get, self.tables, self.names), self.values))
+
+
 class ModelSnapshot(NamedTuple):
     """A model, and all by which a change of it is noticed."""
 
     model: nn.Module  # the user's, or the copy that an adapter takes along
-    links: list[tuple[dict[str, Any], str, Any]]  # its tree: what every module has under every name
+    links: Links  # its tree: what every module has under every name
     owned: tuple[Tensor, ...]  # its parameters and buffers
     values: tuple[
         Tensor, ...
@@ -101,14 +125,14 @@ class ModelSnapshot(NamedTuple):
         """The model as it is now."""
         owned = (*model.parameters(), *model.buffers())
         values = tuple(tensor.detach() for tensor in owned)
-        return cls(model, _links(model), owned, values, _places(values), _versions(values))
+        return cls(model, Links.of(model), owned, values, _places(values), _versions(values))
 
     def holds(self, values: bool) -> bool:
         """Whether the model's tensors are where they were and, if ``values`` matter, have not been
         written to since.
         """
         return (
-            all(names.get(name) is value for names, name, value in self.links)
+            self.links.hold()
             and _places(self.owned) == self.places
             and (not values or self.versions == _versions(self.owned))
         )
@@ -124,6 +148,7 @@ class BoundFilter(NamedTuple):
     final: bool  # whether a batch could tell nothing more
     copied: bool  # whether some weights are copies, which do not see what is written to the model
     read: ModelSnapshot
+    refused: Mapping[str, str]  # measures for speed that the model has shown not to take -> why
     # How right and how sure the source is on data of its own with labels; None without them.
     calibration: SourceCalibration | None = None
 
@@ -164,13 +189,9 @@ class FilterOptions:
     output: Callable[[Any], Tensor] | None
     observed: Callable[[Any], Tensor] | None
     seed: int
-    autocast: torch.dtype | None
-    channels_last: bool
-    cuda_graphs: bool
-    distributed: bool  # other processes have the rest of each batch
+    speed: SpeedOptions
 
     def __post_init__(self) -> None:
-        check_fields(self, "adapt: ")
         for name in ("output", "observed"):
             given = getattr(self, name)
             require(
@@ -185,26 +206,7 @@ class FilterOptions:
             self.seed,
             "an integer",
         )
-        require(
-            self.autocast in (None, torch.bfloat16, torch.float16),
-            "adapt: autocast",
-            self.autocast,
-            "torch.bfloat16, torch.float16 or None",
-        )
-        require(
-            not (self.cuda_graphs and self.distributed),
-            "adapt: cuda_graphs",
-            self.cuda_graphs,
-            "False if a stream is distributed",
-        )
-        if self.cuda_graphs and isinstance(self.recipe.parameters, (Head, Prototypes)):
-            warn(
-                "adapt: cuda_graphs is ignored: no pass over the network is differentiated "
-                "if its head alone is adapted"
-            )
-
-        if self.cuda_graphs and isinstance(self.recipe.statistics, NormRule):
-            warn("adapt: cuda_graphs is ignored: batch norms have statistics of your own")
+        self.speed.require_use(self.recipe)
 
     def __call__(
         self, model: nn.Module, found: Mapping[str, Tensor], example: Inputs | None
@@ -212,13 +214,12 @@ class FilterOptions:
         """The filter on the model as it is now, by what earlier batches told about it, and an
         example if there is one.
         """
-        recipe, read = self.recipe, ModelSnapshot.of(model)
-        frozen = twin(model, self.channels_last)
+        recipe, read, speed = self.recipe, ModelSnapshot.of(model), self.speed
+        frozen = twin(model, bool(speed.channels_last))
         picks = (self.output, example, found, self.observed)
         aligned = self._align(frozen, found) if recipe.align else {}
         logits, mean, told = initialize(frozen, recipe.parameters, recipe.statistics, *picks)
-        if isinstance(logits, Network):
-            logits.capturing = self.cuda_graphs
+        refused = self._quicken(logits, model) if isinstance(logits, Network) else {}
         final = find_wanted(recipe.parameters) <= set(
             told
         )  # or a batch must tell where the head is
@@ -229,7 +230,7 @@ class FilterOptions:
                 shares = self.data.mean_prediction(logits, mean, temperature)
             whole = recipe.filter(logits, shares)
             both = (
-                shard_model(each) if self.distributed else each
+                shard_model(each) if speed.distributed else each
                 for each in (logits, logits.by_source)
             )
             filt, apart = (recipe.filter(each, shares) for each in both)
@@ -237,11 +238,20 @@ class FilterOptions:
             calibration = None
             if final:
                 calibration = self._calibrate(logits.by_source, mean)
-        for reason in self.find_ignored(start.belief.mean.device):
+        for reason in speed.find_ignored(start.belief.mean.device):
             warn(reason)
-        copied = self.channels_last or recipe.align
+        copied = bool(speed.channels_last) or recipe.align
         known = {**told, **aligned}
-        return BoundFilter(filt, apart, start, known, final, copied, read, calibration)
+        return BoundFilter(filt, apart, start, known, final, copied, read, refused, calibration)
+
+    def _quicken(self, network: Network, model: nn.Module) -> Mapping[str, str]:
+        """Turn on what makes passes over a network faster; what it will turn out not to take."""
+        layout, graphs, _ = self.speed.measure(model, self.recipe)
+        if layout.is_on and self.speed.channels_last is None:
+            network.lay_out()
+        if graphs.is_on:
+            network.capturing = "if possible" if self.speed.cuda_graphs is None else "yes"
+        return network.refused
 
     def _calibrate(self, model: PredictiveModel, mean: Tensor) -> SourceCalibration | None:
         """How right and how sure the source is on the first of its data that have labels."""
@@ -262,35 +272,6 @@ class FilterOptions:
         inputs = (inputs for inputs, _ in self.data)
         with among(None):
             return {MOMENTS: align(frozen, found.get(MOMENTS), inputs)}
-
-    def find_ignored(self, device: torch.device) -> list[str]:
-        """Options that do nothing for a model there; a script that runs without a GPU too is not
-        told so on such a machine.
-        """
-        found = []
-        if self.cuda_graphs and device.type != "cuda" and torch.cuda.is_available():
-            found.append(
-                f"adapt: cuda_graphs is ignored: the model is on {device.type}, though there is "
-                "a GPU"
-            )
-        if self.autocast is not None and device.type not in AUTOCAST:
-            found.append(
-                f"adapt: autocast is ignored: the model is on {device.type}, not on one of "
-                f"{AUTOCAST}"
-            )
-        return found
-
-
-def _links(model: nn.Module) -> list[tuple[dict[str, Any], str, Any]]:
-    """The tree of a module as plain references: walking it by torch's own methods takes as long as
-    a small network.
-    """
-    return [
-        (table, name, value)
-        for module in model.modules()
-        for table in (module._parameters, module._buffers, module._modules)
-        for name, value in table.items()
-    ]
 
 
 def _places(tensors: Iterable[Tensor]) -> list[int]:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from driftfilter.app.arguments import (
     MODEL_HELP,
@@ -55,18 +55,14 @@ class DemoOptions:
 
 def demo(options: DemoOptions, output: Output, arguments: Sequence[str]) -> Found:
     """Run the paper's linear example, and a short image stream."""
-    from driftfilter.app.paper.linear import Linear
+    from driftfilter.app import demo as demonstration
     from driftfilter.app.paper.reproduce import reproduce
 
-    out, example = options.out, Linear()
-    output.say(
-        "2-D logistic regression; both classes drift diagonally by 3 while no label is ever seen\n"
-        f"{example.source_samples} labeled source samples, {example.steps} single-sample steps, "
-        f"{options.seeds} seeds\n"
-    )
+    out, silent = options.out, output._replace(json=True)  # files hold the whole tables
+    output.say(f"{demonstration.OPENING}\n")
     seeds = range(FIRST_SEED, FIRST_SEED + options.seeds)
     with show_progress(output.quiet) as display:
-        tables = reproduce(
+        reproduce(
             ("linear",),
             seeds,
             out,
@@ -74,13 +70,16 @@ def demo(options: DemoOptions, output: Output, arguments: Sequence[str]) -> Foun
             _count_seeds(display),
             figures=find_spec("matplotlib") is not None,
         )
-    output.say(f"{tables['linear']}\n\nwrote {out / 'linear'}\n")
-    found: dict[str, Any] = {"out": str(out), "linear": _read_metrics(out / "linear", output)}
+    linear = json.loads((out / "linear" / "metrics.json").read_text(encoding="utf-8"))
+    output.say("\n".join(demonstration.describe_points(linear)) + "\n")
     command = [*DEMO_BENCH, "--out", str(out / "images")]
-    status, found["images"] = bench(parse(command, COMMANDS).options, output, command)
+    status, images = bench(parse(command, COMMANDS).options, silent, command)
+    found: dict[str, Any] = {"out": str(out), "linear": linear, "images": images}
     if status:
         return status, found
-    status, found["report"] = _write_report([out / "images"], None, output)
+    output.say("\n".join(demonstration.describe_images(images["results"])) + "\n")
+    status, found["report"] = _write_report([out / "images"], None, silent)
+    output.say("\n".join(demonstration.describe_files(out, found["report"])))
     return status, found
 
 
@@ -158,8 +157,7 @@ def bench(options: BenchOptions, output: Output, arguments: Sequence[str]) -> Fo
         made, tasks = prepare(options)
     except (ValueError, OSError, ImportError) as error:
         return fail("bench", error, 2)
-    for network in made.networks.values():
-        output.note(f"{network.name}: transform {network.describe_inputs()}")
+    _note_transforms(made.networks, output)
     done = benchmark.are_done(made, tasks, folder)
     if options.list:
         pairs = list(zip(done, tasks, strict=True))
@@ -201,6 +199,13 @@ def bench(options: BenchOptions, output: Output, arguments: Sequence[str]) -> Fo
     # Among several workers what one leaves is another's; torchrun would end them all for a status
     # that is not 0.
     return 1 if wrong or unreported or (left and me.workers == 1) else 0, found
+
+
+def _note_transforms(networks: Mapping[str, Any], output: Output) -> None:
+    """Say what is done to samples before a network sees them, if anything is."""
+    for network in networks.values():
+        if network.has_transform:
+            output.note(f"{network.name}: transform {network.describe_inputs()}")
 
 
 def _show(
@@ -346,26 +351,67 @@ def check(options: CheckOptions, output: Output, arguments: Sequence[str]) -> Fo
 class DataOptions:
     """Options of ``driftfilter data``."""
 
-    folder: str | None = option("the folder to check", positional=True, nargs="?", metavar="FOLDER")
+    folder: str | None = option(
+        "the folder or file to check, or the name of a data set to be told about (default: list "
+        "all)",
+        positional=True,
+        nargs="?",
+        metavar="FOLDER",
+    )
+    dataset: str | None = option(
+        "which data set FOLDER should be (default: the one it resembles)", metavar="NAME"
+    )
+    decode: bool = option("unpack every picture, not only look at its beginning and end", False)
 
 
 def data(options: DataOptions, output: Output, arguments: Sequence[str]) -> Found:
-    """Say where to get CIFAR-10-C, and whether a folder holds it."""
-    from driftfilter.app.images import check
+    """List data sets, tell about one, or say whether a folder is whole."""
+    from driftfilter.app.datasets import check
+    from driftfilter.app.datasets.table import DATA_SETS, LAYOUTS, find_data_set
 
     if options.folder is None:
         output.say(check.explain())
-        return 0, {"archives_md5": check.ARCHIVES, "text": check.explain()}
-    findings = list(check.find(Path(options.folder)))
+        sets = {name: each.to_dict() for name, each in DATA_SETS.items()}
+        return 0, {"data_sets": sets, "layouts": dict(LAYOUTS)}
+    path = Path(options.folder)
+    if options.folder in DATA_SETS and not path.exists():
+        output.say(DATA_SETS[options.folder].describe(options.folder))
+        return 0, {"name": options.folder, **DATA_SETS[options.folder].to_dict()}
+    try:
+        name = options.dataset or check.recognise(path)
+        if name is not None:
+            find_data_set(name)
+    except (ValueError, OSError) as error:
+        return fail("data", error, 2)
+    findings = _check_data(path, name, options.decode, output)
     wrong = [finding for finding in findings if not finding.ok]
+    output.say(f"{options.folder}: {'data of your own' if name is None else name}")
     output.say(check.describe(options.folder, findings))
     if wrong and output.quiet:
         return fail("data", "; ".join(finding.text for finding in wrong), 1)
     return 1 if wrong else 0, {
         "path": options.folder,
+        "name": name,
         "ok": not wrong,
         "files": [finding._asdict() for finding in findings],
     }
+
+
+def _check_data(path: Path, name: str | None, decode: bool, output: Output) -> list[Any]:
+    """The findings, with the number of pictures that were looked at on stderr."""
+    from driftfilter.app.datasets import check
+    from driftfilter.app.datasets.findings import Look
+
+    with show_progress(output.quiet or output.json) as display:
+        watch, seen = display("pictures").watch, 0
+
+        def count(more: int) -> None:
+            nonlocal seen
+            seen += more
+            if watch is not None:
+                watch(seen, None, lambda: "looked at")
+
+        return list(check.find(path, name, Look(decode, count)))
 
 
 @dataclass(frozen=True)
@@ -386,6 +432,12 @@ class InspectOptions:
     )
     batch: int = count_option("samples a step (default {default})", 200)
     names: bool = option("list every parameter of every subset", False)
+    speed: Literal["exact", "fast"] = option(
+        "fast: the model in bfloat16 where the device computes in it (default {default})", "exact"
+    )
+    profile: bool = option(
+        "the parts of a step of the default on this machine, and what would help", False
+    )
 
 
 def inspect_model(options: InspectOptions, output: Output, arguments: Sequence[str]) -> Found:
@@ -393,7 +445,14 @@ def inspect_model(options: InspectOptions, output: Output, arguments: Sequence[s
     from driftfilter.app import inspect_model as inspection
 
     try:
-        found = inspection.inspect(options.model, options.weights, options.input, options.batch)
+        found = inspection.inspect(
+            options.model,
+            options.weights,
+            options.input,
+            options.batch,
+            options.speed,
+            options.profile,
+        )
     except (ValueError, OSError, TypeError, ImportError) as error:
         return fail("inspect", error, 2)
     output.say("\n".join(inspection.describe(found, options.names)))
@@ -470,7 +529,9 @@ COMMANDS: dict[str, Command] = {
         "whether a finished run is as good as you ask for, for pipelines",
         "exit status: 0 all checks hold; 1 one fails, or cannot be judged; 2 wrong usage",
     ),
-    "data": Command(data, DataOptions, "where to get CIFAR-10-C, and whether a folder holds it"),
+    "data": Command(
+        data, DataOptions, "published data sets: where to get them, and whether a folder is whole"
+    ),
     "inspect": Command(
         inspect_model,
         InspectOptions,

@@ -12,8 +12,11 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 import driftfilter as df
+from driftfilter.adapter.speed import Speed
+from driftfilter.app import profiling
 from driftfilter.app.models import ARCHITECTURES
 from driftfilter.app.networks.load_model import NamedNetwork, open_model
+from driftfilter.app.profiling import Profile
 from driftfilter.base.checks import require
 from driftfilter.networks.layers import is_norm
 
@@ -55,20 +58,35 @@ class Inspection(NamedTuple):
     milliseconds: dict[str, float]  # a step of a preset on random inputs; empty: not timed
     batch: int
     default: str  # what the default preset does with it, and why
+    profile: Profile | None = None  # the parts of a step, if somebody asks
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
         subsets = [{**subset._asdict(), "memory_mb": subset.memory()} for subset in self.subsets]
-        return {**self._asdict(), "subsets": subsets}
+        parts = {} if self.profile is None else {"profile": self.profile.to_dict()}
+        return {**self._asdict(), "profile": None, "subsets": subsets, **parts}
 
 
-def inspect(text: str, weights: Any, shape: tuple[int, ...] | None, batch: int) -> Inspection:
-    """Inspect a model given by name or ``package.module:factory``; steps are timed if the shape of
-    an input is known.
+def inspect(
+    text: str,
+    weights: Any,
+    shape: tuple[int, ...] | None,
+    batch: int,
+    speed: Speed = "exact",
+    profiled: bool = False,
+) -> Inspection:
+    """Inspect a model given by name or ``package.module:factory``; steps are timed, and the default
+    is ``profiled`` if somebody asks, if the shape of an input is known.
     """
     opened = open_model(text, weights)
     model = opened.module
     shape = _guess_shape(opened) if shape is None else shape
+    require(
+        shape is not None or not profiled,
+        "--profile",
+        "no shape",
+        "with --input, the shape of a sample, as in --input 3,32,32",
+    )
     norms = Counter(type(layer).__name__ for layer in model.modules() if is_norm(layer))
     return Inspection(
         opened.name,
@@ -77,10 +95,17 @@ def inspect(text: str, weights: Any, shape: tuple[int, ...] | None, batch: int) 
         dict(norms),
         any(isinstance(layer, _BatchNorm) for layer in model.modules()),
         [_subset(model, each) for each in SUBSETS],
-        {} if shape is None else _time(model, torch.rand(batch, *shape)),
+        {} if shape is None else _time(model, torch.rand(batch, *shape), speed),
         batch,
         df.presets.explain(model),
+        _profile(model, batch, shape, speed) if profiled and shape is not None else None,
     )
+
+
+def _profile(model: nn.Module, batch: int, shape: tuple[int, ...], speed: Speed) -> Profile:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about accuracy, which random inputs have none of
+        return profiling.profile(model, profiling.make_batches(batch, shape), speed=speed)
 
 
 def _guess_shape(opened: NamedNetwork) -> tuple[int, ...] | None:
@@ -101,7 +126,7 @@ def _subset(model: nn.Module, selection: df.Selection) -> Subset:
     )
 
 
-def _time(model: nn.Module, inputs: Tensor) -> dict[str, float]:
+def _time(model: nn.Module, inputs: Tensor, speed: Speed) -> dict[str, float]:
     """Median milliseconds of the model itself and of a step of some presets."""
     with torch.no_grad():
         try:
@@ -120,7 +145,7 @@ def _time(model: nn.Module, inputs: Tensor) -> dict[str, float]:
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about accuracy, which random inputs have none of
-        adapters = {name: df.adapt(model, name) for name in TIMED}
+        adapters = {name: df.adapt(model, name, speed=speed) for name in TIMED}
     calls: dict[str, Callable[[Tensor], Any]] = {"model": torch.no_grad()(model), **adapters}
     return {name: _median(call, inputs) for name, call in calls.items()}
 
@@ -160,4 +185,5 @@ def describe(found: Inspection, names: bool) -> list[str]:
         ]
     base = found.milliseconds["model"]
     times = (f"{name} {ms:.1f} ms ({ms / base:.1f}×)" for name, ms in found.milliseconds.items())
-    return [*out, "", f"cost of a batch of {found.batch} on this machine: {', '.join(times)}"]
+    out += ["", f"cost of a batch of {found.batch} on this machine: {', '.join(times)}"]
+    return out if found.profile is None else [*out, "", *profiling.describe(found.profile)]

@@ -19,10 +19,13 @@ from driftfilter.app.images.files import (
     open_images,
     require_labels,
 )
+from driftfilter.app.readers.classes import ClassNumbers
+from driftfilter.app.readers.columns import Columns
 from driftfilter.app.readers.corrupted import MADE, Corrupted
-from driftfilter.app.readers.folders import ClassNumbers, open_folders
+from driftfilter.app.readers.folders import open_folders
 from driftfilter.app.readers.published import open_npz, open_published
-from driftfilter.app.readers.records import SUFFIXES, Columns, open_records
+from driftfilter.app.readers.records import open_records
+from driftfilter.app.readers.rows import SUFFIXES
 from driftfilter.app.readers.stored import (
     CLEAN as CLEAN,
     Images as Images,
@@ -72,6 +75,11 @@ class Generated:
         return None
 
     @property
+    def counted(self) -> None:
+        """None: the labels are given."""
+        return None
+
+    @property
     def shifts(self) -> tuple[str, ...]:
         """Every corruption, and clean."""
         return tuple(dict.fromkeys(shift.corruption for shift in MADE))
@@ -86,6 +94,10 @@ class Generated:
             "frost": FROST_TEXTURE,
             "sha256": hashlib.sha256(content).hexdigest(),
         }
+
+    def with_labels(self, labels: Tensor) -> Self:
+        """The images with other labels [N]."""
+        return replace(self, clean=self.clean._replace(labels=labels))
 
     def with_seed(self, seed: int) -> Self:
         """The images under the corruptions of this seed, cached with all that is made of them."""
@@ -159,13 +171,15 @@ class Layout:
     """How data lie in files, as far as the files do not say it.
 
     ``severity`` is that of data that does not name its own: an ``.npz`` of corruptions, folders
-    without severities. ``names`` are the corruptions that CIFAR-10-C must have, None for the 15.
-    ``columns`` says what the columns of rows mean, and ``numbers`` which label a class folder has.
-    ``fitted``: the models bring pictures to one size.
+    without severities. ``names`` are the shifts that must be there and alone are opened; None: the
+    15 corruptions of CIFAR-10-C, or all folders. ``severities`` are those of folders that are
+    opened; None: all. ``columns`` says what the columns of rows mean, and ``numbers`` which label a
+    class folder has. ``fitted``: the models bring pictures to one size.
     """
 
     severity: int = 5
     names: Collection[str] | None = None
+    severities: Collection[int] | None = None
     columns: Columns = field(default_factory=Columns)
     numbers: ClassNumbers | None = None
     fitted: bool = False
@@ -196,13 +210,15 @@ def open_domains(
         return open_windows(path, layout.severity)
     if any(path.glob("*.npy")):
         return open_published(path, clean, layout.names)
-    found = open_folders(path, layout.severity, layout.numbers, layout.fitted)
+    found = open_folders(
+        path, layout.severity, layout.numbers, layout.fitted, layout.names, layout.severities
+    )
     return Corrupted(found, seed) if found.shifts == (CLEAN.corruption,) else found
 
 
 def _open_file(path: Path, clean: Images | None, seed: int, layout: Layout) -> Domains:
     if path.suffix in SUFFIXES:
-        return open_records(path, layout.columns, layout.severity, layout.numbers)
+        return open_records(path, layout.columns, layout.severity, layout.numbers, layout.fitted)
     names = list_arrays(path)
     if INPUTS in names:
         return open_windows(path, layout.severity)

@@ -48,6 +48,18 @@ _TOLD: dict[str, Any] = {**_PLAIN, "signals": [float], "events": [list]}
 _EVENT = (int, str, float, float, str)
 
 
+# What a response does, in words.
+DONE = {
+    "record": "recorded",
+    "warn": "warned",
+    "inflate": "the belief was widened",
+    "probation": "the belief is on probation",
+    "revert": "went back to the last good belief",
+    "reset": "went back to the source",
+    "freeze": "adaptation is frozen",
+}
+
+
 @final
 @dataclass(frozen=True)
 class Event:
@@ -58,6 +70,10 @@ class Event:
     value: float
     threshold: float
     response: str
+
+    def __str__(self) -> str:
+        bounds = f"{self.value:.3g} beyond {self.threshold:.3g}"
+        return f"{self.signal} {bounds}: {DONE.get(self.response, self.response)}"
 
 
 @final

@@ -29,12 +29,14 @@ def full_precision(own: torch.dtype | None = None) -> Iterator[None]:
     """The algebra of a filter in the dtypes of its tensors, whatever autocast the caller is under:
     see ``as_called``.
 
-    With a dtype of its ``own`` the module is under that autocast instead.
+    With a dtype of its ``own`` the module is under that autocast instead, with float32 under none.
     """
     found = _autocast_now()
     kinds = [kind for kind in AUTOCAST if kind != "cuda" or torch.cuda.is_available()]
     wanted = found if own is None else tuple((kind, own) for kind in kinds)
-    if not wanted:
+    if own == torch.float32:
+        wanted = ()
+    if not wanted and not found:
         yield
         return
     before = _AUTOCAST.set(wanted)

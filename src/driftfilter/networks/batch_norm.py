@@ -43,6 +43,7 @@ from driftfilter.base.sharding import Shards, gather_samples
 from driftfilter.model.label_runs import trust_in_shares
 from driftfilter.networks.batch_trust import Probe, Witness, mean_shift, moment_shift
 from driftfilter.networks.norm_rules import NormCall, NormRule
+from driftfilter.networks.renormalized import fits_cpu, renormalize_on_cpu
 from driftfilter.networks.triton_batch_norm import Renormalized, SampleSums, blend, fits
 
 _ENOUGH = 64  # samples whose statistics count in full
@@ -305,7 +306,7 @@ class TwinBatchNorm(_BatchNorm):
         assert self.running_mean is not None
         assert self.running_var is not None
         if inputs.numel() > len(inputs) * self.num_features:
-            mean, variance = self._batch(inputs)
+            mean, variance = self._batch_by_kernel(inputs)
             if self.shards is not None:
                 values, samples = inputs.numel() // self.num_features, len(inputs)
                 mean, variance = self.shards.moments(mean, variance, values, samples)[:2]
@@ -327,10 +328,10 @@ class TwinBatchNorm(_BatchNorm):
             believed = self._believe(self._batch(self._bound(inputs)), batch)
         mean, variance = self._blend(believed, len(inputs))
         scale = (variance + self.eps).rsqrt()
-        self.moments, self.blended = (
-            Moments(mean.detach(), scale.detach()),
-            (mean.detach(), variance.detach()),
-        )
+        self.__dict__.update(
+            moments=Moments(mean.detach(), scale.detach()),
+            blended=(mean.detach(), variance.detach()),
+        )  # a module's own __setattr__ takes as long as a kernel
         return (
             self._renormalize(inputs, batch, self.moments)
             if fixed
@@ -371,6 +372,9 @@ class TwinBatchNorm(_BatchNorm):
         """Renormalise by batch normalisation with another scale and shift: see the top of this
         file.
         """
+        if fits_cpu(inputs, self.weight, self.bias) and batch[0].dtype == self.weight.dtype:
+            affine = (self.weight, self.bias)
+            return renormalize_on_cpu(inputs, affine, batch, self.blended, self.eps)
         slope, shift = self._correct(batch, moments)
         dtype = torch.promote_types(
             inputs.dtype, torch.float32
@@ -429,9 +433,8 @@ class TwinBatchNorm(_BatchNorm):
         if inputs.is_cuda:  # half precision too
             mean, scale = torch.batch_norm_stats(inputs, self.eps)
             return mean, (scale.square().reciprocal() - self.eps).clamp_min(0)
-        if inputs.dtype not in (torch.float32, torch.float64):
-            return self._batch(inputs)
-        mean, variance = torch.batch_norm_update_stats(inputs, None, None, 0.0)
+        wide = torch.promote_types(inputs.dtype, torch.float32)
+        mean, variance = torch.batch_norm_update_stats(inputs.to(wide), None, None, 0.0)
         return mean, variance
 
     def _is_bounded(self, inputs: Tensor) -> bool:
@@ -489,7 +492,7 @@ class TwinBatchNorm(_BatchNorm):
     def _blend(self, batch: tuple[Tensor, Tensor], samples: int) -> tuple[Tensor, Tensor]:
         """Mean and variance [c] by which to normalise."""
         if self.witness is not None:
-            self.believed = (batch[0].detach(), batch[1].detach(), samples)
+            self.__dict__["believed"] = (batch[0].detach(), batch[1].detach(), samples)
         return self._mixture(batch, self._share(samples, self.trust))
 
     def carry_on(self, trust: Tensor | float) -> tuple[Tensor, Tensor]:
@@ -527,8 +530,10 @@ def _mix(
     carried: tuple[Tensor, Tensor], batch: tuple[Tensor, Tensor], share: Tensor | float
 ) -> tuple[Tensor, Tensor]:
     """Moments of the mixture: see the top of this file; in float32 at least."""
-    wide = torch.promote_types(batch[0].dtype, torch.float32)
-    mean, variance, own_mean, own_variance = (part.to(wide) for part in (*carried, *batch))
+    (mean, variance), (own_mean, own_variance) = carried, batch
+    wide = torch.promote_types(own_mean.dtype, torch.float32)
+    if not mean.dtype == own_mean.dtype == wide:
+        mean, variance, own_mean, own_variance = (part.to(wide) for part in (*carried, *batch))
     shift = own_mean - mean
     spread = (own_variance - variance) + (1 - share) * shift.square()
     return mean + share * shift, variance + share * spread

@@ -4,12 +4,16 @@ one launch each.
 Small batches wait for Python to launch hundreds of kernels. The first batch of a shape runs as
 ever, the second is captured, all others are replayed with their own θ, inputs and carried
 statistics. A capture serves one pullback at a time. Shapes that come when there are captures enough
-run as ever.
+run as ever, and a capture that no batch has used for long is freed.
+
+If nobody has asked for graphs, a shape is captured only after three batches of it in a row, and
+what the capture answers is held against an ordinary pass. A network that cannot be captured, or
+answers otherwise, runs as ever from then on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, final
 
 import torch
@@ -18,6 +22,7 @@ from torch import Tensor
 from driftfilter.base.inputs import Inputs, each, parts, tensors
 from driftfilter.model.predictive import Pullback
 from driftfilter.networks.autocast import autocast_of_model
+from driftfilter.networks.row_check import tolerance_of
 
 if TYPE_CHECKING:
     from driftfilter.networks.network import Network, NetworkPullback
@@ -27,6 +32,9 @@ Key: TypeAlias = tuple[Any, ...]
 _PLAIN = (type(None), bool, int, float, str)
 _MOST = 16  # captures of a thread, each with memory of its own: texts may come in any length
 _WARM = 3  # passes before a capture: cuDNN's trials and kernels' compilation cannot be captured
+_REPEATS = 3  # batches of a shape in a row before a capture that nobody has asked for
+_STALE = 200  # batches after which a capture that none of them used is freed
+GRAPHS = "graphs"
 
 
 def key_of(theta: Tensor, inputs: Inputs, output: Callable[..., Any]) -> Key:
@@ -111,14 +119,48 @@ def answer(pull: NetworkPullback, cotangents: Tensor, question: Question) -> Ten
     return pull(cotangents) if question == "rows" else pull.total(cotangents)
 
 
+def try_capture(
+    network: Network, theta: Tensor, inputs: Inputs, question: Question
+) -> tuple[Capture | None, str]:
+    """A capture that answers as an ordinary pass does, or why there is none."""
+    stream = torch.cuda.current_stream() if theta.is_cuda else None
+    try:
+        made = Capture(network, theta, inputs, question)
+    except Exception as error:  # whatever a module of somebody's own does
+        if stream is not None:
+            torch.cuda.set_stream(stream)  # a capture that fails stays on its own
+        return None, f"{type(error).__name__}: {error}".splitlines()[0][:120]
+    logits, _ = made.run(network, theta, inputs)
+    cotangents = torch.randn_like(logits)
+    found = (logits, made.ask(cotangents))
+    logits, pull = network.eager(theta, inputs)
+    pairs = zip(found, (logits, answer(pull, cotangents, question)), strict=True)
+    if all(_agree(own, wanted) for own, wanted in pairs):
+        return made, ""
+    return None, "the network answers otherwise when it is replayed"
+
+
+def _agree(own: Tensor, wanted: Tensor) -> bool:
+    tolerance = tolerance_of(wanted.dtype, wanted.device)
+    return bool((own - wanted).abs().max() <= tolerance * (1e-6 + wanted.abs().max()))
+
+
 @final
 class Captures:
-    """Those of one thread, by what they are good for, and what was asked lately."""
+    """Those of one thread, by what they are good for, and what was asked lately.
 
-    def __init__(self) -> None:
+    ``refused``: where it is noted why graphs do not fit the network; None if somebody has asked for
+    them, and is to see what goes wrong.
+    """
+
+    def __init__(self, refused: MutableMapping[str, str] | None = None) -> None:
         self._free: dict[tuple[Key, Question], list[Capture]] = {}
-        self._made = 0
+        self._made: dict[tuple[Key, Question], int] = {}
+        self._used: dict[tuple[Key, Question], int] = {}  # by which batch lately
         self._asked: dict[Key, Question | None] = {}
+        self._refused = refused
+        self._batches = 0
+        self._last: tuple[Key, int] | None = None  # the latest shape, how often in a row
 
     def note(self, key: Key, question: Question | None) -> None:
         """What a pullback was asked; None: several things, which no capture answers."""
@@ -130,20 +172,49 @@ class Captures:
         """One that is free, or a new one; None if it is not yet known what will be asked, or
         there are enough.
         """
+        repeats = self._count(key)
         question = self._asked.get(key)
         if question is None:
             return None
-        free = self._free.setdefault((key, question), [])
+        own = (key, question)
+        free = self._free.setdefault(own, [])
         if not free:
-            if self._made >= _MOST:
+            made = None
+            if sum(self._made.values()) < _MOST:
+                made = self._make(network, theta, inputs, question, repeats)
+            if made is None:
                 return None
-            free.append(Capture(network, theta, inputs, question))
-            self._made += 1
+            self._made[own] = self._made.get(own, 0) + 1
+            free.append(made)
+        self._used[own] = self._batches
         return free.pop(), question
+
+    def _make(
+        self, network: Network, theta: Tensor, inputs: Inputs, question: Question, repeats: int
+    ) -> Capture | None:
+        if self._refused is None:
+            return Capture(network, theta, inputs, question)
+        if GRAPHS in self._refused or repeats <= _REPEATS:
+            return None
+        made, why = try_capture(network, theta, inputs, question)
+        if made is None:
+            self._refused[GRAPHS] = why
+        return made
+
+    def _count(self, key: Key) -> int:
+        """How often this shape has come in a row; captures that nobody uses go."""
+        self._batches += 1
+        repeats = self._last[1] + 1 if self._last is not None and self._last[0] == key else 1
+        self._last = key, repeats
+        for own in [own for own, used in self._used.items() if self._batches - used > _STALE]:
+            self._made[own] -= len(self._free.pop(own, ()))  # one that is out comes back
+            del self._used[own]
+        return repeats
 
     def give_back(self, key: Key, question: Question, capture: Capture) -> None:
         """It is free for another pass."""
-        self._free[key, question].append(capture)
+        self._free.setdefault((key, question), []).append(capture)
+        self._used.setdefault((key, question), self._batches)
 
 
 @final

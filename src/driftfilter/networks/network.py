@@ -23,7 +23,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeAlias, final
+from typing import Any, Literal, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
@@ -55,6 +55,7 @@ from driftfilter.networks.batch_norm import (
 from driftfilter.networks.batch_trust import SHIFT, novelty
 from driftfilter.networks.cuda_graphs import CapturedPullback, Captures, Question, key_of, possible
 from driftfilter.networks.features import catch_features, find_head, take_features
+from driftfilter.networks.layout import Layout
 from driftfilter.networks.norm_rules import NormRule
 from driftfilter.networks.parameters import Chosen, NormAffine, Selection, select
 from driftfilter.networks.row_check import some, tolerance_of, wrong_rows
@@ -159,7 +160,9 @@ class Network(PredictiveModel):
         self._shift: Tensor | None = None
         self._settled = False  # whether batch norms blend nothing with what is carried
         self._exact = False  # whether it has the derivative of its logits under Ema, too
-        self.capturing = False  # passes as CUDA graphs, one for each shape of a batch
+        self.capturing: Literal["no", "yes", "if possible"] = "no"  # passes as CUDA graphs
+        self.layout: Layout | None = None  # of images, if it may be another one than theirs
+        self.refused: dict[str, str] = {}  # what this module does not take -> why
         self._featuring = False  # features beside the logits
         self._head: list[str] = []  # the layer that they enter, once it is known
         self._local, self._shared = Local(), SharedPass()
@@ -202,7 +205,7 @@ class Network(PredictiveModel):
             return self
         other = copy.copy(self)
         other.statistics, other._carries_all = "source", False
-        other.capturing, other._local = False, Local()
+        other.capturing, other._local = "no", Local()
         other._carried, other._trust, other._novelty, other._shift = None, 1.0, 1.0, None
         other._stay = 0.0
         return other
@@ -403,11 +406,17 @@ class Network(PredictiveModel):
             handle.remove()
 
     def _ask(self, module: nn.Module, inputs: Inputs) -> Any:
-        """What the module returns for inputs in its dtype."""
-        if isinstance(inputs, Tensor):
-            return module(cast(inputs, self._dtype))
-        args, kwargs = arguments(each(inputs, lambda tensor: cast(tensor, self._dtype)))
-        return module(*args, **kwargs)
+        """What the module returns for inputs in its dtype, and its layout."""
+        inputs = each(inputs, lambda tensor: cast(tensor, self._dtype))
+        return _call(module, inputs if self.layout is None else self.layout.arrange(inputs))
+
+    def lay_out(self) -> None:
+        """Let images go through channels last, if the module takes them so."""
+
+        def ask(module: nn.Module, inputs: Inputs) -> Tensor:
+            return self._classifying(_call(module, inputs))
+
+        self.layout = Layout(self._base, ask, self.refused)
 
     def _require_logits(self, logits: Any, samples: int) -> None:
         require_logits(logits, samples)
@@ -450,7 +459,7 @@ class Network(PredictiveModel):
     def _graph(self, theta: Tensor, inputs: Inputs) -> _Graph:
         own = self._own()
         records: list[Record] = []
-        with torch.enable_grad():
+        with torch.set_grad_enabled(bool(self.sizes)):  # or nothing is to be differentiated
             leaves = {
                 name: piece.requires_grad_() for name, piece in self._pieces(theta.detach()).items()
             }
@@ -478,9 +487,9 @@ class Network(PredictiveModel):
     ) -> tuple[Tensor, NetworkPullback | CapturedPullback]:
         plain = not self._featuring and not self._carries_all
         plain = plain and not self._exact and not self._settled
-        if not self.capturing or not plain or not possible(theta, inputs):
+        if self.capturing == "no" or not plain or not possible(theta, inputs):
             return self.eager(theta, inputs)
-        captures: Captures = self._local.__dict__.setdefault("captures", Captures())
+        captures = self._captures()
         key = (key_of(theta, inputs, self.output), isinstance(self._novelty, Tensor))
         taken = captures.take(self, key, theta, inputs)
         if taken is None:
@@ -489,6 +498,14 @@ class Network(PredictiveModel):
             return logits, pull
         captured = CapturedPullback(self, theta, inputs, captures, key, taken)
         return captured.logits, captured
+
+    def _captures(self) -> Captures:
+        """Those of this thread."""
+        known: Captures | None = self._local.__dict__.get("captures")
+        if known is None:
+            refused = self.refused if self.capturing == "if possible" else None
+            known = self._local.__dict__["captures"] = Captures(refused)
+        return known
 
     def eager(self, theta: Tensor, inputs: Inputs) -> tuple[Tensor, NetworkPullback]:
         """A pullback by a pass of its own."""
@@ -582,6 +599,13 @@ class Network(PredictiveModel):
                     [gradient(theta, index, cotangent) for index, cotangent in pairs]
                 )
         return rows
+
+
+def _call(module: nn.Module, inputs: Inputs) -> Any:
+    if isinstance(inputs, Tensor):
+        return module(inputs)
+    args, kwargs = arguments(inputs)
+    return module(*args, **kwargs)
 
 
 @final

@@ -63,7 +63,7 @@ def bessel_ratios(concentration: Tensor, dimension: int) -> tuple[Tensor, Tensor
 # In the memory of Supports:
 SUPPORTS = remembered(
     "inference.supports", "k", "s", "D", beside="inference.entropies"
-)  # features [k, capacity, D]
+)  # features [k, s, D], s as many as the class that has most
 ENTROPIES = remembered(
     "inference.entropies", "k", "s", beside="inference.supports"
 )  # theirs; infinite if a place is empty
@@ -347,9 +347,9 @@ class Supports(Checked):
     def _buffer(self, head: PrototypeHead, prototypes: Tensor, memory: Memory) -> dict[str, Tensor]:
         """A copy of the memory; before the first batch, with the source prototypes as supports."""
         if SUPPORTS in memory:
-            return {**memory, **{name: memory[name].clone() for name in (SUPPORTS, ENTROPIES)}}
-        supports = prototypes.new_zeros(head.classes, self.capacity, prototypes.shape[-1])
-        empty = prototypes.new_full((head.classes, self.capacity), math.inf)
+            return dict(memory)
+        supports = prototypes.new_zeros(head.classes, 0, prototypes.shape[-1])
+        empty = prototypes.new_full((head.classes, 0), math.inf)
         rows = prototypes  # one a class, unless they are filed: then of length 1, see Prototypes
         if head.filed:
             rows = functional.normalize(head.weight.to(prototypes), dim=-1)
@@ -370,15 +370,24 @@ class Supports(Checked):
         uncertain: Tensor,
         weights: Tensor,
     ) -> dict[str, Tensor]:
-        """The buffer [k, capacity] with more samples, each class's lowest entropies first."""
-        supports, entropies = memory[SUPPORTS], memory[ENTROPIES]
+        """The buffer [k, s] with more samples, each class's lowest entropies first, and with room
+        for as many as one class has: of a thousand classes most have few.
+        """
+        before = memory[SUPPORTS]
+        came = torch.bincount(labels[weights > 0], minlength=len(before))
+        held = memory[ENTROPIES].isfinite().sum(1) + came
+        room = max(before.shape[1], min(self.capacity, int(held.max())))
+        supports = before.new_zeros(len(before), room, before.shape[2])
+        supports[:, : before.shape[1]] = before
+        entropies = before.new_full((len(before), room), math.inf)
+        entropies[:, : before.shape[1]] = memory[ENTROPIES]
         for label in labels[weights > 0].unique().tolist():
             chosen = (labels == label) & (weights > 0)
             every = torch.cat((entropies[label], uncertain[chosen]))
-            lowest = every.sort(stable=True).indices[: self.capacity]
+            lowest = every.sort(stable=True).indices[:room]
             entropies[label] = every[lowest]
             supports[label] = torch.cat((supports[label], directions[chosen]))[lowest]
-        return memory
+        return {**memory, SUPPORTS: supports, ENTROPIES: entropies}
 
 
 @final

@@ -58,13 +58,21 @@ def cast_call(call: Call, flow: Tensor, dtype: torch.dtype) -> tuple[Call, Tenso
     return call._replace(inputs=call.inputs.to(dtype)) if lower else call, flow.to(dtype)
 
 
+_PIECE = 8  # samples at a time, whose products stay in the cache
+
+
 def _products(left: Tensor, right: Tensor) -> Tensor:
-    """Σ_s a b of [m, c, s], a few samples at a time so that the products stay in the cache."""
-    if left.numel() < 1 << 20:
+    """Σ_s a b of [m, c, s], a few samples at a time, by one memory for the products."""
+    if left.numel() < 1 << 20 or left.dtype != right.dtype:
         whole: Tensor = torch.linalg.vecdot(left, right)
         return whole
-    pieces = zip(left.split(8), right.split(8), strict=True)
-    return torch.cat([torch.linalg.vecdot(one, other) for one, other in pieces])
+    sums, products = left.new_empty(left.shape[:2]), torch.empty_like(left[:_PIECE])
+    for own, one, other in zip(
+        sums.split(_PIECE), left.split(_PIECE), right.split(_PIECE), strict=True
+    ):
+        torch.mul(one, other, out=products[: len(one)])
+        torch.sum(products[: len(one)], -1, out=own)
+    return sums
 
 
 def linear_rows(call: Call, flow: Tensor) -> Rows:

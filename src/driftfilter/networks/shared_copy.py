@@ -237,14 +237,21 @@ class Twin:
         for norm, own in zip(norms, self._share_out(trust), strict=True):
             assert norm.running_mean is not None
             assert norm.running_var is not None
-            norm.carried = (
+            carried = (
                 (norm.running_mean, norm.running_var)
                 if statistics is None
                 else (next(pieces), next(pieces))
             )
-            norm.trust, norm.novelty, norm.exact, norm.learning = own, novelty, exact, learning
-            norm.settled = settled
-            norm.blended, norm.believed = norm.carried, None  # should it not be called
+            norm.__dict__.update(  # a module's own __setattr__ takes as long as a kernel
+                carried=carried,
+                trust=own,
+                novelty=novelty,
+                exact=exact,
+                learning=learning,
+                settled=settled,
+                blended=carried,  # should it not be called
+                believed=None,
+            )
         self._witness.forget()
         self._divide()
 

@@ -151,12 +151,16 @@ def test_a_task_that_fails_does_not_stop_the_others(shared: Bench, tmp_path: Pat
     shared = replace(shared, networks=networks)
     (failed, good), log = run_all(shared, tmp_path, broken, task_of("bn"))
     assert "result" in good
-    assert failed["error"] == "RuntimeError: out of order"
+    error = (
+        "ValueError: model 'broken' must take the samples of the data (torch.float32 "
+        "[2, 3, 32, 32]), got RuntimeError: out of order"
+    )
+    assert failed["error"] == error
     assert "failed" in log.ended[0]
     (trace,) = tmp_path.glob("*.failed.txt")
     assert "Traceback" in trace.read_text()
     table, *_ = tables.write([failed, good], tmp_path)
-    assert table.failures == ["tent, seed 0: RuntimeError: out of order"]
+    assert table.failures == [f"tent, seed 0: {error}"]
     assert set(table.rows[0][3:]) == {"failed"}
     assert failed["error"] in tables.plain(table)
     assert bench.are_done(shared, (broken,), tmp_path) == [False]

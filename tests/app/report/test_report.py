@@ -589,3 +589,23 @@ def test_a_browser_shows_it(folder: Path) -> None:
             assert (
                 len(picture.convert("RGB").resize((200, 200)).getcolors(1 << 16)) > 50
             )  # no empty page
+
+
+def test_what_is_out_of_the_ordinary_is_said_in_words(folder: Path) -> None:
+    """One class for nearly all samples, alarms, and a belief that changes nothing."""
+    assert run("--out", "o", *FULL) == 0
+    assert "It predicted" not in page("o").text
+    found = summary("o")
+    for number, each in enumerate(found["classes"]):
+        each["predicted"] = (977, 23)[number] if number < 2 else 0
+        each["labeled"] = 500 if number < 2 else 0
+    found["changed"] = 0
+    Path("o/summary.json").write_text(json.dumps(found))
+    lines = [json.loads(line) for line in Path("o/steps.jsonl").read_text().splitlines()]
+    lines[1]["alarms"] = [str(df.Event(1, "classes_lost", 0.5, 0.03, "reset"))]
+    Path("o/steps.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    text = page("o").text
+    assert "It predicted left for 97.7% of the samples, 50.0% have one label." in text
+    assert "No prediction differs from the frozen model's" in text
+    assert f"1 alarm in 1 of {len(lines)} steps" in text
+    assert "classes_lost 0.5 beyond 0.03: went back to the source." in text

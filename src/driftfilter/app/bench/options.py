@@ -64,13 +64,19 @@ class BenchOptions:
     )
     columns: str | None = option(
         "of tables, texts and lists of pictures: label=y,domain=center,path=file,text=review,"
-        "where=split:test,drop=id+time (default: columns of those names; the rest are numbers)",
+        "time=day,where=split:test,drop=id+note (default: columns of those names; the rest are "
+        "numbers)",
         metavar="MEANING=COLUMN,…",
     )
     classes: str | None = option(
         "file of the names of class folders, or labels, in the order of the model's classes: lines "
         "or JSON (default: by name)",
         metavar="FILE",
+    )
+    subset: bool = option(
+        "only the logits of classes that the data have, as ImageNet-R and -A are evaluated (200 of "
+        "1,000)",
+        False,
     )
     clean: str | None = option(
         "clean images, CIFAR's folder or .npz (default: the shipped first 2,000)", metavar="PATH"

@@ -10,6 +10,7 @@ imported and inherited from, and calling one is an error that names the package.
 import ast
 import copy
 import hashlib
+import inspect
 import json
 import random
 import subprocess
@@ -120,7 +121,19 @@ class Checkout:
 
     def configure(self, name: str, options: Mapping[str, Any], batch: int) -> Any:
         """Their settings of ``peer_name`` with these options and batch size: a ``CfgNode``."""
-        return self._configure(name, options, batch)
+        known = sorted(path.stem for path in (self.root / CONFIGS).glob("*.yaml"))
+        peers = [f"{PREFIX}{each}" for each in known]
+        asked = f"{PREFIX}{name}"
+        require(name in known, "preset", asked, f"one of {peers}{nearest(asked, peers)}")
+        with _open(self.root):
+            config = import_module("conf").cfg.clone()
+        config.defrost()
+        config.merge_from_file(str(self.root / CONFIGS / f"{name}.yaml"))
+        config.TEST.BATCH_SIZE = batch
+        for key, value in options.items():
+            _set(config, f"option of {asked}", key, value)
+        config.freeze()
+        return config
 
     def describe(self, name: str, options: Mapping[str, Any], batch: int) -> str:
         """What determines the method, as one line of JSON."""
@@ -151,24 +164,9 @@ class Checkout:
         random.seed(seed)
         if hasattr(module, "get_source_loader"):
             model.model_preprocess = None  # type: ignore[assignment]
-            module.get_source_loader = _give_source(f"{PREFIX}{name}", source)
+            module.__dict__["get_source_loader"] = _give_source(f"{PREFIX}{name}", source)
         with _without_gpu():
-            return Peer(method(config, model, classes))
-
-    def _configure(self, name: str, options: Mapping[str, Any], batch: int) -> Any:
-        known = sorted(path.stem for path in (self.root / CONFIGS).glob("*.yaml"))
-        peers = [f"{PREFIX}{each}" for each in known]
-        asked = f"{PREFIX}{name}"
-        require(name in known, "preset", asked, f"one of {peers}{nearest(asked, peers)}")
-        with _open(self.root):
-            config = import_module("conf").cfg.clone()
-        config.defrost()
-        config.merge_from_file(str(self.root / CONFIGS / f"{name}.yaml"))
-        config.TEST.BATCH_SIZE = batch
-        for key, value in options.items():
-            _set(config, f"option of {asked}", key, value)
-        config.freeze()
-        return config
+            return Peer(_allow_inputs(method(config, model, classes)))
 
     def _load(self, registered: str) -> tuple[Any, ModuleType]:
         """The class that their registry would find by this name, and its module."""
@@ -232,15 +230,27 @@ def _set(config: Any, argument: str, key: str, value: Any) -> None:
     config[section][name] = value
 
 
+def _allow_inputs(method: Any) -> Any:
+    """The method, whose ``loss_calculation`` may be given the inputs: RoTTA's takes none, and their
+    code gives them to it unless precision is mixed.
+    """
+    calculate = getattr(method, "loss_calculation", None)
+    if calculate is not None and not inspect.signature(calculate).parameters:
+        method.loss_calculation = lambda *_: calculate()
+    return method
+
+
 def _give_source(name: str, source: df.SourceData | None) -> Any:
     """What stands for their ``get_source_loader``: batches of the samples of ``--source``."""
 
     def get_source_loader(*_: Any, batch_size: int, num_samples: int = -1, **__: Any) -> Any:
         require(source is not None, f"source of {name}", None, "given: --source FILE")
         assert source is not None
-        count = len(source.inputs) if num_samples < 0 else num_samples
-        images = source.inputs[:count]
-        labels = torch.zeros(len(images)) if source.labels is None else source.labels[:count]
+        inputs = source.inputs
+        require(isinstance(inputs, Tensor), f"source of {name}", type(inputs), "one tensor")
+        assert isinstance(inputs, Tensor)
+        images = inputs[: len(inputs) if num_samples < 0 else num_samples]
+        labels = torch.zeros(len(images)) if source.labels is None else source.labels[: len(images)]
         return None, list(zip(images.split(batch_size), labels.split(batch_size), strict=True))
 
     return get_source_loader

@@ -4,30 +4,33 @@ import ast
 import itertools
 import re
 from collections.abc import Iterable
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from driftfilter.app.bench.options import BenchOptions
+from driftfilter.app.bench.outputs import keep_outputs, take_few
 from driftfilter.app.bench.peers import open_checkout
-from driftfilter.app.bench.protocols import StreamSettings
+from driftfilter.app.bench.protocols import Gradual, StreamSettings
 from driftfilter.app.bench.task import (
     Bench,
     Choice,
     SourceImages,
     Task,
     build_protocol,
+    require_fit,
     settings,
 )
 from driftfilter.app.corruptions import CORRUPTIONS, EXTRA
 from driftfilter.app.images.files import digest, open_images
 from driftfilter.app.machine import Machine, choose_machine
 from driftfilter.app.networks.load_model import NamedNetwork, open_model, split_models
-from driftfilter.app.readers.folders import read_classes
-from driftfilter.app.readers.records import Columns
-from driftfilter.app.streams import Domains, Layout, open_cifar10, open_domains
+from driftfilter.app.readers.classes import read_classes
+from driftfilter.app.readers.columns import Columns
+from driftfilter.app.readers.stored import Stored
+from driftfilter.app.streams import CLEAN, Domains, Layout, open_cifar10, open_domains
 from driftfilter.base.checks import require
 
 # In a matrix: batches below so many samples see so many images of a corruption.
@@ -56,6 +59,7 @@ def prepare(options: BenchOptions) -> tuple[Bench, tuple[Task, ...]]:
         layout=Layout(
             options.severity,
             names,
+            _list_severities(options.severity, protocols),
             Columns.parse(options.columns),
             None if options.classes is None else read_classes(Path(options.classes)),
             fitted=all(each.prepare is not None for each in networks.values()),
@@ -88,11 +92,39 @@ def prepare(options: BenchOptions) -> tuple[Bench, tuple[Task, ...]]:
         None if options.source is None else open_source(Path(options.source)),
         None if options.peers is None else open_checkout(options.peers),
     )
+    if options.subset:
+        bench = _keep_present(bench, tasks)
     for task in tasks:
+        plan = task.plan(stream, bench.data)
+        for shift in plan.domains:
+            bench.data.require(shift)
+        require_fit(bench, task, plan)
         settings(bench, task)
-        for shift in task.plan(stream, data).domains:
-            data.require(shift)
     return bench, tasks
+
+
+def _keep_present(bench: Bench, tasks: Iterable[Task]) -> Bench:
+    """The models with the logits of those classes alone that the data have, and labels of these."""
+    require(
+        bench.source is None or bench.source.labels is None,
+        "subset",
+        True,
+        "left out if the source has labels, which count all classes",
+    )
+    present = bench.data.labels.unique()
+    networks = {}
+    for task in {each.model: each for each in tasks}.values():
+        plan, network = task.plan(bench.stream, bench.data), bench.networks[task.model]
+        classes = require_fit(bench, task, plan).classes
+        samples = take_few(bench.open_data(task.model), plan, bench.machine)
+        networks[task.model] = network._replace(
+            module=keep_outputs(
+                network.module, present.to(bench.machine.device), bench.machine.inputs(samples)
+            ),
+            outputs=f"{len(present)} of {classes}: {present.tolist()}",
+        )
+    labels = torch.searchsorted(present, bench.data.labels)
+    return replace(bench, data=bench.data.with_labels(labels), networks=networks)
 
 
 def parse_choices(text: str) -> tuple[Choice, ...]:
@@ -170,17 +202,31 @@ def _parse_corruptions(text: str) -> tuple[str, ...] | None:
     """Names; the four for tuning if the text is ``extra``, None if it is ``all``."""
     if text == "all":
         return None
-    return (
-        tuple(EXTRA) if text == "extra" else tuple(filter(None, text.replace(" ", "").split(",")))
-    )
+    names = (part.strip() for part in text.split(","))
+    return tuple(EXTRA) if text == "extra" else tuple(filter(None, names))
+
+
+def _list_severities(severity: int, protocols: Iterable[Choice]) -> tuple[int, ...]:
+    """Those that the protocols ask for."""
+    gradual = any(isinstance(build_protocol(each), Gradual) for each in protocols)
+    return tuple(range(1, severity + 1)) if gradual else (severity,)
 
 
 def _default_corruptions(data: Domains) -> tuple[str, ...]:
-    """The 15 of CIFAR-10-C, or what the data have instead."""
-    whole = set(CORRUPTIONS) <= set(data.shifts)
-    return tuple(
-        CORRUPTIONS if whole else (each for each in data.shifts if each not in ("clean", *EXTRA))
-    )
+    """The 15 of CIFAR-10-C, or what the data have instead; of folders of corruptions, which may be
+    unpacked in part, some of the 15 must be asked for.
+    """
+    shifts = [each for each in data.shifts if each != CLEAN.corruption]
+    found = [each for each in shifts if each not in EXTRA]
+    missing = [each for each in CORRUPTIONS if each not in found]
+    if isinstance(data, Stored) and data.kind == "folders" and {*found} <= {*CORRUPTIONS}:
+        require(
+            not missing or not found,
+            f"corruptions of {data.path}",
+            f"all but {', '.join(missing)}",
+            f"the 15, or named: --corruptions {','.join(found)}",
+        )
+    return tuple((found or shifts) if missing else CORRUPTIONS)
 
 
 def _load_networks(text: str, machine: Machine) -> Iterable[NamedNetwork]:

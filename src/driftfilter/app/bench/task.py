@@ -4,9 +4,9 @@ import platform
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from functools import cache, cached_property, partial
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
@@ -16,21 +16,22 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 import driftfilter as df
-from driftfilter.app.bench.evaluate import Trace, evaluate, pick_examples
+from driftfilter.app.bench.evaluate import evaluate, pick_examples
+from driftfilter.app.bench.follow import follow
+from driftfilter.app.bench.outputs import Outputs, examine, require_classes, take_few
 from driftfilter.app.bench.peers import PREFIX, SIZE, Checkout, Peer
-from driftfilter.app.bench.protocols import PROTOCOLS, AnyProtocol, Step, StreamPlan, StreamSettings
+from driftfilter.app.bench.protocols import PROTOCOLS, AnyProtocol, StreamPlan, StreamSettings
 from driftfilter.app.images.files import digest
 from driftfilter.app.machine import Machine
 from driftfilter.app.networks.load_model import NamedNetwork
 from driftfilter.app.parameter_shift import measure_shift
-from driftfilter.app.readers.stored import CLEAN, Preparation, Samples, join
+from driftfilter.app.readers.stored import CLEAN, Preparation
 from driftfilter.app.streams import Domains
 from driftfilter.app.terminal import Watch
 from driftfilter.base.checks import Count, check_fields, nearest, require
 from driftfilter.model.losses import as_loss
 
 WARM_UP = 5  # steps that are not timed
-PROBED = 500  # clean images
 
 
 class Choice(NamedTuple):
@@ -133,6 +134,7 @@ class Bench:
 
     ``window``: samples the adapter looks back on. ``before``: also predict every batch before the
     update. ``probe_every`` so many steps, and after the last, predict clean images (0: never).
+    ``outputs`` is what is known of the models.
     """
 
     data: Domains
@@ -144,6 +146,7 @@ class Bench:
     probe_every: Count = 0
     source: SourceImages | None = None
     peers: Checkout | None = None
+    outputs: dict[str, Outputs] = field(default_factory=dict, init=False, repr=False)
     _prepared: dict[Preparation | None, Domains] = field(
         default_factory=dict, init=False, repr=False
     )
@@ -165,6 +168,11 @@ class Bench:
             self._prepared[prepare] = self.data.prepared(prepare)
         return self._prepared[prepare]
 
+    @property
+    def path(self) -> str:
+        """Where the data lie, as a report says it."""
+        return str(self.data.path)
+
     @cached_property
     def description(self) -> dict[str, str]:
         """What a report says of the data; cached, for it reads all of them."""
@@ -182,6 +190,7 @@ def settings(bench: Bench, task: Task) -> dict[str, Any]:
         "weights_sha256": bench.networks[task.model].weights,
         "normalisation": "inside the model",
         "transform": bench.networks[task.model].describe_inputs(),
+        "outputs": bench.networks[task.model].outputs,
         "stream": {
             **asdict(stream),
             "images": stream.images or len(bench.data.labels),
@@ -254,9 +263,9 @@ def run_task(bench: Bench, task: Task, watch: Watch | None = None) -> dict[str, 
     with warnings.catch_warnings(record=True) as caught, bench.machine.ready():
         warnings.simplefilter("default")
         data = bench.open_data(task.model).with_seed(task.seed)
-        k, size = _require_classes(bench, task, data, plan)
-        adapter = _adapt(bench, task) if task.peer is None else _adapt_peer(bench, task, k, size)
-        trace = _follow(bench, adapter, data, plan, watch)
+        fit = require_fit(bench, task, plan)
+        adapter = _adapt(bench, task) if task.peer is None else _adapt_peer(bench, task, *fit)
+        trace = follow(bench, adapter, data, plan, watch)
         moved = (
             []  # of a peer it is not known which of its weights are its parameters
             if isinstance(adapter, Peer)
@@ -313,157 +322,18 @@ def _adapt_peer(bench: Bench, task: Task, k: int, size: list[int]) -> Peer:
     )
 
 
-def _require_classes(
-    bench: Bench, task: Task, data: Domains, plan: StreamPlan
-) -> tuple[int, list[int]]:
-    """Classes of the model, which is asked with one sample, and height and width of an image; raise
-    unless the model has the classes of the data.
+def require_fit(bench: Bench, task: Task, plan: StreamPlan) -> Outputs:
+    """Classes of the task's model, which is asked with the first samples, and height and width of
+    an image; raise unless the model takes the data and has its classes.
     """
-    first = plan.steps[0]
-    image = data.take(plan.domains[int(first.domain[0])], first.index[:1], bench.machine.device)
-    with torch.no_grad():
-        outputs = call(bench.networks[task.model].module, bench.machine.inputs(image))
-    shape = list(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
-    require(
-        isinstance(outputs, Tensor) and outputs.dim() == 2 and len(outputs) == 1,
-        f"output of model {task.model!r} for one sample",
-        shape,
-        "logits [1, classes]",
-    )
-    k = outputs.shape[-1]
-    given = [(f"data {bench.description['path']}", bench.data.labels)]
+    if task.model not in bench.outputs:
+        samples = take_few(bench.open_data(task.model), plan, bench.machine)
+        module = bench.networks[task.model].module
+        bench.outputs[task.model] = examine(task.model, module, samples, bench.machine)
+    found, data = bench.outputs[task.model], bench.data
+    given = [(f"data {bench.path}", data.labels)]
+    require_classes(task.model, found.classes, given, data.counted)
     if bench.source is not None and bench.source.labels is not None and _wants_data(task):
-        given.append((f"source {bench.source.path}", bench.source.labels))
-    for name, labels in given:
-        highest = int(labels.max())
-        require(
-            highest < k,
-            f"labels of {name}",
-            f"up to {highest}",
-            f"below {k}, the classes of model {task.model!r}",
-        )
-    return k, list(image.shape[2:]) if isinstance(image, Tensor) else []
-
-
-def _follow(
-    bench: Bench, adapter: df.Adapter | Peer, data: Domains, plan: StreamPlan, watch: Watch | None
-) -> Trace:
-    """Take the adapter through all steps.
-
-    The device is never waited for here, except by the watch and the probe when they look.
-    """
-    labels, machine = data.labels, bench.machine
-    # A peer predicts as its code does: it is not asked.
-    ask = (
-        bench.before
-        and not isinstance(adapter, Peer)
-        and adapter.recipe.predict_from == "posterior"
-    )
-    clock, probe = _Clock(machine), _Probe(bench, data, len(plan.steps))
-    outputs: list[Tensor] = []
-    before: list[Tensor] = []
-    right, seen, alarms = torch.zeros((), dtype=torch.int64, device=machine.device), 0, 0
-    for number, step in enumerate(plan.steps):
-        probe(adapter, number)  # before a reset, which would undo what it looks at
-        if step.reset:
-            alarms += len(adapter.events)
-            adapter.reset()
-        images = _take_batch(data, plan, step, machine)
-        if ask:
-            with machine.autocast():
-                before.append(call(adapter.predict, images).labels)
-        with clock, machine.autocast():
-            outputs.append(call(adapter, images))
-        if watch is not None:
-            right = right + (outputs[-1].argmax(-1) == labels[step.index].to(machine.device)).sum()
-            seen += len(step.index)
-            watch(number + 1, len(plan.steps), partial(_describe, right / seen))
-    probe(adapter, len(plan.steps))
-    alarms += len(adapter.events)
-    return Trace(
-        torch.cat(outputs),
-        torch.cat(before) if before else None,
-        clock.milliseconds(),
-        probe.accuracies(),
-        alarms,
-    )
-
-
-def _describe(share: Tensor) -> str:
-    return f"accuracy {share.item():.3f}"
-
-
-def call(function: Callable[..., Any], samples: Samples) -> Any:
-    """A model or an adapter on a batch: several inputs go by their names."""
-    return function(samples) if isinstance(samples, Tensor) else function(**samples)
-
-
-def _take_batch(data: Domains, plan: StreamPlan, step: Step, machine: Machine) -> Samples:
-    """A batch as the model takes it, every sample from its own domain."""
-    present = step.domain.unique().tolist()
-    if len(present) == 1:
-        return machine.inputs(data.take(plan.domains[present[0]], step.index, machine.device))
-    places = [(step.domain == domain).nonzero().squeeze(1) for domain in present]
-    parts = [
-        data.take(plan.domains[domain], step.index[at], machine.device)
-        for domain, at in zip(present, places, strict=True)
-    ]
-    return machine.inputs(join(parts, torch.cat(places).argsort().to(machine.device)))
-
-
-class _Clock:
-    """Milliseconds of each use, known at the end.
-
-    On a GPU they are taken from marks in its queue, so that nobody waits.
-    """
-
-    def __init__(self, machine: Machine) -> None:
-        self._machine = machine
-        self._marks: list[Any] = []
-
-    def _mark(self) -> None:
-        if self._machine.cuda:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record(torch.cuda.current_stream(self._machine.device))
-            self._marks.append(event)
-        else:
-            self._marks.append(time.perf_counter())
-
-    def __enter__(self) -> None:
-        self._mark()
-
-    def __exit__(self, *_: object) -> None:
-        self._mark()
-
-    def milliseconds(self) -> list[float]:
-        pairs = list(zip(self._marks[::2], self._marks[1::2], strict=True))
-        if not self._machine.cuda:
-            return [1000 * (end - start) for start, end in pairs]
-        torch.cuda.synchronize(self._machine.device)
-        return [start.elapsed_time(end) for start, end in pairs]
-
-
-class _Probe:
-    """Accuracy on the first clean images, every so many steps and after the last."""
-
-    def __init__(self, bench: Bench, data: Domains, steps: int) -> None:
-        self._every, self._steps, self._machine = bench.probe_every, steps, bench.machine
-        self._right: dict[int, Tensor] = {}
-        if self._every:
-            every = (
-                torch.arange(len(data.labels)) if data.members is None else data.members["clean"]
-            )
-            index = every[:PROBED]
-            clean = data.take(CLEAN, index, bench.machine.device)
-            self._images = bench.machine.inputs(clean)
-            self._labels = data.labels[index].to(bench.machine.device)
-
-    def __call__(self, adapter: df.Adapter | Peer, step: int) -> None:
-        if self._every and (step % self._every == 0 or step == self._steps):
-            with self._machine.autocast():
-                self._right[step] = (
-                    (call(adapter.predict, self._images).labels == self._labels).double().mean()
-                )
-
-    def accuracies(self) -> list[dict[str, float]]:
-        return [{"step": step, "accuracy": share.item()} for step, share in self._right.items()]
+        source = [(f"source {bench.source.path}", bench.source.labels)]
+        require_classes(task.model, found.classes, source)
+    return found

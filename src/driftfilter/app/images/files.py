@@ -22,6 +22,7 @@ Integers: TypeAlias = NDArray[np.int64]
 
 IMAGES = "uint8 images 0 … 255, channels last [n, h, w, 3]"
 SUFFIXES = (".png", ".jpg", ".jpeg")
+BETWEEN = "images"  # a folder that some archives have between domain and class, or in a class
 
 
 def open_images(path: Path, classes: int | None = None) -> tuple[Bytes, Integers | None]:
@@ -199,18 +200,33 @@ def _is_picture(name: str) -> bool:
 
 
 def subfolders(folder: Path) -> list[Path]:
-    """The folders in a folder, by name."""
-    return sorted(
-        entry for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith(".")
-    )
+    """The folders in a folder, by name; without those that archives of other systems leave."""
+    with os.scandir(folder) as entries:
+        names = [each.name for each in entries if each.is_dir()]
+    return [folder / name for name in sorted(names) if not name.startswith((".", "__MACOSX"))]
+
+
+def enter(folder: Path) -> Path:
+    """The folder or, if "images" is the only one in it, that: some archives have it in between."""
+    inside = subfolders(folder)
+    return inside[0] if [each.name for each in inside] == [BETWEEN] else folder
+
+
+def pictures_in(folder: Path) -> list[str]:
+    """Names of the pictures in a folder, sorted."""
+    with os.scandir(folder) as entries:
+        return sorted(each.name for each in entries if _is_picture(each.name))
 
 
 def pictures_by_class(folder: Path) -> dict[str, list[Path]]:
-    """The pictures under each class of ``folder``/<class>/*.png, classes and pictures by name."""
-    classes = {
-        entry.name: sorted(path for path in entry.iterdir() if _is_picture(path.name))
-        for entry in subfolders(folder)
-    }
+    """The pictures under each class of ``folder``/<class>/*.png, classes and pictures by name;
+    there may be a folder "images" in between.
+    """
+    classes = {}
+    for entry in subfolders(enter(folder)):
+        names = pictures_in(entry)
+        inner = entry if names else enter(entry)
+        classes[entry.name] = [inner / name for name in names or pictures_in(inner)]
     require(bool(classes), str(folder), "none", "a folder of class folders")
     for name, paths in classes.items():
         require(
@@ -248,6 +264,27 @@ def picture(path: Path) -> Bytes:
             return np.asarray(image.convert("RGB"))
         except Exception as error:  # such as a decompression bomb
             raise ValueError(f"{path} must be a whole picture, got {error}") from error
+
+
+# First bytes of a picture, and those of its last ten among which there must be these.
+ENDS = ((b"\xff\xd8\xff", b"\xff\xd9"), (b"\x89PNG\r\n\x1a\n", b"IEND"))
+
+
+def is_whole(path: Path, decode: bool = False) -> bool:
+    """Whether a picture has its beginning and its end; it is unpacked if that is not plain, or to
+    ``decode`` all.
+    """
+    try:
+        with path.open("rb") as file:
+            start = file.read(8)
+            file.seek(max(0, path.stat().st_size - 10))
+            end = file.read()
+        plain = any(start.startswith(first) and last in end for first, last in ENDS)
+        if decode or not plain:
+            picture(path)
+    except (ValueError, OSError):
+        return False
+    return True
 
 
 def _open_picture(path: Path) -> Any:

@@ -51,11 +51,17 @@ class NamedNetwork(NamedTuple):
     weights: str  # sha256 of their file; without a file, of the tensors
     transform: Transform = Transform()
     tokens: Tokens | None = None  # of a network of texts
+    outputs: str = "all"  # which of its logits are looked at
 
     @property
     def prepare(self) -> Preparation | None:
         """What is done to samples before the network gets them; None: nothing."""
         return self.tokens or self.transform.fit
+
+    @property
+    def has_transform(self) -> bool:
+        """Whether samples are changed before the network sees them."""
+        return self.transform != Transform() or self.tokens is not None
 
     def describe_inputs(self) -> str:
         """What is done to samples, in words."""

@@ -17,6 +17,7 @@ import torch
 
 import driftfilter as df
 from driftfilter.app.paper import cases
+from driftfilter.app.paper.animation import animate
 from driftfilter.app.paper.cases import CLAIMS, FILTER, SMOOTHED, SOURCE, Case
 from driftfilter.app.paper.dynamics import DynamicsExample
 from driftfilter.app.paper.linear import Linear
@@ -32,6 +33,7 @@ from driftfilter.app.paper.trial import (
     is_alarmed,
     run_filter,
 )
+from driftfilter.storage.atomic import write_atomic
 
 STREAMS: dict[str, Example] = {"linear": Linear(), "moons": Moons(), "pinwheel": Pinwheel()}
 Progress: TypeAlias = Callable[[str, int, int], None]  # example, seeds done, seeds
@@ -309,3 +311,7 @@ def _draw_stream(name: str, example: Example, results: Sequence[Result], folder:
         others = ("labels (bound)", SMOOTHED) if title == name else ()
         figure = figures.draw_over_time(results, *labels, others)
         figures.save(figure, folder / f"{title}_over_time")
+    if isinstance(example, Linear):
+        with _one_thread():
+            moving = animate(example, seed)
+        write_atomic(folder / f"{name}_moving.svg", moving)

@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Self, final
 
 import torch
@@ -69,6 +70,16 @@ class Corrupted:
         return None
 
     @property
+    def path(self) -> Path:
+        """Where the clean pictures lie."""
+        return self.clean.path
+
+    @property
+    def counted(self) -> tuple[str, ...] | None:
+        """Names of the classes if the labels count them (``Stored``)."""
+        return self.clean.counted
+
+    @property
     def shifts(self) -> tuple[str, ...]:
         """Every corruption, and clean."""
         return tuple(dict.fromkeys(shift.corruption for shift in MADE))
@@ -76,6 +87,10 @@ class Corrupted:
     def describe(self) -> dict[str, str]:
         """What a report says of the data, which is the same for all seeds."""
         return {**self.clean.describe(), "kind": "generated of pictures", "frost": FROST_TEXTURE}
+
+    def with_labels(self, labels: Tensor) -> Self:
+        """The pictures with other labels [N]."""
+        return replace(self, clean=self.clean.with_labels(labels))
 
     def with_seed(self, seed: int) -> Self:
         """The pictures under the corruptions of this seed."""

@@ -8,6 +8,7 @@ import numpy as np
 
 from driftfilter.app.images.files import Bytes
 from driftfilter.app.readers.stored import Arrays, Raw, stack
+from driftfilter.app.readers.together import do_together
 from driftfilter.base.checks import require
 
 Size: TypeAlias = int | tuple[int, int]  # of the shorter side, or height and width
@@ -27,11 +28,13 @@ class Fit:
 
     def __call__(self, raw: Raw) -> Arrays:
         if isinstance(raw, list):
-            pictures = [each if isinstance(each, str) else self._fit(each) for each in raw]
-            return stack(pictures)  # type: ignore[arg-type]
+            return stack(do_together(self._fit_picture, raw))
         if isinstance(raw, dict) or raw.dtype != np.uint8:
             return raw
-        return np.stack([self._fit(each) for each in raw])
+        return np.stack(do_together(self._fit, list(raw)))
+
+    def _fit_picture(self, sample: Any) -> Any:  # a text stays one, for an error to name
+        return sample if isinstance(sample, str) else self._fit(sample)
 
     def _fit(self, pixels: Bytes) -> Bytes:
         """The picture [h, w, 3], resized and cropped."""

@@ -3,28 +3,43 @@ DomainNet), and class folders alone (ImageNet, and its relatives -R, -A, -V2 and
 """
 
 import hashlib
-import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from driftfilter.app.corruptions import CORRUPTIONS, EXTRA
 from driftfilter.app.images.files import (
+    BETWEEN,
     Integers,
+    enter,
     picture,
     pictures,
     pictures_by_class,
     require_one_size,
     subfolders,
 )
-from driftfilter.app.readers.stored import CLEAN, Raw, Rows, Shift, Stored, shift_of
-from driftfilter.base.checks import nearest, require
+from driftfilter.app.readers.classes import ClassNumbers, list_counted, number_classes
+from driftfilter.app.readers.stored import (
+    CLEAN,
+    Raw,
+    Rows,
+    Shift,
+    Stored,
+    require_known,
+    shift_of,
+)
+from driftfilter.app.readers.together import do_together
+from driftfilter.base.checks import require
 
 ANNOTATIONS = "val_annotations.txt"  # of Tiny-ImageNet's validation pictures
-ClassNumbers: TypeAlias = Mapping[str, int]  # by the name of a class folder
+EXPECTED = (
+    "a folder of <corruption>.npy (CIFAR-10-C), test_batch (CIFAR-10's python version), inputs.npy "
+    "(windows) or pictures in root/<shift>/<class>/*.png, root/<shift>/<severity>/<class>/*.png or "
+    "root/<class>/*.png (driftfilter data lists all)"
+)
 
 
 class Labelled(NamedTuple):
@@ -39,79 +54,67 @@ def open_folders(
     severity: int = 5,
     numbers: ClassNumbers | None = None,
     fitted: bool = False,
+    names: Collection[str] | None = None,
+    severities: Collection[int] | None = None,
 ) -> Stored:
     """Pictures in folders: root/<shift>/<class>/*.png, root/<shift>/<severity>/<class>/*.png (also
-    with a folder for each group of corruptions, as ImageNet-C has) or, clean, root/<class>/*.png.
+    with a folder for each group of corruptions, as ImageNet-C has) or, clean, root/<class>/*.png. A
+    folder "images" above or below <class> is passed over.
 
     Shifts that hold the same pictures by class and name show the same samples, as corruptions of
     them do. Otherwise each is a domain with samples of its own. ``numbers`` are the labels of class
     folders. Without them a folder whose name is a number has that label, and others count from 0 by
     name. Samples are shuffled once, always alike, so that the first so many are of all classes.
-    ``severity`` is that of shifts without one. Pictures must be of one size unless they are
-    ``fitted`` to one later; their pixels are read when asked for. The hash is of names and sizes.
+    ``severity`` is that of shifts without one. Only ``names`` and ``severities`` are looked into
+    (None: all; clean pictures always), and all of them must be there. Pictures must be of one size
+    unless they are ``fitted`` to one later; their pixels are read when asked for. The hash is of
+    names and sizes.
     """
+    folders = find_shifts(root, severity)
     found = {
-        shift: _find_pictures(folder) for shift, folder in _shift_folders(root, severity).items()
+        shift: find_pictures(folder)
+        for shift, folder in _choose(root, folders, names, severities).items()
     }
     if not fitted:
         require_one_size([each.path for several in found.values() for each in several])
-    known = number_classes(
-        root, {each.name for several in found.values() for each in several}, numbers
-    )
-    if _are_copies(root, found):
-        return _open_copies(root, found, known)
-    return _open_domains(root, found, known)
+    # A class may lie in a domain that nobody asked for.
+    one_each = {shift.corruption: folder for shift, folder in folders.items() if shift not in found}
+    classes = {each.name for several in found.values() for each in several}
+    classes |= {name for folder in one_each.values() for name in _list_classes(folder)}
+    known = number_classes(root, classes, numbers)
+    made = _open_copies if _are_copies(root, found) else _open_domains
+    return made(root, found, known, list_counted(known, numbers))
 
 
-def number_classes(root: Path, names: set[str], numbers: ClassNumbers | None) -> dict[str, int]:
-    """Labels by the name of the class."""
-    if numbers is not None:
-        for name in sorted(names):
-            require(
-                name in numbers,
-                f"class folder of {root}",
-                name,
-                f"one of the {len(numbers)} of --classes{nearest(name, list(numbers))}",
-            )
-        return {name: numbers[name] for name in sorted(names)}
-    if all(name.isdecimal() for name in names):
-        return {name: int(name) for name in sorted(names, key=int)}
-    return {name: number for number, name in enumerate(sorted(names))}
+def _choose(
+    root: Path,
+    folders: Mapping[Shift, Path],
+    names: Collection[str] | None,
+    severities: Collection[int] | None,
+) -> dict[Shift, Path]:
+    """The folders asked for, known to be there; of clean pictures alone all can be made."""
+    if set(folders) == {CLEAN}:
+        return dict(folders)
+    every = dict.fromkeys(shift.corruption for shift in folders)
+    asked = [name for name in (every if names is None else names) if name != CLEAN.corruption]
+    if severities is not None or names is not None:
+        for name in asked:
+            own = [shift.severity for shift in folders if shift.corruption == name]
+            for level in own[:1] if severities is None else severities:
+                require_known(Shift(name, level), folders, f" in {root}")
+    return {
+        shift: folder
+        for shift, folder in folders.items()
+        if shift == CLEAN
+        or (shift.corruption in asked and (severities is None or shift.severity in severities))
+    }
 
 
-def read_classes(path: Path) -> dict[str, int]:
-    """Labels by the name of a class folder, from a file of names in the order of the labels: a line
-    each (what follows a space is left out), a JSON list, or a JSON object {name: label} or
-    {label: [name, …]}.
-    """
-    require(path.is_file(), "--classes", str(path), "a file that is there")
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-        found = json.loads(text) if text.lstrip()[:1] in ("[", "{") else None
-        if found is None:
-            found = [line.split()[0] for line in text.splitlines() if line.strip()]
-        if isinstance(found, list):
-            pairs = [(str(name), number) for number, name in enumerate(found)]
-        elif all(isinstance(value, list) for value in found.values()):
-            pairs = [(str(value[0]), int(key)) for key, value in found.items()]
-        else:
-            pairs = [(str(key), int(value)) for key, value in found.items()]
-    except (ValueError, TypeError, IndexError, OSError) as error:
-        raise ValueError(
-            f"--classes {path} must be names of class folders in the order of their labels, a line "
-            f"each or as JSON, got {error}"
-        ) from error
-    names = [name for name, _ in pairs]
-    require(
-        bool(names) and len(set(names)) == len(names) and min(number for _, number in pairs) >= 0,
-        f"--classes {path}",
-        names[:3],
-        "names of class folders, each once, with labels from 0",
-    )
-    return dict(pairs)
+def _list_classes(folder: Path) -> list[str]:
+    return [each.name for each in subfolders(enter(folder))]
 
 
-def _find_pictures(folder: Path) -> list[Labelled]:
+def find_pictures(folder: Path) -> list[Labelled]:
     """The pictures of a shift, by class and name."""
     if (folder / ANNOTATIONS).is_file():
         return _read_annotations(folder)
@@ -126,21 +129,24 @@ def _read_annotations(folder: Path) -> list[Labelled]:
     lines = [line.split() for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
     expected = "a line for each picture of images/: its name, and its class"
     require(bool(lines) and all(len(line) > 1 for line in lines), str(file), "others", expected)
-    found = [Labelled(name, folder / "images" / path) for path, name, *_ in lines]
+    found = [Labelled(name, folder / BETWEEN / path) for path, name, *_ in lines]
     missing = [each.path.name for each in found if not each.path.is_file()]
     require(not missing, str(file), f"no picture for {missing[:3]}", expected)
     return sorted(found)
 
 
 def _are_copies(root: Path, found: Mapping[Shift, list[Labelled]]) -> bool:
-    """Whether all shifts hold the same pictures by class and name; corruptions must."""
-    corrupted = all(shift.corruption in ("clean", *CORRUPTIONS, *EXTRA) for shift in found)
+    """Whether all shifts hold the same pictures by class and name; corruptions must, and so must
+    the severities of any shift.
+    """
+    names = [shift.corruption for shift in found]
+    must = len(set(names)) < len(names) or set(names) <= {"clean", *CORRUPTIONS, *EXTRA}
     first = [(each.name, each.path.stem) for each in next(iter(found.values()))]
     for shift, several in found.items():
         own = [(each.name, each.path.stem) for each in several]
         if own == first:
             continue
-        if not corrupted:
+        if not must:
             return False
         apart = ["/".join(each) for each in sorted({*own} ^ {*first})]
         require(
@@ -149,20 +155,35 @@ def _are_copies(root: Path, found: Mapping[Shift, list[Labelled]]) -> bool:
     return True
 
 
-def _open_copies(root: Path, found: Mapping[Shift, list[Labelled]], known: ClassNumbers) -> Stored:
+def _open_copies(
+    root: Path,
+    found: Mapping[Shift, list[Labelled]],
+    known: ClassNumbers,
+    counted: tuple[str, ...] | None,
+) -> Stored:
     """The same samples under every shift."""
     labels = np.array([known[each.name] for each in next(iter(found.values()))])
     order = np.random.default_rng(0).permutation(len(labels))
     rows = {
-        shift: _read_pictures([several[sample].path for sample in order])
+        shift: read_pictures([several[sample].path for sample in order])
         for shift, several in found.items()
     }
     return Stored(
-        "folders", root, torch.from_numpy(labels[order]), rows, lambda: _hash_names(root, found)
+        "folders",
+        root,
+        torch.from_numpy(labels[order]),
+        rows,
+        lambda: _hash_names(root, found),
+        counted=counted,
     )
 
 
-def _open_domains(root: Path, found: Mapping[Shift, list[Labelled]], known: ClassNumbers) -> Stored:
+def _open_domains(
+    root: Path,
+    found: Mapping[Shift, list[Labelled]],
+    known: ClassNumbers,
+    counted: tuple[str, ...] | None,
+) -> Stored:
     """Samples of its own for every shift, numbered through."""
     every = [each for several in found.values() for each in several]
     random, first, order = np.random.default_rng(0), 0, list[Integers]()
@@ -172,7 +193,7 @@ def _open_domains(root: Path, found: Mapping[Shift, list[Labelled]], known: Clas
         members[shift.corruption] = torch.arange(first, first + len(several))
         first += len(several)
     sorted_out = [every[sample] for sample in np.concatenate(order)]
-    read = _read_pictures([each.path for each in sorted_out])
+    read = read_pictures([each.path for each in sorted_out])
     return Stored(
         "domains",
         root,
@@ -180,22 +201,19 @@ def _open_domains(root: Path, found: Mapping[Shift, list[Labelled]], known: Clas
         dict.fromkeys(found, read),
         lambda: _hash_names(root, found),
         members,
+        counted=counted,
     )
 
 
-def _shift_folders(root: Path, severity: int) -> dict[Shift, Path]:
+def find_shifts(root: Path, severity: int = 5) -> dict[Shift, Path]:
     """Folder of the class folders of each shift, found from how deep the pictures lie."""
     if (root / ANNOTATIONS).is_file():
         return {CLEAN: root}
     first = next(pictures(root), None)
-    depth = 0 if first is None else len(first.relative_to(root).parts) - 1
-    expected = (
-        "CIFAR-10-C (<corruption>.npy), CIFAR-10's python version (test_batch), or pictures in "
-        "root/<shift>/<class>/*.png, "
-        "root/<shift>/<severity>/<class>/*.png or root/<class>/*.png"
-    )
+    above = () if first is None else first.relative_to(root).parts[:-1]
+    depth = len([name for name in above if name != BETWEEN])
     require(
-        depth in (1, 2, 3, 4), str(root), "no picture" if first is None else str(first), expected
+        depth in (1, 2, 3, 4), str(root), "no picture" if first is None else str(first), EXPECTED
     )
     if depth == 1:
         return {CLEAN: root}
@@ -216,9 +234,11 @@ def _shift_folders(root: Path, severity: int) -> dict[Shift, Path]:
     return {Shift(level.parent.name, int(level.name)): level for level in levels}
 
 
-def _read_pictures(paths: list[Path]) -> Rows:
+def read_pictures(paths: list[Path]) -> Rows:
+    """The pictures at these paths, by their numbers; several are unpacked at once."""
+
     def read(index: Integers) -> Raw:
-        return [picture(paths[each]) for each in index]
+        return do_together(picture, [paths[each] for each in index])
 
     return read
 

@@ -2,6 +2,7 @@
 given of them.
 """
 
+import hashlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn import functional
 
 from driftfilter.app.corruptions import require_severity
 from driftfilter.app.images.files import Bytes, Integers
@@ -72,12 +74,22 @@ def stack(raw: Raw) -> Arrays:
 
 
 def join(parts: Sequence[Samples], order: Tensor) -> Samples:
-    """Batches as one, its samples in an order [n]."""
+    """Batches as one, its samples in an order [n]; arrays by name are filled up with 0, as texts of
+    unlike lengths are.
+    """
     first = parts[0]
     if isinstance(first, Tensor):
         return torch.cat([part for part in parts if isinstance(part, Tensor)])[order]
     named = [part for part in parts if isinstance(part, dict)]
-    return {name: torch.cat([part[name] for part in named])[order] for name in first}
+    return {name: _stack_up([part[name] for part in named])[order] for name in first}
+
+
+def _stack_up(parts: Sequence[Tensor]) -> Tensor:
+    """Arrays [n, ...] one after the other; those [n, length] may have any lengths."""
+    if parts[0].dim() != 2:
+        return torch.cat([*parts])
+    longest = max(part.shape[1] for part in parts)
+    return torch.cat([functional.pad(part, (0, longest - part.shape[1])) for part in parts])
 
 
 @final
@@ -87,7 +99,9 @@ class Stored:
 
     ``rows`` reads samples by number under each shift. ``members`` are the sample numbers of each
     name of a shift; None: all come under every shift, as in CIFAR-10-C. ``prepare`` makes of
-    samples what a model takes.
+    samples what a model takes. ``counted`` are the names of the classes if the labels count them in
+    this order, for want of anything that says which output of a model is which. ``how`` says what
+    else determines the samples, beside the files.
     """
 
     kind: str
@@ -97,6 +111,8 @@ class Stored:
     sha256: Callable[[], str]
     members: Mapping[str, Tensor] | None = None
     prepare: Preparation = field(default=stack)
+    counted: tuple[str, ...] | None = None
+    how: str = ""
 
     @property
     def shifts(self) -> tuple[str, ...]:
@@ -107,6 +123,13 @@ class Stored:
     def _hash(self) -> str:
         return self.sha256()
 
+    @cached_property
+    def _hash_labels(self) -> str:
+        found = hashlib.sha256(self.labels.numpy().tobytes())
+        for name, index in (self.members or {}).items():
+            found.update(f"{name} {index.tolist()}".encode())
+        return found.hexdigest()
+
     def describe(self) -> dict[str, str]:
         """What a report says of the data."""
         return {
@@ -114,7 +137,13 @@ class Stored:
             "path": str(self.path),
             "frost": "as stored",
             "sha256": self._hash,
+            "labels_sha256": self._hash_labels,
+            **({"read": self.how} if self.how else {}),
         }
+
+    def with_labels(self, labels: Tensor) -> Self:
+        """The samples with other labels [N], which somebody has given the model's numbers."""
+        return replace(self, labels=labels, counted=None)
 
     def with_seed(self, seed: int) -> Self:
         """Itself: what is stored has no seed."""

@@ -15,12 +15,12 @@ from driftfilter.app.images.files import (
     require_labels,
     subfolders,
 )
-from driftfilter.app.readers.records import STREAM
+from driftfilter.app.readers.rows import STREAM
 from driftfilter.app.readers.stored import Raw, Rows, Stored, shift_of
 from driftfilter.base.checks import require
 
 INPUTS, LABELS, DOMAINS = "inputs", "labels", "domains"
-EXPECTED = "floating-point or whole numbers [n, ...]"
+EXPECTED = "floating-point or whole numbers [n, ...], but no 8-bit ones, which are pixels"
 
 
 def holds_windows(path: Path) -> bool:
@@ -47,7 +47,7 @@ def open_windows(path: Path, severity: int = 5) -> Stored:
         path,
         torch.from_numpy(np.concatenate([labels for _, labels in parts.values()])),
         {
-            shift_of(name, severity): _read_from(inputs, starts[name])
+            shift_of(name, severity): _read_from(f"{path} ({name})", inputs, starts[name])
             for name, (inputs, _) in parts.items()
         },
         lambda: digest([path] if path.is_file() else sorted(path.rglob("*.npy"))),
@@ -58,16 +58,21 @@ def open_windows(path: Path, severity: int = 5) -> Stored:
     )
 
 
-def _read_from(inputs: NDArray[Any], start: int) -> Rows:
-    """Samples of one domain, whose first has the number ``start``."""
+def _read_from(name: str, inputs: NDArray[Any], start: int) -> Rows:
+    """Samples of one domain, whose first has the number ``start``: in 32 bits if they are no whole
+    numbers.
+    """
 
     def read(index: Integers) -> Raw:
         own = index - start
         right = bool(((own >= 0) & (own < len(inputs))).all())
         last = start + len(inputs) - 1
         require(right, "index", index.tolist(), f"samples of the domain: {start} to {last}")
-        found: NDArray[Any] = np.asarray(inputs[own])
-        return found.astype(np.float32) if found.dtype == np.float64 else found
+        found = inputs[own].astype(np.float32 if inputs.dtype.kind == "f" else np.int64)
+        bad = np.flatnonzero(~np.isfinite(found).reshape(len(found), -1).all(1))
+        if len(bad):
+            raise ValueError(f"{name}: {INPUTS} must be finite, got others in row {own[bad[0]]}")
+        return found
 
     return read
 

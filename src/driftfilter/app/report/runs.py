@@ -4,7 +4,7 @@ import base64
 import json
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,12 +21,15 @@ from driftfilter.app.report.content import (
     ShownSample,
     StreamReport,
     flat,
+    plural,
     read_json,
 )
 from driftfilter.app.thumbnails import png
 
 FORMAT = 1  # of summary.json that is understood
 PARTS = 8
+# A class dominates the predictions above this share, if a fair one is so many times smaller.
+ONE_CLASS, TIMES_FAIR = 0.6, 1.5
 
 
 class RunFolder(NamedTuple):
@@ -199,7 +202,27 @@ def _notes(run: RunFolder) -> list[str]:
             tally["skipped"]
         ),
     }
-    return [text for text, known in notes.items() if known]
+    return [*(text for text, known in notes.items() if known), *_remark(run)]
+
+
+def _remark(run: RunFolder) -> Iterator[str]:
+    """What happened to the predictions, if it is out of the ordinary, in a sentence each."""
+    classes, tally = run.summary["classes"], run.summary["tally"]
+    for prefix, who in (("", "It"), ("baseline_", "The frozen model")):
+        counts = [(each.get(f"{prefix}predicted", 0), each["name"]) for each in classes]
+        most, name = max(counts, default=(0, ""))
+        share = most / max(1, sum(count for count, _ in counts))
+        if share > ONE_CLASS and share * len(classes) > TIMES_FAIR:
+            known = [each["labeled"] for each in classes if "labeled" in each]
+            right = f", {max(known) / max(1, sum(known)):.1%} have one label" if known else ""
+            yield f"{who} predicted {name} for {share:.1%} of the samples{right}."
+    if run.summary["changed"] == 0:
+        yield "No prediction differs from the frozen model's: nothing was adapted, or to no effect."
+    alarms = [str(text) for step in run.steps for text in step.get("alarms", ())]
+    if alarms:
+        steps = sum(bool(step.get("alarms")) for step in run.steps)
+        text = f"{plural(len(alarms), 'alarm')} in {steps} of {tally['step']} steps"
+        yield f"{text}; the first: {alarms[0]}."
 
 
 def _source(run: RunFolder) -> Entry:

@@ -93,10 +93,7 @@ class Dashboard:
         )
         self._estimate = step.estimate if step.estimate.samples else self._estimate
         self._alarms += len(step.events)
-        self._last.extend(
-            f"step {step.number}: {event.signal} {event.value:.3g}, {event.response}"
-            for event in step.events
-        )
+        self._last.extend(f"step {step.number}: {event}" for event in step.events)
         if time.monotonic() - self._shown >= EVERY:
             self._shown = time.monotonic()
             self._live.update(self.picture(), refresh=True)

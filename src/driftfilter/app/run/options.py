@@ -59,6 +59,9 @@ class RunOptions:
     update_every: int = count_option("steps between two updates (default {default})", 1)
     seed: int = option("of all draws (default {default})", 0, type=int, metavar="S")
     device: str = option("auto (default), cpu or cuda", "auto", metavar="NAME")
+    speed: Literal["exact", "fast"] = option(
+        "fast: the model in bfloat16 where the device computes in it (default {default})", "exact"
+    )
     layout: Literal["auto", "first", "last"] = option(
         "of image channels (auto: 8-bit [n, h, w, 3] are last)", "auto"
     )

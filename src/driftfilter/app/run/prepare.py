@@ -75,7 +75,7 @@ def prepare(options: RunOptions) -> PreparedRun:
         labels=labels,
         machine=machine,
         model=model,
-        source=df.adapt(model, "source") if options.baseline else None,
+        source=df.adapt(model, "source", speed=options.speed) if options.baseline else None,
         classes=() if options.classes is None else summary.open_classes(Path(options.classes)),
         adapter=adapter,
         late=late,
@@ -115,6 +115,7 @@ def build_adapter(options: RunOptions, model: nn.Module, form: Form) -> df.Adapt
         "seed": options.seed,
         "window": options.window,
         "update_every": options.update_every,
+        "speed": options.speed,
     }
     if options.source is not None:
         source = open_feed(options.source)

@@ -3,6 +3,7 @@
 import signal
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -80,6 +81,8 @@ def conclude(ending: Ending, out: Path, output: Output) -> tuple[int, dict[str, 
     expected = ending.estimate if ending.estimate and ending.estimate.samples else None
     if expected is not None:
         output.say(f"accuracy expected of the last {expected.samples} samples: {expected}")
+    for line in _remark(ending):
+        output.say(line)
     output.say(f"{tally.rows} samples, {describe(tally)}{begun}; wrote {ending.predictions}")
     return _status(ending, out), {
         "samples": tally.rows,
@@ -93,6 +96,15 @@ def conclude(ending: Ending, out: Path, output: Output) -> tuple[int, dict[str, 
         "predictions": str(ending.predictions),
         "out": str(out),
     }
+
+
+def _remark(ending: Ending) -> Iterator[str]:
+    """Lines about the frozen model, and about alarms."""
+    if ending.frozen is not None:
+        yield f"accuracy of the frozen model: {ending.frozen:.4f}"
+    if ending.alarms:
+        counts = ", ".join(f"{name} {count}" for name, count in Counter(ending.alarms).items())
+        yield f"alarms: {counts} (steps.jsonl says when, and what was done)"
 
 
 def _status(ending: Ending, out: Path) -> int:

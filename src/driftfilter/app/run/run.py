@@ -85,6 +85,8 @@ class Ending(NamedTuple):
     error: str = ""
     lost: str = ""  # samples that were read and will not be seen
     estimate: df.Estimate | None = None  # of the accuracy, at the end
+    alarms: tuple[str, ...] = ()  # signals of this call's alarms, the last thousand
+    frozen: float | None = None  # accuracy of the frozen model, if that and labels are recorded
 
 
 # Makes, from how far a run is when it begins and how many samples there are, a context whose
@@ -128,9 +130,9 @@ def run(
                 error,
                 lost,
                 made.adapter.estimate,
+                tuple(event.signal for event in made.adapter.events),
             )
-            _summarize(files, ending)
-            return ending
+            return ending._replace(frozen=_summarize(files, ending))
 
 
 class _Files(NamedTuple):
@@ -177,8 +179,8 @@ class _Files(NamedTuple):
         return {"stdin": stdin}, lost if self.made.options.stdin_continues else ""
 
 
-def _summarize(files: _Files, ending: Ending) -> None:
-    """Write what the report needs."""
+def _summarize(files: _Files, ending: Ending) -> float | None:
+    """Write what the report needs; the accuracy of the frozen model, if it is known."""
     made, source, out = files.made, files.source, files.made.options.out
     if source is not None:
         source.export()
@@ -196,7 +198,8 @@ def _summarize(files: _Files, ending: Ending) -> None:
         "estimate": summary.summarize_estimates(out / STEPS),
         **made.machine.peak_memory(),
     }
-    summary.write(out, finished, made.adapter, made.model, others)
+    quality = summary.write(out, finished, made.adapter, made.model, others)["quality"]["before"]
+    return None if quality is None else quality["accuracy"]
 
 
 def _open_files(

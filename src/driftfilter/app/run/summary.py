@@ -61,10 +61,12 @@ def clear(out: Path) -> None:
 
 def write(
     out: Path, finished: Finished, adapter: df.Adapter, model: nn.Module, others: dict[str, Any]
-) -> None:
-    """Write movement.json and, last of all, summary.json with ``others`` in it."""
+) -> dict[str, Any]:
+    """Write movement.json and, last of all, summary.json with ``others`` in it; what that holds."""
+    document = {"format": FORMAT, **others, **summary(finished)}
     write_json(out / MOVEMENT, measure_shift(adapter, model))
-    write_json(out / SUMMARY, {"format": FORMAT, **others, **summary(finished)})
+    write_json(out / SUMMARY, document)
+    return document
 
 
 def summary(finished: Finished) -> dict[str, Any]:

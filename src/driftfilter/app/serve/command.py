@@ -106,7 +106,7 @@ def make_adapter(options: ServeOptions) -> tuple[df.Adapter, Form]:
     model = machine.place(open_model(options.model, weights).module)
     within = None if options.range is None else parse_range(options.range)
     form = Form(find_dtype(model), machine.device, options.layout, options.scale, within)
-    shared = ("weights", "preset", "recipe", "set", "source", "seed")
+    shared = ("weights", "preset", "recipe", "set", "source", "seed", "speed")
     chosen = RunOptions(options.model, "", **{name: getattr(options, name) for name in shared})
     return build_adapter(chosen, model, form), form
 
