@@ -1,15 +1,17 @@
 """Accuracy without labels against the truth, and what the uncertainty of each sample is worth.
 
     python benchmarks/estimate.py --models resnet20 vit_s4=WEIGHTS … --clean CIFAR10_TEST.npz \
-        --source CIFAR10_TRAIN.npz [--domains extra] [--protocols reset continual] [--data no yes] \
-        [--images 1000] [--window 1000] [--batch 200] [--no-tent] [--json FILE]
+        --source CIFAR10_TRAIN.npz [--domains extra] [--protocols reset continual] \
+        [--data no inputs yes] [--images 1000] [--window 1000] [--batch 200] [--no-tent] \
+        [--json FILE]
 
 Constants were chosen on ``--domains extra`` (clean images, speckle noise, Gaussian blur, saturation
 and spatter); ``fifteen`` is what is reported. For windows of samples: the mean absolute error
-of ``adapter.estimate`` in points and how often its interval covers, without source data and with
-labelled ones; on the same predictions their mean confidence, ATC (the threshold of the confidence
-above which as many source samples lie as are right) and AETTA's formula (dropout of 0.4 before the
-last layer, ten draws, α = 3); and the mean confidence of ``tent`` against its own accuracy.
+of ``adapter.estimate`` in points and how often its interval covers, without source data, with 500
+inputs, and with these and their labels (networks without batch norm are aligned by them); on the
+same predictions their mean confidence, ATC (the threshold of the confidence above which as many
+source samples lie as are right) and AETTA's formula (dropout of 0.4 before the last layer, ten
+draws, α = 3); and the mean confidence of ``tent`` against its own accuracy.
 
 ``--samples N`` judges uncertainties in place of that: accuracy at 80 % coverage and AUROC of errors
 by the confidence at the mean (MAP), that of the default, and that of ``adapter.uncertainty``; AUROC
@@ -136,10 +138,11 @@ def open_source(arguments: argparse.Namespace) -> Source:
 
 
 def follow(
-    arguments: argparse.Namespace, model: nn.Module, source: Source, protocol: str, data: bool
+    arguments: argparse.Namespace, model: nn.Module, source: Source, protocol: str, data: str
 ) -> Iterator[Row]:
     """The windows of the default on a stream."""
-    given = (source.images[:500], source.labels[:500]) if data else None
+    inputs, labels = source.images[:500], source.labels[:500]
+    given = {"no": None, "inputs": inputs, "yes": (inputs, labels)}[data]
     threshold = source.threshold(model, arguments.batch)
     generator, adapter = torch.Generator().manual_seed(0), None
     for name, images, labels in open_stream(arguments):
@@ -186,12 +189,13 @@ def judge_estimates(arguments: argparse.Namespace) -> list[Row]:
             if not arguments.no_tent:
                 tent = list(follow_tent(arguments, model, protocol))
             for data in arguments.data:
-                windows = list(follow(arguments, model, source, protocol, data == "yes"))
+                windows = list(follow(arguments, model, source, protocol, data))
                 covered = [row["low"] <= row["truth"] <= row["high"] for row in windows]
                 row: Row = {
                     "network": name,
                     "protocol": protocol,
                     "labelled source data": data == "yes",
+                    "source data": data,
                     "windows": len(windows),
                     "truth": round(statistics.fmean(each["truth"] for each in windows), 4),
                     "covered": round(statistics.fmean(covered), 3),
@@ -315,7 +319,7 @@ def main() -> None:
     parser.add_argument("--source", type=Path)
     parser.add_argument("--domains", choices=["extra", "fifteen"], default="fifteen")
     parser.add_argument("--protocols", nargs="+", default=["reset"])
-    parser.add_argument("--data", nargs="+", choices=["no", "yes"], default=["no", "yes"])
+    parser.add_argument("--data", nargs="+", choices=["no", "inputs", "yes"], default=["no", "yes"])
     parser.add_argument("--images", type=int, default=1000)
     parser.add_argument("--window", type=int, default=1000)
     parser.add_argument("--batch", type=int, default=200)

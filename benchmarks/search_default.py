@@ -8,7 +8,8 @@
         [--images 4000] [--keep FOLDER]
     python benchmarks/search_default.py digits [--seeds 3] [--batches 64 16]
     python benchmarks/search_default.py shift --models resnet20=WEIGHTS … --clean CIFAR10_TEST.npz \
-        [--images 2000] [--batches 200 16] [--limits 0 .4 .45 .5] [--keeps 1 .5]
+        [--images 2000] [--batches 200 16] [--limits 0 .4 .45 .5] [--keeps 1 .5] \
+        [--source CIFAR10_TRAIN.npz] [--measured .05 .1 .2] [--severities 1]
 
 Nothing here sees the fifteen corruptions that are reported: networks for CIFAR-10 are tried on
 clean images and on speckle noise, Gaussian blur, saturation and spatter at severity 5.
@@ -23,8 +24,9 @@ information that they gain, "a part" also by how much of the marginal entropy ga
 Centering has it). --keep FOLDER keeps the logits, and reads those
 that are there. digits: small networks of batch norm, group norm and none on scikit-learn's digits,
 by reach and, without norms, by variance. shift: S of the source network (``Ema.shift``) on clean
-images, mixed and sorted by class, and on the extra corruptions at severity 1 and 5, and what the
-default with each limit of it has there, and with what ``ForgetAtHome`` keeps.
+images, mixed and sorted by class, and on the extra corruptions at severity 5 and others, and what
+the default with each limit of it has there, and with what ``ForgetAtHome`` keeps; with --source the
+same from 500 source images (``Ema.baseline``), and the limits --measured.
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from sklearn.datasets import load_digits
@@ -51,7 +54,9 @@ from driftfilter.app.metrics import quality
 from driftfilter.app.streams import open_cifar10
 from driftfilter.model.centering import Centered
 from driftfilter.model.predictive import lift
+from driftfilter.networks.alignment import compare
 from driftfilter.networks.batch_trust import SHIFT
+from driftfilter.networks.shared_copy import twin
 from figures import write
 
 Row = dict[str, Any]
@@ -66,12 +71,18 @@ PRIORS: dict[str, dict[str, Any]] = {  # of networks without batch norm, by name
 SPREAD, COUNT, BLOCK = 4.0, 30.0, 300  # of logits, of the prior in samples, images at a time
 
 
-def follow(model: nn.Module, recipe: df.Recipe | None, inputs: Tensor, batch: int) -> Tensor:
+def follow(
+    model: nn.Module,
+    recipe: df.Recipe | None,
+    inputs: Tensor,
+    batch: int,
+    source: Tensor | None = None,
+) -> Tensor:
     """Log-probabilities of a stream; of the frozen network if there is no recipe."""
     if recipe is None:
         with torch.no_grad():
             return torch.cat([model(each) for each in inputs.split(batch)]).log_softmax(-1)
-    adapter = df.adapt(model, recipe, monitor=None)
+    adapter = df.adapt(model, recipe, data=source, monitor=None)
     return torch.cat([adapter(each) for each in inputs.split(batch)])
 
 
@@ -351,9 +362,15 @@ def search_digits(arguments: argparse.Namespace) -> list[Row]:
 # Shift
 
 
-def measure_shift(model: nn.Module, inputs: Tensor, batch: int) -> Row:
-    """Least, mean and greatest S of the batches of a stream."""
-    network = df.Network(model, statistics=df.Ema(0.5, 4.0, 1.0))
+def measure_shift(model: nn.Module, inputs: Tensor, batch: int, source: Tensor | None) -> Row:
+    """Least, mean and greatest S of the batches of a stream, from ``source`` images if there are
+    any.
+    """
+    measured = twin(model)
+    if source is not None:
+        compare(measured, None, source.split(100))
+    baseline: Any = "running" if source is None else "data"
+    network = df.Network(measured, statistics=df.Ema(0.5, 4.0, 1e3, baseline=baseline))
     known = [
         network.pullback(network.mean(), each)[1].memory[SHIFT] for each in inputs.split(batch)
     ]
@@ -364,24 +381,36 @@ def measure_shift(model: nn.Module, inputs: Tensor, batch: int) -> Row:
 def search_shift(arguments: argparse.Namespace) -> list[Row]:
     """S by network, batch size and domain, and quality by limit (0: no limit)."""
     domains, labels = open_domains(arguments)
-    mild = {f"{name} 1": corrupt(domains["clean"], name, 1, seed=0) for name in EXTRA}
+    mild = {
+        f"{name} {severity}": corrupt(domains["clean"], name, severity, seed=0)
+        for severity, name in itertools.product(arguments.severities, EXTRA)
+    }
+    source = None
+    if arguments.source is not None:
+        pixels = np.load(arguments.source)["images"][:500]
+        source = torch.from_numpy(pixels).permute(0, 3, 1, 2).float().to(arguments.device) / 255
     order, rows = labels.argsort(stable=True), []
     streams = {name: (images, labels) for name, images in (domains | mild).items()}
     streams["sorted"] = domains["clean"][order], labels[order]
     cases = itertools.product(open_models(arguments), arguments.batches, streams.items())
     for (name, model), batch, (domain, (images, own)) in cases:
         size = min(batch, len(own) // 20) if domain == "sorted" else batch
-        shifts = measure_shift(model, images, size)
-        text = " ".join(f"{value:.2f}" for value in shifts.values())
+        shifts = measure_shift(model, images, size, None)
+        by_data = {} if source is None else measure_shift(model, images, size, source)
+        text = " ".join(f"{value:.2f}" for value in (*shifts.values(), *by_data.values()))
         found = {"frozen": judge(follow(model, None, images, 200), own)}
         for limit in arguments.limits:
             recipe = df.presets.get("driftfilter", shift=limit)
             found[f"{limit:g}"] = judge(follow(model, recipe, images, size), own)
+        for limit in arguments.measured if source is not None else ():
+            recipe = df.presets.get("driftfilter", norms="measured", shift=limit)
+            found[f"data {limit:g}"] = judge(follow(model, recipe, images, size, source), own)
         for keep in arguments.keeps:
             recipe = replace(df.presets.get("driftfilter"), upkeep=df.ForgetAtHome(keep=keep))
             found[f"keep {keep:g}"] = judge(follow(model, recipe, images, size), own)
         show(f"{name} {size} {domain}, S {text}", found)
-        rows.append({"network": name, "batch": size, "domain": domain, "S": shifts, **found})
+        about = {"network": name, "batch": size, "domain": domain, "S": shifts, "by data": by_data}
+        rows.append(about | found)
     return rows
 
 
@@ -407,6 +436,9 @@ def parse() -> argparse.Namespace:
     shift.add_argument("--batches", type=int, nargs="+", default=[200, 16])
     shift.add_argument("--limits", type=float, nargs="*", default=[0.0, 0.4, 0.45, 0.5])
     shift.add_argument("--keeps", type=float, nargs="*", default=[], help="ForgetAtHome.keep")
+    shift.add_argument("--source", type=Path, help="training images")
+    shift.add_argument("--measured", type=float, nargs="*", default=[0.05, 0.1, 0.2])
+    shift.add_argument("--severities", type=int, nargs="*", default=[1])
     digits = parts.add_parser("digits")
     digits.add_argument("--seeds", type=int, default=3)
     digits.add_argument("--batches", type=int, nargs="+", default=[64, 16])

@@ -40,6 +40,7 @@ from numpy.typing import NDArray
 
 import driftfilter as df
 from driftfilter.app import models, streams
+from driftfilter.app.serve.records import to_checkpoint
 from driftfilter.app.serve.shard import Reply, Request, Shard
 from driftfilter.app.serve.store import Entry, FolderStore, key_of
 from driftfilter.storage.sealed import unseal
@@ -97,7 +98,7 @@ def read_states(store: Any, names: list[str]) -> dict[str, Any]:
     for name in names:
         data = store.read(key_of(name))
         assert data is not None, name
-        header, tensors = unseal(data)
+        header, tensors = unseal(to_checkpoint(data))
         found[name] = header["notes"]["sequence"], tensors
     return found
 
@@ -452,6 +453,7 @@ def memory(args: argparse.Namespace) -> dict[str, Any]:
             (found,) = shard.serve([Request("predict", "grown", inputs)])
             assert isinstance(found, Reply), found
         content = shard.store.read(key_of("grown"))
+        assert content is not None
         marks = []
         for place in range(args.marks + 1):  # others that know as much, each read by itself
             names = [f"tenant {place} {number}" for number in range(args.tenants)]
@@ -466,7 +468,8 @@ def memory(args: argparse.Namespace) -> dict[str, Any]:
             "preset": args.preset,
             "steps": args.steps,
             "batch": args.batch,
-            "checkpoint_bytes": len(content or b""),
+            "checkpoint_bytes": len(to_checkpoint(content)),
+            "record_bytes": len(content.content),
             "resident_bytes_a_tenant": slopes[:, 0].mean().item(),
             "counted_bytes_a_tenant": slopes[:, 1].mean().item(),
             "slopes": slopes.tolist(),
@@ -631,51 +634,81 @@ def damage(body: bytearray, draws: random.Random) -> bytes:
 
 def export(args: argparse.Namespace) -> dict[str, Any]:
     """Every network of the assets, adapted, as a state dict and as ONNX, beside the adapter with
-    the batch kept out of its statistics.
+    the batch kept out of its statistics; and both beside the same network in float64.
+
+    On images like those it adapted to, and on such of ten times their contrast, for which batch
+    norm has large gains and logits are large.
+    """
+    found: dict[str, Any] = {}
+    noise = torch.randn(2000, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    usual = (torch.from_numpy(pixels()).float() / 255 + 0.06 * noise).clamp(0, 1)
+    for name in args.models or models.ARCHITECTURES:
+        weights = None if name in models.SHIPPED else args.assets / f"models/{name}.safetensors"
+        found[name] = {}
+        for contrast in (1.0, 0.1):
+            model, images = models.load(name, weights), 0.5 + contrast * (usual - 0.5)
+            sizes = (224, 224) if "imagenet" in name else (32, 32)
+            images = torch.nn.functional.interpolate(images[: 64 * args.steps + 16], sizes)
+            found[name][f"contrast {contrast}"] = compare_export(
+                name,
+                model,
+                images[16:].split(args.batch)[: args.steps],
+                (images[:16] - 0.5) / contrast + 0.5,
+            )
+            print(name, contrast, found[name][f"contrast {contrast}"], flush=True)
+    return found
+
+
+def compare_export(
+    name: str, model: torch.nn.Module, batches: Any, inputs: torch.Tensor
+) -> dict[str, float]:
+    """Largest differences of probabilities, and of log-probabilities relative to the largest
+    logit from those of float64.
     """
     from dataclasses import replace
 
     import onnxruntime
     from safetensors.torch import load_file
 
-    found: dict[str, Any] = {}
-    images = torch.from_numpy(pixels()).float() / 255
-    noise = torch.randn(images.shape, generator=torch.Generator().manual_seed(0))
-    images = (images + 0.06 * noise).clamp(0, 1)
+    adapter = df.adapt(model)
+    for batch in batches:
+        adapter(batch)
     with scratch() as folder:
-        for name in args.models or models.ARCHITECTURES:
-            weights = None if name in models.SHIPPED else args.assets / f"models/{name}.safetensors"
-            model = models.load(name, weights)
-            adapter = df.adapt(model)
-            for step in range(args.steps):
-                adapter(images[32 * step : 32 * step + 32])
-            inputs = images[1000 : 1000 + args.batch]
-            alone = adapter
-            if isinstance(adapter.recipe.statistics, df.Ema):
-                recipe = replace(adapter.recipe, statistics=df.Ema(0.0))
-                alone = df.adapt(model, recipe)
-                df.save(adapter, folder / "state.safetensors")
-                df.load(alone, folder / "state.safetensors", strict=False)
-            expected = alone.predict(inputs).probabilities
-            adapter.export(folder / "model.safetensors", inputs[:2])
-            plain = models.build(name)
-            plain.load_state_dict(load_file(folder / "model.safetensors"))
-            adapter.export(folder / "model.onnx", inputs[:2])
-            session = onnxruntime.InferenceSession(
-                str(folder / "model.onnx"), providers=["CPUExecutionProvider"]
-            )
-            (logits,) = session.run(None, {session.get_inputs()[0].name: inputs.numpy()})
-            with torch.no_grad():
-                by_dict, source = plain(inputs).softmax(-1), model(inputs).softmax(-1)
-                exact = plain.double()(inputs.double()).softmax(-1)
-            found[name] = {
-                "state_dict": (by_dict - expected).abs().max().item(),
-                "onnx": (torch.from_numpy(logits).softmax(-1) - expected).abs().max().item(),
-                "rounding_of_float32": (by_dict - exact).abs().max().item(),
-                "source_model": (source - expected).abs().max().item(),
-            }
-            print(name, found[name], flush=True)
-    return found
+        alone = adapter
+        if isinstance(adapter.recipe.statistics, df.Ema):
+            alone = df.adapt(model, replace(adapter.recipe, statistics=df.Ema(0.0)))
+            df.save(adapter, folder / "state.safetensors")
+            df.load(alone, folder / "state.safetensors", strict=False)
+        expected = alone.predict(inputs)
+        adapter.export(folder / "model.safetensors", inputs[:2])
+        plain = models.build(name)
+        plain.load_state_dict(load_file(folder / "model.safetensors"))
+        adapter.export(folder / "model.onnx", inputs[:2])
+        session = onnxruntime.InferenceSession(
+            str(folder / "model.onnx"), providers=["CPUExecutionProvider"]
+        )
+        (said,) = session.run(None, {session.get_inputs()[0].name: inputs.numpy()})
+    with torch.no_grad():
+        by_dict, by_onnx = plain(inputs), torch.from_numpy(said)
+        source, exact = model(inputs), plain.double()(inputs.double())
+
+    def apart(logits: torch.Tensor) -> float:
+        return (logits.softmax(-1) - expected.probabilities).abs().max().item()
+
+    size = exact.abs().max()
+
+    def beside_exact(logs: torch.Tensor) -> float:
+        return ((logs.double() - exact.log_softmax(-1)).abs().max() / size).item()
+
+    return {
+        "state_dict": apart(by_dict),
+        "onnx": apart(by_onnx),
+        "source_model": apart(source),
+        "largest_logit": size.item(),
+        "float64_onnx": beside_exact(by_onnx.log_softmax(-1)),
+        "float64_state_dict": beside_exact(by_dict.log_softmax(-1)),
+        "float64_predict": beside_exact(expected.log_probabilities),
+    }
 
 
 WHAT: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {

@@ -201,8 +201,8 @@ class Filter(Checked):
     ) -> FilterState:
         """The state before the first batch, from a belief over the parameters: the source.
 
-        ``data``: source inputs with labels or None (``SourceData``), for losses that must remember
-        something of them.
+        ``data``: source inputs with labels or None (``SourceData``), for losses and predictions
+        that remember something of them.
         """
         require(isinstance(belief, Belief), "Filter.init: belief", belief, "a Belief")
         require(
@@ -216,7 +216,11 @@ class Filter(Checked):
             source = self.transition.augment(Belief(mean, belief.covariance))
             self.transition(source, source)  # refuses now what a structure cannot carry
             state = FilterState(source, source, belief.dimension, int(seed))
-            memory = self.observation.survey(self._bind(state)[1], source.mean, data)
+            model = self._bind(state)[1]
+            memory = {
+                **self.observation.survey(model, source.mean, data),
+                **self.prediction.survey(model, source.mean, data),
+            }
         return replace(state, memory=memory)
 
     def step(

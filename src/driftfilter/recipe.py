@@ -131,6 +131,12 @@ class Recipe(Checked):
         require(alone, "Recipe.domains", self.domains, allowed)
         self.filter(predictive.LinearHead(2))  # checks the other fields
 
+    @property
+    def measures_source(self) -> bool:
+        """Whether statistics of source data are a part of the model."""
+        by_data = getattr(self.statistics, "baseline", "running") == "data"
+        return self.align or by_data
+
     def filter(
         self, model: predictive.PredictiveModel, shares: Tensor | None = None
     ) -> filtering.Filter:

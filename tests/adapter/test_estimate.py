@@ -12,7 +12,7 @@ from torch import Tensor
 
 import driftfilter as df
 from driftfilter.callbacks import JsonLines
-from driftfilter.inference.accuracy import WINDOW, Opinions
+from driftfilter.inference.accuracy import WINDOW, Expectation, Opinions, SourceCalibration
 from driftfilter.monitor.monitor import AlarmWarning
 from small import normal, tabular
 
@@ -101,7 +101,12 @@ def test_labelled_source_data_correct_it() -> None:
     plain, blind = df.adapt(model, "source"), df.adapt(model, "source", data=x)
     for adapter in (right, wrong, plain, blind):
         adapter(batch(0, 200))
-    assert blind.estimate == plain.estimate
+    with torch.no_grad():
+        sure = copy.deepcopy(model).eval()(x).softmax(-1).amax(-1).mean().item()
+    opinions = blind._now.opinions
+    by_hand = Expectation(opinions, SourceCalibration(None, sure)).estimate
+    assert blind.estimate.accuracy == pytest.approx(by_hand.accuracy, abs=1e-5)
+    assert blind.estimate != plain.estimate
     assert wrong.estimate.accuracy < plain.estimate.accuracy < right.estimate.accuracy
 
 
@@ -218,3 +223,26 @@ def test_opinions_of_other_classes_or_half_of_them_are_refused(classes: int) -> 
     with pytest.raises(ValueError, match=r"state 'opinions\."):
         resumed.load_state_dict(state)
     assert resumed.estimate.samples == 0
+
+
+def test_plain_confidence_is_that_at_the_mean_before_labels_are_in_order() -> None:
+    """Of the default, whose predictions have a temperature and a chain of labels behind them."""
+    adapter = df.adapt(tabular(), labels=df.LabelChain())
+    for seed in range(3):
+        adapter(batch(seed))
+    state, x = adapter.state, batch(7)
+    found = adapter.predict(x)
+    assert adapter._now.bound is not None
+    model = adapter._now.bound.filter._bind(state)[1]
+    with torch.no_grad():
+        expected = model(state.belief.mean, x).softmax(-1).amax(-1)
+    torch.testing.assert_close(found.plain_confidence, expected)
+    assert (found.confidence < expected).any()
+    before = adapter._now.opinions
+    adapter(x)
+    after = adapter._now.opinions
+    assert before is not None
+    assert after is not None
+    gained = float(after.sums[:, -1].sum() - before.sums[:, -1].sum())
+    assert gained == pytest.approx(float(expected.double().sum()), abs=0.5)
+    assert found.pick(slice(0, 3)).plain is not None

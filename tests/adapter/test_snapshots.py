@@ -56,3 +56,14 @@ def test_what_is_no_snapshot_of_this_model_changes_nothing() -> None:
         one.restore(other.snapshot())
     assert all(torch.equal(value, saved[name]) for name, value in one.state_dict().items())
     one(_batch((4,), 1))
+
+
+def test_a_snapshot_of_another_recipe_is_refused() -> None:
+    model = tabular().eval()
+    one, other = df.adapt(model, "tent"), df.adapt(model, "tent", lr=0.5)
+    other(_batch((4,), 0))
+    saved = one.state_dict()
+    with pytest.raises(ValueError, match="restore: snapshot must be of the adapter's own"):
+        one.restore(other.snapshot())
+    assert all(torch.equal(value, saved[name]) for name, value in one.state_dict().items())
+    df.adapt(model, "tent", lr=0.5).restore(other.snapshot())

@@ -10,6 +10,8 @@ from torch import Tensor
 import driftfilter as df
 from covered import CURVATURES, LOSSES, PREDICTIONS, STRUCTURES, WEIGHTINGS, assert_close
 from driftfilter.compiled import fleet as module
+from driftfilter.compiled.fleet_opinions import FleetOpinions
+from driftfilter.inference.accuracy import Opinions
 from small import moments, refuses
 
 D, NAMES = 3, ["a", "b", "c", "d", "e"]
@@ -315,3 +317,73 @@ def test_files_that_do_not_fit_change_nothing(tmp_path: Path) -> None:
         fleet.load(file)
     with pytest.raises(ValueError, match="texts or whole numbers"):
         df.Fleet(build(), start("diagonal"), [(1, 2)]).save(file)
+
+
+def follow(batches: list[Tensor]) -> Opinions:
+    """What a filter of its own keeps of what it predicted [n, k]."""
+    known = Opinions.of(batches[0])
+    for batch in batches[1:]:
+        known = known.extend(Opinions.of(batch))
+    return known
+
+
+@pytest.mark.parametrize("sizes", [[1] * 130, [40, 1, 70, 100, 3, 160] * 8, [1500, 2], [101] * 14])
+def test_opinions_of_streams_are_those_of_each_alone(sizes: list[int]) -> None:
+    """The second of three streams gets every other batch."""
+    known = FleetOpinions.start(3, 4)
+    given: dict[int, list[Tensor]] = {0: [], 1: []}
+    for number, n in enumerate(sizes):
+        rows = torch.tensor([0] if number % 2 else [1, 0])
+        logs = features(len(rows), 1, n, 4, seed=number).log_softmax(-1)
+        known.extend(rows, logs)
+        for row, own in zip(rows.tolist(), logs, strict=True):
+            given[row].append(own[0])
+    for row, batches in given.items():
+        found, expected = known.of(row), follow(batches)
+        assert found is not None
+        assert found.counts == expected.counts
+        assert_close(found.sums, expected.sums)
+    assert known.of(2) is None
+
+
+def test_estimate_of_a_stream(path: str, tmp_path: Path) -> None:
+    fleet = df.Fleet(build(), start("diagonal"), NAMES, estimates=True)
+    whole = fleet.run(features(5, 30, 7, D))
+    fleet.step({"b": features(3, D, seed=9)})
+    fleet.drop(["a"])
+    fleet.add(["new"])
+    expected = df.Estimate.of(whole.log_probabilities[2])
+    assert fleet.estimate("c").samples == 210
+    assert fleet.estimate("c").accuracy == pytest.approx(expected.accuracy, abs=1e-12)
+    assert fleet.estimate("c").low == pytest.approx(expected.low, abs=1e-12)
+    assert fleet.estimate("b").samples == 213
+    assert fleet.estimate("new").samples == 0
+    fleet.save(tmp_path / "fleet")
+    other = df.Fleet(build(), start("diagonal"), estimates=True)
+    other.load(tmp_path / "fleet")
+    assert [other.estimate(each) for each in NAMES[1:]] == [
+        fleet.estimate(each) for each in NAMES[1:]
+    ]
+    plain = df.Fleet(build(), start("diagonal"))
+    plain.load(tmp_path / "fleet")  # what it does not keep is left out
+    with pytest.raises(ValueError, match="Fleet: estimates must be True"):
+        plain.estimate("b")
+    plain.save(tmp_path / "plain")
+    with pytest.raises(df.CheckpointError, match="'opinions'"):
+        other.load(tmp_path / "plain")
+
+
+def test_opinions_that_cannot_be_are_refused(tmp_path: Path) -> None:
+    fleet, other = (df.Fleet(build(), start("full"), NAMES, estimates=True) for _ in range(2))
+    fleet.step(features(5, 3, D))
+    assert fleet._opinions is not None
+    for sums, counts in ((1e3, 0), (0.0, -5)):
+        kept = fleet._opinions
+        fleet._opinions = kept.pick(torch.arange(5))
+        fleet._opinions.sums[1, -1] += sums
+        fleet._opinions.counts[1, -2] += counts
+        fleet.save(tmp_path / "fleet")
+        with pytest.raises(df.CheckpointError, match=r"opinions|counts|sums"):
+            other.load(tmp_path / "fleet")
+        assert other.estimate("b").samples == 0
+        fleet._opinions = kept

@@ -152,11 +152,11 @@ def test_tensors_describe_all_of_it() -> None:
         {"counts": torch.tensor([110, 110, 0])},
         {"counts": torch.tensor([110.0, 110.0, 110.0])},
         {"counts": torch.tensor([1, 110, 110])},
-        {"sums": torch.zeros(3, 9, dtype=torch.float64)},
-        {"sums": torch.zeros(3, 10)},
-        {"sums": torch.full((3, 10), -1.0, dtype=torch.float64)},
-        {"sums": torch.full((3, 10), math.nan, dtype=torch.float64)},
-        {"sums": torch.full((3, 10), 1e9, dtype=torch.float64)},
+        {"sums": torch.zeros(3, 10, dtype=torch.float64)},
+        {"sums": torch.zeros(3, 11)},
+        {"sums": torch.full((3, 11), -1.0, dtype=torch.float64)},
+        {"sums": torch.full((3, 11), math.nan, dtype=torch.float64)},
+        {"sums": torch.full((3, 11), 1e9, dtype=torch.float64)},
     ],
 )
 def test_tensors_that_describe_nothing_are_refused(wrong: dict[str, Any]) -> None:
@@ -172,3 +172,36 @@ def test_of_no_samples_nothing_is_known() -> None:
         df.Estimate.of(torch.zeros(3))
     with pytest.raises(ValueError, match="last must be an integer >= 1"):
         df.Estimate.of(torch.zeros(2, 3), last=0)
+
+
+@pytest.mark.parametrize(("at_home", "plain"), [(0.9, 0.7), (0.6, 0.95)])
+def test_unlabelled_source_data_say_what_the_drop_of_confidence_means(
+    at_home: float, plain: float
+) -> None:
+    """Half of it is 0.05 + 2.2 points for each point of plain confidence lost, 0 or more."""
+    logp = predictions(300)
+    error, _ = by_hand(logp)
+    opinions = Opinions.of(logp, torch.full((300,), plain, dtype=torch.float64))
+    found = Expectation(opinions, SourceCalibration(None, at_home)).estimate
+    expected = 0.5 * error + 0.5 * max(0.0, 0.05 + 2.2 * (at_home - plain))
+    assert found.accuracy == pytest.approx(1 - expected, rel=1e-9)
+    reach = found.high - found.accuracy
+    assert reach == pytest.approx(by_hand_reach(logp, expected), rel=1e-9)
+
+
+def by_hand_reach(logp: Tensor, error: float) -> float:
+    sure = logp.exp().max(-1)[0]
+    chance = float((sure * (1 - sure)).sum()) / len(logp) ** 2
+    return 1.96 * math.sqrt(chance + (0.2 * error) ** 2)
+
+
+def test_plain_confidences_change_nothing_without_source_data() -> None:
+    logp = predictions(300)
+    other = Opinions.of(logp, torch.full((300,), 0.1))
+    assert Expectation(other).estimate == Expectation(Opinions.of(logp)).estimate
+
+
+def test_of_one_class_nothing_is_known() -> None:
+    found = df.Estimate.of(torch.zeros(50, 1))
+    assert (found.samples, found.low, found.high) == (0, 0.0, 1.0)
+    assert math.isnan(found.accuracy)

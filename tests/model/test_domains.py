@@ -20,7 +20,7 @@ from driftfilter.model.clusters import (
     log_density,
     regularize,
 )
-from driftfilter.model.domains import _STAYS, SOURCE, KnownDomains
+from driftfilter.model.domains import _STAYS, SOURCE, KnownDomains, _Domain
 from oracles import array
 
 WIDTH = 10
@@ -224,6 +224,34 @@ def test_the_budget_merges_what_is_one_and_forgets_what_is_oldest() -> None:
     mean, covariance = find_moments(torch.cat((first, wider)).float().double())
     torch.testing.assert_close(division.known.means[0], mean)
     torch.testing.assert_close(division.known.covariances[0], covariance)
+
+
+@pytest.mark.parametrize("size", [16, 70])
+def test_signatures_that_nobody_will_read_are_not_kept(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against domains that keep all of the latest: new ones, mixed ones, one that falls apart."""
+    random, batches = np.random.default_rng(size), list[Tensor]()
+    for step in range(4000 // size):
+        own = random.integers(0, 1 + step * size // 800, 1 if step % 9 else 2)
+        pieces = [draw(int(name), size // len(own), 100 + step) for name in own]
+        batches.append(torch.cat(pieces)[torch.from_numpy(random.permutation(size))])
+    found, known = follow(df.Domains(), batches)
+    with monkeypatch.context() as patch:
+        patch.setattr(_Domain, "needed", property(lambda domain: domain.pool))
+        expected, every = follow(df.Domains(), batches)
+    assert found == expected
+    assert len(known.names) > 1
+    assert len(known.pool) < len(every.pool)
+    for name in ("means", "covariances", "alpha", "fresh", "due", "waiting"):
+        assert torch.equal(getattr(known, name), getattr(every, name))
+    ends = [
+        pool[len(pool) - kept :]
+        for pool, kept in zip(
+            every.pool.split(every.sizes.tolist()), known.sizes.tolist(), strict=True
+        )
+    ]
+    assert torch.equal(known.pool, torch.cat(ends))
 
 
 def test_what_is_known_is_kept_in_tensors() -> None:

@@ -4,6 +4,7 @@ stream, held against formulas written out.
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 import driftfilter as df
 from driftfilter.networks.alignment import align, find_alignable
+from driftfilter.networks.batch_trust import SHIFT
 from driftfilter.networks.shared_copy import twin
 from small import assert_same
 
@@ -164,7 +166,11 @@ def test_source_data_choose_alignment_and_print_it() -> None:
     assert adapter.recipe.align
     assert "there are source data" in str(adapter)
     by_batch = images(nn.BatchNorm2d(4)).double().eval()
-    assert not df.adapt(by_batch, data=source).recipe.align
+    by_data = df.adapt(by_batch, data=source)
+    assert not by_data.recipe.align
+    assert by_data.recipe == df.presets.get("driftfilter", norms="measured")
+    assert "source data" in str(by_data)
+    assert df.adapt(by_batch).recipe == df.presets.get("driftfilter")
     adapter(stream)
     model, source, _ = make("table")
     assert not df.adapt(model, data=source).recipe.align  # clean tables were seen to lose
@@ -200,7 +206,8 @@ def test_moments_are_measured_once_and_travel_with_a_checkpoint(tmp_path: Path) 
     adapter(stream)
     adapter.reset()
     first = adapter(stream)
-    assert len(passes) == 3  # moments, shares of classes, and whether there are labels
+    # moments, shares of classes, smoothed labels, and whether there are labels at all
+    assert len(passes) == 4
     path = tmp_path / "state.safetensors"
     df.save(adapter, path)
     other = df.adapt(model, data=source + 1, monitor=None)  # other data: the file's moments hold
@@ -287,3 +294,106 @@ def test_a_posterior_of_ones_own_is_refused_for_it_is_over_other_parameters() ->
     belief = df.Belief(df.Network(model).mean(), df.Diagonal(torch.ones(8, dtype=torch.float64)))
     with pytest.raises(ValueError, match=r"Recipe\.source must be another one"):
         df.adapt(model, data=source, source=df.Given(belief))
+
+
+# Batch norms, whose shift is measured from source data
+
+
+def deep() -> tuple[nn.Sequential, Tensor, Tensor]:
+    """Two batch norms whose running statistics are not what they see, source data and a stream."""
+    torch.manual_seed(0)
+    norms = nn.BatchNorm2d(4), nn.BatchNorm2d(5)
+    model = nn.Sequential(
+        *(nn.Conv2d(2, 4, 3, padding=1), norms[0], nn.ReLU()),
+        *(nn.Conv2d(4, 5, 3, padding=1), norms[1], nn.ReLU()),
+        *(nn.Flatten(), nn.Linear(80, 3)),
+    )
+    model = model.double().eval()
+    source = torch.randn(40, 2, 4, 4, dtype=torch.float64)
+    with torch.no_grad():
+        for place, norm in zip((1, 4), norms, strict=True):
+            mean, variance = moments_of(model[:place](source))
+            norm._buffers.update(running_mean=mean, running_var=2.5 * variance)
+    return model, source, 1.3 * torch.randn(24, 2, 4, 4, dtype=torch.float64) + 0.4
+
+
+MEASURED = df.Recipe(df.NormAffine(), df.Ema(0.5, 4.0, 1e9, baseline="data"), inference=df.Frozen())
+
+
+def shift_of(adapter: df.Adapter, inputs: Tensor) -> float:
+    adapter(inputs)
+    total, samples, _ = adapter.state.memory[SHIFT].tolist()
+    return float(total / samples)
+
+
+def test_the_shift_is_told_from_moments_of_source_data() -> None:
+    """By the formulas of batch_trust.py, written out: of two layers the last is left out."""
+    model, source, stream = deep()
+    with torch.no_grad():
+        seen, own = model[0](source), model[0](stream)
+        p = model(stream).softmax(-1).mean(0)
+    mean, variance = moments_of(seen)
+    own_mean, own_variance = moments_of(own)
+    variance, own_variance = variance + 1e-5, own_variance + 1e-5
+    r = (own.mean((2, 3)).var(0, correction=0) / own_variance).clamp(0.05, 1)
+    far = (own_mean - mean) ** 2 / (r * torch.maximum(variance, own_variance))
+    wide = (1 - r) * (own_variance / variance).log() ** 2
+    shown = 3 * (1 - (1 - 1 / 3) ** 24)
+    diversity = (torch.special.entr(p).sum().exp() / shown).clamp(max=1)
+    by_chance = 1 / 24 + 1 / 40
+    expected = ((far + wide).mean() - by_chance) / (1 + 2 * (1 - diversity) ** 2) / (1 + 8 / 24)
+    adapter = df.adapt(model, MEASURED, data=df.SourceData(source, batch_size=7), monitor=None)
+    assert shift_of(adapter, stream) == pytest.approx(float(expected), rel=1e-5)
+    plain = df.adapt(model, replace(MEASURED, statistics=df.Ema(0.5, 4.0, 1e9)), monitor=None)
+    assert shift_of(plain, stream) != pytest.approx(float(expected), rel=0.1)
+
+
+def test_source_data_have_no_shift_from_themselves() -> None:
+    model, source, _ = deep()
+    adapter = df.adapt(model, MEASURED, data=source, monitor=None)
+    assert -2 / 40 <= shift_of(adapter, source) < 0
+
+
+def test_a_baseline_changes_no_prediction_of_the_source_and_no_model() -> None:
+    model, source, stream = deep()
+    before = copy.deepcopy(model.state_dict())
+    adapter = df.adapt(model, replace(MEASURED, statistics="source"), monitor=None)
+    measured = df.adapt(model, "driftfilter", data=source, monitor=None)
+    measured(stream)
+    assert model.state_dict().keys() == before.keys()
+    for name, value in model.state_dict().items():
+        assert_same(value, before[name])
+    with torch.no_grad():
+        torch.testing.assert_close(adapter(stream), model(stream).log_softmax(-1))
+
+
+def test_at_home_by_its_data_a_network_stays_as_it_is() -> None:
+    """Though its running statistics are far from what it sees: with these alone it moves."""
+    model, source, _ = deep()
+    home = df.adapt(model, data=source, monitor=None, labels=None, centering=None)
+    away = df.adapt(model, monitor=None, labels=None, centering=None)
+    with torch.no_grad():
+        expected = model(source).argmax(-1)
+    assert torch.equal(home(source).argmax(-1), expected)
+    start = home.state.source.mean
+    moved = [(each.state.belief.mean - start).norm() for each in (home, away) if each(source).any()]
+    assert moved[0] < 0.05 * moved[1]
+
+
+def test_a_baseline_travels_with_a_checkpoint(tmp_path: Path) -> None:
+    model, source, stream = deep()
+    adapter = df.adapt(model, data=source, monitor=None)
+    adapter(stream)
+    df.save(adapter, tmp_path / "state")
+    other = df.adapt(model, data=source + 9, monitor=None)
+    df.load(other, tmp_path / "state")
+    for _ in range(6):
+        assert torch.equal(adapter(stream), other(stream))
+
+
+def test_a_baseline_needs_source_data() -> None:
+    model, _, _ = deep()
+    with pytest.raises(ValueError, match="adapt: data must be source inputs"):
+        df.adapt(model, MEASURED)
+    with pytest.raises(ValueError, match="no samples"):
+        df.adapt(model, MEASURED, data=df.SourceData([]))(torch.zeros(4, 2, 4, 4))

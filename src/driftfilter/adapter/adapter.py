@@ -394,6 +394,9 @@ class Adapter(nn.Module):
         """
         is_one = isinstance(snapshot, AdapterState)
         require(is_one, "restore: snapshot", type(snapshot).__name__, "what snapshot() returned")
+        other = self.recipe if snapshot.bound is None else snapshot.bound.recipe
+        same = other is self.recipe or plain(other) == self.plain_recipe
+        require(same, "restore: snapshot", f"of the recipe {other}", "of the adapter's own")
         with self._lock:
             before, self._now = self._now, snapshot
             try:
@@ -675,11 +678,13 @@ class Adapter(nn.Module):
         alone, shards = gather_samples(prediction.log_probabilities), current()
         now, together = now.put_in_order(chain, alone)
         own = together if shards is None else together[shards.mine]
-        return now, replace(prediction, log_probabilities=own)
+        plain = prediction.plain_confidence  # of each sample by itself
+        return now, replace(prediction, log_probabilities=own, plain=plain)
 
     def _believe(self, now: AdapterState, prediction: Prediction) -> AdapterState:
         """With what is predicted, by all ranks."""
-        return now.believe(gather_samples(prediction.log_probabilities))
+        both = prediction.log_probabilities, prediction.plain_confidence
+        return now.believe(*map(gather_samples, both))
 
     def _fill(self, now: AdapterState, inputs: Inputs) -> tuple[AdapterState, Prediction]:
         """Predict a batch, then offer its samples to the buffer, of which an update is made

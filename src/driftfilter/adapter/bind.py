@@ -22,9 +22,11 @@ from driftfilter.distributed.stream import shard_model
 from driftfilter.filtering import Filter, FilterState
 from driftfilter.inference.accuracy import ENOUGH, SourceCalibration, confidence
 from driftfilter.inference.optimizers import GradientStep
+from driftfilter.inference.prediction import SMOOTHING
+from driftfilter.inference.smoothed_labels import unsmooth
 from driftfilter.model.losses import Sum, as_loss
 from driftfilter.model.predictive import PredictiveModel
-from driftfilter.networks.alignment import MOMENTS, align
+from driftfilter.networks.alignment import MOMENTS, align, compare
 from driftfilter.networks.initialization import find_wanted, initialize
 from driftfilter.networks.network import Network
 from driftfilter.networks.shared_copy import twin
@@ -36,10 +38,11 @@ from driftfilter.source.posterior import Laplace, PointMass, SourceData
 def fit_recipe(recipe: Recipe, data: SourceData | None) -> Recipe:
     """The recipe, or the nearest one if there are no source data for its posterior or its loss."""
     require(
-        data is not None or not recipe.align,
+        data is not None or not recipe.measures_source,
         "adapt: data",
         None,
-        "source inputs, of which Recipe.align (norms='aligned') takes the statistics",
+        "source inputs, of which Recipe.align (norms='aligned') or Ema(baseline='data') "
+        "(norms='measured') takes the statistics",
     )
     require(
         not (recipe.align and isinstance(recipe.source, Given)),
@@ -149,7 +152,8 @@ class BoundFilter(NamedTuple):
     copied: bool  # whether some weights are copies, which do not see what is written to the model
     read: ModelSnapshot
     refused: Mapping[str, str]  # measures for speed that the model has shown not to take -> why
-    # How right and how sure the source is on data of its own with labels; None without them.
+    recipe: Recipe
+    # How sure the source is on data of its own, and how right if they have labels; None without.
     calibration: SourceCalibration | None = None
 
     def fits(self, model: nn.Module, example: Inputs | None, learned: bool) -> bool:
@@ -217,7 +221,7 @@ class FilterOptions:
         recipe, read, speed = self.recipe, ModelSnapshot.of(model), self.speed
         frozen = twin(model, bool(speed.channels_last))
         picks = (self.output, example, found, self.observed)
-        aligned = self._align(frozen, found) if recipe.align else {}
+        measured = self._measure(frozen, found) if recipe.measures_source else {}
         logits, mean, told = initialize(frozen, recipe.parameters, recipe.statistics, *picks)
         refused = self._quicken(logits, model) if isinstance(logits, Network) else {}
         final = find_wanted(recipe.parameters) <= set(
@@ -237,12 +241,14 @@ class FilterOptions:
             start = whole.init(recipe.source(logits, mean, self.data), self.seed, self.data)
             calibration = None
             if final:
-                calibration = self._calibrate(logits.by_source, mean)
+                calibration = self._calibrate(logits.by_source, mean, start.memory.get(SMOOTHING))
         for reason in speed.find_ignored(start.belief.mean.device):
             warn(reason)
-        copied = bool(speed.channels_last) or recipe.align
-        known = {**told, **aligned}
-        return BoundFilter(filt, apart, start, known, final, copied, read, refused, calibration)
+        copied = bool(speed.channels_last) or recipe.measures_source
+        known = {**told, **measured}
+        return BoundFilter(
+            filt, apart, start, known, final, copied, read, refused, recipe, calibration
+        )
 
     def _quicken(self, network: Network, model: nn.Module) -> Mapping[str, str]:
         """Turn on what makes passes over a network faster; what it will turn out not to take."""
@@ -253,30 +259,39 @@ class FilterOptions:
             network.capturing = "if possible" if self.speed.cuda_graphs is None else "yes"
         return network.refused
 
-    def _calibrate(self, model: PredictiveModel, mean: Tensor) -> SourceCalibration | None:
-        """How right and how sure the source is on the first of its data that have labels."""
+    def _calibrate(
+        self, model: PredictiveModel, mean: Tensor, smoothing: Tensor | None
+    ) -> SourceCalibration | None:
+        """How sure the source is on the first of its data. If they have labels: how right, too, and
+        how sure without what smoothed labels have added, as predictions are.
+        """
         found: list[Tensor] = []
         for inputs, labels in self.data or ():
-            if labels is None or sum(map(len, found)) >= ENOUGH:
+            if sum(map(len, found)) >= ENOUGH:
                 break
             logs = model(mean, each(inputs, lambda part: part.to(mean.device))).log_softmax(-1)
-            right = logs.argmax(-1) == labels.to(logs.device)
-            found.append(torch.stack((right.double(), confidence(logs).double()), 1))
+            if labels is not None and smoothing is not None:
+                logs = unsmooth(logs, smoothing.to(logs))
+            told = [confidence(logs).double()]
+            if labels is not None:
+                told.append((logs.argmax(-1) == labels.to(logs.device)).double())
+            found.append(torch.stack(told, 1))
         return SourceCalibration.of(torch.cat(found)) if found else None
 
-    def _align(self, frozen: nn.Module, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Put statistics behind the layers of a twin: those of the source data, unless a
-        checkpoint has brought them.
+    def _measure(self, frozen: nn.Module, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Put statistics behind the layers of a twin, or beside those of its batch norms: of the
+        source data, unless a checkpoint has brought them.
         """
         assert self.data is not None
         inputs = (inputs for inputs, _ in self.data)
+        put = align if self.recipe.align else compare
         with among(None):
-            return {MOMENTS: align(frozen, found.get(MOMENTS), inputs)}
+            return {MOMENTS: put(frozen, found.get(MOMENTS), inputs)}
 
 
 def _places(tensors: Iterable[Tensor]) -> list[int]:
     """Addresses, which no two devices share: before each step, so it must not take long."""
-    return [tensor.data_ptr() for tensor in tensors]
+    return list(map(Tensor.data_ptr, tensors))
 
 
 def _versions(tensors: Iterable[Tensor]) -> list[int]:

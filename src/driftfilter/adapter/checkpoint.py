@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from driftfilter import __version__
 from driftfilter.base.checks import require, require_count
@@ -67,18 +67,26 @@ def save(
 
 def encode(adapter: Adapter, notes: Mapping[str, Any] | None = None) -> list[Any]:
     """The content of a file of ``save``, in pieces."""
-    state = adapter.state_dict()
-    header = {
+    return join_parts(describe(adapter), adapter.state_dict(), notes)
+
+
+def describe(adapter: Adapter) -> dict[str, Any]:
+    """What a checkpoint says of the adapter, whatever has been learned."""
+    return {
         "format": FORMAT,
         "library": __version__,
         "recipe": adapter.plain_recipe,
         "adapter": _options(adapter),
         "model": adapter.fingerprint._asdict(),
-        "step": int(state["step"]),
-        "seed": int(state["seed"]),
-        "notes": notes or {},
     }
-    return seal(header, state)
+
+
+def join_parts(
+    header: Mapping[str, Any], tensors: Mapping[str, Tensor], notes: Mapping[str, Any] | None
+) -> list[Any]:
+    """The content of a file from what ``describe`` said, named tensors and notes, in pieces."""
+    counts = {"step": int(tensors["step"]), "seed": int(tensors["seed"])}
+    return seal({**header, **counts, "notes": notes or {}}, tensors)
 
 
 def load(adapter: Adapter, path: str | Path, strict: bool = True) -> dict[str, Any]:
@@ -102,7 +110,7 @@ def decode(adapter: Adapter, data: bytes, strict: bool = True) -> dict[str, Any]
     fit, and change nothing.
     """
     header, tensors = unseal(data)
-    _require_fit(header, adapter, strict)
+    require_fit(header, adapter, strict)
     for name in ("step", "seed"):
         told, held = header.get(name), tensors[name].tolist() if name in tensors else None
         require(told is None or told == held, f"its {name}", told, f"{held}, as in its tensors")
@@ -120,7 +128,8 @@ def fingerprint(model: nn.Module) -> Fingerprint:
     return Fingerprint(shapes.hexdigest(), values.hexdigest())
 
 
-def _require_fit(header: Mapping[str, Any], adapter: Adapter, strict: bool) -> None:
+def require_fit(header: Mapping[str, Any], adapter: Adapter, strict: bool = True) -> None:
+    """Raise unless what a checkpoint says of its adapter fits this one."""
     for name, kinds in _HEADER.items():
         require(name in header, "its header", sorted(header), f"complete, with {name!r}")
         require(isinstance(header[name], kinds), f"its {name}", header[name], f"of {kinds}")

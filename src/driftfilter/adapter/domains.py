@@ -66,9 +66,8 @@ class Slot(NamedTuple):
     def to_tensors(self) -> dict[str, Tensor]:
         """As named tensors, for a checkpoint; the source of the states is not repeated."""
         found = {_CALLS: torch.tensor(self.calls), **samples_to_tensors(self.recent)}
-        tensors = {} if self.state is None else to_tensors(self.state)
-        kept = {key: value for key, value in tensors.items() if not key.startswith("source.")}
-        found |= {_STATE + key: value for key, value in kept.items()}
+        tensors = {} if self.state is None else to_tensors(self.state, with_source=False)
+        found |= {_STATE + key: value for key, value in tensors.items()}
         return found | (self.watch.to_tensors() if self.watch.turns else {})
 
     @classmethod

@@ -30,7 +30,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from driftfilter.base.checks import require, warn
 from driftfilter.base.inputs import Inputs, arguments, batch_size
-from driftfilter.inference.prediction import MAP, Moderated, Tempered
+from driftfilter.inference.prediction import MAP, SMOOTHING, Moderated, Tempered
 from driftfilter.model.centering import Centered
 from driftfilter.model.predictive import LinearHead, PredictiveModel
 from driftfilter.networks.features import Backbone, OnFeatures, find_head
@@ -156,6 +156,11 @@ def _find_temperature(adapter: Adapter, example: Inputs | None) -> float:
         warn(f"export: {rule} is left out: the network predicts by the mean of the belief alone")
         return 1.0
     require(example is not None, "export: example", None, f"a batch: {rule} has a temperature")
+    if SMOOTHING in adapter.snapshot().current.memory:
+        warn(
+            "export: what smoothed labels have added is left in: the network is less sure than "
+            "predictions of the adapter"
+        )
     args, named = arguments(example)
     variance = float(adapter.predict(*args, **named).logit_variance[0, 0])
     return math.sqrt(1 + math.pi / 4 * variance)

@@ -44,6 +44,7 @@ from driftfilter.storage.state_tensors import (
     read_count,
     samples_from_tensors,
     samples_to_tensors,
+    source_to_tensors,
     to_tensors as state_to_tensors,
 )
 
@@ -264,9 +265,9 @@ class AdapterState(NamedTuple):
         kept = samples(together, total - wanted, total) if total > wanted else together
         return kept, kept
 
-    def believe(self, log_probabilities: Tensor) -> Self:
-        """With the predictions [n, k] that users were given."""
-        new = Opinions.of(log_probabilities)
+    def believe(self, log_probabilities: Tensor, plain: Tensor) -> Self:
+        """With the predictions [n, k] that users were given, and their plain confidences [n]."""
+        new = Opinions.of(log_probabilities, plain)
         return self._replace(opinions=new if self.opinions is None else self.opinions.extend(new))
 
     @property
@@ -338,20 +339,36 @@ class AdapterState(NamedTuple):
 
     def to_tensors(self, recipe: Recipe, watched: bool) -> dict[str, Tensor]:
         """As named tensors, for a checkpoint."""
+        return self.own_tensors(watched) | self.shared_tensors(recipe)
+
+    def own_tensors(self, watched: bool) -> dict[str, Tensor]:
+        """Named tensors that every call changes."""
         return {
-            "recipe": as_tensor(_memory_of(recipe)),
             "calls": torch.tensor(self.calls),
             "number": torch.tensor(self.number),
-            **state_to_tensors(self.current),
+            **state_to_tensors(self.current, with_source=False),
             **samples_to_tensors(self.recent),
             **{_BUFFER + name: tensor for name, tensor in self.known.items()},
-            **{_MODEL + name: tensor for name, tensor in self.found.items()},
             **({} if self.labels is None else {_LABELS: self.labels}),
             **({} if self.domains is None else self.domains.to_tensors()),
             **_name(_OPINIONS, {} if self.opinions is None else self.opinions.to_tensors()),
             **self.taught.to_tensors(),
             **(self.watch.to_tensors() if watched else {}),
         }
+
+    def shared_tensors(self, recipe: Recipe) -> dict[str, Tensor]:
+        """Named tensors that all streams on one model have in common, unless the source moves."""
+        return {
+            "recipe": as_tensor(_memory_of(recipe)),
+            **source_to_tensors(self.current),
+            **{_MODEL + name: tensor for name, tensor in self.found.items()},
+        }
+
+    @property
+    def has_own_source(self) -> bool:
+        """Whether the source is no longer that of all streams on the model."""
+        assert self.bound is not None
+        return self.state is not None and self.state.source is not self.bound.start.source
 
     def to_compare(self, recipe: Recipe) -> dict[str, Tensor]:
         """Named tensors on which later results depend, for ranks to compare; none before a step.

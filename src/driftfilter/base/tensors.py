@@ -12,7 +12,7 @@ from driftfilter.base.checks import require, unchecked
 
 def as_tensor(text: str) -> Tensor:
     """A text as a tensor of bytes, for a checkpoint holds nothing else."""
-    return torch.tensor(list(text.encode()), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
 
 
 def as_text(tensor: Tensor) -> str:

@@ -15,6 +15,7 @@ from torch import Tensor
 from driftfilter.base.checks import require, require_finite, unchecked
 from driftfilter.compiled.batched import step_batched
 from driftfilter.compiled.fleet_file import read, require_plain
+from driftfilter.compiled.fleet_opinions import COUNTS, SUMS, FleetOpinions
 from driftfilter.compiled.plan import (
     Uncovered,
     give_up,
@@ -28,6 +29,7 @@ from driftfilter.filtering import Filter, FilterState
 from driftfilter.gaussian.belief import Belief
 from driftfilter.gaussian.diagonal import Diagonal
 from driftfilter.gaussian.full import Full
+from driftfilter.inference.accuracy import Estimate, Expectation
 from driftfilter.inference.prediction import Prediction
 from driftfilter.storage.atomic import atomic_file
 from driftfilter.storage.sealed import FAILURES, CheckpointError, seal
@@ -48,7 +50,8 @@ class Fleet:
 
     The filter is one that ``Filter.run`` compiles (docs/speed.md): LinearHead, Full or Diagonal
     beliefs, Linearized inference. Streams start at ``belief``, which is the source of all. A call
-    that fails changes no stream.
+    that fails changes no stream. ``estimates``: keep what ``estimate`` needs, 22 (2k + 3) numbers a
+    stream; without them nothing is kept, and steps of small beliefs take less time.
 
     >>> import torch, driftfilter as df
     >>> filt = df.Filter(df.LinearHead(2), inference=df.Linearized(df.Hessian()))
@@ -61,7 +64,12 @@ class Fleet:
     """
 
     def __init__(
-        self, filt: Filter, belief: Belief, streams: Iterable[StreamName] = (), seed: int = 0
+        self,
+        filt: Filter,
+        belief: Belief,
+        streams: Iterable[StreamName] = (),
+        seed: int = 0,
+        estimates: bool = False,
     ) -> None:
         self.filter, self._start = filt, filt.init(belief, seed)
         try:
@@ -93,6 +101,8 @@ class Fleet:
             torch.empty(0, dtype=torch.int64),
         )
         self._spare: tuple[Tensor, Tensor] | None = None
+        require(isinstance(estimates, bool), "Fleet: estimates", estimates, "True or False")
+        self._opinions = FleetOpinions.start(0, self._head.classes) if estimates else None
         self.add(streams)
 
     def __len__(self) -> int:
@@ -131,6 +141,9 @@ class Fleet:
         self._low = torch.cat((self._low, low.cpu().expand(len(new))))
         self._steps = torch.cat((self._steps, torch.zeros(len(new), dtype=torch.int64)))
         self._seeds = torch.cat((self._seeds, torch.arange(first, first + len(new))))
+        if self._opinions is not None:
+            fresh = FleetOpinions.start(len(new), self._head.classes)
+            self._opinions = self._opinions.join(fresh)
         self._rows.update(
             {stream: len(self._rows) + position for position, stream in enumerate(new)}
         )
@@ -148,11 +161,21 @@ class Fleet:
             self._seeds[index],
         )
         self._rows = {stream: position for position, (stream, _) in enumerate(kept)}
+        self._opinions = None if self._opinions is None else self._opinions.pick(index)
         self._spare = None
 
     def state(self, stream: StreamName) -> FilterState:
         """What one stream has learned, as the state of a filter of its own."""
         return self._state(int(self._indices([stream])[0]))
+
+    def estimate(self, stream: StreamName) -> Estimate:
+        """Expected accuracy of one stream over its last thousand samples, with an interval, without
+        labels (docs/knowing.md).
+        """
+        allowed = "True, so that what was predicted is kept"
+        require(self._opinions is not None, "Fleet: estimates", False, allowed)
+        assert self._opinions is not None
+        return Expectation(self._opinions.of(int(self._indices([stream])[0]))).estimate
 
     def _state(self, row: int) -> FilterState:
         mean, values = self._mean[row].clone(), self._values[row].clone()
@@ -217,7 +240,7 @@ class Fleet:
             done.append((streams, *self._advance(features, streams)))
         predictions: dict[StreamName, Prediction] = {}
         for streams, rows, after, out in done:  # every group has gone well
-            self._commit(rows, after, 1)
+            self._commit(rows, after, out[0])
             predictions |= {
                 stream: Prediction(out[0][i, 0], out[1][i, 0]) for i, stream in enumerate(streams)
             }
@@ -231,7 +254,7 @@ class Fleet:
         rows, after, (logp, variance) = self._advance(
             features, None if streams is None else list(streams)
         )
-        self._commit(rows, after, features.shape[1])
+        self._commit(rows, after, logp)
         return Prediction(logp, variance)
 
     def _advance(
@@ -282,8 +305,10 @@ class Fleet:
         )
         require_finite("Fleet: features", features)
 
-    def _commit(self, rows: Tensor, after: Beliefs, steps: int) -> None:
-        mean, values, low = after
+    def _commit(self, rows: Tensor, after: Beliefs, log_probabilities: Tensor) -> None:
+        (mean, values, low), steps = after, log_probabilities.shape[1]
+        if self._opinions is not None:
+            self._opinions.extend(rows, log_probabilities)
         if self._are_all(rows):
             self._spare = (self._mean, self._values)  # the next step writes where this one read
             self._mean, self._values, self._low = mean, values, low
@@ -399,6 +424,7 @@ class Fleet:
             "low": self._low,
             "step": self._steps,
             "seed": self._seeds,
+            **({} if self._opinions is None else self._opinions.to_tensors()),
         }
 
     def load(self, path: str | Path) -> None:
@@ -411,6 +437,8 @@ class Fleet:
             raise CheckpointError(f"{path} was not loaded: {error}") from error
         device = self._mean.device  # on which there may be no room for them
         mean, values = (tensors[name].to(device) for name in ("mean", "values"))
+        if self._opinions is not None:
+            self._opinions = FleetOpinions(tensors[SUMS], tensors[COUNTS])
         self._mean, self._values, self._low = mean, values, tensors["low"]
         self._steps, self._seeds = tensors["step"], tensors["seed"]
         self._rows = {stream: row for row, stream in enumerate(names)}

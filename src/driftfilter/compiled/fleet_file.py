@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from driftfilter.base.checks import require, require_finite, require_positive, require_squarable
+from driftfilter.compiled.fleet_opinions import SUMS, FleetOpinions
 from driftfilter.compiled.scan import find_limits
 from driftfilter.storage.sealed import unseal
 
@@ -22,6 +23,8 @@ def read(
     require(header.get("fleet") == filt, "its filter", header.get("fleet"), filt)
     names = require_plain("its streams", header.get("streams"))
     found = {name: _find(name, tensors, len(names), like) for name, like in mine.items()}
+    if SUMS in found:
+        FleetOpinions.from_tensors(found)
     require_squarable("its 'mean'", found["mean"])
     require_finite("its 'low'", found["low"])
     require(bool((found["step"] >= 0).all()), "its 'step'", found["step"][:3], "numbers >= 0")

@@ -7,6 +7,16 @@ max_y p_i(y), their mean c, the mean prediction p̄ and the shares l of the pred
     floor   e >= D (1 - exp(-L))            if there is a second opinion
     band    1 - e ± z √( s Σ_i c_i (1 - c_i) / n² + (κ e)² )
 
+With source data that have no labels, half of it is what the drop of the confidence says, by the
+confidences at the mean parameters, without a temperature and before labels are put in order: c° in
+the stream, c_S of the source on its own data,
+
+    error   e = ½ (1 - c) w + ½ (0.05 + 2.2 (c_S - c°)),   the second part >= 0
+
+for a network that was trained with smoothed labels is right more often than it is confident at the
+source, and less often under a shift, while the drop of its confidence says as much as that of
+others.
+
 g is how much more often the source is right on labelled data of its own than it is confident, 0
 without such data; of a source that is too little confident only what is above δ counts, for most
 often these data are what it was trained on, and flatter it.
@@ -26,7 +36,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, Self, final
+from typing import Any, NamedTuple, Self, final
 
 import torch
 from torch import Tensor
@@ -37,10 +47,14 @@ from driftfilter.base.light import as_torch, count, join, lighten, match, total
 WINDOW = 1000  # samples, or a block more
 BLOCK = 100  # samples that are summed up together, or a batch if that is larger
 ENOUGH = 1000  # labelled samples of the source
+_ONE_CLASS = 5  # columns of the sums: its probability is 1, which says nothing
 _Z = 1.96  # of a normal distribution, for 95 %
 _WEIGHT = 3.0  # α, as AETTA has it
 _HEAVIEST = 1.25
 _FLATTERS = 0.03  # δ
+# Of the error by the drop of the confidence: its share, how often a source is wrong on new data of
+# its own, and points of accuracy for each point of confidence (benchmarks/search_knowing.py).
+_SHARE, _AT_HOME, _SLOPE = 0.5, 0.05, 2.2
 # κ: how far the error is off under a shift, as a part of it, without labelled source data and with
 # them (benchmarks/estimate.py).
 _OFF, _LESS_OFF = 0.2, 0.15
@@ -84,38 +98,45 @@ class SecondOpinion(NamedTuple):
 
 
 class SourceCalibration(NamedTuple):
-    """How right and how sure the source is on labelled data of its own."""
+    """How right and how sure the source is on data of its own."""
 
-    accuracy: float
-    confidence: float
+    accuracy: float | None  # None: they have no labels
+    confidence: float  # c_S
 
-    @property
-    def excess(self) -> float:
-        """g: how much more often it is right than sure."""
+    def correct(self, error: float, plain: float) -> float:
+        """The error that is expected in a stream with a plain confidence c°."""
+        if self.accuracy is None:
+            told = max(0.0, _AT_HOME + _SLOPE * (self.confidence - plain))
+            return (1 - _SHARE) * error + _SHARE * told
         gap = self.accuracy - self.confidence
-        return max(0.0, gap - _FLATTERS) if gap > 0 else gap
+        return error - (max(0.0, gap - _FLATTERS) if gap > 0 else gap)
 
     @classmethod
     def of(cls, found: Tensor) -> SourceCalibration:
-        """From whether samples are right, and how sure, [n, 2]."""
-        return cls(*found.mean(0).tolist())
+        """From how sure it is of samples, and whether it is right if they have labels, [n, 1 or
+        2].
+        """
+        sure, *right = found.mean(0).tolist()
+        return cls(right[0] if right else None, sure)
 
 
 class Opinions(NamedTuple):
     """Predictions of the last samples, summed up in blocks, the newest last; an immutable value."""
 
-    sums: Tensor  # [b, 2k + 2]: Σ p_i [k], samples by predicted label [k], Σ c_i, Σ c_i²
+    # [b, 2k + 3]: Σ p_i [k], samples by predicted label [k], Σ c_i, Σ c_i², Σ c°_i
+    sums: Tensor
     counts: tuple[int, ...]  # samples of each block
 
     @classmethod
-    def of(cls, log_probabilities: Tensor) -> Opinions:
-        """One block of log-probabilities [n, k]."""
+    def of(cls, log_probabilities: Tensor, plain: Tensor | None = None) -> Opinions:
+        """One block of log-probabilities [n, k], and plain confidences [n] if these are others."""
         wide = log_probabilities.double()
         best, labels = wide.max(-1)
         known = lighten(wide.exp().sum(0))
         sure = lighten(best.exp())
         labels = count(match(labels, known), wide.shape[1], known)
-        moments = (total(sure), total(sure * sure))
+        own = sure if plain is None else lighten(plain.double())
+        moments = (total(sure), total(sure * sure), total(own))
         return cls(as_torch(join(known, labels, moments, like=known))[None], (len(wide),))
 
     def extend(self, new: Opinions) -> Opinions:
@@ -123,10 +144,10 @@ class Opinions(NamedTuple):
         samples is dropped.
         """
         sums, counts = torch.cat((self.sums.to(new.sums), new.sums)), (*self.counts, *new.counts)
-        if sum(counts[-2:]) <= BLOCK:
+        if len(counts) > 1 and joins(*counts[-2:]):
             sums = torch.cat((sums[:-2], sums[-2:].sum(0, keepdim=True)))
             counts = (*counts[:-2], sum(counts[-2:]))
-        while sum(counts[1:]) >= WINDOW:
+        while is_old(sum(counts[1:])):
             sums, counts = sums[1:], counts[1:]
         return Opinions(sums, counts)
 
@@ -147,10 +168,10 @@ class Opinions(NamedTuple):
         found = f"{list(sums.shape)} {sums.dtype}, {list(counts.shape)} {counts.dtype}"
         fits = sums.dtype == torch.float64 and counts.dtype == torch.int64 and sums.dim() == 2
         fits = fits and 0 < len(sums) == counts.numel() and counts.dim() == 1
-        fits = fits and sums.shape[1] >= 4 and sums.shape[1] % 2 == 0
-        require(fits, f"state {prefix + 'sums'!r}", found, "torch.float64 [b, 2k + 2], and [b]")
+        fits = fits and sums.shape[1] >= 5 and sums.shape[1] % 2 == 1
+        require(fits, f"state {prefix + 'sums'!r}", found, "torch.float64 [b, 2k + 3], and [b]")
         require_finite(f"state {prefix + 'sums'!r}", sums)
-        k = sums.shape[1] // 2 - 1
+        k = (sums.shape[1] - 3) // 2
         require(classes in (None, k), f"state {prefix + 'sums'!r}", k, f"of {classes} classes")
         most = 1.001 * counts.double() + 1e-6
         parts = (sums[:, :k].sum(1), sums[:, k : 2 * k].sum(1), *sums[:, 2 * k :].T)
@@ -173,19 +194,31 @@ class Expectation(NamedTuple):
     def estimate(self) -> Estimate:
         """The formulas at the top of this file."""
         n = 0 if self.opinions is None else sum(self.opinions.counts)
-        if self.opinions is None or not n:
+        if self.opinions is None or not n or self.opinions.sums.shape[1] == _ONE_CLASS:
             return Estimate(math.nan, 0.0, 1.0, 0)
-        *shares, sure, squares = (self.opinions.sums.sum(0) / n).tolist()  # the only look there
+        means = (self.opinions.sums.sum(0) / n).tolist()  # the only look there
+        *shares, sure, squares, plain = means
         k = len(shares) // 2
         error = (1 - sure) * _weigh(_entropy(shares[:k]), _entropy(shares[k:]))
-        error -= 0.0 if self.source is None else self.source.excess
+        error = error if self.source is None else self.source.correct(error, plain)
         if self.second is not None:
             error = max(error, self.second.floor)
         error = min(max(error, 0.0), 1.0)
         chance = (1 + self.stay) / (1 - self.stay) * max(0.0, sure - squares) / n
-        off = (_OFF if self.source is None else _LESS_OFF) * error
+        known = self.source is not None and self.source.accuracy is not None
+        off = (_LESS_OFF if known else _OFF) * error
         reach = _Z * math.sqrt(chance + off**2)
         return Estimate(1 - error, max(0.0, 1 - error - reach), min(1.0, 1 - error + reach), n)
+
+
+def joins(last: Any, new: Any) -> Any:
+    """Whether so many new samples belong to the last block of so many."""
+    return last + new <= BLOCK
+
+
+def is_old(newer: Any) -> Any:
+    """Whether a block is dropped, by how many samples have come after it."""
+    return newer >= WINDOW
 
 
 def _weigh(expected: float, said: float) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NamedTuple, Protocol, final, runtime_checkable
 
@@ -28,13 +28,16 @@ from driftfilter.gaussian.covariance import antithetic
 from driftfilter.gaussian.diagonal import Diagonal
 from driftfilter.inference.accuracy import Estimate, Expectation, Opinions, confidence
 from driftfilter.inference.linearized import variance_along
+from driftfilter.inference.smoothed_labels import find_smoothing, unsmooth
 from driftfilter.model.closed_forms import kappa, variance_at
 from driftfilter.model.observation import Energy
 from driftfilter.model.predictive import PredictiveModel, logit_covariance
+from driftfilter.model.survey import SOURCE, SourceSamples
 from driftfilter.model.weighting import Memory, entropy
 
 _TINY = 1e-30  # in place of a sum of weights that are all 0
 SLOPES = remembered("prediction.slopes", "2")  # Σ_i g_iᵀ Σ⁻ g_i and Σ_i |u_i|², see Moderated
+SMOOTHING = remembered(f"{SOURCE}smoothing")  # ε [], see Moderated
 
 
 @final
@@ -45,6 +48,8 @@ class Prediction:
     log_probabilities: Tensor  # [n, k]
     logit_variance: Tensor  # [n, k]; 0 if the rule ignores the covariance
     expected_entropy: Tensor | None = None  # [n], E_q H(p), if the rule has draws of θ from q
+    # [n], confidences at the mean without the rule's temperature; None: those of the probabilities.
+    plain: Tensor | None = None
 
     @property
     def probabilities(self) -> Tensor:
@@ -60,6 +65,11 @@ class Prediction:
     def confidence(self) -> Tensor:
         """The probability of the most likely class [n]."""
         return confidence(self.log_probabilities)
+
+    @property
+    def plain_confidence(self) -> Tensor:
+        """The confidence [n] at the mean parameters, without the rule's temperature."""
+        return self.confidence if self.plain is None else self.plain
 
     @property
     def entropy(self) -> Tensor:
@@ -100,11 +110,12 @@ class Prediction:
 
     def pick(self, index: Any) -> Prediction:
         """The prediction of some samples."""
-        expected = self.expected_entropy
+        expected, plain = self.expected_entropy, self.plain
         return Prediction(
             self.log_probabilities[index],
             self.logit_variance[index],
             None if expected is None else expected[index],
+            None if plain is None else plain[index],
         )
 
 
@@ -113,10 +124,12 @@ def join_predictions(predictions: Sequence[Prediction]) -> Prediction:
     if len(predictions) == 1:
         return predictions[0]
     expected = [each.expected_entropy for each in predictions if each.expected_entropy is not None]
+    plain = [each.plain for each in predictions if each.plain is not None]
     return Prediction(
         torch.cat([each.log_probabilities for each in predictions]),
         torch.cat([each.logit_variance for each in predictions]),
         torch.cat(expected) if len(expected) == len(predictions) else None,
+        torch.cat(plain) if len(plain) == len(predictions) else None,
     )
 
 
@@ -177,6 +190,15 @@ class PredictionRule(Protocol):
     def learn(self, prior: Belief, energy: Energy, memory: Memory) -> Memory:
         """The memory with what the rule keeps of a batch, after inference."""
         return memory
+
+    def survey(
+        self,
+        model: PredictiveModel,
+        theta: Tensor,
+        data: Iterable[tuple[Inputs, Tensor | None]] | None,
+    ) -> Memory:
+        """What the rule remembers of source data, seen by the model at θ_S."""
+        return {}
 
     def of_each(self, belief: Belief, query: Query, draws: int) -> Prediction:
         """The prediction with an uncertainty of each sample, by products of the Jacobian with so
@@ -246,6 +268,10 @@ class Moderated(Checked, PredictionRule):
     ``variance`` σ²: v is that of parameters known up to σ² each, σ² I in place of Σ⁻. For a prior
     that is wide on purpose, and says how far a step may go rather than how sure one is.
 
+    With source data (``Filter.init``, adapt: data) that show a network trained on smoothed labels,
+    what the smoothing has put on other classes is taken off softmax(f(μ) / T)
+    (smoothed_labels.py): such a network is not as sure as it is right, which no T >= 1 mends.
+
     T is at most ``limit``. Batches of n < ``samples`` fade the sums of those before by 1 - n /
     samples, and add their own. Inputs predicted without adapting to them have the T of the last
     batch; T = 1 before the first one, and if the loss sees other outputs than the logits.
@@ -273,11 +299,25 @@ class Moderated(Checked, PredictionRule):
             sums = sums + fading * memory[SLOPES]
         return {**memory, SLOPES: sums}
 
+    def survey(
+        self,
+        model: PredictiveModel,
+        theta: Tensor,
+        data: Iterable[tuple[Inputs, Tensor | None]] | None,
+    ) -> Memory:
+        """ε of smoothed labels, if there is any."""
+        if data is None:
+            return {}
+        logits = SourceSamples(model.by_source, theta, data, features=False).gather().logits
+        smoothing = find_smoothing(logits)
+        return {SMOOTHING: smoothing} if smoothing > 0 else {}
+
     def __call__(self, belief: Belief, query: Query) -> Prediction:
         logits, variance = self._logits(belief, query), self._variance(query.memory, belief)
         return Prediction(
-            (logits / _temper(variance.to(logits.dtype))).log_softmax(-1),
+            _soften(logits, variance.to(logits.dtype), query.memory),
             variance.to(logits.dtype).expand_as(logits).clone(),
+            plain=confidence(logits.log_softmax(-1)),
         )
 
     def of_each(self, belief: Belief, query: Query, draws: int) -> Prediction:
@@ -299,7 +339,8 @@ class Moderated(Checked, PredictionRule):
         mean = found.mean().clamp_min(torch.finfo(found.dtype).tiny)
         variance = self._variance(query.memory, belief).to(logits.dtype) * found / mean
         own = variance.mean(-1, keepdim=True).clamp_max(variance_at(self.limit))
-        return Prediction((logits / _temper(own)).log_softmax(-1), variance)
+        plain = confidence(logits.log_softmax(-1))
+        return Prediction(_soften(logits, own, query.memory), variance, plain=plain)
 
     def _logits(self, belief: Belief, query: Query) -> Tensor:
         return query.view_logits(belief).mean(0) if self.over_views else query.logits(belief)
@@ -311,9 +352,11 @@ class Moderated(Checked, PredictionRule):
         return ratio.clamp(0, variance_at(self.limit))
 
 
-def _temper(variance: Tensor) -> Tensor:
-    """T = √(1 + π v / 4)."""
-    return torch.sqrt(1 + math.pi / 4 * variance)
+def _soften(logits: Tensor, variance: Tensor, memory: Memory) -> Tensor:
+    """log softmax(f / T) [n, k], T = √(1 + π v / 4), without what smoothed labels have added."""
+    tempered = (logits / torch.sqrt(1 + math.pi / 4 * variance)).log_softmax(-1)
+    smoothing = memory.get(SMOOTHING)
+    return tempered if smoothing is None else unsmooth(tempered, smoothing.to(tempered))
 
 
 @final

@@ -154,7 +154,9 @@ class KnownDomains:
     waiting: Tensor  # [K], samples at the end of its pool that have not been judged
     fresh: Tensor  # [K], samples since clusters were looked for
     due: Tensor  # [K], and those after which they are looked for again
-    pool: Tensor  # [p, D], the latest signatures of each domain, one domain after the other
+    # [p, D], the latest signatures of each domain that are still to be read, one domain after the
+    # other
+    pool: Tensor
     sizes: Tensor  # [K], how many of them are whose
     alpha: Tensor  # [j, K], p(s, z) after the last sample
     born: Tensor  # [], how many domains there have been
@@ -293,6 +295,15 @@ class _Domain:
         """m [D] and C [D, D]."""
         count = torch.tensor(self.count, dtype=torch.float64)
         return self.mean, regularize(self.covariance, count)
+
+    @property
+    def needed(self) -> Tensor:
+        """The end of the pool [m, D]: what waits, and what will still be there when clusters are
+        looked for again. All before that is pushed out unread.
+        """
+        later = _EACH * len(self.mean) - (self.due - self.fresh)
+        count = min(len(self.pool), max(self.waiting, later, 0))
+        return self.pool[len(self.pool) - count :]
 
     def take(self, signatures: Tensor, clock: int) -> None:
         """Get samples [n, D], of which the last one has this number."""
@@ -526,7 +537,7 @@ def _unpack(known: KnownDomains, alphas: Tensor) -> list[_Domain]:
 def _pack(domains: list[_Domain], born: int) -> KnownDomains:
     """What is known, of one domain at a time."""
     alpha = torch.stack([each.alpha for each in domains], 1)
-    total = float(alpha.sum())
+    total, pools = float(alpha.sum()), [each.needed for each in domains]
     return KnownDomains(
         names=torch.tensor([each.name for each in domains]),
         counts=torch.tensor([each.count for each in domains], dtype=torch.float64),
@@ -536,8 +547,8 @@ def _pack(domains: list[_Domain], born: int) -> KnownDomains:
         waiting=torch.tensor([each.waiting for each in domains]),
         fresh=torch.tensor([each.fresh for each in domains]),
         due=torch.tensor([each.due for each in domains]),
-        pool=torch.cat([each.pool for each in domains]),
-        sizes=torch.tensor([len(each.pool) for each in domains]),
+        pool=torch.cat(pools),
+        sizes=torch.tensor([len(pool) for pool in pools]),
         alpha=alpha / total if total > 0 else torch.full_like(alpha, 1 / alpha.numel()),
         born=torch.tensor(born),
         current=torch.tensor(0),

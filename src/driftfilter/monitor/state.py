@@ -158,11 +158,8 @@ class MonitorState:
         }
         found = self._tensors()
         for name, state in (("good", self.good), ("newer", self.newer)):
-            found |= {
-                f"{name}.{key}": value
-                for key, value in ({} if state is None else to_tensors(state)).items()
-                if not key.startswith("source.")
-            }
+            tensors = {} if state is None else to_tensors(state, with_source=False)
+            found |= {f"{name}.{key}": value for key, value in tensors.items()}
         return {
             MONITOR + name: value
             for name, value in {"told": as_tensor(json.dumps(plain)), **found}.items()

@@ -10,11 +10,14 @@ that does nothing stands behind each layer x̂ with its own scale γ and shift �
 is γ x̂ + β for m = m_S and v = v_S. With moments of the stream in their place, which a recipe's
 ``statistics`` carry, mean and scale of every channel are the source's again, without a backward
 pass. w and b are what is adapted in place of γ and β.
+
+Batch norms have statistics, but of training. What source data are in the network as it is now, from
+which the stream may be how far away (``Ema.baseline``), is measured the same way (``compare``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any, NamedTuple, Self
 
@@ -23,12 +26,13 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from driftfilter.base.checks import require, require_finite
-from driftfilter.base.inputs import Inputs, arguments, each
+from driftfilter.base.inputs import Inputs, arguments, batch_size, each
 from driftfilter.networks.autocast import as_called, cast, dtype_of
+from driftfilter.networks.batch_norm import SEEN
 from driftfilter.networks.layers import find_layer, is_norm
 from driftfilter.networks.shared_copy import find_sequence_first
 
-MOMENTS = "moments"  # among what is found of a model: see align
+MOMENTS = "moments"  # among what is found of a model: see align and compare
 
 
 class Behind(_BatchNorm):
@@ -129,11 +133,7 @@ def align(module: nn.Module, moments: Tensor | None, data: Iterable[Inputs]) -> 
     The first batch of the data says which layers are called: of others, whose parameters the module
     may use in a way of its own, nothing changes.
     """
-    call = _Call(next(module.parameters()).device, dtype_of(module))
-    batches = iter(data)
-    first = next(batches, None)
-    require(first is not None, "adapt: data", "no samples", "one sample or more")
-    assert first is not None
+    call, batches, first = _begin(module, data)
     layers = _find_called(module, find_alignable(module), call, first)
     require(
         len(layers) > 0,
@@ -147,8 +147,7 @@ def align(module: nn.Module, moments: Tensor | None, data: Iterable[Inputs]) -> 
     sizes = [norm.num_features for norm in behind for _ in range(2)]
     if moments is None:
         moments = _measure(module, behind, call, chain((first,), batches))
-    fits = moments.dim() == 1 and len(moments) == sum(sizes)
-    require(fits, "moments of the source", list(moments.shape), f"[{sum(sizes)}]")
+    _require_moments(moments, sizes)
     pieces = iter(moments.split(sizes))
     for norm in behind:
         norm.start(next(pieces), next(pieces))
@@ -168,8 +167,50 @@ class _Call(NamedTuple):
             module(*args, **kwargs)
 
 
+def compare(module: nn.Module, moments: Tensor | None, data: Iterable[Inputs]) -> Tensor:
+    """Note on the batch norms of a twin what enters them from source data, in place: mean and
+    variance of each, and then how many samples [2 · channels + 1], are measured unless they are
+    given, and returned.
+    """
+    call, batches, first = _begin(module, data)
+    own = [layer for layer in module.modules() if isinstance(layer, _BatchNorm)]
+    known = [layer for layer in own if layer.running_mean is not None]
+    called = _find_called(module, known, call, first)
+    norms = [layer for layer in known if layer in called]
+    seen: list[int] = []
+
+    def count(inputs: Inputs) -> Inputs:
+        seen.append(batch_size(inputs))
+        return inputs
+
+    if moments is None:
+        found = _measure(module, norms, call, map(count, chain((first,), batches)))
+        moments = torch.cat((found, found.new_tensor([sum(seen)])))
+    sizes = [norm.num_features for norm in norms for _ in range(2)]
+    _require_moments(moments[:-1], sizes)
+    pieces, device = iter(moments[:-1].split(sizes)), call.device
+    for norm in norms:
+        for name, value in zip(SEEN, (next(pieces), next(pieces), moments[-1]), strict=True):
+            norm.register_buffer(name, value.to(device), persistent=False)
+    return moments
+
+
+def _begin(module: nn.Module, data: Iterable[Inputs]) -> tuple[_Call, Iterator[Inputs], Inputs]:
+    """How the module is called, batches of source data, and the first of them, which is taken."""
+    batches = iter(data)
+    first = next(batches, None)
+    require(first is not None, "adapt: data", "no samples", "one sample or more")
+    assert first is not None
+    return _Call(next(module.parameters()).device, dtype_of(module)), batches, first
+
+
+def _require_moments(moments: Tensor, sizes: list[int]) -> None:
+    fits = moments.dim() == 1 and len(moments) == sum(sizes)
+    require(fits, "moments of the source", list(moments.shape), f"[{sum(sizes)}]")
+
+
 def _find_called(
-    module: nn.Module, layers: list[nn.Module], call: _Call, inputs: Inputs
+    module: nn.Module, layers: Sequence[nn.Module], call: _Call, inputs: Inputs
 ) -> list[nn.Module]:
     """Those of the layers that a pass goes through, with a dimension of samples before others."""
     found: set[nn.Module] = set()
@@ -195,21 +236,24 @@ def _attach(layer: nn.Module, like: Tensor) -> Behind:
 
 
 def _measure(
-    module: nn.Module, behind: list[Behind], call: _Call, data: Iterable[Inputs]
+    module: nn.Module, norms: Sequence[_BatchNorm], call: _Call, data: Iterable[Inputs]
 ) -> Tensor:
-    """m_S and v_S of every layer [2 · channels]."""
+    """m_S and v_S of what enters every layer [2 · channels], in float32 at least."""
     found: dict[nn.Module, _Moments] = {}
 
     def listen(norm: nn.Module, args: tuple[Tensor, ...]) -> None:
         own = _Moments.of(args[0])
         found[norm] = found[norm].join(own) if norm in found else own
 
-    handles = [norm.register_forward_pre_hook(listen) for norm in behind]
+    handles = [norm.register_forward_pre_hook(listen) for norm in norms]
     for inputs in data:
         call(module, inputs)
     for handle in handles:
         handle.remove()
-    parts = [part for norm in behind for part in (found[norm].mean, found[norm].variance)]
-    moments = torch.cat(parts).to(behind[0].weight)
+    parts = [part for norm in norms for part in (found[norm].mean, found[norm].variance)]
+    dtypes = [norm.running_mean.dtype for norm in norms if norm.running_mean is not None]
+    wide = torch.promote_types(dtypes[0] if dtypes else torch.float32, torch.float32)
+    device = next(module.parameters()).device
+    moments = torch.cat([torch.empty(0, device=device), *parts]).to(device, wide)
     require_finite("moments of source data (adapt: data)", moments)
     return moments

@@ -48,6 +48,8 @@ from driftfilter.networks.triton_batch_norm import Renormalized, SampleSums, ble
 
 _ENOUGH = 64  # samples whose statistics count in full
 _FAR = 10.0  # deviations from the carried mean at which a value of a table is cut off
+# Buffers of a layer with what enters it from source data: mean and variance [c], samples [].
+SEEN = ("seen_mean", "seen_variance", "seen_samples")
 
 
 class Moments(NamedTuple):
@@ -119,13 +121,17 @@ class Ema(Checked):
 
     S the shift that the source network, with its own statistics, sees in every fourth batch
     (batch_trust.py). The weights of samples are multiplied by the first term, which holds back
-    rules that see their size (``Linearized``, SGD), not Adam. Not in tables.
+    rules that see their size (``Linearized``, SGD), not Adam. Not in tables. ``baseline``: S is
+    how far a batch is from the "running" statistics, or from the moments of source "data" in the
+    same network. Running statistics are those of training, of augmented images under weights that
+    still moved: a network's own clean images may have S = 0.34 there, and 0.00 by its data.
     """
 
     momentum: Fraction = 0.1
     diversity: NotNegative = 0.0
     shift: NotNegative = 0.0
     late: Fraction = field(default=1.0, metadata=LATE)
+    baseline: Literal["running", "data"] = field(default="running", metadata=LATE)
 
     def trust(self, found: Tensor, stay: Tensor | float) -> Tensor:
         """By what the share of a batch with classes of diversity D is multiplied [2], in early
@@ -302,20 +308,31 @@ class TwinBatchNorm(_BatchNorm):
         return _scale_and_shift(inputs, mean, scale, self.weight, self.bias)
 
     def _tell(self, inputs: Tensor, probe: Probe) -> Tensor:
-        """Normalise by the source's statistics, and tell how far the batch is from them."""
-        assert self.running_mean is not None
-        assert self.running_var is not None
+        """Normalise by the source's statistics, and tell how far the batch is from the source."""
         if inputs.numel() > len(inputs) * self.num_features:
             mean, variance = self._batch_by_kernel(inputs)
             if self.shards is not None:
                 values, samples = inputs.numel() // self.num_features, len(inputs)
                 mean, variance = self.shards.moments(mean, variance, values, samples)[:2]
-            source = (self.running_mean.to(mean), self.running_var.to(mean) + self.eps)
+            known, known_variance = (part.to(mean) for part in self._baseline(probe))
             means = gather_samples(inputs.flatten(2).mean(2, dtype=mean.dtype))
-            probe.shifts.append(moment_shift(source, (mean, variance + self.eps), means))
+            both = (known, known_variance + self.eps), (mean, variance + self.eps)
+            probe.shifts.append(moment_shift(*both, means))
         return functional.batch_norm(
             inputs, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps
         )
+
+    def _baseline(self, probe: Probe) -> tuple[Tensor, Tensor]:
+        """Mean and variance [c] from which a batch is how far away: of source data, if they are
+        known, else the running ones.
+        """
+        asked = isinstance(self.blend, Ema) and self.blend.baseline == "data"
+        if asked and SEEN[0] in self._buffers:
+            mean, variance, probe.reference = (getattr(self, name) for name in SEEN)
+            return mean, variance
+        assert self.running_mean is not None
+        assert self.running_var is not None
+        return self.running_mean, self.running_var
 
     def _by_blend(self, inputs: Tensor) -> Tensor:
         fixed = self._renormalizes(inputs.numel() // self.num_features)

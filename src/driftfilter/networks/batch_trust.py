@@ -86,6 +86,7 @@ class Probe:
 
     def __init__(self) -> None:
         self.shifts: list[Tensor] = []  # S [] of each layer, in the order of their calls
+        self.reference: Tensor | None = None  # N [], if the source's moments are of N samples
 
     def answer(self, samples: int, diversity: Tensor) -> Tensor | None:
         """S [] of a batch of n in which the source sees classes of diversity D; None if no layer
@@ -94,14 +95,18 @@ class Probe:
             S = (max over l of the mean of S_1, …, S_l - 1/n) / (1 + 2 (1 - D)²)
 
         By chance the mean of a batch is off by 1/n of the variance between samples. The last layer
-        is left out.
+        is left out. Compared with N source samples, 1/n + 1/N is taken off, and S is divided by
+        1 + 8/n more: a limit near to what is normal must bear what a few samples scatter.
         """
         known = self.shifts[:-1] or self.shifts
         if not known:
             return None
         shifts = torch.stack(known)
         means = shifts.cumsum(0) / torch.arange(1, len(known) + 1, device=shifts.device)
-        return (means.max() - 1 / samples) / (1 + 2 * (1 - diversity.to(means)).square())
+        found = means.max() - 1 / samples
+        if self.reference is not None:
+            found = (found - 1 / self.reference.to(found)) / (1 + _SOME / samples)
+        return found / (1 + 2 * (1 - diversity.to(means)).square())
 
 
 class Witness:

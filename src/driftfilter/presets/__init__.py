@@ -36,6 +36,8 @@ FOR_BATCH_NORM = (
 BY_NORMS = ("driftfilter", "driftfilter_aug")
 _REASONS = {
     "batch": "it has batch norm: statistics are carried, logits centred, norm parameters adapt",
+    "measured": "it has batch norm: statistics are carried, logits centred, norm parameters adapt, "
+    "while the stream is farther from the source data than chance moves it",
     "aligned": "it has norm layers but no batch norm, and there are source data: their statistics "
     "are carried behind the norms, logits centred, norm parameters adapt",
     "other": "it has norm layers but no batch norm: logits are centred, norm parameters adapt "
@@ -75,8 +77,9 @@ def for_model(
 
 def find_norms(model: nn.Module, data: bool = False) -> Norms:
     """Which norms a network has whose parameters could be adapted: "batch" if there is one of
-    batch normalisation, "aligned" if others can have statistics of source ``data``, "other" or
-    "none"; "frozen" if it has quantised layers, or neither norms nor a linear layer.
+    batch normalisation ("measured" with source ``data``), "aligned" if others can have statistics
+    of source ``data``, "other" or "none"; "frozen" if it has quantised layers, or neither norms nor
+    a linear layer.
     """
     if any(".quantized" in type(layer).__module__ for layer in model.modules()):
         return "frozen"
@@ -84,7 +87,7 @@ def find_norms(model: nn.Module, data: bool = False) -> Norms:
         has_head = any(isinstance(layer, nn.Linear) for layer in model.modules())
         return "none" if has_head else "frozen"
     if any(isinstance(layer, _BatchNorm) for layer in model.modules()):
-        return "batch"
+        return "measured" if data else "batch"
     return "aligned" if data and find_alignable(model) else "other"
 
 

@@ -33,7 +33,7 @@ from driftfilter.recipe import Recipe
 from driftfilter.source.posterior import Gaussian
 
 Preset = TypeVar("Preset", bound=Callable[..., Recipe])
-Norms: TypeAlias = Literal["batch", "aligned", "other", "none", "frozen"]
+Norms: TypeAlias = Literal["batch", "measured", "aligned", "other", "none", "frozen"]
 
 
 def _paper(structure: str, beta: float, variance: float, rank: int = 256) -> Recipe:
@@ -110,7 +110,9 @@ def driftfilter(  # what users may turn
     batch, sees no ``shift`` of the domain, statistics and parameters stay the source's, or go back
     to them (``ForgetAtHome``). The loss is
     the soft likelihood ratio of reliable samples with ``balance`` times information maximisation
-    against collapse. "aligned"
+    against collapse. "measured" (batch norm, with source ``data`` that are no table): the same, but
+    how far the domain has shifted is told from what these data are in the network
+    (``Ema.baseline``). "aligned"
     (other norms, with source ``data`` that are no table): the same, by statistics of the source
     data that stand behind the norms (``Recipe.align``). "other"
     (layer, group, instance, RMS norm): the loss is information maximisation against the
@@ -123,11 +125,11 @@ def driftfilter(  # what users may turn
     belief's variance of the logits along the loss; "aligned" at twice the scale, "other" by that of
     parameters known up to 0.06), or at one that is given. Batches below 16 samples are predicted at
     once and adapted to together; those below 100 ("other" 200) take smaller steps.
-    ``shift`` is 0.45 with batch norm, whose running statistics are those of training, and 0.1 with
-    those of source data. ``variance`` is 0.1 with either and 0.005 for the last layer. With "other"
-    norms it is 2, and relative to the size of each layer's parameters, and the whole Fisher matrix
-    of the batch says how far a step goes: one variance then serves transformers, residual and
-    small networks alike.
+    ``shift`` is 0.45 with batch norm alone, whose running statistics are those of training, and 0.1
+    if source data say what is normal. ``variance`` is 0.1 with either and 0.005 for the last layer.
+    With "other" norms it is 2, and relative to the size of each layer's parameters, and the whole
+    Fisher matrix of the batch says how far a step goes: one variance then serves transformers,
+    residual and small networks alike.
     All was chosen on clean images, speckle noise, blur, saturation and spatter, but for what two
     classes do, when offsets count and the prior of other norms: there streams of natural shift and
     digits had been seen (docs/lab/natural.md).
@@ -136,15 +138,16 @@ def driftfilter(  # what users may turn
     require(norms in known, "driftfilter: norms", norms, f"one of {known}")
     if norms == "frozen":
         return replace(center(), prediction=Tempered(temperature or 1.0))
-    by_batch = norms in ("batch", "aligned")
+    has_batch_norm = norms in ("batch", "measured")
+    by_batch = has_batch_norm or norms == "aligned"
     if shift is None:
-        shift = 0.1 if norms == "aligned" else 0.45
+        shift = 0.45 if norms == "batch" else 0.1
     loss: Loss = RunningInformation()
     if by_batch:
         loss = Sum((SoftLikelihoodRatio(ceiling), InformationMaximization()), (1.0, balance))
     by_others = norms == "other"
     if variance is None:
-        variance = {"batch": 0.1, "aligned": 0.1, "other": 2.0, "none": 0.005}[norms]
+        variance = 0.1 if by_batch else {"other": 2.0, "none": 0.005}[norms]
     source = Gaussian(variance, taper=0.0 if norms == "none" else taper)
     if by_others:
         source = replace(source, structure="low_rank", rank=256, relative=True)
@@ -152,7 +155,13 @@ def driftfilter(  # what users may turn
         parameters=Head() if norms == "none" else NormAffine(),
         statistics="source"
         if norms == "none"
-        else Ema(momentum, diversity, shift if by_batch else 0.0, 0.3 if norms == "batch" else 1.0),
+        else Ema(
+            momentum,
+            diversity,
+            shift if by_batch else 0.0,
+            late=0.3 if has_batch_norm else 1.0,
+            baseline="data" if norms == "measured" else "running",
+        ),
         source=source,
         transition=Transition(MeanReversion(rho), Reset(None)),
         observation=Gibbs(
@@ -171,7 +180,7 @@ def driftfilter(  # what users may turn
         upkeep=ForgetAtHome(shift) if by_batch else None,
         least=16,
         align=norms == "aligned",
-        labels=LabelChain(tables=False, skew=0.1 if norms == "batch" else 0.0),
+        labels=LabelChain(tables=False, skew=0.1 if has_batch_norm else 0.0),
         domains=Domains(),
     )
 

@@ -1,7 +1,12 @@
-"""A log of records, each whole or not there: a file that grows, of lengths, checksums and contents.
+"""A log of records, each whole or not there: a file that grows.
+
+    file     MAGIC, then records
+    record   CRC-32 of the next twelve bytes, CRC-32 of the content, its length, the content
 
 A kill leaves at most the beginning of the last record, which is cut off when the log is opened
-again. An error while records are written takes back what was written of them.
+again. So does a loss of power, which may also leave sectors of zeros in it. A length has a checksum
+of its own: one that has changed is damage, and no end of the log. An error while records are
+written takes back what was written of them.
 """
 
 import os
@@ -9,14 +14,19 @@ import struct
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
 from driftfilter.storage.atomic import sync_folder
 from driftfilter.storage.own_file import open_own
 
-_FRAME = struct.Struct("<IQ")  # CRC-32 of length and content, length
+MAGIC = b"dflog\x00\x02\n"
+_FRAME = struct.Struct("<IIQ")  # CRC-32 of the rest of it, CRC-32 of the content, its length
+_HEAD = struct.Struct("<IQ")
+_OLD = struct.Struct("<IQ")  # in logs without MAGIC: CRC-32 of length and content, length
 _LENGTH = struct.Struct("<Q")
+_SECTOR = 512  # bytes that a disk writes at once
 
 
 class Record(NamedTuple):
@@ -40,6 +50,10 @@ class RecordLog:
         if is_new:
             sync_folder(path.parent)
         self._torn = True  # whether something may lie behind the whole records
+        if size == 0:
+            self._mend()
+            self._write(MAGIC)
+            self.size = len(MAGIC)
 
     def append(self, contents: Sequence[bytes], sync: bool) -> list[int]:
         """Add records to the end, all or none: where the content of each begins. ``sync``: they
@@ -89,27 +103,79 @@ class RecordLog:
 
 
 def _frame(content: bytes) -> bytes:
+    head = _HEAD.pack(zlib.crc32(content), len(content))
+    return _FRAME.pack(zlib.crc32(head), *_HEAD.unpack(head))
+
+
+def _old_frame(content: bytes) -> bytes:
     length = _LENGTH.pack(len(content))
-    return _FRAME.pack(zlib.crc32(content, zlib.crc32(length)), len(content))
+    return _OLD.pack(zlib.crc32(content, zlib.crc32(length)), len(content))
+
+
+def is_old(path: Path) -> bool:
+    """Whether a log has records of the first format, which are read, but not added to."""
+    with path.open("rb") as file:
+        head = file.read(len(MAGIC))
+    return head != MAGIC[: len(head)] and any(head)
 
 
 def read_records(path: Path) -> Iterator[Record]:
-    """The records of a log. What lies behind them is the beginning of one that a kill cut off;
-    anything else is damage, and refused.
+    """The records of a log. What lies behind them is the beginning of one that a kill or a loss of
+    power cut off; anything else is damage, and refused.
     """
-    place, size = 0, path.stat().st_size
+    if is_old(path):
+        yield from _read_old(path)
+        return
+    place, size = len(MAGIC), path.stat().st_size
     with path.open("rb") as file:
+        file.seek(place)
         while len(frame := file.read(_FRAME.size)) == _FRAME.size:
-            _, length = _FRAME.unpack(frame)
+            check, _, length = _FRAME.unpack(frame)
             start = place + _FRAME.size
+            if check != zlib.crc32(frame[4:]):
+                if any(frame) or any(file.read()):
+                    raise _damaged(path, place, "a length that is not as it was written")
+                return  # a size that was written before what it is of
             if length > size - start:
                 return
             content = file.read(length)
             if _frame(content) != frame:
-                if start + length == size:  # a length that was written before its content
+                if start + length == size and _has_lost_sector(content, start):
                     return
-                if not any(frame) and not any(file.read()):  # a size that was, at a loss of power
+                raise _damaged(path, place, "a record that is not as it was written")
+            yield Record(start, content)
+            place = start + length
+
+
+def _damaged(path: Path, place: int, what: str) -> DamagedLogError:
+    return DamagedLogError(
+        f"{path} is damaged at byte {place}: {what}. No log was read. Restore the file from a "
+        f"copy, or cut it there (truncate -s {place}) to lose what was written from there on"
+    )
+
+
+def _has_lost_sector(content: bytes, start: int) -> bool:
+    """Whether a part of a record that one sector holds, from a place in the file on, is zeros."""
+    edges = [0, *range(-start % _SECTOR, len(content), _SECTOR), len(content)]
+    return any(begin < end and not any(content[begin:end]) for begin, end in pairwise(edges))
+
+
+def _read_old(path: Path) -> Iterator[Record]:
+    """The records of a log of the first format, where a changed length looks like an end."""
+    place, size = 0, path.stat().st_size
+    with path.open("rb") as file:
+        while len(frame := file.read(_OLD.size)) == _OLD.size:
+            _, length = _OLD.unpack(frame)
+            start = place + _OLD.size
+            if length > size - start:
+                if place == 0:  # or the first bytes of a newer log have changed
+                    raise _damaged(path, 0, "no log begins like this")
+                return
+            content = file.read(length)
+            if _old_frame(content) != frame:
+                lost = not any(frame) and not any(file.read())
+                if start + length == size or lost:
                     return
-                raise DamagedLogError(f"{path} is damaged at byte {place}: no log was read")
+                raise _damaged(path, place, "a record that is not as it was written")
             yield Record(start, content)
             place = start + length

@@ -19,12 +19,18 @@ _MEMORY = "memory."
 RECENT = "recent."  # samples that a window or the next update still needs
 
 
-def to_tensors(state: FilterState) -> dict[str, Tensor]:
+def to_tensors(state: FilterState, with_source: bool = True) -> dict[str, Tensor]:
     """The state as tensors by name."""
     seed = (state.seed + (1 << 63)) % (1 << 64) - (1 << 63)  # its lower 64 bits are all that counts
     counts = {"step": torch.tensor(state.step), "seed": torch.tensor(seed)}
     memory = {_MEMORY + name: value for name, value in state.memory.items()}
-    return {**counts, **_flat("belief", state.belief), **_flat("source", state.source), **memory}
+    source = source_to_tensors(state) if with_source else {}
+    return {**counts, **_flat("belief", state.belief), **source, **memory}
+
+
+def source_to_tensors(state: FilterState) -> dict[str, Tensor]:
+    """The source of a state as tensors by name."""
+    return _flat("source", state.source)
 
 
 def from_tensors(tensors: Mapping[str, Tensor], like: FilterState) -> FilterState:

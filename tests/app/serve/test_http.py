@@ -4,6 +4,7 @@ import io
 import json
 import os
 import random
+import socket
 import subprocess
 import sys
 import threading
@@ -29,7 +30,7 @@ pytest.importorskip("prometheus_client", reason="the extra serve is not installe
 
 from driftfilter.app.serve.batching import Batcher  # noqa: E402
 from driftfilter.app.serve.http import Rules, make_app  # noqa: E402
-from driftfilter.app.serve.limits import Rate, Tokens  # noqa: E402
+from driftfilter.app.serve.limits import Flight, Rate, Tokens  # noqa: E402
 from driftfilter.app.serve.shard import Shard  # noqa: E402
 from driftfilter.app.serve.store import FolderStore  # noqa: E402
 from small import tabular  # noqa: E402
@@ -42,7 +43,7 @@ BODY = 20_000
 def _client(folder: Path, tokens: Path | None = None, rate: float = 0.0) -> Iterator[Any]:
     """A client of a service in another thread."""
     shard = Shard(df.adapt(tabular().eval(), "center"), FolderStore(folder, sync=False), limit=50)
-    rules = Rules(Form(torch.float32), Tokens(tokens), Rate(rate), BODY)
+    rules = Rules(Form(torch.float32), Tokens(tokens), Rate(rate), BODY, Flight(2 * BODY))
     app = make_app(Batcher(shard), rules)
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", ws="none"))
     thread = threading.Thread(target=server.run)
@@ -236,6 +237,27 @@ def test_a_name_that_stands_twice_is_found_soon() -> None:
     with pytest.raises(ValueError, match="'0'] twice"):
         parse_object(f'{{{names},"0":1}}')
     assert time.process_time() - begun < 1
+
+
+def test_bodies_that_wait_are_bounded_together(client: Any) -> None:
+    """One that has been announced counts, too; what is answered or given up makes room again."""
+    port, open_ones = client.base_url.port, list[socket.socket]()
+    head = f"POST /v1/tenants/a/predict HTTP/1.1\r\nHost: x\r\nContent-Length: {BODY}\r\n\r\n"
+    for _ in range(2):
+        own = socket.create_connection(("127.0.0.1", port))
+        own.sendall(head.encode() + b"x")
+        open_ones.append(own)
+    ask = {"url": "/v1/tenants/a/predict", "content": _npy(_inputs()), "headers": NPY}
+    until = time.monotonic() + 10
+    while (found := client.post(**ask)).status_code == 200 and time.monotonic() < until:
+        pass
+    assert _problem(found, 503, "body")["value"] == len(_npy(_inputs()))
+    assert found.headers["retry-after"] == "1"
+    for own in open_ones:
+        own.close()
+    while (found := client.post(**ask)).status_code == 503 and time.monotonic() < until:
+        pass
+    assert found.status_code == 200
 
 
 def test_fuzzed_bodies_never_break_it(client: Any) -> None:

@@ -16,6 +16,7 @@ from driftfilter.app.networks.load_model import open_model
 from driftfilter.app.serve.open_store import RemoteStore, open_store
 from driftfilter.app.serve.options import ServeOptions
 from driftfilter.app.serve.problems import ProblemError
+from driftfilter.app.serve.records import Stored
 from driftfilter.app.serve.ring import find_owner
 from driftfilter.app.serve.shard import Request, Shard
 from driftfilter.app.serve.store import Entry, key_of
@@ -40,11 +41,11 @@ def test_a_store_of_another_file_system(tmp_path: Path) -> None:
     store = open_store(f"file://{tmp_path}/store")
     assert isinstance(store, RemoteStore)
     assert store.read(KEYS[0]) is None
-    store.write([Entry(KEYS[0], b"1"), Entry(KEYS[1], b"2")])
-    store.write([Entry(KEYS[0], b"3"), Entry(KEYS[1], None)])
+    store.write([Entry(KEYS[0], Stored(b"1")), Entry(KEYS[1], Stored(b"2"))])
+    store.write([Entry(KEYS[0], Stored(b"3")), Entry(KEYS[1], None)])
     store.write([Entry(KEYS[2], None)])
     other = open_store(f"file://{tmp_path}/store", "other")
-    assert [other.read(key) for key in KEYS[:3]] == [b"3", None, None]
+    assert [other.read(key) for key in KEYS[:3]] == [Stored(b"3"), None, None]
     assert (store.count(), list(store.held())) == (1, [KEYS[0]])
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from driftfilter.app.serve.records import Stored
 from driftfilter.app.serve.store import Entry, FolderStore, key_of
 from driftfilter.storage.record_log import RecordLog
 
@@ -19,17 +20,18 @@ def test_a_store_is_a_dictionary_that_outlasts_its_process(tmp_path: Path) -> No
     for step in range(150):
         chosen = draws.sample(KEYS, draws.randint(1, 3))
         entries = [
-            Entry(key, None if draws.random() < 0.2 else f"{key} {step}".encode()) for key in chosen
+            Entry(key, None if draws.random() < 0.2 else Stored(f"{key} {step}".encode()))
+            for key in chosen
         ]
         store.write(entries)
         for key, content in entries:
             expected.pop(key, None)
-            expected |= {} if content is None else {key: content}
+            expected |= {} if content is None else {key: content.content}
         store.tend(draws.randint(0, 2))
         if draws.random() < 0.1:
             store.close()
             store = FolderStore(tmp_path, sync=False, segment=300)
-        assert {key: found for key in KEYS if (found := store.read(key))} == expected
+        assert {key: found.content for key in KEYS if (found := store.read(key))} == expected
         assert store.count() == len(expected)
     while store.tend(1):
         pass
@@ -39,18 +41,20 @@ def test_a_store_is_a_dictionary_that_outlasts_its_process(tmp_path: Path) -> No
 
 def test_a_tenant_that_is_left_belongs_to_the_other_worker(tmp_path: Path) -> None:
     first, second = FolderStore(tmp_path, "a"), FolderStore(tmp_path, "b")
-    first.write([Entry(KEYS[0], b"1"), Entry(KEYS[1], b"stays"), Entry(KEYS[2], None)])
+    first.write(
+        [Entry(KEYS[0], Stored(b"1")), Entry(KEYS[1], Stored(b"stays")), Entry(KEYS[2], None)]
+    )
     first.release(KEYS[:1] + KEYS[2:3])
-    assert second.read(KEYS[0]) == b"1"
-    second.write([Entry(KEYS[0], b"2"), Entry(KEYS[2], b"new")])
+    assert second.read(KEYS[0]) == Stored(b"1")
+    second.write([Entry(KEYS[0], Stored(b"2")), Entry(KEYS[2], Stored(b"new"))])
     second.release([KEYS[2]])
     first.close()
     first = FolderStore(tmp_path, "a", segment=1)  # its old records say nothing any more
-    first.write([Entry(KEYS[1], b"later")])
+    first.write([Entry(KEYS[1], Stored(b"later"))])
     while first.tend(9):
         pass
-    assert second.read(KEYS[0]) == b"2"
-    assert first.read(KEYS[2]) == b"new"
+    assert second.read(KEYS[0]) == Stored(b"2")
+    assert first.read(KEYS[2]) == Stored(b"new")
     first.close()
     second.close()
 
@@ -60,18 +64,18 @@ def test_a_store_is_one_process_s_and_free_once_that_is_gone(
 ) -> None:
     monkeypatch.setattr("driftfilter.app.serve.store._WAIT", 0.1)
     with FolderStore(tmp_path) as store:
-        store.write([Entry(KEYS[0], b"1")])
+        store.write([Entry(KEYS[0], Stored(b"1"))])
         with pytest.raises(ValueError, match="is in use: claimed by process"):
             FolderStore(tmp_path)
     with FolderStore(tmp_path) as store:
-        assert store.read(KEYS[0]) == b"1"
+        assert store.read(KEYS[0]) == Stored(b"1")
 
 
 def test_names_never_become_paths(tmp_path: Path) -> None:
     (tmp_path / "store").mkdir()
     with FolderStore(tmp_path / "store", segment=1) as store:
         for name in ("../../x", "/etc/passwd", "..", "a\0b", "ü" * 200):
-            store.write([Entry(key_of(name), b"1")])
+            store.write([Entry(key_of(name), Stored(b"1"))])
         while store.tend(9):
             pass
     files = [
@@ -89,8 +93,8 @@ def test_a_log_that_cannot_be_removed_never_comes_back(
 ) -> None:
     """The store is read-only for a moment, just when an old log should go."""
     store = FolderStore(tmp_path, segment=1)
-    store.write([Entry(KEYS[0], b"1")])
-    store.write([Entry(KEYS[0], b"2")])
+    store.write([Entry(KEYS[0], Stored(b"1"))])
+    store.write([Entry(KEYS[0], Stored(b"2"))])
 
     def refuse(path: Path, missing_ok: bool = False) -> None:
         raise OSError(errno.EROFS, "Read-only file system", str(path))
@@ -99,12 +103,12 @@ def test_a_log_that_cannot_be_removed_never_comes_back(
         patch.setattr(Path, "unlink", refuse)
         with pytest.raises(OSError, match="Read-only"):
             store.tend(9)
-    store.write([Entry(KEYS[1], b"other")])
+    store.write([Entry(KEYS[1], Stored(b"other"))])
     while store.tend(9):
         pass
     store.close()
     with FolderStore(tmp_path) as store:
-        assert store.read(KEYS[0]) == b"2"
+        assert store.read(KEYS[0]) == Stored(b"2")
 
 
 def test_what_is_written_comes_to_the_disk_within_a_second_or_so(
@@ -121,9 +125,9 @@ def test_what_is_written_comes_to_the_disk_within_a_second_or_so(
 
     with FolderStore(tmp_path, sync=False, segment=1) as store:
         monkeypatch.setattr(RecordLog, "sync", sync)
-        store.write([Entry(KEYS[0], b"1")])
+        store.write([Entry(KEYS[0], Stored(b"1"))])
         now[0] = 5.0
-        store.write([Entry(KEYS[0], b"2")])
+        store.write([Entry(KEYS[0], Stored(b"2"))])
         with pytest.raises(OSError, match="Input/output"):
             store.tend(0)
         fails[0] = False

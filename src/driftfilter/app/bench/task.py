@@ -251,7 +251,7 @@ def _wants_data(task: Task) -> bool:
         return True
     recipe = task.recipe()
     loss = as_loss("Recipe.observation.loss", recipe.observation.loss)
-    return recipe.align or isinstance(recipe.source, df.Laplace) or loss.needs_source
+    return recipe.measures_source or isinstance(recipe.source, df.Laplace) or loss.needs_source
 
 
 def run_task(bench: Bench, task: Task, watch: Watch | None = None) -> dict[str, Any]:

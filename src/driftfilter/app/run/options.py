@@ -1,7 +1,7 @@
 """What ``driftfilter run`` and ``driftfilter check`` can be told; torch is not imported here."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import KW_ONLY, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,17 +19,30 @@ from driftfilter.app.arguments import (
 
 
 @dataclass(frozen=True)
-class RunOptions:
-    """Options of ``driftfilter run``, as they are written there."""
+class ModelOptions:
+    """Options that say which network, where it computes and how its samples are read."""
 
     model: str = argument("MODEL", MODEL_HELP)
-    data: str = argument(
-        "DATA", ".npy [n, ...], .npz with x or images, a folder of pictures, or - for lines of JSON"
-    )
+    _: KW_ONLY
     weights: str | None = option(
         ".safetensors, or .pt that holds tensors only (default: as the factory makes it)",
         metavar="FILE",
     )
+    seed: int = option("of all draws (default {default})", 0, type=int, metavar="S")
+    device: str = option("auto (default), cpu or cuda", "auto", metavar="NAME")
+    layout: Literal["auto", "first", "last"] = option(
+        "of image channels (auto: 8-bit [n, h, w, 3] are last)", "auto"
+    )
+    scale: float | None = option(
+        "factor of all values (default: 1/255 for 8-bit images, else 1)", type=float, metavar="X"
+    )
+
+
+@dataclass(frozen=True)
+class AdapterOptions(ModelOptions):
+    """Options that also say how the network adapts."""
+
+    _: KW_ONLY
     preset: str | None = option(
         "with options as in tent:lr=0.001 (default driftfilter)", metavar="NAME"
     )
@@ -41,8 +54,24 @@ class RunOptions:
         metavar="PATH=VALUE",
     )
     source: str | None = option(
-        "source samples, as DATA, for recipes with a source posterior or a loss of them",
+        "source samples (.npy, .npz, a folder), for recipes with a source posterior or a loss of "
+        "them",
         metavar="FILE",
+    )
+    integers: str = option(
+        "parts of a JSON object that are integers, such as input_ids", "", metavar="A,B"
+    )
+    speed: Literal["exact", "fast"] = option(
+        "fast: the model in bfloat16 where the device computes in it (default {default})", "exact"
+    )
+
+
+@dataclass(frozen=True)
+class RunOptions(AdapterOptions):
+    """Options of ``driftfilter run``, as they are written there."""
+
+    data: str = argument(
+        "DATA", ".npy [n, ...], .npz with x or images, a folder of pictures, or - for lines of JSON"
     )
     labels: str | None = option(
         ".npy, or .npz with labels or y: for the accuracy, never for adapting; or .csv of "
@@ -57,23 +86,9 @@ class RunOptions:
         "samples the adapter looks back on, for small batches (default {default})", 0
     )
     update_every: int = count_option("steps between two updates (default {default})", 1)
-    seed: int = option("of all draws (default {default})", 0, type=int, metavar="S")
-    device: str = option("auto (default), cpu or cuda", "auto", metavar="NAME")
-    speed: Literal["exact", "fast"] = option(
-        "fast: the model in bfloat16 where the device computes in it (default {default})", "exact"
-    )
-    layout: Literal["auto", "first", "last"] = option(
-        "of image channels (auto: 8-bit [n, h, w, 3] are last)", "auto"
-    )
-    scale: float | None = option(
-        "factor of all values (default: 1/255 for 8-bit images, else 1)", type=float, metavar="X"
-    )
     range: str | None = option(
         "a batch with values outside, after scaling, is bad (default: any finite value)",
         metavar="LOW,HIGH",
-    )
-    integers: str = option(
-        "parts of a JSON object that are integers, such as input_ids", "", metavar="A,B"
     )
     predictions: Literal["npz", "csv"] = option(
         "predictions.npz in the end (default), or .csv that grows", "npz"
@@ -153,24 +168,11 @@ class CheckOptions:
 
 
 @dataclass(frozen=True)
-class TuneOptions:
+class TuneOptions(ModelOptions):
     """Options of ``driftfilter tune``, as they are written there."""
 
-    model: str = argument("MODEL", MODEL_HELP)
     data: str = argument(
         "DATA", ".npy [n, ...], .npz with x or images, or a folder of pictures; labels are not used"
     )
-    weights: str | None = option(
-        ".safetensors, or .pt that holds tensors only (default: as the factory makes it)",
-        metavar="FILE",
-    )
     batch: int = count_option("samples a step (default {default})", 200)
     limit: int = count_option("samples to look at, the first ones (default: all)", 0)
-    seed: int = option("of all draws (default {default})", 0, type=int, metavar="S")
-    device: str = option("auto (default), cpu or cuda", "auto", metavar="NAME")
-    layout: Literal["auto", "first", "last"] = option(
-        "of image channels (auto: 8-bit [n, h, w, 3] are last)", "auto"
-    )
-    scale: float | None = option(
-        "factor of all values (default: 1/255 for 8-bit images, else 1)", type=float, metavar="X"
-    )

@@ -15,7 +15,7 @@ from driftfilter.app.machine import Machine, choose_machine
 from driftfilter.app.networks.load_model import open_model
 from driftfilter.app.run import summary
 from driftfilter.app.run.late_labels import LateLabels
-from driftfilter.app.run.options import RunOptions
+from driftfilter.app.run.options import AdapterOptions, RunOptions
 from driftfilter.app.run.reader import Feed, Form, open_feed, open_labels
 from driftfilter.base.checks import require
 from driftfilter.inference.linearized import choose_for_labels
@@ -65,7 +65,8 @@ def prepare(options: RunOptions) -> PreparedRun:
     model = machine.place(open_model(options.model, weights).module)
     within = None if options.range is None else parse_range(options.range)
     form = Form(find_dtype(model), machine.device, options.layout, options.scale, within)
-    adapter = build_adapter(options, model, form)
+    steps = {"window": options.window, "update_every": options.update_every}
+    adapter = build_adapter(options, model, form, **steps)
     if late is not None:
         choose_for_labels(adapter.recipe.inference)  # refused now, not at every label
     return PreparedRun(
@@ -109,14 +110,13 @@ def parse_range(text: str) -> tuple[float, float]:
     return low, high
 
 
-def build_adapter(options: RunOptions, model: nn.Module, form: Form) -> df.Adapter:
-    """The adapter of a preset or a recipe, with the fields that --set names."""
-    own: dict[str, Any] = {
-        "seed": options.seed,
-        "window": options.window,
-        "update_every": options.update_every,
-        "speed": options.speed,
-    }
+def build_adapter(
+    options: AdapterOptions, model: nn.Module, form: Form, **others: Any
+) -> df.Adapter:
+    """The adapter of a preset or a recipe, with the fields that --set names; ``others``: further
+    arguments of ``adapt``.
+    """
+    own: dict[str, Any] = {"seed": options.seed, "speed": options.speed, **others}
     if options.source is not None:
         source = open_feed(options.source)
         require(source.count is not None, "--source", options.source, "a file or folder")

@@ -9,11 +9,15 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, Protocol
+from contextlib import suppress
+from typing import Any, Protocol, TypeAlias
 
 from driftfilter.app.serve.problems import ProblemError
 from driftfilter.app.serve.shard import Reply, Request, Shard
 
+# Of a thread that waits for the answer, or of an event loop that goes on.
+Waiting: TypeAlias = "Future[Reply] | asyncio.Future[Reply]"
+Settled: TypeAlias = tuple[Waiting, Reply | ProblemError]
 _FAILING = 5.0  # seconds after which a store that failed is tried again
 
 
@@ -43,7 +47,7 @@ class Batcher:
         self, shard: Shard, most: int = 64, wait: float = 0.0, waiting: int = 1000
     ) -> None:
         self.shard, self.most, self.wait, self.waiting = shard, most, wait, waiting
-        self._queue: deque[tuple[Request, Future[Reply]]] = deque()
+        self._queue: deque[tuple[Request, Waiting]] = deque()
         self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._there = threading.Condition()
         self._closed, self._failing = False, ("", 0.0)  # why the store failed, and when
@@ -53,6 +57,10 @@ class Batcher:
     def submit(self, request: Request) -> "Future[Reply]":
         """Put a request into the queue."""
         future: Future[Reply] = Future()
+        self._add(request, future)
+        return future
+
+    def _add(self, request: Request, future: Waiting) -> None:
         with self._there:
             if self._closed:
                 raise ProblemError(503, "the service", "closing", "open", retry_after=1)
@@ -61,7 +69,6 @@ class Batcher:
                 raise ProblemError(503, "the queue", len(self._queue), allowed, retry_after=1)
             self._queue.append((request, future))
             self._there.notify()
-        return future
 
     def call(self, work: Callable[[], Any]) -> "Future[Any]":
         """Have something done between two groups, by the thread of the shard."""
@@ -72,7 +79,9 @@ class Batcher:
         return future
 
     async def ask(self, request: Request) -> Reply:
-        return await asyncio.wrap_future(self.submit(request))
+        future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        self._add(request, future)
+        return await future
 
     def _run(self) -> None:
         more = False
@@ -91,7 +100,7 @@ class Batcher:
             except Exception as error:
                 future.set_exception(error)
 
-    def _take(self, more: bool) -> list[tuple[Request, "Future[Reply]"]] | None:
+    def _take(self, more: bool) -> list[tuple[Request, Waiting]] | None:
         """The next group, none of them if there is ``more`` to tidy up; None once all is closed."""
         with self._there:
             while not (self._queue or self._calls or self._closed):
@@ -107,21 +116,23 @@ class Batcher:
                     break
             return [self._queue.popleft() for _ in range(min(self.most, len(self._queue)))]
 
-    def _answer(self, group: list[tuple[Request, "Future[Reply]"]]) -> None:
+    def _answer(self, group: list[tuple[Request, Waiting]]) -> None:
         try:
             replies = self.shard.serve([request for request, _ in group])
         except Exception as error:  # none of a client's doing: those have been answered
             told = f"{type(error).__name__}: {error}"
             replies = [ProblemError(503, "the service", told, "able to answer")] * len(group)
+        loops: dict[asyncio.AbstractEventLoop, list[Settled]] = {}
         for (_, future), reply in zip(group, replies, strict=True):
-            if not future.set_running_or_notify_cancel():
-                continue
-            if isinstance(reply, ProblemError):
-                future.set_exception(reply)
-                if reply.field == "store":
-                    self._failing = reply.detail, time.monotonic()
-            else:
-                future.set_result(reply)
+            if isinstance(reply, ProblemError) and reply.field == "store":
+                self._failing = reply.detail, time.monotonic()
+            if isinstance(future, asyncio.Future):
+                loops.setdefault(future.get_loop(), []).append((future, reply))
+            elif future.set_running_or_notify_cancel():
+                _settle([(future, reply)])
+        for loop, settled in loops.items():
+            with suppress(RuntimeError):  # a loop that has ended: nobody waits
+                loop.call_soon_threadsafe(_settle, settled)  # all at once: it is woken once
 
     def _tend(self, served: int) -> bool:
         """Tidy up the store a little; whether there is more of it."""
@@ -154,3 +165,14 @@ class Batcher:
             self._there.notify()
         self._thread.join()
         self.shard.store.close()
+
+
+def _settle(settled: list[Settled]) -> None:
+    """Give the answers to those who still wait for them."""
+    for future, reply in settled:
+        if future.done():
+            continue
+        if isinstance(reply, ProblemError):
+            future.set_exception(reply)
+        else:
+            future.set_result(reply)

@@ -13,12 +13,11 @@ import uvicorn
 import driftfilter as df
 from driftfilter.app.machine import choose_machine
 from driftfilter.app.networks.load_model import open_model
-from driftfilter.app.run.options import RunOptions
 from driftfilter.app.run.prepare import build_adapter, find_dtype, parse_range
 from driftfilter.app.run.reader import Form
 from driftfilter.app.serve.batching import Backend, Batcher
 from driftfilter.app.serve.http import Rules, make_app
-from driftfilter.app.serve.limits import Rate, Tokens
+from driftfilter.app.serve.limits import Flight, Rate, Tokens
 from driftfilter.app.serve.open_store import open_store
 from driftfilter.app.serve.options import ServeOptions
 from driftfilter.app.serve.shard import Shard
@@ -28,6 +27,9 @@ from driftfilter.base.checks import require
 
 _EVERY = 10.0  # seconds between two lines about the service
 _IDLE = 120  # seconds after which a connection is closed; a busy machine may need some to read it
+# Seconds that the thread of the shard computes on while that of HTTP waits for its turn: by
+# Python's own 5 ms, reads and writes of sockets take longer than what they bring.
+_TURN = 2e-4
 _MMAP_THRESHOLD, _LARGE = -3, 1 << 18
 
 
@@ -40,9 +42,14 @@ def serve(options: ServeOptions, output: Output) -> int:
         require(0 <= value < float("inf"), f"--{name}", value, "a number >= 0")
     tokens = Tokens(None if options.token_file is None else Path(options.token_file))
     give_back_memory()
+    sys.setswitchinterval(_TURN)
     backend, form = make_backend(options)
     names = frozenset(filter(None, options.integers.split(",")))
-    rules = Rules(form, tokens, Rate(options.rate), options.body << 20, names)
+    require(
+        options.body <= options.bodies, "--bodies", options.bodies, f">= {options.body} (--body)"
+    )
+    flight = Flight(options.bodies << 20)
+    rules = Rules(form, tokens, Rate(options.rate), options.body << 20, flight, names)
     config = uvicorn.Config(
         make_app(backend, rules),
         options.host,
@@ -106,9 +113,7 @@ def make_adapter(options: ServeOptions) -> tuple[df.Adapter, Form]:
     model = machine.place(open_model(options.model, weights).module)
     within = None if options.range is None else parse_range(options.range)
     form = Form(find_dtype(model), machine.device, options.layout, options.scale, within)
-    shared = ("weights", "preset", "recipe", "set", "source", "seed", "speed")
-    chosen = RunOptions(options.model, "", **{name: getattr(options, name) for name in shared})
-    return build_adapter(chosen, model, form), form
+    return build_adapter(options, model, form), form
 
 
 def give_back_memory() -> None:

@@ -4,7 +4,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Self, TypeAlias
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram
 from prometheus_client.exposition import generate_latest
@@ -19,7 +19,7 @@ from starlette.routing import Route
 from driftfilter.app.run.reader import Form
 from driftfilter.app.serve import bodies
 from driftfilter.app.serve.batching import Backend
-from driftfilter.app.serve.limits import Rate, Tokens, require_name
+from driftfilter.app.serve.limits import Flight, Rate, Tokens, require_name
 from driftfilter.app.serve.openapi import PAGE, document
 from driftfilter.app.serve.problems import JSON_TYPE, ProblemError
 from driftfilter.app.serve.shard import Kind, Reply, Request
@@ -36,6 +36,7 @@ class Rules:
     tokens: Tokens
     rate: Rate
     body: int  # bytes
+    flight: Flight
     integers: frozenset[str] = frozenset()
 
 
@@ -158,20 +159,41 @@ async def _serve(backend: Backend, rules: Rules, call: Call, kind: Kind) -> Resp
     tenant = require_name(call.path_params["tenant"])
     rules.rate.check(tenant)
     number = call.headers.get("sequence")
-    if kind in ("predict", "peek", "learn"):
-        data = await _read(call, rules.body)
-        args = (data, call.headers.get("content-type", ""), number, rules.form, rules.integers)
-        # Large bodies take time that other requests need.
-        large = len(data) > _TOGETHER
-        body = (
-            await run_in_threadpool(bodies.read_body, *args) if large else bodies.read_body(*args)
-        )
-        _require_labels(kind, body)
-        request = Request(kind, tenant, *body)
-    else:
-        request = Request(kind, tenant, sequence=bodies.read_sequence(number), digest=kind)
-    reply = await backend.ask(request)
-    return _write(call, tenant, reply)
+    with _Landing(rules.flight) as landing:
+        if kind in ("predict", "peek", "learn"):
+            data = await _read(call, rules.body, landing)
+            body = await _parse(rules, data, call.headers.get("content-type", ""), number)
+            _require_labels(kind, body)
+            request = Request(kind, tenant, *body)
+        else:
+            request = Request(kind, tenant, sequence=bodies.read_sequence(number), digest=kind)
+        return _write(call, tenant, await backend.ask(request))
+
+
+async def _parse(rules: Rules, data: bytes, kind: str, number: str | None) -> bodies.Body:
+    """What a body says; a large one takes time that other requests need."""
+    args = (data, kind, number, rules.form, rules.integers)
+    if len(data) > _TOGETHER:
+        return await run_in_threadpool(bodies.read_body, *args)
+    return bodies.read_body(*args)
+
+
+class _Landing:
+    """The bytes of one request in flight, until it is answered."""
+
+    def __init__(self, flight: Flight) -> None:
+        self._flight, self._size = flight, 0
+
+    def take(self, size: int) -> None:
+        """Let so many in, of this request in all."""
+        self._flight.take(max(0, size - self._size))
+        self._size = max(size, self._size)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._flight.give_back(self._size)
 
 
 def _require_labels(kind: Kind, body: bodies.Body) -> None:
@@ -180,18 +202,20 @@ def _require_labels(kind: Kind, body: bodies.Body) -> None:
         raise ProblemError(400, "labels", "none" if body.labels is None else "given", allowed)
 
 
-async def _read(call: Call, most: int) -> bytes:
-    """The body, refused as soon as it is too large."""
+async def _read(call: Call, most: int, landing: _Landing) -> bytes:
+    """The body, refused as soon as it is too large, by itself or with all that wait."""
     problem = ProblemError(413, "body", call.headers.get("content-length"), f"at most {most} bytes")
     told = call.headers.get("content-length", "0")
     if not (told.isascii() and told.isdigit()) or len(told) > 18 or int(told) > most:
         raise problem
+    landing.take(int(told))
     pieces, size = [], 0
     try:
         async for piece in call.stream():
             size += len(piece)
             if size > most:
                 raise problem
+            landing.take(size)
             pieces.append(piece)
     except ClientDisconnect as error:
         raise ProblemError(400, "body", f"{size} bytes", "sent to its end") from error

@@ -66,3 +66,21 @@ class Rate:
             wait = (1 - left) / self.each
             allowed = f"asked at most {self.each:g} times a second"
             raise ProblemError(429, "tenant", tenant, allowed, retry_after=wait)
+
+
+class Flight:
+    """Bytes of bodies that have come and are not answered yet: at most so many, together."""
+
+    def __init__(self, most: int) -> None:
+        self.most, self.used = most, 0
+
+    def take(self, size: int) -> None:
+        """Let so many more in, or raise."""
+        if self.used + size > self.most:
+            allowed = f"at most {self.most - self.used} bytes while {self.used} wait"
+            raise ProblemError(503, "body", size, allowed, retry_after=1)
+        self.used += size
+
+    def give_back(self, size: int) -> None:
+        """So many are answered."""
+        self.used -= size

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from driftfilter.app.serve.records import Stored, to_checkpoint
 from driftfilter.app.serve.store import Entry, FolderStore, Store
 
 
@@ -23,25 +24,24 @@ class RemoteStore:
     def _path(self, key: str) -> str:
         return f"{self._root}/tenants/{key[:2]}/{key}.safetensors"
 
-    def read(self, key: str) -> bytes | None:
+    def read(self, key: str) -> Stored | None:
         try:
-            found: bytes = self._files.cat_file(self._path(key))
+            return Stored(self._files.cat_file(self._path(key)))
         except FileNotFoundError:
             return None
-        return found
 
     def write(self, entries: Sequence[Entry]) -> None:
         """Keep checkpoints; each of them is whole, and one that fails leaves those before it."""
-        for key, content in entries:
+        for key, record in entries:
             path = self._path(key)
-            if content is None:
+            if record is None:
                 if self._files.exists(path):
                     self._files.rm_file(path)
                 self._here.discard(key)
                 continue
             self._files.makedirs(path.rpartition("/")[0], exist_ok=True)
             with self._files.transaction:  # under its name once it is whole
-                self._files.pipe_file(path, content)
+                self._files.pipe_file(path, to_checkpoint(record))
             self._here.add(key)
 
     def count(self) -> int:

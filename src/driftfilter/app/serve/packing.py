@@ -39,7 +39,7 @@ def pack(state: AdapterState, recipe: Recipe, watched: bool) -> Packed:
     kept = {name: tensor for name, tensor in every.items() if moved or not name.startswith(_SOURCE)}
     known, pieces = to_tensors(start), []
     for name, tensor in kept.items():
-        bits = _bits(tensor)
+        bits = bits_of(tensor)
         other = _find_like(name, bits, kept, known)
         pieces.append(_by_significance(bits if other is None else bits ^ other))
     forms = [(name, str(tensor.dtype), list(tensor.shape)) for name, tensor in kept.items()]
@@ -55,7 +55,7 @@ def unpack(packed: Packed, state: AdapterState) -> dict[str, Tensor]:
     found, place = dict[str, Tensor](), len(line) + 1
     for name, dtype, shape in json.loads(line):
         empty = torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")))
-        bits = _bits(empty)
+        bits = bits_of(empty)
         piece = np.frombuffer(data, np.uint8, bits.nbytes, place)
         place += bits.nbytes
         whole = piece.reshape(bits.itemsize, -1).T.copy().view(bits.dtype)[:, 0]
@@ -67,7 +67,7 @@ def unpack(packed: Packed, state: AdapterState) -> dict[str, Tensor]:
     return found
 
 
-def _bits(tensor: Tensor) -> NDArray[np.unsignedinteger]:
+def bits_of(tensor: Tensor) -> NDArray[np.unsignedinteger]:
     """The numbers of a tensor as whole ones [m]; of a contiguous one in the same memory."""
     flat = tensor.detach().contiguous().reshape(-1)
     kind = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}[flat.element_size()]
@@ -95,6 +95,6 @@ def _find_like(
                 like = before.get(name[place:])
     if like is None:
         return None
-    found = _bits(like)
+    found = bits_of(like)
     fits = found.dtype == bits.dtype and found.shape == bits.shape
     return found if fits else None

@@ -5,21 +5,19 @@ its number and its answer. A number that comes again gets the stored answer and 
 number that is not the next one is refused. If the store fails, the tenant is as it was.
 """
 
-import base64
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
 import driftfilter as df
-from driftfilter.adapter.checkpoint import decode, encode
 from driftfilter.adapter.state import AdapterState
 from driftfilter.app.serve.held import Tenant, Tenants
 from driftfilter.app.serve.problems import ProblemError
+from driftfilter.app.serve.records import Notes, Recorder, Stored
 from driftfilter.app.serve.store import Entry, Store, key_of
 from driftfilter.base.inputs import Inputs, check_inputs, tensors
 from driftfilter.storage.sealed import FAILURES
@@ -75,7 +73,7 @@ class Shard:
         limit: int = 100_000,
     ) -> None:
         self.adapter, self.store, self.limit = adapter, store, limit
-        self.counts = Counts()
+        self.counts, self._recorder = Counts(), Recorder(adapter)
         self._fresh = adapter.snapshot()
         self.tenants = Tenants(adapter, memory)
 
@@ -156,18 +154,18 @@ class Shard:
         found = self.tenants.get(key, self._fresh)
         if found is not None:
             return found
-        data = self.store.read(key)
-        if data is None:
+        stored = self.store.read(key)
+        if stored is None:
             return Tenant(self._fresh, is_new=True)
         self.adapter.restore(self._fresh)
         try:
-            notes = decode(self.adapter, data)
+            notes = self._recorder.load(stored)
         except FAILURES as error:
             raise df.CheckpointError(f"what is stored was not loaded: {error}") from error
         self.counts.loads += 1
         state = self.adapter.snapshot()
         self._learn_model(state)
-        tenant = Tenant(state, notes["sequence"], _unpack(notes["answer"]), notes["digest"])
+        tenant = Tenant(state, notes.sequence, notes.answer, notes.digest)
         return self.tenants.hold(key, tenant)
 
     # What it becomes
@@ -259,17 +257,11 @@ class Shard:
             replies[place] = self._commit(entry.key, works[place])
         return replies
 
-    def _encode(self, tenant: str, work: Tenant | None) -> bytes | None:
+    def _encode(self, tenant: str, work: Tenant | None) -> Stored | None:
         if work is None:
             return None
-        self.adapter.restore(work.state)
-        notes = {
-            "tenant": tenant,
-            "sequence": work.sequence,
-            "digest": work.digest,
-            "answer": _pack(work.answer),
-        }
-        return b"".join(encode(self.adapter, notes))
+        notes = Notes(tenant, work.sequence, work.digest, work.answer)
+        return self._recorder.encode(work.state, notes)
 
     def _commit(self, key: str, work: Tenant | None) -> Reply:
         if work is None:
@@ -331,17 +323,3 @@ def _refuse(error: OSError) -> ProblemError:
     told = error.strerror or str(error)
     detail = f"the step was not taken: the store could not be written to ({told})"
     return ProblemError(503, "store", told, "writable", detail, retry_after=1)
-
-
-def _pack(answer: NDArray[Any] | None) -> dict[str, Any] | None:
-    if answer is None:
-        return None
-    data = base64.b64encode(np.ascontiguousarray(answer).tobytes()).decode()
-    return {"dtype": answer.dtype.str, "shape": list(answer.shape), "data": data}
-
-
-def _unpack(packed: dict[str, Any] | None) -> NDArray[Any] | None:
-    if packed is None:
-        return None
-    data = np.frombuffer(base64.b64decode(packed["data"]), np.dtype(packed["dtype"]))
-    return data.reshape(packed["shape"])

@@ -1,13 +1,14 @@
 """Where tenants are kept: a folder with a log for each worker and a checkpoint for each tenant.
 
     tenants/3f/3fa9….safetensors   a checkpoint as ``df.save`` writes it
-    workers/NAME/00000007.log      checkpoints since then, one after the other, the last one counts
+    workers/NAME/00000007.log      records since then (records.py), one after the other; the last
+                                   one of a tenant counts
     workers/NAME.claim             whose log it is
 
-A step is a record in the log of the worker that took it. When a log has grown to ``segment`` bytes
-a new one is begun, and the tenants whose last record lies in the old one are written to files of
-their own, a few at a time; then the old one goes away. Names of tenants never become names of
-files: these are SHA-256.
+A step is a record in the log of the worker that took it; what the records of a log share is in it
+once. When a log has grown to ``segment`` bytes a new one is begun, and the tenants whose last
+record lies in the old one are written to files of their own, a few at a time; then the old one goes
+away. Names of tenants never become names of files: these are SHA-256.
 """
 
 import hashlib
@@ -20,9 +21,10 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol, Self
 
 from driftfilter.app.bench.locks import claim, describe_holder
+from driftfilter.app.serve.records import Stored, to_checkpoint
 from driftfilter.base.checks import require
 from driftfilter.storage.atomic import atomic_file
-from driftfilter.storage.record_log import RecordLog, read_records
+from driftfilter.storage.record_log import RecordLog, is_old, read_records
 
 SEGMENT = 64 << 20  # bytes of a log before a new one is begun
 _WAIT = 20.0  # seconds that a killed process may take to end
@@ -39,20 +41,20 @@ def path_of(folder: Path, key: str) -> Path:
 
 
 class Entry(NamedTuple):
-    """What is to be kept of a tenant: a checkpoint, or that there is none any more."""
+    """What is to be kept of a tenant: a record, or that there is none any more."""
 
     key: str
-    content: bytes | None
+    record: Stored | None
 
 
 class Store(Protocol):
     """Where tenants are kept. Errors of the disk are OSErrors, and then nothing has changed."""
 
-    def read(self, key: str) -> bytes | None:
-        """The checkpoint of a tenant; None if there is none."""
+    def read(self, key: str) -> Stored | None:
+        """The last record of a tenant; None if there is none."""
 
     def write(self, entries: Sequence[Entry]) -> None:
-        """Keep checkpoints, all or none; they are safe when it returns."""
+        """Keep records; they are safe when it returns."""
 
     def count(self) -> int:
         """Tenants that are kept here."""
@@ -76,10 +78,22 @@ class _Place(NamedTuple):
     segment: int
     start: int = 0
     length: int = -1  # -1: it says that the tenant is gone
+    context: bytes = b""  # what it shares with others
 
     @property
     def gone(self) -> bool:
         return self.length < 0
+
+
+class _Segment(NamedTuple):
+    """A log, and what its records share."""
+
+    log: RecordLog
+    contexts: dict[bytes, int]  # their numbers
+    is_old: bool = False  # of the first format, which is not added to
+
+    def is_full(self, segment: int) -> bool:
+        return self.is_old or self.log.size >= segment
 
 
 class FolderStore:
@@ -100,7 +114,7 @@ class FolderStore:
         self._logs.mkdir(parents=True, exist_ok=True)
         self._tenants.mkdir(parents=True, exist_ok=True)
         self._places: dict[str, _Place] = {}
-        self._segments: dict[int, RecordLog] = {}
+        self._segments: dict[int, _Segment] = {}
         self._retiring: deque[str] = deque()  # tenants to be written before the oldest log may go
         self._synced, self._unsynced = time.monotonic(), set[int]()  # logs, with sync=False
         self._live = {path.stem for path in self._tenants.glob("*/*.safetensors")}
@@ -120,57 +134,70 @@ class FolderStore:
 
     def _open(self, path: Path) -> None:
         """Read which records a log has; what follows them is cut off."""
-        number, size = int(path.stem), 0
+        number, size, contexts = int(path.stem), 0, list[bytes]()
         for start, content in read_records(path):
             header, body = _split(content)
             size = start + len(content)
-            if header["kind"] == "state":
-                self._places[header["key"]] = _Place(number, size - len(body), len(body))
+            if header["kind"] == "context":
+                contexts.append(body)
+            elif header["kind"] == "state":
+                context = contexts[header["context"]] if "context" in header else b""
+                place = _Place(number, size - len(body), len(body), context)
+                self._places[header["key"]] = place
             elif header["kind"] == "gone":
                 self._places[header["key"]] = _Place(number)
             else:  # another worker has it
                 self._places.pop(header["key"], None)
-        self._segments[number] = RecordLog(path, size)
+        numbers = {context: place for place, context in enumerate(contexts)}
+        old = is_old(path)
+        self._segments[number] = _Segment(RecordLog(path, size), numbers, old)
 
     @property
-    def _current(self) -> tuple[int, RecordLog]:
+    def _current(self) -> tuple[int, _Segment]:
         """The log that grows."""
         last = max(self._segments, default=0)
-        if not last or self._segments[last].size >= self.segment:
+        if not last or self._segments[last].is_full(self.segment):
             last += 1
-            self._segments[last] = RecordLog(self._logs / f"{last:08d}.log")
+            self._segments[last] = _Segment(RecordLog(self._logs / f"{last:08d}.log"), {})
         return last, self._segments[last]
 
-    def read(self, key: str) -> bytes | None:
+    def read(self, key: str) -> Stored | None:
         if key in self._places:
             place = self._places[key]
             return None if place.gone else self._read_at(place)
         path = self._path(key)
-        return path.read_bytes() if path.is_file() else None
+        return Stored(path.read_bytes()) if path.is_file() else None
 
-    def _read_at(self, place: _Place) -> bytes:
-        return self._segments[place.segment].read(place.start, place.length)
+    def _read_at(self, place: _Place) -> Stored:
+        log = self._segments[place.segment].log
+        return Stored(log.read(place.start, place.length), place.context)
 
     def write(self, entries: Sequence[Entry]) -> None:
+        """Keep records, all or none."""
         self._mine.check()
-        kinds = ["gone" if entry.content is None else "state" for entry in entries]
-        contents = [
-            _join({"key": entry.key, "kind": kind}, entry.content or b"")
-            for entry, kind in zip(entries, kinds, strict=True)
-        ]
-        number, log = self._current
-        starts = log.append(contents, self.sync)
+        number, (log, contexts, _) = self._current
+        known = dict(contexts)
+        for _, record in entries:
+            if record is not None and record.context:
+                known.setdefault(record.context, len(known))
+        new = list(known)[len(contexts) :]
+        contents = [_join({"kind": "context"}, context) for context in new]
+        contents += [_write_entry(entry, known) for entry in entries]
+        starts = log.append(contents, self.sync)[len(new) :]
+        contexts.update(known)
         if not self.sync:
             self._unsynced.add(number)
-        for entry, start, content in zip(entries, starts, contents, strict=True):
-            if entry.content is None:
-                self._places[entry.key] = _Place(number)
-                self._live.discard(entry.key)
+        for (key, record), start, content in zip(
+            entries, starts, contents[len(new) :], strict=True
+        ):
+            if record is None:
+                self._places[key] = _Place(number)
+                self._live.discard(key)
             else:
-                length = len(entry.content)
-                place = _Place(number, start + len(content) - length, length)
-                self._places[entry.key] = place
-                self._live.add(entry.key)
+                length = len(record.content)
+                end = start + len(content)
+                self._places[key] = _Place(number, end - length, length, record.context)
+                self._live.add(key)
 
     def _sync(self) -> None:
         """Bring to the disk what was written more than a second ago. It is no part of a write: if
@@ -178,7 +205,7 @@ class FolderStore:
         """
         if self._unsynced and time.monotonic() - self._synced > 1:
             for number in sorted(self._unsynced & self._segments.keys()):
-                self._segments[number].sync()
+                self._segments[number].log.sync()
             self._unsynced.clear()
             self._synced = time.monotonic()
 
@@ -191,7 +218,7 @@ class FolderStore:
             self._save(key)
         if own:
             contents = [_join({"key": key, "kind": "left"}, b"") for key in own]
-            self._current[1].append(contents, True)
+            self._current[1].log.append(contents, True)
         for key in own:
             del self._places[key]
             self._live.discard(key)
@@ -220,7 +247,7 @@ class FolderStore:
 
     def _drop(self, number: int) -> None:
         """Remove the oldest log: nobody's last record lies in it."""
-        log = self._segments[number]
+        log = self._segments[number].log
         log.path.unlink()  # first: one that stays must stay known, or it comes again as the last
         del self._segments[number]
         log.close()
@@ -233,13 +260,13 @@ class FolderStore:
             return
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_file(path) as file:
-            file.write(self._read_at(place))
+            file.write(to_checkpoint(self._read_at(place)))
 
     def _path(self, key: str) -> Path:
         return path_of(self.folder, key)
 
     def close(self) -> None:
-        for log in self._segments.values():
+        for log, *_ in self._segments.values():
             log.sync()
             log.close()
         self._segments.clear()
@@ -250,6 +277,14 @@ class FolderStore:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _write_entry(entry: Entry, contexts: Mapping[bytes, int]) -> bytes:
+    key, record = entry
+    if record is None:
+        return _join({"key": key, "kind": "gone"}, b"")
+    shared = {"context": contexts[record.context]} if record.context else {}
+    return _join({"key": key, "kind": "state", **shared}, record.content)
 
 
 def _join(header: Mapping[str, Any], body: bytes) -> bytes:
