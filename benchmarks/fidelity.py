@@ -8,7 +8,8 @@ Up to 1,000 images, ours are held against the published arrays of the same image
 against the reference values of the assets if there are any. The published arrays are themselves one
 draw: a difference is to be judged by the deviation between our seeds, printed after ±.
 
-    python benchmarks/fidelity.py --pictures DIR --weights resnet50.safetensors [--images 100]
+    python benchmarks/fidelity.py --pictures DIR --weights resnet50.safetensors [--images 100] \
+        [--json FILE]
 
 Holds the 224-pixel corruptions against those of the published package (``pip install imagenet-c``)
 on pictures DIR/<class from 0>/*.JPEG, one of a class: RMS and mean of the change (of 255), the
@@ -24,14 +25,16 @@ import statistics
 import time
 import warnings
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import driftfilter as df
 from driftfilter.app import models
 from driftfilter.app.corruptions import CORRUPTIONS, EXTRA, FROST_TEXTURE, corrupt
+from figures import write
 
 POLICIES = ("source", "bn")
 # All 10,000 images, batch 200, published generator; in the order of CORRUPTIONS.
@@ -130,6 +133,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--images", type=int, help="1000, or 100 pictures of ImageNet")
     parser.add_argument("--batch", type=int, default=200)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--json", type=Path, help="ImageNet mode: also write the figures there")
     parser.add_argument(
         "--corruptions", nargs="+", default=list(CORRUPTIONS), choices=[*CORRUPTIONS, *EXTRA]
     )
@@ -140,52 +144,6 @@ def parsed() -> argparse.Namespace:
         parser.error("--pictures needs --weights")
     arguments.images = arguments.images or (1000 if arguments.pictures is None else 100)
     return arguments
-
-
-class Bottleneck(nn.Module):
-    """Three convolutions and a shortcut; the first one has the stride."""
-
-    def __init__(self, channels: int, width: int, stride: int, shortcut: bool) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(channels, width, 1, stride, bias=False)
-        self.conv2 = nn.Conv2d(width, width, 3, 1, 1, bias=False)
-        self.conv3 = nn.Conv2d(width, 4 * width, 1, bias=False)
-        for i, size in enumerate((width, width, 4 * width), 1):
-            self.add_module(f"bn{i}", nn.BatchNorm2d(size, eps=1e-3))
-        if shortcut:
-            norm = nn.BatchNorm2d(4 * width, eps=1e-3)
-            self.downsample = nn.Sequential(
-                nn.Conv2d(channels, 4 * width, 1, stride, bias=False), norm
-            )
-
-    def forward(self, x: Tensor) -> Tensor:
-        made = self.bn1(self.conv1(x)).relu()
-        made = self.bn3(self.conv3(self.bn2(self.conv2(made)).relu()))
-        return (made + (self.downsample(x) if hasattr(self, "downsample") else x)).relu()
-
-
-class ResNet50(nn.Module):
-    """ResNet-50 with Keras' weights under torchvision's names."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(3, 64, 7, 2, 3, bias=False)
-        self.bn1 = nn.BatchNorm2d(64, eps=1e-3)
-        channels = 64
-        for i, blocks in enumerate((3, 4, 6, 3)):
-            layers, width = [], 64 * 2**i
-            for block in range(blocks):
-                stride = 2 if i > 0 and block == 0 else 1
-                layers.append(Bottleneck(channels, width, stride, block == 0))
-                channels = 4 * width
-            self.add_module(f"layer{i + 1}", nn.Sequential(*layers))
-        self.fc = nn.Linear(2048, 1000)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = 255 * x - x.new_tensor([123.68, 116.779, 103.939])[:, None, None]
-        x = nn.functional.max_pool2d(self.bn1(self.conv1(x)).relu(), 3, 2, 1)
-        x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
-        return self.fc(x.mean((2, 3)))
 
 
 def open_pictures(folder: Path, count: int) -> tuple[np.ndarray, Tensor]:
@@ -218,18 +176,13 @@ def describe_change(made: Tensor, clean: Tensor) -> tuple[float, float, float]:
 
 @torch.no_grad()
 def compare_imagenet(arguments: argparse.Namespace) -> None:
-    """Print a line for each corruption: theirs / ours."""
+    """Print a line for each corruption, theirs / ours, and write them to a file."""
     try:
         import imagenet_c
     except ImportError as error:
         raise SystemExit(f"ImageNet mode needs the package imagenet-c, got: {error}") from error
-    from safetensors.torch import load_file
-
     bytes_, labels = open_pictures(arguments.pictures, arguments.images)
-    network = ResNet50().eval()
-    missing = network.load_state_dict(load_file(arguments.weights), strict=False).missing_keys
-    if any(not key.endswith("num_batches_tracked") for key in missing):
-        raise SystemExit(f"--weights must be a ResNet-50, {arguments.weights} lacks {missing[:3]}")
+    network = models.load("resnet50_imagenet", arguments.weights)
     network, labels = network.to(arguments.device), labels.to(arguments.device)
     clean = as_images(bytes_, arguments.device)
 
@@ -237,8 +190,14 @@ def compare_imagenet(arguments: argparse.Namespace) -> None:
         predicted = torch.cat([network(part).argmax(1) for part in images.split(25)])
         return 100 * (predicted == labels).double().mean().item()
 
-    print(f"{len(clean)} pictures, severity 5, frost {FROST_TEXTURE}, clean {score(clean):.1f}")
-    print(f"{'theirs / ours':<18}{'rms':>15}{'mean':>17}{'fine':>15}{'accuracy':>15}{'ms':>8}")
+    def measure(made: Tensor) -> dict[str, float]:
+        names = ("rms", "mean", "fine")
+        found = dict(zip(names, describe_change(made, clean), strict=True))
+        return {**found, "accuracy": score(made)}
+
+    clean_score, rows = score(clean), []
+    print(f"{len(clean)} pictures, severity 5, frost {FROST_TEXTURE}, clean {clean_score:.1f}")
+    print(f"{'theirs / ours':<18}{'rms':>15}{'mean':>15}{'fine':>15}{'accuracy':>15}{'ms':>8}")
     np.random.seed(0)  # noqa: NPY002 (what the package draws from)
     for name in arguments.corruptions:
         theirs = np.stack([imagenet_c.corrupt(x, 5, corruption_name=name) for x in bytes_])
@@ -246,13 +205,25 @@ def compare_imagenet(arguments: argparse.Namespace) -> None:
         both = (as_images(theirs, arguments.device), corrupt(clean, name, 5, 0))
         both[1].sum().item()  # waits for the device
         spent = 1000 * (time.perf_counter() - begun) / len(clean)
-        (rms, mean, fine), (rms_, mean_, fine_) = (describe_change(each, clean) for each in both)
-        print(
-            f"{name:<18}{rms:>7.1f} /{rms_:>6.1f}{mean:>+9.1f} /{mean_:>+6.1f}"
-            f"{fine:>8.3f} /{fine_:>6.3f}{score(both[0]):>7.1f} /{score(both[1]):>6.1f}"
-            f"{spent:>8.1f}",
-            flush=True,
+        rows.append(
+            {
+                "corruption": name,
+                "theirs": measure(both[0]),
+                "ours": measure(both[1]),
+                "ms": spent,
+            }
         )
+        print(describe_row(rows[-1]), flush=True)
+    figures = {"images": len(clean), "frost": FROST_TEXTURE, "clean": clean_score, "rows": rows}
+    write(arguments.json, figures, "numpy")
+
+
+def describe_row(row: dict[str, Any]) -> str:
+    """A line: theirs / ours."""
+    one, other = row["theirs"], row["ours"]
+    forms = (("rms", ".1f"), ("mean", "+.1f"), ("fine", ".3f"), ("accuracy", ".1f"))
+    parts = [f"{f'{one[key]:{form}} / {other[key]:{form}}':>15}" for key, form in forms]
+    return f"{row['corruption']:<18}{''.join(parts)}{row['ms']:>8.1f}"
 
 
 def main() -> None:

@@ -698,7 +698,8 @@ def compare_export(
     size = exact.abs().max()
 
     def beside_exact(logs: torch.Tensor) -> float:
-        return ((logs.double() - exact.log_softmax(-1)).abs().max() / size).item()
+        apart = (logs.double() - exact.log_softmax(-1)).abs().max() / size
+        return float(apart)
 
     return {
         "state_dict": apart(by_dict),

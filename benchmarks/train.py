@@ -1,12 +1,17 @@
-"""Train a source network on CIFAR-10 from files you have, for `driftfilter bench` and `reproduce`.
+"""Train a source network from files you have, for `driftfilter bench` and `reproduce`.
 
     python benchmarks/train.py wrn28_10 --data cifar-10-batches-py --out wrn28_10.safetensors
     python benchmarks/train.py resnet20 --data train.npz --test test.npz --epochs 100 --out FILE
+    python benchmarks/train.py resnet18_tiny --data tiny-imagenet-200 --epochs 100 --out FILE
 
---data is the folder of CIFAR-10's python version (data_batch_1 to 5, and test_batch) or an .npz of
-"images" [n, 32, 32, 3], 8 bits, and "labels" [n]; --test is the same for the test images, which are
-only evaluated. SGD with Nesterov momentum .9, weight decay 5e-4, a linear warm-up and a cosine to
-0, random crops (4 pixels) and mirror images.
+CIFAR-10: --data is the folder of its python version (data_batch_1 to 5, and test_batch) or an .npz
+of "images" [n, 32, 32, 3], 8 bits, and "labels" [n]; --test is the same for the test images, which
+are only evaluated. Tiny-ImageNet (names that end in _tiny): --data has train/<wnid>/images/*.JPEG
+and val/ with val_annotations.txt; classes are numbered by name.
+
+Residual networks: SGD with Nesterov momentum .9, learning rate .1, weight decay 5e-4. Transformers:
+AdamW, .001 and .05. A linear warm-up and a cosine to 0, random crops (by up to an eighth of the
+height) and mirror images.
 
 After every epoch all is written to OUT.training; the same command goes on from there and, on a CPU,
 gives the weights that one run would have given. OUT is written at the end:
@@ -32,20 +37,39 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from driftfilter.app import models
-from driftfilter.app.images.files import open_batch, open_images
+from driftfilter.app.images.files import open_batch, open_images, picture, require_one_size
 from driftfilter.app.machine import Machine, choose_machine
+from driftfilter.app.readers.classes import number_classes
+from driftfilter.app.readers.folders import find_pictures
 from driftfilter.base.checks import require
 from driftfilter.storage.atomic import atomic_file
 
-# Accuracy on the 10,000 test images of the networks of these names that the benchmarks use.
-EXPECTED = {
-    "resnet20": 0.921,
-    "resnet20_gn": 0.858,
-    "resnet26_w32": 0.935,
-    "wrn16_4_gn": 0.929,
-    "wrn28_10": 0.951,
+
+@dataclass(frozen=True)
+class Kind:
+    """How a network is trained.
+
+    ``expected``: accuracy on the 10,000 test images of the network of this name that the benchmarks
+    use; None: this training was never run in full.
+    """
+
+    expected: float | None = None
+    adam: bool = False  # AdamW, as transformers need, not SGD
+    tiny: bool = False  # on Tiny-ImageNet, not CIFAR-10
+
+
+KINDS = {
+    "resnet20": Kind(0.921),
+    "resnet20_gn": Kind(0.858),
+    "resnet26_w32": Kind(0.935),
+    "wrn16_4_gn": Kind(0.929),
+    "wrn28_10": Kind(0.951),
+    "vit_s4": Kind(adam=True),
+    "resnet18_tiny": Kind(tiny=True),
+    "vit_s8_tiny": Kind(adam=True, tiny=True),
 }
-PADDING = 4
+CLASSES = 10  # of an .npz
+BORDER = 8  # crops are off by up to this part of the height
 
 
 @dataclass(frozen=True)
@@ -75,11 +99,28 @@ def read(path: Path, batches: Sequence[str]) -> tuple[Tensor, Tensor]:
         images = np.concatenate([part[0] for part in parts])
         labels = np.concatenate([part[1] for part in parts])
     else:
-        images, found = open_images(path, 10)
+        images, found = open_images(path, CLASSES)
         if found is None:
             raise ValueError(f"{path} must be an .npz with 'labels', got none")
         labels = found
     return torch.from_numpy(images).permute(0, 3, 1, 2).contiguous(), torch.from_numpy(labels)
+
+
+def read_tiny(root: Path) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Images [n, 3, h, w], 8 bits, and labels [n] of train/ and of val/."""
+    parts = [find_pictures(root / name) for name in ("train", "val")]
+    numbers = number_classes(root, {each.name for each in parts[0]}, None)
+    unknown = sorted({each.name for each in parts[1]} - numbers.keys())
+    require(not unknown, f"classes of {root / 'val'}", unknown[:3], "those of train/")
+    require_one_size([each.path for part in parts for each in part])
+    train, val = (
+        (
+            torch.from_numpy(np.stack([picture(each.path) for each in part])).permute(0, 3, 1, 2),
+            torch.tensor([numbers[each.name] for each in part]),
+        )
+        for part in parts
+    )
+    return train, val
 
 
 def augment(images: Tensor, generator: torch.Generator) -> Tensor:
@@ -87,10 +128,11 @@ def augment(images: Tensor, generator: torch.Generator) -> Tensor:
     mirrored.
     """
     n, _, height, width = images.shape
-    padded = functional.pad(images.float(), (PADDING,) * 4, mode="reflect").to(images.dtype)
+    border = height // BORDER
+    padded = functional.pad(images.float(), (border,) * 4, mode="reflect").to(images.dtype)
     down, right, mirrored = (
         torch.randint(limit, (n, 1), generator=generator).to(images.device)
-        for limit in (2 * PADDING + 1, 2 * PADDING + 1, 2)
+        for limit in (2 * border + 1, 2 * border + 1, 2)
     )
     rows = down + torch.arange(height, device=images.device)  # [n, h]
     columns = right + torch.arange(width, device=images.device)  # [n, w]
@@ -128,6 +170,14 @@ def accuracy(network: nn.Module, images: Tensor, labels: Tensor, machine: Machin
     return right / len(labels)
 
 
+def make_optimizer(network: nn.Module, training: Training) -> torch.optim.Optimizer:
+    """AdamW or SGD, by what the network is."""
+    parameters, lr, decay = network.parameters(), training.lr, training.decay
+    if KINDS[training.model].adam:
+        return torch.optim.AdamW(parameters, lr, weight_decay=decay)
+    return torch.optim.SGD(parameters, lr, momentum=0.9, weight_decay=decay, nesterov=True)
+
+
 class Trainer:
     """A network and its optimizer between two epochs."""
 
@@ -135,13 +185,7 @@ class Trainer:
         torch.manual_seed(training.seed)
         self.training, self.machine, self.epoch = training, machine, 0
         self.network = machine.place(models.build(training.model))
-        self.optimizer = torch.optim.SGD(
-            self.network.parameters(),
-            training.lr,
-            momentum=0.9,
-            weight_decay=training.decay,
-            nesterov=True,
-        )
+        self.optimizer = make_optimizer(self.network, training)
 
     def run_epoch(self, images: Tensor, labels: Tensor) -> float:
         """Mean loss of one pass over the images."""
@@ -206,11 +250,19 @@ class Trainer:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(arguments)
-    names = ("model", "epochs", "batch", "lr", "seed")
-    training = Training(**{name: getattr(options, name) for name in names})
+    kind = KINDS[options.model]
+    names = ("model", "epochs", "batch", "seed")
+    training = Training(
+        **{name: getattr(options, name) for name in names},
+        lr=options.lr or (0.001 if kind.adam else 0.1),
+        decay=0.05 if kind.adam else 5e-4,
+    )
     machine = choose_machine(options.device, options.precision)
-    images, labels = read(options.data, [f"data_batch_{number}" for number in range(1, 6)])
-    shown, truth = read(options.test or options.data, ["test_batch"])
+    if kind.tiny:
+        (images, labels), (shown, truth) = read_tiny(options.data)
+    else:
+        images, labels = read(options.data, [f"data_batch_{number}" for number in range(1, 6)])
+        shown, truth = read(options.test or options.data, ["test_batch"])
     data = f"{len(labels)} images, sum {int(images.sum())}"
     trainer, saved = Trainer(training, machine), Path(f"{options.out}.training")
     options.out.parent.mkdir(parents=True, exist_ok=True)
@@ -236,30 +288,34 @@ def main(arguments: Sequence[str] | None = None) -> None:
             return
         share = accuracy(trainer.network, shown, truth, machine)
     trainer.write_weights(options.out)
-    print(
-        f"wrote {options.out}: accuracy {share:.4f} on {len(truth):,} test images; "
-        f"after all of the 50,000 training images expect some {EXPECTED[training.model]:.3f}"
+    expected = (
+        "what to expect is not known: this training was never run in full here"
+        if kind.expected is None
+        else f"after all of the 50,000 training images expect some {kind.expected:.3f}"
     )
+    print(f"wrote {options.out}: accuracy {share:.4f} on {len(truth):,} test images; {expected}")
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("model", choices=EXPECTED)
-    parser.add_argument("--data", type=Path, required=True, help="folder, or .npz")
+    parser.add_argument("model", choices=KINDS)
+    parser.add_argument("--data", type=Path, required=True, help="folder, or .npz of CIFAR-10")
     parser.add_argument("--test", type=Path, help="the same (default: --data, if a folder)")
     parser.add_argument("--out", type=Path, required=True, help=".safetensors to write")
     parser.add_argument("--epochs", type=int, default=200)
     parser.add_argument("--batch", type=int, default=128)
-    parser.add_argument("--lr", type=float, default=0.1)
+    parser.add_argument("--lr", type=float, help="(default: .1, of transformers .001)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
     parser.add_argument("--precision", choices=("float32", "tf32", "bf16"))
     parser.add_argument("--stop-after", type=int, help="epochs of this call")
     options = parser.parse_args(arguments)
+    if options.test is not None and KINDS[options.model].tiny:
+        parser.error("--test must be left out for Tiny-ImageNet, whose --data has val/")
     if options.test is None and not options.data.is_dir():
-        parser.error("--test must be given if --data is no folder with test_batch")
+        parser.error("--test must be given if --data is no folder")
     return options
 
 

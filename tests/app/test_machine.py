@@ -75,6 +75,18 @@ def test_only_bf16_is_autocast(precision: str) -> None:
     assert layer(inputs).dtype == torch.float32
 
 
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_on_a_cpu_only_bf16_lies_channels_last(precision: str) -> None:
+    machine = Machine(CPU, precision)
+    images = torch.zeros(2, 3, 4, 4, dtype=torch.uint8)
+    placed = machine.place(nn.Conv2d(3, 2, 3))
+    for each in (machine.pixels(images), placed.get_parameter("weight")):
+        last = each.is_contiguous(memory_format=torch.channels_last)
+        assert last == (precision == "bf16")
+    name = "channels last" if precision == "bf16" else "contiguous"
+    assert machine.settings()["layout"] == name
+
+
 def test_pixels_are_shares_of_255() -> None:
     images = torch.arange(256, dtype=torch.uint8).view(1, 4, 8, 8).expand(2, -1, -1, -1)[:, :3]
     pixels = Machine(CPU).pixels(images)

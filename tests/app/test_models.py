@@ -45,6 +45,8 @@ def test_shipped_networks_reach_their_clean_accuracy(name: str, accuracy: float)
         ("wrn16_4_gn", 2_748_890, 3_616),
         ("resnet26_gn", 366_938, 1_824),
         ("vit_s4", 6_350_090, 8_704),
+        ("resnet18_tiny", 11_271_432, 9_600),
+        ("vit_s8_tiny", 6_435_784, 8_704),
         ("resnet50_imagenet", 25_557_032, 53_120),
     ],
 )

@@ -3,16 +3,22 @@
 """
 
 import pickle
+import shutil
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file
+from torch import nn
 
 from driftfilter.app import models, streams
 from driftfilter.app.machine import choose_machine
+from driftfilter.app.networks.load_model import open_model
+from driftfilter.app.readers.fit import Fit
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import train
@@ -51,6 +57,76 @@ def test_stopped_and_gone_on_it_gives_the_weights_of_one_run(
     assert not any(module.training for module in network.modules())
     head = network.get_parameter("head.weight")
     assert torch.equal(head, one["head.weight"])
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder as Tiny-ImageNet's, with three classes of two pictures, and one of each to test."""
+    root, random = tmp_path_factory.mktemp("tiny"), np.random.default_rng(0)
+    (root / "val" / "images").mkdir(parents=True)
+    lines = []
+    for number, name in enumerate(("n02", "n01", "n03")):
+        folder = root / "train" / name / "images"
+        folder.mkdir(parents=True)
+        (folder.parent / f"{name}_boxes.txt").write_text("")
+        for place in (folder / "a.JPEG", folder / "b.JPEG", root / f"val/images/{number}.JPEG"):
+            Image.fromarray(random.integers(0, 256, (64, 64, 3), np.uint8)).save(place)
+        lines.append(f"{number}.JPEG\t{name}\t0\t0\t63\t63\n")
+    (root / "val" / "val_annotations.txt").write_text("".join(lines))
+    return root
+
+
+def test_tiny_imagenet_s_classes_are_numbered_by_name(tiny: Path) -> None:
+    (images, labels), (shown, truth) = train.read_tiny(tiny)
+    assert (images.shape, shown.shape) == ((6, 3, 64, 64), (3, 3, 64, 64))
+    assert labels.tolist() == [0, 0, 1, 1, 2, 2]
+    assert truth.tolist() == [0, 1, 2]
+    for number, label in enumerate((1, 0, 2)):
+        pixels = np.asarray(Image.open(tiny / f"val/images/{number}.JPEG").convert("RGB"))
+        assert np.array_equal(shown[label].permute(1, 2, 0), pixels)
+
+
+def test_pictures_of_a_class_that_was_not_trained_are_refused(tiny: Path, tmp_path: Path) -> None:
+    other = tmp_path / "tiny"
+    shutil.copytree(tiny, other)
+    shutil.rmtree(other / "train" / "n03")
+    with pytest.raises(
+        ValueError, match=r"classes of .*val must be those of train/, got \['n03'\]"
+    ):
+        train.read_tiny(other)
+
+
+@pytest.mark.parametrize("name", ["resnet18_tiny", "vit_s8_tiny"])
+def test_networks_of_tiny_imagenet_go_on_bit_for_bit(
+    name: str,
+    tiny: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A narrow residual network stands for the ResNet-18, which takes long."""
+    narrow = partial(models.ResidualNetwork, (4, 4, 8), 1, nn.BatchNorm2d, False, 200)
+    if name == "resnet18_tiny":
+        monkeypatch.setitem(models.ARCHITECTURES, name, narrow)
+    whole, parts = tmp_path / "whole.safetensors", tmp_path / "parts.safetensors"
+    shared = [name, "--data", str(tiny), "--batch", "3", "--epochs", "2", "--device", "cpu"]
+    train.main([*shared, "--out", str(whole)])
+    train.main([*shared, "--out", str(parts), "--stop-after", "1"])
+    train.main([*shared, "--out", str(parts)])
+    assert "what to expect is not known" in capsys.readouterr().out
+    one, two = load_file(whole), load_file(parts)
+    assert one.keys() == two.keys()
+    assert all(torch.equal(one[each], two[each]) for each in one)
+    opened = open_model(f"{name}={whole}")
+    assert opened.module(torch.rand(1, 3, 64, 64)).shape == (1, 200)
+    assert opened.transform.fit == Fit(64, 64)
+
+
+def test_each_kind_has_its_own_optimizer() -> None:
+    for name, kind in ("resnet20", torch.optim.SGD), ("vit_s4", torch.optim.AdamW):
+        optimizer = train.make_optimizer(models.build(name), train.Training(name, lr=0.3))
+        assert type(optimizer) is kind
+        assert optimizer.param_groups[0]["lr"] == 0.3
 
 
 def test_a_saved_training_of_another_kind_is_refused(images: Path, tmp_path: Path) -> None:

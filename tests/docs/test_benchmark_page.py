@@ -21,9 +21,9 @@ import driftfilter as df
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import core
 import page
-import pictures
 import tasks
 from figures import exponent
+from pictures import PICTURES
 
 NAMES = sorted(path.name for path in page.RESULTS.glob("*.json"))
 
@@ -145,7 +145,7 @@ def test_a_picture_that_nothing_draws_is_told(
         called(monkeypatch, "--check", "--docs", tmp_path)
 
 
-@pytest.mark.parametrize("name", pictures.PICTURES)
+@pytest.mark.parametrize("name", PICTURES)
 def test_pictures_are_whole_and_know_light_and_dark(name: str) -> None:
     picture = (page.DOCS / "figures" / f"{name}.svg").read_text()
     ElementTree.fromstring(picture)

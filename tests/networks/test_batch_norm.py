@@ -800,6 +800,23 @@ def test_the_diversity_is_of_the_belief_s_precision_under_autocast() -> None:
     assert not torch.equal(found, expected)
 
 
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_moments_under_autocast_are_those_of_the_same_values(layout: torch.memory_format) -> None:
+    """The kernel's moments of half-precision values, and that they are in single precision."""
+    torch.manual_seed(0)
+    pool = (nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), *pool).eval()
+    inputs = (3 + 0.2 * torch.randn(16, 3, 12, 12)).contiguous(memory_format=layout)
+    network = df.Network(model, statistics=df.Ema(1.0))
+    with torch.autocast("cpu", torch.bfloat16):
+        carried = network.pullback(network.mean(), inputs)[1].memory[STATISTICS]
+        values = model[0](inputs)
+    assert values.dtype == torch.bfloat16
+    variance, mean = torch.var_mean(values.double(), (0, 2, 3), correction=0)
+    expected = torch.cat((mean, variance)).float()
+    torch.testing.assert_close(carried[: len(expected)], expected, rtol=2e-3, atol=2e-4)
+
+
 @pytest.mark.parametrize(("k", "n"), [(10, 200), (100, 64), (1000, 200), (1000, 64), (2, 1)])
 def test_balanced_labels_have_the_full_share_whatever_the_number_of_classes(k: int, n: int) -> None:
     """Confident predictions of n labels drawn uniformly from k classes: about as many classes as

@@ -7,6 +7,8 @@ enlarged: lengths in pixels (blur radii and deviations, displacements, zooms of 
 of the pixelation) grow by min(h, w) / size; amplitudes, thresholds, mixing weights and JPEG
 qualities stay. The generators' frost photographs are not shipped: see ``frost``.
 """
+# mypy: no-warn-return-any
+# (constants are numbers, or tuples of numbers: what is made of them is Any to mypy)
 
 import math
 from collections.abc import Callable

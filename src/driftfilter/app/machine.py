@@ -23,8 +23,8 @@ class Machine:
     """A device and how it is used.
 
     float32: no TF32. tf32: for convolutions alone, as torch has it by itself. bf16: the model under
-    autocast, TF32 as in tf32. On CUDA cuDNN tries its algorithms for every new shape, and images
-    and weights lie channels last.
+    autocast, TF32 as in tf32. On CUDA cuDNN tries its algorithms for every new shape. Images and
+    weights lie channels last on CUDA and, in bf16, on a CPU, too.
     """
 
     device: torch.device
@@ -38,23 +38,28 @@ class Machine:
         """Whether it is an NVIDIA GPU, or one that torch takes for it."""
         return self.device.type == "cuda"
 
+    @property
+    def channels_last(self) -> bool:
+        """Whether images and weights lie channels last: where that is the faster layout."""
+        return self.cuda or self.precision == "bf16"
+
     def settings(self) -> dict[str, Any]:
         """What of it may change a result, JSON-ready."""
         return {
             "device": torch.cuda.get_device_name(self.device) if self.cuda else self.device.type,
             "precision": self.precision,
             "cudnn_benchmark": self.cuda,
-            "layout": "channels last" if self.cuda else "contiguous",
+            "layout": "channels last" if self.channels_last else "contiguous",
         }
 
     def place(self, module: nn.Module) -> nn.Module:
         """The module, moved to the device."""
         there = module.to(self.device)
-        return there.to(memory_format=torch.channels_last) if self.cuda else there  # type: ignore[call-overload]
+        return there.to(memory_format=torch.channels_last) if self.channels_last else there  # type: ignore[call-overload]
 
     def pixels(self, images: Tensor) -> Tensor:
         """8-bit images [n, 3, h, w] as float32 in [0, 1] on the device."""
-        layout = torch.channels_last if self.cuda else torch.contiguous_format
+        layout = torch.channels_last if self.channels_last else torch.contiguous_format
         return (images.to(self.device).float() / 255).contiguous(memory_format=layout)
 
     def inputs(self, samples: Samples) -> Samples:

@@ -1,8 +1,8 @@
 """The source networks for CIFAR-10: residual networks, two of whose weights ship with the package,
-and a vision transformer; and a ResNet-50 for ImageNet.
+and a vision transformer; one of each for Tiny-ImageNet, and a ResNet-50 for ImageNet.
 
-All take RGB images in [0, 1], [n, 3, 32, 32] (ImageNet: [n, 3, 224, 224]), and normalise inside the
-forward pass.
+All take RGB images in [0, 1], [n, 3, 32, 32] (Tiny-ImageNet: 64 x 64, ImageNet: 224 x 224), and
+normalise inside the forward pass.
 """
 
 from collections import OrderedDict
@@ -66,7 +66,7 @@ class _PreactivationBlock(nn.Module):
 
 
 class ResidualNetwork(nn.Module):
-    """Stem, three groups of blocks, global average pooling and a linear head.
+    """Stem, groups of blocks of widths[1:], global average pooling and a linear head.
 
     Post-activation (ResNet) or pre-activation (Wide ResNet, norm after the last block instead of
     after the stem).
@@ -77,7 +77,7 @@ class ResidualNetwork(nn.Module):
 
     def __init__(
         self,
-        widths: tuple[int, int, int, int],
+        widths: tuple[int, ...],
         depth: int,
         norm: Norm,
         preactivation: bool,
@@ -238,12 +238,18 @@ class VisionTransformer(nn.Module):
     deviation: Tensor
 
     def __init__(
-        self, width: int = 256, depth: int = 8, heads: int = 8, patch: int = 4, classes: int = 10
+        self,
+        width: int = 256,
+        depth: int = 8,
+        heads: int = 8,
+        patch: int = 4,
+        classes: int = 10,
+        size: int = 32,
     ) -> None:
         super().__init__()
         _register_moments(self)
         self.patch = nn.Conv2d(3, width, patch, patch)
-        self.pos = nn.Parameter(torch.zeros(1, (32 // patch) ** 2, width))
+        self.pos = nn.Parameter(torch.zeros(1, (size // patch) ** 2, width))
         self.blocks = nn.ModuleList(_AttentionBlock(width, heads) for _ in range(depth))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, classes)
 
@@ -255,7 +261,7 @@ class VisionTransformer(nn.Module):
 
 
 def _register_moments(network: nn.Module) -> None:
-    """Mean and deviation [3, 1, 1] of the training images, which no weight file has."""
+    """Mean and deviation [3, 1, 1] of CIFAR-10's training images, which no weight file has."""
     for name, values in (("mean", MEAN), ("deviation", DEVIATION)):
         network.register_buffer(name, torch.tensor(values).view(3, 1, 1), persistent=False)
 
@@ -271,6 +277,10 @@ ARCHITECTURES: dict[str, Callable[[], nn.Module]] = {
     "wrn16_4_gn": lambda: ResidualNetwork((16, 64, 128, 256), 2, _BY_GROUP, preactivation=True),
     "wrn28_10": lambda: ResidualNetwork((16, 160, 320, 640), 4, nn.BatchNorm2d, preactivation=True),
     "vit_s4": VisionTransformer,
+    "resnet18_tiny": lambda: ResidualNetwork(
+        (64, 64, 128, 256, 512), 2, nn.BatchNorm2d, preactivation=False, classes=200
+    ),
+    "vit_s8_tiny": lambda: VisionTransformer(patch=8, classes=200, size=64),
     "resnet50_imagenet": BottleneckNetwork,
 }
 SHIPPED = ("resnet20", "resnet20_gn")

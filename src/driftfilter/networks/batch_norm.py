@@ -450,8 +450,12 @@ class TwinBatchNorm(_BatchNorm):
         if inputs.is_cuda:  # half precision too
             mean, scale = torch.batch_norm_stats(inputs, self.eps)
             return mean, (scale.square().reciprocal() - self.eps).clamp_min(0)
-        wide = torch.promote_types(inputs.dtype, torch.float32)
-        mean, variance = torch.batch_norm_update_stats(inputs.to(wide), None, None, 0.0)
+        if inputs.dtype not in (torch.float32, torch.float64, torch.bfloat16):
+            inputs = inputs.float()
+        one = two = None
+        if inputs.dtype == torch.bfloat16:  # moments come in the dtype of running ones
+            one, two = inputs.new_zeros((2, self.num_features), dtype=torch.float32)
+        mean, variance = torch.batch_norm_update_stats(inputs, one, two, 0.0)
         return mean, variance
 
     def _is_bounded(self, inputs: Tensor) -> bool:

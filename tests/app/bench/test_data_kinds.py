@@ -190,7 +190,7 @@ def make_transformers() -> Any:
         }
 
     encode.model_max_length = 512  # type: ignore[attr-defined]
-    report = {"missing_keys": [], "mismatched_keys": []}
+    report: dict[str, list[str]] = {"missing_keys": [], "mismatched_keys": []}
     model = SimpleNamespace(from_pretrained=lambda *_, **__: (Labelled(), report))
     tokenizer = SimpleNamespace(from_pretrained=lambda *_, **__: encode)
     return SimpleNamespace(AutoModelForSequenceClassification=model, AutoTokenizer=tokenizer)

@@ -38,7 +38,11 @@ EXPECTED = (
 )
 FOLDERS = ("hf", "huggingface")  # prefixes of a folder, which has its weights
 LIBRARIES = ("timm", "torchvision")  # prefixes of a name, which needs weights
-GEOMETRY = {"resnet50_imagenet": Transform(256, 224)}  # of the networks of ``models``; else none
+GEOMETRY = {  # of the networks of ``models``; else none
+    "resnet18_tiny": Transform(64, 64),
+    "vit_s8_tiny": Transform(64, 64),
+    "resnet50_imagenet": Transform(256, 224),
+}
 
 
 class NamedNetwork(NamedTuple):

@@ -115,7 +115,7 @@ def _list_classes(folder: Path) -> list[str]:
 
 
 def find_pictures(folder: Path) -> list[Labelled]:
-    """The pictures of a shift, by class and name."""
+    """The pictures of a folder of class folders, or of Tiny-ImageNet's val/, by class and name."""
     if (folder / ANNOTATIONS).is_file():
         return _read_annotations(folder)
     return [

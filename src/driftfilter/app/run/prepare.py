@@ -128,8 +128,8 @@ def build_adapter(
         )
         adapter = df.adapt(model, _read_recipe(Path(options.recipe)), **own)
     else:
-        (chosen, *others) = parse_choices(options.preset or "driftfilter")
-        require(not others, "--preset", options.preset, "one preset, as in tent:lr=0.001")
+        (chosen, *more) = parse_choices(options.preset or "driftfilter")
+        require(not more, "--preset", options.preset, "one preset, as in tent:lr=0.001")
         adapter = df.adapt(model, chosen.name, **own, **dict(chosen.options))
     recipe = _set_fields(adapter.recipe, options.set)
     return df.adapt(model, recipe, **own) if options.set else adapter
