@@ -27,13 +27,14 @@ import jinja2
 from driftfilter.app.bench.matrix import Matrix, compare, markdown
 from driftfilter.app.bench.tables import group
 from figures import exponent
-from pictures import PICTURES
+from pictures import PICTURES, natural_rows
 
 HERE = Path(__file__).parent
 RESULTS, PAGES, DOCS = HERE / "results", HERE / "pages", HERE.parent / "docs"
 SUFFIX = ".jinja"
 FIGURES = "figures"  # the folder of the pictures
 MORE = "lab/more.md.jinja"  # rendered last: the results that no other page has taken
+OURS = ("driftfilter", "source")
 MEASURES = ("accuracy", "ece", "nll", "brier")
 
 
@@ -151,15 +152,34 @@ def scale_rows(record: Named, title: str) -> str:
     for alike in group(record["figures"], itemgetter("model", "protocol")):
         methods = {seeds[0]["preset"]: seeds for seeds in group(alike, itemgetter("preset"))}
         ours = [name for name in methods if name.startswith("driftfilter")]
-        others = [name for name in methods if name not in ("source", *ours)]
+        others = [name for name in methods if not name.startswith(OURS)]
         best = max(others, key=lambda name: accuracy(methods[name]), default=None)
         lines += [
-            f"| {title}, `{alike[0]['model']}` | {alike[0]['protocol']} | `{name}` "
+            f"| {title}, {number(alike[0]['images'])} images | {alike[0]['protocol']} | `{name}` "
             f"| {quality(methods[name])} |"
             for name in ("source", best, *ours)
             if name in methods
         ]
     return "\n".join(lines)
+
+
+def verdict(record: Named, title: str) -> str:
+    """How far the default is from the frozen network and from the best of others' methods."""
+    parts = []
+    for alike in group(record["figures"], itemgetter("model", "protocol")):
+        found = {
+            seeds[0]["preset"]: accuracy(seeds) for seeds in group(alike, itemgetter("preset"))
+        }
+        own = found.get("driftfilter")
+        others = {name: value for name, value in found.items() if not name.startswith(OURS)}
+        if own is not None and others:
+            best = max(others, key=lambda name: others[name])
+            parts.append(f"{title}, {alike[0]['protocol']}: {apart(own - others[best])} `{best}`.")
+    return " ".join(parts)
+
+
+def apart(difference: float) -> str:
+    return f"{abs(100 * difference):.1f} points {'below' if difference < 0 else 'above'}"
 
 
 def accuracy(seeds: list[Named]) -> float:
@@ -271,10 +291,12 @@ def environment() -> jinja2.Environment:
         keep_trailing_newline=True,
     )
     made_ready.filters |= {"share": share, "shares": shares, "number": number, "points": points}
+    made_ready.tests["contains"] = lambda whole, part: part in whole
     made_ready.globals |= {"one": one, "fitting": fitting, "made": made, "brief": brief}
     made_ready.globals |= {"compared": compared, "judged": judged, "quality": quality}
     made_ready.globals |= {"spread": spread, "bench_table": bench_table, "code": code}
     made_ready.globals |= {"scale_rows": scale_rows, "any_table": any_table}
+    made_ready.globals |= {"verdict": verdict, "natural_rows": natural_rows}
     made_ready.globals |= {"summed": summed, "mean": fmean}
     made_ready.globals |= {"exponent": exponent, "zip": zip}
     return made_ready
@@ -294,7 +316,7 @@ def render(folder: Path) -> dict[str, str]:
 def wrap(page: str) -> str:
     """Paragraphs and items of lists in lines of at most 100 characters; commands stay whole."""
     blocks = re.split(
-        r"(^```.*?^```$|\n\s*\n|\n(?=- )|\n(?=\|)|(?<=\|)\n)", page, flags=re.M | re.S
+        r"(^```.*?^```$|\n\s*\n|\n(?=- )|\n(?=\|)|(?<=\|)\n|(?<=<br>)\n)", page, flags=re.M | re.S
     )
     kept = ("|", "#", "<", "```", "!")
     return "".join(b if b.startswith(kept) or len(b) <= 100 else fill(b) for b in blocks)
