@@ -3,6 +3,7 @@ place in the reference.
 """
 
 import re
+import tomllib
 from pathlib import Path
 from statistics import fmean
 
@@ -70,6 +71,13 @@ def test_pages_and_lines_are_short(name: str) -> None:
     for line in lines:
         code ^= line.startswith("```")
         assert code or line.startswith(kept) or len(line) <= WIDEST, line
+
+
+def test_every_extra_is_on_the_page_that_installs() -> None:
+    text = (DOCS.parent / "pyproject.toml").read_text()
+    extras = tomllib.loads(text)["project"]["optional-dependencies"]
+    page = (DOCS / "start" / "install.md").read_text()
+    assert {name for name in extras if f"`{name}`" not in page} == {"dev", "docs"}
 
 
 def test_every_public_name_is_in_the_reference_once() -> None:
