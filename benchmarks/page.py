@@ -27,12 +27,14 @@ import jinja2
 from driftfilter.app.bench.matrix import Matrix, compare, markdown
 from driftfilter.app.bench.tables import group
 from figures import exponent
-from pictures import PICTURES
+from pictures import PICTURES, natural_rows
 
 HERE = Path(__file__).parent
 RESULTS, PAGES, DOCS = HERE / "results", HERE / "pages", HERE.parent / "docs"
 SUFFIX = ".jinja"
 FIGURES = "figures"  # the folder of the pictures
+MORE = "lab/more.md.jinja"  # rendered last: the results that no other page has taken
+OURS = ("driftfilter", "source")
 MEASURES = ("accuracy", "ece", "nll", "brier")
 
 
@@ -65,9 +67,20 @@ def named(where: str, value: Any) -> Any:
     )
 
 
-def read(folder: Path) -> Named:
-    """Every result of a folder, by the name of its file."""
-    found = Named(str(folder), {})
+class Results(Named):
+    """Every result of a folder by the name of its file; ``taken`` are those that were asked for."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__(where, {})
+        self.taken: set[str] = set()
+
+    def __getitem__(self, name: str) -> Any:
+        self.taken.add(name)
+        return super().__getitem__(name)
+
+
+def read(folder: Path) -> Results:
+    found = Results(str(folder))
     for path in sorted(folder.glob("*.json")):
         found[path.name] = Named(path.name, json.loads(path.read_text(encoding="utf-8")))
     return found
@@ -122,7 +135,7 @@ def bench_table(record: Named) -> str:
     for alike in group(record["figures"], stream):
         methods = sorted(
             group(alike, preset),
-            key=lambda seeds: -fmean(each["mean"]["accuracy"] for each in seeds),
+            key=lambda seeds: -accuracy(seeds),
         )
         network, protocol, batch, images = stream(alike[0])
         lines += [
@@ -131,6 +144,72 @@ def bench_table(record: Named) -> str:
             for seeds in methods
         ]
     return "\n".join(lines)
+
+
+def scale_rows(record: Named, title: str) -> str:
+    """Rows of a record of tasks.py: the frozen network, the best of others' methods and ours."""
+    lines = []
+    for alike in group(record["figures"], itemgetter("model", "protocol")):
+        methods = {seeds[0]["preset"]: seeds for seeds in group(alike, itemgetter("preset"))}
+        ours = [name for name in methods if name.startswith("driftfilter")]
+        others = [name for name in methods if not name.startswith(OURS)]
+        best = max(others, key=lambda name: accuracy(methods[name]), default=None)
+        lines += [
+            f"| {title}, {number(alike[0]['images'])} images | {alike[0]['protocol']} | `{name}` "
+            f"| {quality(methods[name])} |"
+            for name in ("source", best, *ours)
+            if name in methods
+        ]
+    return "\n".join(lines)
+
+
+def verdict(record: Named, title: str) -> str:
+    """How far the default is from the frozen network and from the best of others' methods."""
+    parts = []
+    for alike in group(record["figures"], itemgetter("model", "protocol")):
+        found = {
+            seeds[0]["preset"]: accuracy(seeds) for seeds in group(alike, itemgetter("preset"))
+        }
+        own = found.get("driftfilter")
+        others = {name: value for name, value in found.items() if not name.startswith(OURS)}
+        if own is not None and others:
+            best = max(others, key=lambda name: others[name])
+            parts.append(f"{title}, {alike[0]['protocol']}: {apart(own - others[best])} `{best}`.")
+    return " ".join(parts)
+
+
+def apart(difference: float) -> str:
+    return f"{abs(100 * difference):.1f} points {'below' if difference < 0 else 'above'}"
+
+
+def accuracy(seeds: list[Named]) -> float:
+    return fmean(task["mean"]["accuracy"] for task in seeds)
+
+
+def any_table(figures: Any) -> str:
+    """Figures of any form: a table of each list of entries, one of what stands alone."""
+    if isinstance(figures, list):
+        columns = list(dict.fromkeys(key for row in figures for key in row))
+        cells = [[plain(row.get(key)) for key in columns] for row in figures]
+        rows = [columns, ["---"] * len(columns), *cells]
+        return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+    tables = {key: value for key, value in figures.items() if is_table(value)}
+    alone = [f"| {key} | {plain(value)} |" for key, value in figures.items() if key not in tables]
+    parts = ["\n".join(["| | |", "|---|---|", *alone])] if alone else []
+    return "\n\n".join([*parts, *(f"{key}:\n\n{any_table(tables[key])}" for key in tables)])
+
+
+def is_table(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and isinstance(value[0], dict)
+
+
+def plain(value: Any) -> str:
+    """A value of any kind in a cell."""
+    if isinstance(value, dict):
+        return "; ".join(f"{key} {plain(each)}" for key, each in value.items())
+    if isinstance(value, list):
+        return ", ".join(map(plain, value))
+    return f"{value:.4g}" if isinstance(value, float) else "–" if value is None else str(value)
 
 
 def share(value: float | None) -> str:
@@ -212,9 +291,12 @@ def environment() -> jinja2.Environment:
         keep_trailing_newline=True,
     )
     made_ready.filters |= {"share": share, "shares": shares, "number": number, "points": points}
+    made_ready.tests["contains"] = lambda whole, part: part in whole
     made_ready.globals |= {"one": one, "fitting": fitting, "made": made, "brief": brief}
     made_ready.globals |= {"compared": compared, "judged": judged, "quality": quality}
     made_ready.globals |= {"spread": spread, "bench_table": bench_table, "code": code}
+    made_ready.globals |= {"scale_rows": scale_rows, "any_table": any_table}
+    made_ready.globals |= {"verdict": verdict, "natural_rows": natural_rows}
     made_ready.globals |= {"summed": summed, "mean": fmean}
     made_ready.globals |= {"exponent": exponent, "zip": zip}
     return made_ready
@@ -223,17 +305,18 @@ def environment() -> jinja2.Environment:
 def render(folder: Path) -> dict[str, str]:
     """Every page and picture that the results of a folder give, by its place below docs."""
     results = read(folder)
+    pictures = {f"{FIGURES}/{name}.svg": draw(results) for name, draw in PICTURES.items()}
     pages = {
-        name.removesuffix(SUFFIX): wrap(environment().get_template(name).render(results=results))
-        for name in sorted(environment().list_templates())
+        name: environment().get_template(name).render(results=results)
+        for name in sorted(environment().list_templates(), key=lambda name: (name == MORE, name))
     }
-    return pages | {f"{FIGURES}/{name}.svg": draw(results) for name, draw in PICTURES.items()}
+    return {name.removesuffix(SUFFIX): wrap(page) for name, page in pages.items()} | pictures
 
 
 def wrap(page: str) -> str:
     """Paragraphs and items of lists in lines of at most 100 characters; commands stay whole."""
     blocks = re.split(
-        r"(^```.*?^```$|\n\s*\n|\n(?=- )|\n(?=\|)|(?<=\|)\n)", page, flags=re.M | re.S
+        r"(^```.*?^```$|\n\s*\n|\n(?=- )|\n(?=\|)|(?<=\|)\n|(?<=<br>)\n)", page, flags=re.M | re.S
     )
     kept = ("|", "#", "<", "```", "!")
     return "".join(b if b.startswith(kept) or len(b) <= 100 else fill(b) for b in blocks)

@@ -33,6 +33,14 @@ def short(name: str) -> str:
     return name.replace("_", " ")
 
 
+def natural_rows(results: Results) -> list[dict[str, Any]]:
+    """Rows of natural.py; of streams that were run with several seeds those with deviations."""
+    rows = list(results["natural.json"]["figures"]["rows"])
+    if "natural-seeds.json" in results:
+        rows += results["natural-seeds.json"]["figures"]["rows"]
+    return list({(row["task"], row["stream"], row["norm"]): row for row in rows}.values())
+
+
 def draw_methods(results: Results) -> str:
     """Accuracy of every method on one stream, never reset."""
     matrix = results["matrix.json"]["figures"]
@@ -150,7 +158,7 @@ def draw_natural(results: Results) -> str:
         f"{NATURAL.get(row['task'], row['task'])} {row['stream']}, {row['norm']}": [
             (mark, row[method]["accuracy"]) for method, (_, mark) in names.items()
         ]
-        for row in results["natural.json"]["figures"]["rows"]
+        for row in natural_rows(results)
         if row["stream"] != "clean" and row["default"] and row["best"]
     }
     return draw_dots("Accuracy under natural shift", found, list(names.values()))

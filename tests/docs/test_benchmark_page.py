@@ -115,12 +115,25 @@ def test_a_bench_is_a_table_with_deviations_over_seeds() -> None:
 
 
 def test_a_new_bench_at_the_scale_of_imagenet_is_taken_up(results: Path) -> None:
-    name = "imagenet-c.json"
     record = json.loads((results / "peers.json").read_text())
-    (results / name).write_text(json.dumps({**record, "command": "a run of today"}))
-    found = page.render(results)["benchmarks.md"]
-    assert "`a run of today`" in found
-    assert "Accuracy has not been measured there" not in found
+    (results / "imagenet-c.json").write_text(json.dumps({**record, "command": "a run of today"}))
+    found = page.render(results)
+    assert "`a run of today`" in found["benchmarks.md"]
+    assert "Accuracy has not been measured there" not in found["benchmarks.md"]
+    assert "| ImageNet-C, `resnet20` | continual | `cmf` | .733 |" in found["benchmarks.md"]
+    assert "| `resnet20` | continual | 200 | 400 | `peer_tent` | .729 |" in found["lab/scale.md"]
+
+
+def test_a_result_of_no_page_is_shown_as_it_is(results: Path) -> None:
+    assert "has its place on another page" in page.render(results)["lab/more.md"]
+    record = json.loads((results / "peers.json").read_text())
+    rows = [{"case": "this", "gain": 0.51234, "each": [1, 2.5]}, {"case": "that", "gain": None}]
+    figures = {"images": 100, "rows": rows}
+    (results / "new.json").write_text(json.dumps({**record, "figures": figures}))
+    found = page.render(results)["lab/more.md"]
+    assert "## new\n" in found
+    assert "| images | 100 |" in found
+    assert "| this | 0.5123 | 1, 2.5 |\n| that | – | – |" in found
 
 
 def test_a_picture_that_nothing_draws_is_told(
@@ -156,7 +169,8 @@ def test_a_missing_result_is_named(
     name: str, results: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (results / name).unlink()
-    with pytest.raises(SystemExit, match=re.escape(f"has no '{name}'")):
+    optional = "|more.md is not what"  # which shows those that no other page asks for
+    with pytest.raises(SystemExit, match=re.escape(f"has no '{name}'") + optional):
         called(monkeypatch, "--check", "--results", results)
 
 

@@ -3,6 +3,7 @@ place in the reference.
 """
 
 import re
+import tomllib
 from pathlib import Path
 from statistics import fmean
 
@@ -56,12 +57,12 @@ def test_no_sentence_is_long(name: str) -> None:
     assert len(longest.split()) <= 2 * WORDS, longest
 
 
-def outside_the_laboratory() -> list[str]:
+def to_be_read() -> list[str]:
     pages = {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
-    return sorted(pages - set(section("Laboratory")))
+    return sorted(pages - set(section("Laboratory")) - set(section("Reference")))
 
 
-@pytest.mark.parametrize("name", outside_the_laboratory())
+@pytest.mark.parametrize("name", to_be_read())
 def test_pages_and_lines_are_short(name: str) -> None:
     lines = (DOCS / name).read_text().splitlines()
     assert len(lines) <= LONGEST
@@ -70,6 +71,13 @@ def test_pages_and_lines_are_short(name: str) -> None:
     for line in lines:
         code ^= line.startswith("```")
         assert code or line.startswith(kept) or len(line) <= WIDEST, line
+
+
+def test_every_extra_is_on_the_page_that_installs() -> None:
+    text = (DOCS.parent / "pyproject.toml").read_text()
+    extras = tomllib.loads(text)["project"]["optional-dependencies"]
+    page = (DOCS / "start" / "install.md").read_text()
+    assert {name for name in extras if f"`{name}`" not in page} == {"dev", "docs"}
 
 
 def test_every_public_name_is_in_the_reference_once() -> None:
