@@ -80,7 +80,7 @@ def test_all_that_is_known_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
         ("classes", " 75% "),
     ):
         assert part in row(text, name)
-    assert "step 5: uncertainty 0.5, probation" in text
+    assert "step 5: uncertainty 0.5 beyond 0.4: the belief is on probation" in text
     assert "[red]dog" in text  # no markup
 
 
