@@ -120,7 +120,7 @@ def test_a_new_bench_at_the_scale_of_imagenet_is_taken_up(results: Path) -> None
     found = page.render(results)
     assert "`a run of today`" in found["benchmarks.md"]
     assert "Accuracy has not been measured there" not in found["benchmarks.md"]
-    assert "| ImageNet-C, `resnet20` | continual | `cmf` | .733 |" in found["benchmarks.md"]
+    assert "| ImageNet-C, 400 images | continual | `cmf` | .733 |" in found["benchmarks.md"]
     assert "| `resnet20` | continual | 200 | 400 | `peer_tent` | .729 |" in found["lab/scale.md"]
 
 
