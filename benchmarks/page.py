@@ -172,9 +172,12 @@ def verdict(record: Named, title: str) -> str:
         }
         own = found.get("driftfilter")
         others = {name: value for name, value in found.items() if not name.startswith(OURS)}
-        if own is not None and others:
-            best = max(others, key=lambda name: others[name])
-            parts.append(f"{title}, {alike[0]['protocol']}: {apart(own - others[best])} `{best}`.")
+        best = max(others, key=lambda name: others[name], default=None)
+        stream = f"{title}, {alike[0]['protocol']}"
+        if own is None:
+            parts.append(f"{stream}: not run.")
+        elif best is not None:
+            parts.append(f"{stream}: {apart(own - others[best])} `{best}`.")
     return " ".join(parts)
 
 

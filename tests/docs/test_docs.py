@@ -158,3 +158,18 @@ def test_every_page_is_in_the_menu() -> None:
     assert menu == {
         str(page.relative_to(ROOT / "docs")) for page in PAGES if page.is_relative_to(ROOT / "docs")
     }
+
+
+def test_pages_named_in_the_code_exist() -> None:
+    code = [
+        path
+        for folder in ("src", "tests", "benchmarks", "examples")
+        for path in (ROOT / folder).rglob("*.py")
+    ]
+    named = {
+        (path.name, page)
+        for path in code
+        for page in re.findall(r"\bdocs/[\w/-]+\.(?:md|svg|png)\b", path.read_text())
+    }
+    assert named
+    assert [each for each in sorted(named) if not (ROOT / each[1]).exists()] == []

@@ -73,6 +73,10 @@ def test_pages_and_lines_are_short(name: str) -> None:
         assert code or line.startswith(kept) or len(line) <= WIDEST, line
 
 
+def test_the_readme_is_short() -> None:
+    assert len((DOCS.parent / "README.md").read_text().splitlines()) < LONGEST / 2
+
+
 def test_every_extra_is_on_the_page_that_installs() -> None:
     text = (DOCS.parent / "pyproject.toml").read_text()
     extras = tomllib.loads(text)["project"]["optional-dependencies"]

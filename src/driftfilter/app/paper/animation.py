@@ -17,6 +17,11 @@ COLORS = ("#0072B2", "#D55E00")  # of the classes
 FROZEN, FILTER = "#7F7F7F", "#009E73"
 PLOT, MARGIN, BAR = 400, 20, 160  # pixels: across the window, around it, of a share of 1
 WIDTH, HEIGHT = PLOT + 2 * MARGIN, PLOT + 2 * MARGIN + 65
+STYLE = (
+    "<style>.paper { fill: #fff; } .rule { fill: none; stroke: #bbb; } .ink { fill: #222; } "
+    ".empty { fill: #eee; } @media (prefers-color-scheme: dark) { .paper { fill: #14171a; } "
+    ".rule { stroke: #565d66; } .ink { fill: #eceff2; } .empty { fill: #343a41; } }</style>"
+)
 
 
 class Way(NamedTuple):
@@ -66,9 +71,10 @@ def animate(example: Linear, seed: int) -> str:
             f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" font-family="sans-serif"'
             ' font-size="13">',
             f"<title>{title}</title>",
+            STYLE,
             f'<defs><clipPath id="plot">{window}/></clipPath></defs>',
-            f'<rect width="{WIDTH}" height="{HEIGHT}" rx="8" fill="white"/>',
-            f'{window} fill="none" stroke="#bbb"/>',
+            f'<rect width="{WIDTH}" height="{HEIGHT}" rx="8" class="paper"/>',
+            f'{window} class="rule"/>',
             *parts,
             "</svg>",
             "",
@@ -122,14 +128,14 @@ def _share(right: Tensor, marks: Sequence[int]) -> list[float]:
 def _draw_bar(row: int, name: str, color: str, shares: Sequence[float]) -> Iterable[str]:
     y, left = PLOT + 2 * MARGIN + 26 * row, MARGIN + 120
     widths = [f"{BAR * share:.0f}" for share in shares]
-    yield f'<text x="{MARGIN}" y="{y + 12}" fill="#222">{name}</text>'
-    yield f'<rect x="{left}" y="{y}" width="{BAR}" height="15" fill="#eee"/>'
+    yield f'<text x="{MARGIN}" y="{y + 12}" class="ink">{name}</text>'
+    yield f'<rect x="{left}" y="{y}" width="{BAR}" height="15" class="empty"/>'
     yield (
         f'<rect x="{left}" y="{y}" width="{widths[-1]}" height="15" fill="{color}">'
         f"{_animate('width', widths)}</rect>"
     )
     end = f"{100 * shares[-1]:.0f} % at the end"
-    yield f'<text x="{left + BAR + 8}" y="{y + 12}" fill="#222">{end}</text>'
+    yield f'<text x="{left + BAR + 8}" y="{y + 12}" class="ink">{end}</text>'
 
 
 def _animate(name: str, values: Sequence[str], times: Sequence[float] | None = None) -> str:
