@@ -44,7 +44,6 @@ from driftfilter.app.models import BottleneckNetwork
 
 CLASSES = 7  # of PACS
 KINDS = ("books", "dvd", "electronics", "kitchen")
-LENGTH = 128  # tokens of a review that are read
 
 
 def pacs() -> nn.Module:
@@ -175,7 +174,7 @@ def train_reviews(arguments: argparse.Namespace) -> None:
     def predict(some: list[dict[str, object]]) -> tuple[Tensor, Tensor]:
         texts = [str(row["text"]) for row in some]
         tokens = tokenizer(
-            texts, padding=True, truncation=True, max_length=LENGTH, return_tensors="pt"
+            texts, padding=True, truncation=True, max_length=arguments.length, return_tensors="pt"
         )
         return model(**tokens).logits, torch.tensor([int(str(row["label"])) for row in some])
 
@@ -199,7 +198,7 @@ def train_reviews(arguments: argparse.Namespace) -> None:
     share = (outputs.argmax(-1) == known).double().mean().item()
     print(f"held-out reviews of {arguments.source}: {share:.3f}")
     model.save_pretrained(arguments.out, safe_serialization=True)
-    tokenizer.model_max_length = LENGTH
+    tokenizer.model_max_length = arguments.length
     tokenizer.save_pretrained(arguments.out)
     lines = [row for kind, several in rows.items() if kind != arguments.source for row in several]
     own = [{**row, "domain": "clean"} for row in held_out]
@@ -219,6 +218,7 @@ def main() -> None:
     parser.add_argument("--weights", type=Path, help="of the ResNet-50, for pacs")
     parser.add_argument("--encoder", type=Path, help="folder, for reviews")
     parser.add_argument("--source", default="books", choices=KINDS)
+    parser.add_argument("--length", type=int, default=128, help="tokens of a review that are read")
     parser.add_argument("--whole", action="store_true", help="tune all layers, for pacs")
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda, for pacs")
