@@ -94,7 +94,7 @@ def tune_pacs(arguments: argparse.Namespace) -> None:
     tensors = load_file(arguments.weights)
     kept = {name: value.float() for name, value in tensors.items() if not name.startswith("fc.")}
     network.load_state_dict(kept, strict=False)
-    network = machine.place(network.eval())
+    machine.place(network.eval())
     pixels, labels = open_photographs(arguments.data / "photo")
     order = torch.randperm(len(labels))
     train, test = order[len(order) // 10 :], order[: len(order) // 10]

@@ -431,10 +431,10 @@ class TwinBatchNorm(_BatchNorm):
             return mean, (scale.square().reciprocal() - self.eps).clamp_min(0)
         if inputs.dtype not in (torch.float32, torch.float64, torch.bfloat16):
             return self._batch(inputs)
-        running: list[Tensor] | tuple[None, None] = (None, None)
+        running = None
         if inputs.dtype == torch.bfloat16:  # moments come in the dtype of running ones
-            running = [inputs.new_zeros(self.num_features, dtype=torch.float32) for _ in range(2)]
-        mean, variance = torch.batch_norm_update_stats(inputs, *running, 0.0)
+            running = inputs.new_zeros(self.num_features, dtype=torch.float32)
+        mean, variance = torch.batch_norm_update_stats(inputs, running, running, 0.0)
         return mean, variance
 
     def _is_bounded(self, inputs: Tensor) -> bool:
