@@ -134,6 +134,22 @@ def test_classes_that_are_not_equally_frequent_are_left_alone(shares: tuple[floa
     assert ((found.argmax(1) == labels) >= (logits.argmax(1) == labels)).double().mean() > 0.99
 
 
+@pytest.mark.parametrize(("bias", "least", "most"), [(0.0, 0.0, 0.0), (2.0, 0.3, 0.6)])
+def test_of_a_thousand_classes_few_are_seen_of_each(bias: float, least: float, most: float) -> None:
+    """1,536 samples of 1,000 classes, 64 at a time: no offsets if the classifier has none, and
+    those that it has are found though most classes were seen once or never.
+    """
+    k, generator = 1000, torch.Generator().manual_seed(0)
+    labels = torch.randint(k, (1536,), generator=generator)
+    groups = torch.randn(len(labels), k // 10, generator=generator).repeat_interleave(10, 1)
+    logits = 1.2 * torch.randn(len(labels), k, generator=generator) + 1.5 * groups
+    logits += bias * torch.randn(k, generator=generator)
+    logits[torch.arange(len(labels)), labels] += 9.0
+    found, _ = centre(Centered(AS_THEY_ARE, df.Centering()), logits.double().split(64))
+    before, after = ((each.argmax(-1) == labels).double().mean() for each in (logits, found))
+    assert least <= after - before <= most
+
+
 def test_derivatives_are_those_of_the_model_inside() -> None:
     """Also after a stream, when offsets are not zero."""
     inputs, inner = normal(6, 2, seed=3), lift(perceptron)
