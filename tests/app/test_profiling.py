@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import driftfilter as df
+from driftfilter.adapter.speed import Measure
 from driftfilter.app import cli, profiling
 from driftfilter.networks.network import Network
 
@@ -107,7 +108,7 @@ def test_advice_names_what_takes_the_time(monkeypatch: pytest.MonkeyPatch) -> No
         "speed='fast': the model in bfloat16",
         "monitor=None: no alarms (26% of the step)",
     ]
-    fast = found._replace(measures=(profiling.Measure("bfloat16", True, ""),))
+    fast = found._replace(measures=(Measure("bfloat16", True, ""),))
     slow = fast._replace(parts=parts | {"rest": 80.0, "monitor": 0.0})
     assert profiling._advise(slow, cpu)[0].startswith("larger batches, or update_every=")
     plain = fast._replace(parts=parts | {"monitor": 0.0})

@@ -72,13 +72,13 @@ def _leave_parts_to_kernels() -> None:
     """Numba optimises each part with all that it calls, as if somebody called it by itself, and
     then the kernel with all of it again, at every depth. Parts go into kernels as they are.
     """
-    whole = CPUCodeLibrary._optimize_final_module
+    whole: Any = CPUCodeLibrary._optimize_final_module
 
     def optimize(library: Any) -> None:
         if not library.name.startswith(_PART):
             whole(library)
 
-    CPUCodeLibrary._optimize_final_module = optimize
+    CPUCodeLibrary._optimize_final_module = optimize  # type: ignore[method-assign]
 
 
 _PART = "driftfilter part "
