@@ -1,7 +1,7 @@
 """One adaptation step on a network beside a minimal hand-written TENT step; ratios from one run.
 
     python benchmarks/step.py [--model resnet20] [--weights FILE] [--batch 200] [--device cpu] \
-        [--rounds 9] [--json FILE]
+        [--rounds 9] [--cases PATTERN] [--json FILE]
 
 The hand-written step is forward, entropy, backward and torch's Adam on the norm parameters, nothing
 else; "forward alone" and "forward and backward alone" are the floor. Every case adapts to the same
@@ -24,6 +24,7 @@ import copy
 import datetime
 import platform
 import random
+import re
 import statistics
 import subprocess
 import sys
@@ -44,6 +45,7 @@ from figures import write
 Step: TypeAlias = Callable[[Tensor], object]
 
 
+BASE = "hand-written TENT"
 WARM = 6  # rounds before: a graph is captured in the fourth
 
 
@@ -141,7 +143,7 @@ def cases_on(source: nn.Module, device: str) -> dict[str, Callable[[], Step]]:
     default = partial(adapted, source, "driftfilter")
     plain: dict[str, Any] = {"channels_last": False, "cuda_graphs": False}
     cases: dict[str, Callable[[], Step]] = {
-        "hand-written TENT": partial(hand_written_tent, source),
+        BASE: partial(hand_written_tent, source),
         "forward alone": lambda: torch.no_grad()(source),
         "forward and backward alone": partial(forward_and_backward, source),
         **{preset: partial(adapted, source, preset) for preset in ("tent", "opgd_diag", "opgd")},
@@ -225,6 +227,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=200)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--cases", default="", help="a pattern of cases beside the first (all)")
     parser.add_argument("--only", help="run one case, and print the memory that it took on the GPU")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     arguments = parser.parse_args()
@@ -238,7 +241,8 @@ def main() -> None:
             step(batches[number % len(batches)])
         print(torch.cuda.max_memory_reserved() / 2**20)
         return
-    cases = {name: make() for name, make in possible.items()}
+    chosen = (name for name in possible if name == BASE or re.search(arguments.cases, name))
+    cases = {name: possible[name]() for name in chosen}
     times: dict[str, list[float]] = {name: [] for name in cases}
     order = random.Random(
         0
@@ -258,7 +262,7 @@ def main() -> None:
     if arguments.device == "cuda":
         with ThreadPoolExecutor(5) as pool:
             peaks = dict(zip(cases, pool.map(peak, cases), strict=True))
-    base = medians["hand-written TENT"]
+    base = medians[BASE]
     where = (
         torch.cuda.get_device_name()
         if arguments.device == "cuda"
@@ -273,9 +277,7 @@ def main() -> None:
         + (f"{'peak MiB':>10}{'ratio':>8}" if peaks else "")
     )
     for name, median in medians.items():
-        memory = (
-            f"{peaks[name]:>10.0f}{peaks[name] / peaks['hand-written TENT']:>8.2f}" if peaks else ""
-        )
+        memory = f"{peaks[name]:>10.0f}{peaks[name] / peaks[BASE]:>8.2f}" if peaks else ""
         print(f"{name:<46}{median:>9.1f}{median / base:>8.2f}{means[name]:>9.1f}{memory}")
     figures = {
         "model": arguments.model,

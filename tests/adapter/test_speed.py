@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import driftfilter as df
 from driftfilter.adapter.speed import SpeedOptions, has_bfloat16
 from driftfilter.networks import cuda_graphs as captured
-from driftfilter.networks.layout import why_not_last
+from driftfilter.networks.layout import Layout, why_not_last
 from driftfilter.networks.network import Network
 from small import feed, refuses
 
@@ -110,6 +110,22 @@ def test_the_layout_is_chosen_by_what_the_network_is() -> None:
     assert why_not_last(grouped) == "grouped convolutions"
     assert why_not_last(other) == "norms other than batch norms"
     assert why_not_last(bare) == "no batch norms"
+
+
+def test_the_proof_leaves_a_batch_as_it_is() -> None:
+    class Writing(Convolutional):
+        def forward(self, images: Tensor) -> Tensor:
+            return super().forward(images.add_(1.0))
+
+    torch.manual_seed(0)
+    batch = stream(1)[0]
+    wanted = batch.clone()
+    layout = Layout(Writing().eval(), lambda module, inputs: module(inputs), {})
+    found = layout.arrange(batch)
+    assert torch.equal(batch, wanted)
+    assert isinstance(found, Tensor)
+    assert torch.equal(found, wanted)
+    assert found.is_contiguous(memory_format=torch.channels_last)
 
 
 def test_the_layout_copies_no_weights_and_is_proven_once() -> None:

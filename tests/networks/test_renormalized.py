@@ -44,7 +44,7 @@ def test_values_and_derivatives_are_those_of_the_formula(dtype: torch.dtype, lay
     x, w, b = leaves
     outputs = renormalize_on_cpu(x, (w, b), batch, (mean, variance), EPS)
     wanted = by_formula(wide[0], wide[1], wide[2], mean.double(), variance.double())
-    tolerance = 1e-4 if dtype == torch.float32 else 1e-7
+    tolerance = 1e-4 if dtype == torch.float32 else 1e-9
     torch.testing.assert_close(outputs.double(), wanted, rtol=tolerance, atol=tolerance)
     found = torch.autograd.grad(outputs, leaves, flow)
     exact = torch.autograd.grad(wanted, wide, flow.double())

@@ -14,6 +14,7 @@ from types import FunctionType
 from typing import Any, TypeVar
 
 import numba
+from numba.core.codegen import CPUCodeLibrary
 
 from driftfilter.compiled.cache import KernelCache
 from driftfilter.compiled.terms import (
@@ -67,8 +68,26 @@ def _forget_stale(folder: str) -> None:
                 kept.unlink()
 
 
+def _leave_parts_to_kernels() -> None:
+    """Numba optimises each part with all that it calls, as if somebody called it by itself, and
+    then the kernel with all of it again, at every depth. Parts go into kernels as they are.
+    """
+    whole: Any = CPUCodeLibrary._optimize_final_module
+
+    def optimize(library: Any) -> None:
+        if not library.name.startswith(_PART):
+            whole(library)
+
+    CPUCodeLibrary._optimize_final_module = optimize  # type: ignore[method-assign]
+
+
+_PART = "driftfilter part "
+_leave_parts_to_kernels()
+
+
 def part(function: Call) -> Call:
     """A part of kernels, put into them by LLVM; Python itself has no way in."""
+    function.__qualname__ = _PART + function.__qualname__  # no other library has such a name
     options: Any = {"forceinline": True, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
     made: Call = numba.njit(**options, **_OPTIONS)(function)
     return made

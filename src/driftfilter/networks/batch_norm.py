@@ -21,6 +21,7 @@ import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, NamedTuple, TypeAlias, final
 
 import torch
@@ -504,11 +505,14 @@ class TwinBatchNorm(_BatchNorm):
 
     def _share(self, samples: int, trust: Tensor | float) -> Tensor | float:
         """α of a batch."""
-        assert isinstance(self.blend, (PseudoCount, Ema))
-        share, witness = self.blend.share(samples) * trust, self.witness
-        if witness is None or witness.least is None:
-            return share
-        return witness.least.clamp(min=share)
+        blend, witness = self.blend, self.witness
+        assert isinstance(blend, (PseudoCount, Ema))
+        if witness is None or (least := witness.least) is None:
+            return blend.share(samples) * trust
+        own: Tensor | float = witness.once(
+            "share", trust, samples, lambda: least.clamp(min=blend.share(samples) * trust)
+        )
+        return own
 
     def _blend(self, batch: tuple[Tensor, Tensor], samples: int) -> tuple[Tensor, Tensor]:
         """Mean and variance [c] by which to normalise."""
@@ -540,11 +544,18 @@ class TwinBatchNorm(_BatchNorm):
             return self.carried, share
         assert self.running_mean is not None
         assert self.running_var is not None
+        split = partial(self._split, share, novelty)
+        left, part = (
+            split() if self.witness is None else self.witness.once("split", share, 0, split)
+        )
+        return _mix(self.carried, (self.running_mean, self.running_var), part), left
+
+    def _split(self, share: Tensor | float, novelty: Tensor) -> tuple[Tensor, Tensor]:
+        """α ν, and what the source's moments get of the carried ones."""
         if self.witness is not None and self.witness.least is not None:
             novelty = torch.maximum(novelty, self.witness.least.to(novelty))
         left = share * novelty
-        part = (share - left) / (1 - left).clamp_min(torch.finfo(left.dtype).tiny)
-        return _mix(self.carried, (self.running_mean, self.running_var), part), left
+        return left, (share - left) / (1 - left).clamp_min(torch.finfo(left.dtype).tiny)
 
 
 def _mix(

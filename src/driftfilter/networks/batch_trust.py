@@ -10,8 +10,9 @@ source network as it was, and all layers but the last, which sees the classes, s
 (``Probe``).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import final
+from typing import Any, TypeVar, final
 
 import torch
 from torch import Tensor, maximum
@@ -109,6 +110,9 @@ class Probe:
         return found / (1 + 2 * (1 - diversity.to(means)).square())
 
 
+Made = TypeVar("Made")
+
+
 class Witness:
     """What the first batch norm of a pass says of its batch; all norms of the network share one."""
 
@@ -119,10 +123,20 @@ class Witness:
         """Another pass begins."""
         self.was_asked = False
         self.least: Tensor | None = None  # share of the batch; None: nothing is known
+        self._made: dict[tuple[str, int, int], tuple[object, Any]] = {}
 
     def answer(self, shift: Tensor, samples: int) -> None:
         """Note the shift of a batch."""
         self.least = evidence_of_change(shift, samples)
+        self._made.clear()
+
+    def once(self, what: str, of: object, samples: int, make: Callable[[], Made]) -> Made:
+        """What the first norm of the pass has made of an object, for all norms that have it too."""
+        key = (what, id(of), samples)
+        if key not in self._made:
+            self._made[key] = of, make()  # the object is kept, or another might get its identity
+        made: Made = self._made[key][1]
+        return made
 
 
 @final

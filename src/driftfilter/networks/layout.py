@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from driftfilter.base.inputs import Inputs, batch_size, each, sample, tensors
+from driftfilter.base.inputs import Inputs, each, samples, tensors
 from driftfilter.networks.layers import is_norm
 from driftfilter.networks.row_check import tolerance_of
 from driftfilter.networks.shared_copy import in_channels_last, private
@@ -74,13 +74,14 @@ class Layout:
         self._proven = not differs
 
     def _differs(self, inputs: Inputs) -> bool:
-        few = sample(inputs, torch.arange(min(2, batch_size(inputs))))
+        few = samples(inputs, 0, 2)
         own = private(self._base)
         vectors = [each for each in own.parameters() if each.dim() == 1]
         with torch.inference_mode(False), torch.enable_grad():
             for vector in vectors:
                 vector.requires_grad_()
-            plain, last = self._ask(own, few), self._ask(own, each(few, in_channels_last))
+            plain = self._ask(own, each(few, torch.clone))  # a module may write to its inputs
+            last = self._ask(own, each(each(few, torch.clone), in_channels_last))
             if last.requires_grad:
                 torch.autograd.grad(last.sum(), vectors, allow_unused=True)
         scale = 1e-6 + float(plain.detach().abs().max())

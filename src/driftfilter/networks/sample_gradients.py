@@ -50,9 +50,10 @@ def layer_rows(call: Call, flow: Tensor, rule: Rule, names: Iterable[str]) -> di
 def cast_call(call: Call, flow: Tensor, dtype: torch.dtype) -> tuple[Call, Tensor]:
     """A call and the gradient at its outputs in θ's dtype, if they are in half precision.
 
-    A batch norm on a GPU sees to that itself.
+    A batch norm sees to that itself, a few samples at a time.
     """
-    if flow.is_cuda and isinstance(call.module, _BatchNorm):
+    half = flow.dtype in (torch.bfloat16, torch.float16) and call.inputs.dtype == flow.dtype
+    if isinstance(call.module, _BatchNorm) and (flow.is_cuda or half):
         return call, flow
     lower = call.inputs.is_floating_point() and call.inputs.dtype != dtype
     return call._replace(inputs=call.inputs.to(dtype)) if lower else call, flow.to(dtype)
@@ -61,16 +62,17 @@ def cast_call(call: Call, flow: Tensor, dtype: torch.dtype) -> tuple[Call, Tenso
 _PIECE = 8  # samples at a time, whose products stay in the cache
 
 
-def _products(left: Tensor, right: Tensor) -> Tensor:
-    """Σ_s a b of [m, c, s], a few samples at a time, by one memory for the products."""
-    if left.numel() < 1 << 20 or left.dtype != right.dtype:
-        whole: Tensor = torch.linalg.vecdot(left, right)
+def _products(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """Σ_s a b of [m, c, s] in a dtype, a few samples at a time, by one memory for the products."""
+    if left.numel() < 1 << 20:
+        whole: Tensor = torch.linalg.vecdot(left.to(dtype), right.to(dtype))
         return whole
-    sums, products = left.new_empty(left.shape[:2]), torch.empty_like(left[:_PIECE])
+    sums = left.new_empty(left.shape[:2], dtype=dtype)
+    products = torch.empty_like(left[:_PIECE], dtype=dtype)
     for own, one, other in zip(
         sums.split(_PIECE), left.split(_PIECE), right.split(_PIECE), strict=True
     ):
-        torch.mul(one, other, out=products[: len(one)])
+        torch.mul(one.to(dtype), other.to(dtype), out=products[: len(one)])
         torch.sum(products[: len(one)], -1, out=own)
     return sums
 
@@ -152,9 +154,10 @@ def batch_norm_rows(call: Call, flow: Tensor) -> Rows:
         flow.reshape(*flow.shape[:2], -1),
         call.inputs.reshape(*call.inputs.shape[:2], -1),
     )
-    total = deltas.sum(-1)
+    wide = torch.promote_types(flow.dtype, mean.dtype)
+    total = deltas.sum(-1, dtype=wide)
     return {
-        "weight": lambda: (_products(deltas, values) - total * mean) * scale,
+        "weight": lambda: (_products(deltas, values, wide) - total * mean) * scale,
         "bias": lambda: total,
     }
 
