@@ -117,7 +117,13 @@ class ModelSnapshot(NamedTuple):
         written to since.
         """
         return (
-            all(map(operator.is_, map(dict.get, *self.links[:2]), self.links.values))
+            all(
+                map(
+                    operator.is_,
+                    map(dict.get, self.links.tables, self.links.names),
+                    self.links.values,
+                )
+            )
             and _places(self.owned) == self.places
             and (not values or self.versions == _versions(self.owned))
         )

@@ -13,6 +13,7 @@ from torch import Tensor
 import driftfilter as df
 from driftfilter.app.serve.batching import Batcher
 from driftfilter.app.serve.problems import ProblemError
+from driftfilter.app.serve.records import Stored
 from driftfilter.app.serve.shard import Kind, Reply, Request, Shard
 from driftfilter.app.serve.store import Entry, FolderStore
 from small import conv, tabular
@@ -272,7 +273,7 @@ def test_a_tenant_that_cannot_be_written_harms_no_other(
     shard = Shard(df.adapt(tabular().eval(), "center"), FolderStore(tmp_path, sync=False))
     whole = shard._encode
 
-    def encode(tenant: str, work: Any) -> bytes | None:
+    def encode(tenant: str, work: Any) -> Stored | None:
         if tenant == "b":
             raise ValueError("no such number")
         return whole(tenant, work)
