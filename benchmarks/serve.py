@@ -693,13 +693,12 @@ def compare_export(
         source, exact = model(inputs), plain.double()(inputs.double())
 
     def apart(logits: torch.Tensor) -> float:
-        return (logits.softmax(-1) - expected.probabilities).abs().max().item()
+        return float((logits.softmax(-1) - expected.probabilities).abs().max())
 
     size = exact.abs().max()
 
     def beside_exact(logs: torch.Tensor) -> float:
-        apart = (logs.double() - exact.log_softmax(-1)).abs().max() / size
-        return float(apart)
+        return float((logs.double() - exact.log_softmax(-1)).abs().max() / size)
 
     return {
         "state_dict": apart(by_dict),

@@ -13,25 +13,33 @@ from driftfilter.storage.record_log import RecordLog
 KEYS = [key_of(f"tenant {number}") for number in range(6)]
 
 
-def test_a_store_is_a_dictionary_that_outlasts_its_process(tmp_path: Path) -> None:
-    """Against a dictionary: writes, deletions and new openings at random, logs of few records."""
+def _whole(record: Stored) -> bytes:
+    return record.content + b" in " * bool(record.context) + record.context
+
+
+def test_a_store_is_a_dictionary_that_outlasts_its_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against a dictionary: writes, deletions and new openings at random, logs of few records, with
+    contexts and without.
+    """
+    monkeypatch.setattr("driftfilter.app.serve.store.to_checkpoint", _whole)
     draws, expected = random.Random(0), dict[str, bytes]()
     store = FolderStore(tmp_path, sync=False, segment=300)
-    for step in range(150):
-        chosen = draws.sample(KEYS, draws.randint(1, 3))
-        entries = [
-            Entry(key, None if draws.random() < 0.2 else Stored(f"{key} {step}".encode()))
-            for key in chosen
-        ]
+    for step in range(80):
+        entries = []
+        for key in draws.sample(KEYS, draws.randint(1, 3)):
+            record = Stored(f"{key} {step}".encode(), draws.choice([b"", b"this", b"that"]))
+            entries.append(Entry(key, None if draws.random() < 0.2 else record))
         store.write(entries)
-        for key, content in entries:
+        for key, kept in entries:
             expected.pop(key, None)
-            expected |= {} if content is None else {key: content.content}
+            expected |= {} if kept is None else {key: _whole(kept)}
         store.tend(draws.randint(0, 2))
         if draws.random() < 0.1:
             store.close()
             store = FolderStore(tmp_path, sync=False, segment=300)
-        assert {key: found.content for key in KEYS if (found := store.read(key))} == expected
+        assert {key: _whole(found) for key in KEYS if (found := store.read(key))} == expected
         assert store.count() == len(expected)
     while store.tend(1):
         pass

@@ -111,12 +111,12 @@ def parse_range(text: str) -> tuple[float, float]:
 
 
 def build_adapter(
-    options: AdapterOptions, model: nn.Module, form: Form, **others: Any
+    options: AdapterOptions, model: nn.Module, form: Form, **steps: Any
 ) -> df.Adapter:
-    """The adapter of a preset or a recipe, with the fields that --set names; ``others``: further
+    """The adapter of a preset or a recipe, with the fields that --set names; ``steps``: further
     arguments of ``adapt``.
     """
-    own: dict[str, Any] = {"seed": options.seed, "speed": options.speed, **others}
+    own: dict[str, Any] = {"seed": options.seed, "speed": options.speed, **steps}
     if options.source is not None:
         source = open_feed(options.source)
         require(source.count is not None, "--source", options.source, "a file or folder")

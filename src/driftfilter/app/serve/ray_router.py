@@ -47,7 +47,7 @@ class Worker:
             # In memory of torch: where numbers lie can change the last bit of a product.
             request = request._replace(inputs=each(request.inputs, lambda part: part.clone()))
         try:
-            return await asyncio.wrap_future(self._batcher.submit(request))
+            return await self._batcher.ask(request)
         except ProblemError as problem:
             return problem
 
