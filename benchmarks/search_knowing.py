@@ -2,7 +2,8 @@
 corruptions that are reported.
 
     python benchmarks/search_knowing.py follow --models resnet20 vit_s4=WEIGHTS … \
-        --clean CIFAR10_TEST.npz --keep FOLDER [--first 1000] [--images 2000]
+        --clean CIFAR10_TEST.npz --source CIFAR10_TRAIN.npz --keep FOLDER \
+        [--first 1000] [--images 2000]
     python benchmarks/search_knowing.py estimate --keep FOLDER [--json FILE]
     python benchmarks/search_knowing.py ceiling --keep FOLDER [--labels 10 50 1000] [--json FILE]
     python benchmarks/search_knowing.py spread --models resnet20 --clean CIFAR10_TEST.npz \
@@ -11,11 +12,11 @@ corruptions that are reported.
 follow: the default in one stream of clean images, speckle noise, Gaussian blur, saturation and
 spatter at severity 5 that is never reset; FOLDER gets what it said of each batch. estimate: the
 mean absolute error of the estimate over windows of 1,000, in points, by its constants, each alone
-at other values. ceiling: what labels can gain after the last layer. On one half of a domain offsets
-of the classes, a map of the centred logits or the head's rows are fitted to so many random labels,
-with the ridge that is best on the other half, and judged there. spread: nine settings around the
-default, and the correlation of their mutual information with accuracy, by the common spread of the
-logits, and without one.
+at other values; without source data and with what the source says of 500 inputs. ceiling: what
+labels can gain after the last layer. On one half of a domain offsets of the classes, a map of the
+centred logits or the head's rows are fitted to so many random labels, with the ridge that is best
+on the other half, and judged there. spread: nine settings around the default, and the correlation
+of their mutual information with accuracy, by the common spread of the logits, and without one.
 """
 
 from __future__ import annotations
@@ -40,7 +41,14 @@ from driftfilter.app.corruptions import EXTRA, corrupt
 from driftfilter.app.streams import open_cifar10
 from driftfilter.app.tune import make_bank
 from driftfilter.inference import accuracy
-from driftfilter.inference.accuracy import Expectation, Opinions, SecondOpinion
+from driftfilter.inference.accuracy import (
+    Expectation,
+    Opinions,
+    SecondOpinion,
+    SourceCalibration,
+    confidence,
+)
+from estimate import open_source
 from figures import write
 from search_default import Row, open_models
 
@@ -49,7 +57,11 @@ OTHERS = {  # of the estimate's constants
     "_WEIGHT": [0.0, 1.0, 3.0, 6.0],
     "_HEAVIEST": [1.0, 1.1, 1.25, 1.5],
     "_OFF": [0.1, 0.15, 0.2, 0.3],
+    "_SHARE": [0.0, 0.3, 0.5, 0.7, 1.0],
+    "_AT_HOME": [0.0, 0.03, 0.05, 0.08],
+    "_SLOPE": [1.6, 2.0, 2.2, 2.4, 2.8],
 }
+NEED_SOURCE = ("_SHARE", "_AT_HOME", "_SLOPE")
 RIDGES = (1000.0, 100.0, 30.0, 10.0, 3.0, 1.0)
 
 
@@ -66,19 +78,25 @@ def open_domains(arguments: argparse.Namespace) -> Iterator[tuple[str, Tensor, T
 
 def follow(arguments: argparse.Namespace) -> list[Row]:
     """Keep what the default says of each batch, and what enters its last layer."""
-    rows = []
+    rows, source = [], open_source(arguments).images[:500]
     for name, model in open_models(arguments):
         adapter, kept = df.adapt(model), []
+        with torch.no_grad():
+            logits = torch.cat([model(each) for each in source.split(SIZE)])
+        at_home = confidence(logits.log_softmax(-1)).mean()
         for domain, images, labels in open_domains(arguments):
             for x, y in zip(images.split(SIZE), labels.split(SIZE), strict=True):
                 logs = adapter(x)
                 second = adapter._now.expectation.second
+                plain, features = look(adapter, x)
                 kept.append(
                     {
                         "domain": domain,
                         "labels": y,
                         "logs": logs,
-                        "features": find_features(adapter, x),
+                        "features": features,
+                        "plain": plain,
+                        "at home": at_home,
                         "stay": torch.tensor(adapter._now.expectation.stay),
                         "second": None if second is None else tuple(second),
                     }
@@ -92,13 +110,14 @@ def follow(arguments: argparse.Namespace) -> list[Row]:
     return rows
 
 
-def find_features(adapter: df.Adapter, inputs: Tensor) -> Tensor:
-    """What enters the last layer [n, D]."""
+def look(adapter: df.Adapter, inputs: Tensor) -> tuple[Tensor, Tensor]:
+    """Plain confidences [n] after the step, and what enters the last layer [n, D]."""
     state = adapter.state
     with torch.no_grad():
         network = adapter._now.bound.filter._bind(state)[1]  # type: ignore[union-attr]
         network = getattr(network, "model", network)  # without the offsets of classes
-        return network.logits_and_features(state.belief.mean, inputs)[1]
+        logits, features = network.logits_and_features(state.belief.mean, inputs)
+    return confidence(logits.log_softmax(-1)), features
 
 
 def open_kept(arguments: argparse.Namespace) -> Iterator[tuple[str, list[dict[str, Any]]]]:
@@ -109,16 +128,18 @@ def open_kept(arguments: argparse.Namespace) -> Iterator[tuple[str, list[dict[st
 # Constants of the estimate
 
 
-def judge(windows: list[list[dict[str, Any]]]) -> Row:
+def judge(windows: list[list[dict[str, Any]]], with_source: bool) -> Row:
     """Mean absolute error, in points, and how often the band covers."""
     errors, covered = [], []
     for window in windows:
-        opinions = Opinions.of(torch.cat([each["logs"] for each in window]))
+        logs, plain = (torch.cat([each[key] for each in window]) for key in ("logs", "plain"))
         last = window[-1]
         second = None if last["second"] is None else SecondOpinion(*last["second"])
-        found = Expectation(opinions, None, float(last["stay"]), second).estimate
-        right = [(each["logs"].argmax(-1) == each["labels"]).double().mean() for each in window]
-        truth = float(torch.stack(right).mean())
+        source = SourceCalibration(None, float(last["at home"])) if with_source else None
+        opinions = Opinions.of(logs, plain)
+        found = Expectation(opinions, source, float(last["stay"]), second).estimate
+        right = logs.argmax(-1) == torch.cat([each["labels"] for each in window])
+        truth = float(right.double().mean())
         errors.append(abs(found.accuracy - truth))
         covered.append(found.low <= truth <= found.high)
     return {"error": round(100 * fmean(errors), 2), "covered": round(fmean(covered), 3)}
@@ -130,11 +151,14 @@ def search_estimate(arguments: argparse.Namespace) -> list[Row]:
         parts = [list(group) for _, group in itertools.groupby(kept, lambda each: each["domain"])]
         per = WINDOW // SIZE
         windows = [own[at : at + per] for own in parts for at in range(0, len(own) - per + 1, per)]
-        for constant, values in OTHERS.items():
+        for (constant, values), with_source in itertools.product(OTHERS.items(), (False, True)):
+            if constant in NEED_SOURCE and not with_source:
+                continue
             for value in values:
                 with mock.patch.object(accuracy, constant, value):
-                    found = judge(windows)
-                rows.append({"network": name, "constant": constant, "value": value, **found})
+                    found = judge(windows, with_source)
+                row = {"network": name, "windows": len(windows), "source": with_source}
+                rows.append({**row, "constant": constant, "value": value, **found})
                 print(rows[-1], flush=True)
     return rows
 
@@ -257,6 +281,7 @@ def main() -> None:
     parser.add_argument("what", choices=list(searches))
     parser.add_argument("--models", nargs="+", default=["resnet20"])
     parser.add_argument("--clean", type=Path)
+    parser.add_argument("--source", type=Path)
     parser.add_argument("--keep", type=Path, help="the folder of what was said")
     parser.add_argument("--images", type=int, default=2000, help="of a domain")
     parser.add_argument("--first", type=int, default=1000, help="the first of them")

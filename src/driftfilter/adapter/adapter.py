@@ -683,8 +683,9 @@ class Adapter(nn.Module):
 
     def _believe(self, now: AdapterState, prediction: Prediction) -> AdapterState:
         """With what is predicted, by all ranks."""
-        both = prediction.log_probabilities, prediction.plain_confidence
-        return now.believe(*map(gather_samples, both))
+        plain = prediction.plain_confidence[:, None]
+        both = gather_samples(torch.cat((prediction.log_probabilities, plain), 1))
+        return now.believe(both[:, :-1], both[:, -1])
 
     def _fill(self, now: AdapterState, inputs: Inputs) -> tuple[AdapterState, Prediction]:
         """Predict a batch, then offer its samples to the buffer, of which an update is made
