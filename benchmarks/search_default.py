@@ -7,6 +7,7 @@
     python benchmarks/search_default.py offsets --models NAME=WEIGHTS … --clean CIFAR10_TEST.npz \
         [--images 4000] [--keep FOLDER]
     python benchmarks/search_default.py digits [--seeds 3] [--batches 64 16]
+    python benchmarks/search_default.py mild [--seeds 3] [--batches 64 16]
     python benchmarks/search_default.py shift --models resnet20=WEIGHTS … --clean CIFAR10_TEST.npz \
         [--images 2000] [--batches 200 16] [--limits 0 .4 .45 .5] [--keeps 1 .5] \
         [--source CIFAR10_TRAIN.npz] [--measured .05 .1 .2] [--severities 1]
@@ -26,7 +27,8 @@ that are there. digits: small networks of batch norm, group norm and none on sci
 by reach and, without norms, by variance. shift: S of the source network (``Ema.shift``) on clean
 images, mixed and sorted by class, and on the extra corruptions at severity 5 and others, and what
 the default with each limit of it has there, and with what ``ForgetAtHome`` keeps; with --source the
-same from 500 source images (``Ema.baseline``), and the limits --measured.
+same from 500 source images (``Ema.baseline``), and the limits --measured. mild: the same limits
+with batch norm on digits that are changed slightly, or sorted by class.
 """
 
 from __future__ import annotations
@@ -414,6 +416,62 @@ def search_shift(arguments: argparse.Namespace) -> list[Row]:
     return rows
 
 
+def blur(images: Tensor) -> Tensor:
+    return nn.functional.avg_pool2d(nn.functional.pad(images, (1, 1, 1, 1), mode="replicate"), 3, 1)
+
+
+def add_noise(images: Tensor, scale: float) -> Tensor:
+    return images + scale * torch.randn(images.shape, generator=torch.Generator().manual_seed(1))
+
+
+MILD: dict[str, Callable[[Tensor], Tensor]] = {
+    "clean": lambda x: x,
+    "noise .1": lambda x: add_noise(x, 0.1),
+    "noise .2": lambda x: add_noise(x, 0.2),
+    "blur .3": lambda x: torch.lerp(x, blur(x), 0.3),
+    "blur .6": lambda x: torch.lerp(x, blur(x), 0.6),
+    "grey .9": lambda x: 0.9 * x + 0.05,
+    "grey .8": lambda x: 0.8 * x + 0.1,
+    "moved .3": lambda x: torch.lerp(x, x.roll(1, 3), 0.3),
+}
+LIMITS = (0.03, 0.05, 0.07, 0.1, 0.15)
+
+
+def search_mild(arguments: argparse.Namespace) -> list[Row]:
+    """S from source data and quality by limit, means over seeds."""
+    data = load_digits()
+    images = torch.tensor(data.images / 16.0).float().unsqueeze(1)
+    labels = torch.tensor(data.target)
+    found: dict[tuple[int, str], dict[str, list[Row]]] = {}
+    for seed in range(arguments.seeds):
+        torch.manual_seed(seed)
+        order = torch.randperm(len(labels))
+        model = train("batch", images[order[:600]], labels[order[:600]])
+        source, at = images[order[:500]], order[600:]
+        kept = at[labels[at].argsort(stable=True)]
+        streams = {name: (change(images[at]), labels[at]) for name, change in MILD.items()}
+        streams["sorted"] = images[kept], labels[kept]
+        methods: dict[str, tuple[df.Recipe | None, Tensor | None]] = {"frozen": (None, None)}
+        for limit in (0.45, 0.0):
+            methods[f"{limit:g}"] = df.presets.get("driftfilter", shift=limit), None
+        for limit in LIMITS:
+            recipe = df.presets.get("driftfilter", norms="measured", shift=limit)
+            methods[f"data {limit:g}"] = recipe, source
+        for (domain, (inputs, own)), batch in itertools.product(streams.items(), arguments.batches):
+            cells = found.setdefault((batch, domain), {})
+            cells.setdefault("S", []).append(measure_shift(model, inputs, batch, source))
+            for method, (recipe, given) in methods.items():
+                outputs = follow(model, recipe, inputs, batch, given)
+                cells.setdefault(method, []).append(judge(outputs, own))
+    rows = []
+    for (batch, domain), cells in found.items():
+        shifts = {name: fmean(row[name] for row in cells["S"]) for name in cells["S"][0]}
+        means = {method: average(each) for method, each in cells.items() if method != "S"}
+        rows.append({"batch": batch, "domain": domain, "S": shifts, **means})
+        show(f"{batch} {domain}, S {' '.join(f'{value:.3f}' for value in shifts.values())}", means)
+    return rows
+
+
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -439,9 +497,9 @@ def parse() -> argparse.Namespace:
     shift.add_argument("--source", type=Path, help="training images")
     shift.add_argument("--measured", type=float, nargs="*", default=[0.05, 0.1, 0.2])
     shift.add_argument("--severities", type=int, nargs="*", default=[1])
-    digits = parts.add_parser("digits")
-    digits.add_argument("--seeds", type=int, default=3)
-    digits.add_argument("--batches", type=int, nargs="+", default=[64, 16])
+    for part in (parts.add_parser("digits"), parts.add_parser("mild")):
+        part.add_argument("--seeds", type=int, default=3)
+        part.add_argument("--batches", type=int, nargs="+", default=[64, 16])
     return parser.parse_args()
 
 
@@ -453,6 +511,7 @@ def main() -> None:
         "offsets": search_offsets,
         "digits": search_digits,
         "shift": search_shift,
+        "mild": search_mild,
     }
     device = getattr(arguments, "device", "cpu")
     write(arguments.json, parts[arguments.part](arguments), device=device)

@@ -367,6 +367,27 @@ def test_a_baseline_changes_no_prediction_of_the_source_and_no_model() -> None:
         torch.testing.assert_close(adapter(stream), model(stream).log_softmax(-1))
 
 
+class Counting(nn.Module):
+    """A layer that writes to a buffer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.calls += 1
+        return inputs
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm2d(4), nn.GroupNorm(2, 4)], ids=repr)
+def test_measuring_counts_for_no_layer_that_counts_its_calls(norm: nn.Module) -> None:
+    counting = Counting()
+    model = nn.Sequential(counting, *images(norm)).double().eval()
+    source = torch.randn(20, 2, 4, 4, dtype=torch.float64)
+    df.adapt(model, data=source, monitor=None)(source)
+    assert counting.calls == 0
+
+
 def test_at_home_by_its_data_a_network_stays_as_it_is() -> None:
     """Though its running statistics are far from what it sees: with these alone it moves."""
     model, source, _ = deep()

@@ -30,7 +30,7 @@ from driftfilter.base.inputs import Inputs, arguments, batch_size, each
 from driftfilter.networks.autocast import as_called, cast, dtype_of
 from driftfilter.networks.batch_norm import SEEN
 from driftfilter.networks.layers import find_layer, is_norm
-from driftfilter.networks.shared_copy import find_sequence_first
+from driftfilter.networks.shared_copy import find_sequence_first, private
 
 MOMENTS = "moments"  # among what is found of a model: see align and compare
 
@@ -214,16 +214,26 @@ def _find_called(
 ) -> list[nn.Module]:
     """Those of the layers that a pass goes through, with a dimension of samples before others."""
     found: set[nn.Module] = set()
+    own, theirs = _copy(module, layers)
 
     def note(layer: nn.Module, args: Any, outputs: Any) -> None:
         if isinstance(outputs, Tensor) and outputs.dim() > 1:
-            found.add(layer)
+            found.add(theirs[layer])
 
-    handles = [layer.register_forward_hook(note) for layer in layers]
-    call(module, inputs)
-    for handle in handles:
-        handle.remove()
+    for layer in theirs:
+        layer.register_forward_hook(note)
+    call(own, inputs)
     return [layer for layer in layers if layer in found]
+
+
+def _copy(
+    module: nn.Module, layers: Sequence[nn.Module]
+) -> tuple[nn.Module, dict[nn.Module, nn.Module]]:
+    """A module to call with source data, for one that counts its calls must not count ours; and
+    which layer each of its own stands for.
+    """
+    own, names = private(module), {layer: name for name, layer in module.named_modules()}
+    return own, {own.get_submodule(names[layer]): layer for layer in layers}
 
 
 def _attach(layer: nn.Module, like: Tensor) -> Behind:
@@ -240,16 +250,16 @@ def _measure(
 ) -> Tensor:
     """m_S and v_S of what enters every layer [2 · channels], in float32 at least."""
     found: dict[nn.Module, _Moments] = {}
+    own, theirs = _copy(module, norms)
 
-    def listen(norm: nn.Module, args: tuple[Tensor, ...]) -> None:
-        own = _Moments.of(args[0])
-        found[norm] = found[norm].join(own) if norm in found else own
+    def listen(layer: nn.Module, args: tuple[Tensor, ...]) -> None:
+        norm, new = theirs[layer], _Moments.of(args[0])
+        found[norm] = found[norm].join(new) if norm in found else new
 
-    handles = [norm.register_forward_pre_hook(listen) for norm in norms]
+    for layer in theirs:
+        layer.register_forward_pre_hook(listen)
     for inputs in data:
-        call(module, inputs)
-    for handle in handles:
-        handle.remove()
+        call(own, inputs)
     parts = [part for norm in norms for part in (found[norm].mean, found[norm].variance)]
     dtypes = [norm.running_mean.dtype for norm in norms if norm.running_mean is not None]
     wide = torch.promote_types(dtypes[0] if dtypes else torch.float32, torch.float32)

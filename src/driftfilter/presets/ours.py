@@ -125,8 +125,9 @@ def driftfilter(  # what users may turn
     belief's variance of the logits along the loss; "aligned" at twice the scale, "other" by that of
     parameters known up to 0.06), or at one that is given. Batches below 16 samples are predicted at
     once and adapted to together; those below 100 ("other" 200) take smaller steps.
-    ``shift`` is 0.45 with batch norm alone, whose running statistics are those of training, and 0.1
-    if source data say what is normal. ``variance`` is 0.1 with either and 0.005 for the last layer.
+    ``shift`` is 0.45 with batch norm alone, whose running statistics are those of training, 0.05
+    with batch norm if source data say what is normal, and 0.1 with statistics of source data behind
+    the norms. ``variance`` is 0.1 with these and 0.005 for the last layer.
     With "other" norms it is 2, and relative to the size of each layer's parameters, and the whole
     Fisher matrix of the batch says how far a step goes: one variance then serves transformers,
     residual and small networks alike.
@@ -141,7 +142,7 @@ def driftfilter(  # what users may turn
     has_batch_norm = norms in ("batch", "measured")
     by_batch = has_batch_norm or norms == "aligned"
     if shift is None:
-        shift = 0.45 if norms == "batch" else 0.1
+        shift = {"measured": 0.05, "aligned": 0.1}.get(norms, 0.45)
     loss: Loss = RunningInformation()
     if by_batch:
         loss = Sum((SoftLikelihoodRatio(ceiling), InformationMaximization()), (1.0, balance))
