@@ -370,6 +370,8 @@ def test_a_baseline_changes_no_prediction_of_the_source_and_no_model() -> None:
 class Counting(nn.Module):
     """A layer that writes to a buffer of its own."""
 
+    calls: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("calls", torch.zeros(()))
