@@ -35,9 +35,8 @@ def short(name: str) -> str:
 
 def natural_rows(results: Results) -> list[dict[str, Any]]:
     """Rows of natural.py; of streams that were run with several seeds those with deviations."""
-    rows = list(results["natural.json"]["figures"]["rows"])
-    if "natural-seeds.json" in results:
-        rows += results["natural-seeds.json"]["figures"]["rows"]
+    files = ("natural.json", "natural-seeds.json")
+    rows = [row for name in files for row in results[name]["figures"]["rows"]]
     return list({(row["task"], row["stream"], row["norm"]): row for row in rows}.values())
 
 

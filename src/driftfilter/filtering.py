@@ -416,7 +416,7 @@ class Filter(Checked):
 
         ``dt``: time between steps (see ``step``), a number or one for each batch.
         ``keep_states``: for ``smooth``. Without these, long streams of a linear head run in
-        compiled code if numba is installed (docs/speed.md).
+        compiled code if numba is installed (docs/guides/small-filters.md).
         """
         from driftfilter.compiled import scan
 

@@ -21,7 +21,15 @@ from driftfilter.app.streams import sample_images
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-SLOW = ["README.md", "index.md", "see.md", "sklearn.md", "speed.md", "building-blocks.md"]
+SLOW = [
+    "README.md",
+    "index.md",
+    "see.md",
+    "sklearn.md",
+    "speed.md",
+    "small-filters.md",
+    "building-blocks.md",
+]
 BLOCKS = [
     pytest.param(
         block,

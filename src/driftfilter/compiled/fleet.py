@@ -48,9 +48,9 @@ class Fleet:
     """S independent filters of one recipe, each with its own belief, step count and seed, advanced
     together.
 
-    The filter is one that ``Filter.run`` compiles (docs/speed.md): LinearHead, Full or Diagonal
-    beliefs, Linearized inference. Streams start at ``belief``, which is the source of all. A call
-    that fails changes no stream. ``estimates``: keep what ``estimate`` needs, 22 (2k + 3) numbers a
+    The filter is one that ``Filter.run`` compiles (docs/guides/small-filters.md): LinearHead, Full
+    or Diagonal beliefs, Linearized inference. Streams start at ``belief``, which is the source of
+    all. A call that fails changes no stream. ``estimates``: keep what ``estimate`` needs, 22 (2k + 3) numbers a
     stream; without them nothing is kept, and steps of small beliefs take less time.
 
     >>> import torch, driftfilter as df

@@ -21,8 +21,8 @@ class Outputs(Sequence[Prediction]):
     other.
 
     ``infos``: the StepInfo of every batch. ``compiled``: how many steps ran in compiled code
-    (docs/speed.md). ``states``: the state before the first batch and after each, with the ``times``
-    between them, if ``run`` was to keep them.
+    (docs/guides/small-filters.md). ``states``: the state before the first batch and after each,
+    with the ``times`` between them, if ``run`` was to keep them.
     """
 
     def __init__(
