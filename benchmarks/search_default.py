@@ -455,8 +455,8 @@ def search_mild(arguments: argparse.Namespace) -> list[Row]:
         for limit in (0.45, 0.0):
             methods[f"{limit:g}"] = df.presets.get("driftfilter", shift=limit), None
         for limit in LIMITS:
-            measured = df.presets.get("driftfilter", norms="measured", shift=limit)
-            methods[f"data {limit:g}"] = measured, source
+            own_limit = df.presets.get("driftfilter", norms="measured", shift=limit)
+            methods[f"data {limit:g}"] = own_limit, source
         for (domain, (inputs, own)), batch in itertools.product(streams.items(), arguments.batches):
             cells = found.setdefault((batch, domain), {})
             cells.setdefault("S", []).append(measure_shift(model, inputs, batch, source))
