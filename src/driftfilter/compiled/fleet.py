@@ -50,8 +50,8 @@ class Fleet:
 
     The filter is one that ``Filter.run`` compiles (docs/guides/small-filters.md): LinearHead, Full
     or Diagonal beliefs, Linearized inference. Streams start at ``belief``, which is the source of
-    all. A call that fails changes no stream. ``estimates``: keep what ``estimate`` needs,
-    22 (2k + 3) numbers a stream; without them nothing is kept, and steps of small beliefs take less
+    all. A call that fails changes no stream. ``estimates``: keep what ``estimate`` needs, 22
+    (2k + 3) numbers a stream; without them nothing is kept, and steps of small beliefs take less
     time.
 
     >>> import torch, driftfilter as df
