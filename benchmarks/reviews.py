@@ -59,7 +59,7 @@ def thin(rows: list[Row], count: int, seed: int) -> list[Row]:
 def start(network: NamedNetwork, method: str, a: argparse.Namespace, seed: int) -> Any:
     """What is called with tokens and gives log-probabilities."""
     if method == "frozen":
-        return lambda **tokens: network.module(**tokens).logits.log_softmax(-1)
+        return lambda **tokens: network.module(**tokens).log_softmax(-1)
     if method == "data":
         rows = thin(read(a.model, "source"), SOURCE, seed)
         texts = [
