@@ -206,6 +206,12 @@ def test_a_folder_has_weights_and_transform(
     assert opened.transform == Transform(256, (224, 224), MEAN, STD, "bicubic")
     assert agrees(opened, network.inner)
     assert opened.weights == plain.weights
+    for name in ("tokenizer_config.json", "config.json"):  # with others the logits are others
+        text = {"architectures": ["ViTForImageClassification"], "hidden_act": "relu"}
+        (tmp_path / "net" / name).write_text(json.dumps(text))
+        changed = open_model(f"hf:{tmp_path}/net")
+        assert changed.weights != plain.weights
+        plain = changed
 
 
 @pytest.mark.parametrize(
