@@ -95,7 +95,8 @@ def tune_pacs(arguments: argparse.Namespace) -> None:
     tensors = load_file(arguments.weights)
     kept = {name: value.float() for name, value in tensors.items() if not name.startswith("fc.")}
     missing, unexpected = network.load_state_dict(kept, strict=False)
-    wrong = [name for name in (*missing, *unexpected) if not name.startswith("fc.")]
+    needless = ("fc.weight", "fc.bias", "num_batches_tracked")
+    wrong = [name for name in (*missing, *unexpected) if not name.endswith(needless)]
     require(not wrong, f"--weights {arguments.weights}", wrong[:3], "of a ResNet-50 for ImageNet")
     machine.place(network.eval())
     pixels, labels = open_photographs(arguments.data / "photo")
