@@ -6,9 +6,9 @@
 Streams and networks are those of natural.py, and what is compared is that of estimate.py, in
 windows of --window samples: ``adapter.estimate`` without source data and with 500 labelled samples
 that the network was not trained on ("clean" of natural.py), mean confidence, ATC (its threshold
-from the same samples), AETTA's formula, and the mean confidence of ``tent`` against its own
-accuracy. Mean absolute errors in points, over windows, norms and seeds, and how many windows the
-interval covers. Nothing was chosen on these streams.
+from all of "clean"), AETTA's formula, and the mean confidence of ``tent`` against its own accuracy.
+Mean absolute errors in points, over windows, norms and seeds, and how many windows the interval
+covers. Nothing was chosen on these streams.
 """
 
 from __future__ import annotations

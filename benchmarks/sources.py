@@ -41,6 +41,7 @@ from torch.nn import functional
 
 from driftfilter.app.machine import PRECISIONS, Machine, choose_machine
 from driftfilter.app.models import BottleneckNetwork
+from driftfilter.base.checks import require
 
 CLASSES = 7  # of PACS
 KINDS = ("books", "dvd", "electronics", "kitchen")
@@ -92,7 +93,10 @@ def tune_pacs(arguments: argparse.Namespace) -> None:
     network = BottleneckNetwork(CLASSES)
     tensors = load_file(arguments.weights)
     kept = {name: value.float() for name, value in tensors.items() if not name.startswith("fc.")}
-    network.load_state_dict(kept, strict=False)
+    missing, unexpected = network.load_state_dict(kept, strict=False)
+    needless = ("fc.weight", "fc.bias", "num_batches_tracked")
+    wrong = [name for name in (*missing, *unexpected) if not name.endswith(needless)]
+    require(not wrong, f"--weights {arguments.weights}", wrong[:3], "of a ResNet-50 for ImageNet")
     machine.place(network.eval())
     pixels, labels = open_photographs(arguments.data / "photo")
     order = torch.randperm(len(labels))

@@ -97,6 +97,7 @@ KEYS: dict[str, set[str]] = {
         "milliseconds",
         "batch",
         "default",
+        "profile",
     },
 }
 
@@ -157,8 +158,11 @@ def test_the_documents_say_what_happened(capsys: pytest.CaptureFixture[str]) -> 
     status, out, err = called(capsys, "data", "nowhere", "--quiet")
     assert (status, out) == (1, "")
     assert err.startswith(
-        "driftfilter data: error: path must be a file or folder of data, got 'nowhere'"
+        "driftfilter data: error: path must be a file or folder of data, or a data set"
     )
+    assert "got 'nowhere'" in err
+    status, out, _ = called(capsys, "data", "imagenetc")
+    assert (status, "(did you mean 'imagenet-c'?)" in out) == (1, True)
 
 
 def test_what_a_model_prints_is_no_part_of_the_document(

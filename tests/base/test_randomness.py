@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from driftfilter.base.randomness import Purpose, Randomness, _mix
+from driftfilter.base.randomness import Purpose, Randomness, _mix, mix_seeds
 
 CPU = torch.device("cpu")
 
@@ -30,6 +30,14 @@ def test_mix_is_splitmix64() -> None:
         16408922859458223821,
     ]
     assert [_mix(1234567 + step * gamma) for step in range(5)] == published
+
+
+def test_mixed_seeds_differ_in_what_a_cpu_takes() -> None:
+    """Its generator takes the last 32 bits of a seed."""
+    seeds = [mix_seeds(seed, block) for seed in (0, 1, 2**40) for block in range(50)]
+    drawn = [torch.rand(2, generator=torch.Generator().manual_seed(each)) for each in seeds]
+    assert len({tuple(each.tolist()) for each in drawn}) == len(seeds)
+    assert max(seeds) < 2**32
 
 
 @pytest.mark.parametrize(

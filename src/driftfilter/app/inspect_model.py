@@ -63,8 +63,8 @@ class Inspection(NamedTuple):
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
         subsets = [{**subset._asdict(), "memory_mb": subset.memory()} for subset in self.subsets]
-        parts = {} if self.profile is None else {"profile": self.profile.to_dict()}
-        return {**self._asdict(), "profile": None, "subsets": subsets, **parts}
+        profile = None if self.profile is None else self.profile.to_dict()
+        return {**self._asdict(), "profile": profile, "subsets": subsets}
 
 
 def inspect(

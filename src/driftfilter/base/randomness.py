@@ -21,6 +21,16 @@ class Purpose(IntEnum):
     BUFFER = 8
 
 
+def mix_seeds(*values: int) -> int:
+    """A seed of 32 bits for every tuple of integers, alike for none but by chance: of a longer one
+    torch's generator on a CPU takes the last 32 bits alone.
+    """
+    mixed = 0
+    for value in values:
+        mixed = _mix(mixed ^ (value & _MASK))
+    return mixed >> 32
+
+
 def _mix(value: int) -> int:
     """SplitMix64's finaliser: neighbouring integers give unrelated seeds."""
     value = (value + 0x9E3779B97F4A7C15) & _MASK

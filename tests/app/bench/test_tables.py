@@ -1,5 +1,6 @@
 """Tables of the benchmark against the numbers of its files."""
 
+import copy
 import csv
 import io
 import json
@@ -58,6 +59,25 @@ def test_the_table_shows_the_numbers_of_the_files(shared: Bench, tmp_path: Path)
     assert float(lines[1]["NLL"]) == documents[1]["result"]["mean"]["nll"]
     assert float(lines[0]["contrast"]) == accuracies(documents[0]["result"])["contrast"]
     assert [line["preset"] for line in lines] == ["source", "tent"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("rows", ("up to 70 samples a domain", "accuracy by domain", "(of order, draws)")),
+        ("generated of pictures", ("70 images a corruption", "(of corruptions, order, draws)")),
+        ("folders", ("70 images a corruption", "accuracy by corruption", "(of order, draws)")),
+    ],
+)
+def test_what_samples_and_seeds_are(
+    shared: Bench, tmp_path: Path, kind: str, said: tuple[str, ...]
+) -> None:
+    documents, _ = run_all(shared, tmp_path, task_of("source"))
+    made = copy.deepcopy(documents)
+    made[0]["settings"]["data"]["kind"] = kind
+    (table,) = tables.write(made, tmp_path)
+    notes = "\n".join(table.notes)
+    assert all(each in notes for each in said)
 
 
 def test_a_table_names_the_commands_of_its_own_rows(shared: Bench, tmp_path: Path) -> None:

@@ -377,6 +377,10 @@ def test_the_command_of_a_data_set_is_one(name: str) -> None:
     data = DATA_SETS[name]
     options = parse(["bench", "--data", data.path, *shlex.split(data.options)], COMMANDS).options
     assert options.data == data.path
+    if "torchvision:" in options.models:  # which has a head for ImageNet's classes
+        assert name.startswith("imagenet")
+    if "_tiny=" in options.models:  # benchmarks/train.py numbers classes by name
+        assert options.classes is None
     columns = Columns.parse(options.columns)
     if isinstance(data.contents, Table):
         names = list(data.contents.columns)

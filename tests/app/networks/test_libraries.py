@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import driftfilter as df
+from driftfilter.app.networks.libraries import _read_transform
 from driftfilter.app.networks.load_model import NamedNetwork, open_model, split_models
 from driftfilter.app.networks.transform import Transform
 
@@ -205,6 +206,37 @@ def test_a_folder_has_weights_and_transform(
     assert opened.transform == Transform(256, (224, 224), MEAN, STD, "bicubic")
     assert agrees(opened, network.inner)
     assert opened.weights == plain.weights
+    for name in ("tokenizer_config.json", "config.json"):  # with others the logits are others
+        text = {"architectures": ["ViTForImageClassification"], "hidden_act": "relu"}
+        (tmp_path / "net" / name).write_text(json.dumps(text))
+        changed = open_model(f"hf:{tmp_path}/net")
+        assert changed.weights != plain.weights
+        plain = changed
+
+
+@pytest.mark.parametrize(
+    ("settings", "resize", "crop"),
+    [
+        ({"size": 224, "crop_pct": 0.875, "resample": 3}, 256, 224),  # ResNet-50's, as published
+        ({"size": {"shortest_edge": 224}, "crop_pct": 0.875}, 256, 224),
+        ({"size": {"shortest_edge": 384}, "crop_pct": 1.0}, (384, 384), None),
+        (
+            {"size": 224, "crop_pct": 0.9, "do_center_crop": True, "crop_size": 224},
+            248,
+            (224, 224),
+        ),
+        ({"size": 224}, (224, 224), None),
+        ({"size": 224, "crop_pct": 0.875, "do_resize": False}, None, None),
+    ],
+)
+def test_share_that_is_cropped(
+    tmp_path: Path, settings: dict[str, Any], resize: Any, crop: Any
+) -> None:
+    """By the rules of transformers' ConvNextImageProcessor and PoolFormerImageProcessor."""
+    path = tmp_path / "preprocessor_config.json"
+    path.write_text(json.dumps(settings))
+    found = _read_transform(path)
+    assert (found.resize, found.crop) == (resize, crop)
 
 
 def test_folders_that_are_no_classifier_are_refused(

@@ -61,6 +61,7 @@ def test_only_what_is_asked_for_is_looked_into(tmp_path: Path) -> None:
     assert list(data.rows) == [Shift("fog", 5)]
     for names, severities, message in (
         (("frost",), (5,), r"shift must be one of fog, snow in .*, got 'frost'"),
+        (("clean",), (5,), r"shift must be one of fog, snow in .*, got 'clean'"),
         (("fog",), (4,), r"severity must be one of 3, 5 for 'fog' in .*, got 4"),
         (None, (4, 5), r"severity must be one of 3, 5 for 'fog' in .*, got 4"),
         (None, (3,), r"the same pictures by name .* got \['n01443537/more'\]"),
@@ -191,6 +192,18 @@ def test_corruptions_are_made_block_by_block(
     take(again, Shift("contrast"), torch.tensor([0]))
     assert list(again._made) == [(Shift("contrast"), 0, CPU)]
     assert torch.equal(take(again, shift, torch.tensor([5])), apart[0])
+
+
+def test_blocks_have_other_noise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also on a CPU, whose generator takes the last 32 bits of a seed alone."""
+    monkeypatch.setattr("driftfilter.app.readers.corrupted.BLOCK", 2)
+    for number in range(6):
+        save_picture(tmp_path / WNIDS[0] / f"{number}.JPEG", 100)  # six times the same
+    first, second, third = take(
+        Corrupted(open_folders(tmp_path)), Shift("gaussian_noise", 3)
+    ).split(2)
+    assert not torch.equal(first, second)
+    assert not torch.equal(second, third)
 
 
 def test_shuffled_once_and_always_alike(tmp_path: Path) -> None:

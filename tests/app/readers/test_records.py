@@ -101,6 +101,17 @@ def test_where_keeps_rows_and_drop_columns(tmp_path: Path) -> None:
     assert data.labels.tolist() == [0, 2]
 
 
+def test_dropped_columns_mean_nothing(tmp_path: Path) -> None:
+    """Not even what columns of their name mean by themselves, and with every meaning given."""
+    rows = [[9, 1, "a", "w", 0, 5, "test"], [8, 2, "b", "w", 1, 4, "test"]]
+    write_csv(tmp_path / "t.csv", ",a,domain,text,label,day,split", rows)
+    data = opened(tmp_path / "t.csv", "drop=domain+text+day+split")
+    assert data.shifts == ("stream",)
+    assert raw(data).tolist() == [[1], [2]]
+    given = "label=label,domain=domain,time=day,where=split:test,drop=text"
+    assert raw(opened(tmp_path / "t.csv", given), "b").tolist() == [[2], [1]]
+
+
 @pytest.mark.parametrize(
     ("cells", "expected", "counted"),
     [

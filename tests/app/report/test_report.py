@@ -24,6 +24,7 @@ from driftfilter.app.cli import main
 from driftfilter.app.report import LIMIT, ReportError, collect, write
 from driftfilter.app.report.page import percent, render
 from driftfilter.app.report.svg import Axis, spanning
+from driftfilter.app.report.tasks import _example, _sentence
 from own_model import N, run, samples, summary
 from tiny import run_all, task_of
 
@@ -609,3 +610,35 @@ def test_what_is_out_of_the_ordinary_is_said_in_words(folder: Path) -> None:
     assert "No prediction differs from the frozen model's" in text
     assert f"1 alarm in 1 of {len(lines)} steps" in text
     assert "classes_lost 0.5 beyond 0.03: went back to the source." in text
+
+
+@pytest.mark.parametrize(
+    ("kind", "path", "outputs", "shown"),
+    [
+        ("generated", "generated", "all", "cat"),  # the images that ship
+        ("CIFAR-10-C", "c", "all", "cat"),
+        ("generated", "cifar-100-python", "all", "3"),
+        ("generated", "digits.npz", "all", "3"),
+        ("CIFAR-10-C", "c", "4 of 10: [0, 2, 4, 6]", "3"),
+    ],
+)
+def test_names_of_classes_are_those_of_the_data(
+    kind: str, path: str, outputs: str, shown: str
+) -> None:
+    made = {"data": {"kind": kind, "path": path}, "outputs": outputs}
+    sample = {"most": True, "label": 3, "truth": 3, "probability": 0.5, "where": "fog", "png": ""}
+    found = _example(made, sample)
+    assert (found.label, found.truth) == (shown, shown)
+
+
+def test_a_sentence_about_data_of_any_kind() -> None:
+    """Rows of a table are no images under corruptions."""
+    stream = {"severity": 5, "batch": 4}
+    made = {"model": "net", "stream": stream, "protocol": {"name": "reset"}, "device": "cpu"}
+    result = {"domains": [{"corruption": "fog"}, {"corruption": "snow"}], "pooled": {"n": 40}}
+    said = {
+        "rows": "40 unlabeled samples of 2 domains, 4 at a time",
+        "folders": "40 unlabeled images under 2 corruptions of severity 5, 4 at a time",
+    }
+    for kind, text in said.items():
+        assert text in _sentence({**made, "data": {"kind": kind}}, result, 1)

@@ -174,8 +174,7 @@ def _summary(rows: Sequence[Row]) -> Table:
     return Table(
         [
             "mean accuracy / ECE over the domains of each protocol",
-            f"severity {stream['severity']}, {stream['images']:,} images a corruption, batch "
-            f"{stream['batch']}, "
+            f"severity {stream['severity']}, {_count(rows[0].settings)}, batch {stream['batch']}, "
             f"window {rows[0].settings['window']}, {describe_machine(rows[0].settings)}",
             *list_commands(rows),
         ],
@@ -218,7 +217,7 @@ def describe_seeds(rows: Sequence[Row]) -> str:
     text = each[0] if len(set(each)) == 1 else "; ".join(named)
     made = (
         "corruptions, order, draws"
-        if rows[0].settings["data"]["kind"] == "generated"
+        if rows[0].settings["data"]["kind"].startswith("generated")
         else "order, draws"
     )
     return f"seed {text} (of {made})" + (
@@ -254,14 +253,28 @@ def _cell(column: str, values: Sequence[float]) -> str:
     return f"{mean} ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else mean
 
 
+def name_parts(made: Mapping[str, Any]) -> tuple[str, str]:
+    """What a shift of the data is called, and a sample."""
+    own = made["data"]["kind"] in ("domains", "rows", "windows")  # each has samples of its own
+    return ("domain", "sample") if own else ("corruption", "image")
+
+
+def _count(made: Mapping[str, Any]) -> str:
+    """How many samples come under each shift."""
+    shift, sample = name_parts(made)
+    most = "up to " if shift == "domain" else ""
+    return f"{most}{made['stream']['images']:,} {sample}s a {shift}"
+
+
 def _notes(rows: Sequence[Row]) -> list[str]:
     made = rows[0].settings
     stream = made["stream"]
     options = ", ".join(
         f"{key} {value}" for key, value in made["protocol"].items() if key != "name"
     )
+    shift, sample = name_parts(made)
     order = (
-        f"corruptions in {stream['order']} order, images "
+        f"{shift}s in {stream['order']} order, {sample}s "
         f"{'shuffled' if stream['shuffled'] else 'not shuffled'}"
     )
     return [
@@ -270,11 +283,10 @@ def _notes(rows: Sequence[Row]) -> list[str]:
         f"protocol {made['protocol']['name']}"
         + (f" ({options})" if options else "")
         + f", severity {stream['severity']}, "
-        f"{stream['images']:,} images a corruption, batch {stream['batch']}, window "
-        f"{made['window']}, {order}",
+        f"{_count(made)}, batch {stream['batch']}, window {made['window']}, {order}",
         "data: " + ", ".join(f"{key} {value}" for key, value in made["data"].items()),
         describe_seeds(rows),
-        "accuracy by corruption; mean, ECE (15 bins), NLL and Brier (sum over classes) are "
+        f"accuracy by {shift}; mean, ECE (15 bins), NLL and Brier (sum over classes) are "
         "means over the domains",
         "from: predicted from the prior (before the update on the batch) or posterior; ms: "
         "median step",

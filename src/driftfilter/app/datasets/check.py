@@ -10,7 +10,7 @@ from driftfilter.app.datasets.findings import Finding, Look, try_to
 from driftfilter.app.datasets.table import DATA_SETS, LAYOUTS, DataSet
 from driftfilter.app.images.files import digest, pictures
 from driftfilter.app.streams import Layout, open_domains
-from driftfilter.base.checks import require
+from driftfilter.base.checks import nearest, require
 
 WIDTH = 100  # of a line
 LIKE = 0.6  # what a path must have of a data set to be taken for it
@@ -105,6 +105,8 @@ def _check_archive(file: Path, expected: str) -> str:
 
 def _check_other(path: Path, look: Look) -> str:
     """Data of the user's own, every picture of which is looked at."""
+    guess = nearest(str(path), list(DATA_SETS))
+    require(path.exists(), "path", str(path), f"a file or folder of data, or a data set{guess}")
     domains = open_domains(path, layout=Layout(fitted=True))
     if path.is_dir():
         damaged = look.find_damaged(list(pictures(path)))

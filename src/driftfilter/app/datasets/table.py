@@ -73,6 +73,7 @@ class DataSet:
 
 MODEL = "--models torchvision:resnet50=resnet50.pth"
 CORRUPTED = "Hendrycks and Dietterich, 2019"
+BY_NAME = "classes count by name (--classes wnids.txt for a network with that file's other order)"
 OF_IMAGENET = "the pictures are ImageNet's or from the web: research, no commercial use"
 
 DATA_SETS: Mapping[str, DataSet] = {
@@ -144,8 +145,8 @@ DATA_SETS: Mapping[str, DataSet] = {
         "http://cs231n.stanford.edu/tiny-imagenet-200.zip",
         "unzip tiny-imagenet-200.zip",
         "val/images/*.JPEG with val/val_annotations.txt, of which corruptions are made; "
-        "train/<wnid>/images/*.JPEG",
-        "--models my_package.models:make --classes tiny-imagenet-200/wnids.txt",
+        f"train/<wnid>/images/*.JPEG; {BY_NAME}",
+        "--models resnet18_tiny=resnet18_tiny.safetensors",
         AnnotatedFolder(200, 500, 10_000),
         (Archive("tiny-imagenet-200.zip", "248 MB", "90528d7ca1a48142e341f4ef8d21d0de"),),
         "tiny-imagenet-200/val",
@@ -156,8 +157,8 @@ DATA_SETS: Mapping[str, DataSet] = {
         f"CC BY 4.0; {OF_IMAGENET}",
         "https://zenodo.org/records/2536630",
         "tar xf Tiny-ImageNet-C.tar",
-        "<corruption>/<severity>/<wnid>/*.JPEG",
-        "--models my_package.models:make --classes tiny-imagenet-200/wnids.txt",
+        f"<corruption>/<severity>/<wnid>/*.JPEG; {BY_NAME}",
+        "--models resnet18_tiny=resnet18_tiny.safetensors",
         CorruptedFolders(200, 50),
         (Archive("Tiny-ImageNet-C.tar", "1.8 GB", "f9c9a9dbdc11469f0b850190f7ad8be1"),),
         "Tiny-ImageNet-C",
@@ -214,7 +215,8 @@ DATA_SETS: Mapping[str, DataSet] = {
         "https://domaingeneralization.github.io",
         "unzip PACS.zip (pictures 227 x 227)",
         "<domain>/<class>/*.jpg or *.png",
-        "--models torchvision:resnet50=photo.pth --corruptions art_painting,cartoon,sketch",
+        "--models my_package.models:make,resize=224,crop=224 "
+        "--corruptions art_painting,cartoon,sketch",
         DomainFolders({"photo": 1670, "art_painting": 2048, "cartoon": 2344, "sketch": 3929}, 7),
         (),
         "PACS",

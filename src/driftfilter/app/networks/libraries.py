@@ -161,12 +161,28 @@ def _read_transform(path: Path) -> Transform:
     found = _read(path)
     scaled = found.get("do_normalize", True)
     return Transform(
-        _read_size(found.get("size")) if found.get("do_resize", True) else None,
-        _read_size(found.get("crop_size")) if found.get("do_center_crop") else None,
+        *_read_geometry(found),
         tuple(found["image_mean"]) if scaled and "image_mean" in found else None,
         tuple(found["image_std"]) if scaled and "image_std" in found else None,
         RESAMPLE.get(found.get("resample", 2), "bilinear"),
     )
+
+
+def _read_geometry(found: Mapping[str, Any]) -> tuple[Size | None, Size | None]:
+    """What pictures are resized to, and the crop. A "crop_pct", as ResNet and ConvNeXt have it, is
+    the share that is cropped: the size is then what is left, but from 384 pixels on there is no
+    crop and pictures lose their proportions.
+    """
+    size, share = _read_size(found.get("size")), found.get("crop_pct")
+    crop = _read_size(found.get("crop_size")) if found.get("do_center_crop") else None
+    if not found.get("do_resize", True):
+        return None, crop
+    if size is None or share is None:
+        return size, crop
+    side = size if isinstance(size, int) else min(size)
+    if "do_center_crop" not in found and side >= 384:
+        return (side, side), None
+    return int(side / share), crop or side
 
 
 def _read_size(found: Any) -> Size | None:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from driftfilter.app import models
 from driftfilter.app.images.arrays import require_bounded
+from driftfilter.app.images.files import digest
 from driftfilter.app.networks.libraries import (
     make_timm,
     make_torchvision,
@@ -52,7 +53,7 @@ class NamedNetwork(NamedTuple):
 
     name: str
     module: nn.Module
-    weights: str  # sha256 of their file; without a file, of the tensors
+    weights: str  # sha256 of their file, or of a folder's network; without a file, of the tensors
     transform: Transform = Transform()
     tokens: Tokens | None = None  # of a network of texts
     outputs: str = "all"  # which of its logits are looked at
@@ -106,13 +107,13 @@ def open_model(text: str, weights: Path | None = None) -> NamedNetwork:
         network, transform = _open_own(entry)
     if entry.weights is not None:
         _fill(network, open_weights(entry.weights), entry.weights)
-    digest = _hash(entry, network)
+    weights_hash = _hash(entry, network)
     try:
         transform = change_transform(transform, entry.options)
     except ValueError as error:
         raise ValueError(f"MODEL {text!r}: {error}") from error
     tokens = open_tokenizer(Path(rest)) if prefix in FOLDERS else None
-    return NamedNetwork(str(entry), transform.wrap(network).eval(), digest, transform, tokens)
+    return NamedNetwork(str(entry), transform.wrap(network).eval(), weights_hash, transform, tokens)
 
 
 def _parse_entry(text: str, weights: Path | None) -> _Entry:
@@ -170,7 +171,8 @@ def _hash(entry: _Entry, network: nn.Module) -> str:
     if entry.weights is not None:
         return hashlib.sha256(entry.weights.read_bytes()).hexdigest()
     if prefix in FOLDERS:
-        return hashlib.sha256((Path(rest) / "model.safetensors").read_bytes()).hexdigest()
+        parts = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
+        return digest([path for name in parts if (path := Path(rest) / name).is_file()])
     if not rest:
         with as_file(files("driftfilter.app") / "assets" / f"{prefix}.safetensors") as shipped:
             return hashlib.sha256(shipped.read_bytes()).hexdigest()

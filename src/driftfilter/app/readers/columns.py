@@ -69,8 +69,11 @@ class Columns:
         """
         for meaning, column in self._list_given():
             _require_column(path, names, meaning, column)
+        dropped = self.drop.split("+")
         usual = {
-            meaning: meaning for meaning in USUAL if not getattr(self, meaning) and meaning in names
+            meaning: meaning
+            for meaning in USUAL
+            if not getattr(self, meaning) and meaning in names and meaning not in dropped
         }
         if self.path or self.text:  # whichever is given
             usual.pop("path", None)
@@ -93,9 +96,9 @@ class Columns:
         return [(meaning, column) for meaning, column in found if column]
 
     def ignored(self) -> set[str]:
-        """Columns that are no part of a sample."""
+        """Columns that are no part of a sample; one without a name is none."""
         column = self.where.partition(":")[0]
-        return {self.label, self.domain, self.time, column, *self.drop.split("+")}
+        return {"", self.label, self.domain, self.time, column, *self.drop.split("+")}
 
 
 def _require_column(path: Path, names: Sequence[str], meaning: str, column: str) -> None:

@@ -26,6 +26,7 @@ from driftfilter.app.readers.stored import (
     require_known,
 )
 from driftfilter.base.checks import require_count
+from driftfilter.base.randomness import mix_seeds
 
 # What can be made here.
 MADE = (
@@ -34,11 +35,6 @@ MADE = (
 )
 BLOCK = 64  # pictures that are corrupted together
 KEPT = 2 << 30  # bytes of corrupted pictures
-
-
-def draw_seed(seed: int, block: int) -> int:
-    """The seed of a block of pictures: one of its own for every pair."""
-    return seed + (block << 32)
 
 
 @final
@@ -125,7 +121,7 @@ class Corrupted:
             assert isinstance(pixels, Tensor)  # of pictures
             images = pixels.float() / 255
             require_pixels(str(self.clean.path), images)
-            made = corrupt(images, *shift, draw_seed(self.seed, number))
+            made = corrupt(images, *shift, mix_seeds(self.seed, number))
             self._made[key] = (255 * made).round().byte()
             while len(self._made) > 1 and sum(each.nbytes for each in self._made.values()) > KEPT:
                 self._made.popitem(last=False)

@@ -98,6 +98,8 @@ def _choose(
     every = dict.fromkeys(shift.corruption for shift in folders)
     asked = [name for name in (every if names is None else names) if name != CLEAN.corruption]
     if severities is not None or names is not None:
+        if CLEAN.corruption in (names or ()):
+            require_known(CLEAN, folders, f" in {root}")
         for name in asked:
             own = [shift.severity for shift in folders if shift.corruption == name]
             for level in own[:1] if severities is None else severities:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from driftfilter.app.bench.tables import Document, by_condition, by_preset, group
+from driftfilter.app.bench.tables import Document, by_condition, by_preset, group, name_parts
 from driftfilter.app.calibration import ReliabilityDiagram
 from driftfilter.app.downsample import downsample, merge
 from driftfilter.app.report.content import (
@@ -71,10 +71,12 @@ def _stream(documents: Sequence[Document]) -> StreamReport:
 def _sentence(made: Mapping[str, Any], result: Mapping[str, Any], count: int) -> str:
     stream = made["stream"]
     kinds = {row["corruption"] for row in result["domains"]}
-    under = f"under {plural(len(kinds), 'corruption')} of severity {stream['severity']}"
+    shift, sample = name_parts(made)
+    many = plural(len(kinds), shift)
+    under = f"of {many}" if shift == "domain" else f"under {many} of severity {stream['severity']}"
     return (
         f"{plural(count, 'preset')} adapted {made['model']} to {result['pooled']['n']:,} "
-        f"unlabeled images {'without corruption' if kinds == {'clean'} else under}, "
+        f"unlabeled {sample}s {'without corruption' if kinds == {'clean'} else under}, "
         f"{stream['batch']} at a time "
         f"({made['protocol']['name']} protocol), on {made['device']}."
     )
@@ -166,7 +168,9 @@ def _parts(results: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def _example(made: Mapping[str, Any], each: Mapping[str, Any]) -> ShownSample:
-    known = made["data"]["kind"] in ("generated", "CIFAR-10-C")
+    data = made["data"]
+    ships = data["kind"] == data["path"] == "generated"  # of other images nobody knows the names
+    known = (ships or data["kind"] == "CIFAR-10-C") and made.get("outputs") in (None, "all")
     label, truth = (
         CIFAR10[each[key]] if known and each[key] < len(CIFAR10) else str(each[key])
         for key in ("label", "truth")
