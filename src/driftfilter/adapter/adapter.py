@@ -26,6 +26,7 @@ from driftfilter.adapter.bind import BoundFilter, FilterOptions, fit_recipe
 from driftfilter.adapter.checkpoint import Fingerprint, fingerprint, plain
 from driftfilter.adapter.intervene import find_where, spread_mean
 from driftfilter.adapter.labels import WEIGHT, choose_samples
+from driftfilter.adapter.pipelines import Pipeline, model_of, with_classifier
 from driftfilter.adapter.speed import Measure, Speed, SpeedOptions
 from driftfilter.adapter.state import AdapterState, Group, merge, read_found, without_samples
 from driftfilter.base.checks import (
@@ -92,7 +93,7 @@ def _choose_monitor(recipe: Recipe) -> Monitor:
 
 
 def adapt(  # noqa: PLR0913  # what editors complete
-    model: nn.Module,
+    model: nn.Module | Pipeline,
     recipe: str | Recipe = "driftfilter",
     *,
     data: SourceData | Tensor | tuple[Tensor, Tensor] | None = None,
@@ -111,6 +112,9 @@ def adapt(  # noqa: PLR0913  # what editors complete
     **options: Any,
 ) -> Adapter:
     """A module that takes the place of ``model`` and adapts to the unlabeled inputs it sees.
+
+    ``model`` may be a pipeline of transformers that classifies texts or images: its model is
+    adapted, and ``adapter.pipeline`` is called as the pipeline was.
 
     ``recipe`` is the name of a preset or a Recipe. Options of the adapter: ``data`` (source inputs,
     with labels or without, for recipes with a source posterior, a loss that needs them or aligned
@@ -139,6 +143,9 @@ def adapt(  # noqa: PLR0913  # what editors complete
     >>> adapter(torch.randn(16, 4)).shape  # log-probabilities
     torch.Size([16, 3])
     """
+    pipeline = None
+    if not isinstance(model, nn.Module) and isinstance(model, Pipeline):
+        pipeline, model = model, model_of(model)
     why, source = "", SourceData.of(data)
     if isinstance(recipe, str):
         can_align = source is not None and recipe in presets.BY_NORMS and not source.is_table
@@ -163,7 +170,9 @@ def adapt(  # noqa: PLR0913  # what editors complete
         seed,
         SpeedOptions(speed, autocast, channels_last, cuda_graphs, distributed is not False),
     )
-    return Adapter(model, chosen, update_every, window, monitor, callbacks, distributed, why)
+    adapter = Adapter(model, chosen, update_every, window, monitor, callbacks, distributed, why)
+    adapter._pipeline = pipeline
+    return adapter
 
 
 @final
@@ -213,6 +222,7 @@ class Adapter(nn.Module):
         self._detectors = fresh_detectors(self.monitor)  # beside the state
         self.callbacks = require_callbacks(callbacks)
         self.channels_last = bool(chosen.speed.channels_last)
+        self._pipeline: Pipeline | None = None  # whose model it is
         # In a list, or it would become a part of this module, and its parameters ours.
         self._model = [model]
         self._now = AdapterState()
@@ -421,6 +431,15 @@ class Adapter(nn.Module):
     def model(self) -> nn.Module:
         """The user's model, or the copy that the adapter took along to another device."""
         return self._model[0]
+
+    @property
+    def pipeline(self) -> Any:
+        """A copy of the pipeline that was given, which adapts to what it is called with; the given
+        one is as it was. ``adapter.pipeline(texts, batch_size=16)``.
+        """
+        require(self._pipeline is not None, "adapter.pipeline", "no pipeline", "given to adapt")
+        assert self._pipeline is not None
+        return with_classifier(self._pipeline, self)
 
     @property
     def output(self) -> Callable[[Any], Tensor]:
