@@ -258,7 +258,11 @@ def made(record: Named) -> str:
     versions = ", ".join(
         f"{name} {version}" for name, version in record["versions"].items() if name not in hidden
     )
-    remarks = "".join(f"; {record[name]}" for name in ("note", "transcribed") if name in record)
+    remarks = "".join(
+        f"; {record[name].removesuffix('.')}"
+        for name in ("note", "transcribed")
+        if record.get(name)
+    )
     return (
         f"`{record['command']}`: {record['machine']}{threads}, {versions}, "
         f"{record['date']}{remarks}."
