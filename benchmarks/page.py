@@ -152,6 +152,8 @@ def scale_rows(record: Named, title: str) -> str:
     for alike in group(record["figures"], itemgetter("model", "protocol")):
         methods = {seeds[0]["preset"]: seeds for seeds in group(alike, itemgetter("preset"))}
         ours = [name for name in methods if name.startswith("driftfilter")]
+        if not ours:
+            continue
         others = [name for name in methods if not name.startswith(OURS)]
         best = max(others, key=lambda name: accuracy(methods[name]), default=None)
         lines += [
@@ -174,9 +176,7 @@ def verdict(record: Named, title: str) -> str:
         others = {name: value for name, value in found.items() if not name.startswith(OURS)}
         best = max(others, key=lambda name: others[name], default=None)
         stream = f"{title}, {alike[0]['protocol']}"
-        if own is None:
-            parts.append(f"{stream}: not run.")
-        elif best is not None:
+        if own is not None and best is not None:
             parts.append(f"{stream}: {apart(own - others[best])} `{best}`.")
     return " ".join(parts)
 

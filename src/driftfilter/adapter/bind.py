@@ -238,16 +238,19 @@ class FilterOptions:
                 for each in (logits, logits.by_source)
             )
             filt, apart = (recipe.filter(each, shares) for each in both)
-            start = whole.init(recipe.source(logits, mean, self.data), self.seed, self.data)
+            source = recipe.source(logits, mean, self.data)
+            loss = as_loss("Recipe.observation.loss", recipe.observation.loss)
+            known = final or loss.needs_source
+            start = whole.init(source, self.seed, self.data if known else None)
             calibration = None
             if final:
                 calibration = self._calibrate(logits.by_source, mean, start.memory.get(SMOOTHING))
         for reason in speed.find_ignored(start.belief.mean.device):
             warn(reason)
         copied = bool(speed.channels_last) or recipe.measures_source
-        known = {**told, **measured}
+        told_now = {**told, **measured}
         return BoundFilter(
-            filt, apart, start, known, final, copied, read, refused, recipe, calibration
+            filt, apart, start, told_now, final, copied, read, refused, recipe, calibration
         )
 
     def _quicken(self, network: Network, model: nn.Module) -> Mapping[str, str]:

@@ -12,7 +12,8 @@ from driftfilter.base.checks import require, unchecked
 
 def as_tensor(text: str) -> Tensor:
     """A text as a tensor of bytes, for a checkpoint holds nothing else."""
-    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    data = bytearray(text.encode())
+    return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
 
 def as_text(tensor: Tensor) -> str:

@@ -84,5 +84,7 @@ def renormalize_on_cpu(
 def _normalize(
     inputs: Tensor, weight: Tensor, bias: Tensor, blend: tuple[Tensor, Tensor], eps: float
 ) -> Tensor:
-    outputs: Tensor = torch.native_batch_norm(inputs, weight, bias, *blend, False, 0.0, eps)[0]
+    """Not a number where the variance is infinite: (x - m) / ∞ would hide an overflow."""
+    told = bias + 0 * blend[1]
+    outputs: Tensor = torch.native_batch_norm(inputs, weight, told, *blend, False, 0.0, eps)[0]
     return outputs
