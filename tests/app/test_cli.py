@@ -48,7 +48,7 @@ def test_demo_prints_two_small_tables_and_says_what_was_written(
         assert _percent(lines, name) == pytest.approx([100 * each for each in expected], abs=0.051)
     second = lines[next(at for at, line in enumerate(lines) if line.startswith("2 ")) :]
     for preset in QUICK_PRESETS.split(","):
-        (written,) = (tmp_path / "images").glob(f"{preset}_*.json")
+        (written,) = (tmp_path / "images").glob(f"{preset}_reset_*.json")
         mean = json.loads(written.read_text())["result"]["mean"]
         expected = [100 * mean["accuracy"], 100 * mean["ece"]]
         assert _percent(second, PRESETS[preset]) == pytest.approx(expected, abs=0.051)
