@@ -437,9 +437,9 @@ def disk(args: argparse.Namespace) -> dict[str, Any]:
 
 def memory(args: argparse.Namespace) -> dict[str, Any]:
     """Resident memory that a tenant more costs: the slope over many of them."""
-    from driftfilter.app.serve.command import give_back_memory
+    from driftfilter.app.serve.command import keep_memory
 
-    give_back_memory()
+    keep_memory()
     torch.set_num_threads(1)
     with scratch() as folder:
         weights = None if args.assets is None else args.assets / f"models/{args.model}.safetensors"

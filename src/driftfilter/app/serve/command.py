@@ -30,7 +30,8 @@ _IDLE = 120  # seconds after which a connection is closed; a busy machine may ne
 # Seconds that the thread of the shard computes on while that of HTTP waits for its turn: by
 # Python's own 5 ms, reads and writes of sockets take longer than what they bring.
 _TURN = 2e-4
-_MMAP_THRESHOLD, _LARGE = -3, 1 << 18
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt, in malloc.h
+_FREE = 32 << 20  # bytes that are kept for the next pass: the most that glibc takes for the latter
 
 
 def serve(options: ServeOptions, output: Output) -> int:
@@ -41,7 +42,7 @@ def serve(options: ServeOptions, output: Output) -> int:
         value = getattr(options, name)
         require(0 <= value < float("inf"), f"--{name}", value, "a number >= 0")
     tokens = Tokens(None if options.token_file is None else Path(options.token_file))
-    give_back_memory()
+    keep_memory()
     sys.setswitchinterval(_TURN)
     backend, form = make_backend(options)
     names = frozenset(filter(None, options.integers.split(",")))
@@ -57,6 +58,7 @@ def serve(options: ServeOptions, output: Output) -> int:
         log_level="warning",
         access_log=False,
         timeout_keep_alive=_IDLE,
+        http="h11",  # which bounds headers; httptools, if it is there, takes any number of them
     )
     server = uvicorn.Server(config)
     ended = threading.Event()
@@ -116,14 +118,15 @@ def make_adapter(options: ServeOptions) -> tuple[df.Adapter, Form]:
     return build_adapter(options, model, form), form
 
 
-def give_back_memory() -> None:
-    """Have the C library return large blocks to the system when they are freed: by itself it keeps
-    more and more of them, and what tenants know would lie scattered among them.
+def keep_memory() -> None:
+    """Have the C library keep some memory that a pass over the network has freed for the next one:
+    pages that come new from the system each time take as long as the pass. Larger blocks go back.
     """
     if sys.platform == "linux":
         mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # not in every C library
         if mallopt is not None:
-            mallopt(_MMAP_THRESHOLD, _LARGE)
+            mallopt(_TRIM_THRESHOLD, _FREE)
+            mallopt(_MMAP_THRESHOLD, _FREE)
 
 
 def _tell(server: uvicorn.Server, backend: Backend, output: Output, ended: threading.Event) -> None:
