@@ -7,6 +7,7 @@
     python benchmarks/serve.py disk                         # full and read-only for a while
     python benchmarks/serve.py memory                       # of a tenant
     python benchmarks/serve.py tenants --tenants 10000      # throughput with 1, 10, 100 clients
+    python benchmarks/serve.py load --seconds 180           # by httpx, some to be refused
     python benchmarks/serve.py together --batch 1           # a shard alone, 100 at once
     python benchmarks/serve.py fuzz --bodies 10000
     python benchmarks/serve.py export --assets FOLDER       # state dict and ONNX of every network
@@ -173,7 +174,7 @@ class Load:
     def __init__(self, plan: Plan, url: str, clients: int) -> None:
         self.plan, self.url, self.clients = plan, url, clients
         self.answers: dict[Any, bytes] = {}
-        self.repeated, self.retries, self.times = 0, 0, list[float]()
+        self.repeated, self.retries = 0, 0
         self.statuses: dict[int, int] = {}
 
     async def run(self) -> None:
@@ -193,7 +194,7 @@ class Load:
     async def _send(self, client: httpx.AsyncClient, tenant: int, step: int) -> None:
         headers = {"content-type": NPY, "accept": NPY, "sequence": str(step + 1)}
         url = f"/v1/tenants/{self.plan.names[tenant]}/predict"
-        body, begun = pack(self.plan.batch(tenant, step)), time.perf_counter()
+        body = pack(self.plan.batch(tenant, step))
         while True:
             try:
                 found = await client.post(url, content=body, headers=headers)
@@ -207,7 +208,6 @@ class Load:
             assert found.status_code in (503, 429), found.text
             self.retries += 1
             await asyncio.sleep(0.05)
-        self.times.append(time.perf_counter() - begun)
         self.repeated += "repeated" in found.headers
         self.answers[tenant, step] = np.load(io.BytesIO(found.content)).tobytes()
 
@@ -473,49 +473,84 @@ def memory(args: argparse.Namespace) -> dict[str, Any]:
             "resident_bytes_a_tenant": slopes[:, 0].mean().item(),
             "counted_bytes_a_tenant": slopes[:, 1].mean().item(),
             "slopes": slopes.tolist(),
+            "resident_bytes": marks[-1][0],
         }
 
 
 def many(args: argparse.Namespace) -> dict[str, Any]:
     """Many tenants: throughput and times with 1, 10 and 100 clients, served together or one by
-    one, and the memory of the service.
+    one, and the memory of the service. With 100 clients both take turns.
     """
     found: dict[str, Any] = {"tenants": args.tenants, "preset": args.preset, "runs": []}
-    for batch in (64, 1):
-        with scratch() as folder:
+    with scratch() as folder:
+        service = Service(folder / "store", args.preset, "--memory", str(args.memory))
+        service.start()  # all of them once
+        asyncio.run(Load(Plan(args.tenants, 1, args.batch), service.url, 100).run())
+        service.stop()
+        for batch, counts in (
+            (64, (1, 10, 100)),
+            (1, (1, 10, 100)),
+            *(((64, (100,)), (1, (100,))) * 2),
+        ):
             options = ("--memory", str(args.memory), "--batch", str(batch))
             service = Service(folder / "store", args.preset, *options)
             service.start()
-            assert service.process is not None
-            if batch > 1:  # all of them once
-                asyncio.run(Load(Plan(args.tenants, 1, args.batch), service.url, 100).run())
-            for clients in (1, 10, 100):
-                load = Timed(Plan(args.tenants, 10**9, args.batch), service.url, clients)
-                before = processor_time(service.process.pid)
-                asyncio.run(load.run_for(args.seconds))
-                used = processor_time(service.process.pid) - before
-                times = np.sort(load.times)
-                status = Path(f"/proc/{service.process.pid}/status").read_text()
-                resident = next(line for line in status.splitlines() if line.startswith("VmRSS"))
-                run = {
-                    "served_together": batch,
-                    "clients": clients,
-                    "requests_a_second": len(times) / args.seconds,
-                    "processor_ms_a_request": 1000 * used / len(times),
-                    "p50_ms": 1000 * float(times[len(times) // 2]),
-                    "p99_ms": 1000 * float(times[int(0.99 * len(times))]),
-                    "resident_mb": int(resident.split()[1]) / 1000,
-                    "statuses": {str(key): value for key, value in load.statuses.items()},
-                }
+            for clients in counts:
+                run = {"served_together": batch, **ask_many(service, clients, args)}
                 found["runs"].append(run)
                 print(run, flush=True)
-            text = httpx.get(f"{service.url}/metrics", trust_env=False).text
-            lines = [line.split() for line in text.splitlines() if line.startswith("driftfilter_")]
-            found[f"metrics_{batch}"] = {
-                line[0]: float(line[1]) for line in lines if "{" not in line[0]
-            }
             service.stop()
-    return found
+    rates = {
+        batch: [
+            run["requests_a_second"]
+            for run in found["runs"]
+            if run["served_together"] == batch and run["clients"] == 100
+        ]
+        for batch in (64, 1)
+    }
+    return {**found, "faster_together": sum(rates[64]) / sum(rates[1])}
+
+
+def ask_many(service: Service, clients: int, args: argparse.Namespace) -> dict[str, Any]:
+    """What clients of another process are answered for some time, after a few seconds of theirs
+    that do not count.
+    """
+    assert service.process is not None
+    command = [sys.executable, str(Path(__file__).with_name("serve_clients.py"))]
+    command += [
+        service.url.rpartition(":")[2],
+        "--clients",
+        str(clients),
+        "--batch",
+        str(args.batch),
+    ]
+    command += ["--tenants", str(args.tenants), "--seconds"]
+    subprocess.run([*command, "3"], check=True, capture_output=True)
+    facts, used = read_metrics(service), processor_time(service.process.pid)
+    done = subprocess.run([*command, str(args.seconds)], check=True, capture_output=True)
+    told = json.loads(done.stdout)
+    used = processor_time(service.process.pid) - used
+    after = read_metrics(service)
+    passes, shared = (after[name] - facts[name] for name in ("passes", "shared"))
+    status = Path(f"/proc/{service.process.pid}/status").read_text()
+    resident = next(line for line in status.splitlines() if line.startswith("VmRSS"))
+    return {
+        "clients": clients,
+        **told,
+        "processor_ms_a_request": 1000 * used / told["requests"],
+        "requests_a_pass": shared / max(passes, 1),
+        "resident_mb": int(resident.split()[1]) / 1000,
+        "tenants_held": after["tenants_held"],
+        "mb_held": after["bytes_held"] / 1e6,
+    }
+
+
+def read_metrics(service: Service) -> dict[str, float]:
+    """Numbers of the shard by name."""
+    text = httpx.get(f"{service.url}/metrics", trust_env=False).text
+    lines = [line.split() for line in text.splitlines() if line.startswith("driftfilter_")]
+    plain = [line for line in lines if "{" not in line[0]]
+    return {line[0].removeprefix("driftfilter_"): float(line[1]) for line in plain}
 
 
 def together(args: argparse.Namespace) -> dict[str, Any]:
@@ -549,31 +584,88 @@ def processor_time(process: int) -> float:
     return (int(parts[11]) + int(parts[12])) / os.sysconf("SC_CLK_TCK")
 
 
-class Timed(Load):
-    """Clients that ask tenants at random, without numbers, for some time."""
+class Mixed:
+    """Clients of httpx for some minutes: steps under their numbers, predictions alone, questions,
+    and what must be refused. Every tenant has one client.
+    """
+
+    def __init__(self, tenants: int, url: str, clients: int) -> None:
+        self._plan, self._url, self._clients = Plan(tenants, 10**9, 4), url, clients
+        self.steps = [0] * tenants
+        self.statuses: dict[str, dict[int, int]] = {}  # by what was asked
+        self.unasked = list[str]()  # answers that are not what the request asks for
+        self.times = list[float]()
 
     async def run_for(self, seconds: float) -> None:
-        limits = httpx.Limits(max_connections=self.clients, max_keepalive_connections=self.clients)
         until = time.perf_counter() + seconds
-        options: dict[str, Any] = {"limits": limits, "timeout": 120, "trust_env": False}
-        bodies = [pack(self.plan.batch(number, 0)) for number in range(200)]
-        async with httpx.AsyncClient(base_url=self.url, **options) as client:
+        options: dict[str, Any] = {"timeout": 120, "trust_env": False, "base_url": self._url}
+        async with httpx.AsyncClient(**options) as client:
 
-            async def ask(number: int) -> None:
+            async def go_on(number: int) -> None:
                 draws = random.Random(number)
                 while time.perf_counter() < until:
-                    tenant = draws.randrange(len(self.plan.names))
-                    begun = time.perf_counter()
-                    found = await client.post(
-                        f"/v1/tenants/{self.plan.names[tenant]}/predict",
-                        content=draws.choice(bodies),
-                        headers={"content-type": NPY, "accept": NPY},
-                    )
-                    self.times.append(time.perf_counter() - begun)
-                    code = found.status_code
-                    self.statuses[code] = self.statuses.get(code, 0) + 1
+                    tenant = draws.choice(range(number, len(self.steps), self._clients))
+                    await self._ask(client, tenant, draws)
 
-            await asyncio.gather(*map(ask, range(self.clients)))
+            await asyncio.gather(*map(go_on, range(self._clients)))
+            for tenant, steps in enumerate(self.steps):
+                if steps:
+                    found = await client.get(f"/v1/tenants/{self._plan.names[tenant]}")
+                    if found.json()["sequence"] != steps:
+                        self.unasked.append(f"tenant {tenant}: {found.text[:99]}, not {steps}")
+
+    async def _ask(self, client: httpx.AsyncClient, tenant: int, draws: random.Random) -> None:
+        path, steps = f"/v1/tenants/{self._plan.names[tenant]}", self.steps[tenant]
+        body = pack(self._plan.batch(tenant, steps))
+        odds = {"step": 12, "peek": 3, "look": 1, "gap": 1, "damaged": 1, "type": 1, "unknown": 1}
+        what = draws.choices(list(odds), list(odds.values()))[0]
+        if what == "look" and not steps:
+            what = "step"
+        url = {"look": path, "peek": f"{path}/predict?adapt=false", "unknown": "/v1/tenants/nobody"}
+        allowed = {"gap": 409, "damaged": 400, "type": 415, "unknown": 404}.get(what, 200)
+        headers = {"content-type": "image/png" if what == "type" else NPY, "accept": NPY}
+        if what in ("step", "gap"):
+            headers["sequence"] = str(steps + 1 + (what == "gap") * draws.randrange(1, 9))
+        begun = time.perf_counter()
+        if what in ("look", "unknown"):
+            found = await client.get(url[what])
+        else:
+            content = body[:-7] if what == "damaged" else body
+            found = await client.post(
+                url.get(what, f"{path}/predict"), content=content, headers=headers
+            )
+        self.times.append(time.perf_counter() - begun)
+        counts = self.statuses.setdefault(what, {})
+        counts[found.status_code] = counts.get(found.status_code, 0) + 1
+        if found.status_code != allowed:
+            self.unasked.append(f"{what}: {found.status_code} {found.text[:99]}")
+        self.steps[tenant] += what == "step" and found.status_code == 200
+
+
+def load(args: argparse.Namespace) -> dict[str, Any]:
+    """Some minutes of a mixed load by httpx: nothing is refused but what asks for it, and every
+    step that was answered was taken once.
+    """
+    with scratch() as folder:
+        service = Service(folder / "store", args.preset, "--memory", str(args.memory))
+        service.start()
+        mixed = Mixed(args.tenants, service.url, args.clients)
+        asyncio.run(mixed.run_for(args.seconds))
+        facts = read_metrics(service)
+        service.stop()
+    times = np.array(mixed.times)
+    return {
+        "preset": args.preset,
+        "tenants": args.tenants,
+        "clients": args.clients,
+        "requests": len(times),
+        "steps_answered": sum(mixed.steps),
+        "steps_taken": facts["steps"],
+        "p50_ms": 1000 * float(np.quantile(times, 0.5)),
+        "p99_ms": 1000 * float(np.quantile(times, 0.99)),
+        "statuses": mixed.statuses,
+        "not_asked_for": mixed.unasked,
+    }
 
 
 def fuzz(args: argparse.Namespace) -> dict[str, Any]:
@@ -719,6 +811,7 @@ WHAT: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
     "disk": disk,
     "memory": memory,
     "tenants": many,
+    "load": load,
     "together": together,
     "fuzz": fuzz,
     "export": export,

@@ -31,7 +31,7 @@ _IDLE = 120  # seconds after which a connection is closed; a busy machine may ne
 # Python's own 5 ms, reads and writes of sockets take longer than what they bring.
 _TURN = 2e-4
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt, in malloc.h
-_FREE = 32 << 20  # bytes that are kept for the next pass: the most that glibc takes for the latter
+_FREE = 32 << 20  # bytes kept for the next pass: for mmap the most that glibc takes
 
 
 def serve(options: ServeOptions, output: Output) -> int:
