@@ -28,6 +28,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -41,6 +42,7 @@ from numpy.typing import NDArray
 
 import driftfilter as df
 from driftfilter.app import models, streams
+from driftfilter.app.serve.batching import Batcher
 from driftfilter.app.serve.records import to_checkpoint
 from driftfilter.app.serve.shard import Reply, Request, Shard
 from driftfilter.app.serve.store import Entry, FolderStore, key_of
@@ -460,8 +462,7 @@ def memory(args: argparse.Namespace) -> dict[str, Any]:
             shard.store.write([Entry(key_of(name), content) for name in names])
             for name in names:
                 shard.serve([Request("look", name)])
-            pages = int(Path("/proc/self/statm").read_text().split()[1])
-            marks.append((pages * os.sysconf("SC_PAGE_SIZE"), shard.tenants.used))
+            marks.append((resident_bytes(), shard.tenants.used))
         slopes = np.diff(np.array(marks), axis=0) / args.tenants
         return {
             "model": args.model,
@@ -479,70 +480,70 @@ def memory(args: argparse.Namespace) -> dict[str, Any]:
 
 def many(args: argparse.Namespace) -> dict[str, Any]:
     """Many tenants: throughput and times with 1, 10 and 100 clients, served together or one by
-    one, and the memory of the service. With 100 clients both take turns.
+    one by turns, and the memory of the service. It runs in this process, so that both find the same
+    tenants in memory; its clients have processes of their own.
     """
     found: dict[str, Any] = {"tenants": args.tenants, "preset": args.preset, "runs": []}
-    with scratch() as folder:
-        service = Service(folder / "store", args.preset, "--memory", str(args.memory))
-        service.start()  # all of them once
-        asyncio.run(Load(Plan(args.tenants, 1, args.batch), service.url, 100).run())
-        service.stop()
-        for batch, counts in (
-            (64, (1, 10, 100)),
-            (1, (1, 10, 100)),
-            *(((64, (100,)), (1, (100,))) * 2),
-        ):
-            options = ("--memory", str(args.memory), "--batch", str(batch))
-            service = Service(folder / "store", args.preset, *options)
-            service.start()
-            for clients in counts:
-                run = {"served_together": batch, **ask_many(service, clients, args)}
-                found["runs"].append(run)
-                print(run, flush=True)
-            service.stop()
-    rates = {
-        batch: [
-            run["requests_a_second"]
-            for run in found["runs"]
-            if run["served_together"] == batch and run["clients"] == 100
-        ]
-        for batch in (64, 1)
-    }
+    rates: dict[int, list[float]] = {64: [], 1: []}
+    with scratch() as folder, serving(folder / "store", args) as (port, batcher):
+        found["first"] = ask_many(port, batcher, 100, args, "--once")
+        for clients in (1, 10, 100, 100, 100):
+            for batch in rates:
+                batcher.most = batch
+                run = ask_many(port, batcher, clients, args)
+                rates[batch] += [run["requests_a_second"]] if clients == 100 else []
+                found["runs"].append({"served_together": batch, **run})
+                print(found["runs"][-1], flush=True)
     return {**found, "faster_together": sum(rates[64]) / sum(rates[1])}
 
 
-def ask_many(service: Service, clients: int, args: argparse.Namespace) -> dict[str, Any]:
-    """What clients of another process are answered for some time, after a few seconds of theirs
-    that do not count.
-    """
-    assert service.process is not None
-    command = [sys.executable, str(Path(__file__).with_name("serve_clients.py"))]
-    command += [
-        service.url.rpartition(":")[2],
-        "--clients",
-        str(clients),
-        "--batch",
-        str(args.batch),
-    ]
-    command += ["--tenants", str(args.tenants), "--seconds"]
-    subprocess.run([*command, "3"], check=True, capture_output=True)
-    facts, used = read_metrics(service), processor_time(service.process.pid)
-    done = subprocess.run([*command, str(args.seconds)], check=True, capture_output=True)
-    told = json.loads(done.stdout)
-    used = processor_time(service.process.pid) - used
-    after = read_metrics(service)
-    passes, shared = (after[name] - facts[name] for name in ("passes", "shared"))
-    status = Path(f"/proc/{service.process.pid}/status").read_text()
-    resident = next(line for line in status.splitlines() if line.startswith("VmRSS"))
+@contextmanager
+def serving(store: Path, args: argparse.Namespace) -> Iterator[tuple[int, Batcher]]:
+    """The service of ``driftfilter serve`` in this process: its port, and who makes the groups."""
+    from driftfilter.app.serve.command import make_server
+    from driftfilter.app.serve.options import ServeOptions
+
+    options = ServeOptions(MODEL, store=str(store), preset=args.preset, memory=args.memory, port=0)
+    server, backend = make_server(options)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    while not server.started:
+        time.sleep(0.05)
+    assert isinstance(backend, Batcher)
+    try:
+        yield server.servers[0].sockets[0].getsockname()[1], backend
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+def ask_many(
+    port: int, batcher: Batcher, clients: int, args: argparse.Namespace, *options: str
+) -> dict[str, Any]:
+    """What clients of another process are answered, and what that takes."""
+    command = [sys.executable, str(Path(__file__).with_name("serve_clients.py")), str(port)]
+    command += ["--clients", str(clients), "--batch", str(args.batch), *options]
+    command += ["--tenants", str(args.tenants), "--seconds", str(args.seconds)]
+    facts, used = batcher.facts(), time.process_time()
+    done = subprocess.run(command, check=True, capture_output=True)
+    told, used, after = json.loads(done.stdout), time.process_time() - used, batcher.facts()
+    passes, shared, loads = (after[name] - facts[name] for name in ("passes", "shared", "loads"))
     return {
         "clients": clients,
         **told,
         "processor_ms_a_request": 1000 * used / told["requests"],
         "requests_a_pass": shared / max(passes, 1),
-        "resident_mb": int(resident.split()[1]) / 1000,
+        "read_from_the_store": loads,
+        "resident_mb": resident_bytes() / 1e6,
         "tenants_held": after["tenants_held"],
         "mb_held": after["bytes_held"] / 1e6,
     }
+
+
+def resident_bytes() -> int:
+    """Memory of this process."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def read_metrics(service: Service) -> dict[str, float]:
@@ -576,12 +577,6 @@ def together(args: argparse.Namespace) -> dict[str, Any]:
                 {"ms_a_request": 1000 * wall / count, "processor_ms": 1000 * used / count}
             )
     return found
-
-
-def processor_time(process: int) -> float:
-    """Seconds of processor time that a process has used."""
-    parts = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-    return (int(parts[11]) + int(parts[12])) / os.sysconf("SC_CLK_TCK")
 
 
 class Mixed:

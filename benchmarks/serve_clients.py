@@ -4,16 +4,19 @@ beside what the service does, so that it is the service that limits.
     python benchmarks/serve_clients.py PORT --clients 100 --seconds 20 --tenants 10000
 
 Each client has a connection of its own, which stays open, and asks tenants at random without
-numbers, the next one as soon as it has its answer. Prints JSON.
+numbers, the next one as soon as it has its answer. ``--once``: each tenant once, however long it
+takes. Prints JSON.
 """
 
 import argparse
 import asyncio
 import io
 import json
+import math
 import random
 import resource
 import time
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -49,9 +52,11 @@ def make_bodies(n: int) -> list[bytes]:
 class Client(asyncio.Protocol):
     """One connection: a request, its answer, the next request, until the time is over."""
 
-    def __init__(self, number: int, bodies: list[bytes], tenants: int, until: float) -> None:
+    def __init__(
+        self, number: int, bodies: list[bytes], tenants: Iterator[int], until: float
+    ) -> None:
         self._draws, self._bodies, self._tenants = random.Random(number), bodies, tenants
-        self._until, self._got, self._asked = until, b"", 0.0
+        self._until, self._got, self._asked, self._over = until, b"", 0.0, False
         self.answers: list[Answer] = []
         self.broken = ""  # why the connection ended before its time
         self.ended = asyncio.get_running_loop().create_future()
@@ -62,7 +67,12 @@ class Client(asyncio.Protocol):
         self._ask()
 
     def _ask(self) -> None:
-        body, tenant = self._draws.choice(self._bodies), self._draws.randrange(self._tenants)
+        tenant = next(self._tenants, None)
+        if tenant is None or time.perf_counter() > self._until:
+            self._over = True
+            self._transport.close()
+            return
+        body = self._draws.choice(self._bodies)
         head = (
             f"POST /v1/tenants/tenant%20{tenant}/predict HTTP/1.1\r\nHost: 127.0.0.1\r\n"
             f"Content-Type: {NPY}\r\nAccept: {NPY}\r\nContent-Length: {len(body)}\r\n\r\n"
@@ -80,39 +90,46 @@ class Client(asyncio.Protocol):
             return
         self._got, now = b"", time.perf_counter()
         self.answers.append(Answer(int(head[9:12]), self._asked, now - self._asked))
-        if now < self._until:
-            self._ask()
-        else:
-            self._transport.close()
+        self._ask()
 
     def connection_lost(self, error: Exception | None) -> None:
-        if time.perf_counter() < self._until:
+        if not self._over:
             self.broken = str(error) or "closed"
         self.ended.set_result(None)
 
 
-async def ask(port: int, clients: int, seconds: float, tenants: int, n: int) -> list[Client]:
-    """All that the clients were answered."""
-    bodies, loop = make_bodies(n), asyncio.get_running_loop()
-    until = time.perf_counter() + seconds
+def choose(number: int, args: argparse.Namespace) -> Iterator[int]:
+    """The tenants that a client asks."""
+    if args.once:
+        return iter(range(number, args.tenants, args.clients))
+    draws = random.Random(number)
+    return iter(lambda: draws.randrange(args.tenants), None)
 
-    found = []
-    for number in range(clients):
-        make = partial(Client, number, bodies, tenants, until)
-        found.append((await loop.create_connection(make, "127.0.0.1", port))[1])
+
+async def ask(args: argparse.Namespace) -> dict[str, Any]:
+    """What the clients were answered."""
+    bodies, loop = make_bodies(args.batch), asyncio.get_running_loop()
+    begun = time.perf_counter()
+    until = math.inf if args.once else begun + args.seconds
+
+    found = list[Client]()
+    for number in range(args.clients):
+        make = partial(Client, number, bodies, choose(number, args), until)
+        found.append((await loop.create_connection(make, "127.0.0.1", args.port))[1])
     await asyncio.gather(*(client.ended for client in found))
-    return found
+    return tell(found, begun, time.perf_counter() - begun if args.once else args.seconds)
 
 
-def tell(clients: list[Client], seconds: float) -> dict[str, Any]:
-    """Throughput, times and statuses."""
+def tell(clients: list[Client], begun: float, seconds: float) -> dict[str, Any]:
+    """Throughput, times and statuses; what was answered after its time is no throughput."""
     answers = [answer for client in clients for answer in client.answers]
     times = np.array([answer.seconds for answer in answers])
     statuses = [answer.status for answer in answers]
     used = resource.getrusage(resource.RUSAGE_SELF)
     return {
         "requests": len(answers),
-        "requests_a_second": len(answers) / seconds,
+        "requests_a_second": sum(each.asked + each.seconds <= begun + seconds for each in answers)
+        / seconds,
         "p50_ms": 1000 * float(np.quantile(times, 0.5)),
         "p99_ms": 1000 * float(np.quantile(times, 0.99)),
         "statuses": {str(each): statuses.count(each) for each in sorted(set(statuses))},
@@ -127,10 +144,10 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=100)
     parser.add_argument("--seconds", type=float, default=20)
     parser.add_argument("--tenants", type=int, default=10_000)
+    parser.add_argument("--once", action="store_true")
     parser.add_argument("--batch", type=int, default=1, help="images of a request")
     args = parser.parse_args()
-    found = asyncio.run(ask(args.port, args.clients, args.seconds, args.tenants, args.batch))
-    print(json.dumps(tell(found, args.seconds)))
+    print(json.dumps(asyncio.run(ask(args))))
 
 
 if __name__ == "__main__":

@@ -36,6 +36,20 @@ _FREE = 32 << 20  # bytes kept for the next pass: for mmap the most that glibc t
 
 def serve(options: ServeOptions, output: Output) -> int:
     """Serve until a signal comes; the exit status."""
+    server, backend = make_server(options)
+    ended = threading.Event()
+    threading.Thread(target=_tell, args=(server, backend, output, ended), daemon=True).start()
+    try:
+        with _taking_terminations(server):
+            server.run()
+    finally:
+        ended.set()
+    output.note("driftfilter serve: ended; what was answered is in the store")
+    return 0 if server.started else 1
+
+
+def make_server(options: ServeOptions) -> tuple[uvicorn.Server, Backend]:
+    """The service, and what answers its requests."""
     require(bool(options.store), "--store", options.store, "a folder for the tenants")
     require(0 <= options.port < 65536, "--port", options.port, "from 0 to 65535")
     for name in ("rate", "wait"):
@@ -60,16 +74,7 @@ def serve(options: ServeOptions, output: Output) -> int:
         timeout_keep_alive=_IDLE,
         http="h11",  # which bounds headers; httptools, if it is there, takes any number of them
     )
-    server = uvicorn.Server(config)
-    ended = threading.Event()
-    threading.Thread(target=_tell, args=(server, backend, output, ended), daemon=True).start()
-    try:
-        with _taking_terminations(server):
-            server.run()
-    finally:
-        ended.set()
-    output.note("driftfilter serve: ended; what was answered is in the store")
-    return 0 if server.started else 1
+    return uvicorn.Server(config), backend
 
 
 @contextmanager
