@@ -20,6 +20,8 @@ import asyncio
 import atexit
 import io
 import json
+import multiprocessing
+import multiprocessing.process
 import os
 import random
 import shutil
@@ -42,6 +44,7 @@ from numpy.typing import NDArray
 
 import driftfilter as df
 from driftfilter.app import models, streams
+from driftfilter.app.cli import main as run_command
 from driftfilter.app.serve.batching import Batcher
 from driftfilter.app.serve.records import to_checkpoint
 from driftfilter.app.serve.shard import Reply, Request, Shard
@@ -116,6 +119,19 @@ def count_different(one: dict[str, Any], other: dict[str, Any]) -> int:
     return wrong
 
 
+# A process that has imported all there is and runs nothing: services are forks of it, so that what
+# is waited for after a kill is theirs, not Python's.
+READY = multiprocessing.get_context("forkserver")
+IMPORTS = ["__main__", "driftfilter.app.serve.command", "driftfilter.compiled.sticky_kernels"]
+
+
+def run_service(arguments: list[str]) -> None:
+    """``driftfilter serve`` in this process."""
+    os.setsid()
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    sys.exit(run_command(arguments))
+
+
 class Service:
     """``driftfilter serve`` in a process of its own."""
 
@@ -124,22 +140,33 @@ class Service:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         self.url, self.starts = f"http://127.0.0.1:{port}", 0
-        command = ["-m", "driftfilter.app.cli", "serve", MODEL, "--preset", preset]
-        self._command = [*command, "--store", str(store), "--port", str(port), "--quiet", *options]
-        self.process: subprocess.Popen[bytes] | None = None
+        command = ["serve", MODEL, "--preset", preset, "--store", str(store)]
+        self._command = [*command, "--port", str(port), "--quiet", *options]
+        self._process: multiprocessing.process.BaseProcess | None = None
         atexit.register(self._end)
+
+    @property
+    def process(self) -> multiprocessing.process.BaseProcess:
+        """That which runs now."""
+        assert self._process is not None
+        return self._process
+
+    @property
+    def pid(self) -> int:
+        """Its number."""
+        assert self.process.pid is not None
+        return self.process.pid
 
     def _end(self) -> None:
         """Leave nothing behind if the benchmark fails."""
-        if self.process is not None and self.process.poll() is None:
+        if self._process is not None and self._process.is_alive():
             self.kill()
 
-    def start(self, wait: float = 90.0) -> None:
+    def start(self, wait: float = 120.0) -> None:
         """Start it, and wait until it answers."""
         self.starts += 1
-        self.process = subprocess.Popen(
-            [sys.executable, *self._command], start_new_session=True, stderr=subprocess.DEVNULL
-        )
+        self._process = READY.Process(target=run_service, args=(self._command,))
+        self._process.start()
         until = time.monotonic() + wait
         while time.monotonic() < until:
             try:
@@ -147,18 +174,17 @@ class Service:
                     return
             except httpx.HTTPError:
                 time.sleep(0.02)
-            assert self.process.poll() is None, "the service ended by itself"
+            assert self._process.is_alive(), "the service ended by itself"
         raise TimeoutError("the service did not start")
 
     def kill(self) -> None:
-        assert self.process is not None
-        self.process.send_signal(signal.SIGKILL)
-        self.process.wait()
+        os.kill(self.pid, signal.SIGKILL)
+        self.process.join()
 
     def stop(self) -> None:
-        assert self.process is not None
-        self.process.send_signal(signal.SIGTERM)
-        self.process.wait(60)
+        os.kill(self.pid, signal.SIGTERM)
+        self.process.join(60)
+        assert self.process.exitcode == 0, self.process.exitcode
 
 
 @contextmanager
@@ -283,12 +309,11 @@ def ray_kills(args: argparse.Namespace) -> dict[str, Any]:
             load, draws = Load(plan, service.url, args.clients), random.Random(1)
 
             async def kill(service: Service = service, draws: random.Random = draws) -> None:
-                assert service.process is not None
                 if args.what == "router":
                     await asyncio.to_thread(service.kill)
                     await asyncio.to_thread(service.start)
                     return
-                found = find_workers(service.process.pid)
+                found = find_workers(service.pid)
                 if found:
                     os.kill(draws.choice(found), signal.SIGKILL)
 
@@ -400,8 +425,7 @@ def disk(args: argparse.Namespace) -> dict[str, Any]:
         answers, states = reference(plan, args.preset, folder / "reference")
         service = Service(folder / "store", args.preset)
         service.start()
-        assert service.process is not None
-        load, pid = Load(plan, service.url, args.clients), str(service.process.pid)
+        load, pid = Load(plan, service.url, args.clients), str(service.pid)
 
         def limit(size: str) -> None:
             subprocess.run(["prlimit", "--pid", pid, f"--fsize={size}:unlimited"], check=True)
@@ -836,6 +860,7 @@ def main() -> None:
     parser.add_argument("--assets", type=Path)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    READY.set_forkserver_preload(IMPORTS)
     begun = time.perf_counter()
     result = {**WHAT[args.what](args), "seconds": round(time.perf_counter() - begun, 1)}
     print(json.dumps(result, indent=1))
