@@ -514,7 +514,8 @@ def many(args: argparse.Namespace) -> dict[str, Any]:
         for clients in (1, 10, 100, 100, 100):
             for batch in rates:
                 batcher.most = batch
-                run = ask_many(port, batcher, clients, args)
+                seed = str(len(found["runs"]))  # or one would find what the other has read
+                run = ask_many(port, batcher, clients, args, "--seed", seed)
                 rates[batch] += [run["requests_a_second"]] if clients == 100 else []
                 found["runs"].append({"served_together": batch, **run})
                 print(found["runs"][-1], flush=True)

@@ -102,7 +102,7 @@ def choose(number: int, args: argparse.Namespace) -> Iterator[int]:
     """The tenants that a client asks."""
     if args.once:
         return iter(range(number, args.tenants, args.clients))
-    draws = random.Random(number)
+    draws = random.Random(f"{args.seed} {number}")
     return iter(lambda: draws.randrange(args.tenants), None)
 
 
@@ -144,6 +144,7 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=100)
     parser.add_argument("--seconds", type=float, default=20)
     parser.add_argument("--tenants", type=int, default=10_000)
+    parser.add_argument("--seed", type=int, default=0, help="by which tenants are drawn")
     parser.add_argument("--once", action="store_true")
     parser.add_argument("--batch", type=int, default=1, help="images of a request")
     args = parser.parse_args()
