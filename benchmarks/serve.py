@@ -241,15 +241,14 @@ class Load:
 
 
 async def disturb(
-    load: Load, kill: Callable[[], Awaitable[None]], kills: int, pause: tuple[float, float]
+    load: Load, kill: Callable[[], Awaitable[bool]], kills: int, pause: tuple[float, float]
 ) -> int:
-    """Kill while the load runs; kills that were done before it ended."""
+    """Kill while the load runs; kills that were done before it ended: those that found somebody."""
     work, done, draws = asyncio.create_task(load.run()), 0, random.Random(0)
     while done < kills and not work.done():
         await asyncio.sleep(draws.uniform(*pause))
         if not work.done():
-            await kill()
-            done += 1
+            done += await kill()
     await work
     return done
 
@@ -281,9 +280,10 @@ def kills(args: argparse.Namespace) -> dict[str, Any]:
             service.start()
             load = Load(plan, service.url, args.clients)
 
-            async def kill(service: Service = service) -> None:
+            async def kill(service: Service = service) -> bool:
                 await asyncio.to_thread(service.kill)
                 await asyncio.to_thread(service.start)
+                return True
 
             killed = asyncio.run(disturb(load, kill, args.kills - done, (0.05, args.pause)))
             service.stop()
@@ -308,14 +308,15 @@ def ray_kills(args: argparse.Namespace) -> dict[str, Any]:
             service.start()
             load, draws = Load(plan, service.url, args.clients), random.Random(1)
 
-            async def kill(service: Service = service, draws: random.Random = draws) -> None:
+            async def kill(service: Service = service, draws: random.Random = draws) -> bool:
                 if args.what == "router":
                     await asyncio.to_thread(service.kill)
                     await asyncio.to_thread(service.start)
-                    return
+                    return True
                 found = find_workers(service.pid)
                 if found:
                     os.kill(draws.choice(found), signal.SIGKILL)
+                return bool(found)
 
             killed = asyncio.run(disturb(load, kill, args.kills - done, (0.3, args.pause)))
             service.stop()
