@@ -18,6 +18,7 @@ Every answer and all that is stored in the end is compared with one process that
 import argparse
 import asyncio
 import atexit
+import ctypes
 import io
 import json
 import multiprocessing
@@ -487,6 +488,7 @@ def memory(args: argparse.Namespace) -> dict[str, Any]:
             shard.store.write([Entry(key_of(name), content) for name in names])
             for name in names:
                 shard.serve([Request("look", name)])
+            ctypes.CDLL(None).malloc_trim(0)  # what passes have freed would hold them
             marks.append((resident_bytes(), shard.tenants.used))
         slopes = np.diff(np.array(marks), axis=0) / args.tenants
         return {
@@ -758,7 +760,7 @@ def export(args: argparse.Namespace) -> dict[str, Any]:
     for name in args.models or models.ARCHITECTURES:
         weights = None if name in models.SHIPPED else args.assets / f"models/{name}.safetensors"
         found[name] = {}
-        for contrast in (1.0, 0.1):
+        for contrast in args.contrasts:
             model, images = models.load(name, weights), 0.5 + contrast * (usual - 0.5)
             sizes = (224, 224) if "imagenet" in name else (32, 32)
             images = torch.nn.functional.interpolate(images[: 64 * args.steps + 16], sizes)
@@ -854,6 +856,7 @@ def main() -> None:
     parser.add_argument("--pause", type=float, default=1.5, help="seconds between kills at most")
     parser.add_argument("--model", default=MODEL)
     parser.add_argument("--models", nargs="*")
+    parser.add_argument("--contrasts", nargs="*", type=float, default=[1.0, 0.1])
     parser.add_argument("--marks", type=int, default=3)
     parser.add_argument("--memory", type=int, default=256, help="megabytes of tenants")
     parser.add_argument("--seconds", type=float, default=20)
