@@ -7,6 +7,7 @@
     python benchmarks/serve.py disk                         # full and read-only for a while
     python benchmarks/serve.py memory                       # of a tenant
     python benchmarks/serve.py tenants --tenants 10000      # throughput with 1, 10, 100 clients
+    python benchmarks/serve.py load --seconds 180           # by httpx, some to be refused
     python benchmarks/serve.py together --batch 1           # a shard alone, 100 at once
     python benchmarks/serve.py fuzz --bodies 10000
     python benchmarks/serve.py export --assets FOLDER       # state dict and ONNX of every network
@@ -17,8 +18,11 @@ Every answer and all that is stored in the end is compared with one process that
 import argparse
 import asyncio
 import atexit
+import ctypes
 import io
 import json
+import multiprocessing
+import multiprocessing.process
 import os
 import random
 import shutil
@@ -27,6 +31,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -40,6 +45,8 @@ from numpy.typing import NDArray
 
 import driftfilter as df
 from driftfilter.app import models, streams
+from driftfilter.app.cli import main as run_command
+from driftfilter.app.serve.batching import Batcher
 from driftfilter.app.serve.records import to_checkpoint
 from driftfilter.app.serve.shard import Reply, Request, Shard
 from driftfilter.app.serve.store import Entry, FolderStore, key_of
@@ -113,6 +120,19 @@ def count_different(one: dict[str, Any], other: dict[str, Any]) -> int:
     return wrong
 
 
+# A process that has imported all there is and runs nothing: services are forks of it, so that what
+# is waited for after a kill is theirs, not Python's.
+READY = multiprocessing.get_context("forkserver")
+IMPORTS = ["__main__", "driftfilter.app.serve.command", "driftfilter.compiled.sticky_kernels"]
+
+
+def run_service(arguments: list[str]) -> None:
+    """``driftfilter serve`` in this process."""
+    os.setsid()
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    sys.exit(run_command(arguments))
+
+
 class Service:
     """``driftfilter serve`` in a process of its own."""
 
@@ -121,22 +141,33 @@ class Service:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         self.url, self.starts = f"http://127.0.0.1:{port}", 0
-        command = ["-m", "driftfilter.app.cli", "serve", MODEL, "--preset", preset]
-        self._command = [*command, "--store", str(store), "--port", str(port), "--quiet", *options]
-        self.process: subprocess.Popen[bytes] | None = None
+        command = ["serve", MODEL, "--preset", preset, "--store", str(store)]
+        self._command = [*command, "--port", str(port), "--quiet", *options]
+        self._process: multiprocessing.process.BaseProcess | None = None
         atexit.register(self._end)
+
+    @property
+    def process(self) -> multiprocessing.process.BaseProcess:
+        """That which runs now."""
+        assert self._process is not None
+        return self._process
+
+    @property
+    def pid(self) -> int:
+        """Its number."""
+        assert self.process.pid is not None
+        return self.process.pid
 
     def _end(self) -> None:
         """Leave nothing behind if the benchmark fails."""
-        if self.process is not None and self.process.poll() is None:
+        if self._process is not None and self._process.is_alive():
             self.kill()
 
-    def start(self, wait: float = 90.0) -> None:
+    def start(self, wait: float = 120.0) -> None:
         """Start it, and wait until it answers."""
         self.starts += 1
-        self.process = subprocess.Popen(
-            [sys.executable, *self._command], start_new_session=True, stderr=subprocess.DEVNULL
-        )
+        self._process = READY.Process(target=run_service, args=(self._command,))
+        self._process.start()
         until = time.monotonic() + wait
         while time.monotonic() < until:
             try:
@@ -144,18 +175,17 @@ class Service:
                     return
             except httpx.HTTPError:
                 time.sleep(0.02)
-            assert self.process.poll() is None, "the service ended by itself"
+            assert self._process.is_alive(), "the service ended by itself"
         raise TimeoutError("the service did not start")
 
     def kill(self) -> None:
-        assert self.process is not None
-        self.process.send_signal(signal.SIGKILL)
-        self.process.wait()
+        os.kill(self.pid, signal.SIGKILL)
+        self.process.join()
 
     def stop(self) -> None:
-        assert self.process is not None
-        self.process.send_signal(signal.SIGTERM)
-        self.process.wait(60)
+        os.kill(self.pid, signal.SIGTERM)
+        self.process.join(60)
+        assert self.process.exitcode == 0, self.process.exitcode
 
 
 @contextmanager
@@ -173,7 +203,7 @@ class Load:
     def __init__(self, plan: Plan, url: str, clients: int) -> None:
         self.plan, self.url, self.clients = plan, url, clients
         self.answers: dict[Any, bytes] = {}
-        self.repeated, self.retries, self.times = 0, 0, list[float]()
+        self.repeated, self.retries = 0, 0
         self.statuses: dict[int, int] = {}
 
     async def run(self) -> None:
@@ -193,7 +223,7 @@ class Load:
     async def _send(self, client: httpx.AsyncClient, tenant: int, step: int) -> None:
         headers = {"content-type": NPY, "accept": NPY, "sequence": str(step + 1)}
         url = f"/v1/tenants/{self.plan.names[tenant]}/predict"
-        body, begun = pack(self.plan.batch(tenant, step)), time.perf_counter()
+        body = pack(self.plan.batch(tenant, step))
         while True:
             try:
                 found = await client.post(url, content=body, headers=headers)
@@ -207,21 +237,19 @@ class Load:
             assert found.status_code in (503, 429), found.text
             self.retries += 1
             await asyncio.sleep(0.05)
-        self.times.append(time.perf_counter() - begun)
         self.repeated += "repeated" in found.headers
         self.answers[tenant, step] = np.load(io.BytesIO(found.content)).tobytes()
 
 
 async def disturb(
-    load: Load, kill: Callable[[], Awaitable[None]], kills: int, pause: tuple[float, float]
+    load: Load, kill: Callable[[], Awaitable[bool]], kills: int, pause: tuple[float, float]
 ) -> int:
-    """Kill while the load runs; kills that were done before it ended."""
+    """Kill while the load runs; kills that were done before it ended: those that found somebody."""
     work, done, draws = asyncio.create_task(load.run()), 0, random.Random(0)
     while done < kills and not work.done():
         await asyncio.sleep(draws.uniform(*pause))
         if not work.done():
-            await kill()
-            done += 1
+            done += await kill()
     await work
     return done
 
@@ -253,9 +281,10 @@ def kills(args: argparse.Namespace) -> dict[str, Any]:
             service.start()
             load = Load(plan, service.url, args.clients)
 
-            async def kill(service: Service = service) -> None:
+            async def kill(service: Service = service) -> bool:
                 await asyncio.to_thread(service.kill)
                 await asyncio.to_thread(service.start)
+                return True
 
             killed = asyncio.run(disturb(load, kill, args.kills - done, (0.05, args.pause)))
             service.stop()
@@ -280,15 +309,15 @@ def ray_kills(args: argparse.Namespace) -> dict[str, Any]:
             service.start()
             load, draws = Load(plan, service.url, args.clients), random.Random(1)
 
-            async def kill(service: Service = service, draws: random.Random = draws) -> None:
-                assert service.process is not None
+            async def kill(service: Service = service, draws: random.Random = draws) -> bool:
                 if args.what == "router":
                     await asyncio.to_thread(service.kill)
                     await asyncio.to_thread(service.start)
-                    return
-                found = find_workers(service.process.pid)
+                    return True
+                found = find_workers(service.pid)
                 if found:
                     os.kill(draws.choice(found), signal.SIGKILL)
+                return bool(found)
 
             killed = asyncio.run(disturb(load, kill, args.kills - done, (0.3, args.pause)))
             service.stop()
@@ -398,8 +427,7 @@ def disk(args: argparse.Namespace) -> dict[str, Any]:
         answers, states = reference(plan, args.preset, folder / "reference")
         service = Service(folder / "store", args.preset)
         service.start()
-        assert service.process is not None
-        load, pid = Load(plan, service.url, args.clients), str(service.process.pid)
+        load, pid = Load(plan, service.url, args.clients), str(service.pid)
 
         def limit(size: str) -> None:
             subprocess.run(["prlimit", "--pid", pid, f"--fsize={size}:unlimited"], check=True)
@@ -437,9 +465,9 @@ def disk(args: argparse.Namespace) -> dict[str, Any]:
 
 def memory(args: argparse.Namespace) -> dict[str, Any]:
     """Resident memory that a tenant more costs: the slope over many of them."""
-    from driftfilter.app.serve.command import give_back_memory
+    from driftfilter.app.serve.command import keep_memory
 
-    give_back_memory()
+    keep_memory()
     torch.set_num_threads(1)
     with scratch() as folder:
         weights = None if args.assets is None else args.assets / f"models/{args.model}.safetensors"
@@ -460,8 +488,8 @@ def memory(args: argparse.Namespace) -> dict[str, Any]:
             shard.store.write([Entry(key_of(name), content) for name in names])
             for name in names:
                 shard.serve([Request("look", name)])
-            pages = int(Path("/proc/self/statm").read_text().split()[1])
-            marks.append((pages * os.sysconf("SC_PAGE_SIZE"), shard.tenants.used))
+            ctypes.CDLL(None).malloc_trim(0)  # what passes have freed would hold them
+            marks.append((resident_bytes(), shard.tenants.used))
         slopes = np.diff(np.array(marks), axis=0) / args.tenants
         return {
             "model": args.model,
@@ -473,49 +501,85 @@ def memory(args: argparse.Namespace) -> dict[str, Any]:
             "resident_bytes_a_tenant": slopes[:, 0].mean().item(),
             "counted_bytes_a_tenant": slopes[:, 1].mean().item(),
             "slopes": slopes.tolist(),
+            "resident_bytes": marks[-1][0],
         }
 
 
 def many(args: argparse.Namespace) -> dict[str, Any]:
     """Many tenants: throughput and times with 1, 10 and 100 clients, served together or one by
-    one, and the memory of the service.
+    one by turns, and the memory of the service. It runs in this process, so that both find the same
+    tenants in memory; its clients have processes of their own.
     """
     found: dict[str, Any] = {"tenants": args.tenants, "preset": args.preset, "runs": []}
-    for batch in (64, 1):
-        with scratch() as folder:
-            options = ("--memory", str(args.memory), "--batch", str(batch))
-            service = Service(folder / "store", args.preset, *options)
-            service.start()
-            assert service.process is not None
-            if batch > 1:  # all of them once
-                asyncio.run(Load(Plan(args.tenants, 1, args.batch), service.url, 100).run())
-            for clients in (1, 10, 100):
-                load = Timed(Plan(args.tenants, 10**9, args.batch), service.url, clients)
-                before = processor_time(service.process.pid)
-                asyncio.run(load.run_for(args.seconds))
-                used = processor_time(service.process.pid) - before
-                times = np.sort(load.times)
-                status = Path(f"/proc/{service.process.pid}/status").read_text()
-                resident = next(line for line in status.splitlines() if line.startswith("VmRSS"))
-                run = {
-                    "served_together": batch,
-                    "clients": clients,
-                    "requests_a_second": len(times) / args.seconds,
-                    "processor_ms_a_request": 1000 * used / len(times),
-                    "p50_ms": 1000 * float(times[len(times) // 2]),
-                    "p99_ms": 1000 * float(times[int(0.99 * len(times))]),
-                    "resident_mb": int(resident.split()[1]) / 1000,
-                    "statuses": {str(key): value for key, value in load.statuses.items()},
-                }
-                found["runs"].append(run)
-                print(run, flush=True)
-            text = httpx.get(f"{service.url}/metrics", trust_env=False).text
-            lines = [line.split() for line in text.splitlines() if line.startswith("driftfilter_")]
-            found[f"metrics_{batch}"] = {
-                line[0]: float(line[1]) for line in lines if "{" not in line[0]
-            }
-            service.stop()
-    return found
+    rates: dict[int, list[float]] = {64: [], 1: []}
+    with scratch() as folder, serving(folder / "store", args) as (port, batcher):
+        found["first"] = ask_many(port, batcher, 100, args, "--once")
+        for clients in (1, 10, 100, 100, 100):
+            for batch in rates:
+                batcher.most = batch
+                seed = str(len(found["runs"]))  # or one would find what the other has read
+                run = ask_many(port, batcher, clients, args, "--seed", seed)
+                rates[batch] += [run["requests_a_second"]] if clients == 100 else []
+                found["runs"].append({"served_together": batch, **run})
+                print(found["runs"][-1], flush=True)
+    return {**found, "faster_together": sum(rates[64]) / sum(rates[1])}
+
+
+@contextmanager
+def serving(store: Path, args: argparse.Namespace) -> Iterator[tuple[int, Batcher]]:
+    """The service of ``driftfilter serve`` in this process: its port, and who makes the groups."""
+    from driftfilter.app.serve.command import make_server
+    from driftfilter.app.serve.options import ServeOptions
+
+    options = ServeOptions(MODEL, store=str(store), preset=args.preset, memory=args.memory, port=0)
+    server, backend = make_server(options)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    while not server.started:
+        time.sleep(0.05)
+    assert isinstance(backend, Batcher)
+    try:
+        yield server.servers[0].sockets[0].getsockname()[1], backend
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+def ask_many(
+    port: int, batcher: Batcher, clients: int, args: argparse.Namespace, *options: str
+) -> dict[str, Any]:
+    """What clients of another process are answered, and what that takes."""
+    command = [sys.executable, str(Path(__file__).with_name("serve_clients.py")), str(port)]
+    command += ["--clients", str(clients), "--batch", str(args.batch), *options]
+    command += ["--tenants", str(args.tenants), "--seconds", str(args.seconds)]
+    facts, used = batcher.facts(), time.process_time()
+    done = subprocess.run(command, check=True, capture_output=True)
+    told, used, after = json.loads(done.stdout), time.process_time() - used, batcher.facts()
+    passes, shared, loads = (after[name] - facts[name] for name in ("passes", "shared", "loads"))
+    return {
+        "clients": clients,
+        **told,
+        "processor_ms_a_request": 1000 * used / told["requests"],
+        "requests_a_pass": shared / max(passes, 1),
+        "read_from_the_store": loads,
+        "resident_mb": resident_bytes() / 1e6,
+        "tenants_held": after["tenants_held"],
+        "mb_held": after["bytes_held"] / 1e6,
+    }
+
+
+def resident_bytes() -> int:
+    """Memory of this process."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def read_metrics(service: Service) -> dict[str, float]:
+    """Numbers of the shard by name."""
+    text = httpx.get(f"{service.url}/metrics", trust_env=False).text
+    lines = [line.split() for line in text.splitlines() if line.startswith("driftfilter_")]
+    plain = [line for line in lines if "{" not in line[0]]
+    return {line[0].removeprefix("driftfilter_"): float(line[1]) for line in plain}
 
 
 def together(args: argparse.Namespace) -> dict[str, Any]:
@@ -543,37 +607,88 @@ def together(args: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def processor_time(process: int) -> float:
-    """Seconds of processor time that a process has used."""
-    parts = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-    return (int(parts[11]) + int(parts[12])) / os.sysconf("SC_CLK_TCK")
+class Mixed:
+    """Clients of httpx for some minutes: steps under their numbers, predictions alone, questions,
+    and what must be refused. Every tenant has one client.
+    """
 
-
-class Timed(Load):
-    """Clients that ask tenants at random, without numbers, for some time."""
+    def __init__(self, tenants: int, url: str, clients: int) -> None:
+        self._plan, self._url, self._clients = Plan(tenants, 10**9, 4), url, clients
+        self.steps = [0] * tenants
+        self.statuses: dict[str, dict[int, int]] = {}  # by what was asked
+        self.unasked = list[str]()  # answers that are not what the request asks for
+        self.times = list[float]()
 
     async def run_for(self, seconds: float) -> None:
-        limits = httpx.Limits(max_connections=self.clients, max_keepalive_connections=self.clients)
         until = time.perf_counter() + seconds
-        options: dict[str, Any] = {"limits": limits, "timeout": 120, "trust_env": False}
-        bodies = [pack(self.plan.batch(number, 0)) for number in range(200)]
-        async with httpx.AsyncClient(base_url=self.url, **options) as client:
+        options: dict[str, Any] = {"timeout": 120, "trust_env": False, "base_url": self._url}
+        async with httpx.AsyncClient(**options) as client:
 
-            async def ask(number: int) -> None:
+            async def go_on(number: int) -> None:
                 draws = random.Random(number)
                 while time.perf_counter() < until:
-                    tenant = draws.randrange(len(self.plan.names))
-                    begun = time.perf_counter()
-                    found = await client.post(
-                        f"/v1/tenants/{self.plan.names[tenant]}/predict",
-                        content=draws.choice(bodies),
-                        headers={"content-type": NPY, "accept": NPY},
-                    )
-                    self.times.append(time.perf_counter() - begun)
-                    code = found.status_code
-                    self.statuses[code] = self.statuses.get(code, 0) + 1
+                    tenant = draws.choice(range(number, len(self.steps), self._clients))
+                    await self._ask(client, tenant, draws)
 
-            await asyncio.gather(*map(ask, range(self.clients)))
+            await asyncio.gather(*map(go_on, range(self._clients)))
+            for tenant, steps in enumerate(self.steps):
+                if steps:
+                    found = await client.get(f"/v1/tenants/{self._plan.names[tenant]}")
+                    if found.json()["sequence"] != steps:
+                        self.unasked.append(f"tenant {tenant}: {found.text[:99]}, not {steps}")
+
+    async def _ask(self, client: httpx.AsyncClient, tenant: int, draws: random.Random) -> None:
+        path, steps = f"/v1/tenants/{self._plan.names[tenant]}", self.steps[tenant]
+        body = pack(self._plan.batch(tenant, steps))
+        odds = {"step": 12, "peek": 3, "look": 1, "gap": 1, "damaged": 1, "type": 1, "unknown": 1}
+        what = draws.choices(list(odds), list(odds.values()))[0]
+        if what == "look" and not steps:
+            what = "step"
+        url = {"look": path, "peek": f"{path}/predict?adapt=false", "unknown": "/v1/tenants/nobody"}
+        allowed = {"gap": 409, "damaged": 400, "type": 415, "unknown": 404}.get(what, 200)
+        headers = {"content-type": "image/png" if what == "type" else NPY, "accept": NPY}
+        if what in ("step", "gap"):
+            headers["sequence"] = str(steps + 1 + (what == "gap") * draws.randrange(1, 9))
+        begun = time.perf_counter()
+        if what in ("look", "unknown"):
+            found = await client.get(url[what])
+        else:
+            content = body[:-7] if what == "damaged" else body
+            found = await client.post(
+                url.get(what, f"{path}/predict"), content=content, headers=headers
+            )
+        self.times.append(time.perf_counter() - begun)
+        counts = self.statuses.setdefault(what, {})
+        counts[found.status_code] = counts.get(found.status_code, 0) + 1
+        if found.status_code != allowed:
+            self.unasked.append(f"{what}: {found.status_code} {found.text[:99]}")
+        self.steps[tenant] += what == "step" and found.status_code == 200
+
+
+def load(args: argparse.Namespace) -> dict[str, Any]:
+    """Some minutes of a mixed load by httpx: nothing is refused but what asks for it, and every
+    step that was answered was taken once.
+    """
+    with scratch() as folder:
+        service = Service(folder / "store", args.preset, "--memory", str(args.memory))
+        service.start()
+        mixed = Mixed(args.tenants, service.url, args.clients)
+        asyncio.run(mixed.run_for(args.seconds))
+        facts = read_metrics(service)
+        service.stop()
+    times = np.array(mixed.times)
+    return {
+        "preset": args.preset,
+        "tenants": args.tenants,
+        "clients": args.clients,
+        "requests": len(times),
+        "steps_answered": sum(mixed.steps),
+        "steps_taken": facts["steps"],
+        "p50_ms": 1000 * float(np.quantile(times, 0.5)),
+        "p99_ms": 1000 * float(np.quantile(times, 0.99)),
+        "statuses": mixed.statuses,
+        "not_asked_for": mixed.unasked,
+    }
 
 
 def fuzz(args: argparse.Namespace) -> dict[str, Any]:
@@ -645,7 +760,7 @@ def export(args: argparse.Namespace) -> dict[str, Any]:
     for name in args.models or models.ARCHITECTURES:
         weights = None if name in models.SHIPPED else args.assets / f"models/{name}.safetensors"
         found[name] = {}
-        for contrast in (1.0, 0.1):
+        for contrast in args.contrasts:
             model, images = models.load(name, weights), 0.5 + contrast * (usual - 0.5)
             sizes = (224, 224) if "imagenet" in name else (32, 32)
             images = torch.nn.functional.interpolate(images[: 64 * args.steps + 16], sizes)
@@ -719,6 +834,7 @@ WHAT: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
     "disk": disk,
     "memory": memory,
     "tenants": many,
+    "load": load,
     "together": together,
     "fuzz": fuzz,
     "export": export,
@@ -740,6 +856,7 @@ def main() -> None:
     parser.add_argument("--pause", type=float, default=1.5, help="seconds between kills at most")
     parser.add_argument("--model", default=MODEL)
     parser.add_argument("--models", nargs="*")
+    parser.add_argument("--contrasts", nargs="*", type=float, default=[1.0, 0.1])
     parser.add_argument("--marks", type=int, default=3)
     parser.add_argument("--memory", type=int, default=256, help="megabytes of tenants")
     parser.add_argument("--seconds", type=float, default=20)
@@ -748,6 +865,7 @@ def main() -> None:
     parser.add_argument("--assets", type=Path)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    READY.set_forkserver_preload(IMPORTS)
     begun = time.perf_counter()
     result = {**WHAT[args.what](args), "seconds": round(time.perf_counter() - begun, 1)}
     print(json.dumps(result, indent=1))

@@ -53,6 +53,8 @@ _BUFFER = "buffer."  # in a checkpoint: what a buffer knows of its samples
 _LABELS = "labels"  # in a checkpoint: what is known of the order of labels
 _OPINIONS = "opinions."  # in a checkpoint: predictions of the last samples
 _SEEN = "seen"  # samples that a buffer has seen []
+_FEW = 8
+_MEMORIES: dict[int, tuple[Recipe, str]] = {}  # by identity, with that which it is the identity of
 
 
 class Group(NamedTuple):
@@ -464,9 +466,19 @@ def read_found(own: Mapping[str, Tensor], recipe: Recipe) -> dict[str, Tensor]:
 
 
 def _memory_of(recipe: Recipe) -> str:
-    """The kind of memory a recipe has: how it predicts leaves nothing for other rules, and may
-    change between runs.
+    """The kind of memory a recipe has; the last few are remembered, for those who load many states
+    of one recipe.
     """
+    known = _MEMORIES.get(id(recipe))
+    if known is None:
+        if len(_MEMORIES) >= _FEW:
+            _MEMORIES.clear()
+        known = _MEMORIES[id(recipe)] = recipe, _read_memory(recipe)
+    return known[1]
+
+
+def _read_memory(recipe: Recipe) -> str:
+    """How a recipe predicts leaves nothing for other rules, and may change between runs."""
     kept = None if isinstance(recipe.upkeep, ForgetAtHome) else recipe.upkeep  # remembers nothing
     parts: dict[str, Any] = {
         "predict_from": "posterior",

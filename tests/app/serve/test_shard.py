@@ -267,6 +267,34 @@ def test_a_call_that_nobody_waits_for_ends_no_thread(tmp_path: Path) -> None:
     batcher.stop()
 
 
+def test_a_group_has_one_request_of_each_tenant_and_keeps_their_order(tmp_path: Path) -> None:
+    shard = Shard(df.adapt(tabular().eval(), "center"), FolderStore(tmp_path, sync=False))
+    batcher, begun, go = Batcher(shard, most=2), threading.Event(), threading.Event()
+    groups, serve = list[list[str]](), shard.serve
+
+    def note(requests: Any) -> Any:
+        groups.append([f"{each.tenant}{each.sequence}" for each in requests])
+        return serve(requests)
+
+    shard.serve = note  # type: ignore[method-assign]
+
+    def work() -> bool:
+        begun.set()
+        return go.wait(10)
+
+    batcher.call(work)
+    assert begun.wait(10)
+    asked = [("a", 1), ("a", 2), ("a", 3), ("b", 1), ("c", 1), ("b", 2)]
+    waiting = [
+        batcher.submit(Request("predict", tenant, _batch(0, (4,)), None, number))
+        for tenant, number in asked
+    ]
+    go.set()
+    assert [own.result(10).sequence for own in waiting] == [number for _, number in asked]
+    assert [group for group in groups if group] == [["a1", "b1"], ["a2", "c1"], ["a3", "b2"]]
+    batcher.stop()
+
+
 def test_a_tenant_that_cannot_be_written_harms_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -114,7 +114,17 @@ class Batcher:
                 left = until - time.monotonic()
                 if left <= 0 or not self._there.wait(left):
                     break
-            return [self._queue.popleft() for _ in range(min(self.most, len(self._queue)))]
+            return self._pick()
+
+    def _pick(self) -> list[tuple[Request, Waiting]]:
+        """Those that wait longest, one of each tenant: others of it go with the next group."""
+        group, tenants, later = list[tuple[Request, Waiting]](), set[str](), deque[Any]()
+        while self._queue and len(group) < self.most:
+            asked = self._queue.popleft()
+            (later if asked[0].tenant in tenants else group).append(asked)
+            tenants.add(asked[0].tenant)
+        self._queue.extendleft(reversed(later))
+        return group
 
     def _answer(self, group: list[tuple[Request, Waiting]]) -> None:
         try:

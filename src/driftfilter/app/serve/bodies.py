@@ -7,6 +7,7 @@ import io
 import json
 import math
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,6 +27,7 @@ NPY, JSON = "application/x-npy", "application/json"
 _LAST = 2**53  # whole numbers that every JSON reader keeps
 _DEPTH = 40  # of brackets in JSON
 _DIMENSIONS = 32  # that every NumPy knows
+_HEADS = 64  # of .npy arrays, those seen last
 
 
 class Body(NamedTuple):
@@ -68,16 +70,13 @@ def _shape(raw: Any) -> str:
 
 def read_npy(data: bytes) -> NDArray[Any]:
     """The array of numbers in a .npy file; its header must say as many bytes as follow."""
-    file = io.BytesIO(data)
     try:
-        version = npy.read_magic(file)
-        read = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}[version]
-        shape, columns_first, dtype = read(file)
-        _require_lengths(shape)
+        head = _take_head(data)
+        shape, columns_first, dtype = _read_head(head)
     except Exception as error:  # NumPy reads it as Python's tokens, which fail in many ways
         told = f"a .npy array of version 1 or 2 ({error})"
         raise ProblemError(400, "body", f"{len(data)} bytes", told) from error
-    rest = data[file.tell() :]
+    rest = memoryview(data)[len(head) :]
     if dtype.kind not in "biuf" or dtype.hasobject:
         raise ProblemError(400, "dtype", dtype, "one of booleans, integers or floating numbers")
     size = math.prod(shape) * dtype.itemsize
@@ -85,6 +84,23 @@ def read_npy(data: bytes) -> NDArray[Any]:
         raise ProblemError(400, "body", f"{len(rest)} bytes", f"{size} bytes for shape {shape}")
     array = np.frombuffer(rest, dtype).reshape(shape, order="F" if columns_first else "C")
     return array.astype(dtype.newbyteorder("="))
+
+
+def _take_head(data: bytes) -> bytes:
+    """What comes before the numbers in a .npy file, by the length that it says."""
+    start = 12 if data[6:7] == b"\x02" else 10  # by the version
+    return data[: start + int.from_bytes(data[8:start], "little")]
+
+
+@lru_cache(_HEADS)  # NumPy takes longer to read it than to make the array, and it rarely differs
+def _read_head(head: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    """Shape, whether columns come first, and dtype."""
+    file = io.BytesIO(head)
+    version = npy.read_magic(file)
+    read = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}[version]
+    shape, columns_first, dtype = read(file)
+    _require_lengths(shape)
+    return shape, columns_first, dtype
 
 
 def _require_lengths(shape: tuple[int, ...]) -> None:
@@ -166,8 +182,15 @@ def read_sequence(header: str | None) -> int | None:
 
 def write_npy(array: NDArray[Any]) -> bytes:
     """An array as a .npy file."""
+    array = np.ascontiguousarray(array)
+    return _write_head(array.shape, array.dtype) + array.tobytes()
+
+
+@lru_cache(_HEADS)
+def _write_head(shape: tuple[int, ...], dtype: np.dtype[Any]) -> bytes:
     file = io.BytesIO()
-    np.save(file, array, allow_pickle=False)
+    descr = npy.dtype_to_descr(dtype)
+    npy.write_array_header_1_0(file, {"descr": descr, "fortran_order": False, "shape": shape})
     return file.getvalue()
 
 

@@ -30,18 +30,33 @@ _IDLE = 120  # seconds after which a connection is closed; a busy machine may ne
 # Seconds that the thread of the shard computes on while that of HTTP waits for its turn: by
 # Python's own 5 ms, reads and writes of sockets take longer than what they bring.
 _TURN = 2e-4
-_MMAP_THRESHOLD, _LARGE = -3, 1 << 18
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt, in malloc.h
+_FREE = 32 << 20  # bytes kept for the next pass: for mmap the most that glibc takes
 
 
 def serve(options: ServeOptions, output: Output) -> int:
     """Serve until a signal comes; the exit status."""
+    server, backend = make_server(options)
+    ended = threading.Event()
+    threading.Thread(target=_tell, args=(server, backend, output, ended), daemon=True).start()
+    try:
+        with _taking_terminations(server):
+            server.run()
+    finally:
+        ended.set()
+    output.note("driftfilter serve: ended; what was answered is in the store")
+    return 0 if server.started else 1
+
+
+def make_server(options: ServeOptions) -> tuple[uvicorn.Server, Backend]:
+    """The service, and what answers its requests."""
     require(bool(options.store), "--store", options.store, "a folder for the tenants")
     require(0 <= options.port < 65536, "--port", options.port, "from 0 to 65535")
     for name in ("rate", "wait"):
         value = getattr(options, name)
         require(0 <= value < float("inf"), f"--{name}", value, "a number >= 0")
     tokens = Tokens(None if options.token_file is None else Path(options.token_file))
-    give_back_memory()
+    keep_memory()
     sys.setswitchinterval(_TURN)
     backend, form = make_backend(options)
     names = frozenset(filter(None, options.integers.split(",")))
@@ -57,17 +72,9 @@ def serve(options: ServeOptions, output: Output) -> int:
         log_level="warning",
         access_log=False,
         timeout_keep_alive=_IDLE,
+        http="h11",  # which bounds headers; httptools, if it is there, takes any number of them
     )
-    server = uvicorn.Server(config)
-    ended = threading.Event()
-    threading.Thread(target=_tell, args=(server, backend, output, ended), daemon=True).start()
-    try:
-        with _taking_terminations(server):
-            server.run()
-    finally:
-        ended.set()
-    output.note("driftfilter serve: ended; what was answered is in the store")
-    return 0 if server.started else 1
+    return uvicorn.Server(config), backend
 
 
 @contextmanager
@@ -116,14 +123,15 @@ def make_adapter(options: ServeOptions) -> tuple[df.Adapter, Form]:
     return build_adapter(options, model, form), form
 
 
-def give_back_memory() -> None:
-    """Have the C library return large blocks to the system when they are freed: by itself it keeps
-    more and more of them, and what tenants know would lie scattered among them.
+def keep_memory() -> None:
+    """Have the C library keep some memory that a pass over the network has freed for the next one:
+    pages that come new from the system each time take as long as the pass. Larger blocks go back.
     """
     if sys.platform == "linux":
         mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # not in every C library
         if mallopt is not None:
-            mallopt(_MMAP_THRESHOLD, _LARGE)
+            mallopt(_TRIM_THRESHOLD, _FREE)
+            mallopt(_MMAP_THRESHOLD, _FREE)
 
 
 def _tell(server: uvicorn.Server, backend: Backend, output: Output, ended: threading.Event) -> None:

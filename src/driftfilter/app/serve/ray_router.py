@@ -18,7 +18,7 @@ import ray
 from ray.exceptions import RayError
 
 from driftfilter.app.run.reader import Form
-from driftfilter.app.serve.command import give_back_memory, make_adapter, make_batcher
+from driftfilter.app.serve.command import keep_memory, make_adapter, make_batcher
 from driftfilter.app.serve.open_store import open_store
 from driftfilter.app.serve.options import ServeOptions
 from driftfilter.app.serve.problems import ProblemError
@@ -36,7 +36,7 @@ class Worker:
     """A shard in a process of Ray."""
 
     def __init__(self, name: str, options: ServeOptions) -> None:
-        give_back_memory()
+        keep_memory()
         self.name = name
         store = open_store(options.store, name, sync=options.durability == "step")
         self._batcher = make_batcher(options, make_adapter(options)[0], store)

@@ -69,17 +69,13 @@ class Recorder:
         if state.has_own_source:
             shared = state.shared_tensors(self._adapter.recipe)
             tensors |= {name: value for name, value in shared.items() if name not in tensors}
-        pieces = [tensor.detach().cpu().contiguous() for tensor in tensors.values()]
-        forms = [
-            (name, str(piece.dtype)[6:], tuple(piece.shape))
-            for name, piece in zip(tensors, pieces, strict=True)
-        ]
+        forms = [(name, str(each.dtype)[6:], tuple(each.shape)) for name, each in tensors.items()]
         answer = notes.answer
         form = None if answer is None else (answer.dtype.str, answer.shape)
         head = {**notes._asdict(), "answer": form, "tensors": forms}
         data = b"" if answer is None else answer.tobytes()
         line = json.dumps(head, separators=(",", ":")).encode()
-        return Stored(b"".join((line, b"\n", data, *map(_bytes_of, pieces))), context)
+        return Stored(b"".join((line, b"\n", data, *map(_bytes_of, tensors.values()))), context)
 
     def _find_context(self, state: AdapterState) -> bytes:
         """What states on one filter share."""
@@ -151,9 +147,11 @@ def _read_tensors(forms: Sequence[Any], data: bytes, place: int) -> dict[str, Te
     return found
 
 
-def _bytes_of(piece: Tensor) -> Any:
-    """The numbers of a contiguous tensor of the CPU, as bytes in the same memory."""
-    return bits_of(piece).data
+def _bytes_of(tensor: Tensor) -> Any:
+    """The numbers of a tensor as bytes, in the same memory if they lie together on the CPU."""
+    tensor = tensor.detach().cpu()
+    plain = tensor if tensor.dtype != torch.bfloat16 else tensor.view(torch.int16)
+    return np.ascontiguousarray(plain.numpy())
 
 
 def _pack(answer: NDArray[Any] | None) -> dict[str, Any] | None:
