@@ -42,7 +42,7 @@ nothing to compare with. The second run has a learning rate that is far too high
 # %%
 RUN = "run resnet20 drift.npz --batch 50 --baseline --quiet --out"
 main([*RUN.split(), "good"])
-main([*RUN.split(), "bad", "--preset", "tent", "--set", "inference.rule.lr=0.3"])
+main([*RUN.split(), "bad", "--preset", "tent:lr=0.3"])
 main(["report", "good", "bad", "--out", "report.html"])
 
 # %% [markdown]
