@@ -611,6 +611,8 @@ def test_a_browser_shows_it(folder: Path) -> None:
     )  # neither would go unseen
     dom, noticed = browse(folder, folder / "page.html", "--dump-dom")
     assert noticed == []
+    browse(folder, folder / "page.html", f"--print-to-pdf={folder / 'page.pdf'}")
+    assert 1 <= len(re.findall(rb"/Type */Page\b", (folder / "page.pdf").read_bytes())) <= 4
     (folder / "dom.html").write_text(dom)
     for side, name in (("before", "frozen source"), ("after", "tent:lr=0.01")):
         assert Page(folder / "dom.html").row(name) == found.row(name)
