@@ -1,4 +1,4 @@
-# Every target sets up what it needs: a fresh machine needs Python >= 3.11, pip and make only.
+# Every target sets up what it needs: a fresh machine needs Python >= 3.10, pip and make only.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -7,8 +7,10 @@ READY := $(VENV)/.ready
 # Versions are those of constraints.txt, of what builds the package too (PIP_CONSTRAINT). With HASHES=1
 # files are checked as well, by the SHA-256 of hashes.txt: all but torch's, on Linux x86-64 with Python 3.11.
 HASHES ?=
-PIP := PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet --disable-pip-version-check
-INSTALL := $(PIP) --constraint constraints.txt $(if $(HASHES),--no-build-isolation)
+# The versions need Python 3.11. On 3.10 only torch's is taken.
+PINS := $(if $(filter 3.10.%,$(lastword $(shell $(PYTHON) --version))),.ci/python310.txt,constraints.txt)
+PIP := PIP_CONSTRAINT=$(PINS) $(BIN)/python -m pip install --quiet --disable-pip-version-check
+INSTALL := $(PIP) --constraint $(PINS) $(if $(HASHES),--no-build-isolation)
 CHECKED := $(if $(HASHES),$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes --requirement hashes.txt)
 
 .PHONY: setup demo test quick lint bench page docs lock clean

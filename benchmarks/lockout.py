@@ -5,11 +5,11 @@
     python benchmarks/lockout.py clean chance common [--models resnet20 vit_s4=WEIGHTS …] \
         [--clean CIFAR10_TEST.npz] [--images 1000] [--orders shuffled sorted …] [--sizes 64 200]
 
-Digits: the network of examples/own_cnn.py sees 30 clean batches of 32, then a change; accuracy from
-the tenth batch after it and from the twentieth. Labels: clean digits in runs of 64 and sorted.
-Images: ResNet-20 while the light goes and comes back; accuracy from the tenth batch on, and over
-the last quarter; and clean images sorted by class. Gas: UCI gas-sensor drift, a network with batch
-norm trained on the first month (FOLDER holds batch1.dat, …, of the repository
+Digits: the network of docs/tutorials/own_cnn.py sees 30 clean batches of 32, then a change;
+accuracy from the tenth batch after it and from the twentieth. Labels: clean digits in runs of 64
+and sorted. Images: ResNet-20 while the light goes and comes back; accuracy from the tenth batch on,
+and over the last quarter; and clean images sorted by class. Gas: UCI gas-sensor drift, a network
+with batch norm trained on the first month (FOLDER holds batch1.dat, …, of the repository
 miltongneto/Gas-Sensor-Array-Drift), in file order, shuffled, and after a run of one gas, in batches
 of 64. Each beside the frozen network and ``bn``.
 
@@ -86,7 +86,7 @@ NORMS: dict[str, Callable[[int], nn.Module]] = {
 
 
 def digits(seed: int, norm: str = "batch") -> tuple[nn.Module, Tensor, Tensor]:
-    """The network of examples/own_cnn.py, and the digits that it has not seen."""
+    """The network of docs/tutorials/own_cnn.py, and the digits that it has not seen."""
     torch.manual_seed(seed)
     data = load_digits()
     images = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16

@@ -1,6 +1,5 @@
 """What many tests share: draws, small networks, what a state holds, and exact comparison."""
 
-import operator
 import re
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -93,8 +92,12 @@ def assert_same(actual: Any, expected: Any) -> None:
     torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 
+def _call(function: Callable[..., object], *args: object) -> object:
+    return function(*args)
+
+
 def refuses(
-    cases: Iterable[tuple[Any, ...]], by: Callable[..., object] = operator.call, exact: bool = False
+    cases: Iterable[tuple[Any, ...]], by: Callable[..., object] = _call, exact: bool = False
 ) -> Callable[..., None]:
     """A test that ``by`` raises a ValueError: each case is its arguments and then the message, a
     pattern unless ``exact``.

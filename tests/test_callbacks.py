@@ -334,14 +334,7 @@ def test_recipes(module: str, call: str, tmp_path: Path, monkeypatch: pytest.Mon
     fake = Told()
     monkeypatch.setitem(sys.modules, module, fake)
     monkeypatch.chdir(tmp_path)
-    blocks = re.findall(
-        r"```python\n(.*?)```",
-        (Path(__file__).parent.parent / "docs" / "callbacks.md").read_text(),
-        re.DOTALL,
-    )
-    (block,) = (each for each in blocks if f"import {module}" in each)
-    assert len(block[block.index("class ") :].split("\n\n\n")[0].splitlines()) < 15
-    exec(compile(block, "documentation", "exec"), {"__name__": "documentation"})
+    of_docs(module)
     logged = fake.of(call)
     assert [kwargs["step"] for _, kwargs in logged] == list(range(len(logged)))
     assert len(logged) >= 2
@@ -350,6 +343,48 @@ def test_recipes(module: str, call: str, tmp_path: Path, monkeypatch: pytest.Mon
             isinstance(value, (int, float)) and math.isfinite(value) for value in numbers.values()
         )
         assert any(name.endswith("entropy") for name in numbers)
+
+
+def of_docs(module: str) -> dict[str, Any]:
+    """What the block of the page that imports a module leaves behind."""
+    page = (Path(__file__).parent.parent / "docs" / "callbacks.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (block,) = (each for each in blocks if f"import {module}" in each)
+    assert len(block[block.index("class ") :].split("\n\n\n")[0].splitlines()) < 15
+    left: dict[str, Any] = {"__name__": "documentation"}
+    exec(compile(block, "documentation", "exec"), left)
+    return left
+
+
+@pytest.mark.filterwarnings("ignore")  # of packages that are not ours
+def test_mlflow_itself_has_the_numbers_of_every_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mlflow = pytest.importorskip("mlflow", reason="mlflow is not installed")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    mlflow.set_tracking_uri((tmp_path / "runs").as_uri())
+    of_docs("mlflow")
+    run = mlflow.active_run().info
+    mlflow.end_run()
+    assert run.run_name == "camera 7"
+    history = mlflow.MlflowClient().get_metric_history(run.run_id, "entropy")
+    assert [each.step for each in history] == [0, 1, 2]
+    assert all(0 < each.value < math.log(3) + 1e-6 for each in history)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_wandb_itself_has_the_numbers_of_the_last_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("wandb", reason="wandb is not installed")
+    for name, value in {"MODE": "offline", "SILENT": "true", "DIR": str(tmp_path)}.items():
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    left = of_docs("wandb")
+    run = left["adapter"].callbacks[0].run
+    assert run.step == 2
+    assert 0 < run.summary["driftfilter/entropy"] < math.log(3) + 1e-6
+    run.finish()
+    assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
 
 
 def test_lines_go_on_after_a_line_that_a_crash_has_torn(tmp_path: Path) -> None:

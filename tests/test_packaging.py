@@ -6,6 +6,11 @@ import tomllib
 from importlib.resources import files
 from pathlib import Path
 
+import pytest
+
+import driftfilter as df
+from driftfilter.app.samples import open_sample
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -26,8 +31,28 @@ def test_the_origin_of_every_shipped_file_is_stated() -> None:
     assert stated == {
         name: hashlib.sha256(each.read_bytes()).hexdigest() for name, each in shipped.items()
     }
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    assert "src/driftfilter/app/assets/ORIGIN.md" in project["license-files"]
+
+
+def test_the_wheel_leaves_the_samples_to_a_package_of_their_own() -> None:
+    ours, samples = (
+        tomllib.loads((ROOT / place / "pyproject.toml").read_text(encoding="utf-8"))
+        for place in (".", "samples")
+    )
+    assert ours["tool"]["hatch"]["build"]["targets"]["wheel"]["exclude"] == [
+        "src/driftfilter/app/assets"
+    ]
+    included = samples["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
+    assert included == {"../src/driftfilter/app/assets": "driftfilter/app/assets"}
+    assert samples["project"]["version"] == df.__version__
+    assert samples["project"]["requires-python"] == ours["project"]["requires-python"]
+
+
+def test_a_sample_that_is_not_installed_is_asked_for_by_its_package() -> None:
+    with (
+        pytest.raises(FileNotFoundError, match=r"gone\.npz comes .* install driftfilter-samples"),
+        open_sample("gone.npz"),
+    ):
+        pass
 
 
 def test_every_requirement_has_a_version_and_every_file_but_torchs_a_hash() -> None:
@@ -40,6 +65,7 @@ def test_every_requirement_has_a_version_and_every_file_but_torchs_a_hash() -> N
             *project["project"]["dependencies"],
             *(each for extra in extras.values() for each in extra),
         ]
+        if "python_version <" not in requirement  # the pins are of Python 3.11
     }
     constraints, hashes = pinned("constraints.txt"), pinned("hashes.txt")
     assert wanted <= set(constraints)
@@ -48,6 +74,10 @@ def test_every_requirement_has_a_version_and_every_file_but_torchs_a_hash() -> N
     assert wanted - of_docs - set(hashes) == {"torch"}
     text = (ROOT / "hashes.txt").read_text(encoding="utf-8")
     assert text.count("--hash=sha256:") == len(hashes)
+
+
+def test_python_3_10_has_the_same_torch() -> None:
+    assert pinned(".ci/python310.txt") == {"torch": pinned("constraints.txt")["torch"]}
 
 
 def test_files_of_versions_name_no_place() -> None:

@@ -16,10 +16,11 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import zip_longest
 from numbers import Integral
-from typing import Annotated, Any, Literal, NamedTuple, Self, final
+from typing import Annotated, Any, Literal, NamedTuple, final
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from driftfilter.base.checks import (
     Checked,

@@ -9,12 +9,17 @@ and one of a user's own, added at run time as in ``df.VARIANTS["loss"]["Mine"] =
 from __future__ import annotations
 
 import json
-import tomllib
+import sys
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from numbers import Integral, Real
 from typing import Annotated, Any, Literal, final
 
 from torch import Tensor
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 import driftfilter.filtering as filtering
 from driftfilter.base.checks import (

@@ -9,7 +9,7 @@ table as it treats any batch norm.
 import copy
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple, Self, final
+from typing import Any, NamedTuple, final
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from sklearn.preprocessing import StandardScaler
 from sklearn.utils import get_tags
 from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import nn
+from typing_extensions import Self
 
 from driftfilter import presets
 from driftfilter.adapter.adapter import adapt

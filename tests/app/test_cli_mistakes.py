@@ -290,6 +290,7 @@ MISTAKES: dict[str, tuple[list[str], int, str]] = {
         "(did you mean 'run_network:make'?), got 'run_network.make'",
     ),
     "run set": ([*RUN, "--set", "inference.rule.ls=1"], 2, "--set inference.rule.ls=1: "),
+    "run set option": ([*RUN, "--set", "lr=1"], 2, "(an option of a preset: --preset NAME:lr=1)"),
     "run set nothing": ([*RUN, "--set", "rho"], 2, "--set must be PATH=VALUE"),
     "run live": ([*RUN, "--live", "--quiet"], 2, "--live and --quiet contradict each other"),
     "run labels": (

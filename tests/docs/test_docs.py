@@ -153,8 +153,11 @@ def anchors(page: Path) -> set[str]:
 
 
 def test_links_between_pages_exist() -> None:
-    for page in PAGES:
-        for target, anchor in re.findall(r"\]\(([^)#:]+)(?:#([^)]+))?\)", page.read_text()):
+    for page in [*PAGES, *sorted((ROOT / "docs" / "tutorials").glob("*.py"))]:
+        text = page.read_text()
+        if page.suffix == ".py":  # a tutorial: its cells of text
+            text = "".join(re.findall(r'^"""\n(.*?)"""', text, re.DOTALL | re.MULTILINE))
+        for target, anchor in re.findall(r"\]\(([^)#:]+)(?:#([^)]+))?\)", text):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
             assert not anchor or anchor in anchors(page.parent / target), (
                 f"{page.name} links to {target}#{anchor}"
@@ -163,9 +166,10 @@ def test_links_between_pages_exist() -> None:
 
 def test_every_page_is_in_the_menu() -> None:
     menu = set(re.findall(r": ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
-    assert menu == {
-        str(page.relative_to(ROOT / "docs")) for page in PAGES if page.is_relative_to(ROOT / "docs")
-    }
+    docs = ROOT / "docs"
+    pages = [page for page in PAGES if page.is_relative_to(docs)]
+    tutorials = [path.with_suffix(".md") for path in (docs / "tutorials").glob("*.py")]
+    assert menu == {str(page.relative_to(docs)) for page in [*pages, *tutorials]}
 
 
 def test_pages_named_in_the_code_exist() -> None:

@@ -2,10 +2,11 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple, Self, final
+from typing import Any, Literal, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Self
 
 from driftfilter.adapter.adapter import Adapter
 from driftfilter.base.checks import require, require_count, require_finite, require_number

@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from numbers import Integral
 from operator import is_
-from typing import Any, NamedTuple, Self, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Self
 
 from driftfilter.adapter.speed import SpeedOptions
 from driftfilter.base.checks import require, warn

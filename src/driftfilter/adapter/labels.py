@@ -1,10 +1,11 @@
 """What an adapter knows of labels: which samples have taught, and what was predicted last."""
 
 from collections.abc import Mapping
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from driftfilter.base.checks import require, require_count, require_finite
 from driftfilter.storage.state_tensors import read_count

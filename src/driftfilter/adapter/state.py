@@ -2,10 +2,11 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from driftfilter.adapter.bind import BoundFilter
 from driftfilter.adapter.domains import DOMAINS, DomainMemory, Slot

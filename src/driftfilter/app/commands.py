@@ -34,7 +34,7 @@ from driftfilter.app.run.options import CheckOptions, RunOptions, TuneOptions
 from driftfilter.app.serve.options import ServeOptions
 from driftfilter.app.terminal import Display, Output, Shown, show_progress
 
-DEMO_BENCH = ("bench", "--quick", "--images", "500", "--corruptions", "gaussian_noise,contrast")
+DEMO_BENCH = ("bench", "--quick", "--images", "300", "--corruptions", "gaussian_noise,contrast")
 
 
 def fail(command: str, error: object, status: int) -> Found:
@@ -47,7 +47,7 @@ def fail(command: str, error: object, status: int) -> Found:
 class DemoOptions:
     """Options of ``driftfilter demo``."""
 
-    seeds: int = count_option("number of seeds (default {default})", 20)
+    seeds: int = count_option("number of seeds (default {default})", 5)
     out: Path = option(
         "where to write (default {default})", Path("runs/demo"), type=folder, metavar="DIR"
     )
@@ -313,21 +313,22 @@ class ReportOptions:
     out: Path | None = option(
         "to write to (default: report.html in the first folder)", type=file, metavar="FILE"
     )
+    title: str | None = option("title (default: what was run)", metavar="TEXT")
 
 
 def report(options: ReportOptions, output: Output, arguments: Sequence[str]) -> Found:
     """Write runs side by side on one page."""
-    status, path = _write_report(options.runs, options.out, output)
+    status, path = _write_report(options.runs, options.out, output, options.title)
     return status, None if path is None else {"report": path}
 
 
 def _write_report(
-    folders: Sequence[Path], out: Path | None, output: Output
+    folders: Sequence[Path], out: Path | None, output: Output, title: str | None = None
 ) -> tuple[int, str | None]:
     from driftfilter.app import report as reports
 
     try:
-        path = reports.write(folders, out)
+        path = reports.write(folders, out, title)
     except (reports.ReportError, OSError) as error:
         return fail("report", error, 1)
     output.say(f"wrote {path}")

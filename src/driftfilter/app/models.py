@@ -8,7 +8,6 @@ normalise inside the forward pass.
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
-from importlib.resources import as_file, files
 from pathlib import Path
 from typing import TypeAlias
 
@@ -17,6 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional
 
+from driftfilter.app.samples import open_sample
 from driftfilter.base.checks import require
 
 Norm: TypeAlias = Callable[[int], nn.Module]
@@ -303,7 +303,7 @@ def load(name: str, weights: Path | None = None) -> nn.Module:
         name,
         f"one of {SHIPPED}, or give its weights file",
     )
-    with as_file(files("driftfilter.app") / "assets" / f"{name}.safetensors") as shipped:
+    with open_sample(f"{name}.safetensors") as shipped:
         tensors = load_file(shipped if weights is None else weights)
     missing, unexpected = network.load_state_dict(tensors, strict=False)
     missing = [key for key in missing if not key.endswith("num_batches_tracked")]

@@ -3,13 +3,13 @@
 import hashlib
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
-from importlib.resources import as_file, files
 from pathlib import Path
-from typing import Self, TypeAlias, final
+from typing import TypeAlias, final
 
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from driftfilter.app.corruptions import FROST_TEXTURE, corrupt, require_pixels
 from driftfilter.app.images.files import (
@@ -37,6 +37,7 @@ from driftfilter.app.readers.stored import (
     shift_of as shift_of,
 )
 from driftfilter.app.readers.windows import INPUTS, holds_windows, open_windows
+from driftfilter.app.samples import open_sample
 from driftfilter.base.checks import require, require_count
 
 
@@ -148,7 +149,7 @@ Domains: TypeAlias = Generated | Corrupted | Stored
 
 def sample_images() -> Images:
     """The first 2,000 images of the CIFAR-10 test set, which ship with the package."""
-    with as_file(files("driftfilter.app") / "assets" / "cifar10_test_first2000.npz") as path:
+    with open_sample("cifar10_test_first2000.npz") as path:
         return open_cifar10(path)
 
 

@@ -4,10 +4,11 @@ The rules are those of inference/accuracy.py.
 """
 
 from collections.abc import Mapping
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from driftfilter.base.checks import require
 from driftfilter.inference.accuracy import BLOCK, WINDOW, Opinions, is_old, joins

@@ -2,11 +2,12 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Self, final
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import Self
 
 
 class RankError(RuntimeError):

@@ -1,10 +1,11 @@
 """A Gaussian belief over parameters."""
 
 from dataclasses import dataclass
-from typing import Self, final
+from typing import final
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from driftfilter.base.checks import (
     require,

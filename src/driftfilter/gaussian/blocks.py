@@ -7,10 +7,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Self, final
+from typing import final
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from driftfilter.base.checks import require
 from driftfilter.gaussian.covariance import Covariance, Gain, Index, Noise, block_diagonal, refuse

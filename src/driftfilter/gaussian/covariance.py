@@ -11,10 +11,11 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import ClassVar, Self, TypeAlias
+from typing import ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from driftfilter.base.checks import NotPositiveDefiniteError, require
 

@@ -4,10 +4,11 @@ condition  1/v ← 1/v + diag(FᵀF)        propagate  v ← g² v + w
 """
 
 from dataclasses import dataclass
-from typing import Self, final
+from typing import final
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from driftfilter.base.checks import (
     NotPositiveDefiniteError,

@@ -9,10 +9,11 @@ comes from a QR decomposition, which subtracts nothing.
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Self, final
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from driftfilter.base.checks import (
     NotPositiveDefiniteError,

@@ -5,10 +5,11 @@ Its eigenvectors are a Kronecker product, its eigenvalues are of any kind.
 
 import math
 from dataclasses import dataclass
-from typing import Self, final
+from typing import final
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from driftfilter.base.checks import (
     NotPositiveDefiniteError,

@@ -3,10 +3,11 @@
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar, Self, final
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from driftfilter.base.checks import (
     NotPositiveDefiniteError,

@@ -36,10 +36,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from driftfilter.base.checks import require, require_count, require_finite
 from driftfilter.base.light import as_torch, count, join, lighten, match, total

@@ -8,10 +8,11 @@ do, for a model that adapts grows more certain.
 """
 
 import math
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from driftfilter.base.light import (
     Number,

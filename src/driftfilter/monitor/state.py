@@ -6,10 +6,11 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Self, final
+from typing import Any, final
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from driftfilter.base.checks import require, require_shape, require_squarable
 from driftfilter.base.tensors import as_tensor, as_text, map_tensors

@@ -6,18 +6,11 @@ A source takes a model and its parameters, and perhaps data, and gives the belie
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import (
-    Annotated,
-    Literal,
-    NamedTuple,
-    Protocol,
-    Self,
-    final,
-    runtime_checkable,
-)
+from typing import Annotated, Literal, NamedTuple, Protocol, final, runtime_checkable
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from driftfilter.base.checks import (
     LATE,

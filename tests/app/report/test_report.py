@@ -4,6 +4,7 @@ it.
 
 import html
 import json
+import math
 import os
 import re
 import shutil
@@ -187,8 +188,57 @@ def test_alarms_are_marks_and_a_list(folder: Path) -> None:
     assert f"tent:lr=0.01, step 2: entropy {EVIL}" in shown.text
     assert "2 alarms" in shown.text
     assert "No alarms." not in shown.text
-    marks = [attrs for tag, attrs in shown.tags if tag == "path" and attrs.get("class") == "alarm"]
-    assert len(marks) == 3  # in the legend and in both charts, where one step is one mark
+    flags = [kind for _, attrs in shown.tags if "flag" in (kind := attrs.get("class") or "")]
+    # In the legend and in both charts, where one step is one mark, in the colour of its entry.
+    assert flags == ["flag fill c0"] * 3
+    assert "alarm of tent:lr=0.01" in shown.text
+
+
+def test_whose_an_alarm_is_can_be_seen(folder: Path) -> None:
+    for out, preset, step in (("a", "tent:lr=0.01", 1), ("b", "bn", 1)):
+        assert run("--out", out, *FULL, preset=preset) == 0
+        lines = [json.loads(line) for line in Path(out, "steps.jsonl").read_text().splitlines()]
+        lines[step]["alarms"] = ["accuracy"]
+        Path(out, "steps.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    shown = page("a", "b")
+    flags = [kind for _, attrs in shown.tags if "flag" in (kind := attrs.get("class") or "")]
+    assert sorted(flags) == ["flag fill c0"] * 3 + ["flag fill c1"] * 3
+    assert "alarm of tent:lr=0.01" in shown.text
+    assert "alarm of bn" in shown.text
+
+
+def test_the_title_is_the_users(folder: Path) -> None:
+    assert run("--out", "o", *FULL) == 0
+    assert main(["report", "o", "--title", EVIL, "--out", "page.html"]) == 0
+    shown = Page(Path("page.html"))
+    assert EVIL in shown.text
+    assert f"{EVIL} · driftfilter report" in shown.text
+
+
+def test_shares_of_classes_over_time_are_those_of_the_predictions(folder: Path) -> None:
+    assert run("--out", "o", *FULL) == 0
+    with np.load("o/predictions.npz") as found:
+        predicted = found["label"]
+    shares = summary("o")["shares"]
+    names = [each["name"] for each in summary("o")["classes"] if each["predicted"]]
+    assert list(shares) == names
+    pieces = np.array_split(predicted, 60)
+    for place, along in zip(np.unique(predicted), shares.values(), strict=True):
+        expected = [(piece == place).mean() for piece in pieces if len(piece)]
+        assert along == pytest.approx(expected, abs=1e-4)
+    shown = page("o")
+    assert f"{names[0]} from {percent(shares[names[0]][0])} to" in shown.text
+    changed = summary("o")
+    del changed["shares"]  # of a run from before
+    Path("o/summary.json").write_text(json.dumps(changed))
+    assert "over time" in page("o").text
+
+
+def test_bars_say_how_uncertain_they_are(folder: Path) -> None:
+    assert run("--out", "o", *FULL) == 0
+    found = summary("o")["quality"]["after"]["accuracy"]
+    error = 1.96 * math.sqrt(found * (1 - found) / N)
+    assert f"tent:lr=0.01 {percent(found)} ± {100 * error:.1f}" in page("o").text
 
 
 def test_an_interrupted_run_says_so(folder: Path) -> None:
@@ -561,6 +611,8 @@ def test_a_browser_shows_it(folder: Path) -> None:
     )  # neither would go unseen
     dom, noticed = browse(folder, folder / "page.html", "--dump-dom")
     assert noticed == []
+    browse(folder, folder / "page.html", f"--print-to-pdf={folder / 'page.pdf'}")
+    assert 1 <= len(re.findall(rb"/Type */Page\b", (folder / "page.pdf").read_bytes())) <= 4
     (folder / "dom.html").write_text(dom)
     for side, name in (("before", "frozen source"), ("after", "tent:lr=0.01")):
         assert Page(folder / "dom.html").row(name) == found.row(name)
@@ -601,6 +653,8 @@ def test_what_is_out_of_the_ordinary_is_said_in_words(folder: Path) -> None:
         each["predicted"] = (977, 23)[number] if number < 2 else 0
         each["labeled"] = 500 if number < 2 else 0
     found["changed"] = 0
+    found["quality"]["after"]["accuracy"] = 0.125
+    found["quality"]["before"]["accuracy"] = 0.5
     Path("o/summary.json").write_text(json.dumps(found))
     lines = [json.loads(line) for line in Path("o/steps.jsonl").read_text().splitlines()]
     lines[1]["alarms"] = [str(df.Event(1, "classes_lost", 0.5, 0.03, "reset"))]
@@ -608,8 +662,12 @@ def test_what_is_out_of_the_ordinary_is_said_in_words(folder: Path) -> None:
     text = page("o").text
     assert "It predicted left for 97.7% of the samples, 50.0% have one label." in text
     assert "No prediction differs from the frozen model's" in text
+    assert "It is less accurate than the frozen model: 12.5% against 50.0%." in text
     assert f"1 alarm in 1 of {len(lines)} steps" in text
-    assert "classes_lost 0.5 beyond 0.03: went back to the source." in text
+    assert (
+        "the first, at step 1: the predictions have lost classes (classes_lost 0.5 beyond 0.03: "
+        "went back to the source)." in text
+    )
 
 
 @pytest.mark.parametrize(

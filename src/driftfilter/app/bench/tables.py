@@ -4,6 +4,7 @@ import csv
 import io
 import itertools
 import json
+import math
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
@@ -125,7 +126,8 @@ def _row(documents: Sequence[Document]) -> Row:
 def _accuracy(domains: Iterable[Mapping[str, Any]], corruption: str) -> float:
     """Accuracy over all samples of a corruption, whatever their severity."""
     here = [row for row in domains if row["corruption"] == corruption]
-    return statistics.fmean([row["accuracy"] for row in here], [row["n"] for row in here])
+    right = math.fsum(row["accuracy"] * row["n"] for row in here)
+    return right / math.fsum(row["n"] for row in here)
 
 
 def rounds(visits: Sequence[Mapping[str, Any]]) -> list[list[int]]:

@@ -9,7 +9,6 @@ import sys
 import traceback
 import zipfile
 from collections.abc import Callable, Mapping
-from importlib.resources import as_file, files
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, NamedTuple
@@ -31,6 +30,7 @@ from driftfilter.app.networks.libraries import (
 from driftfilter.app.networks.transform import OPTIONS, Transform, change_transform
 from driftfilter.app.readers.fit import Tokens
 from driftfilter.app.readers.stored import Preparation
+from driftfilter.app.samples import open_sample
 from driftfilter.base.checks import nearest, require
 
 EXPECTED = (
@@ -174,7 +174,7 @@ def _hash(entry: _Entry, network: nn.Module) -> str:
         parts = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
         return digest([path for name in parts if (path := Path(rest) / name).is_file()])
     if not rest:
-        with as_file(files("driftfilter.app") / "assets" / f"{prefix}.safetensors") as shipped:
+        with open_sample(f"{prefix}.safetensors") as shipped:
             return hashlib.sha256(shipped.read_bytes()).hexdigest()
     found = hashlib.sha256()
     for name, tensor in network.state_dict().items():

@@ -6,7 +6,6 @@ import itertools
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from importlib.resources import as_file, files
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +15,7 @@ from driftfilter.app.bench.options import QUICK, BenchOptions
 from driftfilter.app.bench.prepare import open_source, prepare as prepare_bench
 from driftfilter.app.bench.task import Bench, SourceImages, Task
 from driftfilter.app.paper.options import ReproduceOptions
+from driftfilter.app.samples import open_sample
 from driftfilter.app.terminal import Display
 from driftfilter.base.checks import require
 
@@ -67,7 +67,7 @@ def prepare(options: ReproduceOptions) -> Prepared:
 
 def _take_shipped() -> SourceImages:
     """The shipped images that are not streamed unless more are asked for, without labels."""
-    with as_file(files("driftfilter.app") / "assets" / SHIPPED) as path:
+    with open_sample(SHIPPED) as path:
         found = open_source(path)
     named = f"{SHIPPED} (the last {len(found.images) - STREAMED:,})"
     return found._replace(images=found.images[STREAMED:], labels=None, path=named)

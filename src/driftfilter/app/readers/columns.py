@@ -4,7 +4,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Self, final
+from typing import final
+
+from typing_extensions import Self
 
 from driftfilter.base.checks import nearest, require
 

@@ -3,10 +3,11 @@
 from collections import OrderedDict
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Self, final
+from typing import final
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from driftfilter.app.corruptions import (
     CORRUPTIONS,

@@ -31,12 +31,12 @@ _FAILURES = (
 )
 
 
-def write(folders: Sequence[Path], out: Path | None = None) -> Path:
+def write(folders: Sequence[Path], out: Path | None = None, title: str | None = None) -> Path:
     """The report of these folders, of ``run`` or of ``bench``, at ``out``, or as report.html in the
-    first of them.
+    first of them; ``title``: if it is not what was run.
     """
     path = folders[0] / "report.html" if out is None else out
-    page = _render(collect(folders), collect_matrices(folders))
+    page = _render(collect(folders), collect_matrices(folders), title)
     if len(page.encode()) > LIMIT:
         raise ReportError(
             f"the page would have {len(page.encode()) / 1e6:.1f} MB, more than {LIMIT / 1e6:g}: "
@@ -90,10 +90,10 @@ def collect_matrices(folders: Sequence[Path]) -> list[Matrix]:
     return matrices
 
 
-def _render(streams: Sequence[StreamReport], matrices: Sequence[Matrix]) -> str:
+def _render(streams: Sequence[StreamReport], matrices: Sequence[Matrix], title: str | None) -> str:
     """The page; if it cannot be drawn, an error names the folder that it cannot be drawn of."""
     try:
-        return render(streams, matrices)
+        return render(streams, matrices, title)
     except _FAILURES:
         for stream in streams:
             with _understanding(Path(stream.all[0].where)):

@@ -57,6 +57,7 @@ class Entry(NamedTuple):
     examples: Sequence[ShownSample] = ()
     no_examples: str = "not recorded"
     classes: Sequence[Mapping[str, Any]] = ()
+    shares: Mapping[str, Sequence[float]] = {}  # of classes, in equal pieces of the stream
     changed: float | None = None  # share of the predictions that are not the source's
     cost: Cost | None = None
     configuration: Mapping[str, str] = {}

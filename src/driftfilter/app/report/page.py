@@ -22,7 +22,9 @@ ALARMS = 200  # marks of a chart
 WINDOW = 1000  # samples that an estimate is of
 
 
-def render(streams: Sequence[StreamReport], matrices: Sequence[Matrix] = ()) -> str:
+def render(
+    streams: Sequence[StreamReport], matrices: Sequence[Matrix] = (), title: str | None = None
+) -> str:
     """The whole page; every string in it is escaped."""
     made = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
@@ -33,7 +35,7 @@ def render(streams: Sequence[StreamReport], matrices: Sequence[Matrix] = ()) -> 
     below = streams[0].title if len(streams) == 1 else f"{len(streams)} streams"
     return made.from_string(source).render(
         charts=Markup(style_sheet()),
-        title=above[0]["title"] if above else below,
+        title=title or (above[0]["title"] if above else below),
         matrices=above,
         streams=[_view(stream, place, pictured) for place, stream in enumerate(streams)],
         version=__version__,
@@ -110,7 +112,11 @@ def _view(stream: StreamReport, place: int, pictured: Set[int]) -> dict[str, Any
         "stream": stream,
         "cards": _cards(stream),
         "legend": [(draw.swatch(style), entry.name) for entry, style in styled],
-        "alarm": draw.alarm_swatch(),
+        "alarmed": [
+            (draw.alarm_swatch(style), f"alarm of {entry.name}")
+            for entry, style in styled
+            if entry.alarms
+        ],
         "ranking": _ranking(styled),
         "accuracy": _over_time(stream, styled, "accuracy"),
         "entropy": _over_time(stream, styled, "entropy"),
@@ -129,6 +135,7 @@ def _view(stream: StreamReport, place: int, pictured: Set[int]) -> dict[str, Any
         "alarms": [(entry.name, *alarm) for entry in stream.entries for alarm in entry.alarms],
         "calibrated": any(entry.bins is not None for entry in stream.all),
         "classes": [_classes(entry) for entry in stream.entries if entry.classes],
+        "shares": [found for entry, _ in styled if (found := _shares(entry)) is not None],
     }
 
 
@@ -176,7 +183,7 @@ Styled = Sequence[tuple[Entry, Style]]
 
 
 def _ranking(styled: Styled) -> Markup | None:
-    """Accuracy of each entry as bars."""
+    """Accuracy of each entry as bars, with how far it is uncertain."""
     rows = [
         (entry.name, value, style)
         for entry, style in styled
@@ -184,10 +191,22 @@ def _ranking(styled: Styled) -> Markup | None:
     ]
     if len(rows) < 2:
         return None
-    says = "; ".join(f"{name} {percent(value)}" for name, value, _ in rows)
-    return draw.bars(
-        "Accuracy", says, rows, Axis("", 0, max(value for _, value, _ in rows), percent)
+    errors = [_error(entry) for entry, _ in styled if entry.quality.get("accuracy") is not None]
+    pairs = list(zip(rows, errors, strict=True))
+    says = "; ".join(
+        f"{name} {percent(value)} ± {100 * error:.1f}" for (name, value, _), error in pairs
     )
+    across = Axis("", 0, max(value + error for (_, value, _), error in pairs), percent)
+    return draw.bars("Accuracy", says, rows, across, errors)
+
+
+def _error(entry: Entry) -> float:
+    """The standard deviation over seeds, or half of a 95 % interval by the number of labels."""
+    if "accuracy" in entry.spread:
+        return entry.spread["accuracy"]
+    known = sum(piece.get("judged") or 0 for piece in entry.along)
+    share = entry.quality["accuracy"] or 0.0
+    return 1.96 * math.sqrt(share * (1 - share) / known) if known else 0.0
 
 
 def _over_time(stream: StreamReport, styled: Styled, what: str) -> Markup | None:
@@ -206,12 +225,16 @@ def _over_time(stream: StreamReport, styled: Styled, what: str) -> Markup | None
         f"{each.name} from {up.text(each.points[0][1])} to {up.text(each.points[-1][1])}"
         for each in known
     )
-    alarms = sorted({step for entry, _ in styled for step, _ in entry.alarms})
+    alarms = sorted({(step, style) for entry, style in styled for step, _ in entry.alarms})
     alarms = alarms[:: math.ceil(len(alarms) / ALARMS) or 1]
-    across = Axis("step", 0, last, lambda value: f"{value:,.0f}")
+    across = _steps(last)
     return draw.lines(
         f"{what.capitalize()} over time", says, known, across, up, stream.marks, alarms
     )
+
+
+def _steps(last: float) -> Axis:
+    return Axis("step", 0, last, lambda value: f"{value:,.0f}", whole=True)
 
 
 def _estimates(stream: StreamReport, styled: Styled) -> Markup | None:
@@ -235,7 +258,7 @@ def _estimates(stream: StreamReport, styled: Styled) -> Markup | None:
         f"{each.name} from {up.text(each.points[0][1])} to {up.text(each.points[-1][1])}"
         for each in series
     )
-    across = Axis("step", 0, last, lambda value: f"{value:,.0f}")
+    across = _steps(last)
     found = [band for _, band in bands]
     name = "Expected accuracy over time"
     return draw.lines(name, says, series, across, up, stream.marks, bands=found)
@@ -300,9 +323,25 @@ def _domains(entry: Entry) -> tuple[str, Markup] | None:
         return None
     rows = {name: found[name] for name in sorted(found, key=int)}
     last = max(end for stretches in rows.values() for _, end, _ in stretches)
-    across = Axis("step", 0, last, lambda value: f"{value:,.0f}")
+    across = _steps(last)
     says = "; ".join(f"domain {name} from step {found[name][0][0]:,} on" for name in rows)
     return entry.name, draw.timeline(f"Domains of {entry.name} over time", says, rows, across)
+
+
+def _shares(entry: Entry) -> tuple[str, Markup] | None:
+    """How often classes were predicted, over time; None if it is not recorded."""
+    if not entry.shares:
+        return None
+    rows = {
+        name: [(at / len(along), (at + 1) / len(along), share) for at, share in enumerate(along)]
+        for name, along in entry.shares.items()
+    }
+    says = "; ".join(
+        f"{name} from {percent(along[0])} to {percent(along[-1])}"
+        for name, along in entry.shares.items()
+    )
+    across = Axis("share of the stream", 0, 1, lambda value: f"{100 * value:.0f} %")
+    return entry.name, draw.timeline(f"Classes of {entry.name} over time", says, rows, across)
 
 
 def _accuracies(values: Iterable[float]) -> Axis:

@@ -30,6 +30,26 @@ FORMAT = 1  # of summary.json that is understood
 PARTS = 8
 # A class dominates the predictions above this share, if a fair one is so many times smaller.
 ONE_CLASS, TIMES_FAIR = 0.6, 1.5
+WORSE = 0.01  # accuracy lost against the frozen model that is said at the top
+
+
+# What alarms mean, by the signal that an alarm's text begins with.
+MEANING = {
+    "classes_lost": "the predictions have lost classes",
+    "share_gained": "one class has gained many predictions",
+    "uncertainty": "the predictions have become uncertain",
+    "distance": "the belief is far from the source",
+    "divergence": "the belief is far from the source",
+    "marginal_entropy": "few classes are predicted",
+    "largest_share": "one class has most of the predictions",
+    "predictive_entropy": "the entropy of the predictions is unusual",
+    "effective_samples": "few samples count",
+    "energy": "the energy is unusual",
+    "expected_error": "the expected accuracy is low",
+    "one_class": "nearly all predictions are of one class",
+    "reverts": "the belief goes back again and again",
+    "unchanged": "adapting changes nothing",
+}
 
 
 class RunFolder(NamedTuple):
@@ -161,11 +181,12 @@ def _entry(run: RunFolder, name: str) -> Entry:
         bins=None if quality is None else ReliabilityDiagram(**quality["bins"]),
         covered=() if quality is None else quality.get("covered", ()),
         parts=_parts(used, "right"),
-        alarms=[(step["step"], str(text)) for step in run.steps for text in step.get("alarms", ())],
+        alarms=_alarms(run),
         movement=run.movement,
         examples=examples,
         no_examples=why,
         classes=summary["classes"],
+        shares=summary.get("shares", {}),
         changed=summary["changed"],
         cost=Cost(
             len(used),
@@ -189,6 +210,15 @@ def _entry(run: RunFolder, name: str) -> Entry:
         },
         notes=_notes(run),
     )
+
+
+def _alarms(run: RunFolder) -> list[tuple[int, str]]:
+    """Steps and texts of the alarms, what they mean first."""
+    texts = [(step["step"], str(text)) for step in run.steps for text in step.get("alarms", ())]
+    return [
+        (step, f"{MEANING[name]} ({text})" if (name := text.split(" ", 1)[0]) in MEANING else text)
+        for step, text in texts
+    ]
 
 
 def _notes(run: RunFolder) -> list[str]:
@@ -218,11 +248,17 @@ def _remark(run: RunFolder) -> Iterator[str]:
             yield f"{who} predicted {name} for {share:.1%} of the samples{right}."
     if run.summary["changed"] == 0:
         yield "No prediction differs from the frozen model's: nothing was adapted, or to no effect."
-    alarms = [str(text) for step in run.steps for text in step.get("alarms", ())]
+    now, then = (run.summary["quality"][when] for when in ("after", "before"))
+    if now and then and then["accuracy"] - now["accuracy"] > WORSE:
+        yield (
+            f"It is less accurate than the frozen model: {now['accuracy']:.1%} against "
+            f"{then['accuracy']:.1%}."
+        )
+    alarms = _alarms(run)
     if alarms:
-        steps = sum(bool(step.get("alarms")) for step in run.steps)
+        steps = len({step for step, _ in alarms})
         text = f"{plural(len(alarms), 'alarm')} in {steps} of {tally['step']} steps"
-        yield f"{text}; the first: {alarms[0]}."
+        yield f"{text}; the first, at step {alarms[0][0]:,}: {alarms[0][1]}."
 
 
 def _source(run: RunFolder) -> Entry:

@@ -59,10 +59,12 @@ class Axis(NamedTuple):
     low: float
     high: float
     text: Callable[[float], str]
+    whole: bool = False  # its values are counts
 
     def ticks(self, count: int = 5) -> list[float]:
         """Round numbers within the ends of the axis."""
         step = _round_step((self.high - self.low) / count)
+        step = max(math.ceil(step), 1) if self.whole else step
         first = math.ceil(self.low / step - 1e-9)
         return [step * place for place in range(first, math.floor(self.high / step + 1e-9) + 1)]
 
@@ -140,16 +142,17 @@ def swatch(style: Style) -> Markup:
     )
 
 
-def alarm_swatch() -> Markup:
+def alarm_swatch(style: Style) -> Markup:
     """The mark of an alarm, for a legend."""
     return Markup('<svg class="swatch" viewBox="0 0 26 14" aria-hidden="true">{}</svg>').format(
-        _alarm(13, 2, 13)
+        _alarm(13, 1, 14, style)
     )
 
 
-def _alarm(x: float, top: float, bottom: float) -> Markup:
-    flag = Markup('<path d="M{:.1f},{:.1f}l5,-7h-10Z" class="alarm"/>').format(x, top + 5)
-    return _line(x, top, x, bottom, "alarm") + flag
+def _alarm(x: float, top: float, bottom: float, style: Style) -> Markup:
+    """A line with a flag, in the colour of whose alarm it is."""
+    flag = Markup('<path d="M{:.1f},{:.1f}l9,3.5l-9,3.5Z" class="flag fill {}"/>')
+    return _line(x, top, x, bottom, f"alarm line {style.color}") + flag.format(x, top, style.color)
 
 
 def _path(points: Sequence[tuple[float, float]], style: Style) -> Markup:
@@ -171,11 +174,11 @@ def lines(
     across: Axis,
     up: Axis,
     marks: Sequence[tuple[float, str]] = (),
-    alarms: Sequence[float] = (),
+    alarms: Sequence[tuple[float, Style]] = (),
     bands: Sequence[Band] = (),
 ) -> Markup:
     """Lines over steps; ``marks`` begin a stretch of this name, ``alarms`` stand on the axis of
-    time, ``bands`` lie below the lines.
+    time in the colour of theirs, ``bands`` lie below the lines.
     """
     left, right, top, bottom = 44.0, 392.0, 22.0, 200.0
     body = [
@@ -204,7 +207,7 @@ def lines(
         places = [(across.at(x, left, right), up.at(y, bottom, top)) for x, y in each.points]
         body += [_path(places, each.style)] if len(places) > 1 else []
         body += [_marker(*places[-1], each.style)] if places else []
-    body += [_alarm(across.at(step, left, right), top, bottom) for step in alarms]
+    body += [_alarm(across.at(step, left, right), top, bottom, each) for step, each in alarms]
     return _svg(name, says, 236, body)
 
 
@@ -255,19 +258,30 @@ def dots(
     )
 
 
-def bars(name: str, says: str, rows: Sequence[tuple[str, float, Style]], across: Axis) -> Markup:
-    """A bar a row, with its value."""
+def bars(
+    name: str,
+    says: str,
+    rows: Sequence[tuple[str, float, Style]],
+    across: Axis,
+    errors: Sequence[float] = (),
+) -> Markup:
+    """A bar a row, with its value; ``errors`` are drawn to both sides of it."""
     left, cut = _labels(label for label, _, _ in rows)
     right, height = WIDTH - 52.0, 20.0 if len(rows) < 12 else 15.0
     body = []
     for place, (label, value, each) in enumerate(rows):
         y = height * place + 2
-        end = across.at(value, left, right)
+        error = errors[place] if errors else 0.0
+        end, low, high = (
+            across.at(at, left, right) for at in (value, max(value - error, 0), value + error)
+        )
         body += [
             _text(left - 8, y + height / 2 + 3.5, cut(label), "label", "end"),
             _box(left, y + 2, end - left, height - 5, f"fill {each.color}"),
-            _text(max(end, left) + 6, y + height / 2 + 3.5, across.text(value), "value", "start"),
+            _text(max(high, left) + 6, y + height / 2 + 3.5, across.text(value), "value", "start"),
         ]
+        middle = y + 2 + (height - 5) / 2
+        body += [_line(low, middle, high, middle, "error")] if error else []
     bottom = height * len(rows) + 4
     body += [
         _line(left, 0, left, bottom, "axis"),

@@ -11,11 +11,12 @@ import csv
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from typing_extensions import Self
 
 import driftfilter as df
 from driftfilter.app.run.reader import Feed, Form, StoredFeed

@@ -145,7 +145,8 @@ def _set_fields(recipe: df.Recipe, settings: Sequence[str]) -> df.Recipe:
         try:
             recipe = change(recipe, path, text)
         except (ValueError, TypeError) as error:
-            raise ValueError(f"--set {setting}: {error}") from error
+            option = "" if "." in path else f" (an option of a preset: --preset NAME:{setting})"
+            raise ValueError(f"--set {setting}: {error}{option}") from error
     return recipe
 
 

@@ -13,11 +13,12 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, Self, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from typing_extensions import Self
 
 import driftfilter as df
 from driftfilter.app.bench.locks import Claim, claim, describe_holder

@@ -25,6 +25,7 @@ from driftfilter.inference import accuracy
 from driftfilter.storage.atomic import atomic_file, write_atomic
 
 FORMAT = 1  # of summary.json
+PIECES, COMMON = 60, 10  # of a stream, and classes, whose shares are kept
 SUMMARY, MOVEMENT, EXAMPLES = "summary.json", "movement.json", "examples.npz"
 
 
@@ -82,6 +83,7 @@ def summary(finished: Finished) -> dict[str, Any]:
         },
         "changed": None if source is None else _share((logs.argmax(1) != source.argmax(1))[usable]),
         "classes": _classes(finished, usable),
+        "shares": _shares(finished, usable),
     }
 
 
@@ -130,6 +132,24 @@ def _classes(finished: Finished, usable: NDArray[Any]) -> list[dict[str, Any]]:
         {"name": name, **{key: found[place] for key, found in counts.items()}}
         for place, name in enumerate(finished.classes or map(str, range(k)))
     ]
+
+
+def _shares(finished: Finished, usable: NDArray[Any]) -> dict[str, list[float]]:
+    """How often the most common classes are predicted in each of so many equal pieces of the
+    stream, by name.
+    """
+    if not usable.any():
+        return {}
+    predicted = finished.logs[usable].argmax(1)
+    pieces = [each for each in np.array_split(predicted, PIECES) if len(each)]
+    names = finished.classes or list(map(str, range(finished.logs.shape[1])))
+    counts = np.bincount(predicted, minlength=len(names))
+    common = np.sort(np.argsort(-counts, kind="stable")[:COMMON])
+    return {
+        names[label]: [round(float((each == label).mean()), 4) for each in pieces]
+        for label in common
+        if counts[label]
+    }
 
 
 def _counts(labels: NDArray[Any], k: int) -> list[int]:

@@ -116,7 +116,7 @@ class Router:
                 found: Reply | ProblemError = await asyncio.wait_for(sent, PATIENCE)
                 self._down.discard(name)
                 return found
-            except (RayError, TimeoutError) as error:
+            except (RayError, asyncio.TimeoutError) as error:
                 self._down.add(name)
                 again = request.kind not in STEPS or request.sequence is not None
                 if not again or time.monotonic() > until:
@@ -151,7 +151,7 @@ class Router:
         try:
             for worker in new.values():
                 await asyncio.wait_for(worker.facts.remote(), PATIENCE)
-        except (RayError, TimeoutError) as error:
+        except (RayError, asyncio.TimeoutError) as error:
             for worker in new.values():
                 ray.kill(worker)
             told = f"no worker more could be started ({type(error).__name__})"
@@ -191,7 +191,7 @@ class Router:
         for task in list(self._tasks):
             task.cancel()
         for worker in self._workers.values():
-            with suppress(RayError, TimeoutError):  # what was answered is in the store
+            with suppress(RayError, asyncio.TimeoutError):  # what was answered is in the store
                 await asyncio.wait_for(worker.close.remote(), 10)
         ray.shutdown()
 
@@ -202,7 +202,7 @@ async def _insist(ask: Callable[[], Awaitable[Any]]) -> Any:
     while True:
         try:
             return await asyncio.wait_for(ask(), PATIENCE)
-        except (RayError, TimeoutError):
+        except (RayError, asyncio.TimeoutError):
             if time.monotonic() > until:
                 raise
             await asyncio.sleep(0.1)

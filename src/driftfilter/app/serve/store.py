@@ -18,7 +18,9 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Protocol
+
+from typing_extensions import Self
 
 from driftfilter.app.bench.locks import claim, describe_holder
 from driftfilter.app.serve.records import Stored, to_checkpoint
