@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import driftfilter as df
-from driftfilter.recipe import VARIANTS, change, from_dict, to_dict
+from driftfilter.recipe import VARIANTS, abbreviate, change, from_dict, to_dict
 from small import refuses
 
 
@@ -94,6 +94,17 @@ def test_toml_that_is_too_deep(text: str) -> None:
         df.from_toml(text)
     with pytest.raises(ValueError, match="must be"):
         change(df.Recipe(), "observation.weighting.beta", "[" * 5000 + "]" * 5000)
+
+
+@pytest.mark.parametrize("name", df.presets.names())
+def test_what_is_abbreviated_is_the_same_recipe(name: str) -> None:
+    recipe = df.presets.get(name)
+    known = {own: each for classes in VARIANTS.values() for own, each in classes.items()}
+    assert eval(abbreviate(recipe), known) == recipe
+    for line in recipe.describe().splitlines():
+        field, _, text = line.partition(": ")
+        value = getattr(recipe, field)
+        assert (text if isinstance(value, str) else eval(text, known)) == value
 
 
 def test_fields_left_out_keep_their_defaults() -> None:

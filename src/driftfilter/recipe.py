@@ -142,6 +142,15 @@ class Recipe(Checked):
         by_data = getattr(self.statistics, "baseline", "running") == "data"
         return self.align or by_data
 
+    def describe(self) -> str:
+        """What was chosen, a line for each field that is not empty, without defaults in it."""
+        chosen = {item.name: getattr(self, item.name) for item in fields(self)}
+        return "\n".join(
+            f"{name}: {value if isinstance(value, str) else abbreviate(value)}"
+            for name, value in chosen.items()
+            if value is not None and value is not False and value != 0
+        )
+
     def filter(
         self, model: predictive.PredictiveModel, shares: Tensor | None = None
     ) -> filtering.Filter:
@@ -288,6 +297,30 @@ def _descend(part: Any, name: str, path: str, where: str) -> Any:
         f"one of the fields {known} of {where or part['kind']}{nearest(name, known)}",
     )
     return part[name]
+
+
+def abbreviate(value: Any) -> str:
+    """The expression of a variant, without the fields that have their defaults.
+
+    >>> abbreviate(Recipe(statistics=batch_norm.Ema(momentum=0.5)))
+    'Recipe(statistics=Ema(momentum=0.5))'
+    """
+    if isinstance(value, tuple):
+        parts = ", ".join(map(abbreviate, value))
+        return f"({parts},)" if len(value) == 1 else f"({parts})"
+    if not is_dataclass(value) or isinstance(value, type):
+        return repr(value)
+    own = ((item, getattr(value, item.name)) for item in fields(value) if item.init)
+    parts = ", ".join(
+        f"{item.name}={abbreviate(each)}" for item, each in own if not _is_default(item, each)
+    )
+    return f"{type(value).__name__}({parts})"
+
+
+def _is_default(item: Field[Any], value: Any) -> bool:
+    """Whether a field has its default, by what is printed: values may be tensors."""
+    default = item.default if item.default_factory is MISSING else item.default_factory()
+    return repr(value) == repr(default)
 
 
 def to_toml(variant: Any) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import textwrap
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -77,6 +78,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # not in every build of torch
 
 _DEFAULT = Monitor()
+_WIDTH = 96  # of a line of print(adapter), beside its margin
 
 
 def _choose_monitor(recipe: Recipe) -> Monitor:
@@ -524,10 +526,11 @@ class Adapter(nn.Module):
         return known[1]
 
     def extra_repr(self) -> str:
-        name, recipe = type(self._model[0]).__name__, str(self.recipe)
         watched = "no monitor" if self.monitor is None else f"monitor: {self.monitor.summary}"
-        lines = (name, self.why, recipe, watched) if self.why else (f"{name}, {recipe}", watched)
-        return ",\n".join((*lines, f"for speed: {', '.join(map(str, self.measures))}"))
+        speed = f"for speed: {', '.join(map(str, self.measures))}"
+        parts = (type(self._model[0]).__name__, self.why, self.recipe.describe(), watched, speed)
+        lines = "\n".join(filter(None, parts)).splitlines()
+        return "\n".join(textwrap.fill(line, _WIDTH, subsequent_indent="  ") for line in lines)
 
     @property
     def measures(self) -> tuple[Measure, ...]:
