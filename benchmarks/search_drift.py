@@ -41,6 +41,7 @@ OTHERS: dict[str, list[float]] = {  # of the estimate's constants
     "_AWAY": [0.0, 0.2, 0.3, 0.4, 0.5, 0.6],
     "_OFF_TABLE": [0.2, 0.3, 0.4, 0.5, 0.6],
     "HOME": [250, 500, 1000],
+    "_LEAST_VARIANCE": [1e-6, 1e-4, 1e-3, 4e-3, 1e-2],
 }
 KINDS = ("scaled", "moved", "noisy", "awake", "shares")
 READY = {"sea": "sea/SEA_training", "outdoor": "outdoorStream", "chess": "transientChessboard"}

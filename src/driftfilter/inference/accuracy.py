@@ -28,7 +28,8 @@ calibrated if p_i is, says how often they come.
 A network of few columns stays sure of itself where a network of images loses confidence. So rows of
 a table [n, features] have a home: source data, or without these the first half thousand of the
 stream. H is the distance of Hellinger between the confidences now and at home, as if these were
-Gaussian with means c, c' and variances v, v'. It is added before the floor, with a larger κ,
+Gaussian with means c, c' and variances v, v' of 0.001 or more. It is added before the
+floor, with a larger κ,
 
     error   e + 0.4 H,  H² = 1 - √(2 √(v v') / (v + v')) exp(-(c - c')² / (4 (v + v'))),  κ = 0.5
 
@@ -71,7 +72,7 @@ _OFF, _LESS_OFF = 0.2, 0.15
 # (benchmarks/search_drift.py).
 HOME = 500
 _AWAY, _OFF_TABLE = 0.4, 0.5
-_LEAST_VARIANCE = 1e-6  # of confidences, so that H is known of those that are all alike
+_LEAST_VARIANCE = 1e-3  # of confidences: those of networks that are always sure hardly vary
 
 
 @final
