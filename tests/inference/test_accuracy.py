@@ -191,6 +191,15 @@ def test_unlabelled_source_data_say_what_the_drop_of_confidence_means(
     assert reach == pytest.approx(by_hand_reach(logp, expected), rel=1e-9)
 
 
+def test_drop_of_confidence_does_not_count_without_smoothing_nor_of_tables() -> None:
+    opinions = Opinions.of(predictions(300))
+    corrected = Expectation(opinions, SourceCalibration(None, 0.99, corrected=True)).estimate
+    assert corrected == Expectation(opinions).estimate
+    home = Home(torch.tensor([40.0, 33.0], dtype=torch.float64), 50)
+    found = Expectation(opinions, SourceCalibration(None, 0.99, home)).estimate
+    assert found == Expectation(opinions._replace(home=home)).estimate
+
+
 def by_hand_reach(logp: Tensor, error: float) -> float:
     sure = logp.exp().max(-1)[0]
     chance = float((sure * (1 - sure)).sum()) / len(logp) ** 2

@@ -286,7 +286,8 @@ class FilterOptions:
                 told.append((logs.argmax(-1) == labels.to(logs.device)).double())
             found.append(torch.stack(told, 1))
         home = Opinions.of(torch.cat(said), table=True).home if said else None
-        return SourceCalibration.of(torch.cat(found), home) if found else None
+        corrected = smoothing is not None
+        return SourceCalibration.of(torch.cat(found), home, corrected) if found else None
 
     def _measure(self, frozen: nn.Module, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Put statistics behind the layers of a twin, or beside those of its batch norms: of the

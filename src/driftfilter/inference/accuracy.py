@@ -15,7 +15,8 @@ the stream, c_S of the source on its own data,
 
 for a network that was trained with smoothed labels is right more often than it is confident at the
 source, and less often under a shift, while the drop of its confidence says as much as that of
-others.
+others. It does not count if predictions are without what smoothed labels have added (``unsmooth``),
+nor of tables, whose H says it already.
 
 g is how much more often the source is right on labelled data of its own than it is confident, 0
 without such data; of a source that is too little confident only what is above δ counts, for most
@@ -136,22 +137,27 @@ class SourceCalibration(NamedTuple):
     accuracy: float | None  # None: they have no labels
     confidence: float  # c_S
     home: Home | None = None  # if they are rows of a table: how they are predicted
+    corrected: bool = False  # whether predictions are without what smoothed labels have added
 
     def correct(self, error: float, plain: float) -> float:
         """The error that is expected in a stream with a plain confidence c°."""
         if self.accuracy is None:
+            if self.corrected or self.home is not None:
+                return error
             told = max(0.0, _AT_HOME + _SLOPE * (self.confidence - plain))
             return (1 - _SHARE) * error + _SHARE * told
         gap = self.accuracy - self.confidence
         return error - (max(0.0, gap - _FLATTERS) if gap > 0 else gap)
 
     @classmethod
-    def of(cls, found: Tensor, home: Home | None = None) -> SourceCalibration:
+    def of(
+        cls, found: Tensor, home: Home | None = None, corrected: bool = False
+    ) -> SourceCalibration:
         """From how sure it is of samples, and whether it is right if they have labels, [n, 1 or
         2].
         """
         sure, *right = found.mean(0).tolist()
-        return cls(right[0] if right else None, sure, home)
+        return cls(right[0] if right else None, sure, home, corrected)
 
 
 class Opinions(NamedTuple):
