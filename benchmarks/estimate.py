@@ -3,7 +3,7 @@
     python benchmarks/estimate.py --models resnet20 vit_s4=WEIGHTS … --clean CIFAR10_TEST.npz \
         --source CIFAR10_TRAIN.npz [--domains extra] [--protocols reset continual] \
         [--data no inputs yes] [--images 1000] [--window 1000] [--batch 200] [--no-tent] \
-        [--json FILE]
+        [--bfloat16] [--json FILE]
 
 Constants were chosen on ``--domains extra`` (clean images, speckle noise, Gaussian blur, saturation
 and spatter); ``fifteen`` is what is reported. For windows of samples: the mean absolute error
@@ -27,7 +27,7 @@ import warnings
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -54,10 +54,10 @@ class Source(NamedTuple):
     images: Tensor  # [n, 3, 32, 32]
     labels: Tensor  # [n]
 
-    def threshold(self, model: nn.Module, batch: int) -> float:
+    def threshold(self, model: nn.Module, batch: int, half: bool = False) -> float:
         """ATC's: as many samples are more confident as are right."""
-        with torch.no_grad():
-            logits = torch.cat([model(each) for each in self.images.split(batch)])
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=half):
+            logits = torch.cat([model(each) for each in self.images.split(batch)]).float()
         wrong = int((logits.argmax(-1) != self.labels).sum())
         return float(confidence(logits.log_softmax(-1)).sort()[0][wrong])
 
@@ -94,17 +94,22 @@ class Window:
 
 
 def drop_features(
-    adapter: df.Adapter, model: nn.Module, inputs: Tensor, generator: torch.Generator
+    adapter: df.Adapter,
+    model: nn.Module,
+    inputs: Tensor,
+    generator: torch.Generator,
+    half: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Labels of the adapted network under dropout of its features [s, n], and its mean prediction
     [k].
     """
     state = adapter.state
     filt = adapter._now.bound.filter  # type: ignore[union-attr]
-    with torch.no_grad():
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=half):
         network = filt._bind(state)[1]
         network = getattr(network, "model", network)  # without the offsets of classes
         _, features = network.logits_and_features(state.belief.mean, inputs)
+    features = features.float()
     head = [each for each in model.modules() if isinstance(each, nn.Linear)][-1]
     masks = torch.rand(DRAWS, *features.shape, generator=generator) >= DROPOUT
     with torch.no_grad():
@@ -137,23 +142,27 @@ def open_source(arguments: argparse.Namespace) -> Source:
     return Source(images, torch.from_numpy(found["labels"]).long())
 
 
+def speed_of(arguments: argparse.Namespace) -> Literal["exact", "fast"]:
+    return "fast" if arguments.bfloat16 else "exact"
+
+
 def follow(
     arguments: argparse.Namespace, model: nn.Module, source: Source, protocol: str, data: str
 ) -> Iterator[Row]:
     """The windows of the default on a stream."""
     inputs, labels = source.images[:500], source.labels[:500]
     given = {"no": None, "inputs": inputs, "yes": (inputs, labels)}[data]
-    threshold = source.threshold(model, arguments.batch)
+    threshold = source.threshold(model, arguments.batch, arguments.bfloat16)
     generator, adapter = torch.Generator().manual_seed(0), None
     for name, images, labels in open_stream(arguments):
         if adapter is None or protocol == "reset":
-            adapter = df.adapt(model, data=given)
+            adapter = df.adapt(model, data=given, speed=speed_of(arguments))
         pairs = zip(images.split(arguments.batch), labels.split(arguments.batch), strict=True)
         window, seen = Window(), 0
         for x, y in pairs:
             window.outputs.append(adapter(x))
             window.labels.append(y)
-            dropped, mean = drop_features(adapter, model, x, generator)
+            dropped, mean = drop_features(adapter, model, x, generator, arguments.bfloat16)
             window.dropped.append(dropped)
             window.mean.append(mean)
             seen += len(y)
@@ -167,7 +176,7 @@ def follow_tent(arguments: argparse.Namespace, model: nn.Module, protocol: str) 
     adapter = None
     for name, images, labels in open_stream(arguments):
         if adapter is None or protocol == "reset":
-            adapter = df.adapt(model, "tent")
+            adapter = df.adapt(model, "tent", speed=speed_of(arguments))
         for x, y in zip(
             images.split(arguments.window), labels.split(arguments.window), strict=True
         ):
@@ -266,7 +275,7 @@ def judge_uncertainties(arguments: argparse.Namespace) -> list[Row]:
     for name, model in open_models(arguments):
         cells: dict[str, list[tuple[float, float]]] = {}
         for _, images, labels in open_stream(arguments):
-            adapter = df.adapt(model)
+            adapter = df.adapt(model, speed=speed_of(arguments))
             for x in images.split(arguments.batch):
                 adapter(x)
             for rule, found in score(adapter, images, arguments.batch, arguments.draws).items():
@@ -294,7 +303,7 @@ def judge_foreign(
 ) -> dict[str, Any]:
     """AUROC of foreign images among clean ones, after a stream of clean ones."""
     images = open_cifar10(arguments.clean).images[: arguments.samples]
-    adapter, found = df.adapt(model), {}
+    adapter, found = df.adapt(model, speed=speed_of(arguments)), {}
     for x in images.split(arguments.batch):
         adapter(x)
     for kind, others in foreign.items():
@@ -326,6 +335,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=0, help="judge uncertainties on so many")
     parser.add_argument("--draws", type=int, default=4)
     parser.add_argument("--no-tent", action="store_true")
+    parser.add_argument("--bfloat16", action="store_true", help="the model runs in it")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()

@@ -30,6 +30,7 @@ from figures import write
 from natural_data import CLEAN, NORMS, TASKS, Rows, load, trained
 
 Row = dict[str, Any]
+TABLES = ("elec", "weather", "gas")
 ESTIMATES = ("estimate", "confidence", "atc", "aetta")
 LABELLED = 500  # samples of the source
 
@@ -111,14 +112,19 @@ def summarize(title: Row, some: list[Row]) -> Row:
 
 
 def report(records: list[Row]) -> list[Row]:
-    """By stream and norm, then over all."""
+    """By stream and norm, then over tables, over images and signals, and over all."""
     names = ("task", "stream", "norm")
     keys = dict.fromkeys(tuple(record[name] for name in names) for record in records)
     rows = []
     for key in keys:
         some = [record for record in records if tuple(record[name] for name in names) == key]
         rows.append(summarize(dict(zip(names, key, strict=True)), some))
-    rows.append(summarize({"task": "all"}, records))
+    parts: dict[str, list[Row]] = {
+        "tables": [record for record in records if record["task"] in TABLES],
+        "others": [record for record in records if record["task"] not in TABLES],
+        "all": records,
+    }
+    rows += [summarize({"task": name}, some) for name, some in parts.items() if some]
     for row in rows:
         print(row, flush=True)
     return rows

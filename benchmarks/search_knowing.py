@@ -14,9 +14,10 @@ spatter at severity 5 that is never reset; FOLDER gets what it said of each batc
 mean absolute error of the estimate over windows of 1,000, in points, by its constants, each alone
 at other values; without source data and with what the source says of 500 inputs. ceiling: what
 labels can gain after the last layer. On one half of a domain offsets of the classes, a map of the
-centred logits or the head's rows are fitted to so many random labels, with the ridge that is best
-on the other half, and judged there. spread: nine settings around the default, and the correlation
-of their mutual information with accuracy, by the common spread of the logits, and without one.
+centred logits, the head's rows or corrections of what is near a label are fitted to so many random
+labels, with the ridge that is best on the other half, and judged there. spread: nine settings
+around the default, and the correlation of their mutual information with accuracy, by the common
+spread of the logits, and without one.
 """
 
 from __future__ import annotations
@@ -63,6 +64,7 @@ OTHERS = {  # of the estimate's constants
 }
 NEED_SOURCE = ("_SHARE", "_AT_HOME", "_SLOPE")
 RIDGES = (1000.0, 100.0, 30.0, 10.0, 3.0, 1.0)
+NEAR = 0.1  # of labels that act on their neighbours, 1 - cos of features
 
 
 def open_domains(arguments: argparse.Namespace) -> Iterator[tuple[str, Tensor, Tensor]]:
@@ -166,11 +168,18 @@ def search_estimate(arguments: argparse.Namespace) -> list[Row]:
 # What labels can gain after the last layer
 
 
-def describe(kind: str, logs: Tensor, features: Tensor) -> Tensor:
-    """The inputs [n, m] of a map to corrections of the logits."""
+def describe(kind: str, logs: Tensor, features: Tensor, labelled: Tensor) -> Tensor:
+    """The inputs [n, m] of a map to corrections of the logits.
+
+    Neighbours: how near a sample is to each that has a label, exp((cos - 1) / 0.1) of centred
+    features, so that a label acts on the samples around it.
+    """
     one = torch.ones(len(logs), 1)
     if kind == "offsets":
         return one
+    if kind == "neighbours":
+        unit = functional.normalize(features - features.mean(0), dim=-1)
+        return ((unit @ unit[labelled].T - 1) / NEAR).exp()
     own = features if kind == "head" else logs - logs.mean(-1, keepdim=True)
     own = own - own.mean(0)
     return torch.cat((one, own / own.square().sum(-1).mean().sqrt()), 1)
@@ -195,7 +204,7 @@ def fit(inputs: Tensor, logs: Tensor, labels: Tensor, ridge: float) -> Tensor:
 def measure_ceiling(arguments: argparse.Namespace) -> list[Row]:
     rows = []
     for (name, kept), kind in itertools.product(
-        open_kept(arguments), ("offsets", "logits", "head")
+        open_kept(arguments), ("offsets", "logits", "head", "neighbours")
     ):
         gains: dict[tuple[int, float], list[float]] = {}
         names = [each["domain"] for each in kept if each["domain"] != "clean"]
@@ -205,12 +214,13 @@ def measure_ceiling(arguments: argparse.Namespace) -> list[Row]:
                 torch.cat([each[key] for each in own]).float()
                 for key in ("logs", "labels", "features")
             )
-            inputs, labels = describe(kind, logs, features), labels.long()
+            labels = labels.long()
             order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
             rest = order[len(order) // 2 :]
             before = (logs[rest].argmax(-1) == labels[rest]).double().mean()
             for count, ridge in itertools.product(arguments.labels, RIDGES):
                 few = order[: min(count, len(order) // 2)]
+                inputs = describe(kind, logs, features, few)
                 moved = logs[rest] + inputs[rest] @ fit(inputs[few], logs[few], labels[few], ridge)
                 after = (moved.argmax(-1) == labels[rest]).double().mean()
                 gains.setdefault((count, ridge), []).append(100 * float(after - before))

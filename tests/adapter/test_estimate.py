@@ -49,8 +49,27 @@ def test_estimate_is_of_the_last_thousand_samples() -> None:
     adapter = df.adapt(tabular(), "source")
     outputs = torch.cat([adapter(batch(seed, 125)) for seed in range(12)])
     assert adapter.estimate.samples == WINDOW
-    expected = df.Estimate.of(outputs[-WINDOW:])
+    opinions = Opinions.of(outputs[-WINDOW:])
+    home = Opinions.of(outputs[:500], table=True).home
+    expected = Expectation(opinions._replace(home=home)).estimate
     assert adapter.estimate.accuracy == pytest.approx(expected.accuracy, abs=1e-6)
+
+
+def test_only_rows_of_tables_have_a_home() -> None:
+    adapter = df.adapt(tabular())
+    adapter(batch(0))
+    assert adapter._now.opinions is not None
+    assert adapter._now.opinions.home is not None
+    assert adapter._now.opinions.home.samples == 50
+    adapter.reset()
+    assert adapter._now.opinions is None
+    network = torch.nn.Sequential(
+        torch.nn.BatchNorm2d(3), torch.nn.Flatten(), torch.nn.Linear(48, 3)
+    )
+    images = df.adapt(network.eval())
+    images(normal(20, 3, 4, 4, seed=0, dtype=torch.float32))
+    assert images._now.opinions is not None
+    assert images._now.opinions.home is None
 
 
 def test_predictions_alone_are_not_counted_and_updates_are() -> None:
@@ -103,8 +122,9 @@ def test_labelled_source_data_correct_it() -> None:
         adapter(batch(0, 200))
     with torch.no_grad():
         sure = copy.deepcopy(model).eval()(x).softmax(-1).amax(-1).mean().item()
-    opinions = blind._now.opinions
-    by_hand = Expectation(opinions, SourceCalibration(None, sure)).estimate
+    alone = df.adapt(model, "source").predict(x).log_probabilities
+    calibration = SourceCalibration(None, sure, Opinions.of(alone, table=True).home)
+    by_hand = Expectation(blind._now.opinions, calibration).estimate
     assert blind.estimate.accuracy == pytest.approx(by_hand.accuracy, abs=1e-5)
     assert blind.estimate != plain.estimate
     assert wrong.estimate.accuracy < plain.estimate.accuracy < right.estimate.accuracy

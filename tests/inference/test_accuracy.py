@@ -10,8 +10,10 @@ from torch import Tensor
 import driftfilter as df
 from driftfilter.inference.accuracy import (
     BLOCK,
+    HOME,
     WINDOW,
     Expectation,
+    Home,
     Opinions,
     SecondOpinion,
     SourceCalibration,
@@ -189,6 +191,15 @@ def test_unlabelled_source_data_say_what_the_drop_of_confidence_means(
     assert reach == pytest.approx(by_hand_reach(logp, expected), rel=1e-9)
 
 
+def test_drop_of_confidence_does_not_count_without_smoothing_nor_of_tables() -> None:
+    opinions = Opinions.of(predictions(300))
+    corrected = Expectation(opinions, SourceCalibration(None, 0.99, corrected=True)).estimate
+    assert corrected == Expectation(opinions).estimate
+    home = Home(torch.tensor([40.0, 33.0], dtype=torch.float64), 50)
+    found = Expectation(opinions, SourceCalibration(None, 0.99, home)).estimate
+    assert found == Expectation(opinions._replace(home=home)).estimate
+
+
 def by_hand_reach(logp: Tensor, error: float) -> float:
     sure = logp.exp().max(-1)[0]
     chance = float((sure * (1 - sure)).sum()) / len(logp) ** 2
@@ -199,6 +210,97 @@ def test_plain_confidences_change_nothing_without_source_data() -> None:
     logp = predictions(300)
     other = Opinions.of(logp, torch.full((300,), 0.1))
     assert Expectation(other).estimate == Expectation(Opinions.of(logp)).estimate
+
+
+def gaussian(x: Tensor, mean: float, variance: float) -> Tensor:
+    return torch.exp(-((x - mean) ** 2) / (2 * variance)) / math.sqrt(2 * math.pi * variance)
+
+
+@pytest.mark.parametrize(
+    ("mean", "variance", "own", "own_variance"),
+    [(0.8, 0.02, 0.8, 0.02), (0.95, 0.004, 0.7, 0.03), (0.6, 0.01, 0.9, 0.001), (0.99, 0, 0.5, 0)],
+)
+def test_distance_from_home_is_that_of_hellinger(
+    mean: float, variance: float, own: float, own_variance: float
+) -> None:
+    """H² = 1 - ∫ √(f g), by quadrature."""
+    n = 40
+    home = Home(n * torch.tensor([own, own_variance + own**2], dtype=torch.float64), n)
+    x = torch.linspace(-2, 3, 2_000_001, dtype=torch.float64)
+    f, g = gaussian(x, mean, max(variance, 1e-3)), gaussian(x, own, max(own_variance, 1e-3))
+    expected = 1 - float(torch.trapezoid((f * g).sqrt(), x))
+    assert home.measure(mean, variance + mean**2) ** 2 == pytest.approx(expected, abs=1e-9)
+
+
+def follow_table(batches: list[Tensor]) -> Opinions:
+    known = Opinions.of(batches[0], table=True)
+    for batch in batches[1:]:
+        known = known.extend(Opinions.of(batch, table=True))
+    return known
+
+
+def test_home_is_the_first_samples_of_a_table() -> None:
+    logp = predictions(3 * WINDOW)
+    known = follow_table(list(logp.split(70)))
+    sure = logp[: 70 * 8].exp().amax(-1)  # the first batches that are 500 together
+    assert known.home is not None
+    assert HOME <= known.home.samples == 560 < HOME + 70
+    torch.testing.assert_close(known.home.sums, torch.stack((sure.sum(), sure.square().sum())))
+    assert follow(list(logp.split(70))).home is None
+
+
+@pytest.mark.parametrize("scale", [0.5, 6.0])
+def test_tables_are_expected_to_be_worse_away_from_home(scale: float) -> None:
+    """Whether confidence falls or rises: 0.4 H are added to the error, of which κ is a half."""
+    first, then = predictions(HOME), predictions(2 * WINDOW, seed=1, scale=scale)
+    known = follow_table([first, *then.split(500)])
+    seen = then[-WINDOW:]
+    means = [each.exp().amax(-1) for each in (seen, first)]
+    moments = [(float(each.mean()), float(each.var(correction=0))) for each in means]
+    x = torch.linspace(-3, 4, 200_001, dtype=torch.float64)
+    alike = (gaussian(x, *moments[0]) * gaussian(x, *moments[1])).sqrt()
+    distance = math.sqrt(1 - float(torch.trapezoid(alike, x)))
+    assert distance > 0.2
+    error = by_hand(seen)[0] + 0.4 * distance
+    chance = by_hand(seen, kappa=0)[1] / 1.96
+    reach = 1.96 * math.sqrt(chance**2 + (0.5 * error) ** 2)
+    found = Expectation(known).estimate
+    assert found.accuracy == pytest.approx(1 - error, rel=1e-6)
+    assert found.low == pytest.approx(max(0.0, 1 - error - reach), abs=1e-6)
+    assert found.high == pytest.approx(min(1.0, 1 - error + reach), abs=1e-6)
+
+
+def test_tensors_describe_a_home() -> None:
+    known = follow_table(list(predictions(330).split(110)))
+    again = Opinions.from_tensors("o.", name_all(known))
+    assert again.home is not None
+    assert known.home is not None
+    assert torch.equal(again.home.sums, known.home.sums)
+    assert again.home.samples == 330
+    more = [each.extend(Opinions.of(predictions(50), table=True)) for each in (known, again)]
+    assert Expectation(more[0]).estimate == Expectation(more[1]).estimate
+
+
+def name_all(known: Opinions) -> dict[str, Tensor]:
+    return {"o." + name: value for name, value in known.to_tensors().items()}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        torch.tensor([330.0, 200.0, 150.0]),
+        torch.tensor([330.0, 200.0], dtype=torch.float64),
+        torch.tensor([0.0, 0.0, 0.0], dtype=torch.float64),
+        torch.tensor([3.5, 2.0, 1.0], dtype=torch.float64),
+        torch.tensor([330.0, 400.0, 150.0], dtype=torch.float64),
+        torch.tensor([330.0, 200.0, 250.0], dtype=torch.float64),
+        torch.tensor([330.0, math.nan, 150.0], dtype=torch.float64),
+    ],
+)
+def test_tensors_that_describe_no_home_are_refused(wrong: Tensor) -> None:
+    known = follow_table(list(predictions(330).split(110)))
+    with pytest.raises(ValueError, match=r"o\.home"):
+        Opinions.from_tensors("o.", {**name_all(known), "o.home": wrong})
 
 
 def test_of_one_class_nothing_is_known() -> None:

@@ -118,12 +118,17 @@ def test_an_adapter_with_source_data_predicts_without_the_smoothing(tmp_path: Pa
     assert torch.equal(adapter.state.memory[SMOOTHING], smoothing)
 
 
-def test_an_estimate_does_not_count_the_smoothing_twice() -> None:
-    """Labelled source data say how sure the source is: as it is after the correction."""
+@pytest.mark.parametrize("labelled", [True, False])
+def test_an_estimate_does_not_count_the_smoothing_twice(labelled: bool) -> None:
+    """Source data say how sure the source is: as it is after the correction."""
     model, inputs = network()
     options: dict[str, Any] = {"labels": None, "centering": None, "domains": None}
     options["norms"] = "other"
-    adapter = df.adapt(model, data=(inputs, torch.arange(64) % 8), monitor=None, **options)
+    data = (inputs, torch.arange(64) % 8) if labelled else inputs
+    adapter = df.adapt(model, data=data, monitor=None, **options)
     adapter(inputs)
+    calibration = adapter._now.expectation.source
+    assert calibration is not None
+    assert calibration.corrected
     found = adapter.estimate.accuracy
     assert found == pytest.approx(float(adapter(inputs).exp().amax(-1).mean()), abs=0.01)

@@ -256,7 +256,7 @@ class Adapter(nn.Module):
                 for piece in self._pieces(inputs):
                     before = now
                     now, prediction = self._put_in_order(*self._step_each(now, piece), piece)
-                    now = self._believe(now, prediction)
+                    now = self._believe(now, prediction, piece)
                     outputs.append(prediction.log_probabilities)
                     shares.update(now.count_domains(before))
             together = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
@@ -651,7 +651,7 @@ class Adapter(nn.Module):
             now, prediction, info = self._update_one(now.enter(own.place), own.pick(inputs))
             found += [] if prediction is None else [prediction]
         if len(found) == len(groups):
-            now = self._believe(*self._put_in_order(now, merge(groups, found), inputs))
+            now = self._believe(*self._put_in_order(now, merge(groups, found), inputs), inputs)
         return now, info
 
     def _update_one(
@@ -704,11 +704,11 @@ class Adapter(nn.Module):
         plain = prediction.plain_confidence  # of each sample by itself
         return now, replace(prediction, log_probabilities=own, plain=plain)
 
-    def _believe(self, now: AdapterState, prediction: Prediction) -> AdapterState:
+    def _believe(self, now: AdapterState, prediction: Prediction, inputs: Inputs) -> AdapterState:
         """With what is predicted, by all ranks."""
         plain = prediction.plain_confidence[:, None]
         both = gather_samples(torch.cat((prediction.log_probabilities, plain), 1))
-        return now.believe(both[:, :-1], both[:, -1])
+        return now.believe(both[:, :-1], both[:, -1], is_table(inputs))
 
     def _fill(self, now: AdapterState, inputs: Inputs) -> tuple[AdapterState, Prediction]:
         """Predict a batch, then offer its samples to the buffer, of which an update is made

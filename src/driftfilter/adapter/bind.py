@@ -16,12 +16,12 @@ from typing_extensions import Self
 
 from driftfilter.adapter.speed import SpeedOptions
 from driftfilter.base.checks import require, warn
-from driftfilter.base.inputs import Inputs, each
+from driftfilter.base.inputs import Inputs, each, is_table
 from driftfilter.base.sharding import among
 from driftfilter.base.tensors import map_tensors
 from driftfilter.distributed.stream import shard_model
 from driftfilter.filtering import Filter, FilterState
-from driftfilter.inference.accuracy import ENOUGH, SourceCalibration, confidence
+from driftfilter.inference.accuracy import ENOUGH, Opinions, SourceCalibration, confidence
 from driftfilter.inference.optimizers import GradientStep
 from driftfilter.inference.prediction import SMOOTHING
 from driftfilter.inference.smoothed_labels import unsmooth
@@ -245,7 +245,7 @@ class FilterOptions:
             start = whole.init(source, self.seed, self.data if known else None)
             calibration = None
             if final:
-                calibration = self._calibrate(logits.by_source, mean, start.memory.get(SMOOTHING))
+                calibration = self._calibrate(logits.by_source, mean, start, apart)
         for reason in speed.find_ignored(start.belief.mean.device):
             warn(reason)
         copied = bool(speed.channels_last) or recipe.measures_source
@@ -264,23 +264,31 @@ class FilterOptions:
         return network.refused
 
     def _calibrate(
-        self, model: PredictiveModel, mean: Tensor, smoothing: Tensor | None
+        self, model: PredictiveModel, mean: Tensor, start: FilterState, by_source: Filter
     ) -> SourceCalibration | None:
         """How sure the source is on the first of its data. If they have labels: how right, too, and
-        how sure without what smoothed labels have added, as predictions are.
+        how sure without what smoothed labels have added, as predictions are. If they are a table:
+        how they are predicted at the start.
         """
         found: list[Tensor] = []
-        for inputs, labels in self.data or ():
+        said: list[Tensor] = []
+        smoothing = start.memory.get(SMOOTHING)
+        for given, labels in self.data or ():
             if sum(map(len, found)) >= ENOUGH:
                 break
-            logs = model(mean, each(inputs, lambda part: part.to(mean.device))).log_softmax(-1)
+            inputs = each(given, lambda part: part.to(mean.device))
+            if is_table(inputs):
+                said.append(by_source.predict(start, inputs).log_probabilities)
+            logs = model(mean, inputs).log_softmax(-1)
             if labels is not None and smoothing is not None:
                 logs = unsmooth(logs, smoothing.to(logs))
             told = [confidence(logs).double()]
             if labels is not None:
                 told.append((logs.argmax(-1) == labels.to(logs.device)).double())
             found.append(torch.stack(told, 1))
-        return SourceCalibration.of(torch.cat(found)) if found else None
+        home = Opinions.of(torch.cat(said), table=True).home if said else None
+        corrected = smoothing is not None
+        return SourceCalibration.of(torch.cat(found), home, corrected) if found else None
 
     def _measure(self, frozen: nn.Module, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Put statistics behind the layers of a twin, or beside those of its batch norms: of the

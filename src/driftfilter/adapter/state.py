@@ -268,9 +268,9 @@ class AdapterState(NamedTuple):
         kept = samples(together, total - wanted, total) if total > wanted else together
         return kept, kept
 
-    def believe(self, log_probabilities: Tensor, plain: Tensor) -> Self:
+    def believe(self, log_probabilities: Tensor, plain: Tensor, table: bool) -> Self:
         """With the predictions [n, k] that users were given, and their plain confidences [n]."""
-        new = Opinions.of(log_probabilities, plain)
+        new = Opinions.of(log_probabilities, plain, table)
         return self._replace(opinions=new if self.opinions is None else self.opinions.extend(new))
 
     @property
