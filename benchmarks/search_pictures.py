@@ -1,117 +1,210 @@
-"""The default on pictures of a thousand classes, with one number of its recipe changed at a time.
+"""The default on pictures, with one number of its recipe changed at a time.
 
     python benchmarks/search_pictures.py --data ILSVRC2012_img_val_subset \
-        --model resnet50_imagenet=WEIGHTS,resize=128,crop=128 \
-        [--shifts speckle_noise=4 gaussian_blur=3] [--images 1920] [--batch 64] \
+        --model resnet50_imagenet=WEIGHTS [--shifts speckle_noise gaussian_blur=3] \
+        [--images 5000] [--batch 64] [--protocols reset continual] [--workers 1] \
         [--cases bn tent driftfilter driftfilter:statistics.late=1 …] [--json FILE]
+    python benchmarks/search_pictures.py --data CIFAR10_TEST.npz --model wrn28_10=WEIGHTS \
+        --batch 200 …
 
 Nothing here sees the fifteen corruptions that are reported. A case is a preset, with fields of its
-recipe by their paths; it begins anew for each corruption. At 128 pixels a step takes a third of the
-time. Labels, and so the classes of a batch, come in random order. Beside the whole stream stand
-pieces of five batches.
+recipe by their paths; `T=1.5` has the loss see its logits divided by so much. The model begins anew
+for each corruption, or goes through all of them, one after the other. Images, and so the classes of
+a batch, come in random order. Several workers share a GPU, which one alone leaves waiting for
+Python.
 """
 
 from __future__ import annotations
 
 import argparse
+import time
 import warnings
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from statistics import fmean
+from typing import Any, final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, multiprocessing, nn
 
 import driftfilter as df
-from driftfilter.app.corruptions import corrupt
+from driftfilter.app.corruptions import EXTRA
 from driftfilter.app.metrics import quality
 from driftfilter.app.networks.load_model import open_model
-from driftfilter.app.readers.stored import CLEAN, Samples
-from driftfilter.app.streams import Layout, open_domains
+from driftfilter.app.readers.stored import CLEAN, shift_of
+from driftfilter.app.streams import Layout, open_cifar10, open_domains
+from driftfilter.model.expansion import Expansion
+from driftfilter.model.losses import Loss, Targets
 from driftfilter.presets import for_model
 from driftfilter.recipe import change
 from figures import write
 
 Row = dict[str, Any]
-SHIFTS = ("speckle_noise=4", "gaussian_blur=3")
-CASES = (
-    *("source", "bn", "tent", "driftfilter", "driftfilter:statistics.late=1"),
-    *("driftfilter:source.variance=0.4", "driftfilter:statistics.late=1:source.variance=0.4"),
-)
-PIECE = 5  # batches
+Streams = dict[str, list[Tensor]]  # batches of 8 bits by corruption
+CASES = ("source", "bn", "tent", "driftfilter", "driftfilter:statistics.late=1")
+
+
+@final
+@dataclass(frozen=True)
+class Tempered(Loss):
+    """ℓ(f / T) of a loss that looks at the clean logits alone."""
+
+    loss: Loss
+    temperature: float
+
+    def __post_init__(self) -> None:
+        self.__dict__.update(minimum=self.loss.minimum, is_coupled=self.loss.is_coupled)
+
+    minimum = 1
+    is_coupled = False
+
+    def targets(self, logits: Tensor) -> Targets:
+        return self.loss.targets(logits / self.temperature)
+
+    def expand(self, logits: Tensor, targets: Targets, weights: Tensor) -> Expansion:
+        inner, by = self.loss.expand(logits / self.temperature, targets, weights), self.temperature
+        hessian, root = (lambda: inner.hessian() / by**2), (lambda: inner.root() / by)
+        return Expansion(inner.value, inner.gradient / by, hessian, root)
 
 
 def make_recipe(model: nn.Module, case: str) -> df.Recipe:
     """The recipe of a case: a preset, and fields that are set."""
     name, *changes = case.split(":")
-    recipe = for_model(model, name, {})
+    recipe, temperature = for_model(model, name, {}), 1.0
     for each in changes:
         path, _, text = each.partition("=")
-        recipe = change(recipe, path, text)
-    return recipe
+        if path == "T":
+            temperature = float(text)
+        else:
+            recipe = change(recipe, path, text)
+    if temperature == 1:
+        return recipe
+    loss: Any = recipe.observation.loss
+    if getattr(loss, "each_view", False):  # agreement of views stays as it is
+        own, *others = loss.terms
+        tempered: Any = replace(loss, terms=(Tempered(own, temperature), *others))
+    else:
+        tempered = Tempered(loss, temperature)
+    return replace(recipe, observation=replace(recipe.observation, loss=tempered))
 
 
 def follow(model: nn.Module, case: str, batches: list[Tensor]) -> list[Tensor]:
     """Log-probabilities of each batch."""
+    scaled = (batch.float() / 255 for batch in batches)
     if case == "source":
         with torch.no_grad():
-            return [model(batch).log_softmax(-1) for batch in batches]
+            return [model(batch).float().log_softmax(-1) for batch in scaled]
     adapter = df.adapt(model, make_recipe(model, case), speed="fast", monitor=None)
-    return [adapter(batch) for batch in batches]
+    return [adapter(batch).float() for batch in scaled]
 
 
 def judge(outputs: list[Tensor], labels: Tensor) -> Row:
-    """Quality of the stream, and the accuracy of its pieces."""
-    found = quality(torch.cat(outputs).float(), labels)
+    """Quality of a stream, and the accuracy of its first five batches and of the last five."""
+    found = quality(torch.cat(outputs).cpu(), labels)
+    row = {name: round(getattr(found, name), 4) for name in ("accuracy", "nll", "ece")}
     sizes = [len(each) for each in outputs]
     right = [
-        (each.argmax(-1) == own).float()
+        float((each.argmax(-1).cpu() == own).float().mean())
         for each, own in zip(outputs, labels.split(sizes), strict=True)
     ]
-    pieces = [torch.cat(right[at : at + PIECE]) for at in range(0, len(right), PIECE)]
-    row = {name: round(getattr(found, name), 4) for name in ("accuracy", "nll", "ece")}
-    return {**row, "pieces": [round(piece.mean().item(), 4) for piece in pieces]}
+    return {**row, "first": round(fmean(right[:5]), 4), "last": round(fmean(right[-5:]), 4)}
 
 
-def as_images(samples: Samples) -> Tensor:
-    """Pictures [n, 3, h, w] in [0, 1]."""
-    assert isinstance(samples, Tensor)
-    return samples.float() / 255
+def open_streams(arguments: argparse.Namespace) -> tuple[nn.Module, Streams, Tensor]:
+    """The network, batches under each corruption on its device, and labels."""
+    device = torch.device(arguments.device)
+    network = open_model(arguments.model)
+    if arguments.data.suffix == ".npz":
+        data: Any = open_domains(None, open_cifar10(arguments.data))
+    else:
+        layout = Layout(fitted=network.prepare is not None)
+        data = open_domains(arguments.data, layout=layout).prepared(network.prepare)
+    order = torch.randperm(len(data.labels), generator=torch.Generator().manual_seed(5))
+    index = order[: arguments.images]
+    streams: Streams = {}
+    for text in arguments.shifts:
+        name, _, severity = text.partition("=")
+        shift = CLEAN if name == "clean" else shift_of(name, int(severity or 5))
+        take = partial(data.take, shift, device=device)
+        streams[text] = [take(part) for part in index.split(arguments.batch)]
+    return network.module.to(device).eval(), streams, data.labels[index]
+
+
+def try_case(model: nn.Module, streams: Streams, labels: Tensor, case: str, protocol: str) -> Row:
+    """The row of a case: each corruption, and the mean of them all."""
+    begun = time.perf_counter()
+    if protocol == "reset":
+        outputs = {name: follow(model, case, batches) for name, batches in streams.items()}
+    else:
+        every = follow(model, case, [batch for batches in streams.values() for batch in batches])
+        rest = iter(every)
+        outputs = {name: [next(rest) for _ in batches] for name, batches in streams.items()}
+    found = {name: judge(each, labels) for name, each in outputs.items()}
+    mean = {key: round(fmean(row[key] for row in found.values()), 4) for key in ("accuracy", "nll")}
+    mean["ece"] = round(fmean(row["ece"] for row in found.values()), 4)
+    seconds = round(time.perf_counter() - begun, 1)
+    return {"case": case, "protocol": protocol, "mean": mean, **found, "seconds": seconds}
+
+
+def work(arguments: argparse.Namespace, jobs: Any, rows: Any) -> None:
+    """Take cases until there are none."""
+    warnings.simplefilter("ignore")
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    torch.set_num_threads(1 if arguments.workers > 1 else torch.get_num_threads())
+    model, streams, labels = open_streams(arguments)
+    while (job := jobs.get()) is not None:
+        try:
+            rows.put(try_case(model, streams, labels, *job))
+        except Exception as error:
+            rows.put({"case": job[0], "protocol": job[1], "error": repr(error)[:300]})
 
 
 def search(arguments: argparse.Namespace) -> list[Row]:
-    """A row for each corruption and case."""
-    network = open_model(arguments.model)
-    layout = Layout(fitted=network.prepare is not None)
-    data = open_domains(arguments.data, layout=layout).prepared(network.prepare)
-    order = torch.randperm(len(data.labels), generator=torch.Generator().manual_seed(5))
-    index, rows = order[: arguments.images], []
-    take = partial(data.take, CLEAN, device=torch.device("cpu"))
-    clean = [as_images(take(part)) for part in index.split(arguments.batch)]
-    for text in arguments.shifts:
-        name, _, severity = text.partition("=")
-        batches = [corrupt(each, name, int(severity or 5), seed) for seed, each in enumerate(clean)]
-        for case in arguments.cases:
-            found = judge(follow(network.module, case, batches), data.labels[index])
-            rows.append({"shift": text, "case": case, **found})
-            print(rows[-1], flush=True)
+    """A row for each case and protocol."""
+    context = multiprocessing.get_context("spawn")
+    jobs, queue = context.Queue(), context.Queue()
+    pairs = [(case, protocol) for protocol in arguments.protocols for case in arguments.cases]
+    workers = min(arguments.workers, len(pairs))
+    for job in [*pairs, *[None] * workers]:
+        jobs.put(job)
+    arguments_of = (arguments, jobs, queue)
+    processes = [context.Process(target=work, args=arguments_of) for _ in range(workers)]
+    for process in processes:
+        process.start()
+    rows: list[Row] = []
+    while len(rows) < len(pairs):
+        rows.append(queue.get())
+        row = rows[-1]
+        pieces = [f"{name} {row[name]['accuracy']:.4f}" for name in arguments.shifts if name in row]
+        print(row["case"], row["protocol"], row.get("mean", row.get("error")), *pieces, flush=True)
+        write(arguments.json, describe(arguments, rows), device=arguments.device)
+    for process in processes:
+        process.join()
     return rows
 
 
+def describe(arguments: argparse.Namespace, rows: list[Row]) -> dict[str, Any]:
+    network = arguments.model.partition("=")[0]
+    about = {"network": network, "images": arguments.images, "batch": arguments.batch}
+    return {**about, "rows": sorted(rows, key=lambda row: (row["protocol"], row["case"]))}
+
+
 def main() -> None:
-    warnings.simplefilter("ignore")
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--model", required=True)
-    parser.add_argument("--shifts", nargs="*", default=list(SHIFTS))
-    parser.add_argument("--images", type=int, default=1920)
+    parser.add_argument("--shifts", nargs="*", default=list(EXTRA))
+    parser.add_argument("--images", type=int, default=5000)
     parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--protocols", nargs="*", default=["reset"])
     parser.add_argument("--cases", nargs="*", default=list(CASES))
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
-    rows = search(arguments)
-    if arguments.json is not None:
-        write(arguments.json, {"rows": rows, "images": arguments.images, "batch": arguments.batch})
+    search(parser.parse_args())
 
 
 if __name__ == "__main__":
