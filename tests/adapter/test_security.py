@@ -36,7 +36,6 @@ ALLOWED = {
     "pickle in app/networks/load_model.py": (
         "the name of an error that torch.load(weights_only=True) raises"
     ),
-    "save in app/serve/bodies.py": "numpy's, of an answer, with allow_pickle=False",
     "import_module in __init__.py": "the package's own _api",
     "import_module in app/networks/load_model.py": "the user's package.module:factory",
     "import_module in app/networks/libraries.py": (
