@@ -89,3 +89,10 @@ def test_weights_of_another_network_are_refused(tmp_path: Path) -> None:
         ValueError, match=r"weights must be those of resnet20, got .*missing \['norm.weight'"
     ):
         models.load("resnet20", tmp_path / "some.safetensors")
+
+
+def test_weights_that_are_given_need_no_package(tmp_path: Path) -> None:
+    network = models.build("resnet26_gn")
+    save_file(network.state_dict(), tmp_path / "some.safetensors")
+    found = models.load("resnet26_gn", tmp_path / "some.safetensors")
+    torch.testing.assert_close(found.state_dict(), network.state_dict())

@@ -303,8 +303,11 @@ def load(name: str, weights: Path | None = None) -> nn.Module:
         name,
         f"one of {SHIPPED}, or give its weights file",
     )
-    with open_sample(f"{name}.safetensors") as shipped:
-        tensors = load_file(shipped if weights is None else weights)
+    if weights is not None:
+        tensors = load_file(weights)
+    else:
+        with open_sample(f"{name}.safetensors") as shipped:
+            tensors = load_file(shipped)
     missing, unexpected = network.load_state_dict(tensors, strict=False)
     missing = [key for key in missing if not key.endswith("num_batches_tracked")]
     require(
