@@ -26,6 +26,7 @@ from driftfilter.base.checks import (
     Checked,
     NotPositiveDefiniteError,
     Role,
+    checks_of_a_trial,
     finite_at_the_end,
     require,
     require_count,
@@ -353,11 +354,7 @@ class Filter(Checked):
             state.source,
             self.__dict__["_learns"],
         )
-        posterior, reason = prior, self._why_uninformative(energy)
-        if not reason:
-            posterior, memory = self.inference(prior, energy, memory, randomness)
-            if self.__dict__["_learns"]:
-                memory = self.prediction.learn(prior, energy, memory)
+        posterior, memory, reason = self._infer(prior, energy, memory, randomness)
         if posterior.covariance is prior.covariance is not state.belief.covariance:
             _require_proper(prior, state.source)
         prediction = None
@@ -373,11 +370,44 @@ class Filter(Checked):
             posterior, memory = hold(posterior, held), {**memory, HELD: held}
         return state.after(posterior, memory), prediction, StepInfo.of(state.step, reason, energy)
 
+    def _infer(
+        self, prior: Belief, energy: Energy, memory: Memory, randomness: Randomness
+    ) -> tuple[Belief, Memory, str]:
+        """The posterior, what is remembered with it, and why a batch says nothing if it does not.
+
+        A GPU is asked how many samples have a weight once the inference is on its queue; if too few
+        have one, that is dropped.
+        """
+        if not isinstance(energy.samples.used, Tensor):
+            if reason := self._why_uninformative(energy):
+                return prior, memory, reason
+            return *self._condition(prior, energy, memory, randomness), ""
+        with checks_of_a_trial() as forget:
+            try:
+                posterior, learned = self._condition(prior, energy, memory, randomness)
+            except Exception:
+                if not (reason := self._why_uninformative(energy)):
+                    raise
+            else:
+                reason = self._why_uninformative(energy)
+            if reason:
+                forget()
+                return prior, memory, reason
+        return posterior, learned, ""
+
+    def _condition(
+        self, prior: Belief, energy: Energy, memory: Memory, randomness: Randomness
+    ) -> tuple[Belief, Memory]:
+        """The posterior, and the memory with what inference and prediction learn of the batch."""
+        posterior, memory = self.inference(prior, energy, memory, randomness)
+        if self.__dict__["_learns"]:
+            memory = self.prediction.learn(prior, energy, memory)
+        return posterior, memory
+
     def predict(self, state: FilterState, inputs: Inputs) -> Prediction:
         """Predict inputs [n, ...] with the belief as it stands, without adapting to them."""
-        _require_state(state)
-        randomness = Randomness(state.seed, state.step, state.belief.mean.device)
-        with _without_gradients():
+        with _without_gradients(), _checking_on(state):
+            randomness = Randomness(state.seed, state.step, state.belief.mean.device)
             _, model = self._bind(state)
             inputs, teacher, taught = check_inputs(inputs), self.observation.teacher, None
             if teacher is not None:
@@ -514,8 +544,9 @@ class Filter(Checked):
 
         The first batch that is too small for the rules gives a warning.
         """
-        reason = self.reason(energy.samples.used)
-        if reason and energy.samples.used and not self.__dict__["_warned"]:
+        used = int(energy.samples.used)
+        reason = self.reason(used)
+        if reason and used and not self.__dict__["_warned"]:
             object.__setattr__(self, "_warned", True)
             advice = (
                 "use larger batches (adapt: window=32), EmpiricalFisher(centered=False) or "

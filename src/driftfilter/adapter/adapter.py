@@ -707,7 +707,7 @@ class Adapter(nn.Module):
     def _believe(self, now: AdapterState, prediction: Prediction, inputs: Inputs) -> AdapterState:
         """With what is predicted, by all ranks."""
         plain = prediction.plain_confidence[:, None]
-        both = gather_samples(torch.cat((prediction.log_probabilities, plain), 1))
+        both = gather_samples(torch.cat((prediction.log_probabilities, plain), 1)).cpu()
         return now.believe(both[:, :-1], both[:, -1], is_table(inputs))
 
     def _fill(self, now: AdapterState, inputs: Inputs) -> tuple[AdapterState, Prediction]:
@@ -779,6 +779,7 @@ class Adapter(nn.Module):
             return now
         assert now.bound is not None
         past, filt, start, monitor = now.watch, now.bound.filter, now.bound.start, self.monitor
+        new = None if new is None else new.cpu()  # it counts labels, for which a host is faster
         learns = not isinstance(self.recipe.inference, Frozen)
         waits = None if learns or new is None else monitor.wait(past, new)
         if waits is not None:
@@ -788,7 +789,7 @@ class Adapter(nn.Module):
             """What another state predicts for the samples that the step predicted."""
             if other is None:
                 return None
-            log_probabilities = by.predict(other, seen).log_probabilities
+            log_probabilities = by.predict(other, seen).log_probabilities.cpu()
             return log_probabilities if new is None else log_probabilities[-len(new) :]
 
         probe = ask(monitor.choose_probe(past, state, new))

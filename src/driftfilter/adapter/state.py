@@ -134,7 +134,7 @@ class AdapterState(NamedTuple):
             assert self.bound is not None
             state = self.bound.start
         if self.labels is not None:
-            stays = stay(self.labels).to(state.belief.mean)
+            stays = stay(self.labels).to(state.belief.mean, non_blocking=True)
             return replace(state, memory={**state.memory, RUNS: stays})
         return _without_runs(state)  # of a chain that is no more
 

@@ -5,7 +5,7 @@ import inspect
 import math
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from numbers import Integral, Real
@@ -237,7 +237,8 @@ class Checked:
 class _Waiting(threading.local):
     """Checks of this thread that wait for the end of a step; None if checks are made at once."""
 
-    checks: list[tuple[str, Tensor, Tensor]] | None = None  # field, values and their sum
+    # A number [] that is finite if all is well, and the check itself.
+    checks: list[tuple[Tensor, Callable[[], None]]] | None = None
 
 
 _WAITING = _Waiting()
@@ -263,19 +264,38 @@ def finite_at_the_end() -> Iterator[None]:
     _check_all(waiting)
 
 
-def _check_all(waiting: list[tuple[str, Tensor, Tensor]]) -> None:
-    if (
-        waiting
-        and not torch.stack([total.double() for _, _, total in waiting]).isfinite().all().item()
-    ):
-        for field, values, _ in waiting:
-            require_finite(field, values)
+def _check_all(waiting: list[tuple[Tensor, Callable[[], None]]]) -> None:
+    if waiting and not torch.stack([told.double() for told, _ in waiting]).isfinite().all().item():
+        for _, check in waiting:
+            check()
+
+
+def can_wait(values: Tensor) -> bool:
+    """Whether a check of a tensor waits for the end of a step."""
+    return values.is_cuda and _WAITING.checks is not None
+
+
+def check_later(told: Tensor, check: Callable[[], None]) -> None:
+    """Make a check that can wait at the end of the step, if a number [] is not finite then."""
+    assert _WAITING.checks is not None
+    _WAITING.checks.append((told, check))
+
+
+@contextmanager
+def checks_of_a_trial() -> Iterator[Callable[[], None]]:
+    """What it gives forgets the checks that have come to wait in this block."""
+    before = len(_WAITING.checks or ())
+
+    def forget() -> None:
+        del (_WAITING.checks or [])[before:]
+
+    yield forget
 
 
 def require_finite(field: str, values: Tensor) -> None:
     """Raise if a tensor holds NaN or infinity, saying how many and where the first one is."""
-    if values.is_cuda and _WAITING.checks is not None:
-        _WAITING.checks.append((field, values, values.sum()))
+    if can_wait(values):
+        check_later(values.sum(), functools.partial(require_finite, field, values))
         return
     # A finite sum proves finite entries and costs one reduction; only a suspicious sum pays for the
     # full look. A handful of numbers is read out faster than it is summed.
@@ -313,6 +333,14 @@ def require_positive(field: str, values: Tensor) -> None:
     if not (values > 0).all():
         least = values.min().item()
         raise NotPositiveDefiniteError(f"{field} must be > 0, got a smallest value of {least:g}")
+
+
+def require_least(least: Tensor, reason: str) -> None:
+    """Raise, for a reason, unless the least variance [] is > 0."""
+    if can_wait(least):
+        check_later(least.log(), functools.partial(require_least, least, reason))
+    elif not least.item() > 0:
+        raise NotPositiveDefiniteError(reason)
 
 
 def require_shape(field: str, values: Any, allowed: str, *shape: int | None) -> None:

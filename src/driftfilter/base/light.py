@@ -91,7 +91,7 @@ def join(*pieces: Vector | Sequence[Number], like: Vector) -> Vector:
 
 
 def _scalar(value: Number, like: Tensor) -> Tensor:
-    return value.to(like) if isinstance(value, Tensor) else like.new_tensor(value)
+    return value.to(like) if isinstance(value, Tensor) else like.new_full((), value)
 
 
 def count(labels: Vector, classes: int, like: Vector) -> Vector:

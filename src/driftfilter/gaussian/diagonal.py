@@ -13,6 +13,7 @@ from typing_extensions import Self
 from driftfilter.base.checks import (
     NotPositiveDefiniteError,
     require_floating,
+    require_least,
     require_positive,
     require_shape,
     unchecked,
@@ -68,10 +69,10 @@ class Diagonal(Covariance):
 
     def condition(self, factor: Tensor) -> Self:
         values = self.values / column_energy(factor).mul_(self.values).add_(1)
-        if not values.min().item() > 0:
-            raise NotPositiveDefiniteError(
-                "no posterior variance is left: the prior had none, or the curvature is too large"
-            )
+        require_least(
+            values.min(),
+            "no posterior variance is left: the prior had none, or the curvature is too large",
+        )
         return unchecked(Diagonal, values=values)
 
     def remove(self, factor: Tensor) -> Self:

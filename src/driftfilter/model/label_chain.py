@@ -119,7 +119,8 @@ class LabelChain(Checked):
             shares = shares.follow(probabilities, single, self.bias)
             smoothed = smoothed * shares.correct(self.skew)
             smoothed /= smoothed.sum(1, keepdims=True)
-        told = torch.from_numpy(np.log(np.maximum(smoothed, _TINY))).to(log_probabilities)
+        told = torch.from_numpy(np.log(np.maximum(smoothed, _TINY)))
+        told = told.to(log_probabilities, non_blocking=True)
         return told, self._pack(passes.filtered[-1], before[-1], shares)
 
     def _stickiness(self) -> Stickiness:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated, Literal, NamedTuple, final
 
 import torch
@@ -18,6 +19,8 @@ from driftfilter.base.checks import (
     Fraction,
     PositiveCount,
     Role,
+    can_wait,
+    check_later,
     register,
     require,
     require_finite,
@@ -269,20 +272,19 @@ class Gibbs(Checked):
 
     def weigh(
         self, logits: Tensor, start: Tensor | None, memory: Memory, batch: Batch
-    ) -> tuple[Tensor, int, Memory]:
-        """Weights [n] of samples from their logits [n, k], how many have one, and the weighting's
-        memory.
+    ) -> tuple[Tensor, int | Tensor, Memory]:
+        """Weights [n] of samples from their logits [n, k], how many have one (a tensor [] if a look
+        would stop a GPU's queue), and the weighting's memory.
         """
         if start is None and isinstance(self.weighting, Constant):  # nothing to look at
             return logits.new_full(logits.shape[:1], self.weighting.beta), logits.shape[0], memory
         start = logits.new_ones(logits.shape[0]) if start is None else start
         weighting = look_at(batch, self.weighting) if self.__dict__["_looks"] else self.weighting
         weights, memory = weighting(logits, start, memory)
-        if not (weights >= 0).all():
-            raise ValueError(
-                f"the weights of the samples must be >= 0, got {weights.min().item():g} from "
-                f"{self.weighting}"
-            )
+        if can_wait(weights):
+            check_later(weights.amin().sqrt(), partial(_require_weights, weights, self.weighting))
+            return weights, weights.count_nonzero(), memory
+        _require_weights(weights, self.weighting)
         return weights, int(weights.count_nonzero()), memory
 
     def coefficients(self, weights: Tensor, used: int | Tensor) -> Tensor:
@@ -301,6 +303,13 @@ class Gibbs(Checked):
         weights, used, _ = self.weigh(logits, (samples.weights > 0).to(logits.dtype), {}, batch)
         weights = weights * novelty
         return Samples(samples.targets, weights, self.coefficients(weights, used), used)
+
+
+def _require_weights(weights: Tensor, weighting: Weighting) -> None:
+    """Raise for a weight below 0."""
+    if not (weights >= 0).all():
+        least = weights.min().item()
+        raise ValueError(f"the weights of the samples must be >= 0, got {least:g} from {weighting}")
 
 
 def pull_back(model: PredictiveModel, theta: Tensor, inputs: Inputs) -> tuple[Tensor, Pullback]:
@@ -324,7 +333,7 @@ class Samples(NamedTuple):
     targets: Targets
     weights: Tensor  # [n], w_i
     coefficients: Tensor  # [n], w_i / n, or over another number of samples (see Gibbs)
-    used: int  # samples with a weight
+    used: int | Tensor  # samples with a weight, a number or a tensor []
 
 
 class Energy(NamedTuple):

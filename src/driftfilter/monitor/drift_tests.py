@@ -200,7 +200,7 @@ def doubt(window: Tensor, history: Tensor) -> Number:
     return clip(numbers(new[-2:-1] / new[-3] - old[-2:-1] / old[-3])[0], 0.0, math.inf)
 
 
-def count_lost(pairs: Tensor, classes: int) -> dict[str, Tensor]:
+def count_lost(pairs: Tensor, classes: int) -> dict[str, Number]:
     """What the labels a_i have lost in entropy against b_i, pairs [2, w], with -ln of its chance:
     scalars by name.
 
@@ -215,7 +215,7 @@ def count_lost(pairs: Tensor, classes: int) -> dict[str, Tensor]:
     terms = surprise[pairs[1]] - surprise[pairs[0]]
     total = terms.sum()
     return {
-        "pairs": total.new_tensor(pairs.shape[1]),
+        "pairs": pairs.shape[1],
         "lost": total / pairs.shape[1],
         "lost_tail": total.clamp_min(0).square() / (2 * terms.square().sum()).clamp_min(1e-30),
         "agreed": (pairs[0] == pairs[1]).double().mean(),

@@ -80,7 +80,9 @@ class Event:
 @final
 @dataclass(frozen=True, eq=False)
 class MonitorState:
-    """All that a monitor remembers; an immutable value. Summaries [k + 3]: see history."""
+    """All that a monitor remembers; an immutable value. Summaries [k + 3]: see history. Whatever is
+    counted lies on the CPU.
+    """
 
     batches: int = 0
     history: Tensor | None = None  # [k + 3], of batches taken for good
@@ -130,14 +132,12 @@ class MonitorState:
         return {name: getattr(self, name) for name in _OF_BELIEF}
 
     def move_to(self, mean: Tensor) -> Self:
-        """What is remembered, on the device of a mean; states in its dtype too."""
+        """States where a mean is, and in its dtype; what is counted, on the CPU."""
 
         def there(state: FilterState | None) -> FilterState | None:
             return None if state is None else map_tensors(state, lambda tensor: tensor.to(mean))
 
-        tensors: dict[str, Any] = {
-            name: tensor.to(mean.device) for name, tensor in self._tensors().items()
-        }
+        tensors: dict[str, Any] = {name: tensor.cpu() for name, tensor in self._tensors().items()}
         return replace(self, **tensors, good=there(self.good), newer=there(self.newer))
 
     def map_states(self, change: Callable[[FilterState], FilterState]) -> Self:

@@ -23,7 +23,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, final
+from typing import Any, Literal, NamedTuple, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
@@ -88,6 +88,14 @@ def ask_at_once(memory: Memory) -> Memory:
     known = memory[SHIFT].clone()
     known[2] = 0
     return {**memory, SHIFT: known}
+
+
+class _Looked(NamedTuple):
+    """A shift (``SHIFT``) and what decides the way of a batch, known to the host."""
+
+    shift: Tensor
+    is_known: bool  # whether a batch has been probed
+    place: int  # batches since then, -1 if no layer can tell
 
 
 @dataclass
@@ -158,6 +166,7 @@ class Network(PredictiveModel):
         self._stay: Tensor | float = 0.0  # how often a label is that of the sample before
         self._novelty: Tensor | float = 1.0
         self._shift: Tensor | None = None
+        self._latest: dict[str, _Looked] = {}  # the last shift that was looked at
         self._settled = False  # whether batch norms blend nothing with what is carried
         self._exact = False  # whether it has the derivative of its logits under Ema, too
         self.capturing: Literal["no", "yes", "if possible"] = "no"  # passes as CUDA graphs
@@ -241,7 +250,7 @@ class Network(PredictiveModel):
         trust = self._trust if found is None else self.statistics.trust(found, stay)
         other = self.carrying(memory[STATISTICS], trust, stay)
         asked = SHIFT in memory and self.statistics.shift > 0
-        return other.knowing(memory[SHIFT]) if asked else other
+        return other._knowing(self._look(memory[SHIFT])) if asked else other
 
     def carrying(
         self,
@@ -261,12 +270,22 @@ class Network(PredictiveModel):
         other._stay, other._novelty = stay, novelty
         return other
 
-    def knowing(self, shift: Tensor) -> Network:
+    def _look(self, shift: Tensor) -> _Looked:
+        """A shift with what the host must know of it; the one that the last batch left is known,
+        for a look stops a GPU's queue.
+        """
+        latest = self._latest.get(SHIFT)
+        if latest is None or latest.shift is not shift:
+            _, samples, count = shift.tolist()
+            latest = self._latest[SHIFT] = _Looked(shift, samples > 0, int(count))
+        return latest
+
+    def _knowing(self, looked: _Looked) -> Network:
         """The model that knows how far the stream is from the source (``SHIFT``)."""
         assert isinstance(self.statistics, Ema)
-        other = copy.copy(self)
-        other._shift = shift
-        if bool(shift[1] > 0):
+        other, shift = copy.copy(self), looked.shift
+        other._shift, self._latest[SHIFT] = shift, looked
+        if looked.is_known:
             other._novelty = novelty(shift[0] / shift[1], self.statistics.shift)
         return other
 
@@ -309,9 +328,11 @@ class Network(PredictiveModel):
         rule = self.statistics
         if not isinstance(rule, Ema) or rule.shift == 0 or not self._own().blending:
             return self
-        known = self._start.new_zeros(3) if self._shift is None else self._shift
+        looked = _Looked(self._start.new_zeros(3), False, 0)
+        if self._shift is not None:
+            looked = self._look(self._shift)
+        known, is_known, place = looked
         samples, (*sums, count) = total_samples(batch_size(inputs)), known.unbind()
-        place = int(count)
         if place < 0 or samples == 1:
             return self
         if place == 0:
@@ -326,13 +347,15 @@ class Network(PredictiveModel):
             shift = probe.answer(samples, diversity(gather_samples(logits)))
             fading = max(0.0, 1 - samples / _WINDOW)
             if shift is None:
-                return self.knowing(torch.stack((*sums, count - 1)))
+                return self._knowing(_Looked(torch.stack((*sums, count - 1)), is_known, -1))
             # Far is far: a source that overflows is, and one batch must not count for many.
             far = 2 * rule.shift
             shift = shift.nan_to_num(far, far).clamp_max(far)
             found = torch.stack((samples * shift, torch.full_like(shift, samples)))
-            sums = list(fading * known[:2] + found.to(known))
-        return self.knowing(torch.stack((*sums, torch.full_like(count, (place + 1) % _EVERY))))
+            sums, is_known = list(fading * known[:2] + found.to(known)), True
+        place = (place + 1) % _EVERY
+        now = torch.stack((*sums, torch.full_like(count, place)))
+        return self._knowing(_Looked(now, is_known, place))
 
     def carried(self) -> tuple[Tensor, ...] | None:
         """The statistics that the next batch is blended with, the trust in it [2], how often a
@@ -343,7 +366,9 @@ class Network(PredictiveModel):
             return None
         statistics = own.start() if self._carried is None else self._carried
         trust, stay = (
-            torch.as_tensor(value, dtype=torch.float32, device=statistics.device)
+            value.float()
+            if isinstance(value, Tensor)
+            else statistics.new_full((), value, dtype=torch.float32)
             for value in (self._trust, self._stay)
         )
         known = (self._novelty,) if isinstance(self._novelty, Tensor) else ()
