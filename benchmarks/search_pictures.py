@@ -10,13 +10,14 @@
 Nothing here sees the fifteen corruptions that are reported. A case is a preset, with fields of its
 recipe by their paths; `T=1.5` has the loss see its logits divided by so much. The model begins anew
 for each corruption, or goes through all of them, one after the other. Images, and so the classes of
-a batch, come in random order. Several workers share a GPU, which one alone leaves waiting for
-Python.
+a batch, come in random order; "sorted" are clean ones class by class. Several workers share a GPU,
+which one alone leaves waiting for Python.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import time
 import warnings
 from dataclasses import dataclass, replace
@@ -41,7 +42,8 @@ from driftfilter.recipe import change
 from figures import write
 
 Row = dict[str, Any]
-Streams = dict[str, list[Tensor]]  # batches of 8 bits by corruption
+Streams = dict[str, tuple[list[Tensor], Tensor]]  # batches of 8 bits, and labels, by corruption
+SORTED = "sorted"  # clean images, class by class
 CASES = ("source", "bn", "tent", "driftfilter", "driftfilter:statistics.late=1")
 
 
@@ -111,8 +113,8 @@ def judge(outputs: list[Tensor], labels: Tensor) -> Row:
     return {**row, "first": round(fmean(right[:5]), 4), "last": round(fmean(right[-5:]), 4)}
 
 
-def open_streams(arguments: argparse.Namespace) -> tuple[nn.Module, Streams, Tensor]:
-    """The network, batches under each corruption on its device, and labels."""
+def open_streams(arguments: argparse.Namespace) -> tuple[nn.Module, Streams]:
+    """The network, and batches under each corruption on its device, with labels."""
     device = torch.device(arguments.device)
     network = open_model(arguments.model)
     if arguments.data.suffix == ".npz":
@@ -125,22 +127,24 @@ def open_streams(arguments: argparse.Namespace) -> tuple[nn.Module, Streams, Ten
     streams: Streams = {}
     for text in arguments.shifts:
         name, _, severity = text.partition("=")
-        shift = CLEAN if name == "clean" else shift_of(name, int(severity or 5))
+        is_clean = name in (CLEAN.corruption, SORTED)
+        shift = CLEAN if is_clean else shift_of(name, int(severity or 5))
+        own = index[data.labels[index].argsort(stable=True)] if name == SORTED else index
         take = partial(data.take, shift, device=device)
-        streams[text] = [take(part) for part in index.split(arguments.batch)]
-    return network.module.to(device).eval(), streams, data.labels[index]
+        streams[text] = [take(part) for part in own.split(arguments.batch)], data.labels[own]
+    return network.module.to(device).eval(), streams
 
 
-def try_case(model: nn.Module, streams: Streams, labels: Tensor, case: str, protocol: str) -> Row:
+def try_case(model: nn.Module, streams: Streams, case: str, protocol: str) -> Row:
     """The row of a case: each corruption, and the mean of them all."""
     begun = time.perf_counter()
     if protocol == "reset":
-        outputs = {name: follow(model, case, batches) for name, batches in streams.items()}
+        outputs = {name: follow(model, case, batches) for name, (batches, _) in streams.items()}
     else:
-        every = follow(model, case, [batch for batches in streams.values() for batch in batches])
-        rest = iter(every)
-        outputs = {name: [next(rest) for _ in batches] for name, batches in streams.items()}
-    found = {name: judge(each, labels) for name, each in outputs.items()}
+        every = [batch for batches, _ in streams.values() for batch in batches]
+        rest = iter(follow(model, case, every))
+        outputs = {name: [next(rest) for _ in batches] for name, (batches, _) in streams.items()}
+    found = {name: judge(each, streams[name][1]) for name, each in outputs.items()}
     mean = {key: round(fmean(row[key] for row in found.values()), 4) for key in ("accuracy", "nll")}
     mean["ece"] = round(fmean(row["ece"] for row in found.values()), 4)
     seconds = round(time.perf_counter() - begun, 1)
@@ -152,12 +156,14 @@ def work(arguments: argparse.Namespace, jobs: Any, rows: Any) -> None:
     warnings.simplefilter("ignore")
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     torch.set_num_threads(1 if arguments.workers > 1 else torch.get_num_threads())
-    model, streams, labels = open_streams(arguments)
+    model, streams = open_streams(arguments)
     while (job := jobs.get()) is not None:
         try:
-            rows.put(try_case(model, streams, labels, *job))
+            rows.put(try_case(model, streams, *job))
         except Exception as error:
             rows.put({"case": job[0], "protocol": job[1], "error": repr(error)[:300]})
+        gc.collect()  # adapters, whose graphs and networks know each other
+        torch.cuda.empty_cache()
 
 
 def search(arguments: argparse.Namespace) -> list[Row]:
