@@ -82,19 +82,6 @@ def novelty(shift: Tensor, limit: float) -> Tensor:
     return (2 * (shift / limit - 1)).clamp(_LITTLE, 1)
 
 
-def doubt_of(logits: Tensor, diversity: Tensor) -> Tensor:
-    """u = (1 - mean of max p) / (1 + 2 (1 - D)²) of a source's logits [n, k] whose classes have
-    diversity D, a scalar []: how unsure it is, and less of a batch of few classes, which may be the
-    hard ones.
-    """
-    unsure = 1 - logits.float().softmax(-1).amax(-1).mean()
-    return unsure / _fewness(diversity.to(unsure))
-
-
-def _fewness(diversity: Tensor) -> Tensor:
-    return 1 + 2 * (1 - diversity).square()
-
-
 class Probe:
     """What the batch norms of a source network say of a batch."""
 
@@ -120,7 +107,7 @@ class Probe:
         found = means.max() - 1 / samples
         if self.reference is not None:
             found = (found - 1 / self.reference.to(found)) / (1 + _SOME / samples)
-        return found / _fewness(diversity.to(means))
+        return found / (1 + 2 * (1 - diversity.to(means)).square())
 
 
 Made = TypeVar("Made")

@@ -52,7 +52,7 @@ from driftfilter.networks.batch_norm import (
     diversity,
     require_statistics,
 )
-from driftfilter.networks.batch_trust import SHIFT, doubt_of, novelty
+from driftfilter.networks.batch_trust import SHIFT, novelty
 from driftfilter.networks.cuda_graphs import CapturedPullback, Captures, Question, key_of, possible
 from driftfilter.networks.features import catch_features, find_head, take_features
 from driftfilter.networks.layout import Layout
@@ -344,12 +344,7 @@ class Network(PredictiveModel):
                 own.holding(pieces) as module,
             ):
                 logits = self._classifying(self._ask(module, inputs))
-            logits = gather_samples(logits)
-            classes = diversity(logits)
-            shift = probe.answer(samples, classes)
-            if shift is not None and rule.doubt > 0:
-                unsure = doubt_of(logits, classes).to(shift)
-                shift = torch.maximum(shift, rule.shift / rule.doubt * unsure)
+            shift = probe.answer(samples, diversity(gather_samples(logits)))
             fading = max(0.0, 1 - samples / _WINDOW)
             if shift is None:
                 return self._knowing(_Looked(torch.stack((*sums, count - 1)), is_known, -1))

@@ -33,7 +33,6 @@ from driftfilter.recipe import Recipe
 from driftfilter.source.posterior import Gaussian
 
 Preset = TypeVar("Preset", bound=Callable[..., Recipe])
-_DOUBT = 0.07  # of a source at which a stream is no longer its own
 Norms: TypeAlias = Literal["batch", "measured", "aligned", "other", "none", "frozen"]
 
 
@@ -163,7 +162,6 @@ def driftfilter(  # what users may turn
             shift if by_batch else 0.0,
             late=0.3 if has_batch_norm else 1.0,
             baseline="data" if norms == "measured" else "running",
-            doubt=_DOUBT if norms == "batch" else 0.0,
         ),
         source=source,
         transition=Transition(MeanReversion(rho), Reset(None)),
