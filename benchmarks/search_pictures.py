@@ -156,10 +156,11 @@ def work(arguments: argparse.Namespace, jobs: Any, rows: Any) -> None:
     warnings.simplefilter("ignore")
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     torch.set_num_threads(1 if arguments.workers > 1 else torch.get_num_threads())
-    model, streams = open_streams(arguments)
+    opened: tuple[nn.Module, Streams] | None = None
     while (job := jobs.get()) is not None:
         try:
-            rows.put(try_case(model, streams, *job))
+            opened = opened or open_streams(arguments)
+            rows.put(try_case(*opened, *job))
         except Exception as error:
             rows.put({"case": job[0], "protocol": job[1], "error": repr(error)[:300]})
         gc.collect()  # adapters, whose graphs and networks know each other

@@ -697,9 +697,12 @@ def _movement(state: FilterState) -> Number:
 
 
 def _numbers(named: dict[str, Number]) -> dict[str, float]:
-    """Numbers by name; those in tensors are read together, for each look stops a GPU's queue."""
-    tensors = {name: value.double() for name, value in named.items() if isinstance(value, Tensor)}
-    read = torch.stack(list(tensors.values())).tolist() if tensors else []
-    return {name: float(value) for name, value in named.items() if name not in tensors} | dict(
-        zip(tensors, read, strict=True)
-    )
+    """Numbers by name. Those of one device are read together, for each look stops a GPU's queue."""
+    places: dict[torch.device, dict[str, Tensor]] = {}
+    for name, value in named.items():
+        if isinstance(value, Tensor):
+            places.setdefault(value.device, {})[name] = value.double()
+    read: dict[str, float] = {}
+    for there in places.values():
+        read.update(zip(there, torch.stack(list(there.values())).tolist(), strict=True))
+    return {name: read[name] if name in read else float(named[name]) for name in named}
