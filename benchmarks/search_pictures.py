@@ -1,4 +1,4 @@
-"""The default on pictures, with one number of its recipe changed at a time.
+"""Presets on pictures, with one number of a recipe changed at a time.
 
     python benchmarks/search_pictures.py --data ILSVRC2012_img_val_subset \
         --model resnet50_imagenet=WEIGHTS [--shifts speckle_noise gaussian_blur=3] \
@@ -7,17 +7,19 @@
     python benchmarks/search_pictures.py --data CIFAR10_TEST.npz --model wrn28_10=WEIGHTS \
         --batch 200 …
 
-Nothing here sees the fifteen corruptions that are reported. A case is a preset, with fields of its
-recipe by their paths; `T=1.5` has the loss see its logits divided by so much. The model begins anew
-for each corruption, or goes through all of them, one after the other. Images, and so the classes of
-a batch, come in random order; "sorted" are clean ones class by class. Several workers share a GPU,
-which one alone leaves waiting for Python.
+A search sees the four extra corruptions. `--shifts reported` are the fifteen that are reported,
+once all is chosen. A case is a preset, with fields of its recipe by their paths; `T=1.5` has the
+loss see its logits divided by so much. The model begins anew for each corruption, or goes through
+all of them, one after the other. Images, and so the classes of a batch, come in random order;
+"sorted" are clean ones class by class. There is no monitor unless `--watched`. Several workers
+share a GPU, which one alone leaves waiting for Python, and streams that one has made.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import tempfile
 import time
 import warnings
 from dataclasses import dataclass, replace
@@ -30,7 +32,7 @@ import torch
 from torch import Tensor, multiprocessing, nn
 
 import driftfilter as df
-from driftfilter.app.corruptions import EXTRA
+from driftfilter.app.corruptions import CORRUPTIONS, EXTRA
 from driftfilter.app.metrics import quality
 from driftfilter.app.networks.load_model import open_model
 from driftfilter.app.readers.stored import CLEAN, shift_of
@@ -44,6 +46,8 @@ from figures import write
 Row = dict[str, Any]
 Streams = dict[str, tuple[list[Tensor], Tensor]]  # batches of 8 bits, and labels, by corruption
 SORTED = "sorted"  # clean images, class by class
+REPORTED = "reported"  # the fifteen corruptions
+METRICS = ("accuracy", "nll", "brier", "ece")
 CASES = ("source", "bn", "tent", "driftfilter", "driftfilter:statistics.late=1")
 
 
@@ -91,20 +95,21 @@ def make_recipe(model: nn.Module, case: str) -> df.Recipe:
     return replace(recipe, observation=replace(recipe.observation, loss=tempered))
 
 
-def follow(model: nn.Module, case: str, batches: list[Tensor]) -> list[Tensor]:
+def follow(model: nn.Module, case: str, batches: list[Tensor], watched: bool) -> list[Tensor]:
     """Log-probabilities of each batch."""
     scaled = (batch.float() / 255 for batch in batches)
     if case == "source":
         with torch.no_grad():
             return [model(batch).float().log_softmax(-1) for batch in scaled]
-    adapter = df.adapt(model, make_recipe(model, case), speed="fast", monitor=None)
+    monitor = {} if watched else {"monitor": None}
+    adapter = df.adapt(model, make_recipe(model, case), speed="fast", **monitor)
     return [adapter(batch).float() for batch in scaled]
 
 
 def judge(outputs: list[Tensor], labels: Tensor) -> Row:
     """Quality of a stream, and the accuracy of its first five batches and of the last five."""
     found = quality(torch.cat(outputs).cpu(), labels)
-    row = {name: round(getattr(found, name), 4) for name in ("accuracy", "nll", "ece")}
+    row = {name: round(getattr(found, name), 4) for name in METRICS}
     sizes = [len(each) for each in outputs]
     right = [
         float((each.argmax(-1).cpu() == own).float().mean())
@@ -113,10 +118,9 @@ def judge(outputs: list[Tensor], labels: Tensor) -> Row:
     return {**row, "first": round(fmean(right[:5]), 4), "last": round(fmean(right[-5:]), 4)}
 
 
-def open_streams(arguments: argparse.Namespace) -> tuple[nn.Module, Streams]:
-    """The network, and batches under each corruption on its device, with labels."""
-    device = torch.device(arguments.device)
-    network = open_model(arguments.model)
+def make_streams(arguments: argparse.Namespace) -> Streams:
+    """Batches under each corruption on the device, with labels."""
+    device, network = torch.device(arguments.device), open_model(arguments.model)
     if arguments.data.suffix == ".npz":
         data: Any = open_domains(None, open_cifar10(arguments.data))
     else:
@@ -132,35 +136,37 @@ def open_streams(arguments: argparse.Namespace) -> tuple[nn.Module, Streams]:
         own = index[data.labels[index].argsort(stable=True)] if name == SORTED else index
         take = partial(data.take, shift, device=device)
         streams[text] = [take(part) for part in own.split(arguments.batch)], data.labels[own]
-    return network.module.to(device).eval(), streams
+    return streams
 
 
-def try_case(model: nn.Module, streams: Streams, case: str, protocol: str) -> Row:
+def try_case(model: nn.Module, streams: Streams, case: str, protocol: str, watched: bool) -> Row:
     """The row of a case: each corruption, and the mean of them all."""
     begun = time.perf_counter()
+    run = partial(follow, model, case, watched=watched)
     if protocol == "reset":
-        outputs = {name: follow(model, case, batches) for name, (batches, _) in streams.items()}
+        outputs = {name: run(batches) for name, (batches, _) in streams.items()}
     else:
         every = [batch for batches, _ in streams.values() for batch in batches]
-        rest = iter(follow(model, case, every))
+        rest = iter(run(every))
         outputs = {name: [next(rest) for _ in batches] for name, (batches, _) in streams.items()}
     found = {name: judge(each, streams[name][1]) for name, each in outputs.items()}
-    mean = {key: round(fmean(row[key] for row in found.values()), 4) for key in ("accuracy", "nll")}
-    mean["ece"] = round(fmean(row["ece"] for row in found.values()), 4)
+    mean = {key: round(fmean(row[key] for row in found.values()), 4) for key in METRICS}
     seconds = round(time.perf_counter() - begun, 1)
     return {"case": case, "protocol": protocol, "mean": mean, **found, "seconds": seconds}
 
 
-def work(arguments: argparse.Namespace, jobs: Any, rows: Any) -> None:
-    """Take cases until there are none."""
+def work(arguments: argparse.Namespace, kept: str, jobs: Any, rows: Any) -> None:
+    """Take cases until there are none, on streams that are kept in a file."""
     warnings.simplefilter("ignore")
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     torch.set_num_threads(1 if arguments.workers > 1 else torch.get_num_threads())
     opened: tuple[nn.Module, Streams] | None = None
     while (job := jobs.get()) is not None:
         try:
-            opened = opened or open_streams(arguments)
-            rows.put(try_case(*opened, *job))
+            if opened is None:
+                model = open_model(arguments.model).module.to(arguments.device).eval()
+                opened = model, torch.load(kept, map_location=arguments.device)
+            rows.put(try_case(*opened, *job, arguments.watched))
         except Exception as error:
             rows.put({"case": job[0], "protocol": job[1], "error": repr(error)[:300]})
         gc.collect()  # adapters, whose graphs and networks know each other
@@ -175,7 +181,10 @@ def search(arguments: argparse.Namespace) -> list[Row]:
     workers = min(arguments.workers, len(pairs))
     for job in [*pairs, *[None] * workers]:
         jobs.put(job)
-    arguments_of = (arguments, jobs, queue)
+    folder = tempfile.TemporaryDirectory()
+    kept = f"{folder.name}/streams.pt"
+    torch.save(make_streams(arguments), kept)
+    arguments_of = (arguments, kept, jobs, queue)
     processes = [context.Process(target=work, args=arguments_of) for _ in range(workers)]
     for process in processes:
         process.start()
@@ -188,6 +197,7 @@ def search(arguments: argparse.Namespace) -> list[Row]:
         write(arguments.json, describe(arguments, rows), device=arguments.device)
     for process in processes:
         process.join()
+    folder.cleanup()
     return rows
 
 
@@ -210,8 +220,12 @@ def main() -> None:
     parser.add_argument("--cases", nargs="*", default=list(CASES))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--watched", action="store_true", help="with the default's monitor")
     parser.add_argument("--json", type=Path)
-    search(parser.parse_args())
+    arguments = parser.parse_args()
+    if arguments.shifts == [REPORTED]:
+        arguments.shifts = list(CORRUPTIONS)
+    search(arguments)
 
 
 if __name__ == "__main__":

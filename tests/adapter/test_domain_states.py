@@ -111,6 +111,24 @@ def test_a_new_domain_begins_with_a_belief_and_statistics_of_the_source() -> Non
     assert_same(one.state.memory[STATISTICS][:4], fresh.state.memory[STATISTICS][:4])
 
 
+def test_a_new_domain_forgets_what_a_classifier_has_predicted_elsewhere() -> None:
+    """A classifier that prefers other classes in the dark sees no runs of them: the chain of labels
+    begins anew there, and then knows what it is told. In several domains at once it goes on.
+    """
+    chain = df.LabelChain()
+    chained, plain = adapter("center", labels=chain), adapter("center")
+    known = None
+    for number, (_, batch) in enumerate(visits()):
+        if number in (2, 4, 6, 8):  # the first batch of a visit
+            known = None
+        told, known = chain(plain(batch), known)
+        torch.testing.assert_close(chained(batch), told, rtol=1e-5, atol=1e-6)
+    mixed = torch.cat([images(domain, 100, seed=7) for domain in ("smooth", "noise", "dark")])
+    for batch in (mixed, images("dark", 60, seed=8)):
+        told, known = chain(plain(batch), known)
+        torch.testing.assert_close(chained(batch), told, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("size", [100, 24])
 @pytest.mark.parametrize("preset", ["driftfilter", "tent", "center"])
 def test_saved_and_resumed_bit_for_bit(preset: str, size: int) -> None:

@@ -14,7 +14,7 @@ import driftfilter as df
 from driftfilter.base.randomness import Purpose, Randomness
 from driftfilter.gaussian.covariance import antithetic
 from driftfilter.inference.curvature import Clip
-from driftfilter.inference.linearized import Inference, newton_step, take_expectation
+from driftfilter.inference.linearized import Bounds, Inference, newton_step, take_expectation
 from driftfilter.model.observation import Energy
 from driftfilter.model.predictive import LogitFunction, PredictiveModel, lift
 from small import assert_same, moments, normal, refuses
@@ -272,36 +272,56 @@ def test_a_radius_shortens_the_step_in_the_metric_of_the_whole_curvature(
     )
 
 
-@pytest.mark.parametrize("structure", STRUCTURES)
-@pytest.mark.parametrize(
-    ("scale", "reach"), [(1.0, 2.5), (1.0, 1e9), (3.0, 1e9), (30.0, 1e9), (1.0, 1.0)]
-)
-@pytest.mark.parametrize("radius", [0.0, 0.1])
-def test_a_reach_lengthens_steps_that_hardly_move_the_logits(
-    structure: str, scale: float, reach: float, radius: float
+@pytest.mark.parametrize(("reference", "share"), [(0, 1.0), (2, 1.0), (8, None)])
+def test_a_radius_is_smaller_for_samples_that_tell_less(
+    reference: int, share: float | None
 ) -> None:
-    """By 15 σ² / v, at least 1 and at most the reach; then comes the radius. v is the prior
-    variance of the logits along the loss, here from the whole J Σ Jᵀ, and σ² that of the logits
-    over classes.
+    """r (n/N)^1.5 for n < N: the root mean square change of a sample's loss is then at most r n / N
+    over the root of the weight.
+    """
+    p, radius = PROBLEMS["2d"], 1e-3
+    n = len(p.inputs)
+    share = n / reference if share is None else share
+    observation = df.Gibbs(df.PseudoLabel(), df.Constant(BETA), reference=reference)
+    rule = df.Linearized(df.EmpiricalFisher(centered=False), radius)
+    filt = df.Filter(df.LinearHead(p.classes), observation=observation, inference=rule)
+    state = filt.init(df.Belief(p.mean, df.Full(p.matrix)))
+    moved = filt.step(state, p.inputs)[0].belief.mean - p.mean
+    logits = p.logits(p.mean[None])[0]
+    gradient, _ = derivatives(cross_entropy, logits, hard_labels(logits))
+    slopes = torch.einsum("nk,nkd->nd", gradient, p.jacobian())
+    change = (slopes @ moved).square().mean().sqrt().item()
+    assert change == pytest.approx(radius * share / BETA**0.5, rel=1e-6)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize(("stride", "reach"), [(0.3, 2.5), (0.3, 1e9), (1.0, 1e9), (0.001, 1e9)])
+@pytest.mark.parametrize("reference", [0, 12])
+@pytest.mark.parametrize("radius", [0.0, 0.1])
+def test_a_reach_lengthens_steps_that_hardly_change_the_parameters(
+    structure: str, stride: float, reach: float, reference: int, radius: float
+) -> None:
+    """To a share of the size of the parameters, by the reach at most and less for few samples; then
+    comes the radius.
     """
     p = PROBLEMS["2d"]
-    p = p._replace(matrix=scale * p.matrix)
+    n = len(p.inputs)
     logits, J = p.logits(p.mean[None])[0], p.jacobian()
     gradient, hessian = derivatives(cross_entropy, logits, hard_labels(logits))
-    u = BETA / len(p.inputs) * gradient
-    prior = STRUCTURES[structure](p.matrix).dense()
-    spreads = torch.einsum("nkd,de,nle->nkl", J, prior, J)
-    v = torch.einsum("nk,nkl,nl->", u, spreads, u) / (u**2).sum()
-    longer = 15 * logits.var(1, correction=0).mean() / v
-    assert 3.5 < longer * scale < 5
-    longer = longer.clamp(1, reach)
-    H = BETA / len(p.inputs) * torch.einsum("nkd,nkl,nle->de", J, hessian, J)
-    mean, covariance = updated(p, torch.einsum("nk,nkd->d", u, J), H, structure)
-    step = longer * (mean - p.mean)
+    scale, share = BETA / max(n, reference), min(1, n / max(reference, 1))
+    H = scale * torch.einsum("nkd,nkl,nle->de", J, hessian, J)
+    g = scale * torch.einsum("nk,nkd->d", gradient, J)
+    mean, covariance = updated(p, g, H, structure)
+    step = mean - p.mean
+    longer = stride * share * (p.mean @ p.mean).sqrt() / (step @ step).sqrt()
+    step = step * min(max(1.0, longer.item()), reach)
     if radius:
-        step = step * min(1.0, radius / (step @ H @ step).sqrt().item())
-    rule = df.Linearized(df.Hessian(), radius, reach)
-    posterior = infer(rule, p, df.PseudoLabel(), structure)
+        step = step * min(1.0, radius * share**1.5 / (step @ H @ step).sqrt().item())
+    prior = df.Belief(p.mean, STRUCTURES[structure](p.matrix))
+    observation = df.Gibbs(df.PseudoLabel(), df.Constant(BETA), reference=reference)
+    rule = df.Linearized(df.Hessian(), radius, reach, stride)
+    there, _ = observation(df.LinearHead(p.classes), prior.mean, p.inputs, {}, RANDOMNESS)
+    posterior, _ = rule(prior, there, {}, RANDOMNESS)
     assert_belief(posterior, p.mean + step, covariance, atol=1e-10)
 
 
@@ -309,14 +329,14 @@ def test_a_reach_of_one_is_the_newton_step_bit_for_bit() -> None:
     p, curvature = PROBLEMS["2d"], df.EmpiricalFisher()
     prior = df.Belief(p.mean, df.Full(p.matrix))
     there = energy(df.LinearHead(2), df.Entropy(), prior.mean, p.inputs)
-    plain = newton_step(prior, *curvature(there.at(prior.mean)), 0.2)
+    plain = newton_step(prior, *curvature(there.at(prior.mean)), Bounds(0.2))
     posterior, _ = df.Linearized(curvature, 0.2, 1.0)(prior, there, {}, RANDOMNESS)
     assert_same(moments(posterior), moments(plain))
-    longer, _ = df.Linearized(curvature, 0.0, 4.0)(prior, there, {}, RANDOMNESS)
+    longer, _ = df.Linearized(curvature, 0.0, 4.0, 1.0)(prior, there, {}, RANDOMNESS)
     assert not torch.equal(longer.mean, newton_step(prior, *curvature(there.at(prior.mean))).mean)
 
 
-def test_a_reach_over_logits_all_alike_or_a_point_mass_stays_finite() -> None:
+def test_a_reach_from_nothing_or_with_a_point_mass_stays_finite() -> None:
     p = PROBLEMS["2d"]
     for q in (p._replace(mean=0 * p.mean), p._replace(matrix=1e-200 * p.matrix)):
         posterior = infer(df.Linearized(df.NoCurvature(), 0.0, 4.0), q, df.Entropy())

@@ -110,6 +110,11 @@ class DomainMemory(NamedTuple):
         shares = dict(zip(division.known.names[places].tolist(), counts.tolist(), strict=True))
         return DomainMemory(division.known, tuple(slots), active, shares, frozenset(self.shares))
 
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether no domain of the last batch was there in the batch before."""
+        return bool(self.before) and self.before.isdisjoint(self.shares)
+
     def returns(self, place: int) -> bool:
         """Whether a domain was not there in the batch before."""
         return int(self.known.names[place]) not in self.before

@@ -184,14 +184,20 @@ class AdapterState(NamedTuple):
         return self._replace(recent=there(self.recent), domains=domains)
 
     def divide(self, rule: Domains, signatures: Tensor) -> tuple[Self, list[Group]]:
-        """A batch with signatures [n, D] by its domains, each to be entered."""
+        """A batch with signatures [n, D] by its domains, each to be entered.
+
+        If it is of other domains than the batch before, what the chain of labels knows is
+        forgotten: a classifier that begins to prefer some classes looks like one that sees runs
+        of them, unless what it has predicted so far is of the same domain.
+        """
         before = self.domains or DomainMemory(rule.start(signatures.shape[1]), (Slot(),))
         if before.known.means.shape[1] != signatures.shape[1]:
             return self, [Group(before.active)]
         division = rule.divide(signatures, before.known, smooth)
         assert self.bound is not None
         domains = before._replace(slots=self._keep(before)).follow(division, self.bound.start)
-        return self._replace(domains=domains), group(division.owners)
+        labels = None if domains.is_elsewhere else self.labels
+        return self._replace(domains=domains, labels=labels), group(division.owners)
 
     def count_domains(self, before: Self) -> Mapping[int, int]:
         """Samples of each domain in the batch after another state, by name; none if it was not

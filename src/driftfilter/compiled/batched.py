@@ -16,8 +16,9 @@ from driftfilter.filtering import Filter
 from driftfilter.gaussian.belief import Belief
 from driftfilter.gaussian.diagonal import Diagonal
 from driftfilter.gaussian.full import Full
-from driftfilter.inference.linearized import newton_step
+from driftfilter.inference.linearized import Bounds, newton_step
 from driftfilter.inference.prediction import Query
+from driftfilter.model.closed_forms import trust_radius
 from driftfilter.model.losses import Loss
 from driftfilter.model.observation import Samples, evaluate
 from driftfilter.model.predictive import PredictiveModel
@@ -34,6 +35,7 @@ def step_batched(
     """
     structure = Full if values.dim() == 3 else Diagonal
     radius: float = filt.inference.radius  # type: ignore[attr-defined]
+    bounds = Bounds(trust_radius(radius, x.shape[1], filt.observation.reference))
     look, predict = _energy(filt, transition, structure), _prediction(filt, structure)
     mean, values, logits, gradient, factor = torch.func.vmap(look)(mean, values, x)
     good = torch.isfinite(logits.sum((1, 2)))  # a finite sum proves it, at the cost of one pass
@@ -43,12 +45,12 @@ def step_batched(
             f"streams, the first at place {int(good.int().argmin())}"
         )
     try:
-        posterior = newton_step(_belief(structure, mean, values), gradient, factor, radius)
+        posterior = newton_step(_belief(structure, mean, values), gradient, factor, bounds)
     except (NotFiniteError, NotPositiveDefiniteError):
         for place in range(len(mean)):
             prior = _belief(structure, mean[place], values[place])
             try:
-                newton_step(prior, gradient[place], factor[place], radius)
+                newton_step(prior, gradient[place], factor[place], bounds)
             except (NotFiniteError, NotPositiveDefiniteError) as error:
                 raise type(error)(f"{error}; in the stream at place {place}") from error
         raise

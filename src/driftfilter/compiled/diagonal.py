@@ -245,7 +245,7 @@ def _move(
             for j in range(width):
                 moved += X[start + q // own, j] * vectors[STEP, q % own * width + j]
             Q[2, 0, q] = moved
-        share = vectors.dtype.type(step_length(rules.radius, R, m, n * own, Q))
+        share = vectors.dtype.type(step_length(rules, n, R, m, n * own, Q))
     for j in range(d):
         vectors[AFTER, j] = vectors[PRIOR, j] - share * vectors[STEP, j]
         total += abs(vectors[AFTER, j])

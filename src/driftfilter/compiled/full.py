@@ -220,7 +220,7 @@ def _move(
             for j in range(d):
                 value += Z[q, j] * vectors[STEP, j]
             Q[2, 0, q] = value
-        share = step_length(rules.radius, R, m, n * own, Q)
+        share = step_length(rules, n, R, m, n * own, Q)
     for j in range(d):
         vectors[AFTER, j] = vectors[PRIOR, j] - share * vectors[STEP, j]
         total += abs(vectors[AFTER, j])

@@ -35,6 +35,7 @@ _generalized = compile_rule(closed_forms.generalized_cross_entropy, exp=exp)
 _ratio = compile_rule(closed_forms.bounded_likelihood_ratio, log=log)
 _certainty, _gate = compile_rule(closed_forms.certainty), compile_rule(closed_forms.gate, exp=exp)
 _kappa = compile_rule(closed_forms.kappa)
+_trust_radius = compile_rule(closed_forms.trust_radius)
 
 BLOCK = 64
 Pair: TypeAlias = tuple[float, float]
@@ -202,9 +203,10 @@ def settle(
         w[VARIANCE + i] = spread * inverse if rules.posterior else spread
         w[BEND + i] = math.sqrt(h) * spread if rules.radius > 0 else 0.0
     if rules.radius > 0:
+        radius = _trust_radius(rules.radius, 1, rules.reference)
         for i in range(n):  # √h Δf is no longer than the radius
             length = abs(w[STEP + i]) * w[BEND + i]
-            w[STEP + i] *= rules.radius / length if length > rules.radius else 1.0
+            w[STEP + i] *= radius / length if length > radius else 1.0
 
 
 @part

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from driftfilter.compiled.rules import U, columns, part
+from driftfilter.compiled.rules import U, columns, compile_rule, part
 from driftfilter.compiled.terms import (
     CENTERED_FISHER,
     DRIFT,
@@ -20,6 +20,9 @@ from driftfilter.compiled.terms import (
     Numbers,
     Rules,
 )
+from driftfilter.model import closed_forms
+
+_trust_radius = compile_rule(closed_forms.trust_radius)
 
 
 class Workspace(NamedTuple):
@@ -141,9 +144,9 @@ def fill_columns(
 
 
 @part
-def step_length(radius: float, R: Floats, m: int, p: int, Q: Floats) -> float:
-    """How much of a step is taken: min(1, radius / abs(F Δ)), for B Δ in Q[2, 0] [p]."""
-    total = 0.0
+def step_length(rules: Rules, n: int, R: Floats, m: int, p: int, Q: Floats) -> float:
+    """How much of a step on n samples is taken: min(1, radius / abs(F Δ)); Q[2, 0] [p] is B Δ."""
+    total, radius = 0.0, _trust_radius(rules.radius, n, rules.reference)
     for r in range(m):
         value = 0.0
         for q in range(p):

@@ -93,3 +93,8 @@ def kappa(variance: Tensor) -> Tensor:
 def variance_at(temperature: float) -> float:
     """v = 4 (T² - 1) / π of Gaussian logits that come to this temperature."""
     return 4 / pi * max(temperature**2 - 1, 0.0)
+
+
+def trust_radius(radius: float, samples: int, reference: int) -> float:
+    """r (n / N)^1.5 for n < N: the radius of a trust region, for samples that tell as much less."""
+    return float(radius * min(1.0, samples / max(reference, 1)) ** 1.5)

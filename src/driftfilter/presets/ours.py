@@ -33,6 +33,8 @@ from driftfilter.recipe import Recipe
 from driftfilter.source.posterior import Gaussian
 
 Preset = TypeVar("Preset", bound=Callable[..., Recipe])
+_RADIUS = 0.5  # of a step on 200 samples without batch norm
+_REACH = 30.0  # with batch norm
 Norms: TypeAlias = Literal["batch", "measured", "aligned", "other", "none", "frozen"]
 
 
@@ -86,8 +88,8 @@ def driftfilter(  # what users may turn
     rho: float = 0.995,
     ceiling: float = 0.9999,
     balance: float = 0.5,
-    radius: float = 6.0,
-    reach: float = 1.0,
+    radius: float | None = None,
+    reach: float | None = None,
     temperature: float | None = None,
     momentum: float = 0.5,
     diversity: float = 4.0,
@@ -128,9 +130,10 @@ def driftfilter(  # what users may turn
     ``shift`` is 0.45 with batch norm alone, whose running statistics are those of training, 0.05
     with batch norm if source data say what is normal, and 0.1 with statistics of source data behind
     the norms. ``variance`` is 0.1 with these and 0.005 for the last layer.
-    With "other" norms it is 2, and relative to the size of each layer's parameters, and the whole
-    Fisher matrix of the batch says how far a step goes: one variance then serves transformers,
-    residual and small networks alike.
+    With "other" norms it is 2, and relative to the size of each layer's parameters, so that one
+    variance serves transformers, residual and small networks alike. ``radius`` is 6, and 0.5 with
+    "other" norms. ``reach`` is 30 with batch norm, and 1 elsewhere: networks whose parameters a
+    step hardly changes, such as those for a thousand classes, take longer ones (``Linearized``).
     All was chosen on clean images, speckle noise, blur, saturation and spatter, but for what two
     classes do, when offsets count and the prior of other norms: there streams of natural shift and
     digits had been seen (docs/lab/natural.md).
@@ -149,9 +152,13 @@ def driftfilter(  # what users may turn
     by_others = norms == "other"
     if variance is None:
         variance = 0.1 if by_batch else {"other": 2.0, "none": 0.005}[norms]
+    if radius is None:
+        radius = _RADIUS if by_others else 6.0
     source = Gaussian(variance, taper=0.0 if norms == "none" else taper)
     if by_others:
-        source = replace(source, structure="low_rank", rank=256, relative=True)
+        source = replace(source, relative=True)
+    if reach is None:
+        reach = _REACH if has_batch_norm else 1.0
     return Recipe(
         parameters=Head() if norms == "none" else NormAffine(),
         statistics="source"
@@ -172,7 +179,8 @@ def driftfilter(  # what users may turn
         ),
         inference=Linearized(EmpiricalFisher(centered=False), radius, reach),
         prediction=Moderated(
-            scale=0.02 if norms == "aligned" else 0.01, variance=0.06 if by_others else None
+            scale=0.02 if norms == "aligned" else 0.01,
+            variance=0.06 if by_others else None,
         )
         if temperature is None
         else Tempered(temperature),
