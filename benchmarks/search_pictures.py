@@ -101,8 +101,9 @@ def follow(model: nn.Module, case: str, batches: list[Tensor], watched: bool) ->
     if case == "source":
         with torch.no_grad():
             return [model(batch).float().log_softmax(-1) for batch in scaled]
-    monitor = {} if watched else {"monitor": None}
-    adapter = df.adapt(model, make_recipe(model, case), speed="fast", **monitor)
+    options: dict[str, Any] = {} if watched else {"monitor": None}
+    recipe = make_recipe(model, case) if ":" in case else case
+    adapter = df.adapt(model, recipe, speed="fast", **options)
     return [adapter(batch).float() for batch in scaled]
 
 
@@ -166,7 +167,9 @@ def work(arguments: argparse.Namespace, kept: str, jobs: Any, rows: Any) -> None
             if opened is None:
                 model = open_model(arguments.model).module.to(arguments.device).eval()
                 opened = model, torch.load(kept, map_location=arguments.device)
-            rows.put(try_case(*opened, *job, arguments.watched))
+            model, streams = opened
+            case, protocol = job
+            rows.put(try_case(model, streams, case, protocol, arguments.watched))
         except Exception as error:
             rows.put({"case": job[0], "protocol": job[1], "error": repr(error)[:300]})
         gc.collect()  # adapters, whose graphs and networks know each other

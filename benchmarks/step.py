@@ -1,7 +1,7 @@
 """One adaptation step on a network beside a minimal hand-written TENT step; ratios from one run.
 
     python benchmarks/step.py [--model resnet20] [--weights FILE] [--batch 200] [--device cpu] \
-        [--rounds 9] [--cases PATTERN] [--json FILE]
+        [--rounds 9] [--cases PATTERN] [--memory PATTERN] [--json FILE]
 
 The hand-written step is forward, entropy, backward and torch's Adam on the norm parameters, nothing
 else; "forward alone" and "forward and backward alone" are the floor. Every case adapts to the same
@@ -228,6 +228,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--cases", default="", help="a pattern of cases beside the first (all)")
+    parser.add_argument("--memory", default="", help="a pattern of cases whose memory counts (all)")
     parser.add_argument("--only", help="run one case, and print the memory that it took on the GPU")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     arguments = parser.parse_args()
@@ -260,8 +261,9 @@ def main() -> None:
     means = {name: statistics.fmean(values) for name, values in times.items()}
     peaks: dict[str, float] = {}
     if arguments.device == "cuda":
+        counted = [name for name in cases if re.search(arguments.memory, name)]
         with ThreadPoolExecutor(5) as pool:
-            peaks = dict(zip(cases, pool.map(peak, cases), strict=True))
+            peaks = dict(zip(counted, pool.map(peak, counted), strict=True))
     base = medians[BASE]
     where = (
         torch.cuda.get_device_name()
@@ -277,7 +279,8 @@ def main() -> None:
         + (f"{'peak MiB':>10}{'ratio':>8}" if peaks else "")
     )
     for name, median in medians.items():
-        memory = f"{peaks[name]:>10.0f}{peaks[name] / peaks[BASE]:>8.2f}" if peaks else ""
+        known = name in peaks and BASE in peaks
+        memory = f"{peaks[name]:>10.0f}{peaks[name] / peaks[BASE]:>8.2f}" if known else ""
         print(f"{name:<46}{median:>9.1f}{median / base:>8.2f}{means[name]:>9.1f}{memory}")
     figures = {
         "model": arguments.model,
