@@ -78,6 +78,28 @@ def test_no_sentence_is_long(name: str) -> None:
     assert len(longest.split()) <= 2 * WORDS, longest
 
 
+MEASURED = re.compile(r"(?<![\w.])\.\d{2,3}\b|\d (?:ms|µs|points)\b")
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [("from .558 to", 1), ("gains 1.8 points", 1), ("takes 12 ms", 1), ("Python 3.10, `a.12`", 0)],
+)
+def test_measured_figures_are_noticed(text: str, found: int) -> None:
+    assert len(MEASURED.findall(" ".join(prose(text)))) == found
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["index.md", *(page for part in ("Start", "Concepts", "Guides") for page in section(part))],
+)
+def test_measured_figures_stand_on_pages_made_from_results(name: str) -> None:
+    """By benchmarks/page.py: Benchmarks, Choosing and the laboratory."""
+    text = written(name)
+    rows = re.findall(r"^\|.*$", text, flags=re.MULTILINE)
+    assert [each for each in [*prose(text), *rows] if MEASURED.search(each)] == []
+
+
 def to_be_read() -> list[str]:
     pages = {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
     return sorted(pages - set(section("Laboratory")))
