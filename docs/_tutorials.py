@@ -131,5 +131,8 @@ def on_files(files: Any, *, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Links of other pages to a tutorial, which is a script in the repository."""
-    return re.sub(r"(\]\((?:\.\./)*tutorials/\w+)\.py\)", r"\1.md)", markdown)
+    """Links of other pages to a tutorial, which is a script in the repository; and no line of a
+    table ends at a ±.
+    """
+    linked = re.sub(r"(\]\((?:\.\./)*tutorials/\w+)\.py\)", r"\1.md)", markdown)
+    return re.sub(r"^\|.*$", lambda row: row[0].replace(" ± ", "\u00a0±\u00a0"), linked, flags=re.M)

@@ -88,7 +88,7 @@ def test_demo_says_what_was_measured_whatever_that_is(ours: float, said: str) ->
         return {"settings": settings, "result": {"mean": {"accuracy": accuracy, "ece": 0.1}}}
 
     documents = [document("source", 0.5), document("driftfilter", ours)]
-    assert f"driftfilter is right {said} often" in "\n".join(describe_images(documents))
+    assert f" of the time, {said} than the frozen network." in "\n".join(describe_images(documents))
 
 
 SMALL = [

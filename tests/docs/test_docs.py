@@ -153,7 +153,8 @@ def anchors(page: Path) -> set[str]:
 
 
 def test_links_between_pages_exist() -> None:
-    for page in [*PAGES, *sorted((ROOT / "docs" / "tutorials").glob("*.py"))]:
+    others = [ROOT / "CHANGELOG.md", ROOT / "samples" / "README.md"]
+    for page in [*PAGES, *others, *sorted((ROOT / "docs" / "tutorials").glob("*.py"))]:
         text = page.read_text()
         if page.suffix == ".py":  # a tutorial: its cells of text
             text = "".join(re.findall(r'^"""\n(.*?)"""', text, re.DOTALL | re.MULTILINE))

@@ -26,6 +26,7 @@ def section(title: str) -> list[str]:
 
 def prose(text: str) -> list[str]:
     """Paragraphs and items of lists, without code, tables, headings and targets of links."""
+    text = re.sub(r"\A---\n.*?^---$", "", text, flags=re.DOTALL | re.MULTILINE)  # for the theme
     text = re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
     text = re.sub(r"^(#|\||!\[|    \S).*$", "", text, flags=re.MULTILINE)
     text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text)
@@ -54,18 +55,49 @@ def written(name: str) -> str:
     return "\n\n".join(re.findall(r'^# %% \[markdown\]\n"""\n(.*?)"""', script, re.S | re.M))
 
 
-@pytest.mark.parametrize(
-    "name", section("Start") + section("Tutorials") + section("Concepts") + section("Guides")
-)
+PLAIN = [
+    "../README.md",
+    "index.md",
+    *(
+        page
+        for part in ("Start", "Tutorials", "Concepts", "Guides", "Choosing")
+        for page in section(part)
+    ),
+]
+
+
+@pytest.mark.parametrize("name", PLAIN)
 def test_sentences_are_short(name: str) -> None:
     lengths = [len(each.split()) for each in sentences(written(name))]
     assert fmean(lengths) < WORDS
 
 
-@pytest.mark.parametrize("name", section("Start") + section("Tutorials") + section("Concepts"))
+@pytest.mark.parametrize("name", PLAIN)
 def test_no_sentence_is_long(name: str) -> None:
     longest = max(sentences(written(name)), key=lambda each: len(each.split()))
     assert len(longest.split()) <= 2 * WORDS, longest
+
+
+MEASURED = re.compile(r"(?<![\w.])\.\d{2,3}\b|\d (?:ms|µs|points)\b")
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [("from .558 to", 1), ("gains 1.8 points", 1), ("takes 12 ms", 1), ("Python 3.10, `a.12`", 0)],
+)
+def test_measured_figures_are_noticed(text: str, found: int) -> None:
+    assert len(MEASURED.findall(" ".join(prose(text)))) == found
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["index.md", *(page for part in ("Start", "Concepts", "Guides") for page in section(part))],
+)
+def test_measured_figures_stand_on_pages_made_from_results(name: str) -> None:
+    """By benchmarks/page.py: Benchmarks, Choosing and the laboratory."""
+    text = written(name)
+    rows = re.findall(r"^\|.*$", text, flags=re.MULTILINE)
+    assert [each for each in [*prose(text), *rows] if MEASURED.search(each)] == []
 
 
 def to_be_read() -> list[str]:

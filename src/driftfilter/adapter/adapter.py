@@ -115,28 +115,36 @@ def adapt(  # noqa: PLR0913  # what editors complete
 ) -> Adapter:
     """A module that takes the place of ``model`` and adapts to the unlabeled inputs it sees.
 
-    ``model`` may be a pipeline of transformers that classifies texts or images: its model is
-    adapted, and ``adapter.pipeline`` is called as the pipeline was.
-
-    ``recipe`` is the name of a preset or a Recipe. Options of the adapter: ``data`` (source inputs,
-    with labels or without, for recipes with a source posterior, a loss that needs them or aligned
-    norms), ``output`` (picks the logits out of what the model returns), ``observed`` (picks what
-    the loss sees, if that is something else), ``seed``, ``update_every``, ``window``, ``monitor``
-    (a Monitor, or None for no alarms; without it Gaussian filters are guarded, and published
-    methods are left as their authors wrote them: their alarms are recorded) and ``callbacks``
-    (called after every step). ``speed``: "exact" does all that changes no result beyond rounding,
-    "fast" also runs the model in bfloat16 where the device computes in it; ``print(adapter)`` says
-    what is on. Single measures, which are decided by ``speed`` unless they are given: ``autocast``
-    (a dtype: the precision of the model's own operations), ``channels_last`` (for images, with a
-    copy of convolution weights in that layout) and ``cuda_graphs`` (on a GPU, passes over batches
-    of a shape seen before are one launch each: for models without steps on the CPU; without a GPU
-    nothing). ``distributed`` (True, or a process group): every process gets a shard of each batch,
-    and all hold the same belief. Any
-    other option is one of the preset's, such as ``lr``, or a field of the recipe, such as
-    ``source=df.Given(belief)`` for a posterior of your own.
-
     The default reads the order of samples: if neighbours share labels, what ``adapter(x)`` says of
     a sample depends on those before it and on the rest of its batch. ``labels=None`` turns it off.
+
+    Args:
+        model: a torch module that gives class logits, or a pipeline of transformers that classifies
+            texts or images. Of a pipeline the model is adapted, and ``adapter.pipeline`` is called
+            as the pipeline was.
+        recipe: the name of a preset, or a Recipe.
+        data: source inputs, with labels or without, for a source posterior, a loss that needs them
+            or aligned norms.
+        output: picks the logits out of what the model returns.
+        observed: picks what the loss sees, if that is something else.
+        seed: of all that is drawn at random.
+        update_every: predict every batch at once, and adapt on every m-th one to all samples since
+            the last time.
+        window: adapt to the last so many samples, for streams of single samples.
+        monitor: a Monitor, or None for no alarms. By default Gaussian filters are guarded, and
+            published methods are left as their authors wrote them: their alarms are recorded.
+        callbacks: told after every step.
+        speed: "exact" does all that changes no result beyond rounding. "fast" also runs the model
+            in bfloat16 if the device computes in it. ``print(adapter)`` says what is on.
+        autocast: a dtype, the precision of the model's own operations. This and the next two
+            follow ``speed`` unless they are given.
+        channels_last: images in that layout, with a copy of convolution weights.
+        cuda_graphs: passes over batches of a shape seen before are one launch each. For models
+            without steps on the CPU; without a GPU nothing.
+        distributed: True, or a process group: every process gets a shard of each batch, and all
+            hold the same belief.
+        options: those of the preset, such as ``lr``, or fields of the recipe, such as
+            ``source=df.Given(belief)`` for a posterior of your own.
 
     >>> import torch, driftfilter as df
     >>> from torch import nn

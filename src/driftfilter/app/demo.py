@@ -92,7 +92,7 @@ def _compare(means: Mapping[str, Mapping[str, float]]) -> str:
     frozen, ours = means["source"], means["driftfilter"]
     points = 100 * (ours["accuracy"] - frozen["accuracy"])
     return (
-        f"driftfilter is right {abs(points):.1f} points {'more' if points >= 0 else 'less'} often "
-        f"than the frozen network. Its confidence is off by\n   {_percent(ours['ece'])}, where the "
-        f"frozen network's is off by {_percent(frozen['ece'])}."
+        f"driftfilter is right {_percent(ours['accuracy'])} of the time, {abs(points):.1f} points "
+        f"{'more' if points >= 0 else 'less'} than the frozen network.\n   Its confidence is off "
+        f"by {_percent(ours['ece'])}, the frozen network's by {_percent(frozen['ece'])}."
     )
