@@ -15,7 +15,7 @@ from driftfilter.app.serve.batching import Batcher
 from driftfilter.app.serve.problems import ProblemError
 from driftfilter.app.serve.records import Stored
 from driftfilter.app.serve.shard import Kind, Reply, Request, Shard
-from driftfilter.app.serve.store import Entry, FolderStore
+from driftfilter.app.serve.store import Entry, FolderStore, key_of
 from small import conv, tabular
 
 TENANTS = ("a", "b", "c")
@@ -313,3 +313,38 @@ def test_a_tenant_that_cannot_be_written_harms_no_other(
     assert kinds == [Reply, ProblemError, Reply]
     again = shard.serve(requests)
     assert [found.sequence for found in again if isinstance(found, Reply)] == [2, 1, 2]
+
+
+def test_a_tenant_that_is_left_is_forgotten_here(tmp_path: Path) -> None:
+    """Also if its last record has become a file: another worker goes on from that."""
+    model, batch = tabular().eval(), _batch(0, (4,))
+    one = Shard(df.adapt(model, "center"), FolderStore(tmp_path, "w0", segment=1))
+    other = Shard(df.adapt(model, "center"), FolderStore(tmp_path, "w1"))
+    one.serve([Request("predict", "a", batch)])
+    one.serve([Request("predict", "b", batch)])
+    while one.store.tend(9):
+        pass
+    assert one.leave(lambda key: key == key_of("b")) == 1
+    other.serve([Request("predict", "a", batch, None, 2)])
+    assert other.leave(lambda key: False) == 1
+    (found,) = one.serve([Request("predict", "a", batch, None, 3)])
+    assert isinstance(found, Reply)
+    assert found.sequence == 3
+
+
+def test_a_store_that_cannot_be_tidied_up_stops_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is wrong with an old record, the thread goes on."""
+    shard = Shard(df.adapt(tabular().eval(), "center"), FolderStore(tmp_path, segment=1))
+    batcher = Batcher(shard)
+
+    def fail(stored: Stored) -> bytes:
+        raise KeyError("digest")
+
+    monkeypatch.setattr("driftfilter.app.serve.store.to_checkpoint", fail)
+    for step in range(1, 4):
+        asked = batcher.submit(Request("predict", "a", _batch(step, (4,)), None, step))
+        assert asked.result(10).sequence == step
+        batcher.submit(Request("predict", "b", _batch(step, (4,)), None, step)).result(10)
+    batcher.stop()

@@ -148,8 +148,9 @@ class Batcher:
         """Tidy up the store a little; whether there is more of it."""
         try:
             return self.shard.store.tend(1 + served // 8)
-        except OSError:
-            return False  # after the next group
+        except Exception:  # whatever it is, requests are served; after the next group again
+            self.shard.counts.failures += 1
+            return False
 
     def facts(self) -> dict[str, float]:
         shard = self.shard

@@ -18,7 +18,7 @@ from driftfilter.app.run.reader import Form
 from driftfilter.app.serve.batching import Backend, Batcher
 from driftfilter.app.serve.http import Rules, make_app
 from driftfilter.app.serve.limits import Flight, Rate, Tokens
-from driftfilter.app.serve.open_store import open_store
+from driftfilter.app.serve.open_store import hand_over, open_store
 from driftfilter.app.serve.options import ServeOptions
 from driftfilter.app.serve.shard import Shard
 from driftfilter.app.serve.store import Store
@@ -103,6 +103,7 @@ def make_backend(options: ServeOptions) -> tuple[Backend, Form]:
 
         return connect(options)
     adapter, form = make_adapter(options)
+    hand_over(options.store, ["0"])
     store = open_store(options.store, sync=options.durability == "step")
     return make_batcher(options, adapter, store), form
 

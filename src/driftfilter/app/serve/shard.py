@@ -278,11 +278,13 @@ class Shard:
         if bound is not None and bound.final and not self._fresh.found:
             self._fresh = AdapterState(bound, bound.found)
 
-    def release(self, keys: Sequence[str]) -> None:
-        """Leave tenants to another worker."""
+    def leave(self, is_mine: Callable[[str], bool]) -> int:
+        """Leave the other tenants that are known here to other workers; how many."""
+        keys = [key for key in {*self.store.held(), *self.tenants.keys()} if not is_mine(key)]
         self.store.release(keys)
         for key in keys:
             self.tenants.drop(key)
+        return len(keys)
 
 
 def _waves(requests: Sequence[Request]) -> Iterator[list[int]]:
