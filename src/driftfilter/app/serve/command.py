@@ -27,6 +27,7 @@ from driftfilter.base.checks import require
 
 _EVERY = 10.0  # seconds between two lines about the service
 _IDLE = 120  # seconds after which a connection is closed; a busy machine may need some to read it
+_END = 60  # seconds that the service waits at its end for clients that do not take their answers
 # Seconds that the thread of the shard computes on while that of HTTP waits for its turn: by
 # Python's own 5 ms, reads and writes of sockets take longer than what they bring.
 _TURN = 2e-4
@@ -72,6 +73,7 @@ def make_server(options: ServeOptions) -> tuple[uvicorn.Server, Backend]:
         log_level="warning",
         access_log=False,
         timeout_keep_alive=_IDLE,
+        timeout_graceful_shutdown=_END,
         http="h11",  # which bounds headers; httptools, if it is there, takes any number of them
     )
     return uvicorn.Server(config), backend

@@ -27,7 +27,8 @@ class Tokens:
     """Bearer tokens, one a line of a file; no file: everybody may ask."""
 
     def __init__(self, path: Path | None) -> None:
-        lines = [] if path is None else path.read_text(encoding="utf-8").split()
+        text = "" if path is None else path.read_text(encoding="utf-8-sig")
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
         require(
             path is None or bool(lines), "--token-file", str(path), "a file of tokens, one a line"
         )
