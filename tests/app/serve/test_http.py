@@ -31,11 +31,14 @@ pytest.importorskip("prometheus_client", reason="the extra serve is not installe
 
 from driftfilter.app.serve.batching import Batcher  # noqa: E402
 from driftfilter.app.serve.bodies import read_body  # noqa: E402
+from driftfilter.app.serve.command import serve  # noqa: E402
 from driftfilter.app.serve.http import Rules, make_app  # noqa: E402
 from driftfilter.app.serve.limits import Flight, Rate, Tokens  # noqa: E402
+from driftfilter.app.serve.options import ServeOptions  # noqa: E402
 from driftfilter.app.serve.problems import ProblemError  # noqa: E402
 from driftfilter.app.serve.shard import Shard  # noqa: E402
 from driftfilter.app.serve.store import FolderStore  # noqa: E402
+from driftfilter.app.terminal import Output  # noqa: E402
 from small import tabular  # noqa: E402
 
 NPY = {"content-type": "application/x-npy"}
@@ -351,3 +354,15 @@ def test_a_termination_is_an_end_in_order(tmp_path: Path) -> None:
         _, told = service.communicate(timeout=60)
     assert service.returncode == 0
     assert "what was answered is in the store" in told
+
+
+def test_a_port_that_is_taken_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for whole in ("driftfilter.app.serve.command.keep_memory", "sys.setswitchinterval"):
+        monkeypatch.setattr(whole, lambda *_: None)  # of the whole process
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        options = ServeOptions(
+            "resnet20", preset="center", store=str(tmp_path / "store"), port=port
+        )
+        with pytest.raises(ValueError, match=rf"--port must be .* free, got 127.0.0.1:{port}"):
+            serve(options, Output(quiet=True))

@@ -135,6 +135,36 @@ def test_workers_that_cannot_follow_leave_all_as_it_was(
     asyncio.run(run())
 
 
+def test_a_worker_that_is_back_is_ready_before_it_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else nobody would ask it: who balances a load waits until the service is ready."""
+    pytest.importorskip("ray", reason="the extra ray is not installed")
+    from driftfilter.app.serve import ray_router
+
+    class Alive(_Actor):
+        def __getattr__(self, what: str) -> Any:
+            async def answer() -> dict[str, float]:
+                return {"steps": 1.0}
+
+            return SimpleNamespace(remote=answer)
+
+    def make(self: ray_router.Router, name: str) -> Alive:
+        return Alive(name, [], set())
+
+    monkeypatch.setattr(ray_router.Router, "_make", make)
+
+    async def run() -> None:
+        router = ray_router.Router(ServeOptions("model", store=str(tmp_path), workers=2))
+        router._down.add("w1")
+        assert router.is_ready() == "workers ['w1'] are starting again"
+        await asyncio.sleep(0.05)
+        assert router.is_ready() == ""
+        assert router.facts()["steps"] == 2
+
+    asyncio.run(run())
+
+
 @pytest.mark.slow
 def test_killed_workers_and_new_ones_answer_as_one_that_lives(folder: Path, tmp_path: Path) -> None:
     pytest.importorskip("ray", reason="the extra ray is not installed")

@@ -348,3 +348,20 @@ def test_a_store_that_cannot_be_tidied_up_stops_nobody(
         assert asked.result(10).sequence == step
         batcher.submit(Request("predict", "b", _batch(step, (4,)), None, step)).result(10)
     batcher.stop()
+
+
+def test_large_batches_do_not_go_together_without_bound(tmp_path: Path) -> None:
+    """What a pass takes grows with its samples: it has no more than one large batch, or some."""
+    shard = Shard(df.adapt(tabular().eval(), "center"), FolderStore(tmp_path, sync=False))
+    _ask(shard, Request("predict", "a", _batch(0, (4,))))
+    asked, run = list[list[int]](), shard.adapter.share_pass
+
+    def note(batches: Any) -> bool:
+        asked.append([len(batch) for batch in batches])
+        return run(batches)
+
+    shard.adapter.share_pass = note  # type: ignore[method-assign]
+    sizes = (100, 100, 100, 600, 8, 8)
+    requests = [Request("predict", f"t{n}", _batch(n, (4,), size)) for n, size in enumerate(sizes)]
+    assert all(isinstance(found, Reply) for found in shard.serve(requests))
+    assert asked == [[100, 100], [100], [600], [8, 8]]

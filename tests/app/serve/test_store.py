@@ -147,7 +147,12 @@ def test_what_is_written_comes_to_the_disk_within_a_second_or_so(
 
 
 def test_tenants_of_other_workers_are_found_by_those_of_a_new_start(tmp_path: Path) -> None:
-    """Another number of workers, or Ray instead of one process and back: nothing is lost."""
+    """Another number of workers, or Ray instead of one process and back: nothing is lost. Other
+    files may lie there.
+    """
+    for place in ("workers/0/copy.log", "workers/my-copy/00000001.log"):
+        (tmp_path / place).parent.mkdir(parents=True)
+        (tmp_path / place).touch()
     for number, workers in enumerate((["0"], ["w0", "w1"], ["w0", "w1", "w2"], ["w0"], ["0"])):
         hand_over(str(tmp_path), workers)
         stores = {name: FolderStore(tmp_path, name, segment=300) for name in workers}

@@ -43,6 +43,9 @@ def serve(options: ServeOptions, output: Output) -> int:
     try:
         with _taking_terminations(server):
             server.run()
+    except SystemExit as error:  # uvicorn's, if it cannot listen; it has said why
+        where, allowed = f"{options.host}:{options.port}", "an address here that is free"
+        raise ValueError(f"--host and --port must be {allowed}, got {where}") from error
     finally:
         ended.set()
     output.note("driftfilter serve: ended; what was answered is in the store")

@@ -91,8 +91,8 @@ def hand_over(place: str, workers: Sequence[str]) -> None:
     """
     if "://" in place:
         return
-    names = sorted({log.parent.name for log in Path(place).glob("workers/*/*.log")})
-    for name in names:
+    names = {log.parent.name for log in Path(place).glob("workers/*/*.log")}
+    for name in sorted(filter(str.isalnum, names)):
         if name not in workers:
             with FolderStore(Path(place), name, segment=1) as store:
                 store.release(list(store.held()))

@@ -163,7 +163,7 @@ class Router:
         return {**self._facts, "workers": len(self._workers), "workers_down": len(self._down)}
 
     def _refresh(self) -> None:
-        """Ask the workers for their numbers, now and then, while requests go on."""
+        """Ask the workers for their numbers, now and then: who answers is there."""
         if time.monotonic() - self._asked < _FRESH:
             return
         self._asked = time.monotonic()
@@ -172,9 +172,12 @@ class Router:
         task.add_done_callback(self._tasks.discard)
 
     async def _gather(self) -> None:
-        asked = [worker.facts.remote() for worker in list(self._workers.values())]
+        workers = dict(self._workers)
+        asked = [worker.facts.remote() for worker in workers.values()]
         found = await asyncio.gather(*asked, return_exceptions=True)
-        known = [each for each in found if isinstance(each, dict)]
+        answers = dict(zip(workers, found, strict=True))
+        known = [each for each in answers.values() if isinstance(each, dict)]
+        self._down -= {name for name, each in answers.items() if isinstance(each, dict)}
         names = [name for name in (known[0] if known else ()) if name != "process"]
         self._facts = {name: sum(each[name] for each in known) for name in names}
 
@@ -186,6 +189,7 @@ class Router:
         return found
 
     def is_ready(self) -> str:
+        self._refresh()  # of those that are down nobody may ask anything else
         return f"workers {sorted(self._down)} are starting again" if self._down else ""
 
     async def close(self) -> None:

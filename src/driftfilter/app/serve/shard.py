@@ -8,6 +8,7 @@ number that is not the next one is refused. If the store fails, the tenant is as
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from numpy.typing import NDArray
@@ -19,11 +20,12 @@ from driftfilter.app.serve.held import Tenant, Tenants
 from driftfilter.app.serve.problems import ProblemError
 from driftfilter.app.serve.records import Notes, Recorder, Stored
 from driftfilter.app.serve.store import Entry, Store, key_of
-from driftfilter.base.inputs import Inputs, check_inputs, tensors
+from driftfilter.base.inputs import Inputs, batch_size, check_inputs, tensors
 from driftfilter.storage.sealed import FAILURES
 
 Kind: TypeAlias = Literal["predict", "peek", "learn", "look", "reset", "delete"]
 STEPS = ("predict", "learn", "reset")  # those that have a number
+_TOGETHER = 256  # samples of several requests in one pass: what it takes grows with them
 
 
 class Request(NamedTuple):
@@ -176,14 +178,14 @@ class Shard:
         One request alone goes the same way: whether it has company changes no bit of a network of
         convolutions, and others to rounding.
         """
-        groups: dict[Any, list[Inputs]] = {}
+        groups: dict[Any, list[list[Inputs]]] = {}  # by their form: those of each pass
         for request, tenant in zip(requests, tenants, strict=True):
             asks = isinstance(tenant, Tenant) and request.inputs is not None
             form = self._attempt(partial(_form, request.inputs)) if asks else None
             if isinstance(form, tuple):  # what cannot be read is refused later, by itself
-                groups.setdefault(form, []).append(request.inputs)
+                _put(request.inputs, groups.setdefault(form, [[]]))
         self.adapter.restore(self._fresh)
-        for batches in groups.values():
+        for batches in chain.from_iterable(groups.values()):
             if self._attempt(partial(self.adapter.share_pass, batches)) is True:
                 self.counts.passes += 1
                 self.counts.shared += len(batches)
@@ -313,6 +315,14 @@ def _form(inputs: Inputs) -> Any:
     names = tuple(inputs) if isinstance(inputs, dict) else ()
     parts = tensors(check_inputs(inputs))
     return names, *((part.shape[1:], part.dtype) for part in parts)
+
+
+def _put(inputs: Inputs, passes: list[list[Inputs]]) -> None:
+    """Put a batch into the last pass, or a new one if that had too many samples."""
+    samples = sum(map(batch_size, (*passes[-1], inputs)))
+    if passes[-1] and samples > _TOGETHER:
+        passes.append([])
+    passes[-1].append(inputs)
 
 
 def _to_dict(estimate: df.Estimate) -> dict[str, Any] | None:

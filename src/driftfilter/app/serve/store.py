@@ -29,6 +29,7 @@ from driftfilter.storage.atomic import atomic_file, make_folder, sync_folder
 from driftfilter.storage.record_log import RecordLog, is_old, read_records
 
 SEGMENT = 64 << 20  # bytes of a log before a new one is begun
+_NAMES = "[0-9]" * 8 + ".log"
 _WAIT = 20.0  # seconds that a killed process may take to end
 
 
@@ -121,7 +122,7 @@ class FolderStore:
         self._retiring: deque[str] = deque()  # tenants to be written before the oldest log may go
         self._synced, self._unsynced = time.monotonic(), set[int]()  # logs, with sync=False
         self._live = {path.stem for path in self._tenants.glob("*/*.safetensors")}
-        for path in sorted(self._logs.glob("*.log")):
+        for path in sorted(self._logs.glob(_NAMES)):
             self._open(path)
         self._live |= {key for key, place in self._places.items() if not place.gone}
         self._live -= {key for key, place in self._places.items() if place.gone}
