@@ -80,9 +80,13 @@ def _failing() -> Iterator[None]:
         raise OSError(f"{type(error).__name__}: {error}") from error
 
 
-def open_store(place: str, worker: str = "0", sync: bool = True) -> Store:
+def open_store(
+    place: str, worker: str = "0", sync: bool = True, wait: float | None = None
+) -> Store:
     """The store of a folder, or of an address such as s3://bucket/folder."""
-    return RemoteStore(place) if "://" in place else FolderStore(Path(place), worker, sync)
+    if "://" in place:
+        return RemoteStore(place)
+    return FolderStore(Path(place), worker, sync, wait=wait)
 
 
 def hand_over(place: str, workers: Sequence[str]) -> None:

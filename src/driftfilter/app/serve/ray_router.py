@@ -6,6 +6,7 @@ again meanwhile, and what had been done gets its stored answer. One router is in
 """
 
 import asyncio
+import math
 import os
 import sys
 import time
@@ -38,7 +39,10 @@ class Worker:
     def __init__(self, name: str, options: ServeOptions) -> None:
         keep_memory()
         self.name = name
-        store = open_store(options.store, name, sync=options.durability == "step")
+        # One that was started before may still have the log, on a node that nobody hears of: an
+        # actor that cannot begin would never be started again.
+        sync = options.durability == "step"
+        store = open_store(options.store, name, sync, wait=math.inf)
         self._batcher = make_batcher(options, make_adapter(options)[0], store)
 
     async def ask(self, request: Request) -> Reply | ProblemError:

@@ -103,18 +103,24 @@ class FolderStore:
     """A folder of this machine, or one that all machines see and that knows locks.
 
     ``sync``: every write is on the disk (fsync) when it returns. Else it outlasts a kill of the
-    process, and a loss of power but for the last second.
+    process, and a loss of power but for the last second. ``wait``: seconds for another process that
+    has the log to end.
     """
 
     def __init__(
-        self, folder: Path, worker: str = "0", sync: bool = True, segment: int = SEGMENT
+        self,
+        folder: Path,
+        worker: str = "0",
+        sync: bool = True,
+        segment: int = SEGMENT,
+        wait: float | None = None,
     ) -> None:
         require(worker.isalnum(), "worker", worker, "of letters and digits")
         self.folder, self.sync, self.segment = folder, sync, segment
         self._tenants, self._logs = folder / "tenants", folder / "workers" / worker
         self._stack = ExitStack()
         make_folder(folder / "workers")
-        self._claim(worker)
+        self._claim(worker, _WAIT if wait is None else wait)
         make_folder(self._logs)
         make_folder(self._tenants)
         self._places: dict[str, _Place] = {}
@@ -127,9 +133,9 @@ class FolderStore:
         self._live |= {key for key, place in self._places.items() if not place.gone}
         self._live -= {key for key, place in self._places.items() if place.gone}
 
-    def _claim(self, worker: str) -> None:
+    def _claim(self, worker: str, wait: float) -> None:
         """Take the log for this process; one that was killed may need a moment to be gone."""
-        place, until = self.folder / "workers" / f"{worker}.log", time.monotonic() + _WAIT
+        place, until = self.folder / "workers" / f"{worker}.log", time.monotonic() + wait
         while (mine := self._stack.enter_context(claim(place))) is None:
             if time.monotonic() > until:
                 raise ValueError(f"--store {self.folder} is in use: {describe_holder(place)}")
