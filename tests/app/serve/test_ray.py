@@ -121,6 +121,8 @@ def test_workers_that_cannot_follow_leave_all_as_it_was(
             await router.scale(3)
         assert sorted(router._workers) == ["w0", "w1"]
         assert [name for name, actor in made.items() if actor.killed] == ["w2"]
+        assert log[-2:] == ["w0 release", "w1 release"]  # whom they have left they serve again
+        assert log.count("w0 release") == 2
         fails.clear()
         fails.add("w2 close")
         log.clear()

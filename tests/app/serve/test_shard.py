@@ -325,8 +325,12 @@ def test_a_tenant_that_is_left_is_forgotten_here(tmp_path: Path) -> None:
     while one.store.tend(9):
         pass
     assert one.leave(lambda key: key == key_of("b")) == 1
+    # One that waited here all the time, and that nobody waits for any more.
+    late = _problem(one, Request("predict", "a", batch, None, 2))
+    assert (late.status, late.field) == (503, "tenant")
     other.serve([Request("predict", "a", batch, None, 2)])
     assert other.leave(lambda key: False) == 1
+    assert one.leave(lambda key: True) == 0
     (found,) = one.serve([Request("predict", "a", batch, None, 3)])
     assert isinstance(found, Reply)
     assert found.sequence == 3

@@ -152,6 +152,9 @@ class Router:
         except Exception as error:  # of Ray, or of a worker's store
             for worker in new.values():
                 ray.kill(worker)
+            for worker in before.values():  # who has left some serves them again
+                with suppress(Exception):
+                    await _insist(partial(worker.release.remote, list(before)))
             told = f"the workers are as they were: one could not follow ({type(error).__name__})"
             allowed = "a number of workers that can be started"
             raise ProblemError(503, "workers", len(names), allowed, told) from error

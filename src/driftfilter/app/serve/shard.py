@@ -78,6 +78,7 @@ class Shard:
         self.counts, self._recorder = Counts(), Recorder(adapter)
         self._fresh = adapter.snapshot()
         self.tenants = Tenants(adapter, memory)
+        self._is_mine: Callable[[str], bool] = lambda key: True  # by key
 
     def find_state(self, tenant: str) -> AdapterState:
         """What a tenant knows; that of a new one if it has never been served."""
@@ -124,7 +125,10 @@ class Shard:
 
     def _find(self, request: Request, new: int) -> Any:
         """The tenant of a request, or the answer if nothing is left to do."""
-        tenant = self._load(key_of(request.tenant))
+        key = key_of(request.tenant)
+        if not self._is_mine(key):  # it has waited while its tenant moved
+            raise ProblemError(503, "tenant", request.tenant, "of this worker", retry_after=1)
+        tenant = self._load(key)
         if tenant.is_new and request.kind in ("look", "delete", "reset"):
             raise ProblemError(404, "tenant", request.tenant, "one that has been served before")
         if tenant.is_new and request.kind != "peek" and self.store.count() + new >= self.limit:
@@ -281,7 +285,10 @@ class Shard:
             self._fresh = AdapterState(bound, bound.found)
 
     def leave(self, is_mine: Callable[[str], bool]) -> int:
-        """Leave the other tenants that are known here to other workers; how many."""
+        """Leave tenants that are not this worker's to others, and refuse them from now on; how many
+        were known here.
+        """
+        self._is_mine = is_mine
         keys = [key for key in {*self.store.held(), *self.tenants.keys()} if not is_mine(key)]
         self.store.release(keys)
         for key in keys:
