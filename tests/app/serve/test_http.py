@@ -46,10 +46,12 @@ BODY = 20_000
 
 
 @contextmanager
-def _client(folder: Path, tokens: Path | None = None, rate: float = 0.0) -> Iterator[Any]:
+def _client(
+    folder: Path, tokens: Path | None = None, rate: float = 0.0, body: int = BODY
+) -> Iterator[Any]:
     """A client of a service in another thread."""
     shard = Shard(df.adapt(tabular().eval(), "center"), FolderStore(folder, sync=False), limit=50)
-    rules = Rules(Form(torch.float32), Tokens(tokens), Rate(rate), BODY, Flight(2 * BODY))
+    rules = Rules(Form(torch.float32), Tokens(tokens), Rate(rate), body, Flight(2 * body))
     app = make_app(Batcher(shard), rules)
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", ws="none"))
     thread = threading.Thread(target=server.run)
@@ -118,6 +120,19 @@ def test_a_tenant_is_served_as_an_adapter_serves(client: Any) -> None:
     assert client.get(url).json()["steps"] == 0
     assert client.delete(url).status_code == 200
     _problem(client.get(url), 404, "tenant")
+
+
+def test_a_large_body_is_read_and_answered_beside_others(tmp_path: Path) -> None:
+    adapter, inputs = df.adapt(tabular().eval(), "center"), _inputs(0, 20_000)
+    with _client(tmp_path / "store", body=1 << 20) as client:
+        found = client.post("/v1/tenants/a/predict", content=_npy(inputs), headers=NPY).json()
+        expected = adapter(torch.from_numpy(inputs))
+        torch.testing.assert_close(torch.tensor(found["log_probabilities"]), expected)
+        _problem(
+            client.post("/v1/tenants/a/predict", content=_npy(inputs)[:-1], headers=NPY),
+            400,
+            "body",
+        )
 
 
 def test_a_number_again_gets_the_same_bytes(client: Any) -> None:

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import anyio
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram
@@ -29,7 +29,8 @@ from driftfilter.app.serve.problems import JSON_TYPE, ProblemError
 from driftfilter.app.serve.shard import Kind, Reply, Request
 
 Handler: TypeAlias = Callable[[Call], Awaitable[Response]]
-_TOGETHER = 64 << 10  # bytes of a body that are worth a thread to read
+_T = TypeVar("_T")
+_TOGETHER = 64 << 10  # bytes that are worth a thread to read or write
 _PATIENCE = 30.0  # seconds without a byte of a body, after which it is given up
 
 
@@ -43,8 +44,8 @@ class Rules:
     body: int  # bytes
     flight: Flight
     integers: frozenset[str] = frozenset()
-    # Of large bodies: numbers in JSON take 20 times the memory of their text while they are read.
-    readers: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 2))
+    # For large bodies: numbers in JSON take 20 times the memory of their text while they are read.
+    threads: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 2))
 
 
 class Metrics:
@@ -94,7 +95,7 @@ def make_app(backend: Backend, rules: Rules) -> Starlette:
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         yield
         await backend.close()
-        rules.readers.shutdown(wait=False)
+        rules.threads.shutdown(wait=False)
 
     one = "/v1/tenants/{tenant}"
     return Starlette(
@@ -174,22 +175,22 @@ async def _serve(backend: Backend, rules: Rules, call: Call, kind: Kind) -> Resp
     with _Landing(rules.flight) as landing:
         if kind in ("predict", "peek", "learn"):
             data = await _read(call, rules.body, landing)
-            body = await _parse(rules, data, call.headers.get("content-type", ""), number)
+            args = data, call.headers.get("content-type", ""), number, rules.form, rules.integers
+            body = await _do(rules, len(data), partial(bodies.read_body, *args))
             _require_labels(kind, body)
             request = Request(kind, tenant, *body)
         else:
             request = Request(kind, tenant, sequence=bodies.read_sequence(number), digest=kind)
-        return _write(call, tenant, await backend.ask(request))
+        reply = await backend.ask(request)
+        size = 0 if reply.log_probabilities is None else reply.log_probabilities.nbytes
+        return await _do(rules, size, partial(_write, call, tenant, reply))
 
 
-async def _parse(rules: Rules, data: bytes, kind: str, number: str | None) -> bodies.Body:
-    """What a body says; a large one takes time that other requests need."""
-    args = (data, kind, number, rules.form, rules.integers)
-    if len(data) > _TOGETHER:
-        return await asyncio.get_running_loop().run_in_executor(
-            rules.readers, bodies.read_body, *args
-        )
-    return bodies.read_body(*args)
+async def _do(rules: Rules, size: int, work: Callable[[], _T]) -> _T:
+    """Read or write so many bytes; large ones take time that other requests need."""
+    if size <= _TOGETHER:
+        return work()
+    return await asyncio.get_running_loop().run_in_executor(rules.threads, work)
 
 
 class _Landing:

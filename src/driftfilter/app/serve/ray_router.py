@@ -30,6 +30,7 @@ from driftfilter.base.inputs import each
 
 _ANY = 1000  # workers of a cluster on one machine: they share its processors
 PATIENCE = 60.0  # seconds that a request waits for its worker to come back
+_MOVING = 3600.0  # seconds that a worker may take to write the files of tenants that it leaves
 _FRESH = 1.0  # seconds for which the numbers of workers are not asked for again
 
 
@@ -148,13 +149,14 @@ class Router:
             for worker in new.values():
                 await asyncio.wait_for(worker.facts.remote(), PATIENCE)
             for name, worker in (before | new).items():
-                moved[name] = await _insist(partial(worker.release.remote, names))
+                release = partial(worker.release.remote, names)
+                moved[name] = await _insist(release, _MOVING)
         except Exception as error:  # of Ray, or of a worker's store
             for worker in new.values():
                 ray.kill(worker)
             for worker in before.values():  # who has left some serves them again
                 with suppress(Exception):
-                    await _insist(partial(worker.release.remote, list(before)))
+                    await _insist(partial(worker.release.remote, list(before)), _MOVING)
             told = f"the workers are as they were: one could not follow ({type(error).__name__})"
             allowed = "a number of workers that can be started"
             raise ProblemError(503, "workers", len(names), allowed, told) from error
@@ -208,12 +210,14 @@ class Router:
         ray.shutdown()
 
 
-async def _insist(ask: Callable[[], Awaitable[Any]]) -> Any:
-    """The answer of a worker, asked again if it has to start anew."""
+async def _insist(ask: Callable[[], Awaitable[Any]], each: float = PATIENCE) -> Any:
+    """The answer of a worker, which may take ``each`` seconds, asked again if it has to start
+    anew.
+    """
     until = time.monotonic() + PATIENCE
     while True:
         try:
-            return await asyncio.wait_for(ask(), PATIENCE)
+            return await asyncio.wait_for(ask(), each)
         except (RayError, asyncio.TimeoutError):
             if time.monotonic() > until:
                 raise
