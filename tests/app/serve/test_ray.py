@@ -155,9 +155,11 @@ def test_a_worker_that_is_back_is_ready_before_it_is_asked(
         return Alive(name, [], set())
 
     monkeypatch.setattr(ray_router.Router, "_make", make)
+    monkeypatch.chdir(tmp_path)
 
     async def run() -> None:
-        router = ray_router.Router(ServeOptions("model", store=str(tmp_path), workers=2))
+        router = ray_router.Router(ServeOptions("model", store="here", workers=2))
+        assert router._options.store == str(tmp_path / "here")  # whatever folder workers are in
         router._down.add("w1")
         assert router.is_ready() == "workers ['w1'] are starting again"
         await asyncio.sleep(0.05)

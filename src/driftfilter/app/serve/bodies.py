@@ -145,7 +145,8 @@ def _array(name: str, part: Any, whole: bool) -> NDArray[Any]:
         array = np.array(part)
         if array.dtype.kind not in "iuf" or (whole and array.dtype.kind == "f"):
             raise ValueError(f"its numbers are {array.dtype}")
-        return array.astype(np.int64 if whole else np.float32)
+        with np.errstate(over="ignore"):  # what is not finite is refused later
+            return array.astype(np.int64 if whole else np.float32)
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
         allowed = f"an array [n, ...] of {'integers' if whole else 'numbers'} ({error})"
         raise ProblemError(400, name, type(part).__name__, allowed) from error

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -78,6 +79,8 @@ class Router:
     """Requests to the workers that their tenants belong to."""
 
     def __init__(self, options: ServeOptions) -> None:
+        if "://" not in options.store:  # workers may be in another folder, on any node
+            options = replace(options, store=os.path.abspath(options.store))
         self._options = options
         self._workers: dict[str, Any] = {}
         self._down: set[str] = set()
