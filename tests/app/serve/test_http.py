@@ -165,9 +165,11 @@ def test_health_metrics_and_the_page(client: Any) -> None:
 
 def test_tokens_limits_and_names(tmp_path: Path) -> None:
     tokens = tmp_path / "tokens"
-    tokens.write_text("first\n  second \n\nthird and more\n", encoding="utf-8-sig")
+    tokens.write_text("first\n  second \n\nthird and more\nschlüssel", encoding="utf-8-sig")
     with _client(tmp_path / "store", tokens, rate=2) as client:
         _problem(client.get("/v1/tenants/a"), 401, "Authorization")
+        own = {"authorization": "Bearer schlüssel".encode()}
+        assert client.get("/metrics", headers=own).status_code == 200
         client.headers["authorization"] = "Bearer first"
         assert client.get("/metrics").status_code == 200
         client.headers["authorization"] = "bearer third and more"

@@ -39,7 +39,8 @@ class Tokens:
         if not self._digests:
             return
         kind, _, token = (header or "").partition(" ")
-        given = hashlib.sha256(token.strip().encode("utf-8", "surrogateescape")).digest()
+        # A header is read byte by byte: as Latin-1, whatever it is.
+        given = hashlib.sha256(token.strip().encode("latin-1", "replace")).digest()
         found = [hmac.compare_digest(given, digest) for digest in self._digests]
         if kind.lower() != "bearer" or not any(found):
             allowed = "Bearer, then a token of this service"
