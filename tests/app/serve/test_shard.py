@@ -369,3 +369,26 @@ def test_large_batches_do_not_go_together_without_bound(tmp_path: Path) -> None:
     requests = [Request("predict", f"t{n}", _batch(n, (4,), size)) for n, size in enumerate(sizes)]
     assert all(isinstance(found, Reply) for found in shard.serve(requests))
     assert asked == [[100, 100], [100], [600], [8, 8]]
+
+
+def test_what_could_not_be_tidied_up_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if nobody asks anything: with batch durability answers wait for it."""
+    monkeypatch.setattr("driftfilter.app.serve.batching._FAILING", 0.01)
+    shard = Shard(df.adapt(tabular().eval(), "center"), FolderStore(tmp_path, sync=False))
+    asked, done = list[int](), threading.Event()
+
+    def tend(budget: int) -> bool:
+        asked.append(budget)
+        if len(asked) < 3:
+            raise OSError(errno.EIO, "Input/output error")
+        done.set()
+        return False
+
+    monkeypatch.setattr(shard.store, "tend", tend)
+    batcher = Batcher(shard)
+    batcher.submit(Request("predict", "a", _batch(0, (4,)))).result(10)
+    assert done.wait(10)
+    assert shard.counts.failures == 2
+    batcher.stop()
