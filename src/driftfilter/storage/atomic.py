@@ -123,6 +123,14 @@ def _copy(path: Path, target: Path) -> None:
             return
 
 
+def make_folder(folder: Path) -> None:
+    """Make a folder, and those it is in, that outlast a loss of power."""
+    if not folder.is_dir():
+        make_folder(folder.parent)
+        folder.mkdir(exist_ok=True)
+        sync_folder(folder.parent)
+
+
 def sync_folder(folder: Path) -> None:
     """Bring the new name, too, to the disk, so that it outlasts a loss of power."""
     if os.name == "posix":

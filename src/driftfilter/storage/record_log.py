@@ -9,6 +9,7 @@ of its own: one that has changed is damage, and no end of the log. An error whil
 written takes back what was written of them.
 """
 
+import errno
 import os
 import struct
 import zlib
@@ -50,10 +51,15 @@ class RecordLog:
         if is_new:
             sync_folder(path.parent)
         self._torn = True  # whether something may lie behind the whole records
-        if size == 0:
-            self._mend()
-            self._write(MAGIC)
-            self.size = len(MAGIC)
+        try:
+            if size == 0:
+                self._mend()
+                self._write(MAGIC)
+                self.size = len(MAGIC)
+            self._is_old = is_old(path)
+        except OSError:
+            os.close(self._file)
+            raise
 
     def append(self, contents: Sequence[bytes], sync: bool) -> list[int]:
         """Add records to the end, all or none: where the content of each begins. ``sync``: they
@@ -94,8 +100,13 @@ class RecordLog:
         os.fsync(self._file)
 
     def read(self, start: int, length: int) -> bytes:
-        """Bytes of a record's content; not checked again."""
-        return os.pread(self._file, length, start)
+        """A record's content, by where it begins; OSError if it is not as it was written."""
+        size, frame_of = (_OLD.size, _old_frame) if self._is_old else (_FRAME.size, _frame)
+        data = os.pread(self._file, size + length, start - size)
+        content = data[size:]
+        if frame_of(content) != data[:size]:
+            raise OSError(errno.EIO, f"damaged at byte {start - size}", str(self.path))
+        return content
 
     def close(self) -> None:
         """Close the file."""

@@ -64,3 +64,30 @@ def test_mistakes_are_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> 
     for text, options in cases.items():
         assert main(_command(*options, "--out", "out")) == 1
         assert text in capsys.readouterr().err
+
+
+def test_what_is_passed_over_is_of_this_log_and_recipe(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Else predictions of two recipes, or of two logs, would stand side by side."""
+    owners = _write()
+    command = _command("--tenants", "clinic", "--out", "out")
+    assert main(command) == 0
+    before = {path: path.read_bytes() for path in Path("out").rglob("*.*") if path.is_file()}
+    np.savez("log.npz", x=samples()[::-1], clinic=owners)
+    cases: list[tuple[str, list[str]]] = [
+        ("a folder without tenants (or give --resume", command),
+        ("other samples", [*command, "--resume"]),
+    ]
+    for text, own in cases:
+        assert main(own) == 1
+        assert text in capsys.readouterr().err
+    _write()
+    for text, own in (
+        ("another recipe", [*command, "--preset", "tent", "--resume"]),
+        ("other samples", [*command, "--batch", "5", "--resume"]),
+    ):
+        assert main(own) == 1
+        assert text in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in before} == before
+    assert main([*command, "--resume"]) == 0

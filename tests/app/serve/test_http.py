@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,10 +30,15 @@ pytest.importorskip("prometheus_client", reason="the extra serve is not installe
 
 
 from driftfilter.app.serve.batching import Batcher  # noqa: E402
+from driftfilter.app.serve.bodies import read_body  # noqa: E402
+from driftfilter.app.serve.command import serve  # noqa: E402
 from driftfilter.app.serve.http import Rules, make_app  # noqa: E402
 from driftfilter.app.serve.limits import Flight, Rate, Tokens  # noqa: E402
+from driftfilter.app.serve.options import ServeOptions  # noqa: E402
+from driftfilter.app.serve.problems import ProblemError  # noqa: E402
 from driftfilter.app.serve.shard import Shard  # noqa: E402
 from driftfilter.app.serve.store import FolderStore  # noqa: E402
+from driftfilter.app.terminal import Output  # noqa: E402
 from small import tabular  # noqa: E402
 
 NPY = {"content-type": "application/x-npy"}
@@ -40,10 +46,12 @@ BODY = 20_000
 
 
 @contextmanager
-def _client(folder: Path, tokens: Path | None = None, rate: float = 0.0) -> Iterator[Any]:
+def _client(
+    folder: Path, tokens: Path | None = None, rate: float = 0.0, body: int = BODY
+) -> Iterator[Any]:
     """A client of a service in another thread."""
     shard = Shard(df.adapt(tabular().eval(), "center"), FolderStore(folder, sync=False), limit=50)
-    rules = Rules(Form(torch.float32), Tokens(tokens), Rate(rate), BODY, Flight(2 * BODY))
+    rules = Rules(Form(torch.float32), Tokens(tokens), Rate(rate), body, Flight(2 * body))
     app = make_app(Batcher(shard), rules)
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", ws="none"))
     thread = threading.Thread(target=server.run)
@@ -114,6 +122,19 @@ def test_a_tenant_is_served_as_an_adapter_serves(client: Any) -> None:
     _problem(client.get(url), 404, "tenant")
 
 
+def test_a_large_body_is_read_and_answered_beside_others(tmp_path: Path) -> None:
+    adapter, inputs = df.adapt(tabular().eval(), "center"), _inputs(0, 20_000)
+    with _client(tmp_path / "store", body=1 << 20) as client:
+        found = client.post("/v1/tenants/a/predict", content=_npy(inputs), headers=NPY).json()
+        expected = adapter(torch.from_numpy(inputs))
+        torch.testing.assert_close(torch.tensor(found["log_probabilities"]), expected)
+        _problem(
+            client.post("/v1/tenants/a/predict", content=_npy(inputs)[:-1], headers=NPY),
+            400,
+            "body",
+        )
+
+
 def test_a_number_again_gets_the_same_bytes(client: Any) -> None:
     headers = {**NPY, "sequence": "1", "accept": "application/x-npy"}
     ask = {"url": "/v1/tenants/a/predict", "content": _npy(_inputs()), "headers": headers}
@@ -144,9 +165,16 @@ def test_health_metrics_and_the_page(client: Any) -> None:
 
 def test_tokens_limits_and_names(tmp_path: Path) -> None:
     tokens = tmp_path / "tokens"
-    tokens.write_text("first\nsecond\n")
+    tokens.write_text("first\n  second \n\nthird and more\nschlüssel", encoding="utf-8-sig")
     with _client(tmp_path / "store", tokens, rate=2) as client:
         _problem(client.get("/v1/tenants/a"), 401, "Authorization")
+        own = {"authorization": "Bearer schlüssel".encode()}
+        assert client.get("/metrics", headers=own).status_code == 200
+        client.headers["authorization"] = "Bearer first"
+        assert client.get("/metrics").status_code == 200
+        client.headers["authorization"] = "bearer third and more"
+        assert client.get("/metrics").status_code == 200
+        del client.headers["authorization"]
         for wrong in ("Bearer", "Bearer third", "Basic first", "Bearer firstsecond", "Bearer ü"):
             headers = {"authorization": wrong.encode()}
             _problem(client.get("/v1/tenants/a", headers=headers), 401, "Authorization")
@@ -157,6 +185,9 @@ def test_tokens_limits_and_names(tmp_path: Path) -> None:
         _problem(client.get("/v1/tenants/a%00b"), 400, "tenant")
         _problem(client.get("/v1/tenants/a%ff"), 400, "tenant")  # else the same as a%fe
         _problem(client.get("/v1/tenants/..%2f..%2fetc"), 404, "path")
+        method = client.put("/v1/tenants/a")
+        _problem(method, 405, "method")
+        assert "GET" in method.headers["allow"]
         _problem(client.get("/v1/tenants/.."), 404, "path")
         large = client.post("/v1/tenants/b/predict", content=b"x" * (BODY + 1), headers=NPY)
         _problem(large, 413, "body")
@@ -217,6 +248,9 @@ CASES: list[tuple[Any, dict[str, str], int, str]] = [
     (b'{"inputs":' + b"[" * 3000, {}, 400, "body"),
     (b"\xff\xfe", {}, 400, "body"),
     (b'{"inputs": [[1e999, 0, 0, 0]]}', {}, 422, "inputs"),
+    ({"inputs": [[1, 2, True, 3]]}, {}, 400, "inputs"),
+    ({"inputs": [[1, 2, "3", 4]]}, {}, 400, "inputs"),
+    ({"inputs": [[1, 2, 3, 4], 5]}, {}, 400, "inputs"),
     (b'{"inputs": [[' + b"9" * 6000 + b"]]}", {}, 400, "body"),
 ]
 
@@ -237,6 +271,44 @@ def test_a_name_that_stands_twice_is_found_soon() -> None:
     with pytest.raises(ValueError, match="'0'] twice"):
         parse_object(f'{{{names},"0":1}}')
     assert time.process_time() - begun < 1
+
+
+def test_a_text_among_numbers_takes_no_memory() -> None:
+    """NumPy would give every number the room of the longest text: 800 MB of a body of 30 kB."""
+    body = {"inputs": [[0] * 10_000 + ["x" * 20_000]]}
+    tracemalloc.start()
+    with pytest.raises(ProblemError, match="inputs must be an array"):
+        read_body(json.dumps(body).encode(), "application/json", None, Form(), frozenset())
+    assert tracemalloc.get_traced_memory()[1] < 20_000_000
+    tracemalloc.stop()
+
+
+def test_a_body_that_does_not_come_is_given_up(
+    client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a client that hangs keeps its share of what may wait for good, and holds up the end."""
+    monkeypatch.setattr("driftfilter.app.serve.http._PATIENCE", 0.3)
+    with socket.create_connection(("127.0.0.1", client.base_url.port)) as own:
+        head = f"POST /v1/tenants/a/predict HTTP/1.1\r\nHost: x\r\nContent-Length: {BODY}\r\n\r\n"
+        own.sendall(head.encode() + b"x")
+        own.settimeout(10)
+        answer = own.recv(65536)
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    assert b"application/problem+json" in answer
+
+
+def test_a_failure_of_the_service_is_told_like_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> bytes:
+        raise RuntimeError("not to be told")
+
+    monkeypatch.setattr("driftfilter.app.serve.bodies.write_json", fail)
+    with _client(tmp_path / "store") as client:
+        ask = {"url": "/v1/tenants/a/predict", "content": _npy(_inputs()), "headers": NPY}
+        found = client.post(**ask)
+        assert "not to be told" not in found.text
+        _problem(found, 500, "the service")
 
 
 def test_bodies_that_wait_are_bounded_together(client: Any) -> None:
@@ -299,3 +371,15 @@ def test_a_termination_is_an_end_in_order(tmp_path: Path) -> None:
         _, told = service.communicate(timeout=60)
     assert service.returncode == 0
     assert "what was answered is in the store" in told
+
+
+def test_a_port_that_is_taken_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for whole in ("driftfilter.app.serve.command.keep_memory", "sys.setswitchinterval"):
+        monkeypatch.setattr(whole, lambda *_: None)  # of the whole process
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        options = ServeOptions(
+            "resnet20", preset="center", store=str(tmp_path / "store"), port=port
+        )
+        with pytest.raises(ValueError, match=rf"--port must be .* free, got 127.0.0.1:{port}"):
+            serve(options, Output(quiet=True))

@@ -15,7 +15,7 @@ from driftfilter.app.serve.batching import Batcher
 from driftfilter.app.serve.problems import ProblemError
 from driftfilter.app.serve.records import Stored
 from driftfilter.app.serve.shard import Kind, Reply, Request, Shard
-from driftfilter.app.serve.store import Entry, FolderStore
+from driftfilter.app.serve.store import Entry, FolderStore, key_of
 from small import conv, tabular
 
 TENANTS = ("a", "b", "c")
@@ -313,3 +313,82 @@ def test_a_tenant_that_cannot_be_written_harms_no_other(
     assert kinds == [Reply, ProblemError, Reply]
     again = shard.serve(requests)
     assert [found.sequence for found in again if isinstance(found, Reply)] == [2, 1, 2]
+
+
+def test_a_tenant_that_is_left_is_forgotten_here(tmp_path: Path) -> None:
+    """Also if its last record has become a file: another worker goes on from that."""
+    model, batch = tabular().eval(), _batch(0, (4,))
+    one = Shard(df.adapt(model, "center"), FolderStore(tmp_path, "w0", segment=1))
+    other = Shard(df.adapt(model, "center"), FolderStore(tmp_path, "w1"))
+    one.serve([Request("predict", "a", batch)])
+    one.serve([Request("predict", "b", batch)])
+    while one.store.tend(9):
+        pass
+    assert one.leave(lambda key: key == key_of("b")) == 1
+    # One that waited here all the time, and that nobody waits for any more.
+    late = _problem(one, Request("predict", "a", batch, None, 2))
+    assert (late.status, late.field) == (503, "tenant")
+    other.serve([Request("predict", "a", batch, None, 2)])
+    assert other.leave(lambda key: False) == 1
+    assert one.leave(lambda key: True) == 0
+    (found,) = one.serve([Request("predict", "a", batch, None, 3)])
+    assert isinstance(found, Reply)
+    assert found.sequence == 3
+
+
+def test_a_store_that_cannot_be_tidied_up_stops_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is wrong with an old record, the thread goes on."""
+    shard = Shard(df.adapt(tabular().eval(), "center"), FolderStore(tmp_path, segment=1))
+    batcher = Batcher(shard)
+
+    def fail(stored: Stored) -> bytes:
+        raise KeyError("digest")
+
+    monkeypatch.setattr("driftfilter.app.serve.store.to_checkpoint", fail)
+    for step in range(1, 4):
+        asked = batcher.submit(Request("predict", "a", _batch(step, (4,)), None, step))
+        assert asked.result(10).sequence == step
+        batcher.submit(Request("predict", "b", _batch(step, (4,)), None, step)).result(10)
+    batcher.stop()
+
+
+def test_large_batches_do_not_go_together_without_bound(tmp_path: Path) -> None:
+    """What a pass takes grows with its samples: it has no more than one large batch, or some."""
+    shard = Shard(df.adapt(tabular().eval(), "center"), FolderStore(tmp_path, sync=False))
+    _ask(shard, Request("predict", "a", _batch(0, (4,))))
+    asked, run = list[list[int]](), shard.adapter.share_pass
+
+    def note(batches: Any) -> bool:
+        asked.append([len(batch) for batch in batches])
+        return run(batches)
+
+    shard.adapter.share_pass = note  # type: ignore[method-assign]
+    sizes = (100, 100, 100, 600, 8, 8)
+    requests = [Request("predict", f"t{n}", _batch(n, (4,), size)) for n, size in enumerate(sizes)]
+    assert all(isinstance(found, Reply) for found in shard.serve(requests))
+    assert asked == [[100, 100], [100], [600], [8, 8]]
+
+
+def test_what_could_not_be_tidied_up_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if nobody asks anything: with batch durability answers wait for it."""
+    monkeypatch.setattr("driftfilter.app.serve.batching._FAILING", 0.01)
+    shard = Shard(df.adapt(tabular().eval(), "center"), FolderStore(tmp_path, sync=False))
+    asked, done = list[int](), threading.Event()
+
+    def tend(budget: int) -> bool:
+        asked.append(budget)
+        if len(asked) < 3:
+            raise OSError(errno.EIO, "Input/output error")
+        done.set()
+        return False
+
+    monkeypatch.setattr(shard.store, "tend", tend)
+    batcher = Batcher(shard)
+    batcher.submit(Request("predict", "a", _batch(0, (4,)))).result(10)
+    assert done.wait(10)
+    assert shard.counts.failures == 2
+    batcher.stop()

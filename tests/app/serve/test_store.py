@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from driftfilter.app.serve.open_store import hand_over
 from driftfilter.app.serve.records import Stored
+from driftfilter.app.serve.ring import find_owner
 from driftfilter.app.serve.store import Entry, FolderStore, key_of
 from driftfilter.storage.record_log import RecordLog
 
@@ -142,3 +144,93 @@ def test_what_is_written_comes_to_the_disk_within_a_second_or_so(
         while store.tend(0) and len(synced) < 2:
             now[0] += 0.05
         assert synced == ["00000001", "00000002"]
+
+
+def test_tenants_of_other_workers_are_found_by_those_of_a_new_start(tmp_path: Path) -> None:
+    """Another number of workers, or Ray instead of one process and back: nothing is lost. Other
+    files may lie there.
+    """
+    for place in ("workers/0/copy.log", "workers/my-copy/00000001.log"):
+        (tmp_path / place).parent.mkdir(parents=True)
+        (tmp_path / place).touch()
+    for number, workers in enumerate((["0"], ["w0", "w1"], ["w0", "w1", "w2"], ["w0"], ["0"])):
+        hand_over(str(tmp_path), workers)
+        stores = {name: FolderStore(tmp_path, name, segment=300) for name in workers}
+        for key in KEYS:
+            store = stores[find_owner(key, workers)]
+            assert store.read(key) == (Stored(f"{number - 1}".encode()) if number else None)
+            store.write([Entry(key, Stored(f"{number}".encode()))])
+        assert sum(store.count() for store in stores.values()) >= len(KEYS)
+        for store in stores.values():
+            store.close()
+    others = [len(list(path.glob("*.log"))) for path in (tmp_path / "workers").glob("w*")]
+    assert max(others) == 1
+
+
+def test_a_log_that_cannot_be_begun_leaves_no_file_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk is full just when a new log should begin; every request tries again."""
+    with FolderStore(tmp_path, segment=1) as store:
+        store.write([Entry(KEYS[0], Stored(b"1"))])
+
+        def fail(*_: object) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        before = len(list(Path("/proc/self/fd").iterdir()))
+        with monkeypatch.context() as patch:
+            patch.setattr("os.pwrite", fail)
+            for _ in range(3):
+                with pytest.raises(OSError, match="No space left"):
+                    store.write([Entry(KEYS[1], Stored(b"2"))])
+        assert len(list(Path("/proc/self/fd").iterdir())) == before
+        store.write([Entry(KEYS[1], Stored(b"2"))])
+        assert [store.read(key) for key in KEYS[:2]] == [Stored(b"1"), Stored(b"2")]
+
+
+def test_a_file_that_cannot_be_looked_at_is_no_new_tenant(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with FolderStore(tmp_path, segment=1) as store:
+        store.write([Entry(KEYS[0], Stored(b"1"))])
+        store.write([Entry(KEYS[1], Stored(b"2"))])
+        while store.tend(9):
+            pass
+
+        def fail(path: Path) -> bytes:
+            raise OSError(errno.EIO, "Input/output error", str(path))
+
+        monkeypatch.setattr(Path, "is_file", lambda path: False)  # as of Python 3.14
+        monkeypatch.setattr(Path, "read_bytes", fail)
+        with pytest.raises(OSError, match="Input/output"):
+            store.read(KEYS[0])
+
+
+def test_a_record_that_has_changed_since_the_start_is_refused(tmp_path: Path) -> None:
+    with FolderStore(tmp_path) as store:
+        store.write([Entry(KEYS[0], Stored(b"whole"))])
+        (log,) = tmp_path.glob("workers/0/*.log")
+        data = log.read_bytes()
+        assert store.read(KEYS[0]) == Stored(b"whole")
+        log.write_bytes(data.replace(b"whole", b"while"))
+        with pytest.raises(OSError, match="damaged"):
+            store.read(KEYS[0])
+        log.write_bytes(data)
+
+
+def test_new_folders_outlast_a_loss_of_power(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is brought to the disk by the folder it is in; the same is asked of a removed log."""
+    synced = set[Path]()
+    for place in ("storage.atomic", "storage.record_log", "app.serve.store"):
+        monkeypatch.setattr(f"driftfilter.{place}.sync_folder", synced.add, raising=False)
+    with FolderStore(tmp_path / "a" / "store", segment=1) as store:
+        folders = {"a", "a/store", "a/store/workers"}
+        assert {tmp_path, *(tmp_path / name for name in folders)} <= synced
+        store.write([Entry(KEYS[0], Stored(b"1"))])
+        store.write([Entry(KEYS[1], Stored(b"2"))])
+        synced.clear()
+        while store.tend(9):
+            pass
+        assert {store.folder / "tenants", store.folder / "workers" / "0"} <= synced

@@ -17,6 +17,7 @@ import driftfilter as df
 from driftfilter.app.arguments import Found
 from driftfilter.app.bench.locks import claim, describe_holder
 from driftfilter.app.images.arrays import open_arrays
+from driftfilter.app.run.consumed import sum_samples
 from driftfilter.app.run.predictions import columns
 from driftfilter.app.run.prepare import PreparedRun
 from driftfilter.app.run.reader import StoredFeed
@@ -49,6 +50,9 @@ def run_tenants(made: PreparedRun, follow: Callable[[int, int], None]) -> Summar
     assert isinstance(feed, StoredFeed)
     column = _open_column(Path(options.data), options.tenants, feed.count)
     names, owners = np.unique(column, return_inverse=True)
+    is_new = not (options.out / "tenants").exists()
+    allowed = "a folder without tenants (or give --resume, to go on with those)"
+    require(is_new or options.resume, "--out", str(options.out), allowed)
     options.out.mkdir(parents=True, exist_ok=True)
     with claim(options.out / "state") as mine:
         if mine is None:
@@ -57,10 +61,10 @@ def run_tenants(made: PreparedRun, follow: Callable[[int, int], None]) -> Summar
         fresh, resumed = made.adapter.snapshot(), 0
         for place, name in enumerate(mine.each(names.tolist())):
             rows = np.flatnonzero(owners == place)
-            if options.resume and _is_done(options.out, str(name), rows):
+            made.adapter.restore(fresh)
+            if options.resume and _is_done(made, feed, str(name), rows):
                 resumed += 1
             else:
-                made.adapter.restore(fresh)
                 _adapt(made, feed, str(name), rows)
             follow(place + 1, len(names))
         return _conclude(made, [str(name) for name in names.tolist()], owners, resumed)
@@ -82,11 +86,16 @@ def _batches(rows: NDArray[Any], size: int) -> Iterator[NDArray[Any]]:
     yield from (rows[start : start + size] for start in range(0, len(rows), size))
 
 
+def _read(feed: StoredFeed, batch: NDArray[Any]) -> NDArray[Any]:
+    return np.concatenate([feed.take(int(row), int(row) + 1) for row in batch])
+
+
 def _adapt(made: PreparedRun, feed: StoredFeed, name: str, rows: NDArray[Any]) -> None:
     """Adapt to the samples of a tenant; write what is predicted for them, then its state."""
-    said: list[NDArray[Any]] = []
+    said, sums = list[NDArray[Any]](), list[str]()
     for number, batch in enumerate(_batches(rows, made.options.batch)):
-        raw = np.concatenate([feed.take(int(row), int(row) + 1) for row in batch])
+        raw = _read(feed, batch)
+        sums.append(_sum(made, raw))
         try:
             said.append(made.adapter(made.form(raw)).cpu().numpy())
         except (ValueError, TypeError, RuntimeError) as error:
@@ -95,7 +104,7 @@ def _adapt(made: PreparedRun, feed: StoredFeed, name: str, rows: NDArray[Any]) -
     path = _rows_path(made.options.out, name)
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_file(path) as file:
-        np.savez(file, rows=rows, logs=np.concatenate(said))
+        np.savez(file, rows=rows, logs=np.concatenate(said), sums=np.array(sums))
     state = path_of(made.options.out, key_of(name))
     state.parent.mkdir(parents=True, exist_ok=True)
     notes = {"tenant": name, "sequence": len(said), "answer": None, "digest": ""}
@@ -106,13 +115,22 @@ def _rows_path(out: Path, name: str) -> Path:
     return out / "rows" / f"{key_of(name)}.npz"
 
 
-def _is_done(out: Path, name: str, rows: NDArray[Any]) -> bool:
-    """Whether a tenant was finished, with just these samples."""
-    path = _rows_path(out, name)
-    if not path.is_file() or not path_of(out, key_of(name)).is_file():
+def _sum(made: PreparedRun, raw: NDArray[Any]) -> str:
+    return sum_samples(raw, str(made.form.dtype).removeprefix("torch."))
+
+
+def _is_done(made: PreparedRun, feed: StoredFeed, name: str, rows: NDArray[Any]) -> bool:
+    """Whether a tenant was finished, with just these samples, model and recipe."""
+    path, state = _rows_path(made.options.out, name), path_of(made.options.out, key_of(name))
+    if not path.is_file() or not state.is_file():
         return False
-    known = open_arrays(path)["rows"]
-    require(np.array_equal(known, rows), str(path), "other samples", "those of DATA, as before")
+    known = open_arrays(path)
+    same = np.array_equal(known["rows"], rows)
+    if same and "sums" in known:  # files of before have none
+        batches = _batches(rows, made.options.batch)
+        same = known["sums"].tolist() == [_sum(made, _read(feed, batch)) for batch in batches]
+    require(same, str(path), "other samples", "those of DATA in batches as before")
+    df.load(made.adapter, state)
     return True
 
 

@@ -18,6 +18,7 @@ from driftfilter.app.serve.shard import Reply, Request, Shard
 # Of a thread that waits for the answer, or of an event loop that goes on.
 Waiting: TypeAlias = "Future[Reply] | asyncio.Future[Reply]"
 Settled: TypeAlias = tuple[Waiting, Reply | ProblemError]
+_PAUSE = 0.05  # seconds between two looks at what is to be tidied up
 _FAILING = 5.0  # seconds after which a store that failed is tried again
 
 
@@ -84,11 +85,11 @@ class Batcher:
         return await future
 
     def _run(self) -> None:
-        more = False
-        while (group := self._take(more)) is not None:
+        pause: float | None = None
+        while (group := self._take(pause)) is not None:
             self._answer(group)
             self._call_all()
-            more = self._tend(len(group))
+            pause = self._tend(len(group))
 
     def _call_all(self) -> None:
         while self._calls:
@@ -100,12 +101,12 @@ class Batcher:
             except Exception as error:
                 future.set_exception(error)
 
-    def _take(self, more: bool) -> list[tuple[Request, Waiting]] | None:
-        """The next group, none of them if there is ``more`` to tidy up; None once all is closed."""
+    def _take(self, pause: float | None) -> list[tuple[Request, Waiting]] | None:
+        """The next group, or after a ``pause`` none of them; None once all is closed."""
         with self._there:
             while not (self._queue or self._calls or self._closed):
-                self._there.wait(0.05 if more else None)
-                if more:
+                self._there.wait(pause)
+                if pause is not None:
                     break
             if self._closed and not (self._queue or self._calls):
                 return None
@@ -144,12 +145,13 @@ class Batcher:
             with suppress(RuntimeError):  # a loop that has ended: nobody waits
                 loop.call_soon_threadsafe(_settle, settled)  # all at once: it is woken once
 
-    def _tend(self, served: int) -> bool:
-        """Tidy up the store a little; whether there is more of it."""
+    def _tend(self, served: int) -> float | None:
+        """Tidy up the store a little; after how many seconds again, if nobody asks for anything."""
         try:
-            return self.shard.store.tend(1 + served // 8)
-        except OSError:
-            return False  # after the next group
+            return _PAUSE if self.shard.store.tend(1 + served // 8) else None
+        except Exception:  # whatever it is, requests are served
+            self.shard.counts.failures += 1
+            return _FAILING
 
     def facts(self) -> dict[str, float]:
         shard = self.shard

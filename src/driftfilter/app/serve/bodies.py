@@ -141,13 +141,26 @@ def _array(name: str, part: Any, whole: bool) -> NDArray[Any]:
     try:
         if not isinstance(part, list):
             raise ValueError(f"it is a {type(part).__name__}")
+        _require_numbers(part)
         array = np.array(part)
         if array.dtype.kind not in "iuf" or (whole and array.dtype.kind == "f"):
             raise ValueError(f"its numbers are {array.dtype}")
-        return array.astype(np.int64 if whole else np.float32)
+        with np.errstate(over="ignore"):  # what is not finite is refused later
+            return array.astype(np.int64 if whole else np.float32)
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
         allowed = f"an array [n, ...] of {'integers' if whole else 'numbers'} ({error})"
         raise ProblemError(400, name, type(part).__name__, allowed) from error
+
+
+def _require_numbers(part: list[Any]) -> None:
+    """Of one text among numbers NumPy would give each of them the room of that text."""
+    kinds = set(map(type, part))
+    if kinds == {list}:
+        for own in part:
+            _require_numbers(own)
+    elif not kinds <= {int, float}:
+        names = ", ".join(sorted(kind.__name__ for kind in kinds))
+        raise ValueError(f"there is {names} in it")
 
 
 def _read_labels(document: dict[str, Any]) -> Tensor | None:

@@ -18,7 +18,7 @@ from driftfilter.app.run.reader import Form
 from driftfilter.app.serve.batching import Backend, Batcher
 from driftfilter.app.serve.http import Rules, make_app
 from driftfilter.app.serve.limits import Flight, Rate, Tokens
-from driftfilter.app.serve.open_store import open_store
+from driftfilter.app.serve.open_store import hand_over, open_store
 from driftfilter.app.serve.options import ServeOptions
 from driftfilter.app.serve.shard import Shard
 from driftfilter.app.serve.store import Store
@@ -27,6 +27,7 @@ from driftfilter.base.checks import require
 
 _EVERY = 10.0  # seconds between two lines about the service
 _IDLE = 120  # seconds after which a connection is closed; a busy machine may need some to read it
+_END = 60  # seconds that the service waits at its end for clients that do not take their answers
 # Seconds that the thread of the shard computes on while that of HTTP waits for its turn: by
 # Python's own 5 ms, reads and writes of sockets take longer than what they bring.
 _TURN = 2e-4
@@ -42,6 +43,9 @@ def serve(options: ServeOptions, output: Output) -> int:
     try:
         with _taking_terminations(server):
             server.run()
+    except SystemExit as error:  # uvicorn's, if it cannot listen; it has said why
+        where, allowed = f"{options.host}:{options.port}", "an address here that is free"
+        raise ValueError(f"--host and --port must be {allowed}, got {where}") from error
     finally:
         ended.set()
     output.note("driftfilter serve: ended; what was answered is in the store")
@@ -72,6 +76,7 @@ def make_server(options: ServeOptions) -> tuple[uvicorn.Server, Backend]:
         log_level="warning",
         access_log=False,
         timeout_keep_alive=_IDLE,
+        timeout_graceful_shutdown=_END,
         http="h11",  # which bounds headers; httptools, if it is there, takes any number of them
     )
     return uvicorn.Server(config), backend
@@ -103,6 +108,7 @@ def make_backend(options: ServeOptions) -> tuple[Backend, Form]:
 
         return connect(options)
     adapter, form = make_adapter(options)
+    hand_over(options.store, ["0"])
     store = open_store(options.store, sync=options.durability == "step")
     return make_batcher(options, adapter, store), form
 

@@ -4,6 +4,7 @@ The store has them all: one that is let go of is read again when it is asked for
 """
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from numpy.typing import NDArray
@@ -46,6 +47,10 @@ class Tenants:
 
     def __len__(self) -> int:
         return len(self._held)
+
+    def keys(self) -> Iterable[str]:
+        """Whom they are of."""
+        return self._held.keys()
 
     def get(self, key: str, like: AdapterState) -> Tenant | None:
         """A tenant that is here; ``like``: any state on the same filter."""

@@ -1,16 +1,19 @@
 """The service: HTTP around a shard or a router (Starlette)."""
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeAlias, TypeVar
 
+import anyio
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram
 from prometheus_client.exposition import generate_latest
 from prometheus_client.metrics_core import GaugeMetricFamily
 from starlette.applications import Starlette
-from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request as Call
 from starlette.responses import HTMLResponse, JSONResponse, Response
@@ -26,7 +29,9 @@ from driftfilter.app.serve.problems import JSON_TYPE, ProblemError
 from driftfilter.app.serve.shard import Kind, Reply, Request
 
 Handler: TypeAlias = Callable[[Call], Awaitable[Response]]
-_TOGETHER = 64 << 10  # bytes of a body that are worth a thread to read
+_T = TypeVar("_T")
+_TOGETHER = 64 << 10  # bytes that are worth a thread to read or write
+_PATIENCE = 30.0  # seconds without a byte of a body, after which it is given up
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,8 @@ class Rules:
     body: int  # bytes
     flight: Flight
     integers: frozenset[str] = frozenset()
+    # For large bodies: numbers in JSON take 20 times the memory of their text while they are read.
+    threads: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 2))
 
 
 class Metrics:
@@ -88,6 +95,7 @@ def make_app(backend: Backend, rules: Rules) -> Starlette:
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         yield
         await backend.close()
+        rules.threads.shutdown(wait=False)
 
     one = "/v1/tenants/{tenant}"
     return Starlette(
@@ -99,7 +107,11 @@ def make_app(backend: Backend, rules: Rules) -> Starlette:
             Route(one, serve("delete"), methods=["DELETE"]),
             *_routes_beside(backend, rules, metrics),
         ],
-        exception_handlers={ProblemError: _tell_problem, HTTPException: _tell_error},
+        exception_handlers={
+            ProblemError: _tell_problem,
+            HTTPException: _tell_error,
+            Exception: _tell_failure,
+        },
         lifespan=lifespan,
     )
 
@@ -163,20 +175,22 @@ async def _serve(backend: Backend, rules: Rules, call: Call, kind: Kind) -> Resp
     with _Landing(rules.flight) as landing:
         if kind in ("predict", "peek", "learn"):
             data = await _read(call, rules.body, landing)
-            body = await _parse(rules, data, call.headers.get("content-type", ""), number)
+            args = data, call.headers.get("content-type", ""), number, rules.form, rules.integers
+            body = await _do(rules, len(data), partial(bodies.read_body, *args))
             _require_labels(kind, body)
             request = Request(kind, tenant, *body)
         else:
             request = Request(kind, tenant, sequence=bodies.read_sequence(number), digest=kind)
-        return _write(call, tenant, await backend.ask(request))
+        reply = await backend.ask(request)
+        size = 0 if reply.log_probabilities is None else reply.log_probabilities.nbytes
+        return await _do(rules, size, partial(_write, call, tenant, reply))
 
 
-async def _parse(rules: Rules, data: bytes, kind: str, number: str | None) -> bodies.Body:
-    """What a body says; a large one takes time that other requests need."""
-    args = (data, kind, number, rules.form, rules.integers)
-    if len(data) > _TOGETHER:
-        return await run_in_threadpool(bodies.read_body, *args)
-    return bodies.read_body(*args)
+async def _do(rules: Rules, size: int, work: Callable[[], _T]) -> _T:
+    """Read or write so many bytes; large ones take time that other requests need."""
+    if size <= _TOGETHER:
+        return work()
+    return await asyncio.get_running_loop().run_in_executor(rules.threads, work)
 
 
 class _Landing:
@@ -212,15 +226,19 @@ async def _read(call: Call, most: int, landing: _Landing) -> bytes:
     landing.take(int(told))
     pieces, size = [], 0
     try:
-        async for piece in call.stream():
-            size += len(piece)
-            if size > most:
-                raise problem
-            landing.take(size)
-            pieces.append(piece)
+        with anyio.move_on_after(_PATIENCE) as wait:
+            async for piece in call.stream():
+                size += len(piece)
+                if size > most:
+                    raise problem
+                landing.take(size)
+                pieces.append(piece)
+                wait.deadline = anyio.current_time() + _PATIENCE
+            return b"".join(pieces)
     except ClientDisconnect as error:
         raise ProblemError(400, "body", f"{size} bytes", "sent to its end") from error
-    return b"".join(pieces)
+    allowed = f"sent to its end, without a pause of {_PATIENCE:g} seconds"
+    raise ProblemError(408, "body", f"{size} bytes", allowed)
 
 
 def _write(call: Call, tenant: str, reply: Reply) -> Response:
@@ -244,6 +262,14 @@ async def _tell_error(call: Call, error: Exception) -> Response:
     """What Starlette refuses: paths and methods that there are not."""
     assert isinstance(error, HTTPException)
     what = ("path", call.url.path) if error.status_code == 404 else ("method", call.method)
-    return await _tell_problem(
+    response = await _tell_problem(
         call, ProblemError(error.status_code, *what, "one of those in /openapi.json")
     )
+    response.headers.update(error.headers or {})  # which methods are allowed
+    return response
+
+
+async def _tell_failure(call: Call, error: Exception) -> Response:
+    """What nobody has thought of: the log has all of it, the client its kind."""
+    problem = ProblemError(500, "the service", type(error).__name__, "able to answer")
+    return await _tell_problem(call, problem)

@@ -27,7 +27,8 @@ class Tokens:
     """Bearer tokens, one a line of a file; no file: everybody may ask."""
 
     def __init__(self, path: Path | None) -> None:
-        lines = [] if path is None else path.read_text(encoding="utf-8").split()
+        text = "" if path is None else path.read_text(encoding="utf-8-sig")
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
         require(
             path is None or bool(lines), "--token-file", str(path), "a file of tokens, one a line"
         )
@@ -38,7 +39,8 @@ class Tokens:
         if not self._digests:
             return
         kind, _, token = (header or "").partition(" ")
-        given = hashlib.sha256(token.strip().encode("utf-8", "surrogateescape")).digest()
+        # A header is read byte by byte: as Latin-1, whatever it is.
+        given = hashlib.sha256(token.strip().encode("latin-1", "replace")).digest()
         found = [hmac.compare_digest(given, digest) for digest in self._digests]
         if kind.lower() != "bearer" or not any(found):
             allowed = "Bearer, then a token of this service"

@@ -9,11 +9,13 @@ _TITLES = {
     401: "A token is needed",
     404: "There is nothing here",
     405: "The method is not allowed here",
+    408: "The body did not come",
     409: "The sequence number does not fit",
     413: "The body is too large",
     415: "The media type is not known",
     422: "The inputs do not fit the model",
     429: "Too many requests",
+    500: "The service failed",
     501: "This cannot be done here",
     503: "The service cannot answer now",
 }

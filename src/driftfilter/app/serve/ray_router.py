@@ -6,11 +6,13 @@ again meanwhile, and what had been done gets its stored answer. One router is in
 """
 
 import asyncio
+import math
 import os
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,7 +21,7 @@ from ray.exceptions import RayError
 
 from driftfilter.app.run.reader import Form
 from driftfilter.app.serve.command import keep_memory, make_adapter, make_batcher
-from driftfilter.app.serve.open_store import open_store
+from driftfilter.app.serve.open_store import hand_over, open_store
 from driftfilter.app.serve.options import ServeOptions
 from driftfilter.app.serve.problems import ProblemError
 from driftfilter.app.serve.ring import find_owner
@@ -29,6 +31,7 @@ from driftfilter.base.inputs import each
 
 _ANY = 1000  # workers of a cluster on one machine: they share its processors
 PATIENCE = 60.0  # seconds that a request waits for its worker to come back
+_MOVING = 3600.0  # seconds that a worker may take to write the files of tenants that it leaves
 _FRESH = 1.0  # seconds for which the numbers of workers are not asked for again
 
 
@@ -38,7 +41,10 @@ class Worker:
     def __init__(self, name: str, options: ServeOptions) -> None:
         keep_memory()
         self.name = name
-        store = open_store(options.store, name, sync=options.durability == "step")
+        # One that was started before may still have the log, on a node that nobody hears of: an
+        # actor that cannot begin would never be started again.
+        sync = options.durability == "step"
+        store = open_store(options.store, name, sync, wait=math.inf)
         self._batcher = make_batcher(options, make_adapter(options)[0], store)
 
     async def ask(self, request: Request) -> Reply | ProblemError:
@@ -54,13 +60,11 @@ class Worker:
     async def release(self, workers: Sequence[str]) -> int:
         """Leave the tenants that belong to others now; their number."""
 
-        def leave() -> int:
-            shard = self._batcher.shard
-            moving = [key for key in shard.store.held() if find_owner(key, workers) != self.name]
-            shard.release(moving)
-            return len(moving)
+        def is_mine(key: str) -> bool:
+            return find_owner(key, workers) == self.name
 
-        return await asyncio.wrap_future(self._batcher.call(leave))
+        shard = self._batcher.shard
+        return await asyncio.wrap_future(self._batcher.call(partial(shard.leave, is_mine)))
 
     async def facts(self) -> dict[str, float]:
         """Numbers for metrics."""
@@ -75,16 +79,19 @@ class Router:
     """Requests to the workers that their tenants belong to."""
 
     def __init__(self, options: ServeOptions) -> None:
+        if "://" not in options.store:  # workers may be in another folder, on any node
+            options = replace(options, store=os.path.abspath(options.store))
         self._options = options
         self._workers: dict[str, Any] = {}
         self._down: set[str] = set()
-        self._open, self._flying = asyncio.Event(), 0
+        self._open, self._flying, self._scaling = asyncio.Event(), 0, asyncio.Lock()
         self._open.set()
         self._facts: dict[str, float] = {}
         self._asked = 0.0
         self._tasks: set[asyncio.Task[None]] = set()
-        for number in range(options.workers):
-            self._workers[f"w{number}"] = self._make(f"w{number}")
+        names = _names(options.workers)
+        hand_over(options.store, names)
+        self._workers |= {name: self._make(name) for name in names}
 
     def _make(self, name: str) -> Any:
         actor = ray.remote(Worker).options(
@@ -125,44 +132,50 @@ class Router:
 
     async def scale(self, count: int) -> dict[str, int]:
         """Have so many workers: tenants that belong to others then move by way of the store, while
-        requests wait. How many moved, by the worker that they left.
+        requests wait. How many moved, by the worker that they left. If it fails, each worker
+        serves whom it served.
         """
-        self._open.clear()
-        try:
-            while self._flying:
-                await asyncio.sleep(0.005)
-            names = [f"w{number}" for number in range(count)]
-            await self._start(name for name in names if name not in self._workers)
-            leaving = [name for name in self._workers if name not in names]
-            moved = {}
-            for name, worker in self._workers.items():
-                moved[name] = await _insist(partial(worker.release.remote, names))
-            for name in leaving:
-                worker = self._workers.pop(name)
-                await worker.close.remote()
-                ray.kill(worker)
-            return moved
-        finally:
-            self._open.set()
+        async with self._scaling:
+            self._open.clear()
+            try:
+                while self._flying:
+                    await asyncio.sleep(0.005)
+                return await self._change(_names(count))
+            finally:
+                self._open.set()
 
-    async def _start(self, names: Iterable[str]) -> None:
-        """Start workers, and wait until they can answer; if one cannot, nothing has changed."""
-        new = {name: self._make(name) for name in names}
+    async def _change(self, names: Sequence[str]) -> dict[str, int]:
+        """Have workers of these names, while nobody asks."""
+        before, moved = self._workers, dict[str, int]()
+        new = {name: self._make(name) for name in names if name not in before}
         try:
             for worker in new.values():
                 await asyncio.wait_for(worker.facts.remote(), PATIENCE)
-        except (RayError, asyncio.TimeoutError) as error:
+            for name, worker in (before | new).items():
+                release = partial(worker.release.remote, names)
+                moved[name] = await _insist(release, _MOVING)
+        except Exception as error:  # of Ray, or of a worker's store
             for worker in new.values():
                 ray.kill(worker)
-            told = f"no worker more could be started ({type(error).__name__})"
-            raise ProblemError(503, "workers", len(new), "started", told) from error
-        self._workers |= new
+            for worker in before.values():  # who has left some serves them again
+                with suppress(Exception):
+                    await _insist(partial(worker.release.remote, list(before)), _MOVING)
+            told = f"the workers are as they were: one could not follow ({type(error).__name__})"
+            allowed = "a number of workers that can be started"
+            raise ProblemError(503, "workers", len(names), allowed, told) from error
+        self._workers = {name: worker for name, worker in (before | new).items() if name in names}
+        for name in sorted(before.keys() - names):
+            with suppress(Exception):  # it has left all that it had
+                await asyncio.wait_for(before[name].close.remote(), 10)
+            ray.kill(before[name])
+            self._down.discard(name)
+        return moved
 
     def facts(self) -> dict[str, float]:
         return {**self._facts, "workers": len(self._workers), "workers_down": len(self._down)}
 
     def _refresh(self) -> None:
-        """Ask the workers for their numbers, now and then, while requests go on."""
+        """Ask the workers for their numbers, now and then: who answers is there."""
         if time.monotonic() - self._asked < _FRESH:
             return
         self._asked = time.monotonic()
@@ -171,9 +184,12 @@ class Router:
         task.add_done_callback(self._tasks.discard)
 
     async def _gather(self) -> None:
-        asked = [worker.facts.remote() for worker in list(self._workers.values())]
+        workers = dict(self._workers)
+        asked = [worker.facts.remote() for worker in workers.values()]
         found = await asyncio.gather(*asked, return_exceptions=True)
-        known = [each for each in found if isinstance(each, dict)]
+        answers = dict(zip(workers, found, strict=True))
+        known = [each for each in answers.values() if isinstance(each, dict)]
+        self._down -= {name for name, each in answers.items() if isinstance(each, dict)}
         names = [name for name in (known[0] if known else ()) if name != "process"]
         self._facts = {name: sum(each[name] for each in known) for name in names}
 
@@ -185,6 +201,7 @@ class Router:
         return found
 
     def is_ready(self) -> str:
+        self._refresh()  # of those that are down nobody may ask anything else
         return f"workers {sorted(self._down)} are starting again" if self._down else ""
 
     async def close(self) -> None:
@@ -196,16 +213,23 @@ class Router:
         ray.shutdown()
 
 
-async def _insist(ask: Callable[[], Awaitable[Any]]) -> Any:
-    """The answer of a worker, asked again if it has to start anew."""
+async def _insist(ask: Callable[[], Awaitable[Any]], each: float = PATIENCE) -> Any:
+    """The answer of a worker, which may take ``each`` seconds, asked again if it has to start
+    anew.
+    """
     until = time.monotonic() + PATIENCE
     while True:
         try:
-            return await asyncio.wait_for(ask(), PATIENCE)
+            return await asyncio.wait_for(ask(), each)
         except (RayError, asyncio.TimeoutError):
             if time.monotonic() > until:
                 raise
             await asyncio.sleep(0.1)
+
+
+def _names(count: int) -> list[str]:
+    """Of so many workers."""
+    return [f"w{number}" for number in range(count)]
 
 
 def _refuse(name: str, error: Exception, again: bool) -> ProblemError:

@@ -8,6 +8,7 @@ number that is not the next one is refused. If the store fails, the tenant is as
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from numpy.typing import NDArray
@@ -19,11 +20,12 @@ from driftfilter.app.serve.held import Tenant, Tenants
 from driftfilter.app.serve.problems import ProblemError
 from driftfilter.app.serve.records import Notes, Recorder, Stored
 from driftfilter.app.serve.store import Entry, Store, key_of
-from driftfilter.base.inputs import Inputs, check_inputs, tensors
+from driftfilter.base.inputs import Inputs, batch_size, check_inputs, tensors
 from driftfilter.storage.sealed import FAILURES
 
 Kind: TypeAlias = Literal["predict", "peek", "learn", "look", "reset", "delete"]
 STEPS = ("predict", "learn", "reset")  # those that have a number
+_TOGETHER = 256  # samples of several requests in one pass: what it takes grows with them
 
 
 class Request(NamedTuple):
@@ -76,6 +78,7 @@ class Shard:
         self.counts, self._recorder = Counts(), Recorder(adapter)
         self._fresh = adapter.snapshot()
         self.tenants = Tenants(adapter, memory)
+        self._is_mine: Callable[[str], bool] = lambda key: True  # by key
 
     def find_state(self, tenant: str) -> AdapterState:
         """What a tenant knows; that of a new one if it has never been served."""
@@ -122,7 +125,10 @@ class Shard:
 
     def _find(self, request: Request, new: int) -> Any:
         """The tenant of a request, or the answer if nothing is left to do."""
-        tenant = self._load(key_of(request.tenant))
+        key = key_of(request.tenant)
+        if not self._is_mine(key):  # it has waited while its tenant moved
+            raise ProblemError(503, "tenant", request.tenant, "of this worker", retry_after=1)
+        tenant = self._load(key)
         if tenant.is_new and request.kind in ("look", "delete", "reset"):
             raise ProblemError(404, "tenant", request.tenant, "one that has been served before")
         if tenant.is_new and request.kind != "peek" and self.store.count() + new >= self.limit:
@@ -176,14 +182,14 @@ class Shard:
         One request alone goes the same way: whether it has company changes no bit of a network of
         convolutions, and others to rounding.
         """
-        groups: dict[Any, list[Inputs]] = {}
+        groups: dict[Any, list[list[Inputs]]] = {}  # by their form: those of each pass
         for request, tenant in zip(requests, tenants, strict=True):
             asks = isinstance(tenant, Tenant) and request.inputs is not None
             form = self._attempt(partial(_form, request.inputs)) if asks else None
             if isinstance(form, tuple):  # what cannot be read is refused later, by itself
-                groups.setdefault(form, []).append(request.inputs)
+                _put(request.inputs, groups.setdefault(form, [[]]))
         self.adapter.restore(self._fresh)
-        for batches in groups.values():
+        for batches in chain.from_iterable(groups.values()):
             if self._attempt(partial(self.adapter.share_pass, batches)) is True:
                 self.counts.passes += 1
                 self.counts.shared += len(batches)
@@ -278,11 +284,16 @@ class Shard:
         if bound is not None and bound.final and not self._fresh.found:
             self._fresh = AdapterState(bound, bound.found)
 
-    def release(self, keys: Sequence[str]) -> None:
-        """Leave tenants to another worker."""
+    def leave(self, is_mine: Callable[[str], bool]) -> int:
+        """Leave tenants that are not this worker's to others, and refuse them from now on; how many
+        were known here.
+        """
+        self._is_mine = is_mine
+        keys = [key for key in {*self.store.held(), *self.tenants.keys()} if not is_mine(key)]
         self.store.release(keys)
         for key in keys:
             self.tenants.drop(key)
+        return len(keys)
 
 
 def _waves(requests: Sequence[Request]) -> Iterator[list[int]]:
@@ -311,6 +322,14 @@ def _form(inputs: Inputs) -> Any:
     names = tuple(inputs) if isinstance(inputs, dict) else ()
     parts = tensors(check_inputs(inputs))
     return names, *((part.shape[1:], part.dtype) for part in parts)
+
+
+def _put(inputs: Inputs, passes: list[list[Inputs]]) -> None:
+    """Put a batch into the last pass, or a new one if that had too many samples."""
+    samples = sum(map(batch_size, (*passes[-1], inputs)))
+    if passes[-1] and samples > _TOGETHER:
+        passes.append([])
+    passes[-1].append(inputs)
 
 
 def _to_dict(estimate: df.Estimate) -> dict[str, Any] | None:

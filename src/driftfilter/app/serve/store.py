@@ -25,10 +25,11 @@ from typing_extensions import Self
 from driftfilter.app.bench.locks import claim, describe_holder
 from driftfilter.app.serve.records import Stored, to_checkpoint
 from driftfilter.base.checks import require
-from driftfilter.storage.atomic import atomic_file
+from driftfilter.storage.atomic import atomic_file, make_folder, sync_folder
 from driftfilter.storage.record_log import RecordLog, is_old, read_records
 
 SEGMENT = 64 << 20  # bytes of a log before a new one is begun
+_NAMES = "[0-9]" * 8 + ".log"
 _WAIT = 20.0  # seconds that a killed process may take to end
 
 
@@ -78,7 +79,7 @@ class _Place(NamedTuple):
     """Of the last record of a tenant."""
 
     segment: int
-    start: int = 0
+    start: int = 0  # of its content
     length: int = -1  # -1: it says that the tenant is gone
     context: bytes = b""  # what it shares with others
 
@@ -102,32 +103,39 @@ class FolderStore:
     """A folder of this machine, or one that all machines see and that knows locks.
 
     ``sync``: every write is on the disk (fsync) when it returns. Else it outlasts a kill of the
-    process, and a loss of power but for the last second.
+    process, and a loss of power but for the last second. ``wait``: seconds for another process that
+    has the log to end.
     """
 
     def __init__(
-        self, folder: Path, worker: str = "0", sync: bool = True, segment: int = SEGMENT
+        self,
+        folder: Path,
+        worker: str = "0",
+        sync: bool = True,
+        segment: int = SEGMENT,
+        wait: float | None = None,
     ) -> None:
         require(worker.isalnum(), "worker", worker, "of letters and digits")
         self.folder, self.sync, self.segment = folder, sync, segment
         self._tenants, self._logs = folder / "tenants", folder / "workers" / worker
         self._stack = ExitStack()
-        self._claim(worker)
-        self._logs.mkdir(parents=True, exist_ok=True)
-        self._tenants.mkdir(parents=True, exist_ok=True)
+        make_folder(folder / "workers")
+        self._claim(worker, _WAIT if wait is None else wait)
+        make_folder(self._logs)
+        make_folder(self._tenants)
         self._places: dict[str, _Place] = {}
         self._segments: dict[int, _Segment] = {}
         self._retiring: deque[str] = deque()  # tenants to be written before the oldest log may go
         self._synced, self._unsynced = time.monotonic(), set[int]()  # logs, with sync=False
         self._live = {path.stem for path in self._tenants.glob("*/*.safetensors")}
-        for path in sorted(self._logs.glob("*.log")):
+        for path in sorted(self._logs.glob(_NAMES)):
             self._open(path)
         self._live |= {key for key, place in self._places.items() if not place.gone}
         self._live -= {key for key, place in self._places.items() if place.gone}
 
-    def _claim(self, worker: str) -> None:
+    def _claim(self, worker: str, wait: float) -> None:
         """Take the log for this process; one that was killed may need a moment to be gone."""
-        place, until = self.folder / "workers" / f"{worker}.log", time.monotonic() + _WAIT
+        place, until = self.folder / "workers" / f"{worker}.log", time.monotonic() + wait
         while (mine := self._stack.enter_context(claim(place))) is None:
             if time.monotonic() > until:
                 raise ValueError(f"--store {self.folder} is in use: {describe_holder(place)}")
@@ -144,8 +152,7 @@ class FolderStore:
                 contexts.append(body)
             elif header["kind"] == "state":
                 context = contexts[header["context"]] if "context" in header else b""
-                place = _Place(number, size - len(body), len(body), context)
-                self._places[header["key"]] = place
+                self._places[header["key"]] = _Place(number, start, len(content), context)
             elif header["kind"] == "gone":
                 self._places[header["key"]] = _Place(number)
             else:  # another worker has it
@@ -167,12 +174,14 @@ class FolderStore:
         if key in self._places:
             place = self._places[key]
             return None if place.gone else self._read_at(place)
-        path = self._path(key)
-        return Stored(path.read_bytes()) if path.is_file() else None
+        try:
+            return Stored(self._path(key).read_bytes())
+        except FileNotFoundError:  # any other error is none of a new tenant
+            return None
 
     def _read_at(self, place: _Place) -> Stored:
-        log = self._segments[place.segment].log
-        return Stored(log.read(place.start, place.length), place.context)
+        content = self._segments[place.segment].log.read(place.start, place.length)
+        return Stored(_split(content)[1], place.context)
 
     def write(self, entries: Sequence[Entry]) -> None:
         """Keep records, all or none."""
@@ -196,9 +205,7 @@ class FolderStore:
                 self._places[key] = _Place(number)
                 self._live.discard(key)
             else:
-                length = len(record.content)
-                end = start + len(content)
-                self._places[key] = _Place(number, end - length, length, record.context)
+                self._places[key] = _Place(number, start, len(content), record.context)
                 self._live.add(key)
 
     def _sync(self) -> None:
@@ -223,7 +230,7 @@ class FolderStore:
             self._current[1].log.append(contents, True)
         for key in own:
             del self._places[key]
-            self._live.discard(key)
+        self._live.difference_update(keys)
 
     def held(self) -> Iterator[str]:
         yield from list(self._places)
@@ -250,7 +257,9 @@ class FolderStore:
     def _drop(self, number: int) -> None:
         """Remove the oldest log: nobody's last record lies in it."""
         log = self._segments[number].log
-        log.path.unlink()  # first: one that stays must stay known, or it comes again as the last
+        # First: one that stays, or comes back after a loss of power, would be read as the last.
+        log.path.unlink(missing_ok=True)
+        sync_folder(self._logs)
         del self._segments[number]
         log.close()
 
@@ -259,8 +268,10 @@ class FolderStore:
         place, path = self._places[key], self._path(key)
         if place.gone:
             path.unlink(missing_ok=True)
+            if path.parent.is_dir():
+                sync_folder(path.parent)
             return
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         with atomic_file(path) as file:
             file.write(to_checkpoint(self._read_at(place)))
 
