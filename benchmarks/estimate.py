@@ -138,7 +138,9 @@ def _open_stream(clean: Path, count: int, kind: str) -> list[Domain]:
 
 def open_source(arguments: argparse.Namespace) -> Source:
     found = np.load(arguments.source)
-    images = torch.from_numpy(found["images"]).permute(0, 3, 1, 2).float() / 255
+    images = (
+        torch.from_numpy(found["images"]).permute(0, 3, 1, 2).to(arguments.device).float() / 255
+    )
     return Source(images, torch.from_numpy(found["labels"]).long())
 
 

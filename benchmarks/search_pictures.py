@@ -166,7 +166,7 @@ def work(arguments: argparse.Namespace, kept: str, jobs: Any, rows: Any) -> None
         try:
             if opened is None:
                 model = open_model(arguments.model).module.to(arguments.device).eval()
-                opened = model, torch.load(kept, map_location=arguments.device)
+                opened = model, torch.load(kept)  # images on the device, labels on the host
             model, streams = opened
             case, protocol = job
             rows.put(try_case(model, streams, case, protocol, arguments.watched))
