@@ -276,9 +276,7 @@ def test_a_radius_shortens_the_step_in_the_metric_of_the_whole_curvature(
 def test_a_radius_is_smaller_for_samples_that_tell_less(
     reference: int, share: float | None
 ) -> None:
-    """r (n/N)^1.5 for n < N: the root mean square change of a sample's loss is then at most r n / N
-    over the root of the weight.
-    """
+    """r n/N for n < N, as a root mean square change of a sample's loss times the root of β n/N."""
     p, radius = PROBLEMS["2d"], 1e-3
     n = len(p.inputs)
     share = n / reference if share is None else share
@@ -291,7 +289,7 @@ def test_a_radius_is_smaller_for_samples_that_tell_less(
     gradient, _ = derivatives(cross_entropy, logits, hard_labels(logits))
     slopes = torch.einsum("nk,nkd->nd", gradient, p.jacobian())
     change = (slopes @ moved).square().mean().sqrt().item()
-    assert change == pytest.approx(radius * share / BETA**0.5, rel=1e-6)
+    assert change == pytest.approx(radius * (share / BETA) ** 0.5, rel=1e-6)
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
@@ -316,7 +314,7 @@ def test_a_reach_lengthens_steps_that_hardly_change_the_parameters(
     longer = stride * share * (p.mean @ p.mean).sqrt() / (step @ step).sqrt()
     step = step * min(max(1.0, longer.item()), reach)
     if radius:
-        step = step * min(1.0, radius * share**1.5 / (step @ H @ step).sqrt().item())
+        step = step * min(1.0, radius * share / (step @ H @ step).sqrt().item())
     prior = df.Belief(p.mean, STRUCTURES[structure](p.matrix))
     observation = df.Gibbs(df.PseudoLabel(), df.Constant(BETA), reference=reference)
     rule = df.Linearized(df.Hessian(), radius, reach, stride)

@@ -519,7 +519,7 @@ def without_batch_norm(preset: str, norm: bool, **options: Any) -> Case:
     """`adapt` sees what norms there are, and takes other defaults."""
     model = own_filters.regrouped(MODEL, norm)
     own = {name: DEFAULTS[name] for name in ("beta", "taper", "rho", "radius", "temperature")}
-    own |= {"variance": 2.0, "radius": 0.5} if norm else {"variance": 0.005}
+    own |= {"variance": 2.0, "radius": 0.6} if norm else {"variance": 0.005}
     steps = own_filters.other_loop(model, LARGER, preset == "driftfilter_aug", **{**own, **options})
     return Case(adapter_of(preset, model, labels=None, **options), LARGER, list(steps))
 

@@ -164,7 +164,7 @@ def own_loop(
         least = 0.004 * min(1.0, n / 100) * here.norm()
         step = step * (least / step.norm()).clamp(1, 30)
         length = ((rows @ step) / (weights.mean() / max(n, 100)).sqrt()).norm()
-        bound = radius * min(1.0, n / 100) ** 1.5
+        bound = radius * min(1.0, n / 100)
         here = here - step * min(1.0, bound / length.item())
         raw = passes[0][0].detach().softmax(1)  # statistics know nothing of offsets
         seen = torch.special.entr(raw.mean(0)).sum().exp().item() / (k * (1 - (1 - 1 / k) ** n))
@@ -290,7 +290,7 @@ def other_loop(
         moderated = (1 + math.pi / 4 * 0.01 * sums[0].item() / sums[1].item()) ** 0.5
         scale = weight / max(n, reference)
         covariance = torch.diag(1 / (1 / prior + (rows**2).sum(0) / scale))
-        step, bound = covariance @ rows.sum(0), radius * min(1.0, n / reference) ** 1.5
+        step, bound = covariance @ rows.sum(0), radius * min(1.0, n / reference)
         here = here - step * min(1.0, bound / ((rows @ step) / scale**0.5).norm().item())
         predicted = torch.stack(logits).mean(0).detach() / (temperature or moderated)
         yield Step(here, predicted.softmax(1), covariance=covariance)

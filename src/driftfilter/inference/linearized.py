@@ -132,8 +132,7 @@ class Linearized(Checked):
     ``radius`` r > 0 is a trust region: the mean's step Δ is shortened to |F Δ| ≤ r, so that the
     quadratic energy changes by at most ½ r² nats beside its slope. A diagonal Σ does not see how
     parameters act together, and oversteps without it. If the energy says that n samples tell less
-    than N (``Gibbs.reference``), it is r (n/N)^1.5 for them: F has a share n/N of its square there,
-    so that as many samples may change the loss of each as much, in batches of any size.
+    than N (``Gibbs.reference``), it is r n/N for them.
 
     ``reach`` > 1: a step that hardly changes the network is lengthened, up to so many times, until
     abs(Δ) is a share ``stride`` · n/N of the size of the parameters, abs(μ⁻). One prior variance

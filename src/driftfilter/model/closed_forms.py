@@ -96,5 +96,5 @@ def variance_at(temperature: float) -> float:
 
 
 def trust_radius(radius: float, samples: int, reference: int) -> float:
-    """r (n / N)^1.5 for n < N: the radius of a trust region, for samples that tell as much less."""
-    return float(radius * min(1.0, samples / max(reference, 1)) ** 1.5)
+    """r n / N for n < N: the radius of a trust region, for samples that tell as much less."""
+    return float(radius * min(1.0, samples / max(reference, 1)))

@@ -33,7 +33,7 @@ from driftfilter.recipe import Recipe
 from driftfilter.source.posterior import Gaussian
 
 Preset = TypeVar("Preset", bound=Callable[..., Recipe])
-_RADIUS = 0.5  # of a step on 200 samples without batch norm
+_RADIUS = 0.6  # of a step on 200 samples without batch norm
 _REACH = 30.0  # with batch norm
 Norms: TypeAlias = Literal["batch", "measured", "aligned", "other", "none", "frozen"]
 
@@ -131,7 +131,7 @@ def driftfilter(  # what users may turn
     with batch norm if source data say what is normal, and 0.1 with statistics of source data behind
     the norms. ``variance`` is 0.1 with these and 0.005 for the last layer.
     With "other" norms it is 2, and relative to the size of each layer's parameters, so that one
-    variance serves transformers, residual and small networks alike. ``radius`` is 6, and 0.5 with
+    variance serves transformers, residual and small networks alike. ``radius`` is 6, and 0.6 with
     "other" norms. ``reach`` is 30 with batch norm, and 1 elsewhere: networks whose parameters a
     step hardly changes, such as those for a thousand classes, take longer ones (``Linearized``).
     All was chosen on clean images, speckle noise, blur, saturation and spatter, but for what two
