@@ -149,7 +149,7 @@ def bench_table(record: Named) -> str:
 def scale_rows(record: Named, title: str) -> str:
     """Rows of a record of tasks.py: the frozen network, the best of others' methods and ours."""
     lines = []
-    for alike in group(record["figures"], itemgetter("model", "protocol")):
+    for alike in group(record["figures"], itemgetter("model", "protocol", "images")):
         methods = {seeds[0]["preset"]: seeds for seeds in group(alike, itemgetter("preset"))}
         ours = [name for name in methods if name.startswith("driftfilter")]
         if not ours:
@@ -168,7 +168,7 @@ def scale_rows(record: Named, title: str) -> str:
 def verdict(record: Named, title: str) -> str:
     """How far the default is from the frozen network and from the best of others' methods."""
     parts = []
-    for alike in group(record["figures"], itemgetter("model", "protocol")):
+    for alike in group(record["figures"], itemgetter("model", "protocol", "images")):
         found = {
             seeds[0]["preset"]: accuracy(seeds) for seeds in group(alike, itemgetter("preset"))
         }
