@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from driftfilter.base.checks import unchecked
 from driftfilter.gaussian.belief import Belief, kl_divergence
 from driftfilter.gaussian.full import Full
 
@@ -54,8 +55,12 @@ def distance(batch: Moments, known: Moments) -> float:
     KL(N(m_b, (C_b + C) / 2) ‖ N(m, C)) / D.
     """
     (mean, covariance), (m, c) = batch, known
-    shrunk = Belief(mean, Full((covariance + c) / 2))
-    return float(kl_divergence(shrunk, Belief(m, Full(c)))) / len(m)
+    new, old = (unchecked(Full, matrix=matrix) for matrix in ((covariance + c) / 2, c))
+    shrunk, own = (
+        unchecked(Belief, mean=mean, covariance=new),
+        unchecked(Belief, mean=m, covariance=old),
+    )
+    return float(kl_divergence(shrunk, own)) / len(m)
 
 
 def find_clusters(signatures: Tensor) -> tuple[float, Tensor]:

@@ -189,6 +189,12 @@ class Captures:
         self._used[own] = self._batches
         return free.pop(), question
 
+    def replay(self, network: Network, key: Key, theta: Tensor, inputs: Inputs) -> Tensor | None:
+        """Logits [n, k] of a pass that nobody pulls back, by one that is free; none is made."""
+        question = self._asked.get(key)
+        free = None if question is None else self._free.get((key, question))
+        return free[-1].run(network, theta, inputs)[0] if free else None
+
     def _make(
         self, network: Network, theta: Tensor, inputs: Inputs, question: Question, repeats: int
     ) -> Capture | None:

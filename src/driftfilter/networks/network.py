@@ -53,7 +53,14 @@ from driftfilter.networks.batch_norm import (
     require_statistics,
 )
 from driftfilter.networks.batch_trust import SHIFT, novelty
-from driftfilter.networks.cuda_graphs import CapturedPullback, Captures, Question, key_of, possible
+from driftfilter.networks.cuda_graphs import (
+    CapturedPullback,
+    Captures,
+    Key,
+    Question,
+    key_of,
+    possible,
+)
 from driftfilter.networks.features import catch_features, find_head, take_features
 from driftfilter.networks.layout import Layout
 from driftfilter.networks.norm_rules import NormRule
@@ -477,6 +484,9 @@ class Network(PredictiveModel):
         return {STATISTICS: own.carried(trust), DIVERSITY: found}
 
     def __call__(self, theta: Tensor, inputs: Inputs) -> Tensor:
+        captured = self._replay(theta, inputs)
+        if captured is not None:
+            return captured
         return self._forward(
             self._own(), self.chosen.replacements(self._pieces(theta)), inputs, theta.dtype
         )[0]
@@ -507,15 +517,29 @@ class Network(PredictiveModel):
             pull.novelty = known._novelty * trust_in_shares(known._stay)
         return logits, pull
 
-    def _pull(
-        self, theta: Tensor, inputs: Inputs
-    ) -> tuple[Tensor, NetworkPullback | CapturedPullback]:
+    def _key(self, theta: Tensor, inputs: Inputs) -> Key | None:
+        """What a capture of this pass is good for; None if there can be none."""
         plain = not self._featuring and not self._carries_all
         plain = plain and not self._exact and not self._settled
         if self.capturing == "no" or not plain or not possible(theta, inputs):
+            return None
+        return (key_of(theta, inputs, self.output), isinstance(self._novelty, Tensor))
+
+    def _replay(self, theta: Tensor, inputs: Inputs) -> Tensor | None:
+        """Logits by a capture that a step has left free; None if there is none, or somebody
+        differentiates.
+        """
+        asked = torch.is_grad_enabled() or torch._C._are_functorch_transforms_active()
+        key = None if asked else self._key(theta, inputs)
+        return None if key is None else self._captures().replay(self, key, theta, inputs)
+
+    def _pull(
+        self, theta: Tensor, inputs: Inputs
+    ) -> tuple[Tensor, NetworkPullback | CapturedPullback]:
+        key = self._key(theta, inputs)
+        if key is None:
             return self.eager(theta, inputs)
         captures = self._captures()
-        key = (key_of(theta, inputs, self.output), isinstance(self._novelty, Tensor))
         taken = captures.take(self, key, theta, inputs)
         if taken is None:
             logits, pull = self.eager(theta, inputs)
