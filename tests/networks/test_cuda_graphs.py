@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import driftfilter as df
 from driftfilter.base.inputs import Inputs, pick_logits
-from driftfilter.networks import cuda_graphs as captured
+from driftfilter.networks import cuda_graphs as captured, network as networks
 from small import feed, refuses
 
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -124,6 +124,47 @@ def test_captures_do_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> Non
     assert taken[0] is not None
     captures.give_back(keys[0], "total", taken[0][0])
     assert captures.take(network, keys[0], theta, theta) == taken[0]  # type: ignore[arg-type]
+
+
+def test_a_pass_that_only_predicts_replays_what_a_step_has_captured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The monitor's probe of the source is such a pass; a capture here answers by a pass."""
+    asked: list[str] = []
+
+    class Eager:
+        def __init__(self, network: Any, theta: Tensor, inputs: Tensor, question: Any) -> None:
+            self.coupled, self.question = network.is_coupled, question
+
+        def run(self, network: Any, theta: Tensor, inputs: Tensor) -> tuple[Tensor, Any]:
+            asked.append("pass")
+            logits, self.pull = network.eager(theta, inputs)
+            return logits, self.pull.memory
+
+        def ask(self, cotangents: Tensor) -> Tensor:
+            asked.append("question")
+            return captured.answer(self.pull, cotangents, self.question)
+
+    batches, found = stream([16] * 6), []
+    for graphs in (False, True):
+        if graphs:
+            monkeypatch.setattr(captured, "Capture", Eager)
+            monkeypatch.setattr(networks, "possible", lambda *_: True)
+        adapter = df.adapt(model(), monitor=df.Monitor(probe=2), channels_last=False)
+        bound = adapter._ready(batches[0]).bound
+        assert bound is not None
+        bound.filter.logits.model.capturing = "yes" if graphs else "no"  # type: ignore[union-attr]
+        outputs = [adapter(batch) for batch in batches]
+        predicted = adapter.predict(batches[0]).log_probabilities
+        found.append((*outputs, predicted, adapter.belief.mean, torch.tensor(adapter.signals)))
+    torch.testing.assert_close(*found, rtol=0, atol=0, equal_nan=True)
+    # The first of the six steps runs as ever; beside them are three probes and the prediction.
+    assert asked.count("question") == 5
+    assert asked.count("pass") == 5 + 4
+    network = bound.filter.logits.model  # type: ignore[union-attr]
+    with torch.enable_grad():
+        network(adapter.belief.mean, batches[0])
+    assert asked.count("pass") == 5 + 4  # somebody may differentiate
 
 
 @GPU

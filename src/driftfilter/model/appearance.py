@@ -42,7 +42,7 @@ def describe(inputs: Inputs) -> Tensor | None:
     images = images.detach().float().clamp(-_MOST, _MOST)
     means = images.flatten(2).mean(2)  # [n, c]
     columns = (means, means.var(1, correction=0)[:, None])
-    squares = torch.stack(_find_squares(images - means[:, :, None, None]), 1)
+    squares = torch.stack(_find_squares(images.sub_(means[:, :, None, None])), 1)  # of a copy
     told = torch.cat((*columns, squares), 1).cpu()  # the only look there
     means, between, squares = told.split((means.shape[1], 1, squares.shape[1]), 1)
     whole, grey = (_energies(own) for own in (squares[:, 0::2], squares[:, 1::2]))
@@ -81,13 +81,10 @@ def _energies(squares: Tensor) -> Tensor:
 
 def _halve(images: Tensor, axis: int) -> Tensor:
     """Half the sums of neighbours along an axis; an odd one at its end is left out."""
-    half = images.shape[axis] // 2
-    pairs = images.narrow(axis, 0, 2 * half).unflatten(axis, (half, 2))
-    sums: Tensor = pairs.select(axis + 1, 0) + pairs.select(axis + 1, 1)
-    return sums.mul_(0.5)
+    one, other = images.unfold(axis, 2, 2).unbind(-1)
+    return (one + other).mul_(0.5)
 
 
 def _squares(images: Tensor) -> list[Tensor]:
     """Mean squares [n] of images [n, c, h, w], and of the means of their channels."""
-    flat = images.flatten(2)
-    return [flat.square().mean((1, 2)), flat.mean(1).square().mean(1)]
+    return [images.square().mean((1, 2, 3)), images.mean(1).square().mean((1, 2))]
