@@ -55,10 +55,9 @@ def distance(batch: Moments, known: Moments) -> float:
     KL(N(m_b, (C_b + C) / 2) ‖ N(m, C)) / D.
     """
     (mean, covariance), (m, c) = batch, known
-    new, old = (unchecked(Full, matrix=matrix) for matrix in ((covariance + c) / 2, c))
     shrunk, own = (
-        unchecked(Belief, mean=mean, covariance=new),
-        unchecked(Belief, mean=m, covariance=old),
+        unchecked(Belief, mean=center, covariance=unchecked(Full, matrix=matrix))
+        for center, matrix in ((mean, (covariance + c) / 2), (m, c))
     )
     return float(kl_divergence(shrunk, own)) / len(m)
 

@@ -3,8 +3,9 @@ one launch each.
 
 Small batches wait for Python to launch hundreds of kernels. The first batch of a shape runs as
 ever, the second is captured, all others are replayed with their own θ, inputs and carried
-statistics. A capture serves one pullback at a time. Shapes that come when there are captures enough
-run as ever, and a capture that no batch has used for long is freed.
+statistics. A capture serves one pullback at a time, and between two of them passes that only
+predict, such as a monitor's probes. Shapes that come when there are captures enough run as ever,
+and a capture that no batch has used for long is freed.
 
 If nobody has asked for graphs, a shape is captured only after three batches of it in a row, and
 what the capture answers is held against an ordinary pass. A network that cannot be captured, or
