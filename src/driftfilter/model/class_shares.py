@@ -77,9 +77,10 @@ class Shares(NamedTuple):
         totals = filled.sum(1) + (weights.cumsum() - weights)[:, None]
         chances = np.empty((n, 2))  # p(x_t given those before), times the totals
         growth = np.empty_like(filled)
-        for weight, own, chance in zip(weights.tolist(), p, chances, strict=True):
+        columns = chances[:, :, None]
+        for weight, own, chance, column in zip(weights.tolist(), p, chances, columns, strict=True):
             np.dot(filled, own, out=chance)
-            np.multiply(weight / chance[:, None], own, out=growth)
+            np.multiply(weight / column, own, out=growth)
             np.add(growth, 1, out=growth)
             np.multiply(filled, growth, out=filled)
         skewed, equal = (chances / totals).T
