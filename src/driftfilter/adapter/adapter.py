@@ -707,10 +707,8 @@ class Adapter(nn.Module):
         chain = self.recipe.labels
         if chain is None or (is_table(inputs) and not chain.tables):
             return now, prediction
-        shards = current()
-        alone = prediction.on_host[0]
-        if shards is not None:
-            alone = gather_samples(prediction.log_probabilities).cpu()
+        shards, every = current(), prediction.log_probabilities
+        alone = prediction.on_host[0] if shards is None else gather_samples(every).cpu()
         now, together = now.put_in_order(chain, alone)
         return now, prediction.retold(together if shards is None else together[shards.mine])
 

@@ -77,8 +77,10 @@ class Prediction:
         return both[:, :-1], both[:, -1]
 
     def retold(self, log_probabilities: Tensor) -> Prediction:
-        """The same with other log-probabilities [n, k], which lie on the CPU."""
-        there = log_probabilities.to(self.log_probabilities.device, non_blocking=True)
+        """The same with other log-probabilities [n, k], which lie on the CPU; what is plain of each
+        sample stays.
+        """
+        there = log_probabilities.to(self.log_probabilities, non_blocking=True)
         told = replace(self, log_probabilities=there, plain=self.plain_confidence)
         told.__dict__["on_host"] = log_probabilities, self.on_host[1]
         return told
