@@ -4,11 +4,12 @@ words. Tensors here lie on the CPU, and say that they do not.
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import driftfilter as df
@@ -131,3 +132,30 @@ def test_inputs_that_are_not_finite_are_refused(as_gpu: None) -> None:
     for call in (filt.step, filt.predict):
         with pytest.raises(ValueError, match="inputs must be finite, got inf at index"):
             call(state, batch)
+
+
+def test_predictions_come_to_the_host_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the monitor, the chain of labels, the estimate and what was predicted last."""
+    prediction = df.Prediction(BATCH.log_softmax(-1), torch.zeros_like(BATCH))
+    told, sure = prediction.on_host
+    assert told is prediction.log_probabilities
+    assert torch.equal(sure, prediction.plain_confidence)
+    other = prediction.retold(told.flip(0))
+    assert torch.equal(other.log_probabilities, told.flip(0))
+    assert torch.equal(other.on_host[0], told.flip(0))
+    assert torch.equal(other.on_host[1], sure)  # of each sample by itself
+    network = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, 5))
+    adapter, count = df.adapt(network.eval(), monitor=df.Monitor(probe=1000)), [0]
+    on_host = vars(df.Prediction)["on_host"]
+
+    def look(prediction: df.Prediction) -> Any:
+        count[0] += 1
+        return on_host.func(prediction)
+
+    images = normal(16, 3, 8, 8, dtype=torch.float32)
+    adapter(images)
+    seen = cached_property(look)
+    seen.__set_name__(df.Prediction, "on_host")
+    monkeypatch.setattr(df.Prediction, "on_host", seen)
+    adapter(images)
+    assert count == [1]

@@ -1012,10 +1012,17 @@ def test_a_first_layer_that_is_far_off_counts_before_the_source_is_asked() -> No
 def test_what_a_network_says_of_its_layers() -> None:
     probe = Probe()
     assert probe.answer(10, torch.tensor(1.0)) is None  # a table
-    probe.shifts = [torch.tensor(0.6)]
+
+    def hear(shift: float, channels: int) -> None:
+        """A layer whose mean alone has moved, by so much in the variance of samples' means."""
+        zeros, ones = torch.zeros(channels), torch.ones(channels)
+        probe.hear((zeros, ones), (shift**0.5 * ones, ones), torch.stack((ones, -ones)))
+
+    hear(0.6, 3)
     found = probe.answer(10, torch.tensor(1.0))
     torch.testing.assert_close(found, torch.tensor(0.5))  # the only layer, the last one or not
-    probe.shifts += [torch.tensor(1.8), torch.tensor(9.0)]
+    hear(1.8, 5)
+    hear(9.0, 2)
     found = probe.answer(10, torch.tensor(0.5))
     torch.testing.assert_close(found, torch.tensor(1.1 / 1.5))
     steps = [novelty(torch.tensor(shift), 0.4).item() for shift in (0.0, 0.4, 0.5, 0.6, 3.0)]

@@ -257,7 +257,7 @@ class Adapter(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Adapt to a batch and predict it: log-probabilities [n, k], which are valid logits too."""
-        begun, outputs, shares = time.perf_counter(), [], Counter[int]()
+        begun, found, shares = time.perf_counter(), list[Prediction](), Counter[int]()
         with self._lock, self._apart():
             with self._noting(), self._given("adapter(x)", args, kwargs) as inputs:
                 now = self._ready(inputs)
@@ -265,11 +265,11 @@ class Adapter(nn.Module):
                     before = now
                     now, prediction = self._put_in_order(*self._step_each(now, piece), piece)
                     now = self._believe(now, prediction, piece)
-                    outputs.append(prediction.log_probabilities)
+                    found.append(prediction)
                     shares.update(now.count_domains(before))
-            together = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
-            self._finish(now, begun, len(together), together, shares)
-        return together
+            together = join_predictions(found)
+            self._finish(now, begun, len(together.log_probabilities), together, shares)
+        return together.log_probabilities
 
     def predict(self, *args: Any, **kwargs: Any) -> Prediction:
         """Predict a batch with the belief as it stands.
@@ -649,7 +649,8 @@ class Adapter(nn.Module):
         state, prediction, info = now.bound.filter.step(now.current, seen)
         own = self._take_own(prediction, seen, inputs)
         new = own if self.window else prediction  # what no step has seen before
-        return self._watch(now, state, info, new.log_probabilities, seen), own, info
+        said = None if self.monitor is None else new.on_host[0]
+        return self._watch(now, state, info, said, seen), own, info
 
     def _update(self, now: AdapterState, inputs: Inputs) -> tuple[AdapterState, StepInfo]:
         """A step on a batch that nobody wants predicted but a monitor, or a chain of labels."""
@@ -706,14 +707,15 @@ class Adapter(nn.Module):
         chain = self.recipe.labels
         if chain is None or (is_table(inputs) and not chain.tables):
             return now, prediction
-        alone, shards = gather_samples(prediction.log_probabilities), current()
+        shards, every = current(), prediction.log_probabilities
+        alone = prediction.on_host[0] if shards is None else gather_samples(every).cpu()
         now, together = now.put_in_order(chain, alone)
-        own = together if shards is None else together[shards.mine]
-        plain = prediction.plain_confidence  # of each sample by itself
-        return now, replace(prediction, log_probabilities=own, plain=plain)
+        return now, prediction.retold(together if shards is None else together[shards.mine])
 
     def _believe(self, now: AdapterState, prediction: Prediction, inputs: Inputs) -> AdapterState:
         """With what is predicted, by all ranks."""
+        if current() is None:
+            return now.believe(*prediction.on_host, is_table(inputs))
         plain = prediction.plain_confidence[:, None]
         both = gather_samples(torch.cat((prediction.log_probabilities, plain), 1)).cpu()
         return now.believe(both[:, :-1], both[:, -1], is_table(inputs))
@@ -813,7 +815,7 @@ class Adapter(nn.Module):
         now: AdapterState,
         begun: float,
         samples: int,
-        log_probabilities: Tensor | None,
+        predicted: Prediction | None,
         shares: Mapping[int, int],
     ) -> None:
         """A call is over: what it changed is for all to see, callbacks are told and, even if one
@@ -821,12 +823,14 @@ class Adapter(nn.Module):
         """
         # Ranks have shards of different sizes, and learn no labels: they number no samples.
         numbered = samples if self._ranks is None else 0
-        before, taught = self._now, now.taught.follow(numbered, log_probabilities)
+        told = None if predicted is None else predicted.on_host[0]
+        before, taught = self._now, now.taught.follow(numbered, told)
         self._now = now._replace(number=before.number + 1, taught=taught)
         try:
             if self.callbacks:
                 ms = 1000 * (time.perf_counter() - begun)
-                record = now.make_record(before, samples, ms, log_probabilities, shares)
+                said = None if predicted is None else predicted.log_probabilities
+                record = now.make_record(before, samples, ms, said, shares)
                 for callback in tuple(self.callbacks):
                     callback.on_step(record)
         finally:

@@ -265,7 +265,7 @@ def finite_at_the_end() -> Iterator[None]:
 
 
 def _check_all(waiting: list[tuple[Tensor, Callable[[], None]]]) -> None:
-    if waiting and not torch.stack([told.double() for told, _ in waiting]).isfinite().all().item():
+    if waiting and not torch.stack([told for told, _ in waiting]).isfinite().all().item():
         for _, check in waiting:
             check()
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Annotated, Any, Literal, NamedTuple, Protocol, final, runtime_checkable
 
 import torch
@@ -65,6 +66,24 @@ class Prediction:
     def confidence(self) -> Tensor:
         """The probability of the most likely class [n]."""
         return confidence(self.log_probabilities)
+
+    @cached_property
+    def on_host(self) -> tuple[Tensor, Tensor]:
+        """Log-probabilities [n, k] and plain confidences [n] on the CPU, by one look there."""
+        plain = self.plain_confidence
+        if self.log_probabilities.device.type == "cpu":
+            return self.log_probabilities, plain
+        both = torch.cat((self.log_probabilities, plain[:, None]), 1).cpu()
+        return both[:, :-1], both[:, -1]
+
+    def retold(self, log_probabilities: Tensor) -> Prediction:
+        """The same with other log-probabilities [n, k], which lie on the CPU; what is plain of each
+        sample stays.
+        """
+        there = log_probabilities.to(self.log_probabilities, non_blocking=True)
+        told = replace(self, log_probabilities=there, plain=self.plain_confidence)
+        told.__dict__["on_host"] = log_probabilities, self.on_host[1]
+        return told
 
     @property
     def plain_confidence(self) -> Tensor:

@@ -41,45 +41,50 @@ def describe(inputs: Inputs) -> Tensor | None:
         return None
     images = images.detach().float().clamp(-_MOST, _MOST)
     means = images.flatten(2).mean(2)  # [n, c]
-    images = images - means[:, :, None, None]
-    whole, grey = _energies(images)
-    between = means.var(1, correction=0)
-    variance = whole[:, 0] + between + _TINY
+    columns = (means, means.var(1, correction=0)[:, None])
+    squares = torch.stack(_find_squares(images.sub_(means[:, :, None, None])), 1)  # of a copy
+    told = torch.cat((*columns, squares), 1).cpu()  # the only look there
+    means, between, squares = told.split((means.shape[1], 1, squares.shape[1]), 1)
+    whole, grey = (_energies(own) for own in (squares[:, 0::2], squares[:, 1::2]))
+    variance = whole[:, :1] + between + _TINY
     parts = grey if images.shape[1] == 1 else torch.cat((grey, whole - grey), 1)
-    shares = parts.clamp_min(0) / variance[:, None] + _FLOOR
+    shares = parts.clamp_min(0) / variance + _FLOOR
     if means.shape[1] > _CHANNELS:
         means = means.mean(1, keepdim=True)
-    return torch.cat((means, variance.log()[:, None], shares.log()), 1).to("cpu", torch.float64)
+    return torch.cat((means, variance.log(), shares.log()), 1).to(torch.float64)
 
 
-def _energies(images: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean squares of images [n, c, h, w] and of the means of their channels: of all, then of
-    differences between neighbours, scale by scale [n, 7].
+def _find_squares(images: Tensor) -> list[Tensor]:
+    """Mean squares [n] of images [n, c, h, w] and of the means of their channels, and both of half
+    the sums of neighbours: scale by scale along one axis, the other one and both.
+    """
+    found = _squares(images)
+    for _ in range(_SCALES):
+        one, other = _halve(images, 2), _halve(images, 3)
+        images = _halve(one, 3)
+        found += [*_squares(one), *_squares(other), *_squares(images)]
+    return found
+
+
+def _energies(squares: Tensor) -> Tensor:
+    """Mean squares of all, then of differences between neighbours, scale by scale [n, 7], by those
+    of all and of half the sums [n, 10].
 
     A mean square is that of half the sums of neighbours plus that of half their differences, so
     that only sums are needed.
     """
-    own = _squares(images)
-    found = [own]
-    for _ in range(_SCALES):
-        one, other = _halve(images, 2), _halve(images, 3)
-        images = _halve(one, 3)
-        half, sides = _squares(images), _squares(one) + _squares(other)
-        found += [sides - 2 * half, own - sides + half]
-        own = half
-    whole, grey = torch.stack(found, 2)
-    return whole, grey
+    own, half = squares[:, :-1:3], squares[:, 3::3]
+    sides = squares[:, 1::3] + squares[:, 2::3]
+    differences = torch.stack((sides - 2 * half, own - sides + half), 2)
+    return torch.cat((squares[:, :1], differences.flatten(1)), 1)
 
 
 def _halve(images: Tensor, axis: int) -> Tensor:
     """Half the sums of neighbours along an axis; an odd one at its end is left out."""
-    half = images.shape[axis] // 2
-    pairs = images.narrow(axis, 0, 2 * half).unflatten(axis, (half, 2))
-    sums: Tensor = pairs.select(axis + 1, 0) + pairs.select(axis + 1, 1)
-    return sums / 2
+    one, other = images.unfold(axis, 2, 2).unbind(-1)
+    return (one + other).mul_(0.5)
 
 
-def _squares(images: Tensor) -> Tensor:
-    """Mean squares of images [n, c, h, w], and of the means of their channels [2, n]."""
-    flat = images.flatten(2)
-    return torch.stack((flat.square().mean((1, 2)), flat.mean(1).square().mean(1)))
+def _squares(images: Tensor) -> list[Tensor]:
+    """Mean squares [n] of images [n, c, h, w], and of the means of their channels."""
+    return [images.square().mean((1, 2, 3)), images.mean(1).square().mean((1, 2))]

@@ -76,9 +76,13 @@ class Shares(NamedTuple):
         filled = fading * self.counts + prior
         totals = filled.sum(1) + (weights.cumsum() - weights)[:, None]
         chances = np.empty((n, 2))  # p(x_t given those before), times the totals
-        for t in range(n):
-            np.matmul(filled, p[t], out=chances[t])
-            filled *= 1 + np.outer(weights[t] / chances[t], p[t])
+        growth = np.empty_like(filled)
+        columns = chances[:, :, None]
+        for weight, own, chance, column in zip(weights.tolist(), p, chances, columns, strict=True):
+            np.dot(filled, own, out=chance)
+            np.multiply(weight / column, own, out=growth)
+            np.add(growth, 1, out=growth)
+            np.multiply(filled, growth, out=filled)
         skewed, equal = (chances / totals).T
         gained = fading * math.log(self.ratio) + float(weights @ np.log(skewed / equal))
         predicted = fading * self.predicted

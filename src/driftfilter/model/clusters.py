@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from driftfilter.base.checks import unchecked
 from driftfilter.gaussian.belief import Belief, kl_divergence
 from driftfilter.gaussian.full import Full
 
@@ -54,8 +55,11 @@ def distance(batch: Moments, known: Moments) -> float:
     KL(N(m_b, (C_b + C) / 2) ‖ N(m, C)) / D.
     """
     (mean, covariance), (m, c) = batch, known
-    shrunk = Belief(mean, Full((covariance + c) / 2))
-    return float(kl_divergence(shrunk, Belief(m, Full(c)))) / len(m)
+    shrunk, own = (
+        unchecked(Belief, mean=center, covariance=unchecked(Full, matrix=matrix))
+        for center, matrix in ((mean, (covariance + c) / 2), (m, c))
+    )
+    return float(kl_divergence(shrunk, own)) / len(m)
 
 
 def find_clusters(signatures: Tensor) -> tuple[float, Tensor]:

@@ -447,10 +447,10 @@ class _Draft:
 
     def split(self, domain: _Domain, limit: float) -> None:
         """Make two domains of one that has two clusters."""
-        pool, least = domain.pool.double(), _EACH * len(domain.mean)
-        if domain.fresh < domain.due or len(pool) < least:
+        least = _EACH * len(domain.mean)
+        if domain.fresh < domain.due or len(domain.pool) < least:
             return
-        domain.fresh = 0
+        pool, domain.fresh = domain.pool.double(), 0
         kurtosis, side = find_clusters(pool)
         if kurtosis >= limit or not _is_cut(side):
             domain.due = min(2 * domain.due, _LONGEST * least)

@@ -12,6 +12,7 @@ import copy
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Annotated, Any, Literal, NamedTuple, Protocol, TypeAlias, final, get_args
 
 import torch
@@ -61,6 +62,7 @@ _HALF = math.log(2)  # of the effective number of classes lost, in nats
 _MANY = 4 * SHORT  # samples that tell of a loss of statistics
 _FEW = SHORT // 8  # samples below which a model that cannot collapse is not judged
 _LASTS = 20.0  # ticks after which it is told
+_PAIRS = 8  # pairs of which what they have lost is remembered, two of each of the last streams
 OF_MODEL = ("classes_lost", "distance", "divergence")  # what no stream is to blame for
 
 # What lasts, in words.
@@ -299,12 +301,12 @@ class Monitor(Checked):
         against = {} if history is None else compare(recent, history)
         against |= {"stay": state.memory[RUNS]} if RUNS in state.memory else {}
         against |= {} if past.runs is None else {"stayed": stickiness(lighten(past.runs))}
-        against |= {} if pairs is None else count_lost(pairs, classes)
+        against |= {} if pairs is None else _count_lost(pairs, classes)
         if asked is not None and past.answered is not None:
             against["doubt"] = doubt(asked, past.answered)
         beside = dominant(recent) | {"moved": _movement(state)}
         if own is not None:
-            beside |= {_APART + name: value for name, value in count_lost(own, classes).items()}
+            beside |= {_APART + name: value for name, value in _count_lost(own, classes).items()}
         numbers = _numbers(named | shape_of(batch) | against | beside)  # the only look there
         told = {name: numbers.pop(name) for name in beside}
         found = _beside_both({name: numbers.pop(name) for name in against}, told)
@@ -680,6 +682,12 @@ class Observed(NamedTuple):
     def ticks(self) -> float:
         """1, or the part of a window that a small batch fills."""
         return 1.0 if self.batch is None else min(1.0, self.samples / SHORT)
+
+
+@lru_cache(maxsize=_PAIRS)
+def _count_lost(pairs: Tensor, classes: int) -> Mapping[str, float]:
+    """``count_lost`` of pairs, which are the same from one probe to the next, by their identity."""
+    return _numbers(count_lost(pairs, classes))
 
 
 def _count_runs(runs: Tensor | None, log_probabilities: Tensor) -> Tensor:

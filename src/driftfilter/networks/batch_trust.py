@@ -47,11 +47,17 @@ def moment_shift(
     the log-variance within samples scatters by about 1. Observed: clean batches of one class have S
     of 0.05 to 0.7 (digits, CIFAR-10), images dimmed to half 2.3 to 3.9, to a fifth 8 to 15.
     """
-    (mean, variance), (own_mean, own_variance) = carried, batch
-    between = (means.var(0, correction=0) / own_variance).clamp(_LEAST, 1)
+    return _move(*carried, *batch, means.var(0, correction=0)).mean()
+
+
+def _move(
+    mean: Tensor, variance: Tensor, own_mean: Tensor, own_variance: Tensor, scatter: Tensor
+) -> Tensor:
+    """What ``moment_shift`` is the mean of [c]; ``scatter``: the variance of the means."""
+    between = (scatter / own_variance).clamp(_LEAST, 1)
     shift = (own_mean - mean).square() / (between * maximum(variance, own_variance))
     spread = (1 - between) * (own_variance / variance).log().square()
-    return (shift + spread).mean()
+    return shift + spread
 
 
 def mean_shift(carried: tuple[Tensor, Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -86,8 +92,15 @@ class Probe:
     """What the batch norms of a source network say of a batch."""
 
     def __init__(self) -> None:
-        self.shifts: list[Tensor] = []  # S [] of each layer, in the order of their calls
+        # What ``moment_shift`` takes of each layer [c], in the order of their calls.
+        self.layers: list[tuple[Tensor, ...]] = []
         self.reference: Tensor | None = None  # N [], if the source's moments are of N samples
+
+    def hear(
+        self, carried: tuple[Tensor, Tensor], batch: tuple[Tensor, Tensor], means: Tensor
+    ) -> None:
+        """Note what ``moment_shift`` takes of a layer; it is worked out of all layers at once."""
+        self.layers.append((*carried, *batch, means.var(0, correction=0)))
 
     def answer(self, samples: int, diversity: Tensor) -> Tensor | None:
         """S [] of a batch of n in which the source sees classes of diversity D; None if no layer
@@ -99,10 +112,11 @@ class Probe:
         is left out. Compared with N source samples, 1/n + 1/N is taken off, and S is divided by
         1 + 8/n more: a limit near to what is normal must bear what a few samples scatter.
         """
-        known = self.shifts[:-1] or self.shifts
+        known = self.layers[:-1] or self.layers
         if not known:
             return None
-        shifts = torch.stack(known)
+        moved = _move(*map(torch.cat, zip(*known, strict=True)))
+        shifts = torch.stack([own.mean() for own in moved.split([len(mean) for mean, *_ in known])])
         means = shifts.cumsum(0) / torch.arange(1, len(known) + 1, device=shifts.device)
         found = means.max() - 1 / samples
         if self.reference is not None:
