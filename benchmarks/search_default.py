@@ -17,8 +17,8 @@ clean images and on speckle noise, Gaussian blur, saturation and spatter at seve
 
 recipes: the default with every combination of the values given, the model reset for each
 corruption; without batch norm by prior, too: a variance for all parameters, relative to the size of
-each layer, and that with the whole Fisher matrix ("all", the default). offsets: class offsets taken
-off the logits of frozen networks, 300 images at a time, by
+each layer (the default), and that with the whole Fisher matrix ("all"). offsets: class offsets
+taken off the logits of frozen networks, 300 images at a time, by
 temperature, rounds and gate, with classes of equal shares and with shares that fall from 1 to 1/5.
 A gate says how far offsets count: "diversity" by the classes predicted, "information" by the mutual
 information that they gain, "a part" also by how much of the marginal entropy gained that is (as
@@ -63,7 +63,7 @@ from figures import write
 
 Row = dict[str, Any]
 METRICS = ("accuracy", "nll", "ece")
-KNOBS = {"variance": [2.0], "taper": [2.0], "rho": [0.995], "radius": [6.0], "reach": [1.0]}
+KNOBS = {"variance": [2.0], "taper": [2.0], "rho": [0.995], "radius": [0.6], "reach": [1.0]}
 DOMAINS = ("clean", *EXTRA)
 PRIORS: dict[str, dict[str, Any]] = {  # of networks without batch norm, by name
     "absolute": {"structure": "diagonal", "relative": False},

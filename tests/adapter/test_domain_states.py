@@ -129,6 +129,21 @@ def test_a_new_domain_forgets_what_a_classifier_has_predicted_elsewhere() -> Non
         torch.testing.assert_close(chained(batch), told, rtol=1e-5, atol=1e-6)
 
 
+def test_runs_that_a_chain_knows_go_on_in_another_domain() -> None:
+    """Unless labels come one by one, in which case nothing is known any more."""
+    for chain in (df.LabelChain(), df.LabelChain(skew=0.1)):
+        random = torch.Generator().manual_seed(0)
+        labels = torch.randint(5, (60,), generator=random)
+        told = nn.functional.one_hot(labels, 5).double()
+        for repeats, goes_on in ((1, False), (10, True)):
+            p = (0.8 * told + 0.04).repeat_interleave(repeats, 0).log()
+            known = chain(p, None)[1]
+            after = chain.forget(known)
+            fresh = chain(p[:7], None)[0]
+            assert torch.equal(after, known) == goes_on
+            assert torch.equal(chain(p[:7], after)[0], fresh) != goes_on
+
+
 @pytest.mark.parametrize("size", [100, 24])
 @pytest.mark.parametrize("preset", ["driftfilter", "tent", "center"])
 def test_saved_and_resumed_bit_for_bit(preset: str, size: int) -> None:

@@ -323,6 +323,29 @@ def test_a_reach_lengthens_steps_that_hardly_change_the_parameters(
     assert_belief(posterior, p.mean + step, covariance, atol=1e-10)
 
 
+def test_a_reach_counts_samples_that_tell_little_for_less() -> None:
+    """Where the source is at home, or in runs, the least length is a share of what it was."""
+    p = PROBLEMS["2d"]
+    prior = df.Belief(p.mean, df.Full(1e-9 * p.matrix))
+    rule = df.Linearized(df.Hessian(), reach=1e12, stride=0.5)
+    there = energy(df.LinearHead(p.classes), df.PseudoLabel(), prior.mean, p.inputs)
+    for share in (1.0, 0.25):
+        object.__setattr__(there.evaluation.pullbacks[0], "novelty", share)
+        moved = rule(prior, there, {}, RANDOMNESS)[0].mean - p.mean
+        assert moved.norm().item() == pytest.approx(share * 0.5 * p.mean.norm().item())
+
+
+def test_labels_take_no_longer_steps() -> None:
+    p, y = PROBLEMS["2d"], torch.tensor([1, 0, 1])
+    found = []
+    for reach in (1.0, 1e9):
+        rule = df.Linearized(df.EmpiricalFisher(centered=False), reach=reach, stride=1.0)
+        filt = df.Filter(df.LinearHead(p.classes), inference=rule)
+        state = filt.init(df.Belief(p.mean, df.Full(1e-6 * p.matrix)))
+        found.append(filt.learn(state, p.inputs, y)[0].belief.mean)
+    assert_same(*found)
+
+
 def test_a_reach_of_one_is_the_newton_step_bit_for_bit() -> None:
     p, curvature = PROBLEMS["2d"], df.EmpiricalFisher()
     prior = df.Belief(p.mean, df.Full(p.matrix))

@@ -595,7 +595,7 @@ class Adapter(nn.Module):
         rule, signatures = self.recipe.domains, self._describe(inputs)
         if rule is None or signatures is None:
             return now, [Group(0 if now.domains is None else now.domains.active)]
-        now, groups = now.divide(rule, signatures)
+        now, groups = now.divide(rule, signatures, self.recipe.labels)
         return now, self._keep_together(groups)
 
     def _keep_together(self, groups: list[Group]) -> list[Group]:

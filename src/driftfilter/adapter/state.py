@@ -183,12 +183,13 @@ class AdapterState(NamedTuple):
             domains = domains.map_slots(lambda slot: slot._replace(recent=there(slot.recent)))
         return self._replace(recent=there(self.recent), domains=domains)
 
-    def divide(self, rule: Domains, signatures: Tensor) -> tuple[Self, list[Group]]:
+    def divide(
+        self, rule: Domains, signatures: Tensor, chain: LabelChain | None = None
+    ) -> tuple[Self, list[Group]]:
         """A batch with signatures [n, D] by its domains, each to be entered.
 
-        If it is of other domains than the batch before, what the chain of labels knows is
-        forgotten: a classifier that begins to prefer some classes looks like one that sees runs
-        of them, unless what it has predicted so far is of the same domain.
+        If it is of other domains than the batch before, the chain of labels forgets what it knows
+        of the classifier (``LabelChain.forget``).
         """
         before = self.domains or DomainMemory(rule.start(signatures.shape[1]), (Slot(),))
         if before.known.means.shape[1] != signatures.shape[1]:
@@ -196,7 +197,9 @@ class AdapterState(NamedTuple):
         division = rule.divide(signatures, before.known, smooth)
         assert self.bound is not None
         domains = before._replace(slots=self._keep(before)).follow(division, self.bound.start)
-        labels = None if domains.is_elsewhere else self.labels
+        labels = self.labels
+        if domains.is_elsewhere and labels is not None and chain is not None:
+            labels = chain.forget(labels)
         return self._replace(domains=domains, labels=labels), group(division.owners)
 
     def count_domains(self, before: Self) -> Mapping[int, int]:

@@ -135,9 +135,11 @@ class Linearized(Checked):
     than N (``Gibbs.reference``), it is r n/N for them.
 
     ``reach`` > 1: a step that hardly changes the network is lengthened, up to so many times, until
-    abs(Δ) is a share ``stride`` · n/N of the size of the parameters, abs(μ⁻). One prior variance
-    does not fit all networks: under that of the default a ResNet-50 moved by 0.02 % of their size a
-    step, where small networks move by 0.2 to 1.5 %.
+    abs(Δ) is a share ``stride`` · n/N of the size of the parameters, abs(μ⁻). n is the whole batch,
+    whatever has a weight. One prior variance does not fit all networks: under that of the default a
+    ResNet-50 moved by 0.02 % of their size a step, where small networks move by 0.2 to 1.5 %. The
+    share is less for samples that count less, in runs or where the source is at home
+    (``Pullback.novelty``), and labels take no longer steps (``Filter.learn``).
     """
 
     curvature: Annotated[Curvature, Role("curvature", "Hessian()")] = field(
@@ -150,16 +152,18 @@ class Linearized(Checked):
     def __call__(
         self, prior: Belief, energy: Energy, memory: Memory, randomness: Randomness
     ) -> tuple[Belief, Memory]:
-        gradient, factor, negative = Quadratic(*self.curvature(energy.at(prior.mean)))
-        return newton_step(prior, gradient, factor, self._bound(prior, energy), negative), memory
+        evaluation = energy.at(prior.mean)
+        gradient, factor, negative = Quadratic(*self.curvature(evaluation))
+        bounds = self._bound(prior, energy, evaluation.pullbacks[0].novelty)
+        return newton_step(prior, gradient, factor, bounds, negative), memory
 
-    def _bound(self, prior: Belief, energy: Energy) -> Bounds:
+    def _bound(self, prior: Belief, energy: Energy, novelty: Tensor | float) -> Bounds:
         samples, reference = len(energy.samples.weights), energy.observation.reference
         radius = trust_radius(self.radius, samples, reference)
         if self.reach == 1:
             return Bounds(radius)
         share = min(1.0, samples / max(reference, 1))
-        return Bounds(radius, self.stride * share * prior.mean.norm(), self.reach)
+        return Bounds(radius, self.stride * share * novelty * prior.mean.norm(), self.reach)
 
 
 def variance_along(covariance: Covariance | float, evaluation: Evaluation) -> Tensor:
@@ -364,6 +368,8 @@ def choose_for_labels(inference: Inference) -> Inference:
     """
     allowed = "one that learns from an energy, such as Linearized(), if labels are to be learned"
     require(follows_energy(inference), "inference", inference, allowed)
+    if isinstance(inference, Linearized) and inference.reach > 1:
+        inference = replace(inference, reach=1.0)
     curvature = inference.curvature
     if not isinstance(curvature, EmpiricalFisher) or not curvature.centered:
         return inference

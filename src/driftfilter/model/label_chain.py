@@ -38,6 +38,7 @@ from driftfilter.model.sticky_chain import Array, Smoother, Stickiness
 RUNS = remembered("labels.runs")  # in the memory of a filter: how often a label stays []
 _TINY = 1e-300
 _ROUNDING = 1e-6
+_IN_RUNS = 0.25  # how often a label stays, from which runs survive a change of domain
 _MANY = 2.0**53  # more samples than any stream has
 
 
@@ -122,6 +123,16 @@ class LabelChain(Checked):
         told = torch.from_numpy(np.log(np.maximum(smoothed, _TINY)))
         told = told.to(log_probabilities, non_blocking=True)
         return told, self._pack(passes.filtered[-1], before[-1], shares)
+
+    def forget(self, known: Tensor) -> Tensor:
+        """What is known after a change of domain: nothing, unless labels are known to come in runs,
+        which go on. A classifier that begins to prefer some classes looks like one that sees runs
+        of them, unless b, what it has predicted so far, is of the same domain.
+        """
+        if float(stay(known)) > _IN_RUNS:
+            return known
+        k = (known.shape[1] - 4) // 5 if self.skew else known.shape[1] - 1
+        return self._pack(*self._unpack(None, k))
 
     def _stickiness(self) -> Stickiness:
         """s and ρ [j], and ε."""

@@ -33,7 +33,7 @@ from driftfilter.recipe import Recipe
 from driftfilter.source.posterior import Gaussian
 
 Preset = TypeVar("Preset", bound=Callable[..., Recipe])
-_RADIUS = 0.6  # of a step on 200 samples without batch norm
+_RADIUS = 0.6  # of a step on 200 samples with "other" norms
 _REACH = 30.0  # with batch norm
 Norms: TypeAlias = Literal["batch", "measured", "aligned", "other", "none", "frozen"]
 
