@@ -2,6 +2,7 @@
 words. Tensors here lie on the CPU, and say that they do not.
 """
 
+import copy
 import math
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,7 +15,8 @@ from torch.overrides import TorchFunctionMode
 
 import driftfilter as df
 from driftfilter.base.checks import finite_at_the_end
-from small import normal
+from driftfilter.monitor.monitor import _numbers
+from small import conv, normal
 
 LOOKS = ("item", "tolist", "__bool__", "__int__", "__float__", "cpu", "nonzero")
 
@@ -57,6 +59,35 @@ def as_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 BATCH = normal(4, 4, dtype=torch.float32)
+
+
+class Elsewhere(Tensor):
+    """A tensor of another device, which cannot be stacked with those of the host."""
+
+    device = property(lambda _: torch.device("cuda", 0))
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.stack, torch.cat) and len({type(each) for each in args[0]}) > 1:
+            raise RuntimeError("Expected all tensors to be on the same device")
+        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+
+
+def test_a_monitor_reads_numbers_of_each_device_together() -> None:
+    there = [torch.tensor(value).as_subclass(Elsewhere) for value in (2.0, 5.0)]
+    named = {"a": torch.tensor(1.0), "b": there[0], "c": 3.0, "d": torch.tensor(4), "e": there[1]}
+    with Looks() as looks:
+        assert _numbers(named) == {"a": 1.0, "b": 2.0, "c": 3.0, "d": 4.0, "e": 5.0}
+    assert looks.count <= 2
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("size", [40, 8, 1])
+def test_the_default_with_its_monitor_on_a_gpu_is_that_of_a_cpu(size: int) -> None:
+    model, batches = conv().eval(), normal(80, 3, 8, 8, dtype=torch.float32).split(size)
+    here, there = df.adapt(model), df.adapt(copy.deepcopy(model).cuda())
+    for batch in batches:
+        torch.testing.assert_close(there(batch.cuda()).cpu(), here(batch), rtol=1e-2, atol=1e-2)
 
 
 def test_a_step_looks_twice_at_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
