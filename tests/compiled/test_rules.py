@@ -29,9 +29,9 @@ TABLE: dict[str, tuple[Any, ...]] = {
     "gate": (P - 0.5, 1.0),
     "kappa": (10 * P,),
     "variance_at": (P + 0.5,),
-    "trust_radius": (P, 40 * P, 20.0),
+    "share_of": (40 * P, 20.0),
 }
-OF_NUMBERS = ("variance_at", "trust_radius")  # which nobody asks for tensors
+OF_NUMBERS = ("variance_at", "share_of")  # which nobody asks for tensors
 
 
 def test_the_table_has_every_closed_form() -> None:

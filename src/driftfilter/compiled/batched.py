@@ -18,7 +18,7 @@ from driftfilter.gaussian.diagonal import Diagonal
 from driftfilter.gaussian.full import Full
 from driftfilter.inference.linearized import Bounds, newton_step
 from driftfilter.inference.prediction import Query
-from driftfilter.model.closed_forms import trust_radius
+from driftfilter.model.closed_forms import share_of
 from driftfilter.model.losses import Loss
 from driftfilter.model.observation import Samples, evaluate
 from driftfilter.model.predictive import PredictiveModel
@@ -35,7 +35,7 @@ def step_batched(
     """
     structure = Full if values.dim() == 3 else Diagonal
     radius: float = filt.inference.radius  # type: ignore[attr-defined]
-    bounds = Bounds(trust_radius(radius, x.shape[1], filt.observation.reference))
+    bounds = Bounds(radius * share_of(x.shape[1], filt.observation.reference))
     look, predict = _energy(filt, transition, structure), _prediction(filt, structure)
     mean, values, logits, gradient, factor = torch.func.vmap(look)(mean, values, x)
     good = torch.isfinite(logits.sum((1, 2)))  # a finite sum proves it, at the cost of one pass

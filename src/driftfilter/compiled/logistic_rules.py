@@ -35,7 +35,7 @@ _generalized = compile_rule(closed_forms.generalized_cross_entropy, exp=exp)
 _ratio = compile_rule(closed_forms.bounded_likelihood_ratio, log=log)
 _certainty, _gate = compile_rule(closed_forms.certainty), compile_rule(closed_forms.gate, exp=exp)
 _kappa = compile_rule(closed_forms.kappa)
-_trust_radius = compile_rule(closed_forms.trust_radius)
+_share_of = compile_rule(closed_forms.share_of)
 
 BLOCK = 64
 Pair: TypeAlias = tuple[float, float]
@@ -203,7 +203,7 @@ def settle(
         w[VARIANCE + i] = spread * inverse if rules.posterior else spread
         w[BEND + i] = math.sqrt(h) * spread if rules.radius > 0 else 0.0
     if rules.radius > 0:
-        radius = _trust_radius(rules.radius, 1, rules.reference)
+        radius = rules.radius * _share_of(1, rules.reference)
         for i in range(n):  # √h Δf is no longer than the radius
             length = abs(w[STEP + i]) * w[BEND + i]
             w[STEP + i] *= radius / length if length > radius else 1.0

@@ -22,7 +22,7 @@ from driftfilter.compiled.terms import (
 )
 from driftfilter.model import closed_forms
 
-_trust_radius = compile_rule(closed_forms.trust_radius)
+_share_of = compile_rule(closed_forms.share_of)
 
 
 class Workspace(NamedTuple):
@@ -146,7 +146,7 @@ def fill_columns(
 @part
 def step_length(rules: Rules, n: int, R: Floats, m: int, p: int, Q: Floats) -> float:
     """How much of a step on n samples is taken: min(1, radius / abs(F Δ)); Q[2, 0] [p] is B Δ."""
-    total, radius = 0.0, _trust_radius(rules.radius, n, rules.reference)
+    total, radius = 0.0, rules.radius * _share_of(n, rules.reference)
     for r in range(m):
         value = 0.0
         for q in range(p):

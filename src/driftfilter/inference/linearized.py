@@ -36,7 +36,7 @@ from driftfilter.inference.curvature import (
     NoCurvature,
     Quadratic,
 )
-from driftfilter.model.closed_forms import trust_radius
+from driftfilter.model.closed_forms import share_of
 from driftfilter.model.observation import Energy, Evaluation
 from driftfilter.model.predictive import logit_covariance
 from driftfilter.model.weighting import Memory
@@ -158,11 +158,10 @@ class Linearized(Checked):
         return newton_step(prior, gradient, factor, bounds, negative), memory
 
     def _bound(self, prior: Belief, energy: Energy, novelty: Tensor | float) -> Bounds:
-        samples, reference = len(energy.samples.weights), energy.observation.reference
-        radius = trust_radius(self.radius, samples, reference)
+        share = share_of(len(energy.samples.weights), energy.observation.reference)
+        radius = share * self.radius
         if self.reach == 1:
             return Bounds(radius)
-        share = min(1.0, samples / max(reference, 1))
         return Bounds(radius, self.stride * share * novelty * prior.mean.norm(), self.reach)
 
 

@@ -95,6 +95,6 @@ def variance_at(temperature: float) -> float:
     return 4 / pi * max(temperature**2 - 1, 0.0)
 
 
-def trust_radius(radius: float, samples: int, reference: int) -> float:
-    """r n / N for n < N: the radius of a trust region, for samples that tell as much less."""
-    return float(radius * min(1.0, samples / max(reference, 1)))
+def share_of(samples: int, reference: int) -> float:
+    """min(1, n / N): how much n samples tell beside N."""
+    return float(min(1.0, samples / max(reference, 1)))

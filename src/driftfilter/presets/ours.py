@@ -135,8 +135,8 @@ def driftfilter(  # what users may turn
     "other" norms. ``reach`` is 30 with batch norm, and 1 elsewhere: networks whose parameters a
     step hardly changes, such as those for a thousand classes, take longer ones (``Linearized``).
     All was chosen on clean images, speckle noise, blur, saturation and spatter, but for what two
-    classes do, when offsets count and the prior of other norms: there streams of natural shift and
-    digits had been seen (docs/lab/natural.md).
+    classes do, when offsets count, the prior and radius of other norms and how far steps are
+    lengthened: there streams of natural shift and digits had been seen (docs/lab/natural.md).
     """
     known = get_args(Norms)
     require(norms in known, "driftfilter: norms", norms, f"one of {known}")
