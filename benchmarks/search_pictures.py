@@ -3,7 +3,8 @@
     python benchmarks/search_pictures.py --data ILSVRC2012_img_val_subset \
         --model resnet50_imagenet=WEIGHTS [--shifts speckle_noise gaussian_blur=3] \
         [--images 5000] [--batch 64] [--protocols reset continual] [--workers 1] \
-        [--cases bn tent driftfilter driftfilter:statistics.late=1 …] [--json FILE]
+        [--cases bn tent driftfilter driftfilter:statistics.late=1 …] [--json FILE] \
+        [--source CIFAR10_TRAIN.npz]
     python benchmarks/search_pictures.py --data CIFAR10_TEST.npz --model wrn28_10=WEIGHTS \
         --batch 200 …
 
@@ -11,7 +12,8 @@ A search sees the four extra corruptions. `--shifts reported` are the fifteen th
 once all is chosen. A case is a preset, with fields of its recipe by their paths; `T=1.5` has the
 loss see its logits divided by so much. The model begins anew for each corruption, or goes through
 all of them, one after the other. Images, and so the classes of a batch, come in random order;
-"sorted" are clean ones class by class. There is no monitor unless `--watched`. Several workers
+"sorted" are clean ones class by class. There is no monitor unless `--watched`. With `--source`
+adapters have source inputs (`data=`). Several workers
 share a GPU, which one alone leaves waiting for Python, and streams that one has made.
 """
 
@@ -28,6 +30,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, final
 
+import numpy as np
 import torch
 from torch import Tensor, multiprocessing, nn
 
@@ -74,10 +77,10 @@ class Tempered(Loss):
         return Expansion(inner.value, inner.gradient / by, hessian, root)
 
 
-def make_recipe(model: nn.Module, case: str) -> df.Recipe:
+def make_recipe(model: nn.Module, case: str, with_data: bool = False) -> df.Recipe:
     """The recipe of a case: a preset, and fields that are set."""
     name, *changes = case.split(":")
-    recipe, temperature = for_model(model, name, {}), 1.0
+    recipe, temperature = for_model(model, name, {}, data=with_data), 1.0
     for each in changes:
         path, _, text = each.partition("=")
         if path == "T":
@@ -95,14 +98,18 @@ def make_recipe(model: nn.Module, case: str) -> df.Recipe:
     return replace(recipe, observation=replace(recipe.observation, loss=tempered))
 
 
-def follow(model: nn.Module, case: str, batches: list[Tensor], watched: bool) -> list[Tensor]:
+def follow(
+    model: nn.Module, case: str, batches: list[Tensor], watched: bool, source: Tensor | None = None
+) -> list[Tensor]:
     """Log-probabilities of each batch."""
     scaled = (batch.float() / 255 for batch in batches)
     if case == "source":
         with torch.no_grad():
             return [model(batch).float().log_softmax(-1) for batch in scaled]
     options: dict[str, Any] = {} if watched else {"monitor": None}
-    recipe = make_recipe(model, case) if ":" in case else case
+    if source is not None:
+        options["data"] = source
+    recipe = make_recipe(model, case, source is not None) if ":" in case else case
     adapter = df.adapt(model, recipe, speed="fast", **options)
     return [adapter(batch).float() for batch in scaled]
 
@@ -140,10 +147,25 @@ def make_streams(arguments: argparse.Namespace) -> Streams:
     return streams
 
 
-def try_case(model: nn.Module, streams: Streams, case: str, protocol: str, watched: bool) -> Row:
+def open_source(arguments: argparse.Namespace) -> Tensor | None:
+    """Source inputs on the device, if there are any."""
+    if arguments.source is None:
+        return None
+    pixels = torch.from_numpy(np.load(arguments.source)["images"]).permute(0, 3, 1, 2)
+    return pixels.float().to(arguments.device) / 255
+
+
+def try_case(
+    model: nn.Module,
+    streams: Streams,
+    case: str,
+    protocol: str,
+    watched: bool,
+    source: Tensor | None,
+) -> Row:
     """The row of a case: each corruption, and the mean of them all."""
     begun = time.perf_counter()
-    run = partial(follow, model, case, watched=watched)
+    run = partial(follow, model, case, watched=watched, source=source)
     if protocol == "reset":
         outputs = {name: run(batches) for name, (batches, _) in streams.items()}
     else:
@@ -161,15 +183,16 @@ def work(arguments: argparse.Namespace, kept: str, jobs: Any, rows: Any) -> None
     warnings.simplefilter("ignore")
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     torch.set_num_threads(1 if arguments.workers > 1 else torch.get_num_threads())
-    opened: tuple[nn.Module, Streams] | None = None
+    opened: tuple[nn.Module, Streams, Tensor | None] | None = None
     while (job := jobs.get()) is not None:
         try:
             if opened is None:
                 model = open_model(arguments.model).module.to(arguments.device).eval()
-                opened = model, torch.load(kept)  # images on the device, labels on the host
-            model, streams = opened
+                # Images are on the device, labels on the host.
+                opened = model, torch.load(kept), open_source(arguments)
             case, protocol = job
-            rows.put(try_case(model, streams, case, protocol, arguments.watched))
+            model, streams, source = opened
+            rows.put(try_case(model, streams, case, protocol, arguments.watched, source))
         except Exception as error:
             rows.put({"case": job[0], "protocol": job[1], "error": repr(error)[:300]})
         gc.collect()  # adapters, whose graphs and networks know each other
@@ -224,6 +247,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--watched", action="store_true", help="with the default's monitor")
+    parser.add_argument("--source", type=Path, help=".npz of source images")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     if arguments.shifts == [REPORTED]:

@@ -26,13 +26,16 @@ from driftfilter.base.checks import (
     Checked,
     NotPositiveDefiniteError,
     Role,
+    check_later,
     checks_of_a_trial,
     finite_at_the_end,
+    may_look,
     require,
     require_count,
     require_finite,
     require_number,
     warn,
+    without_looking,
 )
 from driftfilter.base.inputs import Inputs, batch_size, check_inputs
 from driftfilter.base.randomness import Randomness
@@ -238,6 +241,17 @@ class Filter(Checked):
         assert prediction is not None
         return state, prediction, info
 
+    def try_step(
+        self, state: FilterState, inputs: Inputs
+    ) -> tuple[FilterState, Prediction, StepInfo, Tensor]:
+        """``step`` that looks at no number on a device, and a number [] that is finite if all is
+        well; if it is not, nothing of it counts, and ``step`` says why.
+        """
+        with _without_gradients(), without_looking() as told:
+            state, prediction, info = self._one_step(state, inputs, 1.0, predicting=True)
+        assert prediction is not None
+        return state, prediction, info, _sum_up(told, prediction)
+
     def update(
         self, state: FilterState, inputs: Inputs, dt: float = 1.0
     ) -> tuple[FilterState, StepInfo]:
@@ -378,9 +392,14 @@ class Filter(Checked):
         A GPU is asked how many samples have a weight once the inference is on its queue; if too few
         have one, that is dropped.
         """
-        if not isinstance(energy.samples.used, Tensor):
+        used = energy.samples.used
+        if not isinstance(used, Tensor):
             if reason := self._why_uninformative(energy):
                 return prior, memory, reason
+            return *self._condition(prior, energy, memory, randomness), ""
+        if not may_look():
+            enough = torch.where(used >= self.needed, 0.0, math.inf)
+            check_later(enough, lambda: None)
             return *self._condition(prior, energy, memory, randomness), ""
         with checks_of_a_trial() as forget:
             try:
@@ -406,7 +425,17 @@ class Filter(Checked):
 
     def predict(self, state: FilterState, inputs: Inputs) -> Prediction:
         """Predict inputs [n, ...] with the belief as it stands, without adapting to them."""
-        with _without_gradients(), _checking_on(state):
+        with _checking_on(state):
+            return self._predict_alone(state, inputs)
+
+    def try_predict(self, state: FilterState, inputs: Inputs) -> tuple[Prediction, Tensor]:
+        """``predict`` that looks at no number on a device, as ``try_step``."""
+        with without_looking() as told:
+            prediction = self._predict_alone(state, inputs)
+        return prediction, _sum_up(told, prediction)
+
+    def _predict_alone(self, state: FilterState, inputs: Inputs) -> Prediction:
+        with _without_gradients():
             randomness = Randomness(state.seed, state.step, state.belief.mean.device)
             _, model = self._bind(state)
             inputs, teacher, taught = check_inputs(inputs), self.observation.teacher, None
@@ -625,6 +654,13 @@ def _require_weights(weight: float | Tensor, samples: int) -> float | Tensor:
 def _require_state(state: object) -> None:
     if not isinstance(state, FilterState):
         require(False, "state", type(state).__name__, "a FilterState (see Filter.init)")
+
+
+def _sum_up(told: Sequence[Tensor], prediction: Prediction) -> Tensor:
+    """A number [] that is finite if all of them are."""
+    if not told:
+        return prediction.log_probabilities.new_zeros(())
+    return torch.stack([own.to(prediction.log_probabilities) for own in told]).sum()
 
 
 def _checking_on(state: FilterState) -> AbstractContextManager[None]:

@@ -13,6 +13,7 @@ import torch
 import driftfilter as df
 from driftfilter.compiled import plan, sticky_chain as compiled
 from driftfilter.model import sticky_chain as plain
+from driftfilter.model.class_shares import count_up_by_rows
 from driftfilter.model.sticky_chain import Stickiness
 from oracles import Array
 from small import normal
@@ -95,3 +96,27 @@ df.adapt(model, "tent", labels=df.LabelChain())(x)
 assert "numba" in sys.modules
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(("n", "k"), [(1, 2), (200, 10), (3, 1000)])
+def test_counts_are_those_by_rows(n: int, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "count_up_by_rows", broken)
+    random = np.random.default_rng(0)
+    filled, p, weights = (
+        1 + random.random((2, k)),
+        random.dirichlet(np.ones(k), n),
+        random.random(n),
+    )
+    quick = filled.copy()
+    chances = compiled.count_up(quick, np.asfortranarray(p), weights)
+    np.testing.assert_allclose(chances, count_up_by_rows(filled, p, weights), rtol=1e-12)
+    np.testing.assert_allclose(quick, filled, rtol=1e-12)
+
+
+def test_counts_go_on_without_compiled_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("driftfilter.compiled.sticky_kernels.run_count", broken)
+    monkeypatch.setattr(plan, "_failures", [])
+    filled, p = np.ones((2, 3)), np.full((4, 3), 1 / 3)
+    with pytest.warns(UserWarning, match="the eager path takes over: OSError"):
+        chances = compiled.count_up(filled, p, np.ones(4))
+    np.testing.assert_array_equal(chances, count_up_by_rows(np.ones((2, 3)), p, np.ones(4)))

@@ -62,7 +62,7 @@ from driftfilter.inference.accuracy import Estimate
 from driftfilter.inference.linearized import Frozen
 from driftfilter.inference.optimizers import GradientStep
 from driftfilter.inference.prediction import Prediction, join_predictions
-from driftfilter.model.appearance import describe
+from driftfilter.model.appearance import describe, run_at_once
 from driftfilter.model.labelled import require_labels
 from driftfilter.model.predictive import PredictiveModel
 from driftfilter.monitor.monitor import MEANINGS, AlarmWarning, Beside, Monitor, fresh_detectors
@@ -583,16 +583,18 @@ class Adapter(nn.Module):
     def _pieces(self, inputs: Inputs) -> list[Inputs]:
         return split_batch(inputs, self.recipe.chunk) if self.recipe.chunk else [inputs]
 
-    def _describe(self, inputs: Inputs) -> Tensor | None:
+    def _describe(self, now: AdapterState, inputs: Inputs) -> Tensor | None:
         """How the samples of all ranks look [n, D]; None if nobody wants to know, or can."""
-        own = None if self.recipe.domains is None else describe(inputs)
+        graphs = None if now.bound is None else now.bound.graphs
+        run = run_at_once if graphs is None else graphs.run
+        own = None if self.recipe.domains is None else describe(inputs, run)
         if own is None or self._ranks is None:
             return own
         return gather_samples(own.to(tensors(inputs)[0].device)).cpu()
 
     def _divide(self, now: AdapterState, inputs: Inputs) -> tuple[AdapterState, list[Group]]:
         """A batch by the domains of its samples."""
-        rule, signatures = self.recipe.domains, self._describe(inputs)
+        rule, signatures = self.recipe.domains, self._describe(now, inputs)
         if rule is None or signatures is None:
             return now, [Group(0 if now.domains is None else now.domains.active)]
         now, groups = now.divide(rule, signatures, self.recipe.labels)
@@ -617,7 +619,7 @@ class Adapter(nn.Module):
         """A prediction of the samples of each domain that is known; with ``draws``, of each
         sample's uncertainty.
         """
-        if now.domains is None or (signatures := self._describe(inputs)) is None:
+        if now.domains is None or (signatures := self._describe(now, inputs)) is None:
             return self._predict(now, inputs, draws)
         groups = self._keep_together(now.recall(signatures))
         found = [self._predict(now.enter(own.place), own.pick(inputs), draws) for own in groups]
@@ -646,7 +648,7 @@ class Adapter(nn.Module):
     ) -> tuple[AdapterState, Prediction, StepInfo]:
         """A step, watched, and its prediction of the inputs, the last of what it has seen."""
         assert now.bound is not None
-        state, prediction, info = now.bound.filter.step(now.current, seen)
+        state, prediction, info = now.bound.step(now.current, seen)
         own = self._take_own(prediction, seen, inputs)
         new = own if self.window else prediction  # what no step has seen before
         said = None if self.monitor is None else new.on_host[0]
@@ -684,7 +686,7 @@ class Adapter(nn.Module):
         self, now: AdapterState, inputs: Inputs, labels: Tensor, weight: float | Tensor
     ) -> tuple[AdapterState, StepInfo]:
         """Labels of the samples of each domain that is known; the stream is where it was."""
-        signatures = None if now.domains is None else self._describe(inputs)
+        signatures = None if now.domains is None else self._describe(now, inputs)
         active = 0 if now.domains is None else now.domains.active
         groups = [Group(active)] if signatures is None else now.place(signatures)
         for own in groups:
@@ -788,18 +790,18 @@ class Adapter(nn.Module):
         if now.watch.frozen:
             return now
         assert now.bound is not None
-        past, filt, start, monitor = now.watch, now.bound.filter, now.bound.start, self.monitor
+        past, bound, start, monitor = now.watch, now.bound, now.bound.start, self.monitor
         new = None if new is None else new.cpu()  # it counts labels, for which a host is faster
         learns = not isinstance(self.recipe.inference, Frozen)
         waits = None if learns or new is None else monitor.wait(past, new)
         if waits is not None:
             return now._replace(state=state, info=info, watch=waits)
 
-        def ask(other: FilterState | None, by: Filter = filt) -> Tensor | None:
+        def ask(other: FilterState | None, by: Filter = bound.filter) -> Tensor | None:
             """What another state predicts for the samples that the step predicted."""
             if other is None:
                 return None
-            log_probabilities = by.predict(other, seen).log_probabilities.cpu()
+            log_probabilities = bound.predict(by, other, seen).on_host[0]
             return log_probabilities if new is None else log_probabilities[-len(new) :]
 
         probe = ask(monitor.choose_probe(past, state, new))
@@ -856,7 +858,10 @@ class Adapter(nn.Module):
         seen = now.seen(inputs, self.window, False)[0] if self.window else inputs
         assert now.bound is not None
         filt, state = now.bound.filter, now.current
-        found = filt.uncertainty(state, seen, draws) if draws else filt.predict(state, seen)
+        if draws:
+            found = filt.uncertainty(state, seen, draws)
+        else:
+            found = now.bound.predict(filt, state, seen)
         return self._take_own(found, seen, inputs)
 
     def _take_own(self, prediction: Prediction, seen: Inputs, inputs: Inputs) -> Prediction:

@@ -20,10 +20,10 @@ from driftfilter.base.inputs import Inputs, each, is_table
 from driftfilter.base.sharding import among
 from driftfilter.base.tensors import map_tensors
 from driftfilter.distributed.stream import shard_model
-from driftfilter.filtering import Filter, FilterState
+from driftfilter.filtering import Filter, FilterState, StepInfo
 from driftfilter.inference.accuracy import ENOUGH, Opinions, SourceCalibration, confidence
 from driftfilter.inference.optimizers import GradientStep
-from driftfilter.inference.prediction import SMOOTHING
+from driftfilter.inference.prediction import SMOOTHING, Prediction
 from driftfilter.inference.smoothed_labels import unsmooth
 from driftfilter.model.losses import Sum, as_loss
 from driftfilter.model.predictive import PredictiveModel
@@ -31,6 +31,7 @@ from driftfilter.networks.alignment import MOMENTS, align, compare
 from driftfilter.networks.initialization import find_wanted, initialize
 from driftfilter.networks.network import Network
 from driftfilter.networks.shared_copy import twin
+from driftfilter.networks.step_graphs import StepGraphs
 from driftfilter.recipe import Recipe
 from driftfilter.source.given import Given
 from driftfilter.source.posterior import Laplace, PointMass, SourceData
@@ -156,6 +157,18 @@ class BoundFilter(NamedTuple):
     recipe: Recipe
     # How sure the source is on data of its own, and how right if they have labels; None without.
     calibration: SourceCalibration | None = None
+    graphs: StepGraphs | None = None  # whole steps as CUDA graphs
+
+    def step(self, state: FilterState, inputs: Inputs) -> tuple[FilterState, Prediction, StepInfo]:
+        """``Filter.step``."""
+        way = self.filter if self.graphs is None else self.graphs
+        return way.step(state, inputs)
+
+    def predict(self, filt: Filter, state: FilterState, inputs: Inputs) -> Prediction:
+        """``Filter.predict`` of one of the two filters."""
+        if self.graphs is None:
+            return filt.predict(state, inputs)
+        return self.graphs.predict(filt, state, inputs)
 
     def fits(self, model: nn.Module, example: Inputs | None, learned: bool) -> bool:
         """Whether this would be the filter on the model now, be it that something was ``learned``
@@ -224,7 +237,9 @@ class FilterOptions:
         picks = (self.output, example, found, self.observed)
         measured = self._measure(frozen, found) if recipe.measures_source else {}
         logits, mean, told = initialize(frozen, recipe.parameters, recipe.statistics, *picks)
-        refused = self._quicken(logits, model) if isinstance(logits, Network) else {}
+        refused: dict[str, str] = {}
+        if isinstance(logits, Network):
+            refused = self._quicken(logits, model)
         final = find_wanted(recipe.parameters) <= set(
             told
         )  # or a batch must tell where the head is
@@ -248,13 +263,27 @@ class FilterOptions:
                 calibration = self._calibrate(logits.by_source, mean, start, apart)
         for reason in speed.find_ignored(start.belief.mean.device):
             warn(reason)
+        graphs = None
+        if isinstance(logits, Network) and logits.capturing != "no" and StepGraphs.can_record(filt):
+            noted = refused if logits.capturing == "if possible" else None
+            graphs, logits.capturing = StepGraphs((filt, apart), logits, noted), "no"
         copied = bool(speed.channels_last) or recipe.measures_source
         told_now = {**told, **measured}
         return BoundFilter(
-            filt, apart, start, told_now, final, copied, read, refused, recipe, calibration
+            filt,
+            apart,
+            start,
+            told_now,
+            final,
+            copied,
+            read,
+            refused,
+            recipe,
+            calibration,
+            graphs,
         )
 
-    def _quicken(self, network: Network, model: nn.Module) -> Mapping[str, str]:
+    def _quicken(self, network: Network, model: nn.Module) -> dict[str, str]:
         """Turn on what makes passes over a network faster; what it will turn out not to take."""
         layout, graphs, _ = self.speed.measure(model, self.recipe)
         if layout.is_on and self.speed.channels_last is None:

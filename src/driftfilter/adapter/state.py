@@ -26,7 +26,7 @@ from driftfilter.base.memory import require_forms
 from driftfilter.base.randomness import Purpose, Randomness
 from driftfilter.base.tensors import as_tensor, as_text
 from driftfilter.callbacks import StepRecord
-from driftfilter.compiled.sticky_chain import smooth
+from driftfilter.compiled.sticky_chain import count_up, smooth
 from driftfilter.filtering import FilterState, StepInfo
 from driftfilter.inference.accuracy import Expectation, Opinions
 from driftfilter.inference.prediction import MAP, Prediction, join_predictions
@@ -293,7 +293,7 @@ class AdapterState(NamedTuple):
         """log p(y given the stream) [n, k] of a batch, from log p(y given x) [n, k], and what is
         known then.
         """
-        together, labels = chain(alone, self.labels, smooth)
+        together, labels = chain(alone, self.labels, smooth, count_up)
         return self._replace(labels=labels), together
 
     @property

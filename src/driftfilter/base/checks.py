@@ -239,6 +239,7 @@ class _Waiting(threading.local):
 
     # A number [] that is finite if all is well, and the check itself.
     checks: list[tuple[Tensor, Callable[[], None]]] | None = None
+    blind: bool = False  # whether nobody looks at a number of a tensor until then
 
 
 _WAITING = _Waiting()
@@ -270,9 +271,30 @@ def _check_all(waiting: list[tuple[Tensor, Callable[[], None]]]) -> None:
             check()
 
 
+@contextmanager
+def without_looking() -> Iterator[list[Tensor]]:
+    """Nobody looks at a number of a tensor in this block: checks that wait are not made. What it
+    gives are numbers [] that are finite if all of them would pass, there after the block.
+    """
+    told: list[Tensor] = []
+    before = _WAITING.checks, _WAITING.blind
+    waiting = _WAITING.checks = []
+    _WAITING.blind = True
+    try:
+        yield told
+        told += [own for own, _ in waiting]
+    finally:
+        _WAITING.checks, _WAITING.blind = before
+
+
+def may_look() -> bool:
+    """Whether somebody may look at a number of a tensor, which stops a GPU's queue."""
+    return not _WAITING.blind
+
+
 def can_wait(values: Tensor) -> bool:
     """Whether a check of a tensor waits for the end of a step."""
-    return values.is_cuda and _WAITING.checks is not None
+    return _WAITING.checks is not None and (values.is_cuda or _WAITING.blind)
 
 
 def check_later(told: Tensor, check: Callable[[], None]) -> None:

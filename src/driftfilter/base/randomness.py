@@ -5,6 +5,8 @@ from typing import NamedTuple
 
 import torch
 
+from driftfilter.base.checks import may_look, require
+
 _MASK = (1 << 64) - 1
 
 
@@ -27,6 +29,7 @@ def mix_seeds(*values: int) -> int:
     """
     mixed = 0
     for value in values:
+        require(may_look(), "a recorded step", "one that draws", "one without random numbers")
         mixed = _mix(mixed ^ (value & _MASK))
     return mixed >> 32
 

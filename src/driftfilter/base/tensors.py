@@ -1,6 +1,6 @@
 """Tensors inside of values: moved to another device or dtype; and texts as tensors."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -37,15 +37,35 @@ def map_tensors(value: Any, change: Any) -> Any:
     """A state, belief or covariance with every floating tensor changed, for another device or
     dtype.
     """
+    return map_all(value, lambda tensor: change(tensor) if tensor.is_floating_point() else tensor)
+
+
+def map_all(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """A value with every tensor in it changed, each in its turn: the fields of dataclasses, the
+    parts of tuples and mappings.
+    """
     if isinstance(value, Tensor):
-        return change(value) if value.is_floating_point() else value
+        return change(value)
     if isinstance(value, Mapping):
-        return {name: map_tensors(part, change) for name, part in value.items()}
+        return {name: map_all(part, change) for name, part in value.items()}
     if isinstance(value, tuple):
-        return tuple(map_tensors(part, change) for part in value)
+        parts = [map_all(part, change) for part in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
     if is_dataclass(value):
         return unchecked(
             type(value),
-            **{item.name: map_tensors(getattr(value, item.name), change) for item in fields(value)},
+            **{item.name: map_all(getattr(value, item.name), change) for item in fields(value)},
         )
     return value
+
+
+def list_tensors(value: Any) -> list[Tensor]:
+    """The tensors in a value, in the order in which ``map_all`` changes them."""
+    found: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_all(value, note)
+    return found

@@ -85,3 +85,17 @@ def run_backward(
         for i in range(j):
             for z in range(k):
                 beta[i, z] = _keep_or_switch(beta[i, z], column[z], switch) / evidence[t]
+
+
+@kernel
+def run_count(filled: Floats, p: Floats, weights: Floats, chances: Floats) -> None:
+    """``class_shares.count_up_by_rows`` into chances [n, 2]."""
+    n, k = p.shape
+    for t in range(n):
+        for i in range(2):
+            chance = 0.0
+            for z in range(k):
+                chance += filled[i, z] * p[t, z]
+            chances[t, i] = chance
+            for z in range(k):
+                filled[i, z] *= 1 + weights[t] / chance * p[t, z]

@@ -12,10 +12,16 @@ nearly as much as over all of them. Signals of sensors are otherwise: a walk has
 rest, so that domains would be classes. They have no signature, nor do tables and tokens.
 """
 
+from collections.abc import Callable
+from typing import TypeAlias
+
 import torch
 from torch import Tensor
 
 from driftfilter.base.inputs import Inputs, batch_size, tensors
+
+# What calls a function of one tensor, somehow.
+Run: TypeAlias = Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]
 
 _SCALES = 3
 _LEAST = 2**_SCALES  # of the sides of an image
@@ -25,13 +31,18 @@ _CHANNELS = 4  # whose means are told one by one
 _MOST = 1e15  # a value beyond it, whose square might be infinite, is taken for it
 
 
-def describe(inputs: Inputs) -> Tensor | None:
+def run_at_once(function: Callable[[Tensor], Tensor], given: Tensor) -> Tensor:
+    """The function of it."""
+    return function(given)
+
+
+def describe(inputs: Inputs, run: Run = run_at_once) -> Tensor | None:
     """Signatures [n, D], on the CPU in float64 and finite, D = 9 for one channel, c + 15 for up to
     four and 16 for more. None if the samples are no images [n, c, h, w], floating or uint8, of at
     least eight values a side.
 
     Of several inputs the first one is looked at that has several numbers a sample: what comes after
-    it may be a mask.
+    it may be a mask. ``run`` calls what is worked out where the images are.
     """
     n = batch_size(inputs)
     images = next((each for each in tensors(inputs) if each.dim() > 1 and len(each) == n), None)
@@ -39,19 +50,25 @@ def describe(inputs: Inputs) -> Tensor | None:
         return None
     if not images.is_floating_point() and images.dtype != torch.uint8:
         return None
-    images = images.detach().float().clamp(-_MOST, _MOST)
-    means = images.flatten(2).mean(2)  # [n, c]
-    columns = (means, means.var(1, correction=0)[:, None])
-    squares = torch.stack(_find_squares(images.sub_(means[:, :, None, None])), 1)  # of a copy
-    told = torch.cat((*columns, squares), 1).cpu()  # the only look there
-    means, between, squares = told.split((means.shape[1], 1, squares.shape[1]), 1)
+    channels = images.shape[1]
+    told = run(_measure, images.detach()).cpu()  # the only look there
+    means, between, squares = told.split((channels, 1, told.shape[1] - channels - 1), 1)
     whole, grey = (_energies(own) for own in (squares[:, 0::2], squares[:, 1::2]))
     variance = whole[:, :1] + between + _TINY
-    parts = grey if images.shape[1] == 1 else torch.cat((grey, whole - grey), 1)
+    parts = grey if channels == 1 else torch.cat((grey, whole - grey), 1)
     shares = parts.clamp_min(0) / variance + _FLOOR
     if means.shape[1] > _CHANNELS:
         means = means.mean(1, keepdim=True)
     return torch.cat((means, variance.log(), shares.log()), 1).to(torch.float64)
+
+
+def _measure(images: Tensor) -> Tensor:
+    """Means of the channels, their variance, and the squares of ``_find_squares`` [n, c + 21]."""
+    images = images.float().clamp(-_MOST, _MOST)
+    means = images.flatten(2).mean(2)  # [n, c]
+    columns = (means, means.var(1, correction=0)[:, None])
+    squares = torch.stack(_find_squares(images.sub_(means[:, :, None, None])), 1)  # of a copy
+    return torch.cat((*columns, squares), 1)
 
 
 def _find_squares(images: Tensor) -> list[Tensor]:

@@ -30,17 +30,34 @@ shares change.
 """
 
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
 from driftfilter.model.sticky_chain import Array
 
+# A pass over samples: ``count_up_by_rows``, or the same in compiled code.
+CountUp: TypeAlias = Callable[[Array, Array, Array], Array]
 _OWN = 1.0  # a of shares that are the stream's
 _WINDOW, _LEAST = 30, 300  # samples that are not forgotten: of each class, and at least
 _SURE = 30.0  # the largest logarithm of a ratio that is kept
 _LITTLE, _MUCH = 0.02, 0.04  # nats that predictions gain without a bias: none, or one for certain
 _UNSURE, _CERTAIN = 0.6, 0.7  # C of a classifier whose bias may be anything, or is as κ says
+
+
+def count_up_by_rows(filled: Array, p: Array, weights: Array) -> Array:
+    """p(x_t given those before) [n, 2], times the totals, of samples with p [n, k] and weights v
+    [n]; a + c [2, k] are changed: c ← c + v r.
+    """
+    chances, growth = np.empty((len(p), 2)), np.empty_like(filled)
+    columns = chances[:, :, None]
+    for weight, own, chance, column in zip(weights.tolist(), p, chances, columns, strict=True):
+        np.dot(filled, own, out=chance)
+        np.multiply(weight / column, own, out=growth)
+        np.add(growth, 1, out=growth)
+        np.multiply(filled, growth, out=filled)
+    return chances
 
 
 class Shares(NamedTuple):
@@ -66,8 +83,12 @@ class Shares(NamedTuple):
         """As one vector [4k + 3]."""
         return np.concatenate((*self.counts, *self.predicted, self.entropies, (self.ratio,)))
 
-    def follow(self, p: Array, single: float, bias: float) -> "Shares":
-        """After samples with p(y given x) [n, k]; ``single``: u, ``bias``: κ."""
+    def follow(
+        self, p: Array, single: float, bias: float, count_up: CountUp = count_up_by_rows
+    ) -> "Shares":
+        """After samples with p(y given x) [n, k]; ``single``: u, ``bias``: κ; ``count_up`` runs the
+        pass over the samples.
+        """
         n, k = p.shape
         fading = max(0.0, 1 - n / max(_LEAST, _WINDOW * k))
         entropies = _entropy(p)
@@ -75,14 +96,7 @@ class Shares(NamedTuple):
         prior = np.array(((_OWN,), (bias,)))
         filled = fading * self.counts + prior
         totals = filled.sum(1) + (weights.cumsum() - weights)[:, None]
-        chances = np.empty((n, 2))  # p(x_t given those before), times the totals
-        growth = np.empty_like(filled)
-        columns = chances[:, :, None]
-        for weight, own, chance, column in zip(weights.tolist(), p, chances, columns, strict=True):
-            np.dot(filled, own, out=chance)
-            np.multiply(weight / column, own, out=growth)
-            np.add(growth, 1, out=growth)
-            np.multiply(filled, growth, out=filled)
+        chances = count_up(filled, p, weights)
         skewed, equal = (chances / totals).T
         gained = fading * math.log(self.ratio) + float(weights @ np.log(skewed / equal))
         predicted = fading * self.predicted

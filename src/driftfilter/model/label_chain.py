@@ -32,7 +32,7 @@ from driftfilter.base.checks import (
 )
 from driftfilter.base.memory import remembered
 from driftfilter.model import sticky_chain
-from driftfilter.model.class_shares import Shares
+from driftfilter.model.class_shares import CountUp, Shares, count_up_by_rows
 from driftfilter.model.sticky_chain import Array, Smoother, Stickiness
 
 RUNS = remembered("labels.runs")  # in the memory of a filter: how often a label stays []
@@ -95,9 +95,10 @@ class LabelChain(Checked):
         log_probabilities: Tensor,
         known: Tensor | None,
         smooth: Smoother = sticky_chain.smooth,
+        count_up: CountUp = count_up_by_rows,
     ) -> tuple[Tensor, Tensor]:
         """log p(y given the stream) [n, k] from log p(y given x) [n, k], and what is known after
-        the batch; ``smooth``: what runs the two passes.
+        the batch; ``smooth``, ``count_up``: what runs the passes over its samples.
         """
         k = log_probabilities.shape[1] if log_probabilities.dim() == 2 else 0
         found = f"{list(log_probabilities.shape)} {log_probabilities.dtype}"
@@ -117,7 +118,7 @@ class LabelChain(Checked):
         smoothed = passes.smoothed
         if self.skew:
             single = float(passes.filtered[-1, 0].sum())  # p(s = 0): labels that come one by one
-            shares = shares.follow(probabilities, single, self.bias)
+            shares = shares.follow(probabilities, single, self.bias, count_up)
             smoothed = smoothed * shares.correct(self.skew)
             smoothed /= smoothed.sum(1, keepdims=True)
         told = torch.from_numpy(np.log(np.maximum(smoothed, _TINY)))

@@ -466,16 +466,20 @@ class Sum(Checked, Loss):
 
     def expand(self, logits: Tensor, targets: Targets, weights: Tensor) -> Expansion:
         assert isinstance(targets, tuple)
-        value, gradient = torch.zeros_like(logits[..., 0]), torch.zeros_like(logits)
-        shares: list[float | Tensor] = [0.0] * len(logits)
+        views = len(logits)
+        values, gradients = list(torch.zeros_like(logits[..., 0])), list(torch.zeros_like(logits))
+        shares: list[float | Tensor] = [0.0] * views
         pieces: list[tuple[float, list[int], Expansion]] = []
-        for coefficient, index, term, target in self._parts(len(logits), targets):
-            piece = term.expand(self._seen_by(term, logits[index]), target, weights)
+        for coefficient, index, term, target in self._parts(views, targets):
+            # Views are taken one by one: a list of places would stop a GPU's queue.
+            own = logits if index == [*range(views)] else torch.stack([logits[i] for i in index])
+            piece = term.expand(self._seen_by(term, own), target, weights)
             piece = pad_features(piece, logits.shape[-1] - piece.gradient.shape[-1])
-            value[index] += coefficient * piece.value
-            gradient[index] += coefficient * piece.gradient
-            for position, share in zip(index, piece.shares, strict=True):
-                shares[position] += coefficient * share
+            value, gradient = coefficient * piece.value, coefficient * piece.gradient
+            for place, view in enumerate(index):
+                values[view] = values[view] + value[place]
+                gradients[view] = gradients[view] + gradient[place]
+                shares[view] += coefficient * piece.shares[place]
             pieces.append((coefficient, index, piece))
 
         def hessian() -> Tensor:
@@ -484,7 +488,8 @@ class Sum(Checked, Loss):
                 total[index] += coefficient * piece.hessian()
             return total
 
-        return Expansion(value, gradient, hessian, lambda: positive_root(hessian()), tuple(shares))
+        both = torch.stack(values), torch.stack(gradients)
+        return Expansion(*both, hessian, lambda: positive_root(hessian()), tuple(shares))
 
     def _parts(
         self, views: int, targets: tuple[Targets, ...]

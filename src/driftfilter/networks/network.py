@@ -90,6 +90,25 @@ def ask_at_once(memory: Memory) -> Memory:
     return {**memory, SHIFT: known}
 
 
+class Facts(NamedTuple):
+    """What the host knows of a shift (``SHIFT``), and Python decides by."""
+
+    is_known: bool  # whether a batch has been probed
+    place: int  # batches since then, -1 if no layer can tell
+
+    def decide(self, stepping: bool) -> tuple[bool, ...]:
+        """What a step, or a prediction, does by it."""
+        return (self.is_known, self.place == 0, self.place < 0) if stepping else (self.is_known,)
+
+    def follow(self, before: Facts | None) -> Facts:
+        """These are known after a step on another state: what is known after one on this state, of
+        which Python decides the same.
+        """
+        if before is None or self.place < 0:
+            return self
+        return Facts(self.is_known, (before.place + 1) % _EVERY)
+
+
 class _Looked(NamedTuple):
     """A shift (``SHIFT``) and what decides the way of a batch, known to the host."""
 
@@ -280,6 +299,28 @@ class Network(PredictiveModel):
             latest = self._latest[SHIFT] = _Looked(shift, samples > 0, int(count))
         return latest
 
+    def known_facts(self, memory: Memory) -> Facts | None:
+        """What the host knows of a memory's shift; None if nothing depends on one."""
+        asked = isinstance(self.statistics, Ema) and self.statistics.shift > 0
+        if not asked or SHIFT not in memory:
+            return None
+        looked = self._look(memory[SHIFT])
+        return Facts(looked.is_known, looked.place)
+
+    def note_facts(self, memory: Memory, facts: Facts | None) -> None:
+        """Know it of a memory whose shift nobody has to look at."""
+        if facts is not None:
+            self._latest[SHIFT] = _Looked(memory[SHIFT], *facts)
+
+    @contextmanager
+    def eagerly(self) -> Iterator[None]:
+        """Passes are no graphs of their own in this block."""
+        before, self.capturing = self.capturing, "no"
+        try:
+            yield
+        finally:
+            self.capturing = before
+
     def _knowing(self, looked: _Looked) -> Network:
         """The model that knows how far the stream is from the source (``SHIFT``)."""
         assert isinstance(self.statistics, Ema)
@@ -353,9 +394,8 @@ class Network(PredictiveModel):
             shift = shift.nan_to_num(far, far).clamp_max(far)
             found = torch.stack((samples * shift, torch.full_like(shift, samples)))
             sums, is_known = list(fading * known[:2] + found.to(known)), True
-        place = (place + 1) % _EVERY
-        now = torch.stack((*sums, torch.full_like(count, place)))
-        return self._knowing(_Looked(now, is_known, place))
+        now = torch.stack((*sums, torch.remainder(count + 1, _EVERY)))
+        return self._knowing(_Looked(now, is_known, (place + 1) % _EVERY))
 
     def carried(self) -> tuple[Tensor, ...] | None:
         """The statistics that the next batch is blended with, the trust in it [2], how often a
