@@ -28,7 +28,7 @@ from driftfilter.adapter.checkpoint import Fingerprint, fingerprint, plain
 from driftfilter.adapter.intervene import find_where, spread_mean
 from driftfilter.adapter.labels import WEIGHT, choose_samples
 from driftfilter.adapter.pipelines import Pipeline, model_of, with_classifier
-from driftfilter.adapter.speed import Measure, Speed, SpeedOptions
+from driftfilter.adapter.speed import Measure as SpeedMeasure, Speed, SpeedOptions
 from driftfilter.adapter.state import AdapterState, Group, merge, read_found, without_samples
 from driftfilter.base.checks import (
     NotFiniteError,
@@ -71,6 +71,7 @@ from driftfilter.networks.autocast import full_precision
 from driftfilter.networks.initialization import check
 from driftfilter.networks.prototypes import Prototypes
 from driftfilter.networks.shared_copy import in_channels_last, twin
+from driftfilter.networks.step_graphs import Measure
 from driftfilter.recipe import Recipe
 from driftfilter.source.posterior import SourceData
 
@@ -541,7 +542,7 @@ class Adapter(nn.Module):
         return "\n".join(textwrap.fill(line, _WIDTH, subsequent_indent="  ") for line in lines)
 
     @property
-    def measures(self) -> tuple[Measure, ...]:
+    def measures(self) -> tuple[SpeedMeasure, ...]:
         """What makes steps faster: which measures are on, and why."""
         bound = self._now.bound
         refused = None if bound is None else bound.refused
@@ -608,6 +609,9 @@ class Adapter(nn.Module):
 
     def _step_each(self, now: AdapterState, inputs: Inputs) -> tuple[AdapterState, Prediction]:
         """One call for the samples of each domain."""
+        if self._steps_now(now, inputs):
+            assert now.bound is not None
+            now.bound.begin(now.current, inputs, self._measure)  # most often the domain is the same
         now, groups = self._divide(now, inputs)
         found = []
         for own in groups:
@@ -624,6 +628,17 @@ class Adapter(nn.Module):
         groups = self._keep_together(now.recall(signatures))
         found = [self._predict(now.enter(own.place), own.pick(inputs), draws) for own in groups]
         return merge(groups, found)
+
+    @property
+    def _measure(self) -> Measure | None:
+        """What a monitor wants to know of every step."""
+        return None if self.monitor is None else self.monitor.measure
+
+    def _steps_now(self, now: AdapterState, inputs: Inputs) -> bool:
+        """Whether a batch is adapted to as it is, if it is of the domain at hand."""
+        gathers = self.window or self.update_every > 1 or self.recipe.buffer is not None
+        waits = now.recent is not None or batch_size(inputs) < self._least
+        return not (gathers or waits or now.watch.frozen or self._ranks is not None)
 
     def _step(self, now: AdapterState, inputs: Inputs) -> tuple[AdapterState, Prediction]:
         """One call: a step, or a prediction alone until the time for one has come, or while the
@@ -648,7 +663,7 @@ class Adapter(nn.Module):
     ) -> tuple[AdapterState, Prediction, StepInfo]:
         """A step, watched, and its prediction of the inputs, the last of what it has seen."""
         assert now.bound is not None
-        state, prediction, info = now.bound.step(now.current, seen)
+        state, prediction, info = now.bound.step(now.current, seen, self._measure)
         own = self._take_own(prediction, seen, inputs)
         new = own if self.window else prediction  # what no step has seen before
         said = None if self.monitor is None else new.on_host[0]
@@ -806,7 +821,8 @@ class Adapter(nn.Module):
 
         probe = ask(monitor.choose_probe(past, state, new))
         apart = ask(monitor.choose_apart(past, state, new), now.bound.by_source)
-        beside = Beside(learns, now.expectation if monitor.expects else None)
+        expected = now.expectation if monitor.expects else None
+        beside = Beside(learns, expected, bound.measured(info))
         observed = monitor.observe(past, state, info, new, probe, self._detectors, apart, beside)
         trial = ask(monitor.choose_trial(past, start, observed))
         watch, state = monitor.respond(past, start, state, observed, trial)

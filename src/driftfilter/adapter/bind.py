@@ -31,7 +31,7 @@ from driftfilter.networks.alignment import MOMENTS, align, compare
 from driftfilter.networks.initialization import find_wanted, initialize
 from driftfilter.networks.network import Network
 from driftfilter.networks.shared_copy import twin
-from driftfilter.networks.step_graphs import StepGraphs
+from driftfilter.networks.step_graphs import Measure, StepGraphs
 from driftfilter.recipe import Recipe
 from driftfilter.source.given import Given
 from driftfilter.source.posterior import Laplace, PointMass, SourceData
@@ -159,10 +159,22 @@ class BoundFilter(NamedTuple):
     calibration: SourceCalibration | None = None
     graphs: StepGraphs | None = None  # whole steps as CUDA graphs
 
-    def step(self, state: FilterState, inputs: Inputs) -> tuple[FilterState, Prediction, StepInfo]:
-        """``Filter.step``."""
-        way = self.filter if self.graphs is None else self.graphs
-        return way.step(state, inputs)
+    def begin(self, state: FilterState, inputs: Inputs, measure: Measure | None) -> None:
+        """Start a step that will most likely be asked for, if that takes no time here."""
+        if self.graphs is not None:
+            self.graphs.begin(state, inputs, measure)
+
+    def step(
+        self, state: FilterState, inputs: Inputs, measure: Measure | None
+    ) -> tuple[FilterState, Prediction, StepInfo]:
+        """``Filter.step``; somebody may want to ``measure`` what it leads to."""
+        if self.graphs is None:
+            return self.filter.step(state, inputs)
+        return self.graphs.step(state, inputs, measure)
+
+    def measured(self, info: StepInfo) -> Mapping[str, float] | None:
+        """What was measured of a step; None if nobody has looked yet."""
+        return None if self.graphs is None else self.graphs.measured(info)
 
     def predict(self, filt: Filter, state: FilterState, inputs: Inputs) -> Prediction:
         """``Filter.predict`` of one of the two filters."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -99,6 +100,12 @@ def without_samples(state: FilterState) -> FilterState:
     return replace(state, memory=memory)
 
 
+@lru_cache(maxsize=_FEW)
+def _stay_at(labels: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """How often a label stays, there; by the identity of what is known of labels."""
+    return stay(labels).to(device, dtype, non_blocking=True)
+
+
 def _without_runs(state: FilterState) -> FilterState:
     """A state that does not know how often labels stay."""
     if RUNS not in state.memory:
@@ -134,7 +141,8 @@ class AdapterState(NamedTuple):
             assert self.bound is not None
             state = self.bound.start
         if self.labels is not None:
-            stays = stay(self.labels).to(state.belief.mean, non_blocking=True)
+            mean = state.belief.mean
+            stays = _stay_at(self.labels, mean.device, mean.dtype)
             return replace(state, memory={**state.memory, RUNS: stays})
         return _without_runs(state)  # of a chain that is no more
 

@@ -104,9 +104,11 @@ class LabelChain(Checked):
         found = f"{list(log_probabilities.shape)} {log_probabilities.dtype}"
         fits = k > 0 and log_probabilities.is_floating_point()
         require(fits, "LabelChain: log_probabilities", found, "floating [n, k] of k > 0 classes")
-        given = log_probabilities.detach().to("cpu", torch.float64).softmax(-1)
-        require_finite("LabelChain: probabilities", given)
-        probabilities = given.numpy()
+        given = log_probabilities.detach().to("cpu", torch.float64).numpy()
+        with np.errstate(invalid="ignore"):  # of what is refused
+            probabilities = np.exp(given - given.max(1, keepdims=True, initial=-np.inf))
+            probabilities /= probabilities.sum(1, keepdims=True)
+        require_finite("LabelChain: probabilities", torch.from_numpy(probabilities))
         alpha, counts, shares = self._unpack(known, k)
         if len(probabilities) == 0:
             return log_probabilities, self._pack(alpha, counts, shares)

@@ -94,6 +94,7 @@ class Beside(NamedTuple):
 
     learns: bool = False  # whether the recipe means to change parameters
     expected: Expectation | None = None  # of the accuracy before it, if that is wanted
+    measured: Mapping[str, float] | None = None  # what ``Monitor.measure`` gives, if it was read
 
     @property
     def expected_error(self) -> float:
@@ -280,7 +281,9 @@ class Monitor(Checked):
         is known beside it.
         """
         known = known or Beside()
-        named = self._measure(state, info) | {_EXPECTED: known.expected_error}
+        named = dict(known.measured or self.measure(state, info))
+        named |= {_EXPECTED: known.expected_error}
+        moved = named.pop(_MOVED)
         if log_probabilities is None:
             signals = Signals(**_numbers(named))
             alarms = self._out_of_bounds(signals, Evidence()) | _detect(detectors, signals)
@@ -304,7 +307,7 @@ class Monitor(Checked):
         against |= {} if pairs is None else _count_lost(pairs, classes)
         if asked is not None and past.answered is not None:
             against["doubt"] = doubt(asked, past.answered)
-        beside = dominant(recent) | {"moved": _movement(state)}
+        beside = dominant(recent) | {_MOVED: moved}
         if own is not None:
             beside |= {_APART + name: value for name, value in _count_lost(own, classes).items()}
         numbers = _numbers(named | shape_of(batch) | against | beside)  # the only look there
@@ -360,14 +363,17 @@ class Monitor(Checked):
         responses = (self._response_to(signal, past, seen) for signal in seen.alarms)
         return max(responses, key=_severity, default="record")
 
-    def _measure(self, state: FilterState, info: StepInfo) -> dict[str, Number]:
-        """How far the belief is; effective number of samples and energy of the update."""
+    def measure(self, state: FilterState, info: StepInfo) -> dict[str, Number]:
+        """How far the belief is, and its parameters at most; effective number of samples and energy
+        of the update.
+        """
         weights = lighten(info.weights)
         squares = clip(total(weights * weights), 1e-30, math.inf)
         found: dict[str, Number] = {
             "distance": deviation(state.belief.mean, state.source),
             "effective_samples": total(weights) ** 2 / squares,
             "energy": info.energy,
+            _MOVED: _movement(state),
         }
         if self.divergence is not None:
             found["divergence"] = kl_divergence(state.belief, state.source) / state.belief.dimension
@@ -481,7 +487,7 @@ class Monitor(Checked):
         holds = {
             f"{_ONE_CLASS} {label:.0f}": share >= most,  # of another class it begins anew
             "reverts": back,
-            "unchanged": seen.beside["learns"] > 0 and seen.beside["moved"] == 0,
+            "unchanged": seen.beside["learns"] > 0 and seen.beside[_MOVED] == 0,
         }
         lasting = {
             name: now.lasting.get(name, 0.0) + seen.ticks for name, there in holds.items() if there
@@ -635,6 +641,7 @@ _OF_STREAM = (CENTER, LABELS, RUNS)  # of the classes that the stream has shown
 _APART = "apart, "
 _ONE_CLASS, _MOST, _MOST_OF_TWO = "one_class", 0.9, 0.99
 _EARLY = "share_gained, half of it"
+_MOVED = "moved"
 _OF_TRIAL = ("uncertainty", "share_gained")  # what may put a belief on probation
 
 

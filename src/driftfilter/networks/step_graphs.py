@@ -21,12 +21,13 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeAlias, final
+from typing import Any, Literal, NamedTuple, TypeAlias, final
 
 import torch
 from torch import Tensor
 
-from driftfilter.base.inputs import Inputs, each as change_each, tensors
+from driftfilter.base.inputs import Inputs, each, tensors
+from driftfilter.base.light import Number
 from driftfilter.base.tensors import list_tensors, map_all
 from driftfilter.filtering import Filter, FilterState, StepInfo
 from driftfilter.gaussian.belief import Belief
@@ -38,6 +39,8 @@ from driftfilter.networks.network import Facts, Network
 from driftfilter.networks.row_check import tolerance_of
 
 Key: TypeAlias = tuple[Any, ...]
+# Numbers of a new state and of what is told of its step, by name.
+Measure: TypeAlias = Callable[[FilterState, StepInfo], dict[str, Number]]
 _WARM = 3  # passes before a recording: cuDNN's trials and kernels' compilation cannot be recorded
 _REPEATS = 3  # times that a kind of batch has come before it is recorded
 _MOST = 24  # recordings, each with memory for what it takes and gives
@@ -94,22 +97,82 @@ class Recording:
         return told
 
 
-class Recorded(NamedTuple):
-    """A recording, and what belongs to it that is no tensor."""
+class Asked(NamedTuple):
+    """What is wanted, and of what."""
 
-    run: Callable[[Sequence[Tensor]], list[Tensor]]
-    shape: Any  # of what it gives: a value of the same types, whose tensors are others
-    facts: Facts | None  # what the host knows of the state it gives
+    what: Literal["step", "predict"]
+    filter: Filter
+    state: FilterState
+    inputs: Inputs
+    measure: Measure | None = None
+
+    def is_that(self, other: Asked) -> bool:
+        """Whether the answer is the same as another one's: all tensors are the very same."""
+        (_, own, mine, given, _), (_, theirs, state, inputs, _) = self, other
+        same = own is theirs and inputs is given and self[::4] == other[::4]
+        same = same and state.belief is mine.belief and state.memory.keys() == mine.memory.keys()
+        return same and all(state.memory[name] is each for name, each in mine.memory.items())
+
+    def take(self) -> list[Tensor]:
+        """All tensors that the answer depends on, but for the source, which is always the same."""
+        memory = [own for _, own in sorted(self.state.memory.items())]
+        return [*list_tensors(self.state.belief), *memory, *tensors(self.inputs)]
+
+    def of(self, given: Sequence[Tensor]) -> Asked:
+        """The same of other tensors."""
+        parts = iter(given)
+        belief = _fill(self.state.belief, parts)
+        memory = {name: next(parts) for name in sorted(self.state.memory)}
+        state = replace(self.state, belief=belief, memory=memory)
+        return self._replace(state=state, inputs=each(self.inputs, lambda _: next(parts)))
+
+    def answer(self) -> list[Tensor]:
+        """What the ordinary way gives, of all that is compared."""
+        if self.what == "predict":
+            return [self.filter.predict(self.state, self.inputs).log_probabilities]
+        after, prediction, _ = self.filter.step(self.state, self.inputs)
+        memory = [own for _, own in sorted(after.memory.items())]
+        return [prediction.log_probabilities, *list_tensors(after.belief), *memory]
 
 
 class Told(NamedTuple):
-    """What a recorded step gives."""
+    """The answer of a recording."""
 
     belief: Belief | None
     memory: dict[str, Tensor]
     prediction: Prediction
     info: StepInfo | None
-    host: Tensor  # [n (k + 1) + 1]: log-probabilities with plain confidences, and if all is well
+    # [n (k + 1) + m + 1]: log-probabilities with plain confidences, numbers that somebody wants to
+    # know, and whether all is well.
+    host: Tensor
+
+    def agrees(self, wanted: list[Tensor], before: FilterState) -> bool:
+        """Whether it is what the ordinary way gave; of the mean, as it has moved."""
+        own = [self.prediction.log_probabilities]
+        if self.info is not None:
+            own += [*list_tensors(self.belief), *(part for _, part in sorted(self.memory.items()))]
+            mean = before.belief.mean
+            own[1], wanted[1] = own[1] - mean, wanted[1] - mean
+        pairs = zip(own, wanted, strict=True)
+        return bool(self.host[-1].isfinite()) and all(_are_close(*pair) for pair in pairs)
+
+
+class Recorded(NamedTuple):
+    """A recording, and what belongs to it that is no tensor."""
+
+    run: Callable[[Sequence[Tensor]], list[Tensor]]
+    shape: Any = None  # of what it gives: a value of the same types, whose tensors are others
+    facts: Facts | None = None  # what the host knows of the state it gives
+    names: tuple[str, ...] = ()  # of the numbers in what it gives
+
+
+class Begun(NamedTuple):
+    """What the device is at."""
+
+    asked: Asked
+    told: Told
+    recorded: Recorded
+    facts: Facts | None  # what the host knows of the state before
 
 
 @final
@@ -117,6 +180,8 @@ class StepGraphs:
     """The recordings of a filter, and of the same under the source's own statistics; ``refused``:
     where it is noted why graphs do not fit, None if somebody has asked for them and is to see what
     goes wrong.
+
+    Steps are made one after the other. Predictions may come from several threads.
     """
 
     def __init__(
@@ -131,6 +196,8 @@ class StepGraphs:
         self._used: dict[Key, int] = {}
         self._came = Counter[Key]()
         self._batches = 0
+        self._begun: Begun | None = None
+        self._measured: tuple[Tensor, dict[str, float]] | None = None
 
     @staticmethod
     def can_record(filt: Filter) -> bool:
@@ -139,13 +206,26 @@ class StepGraphs:
         """
         return isinstance(filt.inference, (Linearized, Frozen)) and not filt.observation.teacher
 
-    def step(self, state: FilterState, inputs: Inputs) -> tuple[FilterState, Prediction, StepInfo]:
-        """``Filter.step`` of the first filter."""
-        filt = self._filters[0]
-        found = self._replay("step", filt, state, inputs)
-        if found is None:
-            return filt.step(state, inputs)
-        belief, memory, prediction, info, _ = found
+    def begin(self, state: FilterState, inputs: Inputs, measure: Measure | None = None) -> None:
+        """Start a step that may be asked for next, if there is a recording of it; if another one
+        is asked for, nobody waits for it.
+        """
+        self._begun = self._start(Asked("step", self._filters[0], state, inputs, measure), False)
+
+    def step(
+        self, state: FilterState, inputs: Inputs, measure: Measure | None = None
+    ) -> tuple[FilterState, Prediction, StepInfo]:
+        """``Filter.step`` of the first filter. The numbers that ``measure`` gives of the new state
+        and info are looked at with the prediction: ``measured``.
+        """
+        asked = Asked("step", self._filters[0], state, inputs, measure)
+        begun, self._begun = self._begun, None
+        if begun is None or not begun.asked.is_that(asked):
+            begun = self._start(asked)
+        told = None if begun is None else self._end(begun)
+        if told is None:
+            return asked.filter.step(state, inputs)
+        belief, memory, prediction, info, _ = told
         assert belief is not None
         assert info is not None
         after = replace(state, belief=belief, memory=memory, step=state.step + 1)
@@ -153,8 +233,14 @@ class StepGraphs:
 
     def predict(self, filt: Filter, state: FilterState, inputs: Inputs) -> Prediction:
         """``Filter.predict`` of one of the filters."""
-        found = self._replay("predict", filt, state, inputs)
-        return filt.predict(state, inputs) if found is None else found.prediction
+        begun = self._start(Asked("predict", filt, state, inputs))
+        told = None if begun is None else self._end(begun)
+        return filt.predict(state, inputs) if told is None else told.prediction
+
+    def measured(self, info: StepInfo) -> dict[str, float] | None:
+        """The numbers of the last step, if this is what is told of it."""
+        known = self._measured
+        return known[1] if known is not None and known[0] is info.weights else None
 
     def run(self, function: Callable[[Tensor], Tensor], given: Tensor) -> Tensor:
         """A function of one tensor that looks at no number."""
@@ -162,164 +248,130 @@ class StepGraphs:
             return function(given)
         with self._lock:
             key = (function, *key_of(given, given, function))
-            known = self._known.get(key)
-            if known is None:
-                self._came[key] += 1
-                if self._came[key] <= _REPEATS or len(self._known) >= _MOST:
+            if key not in self._known:
+                if not self._is_time(key):
                     return function(given)
-                made = Recording(lambda own: [function(own[0])], [given])
-                known = self._known[key] = Recorded(made, None, None)
-            return self._use(key, known, [given])[0]
+                self._known[key] = Recorded(Recording(lambda own: [function(own[0])], [given]))
+            return self._replay(key, [given])[0]
 
-    def _use(self, key: Key, known: Recorded, given: Sequence[Tensor]) -> list[Tensor]:
-        self._batches += 1
-        self._used[key] = self._batches
-        stale = [each for each, used in self._used.items() if self._batches - used > _STALE]
-        for each in stale:
-            del self._used[each], self._known[each]
-            self._came[each] = 0
-        return known.run(given)
-
-    def _replay(self, what: str, filt: Filter, state: FilterState, inputs: Inputs) -> Told | None:
-        """What a recording gives, if there is one and all is well; one is made if it is time."""
-        if STEPS in (self._refused or {}):
+    def _start(self, asked: Asked, may_record: bool = True) -> Begun | None:
+        """Have the device begin, if there is a recording; one is made if it is time."""
+        memory, mean = asked.state.memory, asked.state.belief.mean
+        if STEPS in (self._refused or {}) or HELD in memory or INFLATED in memory:
             return None
-        if HELD in state.memory or INFLATED in state.memory:
-            return None
-        if not possible(state.belief.mean, inputs):
+        if not possible(mean, asked.inputs):
             return None
         with self._lock:
-            facts = self._network.known_facts(state.memory)
-            key = self._key_of(what, filt, state, inputs, facts)
-            known = self._known.get(key)
-            if known is None:
-                known = self._try_to_record(key, what, filt, state, inputs, facts)
-            if known is None:
+            facts = self._network.known_facts(memory)
+            key = self._key_of(asked, facts)
+            if key not in self._known and not (may_record and self._can_record(key, asked, facts)):
                 return None
-            told: Told = _fill(known.shape, self._use(key, known, _take(state, inputs)))
+            known = self._known[key]
+            return Begun(asked, _fill(known.shape, self._replay(key, asked.take())), known, facts)
+
+    def _end(self, begun: Begun) -> Told | None:
+        """What the device has found; None if the ordinary way is to say what is wrong."""
+        told, known = begun.told, begun.recorded
         host = told.host.cpu()  # the only look there
         if not bool(host[-1].isfinite()):
             return None
         n, k = told.prediction.log_probabilities.shape
-        both = host[:-1].view(n, k + 1)
+        both, numbers = host[: n * (k + 1)].view(n, k + 1), host[n * (k + 1) : -1].tolist()
         told.prediction.__dict__["on_host"] = both[:, :-1], both[:, -1]
         if known.facts is not None:
-            self._network.note_facts(told.memory, known.facts.follow(facts))
+            self._network.note_facts(told.memory, known.facts.follow(begun.facts))
+        if told.info is not None:
+            self._measured = told.info.weights, dict(zip(known.names, numbers, strict=True))
         return told
 
-    def _key_of(
-        self,
-        what: str,
-        filt: Filter,
-        state: FilterState,
-        inputs: Inputs,
-        facts: Facts | None,
-    ) -> Key:
+    def _key_of(self, asked: Asked, facts: Facts | None) -> Key:
+        what, filt, state, inputs, measure = asked
         place = next(i for i, own in enumerate(self._filters) if own is filt)
         forms = tuple((name, own.shape, own.dtype) for name, own in sorted(state.memory.items()))
         decided = None if facts is None else facts.decide(what == "step")
-        return (what, place, forms, decided, *key_of(state.belief.mean, inputs, type(filt)))
+        return (
+            what,
+            place,
+            forms,
+            decided,
+            measure,
+            *key_of(state.belief.mean, inputs, type(filt)),
+        )
 
-    def _try_to_record(
-        self,
-        key: Key,
-        what: str,
-        filt: Filter,
-        state: FilterState,
-        inputs: Inputs,
-        facts: Facts | None,
-    ) -> Recorded | None:
-        """A recording that answers as the ordinary way does, if it is time for one."""
+    def _is_time(self, key: Key) -> bool:
+        """Whether something that has come once more is to be recorded."""
         self._came[key] += 1
-        if self._came[key] <= _REPEATS or len(self._known) >= _MOST:
-            return None
+        return self._came[key] > _REPEATS and len(self._known) < _MOST
+
+    def _replay(self, key: Key, given: Sequence[Tensor]) -> list[Tensor]:
+        """What a recording gives; those that nobody has used for long go."""
+        self._batches += 1
+        self._used[key] = self._batches
+        stale = [each for each, used in self._used.items() if self._batches - used > _STALE]
+        for other in stale:
+            del self._used[other], self._known[other], self._came[other]
+        return self._known[key].run(given)
+
+    def _can_record(self, key: Key, asked: Asked, facts: Facts | None) -> bool:
+        """Record what answers as the ordinary way does, if it is time."""
+        if not self._is_time(key):
+            return False
         if self._refused is None:
-            self._known[key] = self._make(what, filt, state, inputs, facts)
-            return self._known[key]
-        stream = torch.cuda.current_stream() if state.belief.mean.is_cuda else None
+            self._known[key] = self._record(asked, facts)
+            return True
+        stream = torch.cuda.current_stream() if asked.state.belief.mean.is_cuda else None
         try:
-            wanted = self._ask(what, filt, state, inputs)
-            made = self._make(what, filt, state, inputs, facts)
-            found: Told = _fill(made.shape, made.run(_take(state, inputs)))
+            wanted = asked.answer()
+            made = self._record(asked, facts)
+            told: Told = _fill(made.shape, made.run(asked.take()))
         except Exception as error:  # whatever a module of somebody's own does
             if stream is not None:
                 torch.cuda.set_stream(stream)  # a recording that fails stays on its own
             self._refused[STEPS] = f"{type(error).__name__}: {error}".splitlines()[0][:120]
         else:
-            if _agree(state, found, wanted):
+            if told.agrees(wanted, asked.state):
                 self._known[key] = made
-                return made
+                return True
             self._refused[STEPS] = "the network answers otherwise when it is replayed"
         self._known.clear()
+        self._used.clear()
         self._network.capturing = "if possible"  # passes may be graphs, if steps may not
-        return None
+        return False
 
-    def _ask(self, what: str, filt: Filter, state: FilterState, inputs: Inputs) -> list[Tensor]:
-        """What the ordinary way gives, of all that is compared."""
-        if what == "predict":
-            return [filt.predict(state, inputs).log_probabilities]
-        after, prediction, _ = filt.step(state, inputs)
-        memory = [own for _, own in sorted(after.memory.items())]
-        return [prediction.log_probabilities, *list_tensors(after.belief), *memory]
-
-    def _make(
-        self, what: str, filt: Filter, state: FilterState, inputs: Inputs, facts: Facts | None
-    ) -> Recorded:
-        """A recording of the step, or of the prediction, of a state like this."""
-        shape: list[Told] = []
-        after: list[Facts | None] = [None]
+    def _record(self, asked: Asked, facts: Facts | None) -> Recorded:
+        """A recording of the answer to questions like this one."""
+        network, found = self._network, list[Any]([None, None, ()])
 
         def call(given: list[Tensor]) -> list[Tensor]:
-            parts = iter(given)
-            own = replace(state, belief=_fill(state.belief, parts), memory=_refill(state, parts))
-            batch = change_each(inputs, lambda _: next(parts))
-            self._network.note_facts(own.memory, facts)
-            with self._network.eagerly():
-                belief: Belief | None = None
+            what, filt, state, inputs, measure = asked.of(given)
+            network.note_facts(state.memory, facts)
+            belief: Belief | None = None
+            memory: dict[str, Tensor] = {}
+            info: StepInfo | None = None
+            numbers: dict[str, Number] = {}
+            with network.eagerly():
                 if what == "step":
-                    new, prediction, info, well = filt.try_step(own, batch)
+                    new, prediction, info, well = filt.try_step(state, inputs)
                     belief, memory = new.belief, dict(sorted(new.memory.items()))
-                    after[0] = self._network.known_facts(memory)
+                    numbers = {} if measure is None else measure(new, info)
                 else:
-                    prediction, well = filt.try_predict(own, batch)
-                    belief, memory, info = None, {}, None
+                    prediction, well = filt.try_predict(state, inputs)
             logs = prediction.log_probabilities
             both = torch.cat((logs, prediction.plain_confidence[:, None].to(logs)), 1)
-            host = torch.cat((both.flatten(), well.to(logs)[None]))
-            # The variance of a prediction may be one number that is told of all.
+            beside = [own.to(logs) for own in (*numbers.values(), well)]
+            host = torch.cat((both.flatten(), torch.stack(beside)))
             told = Told(belief, memory, map_all(prediction, Tensor.contiguous), info, host)
-            shape[:] = [told]
+            found[:] = told, network.known_facts(memory) if memory else None, tuple(numbers)
             return list_tensors(told)
 
-        run = Recording(call, _take(state, inputs))
-        return Recorded(run, shape[0], after[0])
-
-
-def _take(state: FilterState, inputs: Inputs) -> list[Tensor]:
-    """All tensors that a step depends on, but for the source, which is always the same."""
-    memory = [own for _, own in sorted(state.memory.items())]
-    return [*list_tensors(state.belief), *memory, *tensors(inputs)]
+        run = Recording(call, asked.take())
+        return Recorded(run, *found)
 
 
 def _fill(value: Any, found: Sequence[Tensor] | Iterator[Tensor]) -> Any:
     """A value with other tensors, one after the other."""
     own = iter(found)
     return map_all(value, lambda _: next(own))
-
-
-def _refill(state: FilterState, found: Iterator[Tensor]) -> dict[str, Tensor]:
-    return {name: next(found) for name in sorted(state.memory)}
-
-
-def _agree(state: FilterState, found: Told, wanted: list[Tensor]) -> bool:
-    """Whether a recording gives what the ordinary way did; of the mean, as it has moved."""
-    own = [found.prediction.log_probabilities]
-    if found.info is not None:
-        own += [*list_tensors(found.belief), *(part for _, part in sorted(found.memory.items()))]
-        before = state.belief.mean
-        own[1], wanted[1] = own[1] - before, wanted[1] - before
-    pairs = zip(own, wanted, strict=True)
-    return bool(found.host[-1].isfinite()) and all(_are_close(*pair) for pair in pairs)
 
 
 def _are_close(one: Tensor, other: Tensor) -> bool:
