@@ -7,7 +7,8 @@
 CIFAR-10: --data is the folder of its python version (data_batch_1 to 5, and test_batch) or an .npz
 of "images" [n, 32, 32, 3], 8 bits, and "labels" [n]; --test is the same for the test images, which
 are only evaluated. Tiny-ImageNet (names that end in _tiny): --data has train/<wnid>/images/*.JPEG
-and val/ with val_annotations.txt; classes are numbered by name.
+and val/ with val_annotations.txt, and classes are numbered by name; or --data and --test are such
+.npz, of images [n, 64, 64, 3].
 
 Residual networks: SGD with Nesterov momentum .9, learning rate .1, weight decay 5e-4. Transformers:
 AdamW, .001 and .05. A linear warm-up and a cosine to 0, random crops (by up to an eighth of the
@@ -57,6 +58,11 @@ class Kind:
     adam: bool = False  # AdamW, as transformers need, not SGD
     tiny: bool = False  # on Tiny-ImageNet, not CIFAR-10
 
+    @property
+    def classes(self) -> int:
+        """Of the labels of an .npz."""
+        return 200 if self.tiny else 10
+
 
 KINDS = {
     "resnet20": Kind(0.921),
@@ -68,7 +74,6 @@ KINDS = {
     "resnet18_tiny": Kind(tiny=True),
     "vit_s8_tiny": Kind(adam=True, tiny=True),
 }
-CLASSES = 10  # of an .npz
 BORDER = 8  # crops are off by up to this part of the height
 
 
@@ -92,14 +97,14 @@ class Training:
         return self.lr * (1 + math.cos(math.pi * done)) / 2
 
 
-def read(path: Path, batches: Sequence[str]) -> tuple[Tensor, Tensor]:
+def read(path: Path, batches: Sequence[str], classes: int = 10) -> tuple[Tensor, Tensor]:
     """Images [n, 3, h, w], 8 bits, and labels [n] of an .npz or of these batches of a folder."""
     if path.is_dir():
         parts = [open_batch(path / name) for name in batches]
         images = np.concatenate([part[0] for part in parts])
         labels = np.concatenate([part[1] for part in parts])
     else:
-        images, found = open_images(path, CLASSES)
+        images, found = open_images(path, classes)
         if found is None:
             raise ValueError(f"{path} must be an .npz with 'labels', got none")
         labels = found
@@ -258,11 +263,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         decay=0.05 if kind.adam else 5e-4,
     )
     machine = choose_machine(options.device, options.precision)
-    if kind.tiny:
+    if kind.tiny and options.data.is_dir():
         (images, labels), (shown, truth) = read_tiny(options.data)
     else:
-        images, labels = read(options.data, [f"data_batch_{number}" for number in range(1, 6)])
-        shown, truth = read(options.test or options.data, ["test_batch"])
+        batches = [f"data_batch_{number}" for number in range(1, 6)]
+        images, labels = read(options.data, batches, kind.classes)
+        shown, truth = read(options.test or options.data, ["test_batch"], kind.classes)
     data = f"{len(labels)} images, sum {int(images.sum())}"
     trainer, saved = Trainer(training, machine), Path(f"{options.out}.training")
     options.out.parent.mkdir(parents=True, exist_ok=True)
@@ -312,9 +318,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--precision", choices=("float32", "tf32", "bf16"))
     parser.add_argument("--stop-after", type=int, help="epochs of this call")
     options = parser.parse_args(arguments)
-    if options.test is not None and KINDS[options.model].tiny:
-        parser.error("--test must be left out for Tiny-ImageNet, whose --data has val/")
-    if options.test is None and not options.data.is_dir():
+    tiny, folder = KINDS[options.model].tiny, options.data.is_dir()
+    if options.test is not None and tiny and folder:
+        parser.error("--test must be left out for a folder of Tiny-ImageNet, which has val/")
+    if options.test is not None and tiny and options.test.is_dir():
+        parser.error("--test must be an .npz for Tiny-ImageNet, as --data is")
+    if options.test is None and not folder:
         parser.error("--test must be given if --data is no folder")
     return options
 

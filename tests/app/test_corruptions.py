@@ -7,6 +7,7 @@ import io
 import math
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -373,6 +374,20 @@ def test_defocus_at_224_pixels_against_scipy() -> None:
     x = _arrays(_images(1, 224)) / 255
     expected = ndimage.correlate(x, kernel[None, :, :, None], mode="mirror")
     _assert_near(corrupt(_images(1, 224), "defocus_blur"), np.floor(255 * expected + 1e-3), 0.02)
+
+
+def test_convolutions_are_exact_whatever_a_model_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, convolve = [], torch.nn.functional.conv2d
+
+    def watch(*arguments: Any, **options: Any) -> Tensor:
+        seen.append(torch.backends.cudnn.allow_tf32)
+        return convolve(*arguments, **options)
+
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    monkeypatch.setattr(torch.nn.functional, "conv2d", watch)
+    corrupt(_images(1), "defocus_blur")
+    assert not seen[-1]  # the first is that of the kernel, on the CPU
+    assert torch.backends.cudnn.allow_tf32
 
 
 @pytest.mark.parametrize("delta", [1, 2, 4])

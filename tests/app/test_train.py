@@ -122,6 +122,28 @@ def test_networks_of_tiny_imagenet_go_on_bit_for_bit(
     assert opened.transform.fit == Fit(64, 64)
 
 
+def test_tiny_imagenet_in_arrays_has_200_classes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, out = tmp_path / "tiny.npz", tmp_path / "weights.safetensors"
+    random = np.random.default_rng(0)
+    pixels = random.integers(0, 256, (4, 64, 64, 3), np.uint8)
+    np.savez(data, images=pixels, labels=np.array([0, 10, 199, 3]))
+    command = ["vit_s8_tiny", "--data", str(data), "--out", str(out), "--epochs", "1"]
+    train.main([*command, "--test", str(data), "--batch", "4", "--device", "cpu"])
+    assert load_file(out)["head.weight"].shape == (200, 256)
+    np.savez(data, images=pixels, labels=np.array([0, 10, 200, 3]))
+    with pytest.raises(ValueError, match=r"labels must be .* from 0 to 200 - 1"):
+        train.main([*command, "--test", str(data)])
+    for test in (["--test", str(tmp_path)], []):
+        with pytest.raises(SystemExit):
+            train.main([*command, *test])
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        train.main([*command, "--data", str(tmp_path), "--test", str(data)])
+    assert "left out for a folder of Tiny-ImageNet" in capsys.readouterr().err
+
+
 def test_each_kind_has_its_own_optimizer() -> None:
     for name, kind in ("resnet20", torch.optim.SGD), ("vit_s4", torch.optim.AdamW):
         optimizer = train.make_optimizer(models.build(name), train.Training(name, lr=0.3))

@@ -192,16 +192,29 @@ def open_domains(
     seed: int = 0,
     layout: Layout | None = None,
     clean_path: str = "generated",
+    keep: Path | None = None,
 ) -> Domains:
     """The data at a path, by what lies there; without a path, corruptions made of ``clean`` or of
     the images that ship.
 
-    Of pictures that lie in class folders alone corruptions are made, too. ``clean_path`` is what
-    reports say of ``clean``.
+    Of pictures that lie in class folders alone corruptions are made, too, which stay in the folder
+    ``keep`` if there is one. ``clean_path`` is what reports say of ``clean``.
     """
+    found = _open(path, clean, seed, layout or Layout(), clean_path)
+    if keep is None:
+        return found
+    allowed = "left out: it is for corruptions made of class folders of pictures"
+    require(isinstance(found, Corrupted), "keep", str(keep), allowed)
+    assert isinstance(found, Corrupted)
+    return replace(found, keep=keep)
+
+
+def _open(
+    path: Path | str | None, clean: Images | None, seed: int, layout: Layout, clean_path: str
+) -> Domains:
     if path is None:
         return Generated(sample_images() if clean is None else clean, seed, clean_path)
-    path, layout = Path(path), layout or Layout()
+    path = Path(path)
     require(path.exists(), "path", str(path), "a file or folder of data")
     if path.is_file():
         return _open_file(path, clean, seed, layout)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from driftfilter.app.corruptions import CORRUPTIONS
 from driftfilter.app.readers.corrupted import Corrupted
+from driftfilter.app.readers.fit import Fit
 from driftfilter.app.readers.folders import open_folders
 from driftfilter.app.readers.stored import CLEAN, Shift, Stored
 from driftfilter.app.streams import Layout, open_domains
@@ -211,3 +212,44 @@ def test_shuffled_once_and_always_alike(tmp_path: Path) -> None:
     first, second = (take(open_folders(tmp_path), CLEAN) for _ in range(2))
     assert torch.equal(first, second)
     assert not np.array_equal(open_folders(tmp_path).labels, np.repeat([0, 1, 2], 5))
+
+
+def test_corruptions_are_kept_in_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process reads what one has made; other pictures, seeds and sizes have their own."""
+    monkeypatch.setattr("driftfilter.app.readers.corrupted.BLOCK", 4)
+    pictures, keep = tmp_path / "pictures", tmp_path / "kept"
+    save_classes(pictures, 0)
+    shift = Shift("defocus_blur", 2)
+
+    def corrupted(seed: int = 0) -> Corrupted:
+        made = open_domains(pictures, seed=seed, keep=keep)
+        assert isinstance(made, Corrupted)
+        return made
+
+    made = take(corrupted(), shift)
+    assert torch.equal(made, take(Corrupted(open_folders(pictures)), shift))
+    files = sorted(keep.rglob("*"))
+    assert [each.name for each in files[1:]] == ["defocus_blur-2-0.npy", "defocus_blur-2-1.npy"]
+    with monkeypatch.context() as patch:
+        patch.setattr(Corrupted, "_make", None)
+        assert torch.equal(made, take(corrupted(), shift))
+        assert torch.equal(made, take(corrupted().prepared(None), shift))
+    names = {corrupted()._name(CPU), corrupted(1)._name(CPU)}
+    names.add(corrupted().prepared(Fit(36, 32))._name(CPU))
+    save_picture(pictures / WNIDS[0] / "0.JPEG", 3, 40)
+    others = open_domains(pictures, layout=Layout(fitted=True), keep=keep)
+    assert isinstance(others, Corrupted)
+    names.add(others._name(CPU))
+    assert len(names) == 4
+    files[1].write_bytes(files[1].read_bytes()[:-1])
+    save_classes(pictures, 0)
+    with pytest.raises(ValueError, match=r"defocus_blur-2-0\.npy must be .*truncated copy"):
+        take(corrupted(), shift)
+
+
+def test_only_what_is_made_of_pictures_is_kept(tmp_path: Path) -> None:
+    save_classes(tmp_path / "fog", 0)
+    save_classes(tmp_path / "snow", 0)
+    for path in (None, tmp_path):
+        with pytest.raises(ValueError, match="keep must be left out: it is for corruptions made"):
+            open_domains(path, keep=tmp_path / "kept")

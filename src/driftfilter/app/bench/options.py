@@ -85,6 +85,13 @@ class BenchOptions:
         ".npz of source images, for presets with a source posterior (default: none)",
         metavar="PATH",
     )
+    keep: Path | None = option(
+        "keep the corruptions made of class folders in files there, which processes may share "
+        "(default: the last 2 GB of them, in memory)",
+        None,
+        type=folder,
+        metavar="DIR",
+    )
     peers: str | None = option(
         "checkout of mariodoebler/test-time-adaptation, whose own classes are then presets: "
         "peer_tent, peer_cotta:N_AUGMENTATIONS=4 (default: none)",

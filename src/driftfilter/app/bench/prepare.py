@@ -65,6 +65,7 @@ def prepare(options: BenchOptions) -> tuple[Bench, tuple[Task, ...]]:
             fitted=all(each.prepare is not None for each in networks.values()),
         ),
         clean_path=options.clean or "generated",
+        keep=options.keep,
     )
     shared = {
         item.name: getattr(options, item.name)

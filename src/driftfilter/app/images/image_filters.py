@@ -1,7 +1,8 @@
 """Linear filters, zooms and warps of batches of images [n, c, h, w], on the device they are on."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -67,7 +68,20 @@ def disc(radius: float, alias: float, grown: float = 1) -> Tensor:
 def correlate(images: Tensor, kernel: Tensor, mode: str = "reflect") -> Tensor:
     """Correlation of each channel with a kernel [k, k], borders mirrored about the last pixel."""
     padded, channels = F.pad(images, (len(kernel) // 2,) * 4, mode=mode), images.shape[1]
-    return F.conv2d(padded, kernel.to(images).expand(channels, 1, -1, -1), groups=channels)
+    kernels = kernel.to(images).expand(channels, 1, -1, -1)
+    with _exactly():
+        return F.conv2d(padded, kernels, groups=channels)
+
+
+@contextmanager
+def _exactly() -> Iterator[None]:
+    """Convolutions of float32 in float32, whatever a model's may be in."""
+    before = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.allow_tf32 = before
 
 
 def take(images: Tensor, y: Tensor, x: Tensor) -> Tensor:

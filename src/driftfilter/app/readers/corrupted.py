@@ -1,14 +1,19 @@
 """Corruptions made of pictures that lie in files, a block of them at a time."""
 
+import hashlib
+import json
 from collections import OrderedDict
 from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
 from pathlib import Path
 from typing import final
 
+import numpy as np
 import torch
 from torch import Tensor
 from typing_extensions import Self
 
+from driftfilter.app import corruptions
 from driftfilter.app.corruptions import (
     CORRUPTIONS,
     EXTRA,
@@ -17,17 +22,20 @@ from driftfilter.app.corruptions import (
     corrupt,
     require_pixels,
 )
+from driftfilter.app.images.files import digest, open_array, require_images
 from driftfilter.app.readers.stored import (
     CLEAN,
     Preparation,
     Samples,
     Shift,
     Stored,
+    move,
     require_index,
     require_known,
 )
 from driftfilter.base.checks import require_count
 from driftfilter.base.randomness import mix_seeds
+from driftfilter.storage.atomic import atomic_file
 
 # What can be made here.
 MADE = (
@@ -45,10 +53,12 @@ class Corrupted:
 
     Samples b B … (b + 1) B - 1 under a shift are ``corrupt`` of these pictures with a seed of the
     block's own, whatever batch asks for them. What was made last stays in memory, 8 bits a value.
+    All of it stays in files of the folder ``keep`` if there is one, for other processes, too.
     """
 
     clean: Stored
     seed: int = 0
+    keep: Path | None = None
     _made: "OrderedDict[tuple[Shift, int, torch.device], Tensor]" = field(
         default_factory=OrderedDict, init=False, repr=False
     )
@@ -117,14 +127,65 @@ class Corrupted:
     def _block(self, shift: Shift, number: int, device: torch.device) -> Tensor:
         key = shift, number, device
         if key not in self._made:
-            last = min(len(self.labels), (number + 1) * BLOCK)
-            pixels = self.clean.take(CLEAN, torch.arange(number * BLOCK, last), device)
-            assert isinstance(pixels, Tensor)  # of pictures
-            images = pixels.float() / 255
-            require_pixels(str(self.clean.path), images)
-            made = corrupt(images, *shift, mix_seeds(self.seed, number))
-            self._made[key] = (255 * made).round().byte()
+            self._made[key] = self._find(shift, number, device)
             while len(self._made) > 1 and sum(each.nbytes for each in self._made.values()) > KEPT:
                 self._made.popitem(last=False)
         self._made.move_to_end(key)
         return self._made[key]
+
+    def _find(self, shift: Shift, number: int, device: torch.device) -> Tensor:
+        """A block from its file, or made and written there."""
+        if self.keep is None:
+            return self._make(shift, number, device)
+        file = self.keep / self._name(device) / f"{'-'.join(map(str, shift))}-{number}.npy"
+        if not file.is_file():
+            made = self._make(shift, number, device)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with atomic_file(file) as opened:
+                np.save(opened, made.permute(0, 2, 3, 1).contiguous().cpu().numpy())
+            return made
+        expected = len(self._list(number))
+        return move(np.array(require_images(str(file), open_array(file), expected)), device)
+
+    def _make(self, shift: Shift, number: int, device: torch.device) -> Tensor:
+        pixels = self.clean.take(CLEAN, self._list(number), device)
+        assert isinstance(pixels, Tensor)  # of pictures
+        images = pixels.float() / 255
+        require_pixels(str(self.clean.path), images)
+        made = corrupt(images, *shift, mix_seeds(self.seed, number))
+        return (255 * made).round().byte()
+
+    def _list(self, number: int) -> Tensor:
+        """The samples of a block."""
+        return torch.arange(number * BLOCK, min(len(self.labels), (number + 1) * BLOCK))
+
+    def _name(self, device: torch.device) -> str:
+        """A name for all that determines what is made, beside shift and block."""
+        cuda = device.type == "cuda"
+        chosen = {
+            "pictures": self._pictures,
+            "prepare": _describe(self.clean.prepare),
+            "seed": self.seed,
+            "block": BLOCK,
+            "device": torch.cuda.get_device_name(device) if cuda else device.type,
+            "torch": torch.__version__,
+            "code": _hash_code(),
+        }
+        return hashlib.sha256(json.dumps(chosen).encode()).hexdigest()[:16]
+
+    @cached_property
+    def _pictures(self) -> str:
+        """The hash of the pictures; cached, for it looks at all of them."""
+        return self.clean.describe()["sha256"]
+
+
+def _describe(prepare: Preparation) -> str:
+    """What is done to pictures, in the same words in every process."""
+    return getattr(prepare, "__qualname__", None) or repr(prepare)
+
+
+@cache
+def _hash_code() -> str:
+    """A hash of the code that makes corruptions."""
+    file = Path(corruptions.__file__)
+    return digest([file, *sorted((file.parent / "images").glob("*.py"))])

@@ -164,11 +164,11 @@ class Stored:
         require_index(index, len(self.labels))
         found = self.prepare(self.rows[shift](index.cpu().numpy()))
         if isinstance(found, dict):
-            return {name: _move(array, device) for name, array in found.items()}
-        return _move(found, device)
+            return {name: move(array, device) for name, array in found.items()}
+        return move(found, device)
 
 
-def _move(array: NDArray[Any], device: torch.device) -> Tensor:
+def move(array: NDArray[Any], device: torch.device) -> Tensor:
     """An array on the device; 8 bits [n, h, w, 3] are pixels, and become [n, 3, h, w]."""
     rows = torch.from_numpy(np.ascontiguousarray(array))
     if device.type == "cuda":  # from pinned memory, or the copy would wait for the steps before it
