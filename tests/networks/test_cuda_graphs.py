@@ -72,9 +72,9 @@ def test_a_stream_in_graphs_is_the_stream(preset: str, sizes: list[int]) -> None
 
 @GPU
 def test_graphs_are_used() -> None:
-    adapter = df.adapt(model(), cuda_graphs=True)
+    adapter = df.adapt(model(), "tent", cuda_graphs=True)
     feed(adapter, stream([16] * 3))
-    network = adapter._now.bound.filter.logits.model  # type: ignore[union-attr]  # that is centred
+    network: Any = adapter._now.bound.filter.logits  # type: ignore[union-attr]
     captures = network._local.captures
     assert [len(free) for free in captures._free.values()] == [1]
 

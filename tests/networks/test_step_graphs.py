@@ -56,6 +56,9 @@ def recordings(monkeypatch: pytest.MonkeyPatch) -> type[Imitation]:
     return Imitation
 
 
+pytestmark = pytest.mark.filterwarnings("ignore:adapt. cuda_graphs is ignored")  # on a CPU
+
+
 def network(norm: Callable[[int], nn.Module]) -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(

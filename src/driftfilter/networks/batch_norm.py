@@ -19,7 +19,7 @@ the parameters, and have the exact derivative (``Network.exact``, ``Network.push
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypeAlias, final
@@ -218,8 +218,9 @@ class TwinBatchNorm(_BatchNorm):
     )  # mean and variance [c]; None: the running ones, if there are any
     moments: Moments  # of the last call
     blended: tuple[Tensor, Tensor]  # mean and variance [c] of the last call
-    believed: tuple[Tensor, Tensor, int] | None  # what it blended: mean, variance, samples
+    believed: "Believed | None"  # what it blended
 
+    together: "Together | None" = None  # all layers that blend, with this one
     shards: Shards | None = None  # of the batch at hand, if other ranks have a part of it
 
     own_check: Callable[[Any, Tensor], None]  # of the dimensions of its inputs, by the class it was
@@ -420,7 +421,7 @@ class TwinBatchNorm(_BatchNorm):
         values = inputs.detach()
         if self.witness is not None and not self.witness.was_asked:
             self._ask(values, self._batch_by_kernel(values), len(inputs))
-        carried, share = self._revert(self._share(len(inputs), self.trust))
+        carried, share = self._revert(len(inputs), self.trust)
         carried = (carried[0].float(), carried[1].float())
         if not isinstance(share, Tensor):
             share = inputs.new_full((), share, dtype=torch.float32)
@@ -429,8 +430,7 @@ class TwinBatchNorm(_BatchNorm):
         sums = SampleSums(values, mean)
         self.__dict__.update(moments=Moments(mean, scale, sums), blended=(mean, variance))
         if self.witness is not None:
-            own_variance = own_scale.pow(-2) - self.eps
-            self.__dict__["believed"] = (own_mean, own_variance, len(inputs))
+            self.__dict__["believed"] = Believed(own_mean, own_scale, len(inputs), is_scale=True)
         outputs: Tensor = Renormalized.apply(inputs, self.weight, self.bias, moments, sums)  # type: ignore[no-untyped-call]
         return outputs
 
@@ -516,38 +516,50 @@ class TwinBatchNorm(_BatchNorm):
     def _blend(self, batch: tuple[Tensor, Tensor], samples: int) -> tuple[Tensor, Tensor]:
         """Mean and variance [c] by which to normalise."""
         if self.witness is not None:
-            self.__dict__["believed"] = (batch[0].detach(), batch[1].detach(), samples)
-        return self._mixture(batch, self._share(samples, self.trust))
+            self.__dict__["believed"] = Believed(batch[0].detach(), batch[1].detach(), samples)
+        return self._mixture(batch, samples, self.trust)
 
     def carry_on(self, trust: Tensor | float) -> tuple[Tensor, Tensor]:
         """Mean and variance [c] for the next batch, if the last one has this trust."""
         if self.believed is None:
             assert self.carried is not None
             return self.carried
-        mean, variance, samples = self.believed
-        return self._mixture((mean, variance), self._share(samples, trust))
+        return self._mixture(
+            self.believed.moments(self.eps), self.believed.samples, trust, anew=True
+        )
 
     def _mixture(
-        self, batch: tuple[Tensor, Tensor], share: Tensor | float
+        self,
+        batch: tuple[Tensor, Tensor],
+        samples: int,
+        trust: Tensor | float,
+        anew: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        carried, share = self._revert(share)
+        carried, share = self._revert(samples, trust, anew)
         return _mix(carried, batch, share)
 
-    def _revert(self, share: Tensor | float) -> tuple[tuple[Tensor, Tensor], Tensor | float]:
-        """What a batch with share α is blended with, and the share α ν that is left to it: the
-        source's moments have the rest of α.
+    def _revert(
+        self, samples: int, trust: Tensor | float, anew: bool = False
+    ) -> tuple[tuple[Tensor, Tensor], Tensor | float]:
+        """What a batch with this trust is blended with, and what is left to it of its share α, α ν:
+        the source's moments have the rest. ``anew``: with another trust than the pass has.
         """
         assert self.carried is not None
-        novelty = self.novelty
-        if not isinstance(novelty, Tensor):  # nobody has asked
-            return self.carried, share
+        if not isinstance(self.novelty, Tensor):  # nobody has asked
+            return self.carried, self._share(samples, trust)
+        if self.together is not None and not anew:
+            return self.together.revert(self, samples)
+        left, part = self._divide_share(samples, trust)
         assert self.running_mean is not None
         assert self.running_var is not None
-        split = partial(self._split, share, novelty)
-        left, part = (
-            split() if self.witness is None else self.witness.once("split", share, 0, split)
-        )
         return _mix(self.carried, (self.running_mean, self.running_var), part), left
+
+    def _divide_share(self, samples: int, trust: Tensor | float) -> tuple[Tensor, Tensor]:
+        """α ν, and what the source's moments get of the carried ones."""
+        share, novelty = self._share(samples, trust), self.novelty
+        assert isinstance(novelty, Tensor)
+        split = partial(self._split, share, novelty)
+        return split() if self.witness is None else self.witness.once("split", share, 0, split)
 
     def _split(self, share: Tensor | float, novelty: Tensor) -> tuple[Tensor, Tensor]:
         """α ν, and what the source's moments get of the carried ones."""
@@ -555,6 +567,102 @@ class TwinBatchNorm(_BatchNorm):
             novelty = torch.maximum(novelty, self.witness.least.to(novelty))
         left = share * novelty
         return left, (share - left) / (1 - left).clamp_min(torch.finfo(left.dtype).tiny)
+
+
+class Believed(NamedTuple):
+    """What a layer has blended with what it carries."""
+
+    mean: Tensor  # [c]
+    spread: Tensor  # [c], the variance
+    samples: int
+    is_scale: bool = False  # whether it is 1 / √(variance + ε)
+
+    def moments(self, eps: float) -> tuple[Tensor, Tensor]:
+        """Mean and variance."""
+        return self.mean, self.spread.pow(-2) - eps if self.is_scale else self.spread
+
+
+class Together:
+    """What all layers of a pass blend, of all of them at once: layer by layer the same few
+    operations on short vectors are hundreds of launches on a GPU.
+
+    The first ``early`` layers have one trust in a batch, the others another one.
+    """
+
+    def __init__(self, norms: Sequence[TwinBatchNorm], early: int) -> None:
+        self._norms, self._sizes = norms, [norm.num_features for norm in norms]
+        self._groups = [sizes for sizes in (self._sizes[:early], self._sizes[early:]) if sizes]
+        self._heads = [norms[0], norms[early]] if 0 < early < len(norms) else [norms[0]]
+        self._places = {id(norm): place for place, norm in enumerate(norms)}
+        self._early, self._running = (
+            early,
+            self._gather(
+                [(norm.running_mean, norm.running_var) for norm in norms]  # type: ignore[misc]
+            ),
+        )
+        self.forget()
+
+    @staticmethod
+    def fits(norms: Sequence[TwinBatchNorm]) -> bool:
+        """Whether all layers are of one dtype, device and ε."""
+        kinds = {
+            (part.dtype, part.device, norm.eps) if part is not None else None
+            for norm in norms
+            for part in (norm.running_mean, norm.running_var)
+        }
+        return len(norms) > 1 and len(kinds) == 1 and None not in kinds
+
+    def forget(self) -> None:
+        """Another pass begins."""
+        self._reverted: dict[int, list[tuple[tuple[Tensor, Tensor], Tensor]]] = {}
+
+    def revert(self, norm: TwinBatchNorm, samples: int) -> tuple[tuple[Tensor, Tensor], Tensor]:
+        """What a layer blends a batch with, and the share that is left to it."""
+        if samples not in self._reverted:
+            trusts = [head.trust for head in self._heads]
+            (means, variances), left = self._revert(samples, trusts)
+            parts = zip(means.split(self._sizes), variances.split(self._sizes), strict=True)
+            shares = [left[place >= self._early] for place in range(len(self._norms))]
+            self._reverted[samples] = list(zip(parts, shares, strict=True))
+        return self._reverted[samples][self._places[id(norm)]]
+
+    def carry_on(self, trusts: Sequence[Tensor | float]) -> Tensor | None:
+        """What all layers carry to the next batch [2 · channels], if the last one has this trust in
+        each group; None if some have not seen a batch, or others than the rest.
+        """
+        seen = [norm.believed for norm in self._norms]
+        known = [own for own in seen if own is not None]
+        kinds = {(own.samples, own.is_scale, own.mean.dtype) for own in known}
+        if len(known) < len(seen) or len(kinds) > 1:
+            return None
+        if not isinstance(self._norms[0].novelty, Tensor):
+            return None
+        samples, is_scale, _ = kinds.pop()
+        carried, left = self._revert(samples, trusts)
+        mean, spread = self._gather([own[:2] for own in known])
+        own = Believed(mean, spread, samples, is_scale).moments(self._norms[0].eps)
+        moments = _mix(carried, own, self._spread(left, mean))
+        pairs = zip(*(part.split(self._sizes) for part in moments), strict=True)
+        return torch.cat([part for pair in pairs for part in pair])
+
+    def _revert(
+        self, samples: int, trusts: Sequence[Tensor | float]
+    ) -> tuple[tuple[Tensor, Tensor], list[Tensor]]:
+        """The same of all layers [channels], and what is left to each group []."""
+        pairs = zip(self._heads, trusts, strict=True)
+        left, parts = zip(*(head._divide_share(samples, own) for head, own in pairs), strict=True)
+        carried = self._gather([norm.carried for norm in self._norms])  # type: ignore[misc]
+        return _mix(carried, self._running, self._spread(parts, carried[0])), list(left)
+
+    def _spread(self, numbers: Sequence[Tensor], like: Tensor) -> Tensor:
+        """A number [] of each group, for each of its channels [channels]."""
+        pairs = zip(numbers, self._groups, strict=True)
+        return torch.cat([own.to(like).expand(sum(sizes)) for own, sizes in pairs])
+
+    def _gather(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        """Means and variances of all layers [channels]."""
+        means, variances = zip(*pairs, strict=True)
+        return torch.cat(means), torch.cat(variances)
 
 
 def _mix(

@@ -20,6 +20,7 @@ from driftfilter.networks.batch_norm import (
     Ema,
     RunningStatistics,
     Statistics,
+    Together,
     TwinBatchNorm,
     prepare,
     share,
@@ -159,6 +160,12 @@ class Twin:
         if isinstance(statistics, Ema) and statistics.diversity > 0 and statistics.momentum > 0:
             for norm in self.blending:
                 norm.witness = self._witness
+        self._early = math.ceil(_EARLY * len(self.blending))
+        self._together: Together | None = None
+        if self.blending and self.blending[0].witness is not None and Together.fits(self.blending):
+            self._together = Together(self.blending, self._early)
+            for norm in self.blending:
+                norm.together = self._together
         self.coupled = any(
             isinstance(layer, TwinBatchNorm)
             or (isinstance(layer, _BatchNorm) and layer.running_mean is None)
@@ -253,14 +260,15 @@ class Twin:
                 believed=None,
             )
         self._witness.forget()
+        if self._together is not None:
+            self._together.forget()
         self._divide()
 
     def _share_out(self, trust: Tensor | float) -> Sequence[Tensor | float]:
         """The trust of each layer, of one for all or of two [2] for early layers and late ones."""
-        count = len(self.blending)
+        count, early = len(self.blending), self._early
         if not isinstance(trust, Tensor) or trust.dim() == 0:
             return [trust] * count
-        early = math.ceil(_EARLY * count)
         return [trust[0]] * early + [trust[1]] * (count - early)
 
     def _divide(self) -> None:
@@ -310,7 +318,13 @@ class Twin:
         if trust is None:
             blends = [norm.blended for norm in self.blending]
         else:
-            own = zip(self.blending, self._share_out(trust), strict=True)
+            each = self._share_out(trust)
+            if self._together is not None:
+                groups = dict.fromkeys((0, min(self._early, len(each) - 1)))
+                told = self._together.carry_on([each[place] for place in groups])
+                if told is not None:
+                    return told
+            own = zip(self.blending, each, strict=True)
             blends = [norm.carry_on(trust) for norm, trust in own]
         return torch.cat([part.detach() for blend in blends for part in blend])
 
