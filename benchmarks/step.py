@@ -46,7 +46,7 @@ Step: TypeAlias = Callable[[Tensor], object]
 
 
 BASE = "hand-written TENT"
-WARM = 6  # rounds before: a graph is captured in the fourth
+WARM = 16  # rounds before: a graph is captured in the fourth
 
 
 class VisionTransformer(nn.Module):
