@@ -36,7 +36,7 @@ class Imitation:
 
     def __init__(self, call: Callable[[list[Tensor]], list[Tensor]], given: Sequence[Tensor]):
         self.call, self.given = call, [own.clone() for own in given]
-        self.call(self.given)
+        self.once = [own.clone() for own in self.call(self.given)]
         type(self).made += 1
 
     def __call__(self, given: Sequence[Tensor]) -> list[Tensor]:

@@ -212,9 +212,11 @@ def test_a_network_is_the_same_with_and_without_kernels(
     monkeypatch.setattr(kernels, "available", False)
     wanted = looked_at(statistics, images, LAYOUTS[layout], bf16=False)
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(
-        (found[1].sum(0), found[0]), (found[2], found[4]), rtol=1e-4, atol=1e-5
-    )
+    pairs = [(found[1].sum(0), found[2])]
+    if not (isinstance(statistics, df.Ema) and statistics.shift):  # which a step alone asks about
+        pairs.append((found[0], found[4]))
+    for one, other in pairs:
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
 @GPU

@@ -5,11 +5,11 @@ longer to launch them than the GPU to run them. It is a function of tensors all 
 memory and batch in, belief, memory and prediction out. Once batches of a shape have come a few
 times, all of it is recorded, and from then on one launch.
 
-Nothing is taken on trust. What a recording gives is held against an ordinary step; a filter that
-cannot be recorded, or answers otherwise, runs as ever. A recording looks at no number: if one is
-not finite, or too few samples have a weight, the ordinary step runs on the same state, and says so.
-What Python decides on the way (is this a batch that the source is asked about?) is a part of what a
-recording is good for.
+Nothing is taken on trust. What a recording gives is held against what the same code has given
+before, without one; a filter that cannot be recorded, or answers otherwise, runs as ever. A
+recording looks at no number: if one is not finite, or too few samples have a weight, the ordinary
+step runs on the same state, and says so. What Python decides on the way (is this a batch that the
+source is asked about?) is a part of what a recording is good for.
 
 Recordings of one stream of the device share memory: they are replayed one after the other, and what
 they give is copied out.
@@ -18,8 +18,10 @@ they give is copied out.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple, TypeAlias, final
 
@@ -51,9 +53,38 @@ STEPS = "whole steps"
 class _Pool:
     """Memory that the recordings of one stream of a device share, and whose turn it is."""
 
-    def __init__(self) -> None:
-        self.handle = torch.cuda.graph_pool_handle()
-        self.turn = threading.RLock()
+    def __init__(self, device: torch.device) -> None:
+        self.turn, self.stream = threading.RLock(), torch.cuda.Stream(device)
+        self._device, self._handle, self._live = device, torch.cuda.graph_pool_handle(), 0
+
+    @contextmanager
+    def lend(self, recording: Recording) -> Iterator[Any]:
+        """The memory, for a recording that is made in this block; what runs before it there is in
+        the same memory, where torch can do that.
+        """
+        if self._live == 0:  # the memory went with the last one
+            self._handle = torch.cuda.graph_pool_handle()
+        own: Any = torch._C
+        begin = getattr(own, "_cuda_beginAllocateCurrentStreamToPool", None)
+        end, index = getattr(own, "_cuda_endAllocateToPool", None), self._device.index
+        torch.cuda.empty_cache()
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            if begin is None or end is None or index is None:
+                yield self._handle
+            else:
+                begin(index, self._handle)
+                try:
+                    yield self._handle
+                finally:
+                    end(index, self._handle)
+                    own._cuda_releasePool(index, self._handle)
+        torch.cuda.current_stream().wait_stream(self.stream)
+        self._live += 1
+        weakref.finalize(recording, self._forget)
+
+    def _forget(self) -> None:
+        self._live -= 1
 
 
 _POOLS: dict[tuple[int | None, int], _Pool] = {}
@@ -63,27 +94,23 @@ _POOLS_LOCK = threading.Lock()
 def _pool_of(device: torch.device) -> _Pool:
     stream = torch.cuda.current_stream(device)
     with _POOLS_LOCK:
-        return _POOLS.setdefault((device.index, stream.cuda_stream), _Pool())
+        return _POOLS.setdefault((device.index, stream.cuda_stream), _Pool(device))
 
 
 @final
 class Recording:
     """A function of tensors as one graph. It reads copies of what it is given, and what it gives
-    is copied, too.
+    is copied, too. ``once`` is what the function has given by itself, before it was recorded.
     """
 
     def __init__(self, call: Callable[[list[Tensor]], list[Tensor]], given: Sequence[Tensor]):
+        self._graph = torch.cuda.CUDAGraph()
         self._pool, self._given = _pool_of(given[0].device), [own.clone() for own in given]
-        self._graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(given[0].device)
-        with self._pool.turn:
-            torch.cuda.empty_cache()  # or this stream's memory comes on top of the other's
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                for _ in range(_WARM):
-                    call(self._given)
-            torch.cuda.current_stream().wait_stream(stream)
+        with self._pool.turn, self._pool.lend(self) as memory:
+            for _ in range(_WARM):
+                self.once = [own.clone() for own in call(self._given)]
             with torch.cuda.graph(
-                self._graph, pool=self._pool.handle, capture_error_mode="thread_local"
+                self._graph, memory, self._pool.stream, capture_error_mode="thread_local"
             ):
                 self._told = call(self._given)
 
@@ -126,14 +153,6 @@ class Asked(NamedTuple):
         state = replace(self.state, belief=belief, memory=memory)
         return self._replace(state=state, inputs=each(self.inputs, lambda _: next(parts)))
 
-    def answer(self) -> list[Tensor]:
-        """What the ordinary way gives, of all that is compared."""
-        if self.what == "predict":
-            return [self.filter.predict(self.state, self.inputs).log_probabilities]
-        after, prediction, _ = self.filter.step(self.state, self.inputs)
-        memory = [own for _, own in sorted(after.memory.items())]
-        return [prediction.log_probabilities, *list_tensors(after.belief), *memory]
-
 
 class Told(NamedTuple):
     """The answer of a recording."""
@@ -146,21 +165,22 @@ class Told(NamedTuple):
     # know, and whether all is well.
     host: Tensor
 
-    def agrees(self, wanted: list[Tensor], before: FilterState) -> bool:
-        """Whether it is what the ordinary way gave; of the mean, as it has moved."""
-        own = [self.prediction.log_probabilities]
-        if self.info is not None:
-            own += [*list_tensors(self.belief), *(part for _, part in sorted(self.memory.items()))]
+    def agrees(self, wanted: Told, before: FilterState) -> bool:
+        """Whether it is what another one says; of the mean, as it has moved."""
+        own, theirs = ([each.prediction.log_probabilities] for each in (self, wanted))
+        if self.belief is not None and wanted.belief is not None:
             mean = before.belief.mean
-            own[1], wanted[1] = own[1] - mean, wanted[1] - mean
-        pairs = zip(own, wanted, strict=True)
-        return bool(self.host[-1].isfinite()) and all(_are_close(*pair) for pair in pairs)
+            own += [self.belief.mean - mean, *list_tensors((self.belief.covariance, self.memory))]
+            others = (wanted.belief.covariance, wanted.memory)
+            theirs += [wanted.belief.mean - mean, *list_tensors(others)]
+        sound = bool(self.host[-1].isfinite()) and bool(wanted.host[-1].isfinite())
+        return sound and all(map(_are_close, own, theirs))
 
 
 class Recorded(NamedTuple):
     """A recording, and what belongs to it that is no tensor."""
 
-    run: Callable[[Sequence[Tensor]], list[Tensor]]
+    run: Recording
     shape: Any = None  # of what it gives: a value of the same types, whose tensors are others
     facts: Facts | None = None  # what the host knows of the state it gives
     names: tuple[str, ...] = ()  # of the numbers in what it gives
@@ -299,9 +319,12 @@ class StepGraphs:
         )
 
     def _is_time(self, key: Key) -> bool:
-        """Whether something that has come once more is to be recorded."""
+        """Whether something that has come once more is to be recorded: the fourth time, or at once
+        if that saves the memory of an ordinary pass beside that of a recording of the same shape.
+        """
         self._came[key] += 1
-        return self._came[key] > _REPEATS and len(self._known) < _MOST
+        alike = any(other[0] == "step" == key[0] and other[5:] == key[5:] for other in self._known)
+        return (alike or self._came[key] > _REPEATS) and len(self._known) < _MOST
 
     def _replay(self, key: Key, given: Sequence[Tensor]) -> list[Tensor]:
         """What a recording gives; those that nobody has used for long go."""
@@ -318,12 +341,13 @@ class StepGraphs:
             return False
         if self._refused is None:
             self._known[key] = self._record(asked, facts)
+            self._known[key].run.once = []
             return True
         stream = torch.cuda.current_stream() if asked.state.belief.mean.is_cuda else None
         try:
-            wanted = asked.answer()
             made = self._record(asked, facts)
             told: Told = _fill(made.shape, made.run(asked.take()))
+            wanted: Told = _fill(made.shape, made.run.once)
         except Exception as error:  # whatever a module of somebody's own does
             if stream is not None:
                 torch.cuda.set_stream(stream)  # a recording that fails stays on its own
@@ -331,6 +355,7 @@ class StepGraphs:
         else:
             if told.agrees(wanted, asked.state):
                 self._known[key] = made
+                made.run.once = []
                 return True
             self._refused[STEPS] = "the network answers otherwise when it is replayed"
         self._known.clear()
