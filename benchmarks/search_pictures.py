@@ -24,11 +24,11 @@ import gc
 import tempfile
 import time
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import Any, final
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,8 +40,6 @@ from driftfilter.app.metrics import quality
 from driftfilter.app.networks.load_model import open_model
 from driftfilter.app.readers.stored import CLEAN, shift_of
 from driftfilter.app.streams import Layout, open_cifar10, open_domains
-from driftfilter.model.expansion import Expansion
-from driftfilter.model.losses import Loss, Targets
 from driftfilter.presets import for_model
 from driftfilter.recipe import change
 from figures import write
@@ -52,29 +50,6 @@ SORTED = "sorted"  # clean images, class by class
 REPORTED = "reported"  # the fifteen corruptions
 METRICS = ("accuracy", "nll", "brier", "ece")
 CASES = ("source", "bn", "tent", "driftfilter", "driftfilter:statistics.late=1")
-
-
-@final
-@dataclass(frozen=True)
-class Tempered(Loss):
-    """ℓ(f / T) of a loss that looks at the clean logits alone."""
-
-    loss: Loss
-    temperature: float
-
-    def __post_init__(self) -> None:
-        self.__dict__.update(minimum=self.loss.minimum, is_coupled=self.loss.is_coupled)
-
-    minimum = 1
-    is_coupled = False
-
-    def targets(self, logits: Tensor) -> Targets:
-        return self.loss.targets(logits / self.temperature)
-
-    def expand(self, logits: Tensor, targets: Targets, weights: Tensor) -> Expansion:
-        inner, by = self.loss.expand(logits / self.temperature, targets, weights), self.temperature
-        hessian, root = (lambda: inner.hessian() / by**2), (lambda: inner.root() / by)
-        return Expansion(inner.value, inner.gradient / by, hessian, root)
 
 
 def make_recipe(model: nn.Module, case: str, with_data: bool = False) -> df.Recipe:
@@ -92,9 +67,9 @@ def make_recipe(model: nn.Module, case: str, with_data: bool = False) -> df.Reci
     loss: Any = recipe.observation.loss
     if getattr(loss, "each_view", False):  # agreement of views stays as it is
         own, *others = loss.terms
-        tempered: Any = replace(loss, terms=(Tempered(own, temperature), *others))
+        tempered: Any = replace(loss, terms=(df.Softened(own, temperature), *others))
     else:
-        tempered = Tempered(loss, temperature)
+        tempered = df.Softened(loss, temperature)
     return replace(recipe, observation=replace(recipe.observation, loss=tempered))
 
 

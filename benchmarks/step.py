@@ -5,17 +5,17 @@
 
 The hand-written step is forward, entropy, backward and torch's Adam on the norm parameters, nothing
 else; "forward alone" and "forward and backward alone" are the floor. Every case adapts to the same
-batches, the images that ship with the package under speckle noise (for a ViT-B random ones), never
-the same batch twice, and predicts before the step, as TENT does. Without more words a case is what `df.adapt(model, preset)`
-does by itself. On a GPU "fast" is bfloat16 autocast and channels last as options, without graphs
-unless they are named, and cuDNN tries its algorithms; the others are as torch has it by itself
-(TF32 convolutions). "Tuned": TF32, channels last, and cuDNN tries its algorithms. With batch norm
-`driftfilter` predicts with Gaussian logits of the variance that its update shows (Moderated),
-without it at a temperature of 2, unless a case says otherwise. Times are those of the clock on a
-GPU and of the processor on a CPU, medians, which leave out the monitor's probe of every few
-batches, and means, which do not. Peak memory on a GPU is what torch took from it in twelve steps in a
-process of the case's own, captured graphs included. Whoever has met more than one domain, or has refused a measure for speed,
-is named below the table.
+batches, the images that ship with the package under speckle noise (for a ViT-B at 224 pixels),
+never the same batch twice, and predicts before the step, as TENT does. Without more words a case is
+what `df.adapt(model, preset)` does by itself. On a GPU "fast" is bfloat16 autocast and channels
+last as options, without graphs unless they are named, and cuDNN tries its algorithms; the others
+are as torch has it by itself (TF32 convolutions). "Tuned": TF32, channels last, and cuDNN tries its
+algorithms. With batch norm `driftfilter` predicts with Gaussian logits of the variance that its
+update shows (Moderated), without it at a temperature of 2, unless a case says otherwise. Times are
+those of the clock on a GPU and of the processor on a CPU, medians, which leave out what comes in
+every few batches, such as the monitor's probe, and means, which do not. Peak memory on a GPU is
+what torch took from it in twelve steps in a process of the case's own, captured graphs included.
+Below the table stands who has met more than one domain, and which measures for speed are off.
 """
 
 from __future__ import annotations
@@ -198,7 +198,9 @@ def batches_of(model: str, size: int, device: str, count: int) -> list[Tensor]:
     order, found = torch.randperm(len(pixels), generator=generator), list[Tensor]()
     while len(found) < count:
         seed = len(found)
-        images = corruptions.corrupt(pixels[order], "speckle_noise", 5, seed).roll(seed, (2, 3))
+        images = corruptions.corrupt(pixels[order], "speckle_noise", 5, seed).roll(
+            (seed, seed), (2, 3)
+        )
         found += [part.to(device) for part in images.split(size) if len(part) == size]
     return found
 

@@ -108,6 +108,7 @@ from driftfilter.model.losses import (
     MarginalLikelihood as MarginalLikelihood,
     PseudoLabel as PseudoLabel,
     RunningInformation as RunningInformation,
+    Softened as Softened,
     SoftLikelihoodRatio as SoftLikelihoodRatio,
     Sum as Sum,
 )

@@ -29,7 +29,6 @@ def mix_seeds(*values: int) -> int:
     """
     mixed = 0
     for value in values:
-        require(may_look(), "a recorded step", "one that draws", "one without random numbers")
         mixed = _mix(mixed ^ (value & _MASK))
     return mixed >> 32
 
@@ -51,5 +50,6 @@ class Randomness(NamedTuple):
 
     def generator(self, purpose: Purpose) -> torch.Generator:
         """A fresh generator: the same (seed, step, purpose) always gives the same draws."""
+        require(may_look(), "a recorded step", "one that draws", "one without random numbers")
         mixed = _mix(_mix(_mix(self.seed & _MASK) ^ self.step) ^ purpose)
         return torch.Generator(device=self.device).manual_seed(mixed >> 1)

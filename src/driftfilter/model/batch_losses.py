@@ -106,7 +106,7 @@ class BatchLoss(Checked, Loss):
     def views(self, inputs: Inputs, generator: Callable[[], torch.Generator]) -> tuple[Inputs, ...]:
         if self.augmentation is None:
             return (inputs,)
-        return draw_copies(self.augmentation, inputs, self.copies, generator())
+        return draw_copies(self.augmentation, inputs, self.copies, generator)
 
     def targets(self, logits: Tensor) -> Tensor:
         return logits[:, : logits.shape[1] - self.__dict__.get("_features", 0)]
@@ -248,7 +248,7 @@ class Contrast(Checked, Loss):
         return _bind(self, _features=features)
 
     def views(self, inputs: Inputs, generator: Callable[[], torch.Generator]) -> tuple[Inputs, ...]:
-        return draw_copies(self.augmentation, inputs, self.copies, generator())
+        return draw_copies(self.augmentation, inputs, self.copies, generator)
 
     def remember(self, memory: Memory) -> Loss:
         if not self.prototypes:

@@ -19,6 +19,7 @@ from driftfilter.base.checks import (
     Checked,
     FractionBelowOne,
     NotNegative,
+    Positive,
     PositiveCount,
     PositiveFraction,
     register,
@@ -527,6 +528,68 @@ class Custom(Loss):
         return expansion
 
 
+@final
+@dataclass(frozen=True)
+class Softened(Checked, Loss):
+    """ℓ(f / T): a loss as it is of softer predictions, softmax(f / T), T the ``temperature``.
+
+    A network is surer of what it sees under a shift than it is right, and a loss that rests on its
+    predictions learns from samples that it is wrong about as if they were certain. Gradient and
+    Hessian are those in f: 1/T and 1/T² times the loss's own at f / T. Weights of samples are those
+    of the logits as they are.
+    """
+
+    loss: Loss | Callable[[Tensor], Tensor]
+    temperature: Positive = 2.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        inner = as_loss("Softened.loss", self.loss)
+        self.__dict__.update(loss=inner)
+        plain = inner.copies == 0 and not inner.sees_features and not inner.needs_source
+        allowed = "a loss of the clean logits alone, without views, features or source samples"
+        require(plain, "Softened.loss", inner, allowed)
+
+    @property
+    def _inner(self) -> Loss:
+        return self.loss  # type: ignore[return-value]  # as_loss in __post_init__
+
+    @property
+    def minimum(self) -> int:
+        return self._inner.minimum
+
+    @property
+    def is_coupled(self) -> bool:
+        return self._inner.is_coupled
+
+    def _with(self, inner: Loss) -> Loss:
+        if inner is self.loss:
+            return self
+        return unchecked(Softened, loss=inner, temperature=self.temperature)
+
+    def remember(self, memory: Memory) -> Loss:
+        return self._with(self._inner.remember(memory))
+
+    def recall(self, logits: Tensor, memory: Memory) -> tuple[Loss, Memory]:
+        inner, memory = self._inner.recall(logits / self.temperature, memory)
+        return self._with(inner), memory
+
+    def targets(self, logits: Tensor) -> Targets:
+        return self._inner.targets(logits / self.temperature)
+
+    def selected(self, targets: Targets) -> Tensor | None:
+        return self._inner.selected(targets)
+
+    def expand(self, logits: Tensor, targets: Targets, weights: Tensor) -> Expansion:
+        by = self.temperature
+        inner = self._inner.expand(logits / by, targets, weights)
+        return inner._replace(
+            gradient=inner.gradient / by,
+            hessian=lambda: inner.hessian() / by**2,
+            root=lambda: inner.root() / by,
+        )
+
+
 def as_loss(field: str, loss: Any) -> Loss:
     """A loss as it is; a function logits [n, k] -> [n] as a custom one."""
     require_role(field, loss, "loss", "Entropy() or a function logits [n, k] -> [n]")
@@ -549,5 +612,6 @@ register(
         ConjugatePseudoLabel,
         MarginalLikelihood,
         Sum,
+        Softened,
     )
 )

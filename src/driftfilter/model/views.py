@@ -30,6 +30,7 @@ Augmentation: TypeAlias = Callable[
 ]  # (inputs, generator) -> inputs
 _Augmentation: TypeAlias = Annotated[Augmentation, Role("augmentation", "GaussianNoise(0.1)")]
 
+_IDLE = torch.Generator()  # for those who draw nothing
 _TARGET_FLOOR = math.log(1e-4)  # of log t in symmetric cross-entropy
 
 
@@ -56,6 +57,8 @@ class GaussianNoise(Checked):
 @dataclass(frozen=True)
 class Mirror:
     """Augmentation: images [n, c, h, w] with left and right exchanged. Draws nothing."""
+
+    draws = False
 
     def __call__(self, inputs: Tensor, generator: torch.Generator) -> Tensor:
         require(
@@ -187,10 +190,16 @@ def augment(augmentation: Augmentation, inputs: Inputs, generator: torch.Generat
 
 
 def draw_copies(
-    augmentation: Augmentation, inputs: Inputs, copies: int, generator: torch.Generator
+    augmentation: Augmentation,
+    inputs: Inputs,
+    copies: int,
+    generator: Callable[[], torch.Generator],
 ) -> tuple[Inputs, ...]:
-    """The inputs and augmented copies of them."""
-    return (inputs, *(augment(augmentation, inputs, generator) for _ in range(copies)))
+    """The inputs and augmented copies of them; an augmentation that says it draws nothing (an
+    attribute ``draws`` that is False) gets a generator that nobody has made for it.
+    """
+    own = generator() if getattr(augmentation, "draws", True) else _IDLE
+    return (inputs, *(augment(augmentation, inputs, own) for _ in range(copies)))
 
 
 @final
@@ -254,7 +263,7 @@ class Consistency(Checked, Loss):
         return (
             (inputs,)
             if self.augmentation is None
-            else draw_copies(self.augmentation, inputs, self.copies, generator())
+            else draw_copies(self.augmentation, inputs, self.copies, generator)
         )
 
     def targets(self, logits: Tensor) -> Targets:
@@ -312,7 +321,7 @@ class MarginalEntropy(Checked, Loss):
     is_coupled = True
 
     def views(self, inputs: Inputs, generator: Callable[[], torch.Generator]) -> tuple[Inputs, ...]:
-        return draw_copies(self.augmentation, inputs, self.copies, generator())
+        return draw_copies(self.augmentation, inputs, self.copies, generator)
 
     def expand(self, logits: Tensor, targets: Targets, weights: Tensor) -> Expansion:
         p = log_softmax(logits).exp()

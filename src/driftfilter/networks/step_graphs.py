@@ -57,13 +57,19 @@ class _Pool:
         self.turn, self.stream = threading.RLock(), torch.cuda.Stream(device)
         self._device, self._handle, self._live = device, torch.cuda.graph_pool_handle(), 0
 
-    @contextmanager
-    def lend(self, recording: Recording) -> Iterator[Any]:
-        """The memory, for a recording that is made in this block; what runs before it there is in
-        the same memory, where torch can do that.
-        """
+    def lend(self, recording: Recording) -> Any:
+        """The memory, for a recording that is about to be made."""
         if self._live == 0:  # the memory went with the last one
             self._handle = torch.cuda.graph_pool_handle()
+        self._live += 1
+        weakref.finalize(recording, self._forget)
+        return self._handle
+
+    @contextmanager
+    def warming(self, handle: Any) -> Iterator[None]:
+        """What runs in this block is in the same memory, where torch can do that, and on the same
+        stream as a recording.
+        """
         own: Any = torch._C
         begin = getattr(own, "_cuda_beginAllocateCurrentStreamToPool", None)
         end, index = getattr(own, "_cuda_endAllocateToPool", None), self._device.index
@@ -71,17 +77,20 @@ class _Pool:
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
             if begin is None or end is None or index is None:
-                yield self._handle
+                yield
             else:
-                begin(index, self._handle)
+                begin(index, handle)
                 try:
-                    yield self._handle
+                    yield
                 finally:
-                    end(index, self._handle)
-                    own._cuda_releasePool(index, self._handle)
+                    end(index, handle)
         torch.cuda.current_stream().wait_stream(self.stream)
-        self._live += 1
-        weakref.finalize(recording, self._forget)
+
+    def release(self, handle: Any) -> None:
+        """A recording holds the memory now."""
+        free = getattr(torch._C, "_cuda_releasePool", None)
+        if free is not None and self._device.index is not None:
+            free(self._device.index, handle)
 
     def _forget(self) -> None:
         self._live -= 1
@@ -106,13 +115,18 @@ class Recording:
     def __init__(self, call: Callable[[list[Tensor]], list[Tensor]], given: Sequence[Tensor]):
         self._graph = torch.cuda.CUDAGraph()
         self._pool, self._given = _pool_of(given[0].device), [own.clone() for own in given]
-        with self._pool.turn, self._pool.lend(self) as memory:
-            for _ in range(_WARM):
-                self.once = [own.clone() for own in call(self._given)]
-            with torch.cuda.graph(
-                self._graph, memory, self._pool.stream, capture_error_mode="thread_local"
-            ):
-                self._told = call(self._given)
+        with self._pool.turn:
+            memory = self._pool.lend(self)
+            with self._pool.warming(memory):
+                for _ in range(_WARM):
+                    self.once = [own.clone() for own in call(self._given)]
+            try:
+                with torch.cuda.graph(
+                    self._graph, memory, self._pool.stream, capture_error_mode="thread_local"
+                ):
+                    self._told = call(self._given)
+            finally:
+                self._pool.release(memory)
 
     def __call__(self, given: Sequence[Tensor]) -> list[Tensor]:
         """What the function gives."""
@@ -271,7 +285,14 @@ class StepGraphs:
             if key not in self._known:
                 if not self._is_time(key):
                     return function(given)
-                self._known[key] = Recorded(Recording(lambda own: [function(own[0])], [given]))
+                try:
+                    run = Recording(lambda own: [function(own[0])], [given])
+                except Exception as error:
+                    if self._refused is None:
+                        raise
+                    self._refuse(error)
+                    return function(given)
+                self._known[key] = Recorded(run)
             return self._replay(key, [given])[0]
 
     def _start(self, asked: Asked, may_record: bool = True) -> Begun | None:
@@ -326,6 +347,10 @@ class StepGraphs:
         alike = any(other[0] == "step" == key[0] and other[5:] == key[5:] for other in self._known)
         return (alike or self._came[key] > _REPEATS) and len(self._known) < _MOST
 
+    def _refuse(self, error: Exception) -> None:
+        assert self._refused is not None
+        self._refused[STEPS] = f"{type(error).__name__}: {error}".splitlines()[0][:120]
+
     def _replay(self, key: Key, given: Sequence[Tensor]) -> list[Tensor]:
         """What a recording gives; those that nobody has used for long go."""
         self._batches += 1
@@ -351,7 +376,7 @@ class StepGraphs:
         except Exception as error:  # whatever a module of somebody's own does
             if stream is not None:
                 torch.cuda.set_stream(stream)  # a recording that fails stays on its own
-            self._refused[STEPS] = f"{type(error).__name__}: {error}".splitlines()[0][:120]
+            self._refuse(error)
         else:
             if told.agrees(wanted, asked.state):
                 self._known[key] = made

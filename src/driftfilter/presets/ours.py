@@ -17,6 +17,7 @@ from driftfilter.model.losses import (
     InformationMaximization,
     Loss,
     RunningInformation,
+    Softened,
     SoftLikelihoodRatio,
     Sum,
     as_loss,
@@ -34,6 +35,7 @@ from driftfilter.source.posterior import Gaussian
 
 Preset = TypeVar("Preset", bound=Callable[..., Recipe])
 _RADIUS = 0.6  # of a step on 200 samples with "other" norms
+_SOFTENING, _MOMENTUM = 2.0, 0.7  # with batch norm
 _REACH = 30.0  # with batch norm
 Norms: TypeAlias = Literal["batch", "measured", "aligned", "other", "none", "frozen"]
 
@@ -91,9 +93,10 @@ def driftfilter(  # what users may turn
     radius: float | None = None,
     reach: float | None = None,
     temperature: float | None = None,
-    momentum: float = 0.5,
+    momentum: float | None = None,
     diversity: float = 4.0,
     shift: float | None = None,
+    softening: float | None = None,
     norms: Norms = "batch",
 ) -> Recipe:
     """Ours, the default: one forward and one backward pass (with batch norm one more forward pass
@@ -112,7 +115,7 @@ def driftfilter(  # what users may turn
     batch, sees no ``shift`` of the domain, statistics and parameters stay the source's, or go back
     to them (``ForgetAtHome``). The loss is
     the soft likelihood ratio of reliable samples with ``balance`` times information maximisation
-    against collapse. "measured" (batch norm, with source ``data`` that are no table): the same, but
+    against collapse, both of predictions softened by ``softening``. "measured" (batch norm, with source ``data`` that are no table): the same, but
     how far the domain has shifted is told from what these data are in the network
     (``Ema.baseline``). "aligned"
     (other norms, with source ``data`` that are no table): the same, by statistics of the source
@@ -129,9 +132,10 @@ def driftfilter(  # what users may turn
     once and adapted to together; those below 100 ("other" 200) take smaller steps.
     ``shift`` is 0.45 with batch norm alone, whose running statistics are those of training, 0.05
     with batch norm if source data say what is normal, and 0.1 with statistics of source data behind
-    the norms. ``variance`` is 0.1 with these and 0.005 for the last layer.
-    With "other" norms it is 2, and relative to the size of each layer's parameters, so that one
-    variance serves transformers, residual and small networks alike. ``radius`` is 6, and 0.6 with
+    the norms. ``momentum`` is 0.7 and ``softening`` 2 with batch norm, 0.5 and 1 elsewhere.
+    ``variance`` is 0.2 with batch norm and 0.005 for the last layer. With all other norms, source
+    data or not, it is 2, and relative to the size of each layer's parameters, so that one variance
+    serves transformers, residual and small networks alike. ``radius`` is 6, and 0.6 with
     "other" norms. ``reach`` is 30 with batch norm, and 1 elsewhere: networks whose parameters a
     step hardly changes, such as those for a thousand classes, take longer ones (``Linearized``).
     All was chosen on clean images, speckle noise, blur, saturation and spatter, but for what two
@@ -146,16 +150,21 @@ def driftfilter(  # what users may turn
     by_batch = has_batch_norm or norms == "aligned"
     if shift is None:
         shift = {"measured": 0.05, "aligned": 0.1}.get(norms, 0.45)
+    if softening is None:
+        softening = _SOFTENING if has_batch_norm else 1.0
+    if momentum is None:
+        momentum = _MOMENTUM if has_batch_norm else 0.5
     loss: Loss = RunningInformation()
     if by_batch:
         loss = Sum((SoftLikelihoodRatio(ceiling), InformationMaximization()), (1.0, balance))
+        loss = loss if softening == 1 else Softened(loss, softening)
     by_others = norms == "other"
     if variance is None:
-        variance = 0.1 if by_batch else {"other": 2.0, "none": 0.005}[norms]
+        variance = 0.2 if has_batch_norm else {"none": 0.005}.get(norms, 2.0)
     if radius is None:
         radius = _RADIUS if by_others else 6.0
     source = Gaussian(variance, taper=0.0 if norms == "none" else taper)
-    if by_others:
+    if by_others or norms == "aligned":
         source = replace(source, relative=True)
     if reach is None:
         reach = _REACH if has_batch_norm else 1.0
@@ -195,7 +204,7 @@ def driftfilter(  # what users may turn
 
 
 # Options of ``driftfilter`` that do nothing, by norms.
-_OF_BATCH_NORM = ("balance", "ceiling", "momentum", "diversity", "shift")
+_OF_BATCH_NORM = ("balance", "ceiling", "momentum", "diversity", "shift", "softening")
 _OF_PARAMETERS = ("beta", "variance", "taper", "rho", "radius", "reach", "consistency")
 UNUSED: dict[str, tuple[str, ...]] = {
     "other": _OF_BATCH_NORM,
