@@ -23,6 +23,7 @@ from driftfilter.model.losses import (
     MarginalLikelihood,
     PseudoLabel,
     RunningInformation,
+    Softened,
     SoftLikelihoodRatio,
     Sum,
 )
@@ -169,8 +170,16 @@ FORMULAS: dict[str, Callable[[Any, Array, Fixed], Array]] = {
     "Consistency": consistency,
     "MarginalEntropy": lambda loss, x, fixed: marginal_entropy(x, fixed),
     "Sum": weighted_sum,
+    "Softened": lambda loss, x, fixed: FORMULAS[type(loss.loss).__name__](
+        loss.loss,
+        x / loss.temperature,
+        Fixed(fixed.anchor / loss.temperature, fixed.weights, fixed.means / loss.temperature),
+    ),
 }
 OTHERS: list[Loss] = [
+    Softened(PseudoLabel(), 3.0),
+    Softened(Sum((SoftLikelihoodRatio(ceiling=0.9), InformationMaximization()), (1.0, 0.5))),
+    Softened(ConjugatePseudoLabel(), 0.5),
     RunningInformation(window=4, spread=0.0),
     RunningInformation(window=1, spread=1.5),
     Sum((RunningInformation(), Entropy()), (0.5, 2.0)),
@@ -708,3 +717,25 @@ def test_a_term_that_leaves_a_sample_out_has_no_share_in_it() -> None:
     logits = torch.tensor([[[9.0, 0.0], [0.1, 0.0]]])
     (share,) = loss.expand(logits, loss.targets(logits[0]), torch.ones(2)).shares
     assert torch.as_tensor(share).tolist() == [3.0, 1.0]
+
+
+def test_only_a_loss_of_the_clean_logits_is_softened() -> None:
+    with pytest.raises(ValueError, match=r"Softened.loss must be a loss of the clean logits alone"):
+        Softened(Consistency())
+
+
+def test_a_softened_loss_remembers_what_its_loss_does() -> None:
+    soft, plain, memory, other = (
+        Softened(RunningInformation(window=9)),
+        RunningInformation(9),
+        {},
+        {},
+    )
+    for seed in range(3):
+        logits = torch.randn(5, 4, generator=torch.Generator().manual_seed(seed))
+        recalled, memory = soft.recall(logits, memory)
+        expected, other = plain.recall(logits / 2, other)
+        found = recalled.expand(logits[None], None, torch.ones(5))
+        wanted = expected.expand(logits[None] / 2, None, torch.ones(5))
+        torch.testing.assert_close(found.value, wanted.value)
+        torch.testing.assert_close(found.gradient, wanted.gradient / 2)

@@ -8,7 +8,7 @@ mean.
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Protocol, TypeAlias, final
 
@@ -539,7 +539,7 @@ class Softened(Checked, Loss):
     of the logits as they are.
     """
 
-    loss: Loss | Callable[[Tensor], Tensor]
+    loss: Loss | Callable[[Tensor], Tensor] = field(default_factory=Entropy)
     temperature: Positive = 2.0
 
     def __post_init__(self) -> None:

@@ -113,18 +113,17 @@ def driftfilter(  # what users may turn
     "batch": batch normalisation carries its statistics, and trusts a batch the less the fewer
     classes are in it, in late layers more so; while the source network, asked in every fourth
     batch, sees no ``shift`` of the domain, statistics and parameters stay the source's, or go back
-    to them (``ForgetAtHome``). The loss is
-    the soft likelihood ratio of reliable samples with ``balance`` times information maximisation
-    against collapse, both of predictions softened by ``softening``. "measured" (batch norm, with source ``data`` that are no table): the same, but
-    how far the domain has shifted is told from what these data are in the network
-    (``Ema.baseline``). "aligned"
-    (other norms, with source ``data`` that are no table): the same, by statistics of the source
-    data that stand behind the norms (``Recipe.align``). "other"
-    (layer, group, instance, RMS norm): the loss is information maximisation against the
-    marginal of the last 200 samples (``RunningInformation``), unless labels come in runs
-    (``RunGate``). "none": the same for the last layer in place of norm parameters. "frozen"
-    (quantised layers, or nothing to adapt): no parameter moves (``center``). An option that such a
-    network has no use for gives a warning (``UNUSED``).
+    to them (``ForgetAtHome``). The loss is the soft likelihood ratio of reliable samples with
+    ``balance`` times information maximisation against collapse, both of predictions softened by
+    ``softening`` (``Softened``). "measured" (batch norm, with source ``data`` that are no table):
+    the same, but how far the domain has shifted is told from what these data are in the network
+    (``Ema.baseline``). "aligned" (other norms, with source ``data`` that are no table): the same,
+    by statistics of the source data that stand behind the norms (``Recipe.align``), and of
+    predictions as they are. "other" (layer, group, instance, RMS norm): the loss is information
+    maximisation against the marginal of the last 200 samples (``RunningInformation``), unless
+    labels come in runs (``RunGate``). "none": the same for the last layer in place of norm
+    parameters. "frozen" (quantised layers, or nothing to adapt): no parameter moves (``center``).
+    An option that such a network has no use for gives a warning (``UNUSED``).
 
     Predicts before the step, at a ``temperature`` found without labels (``Moderated``, from the
     belief's variance of the logits along the loss; "aligned" at twice the scale, "other" by that of
