@@ -725,17 +725,14 @@ def test_only_a_loss_of_the_clean_logits_is_softened() -> None:
 
 
 def test_a_softened_loss_remembers_what_its_loss_does() -> None:
-    soft, plain, memory, other = (
-        Softened(RunningInformation(window=9)),
-        RunningInformation(9),
-        {},
-        {},
-    )
+    soft, plain = Softened(RunningInformation(window=9)), RunningInformation(window=9)
+    memory: Memory = {}
+    other: Memory = {}
     for seed in range(3):
         logits = torch.randn(5, 4, generator=torch.Generator().manual_seed(seed))
         recalled, memory = soft.recall(logits, memory)
         expected, other = plain.recall(logits / 2, other)
-        found = recalled.expand(logits[None], None, torch.ones(5))
-        wanted = expected.expand(logits[None] / 2, None, torch.ones(5))
+        found = recalled.expand(logits[None], recalled.targets(logits), torch.ones(5))
+        wanted = expected.expand(logits[None] / 2, expected.targets(logits / 2), torch.ones(5))
         torch.testing.assert_close(found.value, wanted.value)
         torch.testing.assert_close(found.gradient, wanted.gradient / 2)

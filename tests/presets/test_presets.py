@@ -485,20 +485,22 @@ OWN: dict[str, Any] = {
     "radius": 0.4,
     "momentum": 0.6,
     "diversity": 3.0,
+    "softening": 1.4,
 }
 
 
 DEFAULTS: dict[str, Any] = {
     "beta": 2.0,
-    "variance": 0.1,
+    "variance": 0.2,
     "taper": 2.0,
     "rho": 0.995,
     "ceiling": 0.9999,
     "balance": 0.5,
     "radius": 6.0,
     "temperature": None,
-    "momentum": 0.5,
+    "momentum": 0.7,
     "diversity": 4.0,
+    "softening": 2.0,
 }
 LARGER = by_hand.stream(samples=24)  # the default waits for 16 samples
 

@@ -75,15 +75,18 @@ def late(name: str, carried: Moments) -> float:
     return 1.0 if list(carried).index(name) < 0.45 * len(carried) else LATE
 
 
-def losses_of(logits: list[Tensor], weights: Tensor, ceiling: float, balance: float) -> Tensor:
+def losses_of(
+    logits: list[Tensor], weights: Tensor, ceiling: float, balance: float, softening: float
+) -> Tensor:
     """l_i [n] of every sample: mean over views of the soft likelihood ratio and information
-    maximisation, and where there are two views the symmetric cross-entropy between them.
+    maximisation of softer predictions, and where there are two views the symmetric cross-entropy
+    between them, as they are.
     """
     shares, total = (
         (weights / weights.sum())[:, None],
         torch.zeros(len(weights), dtype=weights.dtype),
     )
-    for view in logits:
+    for view in [own / softening for own in logits]:
         p = view.softmax(1)
         mean = (shares * p).sum(0).detach()
         diversity = (p * (mean.log() - view.log_softmax(1))).sum(1)
@@ -117,6 +120,7 @@ def own_loop(
     temperature: float | None,
     momentum: float,
     diversity: float,
+    softening: float,
 ) -> Iterator[Step]:
     parameters, names = norms(model), norm_names(model)
     source, here = flat(parameters), flat(parameters)
@@ -154,7 +158,9 @@ def own_loop(
         p = logits[0].detach().softmax(1)
         k, n = p.shape[1], len(batch)
         weights = beta * (1 - torch.special.entr(p).sum(1) / math.log(k))
-        energy = (weights * losses_of(logits, weights, ceiling, balance)).sum() / max(n, 100)
+        energy = (weights * losses_of(logits, weights, ceiling, balance, softening)).sum() / max(
+            n, 100
+        )
         slopes = torch.stack(torch.autograd.grad(energy, logits, retain_graph=True)).sum(0)
         rows = torch.cat(torch.autograd.grad(energy, leaves), 1)
         sums = fading * sums + torch.stack(((rows**2 * prior).sum(), (slopes**2).sum()))
