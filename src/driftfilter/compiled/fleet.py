@@ -381,7 +381,9 @@ class Fleet:
             if is_rank_one:
                 kernels.each_rank_one(*few, *logistic.workspaces(d), warned, out, used, reached)
                 return
-            space = allocate(n, k, d, head, self._full, len(self._motion.matrix) > 0, dtype)
+            space = allocate(
+                self._rules, n, k, d, head, self._full, len(self._motion.matrix) > 0, dtype
+            )
             record = (space, warned, out, used, reached)
             if self._full:
                 kernels.each_full(*stream, begin, end, *beliefs, bounds.numpy(), *record)

@@ -347,6 +347,7 @@ class _Scan:
 
         plan, full = self.plan, isinstance(belief.covariance, Full)
         space = allocate(
+            plan.rules,
             plan.sizes[1],
             self.classes,
             belief.dimension,
