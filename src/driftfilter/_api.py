@@ -4,6 +4,7 @@ from driftfilter import callbacks as callbacks, presets as presets
 from driftfilter.adapter.adapter import Adapter as Adapter, adapt as adapt
 from driftfilter.adapter.bank import Bank as Bank
 from driftfilter.adapter.checkpoint import load as load, save as save
+from driftfilter.adapter.together import predict_together as predict_together
 from driftfilter.base.checks import (
     NotFiniteError as NotFiniteError,
     NotPositiveDefiniteError as NotPositiveDefiniteError,

@@ -19,8 +19,11 @@ _KNOWN = (torch.float32, torch.float64)
 
 
 def lighten(tensor: Tensor) -> Vector:
-    """A tensor for rules on a handful of numbers, on the same memory."""
+    """A tensor for rules on a handful of numbers, on the same memory; one of several, under
+    ``torch.func.vmap``, stays a tensor.
+    """
     is_light = tensor.device.type == "cpu" and tensor.dtype in _KNOWN
+    is_light = is_light and not torch._C._functorch.is_batchedtensor(tensor)
     return tensor.detach().numpy() if is_light else tensor.detach()
 
 

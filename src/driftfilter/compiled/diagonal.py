@@ -27,10 +27,7 @@ from driftfilter.compiled.terms import (
     CENTERED_FISHER,
     DIAGONAL,
     FISHER,
-    GAUSS_NEWTON,
-    HESSIAN,
     KAPPA,
-    NONE,
     ORIGIN,
     PRIOR,
     STEP,
@@ -82,7 +79,7 @@ def _is_proper(v: Numbers) -> bool:
 
 
 @part
-def _metric(rules: Rules, w: Floats, root: Floats, n: int, out: Floats, start: int) -> None:
+def _metric(rules: Rules, w: Floats, root: Floats | None, n: int, out: Floats, start: int) -> None:
     """a_i M_i[c, c] of every sample and class, into row V of the workspace."""
     k, scale = w.shape[2], w.dtype.type(rules.scale)
     for i in range(n):
@@ -90,7 +87,7 @@ def _metric(rules: Rules, w: Floats, root: Floats, n: int, out: Floats, start: i
             total = w.dtype.type(0)
             if rules.curvature >= FISHER:
                 total = scale * scale * w[i, U, c] * w[i, U, c]
-            elif rules.curvature != NONE:
+            elif root is not None:
                 for r in range(root.shape[2]):
                     total += root[i, c, r] * root[i, c, r]
             w[i, V, c] = out[start + i, 2 * k + 2] * total
@@ -231,14 +228,14 @@ def _block(square: Floats, values: Numbers, first: int, k: int, X: Floats, i: in
 
 @part
 def _move(
-    rules: Rules, first: int, w: Floats, root: Floats, R: Floats, Q: Floats, vectors: Floats,
-    X: Floats, n: int, out: Floats,
+    rules: Rules, first: int, w: Floats, root: Floats | None, R: Floats | None, Q: Floats,
+    vectors: Floats, X: Floats, n: int, out: Floats,
     start: int,
 ) -> bool:  # fmt: skip
     """μ = μ⁻ - v ∘ g; whether it is finite."""
     d, total, share = vectors.shape[1], vectors.dtype.type(0), vectors.dtype.type(1)
     own, width = w.shape[2] - first, X.shape[1]
-    if rules.radius > 0:
+    if R is not None:
         m = fill_columns(rules, w, root, n, first, out, start, R)
         for q in range(n * own):
             moved = vectors.dtype.type(0)
@@ -313,8 +310,7 @@ def step_diagonal(
     if not learns and ((used[t] > 0 and not warned) or not (still or _is_proper(vectors[VALUES]))):
         return False
     if learns:  # before a prediction takes the place of p
-        if rules.curvature == HESSIAN or rules.curvature == GAUSS_NEWTON:
-            roots(rules, w, n, root, square)
+        roots(rules, w, n, root, square)
         _metric(rules, w, root, n, out, start)
     for turn in range(2):  # predictions come before the update or after it
         if turn == rules.posterior:

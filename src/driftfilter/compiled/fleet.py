@@ -5,6 +5,7 @@ shared backbone.
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
+from itertools import count
 from pathlib import Path
 from typing import Any, TypeAlias, cast, final
 
@@ -16,14 +17,8 @@ from driftfilter.base.checks import require, require_finite, unchecked
 from driftfilter.compiled.batched import step_batched
 from driftfilter.compiled.fleet_file import read, require_plain
 from driftfilter.compiled.fleet_opinions import COUNTS, SUMS, FleetOpinions
-from driftfilter.compiled.plan import (
-    Uncovered,
-    give_up,
-    require_working,
-    translate_rules,
-    translate_transition,
-)
-from driftfilter.compiled.scan import find_limits, is_along_x, require_head
+from driftfilter.compiled.plan import Uncovered, give_up, require_working
+from driftfilter.compiled.scan import find_limits, is_along_x, require_head, translate
 from driftfilter.compiled.terms import HeadArrays, MotionArrays
 from driftfilter.filtering import Filter, FilterState
 from driftfilter.gaussian.belief import Belief
@@ -75,7 +70,7 @@ class Fleet:
         self.filter, self._start = filt, filt.init(belief, seed)
         try:
             self._head = require_head(filt, self._start)
-            self._rules = translate_rules(filt)
+            kept = translate(filt, self._start)
         except Uncovered as reason:
             raise ValueError(
                 f"Fleet: filt must be a filter of closed forms, but {reason}"
@@ -86,7 +81,7 @@ class Fleet:
             filt.transition,
             "without hidden states",
         )
-        self._motion = translate_transition(filt.transition, self._start.source)
+        self._rules, self._motion = kept.rules, kept.motion
         self._full = isinstance(belief.covariance, Full)
         self._rows: dict[StreamName, int] = {}
         d, like = belief.dimension, belief.mean
@@ -122,7 +117,7 @@ class Fleet:
         fleet's.
         """
         new = list(streams)
-        known = [stream for stream in new if stream in self._rows]
+        known = [stream for stream in new if stream in self._rows] if self._rows else []
         require(
             not known and len(set(new)) == len(new),
             "Fleet.add: streams",
@@ -145,9 +140,7 @@ class Fleet:
         if self._opinions is not None:
             fresh = FleetOpinions.start(len(new), self._head.classes)
             self._opinions = self._opinions.join(fresh)
-        self._rows.update(
-            {stream: len(self._rows) + position for position, stream in enumerate(new)}
-        )
+        self._rows.update(zip(new, count(len(self._rows))))
         self._spare = None
 
     def drop(self, streams: Iterable[StreamName]) -> None:
@@ -376,12 +369,15 @@ class Fleet:
             few: Any = (self._rules, motion, flat, per, begin, end, *beliefs, bounds.numpy())
             if abreast:
                 record: Any = (*logistic_lanes.workspaces(d), warned, out, reached)
-                logistic_lanes.each_abreast(*few, *record)
+                own: Any = logistic_lanes.as_few(motion)
+                cast(Any, logistic_lanes).each_abreast(*few, *record, own)
                 return
             if is_rank_one:
                 kernels.each_rank_one(*few, *logistic.workspaces(d), warned, out, used, reached)
                 return
-            space = allocate(n, k, d, head, self._full, len(self._motion.matrix) > 0, dtype)
+            space = allocate(
+                self._rules, n, k, d, head, self._full, len(self._motion.matrix) > 0, dtype
+            )
             record = (space, warned, out, used, reached)
             if self._full:
                 kernels.each_full(*stream, begin, end, *beliefs, bounds.numpy(), *record)

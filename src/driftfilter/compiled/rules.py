@@ -6,6 +6,7 @@ fraction); plan.py makes these lists. Plain loops over few arrays, for these com
 """
 
 import contextlib
+import gc
 import math
 from collections.abc import Callable
 from functools import cache
@@ -14,7 +15,7 @@ from types import FunctionType
 from typing import Any, TypeVar
 
 import numba
-from numba.core.codegen import CPUCodeLibrary
+from numba.core.codegen import CPUCodeLibrary, JITCPUCodegen
 
 from driftfilter.compiled.cache import KernelCache
 from driftfilter.compiled.terms import (
@@ -69,16 +70,32 @@ def _forget_stale(folder: str) -> None:
 
 
 def _leave_parts_to_kernels() -> None:
-    """Numba optimises each part with all that it calls, as if somebody called it by itself, and
-    then the kernel with all of it again, at every depth. Parts go into kernels as they are.
+    """Numba optimises each part with all that it calls and makes machine code of it, as if somebody
+    called it by itself, and then the kernel with all of it again, at every depth. Parts go into
+    kernels as they are.
     """
-    whole: Any = CPUCodeLibrary._optimize_final_module
+    optimize: Any = CPUCodeLibrary._optimize_final_module
+    emit: Any = CPUCodeLibrary._finalize_final_module
+    connect: Any = JITCPUCodegen.set_env
 
-    def optimize(library: Any) -> None:
+    def optimize_kernel(library: Any) -> None:
         if not library.name.startswith(_PART):
-            whole(library)
+            optimize(library)
 
-    CPUCodeLibrary._optimize_final_module = optimize  # type: ignore[method-assign]
+    def emit_kernel(library: Any) -> None:
+        if library.name.startswith(_PART):
+            library._finalize_dynamic_globals()
+            library._finalized = True
+        else:
+            emit(library)
+
+    def connect_kernel(codegen: Any, name: str, environment: Any) -> None:
+        if codegen._engine.get_global_value_address(name):  # of a part there is none
+            connect(codegen, name, environment)
+
+    CPUCodeLibrary._optimize_final_module = optimize_kernel  # type: ignore[method-assign]
+    CPUCodeLibrary._finalize_final_module = emit_kernel  # type: ignore[method-assign]
+    JITCPUCodegen.set_env = connect_kernel  # type: ignore[method-assign]
 
 
 _PART = "driftfilter part "
@@ -93,12 +110,30 @@ def part(function: Call) -> Call:
     return made
 
 
+def _without_collections(work: Callable[..., Any]) -> Callable[..., Any]:
+    """Call without the garbage collector: a compilation makes millions of objects that stay until
+    its end.
+    """
+
+    def quiet(*arguments: Any) -> Any:
+        was_on = gc.isenabled()
+        gc.disable()
+        try:
+            return work(*arguments)
+        finally:
+            if was_on:
+                gc.enable()
+
+    return quiet
+
+
 def kernel(function: Call) -> Call:
     """A kernel: compiled to machine code at the first call, and kept on disk for later processes if
     a folder can be written.
     """
     options: Any = {"no_cfunc_wrapper": True, **_OPTIONS}
     made: Any = numba.njit(**options)(function)
+    made.compile = _without_collections(made.compile)
     with contextlib.suppress(RuntimeError, OSError):  # no folder for the cache
         made._cache = KernelCache(function)
         _forget_stale(made.stats.cache_path)
@@ -275,8 +310,12 @@ def expand(rules: Rules, w: Floats, n: int, out: Floats, start: int) -> None:
 
 
 @part
-def roots(rules: Rules, w: Floats, n: int, root: Floats, square: Floats) -> None:
-    """R_i [k, r], R_i R_iᵀ the clipped Hessian or the softmax metric, of every sample."""
+def roots(rules: Rules, w: Floats, n: int, root: Floats | None, square: Floats) -> None:
+    """R_i [k, r], R_i R_iᵀ the clipped Hessian or the softmax metric, of every sample; None if the
+    curvature is neither.
+    """
+    if root is None:
+        return
     k = w.shape[2]
     for i in range(n):
         if rules.curvature == GAUSS_NEWTON:

@@ -93,7 +93,7 @@ def _plan(filt: Filter, state: FilterState, batches: Iterable[Any]) -> ScanPlan:
         raise Uncovered("numba is not installed (pip install driftfilter[fast])")
     require_working()
     head = require_head(filt, state)
-    kept = _translate(filt, state)
+    kept = translate(filt, state)
     features, offsets, sizes, odd = _gather(batches, head.intercept, state.belief.mean.dtype)
     width, parameters = features.shape[1], state.parameters
     first = head.classes - parameters // width if width else -1
@@ -118,9 +118,10 @@ class SourcePlan(NamedTuple):
     low: float  # a lower bound of the eigenvalues of the source's covariance, if it is full
 
 
-def _translate(filt: Filter, state: FilterState) -> SourcePlan:
+def translate(filt: Filter, state: FilterState) -> SourcePlan:
+    """The plan of a filter, worked out once for a source."""
     kept: SourcePlan | None = filt.__dict__["_motion"]
-    if kept is None or kept.source is not state.source:
+    if kept is None or not _is_same(kept.source, state.source):
         source, matrix = state.source, filt.transition.read_out(state.parameters)
         read_out = (
             np.zeros((0, 0)) if matrix is None else np.ascontiguousarray(matrix.double().numpy())
@@ -135,6 +136,15 @@ def _translate(filt: Filter, state: FilterState) -> SourcePlan:
         )
         object.__setattr__(filt, "_motion", kept)
     return kept
+
+
+def _is_same(one: Belief, other: Belief) -> bool:
+    """Whether two states start from one belief, of which each has a mean of its own."""
+    return one is other or (
+        one.covariance is other.covariance
+        and one.mean.dtype == other.mean.dtype
+        and torch.equal(one.mean, other.mean)
+    )
 
 
 def find_limits(dtype: torch.dtype) -> tuple[float, float, float]:
@@ -347,6 +357,7 @@ class _Scan:
 
         plan, full = self.plan, isinstance(belief.covariance, Full)
         space = allocate(
+            plan.rules,
             plan.sizes[1],
             self.classes,
             belief.dimension,

@@ -1,4 +1,5 @@
-"""What LLVM does beyond numba: exp and log in vector registers, memory asked for ahead of its use.
+"""What LLVM does beyond numba: exp and log in vector registers, arrays in registers, memory asked
+for ahead of its use.
 
 exp and log have no branches or calls, so that loops over them use vector registers; the C library's
 take one number at a time. They are right to two units in the last place for what kernels ask of
@@ -80,6 +81,38 @@ def log(x: float) -> float:
     for coefficient in _LOG:
         value = value * square + coefficient
     return float(n * _LN2[0] + (2 * s + (s * square * value + n * _LN2[1])))
+
+
+@intrinsic
+def _local(typing: Any, rows: Any, like: Any) -> Any:
+    """An array [rows, len(like)] of a kernel's own; rows 0: as many as columns."""
+    if not isinstance(rows, types.IntegerLiteral):
+        return None  # numba asks again, with the number
+    columns = len(like)
+    shape = (rows.literal_value or columns, columns)
+    kind = types.Array(types.float64, 2, "C")
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        number, whole = ir.DoubleType(), ir.IntType(64)
+        block = cgutils.alloca_once(builder, ir.ArrayType(number, shape[0] * shape[1]))  # type: ignore[no-untyped-call]
+        data = builder.bitcast(block, number.as_pointer())
+        array = context.make_array(kind)(context, builder)
+        context.populate_array(
+            array,
+            data=data,
+            shape=[whole(size) for size in shape],
+            strides=[whole(8 * columns), whole(8)],
+            itemsize=whole(8),
+            meminfo=None,
+        )
+        return array._getvalue()
+
+    return kind(rows, like), generate
+
+
+# Called with a literal and a tuple. What nobody else can reach, LLVM holds in registers if all
+# places are constant: no step then waits for what the last one has stored.
+local: Any = _local
 
 
 @intrinsic

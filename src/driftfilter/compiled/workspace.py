@@ -13,6 +13,8 @@ from driftfilter.compiled.terms import (
     DRIFT,
     FISHER,
     GAIN,
+    GAUSS_NEWTON,
+    HESSIAN,
     NONE,
     PRIOR,
     Floats,
@@ -26,20 +28,25 @@ _share_of = compile_rule(closed_forms.share_of)
 
 
 class Workspace(NamedTuple):
-    """Workspace of a step on up to n samples."""
+    """Workspace of a step on up to n samples. With a diagonal covariance, what the rules have no
+    use for is None, and the code that would use it is not compiled.
+    """
 
     w: Floats  # [n, 7, k], see rules.py
-    root: Floats  # [n, k, r]
+    root: Any  # [n, k, r], for a curvature from the model
     square: Floats  # [2, k, k]
     vectors: Floats  # [4, d]
     theta: Floats  # [parameters], read out
-    R: Floats  # [m + 1, p], columns of the curvature's root, and lengths of the directions
+    # [m + 1, p], columns of the curvature's root, and lengths of the directions; with a diagonal
+    # covariance for a trust region alone
+    R: Any
     Z: Floats  # [2 p + m, d], rows of B, of Y, and those that wait to be taken from Σ
     Q: Floats  # [3, p, p]: Q, the Q to predict with, and in a row of it anything
     half: Floats  # [d, d] for a matrix gain, or [0, 0]
 
 
 def allocate(
+    rules: Rules,
     n: int,
     k: int,
     d: int,
@@ -53,7 +60,13 @@ def allocate(
     wide, square, side = d if full else 0, p if full else 1, d if turned else 0
     small = ((n, 7, k), (n, k, columns(k)), (2, k, k), (4, d), (len(head.read_out),))
     shapes = (*small, (m + 1, p), (2 * p + m, wide), (3, square, p), (side, side))
-    return Workspace(*[np.zeros(shape, dtype) for shape in shapes])
+    space = Workspace(*[np.zeros(shape, dtype) for shape in shapes])
+    if full:
+        return space
+    models = rules.curvature in (HESSIAN, GAUSS_NEWTON)
+    return space._replace(
+        root=space.root if models else None, R=space.R if rules.radius > 0 else None
+    )
 
 
 @part
@@ -107,7 +120,14 @@ def logits(
 
 @part
 def fill_columns(
-    rules: Rules, w: Floats, root: Floats, n: int, first: int, out: Floats, start: int, R: Floats
+    rules: Rules,
+    w: Floats,
+    root: Floats | None,
+    n: int,
+    first: int,
+    out: Floats,
+    start: int,
+    R: Floats,
 ) -> int:
     """Columns of the curvature's root over the directions, as rows of R [m, p]; returns m."""
     k, total, m = w.shape[2], 0.0, 0
@@ -118,12 +138,12 @@ def fill_columns(
         total += out[start + i, 2 * k + 2]
     for i in range(n):
         scale = math.sqrt(out[start + i, 2 * k + 2])
-        for r in range(1 if rules.curvature >= FISHER else root.shape[2]):
+        for r in range(1 if root is None or rules.curvature >= FISHER else root.shape[2]):
             size = 0.0
             for q in range(n * own):
                 R[m, q] = 0.0
             for c in range(own):
-                if rules.curvature >= FISHER:
+                if root is None or rules.curvature >= FISHER:
                     R[m, i * own + c] = scale * rules.scale * w[i, U, first + c]
                 else:
                     R[m, i * own + c] = scale * root[i, first + c, r]
