@@ -182,7 +182,7 @@ def cases_on(source: nn.Module, device: str) -> dict[str, Callable[[], Step]]:
 
 def batches_of(model: str, size: int, device: str, count: int) -> list[Tensor]:
     """Batches that cases see one after the other. The same ones again would look like clusters of
-    samples to whoever looks for domains: images come back with other noise, moved by a pixel more.
+    samples to whoever looks for domains: images come back with other noise, in another order.
     """
     generator = torch.Generator().manual_seed(0)
     if model == "vit_b":
@@ -195,12 +195,10 @@ def batches_of(model: str, size: int, device: str, count: int) -> list[Tensor]:
             for each in batches
         ]
     pixels = streams.sample_images().images
-    order, found = torch.randperm(len(pixels), generator=generator), list[Tensor]()
+    found: list[Tensor] = []
     while len(found) < count:
-        seed = len(found)
-        images = corruptions.corrupt(pixels[order], "speckle_noise", 5, seed).roll(
-            (seed, seed), (2, 3)
-        )
+        seed, order = len(found), torch.randperm(len(pixels), generator=generator)
+        images = corruptions.corrupt(pixels[order], "speckle_noise", 5, seed)
         found += [part.to(device) for part in images.split(size) if len(part) == size]
     return found
 

@@ -17,7 +17,7 @@ from driftfilter.base import light
 from driftfilter.networks import step_graphs
 from driftfilter.networks.step_graphs import STEPS, StepGraphs
 
-LOOKS = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "unique")
+LOOKS = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "unique", "lift_fresh")
 
 
 class NobodyLooks(TorchDispatchMode):

@@ -274,7 +274,9 @@ class Consistency(Checked, Loss):
     def expand(self, logits: Tensor, targets: Targets, weights: Tensor) -> Expansion:
         logp = log_softmax(logits)
         shares = (0.0, *[1 / self.copies] * self.copies) if self.copies else (1.0,)
-        share = logits.new_tensor(shares).view(-1, *[1] * (logits.dim() - 1))
+        share = logits.new_full((len(shares), *[1] * (logits.dim() - 1)), shares[-1])
+        if self.copies:
+            share[0].zero_()
         if self.target == "moving":
             return self._expand_moving(logp, share)
         assert isinstance(targets, Tensor)
@@ -297,7 +299,7 @@ class Consistency(Checked, Loss):
         target.
         """
         p, others = logp.exp(), logp[:1].expand_as(logp).clone()
-        others[0] = 0.0
+        others[0].zero_()
         t = others.exp()
         first, second = share * (-t - p * others) / 2, share * t / 2
         value = (share * (-t * logp - p * others)).sum(-1) / 2
@@ -326,7 +328,7 @@ class MarginalEntropy(Checked, Loss):
     def expand(self, logits: Tensor, targets: Targets, weights: Tensor) -> Expansion:
         p = log_softmax(logits).exp()
         share = torch.full_like(p[..., :1], 1 / self.copies)
-        share[0] = 0.0
+        share[0].zero_()
         mean = (share * p).sum(0, keepdim=True)
         first = -share * p * mean.log().clamp_min(FLOOR)
         second = -(share * p).square() / mean.clamp_min(torch.finfo(p.dtype).tiny)
