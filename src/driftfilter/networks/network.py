@@ -184,7 +184,7 @@ class Network(PredictiveModel):
             self._trust = statistics.trust(self._start.new_ones(()), 0.0)
         self._stay: Tensor | float = 0.0  # how often a label is that of the sample before
         self._novelty: Tensor | float = 1.0
-        self._shift: Tensor | None = None
+        self._looked: _Looked | None = None  # the shift, if one is known
         self._latest: dict[str, _Looked] = {}  # the last shift that was looked at
         self._settled = False  # whether batch norms blend nothing with what is carried
         self._exact = False  # whether it has the derivative of its logits under Ema, too
@@ -234,7 +234,7 @@ class Network(PredictiveModel):
         other = copy.copy(self)
         other.statistics, other._carries_all = "source", False
         other.capturing, other._local = "no", Local()
-        other._carried, other._trust, other._novelty, other._shift = None, 1.0, 1.0, None
+        other._carried, other._trust, other._novelty, other._looked = None, 1.0, 1.0, None
         other._stay = 0.0
         return other
 
@@ -325,7 +325,7 @@ class Network(PredictiveModel):
         """The model that knows how far the stream is from the source (``SHIFT``)."""
         assert isinstance(self.statistics, Ema)
         other, shift = copy.copy(self), looked.shift
-        other._shift, self._latest[SHIFT] = shift, looked
+        other._looked = self._latest[SHIFT] = looked
         if looked.is_known:
             other._novelty = novelty(shift[0] / shift[1], self.statistics.shift)
         return other
@@ -369,9 +369,7 @@ class Network(PredictiveModel):
         rule = self.statistics
         if not isinstance(rule, Ema) or rule.shift == 0 or not self._own().blending:
             return self
-        looked = _Looked(self._start.new_zeros(3), False, 0)
-        if self._shift is not None:
-            looked = self._look(self._shift)
+        looked = self._looked or _Looked(self._start.new_zeros(3), False, 0)
         known, is_known, place = looked
         samples, (*sums, count) = total_samples(batch_size(inputs)), known.unbind()
         if place < 0 or samples == 1:
@@ -542,8 +540,8 @@ class Network(PredictiveModel):
         still = self._exact or self._settled  # predictions look at no source
         known = self if still else self.probe(inputs)
         logits, pull = known._pull(theta, inputs)
-        if known._shift is not None and not self._settled:
-            pull.memory = {**pull.memory, SHIFT: known._shift}
+        if known._looked is not None and not self._settled:
+            pull.memory = {**pull.memory, SHIFT: known._looked.shift}
             pull.novelty = known._novelty * trust_in_shares(known._stay)
         return logits, pull
 
