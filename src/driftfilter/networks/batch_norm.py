@@ -126,6 +126,11 @@ class Ema(Checked):
     how far a batch is from the "running" statistics, or from the moments of source "data" in the
     same network. Running statistics are those of training, of augmented images under weights that
     still moved: a network's own clean images may have S = 0.34 there, and 0.00 by its data.
+
+    ``doubt`` u₀ > 0: a stream is of another domain, too, if the source is unsure of it, whatever
+    its moments. S is then at least shift · u / u₀, u the source's mean 1 - max p in the batch
+    (``batch_trust.doubt_of``). Spots and the blocks of JPEG hardly change the moments, and cost a
+    source up to a fourth of its accuracy.
     """
 
     momentum: Fraction = 0.1
@@ -133,6 +138,7 @@ class Ema(Checked):
     shift: NotNegative = 0.0
     late: Fraction = field(default=1.0, metadata=LATE)
     baseline: Literal["running", "data"] = field(default="running", metadata=LATE)
+    doubt: Fraction = field(default=0.0, metadata=LATE)
 
     def trust(self, found: Tensor, stay: Tensor | float) -> Tensor:
         """By what the share of a batch with classes of diversity D is multiplied [2], in early

@@ -10,6 +10,7 @@ source network as it was, and all layers but the last, which sees the classes, s
 (``Probe``).
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar, final
@@ -31,6 +32,7 @@ _FAR = 9.0  # squared deviations by which no class shifts a table
 _LEAST = 0.05  # of a channel's variance, what lies between samples at least
 _SOME = 8  # samples whose scatter looks like a shift
 _LITTLE = 0.01  # of a batch counts in any case
+_CLASSES = 10  # of networks whose doubt is known
 _ENOUGH = 16  # samples whose moments may take the place of the carried ones
 
 
@@ -88,6 +90,21 @@ def novelty(shift: Tensor, limit: float) -> Tensor:
     return (2 * (shift / limit - 1)).clamp(_LITTLE, 1)
 
 
+def doubt_of(logits: Tensor, diversity: Tensor) -> Tensor:
+    """u = (1 - mean of max p) / (1 + 2 (1 - D)²) / max(1, ln k / ln 10) of a source's logits [n, k]
+    whose classes have diversity D, a scalar []: how unsure it is, of so many classes. A batch of
+    few classes, which may be the hard ones, tells less.
+    """
+    unsure = 1 - logits.float().softmax(-1).amax(-1).mean()
+    usual = max(1.0, math.log(logits.shape[-1]) / math.log(_CLASSES))
+    return unsure / (usual * _fewness(diversity.to(unsure)))
+
+
+def _fewness(diversity: Tensor) -> Tensor:
+    """By what is divided what a batch of few classes tells of its domain."""
+    return 1 + 2 * (1 - diversity).square()
+
+
 class Probe:
     """What the batch norms of a source network say of a batch."""
 
@@ -121,7 +138,7 @@ class Probe:
         found = means.max() - 1 / samples
         if self.reference is not None:
             found = (found - 1 / self.reference.to(found)) / (1 + _SOME / samples)
-        return found / (1 + 2 * (1 - diversity.to(means)).square())
+        return found / _fewness(diversity.to(means))
 
 
 Made = TypeVar("Made")

@@ -52,7 +52,7 @@ from driftfilter.networks.batch_norm import (
     diversity,
     require_statistics,
 )
-from driftfilter.networks.batch_trust import SHIFT, novelty
+from driftfilter.networks.batch_trust import SHIFT, doubt_of, novelty
 from driftfilter.networks.cuda_graphs import CapturedPullback, Captures, Question, key_of, possible
 from driftfilter.networks.features import catch_features, find_head, take_features
 from driftfilter.networks.layout import Layout
@@ -79,6 +79,7 @@ STATISTICS = remembered("network.statistics", "c")
 DIVERSITY = remembered("network.diversity")
 _WINDOW = 32
 _EVERY = 4  # batches of which one is probed
+_VIEWS = 8  # shifts that are known at a time, each view of a batch has one
 
 
 def ask_at_once(memory: Memory) -> Memory:
@@ -185,7 +186,7 @@ class Network(PredictiveModel):
         self._stay: Tensor | float = 0.0  # how often a label is that of the sample before
         self._novelty: Tensor | float = 1.0
         self._looked: _Looked | None = None  # the shift, if one is known
-        self._latest: dict[str, _Looked] = {}  # the last shift that was looked at
+        self._latest: list[_Looked] = []  # shifts that were looked at, the newest last
         self._settled = False  # whether batch norms blend nothing with what is carried
         self._exact = False  # whether it has the derivative of its logits under Ema, too
         self.capturing: Literal["no", "yes", "if possible"] = "no"  # passes as CUDA graphs
@@ -293,11 +294,15 @@ class Network(PredictiveModel):
         """A shift with what the host must know of it; the one that the last batch left is known,
         for a look stops a GPU's queue.
         """
-        latest = self._latest.get(SHIFT)
-        if latest is None or latest.shift is not shift:
-            _, samples, count = shift.tolist()
-            latest = self._latest[SHIFT] = _Looked(shift, samples > 0, int(count))
-        return latest
+        for latest in self._latest:
+            if latest.shift is shift:
+                return latest
+        _, samples, count = shift.tolist()
+        return self._note(_Looked(shift, samples > 0, int(count)))
+
+    def _note(self, looked: _Looked) -> _Looked:
+        self._latest[:] = [*self._latest[1 - _VIEWS :], looked]
+        return looked
 
     def known_facts(self, memory: Memory) -> Facts | None:
         """What the host knows of a memory's shift; None if nothing depends on one."""
@@ -310,7 +315,7 @@ class Network(PredictiveModel):
     def note_facts(self, memory: Memory, facts: Facts | None) -> None:
         """Know it of a memory whose shift nobody has to look at."""
         if facts is not None:
-            self._latest[SHIFT] = _Looked(memory[SHIFT], *facts)
+            self._note(_Looked(memory[SHIFT], *facts))
 
     @contextmanager
     def eagerly(self) -> Iterator[None]:
@@ -325,7 +330,7 @@ class Network(PredictiveModel):
         """The model that knows how far the stream is from the source (``SHIFT``)."""
         assert isinstance(self.statistics, Ema)
         other, shift = copy.copy(self), looked.shift
-        other._looked = self._latest[SHIFT] = looked
+        other._looked = self._note(looked)
         if looked.is_known:
             other._novelty = novelty(shift[0] / shift[1], self.statistics.shift)
         return other
@@ -383,7 +388,12 @@ class Network(PredictiveModel):
                 own.holding(pieces) as module,
             ):
                 logits = self._classifying(self._ask(module, inputs))
-            shift = probe.answer(samples, diversity(gather_samples(logits)))
+            logits = gather_samples(logits)
+            classes = diversity(logits)
+            shift = probe.answer(samples, classes)
+            if shift is not None and rule.doubt > 0:
+                unsure = doubt_of(logits, classes).to(shift)
+                shift = torch.maximum(shift, rule.shift / rule.doubt * unsure)
             fading = max(0.0, 1 - samples / _WINDOW)
             if shift is None:
                 return self._knowing(_Looked(torch.stack((*sums, count - 1)), is_known, -1))

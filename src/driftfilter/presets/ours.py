@@ -36,6 +36,7 @@ from driftfilter.source.posterior import Gaussian
 Preset = TypeVar("Preset", bound=Callable[..., Recipe])
 _RADIUS = 0.6  # of a step on 200 samples with "other" norms
 _SOFTENING, _MOMENTUM = 2.0, 0.7  # with batch norm
+_DOUBT = 0.075  # of a source at which a stream is no longer its own
 _REACH = 30.0  # with batch norm
 Norms: TypeAlias = Literal["batch", "measured", "aligned", "other", "none", "frozen"]
 
@@ -112,8 +113,9 @@ def driftfilter(  # what users may turn
 
     "batch": batch normalisation carries its statistics, and trusts a batch the less the fewer
     classes are in it, in late layers more so; while the source network, asked in every fourth
-    batch, sees no ``shift`` of the domain, statistics and parameters stay the source's, or go back
-    to them (``ForgetAtHome``). The loss is the soft likelihood ratio of reliable samples with
+    batch, sees no ``shift`` of the domain and is sure of what it sees (``Ema.doubt``), statistics
+    and parameters stay the source's, or go back to them (``ForgetAtHome``). The loss is the soft
+    likelihood ratio of reliable samples with
     ``balance`` times information maximisation against collapse, both of predictions softened by
     ``softening`` (``Softened``). "measured" (batch norm, with source ``data`` that are no table):
     the same, but how far the domain has shifted is told from what these data are in the network
@@ -177,6 +179,7 @@ def driftfilter(  # what users may turn
             shift if by_batch else 0.0,
             late=0.3 if has_batch_norm else 1.0,
             baseline="data" if norms == "measured" else "running",
+            doubt=_DOUBT if norms == "batch" else 0.0,
         ),
         source=source,
         transition=Transition(MeanReversion(rho), Reset(None)),
