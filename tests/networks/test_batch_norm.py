@@ -22,6 +22,7 @@ from driftfilter.networks.batch_norm import diversity
 from driftfilter.networks.batch_trust import (
     SHIFT,
     Probe,
+    doubt_of,
     evidence_of_change,
     moment_shift,
     novelty,
@@ -1143,9 +1144,44 @@ def test_a_state_of_a_stream_that_asked_for_shift_does_not_hold_back_one_that_do
     assert (other.state.memory[STATISTICS] - start).abs().max() > 0.02
 
 
+def _sure(model: nn.Module) -> nn.Module:
+    """The same labels, of which it is certain: who is unsure is never at home (``Ema.doubt``)."""
+    with torch.no_grad():
+        list(model.parameters())[-1].mul_(1e4)
+        list(model.parameters())[-2].mul_(1e4)
+    return model
+
+
+def test_doubt_is_how_unsure_a_source_is_of_so_many_classes() -> None:
+    p = torch.tensor([[0.7, 0.2, 0.1], [0.4, 0.4, 0.2]])
+    one = torch.tensor(1.0)
+    assert doubt_of(p.log(), one).item() == pytest.approx(0.45)
+    few = doubt_of(p.log(), torch.tensor(0.5))
+    assert few.item() == pytest.approx(0.45 / 1.5)
+    many = torch.zeros(4, 1000)
+    assert doubt_of(many, one).item() == pytest.approx(0.999 / 3)
+
+
+def test_an_unsure_source_is_away_from_home_whatever_the_moments_say() -> None:
+    generator, found = torch.Generator().manual_seed(0), []
+    batch, recipe = _images(generator), df.presets.get("driftfilter", domains=None)
+    for model in (_shift_model(), _sure(_shift_model())):
+        adapter = df.adapt(model, recipe, monitor=None)
+        adapter(batch)
+        sums = adapter.state.memory[SHIFT]
+        found.append((sums[0] / sums[1]).item())
+    unsure, sure = found
+    assert sure < 0.45 < unsure
+    plain = replace(recipe, statistics=replace(recipe.statistics, doubt=0.0))  # type: ignore[type-var]
+    adapter = df.adapt(_shift_model(), plain, monitor=None)
+    adapter(batch)
+    sums = adapter.state.memory[SHIFT]
+    assert (sums[0] / sums[1]).item() < 0.45
+
+
 def test_one_far_batch_counts_as_one_and_single_samples_are_not_probed() -> None:
     generator = torch.Generator().manual_seed(0)
-    adapter = df.adapt(_shift_model(), monitor=None, domains=None)
+    adapter = df.adapt(_sure(_shift_model()), monitor=None, domains=None)
     adapter.update(_images(generator)[:1])
     assert SHIFT not in adapter.state.memory
     shifts = []
@@ -1187,7 +1223,7 @@ def test_at_home_a_part_of_what_was_learned_is_kept(known: Any, kept: float) -> 
 
 
 def test_back_in_its_domain_the_default_is_the_source_within_ten_batches() -> None:
-    generator, model = torch.Generator().manual_seed(0), _shift_model()
+    generator, model = torch.Generator().manual_seed(0), _sure(_shift_model())
     adapter = df.adapt(model, monitor=None)
     for _ in range(12):
         adapter(_images(generator, 3.0))
