@@ -1172,7 +1172,7 @@ def test_an_unsure_source_is_away_from_home_whatever_the_moments_say() -> None:
         found.append((sums[0] / sums[1]).item())
     unsure, sure = found
     assert sure < 0.45 < unsure
-    plain = replace(recipe, statistics=replace(recipe.statistics, doubt=0.0))  # type: ignore[type-var]
+    plain = replace(recipe, statistics=replace(recipe.statistics, doubt=0.0))
     adapter = df.adapt(_shift_model(), plain, monitor=None)
     adapter(batch)
     sums = adapter.state.memory[SHIFT]
