@@ -11,7 +11,8 @@ again. "clean" is held-out data of the source. A seed draws the training rows, t
 the digits and the people, who is in the stream; tables show mean ± deviation over seeds. A stream
 above --rows is thinned to blocks of 64 consecutive rows. The best preset is the one of highest
 accuracy on the stream, which nobody can know beforehand. --methods without_labels without_domains
-…: the default without a part of it; driftfilter:variance=.1,momentum=.5: with options. What DIR holds: natural_data.py.
+…: the default without a part of it; driftfilter:variance=.1,momentum=.5: with options. What DIR
+holds: natural_data.py.
 """
 
 from __future__ import annotations
