@@ -19,7 +19,7 @@ of digits; accuracy there from the tenth batch on, in the first ten batches afte
 eleventh on. Common: one digit of ten becomes 55 % of a stream while the light drifts slowly.
 CNNs on digits there have batch norm, group norm or none; the networks of ``--models`` see CIFAR-10,
 the shipped images if no file is given. ``--presets without_labels without_steps …``: the default
-without a part of it.
+without a part of it; ``driftfilter:variance=.1,momentum=.5``: with options.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ import driftfilter as df
 from driftfilter.app import models
 from driftfilter.app.metrics import quality
 from driftfilter.app.streams import open_cifar10, sample_images
-from orders import ORDERS, order as arrange
+from orders import ORDERS, chosen, order as arrange
 
 Batch = tuple[Tensor, Tensor]
 Row = dict[str, Any]
@@ -126,7 +126,8 @@ def start(model: nn.Module, preset: str) -> df.Adapter:
     """A guarded adapter; those of PARTS are the default without a part of it."""
     if preset in PARTS:
         return df.adapt(model, **{"monitor": df.Monitor(), **PARTS[preset]})
-    return df.adapt(model, preset, monitor=df.Monitor())
+    name, options = chosen(preset)
+    return df.adapt(model, name, monitor=df.Monitor(), **options)
 
 
 def compare(model: nn.Module, stream: list[Batch], presets: list[str]) -> Row:

@@ -11,7 +11,8 @@ again. "clean" is held-out data of the source. A seed draws the training rows, t
 the digits and the people, who is in the stream; tables show mean ± deviation over seeds. A stream
 above --rows is thinned to blocks of 64 consecutive rows. The best preset is the one of highest
 accuracy on the stream, which nobody can know beforehand. --methods without_labels without_domains
-…: the default without a part of it. What DIR holds: natural_data.py.
+…: the default without a part of it; driftfilter:variance=.1,momentum=.5: with options. What DIR
+holds: natural_data.py.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from driftfilter.app.metrics import quality
 from figures import write
 from lockout import PARTS
 from natural_data import CLEAN, NORMS, TASKS, Rows, load, trained
+from orders import chosen
 
 PRESETS = ("bn", "tent", "eata", "shot_im", "opgd", "opgd_diag", "head_ekf", "t3a")
 METHODS = ("frozen", "default", "data", *PRESETS)  # data: the default with source data
@@ -52,7 +54,8 @@ def start(model: nn.Module, method: str, source: Rows) -> Callable[[Tensor], Ten
     some = source.inputs[torch.randperm(len(source.labels))[:2_000]]
     if method == "data":
         return df.adapt(model, data=some)
-    return df.adapt(model, method, data=some if method == "eata" else None)
+    name, options = chosen(method)
+    return df.adapt(model, name, data=some if name == "eata" else None, **options)
 
 
 def measure(model: nn.Module, method: str, source: Rows, rows: Rows, batch: int) -> dict[str, Any]:
@@ -172,8 +175,10 @@ def gather(records: Sequence[dict[str, Any]]) -> list[Row]:
 
 
 def table(rows: Sequence[Row], metric: str) -> Iterator[str]:
-    methods = [name for name in (*METHODS, *PARTS) if any(name in row.methods for row in rows)]
-    yield f"{metric:<25}" + "".join(f"{name:>13}" for name in methods) + "  best preset"
+    measured = dict.fromkeys(name for row in rows for name in row.methods)
+    known = [name for name in (*METHODS, *PARTS) if name in measured]
+    methods = [*known, *(name for name in measured if name not in known)]
+    yield f"{metric:<25}" + "".join(f" {name:>12}" for name in methods) + "  best preset"
     for row in rows:
         values = {name: row.mean(name, metric) for name in methods}
         cells = (
@@ -242,7 +247,7 @@ def parse() -> argparse.Namespace:
         choices=list(NORMS),
         help="group: in an MLP layer norm",
     )
-    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=[*METHODS, *PARTS])
+    parser.add_argument("--methods", nargs="+", default=list(METHODS))
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--first-seed", type=int, default=0)

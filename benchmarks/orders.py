@@ -5,7 +5,7 @@
         [--orders shuffled runs correlated sorted imbalanced] \
         [--orders correlated_continual published mixed recurring] \
         [--methods frozen chain without default data forgetful] \
-        [--presets lame lame:affinity=rbf …] \
+        [--presets lame lame:affinity=rbf driftfilter:variance=.1,momentum=.5 …] \
         [--late 1 .3] [--skews 0 .001 .01 .1] [--biases 20 40 80] [--seeds 1] \
         [--source CIFAR10_TRAIN.npz] [--visits 20] [--bfloat16] [--json FILE]
 
@@ -41,6 +41,7 @@ import torch
 from torch import Tensor, nn
 
 import driftfilter as df
+from driftfilter.app.bench.prepare import parse_choices
 from driftfilter.app.bench.protocols import (
     AnyProtocol,
     Continual,
@@ -68,6 +69,12 @@ ORDERS = ("shuffled", "runs", "correlated", "sorted", "imbalanced")
 TOGETHER = ("correlated_continual", "published", "mixed", "recurring")  # all in one stream
 SETS = {"extra": ("clean", *EXTRA), "pairs": PAIRS, "reported": tuple(CORRUPTIONS)}
 KEY = ("network", "order", "method", "batch", "images", "domains")  # of a row
+
+
+def chosen(text: str) -> tuple[str, dict[str, Any]]:
+    """A preset and its options, of NAME:option=value,…"""
+    (choice,) = parse_choices(text)
+    return choice.name, dict(choice.options)
 
 
 def order(labels: Tensor, name: str, seed: int = 0) -> Tensor:
@@ -134,8 +141,7 @@ def make(model: nn.Module, method: str, arguments: argparse.Namespace) -> df.Ada
     ours = ("default", "without", "forgetful", "data")
     if method in ours or method.startswith(("late ", "skew ")):
         return df.adapt(model, **options)
-    name, _, option = preset.partition(":")
-    own: dict[str, Any] = dict([option.split("=")] if option else [])
+    name, own = chosen(preset)
     return df.adapt(model, name, **own, **options)
 
 

@@ -1,7 +1,7 @@
 """What the monitor does under faults, on the ResNets and images that ship with the package.
 
     python benchmarks/reliability.py [poison] [collapse] [healthy] [zipf] [--seeds 5] [--batch 50] \
-        [--json FILE]
+        [--presets driftfilter driftfilter:variance=.1,momentum=.5 …] [--json FILE]
 
 Poison: 40 genuine batches, 100 of garbage, 20 genuine ones to recover, then 40 that are judged;
 beside the same stream without garbage. Collapse: streams on which TENT breaks down; where the first
@@ -32,6 +32,7 @@ import driftfilter as df
 from driftfilter.app import models
 from driftfilter.app.corruptions import CORRUPTIONS, corrupt
 from driftfilter.app.streams import sample_images
+from orders import chosen
 
 Batch = tuple[Tensor, Tensor]  # images [n, 3, 32, 32], labels [n]
 FALL, JUDGED = 0.05, 1000  # what counts as fallen, and the images that an accuracy is taken over
@@ -102,6 +103,12 @@ def poisons(
     }
 
 
+def start(model: nn.Module, preset: str, monitor: df.Monitor | None) -> df.Adapter:
+    """Options stand behind the name: NAME:option=value,…"""
+    name, options = chosen(preset)
+    return df.adapt(model, name, monitor=monitor, **options)
+
+
 def scores(adapter: df.Adapter, stream: list[Batch]) -> list[float]:
     """Accuracy of every batch."""
     return [(adapter(x).argmax(-1) == y).double().mean().item() for x, y in stream]
@@ -125,9 +132,9 @@ def poison(labels: Tensor, images: Tensor, n: int, presets: list[str]) -> list[d
         f"{'after':>8}{'unpoisoned':>12}{'difference':>12}{'events':>8}"
     )
     for preset, monitor in cases:
-        clean = scores(df.adapt(model, preset, monitor=monitor), before + after)
+        clean = scores(start(model, preset, monitor), before + after)
         for kind, batches in garbage.items():
-            adapter = df.adapt(model, preset, monitor=monitor)
+            adapter = start(model, preset, monitor)
             score = scores(adapter, before + batches + after)[-len(after) :]
             first, last, wanted = (
                 mean(score[:20]),
@@ -244,15 +251,17 @@ def collapse(labels: Tensor, data: dict[str, Tensor], seeds: int) -> list[dict[s
 # Healthy
 
 
-def healthy(labels: Tensor, data: dict[str, Tensor], n: int, seeds: int) -> list[dict[str, object]]:
+def healthy(
+    labels: Tensor, data: dict[str, Tensor], n: int, seeds: int, presets: list[str]
+) -> list[dict[str, object]]:
     """Alarms where there should be none, and what they cost where the corruption changes."""
     model = models.load("resnet20")
     rows: list[dict[str, object]] = []
     names = list(data)[:seeds]
     print(f"{'five passes of':<22}{'preset':<14}{'batches':>9}{'false alarms':>14}")
-    for preset in ("driftfilter", "tent"):
+    for preset in presets:
         for seed, name in enumerate(names):
-            adapter = df.adapt(model, preset, monitor=df.Monitor())
+            adapter = start(model, preset, df.Monitor())
             stream = shuffled(data[name][:300], labels[:300], n, seed, 5)
             scores(adapter, stream)
             rows.append(
@@ -270,8 +279,8 @@ def healthy(labels: Tensor, data: dict[str, Tensor], n: int, seeds: int) -> list
         for name, images in data.items()
         for batch in shuffled(images[:200], labels[:200], n, 3)
     ]
-    for preset in ("driftfilter", "tent"):
-        guarded, plain = (df.adapt(model, preset, monitor=guard) for guard in (df.Monitor(), None))
+    for preset in presets:
+        guarded, plain = (start(model, preset, guard) for guard in (df.Monitor(), None))
         row = {
             "preset": preset,
             "guarded": mean(scores(guarded, stream)),
@@ -342,7 +351,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--batch", type=int, default=50)
     parser.add_argument(
-        "--presets", nargs="+", default=["driftfilter", "tent"], help="under poison"
+        "--presets", nargs="+", default=["driftfilter", "tent"], help="poison and healthy"
     )
     parser.add_argument(
         "--corruption", default="gaussian_noise", choices=list(CORRUPTIONS), help="under poison"
@@ -369,7 +378,7 @@ def main() -> None:
     parts: dict[str, Callable[[], list[dict[str, object]]]] = {
         "poison": lambda: poison(labels, data[arguments.corruption], n, arguments.presets),
         "collapse": lambda: collapse(labels, data, arguments.seeds),
-        "healthy": lambda: healthy(labels, data, n, arguments.seeds),
+        "healthy": lambda: healthy(labels, data, n, arguments.seeds, arguments.presets),
         "zipf": lambda: skewed(images, labels, arguments.seeds),
     }
     for part in arguments.parts:
