@@ -134,11 +134,11 @@ def driftfilter(  # what users may turn
     ``shift`` is 0.45 with batch norm alone, whose running statistics are those of training, 0.05
     with batch norm if source data say what is normal, and 0.1 with statistics of source data behind
     the norms. ``momentum`` is 0.7 and ``softening`` 2 with batch norm, 0.5 and 1 elsewhere.
-    ``variance`` is 0.2 with batch norm and 0.005 for the last layer. With all other norms, source
-    data or not, it is 2, and relative to the size of each layer's parameters, so that one variance
-    serves transformers, residual and small networks alike. ``radius`` is 6, and 0.6 with
-    "other" norms. ``reach`` is 30 with batch norm, and 1 elsewhere: networks whose parameters a
-    step hardly changes, such as those for a thousand classes, take longer ones (``Linearized``).
+    ``variance`` is 0.2 with batch norm, 0.1 with statistics behind the norms and 0.005 for the last
+    layer. With "other" norms it is 2, and relative to the size of each layer's parameters, so that
+    one variance serves transformers, residual and small networks alike. ``radius`` is 6, and 0.6
+    with "other" norms. ``reach`` is 30 with batch norm, and 1 elsewhere: networks whose parameters
+    a step hardly changes, such as those for a thousand classes, take longer ones (``Linearized``).
     All was chosen on clean images, speckle noise, blur, saturation and spatter, but for what two
     classes do, when offsets count, the prior and radius of other norms and how far steps are
     lengthened: there streams of natural shift and digits had been seen (docs/lab/natural.md).
@@ -161,11 +161,11 @@ def driftfilter(  # what users may turn
         loss = loss if softening == 1 else Softened(loss, softening)
     by_others = norms == "other"
     if variance is None:
-        variance = 0.2 if has_batch_norm else {"none": 0.005}.get(norms, 2.0)
+        variance = {"aligned": 0.1, "other": 2.0, "none": 0.005}.get(norms, 0.2)
     if radius is None:
         radius = _RADIUS if by_others else 6.0
     source = Gaussian(variance, taper=0.0 if norms == "none" else taper)
-    if by_others or norms == "aligned":
+    if by_others:
         source = replace(source, relative=True)
     if reach is None:
         reach = _REACH if has_batch_norm else 1.0
