@@ -93,15 +93,15 @@ def test_the_list_names_every_variant_with_one_line(capsys: pytest.CaptureFixtur
         ("transition.dynamics.rho", "0.9", lambda recipe: recipe.transition.dynamics.rho, 0.9),
         ("predict_from", "posterior", lambda recipe: recipe.predict_from, "posterior"),
         (
-            "observation.loss.coefficients.1",
+            "observation.loss.loss.coefficients.1",
             "7.0",
-            lambda recipe: recipe.observation.loss.coefficients,
+            lambda recipe: recipe.observation.loss.loss.coefficients,
             (1.0, 7.0),
         ),
         (
-            "observation.loss.terms.0.ceiling",
+            "observation.loss.loss.terms.0.ceiling",
             "0.5",
-            lambda recipe: recipe.observation.loss.terms[0].ceiling,
+            lambda recipe: recipe.observation.loss.loss.terms[0].ceiling,
             0.5,
         ),
         (
@@ -139,9 +139,9 @@ test_a_field_that_is_none_is_refused = refuses(
         ("transition.dynamics.rho", "2.0", "MeanReversion.rho must be .*, got 2.0"),
         ("transition.dynamics.rho.x", "1", "transition.dynamics.rho is 0.995"),
         (
-            "observation.loss.coefficients.2",
+            "observation.loss.loss.coefficients.2",
             "1.0",
-            "a place below 2 in observation.loss.coefficients",
+            "a place below 2 in observation.loss.loss.coefficients",
         ),
         ("inference", '{ kind = "Entropy" }', "Recipe.inference must be .*inference"),
     ],
